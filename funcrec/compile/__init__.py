@@ -1,4 +1,4 @@
-"""jit: staging, writes behind it, what a program sees, Inductor's options, recordings."""
+"""jit: traces, writes after a program, the surroundings that a program sees, Inductor's options, recordings."""
 
 import funcrec.core as _core
 from funcrec.compile._ambient import is_transformed as is_transformed

@@ -1,7 +1,7 @@
-"""Whose memory a tensor's is: who else holds what a donated call is to write to.
+"""Who shares the memory that a donated call will write to.
 
-A storage knows how many hold it. Of one that a call has for itself they are the call's own leaves, and the tensors that
-these are views of; one more is a view, a `detach()`, a numpy array or a saved graph, which would see the writes.
+A storage counts its holders. If a call alone has a storage, its holders are the call's leaves and the bases of leaves
+that are views. One more holder is a view, a `detach()`, a numpy array or a saved graph, and would see the writes.
 """
 
 import functools
@@ -23,10 +23,10 @@ _uses, _requires_grad = Tensor._use_count, operator.attrgetter("requires_grad")
 
 
 class Hold(NamedTuple):
-    """The memory of the leaves that a call writes to, when the call has it for itself.
+    """The memory of the leaves that a call writes to, as counted while the call alone has it.
 
-    written: those leaves. views: those of them that are views. storages: where theirs are. counts: how many hold each,
-    negative for memory that neither torch nor funcrec gave.
+    written: those leaves. views: those of them that are views. storages: the addresses of their storages. counts: the
+    holders of each storage, negative for memory that neither torch nor funcrec allocated.
     """
 
     written: list[int]
@@ -35,13 +35,13 @@ class Hold(NamedTuple):
     counts: list[int]
 
 
-# Storages that were looked at once and are not foreign: one that numpy has seen looks so later.
+# Storages that were found not to be foreign: one that numpy has seen would look foreign later.
 _known: dict[int, weakref.ref] = {}
 MOST_KNOWN = 4096
 
 
 def hold(leaves: Sequence, written: Sequence[int]) -> Hold:
-    """How many hold the memory of the written leaves when nobody does besides `leaves`."""
+    """Count the holders that the written leaves' memory has if only `leaves` share it."""
     out = Hold(list(written), [i for i in written if leaves[i]._base is not None], [], [])
     members: dict[int, dict[int, Tensor]] = {}
     for x in leaves if written else ():
@@ -56,12 +56,11 @@ def hold(leaves: Sequence, written: Sequence[int]) -> Hold:
 
 
 def shared_leaves(known: Hold, leaves: Sequence) -> dict[int, bool]:
-    """{leaf that is written to, but whose memory is not the call's own: whether somebody here holds it, too}."""
+    """Return {leaf to write to, whose memory others share: whether the other holder is in this process}."""
     mine = [leaves[i] for i in known.written]
     storages = [*map(_address, mine)]
-    # In most calls nothing has changed hands: three sweeps in C then stand for all below. More holders than were
-    # counted are a name that would see the writes; so is a second user of
-    # a leaf's C++ part (a saved graph, a second Python object).
+    # Most calls share nothing new: three sweeps in C then replace all of the code below. A holder that was not counted
+    # would see the writes. So would a second user of a leaf's C++ part (a saved graph, a second Python object).
     if storages == known.storages and [*map(_num_holders, storages)] == known.counts and {*map(_uses, mine)} <= {1}:
         return {}
     known = hold(leaves, known.written)
@@ -71,7 +70,7 @@ def shared_leaves(known: Hold, leaves: Sequence) -> dict[int, bool]:
 
 
 def alone(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Those whose C++ part has no other user, so that their memory can be taken away."""
+    """Return the tensors whose C++ part has no other user, so that their memory can be taken."""
     return [
         x
         for x, uses, follows in zip(leaves, map(_uses, leaves), map(_requires_grad, leaves), strict=True)
@@ -80,12 +79,11 @@ def alone(leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _expected(mine: dict[int, Tensor]) -> int:
-    """How many hold a storage if only these tensors do, and tensors that are nothing but what these are views of."""
+    """Return a storage's count if only these tensors hold it, and unnamed tensors of which they are views."""
     views = [x for x in mine.values() if x._base is not None and id(x._base) not in mine]
     num_views = Counter(x._base._cdata for x in views)
     uses, references = _private_base()
-    # what a leaf is a view of, with no name of its own, holds the
-    # storage as well, and sees nothing that the leaf does not
+    # the unnamed base of a view holds the storage as well, but is visible only through the view
     private = {x._base._cdata for x in views if _base_holders(x) == (uses + num_views[x._base._cdata], references)}
     return _wrappers() + len(mine) + len(private)
 
@@ -97,7 +95,7 @@ def _base_holders(view: Tensor) -> tuple[int, int]:
 
 @functools.cache
 def _private_base() -> tuple[int, int]:
-    """What `_base_holders` gives for a tensor that has no name, less its views."""
+    """Return what `_base_holders` gives for a tensor without a name, not counting its views."""
     with torch.inference_mode(False):
         uses, references = _base_holders(torch.empty(2).view(2, 1))
     return uses - 1, references
@@ -105,18 +103,18 @@ def _private_base() -> tuple[int, int]:
 
 @functools.cache
 def _wrappers() -> int:
-    """How often a storage that Python has seen is held besides by tensors."""
+    """Return how many holders besides tensors a storage has after Python has seen it."""
     x = torch.empty(1)
     x.untyped_storage()
     return _num_holders(_address(x)) - 1
 
 
 def _is_foreign(storage: torch.UntypedStorage, address: int) -> bool:
-    """Whether the memory is an array's, a file's or another library's, who would see writes and cannot be counted."""
+    """Whether the memory belongs to an array, a file or another library, whose holders cannot be counted."""
     seen = _known.get(address)
     if seen is not None and seen() is storage:
         return False
-    # torch can resize what it allocated; memory that came from outside has an owner whom no count shows
+    # torch can resize memory that it allocated; other memory has an owner that no count shows
     if not (storage.resizable() or is_mapped(storage.data_ptr())):
         return True
     if len(_known) >= MOST_KNOWN:

@@ -1,5 +1,6 @@
-"""What a program can see besides its arguments: part of the key
-of a compilation, or a reason to run the program itself.
+"""The surroundings that a program can see besides its arguments.
+
+They are part of a compilation's key, or a reason to run the function itself.
 
 jit(f)(x) in surroundings s  =  f(x) in s
 """
@@ -18,7 +19,7 @@ from funcrec.mesh import ambient, bound
 
 
 def _default_device() -> torch.device | None:
-    """Of the innermost `with torch.device(...)`, or of `torch.set_default_device`."""
+    """Return the device of the innermost `with torch.device(...)`, or of `torch.set_default_device`."""
     if not torch._C._len_torch_function_stack():
         return None
     return next((m.device for m in reversed(_get_current_function_mode_stack()) if type(m) is DeviceContext), None)
@@ -32,8 +33,8 @@ def _cuda_device() -> int | None:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
-# What is not here, no argument and no tensor that is closed over, a program must not depend on, or it is refused. Read
-# in every call: each is some 50 ns.
+# A program may depend only on these, its arguments, and tensors that it closes over; other dependences are refused.
+# Every call reads these; each read takes about 50 ns.
 SEEN: dict[str, Callable[[], Any]] = {
     "grad mode": torch.is_grad_enabled,
     "inference mode": torch.is_inference_mode_enabled,
@@ -66,18 +67,18 @@ _READ = tuple(SEEN.values())
 
 
 def surroundings() -> tuple:
-    """The value of each of `SEEN`, now."""
+    """Return the current value of each entry of `SEEN`."""
     return tuple([read() for read in _READ])
 
 
 def differences(before: tuple, now: tuple) -> dict[str, tuple[Any, Any]]:
-    """{name: (before, now)} of those that differ."""
+    """Return {name: (before, now)} of the values that differ."""
     return {name: (a, b) for name, a, b in zip(SEEN, before, now, strict=True) if a != b}
 
 
 def is_transformed() -> bool:
-    """Whether something follows what a program does: a transform of torch.func,
-    forward derivatives, `checked`, or a mode of torch."""
+    """Whether something follows the program's operations: a transform of torch.func, forward derivatives, `checked`, or
+    a mode of torch."""
     return (
         is_transforming()
         or is_checking()

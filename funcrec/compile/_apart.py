@@ -1,10 +1,10 @@
-"""Work that no signal cuts in half: Inductor's, and the imports that it needs.
+"""Work that no signal may interrupt: Inductor's, and the imports that it needs.
 
-    apart(work) == work(), and an error of a signal's handler leaves it at once, while the work goes on to its end
+    apart(work) == work(); a signal handler's error leaves the call at once, while the work runs to its end
 
-Python runs handlers in the main thread, between any two of its instructions. One that raises in the midst of an import
-leaves half a module behind, or a table of Inductor's with half its rows, and each later call fails. So this is done in
-a thread of its own, one work at a time; the main thread waits, and may stop waiting.
+Python runs signal handlers in the main thread, between any two instructions. A handler that raises during an import
+leaves half a module, or a table of Inductor's with half its rows, and each later call fails. So a thread of its own
+does such work, one piece at a time. The main thread waits, and may stop waiting.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import torch
 
 T = TypeVar("T")
 
-# What torch imports when it stages, and exports, a function for the first time in a process.
+# Modules that torch imports when it first stages, or exports, a function in a process.
 FOR_STAGING = (
     "sympy.tensor.tensor", "torch._dynamo", "torch._inductor.compiler_bisector",
     "torch._inductor.fx_passes.dedupe_symint_uses", "multiprocessing.synchronize",
@@ -31,11 +31,11 @@ FOR_EXPORT = (
     "torch._functorch._aot_autograd.subclass_parametrization",
 )  # fmt: skip
 
-BEGUN: list[threading.Thread] = []  # the last work of the main thread, which may outlast its call
+BEGUN: list[threading.Thread] = []  # the main thread's last work, which may outlive its call
 
 
 def apart(work: Callable[[], T]) -> T:
-    """The work's result, or its error. Other threads than the main one do it themselves: no handler runs there."""
+    """Return the work's result, or raise its error. Only the main thread needs this: other threads run no handlers."""
     if threading.current_thread() is not threading.main_thread():
         return work()
     settle()
@@ -59,7 +59,7 @@ def apart(work: Callable[[], T]) -> T:
 
 
 def settle() -> None:
-    """Wait for the work that an interrupted call left."""
+    """Wait for work that an interrupted call left running."""
     for thread in BEGUN:
         if thread.is_alive():
             thread.join()
@@ -68,7 +68,7 @@ def settle() -> None:
 
 @functools.cache
 def imported(modules: tuple[str, ...]) -> None:
-    """Import them, once; a torch that has no such module imports another one by itself."""
+    """Import the modules, once; a module that this torch lacks is skipped."""
 
     def work() -> None:
         for name in modules:

@@ -1,4 +1,4 @@
-"""One compilation of `jit`: a function staged for the shapes of its arguments, and what a call of it does.
+"""One compilation of `jit`: a function staged for the shapes of its arguments, and the course of a call.
 
 leaves → [compiled graph] → results;   writes(results) into donated leaves;   leaves, results → outputs
 """
@@ -27,18 +27,18 @@ from funcrec.core import Problem, check, copied, fast_flatten, leaf_paths, stati
 from funcrec.mesh import has_effect
 
 _AS_IT_IS = contextlib.nullcontext()
-MOST_RECORDINGS = 4  # each holds the memory of its step; a step that swaps two leaves needs two
+MOST_RECORDINGS = 4  # each holds the memory of its step; a step that swaps two leaves needs two recordings
 
 
 LOCK = threading.RLock()  # torch compiles one program at a time
 
 
 class Staged(NamedTuple):
-    """A function on flat tensors as a graph, and how its outputs are put together again.
+    """A function on flat tensors as a graph, and the form of its outputs.
 
-    inputs: the leaves that the graph reads, by number; those that the function closes over come after the arguments'.
-    static: the output leaves that are no tensors; the class Tensor
-      stands for those that are. structure: of the outputs.
+    inputs: the numbers of the leaves that the graph reads; tensors that the function closes over come after the
+      arguments' leaves.
+    static: the output leaves, with the class Tensor in place of each tensor. structure: of the outputs.
     """
 
     graph: torch.fx.GraphModule
@@ -49,7 +49,7 @@ class Staged(NamedTuple):
 
 
 class Followed(NamedTuple):
-    """What stands for a compilation of a function that closes over tensors which autograd follows: there is none."""
+    """Replaces a compilation if the function closes over tensors that autograd follows: such a function has none."""
 
     captured: list[Tensor]
     used = 0
@@ -59,11 +59,11 @@ class Followed(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What was found out about a call's leaves, and holds for the next call's if they are this call's outputs.
+    """Facts about a call's leaves, which hold for the next call's leaves if these are this call's outputs.
 
     fed: (leaf, output), the donated leaves that the call before returned. others: all other leaves. sizes: {address:
-    bytes} of donated leaves that keep their memory. moved: (leaf, bytes) of donated leaves whose memory is new in every
-    call. hold: on what is written to.
+    bytes} of donated leaves that keep their memory. moved: (leaf, bytes) of donated leaves with new memory in every
+    call. hold: of the leaves to write to.
     """
 
     fed: list[tuple[int, int]]
@@ -74,14 +74,13 @@ class Link(NamedTuple):
 
 
 class Compiled:
-    """A staged function, compiled; called with the leaves of the arguments
-    and the tensors that it closes over, it gives the outputs.
+    """A staged function, compiled. It takes the arguments' leaves and the captured tensors, and returns the outputs.
 
-    A state that a call returned is most often the next call's argument. `follows` knows its leaves again, so that what
-    `admit` found out about them need not be looked at twice.
+    A state that a call returned is most often the next call's argument. `follows` recognises its leaves, so that
+    `admit` need not check them again.
 
-    A call has the donated leaves whole or has not begun: first what may fail without harm (copies of memory that others
-    hold, the compiled code), then all leaves are taken in one step, then the writes.
+    A call takes all donated leaves, or none. First it does what may fail without harm (copies of memory that others
+    hold, compiling, the compiled code). Then it takes all leaves in one step, and then it writes.
     """
 
     def __init__(self, staged: Staged, donated: dict[int, str], leaves: list, captured: list[Tensor]):
@@ -90,7 +89,7 @@ class Compiled:
         self.captured = captured
         self.forms = [leaf_key(x) for x in captured]
         self.used = 0  # the number of the last call
-        self.lock = threading.RLock()  # of donating calls: each looks for what the last one returned
+        self.lock = threading.RLock()  # for donating calls: each compares with the outputs of the last one
         leaves = leaves + captured
         self.constants = [(i, leaf_key(x)) for i, x in enumerate(leaves) if not isinstance(x, Tensor)]
         self.tensor_at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -102,16 +101,16 @@ class Compiled:
         self.recordings: dict[tuple[int, ...], Recording] = {}
         self.writes = prepare_writes(staged.plan, len(leaves))
         self.written = list(donated) if self.is_replayed else sorted(staged.plan.written)
-        self.stay = sorted({*self.written, *staged.plan.kept.values()})  # leaves whose memory becomes the outputs'
-        self.told: set[int] = set()  # leaves whose copies were spoken of
+        self.stay = sorted({*self.written, *staged.plan.kept.values()})  # leaves that give their memory to outputs
+        self.told: set[int] = set()  # leaves whose copies a warning has named
         nothing = Link([], list(range(len(leaves))), {}, [], hold(leaves, []))
-        # the last call's, and its outputs, which are not kept alive
+        # the last call's link, and its outputs by weak references
         self.last: tuple[Link, dict[int, weakref.ref]] = (nothing, {})
 
     def admit(self, leaves: list) -> Link:
-        """Look at every leaf."""
-        refuse_shared(leaves, self.donated)  # or one's rows are written while another still means the old ones
-        # known by identity alone: a tensor of another history that has the same address has been looked at by nobody
+        """Check every leaf."""
+        refuse_shared(leaves, self.donated)  # else a write to one donated leaf would change another that shares memory
+        # by identity alone: another tensor at the same address has not been checked
         number = {id(x()): j for j, x in self.last[1].items()}
         fed = [(i, number[id(leaves[i])]) for i in self.donated if id(leaves[i]) in number]
         known = {i for i, _ in fed}
@@ -123,20 +122,21 @@ class Compiled:
         return Link(fed, others, sizes, moved, hold(leaves, self.written))
 
     def follows(self, leaves: list) -> Link | None:
-        """What is known of the leaves, if the donated ones are the last call's outputs
-        and the others have known forms and their own memory."""
+        """Return the link of the last call if its outputs are the donated leaves now, else None.
+
+        All other leaves must have the known forms and their own memory.
+        """
         link, outputs = self.last
         if len(link.fed) < len(self.donated):
             return None
         for i, j in link.fed:
             if leaves[i] is not outputs[j]():
                 return None
-        if not self.has_forms(leaves):  # the key once more, as C++: strides and devices may change under a leaf's name
+        if not self.has_forms(leaves):  # compared again, in C++: strides and devices may change under one name
             return None
         if not self.donated:
             return link
-        # given once (refuse_shared): outputs lie apart, as the call
-        # before made them, so only the other leaves can touch one
+        # refuse_shared has passed once, and the last call's outputs do not overlap: only other leaves can share memory
         sizes = link.sizes
         if link.moved:
             numbers, lengths = zip(*link.moved, strict=True)
@@ -152,20 +152,20 @@ class Compiled:
         return link
 
     def has_forms(self, leaves: list) -> bool:
-        """Whether leaves and captured tensors have the forms that were compiled for, and no tensor is there twice."""
+        """Whether leaves and captured tensors have the compiled forms, and no tensor occurs twice."""
         tensors = leaves if not self.constants else [leaves[i] for i in self.tensor_at]
         if not self.guard.check(*tensors):
             return False
         if not torch.is_grad_enabled() and [x.requires_grad for x in tensors] != self.tracks:
-            return False  # the guard asks only for what autograd would follow
+            return False  # the guard checks only tensors that autograd would follow
         return all(leaf_key(leaves[i]) == key for i, key in self.constants)
 
     def is_current(self) -> bool:
         return [leaf_key(x) for x in self.captured] == self.forms
 
     def __call__(self, leaves: list, when: tuple[str, int], link: Link) -> Any:
-        """The outputs, put together; grad mode is as before, whenever
-        a signal comes (a `with` has moments when it is not)."""
+        """Return the outputs. Grad mode is restored even if a signal comes, which a `with` does not ensure at every
+        moment."""
         was = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)
@@ -175,17 +175,17 @@ class Compiled:
 
     def run(self, given: list, when: tuple[str, int], link: Link) -> Any:
         plan, outputs, leaves = self.staged.plan, list(self.staged.static), given
-        # Not begun: copies, compiling, the program and a recording's
-        # memory may fail or be interrupted, and nothing is taken.
+        # Not begun: copies, compiling, the program and a recording's memory may fail or be interrupted. Nothing is
+        # taken yet.
         foreign = shared_leaves(link.hold, leaves)
         if foreign:
             leaves = self.with_copies(leaves, foreign, when[0])
             link = self.admit(leaves)
         recording = self.recording(leaves, link) if self.is_replayed else None
         results = self.compute(leaves) if recording is None else []
-        mine = {i: leaves[i].data for i in self.stay}  # aliases that are no views, since what is taken loses its memory
-        # Taken: all leaves by one call of C, which no signal parts. From here on
-        # every old name raises: the state is the outputs', or gone.
+        mine = {i: leaves[i].data for i in self.stay}  # aliases but not views, because a taken tensor loses its memory
+        # Taken: all leaves by one call of C, which no signal interrupts. From here on every old name raises: the state
+        # is the outputs', or gone.
         if self.donated:
             left = alone([given[i] for i in self.stay if i not in foreign])
             left += [x._base for x in (given[i] for i in link.hold.views if i not in foreign) if x._base is not None]
@@ -209,27 +209,29 @@ class Compiled:
         return self.staged.structure.unflatten(outputs)
 
     def compute(self, leaves: list) -> list[Tensor]:
-        """The results, those that may not share memory copied. Nothing is written."""
+        """Compute the results, and copy those that may not share memory. Nothing is written."""
         mine = [leaves[i] for i in self.staged.inputs]
         casts_are_in_the_graph = torch._C._is_any_autocast_enabled()
         with torch._C._DisableAutocast() if casts_are_in_the_graph else _AS_IT_IS:
             results = list(self.code(mine)(*mine))
-        if self.shared is None:  # what a result is a view of is the same in every call of this key
+        if self.shared is None:  # a result is a view of the same tensor in every call of this key
             self.shared = self.find_shared(leaves, results)
         for k in self.shared:
             results[k] = results[k].clone()
         return results
 
     def code(self, like: list[Tensor]) -> Callable:
-        """The graph, compiled once, for arguments of these forms; to be asked
-        for as it is called, without grad mode and autocast."""
+        """Return the graph, compiled once for arguments of these forms.
+
+        Ask for it as it is called: without grad mode and autocast.
+        """
         if self.call is None:
             with LOCK, clean_surroundings():
                 self.call = self.call or compile_graph(self.staged.graph, like)
         return self.call
 
     def write(self, leaves: list, mine: dict[int, Tensor], results: list[Tensor]) -> None:
-        """Replace the rows; what fails here has taken the donated leaves."""
+        """Replace the rows. The donated leaves are gone if this fails."""
         try:
             if self.staged.plan.writes:
                 leaves = list(leaves)
@@ -241,8 +243,7 @@ class Compiled:
             raise
 
     def with_copies(self, leaves: list, shared: dict[int, bool], name: str) -> list:
-        """The leaves, `shared` ones in memory of their own; said once, where
-        it is somebody in this process who would see the writes."""
+        """Return the leaves, with `shared` ones copied; warn once if this process would see the writes to them."""
         told = {i for i, is_held in shared.items() if is_held} - self.told
         if told:
             self.told |= told
@@ -250,23 +251,22 @@ class Compiled:
         return [copied(x) if i in shared else x for i, x in enumerate(leaves)]
 
     def step(self, leaves: list) -> list[Tensor]:
-        """What is recorded: the results, and the writes."""
+        """Do what is recorded: compute the results, and write."""
         results = self.compute(leaves)
         self.writes(leaves, results)
         return results
 
     def successors(self, link: Link) -> list[tuple[int, int]]:
-        """(leaf, output) where a recorded call copies the output
-        into the leaf's memory, which no other output keeps."""
+        """Return (leaf, output) of the outputs that a recorded call copies into their leaf's memory, free for them."""
         plan = self.staged.plan
         return [(i, j) for i, j in link.fed if j in plan.whole and i not in plan.kept.values()]
 
     def recording(self, leaves: list, link: Link) -> Recording | None:
-        """The recording for a state of these addresses, made when a state comes back for the first time."""
+        """Return the recording for a state at these addresses, made when a state returns for the first time."""
         if len(link.fed) < len(self.donated):
             return None
         fixed = [*self.donated, *range(len(leaves) - len(self.captured), len(leaves))]
-        key = tuple(leaves[i].data_ptr() for i in fixed)  # addresses are all that a recording knows its leaves by
+        key = tuple(leaves[i].data_ptr() for i in fixed)  # a recording identifies its leaves by address alone
         if key not in self.recordings:
             arguments = (self.step, leaves, fixed, self.successors(link), self.staged.plan.whole)
             if len(self.recordings) == MOST_RECORDINGS:
@@ -283,14 +283,14 @@ class Compiled:
 
 
 def is_replayed(x: Tensor) -> bool:
-    """Whether calls that take this tensor are recorded."""
+    """Whether calls with this tensor are recorded."""
     return x.is_cuda
 
 
 def guard(tensors: list[Tensor]) -> Any:
-    """A check of types, forms and devices of tensors, in C++; a tensor given twice does not pass.
+    """Return a check of types, forms and devices of tensors, in C++; a tensor given twice does not pass.
 
-    torch.compile's own; this module is not imported for it before something is compiled.
+    It is torch.compile's own. torch's module is imported only when something is compiled.
     """
     from torch._C._dynamo.guards import TensorGuards
 
@@ -306,13 +306,13 @@ def inference_problems(donated: dict[str, Tensor]) -> Iterator[Problem]:
 
 
 def clean_surroundings() -> contextlib.AbstractContextManager:
-    """The compiler makes tensors of its own: not on the caller's default device."""
+    """Return a context for the compiler, which makes tensors of its own, without the caller's default device."""
     return torch.device("cpu") if torch._C._len_torch_function_stack() else _AS_IT_IS
 
 
 class Traced(NamedTuple):
-    """A function's operations. places: {leaf: its input of the graph}; those that
-    it closes over come after the arguments'. structure, static: as of `Staged`."""
+    """A function's operations. places: {leaf: its input of the graph}; captured tensors come after the arguments'.
+    structure, static: as in `Staged`."""
 
     graph: torch.fx.GraphModule | None
     captured: list[Tensor]
@@ -324,7 +324,7 @@ class Traced(NamedTuple):
 def trace(
     call: str, run: Callable[[list], Any], leaves: list, paths: Sequence[str], decompositions: Any = None
 ) -> Traced:
-    """What run(leaves) does, found by a run on shapes; no graph where autograd follows what it closes over."""
+    """Record run(leaves) by a run on shapes. There is no graph if autograd follows a tensor that it closes over."""
     tensor_at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     found: dict[str, Any] = {}
 
@@ -335,7 +335,7 @@ def trace(
         outputs, found["structure"] = fast_flatten(run(mine))
         for x in outputs:
             if not isinstance(x, Tensor):
-                static_key(x)  # raises for what may change: the same object is every later call's output
+                static_key(x)  # raises for an object that may change: every later call would return the same object
             elif is_odd(x):
                 refuse_odd(call, x, "an output")
         found["static"] = [Tensor if isinstance(x, Tensor) else x for x in outputs]
@@ -360,10 +360,10 @@ def compile_function(
     structure: Any,
     donate: Sequence[str],
 ) -> Compiled | Followed:
-    """Run fn once on shapes, and plan the writes into donated leaves."""
+    """Run fn once on shapes, and plan the writes to donated leaves."""
     call, named = f"funcrec.jit({name})", leaf_paths(structure, names)
     donated = {i: path for i, (root, path) in named.items() if root in donate and isinstance(leaves[i], Tensor)}
-    # refused before `fn` runs: what a call could not take later
+    # checked before `fn` runs: a call could not take these later
     refuse_shared(leaves, donated)
     check(call, inference_problems({path: leaves[i] for i, path in donated.items()}))
 
@@ -376,7 +376,7 @@ def compile_function(
         return Followed(traced.captured)
     graph, captured, places = traced.graph, traced.captured, traced.places
     outputs = [j for j, x in enumerate(traced.static) if x is Tensor]
-    plan = plan_writes(graph, outputs, places, donated)  # what only writes read has no user in the graph now
+    plan = plan_writes(graph, outputs, places, donated)  # now inputs that only writes read have no user in the graph
     inputs = tuple(i for i, node in places.items() if node.users)
     for node in graph.graph.find_nodes(op="placeholder"):
         if not node.users:

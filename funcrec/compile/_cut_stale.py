@@ -1,9 +1,9 @@
-"""cut_stale: a step with tables of another time as three functions: ids sent, rows read and sent, and the rest.
+"""cut_stale: a step with tables of another time as three functions: send ids, read and send rows, and the rest.
 
     routed = ahead(batch);   looked = look(tables, batch, routed);   rest(state, batch, routed, looked) = step(...)
 
-`look` is what the step needs that reads these tables and nothing else of the state, up to the last exchange in each
-line: that has begun when `look` returns, and `rest` awaits it.
+`look` holds the operations that read these tables and no other part of the state, up to the last exchange in each line.
+That exchange has begun when `look` returns, and `rest` awaits it.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +30,8 @@ from funcrec.mesh import AWAIT, LEAVES
 
 
 class Looked(NamedTuple):
-    """What was read of tables. sent: the operands of exchanges under way, which last until `begun` is awaited. given:
-    what was read besides."""
+    """The values read from tables. sent: the operands of exchanges under way, kept until `begun` is awaited. given:
+    other values that were read."""
 
     sent: list[Tensor]
     begun: list[Tensor]
@@ -42,8 +42,8 @@ class Thirds(NamedTuple):
     """A step's three functions.
 
     ahead: batch -> routed, a list of tensors. look: (tables, batch, routed) -> Looked. rest: (state, batch, routed,
-    Looked) -> what the step gives. read: tensors that the step closes over and the first two read: they must not change
-    before the third. bytes: what `routed` and `Looked` hold.
+    Looked) -> the step's result. read: tensors that the step closes over and the first two functions read; they must
+    not change before the third. bytes: the size of `routed` and `Looked`.
     """
 
     ahead: Callable[[Any], list[Tensor]]
@@ -54,7 +54,7 @@ class Thirds(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where a graph is cut. last: exchanges that `rest` awaits. given: other values of `look` that it reads."""
+    """Where to cut a graph. last: exchanges that `rest` awaits. given: other values of `look` that `rest` reads."""
 
     last: list[Node]
     given: list[Node]
@@ -63,12 +63,12 @@ class Found(NamedTuple):
 def cut_stale(
     call: str, step: Callable, fn: Callable, state: Any, tables: Any, batch: Any, groups: Mapping[str, str]
 ) -> Thirds:
-    """The thirds of fn(state, tables, batch), for these forms; where `step` is jitted they are, as it is.
+    """Return the thirds of fn(state, tables, batch), for these forms; they are jitted in the same way as `step`.
 
     Args:
-      groups: {process group: the one that `ahead` uses in its place}.
+      groups: {process group: the group that `ahead` uses in its place}.
     """
-    apart = map_tensors(Tensor.detach, tables)  # they may be the state's own
+    apart = map_tensors(Tensor.detach, tables)  # the tables may be the state's own
     traced = operations(call, fn, {"state": state, "tables": apart, "batch": batch})
     first, behind = len(fast_flatten(state)[0]), len(fast_flatten((state, tables))[0])
     inputs = list(traced.places.values())
@@ -106,7 +106,7 @@ def cut_stale(
     def look(tables, batch, routed):
         made = read(tables, batch, routed)
         sent, given = made[: len(operands)], made[len(operands) :]
-        # at once, outside of any program: what a program has begun it would have to await
+        # called outside any program: a program would have to await an exchange that it begins
         return Looked(sent, [n.target(x, *n.args[1:]) for n, x in zip(found.last, sent, strict=True)], given)
 
     def rest(state, batch, routed, looked):
@@ -120,7 +120,7 @@ def cut_stale(
 def lines_of(
     call: str, graph: Graph, of_state: set[Node], of_tables: set[Node], known: set[Node], outputs: list[Node]
 ) -> Found:
-    """Where what follows from the tables alone ends: at its last exchanges, or where the state comes in."""
+    """Find where values that depend on the tables alone end: at their last exchanges, or where the state enters."""
     needed = needs_of(outputs, known)
     late, looked = set(of_state), set(of_tables)
     for node in (n for n in graph.nodes if n in needed):
@@ -129,13 +129,13 @@ def lines_of(
         elif not looked.isdisjoint(node.all_input_nodes):
             looked.add(node)
     last: set[Node] = set()
-    leading: set[Node] = set()  # to an exchange
+    leading: set[Node] = set()  # nodes that lead to an exchange
     for node in (n for n in reversed(graph.nodes) if n in looked and n not in of_tables):
         if node.target in LEAVES and leading.isdisjoint(node.users):
             last.add(node)
         if node.target in LEAVES or not leading.isdisjoint(node.users):
             leading.add(node)
-    for node in (n for n in graph.nodes if n in looked):  # what follows from an exchange that is not awaited there
+    for node in (n for n in graph.nodes if n in looked):  # values after an exchange that `look` does not await
         if not last.isdisjoint(node.all_input_nodes) or any(n in late for n in node.all_input_nodes):
             late.add(node)
             looked.discard(node)
@@ -148,7 +148,7 @@ def lines_of(
 
 
 def refuse_tables(call: str, given: list[Node], of_tables: set[Node]) -> None:
-    """Whoever reads the old tables and the state would read what an update writes to."""
+    """Raise if `rest` would read the tables themselves, which an update writes to."""
     memory = lambda n: n.meta["val"].untyped_storage()._cdata
     held = {memory(n) for n in of_tables}
     if any(n in of_tables or memory(n) in held for n in given):

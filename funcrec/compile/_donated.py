@@ -1,4 +1,4 @@
-"""Donated values: given up by name, all of a call's in one step, and an error for whoever still holds an old one.
+"""Donated values: all of a call's are taken in one step, and every later use of an old one raises.
 
 take(leaves):   leaf → Donated, whose every use raises;   the memory is the call's outputs'
 """
@@ -13,18 +13,16 @@ from torch import Tensor
 
 from funcrec.core import DonatedError, Problem, fail, message, tree_leaves
 
-GONE = torch.empty(
-    (), dtype=torch.uint1
-)  # what a taken tensor holds in its memory's place: no operation reads this dtype
+GONE = torch.empty((), dtype=torch.uint1)  # the memory of a taken tensor: no operation reads this dtype
 _taking = threading.Lock()
 
 
 class Donated(Tensor):
-    """What a donated tensor becomes: any use raises."""
+    """The type of a donated tensor: any use raises."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        own = [x for x in args if type(x) is Donated]  # first: what others lie in may be half made, as deepcopy's memo
+        own = [x for x in args if type(x) is Donated]  # first: a container may be half made, such as deepcopy's memo
         raise DonatedError(
             donated_message(own[0] if own else next(x for x in tree_leaves((args, kwargs)) if type(x) is Donated))
         )
@@ -34,19 +32,18 @@ class Donated(Tensor):
 
 
 def take(given: Sequence[Tensor], paths: Iterable[str], when: tuple[str, int], emptied: Sequence[Tensor]) -> None:
-    """Make any use of the given tensors an error that says why: the argument
-    that it was, the function and the number of the call.
+    """Make any use of the given tensors an error, which names the argument, the function and the number of the call.
 
-    All are taken or none: by one call of C, which no signal interrupts. But an audit hook may be Python, and hears of
-    each `__class__`: what is raised there (a signal, too) is raised here when the rest has been taken. Where two
-    threads give the same tensors, one has them. `emptied`: those of `given` whose memory is another tensor's from now
-    on. Code that knows tensors by their C++ part alone (torch.tensor) finds nothing there.
+    All are taken or none: one call of C does it, which no signal interrupts. An audit hook may be Python, and hears of
+    each `__class__`; an error in it (or a signal) is raised here after the rest has been taken. If two threads give the
+    same tensors, one gets them. `emptied`: those of `given` whose memory now belongs to another tensor. Code that
+    knows tensors by their C++ part alone (torch.tensor) finds nothing there.
     """
     named = zip(given, itertools.repeat("donated"), zip(paths, itertools.repeat(when), strict=False), strict=False)
     blank = zip(emptied, itertools.repeat("data"), itertools.repeat(GONE), strict=False)
     classes = [zip(given, itertools.repeat("__class__"), itertools.repeat(Donated), strict=False) for _ in range(4)]
     steps = itertools.starmap(setattr, itertools.chain(named, blank, classes[0]))
-    # Made here, since a call may end by a signal, and a handler begins without one: each fails by one more in a hook.
+    # Made here, since a signal may end a call, and a handler begins without one. One more hook's error ends each.
     second, third, fourth = (itertools.starmap(setattr, x) for x in classes[1:])
     with _taking:
         refuse_donated(given)
@@ -86,11 +83,11 @@ def held_message(name: str, leaves: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def refuse_shared(leaves: list, donated: dict[int, str]) -> None:
-    """Memory that is donated must be given once."""
+    """Raise if memory that is donated is given twice."""
     if not donated:
         return
     spans = sorted((*memory_span(x), i) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.numel())
-    before: dict[bool, tuple[int, int]] = {}  # of donated and of other leaves, the one that reaches furthest
+    before: dict[bool, tuple[int, int]] = {}  # for donated and for other leaves: (furthest end, its leaf)
     for start, end, i in spans:
         for is_donated, (reach, first) in before.items():
             if start < reach and (is_donated or i in donated):
@@ -104,7 +101,7 @@ def refuse_shared(leaves: list, donated: dict[int, str]) -> None:
 
 
 def memory_span(x: Tensor) -> tuple[int, int]:
-    """The bytes from the first to after the last element."""
+    """Return the addresses of the first byte, and of the byte after the last element."""
     start = x.data_ptr()
     if x.is_contiguous():
         return start, start + x.nbytes

@@ -2,8 +2,8 @@
 
     jit(f)(x) = f(x);     jit(f, donate=("s",))(s, x) = f(s, x), written into the memory of s
 
-A call is flattened to tensors; `make_fx` runs the function once on shapes and records its operations; Inductor turns
-the flat graph into code. Where an output is a donated leaf with some rows replaced, the code returns the rows, and
+A call is flattened to tensors. `make_fx` runs the function once on shapes and records its operations, and Inductor
+turns the flat graph into code. If an output is a donated leaf with some rows replaced, the code returns the rows, and
 they are written into the leaf: no table is copied.
 """
 
@@ -42,7 +42,7 @@ from funcrec.core import (
 from funcrec.mesh import alone, others_changed, staged
 from funcrec.tables import TableRef
 
-MANY, MOST = 10, 128  # compilations of one function: from when on it is warned, and how many are kept
+MANY, MOST = 10, 128  # compilations of one function: it warns from the first number on, and keeps the second
 TRANSFORM = "a transform, funcrec.checked or a mode of torch"
 
 
@@ -52,44 +52,44 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
 
     Args:
       fn: takes and returns pytrees of tensors. It reads no tensor's value on the host, writes to no argument and to
-        nothing that it closes over, and draws from no generator of torch. Python numbers, strings and other values that
-        cannot change are static: a new one means a new compilation. Tensors that it closes over are read in every call.
-        All else that it reads from outside (a variable that is bound again, an attribute, a numpy array,
-        `random.random()`, the time, whether a module is in `train()` or `eval()`) is read when it is compiled, and
-        stays; what it does to Python's objects, such as to append to a list, it does then only.
+        nothing that it closes over, and uses no random generator of torch. Python numbers, strings and other values
+        that cannot change are static: a new value means a new compilation. Each call reads the tensors that fn closes
+        over. fn reads everything else from outside (a rebound variable, an attribute, a numpy array,
+        `random.random()`, the time, a module's `train()` or `eval()` mode) only when it is compiled. Its effects on
+        Python's objects, such as an append to a list, also happen only then.
       donate: names of parameters that the call may use up. An output that is a donated leaf with rows replaced
-        (`index_put`, as every row optimizer does) takes the leaf's memory; a leaf that is returned as it is stays where
-        it is; all other outputs are new, and the old leaf's memory is given up. A call has what is donated whole or has
-        not begun: if it is interrupted or fails, the old value is as it was, or every part of it raises. Memory that
-        others hold too (a view, a `detach()`, a numpy array, a file) is copied before it is written to, with a warning,
-        and they keep what they see; `fr.copy` says so at once. Not seen are a bare `data_ptr()` or storage, and another
-        thread that reads the value meanwhile. Under vmap, grad, jvp, another jit and `fr.checked` nothing is taken.
+        (`index_put`, as in every row optimizer) takes the leaf's memory. A leaf that is returned unchanged keeps its
+        own. All other outputs are new, and the old leaf's memory is freed. If a call is interrupted or fails, the old
+        value is unchanged, or every part of it raises. Memory that others hold too (a view, a `detach()`, a numpy
+        array, a file) is copied before a write, with a warning, and they keep what they see; `fr.copy` copies first. A
+        bare `data_ptr()` or storage is not noticed, nor another thread that reads meanwhile. Under vmap, grad, jvp,
+        another jit and `fr.checked` nothing is taken.
 
     Returns:
-      a function of the same arguments, safe to call from several threads; it pickles where `fn` does.
-      `fn.num_compiled()` tells how often it was compiled: once for each form of the arguments (shapes, dtypes, strides,
-      static values, order of keys) in each surroundings (grad and inference mode, autocast, default dtype and device,
-      precision of products, meshes, bound axes, threads). From the tenth on it warns, and it keeps the last 128.
-      Results may share memory with arguments, as those of `fn` may, unless something is donated. `fn.lower(*args)`
-      gives the program that the call would run, without compiling or taking anything: `Lowered`.
+      a function of the same arguments, safe to call from several threads; it pickles if `fn` does.
+      `fn.num_compiled()` returns how often it was compiled: once for each form of the arguments (shapes, dtypes,
+      strides, static values, order of keys) in each surroundings (grad and inference mode, autocast, default dtype and
+      device, precision of products, meshes, bound axes, threads). From the tenth on it warns, and it keeps the last
+      128. Results may share memory with arguments, as those of `fn` may, unless something is donated.
+      `fn.lower(*args)` returns the program of the call, without compiling or taking anything: `Lowered`.
 
-    What follows `fn` sees `fn` itself, not compiled and donating nothing: transforms of torch.func, `value_and_grad`,
-    `checked`, modes of torch, torch.compile, and autograd where an argument or a tensor that is closed over requires
-    grad (a donating call then raises). Tensors that are made inside are not followed: a result requires no grad for
-    their sake. What exchanges with real ranks raises where a derivative follows it, for other ranks may run the
-    program: there it is the derivative that is jitted.
+    A follower of the call sees `fn` itself, not compiled and donating nothing: transforms of torch.func, `checked`,
+    `value_and_grad`, modes of torch, torch.compile, and autograd if an argument or captured tensor requires grad (a
+    donating call then raises). Tensors made inside do not count: a result requires no grad because of them. An
+    exchange with real ranks raises if a derivative follows it, because other ranks may run the program; jit the
+    derivative instead.
 
     Raises:
-      DonatedError: a value that is used after it was donated; names the argument and the call that took it.
+      DonatedError: a value is used after it was donated; names the argument and the call that took it.
       ValueError: an unknown name, memory donated twice, a function that writes to arguments or closed-over values.
       TypeError: a function that reads values on the host or draws random numbers without a key, a donating call that
-        autograd follows, objects that may change behind their name, and tensors that are no dense memory (sparse,
-        nested, quantized, subclasses).
+        autograd follows, objects that may change unnoticed, and tensors that are not dense memory (sparse, nested,
+        quantized, subclasses).
 
-    Cost: a small job is done sooner without jit. A DLRM's first step with 26 tables compiles for 5 s, half a second
-      where an earlier process left its code (TORCHINDUCTOR_CACHE_DIR); at batch 512 a step then takes 24 ms, not 51:
-      200 steps win the time back, 20 with code that was kept. Each form of the arguments compiles again: pad the last
-      batch to the others' shape, in evaluation too.
+    Cost: a small job is faster without jit. A DLRM's first step with 26 tables compiles for 5 s, or half a second if
+      an earlier process left its code (TORCHINDUCTOR_CACHE_DIR). At batch 512 a step then takes 24 ms, not 51: 200
+      steps win the time back, or 20 with kept code. Each form of the arguments compiles again: pad the last batch to
+      the shape of the others, also in evaluation.
 
     Law: the values of `fn`; what is not donated keeps every bit; a second call with the same shapes compiles nothing.
 
@@ -109,7 +109,7 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
 
 
 class Jitted:
-    """A function that `jit` made. It pickles as the function and its options, and compiles again where it is loaded."""
+    """A function made by `jit`. It pickles as the function and its options, and compiles again where it is loaded."""
 
     def __init__(self, fn: Callable, donate: tuple[str, ...]):
         _check_function(fn)
@@ -126,10 +126,10 @@ class Jitted:
         is_plain = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
         self.positional = tuple(parameters) if is_plain else None
         self.compiled: dict[Any, Compiled | Followed] = {}  # the last MOST that were used
-        self.recent: dict[Any, Compiled] = {}  # the last one used for each structure: most calls repeat its shapes
+        self.recent: dict[Any, Compiled] = {}  # the last used for each structure: most calls repeat its shapes
         self.last: Any = None  # the key of the last compilation
         self.calls, self.compilations = itertools.count(1), 0
-        self.is_one = False  # whether the first form is the only one, as of what `lower` made
+        self.is_one = False  # whether it may compile one form only, as a program of `lower`
 
     def __call__(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
@@ -149,8 +149,8 @@ class Jitted:
             leaves = bring_to_cuda(leaves)
         when, here = (self.name, next(self.calls)), (names, structure, structure_key(structure), surroundings())
         entry = self.recent.get(here)
-        # Most calls repeat a key. Their leaves are compared in C++, with what is
-        # closed over among them: another form finds another entry.
+        # Most calls repeat a key. Their leaves and captured tensors are compared in C++; another form finds another
+        # entry.
         with entry.lock if entry is not None and self.donate else nullcontext():
             if entry is not None:
                 entry.used, known = when[1], leaves + entry.captured
@@ -162,26 +162,26 @@ class Jitted:
     def ran(self, entry: Compiled, known: list, when: tuple[str, int], link: Any) -> Any:
         try:
             return entry(known, when, link)
-        except RuntimeError as error:  # an exchange that broke off, maybe
+        except RuntimeError as error:  # perhaps an exchange broke off
             said = others_changed(f"funcrec.jit({self.name})", error)
             if said is error:
                 raise
             raise said from error
 
     def stage_call(self, args: tuple, kwargs: dict, leaves: list, here: tuple, when: tuple[str, int]) -> Any:
-        """A call whose leaves are looked at one by one."""
+        """Run a call whose leaves are checked one by one."""
         entry, leaves = self.staged(leaves, here)
         if entry is None:
             return self.followed(args, kwargs)
         with entry.lock if self.donate else nullcontext():
             known = leaves + entry.captured
-            refuse_donated(known)  # once more: another thread may have taken one while this one waited
+            refuse_donated(known)  # again: another thread may have taken a leaf while this one waited
             entry.used, self.recent[here] = when[1], entry
             return self.ran(entry, known, when, entry.admit(known))
 
     def followed(self, args: tuple, kwargs: dict) -> Any:
-        """`fn` itself, where a derivative follows it: not on real ranks, of which others may run the program, whose
-        exchanges are not those of `fn`. (While something around is staged all do the same.)"""
+        """Run `fn` itself, because a derivative follows it. On real ranks its exchanges raise: other ranks may run the
+        program, whose exchanges differ. (While something around it is staged, all ranks do the same.)"""
         before = alone.get()
         try:
             alone.set("" if torch._C._len_torch_dispatch_stack() else self.name)
@@ -190,10 +190,10 @@ class Jitted:
             alone.set(before)
 
     def staged(self, leaves: list, here: tuple) -> tuple[Compiled | None, list]:
-        """The program for these leaves, and they as plain memory; no program
-        where something follows `fn`, which sees `fn` itself."""
+        """Return the program for these leaves, and the leaves as plain memory. The program is None if something follows
+        the call; this then sees `fn` itself."""
         refuse_donated(leaves)
-        if any(isinstance(x, TableRef) for x in leaves):  # of a loss that value_and_grad calls
+        if any(isinstance(x, TableRef) for x in leaves):  # tables of a loss that value_and_grad calls
             return self.step_aside("value_and_grad"), leaves
         if any_tracked(leaves):
             if self.donate or self.is_one:
@@ -211,7 +211,7 @@ class Jitted:
         return entry, leaves
 
     def step_aside(self, follower: str) -> None:
-        """Leave the call to `fn` itself, unless it must be a program's."""
+        """Leave the call to `fn` itself; raise in a program of `lower`."""
         if self.is_one:
             what, need = "a program of `lower` has something to follow it.", "a call that nothing follows"
             hint = "fr.jit(fn) itself, which then runs `fn`"
@@ -228,8 +228,8 @@ class Jitted:
         fail(call, what, got=f"requires_grad of {which}", need=need, hint=hint, kind=TypeError)
 
     def lower(self, *args, **kwargs) -> Lowered:
-        """The program that a call with these arguments runs: staged again, neither
-        compiled nor run, and nothing is taken. See `Lowered`."""
+        """Return the program of a call with these arguments. It is staged again, but not compiled or run, and nothing
+        is taken. See `Lowered`."""
         bound = self.signature.bind(*args, **kwargs)
         leaves, structure = fast_flatten(tuple(bound.arguments.values()))
         program = Jitted(self.fn, self.donate)
@@ -255,7 +255,7 @@ class Jitted:
         return lowered(entry, leaf_paths(structure, here[0]), key[1], compile)
 
     def in_memory(self, leaves: list, here: tuple) -> list:
-        """The leaves as plain memory: lazy conjugates, negatives and zeros are computed, other forms are refused."""
+        """Return the leaves as plain memory: compute lazy conjugates, negatives and zeros; refuse other forms."""
         out = list(leaves)
         for i, x in enumerate(leaves):
             if isinstance(x, Tensor):
@@ -265,13 +265,13 @@ class Jitted:
         return out
 
     def find(self, leaves: list, here: tuple) -> Compiled | Followed:
-        """The compilation for these leaves, made if there is none, or if
-        what the function closes over has another form by now."""
+        """Return the compilation for these leaves. Compile if there is none, or if a tensor that the function closes
+        over has another form now."""
         key = (here, tuple(map(leaf_key, leaves)))
         entry = self.compiled.get(key)
         if entry is not None and entry.is_current():
             return entry
-        with LOCK:  # torch stages and compiles one program at a time; who waited finds it made
+        with LOCK:  # torch stages and compiles one program at a time; a thread that waited finds it made
             entry = self.compiled.get(key)
             if entry is None or not entry.is_current():
                 if self.is_one and self.compiled:
@@ -298,14 +298,14 @@ class Jitted:
             self.recent = {k: e for k, e in self.recent.items() if e is not gone}
 
     def num_compiled(self) -> int:
-        """How many times it was compiled."""
+        """Return how many times the function was compiled."""
         return self.compilations
 
     def __get__(self, owner, kind=None):
         return self if owner is None else Method(self, owner)
 
     def __getattr__(self, name: str):
-        """What is no part of a jitted function; the `init` of a step, whose update this is."""
+        """Raise for an unknown attribute; return the `init` of a step, whose update this is."""
         if name == "init" and hasattr(self.fn, "init"):
             return self.fn.init
         if name.startswith("_"):
@@ -330,7 +330,7 @@ class Jitted:
 
 
 class Method:
-    """A jitted function of a class, as an object of it has it: what it does, it does with the object first."""
+    """A jitted method, bound to an object, which becomes its first argument."""
 
     def __init__(self, jitted: Jitted, owner: object):
         self.__func__, self.__self__ = jitted, owner
@@ -381,12 +381,12 @@ def _check_function(fn: Callable) -> None:
 def _signature_of(fn: Callable) -> inspect.Signature:
     try:
         return inspect.signature(fn)
-    except ValueError:  # a builtin function that tells none
+    except ValueError:  # a builtin function without a signature
         return inspect.signature(lambda *args, **kwargs: None)
 
 
 def _frames_here() -> int:
-    """How far away, in frames, the caller of the jitted function is."""
+    """Return how many frames away the caller of the jitted function is."""
     frame, count = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename == __file__:
         frame, count = frame.f_back, count + 1
@@ -394,7 +394,7 @@ def _frames_here() -> int:
 
 
 def bring_to_cuda(leaves: list) -> list:
-    """The leaves, those on the host brought to the one CUDA device that others are on."""
+    """Bring leaves on the host to the CUDA device of the others, if that is one."""
     devices = {x.device for x in leaves if isinstance(x, Tensor)}
     on_cuda = [d for d in devices if d.type == "cuda"]
     return bring(leaves, on_cuda[0]) if len(devices) > 1 and len(on_cuda) == 1 else leaves

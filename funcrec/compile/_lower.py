@@ -1,4 +1,4 @@
-"""Lowered: the program of a call before it is compiled, to be read, counted and compiled.
+"""Lowered: the program of a call before it is compiled; it can be read, counted and compiled.
 
 jit(f).lower(x).compile()(x) = jit(f)(x)
 """
@@ -27,7 +27,7 @@ class Sent(NamedTuple):
 
 
 def collectives_of(graph: torch.fx.Graph) -> Iterator[Sent]:
-    """The collectives of a staged graph, in its order."""
+    """Yield the collectives of a staged graph, in its order."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in LEAVES:
             operand, *how, group = node.args
@@ -39,32 +39,30 @@ def collectives_of(graph: torch.fx.Graph) -> Iterator[Sent]:
 
 
 class Lowered(NamedTuple):
-    """The program that a call of a jitted function runs, as `fr.jit(f).lower(*args)`
-    stages it: what it computes, reads, writes and sends.
+    """The program that a call of a jitted function runs, from `fr.jit(f).lower(*args)`: what it computes, reads,
+    writes and sends.
 
-    Lowering runs `f` once on shapes. Nothing is compiled, no argument is taken
-    or kept alive, and `fr.jit(f)` remembers nothing of it.
+    Lowering runs `f` once on shapes. It compiles nothing, and takes or keeps no argument. `fr.jit(f)` does not change.
 
     Args:
-      graph: flat tensors -> flat tensors, operation by operation; it writes
-        to nothing. What is written in place is written after it.
-      reads: {path: form} of the tensors that a call reads. First the graph's inputs, in order: tensors of the
-        arguments, then those that `f` closes over. Behind them what only the writes read: rows and values to be put,
-        tables and slots of an optimizer that updates them where they are.
+      graph: flat tensors -> flat tensors, operation by operation. It writes to nothing; in-place writes follow it.
+      reads: {path: form} of the tensors that a call reads. First come the graph's inputs, in order: tensors of the
+        arguments, then captured tensors. Then come the tensors that only the writes read: rows and values to put, and
+        the tables and slots of an optimizer that updates in place.
       donated: paths of the tensors that a call uses up.
-      written: those of them that keep their memory and have rows replaced in it.
-      exchanges: what leaves this rank, in the graph's order, each (kind,
-        shape, dtype, sent_bytes); of emulated ranks nothing does.
-      compile: () -> the program as code, a function of the same arguments. Called once more it gives the same.
+      written: those of them that keep their memory and get rows replaced.
+      exchanges: what leaves this rank, in the graph's order, each (kind, shape, dtype, sent_bytes); empty for emulated
+        ranks.
+      compile: () -> the program as code, a function of the same arguments. A second call returns the same code.
 
     Raises:
-      TypeError: from `lower` and from the program where the call would run `f` itself: under a transform, for tensors
-        that require grad where autograd would follow them, for tensors on the device meta. From the program also for
-        another form of arguments or other surroundings than it was lowered in; from `compile` for other surroundings.
-        Besides, `lower` raises what the call would raise before it runs.
+      TypeError: from `lower` and from the program if the call would run `f` itself: under a transform, for tensors
+        that require grad while autograd would follow them, for tensors on the device meta. From the program also for
+        another form of arguments, or other surroundings than at lowering; from `compile` for other surroundings.
+        `lower` also raises the errors that the call would raise before it runs.
 
-    Law: `fr.jit(f).lower(*args).compile()(*args)` is `fr.jit(f)(*args)`:
-      the same values, and what is donated is taken alike.
+    Law: `fr.jit(f).lower(*args).compile()(*args)` is `fr.jit(f)(*args)`: the same values, and the same donated
+      arguments are taken.
 
     Example:
       >>> import torch, funcrec as fr
@@ -97,7 +95,7 @@ class Lowered(NamedTuple):
         fail("funcrec.Lowered", "a program does not pickle.", got=repr(self), need=need, hint=hint, kind=TypeError)
 
     def as_text(self) -> str:
-        """What it reads, writes and sends, then the graph, line by line, with the forms of its values."""
+        """Return what it reads, writes and sends, then the graph, line by line, with the forms of its values."""
         return f"# {self!r}\n{self.graph.print_readable(print_output=False)}"
 
     def __repr__(self) -> str:
@@ -110,8 +108,10 @@ class Lowered(NamedTuple):
 def lowered(
     entry: Compiled, paths: dict[int, tuple[str, str]], forms: tuple, compile: Callable[[], Callable]
 ) -> Lowered:
-    """What there is to know of a staged program; paths: {leaf of the
-    arguments: (argument, path)}, forms: those leaves' keys."""
+    """Return the Lowered of a staged program.
+
+    paths: {leaf of the arguments: (argument, path)}. forms: those leaves' keys.
+    """
     staged, first = entry.staged, len(paths)
     path_of = lambda i: paths[i][1] if i < first else f"captured_{i - first}"
     forms = (*forms, *entry.forms)

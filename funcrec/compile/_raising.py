@@ -1,8 +1,8 @@
-"""Errors in compiled loops raise where the program is called, on one thread and on several.
+"""Errors in compiled loops are raised where the program is called, on one thread or several.
 
-    jit(f)(x) raises where f(x) raises: an index out of bounds, an integer divided by 0, counts of another sum
+    jit(f)(x) raises where f(x) raises: an index out of bounds, an integer divided by 0, counts with a wrong sum
 
-Inductor checks each index within its loop and throws there. A C++ exception that leaves a loop of several OpenMP
+Inductor checks each index within its loop, and throws there. A C++ exception that leaves a loop on several OpenMP
 threads ends the process.
 Upstream: https://github.com/pytorch/pytorch/issues/195402.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-RAISES = ("TORCH_CHECK(", "throw ", "_integral(")  # of checks, and of divisions of integers
+RAISES = ("TORCH_CHECK(", "throw ", "_integral(")  # marks of checks, and of divisions of integers
 KEPT = """
 struct Failure {
   std::atomic<bool> is_taken{false};
@@ -23,12 +23,12 @@ struct Failure {
 } failure;
 """
 CHECKED = re.compile(r"index out of bounds: 0 <= \w+ < (\d+)L?")
-# Inductor's own way for divisions by 0: a global pointer to this call's flag, which calls of other threads replace.
+# Inductor's own way for divisions by 0: a global pointer to this call's flag, which other threads' calls overwrite.
 FLAG = "inductor_cpu_integer_div_error"
 
 
 def raising() -> list[tuple[Any, str, Callable]]:
-    """(owner, name, make): Inductor's functions f, and what puts make(f) in their place so that its loops raise."""
+    """Return (owner, name, make) for Inductor's functions f: make(f), put in their place, makes its loops raise."""
     from torch._inductor import compile_fx
     from torch._inductor.codegen.cpp import CppKernelProxy, KernelGroup
 
@@ -40,7 +40,7 @@ def raising() -> list[tuple[Any, str, Callable]]:
 
 
 def with_catch(gen_body: Callable) -> Callable:
-    """A loop's body that keeps what it throws and goes on with the next element."""
+    """Make a loop's body keep an error that it throws, and go on with the next element."""
 
     def body(self: Any, code: Any) -> None:
         own = type(code)()
@@ -57,7 +57,7 @@ def with_catch(gen_body: Callable) -> Callable:
 
 
 def with_rethrow(codegen_group: Callable) -> Callable:
-    """A function of loops that throws, after all of them, the first error that one of them kept."""
+    """Make a function of loops throw, after all of them, the first error that a loop kept."""
 
     def function(self: Any, name: str | None = None) -> str:
         lines = codegen_group(self, name).splitlines()
@@ -72,6 +72,8 @@ def with_rethrow(codegen_group: Callable) -> Callable:
 
 
 def with_own_checks(table: Callable) -> Callable:
-    """Inductor's operators that are written as others, less one that then is not checked: counts that are negative, or
-    whose sum is not the size that was given, repeat as many rows as were asked for."""
+    """Remove repeat_interleave from Inductor's decompositions, because that form skips checks of the counts.
+
+    With negative counts, or counts whose sum is not the given size, it would repeat the wrong number of rows.
+    """
     return lambda: {k: f for k, f in table().items() if k is not torch.ops.aten.repeat_interleave.Tensor}

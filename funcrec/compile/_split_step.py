@@ -1,9 +1,10 @@
-"""cut: a step as two functions, that of a batch alone which ends in exchanges between ranks, and the rest.
+"""cut: a step as two functions. The first needs the batch alone, and ends in exchanges between ranks.
 
     routed = ahead(batch);      rest(state, batch, routed) = step(state, batch)
 
-`ahead` is what the exchanges need that read no state, they, and the integers that follow from them: of a sharded lookup
-the ids sent to the owners of their rows. Sums over ranks are not among them, nor is anything that reads the state.
+`ahead` holds the exchanges that do not depend on the state, their inputs, and the integers that follow from them. For a
+sharded lookup it sends the ids to the owners of their rows. Sums over ranks, and anything that reads the state, are in
+`rest`.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +23,8 @@ from funcrec.mesh import AWAIT, LEAVES, MOVES
 class Halves(NamedTuple):
     """A step's two functions.
 
-    ahead: batch -> routed, a list of tensors. rest: (state, batch, routed) -> what the step gives. read: tensors that
-    the step closes over and `ahead` reads: they must not change between the two. routed_bytes: what `routed` holds.
+    ahead: batch -> routed, a list of tensors. rest: (state, batch, routed) -> the step's result. read: tensors that
+    the step closes over and `ahead` reads; they must not change between the two. routed_bytes: the size of `routed`.
     """
 
     ahead: Callable[[Any], list[Tensor]]
@@ -33,10 +34,10 @@ class Halves(NamedTuple):
 
 
 def cut(call: str, step: Callable, state: Any, batch: Any, groups: Mapping[str, str]) -> Halves | None:
-    """The halves of a step, plain or jitted, for these forms; None where no exchange follows from the batch alone.
+    """Cut a step, plain or jitted, in halves for these forms; None if no exchange depends on the batch alone.
 
     Args:
-      groups: {process group: the one that `ahead` uses in its place}.
+      groups: {process group: the group that `ahead` uses in its place}.
     """
     traced = operations(call, step.fn if isinstance(step, Jitted) else step, {"state": state, "batch": batch})
     first = len(fast_flatten(state)[0])
@@ -69,7 +70,7 @@ def cut(call: str, step: Callable, state: Any, batch: Any, groups: Mapping[str, 
 
 
 def operations(call: str, fn: Callable, arguments: Mapping[str, Any]) -> Traced:
-    """Those of fn(*arguments)."""
+    """Trace the operations of fn(*arguments)."""
     leaves, structure = fast_flatten(tuple(arguments.values()))
     paths = [path for _, path in leaf_paths(structure, tuple(arguments)).values()]
     with LOCK:
@@ -83,7 +84,7 @@ def operations(call: str, fn: Callable, arguments: Mapping[str, Any]) -> Traced:
 def sending_part(
     call: str, whole: GraphModule, inputs: list[Node], crossing: list[Node], groups: Mapping[str, str]
 ) -> GraphModule:
-    """crossing as a function of inputs, which sends over the groups that stand for its own."""
+    """Return `crossing` as a function of `inputs`, which sends over the replacements of its process groups."""
     sending = part_of(whole, inputs, crossing)
     for swap in (n for n in sending.graph.nodes if n.target in LEAVES):
         if swap.args[-1] not in groups:
@@ -96,7 +97,7 @@ def sending_part(
 
 
 def reads_of(part: GraphModule, captured: list[Tensor], behind: int = 0) -> list[Tensor]:
-    """The captured tensors that a part reads: the last of its inputs, but for those `behind` them."""
+    """Return the captured tensors that a part reads: its last inputs, except the `behind` inputs after them."""
     inputs = part.graph.find_nodes(op="placeholder")
     first = len(inputs) - len(captured) - behind
     return [x for x, node in zip(captured, inputs[first : len(inputs) - behind], strict=True) if node.users]
@@ -107,7 +108,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def donated_names(call: str, step: Jitted) -> tuple[str, ...]:
-    """Of `rest`, whose first argument is the step's."""
+    """Return the donated arguments of `rest`, whose first argument is the step's."""
     names = list(step.signature.parameters)
     if set(step.donate) - set(names[:1]):
         got, need = f"donate={step.donate}", "a step that uses up its state alone: the next batch is read already"
@@ -116,8 +117,8 @@ def donated_names(call: str, step: Jitted) -> tuple[str, ...]:
 
 
 def crossing_nodes(graph: Graph, of_state: set[Node]) -> list[Node]:
-    """What `ahead` gives: of its values those that others read."""
-    late, constant, moved = set(of_state), set(), set()  # what follows from the state; from no input; from an exchange
+    """Return the values that `ahead` returns: those of its values that `rest` reads."""
+    late, constant, moved = set(of_state), set(), set()  # nodes that depend on the state; on no input; on an exchange
     wanted: list[Node] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -126,7 +127,7 @@ def crossing_nodes(graph: Graph, of_state: set[Node]) -> list[Node]:
         if (node.target in LEAVES and node.target not in MOVES) or not late.isdisjoint(sources):
             late.add(node)
         elif not is_collective and constant.issuperset(sources):
-            constant.add(node)  # made in both halves
+            constant.add(node)  # computed in both halves
         elif node.target is AWAIT or not moved.isdisjoint(sources):
             moved.add(node)
             wanted += [node] if node.target is AWAIT or is_integer(node) else []
@@ -147,7 +148,7 @@ def is_integer(node: Node) -> bool:
 
 
 def part_of(whole: GraphModule, inputs: list[Node], outputs: list[Node]) -> GraphModule:
-    """outputs as a function of inputs, which may be inner nodes."""
+    """Return outputs as a function of inputs, which may be inner nodes."""
     own = Graph()
     copies = {node: own.placeholder(node.name) for node in inputs}
     needed = needs_of(outputs, set(inputs))
@@ -158,7 +159,7 @@ def part_of(whole: GraphModule, inputs: list[Node], outputs: list[Node]) -> Grap
 
 
 def needs_of(outputs: list[Node], inputs: set[Node]) -> set[Node]:
-    """The nodes that outputs are made of, without those before the inputs."""
+    """Return the nodes that outputs depend on, up to the inputs."""
     seen: set[Node] = set()
     left = list(outputs)
     while left:

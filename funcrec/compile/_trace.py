@@ -1,10 +1,10 @@
-"""Staging: a function is run once on shapes, and its operations are recorded as a graph of flat tensors.
+"""Staging: run a function once on shapes, and record its operations as a graph of flat tensors.
 
     stage(f, leaves)  →  graph, captured;      graph(*leaves, *captured) = f(*leaves)
 
-The tensors that f closes over become inputs like its arguments, so that their values are read in every call. What a
-graph cannot hold is refused: values read on the host, writes to arguments
-and to what f closes over, draws from torch's generators.
+Tensors that f closes over become inputs like its arguments, so that every call reads their values. A graph cannot hold
+some operations, which are refused: values read on the host, writes to arguments and to captured tensors, draws from
+torch's generators.
 """
 
 import contextlib
@@ -42,9 +42,9 @@ LIBRARY = torch.library.Library("aten", "IMPL")
 COPIES = {
     torch.ops.aten.lift_fresh_copy.default,
     torch.ops.aten.lift_fresh.default,
-}  # of numbers written in the function
-SETS = {"__set__", "requires_grad_", "register_hook", "retain_grad"}  # they change a tensor, and no graph shows it
-MADE = (FakeTensor, FunctionalTensor, Donated)  # by staging, or what speaks for itself
+}  # copies of numbers written in the function
+SETS = {"__set__", "requires_grad_", "register_hook", "retain_grad"}  # they change a tensor, but no graph shows it
+MADE = (FakeTensor, FunctionalTensor, Donated)  # staging's own tensors, or those with their own errors
 PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
 HOST = Problem(
     "the function reads a tensor's value on the host.",
@@ -56,8 +56,8 @@ HOST = Problem(
 
 
 class Recorded(NamedTuple):
-    """graph: of (*leaves, *captured), without writes; None when a captured
-    tensor requires grad where autograd would follow it."""
+    """graph: of (*leaves, *captured), without writes; None if a captured tensor requires grad and autograd would follow
+    it."""
 
     graph: GraphModule | None
     captured: list[Tensor]
@@ -66,10 +66,10 @@ class Recorded(NamedTuple):
 def stage(
     call: str, flat: Callable, leaves: Sequence[Tensor], paths: Sequence[str], decompositions: Any = DECOMPOSITIONS
 ) -> Recorded:
-    """The operations of flat(*leaves), which gives a list of tensors.
+    """Record the operations of flat(*leaves), which returns a list of tensors.
 
     Args:
-      paths: what errors call the leaves. decompositions: of operations that the graph's compiler gets wrong.
+      paths: the names of the leaves in errors. decompositions: of operations that the graph's compiler gets wrong.
     """
     imported(FOR_STAGING)
     settle()
@@ -77,28 +77,28 @@ def stage(
     with said_once(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         shapes = [like(x) for x in leaves]
         with _Lift(call, fake) as lift:
-            try:  # first as it is: rules of autograd.Function are unknown to functionalize
+            try:  # first unchanged, because functionalize does not know the rules of autograd.Function
                 graph = make_fx(flat)(*shapes)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise TypeError(message(call, [HOST._replace(got=f"{error}")])) from error
-            except TypeError as error:  # Python's operators have words of their own for one of a tensor's
+            except TypeError as error:  # Python's operators replace a tensor's error by their own
                 raise lift.refused or error from None
-        captured = lift_constants(graph, lift)  # inputs: read in every call, and held to their forms
+        captured = lift_constants(graph, lift)  # inputs: every call reads them, and their forms are checked
         if torch.is_grad_enabled() and any(c.requires_grad for c in captured):
             return Recorded(None, captured)
         lift.refuse_gradients()
         _refuse_draws(call, graph.graph)
         _refuse_writes(call, graph.graph, [f"`{p}`" for p in paths] + [f"{describe(c)}, closed over" for c in captured])
-        # Once more, with writes to what the function made itself replaced by
-        # values: the plan of writes and Inductor see a pure graph.
+        # Once more, with writes to the function's own tensors replaced by values: the plan of writes and Inductor see a
+        # pure graph.
         shapes = [like(x) for x in (*leaves, *captured)]
-        with torch.no_grad(), torch._C._DisableAutocast():  # what these did is in the graph
+        with torch.no_grad(), torch._C._DisableAutocast():  # the graph already holds the effects of both
             return Recorded(make_fx(functionalize(graph, remove="mutations"), decompositions)(*shapes), captured)
 
 
 @contextlib.contextmanager
 def said_once() -> Iterator[None]:
-    """Of an operation whose shapes do not fit torch writes a page to its log, and raises: the error says it."""
+    """Hide the page that torch logs about an operation with wrong shapes; the error that it raises says the same."""
     log, mine = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
     is_other = lambda record: record.thread != mine or "failed while attempting to run meta" not in str(record.msg)
     log.addFilter(is_other)
@@ -110,8 +110,11 @@ def said_once() -> Iterator[None]:
 
 @functools.cache
 def views_of_zeros() -> None:
-    """Views of zeros without memory go the way of all views. torch names the kernels of three of them for such zeros
-    too, which hides the view from the modes that stage: what it gave was a tensor on the device "meta"."""
+    """Make views of zeros without memory visible to staging, as all views are.
+
+    torch registers kernels of its own for three views of such zeros. These hide the view from the modes that stage, and
+    the result was a tensor on the device "meta".
+    """
     names = [n for n in ("view", "as_strided", "_reshape_alias") if not is_passed_by(f"aten::{n}")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel replaces one
@@ -124,7 +127,7 @@ def is_passed_by(name: str) -> bool:
 
 
 def like(x: Tensor) -> Tensor:
-    """A tensor of x's form for each leaf, also where two leaves are one object: the next call's may be two."""
+    """Return a new tensor of x's form for each leaf, even if two leaves are one object: the next call may pass two."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
 
@@ -132,16 +135,15 @@ def like(x: Tensor) -> Tensor:
 
 
 class _Lift(TorchFunctionMode):
-    """Operations are given a stand-in without values for each tensor
-    that is closed over: none can be read or written to."""
+    """Gives operations a stand-in without values for each captured tensor, so that none can be read or written."""
 
     def __init__(self, call: str, fake: FakeTensorMode):
         super().__init__()
         self.call, self.fake = call, fake
         self.stand_ins: dict[
             int, tuple[Tensor, FakeTensor, object]
-        ] = {}  # by id; the tensor, its stand-in, the grad of that
-        self.origins: dict[int, Tensor] = {}  # by the id of the stand-in
+        ] = {}  # by id: the tensor, its stand-in, the stand-in's grad
+        self.origins: dict[int, Tensor] = {}  # the tensor, by the id of its stand-in
         self.refused: TypeError | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -179,8 +181,7 @@ class _Lift(TorchFunctionMode):
                     need=need,
                     hint="resolve_conj().resolve_neg(), or clone() of a zero",
                 )
-            # a stand-in is of the tensor as it lies in memory,
-            # whatever maps or differentiates the program that is staged
+            # a stand-in is made outside all transforms of the staged program: it shows the tensor as it lies in memory
             with outside_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction():
                 made = self.fake.from_tensor(x)
                 self.stand_ins[id(x)] = (x, made, made.grad)
@@ -202,30 +203,31 @@ class _Lift(TorchFunctionMode):
 
 
 def is_recording() -> bool:
-    """Whether operations are the staged function's own. Within an operation its mode is away, and what torch makes
-    there is torch's: lifted, a result of its kernels for shapes would be kept, on the device "meta", as the result of
-    that operation for the rest of the process."""
+    """Whether operations are the staged function's own.
+
+    Within an operation its mode is off, and torch makes tensors for itself. If such a tensor (a result of torch's
+    kernels for shapes, on the device "meta") were lifted, it would stay the operation's result for the whole process.
+    """
     keys = torch._C._TorchDispatchModeKey
     return all(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY))
 
 
 def is_closed_over(x: object) -> bool:
-    """Whether x is a tensor with memory of its own, which staging did not make."""
+    """Whether x is a tensor with memory of its own that staging did not make."""
     if not isinstance(x, Tensor) or isinstance(x, MADE):
         return False
     return not (is_wrapped(x) or torch._is_functional_tensor(x))
 
 
 def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
-    """Make the tensors that the graph holds inputs after its others,
-    and return them; numbers written in the function stay."""
+    """Turn the tensors in the graph into inputs after its others, and return them; the function's own numbers stay."""
     captured: dict[int, tuple[Tensor, Node]] = {}
     last = next(reversed(graph.graph.find_nodes(op="placeholder")), None)
     for node in graph.graph.find_nodes(op="get_attr"):
         value = getattr(graph, node.target)
-        origin = lift.origins.get(id(value), value)  # two stand-ins of one tensor are one input
+        origin = lift.origins.get(id(value), value)  # two stand-ins of one tensor become one input
         if not isinstance(value, Tensor) or (node.users and all(u.target in COPIES for u in node.users)):
-            setattr(graph, node.target, origin)  # of a part of a graph that was staged before (`cut`)
+            setattr(graph, node.target, origin)  # belongs to a part of a graph that was staged before (`cut`)
             continue
         if id(origin) not in captured:
             with (
@@ -245,7 +247,7 @@ def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
 
 
 def is_odd(x: Tensor) -> bool:
-    """Whether x is anything but dense memory with strides."""
+    """Whether x is not a plain tensor of dense memory with strides."""
     return type(x) not in PLAIN or x.layout != torch.strided or x.is_nested or x.is_quantized
 
 
@@ -257,7 +259,7 @@ def refuse_odd(call: str, x: Tensor, what: str) -> None:
 
 
 def _refuse_draws(call: str, graph: Graph) -> None:
-    # a generator's state is neither in the key nor an input: the first call's numbers would be every call's
+    # a generator's state is neither in the key nor an input: every call would repeat the first call's numbers
     drawn = sorted(
         {str(n.target) for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())}
     )
@@ -267,7 +269,7 @@ def _refuse_draws(call: str, graph: Graph) -> None:
 
 
 def _refuse_writes(call: str, graph: Graph, names: Sequence[str]) -> None:
-    """names: of the graph's inputs, in order."""
+    """Raise if the graph writes to an input. names: of the graph's inputs, in order."""
     written = set(written_nodes(graph))
     found = [name for name, node in zip(names, graph.find_nodes(op="placeholder"), strict=True) if node in written]
     arguments = [x for x in found if not x.endswith(", closed over")]
@@ -282,7 +284,7 @@ def _refuse_writes(call: str, graph: Graph, names: Sequence[str]) -> None:
 
 
 def written_nodes(graph: Graph) -> Iterator[Node]:
-    """The nodes whose memory some operation writes to, seen through views."""
+    """Yield the nodes whose memory an operation writes to, also through views."""
     bases: dict[Node, set[Node]] = {}
     for node in graph.nodes:
         bases[node] = {node}

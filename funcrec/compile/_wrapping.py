@@ -1,10 +1,10 @@
-"""Integers of compiled code wrap as torch's do: i64 modulo 2⁶⁴, u8 modulo 2⁸.
+"""Integers in compiled code wrap as torch's do: i64 modulo 2⁶⁴, u8 modulo 2⁸.
 
     compiled(x * y) = x · y mod 2ᵇ, for every integer dtype of b bits
 
-Inductor computes what follows from `arange` as an expression of unbounded integers, and C++ leaves an overflow of
-signed integers undefined: g++ then drops a loop's end, and the loop writes past its arrays.
-Upstream: https://github.com/pytorch/pytorch/pull/191132, which leaves out expressions and vectors.
+Inductor computes functions of `arange` as expressions of unbounded integers. C++ leaves an overflow of signed integers
+undefined: g++ then drops a loop's end, and the loop writes past its arrays.
+Upstream: https://github.com/pytorch/pytorch/pull/191132, which does not cover expressions and vectors.
 """
 
 import platform
@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-LARGEST_SIZE = 1 << 48  # no tensor has more elements: x86-64 and aarch64 address 2⁴⁸ bytes
-DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of integers that are exact
+LARGEST_SIZE = 1 << 48  # bound on a tensor's elements: x86-64 and aarch64 address 2⁴⁸ bytes
+DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # bits of exact integers
 WRAP = "fwrapv"
 QUOTIENTS = {"floordiv", "mod", "remainder"}
-ENDS = {"maximum", "minimum"}  # torch 2.13 cannot simplify an index that has them: "vr must not be None for symbol q0"
-OF_SIGNED_ZEROS = {"neg", "mul"}  # of floats: -0 is no integer
+ENDS = {"maximum", "minimum"}  # torch 2.13 cannot simplify an index with them: "vr must not be None for symbol q0"
+OF_SIGNED_ZEROS = {"neg", "mul"}  # on floats they may give -0, which no integer expression holds
 
 
 def wrapping() -> list[tuple[Any, str, Callable]]:
-    """(owner, name, make): Inductor's functions f, and what puts make(f) in their place so that its integers wrap."""
+    """Return (owner, name, make) for Inductor's functions f: make(f), put in their place, makes its integers wrap."""
     from torch._inductor import cpp_builder
     from torch._inductor.bounds import BoundVars
     from torch._inductor.codegen.cpp import CppOverrides, CppScheduling, CppVecKernel
@@ -31,7 +31,7 @@ def wrapping() -> list[tuple[Any, str, Callable]]:
     return [
         (cpp_builder, "_get_optimization_cflags", with_flags),
         (IndexPropagation, "propagate_sympy", within_dtype),
-        # Ranges of computed indices hold for unbounded integers. Checks of an index that they would leave out stay.
+        # Ranges of computed indices hold for unbounded integers only. Without ranges, no check of an index is dropped.
         (BoundVars, "get_bounds", lambda get_bounds: lambda loop: {}),
         (CppVecKernel, "arange", with_wide_steps),
         (CppScheduling, "try_loop_split", of_whole_parts),
@@ -46,7 +46,7 @@ def wrapping() -> list[tuple[Any, str, Callable]]:
 
 
 def with_flags(cflags: Callable) -> Callable:
-    """The compiler's flags, signed overflow defined, and no instructions beyond the capability that was asked for."""
+    """Return the compiler's flags, with signed overflow defined and no instructions above the requested capability."""
 
     def flags(*args: Any, **kwargs: Any) -> tuple[list[str], list[str]]:
         own, links = cflags(*args, **kwargs)
@@ -56,9 +56,9 @@ def with_flags(cflags: Callable) -> Callable:
 
 
 def narrower() -> list[str]:
-    """Flags that keep 512-bit registers from loops of shorter vectors.
+    """Return flags that keep 512-bit registers out of loops with shorter vectors.
 
-    g++ 12 gets AVX2's blends of i64 wrong where it may use AVX-512: `-march=native` on such a processor, and
+    g++ 12 gets AVX2's blends of i64 wrong if it may use AVX-512: that is, with `-march=native` on such a processor and
     ATEN_CPU_CAPABILITY=avx2. `torch.where(v >= 0, v, 12)` was 12 in every full vector.
     """
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -73,7 +73,7 @@ def narrower() -> list[str]:
 
 
 def within_dtype(propagate: Callable) -> Callable:
-    """Expressions of a loop's counters, where no value leaves its dtype; other ones are computed as written."""
+    """Keep expressions of a loop's counters only if no value leaves its dtype; compute others as they are written."""
 
     def propagated(self: Any, name: str, args: Any, kwargs: Any) -> Any:
         found = propagate(self, name, args, kwargs)
@@ -90,7 +90,7 @@ def within_dtype(propagate: Callable) -> Callable:
 def is_exact(value: Any, loop: Any) -> bool:
     """Whether the value's dtype holds every value that its expression takes in the loop."""
     expr, dtype = value.expr, value.dtype
-    if value.is_constant():  # of integers they are wrapped already
+    if value.is_constant():  # constant integers are wrapped already
         return not dtype.is_floating_point or torch.tensor(float(expr), dtype=dtype).item() == float(expr)
     if dtype.is_floating_point:
         least, most = -(1 << DIGITS.get(dtype, 0)), 1 << DIGITS.get(dtype, 0)
@@ -103,7 +103,7 @@ def is_exact(value: Any, loop: Any) -> bool:
 
 
 def is_quotient(over: Any, under: Any, loop: Any) -> bool:
-    """Whether Inductor's rules for quotients hold: a dividend of at least 0, and a positive number under it."""
+    """Whether Inductor's rules for quotients hold: a dividend >= 0, and a constant divisor > 0."""
     import sympy
 
     over, under = sympy.sympify(over), sympy.sympify(under)
@@ -111,7 +111,7 @@ def is_quotient(over: Any, under: Any, loop: Any) -> bool:
 
 
 def bounds(expr: Any, loop: Any) -> Any:
-    """The least and the largest value of the expression in the loop."""
+    """Return the range of the expression in the loop, from its least to its largest value."""
     import sympy
     from torch._inductor.index_propagation import upper_bound
     from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
@@ -126,7 +126,7 @@ def bounds(expr: Any, loop: Any) -> Any:
 
 
 def with_wide_steps(arange: Callable) -> Callable:
-    """A vector of a counter's values, its step an i64; narrow ones are converted from i64.
+    """Compute a vector of a counter's values with a step in i64; narrow dtypes are converted from i64.
 
     In C++ a literal below 2³¹ is an int, and seven times it wraps at 32 bits. A vector of i8 has more lanes than the
     loop has steps: `torch.arange(31).to(torch.int8).amax()` was 47.
@@ -145,12 +145,12 @@ def with_wide_steps(arange: Callable) -> Callable:
 
 
 def in_own_type(op: Callable) -> Callable:
-    """A scalar's operation in its operand's type, as torch's: C++ computes with i16 and i8 as ints."""
+    """Compute a scalar's operation in its operand's type, as torch does; C++ computes i16 and i8 as ints."""
     return lambda x, *rest: f"decltype({x})({op(x, *rest)})"
 
 
 def of_whole_parts(split: Callable) -> Callable:
-    """Loops over `x // n` split into n steps each, where n divides the loop's size: a rest would never be written."""
+    """Split loops over `x // n` into n steps only if n divides the loop's size: a rest would never be written."""
 
     def instead(self: Any, nodes: list) -> list:
         from torch._inductor.virtualized import V
@@ -168,7 +168,7 @@ def of_whole_parts(split: Callable) -> Callable:
 
 
 def with_index_vectors(store: Callable) -> Callable:
-    """Stores of vectors. Where several threads add to one place, each lane is given its index, as Inductor asserts."""
+    """Store vectors. If several threads add to one place, give each lane its index, as Inductor asserts."""
 
     def instead(kernel: Any, name: str, index: Any, value: Any, mode: Any = None) -> Any:
         from torch._inductor.ops_handler import WrapperHandler
@@ -191,8 +191,11 @@ def with_index_vectors(store: Callable) -> Callable:
 
 
 def within_memory(load: Callable) -> Callable:
-    """A masked vector of a loop's rest, and one of bools, is loaded lane by lane: Inductor loads the lanes after the
-    rest, and bools whatever the mask says, which may lie outside the tensor's memory."""
+    """Load lane by lane a masked vector of a loop's rest, and a masked vector of bools.
+
+    Inductor would load the lanes after the rest, and bools regardless of the mask; these may lie outside the tensor's
+    memory.
+    """
 
     def loaded(self: Any, name: str, index: Any) -> Any:
         from torch._inductor.virtualized import V

@@ -1,11 +1,11 @@
-"""Rows that are written into the memory of donated inputs, after the compiled function.
+"""Rows that are written into the memory of donated inputs, after the compiled function has run.
 
     output = index_put(leaf, rows, values)   becomes   the compiled function returns (rows, values); leaf[rows] = values
     outputs = fused_update(leaves, x)        becomes   the compiled function returns x; fused_update_(leaves, x)
 
-The compiled function itself writes to nothing: the writes come after it, when all that reads the old values has run.
-(Written inside, torch 2.13's Inductor reorders reads and writes of one buffer in half a dozen ways.) Other outputs have
-memory of their own, and that of their donated predecessors is given up.
+The compiled function itself writes to nothing. The writes come after it, when all readers of the old values have run.
+(Inside the function, torch 2.13's Inductor reorders reads and writes of one buffer in half a dozen ways.) Other outputs
+have memory of their own, and that of their donated predecessors is freed.
 """
 
 import operator
@@ -28,8 +28,7 @@ RESHAPES = {  # views that keep the order of the elements
 
 
 class Slot(NamedTuple):
-    """A tensor that a write needs: a result of the compiled function,
-    or a leaf among its arguments, seen in a shape."""
+    """A tensor that a write needs: a result of the compiled function, or a leaf of its arguments, viewed in a shape."""
 
     is_result: bool
     number: int
@@ -37,16 +36,16 @@ class Slot(NamedTuple):
 
 
 class Write(NamedTuple):
-    """call(*arguments), which writes to donated leaves; a Place stands for each tensor."""
+    """call(*arguments), which writes to donated leaves; a Slot stands for each tensor."""
 
     call: Callable
     arguments: tuple
 
 
 class Plan(NamedTuple):
-    """What becomes of the results of a staged graph.
+    """The use of a staged graph's results.
 
-    writes: in order. written: the leaves that they change. kept: {output: the donated leaf that it is, once written}.
+    writes: in order. written: the leaves that the writes change. kept: {output: the donated leaf that it becomes}.
     whole: {output: the result that it is}.
     """
 
@@ -57,7 +56,7 @@ class Plan(NamedTuple):
 
 
 def plan_writes(graph: GraphModule, outputs: Sequence[int], inputs: dict[int, Node], donated: Iterable[int]) -> Plan:
-    """Have the graph return what writes need where an output only replaces rows of a donated leaf.
+    """Make the graph return what writes need, for each output that only replaces rows of a donated leaf.
 
     Args:
       outputs: the numbers of the graph's outputs, in order.
@@ -93,30 +92,30 @@ def plan_writes(graph: GraphModule, outputs: Sequence[int], inputs: dict[int, No
         call, count = (PUT_, 1) if node.target is PUT else twin(node.target)
         rest = (*node.args[count:], *node.kwargs.values())
         writes.append(Write(call, (*map_arg(node.args[:count], written), *map_arg(rest, read))))
-    end.args = (results,)  # the operations that now write in place have no reader left in the graph
+    end.args = (results,)  # now the graph has no reader of the operations that write in place
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return Plan(writes, changed, {j: numbers[way.leaf] for j, way in ways.items()}, whole)
 
 
 class Way(NamedTuple):
-    """From an output back to its leaf, and the operations between them."""
+    """The path from an output back to its leaf, and the operations on the path."""
 
     leaf: Node
     nodes: tuple[Node, ...]
 
 
 def in_place_ways(sources: dict[int, Node], leaves: set[Node]) -> dict[int, Way]:
-    """The outputs that are donated leaves with rows replaced, where nothing else reads what is written."""
+    """Return the outputs that are donated leaves with rows replaced, if nothing else reads the written values."""
     ways: dict[int, Way] = {}
     given = list(sources.values())
     for j, source in sources.items():
         leaf, nodes = trace_back(source)
-        # given twice, or written twice, a leaf cannot be what each of them means
+        # a leaf that is returned or written twice cannot hold both values
         wanted = leaf in leaves and (not nodes or any(map(_replaced, nodes))) and given.count(source) == 1
         if wanted and _same_form(source, leaf) and all(way.leaf is not leaf for way in ways.values()):
             ways[j] = Way(leaf, nodes)
-    while True:  # an operation is run in place when all that it writes is
+    while True:  # an operation runs in place only if all of its writes do
         on_way = {n for way in ways.values() for n in way.nodes}
         ends = {sources[j] for j in ways}
         good = {n for n in on_way if _is_private(n, on_way, ends) and _owns(n, on_way, ways, leaves)}
@@ -127,7 +126,7 @@ def in_place_ways(sources: dict[int, Node], leaves: set[Node]) -> dict[int, Way]
 
 
 def trace_back(node: Node) -> tuple[Node, tuple[Node, ...]]:
-    """The leaf that `node` is, but for replaced rows, and the operations on the way, from the last to the first."""
+    """Return the leaf that `node` is with rows replaced, and the operations in between, from the last to the first."""
     way: list[Node] = []
     while node.op == "call_function":
         if node.target is operator.getitem and _replaced(node.args[0]):
@@ -142,10 +141,10 @@ def trace_back(node: Node) -> tuple[Node, tuple[Node, ...]]:
 
 
 def _owns(node: Node, on_way: set[Node], ways: dict[int, Way], leaves: set[Node]) -> bool:
-    """Whether what the node writes to begins at donated leaves, each of which this node's way returns, or nobody's."""
+    """Whether the node writes only to donated leaves, and only this node's paths return them."""
     way_of = {way.leaf: way for way in ways.values()}
-    # An operation of several tables writes to all of them or to none: a leaf that no output keeps is gone with the
-    # call, and may be written over, unless another such operation means it, too.
+    # An operation on several tables writes to all of them in place, or to none. A leaf that no output keeps is gone
+    # with the call, and may be overwritten, unless another such operation writes to it, too.
     for leaf in (trace_back(x)[0] for x in _replaced(node)):
         if leaf not in leaves or (leaf in way_of and node not in way_of[leaf].nodes):
             return False
@@ -155,31 +154,31 @@ def _owns(node: Node, on_way: set[Node], ways: dict[int, Way], leaves: set[Node]
 
 
 def _is_private(node: Node, on_way: set[Node], ends: set[Node]) -> bool:
-    """Whether only the next on its way, or the output, sees this node."""
+    """Whether only the next node on its path, or the output, sees this node."""
     users = [u for u in node.users if u.op != "output"]
-    if isinstance(node.meta["val"], (list, tuple)):  # of several tables: each is read by its getitem
+    if isinstance(node.meta["val"], (list, tuple)):  # for several tables: a getitem reads each
         return all(u in on_way or not u.users for u in users)
-    if node in ends:  # another reader would want, inside the graph, what is written after it
+    if node in ends:  # another reader inside the graph would need a value that is written after the graph
         return not users
     return len(users) == len(node.users) == 1 and users[0] in on_way and _passes_on(node, users[0])
 
 
 def _passes_on(node: Node, user: Node) -> bool:
-    """Whether the user writes to the node or sees it in another shape, and does not read it besides."""
+    """Whether the user writes to the node or reshapes it, and does not read it otherwise."""
     if user.target in RESHAPES:
         return True
     return node in _replaced(user) and _times(user, node) == 1
 
 
 def _times(user: Node, node: Node) -> int:
-    """How often the node stands among the user's arguments."""
+    """Return how often the node occurs among the user's arguments."""
     found: list[Node] = []
     map_arg((user.args, user.kwargs), lambda n: found.append(n) or n)
     return found.count(node)
 
 
 def _replaced(node: Node) -> tuple[Node, ...]:
-    """The arguments that the operation replaces rows of, in the order of its outputs."""
+    """Return the arguments whose rows the operation replaces, in the order of its outputs."""
     if not isinstance(node, Node) or node.op != "call_function":
         return ()
     if node.target is PUT:
@@ -198,7 +197,7 @@ def _same_form(source: Node, leaf: Node) -> bool:
 
 
 def leaves_read(plan: Plan) -> set[int]:
-    """The leaves that the writes read: all that they are given but rows that are written over as they are."""
+    """Return the leaves that the writes read; rows that a write overwrites without reading them do not count."""
 
     def places(x: object) -> set[int]:
         if isinstance(x, (list, tuple)) and not isinstance(x, Slot):
@@ -209,14 +208,16 @@ def leaves_read(plan: Plan) -> set[int]:
 
 
 def writes_over(write: Write) -> bool:
-    """Whether it puts rows in its first argument without a look at what was there:
-    not sums, nor updates, whose first arguments are all tables and all slots."""
+    """Whether a write puts rows into its first argument without reading the old ones.
+
+    Sums read them. So do updates, whose first arguments are all tables and all slots.
+    """
     is_sum = write.call is PUT_ and len(write.arguments) > 3 and write.arguments[3]
     return isinstance(write.arguments[0], Slot) and not is_sum
 
 
 def prepare_writes(plan: Plan, num_leaves: int) -> Callable[[list, list], None]:
-    """A function of (leaves, results) that replaces the rows, in place and in order."""
+    """Return a function of (leaves, results) that replaces the rows, in place and in order."""
 
     def has_place(x: object) -> bool:
         return isinstance(x, Slot) or (isinstance(x, (list, tuple)) and any(map(has_place, x)))
@@ -245,12 +246,12 @@ def prepare_writes(plan: Plan, num_leaves: int) -> Callable[[list, list], None]:
 def shared_results(
     results: Sequence[Tensor], returned: set[int], arguments: Sequence[Tensor], donated: Sequence[Tensor]
 ) -> set[int]:
-    """The results to copy, because this call's writes, or those of the next that takes a result, would change them.
+    """Return the results to copy, because a write of this call, or of the next one that takes a result, changes them.
 
-    Those that are returned must have memory of their own; those that writes read, none of a donated argument.
+    Returned results must have memory of their own. Results that writes read must not share a donated argument's memory.
     """
-    # A result that is an argument's memory would change when its owner writes
-    # there; one in a donated leaf, with this call's own writes.
+    # A result in an argument's memory would change when the argument's owner writes to it. A result in a donated leaf
+    # would change with this call's own writes.
     memory, taken = {_memory(x) for x in arguments}, {_memory(x) for x in donated}
     shared = set()
     for k, x in enumerate(results):
@@ -262,5 +263,5 @@ def shared_results(
 
 
 def _memory(x: Tensor) -> object:
-    """What tells one memory from another: its address, or the tensor itself when it has none."""
+    """Return what identifies a memory: its address, or the tensor itself if it has none."""
     return x.untyped_storage().data_ptr() or id(x)

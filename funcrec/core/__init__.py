@@ -1,5 +1,4 @@
-"""What all else stands on: errors, trees, arguments, random keys, and
-whether a derivative is wanted or values are checked."""
+"""The base of all other folders: errors, trees, checks of arguments, random keys, tracked values and value checks."""
 
 from funcrec.core import random as random
 from funcrec.core._annotations import PARTS as PARTS

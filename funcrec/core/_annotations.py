@@ -1,7 +1,7 @@
-"""What an annotation asks of a value: `kind_of(hint)` has it in words, tests it, and tells what is wrong.
+"""What an annotation requires of a value: `kind_of(hint)` states the requirement, tests it, and reports violations.
 
-An annotation is a class, a union, a Literal, a Sequence or Mapping of such, a Callable, or one of the aliases of
-`_ranges`, with a range or a form of tensors in it. A class may say more of its values in `PARTS`.
+An annotation is a class, a union, a Literal, a Sequence or Mapping of annotations, a Callable, or an alias of
+`_ranges`, which adds a range or a tensor's form. `PARTS` may add requirements to a class.
 """
 
 import functools
@@ -22,12 +22,15 @@ from funcrec.core._ranges import Form
 
 PARTS: dict[
     type, Callable[[Any, str], Iterator[Problem]]
-] = {}  # class -> what is wrong with a value of it, whose path is given
+] = {}  # class -> function(value, path) that yields the problems of a value of the class
 
 
 class Kind(NamedTuple):
-    """What an argument must be. need: in words. find: (path, value) -> problems. fits: whether there are none. accepts:
-    whether the outermost structure is right. example: an expression for one."""
+    """The requirement on an argument.
+
+    need: the requirement in words. find: (path, value) -> problems. fits: whether a value has no problem. accepts:
+    whether a value's outermost structure is right. example: an expression that fits.
+    """
 
     need: str
     find: Callable[[str, Any], Iterator[Problem]]
@@ -57,7 +60,7 @@ _CASTS = {"f": "float()", "i": "long()", "i64": "long()", "b": "bool()", "x": "r
 
 
 def kind_of(hint: Any, owner: Any = None) -> Kind:
-    """`owner`, the function, knows the modules' names, for annotations in quotes."""
+    """Return the Kind of a hint. An annotation in quotes is looked up in the module of `owner`, the function."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, str | typing.ForwardRef):
         return _late(hint if isinstance(hint, str) else hint.__forward_arg__, owner)
@@ -130,7 +133,7 @@ def _annotated(hint: Any, more: Any, owner: Any) -> Kind:
 
 def _formed(form: Form) -> Kind:
     dtype, rank = form.dtype, None if form.dims is None else len(form.dims)
-    need = form.text.removeprefix("x")  # of any dtype
+    need = form.text.removeprefix("x")  # "x" stands for any dtype
 
     def find(path: str, x: Any) -> Iterator[Problem]:
         if not isinstance(x, Tensor):
@@ -250,7 +253,7 @@ def _sequence(origin: Any, args: tuple, owner: Any) -> Kind:
 
 
 def _late(name: str, owner: Any) -> Kind:
-    """A class that is not there yet; what cannot be found is not looked at."""
+    """Return the Kind of a class that is defined later. A name that is not found accepts anything."""
 
     @functools.cache
     def resolved() -> Kind:
@@ -268,7 +271,7 @@ def _late(name: str, owner: Any) -> Kind:
 
 
 def conversion(path: str, x: Any, cls: Any) -> str:
-    """How to make what is needed of what was got; else an example of it."""
+    """Return an expression that turns the value into what is needed; else an example."""
     if cls is Tensor and isinstance(x, np.ndarray):
         return f"torch.from_numpy({path})"
     if cls is Tensor and isinstance(x, list | tuple) and x and all(isinstance(e, int | float) for e in x):
@@ -281,10 +284,10 @@ def conversion(path: str, x: Any, cls: Any) -> str:
         return f"{path}={FUNCTIONS[path]}"
     own, (begins, plain) = _example(path), _LOOKS.get(cls, ((), ""))
     is_other = own.startswith(f"{path}=") and not own.startswith(tuple(f"{path}={b}" for b in begins))
-    return _example(path, plain) if plain and (is_other or not own) else own  # a name may have two meanings
+    return _example(path, plain) if plain and (is_other or not own) else own  # one name may mean two arguments
 
 
-_LOOKS: dict[Any, tuple[Sequence[str], str]] = {  # how an example begins, and one
+_LOOKS: dict[Any, tuple[Sequence[str], str]] = {  # class: (how its examples begin, one example)
     int: ("0123456789", "2"),
     float: ("0123456789", "0.5"),
     str: ('"', '"item"'),
@@ -294,5 +297,5 @@ _LOOKS: dict[Any, tuple[Sequence[str], str]] = {  # how an example begins, and o
 
 
 def _example(path: str, text: str = "") -> str:
-    """`path=text`, or an example of the argument that `path` begins with."""
+    """Return `path=text`; without a text, the example of the argument with which `path` ends."""
     return f"{path}={text}" if text else example_at(path.split(".")[-1])

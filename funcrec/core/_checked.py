@@ -1,6 +1,6 @@
-"""checked: a function with its values looked at, and the switch that it turns on.
+"""checked: run a function with its values checked; and the switch that turns value checks on.
 
-The switch is a context variable: it belongs to the thread and the call that set it.
+The switch is a context variable: it applies to the current thread and call only.
 """
 
 import functools
@@ -14,10 +14,10 @@ checking: ContextVar[bool] = ContextVar("funcrec_checking", default=False)
 
 @typed
 def checked(fn: Callable) -> Callable:
-    """The same function, run uncompiled, with every lookup's ids and every gradient checked by value.
+    """Return the same function, run uncompiled, which checks by value every lookup's ids and every gradient.
 
-    It reads values on the host, so it is for finding faults, not for the hot path; a jitted function inside runs
-    uncompiled and undonated.
+    It reads values on the host, so use it to find faults, not on the hot path. A jitted function inside runs uncompiled
+    and does not donate.
 
     Raises:
       CheckError: names the feature, bag and id, or the gradient and row.
@@ -39,7 +39,7 @@ def checked(fn: Callable) -> Callable:
     @functools.wraps(fn)
     def run(*args, **kwargs):
         before = checking.get()
-        try:  # from before the switch on, so that an interrupt finds it on the way back
+        try:  # entered before the switch is on, so that an interrupt cannot leave it on
             checking.set(True)
             return fn(*args, **kwargs)
         finally:

@@ -1,4 +1,4 @@
-"""Trees on another device, their floats of another dtype; copies of tensors."""
+"""Move trees to another device, change the dtype of their floats, and copy tensors."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,11 +11,11 @@ from funcrec.core._errors import Problem, check, describe
 from funcrec.kernels.memory import empty_table
 from funcrec.kernels.tracked import is_transformed
 
-RETYPED: dict[type, Callable] = {}  # class whose static fields name a dtype -> (value, dtype) -> those fields, changed
+RETYPED: dict[type, Callable] = {}  # class with a dtype among its static fields -> fn(value, dtype), which replaces it
 
 
 def to(tree: Any, device: Any = None, dtype: Any = None) -> Any:
-    """`fr.tree.to`, and the method `to` of every class made by `fr.pytree`."""
+    """Implement `fr.tree.to`, and the method `to` of every class made by `fr.pytree`."""
     check("funcrec.tree.to", target_problems(device, dtype))
     if isinstance(device, torch.dtype):
         device, dtype = None, device
@@ -26,7 +26,7 @@ def to(tree: Any, device: Any = None, dtype: Any = None) -> Any:
             return x
         if id(x) not in known:
             known[id(x)] = x, _moved(x, device or x.device, dtype if dtype and x.is_floating_point() else x.dtype)
-        return known[id(x)][1]  # a tensor that stands twice is one tensor still
+        return known[id(x)][1]  # a tensor that occurs twice stays one tensor
 
     out = torch_tree.tree_map(moved, tree)
     own = lambda x: type(x) in RETYPED
@@ -41,7 +41,7 @@ def _moved(x: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def copied(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy, of another dtype if one is given; a plain table's is in pages as large as `fr.init` takes."""
+    """Return a copy, in another dtype if one is given. A plain table's copy lies in large pages, as `fr.init` uses."""
     is_plain = type(x) is Tensor and not torch.compiler.is_dynamo_compiling() and not is_transformed(x)
     if is_plain and x.dim() == 2 and x.is_contiguous() and x.device.type == "cpu":
         return empty_table(tuple(x.shape), dtype=dtype or x.dtype).copy_(x)
@@ -49,7 +49,7 @@ def copied(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def target_problems(device: object, dtype: object) -> Iterator[Problem]:
-    """What `to` is given: a device, a float dtype, or both; a dtype may come first."""
+    """Yield the problems of `to`'s arguments: a device, a float dtype, or both; a dtype may come first."""
     hint = 'x.to("cpu"), x.to(torch.float16), or x.to("cpu", torch.float16)'
     if isinstance(device, torch.dtype) and dtype is None:
         device, dtype = None, device
@@ -61,7 +61,7 @@ def target_problems(device: object, dtype: object) -> Iterator[Problem]:
     elif device is not None and torch.device("cpu") != device:
         try:
             torch.empty(0, device=device)
-        except (AssertionError, NotImplementedError, RuntimeError) as error:  # no such name, or none of it here
+        except (AssertionError, NotImplementedError, RuntimeError) as error:  # an unknown name, or a missing device
             need = "a device of this machine and of this torch"
             yield Problem(
                 "`device` is not to be had.", f"{str(device)!r}: {str(error).splitlines()[0]:.80}", need, hint

@@ -1,7 +1,7 @@
-"""Errors that say what was wrong, what was got, what is needed and what to try.
+"""Errors that say what is wrong, what the call got, what it needs, and what to try.
 
-A validator is a generator of `Problem`s read from metadata; `check` drains the validators of one call
-and raises every problem at once.
+A validator is a generator of `Problem`s that reads metadata only. `check` runs all validators of one call and raises
+every problem at once.
 """
 
 import difflib
@@ -30,16 +30,16 @@ STAGES = {
     "checkpoint",
     "retrieval",
     "serve",
-}  # folders of no public name
+}  # folders that public names leave out
 ROOMS = {
     "compile.backend", "data.datasets", "data.encoders", "data.readers", "loop.pipelines", "mesh.processes",
     "serve.freshness", "sharding.moves", "sharding.placement",
-}  # rooms within folders: of no public name either  # fmt: skip
+}  # folders within folders, also left out of public names  # fmt: skip
 HIDDEN = STAGES | {room.split(".")[1] for room in ROOMS} | {"random"}
 
 
 class DonatedError(RuntimeError):
-    """A value was used after `jit(donate=...)` had taken it; the message names the argument and the call."""
+    """A value was used after `jit(donate=...)` took it; the message names the argument and the call."""
 
 
 class CheckError(ValueError):
@@ -47,14 +47,14 @@ class CheckError(ValueError):
 
 
 class MissingKeyError(KeyError):
-    """A name that is not there; its text prints as it stands, where a KeyError's would be quoted."""
+    """A name does not exist. The message prints as it is; a KeyError would print it in quotes."""
 
     def __str__(self) -> str:
         return self.args[0]
 
 
 class Problem(NamedTuple):
-    """One violation: `what` is a sentence that begins with the path of the offender in backticks."""
+    """One violation: `what` is a sentence that begins with the path of the wrong value in backticks."""
 
     what: str
     got: str
@@ -71,20 +71,22 @@ _SHORT = {
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """`torch.float32` -> `f32`."""
+    """Return the short name of a dtype: `torch.float32` -> `f32`."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def describe(x: object) -> str:
-    """`f32[118]` for a tensor, the type's name for anything else; device
-    and layout are named when they are not CPU and strided."""
+    """Return `f32[118]` for a tensor, and the type's name for anything else.
+
+    Device and layout are named unless they are CPU and strided.
+    """
     if not isinstance(x, Tensor):
         if isinstance(x, type):
             return f"the class {x.__name__}"
         own = type(x).__module__.split(".")[0] in ("builtins", "funcrec", "__main__")
         name = type(x).__name__ if own else f"{type(x).__module__}.{type(x).__name__}"
         return f"{name} {x!r}" if isinstance(x, (int, float, str, bool)) else name
-    is_ragged = x.is_nested and x.layout == torch.strided  # such a tensor has no shape
+    is_ragged = x.is_nested and x.layout == torch.strided  # such a tensor has no `shape`
     shape = f"{x.size(0)}, ..." if is_ragged else ", ".join(map(str, x.shape))
     place = "" if x.device.type == "cpu" else f" on {x.device}"
     odd = f", {'nested' if x.is_nested else x.layout}" if x.is_nested or x.layout != torch.strided else ""
@@ -92,20 +94,22 @@ def describe(x: object) -> str:
 
 
 def path_hint(path: object, hint: str) -> str:
-    """What to try where a file is not there: a URL, of which `Path` keeps one slash, is no file."""
+    """Return what to try if a file is missing. A URL is no file; it shows as `scheme:/`, since `Path` drops a slash."""
     found = re.search(r"(?:^|/)([a-z][a-z0-9+.-]+):/", str(path))
     return f"a copy on this machine: {found[1]}:// is not read, nor any URL" if found else hint
 
 
 def call_name(fn: Callable) -> str:
-    """What a public function or class is called (its face has said so), and one that no face has named yet is to be:
-    `funcrec.optim.sgd` for what `funcrec/optim/_sgd.py` defines, `funcrec.lookup` for `funcrec/tables/_lookup.py`."""
+    """Return the public name of a function or class: `funcrec.lookup` for one in `funcrec/tables/_lookup.py`.
+
+    `publish` sets it. Before that, it is made from the module's path: `funcrec.optim.sgd` for `funcrec/optim/_sgd.py`.
+    """
     public = [p for p in fn.__module__.split(".") if not p.startswith("_") and p not in HIDDEN]
     return ".".join([*public, fn.__qualname__.removesuffix(".__init__")])
 
 
 def message(call: str, problems: Iterable[Problem]) -> str:
-    """The four-part text of all `problems` of one `call`."""
+    """Return the four-part text of all `problems` of one `call`."""
     blocks = []
     for p in problems:
         lines, hint = [f"{call}: {p.what}", f"  got   {p.got}", f"  need  {p.need}"], p.hint or example_of(p)
@@ -114,7 +118,7 @@ def message(call: str, problems: Iterable[Problem]) -> str:
 
 
 def example_of(problem: Problem) -> str:
-    """What to try where a problem does not say it: one of the names that are needed, or `name=...` with an example."""
+    """Return what to try if a problem has no hint: one of the needed names, or `name=...` with an example."""
     found = re.match(r"`([\w.]+)(\[.*?\])?`", problem.what)
     path, part = (found[1], found[2] or "") if found else ("", "")
     name, need = path.split(".")[-1], problem.need
@@ -128,7 +132,7 @@ def example_of(problem: Problem) -> str:
         return near if is_bare else f"{path}=({near},)" if several else f"{path}={near}"
     least, is_range = re.search(r">=? (\d+)", need), _IN_RANGE.search(problem.what)
     is_number = is_range and re.match(r"[\d.]", EXAMPLES.get(name, ""))
-    if is_number and least and float(EXAMPLES[name]) < float(least[1]):  # a name of two meanings
+    if is_number and least and float(EXAMPLES[name]) < float(least[1]):  # a name with two meanings
         return f"{name}{part}={least[1]}"
     if problem.kind is not TypeError:
         return example_at(name + part) if is_number else ""
@@ -139,8 +143,10 @@ def example_of(problem: Problem) -> str:
 
 
 def example_at(path: str) -> str:
-    """`path=...` with the example of its name; of the whole argument
-    where that is a container, and `path` an element of it."""
+    """Return `path=...` with the example of its name.
+
+    If `path` is an element and the example is a container, return the whole argument.
+    """
     name = re.split(r"[\[.]", path)[0]
     text = EXAMPLES.get(name, "")
     whole = text.startswith("{") if "['" in path else text[:1] in "[({"
@@ -153,7 +159,7 @@ _IN_RANGE = re.compile(
 
 
 def nearest(got: str, names: Sequence[str]) -> str:
-    """The name most like what was got; the first, where none is."""
+    """Return the name that is most like what the call got; the first name if none is similar."""
     return next(iter(difflib.get_close_matches(got.strip("'"), names, 1)), names[0])
 
 

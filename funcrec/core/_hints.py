@@ -1,4 +1,4 @@
-"""An example of each argument and class that errors name: the last line of a message, `try   name=example`."""
+"""An example of each argument and class that errors name: the last line of a message reads `try   name=example`."""
 
 EXAMPLES: dict[str, str] = {
     # classes
@@ -38,7 +38,7 @@ EXAMPLES: dict[str, str] = {
     "TrainState": "step.init(params)",
     "TrainStep": "fr.train_step(loss_fn, sparse=sparse, dense=dense)",
     "TwoTower": "fr.models.two_tower(tables, features[:1], features[1:], sizes=(64, 32))",
-    # arguments of one meaning throughout
+    # arguments with one meaning everywhere
     "activation": "torch.relu",
     "address": '"http://127.0.0.1:8080"',
     "args": "(torch.ones(2, dtype=torch.float64),)",
@@ -268,7 +268,7 @@ EXAMPLES: dict[str, str] = {
     "row_counts": "[5.0, 3.0, 1.0]",
 }
 
-# Where a function is needed by a name that is another value's elsewhere, or has no example.
+# Examples for arguments that must be functions here, but have another meaning elsewhere, or no example.
 FUNCTIONS = {
     "batches": "lambda: iter(batches), or a list of batches",
     "blank": "lambda batch: dataclasses.replace(batch, weight=torch.zeros_like(batch.label))",

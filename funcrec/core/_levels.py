@@ -1,9 +1,9 @@
-"""What is asked of torch's private levels of transforms: all of it stands here, for the next release may change it.
+"""All uses of torch's private levels of transforms, in one file, because torch's next release may change them.
 
     x at levels 1, 2, ... of vmap, grad, jvp, ...  =
-    a tensor wrapped once for each of them that it belongs to, the innermost outside
+    a tensor wrapped once for each level that it belongs to; the innermost level is the outermost wrapper
 
-(What the kernels ask, which import torch only, stands in `kernels/tracked.py`.)
+(The kernels, which import torch only, have their own such file: `kernels/tracked.py`.)
 """
 
 import contextlib
@@ -30,7 +30,7 @@ outside_transforms = temporarily_clear_interpreter_stack
 
 
 def is_in_transform() -> bool:
-    """Whether a transform of torch.func runs; a forward level alone is none."""
+    """Whether a transform of torch.func runs; a forward level alone does not count."""
     return _functorch.peek_interpreter_stack() is not None
 
 
@@ -41,49 +41,51 @@ def is_in_vmap() -> bool:
 
 
 def current_level() -> int:
-    """The number of the innermost transform; 0 outside of all."""
+    """Return the number of the innermost transform; 0 outside all transforms."""
     return _functorch.maybe_current_level() or 0
 
 
 def level_of(x: Tensor) -> int:
-    """The innermost level that x belongs to; 0 for none."""
+    """Return the innermost level that x belongs to; 0 for none."""
     return _functorch.maybe_get_level(x) if is_wrapped(x) else 0
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Whether x belongs to some level."""
+    """Whether x belongs to a level."""
     return _functorch.is_functorch_wrapped_tensor(x)
 
 
 def below(x: Tensor) -> Tensor:
-    """The tensor below all transforms, as autograd follows it: a batch, under vmap."""
+    """Return the tensor below all transforms, as autograd follows it; under vmap this is the whole batch."""
     while is_wrapped(x):
         x = _functorch.get_unwrapped(x)
     return x
 
 
 def value_below(x: Tensor) -> Tensor:
-    """The same without its history."""
+    """Return the tensor below all transforms, without its history."""
     return below(x).detach()
 
 
 def member_problems(x: Tensor, name: str) -> Iterator[Problem]:
-    """A vmap around x must have members: of none torch cannot compute with what is one number in each."""
+    """Yield a problem if a vmap around x has no members: torch cannot compute a single number for zero members."""
     if is_wrapped(x) and not torch.compiler.is_dynamo_compiling() and 0 in below(x).shape:
         got, need = f"`{name}` of a vmap of size 0", "a vmap of size 1 or more"
         yield Problem("the vmap has no members.", got, need, "a branch in Python, if there may be none")
 
 
 def tangents_below(x: Tensor, place: int = 1) -> dict[int, Tensor]:
-    """{place: tangent} of x at all levels of forward derivatives, of tangents too, each below all transforms. The
-    place tells the levels that lead there."""
+    """Return {place: tangent} of x at all levels of forward derivatives, each below all transforms.
+
+    Tangents of tangents are included; the place encodes the levels that lead to a tangent.
+    """
     found = {}
     with contextlib.ExitStack() as lowered:
         while True:
             level = level_of(x)
             while (top := _functorch.peek_interpreter_stack()) is not None and top.level() > level:
                 lowered.enter_context(temporarily_pop_interpreter_stack())
-            if not is_wrapped(x) or not _functorch.is_batchedtensor(x):  # of a batch its own value has it
+            if not is_wrapped(x) or not _functorch.is_batchedtensor(x):  # a batch's tangent is found at its own value
                 tangent = torch._VF._unpack_dual(x, level=0)[1]
                 own = place * 64 + level + 1
                 found |= {} if tangent is None else {own: value_below(tangent)} | tangents_below(tangent, own)
@@ -102,7 +104,7 @@ def is_differentiated_above(x: Tensor, level: int) -> bool:
 
 
 def belongs_above(x: Tensor, level: int) -> bool:
-    """Whether x is a batch of a vmap inside `level`, or follows from what a grad or jvp inside it differentiates by."""
+    """Whether x is batched by a vmap inside `level`, or a grad or jvp inside it follows x."""
     while level_of(x) > level:
         if _functorch.is_batchedtensor(x) or x.requires_grad or unpack_dual(x).tangent is not None:
             return True
@@ -111,8 +113,7 @@ def belongs_above(x: Tensor, level: int) -> bool:
 
 
 def vmaps_above(x: Tensor, level: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
-    """x below all transforms above `level`, and (level, dimension,
-    size) of those that are vmaps, the outermost first."""
+    """Return x below all transforms above `level`, and (level, dimension, size) of each vmap, the outermost first."""
     maps = []
     while level_of(x) > level:
         own, dim = level_of(x), _functorch.maybe_get_bdim(x) if _functorch.is_batchedtensor(x) else None
@@ -123,14 +124,15 @@ def vmaps_above(x: Tensor, level: int) -> tuple[Tensor, list[tuple[int, int, int
 
 
 def member_of(x: Any, dims: Sequence[int | None], member: Sequence[int]) -> Any:
-    """x[member] of what `vmaps_above` gave: a place in each vmap's dimension, the outermost first, None for none."""
+    """Return x[member]. dims, member: for each vmap, outermost first, x's dimension (None for none) and a place."""
     for dim, i in zip(dims, member, strict=True):
         x = x if dim is None else x.select(dim, i)
     return x
 
 
 def members_below(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
-    """[(place, tree)] for each member of the vmaps around, as they are below all transforms: readable values."""
+    """Return [(place, tree)] for each member of the surrounding vmaps: trees below all transforms, which are
+    readable."""
     leaves, structure = tree_flatten(tree)
     below = [vmaps_above(x, 0) if isinstance(x, torch.Tensor) else (x, []) for x in leaves]
     sizes = {level: size for _, maps in below for level, _, size in maps}
@@ -142,17 +144,17 @@ def members_below(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 
 def under_vmaps(x: Tensor, levels: Sequence[int]) -> Tensor:
-    """x [K, ..., rest] as vmaps of these levels see it: [rest]."""
+    """Return x [K, ..., rest] as vmaps of these levels see it: [rest]."""
     for level in levels:
         x = _functorch._add_batch_dim(x, 0, level)
     return x
 
 
 def by_vmap_rule(fn: Callable[..., Tensor], rule: Callable, tensors: Sequence[Tensor]) -> Tensor:
-    """fn(*tensors) below the innermost transform, a vmap; by rule(info, dims,
-    *tensors) -> (out, 0) where one of them is a batch of it.
+    """Return fn(*tensors) computed below the innermost transform, which is a vmap.
 
-    It is what an autograd.Function's `vmap` is called with, without the Function around it.
+    If a tensor is a batch of that vmap, return rule(info, dims, *tensors) -> (out, 0) instead. An
+    autograd.Function's `vmap` takes the same arguments; here no Function is needed.
     """
     level = _functorch.peek_interpreter_stack().level()
     tensors, dims = zip(*(_functorch._unwrap_batched(x, level) for x in tensors), strict=True)
@@ -165,7 +167,7 @@ def by_vmap_rule(fn: Callable[..., Tensor], rule: Callable, tensors: Sequence[Te
 
 
 def one_level_below(rule, tensors, tangents):
-    """rule(tensors, tangents), a tensor or a tuple of them, as transforms further out must see it.
+    """Return rule(tensors, tangents), a tensor or a tuple of them, so that outer transforms can follow it.
 
     torch 2.13 runs a jvp rule at its own level, with forward derivatives off: jvp of jvp would be silently zero. So the
     rule runs one level below, as torch.func runs `forward`.

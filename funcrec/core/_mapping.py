@@ -1,4 +1,4 @@
-"""mapping: a value that is read as the mapping of its tensors by name, without a base class.
+"""mapping: make a class a Mapping of its tensors by name, without a base class.
 
 x[name] is parts(x)[name]        for name in x
 """
@@ -10,7 +10,7 @@ from funcrec.core._errors import describe, fail
 
 
 def mapping(parts: Callable[[Any], Mapping[str, Any]], noun: str, hint: str = "") -> Callable[[type], type]:
-    """Class decorator: a Mapping of parts(x). noun, hint: what errors call a part, and say to try."""
+    """Decorate a class to act as the Mapping parts(x). noun, hint: how errors call a part, and what they suggest."""
 
     def keys(self):
         return parts(self).keys()

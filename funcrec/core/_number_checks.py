@@ -1,4 +1,4 @@
-"""What is wrong with sizes, rates, numbers, flags and functions that a call was given."""
+"""Checks of sizes, rates, numbers, flags and functions that a call receives."""
 
 import functools
 import inspect
@@ -20,14 +20,14 @@ F = TypeVar("F", bound=Callable)
 
 
 def plain_number(x: Any) -> Any:
-    """A number of numpy's, such as `df.id.max() + 1` is, as Python's; in a tuple or a list, too. All else as it is."""
+    """Turn numpy's numbers, such as `df.id.max() + 1`, into Python's, also inside a tuple or list; keep the rest."""
     if type(x) in (tuple, list) and any(isinstance(y, np.generic) for y in x):
         return type(x)(map(plain_number, x))
     return x.item() if isinstance(x, np.number | np.bool_) else x
 
 
 def plain_numbers(fn: F) -> F:
-    """Decorator of a function or a dataclass: it is given Python's numbers where numpy's are passed."""
+    """Decorate a function or a dataclass so that it receives Python's numbers in place of numpy's."""
     if isinstance(fn, type):
         fn.__init__ = plain_numbers(fn.__init__)
         return fn
@@ -46,8 +46,8 @@ def plain_numbers(fn: F) -> F:
 
 
 def signature_error(fn: Callable, error: TypeError) -> TypeError | None:
-    """Of a call with arguments that `fn` has not, or without one that it needs: that, and which it has."""
-    if error.__traceback__.tb_next is not None:  # of its body
+    """Return the error of a call with unknown or missing arguments: what is wrong, and what the function takes."""
+    if error.__traceback__.tb_next is not None:  # raised in the function's body
         return None
     parameters = [p for n, p in inspect.signature(fn).parameters.items() if n != "self"]
     name, plain = call_name(fn), [p.replace(annotation=p.empty) for p in parameters]
@@ -61,7 +61,7 @@ def signature_error(fn: Callable, error: TypeError) -> TypeError | None:
 
 
 def device_problems(**tensors: Tensor) -> Iterator[Problem]:
-    """All must be where the first is."""
+    """Yield a problem for each tensor that is not on the first one's device."""
     named = list(tensors.items())
     for other, x in named[1:]:
         name, first = named[0]
@@ -86,6 +86,6 @@ def count_problems(n: object, field: str, least: int = 1) -> Iterator[Problem]:
 
 
 def flag_problems(x: object, field: str) -> Iterator[Problem]:
-    """A flag is True or False: no other value that Python takes for one."""
+    """Yield a problem unless a flag is True or False; other truthy or falsy values do not count."""
     if not isinstance(x, bool):
         yield Problem(f"`{field}` is neither True nor False.", f"{x!r}"[:60], "a bool", kind=TypeError)

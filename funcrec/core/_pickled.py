@@ -1,8 +1,8 @@
-"""Pairs of functions that know how they were made, and so pickle: what is pickled is the call that makes them again.
+"""Tuples of functions that can be pickled: a pickle holds the call that makes them again.
 
     optimizer  =  maker(*args, **kwargs)        pickle(optimizer)  =  pickle((maker, args, kwargs))
 
-Functions that close over their arguments do not pickle; the public function that made them does, by its name.
+Functions that close over their arguments do not pickle. The public function that made them pickles by its name.
 """
 
 import functools
@@ -24,8 +24,7 @@ class Origin(NamedTuple):
 
 
 def remade(maker: F) -> F:
-    """Decorator of a public function that makes a NamedTuple with
-    a function `update` of its own: note how it was called."""
+    """Decorate a public function that makes a NamedTuple with its own function `update`: record each call."""
 
     @functools.wraps(maker)
     def run(*args, **kwargs):
@@ -41,7 +40,7 @@ def remade(maker: F) -> F:
 
 
 def reduced(value: Any) -> tuple:
-    """`__reduce__` of such a NamedTuple: the call that made it, if it still is what that made; else its fields."""
+    """Return `__reduce__` of such a NamedTuple: the call that made it, or its fields if they have changed since."""
     origin = getattr(value.update, "made_by", None)
     if origin is None or not all(x is y for x, y in zip(origin.made, value, strict=True)):
         return type(value), tuple(value)

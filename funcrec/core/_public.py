@@ -1,4 +1,4 @@
-"""Faces: the names that a public module shows to `dir`, `help`, `import *`, pickles and messages."""
+"""Public modules: the names that each shows to `dir`, `help`, `import *`, pickles and messages."""
 
 import dataclasses
 import importlib
@@ -16,20 +16,20 @@ ROOT = Path(__file__).parents[2]
 
 
 class Later(NamedTuple):
-    """What a face has, but makes when it is first asked for. says: its line in the list of names; none, not listed."""
+    """A name that a module makes when it is first used. says: its line in the list of names; "" leaves it out."""
 
     make: Callable[[], Any]
     says: str = ""
 
 
 def publish(face: dict[str, Any], *, later: Mapping[str, Later] | None = None, is_listed: bool = False) -> None:
-    """Make a module, given as its `globals()`, show its public names and no others.
+    """Make a module, given as its `globals()`, show its public names only.
 
-    Its classes, their methods and its functions say that they are of it: so pickles, messages and `help` call them.
+    Its classes, their methods and its functions get the module's name, which pickles, messages and `help` then show.
 
     Args:
-      later: {name: what is made when it is first asked for}.
-      is_listed: whether its docstring ends in a list of the names, a line for each.
+      later: {name: a value that is made when it is first used}.
+      is_listed: whether the module's docstring ends with a list of the names, one line each.
     """
     here, later = face["__name__"], later or {}
     shown = {n: x for n, x in face.items() if not n.startswith("_") and not _is_inner(x)}
@@ -54,7 +54,7 @@ def publish(face: dict[str, Any], *, later: Mapping[str, Later] | None = None, i
 
 
 def _is_inner(x: Any) -> bool:
-    """Whether it is a folder of no public name."""
+    """Whether it is a folder that public names leave out."""
     return isinstance(x, ModuleType) and x.__name__.removeprefix("funcrec.") in STAGES | ROOMS
 
 
@@ -63,19 +63,21 @@ def _rename(x: type | FunctionType, here: str) -> None:
     for m in [m for m in inside if isinstance(m, FunctionType) and m.__module__ == x.__module__]:
         m.__module__ = here
     x.__module__ = here
-    if dataclasses.is_dataclass(x) and "__new__" in vars(x):  # which would stand in the fields' place
+    if dataclasses.is_dataclass(x) and "__new__" in vars(x):  # help would show its signature in place of the fields
         made = inspect.signature(x.__init__)
         x.__signature__ = made.replace(parameters=list(made.parameters.values())[1:])
 
 
 def module_later(name: str, says: str = "") -> Later:
-    """A module that is imported when it is first asked for."""
+    """Return a module that is imported when it is first used."""
     return Later(lambda: importlib.import_module(name), says)
 
 
 def version(root: Path = ROOT) -> str:
-    """As pyproject.toml says: its own words where it lies next to the package
-    (a source tree, an editable install), else those that were installed."""
+    """Return the version in pyproject.toml if that lies next to the package (a source tree, an editable install).
+
+    Else return the version of the installed package.
+    """
     source = root / "pyproject.toml"
     found = re.search(r'^name = "funcrec"\nversion = "(.+)"', source.read_text(), re.M) if source.is_file() else None
     return found[1] if found else importlib.metadata.version("funcrec")

@@ -1,4 +1,4 @@
-"""What annotations say beyond a class: the range of a number, the form of a tensor; and the names of those in use."""
+"""Parts of annotations beyond a class: the range of a number, the form of a tensor; and names for common ones."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Within(NamedTuple):
-    """The range of a number, or another property of a value. what: of one that has it not."""
+    """The range of a number, or another property. what: describes a value without the property."""
 
     need: str
     holds: Callable[[Any], bool]
@@ -20,8 +20,10 @@ class Within(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The form of a tensor: a kind of dtype (f, i, i64, b, or x for any), then its
-    dimensions in words: `i[N]`, `f[...]`. noun: its name."""
+    """The form of a tensor: a kind of dtype (f, i, i64, b, or x for any), then its dimensions in words.
+
+    Examples are `i[N]` and `f[...]`. noun: what errors call the tensor.
+    """
 
     text: str
     noun: str = "a tensor"
@@ -32,13 +34,13 @@ class Form(NamedTuple):
 
     @property
     def dims(self) -> tuple[str, ...] | None:
-        """The words of the dimensions; None for any."""
+        """The words of the dimensions; None if any dimensions fit."""
         inside = self.text.partition("[")[2].rstrip("]")
         return None if "..." in inside else tuple(d.strip() for d in inside.split(",") if d.strip())
 
     @property
     def example(self) -> str:
-        """An expression for one."""
+        """An expression for a tensor of this form."""
         sizes = ", ".join(["4"] * len(self.dims or ())) or "()"
         dtype = {"i": ", dtype=torch.int64", "b": ", dtype=torch.bool"}.get(self.dtype[0], "")
         return f"torch.ones({sizes}{dtype})"

@@ -1,8 +1,8 @@
-"""A tree as one buffer for each dtype, and back: what is to travel, or to be added up, together.
+"""A tree as one buffer for each dtype, and back, so that its tensors can be sent or added together.
 
     ravel({"w": f32[2, 3], "n": i64[], "b": f32[3]})  =  [f32[9], i64[1]], unravel        unravel(buffers) = the tree
 
-Source: jax.flatten_util.ravel_pytree, whose one buffer has the dtype that all leaves promote to.
+Source: jax.flatten_util.ravel_pytree, which makes one buffer, in the dtype to which all leaves promote.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ Unravel = Callable[[Sequence[Tensor]], Any]
 
 
 def ravel(tree: Any, lead: int = 0) -> tuple[list[Tensor], Unravel]:
-    """(the leaves of each dtype one after the other, how such buffers are a tree again).
+    """Return one buffer of all leaves for each dtype, and the function that turns such buffers back into a tree.
 
     Args:
-      tree: of tensors [*first, *shape], whose first `lead` sizes are the
-        same in all; `shape` has a dimension if `lead` is not 0.
+      tree: of tensors [*first, *shape]. The first `lead` sizes are the same in all; `shape` has a dimension if `lead`
+        is not 0.
 
     Returns:
-      buffers [*first, N], in the order in which the dtypes come; and unravel(buffers [..., N]), a tree of leaves [...,
-      *shape]: a buffer may have lost or gained leading dimensions meanwhile.
+      buffers [*first, N], in the order in which the dtypes first occur; and unravel(buffers [..., N]), a tree of leaves
+      [..., *shape]. Between the two, a buffer may lose or gain leading dimensions.
 
     Law: unravel(ravel(tree)) = tree, bit by bit. Both are linear.
     """
@@ -45,6 +45,6 @@ def ravel(tree: Any, lead: int = 0) -> tuple[list[Tensor], Unravel]:
 
 
 def in_parts(x: Tensor, n: int) -> Tensor:
-    """[n, C]: all elements of x in n equal parts, zeros after the last."""
+    """Return [n, C]: all elements of x in n equal parts, with zeros after the last element."""
     flat = x.flatten()
     return torch.cat([flat, flat.new_zeros(-flat.shape[0] % n)]).unflatten(0, (n, -1))

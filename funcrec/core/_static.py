@@ -1,4 +1,4 @@
-"""Static values: what a call of a jitted function holds besides tensors, and what tells one from another.
+"""Static values: the arguments of a jitted call that are no tensors, and the keys that tell them apart.
 
 static_key(a) == static_key(b)   only if no program can tell a from b:
 1, 1.0 and True differ, and 0.0 and -0.0; NaN is NaN of the same sign; a value of a subclass is not its base's
@@ -21,36 +21,36 @@ from torch import Tensor
 
 from funcrec.core._errors import describe, fail
 
-# Types whose values `==` distinguishes, or that are one object that does not change.
+# Types whose values `==` tells apart, or whose only instance never changes.
 EXACT = {
     int, bool, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format,
     type, object, types.FunctionType, types.BuiltinFunctionType,
 }  # fmt: skip
-PLAIN = {int, str, bytes, type(None)}  # of these no value equals one of another type
-OWN_NODES: set[type] = set()  # classes of `pytree`, whose structure `fix` told apart
-HEAP_TYPE = 1 << 9  # of a type's flags: made by a `class` statement
-# Types whose `==` passes over what their words tell: a unit, a time zone, the number of digits, an order.
+PLAIN = {int, str, bytes, type(None)}  # no value of one of these types equals a value of another
+OWN_NODES: set[type] = set()  # classes of `pytree`; `fix` makes their structures distinguishable
+HEAP_TYPE = 1 << 9  # flag of a type that a `class` statement made
+# Types whose repr shows what `==` ignores: a unit, a time zone, the number of digits, an order.
 TOLD_BY_WORDS = (
     numbers.Number, np.generic, datetime.datetime, datetime.time, PurePath, types.GenericAlias, types.UnionType,
 )  # fmt: skip
 
 
 def static_key(x: Any) -> Hashable:
-    """What stands for x in the key of a compilation.
+    """Return the value that stands for x in the key of a compilation.
 
     Raises:
-      TypeError: a value that cannot be distinguished from others, or from itself after a change.
+      TypeError: x cannot be told apart from other values, or from itself after a change.
     """
     kind = type(x)
     if kind in EXACT:
         return kind, x
     if kind is float:
         return (kind, repr(x)) if x == x else (kind, repr(x), math.copysign(1.0, x))
-    if isinstance(x, enum.Enum):  # a member is its name, whatever it is equal to
+    if isinstance(x, enum.Enum):  # a member is its name, even if it equals another value
         return kind, x._name_, x._value_ if isinstance(x, enum.Flag) else None
     if isinstance(x, (slice, range)):
         return kind, *map(static_key, (x.start, x.stop, x.step))
-    if isinstance(x, (tuple, frozenset)):  # equal sets may be gone through in different orders
+    if isinstance(x, (tuple, frozenset)):  # equal sets may iterate in different orders
         return kind, tuple(map(static_key, x)), *held_keys(x)
     refuse_opaque(x)
     if dataclasses.is_dataclass(x):
@@ -59,7 +59,7 @@ def static_key(x: Any) -> Hashable:
 
 
 def plain_value(x: Any) -> Hashable:
-    """What a value is apart from its attributes, told by Python's own methods: a subclass's may say less."""
+    """Return a value without its attributes, read by Python's own methods, since a subclass may override them."""
     if isinstance(x, float):
         return float.__repr__(x), math.copysign(1.0, x), getattr(x, "dtype", None)
     if isinstance(x, (complex, np.complexfloating)):
@@ -73,7 +73,7 @@ def plain_value(x: Any) -> Hashable:
 
 
 def held_keys(x: Any) -> Iterator[Hashable]:
-    """The keys of what a value holds that is more than its name: `==` may pass over it, and a call reads it."""
+    """Yield the keys of a value's attributes, which a call may read and `==` may ignore."""
     kind = type(x)
     is_known_by_name = isinstance(x, type) or (kind.__eq__ is object.__eq__ and not callable(x))
     if (
@@ -89,7 +89,7 @@ def held_keys(x: Any) -> Iterator[Hashable]:
 
 
 def held(x: object) -> dict[str, Any]:
-    """{name: value} of an object's attributes and slots."""
+    """Return {name: value} of an object's attributes and slots."""
     slots = [vars(c).get("__slots__", ()) for c in type(x).__mro__]
     names = [n for s in slots for n in ((s,) if isinstance(s, str) else s) if n not in ("__dict__", "__weakref__")]
     return {**{n: getattr(x, n) for n in names if hasattr(x, n)}, **getattr(x, "__dict__", {})}
@@ -100,7 +100,7 @@ def is_of_torch(kind: type) -> bool:
 
 
 def refuse_opaque(x: object) -> None:
-    """A static value must be hashable, and may hold neither tensors nor what can change behind its name."""
+    """Raise unless a static value is hashable, holds no tensors, and cannot change while it looks the same."""
     if is_opaque(x):
         fail(
             "funcrec.jit", "a leaf is neither a tensor nor a plain static value.", got=describe(x),
@@ -117,14 +117,14 @@ def is_opaque(x: object) -> bool:
     if isinstance(x, (enum.Enum, type)):
         return False
     if kind.__eq__ is object.__eq__ and not callable(x):
-        return bool(held(x)) or not kind.__flags__ & HEAP_TYPE  # known by its name only: a generator, a lock, a box
+        return bool(held(x)) or not kind.__flags__ & HEAP_TYPE  # compared by identity: a generator, a lock, a box
     return not is_of_torch(kind) and any(isinstance(v, Tensor) for v in held(x).values())
 
 
 def structure_key(structure: optree.PyTreeSpec) -> Hashable:
-    """What `==` of structures passes over: the keys of dicts, and what users' own classes keep in theirs.
+    """Return what `==` of structures ignores: the exact keys of dicts, and the static data of users' own classes.
 
-    Nothing where all of them are plain, as most are.
+    Return an empty tuple if all of it is plain, as in most structures.
     """
     odd = []
     for i, (_, _, data, _, kind, *_) in enumerate(structure.__getstate__()[0]):
@@ -140,7 +140,7 @@ def as_tuple(data: Any) -> tuple:
 
 
 class Fixed:
-    """Static fields of a value in a tree's structure, told apart by `static_key`."""
+    """A value's static fields in a tree's structure, compared by `static_key`."""
 
     __slots__ = ("key", "values")
 
@@ -156,7 +156,7 @@ class Fixed:
 
 
 def fix(values: tuple) -> "tuple | Fixed":
-    """The values themselves where `==` tells them apart."""
+    """Return the values themselves if `==` tells them apart, else as `Fixed`."""
     for v in values:
         kind = type(v)
         if kind not in PLAIN and not (kind is tuple and PLAIN.issuperset(map(type, v))):

@@ -1,7 +1,7 @@
-"""What torch says of a function that a transform cannot run, in this library's words.
+"""torch's errors about a function that a transform cannot run, in this library's words.
 
-A function that is handed over is run by torch.func: vmapped over rows or ranks, differentiated. What it may not do
-there torch tells in words of its own machinery; here is what was done, what is needed, and what to write instead.
+torch.func runs the functions that users pass: vmapped over rows or ranks, or differentiated. torch's errors about them
+speak of its own machinery. The errors here say what the function did, what it needs, and what to write instead.
 """
 
 import contextlib
@@ -38,8 +38,11 @@ WORDS: tuple[tuple[str, str, str, str], ...] = (
 
 @contextlib.contextmanager
 def own_errors(call: str, fn: Callable | str, *given: object, need: str) -> Iterator[None]:
-    """Errors of a function that `call` was given, `fn`: torch's about its transforms in our words;
-    others with a note of what it was given, if they do not say so."""
+    """Rewrite the errors of `fn`, a function that `call` received.
+
+    torch's errors about its transforms become this library's. Other errors get a note with the function's arguments,
+    if they do not have one.
+    """
     try:
         yield
     except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -55,14 +58,14 @@ def own_errors(call: str, fn: Callable | str, *given: object, need: str) -> Iter
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Whether a signal's handler raised the error, in the midst of whatever ran: it is no fault of that."""
+    """Whether a signal's handler raised the error; then the code that it interrupted is not at fault."""
     handlers = (getattr(h, "func", h) for h in map(signal.getsignal, signal.valid_signals()))  # func: of a partial
     codes = [getattr(x, "__code__", None) for h in handlers for x in (h, type(h).__dict__.get("__call__"))]
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def problem_of(name: str, error: Exception) -> Problem | None:
-    """What `name`, a function that was handed over, did, if torch's words are known."""
+    """Return what the user's function `name` did, if torch's message is known; else None."""
     text = str(error)
     for pattern, what, need, hint in WORDS:
         if re.search(pattern, text):

@@ -1,8 +1,8 @@
-"""Whether a derivative of a value is wanted, of a tree of values, or of what a function reads besides its arguments.
+"""Whether a derivative is wanted of a tree of values, or of the tensors that a function reads besides its arguments.
 
     tracked  =  requires grad with grad mode on, or of a level of torch.func, or with a forward tangent
 
-Right or refused: a function whose input is tracked differentiates it, or raises before any work.
+A function whose input is tracked differentiates it, or raises before any work; it never returns a wrong derivative.
 """
 
 import operator
@@ -36,9 +36,12 @@ def has_tracked(*trees: Any) -> bool:
 
 
 class Reading(NamedTuple):
-    """What a function did with tensors. tensors: those that it read besides its arguments. calls: every operation with
-    all that it was given, tensors by their number; two runs that differ in anything
-    but the values of tensors differ here, or in `tensors`. written: those of `tensors` that it wrote to."""
+    """What a function did with tensors.
+
+    tensors: those that it read besides its arguments. calls: every operation with its arguments, tensors by number.
+    Two runs that differ in more than tensors' values differ in `calls` or `tensors`. written: those of `tensors` that
+    it wrote to.
+    """
 
     tensors: tuple[Tensor, ...]
     calls: tuple
@@ -50,7 +53,7 @@ class Reading(NamedTuple):
 
 
 def _content(x: Any) -> Any:
-    """What torch may read of a value: bytes, elements, or its text, which need not show what it holds."""
+    """Return what torch may read of a value: bytes, elements, or its text, which need not show what it holds."""
     if hasattr(x, "__array__"):
         x = np.asarray(x)
         return x.dtype.str, x.shape, x.tobytes()
@@ -63,11 +66,11 @@ def _content(x: Any) -> Any:
 
 
 class _Reads(TorchFunctionMode):
-    """Notes every operation, and every tensor that one reads and that no earlier one made."""
+    """Records every operation, and every tensor that an operation reads and no earlier operation made."""
 
     def __init__(self, given: list[Tensor]):
         super().__init__()
-        self.known = {id(x): (i, x) for i, x in enumerate(given)}  # kept, so that no id is given twice
+        self.known = {id(x): (i, x) for i, x in enumerate(given)}  # keeps tensors alive, so that no id is reused
         self.found: list[Tensor] = []
         self.versions: list[int] = []
         self.calls: list[tuple] = []
@@ -82,8 +85,7 @@ class _Reads(TorchFunctionMode):
         return out
 
     def mark(self, x: Any) -> Any:
-        """What stands for a leaf: a number for a tensor, and the form
-        of one that is read; type and content of anything else."""
+        """Return a key for a leaf: a tensor's number, with its form at the first read; else type and content."""
         if not isinstance(x, Tensor):
             return type(x), _content(x)
         if id(x) in self.known:
@@ -95,8 +97,10 @@ class _Reads(TorchFunctionMode):
 
 
 def reading(fn: Callable, *args: Any) -> tuple[Any, Reading]:
-    """(fn(*args), what it read besides `args`): closed over, in a dict,
-    an object, a partial or a module, wherever they lie."""
+    """Return (fn(*args), what it read besides `args`).
+
+    It finds tensors in closures, dicts, objects, partials and modules.
+    """
     with _Reads([x for x in tree_leaves(args) if isinstance(x, Tensor)]) as reads:
         out = fn(*args)
     leaves, structure = tree_flatten(out)
@@ -106,10 +110,10 @@ def reading(fn: Callable, *args: Any) -> tuple[Any, Reading]:
 
 
 def written(out: Tensor, at: tuple[slice, ...], part: Tensor) -> Tensor:
-    """out[at] = part, of `out` that is the caller's own: what it is then.
+    """Write part into out[at], and return the result; the caller owns `out`.
 
-    `torch.func.linearize` (2.13) traces operations without their writes through views and drops these: there it is a
-    new tensor. (A forward level is open while it traces.)"""
+    `torch.func.linearize` (2.13) traces operations without their writes through views, and loses these writes. There
+    the result is a new tensor. (A forward level is open while it traces.)"""
     if not (is_forward() and torch._C._len_torch_dispatch_stack()):
         out[at] = part
         return out
@@ -126,13 +130,12 @@ def _replaced(out: Tensor, at: tuple[slice, ...], part: Tensor, d: int) -> Tenso
 
 
 def version_of(x: Tensor) -> int:
-    """How often it was written to; of an inference tensor nobody counts."""
+    """Return how often a tensor was written to; 0 for an inference tensor, which has no count."""
     return 0 if x.is_inference() else x._version
 
 
 class NoHostMemory(TorchFunctionMode):
-    """Raises `error` where a tensor's memory is asked for by its address: a trace
-    on shapes has none, and what lies there is garbage."""
+    """Raises `error` if code asks for a tensor's memory address: a trace on shapes has no memory."""
 
     def __init__(self, error: Callable[[str], Exception]):
         super().__init__()

@@ -1,8 +1,8 @@
-"""Values are frozen dataclasses that are pytrees in both registries.
+"""Values are frozen dataclasses and pytrees, in torch's registry and in optree's.
 
-`unflatten(flatten(x)) == x`. torch's registry is the authority (torch.func and torch.compile use it); optree's,
-namespace "funcrec", gives users paths, prefixes and its tools. The two order dict keys differently: leaves of one
-are never zipped with leaves of the other.
+`unflatten(flatten(x)) == x`. torch's registry is the authority (torch.func and torch.compile use it). optree's
+registry, namespace "funcrec", gives users paths, prefixes and its tools. The two order dict keys differently, so never
+zip leaves of one with leaves of the other.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from funcrec.core._static import OWN_NODES, fix, loosen
 
 T = TypeVar("T")
 NAMESPACE = "funcrec"
-CALLS = "funcrec.jit"  # the namespace of a jitted call's arguments: what a program can tell apart has two structures
+CALLS = "funcrec.jit"  # the namespace of a jitted call's arguments; values that a program tells apart differ here
 CLASSES: dict[str, tuple[Callable, Callable]] = {}  # (flatten, unflatten) by class_name, for checkpoints
-STATIC_DEFAULTS: dict[str, tuple] = {}  # and what static fields are that an older file does not have
+STATIC_DEFAULTS: dict[str, tuple] = {}  # defaults of static fields, for checkpoints older than a field
 
-_as_written = optree.dict_insertion_ordered(True, namespace=CALLS)  # entered for good
+_as_written = optree.dict_insertion_ordered(True, namespace=CALLS)  # entered and never left
 _as_written.__enter__()
 
 tree_map = torch_tree.tree_map
@@ -36,13 +36,13 @@ tree_structure = torch_tree.tree_structure
 
 @dataclass_transform(frozen_default=True)
 def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> Any:
-    """Class decorator: a frozen dataclass that torch.func, torch.compile, `fr.jit` and optree see through.
+    """Decorate a class as a frozen dataclass whose fields torch.func, torch.compile, `fr.jit` and optree can reach.
 
     Args:
       static: fields kept in the tree's structure; they must be hashable and are part of the compile key.
-      optional: fields that may be None; a None there is structure, not a leaf (so `vmap` does not meet it).
+      optional: fields that may be None; then None is structure, not a leaf (so `vmap` does not meet it).
 
-    Unless it has a `to` of its own, `x.to(device, dtype)` is `fr.tree.to(x, device, dtype)`.
+    The class gets a method `x.to(device, dtype)`, which is `fr.tree.to(x, device, dtype)`, unless it has its own.
 
     Law: unflatten(flatten(x)) has the same leaves and the same static fields.
 
@@ -80,7 +80,7 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
 
     def unflatten(leaves, context):
         fields, fixed = context
-        value = object.__new__(cls)  # no __init__: leaves may be placeholders of any kind
+        value = object.__new__(cls)  # without __init__, because leaves may be placeholders of any kind
         for n in children:
             object.__setattr__(value, n, None)
         for n, x in (*zip(fields, leaves, strict=True), *zip(static, fixed, strict=True)):
@@ -117,7 +117,7 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
 
 
 def refuse_write(self: Any, name: str, *value: Any) -> NoReturn:
-    """`__setattr__` and `__delattr__` of a value."""
+    """Raise, as `__setattr__` and `__delattr__` of a value."""
     what, need = f"`{name}` of a value cannot be changed.", "values stay as they are; functions return new ones"
     hint = f"dataclasses.replace(value, {name}=...)" if value else "a new value without it"
     problem = Problem(what, f"a {type(self).__name__}", need, hint)
@@ -125,10 +125,10 @@ def refuse_write(self: Any, name: str, *value: Any) -> NoReturn:
 
 
 def to_of(cls: type) -> Callable:
-    """The method `to` of a class."""
+    """Return the method `to` of a class."""
 
     def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None):
-        """The same value on a device, its floats of a dtype: `fr.tree.to`."""
+        """Return the value on a device, or with its floats in a dtype: `fr.tree.to`."""
         return moved(self, device, dtype)
 
     to.__module__, to.__qualname__ = cls.__module__, f"{cls.__qualname__}.to"
@@ -150,7 +150,7 @@ def class_problems(cls: object, static: object, optional: object) -> Iterator[Pr
 
 
 def class_name(cls: type) -> str:
-    """What checkpoints call a class: one of funcrec goes by its name alone, for files may move."""
+    """Return the name of a class in checkpoints. funcrec's own classes omit their module, because files may move."""
     module = "funcrec" if cls.__module__.startswith("funcrec.") else cls.__module__
     return f"{module}.{cls.__qualname__}"
 
@@ -159,18 +159,18 @@ replace = dataclasses.replace
 
 
 def paths(tree: Any) -> list[tuple[str, Any]]:
-    """`[("tables['item']", leaf), ...]` in torch's order; the paths are for people."""
+    """Return `[("tables['item']", leaf), ...]` in torch's order; the paths are for people to read."""
     flat, _ = torch_tree.tree_flatten_with_path(tree)
     return [(torch_tree.keystr(path).lstrip("."), leaf) for path, leaf in flat]
 
 
 def map_with_names(fn: Callable[[str, Any], Any], tree: T) -> T:
-    """`tree_map` of fn(name, leaf), the name being the last key or field on the leaf's path."""
+    """Return `tree_map` of fn(name, leaf), where the name is the last key or field on the leaf's path."""
     return torch_tree.tree_map_with_path(lambda path, x: fn(_last_name(path), x), tree)
 
 
 def leaf_names(tree: Any) -> list[str]:
-    """The last key or field on the path of each leaf."""
+    """Return the last key or field on the path of each leaf."""
     return [_last_name(path) for path, _ in torch_tree.tree_flatten_with_path(tree)[0]]
 
 
@@ -179,17 +179,19 @@ def _last_name(path: Sequence) -> str:
 
 
 def fast_flatten(tree: Any) -> tuple[list, optree.PyTreeSpec]:
-    """(leaves, structure) in C++, dicts in their own order; `structure.unflatten(leaves)` is the way back.
+    """Return (leaves, structure), computed in C++ with dicts in their own order; `structure.unflatten` reverses it.
 
-    Of two equal structures a program can tell apart the keys of dicts at most, by what `==` passes over:
-    `structure_key`. The order of a dict's keys counts, and the types of static fields.
+    `==` of structures compares the order of a dict's keys and the types of static fields. Dict keys may compare equal
+    although a program can tell them apart, such as 1 and True; for these see `structure_key`.
     """
     return optree.tree_flatten(tree, namespace=CALLS)
 
 
 def leaf_paths(structure: optree.PyTreeSpec, names: Sequence[str]) -> dict[int, tuple[str, str]]:
-    """{number of the leaf: (name, "name['key'].field")} of a tuple flattened
-    by `fast_flatten`, its elements called `names`."""
+    """Return {number of the leaf: (name, "name['key'].field")} of a tuple flattened by `fast_flatten`.
+
+    `names` are the names of the tuple's elements.
+    """
     accessors = enumerate(structure.accessors())
     return {i: (names[a[0].entry], a[1:].codify(names[a[0].entry])) for i, a in accessors}
 

@@ -1,11 +1,11 @@
-"""Arguments against their annotations: what a signature says is what a call is held to, before any work.
+"""Check arguments against a signature's annotations, before any work.
 
     @typed
     def f(ids: KeyedJaggedTensor, size: Count): ...        f(3, 0) raises and reports both
 
-Letters of forms are sizes: in `x: Form("f[B, D]"), w: Form("f[B]")` the B is one number, where both are given. An
-argument that means nothing without another says so: `@typed(needs={"keep": "checkpoint"})`. What annotations cannot say
-is left to a function's own validators, which then need not fear other structures.
+Letters of forms are sizes. In `x: Form("f[B, D]"), w: Form("f[B]")` both B must be one number, if both arguments are
+given. `@typed(needs={"keep": "checkpoint"})` requires `checkpoint` with `keep`. A function's own validators check the
+rest, and can rely on the structure that annotations require.
 """
 
 import functools
@@ -24,10 +24,13 @@ from funcrec.core._ranges import Form
 
 
 class Declared(NamedTuple):
-    """What a signature says. names: of the arguments by position. rest, more: of *args and **kwargs, or "". kinds: what
-    each must be. forms: of tensors that share a letter with another. needs: {argument: the one without which it means
-    nothing}. defaults: {argument: its default, or Parameter.empty}. torch.compile takes all of it for constants, so
-    that no `inspect.Signature` may be here."""
+    """The content of a signature.
+
+    names: of the arguments by position. rest, more: the names of *args and **kwargs, or "". kinds: the requirement on
+    each argument. forms: the forms of tensors that share a letter. needs: {argument: the argument that it requires}.
+    defaults: {argument: its default, or Parameter.empty}. torch.compile treats all of this as constants, so no
+    `inspect.Signature` may be in it.
+    """
 
     names: list[str]
     rest: str
@@ -39,13 +42,13 @@ class Declared(NamedTuple):
 
 
 def typed(fn: Callable | None = None, *, call: str = "", needs: Mapping[str, str] | None = None) -> Callable:
-    """`fn`, held to its annotations: reports every invalid argument with its path, all at once.
+    """Return `fn` with its annotations enforced: it reports every invalid argument with its path, all at once.
 
     Args:
-      call: what errors name, of a function that is made by a public one; "" for the function's own name.
-      needs: {argument by name: another, which must not be None where the first is neither None nor its default}.
+      call: the name that errors show, for a function that a public function makes; "" for the function's own name.
+      needs: {argument: another, which must not be None if the first is neither None nor its default}.
 
-    Cost: one look at each argument, and at each element of a sequence or mapping; no tensor's value is read.
+    Cost: one check of each argument, and of each element of a sequence or mapping; no tensor's value is read.
     """
     if fn is None:
         return functools.partial(typed, call=call, needs=needs)
@@ -94,7 +97,7 @@ def declaration(fn: Callable, needs: Mapping[str, str]) -> Declared:
 
 
 def problems(declared: Declared, args: tuple, kwargs: dict) -> Iterator[Problem]:
-    """What is wrong with each argument for itself."""
+    """Yield the problems of each argument by itself."""
     names, rest = declared.names, declared.rest
     given = [(n, n, x) for n, x in zip(names, args, strict=False)]
     given += [(rest, f"{rest}[{i}]", x) for i, x in enumerate(args[len(names) :])]
@@ -105,14 +108,14 @@ def problems(declared: Declared, args: tuple, kwargs: dict) -> Iterator[Problem]
 
 
 def forms_that_share(hints: Mapping[str, Any]) -> dict[str, Form]:
-    """{argument: its form}, of those that have a letter which another has too, or twice."""
+    """Return {argument: its form} for the forms with a letter that occurs in another form, or twice."""
     found = {n: form for n, h in hints.items() if (form := form_of(h)) is not None and form.dims}
     count = lambda letter: sum(form.dims.count(letter) for form in found.values())
     return {n: form for n, form in found.items() if any(d.isalpha() and count(d) > 1 for d in form.dims)}
 
 
 def form_of(hint: Any) -> Form | None:
-    """The form in `Annotated[Tensor, Form(...)]`, or in that or None."""
+    """Return the form in `Annotated[Tensor, Form(...)]`, or in a union of that with None."""
     metadata = getattr(hint, "__metadata__", ())
     if metadata:
         return metadata[0] if isinstance(metadata[0], Form) else None
@@ -120,7 +123,7 @@ def form_of(hint: Any) -> Form | None:
 
 
 def agree(forms: list[tuple[str, int, tuple[str, ...]]], args: tuple, kwargs: dict) -> bool:
-    """Whether dimensions of one letter are of one size; forms: (name, position, dimensions) of each tensor."""
+    """Whether dimensions with one letter have one size; forms: (name, position, dimensions) of each tensor."""
     sizes: dict[str, int] = {}
     for name, i, dims in forms:
         x = args[i] if i < len(args) else kwargs.get(name)
@@ -132,7 +135,7 @@ def agree(forms: list[tuple[str, int, tuple[str, ...]]], args: tuple, kwargs: di
 
 
 def letter_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Problem]:
-    """Dimensions of one letter must be of one size."""
+    """Yield a problem for dimensions with one letter and different sizes."""
     first: dict[str, tuple[str, int]] = {}
     for name, form in declared.forms.items():
         x, dims = given.get(name), form.dims
@@ -153,7 +156,7 @@ def letter_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Pr
 
 
 def need_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Problem]:
-    """An argument that means nothing without another must not stand alone."""
+    """Yield a problem for an argument that is given without the argument that it requires."""
     for name, other in declared.needs.items():
         x = given.get(name)
         if x is None or x is declared.defaults[name] or given.get(other) is not None:
@@ -163,7 +166,7 @@ def need_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Prob
 
 
 def typed_fields(cls: type) -> type:
-    """A NamedTuple, its constructor held to the annotations of its fields."""
+    """Make a NamedTuple's constructor enforce the annotations of its fields."""
     make = cls.__new__
 
     @functools.wraps(make)
@@ -179,7 +182,7 @@ def typed_fields(cls: type) -> type:
 
 
 def field_problems(value: Any) -> Iterator[Problem]:
-    """What is wrong with the fields of a dataclass or a NamedTuple, by their annotations."""
+    """Yield the problems of the fields of a dataclass or a NamedTuple, by their annotations."""
     for name, kind in _field_kinds(type(value)).items():
         yield from kind.find(name, getattr(value, name))
 

@@ -29,7 +29,7 @@ DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat1
 
 @plain_numbers
 def key(seed: int) -> Tensor:
-    """i64[]: a key, from a seed.
+    """Make a key, i64[], from a seed.
 
     Example:
       >>> import funcrec as fr
@@ -43,13 +43,13 @@ def key(seed: int) -> Tensor:
 
 
 def wrap(n: int) -> int:
-    """n modulo 2⁶⁴, in i64's range."""
+    """Return n modulo 2⁶⁴, in i64's range."""
     return (n + 2**63) % 2**64 - 2**63
 
 
 @plain_numbers
 def split(key: Tensor, num: int = 2) -> Tensor:
-    """i64[num]: independent keys, to be unpacked or iterated over.
+    """Make `num` independent keys, i64[num], to unpack or iterate over.
 
     Example:
       >>> import funcrec as fr
@@ -67,7 +67,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
 
 @plain_numbers
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
-    """i64[]: a key made of a key i64[] and an integer (a step, a rank, a table's number).
+    """Make a key, i64[], from a key i64[] and an integer (a step, a rank, a table's number).
 
     Example:
       >>> import torch, funcrec as fr
@@ -86,33 +86,34 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
 
 def mix(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser: a bijection of i64."""
+    """Apply SplitMix64's finaliser, a bijection of i64."""
     for shift, factor in MIX:
         z = (z ^ shift_right(z, shift)) * factor
     return z ^ shift_right(z, LAST_SHIFT)
 
 
 def shift_right(z: Tensor, by: int) -> Tensor:
-    """Logical shift of i64: zeros come in from the left."""
+    """Shift i64 to the right and insert zeros from the left."""
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
 def bits(key: Tensor, shape: tuple[int, ...], *, start: int = 0) -> Tensor:
-    """i64[shape]: numbers start, start + 1, ... of the key's sequence."""
+    """Return numbers start, start + 1, ... of the key's sequence, i64[shape]."""
     count = math.prod(shape)
     counter = torch.arange(start + 1, start + count + 1, device=key.device, dtype=torch.int64)
-    # = key + counter · GAMMA. The sum comes first: outside of fr.jit, torch.compile folds arange · GAMMA unwrapped.
+    # = key + counter · GAMMA. The sum comes first: outside fr.jit, torch.compile folds arange · GAMMA without wrapping.
     return mix((counter + key * GAMMA_INVERSE) * GAMMA).reshape(shape)
 
 
 def uniform(key: Tensor, shape: tuple[int, ...], *, start: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """f[shape], in [0, 1): 24 random bits for f32, 53 for f64."""
+    """Draw f[shape] uniformly from [0, 1), with 24 random bits for f32 and 53 for f64."""
     digits = DIGITS[dtype]
     return shift_right(bits(key, shape, start=start), 64 - digits).to(dtype) * 2.0**-digits
 
 
 def normal(key: Tensor, shape: tuple[int, ...], *, start: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """f[shape], mean 0 and variance 1: the inverse of the normal distribution's integral, at cell midpoints."""
+    """Draw f[shape] with mean 0 and variance 1: the inverse of the normal distribution's integral, at cell
+    midpoints."""
     digits = 52 if dtype == torch.float64 else 24  # with 53, the midpoint of the last cell would round to 1
     u = shift_right(bits(key, shape, start=start), 64 - digits).to(torch.float64)
     return (math.sqrt(2) * torch.erfinv((u + 0.5) * 2.0 ** (1 - digits) - 1)).to(dtype)

@@ -1,4 +1,4 @@
-"""Gradients of a loss: dense for dense leaves, rows for tables, of a batch whole or in parts."""
+"""Gradients of a loss over a whole batch or its parts: dense for dense leaves, rows for tables."""
 
 import funcrec.core as _core
 from funcrec.grad._micro_batches import accumulate_grads as accumulate_grads

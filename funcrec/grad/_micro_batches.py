@@ -2,7 +2,7 @@
 
     grads.dense = Σ_j d(loss_j / k)        grads.tables: the batch's own entries, in the batch's own order
 
-Only one micro-batch's activations live at a time; of the others the gradients are kept.
+Only one micro-batch's activations exist at a time; of earlier micro-batches only the gradients are kept.
 Shapes: B examples, k micro-batches of B / k.
 """
 
@@ -43,37 +43,38 @@ CALL = "funcrec.accumulate_grads"
 
 @typed
 def accumulate_grads(loss_fn: Callable, num_micro_batches: Count, has_aux: bool = False) -> Callable:
-    """`value_and_grad` of a batch too large to be differentiated at once: k micro-batches, one after the other.
+    """Return `value_and_grad` for a batch too large to differentiate at once: it runs k micro-batches in turn.
 
     Args:
-      loss_fn: (params: Params, batch, *args, **kwargs) -> f[], or (f[], aux) with `has_aux`: a mean over the batch's
-        examples, plain or by `losses.weighted_mean` and the losses made of it. What depends on the rest of the batch
-        otherwise is of a micro-batch: statistics of a batch norm, a mean over weights of your own. `in_batch_softmax`
-        is refused, for it would have fewer candidates.
-      num_micro_batches: k; the batch has B examples, a multiple of k, in every tensor and every jagged value of it.
+      loss_fn: (params: Params, batch, *args, **kwargs) -> f[], or (f[], aux) with `has_aux`. The loss must be a mean
+        over the batch's examples, plain or by `losses.weighted_mean` and the losses built on it. Anything else that
+        depends on the whole batch is computed per micro-batch: statistics of a batch norm, a mean over weights of your
+        own. `in_batch_softmax` is refused, because it would have fewer candidates.
+      num_micro_batches: k, which divides the number B of examples. Every tensor and every jagged value of the batch has
+        B examples.
 
     Returns:
-      a function of the same arguments that gives what `value_and_grad`'s gives. `batch` is cut by its examples, the
-      other arguments go to every micro-batch, but for a keyword `key`, which is folded with the micro-batch's number,
-      as on ranks. aux: of its float tensors the mean over the micro-batches, of which none has a micro-batch's examples
-      in front (it is refused); what else it holds must be no tensor, and the same in all.
+      a function of the same arguments and the same results as `value_and_grad`'s. It cuts `batch` by its examples, and
+      passes the other arguments to every micro-batch. A keyword `key` is first folded with the micro-batch's number, as
+      on ranks. aux: the mean of each float tensor over the micro-batches; a tensor whose first dimension is a
+      micro-batch's examples is refused. Other leaves of aux must be no tensors, and the same in all micro-batches.
 
     Raises:
-      ValueError: a batch that k does not divide, tensors of other numbers of examples, and a loss that looks up
-        other tables in some micro-batch.
-      TypeError: weights of a loss that follow from its parameters.
+      ValueError: k does not divide the batch, tensors differ in their number of examples, or the loss looks up other
+        tables in some micro-batch.
+      TypeError: the weights of a loss depend on its parameters.
 
-    Law: grads.tables are the batch's entries in the batch's order: of the same cotangents the same bits, when they are
-      summed and in every update. Cotangents are the same where k is a power of two and the loss treats each example
-      alone by operations whose rounding does not depend on the number of examples (matrix products may); else within
-      1e-6, as the loss and dense gradients are. k micro-batches have the bits of k real ranks with one each, whose
-      gradients are added in their order. An emulated mesh has them too, but for matrix products: one product of all
-      ranks may sum in another order than a rank's own.
+    Law: grads.tables are the batch's entries in the batch's order. Equal cotangents give equal bits, in sums and in
+      every update. Cotangents are equal if k is a power of two and the loss treats each example alone, by operations
+      whose rounding does not depend on the number of examples (that of matrix products may). Otherwise they agree
+      within 1e-6, as the loss and dense gradients do. k micro-batches give the bits of k real ranks with one each, if
+      these add their gradients in order. An emulated mesh gives the same bits except in matrix products: one product
+      of all ranks may sum in another order than a rank's own.
 
     Cost: activations of B / k examples, besides the ids and the cotangents of all lookups. With weights the loss runs
-      once more, for their sum over the batch. Under `jit` the micro-batches are one program; as it cannot read lengths
-      every part of a jagged value has room for all of its ids: a loader's batch whose ids are near its capacity costs k
-      passes over the capacity, not over B / k.
+      once more, to sum them over the batch. Under `jit` the micro-batches are one program. It cannot read lengths, so
+      every part of a jagged value has room for all of its ids. If a batch's ids nearly fill their capacity, this costs
+      k passes over the capacity, not over B / k.
 
     Example:
       >>> import torch, funcrec as fr
@@ -85,14 +86,14 @@ def accumulate_grads(loss_fn: Callable, num_micro_batches: Count, has_aux: bool 
       >>> loss, grads.dense, grads.tables["item"].to_dense().flatten()
       (tensor(3.), tensor(0.7500), tensor([1., 0., 2.]))
 
-    Source: gradient accumulation as of optax.MultiSteps, inside of one step.
+    Source: gradient accumulation as in optax.MultiSteps, inside one step.
     """
     run = over_micro_batches(loss_fn, num_micro_batches, has_aux)
     return functools.wraps(loss_fn)(lambda params, batch, *args, **kwargs: run(params, batch, *args, **kwargs)[:2])
 
 
 def over_micro_batches(loss_fn: Callable, num_micro_batches: int, has_aux: bool) -> Callable:
-    """What `value_grad_and_overflows` makes, from k micro-batches."""
+    """Return `value_grad_and_overflows`'s function, computed from k micro-batches."""
     k = num_micro_batches
 
     def run(params: Params, batch: Any, *args, **kwargs):
@@ -124,7 +125,7 @@ def over_micro_batches(loss_fn: Callable, num_micro_batches: int, has_aux: bool)
 
 
 def micro_batches(batch: Any, k: int) -> list[Any]:
-    """k parts of the batch's examples, in order."""
+    """Cut the batch's examples into k parts, in order."""
     leaves, structure = flatten_parts(batch)
     check(CALL, size_problems(leaves, k))
     stacked = [cut(Part("batch", P("micro") if num_examples(x) is not None else P(), x), {"micro": k}) for x in leaves]
@@ -133,8 +134,10 @@ def micro_batches(batch: Any, k: int) -> list[Any]:
 
 
 def in_turn(part: Any, done: Any) -> Any:
-    """The part; while a program is staged one that is there when `done` is: else the compiler would be free to run all
-    micro-batches side by side, and to keep what each of them needs for its derivative."""
+    """Return the part; in a program being traced, make it wait for `done`.
+
+    Otherwise the compiler could run all micro-batches side by side, and keep the tensors that each derivative needs.
+    """
     if not torch._C._len_torch_dispatch_stack() or is_in_transform():
         return part
     leaves, structure = tree_flatten(part)
@@ -155,12 +158,14 @@ library.define(
 
 
 def in_order(parts: Sequence[RowGrads]) -> RowGrads:
-    """The entries of all micro-batches as the whole batch has them: lookup by lookup, feature by feature, and then by
-    example. `coalesce` adds up a row's entries in their order."""
+    """Return the entries of all micro-batches in the whole batch's order: by lookup, then feature, then example.
+
+    `coalesce` adds a row's entries in this order.
+    """
     if len({tuple(t.features if isinstance(t, Bags) else None for t in g.terms) for g in parts}) > 1:
         got, hint = "another structure of its gradient in some of them", "one loss for all examples"
         fail(CALL, "the micro-batches look up other tables.", got=got, need="the same lookups in all", hint=hint)
-    n = axis_size(parts[0].axes) if parts[0].axes else 1  # a lookup has a term for every sender
+    n = axis_size(parts[0].axes) if parts[0].axes else 1  # on a mesh, a lookup has a term for every sender
     each = range(0, len(parts[0].terms), n)
     return replace(parts[0], terms=tuple(t for i in each for t in _by_feature([g.terms[i : i + n] for g in parts])))
 
@@ -179,7 +184,7 @@ def examples_of(part: Any) -> int:
 
 
 def mean_aux(auxs: Sequence[Any], size: int) -> Any:
-    """The mean of each float tensor; what else there is must be the same in all."""
+    """Return the mean of each float tensor; other leaves must be the same in all."""
     flat = [tree_flatten(x) for x in auxs]
     columns, structure = list(zip(*(leaves for leaves, _ in flat), strict=True)), flat[0][1]
     check(CALL, aux_problems(columns, [s for _, s in flat], size))
@@ -191,9 +196,10 @@ def mean_aux(auxs: Sequence[Any], size: int) -> Any:
 
 
 class Totals:
-    """The weights of each weighted mean that a loss takes, over all micro-batches.
+    """The total weights of each weighted mean in a loss, over all micro-batches.
 
-    run_all: runs the loss on all of them, in order. The first weighted mean makes it run: it needs all their weights.
+    run_all: runs the loss on all micro-batches, in order. The first weighted mean calls it, because it needs all
+    weights.
     """
 
     def __init__(self, k: int, run_all: Callable[[], Any]):
@@ -221,7 +227,7 @@ class Totals:
         if len(self.found) % self.k:
             self.refuse_impure()
         each = len(self.found) // self.k
-        # of all weights at once: the bits of the whole batch's sum
+        # one sum over all weights, as in the whole batch, gives the same bits
         self.means = [torch.cat(self.found[i::each]).sum() / self.k for i in range(each)]
 
     def mean_of(self, weights: Tensor) -> Tensor:
@@ -233,7 +239,7 @@ class Totals:
             fail(CALL, "weights of examples are not the batch's own.", got=got, need="data", hint=hint, kind=TypeError)
         if self.finding:
             self.found.append(weights)
-            return torch.ones_like(weights.sum())  # of a loss that nobody reads; a part's own sum may be 0
+            return torch.ones_like(weights.sum())  # this loss is not used; a part's own sum may be 0
         if self.means is None:
             self.find()
         if self.place >= len(self.means):
@@ -250,13 +256,13 @@ _totals: ContextVar[Totals | None] = ContextVar("funcrec_totals", default=None)
 
 
 def total_weight(weights: Tensor) -> Tensor:
-    """f[]: the sum of weights f[B]; in a micro-batch the mean over all micro-batches of their sums."""
+    """Return the sum of weights f[B], f[]; in a micro-batch, the mean over all micro-batches of their sums."""
     totals = _totals.get()
     return weights.sum() if totals is None else totals.mean_of(weights)
 
 
 def refuse_in_micro_batches(call: str, what: str) -> None:
-    """For a loss that is no mean of its examples' own."""
+    """Refuse a loss that is not a mean of its examples' own losses, if there are several micro-batches."""
     if _totals.get() is not None and _totals.get().k > 1:
         hint = "num_micro_batches=1, or smaller batches with fr.optim.accumulate"
         fail(call, f"{what} of a micro-batch are not those of the batch.", got=f"1 of {_totals.get().k} micro-batches",
@@ -267,7 +273,7 @@ def refuse_in_micro_batches(call: str, what: str) -> None:
 
 
 def num_examples(x: Any) -> int | None:
-    """B of a leaf of a batch; None for one that is no tensor."""
+    """Return the number of examples in a leaf of a batch; None if it is not a tensor, -1 if it has none."""
     if is_jagged(x):
         return x.num_bags if getattr(x, "strides", None) is None else -1
     return (x.shape[0] if x.dim() else -1) if isinstance(x, Tensor) else None
@@ -292,7 +298,7 @@ def size_problems(leaves: Sequence[Any], k: int) -> Iterator[Problem]:
 
 
 def aux_problems(columns: Sequence[tuple], structures: Sequence[Any], size: int) -> Iterator[Problem]:
-    """size: the examples of a micro-batch."""
+    """Yield the problems of `aux` from several micro-batches. size: the number of examples in a micro-batch."""
     if any(s != structures[0] for s in structures):
         yield Problem("`aux` has another structure in some micro-batches.", f"{structures}", "one", kind=TypeError)
     for xs in columns:

@@ -1,7 +1,7 @@
-"""What a loss reads besides its arguments and autograd would follow: nothing trains it.
+"""Find trainable tensors that a loss reads without receiving them: nothing would train them.
 
-Autograd's own graph of the loss tells, and costs nothing where there is none: what is frozen, detached or read under
-torch.no_grad() is not in it.
+Autograd's own graph of the loss shows them, at no cost if there are none. Tensors that are frozen, detached or read
+under torch.no_grad() are not in the graph.
 """
 
 import warnings
@@ -18,9 +18,9 @@ TRAINED = "params.dense=dict(module.named_parameters()), and torch.func.function
 
 
 def check_constants(loss: Tensor, *given: Any) -> None:
-    """Refuse a loss that reads an nn.Parameter which it was not given; say so of another leaf that requires grad."""
+    """Raise if a loss reads an nn.Parameter that is not an argument; warn of another leaf that requires grad."""
     at = below(loss)
-    if at.grad_fn is None or isinstance(at, FakeTensor):  # a staged function that reads some is not compiled
+    if at.grad_fn is None or isinstance(at, FakeTensor):  # jit itself refuses to compile a function that reads some
         return
     known = [below(x) for x in tree_leaves(given) if isinstance(x, Tensor)]
     found = leaves_behind(at, known)
@@ -32,7 +32,7 @@ def check_constants(loss: Tensor, *given: Any) -> None:
 
 
 def leaves_behind(x: Tensor, known: list[Tensor]) -> list[Tensor]:
-    """The leaves of autograd's graph that x follows from, other than `known` tensors and what they follow from."""
+    """Return the leaves of x's autograd graph, except `known` tensors and those that they depend on."""
     ids, seen, left, found = set(map(id, known)), {y.grad_fn for y in known} - {None}, [x.grad_fn], []
     while left:
         node = left.pop()

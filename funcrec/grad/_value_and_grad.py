@@ -1,9 +1,9 @@
-"""value_and_grad: dense leaves get dense gradients, tables get rows.
+"""value_and_grad: dense leaves get dense gradients, tables get row gradients.
 
     (dL/d_dense, dL/d_taps) by torch.func;   dL/d_table = Σ over sites of siteᵀ(dL/d_tap)
 
-A first pass finds the lookup sites and the shapes of their outputs; the second adds a zero tap to each and is
-differentiated. Under `jit` the first pass is dead code and the zeros fold away.
+A first pass finds the lookup sites and the shapes of their outputs. The second adds a zero tap to each and is
+differentiated. Under `jit` the first pass is dead code, and the zeros fold away.
 """
 
 import contextlib
@@ -52,33 +52,33 @@ _TENSOR = object()  # stands for a tensor among the static leaves of aux
 
 @typed
 def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
-    """The loss and its gradients, with lookups anywhere in the loss.
+    """Return a function that computes the loss and its gradients, with lookups anywhere in the loss.
 
     Args:
-      loss_fn: (params: Params, *args, **kwargs) -> f[], or (f[], aux) with `has_aux`. It reads tables through `lookup`
-        and `lookup_sequence` only, as often as it likes.
+      loss_fn: (params: Params, *args, **kwargs) -> f[], or (f[], aux) with `has_aux`. It may read tables only through
+        `lookup` and `lookup_sequence`, any number of times.
 
     Returns:
       a function of the same arguments that gives (loss, grads) or ((loss, aux), grads); grads is Params with tables
       {name: RowGrads} (not coalesced) and dense as `params.dense`.
 
     Raises:
-      TypeError: a table used densely, a dense leaf that is no float tensor, a loss that is no scalar, or one that reads
-        an nn.Parameter which is no argument, so that nothing would train it (a warning for other leaves of autograd).
-      ValueError: a loss that looks up other tables, or other shapes, when it is called again with the same arguments.
+      TypeError: a table is used densely, a dense leaf is not a float tensor, the loss is not a scalar, or it reads an
+        nn.Parameter that is not an argument, so nothing would train it (other autograd leaves give a warning).
+      ValueError: called again with the same arguments, the loss looks up other tables or other shapes.
 
     Law: grads.tables[name].to_dense() is the gradient that torch.func.grad gives for the table as a dense leaf.
-    It composes with torch.func.vmap, jvp and `fr.jit`; jacrev and vjp take floats alone, so of `grads.dense` or of
-    `to_dense()`, not of a RowGrads, which holds rows' numbers. Lookups may stand inside grad, jvp, vmap and
-    value_and_grad that the loss calls itself, of the loss's own tables too. The gradient is the table's,
-    whatever a lookup calls it: {"a": params.tables["b"]}.
+    It composes with torch.func.vmap, jvp and `fr.jit`. jacrev and vjp take floats only, so apply them to `grads.dense`
+    or `to_dense()`, not to a RowGrads, which also holds row numbers. Lookups may occur inside grad, jvp, vmap and
+    value_and_grad that the loss calls itself, also on the loss's own tables. The gradient carries the table's own name,
+    even if a lookup renames the table: {"a": params.tables["b"]}.
 
-    Of tables with a capacity (`shard_tables`) a rank whose ids found no place looks up NaN, which makes its loss and
-    gradients NaN; not those of a loss that puts numbers in their place (`torch.nan_to_num`, `torch.where`), which are
-    of those numbers. `checked` raises in either case and tells how many ids they were; `train_step` counts them and
-    leaves the state as it was.
+    With a capacity (`shard_tables`), a rank whose ids find no place looks up NaN, so its loss and gradients are NaN. If
+    the loss replaces NaN by numbers (`torch.nan_to_num`, `torch.where`), loss and gradients are those of the numbers.
+    `checked` raises in either case and reports how many ids were lost; `train_step` counts them and keeps the state
+    unchanged.
 
-    Cost: the forward twice when not compiled.
+    Cost: the forward runs twice if not compiled.
 
     Example:
       >>> import torch, funcrec as fr
@@ -105,8 +105,10 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
 
 def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
-    """`value_and_grad`'s function, which gives besides the overflows
-    of all lookups: i64[2] of each exchange with a capacity."""
+    """Return `value_and_grad`'s function, which also returns the overflows of all lookups.
+
+    An overflow is i64[2], for each exchange with a capacity.
+    """
 
     def run(params: Params, *args, **kwargs):
         check("funcrec.value_and_grad", params_problems(params))
@@ -121,7 +123,7 @@ def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
             _check_scalar(loss)
             leaves, structure["aux"] = tree_flatten(aux)
             structure["static"] = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
-            saved = [site.saved for site in tape.sites]  # of this pass: a loss may draw its ids again in each
+            saved = [site.saved for site in tape.sites]  # of this pass: a loss may draw other ids in each pass
             return loss, ([x for x in leaves if isinstance(x, Tensor)], saved)
 
         taps = [site.zeros() for site in sites]
@@ -138,7 +140,7 @@ def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
         made = [member for site, d, x in of_sites for member in site.cotangents(d, x)]
         tables |= summed(item for grads, _ in made for item in grads.items())
         overflows = [x for _, own in made for x in own]
-        if is_checking() and not overflows:  # else the caller knows whether an id was lost, and makes them NaN
+        if is_checking() and not overflows:  # with overflows the caller checks: lost ids make gradients NaN
             check_gradients(loss, Params(tables, d_dense))
         if not has_aux:
             return loss, Params(tables, d_dense), overflows
@@ -167,7 +169,7 @@ def _with_refs(tables: dict[str, Tensor], dense: Any, tape: Tape) -> Params:
 
 
 def loss_and_aux(call: str, out: object) -> tuple[Any, Any]:
-    """The pair that a loss gives with `has_aux`."""
+    """Return the pair (loss, aux) that a loss returns with `has_aux`; raise if it is no pair."""
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         got = f"a {type(out).__name__} of {len(out)}" if isinstance(out, (tuple, list)) else describe(out)
         hint = "return loss, aux; has_aux=False for a loss alone"
@@ -197,7 +199,7 @@ def params_problems(params: object) -> Iterator[Problem]:
         yield Problem("`params.tables` are read, and not trained.", got, need, hint, TypeError)
         return
     for name, t in params.tables.items():
-        if isinstance(t, TableRef):  # of a loss around this one
+        if isinstance(t, TableRef):  # a table of an enclosing loss
             continue
         yield from tensor_problems(t, f"params.tables[{name!r}]")
     for path, leaf in paths(params.dense):
@@ -208,7 +210,7 @@ def params_problems(params: object) -> Iterator[Problem]:
 
 
 def check_gradients(loss: Tensor, grads: Params) -> None:
-    """The value checks of `checked`."""
+    """Run the value checks of `checked`."""
     check_values("funcrec.value_and_grad", gradient_problems, loss, grads.tables, grads.dense)
 
 

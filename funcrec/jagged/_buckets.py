@@ -1,6 +1,6 @@
-"""Buckets: few capacities, so that a compiled step meets few shapes.
+"""Buckets: a few fixed capacities, so that a compiled step meets few shapes.
 
-capacity(N) = the least of 16, 24, 32, 48, 64, 96, ... that holds N
+capacity(N) = the least of 16, 24, 32, 48, 64, 96, ... that is at least N
 """
 
 from funcrec.core import Size, typed
@@ -10,8 +10,10 @@ BUCKET_MIN = 16
 
 
 def bucket(size: int, *, minimum: int = BUCKET_MIN) -> int:
-    """The next capacity: powers of two and the halves between
-    them (16, 24, 32, 48, 64, 96, ...), at least `minimum`."""
+    """Return the least capacity >= size in 16, 24, 32, 48, ... (powers of two, and halfway between).
+
+    The capacities begin at `minimum`.
+    """
     power = max(minimum, 1)
     while power < size:
         if power * 3 // 2 >= size and power % 2 == 0:
@@ -22,9 +24,9 @@ def bucket(size: int, *, minimum: int = BUCKET_MIN) -> int:
 
 @typed
 def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: Size = BUCKET_MIN) -> KeyedJaggedTensor:
-    """Pad to the next capacity of a short list, so that a compiled step meets few shapes. Reads offsets on the host.
+    """Pad to the next of a few capacities, so that a compiled step meets few shapes. Reads offsets on the host.
 
-    Law: `pad_to_bucket(ids).to_lists() == ids.to_lists()`; at most half of the buffer's ids over `minimum` is padding.
+    Law: `pad_to_bucket(ids).to_lists() == ids.to_lists()`; above `minimum`, at most half of the buffer is padding.
 
     Example:
       >>> import funcrec as fr

@@ -1,6 +1,6 @@
-"""What is wrong with a buffer of bags: its values, weights, offsets, lengths and capacity.
+"""Checks of a buffer of bags: its values, weights, offsets, lengths and capacity.
 
-Forms are found from metadata; values are read where they lie on the host.
+Shapes and dtypes are checked from metadata. Values are checked only if they lie on the host.
 """
 
 import numbers
@@ -17,7 +17,7 @@ INT_DTYPES = (torch.int32, torch.int64)
 
 
 def bag_problems(bags: object, path: str) -> Iterator[Problem]:
-    """`bags` must be a list of lists, or of anything else that has a length."""
+    """Yield a problem unless `bags` is a list of lists, or of other collections that have a length."""
     unordered = (str, bytes, bytearray, Mapping, Set)
     has_elements = lambda x: isinstance(x, Collection) and not isinstance(x, unordered) and getattr(x, "ndim", 1) > 0
     if not has_elements(bags):
@@ -46,7 +46,7 @@ def capacity_problems(capacity: object, least: int) -> Iterator[Problem]:
 
 
 def mapped_problems(values: object, path: str) -> Iterator[Problem]:
-    """A vmap over a ragged value's own buffer cuts it into numbers."""
+    """Yield a problem for a vmap over a ragged value's own buffer, which would cut it into single numbers."""
     if isinstance(values, Tensor) and values.dim() < 1 and is_wrapped(values):
         what, need = f"`{path}` are mapped by vmap along the buffer of all bags.", "bags of one length, padded"
         hint = "ids[key].to_padded(length), i[B, length], in its place; in_dims=None, if members share the ids"
@@ -76,7 +76,7 @@ def buffer_problems(values: Tensor, weights: Tensor | None, path: str = "") -> I
 
 
 def int_problems(x: Tensor, name: str, device: torch.device | None = None) -> Iterator[Problem]:
-    """x must be an i32 or i64 vector, on `device` when one is given."""
+    """Yield a problem unless x is an i32 or i64 vector, on `device` if one is given."""
     if not isinstance(x, Tensor) or x.dtype not in INT_DTYPES:
         is_mask = name in ("rows", "bags") and describe(x).startswith("bool[")
         hint = f"{name}.nonzero()[:, 0], where the mask is True" if is_mask else ""
@@ -101,7 +101,7 @@ def length_problems(values: Tensor, lengths: Tensor, name: str = "lengths") -> I
     if lengths.numel() and int(lengths.min()) < 0:
         yield Problem(f"`{name}` has a negative length.", f"{int(lengths.min())}", "lengths >= 0")
     elif (lengths.numel() and int(lengths.max()) > values.shape[0]) or int(lengths.sum()) != values.shape[0]:
-        yield Problem(  # no sum of lengths within the buffer overflows
+        yield Problem(  # lengths within the buffer have a sum that does not overflow
             f"`{name}` does not sum to the number of values.",
             f"sum {sum(lengths.tolist())}; values is {describe(values)}",
             "lengths.sum() == values.shape[0]",
@@ -121,8 +121,8 @@ def offset_problems(values: Tensor, offsets: Tensor, name: str = "offsets") -> I
 
 
 def offset_value_problems(capacity: int, offsets: Tensor, name: str = "offsets") -> Iterator[Problem]:
-    """The checks that read `offsets` on the host."""
-    falls = offsets[1:] < offsets[:-1]  # compared, since a difference may overflow
+    """Yield the problems that show only by reading `offsets` on the host."""
+    falls = offsets[1:] < offsets[:-1]  # a comparison, because a difference may overflow
     if int(offsets[0]) != 0:
         hint = "torch.cat([offsets.new_zeros(1), offsets]), if it has the ends alone; or from_lengths"
         yield Problem(f"`{name}` does not begin at 0.", f"offsets[0] = {int(offsets[0])}", "offsets[0] == 0", hint)
@@ -136,7 +136,7 @@ def offset_value_problems(capacity: int, offsets: Tensor, name: str = "offsets")
 
 
 def fill_problems(fill: object, dtype: torch.dtype) -> Iterator[Problem]:
-    """What stands after a bag must be a value of the buffer's dtype: no fraction is cut, no integer wrapped."""
+    """Yield a problem unless `fill` is a value of the buffer's dtype, without rounding or wrapping."""
     floats = dtype.is_floating_point or dtype.is_complex
     if not isinstance(fill, (int, float) if floats else int):
         what, need = f"`fill` is not of {short_dtype(dtype)}.", "a number" if floats else "an integer"
@@ -183,13 +183,13 @@ def padded_problems(padded: Tensor, lengths: Tensor, weights: Tensor | None) -> 
 
 
 def jagged_parts(x: Any, path: str) -> Iterator[Problem]:
-    """What is wrong with the fields of a JaggedTensor that was made by hand, or came out of a tree."""
+    """Yield the problems of a JaggedTensor's fields, if it was made by hand or taken out of a tree."""
     yield from buffer_problems(x.values, x.weights, f"{path}.")
     yield from offset_form_problems(x.offsets, getattr(x.values, "device", None), f"{path}.offsets")
 
 
 def offset_form_problems(offsets: object, device: torch.device | None, path: str) -> Iterator[Problem]:
-    """`offsets` must be integers i[B + 1], B >= 0, where the values are."""
+    """Yield a problem unless `offsets` is i[B + 1], B >= 0, on the values' device."""
     found = list(int_problems(offsets, path, device))
     yield from found
     if not found and offsets.shape[0] == 0:

@@ -2,8 +2,8 @@
 
     bag b = values[offsets[b] : offsets[b + 1]],   0 = offsets[0] <= offsets[1] <= ... <= offsets[B] <= N
 
-The tail values[offsets[B]:] is padding; no operation reads it, and that is what gives static shapes. Operations here
-read no value on the host, except `to_lists`, `unpad` and the value checks that constructors make on CPU tensors.
+The tail values[offsets[B]:] is padding. No operation reads it, and this gives static shapes. Operations here read no
+value on the host, except `to_lists`, `unpad` and the value checks of constructors on CPU tensors.
 Shapes: B bags, N capacity of the buffer, L a fixed length.
 """
 
@@ -50,21 +50,21 @@ class JaggedTensor:
     values: Tensor
     offsets: Tensor
     weights: Tensor | None = None
-    part = None  # of `_parts`: what it was taken from; no field
+    part = None  # set by `as_part`: the value that this one was taken from; not a field
 
     # -- constructors ------------------------------------------------------------------------------------------
 
     @staticmethod
     def from_lists(lists: Sequence[Sequence], *, weights: Sequence[Sequence[float]] | None = None, dtype=None):
-        """`[[1, 2], []]` -> two bags; a bag may be a list, a NumPy array or a tensor, and so may its values.
+        """Make one bag of each list: `[[1, 2], []]` -> two bags. Bags and values may be NumPy arrays or tensors, too.
 
-        Tensors and arrays keep their dtype and tensors their derivative; Python's numbers become i64, f32 (weights
-        always) or bool, and no values at all i64, unless `dtype` says otherwise. Lists of numbers may stand next to
-        arrays of that dtype: `[numpy.array([1, 2]), [3]]`.
+        Tensors and arrays keep their dtype, and tensors their derivative. Python's numbers become i64, f32 (weights
+        always) or bool, and an empty list i64, unless `dtype` is given. Lists of numbers may be mixed with arrays of
+        the same dtype: `[numpy.array([1, 2]), [3]]`.
 
         Raises:
-          TypeError: dtypes that are mixed.
-          ValueError: a number that the dtype does not hold.
+          TypeError: the dtypes are mixed.
+          ValueError: the dtype does not hold a number.
 
         Example:
           >>> import torch, funcrec as fr
@@ -82,19 +82,19 @@ class JaggedTensor:
 
     @staticmethod
     def from_lengths(values: Tensor, lengths: Tensor, *, weights: Tensor | None = None) -> "JaggedTensor":
-        """Values [N, ...] and lengths i[B] that sum to N."""
+        """Make bags from values [N, ...] and lengths i[B] that sum to N."""
         check("funcrec.JaggedTensor.from_lengths", buffer_problems(values, weights), length_problems(values, lengths))
         return JaggedTensor(values, offsets_of(lengths), weights)
 
     @staticmethod
     def from_offsets(values: Tensor, offsets: Tensor, *, weights: Tensor | None = None) -> "JaggedTensor":
-        """Values [N, ...] and offsets i[B + 1] with offsets[B] <= N; what lies beyond is padding."""
+        """Make bags from values [N, ...] and offsets i[B + 1] with offsets[B] <= N; values beyond are padding."""
         check("funcrec.JaggedTensor.from_offsets", buffer_problems(values, weights), offset_problems(values, offsets))
         return JaggedTensor(values, offsets, weights)
 
     @staticmethod
     def from_padded(padded: Tensor, lengths: Tensor, *, weights: Tensor | None = None) -> "JaggedTensor":
-        """Bags of padded [B, L, ...] with lengths i[B] <= L, in a buffer of capacity B * L; weights f[B, L]."""
+        """Make bags from padded [B, L, ...] and lengths i[B] <= L; the buffer's capacity is B * L; weights f[B, L]."""
         check("funcrec.JaggedTensor.from_padded", padded_problems(padded, lengths, weights))
         offsets, capacity = offsets_of(lengths), padded.shape[0] * padded.shape[1]
         flat = lambda x: None if x is None else primitives.from_padded(x, offsets, capacity)
@@ -108,16 +108,16 @@ class JaggedTensor:
 
     @property
     def capacity(self) -> int:
-        """Rows of the buffer, padding included."""
+        """The length of the buffer, including padding."""
         return self.values.shape[0]
 
     @property
     def lengths(self) -> Tensor:
-        """i[B]."""
+        """The length of each bag, i[B]."""
         return self.offsets.diff()
 
     def bag_ids(self) -> Tensor:
-        """i64[N]: the bag of each position; B for padding."""
+        """Return the bag of each position, i64[N]; B for padding."""
         return bag_ids(self.offsets, self.capacity)
 
     def to_lists(self) -> list[list]:
@@ -126,7 +126,7 @@ class JaggedTensor:
 
     @typed
     def to_padded(self, length: Size, fill: float | int = 0) -> Tensor:
-        """[B, length, ...]: each bag cut to `length` and filled up with `fill`."""
+        """Return [B, length, ...]: each bag cut to `length` and filled up with `fill`."""
         check("funcrec.JaggedTensor.to_padded", fill_problems(fill, self.values.dtype))
         return primitives.to_padded(self.values, self.offsets, length, fill)
 
@@ -135,7 +135,7 @@ class JaggedTensor:
         return self.num_bags
 
     def __getitem__(self, bags: int | slice | Sequence[int]) -> "JaggedTensor":
-        """Bags by position: `x[3]` (one bag), `x[2:5]`, `x[[4, 0, 4]]`. The capacity is N times the most repeats."""
+        """Take bags by position: `x[3]` (one bag), `x[2:5]`, `x[[4, 0, 4]]`; capacity N · (most repeats of a bag)."""
         chosen = bag_list(bags, self.num_bags, "funcrec.JaggedTensor.__getitem__")
         return self.select(
             torch.tensor(chosen, dtype=torch.int64, device=self.offsets.device),
@@ -144,11 +144,11 @@ class JaggedTensor:
 
     @typed
     def select(self, bags: Annotated[Tensor, Form("i[K]")], *, capacity: Size) -> "JaggedTensor":
-        """The bags i[K], in that order and with repeats, in a buffer of `capacity` values.
+        """Take the bags i[K], in that order and with repeats, into a buffer of `capacity` values.
 
         Raises:
-          ValueError: a bag that is not there, or bags that the buffer does not hold, for values on the CPU. Where no
-            value can be read, the caller owes both.
+          ValueError: a bag does not exist, or the buffer is too small; checked for values on the CPU. If values cannot
+            be read, the caller must ensure both.
         """
         check("funcrec.JaggedTensor.select", select_problems(self.offsets, bags, capacity))
         starts = self.offsets[:-1].index_select(0, bags)
@@ -157,7 +157,7 @@ class JaggedTensor:
     # -- padding -----------------------------------------------------------------------------------------------
 
     def pad_to(self, capacity: int) -> "JaggedTensor":
-        """A buffer of exactly `capacity` >= N values; the new ones are zero."""
+        """Return a buffer of exactly `capacity` >= N values; the new values are zero."""
         check("funcrec.JaggedTensor.pad_to", capacity_problems(capacity, self.capacity))
         return JaggedTensor(grow(self.values, capacity), self.offsets, grow(self.weights, capacity))
 
@@ -174,12 +174,12 @@ class JaggedTensor:
 
 
 def bag_ids(offsets: Tensor, capacity: int) -> Tensor:
-    """i64[capacity]: the bag of each position; B for positions at or beyond offsets[B]."""
+    """Return the bag of each position, i64[capacity]; B for positions from offsets[B] on."""
     return place_among(offsets, torch.arange(capacity, device=offsets.device, dtype=offsets.dtype)) - 1
 
 
 def take_ranges(values: Tensor, weights: Tensor | None, starts: Tensor, lengths: Tensor, capacity: int) -> JaggedTensor:
-    """Bag k of the answer is values[starts[k] : starts[k] + lengths[k]]; the padding of the answer is zero."""
+    """Take values[starts[k] : starts[k] + lengths[k]] as bag k of the result; padding is zero."""
     taken, offsets = primitives.take_ranges(values, starts, lengths, capacity)
     scale = None if weights is None else primitives.take_ranges(weights, starts, lengths, capacity)[0]
     return JaggedTensor(taken, offsets, scale)

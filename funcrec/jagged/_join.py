@@ -1,12 +1,11 @@
-"""Jagged values side by side, and how large a buffer holds them.
+"""Several jagged values in one buffer, and the capacity that it needs.
 
     capacity = Σ over buffers of min(Σ capacities of its parts, N · most repeats of a key)
 
 A part (`ids["a"]`, `ids.split(...)[0]`, `ids.permute(...)`) could hold every id of the buffer that it was taken from,
-so its own buffer is as large. The parts of one buffer together hold no more than one part: they say what they were
-taken from, and are put together again in the room of one. What a tree makes of a part
-(a `tree_map`, an argument of `jit`) is a value of its own.
-
+so its own buffer is as large. All parts of one buffer together hold no more ids than that buffer. So each part records
+its source, and parts are joined again in the room of one buffer. A value that a tree makes of a part (`tree_map`, an
+argument of `jit`) has no such record.
 """
 
 from collections import Counter
@@ -23,7 +22,7 @@ INT32_MAX = 2**31 - 1
 
 
 class Part(NamedTuple):
-    """The keys at `positions` of the buffer that `whole` cuts into bags; `capacity` is what holds each of them once."""
+    """The keys at `positions` of the buffer that `whole` cuts into bags; `capacity` holds each of them once."""
 
     whole: Tensor
     capacity: int
@@ -31,14 +30,14 @@ class Part(NamedTuple):
 
 
 def as_part(taken: Any, source: Any, positions: Sequence[int]) -> Any:
-    """`taken`, which says that it is the keys at `positions` of `source`."""
+    """Return `taken`, with the record that it holds the keys at `positions` of `source`."""
     of = source.part or Part(source.offsets, source.capacity, tuple(range(len(source.keys))))
     object.__setattr__(taken, "part", of._replace(positions=tuple(of.positions[p] for p in positions)))
     return taken
 
 
 def joined_capacity(values: Sequence[Any]) -> int:
-    """The capacity that holds all `values`, JaggedTensors and KeyedJaggedTensors; it depends on shapes alone."""
+    """Return a capacity that holds all `values` (JaggedTensors, KeyedJaggedTensors); it depends on shapes alone."""
     sums, wholes, positions = Counter(), {}, {}
     for n, x in enumerate(values):
         of = x.part or Part(x.offsets, x.capacity, (n,))
@@ -50,7 +49,7 @@ def joined_capacity(values: Sequence[Any]) -> int:
 
 
 def join(values: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(values, offsets, weights) of one buffer with the bags of all `values` (one or more), in order."""
+    """Return (values, offsets, weights) of one buffer with the bags of all `values` (one or more), in order."""
     capacity, room = joined_capacity(values), [x.capacity for x in values]
     lengths = torch.cat([x.offsets.diff() for x in values])
     used = torch.cat([x.offsets[-1:] for x in values])
@@ -62,6 +61,6 @@ def join(values: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _join_weights(values: Sequence[Any], take: Callable[[list[Tensor]], Tensor]) -> Tensor | None:
-    """Ones for those that have none, where others have some."""
+    """Join the weights; values without weights get ones if others have weights."""
     own = next((x.weights for x in values if x.weights is not None), None)
     return None if own is None else take([own.new_ones(x.capacity) if x.weights is None else x.weights for x in values])

@@ -1,4 +1,4 @@
-"""What is wrong with the parts of a KeyedJaggedTensor, found from metadata."""
+"""Checks of the parts of a KeyedJaggedTensor, from metadata."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ FIELDS = ("values", "offsets", "weights", "inverse", "keys", "strides", "unweigh
 
 
 def field_problems(fields: tuple, named: Mapping[str, object]) -> Iterator[Problem]:
-    """What is given to KeyedJaggedTensor itself: TorchRec's order and names, or keys that are no tuple."""
+    """Yield a problem for wrong fields of KeyedJaggedTensor itself: TorchRec's order or names, or keys not a tuple."""
     given, unknown = dict(zip(FIELDS, fields, strict=False)) | dict(named), [k for k in named if k not in FIELDS]
     keys, no_tensors = given.get("keys", ()), [k for k in FIELDS[:4] if type(given.get(k)) in (list, tuple, str)]
     named_keys = isinstance(keys, tuple) and all(isinstance(k, str) for k in keys)
@@ -70,7 +70,7 @@ def keyed_bag_problems(x: object, name: str) -> Iterator[Problem]:
 
 
 def same_key_problems(a: Mapping, b: Mapping, *, some: bool = False) -> Iterator[Problem]:
-    """The keys of b must be those of a, or `some` of them, and bags of both as long."""
+    """Yield a problem unless b has the keys of a (or `some` of them), with bags of the same lengths."""
     if not isinstance(b, Mapping) or not (set(a) >= set(b) if some else set(a) == set(b)):
         got = f"{sorted(b)}" if isinstance(b, Mapping) else describe(b)
         yield Problem("the keys of the two arguments differ.", got, f"{'some of ' if some else ''}{sorted(a)}")
@@ -83,7 +83,7 @@ def same_key_problems(a: Mapping, b: Mapping, *, some: bool = False) -> Iterator
 
 
 def unweighted_problems(keys: object, weights: object, unweighted: object, path: str = "") -> Iterator[Problem]:
-    """Of the keys that have no weights where others have."""
+    """Yield the problems of `unweighted`, the keys without weights."""
     hint = "unweighted=(), where all keys have weights, or none has"
     if not isinstance(unweighted, tuple) or not all(isinstance(k, str) for k in unweighted):
         what = f"`{path}unweighted` are not names."
@@ -96,7 +96,7 @@ def unweighted_problems(keys: object, weights: object, unweighted: object, path:
 
 
 def keyed_parts(ids: Any, path: str) -> Iterator[Problem]:
-    """What is wrong with the fields of a KeyedJaggedTensor."""
+    """Yield the problems of a KeyedJaggedTensor's fields."""
     mapped = list(mapped_problems(ids.values, path))
     yield from mapped
     if mapped:
@@ -121,7 +121,7 @@ def inverse_problems(inverse: object, path: str) -> Iterator[Problem]:
 
 
 def keyed_hint(ids: object, path: str) -> str:
-    """How to make a KeyedJaggedTensor of what was got."""
+    """Return how to make a KeyedJaggedTensor from the given value."""
     if type(ids).__name__ == "KeyedJaggedTensor":  # TorchRec's
         return f"fr.interop.from_torchrec({path})"
     if isinstance(ids, JaggedTensor):
@@ -136,7 +136,7 @@ def keyed_hint(ids: object, path: str) -> str:
 def jagged_problems(
     features: Mapping[str, Any], what: str = "the features", kind: type = JaggedTensor
 ) -> Iterator[Problem]:
-    """Values that go into one buffer: of one dtype, on one device, with rows of one shape."""
+    """Yield a problem unless the values fit one buffer: one dtype, one device, rows of one shape."""
     if not isinstance(features, Mapping):
         return
     for k, x in features.items():

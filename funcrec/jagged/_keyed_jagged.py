@@ -2,8 +2,8 @@
 
     bag b of key f = values[offsets[f * B + b] : offsets[f * B + b + 1]]
 
-The layout is TorchRec's. As in `JaggedTensor`, the tail is padding and nothing but `to_lists`, `unpad` and the
-constructors' checks of CPU tensors reads a value on the host.
+The layout is TorchRec's. As in `JaggedTensor`, the tail is padding. Only `to_lists`, `unpad` and the constructors'
+checks of CPU tensors read values on the host.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,15 +40,15 @@ class KeyedJaggedTensor:
     """The ids of a batch.
 
     Args:
-      values: [N], bag after bag, key after key, then padding.
+      values: [N], all bags of the first key, then those of the next, then padding.
       offsets: i32|i64[F * B + 1], boundaries from 0 (with `strides`, sum(strides) + 1).
       weights: f[N], a multiplier per id, or None.
       inverse: i[F, E], for batches of E examples whose keys have different
         numbers of bags: the bag of each example, or None.
       keys: F names.
-      strides: the number of bags of each key when they differ, else None.
-      unweighted: the keys that have no weights where others have. Their places in `weights` are 1 where funcrec made
-        them, as TorchRec has it, and nobody reads them: they cost their bytes, an f32 an id, and no time in a lookup.
+      strides: the number of bags of each key if they differ, else None.
+      unweighted: the keys without weights, if other keys have weights. funcrec fills their places in `weights` with 1,
+        as TorchRec does. Nothing reads these places: they cost an f32 per id, but no time in a lookup.
 
     Example:
       >>> import funcrec as fr
@@ -69,7 +69,7 @@ class KeyedJaggedTensor:
     keys: tuple[str, ...] = ()
     strides: tuple[int, ...] | None = None
     unweighted: tuple[str, ...] = ()
-    part = None  # of `_parts`: what it was taken from; no field
+    part = None  # set by `as_part`: the value that this one was taken from; not a field
 
     def __new__(cls, *fields: object, **named: object) -> "KeyedJaggedTensor":
         check("funcrec.KeyedJaggedTensor", field_problems(fields, named))
@@ -79,8 +79,8 @@ class KeyedJaggedTensor:
 
     @staticmethod
     def from_lists(lists: Mapping[str, Sequence[Sequence]], *, weights=None, dtype=None) -> "KeyedJaggedTensor":
-        """`{"clicked": [[1, 2], []]}` and, if wanted, weights of the same form, of all keys or of some; a bag may be a
-        list, a NumPy array or a tensor. Dtypes as `JaggedTensor.from_lists`."""
+        """Make ids from `{"clicked": [[1, 2], []]}`, and weights of the same form, for all keys or some. A bag may be a
+        list, a NumPy array or a tensor. Dtypes are chosen as in `JaggedTensor.from_lists`."""
         call = "funcrec.KeyedJaggedTensor.from_lists"
         check(call, keyed_bag_problems(lists, "lists"))
         if (weights := given(weights)) is not None:
@@ -105,7 +105,7 @@ class KeyedJaggedTensor:
         strides: Sequence[Size] | None = None,
         unweighted: Sequence[str] = (),
     ) -> "KeyedJaggedTensor":
-        """Values [N] and lengths i[F * B] that sum to N."""
+        """Make ids from values [N] and lengths i[F * B] that sum to N."""
         keys, strides = tuple(keys), None if strides is None else tuple(strides)
         check(
             "funcrec.KeyedJaggedTensor.from_lengths",
@@ -129,7 +129,7 @@ class KeyedJaggedTensor:
         strides: Sequence[Size] | None = None,
         unweighted: Sequence[str] = (),
     ) -> "KeyedJaggedTensor":
-        """Values [N] and offsets i[F * B + 1] with offsets[-1] <= N; what lies beyond is padding."""
+        """Make ids from values [N] and offsets i[F * B + 1] with offsets[-1] <= N; values beyond are padding."""
         keys, strides = tuple(keys), None if strides is None else tuple(strides)
         check(
             "funcrec.KeyedJaggedTensor.from_offsets",
@@ -146,8 +146,8 @@ class KeyedJaggedTensor:
 
     @staticmethod
     def from_jagged(features: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """One JaggedTensor per key -> one buffer, some with weights and some without.
-        Its capacity is the sum of theirs; features of one buffer share its capacity.
+        """Join one JaggedTensor per key in one buffer; some may have weights and others none.
+        The capacity is the sum of theirs, but features taken from one buffer share its capacity.
 
         Law: `from_jagged(ids.to_dict())` has the bags and the capacity of `ids`.
         """
@@ -162,8 +162,8 @@ class KeyedJaggedTensor:
     def from_padded(
         padded: Mapping[str, Tensor], lengths: Mapping[str, Tensor], *, weights: Mapping[str, Tensor] | None = None
     ):
-        """Bags of padded {key: [B, L]} with lengths {key: i[B]}, weights
-        {key: f[B, L]} of all keys or of some; the capacity is the sum of B * L."""
+        """Make ids from padded {key: [B, L]} and lengths {key: i[B]}, with weights {key: f[B, L]} for all keys or some.
+        The capacity is the sum of B * L."""
         call = "funcrec.KeyedJaggedTensor.from_padded"
         weights = given(weights or {})
         check(call, same_key_problems(padded, lengths), same_key_problems(padded, weights, some=True))
@@ -174,7 +174,7 @@ class KeyedJaggedTensor:
 
     @property
     def num_bags(self) -> int:
-        """B, the bags of every key."""
+        """B, the number of bags of every key; raises if keys differ."""
         if self.strides is not None:
             fail(
                 "funcrec.KeyedJaggedTensor.num_bags", "the keys have different numbers of bags.",
@@ -184,12 +184,12 @@ class KeyedJaggedTensor:
 
     @property
     def capacity(self) -> int:
-        """Length of the buffer, padding included."""
+        """The length of the buffer, including padding."""
         return self.values.shape[0]
 
     @property
     def lengths(self) -> Tensor:
-        """i[F * B], key-major."""
+        """The length of each bag, i[F * B], key-major."""
         return self.offsets.diff()
 
     @property
@@ -198,19 +198,19 @@ class KeyedJaggedTensor:
         return (self.num_bags,) * len(self.keys) if self.strides is None else self.strides
 
     def bag_range(self, key: str) -> tuple[int, int]:
-        """The bags of `key` are offsets[first : last + 1] in the buffer."""
+        """Return (first, last): the bags of `key` have the boundaries offsets[first : last + 1]."""
         f = self._position(key)
         if self.strides is None:
             return f * self.num_bags, (f + 1) * self.num_bags
         return sum(self.strides[:f]), sum(self.strides[: f + 1])
 
     def bags_of(self, key: str) -> int:
-        """The number of bags of `key`."""
+        """Return the number of bags of `key`."""
         first, last = self.bag_range(key)
         return last - first
 
     def offsets_for(self, key: str) -> Tensor:
-        """i[B + 1]: the boundaries of `key`'s bags in the flat buffer (they do not begin at 0)."""
+        """Return the boundaries of `key`'s bags in the flat buffer, i[B + 1] (they do not begin at 0)."""
         first, last = self.bag_range(key)
         return self.offsets[first : last + 1]
 
@@ -220,12 +220,12 @@ class KeyedJaggedTensor:
         return {k: bags[slice(*self.bag_range(k))] for k in self.keys}
 
     def to_dict(self) -> dict[str, JaggedTensor]:
-        """{key: its bags}, each in a buffer of this one's capacity."""
+        """Return {key: its bags}, each in a buffer of this one's capacity."""
         return {k: self[k] for k in self.keys}
 
     def __getitem__(self, which: str | int | slice | Sequence[int]) -> "JaggedTensor | KeyedJaggedTensor":
-        """`ids["clicked"]`: one feature's JaggedTensor. `ids[2:5]`,
-        `ids[3]`, `ids[[4, 0]]`: those bags of every key."""
+        """Take one feature's JaggedTensor by its key, `ids["clicked"]`, or bags of every key by position: `ids[2:5]`,
+        `ids[3]`, `ids[[4, 0]]`."""
         if isinstance(which, str):
             positions = [self._position(which)]
             return as_part(self._take_keys(positions, self.capacity), self, positions)
@@ -243,13 +243,13 @@ class KeyedJaggedTensor:
         return self.keys.index(key)
 
     def _take_bags(self, bags: Tensor, most: int, keys: tuple[str, ...], strides=None) -> "KeyedJaggedTensor":
-        """The bags at these positions of the flat buffer, each at most `most` times, as the bags of `keys`."""
+        """Take the bags at these positions of the flat buffer, each at most `most` times, as the bags of `keys`."""
         starts, lengths = self.offsets[:-1].index_select(0, bags), self.lengths.index_select(0, bags)
         taken = take_ranges(self.values, self.weights, starts, lengths, self.capacity * most)
         return KeyedJaggedTensor(taken.values, taken.offsets, taken.weights, None, keys, strides, self.unweighted)
 
     def _take_keys(self, positions: Sequence[int], capacity: int) -> JaggedTensor:
-        """The bags of these keys. The values of keys that follow each other are one range, whatever their bags."""
+        """Take the bags of these keys. Values of consecutive keys are one range, whatever their bags."""
         runs: list[list[int]] = []
         for p in positions:
             if runs and runs[-1][1] == p:
@@ -272,12 +272,12 @@ class KeyedJaggedTensor:
         return JaggedTensor(taken.values, offsets_of(own), taken.weights)
 
     def _weights_of(self, positions: Sequence[int]) -> Tensor | None:
-        """The weights, where one of these keys has some; where there is no key, too."""
+        """Return the weights if one of these keys has some, or if there is no key; else None."""
         is_bare = positions and all(self.keys[p] in self.unweighted for p in positions)
         return None if is_bare else self.weights
 
     def items(self) -> Iterator[tuple[str, JaggedTensor]]:
-        """(key, its bags), as of a dict; so do `for key in ids`, `key in ids` and `len(ids)` go by the keys."""
+        """Yield (key, its bags), as a dict does; `for key in ids`, `key in ids` and `len(ids)` use the keys, too."""
         return iter(self.to_dict().items())
 
     def __iter__(self) -> Iterator[str]:
@@ -293,8 +293,8 @@ class KeyedJaggedTensor:
 
     @typed
     def permute(self, keys: Sequence[str | int]) -> "KeyedJaggedTensor":
-        """The keys in another order, some left out, some repeated
-        (names or positions; of repeats, a name means the first).
+        """Return the ids with keys in another order; keys may be left out or repeated. A key is given by name or
+        position; a name means its first place.
 
         Example:
           >>> import funcrec as fr
@@ -321,7 +321,7 @@ class KeyedJaggedTensor:
 
     @typed
     def split(self, segments: Sequence[Size]) -> list["KeyedJaggedTensor"]:
-        """Runs of `segments[i]` keys each; the segments sum to F."""
+        """Split into runs of `segments[i]` keys each; the segments sum to F."""
         if sum(segments) != len(self.keys):
             fail(
                 "funcrec.KeyedJaggedTensor.split", "`segments` do not cut the keys.", got=f"{list(segments)}",
@@ -334,7 +334,7 @@ class KeyedJaggedTensor:
     @staticmethod
     @typed
     def concat(parts: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-        """The keys of all parts, in order. The capacities add up; parts of one value (`split`) share its capacity.
+        """Return the keys of all parts, in order. Capacities add up; parts of one value (`split`) share its capacity.
 
         Law: `concat(ids.split(segments))` has the bags and the capacity of `ids`, and `concat([a, b])` the sum of both.
         """
@@ -349,7 +349,7 @@ class KeyedJaggedTensor:
     # -- padding and movement ----------------------------------------------------------------------------------
 
     def pad_to(self, capacity: int) -> "KeyedJaggedTensor":
-        """A buffer of exactly `capacity` >= N ids; the new ones are zero."""
+        """Return a buffer of exactly `capacity` >= N ids; the new ids are zero."""
         check("funcrec.KeyedJaggedTensor.pad_to", capacity_problems(capacity, self.capacity))
         return self._with_buffer(grow(self.values, capacity), grow(self.weights, capacity))
 
@@ -375,8 +375,8 @@ def _joined(
     bare: Sequence[tuple[str, ...]],
     inverse: Tensor | None = None,
 ):
-    """The bags of `parts` in one buffer, as those of `keys`, which have `counts` of them; bare: each one's keys that
-    have no weights."""
+    """Join the bags of `parts` in one buffer, as those of `keys`; `counts` are the numbers of bags of each key, `bare`
+    each part's keys without weights."""
     if not parts:
         return KeyedJaggedTensor(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     strides = None if are_equal(counts) else counts
@@ -389,7 +389,7 @@ def _joined(
 
 
 def check_ids(call: str, ids: object, path: str = "ids") -> None:
-    """Structure of a KeyedJaggedTensor that was built by hand or came out of a tree."""
+    """Check the structure of a KeyedJaggedTensor that was built by hand or taken out of a tree."""
     if not isinstance(ids, KeyedJaggedTensor):
         what, need = f"`{path}` is not a KeyedJaggedTensor.", "a funcrec.KeyedJaggedTensor"
         fail(call, what, got=describe(ids), need=need, hint=keyed_hint(ids, path), kind=TypeError)

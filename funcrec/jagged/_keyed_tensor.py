@@ -1,4 +1,4 @@
-"""KeyedTensor: one vector per example and key, side by side.
+"""KeyedTensor: one vector per example and key, in one tensor.
 
 kt[k] = values[:, start_k : start_k + dims[k]],   values [B, ΣD]
 """
@@ -14,12 +14,12 @@ from funcrec.jagged._primitives import are_equal
 
 @pytree(static=("keys", "dims"))
 class KeyedTensor:
-    """Pooled features: dict-like, `kt["item"]` is [B, D], but one tensor in memory.
+    """Pooled features as a dict, `kt["item"]` is [B, D], but in one tensor in memory.
 
     Args:
       values: f[B, ΣD].
       keys: names, one per feature.
-      dims: their widths.
+      dims: the width of each feature.
 
     Example:
       >>> import torch, funcrec as fr
@@ -37,13 +37,13 @@ class KeyedTensor:
 
     @staticmethod
     def from_dict(features: Mapping[str, Tensor]) -> "KeyedTensor":
-        """Features {key: [B, D]} -> one [B, ΣD]."""
+        """Join features {key: [B, D]} to one [B, ΣD]."""
         check("funcrec.KeyedTensor.from_dict", feature_problems(features))
         dims = tuple(x.shape[-1] for x in features.values())
         return KeyedTensor(torch.cat(list(features.values()), -1), tuple(features), dims)
 
     def __getitem__(self, key: str) -> Tensor:
-        """[B, D]: a view."""
+        """Return the columns of a key, [B, D], as a view."""
         if not isinstance(key, str) or key not in self.keys:
             need = f"one of {list(self.keys)}"
             fail("funcrec.KeyedTensor", "the key is not there.", got=f"{key!r}", need=need, kind=KeyError)
@@ -51,7 +51,7 @@ class KeyedTensor:
         return self.values.narrow(-1, sum(self.dims[:f]), self.dims[f])
 
     def to_dict(self) -> dict[str, Tensor]:
-        """{key: [B, D]}, views."""
+        """Return {key: [B, D]}, as views."""
         return dict(zip(self.keys, self.values.split(self.dims, -1), strict=True))
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
@@ -67,7 +67,7 @@ class KeyedTensor:
         return key in self.keys
 
     def stack(self) -> Tensor:
-        """[B, F, D], when all dims agree: what FM and dot interactions read."""
+        """Return [B, F, D] if all dims agree, as FM and dot interactions read it."""
         if len(set(self.dims)) > 1:
             got = f"dims {dict(zip(self.keys, self.dims, strict=True))}"
             fail("funcrec.KeyedTensor.stack", "the features differ in width.", got=got, need="one dim for all")
@@ -76,7 +76,7 @@ class KeyedTensor:
     @staticmethod
     @typed
     def concat(parts: Sequence["KeyedTensor"]) -> "KeyedTensor":
-        """The keys of all parts, in order."""
+        """Return the keys of all parts, in order."""
         names = [k for part in parts for k in part.keys]
         doubled = sorted({k for k in names if names.count(k) > 1})
         if doubled:
@@ -90,16 +90,16 @@ class KeyedTensor:
 
 @typed
 def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-    """The features of several KeyedTensors, gathered into groups.
+    """Gather the features of several KeyedTensors into groups.
 
-    A key may stand in several groups. TorchRec's `KeyedTensor.regroup`.
+    A key may be in several groups. Like TorchRec's `KeyedTensor.regroup`.
 
     Returns:
-      [B, W] for each group, W the sum of its features' dims.
+      [B, W] for each group, where W is the sum of its features' dims.
 
     Raises:
-      KeyError: a key that no part has.
-      ValueError: one that two parts have, and a group without keys.
+      KeyError: no part has the key.
+      ValueError: two parts have one key, or a group has no key.
 
     Example:
       >>> import torch, funcrec as fr
@@ -130,7 +130,7 @@ def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> li
 
 
 def column_problems(values: object, keys: Sequence[str], dims: Sequence[int]) -> Iterator[Problem]:
-    """The dims must cut the columns of the values, one for each key."""
+    """Yield a problem unless the dims, one for each key, sum to the columns of the values."""
     if len(set(keys)) != len(keys):
         yield Problem("`keys` names a feature twice.", f"{list(keys)}", "distinct keys")
     if len(keys) != len(dims) or (isinstance(values, Tensor) and (values.dim() < 1 or values.shape[-1] != sum(dims))):
@@ -166,7 +166,7 @@ def feature_problems(features: object) -> Iterator[Problem]:
 
 
 def keyed_tensor_parts(x: KeyedTensor, path: str) -> Iterator[Problem]:
-    """What is wrong with the fields of one that was made by hand, or came out of a tree."""
+    """Yield the problems of a KeyedTensor's fields, if it was made by hand or taken out of a tree."""
     hint = "KeyedTensor.from_dict({...})"
     if not isinstance(x.values, Tensor) or x.values.dim() < 1:
         yield Problem(f"`{path}.values` is not a tensor.", describe(x.values), "f[B, ΣD]", hint, TypeError)

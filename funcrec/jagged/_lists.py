@@ -1,6 +1,6 @@
-"""Python's lists, NumPy's arrays and tensors as one buffer: every value as it was, or refused.
+"""Python's lists, NumPy's arrays and tensors as one buffer, which keeps every value or refuses it.
 
-    dtype of the buffer = the one asked for; else that of the tensors
+    dtype of the buffer = `dtype` if given; else that of the tensors
     and arrays; else i64, f32 or bool for Python's numbers
 
 Floats may be rounded to the dtype; an integer is never changed.
@@ -22,8 +22,10 @@ from funcrec.jagged._primitives import are_equal, is_concrete
 def flat_list(
     call: str, bags: Iterable, path: str, dtype: torch.dtype | None, numbers: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(values [N, ...], lengths i64[B]) of the bags. numbers: the
-    dtype of Python's numbers, when not i64, f32 or bool."""
+    """Return (values [N, ...], lengths i64[B]) of the bags.
+
+    numbers: the dtype of Python's numbers, if not i64, f32 or bool.
+    """
     check(call, dtype_problems(dtype))
     bags = list(bags)
     lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int64)
@@ -51,11 +53,11 @@ def _of_array(call: str, x: Any, path: str) -> Tensor:
 
 
 def _of_bag(call: str, bag: Any, path: str, numbers: torch.dtype | None) -> Tensor:
-    """A bag that is not empty, with the dtype and the derivative of what is in it."""
+    """Return a bag that is not empty as a tensor, with the dtype and the derivative of its elements."""
     if _has_dtype(bag):
         return _of_array(call, bag, path)
     odd = [x for x in bag if not _has_dtype(x)]
-    if len(odd) == len(bag):  # with bags of arrays, whose dtype has to be that of these
+    if len(odd) == len(bag):  # other bags are arrays, and this bag's dtype has to be theirs
         return _of_numbers(call, list(bag), path, numbers)
     if odd:
         fail(
@@ -70,7 +72,7 @@ def _of_bag(call: str, bag: Any, path: str, numbers: torch.dtype | None) -> Tens
 
 
 def _of_numbers(call: str, flat: list, path: str, dtype: torch.dtype | None) -> Tensor:
-    """Python's numbers, or lists of them that are all as long."""
+    """Return Python's numbers, or lists of them with one length, as a tensor."""
     leaves = list(_leaves(flat))
     kinds = set(map(type, leaves))
     odd = [x for x in leaves if not isinstance(x, (bool, int, float))]
@@ -86,7 +88,7 @@ def _of_numbers(call: str, flat: list, path: str, dtype: torch.dtype | None) -> 
         need = "integers within i64, vectors of one length"
         fail(call, f"`{path}` cannot be one buffer.", got=str(error)[:120], need=need)
     dtype = dtype or (torch.float32 if float in kinds else x.dtype)
-    if float in kinds and len(kinds) > 1:  # integers among floats are to be kept as well
+    if float in kinds and len(kinds) > 1:  # integers among floats must keep their values, too
         _convert(call, torch.tensor([n for n in leaves if isinstance(n, int)], dtype=torch.int64), path, dtype)
     return _convert(call, x, path, dtype)
 
@@ -100,7 +102,7 @@ def _leaves(flat: Iterable) -> Iterator:
 
 
 def _convert(call: str, x: Tensor, path: str, dtype: torch.dtype) -> Tensor:
-    """x as `dtype`: floats become the nearest float that is finite, all else stays what it was."""
+    """Return x in `dtype`: a float becomes the nearest float, which must be finite; other values must not change."""
     out = x.to(dtype)
     if x.dtype == dtype or not is_concrete(x):
         return out
@@ -120,7 +122,7 @@ def _shown(values: Sequence[Tensor]) -> str:
 
 
 def bag_list(bags: Any, num_bags: int, call: str) -> list[int]:
-    """An int, slice or sequence of ints as a list of positions in [0, num_bags)."""
+    """Return an int, slice or sequence of ints as a list of positions in [0, num_bags)."""
     if isinstance(bags, slice):
         return list(range(*bags.indices(num_bags)))
     chosen = [bags] if isinstance(bags, int) else list(bags) if isinstance(bags, Sequence) else [None]
@@ -133,7 +135,7 @@ def bag_list(bags: Any, num_bags: int, call: str) -> list[int]:
 
 
 def repeats(chosen: Sequence) -> int:
-    """How often the most frequent element stands in `chosen`; at least 1."""
+    """Return how often the most frequent element occurs in `chosen`; at least 1."""
     return max([1, *Counter(chosen).values()])
 
 
@@ -143,7 +145,7 @@ def split_list(values: Tensor, offsets: Tensor) -> list[list]:
 
 
 def show_bags(values: Tensor, offsets: Tensor, limit: int = 8) -> str:
-    """The first bags as a list; only the count when the values cannot be read."""
+    """Show the first bags as a list, or only their number if the values cannot be read."""
     num_bags = offsets.shape[0] - 1
     if not (is_concrete(values) and is_concrete(offsets)):
         return f"{num_bags} bags"
@@ -158,7 +160,7 @@ def _show_bag(bag: list, limit: int = 8) -> str:
 
 
 def show_buffer(x: Any) -> str:
-    """`values=i64[3]`, with `weights=` and the padding where there is some."""
+    """Return `values=i64[3]`, with `weights=` and the padding if there are any."""
     parts = [f"values={describe(x.values)}"]
     if x.weights is not None:
         parts.append(f"weights={describe(x.weights)}")
@@ -177,7 +179,7 @@ def dtype_problems(dtype: object) -> Iterator[Problem]:
 
 
 def piece_problems(pieces: Sequence[Tensor], path: str) -> Iterator[Problem]:
-    """The tensors must have one dtype, on one device, and rows of one shape."""
+    """Yield a problem unless the tensors have one dtype, one device, and rows of one shape."""
     if len({(x.dtype, x.device) for x in pieces}) > 1:
         hint = "x.to(torch.int64), say, for each of them"
         yield Problem(f"`{path}` mixes dtypes or devices.", _shown(pieces), "one dtype on one device", hint, TypeError)

@@ -1,10 +1,9 @@
-"""Kernels on jagged buffers as differentiable functions: each
-is linear in the values, and its transpose is another one.
+"""Kernels on jagged buffers as differentiable functions. Each is linear in the values, and its transpose is another.
 
     take_ranges ↔ take_ranges_transpose          to_padded ↔ from_padded
 
-Reverse and forward rules hold under every nesting of torch.func; vmap over the values alone is one call, in which the
-members stand side by side as columns, and over offsets a loop. Integers are moved the same way.
+Reverse and forward rules hold under every nesting of torch.func. vmap over the values alone is one call, with the
+members side by side as columns; vmap over offsets is a loop. Integers are moved in the same way.
 Shapes: B bags, N values, C capacity of an output, L places of a padded bag.
 """
 
@@ -27,7 +26,7 @@ TRANSPOSES = {
 
 
 class _Map(NamedTuple):
-    """The static part of a call. size: C, N or L of the output. fill: what to_padded puts after a bag."""
+    """The static part of a call. size: C, N or L of the output. fill: the value that to_padded puts after a bag."""
 
     name: str
     implementation: str
@@ -69,19 +68,19 @@ def _operation(name: str, implementation: str) -> Callable:
 
 
 def _chosen(x: Tensor) -> str:
-    """The implementation; for Dynamo the reference, since it follows
-    no choice and ignores rules (`backward`) of ours."""
+    """Return the implementation. Under Dynamo it is the reference, because Dynamo ignores choices and our `backward`
+    rules."""
     return "reference" if torch.compiler.is_dynamo_compiling() else ops.chosen(None, x.device)
 
 
 def are_equal(sizes: Iterable) -> bool:
-    """Whether all are: sizes that an export leaves open can be compared, and have no hash."""
+    """Whether all sizes are equal. They are compared, because sizes that an export leaves open have no hash."""
     first, *others = [*sizes] or [None]
     return all(x == first for x in others)
 
 
 def is_concrete(x: Tensor) -> bool:
-    """Whether x has values that can be read without waiting for a device or breaking a trace."""
+    """Whether x's values can be read without waiting for a device or breaking a trace."""
     if x.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return False
     plain = type(x) in (Tensor, torch.nn.Parameter)
@@ -89,7 +88,7 @@ def is_concrete(x: Tensor) -> bool:
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """i[B] -> i[B + 1], the exclusive cumulative sum."""
+    """Return the exclusive cumulative sum, i[B] -> i[B + 1]."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
 
 
@@ -100,7 +99,7 @@ def _call(spec: _Map, x: Tensor, *ints: Tensor) -> Tensor:
 
 
 def _is_transformed(x: Tensor) -> bool:
-    """Whether a derivative of x may be wanted, or x be one of a batch."""
+    """Whether a derivative of x may be wanted, or x may be batched."""
     follows = x.requires_grad and torch.is_grad_enabled()
     return follows or is_transforming()
 

@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of lookups and their transposes, from shapes and dtypes alone.
+"""Checks of the arguments of lookups and their transposes, by shapes and dtypes alone.
 
 Shapes: B bags, N ids, R rows, D dim.
 """
@@ -43,7 +43,7 @@ def feature_list_problems(features: object) -> Iterator[Problem]:
 
 
 def table_tensor_problems(tables: object) -> Iterator[Problem]:
-    """`tables` must be {name: f[R, D]} or a sequence of TableConfig."""
+    """Yield a problem unless `tables` is {name: f[R, D]} or a sequence of TableConfig."""
     if not isinstance(tables, Mapping):
         yield from table_list_problems(tables)
         return
@@ -52,7 +52,7 @@ def table_tensor_problems(tables: object) -> Iterator[Problem]:
 
 
 def tensor_problems(t: object, path: str) -> Iterator[Problem]:
-    """`t` must be f[R, D], and dense memory."""
+    """Yield a problem unless `t` is f[R, D] in dense memory."""
     if isinstance(t, Tensor) and (t.layout != torch.strided or t.is_nested):
         dense = f"torch.nested.to_padded_tensor({path}, 0.0)" if t.is_nested else f"{path}.to_dense()"
         hint = f"{dense}: a table is dense memory, and its gradient is its rows"
@@ -62,7 +62,7 @@ def tensor_problems(t: object, path: str) -> Iterator[Problem]:
 
 
 def row_problems(tables: Mapping[str, Tensor]) -> Iterator[Problem]:
-    """Every table must have a row, for ids to find."""
+    """Yield a problem for each table without rows."""
     for name, t in tables.items():
         if not t.shape[0]:
             hint = f"fr.TableConfig({name!r}, num_embeddings=1, embedding_dim={t.shape[1]}), or more rows"
@@ -70,7 +70,7 @@ def row_problems(tables: Mapping[str, Tensor]) -> Iterator[Problem]:
 
 
 def feature_table_problems(features: Sequence[FeatureConfig], tables: object) -> Iterator[Problem]:
-    """Every feature's table must be there."""
+    """Yield a problem for each feature whose table is missing."""
     names = list(tables if isinstance(tables, Mapping) and is_plain(tables) else table_shapes(tables))
     for f in features:
         if f.table not in names:
@@ -93,10 +93,10 @@ def feature_key_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTens
 
 
 def bag_count_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTensor) -> Iterator[Problem]:
-    """What is pooled stands side by side: a row for each bag."""
+    """Yield a problem if pooled features differ in their numbers of bags: their columns share one row per bag."""
     counts = {f.name: ids.bags_of(f.key) for f in features}
     first = next(iter(counts.values()), 0)
-    if any(n != first for n in counts.values()):  # no set: what an export leaves open has no hash
+    if any(n != first for n in counts.values()):  # no set: a size that an export leaves open has no hash
         hint = "one lookup for each number of bags"
         yield Problem("the features have different numbers of bags.", f"{counts}", "one B for all", hint)
 

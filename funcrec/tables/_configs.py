@@ -1,7 +1,7 @@
-"""What the tables are and which features read them.
+"""Configs of tables, and of the features that read them.
 
 A table is a matrix with a name; a feature is a column of ids, a table and a way of pooling. Many features may share a
-table, one column may feed many tables. Both are frozen and hashable: they are part of the compile key.
+table, and one column may feed many tables. Both configs are frozen and hashable, and are part of the compile key.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ DEFAULT_INITIALIZER = Initializer("uniform")
 @plain_numbers
 @dataclass(frozen=True)
 class Hash:
-    """How an id that is no row becomes one: `fr.modulo()` or `fr.multiply_shift(seed)`.
+    """A function from ids to rows of a table: `fr.modulo()` or `fr.multiply_shift(seed)`.
 
     Example:
       >>> import funcrec as fr
@@ -69,7 +69,7 @@ class TableConfig:
     """One embedding matrix [num_embeddings, embedding_dim].
 
     Raises:
-      TypeError, ValueError: tells every field that is wrong.
+      TypeError, ValueError: reports every invalid field.
 
     Example:
       >>> import funcrec as fr
@@ -94,17 +94,17 @@ class TableConfig:
 @plain_numbers
 @dataclass(frozen=True)
 class FeatureConfig:
-    """One use of a table: which column of ids, pooled how.
+    """One use of a table: a column of ids, and how their rows are pooled.
 
     Args:
-      name: the key of the answer, and of the ids unless `column` says otherwise.
+      name: the feature's key in the output, and in the ids unless `column` is given.
       table: the table's name.
       pooling: "sum", "mean" (divides by the number of ids in the bag, weighted or not) or "none" (a sequence).
-      max_length: a promise that no bag is longer, or None. It gives lookups static shapes; ids past it are not read,
-        and `checked` and `validate` name the bag that breaks it.
+      max_length: a promise that no bag is longer, or None. It gives lookups static shapes. Further ids in a bag are not
+        read; `checked` and `validate` report a bag that breaks the promise.
       weighted: multiply each id's row by its weight.
-      hash: `fr.modulo()`, `fr.multiply_shift()`, or None for ids that are rows.
-      column: the key in the ids, when one column feeds several features.
+      hash: `fr.modulo()`, `fr.multiply_shift()`, or None if ids are rows.
+      column: the key in the ids, if one column feeds several features.
 
     Example:
       >>> import funcrec as fr
@@ -127,7 +127,7 @@ class FeatureConfig:
 
     @property
     def key(self) -> str:
-        """The key of its ids."""
+        """The key of the feature's ids."""
         return self.name if self.column is None else self.column
 
 

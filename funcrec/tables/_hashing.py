@@ -2,7 +2,7 @@
 
     modulo: id mod R          multiply_shift: (((a·id + b) mod 2⁶⁴ >> 32) · R) >> 32
 
-R rows. An id of a feature without a hash is its row.
+R is the number of rows. Without a hash, an id is its row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ from funcrec.tables._configs import Hash
 
 @typed
 def hash_rows(ids: Annotated[Tensor, Form("i[...]")], hash: Hash | None, num_embeddings: Count) -> Tensor:
-    """The rows of ids i[...] -> i[...], of the same dtype.
+    """Return the rows of ids i[...], in the same shape and dtype.
 
     Law: a hashed row is in [0, num_embeddings); without a hash it is the id.
 
     Raises:
-      ValueError: when multiply_shift meets num_embeddings >= 2³¹, or rows that the ids' dtype cannot hold.
+      ValueError: num_embeddings >= 2³¹ with multiply_shift, or the ids' dtype cannot hold every row.
 
     Example:
       >>> import torch, funcrec as fr
@@ -40,13 +40,12 @@ def hash_rows(ids: Annotated[Tensor, Form("i[...]")], hash: Hash | None, num_emb
 
 
 def hash_lanes(ids: Tensor, lane: Tensor, hows: Sequence[tuple[Hash | None, int]]) -> Tensor:
-    """The rows of the ids i[N] of several features, in one pass:
-    id i by the hash and the num_embeddings of hows[lane[i]].
+    """Return the rows of ids i[N] of several features in one pass; hows[lane[i]] is id i's hash and num_embeddings.
 
     Law: hash_lanes(ids, lane, hows)[i] == hash_rows(ids, *hows[lane[i]])[i].
     """
     for hash, num_embeddings in hows:
-        if hash is not None:  # a lane of ids that are rows already has no height to be hashed to
+        if hash is not None:  # without a hash, ids are rows of any height
             check("funcrec.hash_rows", height_problems(ids, hash, num_embeddings))
     of_lane = lambda numbers: torch.tensor(numbers, device=ids.device)[lane]
     kinds = [None if hash is None else hash.kind for hash, _ in hows]
@@ -62,7 +61,7 @@ def hash_lanes(ids: Tensor, lane: Tensor, hows: Sequence[tuple[Hash | None, int]
 
 
 def multipliers(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """a (odd) and b of multiply_shift, i64[]."""
+    """Return a (odd) and b of multiply_shift, i64[]."""
     a, b = mix(torch.arange(2 * seed + 1, 2 * seed + 3, device=device) * GAMMA)
     return a | 1, b
 

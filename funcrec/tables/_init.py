@@ -1,9 +1,8 @@
-"""How a table's rows are first drawn.
+"""The initial rows of tables.
 
     table[r] = initializer(fold_in(key, name), row r)
 
-Row r depends on the key, the table's name, r and the config, on nothing else: any shard of any mesh draws its own
-rows.
+Row r depends only on the key, the table's name, r and the config. So any shard of any mesh draws its own rows.
 """
 
 from collections.abc import Sequence
@@ -16,12 +15,13 @@ from funcrec.kernels.memory import empty_table
 from funcrec.tables._checks import table_list_problems
 from funcrec.tables._configs import TableConfig
 
-INIT_BLOCK = 1 << 20  # elements drawn at once: the generator's i64 counters need eight bytes each
+INIT_BLOCK = 1 << 20  # elements drawn at once; the generator's i64 counters take eight bytes per element
 
 
 @typed
 def init(key: Key, tables: Sequence[TableConfig], *, device: Device | None = None) -> dict[str, Tensor]:
-    """{name: [num_embeddings, embedding_dim]}: fresh tables, of each config's dtype; on the meta device only shapes.
+    """Make new tables, {name: [num_embeddings, embedding_dim]} in each config's dtype; the meta device gives shapes
+    only.
 
     Law: row r of a table depends on the key, the table's name, r and the config only.
 
@@ -37,7 +37,7 @@ def init(key: Key, tables: Sequence[TableConfig], *, device: Device | None = Non
 
 
 def init_rows(key: Tensor, table: TableConfig, start: int, stop: int, *, device=None) -> Tensor:
-    """Rows [start, stop) of the table that `init` makes: what a shard needs."""
+    """Return rows [start, stop) of the table that `init` makes; a shard needs no others."""
     shape = (stop - start, table.embedding_dim)
     device = key.device if device is None else torch.device(device)
     if device.type == "meta":
@@ -60,7 +60,7 @@ def init_rows(key: Tensor, table: TableConfig, start: int, stop: int, *, device=
 
 
 def name_number(name: str) -> int:
-    """FNV-1a of the name in 31 bits: the same in every process, unlike `hash`."""
+    """Return FNV-1a of the name in 31 bits: the same in every process, unlike `hash`."""
     number = 0x811C9DC5
     for byte in name.encode():
         number = (number ^ byte) * 0x01000193 % 2**32
@@ -68,13 +68,14 @@ def name_number(name: str) -> int:
 
 
 PER_WORD = 4  # columns that share the 64 bits of one random number
-BEHIND = (0, 0, torch.iinfo(torch.int64).max, 0, 0)  # a segment of no row
+BEHIND = (0, 0, torch.iinfo(torch.int64).max, 0, 0)  # a segment without rows; it ends a list of segments
 
 
 def origin_of(table: str, dim: int, row=0, column=0, begin=0) -> tuple:
-    """A segment, of integers or i64[M]: the rows from `begin` on are those of a table [R, dim] from `row` on, and their
-    columns the table's from `column` on. (the table's number, the words before row 0 of what is shown, `begin`, the
-    first column's place in its word, the words of a whole row).
+    """Return a segment: from row `begin` on, rows are those of a table [R, dim] from `row` on, columns from `column`.
+
+    The segment is five integers or i64[M]: the table's number, the words before the segment's row 0, `begin`, the first
+    column's place in its word, and the words of a whole row.
     """
     words = -(-dim // PER_WORD)
     return name_number(table), (row - begin) * words + column // PER_WORD, begin, column % PER_WORD, words

@@ -1,15 +1,15 @@
-"""Kinds of tables: what the library asks of tables is one row of functions, of which a lookup needs one.
+"""Kinds of tables: a type of tables is one row of functions, and a lookup needs one of them.
 
     (ids, features) -> (out, saved, transpose)          d_parts = transpose(d_out, saved)
 
-`KINDS` has an entry for each type that stands for tables; every other Mapping is read as a dict {name: f[R, D]}. It is
-a dict of functions, and neither a Protocol nor a base class: a plain dict has no method that a Protocol could ask for;
-a value stays data, which any function may read; and a type is in the dict or not, while "has an attribute `lookup`" is
-also true of what has it by chance. An entry is defined next to its type.
+`KINDS` has an entry for each type of tables; every other Mapping is read as a dict {name: f[R, D]}. It is a dict of
+functions, neither a Protocol nor a base class. A plain dict has no method that a Protocol could require; a value stays
+data, which any function may read; and a type is in the dict or not, while an unrelated class may have an attribute
+`lookup` by chance. An entry is defined next to its type.
 
-A type in `KINDS` is a pytree and a Mapping of its parts {part: f[rows, dim]}, each named as the last key or field on
-its path: the tensors that get RowGrads, and that row optimizers update. What a feature calls a table may be made of
-several parts, or lie in part of one.
+A type in `KINDS` is a pytree and a Mapping of its parts {part: f[rows, dim]}. Each part is named by the last key or
+field on its path. The parts are the tensors that get RowGrads, and that row optimizers update. One table, as features
+name it, may consist of several parts, or lie in a section of one part.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from funcrec.tables._rowgrads import RowGrads
 
 
 class LookupResult(NamedTuple):
-    """What a lookup gives, and its way back.
+    """The result of a lookup, and its transpose.
 
-    out: of pooled features a KeyedTensor f[B, ΣD], keys in the features' order; of sequences {feature: JaggedTensor of
-      f[capacity, D]}, each id's row, and the id's weight, which `lookup_sequence` multiplies it with.
-    saved: () -> a tree of tensors, all that `transpose` reads; called where somebody waits for cotangents. `transpose`
-      runs outside of the vmaps that stand between the lookup and the loss, once for each member.
+    out: for pooled features a KeyedTensor f[B, ΣD], keys in the features' order; for sequences {feature: JaggedTensor
+      of f[capacity, D]}, each id's row, with the id's weight, by which `lookup_sequence` multiplies the row.
+    saved: () -> a tree of all tensors that `transpose` reads; called only if cotangents are wanted. `transpose` runs
+      outside the vmaps between the lookup and the loss, once for each member.
     transpose: (d_out, saved) -> {part: RowGrads}; d_out is d_acts, a KeyedTensor, or {feature: f[capacity, D]}.
-    overflows: i64[2] of each exchange that has a capacity: how many ids found no place, and the capacity that all would
-      have needed. Whoever differentiates gets them with the gradients, and must not train on what is not whole.
+    overflows: i64[2] for each exchange with a capacity: how many ids found no place, and the capacity that all ids
+      would need. A caller that differentiates gets them with the gradients, and must not train on incomplete ones.
     """
 
     out: Any
@@ -44,25 +44,28 @@ class LookupResult(NamedTuple):
 
 
 class Faked(NamedTuple):
-    """How `fake_quantize` has tables read that are not plain. problems: (tables, {table: dtype}) -> why it cannot.
-    read: (FakeQuantizedTables, ids, features, implementation) -> LookupResult."""
+    """How `fake_quantize` reads tables of another kind.
+
+    problems: (tables, {table: dtype}) -> the reasons why it cannot. read: (FakeQuantizedTables, ids, features,
+    implementation) -> LookupResult.
+    """
 
     problems: Callable[..., Iterator[Problem]]
     read: Callable[..., LookupResult]
 
 
 class Kind(NamedTuple):
-    """What is asked of tables of a type; the names of features are those of their tables, not of their parts.
+    """The functions of a type of tables; features name its tables, not its parts.
 
-    shapes: tables -> {table: (R, D)}, by the names that features use: what `lookup`
-      checks features and ids against, once, for every kind.
-    read: (tables, ids, features, implementation) -> LookupResult. The features are checked, not empty for other kinds
-      than plain tables, and all of them pooled ("sum", "mean") or all sequences ("none").
-    is_trained: tables -> whether the parts get gradients; `value_and_grad` refuses others.
-    layout: tables -> where the rows of which table lie on a mesh, as `funcrec.sharding` has it: resharding, checkpoints
-      and logs go by it. None for tables that are whole, whose parts are what is kept.
-    quantized: (tables, dtypes, key) -> what `quantize` gives. None: it refuses them.
-    faked: None: `fake_quantize` refuses them.
+    shapes: tables -> {table: (R, D)}, by the names that features use. `lookup` checks features and ids of every kind
+      against them, once.
+    read: (tables, ids, features, implementation) -> LookupResult. The features are checked. All are pooled ("sum",
+      "mean") or all are sequences ("none"); only plain tables get an empty list.
+    is_trained: tables -> whether the parts get gradients; `value_and_grad` refuses tables that do not.
+    layout: tables -> where the rows of each table lie on a mesh, as in `funcrec.sharding`; resharding, checkpoints and
+      logs use it. None for tables that are whole: then the parts are stored.
+    quantized: (tables, dtypes, key) -> the result of `quantize`; None if `quantize` refuses the type.
+    faked: None if `fake_quantize` refuses the type.
     """
 
     shapes: Callable[[Any], Mapping[str, tuple[int, int]]]
@@ -81,22 +84,22 @@ def kind_of_tables(tables: object) -> Kind:
 
 
 def layout_in(tables: object) -> Any:
-    """Where the rows of tables lie on a mesh; None of tables that are whole, and of what are no tables."""
+    """Return where the rows of tables lie on a mesh; None for whole tables, and for values that are not tables."""
     return kind_of_tables(tables).layout(tables)
 
 
 def is_plain(tables: object) -> bool:
-    """Whether the parts are the tables."""
+    """Whether the parts are the tables themselves."""
     return kind_of_tables(tables) is KINDS[dict]
 
 
 def with_parts(tables: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> Any:
-    """The same tables made of other parts."""
+    """Return the same tables with other parts."""
     return dict(parts) if is_plain(tables) else map_parts(lambda name, _: parts[name], tables)
 
 
 def map_parts(fn: Callable[[str, Tensor], Any], tables: Mapping[str, Tensor]) -> Any:
-    """The same kind of tables, of fn(part, tensor) for each part."""
+    """Return tables of the same kind, with fn(part, tensor) for each part."""
     names = () if is_plain(tables) else [n for n in leaf_names(tables) if n in tables]
     if not is_plain(tables) and sorted(names) != sorted(tables):
         fail(
@@ -108,7 +111,7 @@ def map_parts(fn: Callable[[str, Tensor], Any], tables: Mapping[str, Tensor]) ->
 
 
 def table_shapes(tables: Any) -> dict[str, tuple[int, int]]:
-    """{table: (R, D)}, of tables of any kind or of their configs."""
+    """Return {table: (R, D)} of tables of any kind, or of their configs."""
     if isinstance(tables, Mapping):
         return dict(kind_of_tables(tables).shapes(tables))
     return {t.name: t.shape for t in tables}
@@ -118,7 +121,7 @@ def table_shapes(tables: Any) -> dict[str, tuple[int, int]]:
 
 
 class Lookup(NamedTuple):
-    """The arguments of one: tables of any kind, ids, features."""
+    """The arguments of a lookup: tables of any kind, ids, features."""
 
     tables: Any
     ids: KeyedJaggedTensor
@@ -130,7 +133,7 @@ _seen: ContextVar[list[Lookup] | None] = ContextVar("funcrec_lookups_seen", defa
 
 @contextlib.contextmanager
 def lookups_seen() -> Iterator[list[Lookup]]:
-    """A list that fills with the lookups that are made inside, by this thread."""
+    """Yield a list that collects the lookups that this thread makes inside."""
     found: list[Lookup] = []
     before = _seen.set(found)
     try:

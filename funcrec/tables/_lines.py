@@ -1,4 +1,4 @@
-"""Tables as lines of text: rows, dim, bytes, and the features that read each.
+"""Tables as lines of text: rows, dim, bytes, and the features that read each table.
 
 bytes of a table = R · D · bytes of a number
 """
@@ -12,7 +12,7 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def table_lines(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> list[list[str]]:
-    """A line for each table, under HEAD, and one of their sums."""
+    """Return a line for each table, in the columns of HEAD, and a line of their sums."""
     size = lambda t: t.num_embeddings * t.embedding_dim * t.dtype.itemsize
     read = lambda t: ", ".join(f.name for f in features if f.table == t.name)
     lines = [
@@ -23,7 +23,7 @@ def table_lines(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]
 
 
 def in_units(size: int) -> str:
-    """Of three digits and more: 8 kB, 25.6 MB."""
+    """Return a size with three digits or more, such as 8 kB or 25.6 MB."""
     value, unit = float(size), 0
     while value >= 999.5 and unit + 1 < len(UNITS):
         value, unit = value / 1000, unit + 1

@@ -3,10 +3,10 @@
     acts[b, f] = Σ_{i in bag (f, b)} s_i · table_f[row_i]          lookup
     d_table    = Σ_f Σ_b Σ_{i in bag (f, b)} s_i · e_{row_i} ⊗ d_acts[b, f]          lookup_transpose
 
-s_i is the id's weight (or 1), over the bag's length for a mean. Sums run in f32 (f64 tables: f64). An id outside the
-table reads zeros and gets no gradient; it still counts in a mean's length.
+s_i is the id's weight (or 1), divided by the bag's length for a mean. Sums run in f32 (f64 for f64 tables). An id
+outside the table reads zeros and gets no gradient, but counts in a mean's length.
 
-Whatever the tables are (`KINDS`), arguments are checked here, once, and what comes out gets its tap here, once.
+For every kind of tables (`KINDS`), this file checks the arguments once, and gives the output its tap once.
 Shapes: B bags, F features, N ids, D dim, M entries.
 """
 
@@ -40,20 +40,20 @@ from funcrec.tables._value_checks import check_values, room_problems, value_prob
 def lookup(
     tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], *, implementation: str | None = None
 ) -> KeyedTensor:
-    """Pool the rows of every bag: the features of `features` whose pooling is "sum" or "mean".
+    """Pool the rows of every bag, for the features whose pooling is "sum" or "mean".
 
     Args:
-      tables: {name: f[R, D]}; f16 and bf16 tables are kept as they are and summed in f32.
+      tables: {name: f[R, D]}; f16 and bf16 tables stay in their dtype, and their rows are summed in f32.
       ids: i32 or i64, B bags per key.
       features: those with pooling "none" are left to `lookup_sequence`.
-      implementation: of `funcrec.kernels`, chosen by name; None takes the device's own.
+      implementation: a name from `funcrec.kernels`; None takes the device's own.
 
     Returns:
-      KeyedTensor f32|f64[B, ΣD] (f64 when a table is), keys in the order of `features`. Without features it is [B, 0],
-      with B the bags of every key (0 when the keys differ).
+      KeyedTensor f32|f64[B, ΣD] (f64 if a table is), keys in the order of `features`. Without features it is [B, 0],
+      where B is the number of bags of every key (0 if the keys differ).
 
     Raises:
-      TypeError, ValueError, KeyError: names every feature, table or key that does not fit.
+      TypeError, ValueError, KeyError: reports every feature, table or key that does not fit.
 
     Law: linear in the tables; ⟨lookup(x), y⟩ = ⟨x, lookup_transpose(y)⟩.
 
@@ -67,8 +67,8 @@ def lookup(
       tensor([[21., 42.],
               [ 0.,  0.]])
 
-    Source: torch.nn.EmbeddingBag; TorchRec's EmbeddingBagCollection. A weighted mean divides by the bag's length, as
-    FBGEMM's inference tables do.
+    Source: torch.nn.EmbeddingBag; TorchRec's EmbeddingBagCollection. A weighted mean divides by the bag's length, as in
+    FBGEMM's inference tables.
     """
     call = "funcrec.lookup"
     tables, owners = opened(call, tables, ids, features)
@@ -82,7 +82,7 @@ def lookup(
         rows, in_a_copy = read_rows(tables, ids, pooled, implementation)
         read = in_a_copy(tapped(inside, rows, "lookup of rows", pooled))
     else:
-        read_tables = kind_of_tables(tables).read if pooled else read_plain  # of no features nothing is read
+        read_tables = kind_of_tables(tables).read if pooled else read_plain  # without features nothing is read
         read = read_tables(tables, ids, pooled, implementation)
     check_room(call, read, owners)
     return tapped([o for o in owners if o not in inside], read, "lookup", pooled)
@@ -94,10 +94,10 @@ def lookup_transpose(
     features: Sequence[FeatureConfig],
     tables: Tables | Sequence[TableConfig],
 ) -> dict[str, RowGrads]:
-    """The cotangents of the tables that `lookup` read, as ids and cotangents: no entry is written out (nor coalesced).
+    """Return the cotangents of `lookup`'s tables, as ids and cotangents: no entry is written out or coalesced.
 
     Args:
-      d_acts: f[B, ΣD], as `lookup` returned them.
+      d_acts: f[B, ΣD], in the form that `lookup` returns.
       tables: the configs or the tables; only shapes are read.
 
     Returns:
@@ -122,11 +122,11 @@ def lookup_transpose(
 def lookup_sequence(
     tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], *, implementation: str | None = None
 ) -> dict[str, JaggedTensor]:
-    """One row per id: the features of `features` whose pooling is "none".
+    """Return one row per id, for the features whose pooling is "none".
 
     Returns:
-      {feature: JaggedTensor with values f32|f64[capacity, D]}, the bags of its column; padding is zero. With
-      `max_length` L the capacity is min(N, B · L) and bags are cut to L, else it is N.
+      {feature: JaggedTensor with values f32|f64[capacity, D]}, with the bags of the feature's column; padding is zero.
+      With `max_length` L the capacity is min(N, B · L), and bags are cut to L; else it is N.
 
     Law: linear in the tables; lookup_sequence_transpose is its transpose.
 
@@ -159,10 +159,10 @@ def lookup_sequence_transpose(
     features: Sequence[FeatureConfig],
     tables: Tables | Sequence[TableConfig],
 ) -> dict[str, RowGrads]:
-    """The cotangents of the tables that `lookup_sequence` read, one entry per id; padding of `d_sequences` is not read.
+    """Return the cotangents of `lookup_sequence`'s tables, one entry per id; padding of `d_sequences` is not read.
 
     Args:
-      d_sequences: {feature: JaggedTensor of f[capacity, D]}, as `lookup_sequence` returned them.
+      d_sequences: {feature: JaggedTensor of f[capacity, D]}, in the form that `lookup_sequence` returns.
       tables: the configs or the tables; only shapes are read.
 
     Example:
@@ -197,12 +197,12 @@ def lookup_sequence_transpose(
 
 
 def weigh(rows: Tensor, bags: JaggedTensor) -> Tensor:
-    """f[N, D]: each row times its id's weight, if there are any."""
+    """Return each row times its id's weight, f[N, D]; the rows themselves if there are no weights."""
     return rows if bags.weights is None else rows * bags.weights[:, None].to(rows.dtype)
 
 
 def opened(call: str, tables: Any, ids: object, features: object) -> tuple[Any, list[Owner]]:
-    """The tables of a lookup without taps, checked, and who waits for their cotangents."""
+    """Return the checked tables of a lookup, without TableRefs, and the owners that want their cotangents."""
     tables, owners = open_tables(tables)
     if not isinstance(tables, Mapping):
         hint = "funcrec.init(key, tables) makes them of configs"
@@ -218,7 +218,7 @@ def opened(call: str, tables: Any, ids: object, features: object) -> tuple[Any, 
 
 
 def check_lookup(call: str, tables: Any, ids: object, features: object) -> None:
-    """Structure, dtypes and devices of a lookup's arguments; a transpose takes configs for tables, too."""
+    """Check structure, dtypes and devices of a lookup's arguments; a transpose also takes configs as tables."""
     check(call, table_tensor_problems(tables) if is_plain(tables) else (), feature_list_problems(features))
     check_ids(call, ids)
     check(
@@ -234,13 +234,13 @@ def check_lookup(call: str, tables: Any, ids: object, features: object) -> None:
 
 
 def check_room(call: str, read: LookupResult, owners: Sequence[Owner]) -> None:
-    """Under `checked`, of a lookup that nobody waits for: whoever does is given the overflows."""
+    """Under `checked`, raise if ids found no place. A lookup with owners is skipped: they get its overflows."""
     if is_checking() and not owners:
         check_values(call, room_problems, read.overflows)
 
 
 def refuse_other_kinds(call: str, tables: Any) -> None:
-    """Of other kinds, such as tables whose bags are pooled at their owners, rows are not here for a tap."""
+    """Refuse other kinds of tables: their rows are not here to get a tap, such as when owners pool the bags."""
     if not is_plain(tables):
         fail(
             call, f"weights of ids are differentiated inside the loss, and the tables are "

@@ -1,4 +1,4 @@
-"""What a loss takes: tables and dense parameters, and a batch of examples."""
+"""The arguments of a loss: tables and dense parameters, and a batch of examples."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from funcrec.mesh import P, is_readable
 
 @pytree
 class Params:
-    """What a loss takes: `tables` {name: f[R, D]} get row gradients, `dense` (any tree of floats) dense ones.
+    """The parameters of a loss: `tables` {name: f[R, D]} get row gradients, `dense` (a tree of floats) dense ones.
 
     Example:
       >>> import torch, funcrec as fr
@@ -36,16 +36,16 @@ class Params:
 
 @pytree(optional=("label", "dense", "weight"))
 class Batch:
-    """One batch of examples, as the models of `funcrec.models` and the loaders of `funcrec.data` have it.
+    """One batch of examples, as `funcrec.data`'s loaders make it and `funcrec.models` take it.
 
     Args:
       ids: B bags per key.
-      label: f32[B], or f32[B, T] for T tasks; None where there is nothing to learn from: `model.apply` needs none.
+      label: f32[B], or f32[B, T] for T tasks; None if there is nothing to learn: `model.apply` needs no label.
       dense: f32[B, num_dense], or None.
-      weight: f32[B] >= 0, how much each example counts in a loss or a metric; None for all alike. A loss of your own
+      weight: f32[B] >= 0, how much each example counts in a loss or a metric; None counts all alike. A loss of your own
         must read it: `fr.losses.bce(logits, batch.label, batch.weight)`. An example of weight 0 is padding: neither
         its label nor its dense inputs are read. (The rows of its ids get gradients of zeros, and optimizers with
-        momentum move rows that they meet; padding made of empty bags meets none.)
+        momentum move every row that occurs. Padding of empty bags has no rows.)
 
     Law: a loss of `funcrec.models` is Σ w l / Σ w over the batch, on a mesh over the batches of all ranks.
 
@@ -72,30 +72,30 @@ class Batch:
 
 
 def blank_padding(x: Tensor, weight: Tensor | None) -> Tensor:
-    """x [B, ...] with zeros for the examples of weight 0, so that what they
-    hold is in no sum, and in no derivative: 0 · NaN is NaN.
+    """Return x [B, ...] with zeros for the examples of weight 0.
 
-    Where a derivative follows the weight no example is padding: what one of weight 0 holds is the derivative by it."""
+    So their values enter no sum and no derivative, although 0 · NaN is NaN. If a derivative follows the weight, no
+    example is padding: an example of weight 0 determines the derivative by its weight."""
     if weight is None or is_tracked(weight):
         return x
     return torch.where((weight == 0).reshape(-1, *(1,) * (x.dim() - 1)), 0, x)
 
 
 def jump_problems(weight: Tensor | None, what: str) -> Iterator[Problem]:
-    """What leaves out examples of weight 0 has no derivative there, and is refused where one is asked for."""
+    """Yield a problem if a derivative is wanted at weight 0, where leaving out the example has none."""
     if weight is not None and is_tracked(weight) and holds_somewhere(weight == 0):
         got, need = "a derivative by weights of which some are 0", "weights > 0, or none that a derivative follows"
         yield Problem(f"{what} jumps where a weight is 0.", got, need, "weight.detach(), if these are padding")
 
 
 def holds_somewhere(x: Tensor) -> bool:
-    """Whether x bool[...] holds anywhere, in any member of a vmap; False where no value can be read."""
+    """Whether x bool[...] holds anywhere, in any member of a vmap; False if no value can be read."""
     return is_readable(x) and bool(value_below(x).any())
 
 
 def _is_spec(x: object) -> bool:
-    """What stands for all tables in the arguments of a transform:
-    Params(0, 0) of vmap, Params(P(), P()) of shard_map."""
+    """Whether x stands for all tables in a transform's arguments, as in vmap's Params(0, 0), shard_map's Params(P(),
+    P())."""
     return x is None or isinstance(x, P) or (isinstance(x, int) and not isinstance(x, bool))
 
 
@@ -110,7 +110,7 @@ def show_dense(dense: Any) -> str:
     return f"{count} tensor{'s' * (count != 1)}"
 
 
-_DATA = {list, dict, str, float, np.ndarray}  # what data are before they are tensors; no placeholder is one
+_DATA = {list, dict, str, float, np.ndarray}  # types of data that is not yet tensors; placeholders have other types
 
 
 def data_problems(batch: Batch) -> Iterator[Problem]:
@@ -125,7 +125,7 @@ def data_problems(batch: Batch) -> Iterator[Problem]:
 
 
 def batch_parts(x: Batch, path: str) -> Iterator[Problem]:
-    """What is wrong with the fields of one that was made by hand, or came out of a tree."""
+    """Yield the problems of a Batch's fields, if it was made by hand or taken out of a tree."""
     hint = "fr.Batch(ids, label, dense, weight)"
     if not isinstance(x.ids, KeyedJaggedTensor):
         need = "a KeyedJaggedTensor"

@@ -1,10 +1,10 @@
-"""Kernels as differentiable functions: linear maps whose derivatives are kernels again, or plain torch.
+"""Kernels as differentiable functions: linear maps whose derivatives are kernels, or plain torch.
 
     d_tables = lookupᵀ(d_out)         d_weights[i] = ⟨table[row_i], d_out[bag_i]⟩         tangents: the map on tangents
 
-A kernel has no derivative of its own (`funcrec.kernels`). Here it gets reverse and forward rules, and for vmap one call
-in which the members are more tables, buffers and features; they hold under every nesting of torch.func. A table's dense
-gradient is made by the reference: `value_and_grad` never asks for it.
+A kernel has no derivative of its own (`funcrec.kernels`). Here it gets reverse and forward rules. For vmap it gets one
+call, in which the members are more tables, buffers and features. The rules hold under every nesting of torch.func. A
+table's dense gradient comes from the reference; `value_and_grad` never needs it.
 Shapes: B bags, C columns, N ids, R rows, D dim, T tables.
 """
 
@@ -22,9 +22,9 @@ from funcrec.kernels.forms import Feature, Segment, features_of, flatten
 
 @dataclasses.dataclass(frozen=True)
 class _Lookup:
-    """The static part of a pooled lookup; its tensors are the tables, the buffers of rows, offsets and weights if any.
+    """The static part of a pooled lookup; its tensors are the tables, the buffers of rows, offsets, and any weights.
 
-    No tuple: torch.func would take one apart in every call.
+    It is not a tuple, because torch.func would flatten one in every call.
     """
 
     implementation: str
@@ -44,7 +44,7 @@ class _Lookup:
         )
 
     def joined(self, out: Tensor) -> Tensor:
-        """[n · B, C / n], the blocks of an output, as [B, C]."""
+        """Return the blocks of an output, [n · B, C / n], as [B, C]."""
         return out if self.blocks == 1 else torch.cat(out.chunk(self.blocks), 1)
 
     def weighted_only(self) -> "_Lookup":
@@ -63,7 +63,7 @@ def pooled_lookup(
 
 
 def looked_up(spec: _Lookup, *tensors: Tensor) -> Tensor:
-    """The lookup; where no derivative is wanted the operator itself, of all members of a batch at once."""
+    """Run the lookup. If no derivative is wanted, call the operator itself, for all members of a batch at once."""
     is_followed = torch.compiler.is_dynamo_compiling() or any_tracked(tensors)
     if not is_followed and not is_in_transform():
         return spec.call(tensors)
@@ -92,7 +92,7 @@ class _PooledLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        saved = ctx.saved_tensors  # once: torch.utils.checkpoint gives them no second time
+        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint does not give them twice
         tables, _, _, weights = ctx.spec.parts(saved)
         needed, d_out, spec = ctx.needs_input_grad[1:], ctx.spec.joined(d_out), dataclasses.replace(ctx.spec, blocks=1)
         grads: list[Tensor | None] = [None] * len(saved)
@@ -184,7 +184,7 @@ class _GatherRows(torch.autograd.Function):
         if of_rows is not None:
             rows = rows.movedim(of_rows, 0)
         k, num_ids = info.batch_size, rows.shape[-1]
-        if of_table is not None:  # one tall table
+        if of_table is not None:  # the members' tables as one tall table
             table = table.movedim(of_table, 0)
             inside = (rows >= 0) & (rows < table.shape[1])
             first = torch.arange(k, device=rows.device)[:, None] * table.shape[1]
@@ -193,8 +193,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _Members:
-    """The members of a batch of lookups, as one lookup: of stacks, or
-    K times the features over the tables and buffers of all."""
+    """The members of a batch of lookups as one lookup: on stacks, or with K times the features over all tables."""
 
     def __init__(self, spec: _Lookup, num: int, dims: Sequence[int | None], tensors: Sequence[Tensor]):
         self.spec, self.num = spec, num
@@ -211,7 +210,7 @@ class _Members:
         return stacks.no_members(tables, offsets, flatten(self.spec.features), self.spec.num_bags, self.spec.blocks)
 
     def call(self, apart: bool, width: int | None = None) -> tuple:
-        """The lookup and its tensors; see `stacks.lookups_together`."""
+        """Return the lookup and its tensors; see `stacks.lookups_together`."""
         spec, k = self.spec, self.num
         own = flatten(spec.features)
         tables, rows, offsets, weights, numbers = stacks.lookups_together(*self.parts, own, k, apart, width)
@@ -249,7 +248,7 @@ def _or_zeros(tensors: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> l
 
 
 def _loop(function, info, in_dims, spec, tensors):
-    """One call for each member of the batch."""
+    """Call the function once for each member of the batch."""
     take = lambda x, dim, i: x if dim is None else x.select(dim, i).contiguous()
     outs = [
         function.apply(spec, *(take(x, dim, i) for x, dim in zip(tensors, in_dims[1:], strict=True)))
@@ -259,13 +258,13 @@ def _loop(function, info, in_dims, spec, tensors):
 
 
 def _in_weights(spec: _Lookup, tensors: Sequence[Tensor], d_weights: Tensor) -> Tensor:
-    """The lookup is affine in the weights: f(d) - f(0) is its linear part at d."""
+    """Return the lookup's tangent in the weights. The lookup is affine in them, so f(d) - f(0) is its linear part."""
     at = lambda weights: _PooledLookup.apply(spec, *tensors[:-1], weights)
     return at(d_weights) - at(torch.zeros_like(d_weights))
 
 
 def _dense_transpose(spec: _Lookup, d_out: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The dense gradient f[R, D] of each table, in plain torch."""
+    """Return the dense gradient f[R, D] of each table, in plain torch."""
     tables, rows, offsets, weights = spec.parts(tensors)
     scale = [] if weights is None else [weights]
     segments = segments_of_lookup(spec.features, spec.num_bags)
@@ -275,7 +274,7 @@ def _dense_transpose(spec: _Lookup, d_out: Tensor, tensors: Sequence[Tensor]) ->
 
 
 def segments_of_lookup(features: Sequence[Feature], num_bags: int) -> list[Segment]:
-    """The cotangents of the tables of one lookup, with its tensors as the only ones of their kind."""
+    """Return the cotangents of one lookup's tables as segments; each list of tensors holds this lookup's only."""
     return [
         Segment(f.table, 0, f.column, f.rows, 0, f.first_bag, num_bags, f.max_length, f.mean, 0 if f.weighted else -1)
         for f in features
@@ -283,7 +282,7 @@ def segments_of_lookup(features: Sequence[Feature], num_bags: int) -> list[Segme
 
 
 def dense_sum(rows: Tensor, grads: Tensor, num_rows: int) -> Tensor:
-    """f[R, D]: Σ_i e_{rows[i]} ⊗ grads[i]; rows outside count for nothing."""
+    """Return Σ_i e_{rows[i]} ⊗ grads[i], f[R, D]; rows outside the table do not count."""
     inside = (rows >= 0) & (rows < num_rows)
     place = torch.where(inside, rows, num_rows).long()
     terms = torch.where(inside[:, None], grads, 0)

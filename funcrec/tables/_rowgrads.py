@@ -1,10 +1,10 @@
-"""RowGrads: a table's cotangent as the sum of what its lookups sent back, not written out.
+"""RowGrads: a table's cotangent as the sum of the terms that its lookups send back, not written out.
 
     dense gradient [R, D] = Σ_terms Σ_i e_{rows[i]} ⊗ grads[i]
 
-A term is either `Entries`, a row and a gradient each, or `Bags`: a pooled lookup's ids and the gradient of its output,
-from which the entries follow. Sums and factors keep the terms; `coalesce`, an update, or a look at `rows` and `grads`
-writes entries out. An entry counts when it stands before `count` and its row is in [0, R).
+A term is either `Entries`, each a row and a gradient, or `Bags`: a pooled lookup's ids and the gradient of its output,
+which determine the entries. Sums and factors keep the terms. `coalesce`, an update, or reading `rows` or `grads` writes
+the entries out. An entry counts if it is before `count` and its row is in [0, R).
 Shapes: M entries, N ids, B bags, C columns, R rows of the table, D dim.
 """
 
@@ -35,13 +35,14 @@ from funcrec.kernels.forms import Feature, Segment, Terms, capacity_of, flatten
 from funcrec.mesh import is_readable, psum
 from funcrec.tables._primitives import dense_sum, segments_of_lookup
 
-WAITING = "pending_rows", "pending_grads"  # slots in which entries of a gradient wait for a later step
+WAITING = "pending_rows", "pending_grads"  # slots for entries of a gradient that a later step will use
 
 
 @pytree(optional=("count", "repeats"))
 class Entries:
-    """rows i[M], grads f[M, D]; those past `count`, i64[], are
-    padding; `repeats`, i64[M], is how many ids each sums."""
+    """rows i[M] and grads f[M, D].
+
+    Entries from `count`, i64[], on are padding. `repeats`, i64[M], is how many ids each entry sums."""
 
     rows: Tensor
     grads: Tensor
@@ -49,7 +50,7 @@ class Entries:
     repeats: Tensor | None = None
 
     def marked(self) -> Tensor:
-        """The rows, -1 past `count`."""
+        """Return the rows, with -1 from `count` on."""
         if self.count is None:
             return self.rows
         return torch.where(torch.arange(self.rows.shape[0], device=self.rows.device) < self.count, self.rows, -1)
@@ -57,7 +58,8 @@ class Entries:
 
 @pytree(static=("features",), optional=("weights",))
 class Bags:
-    """What a pooled lookup sends one table: row rows[i] gets s_i · d[b, column : column + D] for every id i of bag b.
+    """The gradients that a pooled lookup sends to one table: row rows[i] gets s_i · d[b, column : column + D] for
+    every id i of bag b.
 
     d: f[B, C], the cotangent of the lookup's output. rows: i[N]. offsets: the bags of all features. weights: f[N].
     """
@@ -74,19 +76,18 @@ class RowGrads:
     """The gradient of one table, row by row; `dense == grads.to_dense()`.
 
     Args:
-      terms: whose sum it is.
+      terms: the terms of the sum.
       num_embeddings: R, the height of the table. dim: D.
       coalesced: whether it is one term of Entries with distinct, ascending rows before its count.
-      axes: the mesh axes over which the table is cut, if it is one rank's part: norms are of the whole.
-      first: i64[], for a table that holds columns [first, first + width) of rows of D columns, all of which the
-        gradient has, for optimizers that look at it as a whole (`RowOptimizer.is_gradient_wise`);
-        None for a table of whole rows.
-      origin: integers, S + 1 rows of five, of which tables the rows are, where the optimizer is shown them in another
-        place: of each segment of rows what `origin_of` says, in the order of their beginnings, BEHIND after the last
-        one; None for the table's own rows and columns. Random rounding draws by it.
-      mark: i64[], 1, made where forward derivatives are taken (jvp). Their tangents have the tree of what they are of
-        with zeros for integers: mark 0, and no rows. Such are refused
-        wherever rows are read; take `to_dense` inside of the jvp.
+      axes: the mesh axes that cut the table, if this is one rank's part: norms are those of the whole.
+      first: i64[], for a table that holds columns [first, first + width) of rows of D columns. The gradient has all D,
+        for optimizers that read it as a whole (`RowOptimizer.is_gradient_wise`). None for a table of whole rows.
+      origin: integers [S + 1, 5], the tables that the rows come from, if the optimizer sees them in another place: for
+        each segment of rows what `origin_of` returns, by ascending begin, and BEHIND last. None for the table's own
+        rows and columns. Random rounding draws its bits by it.
+      mark: i64[], 1, set where forward derivatives are taken (jvp). A tangent has the same tree, with zeros for
+        integers: its mark is 0, and its rows are lost. Code that reads rows refuses tangents; take `to_dense` inside
+        the jvp.
 
     Example:
       >>> import torch, funcrec as fr
@@ -119,13 +120,14 @@ class RowGrads:
         repeats: Annotated[Tensor, Form("i[M]")] | None = None,
         coalesced: bool = False,
     ) -> "RowGrads":
-        """Entries in any order, with repeats; a row outside [0, num_embeddings)
-        marks padding, as does a place past `count`.
+        """Make a gradient of entries in any order, with repeats.
+
+        A row outside [0, num_embeddings) is padding, and so is a place from `count` on.
 
         Args:
           rows: i32[M] or i64[M]. grads: f[M, D].
           count: i64[]; None for M. repeats: i64[M], how many ids each entry sums; None for one.
-          coalesced: the caller's word that the rows before `count` are distinct and ascend.
+          coalesced: whether the caller guarantees that the rows before `count` are distinct and ascend.
         """
         call = "funcrec.RowGrads.from_entries"
         if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64) or rows.dim() != 1:
@@ -151,29 +153,29 @@ class RowGrads:
     def zeros(
         shape: tuple[Size, Size], *, dtype: torch.dtype = torch.float32, device: Device | None = None
     ) -> "RowGrads":
-        """The zero gradient of a table [R, D]: no entries."""
+        """Make the zero gradient of a table [R, D]: no entries."""
         rows = torch.zeros(0, dtype=torch.int64, device=device)
         grads = torch.zeros(0, shape[1], dtype=dtype, device=device)
         return RowGrads((Entries(rows, grads),), shape[0], shape[1], False)
 
     @property
     def capacity(self) -> int:
-        """M: how many entries it is written out as."""
+        """M: the number of entries, written out."""
         return sum(map(_capacity, self.terms))
 
     @property
     def floats(self) -> list[Tensor]:
-        """The tensors that it is linear in, and weights: those that a derivative can be wanted of."""
+        """The tensors in which the gradient is linear, and weights: a derivative can follow these."""
         own = lambda t: (t.d, t.weights) if isinstance(t, Bags) else (t.grads,)
         return [x for t in self.terms for x in own(t) if x is not None]
 
     @property
     def has_repeats(self) -> bool:
-        """Whether an entry may stand for several ids."""
+        """Whether an entry may sum several ids."""
         return any(_has_repeats(t) for t in self.terms)
 
     def entries(self) -> Entries:
-        """All terms written out as one, in plain torch."""
+        """Write out all terms as one, in plain torch."""
         self = usable(self)
         if len(self.terms) == 1 and isinstance(self.terms[0], Entries):
             return self.terms[0]
@@ -187,17 +189,17 @@ class RowGrads:
 
     @property
     def rows(self) -> Tensor:
-        """i[M]."""
+        """The row of each entry, i[M]."""
         return self.entries().rows
 
     @property
     def grads(self) -> Tensor:
-        """f[M, D]."""
+        """The gradient of each entry, f[M, D]."""
         return self.entries().grads
 
     @property
     def count(self) -> Tensor:
-        """i64[]: entries past it are padding."""
+        """i64[]: entries from this place on are padding."""
         entries = self.entries()
         if entries.count is not None:
             return entries.count
@@ -205,22 +207,22 @@ class RowGrads:
 
     @property
     def repeats(self) -> Tensor | None:
-        """i64[M], how many ids each entry sums; None for one each."""
+        """How many ids each entry sums, i64[M]; None if each sums one."""
         return self.entries().repeats
 
     @property
     def valid(self) -> Tensor:
-        """bool[M]: the entries that count."""
+        """Whether each entry counts, bool[M]."""
         rows = self.entries().marked()
         return (rows >= 0) & (rows < self.num_embeddings)
 
     def coalesce(self, *, implementation: str | None = None) -> "RowGrads":
-        """One entry per distinct row, rows ascending; gradients of a row are summed in the order of their entries."""
+        """Return one entry per distinct row, rows ascending; a row's gradients are summed in the order of entries."""
         if self.coalesced:
             return self
         shape = (self.num_embeddings, self.dim)
         rows, grads, count, repeats = ops.coalesce(terms_of([self]), [shape], implementation=implementation)[0]
-        if self.has_repeats:  # a sum of coalesced gradients: its entries stand for several ids
+        if self.has_repeats:  # a sum of coalesced gradients: an entry may sum several ids
             own = self.entries()
             counts = RowGrads((replace(own, grads=own.repeats.to(torch.float64)[:, None], repeats=None),), shape[0], 1)
             repeats = counts.coalesce(implementation=implementation).grads[:, 0].to(torch.int64)
@@ -229,34 +231,34 @@ class RowGrads:
         )
 
     def to_dense(self) -> Tensor:
-        """f[R, D]."""
+        """Return the dense gradient, f[R, D]."""
         entries = self.entries()
         return dense_sum(entries.marked(), entries.grads, self.num_embeddings)
 
     @typed
     def scale(self, factor: float | Annotated[Tensor, Form("f[]")]) -> "RowGrads":
-        """The gradient times a number, or a factor f[]."""
+        """Return the gradient times a number or f[]."""
         times = lambda t: replace(t, d=t.d * factor) if isinstance(t, Bags) else replace(t, grads=t.grads * factor)
         return replace(self, terms=tuple(map(times, self.terms)))
 
     @typed
     def clip(self, max_value: NotNegative) -> "RowGrads":
-        """Each element of the (coalesced) gradient clamped to [-max_value, max_value]."""
+        """Return the coalesced gradient with each element clamped to [-max_value, max_value]."""
         out = self.coalesce()
         return replace(out, terms=(replace(out.terms[0], grads=out.grads.clamp(-max_value, max_value)),))
 
     def squared_norm(self) -> Tensor:
-        """f[]: Σ of the squares of the coalesced gradient."""
+        """Return the sum of squares of the coalesced gradient, f[]."""
         out = self.coalesce()
         own = torch.where(out.valid[:, None], out.grads, 0).square().sum()
         return psum(own, self.axes) if self.axes else own
 
     def norm(self) -> Tensor:
-        """f[]: the Euclidean norm of the dense gradient."""
+        """Return the Euclidean norm of the dense gradient, f[]."""
         return root(self.squared_norm())
 
     def __add__(self, other: "RowGrads") -> "RowGrads":
-        """The terms of both, this one's first."""
+        """Return a gradient with the terms of both, this one's first."""
         if not isinstance(other, RowGrads):
             need = "RowGrads of the same table"
             fail(
@@ -275,8 +277,8 @@ class RowGrads:
 
     @typed
     def where(self, condition: Annotated[Tensor, Form("b[]")]) -> "RowGrads":
-        """This gradient where condition bool[] holds, else one that names no row."""
-        masked: dict[int, Tensor] = {}  # a tensor of several terms stays one
+        """Return this gradient if condition bool[] holds, else one without rows."""
+        masked: dict[int, Tensor] = {}  # terms that share a tensor keep sharing it
         for t in self.terms:
             masked.setdefault(id(t.rows), torch.where(condition, t.rows, -1))
         return replace(self, terms=tuple(replace(t, rows=masked[id(t.rows)]) for t in self.terms))
@@ -288,12 +290,12 @@ class RowGrads:
 
 
 def is_stacked(term: "Entries | Bags") -> bool:
-    """Whether it is of all members of a vmap, outside of it."""
+    """Whether a term holds all members of a vmap, seen from outside it."""
     return (term.d if isinstance(term, Bags) else term.grads).dim() != 2
 
 
 def usable(grads: RowGrads) -> RowGrads:
-    """The gradient, of which rows may be read: no tangent, and not of a whole batch at once."""
+    """Return the gradient if its rows may be read; raise if it is a tangent, or holds a whole batch."""
     what = hint = ""
     for t in grads.terms:
         if is_stacked(t):
@@ -301,7 +303,7 @@ def usable(grads: RowGrads) -> RowGrads:
             hint = "torch.func.vmap(lambda g: g.to_dense())(grads), or use them inside of the mapped function"
     if grads.mark is not None and not what:
         mark = plain(grads.mark)
-        if mark is None or not is_readable(grads.mark):  # a graph is being staged, by jit or linearize
+        if mark is None or not is_readable(grads.mark):  # jit or linearize is tracing a graph
             return grads.scale(torch.where(grads.mark == 1, 1.0, torch.nan))
         if bool((mark == 0).any()):
             what, got = "these are tangents of row gradients, whose rows are not among them.", "RowGrads from a jvp"
@@ -312,8 +314,7 @@ def usable(grads: RowGrads) -> RowGrads:
 
 
 def terms_of(grads: Sequence[RowGrads]) -> Terms:
-    """The terms of the gradients of several tables, numbered in order,
-    as kernels take them; a tensor stands in its list once."""
+    """Return the terms of several tables' gradients, as kernels take them; a tensor is in its list once."""
     out = Terms([], [], [], [], [])
     for table, g in enumerate(grads):
         for t in usable(g).terms:
@@ -332,7 +333,7 @@ def terms_of(grads: Sequence[RowGrads]) -> Terms:
 
 
 def _segments(term: Entries | Bags) -> list[Segment]:
-    """One for entries, one for each feature of bags; the tensors are not numbered yet."""
+    """Return one segment for entries, one per feature for bags; the tensors are not numbered yet."""
     if isinstance(term, Entries):
         return [Segment(0, 0, 0, 0, -1, 0, term.rows.shape[0], 0, False, -1)]
     return segments_of_lookup(term.features, term.d.shape[0])
@@ -343,7 +344,7 @@ def _capacity(term: Entries | Bags) -> int:
 
 
 def _place(tensors: list[Tensor], x: Tensor) -> int:
-    """The number of x in the list, at whose end it is put when it is not there."""
+    """Return the number of x in the list; append it first if it is missing."""
     for i, y in enumerate(tensors):
         if x is y:
             return i
@@ -357,7 +358,7 @@ def _has_repeats(term: Entries | Bags) -> bool:
 
 @typed
 def global_norm(grads: Mapping[Any, RowGrads], *more: Annotated[Tensor, Form("f[...]")]) -> Tensor:
-    """f[]: the norm over all tables, and over dense gradients if given.
+    """Return the norm over all tables, and over dense gradients if given, f[].
 
     Example:
       >>> import torch, funcrec as fr
@@ -372,7 +373,10 @@ def global_norm(grads: Mapping[Any, RowGrads], *more: Annotated[Tensor, Form("f[
 
 
 def root(x: Tensor) -> Tensor:
-    """√x, whose derivative at 0 is 0: that of ‖v‖ = √(v · v) at v = 0 by central differences, where torch has a NaN."""
+    """Return √x with derivative 0 at 0, where torch gives NaN.
+
+    0 is the central difference of ‖v‖ = √(v · v) at v = 0.
+    """
     is_zero = x == 0
     return torch.where(is_zero, 0, torch.where(is_zero, 1, x).sqrt())
 
@@ -392,4 +396,4 @@ def clip_by_global_norm(grads: Mapping[Any, RowGrads], max_norm: Positive) -> di
     return {name: g.scale(factor) for name, g in coalesced.items()}
 
 
-CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_

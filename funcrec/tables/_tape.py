@@ -1,14 +1,14 @@
-"""Tables that remember who looked them up.
+"""Tables that record their lookups.
 
     acts = lookup(tables) + tap          d_loss/d_tap is the cotangent of that lookup
 
-`value_and_grad` hands its loss tables of `TableRef`s. Each lookup of refs is a site: its output gets a zero tap, and
-its transpose turns the tap's cotangent into RowGrads of the tables that the refs stand for, whatever the lookup calls
-them. A ref is no tensor: any other use of it is an error that says
-what to do. No global state: the tape travels in the refs.
+`value_and_grad` passes its loss tables of `TableRef`s. Each lookup of refs is a site: its output gets a zero tap. Its
+transpose turns the tap's cotangent into RowGrads of the tables that the refs stand for, under any name that the lookup
+uses. A ref is not a tensor: any other use of it raises an error that says what to do. There is no global state: the
+tape travels in the refs.
 
-A site may stand inside transforms that the loss makes itself. Inside a vmap the tap has the vmap's dimensions, one
-member's tap for each; a grad or jvp inside takes the tap for a constant, as it does the table.
+A site may be inside transforms that the loss calls itself. Inside a vmap the tap has the vmap's dimensions, one
+member's tap for each. A grad or jvp inside treats the tap as a constant, as it treats the table.
 """
 
 import contextlib
@@ -50,11 +50,11 @@ _DENSE_USE = Problem(
 class Site(NamedTuple):
     """One lookup of refs.
 
-    form: what must be the same in both passes: names, features, and
-      the taps' (shape, dtype, device). structure: of the taps.
-    saved: (what the transpose reads, overflows), as it is below all vmaps in between. dims: for each of its leaves the
-    dimensions of those vmaps (None where the leaf is the same for
-    all members), the outermost first. sizes: of those vmaps.
+    form: the parts that must be the same in both passes: names, features, and the taps' (shape, dtype, device).
+    structure: of the taps.
+    saved: (what the transpose reads, overflows), below all vmaps between the loss and the lookup.
+    dims: for each leaf of `saved` its dimensions in those vmaps, the outermost first (None if all members share it).
+    sizes: of those vmaps.
     """
 
     form: tuple
@@ -65,12 +65,12 @@ class Site(NamedTuple):
     transpose: Callable[[Any, Any], dict[str, RowGrads]]
 
     def zeros(self) -> Any:
-        """The taps. They read nothing of the output: so the pass that finds the sites is dead code when staged."""
+        """Make the taps. They do not read the output, so the pass that finds the sites is dead code in a graph."""
         like = lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
         return tree_unflatten([like(*leaf) for leaf in self.form[-1]], self.structure)
 
     def cotangents(self, d_taps: Any, saved: Any) -> Iterator[tuple[dict[str, RowGrads], tuple[Tensor, ...]]]:
-        """(those of the tables, the overflows of the lookup), for each member of the vmaps in between."""
+        """Yield the tables' cotangents and the lookup's overflows, for each member of the vmaps in between."""
         leaves, structure = tree_flatten(saved)
         for member in itertools.product(*map(range, self.sizes)):
             mine = [member_of(x, dims, member) for x, dims in zip(leaves, self.dims, strict=True)]
@@ -80,7 +80,7 @@ class Site(NamedTuple):
 
 
 class Tape:
-    """The lookup sites of one evaluation, in order; with those of the pass before, each gets a tap."""
+    """The lookup sites of one evaluation, in order; given the sites of the pass before, each gets a tap."""
 
     def __init__(self, found: Sequence[Site] | None = None, taps: Sequence | None = None):
         self.found = found
@@ -89,8 +89,8 @@ class Tape:
         self.level = current_level()
 
     def tap(self, out: Any, saved: Any, transpose: Callable[[Any, Any], dict], what: tuple) -> Any:
-        """Add this site's tap to `out`, a pytree of tensors;
-        `transpose(d_out, saved)` reads no other tensor's value."""
+        """Add this site's tap to `out`, a pytree of tensors; `transpose(d_out, saved)` reads no other tensor's
+        value."""
         outs, structure = tree_flatten(out)
         leaves, saved_structure = tree_flatten(saved)
         maps: dict[int, int] = {}
@@ -112,7 +112,7 @@ class Tape:
         return tree_map(torch.add, out, tap)
 
     def refuse_impure(self) -> None:
-        """Name the first site that differs from the pass before."""
+        """Raise, and name the first site that differs from the pass before."""
         show = lambda sites, i: _show(sites[i].form) if i < len(sites) else "no lookup"
         pairs = zip(self.found, self.sites, strict=False)
         first = next((i for i, (a, b) in enumerate(pairs) if a.form != b.form), min(len(self.found), len(self.sites)))
@@ -125,7 +125,7 @@ class Tape:
         )  # fmt: skip
 
     def finish(self) -> None:
-        """After the second pass: were there as many sites?"""
+        """Raise if the second pass had fewer sites than the first."""
         if len(self.sites) < len(self.found):
             self.refuse_impure()
 
@@ -140,7 +140,7 @@ def _show(form: tuple) -> str:
 
 @contextlib.contextmanager
 def handed_over() -> Iterator[None]:
-    """A transform of torch.func takes tensors: one that was handed a table of the loss says what to write instead."""
+    """Catch a transform of torch.func that received a table of the loss, and raise an error that says what to write."""
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:
@@ -186,15 +186,17 @@ class TableRef:
 
 
 class Owner(NamedTuple):
-    """A tape some of whose tables a lookup reads; names: (the lookup's name, the tape's own), of those."""
+    """A tape, and the tables of it that a lookup reads. names: (the lookup's name, the tape's name) of each."""
 
     tape: Tape
     names: tuple[tuple[str, str], ...]
 
 
 def open_tables(tables: Any) -> tuple[Any, list[Owner]]:
-    """The plain tables, and who waits for the cotangents of which:
-    nested losses have a tape each, the outermost first."""
+    """Return the plain tables, and the owners that want their cotangents, the outermost first.
+
+    Each of several nested losses has its own tape.
+    """
     if not isinstance(tables, Mapping):
         return tables, []
     found: dict[int, tuple[Tape, list]] = {}
@@ -207,7 +209,7 @@ def open_tables(tables: Any) -> tuple[Any, list[Owner]]:
 
 
 def tapped(owners: Sequence[Owner], read: LookupResult, what: str, features: tuple) -> Any:
-    """What was read, with the taps of all owners; `what` and `features` tell the lookup from others."""
+    """Return the lookup's output with the taps of all owners; `what` and `features` identify the lookup."""
     out, saved = read.out, (read.saved(), read.overflows) if owners else None
     for tape, names in owners:
         out = tape.tap(out, saved, _by_own_names(read.transpose, names), (what, names, features))
@@ -217,7 +219,7 @@ def tapped(owners: Sequence[Owner], read: LookupResult, what: str, features: tup
 def _by_own_names(
     transpose: Callable[[Any, Any], dict], names: Sequence[tuple[str, str]]
 ) -> Callable[[Any, Any], dict]:
-    """The transpose's cotangents of those tables, under the names of their owner."""
+    """Return a transpose that gives the cotangents of these tables under their owner's names."""
 
     def run(d: Any, saved: Any) -> dict[str, RowGrads]:
         made = transpose(d, saved)
@@ -227,7 +229,7 @@ def _by_own_names(
 
 
 def summed(grads: Iterator[tuple[str, RowGrads]]) -> dict[str, RowGrads]:
-    """{name: the sum of its gradients}, in order."""
+    """Return {name: the sum of its gradients}, in order."""
     out: dict[str, RowGrads] = {}
     for name, g in grads:
         out[name] = out[name] + g if name in out else g
@@ -235,12 +237,14 @@ def summed(grads: Iterator[tuple[str, RowGrads]]) -> dict[str, RowGrads]:
 
 
 def plain_tables(tables: Any) -> Any:
-    """Without their owners."""
+    """Return the tables without their owners."""
     return tree_map(lambda t: plain_tables(t.table) if isinstance(t, TableRef) else t, tables)
 
 
 def is_followed_inside(x: Any, owner: Owner) -> bool:
-    """Whether a grad or jvp that began inside the owner's loss follows a
-    leaf of x: then the tables enter by its derivative, too."""
+    """Whether a grad or jvp that began inside the owner's loss follows a leaf of x.
+
+    Then the tables also enter through that derivative.
+    """
     floats = (y for y in tree_leaves(x) if isinstance(y, Tensor) and y.is_floating_point())
     return any(is_differentiated_above(y, owner.tape.level) for y in floats)

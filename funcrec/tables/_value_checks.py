@@ -1,4 +1,4 @@
-"""validate: checks that read values, and so wait for the device."""
+"""validate: checks that read values, and therefore wait for the device."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from funcrec.tables._configs import FeatureConfig, TableConfig
 from funcrec.tables._kinds import is_plain, table_shapes
 from funcrec.tables._params import Batch, batch_parts, blank_padding
 
-SHOWN_MAX = 3  # offenders named per feature
+SHOWN_MAX = 3  # ids shown per feature
 
 
 Ids = TypeVar("Ids")
@@ -31,16 +31,18 @@ def validate(
     *,
     labels: tuple[float, float] = (0.0, 1.0),
 ) -> Ids:
-    """The same ids, after a look at every value: offsets ascend, bags keep `max_length`, ids are rows of their table,
-    and weights that say something are read by a weighted feature.
+    """Return the same ids after checking every value.
+
+    Offsets must ascend, bags keep `max_length`, and ids are rows of their table. Weights other
+    than 1 need a weighted feature that reads them.
 
     Args:
-      ids: a KeyedJaggedTensor, or a Batch: its labels (where it has some) are then looked at as well, its dense inputs,
-        finite, and its weights, finite and >= 0. What an example of weight 0 has besides its ids is not looked at.
-      labels: the least and the greatest label that is right; (0, 1) are the labels of clicks, (-inf, inf) any numbers.
+      ids: a KeyedJaggedTensor or a Batch. A Batch's labels, if it has any, are checked, too; its dense inputs must be
+        finite, its weights finite and >= 0. For an example of weight 0 only the ids are checked.
+      labels: the least and the greatest valid label; (0, 1) are the labels of clicks, (-inf, inf) any numbers.
 
     Raises:
-      CheckError: names feature, bag and id, or the label; reads the values on the host.
+      CheckError: names feature, bag and id, or the label; values are read on the host.
 
     Example:
       >>> import funcrec as fr
@@ -81,7 +83,7 @@ def batch_value_problems(batch: Batch, labels: tuple[float, float]) -> Iterator[
 
 
 def unread_weight_problems(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> Iterator[Problem]:
-    """Weights other than 1 of keys that no weighted feature reads."""
+    """Yield a problem for weights other than 1 that no weighted feature reads."""
     for key in dict.fromkeys(f.key for f in features):
         of_key = [f for f in features if f.key == key]
         if ids.weights is None or key in ids.unweighted or any(f.weighted for f in of_key):
@@ -120,8 +122,10 @@ def label_value_problems(
     weight: Tensor | None = None,
     labels: tuple[float, float] = (0.0, 1.0),
 ) -> Iterator[Problem]:
-    """Labels [B] or [B, T] in the range `labels`, and finite; those of weight 0 are passed over. (0, 1) is that of
-    clicks: 0, 1, or a number between, for a chance."""
+    """Yield a problem unless labels [B] or [B, T] are finite and in the range `labels`.
+
+    Examples of weight 0 are skipped. (0, 1) is the range of clicks: 0, 1, or a probability in between.
+    """
     low, high = labels
     wrong = blank_padding(~((label >= low) & (label <= high) & torch.isfinite(label)), weight)
     if bool(wrong.any()):
@@ -138,7 +142,7 @@ def label_value_problems(
 
 
 def weight_value_problems(weight: Tensor, path: str, kind: type[Exception] = ValueError) -> Iterator[Problem]:
-    """Weights f[B] of examples are finite and not negative."""
+    """Yield a problem unless the weights f[B] of examples are finite and >= 0."""
     wrong = ~((weight >= 0) & (weight < torch.inf))
     if bool(wrong.any()):
         at = int(wrong.to(torch.int8).argmax())
@@ -148,7 +152,7 @@ def weight_value_problems(weight: Tensor, path: str, kind: type[Exception] = Val
 
 
 def bounds_problems(labels: object) -> Iterator[Problem]:
-    """`labels` must be (least, greatest)."""
+    """Yield a problem unless `labels` is (least, greatest)."""
     need, hint = "(least, greatest), two numbers", "labels=(0, 1), or (-math.inf, math.inf) for any"
     is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
     if not isinstance(labels, tuple | list) or len(labels) != 2 or not all(map(is_number, labels)):
@@ -188,7 +192,7 @@ def value_problems(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], sh
 
 
 def check_values(call: str, find: Callable[..., Iterator[Problem]], *trees: Any) -> None:
-    """Raise what find(*trees) finds, under vmaps for each member; the ranks of an emulated mesh are members."""
+    """Raise the problems that find(*trees) finds, for each member of a vmap; an emulated mesh's ranks are members."""
     with outside_transforms():
         for place, mine in members_below(trees):
             where = f", in member {place[0] if len(place) == 1 else place} of a vmap or a mesh" if place else ""
@@ -196,7 +200,7 @@ def check_values(call: str, find: Callable[..., Iterator[Problem]], *trees: Any)
 
 
 def room_problems(overflows: Sequence[Tensor]) -> Iterator[Problem]:
-    """Of exchanges with a capacity: ids that found no place, where what is made of the others is NaN."""
+    """Yield a problem if ids found no place in an exchange with a capacity, which turns the other results into NaN."""
     lost, needed = sum(int(x[0]) for x in overflows), max((int(x[1]) for x in overflows), default=0)
     if lost:
         got, hint = f"{lost} ids without a place", f"capacity={needed}, or None; a step of `train_step` counts them"
@@ -204,7 +208,7 @@ def room_problems(overflows: Sequence[Tensor]) -> Iterator[Problem]:
 
 
 def finite_problems(name: str, x: Tensor) -> Iterator[Problem]:
-    """x must hold no NaN and no infinity."""
+    """Yield a problem if x holds NaN or infinity."""
     bad = ~torch.isfinite(x)
     if bool(bad.any()):
         at = bad.nonzero()[0].tolist()

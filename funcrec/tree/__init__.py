@@ -1,9 +1,9 @@
-"""Trees: any dict, list, tuple or value of funcrec, with tensors and anything else for leaves.
+"""Trees: any dict, list, tuple or value of funcrec, whose leaves are tensors and anything else.
 
     map(f, tree) = unflatten(structure(tree), [f(x) for x in leaves(tree)])
 
-The leaves are those that `fr.jit` and torch.func see, in the order in which Python shows them. None is no leaf: it is
-part of the structure, as are the static fields of a value (its keys, its dims).
+The leaves are those that `fr.jit` and torch.func see, in the order in which Python shows them. None is not a leaf: it
+belongs to the structure, and so do a value's static fields (its keys, its dims).
 
 >>> import torch, funcrec as fr
 >>> params = fr.Params(tables={"item": torch.zeros(10, 4)}, dense={"w": torch.ones(4), "b": torch.ones(())})

@@ -1,4 +1,4 @@
-"""What users do with trees, over the one registry of `funcrec.core`."""
+"""Operations on trees for users, over the registry of `funcrec.core`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,13 +13,14 @@ from funcrec.core import to as moved
 
 @typed
 def map(fn: Callable, tree: Any, *rest: Any) -> Any:
-    """The tree of fn(leaf, *leaves of `rest` in the same place).
+    """Return the tree of fn(leaf, *leaves in the same place of `rest`).
 
     Args:
-      rest: trees of the structure of `tree`; where `tree` has a leaf they may have a whole tree, which `fn` is given.
+      rest: trees with the structure of `tree`. In the place of a leaf they may have a whole tree, which fn then
+        receives.
 
     Raises:
-      ValueError: where a tree of `rest` is not of the structure of `tree`.
+      ValueError: a tree in `rest` has another structure than `tree`.
 
     Law: map(lambda x: x, tree) is `tree`, and map(f, map(g, tree)) is map(lambda x: f(g(x)), tree).
 
@@ -35,7 +36,7 @@ def map(fn: Callable, tree: Any, *rest: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves in their order; None is none of them.
+    """Return the leaves in their order; None is not a leaf.
 
     Example:
       >>> import funcrec as fr
@@ -46,7 +47,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def structure(tree: Any) -> PyTreeSpec:
-    """What a tree is besides its leaves: hashable, and equal to another where one compiled program serves both.
+    """Return the structure of a tree without its leaves. It is hashable; equal ones share a compiled program.
 
     Two structures differ in the order of a dict's keys, and in static fields (a value's keys, dims, strides).
 
@@ -59,7 +60,7 @@ def structure(tree: Any) -> PyTreeSpec:
 
 
 def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
-    """(leaves, structure), of which `unflatten` makes the tree again.
+    """Return (leaves, structure); `unflatten` makes the tree again.
 
     Example:
       >>> import funcrec as fr
@@ -72,10 +73,10 @@ def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
 
 @typed
 def unflatten(structure: PyTreeSpec, leaves: Sequence[Any]) -> Any:
-    """The tree of a structure with these leaves.
+    """Return the tree of a structure with these leaves.
 
     Raises:
-      ValueError: another number of leaves than the structure has.
+      ValueError: the structure has another number of leaves.
 
     Law: unflatten(structure(tree), leaves(tree)) is `tree`.
 
@@ -89,7 +90,7 @@ def unflatten(structure: PyTreeSpec, leaves: Sequence[Any]) -> Any:
 
 
 def paths(tree: Any) -> list[tuple[str, Any]]:
-    """Each leaf after its path, as Python would reach it; what errors call the leaf.
+    """Return each leaf with its path, as Python would reach it; errors name leaves by these paths.
 
     Example:
       >>> import torch, funcrec as fr
@@ -102,21 +103,21 @@ def paths(tree: Any) -> list[tuple[str, Any]]:
 
 
 def to(tree: T, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> T:
-    """The tree with its tensors on a device, or with its floats of a dtype, or both.
+    """Return the tree with its tensors on a device, or with its floats in a dtype, or both.
 
-    Ids, offsets, steps and keys stay integers; leaves that are no tensors stay. A tensor that is so already is itself,
-    no copy; one that stands in two places is one tensor again. Every value of funcrec, and every class made by
-    `fr.pytree`, has it as a method: `batch.to("cuda")`, `state.to(torch.float64)`.
+    Ids, offsets, steps and keys stay integers; leaves that are not tensors stay. A tensor that needs no change is not
+    copied. A tensor that occurs in two places stays one tensor. Every value of funcrec, and every class made by
+    `fr.pytree`, has this as a method: `batch.to("cuda")`, `state.to(torch.float64)`.
 
     Args:
-      device: a device or its name; a dtype may stand in its place: `to(tree, torch.float16)`.
+      device: a device or its name; a dtype may take its place: `to(tree, torch.float16)`.
       dtype: of floats. An optimizer's state is floats, too.
 
     Raises:
-      ValueError: a device that is not there.
-      TypeError: a dtype that is not of floats.
+      ValueError: the device does not exist.
+      TypeError: the dtype is not a float dtype.
 
-    Law: differentiable in the floats; `to` of the tree's own device and dtype gives its own tensors.
+    Law: differentiable in the floats; `to` with the tree's own device and dtype returns its own tensors.
 
     Example:
       >>> import torch, funcrec as fr
@@ -128,12 +129,12 @@ def to(tree: T, device: torch.device | str | torch.dtype | None = None, dtype: t
 
 
 def copy(tree: T) -> T:
-    """The same tree with every tensor copied: nothing that happens to one is seen in the other.
+    """Return the same tree with every tensor copied, so that a change of one tree does not show in the other.
 
-    It is for what must outlive a donated call: a moving average,
-    the best state so far, a second run from one beginning.
+    Use it for values that must outlive a donated call: a moving average, the best state so far, a second run from the
+    same start.
 
-    Law: equal values in memory of their own; leaves that are no tensors stay.
+    Law: equal values in memory of their own; leaves that are not tensors stay.
 
     Example:
       >>> import torch, funcrec as fr
@@ -150,8 +151,9 @@ def copy(tree: T) -> T:
 
 
 def num_parameters(tree: Any) -> int:
-    """How many numbers the float tensors hold; a tensor that stands in two places counts once. Codes of quantised
-    tables are none of them: `nbytes` counts these.
+    """Count the numbers in the float tensors; a tensor that occurs in two places counts once.
+
+    Codes of quantised tables are not counted; `nbytes` counts them.
 
     Example:
       >>> import torch, funcrec as fr
@@ -162,7 +164,7 @@ def num_parameters(tree: Any) -> int:
 
 
 def nbytes(tree: Any) -> int:
-    """How many bytes the tensors hold; a tensor that stands in two places counts once.
+    """Count the bytes of the tensors; a tensor that occurs in two places counts once.
 
     Example:
       >>> import torch, funcrec as fr
@@ -175,10 +177,11 @@ def nbytes(tree: Any) -> int:
 
 @typed
 def allclose(a: Any, b: Any, *, rtol: NotNegative = 1e-5, atol: NotNegative = 1e-8) -> bool:
-    """Whether two trees have one structure, the order of dict keys apart, and tensors of one dtype, shape and value.
+    """Whether two trees have the same structure (in any order of dict keys), and tensors that are close.
 
-    |a - b| <= atol + rtol · |b|, elementwise; NaN equals NaN. With rtol=0 and atol=0: whether all values are the same.
-    `funcrec.testing.assert_trees_close` says where two differ. Tensors are read on the host.
+    Tensors must agree in dtype, shape and device, and |a - b| <= atol + rtol · |b| elementwise; NaN equals NaN. rtol=0
+    and atol=0 test for equal values. `funcrec.testing.assert_trees_close` says where two trees differ. Tensors are read
+    on the host.
 
     Example:
       >>> import torch, funcrec as fr
@@ -202,12 +205,12 @@ def _is_close(x: Any, y: Any, rtol: float, atol: float) -> bool:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """Each tensor once."""
+    """Return each tensor once."""
     return list({id(x): x for x in fast_flatten(tree)[0] if isinstance(x, Tensor)}.values())
 
 
 def _in_places(form: PyTreeSpec, tree: Any, name: str) -> list[Any]:
-    """The parts of `tree` in the places of the leaves of `form`."""
+    """Return the parts of `tree` in the places of the leaves of `form`."""
     try:
         return form.flatten_up_to(tree)
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""What turns a staged graph into a program: Inductor, one library for each program, oneDNN, products, exchanges."""
+"""From a staged graph to a program: Inductor, one library per program, oneDNN, products, exchanges."""

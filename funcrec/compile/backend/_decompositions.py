@@ -1,4 +1,4 @@
-"""Operators that torch 2.13's Inductor gets wrong, each as other operators, before a graph is compiled.
+"""Operators that torch 2.13's Inductor gets wrong; each is replaced by other operators before a graph is compiled.
 
 compiled(op(x)) = op(x) in eager mode: its values, its dtype, its rounding
 """
@@ -12,8 +12,10 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 
 def add_with_product(x: torch.Tensor, y: Any, *, alpha: Any = 1) -> torch.Tensor:
-    """x + alpha · y without `alpha`, which Inductor drops when y is a matrix product (addition and product become
-    addmm). As in eager mode both are promoted first, and 16 bits are computed in 32."""
+    """Compute x + alpha · y without `alpha`, which Inductor drops if y is a matrix product (both become addmm).
+
+    As in eager mode both are promoted first, and 16 bits are computed in 32.
+    """
     if alpha == 1:
         return NotImplemented
     dtype = torch.result_type(x, y)
@@ -23,17 +25,17 @@ def add_with_product(x: torch.Tensor, y: Any, *, alpha: Any = 1) -> torch.Tensor
 
 
 def zeros_with_memory(size, *, dtype=None, layout=None, device=None, pin_memory=None):
-    """Zeros in place of a tensor without memory, which forward derivatives make and loops read at address 0."""
+    """Make zeros in place of a tensor without memory; forward derivatives make such, and loops would read address 0."""
     return aten.zeros.default(size, dtype=dtype, layout=layout, device=device, pin_memory=pin_memory)
 
 
 def assertion(condition: torch.Tensor) -> None:
-    """An assertion with words: Inductor leaves out one without."""
+    """Give an assertion a message: Inductor drops one without."""
     aten._assert_async.msg(condition, "Expected Tensor with single nonzero value, but got zero")
 
 
 def power(x: torch.Tensor, exponent: Any) -> Any:
-    """Integers to a negative power raise, as in eager mode."""
+    """Raise for integers to a negative power, as eager mode does."""
     is_whole = not (x.is_floating_point() or x.is_complex()) and isinstance(exponent, int)
     if is_whole and exponent < 0:
         raise RuntimeError("Integers to negative integer powers are not allowed.")
@@ -41,7 +43,7 @@ def power(x: torch.Tensor, exponent: Any) -> Any:
 
 
 def power_of_number(base: Any, exponent: torch.Tensor) -> torch.Tensor:
-    """A number to the power of integers: Inductor expects the answer to lie otherwise than a transposed exponent."""
+    """Compute a number to the power of integers. Inductor expects wrong strides if the exponent is transposed."""
     dtype = torch.result_type(base, exponent)
     if exponent.is_floating_point() or exponent.is_complex():
         return NotImplemented
@@ -49,22 +51,26 @@ def power_of_number(base: Any, exponent: torch.Tensor) -> torch.Tensor:
 
 
 def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """x · 2^exponent, where Inductor gives an answer of x's dtype though the exponent's is wider, and an infinite one
-    where the power alone is: eager mode adds an int32 to the exponent of a float, and rounds once."""
+    """Compute x · 2^exponent as eager mode does: add an int32 to the exponent of a float, and round once.
+
+    Inductor returns x's dtype even if the exponent's is wider, and an infinite result if only the power is infinite.
+    """
     if exponent.is_floating_point() or not x.is_floating_point():
         dtype = x.dtype if x.is_floating_point() else torch.float32
         return x * torch.pow(torch.full((), 2.0, dtype=dtype, device=x.device), exponent)
     rest, y = exponent.to(torch.int32).to(torch.int64), x.to(torch.float64)
-    for _ in range(3):  # from the least number to the greatest it is 2098 powers
+    for _ in range(3):  # the least and the greatest number are 2098 powers of two apart
         part = rest.clamp(-1000, 1000)
         y, rest = y * ((part + 1023) << 52).view(torch.float64), rest - part
     return y.to(x.dtype)
 
 
 def in_more_bits(op: Callable) -> Callable:
-    """A reduction of 8-bit integers as one of 64 bits: a vector of them has more lanes than a loop's rest has elements,
-    and Inductor reduces what lies in the others. One of bools, too: the places of their least were others, and masks of
-    vectors of two sizes do not compile."""
+    """Reduce 8-bit integers in 64 bits.
+
+    A vector of 8-bit integers has more lanes than a loop's rest has elements, and Inductor also reduces the others.
+    Bools are also widened: their argmin gave wrong places, and masks of vectors of two sizes do not compile.
+    """
 
     def reduced(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if "dtype" in {a.name for a in op._schema.arguments}:
@@ -83,15 +89,17 @@ def in_more_bits(op: Callable) -> Callable:
 
 
 def is_known(condition: Any) -> bool:
-    """Whether a condition on sizes holds, whatever those are that a package leaves open."""
+    """Whether a condition on sizes holds for all sizes that a package leaves open."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
 
 
 def vectors_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x[B, N, K] @ y[B, K, P] with N or P of 1, which Inductor writes for a CPU as products and their sum: integers
-    came out as int64, and of 16-bit floats each product was rounded."""
+    """Compute x[B, N, K] @ y[B, K, P] with N = 1 or P = 1, which Inductor writes for a CPU as products and their sum.
+
+    Its integers came out as int64, and for 16-bit floats it rounded each product.
+    """
     is_vector = is_known(x.shape[1] == 1) or is_known(y.shape[2] == 1)
     if not is_vector or x.device.type != "cpu" or x.dtype in (torch.float32, torch.float64) or x.is_complex():
         return NotImplemented
@@ -100,25 +108,25 @@ def vectors_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def floored(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """⌊x / y⌋ as eager mode has it, by the remainder: x / y may have been rounded to the next whole number."""
+    """Compute ⌊x / y⌋ as eager mode does, by the remainder: x / y may have been rounded to the next whole number."""
     exact, rest = x / y, torch.fmod(x, y)
     quotient = (x - rest) / y
     quotient = torch.where((rest != 0) & ((rest < 0) != (y < 0)), quotient - 1, quotient)
     whole = quotient.floor()
     whole = torch.where(quotient - whole > 0.5, whole + 1, whole)
     whole = torch.where(quotient != 0, whole, torch.copysign(torch.zeros_like(whole), exact))
-    is_too_large = exact.isinf() & x.isfinite()  # vectors have no remainder there
+    is_too_large = exact.isinf() & x.isfinite()  # there vectors have no remainder
     return torch.where((y == 0) | is_too_large, exact, whole)
 
 
 def remainder(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x mod y with the sign of y, which Inductor writes as x - ⌊x / y⌋ y."""
+    """Compute x mod y with the sign of y; Inductor would write it as x - ⌊x / y⌋ y."""
     rest = torch.fmod(x, y)
     return torch.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
 
 
 def rounded_once(fn: Callable) -> Callable:
-    """An operator on floats as fn, 16 bits in 32: of what Inductor would write in its place each step is rounded."""
+    """Replace an operator on floats by fn, with 16 bits computed in 32: Inductor's own form rounds after each step."""
 
     def instead(x: Any, y: Any, *rest: Any, rounding_mode: str = "floor") -> Any:
         dtype = torch.result_type(x, y)
@@ -136,7 +144,7 @@ def rounded_once(fn: Callable) -> Callable:
 
 
 def moments(spread: Callable) -> Callable:
-    """The mean of no element is NaN together with its variance or deviation, too; Inductor's is 0."""
+    """Make the mean of no elements NaN, as their variance or deviation is; Inductor's mean is 0."""
 
     def instead(x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
         over = [d % x.dim() for d in dim] if dim else range(x.dim())
@@ -148,8 +156,8 @@ def moments(spread: Callable) -> Callable:
 
 
 def of_bools(fn: Callable) -> Callable:
-    """A comparison of two bools by their bits: Inductor compares the masks of vectors, which are of two types where the
-    bools come of values of two sizes, and then no code compiles."""
+    """Compare two bools by their bits. Inductor compares masks of vectors, whose types differ if the bools come from
+    values of two sizes; then the code does not compile."""
 
     def compared(x: torch.Tensor, y: Any) -> Any:
         if x.dtype != torch.bool or (y.dtype if isinstance(y, torch.Tensor) else type(y)) not in (torch.bool, bool):
@@ -160,8 +168,10 @@ def of_bools(fn: Callable) -> Callable:
 
 
 def whole_linspace(start, end, steps, *, dtype=None, layout=None, device=None, pin_memory=None):
-    """Whole numbers between two numbers as a constant. Eager mode's product and sum are rounded once where a processor
-    fuses them, and what is rounded is cut to a whole number."""
+    """Make whole numbers between two numbers a constant.
+
+    Eager mode rounds product and sum once if the processor fuses them, and then truncates to a whole number.
+    """
     is_whole = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
     if not is_whole or not isinstance(steps, int) or (device is not None and torch.device(device).type != "cpu"):
         return NotImplemented
@@ -170,7 +180,7 @@ def whole_linspace(start, end, steps, *, dtype=None, layout=None, device=None, p
 
 
 def taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Elements by their places in x as one row: a place in a tensor without dimensions stays on its device."""
+    """Take elements of x, flattened, by their places; a place that is a 0-dimensional tensor stays on its device."""
     return aten.index.Tensor(x.reshape(-1), [index])
 
 

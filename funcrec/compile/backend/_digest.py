@@ -1,4 +1,4 @@
-"""What the code of a graph depends on, as one name: of two graphs with one name the code is the same, in any process.
+"""One name for everything that a graph's code depends on: graphs with one name have the same code, in any process.
 
 digest(graph, arguments, options) = hash(operations, forms, options, surroundings, torch, funcrec, processor)
 """
@@ -21,16 +21,17 @@ from torch.fx.node import map_arg
 
 from funcrec.compile._ambient import SEEN
 
-KNOWN = {"aten", "prims", "_c10d_functional"}  # namespaces whose operators are lowered in one way, known by versions
+KNOWN = {"aten", "prims", "_c10d_functional"}  # namespaces whose operators are lowered in one way per version
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 CONFIGS = ("torch._inductor.config", "torch._functorch.config", "torch._dynamo.config")
-# read by torch and by compilers; where things lie is not among what they change
+# prefixes of variables that torch and compilers read; PLACES are paths, which do not change the code
 VARIABLES = ("TORCH", "ATEN_", "PYTORCH_", "CXX", "CPATH", "CPLUS_", "C_INCLUDE", "CFLAGS", "CPPFLAGS", "GCC_")
 PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCHELASTIC_")
 
 
 def digest(graph: GraphModule, arguments: Sequence[Tensor], options: dict[str, Any]) -> str | None:
-    """None where something without a name may change the code: operators, passes and lowerings of other libraries."""
+    """Return the name, or None if a value without a name may change the code: other libraries' operators, passes and
+    lowerings."""
     try:
         parts = [*operations(graph), *map(form, arguments), *surroundings(), *map(setting, sorted(options.items()))]
     except Unnamed:
@@ -39,16 +40,16 @@ def digest(graph: GraphModule, arguments: Sequence[Tensor], options: dict[str, A
 
 
 class Unnamed(Exception):
-    """A value that is not known by its text."""
+    """A value is not determined by its text."""
 
 
 def named(x: Any) -> Any:
-    """x, if its text tells all of it."""
+    """Return x with dicts sorted; raise if its text does not determine it."""
     if isinstance(x, (tuple, list)):
         return [named(y) for y in x]
     if isinstance(x, dict):
         return {named(k): named(v) for k, v in sorted(x.items())}
-    if type(x) not in PLAIN or (isinstance(x, torch.device) and x.type != "cpu"):  # of other devices code is not kept
+    if type(x) not in PLAIN or (isinstance(x, torch.device) and x.type != "cpu"):  # other devices' code is not kept
         raise Unnamed
     return x
 
@@ -60,7 +61,7 @@ def form(x: Tensor) -> str:
 
 
 def operations(graph: GraphModule) -> Iterator[str]:
-    """The nodes, by number."""
+    """Yield the text of each node, which names other nodes by number."""
     number: dict[Node, int] = {}
     for node in graph.graph.nodes:
         number[node] = len(number)
@@ -80,7 +81,7 @@ def target(node: Node) -> str:
 
 
 def surroundings() -> Iterator[str]:
-    """What changes how code is made: settings of torch and the environment's; not meshes, which the graph has seen."""
+    """Yield torch's settings and variables that change the code; meshes are left out, because the graph shows them."""
     yield from (f"{name} {x}" for name, x in ((n, read()) for n, read in SEEN.items()) if isinstance(x, PLAIN))
     for module in CONFIGS:
         yield from map(setting, changed(sys.modules.get(module)))
@@ -90,15 +91,15 @@ def surroundings() -> Iterator[str]:
 
 
 def changed(config: Any) -> list[tuple[str, Any]]:
-    """The settings that are not what torch ships; a module that nobody imported has none."""
+    """Return the settings that differ from torch's defaults; a module that is not imported has none."""
     entries = {} if config is None else config._config
     now = {name: getattr(config, name) for name in sorted(entries) if not config._is_default(name)}
-    # one that was changed and put back is not "default" to torch
+    # for torch, a setting that was changed and restored is not "default"
     return [(name, x) for name, x in now.items() if x != entries[name].default]
 
 
 def setting(item: tuple[str, Any]) -> str:
-    """A function is known by its name where it is funcrec's, whose sources are part of the name."""
+    """Return the text of a setting. funcrec's functions are known by name, since the digest covers its sources."""
     name, value = item
     own = [x for x in (value if isinstance(value, list) else [value]) if callable(x)]
     if any(not getattr(x, "__module__", "").startswith("funcrec.") or "<" in x.__qualname__ for x in own):
@@ -108,7 +109,7 @@ def setting(item: tuple[str, Any]) -> str:
 
 @functools.cache
 def system() -> tuple[str, ...]:
-    """torch, Python, the processor that code is made for, and what of funcrec makes it."""
+    """Return torch's and Python's versions, the processor, and a digest of funcrec's sources that make code."""
     import funcrec.kernels
 
     text = hashlib.sha256()
@@ -121,7 +122,7 @@ def system() -> tuple[str, ...]:
 
 
 def processor() -> str:
-    """What a compiler sees of it."""
+    """Return what a compiler sees of the processor."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

@@ -1,9 +1,8 @@
-"""Exchanges of a staged graph, made cheaper: of two ranks each sends only what
-the other has not, and a rank computes while values travel.
+"""Cheaper exchanges in a staged graph: each of two ranks sends only the other's block, and ranks compute meanwhile.
 
     wait(swap(x))[own]  →  x[own]
 
-Bits are those of the graph as it was.
+The bits are those of the unchanged graph.
 Shapes: n ranks in a group; a swap's operand is [n, ...], a block for each rank.
 """
 
@@ -20,7 +19,7 @@ aten = torch.ops.aten
 
 
 def smaller_exchanges(graph: GraphModule) -> None:
-    """The same function with smaller exchanges, in place; every rank's graph changes alike."""
+    """Make the exchanges of a graph smaller, in place; every rank's graph changes in the same way."""
     if not any(True for _ in swaps_of(graph.graph)):
         return
     keep_own_blocks(graph.graph)
@@ -29,7 +28,7 @@ def smaller_exchanges(graph: GraphModule) -> None:
 
 
 def swaps_of(graph: Graph) -> Iterator[Node]:
-    """The awaits of exchanges that give each rank one block of equal size."""
+    """Yield the awaits of exchanges that give each rank one block of equal size."""
     for node in graph.nodes:
         if node.target is AWAIT and node.args[0].target is SWAP:
             sent, *splits, group = node.args[0].args
@@ -39,7 +38,7 @@ def swaps_of(graph: Graph) -> Iterator[Node]:
 
 
 def _call(graph: Graph, target, *args, **kwargs) -> Node:
-    """A node with the form of its value, which is computed from those of its arguments."""
+    """Add a node, and compute the form of its value from those of its arguments."""
     node = graph.call_function(target, args, kwargs)
     with next(n.meta["val"].fake_mode for n in graph.nodes if hasattr(n.meta.get("val"), "fake_mode")):
         node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)
@@ -47,7 +46,7 @@ def _call(graph: Graph, target, *args, **kwargs) -> Node:
 
 
 def _whole(graph: Graph, x: Node) -> Node:
-    """The value in one piece, as an exchange's result is, and as what reads it may need it."""
+    """Return the value as contiguous memory, as an exchange returns it and its readers may need it."""
     if x.meta["val"].is_contiguous():
         return x
     return _call(graph, aten.clone.default, x, memory_format=torch.contiguous_format)
@@ -57,14 +56,13 @@ def _whole(graph: Graph, x: Node) -> Node:
 
 
 def keep_own_blocks(graph: Graph) -> None:
-    """Of two ranks' exchange whose result is only read block by
-    block, the block that stays is taken from the operand."""
+    """Take the block that stays on a rank from the operand, if an exchange of two ranks is only read block by block."""
     for wait in list(swaps_of(graph)):
         swap = wait.args[0]
         x, *_, group = swap.args
         own, reads = _resolve_process_group(group).rank(), list(block_reads(wait))
         if x.meta["val"].shape[0] != 2 or None in reads or {block for _, block in reads} != {0, 1}:
-            continue  # were one block not read, the exchange would be dead code on the rank that has the other
+            continue  # if a block were not read, the exchange would be dead code on the rank that has the other block
         splits = [int(r != own) for r in range(2)]
         with graph.inserting_before(swap):
             sent, kept = _blocks(graph, x, own)
@@ -75,7 +73,7 @@ def keep_own_blocks(graph: Graph) -> None:
 
 
 def block_reads(node: Node) -> Iterator[tuple[Node, int] | None]:
-    """(reader, block) of every use of two ranks' result; None for one that is not of a single block."""
+    """Yield (reader, block) for each use of two ranks' result; None for a use of more than a single block."""
     for user in node.users:
         if user.target is aten.permute.default and user.args[1] == list(range(len(user.args[1]))):
             yield from block_reads(user)
@@ -88,8 +86,7 @@ def block_reads(node: Node) -> Iterator[tuple[Node, int] | None]:
 
 
 def _blocks(graph: Graph, x: Node, own: int) -> tuple[Node, Node]:
-    """What the other rank is sent, [1, ...], and what this one
-    keeps, [...]: the value itself where all blocks are one."""
+    """Return the block to send, [1, ...], and the block that stays, [...]; if all blocks are one value, that value."""
     source = x.args[0] if x.target is aten.clone.default else None
     if source is not None and source.target is aten.expand.default and _is_repeated(source):
         kept = _whole(graph, source.args[0])
@@ -105,10 +102,10 @@ def _is_repeated(expand: Node) -> bool:
 
 
 def fill_waits(steps: list) -> list:
-    """The steps of the generated code in an order in which a rank computes while values travel: before an exchange only
-    what it needs, and while it is under way what the next one needs besides.
+    """Order the steps of the generated code so that a rank computes while values travel.
 
-    steps: Inductor's, each with its needs before it; a pass of `reorder_for_compute_comm_overlap_passes`.
+    Before an exchange come only the steps that it needs, and while it is under way the steps that the next one needs.
+    steps: Inductor's, each after its needs; this is a pass of `reorder_for_compute_comm_overlap_passes`.
     """
     from torch._inductor.utils import contains_collective, contains_wait
 
@@ -127,7 +124,7 @@ def fill_waits(steps: list) -> list:
 
 
 def all_needs(step: object, needs: dict) -> set:
-    """The step, and all that has to come before it."""
+    """Return the step, and all steps that must come before it."""
     seen, left = {step}, [step]
     while left:
         new = needs[left.pop()] - seen

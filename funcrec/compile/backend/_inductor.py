@@ -1,4 +1,4 @@
-"""A graph as compiled code: what Inductor is asked for, and what is kept from it because torch 2.13 gets it wrong.
+"""A graph as compiled code: Inductor's options, and the parts that torch 2.13 gets wrong and are kept from it.
 
 compile_graph(graph, x)(*x) = graph(*x)
 """
@@ -33,18 +33,18 @@ from funcrec.core import fail
 from funcrec.kernels import files
 
 HEADER = "torch/csrc/inductor/cpp_prefix.h"
-MANY = 8  # libraries that a process compiles, and then the header, too
+MANY = 8  # a process that compiles this many libraries also compiles the header
 COMPILED = itertools.count(1)
-PATCHING = threading.RLock()  # one thread at a time puts functions in torch's place
-# Before, loops for a CPU read rows before they are written and round 16 bits late, whatever OPTIONS say.
+PATCHING = threading.RLock()  # one thread at a time replaces torch's functions
+# Older versions read rows before they are written and round 16 bits late, in loops for a CPU, with any OPTIONS.
 LEAST_FOR_CPU = (2, 13)
 
 
 def remember_writes(steps: list) -> list:
-    """The steps of a graph before fusion: each that reads a buffer written in place gets that dependency once more.
+    """Add, before fusion, one more dependency to each step that reads a buffer written in place; return the steps.
 
-    Inductor looks up again what a step reads when it fuses loops of different shapes, and then forgets that the buffer
-    has been written since, unless the step has a dependency of this kind: it would run before the write.
+    When Inductor fuses loops of different shapes, it looks up again what a step reads, and forgets that the buffer has
+    been written since. Without a dependency of this kind the step would run before the write.
     """
     from torch._inductor.dependencies import WeakDep
 
@@ -57,35 +57,35 @@ def remember_writes(steps: list) -> list:
 
 OPTIONS = {
     "_pre_fusion_custom_pass": remember_writes,
-    # it writes into rows that their own new values, or parts of a cat, still read
+    # that pass writes into rows that their new values, or parts of a cat, still read
     "disabled_passes": "reinplace_inplaceable_ops",
     "emulate_precision_casts": True,  # casts to 16 bits round as in eager mode
-    # ranks compute while values travel: started at once, awaited where they are read
+    # ranks compute while values travel: exchanges start at once, and are awaited where they are read
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": [fill_waits],
-    # a chain of key derivations, inlined, would grow by eight with each link (30 is torch's)
+    # inlined, a chain of key derivations would grow eightfold with each link (torch's default is 30)
     "realize_opcount_threshold": 16,
-    # what is kept is kept here, and nothing is compiled elsewhere
+    # funcrec keeps code itself, and compiles in this process
     "fx_graph_cache": False,
     "compile_threads": 1,
 }
 
 
 def compile_graph(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
-    """The graph as code for arguments of these forms.
+    """Return the graph as code for arguments of these forms.
 
-    Code for a CPU is kept on disk, one file a graph, under a name of all that it depends on: a process that stages the
-    same graph loads it in milliseconds.
+    Code for a CPU is kept on disk, one file per graph, under a name for all that it depends on. A process that stages
+    the same graph loads it in milliseconds.
 
     Raises:
-      RuntimeError: loops for a CPU by a torch whose Inductor is known to get them wrong.
+      RuntimeError: loops for a CPU, with a torch whose Inductor is known to get them wrong.
     """
     refuse_old_torch(graph)
     return apart(lambda: code_of(faster_products(graph), arguments))
 
 
 def code_of(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
-    """Code as it was kept on disk, or made now."""
+    """Return code from disk, or compile it now."""
     opened, constants = open_constants(graph)
     arguments = [*constants, *arguments]
     name = digest(opened, arguments, OPTIONS)
@@ -113,7 +113,7 @@ def devices(graph: torch.fx.GraphModule) -> set[str]:
 
 
 def need_compiler(call: str) -> None:
-    """What has loops for a CPU is compiled by a compiler of C++; what lies on disk is loaded without."""
+    """Raise if there is no C++ compiler. Loops for a CPU need one; code on disk is loaded without."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -126,7 +126,8 @@ def need_compiler(call: str) -> None:
 
 
 def open_constants(graph: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, list[Tensor]]:
-    """The graph with its constants as first arguments, and they: code does not depend on their values."""
+    """Return the graph with its constants as first arguments, and the constants: code must not depend on their
+    values."""
     found = {n: getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")}
     if not found or not all(type(x) is Tensor for x in found.values()):
         return graph, []
@@ -139,7 +140,7 @@ def open_constants(graph: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, l
 
 
 class OtherCodeError(Exception):
-    """What Inductor made of a graph is more than loops: code that is in no file."""
+    """Inductor made more than loops of a graph; such code is not in a file."""
 
     def __init__(self, code: Callable):
         super().__init__()
@@ -163,7 +164,7 @@ def write_code(graph: torch.fx.GraphModule, arguments: list[Tensor], path: Path)
             if code is None or len(V.graph.graph_input_names) != len(arguments):
                 return load(key, file, linemap, attrs, **rest)
             found.append(code)
-            # nobody calls it: torch before 2.13 wants a function there
+            # this function is never called; torch before 2.13 needs one here
             return SimpleNamespace(call=found.append, __file__=file)
 
         return instead
@@ -180,7 +181,7 @@ def write_code(graph: torch.fx.GraphModule, arguments: list[Tensor], path: Path)
 
 
 def compile_anew(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
-    """The graph as code that is kept nowhere."""
+    """Return the graph as code that is not kept."""
     import torch._inductor  # slow to import, and only needed to compile
 
     with knowing():
@@ -189,14 +190,14 @@ def compile_anew(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callab
 
 @contextlib.contextmanager
 def knowing() -> Iterator[None]:
-    """Tell Inductor what it would find out by seconds of work, and nobody what torch thinks of its own old calls."""
+    """Tell Inductor facts that take it seconds to find out, and hide torch's warnings about its own old calls."""
     import torch._inductor.codecache as codecache
     import torch.utils._sympy.solve as solve
     from torch._inductor.cpu_vec_isa import VecISA
     from torch._inductor.runtime import triton_compat
 
     with contextlib.ExitStack() as known:
-        known.enter_context(warnings.catch_warnings())  # nothing of a user's runs here
+        known.enter_context(warnings.catch_warnings())  # no code of a user runs here
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         known.enter_context(replaced(solve, "try_solve", in_integers))
@@ -204,14 +205,14 @@ def knowing() -> Iterator[None]:
             known.enter_context(replaced(*patch))
         if platform.machine() in ("x86_64", "AMD64"):
             known.enter_context(replaced(VecISA, "check_build", lambda build: runs))
-        if not torch.cuda.is_available():  # the digest of Triton's sources is asked for, and then left out of the key
+        if not torch.cuda.is_available():  # torch digests Triton's sources, but does not use the result
             owner = codecache if hasattr(codecache, "triton_key") else triton_compat  # torch < 2.13
             known.enter_context(replaced(owner, "triton_key", lambda key: lambda: None))
         yield
 
 
 def in_integers(solve: Callable) -> Callable:
-    """Solutions with one division, and no fractions: of s = 3 B + 1 Inductor writes B = s/3 - 1/3, in integers."""
+    """Solve with one division, without fractions: for s = 3 B + 1 Inductor would write B = s/3 - 1/3 in integers."""
 
     def solved(*args, **kwargs):
         import sympy
@@ -228,9 +229,10 @@ def in_integers(solve: Callable) -> Callable:
 
 
 def runs(isa: object, code: str) -> bool:
-    """Whether the compiler knows the instructions, and torch the functions of vectors of this size.
+    """Whether the compiler knows the instructions, and torch has vector functions of this size.
 
-    Of the processor Inductor has asked before. It would build and load a program for each of six sets: 7 s of a CPU.
+    Inductor has already asked the processor. It would build and load a program for each of six instruction sets, which
+    takes 7 s.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -242,7 +244,7 @@ def runs(isa: object, code: str) -> bool:
 
 
 def build(text: str, path: Path, isa: object) -> None:
-    """The text as a library, by the compiler and flags of Inductor's own loops."""
+    """Compile the text to a library, with the compiler and flags of Inductor's own loops."""
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
 
     flags = {"vec_isa": isa, "device_type": "cpu", "include_pytorch": False, "shared": True}
@@ -257,8 +259,11 @@ def build(text: str, path: Path, isa: object) -> None:
 
 
 def compiled_header(flags: dict[str, Any]) -> str | None:
-    """What loops include, compiled: 5 s once, for 1.2 s less a program. So it is made for
-    a process that compiles many, and taken by all that find that it was made."""
+    """Return the path of the compiled header that loops include, or None.
+
+    Compiling it takes 5 s once, and saves 1.2 s per program. A process that compiles many programs makes it, and every
+    process that finds it uses it.
+    """
     from torch._inductor import codecache, config
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
 
@@ -270,7 +275,7 @@ def compiled_header(flags: dict[str, Any]) -> str | None:
     note = files.folder() / f"{name}.header"
     if next(COMPILED) < MANY and not note.exists():
         return None
-    path = compiled(HEADER, command, **flags)  # torch's own: kept by its content
+    path = compiled(HEADER, command, **flags)  # torch's own, kept under a digest of its content
     if not files.is_off():
         note.touch()
     return path
@@ -278,7 +283,7 @@ def compiled_header(flags: dict[str, Any]) -> str | None:
 
 @contextlib.contextmanager
 def replaced(owner: object, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
-    """Have this thread find make(f) where `owner` has the function f; others find f."""
+    """Replace the owner's function f by make(f) for this thread only."""
     mine, kept, original = threading.get_ident(), vars(owner)[name], getattr(owner, name)
     own = make(original)
 

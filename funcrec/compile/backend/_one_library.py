@@ -1,9 +1,9 @@
-"""One file of code for a graph: Inductor's Python and its loops, which it keeps in a library each, as one library.
+"""One file of code per graph: Inductor's Python, and its loops (a library each) joined in one library.
 
 Inductor's module  →  text: Python without torch's compiler;  source: C++ of all its loops and of the text
 
-Loading a file imports nothing of Inductor, which takes a second or two. One library of seventeen loops compiles in the
-time of four of one loop each, as most of it is spent on headers; flags are those that Inductor has for a loop alone.
+Loading a file imports nothing of Inductor, which would take a second or two. One library of seventeen loops compiles as
+fast as four libraries of one loop each, because headers take most of the time. Flags are Inductor's for a single loop.
 """
 
 import ast
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from funcrec.kernels import files
 
-NAME = "funcrec_program"  # of the library, as a module of Python
-KERNEL = "cpp_pybinding"  # what Inductor's module makes of argument types and C++
+NAME = "funcrec_program"  # the library's name as a module of Python
+KERNEL = "cpp_pybinding"  # Inductor's module calls it with argument types and C++
 BINDING = """
 #include <Python.h>
 #include <cstring>
@@ -61,14 +61,14 @@ PyMODINIT_FUNC PyInit_{name}() {{
 
 
 class Generated(NamedTuple):
-    """text: Python that binds `call`, with the loops' names free. kernels: {name: (types of the arguments, C++)}."""
+    """text: Python that binds `call`, and needs the loops' names. kernels: {name: (types of the arguments, C++)}."""
 
     text: str
     kernels: dict[str, tuple[list[str], str]]
 
 
 def generated(module: str, extern: object) -> Generated | None:
-    """What Inductor's module is made of; None where it has more than loops for a CPU and calls of operators.
+    """Split Inductor's module; None if it has more than loops for a CPU and calls of operators.
 
     Args:
       extern: Inductor's `extern_kernels`, whose matrix products are torch's own.
@@ -99,7 +99,7 @@ def _kernel(x: ast.stmt) -> dict[str, tuple[list[str], str]] | None:
 
 
 def _needed(body: list[ast.stmt]) -> list[ast.stmt]:
-    """What `call` is made of, in order: not the imports and examples that stand next to it."""
+    """Return the statements that `call` needs, in order, without the module's other imports and examples."""
     binds = {name: x for x in body for name in _names(x)}
     kept, left = set(), ["call"]
     while left:
@@ -119,7 +119,7 @@ def _names(x: ast.stmt) -> list[str]:
 
 
 def source(code: Generated) -> str:
-    """The C++: each loop as it is, in a namespace of its own, then what calls them from Python, and the text."""
+    """Return the C++: each loop unchanged in its own namespace, then functions that Python calls, and the text."""
     included: dict[str, None] = {}
     parts, methods = [], []
     for i, (name, (types, loop)) in enumerate(code.kernels.items()):
@@ -137,7 +137,7 @@ def source(code: Generated) -> str:
 
 
 def load(path: Path) -> Callable[[list], Sequence[Tensor]]:
-    """`call` of the text, with the loops of the library; a program without loops is text alone."""
+    """Return `call` of the text, with the loops of the library; a program without loops is text alone."""
     content = path.read_bytes()
     if not content.startswith(b"\x7fELF"):
         return _call({}, content[: -files.SIZE].decode(), path)

@@ -1,10 +1,10 @@
-"""Products of float32 by oneDNN, in programs for processors where torch's MKL has half its speed.
+"""float32 products by oneDNN, in programs for processors on which torch's MKL is half as fast.
 
     a b = linear(a, bᵀ)
 
-On AMD's processors MKL stays away from AVX-512: 100 GFLOP/s a core, oneDNN's 220.
-The choice follows the processor and the shapes, never a clock: every process and rank makes the same one.
-Shapes: a is [M, K], b [K, N]; of members or emulated ranks [S, M, K] and [S, K, N].
+On AMD's processors MKL does not use AVX-512: it reaches 100 GFLOP/s per core, oneDNN 220.
+The choice depends on the processor and the shapes, never on a clock: every process and rank makes the same choice.
+Shapes: a is [M, K], b [K, N]; for members or emulated ranks [S, M, K] and [S, K, N].
 """
 
 import functools
@@ -20,10 +20,10 @@ from funcrec.compile.backend._digest import processor
 from funcrec.kernels import library
 
 aten = torch.ops.aten
-ADDED = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}  # arguments before a and b
-LEAST = 8  # of M, K and N: narrower ones are vectors
-WORTH = 3 << 20  # M K N, 60 µs of MKL's: a call of oneDNN costs 15 µs more
-ROUNDS = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")  # with them oneDNN rounds otherwise, MKL does not
+ADDED = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}  # number of arguments before a and b
+LEAST = 8  # least M, K and N; a narrower matrix is treated as vectors
+WORTH = 3 << 20  # least M K N, which takes MKL 60 µs; a call of oneDNN costs 15 µs more
+ROUNDS = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")  # these change oneDNN's rounding, not MKL's
 
 
 def onednn() -> Callable:
@@ -31,7 +31,7 @@ def onednn() -> Callable:
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """a b, or (bᵀ aᵀ)ᵀ where a does not lie row by row and that has the smaller copies; of each member its own."""
+    """Return a b, or (bᵀ aᵀ)ᵀ if a is not row-major and this needs smaller copies; with members, member by member."""
     if a.dim() == 3:
         out = a.new_empty(*a.shape[:2], b.shape[2])
         for product, x, y in zip(out, a, b, strict=True):
@@ -44,13 +44,15 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear(a: Tensor, b: Tensor) -> Tensor:
-    """oneDNN copies an `a` that does not lie row by row, and takes b by rows or columns without gaps: it multiplies any
-    other a thousand times as slowly."""
+    """Return a b by oneDNN, which copies an `a` that is not row-major.
+
+    b must be row-major or column-major without gaps: with other strides oneDNN is a thousand times as slow.
+    """
     w = b.t()
     return onednn()(a, w if b.is_contiguous() or w.is_contiguous() else w.contiguous(), None, "none", [], "")
 
 
-# Our own: what is after oneDNN's, Inductor makes a part of it, in other bits, and needs weights that are constants.
+# Our own operator: Inductor would fuse later operations into oneDNN's, with other bits, and requires constant weights.
 library.define(
     "funcrec_onednn",
     "mm",
@@ -63,7 +65,7 @@ MM = torch.ops.funcrec_onednn.mm.default
 
 
 def faster_products(graph: GraphModule) -> GraphModule:
-    """The graph with oneDNN's products where they are the faster ones; itself where there are none."""
+    """Return the graph with oneDNN's products where they are faster; the graph itself if there are none."""
     products = set(large_products(graph.graph))
     if not products or not is_faster():
         return graph
@@ -74,13 +76,13 @@ def faster_products(graph: GraphModule) -> GraphModule:
             continue
         *added, a, b = map(copies.__getitem__, node.args)
         copies[node] = own.call_function(MM, (a, b))
-        for x in added:  # by a loop: as a rule the one that reads the product
+        for x in added:  # in a loop, as a rule that of the product's reader
             copies[node] = own.call_function(aten.add.Tensor, (copies[node], x))
     return GraphModule(graph, own)
 
 
 def large_products(graph: Graph) -> Iterator[Node]:
-    """Those of f32 on the CPU that are worth a call of oneDNN's."""
+    """Yield the f32 products on the CPU that are large enough for a call of oneDNN."""
     for target, added in ADDED.items():
         for node in graph.find_nodes(op="call_function", target=target):
             a, b = (n.meta["val"] for n in node.args[added:])
@@ -92,12 +94,12 @@ def large_products(graph: Graph) -> Iterator[Node]:
 
 
 def is_faster() -> bool:
-    """Whether oneDNN has instructions that MKL does not use here, and rounds as MKL does: nobody asked for less."""
+    """Whether oneDNN has instructions that MKL does not use, and rounds as MKL does (no lower precision is set)."""
     rounds = torch._C._get_fp32_precision_getter("mkldnn", "matmul") in ("tf32", "bf16") or any(map(os.getenv, ROUNDS))
     return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled() and not rounds and stays_away()
 
 
 @functools.cache
 def stays_away() -> bool:
-    """Whether MKL stays away from AVX-512."""
+    """Whether MKL does not use this processor's AVX-512."""
     return "AuthenticAMD" in processor() and torch.backends.cpu.get_cpu_capability() == "AVX512"

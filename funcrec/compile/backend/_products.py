@@ -1,8 +1,8 @@
-"""Products with weights in a program whose number of rows is open: BLAS's for few rows, oneDNN's for many.
+"""Products with weights in a program with an open number of rows: BLAS's for few rows, oneDNN's for many.
 
     x Wᵀ + b = oneDNN(x, W, b) if rows(x) >= MANY else BLAS(x, W, b)          one branch on a size in compiled code
 
-oneDNN's calls cost 10 µs more. On processors where MKL stays away from AVX-512 its products take half the time.
+A call of oneDNN costs 10 µs more. On processors on which MKL does not use AVX-512, its products take half the time.
 Shapes: B rows, I inputs, O outputs.
 """
 
@@ -17,13 +17,13 @@ from funcrec.compile.backend._inductor import PATCHING
 from funcrec.compile.backend._onednn import onednn
 
 LINEAR = torch.ops.aten.linear.default
-MANY = 32  # rows, and what they are a multiple of
-LEAST = 1 << 14  # elements of W
+MANY = 32  # the least number of rows for oneDNN, which is padded to a multiple of this
+LEAST = 1 << 14  # least number of elements of W
 
 
 @contextlib.contextmanager
 def two_products(exported: torch.export.ExportedProgram) -> Iterator[None]:
-    """Give the program's larger products the branch; it can be compiled by AOTInductor within."""
+    """Give the program's larger products the branch; compile it with AOTInductor inside the context."""
     graph = exported.graph_module
     products = [n for n in graph.graph.find_nodes(op="call_function", target=LINEAR) if is_worth_it(n)]
     if not products or not torch.backends.mkldnn.is_available():
@@ -39,7 +39,7 @@ def two_products(exported: torch.export.ExportedProgram) -> Iterator[None]:
 
 
 def is_worth_it(product: torch.fx.Node) -> bool:
-    """Whether it is f32[B, O] of f32[B, I] with bias, B open, on the CPU."""
+    """Whether a product is f32[B, O] of f32[B, I] with bias on the CPU, with B open and W large enough."""
     values = [n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in product.args]
     if len(values) != 3 or not all(isinstance(x, Tensor) and x.dtype == torch.float32 for x in values):
         return False
@@ -50,8 +50,10 @@ def is_worth_it(product: torch.fx.Node) -> bool:
 
 
 def in_steps(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor]:
-    """x Wᵀ + b, with zeros after x up to a multiple of MANY rows: oneDNN plans each number of rows for a millisecond,
-    and keeps a thousand plans."""
+    """Return x Wᵀ + b, with x padded by zeros to a multiple of MANY rows.
+
+    oneDNN takes a millisecond to plan for each number of rows, and keeps a thousand plans.
+    """
     rows = torch.ops.aten.sym_size.int(x, 0)
     whole = torch.ops.aten.constant_pad_nd.default(x, [0, 0, 0, -rows % MANY])
     return (torch.ops.aten.slice.Tensor(onednn()(whole, weight, bias, "none", [], ""), 0, 0, rows),)
@@ -77,7 +79,7 @@ def replace(product: torch.fx.Node) -> None:
 
 @contextlib.contextmanager
 def lowered() -> Iterator[None]:
-    """Inductor calls oneDNN with weights that are inputs; by itself it takes only constants, which it packs."""
+    """Make Inductor call oneDNN with weights that are inputs; by itself it takes only constants, which it packs."""
     from torch._inductor import ir, mkldnn_ir
     from torch._inductor.lowering import lowerings
 
