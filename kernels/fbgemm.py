@@ -43,7 +43,7 @@ def pooled_lookup(
     tables: Sequence[Tensor], rows: Sequence[Tensor], offsets: Tensor, weights: Tensor | None,
     features: Sequence[int], num_bags: int, blocks: int = 1,
 ) -> Tensor:  # fmt: skip
-    """f32[n · B, C / n]."""
+    """Return the pooled lookup, f32[n · B, C / n], one operator call per feature."""
     call = "funcrec.kernels.pooled_lookup"
     ops = _operators(call, *tables, *rows, offsets, weights)
     found = features_of(features)
@@ -62,7 +62,7 @@ def pooled_lookup_weights(
     d_out: Tensor, tables: Sequence[Tensor], rows: Sequence[Tensor], offsets: Tensor, weights: Tensor,
     features: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """f[N]: the gradient of the weights."""
+    """Return the gradient of the weights, f[N]."""
     call = "funcrec.kernels.pooled_lookup_weights"
     ops = _operators(call, d_out, *tables, *rows, offsets, weights)
     num_bags, out = d_out.shape[0], torch.zeros(weights.shape[0], dtype=torch.float32)
@@ -162,7 +162,7 @@ def bucketize(
 
 
 def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | int) -> Tensor:
-    """f[B, max_length, D]."""
+    """Return each bag cut or filled to max_length, f[B, max_length, D]."""
     call = "funcrec.kernels.to_padded"
     ops = _operators(call, values, offsets)
     _check_dtype(call, values, PADDED_DTYPES)
@@ -172,7 +172,7 @@ def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | in
 
 
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
-    """f[capacity, D]."""
+    """Return the places inside their bags end to end, f[capacity, D]. Raises if offsets descend."""
     call = "funcrec.kernels.from_padded"
     ops = _operators(call, padded, offsets)
     _check_dtype(call, padded, PADDED_DTYPES)
@@ -193,7 +193,7 @@ def _matrix(x: Tensor, lead: int) -> Tensor:
 
 
 def _forward(ops, table: Tensor, bags: Bags, weights: Tensor | None) -> Tensor:
-    """f32[B, D]: the sums of the bags."""
+    """Return the sums of the bags, f32[B, D]."""
     num_rows, dim = table.shape
     if bags.offsets.shape[0] == 1:
         return torch.empty(0, dim, dtype=torch.float32)

@@ -18,7 +18,7 @@ NAN = torch.tensor([0, 0x7E, 0, 0x7E], dtype=torch.uint8)  # scale and bias of a
 
 
 def quantized_lookup(tables, rows, offsets, weights, features, num_bags, bits, dims) -> Tensor:
-    """f32[B, C]."""
+    """Return the pooled lookup of quantised rows, f32[B, C]."""
     call = "funcrec.kernels.quantized_lookup"
     check_tables("quantized_lookup", tables, bits, dims)
     ops = _operators(call, *tables, *rows, offsets, weights)
@@ -36,7 +36,7 @@ def quantized_lookup(tables, rows, offsets, weights, features, num_bags, bits, d
 
 
 def _pooled(ops, table: Tensor, bits: int, dim: int, bags, weights: Tensor | None) -> Tensor:
-    """f32[B, D]: the sums of the bags."""
+    """Return the sums of the bags, f32[B, D]."""
     if bags.offsets.shape[0] == 1 or bags.rows.shape[0] == 0 or dim == 0:
         return torch.zeros(bags.offsets.shape[0] - 1, dim)
     kind = WEIGHTS_TYPES[bits]
@@ -48,7 +48,7 @@ def _pooled(ops, table: Tensor, bits: int, dim: int, bags, weights: Tensor | Non
 
 
 def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
-    """f32[N, D]."""
+    """Return the numbers of the rows, f32[N, D]."""
     call = "funcrec.kernels.quantized_rows"
     check_coded("quantized_rows", table, bits, dim)
     ops = _operators(call, table, rows)
@@ -62,7 +62,7 @@ def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor:
-    """u8[R, S]."""
+    """Return the rows in codes, u8[R, S]. Raises for a key."""
     call = "funcrec.kernels.quantize_rows"
     ops = _operators(call, table)
     _check_dtype(call, table, (torch.float32, torch.float16))

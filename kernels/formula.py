@@ -3,7 +3,7 @@
     (row f[D], grad f[D], {slot: f[D] or f[]}, hyper) → {"row": Symbol, slot: Symbol, ...}
     an expression that occurs twice in it is one symbol
 
-A symbol is of one of three kinds, in this order. HOST: known before the update (hyper-parameters, the step), computed
+A symbol has one of three kinds, in this order. HOST: known before the update (hyper-parameters, the step), computed
 in f64. NUMBER: one number for a row. WIDE: one number for each element. NUMBER and WIDE are in the dtype of the rule;
 HOST is rounded to that dtype where they meet. An operation on two kinds gives the later one. A reduction turns WIDE
 into NUMBER and ends a level: an operation that needs the result waits for a pass over the row. `write_rules` makes the

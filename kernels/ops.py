@@ -175,8 +175,8 @@ def fused_update(
         has up to S segments of rows, (key, begin, phase, words), by ascending `begin` from row 0; the places after them
         have begin 2⁶³ - 1. Column c of row r takes 16 bits of number r · words + (phase + c) // 4 of its segment's key,
         from bit 16 · ((phase + c) mod 4) on.
-      first, dims: i64[T], where each table's columns begin among those of its gradients, and how many columns those
-        have. None and () for tables of whole rows.
+      first, dims: i64[T], the column of a table's gradients at which the table's own columns begin, and the number of
+        columns of its gradients. None and () for tables of whole rows.
     """
     if not tables:
         return [], []
@@ -326,7 +326,7 @@ def owner_blocks(
 def to_padded(
     values: Tensor, offsets: Tensor, max_length: int, fill: float | int = 0, *, implementation: str | None = None
 ) -> Tensor:
-    """[B, max_length, ...]: each bag from its beginning, then `fill`."""
+    """Return [B, max_length, ...]: each bag from its beginning, then `fill`."""
     whole = int(fill) if isinstance(fill, int) else None
     return _of("to_padded", implementation, values)(values, offsets, max_length, float(fill), whole)
 

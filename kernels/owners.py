@@ -40,7 +40,7 @@ def blocks_by(take_ranges: Callable, bucketize: Callable, integers: Callable = i
         blocks = torch.cat([blocks, told.flatten(1)], 1).to(torch.int64 if wide else torch.int32)
         if not placed:
             return blocks, counts, counts.new_empty(0)
-        # an id at position p of the grouped ids stands at (owner, p - before[owner]) of the blocks
+        # an id at position p of the grouped ids is at (owner, p - before[owner]) in the blocks
         owner = torch.div(rows, NOWHERE, rounding_mode="floor").clamp(min=0)
         inner = positions - before[owner]
         sent = torch.where((positions >= 0) & (inner < room), owner * room + inner, -1)
@@ -90,6 +90,6 @@ def owned_rows(ids: Tensor, bounds: Tensor, lanes: Sequence[Owners], integers: C
 
 
 def lane_of(bounds: Tensor, num_ids: int, num_lanes: int) -> Tensor:
-    """Return the lane of each id, i64[N]; padding counts to the last lane."""
+    """Return the lane of each id, i64[N]; padding belongs to the last lane."""
     ends = bounds[:: max((bounds.shape[0] - 1) // num_lanes, 1)][1:num_lanes]
     return place_among(ends.contiguous(), torch.arange(num_ids, device=ends.device))

@@ -74,8 +74,8 @@ def _to_half(x: Tensor, *, down: bool, directed: bool) -> Tensor:
 def _at_random(x: Tensor, key: Tensor) -> Tensor:
     """Round x up as often as 16 random bits are below its fraction, else down.
 
-    The bits of row r and column c are those from 16 · (c mod 4) on of a random word: number r · ceil(D / 4) + c // 4 of
-    the key, or number c // 4 of key[r].
+    Row r and column c take 16 bits of a random word, from bit 16 · (c mod 4) on. The word is number
+    r · ceil(D / 4) + c // 4 of the key, or number c // 4 of key[r].
     """
     num_rows, dim = x.shape
     words = -(-dim // 4)

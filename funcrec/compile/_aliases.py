@@ -23,10 +23,10 @@ _uses, _requires_grad = Tensor._use_count, operator.attrgetter("requires_grad")
 
 
 class Hold(NamedTuple):
-    """The memory of the leaves that a call writes to, as counted while the call alone has it.
+    """The memory of the leaves that a call writes to, and the holders that it has if the call alone has it.
 
-    written: those leaves. views: those of them that are views. storages: the addresses of their storages. counts: the
-    holders of each storage, negative for memory that neither torch nor funcrec allocated.
+    written: the numbers of those leaves. views: of the leaves that are views. storages: the addresses of their
+    storages. counts: the holders of each storage, negative for memory that neither torch nor funcrec allocated.
     """
 
     written: list[int]
@@ -79,7 +79,7 @@ def alone(leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _expected(mine: dict[int, Tensor]) -> int:
-    """Return a storage's count if only these tensors hold it, and unnamed tensors of which they are views."""
+    """Return a storage's count if its only holders are these tensors and their unnamed bases."""
     views = [x for x in mine.values() if x._base is not None and id(x._base) not in mine]
     num_views = Counter(x._base._cdata for x in views)
     uses, references = _private_base()

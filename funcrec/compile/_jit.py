@@ -42,7 +42,7 @@ from funcrec.core import (
 from funcrec.mesh import alone, others_changed, staged
 from funcrec.tables import TableRef
 
-MANY, MOST = 10, 128  # compilations of one function: it warns from the first number on, and keeps the second
+MANY, MOST = 10, 128  # compilations of one function: a warning comes from MANY on, and the last MOST are kept
 TRANSFORM = "a transform, funcrec.checked or a mode of torch"
 
 
@@ -59,11 +59,11 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
         Python's objects, such as an append to a list, also happen only then.
       donate: names of parameters that the call may use up. An output that is a donated leaf with rows replaced
         (`index_put`, as in every row optimizer) takes the leaf's memory. A leaf that is returned unchanged keeps its
-        own. All other outputs are new, and the old leaf's memory is freed. If a call is interrupted or fails, the old
-        value is unchanged, or every part of it raises. Memory that others hold too (a view, a `detach()`, a numpy
-        array, a file) is copied before a write, with a warning, and they keep what they see; `fr.copy` copies first. A
-        bare `data_ptr()` or storage is not noticed, nor another thread that reads meanwhile. Under vmap, grad, jvp,
-        another jit and `fr.checked` nothing is taken.
+        memory. All other outputs are new, and the old leaf's memory is freed. If a call is interrupted or fails, the
+        old value is unchanged, or every part of it raises. Memory that others hold too (a view, a `detach()`, a numpy
+        array, a file) is copied before a write, with a warning, and they keep what they see; an explicit `fr.copy`
+        avoids the warning. A bare `data_ptr()` or storage is not noticed, nor another thread that reads meanwhile.
+        Under vmap, grad, jvp, another jit and `fr.checked` nothing is taken.
 
     Returns:
       a function of the same arguments, safe to call from several threads; it pickles if `fn` does.
@@ -305,7 +305,7 @@ class Jitted:
         return self if owner is None else Method(self, owner)
 
     def __getattr__(self, name: str):
-        """Raise for an unknown attribute; return the `init` of a step, whose update this is."""
+        """Return `init` if the function is a step's update; raise for any other unknown attribute."""
         if name == "init" and hasattr(self.fn, "init"):
             return self.fn.init
         if name.startswith("_"):
@@ -394,7 +394,7 @@ def _frames_here() -> int:
 
 
 def bring_to_cuda(leaves: list) -> list:
-    """Bring leaves on the host to the CUDA device of the others, if that is one."""
+    """Bring leaves on the host to the CUDA device of the others, if these share one."""
     devices = {x.device for x in leaves if isinstance(x, Tensor)}
     on_cuda = [d for d in devices if d.type == "cuda"]
     return bring(leaves, on_cuda[0]) if len(devices) > 1 and len(on_cuda) == 1 else leaves

@@ -50,7 +50,7 @@ class Lowered(NamedTuple):
         arguments, then captured tensors. Then come the tensors that only the writes read: rows and values to put, and
         the tables and slots of an optimizer that updates in place.
       donated: paths of the tensors that a call uses up.
-      written: those of them that keep their memory and get rows replaced.
+      written: paths of the donated tensors that keep their memory and get rows replaced.
       exchanges: what leaves this rank, in the graph's order, each (kind, shape, dtype, sent_bytes); empty for emulated
         ranks.
       compile: () -> the program as code, a function of the same arguments. A second call returns the same code.

@@ -108,7 +108,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def donated_names(call: str, step: Jitted) -> tuple[str, ...]:
-    """Return the donated arguments of `rest`, whose first argument is the step's."""
+    """Return the names of the arguments that `rest` donates: its state, if the step donates its own."""
     names = list(step.signature.parameters)
     if set(step.donate) - set(names[:1]):
         got, need = f"donate={step.donate}", "a step that uses up its state alone: the next batch is read already"
@@ -117,7 +117,7 @@ def donated_names(call: str, step: Jitted) -> tuple[str, ...]:
 
 
 def crossing_nodes(graph: Graph, of_state: set[Node]) -> list[Node]:
-    """Return the values that `ahead` returns: those of its values that `rest` reads."""
+    """Return the nodes that `ahead` computes and `rest` reads: they become the result of `ahead`."""
     late, constant, moved = set(of_state), set(), set()  # nodes that depend on the state; on no input; on an exchange
     wanted: list[Node] = []
     for node in graph.nodes:

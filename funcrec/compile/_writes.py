@@ -5,7 +5,7 @@
 
 The compiled function itself writes to nothing. The writes come after it, when all readers of the old values have run.
 (Inside the function, torch 2.13's Inductor reorders reads and writes of one buffer in half a dozen ways.) Other outputs
-have memory of their own, and that of their donated predecessors is freed.
+have memory of their own, and the memory of their donated predecessors is freed.
 """
 
 import operator
@@ -210,7 +210,7 @@ def leaves_read(plan: Plan) -> set[int]:
 def writes_over(write: Write) -> bool:
     """Whether a write puts rows into its first argument without reading the old ones.
 
-    Sums read them. So do updates, whose first arguments are all tables and all slots.
+    Sums read them. Updates read them, too; their first arguments are lists of all tables and all slots.
     """
     is_sum = write.call is PUT_ and len(write.arguments) > 3 and write.arguments[3]
     return isinstance(write.arguments[0], Slot) and not is_sum

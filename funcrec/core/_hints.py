@@ -268,7 +268,7 @@ EXAMPLES: dict[str, str] = {
     "row_counts": "[5.0, 3.0, 1.0]",
 }
 
-# Examples for arguments that must be functions here, but have another meaning elsewhere, or no example.
+# Examples of function arguments: their names have another meaning elsewhere, or no example above.
 FUNCTIONS = {
     "batches": "lambda: iter(batches), or a list of batches",
     "blank": "lambda batch: dataclasses.replace(batch, weight=torch.zeros_like(batch.label))",

@@ -36,11 +36,11 @@ def has_tracked(*trees: Any) -> bool:
 
 
 class Reading(NamedTuple):
-    """What a function did with tensors.
+    """A record of the operations of a function, and of the tensors that it read.
 
-    tensors: those that it read besides its arguments. calls: every operation with its arguments, tensors by number.
-    Two runs that differ in more than tensors' values differ in `calls` or `tensors`. written: those of `tensors` that
-    it wrote to.
+    tensors: the tensors that it read besides its arguments. calls: every operation with its arguments, where a number
+    replaces each tensor. Two runs that differ in more than tensors' values differ in `calls` or `tensors`. written: the
+    part of `tensors` that it wrote to.
     """
 
     tensors: tuple[Tensor, ...]

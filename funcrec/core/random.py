@@ -29,7 +29,7 @@ DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat1
 
 @plain_numbers
 def key(seed: int) -> Tensor:
-    """Make a key, i64[], from a seed.
+    """Make a key from a seed -> i64[].
 
     Example:
       >>> import funcrec as fr
@@ -49,7 +49,7 @@ def wrap(n: int) -> int:
 
 @plain_numbers
 def split(key: Tensor, num: int = 2) -> Tensor:
-    """Make `num` independent keys, i64[num], to unpack or iterate over.
+    """Make independent keys, to unpack or iterate over -> i64[num].
 
     Example:
       >>> import funcrec as fr
@@ -67,7 +67,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
 
 @plain_numbers
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
-    """Make a key, i64[], from a key i64[] and an integer (a step, a rank, a table's number).
+    """Make a key from a key i64[] and an integer (a step, a rank, a table's number) -> i64[].
 
     Example:
       >>> import torch, funcrec as fr

@@ -56,8 +56,8 @@ def accumulate_grads(loss_fn: Callable, num_micro_batches: Count, has_aux: bool 
     Returns:
       a function of the same arguments and the same results as `value_and_grad`'s. It cuts `batch` by its examples, and
       passes the other arguments to every micro-batch. A keyword `key` is first folded with the micro-batch's number, as
-      on ranks. aux: the mean of each float tensor over the micro-batches; a tensor whose first dimension is a
-      micro-batch's examples is refused. Other leaves of aux must be no tensors, and the same in all micro-batches.
+      on ranks. aux: the mean of each float tensor over the micro-batches; a tensor [examples of a micro-batch, ...] is
+      refused. Other leaves of aux must be no tensors, and the same in all micro-batches.
 
     Raises:
       ValueError: k does not divide the batch, tensors differ in their number of examples, or the loss looks up other
@@ -65,8 +65,8 @@ def accumulate_grads(loss_fn: Callable, num_micro_batches: Count, has_aux: bool 
       TypeError: the weights of a loss depend on its parameters.
 
     Law: grads.tables are the batch's entries in the batch's order. Equal cotangents give equal bits, in sums and in
-      every update. Cotangents are equal if k is a power of two and the loss treats each example alone, by operations
-      whose rounding does not depend on the number of examples (that of matrix products may). Otherwise they agree
+      every update. Cotangents are equal if k is a power of two, and the loss treats each example alone by operations
+      whose rounding does not depend on the number of examples (matrix products may break this). Otherwise they agree
       within 1e-6, as the loss and dense gradients do. k micro-batches give the bits of k real ranks with one each, if
       these add their gradients in order. An emulated mesh gives the same bits except in matrix products: one product
       of all ranks may sum in another order than a rank's own.

@@ -20,7 +20,7 @@ TRAINED = "params.dense=dict(module.named_parameters()), and torch.func.function
 def check_constants(loss: Tensor, *given: Any) -> None:
     """Raise if a loss reads an nn.Parameter that is not an argument; warn of another leaf that requires grad."""
     at = below(loss)
-    if at.grad_fn is None or isinstance(at, FakeTensor):  # jit itself refuses to compile a function that reads some
+    if at.grad_fn is None or isinstance(at, FakeTensor):  # jit does not compile a function that reads some
         return
     known = [below(x) for x in tree_leaves(given) if isinstance(x, Tensor)]
     found = leaves_behind(at, known)

@@ -113,11 +113,11 @@ class JaggedTensor:
 
     @property
     def lengths(self) -> Tensor:
-        """The length of each bag, i[B]."""
+        """i[B]: the length of each bag."""
         return self.offsets.diff()
 
     def bag_ids(self) -> Tensor:
-        """Return the bag of each position, i64[N]; B for padding."""
+        """Return the bag of each position -> i64[N]; B for padding."""
         return bag_ids(self.offsets, self.capacity)
 
     def to_lists(self) -> list[list]:
@@ -126,7 +126,7 @@ class JaggedTensor:
 
     @typed
     def to_padded(self, length: Size, fill: float | int = 0) -> Tensor:
-        """Return [B, length, ...]: each bag cut to `length` and filled up with `fill`."""
+        """Cut each bag to `length`, and fill it up with `fill` -> [B, length, ...]."""
         check("funcrec.JaggedTensor.to_padded", fill_problems(fill, self.values.dtype))
         return primitives.to_padded(self.values, self.offsets, length, fill)
 

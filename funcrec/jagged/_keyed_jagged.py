@@ -189,7 +189,7 @@ class KeyedJaggedTensor:
 
     @property
     def lengths(self) -> Tensor:
-        """The length of each bag, i[F * B], key-major."""
+        """i[F * B]: the length of each bag, key-major."""
         return self.offsets.diff()
 
     @property
@@ -210,7 +210,7 @@ class KeyedJaggedTensor:
         return last - first
 
     def offsets_for(self, key: str) -> Tensor:
-        """Return the boundaries of `key`'s bags in the flat buffer, i[B + 1] (they do not begin at 0)."""
+        """Return the boundaries of `key`'s bags in the flat buffer -> i[B + 1] (they do not begin at 0)."""
         first, last = self.bag_range(key)
         return self.offsets[first : last + 1]
 
@@ -375,7 +375,7 @@ def _joined(
     bare: Sequence[tuple[str, ...]],
     inverse: Tensor | None = None,
 ):
-    """Join the bags of `parts` in one buffer, as those of `keys`; `counts` are the numbers of bags of each key, `bare`
+    """Join the bags of `parts` in one buffer, as the bags of `keys`. `counts` is the number of bags of each key, `bare`
     each part's keys without weights."""
     if not parts:
         return KeyedJaggedTensor(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))

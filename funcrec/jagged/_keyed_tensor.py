@@ -37,13 +37,13 @@ class KeyedTensor:
 
     @staticmethod
     def from_dict(features: Mapping[str, Tensor]) -> "KeyedTensor":
-        """Join features {key: [B, D]} to one [B, ΣD]."""
+        """Join features {key: [B, D]} -> one [B, ΣD]."""
         check("funcrec.KeyedTensor.from_dict", feature_problems(features))
         dims = tuple(x.shape[-1] for x in features.values())
         return KeyedTensor(torch.cat(list(features.values()), -1), tuple(features), dims)
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return the columns of a key, [B, D], as a view."""
+        """Return the columns of a key, as a view -> [B, D]."""
         if not isinstance(key, str) or key not in self.keys:
             need = f"one of {list(self.keys)}"
             fail("funcrec.KeyedTensor", "the key is not there.", got=f"{key!r}", need=need, kind=KeyError)
@@ -51,7 +51,7 @@ class KeyedTensor:
         return self.values.narrow(-1, sum(self.dims[:f]), self.dims[f])
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Return {key: [B, D]}, as views."""
+        """Return the columns of each key, as views -> {key: [B, D]}."""
         return dict(zip(self.keys, self.values.split(self.dims, -1), strict=True))
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
@@ -67,7 +67,7 @@ class KeyedTensor:
         return key in self.keys
 
     def stack(self) -> Tensor:
-        """Return [B, F, D] if all dims agree, as FM and dot interactions read it."""
+        """Stack the features -> [B, F, D], as FM and dot interactions read them; all dims must agree."""
         if len(set(self.dims)) > 1:
             got = f"dims {dict(zip(self.keys, self.dims, strict=True))}"
             fail("funcrec.KeyedTensor.stack", "the features differ in width.", got=got, need="one dim for all")

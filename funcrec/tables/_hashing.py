@@ -17,7 +17,7 @@ from funcrec.tables._configs import Hash
 
 @typed
 def hash_rows(ids: Annotated[Tensor, Form("i[...]")], hash: Hash | None, num_embeddings: Count) -> Tensor:
-    """Return the rows of ids i[...], in the same shape and dtype.
+    """Return the rows of ids i[...] -> i[...], in the same dtype.
 
     Law: a hashed row is in [0, num_embeddings); without a hash it is the id.
 

@@ -20,8 +20,7 @@ INIT_BLOCK = 1 << 20  # elements drawn at once; the generator's i64 counters tak
 
 @typed
 def init(key: Key, tables: Sequence[TableConfig], *, device: Device | None = None) -> dict[str, Tensor]:
-    """Make new tables, {name: [num_embeddings, embedding_dim]} in each config's dtype; the meta device gives shapes
-    only.
+    """Make new tables -> {name: [num_embeddings, embedding_dim]}, in each config's dtype; only shapes on device meta.
 
     Law: row r of a table depends on the key, the table's name, r and the config only.
 

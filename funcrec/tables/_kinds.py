@@ -29,7 +29,7 @@ class LookupResult(NamedTuple):
     """The result of a lookup, and its transpose.
 
     out: for pooled features a KeyedTensor f[B, ΣD], keys in the features' order; for sequences {feature: JaggedTensor
-      of f[capacity, D]}, each id's row, with the id's weight, by which `lookup_sequence` multiplies the row.
+      of f[capacity, D]}, each id's row with the id's weight; `lookup_sequence` multiplies the two.
     saved: () -> a tree of all tensors that `transpose` reads; called only if cotangents are wanted. `transpose` runs
       outside the vmaps between the lookup and the loss, once for each member.
     transpose: (d_out, saved) -> {part: RowGrads}; d_out is d_acts, a KeyedTensor, or {feature: f[capacity, D]}.

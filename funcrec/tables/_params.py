@@ -94,8 +94,10 @@ def holds_somewhere(x: Tensor) -> bool:
 
 
 def _is_spec(x: object) -> bool:
-    """Whether x stands for all tables in a transform's arguments, as in vmap's Params(0, 0), shard_map's Params(P(),
-    P())."""
+    """Whether x stands for all tables in the arguments of a transform.
+
+    Examples are Params(0, 0) for vmap, and Params(P(), P()) for shard_map.
+    """
     return x is None or isinstance(x, P) or (isinstance(x, int) and not isinstance(x, bool))
 
 

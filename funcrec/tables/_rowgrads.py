@@ -58,8 +58,8 @@ class Entries:
 
 @pytree(static=("features",), optional=("weights",))
 class Bags:
-    """The gradients that a pooled lookup sends to one table: row rows[i] gets s_i · d[b, column : column + D] for
-    every id i of bag b.
+    """A pooled lookup's gradients for one table: row rows[i] gets s_i · d[b, column : column + D], for each id i of
+    bag b.
 
     d: f[B, C], the cotangent of the lookup's output. rows: i[N]. offsets: the bags of all features. weights: f[N].
     """
@@ -82,8 +82,8 @@ class RowGrads:
       axes: the mesh axes that cut the table, if this is one rank's part: norms are those of the whole.
       first: i64[], for a table that holds columns [first, first + width) of rows of D columns. The gradient has all D,
         for optimizers that read it as a whole (`RowOptimizer.is_gradient_wise`). None for a table of whole rows.
-      origin: integers [S + 1, 5], the tables that the rows come from, if the optimizer sees them in another place: for
-        each segment of rows what `origin_of` returns, by ascending begin, and BEHIND last. None for the table's own
+      origin: S + 1 rows of five integers, the tables that the rows come from, if the optimizer sees them in another
+        place. Each segment of rows has an `origin_of`, by ascending begin; BEHIND comes last. None for the table's own
         rows and columns. Random rounding draws its bits by it.
       mark: i64[], 1, set where forward derivatives are taken (jvp). A tangent has the same tree, with zeros for
         integers: its mark is 0, and its rows are lost. Code that reads rows refuses tangents; take `to_dense` inside
@@ -189,12 +189,12 @@ class RowGrads:
 
     @property
     def rows(self) -> Tensor:
-        """The row of each entry, i[M]."""
+        """i[M]: the row of each entry."""
         return self.entries().rows
 
     @property
     def grads(self) -> Tensor:
-        """The gradient of each entry, f[M, D]."""
+        """f[M, D]: the gradient of each entry."""
         return self.entries().grads
 
     @property
@@ -207,12 +207,12 @@ class RowGrads:
 
     @property
     def repeats(self) -> Tensor | None:
-        """How many ids each entry sums, i64[M]; None if each sums one."""
+        """i64[M]: how many ids each entry sums; None if each sums one."""
         return self.entries().repeats
 
     @property
     def valid(self) -> Tensor:
-        """Whether each entry counts, bool[M]."""
+        """bool[M]: whether each entry counts."""
         rows = self.entries().marked()
         return (rows >= 0) & (rows < self.num_embeddings)
 
@@ -231,13 +231,13 @@ class RowGrads:
         )
 
     def to_dense(self) -> Tensor:
-        """Return the dense gradient, f[R, D]."""
+        """Return the dense gradient -> f[R, D]."""
         entries = self.entries()
         return dense_sum(entries.marked(), entries.grads, self.num_embeddings)
 
     @typed
     def scale(self, factor: float | Annotated[Tensor, Form("f[]")]) -> "RowGrads":
-        """Return the gradient times a number or f[]."""
+        """Return the gradient times a number, or a factor f[]."""
         times = lambda t: replace(t, d=t.d * factor) if isinstance(t, Bags) else replace(t, grads=t.grads * factor)
         return replace(self, terms=tuple(map(times, self.terms)))
 
@@ -248,13 +248,13 @@ class RowGrads:
         return replace(out, terms=(replace(out.terms[0], grads=out.grads.clamp(-max_value, max_value)),))
 
     def squared_norm(self) -> Tensor:
-        """Return the sum of squares of the coalesced gradient, f[]."""
+        """Return the sum of squares of the coalesced gradient -> f[]."""
         out = self.coalesce()
         own = torch.where(out.valid[:, None], out.grads, 0).square().sum()
         return psum(own, self.axes) if self.axes else own
 
     def norm(self) -> Tensor:
-        """Return the Euclidean norm of the dense gradient, f[]."""
+        """Return the Euclidean norm of the dense gradient -> f[]."""
         return root(self.squared_norm())
 
     def __add__(self, other: "RowGrads") -> "RowGrads":
@@ -358,7 +358,7 @@ def _has_repeats(term: Entries | Bags) -> bool:
 
 @typed
 def global_norm(grads: Mapping[Any, RowGrads], *more: Annotated[Tensor, Form("f[...]")]) -> Tensor:
-    """Return the norm over all tables, and over dense gradients if given, f[].
+    """Return the norm over all tables, and over dense gradients if given -> f[].
 
     Example:
       >>> import torch, funcrec as fr

@@ -5,7 +5,7 @@
 
 A value that is one number for a whole row is a scalar. Elementwise operations of one size share a loop. A reduction, or
 a read at another index, ends the loop: an operation that needs the result belongs to the next level. Each level's
-scalars and loops come after those of the level before. Numbers that depend on lr, t and closed-over tensors alone are
+scalars and loops follow the level before. Numbers that depend on lr, t and closed-over tensors alone are
 computed once per update, by `prepare`. The number of threads does not change the order of a sum.
 """
 

@@ -214,7 +214,7 @@ def level() -> str:
 
 
 def usable() -> list[str]:
-    """Return those of LEVELS that were built and run here, best first.
+    """Return the LEVELS that were built and run here, best first.
 
     The object of the lowest level reports the processor's level: code of a higher one may crash before it can report.
     """

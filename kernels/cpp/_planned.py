@@ -42,8 +42,8 @@ class Slot(NamedTuple):
 class Plan(NamedTuple):
     """A call without its tensors.
 
-    static: the arguments it was made from, by which `find` finds it again. name: of the entry point. shape: of the
-    output. is_large: whether the output is large enough to ask for huge pages.
+    static: the arguments that made it; `find` compares them. name: of the entry point. shape: of the output. is_large:
+    whether the output is large enough to ask for huge pages.
     """
 
     static: tuple

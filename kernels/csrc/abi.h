@@ -1,6 +1,6 @@
-// How Python calls: each entry point takes one array of i64 (sizes, flags, pointers, bits of doubles) and returns 0,
-// or 1 for no memory, 3 for numbers that do not fit each other, 2 for anything else. `Reader` takes the array apart in the order in which _native.py's callers
-// wrote it; the first number is always the number of threads.
+// How Python calls: each entry point takes one array of i64 (sizes, flags, pointers, bits of doubles). It returns 0, or 1 for no memory,
+// 3 for numbers that do not fit each other, 2 for anything else. `Reader` takes the array apart in the order in which _native.py's callers
+// wrote it. The first number is always the number of threads.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -22,14 +22,14 @@ struct Bf16 { uint16_t bits; };
 // A type as a value, for generic lambdas: `using E = typename decltype(tag)::type`.
 template <class T> struct Type { using type = T; };
 
-// What a table's rows are summed in: f32, or f64 for f64.
+// The type in which a table's rows are summed: f32, or f64 for f64.
 template <class E> struct AccOf { using type = float; };
 template <> struct AccOf<double> { using type = double; };
 template <class E> using Acc = typename AccOf<E>::type;
 
 constexpr int64_t HEAD_BYTES = 4;  // [scale f16][bias f16] of a quantised row, before its codes
 
-// A contiguous table [rows, dim]; of codes: [rows, HEAD_BYTES + dim codes in whole bytes].
+// A contiguous table [rows, dim]; for codes [rows, HEAD_BYTES + dim codes in whole bytes].
 struct Table {
   char* data;
   int64_t dtype, rows, dim;
@@ -40,7 +40,7 @@ struct Table {
   template <class E> E* as() const { return reinterpret_cast<E*>(data); }
 };
 
-// A contiguous vector; size -1 stands for None.
+// A contiguous vector; size -1 means None.
 struct Vector {
   char* data;
   int64_t dtype, size;
@@ -55,7 +55,7 @@ struct Matrix {
   template <class E> E* as() const { return reinterpret_cast<E*>(data); }
 };
 
-// i32 or i64 numbers, widened when read.
+// i32 or i64 numbers, widened on reading.
 struct Ints {
   const void* data;
   int64_t size;
@@ -84,8 +84,8 @@ template <class I> bool ascends(const I* x, int64_t n) {
   return descents == 0;
 }
 
-// Offsets as every operation reads them: their running maximum, so that bags share no position. Those that ascend are that already;
-// for others it is made in `memory`. What lies outside a buffer is cut off where a bag is read.
+// Offsets as every operation reads them: their running maximum, so that bags share no position. Ascending offsets are returned unchanged;
+// others are rewritten in `memory`. Positions outside a buffer are cut off where a bag is read.
 inline Ints ascending(const Ints& offsets, std::vector<int64_t>& memory) {
   const int64_t n = offsets.size;
   if (offsets.wide ? ascends(static_cast<const int64_t*>(offsets.data), n) : ascends(static_cast<const int32_t*>(offsets.data), n))
@@ -102,7 +102,7 @@ struct Range {
   int64_t size() const { return end - begin; }
 };
 
-// Bag `b` of ascending offsets, inside a buffer of n positions whatever they say, cut to max_length (0: not cut).
+// Bag `b` of ascending offsets, kept inside a buffer of n positions for any offsets, and cut to max_length (0: not cut).
 inline Range bag(const Ints& offsets, int64_t b, int64_t n, int64_t max_length) {
   int64_t begin = offsets[b], end = offsets[b + 1];
   begin = begin < 0 ? 0 : begin > n ? n : begin;
@@ -119,7 +119,7 @@ struct Reader {
   template <class T> T* pointer() { return reinterpret_cast<T*>(*at++); }
   Table table() { Table t{reinterpret_cast<char*>(at[0]), at[1], at[2], at[3]}; at += 4; return t; }
   Vector vector() { Vector v{reinterpret_cast<char*>(at[0]), at[1], at[2]}; at += 3; return v; }
-  // Rows without columns lie at its beginning, which may be null.
+  // All rows of a matrix without columns lie at its beginning, which may be null.
   Matrix matrix() { Matrix m{reinterpret_cast<char*>(at[0]), at[1], at[2], at[3], at[3] ? at[4] : 0}; at += 5; return m; }
 };
 
@@ -152,7 +152,7 @@ template <class F> int64_t guarded(F&& f) {
   }
 }
 
-// Each takes the numbers of one call; the comment at the function it names tells what it does.
+// Defines an entry point that takes the numbers of one call; the comment at the function of this name describes them.
 #define FUNCREC_ENTRY(name) \
   FUNCREC_EXPORT int64_t funcrec_##name(const int64_t* numbers) { return guarded([&] { name(Reader{numbers}); }); }
 

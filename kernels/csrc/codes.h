@@ -1,5 +1,5 @@
-// Rows as a sum reads them: plain elements, or [scale f16][bias f16][codes], whose numbers are code * scale + bias.
-// code * scale has at most 8 + 11 bits, so it is exact in f32: with a fused multiply-add or without, a number has the same bits.
+// Rows as a sum reads them: plain elements, or [scale f16][bias f16][codes], which stand for the numbers code * scale + bias.
+// code * scale has at most 8 + 11 bits, so it is exact in f32: the result has the same bits with or without a fused multiply-add.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -9,11 +9,11 @@
 
 namespace funcrec {
 
-// The elements of a row of codes; SHORT: of one that is narrower than the narrowest vector.
+// The elements of a row of codes. SHORT: the row is narrower than the narrowest vector.
 template <int BITS, bool SHORT = false> struct Codes {};
 
 template <class E> struct RowTraits {
-  static constexpr int LEAST = 1, EACH = 1;  // lanes of the narrowest vector; elements that begin with a byte
+  static constexpr int LEAST = 1, EACH = 1;  // lanes of the narrowest vector; elements that share a byte
   static constexpr int64_t bytes(int64_t n) { return n * int64_t(sizeof(E)); }
 };
 template <int BITS, bool SHORT> struct RowTraits<Codes<BITS, SHORT>> {
@@ -21,7 +21,7 @@ template <int BITS, bool SHORT> struct RowTraits<Codes<BITS, SHORT>> {
   static constexpr int64_t bytes(int64_t n) { return HEAD_BYTES + (n * BITS + 7) / 8; }
 };
 
-// Row `row` of a table of `dim` columns, from `column` on, which is a multiple of EACH, in vectors of W lanes.
+// Row `row` of a table of `dim` columns, from `column` on (a multiple of EACH), in vectors of W lanes.
 template <class E, int W> struct InRow {
   const E* p;
   FUNCREC_INLINE InRow(const char* row, int64_t column, int64_t) : p(reinterpret_cast<const E*>(row) + column) {}
@@ -34,7 +34,7 @@ template <class B> FUNCREC_INLINE B load_bits(const void* p) {
   return b;
 }
 
-// W codes from p on, as lanes of u32. A lane of u64 that holds two codes becomes two lanes with one each.
+// W codes from p on, as u32 lanes. A u64 lane with two codes becomes two lanes with one code each.
 template <int BITS, int W> FUNCREC_INLINE Vec<uint32_t, W> load_codes(const uint8_t* p) {
   if constexpr (BITS == 8) {
 #if defined(__AVX512F__)
@@ -112,7 +112,7 @@ template <int BITS, bool SHORT, int W> struct InRow<Codes<BITS, SHORT>, W> {
   FUNCREC_INLINE Vec<float, W> get(int64_t c) const {
     const uint8_t* const at = (SHORT ? few : p) + c * BITS / 8;
 #if defined(__AVX512F__)
-    if constexpr (LISTED) {  // a permutation looks at the last four bits of a lane only
+    if constexpr (LISTED) {  // a permutation reads only the last four bits of a lane
       __m512i all;
       if constexpr (BITS == 4)
         all = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set1_epi32(load_bits<int32_t>(at))), _mm256_set1_epi32(load_bits<int32_t>(at + 4)), 1);

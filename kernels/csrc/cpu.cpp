@@ -1,4 +1,4 @@
-// The CPU kernels as one object per instruction set (CMakeLists.txt), reached through ctypes: plain C functions, no extension module.
+// The CPU kernels as one object per instruction set (CMakeLists.txt): plain C functions that ctypes calls, no extension module.
 #include "abi.h"
 #include "jagged.h"
 #include "lookup.h"
@@ -13,12 +13,12 @@ using namespace funcrec;
 
 FUNCREC_EXPORT int64_t funcrec_abi() { return ABI; }
 
-// Which formulas of rules these kernels were built from: FORMULAS of kernels/rules.py.
+// The version of the rules' formulas in these kernels: FORMULAS of kernels/rules.py.
 FUNCREC_EXPORT int64_t funcrec_formulas() { return FORMULAS; }
 
 FUNCREC_EXPORT void funcrec_start(int64_t gomp_parallel_address) { start_parallel(gomp_parallel_address); }
 
-// What `planned` calls of Python and torch: the addresses of an Interpreter.
+// Sets the functions of Python and torch that `planned` calls: the addresses of an Interpreter.
 FUNCREC_EXPORT void funcrec_python(const int64_t* addresses) { std::memcpy(&interpreter(), addresses, sizeof(Interpreter)); }
 
 FUNCREC_EXPORT int64_t funcrec_planned(int64_t (*entry)(const int64_t*), void* list, const int64_t* plan, int64_t threads) {
@@ -43,7 +43,7 @@ FUNCREC_EXPORT int64_t funcrec_level() {
 #endif
 }
 
-// The others are in quantized.cpp.
+// The entry points of quantised rows are in quantized.cpp.
 FUNCREC_ENTRY(pooled_lookup)
 FUNCREC_ENTRY(pooled_lookup_weights)
 FUNCREC_ENTRY(gather_block)

@@ -1,8 +1,8 @@
 // One table's entries, grouped by row.
-//   collect   a table's entries in order, (row, source): those of one class of rows
-//   sort      the same by row, entries of a row in their order
-//   coalesce  for every row that is named, the sum of its gradients;  expand  every entry written out
-// Rows are 32-bit numbers inside a block of 2^32 rows; a larger table is worked on block by block.
+//   collect   list a table's entries in order, (row, source), for one class of rows
+//   sort      sort them by row, with each row's entries in their order
+//   coalesce  sum the gradients of every row that occurs;  expand  write out every entry
+// Rows are 32-bit numbers inside a block of 2^32 rows; a larger table is processed block by block.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -14,7 +14,7 @@
 
 namespace funcrec {
 
-// Memory that is kept from call to call, not initialised, and begins at a cache line: a vector across two is slow.
+// Memory that is kept from call to call. It is not initialised, and begins at a cache line: a vector across two lines is slow.
 template <class T> class Scratch {
  public:
   T* need(int64_t n) {
@@ -34,8 +34,8 @@ template <class T> class Scratch {
   int64_t size_ = 0;
 };
 
-// One term of a row's sum, x ← by · g for the first and x + by · g for the others: no zeros are written to be added to, and a sum
-// of one term is that term to the bit.
+// One term of a row's sum: x ← by · g for the first term, x + by · g for the others. No zeros are written first, and a sum of one term
+// is that term to the bit.
 template <class A, class G, int W, bool FIRST> FUNCREC_INLINE void add_at(A* x, const G* g, A by, int64_t i) {
   const Vec<A, W> v = convert<A, W>(load<W>(g + i)) * by;
   store<W>(x + i, FIRST ? v : Vec<A, W>(load<W>(x + i) + v));
@@ -47,10 +47,10 @@ template <class A, class G, bool FIRST> inline void add(A* x, const G* g, A by, 
   for (; i < dim; i++) add_at<A, G, 1, FIRST>(x, g, by, i);
 }
 
-struct Entry { uint32_t row, source; };  // row: inside its block
+struct Entry { uint32_t row, source; };  // row: number inside its block
 struct Source { const char* d; double scale; };
 
-// A class of rows of one table: those of a cluster that lie in `block` and whose number >> LINE_BITS is `part` modulo `parts`, a
+// A class of rows of one table: the rows of a cluster that lie in `block` and whose number >> LINE_BITS is `part` modulo `parts`, a
 // power of two.
 struct Class {
   int64_t table;
@@ -58,25 +58,25 @@ struct Class {
   int64_t block, part, parts;
 };
 
-// The entries of a class of rows, sorted by row, and where their gradients are.
+// The entries of a class of rows, sorted by row, and the places of their gradients.
 class Group {
  public:
   const Entry* entries = nullptr;
   int64_t size = 0;
   bool is_wide = false;  // whether gradients are f64
 
-  // The gradient of an entry and what it is multiplied by.
+  // The gradient of an entry, and its multiplier.
   const char* gradient(const Entry& e) const { return sources_ ? sources_[e.source].d : base_ + e.source * stride_; }
   double scale(const Entry& e) const { return sources_ ? sources_[e.source].scale : 1; }
 
-  // Asks for the gradient of entry k, if there is one.
+  // Prefetches the gradient of entry k, if there is one.
   FUNCREC_INLINE void fetch(int64_t k, int64_t dim) const {
     if (k < size) prefetch<2>(gradient(entries[k]), dim * (is_wide ? 8 : 4));
   }
 
-  // Σ scale · gradient over entries [begin, end), in order: where a single gradient lies, or in `memory`.
+  // Σ scale · gradient over entries [begin, end), in order. Returns the place of a single gradient, or `memory` with the sum.
   template <class A> FUNCREC_INLINE const A* sum(int64_t begin, int64_t end, int64_t dim, A* memory) const {
-    const bool same = is_wide == (sizeof(A) == 8);  // most rows of a batch have one entry: its gradient is read where it lies
+    const bool same = is_wide == (sizeof(A) == 8);  // most rows of a batch have one entry: its gradient is read in place
     if (same && end - begin == 1 && scale(entries[begin]) == 1)
       return reinterpret_cast<const A*>(gradient(entries[begin]));
     is_wide ? add_all<A, double>(begin, end, dim, memory) : add_all<A, float>(begin, end, dim, memory);
@@ -88,8 +88,8 @@ class Group {
     int64_t most = 0;
     for (const Segment* s : mine) most += most_positions(terms, *s);
     if (most >= int64_t(UINT32_MAX)) throw std::length_error("2^32 entries of one table");
-    Entry* out = first_.need(most + 1);  // one more: a candidate is written before it is judged
-    // Plain: all scales are 1 and all gradients in one matrix, so a source is a bag's number and not an address of 16 bytes.
+    Entry* out = first_.need(most + 1);  // one more: a candidate is written before it is tested
+    // Plain: all scales are 1 and all gradients are in one matrix, so a source is a bag's number, not an address of 16 bytes.
     const bool plain = mine.size() == 1 && !mine[0]->mean && mine[0]->weights < 0;
     sources_ = plain ? nullptr : many_.need(most + 1);
     size = 0;
@@ -104,7 +104,7 @@ class Group {
         plain ? collect<I, true>(terms, *s, c, num_rows, out) : collect<I, false>(terms, *s, c, num_rows, out);
       });
     }
-    // Digits are of row - first: a table of millions whose rows of this batch lie in some thousands is sorted in one pass.
+    // Digits are those of row - first: if a batch's rows lie in some thousands of a table of millions, one pass sorts them.
     const int64_t begin = c.block << BLOCK_BITS, first = std::max<int64_t>(c.cluster->first - begin, 0);
     const int64_t last = std::min<int64_t>(c.cluster->last - begin, (int64_t(1) << BLOCK_BITS) - 1);
     entries = sort(out, second_.need(size), size, uint32_t(first), last - first + 1);
@@ -118,7 +118,7 @@ class Group {
     int64_t m = size;
     positions(terms, s, [&](int64_t i, int64_t b, int64_t length) {
       const uint64_t row = uint64_t(int64_t(rows[i]));
-      // Written before it is judged: no branch that nobody can predict. The next candidate overwrites what was not of this class.
+      // Written before it is tested, to avoid an unpredictable branch. The next candidate overwrites an entry of another class.
       out[m] = {uint32_t(row), uint32_t(PLAIN ? b : m)};
       if (!PLAIN) sources_[m] = {base_ + b * stride_, terms.scale(s, i, length)};
       m += (row < uint64_t(num_rows)) & ((row >> LINE_BITS & mask) == part) & (row >> BLOCK_BITS == block);
@@ -135,15 +135,15 @@ class Group {
     }
   }
 
-  // Rows lie in [first, first + num_rows). Stable, by digits from the least; both arrays are overwritten, and the one that holds the
+  // Rows lie in [first, first + num_rows). The sort is stable, from the lowest digit up. Both arrays are overwritten; the one with the
   // result is returned.
   Entry* sort(Entry* from, Entry* to, int64_t n, uint32_t first, int64_t num_rows) {
-    int bits = 0, width = 6;  // of all digits, and of one at most: 2^11 counters are 8 KiB, and there are not many more than entries
+    int bits = 0, width = 6;  // bits of all digits; largest digit: 2^11 counters are 8 KiB, and there are not many more counters than entries
     while (bits < BLOCK_BITS && (int64_t(1) << bits) < num_rows) bits++;
     while (width < 11 && (int64_t(1) << width) < n) width++;
     const int passes = n < 2 ? 0 : (bits + width - 1) / width;
     for (int pass = 0, shift = 0; pass < passes; pass++) {
-      // The bits that are left over the passes that are left: 13 bits are 7 and 6, not 11 and 2
+      // Share the remaining bits evenly over the remaining passes: 13 bits are 7 and 6, not 11 and 2
       const int digit = (bits - shift + passes - pass - 1) / (passes - pass);
       const uint32_t mask = (1u << digit) - 1;
       uint32_t* next = counts_.need(2048);
@@ -168,7 +168,7 @@ class Group {
 
 // -- written out -------------------------------------------------------------------------------------------------
 
-// Where Python wants a table's entries: expand writes rows and grads, coalesce all.
+// Python's outputs for a table's entries: expand writes rows and grads, coalesce writes all.
 struct Written {
   int64_t num_rows, dim, capacity;
   int64_t *rows, *count, *repeats;
@@ -189,7 +189,7 @@ template <class F> void chunks(int64_t threads, const std::vector<Written>& tabl
   });
 }
 
-// One sorted class of rows, the begin of every run of one row, and the runs before it in its table.
+// One sorted class of rows, the begin of each row's run, and the number of earlier runs in its table.
 struct Runs {
   Group group;
   std::vector<uint32_t> begins;
@@ -204,8 +204,8 @@ struct Runs {
   int64_t size() const { return int64_t(begins.size()) - 1; }
 };
 
-// rows[k] = the k-th row that is named, grads[k] = Σ scale · gradient over its run, repeats[k] = how long that is. First the runs of each
-// block of rows, then, once it is known how many came before, every row by itself.
+// rows[k] = the k-th row that occurs, grads[k] = Σ scale · gradient over its run, repeats[k] = the length of its run. First the runs of each
+// class of rows are found; when the number of earlier runs is known, every row is written by itself.
 template <class A> void coalesce(const Terms& terms, const std::vector<Written>& tables, int64_t threads) {
   std::vector<Class> work;
   std::vector<Cluster> whole;
@@ -240,7 +240,7 @@ template <class A> void coalesce(const Terms& terms, const std::vector<Written>&
       }
       const Runs& mine = runs[t][block];
       const int64_t first = mine.begins[k - mine.before], last = mine.begins[k - mine.before + 1];
-      // sum gives a single gradient where it lies: it is to be copied; a real sum was made in place
+      // sum returns a single gradient in place, which must be copied; a real sum is already in `grads`
       mine.group.fetch(last + SUM_AHEAD, out.dim);
       const A* x = mine.group.sum<A>(first, last, out.dim, grads);
       if (x != grads) std::copy(x, x + out.dim, grads);
@@ -250,7 +250,7 @@ template <class A> void coalesce(const Terms& terms, const std::vector<Written>&
   });
 }
 
-// Where each entry of a segment goes, and what stands there.
+// Lists where each entry of a segment goes, and its gradient.
 inline void place(const Terms& terms, const Segment& s, const Written& out, int64_t begin, Source* sources) {
   const Matrix& d = terms.d[s.d];
   const int64_t bytes = terms.is_wide ? 8 : 4, num_ids = terms.rows[s.rows].size;
@@ -267,8 +267,8 @@ inline void place(const Terms& terms, const Segment& s, const Written& out, int6
   });
 }
 
-// grads[k] = scale · gradient of entry k, in the order of segments. Places are found first, a segment at a time; then rows are written by
-// chunks, which are even where segments are not.
+// grads[k] = scale · gradient of entry k, in the order of segments. First the places are found, segment by segment; then rows are written in
+// chunks, which are equal even if segments are not.
 template <class A> void expand(const Terms& terms, const std::vector<Written>& tables, int64_t threads) {
   std::vector<std::vector<Source>> sources(tables.size());
   std::vector<int64_t> begins(terms.num_segments);

@@ -1,5 +1,5 @@
-// Jagged buffers: moving whole ranges, padding, and sorting ids by their owner. Elements are moved as bytes, so any dtype
-// and any trailing shape will do; `bytes` is the size of one position.
+// Jagged buffers: moving whole ranges, padding, and sorting ids by their owner. Elements are moved as bytes, so any dtype and any
+// trailing shape will do; `bytes` is the size of one position.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -13,16 +13,16 @@
 namespace funcrec {
 
 constexpr int64_t MAX_BAGS_PER_ITEM = 512;
-constexpr int64_t MIN_BYTES = 1 << 17;  // below which one thread is faster
+constexpr int64_t MIN_BYTES = 1 << 17;  // with fewer bytes one thread is faster
 
-// S <= n <= 2 S bytes as two blocks of S that may overlap; all is read before anything is written.
+// Copies S <= n <= 2 S bytes as two blocks of S that may overlap; all is read before anything is written.
 template <int64_t S> inline void copy_ends(char* to, const char* from, int64_t n) {
   struct Block { char bytes[S]; } first, last;
   std::memcpy(&first, from, S), std::memcpy(&last, from + n - S, S);
   std::memcpy(to, &first, S), std::memcpy(to + n - S, &last, S);
 }
 
-// n bytes; few of them, as in most bags, without a call.
+// Copies n bytes; few bytes, as in most bags, need no call.
 inline void copy_bytes(char* to, const char* from, int64_t n) {
   if (n > 64) std::memcpy(to, from, n);
   else if (n > 32) copy_ends<32>(to, from, n);
@@ -38,14 +38,13 @@ inline void zero_bytes(char* to, int64_t n) {
   else copy_bytes(to, zeros, n);
 }
 
-// The same where more than n bytes may be read and written: short ragged bags are then copied without a branch that
-// nobody can predict.
+// The same if more than n bytes may be read and written: short ragged bags are then copied without an unpredictable branch.
 inline void copy_bytes_within(char* to, int64_t writable, const char* from, int64_t readable, int64_t n) {
   if (n <= 64 && writable >= 64 && readable >= 64) std::memcpy(to, from, 64);
   else copy_bytes(to, from, n);
 }
 
-// f(b, last) for every bag; one thread takes all from b to before `last`, in order. `bytes` is what all of them write.
+// f(b, last) for every bag; one thread takes all from b to before `last`, in order. `bytes` is the size of the whole output.
 template <class F> void for_bags(int64_t threads, int64_t num_bags, int64_t bytes, F&& f) {
   const int64_t team = bytes < MIN_BYTES ? 1 : threads;
   const int64_t each = std::max<int64_t>(1, std::min(MAX_BAGS_PER_ITEM, num_bags / (8 * team)));
@@ -55,7 +54,7 @@ template <class F> void for_bags(int64_t threads, int64_t num_bags, int64_t byte
   });
 }
 
-// Boundaries that ascend within [0, n], whatever `offsets` holds.
+// Boundaries that ascend within [0, n], for any `offsets`.
 inline std::vector<int64_t> bounds_of(const Ints& offsets, int64_t n) {
   std::vector<int64_t> bounds(offsets.size);
   int64_t last = 0;
@@ -63,13 +62,13 @@ inline std::vector<int64_t> bounds_of(const Ints& offsets, int64_t n) {
   return bounds;
 }
 
-// offsets[b + 1] = offsets[b] + lengths[b], from 0; sums that leave i64 wrap.
+// offsets[b + 1] = offsets[b] + lengths[b], from 0; a sum beyond i64 wraps.
 inline void sum_lengths(const Ints& lengths, int64_t* offsets) {
   offsets[0] = 0;
   for (int64_t b = 0; b < lengths.size; b++) offsets[b + 1] = int64_t(uint64_t(offsets[b]) + uint64_t(lengths[b]));
 }
 
-// out = values[starts[b] : starts[b] + lengths[b]] for each b in turn, zeros behind; offsets say where each begins.
+// out = values[starts[b] : starts[b] + lengths[b]] for each b in turn, then zeros; offsets say where each range begins.
 inline void take_ranges(Reader in) {
   const int64_t threads = in.number();
   const char* values = in.pointer<char>();
@@ -85,7 +84,7 @@ inline void take_ranges(Reader in) {
   for_bags(threads, num_bags, capacity * bytes, [&](int64_t b, int64_t last) {
     const int64_t length = bounds[b + 1] - bounds[b], start = starts[b];
     char* to = out + bounds[b] * bytes;
-    if (start >= 0 && start <= num_values - length) {  // most ranges: inside the buffer
+    if (start >= 0 && start <= num_values - length) {  // most ranges lie inside the buffer
       const int64_t writable = (bounds[last] - bounds[b]) * bytes, readable = (num_values - start) * bytes;
       return copy_bytes_within(to, writable, values + start * bytes, readable, length * bytes);
     }
@@ -98,8 +97,8 @@ inline void take_ranges(Reader in) {
   zero_bytes(out + bounds[num_bags] * bytes, (capacity - bounds[num_bags]) * bytes);
 }
 
-// out[i] = the sum of d[offsets[b] + i - starts[b]] over the ranges b that hold i, in order. A thread has a part of `out` and
-// looks at every range.
+// out[i] = the sum of d[offsets[b] + i - starts[b]] over the ranges b that hold i, in order. A thread owns a part of `out`, and
+// reads every range.
 template <class E> void add_ranges(int64_t threads, const E* d, int64_t width, const Ints& starts,
                                    const std::vector<int64_t>& bounds, int64_t num_values, E* out) {
   const int64_t parts = num_values * width * int64_t(sizeof(E)) < MIN_BYTES ? 1 : threads;
@@ -145,7 +144,7 @@ template <class E> struct Unaligned {
   void put(int64_t i, E x) const { std::memcpy(p + i * int64_t(sizeof(E)), &x, sizeof(E)); }
 };
 
-// to[l] = l < length ? from[l] : fill for l < n, all of `from` being there to read: without a branch on the length.
+// to[l] = l < length ? from[l] : fill for l < n, without a branch on the length; all n elements of `from` must be readable.
 template <class E> inline void pad_bag(char* __restrict to_bytes, char* __restrict from_bytes, int64_t length, int64_t n, E fill) {
   constexpr int64_t W = 64 / sizeof(E);
   const Unaligned<E> to{to_bytes}, from{from_bytes};
@@ -166,7 +165,7 @@ template <class E> inline void pad_bag(char* __restrict to_bytes, char* __restri
   if (n % W) block(n - W);
 }
 
-// Bags of positions with the bytes of one number, whatever they hold.
+// Pads bags whose positions have the bytes of one number, of any type.
 template <class E> void pad_numbers(int64_t threads, const Ints& offsets, int64_t num_bags, char* values, int64_t num_values,
                                     int64_t max_length, E fill, char* out) {
   constexpr int64_t bytes = sizeof(E);
@@ -178,7 +177,7 @@ template <class E> void pad_numbers(int64_t threads, const Ints& offsets, int64_
   });
 }
 
-// out[b, l] = values[offsets[b] + l] while in bag b, else `fill`, one position's bytes.
+// out[b, l] = values[offsets[b] + l] inside bag b, else `fill`, which has one position's bytes.
 inline void to_padded(Reader in) {
   const int64_t threads = in.number();
   char* const values = in.pointer<char>();
@@ -205,7 +204,7 @@ inline void to_padded(Reader in) {
   });
 }
 
-// out[offsets[b] + l] = padded[b, l] for l < max_length while in bag b; zeros elsewhere.
+// out[offsets[b] + l] = padded[b, l] for l < max_length inside bag b; zeros elsewhere.
 inline void from_padded(Reader in) {
   const int64_t threads = in.number();
   const char* padded = in.pointer<char>();
@@ -230,8 +229,8 @@ inline void from_padded(Reader in) {
 
 // -- bucketize --------------------------------------------------------------------------------------------------------
 
-// row -> its shard, -1 for nobody. Rows below 2^32: exact with 64 bits of 1 / block. Else a quotient by multiplication is off by
-// one at most: shards are fewer than 2^31.
+// row -> its shard, -1 for none. For rows below 2^32, 64 bits of 1 / block are exact. Otherwise the quotient by multiplication is off by
+// at most one, because there are fewer than 2^31 shards.
 struct Owner {
   int64_t block, num_shards;
   uint64_t end;  // rows of all shards
@@ -259,13 +258,13 @@ struct Buckets {
   char* new_weights;
 };
 
-// Ids of shard s keep their order, so that its output is one stream: only where a chunk's part of each stream begins must
+// Ids of shard s keep their order, so that its output is one stream. Only the place where a chunk's part of each stream begins must
 // be known, and that is a sum over the chunks' counts.
 template <class I> void bucketize_as(int64_t threads, const I* rows, I* out, int64_t num_ids, const Owner& owner,
                                      const std::vector<int64_t>& bounds, const Buckets& to) {
   const int64_t num_bags = int64_t(bounds.size()) - 1, shards = owner.num_shards;
   const int64_t chunks = threads > 1 && num_ids * 8 > MIN_BYTES ? std::min(num_bags, 4 * threads) : 1;
-  std::vector<int64_t> next(chunks * shards, 0);  // per chunk and shard: first a count, then where its next id goes
+  std::vector<int64_t> next(chunks * shards, 0);  // per chunk and shard: first a count, then the place of its next id
   auto bags = [&](int64_t k) { return Range{num_bags * k / chunks, num_bags * (k + 1) / chunks}; };
   parallel_for(threads, chunks, [&](int64_t k) {
     for (int64_t b = bags(k).begin; b < bags(k).end; b++)

@@ -1,8 +1,8 @@
-// Pooled sums of table rows, and their gradient by weights.
+// Pooled sums of table rows, and the gradient of their weights.
 //   out[b, column:column+D] = sum over positions i of bag b of s_i * table[rows[i]]
-// A panel is what one pass over a bag sums in registers: NV vectors of W lanes. A row is cut into panels; where D is no
-// multiple of W, the last panel overlaps the one before and both write the same numbers, so that there is no scalar tail.
-// The work is in blocks of bags, and in a block feature by feature: its rows of the output stay in L2 meanwhile.
+// A panel is the part of a row that one pass over a bag sums in registers: NV vectors of W lanes. A row is cut into panels. If W does not
+// divide D, the last panel overlaps the one before and both write the same numbers, so that there is no scalar tail.
+// The work is cut into blocks of bags, and a block goes feature by feature: its rows of the output stay in L2 meanwhile.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -22,10 +22,10 @@ constexpr int64_t FAR = 64;          // rows between the fetch into L2 and the s
 constexpr int64_t NEAR_BYTES = 4096;  // bytes of rows between the touch and the sum
 constexpr uint64_t RING = 128;       // a power of two above FAR
 constexpr int MAX_VECTORS = 8;       // accumulators of a panel: AVX has 16 registers
-constexpr int64_t MIN_STREAM = 8 << 20;  // bytes of output above which it is written past the caches: a smaller one is still in them when it is read
-constexpr int64_t MIN_WORK = 32768;  // elements below which one thread is faster
+constexpr int64_t MIN_STREAM = 8 << 20;  // bytes of output above which stores bypass the caches: a smaller output is still in them when it is read
+constexpr int64_t MIN_WORK = 32768;  // with fewer elements one thread is faster
 
-// What a row outside its table reads: a panel of zeros of any type.
+// A row outside its table reads these: a panel of zeros of any type.
 alignas(64) inline const char ZEROS[MAX_VECTORS * VECTOR_BYTES] = {};
 
 struct Lookup;
@@ -59,7 +59,7 @@ struct Lookup {
     return funcrec::bag(offsets, f.first_bag + b, f.rows.size, f.max_length);
   }
 
-  // Whether each of some bags is one position, inside the buffer.
+  // Whether each of these bags is one position, inside the buffer.
   bool is_single(const Feature& f, Range bags) const {
     const int64_t n = bags.size(), at = f.first_bag + bags.begin;
     if (n <= 0 || offsets[at] < 0 || offsets[at + n] > f.rows.size || offsets[at + n] - offsets[at] != n) return false;
@@ -74,13 +74,13 @@ inline Range bags_of(int64_t block, int64_t num_bags) {
   return {block * BLOCK, std::min(num_bags, (block + 1) * BLOCK)};
 }
 
-// The rows of a part in the order in which they are summed, found out some rows before the sum. A row is brought near in
-// two steps: all its lines into L2, and shortly before the sum the first one is touched. Without the second step the sum's
-// own misses wait behind those of the prefetches, and up to 40 % of the bandwidth is lost. What is looked at for each row
-// must be little (registers, and a ring of addresses): loads in flight are few and are what limits here.
+// The rows of a part in the order in which they are summed, found some rows before the sum. A row is prefetched in two steps: first
+// all its lines into L2, then, shortly before the sum, its first line is touched. Without the second step the sum's own misses wait
+// for those of the prefetches, and up to 40 % of the bandwidth is lost. The state for each row must be small (registers, and a ring of
+// addresses), because the number of loads in flight is the limit here.
 class RowsAhead {
  public:
-  // What is needed to find the next address: positions [i, end) of `rows`, rows of a table.
+  // The state that finds the next address: positions [i, end) of `rows`, rows of a table.
   struct Cursor {
     const void* rows = nullptr;
     bool wide = true;
@@ -99,8 +99,8 @@ class RowsAhead {
     for (int64_t k = 0; k < near_; k++) touch(ring_[k]);
   }
 
-  // The address of row k of the part, for k = 0, 1, ...; USUAL bytes of a row are unrolled. Rows that begin anywhere in a line end in
-  // one more line than their bytes fill.
+  // The address of row k of the part, for k = 0, 1, ...; prefetches of USUAL bytes of a row are unrolled. A row that begins anywhere in a line
+  // ends in one more line than its bytes fill.
   template <int64_t USUAL> FUNCREC_INLINE const char* next(Cursor& c, uint64_t k) {
     find<USUAL>(c, k + FAR);
     const char* const near = ring_[(k + near_) % RING];
@@ -110,7 +110,7 @@ class RowsAhead {
   }
 
   Cursor cursor;
-  uint64_t taken = 0;  // rows whose address was given
+  uint64_t taken = 0;  // rows whose address was returned
 
  private:
   template <int64_t USUAL> FUNCREC_INLINE void find(Cursor& c, uint64_t k) {
@@ -124,7 +124,7 @@ class RowsAhead {
     ring_[k % RING] = at;
   }
 
-  // Where to go on: bags of a feature while each begins where the last one ended. Behind the last row, rows of zeros.
+  // The next range: bags of a feature as long as each begins where the last one ended. After the last row come rows of zeros.
   __attribute__((noinline)) Cursor next_range() {
     while (block_ < part_.blocks.end) {
       const Feature& f = call_.features[f_];
@@ -158,8 +158,8 @@ class RowsAhead {
   const char* ring_[RING];
 };
 
-// One panel of one bag: columns [column, column + NV * W). The first panel takes the addresses that are found ahead; the
-// others find them again, since a bag may be longer than the ring.
+// One panel of one bag: columns [column, column + NV * W). The first panel takes the addresses that were found ahead. The others find
+// them again, because a bag may be longer than the ring.
 template <class E, class Out, bool WEIGHTED, int NV, int W, bool FIRST>
 FUNCREC_INLINE void pool_panel(const Lookup& call, const Feature& f, Range r, int64_t column, Out* out, RowsAhead& ahead,
                                RowsAhead::Cursor& cursor, uint64_t& taken) {
@@ -184,12 +184,12 @@ FUNCREC_INLINE void pool_panel(const Lookup& call, const Feature& f, Range r, in
       for (int v = 0; v < NV; v++) sums[v] += from.get(v * W);
     }
   }
-  // Divided at the end, once: (Σ s_i · row_i) / n
+  // Divided once, at the end: (Σ s_i · row_i) / n
   const A length = f.mean && r.size() > 1 ? A(r.size()) : A(1);
   for (int v = 0; v < NV; v++) {
     if (f.mean) sums[v] = sums[v] / length;
     const auto sum = convert<Out, W>(sums[v]);
-    if constexpr (RowTraits<E>::LEAST > 1) {  // codes begin with a byte: the last vector may reach beyond the row
+    if constexpr (RowTraits<E>::LEAST > 1) {  // codes begin at a byte: the last vector may reach beyond the row
       if (const int64_t left = f.table.dim - column - v * W; left < W) {
         std::memcpy(out + column + v * W, &sum, left * sizeof(Out));
         continue;
@@ -200,14 +200,14 @@ FUNCREC_INLINE void pool_panel(const Lookup& call, const Feature& f, Range r, in
   }
 }
 
-// Bags of one id each, of rows that are one panel: the sum's own loops and what they look at take as long as the row again.
+// Bags of one id each, whose rows are one panel: the general sum's loops and tests would take as long as the row itself.
 template <class E, class Out, int NV, int W>
 FUNCREC_INLINE void pool_single(const Lookup& call, const Feature& f, Range bags, Out* out, RowsAhead& ahead) {
   auto [cursor, taken] = std::pair(ahead.cursor, ahead.taken);
   for (int64_t b = bags.begin; b < bags.end; b++, out += call.columns) {
     const InRow<E, W> from(ahead.next<RowTraits<E>::bytes(NV * W)>(cursor, taken++), 0, f.table.dim);
     for (int v = 0; v < NV; v++) {
-      const auto sum = convert<Out, W>(Vec<Acc<E>, W>{} + from.get(v * W));  // 0 + x: a zero is +0, as in any sum
+      const auto sum = convert<Out, W>(Vec<Acc<E>, W>{} + from.get(v * W));  // 0 + x turns a -0 into +0, as in any sum
       if (f.streamed) stream<W>(out + v * W, sum);
       else store<W>(out + v * W, sum);
     }
@@ -215,7 +215,7 @@ FUNCREC_INLINE void pool_single(const Lookup& call, const Feature& f, Range bags
   ahead.cursor = cursor, ahead.taken = taken;
 }
 
-// Bags of one feature. A row is a panel of NV vectors, then panels of FULL, then one that overlaps.
+// Bags of one feature. A row is a panel of NV vectors, then panels of FULL vectors, then one that overlaps.
 template <class E, class Out, bool WEIGHTED, int FULL, int NV, int W>
 void pool_bags(const Lookup& call, const Feature& f, Range bags, RowsAhead& ahead) {
   constexpr int FIRST = NV > 0 ? NV : FULL;
@@ -242,7 +242,7 @@ constexpr std::array<Kernel, sizeof...(NV)> kernels_by_vectors(std::integer_sequ
   return {pool_bags<E, Out, WEIGHTED, MAX_VECTORS, NV, W>...};
 }
 
-// The kernel for rows of `dim` elements; W halves until a row has a vector.
+// The kernel for rows of `dim` elements; W is halved until a row has at least one vector.
 template <class E, class Out, bool WEIGHTED, int W = LANES<Out>> Kernel kernel_of(int64_t dim) {
   if constexpr (W > RowTraits<E>::LEAST) {
     if (dim < W) return kernel_of<E, Out, WEIGHTED, W / 2>(dim);
@@ -252,7 +252,7 @@ template <class E, class Out, bool WEIGHTED, int W = LANES<Out>> Kernel kernel_o
         kernels_by_vectors<E, Out, WEIGHTED, W>(std::make_integer_sequence<int, MAX_VECTORS>{});
     return kernels[dim / W % MAX_VECTORS];
   } else {
-    return pool_bags<E, Out, WEIGHTED, 1, 0, W>;  // narrow rows, and f64 outputs beside f64 tables: one vector at a time
+    return pool_bags<E, Out, WEIGHTED, 1, 0, W>;  // narrow rows, and f64 outputs of f32 tables: one vector at a time
   }
 }
 
@@ -285,7 +285,7 @@ inline std::vector<Feature> read_features(Reader& in) {
   return features;
 }
 
-// Cuts blocks x features into parts: whole blocks while there are enough of them for the threads, features else.
+// Cuts blocks x features into parts: whole blocks if there are enough for the threads, else by features.
 inline std::vector<Part> parts_of(int64_t blocks, int64_t features, int64_t threads) {
   const int64_t want = threads > 1 ? 4 * threads : 1;
   const int64_t by_block = std::min(blocks, want), by_feature = std::min(features, (want + by_block - 1) / by_block);
@@ -306,7 +306,7 @@ inline void pooled_lookup(Reader in) {
   std::vector<int64_t> memory;
   Lookup call{std::move(features), ascending(Ints(offsets), memory), Reals(weights), num_bags, columns, in.pointer<char>()};
   if (num_bags == 0 || call.features.empty()) return;
-  // Only whole lines are streamed: the column in which a feature may begin is a multiple of this; 0 for nowhere.
+  // Only whole lines are streamed: a feature's column must be a multiple of this; 0 streams nothing.
   const int64_t bytes = out_dtype == F64 ? 8 : 4, line = 64 / bytes;
   const bool aligned = columns % line == 0 && reinterpret_cast<uint64_t>(call.out) % 64 == 0;
   const int64_t stream_columns = aligned && num_bags * columns * bytes > MIN_STREAM ? line : 0;
@@ -340,11 +340,11 @@ template <class A, class E, class D> FUNCREC_INLINE A dot(const E* x, const D* y
   });
 }
 
-// Adds <table[rows[i]], d[b]> to out[i] for the positions i in `part` of the bags of f.
+// Adds <table[rows[i]], d[b]> to out[i] for the positions i in `part` of f's bags.
 template <class E, class D, class G>
 void add_weight_gradients(const Lookup& call, const Feature& f, const Matrix& d, Range part, G* out) {
   const E* table = f.table.as<E>();
-  int64_t low = 0, high = call.num_bags;  // the first bag that ends behind part.begin
+  int64_t low = 0, high = call.num_bags;  // the first bag that ends after part.begin
   while (low < high) {
     const int64_t middle = (low + high) / 2;
     if (call.offsets[f.first_bag + middle + 1] <= part.begin) low = middle + 1;
@@ -364,7 +364,7 @@ void add_weight_gradients(const Lookup& call, const Feature& f, const Matrix& d,
   }
 }
 
-// Parts are of positions, so that a part owns its gradients even where features share positions.
+// A part is a range of positions, so that it owns their gradients even if features share positions.
 inline void pooled_lookup_weights(Reader in) {
   int64_t threads = in.number();
   auto features = read_features(in);

@@ -1,7 +1,6 @@
-// Calls whose tensors are still Python's objects. What a kernel must know of one, its address, shape and strides, is asked of torch
-// itself by DLPack's functions for torch.Tensor, under the interpreter's lock: 40 ns a tensor, where Python needs 350. Nothing of a
-// tensor is kept from call to call, so nothing can be stale. Neither torch's headers nor Python's are needed: the few functions of
-// both are passed as addresses, once.
+// Calls whose tensors are still Python's objects. The kernel needs each tensor's address, shape and strides. DLPack's functions for
+// torch.Tensor return these under the interpreter's lock, in 40 ns a tensor, while Python needs 350. Nothing of a tensor is kept from call to
+// call, so nothing can be stale. Neither torch's headers nor Python's are needed: the few functions of both are passed as addresses, once.
 #pragma once
 #include <vector>
 
@@ -9,7 +8,7 @@
 
 namespace funcrec {
 
-// dlpack.h: a tensor that somebody else owns.
+// dlpack.h: a tensor that has another owner.
 struct Borrowed {
   void* data;
   int32_t device_type, device_id, dims;
@@ -20,7 +19,7 @@ struct Borrowed {
 };
 
 struct Interpreter {
-  void* tensor;                        // the type torch.Tensor; others, such as fakes, may have no memory
+  void* tensor;                        // the type torch.Tensor; other types, such as fakes, may have no memory
   int (*borrow)(void*, Borrowed*);     // dltensor_from_py_object_no_sync
   void* (*item)(void*, intptr_t);      // PyList_GetItem
   void* (*type)(void*);                // PyObject_Type
@@ -34,12 +33,12 @@ inline Interpreter& interpreter() {
   return it;
 }
 
-// What a call needs of one of its tensors, and where in the call's array it is told.
+// The form that a call requires of one of its tensors, and the place in the call's array that describes it.
 struct Slot {
   enum Form : int64_t { ROWS, INTS, OUT };
-  int64_t place, form, size, kind;  // [R, size] of this kind (DLPack's code << 8 | bits), and where it goes nobody asks for R; i32 or i64 [N], N >= size
+  int64_t place, form, size, kind;  // ROWS, OUT: [R, size] of this kind (DLPack's code << 8 | bits); OUT does not write R. INTS: i32 or i64 [N], N >= size
 
-  // False for what is not as nearly all are.
+  // Returns false if the tensor differs from the usual form.
   bool fill(int64_t* numbers, void* object) const {
     const Interpreter& py = interpreter();
     void* const type = py.type(object);
@@ -66,8 +65,8 @@ struct Slot {
   }
 };
 
-// The entry point on the array that a plan, [slots, size, a Slot each, the array], and the tensors of a list make.
-// 4: a tensor is not as the plan says, and nothing was done.
+// Runs the entry point on the array of a plan, [slots, size, a Slot each, the array], filled with the tensors of a list.
+// Returns 4 if a tensor does not fit the plan; then nothing was done.
 inline int64_t planned(int64_t (*entry)(const int64_t*), void* list, const int64_t* plan, int64_t threads) {
   std::vector<int64_t> numbers(plan + 2 + 4 * plan[0], plan + 2 + 4 * plan[0] + plan[1]);
   const Slot* const slots = reinterpret_cast<const Slot*>(plan + 2);

@@ -1,6 +1,6 @@
-// Ids as blocks for the ranks that own their rows: what is sent, written where it is sent from. A rank's ids keep the order
-// of lanes and bags, so that its block is one stream; only where each chunk's part of a stream begins must be known, and for
-// one chunk nothing is counted before it is written.
+// Ids as blocks for the ranks that own their rows, written directly into the memory that is sent. A rank's ids keep the order of lanes
+// and bags, so that its block is one stream. Only the place where each chunk's part of a stream begins must be known; with one chunk
+// nothing is counted before it is written.
 #pragma once
 #include <algorithm>
 #include <stdexcept>
@@ -13,13 +13,13 @@
 
 namespace funcrec {
 
-// The rows of a lane's table that one rank has: row r of the table is its row r + shift. told: where the lengths of the lane's
-// bags go in the rank's block, -1 for nowhere.
+// The rows of a lane's table on one rank: row r of the table is the rank's row r + shift. told: the place of the lane's bag lengths in the
+// rank's block, -1 for none.
 struct OwnedPart { int64_t rank, shift, told; };
 
 struct OwnedLane {
   int64_t first_bag, max_length;
-  Owner owner;  // of the part
+  Owner owner;  // of the row's part
   std::vector<OwnedPart> parts;
 };
 
@@ -30,14 +30,14 @@ struct OwnerBlocks {
   int64_t num_bags, num_ranks, room;
   Matrix blocks;  // [n, room + K * B]
   int64_t* counts;
-  int64_t* places;  // null if nobody asks
+  int64_t* places;  // null if the caller does not want places
 
   Range bag_of(const OwnedLane& lane, int64_t b) const {
     return bag(offsets, lane.first_bag + b, ids.size, lane.max_length);
   }
 };
 
-// f(lane, bags) for the bags of each lane among those of all lanes in [first, last).
+// f(lane, bags) for each lane with bags in [first, last), where all lanes' bags are numbered in order.
 template <class F> void for_lanes(const OwnerBlocks& to, int64_t first, int64_t last, F&& f) {
   for (int64_t at = first; at < last;) {
     const int64_t lane = at / to.num_bags, begin = lane * to.num_bags;
@@ -59,12 +59,12 @@ template <class I> void count_owned(const OwnerBlocks& to, const OwnedLane& lane
   }
 }
 
-// A lane of several parts: each id to the stream of its owner. next: where a rank's next row goes.
+// A lane of several parts: each id goes to the stream of its owner. next: the place of a rank's next row.
 template <class I, class O>
 void write_parts(const OwnerBlocks& to, const OwnedLane& lane, Range bags, int64_t* next, const int64_t*) {
   const I* ids = to.ids.as<I>();
   O* const blocks = to.blocks.as<O>();
-  const Owner owner = lane.owner;  // what is written below could be any of these, for all that a compiler knows
+  const Owner owner = lane.owner;  // a copy: the compiler must assume that the writes below could change lane.owner
   const OwnedPart* const parts = lane.parts.data();
   int64_t* const places = to.places;
   const int64_t room = to.room, stride = to.blocks.stride;
@@ -77,15 +77,15 @@ void write_parts(const OwnerBlocks& to, const OwnedLane& lane, Range bags, int64
       const int64_t place = next[p.rank]++;
       O* block = blocks + p.rank * stride;
       if (p.told >= 0) block[p.told + b]++;
-      if (place >= room) continue;  // counted and not written: the caller sees that there were too many
+      if (place >= room) continue;  // counted but not written: the caller sees that there were too many
       block[place] = O(row + p.shift);
       if (places) places[i] = p.rank * room + place;
     }
   }
 }
 
-// A lane of one part: a whole bag goes to one stream, and what is nobody's is overwritten by the next id. ends: where the
-// chunk's part of each stream ends.
+// A lane of one part: a whole bag goes to one stream, and the next id overwrites an id without owner. ends: where the chunk's part of
+// each stream ends.
 template <class I, class O>
 void write_whole(const OwnerBlocks& to, const OwnedLane& lane, Range bags, int64_t* next, const int64_t* ends) {
   const I* ids = to.ids.as<I>();
@@ -100,7 +100,7 @@ void write_whole(const OwnerBlocks& to, const OwnedLane& lane, Range bags, int64
     if (place + r.size() <= limit && !to.places) {
       for (int64_t i = r.begin; i < r.end; i++) {
         const int64_t row = ids[i];
-        block[place] = O(uint64_t(row) + uint64_t(p.shift));  // a row outside is any number
+        block[place] = O(uint64_t(row) + uint64_t(p.shift));  // for a row outside the table this is an arbitrary number
         place += uint64_t(row) < end;
       }
     } else {
@@ -122,8 +122,8 @@ void write_whole(const OwnerBlocks& to, const OwnedLane& lane, Range bags, int64
 template <class I, class O> void owner_blocks_as(int64_t threads, const OwnerBlocks& to) {
   const int64_t n = to.num_ranks, all = int64_t(to.lanes.size()) * to.num_bags;
   const int64_t chunks = threads > 1 && to.ids.size * 8 > MIN_BYTES ? std::max<int64_t>(1, std::min(all, 4 * threads)) : 1;
-  std::vector<int64_t> next(chunks * n, 0);  // per chunk and rank: first a count, then where its next row goes
-  const int64_t told = to.blocks.columns - to.room;  // lengths of bags, which are added to
+  std::vector<int64_t> next(chunks * n, 0);  // per chunk and rank: first a count, then the place of its next row
+  const int64_t told = to.blocks.columns - to.room;  // columns of the bags' lengths, to which counts are added
   for (int64_t r = 0; r < n; r++) {
     O* block = to.blocks.as<O>() + r * to.blocks.stride;
     zero_bytes(reinterpret_cast<char*>(block + to.room), told * int64_t(sizeof(O)));
@@ -135,10 +135,10 @@ template <class I, class O> void owner_blocks_as(int64_t threads, const OwnerBlo
       lanes_of(k, [&](const OwnedLane& lane, Range bags) { count_owned<I>(to, lane, bags, &next[k * n]); });
     });
   for (int64_t r = 0; r < n; r++) {
-    int64_t total = 0;  // counts become beginnings: those of the chunks before
+    int64_t total = 0;  // counts become beginnings: the sum of the chunks before
     for (int64_t k = 0; k < chunks; k++) total += std::exchange(next[k * n + r], total);
   }
-  // A chunk's part of a stream ends where the next chunk's begins: a whole bag is written without a look at each id if it fits before that
+  // A chunk's part of a stream ends where the next chunk's begins: a whole bag that ends before that is written without a test of each id
   std::vector<int64_t> ends(next.begin() + n, next.end());
   ends.resize(chunks * n, to.room);
   parallel_for(threads, chunks, [&](int64_t k) {
@@ -147,7 +147,7 @@ template <class I, class O> void owner_blocks_as(int64_t threads, const OwnerBlo
       write(to, lane, bags, &next[k * n], &ends[k * n]);
     });
   });
-  for (int64_t r = 0; r < n; r++) {  // the last chunk ends where its stream does
+  for (int64_t r = 0; r < n; r++) {  // the last chunk ends where its stream ends
     to.counts[r] = next[(chunks - 1) * n + r];
     O* block = to.blocks.as<O>() + r * to.blocks.stride;
     std::fill(block + std::min(to.counts[r], to.room), block + to.room, O(-1));
@@ -181,8 +181,8 @@ inline bool is_shared(const std::vector<OwnedLane>& lanes, int64_t num_bags) {
   return false;
 }
 
-// ids [N], offsets -> blocks [n, room + K * B]: each rank's rows, lane by lane and bag by bag, -1 behind them, then the
-// lengths of the bags of its K slots; counts [n], of all rows owned; places [N], where each id stands among the n * room.
+// ids [N], offsets -> blocks [n, room + K * B]: each rank's rows, lane by lane and bag by bag, then -1, then the lengths of the bags of
+// its K slots; counts [n], of all owned rows; places [N], each id's place among the n * room.
 inline void owner_blocks(Reader in) {
   const int64_t threads = in.number();
   const Vector ids = in.vector(), offsets = in.vector();

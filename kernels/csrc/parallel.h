@@ -1,8 +1,8 @@
-// parallel_for(threads, items, f): f(item) for every item in [0, items), each once, items handed out in order.
-// The threads are those of the OpenMP runtime that torch has loaded (Python passes the address of its GOMP_parallel), so
-// that they are warm and nothing fights torch for the cores. Without one, and in a forked child, whose OpenMP threads are
-// gone, a small pool whose idle threads sleep. A pool that is busy with another caller's loop is not waited for: the caller
-// then works alone. Items must not depend on who runs them.
+// parallel_for(threads, items, f): f(item) for every item in [0, items), each once, handed out in order.
+// The threads are those of the OpenMP runtime that torch has loaded (Python passes the address of its GOMP_parallel): they are
+// already running, and do not compete with torch's for the cores. Without this runtime, and in a forked child, whose OpenMP threads
+// are gone, a small pool runs whose idle threads sleep. A caller does not wait for a pool that runs another caller's loop: it then
+// works alone. Items must not depend on the thread that runs them.
 #pragma once
 #include <pthread.h>
 
@@ -43,7 +43,7 @@ struct Loop {
 
 class Pool {
  public:
-  // False when another caller has the pool.
+  // Returns false if another caller has the pool.
   bool run(int threads, Loop& loop) {
     std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
     if (!mine) return false;
@@ -53,7 +53,7 @@ class Pool {
         const int number = int(threads_.size());
         threads_.emplace_back([this, number, seen = generation_] { serve(number, seen); });
       }
-    } catch (const std::exception&) {  // the system has no more threads: those there are do the work
+    } catch (const std::exception&) {  // the system allows no more threads: the existing ones do the work
     }
     loop_ = &loop;
     wanted_ = left_ = std::min(threads - 1, int(threads_.size()));
@@ -89,8 +89,8 @@ class Pool {
   uint64_t generation_ = 0;
 };
 
-// Never destroyed: its threads sleep until the process ends. A forked child starts with a new one, since a lock of the
-// parent's may have been held by a thread that the child does not have.
+// Never destroyed: its threads sleep until the process ends. A forked child starts with a new pool, because a thread that the child
+// does not have may have held a lock of the parent's pool.
 inline std::atomic<Pool*>& pool() {
   static std::atomic<Pool*> p{new Pool};
   return p;
@@ -106,7 +106,7 @@ inline void after_fork() {
   pool() = new Pool;
 }
 
-// `address` is OpenMP's GOMP_parallel, 0 for none. To be called once, before any loop.
+// `address` is OpenMP's GOMP_parallel, 0 for none. Call it once, before any loop.
 inline void start_parallel(int64_t address) {
   pool();
   gomp_parallel() = reinterpret_cast<GompParallel>(address);
@@ -122,7 +122,7 @@ template <class F> void parallel_for(int64_t threads, int64_t items, F&& f) {
   using Body = std::remove_reference_t<F>;
   auto body = [](void* data, int64_t i) { (*static_cast<Body*>(data))(i); };
   Loop loop(items, body, const_cast<std::remove_const_t<Body>*>(&f));
-  // A team of another size than torch's would be built anew by both: always `threads`, even for fewer items.
+  // OpenMP would rebuild its team for another size than torch's, for both users: always `threads`, even for fewer items.
   if (GompParallel parallel = gomp_parallel()) {
     parallel([](void* data) { static_cast<Loop*>(data)->work(); }, &loop, unsigned(threads), 0);
   } else if (!pool().load()->run(int(threads), loop)) {

@@ -1,5 +1,5 @@
-// Passes over a row: `each` runs a formula over it in vectors and in single elements behind them, `total` sums one.
-// A formula is a generic lambda of a position `at`, where at(p) reads p's element(s) there and at.put(p, v) writes them.
+// Passes over a row: `each` runs a formula over it in vectors, then in single elements; `total` sums one.
+// A formula is a generic lambda of a position `at`: at(p) reads p's element(s) there, and at.put(p, v) writes them.
 #pragma once
 #include <cstdint>
 
@@ -24,11 +24,11 @@ template <class A, int N> struct Position {
   static constexpr int lanes = N;
 };
 
-// The lanes of the vectors behind those of N lanes.
+// The lanes of the vectors that follow those of N lanes.
 template <int N> constexpr int NARROWER = N > 4 ? N / 2 : 1;
 
-// f(i) for i = begin, begin + N, .. while N elements are left before end, at most MOST times; returns where it stopped. A compiler that is
-// not told of MOST makes vectors of the single elements behind vectors once more: half of its work, and it never runs.
+// f(i) for i = begin, begin + N, .. while N elements are left before end, at most MOST times; returns where it stopped. Without MOST, a
+// compiler would make vectors of the single elements again: half of its work, for code that never runs.
 template <int N, int MOST, class F> FUNCREC_INLINE int64_t at_most(int64_t i, int64_t end, const F& f) {
   if constexpr (MOST == 1) {
     if (i + N <= end) f(i), i += N;
@@ -39,7 +39,7 @@ template <int N, int MOST, class F> FUNCREC_INLINE int64_t at_most(int64_t i, in
   return i;
 }
 
-// f at every position of a row; D is the row's length where the compiler knows it, else 0.
+// f at every position of a row; D is the row's length if the compiler knows it, else 0.
 template <class A, int D, int N = LANES<A>, int MOST = 0, class F>
 FUNCREC_INLINE void each(int64_t dim, const F& f, int64_t begin = 0) {
   const int64_t end = D ? D : dim;
@@ -50,11 +50,11 @@ FUNCREC_INLINE void each(int64_t dim, const F& f, int64_t begin = 0) {
   if constexpr (N > 1 && (D == 0 || D % N != 0)) each<A, D, NARROWER<N>, N / NARROWER<N> - 1>(dim, f, i);
 }
 
-// The partial sums of a row: as many on every instruction set, so that a sum has the same bits on all of them.
+// The number of partial sums of a row: the same on every instruction set, so that a sum has the same bits on all of them.
 template <class A> constexpr int PARTIAL_SUMS = 64 / int(sizeof(A));
 
-// Σ f over a row: N partial sums, one for every N-th element, then their halves onto each other; before them what is left, in the same
-// way with fewer. The order depends on the row's length alone: a vector of N lanes is so many of the widest that there are.
+// Σ f over a row: N partial sums, one for every N-th element, whose halves are then added; the remaining elements come first, in the same
+// way with fewer partial sums. The order depends on the row's length alone: N lanes are as many of the widest vectors as are needed.
 template <class A, int D, int N = PARTIAL_SUMS<A>, int MOST = 0, class F>
 FUNCREC_INLINE A total(int64_t dim, const F& f, int64_t begin = 0) {
   const int64_t end = D ? D : dim;

@@ -1,4 +1,4 @@
-// Quantised rows, written and read: [scale f16][bias f16][codes, low bits first], number ~ code * scale + bias.
+// Writes and reads quantised rows: [scale f16][bias f16][codes, low bits first], number ~ code * scale + bias.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -44,7 +44,7 @@ inline void quantized_rows(Reader in) {
 
 inline float from_half_bits(uint16_t h) { return from_half<1>(uint32_t(h)); }
 
-// f16 of x: the nearest, or if `directed` the next one that is not above x (`down`) or not below it; inf stays inf.
+// x in f16: the nearest number, or if `directed` the next one not above x (`down`) or not below it; inf stays inf.
 inline uint16_t half_of(float x, bool down, bool directed) {
   const uint16_t near = uint16_t(to_half<1>(x));
   const float wide = from_half_bits(near);
@@ -52,12 +52,12 @@ inline uint16_t half_of(float x, bool down, bool directed) {
   return uint16_t(near + (bool(near & 0x8000) == down ? 1 : -1));
 }
 
-// How a row is written; reference_quantized.py tells why each step is as it is.
+// Writes a row; reference_quantized.py explains each step.
 struct RowCoder {
   int bits;
   const Draws* draws;  // null: codes are rounded to the nearest, ties to even
 
-  // x f32[room], room a multiple of 32 not below dim, is overwritten.
+  // x f32[room] is overwritten; room is a multiple of 32 and at least dim.
   void write(char* to, float* x, uint16_t* random, int64_t row, int64_t dim) const {
     constexpr int W = LANES<float>;
     constexpr uint16_t NAN_HALF = 0x7e00;
@@ -67,7 +67,7 @@ struct RowCoder {
     std::fill(x + dim, x + room, dim ? x[0] : 0.0f);
     float low = 0, high = 0;
     bool lost = extent<W>(x, room, low, high);
-    low += 0.0f;  // of zeros of both signs either is the least
+    low += 0.0f;  // turns -0 into +0: extent may find either
     const uint16_t bias_bits = half_of(low, true, draws);
     const float bias = from_half_bits(bias_bits);
     uint16_t scale_bits = half_of((high - bias) / float(most), false, draws);
@@ -90,7 +90,7 @@ struct RowCoder {
       const float inverse = 1.0f / scale;
       for (int64_t c = 0; c < room; c++) x[c] = (x[c] - bias) * inverse;
     }
-    // Cut off before it is rounded, to the nearest by the last place of a large number.
+    // Clamped before the rounding, which uses the last place of a large number: to nearest.
     for (int64_t c = 0; c < room; c++) x[c] = std::min(std::max(x[c], 0.0f), float(most));
     for (int64_t c = 0; c < room; c++) x[c] = x[c] + 0x1.8p23f;
     const auto code = [&](int64_t c) { return bit_cast<uint32_t>(x[c]) & 0xff; };
@@ -108,7 +108,7 @@ struct RowCoder {
   }
 
  private:
-  // The least and the greatest of x; true if one of them is no finite number.
+  // The least and the greatest of x; returns true if a number is not finite.
   template <int W> static bool extent(const float* x, int64_t room, float& low, float& high) {
     if (room == 0) return false;
     using V = Vec<float, W>;

@@ -7,8 +7,8 @@
 
 namespace funcrec {
 
-// Rows of a table whose random bits follow one another: row r, from `begin` on, has the key's words r · words + 1, ...; its first column
-// is the `phase`-th of the first word. Segments ascend, the first from row 0 on; behind the last stands one that begins behind all rows.
+// Rows of a table whose random bits are consecutive: row r, from `begin` on, has the key's words r · words + 1, ...; its first column is the
+// `phase`-th of the first word. Segments ascend, the first from row 0 on; after the last comes one that begins after all rows.
 struct Draws {
   int64_t key, begin, phase, words;
 };
@@ -20,7 +20,7 @@ template <class U> FUNCREC_INLINE U mix(U z) {
   return z ^ (z >> 31);
 }
 
-// bits[phase + c]: the 16 random bits of column c of a row; room for phase + dim rounded up to 32.
+// bits[phase + c]: the 16 random bits of column c of a row; `bits` has room for phase + dim, rounded up to 32.
 inline void random_bits(const Draws& draws, uint64_t row, int64_t dim, uint16_t* bits) {
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "four columns' bits lie in a word from the least");
   constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15;

@@ -1,4 +1,4 @@
-// Plain rows of several tables, all by one list of rows: read, and written.
+// Plain rows of several tables, read or written by one list of rows.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -22,7 +22,7 @@ template <class To, class From> FUNCREC_INLINE void copy_row(To* to, const From*
   for (; c < n; c++) store<1>(to + c, A(load<1>(from + c)));
 }
 
-// A table, and as many rows as are named of what is read from it or written to it.
+// A table, and a matrix with a row for each listed row that is read from it or written to it.
 struct Target {
   Table table;
   Matrix rows;
@@ -40,7 +40,7 @@ template <class F> void for_chunks(int64_t threads, const std::vector<Target>& t
   });
 }
 
-// f(i, row) for i in [begin, end) with a row inside the table, which is on its way; outside(i) for the others.
+// f(i, row) for i in [begin, end) with a row inside the table, which is being prefetched; outside(i) for the others.
 template <class F, class G>
 FUNCREC_INLINE void for_rows(const Table& t, const Ints& ids, int64_t begin, int64_t end, const F& f, const G& outside) {
   const int64_t bytes = t.row_bytes();
@@ -83,7 +83,7 @@ inline void gather_block(Reader in) {
   });
 }
 
-// Behind the rows: count*, how many of them are written.
+// After the rows comes count*: how many of them are written.
 inline void scatter_block(Reader in) {
   with_targets(in, [&](int64_t threads, const std::vector<Target>& targets, const Ints& ids) {
     const int64_t n = std::clamp<int64_t>(*in.pointer<int64_t>(), 0, ids.size);

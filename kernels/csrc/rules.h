@@ -1,6 +1,6 @@
-// The rules of the row optimizers, each for one row: w the row, x its summed gradient, s its slots, in the accumulator type;
-// w may be a row of 16 bits, which is widened where it is read and rounded where it is written. A rule writes w once.
-// The rules are in formulas.h; here is what they are given, and a user's.
+// The rules of the row optimizers, each for one row: w the row, x its summed gradient, s its slots, in the accumulator type.
+// w may be a 16-bit row, which is widened on reading and rounded on writing. A rule writes w once.
+// The rules are in formulas.h; this file has their arguments, and a user's rule.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace funcrec {
 
 constexpr int MOST_SLOTS = 8;
 
-// What a rule sees of one row.
+// A rule's view of one row.
 template <class A, class W = A*> struct Row {
   W w;           // f[D], or Narrow
   const A* x;    // f[D]
@@ -28,16 +28,16 @@ struct Code {
   void *rule = nullptr, *prepare = nullptr;
   const void* const* constants = nullptr;
   int64_t slots = 0, sizes[MOST_SLOTS] = {};  // elements of each slot of a row
-  std::vector<char> shared;                   // what `prepare` finds out once per update, for all rows
+  std::vector<char> shared;                   // the values that `prepare` computes once per update, for all rows
 
   template <class A> void start(A lr, A t) {
     reinterpret_cast<void (*)(A, A, const void* const*, void*)>(prepare)(lr, t, constants, shared.data());
   }
 };
 
-// What a rule is made of, before its constructor picks its numbers.
+// The inputs of a rule's constructor, which picks its numbers.
 struct Hyper {
-  double lr;          // rounded to the accumulator type already
+  double lr;          // already rounded to the accumulator type
   double t;           // 1 at the first update
   const double* h;    // the rule's own numbers, in the order of kernels/rules.py
   const Code* code;   // of a user's rule
@@ -52,8 +52,7 @@ template <class A, int D, class W> FUNCREC_INLINE A norm(int64_t dim, const W& p
 // 1 - bᵗ
 inline double correction(double b, double t) { return b > 0 ? -std::expm1(t * std::log(b)) : 1; }
 
-// A user's rule knows only plain pointers and may write w more than once: a row of 16 bits is widened into `spare` and
-// narrowed from there.
+// A user's rule takes plain pointers and may write w more than once: a 16-bit row is widened into `spare`, and narrowed from there.
 template <class A> struct Generated {
   const int64_t slots, *const sizes;
   void (*const rule)(A*, const A*, A* const*, A, const void*);
@@ -65,7 +64,7 @@ template <class A> struct Generated {
     if constexpr (std::is_pointer_v<W>) {
       rule(r.w, r.x, r.s, r.repeats, shared);
     } else {
-      const W w = r.w;  // the rule is given r.s: what lies in r itself would be read again behind every store
+      const W w = r.w;  // copies: after each store the compiler would read members of r again, since the rule gets r.s
       A* const wide = r.spare;
       const int64_t dim = r.dim;
       const auto narrow = [&](const W& to) { each<A, D>(dim, [&](auto at) { at.put(to, at(wide)); }); };

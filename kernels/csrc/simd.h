@@ -1,6 +1,6 @@
 // Vectors of the width that this object is compiled for, by the vector extensions of GCC and Clang.
-// Every function here works elementwise for any number of lanes W, one included, so one text serves AVX-512, AVX, SSE,
-// NEON and plain scalars. Intrinsics only where the compilers have no portable word: square roots, f16, stores past caches.
+// Every function here works elementwise for any number of lanes W, also one, so one text serves AVX-512, AVX, SSE, NEON and plain
+// scalars. Intrinsics are used only where the compilers have no portable form: square roots, f16, stores past the caches.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -28,7 +28,7 @@ template <class A, int W> struct VecOf { typedef A type __attribute__((vector_si
 template <class A> struct VecOf<A, 1> { using type = A; };
 template <class A, int W> using Vec = typename VecOf<A, W>::type;
 
-template <class A> constexpr int LANES = VECTOR_BYTES / int(sizeof(A));  // of the widest vector
+template <class A> constexpr int LANES = VECTOR_BYTES / int(sizeof(A));  // in the widest vector
 
 template <class To, class From> FUNCREC_INLINE To bit_cast(const From& x) {
   static_assert(sizeof(To) == sizeof(From));
@@ -37,7 +37,7 @@ template <class To, class From> FUNCREC_INLINE To bit_cast(const From& x) {
   return y;
 }
 
-// Lane by lane conversion of numbers, W lanes.
+// Converts numbers lane by lane, W lanes.
 template <class To, int W, class V> FUNCREC_INLINE Vec<To, W> convert(const V& v) {
   if constexpr (W == 1) return static_cast<To>(v);
   else return __builtin_convertvector(v, Vec<To, W>);
@@ -47,7 +47,7 @@ template <class To, int W, class V> FUNCREC_INLINE Vec<To, W> convert(const V& v
 
 template <int W> FUNCREC_INLINE Vec<uint32_t, W> load_u16(const void* p) {
 #if defined(__AVX512F__)
-  if constexpr (W == 16)  // GCC 12 makes two halves of it
+  if constexpr (W == 16)  // GCC 12 splits it in two halves
     return bit_cast<Vec<uint32_t, W>>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))));
 #endif
   Vec<uint16_t, W> h;
@@ -76,8 +76,8 @@ template <int W, class C> FUNCREC_INLINE Vec<uint32_t, W> choose(C c, Vec<uint32
   return c ? a : b;
 }
 
-// The exponent moves from a bias of 15 to one of 127 by a product, which normalises small numbers as well. NaN keeps its upper
-// bits and is quiet, as the processor's own conversions have it.
+// A product moves the exponent from a bias of 15 to one of 127, and normalises small numbers as well. NaN keeps its upper bits and
+// becomes quiet, as in the processor's own conversions.
 template <int W> FUNCREC_INLINE Vec<float, W> from_half(Vec<uint32_t, W> h) {
   using U = Vec<uint32_t, W>;
   const U sign = (h & 0x8000u) << 16;
@@ -122,7 +122,7 @@ template <int W> FUNCREC_INLINE void store_u16(void* p, const Vec<uint32_t, W>& 
 template <int W> FUNCREC_INLINE void store(float* p, const Vec<float, W>& v) { std::memcpy(p, &v, sizeof v); }
 template <int W> FUNCREC_INLINE void store(double* p, const Vec<double, W>& v) { std::memcpy(p, &v, sizeof v); }
 
-// The upper halves of the lanes: by one permutation where there is one, not by a shift and a narrowing.
+// The upper halves of the lanes: by one permutation if there is one, not by a shift and a narrowing.
 template <int W> FUNCREC_INLINE void store_high(void* p, const Vec<uint32_t, W>& u) {
 #if defined(__AVX512BW__)
   if constexpr (W == 16) {
@@ -135,7 +135,7 @@ template <int W> FUNCREC_INLINE void store_high(void* p, const Vec<uint32_t, W>&
   store_u16<W>(p, u >> 16);
 }
 
-// bf16 is the upper half of an f32 after `add` was carried into it; inf, whose lower half is 0, stays.
+// bf16 is the upper half of an f32 after `add` was added with carry; inf, whose lower half is 0, stays.
 template <int W> FUNCREC_INLINE void store_carried(Bf16* p, const Vec<float, W>& v, const Vec<uint32_t, W>& add) {
   using U = Vec<uint32_t, W>;
   const U carried = bit_cast<U>(v) + add, nan = U{} + 0x7fc00000u;
@@ -178,7 +178,7 @@ template <int W> FUNCREC_INLINE void store(Half* p, const Vec<float, W>& v) {
   store_u16<W>(p, to_half<W>(v));
 }
 
-// v rounded up or down at random: bits that are cut off are carried as often as their value says. NaN and inf stay.
+// Rounds v up or down at random: the bits that are cut off carry with a probability equal to their value. NaN and inf stay.
 template <int W> FUNCREC_INLINE void store_random(Bf16* p, const Vec<float, W>& v, const Vec<uint32_t, W>& random) {
   store_carried<W>(p, v, random);
 }
@@ -188,7 +188,7 @@ template <int W> FUNCREC_INLINE void store_random(Half* p, const Vec<float, W>& 
   store<W>(p, bit_cast<Vec<float, W>>(U(choose<W>(v == v, carried, u))));
 }
 
-// A row of 16 bits that a rule writes: rounded at random by bits[c] for column c, or to the nearest where bits is null.
+// A 16-bit row that a rule writes: rounded at random by bits[c] for column c, or to nearest if bits is null.
 template <class E> struct Narrow {
   E* p;
   const uint16_t* bits;
@@ -196,8 +196,8 @@ template <class E> struct Narrow {
 
 // -- arithmetic -------------------------------------------------------------------------------------------------------
 
-// The sum of the lanes, halves folded onto each other: a fixed order. By shuffles where the compiler has a word for them:
-// through memory, a whole vector stored and its halves loaded, it waits longer than all the additions take.
+// The sum of the lanes, by adding halves: a fixed order. It uses shuffles if the compiler has a word for them. Through memory (store a
+// whole vector, load its halves) it would wait longer than all the additions take.
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define FUNCREC_SHUFFLES
@@ -245,22 +245,22 @@ template <class A, int W> FUNCREC_INLINE Vec<A, W> square_root(const Vec<A, W>& 
 
 // -- memory -----------------------------------------------------------------------------------------------------------
 
-// Asks for the cache lines of `bytes` at p. LEVEL 1: into L1, 2: into L2. Never faults, so p may be any address.
+// Prefetches the cache lines of `bytes` at p. LEVEL 1: into L1, 2: into L2. Never faults, so p may be any address.
 template <int LEVEL> FUNCREC_INLINE void prefetch(const void* p, int64_t bytes) {
   const uintptr_t at = reinterpret_cast<uintptr_t>(p);
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(at + i), 0, LEVEL == 1 ? 3 : 2);
-  asm volatile("");  // GCC takes a function that only prefetches for one without effect, and drops calls to it
+  asm volatile("");  // GCC assumes that a function that only prefetches has no effect, and drops calls to it
 }
 
-// Where row `row` of `bytes` each would lie, for a prefetch: the row may be any number.
+// The address that row `row` of `bytes` each would have, for a prefetch: the row may be any number.
 FUNCREC_INLINE const void* row_address(const void* rows, uint64_t row, int64_t bytes) {
   return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(rows) + row * uint64_t(bytes));
 }
 
-// Reads the byte at p, which must be readable, and waits for nothing: a fetch into L1 that is never given up.
+// Reads the byte at p, which must be readable, without waiting for it: the processor never drops such a load, as it may a prefetch.
 FUNCREC_INLINE void touch(const void* p) { (void)*static_cast<const volatile char*>(p); }
 
-// A store past the caches where there is one; p is aligned to the vector. Followed by `stream_end` before others read.
+// A store past the caches, if there is one; p is aligned to the vector. Call `stream_end` before others read.
 template <int W, class A> FUNCREC_INLINE void stream(A* p, const Vec<A, W>& v) {
 #if defined(__AVX512F__)
   if constexpr (sizeof v == 64) return _mm512_stream_si512(reinterpret_cast<__m512i*>(p), bit_cast<__m512i>(v));

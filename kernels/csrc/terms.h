@@ -1,4 +1,4 @@
-// The cotangent of tables as sums of segments (see `Segment` in forms.py), and which segments of a table name the same rows.
+// The cotangent of tables as sums of segments (see `Segment` in forms.py), and the segments of a table that share rows.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -10,7 +10,7 @@
 namespace funcrec {
 
 constexpr int BLOCK_BITS = 32;  // of a row's number inside its block
-constexpr int LINE_BITS = 4;    // rows whose numbers differ in these bits only are of one class: their slots share a line
+constexpr int LINE_BITS = 4;    // rows whose numbers differ only in these bits belong to one class: their slots share a line
 
 // One term of a table's cotangent: entries (rows[i], scale_i · d[b, column : column + D]).
 struct Segment {
@@ -23,7 +23,7 @@ struct Segment {
   }
 };
 
-// What Python passes of a cotangent, and the segments of each table.
+// Python's description of a cotangent, and the segments of each table.
 struct Terms {
   std::vector<Matrix> d;
   std::vector<Vector> rows, weights;
@@ -51,7 +51,7 @@ struct Terms {
     }
   }
 
-  // What the gradient of position i is multiplied by.
+  // The multiplier of position i's gradient.
   double scale(const Segment& s, int64_t i, int64_t length) const {
     return (s.weights < 0 ? 1 : Reals(weights[s.weights])[i]) / double(length);
   }
@@ -84,7 +84,7 @@ template <class F> FUNCREC_INLINE void positions(const Terms& terms, const Segme
   }
 }
 
-// How many positions at most `positions` runs over.
+// The most positions that `positions` can visit.
 inline int64_t most_positions(const Terms& terms, const Segment& s) {
   if (s.offsets < 0) return s.num_bags;
   const Ints& offsets = terms.offsets[s.offsets];
@@ -98,8 +98,8 @@ struct Cluster {
   int64_t first, last;
 };
 
-// A table's segments by ranges of rows that do not meet: where many tables lie in one, each has entries of its own, which are few enough
-// for the caches. Ranges end at whole lines of slots.
+// A table's segments by disjoint ranges of rows: if several tables lie in one, each gets entries of its own, few enough for the caches.
+// Ranges end at whole lines of slots.
 inline std::vector<Cluster> clusters(const Terms& terms, int64_t table, int64_t num_rows) {
   const auto& mine = terms.of[table];
   if (mine.size() < 2) return {{mine, 0, num_rows - 1}};
@@ -115,11 +115,11 @@ inline std::vector<Cluster> clusters(const Terms& terms, int64_t table, int64_t 
         span.last = inside ? std::max(span.last, row) : span.last;
       });
     });
-    // Two clusters are two threads' work: a line of slots that both wrote to would travel between their caches
+    // Two clusters are two threads' work: a line of slots that both write would travel between their caches
     span.first &= ~((int64_t(1) << LINE_BITS) - 1), span.last |= (int64_t(1) << LINE_BITS) - 1;
     if (span.first <= span.last) spans.push_back(std::move(span));
   }
-  // Spans that meet become one, from left to right. Sums are in the order of segments, whatever the clusters
+  // Spans that overlap are joined, from left to right. Sums are in the order of segments, whatever the clusters are
   std::stable_sort(spans.begin(), spans.end(), [](const Cluster& a, const Cluster& b) { return a.first < b.first; });
   for (Cluster& span : spans) {
     if (out.empty() || span.first > out.back().last) {

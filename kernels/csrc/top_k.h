@@ -1,8 +1,8 @@
-// The k rows of a table whose inner products with a query are greatest, for many queries; no [B, N] is ever made.
+// The k rows of a table whose inner products with a query are greatest, for many queries; [B, N] scores never exist at once.
 //
 //   panel of J rows, transposed [D, J]  ─▶  scores of Q queries at a time, in registers  ─▶  those above a query's k-th so far
 //
-// A score is Σ_d q_d · x_d, d ascending, each product and sum rounded: the same bits whatever stands beside it.
+// A score is Σ_d q_d · x_d, d ascending, each product and sum rounded: its bits do not depend on the other rows and queries.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -20,7 +20,7 @@ namespace funcrec {
 template <class A> struct Scored {
   A score;
   int64_t row;
-  bool operator<(const Scored& y) const { return score > y.score || (score == y.score && row < y.row); }  // stands before y
+  bool operator<(const Scored& y) const { return score > y.score || (score == y.score && row < y.row); }  // ranks before y
 };
 
 // Rows of floats, or quantised ones: scale f16, bias f16, then codes of `bits`, low bits first.
@@ -52,7 +52,7 @@ template <class A> void read_row(A* to, const Items& t, int64_t row) {
 }
 
 #if defined(__AVX512F__)
-// to[16 × 16] = fromᵀ, rows `to_stride` and `stride` apart: pairs of lanes, of pairs, of quarters change places.
+// to[16 × 16] = fromᵀ; rows are `to_stride` and `stride` apart. Pairs of lanes, then of pairs, then of quarters are exchanged.
 FUNCREC_INLINE void transpose_16(float* to, int64_t to_stride, const float* from, int64_t stride) {
   __m512 x[16], y[16];
   for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_ps(from + i * stride);
@@ -72,7 +72,7 @@ FUNCREC_INLINE void transpose_16(float* to, int64_t to_stride, const float* from
 }
 #endif
 
-// to[d · J + j] = from[j · dim + d]. The panel behind it is fetched meanwhile: a query alone waits for memory.
+// to[d · J + j] = from[j · dim + d]. The next panel is prefetched meanwhile: with one query, memory is the limit.
 template <class A, int J> void transpose(A* to, const A* from, int64_t dim) {
   int64_t d = 0;
 #if defined(__AVX512F__)
@@ -107,11 +107,11 @@ template <class V> FUNCREC_INLINE bool any(const V& mask) {
   return all;
 }
 
-// The best k so far of one query, the last of them first (a heap).
+// The best k so far of one query, as a heap with the worst first.
 template <class A> struct Best {
   Scored<A>* at;
   int64_t size, k;
-  A least;  // what a later row must exceed
+  A least;  // a later row must exceed this score
   const int64_t *excluded, *excluded_end;
 
   void offer(A score, int64_t row) {
@@ -125,8 +125,8 @@ template <class A> struct Best {
 
 template <class A> constexpr int PANEL_VECTORS = VECTOR_BYTES == 64 ? 4 : 2;
 template <class A> constexpr int PANEL = PANEL_VECTORS<A> * LANES<A>;
-constexpr int TOGETHER = VECTOR_BYTES == 64 ? 6 : 4;  // queries whose sums fit the registers
-constexpr int64_t GROUP = 256;                        // queries for which a panel is made once
+constexpr int TOGETHER = VECTOR_BYTES == 64 ? 6 : 4;  // queries whose sums fit in the registers
+constexpr int64_t GROUP = 256;                        // queries that share one transposed panel
 
 template <class A, int Q>
 FUNCREC_INLINE void score(const A* panel, const A* queries, int64_t dim, int64_t first, int64_t rows, Best<A>* best) {
@@ -203,7 +203,7 @@ template <class A> void top_k_of(Reader r) {
     const int64_t count = std::min(GROUP, queries.rows - start);
     std::vector<Scored<A>> found;
     std::vector<Best<A>> best(parts * count);
-    std::vector<int64_t> most(parts);  // that a part can have: where all are asked for, not all of them for each part
+    std::vector<int64_t> most(parts);  // the most rows that a part can return: fewer than k if the part is small
     for (int64_t p = 0; p < parts; p++) most[p] = std::min(kept, begin(p + 1) - begin(p));
     found.resize(count * std::accumulate(most.begin(), most.end(), int64_t(0)));
     Scored<A>* room = found.data();

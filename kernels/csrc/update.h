@@ -1,29 +1,29 @@
-// The fused update: for every row that a cotangent names, its gradients are summed in order, the rule is applied and the
-// row is written once. Work is handed out by classes of rows, so no two threads share a row nor a line of its slots, and
-// the bits depend neither on the threads nor on the classes.
+// The fused update: for every row in a cotangent, its gradients are summed in order, the rule is applied, and the row is written once. Work
+// is handed out by classes of rows, so that no two threads share a row or a line of its slots. The bits depend neither on the threads
+// nor on the classes.
 #pragma once
 #include "update_rows.h"
 
 namespace funcrec {
 
-constexpr int64_t LEAST_PART = 256;  // entries that are worth an item of work of their own
+constexpr int64_t LEAST_PART = 256;  // the least number of entries for an item of work
 
-// In files of their own, which are compiled side by side.
+// In files of their own, which are compiled in parallel.
 extern template void update_class<float>(const Trained&, const Group&, int64_t, int64_t, const Hyper&);
 extern template void update_class<Half>(const Trained&, const Group&, int64_t, int64_t, const Hyper&);
 extern template void update_class<Bf16>(const Trained&, const Group&, int64_t, int64_t, const Hyper&);
 
 // -- all tables --------------------------------------------------------------------------------------------------
 
-// Every cluster that has entries, cut into classes, none with more than a thread's share; large ones first. A class costs a
-// pass over all entries of its cluster, so there are no more of them than that takes.
+// All clusters that have entries, cut into classes with at most a thread's share each; large ones come first. A class costs a pass over
+// all entries of its cluster, so there are no more classes than needed.
 inline std::vector<Class> classes(const Terms& terms, const std::vector<std::vector<Cluster>>& of, int64_t threads) {
   const auto entries = [&](const Cluster& c) {
     int64_t size = 0;
     for (const Segment* s : c.segments) size += most_positions(terms, *s);
     return size;
   };
-  int64_t all = 0;  // what threads share, of all tables together: a small table beside a large one is no thread's whole work
+  int64_t all = 0;  // the work that threads share, of all tables: a small table next to a large one is not cut
   for (const auto& mine : of)
     for (const Cluster& c : mine) all += entries(c);
   std::vector<std::pair<int64_t, Class>> sized;
@@ -36,7 +36,7 @@ inline std::vector<Class> classes(const Terms& terms, const std::vector<std::vec
         for (int64_t part = 0; part < parts; part++) sized.push_back({size / parts, {t, &c, block, part, parts}});
     }
   }
-  // Items are taken in order, so that the last ones, for which other threads have to wait, are small ones. Stable: ties keep the order.
+  // Items are taken in order, so the last ones, for which other threads wait, are small. Stable: ties keep their order.
   const auto larger = [](const auto& a, const auto& b) { return a.first > b.first; };
   if (threads > 1) std::stable_sort(sized.begin(), sized.end(), larger);
   std::vector<Class> out;
@@ -53,7 +53,7 @@ inline void read_code(Reader& in, int64_t slots, Code& code) {
   for (int64_t i = 0; i < slots; i++) code.sizes[i] = in.number();
 }
 
-// The first slot that is not what the rule needs of its table, MOST_SLOTS · table + slot, or -1.
+// The first slot that does not fit the rule and its table, MOST_SLOTS · table + slot, or -1.
 inline int64_t unfit_slot(const std::vector<Trained>& tables, int64_t number, const double* numbers) {
   int64_t bad = -1;
   for (int64_t i = int64_t(tables.size()) - 1; i >= 0; i--)
@@ -77,8 +77,8 @@ inline int64_t unfit_window(const std::vector<Trained>& tables) {
   return -1;
 }
 
-// bad[0] becomes the number of a segment that does not fit, -2 - MOST_SLOTS · table - slot for a slot, else -1; bad[1] that of a table
-// whose columns are not among its gradients', else -1; unless both are -1, nothing is written. [threads, bad*, rule, lr*, step*,
+// bad[0] becomes the number of a segment that does not fit, or -2 - MOST_SLOTS · table - slot for a slot, else -1. bad[1] becomes the number of
+// a table whose columns are not among its gradients', else -1. Unless both are -1, nothing is written. [threads, bad*, rule, lr*, step*,
 // hyper: n and n reals, slots: n, tables: T and (table, n slots, draws*, wide, first*, and for a user's rule rule*, prepare*, constants*,
 // bytes of the shared numbers, n sizes) each, terms]
 inline void fused_update(Reader in) {
@@ -105,7 +105,7 @@ inline void fused_update(Reader in) {
   if (slot >= 0 && *bad < 0) *bad = -2 - slot;
   bad[1] = unfit_window(tables);
   if (bad[0] != -1 || bad[1] != -1) return;
-  // What a user's rule finds out of lr and t alone, once for all rows; a built-in one does so in its constructor.
+  // A user's rule computes the values of lr and t alone here, once for all rows; a built-in rule does so in its constructor.
   for (Trained& each : tables) {
     if (number != GENERATED) break;
     if (each.table.dtype == F64) each.code.start<double>(lr, t);
@@ -113,7 +113,7 @@ inline void fused_update(Reader in) {
   }
   std::vector<std::vector<Cluster>> of;
   for (int64_t t = 0; t < int64_t(tables.size()); t++) {
-    const bool is_empty = tables[t].table.dim == 0;  // rows without columns: nothing to write, nor an address
+    const bool is_empty = tables[t].table.dim == 0;  // rows without columns: nothing to write, and no address
     of.push_back(is_empty ? std::vector<Cluster>() : clusters(terms, t, tables[t].table.rows));
   }
   const std::vector<Class> work = classes(terms, of, threads);
@@ -123,7 +123,7 @@ inline void fused_update(Reader in) {
     group.build(terms, work[i], mine.table.rows);
     if (group.size == 0) return;
     const bool is_wide = mine.table.dtype == F64;
-    // lr and t in the accumulator's precision: what the rule in torch sees
+    // lr and t in the accumulator's precision, as the rule in torch sees them
     const Hyper hyper{is_wide ? lr : float(lr), is_wide ? t : float(t), numbers.data(), &mine.code};
     with_table_type(mine.table.dtype, [&](auto tag) {
       update_class<typename decltype(tag)::type>(mine, group, work[i].block, number, hyper);

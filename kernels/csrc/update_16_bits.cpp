@@ -1,4 +1,4 @@
-// The updates of tables of 16 bits.
+// The updates of 16-bit tables.
 #include "update_rows.h"
 
 template void funcrec::update_class<funcrec::Half>(const Trained&, const Group&, int64_t, int64_t, const Hyper&);

@@ -1,5 +1,5 @@
-// One class of rows of a table: for every row that is named, its gradients are summed in order, the rule is applied and the row is written
-// once. update_class<E> is most of what is compiled here: tables of each dtype E have a file of their own.
+// One class of rows of a table: for every row that occurs, its gradients are summed in order, the rule is applied and the row is written
+// once. Most of the compiled code is update_class<E>, so tables of each dtype E have a file of their own.
 #pragma once
 #include <algorithm>
 
@@ -10,11 +10,11 @@
 
 namespace funcrec {
 
-constexpr int64_t FETCH_AHEAD = 32;  // entries between the fetch of what one needs into L2 and its use
-constexpr int64_t TOUCH_BYTES = 2048;  // of rows and slots between the touch and the use
+constexpr int64_t FETCH_AHEAD = 32;  // entries between an entry's prefetch into L2 and its use
+constexpr int64_t TOUCH_BYTES = 2048;  // bytes of rows and slots between the touch and the use
 
-// A table, its slots, the keys of its random bits, or none, and its rule, if a user's. Its gradients have `wide` columns; where those are
-// more than its own, its own begin at *first.
+// A table, its slots, the keys of its random bits (or none), and its rule if it is a user's. Its gradients have `wide` columns; if those
+// are more than the table's own, its own begin at *first.
 struct Trained {
   Table table;
   Vector slots[MOST_SLOTS];
@@ -28,7 +28,7 @@ struct Trained {
 
 // -- one class of rows -------------------------------------------------------------------------------------------
 
-// E: the row's type in memory; a row of 16 bits is narrowed as the rule writes it, never through memory.
+// E: the row's type in memory. A 16-bit row is narrowed as the rule writes it, never through memory.
 template <class E, class Rule, int D> void update_rows(const Trained& t, const Group& g, const Rule rule, int64_t block) {
   using A = Acc<E>;
   constexpr bool NARROWED = sizeof(E) == 2;
@@ -36,13 +36,13 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
   thread_local Scratch<uint16_t> bits_memory;
   const int64_t dim = D ? D : t.table.dim, wide = gradient_size(rule, dim);
   const int64_t row_bytes = dim * sizeof(E), first = block << BLOCK_BITS, room = (wide + 31) / 32 * 32;
-  // Σ of a row's entries, and behind it what the rule may overwrite; `room` is a multiple of the widest vector
+  // Σ of a row's entries, then memory that the rule may overwrite; `room` is a multiple of the widest vector
   A *const sum = row_memory.need((1 + spare_rows(rule)) * room), *const spare = sum + room;
   const Draws* draws = t.draws;
   uint16_t* const bits = NARROWED && draws ? bits_memory.need(room + 32) : nullptr;
   const Entry* const e = g.entries;
   const auto slot = [&](int64_t row, int i) { return t.slots[i].as<A>() + row * slot_size(rule, i, dim); };
-  // Inlined by force: GCC takes a function that only fetches for one without effect, and drops its calls.
+  // Inlined by force: GCC assumes that a function that only prefetches has no effect, and drops its calls.
   const auto fetch = [&](int64_t k) __attribute__((always_inline)) {
     if (k >= g.size) return;
     const int64_t row = first + e[k].row;
@@ -50,7 +50,7 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
     prefetch<2>(g.gradient(e[k]), wide * (g.is_wide ? 8 : 4));
     for (int i = 0; i < rule.slots; i++) prefetch<2>(slot(row, i), slot_size(rule, i, dim) * sizeof(A));
   };
-  // As in RowsAhead of lookup.h: a second step, or the misses of the use itself wait behind those of the prefetches.
+  // As in RowsAhead of lookup.h: without this second step, misses of the use itself wait for those of the prefetches.
   const auto touch_entry = [&](int64_t k) __attribute__((always_inline)) {
     if (k >= g.size) return;
     const int64_t row = first + e[k].row;
@@ -58,14 +58,14 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
     touch(g.gradient(e[k]));
     for (int i = 0; i < rule.slots; i++) touch(slot(row, i));
   };
-  // Rows whose first lines are on their way into L1: some kilobytes of them, or they push one another out.
+  // Rows whose first lines are being loaded into L1: some kilobytes of them, or they would evict one another.
   int64_t bytes = row_bytes;
   for (int i = 0; i < rule.slots; i++) bytes += slot_size(rule, i, dim) * sizeof(A);
   const int64_t near = std::clamp<int64_t>(TOUCH_BYTES / bytes, 4, 8);
   for (int64_t k = 0; k < FETCH_AHEAD; k++) fetch(k);
   for (int64_t k = 0, end = 0; k < g.size; k = end) {
     const int64_t row = first + e[k].row;
-    do {  // entries [k, end) are one row's: sorted, so neighbours
+    do {  // entries [k, end) belong to one row: they are sorted, so neighbours
       fetch(end + FETCH_AHEAD);
       touch_entry(end + near);
     } while (++end < g.size && e[end].row == e[k].row);
@@ -90,7 +90,7 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
 template <class E> void update_class(const Trained& t, const Group& group, int64_t block, int64_t number, const Hyper& hyper) {
   with_rule<Acc<E>>(number, hyper, [&](const auto& rule) {
     using Rule = std::decay_t<decltype(rule)>;
-    // A window runs its rule through a pointer, or this loop would be compiled twice for each rule and dtype.
+    // A window runs its rule through a pointer; otherwise this loop would be compiled twice for each rule and dtype.
     if (t.is_window()) {
       if constexpr (!std::is_same_v<Rule, Generated<Acc<E>>>) {
         using Window = Windowed<Acc<E>>;
@@ -98,7 +98,7 @@ template <class E> void update_class(const Trained& t, const Group& group, int64
       }
       return;
     }
-    // Dims that models have, unrolled; of f64, which is for checking, none.
+    // Common dims are unrolled, except for f64, which serves for checks.
     const auto update = [&](auto d) { update_rows<E, Rule, decltype(d)::value>(t, group, rule, block); };
     if constexpr (sizeof(E) <= 4) {
       if constexpr (sizeof(E) == 4) {

@@ -1,6 +1,6 @@
-// A rule for tables that hold some columns of their rows, and see the gradients of all.
+// A rule for tables that hold some columns of their rows, and whose gradients have all columns.
 //   columns [0, wide) of a row:   0 .. 0 | the table's own, from `first` on | 0 .. 0     the rule's row, and its slots that are as wide
-// The rule runs on that row and the whole gradient; the own columns of the result are kept, and slots with one number per row as they come.
+// The rule runs on that row and the whole gradient. Of the result, the table's own columns are kept, and slots with one number per row.
 #pragma once
 #include <algorithm>
 
@@ -8,7 +8,7 @@
 
 namespace funcrec {
 
-// A rule by itself, on plain rows of `wide` columns: one copy of its code for each accumulator type, whatever the table's type.
+// A rule by itself, on plain rows of `wide` columns: its code exists once for each accumulator type, for any type of table.
 template <class A> struct Windowed {
   const int64_t wide, first;
   const void* const rule;
@@ -52,7 +52,7 @@ template <class A> struct Windowed {
 
 template <class A> FUNCREC_INLINE int64_t slot_size(const Windowed<A>& rule, int i, int64_t dim) { return rule.is_wide[i] ? dim : 1; }
 
-// The columns of a row's gradient, and the rows of as many that `apply` is given to write to.
+// The number of columns of a row's gradient, and of each row that `apply` gets to write to.
 template <class Rule> FUNCREC_INLINE int64_t gradient_size(const Rule&, int64_t dim) { return dim; }
 template <class A> FUNCREC_INLINE int64_t gradient_size(const Windowed<A>& rule, int64_t) { return rule.wide; }
 template <class Rule> FUNCREC_INLINE int64_t spare_rows(const Rule&) { return 1; }

@@ -12,7 +12,7 @@ entries, not F · N.
 A row's sum adds up to CHUNK entries one by one. A longer run is cut into chunks of CHUNK entries, counted from its own
 first entry. One program sums each chunk in order, then the chunks' sums are added in order. So the bits depend on the
 row's own entries only, and one very frequent row does not delay the step.
-Shapes: K entries, U distinct rows (data; its bound is K), T tables.
+Shapes: K entries, U distinct rows (known on the device only; at most K), T tables.
 """
 
 from collections.abc import Sequence

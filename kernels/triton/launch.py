@@ -92,7 +92,7 @@ def _pack(out, lows, highs):
 
 
 def alignment(numbers: Sequence[int]) -> int:
-    """16 if every address and stride (in bytes) is a multiple of it, which allows loads of 16 bytes; else 1."""
+    """Return 16 if every address and stride (in bytes) is a multiple of 16, which allows 16-byte loads; else 1."""
     return 16 if all(n % 16 == 0 for n in numbers) else 1
 
 

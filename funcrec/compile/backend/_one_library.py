@@ -88,7 +88,7 @@ def generated(module: str, extern: object) -> Generated | None:
 
 
 def _kernel(x: ast.stmt) -> dict[str, tuple[list[str], str]] | None:
-    """{name: (types of the arguments, C++)} if the statement makes a loop of pointers."""
+    """Return {name: (types of the arguments, C++)} if the statement makes a loop whose arguments are pointers."""
     call = x.value if isinstance(x, ast.Assign) else None
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == KERNEL):
         return None

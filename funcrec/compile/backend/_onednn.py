@@ -76,7 +76,7 @@ def faster_products(graph: GraphModule) -> GraphModule:
             continue
         *added, a, b = map(copies.__getitem__, node.args)
         copies[node] = own.call_function(MM, (a, b))
-        for x in added:  # in a loop, as a rule that of the product's reader
+        for x in added:  # added in a loop, which most often also reads the product
             copies[node] = own.call_function(aten.add.Tensor, (copies[node], x))
     return GraphModule(graph, own)
 

@@ -17,7 +17,7 @@ from funcrec.compile.backend._inductor import PATCHING
 from funcrec.compile.backend._onednn import onednn
 
 LINEAR = torch.ops.aten.linear.default
-MANY = 32  # the least number of rows for oneDNN, which is padded to a multiple of this
+MANY = 32  # the least number of rows for oneDNN; rows are padded to a multiple of it
 LEAST = 1 << 14  # least number of elements of W
 
 
