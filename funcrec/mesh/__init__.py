@@ -1,4 +1,4 @@
-"""Ranks in a grid with named axes: exchanges between them, collectives, and one rank's function run on all."""
+"""A mesh names the axes of a grid of ranks; collectives exchange values over them; shard_map runs a function on all."""
 
 import funcrec.core as _core
 from funcrec.mesh._axes import Axis as Axis

@@ -1,8 +1,8 @@
-"""What a named axis is while a function runs, and ranks by their places on axes.
+"""Describes a named axis while a function runs, and numbers ranks by their places on axes.
 
-    rank = (... (i_1 · n_2 + i_2) · n_3 + ...) + i_k        of axes of n_1, ..., n_k ranks: the last one runs fastest
+    rank = (... (i_1 · n_2 + i_2) · n_3 + ...) + i_k        for axes of n_1, ..., n_k ranks: the last one runs fastest
 
-Which axes are bound belongs to the thread and the call that bound them.
+Bindings are local to the thread and to the call that made them.
 """
 
 import contextlib
@@ -20,9 +20,10 @@ AxisName = str | tuple[str, ...]
 class Axis(NamedTuple):
     """A bound axis.
 
-    marker: i64[], this rank's place on the axis. Under emulation it is batched at the axis's own vmap level and at no
-      other: that is how a collective knows the level.
-    group: the process group's name and `index` this rank's place, as a number; None under emulation.
+    marker: i64[], this rank's place on the axis. Under emulation only the axis's own vmap level batches it: that is how
+      a collective finds the level.
+    group: the process group's name; None under emulation.
+    index: this rank's place as an int; None under emulation.
     """
 
     name: str
@@ -36,7 +37,7 @@ bound: ContextVar[dict[str, Axis]] = ContextVar("funcrec_axes", default={})  # n
 
 
 def coordinates(rank: int, axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
-    """{axis: place on it} of a rank, by its number among the ranks of these axes."""
+    """{axis: place on it} of the rank with this number among the ranks of these axes."""
     out = {}
     for a in reversed(axes):
         rank, out[a] = divmod(rank, sizes[a])
@@ -44,8 +45,10 @@ def coordinates(rank: int, axes: Sequence[str], sizes: Mapping[str, int]) -> dic
 
 
 def rank_at(where: Mapping[str, Any], axes: Sequence[str], sizes: Mapping[str, int]) -> Any:
-    """The number among the ranks of these axes of the one at {axis: place},
-    which may be tensors; the inverse of `coordinates`."""
+    """Return the number, among the ranks of these axes, of the rank at {axis: place}.
+
+    The places may be tensors. The inverse of `coordinates`.
+    """
     rank = where[axes[0]] if axes else 0
     for a in axes[1:]:
         rank = rank * sizes[a] + where[a]
@@ -54,7 +57,7 @@ def rank_at(where: Mapping[str, Any], axes: Sequence[str], sizes: Mapping[str, i
 
 @contextlib.contextmanager
 def bind(axes: Sequence[Axis]) -> Iterator[None]:
-    """The axes are bound while the body runs, besides those that are bound already."""
+    """Bind the axes while the body runs; axes that are bound already stay bound."""
     before = bound.get()
     try:
         bound.set({**before, **{a.name: a for a in axes}})
@@ -64,12 +67,12 @@ def bind(axes: Sequence[Axis]) -> Iterator[None]:
 
 
 def bound_names() -> tuple[str, ...]:
-    """The axes that are bound here, outermost first."""
+    """The names of the axes that are bound here, outermost first."""
     return tuple(bound.get())
 
 
 def bound_axis(call: str, name: str) -> Axis:
-    """The axis of that name."""
+    """The bound axis with this name."""
     axes = bound.get()
     if not isinstance(name, str):
         fail(call, "`axis_name` is not a name.", got=describe(name), need="the name of an axis", kind=TypeError)

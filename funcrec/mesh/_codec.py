@@ -1,10 +1,10 @@
-"""Codecs: how vectors travel between ranks, in fewer bytes than they are computed in.
+"""Codecs: vectors travel between ranks in fewer bytes than the ranks compute in.
 
-    y = decode(exchange(encode(x)))      d_x = decode'(exchangeᵀ(encode'(d_y)))      tangents: y's own rule on tangents
+    y = decode(exchange(encode(x)))      d_x = decode'(exchangeᵀ(encode'(d_y)))      tangents: by y's rule
 
 A coded exchange counts as the linear map that it is up to rounding: the derivative of coding is the identity. Coding is
 an operator, so that compiled, emulated and real ranks round alike. Under emulation nothing travels: values are rounded
-before the exchange, cotangents before its transpose.
+before the exchange, and cotangents before its transpose.
 Shapes: n ranks, W columns of a vector, cut into K rows of `widths`.
 """
 
@@ -28,19 +28,21 @@ SCALE_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """How sharded lookups send vectors: `forward` what owners send back, `backward` the cotangents that they are sent.
+    """How a sharded lookup codes the vectors that ranks send.
 
-    None sends every bit. "bfloat16" and "float16" round each element, to within 2^-8 and 2^-11 of itself; in float16 a
-    finite value beyond 65504 becomes 65504, and one below 2^-14 is rounded to a multiple of 2^-24. "int8" sends a row
-    (one bag's vector of one feature and column block, or one id's row) as whole multiples of max|row| / 127 with
-    max|row| in f32 with them; a row of zeros stays one, a row with an infinity or a NaN arrives as NaN. Vectors of 16
-    bits keep them, if the codec does not go below. Ids, lengths, weights, dense gradients and what copies of a table
-    tell one another are never coded.
+    `forward` codes the vectors that a table's owners send back; `backward` codes the cotangents that owners receive.
 
-    Law: Codec() changes no bit; `forward` alone changes no gradient for the same cotangents; `backward` alone changes
-      no lookup; the same bits on emulated meshes and real ranks.
+    None sends every bit. "bfloat16" and "float16" round each element with a relative error of at most 2^-8 and 2^-11.
+    In float16 a finite value beyond 65504 becomes 65504, and one below 2^-14 is rounded to a multiple of 2^-24.
+    "int8" sends each row (one bag's vector of one feature and column block, or one id's row) as whole multiples of
+    max|row| / 127, together with max|row| in f32. A row of zeros stays zero; a row with an infinity or a NaN arrives as
+    NaN. Vectors of 16 bits travel as they are, unless the codec is int8. Ids, lengths, weights, dense gradients and the
+    exchanges between copies of a table are never coded.
 
-    Example: 1.01 travels as bfloat16, and comes as what that can hold.
+    Law: Codec() changes no bit. `forward` alone changes no gradient for the same cotangents; `backward` alone changes
+      no lookup. Emulated meshes and real ranks give the same bits.
+
+    Example: 1.01 travels as bfloat16, and arrives as the nearest number that bfloat16 can hold.
       >>> import torch, funcrec as fr
       >>> mesh, plan = fr.Mesh.emulated(model=2), fr.Plan({"item": fr.row_wise("model")})
       >>> tables = fr.shard_tables({"item": torch.full((3, 2), 1.01)}, plan, mesh, codec=fr.Codec(forward="bfloat16"))
@@ -62,7 +64,7 @@ class Codec:
         check("funcrec.Codec", kind_problems(self))
 
     def transposed(self) -> "Codec":
-        """With the two directions exchanged."""
+        """The codec with its two directions exchanged."""
         return Codec(self.backward, self.forward)
 
 
@@ -73,16 +75,17 @@ def send(
     codec: Codec | None,
     widths: Sequence[tuple[int, ...]],
 ) -> list[Tensor]:
-    """The collective on every x[..., W], as `codec.forward` sends it; its transpose as `codec.backward` does.
+    """Run the collective on every x[..., W]: `codec.forward` codes what it sends, `codec.backward` its transpose.
 
-    widths: for each x those of its rows, which have a scale of their own; together
-      W. Of all_to_all x is [n, ...]; all_gather gives that.
+    For all_to_all, x is [n, ...]; all_gather returns [n, ...].
+
+    widths: for each x the widths of its rows; each row has a scale of its own, and the widths add up to W.
     """
     codec = Codec() if codec is None else codec
     bound = bound_axes("funcrec.lookup", axes)
     if codec == Codec():
         return list(_moved(collective, xs, axes))
-    if any(a.group is None for a in bound):  # in one process nothing travels: what it would lose is rounded off
+    if any(a.group is None for a in bound):  # nothing travels in one process: round as the codec would
         coded = [_rounded(x, codec.forward, None, w) for x, w in zip(xs, widths, strict=True)]
         got = _moved(collective, coded, axes)
         return [_rounded(x, None, codec.backward, w) for x, w in zip(got, widths, strict=True)]
@@ -95,7 +98,7 @@ def _moved(collective: str, xs: Sequence[Tensor], axes: tuple[str, ...]) -> tupl
 
 
 def is_coded(kind: str | None, dtype: torch.dtype) -> bool:
-    """Whether elements of that dtype become narrower."""
+    """Whether the codec makes elements of that dtype narrower."""
     return kind is not None and getattr(torch, kind).itemsize < dtype.itemsize
 
 
@@ -103,14 +106,14 @@ def is_coded(kind: str | None, dtype: torch.dtype) -> bool:
 
 
 def encode(x: Tensor, kind: str, widths: Sequence[int]) -> Tensor:
-    """i8[..., bytes]: x[..., W] as it travels; the rows' scales after the elements."""
+    """i8[..., bytes]: the form in which x[..., W] travels; the rows' scales follow the elements."""
     if kind == "bfloat16":
         return x.to(torch.bfloat16, memory_format=torch.contiguous_format).view(torch.int8)
     if kind == "float16":
         most = torch.finfo(torch.float16).max
         near = x.clamp(-most, most)
-        # an infinity comes back, and no other element: what is finite
-        # is less than 4 / tiny, and 65504 + 4 is rounded to 65504
+        # an infinity comes back: `x - near` is infinite only there. A finite x
+        # adds less than 4 / tiny · tiny = 4, and 65504 + 4 is rounded to 65504
         near.add_(x - near, alpha=torch.finfo(x.dtype).tiny)
         return near.to(torch.float16, memory_format=torch.contiguous_format).view(torch.int8)
     x = x if x.dtype == torch.float64 else x.float()
@@ -129,7 +132,7 @@ def encode(x: Tensor, kind: str, widths: Sequence[int]) -> Tensor:
 
 
 def decode(coded: Tensor, kind: str, widths: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """f[..., W]: what `encode` made of x, as far as it can be known."""
+    """f[..., W]: the vectors that `encode` coded, up to its rounding."""
     if kind != "int8":
         return coded.contiguous().view(getattr(torch, kind)).to(dtype)
     wide, size = torch.float64 if dtype == torch.float64 else torch.float32, sum(widths)
@@ -145,13 +148,13 @@ def decode(coded: Tensor, kind: str, widths: Sequence[int], dtype: torch.dtype) 
 
 
 def encoded_shape(shape: Sequence[int], kind: str, widths: Sequence[int]) -> tuple[int, ...]:
-    """Of the bytes of a vector f[..., W]."""
+    """The shape of the bytes that code a vector f[..., W]."""
     *first, size = shape
     return (*first, size + SCALE_BYTES * len(widths) if kind == "int8" else 2 * size)
 
 
 def _runs(widths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first column, column after the last, width) of neighbouring rows of one width."""
+    """(first column, column after the last, width) for each run of neighbouring rows of one width."""
     first = row = 0
     while row < len(widths):
         count = next((i for i, w in enumerate(widths[row:]) if w != widths[row]), len(widths) - row)
@@ -182,7 +185,7 @@ _encode, _decode = torch.ops.funcrec_codec.encode, torch.ops.funcrec_codec.decod
 
 @dataclasses.dataclass(frozen=True)
 class _Rounding:
-    """The static part of `_Rounded`. No tuple: torch.func would take one apart in every call."""
+    """The static part of `_Rounded`. It is no tuple, because torch.func would flatten one in every call."""
 
     there: str | None
     back: str | None
@@ -190,14 +193,14 @@ class _Rounding:
 
 
 def _rounded(x: Tensor, there: str | None, back: str | None, widths: tuple[int, ...]) -> Tensor:
-    """x as `there` can hold it; its cotangent as `back` can."""
+    """Round x as codec `there` does, and its cotangent as `back` does."""
     if not (is_coded(there, x.dtype) or is_coded(back, x.dtype)):
         return x
     return _Rounded.apply(_Rounding(there, back, widths), x)
 
 
 class _Rounded(torch.autograd.Function):
-    """The identity, up to rounding on the way there, and up to another on the way back."""
+    """The identity, up to one rounding in the forward pass and another in the backward pass."""
 
     @staticmethod
     def forward(spec, x):
@@ -225,7 +228,7 @@ class _Rounded(torch.autograd.Function):
 
 @dataclasses.dataclass(frozen=True)
 class _Trip:
-    """The static part of `_CodedExchange`; axes: of a real mesh, without their markers."""
+    """The static part of `_CodedExchange`; `axes` are those of a real mesh, without their markers."""
 
     collective: str
     codec: Codec
@@ -233,12 +236,12 @@ class _Trip:
     axes: tuple[Axis, ...]
 
     def transposed(self) -> "_Trip":
-        """Every rank gets the others' parts back: those of a gather are then added."""
+        """The transpose sends every rank's part back to it; a gather's parts are then added."""
         return dataclasses.replace(self, collective="all_to_all", codec=self.codec.transposed())
 
 
 class _CodedExchange(torch.autograd.Function):
-    """An exchange of encoded vectors over axes of real ranks; the tensors are the axes' markers, then the vectors."""
+    """Exchange encoded vectors over axes of real ranks; the tensors are the axes' markers, then the vectors."""
 
     @staticmethod
     def forward(trip, *tensors):
@@ -264,7 +267,7 @@ class _CodedExchange(torch.autograd.Function):
         d_xs = _CodedExchange.apply(ctx.trip.transposed(), *ctx.saved_tensors, *d_ys)
         if (
             ctx.trip.collective == "all_gather"
-        ):  # x[r] went to all ranks s: d_x[r] = Σ_s d_y[s][r], of which each came coded
+        ):  # x[r] went to all ranks s: d_x[r] = Σ_s d_y[s][r], and each term came coded
             d_xs = [d.sum(0, dtype=d.dtype) for d in d_xs]
         return None, *(None for _ in ctx.trip.axes), *d_xs
 

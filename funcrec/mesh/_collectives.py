@@ -1,8 +1,8 @@
-"""Collectives over a named axis: what ranks send one another, as functions with derivatives.
+"""Collectives over a named axis: ranks exchange values through functions that have derivatives.
 
     psum(x)[r] = Σ_s x[s]      all_gather(x)[r] = (x[0], ..., x[n-1])      all_to_all(x)[r] = (x[0][r], ..., x[n-1][r])
 
-They are called inside `shard_map`, which binds the axes. All take trees, and a tuple of axis names for the ranks of
+Call them inside `shard_map`, which binds the axes. All take trees. A tuple of axis names stands for the ranks of
 several axes (the first is the major one).
 Shapes: n ranks on the axis; x[r] is what rank r passes.
 """
@@ -22,15 +22,15 @@ T = Any  # a pytree of tensors
 
 
 def psum(x: T, axis_name: AxisName) -> T:
-    """The sum over the ranks of an axis, on each of them.
+    """Return the sum over the ranks of an axis, on each of them.
 
     psum(x)[r] = Σ_s x[s]. One sender's x goes into every rank's sum; one receiver gets the sum of all. Its transpose is
-    psum: the cotangents of all ranks are added, as each of them got the sum. Where all ranks go on to compute one and
-    the same loss that counts once, use `psum_invariant`.
+    psum: each rank got the sum, so the cotangents of all ranks are added. Where all ranks go on to compute the same
+    loss and it counts once, use `psum_invariant`.
 
     Args:
       x: a tree of tensors, of one shape on all ranks.
-      axis_name: a name, or a tuple of names for the ranks of all of them.
+        axis_name: a name, or a tuple of names for the ranks of all these axes.
 
     Shapes: x [...] -> [...].
 
@@ -47,9 +47,10 @@ def psum(x: T, axis_name: AxisName) -> T:
 
 
 def psum_invariant(x: T, axis_name: AxisName) -> T:
-    """`psum` whose result counts once, whoever reads it: its transpose is `pvary`, each rank's own cotangent.
+    """`psum` whose result counts once, however many ranks read it: its transpose is `pvary`, each rank's own cotangent.
 
-    For a loss that every rank computes alike from the sum: d/dx[r] L(psum_invariant(x)) = L'(Σ x), not n · L'(Σ x).
+    Use it for a loss that every rank computes alike from the sum: d/dx[r] L(psum_invariant(x)) = L'(Σ x), not n · L'(Σ
+    x).
 
     Shapes: x [...] -> [...].
 
@@ -67,9 +68,10 @@ def psum_invariant(x: T, axis_name: AxisName) -> T:
 
 
 def pvary(x: T, axis_name: AxisName) -> T:
-    """x, as a value of which each rank uses its own copy: the transpose of `psum_invariant`, which is its transpose.
+    """Return x as a value that each rank uses as its own copy: the transpose of `psum_invariant`, and vice versa.
 
-    For a parameter that all ranks hold alike and that each uses on its own data, inside a differentiated function.
+    Use it inside a differentiated function, for a parameter that is equal on all ranks and that each applies to its
+    data.
 
     Shapes: x [...] -> [...].
 
@@ -90,7 +92,7 @@ def pvary(x: T, axis_name: AxisName) -> T:
 
 
 def pmean(x: T, axis_name: AxisName) -> T:
-    """The mean over the ranks of an axis, on each of them: psum(x) / n, with psum's transpose.
+    """Return the mean over the ranks of an axis, on each of them: psum(x) / n, with psum's transpose.
 
     Shapes: x [...] -> [...].
 
@@ -118,7 +120,7 @@ def _reduce(kind: str, x: T, axis_name: AxisName) -> T:
 
 
 def pmax(x: T, axis_name: AxisName) -> T:
-    """The greatest of the ranks' values, element by element, on each of them; ranks that share it share its derivative.
+    """Return the ranks' maximum, element by element, on each of them; ranks that tie share its derivative.
 
     Shapes: x [...] -> [...].
 
@@ -137,7 +139,7 @@ def pmax(x: T, axis_name: AxisName) -> T:
 
 
 def pmin(x: T, axis_name: AxisName) -> T:
-    """The least of the ranks' values, element by element, on each of them; ranks that share it share its derivative.
+    """Return the ranks' minimum, element by element, on each of them; ranks that tie share its derivative.
 
     Shapes: x [...] -> [...].
 
@@ -157,10 +159,10 @@ def pmin(x: T, axis_name: AxisName) -> T:
 
 @typed
 def all_gather(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False) -> T:
-    """All ranks' values, on each of them, in the order of the axis.
+    """Return all ranks' values, on each of them, in the order of the axis.
 
-    One sender's x becomes element r of everyone's result; one receiver gets n values: stacked along a new dimension
-    `dim`, or joined along the old one with `tiled`. Its transpose is `psum_scatter`.
+    One sender's x becomes element r of every rank's result. One receiver gets n values: stacked along a new dimension
+    `dim`, or joined along the existing one with `tiled`. Its transpose is `psum_scatter`.
 
     Shapes along dim 0: x [K, ...] -> [n, K, ...], or [n · K, ...] with `tiled`.
 
@@ -175,14 +177,14 @@ def all_gather(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False) 
     """
     axes = _prepare("all_gather", x, axis_name)
     check("funcrec.all_gather", dim_problems(x, dim, extra=0 if tiled else 1))
-    for a in reversed(axes):  # each puts its ranks in front: the major axis comes last, and so outermost
+    for a in reversed(axes):  # each step puts its ranks in front, so the major axis comes last and ends outermost
         x = exchange("all_gather", x, a)
     leaves, structure = tree_flatten(x)
     return tree_unflatten([_join(y.flatten(0, len(axes) - 1), dim, tiled) for y in leaves], structure)
 
 
 def _join(x: Tensor, dim: int, tiled: bool) -> Tensor:
-    """[n, ...] with its first dimension at `dim`, joined with the one that stands there if `tiled`."""
+    """Move the first dimension of [n, ...] to `dim`; with `tiled`, merge it with the dimension that stands there."""
     if not tiled:
         return x.movedim(0, dim)
     dim = dim % (x.dim() - 1)
@@ -190,7 +192,7 @@ def _join(x: Tensor, dim: int, tiled: bool) -> Tensor:
 
 
 def _cut(x: Tensor, dim: int, n: int, tiled: bool) -> Tensor:
-    """The inverse of `_join`: [n, ...]."""
+    """Cut x into [n, ...]: the inverse of `_join`."""
     if not tiled:
         return x.movedim(dim, 0)
     dim = dim % x.dim()
@@ -199,10 +201,10 @@ def _cut(x: Tensor, dim: int, n: int, tiled: bool) -> Tensor:
 
 @typed
 def psum_scatter(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False) -> T:
-    """The sum over the ranks, of which each keeps its own part: psum_scatter(x)[r] = Σ_s x[s][r].
+    """Sum over the ranks; each keeps its own part of the sum: psum_scatter(x)[r] = Σ_s x[s][r].
 
-    One sender's x is n parts, along `dim` (of size n, which goes; with `tiled` of a multiple of n, which is cut); part
-    r goes into rank r's sum. Its transpose is `all_gather`.
+    One sender's x is n parts along `dim`; part r goes into rank r's sum. The size of `dim` is n, and the result lacks
+    this dimension; with `tiled` it is a multiple of n, and is cut. Its transpose is `all_gather`.
 
     Shapes along dim 0: x [M, ...] -> [...], or [K, ...] with `tiled`, where M = n · K.
 
@@ -221,7 +223,7 @@ def psum_scatter(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False
     check("funcrec.psum_scatter", part_problems(x, dim, n, tiled))
     leaves, structure = tree_flatten(x)
     x = tree_unflatten([_cut(y, dim, n, tiled).unflatten(0, sizes) for y in leaves], structure)
-    for a in axes:  # [n_1, n_2, ...]: of the dimension in front the sum over an axis leaves each rank its own place
+    for a in axes:  # [n_1, n_2, ...]: of the dimension in front, the axis summed over, each rank keeps its own place
         x = exchange("psum_scatter", x, a)
     return x
 
@@ -230,11 +232,11 @@ def psum_scatter(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False
 def all_to_all(
     x: T, axis_name: AxisName, *, split_dim: int = 0, concat_dim: int | None = None, tiled: bool = False
 ) -> T:
-    """A transposition over ranks: all_to_all(x)[r][s] = x[s][r].
+    """Transpose over ranks: all_to_all(x)[r][s] = x[s][r].
 
-    One sender's x is n parts along `split_dim` (of size n; with `tiled` of a multiple of n, which is cut); part r goes
-    to rank r. One receiver puts the parts of all senders, in their order, along
-    `concat_dim` (default: split_dim). Its transpose is itself.
+    One sender's x is n parts along `split_dim`; part r goes to rank r. The size of `split_dim` is n; with `tiled` it is
+    a multiple of n, and is cut. One receiver places the parts of all senders, in their order, along `concat_dim`
+    (default: split_dim). Its transpose is itself.
 
     Shapes where `concat_dim` is `split_dim`: x [...] -> [...].
 
@@ -254,9 +256,7 @@ def all_to_all(
     check("funcrec.all_to_all", part_problems(x, split_dim, n, tiled), dim_problems(x, concat_dim, name="concat_dim"))
     leaves, structure = tree_flatten(x)
     parts = [_cut(y, split_dim, n, tiled).unflatten(0, sizes) for y in leaves]
-    for i, a in enumerate(
-        axes
-    ):  # the transposition of (i, j) with (i', j') is that of i with i', then that of j with j'
+    for i, a in enumerate(axes):  # to transpose (i, j) with (i', j'), transpose i with i', then j with j'
         moved = tree_unflatten([p.movedim(i, 0) for p in parts], structure)
         parts = [p.movedim(0, i) for p in tree_flatten(exchange("all_to_all", moved, a))[0]]
     out = [_join(p.flatten(0, len(axes) - 1), concat_dim, tiled) for p in parts]
@@ -265,10 +265,10 @@ def all_to_all(
 
 @typed
 def ppermute(x: T, axis_name: AxisName, perm: Sequence[Sequence[int]]) -> T:
-    """Send x from rank to rank: for (source, destination) in `perm`,
-    ppermute(x)[destination] = x[source]; zeros elsewhere.
+    """Send x from rank to rank: for (source, destination) in `perm`, ppermute(x)[destination] = x[source].
 
-    One sender sends to one destination at most, one receiver gets from one source at most. Its transpose permutes back.
+    A rank that is no destination gets zeros. One sender sends to one destination at most; one receiver gets from one
+    source at most. Its transpose permutes back.
 
     Shapes: x [...] -> [...].
 
@@ -287,8 +287,9 @@ def ppermute(x: T, axis_name: AxisName, perm: Sequence[Sequence[int]]) -> T:
 
 
 def axis_index(axis_name: AxisName) -> Tensor:
-    """i64[]: this rank's place on the axis; of several axes the place
-    among their ranks, the first axis being the major one.
+    """i64[]: this rank's place on the axis.
+
+    For several axes it is the place among their ranks, the first axis being the major one.
 
     Example:
       >>> import funcrec as fr
@@ -320,7 +321,7 @@ def axis_size(axis_name: AxisName) -> int:
 
 
 def _prepare(name: str, x: T, axis_name: AxisName, need_float: bool = False) -> list[Axis]:
-    """The axes, after a look at the leaves."""
+    """The axes, after the checks of the leaves."""
     axes = bound_axes(f"funcrec.{name}", axis_name)
     check(f"funcrec.{name}", leaf_problems(x, name, need_float))
     return axes

@@ -1,10 +1,10 @@
-"""The exchange behind every collective: one differentiable function, and a table of what ranks send one another.
+"""The exchange that implements every collective: one differentiable function, and a table of the collectives.
 
     exchange(x)[r] = Σ_s M[r, s] x[s]          exchangeᵀ is an exchange again
 
-Under emulation an axis is a vmap level, and an exchange is a movement of that level's dimension. On real ranks it is an
-operator of torch.distributed, and nothing else in funcrec calls those:
-their own derivatives are silently wrong under torch.func.
+Under emulation an axis is a vmap level, and an exchange moves that level's dimension. On real ranks it is an operator
+of torch.distributed. Nothing else in funcrec calls these operators: their own derivatives are silently wrong under
+torch.func.
 Shapes: n ranks on the axis; x[r] is what rank r passes.
 """
 
@@ -22,20 +22,21 @@ from funcrec.mesh._axes import Axis
 
 _c10d = torch.ops._c10d_functional
 AWAIT, SWAP = _c10d.wait_tensor.default, _c10d.all_to_all_single.default
-# the bytes that leave each of n ranks, of an operand of x_bytes; a sum is a ring's; a swap's parts say to whom they go
+# bytes that leave each of n ranks for an operand of x_bytes; a sum goes round a ring; a swap's `parts` are by receiver
 LEAVES = {
     SWAP: lambda x_bytes, group, _, parts: x_bytes * (sum(parts) - parts[group.rank()]) // max(sum(parts), 1),
     _c10d.all_gather_into_tensor.default: lambda x_bytes, group, _: x_bytes * (group.size() - 1),
     _c10d.reduce_scatter_tensor.default: lambda x_bytes, group, *_: x_bytes * (group.size() - 1) // group.size(),
     _c10d.all_reduce.default: lambda x_bytes, group, _: 2 * x_bytes * (group.size() - 1) // group.size(),
 }
-MOVES = {SWAP, _c10d.all_gather_into_tensor.default}  # they send what there is, and compute nothing
+MOVES = {SWAP, _c10d.all_gather_into_tensor.default}  # they send existing values, and compute nothing
 
 
 def has_effect(node: torch.fx.Node) -> bool:
-    """Whether a node of a graph stays though nobody reads it.
+    """Whether a node of a graph must stay although nothing reads its result.
 
-    To await a collective changes nothing but its result. No rank is left alone with one: all have the same graph.
+    Awaiting a collective has no effect except on its result, so it may go: all ranks have the same graph, and drop the
+    same collectives.
     """
     return node.target is not AWAIT and node.is_impure()
 
@@ -43,9 +44,9 @@ def has_effect(node: torch.fx.Node) -> bool:
 class Exchange(NamedTuple):
     """One linear collective over one axis.
 
-    start: (x, call) -> a tensor that `wait` completes, on real ranks. emulate: (x f[n, ...], call) -> (y, is_varying):
-    what all ranks get, stacked, or one value for all. transpose: the name of another
-    exchange, and of `permuted` when it takes the inverse.
+    start: (x, call) -> a tensor that `wait` completes, on real ranks.
+    emulate: (x f[n, ...], call) -> (y, is_varying). y is all ranks' results, stacked, or one value for all.
+    transpose: the name of the transposed exchange; `ppermute` also inverts its pairs.
     """
 
     start: Callable[[Tensor, "Call"], Tensor]
@@ -54,7 +55,7 @@ class Exchange(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The static part of a collective: which one, over what. pairs: of `ppermute`, (source, destination)."""
+    """The static part of a collective: its kind, its axis, and for `ppermute` the (source, destination) pairs."""
 
     kind: str
     size: int
@@ -80,8 +81,10 @@ def _start_swap(x: Tensor, call: Call) -> Tensor:
 
 
 def _is_gloo(group: str) -> bool:
-    """There a gather copies what came twice over, and a scatter of sums is
-    a whole all-reduce: swaps send as much in half the time."""
+    """Whether the group runs on gloo, where swaps send as many bytes as other collectives in half the time.
+
+    There a gather copies what it receives twice, and a scatter of sums is a whole all-reduce.
+    """
     return dist.get_backend(_resolve_process_group(group)) == "gloo"
 
 
@@ -92,15 +95,17 @@ def _start_gather(x: Tensor, call: Call) -> Tensor:
 
 
 def _start_scatter(x: Tensor, call: Call) -> Tensor:
-    """What `_finish` makes this rank's sum of."""
+    """Start the exchange from whose blocks `_finish` makes this rank's sum."""
     return (
         _start_swap(x, call) if _is_gloo(call.group) else _c10d.reduce_scatter_tensor(x, "sum", call.size, call.group)
     )
 
 
 def _start_permute(x: Tensor, call: Call) -> Tensor:
-    """At most one block goes out, and one comes in: without a source a rank's own,
-    of zeros, so that what it sends is nowhere dead code."""
+    """Send at most one block, and receive at most one.
+
+    A rank without a source sends zeros to itself, so that its own send is never dead code.
+    """
     sent = [int((call.index, r) in call.pairs) for r in range(call.size)]
     received = [int((r, call.index) in call.pairs) for r in range(call.size)]
     blocks = [x if n else None for n in sent]
@@ -137,20 +142,20 @@ class _Exchange(torch.autograd.Function):
         start = EXCHANGES[call.kind].start
         begun = [
             start(x.contiguous(), call) for x in xs
-        ]  # all travel at once: the first is awaited when the last is on its way
+        ]  # all travel at once: the first is awaited after the last has started
         return tuple(_finish(y, x, call) for y, x in zip(begun, xs, strict=True))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.call = inputs[0]
-        # linear: of the tensors only the marker is kept, by which the transpose
+        # linear: only the marker is saved, so that the transpose
         # and the tangent find the axis's own vmap level again
         ctx.save_for_backward(inputs[1])
         ctx.save_for_forward(inputs[1])
 
     @staticmethod
     def backward(ctx, *d_ys):
-        # d_x = Mᵀ d_y: an exchange again, and so differentiable as often as one likes
+        # d_x = Mᵀ d_y: an exchange again, so derivatives of every order exist
         return None, None, *_Exchange.apply(ctx.call.transposed(), *ctx.saved_tensors, *d_ys)
 
     @staticmethod
@@ -160,9 +165,9 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, call, marker, *xs):
         own, dims = in_dims[1] is not None, in_dims[2:]
-        if own:  # the level at which the marker is batched is the axis: the x[s] of all ranks s stand side by side
+        if own:  # this level batches the marker, so it is the axis: dimension 0 holds the x[s] of all ranks s
             return _emulated(call, info.batch_size, xs, dims)
-        # another level's batch: it travels after the dimensions that are exchanged
+        # another level's batch goes last, after the dimensions that are exchanged
         xs = [x if d is None else x.movedim(d, -1) for x, d in zip(xs, dims, strict=True)]
         ys = _Exchange.apply(call, marker, *xs)
         return ys, tuple(None if d is None else y.dim() - 1 for y, d in zip(ys, dims, strict=True))
@@ -175,20 +180,20 @@ def _tangents(call: Call, marker: Tensor, tangents: Sequence[Tensor | None]) -> 
 
 
 def _emulated(call: Call, size: int, xs: Sequence[Tensor], dims: Sequence[int | None]):
-    """What every rank gets; a value that all ranks share stands for n equal ones."""
+    """Return each rank's result, stacked; a result that all ranks share is not batched, and stands for n equal ones."""
     stack = lambda x, d: x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
     made = [EXCHANGES[call.kind].emulate(stack(x, d), call) for x, d in zip(xs, dims, strict=True)]
     return tuple(y for y, _ in made), tuple(0 if varies else None for _, varies in made)
 
 
 def _alone(x: Tensor, call: Call) -> Tensor:
-    """What the only rank of an axis gets."""
+    """Return the result of the collective on an axis of one rank."""
     y, varies = EXCHANGES[call.kind].emulate(x[None], call)
     return y[0].clone() if varies else y
 
 
 def _finish(begun: Tensor, x: Tensor, call: Call) -> Tensor:
-    """The completed result, in the form that emulation gives one rank."""
+    """The completed result, in the form that one rank sees under emulation."""
     if call.kind == "pvary":
         return begun
     done = _c10d.wait_tensor(begun)
@@ -198,8 +203,10 @@ def _finish(begun: Tensor, x: Tensor, call: Call) -> Tensor:
 
 
 def exchange(kind: str, tree: Any, axis: Axis, pairs: tuple = ()) -> Any:
-    """The collective on every leaf; integers apart from floats, which
-    have derivatives, and first: they are known earlier."""
+    """Run the collective on every leaf.
+
+    Integers travel apart from floats, which have derivatives, and first: they are known earlier.
+    """
     leaves, structure = tree_flatten(tree)
     call, out = Call(kind, axis.size, axis.group, axis.index, pairs), list(leaves)
     for is_float in (False, True):
@@ -211,7 +218,7 @@ def exchange(kind: str, tree: Any, axis: Axis, pairs: tuple = ()) -> Any:
 
 
 class _Extremum(torch.autograd.Function):
-    """The greatest or least of all ranks' values; its derivative is shared by the ranks that have it."""
+    """The maximum or minimum of all ranks' values; the ranks that attain it share its derivative."""
 
     @staticmethod
     def forward(call, marker, x):
@@ -249,13 +256,13 @@ class _Extremum(torch.autograd.Function):
 
 
 def _share(call: Call, marker: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """1 / k on the k ranks that have the extremum, 0 elsewhere."""
+    """1 / k on the k ranks that attain the extremum, 0 elsewhere."""
     has = (x == y).to(x.dtype)
     return has / _Exchange.apply(call._replace(kind="psum"), marker, has)[0]
 
 
 def extremum(kind: str, tree: Any, axis: Axis) -> Any:
-    """ "max" or "min" of every leaf."""
+    """ "max" or "min" over the ranks of every leaf."""
     leaves, structure = tree_flatten(tree)
     call = Call(kind, axis.size, axis.group, axis.index)
     return tree_unflatten([_Extremum.apply(call, axis.marker, x) for x in leaves], structure)

@@ -1,4 +1,4 @@
-"""Exchanges of many tensors as few: those of a dtype travel together, small ones of any dtype too.
+"""Exchanges of many tensors in few collectives: tensors of one dtype travel together, small ones of any dtype too.
 
     gather(x), gather(y)  =  split(gather([x | y]))
     Σ_s x[s], part by part: each rank adds up one part, and the parts are gathered
@@ -15,26 +15,28 @@ from torch import Tensor
 from funcrec.core import in_parts, ravel
 from funcrec.mesh._collectives import all_gather, all_to_all, axis_size
 
-MOST_JOINED = 1 << 16  # bytes of all ranks together, which take less time than an exchange of their own
+MOST_JOINED = 1 << 16  # bytes of all ranks together: moving fewer takes less time than one more exchange
 BITS = {torch.int32: torch.float32, torch.int64: torch.float64}
 
 
 def is_small(xs: Sequence[Tensor], num_ranks: int) -> bool:
-    """Whether these are sent together with others of their dtype."""
+    """Whether these tensors are sent together with others of their dtype."""
     return sum(x.nbytes for x in xs) * num_ranks <= MOST_JOINED
 
 
 def gather_each(
     xs: Sequence[Tensor], axes: tuple[str, ...], narrow: Mapping[int, Tensor]
 ) -> dict[int, tuple[Tensor, ...]]:
-    """{id of x: what each rank of the axes has for it}, of each
-    tensor; narrow: {id of x: what is sent in its place}."""
+    """{id of x: the values of x on each rank of the axes}, for each tensor x.
+
+    narrow: {id of x: the tensor to send in its place}.
+    """
     n, apart = axis_size(axes), {id(x): x for x in xs}
     sent = {i: narrow.get(i, x) for i, x in apart.items()}
     large = {i: x for i, x in sent.items() if not is_small([x], n)}
     small = carried({i: x for i, x in sent.items() if i not in large})
     joined, unravel = ravel(small)
-    # rank by rank, for of a value that is read so each of two ranks sends the other's part only (`compile._passes`)
+    # unbind by rank: of a value read like this, each of two ranks sends only the other's part (`compile._passes`)
     got = [x.unbind(0) for x in all_gather((*large.values(), *joined), axes)]
     of_rank = [unravel(buffers) for buffers in zip(*got[len(large) :], strict=True)]
     form = lambda x, like: as_bits(x, like.dtype).reshape(like.shape)
@@ -43,16 +45,20 @@ def gather_each(
 
 
 def carried(xs: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Each as it travels, [N]: integers as the bits of floats of their size,
-    which have derivatives, if there are such among them."""
+    """Return each tensor in the form in which it travels, [N].
+
+    Where a float of an integer's size is among them, the integer travels as that float's bits: floats have derivatives.
+    """
     dtypes = {x.dtype for x in xs.values()}
     carrier = lambda dtype: BITS[dtype] if BITS.get(dtype) in dtypes else dtype
     return {i: as_bits(x.flatten(), carrier(x.dtype)) for i, x in xs.items()}
 
 
 def as_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x read as another dtype of its size; x itself where it
-    has that dtype, for `view` to a dtype has no derivative."""
+    """x viewed as another dtype of its size.
+
+    x itself if it has that dtype: `view` to a dtype has no derivative.
+    """
     return x if x.dtype == dtype else x.view(dtype)
 
 
@@ -63,11 +69,10 @@ def gather_as_one(tree: Any, axes: Sequence[str]) -> Any:
 
 
 def ordered_sum(tree: Any, axes: Sequence[str]) -> Any:
-    """Σ over ranks of every leaf, added in the order of the ranks, so
-    that it has the same bits on any mesh and in one process.
+    """Return the sum over ranks of every leaf, in the order of the ranks.
 
-    All leaves of a dtype travel together. Two ranks give each other
-    all they have: as many bytes as part by part, at once.
+    So it has the same bits on any mesh and in one process. All leaves of a dtype travel together. Two ranks send each
+    other their whole leaves: as many bytes as part by part, in one exchange.
     """
     buffers, unravel = ravel(tree)
     if axis_size(tuple(axes)) <= 2:
@@ -76,14 +81,16 @@ def ordered_sum(tree: Any, axes: Sequence[str]) -> Any:
 
 
 def part_by_part(fold: Callable[[Tensor], Tensor], flat: Tensor, axes: tuple[str, ...]) -> Tensor:
-    """fold([n, N]) of what all ranks have for flat [N], element by element,
-    on each of them: what a ring's all-reduce sends."""
-    copies = all_to_all(in_parts(flat, axis_size(axes)), axes)  # [n, C]: this rank's part, of every rank
+    """fold([n, N]) of all ranks' flat [N], element by element, on each of them.
+
+    It sends as many bytes as a ring's all-reduce.
+    """
+    copies = all_to_all(in_parts(flat, axis_size(axes)), axes)  # [n, C]: all ranks' values of this rank's part
     return all_gather(fold(copies), axes, tiled=True)[: flat.shape[0]]
 
 
 def added(parts: Sequence[Tensor]) -> Tensor:
-    """Σ, one after the other."""
+    """Add the parts, one after the other."""
     first, *others = parts
     for x in others:
         first = first + x

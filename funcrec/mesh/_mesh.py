@@ -2,7 +2,7 @@
 
     rank (i, j, ...) of a mesh n × m × ...;    axis "data": the ranks that differ in i only
 
-Both kinds are one value, so that a function written for named axes does not know which it runs on.
+Both kinds have one type, so that a function written for named axes does not depend on the kind.
 """
 
 import atexit
@@ -26,21 +26,21 @@ from funcrec.mesh._axes import Axis
 
 TIMEOUT_S = 300.0
 LET_GO_S = 0.25
-# of each group of all ranks, so that nothing is taken from one that was destroyed:
-# {(device, sizes, timeout): the axes' groups, by name}
+# one entry for each group of all ranks, so that no mesh takes the groups of a destroyed one:
+# {(device, sizes, timeout): the names of the axes' groups}
 GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, list[str]]] = WeakKeyDictionary()
 
 ambient: ContextVar[tuple["Mesh", ...]] = ContextVar("funcrec_meshes", default=())
-alone: ContextVar[str] = ContextVar("funcrec_alone", default="")  # why no axis of real ranks is to be bound, if so
+alone: ContextVar[str] = ContextVar("funcrec_alone", default="")  # why axes of real ranks may not be bound, or ""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Mesh:
     """Ranks in a grid with named axes.
 
-    `Mesh.emulated(data=2, model=2)` lives in this process: a mapped function is run for all ranks at once by vmap, and
-    takes and gives global values. `Mesh.distributed(data=2, model=2)` is this process's view of real ranks: each passes
-    and gets its own shard. The last axis runs fastest over the ranks.
+    `Mesh.emulated(data=2, model=2)` lives in this process: vmap runs a mapped function for all ranks at once, which
+    takes and returns global values. `Mesh.distributed(data=2, model=2)` is this process's view of real ranks: each rank
+    passes its own shard, and gets its own. The last axis runs fastest over the ranks.
     `with mesh:` makes it the mesh of calls that name none.
 
     Example:
@@ -81,16 +81,16 @@ class Mesh:
         debug: bool = False,
         **axes: int,
     ) -> "Mesh":
-        """The mesh of the ranks that torchrun started; every rank makes it, with the same arguments.
+        """Make the mesh of the ranks that torchrun started; every rank calls it with the same arguments.
 
         Args:
-          device: "cpu" (gloo) or "cuda" (NCCL); None for CUDA where there is some.
-          timeout_s: how long a collective waits for a rank that does not come, before it raises.
-          debug: compare what the ranks call before every collective, and name the rank that calls another one or with
-            another shape; slow. A sum and a maximum are one collective to it.
+            device: "cpu" (gloo) or "cuda" (NCCL). None is "cuda" if available, else "cpu".
+            timeout_s: how long a collective waits for a missing rank before it raises.
+            debug: before every collective compare the ranks' calls, and name the rank whose collective or shape
+              differs. It is slow, and does not tell a sum from a maximum.
 
         Raises:
-          ValueError: when the axes do not multiply to the number of ranks.
+            ValueError: if the sizes of the axes do not multiply to the number of ranks.
 
         Example:
           >>> import funcrec as fr
@@ -150,7 +150,7 @@ class Mesh:
         return {name: self.device_mesh.get_local_rank(name) for name in self.axis_names}
 
     def bound_axes(self, names: Sequence[str], device: torch.device) -> list[Axis]:
-        """The axes of a real mesh, as a function that runs on this rank sees them."""
+        """The named axes of a real mesh, for a function that runs on this rank."""
         if alone.get():
             fail(
                 f"funcrec.jit({alone.get()})",
@@ -197,8 +197,10 @@ def ambient_mesh() -> Mesh | None:
 
 
 def fresh_store() -> dict:
-    """What a restarted rank tells `init_process_group`: in torchrun's
-    store are the addresses of the ranks before it, too."""
+    """Keyword arguments that a restarted rank needs for `init_process_group`.
+
+    torchrun's store still holds the addresses of the ranks before the restart, so these use a prefix of their own.
+    """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts == "0":
         return {}
@@ -207,12 +209,15 @@ def fresh_store() -> dict:
 
 
 def _grid(kind: str, axes: dict[str, int], wait: timedelta) -> DeviceMesh:
-    """The ranks as a grid. A group has threads that poll and lives as long as the ranks do, so grids of one shape share
-    theirs: every rank makes the same meshes in the same order, and finds or makes the same groups."""
+    """Make the ranks' grid; grids of one shape share their groups.
+
+    A group has threads that poll, and lives as long as the ranks do. Every rank makes the same meshes in the same
+    order, so all ranks find, or make, the same groups.
+    """
     known, sizes = GROUPS.setdefault(dist.group.WORLD, {}), tuple(axes.values())
     try:
         groups = [dist.distributed_c10d._resolve_process_group(name) for name in known[kind, sizes, wait]]
-    except (KeyError, RuntimeError, ValueError):  # not made, or destroyed since
+    except (KeyError, RuntimeError, ValueError):  # not made yet, or destroyed since
         made = init_device_mesh(kind, sizes, mesh_dim_names=tuple(axes))
         known[kind, sizes, wait] = [made.get_group(name).group_name for name in axes]
     else:
@@ -220,15 +225,17 @@ def _grid(kind: str, axes: dict[str, int], wait: timedelta) -> DeviceMesh:
         made = DeviceMesh.from_group(groups, kind, places, mesh_dim_names=tuple(axes))
     for name in axes:
         backend = made.get_group(name)._get_backend(torch.device(kind))
-        if hasattr(backend, "_set_default_timeout"):  # the one that compares calls has none
+        if hasattr(backend, "_set_default_timeout"):  # the backend that compares calls (`debug`) has none
             backend._set_default_timeout(wait)
     return made
 
 
 def _let_go() -> None:
-    """Time, at a process's end, for gloo's threads to let go of the last call's tensors: that takes Python's lock, and
-    a thread that asks for it when Python is gone ends the process with an abort
-    (pybind11's gil_scoped_acquire before Python 3.14)."""
+    """Wait, at a process's end, until gloo's threads have released the last call's tensors.
+
+    To release them a thread takes Python's lock. A thread that asks for it after Python has shut down aborts the
+    process (pybind11's gil_scoped_acquire before Python 3.14).
+    """
     time.sleep(LET_GO_S)
 
 
@@ -251,14 +258,14 @@ def size_problems(axes: dict[str, int], num_ranks: int) -> Iterator[Problem]:
 
 
 def debug_problems() -> Iterator[Problem]:
-    """The level is read when a group is made."""
+    """`debug` must come before the first group is made: torch reads the level then."""
     if dist.is_initialized() and dist.get_debug_level() != dist.DebugLevel.DETAIL:
         hint = "make the mesh first, or TORCH_DISTRIBUTED_DEBUG=DETAIL"
         yield Problem("`debug` comes too late.", "a process group made without it", "no group yet", hint, RuntimeError)
 
 
 def world_problems(axes: dict[str, int]) -> Iterator[Problem]:
-    """There must be something to make a mesh of: an initialized process group, or torchrun's environment."""
+    """A mesh needs ranks: an initialized process group, or torchrun's environment."""
     if not (dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())):
         hint = "torchrun --nproc-per-node N ..., or Mesh.emulated(...) in one process"
         yield Problem(

@@ -1,9 +1,9 @@
-"""Cutting global values into the ranks' parts and joining them again, by a P for each value.
+"""Cuts global values into the ranks' parts and joins these again; a P for each value says how.
 
     join(cut(x, spec), spec) == x        cut(x, P("a", None))[i] = rows i · (R/n) to (i + 1) · (R/n)
 
-A jagged value is one thing, whose only dimension is its bags: P("data") gives each rank B / n of every key's bags, in a
-buffer of one capacity.
+A jagged value counts as one leaf, whose only dimension is its bags: P("data") gives each rank B / n bags of every key.
+All ranks' buffers have one capacity.
 Shapes: n ranks on an axis; a stacked value has one leading dimension for each axis that cuts it, in the mesh's order.
 """
 
@@ -25,7 +25,7 @@ Sizes = Mapping[str, int]
 
 
 class Part(NamedTuple):
-    """A leaf of an argument or a result, where it stands, and how it is cut."""
+    """A leaf of an argument or a result, with its path and its spec."""
 
     path: str
     spec: P
@@ -37,7 +37,7 @@ def is_jagged(x: Any) -> bool:
 
 
 def flatten_parts(tree: Any) -> tuple[list, Any]:
-    """The leaves, a jagged value being one, and the structure."""
+    """The leaves and the structure; a jagged value is one leaf."""
     return torch_tree.tree_flatten(tree, is_leaf=is_jagged)
 
 
@@ -79,7 +79,7 @@ def _match(spec: Any, tree: Any, path: str, problems: list[Problem]) -> Iterator
 
 
 def cut(part: Part, sizes: Sizes) -> Any:
-    """The stacked value: leading dimensions for the axes of the spec, in the order of `sizes`."""
+    """Stack the parts: leading dimensions for the axes of the spec, in the order of `sizes`."""
     if (not isinstance(part.value, Tensor) and not is_jagged(part.value)) or not part.spec.axes:
         return part.value
     if is_jagged(part.value):
@@ -92,11 +92,11 @@ def cut(part: Part, sizes: Sizes) -> Any:
 
 
 def _split(x: Tensor, spec: P, sizes: Sizes) -> tuple[Tensor, tuple[str, ...]]:
-    """Every dimension's axes as leading dimensions, in the spec's order."""
+    """Split the axes off every dimension as leading dimensions, in the spec's order; returns them with the axes."""
     front, at = [], 0
     for d, names in reversed(
         list(enumerate(spec.dims))
-    ):  # the last one first, so that those before it keep their numbers
+    ):  # the last dimension first, so that those before it keep their numbers
         if names:
             n = [sizes[a] for a in names]
             x = x.unflatten(d, (*n, x.shape[d] // prod(n)))
@@ -108,13 +108,13 @@ def _split(x: Tensor, spec: P, sizes: Sizes) -> tuple[Tensor, tuple[str, ...]]:
 
 
 def _lead(x: Tensor, axes: Sequence[str], sizes: Sizes) -> Tensor:
-    """Leading dimensions of `axes` put into the order of `sizes`."""
+    """Permute leading dimensions of `axes` into the order of `sizes`."""
     order = [axes.index(a) for a in sizes if a in axes]
     return x.permute(*order, *range(len(axes), x.dim()))
 
 
 def join(stacked: Any, spec: P, sizes: Sizes) -> Any:
-    """The global value of one that has a leading dimension for each axis of the spec, in the order of `sizes`."""
+    """Join a stacked value to the global one; its leading dimensions are the spec's axes in the order of `sizes`."""
     axes = spec.axes
     order = [a for a in sizes if a in axes]
     back = lambda x: x.permute(*(order.index(a) for a in axes), *range(len(axes), x.dim()))  # the spec's order
@@ -127,7 +127,7 @@ def join(stacked: Any, spec: P, sizes: Sizes) -> Any:
         return stacked
     x, at = back(stacked), 0
     for d, names in enumerate(spec.dims):
-        if names:  # its leading dimensions stand at the front: move them before dimension d and merge
+        if names:  # the dimension's axes stand in front: move them before dimension d and merge
             rest = len(axes) - at - len(names)
             for _ in names:
                 x = x.movedim(0, rest + len(names) - 1 + d)
@@ -137,8 +137,11 @@ def join(stacked: Any, spec: P, sizes: Sizes) -> Any:
 
 
 def _stack_bags(x: Any, n: int) -> Any:
-    """n parts of the bags, stacked. Their capacity is a bucket of what the fullest
-    needs on any rank, or the whole where lengths cannot be read."""
+    """Stack n parts of the bags.
+
+    Their capacity is a bucket of the ids that the fullest part of any rank needs. Where the lengths cannot be read it
+    is the whole capacity.
+    """
     bags = x.num_bags // n
     parts = [x[i * bags : (i + 1) * bags] for i in range(n)]
     if is_concrete(x.values) and is_concrete(x.offsets):
@@ -148,7 +151,7 @@ def _stack_bags(x: Any, n: int) -> Any:
 
 
 def _most_over_ranks(size: int) -> int:
-    """The greatest on the real ranks of all bound axes: they exchange what they cut, in buffers of one size."""
+    """The greatest size on the real ranks of all bound axes: they exchange their parts in buffers of one size."""
     names = tuple(a.name for a in bound.get().values() if a.group is not None)
     if not names:
         return size
@@ -157,10 +160,10 @@ def _most_over_ranks(size: int) -> int:
 
 
 def join_bags(parts: Sequence[Any]) -> Any:
-    """The bags of all parts, key by key; the capacities add up."""
+    """Join the bags of all parts, key by key; the capacities add up."""
     first = parts[0]
     weights = None if first.weights is None else torch.cat([p.weights for p in parts])
-    base = [i * first.capacity for i in range(len(parts))]  # where part i's buffer begins in that of all
+    base = [i * first.capacity for i in range(len(parts))]  # where part i's buffer begins in the joined buffer
     keys = len(first.keys) if isinstance(first, KeyedJaggedTensor) else 1
     grid = lambda xs: torch.stack(
         [x.reshape(keys, -1) for x in xs], 1
@@ -177,7 +180,7 @@ def join_bags(parts: Sequence[Any]) -> Any:
 
 
 def axis_problems(parts: Sequence[Part], names: Sequence[str]) -> Iterator[Problem]:
-    """Every spec names axes of the mesh, and no more dimensions than its value has."""
+    """Every spec names only axes of the mesh, and at most as many dimensions as its value has."""
     for p in parts:
         for a in p.spec.axes:
             if a not in names:
@@ -204,7 +207,7 @@ def axis_problems(parts: Sequence[Part], names: Sequence[str]) -> Iterator[Probl
 
 
 def size_problems(parts: Sequence[Part], sizes: Sizes) -> Iterator[Problem]:
-    """Every dimension that is cut is a multiple of the ranks that cut it."""
+    """The size of every dimension that is cut is a multiple of the number of its ranks."""
     for p in parts:
         for d, names in enumerate(p.spec.dims):
             n = prod(sizes[a] for a in names)

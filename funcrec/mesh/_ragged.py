@@ -1,9 +1,9 @@
-"""ragged_all_to_all: rows of any number from every rank to every rank, in buffers of fixed size.
+"""ragged_all_to_all: every rank sends every rank any number of rows, in buffers of fixed size.
 
     output[r][output_offsets[s][r] + j] = operand[s][input_offsets[s][r] + j]      for j < send_sizes[s][r]
 
-Sizes stay on the device. What travels is a block of `capacity` rows for
-each pair of ranks, so that no shape depends on a value.
+Sizes stay on the device. For each pair of ranks a block of `capacity` rows travels, so that no shape depends on a
+value.
 Shapes: n ranks, N rows of the operand, M rows of the output, K the capacity.
 """
 
@@ -28,28 +28,28 @@ def ragged_all_to_all(
     axis_name: str,
     capacity: int | None = None,
 ) -> Tensor:
-    """A copy of `output` into which every rank has put the rows that it sends here.
+    """Return a copy of `output` that holds the rows that all ranks send to this one.
 
-    One sender s: for each rank r it takes `send_sizes[r]` rows of its operand from `input_offsets[r]` on, and they land
-    in r's output from `output_offsets[r]` on. One receiver r: rank s sends it `recv_sizes[s]` rows; places that nobody
-    writes keep output's rows. The caller owes that sender and receiver agree, that all ranges are inside their buffers,
-    and that those of one output do not overlap: `recv_sizes == all_to_all(send_sizes)`.
+    One sender s takes, for each rank r, `send_sizes[r]` rows of its operand from `input_offsets[r]` on; they land in
+    r's output from `output_offsets[r]` on. One receiver r gets `recv_sizes[s]` rows from rank s; places that nobody
+    writes keep output's rows. The caller guarantees that sender and receiver agree (`recv_sizes ==
+    all_to_all(send_sizes)`), that all ranges are inside their buffers, and that no two ranges in one output overlap.
 
     Args:
       operand: [N, ...]. output: [M, ...], of the same dtype and trailing shape.
       input_offsets, send_sizes, output_offsets, recv_sizes: i32[n] or i64[n].
-      capacity: the most rows that any pair of ranks exchanges; None for N. It is what is sent, so a tight one saves
-        bytes; rows beyond it are lost, which `capacity=None` excludes.
+        capacity: the most rows that any pair of ranks exchanges; None for N. Every pair sends this many rows, so a
+          small one saves bytes. Rows beyond it are lost; `capacity=None` loses none.
 
     Returns:
       [M, ...].
 
-    Law: linear in operand and output; its transpose sends every row back. With capacity=None nothing is lost.
+    Law: linear in operand and output; its transpose sends every row back.
 
     Cost: every rank sends n · K rows.
 
-    Example: rank 0 holds [1, 2, 2] and sends one row to itself and two
-      to rank 1; rank 1 holds [3, 4, 0] and sends one to each.
+    Example: rank 0 holds [1, 2, 2] and sends one row to itself and two to rank 1.
+      Rank 1 holds [3, 4, 0] and sends one row to each.
       >>> import torch, funcrec as fr
       >>> def f(x, starts, sizes, places, received):
       ...     out = fr.ragged_all_to_all(x, torch.zeros(4), starts[0], sizes[0], places[0], received[0], axis_name="x")

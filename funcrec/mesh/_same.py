@@ -1,11 +1,11 @@
-"""What out_specs promise to be the same along an axis, held to it.
+"""Checks that results are the same along an axis where out_specs promise it.
 
     x[0] = x[1] = ... = x[n-1], bit by bit
 
-Under a vmap the values at its bottom are compared. While a function is staged there are none, and where a derivative
-follows a result, equal values say nothing of it: then a result is the same when it follows from nothing that is cut
-along the axis, which the axis's vmap level knows. Real ranks have no such level: they compare tangents as they do
-values, and a reverse derivative is of each rank's own result.
+Under a vmap the values below all transforms are compared. While a function is staged there are no values; and where a
+derivative follows a result, equal values do not show equal derivatives. There a result passes only if nothing that is
+cut along the axis goes into it, which the axis's vmap level shows. Real ranks have no such level: they compare tangents
+as they compare values, and a reverse derivative is that of each rank's own result.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +23,12 @@ from funcrec.mesh._parts import Part
 def unequal(
     parts: Sequence[Part], stacked: Sequence[Any], varying: Sequence[Sequence[frozenset[str]]], sizes: dict[str, int]
 ) -> Iterator[Problem]:
-    """The results that differ along an axis that their spec does not name; those that may, where no value can be read
-    or a derivative follows it.
+    """Report the results that differ along an axis that their spec does not name.
 
-    stacked: each result with all axes in front, as emulation gives them. varying: the axes that each of its tensors
-    follows from; along the others it is one value, the same, whatever it is.
+    Where no value can be read, or a derivative follows a result, report the results that may differ.
+
+    stacked: each result with all axes in front, as under emulation.
+    varying: for each tensor of a result, the axes that it depends on; along the others it is one value.
     """
     for p, value, axes in zip(parts, stacked, varying, strict=True):
         for d, axis in enumerate(sizes):
@@ -39,7 +40,7 @@ def unequal(
 
 
 def _difference(x: Tensor, d: int) -> str:
-    """What differs along dimension d, or may; "" when nothing does."""
+    """Describe what differs, or may differ, along dimension d; "" when nothing does."""
     by_place = "follows from the rank's place, or from what is cut along the axis"
     if not is_readable(x):
         return f"a value that {by_place}"
@@ -53,7 +54,7 @@ def _difference(x: Tensor, d: int) -> str:
 
 
 def unequal_over_ranks(parts: Sequence[Part], names: Sequence[str]) -> Iterator[Problem]:
-    """As `unequal`, on real ranks, by checksums: an equal one on all ranks is its own greatest and least."""
+    """`unequal` for real ranks, by checksums: if all ranks' are equal, the greatest is also the least."""
     for axis in names:
         shared = [
             (p, x) for p in parts if axis not in p.spec.axes for x in tree_leaves(p.value) if isinstance(x, Tensor)
@@ -64,7 +65,7 @@ def unequal_over_ranks(parts: Sequence[Part], names: Sequence[str]) -> Iterator[
         with outside_transforms():
             each = zip(shared, tangents, strict=True)
             sums = torch.stack([sum_with_tangents(value_below(x), own) for (_, x), own in each])
-            most = pmax(torch.stack([sums, -sums]), axis)  # max s = -max(-s) = min s only where all are equal
+            most = pmax(torch.stack([sums, -sums]), axis)  # max s = -max(-s) = min s only if all are equal
             differ = (most[0] != -most[1]).tolist()
         for (p, _), wrong in zip(shared, differ, strict=True):
             if wrong:
@@ -88,7 +89,7 @@ def _problem(part: Part, axis: str, got: str) -> Problem:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """i64[]: of the bits, their places and the shape."""
+    """i64[]: a checksum of the bits, their places and the shape."""
     bits = bits_of(x).flatten().to(torch.int64)
     places = torch.arange(bits.shape[0], device=x.device) * 2 + 1
     shape = sum(n * (2 * i + 3) for i, n in enumerate(x.shape))
@@ -96,7 +97,7 @@ def checksum(x: Tensor) -> Tensor:
 
 
 def sum_with_tangents(value: Tensor, tangents: Mapping[int, Tensor]) -> Tensor:
-    """i64[]: of the value and of its tangents at every level; no tangent and one of zeros are the same."""
+    """i64[]: a checksum of the value and of its tangents at every level; no tangent counts as zeros."""
     total = checksum(value)
     for place, t in tangents.items():
         total = total + (checksum(t + 0.0) - checksum(torch.zeros_like(t))) * (2 * place + 1)  # -0 + 0 = 0

@@ -50,34 +50,35 @@ def shard_map(
     axis_names: Collection[str] | None = None,
     check: bool = True,
 ) -> Callable:
-    """f as each rank of a mesh runs it, with the mesh's axes bound for collectives.
+    """Return f as each rank of a mesh runs it, with the mesh's axes bound for collectives.
 
     Args:
-      f: takes one rank's values, gives one rank's values. It must run the same collectives on all ranks.
-      mesh: None for the one of the enclosing `with mesh:`.
-      in_specs: a P for each positional argument (a tuple), or one P for all; each may be a prefix of its argument's
-        tree. Leaves that are no tensors go to every rank as they are, under P().
-      out_specs: a P for the result, or a prefix of its tree. An axis that a P does
-        not name promises that the value is the same all along it.
-      axis_names: the axes to bind; None for all that are not bound yet.
-        The others are left to an enclosing or nested shard_map.
-      check: hold out_specs to what they promise to be the same: bit by bit, under vmap too. On real ranks it costs an
-        exchange of checksums and one of 16 bytes, which show whether the same arguments come with a derivative
-        (requires_grad, a transform) on all ranks, and reads on the host. Inside `jit`, where no value can be read, and
-        on an emulated mesh where a derivative follows a result, for equal values may have other derivatives, it may
-        follow along such an axis from nothing but arguments whole along it and what psum, pmean, pmax, pmin and
-        all_gather made so; what is the same for another reason wants check=False, which takes rank 0's. (JAX lets what
-        all_gather made count as different on each rank.) On real ranks tangents are compared as values are, and a
-        reverse derivative is that of the rank's own result.
+        f: takes one rank's values and returns one rank's values. It must run the same collectives on all ranks.
+        mesh: None for the mesh of the enclosing `with mesh:`.
+        in_specs: a P for each positional argument (a tuple), or one P for all; each may be a prefix of its argument's
+          tree. Leaves that are no tensors go to every rank as they are, under P().
+        out_specs: a P for the result, or a prefix of its tree. Where a P does not name an axis, the value must be the
+          same all along that axis.
+        axis_names: the axes to bind; None for all that are not bound yet.
+          An enclosing or nested shard_map binds the others.
+        check: check that results are the same, bit by bit, along the axes that out_specs do not name; under vmap too.
+          On real ranks this costs two exchanges and reads on the host. One exchanges checksums; the other, of 16 bytes,
+          shows whether the same arguments come with a derivative (requires_grad, a transform) on all ranks.
+          In two cases equal values cannot be checked, or do not suffice: inside `jit`, where no value can be read, and
+          on an emulated mesh where a derivative follows a result. There a result may depend only on arguments that are
+          whole along the axis and on results of psum, pmean, pmax, pmin and all_gather over it. (JAX counts
+          all_gather's results as different on each rank.) If a result is the same for another reason, pass check=False,
+          which takes rank 0's. On real ranks tangents are compared as values are, and a reverse derivative is that of
+          the rank's own result.
 
-    Returns:
-      on an emulated mesh a function of global values; on real ranks one of this rank's shards (`shard`, `unshard`).
-      Inside another shard_map the values are global over the new axes on both.
+      Returns:
+        on an emulated mesh a function of global values; on real ranks a function of this rank's shards (`shard`,
+        `unshard`). Inside another shard_map the values are global over the new axes on both kinds of mesh.
 
-    Raises:
-      TypeError, ValueError: names every argument, result, axis or size that does not fit.
-      ValueError: a value that was promised to be the same along an axis and is not, or inside `jit` or a derivative
-        need not be.
+      Raises:
+        TypeError, ValueError: names every argument, result, axis or size that does not fit.
+        ValueError: if a value differs along an axis where its spec promises the same, or, inside `jit` or a derivative,
+          may differ.
 
     Law: the same values on an emulated mesh and on real ranks.
 
@@ -104,8 +105,11 @@ def mapped(
     check: bool = True,
     alike: Mapping | None = None,
 ) -> Callable:
-    """`shard_map`; alike: {number of an argument: its name}, of those that must have one form on all real ranks, which
-    `check` holds them to. On an emulated mesh they have."""
+    """`shard_map` for arguments of which some must have one form on all real ranks.
+
+    alike: {number of an argument: its name} for these arguments; `check` compares their forms. An emulated mesh has one
+      form by nature.
+    """
 
     @functools.wraps(f)
     def run(*args):
@@ -125,8 +129,10 @@ def mapped(
 
 @contextlib.contextmanager
 def telling(mesh: Mesh | None, args: Any, names: Sequence[str] = (), is_alike: bool = True) -> Iterator[None]:
-    """An error within comes before the exchange in which real ranks compare their arguments (`_check_alike`). That
-    exchange reports it to the others, and they raise, too."""
+    """Report this rank's error to the others, which then raise it, too.
+
+    The error comes before the exchange in which real ranks compare their arguments (`_check_alike`), and travels in it.
+    """
     try:
         yield
     except Exception as error:
@@ -134,7 +140,7 @@ def telling(mesh: Mesh | None, args: Any, names: Sequence[str] = (), is_alike: b
         tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         if where is None or where.is_emulated or not (is_alike if staged.get() else all(map(is_readable, tensors))):
             raise
-        with contextlib.suppress(RuntimeError):  # the others are not there: they have failed, too, in another place
+        with contextlib.suppress(RuntimeError):  # the other ranks have failed, too, in another place
             device = torch.device(where.device_mesh.device_type)
             with bind(where.bound_axes(names or where.axis_names, device)):
                 tell_failure(error, names or where.axis_names, device)
@@ -143,8 +149,9 @@ def telling(mesh: Mesh | None, args: Any, names: Sequence[str] = (), is_alike: b
 
 @typed
 def shard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
-    """Global values as `shard_map` takes them: on real ranks this
-    rank's parts, on an emulated mesh the values themselves.
+    """Return global values in the form that `shard_map` takes.
+
+    On real ranks these are this rank's parts, on an emulated mesh the values themselves.
 
     Example:
       >>> import torch, funcrec as fr
@@ -160,7 +167,7 @@ def shard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
 
 @typed
 def unshard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
-    """What `shard_map` gave, as global values on every rank; the inverse of `shard`.
+    """Return a result of `shard_map` as global values on every rank; the inverse of `shard`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -181,7 +188,7 @@ def unshard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
 
 
 def _run_emulated(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
-    """f once, on values that are cut first."""
+    """Run f once, on cut values."""
     sizes = {a: mesh.shape[a] for a in names}
     raise_for(CALL, size_problems(parts, sizes))
     tree, results, whole, varying = _emulate(f, sizes, parts, [cut(p, sizes) for p in parts], args, out_specs)
@@ -192,13 +199,16 @@ def _run_emulated(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, 
 
 
 def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_specs):
-    """f under a vmap for each axis, the first outermost: the tree of one rank's results,
-    its parts, each with all axes in front, and the axes that each part's tensors follow from."""
+    """Run f under a vmap for each axis, the first outermost.
+
+    Returns the tree of one rank's results, its parts, each part with all axes in front, and for each tensor of a part
+    the axes that it depends on.
+    """
     leaves, structure = tree_flatten(stacked)
     axes_of = [p.spec.axes for p, x in zip(parts, stacked, strict=True) for _ in tree_leaves(x)]
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    # marker a holds a rank's place on axis a, and is batched
-    # at that axis's level alone: so a collective knows its level
+    # marker a holds a rank's place on axis a, and only that axis's
+    # level batches it: so a collective finds its level
     markers = [torch.arange(n, device=_device(parts)) for n in sizes.values()]
     found: dict[str, Any] = {}
 
@@ -216,7 +226,7 @@ def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_
 
     mapped = one_rank
     for name in reversed(sizes):
-        # a value that is not cut along the axis is not batched there: the same on all of its ranks, as P() says
+        # a value that is not cut along the axis is not batched there: P() says that it is the same on all ranks
         dims = [0 if name in axes_of[i] else None for i in at]
         mapped = torch.func.vmap(mapped, in_dims=([0 if a == name else None for a in sizes], *dims))
     results = iter(mapped(markers, *(leaves[i] for i in at)))
@@ -225,7 +235,7 @@ def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_
 
 
 def _drop_axes(stacked: Any, spec: P, names: Sequence[str]) -> Any:
-    """Rank 0's value along the axes that the spec does not name."""
+    """Take rank 0's value along the axes that the spec does not name."""
     place = tuple(slice(None) if a in spec.axes else 0 for a in names)
     return tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, stacked)
 
@@ -234,7 +244,7 @@ def _drop_axes(stacked: Any, spec: P, names: Sequence[str]) -> Any:
 
 
 def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool, alike: Mapping = {}):
-    """f on this rank's shards."""
+    """Run f on this rank's shards."""
     with bind(mesh.bound_axes(names, _device(parts))):
         if is_checked:
             _check_alike(CALL, parts, names, alike)
@@ -256,8 +266,10 @@ def _check_alike(call: str, parts: Sequence[Part], names: Sequence[str], alike: 
 
 
 def _unequal_in_emulation(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs) -> Iterator[Problem]:
-    """What need not be the same, found out while f is staged: f is run for all ranks
-    at once on shapes alone, and leaves no operation behind."""
+    """Report the results that may differ between ranks, while f is staged.
+
+    Runs f for all ranks at once on shapes alone, and leaves no operation in the program.
+    """
     sizes = {a: mesh.shape[a] for a in names}
     cut_by = lambda p: [sizes[a] for a in sizes if a in p.spec.axes]
     some = lambda p: tree_map(lambda x: x.new_empty([*cut_by(p), *x.shape]) if isinstance(x, Tensor) else x, p.value)
@@ -267,7 +279,7 @@ def _unequal_in_emulation(f, mesh: Mesh, names, parts: Sequence[Part], args, out
 
 
 def _run_nested(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
-    """f on this rank's part of values that are whole along the new axes."""
+    """Run f on this rank's part of values that are whole along the new axes."""
     sizes = {a: mesh.shape[a] for a in names}
     raise_for(CALL, size_problems(parts, sizes))
     out = _run_real(f, mesh, names, parts, _rebuild(args, [_own(p, mesh, sizes) for p in parts]), out_specs, is_checked)
@@ -282,7 +294,7 @@ def _own(part: Part, mesh: Mesh, sizes) -> Any:
 
 
 def _whole(part: Part, sizes) -> Any:
-    """The global value of which each rank has a part."""
+    """Gather the ranks' parts into the global value."""
     axes = tuple(a for a in sizes if a in part.spec.axes)
     if not axes:
         return part.value
@@ -356,7 +368,7 @@ def _results(out_specs: Any, out: Any, names: Sequence[str]) -> list[Part]:
 
 
 def _rebuild(tree: Any, leaves: Sequence[Any]) -> Any:
-    """A tree of `tree`'s structure with other leaves, a jagged value being one."""
+    """Return a tree of `tree`'s structure with other leaves; a jagged value is one leaf."""
     return tree_unflatten(list(leaves), flatten_parts(tree)[1])
 
 

@@ -1,7 +1,7 @@
 """P: how a tensor is cut over the axes of a mesh.
 
 P("a", None): dimension 0 over the ranks of axis a, dimension 1 whole
-P(("a", "b")): over those of both, a being the major one
+P(("a", "b")): dimension 0 over the ranks of both axes, a being the major one
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ from funcrec.mesh._axes import AxisName, is_names
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class P:
-    """How a tensor is cut over a mesh: for each dimension an axis,
-    a tuple of axes (the first is the major one), or None.
+    """How a tensor is cut over a mesh: for each dimension an axis, a tuple of axes, or None.
 
-    Dimensions that are not named are whole; `P()` is the whole tensor on every rank.
+    The first axis of a tuple is the major one. Dimensions that are not named stay whole; `P()` is the whole tensor on
+    every rank.
 
     Example:
       >>> import funcrec as fr
@@ -46,7 +46,7 @@ class P:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that are named."""
+        """All axes that the spec names."""
         return tuple(a for d in self.dims for a in d)
 
     def __repr__(self) -> str:

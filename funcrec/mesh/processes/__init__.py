@@ -1,1 +1,1 @@
-"""Processes that are ranks: their groups, what they tell one another, and whether they were told alike."""
+"""Ranks that are processes: their groups, the messages they exchange, and checks that all got the same arguments."""

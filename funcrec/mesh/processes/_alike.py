@@ -1,10 +1,10 @@
-"""What must be alike on all ranks before they exchange: forms of what they are given, and what a derivative follows.
+"""Checks before an exchange that all ranks have arguments of one form, and the same derivatives following them.
 
     digest(forms) = max over ranks = min over ranks
 
-A rank whose buffers have another size than the others' expect would end them, or be waited for. Where values are read,
-one exchange of 16 bytes compares all; only ranks that differ say more. While a program is staged its ranks compare the
-forms through the store that they met in, once for each new form; a program that is there already costs nothing.
+If one rank's buffers have another size than the others expect, the exchange crashes or hangs. Where values can be read,
+one exchange of 16 bytes compares all forms; ranks exchange more only if they differ. While a program is staged the
+ranks compare the forms through torchrun's store, once for each new form. A program that exists already costs nothing.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ HINT = "ids of one capacity on all ranks (`pad_to`, or `pad_to_bucket` by the lo
 
 
 class RankForm(NamedTuple):
-    """What a rank says of an argument: whether a derivative follows it, and its form; or why it has failed."""
+    """What one rank reports of an argument: its form and whether a derivative follows it; or why the rank failed."""
 
     path: str
     followed: str
@@ -41,7 +41,7 @@ class RankForm(NamedTuple):
 
 
 def form_of(x: Any) -> str:
-    """Class, dtypes and shapes of a leaf; of a jagged one its keys and capacity, too."""
+    """Class, dtypes and shapes of a leaf; for a jagged leaf its keys and capacity, too."""
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
     if not is_jagged(x):
@@ -52,13 +52,13 @@ def form_of(x: Any) -> str:
 
 
 def form_text(tree: Any) -> str:
-    """The form of every leaf with its path, a jagged value being one: text that ranks can compare."""
+    """The form of every leaf with its path, as text that ranks can compare; a jagged value is one leaf."""
     named = torch_tree.tree_flatten_with_path(tree, is_leaf=is_jagged)[0]
     return "; ".join(sorted(f"{torch_tree.keystr(path)} {form_of(x)}".strip() for path, x in named))
 
 
 def apart_over_ranks(told: Sequence[RankForm], axes: Sequence[str], device: torch.device) -> Iterator[Problem]:
-    """What differs on the ranks of the axes, where values are read; all of them say the same of it."""
+    """Report what differs between the ranks of the axes, where values can be read; all ranks report the same."""
     text = write(told)
     number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
     with outside_transforms():
@@ -73,7 +73,7 @@ def apart_over_ranks(told: Sequence[RankForm], axes: Sequence[str], device: torc
 
 
 def tell_failure(error: Exception, axes: Sequence[str], device: torch.device) -> None:
-    """In the place of a rank's `apart_over_ranks`, or of its `agree_on_program` while a program is staged."""
+    """Report a failure where other ranks call `apart_over_ranks`, or `agree_on_program` while a program is staged."""
     told = [RankForm("", FAILED, " ".join(f"{type(error).__name__}: {error}".split())[:500])]
     if staged.get():
         dist.distributed_c10d._get_default_store().set(key_of(Met.turns, dist.get_rank()), write(told))
@@ -91,7 +91,7 @@ def read(text: bytes) -> list[RankForm]:
 
 
 def problems_of(own: Sequence[RankForm], ranks: Sequence[Sequence[RankForm]]) -> Iterator[Problem]:
-    """The ranks that have failed; or the arguments that are not alike, each with what the ranks have."""
+    """Report the ranks that failed; if none did, the arguments whose forms differ, each with the ranks' forms."""
     failed = {r: told[0].form for r, told in enumerate(ranks) if told and told[0].followed == FAILED}
     for rank, why in failed.items():
         yield Problem(
@@ -112,7 +112,7 @@ def problems_of(own: Sequence[RankForm], ranks: Sequence[Sequence[RankForm]]) ->
 
 
 def listed(forms: Sequence[str]) -> str:
-    """The forms, each once, with the ranks that have it."""
+    """Each distinct form once, with its ranks."""
     ranks = {form: [r for r, other in enumerate(forms) if other == form] for form in dict.fromkeys(forms)}
     shown = lambda own: f"rank {own[0]}" if len(own) == 1 else f"ranks {', '.join(map(str, own[:8]))}"
     return "; ".join(f"{form} on {shown(own)}{', ...' if len(own) > 8 else ''}" for form, own in ranks.items())
@@ -122,17 +122,17 @@ def listed(forms: Sequence[str]) -> str:
 
 
 class Met:
-    """What this process has agreed on with the others, and how often it has asked."""
+    """The forms that this process has agreed on with the others, and how often it has compared forms."""
 
     forms: ClassVar[list[bytes]] = []
     turns = 0
 
 
-staged: ContextVar[str] = ContextVar("funcrec_staged", default="")  # the function that jit stages to run it
+staged: ContextVar[str] = ContextVar("funcrec_staged", default="")  # the name of the function that jit stages
 
 
 def agree_on_program(call: str, told: Sequence[RankForm], group: str) -> None:
-    """Before a rank runs a program for forms that are new to it: every rank is about to, of the same forms."""
+    """Check that every rank is about to run a program for the same forms, when forms are new to this rank."""
     text = write(told)
     if text in Met.forms:
         return
@@ -168,15 +168,17 @@ def key_of(turn: int, rank: int) -> str:
 
 
 def others_changed(call: str, error: RuntimeError) -> RuntimeError:
-    """What to raise for an exchange that broke off: the error; or the forms that are new on
-    other ranks, which then have not come to it."""
+    """The error to raise when an exchange broke off.
+
+    If other ranks have new forms, and so never came to this exchange, it names the forms; else it is `error`.
+    """
     if not (dist.is_initialized() and Met.forms):
         return error
     turn = Met.turns
     try:
         store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
         told = {r: read(store.get(key_of(turn, r))) for r in ranks if store.check([key_of(turn, r)])}
-    except RuntimeError:  # the store went with its rank
+    except RuntimeError:  # the store ended with its rank
         return error
     was = {t.path: t.form for t in read(Met.forms[-1])}
     ranks = [told.get(r, []) for r in ranks]

@@ -1,4 +1,4 @@
-"""Bytes of any number from every real rank of a mesh to every other: what has no derivative, and whose sizes all know.
+"""Sends any number of bytes from every real rank of a mesh to every other, with sizes that all ranks know.
 
 swap_bytes(blocks)[r] = (what rank 0 sent to r, ..., what rank n-1 sent to r)
 """
@@ -14,7 +14,10 @@ from funcrec.mesh._mesh import Mesh
 
 
 def swap_bytes(blocks: Sequence[Tensor], coming: Sequence[int], going: Sequence[int], mesh: Mesh) -> Tensor:
-    """u8[sum(coming)]: what came, coming[r] bytes of rank r, for blocks of going[r] bytes for each rank in turn."""
+    """u8[sum(coming)]: the received bytes.
+
+    Rank r sends this one coming[r] bytes; `blocks` holds, for each rank in turn, going[r] bytes to send.
+    """
     device = mesh.device_mesh.device_type
     sent = torch.cat(blocks) if blocks else torch.zeros(0, dtype=torch.uint8, device=device)
     return AWAIT(SWAP(sent, list(coming), list(going), dist.group.WORLD.group_name))

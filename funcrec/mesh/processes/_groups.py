@@ -1,7 +1,7 @@
-"""Twins: process groups of the same ranks, for exchanges of another thread.
+"""Twins: process groups of the same ranks, for another thread's exchanges.
 
-Collectives of a group pair by their order, so one group's must all come from one thread: what a second thread exchanges
-goes over groups of its own.
+Collectives of a group pair by their order, so all of one group's must come from one thread: a second thread exchanges
+over groups of its own.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from funcrec.mesh._mesh import Mesh
 
 
 class Twins(NamedTuple):
-    """names: {an axis's group: its twin's name}. world: all ranks, on their hosts."""
+    """names: {group of an axis: its twin's name}. world: a gloo group of all ranks, for tensors on the host."""
 
     names: dict[str, str]
     world: dist.ProcessGroup
 
 
 def twins_of(mesh: Mesh) -> Twins:
-    """Made by all ranks in one order: axis by axis, then all of them; kept for as long as the process."""
+    """Make the twins; they live as long as the process. All ranks make them in one order: by axis, then `world`."""
     names = {}
     for axis in mesh.axis_names:
         group = mesh.device_mesh.get_group(axis)
@@ -37,7 +37,7 @@ def _twin(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
 
 
 def tell(world: dist.ProcessGroup, own: Sequence[int]) -> list[list[int]]:
-    """What each rank tells: some numbers, as many on all of them."""
+    """Gather each rank's numbers, as many on all of them."""
     mine = torch.tensor(own, dtype=torch.int64)
     got = [torch.empty_like(mine) for _ in range(dist.get_world_size(world))]
     dist.all_gather(got, mine, group=world)
