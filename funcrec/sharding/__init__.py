@@ -1,5 +1,4 @@
-"""Tables on a mesh: placements and layouts, ids to their owners and pooled
-rows back, and the update of rows and of dense parts."""
+"""Tables on a mesh: placements and layouts, the exchanges of lookups, the update of rows and of dense parameters."""
 
 import funcrec.core as _core
 from funcrec.sharding._copies import copy_problems as copy_problems

@@ -1,9 +1,9 @@
-"""combine: rows that came to their owners, as pooled bags back where their ids are, and the transpose.
+"""combine: owners send rows, or bags of pooled rows, back to the ranks that hold the ids; and the transpose.
 
     sums:  acts[b] = 1/len_b · Σ_owners Σ_{i of b there} s_i · row_i
     pooled at the owners, added here, divided here for a mean
     rows:  acts[b] = 1/len_b · Σ_{i of b} s_i · row_i
-    owners send single rows, pooled here as one process pools them
+    owners send single rows; this rank pools them as one process does
     d_acts[b] ─▶ every owner of rows of b ─▶ Bags: s_i / len_b · e_{row_i} ⊗ d_acts[b]
 
 Shapes: n ranks, B bags on each, L lanes, K lanes on a rank, W their columns, C rows in a block.
@@ -28,12 +28,12 @@ Banks = Mapping[str, Tensor]
 def pooled_there(
     banks: Banks, routed: Routed, routes: Routes, implementation: str | None, codec: Codec | None = None
 ) -> dict[int, Tensor]:
-    """{lane: f[B, width]}, from the sums that owners send back."""
+    """{lane: f[B, width]}: this rank's bags, from the sums that owners send back."""
     return combine(pool(banks, routed, routes, implementation), routed, routes, codec)
 
 
 def pool(banks: Banks, routed: Routed, routes: Routes, implementation: str | None) -> Tensor:
-    """f[n, B, W]: for each sender, the sums of its bags' rows here, slot by slot, as they are sent."""
+    """f[n, B, W]: for each sender, the sums of its bags' rows on this rank, slot by slot, as they are sent."""
     used, width = list(routes.lanes_of_banks), sum(routes.widths)
     forms = [
         form._replace(table=used.index(routes.banks[k]), column=sender * width + form.column)
@@ -41,7 +41,7 @@ def pool(banks: Banks, routed: Routed, routes: Routes, implementation: str | Non
         for k, form in enumerate(slot_forms(routed, routes, sender))
     ]
     tables = [banks[b.name] for b in used]
-    if any(b.bits for b in used):  # all of them: of quantised tables
+    if any(b.bits for b in used):  # then all are: they come from quantised tables
         bits, dims = [b.bits for b in used], [b.dim for b in used]
         out = ops.quantized_lookup(
             tables, [routed.rows], routed.offsets, routed.weights, forms, routed.num_bags, bits, dims,
@@ -56,8 +56,10 @@ def pool(banks: Banks, routed: Routed, routes: Routes, implementation: str | Non
 
 
 def slot_forms(routed: Routed, routes: Routes, sender: int) -> list[Feature]:
-    """The slots as features of a kernel, of one sender's bags:
-    weighted sums, for a mean is divided where its bag is."""
+    """One sender's slots, as features of a kernel.
+
+    They are weighted sums: a mean is divided on the rank that has the bag.
+    """
     bags = routed.num_bags
     first = sender * (len(routes.banks) * bags + 1)  # each sender's boundaries are one more than its bags
     is_weighted = routed.weights is not None
@@ -68,8 +70,10 @@ def slot_forms(routed: Routed, routes: Routes, sender: int) -> list[Feature]:
 
 
 def _longest(routes: Routes, slot: int) -> int:
-    """The most ids in a bag of a slot, 0 if nobody says: bags come
-    cut, so it only bounds how many entries a gradient has."""
+    """The most ids in a bag of a slot, 0 if no feature says.
+
+    Bags arrive cut, so it only bounds how many entries a gradient has.
+    """
     known = [routes.lanes[x[slot]].feature.max_length for x in routes.slots if x[slot] >= 0]
     return 0 if None in known else max(known)
 
@@ -77,7 +81,7 @@ def _longest(routes: Routes, slot: int) -> int:
 def pooled_here(
     banks: Banks, routed: Routed, routes: Routes, implementation: str | None, codec: Codec | None = None
 ) -> dict[int, Tensor]:
-    """{lane: f[B, width]}, from the single rows that owners send back: the sums of one process, to the bit."""
+    """{lane: f[B, width]}: this rank's bags, from the rows that owners send back; the bits of one process."""
     rows, out = fetch(banks, routed, routes, implementation, codec), {}
     for bank, lanes in routes.lanes_of_banks.items():
         pooled = pooled_lookup(
@@ -94,7 +98,7 @@ def pooled_here(
 
 
 def lane_forms(routed: Routed, routes: Routes, bank: Bank) -> list[Feature]:
-    """The lanes of a bank, side by side, as features of a kernel that reads rows at `sent` for this rank's own bags."""
+    """A bank's lanes, in adjacent columns, as features of a kernel that reads rows at `sent` for this rank's bags."""
     is_weighted = routed.own_weights is not None
     return [
         Feature(0, 0, i * routed.num_bags, 0, routes.lanes[i].feature.pooling == "mean", is_weighted, c * bank.dim)
@@ -105,8 +109,7 @@ def lane_forms(routed: Routed, routes: Routes, bank: Bank) -> list[Feature]:
 def fetch(
     banks: Banks, routed: Routed, routes: Routes, implementation: str | None, codec: Codec | None = None
 ) -> dict[Bank, Tensor]:
-    """{bank: f[n · C, dim]}: for each id that this rank sent its
-    row, in the id's place; zeros for those of other banks."""
+    """{bank: f[n · C, dim]}: each sent id's row, in the id's place; zeros for ids of other banks."""
     rows = {
         b: rows_of(banks, b, routed.rows_of(b, routes), implementation).unflatten(0, (routes.num_ranks, -1))
         for b in routes.lanes_of_banks
@@ -118,19 +121,19 @@ def fetch(
 
 
 def rows_of(banks: Banks, bank: Bank, rows: Tensor, implementation: str | None) -> Tensor:
-    """f[N, dim]: rows of a bank; of codes the numbers that they stand for."""
+    """f[N, dim]: rows of a bank; a quantised bank's rows are decoded."""
     if bank.bits:
         return ops.quantized_rows(banks[bank.name], rows, bank.bits, bank.dim, implementation=implementation)
     return gather_rows(banks[bank.name], rows, implementation=implementation)
 
 
 def combine(pooled: Tensor, routed: Routed, routes: Routes, codec: Codec | None = None) -> dict[int, Tensor]:
-    """{lane: f[B, width]}: this rank's bags, from what all owners pooled for it; means are divided here."""
+    """{lane: f[B, width]}: this rank's bags, from the sums of all owners; means are divided here."""
     back = send("all_to_all", [pooled], routes.axes, codec, [routes.widths])[0] if routes.axes else pooled
     out = {}
     for i, lane in enumerate(routes.lanes):
-        # Σ over the owners of the table's parts, in the order of the parts: not
-        # in that of the bag's ids, so other bits than one process's
+        # Σ over the owners of the table's parts, in the order of the parts, not
+        # of the bag's ids: so other bits than in one process
         at = [(r, routes.columns[routes.slots[r].index(i)]) for r in lane.shard.ranks]
         total = back[at[0][0], :, at[0][1] : at[0][1] + lane.bank.dim]
         for r, c in at[1:]:
@@ -142,9 +145,10 @@ def combine(pooled: Tensor, routed: Routed, routes: Routes, codec: Codec | None 
 def combine_transpose(
     d_lanes: Mapping[int, Tensor], routed: Routed, routes: Routes, codec: Codec | None = None
 ) -> dict[str, RowGrads]:
-    """{bank: RowGrads} at the owners, from the cotangents of the bags; `codec.forward` is how they travel."""
-    # d_acts / len_b is divided before it is sent, but for weighted
-    # means, whose terms have s_i / len_b already (`scales`)
+    """{bank: RowGrads} at the owners, from the cotangents of the bags; `codec.forward` codes them.
+
+    d_acts is divided by len_b before it is sent. The terms of a weighted mean contain s_i / len_b instead (`scales`).
+    """
     d_lanes = {
         i: _scaled(d, routed, i, routes.lanes[i]) if _is_mean(routes.lanes[i]) else d for i, d in d_lanes.items()
     }

@@ -1,4 +1,4 @@
-"""Copies of tables that train apart: whether they are equal."""
+"""Checks that copies of tables that train apart are equal."""
 
 from collections.abc import Iterator, Mapping
 
@@ -11,7 +11,7 @@ from funcrec.sharding.placement._layout import Layout
 
 
 def copy_problems(layout: Layout, leaves: Mapping[str, Mapping[str, Tensor]], mesh: Mesh) -> Iterator[Problem]:
-    """{kind: {bank: f[rows, ...]}} of which copies that train apart differ; on real ranks by checksums."""
+    """Report tensors of {kind: {bank: f[rows, ...]}} that differ between copies; real ranks compare checksums."""
     flat = [(kind, n, x) for kind, own in leaves.items() for n, x in own.items()]
     if layout.num_copies == 1 or not flat:
         return

@@ -1,5 +1,6 @@
-"""Dense parameters cut over ranks: each rank keeps an equal part of every leaf
-and of its optimizer's state, and the whole for one loss.
+"""Dense parameters cut over ranks: each rank keeps an equal part of every leaf and of its optimizer's state.
+
+A rank gathers the whole leaves for one evaluation of the loss.
 
     whole = all_gather(parts)        d_part[r] = Σ_s d_whole[s][part r], in the order of the ranks s
     part' = update(d_part, part)
@@ -51,13 +52,13 @@ PROBE = ((0, 1e-3), (1, 1e3), (10**6, 1e-3), (10**6 + 1, 1e3))  # (step, size of
 
 @pytree(static=("shape", "axes"))
 class DenseShard:
-    """A dense parameter, cut over the ranks of `axes`: what `train_step(dense_axes=...)` keeps in `state.dense`.
+    """A dense parameter, cut over the ranks of `axes`; `train_step(dense_axes=...)` keeps these in `state.dense`.
 
     Args:
       flat: f[C], the rank's elements, in the order of the whole; zeros after the last. On an emulated mesh f[n · C],
-        those of all ranks. In the state of an optimizer a dict of such tensors, and of counters i[] or f[].
-      shape: of the whole.
-      axes: of the mesh, the first one the major.
+        the elements of all ranks. In an optimizer's state a dict of such tensors, and of counters i[] or f[].
+      shape: the shape of the whole parameter.
+      axes: axes of the mesh, the first one the major.
 
     Example:
       >>> import torch, funcrec as fr
@@ -85,19 +86,19 @@ def is_shard(x: Any) -> bool:
 
 
 def map_shards(fn, tree: Any) -> Any:
-    """fn of every DenseShard; other leaves stay."""
+    """Apply fn to every DenseShard; other leaves stay."""
     return torch_tree.tree_map(lambda x: fn(x) if is_shard(x) else x, tree, is_leaf=is_shard)
 
 
 def cut_dense(tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-    """Every leaf as a DenseShard of this process's ranks; those without a dimension stay."""
+    """Cut every leaf into a DenseShard of this process's ranks; leaves without a dimension stay."""
     n, spec = prod(mesh.shape[a] for a in axes), P(axes)
     cut = lambda x: DenseShard(shard(in_parts(x, n).flatten(), spec, mesh=mesh).clone(), tuple(x.shape), axes)
     return tree_map(lambda x: cut(x) if x.dim() else x, tree)
 
 
 def cut_state(opt_state: Any, whole: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-    """A dense optimizer's state, a dict of tensors for each leaf of `whole`, cut like these; counters stay."""
+    """Cut a dense optimizer's state, a dict of tensors for each leaf of `whole`, as `cut_dense` cuts; counters stay."""
     leaves, structure = tree_flatten(whole)
     out = []
     for x, own in zip(leaves, structure.flatten_up_to(opt_state), strict=True):
@@ -107,8 +108,10 @@ def cut_state(opt_state: Any, whole: Any, mesh: Mesh, axes: tuple[str, ...]) -> 
 
 
 def join_dense(tree: Any, mesh: Mesh) -> Any:
-    """Every DenseShard whole again, on every rank, outside a mapped function;
-    of an optimizer's state, every tensor of its dict."""
+    """Join every DenseShard to its whole, on every rank, outside a mapped function.
+
+    In an optimizer's state it joins every tensor of a shard's dict.
+    """
 
     def join(x: DenseShard) -> Any:
         whole = lambda flat: _whole(unshard(flat, P(x.axes), mesh=mesh), x.shape) if flat.dim() else flat
@@ -118,7 +121,7 @@ def join_dense(tree: Any, mesh: Mesh) -> Any:
 
 
 def dense_specs(tree: Any) -> Any:
-    """A P for each leaf, for `shard_map`: parts by their axes, the rest whole."""
+    """A P for each leaf, for `shard_map`: a shard's tensors by its axes, other leaves whole."""
     cut = lambda x: tree_map(lambda t: P(x.axes) if t.dim() else P(), x)
     if not any(map(is_shard, torch_tree.tree_leaves(tree, is_leaf=is_shard))):
         return P()
@@ -126,7 +129,7 @@ def dense_specs(tree: Any) -> Any:
 
 
 def gather_dense(tree: Any) -> Any:
-    """The same inside a mapped function, where every rank has its part; all leaves of a dtype travel together."""
+    """`join_dense` inside a mapped function, where every rank has its part; all leaves of a dtype travel together."""
     leaves, structure = torch_tree.tree_flatten(tree, is_leaf=is_shard)
     cut = [x for x in leaves if is_shard(x)]
     parts = iter(gather_as_one([x.flat for x in cut], cut[0].axes) if cut else ())
@@ -134,8 +137,10 @@ def gather_dense(tree: Any) -> Any:
 
 
 def own_dense(whole: Any, like: Any) -> Any:
-    """This rank's parts of what `merge` made of a tree of whole leaves, inside
-    a mapped function; `like` is what it was gathered from."""
+    """Cut this rank's parts from `merge`'s result, a tree of whole leaves, inside a mapped function.
+
+    `like` is the tree of shards that the whole leaves were gathered from.
+    """
     leaves, structure = torch_tree.tree_flatten(like, is_leaf=is_shard)
     try:
         found = structure.flatten_up_to(whole)
@@ -147,7 +152,7 @@ def own_dense(whole: Any, like: Any) -> Any:
     out = []
     for x, held in zip(found, leaves, strict=True):
         if is_shard(held):
-            # the rank as a tensor: as a number it would be read on the host, and the ranks' graphs would differ
+            # the rank as a tensor: an int would be read on the host, and the ranks' graphs would differ
             own = in_parts(x, axis_size(held.axes)).index_select(0, axis_index(held.axes)[None])[0]
             x = DenseShard(own, held.shape, held.axes)
         out.append(x)
@@ -161,8 +166,10 @@ def whole_leaves(grads: Any, like: Any) -> list[Tensor]:
 
 
 def sum_dense(grads: Any, summed: Sequence[Tensor], like: Any, sizes: Mapping[str, int]) -> Any:
-    """Σ over all ranks of every leaf's gradient, of cut leaves this rank's part,
-    added in the order of the ranks; summed: of the others."""
+    """Σ of every leaf's gradient over all ranks, added in the order of the ranks; a cut leaf's is this rank's part.
+
+    summed: the sums of the leaves that are not cut.
+    """
     held, structure = torch_tree.tree_flatten(like, is_leaf=is_shard)
     cut = [(g, x) for g, x in zip(tree_leaves(grads), held, strict=True) if is_shard(x)]
     parts, rest = iter(sum_to_parts([g for g, _ in cut], [x for _, x in cut], sizes)), iter(summed)
@@ -170,16 +177,19 @@ def sum_dense(grads: Any, summed: Sequence[Tensor], like: Any, sizes: Mapping[st
 
 
 def sum_to_parts(leaves: Sequence[Tensor], held: Sequence[DenseShard], sizes: Mapping[str, int]) -> list[DenseShard]:
-    """Of every leaf this rank's part of the sum. It sends what the first half of a ring's all-reduce sends; over axes
-    that do not cut the leaves, parts are gathered."""
+    """This rank's part of the sum of every leaf.
+
+    It sends as many bytes as the first half of a ring's all-reduce. Over axes that do not cut the leaves it gathers
+    parts.
+    """
     axes = held[0].axes if held else ()
     others = tuple(a for a in sizes if a not in axes)
 
     def total(blocks: Tensor) -> Tensor:
         # d_part[r] = Σ_s d_whole[s][part r]: part r of every rank's gradient goes to r
-        got = all_to_all(blocks, axes)  # [n, C], of the ranks s of the cutting axes
-        got = all_gather(got, others) if others else got[None]  # [other ranks, n, C], of all ranks s
-        # in the order of the mesh, whichever axes cut: one process's bits
+        got = all_to_all(blocks, axes)  # [n, C]: one block from each rank s of the cutting axes
+        got = all_gather(got, others) if others else got[None]  # [other ranks, n, C]: one from each rank s of the mesh
+        # added in the order of the mesh, whichever axes cut: the bits of one process
         return added([got[other, own] for other, own in _in_order(sizes, others, axes)])
 
     blocks, unravel = ravel([in_parts(x, axis_size(axes)) for x in leaves], lead=1)
@@ -187,7 +197,7 @@ def sum_to_parts(leaves: Sequence[Tensor], held: Sequence[DenseShard], sizes: Ma
 
 
 def _in_order(sizes: Mapping[str, int], *groups: Sequence[str]) -> Iterator[tuple[int, ...]]:
-    """For every rank of the mesh, in order, its place on each group of axes."""
+    """For every rank of the mesh, in order, yield its place on each group of axes."""
     for rank in range(prod(sizes.values())):
         where = coordinates(rank, list(sizes), sizes)
         yield tuple(rank_at(where, group, sizes) for group in groups)
@@ -201,7 +211,7 @@ def _whole(flat: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def dense_axes_problems(mesh: Any, axes: Any, dense: DenseOptimizer | None = None) -> Iterator[Problem]:
-    """The axes are the mesh's, and the optimizer takes every element for itself."""
+    """The axes are the mesh's, and the optimizer treats every element on its own."""
     if not axes:
         return
     if not isinstance(mesh, Mesh):
@@ -224,7 +234,7 @@ def dense_axes_problems(mesh: Any, axes: Any, dense: DenseOptimizer | None = Non
 
 
 def leaf_problems(dense: Any, state: Any) -> Iterator[Problem]:
-    """What is cut are float tensors, and their optimizer's states."""
+    """Leaves to cut are float tensors, and each has a dict of tensors in the optimizer's state."""
     hint = "the `dense` and `dense_opt` of one state: step.init(params)"
     for path, x in paths(dense):
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -242,8 +252,10 @@ def leaf_problems(dense: Any, state: Any) -> Iterator[Problem]:
 
 
 def is_elementwise(dense: DenseOptimizer) -> bool:
-    """Whether steps with a tensor, early and late ones, by small and
-    by large gradients, are those with its two halves apart."""
+    """Whether steps with a tensor give the same as steps with its two halves.
+
+    It tries early and late steps, with small and large gradients.
+    """
     x, g = torch.linspace(-1, 2, 6), torch.linspace(3, -2, 6)
     whole, first, last = (_moved(dense, x[at], g[at]) for at in (slice(0, 6), slice(0, 3), slice(3, 6)))
     differ = (whole - torch.cat([first, last])).abs() > 1e-4 * (whole - x).abs().max()

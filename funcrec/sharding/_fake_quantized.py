@@ -1,8 +1,8 @@
-"""Sharded tables that lookups read as if they were quantised: owners round the rows that they are asked for.
+"""Sharded tables that lookups read as if they were quantised: owners round the rows that ids ask for.
 
     lookup(fake_quantize(shard_tables(tables, plan, mesh)), ids) == lookup(fake_quantize(tables), ids)
 
-What is rounded is a copy of those rows, which is then read in their place; gradients go back as those of float tables.
+Owners round a copy of these rows and read it in their place; gradients go back as those of float tables.
 Shapes: n ranks, C rows in a block, D dim.
 """
 
@@ -23,7 +23,7 @@ from funcrec.tables import FeatureConfig, LookupResult, gather_rows
 
 
 class Owned(NamedTuple):
-    """Of N rows of a bank which are a table's, and which of its rows they would be."""
+    """For N rows of a bank: whether each belongs to this table, and which row of the table it would be."""
 
     table: str
     is_here: Tensor
@@ -33,11 +33,14 @@ class Owned(NamedTuple):
 def read_fake(
     fake: FakeQuantizedTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
 ) -> LookupResult:
-    """What a lookup gives of this rank's bags."""
+    """Look up this rank's bags in tables whose rows are rounded."""
     dtypes, layout = dict(fake.dtypes), fake.tables.layout
 
     def rounded(routed: Any, routes: Routes, implementation: str | None) -> tuple[dict[str, Tensor], Any]:
-        """({bank: f[n · C, D]}, of each id that came the row; what was routed, of which row i is the i-th of those)."""
+        """Return the rounded rows to read instead of the banks, {bank: f[n · C, D]}, one for each id that arrived.
+
+        The second value is `routed` with rows that point into these copies: row i is the i-th id's.
+        """
         copies = {}
         for b in routes.lanes_of_banks:
             rows = routed.rows_of(b, routes).long()
@@ -52,7 +55,7 @@ def read_fake(
 def rounded_copy(
     x: Tensor, bank: Bank, owned: Sequence[Owned], dtypes: Mapping[str, str], key: Tensor | None
 ) -> Tensor:
-    """Rows f[N, D] of a bank, each as its table's dtype stores it; zeros, of no table, are zeros of all dtypes."""
+    """Round rows f[N, D] of a bank, each as its table's dtype stores it; rows of no table are zeros, in every dtype."""
     keys = () if key is None else (torch.zeros_like(owned[0].rows),)
     for own in owned if keys else ():
         keys = (torch.where(own.is_here, *row_keys(key, own.table, own.rows, bank.dim), *keys),)
@@ -64,14 +67,14 @@ def rounded_copy(
 
 
 def owners(layout: Layout, bank: Bank, rows: Tensor) -> Iterator[Owned]:
-    """Of this rank's rows i64[N] of a bank, for each table that has some there, on this rank or on others."""
+    """For each table with rows in the bank, on any rank, locate this rank's rows i64[N] of the bank."""
     of_rank = lambda x: (
         x.to(rows.device).index_select(0, axis_index(bank.axes)[None]) if bank.axes else x.to(rows.device)
     )
     for s in layout.shards:
         if layout.banks[s.bank] != bank:
             continue
-        starts, firsts = torch.full((2, bank.num_ranks), bank.rows)  # of a rank without the table: after all rows
+        starts, firsts = torch.full((2, bank.num_ranks), bank.rows)  # without the table: after all rows
         for i, (r, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
             starts[r], firsts[r] = start, i * s.part
         at = rows - of_rank(starts)

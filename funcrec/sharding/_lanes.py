@@ -1,7 +1,6 @@
-"""Lanes, and the ids of a lookup before they are sent: which of
-them the lanes read, and where the rows of each lane lie.
+"""Lanes, and the ids of a lookup before they are sent: which ids the lanes read, and where each lane's rows lie.
 
-    a lane = a feature on a shard of its table: bags, and the ranks and banks' rows of the shard's parts (`Owners`)
+    a lane = a feature on a shard of its table: its bags, and the ranks and rows that hold the shard's parts (`Owners`)
 Shapes: B bags, L lanes, N ids, W columns that a rank sends back.
 """
 
@@ -21,7 +20,7 @@ from funcrec.tables import FeatureConfig, Hash, hash_lanes
 
 
 class Lane(NamedTuple):
-    """A feature on a shard of its table, and the bank that the shard lies in; num_rows: of the table."""
+    """A feature on a shard of its table, and the bank that holds the shard; num_rows: the rows of the table."""
 
     feature: FeatureConfig
     shard: Shard
@@ -30,11 +29,12 @@ class Lane(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """What is known of an exchange before any id: static.
+    """The static description of an exchange.
 
-    lanes: by bank, then by feature. slots: for each rank the lanes it serves, by their numbers, -1 where it has fewer
-    than others; slot k is of one bank, banks[k], on all ranks. columns: where slot k's
-    columns begin among the W that a rank sends back for a bag.
+    lanes: ordered by bank, then by feature.
+    slots: for each rank the numbers of the lanes that it serves, -1 where it serves fewer than others; slot k belongs
+      to one bank, banks[k], on all ranks.
+    columns: where slot k's columns begin among the W columns that a rank sends back for a bag.
     """
 
     axes: tuple[str, ...]
@@ -46,17 +46,17 @@ class Routes(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The columns of each slot, together W."""
+        """The columns of each slot; they add up to W."""
         return tuple(b.dim for b in self.banks)
 
     @property
     def lanes_of_banks(self) -> dict[Bank, list[int]]:
-        """The banks that the exchange reads, in order, and the numbers of their lanes."""
+        """{bank: the numbers of its lanes}, for the banks that the exchange reads, in order."""
         return places_of(x.bank for x in self.lanes)
 
     @property
     def slots_of_banks(self) -> dict[Bank, list[int]]:
-        """The same banks, and the numbers of their slots, which follow each other."""
+        """{bank: the numbers of its slots}, in the same order; a bank's slots are adjacent."""
         return places_of(self.banks)
 
 
@@ -94,12 +94,13 @@ def _routes(axes: tuple[str, ...], lanes: Sequence[Lane]) -> Routes:
 
 
 class ReadIds(NamedTuple):
-    """What an exchange reads.
+    """The ids that an exchange reads.
 
-    bags: the lanes' bags, or the bags of all keys, among which `lanes` find theirs.
-      num_bags: B. capacity: the ids that the lanes can have.
-    bounds: i64[L · B + 1], of the lanes' bags one after the other, as they
-      are cut. is_placed: whether anybody asks where an id went.
+    bags: the lanes' bags, or the bags of all keys; `lanes` say where theirs begin.
+    num_bags: B.
+    capacity: the most ids that the lanes can have.
+    bounds: i64[L · B + 1], boundaries of the lanes' cut bags, one lane after the other.
+    is_placed: whether the caller needs to know where each id went.
     """
 
     bags: JaggedTensor
@@ -111,7 +112,7 @@ class ReadIds(NamedTuple):
 
 
 def read_ids(ids: KeyedJaggedTensor, lanes: Sequence[Lane], *, placed: bool) -> ReadIds:
-    """Of ids that nobody asks for again nothing is moved: lanes read them, and cut them, where they are."""
+    """Collect the ids of the lanes. If their places are not needed, no id moves: lanes read and cut bags in place."""
     features = [x.feature for x in lanes]
     hows = [(x.feature.hash, x.num_rows if x.feature.hash else 0) for x in lanes]
     of_key = {f.key: how for f, how in zip(features, hows, strict=True)}
@@ -119,7 +120,7 @@ def read_ids(ids: KeyedJaggedTensor, lanes: Sequence[Lane], *, placed: bool) -> 
     is_weighted = any(f.weighted for f in features)
     if (
         placed or is_weighted or not is_one_each
-    ):  # ids are moved: weights go with them, and one id may be hashed for several tables
+    ):  # ids move: weights go with them, and one id may be hashed for several tables
         bags = lane_bags(ids, features)
         num_bags = bags.num_bags // len(features)
         owners_of = lanes_of(lanes, num_bags)
@@ -136,33 +137,34 @@ def read_ids(ids: KeyedJaggedTensor, lanes: Sequence[Lane], *, placed: bool) -> 
 
 
 def lanes_of(lanes: Sequence[Lane], num_bags: int) -> list[Owners]:
-    """Lanes that read their bags one lane after the other."""
+    """The Owners of lanes that read their bags one lane after the other."""
     return [owners_at(i * num_bags, 0, x) for i, x in enumerate(lanes)]
 
 
 def owners_at(first_bag: int, max_length: int, lane: Lane) -> Owners:
-    """A lane that reads the bags from `first_bag` on."""
+    """The Owners of a lane that reads the bags from `first_bag` on."""
     shard = lane.shard
     return Owners(first_bag, max_length, lane.num_rows, shard.part, shard.ranks, shard.starts)
 
 
 def owned_rows(bags: JaggedTensor, lanes: Sequence[Lane]) -> Tensor:
-    """i64[N]: owner · NOWHERE + row of the owner's bank, for every
-    id of the lanes' bags; -1 where there is no such row."""
+    """i64[N]: owner · NOWHERE + row of the owner's bank, for each id of the lanes' bags; -1 for an id without a row."""
     hows = [(x.feature.hash, x.num_rows) for x in lanes]
     return owners.owned_rows(hashed(bags, hows), bags.offsets, lanes_of(lanes, bags.num_bags // len(lanes)))
 
 
 def hashed(bags: JaggedTensor, hows: Sequence[tuple[Hash | None, int]]) -> Tensor:
-    """i[N]: the rows of the ids in their tables; hows: for equally
-    many bags each, the hash and the height of the table."""
+    """i[N]: the row of each id in its table.
+
+    hows: (hash, rows of the table) for each of as many equal runs of bags.
+    """
     if all(hash is None for hash, _ in hows):
         return bags.values
     return hash_lanes(bags.values, lane_of(bags, len(hows)), hows)
 
 
 def lane_of(bags: JaggedTensor, num_lanes: int) -> Tensor:
-    """i64[N]: the lane that each id stands in; the last one for padding."""
+    """i64[N]: the lane of each id; the last lane for padding."""
     return owners.lane_of(bags.offsets, bags.capacity, num_lanes)
 
 
@@ -171,7 +173,7 @@ def is_weighted_mean(feature: FeatureConfig) -> bool:
 
 
 def weight_scales(bags: JaggedTensor, features: Sequence[FeatureConfig]) -> Tensor:
-    """f64[N]: what an id's gradient is multiplied by: its weight, over its bag's length for a weighted mean."""
+    """f64[N]: the factor of an id's gradient: its weight, divided by its bag's length for a weighted mean."""
     # s_i / len_b is rounded once, when it is sent
     bag = bag_ids(bags.offsets, bags.capacity).clamp(max=bags.num_bags - 1)
     lengths = bags.lengths.clamp(min=1).double()[bag]
@@ -180,8 +182,10 @@ def weight_scales(bags: JaggedTensor, features: Sequence[FeatureConfig]) -> Tens
 
 
 def lane_bags(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> JaggedTensor:
-    """The bags of every feature, one feature after the other, cut to its
-    max_length; the buffer itself where nothing has to move."""
+    """Return the bags of every feature, one feature after the other, cut to its max_length.
+
+    Where nothing has to move, it is the buffer itself.
+    """
     keys = [f.key for f in features]
     weights = ids.weights if any(f.weighted for f in features) else None
     if _is_in_order(ids, features):
@@ -197,13 +201,13 @@ def _is_in_order(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> b
 
 
 def _lengths(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> list[Tensor]:
-    """i[B] of each feature's bags, cut."""
+    """i[B] for each feature: the lengths of its bags, cut to max_length."""
     lengths = [ids.offsets_for(f.key).diff() for f in features]
     return [x if f.max_length is None else x.clamp(max=f.max_length) for x, f in zip(lengths, features, strict=True)]
 
 
 def _unit_weights(bags: JaggedTensor, features: Sequence[FeatureConfig]) -> JaggedTensor:
-    """The bags with weights of 1 for features that are not weighted."""
+    """Return the bags with weights of 1 for features that are not weighted."""
     if bags.weights is None or all(f.weighted for f in features):
         return bags
     is_weighted = torch.tensor([f.weighted for f in features], device=bags.values.device)[lane_of(bags, len(features))]

@@ -1,5 +1,4 @@
-"""How a lookup reads sharded tables: a rank's bags, by one exchange
-for each set of axes that their tables are cut over.
+"""Looks up a rank's bags in sharded tables, with one exchange for each set of axes that cuts their tables.
 
     ids ─route─▶ rows at their owners ─fetch─▶ each lane's columns ─▶ acts;
     d_acts ─▶ each lane's columns ─transpose─▶ {bank: RowGrads}
@@ -33,11 +32,12 @@ def read_sharded(
     implementation: str | None = None,
     rounded: Rounded | None = None,
 ) -> LookupResult:
-    """What a lookup gives of this rank's bags; its transpose takes
-    the cotangents of all ranks' to the owners of the rows.
+    """Look up this rank's bags; the transpose sends the cotangents of all ranks' bags to the owners of the rows.
 
-    tables: ShardedTables. features: all pooled, or all sequences. rounded: (routed, routes, implementation) -> what is
-    read instead of the banks, and where.
+    tables: ShardedTables.
+    features: all pooled, or all sequences.
+    rounded: (routed, routes, implementation) -> the tensors to read instead of the banks, and `routed` with rows in
+    these.
     """
     is_sequence = features[0].pooling == "none"
     check_bound("funcrec.lookup_sequence" if is_sequence else "funcrec.lookup", tables.layout)
@@ -90,8 +90,10 @@ def exchanged(
     implementation: str | None,
     rounded: Rounded | None,
 ) -> tuple[dict[str, list[Tensor]], list]:
-    """({feature: its blocks of columns, in order}, what this rank was sent in each
-    exchange); lanes_of: (what was fetched, routed, routes)."""
+    """({feature: its blocks of columns, in order}, the `routed` of each exchange).
+
+    lanes_of: (fetched, routed, routes) -> {lane: its block}.
+    """
     blocks: dict[str, dict[int, Tensor]] = {f.name: {} for f in features}
     exchanges = []
     for routes in each:
@@ -113,8 +115,10 @@ def sent_back(
     exchanges: Sequence,
     own: Callable[[Lane], Tensor],
 ) -> dict[str, RowGrads]:
-    """{bank: RowGrads} of this rank. own: a lane's columns of the cotangent; what
-    an exchange was sent for the lookup says where they go."""
+    """{bank: RowGrads} of this rank; each exchange's `routed` says where cotangents go.
+
+    own: a lane -> its columns of the cotangent.
+    """
     out: dict[str, RowGrads] = {}
     for routes, routed in zip(each, exchanges, strict=True):
         transpose = steps_of(answers, transport, routes).transpose
@@ -124,24 +128,26 @@ def sent_back(
 
 
 def has_capacity(transport: Transport, routes: Routes) -> bool:
-    """Whether an exchange may have no room for an id: not one of copies, which are read where they are."""
+    """Whether an exchange may lack room for an id. One over no axes cannot: it reads the rank's own copies in place."""
     return transport.capacity is not None and bool(routes.axes)
 
 
 def unless_lost(x: Tensor, transport: Transport, routes: Routes, routed: Any) -> Tensor:
-    """x, of a rank's own bags, or NaN where an id of that rank found no place: it and its
-    transpose are linear, and nobody takes a part of a batch for the whole."""
+    """x, of a rank's own bags; NaN if an id of that rank found no room.
+
+    It is linear, and so is its transpose. NaN keeps a part of a batch from passing for the whole.
+    """
     return x * torch.where(routed.overflow[0] > 0, torch.nan, 1).to(x.dtype) if has_capacity(transport, routes) else x
 
 
 def overflows_of(transport: Transport, each: Sequence[Routes], exchanges: Sequence) -> tuple[Tensor, ...]:
-    """Of exchanges that are sure to have room nobody asks, nor of copies, which are read where they are."""
+    """The overflow counts of the exchanges that may lack room."""
     both = zip(each, exchanges, strict=True)
     return tuple(x.overflow for routes, x in both if has_capacity(transport, routes))
 
 
 def whole_rows(tables: Any) -> Layout:
-    """Where gradients lie: those of `whole` banks have all columns of their rows."""
+    """The layout of the gradients: those of `whole` banks have all columns of their rows."""
     return tables.layout.with_whole_rows(tables.whole)
 
 

@@ -1,10 +1,10 @@
-"""route: ids to the ranks that hold their rows.
+"""route: sends ids to the ranks that hold their rows.
 
     ids ─route─▶ rows at their owners ─lookup─▶ pooled there ─combine─▶ acts;
     d_acts ─combineᵀ─▶ d at the owners ─▶ RowGrads
 
 Every rank sends to every other a block of `capacity` rows, grouped by lane and bag, and the lanes' lengths; so no shape
-depends on an id. An owner keeps what each rank sent apart: the answer goes back to where the ids came from.
+depends on an id. An owner keeps each sender's rows separate: the answer goes back to the ids' ranks.
 Shapes: n ranks, B bags on each, L lanes, K lanes on a rank, C rows in a block.
 """
 
@@ -22,14 +22,16 @@ from funcrec.sharding.placement._layout import Bank
 
 @pytree(static=("num_bags",), optional=("sent", "weights", "scales", "own_weights"))
 class Routed:
-    """What a rank was sent, and where its own ids went.
+    """The rows that a rank received, and where its own ids went.
 
-    rows: i[n · C], of the banks; -1 where a block is not full. offsets: i64[n · (K · B + 1)], for each sender the
-    boundaries of its slots' bags. weights: f[n · C]; scales: the same, over the bag's length for weighted means, where
-    there are any. overflow: i64[2], how many own ids found no place, and the capacity that all would have needed.
+    rows: i[n · C], rows of the banks; -1 where a block is not full.
+    offsets: i64[n · (K · B + 1)], for each sender the boundaries of its slots' bags.
+    weights: f[n · C].
+    scales: f[n · C], the weights, divided by the bag's length for weighted means; only if a feature is a weighted mean.
+    overflow: i64[2], how many of this rank's ids found no room, and the capacity that holds all.
     own_offsets: i64[L · B + 1], the bags of this rank's lanes.
-    sent: i64[N], where each id of the lanes stands among the n · C rows that this
-      rank sent, -1 for none; if anybody asks. own_weights: f[N].
+    sent: i64[N], the place of each id of the lanes among the n · C rows that this rank sent, -1 for none; optional.
+    own_weights: f[N].
     """
 
     rows: Tensor
@@ -43,11 +45,11 @@ class Routed:
     num_bags: int = 0
 
     def lengths(self, lane: int) -> Tensor:
-        """i64[B]: of this rank's bags, for means."""
+        """i64[B]: the lengths of this rank's bags of a lane, for means."""
         return self.own_offsets[lane * self.num_bags : (lane + 1) * self.num_bags + 1].diff()
 
     def rows_of(self, bank: Bank, routes: Routes) -> Tensor:
-        """i[n · C]: the rows that are of that bank, -1 for the others."""
+        """i[n · C]: the rows that belong to that bank, -1 for the others."""
         n, own = routes.num_ranks, routes.slots_of_banks[bank]
         room = self.rows.shape[0] // n
         bounds = self.offsets.unflatten(0, (n, -1))
@@ -58,9 +60,10 @@ class Routed:
 
 
 def route(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None, *, placed: bool = True) -> Routed:
-    """This rank's ids, sent to the owners of their rows.
+    """Send this rank's ids to the owners of their rows.
 
-    capacity: C; None for all ids of a rank to one owner, which always suffices. placed: whether `sent` is asked for.
+    capacity: C; None for all ids of a rank, which always suffices.
+    placed: whether the result needs `sent`.
     """
     read = read_ids(ids, routes.lanes, placed=placed)
     weights, n, device = read.bags.weights, routes.num_ranks, ids.values.device
@@ -78,8 +81,8 @@ def route(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None, *, place
     )
     exchanged = [blocks]
     if weights is not None:
-        # s_i of the lookup; an owner multiplies by it. Of a weighted mean the lookup divides the whole sum by the bag's
-        # length, after the exchange, and the transpose each term by it: so the owner is sent both.
+        # An owner multiplies by s_i in the lookup. For a weighted mean the lookup divides the whole sum by the bag's
+        # length after the exchange, but the transpose divides each term: so the owner receives both.
         exchanged.append(sent_blocks(weights, sent, n, room))
         if any(is_weighted_mean(x.feature) for x in routes.lanes):
             is_wide = any(b.dtype == torch.float64 for b in routes.banks)
@@ -88,8 +91,8 @@ def route(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None, *, place
     both, *theirs = all_to_all(tuple(exchanged), routes.axes) if routes.axes else tuple(exchanged)
     got, their_lengths = both.split(
         [room, both.shape[1] - room], 1
-    )  # a block's last K · B numbers are its bags' lengths
-    ends = their_lengths.cumsum(1).clamp(max=room)  # what found no place at its sender is in no bag here
+    )  # a block's last K · B numbers are the lengths of its bags
+    ends = their_lengths.cumsum(1).clamp(max=room)  # ids that found no room at their sender are in no bag here
     offsets = torch.cat([ends.new_zeros(n, 1), ends], 1) + torch.arange(n, device=device)[:, None] * room
     overflow = torch.stack([(counts - room).clamp(min=0).sum(), counts.amax()])
     theirs = [w.flatten() for w in theirs] + [None] * (2 - len(theirs))
@@ -98,7 +101,7 @@ def route(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None, *, place
 
 
 def sent_blocks(x: Tensor, sent: Tensor, n: int, room: int) -> Tensor:
-    """x[N, ...] as it is sent, [n, room, ...]; zeros elsewhere."""
+    """[n, room, ...]: x[N, ...] in the places where it is sent; zeros elsewhere."""
     place = torch.where(sent < 0, n * room, sent)
     out = x.new_zeros(n * room + 1, *x.shape[1:])
     return torch.index_put(out, (place,), x)[:-1].unflatten(0, (n, room))

@@ -1,11 +1,11 @@
-"""Ids to the owners of their rows, each row once: what a lookup with `dedup` sends, and the transpose.
+"""Sends ids to the owners of their rows, each row once: the exchange of a lookup with `dedup`, and its transpose.
 
     ids ─sort─▶ distinct rows ─all_to_all─▶ owners ─rows─▶ pooled here;
     d_acts ─sum over a row's ids─▶ all_to_all ─▶ Entries
 
-The first bytes are a row number and a count for each distinct row, the answer and its cotangent a vector for each;
-weights and lengths stay at home. No shape depends on an id: blocks have room for `capacity` rows. `fetch` reads the
-answer: here several ids stand at one place.
+A rank first sends a row number and a count for each distinct row; the answer and its cotangent are one vector each.
+Weights and lengths are not sent. No shape depends on an id: blocks have room for `capacity` rows. `fetch` reads the
+answer, where several ids may share one place.
 Shapes: n ranks, B bags on each, L lanes, U banks, N ids of the lanes, C rows in a block.
 """
 
@@ -27,13 +27,15 @@ from funcrec.tables import Bags, Entries, RowGrads
 
 @pytree(static=("num_bags",), optional=("own_weights",))
 class RoutedRows:
-    """As `Routed`, of distinct rows.
+    """`Routed` for distinct rows.
 
-    rows: i64[n · C], ascending for each sender and bank; -1 after a sender's. repeats:
-      i64[n · C], how many of the sender's ids each stands for.
-    bounds: i64[n, U + 1], where each bank's rows begin among a sender's. overflow: i64[2], how many distinct rows found
-    no place, and the capacity that all would have needed. own_offsets: i64[L · B + 1]. sent: i64[N], the place of each
-    id's row among the n · C that this rank sent; -1 for none. own_weights: f[N].
+    rows: i64[n · C], ascending for each sender and bank; -1 after a sender's last.
+    repeats: i64[n · C], how many of the sender's ids share each row.
+    bounds: i64[n, U + 1], where each bank's rows begin among a sender's.
+    overflow: i64[2], how many distinct rows found no room, and the capacity that holds all.
+    own_offsets: i64[L · B + 1].
+    sent: i64[N], the place of each id's row among the n · C rows that this rank sent; -1 for none.
+    own_weights: f[N].
     """
 
     rows: Tensor
@@ -46,7 +48,7 @@ class RoutedRows:
     num_bags: int = 0
 
     def rows_of(self, bank: Bank, routes: Routes) -> Tensor:
-        """i64[n · C]: the rows that are of that bank, -1 for the others."""
+        """i64[n · C]: the rows that belong to that bank, -1 for the others."""
         k, rows = list(routes.lanes_of_banks).index(bank), self.rows.unflatten(0, (routes.num_ranks, -1))
         place = torch.arange(rows.shape[1], device=rows.device)
         return torch.where(
@@ -55,9 +57,9 @@ class RoutedRows:
 
 
 def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> RoutedRows:
-    """The distinct rows of this rank's ids, sent to their owners.
+    """Send the distinct rows of this rank's ids to their owners.
 
-    capacity: C; None for as many as there are ids, which always suffices.
+    capacity: C; None for the number of ids, which always suffices.
     """
     used = [x.feature for x in routes.lanes]
     bags, n, banks = lane_bags(ids, used), routes.num_ranks, list(routes.lanes_of_banks)
@@ -65,33 +67,33 @@ def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> 
     room = bags.capacity if capacity is None else min(capacity, bags.capacity)
     is_id = torch.arange(bags.capacity, device=device) < bags.offsets[-1]
     owned = torch.where(is_id, owned_rows(bags, routes.lanes), -1)
-    # One number for an owner's row of a bank: owner · total + start of the bank + row. Sorted, those of one row follow
-    # each other, and those of one owner, by bank, too. (owner · NOWHERE + row, as it is had, says neither the bank nor
-    # is it small: that is sorted slower.)
+    # One number for an owner's row of a bank: owner · total + start of the bank + row. Sorting puts equal rows next to
+    # each other, and each owner's rows together, by bank. (`owned`, owner · NOWHERE + row, lacks the bank, and is
+    # large: it would take longer to sort.)
     starts = [sum(b.rows for b in banks[:k]) for k in range(len(banks) + 1)]
     total = starts.pop()
     of_lane = torch.tensor([starts[banks.index(x.bank)] for x in routes.lanes], device=device)
     owner = torch.div(owned, NOWHERE, rounding_mode="floor")
     numbers = owner * total + of_lane[lane_of(bags, len(used))] + owned % NOWHERE
     ordered, order = torch.sort(torch.where(owned < 0, n * total, numbers), stable=True)
-    is_row = ordered < n * total  # behind them padding, and ids of no row
+    is_row = ordered < n * total  # padding and ids without a row come last
     is_first = is_row & torch.cat([torch.ones_like(is_row[:1]), ordered[1:] != ordered[:-1]])
     nth = torch.cat([is_first.new_zeros(1), is_first]).cumsum(0)  # i64[N + 1]: distinct rows before each
     edges = torch.tensor([r * total + s for r in range(n) for s in starts] + [n * total], device=device)
-    edges = edges + ordered.new_zeros(1)  # under vmap each member's own, which lie one after the other
+    edges = edges + ordered.new_zeros(1)  # under vmap each member has its own edges, contiguous in memory
     ends = nth[torch.searchsorted(ordered, edges)]  # before each bank of each owner
     before, counts = ends[:: len(banks)][:n], ends[:: len(banks)].diff()
-    # place of a row: the first of its owner's block, and as many on as distinct rows
-    # of that owner come before it; all its ids have that one
+    # place of a row: the first place of its owner's block, plus the number of distinct
+    # rows of that owner before it; all ids of the row share it
     owner = torch.div(ordered, total, rounding_mode="floor").clamp(max=n - 1)
     inner = nth[1:] - 1 - before[owner]
     place = torch.where(is_row & (inner < room), owner * room + inner, -1)
     sent = torch.zeros_like(order).scatter(0, order, place)
-    blank = ordered.new_full((n * room + 1,), -1)  # the last one is for what has no place
+    blank = ordered.new_full((n * room + 1,), -1)  # the last element takes rows without a place
     rows = blank.scatter(0, torch.where(is_first & (place >= 0), place, n * room), owned[order] % NOWHERE)[:-1]
     repeats = (blank + 1).scatter_add(0, torch.where(place < 0, n * room, place), torch.ones_like(place))[:-1]
-    # repeats: what the owner needs of ids that it does not see (optimizers
-    # that count them); told: how many rows of each bank
+    # repeats: optimizers that count ids need them, and the owner does not
+    # see the ids. told: how many rows of each bank
     told = ends.diff().unflatten(0, (n, len(banks)))
     narrow = torch.int32 if max(bags.capacity, *(b.rows for b in banks)) < 1 << 31 else torch.int64
     both = torch.cat([rows.unflatten(0, (n, room)), repeats.unflatten(0, (n, room)), told], 1).to(narrow)
@@ -106,8 +108,10 @@ def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> 
 def fetch_transpose(
     d_lanes: Mapping[int, Tensor], routed: RoutedRows, routes: Routes, codec: Codec | None = None
 ) -> dict[str, RowGrads]:
-    """{bank: RowGrads} at the owners, from the cotangents of bags that were pooled here:
-    the transpose of a lookup among the rows that came."""
+    """{bank: RowGrads} at the owners, from the cotangents of bags that were pooled here.
+
+    It is the transpose of a lookup among the rows that arrived.
+    """
     sums = {}
     for bank, lanes in routes.lanes_of_banks.items():
         d, forms = torch.cat([d_lanes[i] for i in lanes], 1), tuple(lane_forms(routed, routes, bank))
@@ -119,7 +123,7 @@ def fetch_transpose(
 def fetch_rows_transpose(
     d_lanes: Mapping[int, Tensor], routed: RoutedRows, routes: Routes, codec: Codec | None = None
 ) -> dict[str, RowGrads]:
-    """The same for the rows of sequences."""
+    """`fetch_transpose` for the rows of sequences."""
     sums = {}
     for bank, lanes in routes.lanes_of_banks.items():
         places = torch.cat([lane_places(routed, i, d_lanes[i].shape[0]) for i in lanes])
@@ -131,10 +135,10 @@ def fetch_rows_transpose(
 def _at_owners(
     sums: Mapping[Bank, RowGrads], routed: RoutedRows, routes: Routes, codec: Codec | None
 ) -> dict[str, RowGrads]:
-    """What each place of the blocks adds up to here, sent to the row's owner: Entries for each sender in turn."""
+    """Sum each place's gradient here and send it to the row's owner; returns Entries for each sender in turn."""
     apart = lambda x: x.unflatten(0, (routes.num_ranks, -1))
     # Σ over a row's ids here, then Σ over the senders at the
-    # owner: rounded otherwise than one sum over the global batch
+    # owner: this rounds differently from one sum over the global batch
     own = [apart(g.coalesce().to_dense()) for g in sums.values()]
     got = send("all_to_all", own, routes.axes, codec, [(x.shape[-1],) for x in own])
     repeats, out = apart(routed.repeats), {}

@@ -1,10 +1,10 @@
-"""Sequences under a plan: each id's row from its owner, and the transpose: each id's gradient at its row's owner.
+"""Sequences under a plan: an owner sends each id's row, and the transpose sends each id's gradient to the owner.
 
     ids ─route─▶ rows at their owners ─gather, all_to_all─▶ one row per id;
     d ─all_to_all─▶ Entries, sender by sender
 
-Ids go out as those of pooled features do, in blocks of one capacity; a row comes back to the place that its id had in
-the block. Weights stay at home: they multiply rows that came, and gradients before they go.
+Ids travel as those of pooled features do, in blocks of one capacity; a row comes back to the place that its id had in
+the block. Weights are not sent: they multiply rows after these arrive, and gradients before they are sent.
 Shapes: n ranks, C rows in a block, N places of a sequence's buffer, D dim.
 """
 
@@ -22,15 +22,17 @@ from funcrec.tables import Entries, FeatureConfig, RowGrads
 
 
 def sequence_routes(layout: Layout, features: Sequence[FeatureConfig]) -> tuple[Routes, ...]:
-    """The exchanges of a lookup of sequences: of ids without their weights."""
+    """The exchanges of a lookup of sequences: they do not send weights."""
     return routes_of(layout, tuple(replace(f, weighted=False) for f in features))
 
 
 def lane_rows(
     rows: Mapping[Bank, Tensor], routed: Routed, routes: Routes, sizes: Mapping[str, int]
 ) -> dict[int, Tensor]:
-    """{lane: f[N, width]}: of the rows that came one for each id of the lane's
-    sequence, zeros for padding; sizes: N of each feature."""
+    """{lane: f[N, width]}: the row of each id of the lane's sequence, zeros for padding.
+
+    sizes: N of each feature.
+    """
     out = {}
     for i, lane in enumerate(routes.lanes):
         places = lane_places(routed, i, sizes[lane.feature.name])
@@ -40,8 +42,10 @@ def lane_rows(
 
 
 def lane_places(routed: Routed, lane: int, capacity: int) -> Tensor:
-    """i64[N]: where each id of a lane stands among the n · C rows that this
-    rank sent; -1 for padding and for ids without a place."""
+    """i64[N]: the place of each id of a lane among the n · C rows that this rank sent.
+
+    It is -1 for padding and for ids without a place.
+    """
     first, last = (routed.own_offsets[k * routed.num_bags] for k in (lane, lane + 1))
     at = first + torch.arange(capacity, device=routed.sent.device)
     most = max(routed.sent.shape[0], 1) - 1
@@ -51,15 +55,17 @@ def lane_places(routed: Routed, lane: int, capacity: int) -> Tensor:
 def send_rows(
     d_lanes: Mapping[int, Tensor], routed: Routed, routes: Routes, codec: Codec | None = None
 ) -> dict[str, RowGrads]:
-    """{bank: RowGrads} at the owners, of Entries for each sender in turn: the transpose of rows that came;
-    `codec.forward` is how they travel."""
+    """{bank: RowGrads} at the owners, with Entries for each sender in turn: the transpose of `fetch` and `lane_rows`.
+
+    `codec.forward` codes the gradients.
+    """
     n = routes.num_ranks
     room, sent = routed.rows.shape[0] // n, {}
     for b, own in routes.lanes_of_banks.items():
         places = torch.cat([lane_places(routed, i, d_lanes[i].shape[0]) for i in own])
         d = torch.cat([d_lanes[i] for i in own])
-        # d_row of each id goes to the place in the block that
-        # the id had: rows came from there, and one place is one id's
+        # d_row of each id goes to the place that the id had in the block:
+        # its row came from there, and each place has one id
         sent[b] = sent_blocks(torch.where((places >= 0)[:, None], d, 0), places, n, room)
     if routes.axes:
         got = send("all_to_all", list(sent.values()), routes.axes, codec, [(x.shape[-1],) for x in sent.values()])

@@ -1,4 +1,4 @@
-"""Tables under a plan: a value like the dict of tables, that lookups and steps take in its place.
+"""Sharded tables: a value that lookups and steps take in place of the dict of tables.
 
 lookup(shard_tables(tables, plan), ids) == lookup(tables, ids)        on every rank, for its own bags
 """
@@ -23,14 +23,13 @@ from funcrec.tables import KINDS, Faked, Kind, is_plain, layout_in, row_problems
 @mapping(lambda tables: tables.banks, "bank", "fr.gather_tables(tables, mesh), for the tables by their names")
 @pytree(static=("layout", "transport", "whole"))
 class ShardedTables:
-    """The tables of a plan, as their banks: what `shard_tables` makes, and `lookup` takes inside `shard_map`.
+    """The tables of a plan, as their banks: `shard_tables` makes them, and `lookup` takes them inside `shard_map`.
 
     Args:
       banks: {bank: f[rows, dim]}; inside a mapped function this rank's, outside on an emulated mesh those of all ranks.
       layout: which row of which table lies where.
-      transport: what exchanges send, by the keywords of `shard_tables`.
-      whole: banks of tables cut by columns whose gradients come
-        with all columns of the rows; `train_step` asks for them.
+      transport: what exchanges send, as the keywords of `shard_tables` say.
+      whole: banks of tables cut by columns whose gradients arrive with all columns of the rows; `train_step` sets it.
 
     Example:
       >>> import torch, funcrec as fr
@@ -53,7 +52,7 @@ class ShardedTables:
     whole: tuple[str, ...] = ()
 
     def specs(self) -> "ShardedTables":
-        """The same with a P for each bank, for `shard_map`."""
+        """Return the same value with a P for each bank, for `shard_map`."""
         return replace(self, banks=self.layout.specs())
 
     def __repr__(self) -> str:
@@ -75,21 +74,21 @@ def shard_tables(
     dedup: bool = False,
     labels: Mapping[str, Hashable] | None = None,
 ) -> ShardedTables:
-    """Tables [R, D] as the plan places them: on an emulated mesh the banks of all ranks, on real ranks this rank's.
+    """Place tables [R, D] as the plan says: on an emulated mesh the banks of all ranks, on real ranks this rank's.
 
     Args:
       tables: every rank passes the same. QuantizedTables too: each part of a row then has the row's scale and bias.
-      exact: whether owners send single rows and not sums, so that row-wise sums
-        have one process's bits; more bytes where bags are long.
-      capacity: the most ids that a rank may send to another; None for all that it has. A rank with more gets NaN from
-        every lookup of them, and from `value_and_grad` as its loss and gradients; `checked` raises, and tells the
-        capacity that would do. A step with a capacity (`train_step`) counts them and does not train.
+      exact: whether owners send single rows instead of sums, so that row-wise sums have the bits of one process. Long
+        bags then cost more bytes.
+      capacity: the most ids that a rank may send to another; None for all that it has. If a rank has more, its lookups
+        of them, its loss and gradients from `value_and_grad` are NaN; `checked` raises and names a capacity that
+        suffices. A step with a capacity (`train_step`) counts them and does not train.
       codec: how vectors travel, there and back; None for every bit.
-      dedup: whether a rank sends each row's number once, however many ids name it, and is sent that row once: pooling
-        is done here, with one process's bits, and a row's gradients are added up here before they go. `capacity` is
-        then of distinct rows; without one buffers have room for every id, and bytes do not fall (`retry_overflow` finds
-        it). Copies of replicated tables are looked up where they are.
-      labels: tables with different ones share no bank.
+      dedup: whether a rank sends each row's number once, however many ids name it, and receives that row once. It then
+        pools the rows itself, with the bits of one process, and adds up a row's gradients before it sends them.
+        `capacity` then counts distinct rows. Without a capacity, buffers have room for every id, and no byte is saved
+        (`retry_overflow` finds one). Copies of replicated tables are looked up in place.
+      labels: tables with different labels share no bank.
 
     Raises:
       KeyError: a table without a placement.
@@ -117,11 +116,10 @@ def shard_tables(
 
 @typed
 def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor] | QuantizedTables:
-    """{table: [R, D]}: the tables, whole, on every rank; the inverse of `shard_tables`. Of quantised ones
-    QuantizedTables.
+    """{table: [R, D]}: the whole tables on every rank, or QuantizedTables; the inverse of `shard_tables`.
 
     Raises:
-      ValueError: copies that have trained apart (`replicas` of the plan) and are not equal.
+      ValueError: if copies that trained apart (the plan's `replicas`) are not equal.
 
     Example:
       >>> import torch, funcrec as fr
@@ -149,7 +147,7 @@ def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor] | Quan
 
 
 def quantize_sharded(tables: ShardedTables, dtype: Any, key: Tensor | None) -> ShardedTables:
-    """Each rank's rows as codes, where they lie: no row goes anywhere, so a row must be whole there."""
+    """Quantise each rank's rows in place: no row is sent, so a rank must hold whole rows."""
     names, layout = dict(tables.layout.shapes), tables.layout
     dtype = "int8" if dtype is None else dtype
     check("funcrec.quantize", dtype_problems(names, dtype), sharded_problems(tables, dtype, key))
@@ -171,8 +169,10 @@ KINDS[ShardedTables] = Kind(
 
 
 def gather_banks(layout: Layout, banks: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """Each table [R, D], or each table's slot [R], from this rank's banks;
-    of copies that train apart this rank's, or the first."""
+    """Each table [R, D], or each table's slot [R], from this rank's banks.
+
+    Of copies that train apart it returns this rank's, or the first.
+    """
     whole = {b.name: unshard(banks[b.name], P(b.axes) if b.axes else P(), mesh=mesh) for b in layout.banks}
     return {name: unpack(layout, whole, name) for name, _ in layout.shapes}
 
@@ -181,7 +181,7 @@ def gather_banks(layout: Layout, banks: Mapping[str, Tensor], mesh: Mesh) -> dic
 
 
 def sharded_problems(tables: ShardedTables, dtype: Any, key: Tensor | None) -> Iterator[Problem]:
-    """Rows that are whole where they lie, of one dtype in a bank; a key says nothing of rows in other places."""
+    """Rows are whole on a rank, and a bank has one dtype; a key cannot round rows that lie elsewhere."""
     hint = "fr.shard_tables(fr.quantize(tables, ...), plan, mesh)"
     named = named_dtypes(dict(tables.layout.shapes), dtype)
     yield from code_problems(tables, named, hint)
@@ -205,7 +205,7 @@ def code_problems(tables: ShardedTables, named: Mapping[str, str], hint: str) ->
 
 
 def placed_problems(tables: Any) -> Iterator[Problem]:
-    """Of values that stand for tables those that can be cut: others' parts are not what lookups read."""
+    """Only float tables and QuantizedTables can be cut: lookups could not read parts of other kinds of tables."""
     if not is_plain(tables) and not isinstance(tables, QuantizedTables):
         got, need = describe(tables), "{name: f[R, D]}, or QuantizedTables"
         hint = "fr.gather_tables(tables, mesh) first" if layout_in(tables) else ""

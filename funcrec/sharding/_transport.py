@@ -1,11 +1,12 @@
-"""Transport: what an exchange of a sharded lookup sends, as one value.
+"""Transport: what the exchanges of a sharded lookup send, as one value.
 
-    answer       an owner sends back                    first bytes                      gradients come as
+    answer       an owner sends back                    a rank first sends               gradients arrive as
     "sums"       the sum of a bag's rows there          a row number for each id         d_acts of each bag
     "rows"       the row of each id                     a row number for each id         d_acts of each bag
     "distinct"   each row that was named, once          each row number once, a count    the sum over a row's ids
 
-Two tables describe how an answer is computed, of pooled features and of sequences, whose "sums" are their rows.
+Two tables list the functions that compute an answer: for pooled features, and for sequences, whose "sums" are
+"rows".
 """
 
 import functools
@@ -27,8 +28,9 @@ from funcrec.sharding._sequences import send_rows
 class Transport(NamedTuple):
     """What an exchange sends; static and hashable.
 
-    answer: see above. capacity: the most ids, or distinct rows, that a rank may send to another; None for all that it
-    has. codec: how vectors travel, there and back; None for every bit.
+    answer: see above.
+    capacity: the most ids, or distinct rows, that a rank may send to another; None for all that it has.
+    codec: how vectors travel, there and back; None for every bit.
     """
 
     answer: Literal["sums", "rows", "distinct"] = "sums"
@@ -37,16 +39,16 @@ class Transport(NamedTuple):
 
     @property
     def codec_back(self) -> Codec | None:
-        """How cotangents travel, as they are sent."""
+        """The codec for cotangents, whose `forward` codes what a rank sends."""
         return None if self.codec is None else self.codec.transposed()
 
 
 class Steps(NamedTuple):
-    """Describes how an answer is computed.
+    """The functions that compute an answer.
 
-    route: (ids, routes, capacity) -> routed, what the owners were sent, and where this rank's ids went. fetch: (banks,
-    routed, routes, implementation, codec) -> {lane: f[B, width]}, of sequences {bank: f[n · C, dim]}. transpose:
-    ({lane: d}, routed, routes, codec) -> {bank: RowGrads} at the owners.
+    route: (ids, routes, capacity) -> routed: the rows that owners received, and where this rank's ids went.
+    fetch: (banks, routed, routes, implementation, codec) -> {lane: f[B, width]}; for sequences {bank: f[n · C, dim]}.
+    transpose: ({lane: d}, routed, routes, codec) -> {bank: RowGrads} at the owners.
     """
 
     route: Callable
@@ -67,20 +69,24 @@ SEQUENCES = {
 
 
 def steps_of(answers: Mapping[str, Steps], transport: Transport, routes: Routes) -> Steps:
-    """Those of an exchange. Copies of replicated tables are looked
-    up where they are: there is no row to send only once."""
+    """The steps of an exchange.
+
+    Copies of replicated tables are looked up in place: no row is sent, so "distinct" saves nothing.
+    """
     is_local = transport.answer == "distinct" and not routes.axes
     return answers["sums" if is_local else transport.answer]
 
 
 def transport_of(exact: bool, dedup: bool, capacity: int | None = None, codec: Codec | None = None) -> Transport:
-    """By the public keywords."""
+    """The transport that the public keywords ask for."""
     return Transport("distinct" if dedup else "rows" if exact else "sums", capacity, codec)
 
 
 def joined_overflow(overflows: Sequence[Tensor]) -> Tensor | None:
-    """i64[2] of several exchanges: ids without a place add up, capacities needed
-    have a greatest; None where no exchange counts them."""
+    """i64[2] of several exchanges: the sum of the ids without room, and the greatest capacity needed.
+
+    It is None if no exchange counts them.
+    """
     if not overflows:
         return None
     return torch.stack([torch.stack([x[0] for x in overflows]).sum(), torch.stack([x[1] for x in overflows]).amax()])

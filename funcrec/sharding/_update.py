@@ -1,11 +1,11 @@
-"""The update of tables on a mesh; of those cut by columns, by what their optimizer looks at.
+"""Updates tables on a mesh. For a table cut by columns, three ways follow from what its optimizer reads.
 
-    an element at a time     each owner updates its columns as a table
+    single elements          each owner updates its columns as a table
     the row's gradient       cotangents go to every owner with all columns; each updates its own (`RowGrads.first`)
-    the whole row            every owner is sent gradients, rows and slots of the touched rows, updates them whole, and
+    the whole row            every owner receives gradients, rows and slots of the touched rows, updates whole rows, and
                              keeps its columns
 
-What is one number per row among the slots comes out the same on all owners of the row.
+A slot with one number per row gets the same value on all owners of the row.
 Shapes: n ranks, M touched rows, w columns of a bank, D of a table.
 """
 
@@ -27,7 +27,7 @@ from funcrec.tables import BEHIND, RowGrads, origin_of
 
 
 def check_whole_rows(call: str, sparse: RowOptimizer, layout: Layout) -> None:
-    """An optimizer with a norm over all rows sees none that is cut."""
+    """An optimizer with a norm over all rows needs whole rows: no table may be cut by columns."""
     columns = column_banks(sparse, layout)
     if columns and sparse.is_joint:
         hint = "row_wise or table_wise for it, or an optimizer of single elements, such as adam"
@@ -41,8 +41,10 @@ def check_whole_rows(call: str, sparse: RowOptimizer, layout: Layout) -> None:
 
 
 def column_banks(sparse: RowOptimizer, layout: Layout) -> dict[str, list[str]]:
-    """{table: its banks} of the tables cut by columns that the optimizer must be
-    shown as tables: it looks beyond elements, or at names."""
+    """{table: its banks}, for tables cut by columns that the optimizer must see as tables.
+
+    It must if it reads more than single elements, or labels tables by name.
+    """
     shapes = dict(layout.shapes)
     if sparse.is_elementwise and all(sparse.label(n) is None for n in shapes):
         return {}
@@ -54,15 +56,17 @@ def column_banks(sparse: RowOptimizer, layout: Layout) -> dict[str, list[str]]:
 
 
 def places(layout: Layout, bank: int) -> list[list[int]]:
-    """For each rank the shards, by their numbers, that it holds of a bank."""
+    """For each rank, the numbers of the shards that it holds of a bank."""
     shards = [(i, s) for i, s in enumerate(layout.shards) if s.bank == bank]
     return [[i for i, s in shards if r in s.ranks] for r in range(layout.banks[bank].num_ranks)]
 
 
 def tables_in_place(sparse: RowOptimizer, columns: Mapping[str, list[str]], layout: Layout) -> list[str]:
-    """The tables of `columns` that each owner updates where they lie. Under an optimizer that looks at the gradients of
-    rows a rank must hold no two blocks of columns in one bank, as it does where a placement
-    names it twice: one number tells a bank's columns."""
+    """The tables of `columns` that each owner updates in place.
+
+    For an optimizer that reads the gradients of rows, a rank may hold only one block of columns in a bank (a placement
+    that names a rank twice gives it two): one number, `RowGrads.first`, locates a bank's columns.
+    """
     if sparse.is_elementwise:
         return list(columns)
     crowded = {
@@ -72,22 +76,22 @@ def tables_in_place(sparse: RowOptimizer, columns: Mapping[str, list[str]], layo
 
 
 def whole_banks(sparse: RowOptimizer, layout: Layout) -> tuple[str, ...]:
-    """The banks whose cotangents go to every owner with all columns of the row; the same on all ranks."""
+    """The banks for which cotangents go to every owner with all columns of the row; the same on all ranks."""
     columns = column_banks(sparse, layout)
     tables = () if sparse.is_elementwise else tables_in_place(sparse, columns, layout)
     return tuple(b for t in tables for b in columns[t])
 
 
 def first_column(layout: Layout, bank: int) -> Tensor:
-    """i64[]: where the columns begin that this rank holds of a bank's table; 0 where it holds none."""
+    """i64[]: the first column that this rank holds of a bank's table; 0 if it holds none."""
     firsts = [layout.shards[own[0]].first if own else 0 for own in places(layout, bank)]
-    rank = axis_index(layout.banks[bank].axes)[None]  # a number alone for an index would be read on the host
+    rank = axis_index(layout.banks[bank].axes)[None]  # indexing by a scalar tensor would read it on the host
     return torch.tensor(firsts, device=rank.device)[rank][0]
 
 
 @functools.lru_cache(maxsize=256)
 def _origins(layout: Layout, bank: int) -> list:
-    """For each rank of the bank the segments of `RowGrads.origin`, as many for all."""
+    """For each rank of the bank the segments of `RowGrads.origin`, padded to one number for all ranks."""
     dims = {n: dim for n, (_, dim) in layout.shapes}
     own: list[list] = [[] for _ in range(layout.banks[bank].num_ranks)]
     for s in layout.shards:
@@ -98,7 +102,7 @@ def _origins(layout: Layout, bank: int) -> list:
 
 
 def with_origin(grads: RowGrads | None, table: Tensor, layout: Layout, bank: str) -> RowGrads | None:
-    """The gradient of a bank that may be rounded at random says of which tables its rows are."""
+    """Add each row's table to a gradient, if its bank is stored in 16 bits and may be rounded at random."""
     if grads is None or table.dtype not in (torch.float16, torch.bfloat16):
         return grads
     number = next(i for i, b in enumerate(layout.banks) if b.name == bank)
@@ -107,7 +111,7 @@ def with_origin(grads: RowGrads | None, table: Tensor, layout: Layout, bank: str
 
 
 def as_tables(banks: Mapping[str, Any], columns: Mapping[str, list[str]]) -> dict[str, Any]:
-    """The banks as the optimizer names them: a table cut by columns under its own name, with the first of its banks."""
+    """Name the banks as the optimizer does: a table cut by columns has its own name, with the first of its banks."""
     apart = {b for own in columns.values() for b in own}
     return {n: x for n, x in banks.items() if n not in apart} | {
         t: banks[own[0]] for t, own in columns.items() if own[0] in banks
@@ -115,7 +119,7 @@ def as_tables(banks: Mapping[str, Any], columns: Mapping[str, list[str]]) -> dic
 
 
 def init_slots(sparse: RowOptimizer, tables: ShardedTables, mesh: Mesh) -> dict:
-    """{bank: slots}."""
+    """{bank: slots}: the optimizer's first slots for each bank."""
     columns = column_banks(sparse, tables.layout)
     base = as_tables(tables.banks, columns)
     first = sparse.init(base)  # under the names that the optimizer knows
@@ -127,8 +131,10 @@ def init_slots(sparse: RowOptimizer, tables: ShardedTables, mesh: Mesh) -> dict:
 
 
 def of_ranks(slots: Mapping[str, Tensor], waiting: Sequence[str], dim: int, num_ranks: int) -> dict[str, Tensor]:
-    """A bank's slots, of which those of waiting gradients are each rank's own, with as many columns as gradients have:
-    i64[k, C] and f[k, C, w] become i64[n · k, C] and f[n · k, C, dim]."""
+    """Return a bank's slots, with the slots of waiting gradients repeated for each rank, as wide as gradients are.
+
+    There i64[k, C] and f[k, C, w] become i64[n · k, C] and f[n · k, C, dim]; other slots stay.
+    """
     wide = lambda x: x if x.dim() < 3 else x[..., :1].expand(*x.shape[:-1], dim)
     each = lambda x: wide(x).repeat(num_ranks, *[1] * (x.dim() - 1))
     return {k: each(x) if k in waiting else x for k, x in slots.items()}
@@ -142,9 +148,9 @@ def update_banks(
     step: Tensor,
     takes: Tensor | None = None,
 ):
-    """(banks, slots): banks of whole rows at once; tables cut by columns bank by bank, each under its table's name.
+    """Return (banks, slots): banks of whole rows are updated at once, tables cut by columns bank by bank, by name.
 
-    takes: bool[], whether the step counts; None for one that does. One that does not comes without an entry.
+    takes: bool[], whether the step counts; None if it does. The gradient of a step that does not count has no entries.
     """
     update = sparse.due if sparse.waiting else sparse.update
     kept = {n: {k: s for k, s in own.items() if k in sparse.waiting} for n, own in slots.items()}
@@ -154,7 +160,7 @@ def update_banks(
     views = views_of(sparse, grads, slots, tables)
     new_banks, new_slots = dict(tables.banks), dict(slots)
     for turn in range(max([1, *map(len, views.values())])):
-        # an optimizer may look at the names of all tables: those whose turn is over are shown, without a gradient
+        # an optimizer may read the names of all tables: tables whose turn is over appear without a gradient
         shown = {n: own[min(turn, len(own) - 1)] for n, own in views.items()}
         now = {n: v for n, v in shown.items() if turn < len(views[n])}
         given = {n: v.grads for n, v in now.items() if v.grads is not None}
@@ -174,7 +180,7 @@ def hold(
     step: Tensor,
     takes: Tensor | None,
 ) -> tuple[dict[str, RowGrads], dict[str, dict[str, Tensor]]]:
-    """(the gradients of banks that are due, what waits in each now): gradients wait where they came to."""
+    """(the due banks' gradients, what now waits in each bank): gradients wait on the rank that received them."""
     layout, columns = tables.layout, column_banks(sparse, tables.layout)
     own = {n: _of_own_columns(g, n, tables) for n, g in grads.items()}
     due, kept = {}, {}
@@ -191,11 +197,9 @@ def hold(
 
 
 class View(NamedTuple):
-    """A bank as an optimizer is shown it: as a table, or as its
-    touched rows with the columns of all banks of their table.
+    """What an optimizer sees of a bank: a table, or its touched rows with the columns of all banks of their table.
 
-    put: (the bank or a slot of it, what the optimizer made of `table`
-      or of that slot) -> the bank's or the slot's new value.
+    put: (the bank or a slot of it, the optimizer's new value of `table` or of that slot) -> the new bank or slot.
     """
 
     bank: str
@@ -208,8 +212,7 @@ class View(NamedTuple):
 def views_of(
     sparse: RowOptimizer, grads: Mapping[str, RowGrads], slots: Mapping, tables: ShardedTables
 ) -> dict[str, list[View]]:
-    """{name: what the optimizer is shown under it, in turn}: a bank
-    of whole rows, or the banks of a table cut by columns."""
+    """{name: what the optimizer sees under it, in turn}: a bank of whole rows, or a cut table's banks."""
     layout, banks = tables.layout, tables.banks
     columns = column_banks(sparse, layout)
     in_place = tables_in_place(sparse, columns, layout)
@@ -218,13 +221,13 @@ def views_of(
     drawn = {b: with_origin(grads.get(b), banks[b], layout, b) for b in banks}
     plain = {b: View(b, drawn[b], banks[b], slots[b]) for b in banks}
     own = {b: plain[b]._replace(grads=_of_own_columns(drawn[b], b, tables)) for t in in_place for b in columns[t]}
-    own |= {b: plain[b]._replace(grads=None) for names in together.values() for b in names}  # where no row is touched
+    own |= {b: plain[b]._replace(grads=None) for names in together.values() for b in names}  # if no row is touched
     own |= rows_together(together, grads, slots, banks, layout)
     return {b: [plain[b]] for b in banks if b not in apart} | {t: [own[b] for b in columns[t]] for t in columns}
 
 
 def _of_own_columns(grads: RowGrads | None, bank: str, tables: ShardedTables) -> RowGrads | None:
-    """A gradient with all columns of its table says where those begin that this rank's bank has."""
+    """Set where this rank's columns begin, in a gradient that has all columns of its table."""
     if grads is None or grads.dim == tables.banks[bank].shape[1]:
         return grads
     number = next(i for i, b in enumerate(tables.layout.banks) if b.name == bank)
@@ -234,8 +237,10 @@ def _of_own_columns(grads: RowGrads | None, bank: str, tables: ShardedTables) ->
 def rows_together(
     columns: Mapping[str, list[str]], grads: Mapping[str, RowGrads], slots: Mapping, banks: Mapping, layout: Layout
 ) -> dict[str, View]:
-    """{bank: its touched rows as a table of M rows, whole}, of tables cut by columns: what all ranks know of their
-    touched rows travels at once. Banks without touched rows are left out."""
+    """{bank: its touched rows as a table of M whole rows}, for tables cut by columns.
+
+    All ranks' touched rows travel together. Banks without touched rows are left out.
+    """
     own = [b for b in layout.banks if b.name in {n for names in columns.values() for n in names} and b.name in grads]
     touched = {b.name: grads[b.name].coalesce() for b in own if grads[b.name].capacity > 0}
     taken = {n: _take(g, banks[n], slots[n]) for n, g in touched.items()}
@@ -251,7 +256,7 @@ def rows_together(
             found = [_find(rows, s, gathered[layout.banks[s.bank].name]) for s in shards]
             whole = {k: torch.cat([x[k] for x in found], 1) if own.dim() > 1 else own for k, own in taken[n].items()}
             row_slots = {k.removeprefix("slot "): x for k, x in whole.items() if k.startswith("slot ")}
-            # the optimizer's table are these rows: row i is number i, or none
+            # these rows are the optimizer's table: row i has number i, or none
             places = torch.where(rows >= 0, torch.arange(rows.shape[0], device=rows.device), -1)
             how = {"num_embeddings": rows.shape[0], "repeats": touched[n].repeats}
             entries = RowGrads.from_entries(places, whole["grads"], **how)
@@ -262,15 +267,17 @@ def rows_together(
 
 
 def _row_origin(table: str, dim: int, rows: Tensor) -> Tensor:
-    """`RowGrads.origin` of these rows of a table, one after the other."""
+    """`RowGrads.origin` for these rows of a table, one after the other."""
     begin = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device)
     own = [x + 0 * begin for x in origin_of(table, dim, rows, begin=begin)]
     return torch.cat([torch.stack(own, 1), torch.tensor([BEHIND], device=rows.device)])
 
 
 def _put_rows(grads: RowGrads, which: Tensor, shards: Sequence, old: Tensor, new: Tensor) -> Tensor:
-    """The bank, or a slot of it, with the rows' own columns of
-    `new`, [M, D] or [M]; which: of which shard each row is."""
+    """The bank, or a slot of it, with the rows' own columns of `new`, [M, D] or [M].
+
+    which: the number of each row's shard.
+    """
     flat = lambda x: x if x.dim() > 1 else x[:, None]
     own = flat(new)
     if new.dim() > 1:
@@ -281,7 +288,7 @@ def _put_rows(grads: RowGrads, which: Tensor, shards: Sequence, old: Tensor, new
 
 
 def _take(grads: RowGrads, bank: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What is known of the touched rows here: their numbers, gradients, values and slots."""
+    """The numbers, gradients, values and slots of the touched rows on this rank."""
     rows = torch.where(grads.valid, grads.rows, -1)
     take = lambda x: ops.gather_rows(x if x.dim() > 1 else x[:, None], rows).reshape(-1, *x.shape[1:])
     return {"rows": rows, "grads": grads.grads, "table": take(bank).to(bank.dtype)} | {
@@ -290,7 +297,7 @@ def _take(grads: RowGrads, bank: Tensor, slots: Mapping[str, Tensor]) -> dict[st
 
 
 def _table_rows(grads: RowGrads, shards: Sequence, rank: Tensor) -> tuple[Tensor, Tensor]:
-    """For each touched row of this rank's bank, which of the shards it is of, and its row in the table; -1 for none."""
+    """For each touched row of this rank's bank, the number of its shard and its row in the table; -1 for none."""
     which = rows = torch.full_like(grads.rows, -1)
     for k, s in enumerate(shards):
         for i, (r, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
@@ -301,7 +308,7 @@ def _table_rows(grads: RowGrads, shards: Sequence, rank: Tensor) -> tuple[Tensor
 
 
 def _find(rows: Tensor, shard, gathered: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The shard's columns of those rows of the table, from what all ranks know of theirs."""
+    """Read the shard's columns of these rows of the table from the gathered touched rows of all ranks."""
     # row = part · (rows of a part) + rest lies on ranks[part], at starts[part] + rest of its bank
     part = torch.div(rows.clamp(min=0), shard.part, rounding_mode="floor")
     owner = torch.tensor(shard.ranks, device=rows.device)[part]
@@ -309,8 +316,8 @@ def _find(rows: Tensor, shard, gathered: Mapping[str, Tensor]) -> dict[str, Tens
     known = gathered["rows"]  # ascending on each rank, -1 after
     known = torch.where(known < 0, torch.iinfo(known.dtype).max, known)
     most = known.shape[1]
-    # all owners of a row's columns were sent the same ids, so the row is among
-    # those of each; -1, here row 0, is of no entry (`places`)
+    # all owners of a row's columns received the same ids, so each has the
+    # row; -1 was clamped to row 0, and no entry reads it (`places`)
     place = place_among(known, row.expand(known.shape[0], -1).contiguous(), right=False)  # [n, M]: on every rank
     place = place.gather(0, owner[None])[0].clamp(max=most - 1)
     return {k: x[owner, place] for k, x in gathered.items()}

@@ -1,9 +1,9 @@
 """Sends rows from one layout's banks to those of a different layout, on real ranks: each row once.
 
-    cell = (rows, columns) that lie together in both layouts;   stream (s, d) = the cells that rank s sends to rank d
+    cell = (rows, columns) that are contiguous in both layouts;   stream (s, d) = the cells that rank s sends to d
 
-Which cells there are follows from the two layouts alone, so every rank knows all streams. They are sent in rounds, by
-one all-to-all each, in which no rank sends or gets more than `_gather_rows.BLOCK_BYTES`. Rows travel as bytes.
+The two layouts alone determine the cells, so every rank knows all streams. The ranks send them in rounds, one
+all-to-all each; in a round no rank sends or gets more than `_gather_rows.BLOCK_BYTES`. Rows travel as bytes.
 Shapes: n ranks, R rows, D dim.
 """
 
@@ -22,20 +22,20 @@ Leaves = Mapping[str, Mapping[str, Tensor]]  # {bank: {"": the bank, slot: its s
 
 
 class Place(NamedTuple):
-    """Where a cell lies in a bank: from which row on, and which columns; None for all."""
+    """Where a cell lies in a bank: its first row, and its columns; None for all columns."""
 
     bank: str
     row: int
     columns: slice | None
 
     def of(self, leaves: Leaves, leaf: str, first: int, last: int) -> Tensor:
-        """Rows [first, last) of the cell, of a leaf: a view."""
+        """A view of rows [first, last) of the cell in a leaf."""
         rows = leaves[self.bank][leaf][self.row + first : self.row + last]
         return rows if self.columns is None else rows[:, self.columns]
 
 
 class Cell(NamedTuple):
-    """Rows and columns of a leaf of a table that one rank has and another is to have."""
+    """A block of a table's leaf, rows and columns, that one rank sends to another."""
 
     leaf: str
     sender: int
@@ -47,7 +47,7 @@ class Cell(NamedTuple):
 
 
 class Side(NamedTuple):
-    """A layout, and the ranks that hold what: holders[axes][rank of these axes] = ranks of the mesh."""
+    """A layout, and which ranks hold each part: holders[axes][rank of these axes] = ranks of the mesh."""
 
     layout: Layout
     holders: Mapping[tuple[str, ...], Sequence[Sequence[int]]]
@@ -68,7 +68,7 @@ def side_of(layout: Layout) -> Side:
 
 
 def parts_of(side: Side, shard: Shard, first: int, last: int) -> Iterator[tuple[int, int, int, Sequence[int]]]:
-    """(first row, last row, where the first lies in the bank, the ranks that hold it), of a shard's parts."""
+    """For each part of a shard, yield (first row, last row, the bank's row of the first, the ranks that hold it)."""
     ranks = side.holders[side.layout.banks[shard.bank].axes]
     for i in range(first // shard.part, -(-last // shard.part)):
         a, b = max(first, i * shard.part), min(last, (i + 1) * shard.part)
@@ -77,14 +77,14 @@ def parts_of(side: Side, shard: Shard, first: int, last: int) -> Iterator[tuple[
 
 
 def cells_of(old: Side, new: Side, table: str, leaf: str, sample: Tensor) -> Iterator[Cell]:
-    """All cells of a leaf of a table, in one order on all ranks. sample: of the leaf, no row."""
+    """Yield all cells of a leaf of a table, in the same order on all ranks. sample: the leaf without rows."""
     num_rows, _ = dict(old.layout.shapes)[table]
     sources, targets = ([x.layout.shards[i] for i in x.layout.shards_of(table)] for x in (old, new))
     is_cut = sample.dim() > 1 and len(sources) + len(targets) > 2
     width = lambda s: (s.last - s.first) if is_cut else 1
     for t in targets:
         for a, b, at, receivers in parts_of(new, t, 0, num_rows):
-            # one number per row is the same with all of its columns
+            # a slot with one number per row is the same in every shard
             for s in sources if is_cut else sources[:1]:
                 c, d = (max(s.first, t.first), min(s.last, t.last)) if is_cut else (0, 1)
                 if c >= d:
@@ -112,7 +112,7 @@ class Piece(NamedTuple):
 
 
 def rounds_of(stream: Sequence[Cell], most_bytes: int) -> list[list[Piece]]:
-    """A stream in rounds of at most that many bytes, or of one row."""
+    """Cut a stream into rounds of at most that many bytes, or of one row."""
     out: list[list[Piece]] = [[]]
     room = most_bytes
     for cell in stream:
@@ -129,8 +129,10 @@ def rounds_of(stream: Sequence[Cell], most_bytes: int) -> list[list[Piece]]:
 
 
 def send_rows(old: Layout, leaves: Leaves, new: Layout, banks: Leaves, mesh: Mesh) -> None:
-    """Write what `leaves`, this rank's of the old layout, hold into
-    `banks`, this rank's of the new one, which are this function's own."""
+    """Write this rank's `leaves` of the old layout into `banks`, this rank's of the new one, in place.
+
+    The caller owns `banks`.
+    """
     me, before, after = rank_at(mesh.coordinates, mesh.axis_names, mesh.shape), side_of(old), side_of(new)
     streams: dict[tuple[int, int], list[Cell]] = {}
     for table, _ in old.shapes:
@@ -158,9 +160,9 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def put(banks: Leaves, piece: Piece, rows: Tensor) -> None:
-    """Rows, or their bytes, to their places."""
+    """Write rows, or their bytes, to their places."""
     there = piece.cell.target.of(banks, piece.cell.leaf, piece.first, piece.last)
-    # of its own memory: that of one number begins at a multiple of its size
+    # clone: a number must begin at a multiple of its size, and in the buffer it may not
     there.copy_(rows.clone().view(there.dtype).reshape(there.shape) if rows.dtype != there.dtype else rows)
 
 
@@ -168,7 +170,7 @@ def put(banks: Leaves, piece: Piece, rows: Tensor) -> None:
 
 
 def followed_problems(layout: Layout, leaves: Leaves, mesh: Mesh) -> Iterator[Problem]:
-    """Real ranks send a row's bits, which have no derivative: what one rank's followed rows are, all ranks refuse."""
+    """Real ranks send a row's bits, which have no derivative: if any rank's rows are tracked, all ranks refuse."""
     followed = [any(map(is_tracked, own.values())) for own in leaves.values()]
     some = next(iter(leaves.values()))[""]
     if plain(some) is not None:

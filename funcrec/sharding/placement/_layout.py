@@ -1,10 +1,10 @@
-"""Layout: where each row of each table lies under a plan, and tables, slots and gradients moved into and out of it.
+"""Layout: where a plan puts each row of each table; and functions that move tables and slots into and out of it.
 
     (table, row, columns) -> (rank, bank, row of the bank)
 
-A function for one rank can only hold tensors whose shapes are the same on all ranks. So the parts of tables that have
-one width and one dtype lie in a bank, one after the other: row-wise parts on every rank, whole tables on some. On each
-rank a bank has as many rows as the fullest rank needs. A bank is what optimizers see as a table.
+A function for one rank can only hold tensors whose shapes are the same on all ranks. So a bank holds the parts of all
+tables with one width and one dtype, one after the other: row-wise parts on every rank, whole tables on some. On each
+rank a bank has as many rows as the fullest rank needs. Optimizers see a bank as a table.
 Shapes: R rows, D dim, n ranks on a bank's axes.
 """
 
@@ -23,9 +23,11 @@ from funcrec.sharding.placement._plan import Plan, fit_problems
 
 
 class Bank(NamedTuple):
-    """A tensor [rows, dim] on each of `num_ranks` ranks of `axes`; `num_copies`
-    of all that, over `replicas`, which train apart.
-    bits: of quantised tables, as `QuantizedTables` has them; 0 for tables of floats that are trained."""
+    """A tensor [rows, dim] on each of `num_ranks` ranks of `axes`.
+
+    There are `num_copies` of all that, over `replicas`, which train apart.
+    bits: for quantised tables, as in `QuantizedTables`; 0 for tables of floats that are trained.
+    """
 
     name: str
     axes: tuple[str, ...]
@@ -48,8 +50,7 @@ class Bank(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A block of a table's columns: rows [i · part, (i + 1) · part)
-    lie on ranks[i], from row starts[i] of the bank on."""
+    """A block of a table's columns: ranks[i] holds rows [i · part, (i + 1) · part), from row starts[i] on."""
 
     table: str
     bank: int
@@ -61,7 +62,7 @@ class Shard(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Static and hashable: tables {name: (R, D)} as pairs, banks, and the shards of each table, by columns."""
+    """Static and hashable: tables {name: (R, D)} as pairs, the banks, and the shards of each table, by columns."""
 
     shapes: tuple[tuple[str, tuple[int, int]], ...]
     banks: tuple[Bank, ...]
@@ -79,7 +80,7 @@ class Layout(NamedTuple):
         return [i for i, s in enumerate(self.shards) if s.table == table]
 
     def with_whole_rows(self, banks: Sequence[str]) -> "Layout":
-        """Where gradients lie that come, of these banks, with all columns of their tables."""
+        """The layout of gradients that arrive, for these banks, with all columns of their tables."""
         dims = {s.bank: dict(self.shapes)[s.table][1] for s in self.shards if self.banks[s.bank].name in banks}
         return self._replace(
             banks=tuple(b._replace(dim=dims.get(i, b.dim)) for i, b in enumerate(self.banks)),
@@ -87,13 +88,13 @@ class Layout(NamedTuple):
         )
 
     def with_dtype(self, dtype: torch.dtype) -> "Layout":
-        """The same places for banks of another dtype; codes stay."""
+        """The same layout for banks of another dtype; banks of codes keep theirs."""
         size = 8 * dtype.itemsize
         retyped = lambda b: b if b.dtype == torch.uint8 else b._replace(dtype=dtype, bits=b.bits and size)
         return self._replace(banks=tuple(map(retyped, self.banks)))
 
     def specs(self) -> dict[str, P]:
-        """How `shard_map` cuts the banks of an emulated mesh."""
+        """{bank: its P}, for `shard_map`."""
         return {b.name: b.spec for b in self.banks}
 
 
@@ -106,7 +107,7 @@ def layout_of(
     labels: Mapping[str, Hashable] | None = None,
     bits: Mapping[str, int] | None = None,
 ) -> Layout:
-    """The layout of a plan; tables with different `labels` share no bank. bits: of quantised tables."""
+    """The layout of a plan; tables with different `labels` share no bank. bits: of quantised tables, by name."""
     check(call, fit_problems(plan, mesh, shapes))
     filled: dict[tuple, list[int]] = {}  # a bank -> how many rows each of its ranks has
     names: dict[tuple, str] = {}
@@ -115,21 +116,21 @@ def layout_of(
         placement = plan[table]
         n = prod(mesh.shape[a] for a in placement.axes)
         blocks = placement.blocks(mesh.shape, dim)
-        alone = table if len(blocks) > 1 else None  # a row's parts are found again by the table's rows
+        alone = table if len(blocks) > 1 else None  # shares no bank: the table's rows identify a row's parts
         for block in blocks:
             width = block.last - block.first
             key = (placement.axes, width, dtypes[table], (labels or {}).get(table), alone, (bits or {}).get(table, 0))
             if key not in filled:
                 filled[key] = [0] * n
                 names[key] = table if width == dim else f"{table}[{block.first}:{block.last}]"
-            # ranks[i] has rows [i · part, (i + 1) · part), the last one fewer:
-            # so an id's owner is row // part, from no list of bounds
+            # ranks[i] has rows [i · part, (i + 1) · part), the last rank fewer:
+            # so an id's owner is row // part, without a list of bounds
             part = -(-num_rows // len(block.ranks))
             starts = tuple(filled[key][r] for r in block.ranks)
             for r in block.ranks:
                 filled[key][r] += part
             places.append((key, Shard(table, 0, block.first, block.last, block.ranks, part, starts)))
-    # as many rows on every rank as the fullest needs: one graph runs on all, and shapes are in it
+    # every rank gets as many rows as the fullest needs: one graph with fixed shapes runs on all
     keys = list(filled)
     copies = prod(mesh.shape[a] for a in plan.replicas)
     sizes = lambda k: (len(filled[k]), max(filled[k]))
@@ -139,12 +140,12 @@ def layout_of(
 
 
 def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequence[int]) -> Tensor:
-    """The bank's rows on `ranks`, one after the other: of tables [R, D], or of slots with one number per row [R].
+    """The bank's rows on `ranks`, one rank after the other, from tables [R, D], or from slots [R], a number per row.
 
     A rank that is named several times gets a copy for each.
     """
     own, shards = layout.banks[bank], [s for s in layout.shards if s.bank == bank]
-    parts = [tables[s.table] for s in shards]  # of this bank alone: another one's may be of another dtype
+    parts = [tables[s.table] for s in shards]  # only of this bank: others may have another dtype
     narrow = parts[0].dim() == 1
     out = blank((len(ranks) * own.rows, *([] if narrow else [own.width])), parts)
     for s in shards:
@@ -158,9 +159,11 @@ def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequenc
 
 
 def blank(shape: Sequence[int], like: Sequence[Tensor]) -> Tensor:
-    """Zeros of the first one's dtype, into which rows of all may be written: batched where one of them is, and tracked.
+    """Zeros in the dtype of `like`'s first; rows of all may be written into them.
 
-    So a bank is followed on every rank, whoever has rows in it: a derivative's exchanges are those of all ranks.
+    They are batched or tracked where one of `like` is. So autograd follows a bank on every rank, whichever ranks have
+    rows
+    in it: all ranks then run a derivative's exchanges.
     """
     batched = [x.new_zeros(shape) for x in like if is_wrapped(x)]
     none = [x.flatten()[:0].sum() for x in like if is_tracked(x)]
@@ -170,7 +173,7 @@ def blank(shape: Sequence[int], like: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(layout: Layout, banks: Mapping[str, Tensor], table: str) -> Tensor:
-    """A table [R, D], or a slot [R], from banks of all ranks, each [n · rows, ...]; of several copies the first."""
+    """A table [R, D], or a slot [R], from banks of all ranks, each [n · rows, ...]; the first of several copies."""
     num_rows, _ = dict(layout.shapes)[table]
     columns, shards = [], [layout.shards[k] for k in layout.shards_of(table)]
     for s in shards:
@@ -184,7 +187,7 @@ def unpack(layout: Layout, banks: Mapping[str, Tensor], table: str) -> Tensor:
 
 
 def own_ranks(bank: Bank, mesh: Mesh) -> list[int]:
-    """The ranks of the bank's axes that this process holds; all of them once for each copy that it holds."""
+    """The ranks of the bank's axes that this process holds, repeated for each copy that it holds."""
     if mesh.is_emulated:
         return list(range(bank.num_ranks)) * bank.num_copies
     return [rank_at(mesh.coordinates, bank.axes, mesh.shape)]

@@ -2,9 +2,8 @@
 
     a placement cuts a table into blocks of columns;   a block's rows go, in equal parts, to the block's ranks
 
-All placements are this one thing: table-wise is one block on one rank, row-wise one block on all ranks, column-wise a
-block per rank, the others are mixtures over two axes. Along axes
-that a placement does not name the table is replicated.
+All placements have this form: table-wise is one block on one rank, row-wise one block on all ranks, column-wise a block
+per rank; the others mix these over two axes. Along axes that a placement does not name the table is replicated.
 Shapes: R rows, D dim, n ranks on the placement's axes, numbered with the first axis as the major one.
 """
 
@@ -23,7 +22,7 @@ ON_ONE_PLACE = ("table_wise", "table_row_wise", "table_column_wise")
 
 
 class Block(NamedTuple):
-    """Columns [first, last) of a table, whose rows are cut over `ranks`, each with ceil(R / len(ranks)) of them."""
+    """Columns [first, last) of a table, with rows cut over `ranks`: each rank has ceil(R / len(ranks)) of them."""
 
     first: int
     last: int
@@ -32,13 +31,14 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a table lies; made by `table_wise`, `row_wise`, `column_wise`, `table_row_wise`,
-    `table_column_wise`, `grid`, `replicated`.
+    """Where a table lies.
+
+    Made by `table_wise`, `row_wise`, `column_wise`, `table_row_wise`, `table_column_wise`, `grid` and `replicated`.
 
     Args:
-      kind: which of these.
+      kind: the name of one of these functions.
       axes: the mesh axes over which the table is cut; along the others it is replicated.
-      ranks: of the table, or of each column block; () for all of them.
+      ranks: the rank of the table, or of each column block; () for all ranks.
         For placements that mix two axes, places on the first.
 
     Example:
@@ -58,7 +58,7 @@ class Placement:
 
     @typed
     def blocks(self, sizes: Mapping[str, Count], dim: Count) -> list[Block]:
-        """The column blocks of a table of that dim on a mesh of these sizes."""
+        """The column blocks of a table with this dim, on a mesh of these sizes."""
         missing = [a for a in self.axes if a not in sizes]
         if missing:
             got, hint = f"sizes of {list(sizes)}", "mesh.shape"
@@ -84,7 +84,7 @@ class Placement:
 
 
 def _columns(dim: int, owners: Sequence[tuple[int, ...]]) -> list[Block]:
-    """Blocks as equal as can be, none of them empty."""
+    """Cut the columns into blocks of nearly equal size, none of them empty."""
     k = min(len(owners), dim)
     bounds = [dim * i // k for i in range(k + 1)]
     return [Block(a, b, owner) for a, b, owner in zip(bounds, bounds[1:], owners, strict=False)]
@@ -92,7 +92,7 @@ def _columns(dim: int, owners: Sequence[tuple[int, ...]]) -> list[Block]:
 
 @typed
 def table_wise(axis: AxisName, *, rank: Size) -> Placement:
-    """The whole table on one rank of the axis.
+    """Place the whole table on one rank of the axis.
 
     Example:
       >>> import funcrec as fr
@@ -106,7 +106,7 @@ def table_wise(axis: AxisName, *, rank: Size) -> Placement:
 
 @typed
 def row_wise(axis: AxisName) -> Placement:
-    """The rows in equal parts on all ranks of the axis, or of several axes.
+    """Cut the rows in equal parts over all ranks of the axis, or of several axes.
 
     Example:
       >>> import funcrec as fr
@@ -120,8 +120,9 @@ def row_wise(axis: AxisName) -> Placement:
 
 @typed
 def column_wise(axis: AxisName, *, ranks: Sequence[Size] = ()) -> Placement:
-    """The columns in equal parts on the ranks named, or on all of the
-    axis. A row's optimizer state stays that of the whole row.
+    """Cut the columns in equal parts over the ranks named, or over all of the axis.
+
+    A row keeps one optimizer state for the whole row.
 
     Example:
       >>> import funcrec as fr
@@ -135,7 +136,7 @@ def column_wise(axis: AxisName, *, ranks: Sequence[Size] = ()) -> Placement:
 
 @typed
 def table_row_wise(axes: tuple[str, str], *, rank: Size) -> Placement:
-    """The table on one place of the first axis, its rows in equal parts over the second.
+    """Place the table on one place of the first axis, its rows in equal parts over the second.
 
     Example:
       >>> import funcrec as fr
@@ -149,7 +150,7 @@ def table_row_wise(axes: tuple[str, str], *, rank: Size) -> Placement:
 
 @typed
 def table_column_wise(axes: tuple[str, str], *, rank: Size) -> Placement:
-    """The table on one place of the first axis, its columns in equal parts over the second.
+    """Place the table on one place of the first axis, its columns in equal parts over the second.
 
     Example:
       >>> import funcrec as fr
@@ -163,7 +164,7 @@ def table_column_wise(axes: tuple[str, str], *, rank: Size) -> Placement:
 
 @typed
 def grid(axes: tuple[str, str], *, ranks: Sequence[Size] = ()) -> Placement:
-    """The columns in equal parts over places of the first axis (those named, or all), each part's rows over the second.
+    """Cut the columns over places of the first axis (those named, or all), and each part's rows over the second.
 
     Example:
       >>> import funcrec as fr
@@ -176,7 +177,7 @@ def grid(axes: tuple[str, str], *, ranks: Sequence[Size] = ()) -> Placement:
 
 
 def replicated() -> Placement:
-    """The whole table on every rank, each of which applies the gradients of all.
+    """Place the whole table on every rank; each applies the gradients of all.
 
     Example:
       >>> import funcrec as fr

@@ -1,4 +1,4 @@
-"""Plan: a placement for each table, and notes on them.
+"""Plan: a placement for each table, with notes.
 
 plan[table] is its Placement;    a plan that `fr.plan` made has a report: estimate, bound, reasons
 """
@@ -24,13 +24,14 @@ class Plan:
     """Table -> placement; static, so that it is part of the compile key.
 
     Args:
-      placements: {table: Placement}. Along mesh axes that a placement does not name its table has copies that apply one
-        gradient at every step.
-      replicas: axes along which copies of all tables, replicated ones too, train apart: the ranks that share a place on
-        them are a group, which trains its copy on its own bags as if it were
-        alone, until `sync_replicas`. No placement may name them.
-      report: what `fr.plan` estimates of it, and why it is so; None of a plan made by hand.
-        Plans with equal placements are equal, whatever their notes.
+      placements: {table: Placement}. Along mesh axes that a placement does not name, its table has copies that all
+        apply the same gradient at every step.
+      replicas: axes along which copies of all tables, replicated ones too, train apart. The ranks that share a place
+        on
+        these axes are a group: it trains its copy on its own bags, like a job of its own, until `sync_replicas`. No
+        placement may name these axes.
+      report: what `fr.plan` estimates of the plan, and its reasons; None for a plan made by hand.
+        Plans with equal placements are equal, whatever their reports.
 
     Example:
       >>> import funcrec as fr
@@ -40,7 +41,7 @@ class Plan:
       >>> fr.Plan({"item": fr.row_wise("model")}, replicas="group").replicas
       ('group',)
 
-    Source: TorchRec's ShardingPlan; `replicas`: its DMPCollection.
+    Source: TorchRec's ShardingPlan; its DMPCollection for `replicas`.
     """
 
     placements: tuple[tuple[str, Placement], ...]
@@ -55,24 +56,24 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How much faster any plan may be at most, by the planner's estimate: 1 - bound / estimate."""
+        """The most by which another plan could be faster, by the planner's estimate: 1 - bound / estimate."""
         return self._told("gap").gap
 
     @property
     def reasons(self) -> dict[str, str]:
-        """{table: why it lies where it does}."""
+        """{table: the reason for its placement}."""
         return {t.table: t.reason for t in self._told("reasons").tables}
 
     def table(self) -> str:
-        """A line for each table and each rank: where, how large, how long."""
+        """A line for each table and each rank: placement, bytes, time."""
         return self._told("table").text()
 
     def draw(self) -> Any:
-        """A matplotlib Figure, ranks × tables."""
+        """Draw a matplotlib Figure, ranks × tables."""
         return self._told("draw").draw()
 
     def _repr_html_(self) -> str:
-        """Its placements, for a notebook, and what `fr.plan` estimates of each table."""
+        """The placements as HTML for a notebook, with `fr.plan`'s estimates for each table."""
         if self.report is None:
             where = lambda p: ", ".join([*p.axes, *(f"rank {r}" for r in p.ranks or ())])
             return html_table(("table", "placement", "on"), [(n, p.kind, where(p)) for n, p in self.placements])
@@ -92,7 +93,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """A hash of the placements, the same in every process and version of Python; the order of tables counts not."""
+        """A hash of the placements, the same in every process and version of Python; it ignores the order of tables."""
         own = {
             "placements": sorted((n, p.kind, p.axes, p.ranks) for n, p in self.placements),
             "replicas": self.replicas,
@@ -100,7 +101,7 @@ class Plan:
         return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The plan and its report as a text.
+        """Write the plan and its report as JSON text.
 
         Law: Plan.from_json(plan.to_json()) == plan, with an equal report.
         """
@@ -113,10 +114,10 @@ class Plan:
     @staticmethod
     @typed
     def from_json(text: str) -> "Plan":
-        """The plan of `to_json`.
+        """Read the plan from the text of `to_json`.
 
         Raises:
-          ValueError: another text.
+          ValueError: if the text is not such a plan.
 
         Example:
           >>> import funcrec as fr
@@ -135,16 +136,16 @@ class Plan:
     def uniform(
         kind: Kind, tables: Sequence[TableConfig] | Mapping[str, Any], mesh: Mesh, *, replicas: AxisName = ()
     ) -> "Plan":
-        """All tables placed alike, over all axes of the mesh but `replicas`; those that lie on one place take turns.
+        """Place all tables alike, over all axes of the mesh except `replicas`; tables that lie on one place take turns.
 
         Args:
           tables: their configs, or a mapping by their names, such as the tables themselves.
-          replicas: as of Plan.
+          replicas: see Plan.
 
         Raises:
-          ValueError: a kind that wants two axes, or one, on a mesh that has not as many besides `replicas`.
+          ValueError: if the kind needs two axes, or one, and the mesh has fewer besides `replicas`.
 
-        Law: of T tables on n places each has floor(T / n) or ceil(T / n).
+        Law: with T tables on n places, each place has floor(T / n) or ceil(T / n).
 
         Example:
           >>> import funcrec as fr
@@ -153,7 +154,7 @@ class Plan:
           >>> plan["item"].ranks, plan["user"].ranks
           ((0,), (1,))
 
-        Source: TorchRec's planner with one ShardingType among the constraints of every table.
+        Source: TorchRec's planner with one ShardingType in every table's constraints.
         """
         axes = tuple(a for a in mesh.axis_names if a not in axis_names(replicas))
         names = list(tables) if isinstance(tables, Mapping) else [t.name for t in tables]

@@ -1,4 +1,4 @@
-"""What a planner says of a plan: its estimate and the bound on all others, a line for each table, a line for each rank.
+"""A planner's report on a plan: its estimate, a bound on all plans, a line for each table, a line for each rank.
 
 seconds ≥ bound_s;      gap = 1 - bound_s / seconds
 """
@@ -11,8 +11,10 @@ MB = 10**6
 
 
 class TableLine(NamedTuple):
-    """ranks: that hold some of it. shapes: of its parts, (rows, columns), one for each block. bytes: on all ranks, with
-    optimizer state. seconds: of its slowest rank and its exchange."""
+    """ranks: those that hold some of the table. shapes: (rows, columns) of its parts, one for each block.
+
+    bytes: on all ranks, with optimizer state. seconds: on its slowest rank, with its exchange.
+    """
 
     table: str
     placement: str
@@ -24,13 +26,13 @@ class TableLine(NamedTuple):
 
     @property
     def parts(self) -> str:
-        """Their shapes, each told once: "2 of 50x8"."""
+        """The parts' shapes, each named once: "2 of 50x8"."""
         many = f"{len(self.shapes)} of " if len(self.shapes) > 1 else ""
         return many + ", ".join(f"{r}x{c}" for r, c in dict.fromkeys(self.shapes))
 
 
 class RankLine(NamedTuple):
-    """bytes: of banks and their state, and of what a step holds of its exchanges."""
+    """bytes: banks with their state, and the buffers of a step's exchanges."""
 
     bytes: int
     lookup_s: float
@@ -43,7 +45,7 @@ class RankLine(NamedTuple):
 
 
 class Report(NamedTuple):
-    """As of a plan made by `fr.plan`. memory_bytes: that a rank may use."""
+    """The report on a plan made by `fr.plan`. memory_bytes: what a rank may use."""
 
     mesh: tuple[tuple[str, int], ...]
     hardware: str
@@ -60,12 +62,12 @@ class Report(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """The slowest rank's own work over the mean of all; 1 where all have the same."""
+        """The slowest rank's own work, divided by the mean over ranks; 1 if all have the same."""
         own = [r.lookup_s + r.update_s for r in self.ranks]
         return max(own) * len(own) / sum(own) if sum(own) > 0 else 1.0
 
     def headline(self) -> str:
-        """The mesh, the estimate and the bound on all plans."""
+        """One line: the mesh, the estimate and the bound on all plans."""
         return (
             f"{' x '.join(f'{a}={n}' for a, n in self.mesh)} of {self.hardware}, batch {self.batch_size}: "
             f"{self.seconds * 1e3:.4g} ms, no plan below {self.bound_s * 1e3:.4g} (gap {self.gap:.2%}), "
@@ -73,7 +75,7 @@ class Report(NamedTuple):
         )
 
     def html(self) -> str:
-        """A row for each table."""
+        """An HTML table with a row for each table."""
         number = lambda x: f"{x:.4g}"
         rows = [
             (t.table, t.placement, _short(t.ranks), t.parts, number(t.bytes / MB), number(t.seconds * 1e3), t.reason)
@@ -82,7 +84,7 @@ class Report(NamedTuple):
         return html_table(("table", "placement", "ranks", "parts", "MB", "ms", "why"), rows, self.headline())
 
     def text(self) -> str:
-        """A line for each table and each rank (of many alike ranks the first)."""
+        """A line for each table and each rank (alike ranks share one)."""
         width = max([5, *(len(t.table) for t in self.tables)])
         kinds = max([9, *(len(t.placement) for t in self.tables)])
         lines = [
@@ -112,7 +114,7 @@ class Report(NamedTuple):
         return "\n".join([*lines, "", f"critical path: {path} ms, each of its slowest rank"])
 
     def draw(self) -> Any:
-        """A matplotlib Figure, ranks × tables: which rank holds how much of which table."""
+        """Draw a matplotlib Figure, ranks × tables: how much of each table each rank holds."""
         figure = new_figure("funcrec.Plan.draw", max(5, min(16, 0.25 * len(self.tables) + 3)), 5)
         axes, times = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
         share = [[0.0] * len(self.tables) for _ in self.ranks]
@@ -134,7 +136,7 @@ class Report(NamedTuple):
         return figure
 
     def to_dict(self) -> dict:
-        """Of what JSON can hold."""
+        """The report as a dict that JSON can hold."""
         own = self._asdict()
         return {**own, "tables": [t._asdict() for t in self.tables], "ranks": [r._asdict() for r in self.ranks]}
 
@@ -147,7 +149,7 @@ class Report(NamedTuple):
 
 
 def report_problem(given: Any, names: list[str]) -> str | None:
-    """What of a dict is no report of these tables."""
+    """Say why a dict is no report of these tables; None if it is one."""
     try:
         report = Report.from_dict(given)
     except (TypeError, KeyError, ValueError) as error:
