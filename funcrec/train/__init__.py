@@ -1,4 +1,4 @@
-"""Training: the state, a step, a step on ranks, k steps in one call, and states moved between plans."""
+"""Training: the state, a step, a step on ranks, k steps in one call, and functions that move states between plans."""
 
 from funcrec.train._first_batch import trial_of as trial_of
 from funcrec.train._overflow import retry_overflow as retry_overflow

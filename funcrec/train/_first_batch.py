@@ -1,4 +1,4 @@
-"""What a step's loss makes of a run's first batch, by value, before a step is taken.
+"""Runs a step's loss on a run's first batch, and checks it by value, before the first step.
 
 checked(loss)(params, batch);      batch.weight is read by some operation of the loss, or None
 """
@@ -22,7 +22,7 @@ ABOUT = (torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.de
 
 
 class Readers(TorchFunctionMode):
-    """Whether some operation takes x, other than a question about its form (`vmap` is seen by x.size(0))."""
+    """Records whether an operation takes x; reading x's shape, dtype or device does not count (x.size(0) does)."""
 
     def __init__(self, x: Tensor):
         super().__init__()
@@ -34,15 +34,20 @@ class Readers(TorchFunctionMode):
 
 
 def trial_of(step: Any) -> Callable[..., None] | None:
-    """(state, batch) -> None, which raises for a first batch: of a `train_step` in one process, or `jit` of it."""
+    """Return (state, batch) -> None, which raises for a bad first batch.
+
+    It is None unless `step` is a `train_step` in one process, or `jit` of one.
+    """
     update = update_of(step)
     alone = update is not None and update.where.mesh is None
     return functools.partial(try_first_batch, update.recipe) if alone else None
 
 
 def try_first_batch(recipe: Recipe, state: TrainState, batch: Any, by_value: bool = True) -> None:
-    """Raise for ids outside their table, as `checked` does (not without `by_value`), and for weights of examples that
-    the loss does not read."""
+    """Raise for ids outside their table, and for batch weights that the loss does not read.
+
+    With `by_value` it checks ids as `checked` does; without, it does not check them.
+    """
     if isinstance(state, Params):
         check("funcrec.fit", state_problems(state))
     loss, extra = recipe.loss_fn, with_key(recipe, state)

@@ -1,4 +1,4 @@
-"""Steps with a small capacity that lose nothing: what does not fit is run again with more.
+"""Steps with a small capacity that lose no id: a batch that does not fit runs again with more capacity.
 
 step_C(state, batch) = (state, overflow > 0)   ->   step_C'(state, batch),   C' = bucket(needed)
 """
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from funcrec.core import Problem, check, describe, typed
 from funcrec.jagged import bucket
 
-UNBOUNDED = 1 << 62  # a step takes no more room than there are ids
+UNBOUNDED = 1 << 62  # a step uses no more room than there are ids
 MEASURED = 4  # steps
 
 
@@ -17,21 +17,21 @@ MEASURED = 4  # steps
 def retry_overflow(
     make_step: Callable[[int], Callable], *, capacity: int | Literal["measure"] = "measure", steps: int = MEASURED
 ) -> Callable[[Any, Any], tuple[Any, dict]]:
-    """(state, batch) -> (state, metrics) that trains on every batch whole, with buffers as small as batches allow.
+    """Return (state, batch) -> (state, metrics), which trains on every whole batch with buffers as small as possible.
 
     Args:
       make_step: (capacity) -> a step, such as `lambda c: fr.jit(fr.train_step(..., capacity=c), donate=("state",))`. It
         is called once for each capacity; capacities are buckets (16, 24, 32, 48, ...), so there are few.
-      capacity: the first one; "measure" takes room for everything
-        in the first `steps` steps, and then what they needed.
+      capacity: the first one; "measure" gives the first `steps` steps room for everything, and then the room that
+        these needed.
 
-    A batch that does not fit leaves the state as it was and is run again
-    with the capacity that it needs, which later batches keep.
+    If a batch does not fit, the state stays as it was, and the batch runs again with the capacity that it needs; later
+    batches keep this capacity.
 
-    Law: the states are those of steps with capacity=None, to the bit.
+    Law: the states have the bits of steps with capacity=None.
 
-    Cost: reads metrics["overflow"] on the host once per run, so a step waits for the one before it; a batch that does
-    not fit is computed twice.
+    Cost: reads metrics["overflow"] on the host once per run, so a step waits for the one before it. A batch that does
+      not fit is computed twice.
 
     Example:
       >>> import torch, funcrec as fr
@@ -59,7 +59,7 @@ def retry_overflow(
         return made[now]
 
     def run(state: Any, batch: Any, first: Callable | None = None) -> tuple[Any, dict]:
-        """first: the present step, of a pipeline whose batch it has routed."""
+        """first: the step with which a pipeline has already routed this batch."""
         nonlocal size, most, measured
         while True:
             step, first = first or present(), None

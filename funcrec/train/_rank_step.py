@@ -1,10 +1,9 @@
-"""train_step on a mesh: every rank takes its bags, its rows and the sum of all dense gradients.
+"""train_step on a mesh: every rank reads its bags, updates its rows, and adds up all dense gradients.
 
     grads = Σ_r d(loss_r / n);   tables: each row's owner has all its terms, in the order of the global batch;
     dense: the same sum everywhere
 
-Of a plan with replicas n and Σ are, for the tables, over the ranks
-of one group; for the dense parameters always over all.
+If the plan has replicas, n and Σ cover, for tables, the ranks of one group; for dense parameters they cover all ranks.
 
 Shapes: n ranks.
 """
@@ -51,8 +50,10 @@ def shard_state(
     dense_axes: tuple[str, ...],
     **how: Any,
 ) -> TrainState:
-    """The first state: tables as the plan places them, slots like their rows,
-    the rest on every rank, or cut. how: of `shard_tables`."""
+    """Make the first state: tables as the plan places them, slots like their rows, the rest on every rank, or cut.
+
+    how: keywords of `shard_tables`.
+    """
     labels = {n: sparse.label(n) for n in params.tables}
     tables = shard_tables(params.tables, plan, mesh, labels=labels, **how)
     check_whole_rows("funcrec.train_step", sparse, tables.layout)
@@ -81,8 +82,10 @@ def rank_of(
     capacity: int | None,
     codec: Codec | None,
 ) -> Stages:
-    """What a step does on each rank of a mesh: it differentiates its own
-    loss over the number of ranks that train one copy."""
+    """The stages of a step on each rank of a mesh.
+
+    A rank differentiates its own loss divided by the number of ranks that train one copy.
+    """
 
     def loss_fn(recipe: Recipe) -> Callable:
         @functools.wraps(recipe.loss_fn)
@@ -107,13 +110,13 @@ def rank_of(
             check_gradients(loss, grads)
         kept = grads.tables if fits is None else {n: g.where(fits) for n, g in grads.tables.items()}
         own = [*whole_leaves(grads.dense, state.dense), loss]
-        along = own if is_small(own, mesh.size) else []  # with the rows' terms; a large sum is an exchange of its own
+        along = own if is_small(own, mesh.size) else []  # they join the rows' exchange; large ones have their own
         rows, of_all = sync_grads(kept, state.tables.layout, along)
 
         def dense() -> tuple[Any, Tensor]:
             *of_whole, total = list(map(added, of_all)) if along else ordered_sum(own, mesh.axis_names)
             d_dense = sum_dense(grads.dense, of_whole, state.dense, mesh.shape)
-            # each group's loss is its own mean, and dense parameters follow the bags of all groups
+            # each group's loss is its own mean, but dense parameters use the bags of all groups
             return tree_map(lambda x: x / copies, (d_dense, total)) if copies > 1 else (d_dense, total)
 
         return Summed(rows, dense, metrics, fits)
@@ -136,8 +139,10 @@ def rank_of(
 
 
 def settled(fits: Tensor | None, old: TrainState, new: TrainState, metrics: dict) -> tuple[TrainState, dict]:
-    """The new state; the old one and a loss of NaN where an id found no place.
-    (Rows have kept their bits: their gradients were none.)"""
+    """The new state; if some id found no room, the old one and a loss of NaN.
+
+    Rows need no choice: their gradients were empty, so they have kept their bits.
+    """
     if fits is None:
         return new, metrics
     choose = lambda new, old: tree_map(lambda a, b: torch.where(fits, a, b), new, old)
@@ -147,7 +152,7 @@ def settled(fits: Tensor | None, old: TrainState, new: TrainState, metrics: dict
 
 
 def overflow_metrics(overflows: Sequence[Tensor], axes: Sequence[str], like: Tensor) -> dict[str, Tensor]:
-    """How many ids of all ranks found no place, and the capacity with which all would have one."""
+    """How many ids of all ranks found no room, and the capacity that holds all."""
     own = joined_overflow(overflows)
     counts = all_gather(torch.zeros(2, dtype=torch.int64, device=like.device) if own is None else own, tuple(axes))
     return {"overflow": counts[:, 0].sum(), "needed": counts[:, 1].amax()}

@@ -1,10 +1,10 @@
-"""A step as it is everywhere: what it does otherwise on ranks stands in the place that it runs on.
+"""A step's recipe, which is the same everywhere, and its stages, which differ between one process and ranks.
 
     key, params --loss, grad--> loss_r, grads_r --summed--> grads --update-->
     tables', slots', dense', dense_opt' --settled--> state'
 
-In one process each stage of the place is the identity, or the optimizer's
-update; on ranks it is an exchange, or one rank's part.
+In one process each stage is the identity, or the optimizer's update; on ranks it is an exchange, or one rank's part of
+the work.
 """
 
 import functools
@@ -22,7 +22,7 @@ from funcrec.train._state import TrainState
 
 
 class Recipe(NamedTuple):
-    """What a step does, wherever it runs: the arguments of `train_step` that know of no mesh."""
+    """The arguments of `train_step` that do not depend on a mesh."""
 
     loss_fn: Callable
     sparse: RowOptimizer
@@ -36,21 +36,23 @@ class Recipe(NamedTuple):
 def takes_key(loss_fn: Callable) -> bool:
     try:
         return "key" in inspect.signature(loss_fn).parameters
-    except ValueError:  # a builtin tells none
+    except ValueError:  # a builtin has no signature
         return False
 
 
 def with_key(recipe: Recipe, state: TrainState, of_bags: Callable = lambda key: key) -> dict[str, Tensor]:
-    """What the loss is given besides params and batch."""
+    """The loss's keyword arguments besides params and batch."""
     return {"key": of_bags(random.fold_in(state.key, state.step))} if recipe.takes_key else {}
 
 
 class Summed(NamedTuple):
     """The gradients of the global batch.
 
-    rows: of the tables. dense: gives those of the dense parameters and the loss; called after the update of rows, for
-      on ranks it may be an exchange of its own. metrics: of the exchange; fits: bool[],
-      whether every id found its place, None where all do.
+    rows: gradients of the tables.
+    dense: returns the gradients of the dense parameters and the loss. It is called after the update of rows, because on
+      ranks it may be an exchange of its own.
+    metrics: the metrics of the exchange.
+    fits: bool[], whether every id found room; None if all do.
     """
 
     rows: Mapping[str, RowGrads]
@@ -60,19 +62,22 @@ class Summed(NamedTuple):
 
 
 def update_tables(sparse: RowOptimizer, summed: Summed, state: TrainState) -> tuple[Any, Any]:
-    """(tables, slots) of one process."""
+    """(tables, slots) after the update, in one process."""
     tables, slots = sparse.update(summed.rows, state.slots, state.tables, state.step)
     return with_parts(state.tables, tables), slots
 
 
 class Stages(NamedTuple):
-    """Where a step runs, by what it does there; the defaults are one process's, which has the whole batch.
+    """The stages of a step that differ between places; the defaults are those of one process with the whole batch.
 
-    loss_fn: recipe -> the function that is differentiated. key: the step's key -> that from which these bags draw.
-    params: state -> Params, as the loss takes them. summed: (loss, gradients, overflows, state) -> Summed. update:
-    (sparse, Summed, state) -> (tables, slots). mean: aux -> that of the global batch. merged: (merge, dense, aux) ->
-    merge's dense. settled: (fits, old state, new state, metrics) -> (state,
-    metrics): the old state where some id found no place.
+    loss_fn: recipe -> the function to differentiate.
+    key: the step's key -> the key for this rank's bags.
+    params: state -> Params, as the loss takes them.
+    summed: (loss, gradients, overflows, state) -> Summed.
+    update: (sparse, Summed, state) -> (tables, slots).
+    mean: aux -> the global batch's aux.
+    merged: (merge, dense, aux) -> merge's dense.
+    settled: (fits, old state, new state, metrics) -> (state, metrics); the old state if some id found no room.
     """
 
     loss_fn: Callable = lambda recipe: recipe.loss_fn
@@ -86,7 +91,7 @@ class Stages(NamedTuple):
 
 
 def run(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
-    """(state', metrics)."""
+    """Run one step: (state', metrics)."""
     extra = with_key(recipe, state, place.key)
     loss_fn, k = place.loss_fn(recipe), recipe.micro_batches
     differentiate = value_grad_and_overflows if k == 1 else functools.partial(over_micro_batches, num_micro_batches=k)

@@ -1,9 +1,9 @@
-"""Copies of tables that train apart, made one again: two-dimensional parallelism, groups of ranks × copies.
+"""Makes copies of tables that train apart equal again: two-dimensional parallelism, groups of ranks × copies.
 
     sync_replicas(state).tables[c] = 1/C Σ_c' state.tables[c']        on every copy c, the same bits
 
-Between two calls each group of ranks trains its copy as if it were alone, so what leaves a group per step does not grow
-with the number of groups.
+Between two calls each group of ranks trains its copy like a job of its own. So the bytes that leave a group per step do
+not grow with the number of groups.
 Shapes: C copies.
 """
 
@@ -19,41 +19,41 @@ from funcrec.mesh import Mesh, part_by_part, shard_map
 from funcrec.train._reshard import mesh_problems, of_rows, sharded_problems
 from funcrec.train._state import TrainState
 
-BUCKET = 1 << 25  # elements that travel at once: what a call needs besides the state and its tables
+BUCKET = 1 << 25  # elements that travel at once; a call needs room for these besides the state and its tables
 
 
 @typed
 def sync_replicas(
     state: TrainState, *, mesh: Mesh, slots: bool = True, greatest: Collection[str] = ("last",)
 ) -> TrainState:
-    """The state with the mean of all copies of its tables in each of them.
+    """Return the state with the mean of all copies in each copy of its tables.
 
         x'[c] = x[0] where all copies of the element are equal, else (x[0] + ... + x[C - 1]) / C
 
-    It is a function of its own and no part of the step: the loop calls it every
-    k steps, `fr.jit` compiles it, and may donate the state.
+    The call is not part of the step: the training loop calls it every k steps. `fr.jit` compiles it, and may donate the
+    state.
 
     Args:
-      state: of a `train_step` whose plan has `replicas`; every rank passes its own.
-      slots: whether the slots become one, too; without it each copy keeps its own, and the state cannot be gathered.
-        Gradients that wait (`optim.accumulate`) are of each copy's batches, and stay its own.
-      greatest: slots of which the greatest is taken and no mean, besides all that are integers: step numbers, such as
-        `last` of `rowwise_adagrad_counter`.
+      state: made by a `train_step` whose plan has `replicas`; every rank passes its own.
+      slots: whether slots become equal, too. Without it each copy keeps its own slots, and the state cannot be
+        gathered. Gradients that wait (`optim.accumulate`) belong to each copy's batches, and stay its own.
+      greatest: slots that take the maximum instead of the mean, like all integer slots: step numbers, such as `last`
+        of `rowwise_adagrad_counter`.
 
     Returns:
-      TrainState; what is not tables and slots is the old state's own, as it is the same on all ranks.
+      TrainState; all but tables and slots is the old state's own, since it is equal on all ranks.
 
     Raises:
-      TypeError: a state that is not sharded.
-      ValueError: one of another mesh, or of a plan without replicas.
+      TypeError: if the state is not sharded.
+      ValueError: if the state's mesh is another one, or its plan has no replicas.
 
-    Law: all copies have the same bits, on emulated and on real ranks. Rows that no copy trained, and so a second
-      call's, keep every bit. Under plain SGD with a call after every step the tables
-      are those of one copy over all ranks, up to rounding.
+    Law: all copies have the same bits, on emulated and on real ranks. Rows that no copy trained keep every bit; so does
+      a second call. Under plain SGD with a call after every step, the tables equal, up to rounding, those of one copy
+      over all ranks.
 
-    Cost: for each dtype two exchanges over the replica axes for every 2^25 elements (and two more for slots of
-      `greatest`), of each rank's rows; they send what a ring's all-reduce sends. The sums are in the dtype that rows
-      are summed in (f32 for 16 bits). In memory the old and new tables are both there, and one of them twice.
+    Cost: for each dtype two exchanges over the replica axes for every 2^25 elements of each rank's rows (and two more
+      for slots of `greatest`); they send as many bytes as a ring's all-reduce. Sums use the dtype in which rows are
+      summed (f32 for 16 bits). Memory holds the old and new tables, and one of them twice.
 
     Example: two copies, each with a batch of its own.
       >>> import torch, funcrec as fr
@@ -91,7 +91,7 @@ def sync_replicas(
 
 
 def unite(xs: list[Tensor], is_greatest: list[bool], axes: tuple[str, ...]) -> list[Tensor]:
-    """Every tensor as all copies are to have it. Each rank does a part of every bucket, and the parts are gathered."""
+    """Make every tensor equal on all copies. Each rank folds a part of every bucket, and the parts are gathered."""
     parts: list[list[Tensor]] = [[] for _ in xs]
     kinds = [(x.dtype, most or not x.is_floating_point()) for x, most in zip(xs, is_greatest, strict=True)]
     for kind in dict.fromkeys(kinds):
@@ -104,7 +104,7 @@ def unite(xs: list[Tensor], is_greatest: list[bool], axes: tuple[str, ...]) -> l
 
 
 def buckets(at: Sequence[int], xs: Sequence[Tensor]) -> Iterator[list[tuple[int, slice]]]:
-    """The elements of xs[i], for all i of `at`, in turn: as lists of (i, slice) of at most BUCKET elements."""
+    """Yield the elements of xs[i], for all i of `at` in turn, as lists of (i, slice) of at most BUCKET elements."""
     bucket: list[tuple[int, slice]] = []
     room = BUCKET
     for i in at:
@@ -121,9 +121,9 @@ def buckets(at: Sequence[int], xs: Sequence[Tensor]) -> Iterator[list[tuple[int,
 
 
 def mean_of(copies: Tensor) -> Tensor:
-    """The mean of f[C, N], added in the order of the copies; elements that are equal in all copies stay as they are.
+    """The mean of f[C, N], added in the order of the copies; elements that are equal in all copies keep their bits.
 
-    Of equal ones the greatest is any, and its derivative is the mean's.
+    Where all are equal, any copy is the maximum; `amax` is read there because its derivative is the mean's.
     """
     wide = copies.to(ops.accumulation_dtype(copies.dtype))
     first, *others = wide.unbind(0)

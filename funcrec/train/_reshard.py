@@ -1,4 +1,4 @@
-"""States moved between plans: gathered on every rank, or sent from bank to bank, a block of rows at a time.
+"""Moves states between plans: gathers them on every rank, or sends rows from bank to bank, a block at a time.
 
     gather_state(reshard(state, plan)) == state        bit for bit
 
@@ -50,17 +50,18 @@ from funcrec.train._state import TrainState
 
 @typed
 def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
-    """A sharded state as one process has it, on every rank: tables {name: f[R, D]}, slots {name: {slot: f[R, ...]}}.
+    """Return a sharded state as one process holds it, on every rank.
 
-    It depends on no plan: this is what checkpoints hold. Gradients that wait (`optim.accumulate`) lie in it row by row,
-    those of n owners of C entries in buffers of n · C, which the optimizer takes as they are.
+    Tables are {name: f[R, D]}, slots {name: {slot: f[R, ...]}}. The result depends on no plan; checkpoints hold this
+    form. Gradients that wait (`optim.accumulate`) lie in it row by row: those of n owners with C entries each in
+    buffers of n · C, which the optimizer takes as they are.
 
     Args:
-      state: of a `train_step` with this mesh; every rank passes its own.
+      state: made by a `train_step` with this mesh; every rank passes its own.
 
     Raises:
-      TypeError: a state that is not sharded.
-      ValueError: one of another mesh, and copies that have trained apart and are not equal: `sync_replicas` them first.
+      TypeError: if the state is not sharded.
+      ValueError: if its mesh is another one, or copies that trained apart are not equal: `sync_replicas` them first.
 
     Law: gather_state(reshard(state, plan, mesh=mesh, sparse=sparse), mesh) has state's bits.
 
@@ -104,27 +105,27 @@ def reshard(
     dedup: bool = False,
     dense_axes: Sequence[str] = (),
 ) -> TrainState:
-    """A state in the layout of a plan, from a plain one (as `gather_state` gives) or from that of another plan.
+    """Lay out a state as a plan says, from a plain state (as `gather_state` returns) or from another plan's.
 
     Args:
-      state: plain, the same on every rank; or sharded, each rank's own. Of a Logged its `state`: the new step's `init`
-        begins a log with what this returns.
-      plan, mesh, sparse, exact, codec, dedup, dense_axes: as of the `train_step` that goes on from it. Tables that
+      state: plain, the same on every rank; or sharded, each rank's own. For a Logged pass its `state`: the new step's
+        `init` begins a log with the result.
+      plan, mesh, sparse, exact, codec, dedup, dense_axes: those of the `train_step` that continues. Tables that
         `sparse` updates differently share no bank.
-      from_mesh: of a sharded state, where it is not `mesh`.
+      from_mesh: the mesh of a sharded state, if it is not `mesh`.
 
     Returns:
-      TrainState with ShardedTables. What is not tables and slots is the old state's own.
+      TrainState with ShardedTables. All but tables and slots is the old state's own.
 
     Raises:
-      ValueError: a state of another mesh, and copies that have trained apart. Besides, what `train_step(...).init`
+      ValueError: if the state's mesh is another one, or copies have trained apart. Also what `train_step(...).init`
         raises.
 
-    Law: every bit is kept; training goes on as it would have, up to what the plan rounds.
+    Law: every bit is kept; training goes on as it would have, except for what the plan rounds.
 
-    Cost: a row that another rank is to have is sent to it once, from one that has it; no rank sends or gets more than
-      64 MiB at a time, which it holds besides the two states. Gradients that wait are gathered on every rank first, a
-      table's at a time.
+    Cost: a row goes to each rank that needs it once, from one that has it. No rank sends or gets more than 64 MiB at a
+      time, and holds these besides the two states. Gradients that wait are first gathered on every rank, a table at a
+      time.
 
     Example: from rows on two ranks to columns on three.
       >>> import torch, funcrec as fr
@@ -167,7 +168,7 @@ def reshard(
         check(call, followed_problems(old_layout, old, source))
     if old and not any(is_wrapped(x) for own in old.values() for x in own.values()):
         send_rows(old_layout, old, layout, banks, mesh)
-    else:  # all rows are here, or come here: under vmap, of all members
+    else:  # all rows are here; or they come here, under vmap those of all members
         for name, own in reads.items():
             for k, read in own.items():
                 move(layout, banks, name, k, mesh, read)
@@ -185,7 +186,7 @@ def reshard(
 
 
 def readers(state: TrainState, mesh: Mesh) -> dict[str, dict[str, Rows]]:
-    """{table: {"": rows of the table, slot: rows of it}}: functions of (first, last), which every rank calls alike."""
+    """{table: {"": its rows, slot: the slot's rows}}: functions of (first, last), which every rank calls alike."""
     tables = state.tables
     layout = layout_in(tables)
     if layout is None:
@@ -201,12 +202,12 @@ def readers(state: TrainState, mesh: Mesh) -> dict[str, dict[str, Rows]]:
 
 
 def of_rows(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All but the gradients that wait."""
+    """All slots except the gradients that wait."""
     return {k: s for k, s in slots.items() if k not in WAITING}
 
 
 def waiting_in(state: TrainState, mesh: Mesh) -> Iterator[tuple[str, Waiting]]:
-    """(table, what waits for it, whole), a table at a time."""
+    """Yield (table, the whole of its waiting gradients), a table at a time."""
     layout = layout_in(state.tables)
     for name in steps_of(state, mesh):
         if layout is None:
@@ -216,7 +217,7 @@ def waiting_in(state: TrainState, mesh: Mesh) -> Iterator[tuple[str, Waiting]]:
 
 
 def steps_of(state: TrainState, mesh: Mesh) -> dict[str, int]:
-    """{table: of how many steps gradients may wait}, where they do."""
+    """{table: for how many steps its gradients may wait}, for tables with such gradients."""
     layout = layout_in(state.tables)
     if layout is None:
         return {n: own[WAITING[0]].shape[0] for n, own in state.slots.items() if WAITING[0] in own}
@@ -226,7 +227,7 @@ def steps_of(state: TrainState, mesh: Mesh) -> dict[str, int]:
 
 
 def leaves_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """{"table" or a slot's name: {bank: its tensor}}; of gradients that wait those of no entry are zeros."""
+    """{"table" or a slot's name: {bank: its tensor}}; waiting gradients without an entry are zeros."""
     out: dict[str, dict[str, Tensor]] = {"table": dict(state.tables.banks)}
     for n, own in state.slots.items():
         for k, s in (own | filled(own)).items():
@@ -262,7 +263,7 @@ def mesh_problems(layout: Layout, mesh: Mesh) -> Iterator[Problem]:
 
 
 def slot_problems(state: TrainState) -> Iterator[Problem]:
-    """Every table, or bank, has slots of one entry per row; gradients that wait are of no row."""
+    """Every table, or bank, has slots with one entry per row, except for gradients that wait."""
     for n, t in state.tables.items():
         if not isinstance(state.slots, Mapping) or n not in state.slots:
             yield Problem(f"{n!r} has no slots.", describe(state.slots), f"{n!r} in `state.slots`, {{}} for none")

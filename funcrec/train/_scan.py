@@ -33,16 +33,16 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) 
 
     Args:
       step: (state, batch) -> (state, metrics), such as `train_step(...)` or `jit` of it; a donating one takes `state`.
-      batches: a pytree of tensors [k, ...]: k batches of one shape, stacked.
+      batches: a pytree of tensors [k, ...] that stacks k batches of one shape.
 
     Returns:
-      the last state, and the metrics stacked along a new first dimension of size k; numbers become tensors i64, f64 or
-      bool. What is neither (a name, None) is the same in every step, and comes back as it is.
+      the last state, and the metrics stacked along a new first dimension of size k; numbers become tensors i64, f64
+      or bool. Other metrics (a name, None) must be the same in every step, and come back as they are.
 
     Raises:
-      ValueError: when the tensors of `batches` have no common leading dimension, or k is 0, and when a metric that is
-        no number changes, or its shape.
-      TypeError: arrays in `batches`, and when a metric has another class in some step.
+      ValueError: if the tensors of `batches` have no common leading dimension, k is 0, a metric that is no number
+        changes, or a metric's shape changes.
+      TypeError: if `batches` holds arrays, or a metric has another class in some step.
 
     Law: the same bits as k calls of `step`.
 
@@ -71,7 +71,7 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) 
 
 
 def batches_problems(batches: Any) -> Iterator[Problem]:
-    """`batches` is one value for each batch: tensors [k, ...], and what is the same in all."""
+    """`batches` holds tensors [k, ...], one entry per batch; other leaves are the same for all batches."""
     leaves = paths(batches)
     sizes = {x.shape[0] if x.dim() else None for _, x in leaves if isinstance(x, Tensor)}
     if len(sizes) != 1 or sizes & {None, 0}:
@@ -91,7 +91,7 @@ def batches_problems(batches: Any) -> Iterator[Problem]:
 
 
 def stack_metrics(collected: list) -> Any:
-    """The metrics of all steps: tensors and numbers stacked, anything else as it is in every one."""
+    """Stack the metrics of all steps: tensors and numbers are stacked, other leaves are those of each step."""
     (first, structure), *others = map(torch_tree.tree_flatten, collected)
     wrong = next((i for i, (_, other) in enumerate(others, 1) if other != structure), None)
     if wrong is not None:
@@ -112,7 +112,7 @@ def _stack(xs: tuple) -> Any:
 
 
 def _mixed(path: str, xs: tuple) -> Iterator[Problem]:
-    """The metric must be one thing in all steps."""
+    """A metric has one form in all steps."""
     x = xs[0]
     forms = [(type(y), y.shape, y.dtype, y.device) if isinstance(y, Tensor) else type(y) for y in xs]
     other = next((i for i, form in enumerate(forms) if form != forms[0]), None)
@@ -130,7 +130,7 @@ def _mixed(path: str, xs: tuple) -> Iterator[Problem]:
 
 
 def _is_equal(x: object, y: object) -> bool:
-    """Only where x says so with a plain bool: arrays do not."""
+    """Whether x == y gives a plain True; arrays do not."""
     return (x == y) is True
 
 

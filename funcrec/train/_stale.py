@@ -1,4 +1,4 @@
-"""A train step that reads tables of another time: what a stale pipeline computes, batch by batch.
+"""A train step that reads tables of an earlier state: the computation of a stale pipeline for one batch.
 
 update(state, tables, batch):   loss and gradients at (tables, state.dense);   their update of `state`
 """
@@ -15,15 +15,17 @@ from funcrec.train._step import update_of
 
 
 class StaleStep(NamedTuple):
-    """check: (state, batch) -> None; raises. update: (state, tables, batch) -> (state, metrics); tables as
-    `state.tables`, of an earlier state."""
+    """check: (state, batch) -> None; raises.
+
+    update: (state, tables, batch) -> (state, metrics); `tables` are the `state.tables` of an earlier state.
+    """
 
     check: Callable[[TrainState, Any], None]
     update: Callable[[TrainState, Any, Any], tuple[TrainState, dict]]
 
 
 def stale_of(step: Any) -> StaleStep | None:
-    """Of a `train_step`, or `jit` of it; None for any other step."""
+    """The StaleStep of a `train_step`, or of `jit` of it; None for any other step."""
     own = update_of(step)
     if own is None:
         return None

@@ -1,4 +1,4 @@
-"""What training changes: a plain pytree."""
+"""The state that training changes: a plain pytree."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -50,7 +50,7 @@ class TrainState:
 
 
 def state_parts(x: TrainState, path: str) -> Iterator[Problem]:
-    """What is wrong with the fields that every step reads."""
+    """Report wrong fields among those that every step reads."""
     hint = "step.init(params) makes them"
     for name in ("step", "key"):
         t = getattr(x, name)

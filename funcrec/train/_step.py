@@ -1,4 +1,4 @@
-"""train_step: a loss, a row optimizer and a dense optimizer, made one pure function of the state.
+"""train_step: combines a loss, a row optimizer and a dense optimizer into one pure function of the state.
 
 state, batch -> (loss, grads) -> (tables', slots'), (dense', dense_opt') -> state'
 """
@@ -38,12 +38,12 @@ from funcrec.train._rank_step import rank_of, shard_state, state_specs
 from funcrec.train._recipe import Recipe, Stages, run, takes_key
 from funcrec.train._state import TrainState, state_parts
 
-RATE = 0.001  # of Adam, where no optimizer is given: torch's own default
+RATE = 0.001  # of Adam, if no optimizer is given: torch's default
 
 
 @typed_fields
 class TrainStep(NamedTuple):
-    """A step and the way to its first state: `step.init(params)`, then `step(state, batch)`.
+    """A step and its first state: `step.init(params)`, then `step(state, batch)`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -83,52 +83,56 @@ def train_step(
     dense_axes: Sequence[str] = (),
     micro_batches: Count = 1,
 ) -> TrainStep:
-    """One step of training as a pure function; `fr.jit(step, donate=("state",))` makes it compiled and in place.
+    """Return one training step as a pure function; `fr.jit(step, donate=("state",))` compiles it and runs it in place.
 
     Args:
-      loss_fn: (params, batch) -> f[], or (f[], aux) with `has_aux`. If it has a parameter `key`, it is given
-        fold_in(state.key, state.step): that is where dropout draws from. Of a model it is
-        `fr.models.loss(model)`, of two towers `fr.models.in_batch_softmax_loss(towers)`, with its statistics merged and
-        without its logits.
+      loss_fn: (params, batch) -> f[], or (f[], aux) with `has_aux`. If it has a parameter `key`, it gets
+        fold_in(state.key, state.step), from which dropout draws. A model stands for `fr.models.loss(model)`, two
+        towers for `fr.models.in_batch_softmax_loss(towers)`; the step then merges the statistics and returns no
+        logits.
       sparse: updates the tables' touched rows; None for `fr.optim.adam(0.001)`.
       dense: updates params.dense; None for torch's Adam with that rate.
-      merge: (dense, aux) -> dense, run after the optimizer: for what a loss computes and training must keep. With
-        running statistics of `nn.batch_norm` in `dense` it must be there: `fr.models.merge_stats`.
-      mesh, plan: train on the mesh's ranks with the tables where the plan places them. The loss is then that of one
-        rank's bags, gradients are those of the mean over the ranks, `aux` is averaged over them, and the key is folded
-        with the rank. Under a plan with `replicas` each group's tables follow the mean over that group's ranks alone,
-        and differ until `sync_replicas`; dense parameters follow the mean over all ranks at every step, and are the
-        same on all. All ranks' batches have the same shapes and dtypes, ids the same keys and capacity (`pad_to`):
-        where they differ every rank raises before anything is sent, and names them. (Compiled, a rank that has a
-        program for its batch asks nobody: it waits for one whose batch is new, and both raise when the mesh's
-        `timeout_s` is over. Where ranks take programs that they all have for different forms, such as buckets of their
-        own choice, gloo ends a process, without the forms: let the longest batch of all ranks choose.)
+      merge: (dense, aux) -> dense, run after the optimizer: it keeps values that the loss computes and training
+        needs. It is required if `dense` holds running statistics of `nn.batch_norm`: `fr.models.merge_stats`.
+      mesh, plan: train on the mesh's ranks with the tables where the plan places them. The loss then covers one
+        rank's bags, gradients are means over the ranks, `aux` is averaged over them, and the key is folded with the
+        rank. Under a plan with `replicas` each group's tables follow the mean over that group's ranks alone, and
+        differ until `sync_replicas`; dense parameters follow the mean over all ranks at every step, and are equal on
+        all. All ranks' batches need the same shapes and dtypes, and ids the same keys and capacity (`pad_to`). If
+        they differ, every rank raises before it sends anything, and names the differences. (A compiled rank that has
+        a program
+        for its batch does not compare: it waits for a rank whose batch is new, and both raise when the mesh's
+        `timeout_s` is over. If ranks run programs that they all have for different forms, such as buckets that each
+        chose, gloo ends
+        a process without naming the forms: let the longest batch of all ranks choose the bucket.)
       batch_axes: the axes over which a batch is cut by its bags; None for all.
-      exact, dedup: as of `shard_tables`.
-      capacity: the most ids that a rank may send to another in a step; None for all that it has. When some find no
-        place the step leaves the state as it was, to the bit, and its loss
-        is NaN: run the batch again with more (`retry_overflow`).
-      dense_axes: axes over which dense parameters and their optimizer's state are cut: each rank keeps an equal part of
-        every leaf (`DenseShard`) and gathers the whole for the loss; () for all of them on
-        every rank. For optimizers that treat each element alone.
+      exact, dedup: see `shard_tables`.
+      capacity: the most ids that a rank may send to another in a step; None for all that it has. If some find no
+        room,
+        the step leaves every bit of the state as it was, and its loss is NaN: run the batch again with more
+        (`retry_overflow`).
+      dense_axes: axes over which dense parameters and their optimizer's state are cut: each rank keeps an equal part
+        of every leaf (`DenseShard`) and gathers the whole for the loss. () keeps the whole on every rank. It needs an
+        optimizer that treats each element on its own.
       micro_batches: k; each rank differentiates its bags in k parts, one after the other, as `accumulate_grads` does:
         activations of one part live at a time.
-      codec: how looked up vectors and their cotangents travel; None for
-        what the state's tables say (`shard_tables`, `reshard`).
+      codec: how looked up vectors and their cotangents travel; None for the codec of the state's tables
+        (`shard_tables`, `reshard`).
 
     Returns:
-      TrainStep. `init(params, key=fr.key(0)) -> TrainState` takes an nn.Parameter for its values, so that steps are not
-      one long graph of autograd (another tensor that requires grad is followed); calling it gives (state, metrics) with
-      metrics["loss"] and, with `has_aux`, metrics["aux"]; with a `capacity` also metrics["overflow"], how many ids of
-      all ranks found no place, and metrics["needed"], the capacity that would have done (i64[]).
+      TrainStep. `init(params, key=fr.key(0)) -> TrainState` detaches each nn.Parameter, so that steps do not build
+      one long autograd graph (it follows any other tensor that requires grad). The step returns (state, metrics) with
+      metrics["loss"] and, with `has_aux`, metrics["aux"]. With a `capacity` also metrics["overflow"], how many ids of
+      all ranks found no room, and metrics["needed"], the capacity that holds all (i64[]).
 
-    Law: the state is everything that changes: the same state and batch give the same bits on the same number of threads
-      (what happens to tables, given the loss's cotangents, on any number). A plan changes no bit: n ranks give what
-      one process gives that adds the gradients of the same n batches (row-wise tables: with exact=True; dedup rounds
-      gradients otherwise). Under torch.func.vmap over states (`vmap(step.init)` makes them) every member takes its own
-      step, by one update for all members; under vmap of vmap by one for each member of the outer. Matrix products of
-      members and of emulated ranks are one product of all, which may sum in another order than that of one: what
-      follows from them agrees within rounding.
+    Law: the state is everything that changes. The same state and batch give the same bits on the same number of
+      threads; tables' updates from given cotangents of the loss do so on any number. A plan changes no bit: n ranks
+      give what one process gives that adds the gradients of the same n batches (row-wise tables: with exact=True; dedup
+      rounds gradients differently). Under torch.func.vmap over states (`vmap(step.init)` makes them) every member takes
+      its own step, in one update for all members; under vmap of vmap, one update for each member of the outer. Matrix
+      products of members,
+      and of emulated ranks, run as one batched product, which may sum in another order: their results agree within
+      rounding.
 
     Example:
       >>> import torch, funcrec as fr
@@ -173,7 +177,7 @@ def train_step(
 
 
 def loss_of(model: Model | TwoTower) -> Callable:
-    """The model's loss with its statistics alone: logits are each rank's own, and a step would average them."""
+    """The model's loss with only its statistics as aux: each rank has its own logits, and a step would average them."""
     whole = loss(model) if isinstance(model, Model) else in_batch_softmax_loss(model)
 
     def loss_fn(params: Params, batch: Any, *, key: Tensor):
@@ -184,14 +188,14 @@ def loss_of(model: Model | TwoTower) -> Callable:
 
 
 class OnMesh(NamedTuple):
-    """Where a step runs: the mesh, the axes over which a batch is cut, and what is done there."""
+    """Where a step runs: the mesh, the axes that cut a batch, and the stages there."""
 
     mesh: Mesh | None
     batch_axes: tuple[str, ...] | None
     place: Stages
 
     def run(self, fn: Callable, specs_of: Callable, state: Any, batch: Any) -> tuple[Any, dict]:
-        """fn(place, state, batch), on each rank; specs_of: state -> a P for each part."""
+        """Run fn(place, state, batch), on each rank; specs_of: state -> a P for each part."""
         if self.mesh is None:
             return fn(self.place, state, batch)
         specs = specs_of(state)
@@ -202,7 +206,7 @@ class OnMesh(NamedTuple):
 
 @dataclass(eq=False)
 class Update:
-    """(state, batch) -> (state', metrics) of a `train_step`: what it computes, and where."""
+    """(state, batch) -> (state', metrics) for a `train_step`: its recipe, and where it runs."""
 
     recipe: Recipe
     where: OnMesh
@@ -221,17 +225,17 @@ class Update:
 
 
 def update_of(step: Any) -> Update | None:
-    """Of a `train_step`, of its `update`, or of `jit` of either; None for any other step."""
+    """The Update of a `train_step`, of its `update`, or of `jit` of either; None for any other step."""
     fn = getattr(step, "fn", step)
     found = fn.update if isinstance(fn, TrainStep) else fn
     return found if isinstance(found, Update) else None
 
 
 def own_memory(state: TrainState) -> TrainState:
-    """Under vmap: what begins alike in all members, as memory of each, which a donated step can write to."""
+    """Under vmap, give each member its own memory for leaves that all share, so that a donated step can write."""
     leaves = tree_leaves(state)
     levels = vmaps_of(leaves)
-    # True in all members, and followed by no derivative
+    # True in all members, and no derivative follows it
     every = [x.flatten()[:0].sum() == 0 for x in leaves if vmaps_of([x])]
     own = lambda x: x if vmaps_of([x]) == levels else torch.where(functools.reduce(torch.logical_and, every), x, x)
     return map_tensors(own, state) if levels else state
@@ -273,13 +277,13 @@ def exchange_problems(mesh: object, exact: bool, dedup: bool, codec: Codec | Non
 
 
 def is_stats(x: Any) -> bool:
-    """Whether x is what `init_stats` and `train_apply` of a batch norm give, or the buffers of a module with one."""
+    """Whether x is a batch norm's statistics, from `init_stats` or `train_apply`, or a module's buffers with some."""
     ends_so = lambda k: isinstance(k, str) and k.split(".")[-1] in ("running_mean", "running_var")
     return isinstance(x, dict) and (x.keys() == {"mean", "var"} or any(map(ends_so, x)))
 
 
 def merge_problems(dense: Any, merge: Any) -> Iterator[Problem]:
-    """Running statistics among the dense parameters get no gradient: a step without `merge` would never move them."""
+    """Running statistics among the dense parameters get no gradient: a step without `merge` would never update them."""
     if merge is None and any(map(is_stats, tree_leaves(dense, is_leaf=is_stats))):
         yield Problem(
             "`merge` is missing: `dense` holds running statistics, which no optimizer moves.",
