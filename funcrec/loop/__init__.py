@@ -1,4 +1,4 @@
-"""`fit` and `evaluate`, and what they are made of, for a loop of your own."""
+"""`fit` and `evaluate`, and their parts, for a loop of your own."""
 
 import funcrec.core as _core
 from funcrec.loop._callbacks import Record as Record

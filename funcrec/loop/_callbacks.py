@@ -15,13 +15,17 @@ from funcrec.core import Count, describe, fail, typed
 
 
 class Record(NamedTuple):
-    """What a callback of `fit` is given.
+    """The argument of a callback of `fit`.
 
-    when: "begin" before the first step, when there is a checkpoint; "step" behind each step; "epoch" behind each epoch
-    and its evaluation. epoch: its number. step: the steps since the beginning of the run. metrics: those of the step as
-    it gave them (tensors: reading one waits for the device), or the epoch's entry of the history. state, params: as
-    they are now, params (whole) at an epoch's end only; a donating step takes them away: copy what is to be kept.
-    is_best: whether the epoch is the best so far. is_chief: whether this process is the one to print and write.
+    when: "begin" before the first step (after the first checkpoint is written, if there is one); "step" after each
+      step; "epoch" after each epoch and its evaluation.
+    epoch: its number.
+    step: the steps since the beginning of the run.
+    metrics: the step's metrics (tensors: reading one waits for the device), or the epoch's entry of the history.
+    state, params: their present values; params (whole) at an epoch's end only. A donating step reuses their memory:
+      copy what you keep.
+    is_best: whether the epoch is the best so far.
+    is_chief: whether this process is the one that prints and writes.
 
     Example:
       >>> import funcrec as fr
@@ -42,7 +46,7 @@ class Record(NamedTuple):
 
 @typed
 def print_epoch(record: Record) -> None:
-    """A line for each epoch: its number and the numbers of its entry, "best" behind the best so far.
+    """Print a line for each epoch: its number, the numbers of its entry, and "best" if it is the best so far.
 
     Example:
       >>> import funcrec as fr
@@ -59,7 +63,7 @@ def print_epoch(record: Record) -> None:
 
 @typed
 def json_lines(path: str | os.PathLike) -> Callable[[Record], None]:
-    """Appends each epoch's entry as a line of JSON; a number that is not finite as null.
+    """Append each epoch's entry as a line of JSON; a number that is not finite is null.
 
     Example:
       >>> import tempfile, pathlib, funcrec as fr
@@ -82,10 +86,10 @@ def json_lines(path: str | os.PathLike) -> Callable[[Record], None]:
 
 @typed
 def csv_lines(path: str | os.PathLike) -> Callable[[Record], None]:
-    """Appends each epoch's entry as a line of CSV, with a header where the file is new.
+    """Append each epoch's entry as a line of CSV, with a header if the file is new.
 
     Raises:
-      ValueError: from its callback, for a file of other columns.
+      ValueError: from its callback, if the file has other columns.
 
     Example:
       >>> import tempfile, pathlib, funcrec as fr
@@ -115,12 +119,12 @@ def csv_lines(path: str | os.PathLike) -> Callable[[Record], None]:
 
 @typed
 def tensorboard(writer: Any, *, every: Count | None = None) -> Callable[[Record], None]:
-    """Gives TensorBoard each epoch's numbers, and the numbers of every `every`th step.
+    """Write each epoch's numbers to TensorBoard, and the numbers of every `every`th step.
 
     Args:
       writer: a folder, for torch.utils.tensorboard (which must be installed), or your own with
         `add_scalar(name, number, step)`.
-      every: steps; None for none of theirs: reading a step's number waits for the device.
+      every: steps; None writes no step's numbers: reading one waits for the device.
 
     Example:
       >>> import funcrec as fr
@@ -137,7 +141,7 @@ def tensorboard(writer: Any, *, every: Count | None = None) -> Callable[[Record]
     if not isinstance(writer, str | os.PathLike) and not callable(getattr(writer, "add_scalar", None)):
         need = "a folder, or a writer with `add_scalar`"
         fail(call, "`writer` is not a writer.", got=describe(writer), need=need, hint="'runs/one'", kind=TypeError)
-    made: list = []  # the first record of the process that writes makes the folder
+    made: list = []  # made at the first record, in the process that writes
 
     def write(record: Record) -> None:
         is_due = record.when == "epoch" or (every is not None and record.step % every == 0)
@@ -165,7 +169,7 @@ def open_writer(writer: Any) -> Any:
 
 
 def numbers_of(metrics: Any) -> dict[str, float]:
-    """The numbers among the metrics, tensors of one read."""
+    """The numbers among the metrics, including tensors of one element."""
     entries = metrics.items() if isinstance(metrics, Mapping) else ()
     is_number = lambda x: isinstance(x, Number) or (isinstance(x, Tensor) and x.numel() == 1)
     return {str(n): x.item() if isinstance(x, Tensor) else x for n, x in entries if is_number(x)}

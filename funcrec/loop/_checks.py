@@ -1,4 +1,4 @@
-"""What `fit` asks of its arguments, and of what its functions give it."""
+"""Checks of `fit`'s arguments, and of what its functions return."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -36,7 +36,7 @@ def work_problems(work: Work) -> Iterator[Problem]:
 
 
 def clock_problems(minutes: float | None, sync: Any) -> Iterator[Problem]:
-    """When the clock says so a run may be saved, but nothing that changes it may be done."""
+    """A clock may decide when to save a run, but `sync` changes the run, and a clock must not decide that."""
     if minutes is not None and sync is not None:
         what = "`save_every_minutes` would have `sync` change the training when a clock says so."
         yield Problem(what, "both", "one of them, or none", "save_every_steps=1000")
@@ -65,7 +65,7 @@ def place_problems(state: Any, mesh: Mesh | None) -> Iterator[Problem]:
 
 
 def item_problems(item: Any, position: Position) -> Iterator[Problem]:
-    """What a loader gives after `position` is a pair of the next position and a batch."""
+    """A loader gives, after `position`, a pair of the next position and a batch."""
     need, hint = "(Position, batch)", "fr.data.batches(data, rows, 512, position=position)"
     if item is None:
         yield Problem(f"`loader` has no batch after {position}.", "nothing", need, hint)
@@ -80,7 +80,7 @@ def item_problems(item: Any, position: Position) -> Iterator[Problem]:
 
 
 def has_loss(metrics: Any) -> bool:
-    """Whether a step gave a loss: a number, or one for each of some members."""
+    """Whether a step's metrics have a loss: a number, or one for each member."""
     loss = metrics.get("loss") if isinstance(metrics, Mapping) else None
     return isinstance(loss, int | float) or (isinstance(loss, Tensor) and loss.numel() > 0 and not loss.is_complex())
 

@@ -1,4 +1,4 @@
-"""A loss that is no number any more ends a run.
+"""Ends a run whose loss diverged.
 
 diverged(l) = not |l| <= 1e20
 """
@@ -16,12 +16,12 @@ LARGEST_LOSS = 1e20  # the square of a larger number is infinite in f32
 
 
 class DivergedError(FloatingPointError):
-    """The loss of a step of `fit` is NaN, infinite or greater than 1e20; where a step gives a loss for each of some
-    members, all of them are.
+    """The loss of a step of `fit` is NaN, infinite or greater than 1e20.
 
-    step: the number of that step since the beginning of the run. best: the parameters of the best epoch by `monitor`,
-    None where there is none. history: one dict per epoch, as in `Fitted`. A checkpoint is that of the last time it was
-    written, before that step.
+    If a step gives a loss for each of several members, this holds for all of them.
+
+    step: the number of that step since the beginning of the run. best: the parameters of the best epoch by `monitor`;
+    None if there is none. history: one dict per epoch, as in `Fitted`. The checkpoint is the last one before that step.
 
     Example:
       >>> import torch, funcrec as fr
@@ -39,19 +39,19 @@ class DivergedError(FloatingPointError):
 
 
 class Losses:
-    """The losses of an epoch's steps that nobody read yet: on a CPU none waits, elsewhere a few are read at once."""
+    """The losses of an epoch that are not yet read: a CPU's are read at once, another device's a few at a time."""
 
     def __init__(self):
         self.unread: list[tuple[int, Tensor]] = []
 
     def add(self, step: int, metrics: Any) -> bool:
-        """Note the loss of a step; whether it is time to read."""
+        """Note the loss of a step; return whether it is time to read."""
         if has_loss(metrics):
             self.unread.append((step, torch.as_tensor(metrics["loss"]).detach()))
         return any(x.device.type == "cpu" for _, x in self.unread) or len(self.unread) >= STEPS_PER_QUESTION
 
     def read(self, best: Any, history: Any) -> None:
-        """Raise for the first one that diverged."""
+        """Raise for the first loss that diverged."""
         unread, self.unread = self.unread, []
         for step, loss in unread:
             if not bool((loss.abs() <= LARGEST_LOSS).any()):

@@ -1,6 +1,6 @@
-"""What a loop knows of its epochs, and what it decides by it.
+"""The history of a loop's epochs, and the decisions that follow from it.
 
-best = argmax_e history[e][monitor],   the end: `epochs` of them, or `patience` of them after the best
+best = argmax_e history[e][monitor],   the end: after `epochs` epochs, or `patience` epochs after the best
 """
 
 import math
@@ -12,11 +12,11 @@ from funcrec.core import Problem, check, html_table, new_figure, typed
 History = Sequence[Mapping[str, Any]]
 
 
-OF_AN_EPOCH = ("epoch", "loss", "steps", "seconds", "steps_per_s", "bad_ids")  # the last if counted: not of `evaluate`
+OF_AN_EPOCH = ("epoch", "loss", "steps", "seconds", "steps_per_s", "bad_ids")  # the last only if counted
 
 
 class Limits(NamedTuple):
-    """What ends a run."""
+    """The conditions that end a run."""
 
     epochs: int
     monitor: str | None
@@ -26,7 +26,7 @@ class Limits(NamedTuple):
 
 @typed
 def best_epoch(history: History, monitor: str, mode: Literal["max", "min"] = "max") -> int | None:
-    """The first epoch of the best number; None where none has one: NaN is never best.
+    """Return the first epoch with the best number; None if all are NaN: NaN is never best.
 
     Args:
       history: one {name: number} per epoch.
@@ -45,14 +45,14 @@ def best_epoch(history: History, monitor: str, mode: Literal["max", "min"] = "ma
 
 
 def history_html(history: History) -> str:
-    """A row for each epoch; a number that one lacks is left empty."""
+    """An HTML table with a row for each epoch; a cell without a number is empty."""
     names = list(dict.fromkeys(n for entry in history or [dict.fromkeys(OF_AN_EPOCH[:2])] for n in entry))
     shown = lambda x: f"{x:.4g}" if isinstance(x, float) else x
     return html_table(names, [[shown(entry.get(n, "")) for n in names] for entry in history])
 
 
 def history_figure(history: History) -> Any:
-    """A matplotlib Figure: the loss by epoch, and next to it each number that `evaluate` gave."""
+    """Draw a matplotlib Figure: the loss by epoch, and in a second panel the numbers of `evaluate`."""
     others = list(dict.fromkeys(n for e in history for n, x in e.items() if n not in OF_AN_EPOCH and is_number(x)))
     figure = new_figure("funcrec.Fitted.plot", 4.5 * (1 + bool(others)), 3.5)
     panels = figure.subplots(1, 1 + bool(others), squeeze=False)[0]
@@ -71,7 +71,7 @@ def is_number(x: Any) -> bool:
 
 
 def is_finished(history: History, limits: Limits) -> bool:
-    """Whether there have been all epochs, or `patience` of them since the best."""
+    """Whether all epochs are done, or `patience` epochs since the best."""
     if len(history) >= limits.epochs or not history or limits.patience is None:
         return len(history) >= limits.epochs
     return len(history) - 1 - (best_epoch(history, limits.monitor, limits.mode) or 0) >= limits.patience

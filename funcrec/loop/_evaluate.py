@@ -1,4 +1,4 @@
-"""Metrics of a model on batches.
+"""Computes metrics of a model on batches.
 
     metrics(∪_i predict(params, b_i), label_i, weight_i)
 
@@ -23,13 +23,16 @@ from funcrec.mesh import Mesh
 from funcrec.metrics import Metric
 from funcrec.tables import validate
 
-ANY = (-math.inf, math.inf)  # labels of a number, or a class; what a loss needs of them it checks itself
+ANY = (-math.inf, math.inf)  # numbers, or classes; a loss checks for itself which labels it takes
 _is_trial: ContextVar[bool] = ContextVar("funcrec_trial", default=False)
 
 
 @contextlib.contextmanager
 def one_batch() -> Iterator[None]:
-    """Inside, `evaluate` takes the first batch only, of this process; of an iterator, which that would use up, none."""
+    """Inside, `evaluate` takes only this process's first batch.
+
+    From an iterator it takes none, since that would use it up.
+    """
     before = _is_trial.set(True)
     try:
         yield
@@ -48,23 +51,23 @@ def evaluate(
     weight: Callable[[Any], Tensor | None] = lambda batch: batch.weight,
     mesh: Mesh | None = None,
 ) -> dict[str, float]:
-    """The metrics of predict(params, batch) on all batches, as numbers by name.
+    """Return the metrics of predict(params, batch) on all batches, as numbers by name.
 
     Args:
       predict: (params, batch) -> a number for each example, or one for each class, such as `fr.jit(model.apply)`. It
-        compiles once where all batches have one shape: a short last one is padded by `fr.data.batches(...,
-        pad_last=True)` with examples of weight 0, which no metric counts.
-      batches: an iterable of batches or of (position, batch), or a function that gives one, as a loader does. For
-        several evaluations it must be one that can be gone through again: a list or a function, not an iterator.
+        compiles once if all batches have one shape: `fr.data.batches(..., pad_last=True)` pads a short last one with
+        examples of weight 0, which no metric counts.
+      batches: an iterable of batches or of (position, batch), or a function that returns one, as a loader does. For
+        several evaluations pass a list or a function, not an iterator, which one evaluation uses up.
       metrics: {name: Metric}, whose states add up batch after batch (`fr.metrics.auc()`), or {name: function} of the
         predictions, labels and weights of all examples whose weight is not 0 (`fr.metrics.exact_auc`).
-      label, weight: what is read of a batch; of several tasks, `label=lambda batch: batch.label[:, 0]`. Weights None
-        count all examples alike.
-      mesh: of real ranks that have different examples each, equally many: the numbers are of all of them, and the same
-        on all. None where every process sees every example.
+      label, weight: read these from a batch; for one of several tasks, `label=lambda batch: batch.label[:, 0]`. If
+        weights are None, all examples count alike.
+      mesh: of real ranks that have different examples each, as many on every rank. The numbers then cover all of them,
+        and are the same on all. None if every process sees every example.
 
     Raises:
-      ValueError: without a batch, as of an iterator that was used up, and for a batch without a label.
+      ValueError: if there is no batch, as from an iterator that was used up, or a batch has no label.
 
     Example:
       >>> import torch, funcrec as fr
@@ -95,7 +98,7 @@ def evaluate(
             scores = predict(params, batch)
         y, w = label(batch), weight(batch)
         check(call, scores_problems(scores, y))
-        scores = scores.detach()  # no_grad around predict would have it compiled once more
+        scores = scores.detach()  # no_grad around predict would compile it once more
         states = {n: m.init(scores.device) for n, m in adding.items()} if states is None else states
         states = {n: m.update(states[n], scores, y, w) for n, m in adding.items()}
         if at_once:
@@ -125,7 +128,7 @@ def evaluation(
 
 
 def validation_problems(evaluate: Any, validation: Any, metrics: Any) -> Iterator[Problem]:
-    """Batches to evaluate on come with metrics, and in the place of a function."""
+    """`validation` needs `metrics`, excludes `evaluate`, and must be iterable again for every epoch."""
     if validation is not None and not metrics:
         hint = 'metrics={"auc": fr.metrics.exact_auc}'
         yield Problem("`validation` needs `metrics`.", f"metrics={metrics!r}", "{name: metric}", hint)
@@ -138,7 +141,7 @@ def validation_problems(evaluate: Any, validation: Any, metrics: Any) -> Iterato
 
 
 def results(metrics: Mapping, states: Mapping, seen: list[tuple[Tensor, ...]], mesh: Mesh | None) -> dict[str, Any]:
-    """What each metric says of the examples of all ranks, in the order of `metrics`."""
+    """Compute each metric over the examples of all ranks, in the order of `metrics`."""
     if num_processes(mesh) > 1:
         states = tree_map(lambda x: all_parts(x[None], mesh).sum(0), states)
     whole = [torch.cat(xs) for xs in zip(*seen, strict=True)]
@@ -149,7 +152,7 @@ def results(metrics: Mapping, states: Mapping, seen: list[tuple[Tensor, ...]], m
             got, need = f"{counts} examples", "as many on every rank"
             fail("funcrec.evaluate", "the ranks have different numbers of examples.", got=got, need=need, hint=hint)
         whole = [all_parts(x, mesh) for x in whole]
-    whole = [x[whole[2] != 0] for x in whole]  # what fills a batch up is no example
+    whole = [x[whole[2] != 0] for x in whole]  # examples of weight 0 fill a batch up, and do not count
     found = {}
     for n, m in metrics.items():
         with own_errors("funcrec.evaluate", m, *whole, need="(predictions, labels, weights) of all examples"):
@@ -158,7 +161,7 @@ def results(metrics: Mapping, states: Mapping, seen: list[tuple[Tensor, ...]], m
 
 
 def is_pair(item: object) -> bool:
-    """(position, batch), as loaders give them."""
+    """Whether an item is (position, batch), as loaders give them."""
     return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], tuple)
 
 

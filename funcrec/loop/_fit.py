@@ -1,8 +1,8 @@
-"""fit: epochs of steps, each evaluated; the best kept; and all of it in a checkpoint that goes on to the same bits.
+"""fit: runs epochs of steps, evaluates each, keeps the best, and saves checkpoints that resume with the same bits.
 
     state, metrics = step(state, batch)   for each batch of an epoch;      history += evaluate(params);      save
 
-Nothing here is known to a step or a loader: a loop of one's own has the same pieces (`fr.evaluate`, `fr.copy`,
+No step or loader depends on this file: a loop of your own can use the same parts (`fr.evaluate`, `fr.copy`,
 `fr.save`, `fr.loop`).
 """
 
@@ -66,13 +66,15 @@ from funcrec.tree import copy
 
 
 class Fitted(NamedTuple):
-    """What `fit` returns.
+    """The result of `fit`.
 
-    state: after the last step. best: the parameters of the best epoch by `monitor`, whole and in memory of their own;
-    without a monitor, or where it never was a number, those of `state`. history: one
-    dict per epoch: "epoch", "loss" (the mean over its steps, and over the members where a step gives a loss for each;
-    no entry where it gives none), "steps", "seconds" and "steps_per_s" (of the steps after
-    its first, which may compile), and what `evaluate` gave. stopped: 0, or what `stop` said to end it.
+    state: after the last step.
+    best: the parameters of the best epoch by `monitor`, whole and in memory of their own; those of `state` if there is
+      no monitor, or it never was a number.
+    history: one dict per epoch: "epoch", "loss", "steps", "seconds", "steps_per_s" (without the first step, which may
+      compile), and the numbers of `evaluate`. "loss" is the mean over the epoch's steps, and over members if a step
+      gives a loss for each; there is none if a step gives none.
+    stopped: 0, or the number from `stop` that ended the run.
 
     Example:
       >>> import torch, funcrec as fr
@@ -92,10 +94,10 @@ class Fitted(NamedTuple):
         return history_html(self.history)
 
     def plot(self) -> Any:
-        """A matplotlib Figure: the loss by epoch, and next to it what `evaluate` gave. It is drawn, not shown.
+        """Draw a matplotlib Figure: the loss by epoch, and next to it the numbers of `evaluate`. It is not shown.
 
         Raises:
-          ImportError: where matplotlib is not installed.
+          ImportError: if matplotlib is not installed.
         """
         return history_figure(self.history)
 
@@ -139,55 +141,56 @@ def fit(
     place: Callable[[Any], Any] | None = None,
     sync: Callable[[Any], Any] | None = None,
 ) -> Fitted:
-    """Train for some epochs: a loop over a step and a loader, and what every such loop needs.
+    """Train for some epochs: a loop over a step and a loader, with evaluation, checkpoints and early stopping.
 
     Args:
-      step: (state, batch) -> (state, metrics), such as `train_step(...)`, plain or jitted, or a `pipeline` of it. One
-        that donates its state uses up `state`.
-      loader: position -> the rest of that position's epoch, pairs (position after the batch, batch), as
+      step: (state, batch) -> (state, metrics), such as `train_step(...)`, plain or jitted, or a `pipeline` of it. A
+        step that donates its state uses up `state`.
+      loader: position -> the rest of that position's epoch, as pairs (position after the batch, batch), such as
         `lambda position: fr.data.batches(..., position=position)`. Or a list of batches, the same in every epoch.
       epochs: at most.
-      evaluate: params -> {name: number}, run after each epoch, as `lambda params: fr.evaluate(predict, params, ...)`,
-        and, if it calls `fr.evaluate`, once before the first step, with one batch: what cannot work raises then.
-      validation, metrics: in the place of `evaluate`: fr.evaluate(model.apply, params, validation, metrics).
-      monitor, mode: the number of the history that says which epoch is best: the greatest ("max"), or the least
-        ("min"). None takes the greatest, and is refused for what is called a loss or an error. NaN is never best.
-      patience: the end comes after this many epochs without a better one; None for never.
-      checkpoint: a file, written before the first step, after epochs, and where `stop` or a signal ends the run.
-      save_every: write it after this many epochs each time, and after the last.
-      save_every_steps: write it after this many steps of an epoch each time, too.
-      save_every_minutes: write it where that long ago the last one was finished, too, by the clock of the first rank:
+      evaluate: params -> {name: number}, run after each epoch, such as
+        `lambda params: fr.evaluate(predict, params, ...)`. If it calls `fr.evaluate`, it also runs once before the
+        first step, with one batch, so that its errors come at once.
+      validation, metrics: in place of `evaluate`: fr.evaluate(model.apply, params, validation, metrics).
+      monitor, mode: the number of the history that decides which epoch is best: the greatest ("max"), or the least
+        ("min"). None takes the greatest, and is refused if the name sounds like a loss or an error. NaN is never best.
+      patience: end after this many epochs without a better one; None for never.
+      checkpoint: a file, written before the first step, after epochs, and when `stop` or a signal ends the run.
+      save_every: epochs between two checkpoints; the last epoch writes one, too.
+      save_every_steps: also write it after this many steps of an epoch each time.
+      save_every_minutes: also write it when the last one was finished that long ago, by the clock of the first rank,
         between two steps; ranks ask it at every 16th.
-      keep: `checkpoint` is a folder of that many of the newest, each called by its step (`fr.latest`); ranks write
-        their own parts of a sharded state, and nothing is gathered. None: one file, of whole tables.
-      save_asynchronously: train on while a copy of what this rank writes is written. What goes wrong then is raised at
+      keep: `checkpoint` is a folder with the newest `keep` checkpoints, each named by its step (`fr.latest`). Ranks
+        then write their own parts of a sharded state, and gather nothing. None: one file, of whole tables.
+      save_asynchronously: continue to train while a copy of what this rank writes is written. An error then raises at
         the next checkpoint, or at the end, which waits for the last one.
-      resume: go on from the checkpoint; "auto": where there is one. The end has the bits of a run that was not
-        interrupted, wherever it was: between the steps that were saved. A loader that tells its `order`, as
-        `fr.data.loader` does, is held to that of the run in the midst of an epoch.
+      resume: continue from the checkpoint; "auto": if there is one. The result has the bits of a run that was not
+        interrupted, wherever that was. In the midst of an epoch a loader with an `order`, such as `fr.data.loader`,
+        must have the order of the saved run.
       overwrite: start again although there is a checkpoint; without it that is an error.
       settings: plain values that go into the checkpoint; resuming with others is an error that names them.
       callbacks: functions of a `fr.loop.Record`, called before the first step, after each step and after each epoch;
         an exception of one ends the run.
-      model, validate: with a model the first batch is held against its features and tables (`fr.validate`) before any
-        work. With or without one it goes once through the loss of a `train_step` or `jit` of it (under `fr.checked`,
-        which names ids outside their tables), and a loss that reads no `batch.weight` is refused for a batch that has
-        weights; not so the loss of a step on a mesh, or of a function of your own around one. `validate` takes the
-        place of all this: your own function of that batch, which raises.
-      on_bad_ids: what is done about ids outside their tables, which read zeros. "raise", which None is; or
-        "count": each epoch's entry has their number as "bad_ids", and the bar shows it. They are looked for by the
-        loader's thread, where it has one, before the batch goes to a device. Which features read a batch's ids is known
-        of `model`, or else of the lookups of `batch.ids` in the loss that the first batch goes through; where it is not
-        known none are looked for, and "raise" and "count" are refused.
+      model, validate: how to check the first batch before any work. With a model, it is checked against its features
+        and tables (`fr.validate`). With or without one, it goes once through the loss of a `train_step` or `jit` of it
+        (under `fr.checked`, which names ids outside their tables); if it has weights, a loss that does not read
+        `batch.weight` is refused. The loss is not tried if the step runs on a mesh, or is a function of your own around
+        one. `validate`, a function of that batch that raises, replaces all these checks.
+      on_bad_ids: what to do about ids outside their tables, which read zeros: "raise", as None does, or "count": each
+        epoch's entry has their number as "bad_ids", and the bar shows it. The loader's thread, if it has one, looks for
+        them before the batch goes to a device. `model`, or else the lookups of `batch.ids` in the loss that the first
+        batch goes through, tell which features read the ids. If neither does, no batch is searched, and "raise" and
+        "count" are refused.
       stop: () -> whether to end, asked between steps; on ranks any rank's answer counts. None: SIGINT and SIGTERM,
-        where there is a checkpoint: they are raised again once it is written.
-      progress: a bar on stderr, with the examples of a second and the time that is left; None for one where that is a
-        terminal.
+        if there is a checkpoint: they are raised again after it is written.
+      progress: whether to show a bar on stderr, with examples per second and the time left; None shows it on a
+      terminal.
       mesh: of a state that lies on it: `evaluate` and the checkpoint have whole tables, and the first rank writes. Real
-        ranks watch each other (`fr.loop.watch`): where one is lost, all end.
-      place: a whole state -> one as `step` takes it, for resuming on a mesh: `lambda state: fr.reshard(state, ...)`.
-        None lays it out as `state` lies.
-      sync: state -> state, run before a state is evaluated or saved: `fr.sync_replicas` of copies that train apart.
+        ranks watch each other (`fr.loop.watch`): if one is lost, all end.
+      place: a whole state -> the state that `step` takes, for resuming on a mesh:
+        `lambda state: fr.reshard(state, ...)`. None lays it out like `state`.
+      sync: state -> state, run before a state is evaluated or saved: `fr.sync_replicas` for copies that train apart.
 
     Returns:
       Fitted(state, best, history, stopped).
@@ -196,12 +199,12 @@ def fit(
       TypeError, ValueError: arguments that do not fit, before the first step.
       CheckError: ids outside their tables.
       DivergedError: a loss that is NaN, infinite or beyond 1e20 (`fr.loop.DivergedError`).
-      RankLost: on the other ranks, where one fails (`fr.loop.RankLost`).
+      RankLost: on the other ranks, if one fails (`fr.loop.RankLost`).
 
-    What step, loader, evaluate and callbacks raise passes. The checkpoint is then that of the last time it was written.
+    Errors of step, loader, evaluate and callbacks pass through. The checkpoint is then the last one that was written.
 
-    Law: with the same arguments the same bits, however often it was interrupted and resumed (but for times in the
-      history).
+    Law: the same arguments give the same bits, however often the run is interrupted and resumed (except for times in
+      the history).
 
     Example:
       >>> import torch, funcrec as fr
@@ -236,16 +239,16 @@ def fit(
         try:
             done = train(work, limits, load_run(work, state, found) if found and resume else begin(state), asked)
         finally:
-            finish()  # however it ends, what is being written will be there
+            finish()  # however it ends, an unfinished write completes
         settle()
         signum = done.stopped or (listens and of_any([asked()], mesh, device_of(done.state))[0])
-    if listens and signum:  # one after the last question, too
+    if listens and signum:  # also a signal that came after the last question
         end(signum, signal.getsignal(signum))
     return done
 
 
 def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitted:
-    """From where the run is to its end, or to that which `stop` asks for."""
+    """Train from the run's position to its end, or until `stop` ends it."""
     is_due = lambda: is_chief(work.mesh) and work.clock.is_due()
     ask, stopped = questions([stop, is_due], work.mesh, device_of(run.state)), 0
     at("the loader before its first step")
@@ -256,9 +259,7 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
         look_first(work, run.state, first[1])
         try_evaluate(work, run)
         items = itertools.chain([first], items)
-        if (
-            run.position == Position()
-        ):  # an interrupt has something to go on from, and a full disk is found, before work
+        if run.position == Position():  # before any work: an interrupt then has a checkpoint, and a full disk is found
             make_room(work)
             save_run(work, run)
     done = steps_of(run.history) + run.position.batch
@@ -281,7 +282,7 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
 
 
 def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[int]], epochs: int) -> tuple[Run, int]:
-    """The rest of an epoch and its evaluation, or the part of it before `ask` says to stop: (run, what it said)."""
+    """Train the rest of an epoch and evaluate it, or the part before `ask` says to stop: (run, its answer)."""
     state, position, loss_sum, bad, losses = run.state, run.position, run.loss_sum, run.bad_ids, Losses()
     now = lambda: Run(work.sync(state), position, loss_sum, run.best, run.history, bad)
     before = steps_of(run.history)
@@ -315,7 +316,7 @@ def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[in
         else:
             got, need = f"{steps} batches, the last with {position}", f"Position({epoch + 1}, 0) with the last one"
             fail("funcrec.fit", f"`loader` ended in the midst of epoch {epoch}.", got=got, need=need)
-    loss = {"loss": float(loss_sum) / steps} if has_loss(metrics) else {}  # which waits for the device
+    loss = {"loss": float(loss_sum) / steps} if has_loss(metrics) else {}  # waits for the device
     seconds = time.perf_counter() - began
     timed = steps - run.position.batch - 1
     entry = {"epoch": epoch, **loss, "steps": steps, "seconds": seconds, "steps_per_s": timed / seconds}
@@ -325,7 +326,7 @@ def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[in
 
 
 def end_epoch(work: Work, run: Run, entry: dict[str, float]) -> Run:
-    """The run with the epoch's entry in its history, and its parameters as the best if they are."""
+    """Add the epoch's entry to the history, and keep the parameters if they are the best."""
     at(f"the evaluation of epoch {entry['epoch']}")
     params = whole_params(run.state, work.mesh) if work.evaluate or work.callbacks or work.monitor else None
     history = [*run.history, entry | measured(work.evaluate, params, entry)]
@@ -355,18 +356,18 @@ def one_step(step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
 
 
 def loss_of(metrics: Any, like: Tensor) -> Tensor:
-    """f64[]: metrics["loss"], of members their mean; NaN where a step gives none."""
+    """f64[]: metrics["loss"], or its mean over members; NaN if the step gives none."""
     loss = metrics["loss"] if has_loss(metrics) else torch.nan
     return loss.detach().double().mean() if isinstance(loss, Tensor) else torch.full_like(like, loss)
 
 
 def rest_of_epoch(work: Work, position: Position) -> Iterator[tuple[Position, Any]]:
-    """What the loader has after `position`, watched for bad ids."""
+    """The loader's items after `position`, watched for bad ids."""
     return work.bad_ids.watched(work.loader, given_of_epoch(work.loader, position))
 
 
 def given_of_epoch(loader: Any, position: Position) -> Iterator[tuple[Position, Any]]:
-    """What the loader has after `position`; a list of batches is every epoch's."""
+    """The loader's items after `position`; a list of batches serves every epoch."""
     if callable(loader):
         with own_errors("funcrec.fit", loader, position, need="a position, of which it gives the rest of the epoch"):
             return iter(loader(position))
@@ -378,7 +379,7 @@ def given_of_epoch(loader: Any, position: Position) -> Iterator[tuple[Position, 
 
 
 def numbered(batches: Iterator, position: Position) -> Iterator[tuple[Position, Any]]:
-    """Each batch with the position after it; which one is the last shows when there is no other."""
+    """Yield each batch with the position after it; the last batch is known when no other follows."""
     epoch, count = position
     last = list(itertools.islice(batches, 1))
     for batch in batches:

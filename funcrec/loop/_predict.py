@@ -1,4 +1,4 @@
-"""What a model says of rows as they come: columns in, probabilities out.
+"""A model's predictions for raw rows: columns in, probabilities out.
 
 predict(model, params, encoding, rows) = link(model.apply(params, encode(encoding, rows)))
 """
@@ -19,23 +19,23 @@ CALL = "funcrec.predict"
 
 @typed
 def predict(model: Model, params: Params, encoding: Encoding, rows: Any, *, batch_size: Count = 8192) -> Tensor:
-    """Return the model's answers for rows of columns, as `fr.data.encode` takes them.
+    """Return the model's predictions for rows of columns, in the form that `fr.data.encode` takes.
 
     Args:
-      params: as `fit` gives them: `done.best`; from a GPU `done.best.to("cpu")`.
+      params: the result of `fit`, `done.best`; from a GPU `done.best.to("cpu")`.
       encoding: that of the training data. Columns of its label, weight and time are not read.
       rows: N rows: a data frame, a dict of lists, a table of pyarrow.
       batch_size: rows that go through the model at once.
 
     Returns:
-      f[N], or f[N, T] of a model of T labels, by the kinds that the schema has of them: of "binary" ones probabilities,
-      of a "number" what the model gives. Of a "class" f[N, K], probabilities that add up to 1.
+      f[N], or f[N, T] for a model with T labels. The schema's kind of each label decides: probabilities for "binary",
+      the model's own numbers for "number". For a "class" f[N, K], probabilities that add up to 1.
 
-    Law: a row's answer is the one that it has alone, within the rounding of its products.
+    Law: a row's prediction does not depend on the other rows, within the rounding of its products.
 
     Raises:
-      ValueError: columns that are not the encoding's (`fr.data.encode`), an encoding with more ids than a table has
-        rows, a model whose scores do not match the schema's labels.
+      ValueError: if the columns are not the encoding's (`fr.data.encode`), the encoding has more ids than a table has
+        rows, or the model's scores do not match the schema's labels.
       TypeError: within `jit`, since columns are read on the host.
 
     Example:
@@ -60,7 +60,7 @@ def predict(model: Model, params: Params, encoding: Encoding, rows: Any, *, batc
 
 
 def linked(scores: Tensor, kinds: tuple[str, ...]) -> Tensor:
-    """Scores as what the labels are; without a label they are those of a binary one."""
+    """Apply each label kind's link to its scores; without a label the link is that of a binary one."""
     if "class" in kinds:
         return scores.softmax(1)
     if len(kinds) <= 1:
@@ -73,7 +73,7 @@ def linked(scores: Tensor, kinds: tuple[str, ...]) -> Tensor:
 
 
 def encoding_problems(encoding: Encoding, model: Model) -> Iterator[Problem]:
-    """Every id of a column must be a row of the table that reads it, where no hash makes it one."""
+    """Every id of a column must be a row of the table that reads it, unless a hash maps it to one."""
     sizes, kinds = {t.name: t.num_embeddings for t in model.tables}, encoding.schema.label_kinds
     for f in (f for f in model.features if f.hash is None):
         count = encoding.num_ids.get(f.key, 0)

@@ -1,6 +1,6 @@
-"""A bar on a terminal: the steps of an epoch, examples a second, and the time that the whole run has left.
+"""A progress bar on a terminal: the steps of an epoch, examples per second, and the time left for the whole run.
 
-left = (steps of the epoch that are left + steps of the epochs after it) · seconds a step
+left = (steps left of this epoch + steps of the epochs after it) · seconds per step
 """
 
 import operator
@@ -18,9 +18,9 @@ from funcrec.tables import Batch
 
 
 class Progress:
-    """The bar of one epoch; nothing is shown, or counted, where it is hidden.
+    """The bar of one epoch. A hidden bar shows and counts nothing.
 
-    done: the steps that an earlier run made of the epoch. epochs: how many the whole run has, at most.
+    done: the steps of the epoch that an earlier run made. epochs: the most that the whole run has.
     """
 
     def __init__(self, work: Work, epoch: int, done: int, epochs: int):
@@ -39,7 +39,7 @@ class Progress:
         self.bar.close()
 
     def step(self, batch: Any, bad_ids: int) -> None:
-        """One step more. The first of them may compile: the clock begins after it."""
+        """Count one step. The first may compile: the clock begins after it."""
         if self.bar.disable:
             return
         if self.began:
@@ -47,12 +47,12 @@ class Progress:
         else:
             self.done, self.began = self.done + 1, time.perf_counter()
         seconds = time.perf_counter() - self.began if self.steps else 0.0
-        self.bar.set_postfix(self.words(seconds, bad_ids), refresh=bad_ids > self.bad_ids)  # new ones at once
+        self.bar.set_postfix(self.words(seconds, bad_ids), refresh=bad_ids > self.bad_ids)  # show new ones at once
         self.bad_ids = bad_ids
         self.bar.update()
 
     def words(self, seconds: float, bad_ids: int) -> dict[str, Any]:
-        """{name: text}: what stands after the bar after so many seconds."""
+        """{name: text}: the text after the bar, after so many seconds."""
         found: dict[str, Any] = {"examples/s": f"{self.examples / seconds:,.0f}"} if self.examples else {}
         if self.total is not None and self.steps:
             left = self.total * (self.epochs_left + 1) - self.done - self.steps
@@ -61,6 +61,6 @@ class Progress:
 
 
 def num_examples(batch: Any) -> int:
-    """The examples of a batch: its labels, or the rows of the first tensor of another tree; 0 where there are none."""
+    """The examples of a batch: its labels, or the rows of the first tensor of another tree; 0 if it has neither."""
     rows = [batch.label, batch.dense, batch.weight] if isinstance(batch, Batch) else tree_leaves(batch)
     return next((x.shape[0] for x in rows if isinstance(x, Tensor) and x.dim()), 0)

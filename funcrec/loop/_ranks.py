@@ -1,7 +1,7 @@
-"""What a loop on ranks asks of its mesh: who writes, which rows are this process's, and whether all are to end.
+"""Questions of a loop on ranks to its mesh: which process writes, which rows are its own, and whether all must end.
 
-All ranks run the same loop. What they decide follows from values that are the same on all of them, so that nobody waits
-for anybody but in an exchange.
+All ranks run the same loop. Their decisions follow from values that are equal on all of them, so that a rank waits for
+another only in an exchange.
 """
 
 import itertools
@@ -13,12 +13,12 @@ from torch import Tensor
 from funcrec.core import Device, typed
 from funcrec.mesh import Mesh, P, pmax, shard, shard_map, unshard
 
-STEPS_PER_QUESTION = 16  # whether anyone was interrupted: an exchange and a wait
+STEPS_PER_QUESTION = 16  # how often ranks ask whether any was interrupted: each time costs an exchange and a wait
 
 
 @typed
 def is_chief(mesh: Mesh | None) -> bool:
-    """Whether this process prints and writes: it is alone, emulates all ranks, or is the first of them.
+    """Return whether this process prints and writes: it is the only one, emulates all ranks, or is the first rank.
 
     Example:
       >>> import funcrec as fr
@@ -30,7 +30,7 @@ def is_chief(mesh: Mesh | None) -> bool:
 
 @typed
 def num_processes(mesh: Mesh | None) -> int:
-    """The processes of a mesh; 1 for an emulated one, and for none.
+    """Return the number of processes of a mesh; 1 for an emulated mesh, and for None.
 
     Example:
       >>> import funcrec as fr
@@ -42,7 +42,7 @@ def num_processes(mesh: Mesh | None) -> int:
 
 @typed
 def own_part(x: Tensor, mesh: Mesh | None) -> Tensor:
-    """This process's rows of x[N, ...]; all of them where it is the only one.
+    """Return this process's rows of x[N, ...]; all of them if it is the only process.
 
     Example:
       >>> import torch, funcrec as fr
@@ -54,7 +54,7 @@ def own_part(x: Tensor, mesh: Mesh | None) -> Tensor:
 
 @typed
 def all_parts(x: Tensor, mesh: Mesh | None) -> Tensor:
-    """x[N, ...] of all processes' rows, in the order of the ranks; each has as many.
+    """Return x[N, ...] with all processes' rows, in the order of the ranks; each process has as many.
 
     Law: all_parts(own_part(x)) = x.
 
@@ -67,7 +67,7 @@ def all_parts(x: Tensor, mesh: Mesh | None) -> Tensor:
 
 
 def of_any(numbers: Sequence[int], mesh: Mesh | None, device: torch.device | str = "cpu") -> list[int]:
-    """The largest of the processes' numbers, each for itself, in an exchange that all must make."""
+    """Return the largest of the processes' numbers, element by element, in one exchange that all must make."""
     if num_processes(mesh) == 1:
         return list(numbers)
     largest = shard_map(lambda x: pmax(x, mesh.axis_names), mesh=mesh, in_specs=P(), out_specs=P(), check=False)
@@ -76,9 +76,9 @@ def of_any(numbers: Sequence[int], mesh: Mesh | None, device: torch.device | str
 
 @typed
 def agreed(stop: Callable[[], int], mesh: Mesh | None, device: Device = "cpu") -> Callable[[], int]:
-    """`stop` of any rank, at the same call on all of them; the largest number where they differ.
+    """Return `stop` of any rank, at the same call on all of them; the largest number if they differ.
 
-    Ranks ask each other at every 16th call, which all must make: between steps.
+    Ranks exchange their answers at every 16th call; all must make the calls, between steps.
 
     Example:
       >>> import funcrec as fr
@@ -98,7 +98,10 @@ def agreed(stop: Callable[[], int], mesh: Mesh | None, device: Device = "cpu") -
 def questions(
     asked: Sequence[Callable[[], int]], mesh: Mesh | None, device: torch.device | str
 ) -> Callable[[], list[int]]:
-    """What the functions say on any rank, in one exchange at every 16th call; zeros at the others."""
+    """Return a function that gathers the functions' numbers from all ranks, in one exchange at every 16th call.
+
+    At the other calls it returns zeros.
+    """
     calls, every = itertools.count(1), 1 if num_processes(mesh) == 1 else STEPS_PER_QUESTION
     none = [0] * len(asked)
     return lambda: none if next(calls) % every else of_any([ask() for ask in asked], mesh, device)

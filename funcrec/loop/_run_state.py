@@ -1,6 +1,6 @@
-"""What a run of `fit` never changes, what it changes, and the file that has the latter.
+"""The constants of a run of `fit`, its changing state, and the checkpoint that holds the state.
 
-load(save(run)) = run, so that what follows has the bits of a run that was not interrupted.
+load(save(run)) = run, so that a resumed run continues with the bits of one that was not interrupted.
 """
 
 import time
@@ -29,7 +29,7 @@ PARTS = {"options", "state", "position", "loss_sum", "best", "history"}
 
 
 class Work(NamedTuple):
-    """The arguments of `fit` that hold throughout."""
+    """The arguments of `fit` that stay the same throughout."""
 
     step: Callable
     loader: Any
@@ -46,8 +46,8 @@ class Work(NamedTuple):
     mesh: Mesh | None
     place: Callable | None
     sync: Callable
-    order: dict[str, Any]  # what says which batches the loader gives
-    trial: Callable[[Any, Any], None] | None  # of the first state and batch, before any work
+    order: dict[str, Any]  # identifies the batches that the loader gives
+    trial: Callable[[Any, Any], None] | None  # tries the first state and batch, before any work
     clock: "Clock"
     keep: int | None = None
     asynchronous: bool = False
@@ -56,7 +56,7 @@ class Work(NamedTuple):
 
 @dataclass
 class Clock:
-    """Since when there is a checkpoint, or none."""
+    """The time of the last checkpoint, or of the start."""
 
     minutes: float | None
     saved_s: float = field(default_factory=time.monotonic)
@@ -66,14 +66,14 @@ class Clock:
 
 
 class Run(NamedTuple):
-    """What a run changes: all of it is in the checkpoint."""
+    """The state of a run: the checkpoint holds all of it."""
 
     state: Any
     position: Position
-    loss_sum: Tensor  # f64[], over the steps of this epoch
+    loss_sum: Tensor  # over this epoch's steps
     best: Any  # the parameters of the best epoch; None before there is one
     history: list[dict[str, float]]
-    bad_ids: int = 0  # of this process in the steps of this epoch
+    bad_ids: int = 0  # of this process, in this epoch's steps
 
 
 def device_of(state: Any) -> torch.device:
@@ -85,15 +85,17 @@ def is_sharded(state: Any) -> bool:
 
 
 def whole_params(state: Any, mesh: Mesh | None) -> Any:
-    """The parameters of a state as one process has them; of a state
-    of another kind its `params`, or else the state."""
+    """The whole parameters of a state, as one process has them.
+
+    For a state of another kind it is its `params`, or else the state.
+    """
     if is_sharded(state):
         return Params(gather_tables(state.tables, mesh), join_dense(state.dense, mesh))
     return getattr(state, "params", state)
 
 
 def order_of(loader: Any) -> dict[str, Any]:
-    """What a loader says of the order of its batches; {} of one that says nothing."""
+    """A loader's description of the order of its batches; {} if it has none."""
     order = getattr(loader, "order", None)
     return dict(order) if isinstance(order, Mapping) else {}
 
@@ -104,7 +106,7 @@ def begin(state: Any) -> Run:
 
 
 def save_run(work: Work, run: Run) -> None:
-    """The checkpoint, whatever plan goes on from it: of whole tables, or of `keep` of each rank's own parts."""
+    """Write the checkpoint, which any plan can resume: whole tables, or with `keep` each rank's own parts."""
     if work.checkpoint is None:
         return
     at(f"the checkpoint of epoch {run.position.epoch}, batch {run.position.batch}")
@@ -120,14 +122,14 @@ def save_run(work: Work, run: Run) -> None:
 
 
 def make_room(work: Work) -> None:
-    """A folder for `keep` checkpoints, without those of another run."""
+    """Make a folder for `keep` checkpoints, without those of another run."""
     if work.keep is not None and is_chief(work.mesh):
         work.checkpoint.mkdir(exist_ok=True)
         remove_all(work.checkpoint)
 
 
 def load_run(work: Work, state: Any, path: Path) -> Run:
-    """What `save_run` wrote for a run of the same settings, its state as `state` lies."""
+    """Load what `save_run` wrote for a run with the same settings, its state laid out like `state`."""
     call = "funcrec.fit"
     if is_sharded(state) and work.place is None:
         tree = load_as(path, state, mesh=work.mesh, device=device_of(state))
@@ -144,7 +146,7 @@ def load_run(work: Work, state: Any, path: Path) -> Run:
 
 
 def find(work: Work, device: torch.device) -> Path | None:
-    """The checkpoint to go on from, the first rank's choice, which all must see; asked before any writes one."""
+    """Return the checkpoint to resume: the first rank's choice, which all must see. Call it before any rank writes."""
     if work.checkpoint is None:
         return None
     check("funcrec.fit", keep_problems(work.checkpoint, work.keep))
@@ -164,7 +166,7 @@ def find(work: Work, device: torch.device) -> Path | None:
 
 
 def appears(path: Path) -> bool:
-    """Whether it is there, soon: a disk over the network tells late of what others wrote."""
+    """Whether the path appears within some seconds: a network disk shows others' files late."""
     end = time.monotonic() + APPEAR_S
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)
@@ -179,7 +181,7 @@ def steps_of(history: Sequence[Mapping[str, float]]) -> int:
 
 
 def resume_problems(work: Work, found: Path | None, resume: bool | str, overwrite: bool) -> Iterator[Problem]:
-    """What is to be done about a checkpoint that is there, or is not."""
+    """`resume` and `overwrite` must fit a checkpoint that is there, or is not."""
     path = work.checkpoint
     if resume and overwrite:
         yield Problem("`resume` and `overwrite` exclude each other.", "both", "one of them, or none", "overwrite=False")
@@ -193,7 +195,7 @@ def resume_problems(work: Work, found: Path | None, resume: bool | str, overwrit
 
 
 def keep_problems(path: Path, keep: int | None) -> Iterator[Problem]:
-    """One checkpoint is a file, several are in a folder."""
+    """One checkpoint is a file; several are in a folder."""
     if keep is None and path.is_dir():
         yield Problem(f"`checkpoint` {path} is a folder.", "keep=None", "a file; or a number of checkpoints", "keep=3")
     elif keep is not None and path.exists() and not path.is_dir():
@@ -201,7 +203,7 @@ def keep_problems(path: Path, keep: int | None) -> Iterator[Problem]:
 
 
 def state_problems(saved: Any, state: Any) -> Iterator[Problem]:
-    """What is saved has the form of what would be trained."""
+    """The saved state has the form of the state to train."""
     found = list(difference_problems(saved, state))
     if found:
         got = "; ".join(f"{p.what.rstrip('.')} ({p.got} for {p.need})" for p in found[:3])
@@ -228,7 +230,7 @@ def checkpoint_problems(work: Work, tree: Any) -> Iterator[Problem]:
 
 
 def same_problems(work: Work, tree: Any, device: torch.device) -> Iterator[Problem]:
-    """All ranks go on from one checkpoint: from another one there is to be another time in its history."""
+    """All ranks resume from one checkpoint. Another one is assumed to differ in the times of its history."""
     if num_processes(work.mesh) == 1:
         return
     own = [*tree["position"], zlib.crc32(repr((float(tree["loss_sum"]), tree["history"])).encode())]
@@ -240,6 +242,6 @@ def same_problems(work: Work, tree: Any, device: torch.device) -> Iterator[Probl
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """`lr was 0.1 and is 0.2`, of all that differ."""
+    """Describe all that differ: `lr was 0.1 and is 0.2`."""
     both = {n: (was.get(n), now.get(n)) for n in [*now, *(set(was) - set(now))]}
     return "; ".join(f"{n} was {x!r} and is {y!r}" for n, (x, y) in both.items() if x != y and repr(x) != repr(y))

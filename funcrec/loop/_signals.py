@@ -1,6 +1,6 @@
-"""SIGINT and SIGTERM inside a loop: the first asks for an end between two steps, the second is the end.
+"""SIGINT and SIGTERM inside a loop: the first signal requests an end between two steps, the second ends at once.
 
-Under torchrun a scheduler's one request may come twice: to the rank, and through the launcher, which heard it, too.
+Under torchrun one request may reach a rank twice: directly, and through the launcher, which received it, too.
 """
 
 import contextlib
@@ -17,15 +17,16 @@ SAME_S = 5.0
 
 @contextlib.contextmanager
 def listen() -> Iterator[Callable[[], int]]:
-    """Inside the block the first signal is only heard; after it the handlers are what they were. A signal that the
-    process ignores stays ignored.
+    """Inside the block the first signal is only noted; after it the old handlers are back.
+
+    A signal that the process ignores stays ignored.
 
     Yields:
-      asked, a function () -> the first signal's number, 0 for none. In another thread than the main one, which signals
-      do not reach, it is always 0.
+      asked, a function () -> the first signal's number, 0 for none. Signals do not reach other threads than the main
+      one: there it is always 0.
 
     Raises:
-      KeyboardInterrupt, SystemExit: from the second signal on; under torchrun from one that comes 5 seconds later.
+      KeyboardInterrupt, SystemExit: from the second signal on; under torchrun only if it comes 5 seconds later.
 
     Example:
       >>> import os, signal, funcrec as fr
@@ -57,8 +58,10 @@ def listen() -> Iterator[Callable[[], int]]:
 
 
 def end(signum: int, handler: object) -> None:
-    """What the signal does in a program that does not listen: its own handler's work, or else KeyboardInterrupt, or
-    SystemExit with a shell's code."""
+    """Do what the signal does in a program that does not listen.
+
+    That is its own handler's work, or else KeyboardInterrupt, or SystemExit with a shell's code.
+    """
     if callable(handler) and handler is not signal.default_int_handler:
         handler(signum, None)
         return

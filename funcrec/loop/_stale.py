@@ -1,10 +1,10 @@
-"""stale_pipeline: rows of the next batch travel while this one is computed, as they are before its update.
+"""stale_pipeline: the next batch's rows travel while this one is computed; they are read before its update.
 
     time ─▶    look(i+1)  compute(i), update(i)      look(i+2)  compute(i+1), update(i+1)
                     └─── rows(i+1) under way ───────────▶ └─── rows(i+2) under way ──────▶
                route(i+2)                            route(i+3)            route: ids to the owners of their rows
 
-Batch i + 1 reads the tables of state i; what is computed from that is an update of state i + 1.
+Batch i + 1 reads the tables of state i; the result updates state i + 1.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,39 +30,40 @@ def stale_pipeline(
     device: Device | None = None,
     blank: Callable[[Any], Any] | None = None,
 ) -> "StalePipeline":
-    """Training that reads each batch's rows one update early, so that they travel while the batch before is computed.
+    """Return a pipeline that reads each batch's rows one update early, so that they travel during the batch before.
 
         acts_i = lookup(tables_{i-1}, batch_i);     state_{i+1} = update(state_i, gradient of the loss at acts_i)
 
-    Stale are the rows that lookups read, by one update; the first batch of a run reads them as they are. All else is
+    Only the rows that lookups read are stale, by one update; the first batch of a run reads current rows. All else is
     current: dense parameters, and the tables and slots that an update writes to.
 
     Args:
       step: `train_step(...)`, plain or jitted, donating or not.
-      depth: how many batches are ahead of the one that is computed, as of `pipeline`. Rows are one update old with any.
-      mesh: of the step. On an emulated mesh, and on none, nothing travels; the values are the same.
-      device, blank: as of `pipeline`.
+      depth: how many batches are ahead of the one that is computed, as in `pipeline`. Rows are one update old with any.
+      mesh: of the step. On an emulated mesh, or without one, nothing travels; the values are the same.
+      device, blank: see `pipeline`.
 
     Returns:
-      `stale.run(state, batches)` gives (state, metrics) of each batch. Programs are kept for the next run. `fr.fit`
-      does not take it: it calls a step batch by batch. Which rank was lost tells `fr.loop.watch`.
+      `stale.run(state, batches)` yields (state, metrics) for each batch. Programs are kept for the next run. `fr.fit`
+      does not take it, because it calls a step batch by batch. Use `fr.loop.watch` to learn which rank was lost.
 
     Raises:
-      TypeError: a step that `train_step` did not make (`logged`, `scan` and `retry_overflow` read and write tables of
-        their own time).
-      ValueError: lookups whose ids follow from the state (a loss that draws ids by its key, `micro_batches`), and a
-        mesh of CUDA devices, where it was never run. Besides: as `pipeline`.
+      TypeError: a step that `train_step` did not make (`logged`, `scan` and `retry_overflow` must read and write
+        current tables).
+      ValueError: lookups whose ids depend on the state (a loss that draws ids by its key, `micro_batches`), and a mesh
+        of CUDA devices, where it was never run. Also the errors of `pipeline`.
 
-    Law: states and metrics are those of a plain loop that is written so, bit for bit where it is compiled as the step
-      is: loss and gradients at Params(tables of the state before, dense of this one), which update this state. Between
-      two steps nothing may change but through the loop: a run holds its own state. What a run gave is whole, and with a
-      donating step used up by the next batch.
+    Law: states and metrics are those of this plain loop: compute loss and gradients at Params(tables of the state
+      before, dense of this one), and update this state with them. They agree bit for bit if that loop is compiled as
+      the step is.
+      A run holds its own state: between two steps only the loop may change it. The states that a run yields are whole;
+      a donating step uses them up with the next batch.
 
-    Cost: what `pipeline` costs, and what a batch's lookups read, here and on its way (`stale.held_bytes` says both). No
-      copy of a table. Only the last exchange of a lookup is hidden: all of it where tables lie on one axis; where rows
-      are not late, nothing is gained.
+    Cost: that of `pipeline`, and the rows that a batch's lookups read, both here and under way (`stale.held_bytes`
+      counts both). No copy of a table. Only the last exchange of a lookup is hidden, which is all of it if tables lie
+      on one axis. If rows do not arrive late, nothing is gained.
 
-    Example: after the first batch, the rows are those before the update of the batch before.
+    Example: from the second batch on, rows are those before the last update.
       >>> import torch, funcrec as fr
       >>> loss_fn = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("clicked", table="item")]).values.sum()
       >>> kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
@@ -79,7 +80,7 @@ def stale_pipeline(
 
 
 class StalePipeline:
-    """What `stale_pipeline` returns. pipe: makes the batches ready."""
+    """The result of `stale_pipeline`. pipe: makes the batches ready."""
 
     def __init__(self, step: Callable, pipe: Pipeline):
         self.step, self.pipe, self.stale = step, pipe, stale_of(step)
@@ -88,11 +89,11 @@ class StalePipeline:
 
     @property
     def init(self) -> Callable:
-        """The step's."""
+        """The step's `init`."""
         return self.step.init
 
     def run(self, state: Any, batches: Iterable) -> Iterator[tuple[Any, Any]]:
-        """(state, metrics) after each batch; of batches whose ids are exchanged, and rows read, ahead."""
+        """Yield (state, metrics) after each batch; ids of the next batches are exchanged, and rows read, ahead."""
         check(CALL, batches_problems(batches))
         return self.steps(state, batches)
 
@@ -109,7 +110,7 @@ class StalePipeline:
             source.begin(one, programs)
             looked = self.look(source, programs, state, one) if looked is None else looked
             following = source.following()
-            # before the update of this batch, which may write to the tables
+            # before this batch's update, which may write to the tables
             after = None if following is None else self.look(source, programs, state, following)
             thirds, routed, one.routed = one.halves, one.routed, None
             state, metrics = thirds.rest(state, one.batch, routed, looked)
@@ -118,7 +119,7 @@ class StalePipeline:
             yield state, metrics
 
     def look(self, source: Ahead, programs: dict, state: Any, one: Ready) -> Looked:
-        """The batch's rows, of this state's tables: on their way."""
+        """Start to read the batch's rows from this state's tables."""
         is_sent, form = source.twins is not None, form_key(*fast_flatten(one.batch))
         if form not in programs:
             names = source.twins.names if is_sent else {}
@@ -145,7 +146,7 @@ class StalePipeline:
 
 
 def key_of(state: Any) -> tuple:
-    """What programs depend on, besides the batch."""
+    """The form and surroundings that programs depend on, besides the batch."""
     leaves, structure = fast_flatten(state)
     refuse_followed(CALL, leaves)
     if is_checking():

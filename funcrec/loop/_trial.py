@@ -1,6 +1,6 @@
-"""What `fit` tries before its first step: the first batch, the loss that it goes through, and the evaluation.
+"""Trials before `fit`'s first step: of the first batch, of the loss on it, and of the evaluation.
 
-fit raises here what it would raise after an epoch
+Errors that would come after an epoch raise before the first step.
 """
 
 import functools
@@ -21,10 +21,10 @@ from funcrec.tables import lookups_seen
 
 
 def look_first(work: Work, state: Any, batch: Any) -> None:
-    """Raise for what is wrong with the first batch, before any work; learn which lookups read its ids."""
+    """Raise for faults of the first batch, before any work; learn which lookups read its ids."""
     bad_ids = work.bad_ids
     with lookups_seen() as lookups:
-        if bad_ids.mode == "count":  # a look by value would raise for what is counted
+        if bad_ids.mode == "count":  # a check by value would raise for ids that are only counted
             if work.trial is not None:
                 work.trial(state, batch, by_value=False)
             bad_ids.learn(lookups, batch)
@@ -38,8 +38,10 @@ def look_first(work: Work, state: Any, batch: Any) -> None:
 
 
 def try_evaluate(work: Work, run: Run) -> None:
-    """Raise for what the evaluation after an epoch would raise, by one batch of it. One that does not call
-    `fr.evaluate` has no batch to take one of, and is not tried."""
+    """Raise the errors of an epoch's evaluation now, by running it on one batch.
+
+    An evaluation that does not call `fr.evaluate` is not tried: there is no single batch to run it on.
+    """
     if work.evaluate is None or not uses(work.evaluate, run_evaluate):
         return
     at("the evaluation of one batch, before the first step")
@@ -51,7 +53,7 @@ def try_evaluate(work: Work, run: Run) -> None:
         if is_of_handler(error):
             raise
         failed = True
-    # one batch may lack what all have, such as examples of each class
+    # one batch may lack what all together have, such as examples of each class
     if of_any([int(failed)], work.mesh, device_of(run.state))[0]:
         found = measured(work.evaluate, params, entry)
     if work.monitor is not None:
@@ -59,7 +61,7 @@ def try_evaluate(work: Work, run: Run) -> None:
 
 
 def uses(fn: Any, used: Callable, depth: int = 4) -> bool:
-    """Whether the code of fn, or of a function that it names, names the function `used`, or has it from a module."""
+    """Whether the code of fn, or of a function that it names, uses the function `used`, by name or from a module."""
     fn = fn.func if isinstance(fn, functools.partial) else fn
     own = fn if isinstance(fn, FunctionType | MethodType) else vars(type(fn)).get("__call__")
     fn = own.__func__ if isinstance(own, MethodType) else own
@@ -74,7 +76,7 @@ def uses(fn: Any, used: Callable, depth: int = 4) -> bool:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """The names that a function's code has, and that of those inside it."""
+    """Yield the names in a function's code, and in the functions inside it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -82,7 +84,7 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def measured(evaluate: Callable | None, params: Any, entry: Mapping) -> dict[str, float]:
-    """The numbers of `evaluate`, by names that the entry has not."""
+    """The numbers of `evaluate`; the entry must not have their names yet."""
     found = {}
     if evaluate is not None:
         with own_errors("funcrec.fit", evaluate, params, need="the parameters that it reads"):

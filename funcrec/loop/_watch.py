@@ -1,11 +1,12 @@
-"""Ranks that watch each other: where one ends, or falls silent, the others end, too, and say which, where and why.
+"""Ranks watch each other: if one ends, or falls silent, the others end, too, and report which, where and why.
 
-    with watch(mesh) as at:     at("step 8")        what this rank does, for the words of the others
+    with watch(mesh) as at:     at("step 8")        what this rank does, for the others' messages
 
-A thread of each process beats twice a second in the store of the process group. It looks at the beats of the next rank,
-at its process where that is one of this machine, and at the verdict: whoever first sees what went wrong writes it, and
-all ranks end with its words. Where the main thread waits in an exchange that nothing interrupts, the thread ends the
-process. An exchange that breaks off is never the cause: the ranks that none of it broke for are.
+A thread of each process writes a beat twice a second to the store of the process group. It reads the next rank's beats,
+checks the next rank's process if that is on this machine, and reads the verdict. The first thread that sees what went
+wrong writes the verdict, and all ranks end with its text. If the main thread waits in an exchange that cannot be
+interrupted, the thread ends the process. A broken exchange is never reported as the cause: the verdict names the ranks
+for which it did not break.
 """
 
 import contextlib
@@ -29,17 +30,17 @@ from funcrec.loop._ranks import all_parts, num_processes
 from funcrec.mesh import Mesh
 
 BEAT_S = 0.5
-SILENT_S = 30.0  # without a beat, to the verdict; less where exchanges wait for less
-BROKEN_S = 5.0  # from an exchange that broke off to the verdict on the ranks that it did not break for
-LEAVE_S = 5.0  # from the verdict to the end of a process whose main thread does not come
-SAVE_S = 25.0  # the same where that writes a checkpoint: torchrun waits for 30
+SILENT_S = 30.0  # without a beat, until the verdict; less if exchanges have a shorter timeout
+BROKEN_S = 5.0  # from a broken exchange until the verdict on the ranks for which it did not break
+LEAVE_S = 5.0  # from the verdict until the process ends whose main thread does not react
+SAVE_S = 25.0  # the same while that writes a checkpoint: torchrun waits for 30
 STORE_S = 10.0  # for an answer of the store
 
 watched: ContextVar["Watched | None"] = ContextVar("funcrec_watched", default=None)
 
 
 class RankLost(RuntimeError):
-    """Another rank ended, or fell silent: raised on all the others, with the same words. None of them goes on alone.
+    """Another rank ended, or fell silent: raised on all other ranks, with the same text. None of them goes on alone.
 
     Example:
       >>> import funcrec as fr
@@ -50,16 +51,16 @@ class RankLost(RuntimeError):
 
 @dataclass
 class Watched:
-    """What the main thread and the one that watches tell each other."""
+    """What the main thread and the watching thread tell each other."""
 
     rank: int
-    processes: list[list[int]]  # of each rank: its machine, its process and when that began
+    processes: list[list[int]]  # for each rank its machine, its process id and its start time
     store: dist.Store
     silent_s: float
     place: str = "its first work"
     ended: str = ""  # how the main thread ended
     broken: str = ""  # the exchange that broke off in it
-    is_left: bool = False  # behind its last step, with all well
+    is_left: bool = False  # after its last step, without an error
     verdict: str = ""
     wake: threading.Event = field(default_factory=threading.Event)
     found: threading.Event = field(default_factory=threading.Event)  # there is a verdict
@@ -69,26 +70,29 @@ class Watched:
 @typed
 @contextlib.contextmanager
 def watch(mesh: Mesh | None) -> Iterator[Callable[[str], None]]:
-    """Inside the block a rank that ends takes the others with it; `fit` does so by itself.
+    """Inside the block a rank that ends takes the others with it; `fit` enters one by itself.
 
     Every rank enters and leaves it. Whatever ends a rank (an exception, a kill, os._exit, a machine that is gone, a
-    process that is stopped) ends the others with a RankLost that names it, and tells what it did and what it raised. A
-    main thread that is held by an exchange with the lost one is not waited for: its process ends with exit code 1 and
-    the same words on stderr. Uncaught, a RankLost has no traceback; it stands in full in the output of one rank, and as
-    a line in that of the others.
+    stopped process) ends the others with a RankLost that names the rank, what it did and what it raised. If an exchange
+    with the lost rank blocks a main thread, its process ends with exit code 1 and the same text on stderr. An uncaught
+    RankLost prints no traceback; one rank prints its full text, the others one line.
 
-    Seconds from the event to the end of all others: 6 for an exception, and for a process of the same machine; for one
-    of another machine, or one that is stopped or cannot run Python, 30 (or the timeout of the mesh, if that is less)
-    and 6; for one that runs and does not come to an exchange, the timeout of the mesh (`timeout_s`) and 11. A process
-    that writes a checkpoint has 25.
+    All others end within these seconds after the event: 6 for an exception, and for a process on the same machine. For
+    a
+    process on another machine, or one that is stopped or cannot run Python: 30 (or the timeout of the mesh, if that is
+    less) plus 6. For one that runs and does not come to an exchange: the timeout of the mesh (`timeout_s`) plus 11. A
+    process that writes a checkpoint gets 25.
+
+    A block inside another has no effect of its own. On CUDA, NCCL itself ends a process whose exchange waits longer
+    than the timeout.
 
     Blocks inside one are its part. On CUDA, NCCL itself ends a process whose exchange waits longer than the timeout.
 
     Args:
-      mesh: of real ranks; of other meshes, and for None, there is nothing to watch.
+      mesh: a mesh of real ranks; for other meshes, and None, there is nothing to watch.
 
     Yields:
-      at: (text) -> None, to tell what this rank begins to do; it raises the RankLost if there is one.
+      at: (text) -> None, reports what this rank begins to do; it raises the RankLost if there is one.
 
     Example:
       >>> import funcrec as fr
@@ -129,7 +133,7 @@ def watch(mesh: Mesh | None) -> Iterator[Callable[[str], None]]:
 
 
 def at(text: str) -> None:
-    """What this rank does from now on."""
+    """Report what this rank does from now on."""
     own = watched.get()
     if own is not None:
         own.place = text
@@ -138,7 +142,7 @@ def at(text: str) -> None:
 
 
 def meet(mesh: Mesh) -> Watched:
-    """All ranks' processes, and a part of the store that no other watch has."""
+    """Exchange the ranks' processes, and open a part of the store that no other watch uses."""
     device = mesh.device_mesh.device_type
     own = [this_machine(), os.getpid(), began(os.getpid()), secrets.randbits(62)]
     processes = all_parts(torch.tensor([own], device=device), mesh).tolist()
@@ -149,7 +153,7 @@ def meet(mesh: Mesh) -> Watched:
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether it is of an exchange that another rank broke off: gloo's errors name its files."""
+    """Whether the error comes from an exchange that another rank broke off: gloo's errors name its source files."""
     text = f"{error}"
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in text)
 
@@ -158,14 +162,14 @@ def is_broken(error: BaseException) -> bool:
 
 
 def keep_watch(own: Watched) -> None:
-    """Beat, look, and end the process whose main thread does not end by itself."""
+    """Write beats, look, and end the process if its main thread does not end by itself."""
     seen: dict[int, tuple[str, int]] = {}
     turns, broken_turns, end = 0, 0, float("inf")
     while not own.is_left:
         turns, broken_turns = turns + 1, broken_turns + bool(own.broken)
         try:
             own.verdict = own.verdict or look(own, seen, turns, broken_turns)
-        except Exception as error:  # whatever it is: nobody can be asked any more
+        except Exception as error:  # any error: the store no longer answers
             hint = "the launcher, or the rank that holds it, has ended"
             own.verdict = words("the store of the process group is gone.", f"{type(error).__name__}: {hint}")
         if own.verdict and not own.found.is_set():
@@ -180,10 +184,10 @@ def keep_watch(own: Watched) -> None:
 
 
 def look(own: Watched, seen: dict[int, tuple[str, int]], turns: int, broken_turns: int) -> str:
-    """The verdict, "" for none.
+    """Return the verdict, "" for none.
 
-    seen: {rank: (its last beat, this thread's turn at which it was new)}: turns of a thread that was stopped, too, do
-    not count.
+    seen: {rank: (its last beat, this thread's turn when that was new)}. Turns do not count while this thread is
+    stopped.
     """
     store, others = own.store, [r for r in range(len(own.processes)) if r != own.rank]
     store.set(f"beat {own.rank}", f"{turns} {own.place}, {line_of(own.main)}")
@@ -217,7 +221,7 @@ def note(store: dist.Store, rank: int, seen: dict[int, tuple[str, int]], turns: 
 
 
 def store_text(store: dist.Store, key: str) -> str:
-    """What stands there, "" for nothing yet."""
+    """The value of the key, "" if it is not set."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
@@ -226,7 +230,7 @@ def place_of(seen: dict[int, tuple[str, int]], rank: int) -> str:
 
 
 def whom_they_wait_for(own: Watched, others: list[int], seen: dict[int, tuple[str, int]]) -> tuple[str, str]:
-    """Of an exchange that no rank's end broke: the ranks that it did not break for."""
+    """Name the ranks for which a broken exchange did not break, when no rank's end broke it."""
     missing = [r for r in others if not own.store.check([f"broken {r}"])]
     if not missing:
         return "an exchange broke off on all ranks, and none of them ended.", own.broken
@@ -237,7 +241,7 @@ def whom_they_wait_for(own: Watched, others: list[int], seen: dict[int, tuple[st
 
 
 def judge(own: Watched, what: str, got: str) -> str:
-    """The verdict that all ranks have: the first that was written."""
+    """Return the verdict of all ranks: the first that was written."""
     return own.store.compare_set("verdict", "", words(what, got)).decode()
 
 
@@ -247,7 +251,7 @@ def words(what: str, got: str) -> str:
 
 
 def line_of(thread: int) -> str:
-    """file:line of the call in which a thread is."""
+    """file:line of the call that a thread is in."""
     frame = sys._current_frames().get(thread)
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "no call"
 
@@ -256,7 +260,7 @@ def line_of(thread: int) -> str:
 
 
 def leave(own: Watched) -> None:
-    """End this process, whose main thread waits for ever."""
+    """End this process, whose main thread waits forever."""
     error = RankLost(own.verdict)
     record(error, own)
     os.write(2, told(error, own).encode())
@@ -264,7 +268,7 @@ def leave(own: Watched) -> None:
 
 
 def record(error: RankLost, own: Watched) -> None:
-    """For the last lines of torchrun, and of the interpreter."""
+    """Register the error for the last lines of torchrun and of the interpreter."""
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -274,7 +278,7 @@ def record(error: RankLost, own: Watched) -> None:
 
 
 def tell(own: Watched, before: Callable, kind: type, error: BaseException, trace: object) -> None:
-    """Prints a RankLost that nobody caught without its traceback, which does not say what went wrong."""
+    """Print an uncaught RankLost without its traceback, which does not show what went wrong."""
     if isinstance(error, RankLost):
         sys.stderr.write(told(error, own))
     else:
@@ -282,7 +286,7 @@ def tell(own: Watched, before: Callable, kind: type, error: BaseException, trace
 
 
 def told(error: RankLost, own: Watched) -> str:
-    """In full in one rank's output, in a line in the others'."""
+    """The full text for one rank's output, one line for the others'."""
     notes = getattr(error, "__notes__", ())
     with contextlib.suppress(Exception):
         if own.store.add("told", 1) > 1:
@@ -291,13 +295,13 @@ def told(error: RankLost, own: Watched) -> str:
 
 
 def this_machine() -> int:
-    """A number of the machine, or of the container that numbers its own processes."""
+    """A number that identifies the machine, or the container if that numbers its own processes."""
     space = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
     return zlib.crc32(f"{socket.gethostname()} {space}".encode())
 
 
 def began(pid: int) -> int:
-    """When a process began, in the machine's ticks; 0 for none, and -1 where the system does not say."""
+    """When a process began, in the machine's ticks; 0 if it does not run, and -1 if the system cannot tell."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, *rest = file.read().rpartition(")")[2].split()
@@ -307,7 +311,7 @@ def began(pid: int) -> int:
 
 
 def is_running(pid: int, start: int) -> bool:
-    """Whether the process that began then has not ended."""
+    """Whether the process that began then still runs."""
     if start != -1:
         return began(pid) == start
     try:

@@ -1,11 +1,11 @@
-"""pipeline: a step that takes batches whose ids were exchanged while the batch before was computed.
+"""pipeline: exchanges the ids of the next batches while a step computes.
 
     time ─▶    compute(i)        compute(i+1)       compute(i+2)
                route(i+1)        route(i+2)         ...                 route: ids to the owners of their rows
                copy(i+2)         copy(i+3)          ...
 
-Where rows go depends on ids and the plan and on nothing that a step changes, so it is exact to know it early; rows
-themselves change, so they are looked up when their batch is computed. The cut is found in the step's graph.
+Routes depend on ids and the plan, and on nothing that a step changes, so routing early is exact. Rows do change, so
+they are looked up when their batch is computed. The cut is found in the step's graph.
 """
 
 from collections import deque
@@ -34,49 +34,51 @@ def pipeline(
     device: Device | None = None,
     blank: Callable[[Any], Any] | None = None,
 ) -> "Pipeline":
-    """A step whose next batches are fetched, copied to the device and routed while it computes.
+    """Return a step whose next batches are fetched, copied to the device and routed while it computes.
 
     Args:
-      step: (state, batch) -> (state, metrics): `train_step(...)`, plain or jitted, donating or not, or a function like
-        it that `fr.jit` could stage.
+      step: (state, batch) -> (state, metrics): `train_step(...)`, plain or jitted, donating or not, or a similar
+        function that `fr.jit` could stage.
       depth: how many batches are ahead of the one that is computed.
-      mesh: of the step. On real ranks ids travel ahead; on an emulated mesh, and on none, batches are only fetched.
+      mesh: of the step. On real ranks ids travel ahead; on an emulated mesh, or without one, batches are only fetched.
       device: where batches are copied to, from page-locked memory on a stream of their own; None leaves them.
       blank: a batch -> one of its form that counts for nothing, with which a rank without data goes on while others
-        have some; None: of a `Batch` with weights one of weights 0 and bags without ids. Where there is none, ranks
-        with different numbers of batches raise, all at the same one.
+        have some. None: for a `Batch` with weights, one with weights 0 and bags without ids. Without a blank batch,
+        ranks with different numbers of batches raise, all at the same one.
 
     Returns:
-      a step: `pipe(state, batch)` is `step(state, batch)`. `pipe.run(state, batches)` gives (state, metrics) of each
+      a step: `pipe(state, batch)` is `step(state, batch)`. `pipe.run(state, batches)` yields (state, metrics) for each
       batch; `for batch in pipe.ahead(batches): state, metrics = pipe(state, batch)` is the same, for loops that do
-      more. `fr.fit(pipe, ...)` takes it, and tells which rank is lost (in a loop of your own `fr.loop.watch` does).
+      more. `fr.fit(pipe, ...)` takes it, and reports which rank is lost (in a loop of your own use `fr.loop.watch`).
 
     Raises:
-      RuntimeError: on the other ranks, where the loader of one rank raises; on that rank its own error is raised.
-      ValueError: ranks with batches of different forms, or of different numbers of batches.
-      TypeError: a ready batch under vmap, grad, or of a state that requires grad.
+      RuntimeError: on the other ranks, if the loader of one rank raises; that rank raises its own error.
+      ValueError: if ranks have batches of different forms, or different numbers of batches.
+      TypeError: if a ready batch is used under vmap or grad, or with a state that requires grad.
 
     However the loop ends (the last batch, `break`, an exception, an interrupt), no thread is left. (On ranks a loop
-    that is left early waits 1 s for its thread; one that must still exchange with other ranks ends when they do.)
+    that ends early waits 1 s for its thread; a thread that must still exchange with other ranks ends when they do.)
 
-    Law: states and metrics are those of the plain loop, bit for bit, of batches that stay as they are once the loader
-      gave them: one that writes each batch into the same memory writes over those that are ahead (give clones).
+    Law: states and metrics are those of the plain loop, bit for bit, if batches stay as they are once the loader gave
+      them. A loader that writes each batch into the same memory overwrites batches that are ahead (let it give clones).
 
-    Batches are made in another thread, on each rank at its own time: a loader must not exchange over the groups that
-      the step exchanges over, the mesh's or the default one, but over a group of its own (`dist.new_group`).
+    Batches are made in another thread, on each rank at its own time. So a loader must not exchange over the groups of
+    the step (the mesh's, or the default one), but only over a group of its own (`dist.new_group`).
 
-    Cost: `depth` + 1 batches (with `device` two more on their way), and of each what was exchanged: of a lookup the
-      rows sent here, about as many integers as a rank's ids have room for, times the ranks (`pipe.routed_bytes` says
-      it). A thread and a process group for each axis, made once. Of a batch of a new form nothing is ahead. A batch
-      that is under way when the state's form changes (another plan) is run by the step as it is.
+    Cost: `depth` + 1 batches (with `device` two more under way), and what was exchanged for each. For a lookup these
+      are
+      the rows received: about as many integers as a rank's ids have room for, times the ranks (`pipe.routed_bytes` says
+      how many). A thread, and a process group for each axis, made once. The first batch of a new form is not routed
+      ahead. If the state's form changes (another plan), the step runs a batch that is under way without its routing.
 
-    No deadlock: all that the thread exchanges goes over groups of its own, and one thread makes it, batch by batch: a
-    few numbers (has a batch, or why not), then the ids. Which batches those are follows from how many the loop has
-    taken, and whether their ids are exchanged from its steps; so ranks whose loops do the same pair the same exchanges,
-    whenever they come to them. A loop that ends early lets its thread finish what the others' threads begin. (A rank
-    that leaves alone is out within 1 s; it keeps the others waiting as in a plain loop: until it ends, or `timeout_s`.
-    Before it begins again on that pipeline it waits for its thread.) On CUDA the loop itself launches the next batch's
-    exchange, on a stream of its own, before it computes: in one order on all ranks.
+    No deadlock: all that the thread exchanges goes over groups of its own, from one thread, batch by batch: first a few
+    numbers (whether it has a batch, or why not), then the ids. How many batches the loop has taken decides which
+    batches these are; the loop's steps decide whether their ids are exchanged. So ranks whose loops do the same pair
+    the same exchanges, at whatever time. If a loop ends early, its thread finishes what the others' threads begin. (A
+    rank that leaves alone is out within 1 s. As in a plain loop the others wait for it until it ends, or for
+    `timeout_s`. Before it begins again on that pipeline it waits for its thread.) On CUDA the loop itself launches the
+    next batch's exchange, on a
+    stream of its own, before it computes: in one order on all ranks.
 
     Example:
       >>> import torch, funcrec as fr
@@ -92,7 +94,7 @@ def pipeline(
 
 
 class Pipeline:
-    """What `pipeline` returns, and what a stale one makes its batches ready with."""
+    """The result of `pipeline`; a stale pipeline makes its batches ready with one."""
 
     def __init__(
         self, step: Callable, depth: int, mesh: Mesh | None, device: Device | None, blank: Callable, call: str = CALL
@@ -105,7 +107,7 @@ class Pipeline:
 
     @property
     def init(self) -> Callable:
-        """The step's."""
+        """The step's `init`."""
         return self.step.init
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -116,7 +118,7 @@ class Pipeline:
         refuse_followed(self.call, leaves)
         if self.twins is None or is_checking():
             return self.step(state, one.batch)
-        present = getattr(self.step, "present", None)  # of retry_overflow, the step that it would take
+        present = getattr(self.step, "present", None)  # for retry_overflow: the step that it would take now
         step = self.step if present is None else present()
         key = id(step), form_key(leaves, structure), surroundings()
         programs = self.programs.setdefault(key, {})
@@ -138,8 +140,10 @@ class Pipeline:
         return self.step(state, one.batch, lambda state, batch: halves.rest(state, batch, routed))
 
     def ahead(self, batches: Iterable) -> Iterator[Ready]:
-        """The batches, made ready: an iterator that ends its thread when it ends, is left, closed or dropped. One at a
-        time: the one before is closed."""
+        """Make the batches ready, in a thread that ends when the iterator ends, or is left, closed or dropped.
+
+        Only one iterator is open at a time: a new one closes the one before.
+        """
         check(CALL, batches_problems(batches))
         return self.start(batches, self.blank)
 
@@ -156,7 +160,7 @@ class Pipeline:
         return iter(self.under_way)
 
     def run(self, state: Any, batches: Iterable) -> Iterator[tuple[Any, Any]]:
-        """(state, metrics) after each batch."""
+        """Yield (state, metrics) after each batch."""
         check(CALL, batches_problems(batches))
         return self.steps(state, batches)
 
@@ -171,7 +175,7 @@ class Pipeline:
 
 
 def ahead_of(step: Any, items: Iterator) -> Iterator:
-    """Pairs (position, batch), their batches made ready where the step is a pipeline."""
+    """Pairs (position, batch), with batches made ready if the step is a pipeline."""
     if not isinstance(step, Pipeline):
         return items
     taken: deque = deque()

@@ -1,11 +1,11 @@
-"""Batches made ready ahead of the step that takes them: fetched, agreed on by all ranks, and their ids exchanged.
+"""Makes batches ready before the step that takes them: fetches them, agrees on them with all ranks, exchanges ids.
 
     thread:  fetch(j) → tell(j) → ahead(batch j)       for j < taken + depth
     loop:    take(i)  → rest(state, batch i, routed i)
 On CUDA, where a launch takes no time, the loop launches ahead(batch i + 1) on a stream of its own before rest(i).
 
-What ranks exchange over the thread's groups follows from what their loops did, never from when: which batches may be
-fetched from how many the loop has taken, and by which program one is routed, or that it is not, from the steps before.
+The exchanges over the thread's groups depend on what the loops did, never on timing. How many batches the loop has
+taken decides which batches may be fetched; the steps before decide which program routes a batch, or that none does.
 """
 
 import contextlib
@@ -26,24 +26,27 @@ from funcrec.jagged import KeyedJaggedTensor
 from funcrec.mesh import Twins, form_text, tell
 from funcrec.tables import Batch
 
-LEAVE_S = 1.0  # how long a rank that leaves waits for the others to come to what its thread exchanges
+LEAVE_S = 1.0  # how long a leaving rank waits for the others to join its thread's exchanges
 
 
 class BatchNews(IntEnum):
-    """What a rank tells the others of its next batch."""
+    """What a rank tells the others about its next batch."""
 
     HAS = 0
-    ENDED = 1  # and it has none that could stand for it
-    BLANK = 2  # and it goes on with a blank one, if others have some
+    ENDED = 1  # and has no blank batch to replace it
+    BLANK = 2  # and goes on with a blank batch, if others have some
     CLOSED = 3
     FAILED = 4
 
 
 class Ready:
-    """A batch that `ahead` made ready, to be passed to the pipeline in the batch's place, once.
+    """A batch that `ahead` made ready; pass it to the pipeline in the batch's place, once.
 
-    number: of the batch. form: its shapes. routed: what `Halves.ahead` gave, after `is_done`; None where nothing was
-    exchanged, and the step takes the batch as it is. halves: those of the step that routed it.
+    number: of the batch.
+    form: its shapes.
+    routed: the result of `Halves.ahead`, valid after `is_done`; None if nothing was exchanged, and the step takes the
+      batch as it is.
+    halves: those of the step that routed it.
     """
 
     def __init__(self, source: "Ahead", number: int, batch: Any, form: Any):
@@ -55,7 +58,7 @@ class Ready:
         return f"Ready({self.batch!r})"
 
     def __getattr__(self, name: str):
-        """What is there is the batch's: it is not looked up here, where names of fields would hide its own."""
+        """Refuse other names: they would be the batch's fields, and names of this class would hide some of these."""
         if name.startswith("__"):
             raise AttributeError(name)
         got, need = f"`.{name}` of {type(self).__name__}", "the batch in it"
@@ -64,14 +67,14 @@ class Ready:
 
 
 class Ahead:
-    """Batches that are made ready in a thread, which ends with the last of them, or when this is closed."""
+    """Makes batches ready in a thread, which ends with the last of them, or when this is closed."""
 
     def __init__(
         self, call: str, batches: Iterable, depth: int, twins: Twins | None, blank: Callable, stream: Any = None
     ):
         self.call, self.batches, self.depth, self.twins = call, batches, depth, twins
         self.blank, self.stream = blank, stream
-        # `with self.lock` is all in C; an interrupt within the condition's own `with` would leave it held for good
+        # `with self.lock` runs in C; an interrupt within the condition's own `with` would leave it held forever
         self.lock, self.thread = threading.RLock(), None
         self.changed = threading.Condition(self.lock)
         self.ready: deque[Ready] = deque()
@@ -83,7 +86,7 @@ class Ahead:
     # -- the loop's side -----------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Ready]:
-        """Closed where it is left, or dropped."""
+        """Yield the batches; closes when the loop leaves or drops it."""
         try:
             while (one := self.take()) is not None:
                 yield one
@@ -92,9 +95,9 @@ class Ahead:
             self.close()
 
     def take(self) -> Ready | None:
-        """The next one; None after the last."""
+        """Take the next batch; None after the last."""
         with self.lock:
-            if self.last is not None:  # if no step took it, no program has routed it
+            if self.last is not None:  # no step took it, so no program has routed it
                 self.skip(self.last)
             self.last = None
             for number in range(self.limit, self.taken + 1 + self.depth):
@@ -118,7 +121,7 @@ class Ahead:
         return None
 
     def begin(self, one: Ready, programs: dict) -> bool:
-        """Whether the batch is, or will be, routed for a step of these programs, once they hold its form."""
+        """Return whether a step of these programs routes the batch, now or once they hold its form."""
         with self.lock:
             self.programs = programs
             self.permits = {n: programs if own is None else own for n, own in self.permits.items()}
@@ -140,7 +143,7 @@ class Ahead:
             self.changed.notify_all()
 
     def wait(self, one: Ready) -> None:
-        """Until the batch is routed."""
+        """Wait until the batch is routed."""
         with self.lock:
             self.changed.wait_for(lambda: one.is_done or self.ended)
         if not one.is_done:
@@ -148,21 +151,23 @@ class Ahead:
         self.permits.pop(one.number, None)
 
     def following(self) -> Ready | None:
-        """The batch after the one that was taken last, on all ranks, before it is taken; None where there is none."""
+        """Return the batch after the last one taken, on all ranks, without taking it; None if there is none."""
         with self.lock:
             self.changed.wait_for(lambda: self.ready or self.ended)
             return self.ready[0] if self.ready else None
 
     def close(self, wait_s: float | None = LEAVE_S) -> None:
-        """End the thread, after what the other ranks' threads wait for. They may wait for this rank's loop themselves:
-        then the thread is left to end with theirs."""
+        """End the thread, after the exchanges that the other ranks' threads wait for.
+
+        These may in turn wait for this rank's loop: then the thread is left to end with theirs.
+        """
         with self.lock:
             self.closing = True
             self.changed.notify_all()
         if self.thread is not None:
-            with contextlib.suppress(RuntimeError):  # its start was interrupted: if it begins, it ends by itself
+            with contextlib.suppress(RuntimeError):  # an interrupt stopped its start: if it begins, it ends by itself
                 self.thread.join(None if self.twins is None else wait_s)
-            if self.thread.is_alive():  # it reads what others have begun
+            if self.thread.is_alive():  # it reads what other threads have begun
                 return
         self.ready.clear()
         self.permits.clear()
@@ -188,12 +193,12 @@ class Ahead:
                 self.changed.notify_all()
 
     def agreed(self, items: Iterator) -> Iterator[Ready]:
-        """The batches of this rank, for as long as all have one."""
+        """Yield the batches of this rank, for as long as all ranks have one."""
         number, like = 0, None
         while True:
             with self.lock:
                 self.changed.wait_for(lambda: number < self.limit or self.closing)  # noqa: B023
-                if number >= self.limit:  # closing, and nobody waits for this rank
+                if number >= self.limit:  # closing, and no rank waits for this one
                     return
             told, batch, error = self.fetch(items, like)
             has = told in (BatchNews.HAS, BatchNews.BLANK)
@@ -223,7 +228,7 @@ class Ahead:
             return BatchNews.FAILED, None, error
 
     def is_go(self, own: BatchNews, number: int, form: str, error: BaseException | None) -> bool:
-        """Whether all ranks go on with this batch; raises on all of them where one cannot."""
+        """Return whether all ranks go on with this batch; raises on all of them if one cannot."""
         mine = [own, digest(form)]
         told = [mine] if self.twins is None else tell(self.twins.world, mine)
         who = lambda *kinds: [r for r, (x, _) in enumerate(told) if x in kinds]
@@ -252,7 +257,7 @@ class Ahead:
         return True
 
     def route(self, one: Ready) -> None:
-        """Exchange the batch's ids, if a program for its form comes."""
+        """Exchange the batch's ids, if a program for its form arrives."""
         if self.stream is not None or self.twins is None:
             return
         with self.lock:
@@ -267,14 +272,16 @@ class Ahead:
     # -- on CUDA -------------------------------------------------------------------------------------------------
 
     def launch(self, one: Ready, programs: dict) -> None:
-        """Exchange the ids of this batch and of the next on the side stream: from one thread, and in the same order on
-        all ranks, as theirs go over several communicators."""
+        """Exchange the ids of this batch and of the next on the side stream.
+
+        One thread does so, in the same order on all ranks, because exchanges go over several communicators.
+        """
         following = self.following()
         current = torch.cuda.current_stream(self.stream.device)
         for x in (one, following):
             is_next = x is not None and not x.is_done and self.permits.get(x.number) is programs and x.form in programs
             if is_next:
-                self.stream.wait_stream(current)  # the copy of the batch, and what was launched before
+                self.stream.wait_stream(current)  # after the copy of the batch, and all earlier launches
                 with torch.cuda.stream(self.stream):
                     send(x, programs[x.form])
                     x.sent = self.stream.record_event()
@@ -288,7 +295,7 @@ class Ahead:
 
 
 def send(one: Ready, halves: Halves | None) -> None:
-    """Nothing where there is no program, or nothing to exchange."""
+    """Exchange the batch's ids; does nothing without a program, or without ids to exchange."""
     if halves is not None:
         one.halves, one.versions = halves, versions_of(halves)
         one.routed = halves.ahead(one.batch)
@@ -314,7 +321,7 @@ def digest(form: str) -> int:
 
 
 def blank(batch: Any) -> Any:
-    """A batch of that form that counts for nothing: weights of 0, bags without ids; None where it has no weights."""
+    """Make a batch of that form that counts for nothing: weights 0, bags without ids; None if it has no weights."""
     if not isinstance(batch, Batch) or not isinstance(batch.weight, Tensor):
         return None
     zeros = map_tensors(torch.zeros_like, batch)
