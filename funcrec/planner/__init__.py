@@ -1,4 +1,4 @@
-"""Where tables are to lie: hardware, constraints, costs, and the search for the plan whose slowest rank is fastest."""
+"""Plans where tables lie: hardware, constraints, costs, and the search for the plan whose slowest rank is fastest."""
 
 import funcrec.core as _core
 from funcrec.planner._command import main as main

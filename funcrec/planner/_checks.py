@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of `fr.plan`."""
+"""Validators of the arguments of `fr.plan`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -10,7 +10,7 @@ from funcrec.planner._hardware import KNOWN, Hardware
 from funcrec.sharding import OF_TWO_AXES, dedup_problems
 from funcrec.tables import FeatureConfig, TableConfig, feature_list_problems, table_list_problems
 
-MOST_RANKS = 2**16  # a plan takes time in proportion to them: minutes
+MOST_RANKS = 2**16  # planning time grows in proportion to the ranks: for this many it takes minutes
 
 
 def sizes_of(mesh: Mesh | Mapping[str, int]) -> dict[str, int]:
@@ -55,7 +55,7 @@ def together_problems(
     sizes: Mapping[str, int],
     replicas: tuple[str, ...],
 ) -> Iterator[Problem]:
-    """Ranks that no axis has, partitions that no table has, counts of other rows, axes that the mesh lacks."""
+    """Places must be on the mesh, partitions in the table, counts one per row, and axes on the mesh."""
     for a in replicas:
         if a not in sizes:
             yield Problem("`replicas` name an axis that the mesh lacks.", f"{a!r}", f"among {list(sizes)}")

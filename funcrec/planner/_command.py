@@ -1,4 +1,4 @@
-"""python -m funcrec plan spec.json: a plan from a file, where nothing runs but the planner.
+"""python -m funcrec plan spec.json: plans from a file; nothing runs but the planner.
 
 {"mesh": {"data": 16, "model": 8}, "batch_size": 65536, "hardware": "h100",
  "tables": [{"name": "item", "num_embeddings": 1000000, "embedding_dim": 64}],
@@ -31,7 +31,7 @@ NEEDED = ("tables", "features", "mesh", "batch_size")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0; 1 where no plan fits; 2 for what is wrong with the file or the options."""
+    """Run the command. Exit codes: 0; 1 if no plan fits; 2 for errors in the file or the options."""
     parser = argparse.ArgumentParser(prog="python -m funcrec", description="Recommendation models as pure functions.")
     commands = parser.add_subparsers(required=True, metavar="command")
     raw = argparse.RawDescriptionHelpFormatter
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read(path: Path) -> Any:
-    """What the file holds."""
+    """Read the file: JSON, or YAML by its ending."""
     text = path.read_text()
     if path.suffix not in (".yaml", ".yml"):
         try:
@@ -80,7 +80,7 @@ def read(path: Path) -> Any:
 
 
 def plan_of(spec: Any) -> Plan:
-    """The plan of a specification. `optimizer` is a name of `fr.optim`, `dtype` of a table one of torch."""
+    """Plan from a specification. `optimizer` is a name of `fr.optim`; a table's `dtype` is a name of torch."""
     check(CALL, spec_problems(spec))
     own = dict(spec)
     own["tables"] = [TableConfig(**{**t, **_dtype(t)}) for t in own["tables"]]

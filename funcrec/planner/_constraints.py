@@ -1,4 +1,4 @@
-"""What a plan needs to know of a table besides its config: how it is used, and where it may lie."""
+"""Constraints on a table, beyond its config: how it is used, and where it may lie."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -7,23 +7,23 @@ from typing import Any
 from funcrec.core import Problem, check, describe, field_problems, nearest, plain_numbers
 from funcrec.sharding import Kind
 
-MOST_IDS = 1e9  # of a bag
+MOST_IDS = 1e9  # in a bag
 
 
 @plain_numbers
 @dataclass(frozen=True)
 class TableConstraint:
-    """Of one table, for `fr.plan(constraints={table: ...})`.
+    """Constraints on one table, for `fr.plan(constraints={table: ...})`.
 
     Args:
-      kinds: of placements, that are allowed; () for all.
+      kinds: the allowed kinds of placement; () for all.
       min_partition: the fewest columns of a block.
-      pooling_factor: ids in a bag on average, of each of its features or {feature: ids}; None for a feature's
+      pooling_factor: average number of ids in a bag, for each of its features or {feature: ids}; None for a feature's
         max_length, or 1.
-      zipf: exponent of the ids' distribution: row r as often as 1 / r^zipf; 0 for all rows alike.
+      zipf: exponent of the ids' distribution: row r occurs in proportion to 1 / r^zipf; 0 for all rows alike.
       row_counts: how often each row was seen, in place of `zipf`.
-      ranks: places on the placement's axis, or on the first of two, where the table may lie; () for all.
-      together: tables of one such name are placed alike, part by part on the same ranks.
+      ranks: places on the placement's axis, or on the first of two axes, where the table may lie; () for all.
+      together: tables with the same name here get the same placement, part by part on the same ranks.
 
     Example:
       >>> import funcrec as fr
@@ -47,7 +47,7 @@ class TableConstraint:
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def pooling_of(self, feature: Any) -> float:
-        """Ids in a bag of the feature."""
+        """The average number of ids in a bag of the feature."""
         told = self.pooling_factor
         told = told.get(feature.name) if isinstance(told, Mapping) else told
         return float(told if told is not None else feature.max_length or 1)
@@ -89,7 +89,7 @@ def constraint_problems(c: TableConstraint, path: str) -> Iterator[Problem]:
 
 
 def given_problems(constraints: Any, tables: Sequence[str], features: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
-    """Of `fr.plan`'s argument; features: {table: its features}."""
+    """Check `fr.plan`'s argument `constraints`; features: {table: its features}."""
     names, hint = [f.name for f in fields(TableConstraint)], '{"item": fr.TableConstraint(pooling_factor=20.0)}'
     if not isinstance(constraints, Mapping):
         yield Problem(

@@ -1,8 +1,8 @@
-"""Hardware: what a rank has and how fast it is; what estimates divide by.
+"""Hardware: a rank's memory and speeds, by which estimates divide.
 
     seconds = latency + bytes / bytes per second
 
-A value, so that no device is needed to plan for a thousand.
+It is a plain value, so that planning for a thousand devices needs none.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ class Hardware:
     """A rank's memory and links.
 
     Args:
-      name: of the kind, for messages.
-      memory_bytes: of a rank's device.
-      memory_bytes_per_s: at which it reads and writes rows.
-      link_bytes_per_s: from a rank to those of its host, one direction.
-      host_bytes_per_s: from a rank to those of other hosts, one direction.
+      name: name of the kind, for messages.
+      memory_bytes: memory of a rank's device.
+      memory_bytes_per_s: speed at which it reads and writes rows.
+      link_bytes_per_s: speed from a rank to the ranks of its host, one direction.
+      host_bytes_per_s: speed from a rank to ranks of other hosts, one direction.
       ranks_per_host: consecutive ranks, the mesh's last axis running fastest.
-      link_latency_s, host_latency_s: of an exchange, in addition to its bytes, in a host and between hosts.
-      launch_s: of a bank, in addition to its bytes: the calls that look it up and update it.
+      link_latency_s, host_latency_s: cost of an exchange, in addition to its bytes, within a host and between hosts.
+      launch_s: cost of a bank, in addition to its bytes: the calls that look it up and update it.
 
     Example:
       >>> import funcrec as fr
@@ -39,10 +39,11 @@ class Hardware:
       ...     host_bytes_per_s=1e9, ranks_per_host=4).memory_bytes
       16000000000
 
-    Source: vendors' data sheets: NVIDIA H100 SXM, H200 SXM and A100 SXM 80 GB, NVLink 4 and 3 (half of what is given
-    for both directions), one network card of 400 or 200 Gb/s for each; TorchRec's Topology. Latencies: NCCL's own model
-    (src/graph/tuning.cc, rings, simple protocol: 8.4 us and 3.4 for a step of NVLink or 14.0 of the network). launch_s:
-    bench/results/cuda, where 26 tables' recorded step takes 0.57 ms in all; of "cpu", as measured on two gloo ranks.
+    Source: vendors' data sheets: NVIDIA H100 SXM, H200 SXM and A100 SXM 80 GB, NVLink 4 and 3 (half of the figure for
+    both directions), one network card of 400 or 200 Gb/s for each; TorchRec's Topology. Latencies: NCCL's own model
+    (src/graph/tuning.cc, rings, simple protocol: 8.4 us plus 3.4 for a step of NVLink or 14.0 of the network).
+    launch_s: bench/results/cuda, where a recorded step of 26 tables takes 0.57 ms in all; for "cpu", measured on two
+    gloo ranks.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Hardware:
 
     @staticmethod
     def named(name: Literal["h100", "h200", "a100", "cpu"]) -> "Hardware":
-        """The kinds that are known by name; "cpu" is a core and its share of a server.
+        """Return a known kind of hardware; "cpu" is one core with its share of a server.
 
         Example:
           >>> import funcrec as fr
@@ -73,13 +74,13 @@ class Hardware:
 
     @staticmethod
     def measure(mesh: Mesh, *, memory_bytes: int | None = None) -> "Hardware":
-        """What the mesh at hand has: a table of 64 MiB looked up and updated, one of a few rows, exchanges of 8 MiB and
-        of a number with all ranks of its last axis; the slowest rank's numbers on all of them. Every rank calls it.
+        """Measure the mesh's ranks; every rank calls it, and all get the slowest rank's numbers.
 
-        On CUDA launch_s is the H100's: calls of a recorded step cannot be timed one by one.
+        It looks up and updates a table of 64 MiB and one of a few rows, and exchanges 8 MiB, and one number, with all
+        ranks of the last axis. On CUDA launch_s is the H100's: calls of a recorded step cannot be timed one by one.
 
         Args:
-          memory_bytes: of a rank; None for what its device says, on CPUs a rank's share of the machine.
+          memory_bytes: of a rank; None asks its device, or on CPUs takes a rank's share of the machine.
 
         Cost: about a second.
 
@@ -89,7 +90,7 @@ class Hardware:
           'measured'
         """
         check("funcrec.Hardware.measure", mesh_problems(mesh))
-        from funcrec.planner._measure import measured  # which counts bytes as the costs of a Hardware do
+        from funcrec.planner._measure import measured  # it counts bytes as `_costs` does
 
         found = measured(mesh)
         if memory_bytes is not None:

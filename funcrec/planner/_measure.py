@@ -1,5 +1,4 @@
-"""How fast the ranks at hand are: a table looked up, its gradients brought together, blocks exchanged; each number the
-slowest rank's.
+"""Measures the ranks' speeds: looks up a table, groups its gradients by row, exchanges blocks; the slowest rank counts.
 
 bytes per second = bytes, as `_costs` counts them, / the least of a few times;   latency = the least of a few times
 """
@@ -22,7 +21,7 @@ ROWS, DIM, IDS, BAGS, EXCHANGED, TURNS = 1 << 18, 64, 1 << 16, 1 << 13, 8 << 20,
 
 
 def measured(mesh: Mesh) -> dict:
-    """The fields of `Hardware`, but its name."""
+    """The fields of `Hardware`, except its name."""
     device = torch.device("cpu" if mesh.is_emulated else mesh.device_mesh.device_type)
     latency, per_byte = (0.0, memory_s_per_byte(device)) if mesh.size == 1 or mesh.is_emulated else link(mesh, device)
     found = [memory_s_per_byte(device), per_byte, latency, launch_s(device)]
@@ -35,7 +34,7 @@ def measured(mesh: Mesh) -> dict:
         "memory_bytes": _memory_bytes(device, local),
         "memory_bytes_per_s": 1 / found[0],
         "link_bytes_per_s": 1 / found[1],
-        "host_bytes_per_s": 1 / found[1],  # too much where the last axis lies on one host: `replace` corrects it
+        "host_bytes_per_s": 1 / found[1],  # too much if the last axis lies on one host: correct it with `replace`
         "ranks_per_host": local,
         "link_latency_s": found[2],
         "host_latency_s": found[2],
@@ -44,8 +43,10 @@ def measured(mesh: Mesh) -> dict:
 
 
 def memory_s_per_byte(device: torch.device) -> float:
-    """(lookup + coalesce) / their bytes; the rest of an update, which reads and writes the rows, would copy the table
-    here."""
+    """Seconds per byte of memory: (lookup + coalesce) / their bytes.
+
+    It leaves out the rest of an update, which reads and writes the rows, because here that would copy the table.
+    """
     weights, ids, tables, features = _table(ROWS, IDS, BAGS, device)
     grads = lookup_transpose(lookup(weights, ids, features), ids, features, tables)["t"]
     distinct = int(grads.coalesce().count)
@@ -56,7 +57,7 @@ def memory_s_per_byte(device: torch.device) -> float:
 
 
 def launch_s(device: torch.device) -> float:
-    """A lookup, its transpose and an update of one id."""
+    """Seconds of a lookup, its transpose and an update of one id."""
     if device.type == "cuda":
         return CUDA_LAUNCH_S
     weights, ids, tables, features = _table(2, 1, 1, device)
@@ -88,7 +89,7 @@ def least_s(call: Callable[[], object], device: torch.device) -> float:
 
 
 def link(mesh: Mesh, device: torch.device) -> tuple[float, float]:
-    """(seconds of an exchange of a number, seconds of a byte more)."""
+    """(seconds to exchange one number, seconds per further byte)."""
     axis = mesh.axis_names[-1]
     n = mesh.shape[axis]
 

@@ -1,11 +1,11 @@
-"""The packing as mixed-integer programs, for HiGHS: the choice of options alone, which bounds it, and whole.
+"""Writes the packing as mixed-integer programs for HiGHS: the whole, and the choice of options alone, which bounds it.
 
     whole:    y[i, o] ∈ {0, 1}, Σ_o y = 1;   x[i, o, shard, place] ∈ {0, 1}, Σ_place x = y;   M_k ≥ load[k, rank]
     options:  the same without places: N · M_k ≥ Σ_ranks load, M_k ≥ the largest shard + what all ranks have of others
-    of `once` M_k ≥ Σ_o base · y[i, o] for each item i, in both
+    for k of `once`, in both: M_k ≥ Σ_o base · y[i, o] for each item i
 
-Of the second every plan is a solution, so what it proves holds of all plans. Equal shards of an option are counted, not
-told apart. Whoever stops does so after a number of nodes, never by a clock: the same input gives the same plan.
+Every plan solves the second program, so its bound holds for all plans. Equal shards of an option are counted, not
+distinguished. Solvers stop after a number of nodes, never by a clock: the same input gives the same plan.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ import numpy as np
 from funcrec.core import fail
 from funcrec.planner._packing import Choice, Loads, Packing, floors, peaks, totals
 
-NEAR_TOP = 64  # items whose largest shard the bound looks at, of each resource
-SCALE = 1000.0  # of the objective: HiGHS calls a gap of 1e-6 none
+NEAR_TOP = 64  # for each resource, the number of items whose largest shard the bound reads
+SCALE = 1000.0  # of the objective: HiGHS treats a gap of 1e-6 as zero
 
 
 class Program(NamedTuple):
-    """Rows of Σ values · x between low and high; x in [0, upper], whole where `whole`; minimise cost · x."""
+    """Minimise cost · x with low ≤ Σ values · x ≤ high for each row; x in [0, upper], an integer where `whole`."""
 
     rows: list[int]
     columns: list[int]
@@ -48,7 +48,7 @@ class Program(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """x: f[variables], None where there is none. bound: below every solution's objective. is_infeasible: proved so."""
+    """x: f[variables], or None. bound: a lower bound on every solution's objective. is_infeasible: this is proved."""
 
     x: np.ndarray | None
     bound: float
@@ -68,7 +68,7 @@ def scipy_optimize() -> Any:
 
 
 def solve(program: Program, nodes: int, gap: float = 0.0) -> Answer:
-    """By HiGHS, which stops at so many nodes of its tree, or with a gap."""
+    """Solve with HiGHS, which stops after so many nodes of its tree, or at the gap."""
     scipy = scipy_optimize()
     shape = (len(program.low), len(program.cost))
     matrix = scipy.sparse.csr_array((program.values, (program.rows, program.columns)), shape=shape)
@@ -85,7 +85,7 @@ def solve(program: Program, nodes: int, gap: float = 0.0) -> Answer:
 
 
 def _resources(program: Program, packing: Packing, units: np.ndarray, scale: float, below: float | None) -> list[int]:
-    """The variables M_k, in units of their resource; the caps on them, and on the objective."""
+    """Add the variables M_k, in units of their resource, their caps, and a cap on the objective; return the M_k."""
     costs = np.array(packing.weights) * units * scale
     most = [program.variable(np.inf, 0, float(c)) for c in costs]
     for cap in packing.caps:
@@ -97,7 +97,7 @@ def _resources(program: Program, packing: Packing, units: np.ndarray, scale: flo
 
 
 def _units(packing: Packing, floor: np.ndarray) -> np.ndarray:
-    """A size for each resource, so that numbers are about 1: the largest that an option puts on a rank."""
+    """A unit for each resource, so that numbers are about 1: the largest load that an option puts on a rank."""
     top = np.zeros(len(packing.weights))
     for own in peaks(packing):
         top = np.maximum(top, np.min(own, 0) if len(own) == 1 else np.max(own, 0))
@@ -105,15 +105,17 @@ def _units(packing: Packing, floor: np.ndarray) -> np.ndarray:
 
 
 class Relaxed(NamedTuple):
-    """options: of each item the number of its option; None where no choice of options fits. bound: of the objective."""
+    """options: each item's option number; None if no choice of options fits. bound: a lower bound on the objective."""
 
     options: list[int] | None
     bound: float
 
 
 def relax(packing: Packing, nodes: int, beside: bool = True) -> Relaxed:
-    """The best choice of options where only sums over ranks and single shards are seen, these `beside` what every rank
-    has or alone, and the bound that it proves."""
+    """Return the best choice of options for sums over ranks and single shards only, and the bound that it proves.
+
+    beside: whether a shard's rank also has the loads that every rank has.
+    """
     sums, tops, lows, size = totals(packing), peaks(packing), floors(packing), len(packing.weights)
     least = np.sum([np.min(own, 0) for own in sums], 0) / packing.num_ranks if sums else np.zeros(size)
     units = _units(packing, least)
@@ -143,8 +145,10 @@ def relax(packing: Packing, nodes: int, beside: bool = True) -> Relaxed:
 
 
 def _tallest(program: Program, most: int, chosen: Sequence, tops: Sequence, lows: Sequence) -> None:
-    """M ≥ L + Σ_o (top - low) · y[i, o] for each of the items whose top may be the largest; L = Σ low · y, what every
-    rank has."""
+    """Add M ≥ L + Σ_o (top - low) · y[i, o], for each of the items whose top may be the largest.
+
+    L = Σ low · y is the load that every rank has.
+    """
     every = program.variable(np.inf, 0)
     program.row([(every, 1.0), *((v, -x) for own, xs in zip(chosen, lows) for v, x in zip(own, xs) if x)], 0.0, np.inf)
     for i in sorted(range(len(chosen)), key=lambda i: -max(tops[i]))[:NEAR_TOP]:
@@ -153,8 +157,10 @@ def _tallest(program: Program, most: int, chosen: Sequence, tops: Sequence, lows
 
 
 def _once(program: Program, most: int, users: Sequence[Sequence[int]], amount: float) -> None:
-    """M ≥ amount · Σ_o y[i, o] for the first items i that may need it; of the others together, their mean: below
-    every plan's M too, in one row."""
+    """Add M ≥ amount · Σ_o y[i, o] for the first items i that may need it.
+
+    One row covers the other items by their mean, which is also below every plan's M.
+    """
     users = [own for own in users if own]
     for own in users[:NEAR_TOP]:
         program.row([(most, 1.0), *((v, -amount) for v in own)], 0.0, np.inf)
@@ -164,7 +170,7 @@ def _once(program: Program, most: int, users: Sequence[Sequence[int]], amount: f
 
 
 class Exact(NamedTuple):
-    """choices: {item: choice} of those that were free, None where nothing below the given objective was found."""
+    """choices: {item: choice} of the free items; None if the program found nothing below the objective."""
 
     choices: dict[int, Choice] | None
     bound: float
@@ -174,8 +180,10 @@ class Exact(NamedTuple):
 def place(
     packing: Packing, loads: Loads, free: Sequence[int], below: float, nodes: int, ranks: np.ndarray | None = None
 ) -> Exact:
-    """The best choices of the free items, the others lying as in `loads`; `ranks`, bool[N], are those that their shards
-    may go to (places that have any other are left out), None for all."""
+    """Return the best choices of the free items; the others lie as in `loads`.
+
+    ranks: bool[N], the ranks that their shards may use (a place with any other rank is left out); None for all.
+    """
     units = _units(packing, loads.most)
     scale = SCALE / (below or 1.0)
     program = Program([], [], [], [], [], [], [], [])
@@ -210,7 +218,7 @@ def place(
 def _item(
     program: Program, loads: Loads, item: int, units: np.ndarray, on_rank: dict, allowed: np.ndarray | None
 ) -> dict:
-    """{option: (y, [(the numbers of equal shards, {place: x})])}; their loads go to `on_rank`."""
+    """{option: (y, [(the numbers of equal shards, {place: x})])}; adds the loads to `on_rank`."""
     out: dict[int, tuple[int, list]] = {}
     for o, own in enumerate(loads.options[item]):
         fits = [p for p, r in enumerate(own.ranks) if allowed is None or allowed[r].all()]

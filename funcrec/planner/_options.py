@@ -1,11 +1,11 @@
-"""Every way to place a table on a mesh, and what ranks have of it: from placements and their costs to the solver's
-options.
+"""Lists every way to place a table on a mesh, with the loads of the ranks, and turns them into the solver's options.
 
     (table, its use) × (placement, axes, number of blocks) ─▶ Way: loads of resources ─▶ Option
 
-Parts of one width and dtype lie in a bank, as tall on all ranks as on the fullest, and a rank sends as many columns
-back as the rank that serves most: so rows and columns of a bank are resources whose maximum counts. A table cut by
-columns has banks of its own. Launches of a bank and latencies of the exchanges over some axes are paid once.
+Parts of one width and dtype lie in a bank. It has as many rows on all ranks as on the fullest, and every rank sends
+back as many columns as the rank that serves most: so a bank's rows and columns are resources whose maximum counts. A
+table cut by columns has banks of its own. A bank's launches, and the latencies of the exchanges over some axes, are
+paid once.
 Shapes: n ranks on the placement's axes, N all ranks.
 """
 
@@ -25,15 +25,20 @@ from funcrec.sharding import OF_TWO_AXES, Placement
 from funcrec.tables import TableConfig
 
 Loads = dict[Hashable, float]
-# seconds of a rank's own work, twice; of every rank's exchanges and launches; bytes of every rank
+# a rank's own seconds, in two phases; seconds of every rank's exchanges and launches; bytes of every rank
 LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES = "lookup", "update", "exchange", "launch", "bytes"
-ONCE = ("latency", "bank")  # of ("latency", axes, a lookup's exchanges), ("bank", axes, width, dtype, label)
+ONCE = ("latency", "bank")  # ("latency", axes, a lookup's exchanges), ("bank", axes, width, dtype, label)
 
 
 class Ground(NamedTuple):
-    """What all tables share. sizes: {axis: ranks} of a copy. mesh: the same with the axes of copies that train apart,
-    which say what host a rank is on. slot_bytes: (width) -> bytes of a row's optimizer state. back:
-    columns of a block's gradients: its own, or "row" for all of the row's (an optimizer that looks at whole rows)."""
+    """What all tables share.
+
+    sizes: {axis: ranks} of one copy.
+    mesh: the same, plus the axes of copies that train apart; it decides which host a rank is on.
+    slot_bytes: (table, width) -> bytes of a row's optimizer state.
+    back: columns of a block's gradients: "block" for its own, "row" for all of the row's (an optimizer that reads whole
+      rows).
+    """
 
     sizes: tuple[tuple[str, int], ...]
     mesh: tuple[tuple[str, int], ...]
@@ -53,7 +58,7 @@ class Ground(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One way to place a table. key: (kind, axes, number of blocks). As of `Option`, but {resource: load}."""
+    """One way to place a table, like `Option` with {resource: load}. key: (kind, axes, number of blocks, places)."""
 
     key: tuple
     shards: tuple[Loads, ...]
@@ -63,13 +68,13 @@ class Way(NamedTuple):
 
 
 def axes_of(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Each axis that has ranks, and all of them together."""
+    """Each axis with several ranks, and all of them together."""
     real = [a for a, n in sizes.items() if n > 1] or list(sizes)[:1]
     return [(a,) for a in real] + ([tuple(real)] if len(real) > 1 else [])
 
 
 def places_on(axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-    """For each place on the axes, the first one major, the ranks of the mesh that have it."""
+    """For each place on the axes, the first axis being the major one, the ranks of the mesh at that place."""
     return _places_on(tuple(axes), tuple(sizes.items()))
 
 
@@ -84,18 +89,18 @@ def _places_on(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> tupl
 
 @functools.lru_cache(maxsize=1024)
 def peer_s_per_byte(hardware: Hardware, axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> float:
-    """Seconds for a byte to every rank that shares all other coordinates."""
+    """Seconds to send a byte to every rank that shares all other coordinates."""
     return costs.peer_s_per_byte(hardware, [p[0] for p in places_on(axes, dict(mesh))]) if axes else 0.0
 
 
 @functools.lru_cache(maxsize=1024)
 def latency_s(hardware: Hardware, axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> float:
-    """Of an exchange with every rank that shares all other coordinates."""
+    """Latency of an exchange with every rank that shares all other coordinates."""
     return costs.latency_s(hardware, [p[0] for p in places_on(axes, dict(mesh))]) if axes else 0.0
 
 
 def ways(table: TableConfig, use: Use, constraint: TableConstraint, ground: Ground) -> list[Way]:
-    """All that the mesh, the optimizer and the constraint allow."""
+    """All ways that the mesh, the optimizer and the constraint allow."""
     sizes, out = dict(ground.sizes), []
     pairs = list(combinations([a for a, n in sizes.items() if n > 1], 2))
     for axes in axes_of(sizes):
@@ -110,7 +115,7 @@ def ways(table: TableConfig, use: Use, constraint: TableConstraint, ground: Grou
 
 
 def num_blocks_of(kind: str, num_places: int, dim: int, constraint: TableConstraint) -> list[int]:
-    """Into how many blocks of columns: halves of halves, and as many as there are places."""
+    """The numbers of column blocks to try: powers of two, and the number of places."""
     if kind in ("table_wise", "row_wise", "table_row_wise", "replicated"):
         return [1]
     most = min(num_places, dim // constraint.min_partition)
@@ -132,7 +137,7 @@ def _of_axes(
     if constraint.ranks and kind in ("row_wise", "replicated"):
         return []
     allowed = [i for i in range(len(places)) if not constraint.ranks or i in constraint.ranks]
-    if not allowed:  # ranks that only other axes have
+    if not allowed:  # the ranks are only on other axes
         return []
     out = []
     for k in num_blocks_of(
@@ -148,7 +153,7 @@ def _way(kind, axes, k, places, numbers, table: TableConfig, use: Use, ground: G
     sizes = dict(ground.sizes)
     n = prod(sizes[a] for a in axes)
     inner = sizes[axes[1]] if kind in ("table_row_wise", "grid") else 1
-    num_parts = n if kind == "row_wise" else inner  # ranks that share a block's rows
+    num_parts = n if kind == "row_wise" else inner  # ranks that share the rows of one block
     dim = table.embedding_dim
     widths = [dim * (i + 1) // k - dim * i // k for i in range(k)]
     blocks = [Block(axes, n, num_parts, w, -(-table.num_embeddings // num_parts)) for w in widths]
@@ -159,7 +164,7 @@ def _way(kind, axes, k, places, numbers, table: TableConfig, use: Use, ground: G
     _add(base, latencies(axes, n, use, ground))
     work = [_work(block, use, table, ground) for block in blocks]
     launch = ground.hardware.launch_s if use.all_ids else 0.0
-    if k > 1:  # banks of its own, of each width one, on every rank
+    if k > 1:  # its own banks, one for each width, on every rank
         for w in sorted(set(widths)):
             rows, columns = _bank(blocks[widths.index(w)], use, table, ground)
             _add(base, {BYTES: rows[1] + columns[1], EXCHANGE: columns[2], LAUNCH: launch})
@@ -171,7 +176,7 @@ def _way(kind, axes, k, places, numbers, table: TableConfig, use: Use, ground: G
     everywhere = (tuple(range(ground.num_ranks)),)
     if kind in ("row_wise", "replicated"):
         return Way((kind, axes, k, ()), tuple(work), everywhere, "fixed", base)
-    if kind == "table_column_wise":  # one place has all blocks, each rank of it one
+    if kind == "table_column_wise":  # one place has all blocks, and each of its ranks one
         most = {key: max(x[key] for x in work) for key in work[0]}
         return Way((kind, axes, k, tuple(numbers)), (most,), tuple(places), "any", base)
     how = "apart" if k > 1 else "any"
@@ -179,8 +184,11 @@ def _way(kind, axes, k, places, numbers, table: TableConfig, use: Use, ground: G
 
 
 def latencies(axes: tuple[str, ...], n: int, use: Use, ground: Ground) -> Loads:
-    """Of the exchanges that a table needs: over its axes those of a lookup, of pooled and of single rows apart; over
-    the other axes one of gradients."""
+    """The latencies of the exchanges that a table needs.
+
+    Over its axes these are a lookup's exchanges, separately for pooled features and for sequences; over the other axes
+    one of gradients.
+    """
     others = tuple(a for a, _ in ground.sizes if a not in axes)
     kinds = [kind for kind, is_read in (("pooled", use.num_pooled), ("sequences", use.sequence_ids)) if is_read]
     needed = [(axes, kind) for kind in kinds if n > 1]
@@ -189,7 +197,7 @@ def latencies(axes: tuple[str, ...], n: int, use: Use, ground: Ground) -> Loads:
 
 
 class Block(NamedTuple):
-    """A block of columns: on n ranks' axes, its rows over num_parts of them, `part` each."""
+    """A block of columns: n ranks on its axes; its rows are cut over num_parts of them, `part` rows each."""
 
     axes: tuple[str, ...]
     n: int
@@ -212,7 +220,7 @@ def _work(block: Block, use: Use, table: TableConfig, ground: Ground) -> Loads:
 
 
 def _exchange_s(block: Block, use: Use, table: TableConfig, ground: Ground) -> float:
-    """Seconds that a block costs every rank, wherever it lies: ids, rows that go alone, gradients told to copies."""
+    """Seconds that a block costs every rank, wherever it lies: ids, single rows, gradients sent to copies."""
     sizes = dict(ground.sizes)
     per_byte = peer_s_per_byte(ground.hardware, block.axes, ground.mesh) if block.n > 1 else 0.0
     back = table.embedding_dim if ground.back == "row" else block.width
@@ -226,7 +234,7 @@ def _exchange_s(block: Block, use: Use, table: TableConfig, ground: Ground) -> f
 
 
 def _alone(n: int, use: Use, ground: Ground) -> tuple[float, float]:
-    """(bytes of the ids, number of the rows that go alone) of a block for one owner."""
+    """(bytes of a block's ids for one owner, number of its rows that travel singly)."""
     factor = ground.capacity_factor
     if ground.answer == "distinct":
         room = use.all_ids if factor is None else min(use.all_ids, factor * use.distinct_here / max(n, 1))
@@ -237,8 +245,10 @@ def _alone(n: int, use: Use, ground: Ground) -> tuple[float, float]:
 
 
 def alone_bytes(n: int, width: int, use: Use, table: TableConfig, ground: Ground) -> float:
-    """2 · n · (ids + rows · w · bytes): a block's ids, and the rows that no sum takes in, as sent and as they come; on
-    one rank the rows of sequences, looked up and handed on."""
+    """2 · n · (ids + rows · w · bytes): bytes of a block's ids and single rows, as sent and as received.
+
+    On one rank these are the rows of sequences, looked up and passed on.
+    """
     ids, rows = _alone(n, use, ground) if n > 1 else (0.0, use.sequence_ids)
     return 2 * n * (ids + rows * width * table.dtype.itemsize)
 
@@ -246,7 +256,7 @@ def alone_bytes(n: int, width: int, use: Use, table: TableConfig, ground: Ground
 def _bank(
     block: Block, use: Use, table: TableConfig, ground: Ground
 ) -> tuple[tuple[float, float], tuple[float, float, float]]:
-    """((rows, their bytes), (columns' lanes, their bytes, their seconds)) of a rank's part in a bank."""
+    """((rows, their bytes), (lanes, their bytes, their seconds)) of a rank's part in a bank."""
     size = block.width * table.dtype.itemsize + ground.slot_bytes(table.name, block.width)
     lanes = float(use.num_pooled)
     memory, seconds = lane_costs(block.axes, block.width, table, ground)
@@ -254,7 +264,7 @@ def _bank(
 
 
 def lane_costs(axes: tuple[str, ...], width: int, table: TableConfig, ground: Ground) -> tuple[float, float]:
-    """(bytes, seconds) of a lane of so many columns, on every rank: sums there, cotangents back."""
+    """(bytes, seconds) of a lane of this width, on every rank: it sends sums, and gets cotangents."""
     n = prod(dict(ground.sizes)[a] for a in axes)
     memory = costs.activation_bytes(ground.bags, width, n)
     if n == 1 or ground.answer != "sums":
@@ -275,7 +285,7 @@ def _add(loads: Loads, more: Loads) -> None:
 def packing_of(
     groups: Mapping[str, Sequence[TableConfig]], own: Mapping[str, list[Way]], ground: Ground, limit: float
 ) -> Packing:
-    """groups: what is placed as one; own: {table: its ways}; limit: bytes of a rank."""
+    """Make the solver's packing. groups: tables placed as one; own: {table: its ways}; limit: bytes of a rank."""
     merged = {name: _merged([own[t.name] for t in tables]) for name, tables in groups.items()}
     keys = {k: i for i, k in enumerate((LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES))}
     for way in (w for found in merged.values() for w in found):
@@ -292,7 +302,7 @@ def packing_of(
 
 
 def _price(key: Hashable, some: Mapping[tuple, TableConfig], ground: Ground) -> tuple[float, float]:
-    """(seconds, bytes) of a unit of a resource; some: {(width, dtype, label): a table of its banks}."""
+    """(seconds, bytes) of a unit of a resource; some: {(width, dtype, label): a table in its banks}."""
     if isinstance(key, str):
         return (0.0, 1.0) if key == BYTES else (1.0, 0.0)
     what, axes, *bank = key
@@ -307,7 +317,7 @@ def _price(key: Hashable, some: Mapping[tuple, TableConfig], ground: Ground) -> 
 
 
 def _merged(own: Sequence[list[Way]]) -> list[Way]:
-    """Ways that all tables of a group have, shard by shard together."""
+    """The ways that all tables of a group have, with their loads added shard by shard."""
     if len(own) == 1:
         return own[0]
     by_key = [{w.key: w for w in ways} for ways in own]
@@ -327,7 +337,7 @@ def _merged(own: Sequence[list[Way]]) -> list[Way]:
 
 
 def placement_of(key: tuple, places: Sequence[int], sizes: Mapping[str, int]) -> Placement:
-    """What the solver chose, as a placement."""
+    """Turn the solver's choice into a placement."""
     kind, axes, _, numbers = key
     if kind in ("row_wise", "replicated"):
         return Placement(kind, axes)

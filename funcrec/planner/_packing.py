@@ -1,12 +1,12 @@
-"""Packing: items, each in one of several options, whose shards go to places of ranks; what a plan is to the solver.
+"""Packing: the planner's problem. Each item takes one of several options, and its shards go to places of ranks.
 
     M_k = max over ranks r of load[k, r], at most 1 for k of `once`;
     minimise Σ_k weights_k · M_k    where Σ_k a_k · M_k ≤ limit, of every cap
 
-A resource k is anything that ranks have a load of: seconds, bytes, rows of a bank. Seconds of which the slowest rank
-counts have weight 1, bytes of which every rank has its own have a cap; a bank, which is as tall on all ranks as on the
-fullest, has both. What is paid once, however many items need it (an exchange's latency), is of `once`: each item that
-needs it has a base of 1.
+A resource k is anything that loads ranks: seconds, bytes, rows of a bank. Seconds for which the slowest rank counts
+have weight 1. Bytes, which every rank has of its own, have a cap. A bank has as many rows on all ranks as on the
+fullest, so it has both. Costs that are paid once, however many items need them (an exchange's latency), are in `once`:
+each item that needs one has a base of 1.
 Shapes: K resources, N ranks, S shards of an option, P places.
 """
 
@@ -16,15 +16,16 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-EXCESS = 100.0  # what a plan is charged for a cap that it breaks, in objectives for each whole limit
+EXCESS = 100.0  # charge for a broken cap, in objectives for each whole limit of excess
 
 
 class Option(NamedTuple):
     """One way to place an item.
 
-    shards: f[S, K], what a shard adds on every rank of its place. places: the sets of ranks that a shard may lie on,
-    all of one size. how: whether a shard may lie on any place, each on one of its own, or shard i on place i. base:
-    f[K], what is added on every rank wherever the shards lie.
+    shards: f[S, K], the loads that a shard adds on every rank of its place.
+    places: the sets of ranks that a shard may lie on, all of one size.
+    how: "any": a shard may lie on any place; "apart": each on a place of its own; "fixed": shard i on place i.
+    base: f[K], the loads added on every rank wherever the shards lie.
     """
 
     label: Hashable
@@ -35,7 +36,7 @@ class Option(NamedTuple):
 
 
 class Item(NamedTuple):
-    """What is placed as one: a table, or tables that go together."""
+    """A unit of placement: a table, or tables that go together."""
 
     name: str
     options: tuple[Option, ...]
@@ -50,7 +51,7 @@ class Cap(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """A problem. weights: f[K], of the objective. once: resources of which only bases have a load, 1 or 0."""
+    """A problem. weights: f[K], of the objective. once: resources that only bases load, by 1 or 0."""
 
     items: tuple[Item, ...]
     num_ranks: int
@@ -60,21 +61,25 @@ class Packing(NamedTuple):
 
     @property
     def ceilings(self) -> np.ndarray:
-        """f[K]: above which no M_k is."""
+        """f[K]: an upper bound on each M_k."""
         return np.array([1.0 if k in self.once else np.inf for k in range(len(self.weights))])
 
 
 class Choice(NamedTuple):
-    """Of an item: the number of its option, and of each shard that of its place; () where these are fixed."""
+    """An item's choice: the number of its option, and for each shard that of its place; () if places are fixed."""
 
     option: int
     places: tuple[int, ...]
 
 
 class Arrays(NamedTuple):
-    """An option in numpy, of the U resources that it adds to. used: i[U]; shards: f[S, U], of those that may go to some
-    place;
-    ranks: i[P, q], the places; base: f[U, N] or f[U, 1], what is added wherever they go."""
+    """An option in numpy, with the U resources that it loads.
+
+    used: i[U].
+    shards: f[S, U], those with a choice of place.
+    ranks: i[P, q], the places.
+    base: f[U, N] or f[U, 1], the loads added wherever shards go.
+    """
 
     used: np.ndarray
     shards: np.ndarray
@@ -97,29 +102,31 @@ def arrays_of(option: Option, num_resources: int, num_ranks: int) -> Arrays:
 
 
 class Loads:
-    """The loads of a partial plan, and what an item more or less makes of them. `choices` of items that are not
-    placed are None."""
+    """The loads of a partial plan, which change as items are put and taken.
+
+    `choices` is None for an item that is not placed.
+    """
 
     def __init__(self, packing: Packing):
         self.weights = np.array(packing.weights, dtype=np.float64)
         size = len(self.weights)
         self.factors = np.array([c.factors for c in packing.caps], dtype=np.float64).reshape(-1, size)
         limits = np.array([c.limit for c in packing.caps], dtype=np.float64)
-        self.factors = self.factors / np.maximum(limits, 1e-300)[:, None]  # a cap is kept where this is at most 1
+        self.factors = self.factors / np.maximum(limits, 1e-300)[:, None]  # a cap holds if this is at most 1
         self.ceilings = packing.ceilings
         self.options = [[arrays_of(o, size, packing.num_ranks) for o in item.options] for item in packing.items]
         self.load = np.zeros((size, packing.num_ranks))
         self.most = np.zeros(size)
         self.choices: list[Choice | None] = [None] * len(packing.items)
-        self.scale = 1.0  # of an objective, so that a broken cap outweighs it
+        self.scale = 1.0  # an objective, so that a broken cap outweighs it
 
     def cost(self, most: np.ndarray) -> np.ndarray:
-        """f[...] of f[..., K]: the objective, and the charge for broken caps."""
+        """f[...] for M f[..., K]: the objective plus the charge for broken caps."""
         excess = np.maximum(most @ self.factors.T - 1.0 - 1e-12, 0.0).sum(-1)
         return most @ self.weights + EXCESS * self.scale * excess
 
     def copy(self) -> "Loads":
-        """One that changes apart; its options, which nobody changes, are the same."""
+        """A copy that changes on its own; it shares the options, which nothing changes."""
         out = copy.copy(self)
         out.load, out.most, out.choices = self.load.copy(), self.most.copy(), list(self.choices)
         return out
@@ -159,8 +166,11 @@ class Loads:
         return choice
 
     def best(self, item: int, option: int) -> tuple[float, float, Choice]:
-        """(cost, the load that its ranks then have, choice) of the places that suit an item which is not placed; of
-        several shards each in turn goes where it costs least, equal ones at once where each has a place of its own."""
+        """Return (cost, the load that its ranks then have, choice) of the places that suit an item which is not placed.
+
+        Of several shards each in turn goes where it costs least; equal shards go at once if each has a place of its
+        own.
+        """
         own = self.options[item][option]
         used, most, load, pull = own.used, self.most.copy(), self.load[own.used] + own.base, self._pull
         most[used] = np.maximum(most[used], np.minimum(load.max(1), self.ceilings[used]))
@@ -189,14 +199,14 @@ class Loads:
         return float(self.cost(most)), near, Choice(option, tuple(chosen))
 
     def _costs_with(self, most: np.ndarray, used: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """`cost` where of some resources the loads are f[P, U]."""
+        """`cost` if the loads of the used resources are f[P, U]."""
         more = after - most[used]
         excess = np.maximum(self.factors @ most - 1.0 - 1e-12 + more @ self.factors[:, used].T, 0.0).sum(-1)
         return float(most @ self.weights) + more @ self.weights[used] + EXCESS * self.scale * excess
 
     @property
     def _pull(self) -> np.ndarray:
-        """f[K]: what breaks ties among places: what costs or is capped, in objectives; not what is paid once."""
+        """f[K]: breaks ties among places: the price of each resource that costs or is capped; 0 for those paid once."""
         return np.where(self.ceilings < np.inf, 0.0, self.weights + self.factors.sum(0) * self.scale + 1e-300)
 
 
@@ -208,17 +218,17 @@ def loads_of(packing: Packing, choices: Sequence[Choice]) -> Loads:
 
 
 def totals(packing: Packing) -> list[list[np.ndarray]]:
-    """f[K] for each option of each item: what all ranks together have of it, nothing of what is paid once."""
+    """f[K] for each option of each item: the load of all ranks together, 0 for resources paid once."""
     return [[_summed(o, packing)[0] for o in item.options] for item in packing.items]
 
 
 def peaks(packing: Packing) -> list[list[np.ndarray]]:
-    """f[K] for each option of each item: what some rank has of it at least."""
+    """f[K] for each option of each item: the least load that some rank must have."""
     return [[_summed(o, packing)[1] for o in item.options] for item in packing.items]
 
 
 def floors(packing: Packing) -> list[list[np.ndarray]]:
-    """f[K] for each option of each item: what every rank has of it at least, nothing of what is paid once."""
+    """f[K] for each option of each item: the least load of every rank, 0 for resources paid once."""
     return [[_summed(o, packing)[2] for o in item.options] for item in packing.items]
 
 
@@ -239,8 +249,10 @@ def _summed(option: Option, packing: Packing) -> tuple[np.ndarray, np.ndarray, n
 
 
 def without_dominated(packing: Packing) -> tuple[Packing, list[list[int]]]:
-    """(the packing without options that another of the same places is never worse than, the numbers of those that
-    stay)."""
+    """Drop options that are never better than another with the same places.
+
+    Returns (the smaller packing, for each item the numbers of the options that stay).
+    """
     items, numbers = [], []
     for item in packing.items:
         alike: dict[tuple, list[int]] = {}
@@ -254,5 +266,5 @@ def without_dominated(packing: Packing) -> tuple[Packing, list[list[int]]]:
 
 
 def _beats(costs: Sequence[np.ndarray], i: int, j: int) -> bool:
-    """Whether i is nowhere more than j; of equal ones the first."""
+    """Whether i is nowhere more than j; among equal ones the first wins."""
     return bool((costs[i] <= costs[j]).all()) and (i < j or bool((costs[i] < costs[j]).any()))

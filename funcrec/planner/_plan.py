@@ -1,4 +1,4 @@
-"""plan: where each table is to lie, chosen by what it would cost.
+"""plan: chooses where each table lies by the cost that it would have.
 
 (tables, features, mesh, batch size, hardware, constraints) ─▶ ways ─▶ packing ─▶ Solution ─▶ Plan, with its report
 """
@@ -46,24 +46,22 @@ def plan(
     reserve: NotNegative = RESERVE,
     effort: Count = 1,
 ) -> Plan:
-    """The placements whose slowest rank is fastest, by estimate, of all that fit into memory; with a bound on every
-    other.
+    """Return the plan whose slowest rank is estimated fastest, among all that fit into memory, and a bound on others.
 
-    Every rank has the same memory and speed, and holds its tables in that memory: uneven ranks and cold tables are not
-    modelled, nor are the dense part and caches.
+    The estimate assumes that every rank has the same memory and speed, and holds its tables in that memory. Uneven
+    ranks, cold tables, the dense part and caches are not modelled.
 
     Args:
       mesh: a Mesh, or its shape, {axis: ranks}: nothing is run and no device is needed. At most 65,536 ranks.
       batch_size: examples of a step, of all ranks together.
       hardware: a `Hardware`, or "h100", "h200", "a100", "cpu".
       constraints: {table: TableConstraint, or a dict of its fields}.
-      optimizer: of the tables: its state takes memory, and one that reads whole rows exchanges more for tables cut by
-        columns.
-      exact, dedup, codec: as they will be given to `shard_tables` or `train_step`.
-      capacity_factor: room of an exchange's blocks over their average; None for room that always suffices.
+      optimizer: of the tables. Its state takes memory; if it reads whole rows, tables cut by columns exchange more.
+      exact, dedup, codec: as for `shard_tables` or `train_step`.
+      capacity_factor: room of an exchange's blocks, relative to their average; None for room that always suffices.
       replicas: axes along which copies train apart; each copy is planned alike.
       memory_bytes: of a rank, in place of the hardware's.
-      reserve: the share of it that the plan leaves for everything else.
+      reserve: the share of the memory that the plan leaves for everything else.
       effort: how long to search, in rounds, not in seconds.
 
     Returns:
@@ -71,10 +69,11 @@ def plan(
       plan.to_json(), plan.digest.
 
     Raises:
-      ValueError: where no plan fits; it says which memory or constraint is short, by how much, and what would do.
+      ValueError: if no plan fits; it names the memory or constraint that is short, by how much, and a change that would
+        do.
 
-    Law: the same arguments give the same plan, on every machine with this SciPy; plan.gap bounds how much faster any
-      plan can be by these estimates.
+    Law: the same arguments give the same plan, on every machine with the same SciPy. plan.gap bounds how much faster
+      any plan can be by these estimates.
 
     Example:
       >>> import funcrec as fr
@@ -127,7 +126,7 @@ def plan(
 
 
 def groups_of(tables: Sequence[TableConfig], told: Mapping[str, TableConstraint]) -> dict[str, list[TableConfig]]:
-    """{name: tables that are placed as one}, by their first one's name."""
+    """{name: tables that are placed as one}, by the name of the first."""
     out: dict[str, list[TableConfig]] = {}
     first: dict[str, str] = {}
     for t in tables:
@@ -138,7 +137,7 @@ def groups_of(tables: Sequence[TableConfig], told: Mapping[str, TableConstraint]
 
 
 def use_of(table: TableConfig, reads: Sequence[FeatureConfig], told: TableConstraint, ground: Ground) -> costs.Use:
-    """What a step asks of a table; features that read one column ask each for itself."""
+    """How a step uses a table; features that read one column count separately."""
     ids = lambda some: ground.bags * sum(told.pooling_of(f) for f in some)
     pooled = [f for f in reads if f.pooling != "none"]
     here = ids(reads)
@@ -152,8 +151,10 @@ def use_of(table: TableConfig, reads: Sequence[FeatureConfig], told: TableConstr
 def _of_optimizer(
     optimizer: RowOptimizer | None, tables: Sequence[TableConfig]
 ) -> tuple[Callable, str, bool, Callable[[str], Hashable]]:
-    """(bytes of a row's slots by (table, width), columns of a block's gradients, whether columns may be cut,
-    labels)."""
+    """What the estimates need to know of the optimizer.
+
+    (bytes of a row's slots by (table, width), columns of a block's gradients, whether columns may not be cut, labels).
+    """
     if optimizer is None:
         return (lambda name, width: 0.0), "block", False, (lambda name: None)
     dtypes, known = {t.name: t.dtype for t in tables}, {}

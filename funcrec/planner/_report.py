@@ -1,6 +1,6 @@
-"""The report of a plan: what its layout takes, rank by rank, what each table costs, and why it lies where it does.
+"""The report of a plan: the memory and time of each rank, the cost of each table, and the reason for its placement.
 
-reason of a table = what the step would take, were that table alone to lie in the next best way
+reason of a table = the change of the step's time if only that table took the next best placement
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def report_of(
     loads.scale = max(solved.objective, 1e-300)
     sizes = dict(ground.sizes)
     memory, num_banks = rank_bytes(placements, tables, uses, ground)
-    launches = ground.hardware.launch_s * num_banks  # a bank's lookup and update together
+    launches = ground.hardware.launch_s * num_banks  # one launch for a bank's lookup and update together
     exchange = float(loads.most @ loads.weights) - loads.most[0] - loads.most[1] - launches
     line = lambda r: RankLine(
         int(memory), float(loads.load[0, r]), max(0.0, float(exchange)), float(loads.load[1, r]) + launches
@@ -64,8 +64,10 @@ def report_of(
 def rank_bytes(
     placements: Mapping[str, Placement], tables: Sequence[TableConfig], uses: Mapping[str, Use], ground: Ground
 ) -> tuple[float, int]:
-    """(what the layout of these placements takes on every rank: its banks, their slots, and the ids, rows and sums of a
-    step's exchanges; the number of its banks that are read)."""
+    """(bytes that these placements take on every rank, the number of banks that a step reads).
+
+    The bytes are banks, their slots, and the ids, rows and sums of a step's exchanges.
+    """
     if not tables:
         return 0.0, 0
     shapes, dtypes = {t.name: t.shape for t in tables}, {t.name: t.dtype for t in tables}
@@ -115,7 +117,7 @@ def _table_line(
 
 
 def reason(packing: Packing, loads: Loads, item: int) -> str:
-    """Why an item lies as it does, the others staying where they are."""
+    """Say why an item lies as it does, while the others stay where they are."""
     options = packing.items[item].options
     if len(options) == 1:
         return "the only placement that is allowed"
@@ -140,7 +142,7 @@ def reason(packing: Packing, loads: Loads, item: int) -> str:
         return f"no other fits: {name} would need {best[name][0]:.0%} more memory than a rank may use"
     name = min(fits, key=lambda n: (fits[n], n))
     more = fits[name] - before
-    if abs(more) > 1e-6 * before:  # less than nothing where the search left something: plan.gap bounds it
+    if abs(more) > 1e-6 * before:  # negative if the search missed something: plan.gap bounds it
         return f"{name} instead: {more * MS:+.3g} ms"
     return f"{name} instead would cost as much"
 

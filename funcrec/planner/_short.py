@@ -1,6 +1,6 @@
-"""Where no plan fits: which memory or constraint is short, by how much, and the nearest change that would do.
+"""Explains why no plan fits: which memory or constraint is short, by how much, and the nearest change that suffices.
 
-the least memory = min over plans of Σ_k factors_k · M_k, and every plan needs its bound
+the least memory = min over plans of Σ_k factors_k · M_k, and no plan needs less than its bound
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ MOST_TRIED = 40  # constraints that are lifted one at a time
 
 
 class NoPlanError(ValueError):
-    """No plan fits into memory; the input is as it should be."""
+    """No plan fits into memory; the input itself is valid."""
 
 
 def fail_short(
@@ -30,7 +30,7 @@ def fail_short(
     limit: int,
     share: float,
 ) -> None:
-    """Raise what `plan` has to say."""
+    """Raise the error that `plan` reports."""
     for name, item in zip(groups, packing.items, strict=True):
         if not item.options:
             _fail_no_option(call, [t.name for t in groups[name]], found, told)
@@ -84,7 +84,7 @@ def _fail_no_option(
 
 
 def least_bytes(packing: Packing) -> tuple[float, bool]:
-    """(the least memory that a plan takes on a rank, whether it is proved to be)."""
+    """(the least memory that a plan takes on a rank, whether this is proved)."""
     cap = packing.caps[0]
     solved = solve(packing._replace(weights=cap.factors, caps=()))
     return solved.objective, solved.gap < 1e-3

@@ -1,11 +1,10 @@
-"""The search for a plan: options from the relaxed program, longest first, moves of single items, then whole programs of
-some.
+"""The search for a plan: options from the relaxed program, longest first; moves of single items; then programs.
 
     incumbent ≥ optimum ≥ bound;      gap = (incumbent - bound) / incumbent
 
-Small problems end with one program of everything, which proves them; larger ones with many of a few items each, of the
-slowest rank and others. Everything is counted in rounds and nodes, nothing in seconds, and what is drawn is drawn by a
-fixed seed.
+A small problem ends with one program of all items, which proves the optimum. A larger one ends with many programs of a
+few items each, from the slowest rank and others. Rounds and nodes limit the search, never seconds, and random draws use
+a fixed seed.
 """
 
 import random
@@ -17,13 +16,13 @@ import numpy as np
 from funcrec.planner._milp import place, relax
 from funcrec.planner._packing import Choice, Loads, Packing, loads_of, totals, without_dominated
 
-WHOLE = 4000  # choices (item, option, place) up to which one program has everything
-PART = 800  # of a neighbourhood's
+WHOLE = 4000  # one program takes all items up to this many choices (item, option, place)
+PART = 800  # the same for the program of a neighbourhood
 TIE = 1e-9
 
 
 class Solution(NamedTuple):
-    """choices: of each item; None where no plan that keeps the caps was found. objective, and what no plan is below."""
+    """choices: of each item; None if no plan that keeps the caps was found. bound: no plan has a smaller objective."""
 
     choices: list[Choice] | None
     objective: float
@@ -32,12 +31,12 @@ class Solution(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """(objective - bound) / objective: how much better a plan may be at most."""
+        """(objective - bound) / objective: the most by which another plan may be better."""
         return max(0.0, 1.0 - self.bound / self.objective) if self.objective > 0 else 0.0
 
 
 def solve(packing: Packing, effort: int = 1) -> Solution:
-    """The best plan that so much effort finds; `effort` multiplies rounds and nodes.
+    """Return the best plan found; `effort` multiplies rounds and nodes.
 
     Law: the same packing and effort give the same solution.
     """
@@ -55,7 +54,7 @@ def _search(packing: Packing, effort: int) -> Solution:
     if relaxed.options is None and relaxed.bound == np.inf:
         return Solution(None, np.inf, np.inf)
     best: Loads | None = None
-    apart = relax(packing, 100 * effort, beside=False).options  # looser: from its options some plans end lower
+    apart = relax(packing, 100 * effort, beside=False).options  # looser: some plans from its options end lower
     for options in _starts(packing, relaxed.options, apart):
         loads = improve(longest_first(packing, options), rounds=4 * effort)
         if best is None or (not _keeps(loads), loads.value) < (not _keeps(best), best.value):
@@ -64,7 +63,7 @@ def _search(packing: Packing, effort: int) -> Solution:
     is_open = lambda: not _keeps(best) or best.value > bound * (1 + TIE)
     if is_small and is_open():
         best, bound, done = whole(packing, best, bound, 200 * effort)
-        if not done:  # from a better incumbent a program of everything ends sooner
+        if not done:  # a program of all items ends sooner from a better incumbent
             best = neighbourhoods(packing, best, bound, rounds=10 * effort)
             best, bound, done = whole(packing, best, bound, 1000 * effort)
     if not done and is_open():
@@ -72,7 +71,7 @@ def _search(packing: Packing, effort: int) -> Solution:
     if not _keeps(best):
         return Solution(None, np.inf, bound, best.excess)
     best = lean(leaner(packing, best))
-    clean = loads_of(packing, best.choices)  # without the rounding of moves
+    clean = loads_of(packing, best.choices)  # without the rounding errors of moves
     value = float(clean.most @ clean.weights)
     return Solution(list(best.choices), value, min(bound, value))
 
@@ -87,7 +86,7 @@ def num_choices(packing: Packing) -> int:
 
 
 def _starts(packing: Packing, *relaxed: Sequence[int] | None) -> list[list[int]]:
-    """Options to begin with: the relaxed programs', each item's cheapest in all, and each one's smallest."""
+    """Options to begin with: those of the relaxed programs, each item's cheapest, and each item's smallest."""
     weights, sums = np.array(packing.weights), totals(packing)
     factors = np.array([c.factors for c in packing.caps]).reshape(-1, len(weights))
     cheapest = [int(np.argmin([s @ weights for s in own])) for own in sums]
@@ -100,7 +99,7 @@ def _starts(packing: Packing, *relaxed: Sequence[int] | None) -> list[list[int]]
 
 
 def longest_first(packing: Packing, options: Sequence[int]) -> Loads:
-    """Every item in its option, the heaviest first, each where it costs least."""
+    """Place every item in its given option, the heaviest first, each where it costs least."""
     loads, sums = Loads(packing), [s[o] for s, o in zip(totals(packing), options, strict=True)]
     all_once = float(loads.weights[list(packing.once)].sum())
     loads.scale = max(float(np.sum([s @ loads.weights for s in sums])) / packing.num_ranks + all_once, 1e-300)
@@ -111,8 +110,10 @@ def longest_first(packing: Packing, options: Sequence[int]) -> Loads:
 
 
 def leaner(packing: Packing, best: Loads) -> Loads:
-    """The same with its items that take no time, whose place the objective does not see, where they take least of what
-    is capped: the largest first."""
+    """Place the items that take no time again, where they take least of what is capped, the largest first.
+
+    The objective does not depend on their places.
+    """
     bytes_of = tuple(np.sum([c.factors for c in packing.caps], 0)) if packing.caps else packing.weights
     loads, sums = loads_of(packing._replace(weights=bytes_of, caps=()), best.choices), totals(packing)
     idle = [i for i, own in enumerate(sums) if packing.caps and own[best.choices[i].option] @ best.weights == 0]
@@ -130,7 +131,7 @@ def leaner(packing: Packing, best: Loads) -> Loads:
 
 
 def lean(loads: Loads) -> Loads:
-    """Moves of single items to where they take less of what is capped, and the plan no more time."""
+    """Move single items to where they take less of what is capped, if the plan does not take more time."""
     size = lambda: float((loads.factors @ loads.most).sum())
     for i in _by_weight(loads) if len(loads.factors) else ():
         value, least, best = loads.value, size(), loads.take(i)
@@ -147,7 +148,7 @@ def lean(loads: Loads) -> Loads:
 
 
 def smooth(loads: Loads) -> float:
-    """What falls where loads grow even: Σ over ranks of (load / most)^4, of what has a price."""
+    """A measure that falls as loads become even: Σ over ranks of (load / most)^4, over resources with a price."""
     price = loads._pull
     own = (loads.load * price[:, None]).sum(0) if price.any() else loads.load.sum(0)
     top = own.max()
@@ -155,7 +156,7 @@ def smooth(loads: Loads) -> float:
 
 
 def improve(loads: Loads, rounds: int) -> Loads:
-    """Moves of single items, to the option and places that cost least, as long as some move helps."""
+    """Move single items to the option and places that cost least, as long as a move helps."""
     for _ in range(rounds):
         before = (loads.value, smooth(loads))
         order = _by_weight(loads)
@@ -167,13 +168,13 @@ def improve(loads: Loads, rounds: int) -> Loads:
 
 
 def _less(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    """Whether the first is less, or the same within rounding and the second less."""
+    """Whether the first is less; or equal within rounding, and the second less."""
     near = TIE * max(abs(b[0]), 1e-300)
     return a[0] < b[0] - near or (a[0] <= b[0] + near and a[1] < b[1] * (1 - 1e-7))
 
 
 def _by_weight(loads: Loads) -> list[int]:
-    """The items on the most loaded ranks first, the heavier first."""
+    """The items, those on the most loaded ranks first, then the heavier first."""
     price = loads._pull
     own = (loads.load * price[:, None]).sum(0)
 
@@ -203,7 +204,7 @@ def _move(loads: Loads, item: int) -> None:
 
 
 def whole(packing: Packing, best: Loads, bound: float, nodes: int) -> tuple[Loads, float, bool]:
-    """(the better one, the better bound, whether it is proved), by one program of all items below the incumbent."""
+    """Solve one program of all items below the incumbent: (the better plan, the better bound, whether it is proved)."""
     empty, is_kept = Loads(packing), _keeps(best)
     ceiling = best.value if is_kept else sum(max((s @ empty.weights) for s in own) for own in totals(packing))
     ceiling += 0.0 if is_kept else sum(empty.weights[list(packing.once)])
@@ -220,7 +221,7 @@ def whole(packing: Packing, best: Loads, bound: float, nodes: int) -> tuple[Load
 
 
 def neighbourhoods(packing: Packing, best: Loads, bound: float, rounds: int) -> Loads:
-    """Programs of a few items: those of the slowest rank and of some others, on the ranks where they may lie."""
+    """Solve programs of a few items: those of the slowest rank and some others, on the ranks where they may lie."""
     draw, idle = random.Random(0), 0
     for turn in range(rounds):
         if (_keeps(best) and best.value <= bound * (1 + 1e-6)) or idle > max(12, rounds // 3):
@@ -242,7 +243,7 @@ def neighbourhoods(packing: Packing, best: Loads, bound: float, rounds: int) -> 
 
 
 def _neighbours(packing: Packing, loads: Loads, draw: random.Random, turn: int) -> tuple[list[int], np.ndarray]:
-    """(the items to place again, bool[N]: where): all of the slowest rank, some of the least loaded and of any."""
+    """(the items to place again, bool[N]: where): all of the slowest rank, some of the least loaded, some of any."""
     price, num_ranks = loads._pull, packing.num_ranks
     own = (loads.load * price[:, None]).sum(0)
     if _keeps(loads) and turn % 2:
