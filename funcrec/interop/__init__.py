@@ -1,5 +1,5 @@
-"""To and from what others have: TorchRec's values, configs and state dicts, FBGEMM's quantised rows, torch's nested
-tensors and modules.
+"""Converts to and from TorchRec's values, configs and state dicts, FBGEMM's quantised rows, torch's nested tensors and
+modules.
 
 Optional packages are imported when a function that needs them is called.
 

@@ -1,4 +1,4 @@
-"""Configs of embeddings: TorchRec has one for a table and its features together, here they are apart.
+"""Converts configs of embeddings: TorchRec has one for a table and its features together, funcrec one for each.
 
 EmbeddingBagConfig(name, shape, data_type, init_fn, feature_names, pooling)
   = TableConfig(name, shape, dtype, initializer), FeatureConfig(feature, name, pooling) for each feature
@@ -15,7 +15,7 @@ from funcrec.core import Problem, check, describe, fail
 from funcrec.tables import FeatureConfig, Initializer, TableConfig, feature_list_problems, table_list_problems
 
 DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
-# What changes a table's values or rows in ways that are said nowhere else, with the values that change nothing.
+# Fields that change a table's values or rows and that nothing of ours represents, with the values that change nothing.
 ELSEWHERE = {
     "num_embeddings_post_pruning": None, "need_pos": False, "input_dim": None, "total_num_buckets": None,
     "use_virtual_table": False, "virtual_table_eviction_policy": None, "enable_embedding_update": False,
@@ -26,7 +26,7 @@ ELSEWHERE = {
 def from_configs(
     call: str, configs: Sequence[Any], weighted: bool
 ) -> tuple[tuple[TableConfig, ...], tuple[FeatureConfig, ...]]:
-    """(tables, features) of the configs of one collection; features in the order of its answer."""
+    """(tables, features) from the configs of one collection; features in the order of its answer."""
     kinds = {type(c).__name__ for c in configs}
     if len(kinds) > 1:
         hint = "one call for each collection"
@@ -52,7 +52,7 @@ def from_configs(
 
 
 def to_configs(call: str, tables: Sequence[TableConfig], features: Sequence[FeatureConfig], weighted: bool) -> list:
-    """A config for each table: EmbeddingConfig where its features are sequences, else EmbeddingBagConfig."""
+    """Make a config for each table: EmbeddingConfig if its features are sequences, else EmbeddingBagConfig."""
     from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
     from torchrec.types import DataType
 
@@ -74,12 +74,12 @@ def to_configs(call: str, tables: Sequence[TableConfig], features: Sequence[Feat
 
 
 def columns_of(config: Any) -> list[str]:
-    """A table without feature names has one of its own name, as in TorchRec's collections."""
+    """The columns that a table reads; without feature names it is the table's name, as in TorchRec's collections."""
     return list(config.feature_names) or [config.name]
 
 
 def answer_names(places: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """{(table, column): key of the answer}: a column that several tables read is `column@table`."""
+    """{(table, column): key of the answer}: `column@table` for a column that several tables read, else the column."""
     columns = [column for _, column in places]
     return {(t, c): f"{c}@{t}" if columns.count(c) > 1 else c for t, c in places}
 
@@ -88,7 +88,7 @@ def answer_names(places: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str
 
 
 def initializer_of(call: str, config: Any) -> Initializer:
-    """What `init_fn` draws, as an Initializer."""
+    """Convert `init_fn` to an Initializer with the same distribution."""
     fn, given = config.init_fn, {}
     if isinstance(fn, partial) and not fn.args:
         fn, given = fn.func, fn.keywords
@@ -113,7 +113,7 @@ def initializer_of(call: str, config: Any) -> Initializer:
 
 
 def init_of(initializer: Callable) -> dict[str, Any]:
-    """The fields of a config that draw the same distribution."""
+    """Return the config fields that draw the same distribution."""
     own, scale = torch.nn.init, initializer.scale
     match initializer.kind:
         case "uniform":
@@ -130,7 +130,7 @@ def init_of(initializer: Callable) -> dict[str, Any]:
 
 
 def config_problems(config: Any) -> Iterator[Problem]:
-    """What of a config of theirs has no counterpart."""
+    """Report the fields of TorchRec's config that have no counterpart."""
     path = f"config of table {config.name!r}"
     if config.data_type.value not in DTYPES:
         need, hint = f"one of {list(DTYPES)}", "data_type=DataType.FP32"
@@ -159,7 +159,7 @@ def table_problems(t: TableConfig) -> Iterator[Problem]:
 def feature_problems(
     tables: Sequence[TableConfig], features: Sequence[FeatureConfig], weighted: bool
 ) -> Iterator[Problem]:
-    """What of these features a list of configs cannot say."""
+    """Report what a list of configs cannot express of these features."""
     known = [t.name for t in tables]
     strange = {f.name: f.table for f in features if f.table not in known}
     if strange:
@@ -183,7 +183,7 @@ def feature_problems(
 
 
 def order_problems(known: Sequence[str], features: Sequence[FeatureConfig]) -> Iterator[Problem]:
-    """A collection's answer is table by table, each pooled in one way, all pooled or none."""
+    """A collection's answer is ordered by table; each table has one pooling, and all features pool or none."""
     got = [f.name for f in features]
     need = [f.name for t in known for f in features if f.table == t]
     if got != need:
@@ -208,7 +208,7 @@ def order_problems(known: Sequence[str], features: Sequence[FeatureConfig]) -> I
 
 
 def pair_of(x: Any) -> tuple | None:
-    """(tables, features), if x is that."""
+    """(tables, features) if x is such a pair, else None."""
     is_list = lambda own, kind: isinstance(own, Sequence) and all(isinstance(c, kind) for c in own)
     if isinstance(x, tuple | list) and not isinstance(x, Mapping) and len(x) == 2:
         tables, features = x

@@ -1,9 +1,9 @@
-"""An nn.Module as a pure function: its parameters and buffers go in, its answer and the new buffers come out.
+"""Makes an nn.Module a pure function: it takes parameters and buffers, and returns the answer and the new buffers.
 
     y, buffers' = apply(params, buffers, *args)
 
-The module's structure is copied without its numbers, once as in train() and once as in eval(); a call runs
-`torch.func.functional_call` on a copy, so that nothing is read of the module or written to it.
+The module's structure is copied without its numbers, once as in train() and once as in eval(). A call runs
+`torch.func.functional_call` on a copy, so it neither reads the module nor writes to it.
 """
 
 import collections
@@ -24,37 +24,37 @@ from funcrec.jagged import is_concrete
 from funcrec.nn import dropout
 
 CALL = "funcrec.interop.module"
-# The key of the call that runs, and how many have drawn of it.
+# The key of the running call, and a counter of its draws.
 DRAWS: ContextVar[tuple[Tensor, Iterator[int]]] = ContextVar("draws")
-ABSENT: tuple = (object(), [])  # an attribute that is not there
+ABSENT: tuple = (object(), [])  # stands for an attribute that does not exist
 COLLECTIONS = (dict, list, set, collections.deque)
-OF_TORCH = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}  # the last two of an LSTM: its parameters again
+OF_TORCH = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}  # the last two: an LSTM's parameters again
 
 
 def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], Callable]:
-    """An nn.Module as (params, buffers, apply), for a loss of funcrec.
+    """Return an nn.Module as (params, buffers, apply), for a loss of funcrec.
 
     Args:
-      nn_module: any module whose state is its parameters and buffers. It is not changed, and later changes of it are
-        not seen.
+      nn_module: any module whose state is its parameters and buffers. The call does not change it, and does not see
+        later changes of it.
 
     Returns:
       `params` {name: f[...]}, copies of the parameters that require grad, a tied one once; `buffers` {name: f[...]},
-      copies of the others: running statistics, frozen parameters, and integers (counters, masks) as f64, for
+      copies of the others: running statistics, frozen parameters, and integers (counters, masks) as f64, because
       `Params.dense` is a tree of floats; and `apply(params, buffers, *args, train=False, key=None, **kwargs) ->
-      (answer, buffers)`, which hands args and kwargs to the module. With train=True it is the module in train() (parts
-      that were set to eval() stay so): batch norm takes its statistics from the batch and the new running ones come
-      back, nn.Dropout draws from `key`. Buffers are constants to derivatives.
+      (answer, buffers)`, which passes args and kwargs to the module. With train=True it runs the module in train()
+      (parts that were set to eval() stay so): batch norm takes its statistics from the batch and the new running ones
+      come back, nn.Dropout draws from `key`. Buffers are constants to derivatives.
 
     Raises:
-      TypeError: what is no module, has lazy or complex parameters, or renormalises its rows in place; from apply for
-        params or buffers of another module, for a draw without a key or from torch's generator, and for a parameter or
-        an attribute (a number, a tensor that is no buffer, a list or dict) that the module writes to.
-      ValueError: integers in buffers beyond ±2⁵³, which f64 does not hold.
+      TypeError: if `nn_module` is no module, has lazy or complex parameters, or renormalises its rows in place. From
+        apply, for params or buffers of another module, for a draw without a key or from torch's generator, and if the
+        module writes to a parameter or an attribute (a number, a tensor that is no buffer, a list or dict).
+      ValueError: if integers in buffers are beyond ±2⁵³: f64 cannot hold them.
 
-    Law: apply gives the bits that the module gives, and the buffers that it is left with.
+    Law: apply returns the bits of the module's answer, and the buffers that a call of the module leaves.
 
-    Example: batch norm and tables; `merge` keeps what the loss made of the buffers.
+    Example: batch norm and tables; `merge` keeps the buffers that the loss returns.
       >>> import torch, funcrec as fr
       >>> tables, clicked = (fr.TableConfig("item", 10, 4),), fr.FeatureConfig("clicked", table="item")
       >>> net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
@@ -92,7 +92,7 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
             check(f"{CALL}'s apply", draw_problems(forms[True]))
         if key is not None:
             random.check_key(f"{CALL}'s apply", key)
-        # copies, for the module writes to its buffers; where it makes others, functional_call puts them into `state`
+        # copies, because the module writes to its buffers; if it makes new ones, functional_call puts them into `state`
         own = {n: b.detach().clone().to(dtypes[n]) for n, b in buffers.items()}
         state = {**params, **own}
         before = state_of_generator(), versions(params.values())
@@ -114,8 +114,10 @@ def as_float(x: Tensor) -> Tensor:
 
 
 def hollow(nn_module: nn.Module) -> nn.Module:
-    """A copy with parameters and buffers of the meta device, tied where those are: what a call leaves
-    out cannot be read."""
+    """Copy the module with parameters and buffers on the meta device, tied as in the module.
+
+    So a tensor that a call does not replace cannot be read.
+    """
     memo: dict[int, Any] = {}
     for x in itertools.chain(nn_module.parameters(), nn_module.buffers()):
         empty = x.detach().to("meta")
@@ -130,7 +132,7 @@ def draw_from_keys(nn_module: nn.Module) -> None:
 
 
 def keyed_dropout(part: nn.Dropout) -> Callable[[Tensor], Tensor]:
-    """Its forward: the i-th call of a run draws from fold_in(key, i)."""
+    """Return a forward for the dropout: the i-th draw of a run uses fold_in(key, i)."""
 
     def forward(x: Tensor) -> Tensor:
         if not part.training or part.p == 0:
@@ -142,7 +144,7 @@ def keyed_dropout(part: nn.Dropout) -> Callable[[Tensor], Tensor]:
 
 
 def state_of_generator() -> Tensor | None:
-    """None where a call is staged: `jit` refuses draws itself. (It is no tensor of a transform, in one either.)"""
+    """torch's generator state; None while a call is staged: `jit` refuses draws itself, and a transform has none."""
     state = None if torch.compiler.is_dynamo_compiling() else torch.default_generator.get_state()
     return state if state is not None and is_concrete(state) else None
 
@@ -153,8 +155,10 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 @contextlib.contextmanager
 def kept_attributes(nn_module: nn.Module) -> Iterator[list[str]]:
-    """The names of the attributes, tensors, numbers and collections, that change meanwhile. What is bound again or put
-    into a collection is undone, so that the next call finds the same."""
+    """Yield the names of attributes (tensors, numbers, collections) that change inside the block.
+
+    On exit, undo new bindings and changes of collections, so that the next call finds the same attributes.
+    """
     before, changed = attributes(nn_module), []
     kept = {at: copy.copy(x) for at, (x, _) in before.items() if isinstance(x, COLLECTIONS)}
     try:
@@ -171,8 +175,10 @@ def kept_attributes(nn_module: nn.Module) -> Iterator[list[str]]:
 
 
 def attributes(nn_module: nn.Module) -> dict[tuple[str, str], tuple[Any, list[int]]]:
-    """{(part, name): (value, version, or what is in it)} of the tensors, numbers and collections that are neither
-    parameters nor buffers, nor torch's own."""
+    """{(part, name): (value, its version or contents)} for tensors, numbers and collections.
+
+    It leaves out parameters, buffers and torch's own attributes.
+    """
     return {(part, name): (x, state_of_attribute(x)) for part, m in nn_module.named_modules()
             for name, x in vars(m).items() if isinstance(x, Tensor | int | float | None)
             or (isinstance(x, COLLECTIONS) and name not in OF_TORCH)}  # fmt: skip
@@ -257,7 +263,7 @@ def draw_problems(nn_module: nn.Module) -> Iterator[Problem]:
 
 
 def side_effect_problems(before: tuple, after: tuple, params: Mapping[str, Tensor]) -> Iterator[Problem]:
-    """What functional_call cannot keep a module from."""
+    """Report side effects that functional_call cannot prevent."""
     if after[0] is not None and not torch.equal(before[0], after[0]):
         yield Problem("the module draws from torch's generator.", "another state of it than before the call",
                       "draws by nn.Dropout, which are made of `key`",

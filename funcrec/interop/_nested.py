@@ -1,4 +1,4 @@
-"""torch's nested tensors of layout jagged: the same values and offsets."""
+"""Converts torch's nested tensors of layout jagged, which have the same values and offsets."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,13 @@ from funcrec.jagged import JaggedTensor
 
 
 def from_nested(x: Tensor) -> JaggedTensor:
-    """The bags of a nested tensor [B, ragged, ...] of layout `torch.jagged`. Values and offsets are shared, not copied.
+    """Return the bags of a nested tensor [B, ragged, ...] of layout `torch.jagged`. Values and offsets are shared.
 
     Raises:
-      TypeError: another layout.
-      ValueError: a ragged dimension that is not the second or has holes.
+      TypeError: if the layout is another one.
+      ValueError: if the ragged dimension is not the second, or has holes.
 
-    Law: `from_nested(to_nested(x))` is x without its padding and its weights.
+    Law: `from_nested(to_nested(x))` is x without its padding.
 
     Example:
       >>> import torch, funcrec as fr
@@ -29,13 +29,13 @@ def from_nested(x: Tensor) -> JaggedTensor:
 
 
 def to_nested(x: JaggedTensor) -> Tensor:
-    """Bags as a nested tensor [B, ragged, ...] of layout `torch.jagged`. Values and offsets are shared, not copied; the
-    padding is cut off, a view, for which offsets[-1] is read on the host.
+    """Return bags as a nested tensor [B, ragged, ...] of layout `torch.jagged`. Values and offsets are shared.
+
+    A view cuts the padding off, for which offsets[-1] is read on the host.
 
     Raises:
-      ValueError: bags with weights, which a nested tensor has no place for.
-      TypeError: under a transform of torch.func, which torch's nested tensors have no rules for (`backward()` goes
-        through).
+      ValueError: if the bags have weights: a nested tensor has no place for them.
+      TypeError: under a transform of torch.func: torch's nested tensors have no rules for them (`backward()` works).
 
     Example:
       >>> import torch, funcrec as fr

@@ -1,9 +1,9 @@
-"""Which name of a TorchRec state dict is which tensor of ours.
+"""Matches the names of a TorchRec state dict to our tensors.
 
     embedding_bags.item.weight = tables["item"]        over_arch.model.1.bias = dense["out"]["bias"]
 
-Tables go by their names. A dense tensor is found by the longest tail of its path that is the tail of exactly one name;
-TorchRec's own models have other paths than ours, which RENAMES tells. Shapes: F features, D dim.
+A table is found by its name. A dense tensor is found by the longest tail of its path that ends exactly one name.
+TorchRec's own models have other paths than ours; RENAMES maps them. Shapes: F features, D dim.
 """
 
 import math
@@ -17,7 +17,8 @@ from torch import Tensor
 from funcrec.core import Problem, paths
 
 TABLE = re.compile(r"(?:^|\.)embedding(?:_bag)?s\.([^.]+)\.weight$")
-# Of torchrec.models' DLRM, DLRM_DCN and SimpleDeepFMNN, to those of fr.models' dlrm, dlrm_dcnv2 and simple_deepfm.
+# From paths of torchrec.models' DLRM, DLRM_DCN and SimpleDeepFMNN to those of fr.models' dlrm, dlrm_dcnv2,
+# simple_deepfm.
 RENAMES = (
     (r"dense_arch\.model\._mlp\.(\d+)\._linear\.", r"bottom.linear.\1."),
     (r"over_arch\.model\.0\._mlp\.(\d+)\._linear\.", r"{top}.linear.\1."),
@@ -30,12 +31,12 @@ RENAMES = (
     (r"inter_arch\.deep_fm\.dense_module\.0\.", "deep.linear.0."),
     (r"over_arch\.model\.0\.(?=weight|bias)", "out."),
 )
-OF_TOP = "over_arch.model.0._mlp."  # the top's layers, of which the first reads the products of all pairs in a DLRM
-OF_CROSS = "inter_arch.crossnet."  # and the cross network's answer in a DLRM_DCN, whose last layer stands among ours
+OF_TOP = "over_arch.model.0._mlp."  # the top's layers; in a DLRM the first reads the products of all pairs
+OF_CROSS = "inter_arch.crossnet."  # the cross network of a DLRM_DCN, where our top contains the last layer
 
 
 class Place(NamedTuple):
-    """A tensor of theirs and its place here: a table by its name, a dense leaf by its number."""
+    """A tensor of TorchRec's and its place here: a table by its name, a dense leaf by its number."""
 
     name: str
     path: str
@@ -47,7 +48,7 @@ class Place(NamedTuple):
 def find_places(
     names: Sequence[str], tables: Mapping[str, Tensor], dense: Any, *, all_of_dense: bool = True
 ) -> tuple[list[Place], list[Problem]]:
-    """Every name's place, and what stands in its way: names without a place, places without a name."""
+    """(the place of every name, problems): names without a place, and places without a name, are problems."""
     found: list[Place] = []
     problems: list[Problem] = []
     for table, x in tables.items():
@@ -87,19 +88,19 @@ def find_places(
 
 
 def table_of(name: str, tables: Mapping[str, Tensor]) -> str | None:
-    """The table whose rows it names: in a collection, or bare as a fused optimizer has it."""
+    """The table whose rows the name holds: inside a collection, or `table.weight` as in a fused optimizer."""
     match = TABLE.search(name)
     table = match[1] if match else name.removesuffix(".weight")
     return table if table in tables else None
 
 
 def dotted(path: str) -> str:
-    """`['over']['0.weight']` -> `over.0.weight`, as a module calls it."""
+    """Write a path as a module does: `['over']['0.weight']` -> `over.0.weight`."""
     return ".".join("".join(part) for part in re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.?(\w+)", path))
 
 
 def by_tail(path: str, called: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """The names that end as `path` does, over as many of its parts as any name has."""
+    """The names that end like `path`, in as many parts as any name shares."""
     parts = path.split(".")
     for first in range(len(parts)):
         tail = "." + ".".join(parts[first:])
@@ -110,7 +111,7 @@ def by_tail(path: str, called: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def aliases(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """{name: (itself, what our models call it)}."""
+    """{name: (the name, our models' name for it)}."""
     own = {"top": "mlp", "out": "out"}
     if any(OF_CROSS in n for n in names):
         own = {"top": "top", "out": f"top.linear.{sum(OF_TOP in n and n.endswith('.weight') for n in names)}"}
@@ -128,13 +129,16 @@ def aliases(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def interaction_columns(width: int, dim: int) -> Tensor | None:
-    """Where the columns of our first top layer stand in TorchRec's: both begin with the dense vector; the products
-    (i, j) of pairs follow row by row of the lower triangle here, of the upper one there."""
+    """The columns of TorchRec's first top layer in the order of ours; None if the width does not fit.
+
+    Both begin with the dense vector. The products (i, j) of pairs follow: row by row of the lower triangle here, of the
+    upper triangle there.
+    """
     count = (1 + math.isqrt(max(0, 1 + 8 * (width - dim)))) // 2
     if width < dim or dim + count * (count - 1) // 2 != width:
         return None
     rows, columns = torch.tril_indices(count, count, -1)
-    upper = columns * (2 * count - columns - 1) // 2 + rows - columns - 1  # of (j, i), j < i
+    upper = columns * (2 * count - columns - 1) // 2 + rows - columns - 1  # index of (j, i) there, j < i
     return torch.cat([torch.arange(dim), upper + dim])
 
 

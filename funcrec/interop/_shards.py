@@ -1,4 +1,4 @@
-"""Tensors that ranks have parts of: a ShardedTensor, a DTensor of TorchRec's LocalShardsWrapper, any DTensor.
+"""Handles tensors cut over ranks: a ShardedTensor, a DTensor of TorchRec's LocalShardsWrapper, any DTensor.
 
     whole(x) = the parts of all ranks in their places          like(x, whole) = x with its parts cut from a whole
 
@@ -15,7 +15,7 @@ from funcrec.core import fail
 
 
 class Parts(NamedTuple):
-    """This rank's parts of a tensor of `shape`, each with its first place, and the ranks that have the others."""
+    """This rank's parts of a tensor of `shape`, each with its first index, and the group that holds the others."""
 
     shape: torch.Size
     own: list[tuple[tuple[int, ...], Tensor]]
@@ -23,7 +23,7 @@ class Parts(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """A tensor of which this rank has no part."""
+    """A tensor without parts on this rank."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class Elsewhere(NamedTuple):
 
 
 def parts_of(x: Any) -> Parts | None:
-    """None for a tensor that is whole, or a DTensor that torch itself can gather."""
+    """This rank's parts; None for a tensor that is whole, or a DTensor that torch itself can gather."""
     if isinstance(x, Elsewhere):
         return Parts(x.shape, [], x.group)
     if hasattr(x, "local_shards") and hasattr(x, "metadata"):
@@ -52,7 +52,7 @@ def shape_of(x: Any) -> torch.Size:
 
 
 def whole(call: str, name: str, x: Any) -> Tensor:
-    """A copy of all of x, on every rank; where x has parts on other ranks, all of them must call."""
+    """Return a copy of all of x, on every rank; if x has parts on other ranks, all of them must call."""
     parts = parts_of(x)
     if parts is None:
         x = x.full_tensor() if hasattr(x, "full_tensor") else x
@@ -77,7 +77,7 @@ def whole(call: str, name: str, x: Any) -> Tensor:
 
 
 def like(x: Any, new: Tensor) -> Any:
-    """`new`, a whole tensor, in the form of x: its dtype and device, cut as x is."""
+    """Return `new`, a whole tensor, in the form of x: its dtype and device, cut as x is."""
     parts = parts_of(x)
     if parts is None and not hasattr(x, "full_tensor"):
         return new.to(x.device, x.dtype, copy=True).reshape(x.shape)
@@ -101,7 +101,7 @@ def like(x: Any, new: Tensor) -> Any:
 
 
 def joined(theirs: dict[str, dict[str, Any]], group: Any) -> dict[str, dict[str, Any]]:
-    """An optimizer's state of all ranks of a group, of which each says only that of the tables it has a part of."""
+    """Join an optimizer's state over the ranks of a group, where each rank names only tables that it has a part of."""
     form = lambda x: (shape_of(x), x.dtype, first_device(x)) if hasattr(x, "dtype") else x
     said: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, {n: {k: form(x) for k, x in own.items()} for n, own in theirs.items()}, group=group)

@@ -1,4 +1,4 @@
-"""from_torchrec and to_torchrec: which value of theirs is which of ours."""
+"""from_torchrec and to_torchrec: conversion by the type of the value."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from funcrec.kinds import QuantizedTables
 from funcrec.tables import Params
 from funcrec.train import TrainState
 
-COLLECTIONS = ("embedding_bag_configs", "embedding_configs")  # what modules of embeddings call their configs
+COLLECTIONS = ("embedding_bag_configs", "embedding_configs")  # the modules' methods that return configs
 
 
 def need_torchrec(call: str) -> None:
-    """TorchRec, imported; it is no dependency."""
+    """Check that TorchRec can be imported; it is no dependency of funcrec."""
     try:
         import torchrec  # noqa: F401
     except ImportError:
@@ -29,7 +29,7 @@ def need_torchrec(call: str) -> None:
 
 @typed
 def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
-    """TorchRec's value as ours. Tensors are shared, not copied.
+    """Return TorchRec's value as ours. Tensors are shared, not copied.
 
     | theirs | ours |
     | --- | --- |
@@ -41,17 +41,17 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
     | a quantised one, of `torchrec.quant` | (QuantizedTables, features), its rows copied |
 
     Args:
-      weighted: of configs, whether their collection `is_weighted`; configs do not say it, a collection does.
+      weighted: for configs, whether their collection `is_weighted`; configs do not contain it, a collection does.
 
     Returns:
-      features in the order of the collection's answer, and under its keys: `column@table` for a column that several
-      tables read. A FusedEmbeddingBagCollection of several poolings has another order of columns than its keys say; the
-      features have that of its numbers. Offsets are made of lengths where a value has no others, which copies those
-      alone.
+      Features come in the order of the collection's answer, and under its keys: `column@table` for a column that
+      several tables read. A FusedEmbeddingBagCollection of several poolings orders its columns otherwise than its
+      keys; the features have the order of its numbers. If a value has only lengths, offsets are made from them: only
+      these are copied.
 
     Raises:
-      TypeError, ValueError: what has no counterpart: batches of several ranks in one value, keys elsewhere than in
-        columns, pruned or virtual tables, a first distribution that `fr.Initializer` cannot say.
+      TypeError, ValueError: for values without a counterpart: batches of several ranks in one value, keys elsewhere
+        than in columns, pruned or virtual tables, an initial distribution that `fr.Initializer` cannot express.
 
     Law: `to_torchrec(from_torchrec(x))` is x, and `from_torchrec(to_torchrec(x))` is x without its padding.
 
@@ -67,7 +67,7 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
         column=None),)
     """
     call = "funcrec.interop.from_torchrec"
-    theirs = sys.modules.get("torchrec")  # who has a value of its has imported it
+    theirs = sys.modules.get("torchrec")  # whoever has one of its values has imported it
     if theirs is not None:
         own = theirs.sparse.jagged_tensor
         for name, made in FROM.items():
@@ -95,8 +95,10 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
 
 
 def in_order(module: Any, configs: Sequence[Any]) -> Sequence[Any]:
-    """The configs in the order of the columns of the module's answer. A FusedEmbeddingBagCollection puts tables of one
-    pooling together, and names the columns as if it had not."""
+    """The configs in the order of the columns of the module's answer.
+
+    A FusedEmbeddingBagCollection groups tables by pooling, but names the columns in the configs' order.
+    """
     fused = sys.modules.get("torchrec.modules.fused_embedding_modules")
     if fused is None or not isinstance(module, fused.FusedEmbeddingBagCollection):
         return configs
@@ -107,21 +109,21 @@ def in_order(module: Any, configs: Sequence[Any]) -> Sequence[Any]:
 def to_torchrec(
     x: KeyedJaggedTensor | JaggedTensor | KeyedTensor | Mapping[str, JaggedTensor] | tuple, *, weighted: bool = False
 ) -> Any:
-    """Our value as TorchRec's: the way back of `from_torchrec`. Tensors are shared, not copied.
+    """Return our value as TorchRec's: the inverse of `from_torchrec`. Tensors are shared, not copied.
 
     Args:
       x: a KeyedJaggedTensor, a JaggedTensor or a dict of them, a KeyedTensor, or (tables, features).
-      weighted: of configs, whether the features are weighted; give the collection `is_weighted=True` then.
+      weighted: for configs, whether the features are weighted; give the collection `is_weighted=True` then.
 
     Returns:
-      TorchRec's value; of (tables, features) a list of configs, for an EmbeddingCollection where the features are
-      sequences, else for an EmbeddingBagCollection. TorchRec has no padding: it is cut off, a view, for which
-      offsets[-1] is read on the host.
+      TorchRec's value. For (tables, features) it is a list of configs, for an EmbeddingCollection if the features are
+      sequences, else for an EmbeddingBagCollection. TorchRec has no padding: a view cuts it off, for which offsets[-1]
+      is read on the host.
 
     Raises:
-      TypeError, ValueError: what TorchRec has no counterpart of: hashed features, max_length, tables of f64 or whose
-        features are pooled in two ways, features in another order than its answer; and QuantizedTables and Params,
-        whose numbers `to_torchrec_state_dict` takes to a module of such configs.
+      TypeError, ValueError: for what TorchRec has no counterpart of: hashed features, max_length, tables of f64, tables
+        whose features are pooled in two ways, features in another order than its answer. Also for QuantizedTables and
+        Params: `to_torchrec_state_dict` writes their numbers to a module of such configs.
 
     Example:
       >>> import funcrec as fr

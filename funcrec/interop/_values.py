@@ -1,9 +1,10 @@
-"""Ids and pooled features as TorchRec's values and back, the tensors shared.
+"""Converts ids and pooled features to TorchRec's values and back; the tensors are shared.
 
     from_torchrec(to_torchrec(x)) = x without its padding,   to_torchrec(from_torchrec(y)) = y
 
-Both libraries have values, offsets and weights key-major in one buffer. What TorchRec has besides: no padding, lengths
-in offsets' place, batches of several ranks in one value. Shapes: B bags, N ids, F keys, E examples.
+Both libraries keep values, offsets and weights key-major in one buffer. TorchRec differs in three ways: it has no
+padding, may have lengths instead of offsets, and may hold batches of several ranks in one value. Shapes: B bags, N ids,
+F keys, E examples.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, is_conc
 
 
 def from_jagged_tensor(call: str, x: Any) -> JaggedTensor:
-    """TorchRec's JaggedTensor; its values and weights are this one's."""
+    """Convert TorchRec's JaggedTensor; values and weights are shared."""
     return JaggedTensor.from_offsets(x.values(), offsets_in(call, x), weights=x.weights_or_none())
 
 
@@ -29,9 +30,9 @@ def to_jagged_tensor(x: JaggedTensor) -> Any:
 
 
 def from_keyed_jagged_tensor(call: str, x: Any) -> KeyedJaggedTensor:
-    """TorchRec's KeyedJaggedTensor, of one rank's batch."""
+    """Convert TorchRec's KeyedJaggedTensor, holding one rank's batch."""
     strides, weights = strides_in(call, x), x.weights_or_none()
-    places = [str(i) for i in range(len(x.keys()))]  # a key may be there twice, as both libraries' `permute` gives it
+    places = [str(i) for i in range(len(x.keys()))]  # a key may be there twice, as from both libraries' `permute`
     ids = KeyedJaggedTensor.from_offsets(places, x.values(), offsets_in(call, x), weights=weights, strides=strides)
     return replace(ids, keys=tuple(x.keys()), inverse=inverse_in(call, x))
 
@@ -66,7 +67,7 @@ def to_keyed_tensor(x: KeyedTensor) -> Any:
 
 
 def offsets_in(call: str, x: Any) -> Tensor:
-    """i[B + 1]: the ones that it has, or made of its lengths; `x.offsets()` would keep them in x."""
+    """i[B + 1]: its offsets, or offsets made from its lengths; `x.offsets()` would keep the latter in x."""
     lengths, offsets = x.lengths_or_none(), x.offsets_or_none()
     if offsets is None:
         return KeyedJaggedTensor.from_lengths(("",), x.values(), lengths).offsets
@@ -75,7 +76,7 @@ def offsets_in(call: str, x: Any) -> Tensor:
         if is_concrete(lengths) and is_concrete(offsets)
         else offsets.shape[0] == lengths.shape[0] + 1
     )
-    if not agree:  # a view of bags with gaps, as some of its operators make
+    if not agree:  # such as a view of bags with gaps, which some of its operators make
         got, need = f"lengths {lengths.tolist()}, offsets {offsets.tolist()}", "lengths == offsets.diff()"
         hint = "KeyedJaggedTensor(keys, values, weights, lengths=lengths), without offsets"
         fail(call, "`x` has lengths that are not its offsets'.", got=got, need=need, hint=hint)
@@ -83,7 +84,7 @@ def offsets_in(call: str, x: Any) -> Tensor:
 
 
 def strides_in(call: str, x: Any) -> tuple[int, ...] | None:
-    """The number of bags of each key, where a batch has one for each."""
+    """The number of bags of each key; None if all keys have the same."""
     per_rank = x.stride_per_key_per_rank() if x.variable_stride_per_key() else None
     if per_rank is None:
         return None
@@ -95,7 +96,7 @@ def strides_in(call: str, x: Any) -> tuple[int, ...] | None:
 
 
 def inverse_in(call: str, x: Any) -> Tensor | None:
-    """i[F, E] in the order of the keys."""
+    """i[F, E]: the inverse indices in the order of the keys."""
     pair = x.inverse_indices_or_none()
     if pair is None:
         return None
