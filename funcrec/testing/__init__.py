@@ -1,12 +1,12 @@
-"""Property tests for jagged operations: strategies that make values, and checkers of the laws they must keep.
+"""Property tests for jagged operations: strategies that make values, and checkers of laws.
 
     ⟨Lx, y⟩ = ⟨x, Lᵀy⟩        op(x) = op(x with garbage in its padding)
     op'(x)·t = lim (op(x + h·t) - op(x - h·t)) / 2h
 
-funcrec tests itself with these; they are for your own operations too. The checkers need torch only, the strategies
-(`from funcrec.testing import strategies as frs`) need hypothesis, which is imported nowhere else.
+funcrec tests itself with these; use them for your own operations, too. The checkers need only torch. The strategies
+(`from funcrec.testing import strategies as frs`) need hypothesis, which no other module imports.
 
-Say that you have written a sum of each bag, and its transpose:
+Suppose that you have written the sum of each bag, and its transpose:
 
 >>> import torch, funcrec as fr
 >>> def bag_sums(x):
@@ -16,7 +16,7 @@ Say that you have written a sum of each bag, and its transpose:
 ...     d = torch.cat([d, d.new_zeros(1)]).index_select(0, x.bag_ids())
 ...     return fr.JaggedTensor(d, x.offsets)
 
-Three laws test it: it sums, it does not read padding, and the two are each other's transposes.
+Three laws test it: it sums, it does not read padding, and each function is the transpose of the other.
 
 >>> from hypothesis import given, settings
 >>> from funcrec.testing import assert_trees_close, check_adjoint, check_grads, garbage_padding, strategies as frs
@@ -28,7 +28,7 @@ Three laws test it: it sums, it does not read padding, and the two are each othe
 ...     check_adjoint(bag_sums, lambda d: bag_sums_transpose(d, x), x)
 >>> test_bag_sums()
 
-A law that is broken says where and by how much:
+A broken law reports where and by how much:
 
 >>> assert_trees_close({"item": torch.zeros(2)}, {"item": torch.tensor([0.0, 0.5])})
 Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Linear maps against their transposes, and derivatives against differences.
+"""Checks linear maps against their transposes, and derivatives against differences.
 
 ⟨Lx, y⟩ = ⟨x, Lᵀy⟩            f'(x)·t = (f(x + h·t) - f(x - h·t)) / 2h + O(h²)
 """
@@ -14,8 +14,8 @@ from funcrec.testing._trees import dense_leaves, with_floats
 
 ADJOINT_ULPS = 16  # roundings that an inner product may lose, in units of the coarsest dtype's epsilon
 
-# A central difference in f64 has a relative error of about h² + eps / h, smallest near eps^(1/3); each order of
-# differentiation compares one first derivative, of a function that is exact.
+# A central difference in f64 has a relative error of about h² + eps / h, smallest near eps^(1/3). Each order of
+# differentiation compares one first derivative, of an exact function.
 STEP = 6e-6
 RTOL = ATOL = 1e-6
 
@@ -31,15 +31,15 @@ def check_adjoint(
     Args:
       forward, transpose: functions of one pytree.
       x: a pytree that `forward` takes.
-      y: one that `transpose` takes, or None to draw it, normal, in the form of forward(x).
-      key: what y is drawn from; funcrec.key(0) by default.
+      y: a pytree that `transpose` takes, or None to draw it, normal, in the form of forward(x).
+      key: y is drawn from this key; funcrec.key(0) by default.
 
-    Inner products run over the float tensors, by path, in f64; padding counts for nothing and RowGrads stand for their
-    dense gradient. A path of x that transpose(y) lacks has cotangent zero. The tolerance is 16 roundings of the
-    coarsest dtype, relative to ‖forward(x)‖·‖y‖ + ‖x‖·‖transpose(y)‖.
+    Inner products run over the float tensors, by path, in f64. Padding counts as zero, and RowGrads count as their
+    dense gradient. If transpose(y) lacks a path of x, the cotangent there is zero. The tolerance is 16 roundings of
+    the coarsest dtype, relative to ‖forward(x)‖·‖y‖ + ‖x‖·‖transpose(y)‖.
 
     Raises:
-      AssertionError: with both inner products; a cotangent of something that is not in x.
+      AssertionError: with both inner products; also if transpose(y) has a path that x lacks.
 
     Example:
       >>> import torch
@@ -97,15 +97,15 @@ def check_grads(
     rtol: NotNegative = RTOL,
     atol: NotNegative = ATOL,
 ) -> None:
-    """Assert that torch.func's derivatives of `f` at `args` are what differences in f64 say, up to `order`.
+    """Assert that torch.func's derivatives of `f` at `args` agree with differences in f64, up to `order`.
 
     Args:
       f: a function of pytrees whose answer is a pytree; float tensors are differentiated, everything else is fixed.
-      args: where; float tensors are taken to f64.
+      args: the point; float tensors are converted to f64.
       order: 1 for the derivative, 2 also for the derivative of the derivative, ...
       modes: "fwd" (jvp against a central difference) and "rev" (⟨y, f'·t⟩ by differences = ⟨vjp(y), t⟩); every order
         is checked in every combination of them.
-      key: what tangents and cotangents are drawn from; funcrec.key(0) by default.
+      key: tangents and cotangents are drawn from this key; funcrec.key(0) by default.
 
     Raises:
       AssertionError: names the mode, order and sizes.
@@ -163,7 +163,7 @@ def _floats(tree: Any) -> list[tuple[str, Tensor]]:
 
 
 def _normal(like: Leaves, key: Tensor) -> Leaves:
-    """Tensors of the same shapes, dtypes and devices, N(0, 1)."""
+    """N(0, 1) tensors with the same shapes, dtypes and devices."""
     out = {}
     for i, (path, x) in enumerate(like.items()):
         draw = random.normal(random.fold_in(key, i), tuple(x.shape), dtype=torch.float64)

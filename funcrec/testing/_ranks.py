@@ -1,6 +1,6 @@
 """RankPool: real ranks for tests, kept alive between them.
 
-Starting processes costs seconds, most of it importing torch; a call on ranks that are there costs milliseconds.
+Starting processes costs seconds, most of it importing torch; a call on running ranks costs milliseconds.
 """
 
 import multiprocessing
@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 START_S = 120.0
-GRACE_S = 2.0  # for the others, once a rank has failed: they may stand in a collective that it never joins
+GRACE_S = 2.0  # for the others, once a rank has failed: they may wait in a collective that it never joins
 PRELOADED = ["funcrec", "torch.distributed.device_mesh"]
 
 
 class RankError(AssertionError):
-    """What went wrong on which rank."""
+    """Says which rank failed, and how."""
 
 
 class RankPool:
@@ -31,8 +31,8 @@ class RankPool:
 
     Args:
       world: the number of ranks.
-      timeout_s: how long a collective waits for a rank that does not come.
-      debug: compare what the ranks call before every collective, as `Mesh.distributed(debug=True)` does.
+      timeout_s: how long a collective waits for a missing rank.
+      debug: compare the ranks' calls before every collective, as `Mesh.distributed(debug=True)` does.
 
     A failing call ends the processes, and the next call starts new ones.
 
@@ -54,14 +54,14 @@ class RankPool:
         self.connections: list = []
 
     def run(self, fn: Callable, *args: Any, deadline_s: float | None = None) -> list:
-        """fn(*args) on every rank: what each returned, in the order of ranks.
+        """Return fn(*args) of every rank, in the order of ranks.
 
         Args:
           fn: a function of a module, so that it can be sent by name.
-          deadline_s: how long to wait; None for four times `timeout_s`.
+          deadline_s: how long to wait; None means four times `timeout_s`.
 
         Raises:
-          RankError: tells each rank that raised, died or did not answer.
+          RankError: names each rank that raised, died or did not answer.
         """
         if not self.processes:
             self._start()
@@ -90,7 +90,7 @@ class RankPool:
             raise RankError(f"the ranks did not start: {errors}")
 
     def _collect(self, end: float) -> tuple[list, dict[int, str]]:
-        """One answer from each rank."""
+        """Receive one answer from each rank."""
         waiting = {c: rank for rank, c in enumerate(self.connections)}
         results, errors = [None] * self.world, {}
         while waiting:

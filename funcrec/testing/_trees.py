@@ -1,4 +1,4 @@
-"""Comparing pytrees, and filling the padding of the jagged values in them.
+"""Compares pytrees, and fills the padding of the jagged values in them.
 
 op(garbage_padding(x)) = op(x)   for every operation that never reads padding
 """
@@ -34,8 +34,8 @@ JAGGED = (JaggedTensor, KeyedJaggedTensor, RowGrads)
 def assert_trees_close(a: Any, b: Any, *, rtol: NotNegative = 0, atol: NotNegative = 0) -> None:
     """Assert that two pytrees have one structure, and leaves of one dtype, shape and (within the tolerances) value.
 
-    |a - b| <= atol + rtol · |b|, elementwise; NaN equals NaN, and padding is compared like the rest (`zero_padding`
-    takes it out of the question). The structure is torch's, static fields included.
+    |a - b| <= atol + rtol · |b|, elementwise. NaN equals NaN. Padding is compared like the rest (`zero_padding` both
+    sides to ignore it). The structure is torch's, static fields included.
 
     Raises:
       AssertionError: with the path and the size of the first difference.
@@ -79,14 +79,14 @@ def _difference(x: Any, y: Any, rtol: float, atol: float) -> tuple[str, str]:
 
 @typed
 def garbage_padding(tree: T, key: Key | None = None) -> T:
-    """The same value with the padding of every jagged value and RowGrads in `tree` replaced by garbage, and so the
-    places that keys without weights have among the others' weights.
+    """Return `tree` with garbage as the padding of every jagged value and RowGrads.
 
-    Floats become NaN. Integers become, in turn, small ones, which could be rows, and ones of any size and sign, which
-    are out of range; `key` (an i64[], as `funcrec.key` makes them) chooses them.
+    If some keys have weights, the weights of keys without get garbage, too. Floats become NaN. Integers alternate
+    between small ones, which could be rows, and ones of any size and sign, which are out of range; `key` (an i64[], as
+    from `funcrec.key`) chooses them.
 
-    Law: `garbage_padding(x)` and `x` are the same value, so op(garbage_padding(x))
-      == op(x) but for the answer's padding.
+    Law: `garbage_padding(x)` and `x` are the same value, so op(garbage_padding(x)) == op(x), except for the answer's
+      padding.
 
     Example:
       >>> import funcrec as fr
@@ -100,7 +100,7 @@ def garbage_padding(tree: T, key: Key | None = None) -> T:
 
 
 def zero_padding(tree: T) -> T:
-    """The same value with the padding of every jagged value in `tree` zero; rows of RowGrads that count for nothing -1.
+    """Return `tree` with zero padding in every jagged value; rows of RowGrads that count for nothing become -1.
 
     Law: assert_trees_close(zero_padding(op(garbage_padding(x))), zero_padding(op(x))) for an op with a jagged answer.
     """
@@ -135,8 +135,10 @@ def _map_padding(fill: Callable[[Tensor], Tensor], tree: T) -> T:
 
 
 def _fill_term(fill: Callable[[Tensor], Tensor], x: Entries | Bags, num_embeddings: int) -> Entries | Bags:
-    """Entries past `count` lose row and gradient, entries of
-    no row their gradient; ids after the last bag are lost."""
+    """Fill entries past `count` and ids after the last bag.
+
+    Of an entry past `count`, row and gradient are filled; of an entry without a valid row, the gradient.
+    """
     if isinstance(x, Bags):
         used = torch.arange(x.rows.shape[0], device=x.rows.device) < x.offsets[-1]
         weights = None if x.weights is None else _fill(fill, x.weights, used)
@@ -163,13 +165,13 @@ def _garbage(x: Tensor, key: Tensor) -> Tensor:
 
 
 def dense_leaves(tree: Any) -> dict[str, Tensor]:
-    """{path: tensor} of the float tensors, padding zero and RowGrads dense; what an inner product runs over."""
+    """{path: tensor} of the float tensors for inner products, with zero padding and dense RowGrads."""
     plain = tree_map(lambda x: x.to_dense() if isinstance(x, RowGrads) else x, tree, is_leaf=_is_jagged)
     return {path: x for path, x in paths(zero_padding(plain)) if isinstance(x, Tensor) and x.is_floating_point()}
 
 
 def with_floats(tree: T, leaves: dict[str, Tensor]) -> T:
-    """`tree` with the float tensors at these paths replaced."""
+    """Return `tree` with the float tensors at these paths replaced."""
     flat, spec = torch_tree.tree_flatten(tree)
     named = [path for path, _ in paths(tree)]
     return torch_tree.tree_unflatten([leaves.get(path, x) for path, x in zip(named, flat, strict=True)], spec)

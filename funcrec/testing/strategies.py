@@ -1,9 +1,10 @@
 """Hypothesis strategies for funcrec's values: `from funcrec.testing import strategies as frs`.
 
-Every value is valid, padding included, and they reach for what breaks jagged code: no bags, empty bags, repeated ids,
-ids outside the table, padding full of garbage, i32 and i64, one row, one dim, features that share a table and
-columns that feed several, places named out of order and twice. All shrink to the least of what their options allow: no
-bags, no padding, i64, f32, no weights, one table, one feature, a plain sum, one rank, replicated tables.
+Every value is valid, padding included. They cover the cases that break jagged code: no bags, empty bags, repeated ids,
+ids outside the table, padding full of garbage, i32 and i64, one row, one dim, features that share a table,
+columns that feed several features, places named out of order and twice. All shrink to the simplest value that their
+options allow: no bags, no padding, i64, f32, no weights, one table, one feature, a plain sum, one rank, replicated
+tables.
 
 Numbers are small multiples of 1/4: exact in every dtype here, and so are their sums.
 Shapes: B bags, N capacity, R rows, D dim.
@@ -30,7 +31,7 @@ HASHES = (None, modulo(), multiply_shift(0), multiply_shift(7))
 
 
 class Lookup(NamedTuple):
-    """What `lookup(*it)` and `lookup_sequence(*it)` take."""
+    """The arguments of `lookup(*it)` and `lookup_sequence(*it)`."""
 
     tables: dict[str, Tensor]
     ids: KeyedJaggedTensor
@@ -38,12 +39,12 @@ class Lookup(NamedTuple):
 
 
 def floats() -> st.SearchStrategy[float]:
-    """-4, -3.75, ..., 4. Shrinks to 0."""
+    """Multiples of 1/4: -4, -3.75, ..., 4. Shrinks to 0."""
     return st.integers(-16, 16).map(lambda n: n / 4)
 
 
 def garbage(dtype: torch.dtype) -> st.SearchStrategy:
-    """What padding may hold: NaN and infinities, or integers small and large, of either sign. Shrinks to NaN, or 0."""
+    """Values for padding: NaN and infinities, or integers small and large, of either sign. Shrinks to NaN, or 0."""
     if dtype.is_floating_point:
         return st.sampled_from([float("nan"), float("inf"), -float("inf"), 1.0])
     if dtype == torch.bool:
@@ -139,7 +140,7 @@ def keyed_tensors(
     max_dim: int = 3,
     dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
 ) -> KeyedTensor:
-    """A KeyedTensor f[B, ΣD], B up to 4 unless `num_rows` says. Shrinks to one key of width 1, no rows, f32, zeros."""
+    """A KeyedTensor f[B, ΣD], B <= 4 unless `num_rows` is given. Shrinks to one key of width 1, no rows, f32, zeros."""
     if keys is None:
         keys = draw(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=3, unique=True))
     dims = tuple(draw(st.integers(1, max_dim)) for _ in keys)
@@ -188,7 +189,7 @@ def feature_configs(
     max_lengths: Sequence[int | None] = (None, 1, 2, 4, 40),
     hashes: Sequence = HASHES,
 ) -> tuple[FeatureConfig, ...]:
-    """One to `max_features` FeatureConfigs f0, f1, ... of the `tables`; they share tables and columns freely.
+    """One to `max_features` FeatureConfigs f0, f1, ... on the `tables`; they share tables and columns freely.
 
     Shrinks to one plain sum over the first table and column. A `max_length` may be shorter than a bag: the rest of the
     bag is then not read.
@@ -230,13 +231,12 @@ def lookups(
     max_bags: int = 4,
     max_length: int = 4,
 ) -> Lookup:
-    """Tables, ids and features that fit together: `lookup(*it)`,
-    when a feature pools, `lookup_sequence(*it)`, when not.
+    """Tables, ids and features that fit together: for `lookup(*it)` if one pools, else for `lookup_sequence(*it)`.
 
     Shrinks to one f32 table of one zero row, one summed feature, no bags.
 
     Args:
-      poolings: the first one is sure to be among the features.
+      poolings: at least one feature has the first of these.
       outside: whether ids of features without a hash may lie outside their table.
       The others are as in `table_configs`, `feature_configs` and `keyed_jagged_tensors`.
     """
@@ -266,7 +266,7 @@ def lookups(
 
 @st.composite
 def cotangents(draw, it: Lookup) -> KeyedTensor:
-    """A KeyedTensor in the form of `lookup(*it)`: what `lookup_transpose` takes first. Shrinks to zeros."""
+    """A KeyedTensor in the form of `lookup(*it)`, the first argument of `lookup_transpose`. Shrinks to zeros."""
     acts = lookup(*it)
     return KeyedTensor(draw(tensors(acts.values.shape, dtype=acts.values.dtype)), acts.keys, acts.dims)
 
@@ -286,7 +286,7 @@ def row_grads(
     """RowGrads with repeated rows, rows of no table and garbage past `count`. Shrinks to no entries of a 1 x 1 table.
 
     Args:
-      num_embeddings, embedding_dim: of the table; None for 1 to 6 and 1 to 3.
+      num_embeddings, embedding_dim: shape of the table; None for 1 to 6 and 1 to 3.
       coalesced: False for entries in any order, True for distinct ascending rows, None for either.
     """
     num_embeddings = draw(st.integers(1, 6)) if num_embeddings is None else num_embeddings
@@ -332,11 +332,11 @@ def plans(
 ) -> Plan:
     """A Plan in which each of the `tables` has a placement of its own on the mesh.
 
-    Shrinks to replicated tables, without replicas; of other kinds to the first ranks of the first axes.
+    Shrinks to replicated tables, without replicas; for other kinds to the first ranks of the first axes.
 
     Args:
-      kinds: of placements; those of two axes are left out where there are not two.
-      replicas: whether some of the axes may be of copies that train apart.
+      kinds: kinds of placements; kinds of two axes are left out if the mesh has fewer.
+      replicas: whether copies may train apart along some of the axes.
     """
     names = list(tables) if isinstance(tables, Mapping) else [t.name for t in tables]
     apart = draw(st.lists(st.sampled_from(mesh.axis_names), unique=True)) if replicas else []
