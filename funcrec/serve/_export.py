@@ -1,4 +1,4 @@
-"""A trained model as a folder: a program whose inputs are its parameters, the parameters, and what both are.
+"""Exports a trained model as a folder: a program whose inputs include the parameters, the parameters, and a manifest.
 
 load_package(export(predict, params, example, path))(batch) = predict(params, batch)
 """
@@ -32,14 +32,14 @@ from funcrec.serve._weights import INDEX, named, params_problems, signature, ver
 from funcrec.tables import Batch, layout_in
 
 ISA = {"native": {}, "portable": {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}}
-# of what is computed in another order
+# for outputs that are computed in another order
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
-STAGING = threading.RLock()  # what torch patches while it stages, and Inductor's settings, are the process's
+STAGING = threading.RLock()  # guards torch's patches and Inductor's settings, which are global
 
-PROBES = 5  # bags that are answered together and one by one
-CANARY_BAGS, CANARY_IDS = 4, 4096  # at most, of the example that a package keeps
-DRAWS, TURNS = 6, 2  # of such bags, and in how many of these a whole number may differ: rounding decides a tie
+PROBES = 5  # bags that are answered together, and one by one
+CANARY_BAGS, CANARY_IDS = 4, 4096  # the most that a package keeps of the example
+DRAWS, TURNS = 6, 2  # draws of such bags, and in how many of them a whole number may differ: rounding decides a tie
 
 
 @typed
@@ -56,32 +56,33 @@ def export(
     isa: Literal["native", "portable"] = "native",
     overwrite: bool = False,
 ) -> Path:
-    """Compile a model into a folder that `load_package` runs, and C++ without Python.
+    """Compile a model into a folder that `load_package` runs, and also C++ without Python.
 
     Args:
-      predict: (params, batch) -> a tensor with a row for each of B bags, or {name: such a tensor}; pure. It is given
-        batches without label and weight.
-      params: any tree of tensors: `state.params`, with quantised tables in their place, or what `predict` takes.
-      example: any batch of the keys, dense inputs and weights of ids that requests have. Its sizes do not matter. The
-        package keeps its first four bags: a server takes no weights that do not answer these with finite numbers.
-      path: a folder that is not there yet; it is written whole or not at all.
-      encoding: of raw rows, for `Package.encode`.
-      version: of the parameters; by default a name of their values.
+      predict: (params, batch) -> a tensor with a row for each of B bags, or {name: such a tensor}; pure. Its batches
+        have no label and weight.
+      params: any tree of tensors: `state.params`, or quantised tables in place of the tables, or whatever `predict`
+      takes.
+      example: any batch with the keys, dense inputs and weights of ids that requests have. Its sizes do not matter. The
+        package keeps its first four bags: a server refuses weights that do not answer these with finite numbers.
+      path: a folder that does not exist yet; it is written whole or not at all.
+      encoding: encodes raw rows, for `Package.encode`.
+      version: a name of the parameters; by default one made from their values.
       max_batch, max_ids: the largest batch, and the most ids in one, that the program takes.
       isa: "native", for processors like this one; "portable", for all with AVX2 (x86-64-v3).
-      overwrite: whether a package at `path` may be replaced; who has it open keeps what it has.
+      overwrite: whether a package at `path` may be replaced; processes that have it open keep the old one.
 
     Returns:
       the folder: model.pt2 (AOTInductor; parameters are inputs), weights.bin, weights.json, manifest.json, and
-      encoding.frc where there is one.
+      encoding.frc if there is an encoding.
 
     Raises:
-      TypeError, ValueError: what no program for all batches can do: branches on values or sizes, writes to arguments,
-        draws from torch's generators, tensors that are closed over (they belong into `params`), derivatives, answers
-        that depend on the other bags of a batch (a server joins requests): five bags, of the example's ids and others,
-        are answered together and one by one, numbers with a fraction within 1e-4 (of f32), others the same in four of
-        six draws of bags.
-      FileExistsError.
+      TypeError, ValueError: if `predict` cannot be one program for all batches: branches on values or sizes, writes to
+        arguments, draws from torch's generators, tensors that are closed over (put them into `params`), derivatives.
+        Also if a bag's answer depends on the other bags of its batch, because a server joins requests: five bags, with
+        the example's ids and others, are answered together and one by one. Numbers with a fraction must agree within
+        1e-4 (for f32), others must be the same in four of six draws of bags.
+      FileExistsError: if `path` exists and `overwrite` is False, or it is not a package.
 
     Law: load_package(export(predict, params, batch, path))(batch) == predict(params, batch), to rounding.
 
@@ -137,14 +138,15 @@ def export(
 
 @typed
 def save_weights(path: str | os.PathLike, params: Any, *, version: str | None = None, overwrite: bool = False) -> Path:
-    """Write parameters as a folder that a package takes in place of its own: `package.swap(path)`.
+    """Write parameters as a folder that a package can load in place of its own: `package.swap(path)`.
 
     Args:
-      params: a tree like the one that was exported, its values trained further.
-      version: its name; by default one of the values.
+      params: a tree like the exported one, with values trained further.
+      version: its name; by default one made from the values.
       overwrite: whether weights at `path` may be replaced: the folder, with all that is in it.
 
     Returns:
+      the folder with weights.bin and weights.json; it is written whole or not at all.
       the folder, of weights.bin and weights.json; it is there whole or not at all.
 
     Example:
@@ -163,10 +165,12 @@ def save_weights(path: str | os.PathLike, params: Any, *, version: str | None = 
 
 
 def compile_program(program: Program, path: Path, isa: str, digest: str) -> None:
-    """AOTInductor's package of the program. What it makes on the way lies in a folder of its own: another export of
-    this function, at the same time, would write the same files while they are packed.
+    """Compile the program to AOTInductor's package.
 
-    Its loops are of one thread: where an index is not in its tensor they throw, which ends a process out of several."""
+    Its intermediate files lie in a folder of their own: another export of this function, at the same time, would write
+    the same files while they are packed. Its loops use one thread: an index outside its tensor throws, and from several
+    threads that would end the process.
+    """
     options = {**OPTIONS, **ISA[isa], "cpp.threads": 1, "aot_inductor.check_lowerbound": False}
     options["aot_inductor.metadata"] = {"funcrec_digest": digest}
 
@@ -180,13 +184,13 @@ def compile_program(program: Program, path: Path, isa: str, digest: str) -> None
                 made = aoti_compile_and_package(
                     program.exported, package_path=f"{own.name}/{path.name}", inductor_configs=options
                 )
-            shutil.move(made, path)  # no folder is there when the call was interrupted
+            shutil.move(made, path)  # no folder is left if the call is interrupted
 
     apart(work)
 
 
 def canary_of(predict: Callable, params: Any, example: Batch, form: Form, most_bags: int, most_ids: int) -> dict:
-    """What other weights have to answer: the example's first bags, and which outputs are finite numbers for them."""
+    """The requests that other weights must answer: the example's first bags, and which outputs are finite for them."""
     ids, bags = example.ids, min(most_bags, example.ids.num_bags)
     while bags and int(ids[:bags].lengths.sum()) > most_ids:
         bags -= 1
@@ -206,7 +210,7 @@ def canary_of(predict: Callable, params: Any, example: Batch, form: Form, most_b
 
 
 def canary_problem(canary: Mapping) -> Problem:
-    """Why a server cannot recognise weights that diverged."""
+    """Say why a server cannot recognise weights that diverged."""
     what = "`example` shows no finite answer that depends on the tables: a server will take any weights."
     got = "NaN or infinite answers" if canary["values"] else "no id in its first bags"
     return Problem(
@@ -215,7 +219,7 @@ def canary_problem(canary: Mapping) -> Problem:
 
 
 def compare(predict: Callable, params: Any, example: Batch, package: Package) -> None:
-    """The program answers as `predict` does: on the example, and on its first bag alone."""
+    """Check that the program answers as `predict` does: on the example, and on its first bag alone."""
     most = min(example.ids.num_bags, package.manifest["max_batch"])
     for count in sorted({min(1, most), most} - {0}):
         batch = Batch(example.ids[:count], dense=None if example.dense is None else example.dense[:count])
@@ -230,7 +234,7 @@ def compare(predict: Callable, params: Any, example: Batch, package: Package) ->
 
 
 def compare_alone(predict: Callable, params: Any, draw: Callable[[int], Callable], count: int) -> None:
-    """predict(params, bags)[i] = predict(params, bags[i:i+1])[0], so that requests may be joined."""
+    """Check predict(params, bags)[i] = predict(params, bags[i:i+1])[0], so that requests may be joined."""
     turned: Counter[str] = Counter()
     for seed in range(DRAWS):
         bags = draw(seed)
@@ -251,8 +255,11 @@ def compare_alone(predict: Callable, params: Any, draw: Callable[[int], Callable
 
 
 def probe(example: Batch, features: Sequence[Mapping], seed: int) -> Callable[[slice], Batch]:
-    """Some of PROBES bags that all differ: ids of the example, and others of tables whose rows are known, of 0 to 3 for
-    each key; dense inputs of the example and a fraction, which keeps whole numbers' floors."""
+    """Return a function that cuts some of PROBES bags, which all differ.
+
+    A bag has 0 to 3 ids for each key: ids of the example, and others if the table's rows are known. Dense inputs are
+    the example's plus a fraction that keeps the floors of whole numbers.
+    """
     random = torch.Generator().manual_seed(seed)
     draw = lambda n: int(torch.randint(n, (), generator=random))
     ids, weights = {}, {}
@@ -278,7 +285,7 @@ def probe(example: Batch, features: Sequence[Mapping], seed: int) -> Callable[[s
 
 
 def outputs(got: Tensor | Mapping, want: Tensor | Mapping) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, one, other) of each output of two answers; the name of one that has none is SINGLE."""
+    """Yield (name, one, other) for each output of two answers; an output without a name is called SINGLE."""
     one, other = ({SINGLE: x} if isinstance(x, Tensor) else x for x in (got, want))
     return ((name, x, other[name]) for name, x in one.items())
 
@@ -288,7 +295,7 @@ def called(name: str) -> str:
 
 
 def differences(got: Tensor | Mapping, want: Tensor | Mapping) -> Iterator[tuple[str, str]]:
-    """(which output, how far apart) of those that are not near each other."""
+    """Yield (output, how far apart) for outputs that differ beyond the tolerance."""
     for name, x, y in outputs(got, want):
         near = TOLERANCE.get(y.dtype)
         if x.shape != y.shape or (near and not torch.allclose(x, y, near, near, equal_nan=True)):
@@ -297,7 +304,7 @@ def differences(got: Tensor | Mapping, want: Tensor | Mapping) -> Iterator[tuple
 
 
 def whole_differences(got: Tensor | Mapping, want: Tensor | Mapping) -> Iterator[tuple[str, str]]:
-    """(which output, how much of it) of numbers without a fraction that are not the same."""
+    """Yield (output, how many numbers differ) for outputs without a fraction that are not the same."""
     for name, x, y in outputs(got, want):
         if y.dtype not in TOLERANCE and not torch.equal(x, y):
             yield called(name), f"{describe(x)}, {int((x != y).sum())} of its numbers others"
@@ -307,7 +314,7 @@ def whole_differences(got: Tensor | Mapping, want: Tensor | Mapping) -> Iterator
 
 
 def encoding_problems(encoding: Encoding, form: Form) -> Iterator[Problem]:
-    """Its batches are of the example's form."""
+    """The encoding's batches must have the example's form."""
     schema, columns = encoding.schema, [column for column, _ in encoding.tables]
     hint = "fr.data.fit_encoding(table, schema) of the data that `example` is of"
     if absent := [k for k in form.keys if k not in columns]:

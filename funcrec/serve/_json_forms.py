@@ -1,4 +1,4 @@
-"""JSON that says what files hold, every entry held to its form: in the words of kernels/serving/manifest.cpp."""
+"""Checks the form of every entry in JSON files, with the words of kernels/serving/manifest.cpp."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,14 +16,14 @@ LENGTHS = ("B", "N", "F*B+1")
 
 
 class Whole(NamedTuple):
-    """A whole number, of 64 bits."""
+    """A whole number of 64 bits, in a range."""
 
     least: int
     most: int
 
 
 class OrNull(NamedTuple):
-    """Null, or of a form."""
+    """Null, or a value of the form."""
 
     form: Any
 
@@ -34,7 +34,7 @@ PLACED = {**SPEC, "offset": Whole(0, MOST), "nbytes": Whole(0, MOST), "crc32": W
 
 
 def text_of(spec: Mapping) -> str:
-    """f32[B, 13]"""
+    """Describe dtype and shape: f32[B, 13]."""
     return f"{BRIEF[spec['dtype']]}[{', '.join(map(str, spec['shape']))}]"
 
 
@@ -50,7 +50,7 @@ def wrong(at: str, got: str, need: str) -> Problem:
 
 
 def form_problems(at: str, x: Any, form: Any) -> Iterator[Problem]:
-    """The first entry that is not of its form: str, a Whole, an OrNull, DTYPE, LENGTH, [form], {key: form}."""
+    """Report the first entry that lacks its form: str, a Whole, an OrNull, DTYPE, LENGTH, [form], {key: form}."""
     if isinstance(form, OrNull):
         yield from form_problems(at, x, form.form) if x is not None else ()
     elif isinstance(form, dict):
@@ -93,7 +93,7 @@ def number_problems(at: str, x: Any, form: Whole) -> Iterator[Problem]:
 
 
 def placed_problems(at: str, e: Mapping, page: int) -> Iterator[Problem]:
-    """A tensor's place is of its size, and begins a page."""
+    """A tensor's place must have its size, and begin a page."""
     if any(isinstance(n, str) for n in e["shape"]):
         yield Problem("a parameter has no size of its own.", f"{e['name']} {text_of(e)}", "numbers")
         return

@@ -1,6 +1,6 @@
-"""Packages in Python: opened, run on batches by their names, given other weights while they run.
+"""Packages in Python: opened, run on batches by names of keys, and given other weights while they run.
 
-package(batch) = predict(params, batch)          params: those of `package.version`
+package(batch) = predict(params, batch)          with the params of `package.version`
 """
 
 import json
@@ -30,13 +30,16 @@ from funcrec.tables import Batch, batch_parts
 
 LOAD, CALL, SWAP, ENCODE = "funcrec.load_package", "funcrec.Package", "funcrec.Package.swap", "funcrec.Package.encode"
 INTS = (torch.int32, torch.int64)
-ROWS = {"memory_format": torch.contiguous_format}  # of a view that has one row for all bags, one for each
+ROWS = {"memory_format": torch.contiguous_format}  # makes a view with one row for all bags a tensor with a row for each
 APPLY, FOLLOW = "funcrec.Package.apply", "funcrec.Package.follow"
 
 
 class Opened(NamedTuple):
-    """What never changes. run: the program, of a list of tensors. free: a permit for each call that it takes at
-    once, of `threads`. change: held by what changes the weights."""
+    """The parts of a package that never change.
+
+    run: the program, a function of a list of tensors. free: a queue of permits, one for each call that may run at once,
+    of `threads`. change: the lock for changes of the weights.
+    """
 
     manifest: dict[str, Any]
     form: Form
@@ -50,8 +53,8 @@ class Opened(NamedTuple):
 class Package:
     """A model that `export` wrote: a function of batches, whose weights can be exchanged while other threads call it.
 
-    Columns of ids go by their names, whatever their order; an id that is not in its table (-1, say) reads zeros. An
-    answer is of one version of the weights. `load_package` makes one.
+    Columns of ids go by their names, in any order. An id that is not in its table (-1, say) reads zeros. Each answer
+    uses one version of the weights. `load_package` makes a package.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -80,25 +83,25 @@ class Package:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What the package says of itself: manifest.json."""
+        """The content of manifest.json."""
         return dict(self._opened.manifest)
 
     @property
     def version(self) -> str:
-        """Of the weights that the next call reads."""
+        """The version of the weights that the next call reads."""
         return self._weights.version
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """{path: tensor}, of `version`; what is written to these is in this dict's memory alone."""
+        """{path: tensor} of `version`; writes to these tensors stay in this dict's memory."""
         with self._opened.change:
             weights = self._weights
-            if weights.is_changed:  # by a delta, in this process's memory
+            if weights.is_changed:  # by a delta: in this process's memory
                 return {n: x.clone() for n, x in weights.tensors.items()}
             return mapped(weights.file, weights.entries)
 
     def __call__(self, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """What `predict` gives: a tensor [B, ...], or {name: tensor}. Label and weight of the batch are not read."""
+        """Return `predict`'s answer: a tensor [B, ...], or {name: tensor}. Label and weight are not read."""
         manifest, form, run, free, *_ = self._opened
         if not is_usual(batch, manifest, form):
             check(CALL, batch_problems(batch, manifest, form))
@@ -112,7 +115,7 @@ class Package:
             take, give = permits(free, 1)
             try:
                 take()
-                with torch._C._AutoDispatchBelowAutograd():  # nothing is tracked, and each operator would look
+                with torch._C._AutoDispatchBelowAutograd():  # nothing is tracked, and each operator would check that
                     out = run([*weights.tensors.values(), *tensors])
                 out = own(out, memory)
             finally:
@@ -121,10 +124,10 @@ class Package:
         return out[0] if names == [SINGLE] else dict(zip(names, out, strict=True))
 
     def encode(self, rows: Any) -> Batch:
-        """Raw rows as a batch, by the encoding that the package was exported with.
+        """Encode raw rows to a batch, by the encoding that the package was exported with.
 
         Args:
-          rows: what `fr.data.encode` takes (a dict of columns, a data frame), or a list of dicts, a row each.
+          rows: as for `fr.data.encode` (a dict of columns, a data frame), or a list of dicts, one for each row.
         """
         encoding, form = self._opened.encoding, self._opened.form
         if encoding is None:
@@ -138,12 +141,14 @@ class Package:
 
     @typed
     def swap(self, path: str | os.PathLike, *, checksums: bool = True) -> None:
-        """Take the weights of another folder (of `save_weights`, or a package of the same model): calls that have begun
-        end with those that they began with. If they do not fit, nothing changes. Their values are not tried: a server
-        asks the package's example of them first.
+        """Load the weights of another folder (from `save_weights`, or a package of the same model).
+
+        Calls that have begun end with the weights that they began with. If the new ones do not fit, nothing changes.
+        The call
+        does not try their values: a server first runs the package's example on them.
 
         Args:
-          checksums: whether to read them once, and compare their checksums.
+          checksums: whether to read all weights once, and compare their checksums.
         """
         own = self._opened.manifest
 
@@ -156,8 +161,10 @@ class Package:
 
     @typed
     def apply(self, path: str | os.PathLike) -> None:
-        """Take a file of `write_delta`, which is from the version that these weights are of: between two calls, so that
-        every answer is of one version. A file that does not fit, or was changed, is refused before anything changes.
+        """Apply a file of `write_delta`, made from the version of these weights.
+
+        It takes effect between two calls, so every answer uses one version. A file that does not fit, or was changed,
+        is refused before anything changes.
 
         Cost: reads the file; calls wait while its rows are written. The weights' files are never written to.
         """
@@ -172,12 +179,13 @@ class Package:
 
     @typed
     def follow(self, folder: str | os.PathLike) -> None:
-        """Take the newest of what `publish` writes to a folder: the deltas after this version, or whole weights and
-        the deltas after these. Nothing changes where it has the newest.
+        """Load the newest weights that `publish` wrote to a folder; does nothing if the package has them.
+
+        It applies the deltas after this version, or loads whole weights and applies the deltas after these.
 
         Raises:
-          FileNotFoundError: a folder without weights.
-          ValueError: files that do not fit.
+          FileNotFoundError: if the folder has no weights.
+          ValueError: if files do not fit.
         """
         take = lambda path: self.swap(path) if path.is_dir() else self.apply(path)
         follow(FOLLOW, Path(folder), self.version, take)
@@ -185,18 +193,18 @@ class Package:
 
 @typed
 def load_package(path: str | os.PathLike, *, threads: Count = 1, checksums: bool = True) -> Package:
-    """Open a folder that `export` wrote: its weights are mapped, and shared with other processes that have them open.
+    """Open a folder that `export` wrote. Its weights are memory-mapped, and shared with other processes that map them.
 
     Args:
       threads: how many calls may run at the same time; others wait.
       checksums: whether to read all weights once, and compare their checksums.
 
     Raises:
-      ValueError: with the reason: another format or torch (of another minor version), instructions that this processor
+      ValueError: names the reason: another format or torch (another minor version), instructions that this processor
         lacks, a file that was changed or cut off, weights of another signature.
-      FileNotFoundError.
+      FileNotFoundError: if the folder or one of its files is missing.
 
-    Cost: some 20 ms, and a pass over the weights for their checksums.
+    Cost: some 20 ms, and one pass over the weights for their checksums.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -214,7 +222,7 @@ def open_package(folder: Folder, threads: int, checksums: bool) -> Package:
     manifest = read_manifest(LOAD, folder)
     files = {name: folder.open(name) for name in manifest["files"] if folder.has(name)}
     check(LOAD, file_problems(folder, files, manifest["files"]))
-    library.load("cpp")  # its operators
+    library.load("cpp")  # loads the program's operators
     program = torch._C._aoti.AOTIModelPackageLoader(str(files[MODEL].own_path), "model", False, threads, -1)
     check(LOAD, program_problems(program.get_metadata().get("funcrec_digest"), manifest["digest"]))
     weights = read_weights(LOAD, folder, manifest["params"], checksums=checksums)
@@ -227,7 +235,7 @@ def open_package(folder: Folder, threads: int, checksums: bool) -> Package:
 
 
 def own(out: Sequence[Tensor], memory: Collection[int]) -> list[Tensor]:
-    """Answers in memory of their own, not in that of weights or of a batch: what is written to one changes no other."""
+    """Answers in memory of their own, not in that of weights or of a batch, so that writing to one changes no other."""
     return [x.clone(**ROWS) if memory_of(x) in memory else x.contiguous() for x in out]
 
 
@@ -255,8 +263,10 @@ def program_problems(got: str | None, need: str) -> Iterator[Problem]:
 
 
 def other_problems(folder: Folder, need: str) -> Iterator[Problem]:
-    """A folder of weights that is a package must have this program: in a different program weights may mean
-    something else, and no program is loaded with them."""
+    """A package whose weights are swapped in must have this program.
+
+    Another program may give its weights another meaning, and the swap does not load the program.
+    """
     try:
         got = json.loads(folder.open(MANIFEST).text())["digest"]
     except (FileNotFoundError, NotADirectoryError):
@@ -269,8 +279,10 @@ def other_problems(folder: Folder, need: str) -> Iterator[Problem]:
 
 
 def is_usual(batch: Any, manifest: Mapping, form: Form) -> bool:
-    """Whether a batch is as nearly all are, and fits; of others `batch_problems`, in ten times the time, says what is
-    wrong, or nothing."""
+    """Whether a batch is of the most frequent kind, and fits.
+
+    For other batches `batch_problems` finds faults, if any, in ten times the time.
+    """
     ids, dense = getattr(batch, "ids", None), getattr(batch, "dense", None)
     if type(batch) is not Batch or type(ids) is not KeyedJaggedTensor or ids.keys != form.keys or form.weighted:
         return False
@@ -289,7 +301,7 @@ def is_usual(batch: Any, manifest: Mapping, form: Form) -> bool:
 
 
 def batch_problems(batch: Any, manifest: Mapping, form: Form) -> Iterator[Problem]:
-    """What a batch of the package's form must have; the values of ids are right whatever they are."""
+    """Report how a batch differs from the package's form; ids may have any values."""
     if not isinstance(batch, Batch):
         hint = "package.encode(rows), or fr.Batch(ids, dense=dense)"
         yield Problem("`batch` is not a batch.", describe(batch), "a Batch", hint, TypeError)
@@ -330,7 +342,7 @@ def plain_problems(batch: Batch) -> Iterator[Problem]:
 
 
 def is_traced(tensors: Sequence[Tensor]) -> bool:
-    """Whether somebody stages a program of these: they have no memory that a compiled one could read."""
+    """Whether a program of these tensors is being staged: they have no memory that a compiled program could read."""
     plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
     return not plain or torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 

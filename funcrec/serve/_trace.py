@@ -1,9 +1,9 @@
-"""A function of parameters and a batch as a program whose batch size and number of ids are open.
+"""Traces a function of parameters and a batch to a program for any batch size and number of ids.
 
     program(*params, dense?, values, offsets, weights?) = predict(params, batch)          for every B and N
 
-It is traced twice: as `fr.jit` stages it, for one size, which refuses what no program can hold (branches on values,
-writes, draws, tensors that are closed over); then by torch.export, for all sizes.
+It is traced twice. First as `fr.jit` stages it, for one size; this refuses what no program can hold (branches on
+values, writes, draws, tensors that are closed over). Then by torch.export, for all sizes.
 Shapes: B bags of each of F keys, N ids.
 """
 
@@ -34,15 +34,18 @@ from funcrec.serve._weights import NAMES
 from funcrec.tables import Batch, lookups_seen, table_shapes
 
 CALL = "funcrec.export"
-ANY_ROW = 2**63 - 1  # of a column that is hashed, or that no lookup reads: no id is outside
+ANY_ROW = 2**63 - 1  # for a column that is hashed, or that no lookup reads: no id is outside
 LINSPACE = torch.ops.aten.linspace.default
 SINGLE = "output"  # the name of a function's only output
-SAMPLE_BAGS, SAMPLE_IDS = 5, 7  # sizes that no other size of a program is likely to have
+SAMPLE_BAGS, SAMPLE_IDS = 5, 7  # sizes that no other dimension of a program is likely to have
 
 
 class Form(NamedTuple):
-    """What batches are like. dense: the columns of `dense`, or None. weighted: whether ids have weights, and of
-    `unweighted` keys they have none."""
+    """The form of all batches.
+
+    dense: the number of columns of `dense`, or None. weighted: whether ids have weights; those of `unweighted` keys
+    have none.
+    """
 
     keys: tuple[str, ...]
     dense: int | None
@@ -61,7 +64,7 @@ class Form(NamedTuple):
         return Batch(KeyedJaggedTensor.from_offsets(self.keys, values, offsets, **more), dense=dense)
 
     def inputs(self, batch: Batch) -> list[Tensor]:
-        """The tensors of a batch of this form, as a program takes them."""
+        """A batch's tensors, as a program takes them."""
         ids = batch.ids
         dense = [] if self.dense is None else [batch.dense.contiguous()]
         weights = [ids.weights.float().contiguous()] if self.weighted else []
@@ -87,7 +90,7 @@ def form_of(example: Batch) -> Form:
 
 
 class Program(NamedTuple):
-    """exported: a program of flat tensors. inputs, outputs, features, tables: as in the manifest."""
+    """exported: a program of flat tensors. outputs, features, tables: as in the manifest."""
 
     exported: torch.export.ExportedProgram
     outputs: list[dict]
@@ -96,11 +99,11 @@ class Program(NamedTuple):
 
 
 def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: int) -> Program:
-    """The program of predict(params, batch), for parameters and batches of these forms."""
+    """Trace predict(params, batch) to a program, for parameters and batches of these forms."""
     leaves, structure = tree_flatten(params)
     names = [n for n, _ in paths(params)]
     order = sorted(range(len(names)), key=names.__getitem__)
-    flat = [leaves[i].detach() for i in order]  # one tensor that stands twice is two inputs: other weights may differ
+    flat = [leaves[i].detach() for i in order]  # a tensor that occurs twice is two inputs: they may differ later
     seen: list = []  # of the last trace
 
     def run(*xs: Tensor) -> tuple[Tensor, ...]:
@@ -124,7 +127,7 @@ def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: i
 
 
 def called(predict: Callable, params: Any, batch: Batch) -> Any:
-    """predict(params, batch); an error says so where the function needs a label or a weight."""
+    """Return predict(params, batch); if the function needs a label or a weight, the error says so."""
     try:
         return predict(params, batch)
     except (TypeError, AttributeError) as error:
@@ -137,7 +140,7 @@ def called(predict: Callable, params: Any, batch: Batch) -> Any:
 
 
 def reads_examples(predict: Callable, params: Any, batch: Batch) -> bool:
-    """Whether what failed without label and weight does not with them."""
+    """Whether a call that failed without label and weight works with them."""
     ones = torch.ones(batch.ids.num_bags)
     try:
         predict(params, replace(batch, label=ones, weight=ones))
@@ -149,7 +152,7 @@ def reads_examples(predict: Callable, params: Any, batch: Batch) -> bool:
 
 
 def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, max_ids: int):
-    """torch.export's program of flat tensors, without Inductor's known faults."""
+    """Export to a program of flat tensors with torch.export, avoiding Inductor's known faults."""
     bags = torch.export.Dim("B", min=1, max=max(max_batch, 2 * SAMPLE_BAGS))
     num_ids = torch.export.Dim("N", min=0, max=max(max_ids, 2 * SAMPLE_IDS))
     sizes = {"B": bags, "N": num_ids, "F*B+1": len(form.keys) * bags + 1}
@@ -159,7 +162,7 @@ def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, m
     module.forward = run
     imported(FOR_EXPORT)
     try:
-        with warnings.catch_warnings():  # what torch thinks of its own old calls
+        with warnings.catch_warnings():  # hides torch's warnings about its own old calls
             warnings.simplefilter("ignore", FutureWarning)
             exported = torch.export.export(module, tuple(inputs), dynamic_shapes=(shapes,), strict=False)
             return exported.run_decompositions({**DECOMPOSITIONS, LINSPACE: no_whole_linspace})
@@ -174,7 +177,7 @@ def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, m
 
 
 def no_whole_linspace(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """Whole numbers between two are a constant (of `fr.jit`), which torch.export takes in from no decomposition."""
+    """Refuse linspace of whole numbers: `fr.jit` makes it a constant, which torch.export cannot decompose to."""
     if dtype is None or dtype.is_floating_point:
         return NotImplemented
     what, need = "`predict` makes whole numbers by torch.linspace.", "a tensor of `params`, or torch.arange"
@@ -187,7 +190,7 @@ def outputs_of(out: Tensor | Mapping[str, Tensor]) -> list[dict]:
 
 
 def features_of(ids: KeyedJaggedTensor, lookups: Sequence) -> list[dict]:
-    """Each key with the table that reads it, and the rows that all tables have that do so without a hash."""
+    """For each key, the table that reads it, and the least number of rows among tables that read it without a hash."""
     read: dict[str, list[tuple[str, int]]] = {key: [] for key in ids.keys}
     for tables, given, features in lookups:
         shapes = table_shapes(tables)
@@ -211,7 +214,7 @@ def tables_of(lookups: Sequence, names: Mapping[int, str]) -> list[dict]:
         shapes, parts = table_shapes(tables), dict(tables)
         coded = {n: bits for n, bits, _ in tables.forms} if isinstance(tables, QuantizedTables) else {}
         for table in dict.fromkeys(f.table for f in features):
-            x = parts.get(table)  # of other kinds, whose parts are no tables, nothing is known
+            x = parts.get(table)  # None for other kinds, whose parts are no tables
             name, (rows, dim) = names.get(id(x)), shapes[table]
             bits = coded.get(table, None if x is None else 8 * x.element_size())
             found[table, name] = {"name": table, "param": name, "rows": rows, "dim": dim, "bits": bits}
@@ -222,7 +225,7 @@ def tables_of(lookups: Sequence, names: Mapping[int, str]) -> list[dict]:
 
 
 def example_problems(example: Batch) -> Iterator[Problem]:
-    """A batch whose form can be that of all batches."""
+    """The example must have a form that all batches can have."""
     ids, hint = example.ids, "batches of one number of bags for each key"
     if not ids.keys:
         what = "`example.ids` has no key."
@@ -259,7 +262,7 @@ def output_problems(out: Any, num_bags: Any) -> Iterator[Problem]:
 
 
 def captured_problems(captured: Sequence[Tensor]) -> Iterator[Problem]:
-    """What is closed over would be frozen into the program, where no swap of weights reaches it."""
+    """A tensor that is closed over would be frozen into the program, where no swap of weights reaches it."""
     if captured:
         got = ", ".join(map(describe, captured[:3])) + (f" and {len(captured) - 3} more" if len(captured) > 3 else "")
         hint = "into `params`, whose values are the package's weights"

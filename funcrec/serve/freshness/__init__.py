@@ -1,1 +1,1 @@
-"""Newer weights for a package that serves: published, pushed, applied as deltas."""
+"""Newer weights for a running package: published, pushed, applied as deltas."""

@@ -1,6 +1,6 @@
-"""A delta put into weights that other threads read: all of it, between two calls, or nothing.
+"""Applies a delta to weights that other threads read: all of it, between two calls, or nothing.
 
-tensors[name][rows] = values          while nobody reads
+tensors[name][rows] = values          while no thread reads
 """
 
 from collections.abc import Callable, Mapping
@@ -15,9 +15,9 @@ from funcrec.serve.freshness._delta_file import Change, read_changes
 
 
 def permits(free: SimpleQueue, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """(take, give): `count` of the permits in a queue, for `try: take() ... finally: give()`.
+    """Return (take, give) for `count` of the permits in a queue, for `try: take() ... finally: give()`.
 
-    Both are of C alone: an interrupt falls before or after them, or while `take` waits, and `give` returns what was
+    Both run entirely in C: an interrupt falls before or after them, or while `take` waits, and `give` returns what was
     taken until then.
     """
     held: list[bool] = []
@@ -33,9 +33,11 @@ def applied(
     alone: tuple[Callable, Callable],
     name: Callable,
 ) -> None:
-    """Write a delta to the tensors of `version`, and call them `name`; nobody else reads them between the
-    two calls of `alone`. The file is read and held to the package before; what fails or is interrupted leaves every bit
-    as it was."""
+    """Write a delta to the tensors of `version`, and call `name` with the new version.
+
+    No other thread reads them between the two calls of `alone`. The file is read and checked against the package
+    before. If this fails or is interrupted, every bit is as it was.
+    """
     changes, to = read_changes(call, path, manifest["params"], manifest["digest"], version)
     now = lambda n, rows: (tensors[n] if rows is None else tensors[n][rows]).clone()
     take, give = alone

@@ -1,6 +1,6 @@
-"""Freshness: what a step changed, as a file that a running server takes.
+"""Freshness: writes the changes of training steps as a file that a running server can apply.
 
-package(from).apply(write_delta(delta(logged, since), ...)) = export(parameters of now)        bit for bit
+package(since).apply(write_delta(delta(logged, since), ...)) = export(present parameters)        bit for bit
 """
 
 import os
@@ -33,29 +33,29 @@ def write_delta(
     version: str,
     since: str | None = None,
 ) -> Path:
-    """Write what changed of a package's weights as one file that `package.apply`, here or in a server, takes.
+    """Write the changes of a package's weights as one file for `package.apply`, here or in a server.
 
     Args:
-      path: of the file; it is there whole or not at all.
+      path: of the file; it is written whole or not at all.
       delta: `fr.delta(logged, since=...)`, since the step whose parameters the package has: the rows of its tables.
         They are stored as the package stores them (`fr.quantize`'s dtype, rounded to the nearest).
       package: a Package, or the folder of one.
-      params: a tree as it was exported, for all that `delta` has no rows of: dense parameters change at every step.
-        Leaves that are tables of `delta` are not read: `fr.Params({}, state.dense)` does. None: whatever `delta` has no
-        rows of stays as the server has it, new rows with old dense weights.
-      version: what the weights are called then.
-      since: the version that they are called now; by default that of `package`.
+      params: a tree like the exported one, for every parameter that `delta` has no rows of: dense parameters change at
+        every step. Leaves that are tables of `delta` are not read, so `fr.Params({}, state.dense)` suffices. None: the
+        server keeps whatever `delta` has no rows of, and so combines new rows with old dense weights.
+      version: the name of the new weights.
+      since: the name of the weights before; by default the version of `package`.
 
     Returns:
       the path.
 
     Raises:
-      ValueError, TypeError: a parameter that neither `delta` nor `params` has, or of another shape or dtype, and a
-        table of `delta` whose name several parameters of the package have, such as a model's and its average's.
+      ValueError, TypeError: if a parameter is in neither `delta` nor `params`, or has another shape or dtype, or
+        several parameters of the package have the name of a table of `delta`, such as a model's and its average's.
 
-    Law: weights with the delta are those of `fr.export` of the newer parameters, bit for bit.
+    Law: weights with the delta applied are those of `fr.export` of the newer parameters, bit for bit.
 
-    Cost: the rows of `delta`, and the tensors of `params`.
+    Cost: writes the rows of `delta`, and the tensors of `params`.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -92,8 +92,10 @@ def described(call: str, package: Package | str | os.PathLike) -> tuple[Mapping,
 
 
 def changes_of(call: str, manifest: Mapping, delta: Delta, params: Any) -> dict[str, Change]:
-    """What changes of a package's parameters, in their order, as the package stores them: rows of the tables of
-    `delta`, and the rest whole."""
+    """The changes of a package's parameters, in their order, as the package stores them.
+
+    They are rows for the tables of `delta`, and whole tensors for the rest.
+    """
     check(call, shared_problems(manifest, delta.tables))
     wanted, tables = {p["name"]: p for p in manifest["params"]}, {}
     for table in manifest["tables"]:
@@ -110,7 +112,7 @@ def changes_of(call: str, manifest: Mapping, delta: Delta, params: Any) -> dict[
 
 
 def blocks_of(parts: Sequence[ChangedRows]) -> list[tuple[int, Tensor, Tensor]]:
-    """(first column, rows, ascending, their values in these columns): the parts of each cut, put together."""
+    """[(first column, ascending rows, their values in these columns)]: the parts of each column block, put together."""
     found: dict[tuple[int, int], list[ChangedRows]] = {}
     for p in parts:
         found.setdefault((p.first, p.values.shape[1]), []).append(p)
@@ -208,7 +210,7 @@ def part_problems(at: str, parts: Sequence[ChangedRows], t: Mapping) -> Iterator
 
 
 def cut_problems(at: str, blocks: Sequence[tuple[int, Tensor, Tensor]], t: Mapping) -> Iterator[Problem]:
-    """Each row once, and with all of its columns."""
+    """Each row occurs once, with all of its columns."""
     for _, rows, _ in blocks:
         if rows.numel() and (rows[0] < 0 or rows[-1] >= t["rows"] or not (rows[1:] > rows[:-1]).all()):
             yield Problem(f"{at} has rows twice, or outside.", f"{describe(rows)}", f"each once, below {t['rows']}")

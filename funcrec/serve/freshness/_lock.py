@@ -1,6 +1,6 @@
-"""One publisher of a folder at a time: what two write there, each would take for what a killed one left.
+"""Allows one publisher per folder: two would each take the other's files for those of a killed publisher.
 
-.publisher    who it is, and of which manifest; locked as long as it lives, so that a killed one's lock goes with it
+.publisher    names the publisher and its manifest; locked while it lives, so the lock ends when it is killed
 """
 
 import fcntl
@@ -16,14 +16,15 @@ from funcrec.core import fail
 from funcrec.serve.freshness._published import pieces
 
 FILE = ".publisher"
-TOKEN = secrets.token_hex(8)  # two machines may have processes of one number
+TOKEN = secrets.token_hex(8)  # two machines may have processes with the same number
 MOST = 1 << 16  # bytes of the file that are read
 
 
 class Hold:
-    """A folder's publisher: `keep` takes the folder, or sees that it is still its own; else it raises.
+    """A folder's publisher. `keep` takes the folder, or checks that it is still its own; else it raises.
 
-    Of one process the newest has it: a restarted publisher goes on, and the old one is refused from then on.
+    Within one process the newest publisher owns the folder: a restarted one continues, and the old one is refused from
+    then on.
     """
 
     def __init__(self, call: str, folder: Path, run: str, digest: str):
@@ -37,7 +38,7 @@ class Hold:
             if self.fd is None or not is_at(self.fd, self.folder / FILE):
                 self.take()
                 return
-            lock(self.fd)  # an older one of this process that had it may be gone
+            lock(self.fd)  # an older publisher of this process that had it may be gone
             owner = read(self.fd)
         except OSError as error:
             got, need = error.strerror or str(error), "a folder to write to, whose files can be locked"
@@ -46,7 +47,7 @@ class Hold:
             self.refuse(owner)
 
     def take(self) -> None:
-        """By a file of its own: it is closed, and so unlocked, when this is collected."""
+        """Take the folder with a new open file, which is closed, and so unlocked, when this object is collected."""
         self.close()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.fd = os.open(self.folder / FILE, os.O_RDWR | os.O_CREAT, 0o666)
@@ -72,8 +73,10 @@ class Hold:
 
 
 def let_go() -> None:
-    """A forked process has the open files of its parent, and with them the lock: it would keep the folder of a parent
-    that was killed."""
+    """Release the locks in a forked process.
+
+    It inherits its parent's open files, and with them the lock: it would hold the folder of a parent that was killed.
+    """
     for hold in list(HOLDS):
         hold.close()
         hold.fd = None
@@ -84,11 +87,11 @@ os.register_at_fork(after_in_child=let_go)
 
 
 def this_process() -> str:
-    return f"{TOKEN}-{os.getpid()}"  # the number tells a forked one
+    return f"{TOKEN}-{os.getpid()}"  # the process id tells a forked process from its parent
 
 
 def is_at(fd: int, path: Path) -> bool:
-    """Whether the file is still that of the path: nobody removed the folder."""
+    """Whether the open file is still the one at the path, so nobody removed the folder."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except OSError:
@@ -104,7 +107,7 @@ def lock(fd: int) -> bool:
 
 
 def read(fd: int) -> dict[str, str]:
-    """What the file says; nothing where it is half written."""
+    """The file's content; {} if it is half written."""
     try:
         found = json.loads(os.pread(fd, MOST, 0))
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""A training run that keeps servers fresh: deltas in a folder, told to those that run.
+"""A training run publishes to servers: it writes deltas to a folder, and tells running servers.
 
 server's weights = export(state at the version that it names)          bit for bit, at every version
 
-The rows that changed are those of the state's log; a run that begins, or has no log, writes whole weights.
+The state's log knows the rows that changed. A run that begins, or has no log, writes whole weights.
 """
 
 import os
@@ -35,7 +35,7 @@ CALL = "funcrec.publish"
 
 
 class Folder(NamedTuple):
-    """Where a run publishes, and what of."""
+    """Where a run publishes, and for which package."""
 
     path: Path
     manifest: Mapping
@@ -44,8 +44,10 @@ class Folder(NamedTuple):
 
 
 class Last(NamedTuple):
-    """What was published last. log: the version of the state's log then, and its origin; None without one. deltas: how
-    many since the newest whole weights."""
+    """The last publication.
+
+    log: the log's version and origin at that time; None without a log. deltas: how many since the newest whole weights.
+    """
 
     step: int
     version: str
@@ -64,46 +66,48 @@ def publish(
     timeout_s: float = 10.0,
     mesh: Mesh | None = None,
 ) -> Callable[[Any], None]:
-    """A callback of `fit` that publishes what it trains: servers have the weights of a step soon after it.
+    """Return a callback of `fit` that publishes the weights of a step, so that servers have them soon after it.
 
-    It writes to `folder` after every `every_steps` steps and after each epoch: where the step is one of `fr.logged`
-    (`steps=0` is enough) a delta from the version before, of the rows that changed and the dense parameters; and whole
-    weights the first time, after every `keep` deltas, and each time where there is no log. Each is there whole or not
-    at all, and is called by number, step and run; `Package.follow` and `update_server` find what takes weights of any
-    version to the newest.
+    It writes to `folder` after every `every_steps` steps and after each epoch. With a step of `fr.logged` (`steps=0` is
+    enough) it writes a delta from the version before: the rows that changed, and the dense parameters. It writes whole
+    weights the first time, after every `keep` deltas, and each time if there is no log. Each is written whole or not at
+    all, and is named by number, step and run; `Package.follow` and `update_server` find the files that take weights of
+    any version to the newest.
 
     Args:
-      folder: of one model, and of one publisher at a time; it is made if it is not there. A new run goes on in it with
-        whole weights: which rows changed since a run that was killed, nobody knows. In one process the newest
-        publisher takes it over, and the older one is refused.
-      package: the package that servers run, or its folder: how tables are stored, and which parameters are read.
+      folder: for one model, and one publisher at a time; it is made if missing. A new run continues in it with whole
+        weights, since nobody knows which rows changed after a killed run. In one process the newest publisher takes the
+        folder over, and the older one is refused.
+      package: the package that servers run, or its folder: it says how tables are stored, and which parameters are
+      read.
       every_steps: of steps of the run.
-      keep: how many of the newest deltas stay; who is further behind begins with whole weights.
+      keep: how many of the newest deltas stay; a server further behind begins with whole weights.
       servers: addresses of the `--admin` of `funcrec-serve` that read `folder` as their `--updates`:
-        "http://127.0.0.1:8081", or "unix:/run/admin". Each gets what it lacks, one after the other. One that cannot
-        be reached causes a warning and gets all of it the next time; training goes on.
+        "http://127.0.0.1:8081", or "unix:/run/admin". Each gets the files that it lacks, one after the other. If one
+        cannot be reached, it causes a warning and gets all of them the next time; training goes on.
       timeout_s: for an answer of a server. Training waits for it.
-      mesh: of a state that lies on one: every rank calls, what they hold is gathered, and the first rank writes.
+      mesh: of a state that lies on one: every rank calls, the ranks' rows are gathered, and the first rank writes.
 
     Returns:
-      a function of a `fr.loop.Record`, for `fit(callbacks=[...])`; in a loop of your own, `tell(fr.loop.Record("step",
-      epoch, step, {}, state))`. Behind a state that was restored tell `fr.loop.Record("begin", epoch, step, {},
-      state)`, as `fit` does: the next are whole weights then. So they are after a step that is not beyond the last one
-      told, and of a log that was started again, as after `fr.reshard`. A state that was restored with its log, and
-      trained beyond that step before it is told, is not seen: rows that only the steps given up had changed stay as
-      these left them.
+      a function of a `fr.loop.Record`, for `fit(callbacks=[...])`; in a loop of your own call
+      `tell(fr.loop.Record("step", epoch, step, {}, state))`. After you restore a state, call
+      `tell(fr.loop.Record("begin", epoch, step, {}, state))`, as `fit` does: it then writes whole weights next. It also
+      does so after a step that is not beyond the last one reported, and for a log that was started again, as after
+      `fr.reshard`. It does not notice a state that was restored with its log and trained beyond that step before it is
+      reported: rows that only the abandoned steps had changed keep those values.
 
     Raises:
-      ValueError, NotADirectoryError: a path that is no folder's.
-      ValueError: from its callback, for a folder that another publisher writes to, or that is of another package.
-      ValueError, TypeError: from its callback, for a state of several members, with learned scales, or without the
-        parameters that the package reads.
-      OSError: from its callback, for a folder that cannot be written.
+      ValueError, NotADirectoryError: if the path cannot be a folder's.
+      ValueError: from its callback, if another publisher writes to the folder, or it belongs to another package.
+      ValueError, TypeError: from its callback, if the state has several members, learned scales, or lacks parameters
+        that the package reads.
+      OSError: from its callback, if the folder cannot be written.
 
-    Law: weights of any published version are those of `fr.export` of that step's parameters, bit for bit, by whichever
-      of these files they were reached. Those of tables quantised with a `key` are rounded to the nearest instead.
+    Law: weights of any published version are those of `fr.export` of that step's parameters, bit for bit, whichever
+      of these files lead to them. Tables quantised with a `key` are rounded to the nearest instead.
 
-    Cost: of a delta `fr.delta`'s, and a file of the rows that changed; whole weights are all tables once more.
+    Cost: for a delta the cost of `fr.delta`, and a file of the rows that changed; for whole weights a copy of all
+    tables.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -130,7 +134,7 @@ def publish(
     def write(record: Any) -> None:
         check(CALL, record_problems(record))
         if record.is_chief and (not seen or record.when == "begin"):
-            hold.keep()  # before training is spent on what cannot be published
+            hold.keep()  # before training is spent on weights that cannot be published
         now = record.step, record.when == "epoch"  # an epoch's end comes after its last step
         if record.when == "begin" or (seen and now <= seen[-1]):
             run.clear()
@@ -141,7 +145,7 @@ def publish(
         if record.is_chief:
             hold.keep()
         for last in publications(there, record, run[-1] if run else None, mesh):
-            run[:] = [last]  # it is on the disk
+            run[:] = [last]  # it is on disk
         if record.is_chief:
             tell(servers, there.path, timeout_s)
 
@@ -149,7 +153,7 @@ def publish(
 
 
 def publications(there: Folder, record: Any, last: Last | None, mesh: Mesh | None) -> Iterator[Last]:
-    """Write what is due, and say what was published then: a delta, whole weights, or both of one version."""
+    """Write what is due, and yield each publication: a delta, whole weights, or both of one version."""
     logged = record.state if isinstance(record.state, Logged) else None
     state = record.state if logged is None else logged.state
     check(CALL, state_problems(state, mesh))
@@ -192,13 +196,13 @@ def tell(servers: Sequence[str], folder: Path, timeout_s: float) -> None:
 
 
 def whole(tables: Mapping[str, Tensor]) -> Delta:
-    """All rows of all tables."""
+    """A Delta with all rows of all tables."""
     part = lambda x: ChangedRows(torch.arange(x.shape[0], device=x.device), x, 0, tuple(x.shape))
     return Delta({n: (part(x),) for n, x in tables.items()}, torch.tensor(0))
 
 
 def gathered(changed: Delta, tables: Any, mesh: Mesh | None) -> Delta:
-    """On real ranks the rows of all of them, each once, on every rank."""
+    """On real ranks, gather the rows of all ranks, each once, on every rank."""
     if mesh is None or mesh.is_emulated:
         return changed
     shards, out = tables.layout.shards, {n: [] for n in changed.tables}
@@ -223,7 +227,7 @@ def gathered(changed: Delta, tables: Any, mesh: Mesh | None) -> Delta:
 
 
 def folder_problems(folder: str | os.PathLike) -> Iterator[Problem]:
-    """A folder, or where one can be made."""
+    """The path is a folder, or one can be made there."""
     text = os.fspath(folder)
     need, hint = "a folder, or where one can be made", '"runs/published"'
     if not isinstance(text, str):

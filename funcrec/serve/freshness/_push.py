@@ -1,6 +1,6 @@
-"""A running server brought up to the newest weights of a folder, over HTTP.
+"""Updates a running server to the newest weights of a folder, over HTTP.
 
-GET /healthz says which weights it has; POST /reload and /delta what it lacks
+GET /healthz returns its version; POST /reload and /delta send the files that it lacks
 """
 
 import json
@@ -21,22 +21,23 @@ UNIX = "unix:"
 
 @typed
 def update_server(address: str, folder: str | os.PathLike, *, timeout_s: float = 10.0) -> str:
-    """Tell a running `funcrec-serve` what it lacks of what `publish` wrote: the deltas after its version in their
-    order, or whole weights and the deltas after these.
+    """Send a running `funcrec-serve` the files that it lacks of those that `publish` wrote.
+
+    These are the deltas after its version, in their order, or whole weights and the deltas after them.
 
     Args:
-      address: of the server's `--admin`: "http://127.0.0.1:8081", or "unix:/run/admin" for the socket at this path. It
-        is asked directly; proxy settings of this process do not apply.
-      folder: that of `publish`, which the server reads as its `--updates`.
+      address: of the server's `--admin`: "http://127.0.0.1:8081", or "unix:/run/admin" for the socket at this path. The
+        request goes to it directly; proxy settings of this process do not apply.
+      folder: the folder of `publish`, which the server reads as its `--updates`.
       timeout_s: for each answer.
 
     Returns:
-      the version that the server has then.
+      the version that the server then has.
 
     Raises:
-      ConnectionError: a server that does not answer, or says that it cannot.
-      ValueError: with its words for a file that it refuses.
-      FileNotFoundError: a folder without weights.
+      ConnectionError: if the server does not answer, or reports an error of its own.
+      ValueError: with the server's message, if it refuses a file.
+      FileNotFoundError: if the folder has no weights.
 
     Example:
       >>> import tempfile, funcrec as fr
@@ -61,7 +62,7 @@ def update_server(address: str, folder: str | os.PathLike, *, timeout_s: float =
 
 
 def ask(url: str, timeout_s: float, body: Any = None) -> dict[str, Any]:
-    """A server's answer; ValueError with its words where the request is at fault."""
+    """Return a server's answer; raises ValueError with the server's message if the request is at fault."""
     from http.client import HTTPException
 
     hint = "python -m funcrec serve PATH --updates FOLDER --admin PORT"
@@ -99,7 +100,7 @@ def exchange(url: str, timeout_s: float, body: bytes | None) -> tuple[int, bytes
 
 
 def over_unix(path: str, name: str, timeout_s: float, body: bytes | None, head: dict) -> tuple[int, bytes]:
-    """What `exchange` gives, from the socket at `path`."""
+    """`exchange` over the socket at `path`."""
     import socket
     from http.client import HTTPConnection
 
@@ -129,14 +130,16 @@ def address_problems(name: str, addresses: Sequence[str]) -> Iterator[Problem]:
 
 
 def is_address(text: str) -> bool:
-    """A scheme, a host, a port and a path: no user, and nothing after the path, to which others are added. Or a
-    socket's path."""
+    """Whether the text is an address: scheme, host, port and path, or a socket's path.
+
+    It has no user, and nothing after the path, because names are appended to it.
+    """
     if text.startswith(UNIX):
         return text.removeprefix(UNIX).startswith("/") and "\0" not in text
     try:
         found = urlsplit(text)
         is_server = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
-    except ValueError:  # the port is none, or brackets are not closed
+    except ValueError:  # the port is no number, or brackets are not closed
         return False
     is_bare = not (found.query or found.fragment or "@" in found.netloc)
     return is_server and is_bare and text.isprintable() and " " not in text
