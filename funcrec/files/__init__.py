@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, folders that are opened once, and the bytes of tensors under CRCs."""
+"""Files and folders that are whole or not there, folders that are opened once, and the bytes of tensors with CRCs."""
 
 from funcrec.files._opened import Folder as Folder
 from funcrec.files._opened import OpenFile as OpenFile

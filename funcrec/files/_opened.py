@@ -1,6 +1,6 @@
-"""Files by descriptor: what is read of a folder is of the one that was opened, whatever its path names later.
+"""Opens files by descriptor: all reads use the folder that was opened, even if its path names another one later.
 
-read_folder(path, read) = read(Folder(path))          again, where the path named another folder before it was read
+read_folder(path, read) = read(Folder(path))          repeated if the path named another folder before it was read
 """
 
 import os
@@ -15,7 +15,7 @@ TRIES = 3
 
 
 class OpenFile:
-    """A file that is read, and is closed when nothing holds this. path: as errors call it."""
+    """A file open for reading, closed when nothing holds this object. path: its name in errors."""
 
     def __init__(self, path: Path, fd: int):
         self.path, self.fd = path, fd
@@ -23,12 +23,12 @@ class OpenFile:
 
     @property
     def own_path(self) -> Path:
-        """One that leads to this file, in this process, while it is open."""
+        """A path that leads to this file, in this process, while it is open."""
         way = Path(f"/proc/self/fd/{self.fd}")
         return way if way.exists() else self.path
 
     def size(self) -> int:
-        """In bytes; -1 of what is no file."""
+        """The size in bytes; -1 if it is no regular file."""
         about = os.fstat(self.fd)
         return about.st_size if stat.S_ISREG(about.st_mode) else -1
 
@@ -39,7 +39,7 @@ class OpenFile:
 
 
 class Folder:
-    """A folder that is open. One that cannot be opened raises why when it is read."""
+    """An open folder. If it cannot be opened, reading it raises the reason."""
 
     def __init__(self, path: Path):
         self.path, self.error = path, None
@@ -53,7 +53,7 @@ class Folder:
         path, error = self.path / name, self.error
         if error is None:
             try:
-                fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=self.fd)  # no pipe is waited for
+                fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=self.fd)  # does not wait for a pipe
                 return OpenFile(path, fd)
             except OSError as own:
                 error = own
@@ -63,7 +63,7 @@ class Folder:
         return self.error is None and os.access(name, os.F_OK, dir_fd=self.fd)
 
     def is_current(self) -> bool:
-        """Whether its path names it."""
+        """Whether the path still names this folder."""
         try:
             return self.error is not None or os.path.samestat(os.stat(self.path), os.fstat(self.fd))
         except OSError:
@@ -71,8 +71,11 @@ class Folder:
 
 
 def read_folder(path: str | os.PathLike, read: Callable[[Folder], T]) -> T:
-    """What `read` makes of the folder at a path. Where that fails because the path named a different folder meanwhile,
-    who may have removed what it held, it is tried with the one that is there now."""
+    """Return read(folder) for the folder at a path.
+
+    It may fail because the path meanwhile names another folder, whose writer removed the old one's files. Then it tries
+    again with the present folder.
+    """
     tries = TRIES
     while True:
         folder = Folder(Path(os.path.realpath(path)))

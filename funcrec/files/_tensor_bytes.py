@@ -1,6 +1,6 @@
-"""The bytes of tensors, and their CRCs.
+"""Writes the bytes of tensors, with their CRCs.
 
-write_bytes(file, x) = crc_of(x)          and the file then has x's elements in their order
+write_bytes(file, x) = crc_of(x)          and the file then holds x's elements in order
 """
 
 import zlib
@@ -10,12 +10,12 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 18  # bytes: longer writes take a system up to five times the time, each byte
-PART = 1 << 24  # bytes of a tensor that are copied at once, where it lies otherwise than its bytes
+CHUNK = 1 << 18  # bytes: on some systems longer writes take up to five times as long per byte
+PART = 1 << 24  # bytes of a tensor that are copied at once, if its elements are not contiguous
 
 
 def write_bytes(file: BinaryIO, x: Tensor) -> int:
-    """Write the elements of a tensor of any device, in their order; their CRC."""
+    """Write the elements of a tensor of any device, in their order; return their CRC."""
     crc = 0
     for part in plain_parts(x):
         for chunk in chunks(part):
@@ -25,7 +25,7 @@ def write_bytes(file: BinaryIO, x: Tensor) -> int:
 
 
 def crc_of(x: Tensor) -> int:
-    """The CRC of a contiguous tensor on the CPU."""
+    """Return the CRC of a contiguous tensor on the CPU."""
     crc = 0
     for chunk in chunks(x):
         crc = zlib.crc32(chunk, crc)
@@ -33,14 +33,14 @@ def crc_of(x: Tensor) -> int:
 
 
 def chunks(x: Tensor) -> Iterator[memoryview]:
-    """The bytes of a contiguous tensor on the CPU."""
+    """Yield the bytes of a contiguous tensor on the CPU, in chunks."""
     if x.numel():
         data = memoryview(x.reshape(-1).view(torch.uint8).numpy())
         yield from (data[i : i + CHUNK] for i in range(0, len(data), CHUNK))
 
 
 def plain_parts(x: Tensor) -> Iterator[Tensor]:
-    """Rows of the tensor as contiguous memory of the host, one part after the other."""
+    """Yield the tensor's rows as contiguous host memory, one part after the other."""
     rows = x.detach() if x.dim() else x.detach().view(1)
     if not rows.numel():
         return

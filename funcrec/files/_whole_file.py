@@ -1,10 +1,11 @@
 """Files that are whole or not there.
 
     write_whole(path, write): whoever opens `path` finds all of the old file or all of
-      the new one, whatever breaks off, and whoever else writes
+      the new one, whenever a write breaks off, and however many processes write
 
-Each write goes to a file of its own next to `path`, locked while it lives, which is flushed to the disk and then takes
-the name: the last one that was finished stays. Errors of the system come in four parts, as the same kind of OSError.
+Each write goes to a file of its own next to `path`, locked while it is written. It is flushed to the disk and then
+renamed to `path`: the write that finishes last stays. System errors are reported in four parts, as the same kind of
+OSError.
 """
 
 import contextlib
@@ -22,18 +23,18 @@ from funcrec.core import Problem, check, describe, fail, message, path_hint
 
 try:
     import fcntl
-except ImportError:  # a system without it: files are left to its user
+except ImportError:  # without locks, files of killed writers stay
     fcntl = None
 
 SUFFIX = ".funcrec.tmp"
-STALE_S = 600  # since the last write to it; besides, nobody holds its lock
+STALE_S = 600  # since the last write; also, no process holds its lock
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def as_path(
     call: str, path: str | os.PathLike, kind: str = "file", hint: str = 'a file in the folder, as "folder/state.pt"'
 ) -> Path:
-    """The path of a file, or of a folder."""
+    """Check and return the path of a file, or of a folder."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         fail(call, "`path` is not a path.", got=describe(path), need="str or pathlib.Path", kind=TypeError)
     text = os.fspath(path)
@@ -43,10 +44,9 @@ def as_path(
 
 
 def write_whole(call: str, path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Write a file by `write(file)`: afterwards it is at `path`, whole,
-    or an error was raised and what was at `path` still is.
+    """Write a file by `write(file)`: afterwards all of it is at `path`, or an error was raised and `path` is unchanged.
 
-    A symbolic link at `path` stays: the file that it names is the one that is written.
+    A symbolic link at `path` stays: the file that it names is written.
     """
     path = Path(os.path.realpath(path)) if os.path.islink(path) else path
     check(call, place_problems(path))
@@ -78,7 +78,7 @@ def keep_mode(new: Path, path: Path) -> None:
 
 
 def raise_unwritten(call: str, error: OSError, path: Path, kind: str):
-    """Raise an error that says why a file or a folder was not written, and what is there."""
+    """Raise an error that says why a file or a folder was not written, and what is at the path."""
     is_full = error.errno in FULL
     what = f"the disk of `{path}` is full." if is_full else f"`{path}` cannot be written."
     hint = "free some space, or another folder; " if is_full else "another folder; "
@@ -93,7 +93,7 @@ def kept(path: Path, kind: str) -> str:
 
 
 def place_problems(path: Path) -> Iterator[Problem]:
-    """A file can be at `path`: its folder is there, and nothing but a file is in its place."""
+    """A file can be at `path`: its folder exists, and nothing but a file has its name."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -111,7 +111,7 @@ def place_problems(path: Path) -> Iterator[Problem]:
 
 
 def open_file(call: str, path: Path) -> BinaryIO:
-    """A file, opened for reading; what is no file is refused without waiting for it."""
+    """Open a file for reading; anything else is refused without waiting for it."""
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
@@ -135,15 +135,14 @@ def kind_of(mode: int) -> str:
 
 
 def raise_os(call: str, error: OSError, what: str, need: str, hint: str):
-    """The system's error with its kind and number, in four parts."""
+    """Raise the system's error, with its kind and number, in four parts."""
     new = type(error)(message(call, [Problem(what, error.strerror or str(error), need, hint)]))
     new.errno = error.errno
     raise new from error
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove files and folders that killed writers left in the folder: nobody holds
-    their lock, and they have not been written to for a while."""
+    """Remove files and folders of killed writers: no process holds their lock, and they are old enough."""
     if fcntl is None:
         return
     with os.scandir(folder) as entries:
@@ -163,14 +162,14 @@ def remove_stale(folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """A file, or the names in a folder, reach the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     if os.name != "posix":
         return
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a disk that knows no such thing
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the disk does not support it
             raise
     finally:
         os.close(fd)

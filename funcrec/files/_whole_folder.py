@@ -18,18 +18,18 @@ EXCHANGE, HERE = 2, -100  # renameat2's RENAME_EXCHANGE and AT_FDCWD
 
 
 def folder_path(call: str, path: str | os.PathLike, *, overwrite: bool, marks: tuple[str, ...]) -> Path:
-    """The path of a folder that may be written. marks: files of which one is in every folder that may be replaced."""
+    """Check and return a path to write a folder to. marks: a folder that may be replaced holds one of these files."""
     found = Path(os.path.realpath(as_path(call, path, "folder", '"runs/model"')))
     check(call, place_problems(found, overwrite, marks))
     return found
 
 
 def write_folder(call: str, path: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder by `write(folder)`; it takes its name when all of it is on the disk."""
+    """Fill a folder by `write(folder)`; it gets its name when all of it is on the disk."""
     temporary = path.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
     try:
         remove_stale(path.parent)
-        temporary.mkdir(0o700 if os.path.exists(path) else 0o777)  # nobody reads it who may not read the old one
+        temporary.mkdir(0o700 if os.path.exists(path) else 0o777)  # readable only for those who may read the old one
         with held(temporary):
             write(temporary)
             keep_mode(temporary, path)
@@ -45,7 +45,7 @@ def write_folder(call: str, path: Path, write: Callable[[Path], None]) -> None:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """The folder, locked: a writer that removes stale folders leaves it alone."""
+    """Lock the folder: a writer that removes stale folders then leaves it alone."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         if fcntl is not None:
@@ -57,7 +57,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def take_name(new: Path, path: Path) -> None:
-    """Of two folders the one's name is the other's in one step, where the system can; `new` is the old one then."""
+    """Rename `new` to `path`. If the system can, exchange the names in one step: `new` then names the old folder."""
     if not os.path.exists(path):
         new.rename(path)
         return
