@@ -1,4 +1,4 @@
-"""Checkpoints: any tree in one file that is whole or not there; of many ranks in a folder, under any plan."""
+"""Checkpoints: a tree in one file that is whole or not there; with many ranks in a folder, loadable under any plan."""
 
 from funcrec.checkpoint._asynchronous import Saving as Saving
 from funcrec.checkpoint._asynchronous import finish as finish

@@ -1,8 +1,8 @@
-"""Saves during training: what is left to write is copied, and a thread writes it.
+"""Saves during training: copies what is left to write, and writes it in a thread.
 
-    state -> copy of at most `copy_bytes`, the rest written -> the call returns -> the copy written, the name changed
+    write all but `copy_bytes` of the state, copy the rest -> the call returns -> write the copy, rename
 
-One save at a time: the next one waits for it, and raises what went wrong in it; so does the end of the program wait.
+One save runs at a time: the next one waits for it and raises its error. The end of the program waits, too.
 """
 
 import atexit
@@ -19,9 +19,10 @@ from funcrec.checkpoint._together import Ranks
 
 
 class Saving:
-    """A save that goes on: what `save(..., asynchronous=True)` returns.
+    """A running save, returned by `save(..., asynchronous=True)`.
 
-    path: where the checkpoint will be. wait(): until it is there; the path. is_done: whether it is, or failed.
+    path: where the checkpoint will be. wait(): waits until it is there, and returns the path. is_done: whether it is
+    written, or failed.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -41,7 +42,7 @@ class Saving:
         try:
             run(self._wrote)
         except BaseException as error:
-            self._error = None if self._is_given_up else error  # its caller has an error already
+            self._error = None if self._is_given_up else error  # the caller has an error already
         finally:
             self._is_copied.set()
 
@@ -53,13 +54,13 @@ class Saving:
             self._is_copied.set()
 
     def _start(self) -> "Saving":
-        """Begin, and return when nothing of the caller's is read any more."""
+        """Start, and return when no memory of the caller's is read any more."""
         if not self._left:
             self._is_copied.set()
         self._thread.start()
         try:
             self._is_copied.wait()
-        except BaseException:  # the caller's memory is its own again: there will be no checkpoint of it
+        except BaseException:  # the caller may now change its memory, so there will be no checkpoint
             self._is_given_up = True
             raise
         return self
@@ -69,10 +70,10 @@ class Saving:
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """The path, when the checkpoint is whole.
+        """Wait until the checkpoint is whole, and return its path.
 
         Raises:
-          What went wrong, once: here, or at the next save.
+          The save's error, once: here, or at the next save.
         """
         self._thread.join()
         error, self._error = self._error, None
@@ -89,26 +90,26 @@ _groups: dict[Any, Any] = {}
 
 
 def settle() -> None:
-    """The save before is done; its error is raised, unless it was."""
+    """Wait for the save before; raise its error if it was not raised yet."""
     while _last:
         _last.pop().wait()
 
 
 def finish() -> None:
-    """The save before is done, whatever came of it: what reads files reads those of this process."""
+    """Wait for the save before, whether it succeeds or not, so that a reader finds this process's files."""
     for saving in _last:
         saving._thread.join()
 
 
 def go_on(path: Path, run: Callable[[Callable[[], None]], Any], num_live: int) -> Saving:
-    """run(wrote) in a thread, which calls `wrote` for each tensor; returns when the first num_live are written."""
+    """Call run(wrote) in a thread, which calls `wrote` after each tensor; return when num_live are written."""
     saving = Saving(path, run, num_live)
     _last.append(saving)
     return saving._start()
 
 
 def ranks_beside(ranks: Ranks) -> Ranks:
-    """The same ranks, in a group of their own: a thread's exchanges are not those of training. All ranks ask."""
+    """The same ranks with a group of their own, so that a thread's exchanges stay apart from training's. All call."""
     if ranks.size == 1:
         return ranks
     world = dist.distributed_c10d._get_default_group()
@@ -119,7 +120,7 @@ def ranks_beside(ranks: Ranks) -> Ranks:
 
 
 def num_live(sizes: Sequence[int], copy_bytes: int | None) -> int:
-    """How many of the first tensors are written from where they are, so that copies of the others fit."""
+    """How many of the first tensors are written in place, so that copies of the others fit."""
     total = sum(sizes)
     for i, size in enumerate(sizes):
         if copy_bytes is None or total <= copy_bytes:
@@ -129,14 +130,14 @@ def num_live(sizes: Sequence[int], copy_bytes: int | None) -> int:
 
 
 def copy_of(x: Tensor) -> Tensor:
-    """Memory of its own, on the CPU."""
+    """A copy on the CPU with memory of its own."""
     plain = x.detach().cpu()
     return plain.clone() if plain.device == x.device else plain
 
 
 @atexit.register
 def _tell() -> None:
-    """Reports an error that nobody has waited for when the program ends."""
+    """Report, at the program's end, an error that nobody waited for."""
     for saving in _last:
         if saving._error is not None:
             print(f"funcrec.save: {saving.path} was not saved: {saving._error}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Checkpoints: any tree of tensors and plain numbers, in one file or, of many ranks, in a folder.
+"""Checkpoints: any tree of tensors and plain numbers, in one file or, from many ranks, in a folder.
 
-    load(save(path, x)) == x, bit for bit        under whatever plan, on however many ranks either was called
+    load(save(path, x)) == x, bit for bit        under any plan, on any number of ranks in either call
 
-No example is needed to read one, and nothing in it is run.
+Loading needs no example, and runs nothing from the file.
 """
 
 import os
@@ -42,41 +42,42 @@ def save(
     asynchronous: bool = False,
     copy_bytes: Size | None = None,
 ) -> Path | Saving:
-    """Write a tree (dicts, lists, tuples, funcrec's values, tensors, numbers, strings) to one file; a tree with a
-    sharded state in it, or of a mesh, to a folder of a file for each rank.
+    """Write a tree (dicts, lists, tuples, funcrec's values, tensors, numbers, strings) to one file, or to a folder.
 
-    One file: the bytes go to a temporary file next to `path`, are flushed to the disk and then take its name: an
-    interrupted save leaves the old file whole, readers never see half of one, and of several savers at once the last to
-    finish stays. Of a symbolic link the file that it names is written, and the link stays.
+    It writes a folder, with one file for each rank, if the tree contains a sharded state, or `mesh` is given.
 
-    A folder: every rank calls it, with its own tree, and writes what it alone has and its share of what others have,
-    too; nothing is gathered. What the folder held is replaced when all that is new is on the disk, in one step. Where
-    one rank fails all raise, and the error names it. What is not sharded is the same on all ranks (tensors are held to
-    it; of numbers and strings the first rank's are written).
+    One file: the bytes go to a temporary file next to `path`, are flushed to the disk, and then the file is renamed. An
+    interrupted save leaves the old file whole, readers never see half a file, and of several concurrent saves the one
+    that finishes last stays. If `path` is a symbolic link, the file that it names is written, and the link stays.
 
-    Each tensor is written by value: a view without the rest of its memory, one that stands in two places twice. As
-    loaded, each is contiguous and has memory of its own.
+    A folder: every rank calls it with its own tree, and writes what only it has and its share of what others also have;
+    nothing is gathered. The old content is replaced in one step, when all new files are on the disk. If one rank fails,
+    all raise, and the error names it. What is not sharded must be the same on all ranks (this is checked for tensors;
+    numbers and strings are written from the first rank).
+
+    Each tensor is written by value: a view without the rest of its memory, and one that occurs twice is written twice.
+    Each loaded tensor is contiguous and has memory of its own.
 
     Args:
-      mesh: of a sharded tree; its layouts tell it where it is not given. With it any tree is written by all ranks.
-      keep: `path` is a folder of checkpoints, made where it is not there: this one is called by its step, and when it
-        is whole all others but the keep - 1 of the highest steps are removed, by their steps and not by when they were
-        saved (see `latest`). Files of other kinds and folders' other contents stay.
+      mesh: of a sharded tree; by default its layouts tell it. With a mesh all ranks write any tree.
+      keep: `path` is a folder of checkpoints, made if missing. This one is named by its step. When it is whole, all
+        except it and the keep - 1 others of the highest steps are removed; their steps count, not when they were saved
+        (see `latest`). Other files, and other contents of folders, stay.
       step: the number that names it, with `keep`; by default that of the first TrainState in the tree.
       asynchronous: return when what is to be written is copied; a thread writes it, and the state may be donated
         meanwhile. The next save waits for it, and so does the end of the program.
-      copy_bytes: the most that the copy may take on this rank: what is beyond it is written before the call returns.
-        None for all that this rank writes.
+      copy_bytes: the most that the copy may take on this rank; the rest is written before the call returns. None copies
+        all that this rank writes.
 
     Returns:
-      the path of the checkpoint; a `Saving`, whose `wait()` gives it, where asynchronous. What goes wrong then is
-      raised by `wait`, or by the next save.
+      the path of the checkpoint; with `asynchronous` a `Saving`, whose `wait()` returns it. Errors then raise from
+      `wait`, or from the next save.
 
     Raises:
-      TypeError: names every leaf and key that would not come back the same (another tensor than a plain, dense one, one
-        of which a derivative is wanted, a number of numpy, an Enum), before anything is written.
-      ValueError: copies that trained apart.
-      OSError: when the disk is full or the folder cannot be written.
+      TypeError: names every leaf and key that would not come back the same (a tensor that is not plain and dense, or
+        that a derivative follows, a number of numpy, an Enum), before anything is written.
+      ValueError: if copies trained apart.
+      OSError: if the disk is full or the folder cannot be written.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -114,27 +115,31 @@ def load(
     dense_axes: Sequence[str] = (),
     mmap: bool = False,
 ) -> Any:
-    """Read what `save` wrote, a file or a folder, files of older formats too.
+    """Read what `save` wrote, a file or a folder, in this or an older format.
 
     Args:
       like: a tree to compare with; the error lists every path whose kind, shape or dtype differs, or that only one has.
-      device: where the tensors go; by default where they were saved from, with a mesh of ranks that of this rank.
-      plan, mesh, exact, codec, dedup, dense_axes: as of the `train_step` that goes on: every TrainState in the tree is
-        laid out so, and each rank reads of the tables what it is to hold. All ranks call it. With a mesh alone the
-        tables are plain, whole on every rank, and on its device.
-      sparse: the row optimizer of that step, which says what tables may share a bank. Without it each has its own:
-        right under any optimizer, in more exchanges. Where gradients wait (`optim.accumulate`) it must be given.
-      mmap: tensors on the CPU have the file's memory, which the system may take back and read again; what is written to
-        them is in this process alone. Not with a plan, whose ranks read parts. Every byte is read once, to its CRC. A
-        tensor that lies in several files, or in a file of an older format, is read as without it.
+      device: where the tensors go; by default where they were saved from, or with a mesh of real ranks this rank's
+      device.
+      plan, mesh, exact, codec, dedup, dense_axes: those of the `train_step` that continues. Every TrainState in the
+        tree is laid out accordingly, and each rank reads only its own rows of the tables. All ranks call it. With a
+        mesh but no
+        plan the tables are plain: whole on every rank, and on its device.
+      sparse: the row optimizer of that step, which decides which tables may share a bank. Without it each table has a
+        bank
+        of its own: correct under any optimizer, but with more exchanges. It is required if gradients wait
+        (`optim.accumulate`).
+      mmap: tensors on the CPU use the file's memory, which the system may drop and read again; writes to them stay in
+        this process. Not with a plan, whose ranks read parts. Every byte is read once, to check its CRC. A tensor that
+        lies in several files, or in a file of an older format, is read as without `mmap`.
 
     Raises:
-      ValueError: a file that is truncated, damaged (every byte is under a CRC) or no checkpoint, and a tree unlike
-        `like`. Of a folder the file and the rows that are missing or damaged are named.
-      FileNotFoundError: a path where nothing is.
+      ValueError: if a file is truncated, damaged (a CRC covers every byte) or no checkpoint, or the tree differs from
+        `like`. For a folder it names the file and the rows that are missing or damaged.
+      FileNotFoundError: if nothing is at the path.
 
-    Cost: of a folder, every file's own index, and blocks of 16 MiB of which some row is wanted; a table of one file
-      is read whole, to its CRC, and 256 KiB of it held.
+    Cost: for a folder, each file's index, and each block of 16 MiB that holds a row to read. A table in a single file
+      is read whole to check its CRC, 256 KiB at a time.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -158,7 +163,7 @@ def load(
 
 
 def load_as(path: Path, state: TrainState, *, mesh: Mesh, device: torch.device | str | None = None) -> Any:
-    """As `load`, the states in it laid out as a sharded one is, which every rank reads its own rows for."""
+    """`load`, with the states in the tree laid out like a sharded one: every rank reads its own rows."""
     target = Target(None, mesh, None, False, None, False, axes_of(state), like=state)
     return read(path, target, mesh, device, None, False, {})
 
@@ -166,7 +171,7 @@ def load_as(path: Path, state: TrainState, *, mesh: Mesh, device: torch.device |
 def read(
     path: Path, target: Target | None, mesh: Mesh | None, device: Any, like: Any, mmap: bool, said: dict[str, str]
 ) -> Any:
-    """The tree, on this rank. said: what is to be the same on all."""
+    """Read the tree on this rank. said: arguments that must be the same on all ranks."""
     place = None if device is None else place_of(LOAD, device)
     if place is None and mesh is not None and not mesh.is_emulated:
         place = place_of(LOAD, mesh.device_mesh.device_type)
@@ -191,7 +196,7 @@ def read(
 
 
 def read_folder(path: Path, target: Target | None, place: torch.device | None, mmap: bool, ranks: Ranks) -> Any:
-    """The tree of a folder's checkpoint; of the new one where it was replaced meanwhile."""
+    """Read the tree of a folder's checkpoint; if it was replaced meanwhile, the new one."""
     last = None
     while True:
         try:
@@ -227,7 +232,7 @@ def read_file(path: Path, target: Target | None, place: torch.device | None, mma
 
 
 def made(leaves: Sequence[Any], code: Any, reader: Reader, target: Target | None) -> Any:
-    """The tree, its tensors read when they are met."""
+    """Decode the tree, reading each tensor when it is met."""
     tensors = iter(leaves) if target is not None else map(reader.whole, leaves)
     tree = decode(code, tensors)
     if next(tensors, None) is not None:
@@ -241,7 +246,7 @@ def damaged(path: Path, error: Exception):
 
 
 def difference_problems(tree: Any, like: Any) -> Iterator[Problem]:
-    """Every node in which two trees differ in place, kind, shape or dtype."""
+    """Report every node in which two trees differ in place, kind, shape or dtype."""
     found, wanted = dict(_nodes(tree, "")), dict(_nodes(like, ""))
     leaves = lambda nodes: [p for p, (_, is_leaf) in nodes.items() if is_leaf]
     hint = "like=None, which loads what there is"
@@ -256,7 +261,7 @@ def difference_problems(tree: Any, like: Any) -> Iterator[Problem]:
 
 
 def _nodes(node: Any, path: str) -> Iterator[tuple[str, tuple[str, bool]]]:
-    """(path, (what it is, whether it is a leaf)) of every node."""
+    """Yield (path, (kind, whether it is a leaf)) for every node."""
     children: list[tuple[str, Any]] = []
     kind = type(node).__name__
     if isinstance(node, Tensor):

@@ -1,10 +1,10 @@
-"""A checkpoint that many ranks write: a folder of a file for each rank, and a manifest that says what lies where.
+"""A checkpoint that many ranks write: a folder with a file for each rank, and a manifest that locates each block.
 
     rank-0-of-2-TOKEN, rank-1-of-2-TOKEN: one-file checkpoints of the rank's blocks, under names that were never used
-    manifest: a one-file checkpoint of the tree, and of each tensor the blocks
+    manifest: a one-file checkpoint of the tree, and of each tensor's blocks
 
-All files are flushed, and the folder; then the manifest takes its name: before that the folder holds the checkpoint
-that it held, after it the new one, and the old one's files go.
+All files, and the folder, are flushed; then the manifest is renamed. Before that the folder holds the old checkpoint,
+after it the new one, and the old one's files are removed.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ from funcrec.files import STALE_S, flush, open_file, raise_os, write_whole
 MANIFEST = "manifest"
 FORMAT = "funcrec folder 1"
 OURS = re.compile(r"rank-\d+-of-\d+-[0-9a-f]{16}")
-STEP = re.compile(r"step-(\d{10,})")  # a checkpoint among those that `keep` keeps
-BLOCK_BYTES = 1 << 24  # what is read and held to its CRC for a row of it
+STEP = re.compile(r"step-(\d{10,})")  # one of the checkpoints that `keep` keeps
+BLOCK_BYTES = 1 << 24  # bytes that are read, and checked against their CRC, for one row in them
 MOST_OPEN = 64
-ROWS = 64  # a block has a multiple of them, so that it ends where the next one may begin
+ROWS = 64  # a block has a multiple of this, so that it ends where the next one may begin
 
 
 class Manifest(NamedTuple):
-    """files: {name: bytes}. leaves: the tensors. code: the tree's."""
+    """files: {name: bytes}. leaves: the tensors. code: the code of the tree."""
 
     files: dict[str, int]
     leaves: list[Stored]
@@ -59,7 +59,7 @@ class Manifest(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A block of leaf number `leaf`, from a row and a column on, of a device."""
+    """A block of leaf number `leaf`, from its first row and column on, and the leaf's device."""
 
     leaf: int
     first: int
@@ -69,7 +69,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(leaves: Sequence[Tensor | Cut], where: Writers) -> dict[int, list[Piece]]:
-    """{rank: what it writes} of this process's ranks."""
+    """{rank: the blocks that it writes}, for this process's ranks."""
     out: dict[int, list[Piece]] = {rank: [] for rank in where.own}
     for i, x in enumerate(leaves):
         for rank, first, column, rows in x.parts(where) if isinstance(x, Cut) else whole_parts(x, where):
@@ -81,12 +81,12 @@ def pieces_of(leaves: Sequence[Tensor | Cut], where: Writers) -> dict[int, list[
 
 
 def whole_pieces(leaves: Sequence[Tensor]) -> list[Piece]:
-    """What one file has: each tensor as it is."""
+    """The pieces of one file: each tensor as it is."""
     return [Piece(i, 0, 0, x, str(x.device)) for i, x in enumerate(leaves)]
 
 
 def write_file(file: BinaryIO, code: Any, pieces: list[Piece], wrote: Callable[[], None]) -> list[tuple[int, int]]:
-    """(where it begins, CRC) of each piece, which is let go of then; `wrote` is called after each."""
+    """Write the pieces; return (offset, CRC) of each. Each is dropped after it is written, and `wrote` is called."""
     writer, places = begin(file), []
     while pieces:
         p = pieces.pop(0)
@@ -102,7 +102,7 @@ def file_name(rank: int, size: int, token: str) -> str:
 
 
 def write_rank(call: str, path: Path, pieces: Sequence[Piece], names: Sequence[str], wrote: Callable[[], None]) -> list:
-    """A rank's file: [its name, its bytes, its blocks], flushed; JSON's kinds only."""
+    """Write a rank's file, flushed; return [its name, its bytes, its blocks] in types that JSON has."""
     blocks = [[p.leaf, p.first, p.first_column, p.rows.shape[0], p.rows[:1].numel()] for p in pieces]
     label = lambda leaf, a, b, n, width: f"{names[leaf]}[{a}:{a + n}, {b}:{b + width}]"
     code, places = ["dict", [[label(*b), ["tensor"]] for b in blocks]], []
@@ -124,7 +124,7 @@ def heads_of(encoded: Encoded) -> list[list]:
 
 
 def write_manifest(call: str, folder: Path, tree: Any, heads: Sequence[list], written: Sequence[list]) -> None:
-    """What is written is a checkpoint from here on. tree: its code."""
+    """Write the manifest; from then on the folder holds the new checkpoint. tree: its code."""
     blocks: list[list] = [[] for _ in heads]
     for i, (_, _, own) in enumerate(written):
         for leaf, *where in own:
@@ -140,7 +140,7 @@ def write_manifest(call: str, folder: Path, tree: Any, heads: Sequence[list], wr
 
 
 def files_of(folder: Path) -> set[str]:
-    """The files of the checkpoint that is there, and those that broken off ones left."""
+    """The files of the folder's checkpoint, and those that interrupted saves left."""
     held: set[str] = set()
     with contextlib.suppress(CodeError, OSError):
         held = set(read_manifest("", folder).files)
@@ -150,7 +150,7 @@ def files_of(folder: Path) -> set[str]:
 
 
 def make_folder(call: str, folder: Path) -> None:
-    """The folder is there; nothing but a folder is in its place."""
+    """Make the folder, unless it exists; nothing but a folder may have its name."""
     try:
         os.mkdir(folder)
         flush(folder.parent)
@@ -166,7 +166,7 @@ def make_folder(call: str, folder: Path) -> None:
 
 
 def fail_without_manifest(call: str, path: Path) -> None:
-    """Say what a folder is that holds no manifest."""
+    """Raise an error that says what a folder without a manifest is."""
     names = sorted(os.listdir(path))
     steps, parts = [n for n in names if STEP.fullmatch(n)], [n for n in names if OURS.fullmatch(n)]
     some = lambda own: f"{', '.join(own[:2])}{f' and {len(own) - 2} more' if len(own) > 2 else ''}"
@@ -182,7 +182,7 @@ def fail_without_manifest(call: str, path: Path) -> None:
 
 
 def fail_if_manifest(call: str, path: Path, tree: Any) -> None:
-    """The manifest of a folder is no checkpoint of its own."""
+    """Refuse the manifest of a folder, which is no checkpoint of its own."""
     if isinstance(tree, dict) and tree.get("format") == FORMAT and set(tree) == {"format", "manifest"}:
         what, need = f"`{path.name}` is the manifest of a folder.", "the folder, which is the checkpoint"
         fail(call, what, got=f"`{path}`", need=need, hint=f"fr.load({str(path.parent)!r})")
@@ -195,7 +195,12 @@ def is_folder(path: Path) -> bool:
 
 
 def read_manifest(call: str, folder: Path) -> Manifest:
-    """Raises: CodeError for one that is damaged or of another kind; OSError."""
+    """Read the manifest.
+
+    Raises:
+      CodeError: if it is damaged or of another kind.
+      OSError: if it cannot be read.
+    """
     with open_file(call, folder / MANIFEST) as file:
         none, code = read_header(file)
     tree = decode(code, iter(()))
@@ -238,7 +243,7 @@ def _leaf(x: Any, files: Sequence[tuple[str, int]]) -> Stored:
 
 
 def is_covered(x: Stored) -> bool:
-    """Whether the blocks are bands of columns, side by side, each of them rows that follow one another."""
+    """Whether the blocks form adjacent bands of columns, each of consecutive rows, and cover the tensor."""
     rows, columns = x.grid
     if not rows * columns:
         return not x.blocks
@@ -257,8 +262,10 @@ def is_covered(x: Stored) -> bool:
 
 
 class Files(NamedTuple):
-    """The files of a folder, each opened when it is first read; checked: those whose own index, and all that is
-    next to the blocks, was held to its CRC."""
+    """The files of a folder, each opened when it is first read.
+
+    checked: the files whose index, and all bytes outside of blocks, agree with their CRCs.
+    """
 
     call: str
     folder: Path
@@ -270,13 +277,13 @@ class Files(NamedTuple):
         return self.file(block.file, said(x, block))
 
     def check(self, rank: int, size: int) -> None:
-        """Every file is there and whole, those too that hold no block; each rank looks at its share of them."""
+        """Check that every file is there and whole, even if it holds no block; each rank checks its share."""
         for name in list(self.sizes)[rank::size]:
             if name not in self.checked:
                 self.file(name, f"`{name}`")
 
     def file(self, name: str, label: str) -> BinaryIO:
-        """label: what is read of it, for errors."""
+        """Open a file. label: what is read from it, for errors."""
         if name not in self.opened:
             try:
                 file = open_file(self.call, self.folder / name)

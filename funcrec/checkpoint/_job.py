@@ -1,6 +1,6 @@
-"""What a save does, once its tree is known to be one that loads: on this process alone, or together with other ranks.
+"""The steps of a save, after its tree is encoded: in this process alone, or together with other ranks.
 
-look (all ranks, before any work) -> copy what is to be copied -> run: write, and then change the name
+look (all ranks, before any work) -> copy what is to be copied -> run: write, and then rename
 """
 
 import contextlib
@@ -35,7 +35,7 @@ CALL = "funcrec.save"
 
 
 class Job(NamedTuple):
-    """path: where the checkpoint will be. pieces: of each file. run(wrote, ranks): write them; `wrote` after each."""
+    """path: of the checkpoint. pieces: of each file. run(wrote, ranks): writes them, and calls `wrote` after each."""
 
     path: Path
     pieces: list[list[Piece]]
@@ -44,12 +44,12 @@ class Job(NamedTuple):
 
 
 def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int | None, asynchronous: bool) -> Job:
-    """One file, or a folder of a file for each rank."""
+    """Make the job of one file, or of a folder with a file for each rank."""
     seen = Seen([], [], [])
     encoded = encode(tree, "tree", seen.see)
     if mesh is not None or seen.layouts:
         return folder_job(path, encoded, seen, where_of(mesh, seen), keep, step, asynchronous)
-    encoded = encode(tree, "tree") if seen.shards else encoded  # of no mesh that is known here: by value
+    encoded = encode(tree, "tree") if seen.shards else encoded  # without a known mesh, write it by value
     check(CALL, encoded.problems)
     if keep is not None:
         name = step_path(path, step_of(seen, step))
@@ -68,7 +68,7 @@ def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int
 def folder_job(
     path: Path, encoded: Encoded, seen: Seen, where: Writers, keep: int | None, step: int | None, asynchronous: bool
 ) -> Job:
-    """Every rank's file, and then the manifest."""
+    """Make the job that writes every rank's file, and then the manifest."""
     ranks = Ranks() if where.is_emulated else Ranks(where.own[0], where.size)
 
     def look() -> dict:
@@ -89,7 +89,7 @@ def folder_job(
     together(ranks, CALL, "make the folder", prepare)
     files = [folder / file_name(rank, where.size, token) for rank in where.own]
     pieces, names = list(pieces_of(encoded.tensors, where).values()), list(encoded.leaves)
-    heads, code = heads_of(encoded), encoded.code  # and no tensor that the caller may give away meanwhile
+    heads, code = heads_of(encoded), encoded.code  # without tensors, which the caller may donate meanwhile
 
     def run(wrote: Callable[[], None], ranks: Ranks) -> None:
         try:
@@ -108,7 +108,7 @@ def folder_job(
 
 
 def copy_rest(pieces: Sequence[list[Piece]], live: int) -> None:
-    """Put copies in the places of all but the first `live` pieces."""
+    """Replace all but the first `live` pieces by copies."""
     places = [(own, i) for own in pieces for i in range(len(own))]
     for own, i in places[live:]:
         own[i] = own[i]._replace(rows=copy_of(own[i].rows))
@@ -125,9 +125,9 @@ def forget(folder: Path, files: Sequence[Path]) -> None:
         return
     for path in files:
         if path.name not in named:
-            with contextlib.suppress(OSError):  # as on a disk that may not be written to: the save has its own error
+            with contextlib.suppress(OSError):  # such as a read-only disk: the save has its own error
                 path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it holds another save
+    with contextlib.suppress(OSError):  # not empty: it holds another save
         os.rmdir(folder)
 
 

@@ -1,7 +1,6 @@
-"""Stored tensors made tensors: whole, or those rows and columns of a state that a plan gives to this process.
+"""Reads stored tensors: whole, or the rows and columns of a state that a plan gives to this process.
 
-    place(state, plan).tables = shard_tables(state.tables, plan)        of which only own rows are read
-
+    place(state, plan).tables = shard_tables(state.tables, plan)        reading only this process's rows
 Shapes: R rows, D dim.
 """
 
@@ -47,7 +46,7 @@ CALL = "funcrec.load"
 
 
 class Target(NamedTuple):
-    """Where the states of a checkpoint go; `train_step` takes the same."""
+    """Where the states of a checkpoint go: arguments of `train_step`."""
 
     plan: Plan
     mesh: Mesh
@@ -56,26 +55,28 @@ class Target(NamedTuple):
     codec: Codec | None
     dedup: bool
     dense_axes: tuple[str, ...]
-    like: TrainState | None = None  # how a state lies, in the place of all but the mesh
+    like: TrainState | None = None  # a state whose layout to use, in place of all fields but the mesh
 
 
 class Reader(NamedTuple):
-    """How stored tensors are read. open: the file of a block. device: where
-    they go; None for where they were saved from."""
+    """How stored tensors are read.
+
+    open: (block, stored tensor) -> the block's file. device: saved device -> where the tensor goes.
+    """
 
     open: Callable
     device: Callable[[str], torch.device]
-    maps: dict[str, mmap.mmap] | None = None  # of files, by their names; None where nothing is mapped
+    maps: dict[str, mmap.mmap] | None = None  # {file name: its map}; None if nothing is mapped
 
     def give(self, x: Stored, wants: Sequence[Want]) -> None:
-        """Write what is wanted of x."""
+        """Fill each Want that overlaps x."""
         for block in x.blocks:
             own = [w for w in wants if is_wanted(block, w)]
             if own:
                 fill(self.open(block, x), x, block, own)
 
     def mapped(self, x: Stored) -> Tensor:
-        """A tensor whose memory is the file's, read once and held to its CRC; what is written to it stays here."""
+        """A tensor in the file's memory, read once to check its CRC; writes to it stay in this process."""
         name, count = x.blocks[0].file, prod(x.shape)
         if name not in self.maps:
             self.maps[name] = mmap.mmap(self.open(x.blocks[0], x).fileno(), 0, access=mmap.ACCESS_COPY)
@@ -99,7 +100,7 @@ class Reader(NamedTuple):
 
 
 def is_run(x: Stored) -> bool:
-    """Whether all rows lie in a file as in memory."""
+    """Whether all rows lie in one file as they do in memory."""
     at = [b.offset + b.rows * b.columns * x.dtype.itemsize for b in x.blocks]
     follows = [b.offset == end for b, end in zip(x.blocks[1:], at, strict=False)]
     return (
@@ -112,13 +113,13 @@ def is_run(x: Stored) -> bool:
 
 
 def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """fn of every state and every stored tensor; all else as it is."""
+    """Apply fn to every state and every stored tensor; other leaves stay."""
     own = lambda x: fn(x) if isinstance(x, TrainState | Stored) else x
     return torch_tree.tree_map(own, tree, is_leaf=lambda x: isinstance(x, TrainState | Stored))
 
 
 def placed(tree: Any, target: Target, reader: Reader) -> Any:
-    """A tree of stored tensors, its states as the target has them."""
+    """Read a tree of stored tensors, its states as the target lays them out."""
     found: list[TrainState] = []
 
     def make(x: Any) -> Any:
@@ -135,8 +136,7 @@ def placed(tree: Any, target: Target, reader: Reader) -> Any:
 
 
 def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainState:
-    """A state as `step.init` would lay it out, with the bits that are stored; of its tables this process reads its
-    own rows."""
+    """Lay out a state as `step.init` would, with the stored bits; this process reads only its own rows of tables."""
     check(CALL, state_problems(state))
     mesh, sparse = target.mesh, target.sparse
     leaves = {n: {"": t, **of_rows(state.slots[n])} for n, t in state.tables.items()}
@@ -144,7 +144,7 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
     empty = lambda x: torch.empty(0, *x.shape[1:], dtype=x.dtype, device=reader.device(str(x.device)))
     samples = {n: {k: empty(x) for k, x in own.items()} for n, own in leaves.items()}
     shapes = {n: tuple(t.shape) for n, t in state.tables.items()}
-    # tables of which nothing is known share no bank: whatever updates them, each is its own table to it
+    # without an optimizer, tables share no bank: an optimizer then sees each table as its own
     labels = {n: n if sparse is None else sparse.label(n) for n in shapes}
     if target.like is not None:
         check(CALL, shape_problems(shapes, target.like))
@@ -179,7 +179,7 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
 def rooms_for(
     target: Target, layout: Any, samples: Any, steps: dict[str, int]
 ) -> tuple[dict[str, int], Collection[str]]:
-    """({table: the places of a rank for gradients that wait}, the banks in which they have all columns)."""
+    """({table: a rank's places for gradients that wait}, the banks whose waiting gradients have all columns)."""
     if target.like is None:
         check(CALL, sparse_problems(target.sparse, steps))
         tables = {n: own[""] for n, own in samples.items()}
@@ -193,13 +193,13 @@ def rooms_for(
 
 
 def axes_of(state: TrainState) -> tuple[str, ...]:
-    """The axes over which its dense parameters are cut."""
+    """The axes over which the state's dense parameters are cut."""
     leaves = torch_tree.tree_leaves(state.dense, is_leaf=lambda x: isinstance(x, DenseShard))
     return next((x.axes for x in leaves if isinstance(x, DenseShard)), ())
 
 
 def wants_of(layout: Any, banks: Any, table: str, slot: str, mesh: Mesh) -> Iterator[Want]:
-    """What this process's banks hold of a table, "", or of a slot of it."""
+    """Yield a Want for each part of a table (slot ""), or of a slot of it, that this process's banks hold."""
     num_rows, dim = dict(layout.shapes)[table]
     for s, bank, here, there in places(layout, table, mesh, 0, num_rows):
         into = banks[bank][slot][there]
@@ -225,7 +225,7 @@ def place_of(call: str, device: torch.device | str) -> torch.device:
 
 
 def target_problems(target: Target | None, mmap: bool, **given: Any) -> Iterator[Problem]:
-    """given: what is of a plan, where there is none."""
+    """given: the arguments that require a plan."""
     hint = 'plan=fr.Plan({"item": fr.row_wise("model")}), mesh=fr.Mesh.emulated(model=2)'
     if target is None:
         for name in (n for n, x in given.items() if x):
@@ -246,7 +246,7 @@ def sparse_problems(sparse: RowOptimizer | None, steps: dict[str, int]) -> Itera
 
 
 def shape_problems(shapes: dict[str, tuple], like: TrainState) -> Iterator[Problem]:
-    """The tables that are saved are those of the state that says how they are to lie."""
+    """The saved tables have the names and shapes of the state whose layout is used."""
     wanted = dict(like.tables.layout.shapes)
     differ = [n for n in {**wanted, **shapes} if shapes.get(n) != wanted.get(n)]
     if differ:
@@ -256,7 +256,7 @@ def shape_problems(shapes: dict[str, tuple], like: TrainState) -> Iterator[Probl
 
 
 def state_problems(state: TrainState) -> Iterator[Problem]:
-    """Tables [R, D], each with slots of its rows."""
+    """The state has tables [R, D], each with slots for its rows."""
     shown = lambda x: f"{x.dtype}{list(x.shape)}" if isinstance(x, Stored) else describe(x)
     if not isinstance(state.tables, dict) or not isinstance(state.slots, dict):
         yield Problem("the checkpoint has a state without tables by name.", describe(state.tables), "{name: f[R, D]}")

@@ -1,9 +1,9 @@
-"""Which part of a tree each rank writes: every element once, whoever has copies of it.
+"""Divides a tree among the ranks that write it: each element is written once, however many ranks have copies.
 
     tables and slots: rows and columns by their layout;    cut dense parameters: elements;    all else: rows of what
     every rank has whole
 
-Copies share the work: each rank of k that hold the same rows writes a k-th of them.
+Copies share the work: if k ranks hold the same rows, each writes a k-th of them.
 Shapes: R rows, D dim, n ranks on the axes of a bank, k copies of it.
 """
 
@@ -27,13 +27,13 @@ from funcrec.train import TrainState, slot_problems
 
 CALL = "funcrec.save"
 ROWS, _ = WAITING
-SPLIT_BYTES = 1 << 20  # what is smaller is written by the first of those that have it
+SPLIT_BYTES = 1 << 20  # smaller parts are written by the first rank that has them
 
 Parts = Iterator[tuple[int, int, int, Tensor]]
 
 
 class Writers(NamedTuple):
-    """The ranks of a mesh, and those of them that this process is."""
+    """The sizes of a mesh's axes, and the numbers of the ranks that this process holds."""
 
     sizes: dict[str, int]
     own: tuple[int, ...]
@@ -47,17 +47,17 @@ class Writers(NamedTuple):
         return len(self.own) == self.size
 
     def copy(self, rank: int, axes: tuple[str, ...]) -> tuple[int, int, int]:
-        """(number of the rank among those of the axes, number of its copy of what these cut, how many there are)."""
+        """(the rank's number on the axes, the number of its copy of what they cut, the number of copies)."""
         at = coordinates(rank, list(self.sizes), self.sizes)
         others = [a for a in self.sizes if a not in axes]
         return rank_at(at, axes, self.sizes), rank_at(at, others, self.sizes), prod(self.sizes[a] for a in others)
 
 
 def where_of(mesh: Mesh | None, seen: "Seen") -> Writers:
-    """The ranks among which a tree is cut: those of the mesh, or of the layouts in it.
+    """Return the ranks among which a tree is divided: those of the mesh, or of the layouts in it.
 
-    Without a mesh tables that hold the rows of all ranks are an emulated mesh's. Where nothing tells (all tables
-    replicated), ranks that run are the ranks.
+    Without a mesh, tables that hold the rows of all ranks belong to an emulated mesh. If nothing shows it (all tables
+    are replicated), running processes are the ranks.
     """
     check(CALL, mesh_problems(mesh, seen))
     sizes = mesh.shape if mesh is not None else dict(seen.layouts[0][0].mesh_shape)
@@ -72,7 +72,7 @@ def where_of(mesh: Mesh | None, seen: "Seen") -> Writers:
 
 
 def is_of_ranks(mesh: Any, trees: Sequence[Any]) -> bool:
-    """Whether a call, right or wrong, is one that all running ranks make: by its mesh, or the tables in its trees."""
+    """Whether all running ranks make this call, right or wrong: shown by its mesh, or by the tables in its trees."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     if mesh is not None:
@@ -83,22 +83,21 @@ def is_of_ranks(mesh: Any, trees: Sequence[Any]) -> bool:
 
 
 def held_kinds(layout: Layout, banks: Mapping[str, Tensor]) -> Iterator[set[str]]:
-    """Whether the rows of each bank are those of one rank, or of all."""
+    """For each bank, yield whether it has the rows of one rank, of all ranks, or both."""
     for b in layout.banks:
         rows = banks[b.name].shape[0]
         yield {k for k, n in (("one", 1), ("all", b.num_ranks * b.num_copies)) if rows == n * b.rows}
 
 
 class Seen(NamedTuple):
-    """What is cut in a tree: the layouts of its tables with their banks and slots, and its cut dense parameters;
-    and the steps of its states."""
+    """What a tree contains: layouts of tables with their banks and slots, cut dense parameters, and steps of states."""
 
     layouts: list[tuple[Layout, dict[str, dict[str, Tensor]]]]
     shards: list[DenseShard]
     steps: list[Any]
 
     def see(self, node: Any) -> Any:
-        """A node as one process has it, its cut tensors as Cuts."""
+        """Return a node as one process has it, with its cut tensors as Cuts, and note what it contains."""
         if isinstance(node, TrainState):
             self.steps.append(node.step)
         if isinstance(node, TrainState) and layout_in(node.tables) is not None:
@@ -133,7 +132,7 @@ class Seen(NamedTuple):
 
 
 def table_cut(layout: Layout, name: str, banks: Mapping[str, Tensor]) -> Cut:
-    """A table, or a slot of it, that lies in banks."""
+    """A Cut for a table, or a slot of it, that lies in banks."""
     shards = [layout.shards[i] for i in layout.shards_of(name)]
     held = [banks[layout.banks[s.bank].name] for s in shards]
     num_rows, dim = dict(layout.shapes)[name]
@@ -149,7 +148,7 @@ def table_parts(layout: Layout, name: str, banks: Mapping[str, Tensor], num_rows
         for s in shards:
             bank = layout.banks[s.bank]
             x = banks[bank.name]
-            if x.dim() == 1 and s != shards[0]:  # one number per row is the same with all of its columns
+            if x.dim() == 1 and s != shards[0]:  # a slot with one number per row is the same in every shard
                 continue
             place, copy, copies = where.copy(rank, bank.axes)
             group, _, _ = where.copy(rank, layout.replicas)
@@ -163,7 +162,7 @@ def table_parts(layout: Layout, name: str, banks: Mapping[str, Tensor], num_rows
 
 
 def waiting_cut(state: TrainState, name: str, slot: str) -> Cut:
-    """One of the two slots of gradients that wait for a table, as one process has it."""
+    """A Cut for one of the two slots of gradients that wait for a table, in one process's form."""
     layout = state.tables.layout
     banks = [layout.banks[layout.shards[i].bank] for i in layout.shards_of(name)]
     held = [state.slots[b.name][slot] for b in banks]
@@ -193,7 +192,7 @@ def waiting_parts(layout: Layout, name: str, slots: Any, is_rows: bool, ranks: i
 
 
 def shard_parts(node: DenseShard, flat: Tensor, where: Writers) -> Parts:
-    """Elements of a dense parameter, as rows of one column each of its flattened self."""
+    """Yield elements of a dense parameter, as one-column rows of the flattened tensor."""
     size, n = prod(node.shape), prod(where.sizes[a] for a in node.axes)
     part = -(-size // n)
     for rank in where.own:
@@ -205,7 +204,7 @@ def shard_parts(node: DenseShard, flat: Tensor, where: Writers) -> Parts:
 
 
 def whole_parts(x: Tensor, where: Writers) -> Parts:
-    """Rows of what every rank has whole."""
+    """Yield this process's share of the rows of a tensor that every rank has whole."""
     rows = x if x.dim() else x.reshape(1)
     for rank in where.own:
         first, last = share(0, rows.shape[0], rank, where.size, rows)
@@ -213,7 +212,7 @@ def whole_parts(x: Tensor, where: Writers) -> Parts:
 
 
 def share(first: int, last: int, copy: int, copies: int, x: Tensor) -> tuple[int, int]:
-    """Of rows [first, last), which all copies have, those that this one writes."""
+    """Of rows [first, last), which all copies have, return those that this copy writes."""
     if (last - first) * prod(x.shape[1:]) * x.element_size() < SPLIT_BYTES:
         return (first, last) if copy == 0 else (first, first)
     rows = last - first
@@ -221,7 +220,7 @@ def share(first: int, last: int, copy: int, copies: int, x: Tensor) -> tuple[int
 
 
 def fingerprint(x: Tensor) -> int:
-    """Of all bits of a tensor, a block at a time."""
+    """A checksum of all bits of a tensor, computed one block at a time."""
     flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if x.is_complex() else flat
     total = 0
@@ -234,14 +233,14 @@ def fingerprint(x: Tensor) -> int:
 
 
 def coded_problems(layout: Layout) -> Iterator[Problem]:
-    """Parts are laid out again by columns; a row of codes has none."""
+    """Parts are joined again by columns, and rows of codes have no columns."""
     if any(b.bits for b in layout.banks):
         got, hint = f"{[b.name for b in layout.banks if b.bits]}", "fr.save(path, fr.gather_tables(tables, mesh))"
         yield Problem("`tree` has quantised tables on a mesh.", got, "the tables whole", hint, TypeError)
 
 
 def mesh_problems(mesh: Mesh | None, seen: Seen) -> Iterator[Problem]:
-    """The mesh is that of all layouts, whose banks have the rows of one rank, or of all."""
+    """All layouts lie on the mesh, and their banks have the rows of one rank, or of all."""
     shapes = list(dict.fromkeys(layout.mesh_shape for layout, _ in seen.layouts))
     if mesh is not None and shapes and shapes != [mesh.axes]:
         yield Problem("`tree` lies on another mesh.", f"{mesh!r}", f"axes {[dict(s) for s in shapes]}", "its own mesh")
@@ -256,7 +255,7 @@ def mesh_problems(mesh: Mesh | None, seen: Seen) -> Iterator[Problem]:
 
 
 def equal_problems(where: Writers, seen: Seen, told: list) -> Iterator[Problem]:
-    """What several ranks have is the same on all of them. told: what each rank says of its own (`told_of`)."""
+    """Whatever several ranks have is the same on all of them. told: each rank's description (`told_of`)."""
     for layout, leaves in seen.layouts if where.is_emulated else ():
         yield from copy_problems(layout, leaves, Mesh.emulated(**where.sizes))
     first = told[0]
@@ -275,7 +274,7 @@ def equal_problems(where: Writers, seen: Seen, told: list) -> Iterator[Problem]:
             got, need = f"ranks {apart} differ from rank 0", "equal bits: what is not sharded is written once"
             yield Problem(f"`{name}` is not the same on all ranks.", got, need, "a tensor with a dimension for ranks")
     for i, (layout, _) in enumerate(seen.layouts):
-        sums: dict[int, list] = {}  # of each place among the ranks of one copy
+        sums: dict[int, list] = {}  # {place within one copy: checksums}
         for rank, other in enumerate(told if layout.replicas else ()):
             sums.setdefault(where.copy(rank, layout.replicas)[1], []).append(other["copies"][i])
         if any(x != own[0] for own in sums.values() for x in own):
@@ -284,7 +283,7 @@ def equal_problems(where: Writers, seen: Seen, told: list) -> Iterator[Problem]:
 
 
 def told_of(leaves: Mapping[str, Tensor | Cut], where: Writers, seen: Seen) -> dict[str, list]:
-    """What a rank tells the others of its tree, before any work."""
+    """Describe this rank's tree for the others, before any work."""
     kind = lambda x: (str(x.dtype).removeprefix("torch."), list(x.shape))
     alone = where.is_emulated
     mark = lambda x: None if alone or isinstance(x, Cut) else fingerprint(x)

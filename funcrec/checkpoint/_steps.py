@@ -1,4 +1,4 @@
-"""Checkpoints by their steps in one folder: the newest, and how many stay.
+"""Checkpoints by step in one folder: finds the newest, and removes old ones.
 
 folder/step-0000001200: a file, or a folder of ranks
 """
@@ -19,9 +19,9 @@ from funcrec.files import SUFFIX, as_path, flush, open_file
 
 @typed
 def latest(folder: str | os.PathLike) -> Path | None:
-    """The newest whole checkpoint of those that `save(folder, tree, keep=n)` wrote; None where there is none.
+    """Return the newest whole checkpoint that `save(folder, tree, keep=n)` wrote; None if there is none.
 
-    Whole: the file, or all files of a folder, are there with all their bytes; `load` holds these to their CRCs.
+    It is whole if the file, or all files of a folder, have all their bytes; `load` also checks their CRCs.
 
     Example:
       >>> import os, tempfile, funcrec as fr
@@ -71,7 +71,7 @@ def is_whole(path: Path) -> bool:
 
 
 def remove_older(path: Path, keep: int) -> None:
-    """Remove all but the newest `keep` of a folder, of which `path` is one in any case."""
+    """Remove all but the newest `keep` checkpoints of a folder; `path` always stays and counts as one."""
     found = steps_in(path.parent)
     others = (found[n] for n in sorted(found, reverse=True) if found[n] != path)
     stays = list(itertools.islice(filter(is_whole, others), keep - 1))
@@ -88,7 +88,7 @@ def remove_all(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, and nothing else that has such a name: what is removed by half is not one any more."""
+    """Remove a checkpoint, but nothing else with such a name; the manifest goes first, so half of one is none."""
     with contextlib.suppress(OSError):
         if not is_folder(path):
             with open_file("funcrec.save", path) as file:
@@ -100,7 +100,7 @@ def remove(path: Path) -> None:
         parts = [n for n in names if OURS.fullmatch(n) or n.endswith(SUFFIX)]
         if MANIFEST in names:
             os.unlink(path / MANIFEST)
-        elif parts != names:  # nothing but parts is of a save that was killed
+        elif parts != names:  # only parts: of a save that was killed; anything else is not ours
             return
         for name in parts:
             os.unlink(path / name)

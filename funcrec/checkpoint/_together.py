@@ -1,4 +1,4 @@
-"""Ranks that do one thing together: what one of them could not do, all of them say.
+"""Ranks do one thing together: if it fails on one rank, all of them raise.
 
 together(ranks, work): work() on every rank, or an error on every rank
 """
@@ -19,11 +19,11 @@ from funcrec.mesh import Mesh
 
 T = TypeVar("T")
 KINDS = {k.__name__: k for k in (OSError, ValueError, TypeError, KeyError, MemoryError, RuntimeError)}
-SAID: Counter[int] = Counter()  # how often each thread has told the others
+SAID: Counter[int] = Counter()  # how often each thread has sent a result to the others
 
 
 class Ranks(NamedTuple):
-    """The processes that save or load one checkpoint; group None: this one alone, or all ranks of the default group."""
+    """The processes that save or load one checkpoint. group: None for this process alone, or for the default group."""
 
     rank: int = 0
     size: int = 1
@@ -34,7 +34,7 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
     def all(self, value: Any) -> list[Any]:
-        """Every rank's value, something that JSON can write, in the order of the ranks; all must call it."""
+        """Return every rank's value, in the order of the ranks; JSON must be able to write it, and all must call it."""
         if self.size == 1:
             return [value]
         SAID[threading.get_ident()] += 1
@@ -57,8 +57,10 @@ def ranks_of(mesh: Mesh | None) -> Ranks:
 
 
 def called_by_all_ranks(fn: Callable[..., T]) -> Callable[..., T]:
-    """A function that ranks call together, of which they first hear by a `together`: where a call is wrong on one rank
-    alone, the others hear that there, and do not wait for it."""
+    """Wrap a function that all ranks call, so that an error before its first `together` reaches the other ranks.
+
+    Else, if a call is wrong on one rank only, the others would wait for it there.
+    """
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
@@ -74,7 +76,7 @@ def called_by_all_ranks(fn: Callable[..., T]) -> Callable[..., T]:
 
 
 def apart_problems(told: Sequence[dict[str, str]]) -> Iterator[Problem]:
-    """Arguments that are not the same on all ranks. told: each rank's, by name."""
+    """Report arguments that are not the same on all ranks. told: each rank's, by name."""
     for name, first in told[0].items():
         rank, other = next(((r, own[name]) for r, own in enumerate(told) if own[name] != first), (0, first))
         if other != first:
@@ -83,15 +85,15 @@ def apart_problems(told: Sequence[dict[str, str]]) -> Iterator[Problem]:
 
 
 def together(ranks: Ranks, call: str, doing: str, work: Callable[[], T]) -> tuple[T, list[Any]]:
-    """(own result, those of all ranks): results are what JSON can write.
+    """Run work() on every rank: (this rank's result, those of all ranks). JSON must be able to write the results.
 
     Raises:
-      On the rank that failed its own error; on the others one of the same kind that names that rank.
+      This rank's own error if it failed; else an error of the same kind that names the rank that failed.
     """
     result, error = None, None
     try:
         result = work()
-    except BaseException as raised:  # an interrupt, too: the others are not to wait for this rank
+    except BaseException as raised:  # an interrupt, too: the others must not wait for this rank
         error = raised
     try:
         told = ranks.all([result, _told(error)])

@@ -1,9 +1,9 @@
-"""Trees as JSON: what a checkpoint writes with its tensors, and the same tree again.
+"""Writes trees as JSON, which a checkpoint stores with its tensors, and reads the same trees back.
 
     decode(encode(tree)) == tree, types and all; or encode names every leaf and key that would not come back
 
-A number, string, bool or None is itself; every other node is a list that begins with its kind; a tensor is its place in
-the order of tensors, and no kind names code.
+A number, string, bool or None is itself; every other node is a list that begins with its kind. A tensor is encoded by
+its place in the order of tensors. No kind names code.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,12 +42,15 @@ DTYPES = {
 
 
 class CodeError(Exception):
-    """Not the code of a tree."""
+    """The JSON is not the code of a tree."""
 
 
 class Cut(NamedTuple):
-    """A tensor of which this process has parts. held: what they lie in. grid: its rows and columns, as it is cut.
-    parts(where): (rank, first row, first column, [rows, ...]) of each."""
+    """A tensor of which this process has parts.
+
+    held: the tensors that they lie in. grid: its rows and columns, as it is cut.
+    parts: (where) -> (rank, first row, first column, [rows, ...]) of each part.
+    """
 
     held: tuple[Tensor, ...]
     dtype: torch.dtype
@@ -57,8 +60,10 @@ class Cut(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """code: what JSON can write. leaves: {path: tensor, or Cut}, in the order of their places. problems: empty, or the
-    code is of no use."""
+    """code: what JSON can write. leaves: {path: tensor, or Cut}, in order.
+
+    problems: why the tree cannot be saved; if there are some, do not use the code.
+    """
 
     code: Any
     leaves: dict[str, Tensor | Cut]
@@ -70,7 +75,7 @@ class Encoded(NamedTuple):
 
 
 def encode(tree: Any, name: str, see: Callable[[Any], Any] = lambda node: node) -> Encoded:
-    """The code of a tree that is called `name` in problems; `see` gives each node as it is to be written."""
+    """Encode a tree that errors call `name`; `see` maps each node to the node to write."""
     out = Encoded(None, {}, [])
     return out._replace(code=_encode(tree, name, (), out, see))
 
@@ -111,7 +116,7 @@ def _encode_class(node: Any, path: str, inside: Callable, problems: list[Problem
     parts = [inside(v, f".{n}") for n, v in zip(fields, children, strict=True)]
     before = len(problems)
     code = ["class", class_name(type(node)), list(fields), parts, inside(static, "")]
-    if problems[before:]:  # of its static fields
+    if problems[before:]:  # from its static fields
         hint = "numbers, strings and tuples as static fields"
         got = f"{name} with the static fields {show(static)}"
         problems[before:] = [Problem(f"`{path}` cannot be saved.", got, NEED, hint, TypeError)]
@@ -121,7 +126,7 @@ def _encode_class(node: Any, path: str, inside: Callable, problems: list[Problem
 def show(x: Any) -> str:
     try:
         return f"{x!r:.100}"
-    except Exception:  # of a user's class, or an integer of too many digits
+    except Exception:  # from a user's class, or an integer with too many digits
         return f"<{type(x).__name__}>"
 
 
@@ -158,7 +163,7 @@ def _key_hint(key: Any) -> str:
 
 
 def tensor_problems(x: Tensor, path: str) -> Iterator[Problem]:
-    """What of a tensor its bytes would not tell."""
+    """Report properties of a tensor that its bytes would not keep."""
     what, need = f"`{path}` cannot be saved.", "a dense torch.Tensor with memory of its own"
 
     def problem(got: str, hint: str) -> Problem:
@@ -185,7 +190,7 @@ def tensor_problems(x: Tensor, path: str) -> Iterator[Problem]:
 
 
 def transform_problems() -> Iterator[Problem]:
-    """Values are read, and made, outside of transforms."""
+    """Reading and making files must happen outside of transforms."""
     if is_in_transform():
         got, need = "a call inside vmap, grad or another transform of torch.func", "a call outside of them"
         yield Problem(
@@ -194,10 +199,10 @@ def transform_problems() -> Iterator[Problem]:
 
 
 def decode(code: Any, tensors: Iterator[Tensor], depth: int = 0) -> Any:
-    """The tree of a code whose tensors come in order.
+    """Decode a tree whose tensors come in order.
 
     Raises:
-      CodeError.
+      CodeError: if the code is not that of a tree.
     """
     if depth > MAX_DEPTH + 1:
         raise CodeError(f"a tree that is more than {MAX_DEPTH} deep")
@@ -249,7 +254,7 @@ def _decode_class(name: str, fields: list, parts: list, static: Any) -> Any:
         raise CodeError(f"the class {name!r:.100}, which is not imported here")
     flatten, unflatten = found
     later = STATIC_DEFAULTS[name][len(static) :] if isinstance(static, tuple) else ()
-    if later and MISSING not in later:  # a field that the class has had since the file was written
+    if later and MISSING not in later:  # a field that the class got after the file was written
         static = (*static, *later)
     try:
         value = unflatten(parts, (tuple(fields), static))
