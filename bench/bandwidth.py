@@ -1,11 +1,11 @@
-"""What the memory gives: the ceilings that the other figures are shares of, measured in the same run.
+"""Measures memory bandwidth in the same run: other figures are given as shares of it.
 
     copy           y[:] = x, both too large for a cache; bytes read and written
     gather         out[i] = table[row_i], random rows of a large table; bytes of rows read, and of out written
     gather_sorted  the same with ascending rows, so that pages and lines come in order
 
-The copy is the ceiling. The gathers are torch.index_select: what a
-plain loop over rows gets, and a better loop may beat them.
+The copy is the ceiling. The gathers are torch.index_select, the speed of a plain loop over rows; a better loop may be
+faster.
 """
 
 import statistics
@@ -41,7 +41,7 @@ def measure(dim: int, dtype: torch.dtype, setting) -> dict[str, float]:
 
 
 def run(dim: int, setting) -> dict:
-    """The case of this file's own: the three speeds for f32 rows of `dim`."""
+    """This file's own case: the three speeds for f32 rows of `dim`."""
     return {"shape": {"dim": dim}, "law": "green", **measure(dim, torch.float32, setting)}
 
 

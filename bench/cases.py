@@ -1,4 +1,4 @@
-"""The shapes that are measured, and the ids that go with them.
+"""The shapes to measure, and their ids.
 
 Uniform ids, or bounded Zipf with exponent `alpha`, spread over the rows.
 Shapes: T tables, R rows, D dim, B bags, L ids per bag.
@@ -16,7 +16,7 @@ ZIPF = 1.05
 
 
 class TableCase(NamedTuple):
-    """T tables with one feature each: what is looked up, and how it is updated."""
+    """T tables with one feature each: the shape of the lookup, and the rule of the update."""
 
     num_tables: int
     num_rows: int
@@ -47,14 +47,15 @@ class TableCase(NamedTuple):
         return [fr.TableConfig(n, self.num_rows, self.dim, self.table_dtype, init) for n in self.names]
 
 
-SHAPES = {  # a to e as in the first measurements
+SHAPES = {  # a to e are those of the first measurements
     "a": TableCase(26, 100_000, 64, 512, 1),
     "b": TableCase(26, 100_000, 64, 512, 20),
     "c": TableCase(26, 100_000, 64, 4096, 1),
     "d": TableCase(26, 100_000, 64, 4096, 1, alpha=ZIPF),
     "e": TableCase(8, 1_000_000, 128, 1024, 20),
 }
-RULES = tuple(n for n in fr.kernels.ops.RULES if n not in ("rowwise_adagrad", "adamw"))  # the shapes' own; as adam
+# without the rule that the shapes use, and without adamw, which is like adam
+RULES = tuple(n for n in fr.kernels.ops.RULES if n not in ("rowwise_adagrad", "adamw"))
 SHORT = {"f16": "float16", "bf16": "bfloat16"}
 
 LOOKUPS = {
@@ -129,7 +130,7 @@ JAGGED = {
 
 
 def tiny(case):
-    """A case with the same structure that takes no time: to see that everything runs."""
+    """A case with the same structure that takes no time, to check that everything runs."""
     small = {"num_tables": 3, "num_rows": 500, "batch": 16, "num_features": 3, "longest": 5}
     return case._replace(
         **{name: min(value, getattr(case, name)) for name, value in small.items() if hasattr(case, name)}
@@ -157,20 +158,22 @@ def to_device(ids: fr.KeyedJaggedTensor, device: str) -> fr.KeyedJaggedTensor:
 
 
 def make_tables(case: TableCase, device: str) -> dict[str, Tensor]:
-    """The same numbers in every call, in the memory that funcrec gives its tables; peers copy them into their own."""
+    """The same numbers in every call, in memory from funcrec's allocator for tables; peers copy them into their own."""
     return {n: t.to(device) for n, t in fr.init(fr.key(0), case.configs()).items()}
 
 
 def lookup_bytes(case: TableCase) -> int:
-    """Ids (and weights) and a row per id, read; the output, written."""
+    """Bytes of a lookup: reads ids (and weights) and a row per id, writes the output."""
     num_ids = case.num_tables * case.batch * case.ids_per_bag
     per_id = getattr(torch, case.ids).itemsize + case.dim * case.table_dtype.itemsize + 4 * case.weighted
     return num_ids * per_id + 4 * case.num_tables * case.batch * case.dim
 
 
 def update_bytes(case: TableCase, ids: fr.KeyedJaggedTensor, slots: dict[str, dict[str, Tensor]]) -> int:
-    """Of a lookup and its update: the lookup's, the ids again, the gradient
-    read, each touched row and its slots read and written."""
+    """Bytes of a lookup and its update.
+
+    They are the lookup's, the ids again, the gradient read, and each touched row with its slots read and written.
+    """
     touched = sum(len(ids[n].values.unique()) for n in case.names)
     of_slots = sum(s.element_size() * s[:1].numel() for s in slots[case.names[0]].values())
     row = case.dim * case.table_dtype.itemsize + of_slots

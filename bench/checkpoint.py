@@ -1,10 +1,10 @@
-"""Saves of tables: how long training stands still, and what memory they take besides the state.
+"""Saves of tables: how long training pauses, and the memory that a save takes besides the state.
 
     python bench/checkpoint.py [--gb 4]     a process for each case; a table, and a line in results/checkpoint.jsonl
 
-"write" is the bytes alone, in system calls of that many at once, flushed: no save can be faster.
-Peak: of resident memory above that before the save, sampled every 10 ms. Pause: from the call to its return. Whole:
-until the bytes are on the disk (flushed by all but torch.save, behind which `os.sync` is timed, too).
+"write" writes only the bytes, in system calls of that size, and flushes: no save can be faster.
+Peak: the growth of resident memory during the save, sampled every 10 ms. Pause: from the call to its return. Whole:
+until the bytes are on disk (torch.save does not flush, so an `os.sync` after it is timed, too).
 """
 
 import argparse
@@ -39,7 +39,7 @@ def resident() -> int:
 
 
 def save(case: str, tables: dict[str, torch.Tensor], path: str):
-    """Save; what waits for the end of it."""
+    """Save; return a function that waits for the end of it."""
     done = lambda: None
     if case.startswith("write"):
         write(tables, path, int(case.split()[1]) << 10)

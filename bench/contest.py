@@ -1,4 +1,4 @@
-"""funcrec and its peers on one case: the law first, then interleaved rounds.
+"""Runs funcrec and its peers on one case: the law first, then interleaved rounds.
 
     share = (bytes / time) / copied bytes per second,     ratio = time(peer) / time(funcrec)
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 OURS = "funcrec"
 MIN_ROUNDS = 3
-CALLS = {"cpu": 1, "cuda": 10}  # in a row for each time taken: on a device the host runs ahead, as in training
+CALLS = {"cpu": 1, "cuda": 10}  # calls for each time taken: on a device the host runs ahead, as in training
 
 
 class Contender(NamedTuple):
-    """first: one call on the first batch, and what it left behind, by name. call: one call on the next batch."""
+    """first: one call on the first batch, returns its results by name. call: one call on the next batch."""
 
     first: Callable[[], dict[str, Tensor]]
     call: Callable[[], object]
@@ -34,7 +34,7 @@ class Closeness(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """How a case is run. rounds: at most, and as many as `seconds` allow, but three."""
+    """How to run a case. rounds: the most; `seconds` may allow fewer, but at least three."""
 
     device: str = "cpu"
     threads: int = 1
@@ -45,7 +45,7 @@ class Setting(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a call must move. num_bytes: everything once. dim, dtype: of the rows, for the gather beside the copy."""
+    """The bytes that a call must move. num_bytes: everything once. dim, dtype: of the rows of the gather to compare."""
 
     num_bytes: int
     dim: int
@@ -61,8 +61,8 @@ def compete(
     """The figures of one case.
 
     Args:
-      builders: {name: builder}, in the order of building: the first call follows at once. A builder that raises
-        ImportError, or NotImplementedError for what the peer cannot do, makes the peer absent.
+      builders: {name: builder}, in the order of building; the first call follows at once. If a builder raises
+        ImportError, or NotImplementedError for a case that the peer cannot run, the peer is absent.
     """
     built, absent, compile_s = {}, {}, {}
     wait, firsts = wait_for(setting.device), {}
@@ -84,12 +84,12 @@ def compete(
     if red:
         return {**figures, "red": red[:8]}
     firsts.clear()
-    built.pop("reference", None)  # it judges only
+    built.pop("reference", None)  # it only judges
     return {**figures, "first_call_s": compile_s, **timed(built, setting, traffic)}
 
 
 def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor], peer: str, close: Closeness) -> list[str]:
-    """What a peer's first call left otherwise than ours."""
+    """How a peer's results of the first call differ from ours."""
     found = []
     for name in ours.keys() & theirs.keys():
         a, b = ours[name].detach().to(torch.float64), theirs[name].detach().to(ours[name].device, torch.float64)

@@ -1,5 +1,4 @@
-"""The dense parts of DLRM and DLRM-DCNv2 as plain torch modules,
-with funcrec's parameters: what a TorchRec user writes.
+"""The dense parts of DLRM and DLRM-DCNv2 as plain torch modules with funcrec's parameters, as TorchRec's users write.
 
 Shapes: B batch, F features, D dim.
 """

@@ -1,9 +1,9 @@
-"""A donated step's time against the size of its table: it follows the batch.
+"""A donated step's time for tables of three sizes: it depends on the batch, not on the table.
 
     python bench/donation.py
 
 One table of dim 64 and 100 k, 4 M or 16 M rows; lookup of 512 bags of 4 ids, a small MLP, row-wise Adagrad. Peak memory
-is read around the donated steps: no allocation of the table's size may be among them. About 12 GB of memory.
+is read around the donated steps: none may allocate memory of the table's size. Needs about 12 GB of memory.
 """
 
 import resource

@@ -1,9 +1,9 @@
-"""From nothing to the first step: a fresh process with no compiled code kept, then another with what the first kept.
+"""Time from nothing to the first step: in a fresh process without compiled code, then in another that finds it.
 
 import torch and funcrec, make the state, the first call (staging and compiling), the second call
 
-    .venv/bin/python bench/first_step.py                 # and when compiling is won back, against eager steps
-    .venv/bin/python bench/first_step.py ../before       # beside another checkout's funcrec, in turn
+    .venv/bin/python bench/first_step.py                 # also counts the eager steps that pay for compiling
+    .venv/bin/python bench/first_step.py ../before       # compares another checkout's funcrec, in turn
 """
 
 import argparse
@@ -64,13 +64,13 @@ NAMES = ("import_s", "import_bench_s", "state_s", "first_call_s", "second_call_s
 
 
 def start(case: str, setting: Setting, place: str, tree: str = "", eager: bool = False) -> dict:
-    """One process; place: where it finds and leaves compiled code. tree: the checkout whose funcrec it imports."""
+    """Run one process. place: its cache of compiled code. tree: the checkout whose funcrec it imports."""
     tiny, implementation = "tiny" if setting.tiny else "whole", setting.implementation or ""
     tree = tree and os.path.abspath(tree)
     words = [HERE, case, str(setting.threads), setting.device, tiny, implementation, "eager" if eager else "", tree]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": place, "TMPDIR": place}
-    python = os.path.join(tree, ".venv", "bin", "python") if tree else sys.executable  # whose funcrec is `tree`'s
-    command = [python, "-P", "-c", PROGRAM, *words]  # -P: the working folder's funcrec is not
+    python = os.path.join(tree, ".venv", "bin", "python") if tree else sys.executable  # has `tree`'s funcrec
+    command = [python, "-P", "-c", PROGRAM, *words]  # -P: does not import funcrec from the working folder
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
@@ -84,7 +84,7 @@ def start(case: str, setting: Setting, place: str, tree: str = "", eager: bool =
 
 
 def run(case: str, setting: Setting, eager: bool = False, tree: str = "") -> dict:
-    """From nothing, then in another process."""
+    """Run without a cache, then in another process with it."""
     with tempfile.TemporaryDirectory() as place:
         cold, warm = (start(case, setting, place, tree, eager) for _ in range(2))
     law = "green" if cold["losses"] == warm["losses"] else "red"
@@ -92,7 +92,7 @@ def run(case: str, setting: Setting, eager: bool = False, tree: str = "") -> dic
 
 
 def compare(case: str, setting: Setting, trees: dict[str, str], rounds: int) -> dict:
-    """Medians for each tree, which take turns; the law: all have the same losses, bit for bit."""
+    """Medians for each tree, which take turns. The law: all have the same losses, bit for bit."""
     found: dict[str, list[dict]] = {name: [] for name in trees}
     for _ in range(rounds):
         for name, tree in trees.items():

@@ -1,7 +1,7 @@
 """Operations on jagged buffers: funcrec under jit, FBGEMM's operators, TorchRec's methods.
 
-permute: the bags of all keys in another order. regroup: columns of two keyed tensors gathered into groups. bucketize:
-ids by owner, for row-wise shards. to_padded, from_padded: bags of vectors and a padded block.
+permute: the bags of all keys in another order. regroup: gathers columns of two keyed tensors into groups. bucketize:
+sorts ids by owner, for row-wise shards. to_padded, from_padded: convert bags of vectors to a padded block, and back.
 """
 
 from collections.abc import Callable

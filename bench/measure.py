@@ -21,7 +21,7 @@ Call = Callable[[], object]
 
 
 def wait_for(device: str) -> Callable[[], None]:
-    """Returns when all that was started on the device is done."""
+    """A function that returns when the device has finished all work."""
     return torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
 
 
@@ -33,7 +33,7 @@ def interleave(
     wait: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """{case: seconds of each round}; every round runs every case once, and another one begins it."""
+    """{case: seconds of each round}; every round runs every case once, and starts with the next case."""
     for _ in range(warmup):
         for call in cases.values():
             call()
@@ -83,7 +83,7 @@ def digits(x: float) -> float:
 
 
 def peak_mb(call: Call, device: str) -> float | None:
-    """What one call holds at most above what stood before, in MiB; None where the system does not tell."""
+    """The most MiB that one call adds to the memory in use; None if the system does not tell."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -92,7 +92,7 @@ def peak_mb(call: Call, device: str) -> float | None:
         torch.cuda.synchronize()
         return digits((torch.cuda.max_memory_allocated() - before) / MB)
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
         before = _status_kb("VmRSS")
         call()
         return digits((_status_kb("VmHWM") - before) / 1024)
@@ -106,7 +106,7 @@ def _status_kb(name: str) -> int:
 
 
 def record(name: str, figures: dict, folder: Path = RESULTS) -> None:
-    """Print the figures and append them to folder/NAME.jsonl with machine and commit."""
+    """Print the figures and append them to folder/NAME.jsonl, with machine and commit."""
     line = {**machine(figures.get("device", "cpu")), **figures}
     print(json.dumps(line, indent=2))
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def machine(device: str = "cpu") -> dict:
 
 
 def commit() -> str:
-    """The commit of the tree, with a + when it has changes."""
+    """The commit of the tree, with a + if the tree has changes."""
     run = lambda *words: subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
     return run("rev-parse", "--short", "HEAD") + ("+" if run("status", "--porcelain", "--untracked-files=no") else "")
 

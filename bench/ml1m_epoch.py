@@ -2,9 +2,9 @@
 
     python bench/ml1m_epoch.py
 
-The same data, batches of 4096, model and dropout rate; the peer is nn.Module, nn.Embedding, loss.backward() and dense
-torch.optim.Adam, its data indexed from padded tensors, with 2 threads. funcrec's Adam is lazy: it updates the rows of
-the batch only. Both sides' times include making the batches. They take turns, 36 steps (a quarter epoch) at a time.
+Data, batches of 4096, model and dropout rate are the same. The peer is nn.Module, nn.Embedding, loss.backward() and
+dense torch.optim.Adam; it indexes padded tensors and uses 2 threads. funcrec's Adam is lazy: it updates only the
+batch's rows. Both sides' times include making the batches. They take turns, 36 steps (a quarter epoch) at a time.
 """
 
 import torch
@@ -44,7 +44,7 @@ class PlainDeepFM(nn.Module):
 
 
 def plain_quarter(split: fr.data.CtrSplit):
-    """A function that trains the plain model for STEPS batches."""
+    """Return a function that trains the plain model for STEPS batches."""
     data, rows = split.data, split.train
     names = [c.name for c in data.columns if c.table == "fields"]
     users, items = data.user.long(), data.item.long()
@@ -69,7 +69,7 @@ def plain_quarter(split: fr.data.CtrSplit):
 
 
 def funcrec_quarter(split: fr.data.CtrSplit):
-    """The same for funcrec."""
+    """Return a function that trains funcrec's model for STEPS batches."""
     model = fr.models.ml1m("deepfm")
     step = fr.train_step(
         fr.models.loss(model),

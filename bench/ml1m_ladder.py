@@ -1,4 +1,4 @@
-"""The AUC of every model of the ladder, from the results that `make ladder` left, as a table and a line of JSON.
+"""Collects the AUC of every model of the ladder from the results of `make ladder`: a table and a line of JSON.
 
 make ladder && python bench/ml1m_ladder.py runs
 """

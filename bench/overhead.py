@@ -1,8 +1,8 @@
-"""What a call of a jitted function costs on the host, beyond the compiled code that it runs.
+"""The host's cost of calling a jitted function, beyond the compiled code that it runs.
 
     overhead = time(fr.jit(fn)(state, x)) - time(torch.compile(fn on the flat tensors)(*tensors))
 
-fn adds a number to each of the state's small tensors; the donated form takes the state for its own.
+fn adds a number to each of the state's small tensors; the donated form reuses the state's memory.
 """
 
 import statistics

@@ -1,6 +1,6 @@
 """The peers' tables: FBGEMM's table-batched embeddings, TorchRec's fused collection, torch's embedding_bag.
 
-A builder raises ImportError where the peer is not installed, and NotImplementedError for what it cannot do.
+A builder raises ImportError if the peer is not installed, and NotImplementedError for a case that it cannot run.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ FBGEMM_RULES = {
         "partial_rowwise_adam": "PARTIAL_ROWWISE_ADAM", "lamb": "LAMB", "partial_rowwise_lamb": "PARTIAL_ROWWISE_LAMB",
     },
 }  # fmt: skip
-FBGEMM_DTYPES = {  # those that both train and look up
+FBGEMM_DTYPES = {  # dtypes that both training and lookup support
     "cpu": {"float32": "FP32", "float16": "FP16"},
     "cuda": {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"},
 }
@@ -33,7 +33,7 @@ def installed(name: str) -> bool:
 
 
 def sparse_optimizer(rule: str) -> fr.optim.RowOptimizer:
-    """funcrec's own, with the numbers that the peers are given."""
+    """funcrec's row optimizer, with the numbers that the peers use."""
     more = {"rowwise_adagrad_counter": {"half_life": 100.0}}.get(rule, {})
     return getattr(fr.optim, rule)(lr=LR, **more)
 
@@ -71,14 +71,14 @@ def fbgemm_tables(case: TableCase, tables: dict[str, Tensor], device: str, optim
 
 
 def fbgemm_operators():
-    """torch.ops.fbgemm."""
+    """Import FBGEMM; return torch.ops.fbgemm."""
     with quiet():
         import fbgemm_gpu  # noqa: F401
     return torch.ops.fbgemm
 
 
 def fbgemm_optimizer(rule: str, device: str) -> str:
-    """The name of the rule that trains to the same tables."""
+    """FBGEMM's name of the rule that trains to the same tables."""
     known = FBGEMM_RULES[torch.device(device).type]
     if rule not in known:
         raise NotImplementedError(f"its {torch.device(device).type} operators do not train {rule}")
@@ -88,7 +88,7 @@ def fbgemm_optimizer(rule: str, device: str) -> str:
 def torch_bags(
     case: TableCase, tables: dict[str, Tensor], ids: fr.KeyedJaggedTensor, *, sparse: bool = False
 ) -> Tensor:
-    """F.embedding_bag on each table, side by side, as EmbeddingBagCollection without FBGEMM does."""
+    """F.embedding_bag on each table, concatenated, as EmbeddingBagCollection without FBGEMM does."""
     out = []
     for n in case.names:
         bags = ids[n]
@@ -104,7 +104,7 @@ def torch_ids(case: TableCase, ids: fr.KeyedJaggedTensor) -> dict[str, fr.Jagged
 
 
 def feature_ids(ids: fr.KeyedJaggedTensor, keys: list[str]) -> dict[str, fr.JaggedTensor]:
-    """Each key's own buffer, made once: what embedding_bag reads."""
+    """Each key's ids in a buffer of its own, made once, for embedding_bag."""
     parts = {}
     for n in keys:
         first, last = ids.bag_range(n)
@@ -115,13 +115,14 @@ def feature_ids(ids: fr.KeyedJaggedTensor, keys: list[str]) -> dict[str, fr.Jagg
 
 
 def torch_optimizer(rule: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """The class of torch.optim that takes sparse gradients and trains to the same tables."""
+    """The torch.optim optimizer that takes sparse gradients and trains to the same tables."""
     if rule == "sgd":
         return torch.optim.SGD(parameters, lr=LR)
     if rule == "adagrad":
         return torch.optim.Adagrad(parameters, lr=LR, eps=EPS)
     if rule == "adam":
-        # its eps stands beside √v without the bias correction: so it is ours in the first step, which the law compares
+        # its eps is added to √v before the bias correction: scaled so, it equals ours in the first step, which the law
+        # compares
         return torch.optim.SparseAdam(parameters, lr=LR, eps=EPS * (1 - 0.999) ** 0.5)
     raise NotImplementedError(f"torch.optim has no {rule} for sparse gradients")
 
@@ -149,7 +150,7 @@ def torchrec_tables(features: list, tables: dict[str, Tensor], device: str):
 
 
 def torchrec_ids(ids: fr.KeyedJaggedTensor):
-    """The same ids as TorchRec's type, its lengths and offsets made beforehand."""
+    """The same ids in TorchRec's type, with lengths and offsets already made."""
     with quiet():
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
     return KeyedJaggedTensor(list(ids.keys), ids.values, ids.weights, lengths=ids.offsets.diff(), offsets=ids.offsets)
@@ -157,7 +158,7 @@ def torchrec_ids(ids: fr.KeyedJaggedTensor):
 
 @contextlib.contextmanager
 def quiet():
-    """FBGEMM and TorchRec log and warn when they are imported and built."""
+    """Hide the logs and warnings that FBGEMM and TorchRec print when they are imported and built."""
     import logging
 
     before = logging.root.manager.disable

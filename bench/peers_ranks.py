@@ -12,11 +12,11 @@ from peers import EPS, LR, quiet
 from steps import DENSE_LR
 from torch import Tensor, nn
 
-TYPES = {"replicated": "data_parallel", "grid": "grid_shard"}  # the others have the same name there
+TYPES = {"replicated": "data_parallel", "grid": "grid_shard"}  # the other kinds have the same name there
 
 
 def torchrec_model(features: list, params, rows: dict[str, int], dim: int) -> nn.Module:
-    """logits(dense, ids), its tables not yet allocated."""
+    """A model logits(dense, ids) whose tables are not yet allocated."""
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -35,7 +35,7 @@ def torchrec_model(features: list, params, rows: dict[str, int], dim: int) -> nn
             self.over = DLRMDense(params.dense, len(features))
 
         def forward(self, dense: Tensor, ids) -> Tensor:
-            pooled = self.bags(ids)  # a plan may give the features in another order
+            pooled = self.bags(ids)  # a plan may change the order of the features
             if pooled.keys() == names:
                 return self.over(dense, pooled.values())
             parts = pooled.to_dict()
@@ -45,7 +45,7 @@ def torchrec_model(features: list, params, rows: dict[str, int], dim: int) -> nn
 
 
 def sharded(case, model: nn.Module, names: list[str]):
-    """`model` under DistributedModelParallel."""
+    """Wrap `model` in DistributedModelParallel."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -58,7 +58,7 @@ def sharded(case, model: nn.Module, names: list[str]):
     if kernel == "dense" and case.rule != "sgd":
         raise NotImplementedError("data_parallel has no fused optimizer there, and no row-wise one")
 
-    class Sharder(EmbeddingBagCollectionSharder):  # it offers fewer kinds on CPU than run there
+    class Sharder(EmbeddingBagCollectionSharder):  # it offers fewer kinds on CPUs than work there
         def sharding_types(self, compute_device_type):
             return [kind]
 
@@ -76,7 +76,7 @@ def sharded(case, model: nn.Module, names: list[str]):
 
 
 def table_parts(state: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    """(table, (first row, first column), its part) of what this rank holds."""
+    """Yield (table, (first row, first column), part) for each part that this rank holds."""
     for name, x in state.items():
         if ".embedding_bags." not in name:
             continue
@@ -89,7 +89,7 @@ def table_parts(state: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], T
 
 
 def whole_tables(state: dict[str, Any], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """{table: f[R, D]} on every rank. A part that several ranks hold is taken from the last one."""
+    """{table: f[R, D]} on every rank. Of a part that several ranks hold, the last rank's is taken."""
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, [(n, at, x.clone()) for n, at, x in table_parts(state)])
     out = {n: torch.full_like(t, torch.nan) for n, t in like.items()}
@@ -99,7 +99,7 @@ def whole_tables(state: dict[str, Any], like: dict[str, Tensor]) -> dict[str, Te
 
 
 def torchrec_step(case, model, params, batches: list, *, compiled: bool):
-    """(call, tables): one step that gives this rank's loss, and the whole tables."""
+    """(call, tables): `call` runs one step and returns this rank's loss; `tables` returns the whole tables."""
     with quiet():
         rows = {n: t.shape[0] for n, t in params.tables.items()}
         parallel = sharded(case, torchrec_model(model.features, params, rows, case.dim), list(params.tables))

@@ -1,4 +1,4 @@
-"""TorchRec's TrainPipelineSparseDist beside its plain loop, where ids arrive late: the peer of `pipeline.py`."""
+"""TorchRec's TrainPipelineSparseDist and its plain loop, where ids arrive late: the peer of `pipeline.py`."""
 
 import dataclasses
 import itertools

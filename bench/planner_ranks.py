@@ -1,18 +1,18 @@
-"""Plans on two gloo ranks of this machine: the step times that fr.plan estimates beside those that are measured.
+"""Plans on two gloo ranks of this machine: step times as fr.plan estimates them, and as measured.
 
-    python bench/planner_ranks.py                # all figures: 20 plans of each of two sets, 10 sets beside TorchRec's
+    python bench/planner_ranks.py                # all figures: 20 plans of each of two sets, 10 sets against TorchRec's
     python bench/planner_ranks.py --sets 2 --of 0 --rounds 5
 
-For each set: a jitted donated step under fr.plan's plan (with `Hardware.measure` of these ranks), under the one that it
-makes of bytes alone, under TorchRec's planner's (table-, row- and column-wise, at the ranks that it gives), and all
-tables row-wise. For the correlation 20 plans that differ in kind (`kinds_of`), of which Spearman's of estimated and
-measured times is told, for the costs as they are, for bytes alone at the same rates, and for `FORMER`.
+For each set it runs a jitted donated step under four plans: fr.plan's (with `Hardware.measure` of these ranks),
+fr.plan's from costs of bytes alone, TorchRec's planner's (table-, row- and column-wise, on the ranks that it names),
+and all tables row-wise. The correlation takes 20 plans that differ in kind (`kinds_of`): Spearman's of estimated and
+measured times, for the present costs, for bytes alone at the same rates, and for `FORMER`.
 
-A step's time is measured twice, as medians over rounds in which every plan has its turn, from a barrier to the slower
-rank's end: `ms`, by the clock, which on a machine that others use has their turns in it; `cpu_ms`, the processor time
-of the busier rank, all threads of it, gloo's too: what a plan makes a rank do, the exchange's copies included, without
-its waiting. On a quiet machine the first is the figure; on a loaded one only the second tells plans apart. Lines of
-JSON in results/planner.jsonl.
+A step's time is measured from a barrier to the slower rank's end, as medians over rounds in which every plan has its
+turn. `ms` is clock time; on a shared machine it includes the turns of others. `cpu_ms` is the processor time of the
+busier rank, over all its threads, gloo's too: the work that a plan gives a rank, with the exchange's copies, without
+waiting. On a quiet machine use `ms`; on a loaded one only `cpu_ms` tells plans apart. Lines of JSON go to
+results/planner.jsonl.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from funcrec.testing import RankPool
 WORLD, BATCH, NUM_BATCHES = 2, 1024, 3
 KINDS = ("table_wise", "row_wise", "column_wise", "replicated")
 NO_LATENCY = {"link_latency_s": 0.0, "host_latency_s": 0.0, "launch_s": 0.0}
-# rates as `Hardware.measure` gave them on two quiet ranks while costs were bytes alone
+# rates from `Hardware.measure` on two quiet ranks, when costs were of bytes alone
 FORMER = {"memory_bytes_per_s": 4.469e9, "link_bytes_per_s": 2.269e9, "host_bytes_per_s": 2.269e9, **NO_LATENCY}
 
 
@@ -54,7 +54,7 @@ def configs(tables) -> tuple:
 
 
 def planned(tables, hardware: fr.Hardware, kinds: dict | None = None) -> fr.Plan:
-    """fr.plan's; with `kinds`, {table: (kind, ranks)}, the plan that lies so, with its estimate."""
+    """fr.plan's plan; with `kinds`, {table: (kind, ranks)}, the plan with these placements, and its estimate."""
     own, features = configs(tables)
     used = {n: {"pooling_factor": float(ids)} for n, _, _, ids in tables}
     for n, (kind, ranks) in (kinds or {}).items():
@@ -66,7 +66,7 @@ def planned(tables, hardware: fr.Hardware, kinds: dict | None = None) -> fr.Plan
 
 
 def torchrec_kinds(tables) -> dict:
-    """{table: (kind, ranks)} of TorchRec's planner for two CPU ranks."""
+    """{table: (kind, ranks)} from TorchRec's planner for two CPU ranks."""
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.planner.types import ParameterConstraints
@@ -82,7 +82,7 @@ def torchrec_kinds(tables) -> dict:
             min_partition=max(4, dim // WORLD))
         for n, _, dim, ids in tables
     }  # fmt: skip
-    topology = Topology(world_size=WORLD, compute_device="cuda", local_world_size=WORLD)  # it offers less on CPUs
+    topology = Topology(world_size=WORLD, compute_device="cuda", local_world_size=WORLD)  # on CPUs it offers fewer
     planner = EmbeddingShardingPlanner(topology=topology, batch_size=BATCH // WORLD, constraints=told)
     found = planner.plan(module, [EmbeddingBagCollectionSharder()]).plan["ebc"]
     out = {}
@@ -93,7 +93,7 @@ def torchrec_kinds(tables) -> dict:
 
 
 def kinds_of(tables, num_plans: int) -> dict[str, dict]:
-    """{name: {table: (kind, ranks)}}: plans that differ in kind, all there are or mixed at random behind them."""
+    """{name: {table: (kind, ranks)}}: `num_plans` plans that differ in kind; random mixtures follow these."""
     names, small = [t[0] for t in tables], {t[0] for t in sorted(tables, key=lambda t: t[1])[: len(tables) // 2]}
     work = {n: dim * ids for n, _, dim, ids in tables}
     heavy = sorted(names, key=lambda n: -work[n])
@@ -139,7 +139,7 @@ def hardware() -> fr.Hardware:
 
 
 def one_rank(tables, plans: list[str], rounds: int, eager: bool) -> list[list[tuple[float, float]]]:
-    """(seconds, processor seconds) of each plan's steps on this rank, round by round, the plans in turn."""
+    """(seconds, processor seconds) of each plan's steps on this rank, for each round; the plans take turns."""
     mesh = fr.Mesh.distributed(device="cpu", timeout_s=600, x=WORLD)
     calls = [step_of(tables, fr.Plan.from_json(text), mesh, eager) for text in plans]
     times: list[list[tuple[float, float]]] = [[] for _ in calls]
@@ -179,7 +179,7 @@ def step_of(tables, plan: fr.Plan, mesh: fr.Mesh, eager: bool):
 
 
 def measured(pool: RankPool, tables, plans: list[fr.Plan], rounds: int, eager: bool) -> list[dict[str, list[float]]]:
-    """Of each plan {"ms": the slower rank's seconds of each round, "cpu_ms": the busier one's processor seconds}."""
+    """For each plan {"ms": the slower rank's seconds per round, "cpu_ms": the busier rank's processor seconds}."""
     ranks = pool.run(one_rank, tables, [p.to_json() for p in plans], rounds, eager, deadline_s=3000)
     most = lambda own, k: [max(t[k] for t in turn) for turn in zip(*own, strict=True)]
     return [{"ms": most(own, 0), "cpu_ms": most(own, 1)} for own in zip(*ranks, strict=True)]

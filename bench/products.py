@@ -1,9 +1,10 @@
-"""Compiled training steps with oneDNN's products beside the same with BLAS's, and the products alone.
+"""Compiled training steps with oneDNN's matrix products and with BLAS's, and the products alone.
 
     python bench/products.py [--threads 1] [--rounds 15] [--cases dlrm-d64-b512-l1 deepfm]
 
-Steps are jitted and donated, in turns in one process; processor and clock time of each, medians of the rounds' ratios.
-The law: the losses of the first two steps agree. Products: x Wᵀ, dy W and dyᵀ x of f32, GFLOP/s of processor time.
+Steps are jitted and donated, and take turns in one process; processor and clock time of each, medians of the rounds'
+ratios. The law: the losses of the first two steps agree. Products: x Wᵀ, dy W and dyᵀ x of f32, in GFLOP/s of processor
+time.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from funcrec.compile.backend import _onednn
 DEEPFM = cases.StepCase("deepfm", 100_000, 16, 2048, 1)
 CASES = {"deepfm": DEEPFM, **cases.STEPS}
 SHORT = ("dlrm-d64-b512-l1", "dlrm-d64-b2048-l5", "deepfm", "dcnv2")
-MOST_ROWS = 100_000  # of a table: the products do not see them
+MOST_ROWS = 100_000  # of a table: its rows do not affect the products
 KINDS = {"BLAS": False, "oneDNN": True}
 SHAPES = ((512, 13, 512), (512, 415, 512), (2048, 512, 256), (2048, 1024, 1024), (2048, 3456, 512))
 
@@ -38,7 +39,7 @@ def make_model(case: cases.StepCase) -> fr.models.Model:
 
 
 def contender(case: cases.StepCase, model: fr.models.Model, batches: list, wide: bool) -> tuple[Contender, dict]:
-    """A step compiled with the one or the other, and the losses of its first two calls."""
+    """A step compiled with oneDNN's or with BLAS's products, and the losses of its first two calls."""
     made = steps.funcrec_step(case, model, model.init(fr.key(0)), batches, "cpu")
     with mock.patch.object(_onednn, "stays_away", lambda: wide):
         return made, made.first()
@@ -72,7 +73,7 @@ def turns(calls: dict[str, Callable], rounds: int) -> dict[str, list[tuple[float
 
 
 def speeds(rows: int, inner: int, outer: int, rounds: int) -> dict:
-    """{product: [BLAS's, oneDNN's GFLOP/s]}."""
+    """{product: [BLAS's GFLOP/s, oneDNN's]}."""
     x, w, dy = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(rows, outer)
     found, flop = {}, 2 * rows * inner * outer
     for name, pair in {"x Wᵀ": (x, w.t()), "dy W": (dy, w), "dyᵀ x": (dy.t(), x)}.items():

@@ -2,7 +2,7 @@
 
     ratio = time(FBGEMM) / time(ours), medians of interleaved calls; one thread's own CPU time
 
-"fbgemm" reads a plain buffer, as its tables are made; "fbgemm, 2 MiB pages" one like ours.
+"fbgemm" reads a plain buffer, as its own tables do; "fbgemm, 2 MiB pages" reads one like ours.
 """
 
 import itertools
@@ -18,8 +18,8 @@ from funcrec.kernels.forms import row_bytes
 from measure import digits, interleave, ratios, spread
 
 WEIGHTS_TYPES = {8: 2, 4: 3, 2: 4}  # FBGEMM's
-HOST = 3  # its placement of tables in memory
-ALIGNMENT = 128  # bytes, of a table's beginning
+HOST = 3  # FBGEMM's code for tables in host memory
+ALIGNMENT = 128  # bytes, of a table's first row
 
 
 class CodesCase(NamedTuple):
@@ -33,7 +33,7 @@ class CodesCase(NamedTuple):
 
 
 def rows_of(case: CodesCase) -> torch.Tensor:
-    """u8[R, S]: any codes, of numbers between -0.5 and 0.5."""
+    """u8[R, S]: random codes of numbers between -0.5 and 0.5."""
     size = row_bytes(case.bits, case.dim)
     rows = torch.randint(0, 256, (case.num_rows, size), dtype=torch.uint8)
     rows[:, :4] = torch.tensor([1 / (2**case.bits - 1), -0.5], dtype=torch.float16).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The AUC of a trained DeepFM on MovieLens-1M whose tables are quantised, beside that of its floats.
+"""The AUC of a trained DeepFM on MovieLens-1M with quantised tables, and with floats.
 
     .venv/bin/python bench/quantized_auc.py runs/deepfm    # as `make train` leaves it; else it is trained first
 

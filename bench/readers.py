@@ -1,11 +1,12 @@
-"""Rows per second and core of the readers, beside pyarrow's own reading of the same columns and TorchRec's.
+"""Rows per second and core: our readers, pyarrow's own reading of the same columns, and TorchRec's.
 
     python bench/readers.py [--rows 200000] [--rounds 15]
 
-A core's seconds are the process's CPU time, all threads counted, so that a loaded machine tells the same; peers take
+A core's seconds are the process's CPU time, over all threads, so that load on the machine does not matter. Peers take
 turns in one process, and the ratios are medians over the rounds. pyarrow's own reading ends with record batches of
-the columns; ours goes on to checked batches of tensors. TorchRec's Criteo pipeline reads text by Python's csv module
-into rows of integers, and .npy arrays into batches. Memory is that of a process which streams a folder of Parquet.
+the columns; ours continues to checked batches of tensors. TorchRec's Criteo pipeline reads text with Python's csv
+module into rows of integers, and .npy arrays into batches. Memory is measured in a process that streams a folder of
+Parquet files.
 """
 
 import argparse
@@ -32,7 +33,7 @@ SCHEMA = Schema("label", dense=DENSE, categorical=IDS)
 
 
 def make(folder: Path, rows: int) -> None:
-    """The same rows in Criteo's text, in CSV, in Parquet, and as .npy arrays."""
+    """Write the same rows as Criteo's text, as CSV, as Parquet, and as .npy arrays."""
     rng = np.random.default_rng(0)
     columns = {"label": rng.integers(0, 2, rows)}
     columns |= {n: rng.integers(0, 10_000, rows) for n in DENSE} | {n: rng.integers(0, 2**32, rows) for n in IDS}
@@ -54,7 +55,7 @@ def drain(made) -> None:
 
 
 def cases(folder: Path) -> dict[str, dict]:
-    """{group: {reader: a function that reads all rows}}; pyarrow's own reading is first in each."""
+    """{group: {reader: a function that reads all rows}}; pyarrow's own reading comes first in each group."""
     names = ["label", *(f"int_{i}" for i in range(13)), *(f"cat_{i}" for i in range(26))]
     types = {n: pa.binary() if n.startswith("cat") else pa.int64() for n in names}
     read = lambda more: csv.ReadOptions(use_threads=False, block_size=8 << 20, **more)
@@ -93,7 +94,7 @@ def cases(folder: Path) -> dict[str, dict]:
 
 
 def row_of(row: list[str]) -> tuple[list[int], list[int], int]:
-    """A line as `BinaryCriteoUtils.tsv_to_npys` reads it."""
+    """Parse a line as `BinaryCriteoUtils.tsv_to_npys` does."""
     return [int(x or "0") for x in row[1:14]], [int(x or "0", 16) for x in row[14:40]], int(row[0] or "0")
 
 
@@ -113,7 +114,7 @@ print(json.dumps({"rows": rows, "grown_mb": (_status_kb("VmHWM") - before) / 102
 
 
 def memory(folder: Path, order: str) -> dict:
-    """What streaming a folder adds at most to a process's resident memory."""
+    """The most that streaming a folder adds to a process's resident memory."""
     command = [sys.executable, "-c", STREAM, str(folder), order]
     out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
     return json.loads(out.stdout)

@@ -1,10 +1,10 @@
-"""Tables and plots from the results that `run.py` left.
+"""Makes tables and plots from the results of `run.py`.
 
     python bench/report.py                     # bench/results -> bench/results/REPORT.md, plots
     python bench/report.py --results DIR       # DIR/REPORT.md, plots
 
-Of each case, device and number of threads the last line counts, on the
-machine of the last line of all. A red case has no number.
+For each case, device and number of threads the last line counts, if it comes from the machine of the newest line. A
+red case has no number.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MEAN_OF = {"lookup": ("a", "b", "c", "e"), "update": ("a", "b", "c", "e")}
 
 
 def load(folder: Path) -> list[dict]:
-    """The last line of each case, on one machine."""
+    """The last line of each case, from one machine."""
     paths = [folder / f"{name}.jsonl" for name in ("bandwidth", *TABLED, "overhead", "first_step")]
     lines = [json.loads(text) for p in paths if p.exists() for text in p.read_text().splitlines()]
     lines = [x for x in lines if "case" in x]
@@ -46,7 +46,7 @@ def machine_of(line: dict) -> tuple:
 
 
 def tables(lines: list[dict]) -> str:
-    """Markdown."""
+    """The tables of all groups, as Markdown."""
     parts = [header(lines)]
     for group in TABLED:
         mine = [x for x in lines if x["group"] == group]
@@ -103,7 +103,7 @@ def ratio(x: dict, peer: str) -> str:
 
 
 def notes(lines: list[dict]) -> str:
-    """Why a peer is absent, and why a case is red."""
+    """Say why peers are absent, and why cases are red."""
     absent: dict[str, list[str]] = {}
     for x in lines:
         for peer, why in x.get("absent", {}).items():

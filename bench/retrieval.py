@@ -1,9 +1,9 @@
-"""Retrieval: exact top-k beside matmul + topk and FAISS's IndexFlatIP, recall beside latency of an approximate index.
+"""Retrieval: exact top-k against matmul + topk and FAISS's IndexFlatIP; recall and latency of an approximate index.
 
     .venv/bin/python bench/retrieval.py            # exact: 3,700 and 100,000 items, --large 1 M too; index: 30,000
 
-One thread, its own CPU time, calls interleaved; a batch of queries is one call. Items are in clusters, as towers make
-them; recall@10 is against `fr.top_k`.
+One thread, its own CPU time, interleaved calls; a batch of queries is one call. Items lie in clusters, as those of
+two-tower models do. recall@10 is relative to `fr.top_k`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ EFFORTS = {"hnsw": (16, 64, 256), "ivf": (4, 16, 64)}
 
 
 def drawn(num_items: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Items around 256 centres, and as many queries as all batches take, around the same."""
+    """Items around 256 centres, and enough queries for all batches, around the same centres."""
     generator = torch.Generator().manual_seed(num_items)
     centres = torch.randn(256, DIM, generator=generator)
 
@@ -35,7 +35,7 @@ def drawn(num_items: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def timed(calls: dict, queries: torch.Tensor, size: int, rounds: int) -> tuple[dict, dict]:
-    """ms of each on `size` of the queries in turn, and how many times as long as the first each takes."""
+    """Each call's ms on `size` queries at a time, and its time over that of the first call."""
     turns = {n: itertools.cycle(queries.split(size)) for n in calls}
     of = lambda name, call: lambda: call(next(turns[name]))
     times = interleave({n: of(n, c) for n, c in calls.items()}, rounds=rounds, clock=time.thread_time)
@@ -44,7 +44,7 @@ def timed(calls: dict, queries: torch.Tensor, size: int, rounds: int) -> tuple[d
 
 
 def exact(num_items: int, rounds: int) -> None:
-    """`fr.top_k` of floats and of int8 beside what else is exact."""
+    """Compare `fr.top_k` on floats and on int8 with other exact searches."""
     import faiss
 
     items, queries = drawn(num_items)
@@ -63,7 +63,7 @@ def exact(num_items: int, rounds: int) -> None:
 
 
 def approximate(num_items: int, rounds: int) -> None:
-    """Recall and milliseconds of 64 queries by effort, beside the exact search."""
+    """Recall, and milliseconds of 1 and of 64 queries, for each effort, with the exact search for comparison."""
     items, queries = drawn(num_items)
     wanted = fr.top_k(queries, items, K)[1]
     for kind, efforts in EFFORTS.items():

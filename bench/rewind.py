@@ -1,9 +1,10 @@
-"""What a log costs a donated step, and what it costs to undo steps: processor time, in turns, in one process.
+"""The cost of a log for a donated step, and the cost of undoing steps: processor time, in turns, in one process.
 
     python bench/rewind.py [--rounds 40]
 
-A DLRM of 26 tables, compiled and donated, one thread: alone, with a log of touched rows for `delta` (steps=0), and with
-one that can undo 20 steps. Small: 26 x 1,000 x 16, batch 128, one id a bag. Middle: 26 x 100,000 x 64, batch 512, two.
+A DLRM of 26 tables, compiled and donated, one thread: without a log, with a log of touched rows for `delta` (steps=0),
+and with one that can undo 20 steps. Small: 26 x 1,000 x 16, batch 128, one id a bag. Middle: 26 x 100,000 x 64, batch
+512, two ids.
 """
 
 import argparse

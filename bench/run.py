@@ -1,11 +1,11 @@
-"""Run cases, each in a process of its own, and write the results, the tables and the plots.
+"""Runs cases, each in a process of its own, and writes the results, the tables and the plots.
 
     python bench/run.py                         # the short list
     python bench/run.py --set full              # all of it
     python bench/run.py --groups update --cases 'b*' --threads 1
     python bench/run.py --list
 
-A case runs funcrec and its peers in turn in one process. What is measured is appended to bench/results/GROUP.jsonl.
+A case runs funcrec and its peers in turn in one process. Its figures are appended to bench/results/GROUP.jsonl.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from funcrec.kernels import ops
 from measure import RESULTS, machine, record
 
 GROUPS = ("bandwidth", "lookup", "quantized", "update", "jagged", "steps", "ranks", "overhead", "first_step")
-ON_HOST = ("overhead", "first_step")  # one number of threads will do
+ON_HOST = ("overhead", "first_step")  # one number of threads suffices
 ON_RANKS = ("ranks",)  # one thread on each of two ranks
 CASE_LIMIT_S = 1800  # compilation included
 GPU_LIMIT_S = 120
@@ -59,7 +59,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
-    """In the order of GROUPS, each case with each number of threads, those on the host with the last."""
+    """The jobs in the order of GROUPS: each case with each number of threads; ON_HOST cases only with the last."""
     threads = options.threads if torch.device(options.device).type == "cpu" else options.threads[:1]
     found = []
     for group in [g for g in GROUPS if g in options.groups]:
@@ -73,7 +73,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
 
 
 def run_one(job: Job, options: argparse.Namespace) -> None:
-    """One case in this process."""
+    """Run one case in this process."""
     about = machine(options.device)  # the load before the case
     torch.set_num_threads(job.threads)
     torch.manual_seed(0)
@@ -88,15 +88,15 @@ def run_one(job: Job, options: argparse.Namespace) -> None:
 
 
 def spawn(job: Job, options: argparse.Namespace) -> str | None:
-    """One case in a process of its own; what went wrong, or None."""
+    """Run one case in a process of its own; return an error, or None."""
     words = [sys.executable, __file__, "--one", job.group, job.case, str(job.threads), "--device", options.device]
     words += ["--rounds", str(options.rounds), "--seconds", str(options.seconds), "--out", str(options.out)]
     words += ["--tiny"] if options.tiny else []
     words += ["--implementation", options.implementation] if options.implementation else []
-    # code is generated for a number of threads: one cache of compiled code for each
+    # compiled code depends on the number of threads, so each number has its own cache
     cache = Path(tempfile.gettempdir()) / f"funcrec_bench_{os.getuid()}" / f"threads{job.threads}"
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": str(job.threads)}
-    # torch and FBGEMM have an OpenMP runtime each: idle threads of one that spin would take the other's core
+    # torch and FBGEMM have an OpenMP runtime each: spinning idle threads of one would take the other's core
     environment["OMP_WAIT_POLICY"] = "passive"
     limit = CASE_LIMIT_S if torch.device(options.device).type == "cpu" else GPU_LIMIT_S
     try:

@@ -1,13 +1,14 @@
-"""funcrec-serve under load, every answer compared with Python's, beside a server in Python (server_peer.py).
+"""funcrec-serve under load, every answer compared with Python's, and a server in Python (server_peer.py).
 
     .venv/bin/python bench/server.py                      # answers per second, p50, p99 at 1, 8, 32, 256 connections
     .venv/bin/python bench/server.py --swaps 100          # weights and deltas exchanged under load
     .venv/bin/python bench/server.py --soak 240           # seconds; memory at its start, middle and end
 
-The package is a DLRM: 26 tables of int8 rows, 13 dense inputs, 0 to 3 ids a feature. The law: no answer is wrong or
-fails; each is within 1e-6 of the package's in Python, of the version that it names. The load comes from funcrec-load
-(kernels/serving/http/load.cpp), one thread; /healthz through it, in the same turn, is what load and HTTP can do alone.
-Needs `make serving`. Machines are shared: the server's processor time for an answer stands beside the clock's.
+The package is a DLRM: 26 tables of int8 rows, 13 dense inputs, 0 to 3 ids a feature. The law: no answer fails or is
+wrong; each is within 1e-6 of the package's answer in Python, for the version that it names. funcrec-load
+(kernels/serving/http/load.cpp) makes the load, with one thread; its requests to /healthz in the same turn show what
+load and HTTP can do without a model. Needs `make serving`. On a shared machine compare the server's processor time per
+answer, not only the clock's.
 """
 
 import argparse
@@ -36,7 +37,7 @@ DIM, NUM_DENSE, NUM_TABLES = 64, 13, 26
 
 
 class Served:
-    """The package, the batches that are asked, and what Python answers to them, by version."""
+    """The package, the batches to ask for, and Python's answers to them, by version."""
 
     def __init__(self, folder: Path, rows: int, num_requests: int = 256, num_bags: int = 1):
         self.folder, self.path = folder, folder / "model"
@@ -68,7 +69,7 @@ class Served:
         assert some.unique().numel() > 0.9 * some.numel(), "answers that do not tell requests apart"
 
     def add_versions(self) -> None:
-        """B, a folder of other weights; C, a delta from A: rows of one table and all dense weights."""
+        """Add version B, a folder of other weights, and C, a delta from A: rows of one table and all dense weights."""
         package, newer = fr.load_package(self.path), self.model.init(fr.key(2))
         fr.save_weights(self.folder / "B", self.params(1), version="B")
         rows = {n: torch.arange(0, x.shape[0], 7)[: None if n == "c3" else 0] for n, x in newer.tables.items()}
@@ -81,7 +82,7 @@ class Served:
         self.learn(package)
 
     def requests(self, kind: str, name: str = "") -> Path:
-        """What funcrec-load sends and expects, as a file of its own."""
+        """Write the requests of funcrec-load, with the expected answers, to a file."""
         lines = []
         for batch, right in zip(self.batches, self.right, strict=True):
             body = as_bytes(batch) if kind == BYTES else as_json(batch)
@@ -107,7 +108,7 @@ def message(path: str, body: bytes = b"", kind: str = JSON) -> bytes:
 
 
 def asked(status: int, sent: bytes, right: dict[str, torch.Tensor]) -> bytes:
-    """One request as funcrec-load reads it."""
+    """One request in the format that funcrec-load reads."""
     text = lambda s: struct.pack("<I", len(s)) + s
     numbers = lambda x: struct.pack(f"<I{x.numel()}f", x.numel(), *x.flatten().tolist())
     answers = b"".join(text(v.encode()) + numbers(x) for v, x in right.items())
@@ -115,7 +116,7 @@ def asked(status: int, sent: bytes, right: dict[str, torch.Tensor]) -> bytes:
 
 
 class Running:
-    """A server of one's own, on a free port."""
+    """A server in a process of its own, on a free port."""
 
     def __init__(self, *words):
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -142,7 +143,7 @@ class Running:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory_mb(self) -> float:
-        """Memory of its own, in MiB: mapped weights are left out."""
+        """The process's own memory in MiB, without mapped weights."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return digits(int(next(x.split()[1] for x in lines if x.startswith("RssAnon"))) / 1024)
 
@@ -155,7 +156,7 @@ class Running:
             return json.load(answer)
 
     def load(self, file: Path, connections: int, seconds: float, reconnect: int = 0) -> dict:
-        """What funcrec-load found; `server_us`: the server's processor time for an answer."""
+        """Run funcrec-load and return its figures; `server_us` is the server's processor time per answer."""
         command = [BUILD / "funcrec-load", self.port, file, connections, seconds, reconnect]
         before = self.cpu_s()
         out = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
@@ -200,7 +201,7 @@ TURN = [
 
 
 def swaps(served: Served, count: int, connections: int = 16) -> dict:
-    """A, a delta to C, B, and A again, `count` exchanges in all while both forms of requests are asked."""
+    """Exchange weights `count` times (A, a delta to C, B, and A again), while requests of both forms arrive."""
     served.add_versions()
     found, each_s = {}, 0.1
     with ours(served, "--workers", 2) as server:
@@ -221,12 +222,15 @@ def swaps(served: Served, count: int, connections: int = 16) -> dict:
     under = "all" if alive else "not all: the load ended first"
     own = {name: figures(f) for name, f in found.items()}
     for f in own.values():
-        f.pop("server_us", None)  # of both loads together
+        f.pop("server_us", None)  # it covers both loads together
     return {"exchanges": count, "under_load": under, **own}
 
 
 def soak(served: Served, seconds: float, connections: int = 16, parts: int = 12) -> dict:
-    """Good requests of both forms among wrong ones, a new connection after every 50 answers; memory after each part."""
+    """Send good requests of both forms among wrong ones, with a new connection after every 50 answers.
+
+    Reads the server's memory after each part.
+    """
     wrong = [(400, b"{}"), (400, b"["), (400, b'{"ids": 3}'), (400, b'{"ids": {"c0": [["x"]]}}')]
     broken = [asked(status, message("/predict", body), {}) for status, body in wrong]
     broken += [asked(404, message("/nothing", b"{}"), {}), asked(415, message("/predict", b"x", "text/plain"), {})]
@@ -247,7 +251,7 @@ def soak(served: Served, seconds: float, connections: int = 16, parts: int = 12)
 
 
 def build_load() -> None:
-    """funcrec-load, in the folder of `make serving`, which does not build it."""
+    """Build funcrec-load in the folder of `make serving`, which does not build it."""
     find = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     if not (BUILD / "CMakeCache.txt").exists():
         sys.exit(f"server.py: nothing is built in {BUILD}\n  try   make serving")

@@ -1,9 +1,9 @@
-"""A server in Python, the peer of bench/server.py: the same package by `fr.load_package`, whatever waits as one batch.
+"""A server in Python, the peer of bench/server.py: the same package by `fr.load_package`; batches waiting requests.
 
-    python bench/server_peer.py FOLDER        # prints its port; aiohttp where it is installed, else asyncio's streams
+    python bench/server_peer.py FOLDER        # prints its port; uses aiohttp if installed, else asyncio's streams
 
 It reads bodies and writes answers as funcrec-serve does (kernels/serving/README.md), for dense inputs and ids without
-weights. One thread reads and writes; another runs the model, with one of torch's threads.
+weights. One thread reads and writes; another runs the model, with one thread of torch's.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ HEAD = "HTTP/1.1 200 OK\r\nContent-Type: {}\r\nContent-Length: {}\r\n\r\n"
 
 
 def from_json(body: bytes, keys: list[str]):
-    """(bags, dense, lengths [F, bags], values)"""
+    """(bags, dense, lengths [F, bags], values)."""
     request = json.loads(body)
     bags = [bag for k in keys for bag in request["ids"][k]]
     lengths = np.array([len(bag) for bag in bags]).reshape(len(keys), -1)
@@ -73,7 +73,7 @@ class Peer:
                 begin += bags
 
     def run(self, jobs):
-        """All requests as one batch, key by key."""
+        """Run all requests as one batch, key by key."""
         torch.set_num_threads(1)
         dense, lengths = np.concatenate([j[1] for j in jobs]), np.concatenate([j[2] for j in jobs], 1)
         ends = [np.cumsum(j[2].sum(1))[:-1] for j in jobs]
@@ -84,7 +84,7 @@ class Peer:
         return self.package.version, self.package(fr.Batch(ids, dense=torch.from_numpy(dense)))
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """HTTP/1.1 by hand: what bench/server.py sends, and no more."""
+        """Speak HTTP/1.1 by hand, only as far as bench/server.py needs it."""
         while head := await reader.readuntil(b"\r\n\r\n") if not reader.at_eof() else b"":
             lines = head.decode().split("\r\n")
             fields = dict(line.split(": ", 1) for line in lines[1:] if line)
@@ -102,7 +102,7 @@ class Peer:
             writer.close()
 
     async def listen(self) -> int:
-        """The port."""
+        """Start the server; return its port."""
         try:
             from aiohttp import web
         except ImportError:

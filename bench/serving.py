@@ -1,4 +1,4 @@
-"""Packages without Python beside TorchRec's quantised, scripted DLRM: one prediction, opening, memory.
+"""Packages without Python, and TorchRec's quantised, scripted DLRM: one prediction, opening, memory.
 
     x = p50(TorchScript in C++) / p50(funcrec in C++)          one process, one thread, blocks of both in turn
 
@@ -6,7 +6,7 @@
     .venv/bin/python bench/serving.py --seconds 20 --large 8   # quieter figures, 8 GB of weights
     .venv/bin/python bench/serving.py --tiny --out /tmp/x      # only to see that everything runs
 
-Every answer is compared before the clock begins. `cpu` is the thread's own time, without what others take from `clock`.
+Every answer is compared before the clock begins. `cpu` is the thread's own time; `clock` includes other processes.
 """
 
 import argparse
@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "serving"
 KEYS, DIM, DENSE = tuple(f"f{i}" for i in range(26)), 64, 13
 SIZES = {"bottom": (512, 256, DIM), "sizes": (512, 256)}
-CLOSE = 1e-5  # of probabilities, whose sums are in another order
-IDS = 300_000  # of all requests of a case, more or less: rows come from memory, as in a server
+CLOSE = 1e-5  # for probabilities, whose sums are in another order
+IDS = 300_000  # about so many in all requests of a case, so that rows come from memory, as in a server
 
 
 class Case(NamedTuple):
@@ -59,7 +59,7 @@ class Setting(NamedTuple):
 
 
 def batch(bags: int, ids_per_bag: int, rows: int, random: torch.Generator) -> fr.Batch:
-    """Bags of up to twice as many ids, or of one each."""
+    """Bags of up to twice as many ids, or of one id each."""
     count = (len(KEYS) * bags,)
     lengths = torch.randint(0, 2 * ids_per_bag + 1, count, generator=random) if ids_per_bag > 1 else torch.ones(count)
     values = torch.randint(0, rows, (int(lengths.sum()),), generator=random)
@@ -68,7 +68,7 @@ def batch(bags: int, ids_per_bag: int, rows: int, random: torch.Generator) -> fr
 
 
 def dlrm(rows: int) -> tuple[fr.models.Model, Callable]:
-    """The model, and its predictions."""
+    """The model, and the function that predicts with it."""
     tables = [fr.TableConfig(k, rows, DIM, initializer=fr.uniform(0.1)) for k in KEYS]
     features = [fr.FeatureConfig(k, table=k) for k in KEYS]
     model = fr.models.dlrm(tables, features, num_dense=DENSE, keep="dense", **SIZES)
@@ -76,7 +76,7 @@ def dlrm(rows: int) -> tuple[fr.models.Model, Callable]:
 
 
 def write_requests(path: Path, batches: Sequence[fr.Batch], block: int) -> Path:
-    """As funcrec-latency reads them."""
+    """Write requests in the format that funcrec-latency reads."""
     parts = [struct.pack("<qq", block, len(batches))]
     for own in batches:
         parts.append(struct.pack("<q", own.ids.num_bags))
@@ -87,7 +87,7 @@ def write_requests(path: Path, batches: Sequence[fr.Batch], block: int) -> Path:
 
 
 def spoken(text: str) -> dict[str, list[float]]:
-    """Lines of a name and numbers."""
+    """Parse lines of a name and numbers."""
     return {n: [float(x) for x in numbers] for n, *numbers in map(str.split, text.splitlines())}
 
 
@@ -145,7 +145,7 @@ def latency(setting: Setting, dtype: str, case: Case, path: Path, package: fr.Pa
 
 
 def python_times(sides: dict[str, Callable], batches: Sequence[fr.Batch], seconds: float) -> dict[str, list[float]]:
-    """Microseconds of each call; every round calls both sides with a batch of its own."""
+    """Microseconds of each call; every round calls both sides, each with its next batch."""
     turn = [0]
 
     def call(side: Callable) -> Callable:
@@ -172,7 +172,7 @@ def quantiles(micros: Sequence[float]) -> dict[str, float]:
 
 
 class Opened:
-    """A process that has the package open; memory in MB."""
+    """A process with the package open; memory in MB."""
 
     def __init__(self, setting: Setting, path: Path, requests: Path):
         words = [str(setting.program), "opens", str(path), str(requests)]
@@ -185,7 +185,7 @@ class Opened:
         self.process.stdout.readline()
 
     def memory(self) -> dict[str, float]:
-        """Resident, and its share of what processes share: of all, and of the weights."""
+        """Resident memory, and the process's share of shared memory: of the whole process, and of the weights."""
         every = Path(f"/proc/{self.process.pid}/smaps").read_text()
         weights = every[every.index("/weights.bin\n") :]
         whole = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text()
@@ -200,7 +200,7 @@ class Opened:
 
 
 def opening(setting: Setting) -> dict:
-    """A package whose tables have `large_gb`: how long until it is open and has answered, and what two of them hold."""
+    """Open a package with `large_gb` of tables: the time until it is open and has answered, and the memory of two."""
     rows = int(setting.large_gb * 1e9 / len(KEYS) / (DIM + 4))
     _, predict = dlrm(rows)
     small, _ = dlrm(8)
@@ -234,7 +234,7 @@ def opening(setting: Setting) -> dict:
 
 
 def program() -> Path:
-    """funcrec-latency, compiled if its sources changed."""
+    """Build funcrec-latency if its sources changed; return its path."""
     if not (BUILD / "CMakeCache.txt").exists():
         sys.exit("bench/serving.py: the C++ library is not built\n  try   make serving")
     subprocess.run(["cmake", "--build", str(BUILD), "--target", "funcrec-latency"], check=True, stdout=sys.stderr)

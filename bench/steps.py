@@ -1,8 +1,8 @@
-"""Whole training steps: lookup, dense part, backward, row-wise Adagrad
-on the tables, SGD (DLRM) or Adagrad (DCNv2) on the rest.
+"""Whole training steps: lookup, dense part, backward, row-wise Adagrad on the tables, SGD (DLRM) or Adagrad (DCNv2) on
+the rest.
 
 funcrec: `train_step` under jit with donation. TorchRec: a fused EmbeddingBagCollection, its dense part eager and
-compiled. The law: the losses of the first two steps agree, the second of which has seen the first one's update.
+compiled. The law: the losses of the first two steps agree; the second includes the first one's update.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import funcrec as fr
 
 NUM_TABLES, NUM_DENSE = 26, 13
 DENSE_LR = 0.01
-ADAGRAD_LR = 1e-4  # its first update is lr times signs: at 0.01 DCNv2's next loss is 327, 0.03 from that of float64
+ADAGRAD_LR = 1e-4  # its first update is lr times signs: at 0.01 DCNv2's next loss is 327, and 0.03 from float64's
 DENSE_PARTS = {"dlrm": DLRMDense, "dcnv2": DCNDense}
 DENSE_OPTIMIZERS = {"dlrm": torch.optim.SGD, "dcnv2": torch.optim.Adagrad, "deepfm": torch.optim.SGD}
 DENSE_LRS = {"dlrm": DENSE_LR, "dcnv2": ADAGRAD_LR, "deepfm": DENSE_LR}
@@ -52,7 +52,7 @@ def make_batches(case: StepCase, model: fr.models.Model, device: str) -> list[fr
 
 
 def precision(case: StepCase, device: str):
-    """How matrix products are rounded; the tables and the state stay f32."""
+    """The rounding of matrix products; tables and state stay f32."""
     if case.precision == "float32":
         return contextlib.nullcontext()
     return torch.autocast(torch.device(device).type, getattr(torch, case.precision))
@@ -68,7 +68,7 @@ def funcrec_step(
     compiled: bool = True,
     donate: tuple[str, ...] = ("state",),
 ) -> Contender:
-    """`reference`: in plain torch, and not compiled."""
+    """`reference`: in plain torch, not compiled."""
     plain = fr.models.loss(model)
 
     def loss_fn(params, batch, *, key):
@@ -113,7 +113,7 @@ def torchrec_step(case: StepCase, model, params: fr.Params, batches: list, devic
 
 
 def torch_step(case: StepCase, model, params: fr.Params, batches: list, device: str, compiled: bool) -> Contender:
-    """F.embedding_bag with sparse gradients on each table, and row-wise Adagrad written in torch, which has none."""
+    """F.embedding_bag with sparse gradients on each table, and row-wise Adagrad written in torch, which lacks it."""
     own = {n: t.clone().requires_grad_() for n, t in params.tables.items()}
     sums = {n: t.new_zeros(t.shape[0]) for n, t in params.tables.items()}
     dense = DENSE_PARTS[case.model](params.dense, len(model.features))
@@ -174,7 +174,7 @@ def run(case: StepCase, setting: Setting) -> dict:
         }  # fmt: skip
     elif not installed("torchrec"):  # then the reference judges
         builders["reference"] = lambda: funcrec_step(case, model, params, batches, device, reference=True)
-    builders[OURS] = lambda: funcrec_step(case, model, params, batches, device)  # the last: it uses the tables up
+    builders[OURS] = lambda: funcrec_step(case, model, params, batches, device)  # comes last: it uses the tables up
     figures = compete(builders, setting, closeness(case))
     if "ms" in figures:
         per_s = {name: case.batch / t["median"] * 1e3 for name, t in figures["ms"].items()}
@@ -184,7 +184,7 @@ def run(case: StepCase, setting: Setting) -> dict:
 
 
 def move(params: fr.Params, fn) -> fr.Params:
-    """`fn` on each tensor."""
+    """Apply `fn` to each tensor."""
     each = lambda tree: torch.utils._pytree.tree_map(fn, tree)
     return fr.Params(each(params.tables), each(params.dense))
 

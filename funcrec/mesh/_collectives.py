@@ -30,7 +30,7 @@ def psum(x: T, axis_name: AxisName) -> T:
 
     Args:
       x: a tree of tensors, of one shape on all ranks.
-        axis_name: a name, or a tuple of names for the ranks of all these axes.
+      axis_name: a name, or a tuple of names for the ranks of all these axes.
 
     Shapes: x [...] -> [...].
 

@@ -84,13 +84,13 @@ class Mesh:
         """Make the mesh of the ranks that torchrun started; every rank calls it with the same arguments.
 
         Args:
-            device: "cpu" (gloo) or "cuda" (NCCL). None is "cuda" if available, else "cpu".
-            timeout_s: how long a collective waits for a missing rank before it raises.
-            debug: before every collective compare the ranks' calls, and name the rank whose collective or shape
-              differs. It is slow, and does not tell a sum from a maximum.
+          device: "cpu" (gloo) or "cuda" (NCCL). None is "cuda" if available, else "cpu".
+          timeout_s: how long a collective waits for a missing rank before it raises.
+          debug: before every collective compare the ranks' calls, and name the rank whose collective or shape
+            differs. It is slow, and does not tell a sum from a maximum.
 
         Raises:
-            ValueError: if the sizes of the axes do not multiply to the number of ranks.
+          ValueError: if the sizes of the axes do not multiply to the number of ranks.
 
         Example:
           >>> import funcrec as fr

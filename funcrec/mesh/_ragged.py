@@ -38,8 +38,8 @@ def ragged_all_to_all(
     Args:
       operand: [N, ...]. output: [M, ...], of the same dtype and trailing shape.
       input_offsets, send_sizes, output_offsets, recv_sizes: i32[n] or i64[n].
-        capacity: the most rows that any pair of ranks exchanges; None for N. Every pair sends this many rows, so a
-          small one saves bytes. Rows beyond it are lost; `capacity=None` loses none.
+      capacity: the most rows that any pair of ranks exchanges; None for N. Every pair sends this many rows, so a
+        small one saves bytes. Rows beyond it are lost; `capacity=None` loses none.
 
     Returns:
       [M, ...].

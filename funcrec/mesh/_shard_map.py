@@ -53,32 +53,32 @@ def shard_map(
     """Return f as each rank of a mesh runs it, with the mesh's axes bound for collectives.
 
     Args:
-        f: takes one rank's values and returns one rank's values. It must run the same collectives on all ranks.
-        mesh: None for the mesh of the enclosing `with mesh:`.
-        in_specs: a P for each positional argument (a tuple), or one P for all; each may be a prefix of its argument's
-          tree. Leaves that are no tensors go to every rank as they are, under P().
-        out_specs: a P for the result, or a prefix of its tree. Where a P does not name an axis, the value must be the
-          same all along that axis.
-        axis_names: the axes to bind; None for all that are not bound yet.
-          An enclosing or nested shard_map binds the others.
-        check: check that results are the same, bit by bit, along the axes that out_specs do not name; under vmap too.
-          On real ranks this costs two exchanges and reads on the host. One exchanges checksums; the other, of 16 bytes,
-          shows whether the same arguments come with a derivative (requires_grad, a transform) on all ranks.
-          In two cases equal values cannot be checked, or do not suffice: inside `jit`, where no value can be read, and
-          on an emulated mesh where a derivative follows a result. There a result may depend only on arguments that are
-          whole along the axis and on results of psum, pmean, pmax, pmin and all_gather over it. (JAX counts
-          all_gather's results as different on each rank.) If a result is the same for another reason, pass check=False,
-          which takes rank 0's. On real ranks tangents are compared as values are, and a reverse derivative is that of
-          the rank's own result.
+      f: takes one rank's values and returns one rank's values. It must run the same collectives on all ranks.
+      mesh: None for the mesh of the enclosing `with mesh:`.
+      in_specs: a P for each positional argument (a tuple), or one P for all; each may be a prefix of its argument's
+        tree. Leaves that are no tensors go to every rank as they are, under P().
+      out_specs: a P for the result, or a prefix of its tree. Where a P does not name an axis, the value must be the
+        same all along that axis.
+      axis_names: the axes to bind; None for all that are not bound yet.
+        An enclosing or nested shard_map binds the others.
+      check: check that results are the same, bit by bit, along the axes that out_specs do not name; under vmap too.
+        On real ranks this costs two exchanges and reads on the host. One exchanges checksums; the other, of 16 bytes,
+        shows whether the same arguments come with a derivative (requires_grad, a transform) on all ranks.
+        In two cases equal values cannot be checked, or do not suffice: inside `jit`, where no value can be read, and
+        on an emulated mesh where a derivative follows a result. There a result may depend only on arguments that are
+        whole along the axis and on results of psum, pmean, pmax, pmin and all_gather over it. (JAX counts
+        all_gather's results as different on each rank.) If a result is the same for another reason, pass check=False,
+        which takes rank 0's. On real ranks tangents are compared as values are, and a reverse derivative is that of
+        the rank's own result.
 
-      Returns:
-        on an emulated mesh a function of global values; on real ranks a function of this rank's shards (`shard`,
-        `unshard`). Inside another shard_map the values are global over the new axes on both kinds of mesh.
+    Returns:
+      on an emulated mesh a function of global values; on real ranks a function of this rank's shards (`shard`,
+      `unshard`). Inside another shard_map the values are global over the new axes on both kinds of mesh.
 
-      Raises:
-        TypeError, ValueError: names every argument, result, axis or size that does not fit.
-        ValueError: if a value differs along an axis where its spec promises the same, or, inside `jit` or a derivative,
-          may differ.
+    Raises:
+      TypeError, ValueError: names every argument, result, axis or size that does not fit.
+      ValueError: if a value differs along an axis where its spec promises the same, or, inside `jit` or a derivative,
+        may differ.
 
     Law: the same values on an emulated mesh and on real ranks.
 
