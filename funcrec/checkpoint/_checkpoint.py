@@ -50,7 +50,7 @@ def save(
     interrupted save leaves the old file whole, readers never see half a file, and of several concurrent saves the one
     that finishes last stays. If `path` is a symbolic link, the file that it names is written, and the link stays.
 
-    A folder: every rank calls it with its own tree, and writes what only it has and its share of what others also have;
+    A folder: every rank calls it with its own tree. It writes what only it has, and its share of what others also have;
     nothing is gathered. The old content is replaced in one step, when all new files are on the disk. If one rank fails,
     all raise, and the error names it. What is not sharded must be the same on all ranks (this is checked for tensors;
     numbers and strings are written from the first rank).
@@ -130,8 +130,8 @@ def load(
         of its own: correct under any optimizer, but with more exchanges. It is required if gradients wait
         (`optim.accumulate`).
       mmap: tensors on the CPU use the file's memory, which the system may drop and read again; writes to them stay in
-        this process. Not with a plan, whose ranks read parts. Every byte is read once, to check its CRC. A tensor that
-        lies in several files, or in a file of an older format, is read as without `mmap`.
+        this process. Not allowed with a plan, because ranks then read parts. Every byte is read once, to check its CRC.
+        A tensor that lies in several files, or in a file of an older format, is read as without `mmap`.
 
     Raises:
       ValueError: if a file is truncated, damaged (a CRC covers every byte) or no checkpoint, or the tree differs from

@@ -55,7 +55,7 @@ class Target(NamedTuple):
     codec: Codec | None
     dedup: bool
     dense_axes: tuple[str, ...]
-    like: TrainState | None = None  # a state whose layout to use, in place of all fields but the mesh
+    like: TrainState | None = None  # a state with the layout to use, in place of all fields but the mesh
 
 
 class Reader(NamedTuple):

@@ -31,7 +31,7 @@ def from_nested(x: Tensor) -> JaggedTensor:
 def to_nested(x: JaggedTensor) -> Tensor:
     """Return bags as a nested tensor [B, ragged, ...] of layout `torch.jagged`. Values and offsets are shared.
 
-    A view cuts the padding off, for which offsets[-1] is read on the host.
+    A view cuts the padding off; this reads offsets[-1] on the host.
 
     Raises:
       ValueError: if the bags have weights: a nested tensor has no place for them.

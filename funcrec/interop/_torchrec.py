@@ -117,8 +117,8 @@ def to_torchrec(
 
     Returns:
       TorchRec's value. For (tables, features) it is a list of configs, for an EmbeddingCollection if the features are
-      sequences, else for an EmbeddingBagCollection. TorchRec has no padding: a view cuts it off, for which offsets[-1]
-      is read on the host.
+      sequences, else for an EmbeddingBagCollection. TorchRec has no padding: a view cuts it off; this reads offsets[-1]
+      on the host.
 
     Raises:
       TypeError, ValueError: for what TorchRec has no counterpart of: hashed features, max_length, tables of f64, tables

@@ -163,11 +163,10 @@ def fit(
         between two steps; ranks ask it at every 16th.
       keep: `checkpoint` is a folder with the newest `keep` checkpoints, each named by its step (`fr.latest`). Ranks
         then write their own parts of a sharded state, and gather nothing. None: one file, of whole tables.
-      save_asynchronously: continue to train while a copy of what this rank writes is written. An error then raises at
-        the next checkpoint, or at the end, which waits for the last one.
-      resume: continue from the checkpoint; "auto": if there is one. The result has the bits of a run that was not
-        interrupted, wherever that was. In the midst of an epoch a loader with an `order`, such as `fr.data.loader`,
-        must have the order of the saved run.
+      save_asynchronously: copy what this rank writes, and continue to train while a thread writes the copy. An error
+        then raises at the next checkpoint, or at the end, which waits for the last one.
+      resume: continue from the checkpoint; "auto": if there is one. The result has the bits of an uninterrupted run. In
+        the midst of an epoch a loader with an `order`, such as `fr.data.loader`, must have the order of the saved run.
       overwrite: start again although there is a checkpoint; without it that is an error.
       settings: plain values that go into the checkpoint; resuming with others is an error that names them.
       callbacks: functions of a `fr.loop.Record`, called before the first step, after each step and after each epoch;

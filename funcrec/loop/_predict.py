@@ -60,7 +60,7 @@ def predict(model: Model, params: Params, encoding: Encoding, rows: Any, *, batc
 
 
 def linked(scores: Tensor, kinds: tuple[str, ...]) -> Tensor:
-    """Apply each label kind's link to its scores; without a label the link is that of a binary one."""
+    """Apply to each label's scores the link of its kind; without a label, the link of a binary one."""
     if "class" in kinds:
         return scores.softmax(1)
     if len(kinds) <= 1:

@@ -6,7 +6,7 @@ A thread of each process writes a beat twice a second to the store of the proces
 checks the next rank's process if that is on this machine, and reads the verdict. The first thread that sees what went
 wrong writes the verdict, and all ranks end with its text. If the main thread waits in an exchange that cannot be
 interrupted, the thread ends the process. A broken exchange is never reported as the cause: the verdict names the ranks
-for which it did not break.
+that did not come to it.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ from funcrec.mesh import Mesh
 
 BEAT_S = 0.5
 SILENT_S = 30.0  # without a beat, until the verdict; less if exchanges have a shorter timeout
-BROKEN_S = 5.0  # from a broken exchange until the verdict on the ranks for which it did not break
-LEAVE_S = 5.0  # from the verdict until the process ends whose main thread does not react
+BROKEN_S = 5.0  # from a broken exchange until the verdict on the ranks that did not come to it
+LEAVE_S = 5.0  # from the verdict until the thread ends a process that does not end itself
 SAVE_S = 25.0  # the same while that writes a checkpoint: torchrun waits for 30
 STORE_S = 10.0  # for an answer of the store
 
@@ -85,8 +85,6 @@ def watch(mesh: Mesh | None) -> Iterator[Callable[[str], None]]:
 
     A block inside another has no effect of its own. On CUDA, NCCL itself ends a process whose exchange waits longer
     than the timeout.
-
-    Blocks inside one are its part. On CUDA, NCCL itself ends a process whose exchange waits longer than the timeout.
 
     Args:
       mesh: a mesh of real ranks; for other meshes, and None, there is nothing to watch.
@@ -230,7 +228,7 @@ def place_of(seen: dict[int, tuple[str, int]], rank: int) -> str:
 
 
 def whom_they_wait_for(own: Watched, others: list[int], seen: dict[int, tuple[str, int]]) -> tuple[str, str]:
-    """Name the ranks for which a broken exchange did not break, when no rank's end broke it."""
+    """Name the ranks that a broken exchange waited for, when no rank has ended."""
     missing = [r for r in others if not own.store.check([f"broken {r}"])]
     if not missing:
         return "an exchange broke off on all ranks, and none of them ended.", own.broken

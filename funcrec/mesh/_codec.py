@@ -1,4 +1,4 @@
-"""Codecs: vectors travel between ranks in fewer bytes than the ranks compute in.
+"""Codecs: vectors travel between ranks in fewer bytes than they have in memory.
 
     y = decode(exchange(encode(x)))      d_x = decode'(exchangeᵀ(encode'(d_y)))      tangents: by y's rule
 

@@ -95,7 +95,7 @@ def _start_gather(x: Tensor, call: Call) -> Tensor:
 
 
 def _start_scatter(x: Tensor, call: Call) -> Tensor:
-    """Start the exchange from whose blocks `_finish` makes this rank's sum."""
+    """Start the exchange; `_finish` sums its blocks."""
     return (
         _start_swap(x, call) if _is_gloo(call.group) else _c10d.reduce_scatter_tensor(x, "sum", call.size, call.group)
     )

@@ -45,9 +45,9 @@ def gather_each(
 
 
 def carried(xs: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return each tensor in the form in which it travels, [N].
+    """Return each tensor as it travels, [N].
 
-    Where a float of an integer's size is among them, the integer travels as that float's bits: floats have derivatives.
+    Integers travel as the bits of floats of their size, if there are such floats: these have derivatives.
     """
     dtypes = {x.dtype for x in xs.values()}
     carrier = lambda dtype: BITS[dtype] if BITS.get(dtype) in dtypes else dtype

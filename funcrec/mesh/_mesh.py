@@ -41,7 +41,7 @@ class Mesh:
     `Mesh.emulated(data=2, model=2)` lives in this process: vmap runs a mapped function for all ranks at once, which
     takes and returns global values. `Mesh.distributed(data=2, model=2)` is this process's view of real ranks: each rank
     passes its own shard, and gets its own. The last axis runs fastest over the ranks.
-    `with mesh:` makes it the mesh of calls that name none.
+    Inside `with mesh:`, calls without a mesh use this one.
 
     Example:
       >>> import torch, funcrec as fr

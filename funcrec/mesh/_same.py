@@ -3,9 +3,9 @@
     x[0] = x[1] = ... = x[n-1], bit by bit
 
 Under a vmap the values below all transforms are compared. While a function is staged there are no values; and where a
-derivative follows a result, equal values do not show equal derivatives. There a result passes only if nothing that is
-cut along the axis goes into it, which the axis's vmap level shows. Real ranks have no such level: they compare tangents
-as they compare values, and a reverse derivative is that of each rank's own result.
+derivative follows a result, equal values do not show equal derivatives. There a result passes only if it does not
+depend on anything cut along the axis; the axis's vmap level shows this. Real ranks have no such level: they compare
+tangents as they compare values, and a reverse derivative is that of each rank's own result.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

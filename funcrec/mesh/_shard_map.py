@@ -105,7 +105,7 @@ def mapped(
     check: bool = True,
     alike: Mapping | None = None,
 ) -> Callable:
-    """`shard_map` for arguments of which some must have one form on all real ranks.
+    """`shard_map` that also compares the forms of some arguments between real ranks.
 
     alike: {number of an argument: its name} for these arguments; `check` compares their forms. An emulated mesh has one
       form by nature.
@@ -315,7 +315,7 @@ def _mesh_of(call: str, mesh: Mesh | None) -> Mesh:
     if not isinstance(where, Mesh):
         got, hint = "None, and no `with mesh:`" if mesh is None else describe(mesh), "fr.Mesh.emulated(data=2)"
         fail(call, "there is no mesh.", got=got, need="a Mesh", hint=hint, kind=TypeError)
-    # real ranks may be emulated for a look at shapes (`_unequal_in_emulation`): then so are the axes of calls within
+    # `_unequal_in_emulation` emulates real ranks to check shapes: calls inside it must use the emulated axes
     bound = [bound_axis(call, a) for a in where.axis_names if a in bound_names()]
     return Mesh(where.axes) if any(a.group is None for a in bound) else where
 

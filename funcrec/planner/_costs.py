@@ -19,7 +19,7 @@ import numpy as np
 from funcrec.mesh import Codec
 from funcrec.planner._hardware import Hardware
 
-ID_BYTES = 4  # of a row number as it travels, for fewer than 2³¹ rows
+ID_BYTES = 4  # of a row number on its way, for fewer than 2³¹ rows
 F32_BYTES = 4
 EXCHANGES = 3  # for each lookup in a step: ids, vectors back, cotangents
 SORT_PASSES = 4  # over ids and their places, to group gradients by row

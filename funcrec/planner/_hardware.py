@@ -1,4 +1,4 @@
-"""Hardware: a rank's memory and speeds, by which estimates divide.
+"""Hardware: a rank's memory and speeds; estimates divide by them.
 
     seconds = latency + bytes / bytes per second
 

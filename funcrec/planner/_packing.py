@@ -3,10 +3,10 @@
     M_k = max over ranks r of load[k, r], at most 1 for k of `once`;
     minimise Σ_k weights_k · M_k    where Σ_k a_k · M_k ≤ limit, of every cap
 
-A resource k is anything that loads ranks: seconds, bytes, rows of a bank. Seconds for which the slowest rank counts
-have weight 1. Bytes, which every rank has of its own, have a cap. A bank has as many rows on all ranks as on the
-fullest, so it has both. Costs that are paid once, however many items need them (an exchange's latency), are in `once`:
-each item that needs one has a base of 1.
+A resource k is anything that loads ranks: seconds, bytes, rows of a bank. Seconds have weight 1, because the slowest
+rank counts. Bytes have a cap, because every rank has its own. A bank has as many rows on all ranks as on the fullest,
+so it has both. Costs that are paid once, however many items need them (an exchange's latency), are in `once`: each item
+that needs one has a base of 1.
 Shapes: K resources, N ranks, S shards of an option, P places.
 """
 

@@ -1,4 +1,4 @@
-"""Exports a trained model as a folder: a program whose inputs include the parameters, the parameters, and a manifest.
+"""Exports a trained model as a folder: a program that takes parameters as inputs, the parameters, and a manifest.
 
 load_package(export(predict, params, example, path))(batch) = predict(params, batch)
 """
@@ -147,7 +147,6 @@ def save_weights(path: str | os.PathLike, params: Any, *, version: str | None = 
 
     Returns:
       the folder with weights.bin and weights.json; it is written whole or not at all.
-      the folder, of weights.bin and weights.json; it is there whole or not at all.
 
     Example:
       >>> import pathlib, tempfile, torch, funcrec as fr

@@ -93,7 +93,7 @@ def number_problems(at: str, x: Any, form: Whole) -> Iterator[Problem]:
 
 
 def placed_problems(at: str, e: Mapping, page: int) -> Iterator[Problem]:
-    """A tensor's place must have its size, and begin a page."""
+    """A tensor's bytes must have the size of its shape, and begin at a multiple of the page."""
     if any(isinstance(n, str) for n in e["shape"]):
         yield Problem("a parameter has no size of its own.", f"{e['name']} {text_of(e)}", "numbers")
         return

@@ -2,7 +2,7 @@
 
     digest = sha256(manifest.json, the digits of `digest` and of `files` as zeros)        also in model.pt2's metadata
 
-So a reader in any language recognises a changed manifest, or that of a different program.
+So a reader in any language recognises a changed manifest, or a manifest of a different program.
 """
 
 import hashlib

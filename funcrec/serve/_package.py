@@ -279,7 +279,7 @@ def other_problems(folder: Folder, need: str) -> Iterator[Problem]:
 
 
 def is_usual(batch: Any, manifest: Mapping, form: Form) -> bool:
-    """Whether a batch is of the most frequent kind, and fits.
+    """Whether a batch has the most frequent form, and fits the package.
 
     For other batches `batch_problems` finds faults, if any, in ten times the time.
     """

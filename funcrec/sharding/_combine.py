@@ -164,7 +164,7 @@ def combine_transpose(
         (d,) = send("all_to_all", [each], routes.axes, codec, [routes.widths])
     slots = routes.slots_of_banks
     terms: dict[Bank, list[Bags]] = {b: [] for b in slots}
-    # a term for each sender in turn: the order of the global batch, in which `coalesce` adds a row's gradients up
+    # one term per sender, in the order of the global batch: `coalesce` adds a row's gradients in this order
     for sender, d_sender in enumerate(d.unbind(0)):  # one tensor for all banks: it may travel on
         forms = slot_forms(routed, routes, sender)
         for b, own in slots.items():
@@ -181,7 +181,6 @@ def _is_mean(lane: Lane) -> bool:
 
 
 def _scaled(d: Tensor, routed: Routed, i: int, lane: Lane) -> Tensor:
-    """d over the bags' lengths, as the kernels do it: by one factor,
-    in the dtype that the table's rows are summed in."""
+    """Divide d by the bags' lengths as the kernels do: by one factor, in the dtype in which rows are summed."""
     acc = ops.accumulation_dtype(lane.bank.dtype)
     return d.to(acc) * (1 / routed.lengths(i).clamp(min=1).double())[:, None].to(acc)

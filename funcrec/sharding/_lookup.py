@@ -128,7 +128,7 @@ def sent_back(
 
 
 def has_capacity(transport: Transport, routes: Routes) -> bool:
-    """Whether an exchange may lack room for an id. One over no axes cannot: it reads the rank's own copies in place."""
+    """Whether an exchange may lack room for an id. Without axes it has room: the rank reads its own copies in place."""
     return transport.capacity is not None and bool(routes.axes)
 
 

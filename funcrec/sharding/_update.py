@@ -43,7 +43,7 @@ def check_whole_rows(call: str, sparse: RowOptimizer, layout: Layout) -> None:
 def column_banks(sparse: RowOptimizer, layout: Layout) -> dict[str, list[str]]:
     """{table: its banks}, for tables cut by columns that the optimizer must see as tables.
 
-    It must if it reads more than single elements, or labels tables by name.
+    These are optimizers that read more than single elements, or label tables by name.
     """
     shapes = dict(layout.shapes)
     if sparse.is_elementwise and all(sparse.label(n) is None for n in shapes):

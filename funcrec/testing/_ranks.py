@@ -27,7 +27,7 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """`world` processes with a gloo group, in which functions run as they would under torchrun.
+    """`world` processes with a gloo group. Functions run in them as under torchrun.
 
     Args:
       world: the number of ranks.

@@ -137,7 +137,7 @@ def _map_padding(fill: Callable[[Tensor], Tensor], tree: T) -> T:
 def _fill_term(fill: Callable[[Tensor], Tensor], x: Entries | Bags, num_embeddings: int) -> Entries | Bags:
     """Fill entries past `count` and ids after the last bag.
 
-    Of an entry past `count`, row and gradient are filled; of an entry without a valid row, the gradient.
+    An entry past `count` loses its row and gradient; an entry without a valid row loses its gradient.
     """
     if isinstance(x, Bags):
         used = torch.arange(x.rows.shape[0], device=x.rows.device) < x.offsets[-1]

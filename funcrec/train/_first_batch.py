@@ -22,7 +22,10 @@ ABOUT = (torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.de
 
 
 class Readers(TorchFunctionMode):
-    """Records whether an operation takes x; reading x's shape, dtype or device does not count (x.size(0) does)."""
+    """Records whether an operation takes x.
+
+    Reading x's shape, dtype or device does not count. x.size(0) does, because `vmap` calls it.
+    """
 
     def __init__(self, x: Tensor):
         super().__init__()

@@ -126,10 +126,11 @@ def train_step(
       all ranks found no room, and metrics["needed"], the capacity that holds all (i64[]).
 
     Law: the state is everything that changes. The same state and batch give the same bits on the same number of
-      threads; tables' updates from given cotangents of the loss do so on any number. A plan changes no bit: n ranks
-      give what one process gives that adds the gradients of the same n batches (row-wise tables: with exact=True; dedup
-      rounds gradients differently). Under torch.func.vmap over states (`vmap(step.init)` makes them) every member takes
-      its own step, in one update for all members; under vmap of vmap, one update for each member of the outer. Matrix
+      threads. Given the loss's cotangents, the tables' updates give the same bits on any number. A plan changes no bit:
+      n ranks give what one process gives that adds the gradients of the same n batches (row-wise tables: with
+      exact=True; dedup rounds gradients differently). Under torch.func.vmap over states (`vmap(step.init)` makes them)
+      every member takes its own step, in one update for all members; under vmap of vmap, one update for each member of
+      the outer. Matrix
       products of members,
       and of emulated ranks, run as one batched product, which may sum in another order: their results agree within
       rounding.

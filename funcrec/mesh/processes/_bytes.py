@@ -1,4 +1,4 @@
-"""Sends any number of bytes from every real rank of a mesh to every other, with sizes that all ranks know.
+"""Sends any number of bytes from every real rank of a mesh to every other; all ranks know the sizes.
 
 swap_bytes(blocks)[r] = (what rank 0 sent to r, ..., what rank n-1 sent to r)
 """

@@ -37,7 +37,7 @@ def write_delta(
 
     Args:
       path: of the file; it is written whole or not at all.
-      delta: `fr.delta(logged, since=...)`, since the step whose parameters the package has: the rows of its tables.
+      delta: `fr.delta(logged, since=...)`, from the step of the package's parameters on: its tables' changed rows.
         They are stored as the package stores them (`fr.quantize`'s dtype, rounded to the nearest).
       package: a Package, or the folder of one.
       params: a tree like the exported one, for every parameter that `delta` has no rows of: dense parameters change at

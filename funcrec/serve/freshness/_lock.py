@@ -1,4 +1,4 @@
-"""Allows one publisher per folder: two would each take the other's files for those of a killed publisher.
+"""Allows one publisher per folder: each of two would take the other for a killed one, and remove its files.
 
 .publisher    names the publisher and its manifest; locked while it lives, so the lock ends when it is killed
 """

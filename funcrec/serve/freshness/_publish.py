@@ -82,7 +82,7 @@ def publish(
       read.
       every_steps: of steps of the run.
       keep: how many of the newest deltas stay; a server further behind begins with whole weights.
-      servers: addresses of the `--admin` of `funcrec-serve` that read `folder` as their `--updates`:
+      servers: the `--admin` addresses of `funcrec-serve` processes that read `folder` as their `--updates`:
         "http://127.0.0.1:8081", or "unix:/run/admin". Each gets the files that it lacks, one after the other. If one
         cannot be reached, it causes a warning and gets all of them the next time; training goes on.
       timeout_s: for an answer of a server. Training waits for it.

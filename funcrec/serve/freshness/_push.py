@@ -21,7 +21,7 @@ UNIX = "unix:"
 
 @typed
 def update_server(address: str, folder: str | os.PathLike, *, timeout_s: float = 10.0) -> str:
-    """Send a running `funcrec-serve` the files that it lacks of those that `publish` wrote.
+    """Send a running `funcrec-serve` those files of `publish` that it lacks.
 
     These are the deltas after its version, in their order, or whole weights and the deltas after them.
 

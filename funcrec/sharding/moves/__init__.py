@@ -1,1 +1,1 @@
-"""Rows and slots that go from rank to rank when a plan changes."""
+"""Moves rows and slots between ranks when a plan changes."""
