@@ -89,7 +89,7 @@ def table_parts(state: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], T
 
 
 def whole_tables(state: dict[str, Any], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """{table: f[R, D]} on every rank. Of a part that several ranks hold, the last rank's is taken."""
+    """{table: f[R, D]} on every rank. If several ranks hold a part, it takes the last rank's."""
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, [(n, at, x.clone()) for n, at, x in table_parts(state)])
     out = {n: torch.full_like(t, torch.nan) for n, t in like.items()}

@@ -35,7 +35,7 @@ def drawn(num_items: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def timed(calls: dict, queries: torch.Tensor, size: int, rounds: int) -> tuple[dict, dict]:
-    """Each call's ms on `size` queries at a time, and its time over that of the first call."""
+    """Each call's ms for `size` queries at a time, and its time divided by the first call's."""
     turns = {n: itertools.cycle(queries.split(size)) for n in calls}
     of = lambda name, call: lambda: call(next(turns[name]))
     times = interleave({n: of(n, c) for n, c in calls.items()}, rounds=rounds, clock=time.thread_time)
