@@ -5,7 +5,7 @@ Shapes: R rows, D dim.
 """
 
 import mmap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from funcrec.optim import RowOptimizer
 from funcrec.sharding import (
     DenseShard,
     Plan,
-    ShardedTables,
     Waiting,
     bank_problems,
     blank_banks,
@@ -32,12 +31,14 @@ from funcrec.sharding import (
     dense_axes_problems,
     layout_of,
     leaf_problems,
+    placed_problems,
     places,
     rooms_of,
     steps_problems,
     transport_of,
     waiting_problems,
     whole_banks,
+    with_banks,
 )
 from funcrec.tables import WAITING
 from funcrec.train import TrainState, of_rows, steps_of
@@ -164,11 +165,10 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
         held = Waiting(*(reader.whole(own[k]) for k in WAITING))
         for b, cut in cut_waiting(layout, n, held, rooms[n], whole, mesh).items():
             banks[b] |= cut
-    made = {b: own.pop("") for b, own in banks.items()}
-    if target.like is not None:
-        tables = replace(target.like.tables, banks=made)
-    else:
-        tables = ShardedTables(made, layout, transport_of(target.exact, target.dedup, None, target.codec))
+    like = target.like
+    transport = like.tables.transport if like else transport_of(target.exact, target.dedup, None, target.codec)
+    tables = with_banks(state.tables, {b: own.pop("") for b, own in banks.items()}, layout, transport)
+    tables = replace(tables, rest=mapped(reader.whole, tables.rest))
     step, kept, kept_opt, key = mapped(reader.whole, (state.step, state.dense, state.dense_opt, state.key))
     if target.dense_axes:
         check(CALL, leaf_problems(kept, kept_opt))
@@ -258,9 +258,10 @@ def shape_problems(shapes: dict[str, tuple], like: TrainState) -> Iterator[Probl
 def state_problems(state: TrainState) -> Iterator[Problem]:
     """The state has tables [R, D], each with slots for its rows."""
     shown = lambda x: f"{x.dtype}{list(x.shape)}" if isinstance(x, Stored) else describe(x)
-    if not isinstance(state.tables, dict) or not isinstance(state.slots, dict):
+    if not isinstance(state.tables, Mapping) or not isinstance(state.slots, dict):
         yield Problem("the checkpoint has a state without tables by name.", describe(state.tables), "{name: f[R, D]}")
         return
+    yield from placed_problems(state.tables)
     for n, t in state.tables.items():
         if not isinstance(t, Stored) or len(t.shape) != 2 or not t.dtype.is_floating_point:
             yield Problem(f"table {n!r} of the checkpoint is not a table.", shown(t), "f[R, D]")

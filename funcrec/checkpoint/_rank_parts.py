@@ -21,7 +21,7 @@ from funcrec.checkpoint._format import grid_of
 from funcrec.checkpoint._tree_json import Cut
 from funcrec.core import Problem, check, describe, map_tensors, replace
 from funcrec.mesh import Mesh, checksum, coordinates, rank_at
-from funcrec.sharding import DenseShard, Layout, ShardedTables, copy_problems, filled, of_rank, part_of, whole_shape
+from funcrec.sharding import DenseShard, Layout, copy_problems, filled, join_parts, of_rank, part_of, whole_shape
 from funcrec.tables import WAITING, layout_in
 from funcrec.train import TrainState, slot_problems
 
@@ -113,13 +113,13 @@ class Seen(NamedTuple):
             return map_tensors(lambda x: cut(x) if x.dim() else x, node.flat)
         return node
 
-    def tables(self, tables: ShardedTables, slots: Any) -> dict[str, Cut]:
+    def tables(self, tables: Any, slots: Any) -> Any:
         leaves: dict[str, dict[str, Tensor]] = {"table": dict(tables.banks)}
         for n, own in slots.items():
             for k, s in (own | filled(own)).items():
                 leaves.setdefault(f"slot {k!r}", {})[n] = s
         self.layouts.append((tables.layout, leaves))
-        return {n: table_cut(tables.layout, n, tables.banks) for n, _ in tables.layout.shapes}
+        return join_parts(tables, {n: table_cut(tables.layout, n, tables.banks) for n, _ in tables.layout.shapes})
 
     def slots(self, state: TrainState) -> dict[str, dict[str, Cut]]:
         layout, out = state.tables.layout, {}

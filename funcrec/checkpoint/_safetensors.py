@@ -19,7 +19,7 @@ from funcrec.core import Problem, check, describe, fail, typed
 from funcrec.files import as_path, open_file, write_bytes, write_whole
 from funcrec.mesh import Mesh
 from funcrec.sharding import ShardedTables, gather_tables
-from funcrec.tables import is_plain, kind_of_tables, layout_in
+from funcrec.tables import is_plain, layout_in
 
 SAVE, LOAD = "funcrec.save_safetensors", "funcrec.load_safetensors"
 HEAD, MOST_HEADER = 8, 100_000_000  # bytes; readers refuse a longer header
@@ -162,8 +162,8 @@ def metadata_problems(metadata: Mapping[str, str] | None) -> Iterator[Problem]:
 
 def kind_problems(tensors: Any) -> Iterator[Problem]:
     """Tables that are more than their tensors would come back as less."""
-    is_floats = layout_in(tensors) is not None and kind_of_tables(tensors).is_trained(tensors)
-    if not is_plain(tensors) and not is_floats:
+    is_sharded = layout_in(tensors) is not None
+    if (tensors.of is not dict) if is_sharded else not is_plain(tensors):
         got, hint = describe(tensors), "fr.save, which keeps all of it; dict(tensors), for the tensors alone"
         yield Problem("`tensors` are more than tensors by name.", got, "{name: tensor}", hint, TypeError)
 

@@ -246,7 +246,12 @@ def quantize_fake(tables: FakeQuantizedTables, dtype: Any, key: Tensor | None) -
     return replace(q, tables={**q.tables, **learned})
 
 
-KINDS[FakeQuantizedTables] = Kind(lambda t: table_shapes(t.tables), read_fake, quantized=quantize_fake)
+KINDS[FakeQuantizedTables] = Kind(
+    lambda t: table_shapes(t.tables),
+    read_fake,
+    quantized=quantize_fake,
+    placed="the float tables, `.tables`, and in the loss fr.fake_quantize(params.tables, dtype)",
+)
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -264,7 +269,9 @@ def part_problems(tables: Any, scales: Any, dtypes: Any) -> Iterator[Problem]:
         need = f"(table, dtype) for each of {names_of(tables)}, in order, of {list(get_args(Dtype))}"
         yield Problem("`dtypes` do not match the tables.", repr(dtypes), need, "fr.fake_quantize(tables, dtype)")
         return
-    of = {} if kind_of_tables(tables).faked else {n + SCALE: n for n, dtype in pairs if dtype in CODES}
+    if faked := kind_of_tables(tables).faked:
+        yield from faked.problems(tables, dict(pairs))
+    of = {} if faked else {n + SCALE: n for n, dtype in pairs if dtype in CODES}
     for part, s in scales.items():
         if part not in of:
             yield Problem(f"`scales[{part!r}]` belongs to no table of codes.", f"{part!r}", f"one of {list(of)}")

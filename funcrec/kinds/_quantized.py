@@ -36,6 +36,7 @@ from funcrec.tables import (
     FeatureConfig,
     Kind,
     LookupResult,
+    Placed,
     is_plain,
     kind_of_tables,
     lookup_forms,
@@ -117,7 +118,13 @@ def read_quantized(
     return pooled_read(values, ids, features, shapes)
 
 
-KINDS[QuantizedTables] = Kind(shapes_of, read_quantized, is_trained=lambda q: False)
+KINDS[QuantizedTables] = Kind(
+    shapes_of,
+    read_quantized,
+    is_trained=lambda q: False,
+    forms=lambda q: {n: (bits, dim) for n, bits, dim in q.forms},
+    placed=Placed(lambda sharded, parts: QuantizedTables(parts, sharded.layout.forms)),
+)
 
 
 def retyped(q: QuantizedTables, dtype: torch.dtype) -> QuantizedTables:

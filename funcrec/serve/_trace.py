@@ -29,9 +29,8 @@ from funcrec.core import (
     tree_unflatten,
 )
 from funcrec.jagged import KeyedJaggedTensor
-from funcrec.kinds import QuantizedTables
 from funcrec.serve._weights import NAMES
-from funcrec.tables import Batch, lookups_seen, table_shapes
+from funcrec.tables import Batch, kind_of_tables, lookups_seen, table_shapes
 
 CALL = "funcrec.export"
 ANY_ROW = 2**63 - 1  # for a column that is hashed, or that no lookup reads: no id is outside
@@ -212,7 +211,7 @@ def tables_of(lookups: Sequence, names: Mapping[int, str]) -> list[dict]:
     found = {}
     for tables, _, features in lookups:
         shapes, parts = table_shapes(tables), dict(tables)
-        coded = {n: bits for n, bits, _ in tables.forms} if isinstance(tables, QuantizedTables) else {}
+        coded = {n: bits for n, (bits, _) in kind_of_tables(tables).forms(tables).items()}
         for table in dict.fromkeys(f.table for f in features):
             x = parts.get(table)  # None for other kinds, whose parts are no tables
             name, (rows, dim) = names.get(id(x)), shapes[table]

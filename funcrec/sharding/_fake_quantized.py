@@ -49,7 +49,7 @@ def read_fake(
         places = torch.arange(routed.rows.shape[0], device=routed.rows.device)
         return copies, replace(routed, rows=torch.where(routed.rows < 0, -1, places))
 
-    return read_sharded(fake.tables, ids, tuple(features), implementation, rounded)
+    return read_sharded(fake.tables, ids, features, implementation, rounded)
 
 
 def rounded_copy(

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import check, fail
+from funcrec.core import check, fail, replace
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from funcrec.mesh import bound_names
 from funcrec.sharding._lanes import Lane, Routes, routes_of
 from funcrec.sharding._sequences import lane_rows, sequence_routes
 from funcrec.sharding._transport import POOLED, SEQUENCES, Steps, Transport, steps_of
 from funcrec.sharding.placement._layout import Layout
-from funcrec.tables import FeatureConfig, LookupResult, RowGrads, bag_count_problems, sequence_rows
+from funcrec.tables import KINDS, FeatureConfig, LookupResult, RowGrads, bag_count_problems, sequence_rows
 
 Rounded = Callable[[Any, Routes, str | None], tuple[Mapping[str, Tensor], Any]]
 
@@ -28,7 +28,7 @@ Rounded = Callable[[Any, Routes, str | None], tuple[Mapping[str, Tensor], Any]]
 def read_sharded(
     tables: Any,
     ids: KeyedJaggedTensor,
-    features: tuple[FeatureConfig, ...],
+    features: Sequence[FeatureConfig],
     implementation: str | None = None,
     rounded: Rounded | None = None,
 ) -> LookupResult:
@@ -39,9 +39,11 @@ def read_sharded(
     rounded: (routed, routes, implementation) -> the tensors to read instead of the banks, and `routed` with rows in
     these.
     """
+    if (read := KINDS[tables.of].placed.read) is not None:  # of a type whose parts are not what features name
+        return read(replace(tables, of=dict), ids, features, implementation)
     is_sequence = features[0].pooling == "none"
     check_bound("funcrec.lookup_sequence" if is_sequence else "funcrec.lookup", tables.layout)
-    return (read_sequences if is_sequence else read_pooled)(tables, ids, features, implementation, rounded)
+    return (read_sequences if is_sequence else read_pooled)(tables, ids, tuple(features), implementation, rounded)
 
 
 def read_pooled(

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from funcrec.core import RETYPED, Count, Problem, check, describe, fail, mapping, pytree, replace, typed
-from funcrec.kinds import CODES, FakeQuantizedTables, QuantizedTables, bits_of, dtype_problems, named_dtypes, stored
+from funcrec.core import RETYPED, Count, Problem, check, describe, fail, mapping, pytree, replace, tree_map, typed
+from funcrec.kinds import CODES, QuantizedTables, bits_of, dtype_problems, named_dtypes, stored
 from funcrec.mesh import Codec, Mesh, P, codec_problems, unshard
 from funcrec.sharding._copies import copy_problems
 from funcrec.sharding._fake_quantized import read_fake
@@ -17,11 +17,11 @@ from funcrec.sharding._lookup import read_sharded
 from funcrec.sharding._transport import Transport, dedup_problems, transport_of
 from funcrec.sharding.placement._layout import Layout, layout_of, own_ranks, pack, unpack
 from funcrec.sharding.placement._plan import Plan
-from funcrec.tables import KINDS, Faked, Kind, is_plain, layout_in, row_problems, table_tensor_problems
+from funcrec.tables import KINDS, Faked, Kind, kind_of_tables, layout_in, row_problems, table_tensor_problems
 
 
 @mapping(lambda tables: tables.banks, "bank", "fr.gather_tables(tables, mesh), for the tables by their names")
-@pytree(static=("layout", "transport", "whole"))
+@pytree(static=("layout", "transport", "whole", "of"))
 class ShardedTables:
     """The tables of a plan, as their banks: `shard_tables` makes them, and `lookup` takes them inside `shard_map`.
 
@@ -30,6 +30,8 @@ class ShardedTables:
       layout: which row of which table lies where.
       transport: what exchanges send, as the keywords of `shard_tables` say.
       whole: banks of tables cut by columns whose gradients arrive with all columns of the rows; `train_step` sets it.
+      of: the type of the whole tables; its row of `funcrec.tables.KINDS` says how to read and gather them.
+      rest: the tensors of that type that are not parts, whole on every rank.
 
     Example:
       >>> import torch, funcrec as fr
@@ -50,10 +52,12 @@ class ShardedTables:
     layout: Layout
     transport: Transport = Transport()
     whole: tuple[str, ...] = ()
+    of: type = dict
+    rest: Any = ()
 
     def specs(self) -> "ShardedTables":
-        """Return the same value with a P for each bank, for `shard_map`."""
-        return replace(self, banks=self.layout.specs())
+        """Return the same value with a P for each tensor, for `shard_map`."""
+        return replace(self, banks=self.layout.specs(), rest=tree_map(lambda x: P(), self.rest))
 
     def __repr__(self) -> str:
         return "ShardedTables({" + ", ".join(f"{n}: {describe(t)}" for n, t in self.banks.items()) + "})"
@@ -101,22 +105,22 @@ def shard_tables(
       >>> fr.shard_tables({"item": torch.ones(4, 2)}, fr.Plan({"item": fr.replicated()}), fr.Mesh.emulated(data=2))
       ShardedTables({item: f32[4, 2]})
     """
-    call, is_quantized = "funcrec.shard_tables", isinstance(tables, QuantizedTables)
+    call = "funcrec.shard_tables"
     check(call, placed_problems(tables))
-    check(call, () if is_quantized else table_tensor_problems(tables))
+    forms = kind_of_tables(tables).forms(tables)
+    check(call, table_tensor_problems({n: t for n, t in tables.items() if n not in forms}))
     check(call, codec_problems(codec), dedup_problems(exact, dedup))
     check(call, row_problems(tables), one_device_problems(tables))
-    dims = {n: dim for n, _, dim in tables.forms} if is_quantized else {n: t.shape[1] for n, t in tables.items()}
-    shapes = {n: (t.shape[0], dims[n]) for n, t in tables.items()}
-    bits = {n: b for n, b, _ in tables.forms} if is_quantized else None
+    shapes = {n: (t.shape[0], forms[n][1] if n in forms else t.shape[1]) for n, t in tables.items()}
+    bits = {n: b for n, (b, _) in forms.items()}
     layout = layout_of(call, shapes, {n: t.dtype for n, t in tables.items()}, plan, mesh, labels, bits)
     banks = {b.name: pack(layout, i, tables, own_ranks(b, mesh)) for i, b in enumerate(layout.banks)}
-    return ShardedTables(banks, layout, transport_of(exact, dedup, capacity, codec))
+    return with_banks(tables, banks, layout, transport_of(exact, dedup, capacity, codec))
 
 
 @typed
-def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor] | QuantizedTables:
-    """{table: [R, D]}: the whole tables on every rank, or QuantizedTables; the inverse of `shard_tables`.
+def gather_tables(tables: ShardedTables, mesh: Mesh) -> Mapping[str, Tensor]:
+    """{table: [R, D]}: the whole tables on every rank, of the type that was sharded; the inverse of `shard_tables`.
 
     Raises:
       ValueError: if copies that trained apart (the plan's `replicas`) are not equal.
@@ -128,43 +132,50 @@ def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor] | Quan
       {'item': tensor([[1., 0.],
               [0., 1.]])}
     """
-    if not isinstance(tables, ShardedTables):
+    if layout_in(tables) is None:
         fail(
-            "funcrec.gather_tables",
-            "`tables` are not sharded.",
-            got=describe(tables),
-            need="ShardedTables",
-            hint="fr.shard_tables",
-            kind=TypeError,
-        )
+            "funcrec.gather_tables", "`tables` are not sharded.", got=describe(tables), need="ShardedTables",
+            hint="fr.shard_tables", kind=TypeError,
+        )  # fmt: skip
     layout = tables.layout
     check("funcrec.gather_tables", copy_problems(layout, {"table": tables.banks}, mesh))
-    whole = gather_banks(layout, tables.banks, mesh)
-    bits = {s.table: layout.banks[s.bank].bits for s in layout.shards}
-    if not any(bits.values()):
-        return whole
-    return QuantizedTables(whole, tuple((n, bits[n], dim) for n, (_, dim) in layout.shapes))
+    return join_parts(tables, gather_banks(layout, tables.banks, mesh))
+
+
+def with_banks(tables: Any, banks: dict[str, Tensor], layout: Layout, transport: Transport) -> ShardedTables:
+    """ShardedTables of the type of `tables`, whole or sharded, whose parts now lie in `banks`."""
+    if layout_in(tables) is not None:
+        return replace(tables, banks=banks, layout=layout, transport=transport, whole=())
+    of = type(tables) if type(tables) in KINDS else dict
+    return ShardedTables(banks, layout, transport, of=of, rest=KINDS[of].placed.rest(tables))
+
+
+def join_parts(tables: ShardedTables, parts: dict[str, Any]) -> Any:
+    """Whole tables of the type of `tables`, made of whole parts or of what stands for them."""
+    return KINDS[tables.of].placed.joined(tables, parts)
 
 
 def quantize_sharded(tables: ShardedTables, dtype: Any, key: Tensor | None) -> ShardedTables:
     """Quantise each rank's rows in place: no row is sent, so a rank must hold whole rows."""
     names, layout = dict(tables.layout.shapes), tables.layout
     dtype = "int8" if dtype is None else dtype
+    check("funcrec.quantize", float_problems(tables))
     check("funcrec.quantize", dtype_problems(names, dtype), sharded_problems(tables, dtype, key))
     named = {s.bank: named_dtypes(names, dtype)[s.table] for s in layout.shards}
     banks = {b.name: stored(tables.banks[b.name], named[i]) for i, b in enumerate(layout.banks)}
     told = [b._replace(dtype=banks[b.name].dtype, bits=bits_of(named[i])) for i, b in enumerate(layout.banks)]
-    return ShardedTables(banks, layout._replace(banks=tuple(told)), tables.transport)
+    return ShardedTables(banks, layout._replace(banks=tuple(told)), tables.transport, of=QuantizedTables)
 
 
 WHOLE = 'fr.fake_quantize of rows that are whole on a rank: row_wise, table_wise, replicated; or "float32" for this one'
 KINDS[ShardedTables] = Kind(
-    lambda tables: dict(tables.layout.shapes),
+    lambda tables: KINDS[tables.of].placed.shapes(tables),
     read_sharded,
-    lambda tables: not any(b.bits for b in tables.layout.banks),
+    lambda tables: KINDS[tables.of].is_trained(tables),
     layout=lambda tables: tables.layout,
     quantized=quantize_sharded,
-    faked=Faked(lambda tables, named: code_problems(tables, named, WHOLE), read_fake),
+    faked=Faked(lambda tables, named: [*float_problems(tables)] or code_problems(tables, named, WHOLE), read_fake),
+    placed="fr.gather_tables(tables, mesh) first",
 )
 
 
@@ -178,6 +189,12 @@ def gather_banks(layout: Layout, banks: Mapping[str, Tensor], mesh: Mesh) -> dic
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def float_problems(tables: ShardedTables) -> Iterator[Problem]:
+    if tables.of is not dict:
+        what = f"`tables` are sharded {tables.of.__name__}, which are not quantised on ranks."
+        yield Problem(what, repr(tables), "shards of {name: f[R, D]}", "fr.gather_tables(tables, mesh)", TypeError)
 
 
 def sharded_problems(tables: ShardedTables, dtype: Any, key: Tensor | None) -> Iterator[Problem]:
@@ -197,20 +214,16 @@ def code_problems(tables: ShardedTables, named: Mapping[str, str], hint: str) ->
     layout = tables.layout
     for n, (_, dim) in layout.shapes:
         own = [layout.shards[i] for i in layout.shards_of(n)]
-        if layout.banks[own[0].bank].bits:
-            yield Problem(f"table {n!r} is quantised.", describe(tables.banks), "tables of floats", hint, TypeError)
         if own[0].last - own[0].first < dim and named[n] in CODES:
             got, need = f"{len(own)} blocks of columns", "rows that are whole on a rank: a row has one scale"
             yield Problem(f"table {n!r} is cut by columns.", got, need, hint)
 
 
 def placed_problems(tables: Any) -> Iterator[Problem]:
-    """Only float tables and QuantizedTables can be cut: lookups could not read parts of other kinds of tables."""
-    if not is_plain(tables) and not isinstance(tables, QuantizedTables):
-        got, need = describe(tables), "{name: f[R, D]}, or QuantizedTables"
-        hint = "fr.gather_tables(tables, mesh) first" if layout_in(tables) else ""
-        if isinstance(tables, FakeQuantizedTables):
-            hint = "the float tables, `.tables`, and in the loss fr.fake_quantize(params.tables, dtype)"
+    """Refuse tables whose type does not say how they lie on ranks."""
+    hint = kind_of_tables(tables).placed
+    if isinstance(hint, str):
+        got, need = describe(tables), "{name: f[R, D]}, QuantizedTables, or a type that `KINDS` places"
         yield Problem(f"`tables` are {type(tables).__name__}, which are not placed.", got, need, hint, TypeError)
 
 

@@ -54,6 +54,21 @@ class Faked(NamedTuple):
     read: Callable[..., LookupResult]
 
 
+class Placed(NamedTuple):
+    """How tables of a type lie on ranks: `ShardedTables` hold the parts, each a table [R, D] that a plan names.
+
+    joined: (ShardedTables, {part: x}) -> whole tables of the type. x is a tensor, or stands for one that is not read.
+    shapes: as in `Kind`, of ShardedTables.
+    read: as in `Kind`, of ShardedTables that are read as a dict of the parts. None: features read the parts.
+    rest: tables -> a tree of the tensors that are no parts, by other names than theirs; each rank has all of it.
+    """
+
+    joined: Callable[[Any, dict[str, Any]], Any] = lambda sharded, parts: parts
+    shapes: Callable[[Any], Any] = lambda sharded: sharded.layout.shapes
+    read: Callable[..., LookupResult] | None = None
+    rest: Callable[[Any], Any] = lambda tables: ()
+
+
 class Kind(NamedTuple):
     """The functions of a type of tables; features name its tables, not its parts.
 
@@ -61,19 +76,25 @@ class Kind(NamedTuple):
       against them, once.
     read: (tables, ids, features, implementation) -> LookupResult. The features are checked. All are pooled ("sum",
       "mean") or all are sequences ("none"); only plain tables get an empty list.
-    is_trained: tables -> whether the parts get gradients; `value_and_grad` refuses tables that do not.
+    is_trained: tables, or ShardedTables of the type -> whether the parts get gradients; `value_and_grad` refuses tables
+      that do not.
     layout: tables -> where the rows of each table lie on a mesh, as in `funcrec.sharding`; resharding, checkpoints and
       logs use it. None for tables that are whole: then the parts are stored.
+    forms: tables -> {part: (bits, dim)} of the parts whose rows are stored as `quantize` stores them.
     quantized: (tables, dtypes, key) -> the result of `quantize`; None if `quantize` refuses the type.
     faked: None if `fake_quantize` refuses the type.
+    placed: what `shard_tables`, `gather_tables`, `reshard` and checkpoints call. A text if they refuse the type: the
+      error says to try that.
     """
 
     shapes: Callable[[Any], Mapping[str, tuple[int, int]]]
     read: Callable[..., LookupResult]
     is_trained: Callable[[Any], bool] = lambda tables: True
     layout: Callable[[Any], Any] = lambda tables: None
+    forms: Callable[[Any], Mapping[str, tuple[int, int]]] = lambda tables: {}
     quantized: Callable[..., Any] | None = None
     faked: Faked | None = None
+    placed: Placed | str = ""
 
 
 KINDS: dict[type, Kind] = {}

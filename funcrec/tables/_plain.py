@@ -18,7 +18,7 @@ from funcrec.kernels.forms import Feature
 from funcrec.tables import _primitives as primitives
 from funcrec.tables._configs import FeatureConfig
 from funcrec.tables._hashing import hash_rows
-from funcrec.tables._kinds import KINDS, Kind, LookupResult, table_shapes
+from funcrec.tables._kinds import KINDS, Kind, LookupResult, Placed, table_shapes
 from funcrec.tables._rowgrads import Bags, RowGrads
 from funcrec.tables._tape import summed
 
@@ -36,7 +36,7 @@ def read_plain(
     return _pooled(shapes, [tables[n] for n in names], buffers, forms, ids, features, implementation)
 
 
-KINDS[dict] = Kind(lambda tables: {n: tuple(t.shape) for n, t in tables.items()}, read_plain)
+KINDS[dict] = Kind(lambda tables: {n: tuple(t.shape) for n, t in tables.items()}, read_plain, placed=Placed())
 
 
 def _pooled(

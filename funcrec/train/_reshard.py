@@ -17,7 +17,6 @@ from funcrec.sharding import (
     Layout,
     Plan,
     Rows,
-    ShardedTables,
     Waiting,
     bank_problems,
     blank_banks,
@@ -32,6 +31,7 @@ from funcrec.sharding import (
     followed_problems,
     gather_waiting,
     join_dense,
+    join_parts,
     layout_of,
     leaf_problems,
     move,
@@ -43,6 +43,7 @@ from funcrec.sharding import (
     transport_of,
     waiting_problems,
     whole_banks,
+    with_banks,
 )
 from funcrec.tables import WAITING, layout_in, table_tensor_problems
 from funcrec.train._state import TrainState
@@ -84,7 +85,7 @@ def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
     check(call, copy_problems(state.tables.layout, leaves_of(state), mesh))
     rows, reads = dict(state.tables.layout.shapes), readers(state, mesh)
     whole = {n: {k: read(0, rows[n][0]) for k, read in own.items()} for n, own in reads.items()}
-    tables = {n: own.pop("") for n, own in whole.items()}
+    tables = join_parts(state.tables, {n: own.pop("") for n, own in whole.items()})
     for n, held in waiting_in(state, mesh):
         whole[n] |= held.slots()
     return TrainState(
@@ -176,7 +177,7 @@ def reshard(
         for b, own in cut_waiting(layout, n, held, rooms[n], whole_banks(sparse, layout), mesh).items():
             banks[b] |= own
     transport = transport_of(exact, dedup, codec=codec)
-    tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, transport)
+    tables = with_banks(state.tables, {b: own.pop("") for b, own in banks.items()}, layout, transport)
     kept, kept_opt = join_dense(state.dense, source), join_dense(state.dense_opt, source)
     if dense_axes:
         axes = tuple(dense_axes)
@@ -195,7 +196,7 @@ def readers(state: TrainState, mesh: Mesh) -> dict[str, dict[str, Rows]]:
     out = {}
     for name, _ in layout.shapes:
         own = [layout.banks[layout.shards[i].bank].name for i in layout.shards_of(name)]
-        leaves = {"": tables.banks} | {k: {b: state.slots[b][k] for b in own} for k in of_rows(state.slots[own[0]])}
+        leaves = {"": tables} | {k: {b: state.slots[b][k] for b in own} for k in of_rows(state.slots[own[0]])}
         read = lambda x, n=name: lambda first, last: rows_of(layout, x, n, mesh, first, last)
         out[name] = {k: read(x) for k, x in leaves.items()}
     return out
@@ -228,7 +229,7 @@ def steps_of(state: TrainState, mesh: Mesh) -> dict[str, int]:
 
 def leaves_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
     """{"table" or a slot's name: {bank: its tensor}}; waiting gradients without an entry are zeros."""
-    out: dict[str, dict[str, Tensor]] = {"table": dict(state.tables.banks)}
+    out: dict[str, dict[str, Tensor]] = {"table": dict(state.tables)}
     for n, own in state.slots.items():
         for k, s in (own | filled(own)).items():
             out.setdefault(f"slot {k!r}", {})[n] = s

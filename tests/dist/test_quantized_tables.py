@@ -118,7 +118,7 @@ def test_what_reads_its_parts_otherwise_is_not_placed():
         fr.shard_tables(placed, plan, mesh)
     with pytest.raises(TypeError, match=r'learned scales belong to plain tables(.|\n)*scales="row"'):
         fr.fake_quantize(placed, scales="learned")
-    with pytest.raises(TypeError, match=r"table 'a' is quantised"):
+    with pytest.raises(TypeError, match=r"`tables` are sharded QuantizedTables"):
         fr.fake_quantize(fr.quantize(placed))
 
 
@@ -133,7 +133,7 @@ def test_what_is_sharded_and_coded_is_refused_elsewhere(tmp_path):
         fr.quantize(placed, key=fr.key(0))
     q = fr.quantize(placed)
     assert q.to(torch.float16).layout == q.layout
-    with pytest.raises(TypeError, match=r"table 'a' is quantised"):
+    with pytest.raises(TypeError, match=r"`tables` are sharded QuantizedTables"):
         fr.quantize(q)
     with pytest.raises(TypeError, match=r"quantised tables on a mesh(.|\n)*fr.gather_tables"):
         fr.save(tmp_path / "q", q, mesh=mesh)

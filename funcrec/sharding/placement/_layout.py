@@ -75,6 +75,12 @@ class Layout(NamedTuple):
         """How many copies of the tables train apart."""
         return prod(dict(self.mesh_shape)[a] for a in self.replicas)
 
+    @property
+    def forms(self) -> tuple[tuple[str, int, int], ...]:
+        """(table, bits, dim) of each table, as `QuantizedTables` has them; 0 bits for tables of floats."""
+        bits = {s.table: self.banks[s.bank].bits for s in self.shards}
+        return tuple((n, bits[n], dim) for n, (_, dim) in self.shapes)
+
     def shards_of(self, table: str) -> list[int]:
         """The numbers of the shards of a table, by columns."""
         return [i for i, s in enumerate(self.shards) if s.table == table]

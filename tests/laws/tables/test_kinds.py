@@ -1,15 +1,17 @@
-"""A kind of tables that funcrec does not know goes wherever plain tables go: `KINDS` is all that lookups ask.
+"""A kind of tables that funcrec does not know goes wherever plain tables go: `KINDS` is all that the library asks.
 
-row_i = base_i + left_i @ right        the parts of one table, of which features know only the whole
+row_i = base_i + scale · left_i @ right        the parts of one table, of which features know only the whole
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 
 import funcrec as fr
-from funcrec.tables import KINDS, Kind, LookupResult
+from funcrec.checkpoint import load_as
+from funcrec.tables import KINDS, Kind, LookupResult, Placed
 from funcrec.testing import assert_trees_close
 
 R, D, K = 7, 3, 2
@@ -20,6 +22,7 @@ POOLED = (
     fr.FeatureConfig("sum", table="item", column="a", weighted=True),
     fr.FeatureConfig("mean", table="item", column="b", pooling="mean", hash=fr.modulo()),
 )
+SCALE = torch.tensor(1.7, dtype=torch.float64)
 SEQUENCES = (fr.FeatureConfig("seq", table="item", column="a", pooling="none", weighted=True, max_length=2),)
 IDS = fr.KeyedJaggedTensor.from_lists(
     {"a": [[1, 1, 6], [], [0, -1]], "b": [[9], [2, 3], [4]]},
@@ -29,11 +32,12 @@ IDS = fr.KeyedJaggedTensor.from_lists(
 
 @fr.pytree
 class LowRank:
-    """base f[R, D], left f[R, K], right f[K, D]: a table that is trained as a sum."""
+    """base f[R, D], left f[R, K], right f[K, D]: a table that is trained as a sum. scale f[]: not a part."""
 
     base: torch.Tensor
     left: torch.Tensor
     right: torch.Tensor
+    scale: torch.Tensor
 
     def items(self):
         return {n: getattr(self, n) for n in self}.items()
@@ -55,31 +59,29 @@ class LowRank:
 
 
 def read_low_rank(tables, ids, features, implementation=None):
-    """The lookup is linear in base, and in left and right: two plain lookups,
-    and what they gave of left for the gradient of right."""
-    is_pooled = features[0].pooling != "none"
-    reads = {n: KINDS[dict].read({"item": tables[n]}, ids, features, implementation) for n in ("base", "left")}
-    base, left = (
-        {f.name: r.out[f.name] if is_pooled else r.out[f.name].values for f in features} for r in reads.values()
-    )
-    rows = {k: base[k] + left[k] @ tables.right for k in base}
+    """The lookup is linear in base, and in left and right: one lookup in both, whole or on ranks, and what it gave of
+    left for the gradient of right."""
+    parts, scale = (dict(tables), tables.scale) if type(tables) is LowRank else (tables, tables.rest["scale"])
+    is_pooled, right, names = features[0].pooling != "none", parts["right"], [f.name for f in features]
+    both = [replace(f, name=f"{p} {f.name}", table=p, column=f.key) for p in ("base", "left") for f in features]
+    read = KINDS[type(parts)].read(parts, ids, both, implementation)
+    base, left = ({k: read.out[f"{p} {k}"] for k in names} for p in ("base", "left"))
+    values = lambda x: x if is_pooled else x.values
+    rows = {k: values(base[k]) + scale * values(left[k]) @ right for k in names}
     if is_pooled:
         out = fr.KeyedTensor.from_dict(rows)
     else:
-        out = {k: fr.JaggedTensor(rows[k], x.offsets, x.weights) for k, x in reads["base"].out.items()}
+        out = {k: fr.JaggedTensor(rows[k], x.offsets, x.weights) for k, x in base.items()}
 
     def transpose(d, saved):
-        base_saved, left_saved, left, right = saved
-        d_left = {k: d[k] @ right.T for k in left}
-        d_left = fr.KeyedTensor.from_dict(d_left) if is_pooled else d_left
-        d_right = sum(left[k].T @ d[k] for k in left)
-        return {
-            "base": reads["base"].transpose(d, base_saved)["item"],
-            "left": reads["left"].transpose(d_left, left_saved)["item"],
-            "right": fr.RowGrads.from_entries(torch.arange(K), d_right, num_embeddings=K),
+        read_saved, left, right, scale = saved
+        d_both = {f"base {k}": d[k] for k in names} | {f"left {k}": scale * d[k] @ right.T for k in names}
+        d_right = sum(scale * left[k].T @ d[k] for k in names)
+        return read.transpose(fr.KeyedTensor.from_dict(d_both) if is_pooled else d_both, read_saved) | {
+            "right": fr.RowGrads.from_entries(torch.arange(K), d_right, num_embeddings=K)
         }
 
-    return LookupResult(out, lambda: (reads["base"].saved(), reads["left"].saved(), left, tables.right), transpose)
+    return LookupResult(out, lambda: (read.saved(), {k: values(x) for k, x in left.items()}, right, scale), transpose)
 
 
 Mapping.register(LowRank)
@@ -89,7 +91,7 @@ Mapping.register(LowRank)
 def low_rank(monkeypatch):
     shapes = lambda tables: {"item": tuple(tables.base.shape)}
     monkeypatch.setitem(KINDS, LowRank, Kind(shapes, read_low_rank))
-    return LowRank(TABLE, LEFT, RIGHT)
+    return LowRank(TABLE, LEFT, RIGHT, SCALE)
 
 
 def loss_fn(params, ids):
@@ -101,7 +103,7 @@ def loss_fn(params, ids):
 
 
 DENSE = torch.tensor([0.3, -1.0, 0.7], dtype=torch.float64)
-whole = lambda t: {"item": t["base"] + t["left"] @ t["right"]}
+whole = lambda t: {"item": t["base"] + SCALE * t["left"] @ t["right"]}
 
 
 def by_autograd(tables):
@@ -175,12 +177,8 @@ def test_a_third_kind_is_exported(low_rank, tmp_path):
 
 
 def test_what_a_third_kind_does_not_tell_is_refused(low_rank):
-    """It is placed on no mesh, quantised and read as if quantised by nobody who does not know how."""
-    _, state = started(low_rank)
-    mesh, plan = fr.Mesh.emulated(x=2), fr.Plan({"item": fr.row_wise("x")})
+    """It is not quantised, not read as if quantised, and not written as tensors alone."""
     for call in (
-        lambda: fr.shard_tables(low_rank, plan, mesh),
-        lambda: fr.reshard(state, plan, mesh=mesh, sparse=fr.optim.adam(0.1)),
         lambda: fr.quantize(low_rank),
         lambda: fr.fake_quantize(low_rank),
         lambda: fr.save_safetensors("never", low_rank),
@@ -194,6 +192,107 @@ def test_a_third_kind_tells_how_it_is_quantised(low_rank, monkeypatch):
     codes = lambda tables, dtype, key: fr.quantize({"item": whole(tables)["item"]}, dtype)
     monkeypatch.setitem(KINDS, LowRank, KINDS[LowRank]._replace(quantized=codes))
     assert_trees_close(fr.quantize(low_rank, "int4"), fr.quantize(whole(low_rank), "int4"), rtol=0, atol=0)
+
+
+# -- on a mesh ---------------------------------------------------------------------------------------------------
+
+
+MESH = fr.Mesh.emulated(x=3)
+PLAN = fr.Plan({"base": fr.row_wise("x"), "left": fr.table_wise("x", rank=1), "right": fr.replicated()})
+OTHER_MESH = fr.Mesh.emulated(y=2, z=2)
+OTHER_PLAN = fr.Plan({"base": fr.column_wise("y"), "left": fr.row_wise("y"), "right": fr.row_wise("z")})
+STEP = {"sparse": fr.optim.adam(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1), "mesh": MESH, "plan": PLAN}
+PLACED = Placed(
+    joined=lambda sharded, parts: LowRank(**parts, **sharded.rest),
+    shapes=lambda sharded: {"item": dict(sharded.layout.shapes)["base"]},
+    read=read_low_rank,
+    rest=lambda tables: {"scale": tables.scale},
+)
+
+
+@pytest.fixture
+def placed(low_rank, monkeypatch):
+    monkeypatch.setitem(KINDS, LowRank, KINDS[LowRank]._replace(placed=PLACED))
+    return fr.shard_tables(low_rank, PLAN, MESH)
+
+
+def test_a_third_kind_is_placed(low_rank, placed):
+    """Each rank's lookups are those of the whole tables, and the parts come back with every bit."""
+    pooled = lambda tables, ids: fr.lookup(tables, ids, POOLED).values
+    rows = lambda tables, ids: fr.lookup_sequence(tables, ids, SEQUENCES)["seq"].to_padded(2)
+    for read in (pooled, rows):
+        on_ranks = fr.shard_map(read, mesh=MESH, in_specs=(placed.specs(), fr.P("x")), out_specs=fr.P("x"))
+        assert_trees_close(on_ranks(placed, IDS), read(low_rank, IDS), rtol=1e-12, atol=1e-12)
+    back = fr.gather_tables(placed, MESH)
+    assert type(back) is LowRank
+    assert_trees_close(back, low_rank, rtol=0, atol=0)
+
+
+def test_a_third_kind_is_trained_on_a_mesh(low_rank, placed):
+    """A step on ranks moves each part as a step of one process does, compiled and donated too."""
+    _, whole_state = started(low_rank)
+    step = fr.train_step(loss_fn, **STEP)
+    for run in (step, fr.jit(step, donate=("state",))):
+        state, _ = run(step.init(fr.Params(fr.copy(low_rank), DENSE.clone())), IDS)
+        assert_trees_close(fr.gather_state(state, MESH), whole_state, rtol=1e-9, atol=1e-9)
+
+
+def test_a_third_kind_is_placed_anew(low_rank, placed, tmp_path):
+    """A state keeps its type and every bit in another plan, in a file, and on the ranks that load it; and goes on."""
+    step, how = fr.train_step(loss_fn, **STEP), {"plan": OTHER_PLAN, "mesh": OTHER_MESH, "sparse": STEP["sparse"]}
+    state, _ = step(step.init(fr.Params(low_rank, DENSE)), IDS)
+    whole_state = fr.gather_state(state, MESH)
+    assert type(whole_state.tables) is LowRank
+    path = fr.save(tmp_path / "state", state)
+    moved = fr.reshard(state, **how, from_mesh=MESH)
+    for own in (moved, fr.reshard(whole_state, **how), fr.load(path, **how), load_as(path, moved, mesh=OTHER_MESH)):
+        assert type(own.tables) is fr.ShardedTables and own.tables.layout == moved.tables.layout
+        assert_trees_close(fr.gather_state(own, OTHER_MESH), whole_state, rtol=0, atol=0)
+    assert_trees_close(fr.load(path), whole_state, rtol=0, atol=0)
+    back = fr.reshard(moved, PLAN, mesh=MESH, sparse=STEP["sparse"], from_mesh=OTHER_MESH)
+    assert_trees_close(step(back, IDS), step(state, IDS), rtol=0, atol=0)
+
+
+def test_a_third_kind_is_logged_on_a_mesh(low_rank, placed):
+    """Steps are undone on ranks to the bit, and the rows that they changed are named part by part."""
+    step = fr.train_step(loss_fn, **STEP)
+    logged = fr.logged(step, steps=2, rows=R)
+    begun = logged.init(step.init(fr.Params(low_rank, DENSE)))
+    moved, _ = logged(begun, IDS)
+    changed = fr.delta(moved, since=0, mesh=MESH).tables
+    assert {n: sum(len(x.rows) for x in own) for n, own in changed.items()} == {"base": 6, "left": 6, "right": K}
+    assert_trees_close(fr.rewind(moved, 1, mesh=MESH).state, begun.state, rtol=0, atol=0)
+
+
+def test_a_kind_without_a_place_is_refused(low_rank, monkeypatch, tmp_path):
+    """Every call that places tables names the type, before it looks at the plan; and says what to try."""
+    _, state = started(low_rank)
+    path, empty = fr.save(tmp_path / "state", state), fr.Plan({})
+    monkeypatch.setitem(KINDS, LowRank, KINDS[LowRank]._replace(placed="the table written out"))
+    step = fr.train_step(loss_fn, **STEP | {"plan": empty})
+    said = r"LowRank, which are not placed\.\n  got   \S*LowRank\n  need  .*\n  try   the table written out$"
+    for call in (
+        lambda: fr.shard_tables(low_rank, empty, MESH),
+        lambda: step.init(fr.Params(low_rank, DENSE)),
+        lambda: fr.reshard(state, empty, mesh=MESH, sparse=STEP["sparse"]),
+        lambda: fr.load(path, plan=empty, mesh=MESH),
+    ):
+        with pytest.raises(TypeError, match=said):
+            call()
+
+
+def test_what_a_third_kind_does_not_tell_is_refused_on_a_mesh(placed):
+    """Its parts are not taken for tables of floats."""
+    for words, call in (
+        ("sharded LowRank", lambda: fr.quantize(placed)),
+        ("sharded LowRank", lambda: fr.quantize(placed, {"item": "int8"})),
+        ("sharded LowRank", lambda: fr.fake_quantize(placed)),
+        ("sharded LowRank", lambda: fr.FakeQuantizedTables(placed, {}, (("item", "int8"),))),
+        ("more than tensors", lambda: fr.save_safetensors("never", placed, mesh=MESH)),
+        ("ShardedTables, which are not placed", lambda: fr.shard_tables(placed, PLAN, MESH)),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
 
 
 def test_a_third_kind_is_checked(low_rank):
