@@ -11,4 +11,3 @@ from funcrec.checkpoint._safetensors import load_safetensors as load_safetensors
 from funcrec.checkpoint._safetensors import save_safetensors as save_safetensors
 from funcrec.checkpoint._steps import latest as latest
 from funcrec.checkpoint._steps import remove_all as remove_all
-from funcrec.checkpoint._steps import step_path as step_path

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from funcrec.checkpoint._together import Ranks
+from funcrec.mesh import Ranks
 
 
 class Saving:
@@ -116,7 +116,7 @@ def ranks_beside(ranks: Ranks) -> Ranks:
     if world not in _groups:
         _groups.clear()
         _groups[world] = dist.new_group(backend="gloo")
-    return ranks._replace(group=_groups[world])
+    return ranks._replace(groups=(_groups[world],))
 
 
 def num_live(sizes: Sequence[int], copy_bytes: int | None) -> int:
@@ -136,8 +136,8 @@ def copy_of(x: Tensor) -> Tensor:
 
 
 @atexit.register
-def _tell() -> None:
-    """Report, at the program's end, an error that nobody waited for."""
+def _report_last() -> None:
+    """Reports an error that nobody has waited for when the program ends."""
     for saving in _last:
         if saving._error is not None:
             print(f"funcrec.save: {saving.path} was not saved: {saving._error}", file=sys.stderr)

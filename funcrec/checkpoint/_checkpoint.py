@@ -18,11 +18,11 @@ from funcrec.checkpoint._folder import Files, fail_if_manifest, fail_without_man
 from funcrec.checkpoint._format import read_header
 from funcrec.checkpoint._job import copy_problems, copy_rest, job_of, step_problems
 from funcrec.checkpoint._place import Reader, Target, axes_of, device_of, place_of, placed, target_problems
-from funcrec.checkpoint._together import Ranks, apart_problems, called_by_all_ranks, ranks_of, together
+from funcrec.checkpoint._rank_parts import is_of_ranks, ranks_of
 from funcrec.checkpoint._tree_json import CodeError, decode, show, transform_problems
 from funcrec.core import CLASSES, Count, Problem, Size, check, class_name, describe, fail, typed
 from funcrec.files import as_path, open_file
-from funcrec.mesh import Codec, Mesh
+from funcrec.mesh import Codec, Mesh, Ranks, apart_problems, called_by_all_ranks, together
 from funcrec.optim import RowOptimizer
 from funcrec.sharding import Plan
 from funcrec.train import TrainState
@@ -30,7 +30,7 @@ from funcrec.train import TrainState
 SAVE, LOAD = "funcrec.save", "funcrec.load"
 
 
-@called_by_all_ranks
+@called_by_all_ranks(is_of_ranks)
 @typed
 def save(
     path: str | os.PathLike,
@@ -99,7 +99,7 @@ def save(
     return go_on(job.path, lambda wrote: job.run(wrote, ranks), live)
 
 
-@called_by_all_ranks
+@called_by_all_ranks(is_of_ranks)
 @typed
 def load(
     path: str | os.PathLike,
@@ -188,7 +188,7 @@ def read(
             check(LOAD, difference_problems(tree, like))
         return said
 
-    check(LOAD, apart_problems(together(ranks, LOAD, "load it", work)[1]))
+    check(LOAD, apart_problems(together(ranks, LOAD, "load it", work)))
     return tree
 
 

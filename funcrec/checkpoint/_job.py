@@ -1,6 +1,6 @@
 """The steps of a save, after its tree is encoded: in this process alone, or together with other ranks.
 
-look (all ranks, before any work) -> copy what is to be copied -> run: write, and then rename
+describe (all ranks, before any work) -> copy what is to be copied -> run: write, and then change the name
 """
 
 import contextlib
@@ -25,11 +25,10 @@ from funcrec.checkpoint._folder import (
 )
 from funcrec.checkpoint._rank_parts import Seen, Writers, equal_problems, told_of, where_of
 from funcrec.checkpoint._steps import remove_older, step_of, step_path
-from funcrec.checkpoint._together import Ranks, apart_problems, together
 from funcrec.checkpoint._tree_json import CodeError, Encoded, encode
 from funcrec.core import Problem, check
 from funcrec.files import write_whole
-from funcrec.mesh import Mesh
+from funcrec.mesh import Mesh, Ranks, apart_problems, together
 
 CALL = "funcrec.save"
 
@@ -68,16 +67,16 @@ def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int
 def folder_job(
     path: Path, encoded: Encoded, seen: Seen, where: Writers, keep: int | None, step: int | None, asynchronous: bool
 ) -> Job:
-    """Make the job that writes every rank's file, and then the manifest."""
-    ranks = Ranks() if where.is_emulated else Ranks(where.own[0], where.size)
+    """Every rank's file, and then the manifest."""
+    ranks = Ranks() if where.is_emulated else Ranks.of_group(None)
 
-    def look() -> dict:
+    def describe() -> dict:
         check(CALL, encoded.problems)
         name = "" if keep is None else step_path(path, step_of(seen, step)).name
         return {**told_of(encoded.leaves, where, seen), "name": name, "token": secrets.token_hex(8), "said": said}
 
     said = {"mesh": repr(where.sizes), "keep": repr(keep), "asynchronous": repr(asynchronous)}
-    _, told = together(ranks, CALL, "save its tree", look)
+    told = together(ranks, CALL, "save its tree", describe)
     check(CALL, apart_problems([own["said"] for own in told]))
     check(CALL, equal_problems(where, seen, told))
     folder, token = (path / told[0]["name"] if told[0]["name"] else path), told[0]["token"]
@@ -94,7 +93,7 @@ def folder_job(
     def run(wrote: Callable[[], None], ranks: Ranks) -> None:
         try:
             own = lambda: [write_rank(CALL, f, p, names, wrote) for f, p in zip(files, pieces, strict=True)]
-            _, written = together(ranks, CALL, "write its part", own)
+            written = together(ranks, CALL, "write its part", own)
             of_all = [x for own in written for x in own]
             finish = lambda: write_manifest(CALL, folder, code, heads, of_all) if ranks.is_first else None
             together(ranks, CALL, "write the manifest", finish)

@@ -7,7 +7,7 @@ Copies share the work: if k ranks hold the same rows, each writes a k-th of them
 Shapes: R rows, D dim, n ranks on the axes of a bank, k copies of it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor
 from funcrec.checkpoint._format import grid_of
 from funcrec.checkpoint._tree_json import Cut
 from funcrec.core import Problem, check, describe, map_tensors, replace
-from funcrec.mesh import Mesh, checksum, coordinates, rank_at
+from funcrec.mesh import Mesh, Ranks, checksum, coordinates, rank_at
 from funcrec.sharding import DenseShard, Layout, copy_problems, filled, join_parts, of_rank, part_of, whole_shape
 from funcrec.tables import WAITING, layout_in
 from funcrec.train import TrainState, slot_problems
@@ -71,13 +71,18 @@ def where_of(mesh: Mesh | None, seen: "Seen") -> Writers:
     return Writers(sizes, tuple(range(size)) if is_emulated or rank is None else (rank,))
 
 
-def is_of_ranks(mesh: Any, trees: Sequence[Any]) -> bool:
-    """Whether all running ranks make this call, right or wrong: shown by its mesh, or by the tables in its trees."""
+def ranks_of(mesh: Mesh | None) -> Ranks:
+    """All running ranks, over the one group that a call knows whose mesh is wrong; this process alone by its mesh."""
+    return Ranks() if mesh is None or mesh.is_emulated else Ranks.of_group(None)
+
+
+def is_of_ranks(_: Any = None, /, *trees: Any, mesh: Any = None, **kwargs: Any) -> bool:
+    """Whether a call, right or wrong, is one that all running ranks make: by its mesh, or the tables in its trees."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     if mesh is not None:
         return not isinstance(mesh, Mesh) or not mesh.is_emulated
-    leaves = torch_tree.tree_leaves(list(trees), is_leaf=lambda x: layout_in(x) is not None)
+    leaves = torch_tree.tree_leaves([*trees, *kwargs.values()], is_leaf=lambda x: layout_in(x) is not None)
     kinds = [k for x in leaves if layout_in(x) is not None for k in held_kinds(x.layout, x.banks)]
     return bool(kinds) and all("one" in k for k in kinds)
 

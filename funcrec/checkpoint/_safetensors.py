@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from funcrec.checkpoint._place import place_of
-from funcrec.checkpoint._together import apart_problems, called_by_all_ranks, ranks_of, together
+from funcrec.checkpoint._rank_parts import is_of_ranks, ranks_of
 from funcrec.checkpoint._tree_json import encode, transform_problems
 from funcrec.core import Problem, check, describe, fail, typed
 from funcrec.files import as_path, open_file, write_bytes, write_whole
-from funcrec.mesh import Mesh
+from funcrec.mesh import Mesh, apart_problems, called_by_all_ranks, together
 from funcrec.sharding import ShardedTables, gather_tables
 from funcrec.tables import is_plain, layout_in
 
@@ -31,7 +31,7 @@ NAMES = {  # in the order in which tensors lie
 }  # fmt: skip
 
 
-@called_by_all_ranks
+@called_by_all_ranks(is_of_ranks)
 @typed
 def save_safetensors(
     path: str | os.PathLike,
@@ -72,7 +72,7 @@ def save_safetensors(
     )
     check(SAVE, tensors_problems(tensors.banks if is_sharded else tensors))
     said = {"mesh": repr(mesh and mesh.axes), "tensors": repr(tensors.layout) if is_sharded else repr(sorted(tensors))}
-    check(SAVE, apart_problems(together(ranks, SAVE, "save its tensors", lambda: said)[1]))
+    check(SAVE, apart_problems(together(ranks, SAVE, "save its tensors", lambda: said)))
     plain = gather_tables(tensors, mesh) if is_sharded else dict(tensors)
     write = lambda: write_whole(SAVE, where, lambda file: write_tensors(file, plain, dict(metadata or {})))
     together(ranks, SAVE, "write the file", write if ranks.is_first else lambda: None)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from funcrec.core import fail
+from funcrec.mesh import Ranks, say
 
 
 class Parts(NamedTuple):
@@ -59,12 +60,11 @@ def whole(call: str, name: str, x: Any) -> Tensor:
         return x.detach().clone()
     device = parts.own[0][1].device if parts.own else getattr(x, "device", "cpu")
     out, held = torch.empty(parts.shape, dtype=x.dtype, device=device), 0
-    said: list = [None] * dist.get_world_size(parts.group)
-    dist.all_gather_object(said, [(at, tuple(part.shape)) for at, part in parts.own], group=parts.group)
-    for rank, places in enumerate(said):
+    ranks = Ranks.of_group(parts.group)
+    for rank, places in enumerate(say([(at, tuple(part.shape)) for at, part in parts.own], ranks)):
         source = dist.get_global_rank(parts.group, rank)
         for i, (at, size) in enumerate(places):
-            is_mine = rank == dist.get_rank(parts.group)
+            is_mine = rank == ranks.rank
             part = parts.own[i][1].detach().contiguous() if is_mine else torch.empty(size, dtype=x.dtype, device=device)
             dist.broadcast(part, source, group=parts.group)
             out[tuple(slice(a, a + n) for a, n in zip(at, size))] = part
@@ -103,9 +103,8 @@ def like(x: Any, new: Tensor) -> Any:
 def joined(theirs: dict[str, dict[str, Any]], group: Any) -> dict[str, dict[str, Any]]:
     """Join an optimizer's state over the ranks of a group, where each rank names only tables that it has a part of."""
     form = lambda x: (shape_of(x), x.dtype, first_device(x)) if hasattr(x, "dtype") else x
-    said: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, {n: {k: form(x) for k, x in own.items()} for n, own in theirs.items()}, group=group)
-    every = {n: own for rank in said for n, own in rank.items()}
+    of_all = say({n: {k: form(x) for k, x in own.items()} for n, own in theirs.items()}, Ranks.of_group(group))
+    every = {n: own for rank in of_all for n, own in rank.items()}
     there = lambda x: Elsewhere(*x, group) if isinstance(x, tuple) else x
     return {n: theirs.get(n, {k: there(x) for k, x in own.items()}) for n, own in every.items()}
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, own_errors, tree_map, typed
 from funcrec.loop._ranks import all_parts, num_processes
-from funcrec.mesh import Mesh
+from funcrec.mesh import Mesh, Ranks, say
 from funcrec.metrics import Metric
 from funcrec.tables import validate
 
@@ -146,7 +146,7 @@ def results(metrics: Mapping, states: Mapping, seen: list[tuple[Tensor, ...]], m
         states = tree_map(lambda x: all_parts(x[None], mesh).sum(0), states)
     whole = [torch.cat(xs) for xs in zip(*seen, strict=True)]
     if num_processes(mesh) > 1 and whole:
-        counts = all_parts(torch.tensor([len(whole[0])], device=whole[0].device), mesh).tolist()
+        counts = say(len(whole[0]), Ranks.of(mesh))
         if len(set(counts)) > 1:
             hint = "pad the rows to a multiple of the ranks, by examples of weight 0"
             got, need = f"{counts} examples", "as many on every rank"

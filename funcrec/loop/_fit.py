@@ -38,13 +38,12 @@ from funcrec.loop._diverged import Losses
 from funcrec.loop._epochs import Limits, best_epoch, history_figure, history_html, is_finished, monitor_problems
 from funcrec.loop._evaluate import ANY, evaluation
 from funcrec.loop._progress import Progress
-from funcrec.loop._ranks import all_parts, is_chief, of_any, questions
+from funcrec.loop._ranks import is_chief, questions
 from funcrec.loop._run_state import (
     Clock,
     Run,
     Work,
     begin,
-    device_of,
     find,
     load_run,
     make_room,
@@ -55,10 +54,10 @@ from funcrec.loop._run_state import (
     whole_params,
 )
 from funcrec.loop._signals import end, listen
-from funcrec.loop._trial import look_first, measured, try_evaluate
+from funcrec.loop._trial import check_first_batch, measured, try_evaluate
 from funcrec.loop._watch import at, watch
 from funcrec.loop.pipelines._pipeline import ahead_of
-from funcrec.mesh import Mesh
+from funcrec.mesh import Mesh, Ranks, say
 from funcrec.metrics import Metric
 from funcrec.tables import validate as validate_batch
 from funcrec.train import trial_of
@@ -233,15 +232,15 @@ def fit(
     check("funcrec.fit", loader_problems(loader), place_problems(state, mesh))
     listens = stop is None and path is not None
     with watch(mesh), listen() if listens else contextlib.nullcontext(stop or (lambda: 0)) as asked:
-        found = find(work, device_of(state))
+        found = find(work)
         check("funcrec.fit", resume_problems(work, found, resume, overwrite))
         try:
             done = train(work, limits, load_run(work, state, found) if found and resume else begin(state), asked)
         finally:
             finish()  # however it ends, an unfinished write completes
         settle()
-        signum = done.stopped or (listens and of_any([asked()], mesh, device_of(done.state))[0])
-    if listens and signum:  # also a signal that came after the last question
+        signum = done.stopped or (listens and max(say(asked(), Ranks.of(mesh))))
+    if listens and signum:  # one after the last question, too
         end(signum, signal.getsignal(signum))
     return done
 
@@ -249,20 +248,20 @@ def fit(
 def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitted:
     """Train from the run's position to its end, or until `stop` ends it."""
     is_due = lambda: is_chief(work.mesh) and work.clock.is_due()
-    ask, stopped = questions([stop, is_due], work.mesh, device_of(run.state)), 0
+    ask, stopped = questions([stop, is_due], Ranks.of(work.mesh)), 0
     at("the loader before its first step")
     if not is_finished(run.history, limits):
         items = iter(rest_of_epoch(work, run.position))
         first = next(items, None)
         check("funcrec.fit", item_problems(first, run.position))
-        look_first(work, run.state, first[1])
+        check_first_batch(work, run.state, first[1])
         try_evaluate(work, run)
         items = itertools.chain([first], items)
         if run.position == Position():  # before any work: an interrupt then has a checkpoint, and a full disk is found
             make_room(work)
             save_run(work, run)
     done = steps_of(run.history) + run.position.batch
-    tell(work, Record("begin", run.position.epoch, done, {}, run.state, is_chief=is_chief(work.mesh)))
+    call_back(work, Record("begin", run.position.epoch, done, {}, run.state, is_chief=is_chief(work.mesh)))
     while not is_finished(run.history, limits):
         stopped, is_late = ask()
         if is_late and not stopped:
@@ -297,7 +296,7 @@ def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[in
             loss_sum = loss_sum + loss_of(metrics, loss_sum)
             steps, began = steps + 1, began or time.perf_counter()
             bar.step(batch, bad)
-            tell(work, Record("step", epoch, before + steps, metrics, state, is_chief=is_chief(work.mesh)))
+            call_back(work, Record("step", epoch, before + steps, metrics, state, is_chief=is_chief(work.mesh)))
             is_last = position.epoch != epoch
             stopped, is_late = (0, 0) if is_last else ask()
             is_due = is_late or (work.save_every_steps and steps % work.save_every_steps == 0)
@@ -320,7 +319,7 @@ def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[in
     timed = steps - run.position.batch - 1
     entry = {"epoch": epoch, **loss, "steps": steps, "seconds": seconds, "steps_per_s": timed / seconds}
     if work.bad_ids.mode == "count":
-        entry["bad_ids"] = int(all_parts(torch.tensor([bad], device=loss_sum.device), work.mesh).sum())
+        entry["bad_ids"] = sum(say(bad, Ranks.of(work.mesh)))
     return end_epoch(work, now()._replace(loss_sum=torch.zeros_like(loss_sum), bad_ids=0), entry), 0
 
 
@@ -334,11 +333,11 @@ def end_epoch(work: Work, run: Run, entry: dict[str, float]) -> Run:
     is_best = work.monitor is not None and best_epoch(history, work.monitor, work.mode) == len(history) - 1
     run = run._replace(best=copy(params) if is_best else run.best, history=history)
     steps, chief = steps_of(history), is_chief(work.mesh)
-    tell(work, Record("epoch", entry["epoch"], steps, history[-1], run.state, params, is_best, chief))
+    call_back(work, Record("epoch", entry["epoch"], steps, history[-1], run.state, params, is_best, chief))
     return run
 
 
-def tell(work: Work, record: Record) -> None:
+def call_back(work: Work, record: Record) -> None:
     for callback in work.callbacks:
         with own_errors("funcrec.fit", callback, record, need="a record that it reads"):
             callback(record)

@@ -7,11 +7,10 @@ another only in an exchange.
 import itertools
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from funcrec.core import Device, typed
-from funcrec.mesh import Mesh, P, pmax, shard, shard_map, unshard
+from funcrec.mesh import Mesh, P, Ranks, say, shard, unshard
 
 STEPS_PER_QUESTION = 16  # how often ranks ask whether any was interrupted: each time costs an exchange and a wait
 
@@ -66,14 +65,6 @@ def all_parts(x: Tensor, mesh: Mesh | None) -> Tensor:
     return x if num_processes(mesh) == 1 else unshard(x, P(mesh.axis_names), mesh=mesh)
 
 
-def of_any(numbers: Sequence[int], mesh: Mesh | None, device: torch.device | str = "cpu") -> list[int]:
-    """Return the largest of the processes' numbers, element by element, in one exchange that all must make."""
-    if num_processes(mesh) == 1:
-        return list(numbers)
-    largest = shard_map(lambda x: pmax(x, mesh.axis_names), mesh=mesh, in_specs=P(), out_specs=P(), check=False)
-    return largest(torch.tensor(list(numbers), device=device)).tolist()
-
-
 @typed
 def agreed(stop: Callable[[], int], mesh: Mesh | None, device: Device = "cpu") -> Callable[[], int]:
     """Return `stop` of any rank, at the same call on all of them; the largest number if they differ.
@@ -85,7 +76,7 @@ def agreed(stop: Callable[[], int], mesh: Mesh | None, device: Device = "cpu") -
       >>> fr.loop.agreed(lambda: 15, None)()
       15
     """
-    answer, ask = 0, questions([stop], mesh, device)
+    answer, ask = 0, questions([stop], Ranks.of(mesh, device))
 
     def once() -> int:
         nonlocal answer
@@ -95,13 +86,8 @@ def agreed(stop: Callable[[], int], mesh: Mesh | None, device: Device = "cpu") -
     return stop if num_processes(mesh) == 1 else once
 
 
-def questions(
-    asked: Sequence[Callable[[], int]], mesh: Mesh | None, device: torch.device | str
-) -> Callable[[], list[int]]:
-    """Return a function that gathers the functions' numbers from all ranks, in one exchange at every 16th call.
-
-    At the other calls it returns zeros.
-    """
-    calls, every = itertools.count(1), 1 if num_processes(mesh) == 1 else STEPS_PER_QUESTION
-    none = [0] * len(asked)
-    return lambda: none if next(calls) % every else of_any([ask() for ask in asked], mesh, device)
+def questions(asked: Sequence[Callable[[], int]], ranks: Ranks) -> Callable[[], list[int]]:
+    """The largest answer of any rank to each question, in one exchange at every 16th call; zeros at the others."""
+    calls, every = itertools.count(1), 1 if ranks.size == 1 else STEPS_PER_QUESTION
+    none, largest = [0] * len(asked), lambda answers: [max(of_all) for of_all in zip(*answers, strict=True)]
+    return lambda: none if next(calls) % every else largest(say([ask() for ask in asked], ranks))

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.checkpoint import difference_problems, latest, load, load_as, remove_all, save, step_path
+from funcrec.checkpoint import difference_problems, latest, load, load_as, remove_all, save
 from funcrec.core import Problem, check, describe, fail, tree_leaves
 from funcrec.data import Position
 from funcrec.loop._bad_ids import BadIds
-from funcrec.loop._ranks import all_parts, is_chief, num_processes
+from funcrec.loop._ranks import is_chief
 from funcrec.loop._watch import at
-from funcrec.mesh import Mesh
+from funcrec.mesh import Mesh, Ranks, say
 from funcrec.sharding import gather_tables, join_dense
 from funcrec.tables import Params, layout_in
 from funcrec.train import TrainState, gather_state
@@ -136,7 +136,7 @@ def load_run(work: Work, state: Any, path: Path) -> Run:
     else:
         tree = load(path, device=device_of(state))
     check(call, checkpoint_problems(work, tree))
-    check(call, same_problems(work, tree, device_of(state)))
+    check(call, same_problems(work, tree))
     saved = tree["state"]
     if is_sharded(state) and work.place is not None:
         saved = work.place(saved)
@@ -145,19 +145,19 @@ def load_run(work: Work, state: Any, path: Path) -> Run:
     return run._replace(state=saved, position=Position(*tree["position"]))
 
 
-def find(work: Work, device: torch.device) -> Path | None:
-    """Return the checkpoint to resume: the first rank's choice, which all must see. Call it before any rank writes."""
+def find(work: Work) -> Path | None:
+    """The checkpoint to go on from, the first rank's choice, which all must see; asked before any writes one."""
     if work.checkpoint is None:
         return None
     check("funcrec.fit", keep_problems(work.checkpoint, work.keep))
     newest = latest(work.checkpoint) if work.keep is not None else work.checkpoint
     own = newest if newest is not None and newest.exists() else None
-    if num_processes(work.mesh) == 1:
+    ranks = Ranks.of(work.mesh)
+    if ranks.size == 1:
         return own
-    ask = lambda x: all_parts(torch.tensor([int(x)], device=device), work.mesh).tolist()
-    chosen = ask(-1 if own is None else 0 if work.keep is None else own.name.rpartition("-")[2])[0]
-    path = None if chosen < 0 else work.checkpoint if work.keep is None else step_path(work.checkpoint, chosen)
-    others = [rank for rank, x in enumerate(ask(own is None if path is None else appears(path))) if not x]
+    chosen = say(None if own is None else own.name, ranks)[0]
+    path = None if chosen is None else work.checkpoint if work.keep is None else work.checkpoint / chosen
+    others = [rank for rank, x in enumerate(say(own is None if path is None else appears(path), ranks)) if not x]
     if others:
         what = f"`checkpoint` {path or work.checkpoint} is not one for all ranks."
         got = f"{'not ' if path else ''}seen by {['rank', 'ranks'][len(others) > 1]} {', '.join(map(str, others))}"
@@ -229,12 +229,10 @@ def checkpoint_problems(work: Work, tree: Any) -> Iterator[Problem]:
         yield Problem("`monitor` is another than the checkpoint's, and so is the best.", told, need, need)
 
 
-def same_problems(work: Work, tree: Any, device: torch.device) -> Iterator[Problem]:
-    """All ranks resume from one checkpoint. Another one is assumed to differ in the times of its history."""
-    if num_processes(work.mesh) == 1:
-        return
+def same_problems(work: Work, tree: Any) -> Iterator[Problem]:
+    """All ranks go on from one checkpoint: from another one there is to be another time in its history."""
     own = [*tree["position"], zlib.crc32(repr((float(tree["loss_sum"]), tree["history"])).encode())]
-    seen = all_parts(torch.tensor([own], device=device), work.mesh).tolist()
+    seen = say(own, Ranks.of(work.mesh))
     if any(x != seen[0] for x in seen):
         got = "; ".join(f"rank {r} has one of epoch {x[0]}, batch {x[1]}" for r, x in enumerate(seen))
         what, need = f"`checkpoint` {work.checkpoint} is another on some of the ranks.", "one, on a disk that all share"

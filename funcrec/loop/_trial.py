@@ -14,14 +14,14 @@ from funcrec.loop._checks import measure_problems
 from funcrec.loop._epochs import OF_AN_EPOCH, monitor_problems
 from funcrec.loop._evaluate import evaluate as run_evaluate
 from funcrec.loop._evaluate import one_batch
-from funcrec.loop._ranks import of_any
-from funcrec.loop._run_state import Run, Work, device_of, whole_params
+from funcrec.loop._run_state import Run, Work, whole_params
 from funcrec.loop._watch import at
+from funcrec.mesh import Ranks, say
 from funcrec.tables import lookups_seen
 
 
-def look_first(work: Work, state: Any, batch: Any) -> None:
-    """Raise for faults of the first batch, before any work; learn which lookups read its ids."""
+def check_first_batch(work: Work, state: Any, batch: Any) -> None:
+    """Raise for what is wrong with the first batch, before any work; learn which lookups read its ids."""
     bad_ids = work.bad_ids
     with lookups_seen() as lookups:
         if bad_ids.mode == "count":  # a check by value would raise for ids that are only counted
@@ -53,8 +53,8 @@ def try_evaluate(work: Work, run: Run) -> None:
         if is_of_handler(error):
             raise
         failed = True
-    # one batch may lack what all together have, such as examples of each class
-    if of_any([int(failed)], work.mesh, device_of(run.state))[0]:
+    # one batch may lack what all have, such as examples of each class
+    if any(say(failed, Ranks.of(work.mesh))):
         found = measured(work.evaluate, params, entry)
     if work.monitor is not None:
         check("funcrec.fit", monitor_problems(dict.fromkeys(OF_AN_EPOCH) | found, work.monitor, run.position.epoch))

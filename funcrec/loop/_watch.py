@@ -2,11 +2,12 @@
 
     with watch(mesh) as at:     at("step 8")        what this rank does, for the others' messages
 
-A thread of each process writes a beat twice a second to the store of the process group. It reads the next rank's beats,
-checks the next rank's process if that is on this machine, and reads the verdict. The first thread that sees what went
-wrong writes the verdict, and all ranks end with its text. If the main thread waits in an exchange that cannot be
-interrupted, the thread ends the process. A broken exchange is never reported as the cause: the verdict names the ranks
-that did not come to it.
+A thread of each process beats twice a second in the store of the process group. It looks at the beats of the next rank,
+at its process where that is one of this machine, and at the verdict: whoever first sees what went wrong writes it, and
+all ranks end with its words. Where the main thread waits in an exchange that nothing interrupts, the thread ends the
+process. An exchange that breaks off is never the cause: the ranks that none of it broke for are.
+
+Beats are no `say`: a rank that is lost would hold all others in an exchange, of which nobody would see which it was.
 """
 
 import contextlib
@@ -26,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from funcrec.core import Problem, message, typed
-from funcrec.loop._ranks import all_parts, num_processes
-from funcrec.mesh import Mesh
+from funcrec.loop._ranks import num_processes
+from funcrec.mesh import Mesh, Ranks, say
 
 BEAT_S = 0.5
 SILENT_S = 30.0  # without a beat, until the verdict; less if exchanges have a shorter timeout
@@ -51,7 +52,7 @@ class RankLost(RuntimeError):
 
 @dataclass
 class Watched:
-    """What the main thread and the watching thread tell each other."""
+    """What the main thread and the one that watches share."""
 
     rank: int
     processes: list[list[int]]  # for each rank its machine, its process id and its start time
@@ -140,14 +141,14 @@ def at(text: str) -> None:
 
 
 def meet(mesh: Mesh) -> Watched:
-    """Exchange the ranks' processes, and open a part of the store that no other watch uses."""
-    device = mesh.device_mesh.device_type
+    """All ranks' processes, and a part of the store that no other watch has."""
     own = [this_machine(), os.getpid(), began(os.getpid()), secrets.randbits(62)]
-    processes = all_parts(torch.tensor([own], device=device), mesh).tolist()
+    ranks = Ranks.of(mesh)
+    processes = say(own, ranks)
     store = dist.PrefixStore(f"funcrec.watch.{processes[0][3]}", dist.distributed_c10d._get_default_store().clone())
-    groups = [mesh.device_mesh.get_group(name) for name in mesh.axis_names]
-    waits = [g._get_backend(torch.device(device)).options._timeout.total_seconds() for g in groups]
-    return Watched(dist.get_rank(), [c[:3] for c in processes], store, min(SILENT_S, *waits))
+    device = torch.device(mesh.device_mesh.device_type)
+    waits = [g._get_backend(device).options._timeout.total_seconds() for g in ranks.groups]
+    return Watched(ranks.rank, [c[:3] for c in processes], store, min(SILENT_S, *waits))
 
 
 def is_broken(error: BaseException) -> bool:
@@ -166,8 +167,8 @@ def keep_watch(own: Watched) -> None:
     while not own.is_left:
         turns, broken_turns = turns + 1, broken_turns + bool(own.broken)
         try:
-            own.verdict = own.verdict or look(own, seen, turns, broken_turns)
-        except Exception as error:  # any error: the store no longer answers
+            own.verdict = own.verdict or verdict_of(own, seen, turns, broken_turns)
+        except Exception as error:  # whatever it is: nobody can be asked any more
             hint = "the launcher, or the rank that holds it, has ended"
             own.verdict = words("the store of the process group is gone.", f"{type(error).__name__}: {hint}")
         if own.verdict and not own.found.is_set():
@@ -181,8 +182,8 @@ def keep_watch(own: Watched) -> None:
         own.store.set(f"left {own.rank}", own.place)
 
 
-def look(own: Watched, seen: dict[int, tuple[str, int]], turns: int, broken_turns: int) -> str:
-    """Return the verdict, "" for none.
+def verdict_of(own: Watched, seen: dict[int, tuple[str, int]], turns: int, broken_turns: int) -> str:
+    """The verdict, "" for none.
 
     seen: {rank: (its last beat, this thread's turn when that was new)}. Turns do not count while this thread is
     stopped.
@@ -261,7 +262,7 @@ def leave(own: Watched) -> None:
     """End this process, whose main thread waits forever."""
     error = RankLost(own.verdict)
     record(error, own)
-    os.write(2, told(error, own).encode())
+    os.write(2, text_of(error, own).encode())
     os._exit(1)
 
 
@@ -272,19 +273,19 @@ def record(error: RankLost, own: Watched) -> None:
 
         with contextlib.suppress(OSError):
             get_error_handler().record_exception(error)
-    sys.excepthook = functools.partial(tell, own, sys.excepthook)
+    sys.excepthook = functools.partial(print_lost, own, sys.excepthook)
 
 
-def tell(own: Watched, before: Callable, kind: type, error: BaseException, trace: object) -> None:
-    """Print an uncaught RankLost without its traceback, which does not show what went wrong."""
+def print_lost(own: Watched, before: Callable, kind: type, error: BaseException, trace: object) -> None:
+    """Prints a RankLost that nobody caught without its traceback, which does not say what went wrong."""
     if isinstance(error, RankLost):
-        sys.stderr.write(told(error, own))
+        sys.stderr.write(text_of(error, own))
     else:
         before(kind, error, trace)
 
 
-def told(error: RankLost, own: Watched) -> str:
-    """The full text for one rank's output, one line for the others'."""
+def text_of(error: RankLost, own: Watched) -> str:
+    """In full in one rank's output, in a line in the others'."""
     notes = getattr(error, "__notes__", ())
     with contextlib.suppress(Exception):
         if own.store.add("told", 1) > 1:

@@ -47,17 +47,23 @@ from funcrec.mesh._same import bits_of as bits_of
 from funcrec.mesh._same import checksum as checksum
 from funcrec.mesh._same import is_readable as is_readable
 from funcrec.mesh._shard_map import mapped as mapped
+from funcrec.mesh._shard_map import reported_to_ranks as reported_to_ranks
 from funcrec.mesh._shard_map import shard as shard
 from funcrec.mesh._shard_map import shard_map as shard_map
-from funcrec.mesh._shard_map import telling as telling
 from funcrec.mesh._shard_map import unshard as unshard
 from funcrec.mesh._spec import P as P
+from funcrec.mesh.processes._alike import digest as digest
 from funcrec.mesh.processes._alike import form_text as form_text
 from funcrec.mesh.processes._alike import others_changed as others_changed
 from funcrec.mesh.processes._alike import staged as staged
 from funcrec.mesh.processes._bytes import swap_bytes as swap_bytes
 from funcrec.mesh.processes._groups import Twins as Twins
-from funcrec.mesh.processes._groups import tell as tell
 from funcrec.mesh.processes._groups import twins_of as twins_of
+from funcrec.mesh.processes._together import Ranks as Ranks
+from funcrec.mesh.processes._together import apart_problems as apart_problems
+from funcrec.mesh.processes._together import called_by_all_ranks as called_by_all_ranks
+from funcrec.mesh.processes._together import say as say
+from funcrec.mesh.processes._together import together as together
+from funcrec.mesh.processes._together import words_of as words_of
 
 _core.publish(globals())

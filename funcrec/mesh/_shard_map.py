@@ -35,7 +35,7 @@ from funcrec.mesh._mesh import Mesh, ambient_mesh
 from funcrec.mesh._parts import Part, axis_problems, cut, flatten_parts, join, match_specs, size_problems
 from funcrec.mesh._same import is_readable, unequal, unequal_over_ranks
 from funcrec.mesh._spec import P
-from funcrec.mesh.processes._alike import RankForm, agree_on_program, apart_over_ranks, staged, tell_failure
+from funcrec.mesh.processes._alike import RankForm, agree_on_program, apart_over_ranks, report_failure, staged
 
 CALL = "funcrec.shard_map"
 
@@ -115,7 +115,7 @@ def mapped(
     def run(*args):
         where = _mesh_of(CALL, mesh)
         names = _mapped_axes(where, axis_names)
-        with telling(where if check else None, args, names, bool(alike)):
+        with reported_to_ranks(where if check else None, args, names, bool(alike)):
             parts = _arguments(f, in_specs, args, alike or {})
             raise_for(CALL, axis_problems(parts, names))
         if where.is_emulated:
@@ -128,11 +128,9 @@ def mapped(
 
 
 @contextlib.contextmanager
-def telling(mesh: Mesh | None, args: Any, names: Sequence[str] = (), is_alike: bool = True) -> Iterator[None]:
-    """Report this rank's error to the others, which then raise it, too.
-
-    The error comes before the exchange in which real ranks compare their arguments (`_check_alike`), and travels in it.
-    """
+def reported_to_ranks(mesh: Mesh | None, args: Any, names: Sequence[str] = (), is_alike: bool = True) -> Iterator[None]:
+    """An error within comes before the exchange in which real ranks compare their arguments (`_check_alike`). That
+    exchange reports it to the others, and they raise, too."""
     try:
         yield
     except Exception as error:
@@ -143,7 +141,7 @@ def telling(mesh: Mesh | None, args: Any, names: Sequence[str] = (), is_alike: b
         with contextlib.suppress(RuntimeError):  # the other ranks have failed, too, in another place
             device = torch.device(where.device_mesh.device_type)
             with bind(where.bound_axes(names or where.axis_names, device)):
-                tell_failure(error, names or where.axis_names, device)
+                report_failure(error, names or where.axis_names, device)
         raise
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from funcrec.jagged import KeyedJaggedTensor
-from funcrec.mesh import Mesh
+from funcrec.mesh import Mesh, Ranks, say
 from funcrec.optim import rowwise_adagrad
 from funcrec.planner._costs import F32_BYTES, SORT_PASSES
 from funcrec.planner._hardware import CUDA_LAUNCH_S
@@ -26,9 +26,7 @@ def measured(mesh: Mesh) -> dict:
     latency, per_byte = (0.0, memory_s_per_byte(device)) if mesh.size == 1 or mesh.is_emulated else link(mesh, device)
     found = [memory_s_per_byte(device), per_byte, latency, launch_s(device)]
     if not mesh.is_emulated and mesh.size > 1:
-        slowest = torch.tensor(found, dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        found = slowest.tolist()
+        found = [max(of_all) for of_all in zip(*say(found, Ranks.of(mesh)), strict=True)]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
     return {
         "memory_bytes": _memory_bytes(device, local),

@@ -28,7 +28,7 @@ from funcrec.core import (
     vmaps_of,
 )
 from funcrec.grad import params_problems
-from funcrec.mesh import Codec, Mesh, P, mapped, telling
+from funcrec.mesh import Codec, Mesh, P, mapped, reported_to_ranks
 from funcrec.models import Model, TwoTower, in_batch_softmax_loss, loss, merge_stats
 from funcrec.optim import DenseOptimizer, RowOptimizer, adam
 from funcrec.optim import dense as optimizer
@@ -218,7 +218,7 @@ class Update:
 
     def check(self, state: TrainState, batch: Any) -> None:
         mesh = self.where.mesh
-        with telling(mesh, (state, batch)):
+        with reported_to_ranks(mesh, (state, batch)):
             check("funcrec.train_step", state_problems(state))
             check("funcrec.train_step", merge_problems(state.dense, self.recipe.merge))
             if mesh is not None:

@@ -1,6 +1,6 @@
 """Makes batches ready before the step that takes them: fetches them, agrees on them with all ranks, exchanges ids.
 
-    thread:  fetch(j) → tell(j) → ahead(batch j)       for j < taken + depth
+    thread:  fetch(j) → say(j) → ahead(batch j)        for j < taken + depth
     loop:    take(i)  → rest(state, batch i, routed i)
 On CUDA, where a launch takes no time, the loop launches ahead(batch i + 1) on a stream of its own before rest(i).
 
@@ -10,7 +10,6 @@ taken decides which batches may be fetched; the steps before decide which progra
 
 import contextlib
 import contextvars
-import hashlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +22,7 @@ from torch import Tensor
 from funcrec.compile import Halves, form_key
 from funcrec.core import Problem, fail, fast_flatten, map_tensors, message
 from funcrec.jagged import KeyedJaggedTensor
-from funcrec.mesh import Twins, form_text, tell
+from funcrec.mesh import Ranks, Twins, digest, form_text, say, words_of
 from funcrec.tables import Batch
 
 LEAVE_S = 1.0  # how long a leaving rank waits for the others to join its thread's exchanges
@@ -178,7 +177,7 @@ class Ahead:
         items = None
         try:
             items = iter(self.batches)
-            for one in self.agreed(items):
+            for one in self.common_batches(items):
                 self.route(one)
         except BaseException as error:
             self.error = error
@@ -192,8 +191,8 @@ class Ahead:
                 self.ended = True
                 self.changed.notify_all()
 
-    def agreed(self, items: Iterator) -> Iterator[Ready]:
-        """Yield the batches of this rank, for as long as all ranks have one."""
+    def common_batches(self, items: Iterator) -> Iterator[Ready]:
+        """The batches of this rank, for as long as all have one."""
         number, like = 0, None
         while True:
             with self.lock:
@@ -228,17 +227,17 @@ class Ahead:
             return BatchNews.FAILED, None, error
 
     def is_go(self, own: BatchNews, number: int, form: str, error: BaseException | None) -> bool:
-        """Return whether all ranks go on with this batch; raises on all of them if one cannot."""
-        mine = [own, digest(form)]
-        told = [mine] if self.twins is None else tell(self.twins.world, mine)
-        who = lambda *kinds: [r for r, (x, _) in enumerate(told) if x in kinds]
+        """Whether all ranks go on with this batch; raises on all of them where one cannot."""
+        ranks = Ranks() if self.twins is None else Ranks.of_group(self.twins.world)
+        of_all = say((int(own), digest(form), None if error is None else words_of(error)), ranks)
+        who = lambda *kinds: [r for r, (x, _, _) in enumerate(of_all) if x in kinds]
         if error is not None:
             raise error
         if own == BatchNews.CLOSED or not who(BatchNews.HAS, BatchNews.FAILED, BatchNews.CLOSED):
             return False
         if failed := who(BatchNews.FAILED):
-            what, got = "the batches of another rank ended in an error.", f"ranks {failed} raised"
-            need, hint = "batches on every rank", "see what they raised"
+            what, need, hint = "the batches of another rank ended in an error.", "batches on every rank", "its loader"
+            got = "; ".join(f"rank {r} raised {of_all[r][2]}" for r in failed)
             raise RuntimeError(message(self.call, [Problem(what, got, need, hint)]))
         if closed := who(BatchNews.CLOSED):
             what, got = "another rank has left its loop.", f"ranks {closed} have, this one goes on"
@@ -250,7 +249,7 @@ class Ahead:
             if not number:
                 hint = "a batch for every rank: those have had none, of which a blank one could be made"
             raise ValueError(message(self.call, [Problem(what, got, "as many on all, or blank ones", hint)]))
-        if len({form for _, form in told}) > 1:
+        if len({form for _, form, _ in of_all}) > 1:
             what, got = "the ranks' batches have different forms.", f"{form or 'no leaves'} here, another elsewhere"
             hint = "the same keys, pad_to of one capacity, and batches of one size"
             raise ValueError(message(self.call, [Problem(what, got, "one form on all ranks", hint)]))
@@ -314,10 +313,6 @@ OTHER = Problem(
     "one at a time",
     "a pipeline each",
 )
-
-
-def digest(form: str) -> int:
-    return int.from_bytes(hashlib.sha256(form.encode()).digest()[:7], "big")
 
 
 def blank(batch: Any) -> Any:

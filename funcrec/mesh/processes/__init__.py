@@ -1,1 +1,1 @@
-"""Ranks that are processes: their groups, the messages they exchange, and checks that all got the same arguments."""
+"""Processes that are ranks: their groups, what they say to each other, and whether they have values of one form."""

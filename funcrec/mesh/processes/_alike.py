@@ -2,15 +2,18 @@
 
     digest(forms) = max over ranks = min over ranks
 
-If one rank's buffers have another size than the others expect, the exchange crashes or hangs. Where values can be read,
-one exchange of 16 bytes compares all forms; ranks exchange more only if they differ. While a program is staged the
-ranks compare the forms through torchrun's store, once for each new form. A program that exists already costs nothing.
+A rank whose buffers have another size than the others' expect would end them, or be waited for. Where values are read,
+one exchange of 16 bytes compares all; only ranks that differ say more. While a program is staged its ranks compare the
+forms through the store that they met in, once for each new form; a program that is there already costs nothing. This is
+no `say`: a rank whose program is there is in that program's exchanges, and a collective would pair with one of them.
 """
 
 import hashlib
+import pickle
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
+from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,8 +23,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from funcrec.core import Problem, check, has_tracked, message, outside_transforms
-from funcrec.mesh._collectives import all_gather, pmax
+from funcrec.mesh._axes import bound_axes, rank_at
+from funcrec.mesh._collectives import pmax
 from funcrec.mesh._parts import Part, is_jagged
+from funcrec.mesh.processes._together import Ranks, say, words_of
 
 FOLLOWED, PLAIN, FAILED = "followed", "not followed", "failed"
 HINT = "ids of one capacity on all ranks (`pad_to`, or `pad_to_bucket` by the longest), batches of one size (pad_last)"
@@ -58,36 +63,38 @@ def form_text(tree: Any) -> str:
 
 
 def apart_over_ranks(told: Sequence[RankForm], axes: Sequence[str], device: torch.device) -> Iterator[Problem]:
-    """Report what differs between the ranks of the axes, where values can be read; all ranks report the same."""
-    text = write(told)
-    number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+    """What differs on the ranks of the axes, where values are read; all of them say the same of it."""
+    number = digest(repr(told))
     with outside_transforms():
         own = torch.tensor([number, -number], device=device)
         most = pmax(own, tuple(axes))
         if int(most[0]) == -int(most[1]):
             return
-        size = int(pmax(torch.tensor([len(text)], device=device), tuple(axes)))
-        mine = torch.tensor([*text, *[0] * (size - len(text))], dtype=torch.uint8, device=device)
-        all_texts = all_gather(mine, tuple(axes)).cpu()
-    yield from problems_of(told, [read(bytes(x.tolist())) for x in all_texts])
+        of_all = say(told, ranks_of_axes(axes))
+    yield from problems_of(told, of_all)
 
 
-def tell_failure(error: Exception, axes: Sequence[str], device: torch.device) -> None:
-    """Report a failure where other ranks call `apart_over_ranks`, or `agree_on_program` while a program is staged."""
-    told = [RankForm("", FAILED, " ".join(f"{type(error).__name__}: {error}".split())[:500])]
+def ranks_of_axes(names: Sequence[str]) -> Ranks:
+    """The ranks of the axes that are bound here."""
+    axes = bound_axes("funcrec.shard_map", tuple(names))
+    sizes, places = {a.name: a.size for a in axes}, {a.name: a.index for a in axes}
+    groups = tuple(_resolve_process_group(a.group) for a in axes)
+    return Ranks(rank_at(places, tuple(names), sizes), prod(sizes.values()), groups)
+
+
+def digest(text: str) -> int:
+    """A number of 56 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def report_failure(error: Exception, axes: Sequence[str], device: torch.device) -> None:
+    """In the place of a rank's `apart_over_ranks`, or of its `agree_on_program` while a program is staged."""
+    told = [RankForm("", FAILED, words_of(error))]
     if staged.get():
-        dist.distributed_c10d._get_default_store().set(key_of(Met.turns, dist.get_rank()), write(told))
+        dist.distributed_c10d._get_default_store().set(key_of(Met.turns, dist.get_rank()), pickle.dumps(told))
         Met.turns += 1
     else:
         list(apart_over_ranks(told, axes, device))
-
-
-def write(told: Sequence[RankForm]) -> bytes:
-    return "\n".join("\t".join(t) for t in told).encode()
-
-
-def read(text: bytes) -> list[RankForm]:
-    return [RankForm(*line.split("\t")) for line in text.rstrip(b"\0").decode().split("\n") if line]
 
 
 def problems_of(own: Sequence[RankForm], ranks: Sequence[Sequence[RankForm]]) -> Iterator[Problem]:
@@ -124,7 +131,7 @@ def listed(forms: Sequence[str]) -> str:
 class Met:
     """The forms that this process has agreed on with the others, and how often it has compared forms."""
 
-    forms: ClassVar[list[bytes]] = []
+    forms: ClassVar[list[list[RankForm]]] = []
     turns = 0
 
 
@@ -132,13 +139,13 @@ staged: ContextVar[str] = ContextVar("funcrec_staged", default="")  # the name o
 
 
 def agree_on_program(call: str, told: Sequence[RankForm], group: str) -> None:
-    """Check that every rank is about to run a program for the same forms, when forms are new to this rank."""
-    text = write(told)
-    if text in Met.forms:
+    """Before a rank runs a program for forms that are new to it: every rank is about to, of the same forms."""
+    told = list(told)
+    if told in Met.forms:
         return
     store, here, turn = dist.distributed_c10d._get_default_store(), dist.get_rank(), Met.turns
     Met.turns += 1
-    store.set(key_of(turn, here), text)
+    store.set(key_of(turn, here), pickle.dumps(told))
     size, timeout = dist.get_world_size(), longest_wait(group)
     late = []
     for rank in range(size):
@@ -147,14 +154,13 @@ def agree_on_program(call: str, told: Sequence[RankForm], group: str) -> None:
         except RuntimeError:
             late.append(rank)
     if late:
-        old = read(Met.forms[-1]) if Met.forms else []
-        was = {t.path: t.form for t in old}
+        was = {t.path: t.form for t in Met.forms[-1]} if Met.forms else {}
         new = [t for t in told if was.get(t.path) != t.form]
         here = "; ".join(f"`{t.path}`, on rank {here} {t.form}, before {was.get(t.path, 'nothing')}" for t in new)
         what, got = "new forms came on some ranks only.", f"{here}; nothing new from ranks {late}"
         check(call, [Problem(what, got, f"on all ranks, within {timeout.total_seconds():.0f} s", HINT)])
-    check(call, problems_of(told, [read(store.get(key_of(turn, rank))) for rank in range(size)]))
-    Met.forms.append(text)
+    check(call, problems_of(told, [pickle.loads(store.get(key_of(turn, rank))) for rank in range(size)]))
+    Met.forms.append(told)
 
 
 def longest_wait(group: str) -> timedelta:
@@ -177,10 +183,10 @@ def others_changed(call: str, error: RuntimeError) -> RuntimeError:
     turn = Met.turns
     try:
         store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
-        told = {r: read(store.get(key_of(turn, r))) for r in ranks if store.check([key_of(turn, r)])}
-    except RuntimeError:  # the store ended with its rank
+        told = {r: pickle.loads(store.get(key_of(turn, r))) for r in ranks if store.check([key_of(turn, r)])}
+    except RuntimeError:  # the store went with its rank
         return error
-    was = {t.path: t.form for t in read(Met.forms[-1])}
+    was = {t.path: t.form for t in Met.forms[-1]}
     ranks = [told.get(r, []) for r in ranks]
     failed = list(problems_of([], ranks)) if any(t.followed == FAILED for own in ranks for t in own) else []
     if failed:

@@ -4,7 +4,6 @@ Collectives of a group pair by their order, so all of one group's must come from
 over groups of its own.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,11 +33,3 @@ def _twin(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     wait = group._get_backend(kind).options._timeout
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, timeout=wait, backend=backend, use_local_synchronization=True)
-
-
-def tell(world: dist.ProcessGroup, own: Sequence[int]) -> list[list[int]]:
-    """Gather each rank's numbers, as many on all of them."""
-    mine = torch.tensor(own, dtype=torch.int64)
-    got = [torch.empty_like(mine) for _ in range(dist.get_world_size(world))]
-    dist.all_gather(got, mine, group=world)
-    return [x.tolist() for x in got]

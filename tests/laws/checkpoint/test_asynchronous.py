@@ -133,7 +133,7 @@ def test_an_error_that_nobody_waited_for_is_told_at_the_end(tmp_path, capsys):
     os.mkdir(tmp_path / "a")
     saving = fr.save(tmp_path / "a", 1, asynchronous=True)
     saving._thread.join()
-    _asynchronous._tell()
+    _asynchronous._report_last()
     assert "a was not saved: funcrec.save: " in capsys.readouterr().err
     with pytest.raises(IsADirectoryError):
         saving.wait()

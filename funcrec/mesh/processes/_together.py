@@ -1,0 +1,177 @@
+"""What ranks say to each other outside of programs: the value of every rank on all, and the failure of one on all.
+
+    say(x) = [x of rank 0, ..., x of rank n-1]        together(work) = say(work()), or an error on every rank
+
+The timeout of the process group ends the wait for a rank that does not come. Two things stay apart, because in them
+nobody can wait for an exchange: the beats of `loop.watch`, and the forms of programs in `_alike`.
+"""
+
+import functools
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from funcrec.core import Problem, message
+from funcrec.mesh._mesh import Mesh
+
+T = TypeVar("T")
+KINDS = {k.__name__: k for k in (OSError, ValueError, TypeError, KeyError, MemoryError, RuntimeError)}
+NUM_SAID: Counter[int] = Counter()  # how often each thread has called `say`
+SIZE_BYTES, HEAD_BYTES = 8, 256  # a value of at most 248 bytes travels in one collective
+MOST_WORDS = 500  # characters of an error that other ranks report
+
+
+class Ranks(NamedTuple):
+    """Processes that speak to each other; without groups this one alone.
+
+    groups: of the axes on which they lie, the last runs fastest. device: where the bytes lie for the exchange; None
+    for the CPU where the groups take that.
+    """
+
+    rank: int = 0
+    size: int = 1
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    device: torch.device | str | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @staticmethod
+    def of(mesh: Mesh | None, device: torch.device | str | None = None) -> "Ranks":
+        """The ranks of a mesh, over the groups of its axes; this process alone for an emulated mesh, and for None."""
+        if mesh is None or mesh.is_emulated:
+            return Ranks()
+        groups = [mesh.device_mesh.get_group(name) for name in mesh.axis_names]
+        return Ranks(dist.get_rank(), mesh.size, tuple(groups), device)
+
+    @staticmethod
+    def of_group(group: dist.ProcessGroup | None) -> "Ranks":
+        """The ranks of a process group; all ranks of the default one for None."""
+        group = dist.group.WORLD if group is None else group
+        return Ranks(dist.get_rank(group), dist.get_world_size(group), (group,))
+
+
+class Failure(NamedTuple):
+    """The error of a rank, as the others report it. kind: a builtin class that it has."""
+
+    kind: str
+    errno: int | None
+    words: str
+
+    @staticmethod
+    def of(error: BaseException) -> "Failure":
+        kind = next((n for n, k in KINDS.items() if isinstance(error, k)), "RuntimeError")
+        return Failure(kind, getattr(error, "errno", None), words_of(error))
+
+
+def words_of(error: BaseException) -> str:
+    """The class and the text of an error, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:MOST_WORDS]
+
+
+def say(value: T, ranks: Ranks) -> list[T]:
+    """Every rank's value, in the order of the ranks; all must call it, each group's from one thread.
+
+    Sender: pickles its value, which may have any size. Receiver: values of the types that were sent.
+
+    Cost: one collective of 256 bytes for each axis; a second one where a value takes more than 248.
+    """
+    if ranks.size == 1:
+        return [value]
+    NUM_SAID[threading.get_ident()] += 1
+    values = [value]
+    for group in reversed(ranks.groups):
+        texts = _bytes_of_all(pickle.dumps(values), group, ranks.device or _device_of(group))
+        values = [x for text in texts for x in pickle.loads(text)]
+    return values
+
+
+def together(ranks: Ranks, call: str, doing: str, work: Callable[[], T]) -> list[T]:
+    """The results of work() on all ranks, in the order of the ranks.
+
+    Raises:
+      On the rank that failed its own error; on the others one of the same kind that names that rank.
+    """
+    if ranks.size == 1:
+        return [work()]
+    text, error = b"", None
+    try:
+        text = pickle.dumps(work())
+    except BaseException as raised:  # an interrupt, too: the others are not to wait for this rank
+        error = raised
+    try:
+        of_all = say((text, None if error is None else Failure.of(error)), ranks)
+    finally:
+        if error is not None:
+            raise error
+    failed = {rank: failure for rank, (_, failure) in enumerate(of_all) if failure is not None}
+    if failed:
+        first, need, hint = next(iter(failed.values())), "every rank to", "what that rank says"
+        problems = [Problem(f"rank {r} could not {doing}.", x.words, need, hint) for r, x in failed.items()]
+        made = KINDS[first.kind](message(call, problems))
+        if first.errno is not None:
+            made.errno = first.errno
+        raise made
+    return [pickle.loads(text) for text, _ in of_all]
+
+
+def called_by_all_ranks(is_of_ranks: Callable[..., bool]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """A function that all ranks call, and in which their first exchange is a `together` of all of them.
+
+    Where the call is wrong on one rank alone, that rank reports its error in the place of the `together`.
+
+    Args:
+      is_of_ranks: (arguments of a call) -> whether all running ranks make that call.
+    """
+
+    def decorate(fn: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(fn)
+        def run(*args, **kwargs):
+            before = NUM_SAID[threading.get_ident()]
+            try:
+                return fn(*args, **kwargs)
+            except BaseException as error:
+                if NUM_SAID[threading.get_ident()] == before and is_of_ranks(*args, **kwargs):
+                    say((b"", Failure.of(error)), Ranks.of_group(None))
+                raise
+
+        return run
+
+    return decorate
+
+
+def apart_problems(of_all: Sequence[dict[str, str]]) -> Iterator[Problem]:
+    """Arguments that are not the same on all ranks. of_all: each rank's, by name."""
+    for name, first in of_all[0].items():
+        rank, other = next(((r, own[name]) for r, own in enumerate(of_all) if own[name] != first), (0, first))
+        if other != first:
+            got, need = f"{other:.100} on rank {rank}", f"{first:.100}, as on rank 0"
+            yield Problem(f"`{name}` is not the same on all ranks.", got, need, "the same call on every rank")
+
+
+def _device_of(group: dist.ProcessGroup) -> str:
+    return "cpu" if torch.device("cpu") in group._device_types else "cuda"
+
+
+def _bytes_of_all(own: bytes, group: dist.ProcessGroup, device: torch.device | str) -> list[bytes]:
+    """The bytes of every rank, of any length: a head of one size, and what does not fit there."""
+    room = HEAD_BYTES - SIZE_BYTES
+    heads = _gathered((len(own).to_bytes(SIZE_BYTES, "little") + own[:room]).ljust(HEAD_BYTES, b"\0"), group, device)
+    sizes = [int.from_bytes(head[:SIZE_BYTES], "little") for head in heads]
+    rest = max(sizes) - room
+    rests = _gathered(own[room:].ljust(rest, b"\0"), group, device) if rest > 0 else [b""] * len(heads)
+    return [(head[SIZE_BYTES:] + more)[:size] for head, more, size in zip(heads, rests, sizes, strict=True)]
+
+
+def _gathered(own: bytes, group: dist.ProcessGroup, device: torch.device | str) -> list[bytes]:
+    """The bytes of every rank, as many on all of them."""
+    mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+    out = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(out, mine, group=group)
+    return [x.cpu().numpy().tobytes() for x in out]
