@@ -26,12 +26,12 @@ from funcrec.checkpoint._format import (
     Stored,
     append,
     begin,
+    block_name,
     check_tensor,
     finish,
     grid_of,
     is_size,
     read_header,
-    said,
 )
 from funcrec.checkpoint._rank_parts import Writers, whole_parts
 from funcrec.checkpoint._tree_json import DTYPES, CodeError, Cut, Encoded, decode, encode, show
@@ -274,7 +274,7 @@ class Files(NamedTuple):
     checked: set[str]
 
     def open(self, block: Block, x: Stored) -> BinaryIO:
-        return self.file(block.file, said(x, block))
+        return self.file(block.file, block_name(x, block))
 
     def check(self, rank: int, size: int) -> None:
         """Check that every file is there and whole, even if it holds no block; each rank checks its share."""

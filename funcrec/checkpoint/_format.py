@@ -64,7 +64,7 @@ class Stored(NamedTuple):
     blocks: tuple[Block, ...]
 
 
-def said(x: Stored, b: Block) -> str:
+def block_name(x: Stored, b: Block) -> str:
     """What a block is called in errors: of a tensor in several blocks its rows and its file, too."""
     return f"{x.name}, rows {b.first} to {b.first + b.rows - 1}, in `{b.file}`" if b.file else x.name
 
@@ -198,22 +198,22 @@ def fill(file: BinaryIO, x: Stored, block: Block, wants: Sequence[Want]) -> None
         held = direct[first : first + n].flatten().view(torch.uint8) if buffer is None else buffer[: n * width]
         for data in chunks(held):
             if file.readinto(data) != len(data):
-                raise CodeError(f"{said(x, block)} cut off")
+                raise CodeError(f"{block_name(x, block)} cut off")
             crc = zlib.crc32(data, crc)
         if x.dtype == torch.bool and held.numel() and int(held.amax()) > 1:
-            raise CodeError(f"{said(x, block)} with bytes that are not bools")
+            raise CodeError(f"{block_name(x, block)} with bytes that are not bools")
         if buffer is not None:
             scatter(held.view(x.dtype).view(n, block.columns), block.first + first, block.first_column, wants)
     if crc != block.crc:
-        raise CodeError(f"{said(x, block)} with a wrong checksum")
+        raise CodeError(f"{block_name(x, block)} with a wrong checksum")
 
 
 def check_block(x: Stored, block: Block, held: Tensor) -> None:
     """Hold a block that is in memory to its CRC."""
     if crc_of(held) != block.crc:
-        raise CodeError(f"{said(x, block)} with a wrong checksum")
+        raise CodeError(f"{block_name(x, block)} with a wrong checksum")
     if x.dtype == torch.bool and int(held.view(torch.uint8).amax()) > 1:
-        raise CodeError(f"{said(x, block)} with bytes that are not bools")
+        raise CodeError(f"{block_name(x, block)} with bytes that are not bools")
 
 
 def _direct(x: Stored, block: Block, wants: Sequence[Want]) -> Tensor | None:

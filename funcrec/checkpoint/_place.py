@@ -250,9 +250,9 @@ def shape_problems(shapes: dict[str, tuple], like: TrainState) -> Iterator[Probl
     wanted = dict(like.tables.layout.shapes)
     differ = [n for n in {**wanted, **shapes} if shapes.get(n) != wanted.get(n)]
     if differ:
-        said = lambda own: ", ".join(f"{n!r} {list(own[n])}" if n in own else f"no {n!r}" for n in differ)
+        listed = lambda own: ", ".join(f"{n!r} {list(own[n])}" if n in own else f"no {n!r}" for n in differ)
         hint = "the model that it had"
-        yield Problem("the checkpoint has another state: its tables differ.", said(shapes), said(wanted), hint)
+        yield Problem("the checkpoint has another state: its tables differ.", listed(shapes), listed(wanted), hint)
 
 
 def state_problems(state: TrainState) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from funcrec.compile._ambient import surroundings as surroundings
 from funcrec.compile._apart import FOR_EXPORT as FOR_EXPORT
 from funcrec.compile._apart import apart as apart
 from funcrec.compile._apart import imported as imported
-from funcrec.compile._cut_stale import Looked as Looked
+from funcrec.compile._cut_stale import RowsAhead as RowsAhead
 from funcrec.compile._cut_stale import cut_stale as cut_stale
 from funcrec.compile._donated import Donated as Donated
 from funcrec.compile._donated import donated_message as donated_message

@@ -1,9 +1,9 @@
 """cut_stale: a step with tables of another time as three functions: send ids, read and send rows, and the rest.
 
-    routed = ahead(batch);   looked = look(tables, batch, routed);   rest(state, batch, routed, looked) = step(...)
+    routed = ahead(batch);  looked = read_ahead(tables, batch, routed);  rest(state, batch, routed, looked) = step(...)
 
-`look` holds the operations that read these tables and no other part of the state, up to the last exchange in each line.
-That exchange has begun when `look` returns, and `rest` awaits it.
+`read_ahead` is what the step needs that reads these tables and nothing else of the state, up to the last exchange in
+each line: that has begun when `read_ahead` returns, and `rest` awaits it.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,9 +29,9 @@ from funcrec.core import fail, fast_flatten, map_tensors
 from funcrec.mesh import AWAIT, LEAVES
 
 
-class Looked(NamedTuple):
-    """The values read from tables. sent: the operands of exchanges under way, kept until `begun` is awaited. given:
-    other values that were read."""
+class RowsAhead(NamedTuple):
+    """What was read of tables. sent: the operands of exchanges under way, which last until `begun` is awaited. given:
+    what was read besides."""
 
     sent: list[Tensor]
     begun: list[Tensor]
@@ -41,20 +41,20 @@ class Looked(NamedTuple):
 class Thirds(NamedTuple):
     """A step's three functions.
 
-    ahead: batch -> routed, a list of tensors. look: (tables, batch, routed) -> Looked. rest: (state, batch, routed,
-    Looked) -> the step's result. read: tensors that the step closes over and the first two functions read; they must
-    not change before the third. bytes: the size of `routed` and `Looked`.
+    ahead: batch -> routed, a list of tensors. read_ahead: (tables, batch, routed) -> RowsAhead. rest: (state, batch,
+    routed, RowsAhead) -> what the step gives. read: tensors that the step closes over and the first two read: they must
+    not change before the third. bytes: what `routed` and `RowsAhead` hold.
     """
 
     ahead: Callable[[Any], list[Tensor]]
-    look: Callable[[Any, Any, list[Tensor]], Looked]
-    rest: Callable[[Any, Any, list[Tensor], Looked], Any]
+    read_ahead: Callable[[Any, Any, list[Tensor]], RowsAhead]
+    rest: Callable[[Any, Any, list[Tensor], RowsAhead], Any]
     read: list[Tensor]
     bytes: int
 
 
 class Found(NamedTuple):
-    """Where to cut a graph. last: exchanges that `rest` awaits. given: other values of `look` that `rest` reads."""
+    """Where a graph is cut. last: exchanges that `rest` awaits. given: other values of `read_ahead` that it reads."""
 
     last: list[Node]
     given: list[Node]
@@ -103,18 +103,18 @@ def cut_stale(
         donate = ("state",) if donated_names(call, step) else ()
         ahead, read, compute = jit(ahead), jit(read), jit(compute, donate=donate)
 
-    def look(tables, batch, routed):
+    def read_ahead(tables, batch, routed):
         made = read(tables, batch, routed)
         sent, given = made[: len(operands)], made[len(operands) :]
-        # called outside any program: a program would have to await an exchange that it begins
-        return Looked(sent, [n.target(x, *n.args[1:]) for n, x in zip(found.last, sent, strict=True)], given)
+        # at once, outside of any program: what a program has begun it would have to await
+        return RowsAhead(sent, [n.target(x, *n.args[1:]) for n, x in zip(found.last, sent, strict=True)], given)
 
     def rest(state, batch, routed, looked):
         return compute(state, batch, routed, [*map(AWAIT, looked.begun), *looked.given])
 
     captures = reads_of(sending, captured) + reads_of(looking, captured, len(routed))
-    held = [*routed, *operands, *awaited, *found.given]
-    return Thirds(ahead if routed else lambda batch: [], look, rest, captures, sum(n.meta["val"].nbytes for n in held))
+    held_bytes = sum(n.meta["val"].nbytes for n in (*routed, *operands, *awaited, *found.given))
+    return Thirds(ahead if routed else lambda batch: [], read_ahead, rest, captures, held_bytes)
 
 
 def lines_of(

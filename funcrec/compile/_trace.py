@@ -74,7 +74,7 @@ def stage(
     imported(FOR_STAGING)
     settle()
     views_of_zeros()
-    with said_once(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with without_log_of_shapes(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         shapes = [like(x) for x in leaves]
         with _Lift(call, fake) as lift:
             try:  # first unchanged, because functionalize does not know the rules of autograd.Function
@@ -97,8 +97,8 @@ def stage(
 
 
 @contextlib.contextmanager
-def said_once() -> Iterator[None]:
-    """Hide the page that torch logs about an operation with wrong shapes; the error that it raises says the same."""
+def without_log_of_shapes() -> Iterator[None]:
+    """Of an operation whose shapes do not fit torch writes a page to its log, and raises: the error says it."""
     log, mine = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
     is_other = lambda record: record.thread != mine or "failed while attempting to run meta" not in str(record.msg)
     log.addFilter(is_other)

@@ -74,9 +74,9 @@ def train(job: Job, heard: signals.Heard) -> int:
     options = job.options
     path, has_begun = folder.checkpoint_path(options), False
     is_new = not (options.resume and path.exists())
-    look_at_first_batch(job)
+    check_first_batch(job)
 
-    def tell(record: fr.loop.Record) -> None:
+    def on_record(record: fr.loop.Record) -> None:
         nonlocal has_begun
         if record.when == "begin":
             has_begun = True
@@ -84,17 +84,17 @@ def train(job: Job, heard: signals.Heard) -> int:
             if is_new and record.is_chief:
                 folder.remove_results(options)
             if not is_new:
-                say(job, f"resumed at epoch {record.epoch}, batch {record.step % num_steps(job)}")
+                announce(job, f"resumed at epoch {record.epoch}, batch {record.step % num_steps(job)}")
         elif record.when == "epoch":
-            say_epoch(job, record)
+            print_scores(job, record)
 
     try:
         done = fr.fit(
             job.step, start(job), loader_of(job),
             epochs=options.epochs, evaluate=lambda params: evaluate(job, params, job.split.valid, "valid_"),
             monitor="valid_auc", patience=options.patience, checkpoint=path, resume=not is_new,
-            overwrite=options.overwrite, settings=folder.fixed_options(options), callbacks=[tell], stop=heard.asked,
-            mesh=job.mesh, sync=job.sync,
+            overwrite=options.overwrite, settings=folder.fixed_options(options), callbacks=[on_record],
+            stop=heard.asked, mesh=job.mesh, sync=job.sync,
         )  # fmt: skip
     except OSError as error:
         whole = " The checkpoint before this one is whole: --resume goes on from it." if path.exists() else ""
@@ -104,7 +104,7 @@ def train(job: Job, heard: signals.Heard) -> int:
             raise
         raise SystemExit(f"--resume: {error}\n--overwrite begins again.") from error
     if done.stopped:
-        say(job, f"interrupted; {how_to_go_on(options)}")
+        announce(job, f"interrupted; {how_to_go_on(options)}")
         return 128 + done.stopped
     report(job, done)
     return 0
@@ -114,7 +114,7 @@ def how_to_go_on(options: argparse.Namespace) -> str:
     return f"the same command with --resume goes on from {folder.checkpoint_path(options)}"
 
 
-def say(job: Job, text: str) -> None:
+def announce(job: Job, text: str) -> None:
     if fr.loop.is_chief(job.mesh):
         print(text, flush=True)
 
@@ -186,9 +186,9 @@ def start(job: Job) -> fr.TrainState:
     return job.init(fr.tree.to(job.model.init(for_params), job.options.device), for_steps)
 
 
-def look_at_first_batch(job: Job) -> None:
-    """Check the values of the whole batch that all ranks share: ids outside a table
-    would read zeros, and nothing would be learnt."""
+def check_first_batch(job: Job) -> None:
+    """The values of the whole batch, as every rank sees it: ids outside
+    a table would read zeros, and nothing would be learnt."""
     _, batch = next(loader_of(job._replace(mesh=None))())
     try:
         fr.validate(batch, job.model.features, job.model.tables)
@@ -222,10 +222,11 @@ def samples_per_s(job: Job, entry: Mapping[str, float]) -> float:
     return entry.get("samples_per_s", entry.get("steps_per_s", 0.0) * job.options.batch_size)
 
 
-def say_epoch(job: Job, record: fr.loop.Record) -> None:
+def print_scores(job: Job, record: fr.loop.Record) -> None:
     h, best = record.metrics, "  best" if record.is_best else ""
     scores = f"valid AUC {h['valid_auc']:.4f}  log loss {h['valid_log_loss']:.4f}"
-    say(job, f"epoch {h['epoch']:3d}  loss {h['loss']:.4f}  {scores}  {samples_per_s(job, h):,.0f} samples/s{best}")
+    speed = f"{samples_per_s(job, h):,.0f} samples/s"
+    announce(job, f"epoch {h['epoch']:3d}  loss {h['loss']:.4f}  {scores}  {speed}{best}")
 
 
 # -- what a run leaves -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from funcrec.mesh import Mesh
 LESS_IS_BETTER = ("loss", "error", "entropy", "mse", "mae", "nll", "perplexity")  # in the name of a number
 
 
-def look_problems(model: Any, validate: Any) -> Iterator[Problem]:
+def validate_problems(model: Any, validate: Any) -> Iterator[Problem]:
     if model is not None and validate is not None:
         yield Problem("`model` and `validate` exclude each other.", "both", "one of them, or none", "validate=None")
     elif model is not None and not (hasattr(model, "features") and hasattr(model, "tables")):

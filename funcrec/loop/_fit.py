@@ -28,10 +28,10 @@ from funcrec.loop._checks import (
     has_loss,
     item_problems,
     loader_problems,
-    look_problems,
     loss_problems,
     mode_problems,
     place_problems,
+    validate_problems,
     work_problems,
 )
 from funcrec.loop._diverged import Losses
@@ -215,15 +215,15 @@ def fit(
       (3, 1.0, True)
     """
     path = None if checkpoint is None else Path(checkpoint)
-    check("funcrec.fit", look_problems(model, validate), mode_problems(mode, monitor))
+    check("funcrec.fit", validate_problems(model, validate), mode_problems(mode, monitor))
     evaluate = evaluation(model, evaluate, validation, metrics, on_bad_ids == "count")
     mode = mode or "max"
     held = lambda batch: validate_batch(batch, model.features, model.tables, labels=ANY) if model else batch
-    look = validate or held
+    check_batch = validate or held
     bad_ids = BadIds(on_bad_ids, model)
     work = Work(
         step, bad_ids.watching(loader), evaluate, monitor, mode, path, save_every, save_every_steps, dict(settings),
-        tuple(callbacks), look, progress, mesh, place, sync or (lambda state: state), order_of(loader),
+        tuple(callbacks), check_batch, progress, mesh, place, sync or (lambda state: state), order_of(loader),
         trial_of(step) if validate is None else None, Clock(save_every_minutes), keep,
         save_asynchronously, bad_ids,
     )  # fmt: skip

@@ -41,7 +41,7 @@ class Work(NamedTuple):
     save_every_steps: int | None
     settings: dict[str, Any]
     callbacks: tuple[Callable, ...]
-    look: Callable[[Any], Any]
+    check_batch: Callable[[Any], Any]
     progress: bool | None
     mesh: Mesh | None
     place: Callable | None

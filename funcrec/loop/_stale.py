@@ -1,6 +1,6 @@
 """stale_pipeline: the next batch's rows travel while this one is computed; they are read before its update.
 
-    time ─▶    look(i+1)  compute(i), update(i)      look(i+2)  compute(i+1), update(i+1)
+    time ─▶    read(i+1)  compute(i), update(i)      read(i+2)  compute(i+1), update(i+1)
                     └─── rows(i+1) under way ───────────▶ └─── rows(i+2) under way ──────▶
                route(i+2)                            route(i+3)            route: ids to the owners of their rows
 
@@ -10,7 +10,7 @@ Batch i + 1 reads the tables of state i; the result updates state i + 1.
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from funcrec.compile import Looked, cut_stale, form_key, surroundings
+from funcrec.compile import RowsAhead, cut_stale, form_key, surroundings
 from funcrec.core import Count, Device, Problem, check, describe, fail, fast_flatten, is_checking, typed
 from funcrec.loop.pipelines._pipeline import Pipeline, batches_problems, refuse_followed
 from funcrec.loop.pipelines._ready_batches import Ahead, Ready, versions_of
@@ -108,18 +108,18 @@ class StalePipeline:
                 fail(CALL, "rows were read for another program.", got=got, need=need, hint="a run of its own")
             source, programs = self.pipe.under_way, self.programs.setdefault(key, {})
             source.begin(one, programs)
-            looked = self.look(source, programs, state, one) if looked is None else looked
+            looked = self.read_ahead(source, programs, state, one) if looked is None else looked
             following = source.following()
-            # before this batch's update, which may write to the tables
-            after = None if following is None else self.look(source, programs, state, following)
+            # before the update of this batch, which may write to the tables
+            after = None if following is None else self.read_ahead(source, programs, state, following)
             thirds, routed, one.routed = one.halves, one.routed, None
             state, metrics = thirds.rest(state, one.batch, routed, looked)
             looked, routed = after, None
             del one, following, after
             yield state, metrics
 
-    def look(self, source: Ahead, programs: dict, state: Any, one: Ready) -> Looked:
-        """Start to read the batch's rows from this state's tables."""
+    def read_ahead(self, source: Ahead, programs: dict, state: Any, one: Ready) -> RowsAhead:
+        """The batch's rows, of this state's tables: on their way."""
         is_sent, form = source.twins is not None, form_key(*fast_flatten(one.batch))
         if form not in programs:
             names = source.twins.names if is_sent else {}
@@ -134,7 +134,7 @@ class StalePipeline:
             need = "tensors that stay as they are while batches are under way"
             fail(CALL, "what the step's ids are made with changed after the exchange.", got=got, need=need)
         self.held_bytes = one.halves.bytes
-        return one.halves.look(state.tables, one.batch, one.routed)
+        return one.halves.read_ahead(state.tables, one.batch, one.routed)
 
     def __call__(self, state: Any, batch: Any) -> None:
         got, need = "a state and a batch alone", "a run, which knows the batch before"

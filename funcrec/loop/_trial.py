@@ -29,8 +29,8 @@ def check_first_batch(work: Work, state: Any, batch: Any) -> None:
                 work.trial(state, batch, by_value=False)
             bad_ids.learn(lookups, batch)
         cleaned = bad_ids.cleaned(batch)
-        with own_errors("funcrec.fit", work.look, cleaned, need="a batch that it takes"):
-            work.look(cleaned)
+        with own_errors("funcrec.fit", work.check_batch, cleaned, need="a batch that it takes"):
+            work.check_batch(cleaned)
         if work.trial is not None:
             work.trial(state, cleaned)
     bad_ids.learn(lookups, cleaned)

@@ -40,8 +40,8 @@ def lose(way, folder):
 
 
 @contextlib.contextmanager
-def telling(way, folder, rank):
-    """What this rank is told goes to a file."""
+def stderr_in_file(way, folder, rank):
+    """What this rank writes to stderr goes to a file."""
     os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     try:
@@ -71,7 +71,7 @@ def run_stale(way, moment, folder):
             is_lost("loader", i)
             yield fr.KeyedJaggedTensor.from_lists({"x": [[i], [i + 1]]})
 
-    with telling(way, folder, rank), fr.loop.watch(mesh) as at:
+    with stderr_in_file(way, folder, rank), fr.loop.watch(mesh) as at:
         for i, _ in enumerate(fr.stale_pipeline(step, mesh=mesh).run(state, loader())):
             at(f"step {i + 1}")
             is_lost("step", i + 1)
@@ -106,7 +106,7 @@ def run(way, moment, folder):
         return {}
 
     _run_state.save = saved
-    with telling(way, folder, rank):
+    with stderr_in_file(way, folder, rank):
         fr.fit(
             step, torch.zeros(()), loader, epochs=2, checkpoint=folder / "run.pt", save_every_steps=1,
             evaluate=evaluate, callbacks=[callback], mesh=mesh,

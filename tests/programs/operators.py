@@ -140,16 +140,16 @@ def check(pack: list[Case], count: Counter) -> None:
         elif "funcrec.jit" in str(error):
             count["refused"] += 1
         else:
-            tell(pack[0], f"{type(error).__name__}: {error}", count)
+            count_outcome(pack[0], f"{type(error).__name__}: {error}", count)
         return
     for c, got in zip(pack, found, strict=True):
         if how := difference(got, c.f(copied(c.inputs))):
-            tell(c, how, count)
+            count_outcome(c, how, count)
         else:
             count["equal"] += 1
 
 
-def tell(c: Case, how: str, count: Counter) -> None:
+def count_outcome(c: Case, how: str, count: Counter) -> None:
     left = LEFT.get((c.operator, c.dtype))
     count["left" if left else "wrong"] += 1
     if not left:

@@ -234,7 +234,7 @@ def launch(asked: argparse.Namespace) -> int:
 # -- inside: one process of the net ------------------------------------------------------------------------------------
 
 
-def say(*what) -> None:
+def print_now(*what) -> None:
     print(json.dumps(what), flush=True)
 
 
@@ -253,11 +253,11 @@ def inside(mode: str, batches: list[Batch], probe: str) -> None:
     elif probe:
         source = _inductor.source
         _inductor.source = lambda code: re.sub(r"\((6|38|48)L\)", lambda n: f"({int(n[1]) + 1}L)", source(code))
-    say("begin")
+    print_now("begin")
     for batch in batches:
         torch.set_num_threads(batch.threads)
         check_parts(faults(probe) if probe else cases_of(batch.kind, batch.numbers))
-        say("done")
+        print_now("done")
     if mode == "guard" and not ctypes.CDLL(first).guarded_buffers():
         raise SystemExit("no buffer of torch's was among the guarded ones")
 
@@ -320,7 +320,7 @@ def check_parts(cases: list[Case]) -> None:
         if len(cases) == 1:
             how = re.search(r"error: .*", str(error)) or re.match(r"(?s).*", str(error))  # rather the compiler's
             how = f"{cases[0].name} it raises {type(error).__name__}: {' '.join(how[0].split())[:300]}"
-            return say("wrong", cases[0].number, how.strip())
+            return print_now("wrong", cases[0].number, how.strip())
         half = len(cases) // 2
         check_parts(cases[:half])
         check_parts(cases[half:])
@@ -345,7 +345,7 @@ def check(cases: list[Case]) -> None:
         for c, a, b in zip(cases, got, wanted, strict=True):
             if how := difference(a, b, c.close):
                 how = refused.get(c.number, how)[:500]
-                say("refused" if c.number in refused else "wrong", c.number, f"{c.name} {how}".strip())
+                print_now("refused" if c.number in refused else "wrong", c.number, f"{c.name} {how}".strip())
         donated = [[a[0]] if c.is_donated else [] for c, a in zip(cases, got, strict=True)]
         eager = [[b[0]] if c.is_donated else [] for c, b in zip(cases, wanted, strict=True)]
 

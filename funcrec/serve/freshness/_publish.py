@@ -147,7 +147,7 @@ def publish(
         for last in publications(there, record, run[-1] if run else None, mesh):
             run[:] = [last]  # it is on disk
         if record.is_chief:
-            tell(servers, there.path, timeout_s)
+            update_servers(servers, there.path, timeout_s)
 
     return write
 
@@ -187,7 +187,7 @@ def next_number(folder: Path) -> int:
     return found[-1].number + 1 if found else 0
 
 
-def tell(servers: Sequence[str], folder: Path, timeout_s: float) -> None:
+def update_servers(servers: Sequence[str], folder: Path, timeout_s: float) -> None:
     for address in servers:
         try:
             update_server(address, folder, timeout_s=timeout_s)
