@@ -89,5 +89,10 @@ def agreed(stop: Callable[[], int], mesh: Mesh | None, device: Device = "cpu") -
 def questions(asked: Sequence[Callable[[], int]], ranks: Ranks) -> Callable[[], list[int]]:
     """The largest answer of any rank to each question, in one exchange at every 16th call; zeros at the others."""
     calls, every = itertools.count(1), 1 if ranks.size == 1 else STEPS_PER_QUESTION
-    none, largest = [0] * len(asked), lambda answers: [max(of_all) for of_all in zip(*answers, strict=True)]
-    return lambda: none if next(calls) % every else largest(say([ask() for ask in asked], ranks))
+
+    def ask() -> list[int]:
+        if next(calls) % every:
+            return [0] * len(asked)
+        return [max(of_all) for of_all in zip(*say([answer() for answer in asked], ranks), strict=True)]
+
+    return ask
