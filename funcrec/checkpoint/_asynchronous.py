@@ -116,7 +116,7 @@ def ranks_beside(ranks: Ranks) -> Ranks:
     if world not in _groups:
         _groups.clear()
         _groups[world] = dist.new_group(backend="gloo")
-    return ranks._replace(groups=(_groups[world],))
+    return Ranks.of_group(_groups[world])
 
 
 def num_live(sizes: Sequence[int], copy_bytes: int | None) -> int:

@@ -228,7 +228,7 @@ class Ahead:
 
     def is_go(self, own: BatchNews, number: int, form: str, error: BaseException | None) -> bool:
         """Whether all ranks go on with this batch; raises on all of them where one cannot."""
-        ranks = Ranks() if self.twins is None else Ranks.of_group(self.twins.world)
+        ranks = Ranks() if self.twins is None else self.twins.ranks
         of_all = say((int(own), digest(form), None if error is None else words_of(error)), ranks)
         who = lambda *kinds: [r for r, (x, _, _) in enumerate(of_all) if x in kinds]
         if error is not None:

@@ -26,7 +26,7 @@ from funcrec.core import Problem, check, has_tracked, message, outside_transform
 from funcrec.mesh._axes import bound_axes, rank_at
 from funcrec.mesh._collectives import pmax
 from funcrec.mesh._parts import Part, is_jagged
-from funcrec.mesh.processes._together import Ranks, say, words_of
+from funcrec.mesh.processes._together import Ranks, device_of, say, words_of
 
 FOLLOWED, PLAIN, FAILED = "followed", "not followed", "failed"
 HINT = "ids of one capacity on all ranks (`pad_to`, or `pad_to_bucket` by the longest), batches of one size (pad_last)"
@@ -79,7 +79,7 @@ def ranks_of_axes(names: Sequence[str]) -> Ranks:
     axes = bound_axes("funcrec.shard_map", tuple(names))
     sizes, places = {a.name: a.size for a in axes}, {a.name: a.index for a in axes}
     groups = tuple(_resolve_process_group(a.group) for a in axes)
-    return Ranks(rank_at(places, tuple(names), sizes), prod(sizes.values()), groups)
+    return Ranks(rank_at(places, tuple(names), sizes), prod(sizes.values()), groups, device_of(groups[0]))
 
 
 def digest(text: str) -> int:

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from funcrec.mesh._mesh import Mesh
+from funcrec.mesh.processes._together import Ranks
 
 
 class Twins(NamedTuple):
-    """names: {group of an axis: its twin's name}. world: a gloo group of all ranks, for tensors on the host."""
+    """names: {an axis's group: its twin's name}. ranks: all of them, on their hosts."""
 
     names: dict[str, str]
-    world: dist.ProcessGroup
+    ranks: Ranks
 
 
 def twins_of(mesh: Mesh) -> Twins:
@@ -25,7 +26,7 @@ def twins_of(mesh: Mesh) -> Twins:
     for axis in mesh.axis_names:
         group = mesh.device_mesh.get_group(axis)
         names[group.group_name] = _twin(group, dist.get_backend(group)).group_name
-    return Twins(names, _twin(dist.group.WORLD, "gloo"))
+    return Twins(names, Ranks.of_group(_twin(dist.group.WORLD, "gloo")))
 
 
 def _twin(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:

@@ -29,14 +29,13 @@ MOST_WORDS = 500  # characters of an error that other ranks report
 class Ranks(NamedTuple):
     """Processes that speak to each other; without groups this one alone.
 
-    groups: of the axes on which they lie, the last runs fastest. device: where the bytes lie for the exchange; None
-    for the CPU where the groups take that.
+    groups: of the axes on which they lie, the last runs fastest. device: where the bytes lie for the exchange.
     """
 
     rank: int = 0
     size: int = 1
     groups: tuple[dist.ProcessGroup, ...] = ()
-    device: torch.device | str | None = None
+    device: torch.device | str = "cpu"
 
     @property
     def is_first(self) -> bool:
@@ -48,13 +47,13 @@ class Ranks(NamedTuple):
         if mesh is None or mesh.is_emulated:
             return Ranks()
         groups = [mesh.device_mesh.get_group(name) for name in mesh.axis_names]
-        return Ranks(dist.get_rank(), mesh.size, tuple(groups), device)
+        return Ranks(dist.get_rank(), mesh.size, tuple(groups), device or device_of(groups[0]))
 
     @staticmethod
     def of_group(group: dist.ProcessGroup | None) -> "Ranks":
         """The ranks of a process group; all ranks of the default one for None."""
         group = dist.group.WORLD if group is None else group
-        return Ranks(dist.get_rank(group), dist.get_world_size(group), (group,))
+        return Ranks(dist.get_rank(group), dist.get_world_size(group), (group,), device_of(group))
 
 
 class Failure(NamedTuple):
@@ -87,7 +86,7 @@ def say(value: T, ranks: Ranks) -> list[T]:
     NUM_SAID[threading.get_ident()] += 1
     values = [value]
     for group in reversed(ranks.groups):
-        texts = _bytes_of_all(pickle.dumps(values), group, ranks.device or _device_of(group))
+        texts = _bytes_of_all(pickle.dumps(values), group, ranks.device)
         values = [x for text in texts for x in pickle.loads(text)]
     return values
 
@@ -155,7 +154,8 @@ def apart_problems(of_all: Sequence[dict[str, str]]) -> Iterator[Problem]:
             yield Problem(f"`{name}` is not the same on all ranks.", got, need, "the same call on every rank")
 
 
-def _device_of(group: dist.ProcessGroup) -> str:
+def device_of(group: dist.ProcessGroup) -> str:
+    """Where a group's tensors lie: on the CPU, if it takes such."""
     return "cpu" if torch.device("cpu") in group._device_types else "cuda"
 
 
