@@ -137,7 +137,7 @@ def copy_of(x: Tensor) -> Tensor:
 
 @atexit.register
 def _report_last() -> None:
-    """Reports an error that nobody has waited for when the program ends."""
+    """Report, at the program's end, an error that nobody waited for."""
     for saving in _last:
         if saving._error is not None:
             print(f"funcrec.save: {saving.path} was not saved: {saving._error}", file=sys.stderr)

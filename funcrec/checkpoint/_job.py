@@ -1,6 +1,6 @@
 """The steps of a save, after its tree is encoded: in this process alone, or together with other ranks.
 
-describe (all ranks, before any work) -> copy what is to be copied -> run: write, and then change the name
+describe (all ranks, before any work) -> copy what is to be copied -> run: write, and then rename
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int
 def folder_job(
     path: Path, encoded: Encoded, seen: Seen, where: Writers, keep: int | None, step: int | None, asynchronous: bool
 ) -> Job:
-    """Every rank's file, and then the manifest."""
+    """Make the job that writes every rank's file, and then the manifest."""
     ranks = Ranks() if where.is_emulated else Ranks.of_group(None)
 
     def describe() -> dict:

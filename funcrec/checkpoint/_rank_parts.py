@@ -72,12 +72,12 @@ def where_of(mesh: Mesh | None, seen: "Seen") -> Writers:
 
 
 def ranks_of(mesh: Mesh | None) -> Ranks:
-    """All running ranks, over the one group that a call knows whose mesh is wrong; this process alone by its mesh."""
+    """Return all running ranks of the default group, which a call with a wrong mesh has too; or this process alone."""
     return Ranks() if mesh is None or mesh.is_emulated else Ranks.of_group(None)
 
 
 def is_of_ranks(_: Any = None, /, *trees: Any, mesh: Any = None, **kwargs: Any) -> bool:
-    """Whether a call, right or wrong, is one that all running ranks make: by its mesh, or the tables in its trees."""
+    """Whether all running ranks make this call, right or wrong: shown by its mesh, or by the tables in its trees."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     if mesh is not None:

@@ -2,8 +2,8 @@
 
     routed = ahead(batch);  looked = read_ahead(tables, batch, routed);  rest(state, batch, routed, looked) = step(...)
 
-`read_ahead` is what the step needs that reads these tables and nothing else of the state, up to the last exchange in
-each line: that has begun when `read_ahead` returns, and `rest` awaits it.
+`read_ahead` holds the operations that read these tables and no other part of the state, up to the last exchange in each
+line. That exchange has begun when `read_ahead` returns, and `rest` awaits it.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +30,8 @@ from funcrec.mesh import AWAIT, LEAVES
 
 
 class RowsAhead(NamedTuple):
-    """What was read of tables. sent: the operands of exchanges under way, which last until `begun` is awaited. given:
-    what was read besides."""
+    """The values read from tables. sent: the operands of exchanges under way, kept until `begun` is awaited. given:
+    other values that were read."""
 
     sent: list[Tensor]
     begun: list[Tensor]
@@ -42,8 +42,8 @@ class Thirds(NamedTuple):
     """A step's three functions.
 
     ahead: batch -> routed, a list of tensors. read_ahead: (tables, batch, routed) -> RowsAhead. rest: (state, batch,
-    routed, RowsAhead) -> what the step gives. read: tensors that the step closes over and the first two read: they must
-    not change before the third. bytes: what `routed` and `RowsAhead` hold.
+    routed, RowsAhead) -> the step's result. read: tensors that the step closes over and the first two functions read;
+    they must not change before the third. bytes: the size of `routed` and `RowsAhead`.
     """
 
     ahead: Callable[[Any], list[Tensor]]
@@ -54,7 +54,7 @@ class Thirds(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where a graph is cut. last: exchanges that `rest` awaits. given: other values of `read_ahead` that it reads."""
+    """Where to cut a graph. last: exchanges that `rest` awaits. given: other values of `read_ahead` that it reads."""
 
     last: list[Node]
     given: list[Node]
@@ -106,7 +106,7 @@ def cut_stale(
     def read_ahead(tables, batch, routed):
         made = read(tables, batch, routed)
         sent, given = made[: len(operands)], made[len(operands) :]
-        # at once, outside of any program: what a program has begun it would have to await
+        # called outside any program: a program would have to await an exchange that it begins
         return RowsAhead(sent, [n.target(x, *n.args[1:]) for n, x in zip(found.last, sent, strict=True)], given)
 
     def rest(state, batch, routed, looked):

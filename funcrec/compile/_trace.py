@@ -98,7 +98,7 @@ def stage(
 
 @contextlib.contextmanager
 def without_log_of_shapes() -> Iterator[None]:
-    """Of an operation whose shapes do not fit torch writes a page to its log, and raises: the error says it."""
+    """Hide the page that torch logs about an operation with wrong shapes; the error that it raises says the same."""
     log, mine = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
     is_other = lambda record: record.thread != mine or "failed while attempting to run meta" not in str(record.msg)
     log.addFilter(is_other)

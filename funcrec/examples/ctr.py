@@ -187,8 +187,8 @@ def start(job: Job) -> fr.TrainState:
 
 
 def check_first_batch(job: Job) -> None:
-    """The values of the whole batch, as every rank sees it: ids outside
-    a table would read zeros, and nothing would be learnt."""
+    """Check the values of the whole batch that all ranks share: ids outside a table
+    would read zeros, and nothing would be learnt."""
     _, batch = next(loader_of(job._replace(mesh=None))())
     try:
         fr.validate(batch, job.model.features, job.model.tables)

@@ -41,15 +41,15 @@ class BadIds:
             self.shapes = {n: shape for x in own for n, shape in table_shapes(x.tables).items()}
 
     def watching(self, loader: Any) -> Any:
-        """The loader; one of `fr.data` looks at what it makes, in its own thread."""
+        """The loader; a loader of `fr.data` then checks each batch in its own thread."""
         return replace(loader, look=self.note_bad_ids) if isinstance(loader, Loader | StreamLoader) else loader
 
     def watched(self, loader: Any, items: Iterable) -> Iterator:
-        """The items of any other loader, looked at as they are taken."""
+        """The items of any other loader, checked as they are taken."""
         return iter(items) if isinstance(loader, Loader | StreamLoader) else map(self.note_bad_ids, items)
 
     def note_bad_ids(self, item: Any) -> Any:
-        """Note the bad ids of an item (position, batch); with "raise", raise what is wrong with it."""
+        """Note the bad ids of an item (position, batch); with "raise", raise for them."""
         if self.features is not None and isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], Position):
             self.found[item[0]] = self.count(*item)
         return item

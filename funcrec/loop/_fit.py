@@ -240,7 +240,7 @@ def fit(
             finish()  # however it ends, an unfinished write completes
         settle()
         signum = done.stopped or (listens and max(say(asked(), Ranks.of(mesh))))
-    if listens and signum:  # one after the last question, too
+    if listens and signum:  # also a signal that came after the last question
         end(signum, signal.getsignal(signum))
     return done
 

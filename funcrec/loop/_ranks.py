@@ -87,7 +87,10 @@ def agreed(stop: Callable[[], int], mesh: Mesh | None, device: Device = "cpu") -
 
 
 def questions(asked: Sequence[Callable[[], int]], ranks: Ranks) -> Callable[[], list[int]]:
-    """The largest answer of any rank to each question, in one exchange at every 16th call; zeros at the others."""
+    """Return a function that gives the largest answer of any rank to each question, by one `say` at every 16th call.
+
+    At the other calls it returns zeros.
+    """
     calls, every = itertools.count(1), 1 if ranks.size == 1 else STEPS_PER_QUESTION
 
     def ask() -> list[int]:

@@ -146,7 +146,7 @@ def load_run(work: Work, state: Any, path: Path) -> Run:
 
 
 def find(work: Work) -> Path | None:
-    """The checkpoint to go on from, the first rank's choice, which all must see; asked before any writes one."""
+    """Return the checkpoint to resume: the first rank's choice, which all must see. Call it before any rank writes."""
     if work.checkpoint is None:
         return None
     check("funcrec.fit", keep_problems(work.checkpoint, work.keep))
@@ -230,7 +230,7 @@ def checkpoint_problems(work: Work, tree: Any) -> Iterator[Problem]:
 
 
 def same_problems(work: Work, tree: Any) -> Iterator[Problem]:
-    """All ranks go on from one checkpoint: from another one there is to be another time in its history."""
+    """All ranks resume from one checkpoint. Another one is assumed to differ in the times of its history."""
     own = [*tree["position"], zlib.crc32(repr((float(tree["loss_sum"]), tree["history"])).encode())]
     seen = say(own, Ranks.of(work.mesh))
     if any(x != seen[0] for x in seen):

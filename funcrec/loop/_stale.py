@@ -110,7 +110,7 @@ class StalePipeline:
             source.begin(one, programs)
             looked = self.read_ahead(source, programs, state, one) if looked is None else looked
             following = source.following()
-            # before the update of this batch, which may write to the tables
+            # before this batch's update, which may write to the tables
             after = None if following is None else self.read_ahead(source, programs, state, following)
             thirds, routed, one.routed = one.halves, one.routed, None
             state, metrics = thirds.rest(state, one.batch, routed, looked)
@@ -119,7 +119,7 @@ class StalePipeline:
             yield state, metrics
 
     def read_ahead(self, source: Ahead, programs: dict, state: Any, one: Ready) -> RowsAhead:
-        """The batch's rows, of this state's tables: on their way."""
+        """Start to read the batch's rows from this state's tables."""
         is_sent, form = source.twins is not None, form_key(*fast_flatten(one.batch))
         if form not in programs:
             names = source.twins.names if is_sent else {}

@@ -21,7 +21,7 @@ from funcrec.tables import lookups_seen
 
 
 def check_first_batch(work: Work, state: Any, batch: Any) -> None:
-    """Raise for what is wrong with the first batch, before any work; learn which lookups read its ids."""
+    """Raise for faults of the first batch, before any work; learn which lookups read its ids."""
     bad_ids = work.bad_ids
     with lookups_seen() as lookups:
         if bad_ids.mode == "count":  # a check by value would raise for ids that are only counted
@@ -53,7 +53,7 @@ def try_evaluate(work: Work, run: Run) -> None:
         if is_of_handler(error):
             raise
         failed = True
-    # one batch may lack what all have, such as examples of each class
+    # one batch may lack what all together have, such as examples of each class
     if any(say(failed, Ranks.of(work.mesh))):
         found = measured(work.evaluate, params, entry)
     if work.monitor is not None:

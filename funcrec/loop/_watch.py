@@ -2,12 +2,13 @@
 
     with watch(mesh) as at:     at("step 8")        what this rank does, for the others' messages
 
-A thread of each process beats twice a second in the store of the process group. It looks at the beats of the next rank,
-at its process where that is one of this machine, and at the verdict: whoever first sees what went wrong writes it, and
-all ranks end with its words. Where the main thread waits in an exchange that nothing interrupts, the thread ends the
-process. An exchange that breaks off is never the cause: the ranks that none of it broke for are.
+A thread of each process writes a beat twice a second to the store of the process group. It reads the next rank's beats,
+checks the next rank's process if that is on this machine, and reads the verdict. The first thread that sees what went
+wrong writes the verdict, and all ranks end with its text. If the main thread waits in an exchange that cannot be
+interrupted, the thread ends the process. A broken exchange is never reported as the cause: the verdict names the ranks
+that did not come to it.
 
-Beats are no `say`: a rank that is lost would hold all others in an exchange, of which nobody would see which it was.
+Beats do not use `say`: a lost rank would hold all others in its exchange, and no rank would know which one is lost.
 """
 
 import contextlib
@@ -52,7 +53,7 @@ class RankLost(RuntimeError):
 
 @dataclass
 class Watched:
-    """What the main thread and the one that watches share."""
+    """What the main thread and the watching thread share."""
 
     rank: int
     processes: list[list[int]]  # for each rank its machine, its process id and its start time
@@ -141,7 +142,7 @@ def at(text: str) -> None:
 
 
 def meet(mesh: Mesh) -> Watched:
-    """All ranks' processes, and a part of the store that no other watch has."""
+    """Exchange the ranks' processes, and open a part of the store that no other watch uses."""
     own = [this_machine(), os.getpid(), began(os.getpid()), secrets.randbits(62)]
     ranks = Ranks.of(mesh)
     processes = say(own, ranks)
@@ -168,7 +169,7 @@ def keep_watch(own: Watched) -> None:
         turns, broken_turns = turns + 1, broken_turns + bool(own.broken)
         try:
             own.verdict = own.verdict or verdict_of(own, seen, turns, broken_turns)
-        except Exception as error:  # whatever it is: nobody can be asked any more
+        except Exception as error:  # any error: the store no longer answers
             hint = "the launcher, or the rank that holds it, has ended"
             own.verdict = words("the store of the process group is gone.", f"{type(error).__name__}: {hint}")
         if own.verdict and not own.found.is_set():
@@ -183,7 +184,7 @@ def keep_watch(own: Watched) -> None:
 
 
 def verdict_of(own: Watched, seen: dict[int, tuple[str, int]], turns: int, broken_turns: int) -> str:
-    """The verdict, "" for none.
+    """Return the verdict, "" for none.
 
     seen: {rank: (its last beat, this thread's turn when that was new)}. Turns do not count while this thread is
     stopped.
@@ -277,7 +278,7 @@ def record(error: RankLost, own: Watched) -> None:
 
 
 def print_lost(own: Watched, before: Callable, kind: type, error: BaseException, trace: object) -> None:
-    """Prints a RankLost that nobody caught without its traceback, which does not say what went wrong."""
+    """Print an uncaught RankLost without its traceback, which does not show what went wrong."""
     if isinstance(error, RankLost):
         sys.stderr.write(text_of(error, own))
     else:
@@ -285,7 +286,7 @@ def print_lost(own: Watched, before: Callable, kind: type, error: BaseException,
 
 
 def text_of(error: RankLost, own: Watched) -> str:
-    """In full in one rank's output, in a line in the others'."""
+    """The full text for one rank's output, one line for the others'."""
     notes = getattr(error, "__notes__", ())
     with contextlib.suppress(Exception):
         if own.store.add("told", 1) > 1:

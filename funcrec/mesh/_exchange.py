@@ -2,9 +2,9 @@
 
     exchange(x)[r] = Σ_s M[r, s] x[s]          exchangeᵀ is an exchange again
 
-Under emulation an axis is a vmap level, and an exchange is a movement of that level's dimension. On real ranks it is an
-operator of torch.distributed, and no other function of values calls those:
-their own derivatives are silently wrong under torch.func.
+Under emulation an axis is a vmap level, and an exchange moves that level's dimension. On real ranks it is an operator
+of torch.distributed. No other function of a program calls these operators: their own derivatives are silently wrong
+under torch.func.
 Shapes: n ranks on the axis; x[r] is what rank r passes.
 """
 

@@ -129,8 +129,10 @@ def mapped(
 
 @contextlib.contextmanager
 def reported_to_ranks(mesh: Mesh | None, args: Any, names: Sequence[str] = (), is_alike: bool = True) -> Iterator[None]:
-    """An error within comes before the exchange in which real ranks compare their arguments (`_check_alike`). That
-    exchange reports it to the others, and they raise, too."""
+    """Report this rank's error to the others, which then raise it, too.
+
+    The error comes before the exchange in which real ranks compare their arguments (`_check_alike`), and travels in it.
+    """
     try:
         yield
     except Exception as error:

@@ -192,7 +192,7 @@ class Ahead:
                 self.changed.notify_all()
 
     def common_batches(self, items: Iterator) -> Iterator[Ready]:
-        """The batches of this rank, for as long as all have one."""
+        """Yield the batches of this rank, for as long as all ranks have one."""
         number, like = 0, None
         while True:
             with self.lock:
@@ -227,7 +227,7 @@ class Ahead:
             return BatchNews.FAILED, None, error
 
     def is_go(self, own: BatchNews, number: int, form: str, error: BaseException | None) -> bool:
-        """Whether all ranks go on with this batch; raises on all of them where one cannot."""
+        """Return whether all ranks go on with this batch; raises on all of them if one cannot."""
         ranks = Ranks() if self.twins is None else self.twins.ranks
         of_all = say((int(own), digest(form), None if error is None else words_of(error)), ranks)
         who = lambda *kinds: [r for r, (x, _, _) in enumerate(of_all) if x in kinds]

@@ -1,1 +1,1 @@
-"""Processes that are ranks: their groups, what they say to each other, and whether they have values of one form."""
+"""Ranks that are processes: their groups, what they say to each other, and checks that all got the same arguments."""

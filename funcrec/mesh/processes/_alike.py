@@ -2,10 +2,10 @@
 
     digest(forms) = max over ranks = min over ranks
 
-A rank whose buffers have another size than the others' expect would end them, or be waited for. Where values are read,
-one exchange of 16 bytes compares all; only ranks that differ say more. While a program is staged its ranks compare the
-forms through the store that they met in, once for each new form; a program that is there already costs nothing. This is
-no `say`: a rank whose program is there is in that program's exchanges, and a collective would pair with one of them.
+If one rank's buffers have another size than the others expect, the exchange crashes or hangs. Where values can be read,
+one exchange of 16 bytes compares all forms; ranks say more only if they differ. While a program is staged the ranks
+compare the forms through torchrun's store, once for each new form. A program that exists already costs nothing. The
+store is no `say`: a rank that has its program runs that program's exchanges, and a collective would pair with those.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ def form_text(tree: Any) -> str:
 
 
 def apart_over_ranks(told: Sequence[RankForm], axes: Sequence[str], device: torch.device) -> Iterator[Problem]:
-    """What differs on the ranks of the axes, where values are read; all of them say the same of it."""
+    """Report what differs between the ranks of the axes, where values can be read; all ranks report the same."""
     number = digest("\n".join(map("\t".join, told)))
     with outside_transforms():
         own = torch.tensor([number, -number], device=device)
@@ -75,7 +75,7 @@ def apart_over_ranks(told: Sequence[RankForm], axes: Sequence[str], device: torc
 
 
 def ranks_of_axes(names: Sequence[str]) -> Ranks:
-    """The ranks of the axes that are bound here."""
+    """Return the ranks of these axes, which are bound here."""
     axes = bound_axes("funcrec.shard_map", tuple(names))
     sizes, places = {a.name: a.size for a in axes}, {a.name: a.index for a in axes}
     groups = tuple(_resolve_process_group(a.group) for a in axes)
@@ -83,12 +83,12 @@ def ranks_of_axes(names: Sequence[str]) -> Ranks:
 
 
 def digest(text: str) -> int:
-    """A number of 56 bits."""
+    """Return a number of 56 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def report_failure(error: Exception, axes: Sequence[str], device: torch.device) -> None:
-    """In the place of a rank's `apart_over_ranks`, or of its `agree_on_program` while a program is staged."""
+    """Report a failure where other ranks call `apart_over_ranks`, or `agree_on_program` while a program is staged."""
     told = [RankForm("", FAILED, words_of(error))]
     if staged.get():
         dist.distributed_c10d._get_default_store().set(key_of(Met.turns, dist.get_rank()), pickle.dumps(told))
@@ -139,7 +139,7 @@ staged: ContextVar[str] = ContextVar("funcrec_staged", default="")  # the name o
 
 
 def agree_on_program(call: str, told: Sequence[RankForm], group: str) -> None:
-    """Before a rank runs a program for forms that are new to it: every rank is about to, of the same forms."""
+    """Check that every rank is about to run a program for the same forms, when forms are new to this rank."""
     told = list(told)
     if told in Met.forms:
         return
@@ -184,7 +184,7 @@ def others_changed(call: str, error: RuntimeError) -> RuntimeError:
     try:
         store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
         told = {r: pickle.loads(store.get(key_of(turn, r))) for r in ranks if store.check([key_of(turn, r)])}
-    except RuntimeError:  # the store went with its rank
+    except RuntimeError:  # the store ended with its rank
         return error
     was = {t.path: t.form for t in Met.forms[-1]}
     ranks = [told.get(r, []) for r in ranks]

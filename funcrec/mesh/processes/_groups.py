@@ -14,7 +14,7 @@ from funcrec.mesh.processes._together import Ranks
 
 
 class Twins(NamedTuple):
-    """names: {an axis's group: its twin's name}. ranks: all of them, on their hosts."""
+    """names: {group of an axis: its twin's name}. ranks: all ranks over a gloo group, for bytes on the host."""
 
     names: dict[str, str]
     ranks: Ranks

@@ -2,8 +2,8 @@
 
     say(x) = [x of rank 0, ..., x of rank n-1]        together(work) = say(work()), or an error on every rank
 
-The timeout of the process group ends the wait for a rank that does not come. Two things stay apart, because in them
-nobody can wait for an exchange: the beats of `loop.watch`, and the forms of programs in `_alike`.
+The timeout of the process group ends the wait for a rank that does not come. Two things do not use this file, because
+their ranks cannot wait for an exchange: the beats of `loop.watch`, and the forms of programs in `_alike`.
 """
 
 import functools
@@ -43,7 +43,7 @@ class Ranks(NamedTuple):
 
     @staticmethod
     def of(mesh: Mesh | None, device: torch.device | str | None = None) -> "Ranks":
-        """The ranks of a mesh, over the groups of its axes; this process alone for an emulated mesh, and for None."""
+        """Return the ranks of a mesh, over the groups of its axes; this process alone without real ranks."""
         if mesh is None or mesh.is_emulated:
             return Ranks()
         groups = [mesh.device_mesh.get_group(name) for name in mesh.axis_names]
@@ -51,7 +51,7 @@ class Ranks(NamedTuple):
 
     @staticmethod
     def of_group(group: dist.ProcessGroup | None) -> "Ranks":
-        """The ranks of a process group; all ranks of the default one for None."""
+        """Return the ranks of a process group; all ranks of the default one for None."""
         group = dist.group.WORLD if group is None else group
         return Ranks(dist.get_rank(group), dist.get_world_size(group), (group,), device_of(group))
 
@@ -70,12 +70,12 @@ class Failure(NamedTuple):
 
 
 def words_of(error: BaseException) -> str:
-    """The class and the text of an error, in one line."""
+    """Return the class and the text of an error, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:MOST_WORDS]
 
 
 def say(value: T, ranks: Ranks) -> list[T]:
-    """Every rank's value, in the order of the ranks; all must call it, each group's from one thread.
+    """Return every rank's value, in the order of the ranks; all must call it, each group's from one thread.
 
     Sender: pickles its value, which may have any size. Receiver: values of the types that were sent.
 
@@ -92,10 +92,10 @@ def say(value: T, ranks: Ranks) -> list[T]:
 
 
 def together(ranks: Ranks, call: str, doing: str, work: Callable[[], T]) -> list[T]:
-    """The results of work() on all ranks, in the order of the ranks.
+    """Run work() on every rank: return the results of all, in the order of the ranks.
 
     Raises:
-      On the rank that failed its own error; on the others one of the same kind that names that rank.
+      This rank's own error if it failed; else an error of the same kind that names the rank that failed.
     """
     if ranks.size == 1:
         return [work()]
@@ -121,9 +121,9 @@ def together(ranks: Ranks, call: str, doing: str, work: Callable[[], T]) -> list
 
 
 def called_by_all_ranks(is_of_ranks: Callable[..., bool]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """A function that all ranks call, and in which their first exchange is a `together` of all of them.
+    """Wrap a function that all ranks call, so that an error before its first `together` reaches the other ranks.
 
-    Where the call is wrong on one rank alone, that rank reports its error in the place of the `together`.
+    Else, if a call is wrong on one rank only, the others would wait for it there.
 
     Args:
       is_of_ranks: (arguments of a call) -> whether all running ranks make that call.
@@ -146,7 +146,7 @@ def called_by_all_ranks(is_of_ranks: Callable[..., bool]) -> Callable[[Callable[
 
 
 def apart_problems(of_all: Sequence[dict[str, str]]) -> Iterator[Problem]:
-    """Arguments that are not the same on all ranks. of_all: each rank's, by name."""
+    """Report arguments that are not the same on all ranks. of_all: each rank's, by name."""
     for name, first in of_all[0].items():
         rank, other = next(((r, own[name]) for r, own in enumerate(of_all) if own[name] != first), (0, first))
         if other != first:
@@ -155,12 +155,12 @@ def apart_problems(of_all: Sequence[dict[str, str]]) -> Iterator[Problem]:
 
 
 def device_of(group: dist.ProcessGroup) -> str:
-    """Where a group's tensors lie: on the CPU, if it takes such."""
+    """Return where a group's tensors lie: on the CPU, if it takes such."""
     return "cpu" if torch.device("cpu") in group._device_types else "cuda"
 
 
 def _bytes_of_all(own: bytes, group: dist.ProcessGroup, device: torch.device | str) -> list[bytes]:
-    """The bytes of every rank, of any length: a head of one size, and what does not fit there."""
+    """Return the bytes of every rank, of any length: a head of one size, and what does not fit there."""
     room = HEAD_BYTES - SIZE_BYTES
     heads = _gathered((len(own).to_bytes(SIZE_BYTES, "little") + own[:room]).ljust(HEAD_BYTES, b"\0"), group, device)
     sizes = [int.from_bytes(head[:SIZE_BYTES], "little") for head in heads]
@@ -170,7 +170,7 @@ def _bytes_of_all(own: bytes, group: dist.ProcessGroup, device: torch.device | s
 
 
 def _gathered(own: bytes, group: dist.ProcessGroup, device: torch.device | str) -> list[bytes]:
-    """The bytes of every rank, as many on all of them."""
+    """Return the bytes of every rank, as many on all of them."""
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     out = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(out, mine, group=group)
