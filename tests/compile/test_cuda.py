@@ -1,4 +1,5 @@
-"""Whole programs on a CUDA device beside the same on the CPU: recorded steps, optimizers, transforms, checkpoints."""
+"""Whole programs on a CUDA device give what they give on the CPU: recorded steps, optimizers, transforms,
+checkpoints."""
 
 import functools
 import threading
@@ -38,7 +39,7 @@ def make_step(sparse=None):
 
 
 def make_batch(seed: int, size: int = 5, least: int = -1, most: int = 12, longest: int = 4) -> fr.Batch:
-    """Bags of 0 to 4 ids, some repeated and some outside their table, with garbage behind the last."""
+    """Bags of 0 to 4 ids: some ids repeat, some are outside their table, and garbage follows the last bag."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, longest + 1, (3 * size,), generator=draw)
     n, room = int(lengths.sum()), 12 * size + 3
@@ -65,7 +66,7 @@ def run(step, state, batches):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """How many CUDA graphs were recorded."""
+    """Count the recorded CUDA graphs."""
     made = []
     from funcrec.compile import _compiled
 
@@ -75,7 +76,7 @@ def recorded(monkeypatch):
 
 
 def test_a_donated_step_is_replayed(recorded):
-    """Twenty donated steps are one recording, and have the values of eager steps on the CPU, metrics too."""
+    """Twenty donated steps make one recording; states and metrics equal those of eager steps on the CPU."""
     step, batches = make_step(), [make_batch(i) for i in range(CALLS)]
     need = run(step, first_state(step), batches)
     fast = fr.jit(step, donate=("state",))
@@ -85,7 +86,7 @@ def test_a_donated_step_is_replayed(recorded):
 
 
 def test_eager_and_plain_jit_on_cuda():
-    """A step without a compiler, and compiled without donation, has the values of the CPU's; its arguments stay."""
+    """An eager step, and a compiled step without donation, equal the CPU's step; their arguments do not change."""
     step, batches = make_step(), [make_batch(i) for i in range(3)]
     need = run(step, first_state(step), batches)
     for one in (step, fr.jit(step)):
@@ -96,7 +97,7 @@ def test_eager_and_plain_jit_on_cuda():
 
 
 def test_other_shapes_are_recorded_anew(recorded):
-    """Each size of a batch has its program and recordings, and one that comes back finds its own."""
+    """Each batch size has its own program and recordings; a size that returns reuses them."""
     step, sizes = make_step(), [5, 5, 5, 7, 7, 7, 5, 5, 7, 7]
     batches = [make_batch(i, size) for i, size in enumerate(sizes)]
     need = run(step, first_state(step), batches)
@@ -106,7 +107,8 @@ def test_other_shapes_are_recorded_anew(recorded):
 
 
 def test_a_donated_state_is_gone():
-    """A state that a recorded call took raises, by name; a copy made before outlives it."""
+    """After a recorded call, using the state that it took raises and names the argument; an earlier copy stays
+    valid."""
     step = make_step()
     fast, state = fr.jit(step, donate=("state",)), to_cuda(first_state(step))
     batch = to_cuda(make_batch(0))
@@ -119,7 +121,7 @@ def test_a_donated_state_is_gone():
 
 
 def test_a_holder_of_the_state_keeps_its_values():
-    """Memory that another name holds is not written to by a recorded call: it says so and takes a copy."""
+    """A recorded call does not write to memory that another name holds: it warns and takes a copy."""
     step = make_step()
     fast, state = fr.jit(step, donate=("state",)), to_cuda(first_state(step))
     for i in range(3):
@@ -133,7 +135,7 @@ def test_a_holder_of_the_state_keeps_its_values():
 
 @pytest.mark.parametrize("moment", [interrupts.AtEvent, interrupts.AtOperation])
 def test_an_interrupted_recording(moment):
-    """A call that is interrupted, while it records or while it replays, has its state whole or has not begun."""
+    """After an interrupt during recording or replay, the state is either whole or gone, and no capture stays open."""
     stream = torch.cuda.current_stream()
     ends = interrupts.at_every(interrupts.Trial("cuda"), moment, step=37)
     assert ends["whole"] > 5 and ends["gone"]
@@ -141,7 +143,8 @@ def test_an_interrupted_recording(moment):
 
 
 def test_batches_from_the_host_and_at_any_address(recorded):
-    """Batches of pageable memory, and ones that begin in the middle of 16 bytes, are replayed as others are."""
+    """Batches in pageable memory, and batches at addresses that are no multiple of 16 bytes, are replayed like
+    others."""
     step = make_step()
     batches = [make_batch(i) for i in range(6)]
     shifted = lambda x: torch.cat([x[:1], x])[1:] if x.dim() else x
@@ -180,7 +183,7 @@ def test_other_threads_may_work_while_a_step_is_recorded():
 
 
 def test_a_stream_of_ones_own():
-    """A recorded step on a stream that the caller made has its values there."""
+    """A recorded step on a stream that the caller made gives the same values."""
     step = make_step()
     need = run(step, first_state(step), [make_batch(i) for i in range(5)])
     fast, stream = fr.jit(step, donate=("state",)), torch.cuda.Stream()
@@ -209,7 +212,7 @@ RULES = {
 
 @pytest.mark.parametrize("rule", [*RULES, "mine", "rounded"])
 def test_optimizers_on_cuda(rule):
-    """Every row optimizer, a user's rule and stochastic rounding train on CUDA to what they do on the CPU."""
+    """Every row optimizer, a user's rule and stochastic rounding train on CUDA to the CPU's result."""
     if rule == "mine":
         sparse = fr.optim.row_optimizer(
             init=lambda table: {"age": torch.zeros(table.shape[0], device=table.device)},
@@ -225,13 +228,14 @@ def test_optimizers_on_cuda(rule):
     batches = [make_batch(i) for i in range(3)]
     need, _ = run(step, first_state(step), batches)
     got, _ = run(fr.jit(step, donate=("state",)), to_cuda(first_state(step)), map(to_cuda, batches))
-    rows = {"rtol": 2e-2, "atol": 2e-2}  # of bf16: one rounding may differ
+    # the table is bf16: one rounding may differ
+    rows = {"rtol": 2e-2, "atol": 2e-2}
     assert_trees_close(to_cpu(got.tables["user"]), need.tables["user"], **rows)
     assert_trees_close(to_cpu(got.tables["item"]), need.tables["item"], rtol=1e-3, atol=1e-4)
 
 
 def test_keys_give_the_same_numbers():
-    """A key's bits, uniform numbers and fresh tables are the CPU's, bit for bit; normal ones differ by roundings."""
+    """Random bits, uniform numbers and fresh tables equal the CPU's bit for bit; normal numbers differ by roundings."""
     key = fr.key(3)
     assert torch.equal(random.bits(key.cuda(), (1000,)).cpu(), random.bits(key, (1000,)))
     assert torch.equal(random.uniform(key.cuda(), (1000,)).cpu(), random.uniform(key, (1000,)))
@@ -240,7 +244,7 @@ def test_keys_give_the_same_numbers():
 
 
 def test_transforms_on_cuda():
-    """value_and_grad, its vmap over an ensemble, per-example gradients and a Hessian-vector product are the CPU's."""
+    """value_and_grad, its vmap over an ensemble, per-example gradients and a Hessian-vector product equal the CPU's."""
     configs = TABLES[:1]
     features, draw = FEATURES[:2], torch.Generator().manual_seed(0)
     w, batch = torch.randn(16, generator=draw), make_batch(1)
@@ -268,7 +272,7 @@ def test_transforms_on_cuda():
 
 
 def test_an_ensemble_in_one_recording(recorded):
-    """vmap of a step over states, donated: the members' own steps."""
+    """A donated vmap of a step over states gives each member's own steps."""
     step = make_step()
     fresh = lambda key: step.init(fr.Params(fr.init(key, TABLES), {"w": random.normal(key, (19, 4))}), key)
     states = torch.func.vmap(fresh)(fr.split(fr.key(0), 3))
@@ -280,7 +284,7 @@ def test_an_ensemble_in_one_recording(recorded):
 
 
 def test_checkpoints_to_and_from_cuda(tmp_path):
-    """A state on CUDA is saved, comes back there or on the CPU bit for bit, and trains on to the same bits."""
+    """A state saved on CUDA loads there or on the CPU bit for bit, and trains on to the same bits."""
     step = make_step()
     fast = fr.jit(step, donate=("state",))
     state, _ = run(fast, to_cuda(first_state(step)), (to_cuda(make_batch(i)) for i in range(3)))
@@ -313,7 +317,7 @@ def test_a_loop_on_cuda(tmp_path):
 
 @pytest.mark.parametrize("name", ["dlrm", "dcnv2"])
 def test_models_on_cuda(name):
-    """A model's compiled step loses what its eager step on the CPU does."""
+    """A model's compiled step on CUDA has the loss of its eager step on the CPU."""
     tables = [fr.TableConfig(f"t{i}", 100, 8) for i in range(3)]
     features = [fr.FeatureConfig(f"f{i}", table=f"t{i}") for i in range(3)]
     make = {"dlrm": fr.models.dlrm, "dcnv2": fr.models.dcnv2}[name]
@@ -333,7 +337,7 @@ def test_models_on_cuda(name):
 
 
 def test_programs_without_tensors_on_cuda_arguments():
-    """A function that makes its tensors on the device, and one whose argument is on the host, compile."""
+    """Two functions compile: one makes its tensors on the device, the other takes an argument from the host."""
     assert torch.equal(fr.jit(lambda: torch.arange(4, device="cuda") * 2)().cpu(), torch.arange(4) * 2)
     doubled = fr.jit(lambda x: x.to("cuda") * 2 + torch.tensor([1.0, 2.0], device="cuda"))
     assert torch.equal(doubled(torch.ones(2)).cpu(), torch.tensor([3.0, 4.0]))

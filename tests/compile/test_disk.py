@@ -1,4 +1,5 @@
-"""Compiled code on disk: loaded by any process that stages the same graph, whole or made again, never another's."""
+"""Compiled code on disk is loaded by any process that stages the same graph, and by no other; damaged code is
+remade."""
 
 import os
 import subprocess
@@ -26,14 +27,14 @@ print(out["y"].tolist(), out["s"].tolist(), "torch._inductor.compile_fx" in sys.
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """An empty folder for compiled code."""
+    """Make an empty folder for compiled code."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path / "funcrec"
 
 
 @pytest.fixture
 def made(monkeypatch):
-    """The paths that code was compiled for."""
+    """List the paths that code was compiled for."""
     found = []
 
     def write_code(graph, arguments, path, real=_inductor.write_code):
@@ -50,8 +51,8 @@ def run(program, place, **more):
 
 
 def test_another_process_loads_what_one_compiled(tmp_path):
-    """Two processes that compile one program at once give the same bits, and a third
-    loads it without Inductor and without a compiler."""
+    """Two processes that compile one program at once give the same bits. A third process loads it without Inductor
+    and without a compiler."""
     both = [run(STEP, tmp_path) for _ in range(2)]
     first, second = (p.communicate(timeout=200)[0].split("\n")[-2] for p in both)
     later = run(STEP, tmp_path, PATH="").communicate(timeout=100)[0].split("\n")[-2]
@@ -61,8 +62,10 @@ def test_another_process_loads_what_one_compiled(tmp_path):
 
 @pytest.mark.parametrize("harm", ["empty", "cut", "changed", "absent", "a library cut"])
 def test_a_damaged_file_is_made_again(harm, place, made):
-    """Code that was cut short, changed or lost is compiled once more; what is loaded goes on."""
-    fn = (lambda x: x.sin()) if "library" in harm else (lambda x: x @ x.T)  # without loops it is text
+    """Code whose file was cut short, changed or deleted is compiled once more; a function that already loaded it
+    goes on."""
+    # a program without loops is stored as text, others as a library
+    fn = (lambda x: x.sin()) if "library" in harm else (lambda x: x @ x.T)
     x = torch.arange(6.0).reshape(2, 3)
     first = fr.jit(fn)
     need = first(x)
@@ -72,7 +75,8 @@ def test_a_damaged_file_is_made_again(harm, place, made):
         path.unlink()
     else:
         damaged = {"empty": b"", "cut": whole[:-10], "changed": whole[:50] + b"!" + whole[51:]}[harm.split()[-1]]
-        other = path.with_suffix(".other")  # in the place of the file, whose memory is loaded
+        # replace the file, so that the memory of the loaded one does not change
+        other = path.with_suffix(".other")
         other.write_bytes(damaged)
         other.replace(path)
     assert fr.jit(fn)(x).tolist() == first(x).tolist() == need.tolist()
@@ -81,7 +85,7 @@ def test_a_damaged_file_is_made_again(harm, place, made):
 
 
 def test_a_file_that_cannot_be_loaded_is_made_again(place):
-    """A whole file that this system cannot load is made once more, and an error of the new one is raised."""
+    """A whole file that this system cannot load is compiled once more; an error from the new file is raised."""
     write = lambda content: lambda path: path.write_bytes(content)
 
     def read(path):
@@ -103,14 +107,14 @@ def test_code_does_not_hold_constants(place, made):
 
 
 def test_caches_that_are_off_keep_nothing(place):
-    """Where torch is told to keep nothing, nothing is kept."""
+    """When torch's caches are off, nothing is kept."""
     with config.patch(force_disable_caches=True):
         assert fr.jit(lambda x: x @ x)(torch.eye(2)).tolist() == torch.eye(2).tolist()
     assert not place.exists()
 
 
 def test_what_is_interrupted_leaves_no_file(place):
-    """A compilation that fails leaves nothing behind it."""
+    """A compilation that fails leaves no file."""
     with pytest.raises(KeyboardInterrupt):
         files.load("x.so", lambda path: [path.write_bytes(b"half"), (_ for _ in ()).throw(KeyboardInterrupt)], None)
     assert list(place.iterdir()) == []
@@ -118,7 +122,7 @@ def test_what_is_interrupted_leaves_no_file(place):
 
 @pytest.mark.parametrize("what", ["a file", "a folder of the file's name", "nowhere"])
 def test_where_no_file_can_be_kept_the_error_says_so(what, tmp_path, monkeypatch):
-    """A folder that cannot be made and a folder in the file's place are told before anything is compiled."""
+    """Before compiling, an error reports a folder that cannot be made, or a folder in the file's place."""
     place = Path("/proc/none") if what == "nowhere" else tmp_path / "cache"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(place))
     if what == "a file":
@@ -130,7 +134,7 @@ def test_where_no_file_can_be_kept_the_error_says_so(what, tmp_path, monkeypatch
 
 
 def test_without_a_compiler_the_error_says_so(tmp_path):
-    """Where nothing lies on disk that could be loaded, and before anything is compiled."""
+    """Without a compiler, and with no code on disk to load, an error is raised before anything is compiled."""
     call = "fr.jit(lambda x: x * 2)(torch.ones(3))"
     told = f"import torch, funcrec as fr\ntry:\n    {call}\nexcept RuntimeError as e:\n    print(e)"
     said = run(told, tmp_path, PATH="", CXX="").communicate(timeout=200)[0]
@@ -161,17 +165,17 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_graph_has_another_name(other):
-    """Code is known by every operation, argument and form of its graph."""
+    """A graph's name depends on each of its operations, arguments and forms."""
     assert name(*BASE) != name(*OTHERS[other])
 
 
 def test_the_same_graph_has_the_same_name():
-    """Staged twice, under other names and with other values, a graph has one name."""
+    """A graph that is staged twice, with other variable names and other values, has one name."""
     assert name(*BASE) == name(lambda left, right: (left + 2 * right).sum(0), torch.zeros(4, 3), torch.zeros(4, 3))
 
 
 def surrounded(change):
-    """The name of a graph where `change(patch)` has been made."""
+    """Return the graph's name after `change(patch)`."""
     with pytest.MonkeyPatch.context() as patch:
         _digest.system.cache_clear()
         change(patch)
@@ -198,12 +202,12 @@ SURROUNDINGS = {
 
 @pytest.mark.parametrize("what", SURROUNDINGS)
 def test_other_surroundings_have_another_name(what):
-    """Code is known by torch, funcrec's sources, the processor, and the settings that it was made under."""
+    """A graph's name depends on torch, funcrec's sources, the processor, and the settings of the compilation."""
     assert len({name(*BASE), surrounded(SURROUNDINGS[what]), name(*BASE)}) == 2
 
 
 def test_options_are_part_of_the_name():
-    """Code is known by what Inductor is asked for, here and in its config."""
+    """A graph's name depends on Inductor's options, those passed here and those in its config."""
     names = [name(*BASE), name(*BASE, options=_inductor.OPTIONS | {"realize_opcount_threshold": 30})]
     with config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
         names.append(name(*BASE))
@@ -211,8 +215,8 @@ def test_options_are_part_of_the_name():
 
 
 def test_what_has_no_name_is_not_kept(place, made):
-    """An operator that is not torch's or funcrec's, a pass of the user's and
-    another device have no name: such code is compiled in each process."""
+    """Code has no name if it uses a foreign operator, a user's pass or another device. Such code is compiled in each
+    process."""
     with torch.library._scoped_library("somebody", "FRAGMENT") as library:
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")
@@ -224,9 +228,10 @@ def test_what_has_no_name_is_not_kept(place, made):
 
 
 def test_instructions_are_what_inductor_would_find():
-    """What Inductor is told of instructions is what the program says that it would build to find out."""
+    """funcrec tells Inductor the same instruction sets that Inductor would find by building a test program."""
     isa = cpu_vec_isa.pick_vec_isa()
     assert _inductor.runs(isa, isa._avx_code) and isa.check_build(isa._avx_code)
     unknown = SimpleNamespace(build_arch_flags=lambda: "-mno-such-thing", bit_width=isa.bit_width)
-    narrow = SimpleNamespace(build_arch_flags=isa.build_arch_flags, bit_width=lambda: 32)  # for which torch has nothing
+    # torch has no program for vectors of 32 bits
+    narrow = SimpleNamespace(build_arch_flags=isa.build_arch_flags, bit_width=lambda: 32)
     assert not _inductor.runs(unknown, isa._avx_code) and not _inductor.runs(narrow, isa._avx_code)

@@ -1,4 +1,5 @@
-"""Donated calls: whole or gone whatever interrupts them, and nobody else sees their writes."""
+"""After any interrupt, the arguments of a donated call are whole or gone; no other holder of the memory sees its
+writes."""
 
 import copy
 import pickle
@@ -16,7 +17,7 @@ ONE = torch.tensor([1])
 
 
 def put(s):
-    """Row 1 of w grows by one, in place; t is new."""
+    """Add one to row 1 of w, in place; t is new."""
     return {"w": s["w"].index_put((ONE,), s["w"][1:2] + 1), "t": s["t"] + 1}
 
 
@@ -66,8 +67,8 @@ def values_of(x) -> torch.Tensor:
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "returned"])
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 def test_what_others_hold_keeps_its_values(step, hold, fresh):
-    """A view, an array or any other window on a donated table shows what it
-    showed, and the call's result is right; it is said once."""
+    """A view, an array or any other alias of a donated table keeps its values, and the call's result is right. One
+    warning reports the copy."""
     given = state() if fresh else step(step(state()))
     held, need = hold(given["w"]), put(given)
     shown = values_of(hold(given["w"]))
@@ -83,7 +84,7 @@ def test_what_others_hold_keeps_its_values(step, hold, fresh):
 
 
 def test_a_moving_average_that_begins_with_detach(step):
-    """An average of the states is the one of undonated steps."""
+    """A moving average of donated states, begun with detach, equals the average of undonated steps."""
     given, pure = state(), state()
     mean, need = given["w"].detach(), pure["w"].detach()
     with pytest.warns(UserWarning, match="held elsewhere"):
@@ -116,8 +117,8 @@ def dlpack_table(tmp_path):
 
 @pytest.mark.parametrize("make", [numpy_table, file_table, frombuffer_table, dlpack_table])
 def test_memory_of_others_is_never_written(step, make, tmp_path):
-    """A table in an array's, a file's or a buffer's memory is copied at
-    its first donated call, and stays in place from then on."""
+    """A table in the memory of an array, a file or a buffer is copied at its first donated call. From then on it
+    stays in place."""
     table, array = make(tmp_path)
     given = step({"w": table, "t": torch.zeros(2)})
     at = given["w"].data_ptr()
@@ -144,7 +145,7 @@ def once_seen_by_numpy():
 
 @pytest.mark.parametrize("make", [whole_table, view_of_a_temporary, once_seen_by_numpy])
 def test_what_nobody_holds_is_written_in_place(step, no_warning, make):
-    """Old names, numpy arrays and views that are gone again cost no copy."""
+    """Old names, numpy arrays and views that no longer exist cost no copy."""
     given = {"w": make(), "t": torch.zeros(2)}
     first, at = given, given["w"].data_ptr()
     for _ in range(4):
@@ -152,13 +153,14 @@ def test_what_nobody_holds_is_written_in_place(step, no_warning, make):
         assert given["w"].data_ptr() == at
         given["w"].numpy(), given["w"][1:], given["w"].detach()
     assert interrupts.is_gone(first["w"]) and interrupts.is_gone(before["w"])
-    given["t"] = given["t"].clone()  # the leaves are looked at anew
+    # the next call checks the leaves again
+    given["t"] = given["t"].clone()
     assert step(given)["w"].data_ptr() == at
 
 
 def test_parts_of_one_memory_are_written_in_place(interpreted, no_warning):
-    """Leaves that are parts of one tensor, which nobody has any more, stay
-    where they are; while somebody has it, they are copied."""
+    """Leaves that are parts of one tensor stay in place when nobody else holds that tensor. While somebody holds it,
+    they are copied."""
     fn = lambda s: [x.index_put((ONE,), x[1:2] + 1) for x in s]
     step, given = fr.jit(fn, donate=("s",)), list(torch.zeros(3, 4).unbind(0))
     at = [x.data_ptr() for x in given]
@@ -173,8 +175,7 @@ def test_parts_of_one_memory_are_written_in_place(interpreted, no_warning):
 
 
 def test_a_large_table_stays_in_place(no_warning, interpreted):
-    """A table that `init` put into large pages is not copied by the
-    steps that it is donated to, whatever old names remain."""
+    """Steps do not copy a donated table that `init` put into large pages, whatever old names remain."""
     item = fr.TableConfig("item", 200_000, 8)
     feature = fr.FeatureConfig("item", table="item")
     loss_fn = lambda p, ids: (fr.lookup(p.tables, ids, [feature])["item"] * p.dense).sum()
@@ -230,7 +231,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_every_use_of_what_is_gone_raises(step, use):
-    """DonatedError for whatever is done with a donated tensor, whether its memory lives on in the result or not."""
+    """Every use of a donated tensor raises DonatedError, whether its memory lives on in the result or not."""
     given = state()
     step(given)
     for x in given.values():
@@ -239,7 +240,7 @@ def test_every_use_of_what_is_gone_raises(step, use):
 
 
 def test_torch_tensor_of_what_is_gone(step):
-    """torch.tensor and grad, which ask nobody, find no memory in a donated tensor that was written to."""
+    """torch.tensor and grad, which skip all checks, find no memory in a donated tensor."""
     given = state()
     out = step(given)
     for use in (torch.tensor, lambda x: torch.tensor(x, dtype=torch.float32), torch.func.grad(torch.sum)):
@@ -294,13 +295,13 @@ BAD = {
 
 @pytest.mark.parametrize("call, kind, fragment", BAD.values(), ids=BAD)
 def test_bad_input(call, kind, fragment):
-    """Each fault is told before any work."""
+    """Each fault is reported before any work."""
     with pytest.raises(kind, match=fragment):
         call()
 
 
 def test_a_leaf_that_begins_to_require_grad(step):
-    """Also a state that a call returned may not require grad."""
+    """A state that a call returned may not require grad in the next call."""
     given = step(step(state()))
     given["w"].requires_grad_()
     with pytest.raises((TypeError, ValueError), match="grad"):
@@ -318,7 +319,7 @@ FORMS = {
 
 @pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
 def test_leaves_of_any_form(step, make):
-    """Donated = undonated for leaves of any strides and dtype, and what they were views of keeps its values."""
+    """Donated equals undonated for leaves of any strides and dtype."""
     given = {"w": make(), "t": torch.zeros(2)}
     need = put(put({"w": make(), "t": torch.zeros(2)}))
     assert_trees_close(step(step(given)), need)
@@ -338,7 +339,7 @@ def test_empty_leaves(interpreted, no_warning):
 
 
 def test_a_leaf_under_two_names(interpreted, no_warning):
-    """A donated leaf that comes back twice is two tensors: what is written to one is not seen in the other."""
+    """A donated leaf that is returned twice becomes two tensors: a write to one does not change the other."""
     fn = lambda s: {"w": (p := s["w"].index_put((ONE,), s["w"][1:2] + 1)), "t": p}
     step, given, need = fr.jit(fn, donate=("s",)), {"w": torch.arange(4.0), "t": torch.zeros(4)}, None
     need = {"w": torch.arange(4.0), "t": torch.zeros(4)}
@@ -348,7 +349,8 @@ def test_a_leaf_under_two_names(interpreted, no_warning):
 
 
 def test_donation_inside_transforms_takes_nothing(interpreted):
-    """Under vmap, grad, jvp and another jit the function is its plain self, and what it was given stays."""
+    """Under vmap, grad, jvp and another jit, a donating function runs as the plain function, and its argument stays
+    valid."""
     step = fr.jit(lambda s: s * s, donate=("s",))
     x = torch.arange(3.0)
     assert_trees_close(torch.func.vmap(step)(x), x * x)

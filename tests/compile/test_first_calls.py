@@ -1,4 +1,4 @@
-"""A process whose first call is interrupted can make the next: what torch imports and sets up is not cut in half."""
+"""After an interrupted first call, a process can make the next: torch's imports and its set-up are not cut in half."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def run(tmp_path_factory):
 
 @pytest.mark.parametrize(("call", "number"), [("jit", 80), ("export", 80)])
 def test_a_call_behind_an_interrupted_one_is_as_the_first(run, call, number):
-    """The handler's error passes as it is, and the next call gives what it would have given."""
+    """The handler's error passes unchanged, and the next call gives the right result."""
     found = run(call, number)
     assert found["sent"]
     assert found["said"] == 'TooLateError("a handler\'s own words")'
@@ -39,5 +39,5 @@ def test_a_call_behind_an_interrupted_one_is_as_the_first(run, call, number):
 
 @pytest.mark.parametrize("call", ["jit", "export"])
 def test_the_main_thread_imports_nothing_of_torch(run, call):
-    """Where a handler could cut an import in half."""
+    """The main thread, where a handler could cut an import in half, imports nothing of torch."""
     assert run(call, 1, "main") == {"sent": "", "said": "", "then": WANT[call]()}

@@ -1,4 +1,4 @@
-"""jit's quick path, for a state that the last call returned, finds what the first look would find."""
+"""jit's quick path, for a state that the last call returned, finds what a full check of the leaves would find."""
 
 import functools
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 @pytest.fixture
 def looks(monkeypatch):
-    """How many calls looked at every leaf."""
+    """Count the calls that checked every leaf."""
     made, admit = [], fr.compile._compiled.Compiled.admit
     monkeypatch.setattr(
         "funcrec.compile._compiled.Compiled.admit", lambda self, leaves: (made.append(1), admit(self, leaves))[1]
@@ -28,7 +28,7 @@ def looks(monkeypatch):
 
 
 def fn(state, x, scale=1):
-    """A table with a row written, which stays in place, and a dense leaf, which is new in every call."""
+    """Write a row of a table, which stays in place, and return a dense leaf, which is new in every call."""
     row = x.reshape(-1)[:1].expand(1, 2).to(state["table"].dtype)
     return {
         "table": state["table"].index_put((torch.tensor([1]),), row),
@@ -41,7 +41,7 @@ def start():
 
 
 def warm(donate=("state",), calls=3, **given):
-    """A jitted function on its quick path, and the state that it returned."""
+    """Return a jitted function on its quick path, and the state that it returned."""
     step, state = fr.jit(given.pop("fn", fn), donate=donate), start()
     for _ in range(calls):
         state, _ = step(state, torch.ones(4))
@@ -49,8 +49,8 @@ def warm(donate=("state",), calls=3, **given):
 
 
 def test_a_returned_state_is_looked_at_once(looks):
-    """From the third call on, a state that goes round and a batch of known
-    form are not looked at again, and values are eager."""
+    """From the third call on, a returned state and a batch of known form are not checked again; values equal eager
+    mode's."""
     step, state, need = fr.jit(fn, donate=("state",)), start(), start()
     for i in range(6):
         x = torch.arange(4.0) + i
@@ -74,8 +74,8 @@ SHARED = {
 @pytest.mark.parametrize("calls", [1, 2, 5])
 @pytest.mark.parametrize("name", SHARED)
 def test_memory_given_twice_is_found(name, calls):
-    """A batch tensor in the memory of the donated state raises on the quick
-    path as on the first call; the state is still there."""
+    """A batch tensor in the memory of the donated state raises on the quick path as in the first call. The state
+    stays valid."""
     step, state = warm(calls=calls)
     before = copied(state)
     for given in (state, copied(state)):
@@ -86,7 +86,7 @@ def test_memory_given_twice_is_found(name, calls):
 
 
 def test_memory_beside_the_state_is_not_shared():
-    """Batch tensors that lie right before and behind a state's leaf in one buffer are taken."""
+    """Batch tensors right before and right after a state's leaf in one buffer are accepted."""
     buffer = torch.arange(16.0)
     step, state = fr.jit(fn, donate=("state",)), {"table": buffer[4:12].view(4, 2), "dense": torch.zeros(4)}
     for i in range(6):
@@ -96,7 +96,7 @@ def test_memory_beside_the_state_is_not_shared():
 
 
 def test_numpy_batches_are_read_anew():
-    """A batch over numpy's memory is read in each call."""
+    """A batch in numpy's memory is read again in each call."""
     step, state = warm()
     array, dense = np.zeros(4, dtype=np.float32), state["dense"].clone()
     for i in range(3):
@@ -106,7 +106,7 @@ def test_numpy_batches_are_read_anew():
 
 
 def test_donated_values_in_the_batch_raise():
-    """A donated leaf, or the state of an earlier call, raises DonatedError, and takes nothing."""
+    """A donated leaf in the batch, or the state of an earlier call, raises DonatedError; the call takes nothing."""
     step, old = warm()
     state, _ = step(old, torch.ones(4))
     for given, x in ((state, old["dense"]), (old, torch.ones(4)), ({**state, "dense": old["dense"]}, torch.ones(4))):
@@ -127,7 +127,7 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_another_form_of_batch_compiles_anew(name):
-    """A batch of another form is not taken for the last one; both forms go on to be known."""
+    """A batch of another form is compiled for that form; both forms stay known."""
     step, state = warm()
     need = copied(state)
     for x in (FORMS[name], torch.ones(4), FORMS[name]):
@@ -139,7 +139,7 @@ def test_another_form_of_batch_compiles_anew(name):
 
 @pytest.mark.parametrize("one, other", [(1, 2), (0.0, -0.0), (1, 1.0), (True, 1), (float("nan"), 0.5)])
 def test_another_static_value_compiles_anew(one, other):
-    """A Python number is part of the compilation, also 0.0 and -0.0, 1 and 1.0 and True."""
+    """A Python number is part of the compilation: 0.0 and -0.0 differ, and so do 1, 1.0 and True."""
     sign = lambda state, x, scale: (
         {"v": state["v"] + x},
         x * 0 + torch.copysign(torch.ones(2), torch.tensor(float(scale))) * scale,
@@ -155,7 +155,7 @@ def test_another_static_value_compiles_anew(one, other):
 
 
 def test_two_states_take_turns():
-    """Two states of one form share the compilation, in any order of turns; each keeps its memory."""
+    """Two states of one form share the compilation, in any order of calls; each keeps its memory."""
     step, states, needs = fr.jit(fn, donate=("state",)), [start(), start()], [start(), start()]
     where = [s["table"].data_ptr() for s in states]
     for i, k in enumerate([0, 1, 0, 1, 1, 1, 0, 0, 0, 1]):
@@ -167,8 +167,8 @@ def test_two_states_take_turns():
 
 
 def test_mixed_states_are_looked_at():
-    """A state of which one leaf was exchanged is another state:
-    the new leaf is read and taken, and the old one kept."""
+    """A state with one exchanged leaf is another state: the call reads and takes the new leaf, and keeps the old
+    one."""
     step, state = warm()
     fresh, kept = torch.full((4,), 100.0), state["dense"]
     state, _ = step({**state, "dense": fresh}, torch.ones(4))
@@ -179,7 +179,7 @@ def test_mixed_states_are_looked_at():
 
 
 def test_leaves_in_each_others_place():
-    """A state whose leaves change places between calls is computed with the leaves where they are."""
+    """When a state's leaves change places between calls, the step uses each leaf in its new place."""
     exchange = lambda state, x: ({"a": state["a"] + x, "b": state["b"].index_put((torch.tensor([0]),), x[:1])}, None)
     step = fr.jit(exchange, donate=("state",))
     state, need = {"a": torch.zeros(2), "b": torch.ones(2)}, {"a": torch.zeros(2), "b": torch.ones(2)}
@@ -191,8 +191,8 @@ def test_leaves_in_each_others_place():
 
 
 def test_the_surroundings_are_honoured():
-    """Another number of threads, and another implementation of kernels, between
-    two calls is another compilation; back again is none."""
+    """Between two calls, another number of threads or another kernel implementation causes a compilation. Changing
+    back causes none."""
     seen = []
 
     def looked_up(state, rows):
@@ -214,7 +214,7 @@ def test_the_surroundings_are_honoured():
 
 
 def test_checked_and_transformed_calls_leave_the_quick_path():
-    """On the quick path, too, `checked` and torch.func run the plain function, and take nothing."""
+    """On the quick path, too, `checked` and torch.func run the plain function and take no state."""
     step, state = warm()
     before = copied(state)
     got = fr.checked(step)(state, torch.ones(4))
@@ -227,7 +227,7 @@ def test_checked_and_transformed_calls_leave_the_quick_path():
 
 
 def test_a_failed_call_leaves_the_quick_path_whole():
-    """After a call that raises, the state is there, and the next call goes on."""
+    """After a call that raises, the state is whole, and the next call works."""
     step, state = warm()
     with pytest.raises((RuntimeError, IndexError)):
         step(state, torch.ones(0))

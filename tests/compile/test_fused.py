@@ -1,5 +1,5 @@
-"""Fused updates in compiled functions: whatever is donated and
-whoever reads the tables, the values are the eager ones."""
+"""Fused updates in compiled functions give eager mode's values, whatever is donated and whatever else reads the
+tables."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ copied = functools.partial(map_tensors, torch.clone)
 
 
 def make_batch(seed: int) -> fr.KeyedJaggedTensor:
-    """Three bags of four features with 14 ids in a buffer of 16; some are outside their table."""
+    """Three bags of four features, with 14 ids in a buffer of 16; some ids are outside their table."""
     draw = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 7, (14,), generator=draw)
     lengths = torch.tensor([3, 0, 2, 1, 2, 0, 1, 1, 1, 0, 2, 1])
@@ -37,8 +37,8 @@ def make_batch(seed: int) -> fr.KeyedJaggedTensor:
 
 
 def loss_fn(params, ids):
-    """Two lookups of one table and a sequence, weights that are learned;
-    each cotangent is a product, whatever the order of sums."""
+    """Two lookups of one table and a sequence, with learned weights. Each cotangent is a product, so the order of
+    sums does not matter."""
     ids = dataclasses.replace(ids, weights=params.dense["weights"])
     acts = fr.lookup(params.tables, ids, FEATURES)
     again = fr.lookup(params.tables, ids, FEATURES[1:2]).values
@@ -86,7 +86,8 @@ def first_state(name: str) -> fr.TrainState:
 
 @functools.cache
 def run_steps(name: str, kind: str, implementation: str, is_compiled: bool = True):
-    """[(state, metrics)] of each call, and where the tables lay; not compiled, the staged graph is interpreted."""
+    """Return [(state, metrics)] of each call, and the tables' addresses. Without `is_compiled` the staged graph is
+    interpreted."""
     step = {
         "eager": STEPS[name],
         "undonated": fr.jit(STEPS[name].update),
@@ -109,7 +110,8 @@ STAGED = [*((n, "cpp") for n in STEPS), *((n, "reference") for n in BY_REFERENCE
 
 @pytest.mark.parametrize("name, implementation", STAGED, ids=map("-".join, STAGED))
 def test_staged_steps_are_eager_ones(name, implementation):
-    """The staged graph, donated or not, gives the eager step's bits after each of three calls; metrics too."""
+    """The staged graph, donated or not, gives the bits of the eager step's states and metrics after each of three
+    calls."""
     eager = run_steps(name, "eager", implementation)[0]
     assert_trees_close(run_steps(name, "undonated", implementation, False)[0], eager)
     assert_trees_close(run_steps(name, "donated", implementation, False)[0], eager)
@@ -133,8 +135,7 @@ def test_compiled_steps_are_eager_ones(name, implementation):
 
 @by_name(["adam", "own rule"])
 def test_compiled_donation_changes_no_bit(name):
-    """A compiled step gives the same bits, donated or not, and undonated
-    it writes neither to the state nor to the batch."""
+    """A compiled step gives the same bits, donated or not. Undonated, it changes neither the state nor the batch."""
     compiled = fr.jit(STEPS[name].update)
     state, ids = first_state(name), make_batch(0)
     for i, (need, metrics) in enumerate(run_steps(name, "donated", "cpp")[0]):
@@ -151,7 +152,7 @@ def without_user(state):
 
 @by_name(STEPS)
 def test_steps_do_something(name):
-    """Each optimizer moves each table, but a frozen one: the laws here are about something."""
+    """Each optimizer moves each table that is not frozen, so that the laws here test something."""
     (state, _), tables = run_steps(name, "eager", "cpp")[0][-1], first_state(name).tables
     moved = {n for n in tables if not torch.equal(tables[n], state.tables[n])}
     assert moved == set(tables) - ({"user"} if name == "freeze" else set())
@@ -160,7 +161,7 @@ def test_steps_do_something(name):
 @pytest.mark.parametrize("implementation", ["cpp", "reference"])
 @by_name(STEPS)
 def test_donated_tables_stay_where_they_are(name, implementation):
-    """Over donated steps no table is copied: its memory has one address."""
+    """Donated steps copy no table: each table keeps its address."""
     places = run_steps(name, "donated", implementation, False)[1]
     assert all(p == places[0] for p in places)
 
@@ -169,7 +170,7 @@ def test_donated_tables_stay_where_they_are(name, implementation):
 
 
 def gradients(tables, d):
-    """Gradients for all tables: entries with repeats, and rows outside."""
+    """Make gradients for all tables, with repeated rows and rows outside."""
     rows = torch.tensor([1, 4, 1, -1, 3, 99])
     return {
         n: fr.RowGrads.from_entries(rows, d[:, : t.shape[1]].to(t.dtype), num_embeddings=t.shape[0])
@@ -186,7 +187,7 @@ def updated(tables, slots, d):
 
 
 def read(outputs):
-    """A program: an update, and what becomes of (new tables, new slots, old tables, old slots)."""
+    """Make a program: an update, then `outputs` of (new tables, new slots, old tables, old slots)."""
     return lambda tables, slots, d: outputs(*updated(tables, slots, d), tables, slots)
 
 
@@ -204,14 +205,14 @@ READERS = {
 
 
 def in_sequence(tables, slots, d):
-    """Two optimizers, one after the other, on the same tables."""
+    """Apply two optimizers, one after the other, to the same tables."""
     new, own = updated(tables, slots, d)
     new, _ = OTHER.update(gradients(tables, d + 1), bare(new), new, 0)
     return new, own, None
 
 
 def between(tables, slots, d):
-    """The second update's gradient is of rows that the first has written."""
+    """The second update's gradient is made of rows that the first update wrote."""
     new, own = updated(tables, slots, d)
     rows = torch.tensor([1, 3])
     seen = {n: fr.RowGrads.from_entries(rows, t[rows], num_embeddings=t.shape[0]) for n, t in new.items()}
@@ -219,7 +220,7 @@ def between(tables, slots, d):
 
 
 def own_rows(tables, slots, d):
-    """A table's gradient is made of its own rows, and of another table's."""
+    """Each table's gradient is made of its own rows and of another table's rows."""
     rows = torch.tensor([0, 2, 2])
     width = lambda t, n: torch.nn.functional.pad(t[1:4], (0, 4))[:, :n].double()
     mixed = {n: t[rows].double() + width(tables["page"], t.shape[1]) for n, t in tables.items()}
@@ -236,7 +237,7 @@ def two_updates_of_one(tables, slots, d):
 
 
 def swapped(tables, slots, d):
-    """Two tables of one form change places after an update; so do their slots."""
+    """Two tables of one form swap places after an update, and so do their slots."""
     tables = {**tables, "twin": tables["item"] * 2}
     more = {**slots, "twin": {"sum": slots["item"]["sum"] + 1}}
     new, own = OPT.update(gradients(tables, d), more, tables, 0)
@@ -245,7 +246,7 @@ def swapped(tables, slots, d):
 
 
 def after_a_write(tables, slots, d):
-    """Rows are written before and after the update."""
+    """Write rows before and after the update."""
     at = (torch.tensor([1, 2]),)
     written = {n: t.index_put(at, d[:2, : t.shape[1]].to(t.dtype)) for n, t in tables.items()}
     new, own = OPT.update(gradients(tables, d), slots, written, 0)
@@ -254,7 +255,8 @@ def after_a_write(tables, slots, d):
 
 BUILT = (in_sequence, between, own_rows, two_updates_of_one, swapped, after_a_write)
 PROGRAMS = {n: read(outputs) for n, outputs in READERS.items()} | {f.__name__: f for f in BUILT}
-IN_PLACE = ("rows of the old tables", "in_sequence", "own_rows")  # here nobody else sees the new tables
+# in these programs nothing else reads the new tables
+IN_PLACE = ("rows of the old tables", "in_sequence", "own_rows")
 
 
 def all_programs(tables, slots, d):
@@ -264,7 +266,7 @@ def all_programs(tables, slots, d):
 
 @functools.cache
 def program_runs(donate: tuple[str, ...] | None, is_compiled: bool = True):
-    """[(tables, slots, extra)] of three calls, and where the tables lay."""
+    """Return [(tables, slots, extra)] of three calls, and the tables' addresses."""
     with pytest.MonkeyPatch.context() as patch:
         if not is_compiled:
             patch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph)
@@ -290,19 +292,19 @@ def run_programs(donate):
 @by_name(PROGRAMS)
 @pytest.mark.parametrize("donate", [(), ("tables",), ("slots",), ("tables", "slots")], ids=" ".join)
 def test_programs_around_updates(donate, name):
-    """Whoever reads old or new tables, and whatever is donated, the values are the eager ones, and arguments that are
-    not donated keep every bit."""
+    """Whichever tables a program reads, old or new, and whatever is donated, the values equal eager mode's.
+    Arguments that are not donated keep every bit."""
     assert_trees_close(calls_of(name, program_runs(donate, False)), calls_of(name, program_runs(None)))
 
 
 @by_name(PROGRAMS)
 def test_compiled_programs_around_updates(name):
-    """The same with compiled code."""
+    """The same programs in compiled code give eager mode's values."""
     assert_trees_close(calls_of(name, program_runs(("tables", "slots"))), calls_of(name, program_runs(None)))
 
 
 def test_rows_of_a_table_are_added_to_itself():
-    """index_put may add a compiled table's own rows to it."""
+    """A compiled index_put may add a table's own rows to the table."""
     at = (torch.tensor([1, 2]),)
     fn = lambda x: (p := x.sort(0)[0]).index_put(at, p[:2], accumulate=True)
     x = torch.arange(8.0).reshape(4, 2)
@@ -315,6 +317,6 @@ def calls_of(name, result):
 
 @by_name(IN_PLACE)
 def test_tables_that_nobody_else_sees_are_written_in_place(name):
-    """Reading the old rows, or a second update, copies no donated table."""
+    """A donated table is not copied when a program reads the old rows or updates twice."""
     places = [p[name] for p in program_runs(("tables", "slots"), False)[1]]
     assert all(p == places[0] for p in places)

@@ -1,4 +1,4 @@
-"""Generated programs of updates, writes, reads and swaps: compiled and donated they are what they are plainly."""
+"""Generated programs of updates, writes, reads and swaps give the plain program's values, compiled and donated."""
 
 import functools
 
@@ -36,7 +36,7 @@ def start():
 
 
 def run_program(program, state, x):
-    """The operations, one after the other: the state, and what was read on the way."""
+    """Run the operations in order; return the state and the values that were read."""
     old, now, seen = state, dict(state), []
     for kind, first, *rest in program:
         if kind == "update":
@@ -46,7 +46,8 @@ def run_program(program, state, x):
             slots = {first: {k: now[k] for k in SLOTS[rule]}}
             tables, slots = RULES[rule].update({first: g}, slots, {first: now[first]}, 0)
             now |= {**tables, **slots[first]}
-        elif kind == "pair":  # two tables, or one, in one update
+        # one update of two tables, or of one
+        elif kind == "pair":
             g = fr.RowGrads.from_entries(torch.tensor([2, 2]), now[first][:2] - x, num_embeddings=4)
             pair = {n: now[n] for n in (first, rest[0])}
             now |= RULES["sgd"].update(dict.fromkeys(pair, g), {n: {} for n in pair}, pair, 0)[0]
@@ -76,17 +77,19 @@ def same_as_eager(fn, compiled, state):
 @settings(max_examples=50)
 @given(program=programs)
 def test_generated_programs(program):
-    """jit(program, donate) is the program, over three calls: its plan of writes, with the graph interpreted."""
+    """jit(program, donate) equals the program over three calls, with its plan of writes and an interpreted graph."""
     fn = functools.partial(run_program, program)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph)
         same_as_eager(fn, fr.jit(fn, donate=("state",)), start())
 
 
-@settings(max_examples=2, phases=[Phase.generate])  # to shrink it would compile for minutes
+# without the shrink phase, which would compile for minutes
+@settings(max_examples=2, phases=[Phase.generate])
 @given(many=st.lists(programs, min_size=8, max_size=8))
 def test_generated_programs_compiled(many):
-    """The same with compiled code: eight programs side by side in one function, each with a state of its own."""
+    """Eight compiled programs side by side in one function, each with its own state, give the plain programs'
+    values."""
 
     def fn(state, x):
         made = [run_program(p, s, x) for p, s in zip(many, state, strict=True)]

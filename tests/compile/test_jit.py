@@ -1,4 +1,4 @@
-"""jit: the same values, nothing recompiled, donated memory reused and never read again."""
+"""jit gives the same values, recompiles nothing, reuses donated memory and never reads it again."""
 
 import copy
 import dataclasses
@@ -75,7 +75,7 @@ PURE = {
 
 @pytest.mark.parametrize("fn", PURE.values(), ids=PURE.keys())
 def test_donated_equals_undonated_equals_eager(fn):
-    """jit(f, donate=...)(s) == jit(f)(s) == f(s), however outputs and donated leaves are entangled."""
+    """jit(f, donate=...)(s) == jit(f)(s) == f(s), however outputs and donated leaves share memory."""
     expected = copy.deepcopy(fn(state()))
     given = state()
     assert_trees_close(fr.jit(fn)(given), expected)
@@ -84,7 +84,7 @@ def test_donated_equals_undonated_equals_eager(fn):
 
 
 def test_leaves_that_change_places_are_updated_in_place():
-    """An update takes the memory of what it updates, whatever the order of arguments and outputs."""
+    """An updated leaf takes the memory of the old one, whatever the order of arguments and outputs."""
     fn = lambda a, b: (b.index_put((ONE,), a[:1] + 1), a.index_put((ONE,), b[:1] + 2))
     a, b = torch.arange(4.0), torch.arange(4.0) * 10
     at, expected = (b.data_ptr(), a.data_ptr()), fn(a.clone(), b.clone())
@@ -94,8 +94,8 @@ def test_leaves_that_change_places_are_updated_in_place():
 
 
 def test_what_a_donated_call_returns_shares_nothing():
-    """A batch that becomes state, and outputs that view each other,
-    are copied: the next call takes nobody else's memory."""
+    """A batch that becomes state, and outputs that view each other, are copied. So the next call takes no memory
+    that others hold."""
     step = fr.jit(lambda s, x: ({"w": x, "t": s["w"] + 1}, s["w"].view(2, 2)), donate=("s",))
     batch = torch.ones(4)
     given, aux = step(state(), batch)
@@ -106,7 +106,7 @@ def test_what_a_donated_call_returns_shares_nothing():
 
 
 def test_constants_are_never_donated():
-    """A tensor that the function closes over and returns is copied: later calls write to the copy."""
+    """A tensor that the function closes over and returns is copied; later calls write to the copy."""
     constant = torch.ones(4)
     fn = lambda s: {"w": constant, "t": s["w"].index_put((ONE,), s["t"][:1] + 7)}
     step, given, expected = fr.jit(fn, donate=("s",)), state(), state()
@@ -117,21 +117,22 @@ def test_constants_are_never_donated():
 
 
 def test_casts_round_as_in_eager_mode():
-    """bf16 in the middle of a compiled function loses the bits that it loses in eager mode."""
+    """A cast to bf16 inside a compiled function rounds as in eager mode."""
     fn = lambda x: (x * 1.1).bfloat16().float() * 3
     x = torch.linspace(-1, 1, 999)
     assert_trees_close(fr.jit(fn)(x), fn(x))
 
 
 def test_an_error_of_compiled_code_is_its_own():
-    """What compiled code raises is raised as it is, not as its own cause."""
+    """An error in compiled code is raised as it is, and is not its own cause."""
     with pytest.raises(IndexError, match="out of bounds") as raised:
         fr.jit(lambda x, at: x[at] * 2)(torch.ones(3), torch.tensor([7]))
     assert raised.value.__cause__ is None
 
 
 def test_shapes_that_do_not_fit_raise_and_nothing_is_logged():
-    """The error has torch's words; the page that torch writes to its log before it is left out, of that call only."""
+    """The error has torch's words. For this call only, the long message that torch logs before the error is left
+    out."""
     log, seen = logging.getLogger("torch._subclasses.fake_tensor"), []
     handler = logging.Handler()
     handler.emit = seen.append
@@ -148,7 +149,8 @@ def test_shapes_that_do_not_fit_raise_and_nothing_is_logged():
 
 
 def test_a_torch_that_compiles_wrong_code_is_refused(monkeypatch):
-    """Where torch's code for a CPU is known to be wrong (those beside this one fail with 2.11) a call says so."""
+    """A call raises for a torch version that is known to compile wrong code for CPUs. The tests below fail with
+    torch 2.11."""
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
     with pytest.raises(RuntimeError, match=r"to be wrong.\n *got +torch 2.12.1\+cpu\n *need +torch 2.13 or"):
         fr.jit(lambda x: x.sin() * 17 + 3)(torch.ones(5))
@@ -164,7 +166,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_written_rows_are_read_after_the_write(write):
-    """What reads scattered rows, in loops that it shares with code of another shape, gets them as they are then."""
+    """Scattered rows are read after the write, also by a loop that code of another shape shares."""
 
     def fn(x, wide, at, rows):
         y = x.cos()
@@ -176,7 +178,7 @@ def test_written_rows_are_read_after_the_write(write):
 
 
 def test_parts_of_a_cat_outlive_a_write_to_it():
-    """Rows put into a cat are not put into its parts, whose memory it may be."""
+    """A write to the result of cat does not change the parts, which may share its memory."""
 
     def fn(x, wide, at):
         part = wide[:, 1:4].index_add(0, at[:6] % 6, wide[:, :3])
@@ -199,7 +201,7 @@ def test_one_tensor_in_two_places_is_two_arguments():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.int32])
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])
 def test_donated_counters_count(dtype, shape):
-    """A donated counter of any dtype moves with every call, also as a scalar that other leaves are made of."""
+    """A donated counter of any dtype counts every call, also when other leaves are computed from it."""
     step = fr.jit(lambda s: {"t": s["t"] + 1, "w": s["w"] + (s["t"].sum() + 1).float()}, donate=("s",))
     given = {"t": torch.zeros(shape, dtype=dtype), "w": torch.zeros(5)}
     for _ in range(3):
@@ -210,8 +212,8 @@ def test_donated_counters_count(dtype, shape):
 
 
 def test_rows_of_donated_leaves_are_written_in_place():
-    """A donated leaf with rows replaced, through views too, lies
-    where it lay; so does one that is returned as it is."""
+    """A donated leaf whose rows are replaced, through views too, stays at its address. So does a leaf that is
+    returned unchanged."""
     step = fr.jit(
         lambda s, x: {
             "w": s["w"].index_put((ONE,), x[None]).index_put((ONE + 1,), x[None], accumulate=True),
@@ -228,7 +230,7 @@ def test_rows_of_donated_leaves_are_written_in_place():
 
 
 def test_second_call_compiles_nothing(no_recompile):
-    """The same shapes are compiled once: positional, by keyword, donated or not, from fresh or returned values."""
+    """The same shapes are compiled once: positional, by keyword, donated or not, with fresh or returned values."""
     for donate in ((), ("s",)):
         step = fr.jit(lambda s, x, scale=2.0: {"w": s["w"] + x * scale, "t": s["t"]}, donate=donate)
         given = step(state(), torch.ones(4))
@@ -241,7 +243,7 @@ def test_second_call_compiles_nothing(no_recompile):
 
 
 def test_new_shapes_compile_anew():
-    """Each shape has its own code; many shapes are no error."""
+    """Each shape has its own code; many shapes raise no error."""
     double = fr.jit(lambda x: x * 2)
     for n in range(1, 13):
         assert_trees_close(double(torch.ones(n)), torch.full((n,), 2.0))
@@ -249,7 +251,7 @@ def test_new_shapes_compile_anew():
 
 
 def test_use_after_donation_names_argument_and_call():
-    """DonatedError says which argument is gone and which call took it, for every way of using it."""
+    """DonatedError names the argument that is gone and the call that took it, for every use of it."""
     step = fr.jit(lambda state: {"w": state["w"] + 1}, donate=("state",))
     first = {"w": torch.zeros(3)}
     second = step(first)
@@ -278,7 +280,7 @@ def test_a_failed_call_donates_nothing():
 
 
 def test_pytrees_of_values_keywords_and_aux():
-    """KeyedJaggedTensor, Params, RowGrads, None, strings and numbers go in and come out."""
+    """KeyedJaggedTensor, Params, RowGrads, None, strings and numbers can be arguments and results."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[0, 1], []]}, weights={"a": [[1.0, 2.0], []]})
     feature = fr.FeatureConfig("a", table="t", weighted=True)
 
@@ -293,7 +295,7 @@ def test_pytrees_of_values_keywords_and_aux():
 
 
 def test_jit_inside_transforms_and_jit():
-    """Under vmap, grad or another jit a jitted function is its plain self."""
+    """Under vmap, grad or another jit, a jitted function runs as the plain function."""
     square = fr.jit(lambda x: x * x)
     x = torch.arange(3.0)
     assert_trees_close(torch.func.vmap(square)(x), x * x)
@@ -302,7 +304,7 @@ def test_jit_inside_transforms_and_jit():
 
 
 def test_checked_runs_uncompiled_and_keeps_donated_state():
-    """checked(jit(f, donate)) finds faults in values and takes nothing."""
+    """checked(jit(f, donate)) reports faults in values and takes nothing."""
     feature = fr.FeatureConfig("a", table="t")
     step = fr.jit(lambda tables, ids: (tables, fr.lookup(tables, ids, [feature]).values), donate=("tables",))
     tables = {"t": torch.ones(2, 1)}
@@ -351,13 +353,13 @@ def _share():
 
 @pytest.mark.parametrize("call, kind, fragment", BAD.values(), ids=BAD.keys())
 def test_bad_input(call, kind, fragment):
-    """Each fault is told before any work."""
+    """Each fault is reported before any work."""
     with pytest.raises(kind, match=fragment):
         call()
 
 
 def test_attributes_of_a_function_do_not_hide_those_of_its_program():
-    """A function's attributes are its jitted form's too, but for names that this has itself."""
+    """A function's attributes are also its jitted form's, except names that the jitted form defines itself."""
 
     def double(x):
         return 2 * x

@@ -1,5 +1,4 @@
-"""jit's calls at their edges: threads, many shapes, pickles, forms
-of tensors, kinds of functions, what fails on the way."""
+"""Edge cases of jit's calls: threads, many shapes, pickles, forms of tensors, kinds of functions, and failures."""
 
 import copy
 import functools
@@ -18,7 +17,7 @@ X = torch.tensor([2.0, 3.0])
 
 
 def together(*calls):
-    """What the calls return, each in a thread of its own, begun at one time."""
+    """Return the results of the calls; each runs in its own thread, and all start at one time."""
     barrier, out = threading.Barrier(len(calls)), [None] * len(calls)
 
     def run(i, call):
@@ -38,8 +37,8 @@ def together(*calls):
 
 
 def test_first_compilations_in_threads():
-    """Threads that compile one function, and others, at once get their values; each
-    form is compiled once, and torch compiles afterwards."""
+    """Threads that compile one function and others at once get the right values. Each form is compiled once, and
+    torch can compile afterwards."""
     one, other = fr.jit(lambda x: x.sin() * 2), fr.jit(lambda x: x.cos() + x)
     a, b = torch.ones(3), torch.ones(4)
     got = together(*(lambda: one(a), lambda: one(b)) * 2, *(lambda: other(a),) * 2)
@@ -49,7 +48,7 @@ def test_first_compilations_in_threads():
 
 
 def test_threads_with_states_of_their_own(interpreted):
-    """Threads that drive one donating function, each with its own state, get their own sums; none sees another's."""
+    """Threads that call one donating function, each with its own state, each get their own sums."""
     step = fr.jit(
         lambda s, x: {"t": s["t"].index_put((torch.tensor([0]),), s["t"][:1] + x), "n": s["n"] + 1}, donate=("s",)
     )
@@ -65,7 +64,7 @@ def test_threads_with_states_of_their_own(interpreted):
 
 
 def test_one_state_given_by_two_threads_is_taken_once(interpreted):
-    """Of two threads that donate one value, one has it, and the other a DonatedError."""
+    """When two threads donate one value, one call takes it and the other raises DonatedError."""
     step = fr.jit(lambda s: s + 1, donate=("s",))
     for _ in range(50):
         state = torch.zeros(2)
@@ -74,7 +73,7 @@ def test_one_state_given_by_two_threads_is_taken_once(interpreted):
 
 
 def test_grad_mode_of_threads(interpreted):
-    """Surroundings are of the thread that calls: one with autograd and one without do not mix."""
+    """Surroundings belong to the calling thread: a thread with autograd and one without do not mix."""
     w = torch.ones(2, requires_grad=True)
     f = fr.jit(lambda x: x * w)
 
@@ -104,7 +103,7 @@ def _in_mesh(f, i):
 
 @pytest.mark.parametrize("name", MANY)
 def test_many_compilations_are_told_once(name, interpreted):
-    """From the tenth compilation on one warning, at the caller's line, says what differed and what to do."""
+    """At the tenth compilation, one warning at the caller's line says what differed and what to do."""
     call, text = MANY[name]
     f = fr.jit(lambda x, lr: x["ids"] * lr)
     with warnings.catch_warnings(record=True) as told:
@@ -120,8 +119,8 @@ def test_many_compilations_are_told_once(name, interpreted):
 
 
 def test_compilations_are_bounded(interpreted, monkeypatch):
-    """The least used ones are forgotten, and made again when they
-    are called for; num_compiled tells how many were made."""
+    """The least used compilations are dropped, and made again when they are needed. num_compiled counts all that
+    were made."""
     monkeypatch.setattr("funcrec.compile._jit.MOST", 4)
     f = fr.jit(lambda x, n: x * n)
     with warnings.catch_warnings():
@@ -138,8 +137,8 @@ def test_compilations_are_bounded(interpreted, monkeypatch):
 
 
 def test_jitted_functions_pickle(interpreted):
-    """A jitted function pickles as its function and options, made by a call
-    or by a decorator; copies are functions of their own."""
+    """A jitted function, made by a call or by a decorator, pickles as its function and options. Copies are functions
+    of their own."""
     step = fr.jit(training_step.add, donate=("state",))
     step(X.clone(), X)
     for again in (pickle.loads(pickle.dumps(step)), copy.deepcopy(step)):
@@ -155,8 +154,7 @@ def test_jitted_functions_pickle(interpreted):
 
 
 def test_steps_pickle():
-    """A TrainStep and its jitted form, on one process and on a mesh,
-    pickle; what is loaded takes the same step, to the bit."""
+    """A TrainStep and its jitted form pickle, on one process and on a mesh; the loaded step gives the same bits."""
     for step in (training_step.plain(), training_step.on_mesh()):
         again = pickle.loads(pickle.dumps(step))
         state, ids = training_step.state_of(step), training_step.IDS
@@ -174,8 +172,8 @@ def test_steps_pickle():
 
 
 def test_torch_compile_sees_through():
-    """torch.compile of a step, and around a jitted function, donating or not,
-    is the plain function compiled, with the same values."""
+    """torch.compile of a step, or around a jitted function, donating or not, compiles the plain function and gives
+    its values."""
     step = training_step.plain()
     state, ids = training_step.state_of(step), training_step.IDS
     (new, metrics), (got, told) = step(state, ids), torch.compile(step)(state, ids)
@@ -219,8 +217,8 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_of_functions(name, interpreted):
-    """Methods, partials, callable objects, modules and builtins, with positional, default
-    and keyword arguments, are what they are plainly."""
+    """Jitted methods, partials, callable objects, modules and builtins give the plain call's results, with
+    positional, default and keyword arguments."""
     fn, calls = KINDS[name]
     jitted = fr.jit(fn)
     for args, kwargs in calls * 2:
@@ -258,7 +256,7 @@ def _method():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_functions_that_cannot_be_staged(name, interpreted):
-    """Coroutines, generators, and methods of objects that can change are refused by name."""
+    """Coroutines, generators, and methods of objects that can change are refused; the error says which it is."""
     call, text = REFUSED[name]
     with pytest.raises(TypeError, match=text):
         call()
@@ -270,7 +268,7 @@ def test_functions_that_cannot_be_staged(name, interpreted):
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["plain", "vmap", "grad", "no_grad", "autocast"])
 def test_a_failure_in_staging_leaves_no_trace(kind, place, interpreted):
-    """After an exception inside a function that is staged, torch's state is as before, and the next call is right."""
+    """After an exception while a function is staged, torch's state is as before, and the next call is right."""
     fails = True
 
     def stop(x):

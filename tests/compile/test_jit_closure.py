@@ -1,4 +1,4 @@
-"""What a jitted function closes over: read in every call, differentiated where it is tracked, never written to."""
+"""jit reads closed-over tensors in every call, differentiates them where they are tracked, and never writes to them."""
 
 import numpy as np
 import pytest
@@ -17,8 +17,8 @@ X = torch.tensor([2.0, 3.0])
 
 @pytest.mark.parametrize("n", [0, 1, 3, 100])
 def test_closed_over_tensors_are_read_in_every_call(n, monkeypatch):
-    """A tensor that is closed over and changed between calls gives its new values,
-    however small it is; so do those in lists and dicts."""
+    """A closed-over tensor that changes between calls gives its new values, however small it is. The same holds for
+    tensors in lists and dicts."""
     monkeypatch.undo()
     w, held = torch.ones(n), {"a": [torch.ones(n)]}
     jitted = fr.jit(lambda x: x * w + held["a"][0])
@@ -30,7 +30,7 @@ def test_closed_over_tensors_are_read_in_every_call(n, monkeypatch):
 
 
 def test_numbers_written_in_the_function_stay():
-    """A tensor that the function makes of numbers is its own, and may be written to."""
+    """A tensor that the function makes from numbers belongs to the function, which may write to it."""
 
     def fn(x):
         y = torch.tensor([1.0, 2.0])
@@ -43,7 +43,7 @@ def test_numbers_written_in_the_function_stay():
 
 
 def test_closed_over_tensors_of_another_form_are_seen():
-    """A closed-over tensor that gets another shape, dtype or memory is compiled for anew."""
+    """When a closed-over tensor gets another shape, dtype or memory, the function is compiled again."""
     w = torch.ones(2)
     jitted = fr.jit(lambda x: x.sum() + w)
     for change in (
@@ -58,7 +58,7 @@ def test_closed_over_tensors_of_another_form_are_seen():
 
 
 def test_one_tensor_closed_over_and_given():
-    """A tensor that is closed over and an argument besides, or in two places, is read as both."""
+    """A tensor that is closed over and also passed as an argument, or passed twice, is read correctly in each place."""
     w = torch.ones(2)
     jitted = fr.jit(lambda x, y: x * w + w * y)
     for x, y in ((w, w), (X, w), (w, X), (X, X)):
@@ -68,7 +68,7 @@ def test_one_tensor_closed_over_and_given():
 
 
 def test_what_is_closed_over_can_be_returned_and_not_donated():
-    """A function may return what it closes over; memory that it closes over cannot be donated to it."""
+    """A function may return a closed-over tensor; memory that it closes over cannot be donated to it."""
     w = torch.ones(2)
     assert_trees_close(fr.jit(lambda x: (w, x))(X), (w, X))
     step = fr.jit(lambda s: {"w": s["w"] + w}, donate=("s",))
@@ -88,7 +88,7 @@ def test_what_is_closed_over_can_be_returned_and_not_donated():
         lambda w: 1 if w > 0 else 0],
 )  # fmt: skip
 def test_host_reads_of_what_is_closed_over_are_refused(read):
-    """A closed-over value that is read on the host would be compiled in: an error, as it is for arguments."""
+    """Reading a closed-over value on the host is an error, as for arguments: the value would be compiled in."""
     w = torch.tensor(2.0)
     with pytest.raises((TypeError, RuntimeError)):
         fr.jit(lambda x: x * read(w))(X)
@@ -100,8 +100,8 @@ def test_host_reads_of_what_is_closed_over_are_refused(read):
 
 
 def test_autograd_sees_through():
-    """Arguments that require grad, leaves, views and results, and nn.Parameters
-    that are closed over, get eager's gradients, twice too."""
+    """Gradients equal eager mode's for arguments that require grad, and for closed-over nn.Parameters. This holds
+    for leaves, views and results, and for second derivatives."""
     w = torch.nn.Parameter(torch.tensor([5.0, 7.0]))
     fn = lambda x: (x**3 * w).sum()
     jitted = fr.jit(fn)
@@ -117,8 +117,8 @@ def test_autograd_sees_through():
 
 @pytest.mark.parametrize("is_tracked", [False, True])
 def test_requires_grad_that_is_set_later_is_seen(is_tracked):
-    """requires_grad of a closed-over tensor or of an argument,
-    set or unset after the compilation, decides each call."""
+    """requires_grad of a closed-over tensor or of an argument counts in each call, also when it is set or unset
+    after the compilation."""
     w = torch.ones(2, requires_grad=is_tracked)
     jitted = fr.jit(lambda x: x * w)
     for i in range(6):
@@ -130,8 +130,8 @@ def test_requires_grad_that_is_set_later_is_seen(is_tracked):
 
 
 def test_donated_calls_that_autograd_follows_raise():
-    """A donating call with an argument, donated or not, or a closed-over tensor that
-    requires grad raises before any work, and takes nothing."""
+    """A donating call raises before any work if an argument, donated or not, or a closed-over tensor requires grad.
+    It takes nothing."""
     w = torch.ones(2)
     step = fr.jit(lambda s, x: s + x * w, donate=("s",))
     for s, x, closed in ((True, False, False), (False, True, False), (False, False, True)):
@@ -146,7 +146,7 @@ def test_donated_calls_that_autograd_follows_raise():
 
 
 def test_programs_see_requires_grad():
-    """Under no_grad, too, a program sees whether its argument requires grad."""
+    """A program can read whether its argument requires grad, under no_grad too."""
     program = lambda x: x + x.requires_grad
     jitted = fr.jit(program)
     with torch.no_grad():
@@ -156,7 +156,7 @@ def test_programs_see_requires_grad():
 
 
 def test_gradients_inside_are_compiled():
-    """torch.autograd.grad and torch.func.grad inside a jitted function work on arguments and on what is closed over."""
+    """torch.autograd.grad and torch.func.grad inside a jitted function work on arguments and on closed-over tensors."""
     w = torch.tensor([5.0, 7.0])
 
     def fn(x):
@@ -194,12 +194,12 @@ def _dual(of):
 
 @pytest.mark.parametrize("name", TRACED)
 def test_transforms_see_through_to_what_is_closed_over(name):
-    """A transform around a jitted function follows what the function closes over, as it follows arguments."""
+    """A transform around a jitted function applies to closed-over tensors as it does to arguments."""
     assert_trees_close(TRACED[name](jitted_of), TRACED[name](lambda w: lambda x: torch.sin(x * w)), rtol=1e-6)
 
 
 def test_one_jitted_function_inside_and_outside_of_a_transform():
-    """The same jitted function, called plainly, inside transforms over what it closes over, and plainly again."""
+    """One jitted function can be called plainly, inside a transform over a closed-over tensor, and plainly again."""
     held = {"w": W}
     jitted = fr.jit(lambda x: (x * held["w"]).sum())
 
@@ -217,7 +217,7 @@ def test_one_jitted_function_inside_and_outside_of_a_transform():
 
 
 def test_axis_index_inside_jit_inside_shard_map():
-    """A jitted function that reads only the axis, and arguments that are whole, is right on every rank."""
+    """A jitted function that reads only the axis index, and takes unsharded arguments, is right on every rank."""
     for n in (2, 4):
         got = fr.shard_map(
             lambda: fr.jit(lambda x: x + fr.axis_index("a"))(torch.zeros(1)),
@@ -255,7 +255,7 @@ WRITES = {
 @pytest.mark.parametrize("place", ["closed over", "in a dict", "argument"])
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_are_refused_and_not_made(name, place, donate):
-    """A function that writes to what it closes over, or to an argument, in any way raises; nothing was written."""
+    """A function that writes to a closed-over tensor or to an argument raises, and nothing is written."""
     w = torch.tensor([5.0, 7.0])
     held = {"w": [w]}
     fn = {
@@ -264,7 +264,8 @@ def test_writes_are_refused_and_not_made(name, place, donate):
         "argument": lambda x: (WRITES[name](x[0], x[1]), x[0] * x[1])[1],
     }[place]
     if place == "argument" and name in ("set data", "requires_grad_", "t_", "resize_"):
-        return  # these change the stand-in of an argument, not the argument
+        # these programs change the argument's stand-in, not the argument
+        return
     given = (w, X.clone()) if place == "argument" else X.clone()
     jitted = fr.jit(fn, donate=donate)
     for _ in range(2):
@@ -275,7 +276,7 @@ def test_writes_are_refused_and_not_made(name, place, donate):
 
 
 def test_backward_inside_is_refused():
-    """`.backward()` that would leave gradients in what is closed over raises, and leaves none."""
+    """`.backward()` that would leave gradients in closed-over tensors raises, and leaves none."""
     w = torch.nn.Parameter(torch.ones(2))
 
     def fn(x):
@@ -293,7 +294,7 @@ def test_backward_inside_is_refused():
     lambda w: w.untyped_storage()[0],
 ])  # fmt: skip
 def test_memory_is_not_read_while_a_program_is_staged(read):
-    """A tensor's memory has no values while a program is staged: reading it is refused."""
+    """While a program is staged, a tensor's memory has no values, so reading it is refused."""
     w = torch.ones(2)
     for f in (lambda x: x * read(w), lambda x: x * read(x), lambda x: x * read(torch.ones(2) * 2)):
         with pytest.raises(TypeError, match="reads a tensor's value on the host"):

@@ -1,4 +1,5 @@
-"""What a staged program could see is in jit's key, or refused: the first compilation never answers for another call."""
+"""jit's key holds all that a staged program can see, or the call is refused. So no call gets another call's
+compilation."""
 
 import contextlib
 import datetime
@@ -52,7 +53,7 @@ mesh = lambda n: lambda: fr.Mesh.emulated(a=n)
 precision = torch.set_float32_matmul_precision
 fill = lambda value: set_to(lambda v: setattr(torch.utils.deterministic, "fill_uninitialized_memory", v), value, True)
 
-# name: (program of f32[4, 4], the surroundings that it can tell apart)
+# name: (a program of f32[4, 4], surroundings in which it gives different results)
 SURROUNDINGS = {
     "autocast": (lambda x: x @ x,
         [PLAIN, lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.autocast("cpu", torch.float16)]),
@@ -89,8 +90,8 @@ SURROUNDINGS = {
 @pytest.mark.parametrize("is_reversed", [False, True])
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_surroundings_are_part_of_the_key(name, is_reversed):
-    """In any surroundings a jitted function is what the function is there, whichever
-    it was compiled in first; each is compiled once."""
+    """In any surroundings a jitted function equals the plain function, whatever surroundings it was compiled in
+    first. It is compiled once for each."""
     program, places = SURROUNDINGS[name]
     jitted, x = fr.jit(program), torch.linspace(-1, 2, 16).reshape(4, 4) * 100
     for _ in range(2):
@@ -104,7 +105,7 @@ def test_surroundings_are_part_of_the_key(name, is_reversed):
 
 @pytest.mark.parametrize("name", ["autocast", "default dtype", "inference mode", "default device"])
 def test_compiled_code_is_of_its_surroundings(name, monkeypatch):
-    """The same with code that is compiled."""
+    """Compiled code, too, equals the plain function in each of its surroundings."""
     monkeypatch.undo()
     program, places = SURROUNDINGS[name]
     jitted, x = fr.jit(program), torch.linspace(-1, 2, 16).reshape(4, 4) * 100
@@ -116,7 +117,7 @@ def test_compiled_code_is_of_its_surroundings(name, monkeypatch):
 
 
 def test_autocast_inside_is_applied_once():
-    """What a program shuts out of autocast stays out of it, in the graph and when it runs."""
+    """Code that a program runs outside autocast stays outside it, in the graph and at run time."""
 
     def program(x):
         with torch.autocast("cpu", enabled=False):
@@ -132,7 +133,7 @@ def test_autocast_inside_is_applied_once():
 
 
 def test_axes_of_shard_map_are_seen():
-    """A jitted function inside shard_map sees this mesh's axis: its size, this rank's place, its neighbours."""
+    """A jitted function inside shard_map sees the mesh's axis: its size, this rank's index, and its neighbours."""
     program = fr.jit(lambda x: (x * fr.axis_size("a") + fr.axis_index("a")) + fr.psum(x, "a"))
     for n in (2, 4, 1):
         got = fr.shard_map(program, mesh=fr.Mesh.emulated(a=n), in_specs=fr.P("a"), out_specs=fr.P("a"))(torch.ones(4))
@@ -141,7 +142,7 @@ def test_axes_of_shard_map_are_seen():
 
 
 def test_the_order_of_a_dict_is_seen():
-    """A program that goes through a dict in its order gets the dict in its order, and gives dicts in theirs."""
+    """A program sees the order of a dict's keys, and its result keeps the order of its own dicts."""
     program = lambda d: {f"{i} {k}": v * i for i, (k, v) in enumerate(d.items())}
     jitted, a, b = fr.jit(program), torch.ones(2), torch.full((2,), 5.0)
     for d in ({"a": a, "b": b}, {"b": b, "a": a}, {"a": a, "b": b}):
@@ -204,7 +205,7 @@ class Letters(enum.StrEnum):
 
 
 def marked(kind, value, mark):
-    """A value of a class of one's own, with an attribute that `==` does not see."""
+    """Make a value of a user's class with an attribute that `==` does not compare."""
     x = kind(value)
     x.mark = mark
     return x
@@ -236,7 +237,7 @@ ALIKE = [
 
 
 def see(x, s):
-    """A value that tells apart all static values."""
+    """Compute a value that differs for every static value."""
     if type(s) is tuple:
         return sum(see(x, v) for v in s)
     return x + sum(i * ord(c) for i, c in enumerate(shown(s))) / 7
@@ -251,7 +252,7 @@ def shown(s):
 @pytest.mark.parametrize("values", ALIKE, ids=lambda v: " ".join(map(str, v)))
 @pytest.mark.parametrize("place", ["argument", "field", "default"])
 def test_static_values_that_compare_equal_are_told_apart(place, values):
-    """Each static value has its own compilation, and only one, as an argument and as a static field."""
+    """Each static value has one compilation of its own, as an argument, a static field or a default."""
     give = {
         "argument": lambda f, s: f(torch.zeros(2), s),
         "field": lambda f, s: f(Value(torch.zeros(2), s), None),
@@ -264,7 +265,7 @@ def test_static_values_that_compare_equal_are_told_apart(place, values):
 
 
 def see_keys(tree):
-    """A value that tells apart all keys of dicts in a tree, in their order."""
+    """Compute a value that differs for all keys of dicts in a tree and for their order."""
     if isinstance(tree, dict):
         return sum(see(see_keys(v), k) for k, v in tree.items())
     if isinstance(tree, (tuple, list)):
@@ -285,8 +286,8 @@ KEYS += (nan, -nan, None, torch.float32, Colour.RED, frozenset([1]), frozenset([
 
 @pytest.mark.parametrize("name", WRAPPED)
 def test_keys_of_dicts_that_compare_equal_are_told_apart(name):
-    """A program is staged for a dict's keys as they are: another type, another sign of zero are another program's.
-    A second call with the same keys compiles nothing, and results have the keys of their own call."""
+    """A program is compiled separately for keys of another type or another sign of zero. A second call with the same
+    keys compiles nothing, and results have the keys of their own call."""
     wrap, jitted = WRAPPED[name], fr.jit(lambda tree: (see_keys(tree), tree))
     for s in (*KEYS, *reversed(KEYS)):
         got, back = jitted(wrap(s))
@@ -304,7 +305,7 @@ class Node:
 
 
 def test_the_structure_of_other_classes_is_told_apart():
-    """What a user's own class keeps in its structure is told apart as static fields are."""
+    """A compilation depends on the static values that a user's own pytree class keeps, as on static fields."""
     optree.register_pytree_node(
         Node, lambda n: ((n.x,), n.scale), lambda scale, leaves: Node(leaves[0], scale), namespace=GLOBAL
     )
@@ -315,7 +316,7 @@ def test_the_structure_of_other_classes_is_told_apart():
 
 
 def test_a_key_that_may_change_is_refused():
-    """An object whose state the key of a compilation cannot hold is a TypeError as the key of a dict."""
+    """A dict's key whose state cannot be part of jit's key is a TypeError."""
     for key in (Box(1), Equal(ONE), Pair([ONE])):
         with pytest.raises(TypeError, match="neither a tensor nor a plain static value"):
             fr.jit(lambda d: list(d.values()))({key: ONE})
@@ -358,7 +359,7 @@ OPAQUE = {
 
 @pytest.mark.parametrize("name", OPAQUE)
 def test_what_changes_behind_its_name_is_refused(name):
-    """An object whose state the key cannot hold is a TypeError, as an argument, a static field and a result."""
+    """An object whose state cannot be part of jit's key is a TypeError, as an argument, a static field or a result."""
     for call in (
         lambda: fr.jit(lambda x, b: x + 1)(ONE, OPAQUE[name]()),
         lambda: fr.jit(lambda v: v.x + 1)(Value(ONE, OPAQUE[name]())),
@@ -369,7 +370,7 @@ def test_what_changes_behind_its_name_is_refused(name):
 
 
 def test_functions_are_static():
-    """A function as an argument is known by its identity; what it closes over is read in every call."""
+    """A function as an argument is identified by `is`; the tensors that it closes over are read in every call."""
     scale = torch.tensor(2.0)
     apply, twice, cube = fr.jit(lambda f, x: f(x)), lambda x: x * scale, lambda x: x**3
     for _ in range(2):
@@ -380,7 +381,7 @@ def test_functions_are_static():
 
 
 def test_what_a_callable_object_holds_is_in_the_key():
-    """A callable object as an argument is known by its identity and by what it holds at each call."""
+    """A callable object as an argument is identified by `is` and by the values that it holds at each call."""
     apply, scaled = fr.jit(lambda f, x: f(x)), Callable(2.0)
     for held in (2.0, 3.0, 2, 2.0):
         scaled.held = held
@@ -406,7 +407,7 @@ class CountOperations(TorchDispatchMode):
 
 @pytest.mark.parametrize("mode", [CountCalls, CountOperations])
 def test_modes_of_torch_follow_the_function_itself(mode):
-    """Inside a mode that follows torch's operations the function runs as it is, before and after it was compiled."""
+    """Inside a torch mode that intercepts operations, the plain function runs, before and after it was compiled."""
     jitted = fr.jit(lambda x: x.sin().sin())
     for _ in range(2):
         with mode() as counter:
@@ -417,7 +418,8 @@ def test_modes_of_torch_follow_the_function_itself(mode):
 
 
 def test_draws_from_the_generator_are_refused():
-    """Random numbers that no argument determines are a TypeError that names keys; torch's generator is as it was."""
+    """Random numbers that no argument determines are a TypeError that suggests keys; torch's generator does not
+    change."""
     before = torch.get_rng_state()
     for draw in (
         lambda x: x + torch.rand(2),

@@ -1,4 +1,4 @@
-"""jit(f).lower: the program of a call, told and compiled without the call."""
+"""jit(f).lower describes and compiles the program of a call without making the call."""
 
 import inspect
 import pickle
@@ -27,8 +27,8 @@ def rows(s, x, power=1):
 
 @pytest.mark.parametrize("kwargs", [{}, {"power": 2}], ids=str)
 def test_the_program_is_the_call(kwargs):
-    """lower(...).compile()(...) is the call: its values, twice on what it returned,
-    and what it was given is gone as after the call."""
+    """lower(...).compile()(...) gives the call's values, also when it is called again on its own result. It takes
+    its arguments as the call does."""
     made, (program, fn) = [], (fr.jit(rows, donate=("s",)) for _ in range(2))
     x, other = torch.tensor(2.0), torch.tensor(3.0)
     program = program.lower(state(), x, **kwargs).compile()
@@ -45,8 +45,8 @@ def test_the_program_is_the_call(kwargs):
 
 
 def test_lowering_compiles_and_takes_nothing(monkeypatch):
-    """lower runs no compiler, takes and keeps no argument, and jit compiles as if it
-    had not been; compiling leaves the graph as it was told."""
+    """lower runs no compiler, takes and keeps no argument, and does not count as a compilation of jit. Compiling
+    does not change the graph."""
     fn, given = fr.jit(rows, donate=("s",)), state()
     with monkeypatch.context() as patch:
         patch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: 1 / 0)
@@ -64,13 +64,14 @@ def test_lowering_compiles_and_takes_nothing(monkeypatch):
 
 
 def test_what_is_read_and_written_is_told(interpreted):
-    """A lowered program names what it reads, forms and closed-over tensors too, what it uses up, and what it writes in
-    place; the graph takes what it reads."""
+    """A lowered program lists the tensors that it reads (closed-over ones too) with their forms, those that it
+    takes, and those that it writes in place. The graph takes the tensors that it reads."""
     given, x = state(), torch.tensor(2.0)
     lowered = fr.jit(lambda s, x, unread: rows(s, x), donate=("s",)).lower(given, x, torch.ones(3))
     inputs = {"s['t']": given["t"], "s['w']": given["w"], "x": x, "captured_1": SHIFT}
     forms = {"s['t']": "f32[4]", "s['w']": "f32[4]", "x": "f32[]", "captured_1": "f32[]", "captured_0": "i64[1]"}
-    assert lowered.reads == forms and list(lowered.reads)[4:] == ["captured_0"]  # which only the write reads
+    # only the write reads captured_0
+    assert lowered.reads == forms and list(lowered.reads)[4:] == ["captured_0"]
     outputs = lowered.graph(*[inputs[path] for path in list(lowered.reads)[:4]])
     assert any(torch.equal(out, given["t"] + SHIFT) for out in outputs)
     assert lowered.donated == ("s['w']", "s['t']")
@@ -80,7 +81,7 @@ def test_what_is_read_and_written_is_told(interpreted):
 
 
 def test_a_training_step_writes_its_tables_and_slots(interpreted):
-    """A donated training step uses its whole state up, and writes the tables and their slots in place."""
+    """A donated training step takes its whole state, and writes the tables and their slots in place."""
     step = training_step.plain()
     lowered = fr.jit(step, donate=("state",)).lower(training_step.state_of(step), training_step.IDS)
     in_place = [p for p in lowered.donated if p.startswith(("state.tables", "state.slots"))]
@@ -118,10 +119,11 @@ def forward(f):
 
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_a_program_is_of_plain_calls_alone(name, interpreted):
-    """Where a call of jit runs the function itself, lower raises, and so does a program that was lowered before:
-    neither cuts a derivative off."""
+    """Where a call of jit runs the plain function, lower raises, and so does a program that was lowered before. So
+    no derivative is silently lost."""
     fn, call = FOLLOWED[name]
-    if name != "torch.compile":  # lower is no part of a graph
+    # a graph of torch.compile cannot contain lower
+    if name != "torch.compile":
         with pytest.raises(TypeError, match=r"funcrec\.jit\(\w+\)\.lower: .*(?s:.*)  try "):
             call(lambda *args: fr.jit(fn).lower(*args) and args[0].sum())
     with torch.no_grad():
@@ -149,8 +151,8 @@ def elsewhere(call):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_program_has_one_form(name, interpreted):
-    """A program refuses arguments and surroundings that it was not lowered with,
-    and says what differs; it compiles nothing for them."""
+    """A program refuses arguments and surroundings that differ from those of its lowering, and says what differs. It
+    compiles nothing for them."""
     call, got = OTHERS[name]
     program = fr.jit(lambda x, power=2: x**power).lower(X).compile()
     with pytest.raises(TypeError, match=rf"\.lower: a program has one form.*\n  got   {got}"):
@@ -160,7 +162,7 @@ def test_a_program_has_one_form(name, interpreted):
 
 
 def test_a_program_has_one_form_of_what_it_closes_over(interpreted):
-    """A program refuses to run when a tensor that it closes over has another form by now."""
+    """A program refuses to run after a closed-over tensor changed its form."""
     held = torch.ones(2)
     program = fr.jit(lambda x: x + held.sum()).lower(X).compile()
     held.resize_(3)
@@ -169,7 +171,7 @@ def test_a_program_has_one_form_of_what_it_closes_over(interpreted):
 
 
 def test_a_program_is_compiled_where_it_was_lowered(interpreted):
-    """compile refuses surroundings other than the lowering's, for its code would be another."""
+    """compile refuses surroundings that differ from the lowering's, because the code would differ."""
     lowered = fr.jit(squares).lower(X)
     with pytest.raises(TypeError, match="the number of threads: 1, then 2"):
         elsewhere(lambda x: lowered.compile())
@@ -177,8 +179,8 @@ def test_a_program_is_compiled_where_it_was_lowered(interpreted):
 
 
 def test_what_cannot_be_lowered_says_why(interpreted):
-    """lower raises what the call raises: for used up values, host
-    reads and unknown arguments; a program does not pickle."""
+    """lower raises the call's errors: for donated values, host reads and unknown arguments. A program does not
+    pickle."""
     fn, given = fr.jit(rows, donate=("s",)), state()
     fn(given, SHIFT)
     with pytest.raises(fr.DonatedError, match=r"`s\['w'\]` was donated to call 1"):
@@ -193,8 +195,8 @@ def test_what_cannot_be_lowered_says_why(interpreted):
 
 
 def test_what_an_update_in_place_reads_is_told(interpreted):
-    """Tables and slots that an optimizer updates where they are are read; rows that are written over are not, but those
-    that are added to are."""
+    """A program reads the tables and slots that an optimizer updates in place. It does not read rows that it
+    replaces, but reads rows that it adds to."""
     opt, tables = fr.optim.adagrad(), {"t": torch.zeros(3, 2)}
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([1]), torch.ones(1, 2), num_embeddings=3)}
     update = lambda state, grads: opt.update(grads, state[1], state[0], 0)
@@ -212,7 +214,7 @@ class Scaled:
 
     @fr.jit
     def scale(self, x):
-        """x times it."""
+        """Return x * self.by."""
         return x * self.by
 
 

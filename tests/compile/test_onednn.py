@@ -1,4 +1,4 @@
-"""Compiled products of float32 are oneDNN's where those are faster, by shape and processor, right in any layout."""
+"""Compiled f32 products use oneDNN where it is faster, by shape and processor; they are right in any layout."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ LAYOUTS = {
 
 @pytest.fixture
 def faster(monkeypatch):
-    """MKL stays away from AVX-512, on any processor."""
+    """Pretend that MKL avoids AVX-512, on any processor."""
     monkeypatch.setattr(_onednn, "stays_away", lambda: True)
 
 
@@ -31,8 +31,8 @@ SIZES = [(333, 1023, 77), (8, 4096, 64), (512, 999, 13), (64, 9, 999)]
 
 @pytest.mark.parametrize(("rows", "inner", "columns"), SIZES)
 def test_products_are_rounded_as_float32(rows, inner, columns, monkeypatch):
-    """oneDNN's products, of operands that lie in memory in any way, are as near to float64's as MKL's may be; its
-    second operand, whose gaps would cost it seconds, has none."""
+    """oneDNN's products, for operands of any layout, have the error bound of f32 sums against float64. The second
+    operand is passed without gaps, which would cost oneDNN seconds."""
     real = _onednn.onednn()
 
     def without_gaps(a, w, *how):
@@ -52,9 +52,10 @@ def test_products_are_rounded_as_float32(rows, inner, columns, monkeypatch):
 
 
 def products(x, w, b):
-    """Four that are worth a call of oneDNN's, then all kinds that are not."""
+    """Yield four products for which oneDNN is worth a call, then all kinds for which it is not."""
     yield from (x @ w, F.linear(x, w.t(), b), torch.addmm(x, x, w), torch.stack([x, x + 1]) @ torch.stack([w, 2 * w]))
-    yield from (x @ w[:, :1], x[:1] @ w, x[:0] @ w, x[:7] @ w, x[:30] @ w)  # a vector, no row, few rows, little work
+    # a vector, no rows, few rows, little work
+    yield from (x @ w[:, :1], x[:1] @ w, x[:0] @ w, x[:7] @ w, x[:30] @ w)
     yield from (x.double() @ w.double(), x.bfloat16() @ w.bfloat16(), x.view(-1, 10, 130) @ w.expand(20, 130, 130))
     yield torch.addmm(b, x, w, beta=2)
 
@@ -64,8 +65,8 @@ def graph_of(*x):
 
 
 def test_products_are_chosen_by_their_shape(faster):
-    """Large products of f32 become oneDNN's, and no others; what is added to them is added; code of both is kept under
-    other names."""
+    """Large f32 products become oneDNN's, and no others; addmm still adds its first argument. The code with oneDNN
+    and the code without it are kept under different names."""
     x = torch.randn(200, 130), torch.randn(130, 130) / 11, torch.randn(130)
     graph = graph_of(*x)
     made = faster_products(graph)
@@ -78,7 +79,7 @@ def test_products_are_chosen_by_their_shape(faster):
 
 @pytest.mark.parametrize("why", ["oneDNN is off", "tf32", "bf16", *_onednn.ROUNDS, "another processor"])
 def test_who_asked_for_something_else_gets_it(why, faster, monkeypatch):
-    """Without oneDNN, with products that are rounded more, or where MKL is as fast, the graph stays as it was."""
+    """The graph stays as it was without oneDNN, with products of lower precision, or where MKL is as fast."""
     x = torch.randn(200, 130), torch.randn(130, 130), torch.randn(130)
     graph = graph_of(*x)
     assert faster_products(graph) is not graph
@@ -98,7 +99,7 @@ def loss(w, x, y):
 
 
 def step(w, x, y, v):
-    """One of gradient descent, a Hessian's product, and what two models say."""
+    """Return one step of gradient descent, a Hessian-vector product, and the outputs of two models."""
     g, value = torch.func.grad_and_value(loss)(w, x, y)
     _, curved = torch.func.jvp(lambda w: torch.func.grad(loss)(w, x, y), (w,), (v,))
     said = torch.func.vmap(lambda k: torch.relu(x @ (k * w["first"])))(torch.tensor([1.0, 2.0]))
@@ -106,8 +107,8 @@ def step(w, x, y, v):
 
 
 def test_compiled_steps_have_oneDNN_s_products(faster):
-    """A donated step with gradients, gradients of gradients and vmap gives the eager one's values within rounding; its
-    products are oneDNN's forward and backward."""
+    """A donated step with gradients, second derivatives and vmap gives eager mode's values within rounding. Its
+    products are oneDNN's, forward and backward."""
     torch.manual_seed(0)
     w = {"first": torch.randn(128, 130) / 11, "second": torch.randn(130, 100) / 11}
     v = {n: torch.randn_like(x) for n, x in w.items()}

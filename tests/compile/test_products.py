@@ -1,4 +1,4 @@
-"""Programs whose number of rows is open take oneDNN's products for many rows, BLAS's for few."""
+"""Programs with an open number of rows use oneDNN's products for many rows and BLAS's for few."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,8 @@ from funcrec.compile import two_products
 
 
 class Layers(torch.nn.Module):
-    """One product of each kind: large, small, f64, without bias, of three dimensions, of weights computed here."""
+    """Products of each kind: large, with computed weights, small, f64, without bias, and of a three-dimensional
+    input."""
 
     def forward(self, x, w, b):
         cast = F.linear(x, w.half().float(), b)
@@ -26,7 +27,7 @@ def branches(program):
 
 
 class Rows(TorchDispatchMode):
-    """What oneDNN is given."""
+    """Record the number of rows that oneDNN gets."""
 
     def __init__(self):
         super().__init__()
@@ -39,8 +40,8 @@ class Rows(TorchDispatchMode):
 
 
 def test_large_products_branch_on_their_rows():
-    """A large product of f32 with a bias has both; with any number of rows it is x Wᵀ + b, as the others are. oneDNN,
-    which plans each number of rows anew, is given multiples of 32."""
+    """A large f32 product with a bias has both branches; all products equal x Wᵀ + b for any number of rows. oneDNN
+    makes a plan for each number of rows, so it gets multiples of 32."""
     program = exported(torch.export.Dim("B", min=1, max=4096)).run_decompositions({})
     with two_products(program):
         assert branches(program) == 2
@@ -55,7 +56,7 @@ def test_large_products_branch_on_their_rows():
 
 
 def test_a_fixed_number_of_rows_has_no_branch():
-    """Where the number of rows is known, the program stays as it was."""
+    """With a fixed number of rows the program has no branch."""
     program = exported(None).run_decompositions({})
     with two_products(program):
         assert branches(program) == 0

@@ -1,4 +1,5 @@
-"""Generated programs of plain tensors: scatters, gathers, cats, sorts and views, compiled, are the eager ones."""
+"""Generated programs of scatters, gathers, cats, sorts and views on plain tensors give eager mode's values when
+compiled."""
 
 import torch
 from hypothesis import Phase, given, settings
@@ -9,8 +10,10 @@ from funcrec.testing import assert_trees_close
 
 N, D = 6, 3  # every value is f64[N, D]
 WIDE = torch.linspace(-3, 6, N * (D + 2), dtype=torch.float64).sin().reshape(N, D + 2)
-EVERY = torch.arange(2 * N) * 5 % (2 * N)  # each of 2 N places once
-SOME = torch.tensor([0, 4, 4, 1, 5, 0])  # places, some of them twice
+# each position below 2 N once
+EVERY = torch.arange(2 * N) * 5 % (2 * N)
+# positions, some of them twice
+SOME = torch.tensor([0, 4, 4, 1, 5, 0])
 ONCE = EVERY[EVERY < N]
 
 # name: (p, q, k) -> a value; k is a number below N.
@@ -48,14 +51,15 @@ programs = st.lists(
 
 
 def run(program, x):
-    """The last four values; each operation takes two of those before it."""
+    """Return the last four values; each operation takes two earlier values."""
     values = [x, WIDE[:, :D], WIDE[:, 1 : D + 1]]
     for name, first, second, k in program:
         values.append(OPERATIONS[name](values[-1 - first % len(values)], values[-1 - second % len(values)], k))
     return values[-4:]
 
 
-@settings(max_examples=3, phases=[Phase.generate])  # to shrink it would compile for minutes
+# without the shrink phase, which would compile for minutes
+@settings(max_examples=3, phases=[Phase.generate])
 @given(many=st.lists(programs, min_size=6, max_size=6))
 def test_compiled_programs_are_eager_ones(many):
     """jit of six programs side by side gives the values of each."""

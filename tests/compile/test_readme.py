@@ -1,4 +1,4 @@
-"""The code of the READMEs runs, all of it, and prints what its comments say."""
+"""All code of the READMEs runs and prints what its comments say."""
 
 import ast
 import re
@@ -19,8 +19,7 @@ BLOCKS = blocks_of(TEXT)
 
 
 def is_code(span):
-    """Whether an inline span is code that a reader could type: an import, or an
-    expression that calls something and leaves nothing out."""
+    """Say whether an inline span is code that a reader could type: an import, or a call without `...`."""
     try:
         nodes = list(ast.walk(ast.parse(span)))
     except SyntaxError:
@@ -36,12 +35,12 @@ COMMANDS = re.findall(r"python -c \"([^\"]*)\"", TEXT)
 
 @pytest.fixture(scope="module")
 def session():
-    """The names after all blocks were run one after the other, as a reader runs them, and what each print gave."""
+    """Run all blocks in order, as a reader does; return the names that they define and what each print gave."""
     return run(BLOCKS, "README.md")
 
 
 def test_the_blocks_run(session):
-    """The python blocks, one after the other, print what stands behind each print; the training in them learns."""
+    """The python blocks, run in order, print what the comment after each print says; the training in them learns."""
     printed = session[1]
     assert len(BLOCKS) >= 3 and told(BLOCKS, printed) == printed
     assert float(printed[1]) < 0.5, "ln 2 is where it began"
@@ -49,13 +48,13 @@ def test_the_blocks_run(session):
 
 @pytest.mark.parametrize("code", INLINE + COMMANDS)
 def test_inline_code_runs(code, session):
-    """Every import and every call between backticks runs after the blocks; so does every `python -c`."""
+    """Every import and every call between backticks runs after the blocks, and so does every `python -c`."""
     names = {**session[0], "ops": ops, "fn": session[0]["loss_fn"]}
     exec(compile(code, "README.md", "exec"), names)
 
 
 def test_the_readme_is_short():
-    """The README fits on two screens, and each file and folder that it points to is there."""
+    """The README has at most 8 KiB, and each file and folder that it links to exists."""
     text = (ROOT / READMES[0]).read_text()
     assert len(text.encode()) <= 8 * 1024
     for name in READMES:
@@ -64,13 +63,13 @@ def test_the_readme_is_short():
 
 
 def test_there_is_inline_code():
-    """The rule finds the lines that it is for, and leaves out what only shows a form."""
+    """`is_code` finds the spans that are code, and leaves out those that only show a form."""
     assert any("vmap" in x for x in INLINE) and COMMANDS
     assert not is_code("jit(donate=...)") and not is_code("exact=True") and not is_code("an ensemble")
 
 
 def test_the_ensemble_is_a_loop(session):
-    """The README's vmap of value_and_grad over stacked parameters is a loop over them."""
+    """The README's vmap of value_and_grad over stacked parameters equals a loop over them."""
     names = session[0]
     (code,) = [x for x in INLINE if x.startswith("torch.func.vmap(fr.value_and_grad(")]
     states, batch, loss_fn = names["states"], names["batch"], names["loss_fn"]

@@ -1,5 +1,4 @@
-"""Replayed steps: recorded for a state's addresses and run again,
-they give the values of steps that are not recorded."""
+"""Replayed steps, recorded for a state's addresses and run again, give the values of steps that are not recorded."""
 
 import functools
 
@@ -47,15 +46,14 @@ def places(tree) -> list[int]:
 
 
 def address_of(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same memory that does not keep it."""
+    """Return a tensor on the same memory that does not keep it alive."""
     memory = torch._C._construct_storage_from_data_pointer(x.data_ptr(), x.device, x.nbytes)
     return torch.empty(0, dtype=x.dtype).set_(memory, 0, x.shape, x.stride())
 
 
 @pytest.fixture
 def recordings(monkeypatch):
-    """Calls are recorded as on CUDA, by a stand-in that runs
-    nothing while it records; the list of what was recorded."""
+    """Record calls as on CUDA, by a stand-in that runs nothing while it records; return the list of recordings."""
     made = []
 
     def capture(once):
@@ -63,13 +61,14 @@ def recordings(monkeypatch):
 
         def replay():
             for j, x in once().items():
-                out.setdefault(j, torch.empty_like(x)).copy_(x)  # a recording leaves its outputs where they were
+                # a recording keeps its outputs at their addresses
+                out.setdefault(j, torch.empty_like(x)).copy_(x)
 
         made.append(out)
         return replay, out
 
     def record_addresses(run, leaves, donated, *rest):
-        """As a graph of the device does, the stand-in knows the leaves by their addresses and holds nothing of them."""
+        """Know the leaves by their addresses alone and hold none of them, as a graph on the device does."""
         at = [address_of(x) if i in donated else x for i, x in enumerate(leaves)]
         return record(run, at, donated, *rest)
 
@@ -80,8 +79,8 @@ def recordings(monkeypatch):
 
 
 def test_replayed_steps_are_eager_ones(recordings):
-    """Five compiled steps, all but the first replayed, with new batch tensors in each: the state has the eager step's
-    values, stays where the second call found it, and metrics of earlier calls keep theirs."""
+    """Five compiled steps, all but the first replayed, with new batch tensors in each, give eager mode's states. The
+    state stays at its address from the second call on, and metrics of earlier calls keep their values."""
     step, state, need = fr.jit(STEP, donate=("state",)), first_state(), first_state()
     seen, wanted, where = [], [], []
     for i in range(CALLS):
@@ -96,7 +95,7 @@ def test_replayed_steps_are_eager_ones(recordings):
 
 
 def test_the_interpreted_replay_is_the_eager_step(recordings, interpreted):
-    """Without a compiler's rounding a replayed step is the eager one bit for bit."""
+    """Interpreted, without a compiler's rounding, a replayed step equals the eager one bit for bit."""
     step, state, need = fr.jit(STEP, donate=("state",)), first_state(), first_state()
     for i in range(CALLS):
         state, metrics = step(state, make_batch(i))
@@ -105,8 +104,8 @@ def test_the_interpreted_replay_is_the_eager_step(recordings, interpreted):
 
 
 def test_another_state_is_recorded_anew(recordings, interpreted):
-    """A fresh state begins unrecorded and is then recorded for its
-    own addresses; going back to the first one works, too."""
+    """A fresh state's first call is not recorded; then it is recorded for its own addresses. Going back to the first
+    state works, too."""
     step = fr.jit(STEP, donate=("state",))
     states, needs = [first_state(k) for k in range(2)], [first_state(k) for k in range(2)]
     for i, k in enumerate([0, 0, 0, 1, 1, 1, 0, 0, 1, 0, 0]):
@@ -117,7 +116,7 @@ def test_another_state_is_recorded_anew(recordings, interpreted):
 
 
 def test_an_old_state_is_gone(recordings, interpreted):
-    """A state that a replayed call took raises, as one that any call took; the new one goes on."""
+    """Using a state that a replayed call took raises; the new state goes on."""
     step, state = fr.jit(STEP, donate=("state",)), first_state()
     for i in range(3):
         old, (state, _) = state, step(state, make_batch(i))
@@ -128,7 +127,7 @@ def test_an_old_state_is_gone(recordings, interpreted):
 
 @pytest.mark.parametrize("moment", [interrupts.AtEvent, interrupts.AtOperation])
 def test_an_interrupted_replay(recordings, interpreted, moment):
-    """A recorded call that is interrupted has its state whole or has not begun, and the next call is right."""
+    """After an interrupted recorded call, the state is whole or gone, and the next call is right."""
     trial = interrupts.Trial()
     ends = interrupts.at_every(trial, moment, step=23)
     assert ends["whole"] > 10 and ends["gone"] > 10 and recordings
@@ -157,8 +156,8 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_replayed(recordings, interpreted, name):
-    """Whatever becomes of the donated leaves, a replayed function
-    is the eager one; earlier outputs keep their values."""
+    """Whatever a program does with the donated leaves, the replayed function equals the eager one. Earlier outputs
+    keep their values."""
     fn = PROGRAMS[name]
     step, state = fr.jit(fn, donate=("s",)), {"w": torch.arange(4.0), "t": torch.ones(4)}
     need, seen, wanted = copied(state), [], []
@@ -175,8 +174,8 @@ def test_programs_replayed(recordings, interpreted, name):
     "make", [lambda i: torch.tensor([float(i)]).expand(4), lambda i: torch.arange(8.0)[i % 2 :: 2]]
 )
 def test_batches_of_any_strides_are_replayed(recordings, make):
-    """A batch tensor that is a view, even one that repeats an element,
-    goes into the recording in the form it was compiled for."""
+    """A batch tensor that is a view, even one that repeats an element, enters the recording in the form that it was
+    compiled for."""
     fn = lambda s, x: (s + x, x * 2)
     step, state, need = fr.jit(fn, donate=("s",)), torch.zeros(4), torch.zeros(4)
     for i in range(CALLS):
@@ -192,8 +191,8 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 @cuda
 def test_cuda_replays_without_synchronisation():
-    """On CUDA steps are recorded as one graph: no replay waits for the device, the state stays in place, the values are
-    the eager step's; batches may come from pinned host memory."""
+    """On CUDA, steps are recorded as one graph: no replay waits for the device, and the state stays in place. The
+    values equal the eager step's; batches may come from pinned host memory."""
     step, state, need = fr.jit(STEP, donate=("state",)), first_state(0, "cuda"), first_state(0, "cuda")
     pinned = [map_tensors(torch.Tensor.pin_memory, make_batch(i)) for i in range(CALLS)]
     seen, where = [], []
@@ -215,7 +214,7 @@ def test_cuda_replays_without_synchronisation():
 
 @cuda
 def test_cuda_records_a_fresh_state_anew():
-    """A second state of the same form is recorded for its own memory, and the first is not touched."""
+    """A second state of the same form is recorded for its own memory, and the first state does not change."""
     step = fr.jit(STEP, donate=("state",))
     states, needs = [first_state(k, "cuda") for k in range(2)], [first_state(k, "cuda") for k in range(2)]
     for i, k in enumerate([0, 0, 0, 1, 1, 1, 0, 0]):

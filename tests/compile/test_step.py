@@ -61,7 +61,7 @@ def run(step, state, num_steps: int, first: int = 0):
 
 
 def test_compiled_and_donated_steps_equal_eager_ones():
-    """jit(step) and jit(step, donate) give one another's bits, and eager's within f32 rounding, over five steps."""
+    """jit(step) and jit(step, donate) give the same bits over five steps, and eager mode's within f32 rounding."""
     step = make_step()
     eager, eager_losses = run(step, first_state(step), 5)
     compiled, losses = run(fr.jit(step), first_state(step), 5)
@@ -103,7 +103,7 @@ def test_a_saved_state_goes_on_to_the_same_bits(tmp_path):
 
 
 def test_the_key_moves_with_the_step():
-    """Two steps on one batch draw different dropout, and the same state draws the same."""
+    """Two steps on one batch draw different dropout; the same state draws the same dropout."""
     step = make_step()
     state = first_state(step)
     later = fr.TrainState(state.step + 1, state.tables, state.slots, state.dense, state.dense_opt, state.key)
@@ -123,7 +123,8 @@ def test_a_donated_step_allocates_nothing_of_its_table_size():
 
     fast = fr.jit(step, donate=("state",))
     small = step.init(fr.Params({"item": torch.ones(1_000_000, 1)}, torch.tensor(1.0)))
-    fast(small, batch)  # compiler's memory, not the step's
+    # this call counts the compiler's memory, not the step's
+    fast(small, batch)
     state = step.init(fr.Params({"item": torch.ones(1_000_000, 64)}, torch.tensor(1.0)))
     state, _ = fast(state, batch)
     before = peak_mb()
@@ -163,7 +164,7 @@ BAD = {
 
 @pytest.mark.parametrize("call, kind, fragment", BAD.values(), ids=BAD.keys())
 def test_bad_input(call, kind, fragment):
-    """Each fault is told before any work."""
+    """Each fault is reported before any work."""
     with pytest.raises(kind, match=fragment):
         call()
 
@@ -183,7 +184,7 @@ def test_dense_updates_of_matrices_compile(name):
 
 
 def test_an_optimizer_may_be_made_inside_the_compiled_function():
-    """A rule that is staged lives as long as the compiled function, also when its optimizer is gone."""
+    """A staged rule lives as long as the compiled function, also after its optimizer is gone."""
 
     def update(table, rows, grads):
         mine = fr.optim.row_optimizer(
@@ -200,8 +201,7 @@ def test_an_optimizer_may_be_made_inside_the_compiled_function():
 
 
 def test_a_users_key_is_not_donated():
-    """The key that a state begins with is copied: it stays the user's own,
-    and may begin other states, whatever becomes of them."""
+    """A state copies the key that it begins with. So the user keeps the key, and may begin other states with it."""
     key, params = fr.key(3), fr.Params({}, torch.ones(2))
     step = fr.train_step(
         lambda p, b: p.dense.square().sum(), sparse=fr.optim.sgd(), dense=fr.optim.dense(torch.optim.SGD, lr=0.1)
@@ -215,7 +215,7 @@ def test_a_users_key_is_not_donated():
 
 
 def test_a_deep_copy_of_what_is_gone_raises():
-    """copy.deepcopy of a donated state says what became of it, and by which call."""
+    """copy.deepcopy of a donated state raises, and says which call took it."""
     step = fr.train_step(
         lambda p, b: p.dense.square().sum(), sparse=fr.optim.sgd(), dense=fr.optim.dense(torch.optim.SGD, lr=0.1)
     )
@@ -227,8 +227,8 @@ def test_a_deep_copy_of_what_is_gone_raises():
 
 @pytest.mark.parametrize("rule", ["sgd", "adam", "ftrl"])
 def test_compiled_members_begin_with_one_table(rule):
-    """jit(vmap(update)) = vmap(update) where tables and slots, or the rate, are every member's, and so lie once in
-    memory; gradients f[K, M, D] or a rate f[K] are each member's own."""
+    """jit(vmap(update)) = vmap(update) where all members share the tables and slots, or the rate, in one memory.
+    Gradients f[K, M, D] or rates f[K] are each member's own."""
     tables = {"t": torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
     d = torch.arange(18, dtype=torch.float64).reshape(2, 3, 3) / 10
 

@@ -1,4 +1,4 @@
-"""Integers of compiled programs wrap as eager ones do, whatever Inductor's expressions and the C++ compiler assume."""
+"""Integers in compiled programs wrap as in eager mode, whatever Inductor's expressions and the C++ compiler assume."""
 
 import subprocess
 
@@ -52,7 +52,7 @@ IDS = {
 
 
 def agree(functions, *arguments):
-    """All functions, compiled as one, give what each gives eagerly."""
+    """Check that all functions, compiled as one, give their eager values."""
     names = list(functions)
     got = fr.jit(lambda *x: [functions[n](*x) for n in names])(*arguments)
     wrong = [n for n, x in zip(names, got, strict=True) if not torch.equal(x, functions[n](*arguments))]
@@ -60,13 +60,13 @@ def agree(functions, *arguments):
 
 
 def test_expressions_of_counters_wrap():
-    """What is computed from `arange` wraps in its own dtype, and every index that follows is checked as it is."""
+    """Values computed from `arange` wrap in their own dtype, and each later use as an index is checked."""
     agree(COUNTERS, fr.key(3))
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 67])
 def test_ids_wrap(size):
-    """Arithmetic on ids wraps in the vector part of a loop, in its tail, and where there is no vector."""
+    """Arithmetic on ids wraps in the vector part of a loop, in its tail, and in loops without vectors."""
     x = torch.cat([torch.tensor([2**62 + 12345, -(2**63) + 5, 7123456789123456789]), fr.split(fr.key(size), 64)])
     agree(IDS, x[:size].clone())
 
@@ -99,12 +99,12 @@ NARROW = {
 
 
 def test_counters_of_few_bits_are_reduced():
-    """A reduction of a counter of 8 or 16 bits has as many elements as the counter; a negative zero is one."""
+    """A reduction of an 8- or 16-bit counter covers all of its elements; a negative zero keeps its sign."""
     agree(NARROW, torch.arange(200, dtype=torch.uint8) % 7)
 
 
 def test_several_threads_add_to_one_place():
-    """A loop of several threads whose index is the same in all lanes of a vector adds each of them."""
+    """A loop of several threads adds every element when all lanes of a vector have the same index."""
     with on_threads(4):
         first, last = torch.arange(156) * 7 % 1, torch.full((156,), 2)
         sums = {
@@ -119,7 +119,8 @@ INTEGERS = st.sampled_from([1, -1, 3, 97, 2**31 - 1, 2**31, -(2**33), 2**56, 2**
 STEPS = {
     "+": lambda x, c: x + c,
     "*": lambda x, c: x * c,
-    "//": lambda x, c: x // c if c != -1 else -x,  # the least integer over -1 ends a process in eager torch, too
+    # in eager torch, too, the least integer divided by -1 ends the process
+    "//": lambda x, c: x // c if c != -1 else -x,
     "%": lambda x, c: torch.remainder(x, c) if c != -1 else x,
     ">>": lambda x, c: x >> (abs(c) % 63),
     "^": lambda x, c: x ^ c,
@@ -150,7 +151,7 @@ def test_generated_arithmetic_wraps(programs):
 
 @pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="a processor of x86-64")
 def test_loops_of_shorter_vectors_take_no_longer_registers():
-    """Where loops are of AVX2's vectors or of none, the compiler may not use AVX-512, whatever the processor has."""
+    """Where loops use AVX2's vectors or none, the compiler may not use AVX-512, whatever the processor has."""
     with _inductor.knowing():
         for isa in (cpu_vec_isa.VecAVX2(), cpu_vec_isa.invalid_vec_isa):
             with pytest.MonkeyPatch.context() as patch:
@@ -164,7 +165,7 @@ def test_loops_of_shorter_vectors_take_no_longer_registers():
 
 
 def test_scalars_of_few_bits_stay_in_their_type():
-    """Quotients and sizes of i16, which C++ computes as ints, beside others of their dtype."""
+    """Quotients and absolute values of i16, which C++ computes as int, stay i16 in expressions with other dtypes."""
     x = torch.cat([torch.tensor([-(2**15)] * 3, dtype=torch.int16), torch.arange(-9, 9, dtype=torch.int16)])
     rows = torch.arange(50) % len(x)
     divided = lambda x: torch.div(x, -128, rounding_mode="trunc") // 31765

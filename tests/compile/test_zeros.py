@@ -1,4 +1,4 @@
-"""Zeros without memory, which torch makes for forward derivatives, have the values of zeros in compiled programs."""
+"""Zeros without memory, which torch makes for forward derivatives, count as zeros in compiled programs."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ def zeros(*size, dtype=torch.float32):
     ("name", "dtype"), [("square", torch.float64), ("softplus", torch.float32), ("bce", torch.float64)]
 )
 def test_second_derivatives_of_a_gradient_of_a_table(name, dtype):
-    """d²f by forward over reverse, reverse over forward and forward over forward, of a gradient of rows, is one and the
-    same; jit(d²f) = d²f."""
+    """The second derivative of a gradient of rows is the same by forward over reverse, reverse over forward and
+    forward over forward. jit(d²f) = d²f."""
     table = torch.arange(12.0, dtype=dtype).view(4, 3) / 10
     w = torch.tensor([0.3, -0.2, 0.5], dtype=dtype)
 
@@ -65,7 +65,7 @@ def test_zeros_that_a_program_makes():
 
 
 def test_zeros_that_a_program_is_given():
-    """An argument that is zeros without memory counts as zeros, first or after another call, and donated."""
+    """An argument that is zeros without memory counts as zeros: in the first call, in later calls, and donated."""
     f = fr.jit(lambda x, y: x.exp() + y)
     ones, x = torch.ones(3), torch.arange(3.0)
     assert torch.equal(f(zeros(3), x), ones + x)
@@ -76,14 +76,14 @@ def test_zeros_that_a_program_is_given():
 
 
 def test_zeros_that_a_program_closes_over():
-    """A closure over zeros without memory is refused: their values could not be read in later calls."""
+    """A closed-over tensor that is zeros without memory is refused: later calls could not read its values."""
     closed = zeros(3)
     with pytest.raises(ValueError, match="a tensor that is closed over is not there yet"):
         fr.jit(lambda x: x + closed)(torch.ones(3))
 
 
 def test_members_of_a_second_derivative():
-    """jit(vmap(f'')) = vmap(f'') where a member's zeros are reshaped beside what all members share."""
+    """jit(vmap(f'')) = vmap(f'') where a member's zeros are reshaped together with values that all members share."""
     mask, w, x = torch.tensor([True, False, True]), torch.arange(3.0), torch.ones(2, 2)
 
     def f(v):
