@@ -1,8 +1,8 @@
-"""Which implementation is tested with what: `@pytest.mark.needs(*operations)` and the arguments
-implementation, case, operation, known, device, ask. Triton's own tests take call, ids, ascending, bags, assert_sums and
-no_host_reads.
+"""Choose the implementations that each test runs with. A test asks with `@pytest.mark.needs(*operations)`, and takes
+the arguments implementation, case, operation, known, device and ask. Triton's own tests take call, ids, ascending,
+bags, assert_sums and no_host_reads.
 
-Without a CUDA device Triton's kernels run in its interpreter, which must be asked for before triton is imported.
+Without a CUDA device Triton's kernels run in its interpreter. TRITON_INTERPRET must be set before triton is imported.
 """
 
 import importlib.util
@@ -22,13 +22,14 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-MODULES = {"triton": "triton", "fbgemm": "fbgemm_gpu"}  # what an implementation needs, besides torch
+# the package that an implementation needs, besides torch
+MODULES = {"triton": "triton", "fbgemm": "fbgemm_gpu"}
 INSTALLED = [name for name in ops.IMPLEMENTATIONS if importlib.util.find_spec(MODULES.get(name, "torch"))]
 DEVICES = {"triton": "cuda"} if CUDA else {}
 
 
 class Known(NamedTuple):
-    """What an implementation supports; for the rest it raises.
+    """What an implementation supports; it raises for everything else.
 
     dtypes, dims: of tables. padded: dtypes of to_padded and from_padded. slow: whether its tests must be few.
     """
@@ -62,7 +63,8 @@ def pytest_configure(config):
 
 
 def pytest_generate_tests(metafunc):
-    """Parametrize `implementation`; with it `case`, of the module's CASES, or `operation`, of those that it has."""
+    """Parametrize `implementation`. If the test takes `case`, use the module's CASES too; if it takes `operation`,
+    use the operations that the implementation has."""
     needs = metafunc.definition.get_closest_marker("needs")
     if needs is None:
         return
@@ -90,20 +92,21 @@ def device(implementation) -> str:
 
 @pytest.fixture
 def ask(implementation, device):
-    """ask(name, *args): ops.<name> on the implementation's own device; the answer is on the CPU."""
+    """ask(name, *args) calls ops.<name> on the implementation's own device and returns the result on the CPU."""
     move = lambda x, to: tree_map(lambda y: y.to(to) if isinstance(y, Tensor) else y, x)
     call = lambda name, *args, **how: getattr(ops, name)(*move(args, device), **how, implementation=implementation)
     return lambda *args, **how: move(call(*args, **how), "cpu")
 
 
-# -- of Triton's own tests ---------------------------------------------------------------------------------------
+# -- for Triton's own tests ---------------------------------------------------------------------------------------
 
 OUTSIDE = (-1, -(2**31), 2**31 - 1, -(2**63), 2**63 - 1, 2**40)
 
 
 @pytest.fixture
 def call():
-    """call(name, *args): one of Triton's operations where it can run, its answer on the CPU."""
+    """call(name, *args) runs one of Triton's operations on a device where it can run, and returns the result on the
+    CPU."""
     from funcrec.kernels import triton as kernels
 
     move = lambda to: lambda x: x.to(to) if isinstance(x, Tensor) else x
@@ -113,7 +116,7 @@ def call():
 
 @pytest.fixture
 def ids():
-    """ids(n, num_rows): ids with repeats, one in eight outside the table."""
+    """ids(n, num_rows) draws ids with repeats; one in eight is outside the table."""
 
     def draw(n: int, num_rows: int, dtype: torch.dtype = torch.int64) -> Tensor:
         fits = [x for x in (*OUTSIDE, num_rows) if torch.iinfo(dtype).min <= x <= torch.iinfo(dtype).max]
@@ -126,7 +129,7 @@ def ids():
 
 @pytest.fixture
 def ascending():
-    """ascending(num_bags, first, end): offsets of num_bags bags between `first` and `end`; some are empty."""
+    """ascending(num_bags, first, end) draws offsets of num_bags bags between `first` and `end`; some bags are empty."""
 
     def draw(num_bags: int, first: int, end: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.randint(first, end + 1, (num_bags + 1,)).sort().values.to(dtype)
@@ -136,7 +139,7 @@ def ascending():
 
 @pytest.fixture
 def bags():
-    """bags(cuts, first_bag, num_bags, max_length): the positions that each bag reads."""
+    """bags(cuts, first_bag, num_bags, max_length) lists the positions that each bag reads."""
 
     def ranges(cuts: list[int], first_bag: int, num_bags: int, max_length: int) -> list[range]:
         part = cuts[first_bag : first_bag + num_bags + 1]
@@ -147,7 +150,7 @@ def bags():
 
 @pytest.fixture
 def assert_sums():
-    """assert_sums(got, terms): got is Σ terms, with at most one rounding per term."""
+    """assert_sums(got, terms) checks that got is Σ terms, with at most one rounding per term."""
 
     def check(got: Tensor, terms: list[Tensor]) -> None:
         want, size = sum(terms, torch.zeros(())), sum((t.abs() for t in terms), torch.zeros(()))
@@ -165,13 +168,13 @@ class NoHostReads(TorchDispatchMode):
 
 @pytest.fixture
 def no_host_reads():
-    """A context in which no operation may ask for a tensor's value."""
+    """A context in which an operation fails if it reads a tensor's value on the host."""
     return NoHostReads
 
 
 @pytest.fixture
 def on_every_level(monkeypatch):
-    """run(f): what f() gives under each instruction set that this processor has, by name."""
+    """run(f) returns {name: f()} for each instruction set that this processor has."""
     from funcrec.kernels.cpp import _native
 
     best = _native.LEVELS[_native.level()]
@@ -180,7 +183,8 @@ def on_every_level(monkeypatch):
         found = {}
         for level, needs in _native.LEVELS.items():
             if (path := _native._path(level)) and needs <= best:
-                monkeypatch.setenv("FUNCREC_CPU", level)  # for which rules are compiled
+                # rules are compiled for this instruction set
+                monkeypatch.setenv("FUNCREC_CPU", level)
                 monkeypatch.setattr(_native, "library", lambda path=path: _native._load(path))
                 _native._entry.cache_clear()
                 found[level] = f()

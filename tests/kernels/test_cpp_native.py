@@ -1,4 +1,4 @@
-"""The compiled object as such: instruction sets, threads, forks, guard pages, and what happens without it."""
+"""The compiled object itself: instruction sets, threads, forks, guard pages, and errors when it is missing."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @pytest.fixture
 def fresh():
-    """Forget the loaded object before and after."""
+    """Forget the loaded object before and after the test."""
 
     def forget():
         _native.library.cache_clear()
@@ -31,14 +31,15 @@ def fresh():
 
 @pytest.fixture
 def threads():
-    """Set torch's number of threads, and put it back."""
+    """Set torch's number of threads, and restore it after the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
 
 
 def inputs(num_bags: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple:
-    """Tables of every width, a feature each, bags of 0 to 9 ids of which some are outside; weights on every second."""
+    """Make a table and a feature for every width, with bags of 0 to 9 ids, some outside; every second feature has
+    weights."""
     generator = torch.Generator().manual_seed(seed)
     tables = [torch.randn(50, dim, generator=generator).to(dtype) for dim in DIMS]
     lengths = torch.randint(0, 10, (num_bags * len(DIMS),), generator=generator)
@@ -53,7 +54,8 @@ def inputs(num_bags: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
 
 def all_outputs() -> list:
-    """Every function of lookups and jagged buffers, on inputs large enough for several threads."""
+    """Return the outputs of every function of lookups and jagged buffers, on inputs large enough for several
+    threads."""
     tables, (rows,), offsets, weights, features, num_bags = given = inputs(300)
     out = cpp.pooled_lookup(*given)
     bags = offsets[: num_bags + 1]
@@ -92,7 +94,7 @@ def same_bits(a: list, b: list) -> bool:
 
 @pytest.mark.parametrize("name", SETS)
 def test_instruction_sets_agree(name, fresh, monkeypatch):
-    """Every instruction set gives the same bits where nothing is summed across a row, and close dot products."""
+    """Every instruction set gives the same bits where no sum crosses columns; dot products are close."""
     ours = all_outputs()
     monkeypatch.setenv("FUNCREC_CPU", name)
     _native.library.cache_clear()
@@ -106,7 +108,7 @@ def test_instruction_sets_agree(name, fresh, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_lookup_is_the_sum_of_rows(dtype):
-    """A bag's output is the sum of its rows in order, each times its weight, over the length for a mean."""
+    """A bag's output is the sum of its rows in order, each times its weight; a mean divides by the length."""
     tables, (rows,), offsets, weights, features, num_bags = inputs(9, dtype)
     out = cpp.pooled_lookup(tables, [rows], offsets, weights, features, num_bags)
     acc = torch.float64 if dtype == torch.float64 else torch.float32
@@ -127,7 +129,7 @@ def test_lookup_is_the_sum_of_rows(dtype):
 @pytest.mark.parametrize("number", [2, 3, 8])
 @pytest.mark.parametrize("openmp", [True, False], ids=["openmp", "own pool"])
 def test_threads_change_no_bit(number, openmp, threads):
-    """Any number of threads gives the bits of one thread, on torch's OpenMP threads and on the object's own."""
+    """Any number of threads gives the bits of one thread, on torch's OpenMP threads and on the object's own pool."""
     alone = all_outputs()
     threads(number)
     _native.library().funcrec_start(_native._gomp_parallel() if openmp else 0)
@@ -138,7 +140,7 @@ def test_threads_change_no_bit(number, openmp, threads):
 
 
 def test_streamed_outputs_are_the_same():
-    """An output written past the caches has the bits of the same bags looked up in small parts."""
+    """An output so large that it is written past the caches has the bits of lookups in small parts."""
     table, rows = torch.randn(100, 64), torch.randint(-1, 101, (2**16,))
     offsets = torch.arange(2**16 + 1)
     features = [0, 0, 0, 0, 0, 0, 0]
@@ -185,7 +187,7 @@ print("same")
 
 
 def test_forked_children_can_call():
-    """A child forked after the threads were started computes the same, and so does its own child."""
+    """A child process that is forked after the threads started gives the same values, and so does its own child."""
     assert run_python(FORK) == "same"
 
 
@@ -253,29 +255,33 @@ print("alive")
 
 @pytest.mark.parametrize("name", SETS)
 def test_nothing_beside_a_buffer_is_read(name):
-    """Tables, rows, offsets and gradients between unreadable pages: no id and no offset makes a call leave them."""
+    """No id and no offset makes a call read outside its tables, rows, offsets and gradients, which lie between
+    unreadable pages."""
     assert run_python(GUARDED, FUNCREC_CPU=name) == "alive"
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_outputs_are_written_everywhere(name, fresh, monkeypatch):
-    """Whatever memory an output is given, no element of it is left as it was."""
+    """Every element of an output is written, whatever its memory held before."""
     monkeypatch.setenv("FUNCREC_CPU", name)
-    for out in all_outputs():  # torch.empty is NaN, or the least integer, for funcrec in these tests
+    # in these tests, funcrec's torch.empty is filled with NaN or the least integer
+    for out in all_outputs():
         assert not (out.isnan().any() if out.is_floating_point() else (out == torch.iinfo(out.dtype).min).any())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", SETS)
 def test_rows_of_16_bits_are_rounded_as_torch_rounds(name, dtype, fresh, monkeypatch):
-    """An update writes a row of 16 bits to the bits of torch's conversion: every upper half of an f32, around ties."""
+    """An update rounds a 16-bit row as torch's conversion does, for every upper half of an f32 and low halves around
+    ties."""
     monkeypatch.setenv("FUNCREC_CPU", name)
     low = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x3000, 0x2FFF])
     wide = ((torch.arange(2**16) << 16)[:, None] + low).to(torch.int32).view(torch.float32)
     one, none = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
     for dim in (64, 11, 1):
         table, n = torch.full((wide.numel() // dim, dim), -0.0, dtype=dtype), wide.numel() // dim
-        grads = -wide.flatten()[: n * dim].view(n, dim)  # -0.0 - 1 · -x is x, zeros with their sign
+        # -0.0 - 1 · -x is x, also for signed zeros
+        grads = -wide.flatten()[: n * dim].view(n, dim)
         cpp.fused_update_(
             [table],
             [],
@@ -322,7 +328,7 @@ def test_importing_funcrec_loads_no_object():
 
 
 def test_without_an_object_the_error_says_what_to_do(fresh, monkeypatch):
-    """Where nothing was built, a call names the compiler to install and the other implementation."""
+    """If no object was built, a call's error names the compiler to install and the other implementation."""
     monkeypatch.setattr(_native, "_path", lambda name: None)
     with pytest.raises(RuntimeError, match=r"(?s)no compiled object.*got.*need.*try.*compiler.*reference"):
         cpp.gather_rows(torch.ones(1, 1), torch.zeros(1, dtype=torch.int64))
@@ -336,14 +342,14 @@ def test_a_stale_object_is_refused(fresh, monkeypatch):
 
 
 def test_an_object_of_other_rules_is_refused(fresh, monkeypatch):
-    """An object that was built from other formulas than those of the table of rules is not called."""
+    """An object built from formulas that differ from the rules' table is not called."""
     monkeypatch.setattr(_native, "FORMULAS", -1)
     with pytest.raises(RuntimeError, match=r"(?s)other rules.*need.*formulas\.h.*reinstall"):
         _native.library()
 
 
 def test_an_unknown_instruction_set_is_refused(fresh, monkeypatch):
-    """FUNCREC_CPU takes the names of instruction sets only, and only of those that were built and that run here."""
+    """FUNCREC_CPU accepts only names of instruction sets that were built and that run here."""
     monkeypatch.setenv("FUNCREC_CPU", "v5")
     with pytest.raises(ValueError, match=r"FUNCREC_CPU=v5: unknown.*\n.*v4, v3, base"):
         _native.library()
@@ -354,7 +360,8 @@ def test_an_unknown_instruction_set_is_refused(fresh, monkeypatch):
 
 
 def test_bad_arguments_are_refused():
-    """A table that is not contiguous, offsets that are too short and a block without rows raise, and say why."""
+    """A table that is not contiguous, offsets that are too short and a block without rows raise an error with the
+    reason."""
     rows, offsets = torch.zeros(2, dtype=torch.int64), torch.arange(3)
     with pytest.raises(ValueError, match="not contiguous"):
         cpp.gather_rows(torch.ones(4, 3).t(), rows)

@@ -1,6 +1,6 @@
-"""The C++ update against the Python rules, and expand and coalesce against a loop.
+"""The C++ update equals the Python rules, and expand and coalesce equal a loop.
 
-Calls hold bags and entries, several segments per table, garbage in the padding. The truth is f64.
+Calls have bags and entries, several segments per table, and garbage in the padding. The truth is computed in f64.
 """
 
 import pytest
@@ -21,7 +21,7 @@ def optimizer_of(rule: str, options: dict) -> fr.optim.RowOptimizer:
 
 
 def state(call: Call, rule: str, options: dict, dtype: torch.dtype, seed: int = 1):
-    """Random tables, and slots as they are after a few steps."""
+    """Make random tables, and slots as they are after a few steps."""
     torch.manual_seed(seed)
     shapes = list(zip(call.shapes[::2], call.shapes[1::2], strict=True))
     tables = {f"t{i}": torch.randn(s).to(dtype) for i, s in enumerate(shapes)}
@@ -41,7 +41,7 @@ def run(call: Call, rule: str, options: dict, tables, slots, key=None, step=STEP
 
 
 def expected(call: Call, rule: str, options: dict, tables, slots, dtype: torch.dtype):
-    """The Python rules, computed in `dtype`."""
+    """Apply the Python rules in `dtype`."""
     grads = {}
     for i, (name, x) in enumerate(tables.items()):
         named = entries(call, i, dtype)
@@ -65,8 +65,8 @@ def clone(tables, slots):
 
 
 def assert_near(got: Tensor, truth: Tensor, same: Tensor, old: Tensor) -> None:
-    """|got - truth| <= 2 · (what the Python rule in f32, `same`,
-    loses at worst + one rounding), scaled to got's digits."""
+    """Check |got - truth| <= 2 · (the largest error of the Python rule in f32, `same`, + one rounding), in got's
+    precision."""
     if got.numel() == 0:
         return
     eps = torch.finfo(accumulation_dtype(got.dtype)).eps
@@ -82,8 +82,8 @@ SHAPES = [(50, 64), (7, 5), (300, 16), (1, 1), (0, 8), (40, 130), (30, 32), (20,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
 def test_update_is_the_rule(rule, options, dtype):
-    """The update is the Python rule on each named row's summed
-    gradient, with no more error than that rule has itself."""
+    """The update applies the Python rule to each named row's summed gradient, with at most the error of the rule in
+    f32."""
     call = make(SHAPES, accumulation_dtype(dtype))
     tables, slots = state(call, rule, options, dtype)
     exact = leaves(*expected(call, rule, options, tables, slots, torch.float64))
@@ -96,7 +96,7 @@ def test_update_is_the_rule(rule, options, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_expand_writes_every_entry(dtype):
-    """expand writes each entry in its place, with row -1 and zeros in all others."""
+    """expand writes each entry at its position; all other positions have row -1 and zeros."""
     call = make(SHAPES, dtype)
     out = _update.expand(*call)
     for t, dim in enumerate(call.shapes[1::2]):
@@ -112,7 +112,7 @@ def test_expand_writes_every_entry(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_coalesce_sums_each_row(dtype):
-    """coalesce gives the named rows in ascending order, each with the sum and the number of its entries."""
+    """coalesce returns the named rows in ascending order, with each row's sum and number of entries."""
     call = make(SHAPES, dtype)
     out = _update.coalesce(*call)
     for t, (num_rows, dim) in enumerate(zip(call.shapes[::2], call.shapes[1::2], strict=True)):
@@ -135,7 +135,7 @@ def test_coalesce_sums_each_row(dtype):
 
 
 def test_sums_run_in_the_order_of_entries():
-    """A row's gradients are added one after the other, in the order of segments, bags and positions."""
+    """A row's gradients are added one at a time, in the order of segments, bags and positions."""
     terms = torch.tensor([[1e8], [1.0], [-1e8], [1.0], [3.0], [1e8], [-1e8]])
     rows = torch.tensor([4, 4, 9, 4, 4, 4, 4, 4])
     segments = [0, 0, 0, 0, 0, 0, 3, 0, 0, -1, 0, 1, 0, 1, -1, 0, 4, 0, 0, -1]
@@ -167,7 +167,7 @@ def test_threads_change_no_bit(rule, dtype):
 
 
 def test_unnamed_rows_keep_their_bits_and_zero_gradients_touch():
-    """A row that no entry names keeps every bit; a row that is named with a zero gradient moves as the rule says."""
+    """A row that no entry names keeps every bit; a row with a zero gradient moves as the rule says."""
     call = make([(60, 8)], n=40, bags=5)
     tables, slots = state(call, "adam", {}, torch.float32)
     before = clone(tables, slots)
@@ -189,8 +189,8 @@ def splitmix(key: int, i: int) -> int:
 @pytest.mark.parametrize(("dtype", "cut"), [(torch.bfloat16, 16), (torch.float16, 13)], ids=str)
 @pytest.mark.parametrize("dim", [3, 32, 70])
 def test_stochastic_rounding_is_a_function_of_the_key(dtype, cut, dim):
-    """Element (row, column) is rounded with 16 bits of SplitMix64, by the row, the
-    column and what the table says of the row's segment: key, phase, words of a row."""
+    """Element (row, column) is rounded with 16 bits of SplitMix64. They depend on the row, the column, and the key,
+    phase and words per row that the table lists for the row's segment."""
     num_rows, of = 5, ([[-(2**62), 0, 0, -(-dim // 4)]], [[12345, 0, 3, 90], [7, 2, 1, -4], [-9, 3, 2, 2**61]])
     keys = torch.tensor([[*own, *[[0, 2**63 - 1, 0, 0]] * (4 - len(own))] for own in of])
     start = torch.randn(2, num_rows, dim).to(dtype)
@@ -215,7 +215,7 @@ def test_stochastic_rounding_is_a_function_of_the_key(dtype, cut, dim):
 
 
 def test_stochastic_rounding_is_right_in_the_mean():
-    """Steps far below the last digit add up to what they are worth."""
+    """The mean of many stochastically rounded steps, each far below the last digit, is the exact sum."""
     table = torch.ones(200, 16, dtype=torch.bfloat16)
     given = ([torch.ones(200, 16)], [torch.arange(200)], [], [], [0, 0, 0, 0, -1, 0, 200, 0, 0, -1])
     for i in range(100):
@@ -224,12 +224,14 @@ def test_stochastic_rounding_is_right_in_the_mean():
             torch.tensor([[[splitmix(i, 1) - 2**63, 0, 0, 4], [0, 2**63 - 1, 0, 0]]]),
         )
         _update.fused_update_([table], [], *given, lr, torch.tensor(i), key, "sgd", [0.0])
-    assert abs(table.double().mean() - (1 - 100 * 2.0**-12)) < 1e-3  # nearest would stay at 1
+    # rounding to nearest would stay at 1
+    assert abs(table.double().mean() - (1 - 100 * 2.0**-12)) < 1e-3
 
 
 def test_rows_beyond_32_bits():
-    """A table of more than 2³² rows is summed and updated as any other, rows in ascending order."""
-    num_rows = 2**32 + 8  # only the pages that are touched take memory
+    """A table of more than 2³² rows is summed and updated as any other, with rows in ascending order."""
+    # only the touched pages take memory
+    num_rows = 2**32 + 8
     rows = torch.tensor([2**32 + 7, 3, 2**32 + 3, 2**32 + 8, 2**32 + 7, 2**32 - 1, 3])
     given = ([torch.ones(7, 1)], [rows], [], [], [0, 0, 0, 0, -1, 0, 7, 0, 0, -1])
     taken, sums, count, repeats = _update.coalesce(*given, [num_rows, 1])
@@ -240,7 +242,8 @@ def test_rows_beyond_32_bits():
     lr, step = torch.tensor(1.0, dtype=torch.float64), torch.tensor(0)
     _update.fused_update_([table], [], *given, lr, step, None, "sgd", [0.0])
     assert table[taken[:4], 0].tolist() == [6.0, 7.0, 7.0, 6.0]
-    one = [0, 0, 0, 0, -1, 0, 4, 0, 0, -1]  # two terms, whose rows lie apart: row 3 here, the others there
+    # two terms with different rows: row 3 here, the other rows there
+    one = [0, 0, 0, 0, -1, 0, 4, 0, 0, -1]
     given = ([torch.ones(4, 1)] * 2, [rows[[1, 6, 1, 3]], rows[[0, 2, 5, 4]]], [], [], [*one, 0, 1, 0, 1, *one[4:]])
     _update.fused_update_([table], [], *given, lr, step, None, "sgd", [0.0])
     assert table[taken[:4], 0].tolist() == [3.0, 6.0, 6.0, 4.0]
@@ -253,7 +256,7 @@ NOTHING = [make([]), make([(5, 4)], n=21, bags=1), make([(0, 4)])]
     "call", [*NOTHING, make([(5, 4)])._replace(segments=[])], ids=["tables", "bags", "rows", "terms"]
 )
 def test_nothing_to_do(call):
-    """No table, bag, row or segment is fine; what is not named stays."""
+    """Calls without tables, bags, rows or segments work; rows without entries stay."""
     tables, slots = state(call, "rowwise_adagrad", {}, torch.float32)
     truth = expected(call, "rowwise_adagrad", {}, tables, slots, torch.float32)
     run(call, "rowwise_adagrad", {}, tables, slots)
@@ -264,7 +267,8 @@ def test_nothing_to_do(call):
 
 @pytest.mark.parametrize("cuts", [[5, 0, 7, 3, 99], [-(2**62), 2**62, -1, 4, 4], [9, 9, 0, 9, 0], [0, 20, 0, 20, 0]])
 def test_wild_offsets_touch_nothing_outside(cuts):
-    """Offsets that do not ascend, or leave the buffer, name rows of the buffer only, and no more than it has places."""
+    """Offsets that do not ascend, or that leave the buffer, read rows of the buffer only, each position at most
+    once."""
     rows, d = torch.tensor([1, 2, 3, 1, 2, 3, 1, 2, 3]), torch.ones(4, 2)
     call = ([d], [rows], [torch.tensor(cuts)], [], [0, 0, 0, 0, 0, 0, 4, 0, 0, -1], [5, 2])
     taken, sums, count, repeats = _update.coalesce(*call)
@@ -281,7 +285,7 @@ BAD = {
 
 @pytest.mark.parametrize(("at", "value"), BAD.values(), ids=BAD)
 def test_a_segment_that_does_not_fit_is_named(at, value):
-    """A segment that points outside its tensors raises with its number, before anything is written."""
+    """A segment that points outside its tensors raises with its number before anything is written."""
     good = [0, 0, 0, 0, 0, 0, 4, 0, 0, 0]
     bad = [*good[:at], value, *good[at + 1 :]]
     table, rows = torch.ones(5, 3), torch.tensor([1, 2, 3, 1])
@@ -297,7 +301,7 @@ def test_a_segment_that_does_not_fit_is_named(at, value):
 
 
 def test_unfit_slots_and_rules_are_named():
-    """A slot of another shape or dtype, too few slots, an unknown rule, a missing number: each raises."""
+    """A slot of another shape or dtype, too few slots, an unknown rule and a missing hyper-parameter each raise."""
     table, given = torch.ones(5, 4), ([], [], [], [], [])
     lr, step = torch.tensor(0.1, dtype=torch.float64), torch.tensor(0)
     update = lambda slots, rule, hyper: _update.fused_update_([table], slots, *given, lr, step, None, rule, hyper)

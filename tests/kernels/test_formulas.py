@@ -1,5 +1,5 @@
-"""The kernels' forms of rules are written from the built-in optimizers'
-formulas; and one more optimizer, which is one file."""
+"""The kernels' forms of the rules are generated from the built-in optimizers' formulas; one new file adds an
+optimizer."""
 
 import ctypes
 import importlib.util
@@ -54,15 +54,14 @@ extern "C" void update(
 
 
 def test_the_kernels_forms_are_those_of_the_formulas():
-    """rules.py, formulas.h and formulas.py are what `python -m funcrec.optim.write` writes."""
+    """rules.py, formulas.h and formulas.py equal the output of `python -m funcrec.optim.write`."""
     for name, text in write.texts().items():
         assert (KERNELS / name).read_text() == text, f"{name} is of another day: python -m funcrec.optim.write"
 
 
 @pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
 def test_a_formula_sees_what_derivatives_see(rule, options):
-    """A rule is elementwise, or gradient-wise, exactly when no
-    derivative of an element is with respect to another one."""
+    """A rule is marked elementwise, or gradient-wise, exactly when no derivative crosses elements."""
     optimizer, own, hyper = getattr(fr.optim, rule)(**options), BUILTIN[rule], arguments_of(BUILTIN[rule], **options)[1]
     noise = torch.rand(4, 3, generator=torch.Generator().manual_seed(0), dtype=F64) + 1
     slots = {
@@ -91,7 +90,7 @@ def named(values: dict) -> object:
 
 @pytest.fixture
 def adadelta(tmp_path):
-    """The optimizer of a file that stands nowhere else; nothing of it stays."""
+    """Import an optimizer from a temporary file; it is removed after the test."""
     path = tmp_path / "adadelta.py"
     path.write_text(ADADELTA)
     try:
@@ -111,15 +110,15 @@ GIVEN = {"rows": torch.tensor([2, 0, 2]), "grads": torch.tensor([[1.0, -2.0, 0.3
 
 
 def state(optimizer) -> tuple:
-    """Gradients, slots after some steps, tables."""
+    """Make gradients, slots after some steps, and tables."""
     tables = {"t": torch.arange(12.0).view(4, 3) / 8}
     slots = {"t": {k: x + 0.25 for k, x in optimizer.init(tables)["t"].items()}}
     return {"t": fr.RowGrads.from_entries(**GIVEN, num_embeddings=4)}, slots, tables
 
 
 def test_one_file_is_an_optimizer(adadelta, tmp_path, monkeypatch):
-    """A declaration and its rule in one file make an optimizer: with its errors and its flags, in torch, C++ and
-    Triton; others keep their numbers."""
+    """One file with a declaration and a rule makes an optimizer with its errors and flags, in torch, C++ and Triton.
+    The other rules keep their numbers."""
     with pytest.raises(ValueError, match=r"(?s)`rho`.*0, 1"):
         adadelta(rho=2.0)
     texts, own = write.texts(), BUILTIN["adadelta"]
@@ -138,7 +137,8 @@ def test_one_file_is_an_optimizer(adadelta, tmp_path, monkeypatch):
     for is_cut in (False, True):
         optimizer = adadelta(lr=0.5, is_cut=is_cut)
         assert optimizer.is_elementwise != is_cut
-        assert not optimizer.is_gradient_wise  # no object has it yet: it runs as a user's
+        # the compiled object does not have it yet, so it runs as a user's rule
+        assert not optimizer.is_gradient_wise
         given, hyper = state(optimizer), numbers_of(form, arguments_of(own, is_cut=is_cut)[1])
         want = leaves(optimizer.update(*given, 3, implementation="reference"))
         assert is_cut or near(leaves(optimizer.update(*given, 3, implementation="cpp")), want)
@@ -161,7 +161,7 @@ def near(got: list[Tensor], want: list[Tensor]) -> bool:
 
 
 def built(folder: Path, number: int):
-    """The written struct of that number, on one row."""
+    """Compile the generated struct with that number, for one row."""
     written(folder / "driver.cpp", DRIVER % number)
     flags = ("-O0", "-std=c++17", "-shared", "-fPIC", "-w", "-ffp-contract=off", f"-I{folder}", f"-I{KERNELS / 'csrc'}")
     command = [os.environ.get("CXX", "g++"), *flags, str(folder / "driver.cpp"), "-o", str(folder / "driver.so")]
@@ -170,7 +170,7 @@ def built(folder: Path, number: int):
 
 
 def by_cpp(update, hyper: list[float], given) -> list[Tensor]:
-    """The written struct on each touched row."""
+    """Apply the generated struct to each touched row."""
     grads, slots, tables = given
     out, spare = [x.clone() for x in leaves((tables, slots))], torch.zeros(3)
     summed, count, address = (
@@ -195,7 +195,7 @@ def by_cpp(update, hyper: list[float], given) -> list[Tensor]:
 
 
 def by_triton(formulas, rules, monkeypatch, hyper: list[float], given) -> list[Tensor]:
-    """The fused update of the interpreter with these formulas."""
+    """Run the interpreter's fused update with these formulas."""
     from funcrec.kernels.triton import update
 
     monkeypatch.setattr(update, "formulas", formulas)
@@ -210,7 +210,7 @@ def by_triton(formulas, rules, monkeypatch, hyper: list[float], given) -> list[T
 
 
 def test_a_rule_without_a_formula_is_a_users():
-    """A built-in rule that sorts has no formula: it is not written, and its update is that of its Python."""
+    """A built-in rule that sorts has no formula: nothing is generated, and its update runs its Python rule."""
     rule = lambda row, grad, slots, hyper: (row - hyper.lr * grad.sort().values, slots)
     declare = lambda lr=0.5: None
     declare.__name__ = "sorted_sgd"

@@ -1,7 +1,6 @@
-"""The operations on jagged buffers, in every implementation, against loops over Python's lists.
+"""The operations on jagged buffers, in every implementation, equal loops over Python's lists.
 
-Outputs are made of memory full of NaN (tests/conftest.py), so
-what is not written shows. Shapes: B bags, N ids, S shards.
+Outputs start as NaN (tests/conftest.py), so an element that is not written shows. Shapes: B bags, N ids, S shards.
 """
 
 import itertools
@@ -21,7 +20,7 @@ INTS = [I64, I32]
 
 
 def integers(low: int, high: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Numbers in [low, high)."""
+    """Draw integers in [low, high)."""
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -30,13 +29,13 @@ def numbers_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 3) -> Ten
 
 
 def bounds_of(size: int, num_bags: int, dtype: torch.dtype) -> Tensor:
-    """Offsets of ragged bags, some empty, with padding before and behind them."""
+    """Draw offsets of ragged bags, some empty, with padding before and after them."""
     used = max(size - 3, 0)
     return integers(min(1, used), used + 1, (num_bags + 1,), dtype, 2).sort().values
 
 
 def garbage(x: Tensor, offsets: Tensor) -> Tensor:
-    """x with NaN in the padding, where it is of a float dtype, or the least integer."""
+    """Fill the padding of x with NaN, or with the least integer."""
     if x.dtype == torch.bool:
         return x
     place = torch.arange(x.shape[0]).reshape(-1, *(1,) * (x.dim() - 1))
@@ -45,7 +44,7 @@ def garbage(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def rows_for(size: int, most: int, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows from -2 to most + 1, some as far outside as the dtype goes."""
+    """Draw rows from -2 to most + 1, and some at the ends of the dtype."""
     rows = integers(-2, min(most + 2, 2**31), (size,), dtype, 1)
     rows[3::7], rows[4::7] = torch.iinfo(dtype).max, torch.iinfo(dtype).min
     return garbage(rows, offsets)
@@ -55,8 +54,7 @@ def rows_for(size: int, most: int, offsets: Tensor, dtype: torch.dtype) -> Tenso
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_bags", [0, 1, 9])
 def test_take_ranges(ask, size, num_bags):
-    """The ranges stand one after the other, cut at the capacity,
-    with zeros behind and for what is outside the buffer."""
+    """The ranges follow one another, cut at the capacity. The rest, and positions outside the buffer, are zeros."""
     shapes = itertools.cycle([(), (3,), (2, 2)])
     for dtype, shape, ints, capacity in zip([F32, I64, BF16, torch.bool, F64, I32], shapes, INTS * 3, [0, 40, 70] * 2):
         values = numbers_of((size, *shape), dtype)
@@ -76,7 +74,8 @@ def test_take_ranges(ask, size, num_bags):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_bags", [0, 1, 9])
 def test_take_ranges_transpose(ask, size, num_bags):
-    """Each position gets the sum over the places that came from it; places of none, cut off or behind, are not read."""
+    """Each position gets the sum of the cotangents of its copies. Cotangents of positions outside the buffer, and
+    those after the last range, are not read."""
     shapes = itertools.cycle([(), (3,), (2, 2), (0,)])
     for dtype, shape, ints, capacity in zip([F32, F64, BF16, F16, F32, F64], shapes, INTS * 3, [0, 40, 70] * 2):
         starts = integers(-3, size + 3, (num_bags,), ints, 5)
@@ -97,8 +96,8 @@ def test_take_ranges_transpose(ask, size, num_bags):
 
 @pytest.mark.needs("take_ranges_transpose")
 def test_take_ranges_transpose_adds_in_order(ask):
-    """Ranges that overlap are summed in f32 in their order, 16-bit
-    cotangents rounded once: bits, on any number of threads."""
+    """Overlapping ranges are summed in f32 in their order, and 16-bit cotangents are rounded once. Any number of
+    threads gives the same bits."""
     lengths = torch.full((60,), 50)
     starts = integers(0, 1000, (60,), I64, 4)
     for dtype in (F32, BF16):
@@ -116,7 +115,8 @@ def test_take_ranges_transpose_adds_in_order(ask):
 @pytest.mark.parametrize("num_bags", [0, 1, 9])
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_bucketize(ask, size, num_bags, num_shards):
-    """Rows go to shard row // block, in order within a (shard, bag), in the shard's own numbers; others to nobody."""
+    """Rows go to shard row // block, as the shard's local rows, in order within a (shard, bag); other rows go
+    nowhere."""
     for ints, bounds, weighted, block in zip(INTS * 2, [I32, I64, I64, I32], [None, F32, F64, F16], [1, 4, 4, 2**30]):
         offsets = bounds_of(size, num_bags, bounds)
         rows = rows_for(size, num_shards * block, offsets, ints)
@@ -140,7 +140,7 @@ def test_bucketize(ask, size, num_bags, num_shards):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_bags", [0, 1, 9])
 def test_to_padded_and_back(known, ask, size, num_bags):
-    """to_padded cuts and fills up each bag; from_padded takes back what stood in a bag, with zeros elsewhere."""
+    """to_padded cuts and fills each bag; from_padded writes a bag's elements back, with zeros elsewhere."""
     for dtype, width, length, bounds in zip(known.padded, [1, 5, 2, 0, 3, 1, 4], [0, 1, 4, 30, 4, 2, 7], INTS * 4):
         offsets = bounds_of(size, num_bags, bounds)
         values = garbage(numbers_of((size, width), dtype), offsets)

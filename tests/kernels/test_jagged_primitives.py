@@ -1,7 +1,7 @@
-"""funcrec.jagged._primitives: the kernels on jagged buffers under every
-transform of torch.func, against the reference, in f64.
+"""funcrec.jagged._primitives: the kernels on jagged buffers, under every transform of torch.func, equal the reference
+in f64.
 
-    a transform of a map by the C++ kernels = the same transform of the reference
+    transform(map by the C++ kernels) = transform(map by the reference)
 
 Shapes: B bags, N values, C capacity, L places.
 """
@@ -21,8 +21,10 @@ from funcrec.testing import assert_trees_close, check_adjoint
 
 F64 = torch.float64
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
-STARTS, LENGTHS = torch.tensor([4, 0, 3, 6, 1]), torch.tensor([2, 3, 0, 1, 2], dtype=torch.int32)  # ranges overlap
-OFFSETS = torch.tensor([0, 2, 2, 5, 6])  # of 8 values: the last two are padding
+# ranges overlap
+STARTS, LENGTHS = torch.tensor([4, 0, 3, 6, 1]), torch.tensor([2, 3, 0, 1, 2], dtype=torch.int32)
+# offsets of 8 values: the last two are padding
+OFFSETS = torch.tensor([0, 2, 2, 5, 6])
 MAPS = {  # name: (the map of [8, 2] values, or of a [4, 2, 2] block)
     "take_ranges": lambda x: primitives.take_ranges(x, STARTS, LENGTHS, 10)[0],
     "to_padded": lambda x: primitives.to_padded(x, OFFSETS, 2, 3.0),
@@ -50,7 +52,8 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
 }
 
 
-@functools.cache  # vmap allows no random numbers inside
+# vmap allows no random numbers inside, so cache the constants
+@functools.cache
 def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
@@ -60,14 +63,14 @@ def point(seed: int = 0) -> Tensor:
 
 
 def loss_of(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A number that has derivatives of every order."""
+    """Return a number with derivatives of every order."""
     return lambda x: (f(x).sin() * f(x)).sum()
 
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_maps_under_transforms(name, transform):
-    """Every nesting of transforms gives through the kernels what it gives through the reference."""
+    """Every nesting of transforms gives the same values through the kernels as through the reference."""
     got = TRANSFORMS[transform](MAPS[name])
     with ops.using("reference"):
         want = TRANSFORMS[transform](MAPS[name])
@@ -76,7 +79,7 @@ def test_maps_under_transforms(name, transform):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_autograd_agrees(name):
-    """Tensor.backward, a second backward and forward-mode autograd give what finite differences give."""
+    """Tensor.backward, a second backward and forward-mode autograd agree with finite differences."""
     x = point().clone().requires_grad_()
     torch.autograd.gradcheck(MAPS[name], (x,), check_forward_ad=True, check_batched_grad=True)
     torch.autograd.gradgradcheck(lambda x: loss_of(MAPS[name])(x), (x,))
@@ -84,7 +87,7 @@ def test_autograd_agrees(name):
 
 @pytest.mark.parametrize("dtype", [F64, torch.int64])
 def test_offsets_may_carry_the_batch(dtype):
-    """vmap over values and boundaries is a loop over them, for integers too."""
+    """vmap over values and boundaries equals a loop over them, for integers too."""
     values, bounds = (noise(3, 8, 2) * 9).to(dtype), torch.stack([OFFSETS, OFFSETS.clamp(max=3), OFFSETS // 2])
 
     def each(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
@@ -117,7 +120,7 @@ def test_transposes_are_adjoint():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_keep_their_dtype(dtype):
-    """A 16-bit value that is taken 300 times gets a gradient of its dtype, summed in f32 and rounded once."""
+    """A 16-bit value that is taken 300 times gets a gradient in its dtype, summed in f32 and rounded once."""
     one = torch.ones(1, dtype=dtype)
     d = grad(lambda x: (primitives.take_ranges(x, torch.zeros(300, dtype=torch.int64),
                 torch.ones(300, dtype=torch.int64),
@@ -127,7 +130,7 @@ def test_gradients_keep_their_dtype(dtype):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_jit_stages_the_kernels(name):
-    """Compiled, a map and its gradient are what they are eagerly."""
+    """Compiled, a map and its gradient equal the eager ones."""
     f = MAPS[name]
     assert_trees_close(
         fr.jit(lambda x: (f(x), grad(loss_of(f))(x)))(point()), (f(point()), grad(loss_of(f))(point())), **CLOSE
@@ -135,7 +138,7 @@ def test_jit_stages_the_kernels(name):
 
 
 def test_torch_compile_traces_them():
-    """torch.compile(fullgraph=True) of a map and of its gradient gives their values."""
+    """torch.compile(fullgraph=True) of a map and of its gradient gives the eager values."""
     f = lambda x: fr.JaggedTensor(x, OFFSETS).to_padded(3)
     both = lambda x: (f(x), grad(loss_of(f))(x))
     assert_trees_close(torch.compile(both, fullgraph=True, backend="aot_eager")(point()), both(point()), **CLOSE)

@@ -1,7 +1,7 @@
 """Every instruction set gives the same bits: rules, a user's rules, lookups, their transposes, quantised rows, top_k.
 
-A sum over a row is the only place where the width of a vector could show: `total` of csrc/passes.h has as many partial
-sums on every instruction set. A user's rule calls functions of vectors that torch brings along, of one width for all.
+The width of a vector could change only a sum over a row. So `total` in csrc/passes.h uses the same number of partial
+sums on every instruction set. A user's rule calls torch's vector functions with one width on all of them.
 """
 
 import warnings
@@ -35,7 +35,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def differences(found: dict[str, object]) -> list[str]:
-    """What differs from the first level's tree: the level, the path, the share of bytes."""
+    """List the differences from the first level's tree: the level, the path, and the share of bytes."""
     (first, truth), *others = found.items()
     leaves = dict(tree_flatten_with_path(truth)[0])
     out = []
@@ -47,7 +47,7 @@ def differences(found: dict[str, object]) -> list[str]:
 
 
 def state_of(optimizer, dtypes, dims=DIMS):
-    """Gradients of rows that come once, twice and many times, tables and slots after some steps."""
+    """Make gradients for rows that repeat never, once or often, and tables and slots after some steps."""
     rows = torch.randint(-1, NUM_ROWS + 1, (150,), generator=torch.Generator().manual_seed(1))
     shapes = {f"{d} of {t}": (d, t) for d in dims for t in dtypes}
     tables = {n: noise(NUM_ROWS, d, seed=d).to(t) for n, (d, t) in shapes.items()}
@@ -66,7 +66,8 @@ def state_of(optimizer, dtypes, dims=DIMS):
     "number", range(len(CASES)), ids=lambda i: "-".join(map(str, (CASES[i][0], *CASES[i][1].values())))
 )
 def test_built_in_rules(number, key, on_every_level):
-    """Every form of every built-in rule, tables of every dtype and width: the same tables and slots, to the bit."""
+    """Every form of every built-in rule, on tables of every dtype and width, gives the same bits of tables and
+    slots."""
     rule, options = CASES[number]
     optimizer = getattr(fr.optim, rule)(lr=LR, **options)
     if key is not None:
@@ -82,7 +83,7 @@ def test_built_in_rules(number, key, on_every_level):
 
 @pytest.mark.parametrize("rule", SUMS)
 def test_tables_of_some_columns(rule, on_every_level):
-    """A rule on the columns that a table has of a wider row: the same bits, whatever stands beside them."""
+    """A rule gives the same bits on a table that holds some columns of a wider row, whatever the other columns are."""
     options = next(options for name, options in CASES if name == rule)
     optimizer, own = getattr(fr.optim, rule)(lr=LR, **options), slice(3, 8)
     for wide in (16, 33, 64, 130):
@@ -106,13 +107,14 @@ def test_tables_of_some_columns(rule, on_every_level):
 
 def updated(optimizer, grads, slots, tables):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the rule has its place in the kernel
+        # no warning: the rule runs in the kernel
+        warnings.simplefilter("error")
         return optimizer.update(grads, slots, tables, STEP, implementation="cpp")
 
 
 @pytest.mark.parametrize("rule", [*SUMS, "adam", "ftrl"])
 def test_generated_rules(rule, on_every_level, monkeypatch):
-    """A rule as a user writes it, compiled for each instruction set: the same tables and slots, to the bit."""
+    """A user's rule, compiled for each instruction set, gives the same bits of tables and slots."""
     monkeypatch.setattr(_row.Kernel, "fits", lambda *args: False)
     options = next(options for name, options in CASES if name == rule)
     make_optimizer = lambda: getattr(fr.optim, rule)(lr=LR, **options)
@@ -122,13 +124,14 @@ def test_generated_rules(rule, on_every_level, monkeypatch):
         assert differences(on_every_level(lambda: updated(make_optimizer(), *state))) == []  # noqa: B023
 
 
-ARGUMENTS = {"log": 0.1, "log2": 0.1, "log10": 0.1, "rsqrt": 0.1, "acosh": 1.1, "log1p": -0.9, "pow": 0.1}  # least ones
-INSIDE = ("asin", "acos", "atanh")  # of (-1, 1)
+# least arguments
+ARGUMENTS = {"log": 0.1, "log2": 0.1, "log10": 0.1, "rsqrt": 0.1, "acosh": 1.1, "log1p": -0.9, "pow": 0.1}
+INSIDE = ("asin", "acos", "atanh")  # arguments lie in (-1, 1)
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(64, F32), (5, BF16), (33, F64)], ids=str)
 def test_functions_of_a_users_rule(dim, dtype, on_every_level):
-    """Every function that a rule may call, of elements and of numbers of a row, has the same bits."""
+    """Every function that a rule may call gives the same bits, on elements and on a row's numbers."""
     known = {**_formulas.ARITHMETIC, **_formulas.COMPARISONS, **_formulas.LOGIC}
     names = [n for n in known if n not in _formulas.COPIES]
 
@@ -162,7 +165,7 @@ REDUCTIONS = {
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions_of_a_users_rule(name, on_every_level):
-    """Whatever a rule reduces a row to has the same bits."""
+    """Every reduction of a row gives the same bits."""
     body = REDUCTIONS[name]
     make_optimizer = lambda: fr.optim.row_optimizer(
         init=lambda t: {}, rule=lambda row, grad, s, h: (body(row, grad), s)
@@ -175,7 +178,7 @@ def test_reductions_of_a_users_rule(name, on_every_level):
 
 
 def lookup_call(dtype: torch.dtype):
-    """A table of every width, three features of each: sums, means of at most 4 ids, weighted means."""
+    """Make a table of every width, with three features each: sums, means of at most 4 ids, and weighted means."""
     generator, bags = torch.Generator().manual_seed(2), 20
     tables = [noise(50, d, seed=d).to(dtype) for d in DIMS]
     lengths = torch.randint(0, 9, (3 * len(DIMS) * bags,), generator=generator)
@@ -192,7 +195,7 @@ def lookup_call(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_lookups(dtype, on_every_level):
-    """Pooled sums and means, weighted ones and the gradients of their weights have the same bits."""
+    """Pooled sums and means, weighted means, and the gradients of weights have the same bits."""
     tables, rows, offsets, weights, features, bags = lookup_call(dtype)
     width = sum(3 * d for d in DIMS)
 
@@ -209,7 +212,7 @@ def test_lookups(dtype, on_every_level):
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_cotangents_of_tables(dtype, on_every_level):
-    """Entries written out, and sums of them by row, have the same bits."""
+    """Expanded entries and their sums by row have the same bits."""
     call = make([(40, d) for d in DIMS], dtype)
     args = call.d, call.rows, call.offsets, call.weights, call.segments, call.shapes
     assert differences(on_every_level(lambda: (cpp.expand(*args), cpp.coalesce(*args)))) == []
@@ -217,8 +220,8 @@ def test_cotangents_of_tables(dtype, on_every_level):
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_rows_of_16_bits(dtype, on_every_level):
-    """Every number of 16 bits, NaN with its own bits too, is widened to the same bits; every upper half of an f32,
-    around ties, is rounded to the same bits."""
+    """Every 16-bit number, each NaN included, is widened to the same bits. Every upper half of an f32, with low
+    halves around ties, is rounded to the same bits."""
     narrow = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     low = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     wide = ((torch.arange(2**16) << 16)[:, None] + low).to(torch.int32).view(F32).flatten()
@@ -237,7 +240,7 @@ def test_rows_of_16_bits(dtype, on_every_level):
 
 
 def test_jagged_buffers(on_every_level):
-    """Ranges taken and given back, padding, and ids by owner have the same bits."""
+    """Taken ranges and their transpose, padding, and ids by owner have the same bits."""
     lengths = torch.randint(0, 9, (200,), generator=torch.Generator().manual_seed(3))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     n = int(offsets[-1])
@@ -263,7 +266,7 @@ def test_jagged_buffers(on_every_level):
 
 @pytest.mark.parametrize("bits_of_codes", [8, 4, 2])
 def test_quantised_rows(bits_of_codes, on_every_level):
-    """Rows are written, to the nearest and at random, read and summed to the same bits."""
+    """Quantised rows have the same bits when they are written (to nearest and at random), read and summed."""
     ids = torch.randint(-2, 53, (90,), generator=torch.Generator().manual_seed(5))
     offsets, weights = torch.arange(0, 91, 3), noise(90, seed=1)
 
@@ -287,7 +290,7 @@ def test_quantised_rows(bits_of_codes, on_every_level):
 
 @pytest.mark.parametrize("bits_of_codes", [0, 8, 4, 2])
 def test_top_k(bits_of_codes, on_every_level):
-    """Scores and rows have the same bits, where scores are equal too."""
+    """Scores and rows of top_k have the same bits, also where scores are equal."""
 
     def run():
         out = []
@@ -303,7 +306,7 @@ def test_top_k(bits_of_codes, on_every_level):
 
 
 def test_random_numbers(on_every_level):
-    """Numbers of a key, and tables that are begun from one, have the same bits."""
+    """Random tables have the same bits."""
     configs = [
         fr.TableConfig(f"{i}", 200, 17, initializer=begin)
         for i, begin in enumerate((fr.uniform(), fr.normal(1.0), fr.xavier_normal()))

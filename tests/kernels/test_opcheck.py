@@ -1,6 +1,6 @@
-"""What torch must know of each implementation's operators: schema, shapes, tracing, compiling, mapping.
+"""What torch must know about each implementation's operators: schema, shapes, tracing, compiling, vmap.
 
-Every operator `torch.ops.funcrec_<implementation>.*` runs on a sample of its own. Shapes: B bags, N ids, R rows, D dim.
+Every operator `torch.ops.funcrec_<implementation>.*` runs on its own sample. Shapes: B bags, N ids, R rows, D dim.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from funcrec.testing import assert_trees_close
 
 F32, F64, I64 = torch.float32, torch.float64, torch.int64
-MAPPED = {  # the numbers of the arguments, and of their members, that vmap gets a batch of
+MAPPED = {  # the positions of the arguments, and of their list members, that vmap batches
     "pooled_lookup": [(0, 0), (1, 0), (3, None)], "pooled_lookup_weights": [(0, None), (1, 1)],
     "gather_rows": [(0, None)],
     "scatter_rows": [(0, None), (3, None)], "expand": [(0, 0), (3, 0)], "coalesce": [(0, 0), (1, 0)],
@@ -87,17 +87,17 @@ def call(implementation, operation):
 
 
 def in_place(implementation: str, name: str):
-    """The operator that writes to its first argument, or arguments; None where there is none."""
+    """Return the operator that writes to its first argument or arguments, or None if there is none."""
     return getattr(getattr(torch.ops, f"funcrec_{implementation}"), f"{name}_", None)
 
 
 @pytest.mark.needs(without="reference")
 def test_opcheck(implementation, device, operation, call):
-    """The schema tells what is written, shapes are known without
-    running, and the operator can be traced and compiled."""
+    """The schema declares the writes, fake tensors give the shapes, and the operator can be traced and compiled."""
     args = to(samples()[operation], device)
     torch.library.opcheck(call, args)
-    if operation == "quantize_rows" and implementation != "fbgemm":  # whose quantiser takes no key
+    # FBGEMM's quantiser takes no key
+    if operation == "quantize_rows" and implementation != "fbgemm":
         torch.library.opcheck(call, (*args[:2], torch.tensor(7, device=device)))
     writing = in_place(implementation, operation)
     if writing is not None:
@@ -107,7 +107,7 @@ def test_opcheck(implementation, device, operation, call):
 @pytest.mark.needs("fused_update")
 @pytest.mark.parametrize("name", ["scatter_rows", "fused_update"])
 def test_the_form_in_place_writes_what_the_pure_one_returns(implementation, device, name):
-    """`name_` leaves in its first arguments, with the same bits, what `name` returns; no other argument changes."""
+    """`name_` leaves in its first arguments the bits that `name` returns; no other argument changes."""
     call, args, before = (
         library.operator(implementation, name),
         to(samples()[name], device),
@@ -125,8 +125,7 @@ def test_the_form_in_place_writes_what_the_pure_one_returns(implementation, devi
 
 
 def huge(name: str) -> tuple[tuple, list[tuple]]:
-    """The sample with tables of 2³³ rows and buffers of 2³² ids, none
-    of which is ever made; and the shapes of the answer."""
+    """Return arguments with tables of 2³³ rows and buffers of 2³² ids on the meta device, and the result's shapes."""
     empty = functools.partial(torch.empty, device="meta")
     num_rows, n, many = 2**33, 2**32, 2**31 + 7
     tables, rows, offsets = [empty(num_rows, 64)], [empty(n, dtype=I64)], empty(many + 1, dtype=I64)
@@ -158,9 +157,10 @@ def huge(name: str) -> tuple[tuple, list[tuple]]:
     }[name]
 
 
-@pytest.mark.needs(without="reference")  # torch's cumsum on the meta device makes a square of its argument
+# torch's cumsum on the meta device makes a square of its argument
+@pytest.mark.needs(without="reference")
 def test_shapes_beyond_i32(operation, call):
-    """Tables, buffers and offsets beyond 2³¹ have shapes that follow from shapes alone."""
+    """Tables, buffers and offsets beyond 2³¹ give the right shapes from shapes alone."""
     args, shapes = huge(operation)
     out = call(*args)
     assert [tuple(x.shape) for x in ([out] if isinstance(out, Tensor) else out)] == shapes
@@ -178,8 +178,8 @@ def test_rows_beyond_i32(ask):
 
 @pytest.mark.needs()
 def test_tracing(implementation, device, operation, call):
-    """make_fx on fake tensors reads no value; what it traced gives
-    the same, and has an implementation's operator once."""
+    """make_fx on fake tensors reads no value. The traced graph gives the same values, and calls an implementation's
+    operator once."""
     args = to(samples()[operation], device)
     traced = make_fx(lambda *a: call(*a), tracing_mode="fake")(*args)
     assert_trees_close(traced(*args), call(*args))
@@ -189,7 +189,7 @@ def test_tracing(implementation, device, operation, call):
 
 @pytest.mark.needs(without="reference")
 def test_compiling(implementation, device):
-    """One compiled function of all operators gives what they give."""
+    """One compiled function of all operators gives their eager values."""
     calls = {n: c for n in samples() if (c := library.operator(implementation, n)) is not None}
     args = to({n: samples()[n] for n in calls}, device)
     run = lambda args: {n: call(*args[n]) for n, call in calls.items()}
@@ -199,8 +199,7 @@ def test_compiling(implementation, device):
 
 @pytest.mark.parametrize("implementation", ["cpp"])
 def test_compiling_with_inductor(implementation, device):
-    """Under Inductor an operator stands between the code that is generated
-    before and behind it; arguments are not written."""
+    """Under Inductor an operator runs between generated code before and after it, and arguments are not written."""
     lookup, scatter = (library.operator(implementation, n) for n in ("pooled_lookup", "scatter_rows"))
     args, (table, *rest) = to((samples()["pooled_lookup"], samples()["scatter_rows"]), device)
     run = lambda tables, table: (lookup([2 * t for t in tables], *args[1:]) + 1, 3 * scatter(table + 1, *rest))
@@ -211,7 +210,7 @@ def test_compiling_with_inductor(implementation, device):
 
 
 def with_members(args: tuple, members: dict) -> list:
-    """args with members[(number, number in the list or None)] in their places."""
+    """Return args with members[(position, position in the list or None)] put in."""
     out = [list(x) if isinstance(x, list) else x for x in args]
     for (i, j), x in members.items():
         if j is None:
@@ -227,7 +226,8 @@ def as_list(out) -> list[Tensor]:
 
 @pytest.mark.needs(without="reference", slow=4)
 def test_vmap_is_a_loop(device, operation, call, known):
-    """Any arguments may carry a batch, at any dimension, in one vmap or two: the answers of one call each, stacked."""
+    """Any arguments may carry a batch, at any dimension, in one vmap or two: the result stacks the single calls'
+    results."""
     args, size = to(samples()[operation], device), 2
     variant = lambda x, i: (1 + i) * x if x.is_floating_point() else x.roll(i, 0) if x.dim() else x + i
 

@@ -1,8 +1,8 @@
-"""Each operation of funcrec.kernels, in every implementation, against loops over Python's numbers in f64.
+"""Each operation of funcrec.kernels, in every implementation, equals a loop over Python's numbers in f64.
 
-Tables and gradients are multiples of 1/4, weights of 1/64: sums of their products are exact in f32, and answers must
-agree to the last bit but for the divisions of means. Outputs are made of memory full of NaN (tests/conftest.py), so
-what is not written shows. Shapes: B bags, N ids, K entries, R rows, D dim.
+Tables and gradients are multiples of 1/4, and weights of 1/64. So sums of their products are exact in f32, and results
+must agree to the last bit; only the divisions of means may round. Outputs start as NaN (tests/conftest.py), so an
+element that is not written shows. Shapes: B bags, N ids, K entries, R rows, D dim.
 """
 
 import itertools
@@ -19,7 +19,8 @@ from funcrec.testing import assert_trees_close
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 I32, I64 = torch.int32, torch.int64
 SIZES, INTS = [0, 1, 63, 65], [I64, I32]
-OUTSIDE = [-1, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63), 2**40]  # rows of no table; i32 holds the first three
+# rows outside every table; i32 holds the first three
+OUTSIDE = [-1, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63), 2**40]
 
 
 # -- values ------------------------------------------------------------------------------------------------------
@@ -30,12 +31,12 @@ def generator(seed: int) -> torch.Generator:
 
 
 def floats(*shape: int, dtype=F32, seed=0, unit=4, most=4) -> Tensor:
-    """Multiples of 1/unit in [-most, most]."""
+    """Draw multiples of 1/unit in [-most, most]."""
     return (torch.randint(-most * unit, most * unit + 1, shape, generator=generator(seed)) / unit).to(dtype)
 
 
 def rows_of(size: int, num_rows: int, *, dtype=I64, seed=1) -> Tensor:
-    """Rows with many duplicates; every fifth is outside."""
+    """Draw rows with many duplicates; every fifth is outside."""
     rows = torch.randint(0, max(num_rows, 1), (size,), generator=generator(seed))
     wild = torch.tensor([num_rows, *OUTSIDE[: 3 if dtype == I32 else None]])
     place = torch.arange(size)
@@ -43,20 +44,20 @@ def rows_of(size: int, num_rows: int, *, dtype=I64, seed=1) -> Tensor:
 
 
 def bounds_of(size: int, num_bags: int, dtype=I64, seed=2) -> Tensor:
-    """Offsets of ragged bags, some empty, with padding before and behind them."""
+    """Draw offsets of ragged bags, some empty, with padding before and after them."""
     used = max(size - 3, 0)
     return torch.randint(min(1, used), used + 1, (num_bags + 1,), generator=generator(seed)).sort().values.to(dtype)
 
 
 def garbage(x: Tensor, offsets: Tensor) -> Tensor:
-    """x with NaN, or rows of no table, in the padding."""
+    """Fill the padding of x with NaN, or with rows outside every table."""
     place = torch.arange(x.shape[0])
     padding = (place < offsets[0]) | (place >= offsets[-1])
     return torch.where(padding, torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).min, x)
 
 
 def strided(x: Tensor, kind: int) -> Tensor:
-    """x as itself, as columns of a wider matrix, or transposed in memory."""
+    """Return x itself, x as columns of a wider matrix, or x transposed in memory."""
     wide = torch.full((x.shape[0], x.shape[1] + 5), torch.nan, dtype=x.dtype)
     wide[:, 2:-3] = x
     return [x, wide[:, 2:-3], x.t().contiguous().t()][kind % 3]
@@ -67,7 +68,8 @@ class Case(NamedTuple):
     num_bags: int
     ids: torch.dtype
     bounds: torch.dtype
-    dtype: torch.dtype | None  # of the tables; None: each another
+    # dtype of the tables; None: each table has another one
+    dtype: torch.dtype | None
     weights: torch.dtype = F32
 
 
@@ -98,7 +100,8 @@ OPTIONS = [  # max_length, mean, weighted
 
 
 def problem(known, case: Case) -> Problem:
-    """A feature for each dim, two buffers, bags shared by some of them, columns in another order than the features."""
+    """Make a feature for each dim, over two buffers. Some features share bags, and the columns have another order
+    than the features."""
     turn = CASES.index(case)
     mixed = [x for x in (F32, BF16, F64, F16) if x in known.dtypes]
     alike = case.dtype in known.dtypes
@@ -116,8 +119,8 @@ def problem(known, case: Case) -> Problem:
 
 
 def terms_of_problem(p: Problem, dtype: torch.dtype, turn: int) -> ops.Terms:
-    """The cotangents of its tables: of the lookups, and an entry for
-    each of the first ids, weighted for every other table."""
+    """Make the cotangents of the problem's tables: from the lookups, and an entry for each of the first ids. Every
+    other table's entries are weighted."""
     count, ids = p.rows[1].shape[0] // 2, p.rows[1].shape[0]
     d = [strided(floats(p.num_bags, p.width, dtype=dtype, seed=5), turn), floats(ids, 200, dtype=dtype, seed=6)]
     scales = [p.weights, floats(ids, seed=7, unit=64, most=1)]
@@ -136,13 +139,13 @@ def terms_of_problem(p: Problem, dtype: torch.dtype, turn: int) -> ops.Terms:
 
 
 def positions(offsets: Tensor, first_bag: int, num_bags: int, num_ids: int, max_length: int) -> list[range]:
-    """What each bag reads."""
+    """List the positions that each bag reads."""
     bounds = [min(max(n, 0), num_ids) for n in offsets.tolist()[first_bag : first_bag + num_bags + 1]]
     return [range(a, min(b, a + max_length) if max_length else b) for a, b in itertools.pairwise(bounds)]
 
 
 def reads(p: Problem, f: ops.Feature) -> list[tuple[int, list[tuple[int, float, Tensor]]]]:
-    """For each bag its divisor, and (position, weight, the row in f64) of each id that is inside the table."""
+    """List for each bag its divisor, and (position, weight, row in f64) of each id inside the table."""
     table, rows = p.tables[f.table].double(), p.rows[f.rows].tolist()
     weights = p.weights.tolist() if f.weighted else [1.0] * len(rows)
     bags = positions(p.offsets, f.first_bag, p.num_bags, len(rows), f.max_length)
@@ -151,13 +154,13 @@ def reads(p: Problem, f: ops.Feature) -> list[tuple[int, list[tuple[int, float, 
 
 
 def pooled(p: Problem, f: ops.Feature) -> Tensor:
-    """f64[B, D]: the columns of one feature."""
+    """Return the columns of one feature, f64[B, D]."""
     none = torch.zeros(p.tables[f.table].shape[1], dtype=F64)
     return torch.stack([sum((s * x for _, s, x in bag), none) / n for n, bag in reads(p, f)] or [none])[: p.num_bags]
 
 
 def entries_of(terms: ops.Terms, table: int, shape: tuple[int, int]) -> list[tuple[int, Tensor]]:
-    """(row, f64[D]) in order."""
+    """List (row, f64[D]) in order."""
     out, (num_rows, dim) = [], shape
     for s in terms.segments:
         if s.table != table:
@@ -175,7 +178,7 @@ def entries_of(terms: ops.Terms, table: int, shape: tuple[int, int]) -> list[tup
 
 
 def eps(dtype: torch.dtype) -> float:
-    """Of the dtype that sums of tables of `dtype` run in."""
+    """Return eps of the dtype in which tables of `dtype` are summed."""
     return torch.finfo(ops.accumulation_dtype(dtype)).eps
 
 
@@ -191,7 +194,7 @@ def assert_within(got: Tensor, want: Tensor, bound: Tensor) -> None:
 
 @pytest.mark.needs("pooled_lookup", slow=2)
 def test_pooled_lookup(known, ask, case):
-    """out[b] is the sum, over the length for a mean, of the factored rows of a bag; padding is not read."""
+    """out[b] is the sum of a bag's factored rows; a mean divides by the length. Padding is not read."""
     p = problem(known, case)
     got = ask("pooled_lookup", *p)
     assert got.dtype == (F64 if any(t.dtype == F64 for t in p.tables) else F32) and got.shape[1] == p.width
@@ -202,7 +205,7 @@ def test_pooled_lookup(known, ask, case):
 
 @pytest.mark.needs("pooled_lookup", slow=2)
 def test_pooled_lookup_in_blocks(known, ask, case):
-    """With n blocks the columns come in n equal parts, one after the other, and with the same bits."""
+    """With n blocks, the columns come in n equal parts, one after the other, with the same bits."""
     p = problem(known, case)
     features = [f._replace(column=f.column + k * p.width) for k in range(3) for f in p.features[:: -1 if k == 1 else 1]]
     whole = ask("pooled_lookup", *p._replace(features=features))
@@ -211,7 +214,8 @@ def test_pooled_lookup_in_blocks(known, ask, case):
 
 @pytest.mark.needs("pooled_lookup_weights", slow=5)
 def test_pooled_lookup_weights(known, ask, case):
-    """d_weights[i] is ⟨row, d_out⟩, over the length for a mean, summed over the features that read and weigh the id."""
+    """d_weights[i] is ⟨row, d_out⟩, divided by the length for a mean, summed over the features that read and weight
+    the id."""
     p = problem(known, case)
     wide = F64 if all(t.dtype == F64 for t in p.tables) else F32
     d = strided(floats(p.num_bags, p.width, seed=5, dtype=wide), CASES.index(case))
@@ -231,7 +235,7 @@ def test_pooled_lookup_weights(known, ask, case):
 @pytest.mark.needs("pooled_lookup")
 @pytest.mark.parametrize("dtype", [F32, F64, F16, BF16])
 def test_a_bag_is_summed_in_order(known, ask, dtype):
-    """A bag's rows are added one after the other, in f32 or f64: the same bits as a loop."""
+    """A bag's rows are added in order, in f32 or f64, with the bits of a loop."""
     dtype = dtype if dtype in known.dtypes else F32
     table = torch.randn(50, 16, generator=generator(9)).to(dtype)
     rows, offsets = torch.randint(0, 50, (200,), generator=generator(10)), torch.tensor([0, 7, 7, 200])
@@ -247,8 +251,8 @@ def test_a_bag_is_summed_in_order(known, ask, dtype):
 @pytest.mark.needs("pooled_lookup")
 @pytest.mark.parametrize("last", [30, 2**40, -1])
 def test_wild_offsets_read_nothing_outside(known, ask, implementation, last):
-    """Offsets count as their running maximum, cut to the buffer; Triton cuts each bag by itself, empty if it ends
-    before it begins."""
+    """Offsets are read as their running maximum, clamped to the buffer. Triton clamps each bag separately, and a bag
+    that ends before it begins is empty."""
     dim, wild = known.dims[-1], torch.tensor([-5, 3, 11, 7, 4, -(2**40), last])
     p = Problem([floats(9, dim)], [rows_of(20, 9)], wild, floats(20), [], 6)
     f = ops.Feature(0, 0, 0, 0, False, True, 0)
@@ -263,7 +267,7 @@ def test_wild_offsets_read_nothing_outside(known, ask, implementation, last):
 @pytest.mark.needs("gather_rows")
 @pytest.mark.parametrize("size", SIZES)
 def test_gather_rows(known, ask, size):
-    """out[i] is row rows[i], in f32 or f64; zeros for a row outside, even of a table that holds NaN."""
+    """out[i] is row rows[i], in f32 or f64; a row outside gives zeros, even if the table holds NaN."""
     for dtype, dim, ints in zip(itertools.cycle(known.dtypes), known.dims, itertools.cycle(INTS)):
         table, rows = floats(7, dim, dtype=dtype), rows_of(size, 7, dtype=ints)
         table[0] = torch.nan
@@ -276,7 +280,7 @@ def test_gather_rows(known, ask, size):
 @pytest.mark.parametrize("count", [0, 1, 4])
 @pytest.mark.parametrize("behind", [0, -1, 2**31 - 1])
 def test_scatter_rows(known, ask, count, behind):
-    """Rows before `count` are replaced and rounded to nearest, others stay, as the table; garbage behind is unread."""
+    """Rows before `count` are replaced, rounded to nearest; other rows stay. Garbage after `count` is not read."""
     for dtype, dim, ints in zip(itertools.cycle(known.dtypes), known.dims, itertools.cycle(INTS)):
         table, new = floats(7, dim, dtype=dtype), torch.randn(4, dim, generator=generator(8))
         before, unread = table.clone(), torch.arange(4) >= count
@@ -287,7 +291,7 @@ def test_scatter_rows(known, ask, count, behind):
         assert_trees_close([got, table], [want, before])
 
 
-# -- the cotangents of tables ------------------------------------------------------------------------------------
+# -- cotangents of tables ----------------------------------------------------------------------------------------
 
 
 def terms_of_case(known, case: Case) -> tuple[ops.Terms, list[tuple[int, int]]]:
@@ -298,7 +302,7 @@ def terms_of_case(known, case: Case) -> tuple[ops.Terms, list[tuple[int, int]]]:
 
 @pytest.mark.needs("expand", slow=3)
 def test_expand(known, ask, case):
-    """Entries come in the order of segments, bags and positions; unused places have row -1 and zeros."""
+    """Entries come in the order of segments, bags and positions; unused positions have row -1 and zeros."""
     terms, shapes = terms_of_case(known, case)
     for t, (rows, grads) in enumerate(ask("expand", terms, shapes)):
         want = entries_of(terms, t, shapes[t])
@@ -312,7 +316,8 @@ def test_expand(known, ask, case):
 
 @pytest.mark.needs("coalesce", slow=3)
 def test_coalesce(known, ask, case):
-    """Each named row once, ascending, with the sum and number of its entries; behind `count` -1, zeros and 0."""
+    """coalesce returns each named row once, ascending, with its sum and number of entries. After `count` come row
+    -1, zeros and 0."""
     terms, shapes = terms_of_case(known, case)
     for t, (rows, grads, count, repeats) in enumerate(ask("coalesce", terms, shapes)):
         named: dict[int, list[Tensor]] = {}
@@ -331,7 +336,8 @@ def test_coalesce(known, ask, case):
 
 @pytest.mark.needs("coalesce")
 def test_a_row_is_summed_in_order(ask):
-    """Segments in order, bags in order, positions in order: the bits of a loop over what `expand` writes."""
+    """A row's sum has the bits of a loop over `expand`'s entries: segments in order, bags in order, positions in
+    order."""
     for dtype in (F32, F64):
         d, rows = [torch.randn(n, 3, generator=generator(n)).to(dtype) for n in (4, 60)], rows_of(60, 3)
         bags = ops.Segment(0, 0, 0, 0, 0, 0, 4, 0, False, -1)
@@ -346,7 +352,7 @@ def test_a_row_is_summed_in_order(ask):
 
 @pytest.mark.needs("pooled_lookup", "pooled_lookup_weights", "gather_rows")
 def test_lookups_of_nothing(known, ask):
-    """No tables, features, ids, rows or columns: empty answers and zeros."""
+    """Lookups without tables, features, ids, rows or columns return empty results and zeros."""
     dim, ids, bounds = known.dims[-1], torch.tensor([0, -1, 7]), torch.tensor([0, 2, 3])
     empty, f, ones = torch.zeros(0, dim), [ops.Feature(0, 0, 0, 0, False, True, 0)], torch.ones(3)
     assert_trees_close(ask("pooled_lookup", [], [], bounds, None, [], 2), torch.zeros(2, 0))
@@ -361,7 +367,7 @@ def test_lookups_of_nothing(known, ask):
 
 @pytest.mark.needs("scatter_rows", "expand", "coalesce", "fused_update")
 def test_cotangents_of_nothing(ask):
-    """No tables, segments, entries or rows: empty answers, and what was there."""
+    """Cotangents without tables, segments, entries or rows give empty results, and tables do not change."""
     ids, empty, none = torch.tensor([0, -1, 7]), torch.zeros(0, 2), ops.Terms([], [], [], [], [])
     alone = ops.Terms([torch.ones(3, 2)], [ids], [], [], [ops.Segment(0, 0, 0, 0, -1, 0, 3, 0, False, -1)])
     assert_trees_close(ask("scatter_rows", floats(3, 2), ids[:0], torch.tensor(0), empty), floats(3, 2))

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs; none of them is differentiated."""
+"""The choice of an operation's implementation; no implementation has derivatives."""
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ TABLE, ROWS = torch.ones(1, 1), torch.tensor([0])
 
 
 def test_the_implementation_is_a_choice():
-    """By name, by `using`, or the device's own; an unknown one, and one that lacks the operation, is an error."""
+    """A name, `using` or the device chooses the implementation. An unknown one, or one without the operation, is an
+    error."""
     device = torch.device("cpu")
     assert ops.chosen(None, device) == "cpp" and ops.chosen("triton", device) == "triton"
     with ops.using("reference"):
@@ -24,7 +25,7 @@ def test_the_implementation_is_a_choice():
 
 @pytest.mark.needs("gather_rows", without="reference")
 def test_a_kernel_is_not_differentiated(known, implementation):
-    """grad and jvp through an implementation raise, where a derivative would silently be zero."""
+    """grad and jvp through an implementation raise, because the derivative would silently be zero."""
     table, rows = torch.ones(2, known.dims[-1]), torch.tensor([0])
     take = lambda x: ops.gather_rows(x, rows, implementation=implementation).sum()
     for ask in (lambda: torch.func.grad(take)(table), lambda: torch.func.jvp(take, (table,), (table,)),

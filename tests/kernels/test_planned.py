@@ -1,5 +1,5 @@
-"""Calls whose tensors are described in C++: nothing of a tensor is kept from call to call, and what is not as in nearly
-all calls is described in Python."""
+"""Calls whose tensors are described in C++ keep nothing of a tensor from call to call. Tensors that are unusual are
+described in Python."""
 
 import copy
 import ctypes
@@ -28,7 +28,7 @@ def looked_up(tables, ids=IDS, offsets=OFFSETS, features=FEATURES, bits=(8,) * C
 
 
 def outcome(call, *args, **how):
-    """What a call gives: the bits, or the kind of the error and what it says of what it got."""
+    """Return a call's bits, or its error's type and the text from "got" on."""
     try:
         out = call(*args, **how)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -44,7 +44,7 @@ def is_same(a, b) -> bool:
 
 @pytest.fixture
 def closely(monkeypatch):
-    """A context in which every tensor is described in Python."""
+    """A call with every tensor described in Python."""
 
     def run(call, *args, **how):
         with monkeypatch.context() as patched:
@@ -56,7 +56,7 @@ def closely(monkeypatch):
 
 @pytest.fixture
 def never_closely(monkeypatch):
-    """In this test no tensor is described in Python."""
+    """Fail the test if a tensor is described in Python."""
     fail = lambda *args: pytest.fail("described in Python")
     monkeypatch.setattr(_quantized, "_described", fail)
     monkeypatch.setattr(_top_k, "score_dtype", fail)
@@ -97,8 +97,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_table_that_is_changed_is_read_as_it_is(change, closely):
-    """A table that is resized, freed, swapped, or given other memory, another dtype or layout between two calls is read
-    as it then is, or refused in the words of a call that keeps nothing."""
+    """A table may be resized, freed, swapped, or given other memory, another dtype or layout between two calls. The
+    next call reads it as it then is, or raises the error of a call that keeps nothing."""
     tables = [coded(seed=t) for t in range(COUNT)]
     first = outcome(looked_up, tables)
     CHANGES[change](tables[2])
@@ -111,8 +111,8 @@ def test_a_table_that_is_changed_is_read_as_it_is(change, closely):
 
 
 def test_arguments_that_are_changed_are_read_as_they_are(closely):
-    """Lists that a caller changes between two calls, and other tensors in their places, count as they then
-    are; so do ids and offsets of another width, layout, length or dtype."""
+    """Lists that a caller changes between two calls, and tensors that replace others, are read as they are. So are
+    ids and offsets of another width, layout, length or dtype."""
     tables, features, bits, dims = [coded(seed=t) for t in range(COUNT)], [*FEATURES], [8] * COUNT, [DIM] * COUNT
 
     def same(*args, ids=IDS, offsets=OFFSETS):
@@ -142,7 +142,7 @@ def test_arguments_that_are_changed_are_read_as_they_are(closely):
 
 
 def test_tables_that_are_freed_are_not_read():
-    """Tables of one call that are gone leave nothing that the next call, of tables in their place, could read."""
+    """After one call's tables are freed, the next call, with tables in the same memory, reads nothing of them."""
     for seed in range(50):
         tables = [coded(seed=seed + t) for t in range(COUNT)]
         assert torch.equal(looked_up(tables), looked_up(tables, implementation="reference"))
@@ -150,11 +150,11 @@ def test_tables_that_are_freed_are_not_read():
 
 
 class Other(torch.Tensor):
-    """A tensor of another type."""
+    """A tensor of a subclass."""
 
 
 def test_most_calls_are_not_described_in_python(never_closely):
-    """Ids of both widths, every width of codes, items of floats and of codes: nothing is asked by Python."""
+    """Ids of both widths, codes of every width, and items of floats and of codes are described without Python."""
     for b in (8, 4, 2):
         tables = [cpp.quantize_rows(torch.randn(7, DIM), b) for _ in range(COUNT)]
         for ids in (IDS, IDS.int()):
@@ -168,7 +168,7 @@ def test_most_calls_are_not_described_in_python(never_closely):
 
 @pytest.mark.parametrize("unusual", ["type", "parameter", "weights", "floats", "without DLPack"])
 def test_others_are_described_in_python(unusual, monkeypatch, closely):
-    """Tensors of other types, weights, floats, and a torch without DLPack's functions: the same bits."""
+    """Subclasses of Tensor, weights, float tables, and a torch without DLPack's functions give the same bits."""
     tables, how = [coded(seed=t) for t in range(COUNT)], {}
     want = closely(looked_up, tables)
     if unusual == "type":
@@ -191,7 +191,7 @@ def test_others_are_described_in_python(unusual, monkeypatch, closely):
 
 
 def test_lookups_of_quantised_tables_wherever_they_are():
-    """Copied, pickled, staged, mapped over ids: the lookup of QuantizedTables has the same bits."""
+    """A lookup of QuantizedTables has the same bits after a copy or a pickle, under jit, and under vmap over ids."""
     plain = {f"t{t}": torch.randn(7, DIM) for t in range(COUNT)}
     q, features = fr.quantize(plain), [fr.FeatureConfig(n, table=n) for n in plain]
     ids = fr.KeyedJaggedTensor.from_offsets([*plain], IDS.clamp(0), OFFSETS)
@@ -208,7 +208,7 @@ def test_lookups_of_quantised_tables_wherever_they_are():
 
 @pytest.mark.parametrize("change", [c for c in CHANGES if c != "resized, another width"])
 def test_items_that_are_changed_are_read_as_they_are(change, closely):
-    """The best rows are those of the items as they are when they are asked for, not of an earlier call's."""
+    """top_k reads the items as they are at the call, not as they were in an earlier call."""
     items, queries = coded(), torch.randn(2, DIM)
     best = lambda: ops.top_k(queries, items, None, None, 3, 8)
     outcome(best)
@@ -217,7 +217,7 @@ def test_items_that_are_changed_are_read_as_they_are(change, closely):
 
 
 def test_threads_share_plans():
-    """Calls of several threads at a time, of more plans than are kept, each have their own answer."""
+    """Calls from several threads, with more plans than are kept, each return their own result."""
     tables, wrong = [coded(seed=t) for t in range(COUNT)], []
 
     def run(first):

@@ -1,6 +1,6 @@
 """funcrec.tables._primitives: the C++ kernels under every transform of torch.func, against the reference, in f64.
 
-    a transform of pooled_lookup(..., implementation="cpp") = the same transform of the reference
+    transform(pooled_lookup(..., implementation="cpp")) = transform(the reference's pooled_lookup)
 
 Shapes: B bags, C columns, N ids, R rows, D dim.
 """
@@ -35,7 +35,8 @@ LOOKUPS = {  # features over two tables of dims 2 and 3; two buffers
 BLOCKS = {"in blocks": 2}
 
 
-@functools.cache  # vmap allows no random numbers inside
+# vmap allows no random numbers inside, so cache the constants
+@functools.cache
 def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
@@ -45,7 +46,7 @@ OFFSETS = torch.tensor([0, 2, 2, 5, 5, 8, 9])  # the last id is padding
 
 
 def point(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Two tables, and weights that are NaN in the padding."""
+    """Make two tables, and weights that are NaN in the padding."""
     weights = torch.cat([noise(9, seed=seed + 2), torch.full((1,), torch.nan, dtype=F64)])
     return noise(4, 2, seed=seed), noise(3, 3, seed=seed + 1), weights
 
@@ -60,12 +61,12 @@ def lookup_of(name: str, implementation: str) -> Callable[..., Tensor]:
 
 
 def loss_of(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """(table, table, weights) -> a number that has derivatives of every order."""
+    """Make a function (table, table, weights) -> a number with derivatives of every order."""
     return lambda *x: (f(*x).sin() * f(*x)).sum()
 
 
 def penalty(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The squared length of the gradient of the weights and of a table."""
+    """Return the squared length of the gradient with respect to the weights and a table."""
     return lambda *x: sum(g.square().sum() for g in grad(loss, argnums=(0, 2))(*x))
 
 
@@ -106,14 +107,14 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], object]] = {  # of f: (t
 @pytest.mark.parametrize("name", LOOKUPS)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_pooled_lookup_under_transforms(name, transform):
-    """Every nesting of transforms gives through the kernels what it gives through the reference."""
+    """Every nesting of transforms gives the same values through the kernels as through the reference."""
     got, want = (TRANSFORMS[transform](lookup_of(name, i)) for i in ("cpp", "reference"))
     assert_trees_close(got, want, **CLOSE)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_gather_rows_under_transforms(transform):
-    """Rows by number, rows outside included, are differentiated and mapped as the reference is."""
+    """gather_rows, with rows outside too, has the reference's derivatives and vmap."""
     ids = torch.tensor([0, 3, 3, -1, 9, 1])
     take = lambda i: lambda a, b, w: primitives.gather_rows(a, ids, implementation=i) * w[:6, None] * b[0, 0]
     got, want = (TRANSFORMS[transform](take(i)) for i in ("cpp", "reference"))
@@ -122,7 +123,7 @@ def test_gather_rows_under_transforms(transform):
 
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_autograd_agrees(name):
-    """Tensor.backward and a second backward through it give what the reference gives."""
+    """Tensor.backward and a second backward through the kernels give the reference's values."""
 
     def run(implementation: str):
         x = [t.clone().requires_grad_() for t in point()]
@@ -137,7 +138,7 @@ def test_autograd_agrees(name):
 
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_rows_and_offsets_may_carry_the_batch(name):
-    """vmap over ids and offsets, with grad inside, is a loop over them."""
+    """vmap over ids and offsets, with grad inside, equals a loop over them."""
     rows = [torch.stack([r, r.roll(1)]) for r in ROWS]
     offsets = torch.stack([OFFSETS, OFFSETS.clamp(max=7)])
 
@@ -155,7 +156,7 @@ def test_rows_and_offsets_may_carry_the_batch(name):
 @pytest.mark.parametrize("implementation", ["cpp", "reference"])
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_derivatives_are_those_of_finite_differences(name, implementation):
-    """gradcheck and gradgradcheck, forward and reverse: the two implementations are not wrong together."""
+    """gradcheck and gradgradcheck pass, forward and reverse, so the two implementations are not wrong together."""
     x = tuple(t.clone().requires_grad_() for t in point())
     f = lookup_of(name, implementation)
     f = (
@@ -169,7 +170,8 @@ def test_derivatives_are_those_of_finite_differences(name, implementation):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gradients_have_the_dtype_of_what_they_are_of(dtype):
-    """Tables of 16 and 32 bits get gradients of their own dtype, one rounding from the reference's; weights theirs."""
+    """The gradient of a 16- or 32-bit table has its dtype, within one rounding of the reference; a weight's gradient
+    has the weights' dtype."""
     tables, weights = [t.to(dtype) for t in point()[:2]], point()[2].float()
     run = lambda i: grad(lambda *x: lookup_of("mixed", i)(*x).square().sum(), argnums=(0, 1, 2))(*tables, weights)
     got, want = run("cpp"), run("reference")

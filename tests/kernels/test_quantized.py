@@ -1,4 +1,4 @@
-"""Quantised rows: what they may be off by, what they are sums of, and what is refused; against loops over bytes in f64.
+"""Quantised rows: their error bounds, their sums, and refused inputs, against loops over bytes in f64.
 
 Shapes: B bags, N ids, R rows, D dim, S bytes; L = 2^bits - 1.
 """
@@ -26,19 +26,19 @@ def noise(*shape, seed=0, dtype=F64):
 
 
 def read(row: bytes, bits: int, dim: int) -> list[float]:
-    """What a row stands for, by a loop over its bytes."""
+    """Return the values of a row by a loop over its bytes."""
     scale, bias = struct.unpack("<2e", row[:4])
     code = lambda c: row[4 + c * bits // 8] >> c * bits % 8 & (2**bits - 1)
     return [code(c) * scale + bias for c in range(dim)]
 
 
 def read_all(table, bits, dim):
-    """f64[R, D]."""
+    """Return all rows' values, f64[R, D]."""
     return torch.tensor([read(bytes(row.tolist()), bits, dim) for row in table], dtype=F64).view(-1, dim)
 
 
 def spans(dim: int, dtype=F32):
-    """Rows of many sizes around many centres, all within f16's range: f[R, D]."""
+    """Make rows of many sizes around many centres, all within f16's range: f[R, D]."""
     sizes = torch.tensor([1e-9, 1e-7, 1e-5, 1e-3, 0.02, 1, 40, 3e3], dtype=F64)
     centres = torch.tensor([0, 1, -1, 30, -777], dtype=F64)
     at = [s * torch.cat([torch.zeros(1, dtype=F64), c[None]]).max() if s < 0 else c for s in sizes for c in centres]
@@ -47,8 +47,8 @@ def spans(dim: int, dtype=F32):
 
 
 def bound(x, bits):
-    """f64[R, 1]: what the contract allows: half a step, or what f16 loses of the least number;
-    and L times half of f16's least number where the step is no normal one."""
+    """Return the contract's error bound, f64[R, 1]: half a step, or the rounding of the least number to f16. A step
+    below f16's normal numbers adds L times half of f16's least number."""
     most = 2**bits - 1
     low, high = x.amin(1, True).double(), x.amax(1, True).double()
     step = (high - low) / most
@@ -60,7 +60,7 @@ def bound(x, bits):
 @pytest.mark.parametrize("bits", CODE_BITS)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
 def test_a_row_is_within_its_bound(bits, dtype):
-    """No number is farther from its code than half a step, or than f16 is from the least number of its row."""
+    """Each number is read within half a step, or within the f16 rounding of its row's least number."""
     for dim in DIMS:
         x = spans(dim, dtype)
         got = read_all(cpp.quantize_rows(x, bits), bits, dim)
@@ -69,7 +69,8 @@ def test_a_row_is_within_its_bound(bits, dtype):
 
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_both_implementations_write_the_same_bytes(bits):
-    """The C++ kernel's bytes are the reference's, to the nearest and at random, of every dtype and any numbers."""
+    """The C++ kernel writes the reference's bytes, rounding to nearest and at random, for every dtype and any
+    numbers."""
     for dim, dtype in itertools.product((0, *DIMS), (F32, F16, BF16, F64)):
         x = torch.cat([spans(dim, dtype), outside(dim).to(dtype)])
         for key in (None, KEY):
@@ -77,7 +78,7 @@ def test_both_implementations_write_the_same_bytes(bits):
 
 
 def outside(dim: int):
-    """Rows that f16 does not hold; with more than one column also where only one number is to blame."""
+    """Make rows outside f16's range; with more than one column also rows where one number alone is outside."""
     wild = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.8e7, -65536.0, 1e38, -1e38])
     rows = wild[:, None].expand(-1, dim).clone()
     mixed = noise(5, dim, dtype=F32)
@@ -87,8 +88,8 @@ def outside(dim: int):
 
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_what_f16_does_not_hold_is_nan_in_all_columns(bits):
-    """NaN, infinities, a least number beyond 65504 and a range beyond 65504 · L make a row of NaN, never other numbers;
-    the greatest numbers that fit, constants and zeros are what they are."""
+    """NaN, infinities, a least number beyond 65504 and a range beyond 65504 · L make the whole row NaN. The greatest
+    numbers that fit, constants and zeros are exact."""
     for dim, key in itertools.product((2, 5, 64), (None, KEY)):
         rows = torch.arange(13)
         assert ops.quantized_rows(ops.quantize_rows(outside(dim), bits, key), rows[:12], bits, dim).isnan().all()
@@ -102,13 +103,14 @@ def test_what_f16_does_not_hold_is_nan_in_all_columns(bits):
 @pytest.mark.parametrize("bits", CODE_BITS)
 @pytest.mark.parametrize("dtype", [F32, F16])
 def test_bytes_are_fbgemms(bits, dtype):
-    """Where FBGEMM takes the dim and a row is finite, scale, bias and codes are those of its operator, to the bit."""
+    """For finite rows and dims that FBGEMM supports, scale, bias and codes equal its operator's bits."""
     pytest.importorskip("fbgemm_gpu")
     theirs = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf
     for dim in (8, 16, 24, 64, 72, 136):
         x = torch.cat([spans(dim, dtype), torch.full((2, dim), 3.1, dtype=dtype), torch.zeros(1, dim, dtype=dtype)])
         x[-2] *= -1
-        x += 0  # no zero has a sign
+        # remove the sign of zeros
+        x += 0
         ours = cpp.quantize_rows(x, bits)
         assert torch.equal(ours.roll(-4, 1), theirs(x, bits)), dim
         both = torch.cat([x, outside(dim).to(dtype)])
@@ -120,11 +122,12 @@ def test_bytes_are_fbgemms(bits, dtype):
 
 @pytest.mark.parametrize("dim", [4, 16, 64, 132])
 def test_a_lookup_is_fbgemms(dim):
-    """Where FBGEMM's lookup takes the dims, its sums of the same rows are ours within f32's rounding."""
+    """For dims that FBGEMM's lookup supports, its sums of the same rows equal ours within f32's rounding."""
     pytest.importorskip("fbgemm_gpu")
     tables, bits, plain = mixed_tables(dim)
     tables, bits, plain = tables[:5], bits[:5], plain[:5]
-    parts = [(x - x.amin(1, True)).double() + x.abs().amax() for x in plain]  # it weighs codes and biases apart
+    # FBGEMM weights codes and biases separately
+    parts = [(x - x.amin(1, True)).double() + x.abs().amax() for x in plain]
     ids, offsets = torch.randint(-2, 53, (90,)), torch.tensor([3, 9, 9, 30, 31, 88])
     weights = noise(90, dtype=F32, seed=1)
     for weighted, mean in itertools.product((False, True), repeat=2):
@@ -156,7 +159,7 @@ def test_instruction_sets_have_the_same_bits(on_every_level):
 
 
 class Seen(TorchDispatchMode):
-    """The names of the operators that are called."""
+    """Record the names of the operators that are called."""
 
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
         self.names = [*getattr(self, "names", []), call.__name__]
@@ -164,8 +167,8 @@ class Seen(TorchDispatchMode):
 
 
 def test_what_looks_on_sees_the_operator():
-    """A call that takes the way around the dispatcher has the operator's bits; modes, the profiler and tracers see
-    the operator, and derivatives are refused."""
+    """A call that bypasses the dispatcher gives the operator's bits. Modes, the profiler and tracers see the
+    operator, and derivatives are refused."""
     tables, bits, _ = mixed_tables(8)
     features = [ops.Feature(t, 0, t * 5, 0, False, False, t * 8) for t in range(6)]
     call = lambda *t: ops.quantized_lookup(t, [torch.arange(30)], torch.arange(31), None, features, 5, bits, [8] * 6)
@@ -188,7 +191,7 @@ def test_what_looks_on_sees_the_operator():
 
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_rounding_at_random_is_unbiased(bits):
-    """Over many keys the mean of what is read is the number itself: also of the least one, where f16 rounds."""
+    """Over many keys, the mean of the read values is the number itself, also for the least number, which f16 rounds."""
     x = torch.cat([noise(1, 7, dtype=F32) * 0.1 + 0.3, noise(1, 7, seed=3, dtype=F32)])
     n = 2000
     keys = torch.arange(n) * 7919 + 11
@@ -196,11 +199,13 @@ def test_rounding_at_random_is_unbiased(bits):
     assert (reads - x).abs().max() <= (reads.amax((0, 2)) - reads.amin((0, 2))).max() / (2**bits - 1) * 1.01
     error = (reads.double() - x.double()).mean(0)
     assert (error.abs() <= 4.5 * reads.double().std(0) / n**0.5 + 1e-6 * x.abs()).all()
-    assert reads.std(0).max() > 0  # it is rounded at random
+    # the values differ between keys
+    assert reads.std(0).max() > 0
 
 
 def test_random_bits_are_of_key_row_and_column():
-    """Rounding at random gives the same bytes on any number of threads, of a part of the rows, and again."""
+    """Rounding at random gives the same bytes in a repeated call, on any number of threads, and for a part of the
+    rows."""
     x, before = noise(3000, 33, dtype=F32), torch.get_num_threads()
     whole = cpp.quantize_rows(x, 4, KEY)
     assert torch.equal(whole[:100], cpp.quantize_rows(x[:100], 4, KEY))
@@ -217,7 +222,7 @@ def test_random_bits_are_of_key_row_and_column():
 
 
 def mixed_tables(dim: int, num_rows: int = 50):
-    """Tables of every kind in one call: (tables, bits, what each stands for)."""
+    """Make tables of every kind for one call: (tables, bits, the values of each)."""
     x = noise(6, num_rows, dim, dtype=F32)
     tables = [cpp.quantize_rows(x[i], b) for i, b in enumerate(CODE_BITS)] + [x[3], x[4].half(), x[5].bfloat16()]
     bits = [*CODE_BITS, 32, 16, 16]
@@ -227,8 +232,8 @@ def mixed_tables(dim: int, num_rows: int = 50):
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_a_lookup_is_that_of_what_the_rows_stand_for(dim):
-    """Sums, means and weights, bags cut or whole, ids of both widths, padding that is garbage: the bits of
-    `pooled_lookup` on tables of the same numbers in f32, and the sum in f64 within f32's rounding."""
+    """Quantised lookups have the bits of `pooled_lookup` on f32 tables of the same values, and the f64 sum within
+    f32's rounding. This covers sums, means, weights, cut bags, ids of both widths, and garbage in the padding."""
     tables, bits, plain = mixed_tables(dim)
     generator = torch.Generator().manual_seed(dim)
     ids = torch.randint(-2, 53, (90,), generator=generator)
@@ -252,7 +257,7 @@ def test_a_lookup_is_that_of_what_the_rows_stand_for(dim):
 
 
 def test_weights_of_a_quantised_lookup_have_a_derivative():
-    """A lookup whose weights are tracked is differentiated by them, to the dot products of rows and cotangents."""
+    """A quantised lookup is differentiable in its weights: the gradient is the dot products of rows and cotangents."""
     (table,), dim = [cpp.quantize_rows(noise(9, 5), 8)], 5
     ids, offsets, weights = torch.tensor([1, 2, 8, 9, 0]), torch.tensor([0, 2, 4]), noise(5, dtype=F32)
     look = lambda w: ops.quantized_lookup(
@@ -267,7 +272,7 @@ def test_weights_of_a_quantised_lookup_have_a_derivative():
 
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_rows_outside_are_zeros(bits):
-    """Plain rows by any ids: those of the table as their bytes say, zeros for all others; none of no table."""
+    """quantized_rows returns the table's rows by their bytes, and zeros for ids outside or for an empty table."""
     for dim in DIMS:
         table = cpp.quantize_rows(noise(20, dim, dtype=F32), bits)
         ids = torch.tensor([0, 19, -1, 20, 2**40, -(2**63), 7, 7])
@@ -279,7 +284,7 @@ def test_rows_outside_are_zeros(bits):
 
 @pytest.mark.parametrize("implementation", ["cpp", "reference"])
 def test_nothing_to_look_up(implementation):
-    """No bags, no ids, no tables, no rows: zeros, or nothing."""
+    """Lookups without bags, ids, tables or rows return zeros, or empty tensors."""
     table, none, one = cpp.quantize_rows(noise(3, 6), 4), torch.zeros(0, dtype=torch.int64), ops.Feature(*[0] * 7)
     look = lambda *args: ops.quantized_lookup(*args, implementation=implementation)
     assert look([table], [none], torch.zeros(1, dtype=torch.int64), None, [one], 0, [4], [6]).shape == (0, 6)
@@ -331,8 +336,8 @@ e = lambda call, said, kind=ValueError, **given: pytest.param(call, given, kind,
     ],
 )
 def test_what_does_not_fit_is_refused(call, given, kind, said):
-    """Rows of another width than bits and dim say, other dtypes, codes that are asked
-    for a derivative, and what FBGEMM cannot do."""
+    """Rows whose width does not fit bits and dim, other dtypes, derivatives of codes, and what FBGEMM cannot do are
+    refused."""
     if "implementation" in given:
         pytest.importorskip("fbgemm_gpu")
     with pytest.raises(kind, match=f"(?s)funcrec.kernels.*{said}") as error:
@@ -342,7 +347,7 @@ def test_what_does_not_fit_is_refused(call, given, kind, said):
 
 @pytest.mark.parametrize("name", ["quantized_lookup", "quantized_rows", "quantize_rows"])
 def test_triton_says_that_it_has_none(name):
-    """There is no Triton kernel of quantised rows: the call says so, and names those that there are."""
+    """Triton has no kernel for quantised rows: the call says so, and names the implementations that have one."""
     pytest.importorskip("triton")
     given = {"quantized_lookup": one(), "quantized_rows": {"table": TABLE, "rows": IDS, "bits": 8, "dim": 5},
         "quantize_rows": {"table": TABLE.float(), "bits": 8}}[name]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a row rule reads besides its arguments, and what it may not do: read anew in every eager update, or refused."""
+"""What a row rule reads besides its arguments is read again in every eager update; what it may not do is refused."""
 
 import warnings
 
@@ -10,7 +10,7 @@ import funcrec as fr
 
 
 def update_by(rule, **hyper):
-    """() -> the row after one update by it."""
+    """Return a function that gives the row after one update with the rule."""
     opt = fr.optim.row_optimizer(init=lambda t: {}, rule=rule, lr=1.0, **hyper)
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}
     table = torch.zeros(1, 2)
@@ -29,8 +29,8 @@ def by_modes_in_blocks(row, grad, slots, hyper):
 
 @pytest.mark.parametrize("rule", [by_modes, by_modes_in_blocks])
 def test_a_rule_sees_the_modes_of_its_caller(rule):
-    """A rule that asks whether gradients are on, or inference mode, takes the branch of whoever calls
-    the update: in the kernel, in blocks, by the reference, in a jitted function."""
+    """A rule that branches on grad mode or inference mode takes the caller's branch: in the kernel, in blocks, in
+    the reference, and in a jitted function."""
     update = update_by(rule)
     jitted = fr.jit(update)
     ways = [lambda how=how: how().tolist() for how in (update, lambda: update(implementation="reference"), jitted)]
@@ -41,8 +41,8 @@ def test_a_rule_sees_the_modes_of_its_caller(rule):
 
 
 def test_a_rule_whose_number_changes_says_so_once():
-    """A Python number that changes in every update is compiled each time: from the ninth on one warning says so, and
-    the cure; a tensor in its place is read by the one that is there."""
+    """A rule is compiled again whenever its Python number changes. At the ninth compilation, one warning says so and
+    suggests a tensor, which is read at each update."""
     held = [0]
     update = update_by(lambda row, grad, slots, hyper: (row - held[0] * grad, slots))
     with pytest.warns(UserWarning, match="compiled for each(.|\n)*mul(.|\n)*a tensor f") as said:
@@ -72,7 +72,7 @@ class Undoubled(Doubled):
 
 
 def test_an_autograd_function_in_a_rule_runs():
-    """A rule with an autograd.Function that has a vmap runs in blocks, and says so."""
+    """A rule with an autograd.Function that has a vmap warns and runs in blocks."""
     with pytest.warns(UserWarning, match="not a part of the kernel"):
         assert update_by(lambda row, grad, s, h: (row - Doubled.apply(grad), s))().tolist() == [-2, -2]
 
@@ -91,7 +91,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_rule_may_not_do_is_said_in_four_parts(name):
-    """What no transform runs, and a name that `hyper` has not, is refused with what was got, is needed, and to try."""
+    """Operations that no transform can run, and a name that `hyper` does not have, are refused with got, need and
+    try."""
     rule, kind, match = REFUSED[name]
     with pytest.raises(kind, match=match) as error:
         update_by(rule, rho=0.5)()
@@ -100,14 +101,14 @@ def test_what_a_rule_may_not_do_is_said_in_four_parts(name):
 
 @pytest.mark.parametrize("rule", [lambda r, g, s: (r, s), lambda r, g, s, h: (r - s["m"], s)])
 def test_an_error_of_a_rule_s_own_tells_what_it_was_given(rule):
-    """Another error of a rule is its own, with a note of what it is given and what `hyper` has."""
+    """An error inside a rule is raised as it is, with a note on the rule's arguments and `hyper`'s names."""
     with pytest.raises((TypeError, KeyError)) as error:
         update_by(rule)()
     assert "hyper's lr, step, repeats" in error.value.__notes__[0]
 
 
 def test_closed_over_tensors_are_read_in_every_update():
-    """A tensor that a rule reads besides its arguments counts with the value it has when the update runs."""
+    """A tensor that a rule closes over counts with its value at the time of the update."""
     scale = torch.tensor(1.0)
     opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda row, grad, s, h: (row - scale * grad, s))
     grads, table = (
@@ -123,8 +124,8 @@ def test_closed_over_tensors_are_read_in_every_update():
 
 @pytest.mark.parametrize("rule", ["tensor", "number", "branch", "blocks"])
 def test_what_a_rule_closes_over_is_read_anew_in_every_eager_update(rule):
-    """Another tensor, number or branch in what a rule closes over counts from the next eager update on; a program that
-    was compiled before keeps its own."""
+    """Another tensor, number or branch in a rule's closure counts from the next eager update on. A program that was
+    compiled before keeps the old one."""
     held = {"c": torch.tensor(1.0), "n": 1.0, "is_twice": False}
     rules = {
         "tensor": lambda row, grad, s, h: (row - held["c"] * grad, s),
@@ -152,7 +153,7 @@ def test_what_a_rule_closes_over_is_read_anew_in_every_eager_update(rule):
 
 
 class Scales:
-    """A sequence whose text does not tell what it holds."""
+    """A sequence whose repr does not show its values."""
 
     def __init__(self, *values):
         self.values = [*values]
@@ -165,7 +166,7 @@ class Scales:
 
 
 class Scale:
-    """A number whose text does not tell which."""
+    """A number whose repr does not show its value."""
 
     def __init__(self, value):
         self.value = value
@@ -180,7 +181,7 @@ class Which(Scale):
 
 
 def test_a_number_of_its_own_class_is_read_anew():
-    """What torch reads by __float__ or __index__ counts from the next eager update on."""
+    """A value that torch reads by __float__ or __index__ is read again in the next eager update."""
     scale, which = Scale(1), Which(0)
     for rule in (
         lambda r, g, s, h: (r - torch.tensor(scale, dtype=torch.float32) * g, s),
@@ -200,7 +201,7 @@ def test_a_number_of_its_own_class_is_read_anew():
     (lambda r, g, s, h: (r - HELD.add_(1) * g, s), "writes to a tensor that it closes over"),
 ])  # fmt: skip
 def test_what_no_rule_may_do_is_refused(rule, match):
-    """A rule gives a row and slots, and writes to nothing that it closes over."""
+    """A rule must return a pair of row and slots, and may not write to closed-over tensors."""
     opt = fr.optim.row_optimizer(init=lambda t: {}, rule=rule)
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}
     with pytest.raises((TypeError, ValueError), match=match):
@@ -212,7 +213,7 @@ HELD = torch.zeros(())
 
 @pytest.mark.parametrize("held", [Scales(1.0, 1.0), [1.0, 1.0], np.ones(2, np.float32), bytearray(b"\x01\x01")])
 def test_numbers_in_a_container_are_read_anew(held):
-    """What a rule makes a tensor of counts from the next eager update on, whatever holds it."""
+    """Values that a rule turns into a tensor are read again in the next eager update, in any container."""
     opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda r, g, s, h: (r - torch.tensor(held) * g, s))
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}
     update = lambda: opt.update(grads, {"t": {}}, {"t": torch.zeros(1, 2)}, 0)[0]["t"].tolist()
@@ -224,7 +225,7 @@ def test_numbers_in_a_container_are_read_anew(held):
 
 
 def test_a_tensor_of_another_shape_in_a_rule_is_read_whole():
-    """A closed-over tensor that takes another shape is read with that, by eager and compiled updates."""
+    """A closed-over tensor that takes another shape is read with that shape, by eager and compiled updates."""
     held = [torch.ones(4)]
     opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda row, grad, s, h: (row - held[0] * grad, s))
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 4), num_embeddings=1)}
@@ -240,7 +241,8 @@ def test_a_tensor_of_another_shape_in_a_rule_is_read_whole():
     torch.from_dlpack, lambda w: w.tolist()[0],
 ])  # fmt: skip
 def test_memory_that_a_rule_reads_on_the_host_is_read(read):
-    """A rule that reads a tensor's memory runs as it stands, and is right: a trace on shapes has no memory."""
+    """A rule that reads a tensor's memory on the host runs untraced and gives the right value: a trace on shapes has
+    no memory."""
     w = torch.full((2,), 2.0)
     opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda r, g, s, h: (r - read(w) * g, s))
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}

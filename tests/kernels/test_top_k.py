@@ -1,4 +1,4 @@
-"""top_k of every implementation: the same bits as the reference, on every thread count, instruction set and batch."""
+"""top_k gives the reference's bits in every implementation, thread count, instruction set and batch."""
 
 import re
 from pathlib import Path
@@ -27,11 +27,13 @@ def same(got, want):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_are_the_references(ask, shape, dtype):
-    """Scores and rows are the reference's, bit for bit, of every dtype, whatever fits the blocks or does not."""
+    """Scores and rows equal the reference's bit for bit, for every dtype and for sizes that fill the blocks or do
+    not."""
     *sizes, k = shape
     queries, items = draw(*sizes, dtype)
     if not sizes[1]:
-        queries[0] = torch.nan  # of no item there is no score
+        # a row without items has no score
+        queries[0] = torch.nan
     left_out = torch.arange(-1, 40) % 37, torch.arange(sizes[0] + 1).clamp(max=9) * 4
     for rows, offsets in ((None, None), left_out):
         want = ops.top_k(queries, items, rows, offsets, k, implementation="reference")
@@ -40,7 +42,8 @@ def test_bits_are_the_references(ask, shape, dtype):
 
 @given(st.integers(1, 4), st.integers(1, 90), st.integers(1, 9), st.integers(0, 2**20))
 def test_ties_go_to_the_lower_row(b, n, k, seed):
-    """Of equal scores the lower row is given, as a stable sort in f64 has it, of whole numbers, which are exact."""
+    """Among equal scores, the lower row comes first, as in a stable sort in f64. The scores are whole numbers, so
+    they are exact."""
     generator = torch.Generator().manual_seed(seed)
     queries, items = (torch.randint(-2, 3, (m, 3), generator=generator).float() for m in (b, n))
     scores, order = (queries.double() @ items.double().T).sort(dim=1, descending=True, stable=True)
@@ -53,7 +56,7 @@ def test_ties_go_to_the_lower_row(b, n, k, seed):
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dim", [1, 6, 64])
 def test_quantised_rows_are_read_as_their_values(bits, dim):
-    """Of quantised rows the answer is that of code · scale + bias, bit for bit."""
+    """top_k of quantised rows equals top_k of code · scale + bias, bit for bit."""
     generator = torch.Generator().manual_seed(dim)
     each, num_rows = 8 // bits, 150
     codes = torch.randint(0, 256, (num_rows, -(-dim // each)), generator=generator, dtype=torch.uint8)
@@ -68,7 +71,7 @@ def test_quantised_rows_are_read_as_their_values(bits, dim):
 
 
 def test_a_score_depends_on_its_two_vectors_alone():
-    """A query's answer has the same bits alone, in any batch, among fewer rows and on any number of threads."""
+    """A query's result has the same bits alone, in any batch, among fewer rows, and on any number of threads."""
     queries, items = draw(300, 3000, 24)
     want = ops.top_k(queries, items, None, None, 20)
     for n in (1, 3):
@@ -91,7 +94,7 @@ def test_instruction_sets_have_the_same_bits(on_every_level):
 
 
 def test_nothing_outside_is_read():
-    """Bags that say anything, and rows outside the table, leave out what is inside and harm nothing."""
+    """Bags with wild offsets, and rows outside the table, give the reference's result and read nothing outside."""
     queries, items = draw(3, 20, 4)
     rows = torch.tensor([5, -1, 2**40, 20, 3, 3, 7])
     for offsets in ([0, 3, 2, 99], [-5, 9, 9, 9], [7, 7, 7, 7], [0, 0, 0, 0]):
@@ -102,14 +105,16 @@ def test_nothing_outside_is_read():
 
 
 def test_the_memory_of_a_call_is_of_its_answers_order():
-    """Where all rows are asked for, on several threads, each thread keeps those of its part, not as many as all."""
+    """When all rows are requested on several threads, each thread keeps only its part's rows, so memory stays
+    proportional to the result."""
     queries, items = draw(32, 20_000, 8)
     status = Path("/proc/self/status")
     resident = lambda key: int(re.search(rf"{key}:\s+(\d+)", status.read_text())[1]) << 10
     with on_threads(4):
         ops.top_k(queries, items, None, None, 1)
         before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+        # reset the peak
+        Path("/proc/self/clear_refs").write_text("5")
         answer = ops.top_k(queries, items, None, None, len(items))
         assert resident("VmHWM") - before < 5 * sum(x.nbytes for x in answer)
     same(answer, ops.top_k(queries, items, None, None, len(items), implementation="reference"))

@@ -1,7 +1,7 @@
-"""Triton's lookups and jagged operations against loops in f64; on the CPU the kernels run in triton's interpreter.
+"""Triton's lookups and jagged operations equal loops in f64; on the CPU the kernels run in triton's interpreter.
 
-Calls have features that share a buffer, cut bags, means, weights, strided cotangents, ids far outside their tables, NaN
-and garbage in the padding. Outputs are made of memory full of NaN, so what is not written shows.
+Calls have features that share a buffer, cut bags, means, weights, strided cotangents and ids far outside their tables.
+The padding holds NaN and garbage. Outputs start as NaN, so an element that is not written shows.
 """
 
 import os
@@ -17,7 +17,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
+    # triton reads this when it decorates the kernels
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from funcrec.kernels import triton as kernels  # noqa: E402
 from funcrec.kernels.forms import accumulation_dtype  # noqa: E402
@@ -33,7 +34,7 @@ SIZES = (0, 1, 63, 65)
 
 
 class Lookup(NamedTuple):
-    """Four features of two dims and two dtypes: two share bags, one is cut, means and weights are mixed."""
+    """Make four features of two dims and two dtypes: two share bags, one is cut, and means and weights are mixed."""
 
     tables: list[Tensor]
     rows: list[Tensor]
@@ -72,7 +73,7 @@ CASES = [
 
 @pytest.mark.parametrize(("size", "dtype", "ints", "num_bags"), CASES)
 def test_pooled_lookup(assert_sums, bags, call, lookup_case, size, dtype, ints, num_bags):
-    """out[b] is the factored sum of the rows of each feature's bag; padding and rows outside are not read."""
+    """out[b] is the factored sum of each feature's rows; padding and rows outside are not read."""
     p = lookup_case(size, dtype, ints, num_bags)
     got = call("pooled_lookup", *p)
     assert got.shape == (num_bags, 39) and got.dtype == F64
@@ -88,7 +89,7 @@ def test_pooled_lookup(assert_sums, bags, call, lookup_case, size, dtype, ints, 
 
 @pytest.mark.parametrize(("size", "dtype", "ints", "num_bags"), CASES)
 def test_pooled_lookup_weights(bags, call, lookup_case, size, dtype, ints, num_bags):
-    """d_weights[i] is the sum over the weighted features that hold id i of ⟨row, d_out⟩; 0 for all other ids."""
+    """d_weights[i] is the sum of ⟨row, d_out⟩ over the weighted features that hold id i; it is 0 for all other ids."""
     p = lookup_case(size, dtype, ints, num_bags)
     d = torch.randn(num_bags, 78)[:, ::2]
     got = call("pooled_lookup_weights", d, *p[:-1])
@@ -106,7 +107,7 @@ def test_pooled_lookup_weights(bags, call, lookup_case, size, dtype, ints, num_b
 
 
 def test_a_bag_is_summed_in_order(call):
-    """A bag's terms are added one after the other: the bits of a loop, for rows wider than a tile, too."""
+    """A bag's terms are added in order, with the bits of a loop, also for rows wider than a tile."""
     table, rows = torch.randn(20, 1030), torch.randint(0, 20, (40,))
     got = call("pooled_lookup", [table], [rows], torch.tensor([0, 33, 40]), None, [0, 0, 0, 0, 0, 0, 0], 2)
     for b, bag in enumerate([range(33), range(33, 40)]):
@@ -126,7 +127,7 @@ def test_wild_offsets_are_clamped(call):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)
 def test_rows_are_gathered_and_scattered(call, ids, size, dtype):
-    """gather_rows is table[rows], zeros outside; scatter_rows_ writes the rows before count, rounded, and no other."""
+    """gather_rows is table[rows], with zeros outside; scatter_rows_ writes only the rows before count, rounded."""
     torch.manual_seed(size)
     table, rows = torch.randn(70, 5).to(dtype), ids(size, 70, I32)
     got = call("gather_rows", table, rows)
@@ -147,8 +148,8 @@ def test_rows_are_gathered_and_scattered(call, ids, size, dtype):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", [F32, F16, I32, torch.bool], ids=str)
 def test_take_ranges(call, n, dtype):
-    """Range b is values[starts[b] : starts[b] + lengths[b]], bit
-    for bit; positions outside and the padding are zeros."""
+    """Range b is values[starts[b] : starts[b] + lengths[b]], bit for bit. Positions outside the buffer, and the
+    rest, are zeros."""
     torch.manual_seed(n)
     values = torch.randint(0, 2**15, (n, 2, 3)).to(dtype)
     starts, lengths = torch.randint(-2, n + 2, (6,)), torch.tensor([0, 3, 5, 0, 1, 4], dtype=I32)
@@ -164,8 +165,8 @@ def test_take_ranges(call, n, dtype):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("ints", "num_shards", "block"), [(I32, 3, 4), (I64, 300, 1)])
 def test_bucketize(ascending, bags, call, ids, n, ints, num_shards, block):
-    """Ids are grouped by (owner, bag), order kept, in their owner's
-    numbers; ids of no owner and the padding go nowhere."""
+    """Ids are grouped by (owner, bag) in their order, as their owner's local rows. Ids without an owner, and
+    padding, go nowhere."""
     torch.manual_seed(n)
     rows, offsets, weights = (
         ids(n, 12, ints),
@@ -190,8 +191,7 @@ def test_bucketize(ascending, bags, call, ids, n, ints, num_shards, block):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
 def test_padded_and_back(ascending, bags, call, n, dtype):
-    """to_padded cuts bags and fills them up, from_padded puts them
-    back, and with fill 0 each is the other's transpose."""
+    """to_padded cuts and fills bags, and from_padded writes them back. With fill 0 each is the other's transpose."""
     torch.manual_seed(n)
     values, offsets = torch.randn(n, 3).to(dtype), ascending(4, 0, max(n - 2, 0), I32)
     values[int(offsets[-1]) :] = torch.nan
@@ -206,18 +206,18 @@ def test_padded_and_back(ascending, bags, call, n, dtype):
     assert call("from_padded", got[:, :0], offsets, n).eq(0).all()
 
 
-# -- the host's part ---------------------------------------------------------------------------------------------
+# -- on the host --------------------------------------------------------------------------------------------------
 
 
 def test_integers_travel_as_arguments():
-    """pack gives on the device the integers that it was given, for any number of them, up to the size of addresses."""
+    """pack copies any number of integers to the device unchanged, up to the size of addresses."""
     for n in (0, 1, launch.PACKED, 3 * launch.PACKED + 1):
         values = [(2**58 - 1) // (i + 1) if i % 3 else i for i in range(n)]
         assert launch.pack(values, DEVICE)[:n].tolist() == values
 
 
 def test_nothing_is_read_on_the_host(call, lookup_case, no_host_reads):
-    """No operation asks for a value, so that each can be part of a CUDA graph."""
+    """No operation reads a tensor's value on the host, so each can be part of a CUDA graph."""
     p = lookup_case(20, F32, I64, 4)
     with no_host_reads():
         call("pooled_lookup", *p)
@@ -228,7 +228,7 @@ def test_nothing_is_read_on_the_host(call, lookup_case, no_host_reads):
 
 
 def test_tensors_on_the_cpu_are_refused(monkeypatch):
-    """Without the interpreter, tensors on the CPU get an error that tells what to do."""
+    """Without the interpreter, tensors on the CPU raise an error that says what to do."""
     monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(
         ValueError, match=r"(?s)tensors are on the CPU.*need  tensors on a CUDA device.*TRITON_INTERPRET=1"
@@ -283,7 +283,7 @@ print(*sorted(wide))
 
 
 def test_kernels_compile_for_hopper(tmp_path):
-    """Every kernel compiles for sm_90, which needs no device, and those that move rows do so 16 bytes at a time."""
+    """Every kernel compiles for sm_90, which needs no device, and kernels that move rows move 16 bytes at a time."""
     keep = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", COMPILED], capture_output=True, text=True, cwd=Path(__file__).parents[2],

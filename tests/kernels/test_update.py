@@ -1,6 +1,6 @@
-"""The fused update of every implementation against the Python rules, and the laws that hold to the last bit.
+"""The fused update of every implementation equals the Python rules, and some of its laws hold to the last bit.
 
-    update(grads) = rule(table[row], Σ of the row's terms, slots[row]) for every named row; all others keep their bits
+    update(grads) = rule(table[row], Σ of the row's terms, slots[row]) for every named row; other rows keep their bits
 
 Gradients are sums of bags and entries with all their options, ids outside the tables and NaN in the padding. The truth
 is the rule in f64. Outputs are made of memory full of NaN (tests/conftest.py). Shapes: B bags, N ids, R rows, D dim.
@@ -34,12 +34,12 @@ def generator(seed: int) -> torch.Generator:
 
 
 def noise(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
-    """Normal numbers: no two of their sums are equal, so that no rule stands at the edge of a jump."""
+    """Draw normal numbers: no two of their sums are equal, so that no rule is at the edge of a jump."""
     return torch.randn(shape, generator=generator(seed), dtype=F64).to(dtype)
 
 
 def rows_of(size: int, num_rows: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Rows with repeats; every fifth is outside."""
+    """Draw rows with repeats; every fifth is outside."""
     rows = torch.randint(0, num_rows, (size,), generator=generator(seed))
     wild = torch.tensor([num_rows, -1, torch.iinfo(dtype).max, torch.iinfo(dtype).min])
     place = torch.arange(size)
@@ -48,7 +48,7 @@ def rows_of(size: int, num_rows: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 @st.composite
 def row_grads(draw, num_rows: int, dim: int, dtype: torch.dtype, unit: float | None = None) -> RowGrads:
-    """Up to three terms of a table's cotangent; `unit` for multiples of it. Shrinks to no entries."""
+    """Draw up to three terms of a table's cotangent, as multiples of `unit` if it is given. Shrinks to no entries."""
     terms = []
     for _ in range(draw(st.integers(1, 3))):
         seed, size, kind = draw(st.integers(0, 2**16)), draw(st.sampled_from(SIZES)), draw(st.integers(0, 2))
@@ -77,7 +77,7 @@ def optimizer_of(rule: str, options: dict) -> fr.optim.RowOptimizer:
 
 
 def state_of(optimizer: fr.optim.RowOptimizer, grads: dict[str, RowGrads], dtypes, step: int):
-    """Tables, NaN where no gradient comes to a row, and slots as they are after some steps."""
+    """Make tables, with NaN in rows without a gradient, and slots after some steps."""
     tables, named = {}, {}
     for i, (name, g) in enumerate(grads.items()):
         rows = g.coalesce(implementation="reference")
@@ -94,7 +94,8 @@ def state_of(optimizer: fr.optim.RowOptimizer, grads: dict[str, RowGrads], dtype
 
 
 def run(optimizer, grads, slots, tables, step, implementation="reference", device="cpu", key=None):
-    """(tables, slots) of the update on the implementation's device, brought back; its arguments stay as they are."""
+    """Return (tables, slots) of an update on the implementation's device, and check that its arguments do not
+    change."""
     move = lambda tree, to: tree_map(lambda x: x.to(to) if isinstance(x, Tensor) else x, tree)
     args = move((grads, slots, tables, torch.tensor(step)), device)
     before = move(args[1:3], "cpu") if device != "cpu" else tree_map(torch.clone, args[1:3])
@@ -108,8 +109,8 @@ def cast(tree, dtype: torch.dtype):
 
 
 def assert_near(got: Tensor, truth: Tensor, same: Tensor, old: Tensor, table: torch.dtype) -> None:
-    """|got - truth| <= 2 · (what the Python rule in got's precision,
-    `same`, loses + one rounding), and one to 16 bits."""
+    """Check |got - truth| <= 2 · (the error of the Python rule in got's precision, `same`, + one rounding) + one
+    rounding to 16 bits."""
     if got.numel() == 0:
         return
     eps = torch.finfo(ops.accumulation_dtype(table)).eps
@@ -132,7 +133,7 @@ def refuses(known, rule: str, options: dict) -> bool:
 @pytest.mark.needs("fused_update")
 @pytest.mark.parametrize("rule_options", CASES, ids=lambda c: "-".join([c[0], *map(str, c[1].values())]))
 def test_update_is_the_rule(implementation, known, device, rule_options):
-    """Every named row moves as the Python rule says, with no more error than that has; others keep every bit."""
+    """Every named row moves as the Python rule says, with at most twice its error; other rows keep every bit."""
     rule, options = rule_options
     optimizer = optimizer_of(rule, options)
     if refuses(known, rule, options):
@@ -145,7 +146,8 @@ def test_update_is_the_rule(implementation, known, device, rule_options):
     @settings(max_examples=1 if known.slow else 4)
     @given(st.data())
     def law(data):
-        for dtypes in ((F32, BF16, F16), (F64,)):  # f64 apart: a gradient in f64 would lift the others
+        # f64 alone: a gradient in f64 would raise the others' precision
+        for dtypes in ((F32, BF16, F16), (F64,)):
             dtypes = [x for x in dtypes if x in known.dtypes]
             step, dims = data.draw(st.sampled_from([0, 4, 1000])), data.draw(st.permutations(known.dims))
             shapes = [(data.draw(st.sampled_from([40, 1, 7])), dim) for dim, _ in zip(dims, dtypes)]
@@ -169,7 +171,7 @@ def test_update_is_the_rule(implementation, known, device, rule_options):
 @pytest.mark.needs("fused_update", "coalesce")
 @pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad", "adam", "lamb"])
 def test_update_is_coalesce_and_the_rule(implementation, known, device, rule):
-    """The update with the coalesced gradient gives the same bits as with its terms."""
+    """The update gives the same bits from the coalesced gradient as from its terms."""
     optimizer = optimizer_of(rule, {})
 
     @settings(max_examples=1 if known.slow else 4)
@@ -189,8 +191,8 @@ def test_update_is_coalesce_and_the_rule(implementation, known, device, rule):
 @pytest.mark.needs("fused_update")
 @pytest.mark.parametrize("rule", ["rowwise_adagrad", "adagrad"])
 def test_tables_in_one_are_tables_apart(implementation, known, device, rule):
-    """Tables one behind the other in a larger one are updated with the bits that
-    they have apart, in whatever order their terms stand."""
+    """Tables that lie one after the other in a larger table get the bits of separate updates, in any order of their
+    terms."""
     optimizer = optimizer_of(rule, {})
 
     @settings(max_examples=1 if known.slow else 8)
@@ -219,8 +221,8 @@ def test_tables_in_one_are_tables_apart(implementation, known, device, rule):
 
 @pytest.mark.needs("expand", "coalesce")
 def test_coalesce_is_the_sum_of_what_expand_writes(ask, known):
-    """Entries added row by row, in order, are the bits of coalesce;
-    their places are the same with other tables beside."""
+    """coalesce has the bits of expand's entries added row by row in order. The entries' positions do not depend on
+    other tables."""
 
     @settings(max_examples=2 if known.slow else 12)
     @given(st.data())
@@ -248,7 +250,7 @@ def test_coalesce_is_the_sum_of_what_expand_writes(ask, known):
 @pytest.mark.needs("gather_rows")
 @pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad", "adam"])
 def test_stochastic_rounding_is_of_the_f32_update(implementation, known, device, rule):
-    """With a key, a 16-bit table gets its update in f32, rounded by the key's bits of each row and column."""
+    """With a key, a 16-bit table is updated in f32, then rounded by the key's bits for each row and column."""
     optimizer, key = optimizer_of(rule, {}), fr.key(3)
     if "key" in known.unsupported:
         g, tables = (
@@ -264,7 +266,8 @@ def test_stochastic_rounding_is_of_the_f32_update(implementation, known, device,
     @given(st.data())
     def law(data):
         dtypes = [F16, BF16, F32]
-        unit = 1 / 4 if rule == "sgd" else None  # sgd's sums are then exact
+        # sgd's sums are then exact
+        unit = 1 / 4 if rule == "sgd" else None
         grads = {
             n: data.draw(row_grads(9, dim, F32, unit)) for n, dim in zip("abc", data.draw(st.permutations(known.dims)))
         }
@@ -286,7 +289,7 @@ def test_stochastic_rounding_is_of_the_f32_update(implementation, known, device,
 
 
 def everything(ask, implementation: str, num_ids: int) -> list:
-    """An answer of every operation that the implementation has, on sizes that threads would share."""
+    """Run every operation of the implementation, on sizes that threads would share."""
     num_rows, num_bags, dim = num_ids // 40, num_ids // 25, 64
     table, rows = noise(num_rows, dim), rows_of(num_ids, num_rows, I64, 5)
     offsets = torch.randint(0, num_ids - 9, (num_bags + 1,), generator=generator(6)).sort().values
@@ -314,7 +317,7 @@ def everything(ask, implementation: str, num_ids: int) -> list:
 
 @pytest.mark.needs("pooled_lookup")
 def test_threads_and_repetition_change_no_bit(ask, implementation, known):
-    """One thread, two, three, and the same call again give the same bits."""
+    """One, two and three threads, and a repeated call, give the same bits."""
     size = 100 if known.slow else 20_000
     answers = []
     for n in (1, 2) if known.slow else (1, 2, 3, 1):
