@@ -1,4 +1,4 @@
-"""What newcomers write at first: a mistake is told in four parts, and what is none works; nothing is silently wrong."""
+"""Code that newcomers write: mistakes get an error in four parts, correct code works, and nothing is silently wrong."""
 
 from pathlib import Path
 
@@ -17,16 +17,17 @@ def found(code):
 
 @pytest.mark.parametrize("row", beginners.rows(), ids=lambda row: row[0])
 def test_a_mistake_is_told(row):
-    """What a newcomer writes raises or warns with what was got, what is needed and what to try; or it works."""
+    """A newcomer's code either works, or raises or warns with what was got, what is needed and what to try."""
     assert beginners.is_right(row, found(row[0])), found(row[0])
 
 
 def test_the_table_of_mistakes():
-    """Of 150 rows and more at least 95 % of what is told has all four parts, and none is silently wrong."""
+    """Of at least 150 rows, 95 % of the errors and warnings have all four parts, and no row is silently wrong."""
     outcomes = {row[0]: found(row[0]) for row in beginners.rows()}
     told = [o for o in outcomes.values() if o.kind != "returns"]
     assert len(outcomes) == len(beginners.rows()) >= 150
     assert sum(o.is_whole for o in told) / len(told) >= 0.95
     print(beginners.figures(outcomes))
     kept = RESULT.read_text()
-    assert [code for code in outcomes if f"\n  {code}\n" not in kept] == []  # the printed table has every row
+    # the printed table has every row
+    assert [code for code in outcomes if f"\n  {code}\n" not in kept] == []

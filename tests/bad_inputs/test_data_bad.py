@@ -1,4 +1,4 @@
-"""Bad files and bad calls of funcrec.data: the error's kind, and the fragment that names file, line or argument."""
+"""Bad files and bad calls of funcrec.data: the error's type, and the fragment that names file, line or argument."""
 
 import re
 import sys
@@ -126,7 +126,7 @@ def test_bad_data_call(name, call, kind, fragment):
 
 
 def check_text(error, *fragments):
-    # str() of a KeyError is its repr, hence args
+    # str() of a KeyError is its repr, so read args
     text = error.value.args[0]
     assert all(f in text for f in (*fragments, "funcrec", "\n  got   ", "\n  need  ")), text
 
@@ -152,7 +152,7 @@ BAD_LINES = {
 @pytest.mark.parametrize("bad", BAD_LINES)
 @pytest.mark.parametrize("before", [1, 25])
 def test_bad_line(tmp_path, bad, before):
-    """A corrupt line fails with the name of the file and the number of the line; the batches before it are fine."""
+    """A corrupt line raises with the file's name and the line's number; the batches before it are right."""
     path = tmp_path / "train.txt"
     path.write_text("\n".join([GOOD] * before + [BAD_LINES[bad], GOOD]) + "\n")
     with pytest.raises(ValueError) as error:
@@ -162,7 +162,7 @@ def test_bad_line(tmp_path, bad, before):
 
 
 def test_empty_tsv(tmp_path):
-    """A file without a line fails by name."""
+    """A file without a line raises an error that names it."""
     (tmp_path / "train.txt").write_text("")
     with pytest.raises(ValueError) as error:
         list(criteo_tsv(tmp_path / "train.txt", 10))
@@ -170,7 +170,7 @@ def test_empty_tsv(tmp_path):
 
 
 def test_bad_npy(tmp_path):
-    """Arrays that are cut short, or do not fit each other, fail by name."""
+    """Arrays that are cut short, or that do not fit each other, raise an error that names them."""
     save = lambda name, x: np.save(tmp_path / name, x) or tmp_path / name
     dense = save("dense.npy", np.zeros((4, 13), np.float32))
     sparse, label = save("sparse.npy", np.zeros((4, 26), np.int32)), save("label.npy", np.zeros(3))
@@ -187,7 +187,8 @@ def test_bad_npy(tmp_path):
 
 
 def test_bad_parquet(tmp_path):
-    """Files that are cut short, columns that are missing or of another type and missing ids fail by name."""
+    """Files that are cut short, missing columns, columns of another type and missing ids raise an error that names
+    them."""
     write = lambda **columns: parquet.write_table(pyarrow.table(columns), path)
     path = tmp_path / "x.parquet"
     cases = [
@@ -238,7 +239,7 @@ INTER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\nu1\ti1\t4\
     ],
 )
 def test_bad_movielens(tmp_path, name, text, fragments):
-    """A line that cannot be read fails with file and line, a column that is missing with its name."""
+    """A line that cannot be read raises with its file and number; a missing column raises with its name."""
     for file, good in [("ml-1m.user", USER), ("ml-1m.item", ITEM), ("ml-1m.inter", INTER)]:
         (tmp_path / file).write_text(text if file == name else good)
     with pytest.raises(ValueError) as error:
@@ -256,7 +257,7 @@ def test_too_few_ratings(tmp_path):
 
 
 def test_download_fails(tmp_path, monkeypatch):
-    """A download that fails says what pip said, and what to do instead."""
+    """A failed download raises with pip's message and says what to do instead."""
     failed = fetching.subprocess.CompletedProcess([], 1, "", "ERROR: Could not find a version\n")
     monkeypatch.setattr(fetching.subprocess, "run", lambda *args, **kwargs: failed)
     with pytest.raises(OSError) as error:
@@ -265,7 +266,7 @@ def test_download_fails(tmp_path, monkeypatch):
 
 
 def test_a_gpu_that_is_not_there_is_named_before_the_thread_starts(monkeypatch):
-    """prefetch to a GPU without one raises at the call, and says what is there."""
+    """prefetch to a missing GPU raises at the call."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="`device` is not there"):
         fr.data.prefetch(iter([]), device="cuda")

@@ -1,4 +1,4 @@
-"""Bad calls of what makes examples of one's own columns: splits, encoders, loaders, negatives."""
+"""Bad calls of the functions that make examples from a user's columns: splits, encoders, loaders, negatives."""
 
 from dataclasses import replace
 from types import SimpleNamespace

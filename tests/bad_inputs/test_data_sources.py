@@ -1,4 +1,4 @@
-"""Files that cannot be read: the error's kind, and the fragments that name file, line, row and column."""
+"""Files that cannot be read: the error's type, and the fragments that name file, line, row and column."""
 
 import gzip
 
@@ -13,7 +13,7 @@ from funcrec.data import Position, Schema, Text, examples, read, stream, stream_
 
 SCHEMA = Schema("y", categorical=("a",))
 GOOD = "y,a\n" + "".join(f"{i % 2},{i}\n" for i in range(50))
-TEXTS = {  # the file's text, what reads it, what the error says
+TEXTS = {  # the file's text, and parts of the error
     "a field less": (GOOD + "1\n", ("x.csv`, line 52", "Expected 2 columns, got 1")),
     "a field more": (GOOD + "1,2,3\n", ("x.csv`, line 52", "Expected 2 columns, got 3")),
     "an empty line": ("y,a\n1,2\n\n1,2\n", ("x.csv`, line 3", "a missing id")),
@@ -37,21 +37,22 @@ def said(call, *fragments):
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("key", [None, fr.key(0)], ids=["in order", "shuffled"])
 def test_bad_text(tmp_path, name, key):
-    """A line that cannot be read, or makes no example, is named by file and number, in whatever order it comes."""
+    """An error for a line that cannot be read, or that makes no example, names file and line number, in any order of
+    reading."""
     text, fragments = TEXTS[name]
     (tmp_path / "x.csv").write_text(text)
     said(lambda: list(stream_loader(tmp_path, SCHEMA, 8, key=key)()), *fragments)
 
 
 def test_bad_value_beyond_the_first_block(tmp_path, monkeypatch):
-    """A value that is not of the type inferred before it is named by file, line and column."""
+    """An error for a value that does not fit the inferred type names file, line and column."""
     monkeypatch.setattr("funcrec.data.readers._files.BLOCK_BYTES", 100)
     (tmp_path / "x.csv").write_text(GOOD + "1,ten\n")
     said(lambda: read(tmp_path), "x.csv`, line 52, column `a`", "invalid value 'ten'", 'types={"a": "string"}')
     assert read(tmp_path, format=Text(types={"a": "string"}))["a"][-1].as_py() == "ten"
 
 
-OPEN = {  # a file, the line of its open quote; None where it has none
+OPEN = {  # a file, and the line of its open quote (None: no open quote)
     "in the last column": ('a,b\n1,x\n2,"y\n3,z\n', 3),
     "in the last line": ('a,b\n1,x\n2,"y\n', 3),
     "behind a closed one": ('a,b\n0,"x"\n1,"y\n2,z', 3),
@@ -65,7 +66,7 @@ OPEN = {  # a file, the line of its open quote; None where it has none
 @pytest.mark.parametrize("columns", [None, ["a"]], ids=["all", "another column"])
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
 def test_a_quote_that_nothing_closes(tmp_path, name, columns, packed):
-    """A quote that nothing closes swallows no row: it is named by file and line, whether its column is read or not."""
+    """An unclosed quote swallows no row: the error names file and line, whether its column is read or not."""
     text, line = OPEN[name]
     path = tmp_path / ("x.csv.gz" if packed else "x.csv")
     path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
@@ -78,7 +79,7 @@ def test_a_quote_that_nothing_closes(tmp_path, name, columns, packed):
 
 @pytest.mark.parametrize("number", [2**63, 2**64 - 1, -(2**63) - 2**12])
 def test_integers_beyond_64_bits_in_text(tmp_path, number):
-    """Integers that no i64 holds are not read as floats: the column is named, and a stated type takes them."""
+    """Integers beyond i64 are not read as floats: the error names the column, and a stated type accepts them."""
     path, large = tmp_path / "x.csv", "1e19"
     path.write_text(f"y,a\n0,\n1,{number}\n0,5\n")
     said(lambda: read(path), "`x.csv`, column `a` has integers", f"{number}", 'Text(types={"a": "uint64"})')
@@ -89,7 +90,8 @@ def test_integers_beyond_64_bits_in_text(tmp_path, number):
 
 
 def test_damaged_gzip(tmp_path, monkeypatch):
-    """Of a packed file that is cut short, or has a byte changed, name and first line that is not whole are told."""
+    """The error for a gzip file that is cut short, or has a changed byte, names the file and the first line that is
+    not whole."""
     monkeypatch.setattr("funcrec.data.readers._files.BLOCK_BYTES", 1000)
     rows = np.random.default_rng(0).integers(0, 2**40, 3000)
     packed = gzip.compress(("y,a\n" + "".join(f"1,{i}\n" for i in rows)).encode())
@@ -105,7 +107,7 @@ def test_damaged_gzip(tmp_path, monkeypatch):
 
 
 def test_bad_parquet_in_a_folder(tmp_path):
-    """Of many files the one is named that is cut short, damaged, or has other columns or types."""
+    """Among many files, the error names the one that is cut short, is damaged, or has other columns or types."""
     table = pa.table({"y": [0, 1] * 50, "a": range(100)})
     write = lambda i, t: parquet.write_table(
         t, tmp_path / f"{i}.parquet", compression="none", use_dictionary=False, write_page_checksum=True,
@@ -185,7 +187,7 @@ CALLS = [
 
 @pytest.mark.parametrize("call, kind, fragment", [r[1:] for r in CALLS], ids=[r[0] for r in CALLS])
 def test_bad_call(tmp_path, call, kind, fragment):
-    """What cannot be read is said at the call where its names and types tell, in four parts."""
+    """A call raises in four parts where names and types already show that the source cannot be read."""
     with pytest.raises(kind) as error:
         call(tmp_path)
     text = error.value.args[0]

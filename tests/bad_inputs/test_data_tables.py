@@ -1,4 +1,4 @@
-"""Tables that no examples can be made of: the error's kind, and the fragments that name column, row and what to try."""
+"""Tables that cannot make examples: the error's type, and the fragments that name column, row and what to try."""
 
 import datetime
 import decimal
@@ -17,7 +17,7 @@ of = lambda **columns: lambda: examples({**GOOD, **columns}, ALL)
 
 
 class Strange:
-    """What says that it is a stream, and gives a column or an error."""
+    """A stream by its methods, which returns a column or raises."""
 
     def __init__(self, column):
         self.column = column
@@ -107,7 +107,7 @@ ROWS = [
 
 @pytest.mark.parametrize("call, kind, fragments", [r[1:] for r in ROWS], ids=[r[0] for r in ROWS])
 def test_bad_table(call, kind, fragments):
-    """What a schema or a table cannot mean is refused by column and row, in four parts."""
+    """A schema or a table without a valid meaning is refused by column and row, in four parts."""
     with pytest.raises(kind) as error:
         call()
     text = error.value.args[0]

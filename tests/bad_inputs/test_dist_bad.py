@@ -1,4 +1,4 @@
-"""Bad inputs of meshes, specs and collectives: a row is the call, what it raises, and what the message says."""
+"""Bad inputs of meshes, specs and collectives: each row is a call, its exception, and a part of the message."""
 
 import tempfile
 from pathlib import Path
@@ -44,19 +44,19 @@ def state_with(**fields):
 
 
 def apart():
-    """Three copies of t and u, each over two ranks."""
+    """Make three copies of t and u, each over two ranks."""
     return resharded(plan=fr.Plan(dict(BY_ROWS.placements), replicas="b"))
 
 
 def differing():
-    """Of which one has another number in t."""
+    """Make the same three copies, one with another number in t."""
     state = apart()
     state.tables["t"][-1, 0] = 1
     return state
 
 
 def cut_off():
-    """A state whose banks lack a row."""
+    """Make a state whose banks lack a row."""
     state = resharded(plan=IN_C, mesh=fr.Mesh.emulated(c=2), sparse=SGD)
     state.tables.banks["t"] = state.tables.banks["t"][1:]
     return fr.core._tree.replace(state, slots={"t": {}})
@@ -361,7 +361,7 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_bad_input_is_refused(name):
-    """A bad argument raises before any work, and the message names it, what was got and what is needed."""
+    """A bad argument raises before any work. The message names it, what was got and what is needed."""
     call, kind, fragments = ROWS[name]
     with pytest.raises(kind) as raised:
         call()

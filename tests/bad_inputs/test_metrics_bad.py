@@ -1,4 +1,4 @@
-"""Bad calls of metrics: the error's kind and the fragment that names the offender."""
+"""Bad calls of metrics: the error's type and the fragment that names the bad argument."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ ROWS = [
 
 @pytest.mark.parametrize("name, call, kind, fragment", ROWS, ids=[r[0] for r in ROWS])
 def test_bad_metric(name, call, kind, fragment):
-    """A bad call raises the kind it should, and names the offender in four parts."""
+    """A bad call raises the right type, and names the bad argument in four parts."""
     with pytest.raises(kind) as error:
         call()
     text = str(error.value)
@@ -59,7 +59,7 @@ def test_bad_metric(name, call, kind, fragment):
 
 
 def test_all_at_once():
-    """Every violation of one call is in one error."""
+    """One error reports every violation of a call."""
     with pytest.raises(ValueError) as error:
         update(metrics.log_loss(), P, Y * 3, torch.ones(1))
     assert "labels[1] = 3" in str(error.value) and "`weights` do not match" in str(error.value)

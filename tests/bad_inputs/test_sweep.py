@@ -1,4 +1,4 @@
-"""Wrong arguments to every public function: each argument, field and element in turn is what does not belong there."""
+"""Wrong arguments to every public function: each argument, field and element in turn is replaced by a wrong value."""
 
 from collections import defaultdict
 
@@ -40,13 +40,13 @@ def outcomes(swept):
 
 
 def test_every_public_function_is_swept(swept):
-    """Each public function and method that takes an argument is called by a row, or stands in a table with a reason."""
+    """A row calls each public function and method that takes an argument; the others are in a table with a reason."""
     absent = {name for name, fn in public_functions() if code_of(fn) not in swept[2]}
     assert absent == set(NOT_SWEPT)
 
 
 def test_errors_on_wrong_arguments_say_what_is_wrong(outcomes):
-    """Every error on wrong arguments says what was got and needed, and 97 % of them what to try as well."""
+    """Every error for a wrong argument says what was got and needed, and 97 % of the errors say what to try."""
     by_call = defaultdict(list)
     for o in outcomes:
         by_call[o.call].append(o)
@@ -60,13 +60,13 @@ def test_errors_on_wrong_arguments_say_what_is_wrong(outcomes):
 
 
 def test_no_wrong_argument_hangs(outcomes):
-    """A wrong argument is answered within seconds."""
+    """A wrong argument raises within seconds."""
     assert [o for o in outcomes if "TimeoutError" in o.text] == []
 
 
 def test_no_function_is_left_without_words(outcomes):
-    """Every public function says of at least 60 % of its wrong
-    arguments what was got, what is needed and what to try."""
+    """For at least 60 % of its wrong arguments, every public function says what was got, what is needed and what to
+    try."""
     by_call = defaultdict(list)
     for o in outcomes:
         if o.kind != "returned":
@@ -76,14 +76,13 @@ def test_no_function_is_left_without_words(outcomes):
 
 
 def test_what_is_accepted_is_allowed(outcomes):
-    """A wrong argument that a call accepts is of a class that the annotation
-    names, or stands in a reviewed table with a reason."""
+    """A wrong argument that a call accepts has a class that the annotation names, or a reason in a reviewed table."""
     accepted = [o for o in outcomes if o.kind == "returned" and o.fits != "closed"]
     assert [(o.call, o.path, o.wrong) for o in accepted if not reasons(o.call, o.path, o.wrong)] == []
 
 
 def test_nothing_is_allowed_in_vain(outcomes):
-    """Each reason, and each value that it is for, is that of a call which accepts it."""
+    """Each reason in the table, and each of its values, belongs to a call that accepts the value."""
     seen = defaultdict(set)
     for o in outcomes:
         if o.kind == "returned" and o.fits != "closed":
@@ -94,7 +93,7 @@ def test_nothing_is_allowed_in_vain(outcomes):
 
 
 def test_what_errors_say_to_try_gets_further(swept):
-    """A value that an error says to try, given instead, does not meet the same error."""
+    """A value that an error suggests, passed instead, does not raise the same error."""
     first = lambda o: o.text.split("\n")[0]
     pairs = list(tried(*swept[:2], {"fr": fr, "torch": torch}))
     assert len(pairs) >= 400
@@ -103,13 +102,13 @@ def test_what_errors_say_to_try_gets_further(swept):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_what_errors_say_to_try_is_python(name):
-    """Each example of the table compiles; the names in it are those of the reader's own program."""
+    """Each example of the table compiles; its names are those of the reader's own program."""
     compile(EXAMPLES[name], name, "eval")
 
 
 @pytest.mark.parametrize("name", [n for n in EXAMPLES if n[0].isupper()])
 def test_the_example_of_a_class_is_one(name):
-    """An example of a class, run, is a value of that class, or names what the reader has."""
+    """An example of a class, when it runs, is a value of that class, or names a value that the reader has."""
     ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[1], [2]]})
     tables = (fr.TableConfig("item", 4, 2),)
     mesh, plan = fr.Mesh.emulated(model=2), fr.Plan({"item": fr.row_wise("model")})
@@ -126,7 +125,7 @@ def test_the_example_of_a_class_is_one(name):
 
 
 def test_a_loss_that_cannot_read_its_batch_says_what_it_was_given():
-    """A loss's own error keeps its type, and a note names the call, what the loss was given and what to try."""
+    """A loss's own error keeps its type; a note names the call, the loss's arguments and what to try."""
     with pytest.raises(AttributeError) as error:
         fr.value_and_grad(lambda params, batch: batch.label)(fr.Params({}, {}), [3])
     note = "\n".join(error.value.__notes__)

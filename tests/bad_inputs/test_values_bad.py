@@ -1,5 +1,5 @@
-"""Arguments of configs, hashes, initial rows, layers and models that are no
-numbers, flags or functions: named, never taken for one."""
+"""Arguments of configs, hashes, initializers, layers and models that are not numbers, flags or functions are refused
+by name."""
 
 import math
 
@@ -17,7 +17,7 @@ KEYED = fr.KeyedJaggedTensor.from_lists({"f": [[1]]})
 IDS, BYTES = torch.tensor([1, 2]), torch.zeros(3, 8, dtype=torch.uint8)
 feature = lambda **options: fr.FeatureConfig("f", table="t", **options)
 
-WRONG = {  # call: (kind, what the text names)
+WRONG = {  # call: (kind, the part of the message that names the argument)
     "fbgemm: words": (lambda: fr.interop.from_fbgemm({"t": BYTES}, [("t", 8, 4)], layout="mine"), ValueError,
         "`layout`"),
     "fbgemm: floats": (lambda: fr.interop.from_fbgemm({"t": BYTES.float()}, [("t", 8, 4)]), TypeError, "is not bytes"),
@@ -138,7 +138,7 @@ WRONG = {  # call: (kind, what the text names)
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_argument_is_named(name):
-    """What is no number, flag or function of its range is an error at the call that says what was got and needed."""
+    """An argument that is no number, flag or function in its range raises at the call, with what was got and needed."""
     call, kind, fragment = WRONG[name]
     with pytest.raises(kind) as error:
         call()

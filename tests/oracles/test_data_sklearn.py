@@ -1,4 +1,4 @@
-"""Encoders against scikit-learn's."""
+"""Encoders equal scikit-learn's."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ COLUMNS = {
 
 @pytest.mark.parametrize("values", [RANDOM.integers(-9, 9, 400), RANDOM.choice(["a", "é", "Z", "日本", "ab"], 400)])
 def test_a_vocabulary_is_an_ordinal_encoder(values):
-    """Ids are OrdinalEncoder's ordinals + 1: both go by the sorted values; what is not known is its unknown value."""
+    """Ids are OrdinalEncoder's ordinals + 1: both number the sorted values, and unknown values get id 0."""
     theirs = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1).fit(values[:200, None])
     want = theirs.transform(values[:, None])[:, 0].astype(int) + 1
     assert vocabulary().fit(values[:200]).apply(values).to_pylist() == want.tolist()
@@ -26,7 +26,7 @@ def test_a_vocabulary_is_an_ordinal_encoder(values):
 @pytest.mark.parametrize("name", COLUMNS)
 @pytest.mark.parametrize("num", [2, 4, 10])
 def test_quantile_buckets_are_those_of_a_discretizer(name, num):
-    """Edges are numpy's quantiles to the bit, less those that repeat, and QuantileTransformer's; buckets are
+    """Without repeats, the edges equal numpy's quantiles to the bit, and QuantileTransformer's. The buckets are
     KBinsDiscretizer's."""
     x = COLUMNS[name]
     state = bucketize(num_quantiles=num).fit(x)
@@ -39,13 +39,14 @@ def test_quantile_buckets_are_those_of_a_discretizer(name, num):
     ids = np.array(state.apply(x).to_pylist())
     if len(theirs.bin_edges_[0]) == len(state.edges) + 2:
         assert ids.tolist() == want.tolist()
-    pairs = set(zip(ids.tolist(), want.tolist()))  # theirs keeps an edge at the least value: the same parts else
+    # KBinsDiscretizer keeps an edge at the least value; apart from that, both cut the rows into the same parts
+    pairs = set(zip(ids.tolist(), want.tolist()))
     assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
 
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_normalize_is_a_standard_scaler(name):
-    """Mean, deviation and what becomes of the values are StandardScaler's."""
+    """The mean, the deviation and the normalized values are StandardScaler's."""
     x = COLUMNS[name]
     state, theirs = normalize().fit(x), StandardScaler().fit(x[:, None])
     np.testing.assert_allclose(

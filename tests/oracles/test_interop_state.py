@@ -1,4 +1,5 @@
-"""TorchRec's state dicts, modules' and optimizers', in ours and back: equal predictions, equal training."""
+"""State dicts of TorchRec's modules and optimizers convert to ours and back, with equal predictions and equal
+training."""
 
 from dataclasses import replace
 
@@ -38,8 +39,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_collections_predict_the_same(dtype):
-    """The rows of an EmbeddingBagCollection and of an EmbeddingCollection, loaded, give their answers; the way back is
-    taken strictly and leaves their bits."""
+    """The rows of an EmbeddingBagCollection and of an EmbeddingCollection, loaded here, give their lookups. The way
+    back passes strict loading and keeps their bits."""
     tables = tuple(replace(t, dtype=dtype) for t in TABLES)
     ids = batch(0).ids
     bags = scattered(EmbeddingBagCollection(configs(tables=tables)))
@@ -48,7 +49,8 @@ def test_collections_predict_the_same(dtype):
     assert_trees_close(got.values.float(), want.values().detach(), rtol=1e-6 if dtype == torch.float32 else 2e-3)
     sequences = scattered(EmbeddingCollection(configs("none", tables)))
     rows = load(fresh(tables), sequences.state_dict())
-    if dtype == torch.float32:  # an EmbeddingCollection of f16 has rows of f16, whose sums are nobody's
+    # an EmbeddingCollection of f16 returns f16 rows, which differ from our f32 rows
+    if dtype == torch.float32:
         answer, want = fr.lookup_sequence(rows.tables, ids, features("none")), sequences(theirs(ids))
         assert_trees_close(
             {k: answer[k].unpad().values for k in want}, {k: x.values().detach() for k, x in want.items()}
@@ -78,8 +80,8 @@ def batch_of(name, seed=0):
 @pytest.mark.parametrize("prefix", ["", "module.model."])
 @pytest.mark.parametrize("name", ["dlrm", "dlrm, shared", "dcn", "deepfm"])
 def test_models_predict_the_same(name, prefix):
-    """TorchRec's DLRM, DLRM_DCN and SimpleDeepFMNN, loaded into ours, give the same predictions, under
-    whatever name they stand in a larger module; the way back is taken strictly and leaves their bits."""
+    """TorchRec's DLRM, DLRM_DCN and SimpleDeepFMNN, loaded here, give the same predictions, under any prefix of
+    their names. The way back passes strict loading and keeps their bits."""
     module, model = models()[name]
     scattered(module)
     held = {prefix + k: v for k, v in module.state_dict().items()}
@@ -98,8 +100,8 @@ def test_models_predict_the_same(name, prefix):
 
 
 def test_a_model_of_ones_own_is_loaded_by_its_names():
-    """A module with a collection and parts of torch's: parameters and buffers, as `interop.module` names them, are
-    found by the tails of their names, integers among them."""
+    """A user's module with a collection and torch's layers: parameters and buffers, named as in `interop.module`,
+    are found by the ends of their names. This includes integer buffers."""
 
     class Own(torch.nn.Module):
         def __init__(self):
@@ -124,7 +126,7 @@ def test_a_model_of_ones_own_is_loaded_by_its_names():
 
 # -- training goes on --------------------------------------------------------------------------------------------------
 
-FUSED = {  # name -> (ours, the class that TorchRec fuses, its arguments)
+FUSED = {  # name -> (ours, the optimizer class that TorchRec fuses, its arguments)
     "sgd": (fr.optim.sgd(LR), torch.optim.SGD, {"lr": LR}),
     "adagrad": (fr.optim.adagrad(LR, eps=EPS), torch.optim.Adagrad, {"lr": LR, "eps": EPS}),
     "rowwise_adagrad": (fr.optim.rowwise_adagrad(LR, eps=EPS), RowWiseAdagrad, {"lr": LR, "eps": EPS}),
@@ -155,8 +157,8 @@ def our_steps(step, state, seeds):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_training_goes_on_with_fused_state(name):
-    """After three fused steps TorchRec's tables and optimizer state are loaded, and three more on both sides leave the
-    same losses, tables and state; brought back into a fresh module, three more do again."""
+    """After three fused steps, TorchRec's tables and optimizer state are loaded here. Three more steps on both sides
+    give the same losses, tables and state; so do three more after loading ours into a fresh module."""
     sparse, cls, options = FUSED[name]
     make = lambda: FusedEmbeddingBagCollection(configs(), cls, options)
     module, w = make(), torch.linspace(-1, 1, WIDTH)
@@ -184,7 +186,7 @@ def rows_of(module):
 
 
 class Whole(torch.nn.Module):
-    """A collection and a vector, under optimizers of named parameters."""
+    """A collection and a vector, trained by optimizers of named parameters."""
 
     def __init__(self):
         super().__init__()
@@ -206,8 +208,9 @@ KEYED = {
 
 @pytest.mark.parametrize("name", KEYED)
 def test_training_goes_on_with_keyed_state(name):
-    """So it does with the state dict of a KeyedOptimizer of tables and dense weights, which says the steps; and back,
-    strictly, it is TorchRec's own after those steps. (Every row is named by every batch: torch's Adam is not lazy.)"""
+    """Training also goes on with the state dict of a KeyedOptimizer of tables and dense weights, which holds the
+    step. Converted back, it passes strict loading and equals TorchRec's own. (Every batch names every row, because
+    torch's Adam is not lazy.)"""
     sparse, cls = KEYED[name]
     net = Whole()
     opt = net.optimizer(cls)
@@ -235,7 +238,7 @@ def test_training_goes_on_with_keyed_state(name):
 
 
 def full_batch(seed):
-    """Every row of every table in each bag, and some again."""
+    """Make a batch with every row of every table in each bag, and some rows again."""
     more = batch(seed).ids.to_lists()
     lists = {k: [[*range(7 if k == "clicked" else 5), *bag] for bag in bags] for k, bags in more.items()}
     return replace(batch(seed), ids=fr.KeyedJaggedTensor.from_lists(lists))
@@ -250,7 +253,7 @@ def every_row(net, opt, seed):
     return loss.detach()
 
 
-FBGEMM = {  # rule: {slot: FBGEMM's name of it}, as a sharded module's optimizer has them
+FBGEMM = {  # rule: {slot: FBGEMM's name for it}, as in a sharded module's optimizer
     "adagrad": {"sum": "momentum1"},
     "rowwise_adagrad": {"sum": "momentum1"},
     "adam": {"mean": "momentum1", "square": "exp_avg_sq"},
@@ -265,7 +268,7 @@ FBGEMM = {  # rule: {slot: FBGEMM's name of it}, as a sharded module's optimizer
 
 @pytest.mark.parametrize("name", FBGEMM)
 def test_state_of_every_fused_rule_comes_back(name):
-    """What FBGEMM keeps for each rule, under its names and shapes, becomes the slots of ours, and back."""
+    """The state that FBGEMM keeps for each rule, under its names and shapes, becomes our slots, and converts back."""
     step = our_step(getattr(fr.optim, name)(LR), fr.optim.dense(torch.optim.SGD, lr=LR))
     state, _ = our_steps(step, step.init(fresh(dense={"w": torch.ones(WIDTH)})), range(2))
     form = {

@@ -1,4 +1,4 @@
-"""torch's nested tensors and nn.Modules, through interop and as they are."""
+"""torch's nested tensors and nn.Modules give the same values through interop as in torch."""
 
 import copy
 import inspect
@@ -27,8 +27,8 @@ def normal(seed, *shape):
 
 @given(frs.jagged_tensors(weighted=False, row_shape=()), frs.jagged_tensors(weighted=False, row_shape=(2,)))
 def test_bags_come_back(x, rows):
-    """Bags as a nested tensor and back are the bags without their padding, in the same memory; the nested tensor's
-    rows are the bags."""
+    """Bags converted to a nested tensor and back are the bags without padding, in the same memory. The nested
+    tensor's rows are the bags."""
     for own in (x, rows):
         nested = to_nested(own)
         back = from_nested(nested)
@@ -39,7 +39,7 @@ def test_bags_come_back(x, rows):
 
 
 def test_nested_tensors_come_back():
-    """A nested tensor of torch's own making comes back in the same memory, and gradients go through both ways."""
+    """A nested tensor made by torch is converted and back in the same memory, and gradients pass both ways."""
     bags = [normal(0, 2, 3), normal(1, 0, 3), normal(2, 4, 3)]
     nested = torch.nested.nested_tensor(bags, layout=torch.jagged, requires_grad=True)
     back = to_nested(from_nested(nested))
@@ -81,7 +81,7 @@ class Tied(nn.Module):
 
 
 class Averaged(nn.Module):
-    """A buffer that forward puts another tensor in place of, a boolean one, and a parameter that is frozen."""
+    """A module with a buffer that forward replaces, a boolean buffer, and a frozen parameter."""
 
     def __init__(self):
         super().__init__()
@@ -137,8 +137,8 @@ def loss_of(net, x):
 
 @pytest.mark.parametrize("train", [False, True])
 def test_apply_is_the_module(net, train):
-    """apply gives the module's answers bit by bit through three calls, and the buffers that the module is left with,
-    in train() and in eval(); the gradient is backward's."""
+    """apply gives the module's outputs bit for bit through three calls, and its final buffers, in train() and
+    eval(). The gradient is backward's."""
     theirs = copy.deepcopy(net)
     params, buffers, apply = module(net)
     before = copy.deepcopy((dict(net.state_dict()), params))
@@ -157,15 +157,17 @@ def test_apply_is_the_module(net, train):
         want.backward()
         assert torch.equal(got, want.detach())
         want = {n: p.grad for n, p in theirs.named_parameters() if p.requires_grad}
-        assert_trees_close(grads, want, rtol=1e-5, atol=1e-7)  # an LSTM's sums round in another order
+        # an LSTM's sums are rounded in another order
+        assert_trees_close(grads, want, rtol=1e-5, atol=1e-7)
     held = {**{n: p for n, p in theirs.named_parameters() if not p.requires_grad}, **dict(theirs.named_buffers())}
     assert_trees_close(buffers, {n: b if b.is_floating_point() else b.double() for n, b in held.items()})
-    assert_trees_close((dict(net.state_dict()), params), before)  # nothing was written to
+    # the calls wrote nothing
+    assert_trees_close((dict(net.state_dict()), params), before)
 
 
 def test_apply_is_compiled_and_mapped(net):
-    """As fr.jit stages it, and under vmap over members, apply gives what it gives alone, buffers included; a sum that
-    reads its count on the host is refused by jit; without a rule under vmap (LSTM, spectral norm) torch raises."""
+    """apply gives the same values and buffers when fr.jit stages it, and under vmap over members. jit refuses a
+    batch norm that reads its count on the host. torch raises for modules without a vmap rule (LSTM, spectral norm)."""
     params, buffers, apply = module(net)
     x = normal(0, 5, 4)
     run = lambda p, b, x: apply(p, b, x, train=True)
@@ -188,7 +190,7 @@ def test_apply_is_compiled_and_mapped(net):
 
 
 def test_the_module_may_change_afterwards(net):
-    """What is done to the module later is not seen by apply: training it, its mode, its parts."""
+    """Later changes of the module's values, mode or parts do not change apply."""
     params, buffers, apply = module(net)
     x = normal(0, 5, 4)
     before = apply(params, buffers, x, train=True)
@@ -198,11 +200,12 @@ def test_the_module_may_change_afterwards(net):
     net.eval()
     assert_trees_close(apply(params, buffers, x, train=True), before)
     forms = inspect.getclosurevars(apply).nonlocals["forms"].values()
-    assert all(t.is_meta for form in forms for t in (*form.parameters(), *form.buffers()))  # no memory, nothing to read
+    # the forms have no memory, so apply can read nothing from them
+    assert all(t.is_meta for form in forms for t in (*form.parameters(), *form.buffers()))
 
 
 class Waiting(nn.Module):
-    """Gives way to other threads in the midst of a call."""
+    """Lets other threads run in the middle of a call."""
 
     def forward(self, x):
         time.sleep(0.005)
@@ -210,7 +213,8 @@ class Waiting(nn.Module):
 
 
 def test_threads_do_not_meet_in_a_module():
-    """Calls of many threads at once give what they give alone: none sees another's parameters or running statistics."""
+    """Simultaneous calls from many threads give each call's own values: none sees another's parameters or running
+    statistics."""
     params, buffers, apply = module(nn.Sequential(nn.BatchNorm1d(4), Waiting(), nn.Linear(4, 1)))
     x = normal(0, 32, 4)
     scaled = [{n: p * (i + 1) for n, p in params.items()} for i in range(4)]
@@ -221,8 +225,8 @@ def test_threads_do_not_meet_in_a_module():
 
 
 def test_dropout_draws_from_the_key():
-    """nn.Dropout in train mode drops by the key: the same key the same places, each layer others; on average nothing
-    is lost; torch's generator is left alone, and in eval() nothing is dropped."""
+    """In train mode, nn.Dropout draws from the key: the same key drops the same places, and each layer drops others.
+    The mean is kept, and torch's generator does not change. In eval() nothing is dropped."""
     net = nn.Sequential(nn.Dropout(0.5), nn.Identity(), nn.Dropout(0.5))
     _, _, apply = module(net)
     x, state = torch.ones(20_000), torch.get_rng_state()
@@ -297,7 +301,7 @@ NO_MODULE = {
 
 @pytest.mark.parametrize("name", [*NO_BAGS, *NO_MODULE])
 def test_a_wrong_argument_is_named(name):
-    """What is no nested tensor, no bags or no module that can be a function raises in four parts."""
+    """A value that is no nested tensor, no bags, or no module that can be a function raises in four parts."""
     call, kind, fragment = {**NO_BAGS, **NO_MODULE}[name]
     with pytest.raises(kind) as error:
         call()
@@ -313,7 +317,7 @@ FEATURES = tuple(fr.FeatureConfig(t.name, table=t.name) for t in TABLES)
 
 
 class DLRMDense(nn.Module):
-    """What of a DLRM is no table: a bottom and a top with batch norm, dot products of all pairs between them."""
+    """The dense part of a DLRM: bottom and top layers with batch norm, and dot products of all pairs between them."""
 
     def __init__(self):
         super().__init__()
@@ -336,7 +340,7 @@ def batch(step):
 
 
 def train_theirs(net, tables, steps):
-    """nn.EmbeddingBag and the module under torch's optimizers."""
+    """Train nn.EmbeddingBag and the module with torch's optimizers."""
     bags = {n: nn.EmbeddingBag.from_pretrained(t.clone(), False, mode="sum", include_last_offset=True) for n, t in
             tables.items()}  # fmt: skip
     opts = [torch.optim.SGD([b.weight for b in bags.values()], lr=0.1), torch.optim.Adam(net.parameters(), lr=1e-2)]
@@ -356,8 +360,8 @@ def train_theirs(net, tables, steps):
 
 
 def test_a_dlrm_of_a_module_and_tables_trains_as_torch_does():
-    """Five steps of train_step over tables and a module as functions leave the losses, tables, parameters and running
-    statistics that torch leaves; the step can be compiled."""
+    """Five steps of train_step over tables and a module give the losses, tables, parameters and running statistics
+    of torch. The compiled step writes the tables in place."""
     torch.manual_seed(0)
     net, tables = DLRMDense(), fr.init(fr.key(0), TABLES)
     params, buffers, apply = module(net)
@@ -386,7 +390,7 @@ def test_a_dlrm_of_a_module_and_tables_trains_as_torch_does():
 
 
 def test_running_statistics_are_not_forgotten():
-    """A step whose dense parameters hold a module's running statistics wants a `merge` for them."""
+    """A step whose dense parameters hold a module's running statistics requires `merge` for them."""
     params, buffers, _ = module(nn.BatchNorm1d(2))
     step = fr.train_step(lambda p, b: p.dense["net"]["weight"].sum(), sparse=fr.optim.sgd(),
                          dense=fr.optim.dense(torch.optim.SGD, lr=0.1))  # fmt: skip

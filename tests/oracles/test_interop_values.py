@@ -1,4 +1,4 @@
-"""interop's values against TorchRec's own, both ways, and what has no counterpart."""
+"""interop's values convert to TorchRec's and back; values without a counterpart are refused."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,10 +23,11 @@ from_torchrec, to_torchrec = fr.interop.from_torchrec, fr.interop.to_torchrec
 
 @st.composite
 def ids(draw):
-    """Our ids, of one number of bags or of one for each key, with inverse indices or not."""
+    """Draw ids with one number of bags or one for each key, with or without inverse indices."""
     x = draw(frs.keyed_jagged_tensors(same_bags=draw(st.booleans()), min_bags=1, weighted=draw(st.booleans())))
     if draw(st.booleans()):
-        x = x.permute([*x.keys, x.keys[0]])  # a key may be there twice
+        # a key may occur twice
+        x = x.permute([*x.keys, x.keys[0]])
     if draw(st.booleans()):
         return x
     count = draw(st.integers(1, 5))
@@ -50,7 +51,7 @@ def test_ids_come_back(x):
 
 @given(frs.keyed_jagged_tensors(keys=("a", "b"), min_bags=1, weighted=True))
 def test_keys_without_weights_have_ones_there(x):
-    """TorchRec's ids, of which all keys have weights or none, have 1 for a key that has none here."""
+    """In TorchRec either all keys have weights or none; a key that has none here gets weights of 1 there."""
     theirs = to_torchrec(replace(x, unweighted=("b",)))
     assert theirs["b"].weights().tolist() == [1.0] * theirs["b"].values().numel()
     assert_trees_close(theirs["a"].weights(), x["a"].unpad().weights)
@@ -58,7 +59,7 @@ def test_keys_without_weights_have_ones_there(x):
 
 @given(ids(), st.booleans())
 def test_their_ids_come_back(x, by_lengths):
-    """to_torchrec(from_torchrec(y)) is y by TorchRec's own comparison, whether y has lengths or offsets."""
+    """to_torchrec(from_torchrec(y)) equals y by TorchRec's own comparison, whether y has lengths or offsets."""
     x = x.unpad()
     form = {"lengths": x.lengths} if by_lengths else {"offsets": x.offsets}
     if x.strides is not None:
@@ -67,7 +68,8 @@ def test_their_ids_come_back(x, by_lengths):
         form["inverse_indices"] = (list(x.keys), x.inverse)
     y = tr.KeyedJaggedTensor(list(x.keys), x.values, x.weights, **form)
     back = to_torchrec(from_torchrec(y))
-    assert (y.lengths_or_none() is None) == ("lengths" not in form)  # nothing was written to y
+    # y was not written
+    assert (y.lengths_or_none() is None) == ("lengths" not in form)
     assert tr.kjt_is_equal(back, y)
     assert back.stride_per_key() == y.stride_per_key() and back.stride() == y.stride()
     assert (back.inverse_indices_or_none() is None) == (x.inverse is None)
@@ -77,7 +79,7 @@ def test_their_ids_come_back(x, by_lengths):
 
 @given(ids())
 def test_inverse_indices_of_another_order_are_put_in_the_keys(x):
-    """TorchRec names the rows of its inverse indices; here they stand in the order of the keys."""
+    """TorchRec names the rows of its inverse indices; ours are reordered to the order of the keys."""
     if x.inverse is None or len(set(x.keys)) < len(x.keys):
         return
     names = list(reversed(x.keys))
@@ -88,7 +90,8 @@ def test_inverse_indices_of_another_order_are_put_in_the_keys(x):
 
 @given(frs.jagged_tensors(min_bags=1, row_shape=()), frs.jagged_tensors(row_shape=(2,), dtypes=(torch.float32,)))
 def test_bags_come_back(x, rows):
-    """A JaggedTensor, of numbers or of vectors, and a dict of them come back; theirs holds the same bags."""
+    """A JaggedTensor of numbers or of vectors, and a dict of them, convert to TorchRec's and back; TorchRec's holds
+    the same bags."""
     for own in (x, rows):
         assert_trees_close(from_torchrec(to_torchrec(own)), own.unpad())
     assert_trees_close(from_torchrec(to_torchrec({"x": x, "rows": rows})), {"x": x.unpad(), "rows": rows.unpad()})
@@ -99,7 +102,7 @@ def test_bags_come_back(x, rows):
 
 @given(frs.keyed_tensors())
 def test_pooled_features_come_back(x):
-    """A KeyedTensor comes back, in the same memory, and theirs has its columns."""
+    """A KeyedTensor converts to TorchRec's and back in the same memory, and TorchRec's has its columns."""
     theirs = to_torchrec(x)
     assert_trees_close(from_torchrec(theirs), x)
     assert theirs.values() is x.values is from_torchrec(theirs).values
@@ -108,7 +111,7 @@ def test_pooled_features_come_back(x):
 
 @given(frs.keyed_tensors(dtypes=(torch.float32,), num_rows=3))
 def test_derivatives_pass(x):
-    """What is shared is differentiated: the gradient of a tensor inside a value goes through both ways."""
+    """Gradients of a tensor inside a value pass through both conversions."""
     f = lambda v: from_torchrec(to_torchrec(replace(x, values=v))).values.square().sum()
     assert_trees_close(torch.func.grad(f)(x.values), 2 * x.values)
 
@@ -120,7 +123,7 @@ INITIALIZERS = (fr.uniform(), fr.uniform(0.25), fr.normal(0.5), fr.xavier_normal
 
 @st.composite
 def collections(draw):
-    """(tables, features, weighted) of one collection, the features named and ordered as its answer."""
+    """Draw (tables, features, weighted) of one collection, with the features named and ordered as in its output."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     tables = [replace(t, initializer=draw(st.sampled_from(INITIALIZERS))) for t in
               draw(frs.table_configs(dtypes=dtypes))]  # fmt: skip
@@ -137,7 +140,7 @@ def collections(draw):
 
 
 def comparable(config):
-    """A config with its `init_fn` as what it draws of."""
+    """Return a config in which `init_fn` is replaced by the distribution that it draws from."""
     fn = config.init_fn
     drawn = (fn.func, fn.args, tuple(sorted(fn.keywords.items()))) if isinstance(fn, partial) else fn
     return type(config), {**vars(config), "init_fn": drawn}
@@ -145,8 +148,8 @@ def comparable(config):
 
 @given(collections())
 def test_configs_come_back(collection):
-    """Tables and features, as configs and back, are the same, and so are the configs made of them; the collection
-    made of the configs has the features' names as the keys of its answer."""
+    """Tables and features, converted to configs and back, are the same, and so are configs made from them. A
+    collection made from the configs has the features' names as its output's keys."""
     tables, features, weighted = collection
     configs = to_torchrec((tables, features), weighted=weighted)
     assert from_torchrec(configs, weighted=weighted) == (tables, features)
@@ -165,7 +168,7 @@ def test_configs_come_back(collection):
 
 @pytest.mark.parametrize("initializer", INITIALIZERS, ids=lambda i: f"{i.kind}-{i.scale}")
 def test_first_rows_are_of_one_distribution(initializer):
-    """A collection's first rows have the mean and the spread of those that `init` draws of the same config."""
+    """A collection's initial rows have the mean and the spread of `init`'s rows for the same config."""
     table = fr.TableConfig("t", 900, 32, initializer=initializer)
     (config,) = to_torchrec(((table,), (fr.FeatureConfig("x", table="t"),)))
     torch.manual_seed(0)
@@ -184,7 +187,7 @@ U = fr.TableConfig("u", 10, 4)
 Q = fr.quantize({"t": torch.ones(10, 4)})
 pair = lambda *features, tables=(T,): to_torchrec((tables, features))
 
-WRONG = {  # call: (kind, what the text says)
+WRONG = {  # call: (kind, a part of the message)
     "a list": (lambda: from_torchrec([1, 2]), TypeError, "`x` is not one of TorchRec's values"),
     "ours": (lambda: from_torchrec(T), TypeError, "`x` is not one of TorchRec's values"),
     "no flag": (lambda: from_torchrec(bag_config(), weighted="no"), TypeError, "`weighted` is not a truth value"),
@@ -234,12 +237,14 @@ WRONG = {  # call: (kind, what the text says)
     "no feature": (lambda: pair(F, tables=(T, U)), ValueError, "tables have no feature"),
     "no table": (lambda: pair(fr.FeatureConfig("x", "z")), KeyError, "read tables that are not there"),
 }  # fmt: skip
-BY_CONSTRUCTORS = {"offsets of another buffer", "a name twice"}  # whose errors are those of our own values
+# the constructors of our own values raise these errors
+BY_CONSTRUCTORS = {"offsets of another buffer", "a name twice"}
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_has_no_counterpart_is_named(name):
-    """What the other library cannot say, or what is none of its values, raises before any work, in four parts."""
+    """A value that the other library cannot express, or that does not belong to it, raises before any work, in four
+    parts."""
     call, kind, fragment = WRONG[name]
     with pytest.raises(kind) as error:
         call()
@@ -249,7 +254,7 @@ def test_what_has_no_counterpart_is_named(name):
 
 
 def test_without_torchrec_the_errors_say_so(monkeypatch):
-    """Where TorchRec is not installed, to_torchrec says what to install."""
+    """If TorchRec is not installed, to_torchrec says what to install."""
     import sys
 
     monkeypatch.setitem(sys.modules, "torchrec", None)

@@ -1,5 +1,5 @@
-"""Small programs of collectives, scan and transforms against JAX 0.10.2, whose
-numbers stand in jax_programs.json (x64, CPU devices)."""
+"""Small programs of collectives, scan and transforms give JAX 0.10.2's numbers, stored in jax_programs.json (x64,
+CPU devices)."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ COLLECTIVES = {
     "all_to_all": lambda x: fr.all_to_all(x, "x", tiled=True) ** 2 * x,
     "axis_index": lambda x: x * fr.axis_index("x"),
 }
-DECIDED = {  # whether out_specs=P() may be said of them while staging
+DECIDED = {  # whether staging may accept out_specs=P() for them
     "identity": lambda x: x,
     "psum": lambda x: fr.psum(x, "x"),
     "index": lambda x: fr.axis_index("x") * 1.0 + 0 * fr.psum(x, "x"),
@@ -73,7 +73,7 @@ def close(got, name):
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_collectives_under_transforms_are_jaxs(kind, name):
-    """Inside and outside of shard_map grad, vmap and jvp of a collective have JAX's numbers."""
+    """grad, vmap and jvp of a collective, inside and outside of shard_map, have JAX's numbers."""
     close(KINDS[kind](COLLECTIVES[name]), f"{kind} {name}")
 
 
@@ -89,7 +89,8 @@ def test_two_axes_are_jaxs(name):
 def test_what_may_be_called_the_same_is_what_jax_lets_be(name):
     """While staging, out_specs that promise one value for all ranks are refused where JAX's check_vma refuses them."""
     staged = fr.jit(mapped(DECIDED[name], out=P()))
-    with mock.patch.object(_compiled, "compile_graph", lambda graph, args: graph):  # the staged graph itself
+    # run the staged graph itself
+    with mock.patch.object(_compiled, "compile_graph", lambda graph, args: graph):
         if WANTED[f"decide {name}"] == "refused":
             with pytest.raises(ValueError, match="is not the same along axis"):
                 staged(X)
@@ -98,7 +99,7 @@ def test_what_may_be_called_the_same_is_what_jax_lets_be(name):
 
 
 def test_scan_is_jaxs():
-    """scan's outputs, and their derivative by what every step reads, are JAX's."""
+    """scan's outputs, and their derivatives by a value that every step reads, are JAX's."""
     zero, half = X.new_zeros(()), X.new_tensor(0.5)
     scanned = lambda a: fr.scan(lambda c, x: (c * a + x, c * x), zero, X)[1]
     close(scanned(half), "scan")

@@ -1,4 +1,4 @@
-"""Every line of the migration table, run on both sides and compared."""
+"""Every line of the migration table runs on both sides, and the results are equal."""
 
 import importlib
 import re
@@ -33,7 +33,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 @pytest.fixture
 def names():
-    """What a row may name: the page's own blocks, run."""
+    """Return the names that a row may use: those of the page's own blocks after they ran."""
     torch.manual_seed(0)
     found = {"__name__": "page"}
     for block in BLOCKS:
@@ -49,13 +49,13 @@ def one_rank():
 
 
 def test_the_page_has_enough_rows():
-    """The table has at least thirty lines that are run, and no line that is not read."""
+    """The table has at least sixty lines that are run, and no line that is not parsed."""
     assert len(ROWS) >= 60 and len(ROWS) + len(YET) == len(LINES)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[left[:60] for left, _ in ROWS])
 def test_both_sides_are_the_same(row, names, request):
-    """What TorchRec's call gives is what ours gives."""
+    """TorchRec's call and ours give the same value."""
     left, right = row
     if "DistributedModelParallel" in left:
         request.getfixturevalue("one_rank")
@@ -65,14 +65,14 @@ def test_both_sides_are_the_same(row, names, request):
 
 @pytest.mark.parametrize(("theirs", "ours"), YET)
 def test_what_is_not_there_yet_is_not_there(theirs, ours):
-    """A line that says so is of something that TorchRec has and funcrec has not."""
+    """A line of missing features names something that TorchRec has and funcrec does not have."""
     module, name = theirs.rsplit(".", 1)
     assert hasattr(importlib.import_module(module), name)
     assert not hasattr(fr, ours)
 
 
 def test_a_wrong_line_is_seen(names):
-    """A line whose sides differ fails: another order, another rate, another placement, another number."""
+    """A line whose sides differ in an order, a rate, a placement or a number fails."""
     rate = 'FusedEmbeddingBagCollection(configs, torch.optim.SGD, {"lr": 0.1})'
     plan = 'construct_module_sharding_plan(ebc, {"item": row_wise(), "user": table_wise(rank=1)}, **TWO_RANKS)'
     for left, right in [
@@ -89,7 +89,7 @@ def test_a_wrong_line_is_seen(names):
 
 
 def compare(theirs, ours, names):
-    """By what the right side is: a rule and a layer are run, values are held against values."""
+    """Compare two values by our value's kind: run rules and layers, compare other values directly."""
     if isinstance(ours, fr.optim.RowOptimizer):
         assert_trees_close(trained(theirs, names), trained_by(ours, names), **CLOSE)
     elif isinstance(theirs, WarmupOptimizer):
@@ -112,7 +112,7 @@ def compare(theirs, ours, names):
 
 
 def plain(x):
-    """Either library's value, in lists, tensors and numbers."""
+    """Convert either library's value to lists, tensors and numbers."""
     kinds = (torchrec.KeyedJaggedTensor, torchrec.JaggedTensor, torchrec.KeyedTensor, torchrec.EmbeddingBagConfig,
              torchrec.EmbeddingConfig)  # fmt: skip
     if isinstance(x, kinds):
@@ -135,7 +135,7 @@ def plain(x):
 
 
 def plain_tensor(x):
-    """Numbers of one dtype, so that a list's tensors are like a list's numbers."""
+    """Convert a tensor to strings or to f64, so that a list's tensors equal a list's numbers."""
     return [str(n) for n in x.tolist()] if x.dim() == 1 and not x.is_floating_point() else x.detach().double()
 
 
@@ -144,7 +144,7 @@ def data(names):
 
 
 def trained(theirs, names):
-    """The rows after one step of their optimizer, from those of `params`."""
+    """Return the rows after one step of their optimizer, starting at those of `params`."""
     kjt, _, d = data(names)
     module = theirs if isinstance(theirs, FusedEmbeddingBagCollection) else names["ebc"]
     names["with_rows"](module)
@@ -183,7 +183,7 @@ def compare_metrics(theirs, ours, names):
 
 
 def compare_layers(theirs, ours):
-    """With our parameters filled from the module's by shape and order."""
+    """Compare a layer's outputs, with our parameters taken from the module's by shape and order."""
     for i, p in enumerate(theirs.parameters()):
         p.data.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
     if isinstance(theirs, MLP):
@@ -200,7 +200,7 @@ def compare_layers(theirs, ours):
 
 
 def compare_models(theirs, ours, names):
-    """Loaded from the module's state dict, they predict the same."""
+    """Load our model from the module's state dict, and compare the predictions."""
     params = fr.interop.load_torchrec_state_dict(ours.init(fr.key(0)), theirs.state_dict())
     dense = torch.linspace(-1, 1, 9).reshape(3, 3)
     logits = ours.apply(params, fr.Batch(names["ids"], None, dense))
@@ -217,7 +217,7 @@ def placements(plan):
 
 
 def form_of(batch):
-    """What two random batches share: keys, bags, ids of a bag, dense inputs."""
+    """Return the form that two random batches share: keys, bags, ids per bag, dense inputs."""
     ids = batch.sparse_features if hasattr(batch, "sparse_features") else batch.ids
     ids = fr.interop.from_torchrec(ids) if not isinstance(ids, fr.KeyedJaggedTensor) else ids
     dense = batch.dense_features if hasattr(batch, "dense_features") else batch.dense

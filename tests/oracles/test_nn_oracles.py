@@ -1,4 +1,4 @@
-"""The layers of funcrec.nn against torch.nn and against their formulas written out."""
+"""The layers of funcrec.nn equal torch.nn's, and their formulas written out."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ def copy_linear(module: torch.nn.Linear) -> dict:
 
 
 def test_linear_is_torch_linear():
-    """Values and gradients of torch.nn.Linear, whose state dict is the parameters."""
+    """Values and gradients equal torch.nn.Linear's; its state dict is the parameters."""
     module, x = torch.nn.Linear(5, 3).double(), normal(0, 7, 5)
     layer, params = nn.linear(5, 3), copy_linear(module)
     assert torch.equal(layer.apply(params, x), module(x))
@@ -30,7 +30,7 @@ def test_linear_is_torch_linear():
 
 @pytest.mark.parametrize("momentum", [0.1, 0.5])
 def test_batch_norm_is_torch_batch_norm(momentum):
-    """Training, evaluation, running statistics and gradients of torch.nn.BatchNorm1d over several batches."""
+    """Training, evaluation, running statistics and gradients equal torch.nn.BatchNorm1d's over several batches."""
     module = torch.nn.BatchNorm1d(4, momentum=momentum).double()
     torch.nn.init.normal_(module.weight)
     torch.nn.init.normal_(module.bias)
@@ -55,7 +55,7 @@ def test_batch_norm_is_torch_batch_norm(momentum):
 
 @pytest.mark.parametrize("final", [None, torch.relu])
 def test_mlp_with_batch_norm_is_a_sequential(final):
-    """Linear, BatchNorm1d, ReLU, ...: in training and in evaluation."""
+    """The MLP equals a Sequential of Linear, BatchNorm1d, ReLU, ..., in training and in evaluation."""
     parts, hidden = [], (5, 4, 3)
     for i, (a, b) in enumerate(itertools.pairwise(hidden)):
         last = i == len(hidden) - 2 and final is None
@@ -75,14 +75,15 @@ def test_mlp_with_batch_norm_is_a_sequential(final):
 
 
 def test_factorization_machine_is_the_double_sum():
-    """Σ_{i<j} Σ_d x_id x_jd, term by term."""
+    """factorization_machine is Σ_{i<j} Σ_d x_id x_jd, term by term."""
     x = normal(0, 3, 5, 2)
     expected = [sum(float(e[i] @ e[j]) for i, j in itertools.combinations(range(5), 2)) for e in x]
     torch.testing.assert_close(nn.factorization_machine(x), torch.tensor(expected, dtype=torch.float64))
 
 
 def test_dot_interaction_is_the_lower_triangle():
-    """The entries of X Xᵀ that torch.tril_indices names, in its order; values and gradients."""
+    """dot_interaction gives the entries of X Xᵀ that torch.tril_indices names, in its order; values and gradients
+    agree."""
     x = normal(0, 3, 6, 2).requires_grad_()
     rows, columns = torch.tril_indices(6, 6, -1)
     expected = torch.bmm(x, x.transpose(1, 2))[:, rows, columns]
@@ -95,7 +96,7 @@ def test_dot_interaction_is_the_lower_triangle():
 
 @pytest.mark.parametrize("rank", [None, 2])
 def test_cross_network_is_its_recurrence(rank):
-    """x_{l+1,i} = x_{0,i} (Σ_j W_ij x_{l,j} + b_i) + x_{l,i}, element by element."""
+    """The cross network is x_{l+1,i} = x_{0,i} (Σ_j W_ij x_{l,j} + b_i) + x_{l,i}, element by element."""
     layer = nn.cross_network(4, 3, rank)
     params = [{k: normal(7 * i + len(k), *v.shape) for k, v in p.items()} for i, p in enumerate(layer.init(fr.key(0)))]
     x0 = normal(3, 2, 4)
@@ -121,7 +122,7 @@ def test_cross_network_is_its_recurrence(rank):
     ],
 )
 def test_draws_have_their_moments(draw, shape, std):
-    """Mean 0 and the deviation of torch.nn.init, within five standard errors of 30,000 draws."""
+    """Initial weights have mean 0 and torch.nn.init's deviation, within five standard errors of 30,000 draws."""
     x = draw(fr.key(0), shape).double()
     count = x.numel()
     assert abs(float(x.mean())) < 5 * std / math.sqrt(count)
@@ -129,7 +130,7 @@ def test_draws_have_their_moments(draw, shape, std):
 
 
 def test_xavier_normal_has_the_deviation_of_torch_init():
-    """torch.nn.init.xavier_normal_ of the same matrix has the same deviation, within sampling."""
+    """Weights have the deviation of torch.nn.init.xavier_normal_ for the same matrix, within sampling error."""
     torch.manual_seed(0)
     theirs = torch.nn.init.xavier_normal_(torch.empty(200, 400)).std()
     assert abs(float(nn.xavier_normal(fr.key(0), (200, 400)).std() / theirs) - 1) < 0.02

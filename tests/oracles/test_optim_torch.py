@@ -1,4 +1,4 @@
-"""Row optimizers against torch.optim, in float64, where every row is named at every step."""
+"""Row optimizers equal torch.optim in float64, if every step names every row."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ PAIRS = {
 
 
 def generated():
-    """A table and, for each step, entries in two parts whose sum names every row."""
+    """Make a table and, for each step, a gradient whose entries name every row."""
     draw = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(shape, generator=draw, dtype=torch.float64)
     ids = torch.cat([torch.arange(ROWS), torch.tensor([3, 0, 3])])
@@ -46,7 +46,7 @@ def generated():
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_rows_are_elements(name):
-    """With every row named, k steps on rows are k steps of torch.optim on the table."""
+    """If every step names every row, k steps on rows equal k steps of torch.optim on the table."""
     ours, cls, hyper = PAIRS[name]
     table, grads = generated()
     theirs = torch.nn.Parameter(table.clone())
@@ -56,12 +56,12 @@ def test_rows_are_elements(name):
         tables, slots = ours.update({"t": g}, slots, tables, step)
         theirs.grad = g.to_dense()
         opt.step()
-    # torch.optim sums counters and powers in other orders: a few roundings per step
+    # torch.optim computes counters and powers in another order: a few roundings per step
     assert_trees_close(tables["t"], theirs.detach(), rtol=1e-12, atol=1e-13)
 
 
 def test_lazy_adam_is_sparse_adam():
-    """With rows left out, Adam on rows is torch.optim.SparseAdam on the sparse gradient."""
+    """If rows are left out, Adam on rows equals torch.optim.SparseAdam on the sparse gradient."""
     table, grads = generated()
     theirs = torch.nn.Parameter(table.clone())
     opt = torch.optim.SparseAdam([theirs], lr=LR)
@@ -73,5 +73,5 @@ def test_lazy_adam_is_sparse_adam():
         tables, slots = ours.update({"t": g}, slots, tables, step)
         theirs.grad = torch.sparse_coo_tensor(rows[None], values, table.shape, check_invariants=True)
         opt.step()
-    # SparseAdam adds eps before the correction of the square: eps counts for 1e-8 of a step
+    # SparseAdam adds eps before it corrects the square, so eps counts for 1e-8 of a step
     assert_trees_close(tables["t"], theirs.detach(), rtol=0, atol=2e-6)

@@ -1,4 +1,4 @@
-"""Jagged values against TorchRec's JaggedTensor, KeyedJaggedTensor and KeyedTensor."""
+"""Jagged values equal TorchRec's JaggedTensor, KeyedJaggedTensor and KeyedTensor."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ UNEVEN = pytest.mark.parametrize("same_bags", [True, False], ids=["one_stride", 
 
 
 def kjt(x):
-    """Our ids as TorchRec's, which have no padding."""
+    """Convert our ids to TorchRec's, which have no padding."""
     x = x.unpad()
     strides = {} if x.strides is None else {"stride_per_key_per_rank": [[s] for s in x.strides]}
     return tr.KeyedJaggedTensor(list(x.keys), x.values, x.weights, lengths=x.lengths, **strides)
@@ -29,12 +29,12 @@ def jt(x):
 
 
 def keyed(**options):
-    """Ids with weights for all keys or for none: TorchRec knows no others."""
+    """Draw ids with weights for all keys or for none, because TorchRec has no other ids."""
     return st.booleans().flatmap(lambda w: frs.keyed_jagged_tensors(weighted=w, **options))
 
 
 def parts(x):
-    """(keys, bags per key, values, weights, offsets) of either library's ids; `()` are the weights of none."""
+    """Return (keys, bags per key, values, weights, offsets) of either library's ids; `()` stands for no weights."""
     if isinstance(x, fr.KeyedJaggedTensor):
         x = x.unpad()
         counts = x.strides or (x.num_bags,) * len(x.keys)
@@ -50,7 +50,7 @@ def parts(x):
 
 
 def bags(x):
-    """(values, weights, offsets) of either library's JaggedTensor."""
+    """Return (values, weights, offsets) of either library's JaggedTensor."""
     if isinstance(x, fr.JaggedTensor):
         x = x.unpad()
         return x.values, () if x.weights is None else x.weights, x.offsets.long()
@@ -63,8 +63,7 @@ def bags(x):
 
 @given(keyed(min_bags=1))
 def test_constructors_agree(x):
-    """from_lengths and from_offsets give the value that from_lengths_sync
-    and from_offsets_sync give, and so does to_lists."""
+    """from_lengths and from_offsets give the values of from_lengths_sync and from_offsets_sync, and to_lists agrees."""
     x = x.unpad()
     args = list(x.keys), x.values
     theirs = tr.KeyedJaggedTensor.from_lengths_sync(*args, x.lengths, x.weights)
@@ -77,7 +76,7 @@ def test_constructors_agree(x):
 @UNEVEN
 @given(data=st.data())
 def test_one_key_is_theirs(same_bags, data):
-    """ids[key] and to_dict hold each key's bags, weights included."""
+    """ids[key] and to_dict give each key's bags, weights included."""
     x = data.draw(keyed(min_bags=1, same_bags=same_bags))
     ours, theirs = x.to_dict(), kjt(x).to_dict()
     assert list(ours) == list(theirs) == list(x.keys)
@@ -89,7 +88,7 @@ def test_one_key_is_theirs(same_bags, data):
 @UNEVEN
 @given(data=st.data())
 def test_permute_is_theirs(same_bags, data):
-    """permute reorders the keys, leaves some out and repeats some."""
+    """permute reorders, drops and repeats keys as TorchRec's permute does."""
     x = data.draw(keyed(min_bags=1, same_bags=same_bags))
     order = data.draw(st.lists(st.integers(0, len(x.keys) - 1), min_size=1, max_size=5))
     assert_trees_close(parts(x.permute(order)), parts(kjt(x).permute(order)))
@@ -99,7 +98,7 @@ def test_permute_is_theirs(same_bags, data):
 @UNEVEN
 @given(data=st.data())
 def test_split_is_theirs(same_bags, data):
-    """split cuts the keys into runs, of which each is a value of its own."""
+    """split cuts the keys into runs, and each run is a value, as in TorchRec."""
     x = data.draw(keyed(keys=("a", "b", "c", "d"), min_bags=1, same_bags=same_bags))
     cuts = data.draw(st.sampled_from([[4], [1, 3], [2, 2], [3, 1], [1, 2, 1], [1, 1, 1, 1]]))
     for mine, theirs in zip(x.split(cuts), kjt(x).split(cuts), strict=True):
@@ -109,7 +108,7 @@ def test_split_is_theirs(same_bags, data):
 @UNEVEN
 @given(data=st.data())
 def test_concat_is_theirs(same_bags, data):
-    """concat puts the keys of several values side by side."""
+    """concat joins the keys of several values, as in TorchRec."""
     count = data.draw(st.integers(1, 3))
     alike = {"dtypes": (torch.int64,), "offset_dtypes": (torch.int64,), "weighted": data.draw(st.booleans())}
     size = {"min_bags": count, "max_bags": count} if same_bags else {"min_bags": 1}
@@ -122,7 +121,7 @@ def test_concat_is_theirs(same_bags, data):
 @UNEVEN
 @given(data=st.data())
 def test_from_jagged_is_from_jt_dict(same_bags, data):
-    """One JaggedTensor per key, of the same number of bags or not, make the ids that from_jt_dict makes."""
+    """from_jagged makes from_jt_dict's ids from one JaggedTensor per key, with equal or different numbers of bags."""
     x = data.draw(keyed(min_bags=1, same_bags=same_bags))
     theirs = tr.KeyedJaggedTensor.from_jt_dict({k: jt(x[k]) for k in x.keys})
     assert_trees_close(parts(fr.KeyedJaggedTensor.from_jagged(x.to_dict())), parts(theirs))
@@ -134,7 +133,7 @@ def test_from_jagged_is_from_jt_dict(same_bags, data):
 @pytest.mark.parametrize("row_shape", [(), (3,)], ids=["numbers", "vectors"])
 @given(data=st.data())
 def test_to_padded_is_to_padded_dense(row_shape, data):
-    """to_padded cuts and fills as to_padded_dense, and the weights as to_padded_dense_weights."""
+    """to_padded cuts and fills as to_padded_dense does, and weights as to_padded_dense_weights does."""
     x = data.draw(frs.jagged_tensors(dtypes=FLOATS, weighted=True, row_shape=row_shape, min_bags=1))
     length, fill = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0.0, -1.5]))
     assert_trees_close(x.to_padded(length, fill), jt(x).to_padded_dense(length, fill))
@@ -144,13 +143,13 @@ def test_to_padded_is_to_padded_dense(row_shape, data):
 
 @given(frs.jagged_tensors(dtypes=(torch.int64,), min_bags=1))
 def test_the_longest_bag_is_their_default(x):
-    """to_padded at the longest bag's length is to_padded_dense without a length."""
+    """to_padded at the longest bag's length equals to_padded_dense without a length."""
     assert_trees_close(x.to_padded(int(x.lengths.max())), jt(x).to_padded_dense())
 
 
 @given(data=st.data())
 def test_from_padded_is_from_dense_lengths(data):
-    """from_padded takes the first lengths[b] of each row, weights too, as from_dense_lengths."""
+    """from_padded takes the first lengths[b] of each row, weights too, as from_dense_lengths does."""
     count, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     lengths = torch.tensor(data.draw(st.lists(st.integers(0, length), min_size=count, max_size=count)))
     padded, weights = (data.draw(frs.tensors((count, length))) for _ in range(2))
@@ -160,7 +159,7 @@ def test_from_padded_is_from_dense_lengths(data):
 
 @given(frs.jagged_tensors(dtypes=FLOATS, weighted=True, min_bags=1))
 def test_lists_are_their_dense(x):
-    """from_lists is from_dense of the bags as tensors, and to_lists is to_dense."""
+    """from_lists equals from_dense of the bags as tensors, and to_lists equals to_dense."""
     weights = fr.JaggedTensor(x.weights, x.offsets).to_lists()
     theirs = tr.JaggedTensor.from_dense(*([torch.tensor(bag) for bag in side] for side in (x.to_lists(), weights)))
     got = fr.JaggedTensor.from_lists(x.to_lists(), weights=weights, dtype=torch.float32)
@@ -177,7 +176,7 @@ def keyed_tensor(x):
 
 @given(frs.keyed_tensors(dtypes=FLOATS))
 def test_keyed_tensor_is_theirs(x):
-    """from_dict, [key] and to_dict are from_tensor_list, [key] and to_dict."""
+    """from_dict, [key] and to_dict equal from_tensor_list, [key] and to_dict."""
     theirs = tr.KeyedTensor.from_tensor_list(list(x.keys), list(x.to_dict().values()))
     ours = fr.KeyedTensor.from_dict(x.to_dict())
     assert_trees_close(ours.values, theirs.values())
@@ -196,8 +195,8 @@ GROUPINGS = {
 @pytest.mark.parametrize("groups", GROUPINGS.values(), ids=GROUPINGS)
 @given(data=st.data())
 def test_regroup_is_theirs(groups, data):
-    """regroup and its transpose gather the features of two values
-    into groups, as KeyedTensor.regroup by its two ways."""
+    """regroup and its transpose gather the features of two values into groups, as both ways of KeyedTensor.regroup
+    do."""
     num_rows = data.draw(st.integers(1, 4))
     pieces = [data.draw(frs.keyed_tensors(keys=k, num_rows=num_rows, dtypes=FLOATS)) for k in ("ab", "cd")]
     values = [x.values.clone().requires_grad_() for x in pieces]

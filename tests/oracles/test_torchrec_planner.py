@@ -1,4 +1,5 @@
-"""Our solver against TorchRec's planner: its options and estimates feed both, its own model scores both."""
+"""Our solver against TorchRec's planner: both get TorchRec's options and estimates, and TorchRec's model rates both
+plans."""
 
 import importlib
 from pathlib import Path
@@ -12,7 +13,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 
 def test_no_plan_of_torchrecs_planner_is_faster(monkeypatch):
-    """On generated sets our plan fits, is rated as the solver said, and no slower than TorchRec's own; the bound is
+    """On generated tables, our plan is rated as the solver said, and is no slower than TorchRec's. The bound is
     below both."""
     monkeypatch.syspath_prepend(str(BENCH))
     bench = importlib.import_module("planner")
