@@ -1,4 +1,4 @@
-"""Saves that go on beside the program: what was given is what is saved, errors are told, and nothing is cut short."""
+"""Saves that run in the background save the given values, report errors, and are never cut short."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from funcrec.testing import assert_trees_close
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Saves stop before they change the name until it is set."""
+    """Stop each save just before it renames its file, until the event is set."""
     opened = threading.Event()
     write = _job.write_whole
 
@@ -38,7 +38,7 @@ def tree(value):
 
 @pytest.mark.parametrize("copy_bytes", [None, 0, 24, 399, 400])
 def test_what_was_given_is_saved(copy_bytes, tmp_path):
-    """What is written to after the call returns is not in the file, whatever the copy may take."""
+    """The file holds the values at the time of the call, not later ones, whatever the size of the copy."""
     given = tree(1.0)
     saving = fr.save(tmp_path / "a.pt", given, asynchronous=True, copy_bytes=copy_bytes)
     given["w"].fill_(2)
@@ -48,13 +48,14 @@ def test_what_was_given_is_saved(copy_bytes, tmp_path):
 
 
 def test_the_copy_is_bounded():
-    """The first tensors are written from where they are, so many that the others fit into a copy of that size."""
+    """The first tensors are written directly from their memory, as many as needed for the others to fit into the
+    copy."""
     sizes = [5, 3, 0, 8, 2]
     assert [_asynchronous.num_live(sizes, n) for n in (None, 18, 17, 13, 10, 9, 2, 1, 0)] == [0, 0, 1, 1, 2, 4, 4, 5, 5]
 
 
 def test_the_call_returns_before_the_file_is_there(gate, tmp_path):
-    """An asynchronous save returns while it goes on; a load of the same process waits for it."""
+    """An asynchronous save returns before it is done; a load in the same process waits for it."""
     saving = fr.save(tmp_path / "a.pt", tree(1.0), asynchronous=True)
     assert not saving.is_done and "going on" in repr(saving) and not (tmp_path / "a.pt").exists()
     threading.Timer(0.05, gate.set).start()
@@ -63,8 +64,8 @@ def test_the_call_returns_before_the_file_is_there(gate, tmp_path):
 
 
 def test_an_interrupted_call_saves_nothing(tmp_path, monkeypatch):
-    """A call that is interrupted while its tensors are written from where they are leaves no checkpoint of what they
-    are by then, and no error for the next one."""
+    """A call that is interrupted while tensors are written directly from their memory leaves no checkpoint of later
+    values, and no error for the next call."""
     interrupted, go, write = type("Event", (threading.Event,), {}), threading.Event(), _job.write_file
 
     def interrupt(self, timeout=None):
@@ -86,7 +87,7 @@ def test_an_interrupted_call_saves_nothing(tmp_path, monkeypatch):
 
 
 def test_saves_of_one_path_are_in_order(tmp_path):
-    """Of many saves to one path the last one stays."""
+    """After many saves to one path, the last one stays."""
     for n in range(10):
         saving = fr.save(tmp_path / "a.pt", {"n": n}, asynchronous=n % 3 != 0)
     assert fr.load(tmp_path / "a.pt") == {"n": 9}
@@ -96,7 +97,7 @@ def test_saves_of_one_path_are_in_order(tmp_path):
 
 @pytest.mark.parametrize("told_at", ["wait", "save"])
 def test_an_error_is_told_once(told_at, tmp_path, monkeypatch):
-    """What goes wrong beside the program is raised by wait, or else by the next save, which is then not begun; once."""
+    """An error in the background is raised once: by wait, or by the next save, which then does not start."""
 
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -113,7 +114,7 @@ def test_an_error_is_told_once(told_at, tmp_path, monkeypatch):
 
 
 def test_wrong_trees_are_told_at_once(tmp_path):
-    """What cannot be saved is an error of the call, as without a thread; a bound of no copy, too."""
+    """A tree that cannot be saved raises in the call, as without a thread; so does a bound without a copy."""
     with pytest.raises(TypeError, match=r"`tree\['x'\]` cannot be saved"):
         fr.save(tmp_path / "a.pt", {"x": object()}, asynchronous=True)
     with pytest.raises(ValueError, match="`copy_bytes` requires a copy"):
@@ -121,7 +122,7 @@ def test_wrong_trees_are_told_at_once(tmp_path):
 
 
 def test_the_end_of_a_program_waits(tmp_path):
-    """A program that ends, by an error too, ends when its save is done."""
+    """A program that ends, also with an error, first finishes its save."""
     save = "fr.save(sys.argv[1], {'x': torch.ones(10**6)}, asynchronous=True)"
     code = f"import sys, torch, funcrec as fr\n{save}\nraise SystemExit(3)"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.pt")]).returncode == 3
@@ -129,7 +130,7 @@ def test_the_end_of_a_program_waits(tmp_path):
 
 
 def test_an_error_that_nobody_waited_for_is_told_at_the_end(tmp_path, capsys):
-    """What went wrong and was raised nowhere is said when the program ends."""
+    """An error that was raised nowhere is printed when the program ends."""
     os.mkdir(tmp_path / "a")
     saving = fr.save(tmp_path / "a", 1, asynchronous=True)
     saving._thread.join()

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, and the same bits."""
+"""Checkpoints are whole or absent, and load the same bits."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ def test_load_undoes_save(tmp_path):
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
-    """A save that breaks off leaves the old checkpoint and no other file."""
+    """A save that fails leaves the old checkpoint and no other file."""
     fr.save(tmp_path / "a.pt", {"x": torch.ones(2)})
     with pytest.raises(TypeError, match=r"`tree\['f'\]` cannot be saved"):
         fr.save(tmp_path / "a.pt", {"f": object()})
@@ -46,7 +46,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("where", [0.1, 0.5, 0.999])
 def test_truncated_files_are_refused(tmp_path, where):
-    """A file cut anywhere is told to be no whole checkpoint."""
+    """A file that is cut anywhere is refused as no whole checkpoint."""
     path = fr.save(tmp_path / "a.pt", {"x": torch.randn(1000)})
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * where)])
@@ -55,7 +55,7 @@ def test_truncated_files_are_refused(tmp_path, where):
 
 
 def test_a_flipped_bit_is_refused(tmp_path):
-    """A damaged tensor is found by its checksum."""
+    """A checksum finds a damaged tensor."""
     path = fr.save(tmp_path / "a.pt", {"x": torch.zeros(1000)})
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -65,7 +65,7 @@ def test_a_flipped_bit_is_refused(tmp_path):
 
 
 def test_other_files_are_refused(tmp_path):
-    """Another program's file, another format and a missing file are told apart."""
+    """Another program's file and another format raise ValueError; a missing file raises FileNotFoundError."""
     (tmp_path / "text").write_text("hello")
     torch.save({"x": torch.ones(1)}, tmp_path / "other.pt")
     with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
@@ -78,7 +78,7 @@ def test_other_files_are_refused(tmp_path):
 
 
 def test_a_state_of_another_config_is_refused(tmp_path):
-    """`like` tells every leaf that differs in place, shape or dtype."""
+    """`like` reports every leaf that differs in path, shape or dtype."""
     path = fr.save(tmp_path / "a.pt", {"w": torch.ones(2), "v": torch.ones(1), "old": torch.ones(1)})
     with pytest.raises(ValueError) as error:
         fr.load(path, like={"w": torch.ones(3), "v": torch.ones(1, dtype=torch.float64), "new": torch.ones(1)})
@@ -103,7 +103,7 @@ LIKE = {
 
 @pytest.mark.parametrize("name", LIKE)
 def test_like_compares_more_than_shapes(tmp_path, name):
-    """`like` tells of nodes of another kind, and of other static fields, as of shapes."""
+    """`like` reports nodes of another kind and other static fields, as it does shapes."""
     found, wanted, *fragments = LIKE[name]
     path = fr.save(tmp_path / "a.pt", found)
     assert_trees_close(fr.load(path, like=found), found)

@@ -1,4 +1,4 @@
-"""Files of checkpoints: many writers, full disks, damaged and crafted files."""
+"""Files of checkpoints: many writers, full disks, damaged files and crafted files."""
 
 import contextlib
 import errno
@@ -25,7 +25,7 @@ from funcrec.files import _whole_file
 
 @pytest.fixture
 def deadline():
-    """An error after 20 s: whatever waits for ever is told apart from what is slow."""
+    """Raise an error after 20 s, so that a call that waits for ever fails the test."""
 
     def ring(signum, frame):
         raise TimeoutError("it waits")
@@ -41,8 +41,8 @@ def deadline():
 
 
 def test_many_writers_and_readers_of_one_path(tmp_path, monkeypatch):
-    """Savers of one path that share a process id all succeed, readers
-    see whole files only, and the last one saved stays."""
+    """When several savers share one path and one process id, all succeed. Readers see whole files only, and the last
+    saved one stays."""
     monkeypatch.setattr(os, "getpid", lambda: 1)  # as in containers
     path, failures, done = tmp_path / "a.pt", [], threading.Event()
     fr.save(path, {"n": -1, "x": torch.full((5000,), -1)})
@@ -77,7 +77,8 @@ def test_many_writers_and_readers_of_one_path(tmp_path, monkeypatch):
 
 
 def test_what_killed_writers_left_is_removed(tmp_path):
-    """A save removes old temporary files that nobody holds; young ones, locked ones and files of other names stay."""
+    """A save removes old temporary files that nobody holds; young files, locked files and files with other names
+    stay."""
     old, young, held, pipe = (tmp_path / f".{name}{_whole_file.SUFFIX}" for name in ("old", "young", "held", "pipe"))
     other = tmp_path / ".other.tmp"
     for path in (old, young, held, other):
@@ -94,7 +95,7 @@ def test_what_killed_writers_left_is_removed(tmp_path):
 
 
 def test_a_killed_writer_leaves_the_old_file(tmp_path):
-    """SIGKILL in the midst of saves: what is at the path is whole."""
+    """After SIGKILL in the middle of a save, the file at the path is whole."""
     saves = "fr.save(sys.argv[1], {'n': n, 'x': torch.full((20000,), n)}); print(n, flush=True)"
     code = f"import sys, torch, funcrec as fr\nfor n in range(10**6): {saves}"
     for wait in (0.0, 0.006):
@@ -113,7 +114,7 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path):
 
 
 def test_a_full_disk_is_told_and_the_old_file_stays(tmp_path):
-    """Past the room that there is, the error says so in four parts, the old file is whole, and nothing else is left."""
+    """When the disk is full, the error says so in four parts, the old file is whole, and nothing else is left."""
     code = """
 import resource, signal, sys, torch, funcrec as fr
 fr.save(sys.argv[1], {"x": torch.ones(100)})
@@ -134,13 +135,13 @@ print(fr.load(sys.argv[1])["x"].sum())
 
 
 def make_socket(folder):
-    """The path of a socket, in the folder whatever its length."""
+    """Make a socket in the folder, however long the folder's path is, and return its path."""
     with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(folder):
         made.bind("socket")
     return folder / "socket"
 
 
-PLACES = {  # what is given as the path of both, made in a folder: (save's error, load's error, a fragment of both)
+PLACES = {  # a path for both calls, made in a folder: (save's error, load's error, a part of both messages)
     "number": (lambda at: 3, TypeError, TypeError, "`path` is not a string"),
     "bytes": (lambda at: os.fsencode(at / "a.pt"), TypeError, TypeError, "`path` is not a string"),
     "none": (lambda at: None, TypeError, TypeError, "`path` is not a string"),
@@ -158,8 +159,8 @@ PLACES = {  # what is given as the path of both, made in a folder: (save's error
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_bad_path_is_told(name, tmp_path, deadline):
-    """Whatever is no file's path is an error of four parts, for save
-    and for load, without waiting and without a file left."""
+    """A path that is no file's path raises an error in four parts, in save and in load. No call blocks, and no file
+    is left."""
     make, of_save, of_load, fragment = PLACES[name]
     place = make(tmp_path)
     before = {p.name for p in tmp_path.iterdir()}
@@ -174,7 +175,7 @@ def test_a_bad_path_is_told(name, tmp_path, deadline):
 
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_a_path_without_permission_is_told(call, tmp_path, monkeypatch):
-    """What the system refuses is said with the system's reason and kind of error."""
+    """When the system refuses a path, the error has the system's reason and its type of error."""
     path = fr.save(tmp_path / "a.pt", 1)
 
     def refuse(*args, **kwargs):
@@ -187,7 +188,7 @@ def test_a_path_without_permission_is_told(call, tmp_path, monkeypatch):
 
 
 def test_a_new_file_has_the_usual_mode(tmp_path):
-    """A checkpoint's permissions are those of any new file."""
+    """A checkpoint has the permissions of any new file."""
     (tmp_path / "plain").write_text("x")
     assert fr.save(tmp_path / "a.pt", 1).stat().st_mode == (tmp_path / "plain").stat().st_mode
 
@@ -197,7 +198,8 @@ def test_a_new_file_has_the_usual_mode(tmp_path):
 
 @pytest.fixture
 def whole(tmp_path, monkeypatch):
-    """(path, its bytes) of a small checkpoint, with an error for memory asked for beyond the file's size."""
+    """Make (path, its bytes) of a small checkpoint, with an error for a request for more memory than the file's
+    size."""
     tree = {
         "w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([True, False]), "n": [1, 2.5, None, ("x", {3: "é"})],
         "ids": fr.KeyedJaggedTensor.from_lists({"a": [[1], []]}),
@@ -214,7 +216,7 @@ def whole(tmp_path, monkeypatch):
 
 
 def refused(path, content):
-    """Whether load refuses the content, by its own error."""
+    """Say whether load refuses the content with its own error."""
     path.write_bytes(content)
     try:
         fr.load(path)
@@ -225,7 +227,8 @@ def refused(path, content):
 
 
 def test_every_damaged_file_is_refused(whole):
-    """Each byte changed, every cut, bytes put in, taken out and put behind: all are refused by load's own error."""
+    """load refuses with its own error: each changed byte, every cut, and bytes that are inserted, removed or
+    appended."""
     path, good = whole
     draw = random.Random(0)
     for i in range(len(good)):
@@ -249,7 +252,7 @@ def test_every_damaged_file_is_refused(whole):
 
 
 def crafted(data, header):
-    """A file with right checksums."""
+    """Make a file with right checksums."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return _format.MAGIC + data + text + _format.FOOTER.pack(len(text), zlib.crc32(text))
 
@@ -266,7 +269,7 @@ BOMB = ["f32", "float32", [1 << 40], [2**62, 4], [0, 2**62, 2**62], [-1], [True]
 
 
 def replaced(draw, node, value):
-    """The node with one of its parts, at any depth, put in another's place."""
+    """Replace one part of the node, at any depth, by `value`, or drop or append a part."""
     if isinstance(node, dict) and node and draw.random() < 0.9:
         key = draw.choice(list(node))
         return {**node, key: replaced(draw, node[key], value)}
@@ -282,8 +285,8 @@ def replaced(draw, node, value):
 
 
 def test_crafted_headers_are_refused_or_read(whole):
-    """Headers with right checksums whose parts are others: load's own
-    error or a tree, and no memory beyond the file's size."""
+    """For a header with a right checksum but changed parts, load raises its own error or returns a tree. It requests
+    no more memory than the file's size."""
     path, good = whole
     length, _ = _format.FOOTER.unpack(good[-_format.FOOTER.size :])
     at = len(good) - _format.FOOTER.size - length
@@ -319,12 +322,12 @@ CRAFTED = {
 
 @pytest.mark.parametrize("name", CRAFTED)
 def test_a_crafted_file_is_refused(name, whole):
-    """A file made to mislead is refused by load's own error, before memory is asked for."""
+    """A file made to mislead is refused with load's own error, before memory is requested."""
     assert refused(whole[0], CRAFTED[name])
 
 
 class Runs:
-    """Its pickle makes a folder where it is read."""
+    """An object whose pickle makes a folder when it is read."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -337,7 +340,7 @@ class Runs:
     "around", [lambda x: x, lambda x: {"format": "funcrec checkpoint 1", "tree": x, "tensors": []}]
 )
 def test_a_pickle_is_not_run(around, tmp_path):
-    """torch.save's files are told to be another program's, and no code in them is run."""
+    """torch.save's files are refused as another program's, and no code in them runs."""
     torch.save(around({"x": torch.ones(1)}), tmp_path / "a.pt")
     torch.save(around(Runs(str(tmp_path / "ran"))), tmp_path / "b.pt")
     for name in ("a.pt", "b.pt"):
@@ -347,7 +350,7 @@ def test_a_pickle_is_not_run(around, tmp_path):
 
 
 def test_a_device_that_is_not_here_is_told(tmp_path):
-    """A wrong device is told with what to write in its place."""
+    """A wrong device raises and suggests one to use instead."""
     path = fr.save(tmp_path / "a.pt", torch.ones(1))
     with pytest.raises(TypeError, match="`device` is not a device"):
         fr.load(path, device=3.5)
@@ -358,7 +361,7 @@ def test_a_device_that_is_not_here_is_told(tmp_path):
 
 
 def test_a_link_is_followed(tmp_path):
-    """Saving to a symbolic link writes the file that it names, there or not yet, and leaves the link."""
+    """Saving to a symbolic link writes the file that it points to, which may not exist yet, and leaves the link."""
     (tmp_path / "there").mkdir()
     link = tmp_path / "latest.pt"
     link.symlink_to(tmp_path / "there" / "state.pt")
@@ -369,10 +372,10 @@ def test_a_link_is_followed(tmp_path):
 
 
 def test_keep_removes_its_own_checkpoints_only(tmp_path):
-    """What a user named like a checkpoint stays; of checkpoints those of the lower steps go; a step alone is
-    refused."""
+    """A user's file named like a checkpoint stays; checkpoints of lower steps are removed. `step` alone is refused."""
     (tmp_path / "step-0000000001").write_text("a user's")
-    (tmp_path / "step-0000000002").mkdir()  # of a save that was killed
+    # left by a killed save
+    (tmp_path / "step-0000000002").mkdir()
     (tmp_path / "step-0000000002" / f".rank-0-of-2-{'0' * 16}.funcrec.tmp").touch()
     for step in (10, 20, 5):
         fr.save(tmp_path, {"step": step}, keep=2, step=step)
@@ -383,7 +386,8 @@ def test_keep_removes_its_own_checkpoints_only(tmp_path):
 
 
 def test_a_disk_that_may_not_be_written_to_is_told(tmp_path, monkeypatch):
-    """A folder's save on a read-only disk raises its OSError in four parts, whatever else cannot be removed."""
+    """A folder's save on a read-only disk raises its OSError in four parts, even if temporary files cannot be
+    removed."""
     opened, mesh = os.open, fr.Mesh.emulated(model=2)
     path = fr.save(tmp_path / "c", {"a": torch.ones(2)}, mesh=mesh)
 

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: every byte of every file is under a CRC, and a folder that is none says what it is."""
+"""Folders of checkpoints: a CRC covers every byte of every file, and loading any other folder says what it is."""
 
 import random
 
@@ -20,14 +20,14 @@ def a_state():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of two ranks' files, and one of a rank that had nothing to write."""
+    """Save a folder of two ranks' files, and one in which a rank had nothing to write."""
     path = fr.save(tmp_path / "state", {"state": a_state(), "epoch": 3})
     fr.save(tmp_path / "one", {"w": torch.ones(3)}, mesh=MESH)
     return path
 
 
 def refusal(call):
-    """What load says of it, in its own words."""
+    """Return load's own error text."""
     with pytest.raises(ValueError, match=r"^funcrec\.load: ") as told:
         call()
     assert all(f"\n  {word} " in str(told.value) for word in ("got", "need", "try"))
@@ -43,8 +43,8 @@ LOADS = {
 
 @pytest.mark.parametrize(("which", "how"), [*(("state", how) for how in LOADS), ("one", "whole"), ("one", "mapped")])
 def test_every_flipped_bit_of_a_folder_is_refused(which, how, folder):
-    """A bit that is flipped in any byte of any file of a folder is refused by load's own error, which names the file:
-    in a tensor, between tensors, in a rank's own index, in a file of no tensor at all."""
+    """load refuses a flipped bit in any byte of any file of a folder, and names the file. This covers tensors, gaps
+    between tensors, a rank's index, and files without tensors."""
     path, draw = folder.parent / which, random.Random(0)
     for name in sorted(p.name for p in path.iterdir()):
         good = (path / name).read_bytes()
@@ -59,7 +59,7 @@ def test_every_flipped_bit_of_a_folder_is_refused(which, how, folder):
 
 
 def test_a_file_of_no_tensor_is_missed(folder):
-    """A rank's file that holds no tensor belongs to the checkpoint as the others do."""
+    """A rank's file without tensors belongs to the checkpoint: load reports it when it is missing."""
     path = folder.parent / "one"
     (empty,) = [p for p in path.iterdir() if p.name.startswith("rank-1")]
     empty.unlink()
@@ -67,8 +67,8 @@ def test_a_file_of_no_tensor_is_missed(folder):
 
 
 def test_a_folder_that_is_no_checkpoint_says_what_it_is(tmp_path, folder):
-    """Loading a folder of checkpoints, one whose manifest is gone, and any other folder: an error each that says what
-    it is and what to write."""
+    """Loading a folder of checkpoints, a folder without its manifest, or any other folder raises. The error says
+    what the folder is and what to write."""
     kept = tmp_path / "kept"
     for step in (1, 2):
         fr.save(kept, {"epoch": step}, step=step, keep=2)
@@ -86,5 +86,5 @@ def test_a_folder_that_is_no_checkpoint_says_what_it_is(tmp_path, folder):
 
 
 def test_the_manifest_alone_is_no_checkpoint(folder):
-    """A folder's manifest given to `load` names the folder, which is the checkpoint."""
+    """Loading a folder's manifest raises and names the folder, which is the checkpoint."""
     assert f"fr.load({str(folder)!r})" in refusal(lambda: fr.load(folder / "manifest"))

@@ -1,4 +1,4 @@
-"""Classes in checkpoints and pickles go by public names, whatever file they stand in."""
+"""Checkpoints and pickles refer to classes by public names, whatever file defines them."""
 
 import importlib
 import inspect
@@ -18,7 +18,7 @@ PUBLIC = [(face, n, v) for face in FACES for n, v in vars(face).items() if inspe
 
 
 def values():
-    """Every value that can be saved."""
+    """Make one of every value that can be saved."""
     tables = (fr.TableConfig("item", 7, 3), fr.TableConfig("user", 4, 2, dtype=torch.bfloat16))
     features = (fr.FeatureConfig("clicked", table="item"), fr.FeatureConfig("who", table="user"))
     ids = fr.KeyedJaggedTensor.from_lists(
@@ -47,7 +47,7 @@ def values():
 
 
 def test_no_file_is_named_in_a_checkpoint(tmp_path):
-    """What save writes tells of a class of funcrec its name, not its module."""
+    """A checkpoint stores the names of funcrec's classes, without their modules."""
     content = fr.save(tmp_path / "state", values()).read_bytes()
     named = {n.decode() for n in re.findall(rb"funcrec\.([\w.]+)", content)}
     names = {"TrainState", "Params", "Batch", "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "DenseShard"}
@@ -55,7 +55,7 @@ def test_no_file_is_named_in_a_checkpoint(tmp_path):
 
 
 def test_names_in_checkpoints_are_one_class_each():
-    """No two of funcrec's pytrees have one name, their modules apart."""
+    """No two of funcrec's pytree classes share a name, even in different modules."""
     own = [c for c in torch_tree.SUPPORTED_NODES if c.__module__.split(".")[0] == "funcrec"]
     names = {class_name(c) for c in own}
     assert len(names) == len(own) >= 15
@@ -64,7 +64,7 @@ def test_names_in_checkpoints_are_one_class_each():
 
 @pytest.mark.parametrize(("face", "name", "value"), PUBLIC, ids=[f"{f.__name__}.{n}" for f, n, _ in PUBLIC])
 def test_a_public_class_is_called_where_it_is_found(face, name, value):
-    """A public class names the module that exports it, and pickles by that name."""
+    """A public class's module is the public module that exports it, and it pickles under that name."""
     assert (value.__module__, value.__qualname__) == (face.__name__, name)
     assert value.__module__.encode() in pickle.dumps(value)
     assert pickle.loads(pickle.dumps(value)) is value

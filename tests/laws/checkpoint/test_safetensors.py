@@ -1,4 +1,4 @@
-"""Named tensors in the safetensors format: byte for byte that library's files."""
+"""save_safetensors writes the safetensors library's files, byte for byte."""
 
 import os
 import sys
@@ -23,8 +23,8 @@ def tensors():
 
 @pytest.mark.parametrize("metadata", [None, {"step": "12"}])
 def test_a_file_is_that_of_the_formats_own_library(metadata, tmp_path):
-    """save_safetensors writes the bytes that safetensors writes, of every dtype, shape and stride; each reads the
-    other's file to the bit, mapped or not."""
+    """save_safetensors writes safetensors' bytes for every dtype, shape and stride. Each library reads the other's
+    file to the bit, mapped or not."""
     want = tensors()
     path = fr.save_safetensors(tmp_path / "ours", want, metadata=metadata)
     save_file({n: x.contiguous() for n, x in want.items()}, tmp_path / "theirs", metadata=metadata)
@@ -38,7 +38,8 @@ def test_a_file_is_that_of_the_formats_own_library(metadata, tmp_path):
 
 
 def test_a_mapped_tensor_is_this_processs(tmp_path):
-    """What is written to a loaded tensor changes neither the file nor another load; a tensor outlives the file."""
+    """A write to a loaded tensor changes neither the file nor another load; a tensor stays valid after the file is
+    removed."""
     path = fr.save_safetensors(tmp_path / "a", {"w": torch.ones(3000)})
     before = path.read_bytes()
     for how in (False, True):
@@ -51,7 +52,7 @@ def test_a_mapped_tensor_is_this_processs(tmp_path):
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "replicated"])
 def test_sharded_tables_are_written_whole(kind, tmp_path):
-    """Of a state's sharded tables the file is that of its tables in one process."""
+    """The file of a state's sharded tables equals that of the same tables in one process."""
     state, mesh = moving.full_state("adam", torch.bfloat16), fr.Mesh.emulated(x=2)
     own = fr.reshard(state, training.plan_of(kind, {"x": 2}), mesh=mesh, sparse=training.OPTIMIZERS["adam"]())
     calls = ((own.tables, mesh), (state.tables, None))
@@ -60,7 +61,7 @@ def test_sharded_tables_are_written_whole(kind, tmp_path):
 
 
 def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
-    """A write that breaks off leaves the file that was there, and no other."""
+    """A write that fails leaves the old file and no other."""
     path = fr.save_safetensors(tmp_path / "a", {"w": torch.ones(3)})
     before = path.read_bytes()
 
@@ -75,7 +76,7 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("cut", [0, 7, 30, -1])
 def test_a_file_that_is_cut_off_is_refused(cut, tmp_path):
-    """A file without its end, or with more than it says, is a ValueError that names it."""
+    """A file without its end, or with bytes after it, is a ValueError that names the file."""
     path = fr.save_safetensors(tmp_path / "a", {"w": torch.ones(3)})
     content = path.read_bytes()
     for damaged in (content[:cut], content + b"1"):
@@ -85,7 +86,7 @@ def test_a_file_that_is_cut_off_is_refused(cut, tmp_path):
 
 
 def test_without_the_package_it_is_named(tmp_path, monkeypatch):
-    """Where safetensors is absent a file is written all the same, and reading says what to install."""
+    """Without safetensors, a file is still written, and reading says what to install."""
     monkeypatch.setitem(sys.modules, "safetensors", None)
     path = fr.save_safetensors(tmp_path / "a", {"w": torch.ones(3)})
     with pytest.raises(ModuleNotFoundError, match=r"funcrec\[safetensors\]"):

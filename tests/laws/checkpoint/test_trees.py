@@ -1,4 +1,4 @@
-"""Trees of checkpoints: what save accepts, load returns."""
+"""Trees of checkpoints: load returns what save accepts."""
 
 import collections
 import enum
@@ -33,7 +33,7 @@ def donated():
 
 
 def shadowed():
-    """A value of a class whose name another one has taken."""
+    """Make a value of a class whose name another class has taken."""
 
     def make():
         @fr.pytree
@@ -59,7 +59,7 @@ def deep(depth):
     return node
 
 
-REFUSED = {  # what cannot be saved, made anew each time, and a word of the error
+REFUSED = {  # a function that makes what cannot be saved, and a part of the error
     "numpy integer": (lambda: np.int64(3), "x.item()"),
     "numpy float": (lambda: np.float64(3), "x.item()"),
     "numpy array": (lambda: np.ones(2), "torch.from_numpy"),
@@ -106,7 +106,7 @@ REFUSED = {  # what cannot be saved, made anew each time, and a word of the erro
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_not_come_back_is_refused_at_save(name, tmp_path):
-    """A leaf or key that load could not return is a TypeError with its path, and nothing is written."""
+    """A leaf or key that load could not return raises TypeError with its path, and nothing is written."""
     make, fragment = REFUSED[name]
     with pytest.raises(TypeError) as error:
         fr.save(tmp_path / "a.pt", {"good": 1, "bad": make()})
@@ -126,7 +126,7 @@ def test_every_bad_leaf_is_told_at_once(tmp_path):
 
 
 def test_a_donated_tensor_is_named_with_the_call_that_took_it(tmp_path):
-    """Saving a state after its donation is a DonatedError with the path, the argument and the call."""
+    """Saving a donated state raises DonatedError with the path, the argument and the call."""
     with pytest.raises(fr.DonatedError, match=r"`tree\['state'\]` cannot be saved[^$]*`s` was donated to call 1"):
         fr.save(tmp_path / "a.pt", {"state": donated()})
 
@@ -140,7 +140,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_no_file_is_part_of_a_transform(name, tmp_path):
-    """Inside vmap, grad and jvp save and load are refused; they would write and read a transform's tensors."""
+    """save and load inside vmap, grad and jvp are refused: they would write or read a transform's tensors."""
     path, told = fr.save(tmp_path / "a.pt", torch.arange(3)), []
 
     def f(x):
@@ -156,7 +156,7 @@ def test_no_file_is_part_of_a_transform(name, tmp_path):
 
 
 def test_a_tensor_with_a_tangent_is_refused(tmp_path):
-    """A forward tangent would be lost, so its tensor is not saved."""
+    """A tensor with a forward tangent is refused, because the tangent would be lost."""
     with forward_ad.dual_level():
         with pytest.raises(TypeError, match="of which a derivative is wanted"):
             fr.save(tmp_path / "a.pt", forward_ad.make_dual(torch.ones(2), torch.ones(2)))
@@ -164,14 +164,14 @@ def test_a_tensor_with_a_tangent_is_refused(tmp_path):
 
 
 def test_values_of_inference_mode_are_saved_and_loaded(tmp_path):
-    """Under inference mode and no_grad save and load do what they do outside."""
+    """save and load work under inference_mode and no_grad as they do outside."""
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             assert_same(fr.load(fr.save(tmp_path / "a.pt", torch.arange(3.0))), torch.arange(3.0))
 
 
 def assert_same(a, b):
-    """Types, keys and their order, dtypes, shapes, and bits; written without the library's own comparison."""
+    """Compare types, keys and their order, dtypes, shapes and bits, without the library's own comparison."""
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
         assert (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
@@ -249,8 +249,8 @@ def trees(leaves):
 @settings(max_examples=300)
 @given(tree=trees(plain | tensors()))
 def test_what_save_accepts_load_returns(tree, tmp_path_factory):
-    """Over generated trees: load(save(x)) is x in types, keys, order, dtypes,
-    shapes, bits and static fields, in memory of its own."""
+    """Over generated trees, load(save(x)) is x in types, keys, order, dtypes, shapes, bits and static fields, in its
+    own memory."""
     path = fr.save(tmp_path_factory.getbasetemp() / "tree.pt", tree)
     found = fr.load(path)
     assert_same(found, tree)
@@ -263,8 +263,8 @@ def test_what_save_accepts_load_returns(tree, tmp_path_factory):
 @settings(max_examples=300)
 @given(tree=trees(plain | tensors() | bad))
 def test_a_tree_is_saved_whole_or_refused(tree, tmp_path_factory):
-    """Over generated trees with leaves of every kind: it comes
-    back as it is, or save says which paths cannot be saved."""
+    """Over generated trees with leaves of every kind, the tree loads unchanged, or save names the paths that cannot
+    be saved."""
     path = tmp_path_factory.getbasetemp() / "tree.pt"
     try:
         fr.save(path, tree)

@@ -1,4 +1,4 @@
-"""checked and validate: they change nothing where nothing is wrong, and name what is."""
+"""checked and validate change nothing for valid values, and name invalid ones."""
 
 import threading
 
@@ -22,12 +22,13 @@ def ids(bags):
 
 @given(frs.lookups())
 def test_checked_lookups_give_the_same_bits_or_an_error(made):
-    """checked(lookup) equals lookup wherever validate finds nothing, and raises where it finds something."""
+    """checked(lookup) equals lookup where validate finds nothing, and raises where it finds something."""
     pooled = [f for f in made.features if f.pooling != "none"]
     if not pooled:
         return
     ids, read = made.ids, {f.key for f in pooled if f.weighted}
-    if ids.weights is not None:  # those that nobody reads are validate's alone: another lookup may read them
+    # only validate checks weights that this lookup does not read, because another lookup may read them
+    if ids.weights is not None:
         bare = tuple(k for k in ids.keys if k not in read or k in ids.unweighted)
         ids = replace(ids, weights=ids.weights if read else None, unweighted=bare if read else ())
     run = lambda: fr.lookup(made.tables, ids, pooled)
@@ -89,7 +90,7 @@ BAD = {
 
 @pytest.mark.parametrize("call, fragment", BAD.values(), ids=BAD.keys())
 def test_bad_values_are_named(call, fragment):
-    """CheckError tells feature, bag and id, or the gradient that is not finite; it is a ValueError."""
+    """CheckError names feature, bag and id, or the gradient that is not finite; it is a ValueError."""
     with pytest.raises(fr.CheckError, match=fragment) as error:
         call()
     assert isinstance(error.value, ValueError)

@@ -1,4 +1,5 @@
-"""What a declaration says of several arguments: sizes of one letter are equal, and what needs another has it."""
+"""Declarations that relate several arguments: dimensions with one letter are equal, and an argument may require
+another."""
 
 from typing import Annotated
 
@@ -30,7 +31,7 @@ def product(
 
 @given(b=SIZE, d=SIZE, other_b=SIZE, other_d=SIZE, order=st.booleans())
 def test_dimensions_of_one_letter_are_of_one_size(b, d, other_b, other_d, order):
-    """A call goes through if and only if B and D are each of one size, however the arguments are passed."""
+    """A call passes if and only if B and D each have one size, however the arguments are passed."""
     x, w, bias = torch.ones(b, d), torch.ones(other_d), torch.ones(other_b, dtype=torch.int64)
     call = lambda: product(bias=bias, w=w, x=x) if order else product(x, w, bias)
     if (b, d) == (other_b, other_d):
@@ -44,7 +45,7 @@ def test_dimensions_of_one_letter_are_of_one_size(b, d, other_b, other_d, order)
 
 
 def test_what_is_left_out_has_no_size():
-    """None and a default are no tensors, and the others are held to each other all the same."""
+    """None and a default have no sizes; the other arguments must still match."""
     x = torch.ones(2, 3)
     assert product(x).tolist() == product(x, None, torch.zeros(2)).tolist() == [3, 3]
     with pytest.raises(ValueError, match="`bias` does not match `x`"):
@@ -52,7 +53,7 @@ def test_what_is_left_out_has_no_size():
 
 
 def test_members_of_a_vmap_have_the_sizes_of_a_member():
-    """Under vmap the letters are those of one member."""
+    """Under vmap, the letters are one member's sizes."""
     x, w = torch.ones(5, 2, 3), torch.ones(5, 3)
     assert torch.func.vmap(product)(x, w).shape == (5, 2)
     assert torch.func.vmap(product, in_dims=(0, None))(x, torch.ones(3)).shape == (5, 2)
@@ -62,7 +63,7 @@ def test_members_of_a_vmap_have_the_sizes_of_a_member():
 
 @pytest.mark.parametrize("how, name", [({"keep": 2}, "keep"), ({"late": True}, "late")])
 def test_what_needs_another_argument_has_it(how, name):
-    """An argument that means nothing without another is refused alone; None and its default ask for nothing."""
+    """An argument that requires another is refused without it; None and its default require nothing."""
     x = torch.ones(2, 3)
     with pytest.raises(ValueError, match=f"(?s)`{name}` needs `path`.*need  `path` too, or no `{name}`.*try   path="):
         product(x, **how)
@@ -71,7 +72,7 @@ def test_what_needs_another_argument_has_it(how, name):
 
 
 def test_a_range_of_a_range_is_both():
-    """An alias with one more range is held to each, and elements keep their own words."""
+    """An alias of an alias checks both ranges, and elements keep their own messages."""
 
     @typed
     def area(sizes: Pair) -> int:
@@ -84,7 +85,7 @@ def test_a_range_of_a_range_is_both():
 
 
 def test_an_error_of_the_body_keeps_its_cause():
-    """A TypeError that the function itself raises is passed on with what caused it."""
+    """A TypeError that the function itself raises keeps its cause."""
 
     @typed
     def fails(x: Count) -> None:
@@ -99,7 +100,7 @@ def test_an_error_of_the_body_keeps_its_cause():
 
 
 def test_a_letter_that_stands_twice_in_a_form_is_one_size():
-    """A square matrix is one whose two dimensions are equal."""
+    """A letter that occurs twice in a form means equal sizes: a square matrix."""
 
     @typed
     def trace(x: Annotated[Tensor, Form("f[D, D]")]) -> Tensor:

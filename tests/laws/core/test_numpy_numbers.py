@@ -1,4 +1,4 @@
-"""Numbers of numpy's, as pandas and numpy hand them out, are taken where Python's are, and kept as Python's."""
+"""numpy's numbers, as pandas and numpy return them, are accepted like Python's, and stored as Python's."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ CALLS = {  # (integer, float) -> a value or static data
 
 @pytest.mark.parametrize("name", CALLS)
 def test_numbers_of_numpy_are_taken_for_python_s(name):
-    """A call with numpy's integers and floats gives what it gives with Python's; no leaf is a number of numpy's."""
+    """A call gives the same result for numpy's integers and floats as for Python's; no leaf is a numpy number."""
     got, want = CALLS[name](np.int64, np.float32), CALLS[name](int, float)
     assert_trees_close(got, want)
     assert not any(isinstance(x, np.generic) for x in tree_leaves(got))

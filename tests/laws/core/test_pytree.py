@@ -1,4 +1,4 @@
-"""Pytrees in both registries."""
+"""Pytrees are registered in both registries."""
 
 import optree
 import pytest
@@ -39,14 +39,14 @@ def test_flatten_round_trip(name, data):
 @pytest.mark.parametrize("name", VALUES)
 @given(data=st.data())
 def test_both_registries_have_the_same_leaves(name, data):
-    """The two registries hold the same tensors, the order of dict keys apart."""
+    """The two registries hold the same tensors; only the order of dict keys may differ."""
     x = data.draw(VALUES[name])
     torchs, optrees = torch_tree.tree_leaves(x), optree.tree_leaves(x, namespace=_tree.NAMESPACE)
     assert sorted(map(id, torchs)) == sorted(map(id, optrees))
 
 
 def test_a_none_in_an_optional_field_is_structure():
-    """No leaf and no vmap in_dim for a field that is None; the two forms have different structures."""
+    """A field that is None is no leaf and needs no vmap in_dim; with and without it, the structures differ."""
     bare = fr.JaggedTensor(torch.zeros(2), torch.tensor([0, 2]))
     full = fr.JaggedTensor(torch.zeros(2), torch.tensor([0, 2]), torch.ones(2))
     assert len(_tree.tree_leaves(bare)) == 2 and len(_tree.tree_leaves(full)) == 3
@@ -55,7 +55,7 @@ def test_a_none_in_an_optional_field_is_structure():
 
 
 def test_static_fields_are_structure():
-    """Values with other keys, dims or strides have other structures; equal ones hash alike."""
+    """Values with different keys, dims or strides have different structures; equal structures hash alike."""
     specs = [
         _tree.tree_structure(fr.KeyedTensor(torch.zeros(1, 2), keys, dims))
         for keys, dims in [(("a",), (2,)), (("b",), (2,)), (("a", "b"), (1, 1)), (("a",), (2,))]
@@ -75,26 +75,26 @@ def test_vmap_maps_over_dataclasses(x):
 
 
 def test_vmap_returns_dataclasses():
-    """A mapped function may return values; their leaves gain the mapped dimension."""
+    """A mapped function may return values; their leaves get the mapped dimension."""
     out = torch.func.vmap(lambda w: fr.Params({"t": w}, {"n": w.sum()}))(torch.ones(3, 2, 2))
     assert out.tables["t"].shape == (3, 2, 2) and out.dense["n"].shape == (3,)
 
 
 def test_values_are_frozen():
-    """No field can be set."""
+    """Fields cannot be set."""
     with pytest.raises(AttributeError):
         fr.JaggedTensor.from_lists([[1]]).values = torch.zeros(1)
 
 
 def test_paths_are_for_people():
-    """paths names every leaf as Python would reach it."""
+    """paths names every leaf as a Python expression."""
     tree = {"p": fr.Params({"item": torch.zeros(1)}, [torch.ones(1)])}
     assert [path for path, _ in _tree.paths(tree)] == ["['p'].tables['item']", "['p'].dense[0]"]
     assert [path for path, _ in _tree.paths(tree["p"])] == ["tables['item']", "dense[0]"]
 
 
 def test_a_users_class_is_a_pytree_like_the_others():
-    """`fr.pytree` gives a class round trips, static fields and optional ones."""
+    """`fr.pytree` gives a user's class round trips, static fields and optional fields."""
 
     @fr.pytree(static=("name",), optional=("extra",))
     class Mine:

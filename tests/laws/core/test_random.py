@@ -47,7 +47,7 @@ def test_fold_in_takes_any_integer(seed, data):
 
 
 def test_values_are_pinned():
-    """The same key gives the same numbers in every version."""
+    """A key gives the same numbers in every version."""
     assert unsigned(random.bits(torch.tensor(0), (3,))) == [
         0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F,
     ]  # fmt: skip
@@ -82,7 +82,7 @@ def test_streams_are_uncorrelated():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_uniform_is_uniform(dtype):
-    """uniform: in [0, 1), its deciles equally full (chi-square, nine degrees, one in 10⁴ fails)."""
+    """uniform lies in [0, 1) with equally full deciles (chi-square, nine degrees of freedom, one in 10⁴ fails)."""
     x = random.uniform(fr.key(3), (N,), dtype=dtype)
     assert x.dtype == dtype and x.min() >= 0 and x.max() < 1
     counts = torch.histc(x.double(), 10, 0, 1)
@@ -91,21 +91,21 @@ def test_uniform_is_uniform(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_uniform_of_few_digits_stays_inside(dtype):
-    """uniform in a short dtype is in [0, 1): neither infinite nor rounded up to 1."""
+    """uniform in a 16-bit dtype lies in [0, 1): it is not infinite and not rounded up to 1."""
     x = random.uniform(fr.key(3), (N,), dtype=dtype)
     assert x.dtype == dtype and bool((x >= 0).all()) and bool((x < 1).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_normal_has_the_moments_of_a_normal(dtype):
-    """normal: mean 0, variance 1, skew 0, kurtosis 3, within 4.5 standard errors."""
+    """normal has mean 0, variance 1, skew 0 and kurtosis 3, within 4.5 standard errors."""
     x = random.normal(fr.key(4), (N,), dtype=dtype).double()
     for power, want, error in [(1, 0, 1), (2, 1, 2**0.5), (3, 0, 15**0.5), (4, 3, 96**0.5)]:
         assert abs((x**power).mean() - want) < 4.5 * error / N**0.5
 
 
 def test_normal_is_finite_at_its_ends(monkeypatch):
-    """normal of the least and greatest digits is finite, in f32 and f64."""
+    """normal is finite for the least and greatest random bits, in f32 and f64."""
     ends = torch.tensor([0, -1])
     monkeypatch.setattr(random, "bits", lambda key, shape, start=0: ends)
     for dtype in (torch.float32, torch.float64):

@@ -1,4 +1,4 @@
-"""Laws of what is tracked: every way in which torch can want a derivative is seen, and constants are not."""
+"""is_tracked sees every way in which torch can request a derivative, and ignores constants."""
 
 import functools
 
@@ -35,12 +35,13 @@ INSIDE = {
 }
 
 
-NESTED = [(o, i) for o in FOLLOWED for i in INSIDE if (o, i) != ("dual", "jvp")]  # torch has no such nesting
+# torch cannot nest these two
+NESTED = [(o, i) for o in FOLLOWED for i in INSIDE if (o, i) != ("dual", "jvp")]
 
 
 @pytest.mark.parametrize(("outer", "inner"), NESTED)
 def test_a_followed_tensor_is_tracked_at_every_depth(outer, inner):
-    """What an outer transform follows is tracked inside an inner one, itself and in what is computed from it."""
+    """A tensor that an outer transform tracks is tracked inside an inner one, and so are values computed from it."""
     seen = []
     FOLLOWED[outer](
         lambda x: INSIDE[inner](lambda y: seen.extend([is_tracked(x), is_tracked(x * y), is_tracked(x * 2)]))
@@ -50,8 +51,8 @@ def test_a_followed_tensor_is_tracked_at_every_depth(outer, inner):
 
 @pytest.mark.parametrize("outer", FOLLOWED)
 def test_constants_are_not_tracked(outer):
-    """A constant, a detached value and integers inside a transform are
-    not tracked; with grad mode off nothing of autograd is."""
+    """Inside a transform, constants, detached values and integers are not tracked. With grad mode off, autograd
+    tracks nothing."""
     seen = []
 
     def look(x):
@@ -64,7 +65,7 @@ def test_constants_are_not_tracked(outer):
 
 
 def test_a_tree_is_tracked_by_any_leaf():
-    """One tracked leaf is enough; leaves that are no tensors count for nothing."""
+    """One tracked leaf makes a tree tracked; leaves that are no tensors do not count."""
     assert has_tracked({"a": [ONES, 1.0, "x"]}, ONES.clone().requires_grad_())
     assert not has_tracked({"a": [ONES, 1.0, "x", None]})
 
@@ -82,7 +83,8 @@ class Learned:
 
 
 def test_what_a_function_reads_is_found():
-    """Tensors that a function reads besides its arguments are found in a dict, an object, a partial and a closure."""
+    """reading finds the tensors that a function reads besides its arguments: in a dict, an object, a partial and a
+    closure."""
     weights = {"w": torch.ones(2), "list": [torch.zeros(2)]}
     for f in (lambda x: scaled(weights, x), functools.partial(scaled, weights), Learned(weights)):
         out, found = reading(f, ONES)
@@ -93,8 +95,8 @@ def test_what_a_function_reads_is_found():
 
 
 def test_two_runs_are_told_apart():
-    """Two runs of a function are the same where operations, numbers and tensors are;
-    the values of tensors do not count, their shapes do."""
+    """Two runs of a function are the same if their operations, numbers and tensors are. The tensors' shapes count,
+    their values do not."""
     a, b = torch.ones(2), torch.ones(2)
     held = {"n": 1.0, "w": a, "array": np.ones(2), "flip": False}
     ends = lambda x, z: x - z if held["flip"] else z - x

@@ -1,4 +1,4 @@
-"""Readers of Criteo's formats, on generated files."""
+"""Readers of Criteo's formats on generated files."""
 
 import gzip
 import math
@@ -19,7 +19,7 @@ NUM = 57
 
 
 def lines():
-    """Rows (label, 13 integers or None, 26 numbers or None) and their text."""
+    """Make rows (label, 13 integers or None, 26 numbers or None) and their text."""
     rng = np.random.default_rng(0)
     maybe = lambda x: None if rng.random() < 0.3 else int(x)
     rows = [
@@ -50,7 +50,7 @@ def tsv(tmp_path):
 @pytest.mark.parametrize("size", [1, 10, NUM, 100])
 @pytest.mark.parametrize("block", [2000, 8 << 20])
 def test_tsv_is_the_file(tsv, size, block, monkeypatch):
-    """Every field of every line comes once and in order, whatever the batch and the block."""
+    """Every field of every line comes once and in order, for any batch and block size."""
     monkeypatch.setattr("funcrec.data.readers._files.BLOCK_BYTES", block)
     found = list(criteo_tsv(tsv, size, transform=None))
     assert [b.label.shape[0] for b in found[:-1]] == [size] * (len(found) - 1)
@@ -64,7 +64,8 @@ def test_tsv_is_the_file(tsv, size, block, monkeypatch):
 
 
 def test_tsv_options(tsv, tmp_path):
-    """skip and drop_last leave out batches; names are the caller's; .gz is read; digits may be capitals."""
+    """skip and drop_last leave out batches, keys have the caller's names, .gz is read, and hex digits may be
+    capitals."""
     whole = list(criteo_tsv(tsv, 10))
     assert_trees_close(list(criteo_tsv(tsv, 10, skip=3)), whole[3:], rtol=0, atol=0)
     assert len(list(criteo_tsv(tsv, 10, drop_last=True))) == 5 and len(whole) == 6
@@ -77,7 +78,7 @@ def test_tsv_options(tsv, tmp_path):
 
 
 def test_several_files_are_one(tsv, tmp_path):
-    """A folder of days is read as one file after the other; batches go over their borders, errors name the file."""
+    """A folder of days is read as one file after the other. Batches may span two files, and errors name the file."""
     (tmp_path / "days").mkdir()
     for i in range(2):
         (tmp_path / "days" / f"day_{i}").write_text(TEXT)
@@ -90,7 +91,7 @@ def test_several_files_are_one(tsv, tmp_path):
 
 
 def test_tsv_nothing_missing(tmp_path):
-    """A block without a missing category is cut into batches as any other."""
+    """A block without a missing category is cut into batches like any other."""
     path = tmp_path / "full.txt"
     path.write_text("".join("\t".join(["0", *["1"] * 13, *[format(i, "08x")] * 26]) + "\n" for i in range(20)))
     ids = [b.ids["cat_7"].unpad().values.tolist() for b in criteo_tsv(path, 8)]
@@ -99,7 +100,8 @@ def test_tsv_nothing_missing(tmp_path):
 
 @pytest.mark.parametrize("place", range(8))
 def test_hexadecimal_digits_are_those_of_python(place):
-    """Eight characters are digits where Python says so, and make its number: every byte at every place."""
+    """hexadecimal accepts eight characters exactly where Python does, with the same number: every byte at every
+    position."""
     text = np.frombuffer(b"09afAF5c" * 256, np.uint8).reshape(256, 8).copy()
     text[:, place] = np.arange(256)
     numbers, is_hex = hexadecimal(text.reshape(-1).view("<u8"))
@@ -115,8 +117,7 @@ def test_tsv_static_shapes(tsv):
 
 
 def test_transforms():
-    """log1 is log(x + 1) with negative numbers as 0, log3 is log(x
-    + 3) with those below -2 as -2; a missing one is 0."""
+    """log1 is log(x + 1), with negative numbers read as 0; log3 is log(x + 3), with numbers below -2 read as -2."""
     x = torch.tensor([-5.0, -2.0, 0.0, 7.0])
     logs = lambda *numbers: torch.tensor([math.log(n) for n in numbers])
     torch.testing.assert_close(transform_dense(x, "log1"), logs(1, 1, 1, 8))
@@ -139,7 +140,7 @@ def npy(tmp_path):
 
 
 def test_npy_is_the_arrays(npy):
-    """Shuffled batches of the arrays are the arrays' rows."""
+    """Shuffled batches of the arrays contain the arrays' rows."""
     arrays, paths = npy
     data = criteo_npy(*paths)
     rows = {tuple(d): (s, y) for d, s, y in zip(*(x.tolist() for x in arrays.values()), strict=True)}
@@ -172,8 +173,8 @@ def table(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 10, 100])
 def test_parquet_is_the_file(table, size):
-    """Every row comes once and in order; lists are bags, a missing
-    list is an empty one, a missing id is the one named."""
+    """Every row comes once and in order. Lists are bags, a missing list is an empty bag, and a missing id becomes
+    `missing`."""
     columns, path = table
     found = list(criteo_parquet(path, size, missing=77))
     bags = {k: [bag for b in found for bag in b.ids.to_lists()[k]] for k in ("cat_0", "cat_1", "cat_2")}
@@ -186,7 +187,7 @@ def test_parquet_is_the_file(table, size):
 
 
 def test_parquet_options(table):
-    """Columns can be named, skip and drop_last leave out batches, bucket pads."""
+    """Columns can be named, skip and drop_last leave out batches, and bucket pads."""
     _, path = table
     whole = list(criteo_parquet(path, 10, sparse=["cat_1"], dense=[]))
     assert whole[0].dense is None and whole[0].ids.keys == ("cat_1",) and len(whole) == 6

@@ -1,4 +1,5 @@
-"""Columns of nothing, users of whom nothing is known, an encoding that was cast: encoded as stated, or refused."""
+"""Columns without values, users without known items, and encodings that were cast are handled as documented, or
+refused."""
 
 import pyarrow as pa
 import pytest
@@ -34,7 +35,7 @@ of_rows = lambda data: data.take(torch.arange(data.num_rows)).ids.to_lists()
 @each_nothing
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_lists_that_are_all_missing_are_empty_bags(nothing, encoder):
-    """A batch whose lists are all missing, of whatever type its column is then, has empty bags."""
+    """A batch whose lists are all missing has empty bags, whatever the type of the empty column."""
     encoders = {} if ENCODERS[encoder] is None else {"h": ENCODERS[encoder]}
     encoding = fit_encoding({"h": [[1, 2], [], None]}, Schema(multivalued=("h",)), encoders)
     for num_rows in (1, 2):
@@ -47,7 +48,7 @@ def test_lists_that_are_all_missing_are_empty_bags(nothing, encoder):
 
 @each_nothing
 def test_weights_of_lists_that_are_all_missing(nothing):
-    """They may be missing, too: of examples as of an encoding."""
+    """The weights of lists may all be missing, too, for examples and for an encoding."""
     schema = Schema(multivalued=("h",), weights={"h": "w"})
     encoding = fit_encoding({"h": [["a"]], "w": [[0.5]]}, schema)
     column = NOTHING[nothing](2)
@@ -58,7 +59,7 @@ def test_weights_of_lists_that_are_all_missing(nothing):
 @each_nothing
 @pytest.mark.parametrize("encoder", [e for e in ENCODERS if e != "identity"])
 def test_ids_that_are_all_missing_are_unknown(nothing, encoder):
-    """A column of ids that are all missing, of whatever type it is then, has the unknown id in every row."""
+    """A column whose ids are all missing, of whatever type, has the unknown id in every row."""
     encoders = {} if ENCODERS[encoder] is None else {"item": ENCODERS[encoder]}
     encoding = fit_encoding({"item": [1, 2]}, Schema(categorical=("item",)), encoders)
     for table in ({"item": NOTHING[nothing](2)}, pa.table({"item": NOTHING[nothing](2)})):
@@ -67,7 +68,7 @@ def test_ids_that_are_all_missing_are_unknown(nothing, encoder):
 
 @each_nothing
 def test_ids_that_are_all_missing_where_none_may_be(nothing):
-    """`identity` and `examples` have no id of what is missing, and say so; with `missing` there is one."""
+    """`identity` and `examples` have no id for a missing value, and say so; with `missing` they have one."""
     schema, table = Schema(categorical=("item",)), {"item": NOTHING[nothing](2)}
     encoding = fit_encoding({"item": [1, 2]}, schema, {"item": identity(5)})
     for call in (lambda: encode(encoding, table), lambda: examples(table, schema)):
@@ -78,7 +79,7 @@ def test_ids_that_are_all_missing_where_none_may_be(nothing):
 
 @each_nothing
 def test_a_chunk_of_nothing_teaches_what_its_rows_do(nothing):
-    """The same encoding for the same rows in any chunks, also where lists or ids are all missing in one."""
+    """The same rows in any chunks give the same encoding, also if lists or ids are all missing in one chunk."""
     schema = Schema(categorical=("item",), multivalued=("h",))
     rows = {"item": ["a", "b", None, None], "h": [["x"], ["y", "y"], None, None]}
     nothing = NOTHING[nothing](2)
@@ -90,7 +91,7 @@ def test_a_chunk_of_nothing_teaches_what_its_rows_do(nothing):
 
 
 def test_numbers_are_no_ids_though_some_are_missing():
-    """A column of floats that holds one number is refused as before."""
+    """A column of floats with some missing values is refused as ids if it holds one number."""
     encoding = fit_encoding({"item": ["a"], "h": [["a"]]}, Schema(categorical=("item",), multivalued=("h",)))
     for table in ({"item": ["a", "a"], "h": [NAN, 1.0]}, {"item": [None, 1.0], "h": [None, None]}):
         with pytest.raises(TypeError, match=r"column `(h|item)`"):
@@ -99,7 +100,7 @@ def test_numbers_are_no_ids_though_some_are_missing():
 
 @pytest.mark.parametrize("by", ["uniform", "popularity"])
 def test_negatives_of_a_user_beyond_the_bags(by):
-    """Of a user beyond the bags nothing is known: an error, and -1 where it is traced."""
+    """For a user without a bag, known items are unknown: the call raises, and returns -1 where it is traced."""
     known = known_items(torch.tensor([0, 1]), torch.tensor([0, 1]))
     counts = torch.arange(1, 6)
     draw = uniform_negatives(5, known=known) if by == "uniform" else popularity_negatives(counts, known=known)
@@ -117,7 +118,7 @@ def test_negatives_of_a_user_beyond_the_bags(by):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_encoding_that_was_cast_is_refused(dtype):
-    """What was learned of numbers is read in the digits that it was learned in, or not at all."""
+    """State learned from numbers is applied in f64; an encoding that was cast to another dtype is refused."""
     schema = Schema(categorical=("age",), dense=("x",))
     rows = {"age": [1.0, 9.0, 5.0], "x": [1000003.0, 1000009.0, 1000006.0]}
     encoding = fit_encoding(rows, schema, {"age": bucketize(num_quantiles=2)})
@@ -131,7 +132,8 @@ def test_an_encoding_that_was_cast_is_refused(dtype):
 
 
 def test_a_label_is_no_weight_of_ids():
-    """A schema whose label is a weight of ids is refused, as the model sees it; an example's weight it may be."""
+    """A schema whose label is a weight of ids is refused, because the model sees those weights; the label may be an
+    example's weight."""
     with pytest.raises(ValueError, match=r"`label` is among what is learnt from(.|\n)*'y'"):
         Schema(label="y", categorical=("a",), weights={"a": "y"})
     assert Schema(label="y", categorical=("a",), weight="y").labels == ("y",)

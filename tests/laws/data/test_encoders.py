@@ -1,4 +1,4 @@
-"""Encoders against loops in Python: the same state in any chunks, the same ids of a column in any form."""
+"""Encoders equal loops in Python: the same state for any chunks, and the same ids for any form of column."""
 
 import bisect
 import math
@@ -26,7 +26,7 @@ same = lambda a, b: assert_trees_close(a, b, rtol=0, atol=0)
 
 
 def cut(values, kind, places):
-    """The column in chunks."""
+    """Cut the column into chunks."""
     places = sorted({min(p, len(values)) for p in places})
     return [pa.array(values[a:b], kind) for a, b in pairwise([0, *places, len(values)])]
 
@@ -36,7 +36,7 @@ def cut(values, kind, places):
 )
 @given(draw=st.data(), min_count=st.integers(1, 3), max_size=st.one_of(st.none(), st.integers(1, 4)))
 def test_a_vocabulary_is_the_sorted_values(kind, elements, draw, min_count, max_size):
-    """Ids are 1 + the place among the values kept, in the order of their bytes; 0 is of all others."""
+    """Ids are 1 + the position among the kept values, sorted by their bytes; all other values get id 0."""
     seen, asked = (draw.draw(st.lists(elements, max_size=25)) for _ in range(2))
     counts = Counter(x for x in seen if x is not None)
     order = lambda x: x.encode() if isinstance(x, str) else x
@@ -64,7 +64,7 @@ ENCODERS = {
 @pytest.mark.parametrize("name", ENCODERS)
 @given(draw=st.data(), places=st.lists(st.integers(0, 30), max_size=4))
 def test_a_state_does_not_depend_on_chunks(name, draw, places):
-    """The same state, bit for bit, of a column whole, in chunks, and as an iterator of chunks."""
+    """A column gives the same state, bit for bit, whole, in chunks, and as an iterator of chunks."""
     encoder, kind, elements = ENCODERS[name]
     values = [*draw.draw(st.lists(elements, max_size=30)), draw.draw(elements.filter(lambda x: x is not None))]
     chunks = cut(values, kind, places)
@@ -76,14 +76,14 @@ def test_a_state_does_not_depend_on_chunks(name, draw, places):
 
 @pytest.mark.parametrize("name", ["vocabulary of text", "vocabulary of integers", "quantiles"])
 def test_what_is_counted_does_not_depend_on_the_order_of_rows(name):
-    """Counts and quantiles are the same for the rows in another order."""
+    """Counts and quantiles do not depend on the order of rows."""
     encoder, kind, _ = ENCODERS[name]
     values = ["b", "a", "b", None, "c"] if kind == pa.string() else [5, 3, 5, None, 1]
     same(encoder.fit(pa.array(values, kind)), encoder.fit(pa.array(values[::-1], kind)))
 
 
 def test_much_is_added_up_as_little_is(monkeypatch):
-    """Counts and moments are the same where they are added up after every chunk, and where a column is many blocks."""
+    """Counts and moments are the same when partial results are merged after every chunk, or over many blocks."""
     values = np.random.default_rng(0).integers(0, 300, 2000)
     chunks = np.array_split(values, 37)
     for module, name, size in ((vocabularies, "MERGE_AT", 5), (numbers, "BLOCK", 7)):
@@ -99,7 +99,8 @@ def test_much_is_added_up_as_little_is(monkeypatch):
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=5), most=st.integers(20, 60))
 def test_quantiles_of_more_values_than_are_counted(cuts, most):
-    """With few values told apart the edges are right to the digits kept, and still the same in any chunks."""
+    """When the exact counting is limited to few values, the edges are approximate, and still the same for any
+    chunks."""
     values = np.random.default_rng(1).lognormal(size=400) * np.where(np.arange(400) % 3, 1, -1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numbers, "BLOCK", 16)
@@ -113,7 +114,8 @@ def test_quantiles_of_more_values_than_are_counted(cuts, most):
 
 @given(edges=st.lists(st.floats(-10, 10), min_size=1, max_size=5, unique=True), x=st.lists(REAL, max_size=20))
 def test_buckets_are_closed_below(edges, x):
-    """A number is in bucket 1 + how many edges are not above it, as bisect says; a missing one in bucket 0."""
+    """A number's bucket is 1 + the number of edges that are not above it, as in bisect; a missing number's bucket is
+    0."""
     edges = sorted(edges)
     state = bucketize(edges=edges).fit([])
     assert state.num_ids == len(edges) + 2
@@ -123,7 +125,8 @@ def test_buckets_are_closed_below(edges, x):
 
 
 def test_nan_is_missing():
-    """NaN is read as a null is: no edge, no moment, bucket 0, the mean; a logarithm of nothing is nothing."""
+    """NaN is treated as null: no edge, no moment, bucket 0, and the mean when normalized. log1p leaves a missing
+    number missing."""
     values, nulls = [1.0, math.nan, 3.0], [1.0, None, 3.0]
     for encoder in (bucketize(num_quantiles=2), normalize()):
         same(encoder.fit(np.array(values)), encoder.fit(nulls))
@@ -137,7 +140,7 @@ def test_nan_is_missing():
 
 
 def text_hash(text, seed, size):
-    """By hand, in Python's integers."""
+    """Compute the hash with Python's integers."""
     wrap = lambda n: n % 2**64
 
     def mix(z):
@@ -154,7 +157,8 @@ def text_hash(text, seed, size):
 
 @given(texts=st.lists(st.text(max_size=6), max_size=12), step=st.sampled_from([1, 7, 1 << 22]))
 def test_a_hash_is_that_of_the_bytes(texts, step):
-    """The id of a text is the formula's, however much is hashed at a time; of an integer, that of `fr.hash_rows`."""
+    """A text's id follows the formula, for any number of bytes hashed at a time; an integer's id follows
+    `fr.hash_rows`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabularies, "HASHED_BYTES", step)
         made = hashed(1000, seed=3).fit(texts).apply([*texts, None]).to_pylist()
@@ -165,7 +169,7 @@ def test_a_hash_is_that_of_the_bytes(texts, step):
 
 
 def test_hashes_spread():
-    """10,000 texts that differ in a digit fall on 1,000 ids evenly: chi squared within five deviations."""
+    """10,000 texts that differ in a digit are spread evenly over 1,000 ids: chi-square within five deviations."""
     ids = hashed(1001).fit(["x"]).apply([f"user_{i}" for i in range(10_000)]).to_numpy()
     counts = np.bincount(ids, minlength=1001)[1:]
     assert counts.sum() == 10_000 and abs(float(((counts - 10) ** 2 / 10).sum()) - 999) < 5 * math.sqrt(2 * 999)
@@ -177,7 +181,7 @@ LISTS = [["b", "a"], [], None, ["a", None, "?"], ["b"]]
 
 
 class Capsule:
-    """A column as other libraries have it: pandas, polars."""
+    """A column as other libraries (pandas, polars) export it."""
 
     def __init__(self, chunks):
         self.chunks = pa.chunked_array(chunks)
@@ -200,14 +204,14 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_lists_are_encoded_element_by_element(form):
-    """Lists of any layout stay lists, missing ones too; a missing element is unknown."""
+    """Lists of any layout stay lists, and missing lists stay missing; a missing element gets the unknown id."""
     state = vocabulary().fit(["a", "b"])
     assert state.apply(FORMS[form]).to_pylist() == [[2, 1], [], None, [1, 0, 0], [2]]
     same(vocabulary().fit(FORMS[form]), vocabulary().fit(["b", "a", "a", None, "?", "b"]))
 
 
 def test_a_fixed_number_of_elements_stays_so():
-    """Lists of a fixed size stay of that size: a vector of numbers is as many dense ones."""
+    """Lists of a fixed size keep that size, so a vector of numbers becomes as many dense numbers."""
     column = pa.array([[1.0, 2.0], [3.0, 6.0]], pa.list_(pa.float32(), 2))
     made = normalize().fit(column).apply(column)
     assert made.type.list_size == 2 and abs(float(np.array(made.to_pylist()).mean())) < 1e-15
@@ -215,7 +219,8 @@ def test_a_fixed_number_of_elements_stays_so():
 
 @pytest.mark.parametrize("kind", [pa.int8(), pa.int64(), pa.uint16(), pa.uint64()], ids=str)
 def test_integers_of_all_widths_are_one(kind):
-    """A vocabulary of integers reads those of any width, signed or not; what its own cannot be is unknown."""
+    """A vocabulary of integers reads integers of any width, signed or not; values that its own dtype cannot hold are
+    unknown."""
     state = vocabulary().fit(pa.array([3, 1, 100], kind))
     assert state.apply(pa.array([100, 2, 1], pa.int32())).to_pylist() == [3, 0, 1]
     assert state.apply(pa.array([-1, None, 3], pa.int64())).to_pylist() == [0, 0, 2]
@@ -223,7 +228,7 @@ def test_integers_of_all_widths_are_one(kind):
 
 
 def test_unsigned_ids_keep_their_bits():
-    """Ids of 2⁶³ and above have ids of their own, in their order, and come back."""
+    """Unsigned ids of 2⁶³ and above have ids of their own, in their order, and are decoded."""
     ids = [2**64 - 1, 5, 2**63]
     state = vocabulary().fit(pa.array(ids, pa.uint64()))
     assert state.apply(pa.array(ids, pa.uint64())).to_pylist() == [3, 1, 2]
@@ -232,7 +237,7 @@ def test_unsigned_ids_keep_their_bits():
 
 
 def test_few_texts_are_found_as_many_are():
-    """Looked up by bisection, for few of them, or by an index: the same ids."""
+    """Looking up few texts by bisection and many by an index gives the same ids."""
     known = [f"v{i:03}" for i in range(0, 1000, 3)]
     state, asked = vocabulary().fit(known), ["", "v000", "v001", "v999", "w", None, "v500", "v501"]
     one = [state.apply(pa.array([x], pa.string())).to_pylist()[0] for x in asked]
@@ -240,7 +245,7 @@ def test_few_texts_are_found_as_many_are():
 
 
 def test_nothing_is_learned_from_nothing():
-    """Of a column without a value all values are unknown; identity and edges learn nothing anyway."""
+    """A column without values teaches nothing: all values are unknown. identity and fixed edges need no values."""
     for empty in (pa.nulls(3), pa.array([None], pa.string()), pa.array([], pa.int64())):
         state = vocabulary().fit(empty)
         assert state.num_ids == 1 and state.counts.tolist() == [empty.null_count]
@@ -249,7 +254,7 @@ def test_nothing_is_learned_from_nothing():
 
 
 def test_states_come_back_from_a_file(tmp_path):
-    """A state that was saved and loaded encodes as it did."""
+    """A state that was saved and loaded encodes the same."""
     for name, (encoder, kind, _) in ENCODERS.items():
         values = pa.array(["a", None, "b", "a"] if kind == pa.string() else [1, 2, 1, 5], kind)
         state = encoder.fit(values)
@@ -259,7 +264,7 @@ def test_states_come_back_from_a_file(tmp_path):
 
 
 def test_an_encoder_of_ones_own():
-    """init, update and compute are all that an encoder is: one that makes the length of a text an id."""
+    """init, update and compute are enough to define an encoder; this one uses a text's length as its id."""
 
     @fr.pytree(static=("most",))
     class Lengths:

@@ -1,4 +1,4 @@
-"""Encodings of whole tables: the same in any chunks, through a file, and for rows that were not there."""
+"""Encodings of whole tables: the same for any chunks, after saving and loading, and for unseen rows."""
 
 import numpy as np
 import pyarrow as pa
@@ -46,14 +46,14 @@ ENCODING = FIT(TABLE)
 
 @given(size=st.integers(1, 31))
 def test_an_encoding_does_not_depend_on_chunks(size):
-    """A table whole, its record batches, a reader and an iterable of tables give the same encoding, bit for bit."""
+    """A table, its record batches, a reader and an iterable of tables give the same encoding, bit for bit."""
     same(ENCODING, FIT(TABLE.to_batches(max_chunksize=size)))
     same(ENCODING, FIT(pa.RecordBatchReader.from_batches(TABLE.schema, TABLE.to_batches(max_chunksize=size))))
     same(ENCODING, FIT(TABLE.slice(i, size) for i in range(0, 30, size)))
 
 
 def test_files_are_learned_from_as_tables_are(tmp_path):
-    """A folder of files gives the encoding of its rows, and an error names file and row; a path can be encoded."""
+    """A folder of files gives the encoding of its rows, errors name file and row, and a path can be encoded."""
     from pyarrow import parquet
 
     for i in range(3):
@@ -68,7 +68,7 @@ def test_files_are_learned_from_as_tables_are(tmp_path):
 
 
 def test_rows_are_encoded_one_by_one():
-    """What a row becomes depends on it alone: a table in parts is the parts of the table."""
+    """Encoding a table in parts gives the parts of the encoded table."""
     new = table_of(1)
     whole = encode(ENCODING, new).take(torch.arange(30))
     for rows in (torch.arange(7, 19), torch.tensor([29])):
@@ -80,7 +80,7 @@ def test_rows_are_encoded_one_by_one():
 
 
 def test_columns_of_one_table_share_its_ids():
-    """An item has one id in both columns that share a table, learned from both; a table has one config."""
+    """An item has one id in both columns that share a table, and both columns teach it; a table has one config."""
     ids = encode(ENCODING, TABLE).take(torch.arange(30)).ids.to_lists()
     number = {None: 0, "hat": 1, "shoe": 2, "sock": 3, "日本": 4}
     assert ids["item"] == [[number[x]] for x in TABLE["item"].to_pylist()]
@@ -94,7 +94,7 @@ def test_columns_of_one_table_share_its_ids():
 
 
 def test_an_encoding_is_learned_from_the_training_rows_only():
-    """Values of other rows are unknown to it, id 0, and it is not changed by them."""
+    """An encoding does not change when it encodes other rows; their unseen values are unknown, id 0."""
     encoding = fit_encoding({"item": ["a", "b"]}, Schema(categorical=("item",)))
     assert encode(encoding, {"item": ["b", "c", None]}).categorical.tolist() == [[2], [0], [0]]
     assert encode(encoding, {"item": pa.nulls(2)}).categorical.tolist() == [[0], [0]]
@@ -102,7 +102,7 @@ def test_an_encoding_is_learned_from_the_training_rows_only():
 
 
 def test_an_encoding_goes_through_a_file(tmp_path):
-    """Saved beside the parameters and loaded, an encoding gives the same examples of new data."""
+    """An encoding that was saved beside the parameters and loaded gives the same examples from new data."""
     found = fr.load(fr.save(tmp_path / "model", {"encoding": ENCODING, "params": fr.Params({}, {})}))["encoding"]
     same(found, ENCODING)
     assert found.schema == SCHEMA and found.num_ids == ENCODING.num_ids
@@ -111,7 +111,7 @@ def test_an_encoding_goes_through_a_file(tmp_path):
 
 
 def test_prediction_needs_no_label():
-    """A table without labels is encoded for prediction, with neither label, weight nor time."""
+    """A table without labels is encoded for prediction, without label, weight and time."""
     new = TABLE.drop_columns(["click", "importance", "when"])
     a, b = encode(ENCODING, new).take(torch.arange(30)), encode(ENCODING, TABLE).take(torch.arange(30))
     assert a.label is None and a.weight is None
@@ -119,7 +119,7 @@ def test_prediction_needs_no_label():
 
 
 def test_what_is_encoded_is_what_a_model_reads():
-    """Every id has a row: a step on an encoded table changes rows of its tables only where the table's ids are."""
+    """Every id of an encoded table is inside its table, and a model can read the batch."""
     data, (tables, features) = encode(ENCODING, TABLE), configs(ENCODING, 4)
     batch = data.take(torch.arange(30))
     fr.validate(batch, features, tables)
@@ -130,7 +130,7 @@ def test_what_is_encoded_is_what_a_model_reads():
 
 @pytest.mark.parametrize("kind", ["dense", "ids"])
 def test_columns_stay_where_that_is_said(kind):
-    """None leaves numbers as they are, and identity ids."""
+    """Encoder None leaves numbers unchanged, and `identity` leaves ids unchanged."""
     table = {"x": [3, 1, 2]}
     if kind == "dense":
         schema = Schema(categorical=("i",), dense=("x",))
@@ -142,7 +142,7 @@ def test_columns_stay_where_that_is_said(kind):
 
 
 def test_a_vocabulary_has_an_order_of_its_own():
-    """Which of equally frequent values are kept, and their ids, are the same for the rows in any order."""
+    """Which of equally frequent values a vocabulary keeps, and their ids, do not depend on the order of rows."""
     schema, few = Schema(categorical=("x",)), {"x": vocabulary(max_size=2)}
     values = ["b", "c", "a", "c"]
     same(fit_encoding({"x": values}, schema, few), fit_encoding({"x": values[::-1]}, schema, few))

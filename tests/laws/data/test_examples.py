@@ -1,4 +1,4 @@
-"""Tables as examples: every value that a batch has is the table's, or an error has named its column and row."""
+"""Tables become examples: every value in a batch is the table's, or an error names its column and row."""
 
 import datetime
 import decimal
@@ -18,7 +18,7 @@ from funcrec.data import Examples, Schema, batches, examples, take
 
 I64 = st.integers(-(2**63), 2**63 - 1)
 SMALL = st.integers(-9, 99)
-ONE = {  # how a column of one id may be stored, and what it can hold
+ONE = {  # how a column of one id may be stored, and which values it can hold
     "int64": (pa.int64(), I64), "int8": (pa.int8(), st.integers(-128, 127)),
     "uint64": (pa.uint64(), st.integers(0, 2**63 - 1)),
     "bool": (pa.bool_(), st.booleans()), "dictionary": (pa.dictionary(pa.int8(), pa.int64()), I64),
@@ -43,7 +43,8 @@ def column(draw, n, kinds, make):
     kind, values = kinds[draw(st.sampled_from(sorted(kinds)))]
     rows = draw(st.lists(values, min_size=n, max_size=n))
     cut, whole = draw(st.integers(0, n)), make(rows, kind)
-    return rows, pa.chunked_array([whole[:cut], whole[cut:]], whole.type)  # slices: offsets that do not begin at 0
+    # slices, so that offsets do not begin at 0
+    return rows, pa.chunked_array([whole[:cut], whole[cut:]], whole.type)
 
 
 def array(rows, kind):
@@ -57,7 +58,7 @@ def array(rows, kind):
 
 @st.composite
 def tables(draw):
-    """(schema, pyarrow's table, its rows as Python has them)."""
+    """Draw (schema, pyarrow's table, its rows as Python's values)."""
     n = draw(st.integers(1, 8))
     rows, columns = {}, {}
     for name, kinds in (("one", ONE), ("two", ONE), ("many", MANY), ("more", MANY), ("x", NUMBERS), ("y", NUMBERS)):
@@ -85,8 +86,7 @@ def listed(x):
 @settings(max_examples=30)
 @given(made=tables(), data=st.data())
 def test_examples_are_the_tables_values(made, data):
-    """Whatever its types, chunks and order of columns, a batch of rows
-    has the table's values in these rows."""
+    """A batch of rows holds the table's values in these rows, for any types, chunks and order of columns."""
     schema, table, rows = made
     found = examples(table, schema)
     assert isinstance(found, Examples) and found.num_rows == table.num_rows
@@ -111,8 +111,8 @@ def test_examples_are_the_tables_values(made, data):
 @settings(max_examples=3)
 @given(made=tables())
 def test_rows_inside_jit_are_the_same_rows(made):
-    """Inside a trace, where no value is read, bags, labels and numbers are those outside;
-    a row that is not there has no bag, the id -1, and NaN for numbers."""
+    """Traced, where no value is read, rows give the same bags, labels and numbers. A row that is out of range gives
+    empty bags, id -1, and NaN for numbers."""
     schema, table, _ = made
     found = examples(table, schema)
     rows = torch.tensor([0, found.num_rows - 1, 0])
@@ -130,7 +130,7 @@ def test_rows_inside_jit_are_the_same_rows(made):
 
 
 def test_examples_are_a_tree_that_is_saved(tmp_path):
-    """Examples go through pickles and checkpoints, and are read by `batches`."""
+    """Examples can be pickled and checkpointed, and `batches` reads them."""
     lists = [[1, 2], [], [3]]
     table = {"click": [1, 0, 1], "price": [0.5, 2, 1], "item": [7, 8, 7], "genres": lists, "w": lists}
     schema = Schema("click", dense=["price"], categorical=["item"], multivalued=["genres"], weights={"genres": "w"})
@@ -143,7 +143,7 @@ def test_examples_are_a_tree_that_is_saved(tmp_path):
 
 
 def test_lists_that_are_all_missing_are_empty_bags():
-    """A column without a list, or without a row, has a type that says nothing: its bags are empty."""
+    """A column whose lists are all missing, or that has no rows, has no list type; its bags are empty."""
     schema = Schema(categorical=("a",), multivalued=("g",), weights={"g": "w"})
     data = examples({"a": [1, 2], "g": [None, None], "w": [None, None]}, schema)
     assert data.take(torch.tensor([0, 1])).ids.to_lists() == {"a": [[1], [2]], "g": [[], []]}
@@ -151,7 +151,7 @@ def test_lists_that_are_all_missing_are_empty_bags():
 
 
 def test_times_have_one_unit():
-    """Timestamps of any unit and zone, and dates, are microseconds since 1970."""
+    """Timestamps of any unit and zone, and dates, become microseconds since 1970."""
     noon = datetime.datetime(2020, 1, 2, 12, tzinfo=datetime.UTC)
     us = int(noon.timestamp()) * 10**6
     schema = Schema(categorical=("a",), time="t")
@@ -164,7 +164,7 @@ def test_times_have_one_unit():
 
 
 def test_single_ids_have_weights():
-    """Weights of a column of single ids are theirs, beside bags with weights and columns without."""
+    """A column of single ids may have weights, beside bags with weights and columns without."""
     table = {"a": [1, 2], "b": [3, 4], "g": [[5, 6], []], "wa": [0.5, 2.0], "wg": [[0.25, 4.0], []]}
     for weights in ({"a": "wa"}, {"a": "wa", "g": "wg"}):
         data = examples(table, Schema(categorical=("b", "a"), multivalued=("g",), weights=weights))
@@ -175,7 +175,7 @@ def test_single_ids_have_weights():
 
 
 def test_labels_are_of_their_kind():
-    """Each label is held to its kind: classes as integers, binary ones in [0, 1], numbers as they are."""
+    """Each label is checked by its kind: classes are integers, binary labels lie in [0, 1], numbers are unchanged."""
     table = {"a": [1, 2], "click": [1, 0], "stars": [4, 2], "time": [3.5, -1.0]}
     schema = Schema(label=("click", "stars", "time"), categorical=("a",), label_kind=("binary", "class", "number"))
     assert examples(table, schema).label.tolist() == [[1, 4, 3.5], [0, 2, -1]]

@@ -1,5 +1,4 @@
-"""Files of click logs, however they were written: every value
-as it is in the file, or an error that names its place."""
+"""Files of click logs from any writer: every value is read as it is in the file, or an error names its place."""
 
 import gzip
 import itertools
@@ -17,7 +16,7 @@ from funcrec.data import batches, criteo_npy, criteo_parquet, criteo_tsv, take
 
 NAN = float("nan")
 IDS = st.integers(-(2**63), 2**63 - 1)
-KINDS = {  # how a column of ids may be stored, and the ids that it can hold
+KINDS = {  # how a column of ids may be stored, and which ids it can hold
     "int64": (pa.int64(), IDS),
     "int32": (pa.int32(), st.integers(-(2**31), 2**31 - 1)),
     "uint8": (pa.uint8(), st.integers(0, 255)),
@@ -32,8 +31,8 @@ KINDS = {  # how a column of ids may be stored, and the ids that it can hold
 
 @st.composite
 def tables(draw):
-    """(pyarrow's table, its rows as Python has them): labels, dense
-    and ids of two drawn kinds, columns in a drawn order."""
+    """Draw (pyarrow's table, its rows as Python's values): labels, dense, and ids of two drawn kinds, with columns
+    in a drawn order."""
     n, kinds = draw(st.integers(1, 12)), draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=2))
     of = lambda elements: draw(st.lists(elements, min_size=n, max_size=n))
     rows = {"label": of(st.sampled_from([0.0, 0.25, 1.0])), "int_0": of(st.none() | st.integers(-9, 99))}
@@ -46,7 +45,7 @@ def tables(draw):
 
 
 def test_booleans_are_numbers(tmp_path):
-    """A dense column of booleans is read as 0 and 1, a missing one as 0."""
+    """A dense column of booleans is read as 0 and 1, with missing values as 0."""
     dense = pa.array([True, None, False])
     parquet.write_table(pa.table({"label": [1, 0, 1], "int_0": dense, "cat_0": [1, 2, 3]}), tmp_path / "x.parquet")
     (batch,) = criteo_parquet(tmp_path / "x.parquet", 3)
@@ -56,8 +55,7 @@ def test_booleans_are_numbers(tmp_path):
 @settings(max_examples=60)
 @given(made=tables(), data=st.data())
 def test_parquet_is_read_as_written(tmp_path_factory, made, data):
-    """Whatever the types, the order of columns, encoding, compression,
-    pages and row groups, batches hold the file's values."""
+    """For all types, column orders, encodings, compressions, pages and row groups, batches hold the file's values."""
     table, rows = made
     path = tmp_path_factory.mktemp("p") / "x.parquet"
     parquet.write_table(
@@ -81,7 +79,7 @@ def write(path, columns, **options):
 
 DICTIONARY = pa.array(["a", "a", "b"]).dictionary_encode()
 TWICE = pa.Table.from_arrays([pa.array([1.0]), pa.array([1]), pa.array([2])], names=["label", "cat_0", "cat_0"])
-BAD_PARQUET = {  # columns, options of the reader, what the error says
+BAD_PARQUET = {  # columns, options of the reader, parts of the error
     "uint64 beyond i64": ({"label": [0, 1], "cat_0": pa.array([1, 2**63 + 1], pa.uint64())}, {},
         ("row 1", "9223372036854775809")),
     "uint64 in a list": ({"label": [0, 1], "cat_0": pa.array([[1], [3, 2**64 - 1]], pa.list_(pa.uint64()))}, {},
@@ -115,7 +113,7 @@ BAD_PARQUET = {  # columns, options of the reader, what the error says
 
 @pytest.mark.parametrize("name", BAD_PARQUET)
 def test_what_parquet_cannot_give_is_named(tmp_path, name):
-    """A value that no batch can hold, or that means nothing, is an error that names file, row and column."""
+    """A value that no batch can hold, or that has no meaning, raises an error with file, row and column."""
     columns, options, fragments = BAD_PARQUET[name]
     write(tmp_path / "x.parquet", columns)
     with pytest.raises((ValueError, TypeError)) as error:
@@ -125,14 +123,15 @@ def test_what_parquet_cannot_give_is_named(tmp_path, name):
 
 
 def test_no_row_is_lost(tmp_path):
-    """A file of which the reader below gives fewer rows than it holds
-    is refused: columns would no longer stand side by side."""
+    """If pyarrow returns fewer rows of a column than the file holds, the file is refused: its columns would not
+    match."""
     columns = {
         "label": pa.array([0.0]),
         "int_0": pa.array([None], pa.int16()),
         "cat_0": pa.array([None], pa.list_(pa.int64(), 2)),
     }
-    write(tmp_path / "x.parquet", columns, data_page_size=1)  # pyarrow 26 gives no row of cat_0
+    # pyarrow 26 returns no row of cat_0
+    write(tmp_path / "x.parquet", columns, data_page_size=1)
     try:
         (batch,) = criteo_parquet(tmp_path / "x.parquet", 1)
     except ValueError as error:
@@ -142,7 +141,8 @@ def test_no_row_is_lost(tmp_path):
 
 
 def test_damaged_pages_are_found(tmp_path):
-    """Of a file with checksums no flipped byte gives other values: the same batches, or an error."""
+    """In a file with checksums, a flipped byte never changes values: the batches are the same, or an error is
+    raised."""
     path, n = tmp_path / "x.parquet", 300
     rng = np.random.default_rng(0)
     columns = {"label": rng.integers(0, 2, n), "int_0": rng.integers(0, 99, n), "cat_0": rng.integers(0, 2**40, n)}
@@ -179,7 +179,7 @@ def arrays(folder, dense, sparse, label, **options):
 )
 @pytest.mark.parametrize("order", "CF")
 def test_npy_is_read_as_written(tmp_path, label, order):
-    """Arrays of any number type, in C's order or Fortran's, give their values; ids keep their dtype."""
+    """Arrays of any number dtype, in C or Fortran order, give their values; ids keep their dtype."""
     for dense, ids in itertools.product((np.float16, np.float64, np.int32, ">f4"), (np.int32, np.int64)):
         x = np.array([[1, 2], [3, 4], [5, 6], [7, 8]])
         data = arrays(tmp_path, np.asarray(x, dense, order=order), np.asarray(x, ids, order=order), label)
@@ -206,7 +206,8 @@ BAD_NPY = {
 
 @pytest.mark.parametrize("name", BAD_NPY)
 def test_what_npy_cannot_give_is_named(tmp_path, name):
-    """Labels that are none, dense values that are no f32 and ids outside their table are named by row and array."""
+    """Invalid labels, dense values that f32 cannot hold and ids outside their table raise an error with row and
+    array."""
     x, options, fragments = BAD_NPY[name]
     with pytest.raises((ValueError, TypeError)) as error:
         list(batches(arrays(tmp_path, *x, **options), None, 2))
@@ -219,7 +220,7 @@ LINE = "\t".join(["1", *["5"] * 13, *["0000ffff"] * 26])
 
 
 def test_tsv_is_read_as_written(tmp_path):
-    """Plain, gzipped, with or without a last line end, with Windows' line ends: the same batch."""
+    """Plain or gzipped text, with or without a final line end, and with Windows' line ends, gives the same batch."""
     for i, text in enumerate([LINE, LINE + "\n", LINE + "\r\n"]):
         (tmp_path / f"{i}.txt").write_bytes(text.encode())
         (tmp_path / f"{i}.gz").write_bytes(gzip.compress(text.encode()))
@@ -229,7 +230,7 @@ def test_tsv_is_read_as_written(tmp_path):
 
 
 def test_what_tsv_cannot_give_is_named(tmp_path):
-    """Ids outside the table, no full batch, an integer of more than 64 bits and a file that was cut are errors."""
+    """Ids outside the table, too few lines for a batch, an integer of more than 64 bits and a cut file are errors."""
     path = tmp_path / "x.txt"
     path.write_text(f"{LINE}\n{LINE}\n")
     sizes = {"cat_3": 0x10000}
@@ -253,8 +254,8 @@ def test_what_tsv_cannot_give_is_named(tmp_path):
 
 
 def test_raw_ids_are_named(tmp_path):
-    """Ids of a Criteo reader for a table without a hash are named by the reader's
-    vocabularies and by `validate`; hashed they pass."""
+    """Raw Criteo ids for a table without a hash raise, in the reader with vocabularies and in `validate`. Hashed ids
+    pass."""
     path = tmp_path / "x.txt"
     path.write_text(f"{LINE}\n")
     table = fr.TableConfig("t", 1000, 4)

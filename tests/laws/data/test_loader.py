@@ -28,7 +28,7 @@ DATA = random_rows(KEY, {"row": 1000, "tags": 30}, num_rows=23, ids_per_bag={"ro
 
 
 def seen(items):
-    """What identifies each row of the batches: its dense feature."""
+    """List each row's dense feature, which identifies the row."""
     return [x for _, b in items for x in b.dense[:, 0].tolist()]
 
 
@@ -36,13 +36,13 @@ ALL = DATA.take(torch.arange(23)).dense[:, 0].tolist()
 
 
 def test_rows_differ():
-    """The rows of these tests can be told apart."""
+    """The test rows all differ in their dense feature."""
     assert len(set(ALL)) == 23
 
 
 @given(size=st.integers(1, 30), epoch=st.integers(0, 3), shuffled=st.booleans())
 def test_once_per_epoch(size, epoch, shuffled):
-    """Every row comes once per epoch, and the last position is the next epoch's first."""
+    """Every row comes once per epoch; the last position is the next epoch's first."""
     epoch_items = list(batches(DATA, None, size, key=KEY if shuffled else None, position=Position(epoch)))
     assert sorted(seen(epoch_items)) == sorted(ALL)
     assert len(epoch_items) == num_batches(23, size) and epoch_items[-1][0] == Position(epoch + 1, 0)
@@ -52,7 +52,7 @@ def test_once_per_epoch(size, epoch, shuffled):
 
 @given(size=st.integers(1, 30), stop=st.integers(0, 30), drop=st.booleans())
 def test_resume(size, stop, drop):
-    """Beginning at the position that came with a batch gives exactly the batches behind it."""
+    """Starting at the position that came with a batch gives exactly the batches after it."""
     items = list(batches(DATA, None, min(size, 23), key=KEY, drop_last=drop))
     size = min(size, 23)
     stop = min(stop, len(items) - 1)
@@ -64,33 +64,33 @@ def test_resume(size, stop, drop):
 
 
 def test_order_depends_on_key_and_epoch():
-    """Another epoch or another key is another order; the same two are the same order."""
+    """Another epoch or another key gives another order; the same key and epoch give the same order."""
     order = lambda key, epoch: seen(batches(DATA, None, 5, key=key, position=Position(epoch)))
     assert order(KEY, 1) == order(fr.key(7), 1)
     assert order(KEY, 1) != order(KEY, 2) and order(KEY, 1) != order(fr.key(8), 1)
 
 
 def test_part_of_the_rows():
-    """Only the rows that were named come, with repeats."""
+    """Only the given rows come, repeats included."""
     rows = torch.tensor([3, 3, 20])
     assert sorted(seen(batches(DATA, rows, 2, key=KEY))) == sorted([ALL[3], ALL[3], ALL[20]])
 
 
 def test_drop_last():
-    """drop_last leaves out what is not full: all batches have the same shapes."""
+    """drop_last drops a batch that is not full, so all batches have the same shapes."""
     items = [b for _, b in batches(DATA, None, 5, key=KEY, drop_last=True)]
     assert len(items) == 4 and {b.label.shape[0] for b in items} == {5}
     assert len({b.ids.capacity for b in items}) == 1
 
 
 def test_bucket():
-    """bucket pads the ids and keeps them."""
+    """bucket pads the ids and does not change them."""
     for (_, a), (_, b) in zip(batches(DATA, None, 5), batches(DATA, None, 5, bucket=True), strict=True):
         assert b.ids.capacity == fr.pad_to_bucket(a.ids).capacity and a.ids.to_lists() == b.ids.to_lists()
 
 
 def test_take_is_row_wise():
-    """Bag b of every key and label b depend on rows[b] only."""
+    """Bag b of every key, and label b, depend on rows[b] only."""
     whole = take(DATA, torch.arange(23))
     part = take(DATA, torch.tensor([22, 0, 5, 5]))
     chosen = [22, 0, 5, 5]
@@ -99,8 +99,8 @@ def test_take_is_row_wise():
 
 
 def test_rows_that_are_not_there_show_when_traced():
-    """Compiled and mapped, where rows cannot be looked at, a row that is
-    not there has label NaN and the others are as they were."""
+    """Traced, where rows cannot be checked, a row that is out of range has label NaN, and the other labels do not
+    change."""
     rows = torch.tensor([3, -1, 22, 23])
     want = DATA.take(torch.tensor([3, 22])).label
     for label in (
@@ -117,7 +117,8 @@ same = lambda a, b: assert_trees_close(a, b, rtol=0, atol=0)
 
 @given(size=st.integers(1, 30), weighted=st.booleans())
 def test_pad_last_has_one_shape(size, weighted):
-    """With pad_last every batch has the shapes of a full one; what fills it up has weight 0, the rest is as it was."""
+    """With pad_last every batch has the shapes of a full one. The added examples have weight 0, the others do not
+    change."""
     data = Weighted(torch.arange(23) % 3 * 0.5) if weighted else DATA
     plain, padded = (list(batches(data, None, size, key=KEY, pad_last=pad)) for pad in (False, True))
     assert [p for p, _ in plain] == [p for p, _ in padded]
@@ -129,11 +130,12 @@ def test_pad_last_has_one_shape(size, weighted):
         same((b.label[:own], b.dense[:own]), (a.label, a.dense))
         bags = b.ids.to_lists()
         assert {key: x[:own] for key, x in bags.items()} == a.ids.to_lists()
-        assert all(bag == x[own - 1] for x in bags.values() for bag in x[own:])  # no row that the batch has not
+        # padding adds no new ids
+        assert all(bag == x[own - 1] for x in bags.values() for bag in x[own:])
 
 
 class Weighted:
-    """Rows with weights of their own."""
+    """Rows with their own weights."""
 
     num_rows = 23
 
@@ -145,7 +147,7 @@ class Weighted:
 
 
 def test_what_pad_last_adds_counts_nowhere():
-    """A loss and its gradients of a padded batch are those of the batch alone, and so are the rows that they touch."""
+    """A padded batch gives the loss and gradients of the batch alone, and touches the same rows."""
     tables = (fr.TableConfig("row", 1000, 4), fr.TableConfig("tags", 30, 4))
     features = [fr.FeatureConfig(n, n) for n in ("row", "tags")]
     model = fr.models.deepfm(tables, features, num_dense=1, sizes=(8,), dropout=0.0)
@@ -164,7 +166,7 @@ def test_what_pad_last_adds_counts_nowhere():
 
 
 def is_alone():
-    """No prefetch thread lives, a moment after it was told to end."""
+    """Say whether all prefetch threads end within five seconds."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         if not any(t.name == "funcrec.data.prefetch" for t in threading.enumerate()):
@@ -175,19 +177,19 @@ def is_alone():
 
 @given(n=st.integers(0, 20), depth=st.integers(1, 5))
 def test_prefetch_same(n, depth):
-    """prefetch gives the same items in the same order, and its thread ends."""
+    """prefetch gives the same items in the same order, and then its thread ends."""
     assert list(prefetch(iter(range(n)), depth=depth)) == list(range(n))
     assert is_alone()
 
 
 def test_prefetch_batches():
-    """prefetch of batches is the batches, on the device that was asked for."""
+    """prefetch of batches gives the batches on the requested device."""
     plain, ahead = batches(DATA, None, 5, key=KEY), prefetch(batches(DATA, None, 5, key=KEY), device="cpu")
     assert_trees_close([b for _, b in plain], [b for _, b in ahead], rtol=0, atol=0)
 
 
 def test_prefetch_exception():
-    """An exception comes where its item would have been, behind the items before it."""
+    """An exception is raised at its item's place, after the items before it."""
 
     def items():
         yield 1
@@ -202,7 +204,7 @@ def test_prefetch_exception():
 
 
 def test_prefetch_early_stop():
-    """A consumer that stops early leaves no thread, and the source's cleanup has run."""
+    """A consumer that stops early leaves no thread, and the source is closed."""
     closed = threading.Event()
 
     def items():
@@ -222,7 +224,7 @@ def test_prefetch_early_stop():
 
 
 def test_prefetch_depth():
-    """No more than depth + 1 items are made ahead of the consumer."""
+    """prefetch takes at most depth + 1 items more than the consumer."""
     made = []
 
     def items():
@@ -241,7 +243,7 @@ def test_prefetch_depth():
 
 
 def test_random_batches_are_rows():
-    """random_batches is random_rows, batch after batch, and the same for the same key."""
+    """random_batches gives the batches of random_rows, and the same ones for the same key."""
     data = random_rows(KEY, {"a": 50}, alpha=1.0)
     made = random_batches(KEY, {"a": 50}, 8, alpha=1.0)
     for i in range(3):
@@ -257,7 +259,7 @@ def test_random_batches_are_rows():
     more=st.integers(0, 3),
 )
 def test_random_rows_in_range(size, alpha, fewest, more):
-    """Ids lie in the vocabulary, bags have as many as was said, labels are 0 or 1."""
+    """Ids lie in the vocabulary, bags have the requested lengths, and labels are 0 or 1."""
     most = max(fewest + more, 1)
     data = random_rows(KEY, {"a": size, "b": 2}, alpha=alpha, ids_per_bag=(fewest, most))
     batch = data.take(torch.arange(40))
@@ -270,7 +272,7 @@ def test_random_rows_in_range(size, alpha, fewest, more):
 @pytest.mark.parametrize("alpha", [0.0, 0.8, 1.0, 1.2])
 @pytest.mark.parametrize("size", [500, 5000])
 def test_zipf_frequencies(alpha, size):
-    """The k-th id comes with probability k^-alpha over its sum: every cell of a log scale within five deviations."""
+    """The k-th id has probability k^-alpha / Σ j^-alpha: every cell of a log scale is within five deviations."""
     num = 400_000
     ids = zipf(fr.key(1), (num,), size, alpha)
     counts = torch.bincount(ids, minlength=size).double()
@@ -288,7 +290,8 @@ def test_zipf_slope(alpha):
     counts = torch.bincount(zipf(fr.key(2), (2_000_000,), 4096, alpha), minlength=4096).double()
     rank = torch.arange(1, 4097, dtype=torch.float64).log()
     for part in (slice(0, 1024), slice(1024, 4096)):
-        x, w = rank[part], counts[part]  # the variance of log(count) is 1 / count
+        # the variance of log(count) is 1 / count
+        x, w = rank[part], counts[part]
         x = x - (w * x).sum() / w.sum()
         slope = (w * x * w.log()).sum() / (w * x * x).sum()
         error = (1 / (w * x * x).sum()).sqrt()
@@ -296,7 +299,7 @@ def test_zipf_slope(alpha):
 
 
 def test_scatter_is_a_bijection():
-    """Scattered ranks have the frequencies of the ranks, at other ids."""
+    """With `scatter`, the ids have the same frequencies as the ranks, in another order."""
     rows = torch.arange(20_000)
     counts = [
         torch.bincount(random_rows(KEY, {"a": 37}, alpha=1.0, scatter=s).take(rows).ids.values, minlength=37)
@@ -307,30 +310,31 @@ def test_scatter_is_a_bijection():
 
 
 def test_labels_can_be_learnt():
-    """The logits behind the labels explain them: AUC well above one half, and calibrated."""
+    """The labels follow the data's logits: AUC above 0.8, and calibrated."""
     data = random_rows(KEY, {"a": 100, "b": 1000}, num_dense=3, alpha=0.5)
     rows = torch.arange(20_000)
     labels, logits = data.take(rows).label, data.logits(rows)
     assert float(fr.metrics.exact_auc(logits, labels)) > 0.8
-    assert abs(float(logits.sigmoid().mean() - labels.mean())) < 0.015  # 4.5 deviations
+    # 4.5 deviations
+    assert abs(float(logits.sigmoid().mean() - labels.mean())) < 0.015
 
 
 def test_vocabularies_of():
-    """A column's vocabulary is its smallest table."""
+    """A column's vocabulary is the size of its smallest table."""
     tables = [fr.TableConfig("t", 10, 2), fr.TableConfig("s", 7, 2)]
     features = [fr.FeatureConfig("a", "t"), fr.FeatureConfig("b", "s", column="a"), fr.FeatureConfig("c", "t")]
     assert vocabularies_of(tables, features) == {"a": 7, "c": 10}
 
 
 def test_generation_traces():
-    """Rows can be generated inside a compiled step: nothing in them depends on data."""
+    """Rows can be generated inside a compiled step: no operation depends on data."""
     rows = torch.arange(6)
     traced = make_fx(lambda d, r: d.take(r), tracing_mode="fake")(DATA, rows)
     assert_trees_close(traced(DATA, rows + 1), DATA.take(rows + 1), rtol=0, atol=0)
 
 
 def test_rows_are_those_of_the_call():
-    """What is written to `rows` after the call is not read: the rows that were looked at are those that come."""
+    """Changes to `rows` after the call have no effect: the rows at the time of the call come."""
     data, rows = random_rows(fr.key(0), {"item": 50}, num_rows=8, num_dense=1), torch.arange(8)
     read = batches(data, rows, 2)
     first = next(read)[1]

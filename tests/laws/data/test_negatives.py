@@ -1,4 +1,4 @@
-"""Negatives: the share of each id, none that is known, the same for the same key, traced or not."""
+"""Negative sampling: each id has its share, known ids are never drawn, and a key gives the same ids, traced or not."""
 
 import math
 
@@ -14,7 +14,8 @@ from funcrec.testing import check_grads
 
 KEY = fr.key(5)
 USERS, IDS = 4, 9
-PAIRS = st.lists(st.tuples(st.integers(0, USERS - 1), st.integers(0, IDS - 2)), max_size=20)  # the last id is free
+# the last id is free for every user
+PAIRS = st.lists(st.tuples(st.integers(0, USERS - 1), st.integers(0, IDS - 2)), max_size=20)
 COUNTS = st.lists(st.integers(0, 50), min_size=IDS - 1, max_size=IDS - 1).map(lambda x: [*x, 3])
 
 
@@ -24,7 +25,7 @@ def of_pairs(pairs):
 
 
 def by_hand(masses, known, user, shape):
-    """The same draws, with lists in Python: the id in whose mass the number falls among the free ones."""
+    """Draw with Python's lists: return the id into whose probability interval each number falls, among the free ids."""
     bits = fr.core.random.bits(KEY, shape).reshape(shape[0], -1)
     out = []
     for u, row in zip(user, bits.tolist()):
@@ -41,7 +42,7 @@ def by_hand(masses, known, user, shape):
 
 @given(pairs=PAIRS, first=st.integers(0, 3), user=st.lists(st.integers(0, USERS - 1), min_size=1, max_size=6))
 def test_uniform_negatives_are_those_counted_by_hand(pairs, first, user):
-    """Each draw is the t-th of the ids that are not known of its user, t uniform by the key; none is known."""
+    """For a uniform t from the key, a draw is the t-th id that the user does not know; known ids are never drawn."""
     known = of_pairs(pairs)
     draw, shape = uniform_negatives(IDS, first=first, known=known), (len(user), 5)
     found = draw(KEY, shape, torch.tensor(user))
@@ -57,7 +58,8 @@ def test_uniform_negatives_are_those_counted_by_hand(pairs, first, user):
     user=st.lists(st.integers(0, USERS - 1), min_size=1, max_size=6),
 )
 def test_popular_negatives_are_those_counted_by_hand(pairs, counts, exponent, user):
-    """Each draw falls in the mass of an id that came and is not known, as a walk through the masses finds it."""
+    """Each draw is the id into whose probability interval the number falls, among ids that occurred and that the
+    user does not know."""
     known, counts = of_pairs(pairs), torch.tensor(counts)
     draw, shape = popularity_negatives(counts, exponent=exponent, known=known), (len(user), 2, 3)
     found = draw(KEY, shape, torch.tensor(user))
@@ -71,7 +73,8 @@ def test_popular_negatives_are_those_counted_by_hand(pairs, counts, exponent, us
 
 @pytest.mark.parametrize("exponent", [None, 0.0, 0.75, 1.0])
 def test_ids_come_in_their_shares(exponent):
-    """Of many draws every id has its share, within five deviations; for users with known ids, its share of the rest."""
+    """Over many draws every id has its share, within five deviations; for users with known ids, its share of the
+    other ids."""
     counts, known = torch.tensor([0, 900, 90, 9, 1]), known_items(torch.tensor([1, 1]), torch.tensor([2, 4]))
     draw = (
         uniform_negatives(5, known=known)
@@ -87,7 +90,7 @@ def test_ids_come_in_their_shares(exponent):
 
 
 def test_draws_are_functions_of_the_key():
-    """The same key gives the same ids, another key others; one without known ids needs no user."""
+    """The same key gives the same ids, another key others; a sampler without known ids needs no user."""
     draw = uniform_negatives(1000)
     assert torch.equal(draw(KEY, (4, 3)), draw(fr.key(5), (4, 3))) and not torch.equal(
         draw(KEY, (4, 3)), draw(fr.key(6), (4, 3))
@@ -95,7 +98,7 @@ def test_draws_are_functions_of_the_key():
 
 
 def test_draws_trace():
-    """Traced and mapped over keys, the same ids; a user who knows all ids gets -1, which is in no table."""
+    """Traced, and mapped over keys, the draws are the same; a user who knows all ids gets -1, which is in no table."""
     known = known_items(torch.tensor([0, 0, 0, 1]), torch.tensor([0, 1, 2, 1]), num_users=3)
     draw, user = popularity_negatives(torch.tensor([5, 3, 1]), known=known), torch.tensor([1, 2, 1])
     run = lambda key, draw, user: draw(key, (3, 4), user)
@@ -108,7 +111,7 @@ def test_draws_trace():
 
 
 def test_negatives_go_through_a_file(tmp_path):
-    """Saved and loaded, the same draws."""
+    """A sampler that was saved and loaded gives the same draws."""
     draw = uniform_negatives(9, first=1, known=known_items(torch.tensor([0, 1]), torch.tensor([3, 4])))
     found = fr.load(fr.save(tmp_path / "negatives", draw))
     assert torch.equal(found(KEY, (2, 5), torch.tensor([0, 1])), draw(KEY, (2, 5), torch.tensor([0, 1])))
@@ -116,27 +119,27 @@ def test_negatives_go_through_a_file(tmp_path):
 
 @given(pairs=PAIRS)
 def test_known_items_are_sets(pairs):
-    """Bag u is the sorted set of the items of user u."""
+    """Bag u is the sorted set of user u's items."""
     want = [sorted({i for u, i in pairs if u == user}) for user in range(USERS)]
     assert of_pairs(pairs).to_lists() == want
 
 
 @given(counts=COUNTS, exponent=st.sampled_from([0.5, 1.0]))
 def test_log_q_is_the_logarithm_of_the_shares(counts, exponent):
-    """exp(log_q) sums to 1, in the proportions of the counts; those of 0 count as 1."""
+    """exp(log_q) sums to 1, in proportion to the counts; a count of 0 counts as 1."""
     found = log_q(torch.tensor(counts), exponent=exponent).double().exp()
     shares = [max(c, 1) ** exponent for c in counts]
     torch.testing.assert_close(found, torch.tensor(shares, dtype=torch.float64) / math.fsum(shares), rtol=1e-5, atol=0)
 
 
 def test_log_q_is_differentiated():
-    """The logarithms of shares have the derivatives of the formula, forwards and backwards."""
+    """log_q has the formula's derivatives, forward and reverse."""
     counts = torch.tensor([3.0, 1.5, 7.0], dtype=torch.float64)
     check_grads(lambda x: log_q(x, exponent=0.7), (counts,))
 
 
 def test_counts_of_a_vocabulary_are_what_is_drawn_by():
-    """The counts of an encoding's vocabulary are those of its ids in the rows, as bincount has them."""
+    """The counts of an encoding's vocabulary equal bincount of its ids, and popularity_negatives takes them."""
     table = {"item": ["b", "a", "b", None, "c", "b"]}
     encoding = fr.data.fit_encoding(table, fr.data.Schema(categorical=("item",)))
     ids = fr.data.encode(encoding, table).categorical[:, 0]

@@ -1,4 +1,4 @@
-"""Splits: every row once, nothing known of the next part, the same parts for the same key."""
+"""Splits: every row is in one part, no part knows the next one's times, and a key gives the same parts."""
 
 import itertools
 
@@ -18,13 +18,13 @@ VALUES = st.lists(st.integers(-3, 6), min_size=4, max_size=40)
 
 
 def is_partition(parts, count):
-    """Every row is in one part, and parts ascend."""
+    """Say whether every row is in one part, and the rows of each part ascend."""
     ascend = all(p.dtype == torch.int64 and bool((p.diff() > 0).all()) for p in parts)
     return ascend and sorted(torch.cat(parts).tolist()) == list(range(count))
 
 
 def split_or_none(split, *args, **settings):
-    """The parts, or None where the call says that one would be empty."""
+    """Return the parts, or None if the call says that one would be empty."""
     try:
         return split(*args, **settings)
     except ValueError as error:
@@ -34,7 +34,7 @@ def split_or_none(split, *args, **settings):
 
 @given(count=st.integers(10, 200), shares=SHARES)
 def test_a_random_split_has_every_row_once(count, shares):
-    """Every row is in one part, the sizes are the shares to the row, and the key alone decides."""
+    """Every row is in one part, the sizes are the shares to the row, and only the key decides."""
     parts = random_split(count, shares, key=KEY)
     assert is_partition(parts, count)
     ends = torch.tensor([len(p) for p in parts]).cumsum(0) - torch.tensor(shares).double().cumsum(0) * count
@@ -46,7 +46,7 @@ def test_a_random_split_has_every_row_once(count, shares):
 
 @given(time=VALUES, shares=SHARES)
 def test_a_split_by_time_does_not_leak(time, shares):
-    """Every time of a part is before every time of the next one: rows of one time are on one side."""
+    """Every time in a part is before every time in the next one, so rows of one time are in one part."""
     x = torch.tensor(time)
     parts = split_or_none(split_by_time, x, shares)
     assume(parts is not None)
@@ -63,14 +63,14 @@ def test_a_split_by_time_without_ties_has_its_shares(count, shares):
 
 
 def test_a_split_by_time_ends_where_its_share_is_nearest():
-    """Of the places where the time changes, a part ends at the one nearest to its share."""
+    """A part ends at the change of time nearest to its share."""
     assert [len(p) for p in split_by_time(torch.tensor([1, 2, 2, 2, 2, 2, 3, 4, 5, 6]), (0.5, 0.5))] == [6, 4]
     assert [len(p) for p in split_by_time(torch.tensor([1] + [2] * 9), (0.8, 0.2))] == [1, 9]
 
 
 @given(group=VALUES, shares=SHARES, seed=st.integers(0, 99))
 def test_a_split_by_group_keeps_groups_whole(group, shares, seed):
-    """No group is in two parts, and the part of a group does not depend on the order or number of its rows."""
+    """No group is in two parts, and a group's part does not depend on the order or number of its rows."""
     parts = split_or_none(split_by_group, torch.tensor(group), shares, key=KEY)
     assume(parts is not None)
     assert is_partition(parts, len(group))
@@ -82,7 +82,7 @@ def test_a_split_by_group_keeps_groups_whole(group, shares, seed):
 
 
 def by_hand(group, time, held_out):
-    """leave_one_out, group by group."""
+    """Compute leave_one_out group by group."""
     parts = [[] for _ in range(held_out + 1)]
     for g in set(group):
         own = sorted((t, r) for r, (x, t) in enumerate(zip(group, time)) if x == g)
@@ -97,7 +97,7 @@ def by_hand(group, time, held_out):
     held=st.sampled_from([1, 2]),
 )
 def test_leave_one_out_holds_the_last_rows(rows, held):
-    """Each group's last rows are held out, as a loop over groups finds them; a group keeps a row to train on."""
+    """Each group's last rows are held out, as in a loop over groups; a group keeps a row to train on."""
     group, time = zip(*rows)
     parts = split_or_none(leave_one_out, torch.tensor(group), torch.tensor(time), held_out=held)
     want = by_hand(group, time, held)
@@ -106,7 +106,7 @@ def test_leave_one_out_holds_the_last_rows(rows, held):
 
 
 def core_by_hand(pairs, of_users, of_items):
-    """The k-core, one row thrown out at a time."""
+    """Compute the k-core by removing one row at a time."""
     rows = list(range(len(pairs)))
     while True:
         count = lambda side, x: sum(pairs[r][side] == x for r in rows)
@@ -121,13 +121,13 @@ def core_by_hand(pairs, of_users, of_items):
     k=st.one_of(st.integers(1, 4), st.tuples(st.integers(1, 4), st.integers(1, 4))),
 )
 def test_a_core_is_the_largest_that_there_is(pairs, k):
-    """k_core is what is left when rows go one by one until each user and item that stays has k."""
+    """k_core keeps the rows that remain when rows are removed one by one until each user and item has k."""
     user, item = (torch.tensor(x) for x in zip(*pairs))
     assert k_core(user, item, k).tolist() == core_by_hand(pairs, *(k if isinstance(k, tuple) else (k, k)))
 
 
 def test_a_core_is_found_along_a_chain():
-    """Leaving out goes on until nothing changes: a chain of pairs vanishes from its ends, a ring stays."""
+    """Rows are removed until nothing changes: a chain of pairs disappears from its ends, a ring stays."""
     user, item = torch.arange(40) // 2, (torch.arange(40) + 1) // 2
     assert k_core(user, item, 2).tolist() == []
     assert k_core(user, item % 20, np.int64(2)).tolist() == list(range(40))
@@ -138,7 +138,7 @@ TIMES = np.array(NUMBERS, "datetime64[D]")
 
 
 class Capsule:
-    """A column as other libraries have it: pandas, polars."""
+    """A column as other libraries (pandas, polars) export it."""
 
     def __init__(self, chunks):
         self.chunks = pa.chunked_array(chunks)
@@ -173,7 +173,8 @@ TEXTS = {
 
 @pytest.mark.parametrize("form", [*FORMS, *TEXTS])
 def test_columns_of_all_forms_are_split_alike(form):
-    """Tensors, numpy arrays and pyarrow columns of the same values give the same parts; text goes by its bytes."""
+    """Tensors, numpy arrays and pyarrow columns of the same values give the same parts; text is compared by its
+    bytes."""
     column = {**FORMS, **TEXTS}[form]
     assert all(
         map(
@@ -188,7 +189,7 @@ def test_columns_of_all_forms_are_split_alike(form):
 
 
 def test_a_split_feeds_batches():
-    """A part is what `batches` takes as rows."""
+    """`batches` takes a part as its rows."""
     data = fr.data.random_rows(KEY, {"item": 9}, num_rows=20, num_dense=1)
     train, test = random_split(20, (0.7, 0.3), key=KEY)
     seen = [x for part in (train, test) for _, b in fr.data.batches(data, part, 4) for x in b.dense[:, 0].tolist()]

@@ -1,4 +1,4 @@
-"""Files and tables read whole and in batches: every row once, in an order that begins again anywhere."""
+"""Files and tables are read whole and in batches: every row comes once, in an order that can resume anywhere."""
 
 import functools
 import gzip
@@ -44,14 +44,15 @@ KINDS = {
 
 @st.composite
 def tables(draw, kinds="ifsbld", least=1):
-    """Tables of several kinds of columns, nulls among them, and a number for each row."""
+    """Draw tables of several kinds of columns, with nulls, and a number for each row."""
     n = draw(st.integers(least, 40))
     of = lambda k: pa.array(draw(st.lists(KINDS[k][1], min_size=n, max_size=n)), KINDS[k][0])
     return pa.table({"n": pa.array(range(n), pa.int64()), **{k: of(k) for k in kinds}})
 
 
 def written(folder, draw, table):
-    """The table in Parquet: one file, files, or hive partitions of its rows, in row groups of a drawn size."""
+    """Write the table as Parquet: one file, several files, or hive partitions of its rows, with row groups of a
+    drawn size."""
     n, k = table.num_rows, draw(st.integers(1, 3))
     cuts = sorted(draw(st.lists(st.integers(0, n), min_size=k - 1, max_size=k - 1)))
     pieces = [table.slice(a, b - a) for a, b in itertools.pairwise([0, *cuts, n])]
@@ -71,8 +72,8 @@ def written(folder, draw, table):
 @settings(max_examples=25)
 @given(table=tables(), data=st.data())
 def test_parquet_is_read_as_written(tmp_path_factory, table, data):
-    """Files in a folder, hive partitions among them, give their rows in the order of their names, whole and in batches,
-    and all or some of their columns."""
+    """A folder's files, hive partitions too, give their rows in the order of the file names. This holds for whole
+    reads, for batches, and for all or some columns."""
     folder = tmp_path_factory.mktemp("p")
     pieces, hive = written(folder, data.draw, table)
     found = read(folder)
@@ -92,8 +93,8 @@ def test_parquet_is_read_as_written(tmp_path_factory, table, data):
 @settings(max_examples=25)
 @given(table=tables("ifsb"), data=st.data())
 def test_text_is_read_as_written(tmp_path_factory, table, data):
-    """Text with any delimiter, quoted or not, packed or not, gives its values; an empty field is
-    missing, and an empty string is one where it is quoted."""
+    """Text with any delimiter, quoted or not, gzipped or not, gives its values. An empty field is missing; a quoted
+    empty string is a string."""
     folder, packed = tmp_path_factory.mktemp("t"), data.draw(st.booleans())
     delimiter, end = data.draw(st.sampled_from([(",", ".csv"), ("\t", ".tsv"), ("|", ".txt")]))
     for i, at in enumerate((0, table.num_rows // 2)):
@@ -113,7 +114,7 @@ def test_text_is_read_as_written(tmp_path_factory, table, data):
 
 
 class Capsule:
-    """What pandas and polars show of a table."""
+    """A table with the interface that pandas and polars export."""
 
     def __init__(self, table):
         self.table = table
@@ -133,7 +134,7 @@ class Struct:
 @settings(max_examples=10)
 @given(table=tables())
 def test_what_is_in_memory_is_read(table):
-    """Tables, batches, whatever has Arrow's capsules, and dicts of lists, arrays and tensors are the same table."""
+    """Tables, batches, objects with Arrow's capsules, and dicts of lists, arrays and tensors give the same table."""
     (batch,) = table.combine_chunks().to_batches()
     mapping = {name: table[name] for name in table.column_names} | {"n": torch.arange(table.num_rows)}
     sources = [table, batch, batch.to_reader() if hasattr(batch, "to_reader") else table, Capsule(table), Struct(batch),
@@ -148,8 +149,8 @@ def test_what_is_in_memory_is_read(table):
 @settings(max_examples=25)
 @given(table=tables("il"), data=st.data())
 def test_a_shuffled_epoch_has_every_row_once_and_begins_anywhere(tmp_path_factory, table, data):
-    """Under any key, window and size of batch: every row once, whole rows, another order for another key; and the
-    batches behind `skip` are those that would have followed."""
+    """For any key, window and batch size, every row comes once and whole, and another key gives another order. With
+    `skip`, the batches are those that would have followed."""
     folder = tmp_path_factory.mktemp("p")
     written(folder, data.draw, table)
     source = data.draw(st.sampled_from([folder, table]))
@@ -172,8 +173,8 @@ def test_a_shuffled_epoch_has_every_row_once_and_begins_anywhere(tmp_path_factor
 
 
 def test_a_shuffle_mixes(tmp_path):
-    """Files and row groups change places, and rows within a window: of 4,096 rows in order few stay near their place,
-    and two keys have few places in common."""
+    """Files and row groups are permuted, and so are rows within a window. Of 4,096 ordered rows few stay near their
+    position, and two keys share few positions."""
     for i in range(4):
         part = pa.table({"n": pa.array(range(1024 * i, 1024 * (i + 1)))})
         parquet.write_table(part, tmp_path / f"{i}.parquet", row_group_size=64)
@@ -181,14 +182,16 @@ def test_a_shuffle_mixes(tmp_path):
     a, b = order(fr.key(0)), order(fr.key(1))
     assert sorted(a) == list(range(4096)) and (a == order(fr.key(0))).all()
     assert (a == b).mean() < 0.01 and abs(np.corrcoef(a, np.arange(4096))[0, 1]) < 0.4
-    assert len(set(a[:512] // 64)) == 8  # eight row groups, of which no two rows follow each other often
+    # the first 512 rows come from eight row groups, and consecutive rows are rare
+    assert len(set(a[:512] // 64)) == 8
     assert (np.diff(a[:512]) == 1).mean() < 0.05
 
 
 @settings(max_examples=15)
 @given(data=st.data())
 def test_a_loader_gives_an_epoch_from_any_position(tmp_path_factory, data):
-    """Batches of a stream are those of its examples; each position gives what follows, over epochs of other orders."""
+    """A stream's batches equal its examples' batches; each position gives the batches after it, over epochs with
+    other orders."""
     n, size = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 9))
     table = pa.table(
         {"y": [i % 2 for i in range(n)], "a": range(n), "g": [list(range(i % 3)) for i in range(n)], "x": range(n)}
@@ -219,7 +222,7 @@ def test_a_loader_gives_an_epoch_from_any_position(tmp_path_factory, data):
 
 @pytest.mark.parametrize("key", [None, fr.key(3)], ids=["in order", "shuffled"])
 def test_a_last_batch_is_filled_up(key):
-    """With pad_last every batch has one shape: what fills it is its last row again, of weight 0."""
+    """With pad_last every batch has one shape: its last row is repeated with weight 0."""
     table = {"a": list(range(11)), "g": [list(range(i % 3)) for i in range(11)], "w": [2.0] * 11}
     plain = Schema(categorical=("a",), multivalued=("g",))
     for schema, weight in ((plain, 1.0), (fr.core.replace(plain, weight="w"), 2.0)):
@@ -232,8 +235,8 @@ def test_a_last_batch_is_filled_up(key):
 
 
 def test_an_encoding_is_streamed(tmp_path):
-    """Strings, nulls and lists of a folder are learned from its stream and encoded batch by batch, as they are whole;
-    for prediction from a folder without labels too."""
+    """An encoding learns strings, nulls and lists from a folder's stream, and encodes batch by batch as it encodes a
+    whole table. This includes prediction without labels."""
     words = ["hat", None, "shoe", "hat", "sock"] * 8
     table = pa.table({"y": [0, 1] * 20, "item": words, "tags": [[w] if w else [] for w in words], "x": range(40)})
     for i, at in enumerate((0, 15)):
@@ -250,8 +253,8 @@ def test_an_encoding_is_streamed(tmp_path):
 
 @pytest.mark.parametrize("of", ["table", "file", "files", "encoding", "function"])
 def test_a_loader_that_was_pickled_gives_the_same_batches(tmp_path, of):
-    """A loader comes back from a pickle as it was, from any position; a table in memory goes along, once and no more
-    of it than is read; what does not pickle says so."""
+    """A pickled loader gives the same batches from any position. It contains a table in memory once, and only the
+    columns that it reads. What does not pickle raises."""
     table = {"y": [i % 2 for i in range(20_000)], "a": list(range(20_000)), "b": [["x"], []] * 10_000}
     path, schema = tmp_path / "x.parquet", Schema("y", categorical=("a",))
     parquet.write_table(pa.table(table), path, row_group_size=900)
@@ -276,7 +279,8 @@ def _examples(schema, table):
 
 
 def test_types_that_differ_are_widened(tmp_path):
-    """Of int32 and int64, of no values and strings, the wider is read, from whichever file comes first."""
+    """If files differ in types, such as int32 and int64, or null and string, the wider type is read, whichever file
+    comes first."""
     one = pa.table({"a": pa.array([1], pa.int32()), "s": pa.nulls(1)})
     two = pa.table({"s": ["x"], "a": pa.array([2**40]), "more": [0]})
     for first, second in ((one, two), (two.drop_columns(["more"]), one)):
@@ -290,7 +294,7 @@ def test_types_that_differ_are_widened(tmp_path):
 
 
 def test_text_keeps_the_first_files_types(tmp_path):
-    """What the first file's beginning tells of types holds for all; names stand in the first line, or are given."""
+    """The types inferred from the first file hold for all files; column names are in the first line, or given."""
     (tmp_path / "0.csv").write_text("a,b\n1,x\n2,\n")
     (tmp_path / "1.csv").write_text('b,a\n"",3\nNA,4\n')
     assert read(tmp_path).to_pydict() == {"a": [1, 2, 3, 4], "b": ["x", None, "", "NA"]}
@@ -327,8 +331,8 @@ print(read(many).num_rows, peak_mb() - before)
 
 
 def test_a_folder_larger_than_the_memory_it_takes(tmp_path):
-    """A folder of 36 files of 8 MB is streamed, in order and shuffled, in the memory that three of them take and 40 MB;
-    read whole it takes 100 MB more at least."""
+    """Streaming 36 files of 8 MB, in order or shuffled, takes at most 40 MB more memory than streaming three.
+    Reading them whole takes at least 100 MB more."""
     numbers = np.random.default_rng(0).integers(0, 2**60, (4, 1 << 18))
     table = pa.table({name: pa.array(x) for name, x in zip("abcd", numbers, strict=True)})
     parquet.write_table(table, tmp_path / "x", row_group_size=1 << 15, compression="none", use_dictionary=False)
@@ -340,4 +344,5 @@ def test_a_folder_larger_than_the_memory_it_takes(tmp_path):
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     in_order, shuffled, whole = (tuple(map(float, line.split())) for line in out.splitlines())
     assert in_order[0] == shuffled[0] == 39 << 18 and in_order[1] < 40 and shuffled[1] < 40
-    assert whole[0] == 36 << 18 and whole[1] > 100  # so the measure tells
+    # shows that the test can measure the difference
+    assert whole[0] == 36 << 18 and whole[1] > 100

@@ -1,4 +1,4 @@
-"""Tables that were read as something else: lists of numbers, folders' names, large integers, plain lists."""
+"""Unusual types of columns: lists of numbers, folders' names, large integers, plain lists."""
 
 import datetime
 
@@ -52,7 +52,7 @@ def test_lists_of_numbers_have_a_mean_for_each_position():
 
 
 def test_lists_of_another_size_are_refused():
-    """What learned from lists of two numbers takes neither lists of three nor single numbers, in any chunk."""
+    """An encoding of lists of two numbers accepts neither lists of three nor single numbers, in any chunk."""
     table = {"c": ["a", "b"], "v": PAIRS([[1.0, 2.0], [3.0, 10.0]])}
     three = {"c": ["a"], "v": pa.array([[1.0, 2.0, 3.0]], pa.list_(pa.float64(), 3))}
     for other in (three, {"c": ["a"], "v": [1.0]}, {"c": ["a"], "v": [None]}):
@@ -64,7 +64,7 @@ def test_lists_of_another_size_are_refused():
 
 
 def test_a_folder_and_a_column_of_one_name(tmp_path):
-    """A column that the folder's name gives, too, is read where they agree and refused by file where they differ."""
+    """A column that is also in the folder's name is read where both agree, and refused by file where they differ."""
     for a, values in (("7", [7, 7]), ("08", [8])):
         (tmp_path / f"a={a}").mkdir()
         parquet.write_table(pa.table({"a": values, "b": values}), tmp_path / f"a={a}" / "x.parquet")
@@ -72,7 +72,8 @@ def test_a_folder_and_a_column_of_one_name(tmp_path):
     parquet.write_table(pa.table({"a": [7, 9], "b": [1, 2]}), tmp_path / "a=7" / "y.parquet")
     said(ValueError, lambda: read(tmp_path), "`y.parquet` has a column `a`", "9 in a row", "a=7")
     assert read(tmp_path, columns=["b"]).num_rows == 5
-    parquet.write_table(pa.table({"b": [1]}), tmp_path / "a=08" / "a.parquet")  # the first file has none
+    # the first file does not have the column
+    parquet.write_table(pa.table({"b": [1]}), tmp_path / "a=08" / "a.parquet")
     said(ValueError, lambda: read(tmp_path), "`x.parquet` has columns that folders' names give", "['a']")
     (tmp_path / "t" / "c=1").mkdir(parents=True)
     (tmp_path / "t" / "c=1" / "z.csv").write_text("c,d\n2,3\n")
@@ -80,7 +81,7 @@ def test_a_folder_and_a_column_of_one_name(tmp_path):
 
 
 def test_a_value_that_the_common_type_does_not_hold(tmp_path):
-    """A file of whole pages is not called damaged when its type and another's have none in common for a value."""
+    """A value that does not fit the files' common type is reported as such, and the file is not called damaged."""
     for name, first, second in (("u", [1], pa.array([2**63], pa.uint64())), ("f", [0.5], [2**53 + 1])):
         (tmp_path / name).mkdir()
         parquet.write_table(pa.table({"id": first}), tmp_path / name / "a.parquet")
@@ -89,7 +90,7 @@ def test_a_value_that_the_common_type_does_not_hold(tmp_path):
 
 
 def test_lists_are_columns_of_splits():
-    """Lists of numbers, dates and text split as the tensors and arrays of the same values do."""
+    """Lists of numbers, dates and text are split like tensors and arrays of the same values."""
     groups, times, halves = ["u", "u", "u", "v", "v"], [3, 1, 2, 5, 6], (0.5, 0.5)
     text, numbers = pa.array(groups), torch.tensor(times)
     days = [datetime.date(2020, 1, t) for t in times]
@@ -102,7 +103,8 @@ def test_lists_are_columns_of_splits():
 
 
 def test_buckets_of_integers_beyond_f64():
-    """Integers beyond 2**53 are compared with the edges as they are; quantiles of those that f64 rounds are refused."""
+    """Integers beyond 2**53 are compared exactly with the edges; quantiles of integers that f64 would round are
+    refused."""
     state = bucketize(edges=(2.0**53, 2.0**60)).fit([0])
     x = [2**53 - 1, 2**53, 2**53 + 1, 2**60 - 1, 2**60, None, -(2**60) - 1]
     assert state.apply(x).to_pylist() == [1, 2, 2, 2, 3, 0, 1]
@@ -121,7 +123,7 @@ class Interval(pa.ExtensionType):
 
 
 def test_dictionaries_of_another_librarys_types_are_refused():
-    """A column of categories that are intervals is refused by name."""
+    """A column of categories that are intervals is refused by its name."""
     intervals = pa.ExtensionArray.from_storage(Interval(), pa.array([{"left": 1}]))
     column = pa.DictionaryArray.from_arrays(pa.array([0, 0]), intervals)
     said(TypeError, lambda: fit_encoding({"c": column}, Schema(categorical=("c",))), "column `c`", "struct")

@@ -1,4 +1,4 @@
-"""Loaders: the batches of any epoch from any position, by any number of threads, and by torch's DataLoader."""
+"""Loaders give the batches of any epoch from any position, with any number of threads, and with torch's DataLoader."""
 
 import threading
 import time
@@ -35,7 +35,7 @@ def test_a_loader_gives_batches_from_any_position(size, stop, workers, depth, la
 
 
 def test_a_loader_goes_on_where_it_was_left():
-    """The positions of a loader, each given to it, lead through the epochs batch by batch."""
+    """Passing each position back to the loader goes through the epochs batch by batch."""
     load, position, seen_rows = loader(DATA, None, 6, key=KEY, workers=2, pad_last=True), Position(), []
     for _ in range(2 * len(load)):
         position, batch = next(load(position))
@@ -44,12 +44,12 @@ def test_a_loader_goes_on_where_it_was_left():
 
 
 def test_a_loaders_batches_go_to_a_device():
-    """A loader with a device gives the same batches, there."""
+    """A loader with a device gives the same batches on that device."""
     same([b for _, b in loader(DATA, None, 5, device="cpu")()], [b for _, b in batches(DATA, None, 5)])
 
 
 def ended(before):
-    """Whether the threads that were not there `before` end within five seconds."""
+    """Say whether all threads that started since `before` end within five seconds."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         if {*threading.enumerate()} <= before:
@@ -59,7 +59,7 @@ def ended(before):
 
 
 class Broken:
-    """Rows of which one cannot be read."""
+    """Rows of which one raises when it is read."""
 
     num_rows = 23
 
@@ -70,7 +70,8 @@ class Broken:
 
 
 def test_workers_end_with_their_iterator():
-    """Threads are gone when the epoch is over, when the consumer stops, and behind an error, which has its place."""
+    """The threads end when the epoch is over, when the consumer stops, and after an error, which is raised at its
+    place."""
     load, before = loader(DATA, None, 2, workers=3, depth=8), {*threading.enumerate()}
     assert len(list(load())) == 12 and ended(before)
     half = load()
@@ -87,7 +88,7 @@ def test_workers_end_with_their_iterator():
 
 
 def test_workers_are_ahead_by_depth_and_no_more():
-    """As many batches are made ahead of the consumer as was said."""
+    """Workers make about `depth` batches more than the consumer has taken."""
     made = []
 
     class Counting:
@@ -124,7 +125,7 @@ def test_a_dataloader_makes_batches_of_rows(workers):
 
 
 def test_a_dataloader_makes_batches_of_examples():
-    """A dataset of dicts gives the batches of the table that they make, by a Schema, or an Encoding in a process."""
+    """torch's DataLoader over a dataset of dicts gives the batches of their table, by a Schema or by an Encoding."""
     encoding = fr.data.fit_encoding(
         TABLE, SCHEMA, {"item": fr.data.identity(9), "tags": fr.data.identity(9), "price": None}
     )
