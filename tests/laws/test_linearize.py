@@ -1,6 +1,7 @@
-"""torch.func.linearize of what funcrec makes: the tangents that jvp gives.
+"""torch.func.linearize of funcrec's functions gives jvp's tangents.
 
-linearize traces the operations of a jvp once, without writes through views: what is written so is lost, in silence.
+linearize traces the operations of a jvp once, without writes through views. Values written through a view would be
+silently lost.
 """
 
 import pytest
@@ -47,7 +48,7 @@ def coded(x, kind):
 
 
 def drawn(x, lr):
-    """A table drawn in blocks, which follows from nothing, times what follows."""
+    """Draw a table in blocks, as a constant, and multiply it by the tracked arguments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_init, "INIT_BLOCK", 2)
         return fr.init(fr.key(0), [fr.TableConfig("t", 4, 2)])["t"] * x * lr
@@ -78,7 +79,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 def test_linearize_is_jvp(name):
-    """The linear map that linearize gives, of a table and of a factor, is jvp's, and its value the function's."""
+    """The linear map of linearize equals jvp's, for a table and for a factor, and its value equals the function's."""
     f, at = CASES[name], (X, torch.tensor(0.5))
     value, linear = linearize(f, *at)
     torch.testing.assert_close(value, f(*at))

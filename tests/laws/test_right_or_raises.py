@@ -1,4 +1,4 @@
-"""The sweep: every public function of float tensors, and every kernel operation, is differentiated rightly or raises.
+"""The sweep: every public function of float tensors, and every kernel operation, has the right derivative or raises.
 
 PYTHONPATH=tests python tests/laws/test_right_or_raises.py        counts the triples (function, input, mode)
 """
@@ -59,8 +59,8 @@ def wrong(case: Case, found: dict) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{i}-{c.name}" for i, c in enumerate(CASES)])
 def test_right_or_raises(case):
-    """Every mode's derivative by every float input is what central differences
-    say; where a case says so it may raise instead."""
+    """In every mode, the derivative by every float input agrees with central differences; where a case allows it, it
+    may raise instead."""
     assert not wrong(case, sweep(case))
 
 
@@ -93,8 +93,8 @@ def dual_call(operator, table):
 
 
 def test_every_name_is_swept():
-    """Every public name of funcrec and funcrec.optim is in the sweep, or
-    in the list of what has no place there, and in one only."""
+    """Every public name of funcrec and funcrec.optim is either in the sweep or in the list of exceptions, not in
+    both."""
     public = lambda module, prefix="": {
         prefix + n for n, x in vars(module).items() if not n.startswith("_") and not isinstance(x, types.ModuleType)
     }

@@ -1,4 +1,4 @@
-"""The shapes in docstrings and annotations are those that calls have: one letter is one size throughout a call."""
+"""Calls have the shapes of their docstrings and annotations: in one call, one letter means one size."""
 
 import re
 
@@ -8,9 +8,10 @@ from programs.doc_shapes import DTYPES, Shape, Statement, shapes_in, statements_
 
 import funcrec as fr
 
-pytestmark = pytest.mark.xdist_group("shapes")  # the calls are made once
+# the calls are made once
+pytestmark = pytest.mark.xdist_group("shapes")
 
-# Functions of bare tensors that say nothing of their shapes, and why.
+# Functions of plain tensors without shapes in their docstrings, and the reason.
 SAID_ELSEWHERE = {
     **dict.fromkeys(
         ("save", "load", "shard", "unshard", "save_safetensors", "load_safetensors"), "any tree of tensors"
@@ -35,7 +36,7 @@ def said(tmp_path_factory):
 
 
 def test_calls_have_the_shapes_that_docstrings_say(said):
-    """What docstrings and annotations say of shapes and dtypes holds in every public call, and in the examples."""
+    """The shapes and dtypes in docstrings and annotations hold in every public call and in the examples."""
     assert {
         n: found for n, s in said.items() if (found := {v for c in s.calls for v in violations(s.statements, c)})
     } == {}
@@ -43,8 +44,8 @@ def test_calls_have_the_shapes_that_docstrings_say(said):
 
 
 def test_no_statement_holds_whatever_a_call_has(said):
-    """Each statement, with one dimension more or with dtypes that are no numbers',
-    is false in some call: all are held against values."""
+    """Each statement becomes false in some call if it gets one dimension more, or another dtype. So each one is
+    really checked."""
     more = lambda shape: Shape(shape.dtypes, (*shape.dims, "7919"))
     other = lambda shape: Shape("f" if "b" in shape.dtypes else "bool", shape.dims) if shape.dtypes else more(shape)
     for name, s in said.items():
@@ -56,11 +57,12 @@ def test_no_statement_holds_whatever_a_call_has(said):
 
 
 def test_functions_of_tensors_say_their_shapes(said):
-    """A public function or method that takes or gives a tensor says
-    of which shape; values have shapes for their fields."""
+    """Every public function or method that takes or returns a tensor states its shape, and value classes state their
+    fields' shapes."""
     silent = {n for n, s in said.items() if has_tensors(s) and not s.statements and ": " not in n}
     assert silent == set(SAID_ELSEWHERE)
-    for name, x in public():  # functions that others make were called, too
+    # functions that other functions return were called, too
+    for name, x in public():
         assert "Slots: " not in doc_of(x) or f"{name}: slots" in said, name
         assert not (name.startswith("nn.") and "] -> f[" in doc_of(x)) or {name, f"{name}: apply"} & set(said), name
     values = (
@@ -93,7 +95,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_docstring_is_seen(name, said):
-    """A docstring with one letter of a shape wrong does not hold in the calls of its function."""
+    """A docstring with one letter of a shape wrong fails in the calls of its function."""
     x = dict(public())[name]
     right = doc_of(x)
     assert WRONG[name][0] in right
@@ -102,7 +104,7 @@ def test_a_wrong_docstring_is_seen(name, said):
 
 
 def test_every_shape_in_a_docstring_is_read():
-    """What begins as a shape, a dtype and a bracket, is one that the other tests here understand."""
+    """Everything that begins like a shape, with a dtype and a bracket, is parsed by these tests."""
     for name, x in public():
         doc = doc_of(x).split("Example:")[0]
         begun = [m.start() for m in re.finditer(rf"(?<![\w\])|])(?:{'|'.join(DTYPES)})(?:\|\w+)*\[", doc)]
@@ -110,7 +112,7 @@ def test_every_shape_in_a_docstring_is_read():
 
 
 def test_what_is_no_shape_is_not_read_as_one():
-    """Lists of numbers, indexing, intervals and types in brackets are no shapes."""
+    """Lists of numbers, indexing, intervals and types in brackets are not parsed as shapes."""
     assert shapes_in("[[1, 2], []], x[r], [0, 1], `offsets[B]`, dict[str, Tensor], [0, n)") == []
     assert [str(s) for *_, s in shapes_in("f[B, ΣD] and i32|i64[F * B + 1] or [B, L, ...], f[]")] == [
         "f[B, ΣD]", "i32|i64[F * B + 1]", "[B, L, ...]", "f[]"

@@ -1,4 +1,4 @@
-"""Plans, schemas, histories and models show themselves in a notebook, and what has numbers draws them."""
+"""Plans, schemas, histories and models have an HTML form for notebooks, and those with numbers can be drawn."""
 
 import pickle
 import re
@@ -10,7 +10,8 @@ import torch
 
 import funcrec as fr
 
-ODD = "<script>&\"'"  # a name that is no HTML
+# a name that must be escaped in HTML
+ODD = "<script>&\"'"
 TABLES = (fr.TableConfig("item", 1000, 8), fr.TableConfig(ODD, 30, 8))
 FEATURES = (fr.FeatureConfig("clicked", table="item"), fr.FeatureConfig(ODD, table=ODD))
 MADE = fr.Plan({"item": fr.row_wise("x"), ODD: fr.table_wise("x", rank=1)})
@@ -30,7 +31,7 @@ SHOWN = {
 
 
 class Cells(HTMLParser):
-    """The texts of a table's cells by row, and its tags."""
+    """Collect the texts of a table's cells by row, and its tags."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -51,7 +52,7 @@ class Cells(HTMLParser):
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_they_are_tables_of_html(name):
-    """All that is named is in a cell as it is, no name is markup, rows have one length, and the same comes twice."""
+    """Every name is in a cell unchanged and is no markup, rows have one length, and the output is the same twice."""
     value, want = SHOWN[name]
     page = value._repr_html_()
     found = Cells(page)
@@ -63,12 +64,13 @@ def test_they_are_tables_of_html(name):
 
 
 def test_a_plans_caption_is_its_headline():
-    """The mesh, the estimate and the gap stand above a planned table, as in its text."""
+    """The caption above a planned table has the mesh, the estimate and the gap, as in the plan's text."""
     assert re.search("<caption>(.*)</caption>", PLANNED._repr_html_())[1] == PLANNED.table().splitlines()[0]
 
 
 def test_a_history_is_drawn():
-    """The loss by epoch on one panel, each other number on the next, where it was measured; times are not drawn."""
+    """One panel shows the loss by epoch; the next panels show each other number at the epochs where it was measured;
+    times are not drawn."""
     loss, others = FITTED.plot().axes
     assert [line.get_xydata().tolist() for line in loss.lines] == [[[0, 0.7], [1, 0.25]]]
     assert [(line.get_label(), line.get_xydata().tolist()) for line in others.lines] == [(ODD, [[0, 0.5]])]
@@ -77,7 +79,7 @@ def test_a_history_is_drawn():
 
 
 def test_nothing_else_knows_of_a_figure():
-    """A figure is not among pyplot's, which would keep it and show it."""
+    """Figures are not registered in pyplot, which would keep and show them."""
     from matplotlib import pyplot
 
     FITTED.plot()
@@ -86,14 +88,14 @@ def test_nothing_else_knows_of_a_figure():
 
 
 def test_values_that_show_themselves_are_values():
-    """A result of `fit` is pickled and compared as before."""
+    """A result of `fit` can be pickled and compared."""
     again = pickle.loads(pickle.dumps(FITTED))
     assert type(again) is fr.Fitted and again.history == HISTORY
 
 
 @pytest.mark.parametrize("call", [FITTED.plot, PLANNED.draw], ids=["funcrec.Fitted.plot", "funcrec.Plan.draw"])
 def test_without_matplotlib_the_error_says_what_to_install(call, monkeypatch, request):
-    """Where matplotlib is absent, the call and the extra are named."""
+    """Without matplotlib, the error names the call and the extra to install."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"matplotlib is not installed(.|\n)*funcrec\[plots\]") as error:
         call()

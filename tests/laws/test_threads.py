@@ -1,10 +1,9 @@
-"""What threads and hash seeds may change.
+"""The number of threads and the hash seed may change some results, and no others.
 
-sparse stages    nothing: the same bits on any number of threads, for the same cotangents
-whole steps      nothing on one number of threads, whatever PYTHONHASHSEED is; on another, torch's own sums over many
-                 numbers (a mean
-                 loss, norms, the gradients of batch and layer
-                 norm) are cut into as many parts, and round in another way
+sparse stages    nothing changes: the same bits on any number of threads, for the same cotangents
+whole steps      on one number of threads nothing changes, whatever PYTHONHASHSEED is. On another number, torch splits
+                 its own sums over many numbers (a mean loss, norms, the gradients of batch and layer norm) into as
+                 many parts, which rounds differently.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ FEATURES = (
 
 
 def inputs():
-    """Tables, slots, ids with many repeats, and cotangents: enough for the kernels to share out."""
+    """Make tables, slots, ids with many repeats, and cotangents, large enough for several threads."""
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 9, (3 * NUM_BAGS,), generator=draw)
     n = int(lengths.sum())
@@ -45,7 +44,7 @@ def inputs():
 
 
 def sparse_stages(sparse):
-    """f(tables, slots, ids, d): all that happens to tables in a step, but for the loss."""
+    """f(tables, slots, ids, d): all stages of a step that touch tables, without the loss."""
 
     def stages(tables, slots, ids, d):
         acts = fr.lookup(tables, ids, FEATURES)
@@ -72,7 +71,7 @@ def test_threads_change_no_bit_of_sparse_stages(rule):
 
 
 def test_threads_change_no_bit_of_compiled_sparse_stages():
-    """The same compiled, which is done anew for each number of threads; and eager and compiled agree."""
+    """Compiled for each number of threads, the same stages agree with the eager ones."""
     sparse, (tables, ids, d) = fr.optim.rowwise_adagrad(lr=0.1), inputs()
     stages, slots = sparse_stages(sparse), sparse.init(tables)
     fast, eager = fr.jit(stages), stages(tables, slots, ids, d)
@@ -81,7 +80,7 @@ def test_threads_change_no_bit_of_compiled_sparse_stages():
 
 
 def digest_of_steps() -> str:
-    """Of the state and the losses after three eager and two compiled steps."""
+    """Return a digest of the state and the losses after three eager and two compiled steps."""
     tables, ids, _ = inputs()
     draw = torch.Generator().manual_seed(1)
     dense = {
@@ -106,7 +105,7 @@ def digest_of_steps() -> str:
 
 
 def test_the_hash_seed_changes_no_bit():
-    """Two processes with other PYTHONHASHSEEDs on two threads give the same bits after eager and compiled steps."""
+    """Two processes with different PYTHONHASHSEEDs on two threads give the same bits after eager and compiled steps."""
     code = "import runpy, sys, torch; torch.set_num_threads(2); print(runpy.run_path(sys.argv[1])['digest_of_steps']())"
     command = [sys.executable, "-c", code, __file__]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -118,7 +117,8 @@ def test_the_hash_seed_changes_no_bit():
 
 
 def test_threads_may_be_the_first_to_call():
-    """In a fresh process several threads make the first call at once, as a loader's workers do, and have its answer."""
+    """In a fresh process, several threads may make the first call at once, as a loader's workers do, with right
+    results."""
     code = """
 import threading, torch, funcrec as fr
 bags, start, found = fr.JaggedTensor.from_lists([[1, 2], [], [3]]), threading.Barrier(8), []

@@ -77,8 +77,7 @@ def test_many_writers_and_readers_of_one_path(tmp_path, monkeypatch):
 
 
 def test_what_killed_writers_left_is_removed(tmp_path):
-    """A save removes old temporary files that nobody holds; young files, locked files and files with other names
-    stay."""
+    """A save removes old temporary files that nobody holds; young files, locked files and other names stay."""
     old, young, held, pipe = (tmp_path / f".{name}{_whole_file.SUFFIX}" for name in ("old", "young", "held", "pipe"))
     other = tmp_path / ".other.tmp"
     for path in (old, young, held, other):
@@ -198,8 +197,7 @@ def test_a_new_file_has_the_usual_mode(tmp_path):
 
 @pytest.fixture
 def whole(tmp_path, monkeypatch):
-    """Make (path, its bytes) of a small checkpoint, with an error for a request for more memory than the file's
-    size."""
+    """Make (path, its bytes) of a small checkpoint; a request for more memory than the file's size raises."""
     tree = {
         "w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([True, False]), "n": [1, 2.5, None, ("x", {3: "é"})],
         "ids": fr.KeyedJaggedTensor.from_lists({"a": [[1], []]}),
@@ -227,8 +225,7 @@ def refused(path, content):
 
 
 def test_every_damaged_file_is_refused(whole):
-    """load refuses with its own error: each changed byte, every cut, and bytes that are inserted, removed or
-    appended."""
+    """load refuses each changed byte, every cut, and inserted, removed or appended bytes, with its own error."""
     path, good = whole
     draw = random.Random(0)
     for i in range(len(good)):
@@ -374,8 +371,7 @@ def test_a_link_is_followed(tmp_path):
 def test_keep_removes_its_own_checkpoints_only(tmp_path):
     """A user's file named like a checkpoint stays; checkpoints of lower steps are removed. `step` alone is refused."""
     (tmp_path / "step-0000000001").write_text("a user's")
-    # left by a killed save
-    (tmp_path / "step-0000000002").mkdir()
+    (tmp_path / "step-0000000002").mkdir()  # left by a killed save
     (tmp_path / "step-0000000002" / f".rank-0-of-2-{'0' * 16}.funcrec.tmp").touch()
     for step in (10, 20, 5):
         fr.save(tmp_path, {"step": step}, keep=2, step=step)

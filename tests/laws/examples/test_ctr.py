@@ -1,4 +1,4 @@
-"""The main job, on a small generated folder of MovieLens's format: it trains, reports, stops and goes on."""
+"""The main job, on a small generated folder of MovieLens's format: it trains, reports, stops and resumes."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def run(folder, out, *more):
 
 
 def test_it_trains_reports_and_resumes_to_the_same_bits(folder, tmp_path, capsys):
-    """Two epochs and a resumption equal four epochs at once, and the report has what was promised."""
+    """Two epochs and a resumption equal four epochs at once, and the report is complete."""
     assert run(folder, tmp_path / "whole", "--epochs", "4") == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"test AUC [01]\.\d{4} \(published 0\.8935\)", last)
@@ -47,7 +47,7 @@ def test_it_trains_reports_and_resumes_to_the_same_bits(folder, tmp_path, capsys
 
 
 def test_ctrl_c_leaves_a_checkpoint_in_the_middle_of_an_epoch(folder, tmp_path):
-    """An interrupted process exits with 130, and what it left goes on to the bits of an uninterrupted run."""
+    """An interrupted process exits with 130; resuming from its checkpoint gives the bits of an uninterrupted run."""
     command = [
         sys.executable,
         "-m",
@@ -75,12 +75,13 @@ def test_ctrl_c_leaves_a_checkpoint_in_the_middle_of_an_epoch(folder, tmp_path):
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-SLOWLY = ["--lr", "0.003", "--patience", "9"]  # an AUC that is not yet 1
+# with this rate the AUC stays below 1
+SLOWLY = ["--lr", "0.003", "--patience", "9"]
 
 
 @pytest.fixture(scope="module")
 def alone(folder, tmp_path_factory):
-    """out, result: a lone process's two epochs, with the checkpoint of the first one in out/first."""
+    """Run two epochs in one process; return (out, result), with the first epoch's checkpoint in out/first."""
     out = tmp_path_factory.mktemp("alone")
     run(folder, out, *SLOWLY, "--epochs", "1")
     (out / "first").mkdir()
@@ -90,7 +91,8 @@ def alone(folder, tmp_path_factory):
 
 
 def assert_same_run(out, alone):
-    """The AUCs within 0.001, the losses within float32's rounding of some hundred steps, and one kind of checkpoint."""
+    """Check that AUCs agree within 0.001, losses within float32's rounding of some hundred steps, and states within
+    0.001."""
     got, (whole, want) = json.loads((out / "result.json").read_text()), alone
     assert 0.6 < want["test_auc"] < 0.99, "it could not tell one training from another"
     assert got["test_auc"] == pytest.approx(want["test_auc"], abs=1e-3)
@@ -104,8 +106,8 @@ def assert_same_run(out, alone):
 
 @pytest.mark.xdist_group("ranks")
 def test_two_ranks_train_what_one_process_trains(folder, tmp_path, alone):
-    """An epoch on two ranks of torchrun and another in one process, from
-    the ranks' checkpoint, end as two epochs in one process."""
+    """An epoch on two ranks of torchrun, and another in one process from their checkpoint, end as two epochs in one
+    process."""
     words = [*OPTIONS, *SLOWLY, "--data", str(folder), "--out", str(tmp_path), "--epochs", "1", "--plan", "row_wise"]
     done = subprocess.run(
         [*TORCHRUN, "-m", "funcrec.examples.ctr", *words],
@@ -123,7 +125,7 @@ def test_two_ranks_train_what_one_process_trains(folder, tmp_path, alone):
 
 
 def test_emulated_ranks_go_on_from_a_lone_process(folder, tmp_path, alone):
-    """The second epoch on an emulated mesh, by another plan, ends as it does in one process."""
+    """The second epoch on an emulated mesh with another plan ends as in one process."""
     (tmp_path / "checkpoint.pt").write_bytes((alone[0] / "first" / "checkpoint.pt").read_bytes())
     ranks = ["--emulate", "data=2,model=2", "--plan", "grid"]
     assert run(folder, tmp_path, *SLOWLY, "--epochs", "2", "--resume", *ranks) == 0
@@ -132,8 +134,8 @@ def test_emulated_ranks_go_on_from_a_lone_process(folder, tmp_path, alone):
 
 
 def test_copies_train_apart_and_go_on_in_one_process(folder, tmp_path, alone):
-    """An epoch of two emulated copies that are made one every 5 steps is another training; its checkpoint is a lone
-    process's, which goes on to learn."""
+    """An epoch of two emulated copies, synchronized every 5 steps, differs from plain training. One process can
+    resume from its checkpoint and goes on learning."""
     ranks = ["--emulate", "replica=2,model=1", "--replicas", "replica", "--sync-every", "5"]
     assert run(folder, tmp_path, *SLOWLY, "--epochs", "1", *ranks) == 0
     first = json.loads((tmp_path / "result.json").read_text())
@@ -178,7 +180,7 @@ BAD = {
 
 @pytest.mark.parametrize("words, fragment", BAD.values(), ids=BAD.keys())
 def test_bad_options_are_told_before_any_work(words, fragment, tmp_path, capsys):
-    """Wrong options end at once, with a sentence."""
+    """Wrong options end the program at once, with a message."""
     if "--device" in words and torch.accelerator.is_available():
         words = ["--device", "cuda", "--resume"]
         fragment = "there is no"
@@ -188,13 +190,13 @@ def test_bad_options_are_told_before_any_work(words, fragment, tmp_path, capsys)
 
 
 def test_a_batch_larger_than_the_data_is_refused(folder, tmp_path):
-    """An epoch without a full batch is told before training."""
+    """A batch larger than the data is refused before training."""
     with pytest.raises(SystemExit, match="--batch-size 5000"):
         run(folder, tmp_path, "--batch-size", "5000")
 
 
 def test_a_checkpoint_of_another_run_is_refused(folder, tmp_path):
-    """--resume with other settings names them."""
+    """--resume with settings that differ from the checkpoint's names them."""
     run(folder, tmp_path, "--epochs", "1")
     with pytest.raises(SystemExit, match=r"lr was 0.05 and is 0.1"):
         run(folder, tmp_path, "--lr", "0.1", "--resume")

@@ -1,4 +1,4 @@
-"""How the main job begins and ends: folders that hold a run, signals, disks, ranks that end, first batches."""
+"""How the main job starts and ends: folders that hold a run, signals, full disks, killed ranks, first batches."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(folder, tmp_path_factory):
-    """The folder of a run of one epoch."""
+    """Return the folder of a finished run of one epoch."""
     out = tmp_path_factory.mktemp("finished")
     assert ctr.main([*OPTIONS, "--data", str(folder), "--out", str(out)]) == 0
     return out
@@ -38,7 +38,7 @@ def finished(folder, tmp_path_factory):
 
 @pytest.fixture
 def no_data(monkeypatch):
-    """Data that nobody may read."""
+    """Make data that fail the test when they are read."""
 
     def read(*args):
         raise AssertionError("data were read")
@@ -50,7 +50,7 @@ def files(path):
     return {p.name: p.read_bytes() for p in path.iterdir()}
 
 
-# -- beginning ---------------------------------------------------------------------------------------------------
+# -- starting ----------------------------------------------------------------------------------------------------
 
 HELD = {
     "again": ([],
@@ -63,8 +63,8 @@ HELD = {
 
 @pytest.mark.parametrize("name", HELD)
 def test_a_folder_that_holds_a_run_is_kept(name, finished, no_data, capsys):
-    """Without --resume or --overwrite a run is not begun where one is,
-    which is said before data are read; every file stays."""
+    """Without --resume or --overwrite, a run does not start in a folder that holds one. This is reported before data
+    are read, and every file stays."""
     words, fragments = HELD[name]
     before = files(finished)
     with pytest.raises(SystemExit) as end:
@@ -77,7 +77,7 @@ def test_a_folder_that_holds_a_run_is_kept(name, finished, no_data, capsys):
 @pytest.mark.parametrize("left", ["result.json", "curve.png"])
 @pytest.mark.parametrize("words", [[], ["--resume=auto"]], ids=["plain", "auto"])
 def test_results_without_a_checkpoint_are_kept(left, words, tmp_path, no_data, capsys):
-    """What a run reported is not overwritten without --overwrite, though its checkpoint is gone."""
+    """A run's results are not overwritten without --overwrite, even if its checkpoint is missing."""
     (tmp_path / left).write_text("kept")
     with pytest.raises(SystemExit):
         ctr.main([*OPTIONS, "--out", str(tmp_path), *words])
@@ -86,8 +86,8 @@ def test_results_without_a_checkpoint_are_kept(left, words, tmp_path, no_data, c
 
 
 def test_overwrite_begins_again(folder, finished, tmp_path):
-    """--overwrite trains from the beginning, to the bits of a run
-    in an empty folder, and leaves no result of the old run."""
+    """--overwrite trains from the start, to the bits of a run in an empty folder. It leaves no result of the old
+    run."""
     fr.save(tmp_path / "checkpoint.pt", {"other": 1})
     (tmp_path / "result.json").write_text("old")
     assert ctr.main([*OPTIONS, "--data", str(folder), "--out", str(tmp_path), "--overwrite"]) == 0
@@ -97,7 +97,7 @@ def test_overwrite_begins_again(folder, finished, tmp_path):
 
 
 def test_results_of_the_old_run_are_gone_before_the_new_one_has_any(folder, tmp_path, monkeypatch):
-    """After --overwrite an interrupted run's folder has no results of another run beside its checkpoint."""
+    """After --overwrite, an interrupted run's folder has its checkpoint and no results of another run."""
     for name in ("result.json", "curve.png"):
         (tmp_path / name).write_text("old")
     killed = lambda work, run, items, *ends: (os.kill(os.getpid(), signal.SIGTERM) or run, 0)
@@ -107,7 +107,7 @@ def test_results_of_the_old_run_are_gone_before_the_new_one_has_any(folder, tmp_
 
 
 def test_overwrite_is_not_for_restarts(tmp_path, monkeypatch, capsys):
-    """Under torchrun --max-restarts, --overwrite would lose what was trained at each restart."""
+    """--overwrite is refused under torchrun --max-restarts, because each restart would lose the training so far."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(SystemExit):
         ctr.main([*OPTIONS, "--out", str(tmp_path), "--overwrite"])
@@ -115,7 +115,7 @@ def test_overwrite_is_not_for_restarts(tmp_path, monkeypatch, capsys):
 
 
 def test_resume_auto_begins_or_goes_on(folder, finished, tmp_path, capsys):
-    """--resume=auto begins in an empty folder, goes on where there is a checkpoint, and both end at the same bits."""
+    """--resume=auto starts in an empty folder and resumes where there is a checkpoint; both end with the same bits."""
     words = [*OPTIONS, "--data", str(folder), "--out", str(tmp_path), "--resume=auto"]
     assert ctr.main(words) == 0
     assert "resumed" not in capsys.readouterr().out
@@ -125,7 +125,7 @@ def test_resume_auto_begins_or_goes_on(folder, finished, tmp_path, capsys):
 
 
 def test_a_folder_that_cannot_be_written_is_told_first(tmp_path, no_data, capsys, monkeypatch):
-    """An --out that is no folder, or on a disk that refuses, ends at once with the reason."""
+    """An --out that is no folder, or on a disk that refuses writes, ends the program at once with the reason."""
     (tmp_path / "file").write_text("x")
     with pytest.raises(SystemExit):
         ctr.main([*OPTIONS, "--out", str(tmp_path / "file" / "out")])
@@ -149,7 +149,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_checkpoint_is_told(name, folder, finished, tmp_path):
-    """--resume from a file that is no whole checkpoint of this program says so, and leaves it."""
+    """--resume from a file that is no whole checkpoint of this program says so, and does not change the file."""
     damage, fragment = DAMAGED[name]
     path = tmp_path / "checkpoint.pt"
     path.write_bytes((finished / "checkpoint.pt").read_bytes())
@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_told(name, folder, finished, tmp_path):
 
 
 def test_data_that_cannot_be_read_are_told_without_a_traceback(tmp_path):
-    """A --data folder without the files ends the program with the reader's error."""
+    """A --data folder without the files ends the program with the reader's error, without a traceback."""
     (tmp_path / "data").mkdir()
     with pytest.raises(SystemExit, match=r"`data_dir` lacks ml-1m.inter"):
         ctr.main([*OPTIONS, "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")])
@@ -179,8 +179,8 @@ FIRST = {
 
 @pytest.mark.parametrize("name", FIRST)
 def test_the_first_batch_is_looked_at(name, folder, tmp_path, monkeypatch):
-    """Ids outside their table and labels that are no clicks end
-    the program before a step, and no checkpoint is written."""
+    """Ids outside their table, and labels that are no clicks, end the program before a step. No checkpoint is
+    written."""
     change, fragment = FIRST[name]
     make = fr.data.ctr_dataset
     monkeypatch.setattr(fr.data, "ctr_dataset", lambda r: (s := make(r))._replace(data=change(s.data)))
@@ -190,7 +190,7 @@ def test_the_first_batch_is_looked_at(name, folder, tmp_path, monkeypatch):
 
 
 def test_data_of_more_ids_than_the_model_has_rows_are_refused(tmp_path):
-    """An id that no row stands for is found however rare it is: in the sizes of the data, before a step."""
+    """Data with more ids than a table has rows are refused before a step, by their sizes, however rare the ids are."""
     data = small_movielens.write(tmp_path)
     with open(data / "ml-1m.item", "a") as items, open(data / "ml-1m.inter", "a") as ratings:
         items.write(f"61\tLast\t1990\t{' '.join(f'genre{i}' for i in range(20))}\n")
@@ -205,8 +205,8 @@ def test_data_of_more_ids_than_the_model_has_rows_are_refused(tmp_path):
 
 @pytest.mark.parametrize("room", [0, 1])
 def test_a_full_disk_ends_the_run_and_is_told(room, folder, tmp_path, monkeypatch):
-    """Without room for a first checkpoint nothing is trained; without
-    room for a later one, the one before is named as whole."""
+    """Without room for a first checkpoint nothing is trained. Without room for a later one, the message names the
+    previous one as whole."""
     save, calls = fr.save, []
 
     def full(path, tree, **how):
@@ -244,7 +244,7 @@ with _signals.listen(0.2) as heard:
 sys.exit(100 + heard.asked())
 """
 INT, TERM = signal.SIGINT, signal.SIGTERM
-ENDS = {  # the listener's words, what it is sent, the seconds between, its exit code
+ENDS = {  # the listener's arguments, the signals, the seconds between them, the exit code
     "nothing to save": ([], [INT], 0, 130),
     "nothing to save, in C": (["in C"], [TERM], 0, 143),
     "the first asks": (["held"], [INT], 0, 102),
@@ -255,8 +255,8 @@ ENDS = {  # the listener's words, what it is sent, the seconds between, its exit
 
 @pytest.mark.parametrize("name", ENDS)
 def test_signals_ask_and_then_end(name):
-    """Where nothing can be lost a signal ends the program; else the first asks,
-    and a later one ends it; both though it is busy in C."""
+    """If nothing can be lost, a signal ends the program. Otherwise the first signal requests an end, and a later one
+    ends the program. Both work while the program is busy in C."""
     words, sent, wait, code = ENDS[name]
     process = subprocess.Popen(
         [sys.executable, "-c", LISTENER, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
@@ -272,7 +272,7 @@ def test_signals_ask_and_then_end(name):
 
 
 def test_handlers_are_given_back(folder, tmp_path):
-    """After the main job signals do what they did before."""
+    """After the main job, signals have their previous handlers."""
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     assert ctr.main([*OPTIONS, "--data", str(folder), "--out", str(tmp_path)]) == 0
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
@@ -280,7 +280,7 @@ def test_handlers_are_given_back(folder, tmp_path):
 
 
 def test_interrupts_at_random_moments_lose_nothing():
-    """SIGINT, SIGTERM and SIGKILL at random moments: every run goes on to the bits of one that was left alone."""
+    """After SIGINT, SIGTERM or SIGKILL at random moments, every run resumes to the bits of an uninterrupted run."""
     command = [sys.executable, "-m", "programs.ctr_interrupts", "--count", "3"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
@@ -292,7 +292,7 @@ def test_interrupts_at_random_moments_lose_nothing():
 
 
 def children(pid):
-    """{RANK: process} of a launcher's processes."""
+    """Return {RANK: process} of a launcher's processes."""
     found = {}
     for at in Path("/proc").iterdir():
         try:
@@ -314,8 +314,8 @@ def read_until(process, fragment):
 
 @pytest.mark.xdist_group("ranks")
 def test_ranks_that_are_killed_go_on_and_those_that_are_asked_save(folder, tmp_path):
-    """A rank whose sibling was killed says which and how to go on; --max-restarts
-    with --resume=auto does; SIGTERM to the launcher saves."""
+    """When a rank is killed, the other rank reports which one and how to resume. --max-restarts with --resume=auto
+    resumes, and SIGTERM to the launcher saves."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     words = ["--data", str(folder), "--out", str(tmp_path), "--epochs", "9999", "--patience", "9999", "--resume=auto"]
     process = subprocess.Popen(
@@ -337,7 +337,7 @@ def test_ranks_that_are_killed_go_on_and_those_that_are_asked_save(folder, tmp_p
 
 
 def test_a_process_that_ended_is_told_from_one_that_runs():
-    """A process is running until it ends, also while nobody has asked for its exit code."""
+    """A process counts as running until it ends, and no longer, even if nobody has collected its exit code."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     start = _watch.began(process.pid)
     assert _watch.is_running(process.pid, start) and _watch.is_running(os.getpid(), _watch.began(os.getpid()))
@@ -353,7 +353,7 @@ def test_a_process_that_ended_is_told_from_one_that_runs():
 
 @pytest.mark.parametrize("lr", ["nan", "inf", "-1"])
 def test_a_learning_rate_that_is_none_is_a_usage_error(lr, capsys):
-    """--lr that is not finite, or negative, is refused before anything is read."""
+    """A --lr that is not finite, or negative, is refused before anything is read."""
     with pytest.raises(SystemExit):
         ctr.main(["--lr", lr])
     assert "--lr must be a finite number of at least 0" in capsys.readouterr().err

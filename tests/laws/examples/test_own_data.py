@@ -1,4 +1,4 @@
-"""The programs of funcrec/examples/OWN_DATA.md run as they stand, and are as short as it says."""
+"""The programs of funcrec/examples/OWN_DATA.md run unchanged, and are as short as the page says."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,8 @@ SHOP_COLUMNS, SHOP, FLIGHTS_PATH, FLIGHTS = re.findall(r"```python\n(.*?)```", P
 
 
 def run(tmp_path, monkeypatch, *blocks):
-    """The names that the blocks leave, run in an empty folder; each print gives what its comment says."""
+    """Run the blocks in an empty folder, check that each print gives its comment's text, and return the names that
+    they define."""
     monkeypatch.chdir(tmp_path)
     printed, names = [], {"__name__": "page"}
     names["print"] = lambda *x: printed.append(" ".join(map(str, x)))
@@ -24,14 +25,14 @@ def run(tmp_path, monkeypatch, *blocks):
 
 @pytest.mark.parametrize("block", [SHOP, FLIGHTS], ids=["shop", "flights"])
 def test_a_program_has_twenty_lines(block):
-    """Imports apart, twenty lines of at most 120 columns take a user from columns to predictions, and to a package."""
+    """Without imports, at most twenty lines of at most 120 columns go from columns to predictions, or to a package."""
     lines = [x for x in block.splitlines() if x.strip() and not x.startswith("import ")]
     assert len(lines) <= 20 and max(map(len, lines)) <= 120
 
 
 @pytest.mark.parametrize("blocks", [(SHOP_COLUMNS, SHOP), (FLIGHTS_PATH, FLIGHTS)], ids=["shop", "flights"])
 def test_a_program_trains_and_predicts(tmp_path, monkeypatch, blocks):
-    """Training ends early with a best epoch that is the history's best; what was saved predicts as what was trained."""
+    """Training stops early, the best epoch is the history's best, and the saved parameters give that epoch's AUC."""
     names = run(tmp_path, monkeypatch, *blocks)
     history, load = names["done"].history, names["load"]
     assert 1 < len(history) < 20

@@ -1,4 +1,4 @@
-"""Every program and every line of shell of funcrec/examples/SERVING.md runs as it stands, on other ports."""
+"""Every program and every shell line of funcrec/examples/SERVING.md runs unchanged, except for the ports."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def batch(lists):
 
 
 def free_ports(n):
-    """Ports of the loopback address that nobody listens on."""
+    """Return free ports of the loopback address."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
     ports = [s.getsockname()[1] for s in held]
     for s in held:
@@ -35,7 +35,7 @@ def free_ports(n):
 
 
 class Page:
-    """What its blocks leave: names, printed lines, answers of curl, servers."""
+    """The results of the page's blocks: names, printed lines, curl's responses, servers."""
 
     def __init__(self):
         self.names, self.printed, self.answers, self.servers = {"__name__": "page"}, [], [], []
@@ -70,7 +70,7 @@ class Page:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """The blocks in order, in an empty folder, with a small MovieLens."""
+    """Run the blocks in order, in an empty folder, with a small MovieLens."""
     answers.build()
     folder, own = tmp_path_factory.mktemp("serving"), fr.data.movielens_1m
     small = small_movielens.write(tmp_path_factory.mktemp("ml"))
@@ -91,18 +91,18 @@ def page(tmp_path_factory):
 
 @pytest.mark.parametrize("block", PROGRAMS)
 def test_a_program_has_twenty_lines(block):
-    """Imports apart, a program of the page has at most twenty lines of at most 120 columns."""
+    """Without imports, a program on the page has at most twenty lines of at most 120 columns."""
     lines = [x for x in block.splitlines() if x.strip() and not x.startswith("import ")]
     assert len(lines) <= 20 and max(map(len, lines)) <= 120
 
 
 def test_the_page_prints_what_it_says(page):
-    """Each print of the page gives what its comment says."""
+    """Each print on the page gives its comment's text."""
     assert page.printed == re.findall(r"^print\(.*\)  # (.*)$", "".join(PROGRAMS), re.MULTILINE) != []
 
 
 def test_curl_is_answered_as_python(page):
-    """What the page's curl gets is what the package gives in Python, of the weights that it was exported with."""
+    """curl's response equals the package's result in Python, with the exported weights."""
     (answer,) = page.answers
     asked = batch({"user": [[3]], "item": [[17]], "genre": [[1, 2]]})
     want = fr.load_package("model")(asked)["click"]
@@ -111,7 +111,7 @@ def test_curl_is_answered_as_python(page):
 
 
 def test_the_server_has_the_newest_weights(page):
-    """Behind /reload and /delta the server answers as eager functions do of the newest parameters, quantised."""
+    """After /reload and /delta, the server's response equals the eager result of the newest parameters, quantised."""
     names = page.names
     ids = {"user": [[3], [80]], "item": [[17], [60]], "genre": [[1, 2], []]}
     answer = names["ask"]("/predict", {"ids": ids}, int(page.ports["8080"]))
@@ -123,7 +123,7 @@ def test_the_server_has_the_newest_weights(page):
 
 
 def test_recommendations_are_the_best_unseen_items(page):
-    """Over HTTP a user gets the items whose vectors score highest, best first, and none that was seen."""
+    """Over HTTP a user gets the unseen items with the highest scores, best first."""
     names, port = page.names, int(page.ports["8081"])
     seen = [[0, 17], [0, *range(1, 40)], []]
     ids = {"user": [[3], [4], [999]], "seen": seen}

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: their modes, what killed writers left, and errors of the system."""
+"""Files and folders are whole or absent: their modes, killed writers' leftovers, and the system's errors."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ WEIGHTS = fr.Params({"item": torch.ones(3, 2)}, {})
 
 
 def write(kind, path):
-    """A checkpoint, or a folder of weights, written over what may be there."""
+    """Write a checkpoint, or a folder of weights, over an existing one."""
     fr.save(path, {"x": 1}) if kind == "file" else fr.save_weights(path, WEIGHTS, overwrite=True)
 
 
@@ -28,7 +28,7 @@ def is_there(kind, path):
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_what_replaces_has_the_mode_of_what_was_there(kind, tmp_path):
-    """A file or folder that only its owner reads stays so when it is written again."""
+    """A file or folder that only its owner can read keeps that mode when it is written again."""
     path = tmp_path / "kept"
     write(kind, path)
     mode = stat.S_IMODE(path.stat().st_mode)
@@ -36,13 +36,14 @@ def test_what_replaces_has_the_mode_of_what_was_there(kind, tmp_path):
     seen = []
     with mock.patch.object(_whole_file.os, "fsync", lambda fd: seen.append(stat.S_IMODE(os.fstat(fd).st_mode))):
         write(kind, path)
-    assert seen[0] == 0o700 if kind == "file" else seen[-2] == 0o700  # before it has its name; the last is the parent
+    # the mode is set before the rename; the last fsync of a folder is of its parent
+    assert seen[0] == 0o700 if kind == "file" else seen[-2] == 0o700
     assert stat.S_IMODE(path.stat().st_mode) == 0o700 != mode and is_there(kind, path)
 
 
 @pytest.mark.parametrize("writer", ["file", "folder"])
 def test_what_killed_writers_left_goes(writer, tmp_path):
-    """An old file or folder without a holder is removed by the next write next to it; a young or a held one stays."""
+    """The next write removes an old file or folder that nobody holds next to it; young ones and held ones stay."""
     names = {n: tmp_path / f".{n}{_whole_file.SUFFIX}" for n in ("file", "folder", "young", "held")}
     names["file"].write_bytes(b"1")
     for n in ("folder", "young", "held"):
@@ -63,7 +64,7 @@ def test_what_killed_writers_left_goes(writer, tmp_path):
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_full_disk_is_told_and_leaves_what_was(kind, tmp_path, monkeypatch):
-    """The error has the system's number, says what is there, and no temporary file stays."""
+    """When the disk is full, the error has the system's number and says what is there; no temporary file stays."""
     path = tmp_path / "kept"
     write(kind, path)
 
@@ -79,7 +80,7 @@ def test_a_full_disk_is_told_and_leaves_what_was(kind, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_name_that_is_too_long_is_told(kind, tmp_path):
-    """In four parts, and nothing stays."""
+    """A name that is too long raises an error in four parts, and nothing stays."""
     with pytest.raises(OSError, match=r"(?s)cannot be written.*got .*need .*try .*nothing is there|as it was"):
         write(kind, tmp_path / ("x" * 300))
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,5 @@
-"""What a loss closes over: a module in it that nothing would train is named; what is frozen, or given, is not."""
+"""Modules that a loss closes over: a module that nothing would train is named; frozen or passed modules are
+accepted."""
 
 import warnings
 
@@ -20,12 +21,12 @@ def module():
 
 
 def closed(net, how=lambda f, x: f(x)):
-    """A loss that reads net, and has no dense parameters."""
+    """Make a loss that closes over net, with no dense parameters."""
     return lambda params, ids: how(net, fr.lookup(params.tables, ids, FEATURES).values).square().mean()
 
 
 def given(net):
-    """The same with net's parameters as dense ones."""
+    """Make the same loss with net's parameters as dense parameters."""
     call = lambda params, x: torch.func.functional_call(net, params.dense, (x,))
     return lambda params, ids: call(params, fr.lookup(params.tables, ids, FEATURES).values).square().mean()
 
@@ -44,7 +45,8 @@ def steps(step, params, times=3, run=None):
 
 @pytest.mark.parametrize("where", ["value_and_grad", "a step", "a jitted step", "a mesh", "under vmap"])
 def test_a_module_that_nothing_trains_is_named(where):
-    """A loss that reads an nn.Module which is no argument raises, wherever it is differentiated, and tells the cure."""
+    """A loss that reads an nn.Module that is not an argument raises, wherever it is differentiated, and suggests the
+    fix."""
     loss = closed(module())
     if where == "value_and_grad":
         run = lambda: fr.value_and_grad(loss)(fr.Params(tables(), {}), IDS)
@@ -61,8 +63,8 @@ def test_a_module_that_nothing_trains_is_named(where):
 
 @pytest.mark.parametrize("how", ["frozen", "no_grad", "detached", "given", "a plain leaf"])
 def test_what_is_not_to_be_trained_is_let_be(how):
-    """A frozen module, one under no_grad, one whose result is detached, and one that is an argument pass without a
-    word; a tensor that requires grad and is no Parameter is said, and differentiated."""
+    """A frozen module, one under no_grad, one with a detached result, and one passed as an argument are accepted
+    silently. A tensor that requires grad but is no Parameter is reported, and differentiated."""
     net = module()
     loss = closed(net)
     if how == "frozen":
@@ -91,14 +93,15 @@ def test_what_is_not_to_be_trained_is_let_be(how):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_module_s_parameters_are_trained_as_plain_ones(compiled, monkeypatch):
-    """Params(tables, dict(module.named_parameters())) trains as its detached values do, eager
-    and donated, and the state follows no history."""
+    """Params(tables, dict(module.named_parameters())) trains as the detached values do, eager and donated. The new
+    state has no autograd history."""
     monkeypatch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph)
     net = module()
     own = dict(net.named_parameters())
     step = fr.train_step(given(net), **OPTIMIZERS)
     run = fr.jit(step, donate=("state",)) if compiled else step
-    with warnings.catch_warnings(record=True):  # that the module's own memory is copied
+    # it warns that the module's own memory is copied
+    with warnings.catch_warnings(record=True):
         got = steps(step, fr.Params(tables(), own), run=run)
     want = steps(step, fr.Params(tables(), {n: x.detach().clone() for n, x in own.items()}))
     assert_trees_close(got, want, atol=1e-6 if compiled else 0)

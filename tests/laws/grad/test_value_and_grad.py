@@ -1,4 +1,4 @@
-"""value_and_grad: tables get rows, dense leaves dense gradients, and both are the gradients of the loss."""
+"""value_and_grad gives row gradients for tables and dense gradients for dense leaves; both are the loss's gradients."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def has_pooled(it):
 
 
 def read(tables, ids, features):
-    """All the numbers that the features' lookups give, in one vector."""
+    """Join all numbers of the features' lookups into one vector."""
     parts = [x.values.flatten() for x in fr.lookup_sequence(tables, ids, features).values()]
     if any(f.pooling != "none" for f in features):
         parts.append(fr.lookup(tables, ids, features).values.flatten())
@@ -29,7 +29,7 @@ def read(tables, ids, features):
 
 
 def loss_of(it):
-    """A loss with several lookups, not linear in anything."""
+    """A loss with several lookups that is nonlinear in all of them."""
 
     def loss(params, ids, scale=1.0):
         once = read(params.tables, ids, it.features)
@@ -44,7 +44,7 @@ DENSE = {"w": torch.tensor(0.7, dtype=torch.float64), "b": [torch.tensor(0.3, dt
 
 
 def densely(loss, params, *args, **kwargs):
-    """The gradients that torch.func gives when tables are dense leaves."""
+    """Compute the gradients with torch.func, with tables as dense leaves."""
     fn = lambda tables, dense: loss(fr.Params(tables, dense), *args, **kwargs)
     return torch.func.grad_and_value(fn, argnums=(0, 1))(params.tables, params.dense)
 
@@ -55,7 +55,7 @@ def dense_tables(grads):
 
 @given(MIXED)
 def test_rows_are_the_dense_gradient(it):
-    """grads.tables[name].to_dense() is torch's gradient of the dense table, grads.dense and the loss are torch's."""
+    """grads.tables[name].to_dense(), grads.dense and the loss equal torch's for dense tables."""
     params, loss = fr.Params(it.tables, DENSE), loss_of(it)
     value, grads = fr.value_and_grad(loss)(params, it.ids, scale=0.5)
     (want_tables, want_dense), want = densely(loss, params, it.ids, scale=0.5)
@@ -69,7 +69,7 @@ def test_rows_are_the_dense_gradient(it):
 
 @given(MIXED)
 def test_padding_is_never_read(it):
-    """Gradients of a batch with garbage in its padding are the gradients of the batch, and the inputs are unchanged."""
+    """A batch with garbage in its padding has the batch's gradients, and the inputs do not change."""
     params, run = fr.Params(it.tables, DENSE), fr.value_and_grad(loss_of(it))
     before = tree_map(torch.clone, (params, it.ids))
     value, grads = run(params, it.ids)
@@ -80,7 +80,7 @@ def test_padding_is_never_read(it):
 
 @given(frs.lookups(poolings=("sum", "mean"), **F64), st.data())
 def test_the_explicit_form_is_the_same(it, data):
-    """lookup, torch.func.vjp over (dense, acts), lookup_transpose: value_and_grad to the last bit."""
+    """lookup, torch.func.vjp over (dense, acts) and lookup_transpose together equal value_and_grad to the last bit."""
     loss = lambda dense, acts: (acts.values * dense).sin().sum()
     acts, dense = fr.lookup(*it), torch.tensor(0.7, dtype=torch.float64)
     value, vjp = torch.func.vjp(loss, dense, acts)
@@ -96,7 +96,8 @@ def test_the_explicit_form_is_the_same(it, data):
 @settings(max_examples=10)
 @given(MIXED)
 def test_a_step_reads_nothing_on_the_host(it):
-    """value_and_grad traces with fake tensors; the traced step gives the same."""
+    """value_and_grad traces with fake tensors, so it reads nothing on the host; the traced step gives the same
+    values."""
     params, run = fr.Params(it.tables, DENSE), fr.value_and_grad(loss_of(it))
     ids = zero_padding(it.ids)
     traced = make_fx(lambda *args: run(*args), tracing_mode="fake")(params, ids)
@@ -118,8 +119,7 @@ PARAMS = fr.Params(TABLE, W)
 
 
 def test_aux_comes_back():
-    """has_aux returns what the loss returned beside it: tensors,
-    values and plain Python, detached from the gradient."""
+    """has_aux returns the loss's second result: tensors, values and plain Python, detached from the gradient."""
 
     def loss(p, ids):
         return simple(p, ids), {"acts": fr.lookup(p.tables, ids, POOL), "n": 3, "name": "x", "none": None}
@@ -144,7 +144,7 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_losses(name):
-    """A loss that uses some or none of its parameters has zero gradients, of the right dtype, for the others."""
+    """If a loss uses some or none of its parameters, the others get zero gradients of the right dtype."""
     loss = UNUSUAL[name]
     params = fr.Params({**TABLE, "unused": torch.ones(2, 3, dtype=torch.float64)}, {"w": W})
     _, grads = fr.value_and_grad(loss)(params)
@@ -155,7 +155,7 @@ def test_unusual_losses(name):
 
 @pytest.mark.parametrize("dense", [{}, (), []], ids=repr)
 def test_no_dense_parameters(dense):
-    """dense may be empty."""
+    """dense may be an empty tree."""
     loss = lambda p, ids: fr.lookup(p.tables, ids, POOL).values.sum()
     _, grads = fr.value_and_grad(loss)(fr.Params(TABLE, dense), IDS)
     assert grads.dense == dense and grads.tables["t"].to_dense().sum() == 12.0
@@ -163,7 +163,7 @@ def test_no_dense_parameters(dense):
 
 @pytest.mark.parametrize("dtype", frs.FLOAT_DTYPES)
 def test_short_tables_have_gradients_in_f32(dtype):
-    """The gradient of an f16 or bf16 table is f32, whether the table was used or not; of an f64 table f64."""
+    """The gradient of an f16 or bf16 table is f32, whether or not the table was used; that of an f64 table is f64."""
     params = fr.Params({"t": TABLE["t"].to(dtype), "unused": TABLE["t"].to(dtype)}, W.float())
     _, grads = fr.value_and_grad(simple)(params, IDS)
     want = torch.promote_types(dtype, torch.float32)
@@ -171,7 +171,7 @@ def test_short_tables_have_gradients_in_f32(dtype):
 
 
 def test_ensembles_are_a_loop():
-    """vmap(value_and_grad) over stacked parameters is a loop over them."""
+    """vmap(value_and_grad) over stacked parameters equals a loop over them."""
     stacked = tree_map(lambda x: torch.stack([x, x * 2 + 1]), PARAMS)
     run = lambda p: (lambda v, g: (v, g.dense, dense_tables(g)))(*fr.value_and_grad(simple)(p, IDS))
     got = torch.func.vmap(run)(stacked)
@@ -191,7 +191,7 @@ def test_per_example_gradients():
 
 
 def test_hessian_vector_products():
-    """jvp of value_and_grad in a dense direction is the Hessian times it, for dense leaves and for tables."""
+    """jvp of value_and_grad in a dense direction is the Hessian times the direction, for dense leaves and tables."""
 
     def grads(dense):
         _, g = fr.value_and_grad(simple)(fr.Params(TABLE, dense), IDS)
@@ -207,8 +207,8 @@ def test_hessian_vector_products():
 
 
 def test_hessians_reach_through_tables():
-    """jvp of value_and_grad in the direction of a table is the
-    Hessian times it; grads of grads agree with differences."""
+    """jvp of value_and_grad in a table's direction is the Hessian times the direction. Gradients of gradients agree
+    with finite differences."""
 
     def grads(table):
         _, g = fr.value_and_grad(simple)(fr.Params({"t": table}, W), IDS)
@@ -221,7 +221,7 @@ def test_hessians_reach_through_tables():
 
 
 def test_weights_of_ids_may_be_learned():
-    """Ids weighted by dense parameters: the dense gradient goes through the lookup."""
+    """If dense parameters are the weights of ids, the dense gradient passes through the lookup."""
     pool = [fr.FeatureConfig("a", table="t", weighted=True)]
 
     def loss(p, ids):
@@ -237,13 +237,13 @@ def test_weights_of_ids_may_be_learned():
 
 
 def inner_gradient(p, ids):
-    """A loss that takes a gradient itself, with a lookup in it."""
+    """A loss that takes a gradient inside, through a lookup."""
     inner = torch.func.grad(lambda w: (fr.lookup(p.tables, ids, POOL)["a"] * w).sin().sum())(p.dense)
     return (inner**2).sum()
 
 
 def inner_weights(p, ids):
-    """The same, with weights of ids that depend on what the inner gradient is taken of."""
+    """A loss whose inner gradient is taken with respect to the weights of ids."""
     weighted = [fr.FeatureConfig("a", table="t", weighted=True)]
 
     def inside(w):
@@ -255,7 +255,7 @@ def inner_weights(p, ids):
 
 @pytest.mark.parametrize("loss", [inner_gradient, inner_weights], ids=lambda f: f.__name__)
 def test_a_loss_may_take_gradients_itself(loss):
-    """value_and_grad of a loss with torch.func.grad around a lookup is torch's gradient of it."""
+    """value_and_grad of a loss with torch.func.grad around a lookup equals torch's gradient."""
     (want_tables, want_dense), _ = densely(loss, PARAMS, IDS)
     _, grads = fr.value_and_grad(loss)(PARAMS, IDS)
     assert_trees_close(grads.dense, want_dense, atol=1e-12)
@@ -263,7 +263,7 @@ def test_a_loss_may_take_gradients_itself(loss):
 
 
 def test_two_value_and_grads_nest():
-    """value_and_grad inside a loss of value_and_grad, over other parameters, gives torch's gradients."""
+    """value_and_grad inside the loss of value_and_grad, over other parameters, gives torch's gradients."""
 
     def loss(p, ids):
         _, inner = fr.value_and_grad(lambda q: simple(q, ids))(fr.Params(TABLE, p.dense))
@@ -293,7 +293,7 @@ IN_VMAP = {
 
 @pytest.mark.parametrize("name", IN_VMAP)
 def test_a_lookup_inside_a_vmap_of_the_loss(name):
-    """A site inside a vmap of the loss has a tap for each member: torch's gradient."""
+    """A lookup inside a vmap in the loss gives torch's gradient, with a tap for each member."""
     _, grads = fr.value_and_grad(IN_VMAP[name])(PARAMS)
     (want_tables, want_dense), _ = densely(IN_VMAP[name], PARAMS)
     assert_trees_close(grads.dense, want_dense, atol=1e-12)
@@ -320,7 +320,8 @@ DENSE_USES = {
 
 @pytest.mark.parametrize("name", DENSE_USES)
 def test_a_table_used_densely_is_refused(name):
-    """Any use of a table but a lookup (tied weights, a norm) raises TypeError that says where such a matrix belongs."""
+    """Any use of a table other than a lookup (tied weights, a norm) raises TypeError that says where such a matrix
+    belongs."""
     with pytest.raises(TypeError) as e:
         fr.value_and_grad(DENSE_USES[name])(PARAMS)
     assert "used densely" in str(e.value) and "params.dense" in str(e.value)
@@ -335,7 +336,7 @@ def test_a_ref_has_a_shape():
 
 @pytest.mark.parametrize("pooling", ["sum", "none"])
 def test_a_lookup_may_be_checkpointed(pooling):
-    """torch.utils.checkpoint around a lookup, which keeps its arguments only, changes no derivative."""
+    """torch.utils.checkpoint around a lookup, which keeps only the arguments, changes no derivative."""
     features = [fr.FeatureConfig("a", table="t", pooling=pooling, weighted=True)]
     weighted = lambda w: fr.KeyedJaggedTensor(IDS.values, IDS.offsets, w, None, IDS.keys)
     read = fr.lookup if pooling == "sum" else fr.lookup_sequence
@@ -348,7 +349,8 @@ def test_a_lookup_may_be_checkpointed(pooling):
 
 @pytest.mark.parametrize("donate", [(), ("p",)])
 def test_a_jitted_loss_is_differentiated(donate):
-    """value_and_grad(jit(loss)) = value_and_grad(loss), called before or not, and nothing is donated."""
+    """value_and_grad(jit(loss)) = value_and_grad(loss), whether jit was called before or not, and nothing is
+    donated."""
     params = fr.Params(TABLE, W)
     jitted = fr.jit(lambda p, ids: simple(p, ids), donate=donate)
     for warm in range(2):

@@ -1,4 +1,5 @@
-"""The rows that changed since a version: put into the tables of then they are the tables of now."""
+"""A delta holds the rows that changed since a version: applied to the tables of that version, it gives the present
+tables."""
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ def same(got, want):
 
 
 def run_of(step, num_steps=6, dtype=torch.float32):
-    """[(version, tables), ...] of each step, and the last value."""
+    """Run the steps; return [(version, tables), ...] and the last value."""
     run, then = step.init(params(dtype)), []
     for batch in BATCHES[:num_steps]:
         then.append((run.log.version, run.state.tables))
@@ -29,7 +30,8 @@ def run_of(step, num_steps=6, dtype=torch.float32):
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("name", ["adam", "accumulate", "by_table, accumulate", "freeze"])
 def test_the_rows_that_changed_make_the_tables_of_now(name, steps):
-    """apply_delta of delta since any version gives the tables of now, bit for bit, however many steps can be undone."""
+    """apply_delta of the delta since any version gives the present tables, bit for bit, however many steps can be
+    undone."""
     then, run = run_of(logged(name, steps=steps, rows=16 if steps else None))
     for version, tables in then:
         same(fr.apply_delta(tables, fr.delta(run, version)), run.state.tables)
@@ -38,7 +40,7 @@ def test_the_rows_that_changed_make_the_tables_of_now(name, steps):
 
 
 def test_only_rows_that_were_looked_up_are_sent():
-    """A Delta names the rows of the steps since then, ascending and once each, and no other."""
+    """A Delta names exactly the rows of the steps since the version, ascending and once each."""
     step = logged("sgd")
     run = step.init(params())
     one = lambda u, v: fr.Batch(
@@ -47,13 +49,14 @@ def test_only_rows_that_were_looked_up_are_sent():
     run, _ = step(run, one([3, 1, 3], [0]))
     run, _ = step(run, one([9], [5, 99, -1]))
     rows = lambda since: {n: x.rows.tolist() for n, (x,) in fr.delta(run, since).tables.items()}
-    assert rows(0) == {"a": [0, 1, 3, 5, 9], "b": [0, 5], "c": [1, 3, 4]}  # c's ids are taken modulo its 5 rows
+    # c's ids are taken modulo its 5 rows
+    assert rows(0) == {"a": [0, 1, 3, 5, 9], "b": [0, 5], "c": [1, 3, 4]}
     assert rows(1) == {"a": [5, 9], "b": [5], "c": [4]}
 
 
 def test_a_delta_of_another_log_is_told():
-    """Since a Delta there are the rows since its version; one of a log that was begun anew, or elsewhere, is refused,
-    whatever its version. A log that is begun beside the same state, on whatever mesh, is the same one to the bit."""
+    """A Delta can be the start of the next one: its rows are those since its version. A Delta of another log is
+    refused, whatever its version. Logs that start at the same state, on any mesh, are the same log to the bit."""
     step = logged("adam")
     _, run = run_of(step, 2)
     first = fr.delta(run)
@@ -71,13 +74,14 @@ def test_a_delta_of_another_log_is_told():
 
 
 def moved():
-    """The parameters, but for one row's bit."""
+    """Make the same parameters with one row changed."""
     made = params()
     return fr.Params({**made.tables, "b": made.tables["b"].index_fill(0, torch.tensor([3]), 0.25)}, made.dense)
 
 
 def test_rewinding_is_a_change():
-    """Who was sent what is undone later is sent the rows that were put back: a version is never another state's."""
+    """After a rewind, a server that already received the undone rows is sent the restored rows. A version never
+    stands for two states."""
     step = logged("adam", steps=4)
     then, run = run_of(step)
     sent, version = run.state.tables, run.log.version
@@ -90,7 +94,7 @@ def test_rewinding_is_a_change():
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "table_wise", "replicated", "grid", "table_row_wise"])
 def test_sharded_rows_are_sent_by_their_tables(kind):
-    """On a mesh a Delta has the rows of tables, not of banks; tables cut by columns come in parts."""
+    """On a mesh a Delta has rows of tables, not of banks; column-wise tables come in parts."""
     axes = {"x": 2, "y": 2}
     mesh = fr.Mesh.emulated(**axes)
     step = logged("adam", mesh=mesh, plan=training.plan_of(kind, axes))
@@ -105,8 +109,8 @@ def test_sharded_rows_are_sent_by_their_tables(kind):
 
 
 def test_a_delta_is_saved_and_served_in_another_dtype(tmp_path):
-    """A Delta goes through a checkpoint; served in 16 bits, it is cast on purpose; jit writes it where the
-    tables are."""
+    """A Delta can be checkpointed. To serve it in 16 bits, it must be cast explicitly. Under jit, it is applied to
+    the tables in place."""
     then, run = run_of(logged("adam"))
     changed = fr.delta(run, then[3][0])
     fr.save(tmp_path / "delta.pt", changed)
@@ -120,7 +124,7 @@ def test_a_delta_is_saved_and_served_in_another_dtype(tmp_path):
 
 
 def test_wrong_deltas_are_told():
-    """A version that is to come, another state's log, an ensemble, and tables that are not there are refused."""
+    """A future version, another state's log, an ensemble, and missing tables are refused."""
     step = logged("adam")
     then, run = run_of(step, 2)
     with pytest.raises(ValueError, match=r"`since` is still to come\.\n  got   3"):
@@ -151,7 +155,7 @@ def test_wrong_deltas_are_told():
     ],
 )
 def test_what_is_no_version_is_told(since, kind, told):
-    """A version is one whole number, not below 0."""
+    """A version must be one whole number, at least 0."""
     with pytest.raises(kind, match=told):
         fr.delta(logged("adam").init(params()), since)
 
@@ -170,7 +174,7 @@ def test_what_is_no_version_is_told(since, kind, told):
     ],
 )
 def test_deltas_by_hand_are_told(kind, told, change):
-    """A Delta made by hand that its tables do not fit is refused before any row is written."""
+    """A Delta built by hand that does not fit its tables is refused before any row is written."""
     own = fr.history._delta.ChangedRows(torch.tensor([0, 2]), torch.ones(2, 4), 0, (11, 4))
     tables = {"a": torch.zeros(11, 4)}
     make = lambda part: fr.Delta({"a": part}, torch.tensor(1))

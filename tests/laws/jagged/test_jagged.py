@@ -1,4 +1,4 @@
-"""JaggedTensor: its operations are those of Python's lists, and read no padding."""
+"""JaggedTensor: its operations equal those of Python's lists, and read no padding."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from funcrec.testing import strategies as frs
 
 ANY = {"dtypes": (torch.int64, torch.int32, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool)}
 
-# name: (what is done, the same on lists); every one of them must run without reading a value on the host
+# name: (the operation, the same on lists); every operation must run without reading a value on the host
 OPS = {
     "int": (lambda x: x[-1], lambda bags: [bags[-1]]),
     "slice": (lambda x: x[1:], lambda bags: bags[1:]),
@@ -36,7 +36,7 @@ def two_or_more(**options):
 @pytest.mark.parametrize("name", OPS)
 @given(data=st.data())
 def test_an_operation_is_that_of_lists(name, data):
-    """op(x).to_lists() == op(x.to_lists()), for every dtype; weights go with their values, dtypes stay."""
+    """op(x).to_lists() == op(x.to_lists()) for every dtype; weights follow their values, and dtypes stay."""
     op, on_lists = OPS[name]
     x = data.draw(two_or_more(weighted=False, **ANY))
     out = op(x)
@@ -68,14 +68,14 @@ def test_padding_is_never_read(name, data):
 @pytest.mark.parametrize("name", [n for n in OPS if n not in ("from_offsets", "pad_to")])
 @given(data=st.data())
 def test_padding_of_an_answer_is_zero(name, data):
-    """The padding of an operation's answer is zero, when the buffer is new."""
+    """A result's padding is zero if its buffer is new."""
     out = OPS[name][0](data.draw(two_or_more()))
     assert_trees_close(zero_padding(out), out)
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_an_operation_reads_nothing_on_the_host(name):
-    """op traces with fake tensors, whose values cannot be read; the traced op is the op."""
+    """op traces with fake tensors, whose values cannot be read; the traced op gives the same."""
     op, _ = OPS[name]
     x = fr.JaggedTensor(torch.tensor([5, 6, 7, 8]), torch.tensor([0, 1, 1, 3]), torch.ones(4))
     traced = make_fx(op, tracing_mode="fake")(x)
@@ -142,7 +142,7 @@ def test_from_padded_takes_weights(x, length):
 
 @given(frs.jagged_tensors())
 def test_bag_ids_number_the_positions(x):
-    """bag_ids()[i] is the bag that holds position i, B in the padding."""
+    """bag_ids()[i] is the bag that holds position i; it is B in the padding."""
     want = [b for b, n in enumerate(x.lengths.tolist()) for _ in range(n)]
     assert x.bag_ids().tolist() == want + [x.num_bags] * (x.capacity - len(want))
 
@@ -155,8 +155,8 @@ def test_from_lengths_and_from_offsets_agree(x):
 
 @given(two_or_more(dtypes=(torch.float64,), row_shape=(2,)))
 def test_to_padded_and_select_have_transposes(x):
-    """⟨to_padded(v), y⟩ = ⟨v, to_paddedᵀ(y)⟩, the transpose being from_padded's
-    values; derivatives agree with differences."""
+    """⟨to_padded(v), y⟩ = ⟨v, to_paddedᵀ(y)⟩, where the transpose is from_padded's values. Derivatives agree with
+    finite differences."""
     length = 4
     forward = lambda v: fr.JaggedTensor(v.values, x.offsets).to_padded(length)
     transpose = lambda y: fr.JaggedTensor.from_padded(y, x.lengths).unpad().pad_to(x.capacity)
@@ -168,7 +168,7 @@ def test_to_padded_and_select_have_transposes(x):
 
 @given(frs.jagged_tensors(dtypes=(torch.float64,), weighted=False, min_bags=2))
 def test_operations_map_over_stacked_values(x):
-    """vmap(op)(values stacked) is op of each."""
+    """vmap(op)(stacked values) stacks op of each."""
     stacked = torch.stack([x.values, x.values * 2])
     op = lambda v: fr.JaggedTensor(v, x.offsets)[[1, 0]].to_padded(4)
     assert_trees_close(torch.func.vmap(op)(stacked), torch.stack([op(v) for v in stacked]))
@@ -176,7 +176,7 @@ def test_operations_map_over_stacked_values(x):
 
 @given(frs.jagged_tensors(dtypes=(torch.int64,), weighted=False, min_bags=2, max_padding=0))
 def test_operations_map_over_stacked_offsets(x):
-    """vmap(op) over batches of other lengths in one capacity is op of each."""
+    """vmap(op) over batches with different lengths and one capacity stacks op of each."""
     y = fr.JaggedTensor(x.values, torch.where(torch.arange(x.num_bags + 1) > 0, x.offsets[-1], 0))
     both = fr.JaggedTensor(torch.stack([x.values, y.values]), torch.stack([x.offsets, y.offsets]))
     op = lambda z: z.select(torch.tensor([1, 0]), capacity=z.capacity).to_padded(3)

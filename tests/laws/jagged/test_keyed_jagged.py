@@ -1,4 +1,4 @@
-"""KeyedJaggedTensor: its operations are those of a dict of Python's lists, and read no padding."""
+"""KeyedJaggedTensor: its operations equal those of a dict of Python's lists, and read no padding."""
 
 import dataclasses
 import time
@@ -21,7 +21,7 @@ def each(fn):
     return lambda lists: {k: bags and fn(bags) for k, bags in lists.items()}
 
 
-# name: (what is done, the same on {key: lists}); every one of them must run without reading a value on the host
+# name: (the operation, the same on {key: lists}); every operation must run without reading a value on the host
 ON_KEYS = {
     "permute": (lambda x: x.permute(["c", "a", "b"]), lambda d: {k: d[k] for k in "cab"}),
     "permute some": (lambda x: x.permute(["b"]), lambda d: {"b": d["b"]}),
@@ -64,7 +64,7 @@ def test_an_operation_is_that_of_lists(name, data):
 
 
 def weights_of(x):
-    """{key: the weights of its bags, or None}."""
+    """Return {key: the weights of its bags, or None}."""
     bags = {k: x[k] for k in x.keys}
     return {
         k: b.weights if b.weights is None else fr.JaggedTensor(b.weights, b.offsets).to_lists() for k, b in bags.items()
@@ -94,7 +94,7 @@ def test_padding_is_never_read(name, data):
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("strides", [None, (2, 3, 1)])
 def test_an_operation_reads_nothing_on_the_host(name, strides):
-    """op traces with fake tensors, whose values cannot be read; the traced op is the op."""
+    """op traces with fake tensors, whose values cannot be read; the traced op gives the same."""
     if strides and name in ON_BAGS:
         return
     op, _ = OPS[name]
@@ -123,7 +123,8 @@ def test_a_feature_is_its_bags(x, weighted):
 
 @given(frs.keyed_jagged_tensors(same_bags=False))
 def test_ids_are_read_as_a_dict_is(x):
-    """len, in, iteration and items go by the keys, in order, as of to_dict(); a JaggedTensor has a len of bags."""
+    """len, in, iteration and items use the keys in order, as to_dict() does; a JaggedTensor's len is its number of
+    bags."""
     assert list(x) == list(x.to_dict()) == list(x.keys) and len(x) == len(x.keys)
     assert all(k in x for k in x.keys) and "z" not in x and 0 not in x
     assert {k: bags.to_lists() for k, bags in x.items()} == x.to_lists()
@@ -131,7 +132,8 @@ def test_ids_are_read_as_a_dict_is(x):
 
 
 def test_what_is_shown_is_short():
-    """The text of large values says how many bags, values and keys there are, and of what is read what it holds."""
+    """repr of large values is short: it gives the numbers of bags, values and keys, and the contents of tensors that
+    are small."""
     ids = fr.KeyedJaggedTensor.from_lists({f"k{i}": [list(range(30))] * 20 for i in range(30)})
     text = repr(fr.Batch(ids, torch.ones(20), torch.ones(20, 3)))
     assert "7, ... 30 values]" in text and "... 20 bags]" in text and "... 30 keys}" in text and len(text) < 4000
@@ -175,7 +177,7 @@ def test_permute_repeats_and_drops(x, keys):
 
 @given(frs.keyed_jagged_tensors(keys=("a", "b"), min_bags=1))
 def test_permute_takes_inverse_indices_along(x):
-    """inverse[f] goes with its key."""
+    """inverse[f] moves with its key."""
     inverse = torch.arange(6).reshape(2, 3)
     x = fr.KeyedJaggedTensor(x.values, x.offsets, x.weights, inverse, x.keys, x.strides)
     assert x.permute(["b", "a"]).inverse.tolist() == [[3, 4, 5], [0, 1, 2]]
@@ -192,7 +194,8 @@ def test_pad_to_bucket_keeps_the_ids(x, minimum):
 
 
 def test_buckets_are_few_and_tight():
-    """bucket(n) >= n, ascends with n, wastes less than half of it over the minimum, and takes few values."""
+    """bucket(n) >= n, it ascends with n, wastes less than half of itself above the minimum, and has few distinct
+    values."""
     sizes = [bucket(n) for n in range(1, 5000)]
     assert all(n <= b and (b == 16 or b - n < b / 2) for n, b in zip(range(1, 5000), sizes))
     assert sizes == sorted(sizes) and sorted(set(sizes))[:6] == [16, 24, 32, 48, 64, 96] and len(set(sizes)) < 20
@@ -200,7 +203,7 @@ def test_buckets_are_few_and_tight():
 
 
 def test_no_keys_and_no_bags():
-    """A value without keys, or without bags, is a value."""
+    """Values without keys, or without bags, are valid."""
     empty = fr.KeyedJaggedTensor.from_lists({})
     assert empty.to_lists() == {} and empty.num_bags == 0 and fr.pad_to_bucket(empty).capacity == 16
     assert fr.KeyedJaggedTensor.concat([]).to_lists() == {}

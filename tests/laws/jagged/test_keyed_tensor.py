@@ -17,7 +17,7 @@ def test_dict_round_trip(x):
 
 @given(frs.keyed_tensors())
 def test_it_reads_like_a_dict(x):
-    """kt[k], items, iteration, len and `in` are those of to_dict()."""
+    """kt[k], items, iteration, len and `in` equal those of to_dict()."""
     plain = x.to_dict()
     assert list(x) == list(plain) == [k for k, _ in x.items()] and len(x) == len(plain)
     for k in x:
@@ -42,7 +42,7 @@ def test_concat_loses_no_key():
 
 @given(frs.keyed_tensors(keys=("a", "b"), num_rows=3, dtypes=(torch.float32,)))
 def test_regroup_gathers_columns(x):
-    """regroup's groups are the features side by side; a key may stand in several."""
+    """regroup joins each group's features side by side; a key may be in several groups."""
     parts = [fr.KeyedTensor(x["a"], ("a",), x.dims[:1]), fr.KeyedTensor(x["b"], ("b",), x.dims[1:])]
     got = fr.regroup(parts, [["b", "a"], ["a"], ["b", "b"]])
     want = [torch.cat([x[k] for k in group], 1) for group in ("ba", "a", "bb")]
@@ -56,6 +56,6 @@ def test_stack_lays_features_out():
 
 
 def test_an_outer_dimension_is_kept():
-    """Features [P, B, D] (of an ensemble) are cut along the last dimension."""
+    """Features [P, B, D] of an ensemble are split along the last dimension."""
     x = fr.KeyedTensor.from_dict({"a": torch.ones(5, 2, 3), "b": torch.zeros(5, 2, 1)})
     assert x["b"].shape == (5, 2, 1) and x.to_dict()["a"].shape == (5, 2, 3)

@@ -1,5 +1,5 @@
-"""Parts of a KeyedJaggedTensor, put together again: the same bags in the
-same room; and what lists, arrays and tensors become."""
+"""Splitting a KeyedJaggedTensor and joining its parts gives the same bags and capacity; and conversions from lists,
+arrays and tensors."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ JT, KJT = fr.JaggedTensor, fr.KeyedJaggedTensor
 KEYS = ("a", "b", "c")
 
 
-# what is put together again, of which no piece may take more room than the whole
+# ways to split and join; the result has the capacity of the whole
 WAYS = {
     "split": lambda x: KJT.concat(x.split([1, 0, 2])),
     "to_dict": lambda x: KJT.from_jagged(x.to_dict()),
@@ -39,7 +39,8 @@ def test_parts_take_the_room_of_the_whole(way, x):
 
 @given(frs.keyed_jagged_tensors(keys=KEYS, min_bags=1, same_bags=True, weighted=False))
 def test_room_is_never_too_small(x):
-    """A feature named twice takes its room twice; what was selected, padded or mapped counts as a value of its own."""
+    """A feature that is joined twice takes its capacity twice; selected, padded or mapped features count as separate
+    values."""
     mapped = torch.utils._pytree.tree_map(lambda t: t, x["a"])
     sources = [
         {"p": x["a"], "q": x["a"]},
@@ -63,21 +64,21 @@ def test_capacities_add_up(x, y):
 
 
 def test_twenty_six_keys():
-    """26 keys of 512 ids are 13,312 places before and after."""
+    """26 keys of 512 ids have 13,312 positions before and after."""
     x = KJT.from_lengths([f"f{i}" for i in range(26)], torch.arange(26 * 512), torch.ones(26 * 512, dtype=torch.int64))
     for out in (KJT.concat([x]), KJT.concat(x.split([13, 13])), KJT.from_jagged(x.to_dict())):
         assert out.capacity == 13_312 and out.values.equal(x.values)
 
 
 def scores(fn, x):
-    """A function of the values alone that sees where each went."""
+    """Make a function of the values alone that depends on each value's position."""
     of = lambda values: fn(KJT(values, x.offsets, None, None, x.keys, x.strides))
     return lambda values: torch.sin(of(values).values * torch.arange(1.0, x.capacity + 1)).sum()
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_parts_transformed(way):
-    """Compiled, vmapped and differentiated, forwards, backwards and twice, the way is what the identity is."""
+    """Compiled, vmapped and differentiated (forward, reverse and twice), splitting and joining equals the identity."""
     fn = WAYS[way]
     x = KJT(torch.linspace(-1, 1, 7), torch.tensor([0, 1, 1, 3, 3, 4, 5]), None, None, KEYS)
     ids = KJT(torch.arange(7), x.offsets, None, None, KEYS)
@@ -105,7 +106,7 @@ def test_parts_transformed(way):
 
 
 def test_offsets_of_large_buffers():
-    """Parts with i32 offsets that need more than 2³¹ places together get i64 offsets."""
+    """Parts with i32 offsets that together need more than 2³¹ positions get i64 offsets."""
     big = lambda: JT(
         torch.empty(2**30, dtype=torch.int8, device="meta"), torch.zeros(3, dtype=torch.int32, device="meta")
     )
@@ -121,7 +122,7 @@ DTYPES = (F16, BF16, F32, F64, I32, I64, torch.int16, torch.int8, torch.uint8, t
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tensors_keep_their_dtype(dtype):
-    """Bags of tensors, of lists of scalars and of NumPy's arrays become a buffer of their dtype and numbers."""
+    """Bags of tensors, lists of scalars and NumPy arrays become a buffer with their dtype and values."""
     bags = [torch.tensor([1, 0]).to(dtype), torch.tensor([]).to(dtype), torch.tensor([1]).to(dtype)]
     forms = [bags, [list(b) for b in bags], [bags[0], [], bags[2]], [bags[0], torch.zeros(0), bags[2]]]
     if dtype != BF16:
@@ -134,8 +135,8 @@ def test_tensors_keep_their_dtype(dtype):
 
 
 def test_lists_of_numbers():
-    """Python's numbers become i64, f32 or bool, weights f32, and
-    all of them `dtype` when it is given; no numbers i64."""
+    """Python's numbers become i64, f32 or bool, and weights f32. `dtype`, if given, holds for all; empty lists
+    become i64."""
     kinds = [
         ([[1, 2], []], I64),
         ([[1.5], [2]], F32),
@@ -160,7 +161,8 @@ def test_lists_of_numbers():
 
 
 def test_from_lists_is_differentiable():
-    """The derivative by tensors in the bags, and by weights, goes through; under vmap and compiled too."""
+    """Derivatives with respect to tensors in the bags, and to weights, pass through from_lists, also under vmap and
+    compiled."""
     of = lambda x, w: (lambda j: (j.values.sin() * j.weights).sum())(
         JT.from_lists([x[:1], [x[1], x[2]]], weights=[w[:1], w[1:]])
     )
@@ -206,7 +208,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_buffer_keeps_is_refused(name):
-    """Values that one dtype cannot hold as they are, are named, in a JaggedTensor and with keys."""
+    """Values that no single dtype can hold unchanged are refused, in a JaggedTensor and with keys."""
     lists, options, kind = REFUSED[name]
     with pytest.raises(kind, match=r"funcrec\.JaggedTensor\.from_l(.|\n)*  got "):
         JT.from_lists(lists, **options)
@@ -217,7 +219,7 @@ def test_what_no_buffer_keeps_is_refused(name):
 
 @pytest.mark.parametrize("bad", [[0, 5, -(2**63)], [0, 2**63 - 1, -(2**63)], [0, -5, 2], [1, 2], [0, 4]])
 def test_offsets_are_compared(bad):
-    """Offsets that descend are refused even where their difference overflows, and so are lengths whose sum does."""
+    """Descending offsets are refused even where their difference overflows, and so are lengths whose sum overflows."""
     values = torch.zeros(3)
     with pytest.raises(ValueError, match="`offsets`"):
         JT.from_offsets(values, torch.tensor(bad))

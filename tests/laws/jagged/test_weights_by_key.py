@@ -1,4 +1,4 @@
-"""Ids of which some keys have weights and some have none: what is read, what is not, and what goes with them."""
+"""Ids where some keys have weights and others have none: what is read, what is not, and what moves together."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ MIXED = frs.keyed_jagged_tensors(keys=("a", "b", "c")).filter(lambda x: x.unweig
 
 
 def test_weights_are_given_for_some_keys():
-    """Constructors that are given weights for one key of two give that key its weights, the other none."""
+    """Constructors that get weights for one key of two give that key its weights, and the other key none."""
     ones = [torch.ones(2, dtype=torch.float64), []]
     padded = {k: JT.from_lists(bags).to_padded(2) for k, bags in LISTS.items()}
     lengths = {k: JT.from_lists(bags).lengths for k, bags in LISTS.items()}
@@ -48,7 +48,7 @@ def test_weights_are_given_for_some_keys():
 
 @given(MIXED)
 def test_no_weights_are_left_where_no_key_has_some(x):
-    """A part of keys without weights has no buffer of them; put together again the value is what it was."""
+    """A part with only unweighted keys has no weights buffer; joining the parts gives the original value."""
     for k in x.keys:
         part = x.permute([k])
         assert (part.weights is None) == (k in x.unweighted) == (x[k].weights is None) and part.unweighted == ()
@@ -59,8 +59,8 @@ def test_no_weights_are_left_where_no_key_has_some(x):
 
 @given(frs.lookups(poolings=("sum", "mean"), min_bags=1))
 def test_keys_without_weights_are_read_without(it):
-    """Features of unweighted keys have the bits that they have without weights, weighted
-    ones those that they have where every key has weights, whatever stands in the others' places."""
+    """Features of unweighted keys have the bits of ids without weights. Weighted features have the bits of ids where
+    every key has weights. The unweighted keys' positions in the buffer may hold anything."""
     ids = garbage_padding(it.ids)
     out, full = fr.lookup(*it._replace(ids=ids)), dataclasses.replace(it.ids, unweighted=())
     assert_trees_close(out, fr.lookup(*it._replace(ids=full)))
@@ -72,8 +72,8 @@ def test_keys_without_weights_are_read_without(it):
 
 
 def test_only_weights_have_derivatives():
-    """The gradient by the buffer of weights is that of a buffer for every key, and zero for
-    keys that have none; jvp and vmap agree, twice too."""
+    """The gradient with respect to the weights buffer equals that of fully weighted ids, and is zero for unweighted
+    keys. jvp, vmap and second derivatives agree."""
     at = lambda w: fr.lookup(TABLES, dataclasses.replace(SOME, weights=w), FEATURES).values
     full = lambda w: fr.lookup(TABLES, dataclasses.replace(FULL, weights=w), FEATURES).values
     loss, want = lambda w: at(w).square().sum(), lambda w: full(w).square().sum()
@@ -94,8 +94,8 @@ def test_only_weights_have_derivatives():
 @pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise", "replicated"])
 @pytest.mark.parametrize("options", [{}, {"dedup": True}, {"exact": True}], ids=str)
 def test_ranks_read_the_same_weights(kind, options):
-    """A step on an emulated mesh with weights of some keys is the step in one process, whatever stands in the places
-    of keys without."""
+    """On an emulated mesh, a step with weights for some keys equals the step in one process, whatever the unweighted
+    keys' positions hold."""
     mesh, ids = fr.Mesh.emulated(model=2), garbage_padding(SOME.pad_to(7))
     plan = fr.Plan.uniform(kind, {"t": (4, 2)}, mesh)
     loss = lambda params, batch: fr.lookup(params.tables, batch.ids, FEATURES).values.square().mean()
@@ -112,8 +112,8 @@ def test_ranks_read_the_same_weights(kind, options):
 
 @given(st.data())
 def test_structure_tells_which_keys_have_weights(data):
-    """Values with other unweighted keys have other structures, so that no compiled program serves both; maps, vmap,
-    moves and checkpoints keep them."""
+    """Values with different unweighted keys have different structures, so no compiled program serves both. Maps,
+    vmap, moves and checkpoints keep them."""
     x = data.draw(MIXED)
     other = dataclasses.replace(x, unweighted=x.unweighted[1:])
     assert fr.tree.structure(x) != fr.tree.structure(other) and fr.tree.structure(x) == fr.tree.structure(fr.copy(x))
@@ -124,7 +124,7 @@ def test_structure_tells_which_keys_have_weights(data):
 
 
 def test_files_from_before_have_weights_for_all_keys():
-    """A file written when no key could go without weights is read: no key does."""
+    """A file from before unweighted keys existed can be read: every key has weights."""
     code, tensors = encode(FULL, "x").code, encode(FULL, "x").tensors
     assert code[4] == ["tuple", [["tuple", ["a", "b"]], None, ["tuple", []]]]
     code[4][1].pop()
@@ -132,7 +132,7 @@ def test_files_from_before_have_weights_for_all_keys():
 
 
 def test_a_weighted_feature_of_a_key_without_weights_is_named():
-    """A lookup by a weighted feature of a key that has no weights names the feature and the key."""
+    """A lookup by a weighted feature of an unweighted key raises and names the feature and the key."""
     features = [fr.FeatureConfig("rated", table="t", column="b", weighted=True)]
     with pytest.raises(ValueError, match="feature 'rated' is weighted") as error:
         fr.lookup(TABLES, SOME, features)
@@ -143,5 +143,5 @@ def test_a_weighted_feature_of_a_key_without_weights_is_named():
 
 
 def test_what_is_shown():
-    """The text of ids names the keys that have no weights."""
+    """repr names the keys that have no weights."""
     assert repr(SOME).endswith("weights=f32[5], unweighted=['b'])")

@@ -1,4 +1,5 @@
-"""fake_quantize: lookups with the bits of quantised tables, gradients of float ones, models that lose less by it."""
+"""fake_quantize: lookups with the bits of quantised tables, gradients of float tables, and models that lose less
+when they are quantised."""
 
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ DENSE = torch.linspace(-1, 1, WIDTH)
 
 
 def loss_fn(params, ids):
-    """Reads bags and sequences of tables of any kind."""
+    """A loss that reads bags and sequences of tables of any kind."""
     acts = fr.lookup(params.tables, ids, FEATURES).values
     rows = fr.lookup_sequence(params.tables, ids, SEQUENCES)["seq"].to_padded(2).sum(1)
     return ((acts * params.dense).cos().sum(1) * rows.sin().sum(1)).mean()
@@ -42,8 +43,8 @@ both = (*FEATURES, *SEQUENCES)
 
 @given(frs.lookups(poolings=("none", "sum", "mean")), st.sampled_from(DTYPES), st.booleans())
 def test_lookups_have_the_bits_of_quantised_tables(it, dtype, at_random):
-    """Lookups of fake_quantize(tables, dtype, key) are those of quantize(tables, dtype, key), bit for bit; f64 tables',
-    whose sums run in f64, within f32's rounding."""
+    """Lookups of fake_quantize(tables, dtype, key) equal those of quantize(tables, dtype, key) bit for bit. f64
+    tables, which are summed in f64, agree within f32's rounding."""
     key = fr.key(7) if at_random else None
     fake, q = fr.fake_quantize(it.tables, dtype, key=key), fr.quantize(it.tables, dtype, key=key)
     is_wide = any(t.dtype == torch.float64 for t in it.tables.values())
@@ -60,7 +61,7 @@ def test_lookups_have_the_bits_of_quantised_tables(it, dtype, at_random):
 
 @pytest.mark.parametrize("dtype", CODES)
 def test_learned_scales_are_those_of_the_codes(dtype):
-    """What lookups of learned scales read `quantize` stores, bit for bit; it asks for no other dtype."""
+    """Lookups with learned scales read the values that `quantize` stores, bit for bit; another dtype is refused."""
     fake = fr.fake_quantize(TABLES, dtype, scales="learned")
     moved = fr.tree.map(lambda x: x * 1.37 - 0.01, fake)
     for tables in (fake, moved):
@@ -70,15 +71,15 @@ def test_learned_scales_are_those_of_the_codes(dtype):
 
 
 def test_a_key_draws_the_same_for_ids_of_any_width():
-    """With a key i32 ids read the numbers that i64 ids read: those of `quantize`."""
+    """With a key, i32 ids read the values that i64 ids read, and those of `quantize`."""
     fake, q = (make(TABLES, "int4", key=fr.key(7)) for make in (fr.fake_quantize, fr.quantize))
     assert_trees_close(read(fake, replace(IDS, values=IDS.values.int()), both), read(q, IDS, both))
 
 
 @pytest.mark.parametrize("dtype", CODES)
 def test_learned_scales_hide_nothing(dtype):
-    """A row that holds NaN or inf, or has such a scale, is NaN in lookups and in codes; a scale whose bias f16 does not
-    hold counts as the greatest that it does."""
+    """A row that holds NaN or inf, or whose scale is NaN or inf, is NaN in lookups and in codes. A scale whose bias
+    f16 cannot hold is replaced by the largest that f16 can."""
     t = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [1.0, torch.inf], [3.0, 4.0], [3.0, 4.0], [4e4, -2e4]])
     fake = fr.fake_quantize({"a": t}, dtype, scales="learned")
     scales = torch.tensor([[0.5], [0.5], [0.5], [torch.nan], [torch.inf], [1e9]])
@@ -94,8 +95,8 @@ def test_learned_scales_hide_nothing(dtype):
 
 @given(st.sampled_from(CODES), st.booleans())
 def test_gradients_go_straight_through(dtype, at_random):
-    """value_and_grad's rows are the gradients at float tables that hold the rounded numbers, whichever way they
-    are read: in the loss, or as the params' own; torch.func.grad gives the same densely."""
+    """value_and_grad's rows equal the gradients at float tables with the rounded values, whether fake_quantize is
+    called in the loss or on the params' tables. torch.func.grad gives the same densely."""
     key = fr.key(3) if at_random else None
     inside = lambda params, ids: loss_fn(fr.Params(fr.fake_quantize(params.tables, dtype, key=key), params.dense), ids)
     whole = fr.dequantize(fr.quantize(TABLES, dtype, key=key))
@@ -111,8 +112,7 @@ def test_gradients_go_straight_through(dtype, at_random):
 
 
 def test_all_derivatives_take_the_rounding_for_the_identity():
-    """Second derivatives, forward and reverse, and those of vmap's members, are those of the loss at the rounded
-    numbers."""
+    """Second derivatives, forward and reverse, and those of vmap's members, equal the loss's at the rounded values."""
     inside = lambda t: loss_fn(fr.Params(fr.fake_quantize(t, "int4"), DENSE), IDS)
     plain = lambda t: loss_fn(fr.Params(t, DENSE), IDS)
     whole = fr.dequantize(fr.quantize(TABLES, "int4"))
@@ -130,11 +130,12 @@ def test_all_derivatives_take_the_rounding_for_the_identity():
 
 @pytest.mark.parametrize("dtype", CODES)
 def test_scales_get_lsqs_gradient(dtype):
-    """The gradients of learned scales and of their tables are those of the paper's formula, written with stop-gradients
-    on dense tables (arXiv:1902.08153, appendix A); other derivatives of them are refused."""
+    """Gradients of learned scales and of their tables follow the paper's formula, written with stop-gradients on
+    dense tables (arXiv:1902.08153, appendix A). Other derivatives of them are refused."""
     most = 2 ** (int(dtype[3:]) - 1) - 1
     fake = fr.fake_quantize(TABLES, dtype, scales="learned")
-    fake = fr.tree.map(lambda x: x * 0.7, fake)  # so that some numbers are cut off
+    # so that some values are clipped
+    fake = fr.tree.map(lambda x: x * 0.7, fake)
     stop = lambda new, x: x + (new - x).detach()
 
     def paper(x, s):
@@ -160,7 +161,7 @@ def test_scales_get_lsqs_gradient(dtype):
 
 @pytest.mark.parametrize("scales", ["row", "learned"])
 def test_a_step_trains_them(scales):
-    """A step moves each part along its gradient, jitted and donated too, and vmap trains several."""
+    """A step moves each part along its gradient, also jitted and donated, and vmap trains several."""
     step = fr.train_step(loss_fn, sparse=fr.optim.sgd(0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1))
     fresh = lambda: step.init(fr.Params(fr.fake_quantize(fr.copy(TABLES), "int4", scales=scales), DENSE.clone()))
     loss, grads = fr.value_and_grad(loss_fn)(fr.Params(fresh().tables, DENSE), IDS)
@@ -176,7 +177,7 @@ def test_a_step_trains_them(scales):
 
 
 def test_learned_scales_that_a_transform_only_holds():
-    """Learned scales made inside a jvp or grad by something else are read there as outside of it; a tangent of theirs
+    """Learned scales made inside a jvp or grad over other values are read as outside of it; a tangent of the scales
     is refused."""
     make = lambda: fr.fake_quantize(fr.tree.map(lambda x: x * 1, TABLES), "int4", scales="learned")
     fake = make()
@@ -193,8 +194,8 @@ def test_learned_scales_that_a_transform_only_holds():
 
 
 def test_what_cannot_be_trained_so_is_refused(tmp_path):
-    """Scales that would be no parameters, a key beside learned scales, and codes are refused; the value is saved and
-    comes back."""
+    """Scales that would not be parameters, a key with learned scales, and codes are refused. A saved value loads
+    unchanged."""
     fake = fr.fake_quantize(TABLES, "int4", scales="learned")
     fr.save(tmp_path / "fake", fake)
     assert_trees_close(fr.load(tmp_path / "fake"), fake)
@@ -210,8 +211,8 @@ def test_what_cannot_be_trained_so_is_refused(tmp_path):
 
 
 def test_parts_that_do_not_match_are_refused():
-    """Scales of other rows, or of several columns, and dtypes of other tables, in another order or unknown are refused
-    by name, whether the value is made so or a tree's leaves were changed."""
+    """Scales for another number of rows or columns, and dtypes that are unknown, in another order or for other
+    tables, are refused by name. This holds for the constructor and for changed leaves of a tree."""
     fake = fr.fake_quantize(TABLES, "int4", scales="learned")
     scale, ones = "a.scale", torch.ones(7, 1)
     bad = {
@@ -237,8 +238,8 @@ def test_parts_that_do_not_match_are_refused():
 
 
 def test_training_for_few_bits_loses_less_by_them():
-    """A model that was trained as it is read, at 4 bits, has after quantisation at most 0.8 of the squared error of one
-    that was trained in floats by the same steps from the same rows."""
+    """After quantisation to 4 bits, a model trained with fake_quantize has at most 0.8 of the squared error of one
+    trained in floats, by the same steps from the same rows."""
     rows, dim, num = 60, 16, 1500
     draw = torch.Generator().manual_seed(1)
     configs = [fr.TableConfig(n, rows, dim, initializer=fr.normal(0.3)) for n in ("user", "item")]
@@ -264,6 +265,7 @@ def test_training_for_few_bits_loses_less_by_them():
     first = trained(fr.init(fr.key(0), configs), 0.05, 100)
     slower = lambda step: 0.003 * 0.5 ** (step / 15)
     floats, aware = (trained(t, slower, 100) for t in (first, fr.fake_quantize(first, "int4")))
-    assert float(mean_square(floats)) < 1e-3 * float(rating.square().mean())  # the floats do fit
+    # the float model does fit
+    assert float(mean_square(floats)) < 1e-3 * float(rating.square().mean())
     without, trained_so = float(mean_square(fr.quantize(floats, "int4"))), float(mean_square(fr.quantize(aware)))
     assert trained_so < 0.8 * without, (trained_so, without)

@@ -1,4 +1,4 @@
-"""Quantised tables: each number within its bound, and lookups are those of the numbers that codes stand for."""
+"""Quantised tables: each number is within its bound, and lookups equal those of the codes' values."""
 
 import copy
 import itertools
@@ -44,7 +44,7 @@ mixed = lambda tables: fr.quantize(tables, {"a": "int4", "b": "int8", "c": "floa
 
 
 def bound(x, dtype, at_random=False):
-    """f64[R, D]: how far each number of a table may be off, as the docstring of `quantize` says."""
+    """Return the bound for the error of each number, f64[R, D], from the docstring of `quantize`."""
     x = x.double()
     if dtype not in CODES:
         unit, least = {"float16": (2**-11, 2**-25), "bfloat16": (2**-8, 2**-133), "float32": (2**-24, 2**-149)}[dtype]
@@ -59,7 +59,8 @@ def bound(x, dtype, at_random=False):
     st.floats(-5, 3), st.floats(-4, 3), st.booleans(),
 )  # fmt: skip
 def test_every_number_is_within_its_bound(dtype, of, seed, dim, size, shift, at_random):
-    """|x - x̂| is at most what `quantize` says, for any float dtype, dim, size and place, with a key or not."""
+    """|x - x̂| is within `quantize`'s stated bound for any float dtype, dim, size and position, with a key or
+    without."""
     tables = tables_of(seed, torch.float64, (dim, 1, 1), 10**size)
     tables["a"] = (tables["a"] + (10**shift if shift > -3 else 0)).to(of)
     q = fr.quantize({"a": tables["a"]}, dtype, key=fr.key(seed) if at_random else None)
@@ -69,7 +70,7 @@ def test_every_number_is_within_its_bound(dtype, of, seed, dim, size, shift, at_
 
 @given(frs.lookups(poolings=("none", "sum", "mean")), st.sampled_from(DTYPES))
 def test_lookups_are_those_of_the_dequantised_tables(it, dtype):
-    """lookup and lookup_sequence of q are those of dequantize(q), bit for bit; garbage in the padding is not read."""
+    """lookup and lookup_sequence of q equal those of dequantize(q) bit for bit; garbage in the padding is not read."""
     q = fr.quantize(it.tables, dtype)
     whole, ids = fr.dequantize(q), garbage_padding(it.ids, fr.key(0))
     pooled = [f for f in it.features if f.pooling != "none"]
@@ -80,19 +81,19 @@ def test_lookups_are_those_of_the_dequantised_tables(it, dtype):
 
 
 def test_rounding_at_random_is_right_on_the_mean():
-    """The mean of many keys' numbers is x; one key gives one result, and another key another."""
+    """The mean over many keys is x; one key gives one result, and another key another result."""
     tables = {"a": torch.linspace(-1, 1, 13)[None].repeat(400, 1)}
     draw = lambda seed: fr.dequantize(fr.quantize(tables, "int2", key=fr.key(seed)))["a"]
     assert_trees_close(draw(0), draw(0))
     assert not torch.equal(draw(0), draw(1)) and not torch.equal(draw(0)[0], draw(0)[1])
     step = 2 / 3
     error = torch.stack([draw(s) for s in range(10)]).mean((0, 1)) - tables["a"][0]
-    assert error.abs().max() < 4 * step / 2 / 4000**0.5  # of 4000 draws each off by at most a step
+    # the mean of 4000 draws, each within one step
+    assert error.abs().max() < 4 * step / 2 / 4000**0.5
 
 
 def test_what_is_not_finite_is_seen():
-    """A row with NaN or inf, or with a bias or scale that f16 does not hold, is NaN, and its neighbours are not; with a
-    key, too."""
+    """A row with NaN or inf, or whose bias or scale f16 cannot hold, is NaN, with a key too; its neighbours are not."""
     lost = [[torch.nan, 1.0], [torch.inf, 1.0], [3e7, 0.0], [-1e5, 0.0], [93620.9765625] * 2, [7e4, 8e4]]
     table = torch.tensor([[1.0, 2.0], *lost, [3.0, 4.0]])
     for dtype, key in itertools.product(CODES, (None, fr.key(0))):
@@ -103,7 +104,7 @@ def test_what_is_not_finite_is_seen():
 
 
 def test_quantised_tables_are_a_value():
-    """They come back from save and load, pickle, copy and trees as they went; `to` casts floats and leaves codes."""
+    """Quantised tables survive save and load, pickle, copy and tree operations; `to` casts floats and leaves codes."""
     q = mixed(TABLES)
     leaves, form = fr.tree.flatten(q)
     for other in (
@@ -123,7 +124,7 @@ def test_quantised_tables_are_a_value():
 
 
 def test_quantised_tables_are_saved(tmp_path):
-    """What `save` writes of them `load` gives back, bit for bit, codes and forms."""
+    """`save` and `load` of quantised tables keep every bit, codes and forms."""
     params = fr.Params(mixed(TABLES), {"w": torch.ones(3)})
     fr.save(tmp_path / "q", params)
     assert_trees_close(fr.load(tmp_path / "q"), params)
@@ -131,7 +132,8 @@ def test_quantised_tables_are_saved(tmp_path):
 
 
 def test_lookups_of_codes_are_transformed():
-    """Under jit, vmap over ids and vmap over stacked tables, values are the plain ones; quantising is jitted, too."""
+    """Under jit, vmap over ids and vmap over stacked tables, lookups equal the plain ones; quantize can be jitted,
+    too."""
     q, others = mixed(TABLES), mixed(tables_of(1))
     f = lambda t, ids: (fr.lookup(t, ids, FEATURES).values, fr.lookup_sequence(t, ids, SEQUENCES))
     shifted = fr.KeyedJaggedTensor(IDS.values - 1, IDS.offsets, IDS.weights, None, IDS.keys)
@@ -143,8 +145,8 @@ def test_lookups_of_codes_are_transformed():
 
 
 def test_dense_parts_train_beside_codes():
-    """Quantised tables that a loss reads beside its params leave the dense gradients those of the numbers that the
-    codes stand for; weights of ids are differentiated, too. As params' own tables they are refused, before the loss."""
+    """A loss that reads quantised tables outside its params has the dense gradients of the codes' values, and
+    weights of ids are differentiable. As the params' own tables they are refused before the loss runs."""
     q = mixed(TABLES)
     dense = torch.linspace(-1, 1, 19)
     loss = lambda p, t, ids: (fr.lookup(t, ids, FEATURES).values @ p.dense).sin().sum()
@@ -164,7 +166,8 @@ def test_dense_parts_train_beside_codes():
 
 
 def test_ids_of_quantised_tables_are_checked():
-    """`validate` and `checked` name the ids outside a table, and features of none, as they do of floats."""
+    """`validate` and `checked` name ids outside a quantised table, and features without a table, as for float
+    tables."""
     q = mixed(TABLES)
     for call in (fr.checked(fr.lookup), lambda t, ids, f: fr.validate(ids, f, t)):
         with pytest.raises(fr.CheckError, match=r"id 99 in bag 3(.|\n)*0 <= id < 7"):

@@ -1,4 +1,4 @@
-"""fr.evaluate: metrics of a model on batches."""
+"""fr.evaluate computes metrics of a model on batches."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def batches(size, *, label=LABEL, weight=WEIGHT):
 @pytest.mark.parametrize("size", [1, 5, 12])
 @pytest.mark.parametrize("weight", [None, WEIGHT])
 def test_it_is_the_metric_of_all_examples(size, weight):
-    """Metrics of states and functions of all examples: those of the whole set, however it is cut into batches."""
+    """Metrics, and functions of all examples, give the whole set's values, however it is cut into batches."""
     w = torch.ones(N) if weight is None else weight
     got = fr.evaluate(predict, SCORES, batches(size, weight=weight), METRICS)
     assert list(got) == list(METRICS) and all(type(x) is float for x in got.values())
@@ -42,7 +42,7 @@ def test_it_is_the_metric_of_all_examples(size, weight):
 
 
 def test_what_gives_batches():
-    """An iterable of batches or of pairs with positions, or a function that gives one."""
+    """evaluate accepts an iterable of batches, one of pairs with positions, or a function that returns either."""
     want = fr.evaluate(predict, SCORES, batches(5), METRICS)
     pairs = [(fr.data.Position(0, i), b) for i, b in enumerate(batches(5))]
     for given in (iter(batches(5)), pairs, lambda: iter(pairs)):
@@ -50,7 +50,7 @@ def test_what_gives_batches():
 
 
 def test_examples_of_weight_zero_do_not_count():
-    """Padding with any label and any finite score changes no number."""
+    """Padding with any label and any finite score changes no metric."""
     label = torch.where(WEIGHT == 0, 7.0, LABEL)
     scores = torch.where(WEIGHT == 0, 1e6, SCORES)
     got = fr.evaluate(predict, scores, batches(5, label=label), METRICS)
@@ -58,7 +58,7 @@ def test_examples_of_weight_zero_do_not_count():
 
 
 def test_one_of_several_tasks():
-    """`label` and `weight` say what is read of a batch, of whatever kind."""
+    """`label` and `weight` say what to read from a batch, of any type."""
     rows = [{"x": SCORES[i : i + 5], "y": torch.stack([LABEL, 1 - LABEL], 1)[i : i + 5]} for i in range(0, N, 5)]
     read = {"label": lambda b: b["y"][:, 1], "weight": lambda b: None}
     got = fr.evaluate(lambda params, b: b["x"], None, rows, {"auc": fr.metrics.exact_auc}, **read)
@@ -66,7 +66,7 @@ def test_one_of_several_tasks():
 
 
 def test_no_derivative_is_kept():
-    """Parameters that require grad are evaluated as they are."""
+    """Parameters that require grad are evaluated without derivatives."""
     assert fr.evaluate(predict, SCORES.clone().requires_grad_(), batches(5), METRICS)["exact"] > 0
 
 
@@ -83,7 +83,7 @@ def test_no_derivative_is_kept():
     ({"predict": lambda params, batch: SCORES[:3]}, ValueError, "`labels` do not match"),
 ])  # fmt: skip
 def test_bad_input(how, error, part):
-    """Wrong arguments, and predictions that no metric takes, are told in four parts."""
+    """Wrong arguments, and predictions that no metric accepts, raise in four parts."""
     given = {"predict": predict, "params": SCORES, "batches": batches(5), "metrics": METRICS} | how
     with pytest.raises(error) as raised:
         fr.evaluate(**given)

@@ -1,4 +1,4 @@
-"""fr.fit: a loop over a step and a loader, that ends, keeps the best and goes on to the same bits."""
+"""fr.fit: a loop over a step and a loader that stops, keeps the best parameters and resumes to the same bits."""
 
 import csv
 import json
@@ -67,7 +67,8 @@ def whole():
 
 
 def test_it_is_the_loop_that_one_would_write(whole):
-    """Steps in the loader's order, each epoch's mean loss and metrics, and a copy of the best parameters."""
+    """fit takes steps in the loader's order, records each epoch's mean loss and metrics, and copies the best
+    parameters."""
     state, position, history, best, top = start(), Position(), [], None, -1
     for epoch in range(2):
         losses = []
@@ -83,7 +84,7 @@ def test_it_is_the_loop_that_one_would_write(whole):
 
 @pytest.mark.parametrize("every", [None, 1, 2])
 def test_interrupted_anywhere_it_goes_on_to_the_same_bits(every, whole, tmp_path):
-    """An exception behind any step, or behind an epoch, and resuming end as a run that was left alone."""
+    """After an exception after any step, or after an epoch, resuming gives the bits of an uninterrupted run."""
     how = {"checkpoint": tmp_path / "run.pt", "save_every_steps": every}
     ends = [(k, "step") for k in range(1, 7)] + [(k, "epoch") for k in (3, 6)]
     for i, (step, when) in enumerate(ends if every == 1 else ends[1::3]):
@@ -95,8 +96,8 @@ def test_interrupted_anywhere_it_goes_on_to_the_same_bits(every, whole, tmp_path
 
 
 def test_checkpoints_of_some_epochs(tmp_path):
-    """With `save_every` the file is written behind every that many epochs and the last; an interrupt between is told
-    none, and goes on from the one before, to the same bits."""
+    """With `save_every=n`, the file is written after every n-th epoch and the last. An interrupt in between reports
+    no checkpoint, and resuming from the previous one gives the same bits."""
     path, seen = tmp_path / "run.pt", []
     look = lambda record: seen.append(fr.load(path)["position"]) if record.when != "step" else None
     want = fit(epochs=5, checkpoint=path, save_every=2, callbacks=[look])
@@ -113,7 +114,8 @@ def test_checkpoints_of_some_epochs(tmp_path):
 
 
 def test_twice_interrupted_and_donated(tmp_path):
-    """A compiled step that takes its state's memory: interrupted twice, the same bits; the best is no part of it."""
+    """A compiled step that donates its state, interrupted twice, gives the same bits; the best parameters do not
+    share its memory."""
     model = fr.models.lr((fr.TableConfig("item", 30, 1),), FEATURES[:1])
     step = fr.train_step(fr.models.loss(model), **KIND | {"sparse": fr.optim.sgd(0.1)})
     fast = fr.jit(step, donate=("state",))
@@ -146,7 +148,7 @@ def test_twice_interrupted_and_donated(tmp_path):
     ([math.nan] * 4, "min", 2, 3, None), ([1.0, math.inf, 2.0, 3.0], "min", 9, 4, 0),
 ])  # fmt: skip
 def test_it_stops_early_and_nan_is_never_best(numbers, mode, patience, epochs, best):
-    """The end comes `patience` epochs behind the first best one, whose parameters are kept."""
+    """A run ends `patience` epochs after the first best one, whose parameters are kept; NaN is never best."""
     given = iter(numbers)
     add = lambda state, batch: (state + 1, {"loss": state})
     how = {"evaluate": lambda params: {"x": next(given)}, "monitor": "x", "mode": mode, "patience": patience}
@@ -157,7 +159,7 @@ def test_it_stops_early_and_nan_is_never_best(numbers, mode, patience, epochs, b
 
 
 def test_on_a_mesh(tmp_path):
-    """Sharded tables are evaluated and saved whole; the run goes on to the same bits, on the mesh or in one process."""
+    """Sharded tables are evaluated and saved whole; the run resumes to the same bits, on the mesh or in one process."""
     mesh = fr.Mesh.emulated(data=2)
     plan = fr.Plan.uniform("row_wise", TABLES, mesh)
     step = fr.train_step(fr.models.loss(MODEL), **KIND, mesh=mesh, plan=plan)
@@ -178,7 +180,7 @@ def test_on_a_mesh(tmp_path):
 
 
 def test_copies_are_made_one_before_they_are_read(tmp_path):
-    """`sync` runs before a state is evaluated or saved, and its answer is what is trained on."""
+    """`sync` runs before a state is evaluated or saved, and training goes on from its result."""
     seen = []
     sync = lambda state: seen.append(int(state.step)) or state
     fit(sync=sync, checkpoint=tmp_path / "run.pt", save_every_steps=2)
@@ -187,7 +189,8 @@ def test_copies_are_made_one_before_they_are_read(tmp_path):
 
 @pytest.mark.parametrize("signum, error", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_leaves_a_checkpoint(signum, error, whole, tmp_path):
-    """The step is ended, the checkpoint written, the signal raised; handlers are what they were; it goes on."""
+    """After a signal, the step ends, the checkpoint is written, and the signal is raised. The handlers are restored,
+    and the run can resume."""
     send = lambda record: os.kill(os.getpid(), signum) if record.when == "step" and record.step == 5 else None
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(error) as raised:
@@ -199,8 +202,8 @@ def test_a_signal_leaves_a_checkpoint(signum, error, whole, tmp_path):
 
 
 def test_a_second_signal_does_not_wait(request):
-    """Whoever asks twice is not made to wait for the step; without a checkpoint nobody listens."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
+    """A second signal does not wait for the step; without a checkpoint, signals are not handled."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(KeyboardInterrupt), fr.loop.listen() as asked:
         os.kill(os.getpid(), signal.SIGINT)
@@ -214,7 +217,7 @@ def test_a_second_signal_does_not_wait(request):
 
 
 def test_stop_ends_it(whole, tmp_path):
-    """What `stop` says ends the run behind a step, and is told; the checkpoint goes on."""
+    """A nonzero result of `stop` ends the run after a step, and is reported; the checkpoint can be resumed."""
     seen = []
     how = {"callbacks": [seen.append], "checkpoint": tmp_path / "run.pt"}
     cut = fit(**how, stop=lambda: 7 * (len(seen) == 6))  # the beginning, four steps and an epoch
@@ -223,7 +226,8 @@ def test_stop_ends_it(whole, tmp_path):
 
 
 def test_records_tell_what_happened(tmp_path, capsys):
-    """A callback has the step's metrics and the epoch's entry; lines of JSON and CSV, scalars and print say them."""
+    """A callback gets the step's metrics and the epoch's entry; json_lines, csv_lines, tensorboard and print_epoch
+    write them."""
     seen, scalars = [], []
 
     class Writer:
@@ -250,7 +254,7 @@ def test_records_tell_what_happened(tmp_path, capsys):
 
 
 def test_tensorboard_is_asked_for_late(monkeypatch, tmp_path):
-    """Without tensorboard the error says what to install; with it the folder is given to its writer."""
+    """Without tensorboard, the error says what to install; with it, the writer gets the folder."""
     record = fr.loop.Record("epoch", 0, 4, {"epoch": 0, "auc": 0.5}, None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"(?s)tensorboard is missing.*pip install tensorboard"):
@@ -271,7 +275,8 @@ def test_tensorboard_is_asked_for_late(monkeypatch, tmp_path):
 
 
 def test_the_first_batch_is_looked_at(tmp_path):
-    """Ids outside their table, or what `validate` refuses, end it before a step and before a checkpoint."""
+    """Ids outside their table, or a batch that `validate` refuses, end the run before a step and before a
+    checkpoint."""
     steps, path = [], tmp_path / "run.pt"
     small = MODEL._replace(tables=(fr.TableConfig("item", 3, 4), TABLES[1]))
     refuse = lambda batch: (_ for _ in ()).throw(Stop())
@@ -282,8 +287,8 @@ def test_the_first_batch_is_looked_at(tmp_path):
 
 
 def test_loaders_of_other_kinds(whole, tmp_path):
-    """A list of batches is every epoch's; what can be gone through again is too,
-    but cannot begin in the midst of an epoch."""
+    """A list of batches is used in every epoch. Other iterables that can be repeated work too, but cannot resume in
+    the middle of an epoch."""
     add = lambda state, batch: (state + batch, {"loss": torch.tensor(float(batch))})
     for again in ([1, 2, 3], {1: 0, 2: 0, 3: 0}.keys()):
         done = fr.fit(add, torch.tensor(0), again, epochs=2)
@@ -305,7 +310,8 @@ def test_loaders_of_other_kinds(whole, tmp_path):
 
 @pytest.mark.parametrize("name", ["loader", "workers", "stream_loader"])
 def test_the_loaders_of_the_library(name, tmp_path):
-    """A run from any of them, cut in the midst of an epoch, goes on to the same bits; a short last batch is padded."""
+    """A run from any loader, interrupted in the middle of an epoch, resumes to the same bits; a short last batch is
+    padded."""
     columns = {"click": [1, 0, 1, 1, 0] * 4, "item": [*range(20)], "user": [*range(20)]}
     schema = fr.data.Schema(label="click", categorical=("item", "user"))
     how = {"key": fr.key(2), "pad_last": True}
@@ -324,7 +330,7 @@ def test_the_loaders_of_the_library(name, tmp_path):
 
 
 def test_the_bar_is_for_terminals(monkeypatch, capsys):
-    """A bar on stderr where that is a terminal, or where it was asked for."""
+    """The progress bar is on stderr if that is a terminal, or if it was requested."""
     fit(epochs=1)
     assert capsys.readouterr().err == ""
     fit(epochs=1, progress=True)
@@ -358,7 +364,7 @@ def test_the_bar_is_for_terminals(monkeypatch, capsys):
     ({"step": 3}, TypeError, "`step` is not a function"),
 ])  # fmt: skip
 def test_bad_input(how, error, part):
-    """Wrong arguments, and wrong answers of what was given, are told in four parts."""
+    """Wrong arguments, and wrong results of the given functions, raise in four parts."""
     with pytest.raises(error) as raised:
         fit(**how)
     text = str(raised.value)
@@ -366,7 +372,8 @@ def test_bad_input(how, error, part):
 
 
 def test_checkpoints_that_are_not_this_runs(tmp_path):
-    """One that is there is not overwritten unasked; one of other settings, of another state, or none, is told."""
+    """An existing checkpoint is not overwritten without `overwrite`. A checkpoint of other settings, of another
+    state, or a missing one raises."""
     path = tmp_path / "run.pt"
     fit(epochs=1, checkpoint=path, settings={"lr": 0.02})
     before = path.read_bytes()

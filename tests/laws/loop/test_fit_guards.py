@@ -1,4 +1,4 @@
-"""fit looks at every batch, every loss and, before its first step, at the evaluation."""
+"""fit checks every batch, every loss and, before its first step, the evaluation."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ def start():
 
 
 def batch(clicked, seen=(0, 0), hashed=(10**9, 7)):
-    """Two bags of each key; the padding is garbage."""
+    """Make two bags of each key; the padding is garbage."""
     lists = {"seen": [[x] for x in seen], "clicked": [[x, x] for x in clicked], "hashed": [[x] for x in hashed]}
     ids = fr.KeyedJaggedTensor.from_lists(lists).pad_to(11)
     ids.values[8:] = -1
@@ -42,7 +42,8 @@ def batch(clicked, seen=(0, 0), hashed=(10**9, 7)):
 
 
 GOOD, WORSE, WORST = batch((1, 29)), batch((30, -1)), batch((0, 31), (4, 5))
-BATCHES = [GOOD, WORSE, WORST]  # 0, 4 and 3 bad ids
+# 0, 4 and 3 bad ids
+BATCHES = [GOOD, WORSE, WORST]
 
 
 def loader_of(batches):
@@ -55,7 +56,7 @@ def loader_of(batches):
 
 
 class Rows:
-    """Rows of data: one is a batch."""
+    """Rows of data in which each row is a batch."""
 
     num_rows = 3
 
@@ -80,7 +81,7 @@ STEPS = {"eager": STEP, "a pipeline": fr.pipeline(STEP)}
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("step", STEPS)
 def test_bad_ids_of_later_batches_are_counted(loader, step):
-    """Each epoch's entry has how many ids of all its batches are outside their tables; hashed ids and padding never."""
+    """Each epoch's entry counts the ids outside their tables in all its batches; hashed ids and padding never count."""
     done = fr.fit(STEPS[step], start(), LOADERS[loader](), epochs=2, on_bad_ids="count")
     assert [h["bad_ids"] for h in done.history] == [7, 7]
     want = start()
@@ -92,7 +93,7 @@ def test_bad_ids_of_later_batches_are_counted(loader, step):
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("how", [{}, {"on_bad_ids": "raise"}])
 def test_bad_ids_of_later_batches_raise(loader, how):
-    """Without more words, too: feature, bag, id and batch, before the step of that batch."""
+    """By default, a bad id raises before the step of its batch, with feature, bag, id and batch."""
     steps, note = [], lambda record: steps.append(record.step) if record.when == "step" else None
     words = r"(?s)feature 'clicked' has ids outside table 'item'.*id 30 in bag 0.*in batch 1 of epoch 0.*on_bad"
     with pytest.raises(fr.CheckError, match=words):
@@ -103,7 +104,8 @@ def test_bad_ids_of_later_batches_raise(loader, how):
 
 
 def test_bad_ids_of_the_first_batch_are_counted_too():
-    """Other faults of the first batch raise nevertheless; nothing is written to the batch."""
+    """Bad ids of the first batch are counted too, and nothing is written to the batch. Other faults of it still
+    raise."""
     before = fr.copy(WORSE)
     done = fr.fit(STEP, start(), [WORSE, GOOD], epochs=1, on_bad_ids="count")
     assert done.history[0]["bad_ids"] == 4
@@ -114,7 +116,8 @@ def test_bad_ids_of_the_first_batch_are_counted_too():
 
 
 def test_a_model_says_which_ids_are_bad():
-    """Around a step of one's own, whose loss nobody knows; without a model, `on_bad_ids` is refused there."""
+    """For a user's own step, whose loss is unknown, `model` tells which ids are bad. Without a model, `on_bad_ids`
+    is refused there."""
     tables, features = (fr.TableConfig("item", 30, 1),), (fr.FeatureConfig("clicked", table="item"),)
     model = fr.models.lr(tables, features)
     own = fr.train_step(fr.models.loss(model), has_aux=True, **KIND)
@@ -129,7 +132,7 @@ def test_a_model_says_which_ids_are_bad():
 
 
 def test_what_is_asked_for_can_be_done():
-    """An unknown word, and a number to monitor that is not counted, are refused before any work."""
+    """An unknown value of `on_bad_ids`, and a monitor that is not counted, are refused before any work."""
     for how, kind, words in (
         ({"on_bad_ids": "warn"}, ValueError, "`on_bad_ids` is unknown"),
         ({"on_bad_ids": 1}, TypeError, "`on_bad_ids` is unknown"),
@@ -142,7 +145,7 @@ def test_what_is_asked_for_can_be_done():
 
 
 def test_the_count_goes_through_a_checkpoint(tmp_path):
-    """A run that is stopped in the midst of an epoch and goes on has the epoch's whole count."""
+    """A run that stops in the middle of an epoch and resumes has the whole epoch's count."""
     asked = []
     stop = lambda: int(len(asked) == 3) if asked.append(1) is None else 0
     how = {"epochs": 2, "on_bad_ids": "count", "checkpoint": tmp_path / "run"}
@@ -153,7 +156,8 @@ def test_the_count_goes_through_a_checkpoint(tmp_path):
 
 
 def test_bad_ids_are_those_of_an_obvious_count():
-    """Of keys with batch sizes of their own, several features of a key, int32 ids and empty bags."""
+    """The count of bad ids equals a plain count: keys with different batch sizes, several features of a key, int32
+    ids and empty bags."""
     from funcrec.loop._bad_ids import outside
 
     generator, shapes = np.random.default_rng(0), {"item": (30, 4), "small": (5, 4)}
@@ -175,7 +179,8 @@ def test_bad_ids_are_those_of_an_obvious_count():
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 1e29])
 @pytest.mark.parametrize("kind", ["tensor", "number", "all members"])
 def test_a_loss_that_diverges_ends_the_run(loss, kind, tmp_path):
-    """With the number of the step, the best parameters and the history; the checkpoint is that from before."""
+    """A diverged loss ends the run with an error that has the step's number, the best parameters and the history.
+    The checkpoint is the previous one."""
     given = {"tensor": torch.tensor, "number": float, "all members": lambda x: torch.tensor([x, math.nan])}[kind]
     losses = [3.0, 2.0, 1.0, 1.5, loss, 1.0]
     step = lambda state, i: (state + 1, {"loss": given(losses[int(state)])})
@@ -184,7 +189,8 @@ def test_a_loss_that_diverges_ends_the_run(loss, kind, tmp_path):
     with pytest.raises(fr.loop.DivergedError, match=r"(?s)the loss diverged in step 5\..*`best`") as error:
         fr.fit(step, torch.tensor(0), [0, 1], callbacks=[lambda r: seen.append(r.step)], **how)
     found = error.value
-    if kind == "all members":  # of the other one the mean is NaN, which is never best
+    # the other member makes the mean NaN, which is never best
+    if kind == "all members":
         assert found.step == 5 and len(found.history) == 2
     else:
         assert (found.step, int(found.best), [h["loss"] for h in found.history]) == (5, 4, [2.5, 1.25])
@@ -193,7 +199,7 @@ def test_a_loss_that_diverges_ends_the_run(loss, kind, tmp_path):
 
 
 def test_one_member_that_diverges_does_not_end_the_others():
-    """Of an ensemble's losses one finite number is enough to go on."""
+    """One finite loss in an ensemble is enough to go on."""
     step = lambda state, i: (state, {"loss": torch.tensor([1.0, math.nan])})
     assert math.isnan(fr.fit(step, torch.tensor(0), [0], epochs=1).history[0]["loss"])
 
@@ -203,7 +209,7 @@ def broken(predictions, labels, weights):
 
 
 def first_steps(evaluate, **how):
-    """(how many steps were taken before it raised, the error)."""
+    """Return (the recorded events before the error, the error)."""
     steps = []
     with pytest.raises(Exception) as error:
         fr.fit(STEP, start(), [GOOD], epochs=2, evaluate=evaluate, callbacks=[lambda r: steps.append(r.when)], **how)
@@ -215,7 +221,8 @@ def predict(params, batch):
 
 
 def test_a_metric_that_cannot_work_raises_before_the_first_step():
-    """It, predictions that fit no label, no number, and a monitor that is measured by nothing."""
+    """A broken metric, predictions that fit no label, a metric that returns no number, and a monitor that nothing
+    measures raise before the first step."""
     measure = lambda metric, p=predict: lambda params: fr.evaluate(p, params, [GOOD], {"m": metric})
     for evaluate, words, how in (
         (measure(broken), "no such thing", {}),
@@ -230,13 +237,14 @@ def test_a_metric_that_cannot_work_raises_before_the_first_step():
 
 
 def test_a_monitor_that_an_evaluation_of_ones_own_does_not_give():
-    """It is known behind the first epoch only, and then fit says so."""
+    """A monitor that a user's own evaluation does not give raises after the first epoch, when this is known."""
     with pytest.raises(KeyError, match=r"(?s)funcrec.fit: `monitor` is not measured in epoch 0.*'auc'"):
         fr.fit(STEP, start(), [GOOD], epochs=2, evaluate=lambda params: {"mine": 1.0}, monitor="auc")
 
 
 def test_a_handlers_error_ends_the_trial():
-    """What a signal's handler raises in it passes: the evaluation is not blamed, nor run again."""
+    """An error that a signal's handler raises during the trial passes through: the evaluation is not blamed or run
+    again."""
     runs, before = [], signal.getsignal(signal.SIGUSR1)
 
     def late(number, frame):
@@ -256,7 +264,7 @@ def test_a_handlers_error_ends_the_trial():
 
 
 def test_the_trial_takes_one_batch():
-    """One of each evaluation, and all of them where one says no; an iterator loses none."""
+    """The trial takes one batch of each evaluation, and all batches if one raises an error; an iterator loses none."""
     taken = []
 
     def given():
@@ -310,12 +318,12 @@ CALLING = {
 
 @pytest.mark.parametrize("name", CALLING)
 def test_what_calls_evaluate_is_tried(name):
-    """However an evaluation names `fr.evaluate`, its metric is tried before the first step."""
+    """However an evaluation refers to `fr.evaluate`, its metric is tried before the first step."""
     assert uses(CALLING[name], fr.evaluate)
 
 
 def test_an_evaluation_of_ones_own_is_run_behind_epochs_only():
-    """What does not call `fr.evaluate` may have a state of its own."""
+    """An evaluation that does not call `fr.evaluate` may have its own state, so it runs only after epochs."""
     numbers = iter([0.5, 0.6])
     done = fr.fit(STEP, start(), [GOOD], epochs=2, evaluate=lambda params: {"x": next(numbers)}, monitor="x")
     assert [h["x"] for h in done.history] == [0.5, 0.6]
@@ -323,7 +331,7 @@ def test_an_evaluation_of_ones_own_is_run_behind_epochs_only():
 
 
 def test_the_bar_shows_bad_ids(capsys):
-    """Beside the loss, and in what `print_epoch` prints."""
+    """The bar shows the number of bad ids next to the loss, and so does `print_epoch`."""
     with warnings.catch_warnings():
         fr.fit(STEP, start(), BATCHES, epochs=1, on_bad_ids="count", progress=True, callbacks=[fr.loop.print_epoch])
     out = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""fit at its ends: signals behind the last step, which number is best, and a loader that is not the run's."""
+"""How fit ends: signals after the last step, which number is best, and a loader that differs from the run's."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def load(batch_size=2, key=1, **how):
 @pytest.mark.parametrize("where", ["step", "evaluate", "epoch"])
 @pytest.mark.parametrize(("signum", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_behind_the_last_step_is_raised(tmp_path, where, signum, raised):
-    """A signal in the last step, its evaluation or its last callback is raised once the checkpoint is written."""
+    """A signal in the last step, its evaluation or its last callback is raised after the checkpoint is written."""
     path = tmp_path / "run.pt"
     kill = lambda: os.kill(os.getpid(), signum)
 
@@ -53,8 +53,8 @@ def test_a_signal_behind_the_last_step_is_raised(tmp_path, where, signum, raised
 
 
 def test_minutes_are_counted_from_the_last_checkpoint(tmp_path, monkeypatch):
-    """With `save_every_minutes` the file is written between two steps once the last one is that old, whatever wrote it;
-    what is killed goes on from there to the same bits."""
+    """With `save_every_minutes`, the file is written between two steps when the last one is that old, whatever wrote
+    it. A killed run resumes from it to the same bits."""
     path, now, seen = tmp_path / "run.pt", [0.0], []
     monkeypatch.setattr(_run_state.time, "monotonic", lambda: now[0])
 
@@ -81,8 +81,8 @@ def test_minutes_are_counted_from_the_last_checkpoint(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=["alone", "mesh"])
 def test_the_newest_are_kept(tmp_path, axes):
-    """With `keep` a folder has that many checkpoints, by their steps; a run goes on from the newest whole one to the
-    same bits, on its mesh or in one process; one that begins anew leaves none of the old run's."""
+    """With `keep`, a folder has that many checkpoints, named by their steps. A run resumes from the newest whole one
+    to the same bits, on its mesh or in one process. A new run removes the old run's checkpoints."""
     model = fr.models.lr((fr.TableConfig("item", 5, 1),), (fr.FeatureConfig("item", table="item"),))
     mesh = fr.Mesh.emulated(**axes) if axes else None
     place = {"mesh": mesh, "plan": fr.Plan.uniform("row_wise", model.tables, mesh)} if axes else {}
@@ -128,13 +128,15 @@ def test_the_newest_are_kept(tmp_path, axes):
     ({"save_every_minutes": 5, "sync": lambda state: state}, "when a clock says so"),
 ])  # fmt: skip
 def test_what_does_not_fit_a_checkpoint_is_refused(tmp_path, how, said):
-    """What is not a time, is of no checkpoint, or would change the training by a clock is refused before any work."""
+    """A value that is no time, an option that requires `checkpoint`, and a clock that would change the training are
+    refused before any work."""
     with pytest.raises((TypeError, ValueError), match=said):
         fr.fit(add, torch.tensor(0.0), load(), epochs=1, **{"checkpoint": tmp_path / "run.pt"} | how)
 
 
 def test_one_request_may_come_twice_under_a_launcher(monkeypatch):
-    """A scheduler's signal and the launcher's, seconds apart, ask once for an end; one much later is the end."""
+    """Under a launcher, a scheduler's signal and the launcher's, seconds apart, count as one request to end; a much
+    later one ends the run."""
     now = [100.0]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setattr(_signals.time, "monotonic", lambda: now[0])
@@ -149,7 +151,7 @@ def test_one_request_may_come_twice_under_a_launcher(monkeypatch):
 
 @pytest.mark.parametrize("monitor", ["loss", "valid_log_loss", "MSE", "mean_error"])
 def test_the_least_of_a_loss_is_not_taken_for_the_worst(monitor):
-    """A number that is called a loss or an error is monitored with a mode that is said, or not at all."""
+    """A number named like a loss or an error is monitored only with an explicit `mode`."""
     how = {"epochs": 2, "evaluate": lambda x: {} if monitor == "loss" else {monitor: float(x)}, "monitor": monitor}
     with pytest.raises(ValueError, match=r"(?s)`mode`.*got.*need.*try.*mode='min'"):
         fr.fit(add, torch.tensor(0.0), load(), **how)
@@ -158,7 +160,8 @@ def test_the_least_of_a_loss_is_not_taken_for_the_worst(monitor):
 
 
 def test_a_monitor_that_nothing_measures_is_told_before_work():
-    """Without `evaluate` a monitor is one of the numbers that every epoch has, or an error before the first step."""
+    """Without `evaluate`, `monitor` must be one of the numbers that every epoch has; otherwise it raises before the
+    first step."""
     steps = []
     step = lambda x, batch: steps.append(batch) or add(x, batch)
     with pytest.raises(
@@ -172,7 +175,8 @@ def test_a_monitor_that_nothing_measures_is_told_before_work():
 
 @pytest.mark.parametrize("other", [{"batch_size": 1}, {"key": 2}, {"drop_last": True}], ids=str)
 def test_the_rest_of_an_epoch_is_of_the_same_order(tmp_path, other):
-    """A run goes on in the midst of an epoch with a loader of the same order only; at its end with any."""
+    """In the middle of an epoch, a run resumes only with a loader of the same order; at an epoch's end, with any
+    loader."""
     path, stop = tmp_path / "run.pt", iter([0, 0, 1])
     fr.fit(add, torch.tensor(0.0), load(), epochs=2, checkpoint=path, stop=lambda: next(stop, 1))
     with pytest.raises(ValueError, match=r"(?s)in the midst of an epoch.*got.*was.*need"):
@@ -183,7 +187,7 @@ def test_the_rest_of_an_epoch_is_of_the_same_order(tmp_path, other):
 
 
 def test_a_monitor_is_not_begun_in_the_midst_of_a_run(tmp_path):
-    """Epochs that no best was kept of cannot be the best: a run without a monitor goes on without one."""
+    """A run without a monitor cannot resume with one, because no best parameters of its earlier epochs were kept."""
     path, how = tmp_path / "run.pt", {"evaluate": lambda x: {"sum": -float(x)}, "checkpoint": tmp_path / "run.pt"}
     fr.fit(add, torch.tensor(0.0), load(), epochs=2, **how)
     with pytest.raises(ValueError, match="`monitor` is another than the checkpoint's"):
@@ -193,8 +197,8 @@ def test_a_monitor_is_not_begun_in_the_midst_of_a_run(tmp_path):
 
 
 def test_a_function_sees_what_counts_and_is_not_broadcast():
-    """A metric that is a function gets the examples whose weight is not 0; scores [B, 1] beside labels [B] are
-    refused, which it would broadcast."""
+    """A metric that is a function gets the examples whose weight is not 0. Scores [B, 1] with labels [B] are
+    refused, because they would broadcast."""
     scores = torch.tensor([0.1, 0.9, 0.8, 0.2, 0.6])
     predict = lambda params, batch: scores[batch.ids.values]
     metrics = {"count": lambda s, y, w: len(s), "mse": lambda s, y, w: ((s - y) ** 2).mean()}
@@ -208,7 +212,7 @@ def test_a_function_sees_what_counts_and_is_not_broadcast():
 
 @pytest.fixture
 def handlers():
-    """The process's handlers, put back after the test."""
+    """Restore the process's signal handlers after the test."""
     before = {s: signal.getsignal(s) for s in _signals.SIGNALS}
     yield
     for signum, handler in before.items():
@@ -221,14 +225,14 @@ def killed(path, signum, **how):
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path, handlers):
-    """A process that ignores a signal, as one in a shell's background does SIGINT, trains on."""
+    """A process that ignores a signal, as a shell's background job ignores SIGINT, goes on training."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     done = killed(tmp_path / "run.pt", signal.SIGINT)
     assert done.stopped == 0 and len(done.history) == 2
 
 
 def test_a_handler_of_ones_own_ends_the_run(tmp_path, handlers):
-    """Once the checkpoint is written a signal goes to the handler that the process had, and `fit` returns."""
+    """After the checkpoint is written, a signal goes to the process's previous handler, and `fit` returns."""
     heard = []
     signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
     done = killed(tmp_path / "run.pt", signal.SIGTERM)
@@ -237,7 +241,8 @@ def test_a_handler_of_ones_own_ends_the_run(tmp_path, handlers):
 
 
 def test_a_monitor_is_not_dropped_in_the_midst_of_a_run(tmp_path):
-    """A run with a monitor goes on with it: without one the best would be that of the epochs before."""
+    """A run with a monitor resumes only with the same monitor: without it, the best would stay that of the earlier
+    epochs."""
     path, state = tmp_path / "run.pt", torch.tensor(0.0)
     fr.fit(add, state, load(), epochs=1, monitor="loss", mode="min", checkpoint=path)
     for how in ({}, {"monitor": "loss", "mode": "max"}):
@@ -246,7 +251,7 @@ def test_a_monitor_is_not_dropped_in_the_midst_of_a_run(tmp_path):
 
 
 def test_settings_are_plain_values(tmp_path):
-    """A tensor among them is refused before any work; what is no number is the same as itself."""
+    """A tensor among the settings is refused before any work; NaN counts as equal to itself."""
     path, run = tmp_path / "run.pt", lambda **how: fr.fit(add, torch.tensor(0.0), load(), checkpoint=path, **how)
     with pytest.raises(TypeError, match=r"`settings\['a'\]` is not a plain value"):
         run(epochs=1, settings={"a": torch.ones(2)})
@@ -256,7 +261,7 @@ def test_settings_are_plain_values(tmp_path):
 
 
 def test_parameters_are_no_state():
-    """Parameters in the state's place are told so before the first step."""
+    """Parameters passed as the state raise an error before the first step."""
     step = fr.train_step(lambda params, batch: params.dense.square())
     with pytest.raises(TypeError, match=r"(?s)`state` is not a TrainState.*step.init\(params\)"):
         fr.fit(step, fr.Params({}, torch.tensor(2.0)), [None], epochs=1)

@@ -1,4 +1,4 @@
-"""A pipeline is the plain loop: the same bits, and nothing left of it however it ends."""
+"""A pipeline has the plain loop's bits, and leaves nothing behind however it ends."""
 
 import itertools
 import sys
@@ -29,7 +29,7 @@ def is_alone():
 
 
 def steps(kind):
-    """(a step, its state)"""
+    """Return (a step, its state)."""
     how = {"mesh": MESH, "plan": training.plan_of("grid", MESH.shape)} if kind == "emulated" else {}
     step = fr.train_step(training.loss_fn, **training.optimizers("adam"), **how)
     return step, step.init(training.params())
@@ -37,7 +37,7 @@ def steps(kind):
 
 @pytest.mark.parametrize("kind", ["plain", "emulated"])
 def test_a_pipeline_is_the_plain_loop(kind):
-    """States and metrics have the plain loop's bits: on an emulated mesh, too."""
+    """States and metrics have the plain loop's bits, also on an emulated mesh."""
     batches = [training.batch(i, 4) for i in range(3)]
     step, state = steps(kind)
     want = []
@@ -54,7 +54,7 @@ def test_a_pipeline_is_the_plain_loop(kind):
 
 
 def test_depth_batches_are_ahead():
-    """While a batch is computed, `depth` more are taken of the loader and none besides."""
+    """While a batch is computed, exactly `depth` more batches are taken from the loader."""
     for depth in (1, 3):
         made = []
         batches = (made.append(i) or torch.tensor(float(i)) for i in range(10))
@@ -71,7 +71,7 @@ class LoaderError(Exception):
 
 
 def test_an_error_of_the_loader_comes_at_its_place():
-    """What the loader raises is raised behind the batches before it, and the states of those are whole."""
+    """An error of the loader is raised after the batches before it, and their states are whole."""
 
     def broken():
         yield from numbers(3)
@@ -86,8 +86,8 @@ def test_an_error_of_the_loader_comes_at_its_place():
 
 @pytest.mark.parametrize("ends", ["break", "close", "drop", "step raises", "interrupt", "ahead"])
 def test_nothing_is_left_of_a_loop_that_ends_early(ends):
-    """Left by break, closed, dropped, by an error or an interrupt of the step: no thread remains, the loader is closed,
-    and the state that was given is as it was."""
+    """When a loop ends early (break, close, drop, an error or an interrupt of the step), no thread remains and the
+    loader is closed. The given state does not change."""
     closed, first = [], torch.tensor(0.0)
 
     def loader():
@@ -124,19 +124,20 @@ def test_nothing_is_left_of_a_loop_that_ends_early(ends):
     assert is_alone() and closed == [True] and float(first) == 0
 
 
-MOMENTS = {"call", "c_return"}  # of a profiler, at which CPython lets a signal in
+# a profiler's events at which CPython handles signals
+MOMENTS = {"call", "c_return"}
 
 
 def is_moment(frame, event):
-    """Of the loop's own code, and of what it calls of threading's: there not once a thread has begun to start, which
-    threading would list for good."""
+    """Say whether the event is in the loop's code, or in threading's code called by it. After a thread's start has
+    returned is excluded, because threading would list the thread for ever."""
     is_own = lambda frame: frame.f_code.co_filename == _ready_batches.__file__
     is_called = frame.f_code.co_filename == threading.__file__ and is_own(frame.f_back)
     return event in MOMENTS and (is_own(frame) or is_called) and (frame.f_code.co_name, event) != ("start", "c_return")
 
 
 def interrupted(at):
-    """Whether a run was, at the at-th such moment; a second one follows."""
+    """Interrupt a run at its at-th such moment, run the pipeline again, and say whether the moment existed."""
     pipe, seen = fr.pipeline(add), [0]
 
     def on_event(frame, event, _):
@@ -148,7 +149,8 @@ def interrupted(at):
     sys.setprofile(on_event)
     try:
         list(pipe.run(torch.tensor(0), numbers(3)))
-    except (KeyboardInterrupt, RuntimeError):  # of a lock that is waited for, threading has words of its own
+    # an interrupt while a lock is awaited is a RuntimeError of threading
+    except (KeyboardInterrupt, RuntimeError):
         pass
     finally:
         sys.setprofile(None)
@@ -157,7 +159,7 @@ def interrupted(at):
 
 
 def test_interrupts_leave_no_lock_behind():
-    """An interrupt at any moment at which a loop deals with its thread ends the loop: nothing waits for good, and the
+    """An interrupt at any moment at which a loop uses its thread ends the loop. Nothing waits for ever, and the
     pipeline runs again."""
     found = []
     run = lambda: found.extend(itertools.takewhile(bool, map(interrupted, itertools.count(1))))
@@ -168,7 +170,7 @@ def test_interrupts_leave_no_lock_behind():
 
 
 def test_batches_are_steps_of_a_loop_of_ones_own():
-    """pipe(state, batch) takes batches of `ahead` and others, in any order and not all of them, as the step does."""
+    """pipe(state, batch) takes any batches, from `ahead` or not, in any order and number, like the step."""
     pipe = fr.pipeline(add)
     held = list(pipe.ahead(numbers(4)))
     state = torch.tensor(0.0)
@@ -186,14 +188,16 @@ def test_batches_are_steps_of_a_loop_of_ones_own():
 
 
 def test_fit_takes_a_pipeline():
-    """fit(pipeline(step)) has the bits and the history of fit(step), over epochs and from the midst of one."""
+    """fit(pipeline(step)) has the bits and the history of fit(step), over epochs and when resumed in the middle of
+    one."""
     loader = [training.batch(i, 4) for i in range(3)]
     step, state = steps("plain")
     want = fr.fit(step, state, loader, epochs=2, validate=lambda batch: None)
     got = fr.fit(fr.pipeline(step), state, loader, epochs=2, validate=lambda batch: None)
     assert_trees_close(got.state, want.state, rtol=0, atol=0)
     assert [h["loss"] for h in got.history] == [h["loss"] for h in want.history] and is_alone()
-    with pytest.raises(fr.CheckError, match="has ids outside table"):  # the first batch is looked at by the step's loss
+    # the step's loss checks the first batch
+    with pytest.raises(fr.CheckError, match="has ids outside table"):
         fr.fit(fr.pipeline(step), state, loader, epochs=1)
     bad = lambda position: iter([3])
     with pytest.raises(TypeError, match="does not tell positions"):
@@ -201,8 +205,8 @@ def test_fit_takes_a_pipeline():
 
 
 def test_what_follows_a_ready_batch_is_refused():
-    """A state that requires grad, grad and vmap around a step of a ready batch: TypeError; of a plain batch it is the
-    step."""
+    """For a ready batch, a state that requires grad, and grad or vmap around the step, raise TypeError. For a plain
+    batch the pipeline acts as the step."""
     pipe, x = fr.pipeline(add), torch.tensor(1.0)
     batch = next(pipe.ahead(numbers(1)))
     for call in (

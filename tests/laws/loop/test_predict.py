@@ -1,4 +1,5 @@
-"""fr.predict: what a model says of rows as they come; and a model in the place of a loss and of an evaluation."""
+"""fr.predict gives a model's predictions for raw rows; and fit and train_step accept a model in place of a loss and
+an evaluation."""
 
 import dataclasses
 
@@ -20,7 +21,7 @@ INPUTS = {"dense": ("price",), "categorical": ("user",), "multivalued": ("tags",
 
 
 def encoded(label, **kind):
-    """(encoding, model, params) of a model of this label."""
+    """Return (encoding, model, params) of a model with this label."""
     encoding = fr.data.fit_encoding(ROWS | LABELS, fr.data.Schema(label, **INPUTS, **kind))
     model = fr.models.deepfm(*fr.data.configs(encoding, embedding_dim=4), num_dense=1, sizes=(4,), batch_norm=True)
     return encoding, model, model.init(fr.key(0))
@@ -33,14 +34,15 @@ def scores_of(encoding, model, params, rows=ROWS):
 
 @given(st.integers(1, 9))
 def test_blocks_of_rows_are_the_whole(batch_size):
-    """However many rows go through the model at once, a row's answer is the probability that it has alone."""
+    """Whatever the batch size, a row's prediction is the probability that it has alone."""
     encoding, model, params = encoded("click")
     want = scores_of(encoding, model, params).sigmoid()
     assert_trees_close(fr.predict(model, params, encoding, ROWS, batch_size=batch_size), want, rtol=1e-6, atol=1e-6)
 
 
 def test_answers_are_of_the_labels_kind():
-    """Of numbers the model's own, of several labels each by its kind, of classes probabilities that add up to 1."""
+    """Predictions of numbers are the model's own, those of several labels follow each label's kind, and class
+    probabilities sum to 1."""
     encoding, model, params = encoded("stars", label_kind="number")
     assert_trees_close(fr.predict(model, params, encoding, ROWS), scores_of(encoding, model, params))
 
@@ -57,7 +59,7 @@ def test_answers_are_of_the_labels_kind():
 
 
 CLASS = {"label": "genre", "label_kind": "class"}
-ODD = {  # what a model of one's own gives for 6 rows: (its label, apply, what is said)
+ODD = {  # a user's model for 6 rows: (its label, its apply, the message)
     "one score for classes": (CLASS, lambda p, b: torch.ones(b.ids.num_bags), r"need  f\[6, K\], K >= 2"),
     "one class": (CLASS, lambda p, b: torch.ones(b.ids.num_bags, 1), r"need  f\[6, K\], K >= 2"),
     "a number": ({"label": "click"}, lambda p, b: torch.tensor(1.0), r"need  f\[6\]"),
@@ -72,14 +74,14 @@ ODD = {  # what a model of one's own gives for 6 rows: (its label, apply, what i
 
 @pytest.mark.parametrize(("label", "apply", "said"), ODD.values(), ids=ODD)
 def test_scores_of_other_labels_are_refused(label, apply, said):
-    """A model that gives other scores than the schema has labels raises: none is taken for another row's."""
+    """A model whose scores do not match the schema's labels raises: no score is taken for another row."""
     encoding, model, params = encoded(**label)
     with pytest.raises((ValueError, TypeError), match=said):
         fr.predict(model._replace(apply=apply), params, encoding, ROWS)
 
 
 def test_labels_and_weights_are_not_read():
-    """Rows with an unknown label, and without the weight and time that the schema names, have answers."""
+    """Rows with an unknown label, or without the schema's weight and time, get predictions."""
     columns = ROWS | LABELS | {"w": [1.0] * 6, "t": list(range(6))}
     encoding = fr.data.fit_encoding(columns, fr.data.Schema("click", weight="w", time="t", **INPUTS))
     model = fr.models.lr(*fr.data.configs(encoding, embedding_dim=1), num_dense=1)
@@ -89,7 +91,8 @@ def test_labels_and_weights_are_not_read():
 
 
 def test_ids_beyond_the_tables_are_refused():
-    """An encoding with more ids than a table has rows raises, and so does a batch to evaluate on; `count` counts."""
+    """An encoding with more ids than a table has rows raises, and so does a batch in an evaluation; `count` counts
+    such ids."""
     encoding, model, params = encoded("click")
     more = fr.data.fit_encoding(ROWS | LABELS | {"user": list("abcdef")}, encoding.schema)
     with pytest.raises(ValueError, match="column 'user' has more ids than table 'user' has rows"):
@@ -108,7 +111,7 @@ def test_ids_beyond_the_tables_are_refused():
 
 
 def test_numbers_and_classes_are_trained():
-    """fit with a model takes labels of any number: what the loss needs of them it checks itself."""
+    """fit with a model accepts labels that are any numbers or classes; the loss itself checks them."""
     encoding, model, params = encoded("stars", label_kind="number")
     batch = fr.data.encode(encoding, ROWS | LABELS).take(torch.arange(6))
     kinds = {"has_aux": True, "merge": fr.models.merge_stats}
@@ -122,7 +125,7 @@ def test_numbers_and_classes_are_trained():
 
 
 def test_no_rows_have_no_answers():
-    """Of no rows there are none; rows may lack the label, and not an input."""
+    """An empty table gives no predictions; rows may lack the label, but not an input."""
     encoding, model, params = encoded("click")
     assert fr.predict(model, params, encoding, {n: x[:0] for n, x in ROWS.items()}).shape == (0,)
     with pytest.raises(ValueError, match="price"):
@@ -130,7 +133,7 @@ def test_no_rows_have_no_answers():
 
 
 def test_answers_are_differentiated():
-    """A derivative by the parameters is that of the model's own scores."""
+    """Derivatives of predictions with respect to the parameters equal those of the model's scores."""
     encoding, model, params = encoded("click")
     of = lambda f: torch.func.grad(lambda w: f(fr.Params(params.tables, w)).sum())(params.dense)
     got = of(lambda p: fr.predict(model, p, encoding, ROWS))
@@ -138,7 +141,8 @@ def test_answers_are_differentiated():
 
 
 def test_a_model_stands_for_its_loss():
-    """train_step(model) is train_step of its loss with its statistics merged and its logits left out, bit for bit."""
+    """train_step(model) equals train_step of its loss, with the statistics merged and without logits in aux, bit for
+    bit."""
     encoding, model, params = encoded("click")
     batch = fr.data.encode(encoding, ROWS | LABELS).take(torch.arange(6))
     kinds = {"sparse": fr.optim.adam(0.001), "dense": fr.optim.dense(torch.optim.Adam, lr=0.001)}
@@ -154,7 +158,7 @@ def test_a_model_stands_for_its_loss():
 
 
 def test_two_towers_stand_for_their_loss():
-    """train_step(towers) is train_step of the in-batch softmax of the towers, bit for bit."""
+    """train_step(towers) equals train_step of the towers' in-batch softmax loss, bit for bit."""
     tables = (fr.TableConfig("user", 9, 4), fr.TableConfig("item", 9, 4))
     features = [(fr.FeatureConfig(t.name, table=t.name),) for t in tables]
     towers = fr.models.two_tower(tables, *features, sizes=(4,), dropout=0.2)
@@ -186,14 +190,16 @@ def test_validation_stands_for_an_evaluation():
     ({"validation": iter([1]), "metrics": {"auc": fr.metrics.exact_auc}}, "gives its batches once"),
 ])  # fmt: skip
 def test_half_an_evaluation_is_refused(how, said):
-    """Batches without metrics or a model, metrics without batches, and two evaluations raise before any work."""
+    """Validation batches without metrics or a model, metrics without batches, and two evaluations raise before any
+    work."""
     _, model, _ = encoded("click")
     with pytest.raises((ValueError, TypeError), match=said):
         fr.fit(lambda s, b: (s, {}), 0, [1], **({"epochs": 1, "model": model} | how))
 
 
 def test_members_are_answered_together_and_jit_is_refused():
-    """vmap over parameters gives each member's answers; columns are read on the host, which jit refuses."""
+    """vmap over parameters gives each member's predictions. jit refuses predict, because columns are read on the
+    host."""
     encoding, model, _ = encoded("click")
     members = [model.init(fr.key(i)) for i in range(3)]
     answers = lambda params: fr.predict(model, params, encoding, ROWS)

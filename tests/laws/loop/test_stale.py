@@ -1,4 +1,4 @@
-"""A stale pipeline is the plain loop that is written with its staleness: the same bits, or refused."""
+"""A stale pipeline equals the plain loop with the same staleness, bit for bit, or it is refused."""
 
 import threading
 
@@ -37,8 +37,8 @@ def score(params, ids):
 
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "by_table", "accumulate"])
 def test_a_stale_pipeline_is_the_loop_by_hand(name):
-    """Of one process: gradients at the tables before the last update and the dense parameters behind it, which update
-    the present tables; bit for bit, a last batch of another size as well."""
+    """In one process, gradients use the tables before the last update and the present dense parameters, and update
+    the present tables. The bits equal the loop by hand, also for a last batch of another size."""
     batches = [training.batch(i, 4) for i in range(4)] + [training.batch(4, 3)]
     step = fr.train_step(training.loss_fn, **training.optimizers(name))
     got = run(fr.stale_pipeline(step), step.init(training.params()), iter(batches))
@@ -46,7 +46,8 @@ def test_a_stale_pipeline_is_the_loop_by_hand(name):
 
 
 def test_an_emulated_mesh_is_the_loop():
-    """Of ranks in one process: the bits of a step that is given the tables before, within 1e-6 of the loop by hand."""
+    """On an emulated mesh, the bits equal those of a step that gets the previous tables, and agree within 1e-6 with
+    the loop by hand."""
     batches = [training.batch(i, 4) for i in range(4)]
     how = {"mesh": MESH, "plan": training.plan_of("row_wise", MESH.shape)}
     step = fr.train_step(training.loss_fn, **training.optimizers("adam"), **how)
@@ -57,7 +58,7 @@ def test_an_emulated_mesh_is_the_loop():
 
 
 def test_one_batch_is_a_step_and_a_run_begins_anew():
-    """The first batch of a run reads the present tables: runs of one batch are the plain loop."""
+    """The first batch of a run reads the present tables, so runs of one batch equal the plain loop."""
     step, state = small(score)
     want = state
     pipe = fr.stale_pipeline(step)
@@ -67,7 +68,8 @@ def test_one_batch_is_a_step_and_a_run_begins_anew():
     assert list(pipe.run(state, [])) == []
 
 
-FAULTS = [0, 0]  # at which call, and how many there were
+# the call that fails, and the number of calls so far
+FAULTS = [0, 0]
 
 
 def fault(x):
@@ -78,8 +80,8 @@ def fault(x):
 
 
 def test_the_state_is_whole_behind_an_interrupt():
-    """A compiled step that uses up its state, interrupted while it computes, has it whole: training goes on from there.
-    Behind a step it is gone."""
+    """If a compiled step that donates its state is interrupted while it computes, the state is whole and training
+    can go on. After a step it is gone."""
     library.define("test_stale", "fault", "(Tensor x) -> Tensor", fault, torch.empty_like)
     step, first = small(lambda p, b: score(p, b) + torch.ops.test_stale.fault(p.dense["w"].detach()).sum())
     batches = [ids(0, 1), ids(1, 1), ids(2, 0)]
@@ -97,7 +99,7 @@ def test_the_state_is_whole_behind_an_interrupt():
 
 
 def test_an_error_of_the_loader_comes_at_its_place():
-    """What the loader raises is raised behind the batches before it, and no thread is left."""
+    """An error of the loader is raised after the batches before it, and no thread is left."""
 
     def broken():
         yield from (ids(0, 1), ids(1, 1))
@@ -121,15 +123,15 @@ def draws(params, batch, key):
         (p.dense["w"].detach() > 0).long(), torch.tensor([0, 2]), keys=("clicked",))), {}),
 ])  # fmt: skip
 def test_lookups_that_wait_for_the_state_are_refused(loss_fn, how):
-    """Ids that follow from the key or from dense parameters, and micro-batches in turn: an error before any step."""
+    """Ids that depend on the key or on dense parameters, and micro-batches, raise an error before any step."""
     step, state = small(loss_fn, **how)
     with pytest.raises(ValueError, match=r"(?s)funcrec.stale_pipeline: a lookup waits for the state.*fr.pipeline"):
         next(fr.stale_pipeline(step).run(state, [ids(0, 1)]))
 
 
 def test_what_follows_or_looks_at_a_run_is_refused():
-    """A state that requires grad, a transform or `checked` around the run, a state of another form within it, and a
-    single batch: refused, each with a word."""
+    """A run refuses a state that requires grad, a transform or `checked` around it, a state of another form, and a
+    single batch, each with a message."""
     step, state = small(score)
     pipe = fr.stale_pipeline(step)
     tracked = fr.tree.map(lambda x: x.clone().requires_grad_() if x.is_floating_point() else x, state)

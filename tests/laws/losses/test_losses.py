@@ -1,4 +1,4 @@
-"""Laws of fr.losses: one table of losses, one list of laws; torch's own losses as oracles."""
+"""fr.losses: one table of losses, one list of laws, and torch's own losses as oracles."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ CLICKS, CLASSES = torch.tensor([0.0, 1.0, 1.0, 0.25, 0.0, 1.0]), torch.tensor([0
 TASKS = losses.multi_task([losses.bce, losses.mse], weights=(1.0, 0.5))
 BOTH = torch.stack([CLICKS, CLICKS * 3], 1)
 _paired = lambda **how: lambda x, y, w=None, **more: losses.in_batch_softmax(x, y, w, **how, **more)
-# name: (loss, predictions' shape, label, torch's loss of each example, a label that is none)
+# name: (loss, predictions' shape, label, torch's loss of each example, an invalid label)
 LOSSES = {
     "bce": (losses.bce, (B,), CLICKS, lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none"), 5.0),
     "mse": (losses.mse, (B,), CLICKS * 3, lambda x, y: F.mse_loss(x, y, reduction="none"), torch.nan),
@@ -49,7 +49,7 @@ def make(name, dtype=torch.float64):
 
 @EACH
 def test_it_is_torchs(name):
-    """Each example's loss, their mean and their weighted mean are what torch's losses say."""
+    """Each example's loss, their mean and their weighted mean equal torch's."""
     loss, x, y, oracle, _ = make(name)
     want, w = oracle(x, y), torch.linspace(0.5, 2.0, B, dtype=torch.float64)
     torch.testing.assert_close(loss(x, y, reduction="none"), want)
@@ -60,7 +60,8 @@ def test_it_is_torchs(name):
 
 @EACH
 def test_an_example_of_weight_zero_is_not_there(name):
-    """Value and gradient are those without it, whatever it holds; without any example they are 0."""
+    """An example of weight 0 changes neither value nor gradient, whatever it holds; without any examples, both are
+    0."""
     loss, x, y, oracle, _ = make(name)
     w = torch.tensor([1.0, 2.0, 0.5, 1.0, 0.0, 0.0], dtype=torch.float64)
     hole = (w == 0).reshape(-1, *(1,) * (x.dim() - 1))
@@ -76,7 +77,7 @@ def test_an_example_of_weight_zero_is_not_there(name):
 
 @EACH
 def test_it_is_differentiated_and_mapped(name):
-    """First and second derivatives, forward and reverse, are those of finite differences; vmap is a loop."""
+    """First and second derivatives, forward and reverse, agree with finite differences; vmap equals a loop."""
     loss, x, y, _, _ = make(name)
     w = torch.tensor([1.0, 2.0, 0.5, 1.0, 0.0, 3.0], dtype=torch.float64)
     check_grads(lambda x: loss(x, y, w), (x,), order=2)
@@ -91,7 +92,7 @@ def test_it_is_differentiated_and_mapped(name):
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes_and_no_example(name, dtype):
-    """The answer has the predictions' dtype, close to that of f64; of no example, with weights, it is 0."""
+    """The result has the predictions' dtype and is close to the f64 result; without examples, with weights, it is 0."""
     loss, x, y, _, _ = make(name, dtype)
     if name != "in_batch_softmax, log_q":
         empty = loss(x[:0], y[:0], torch.ones(0))
@@ -102,8 +103,8 @@ def test_dtypes_and_no_example(name, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_small_loss_of_large_logits_keeps_its_digits(dtype):
-    """Cross entropies are small differences of large logits; they have torch's bits in every dtype, not a difference
-    of rounded sums."""
+    """Cross entropies are small differences of large logits. They have torch's bits in every dtype, and are not
+    computed as a difference of rounded sums."""
     z, y = torch.tensor([[20.0, 15.5], [0.0, 3.0], [1e4, 1e4 - 16]]).to(dtype), torch.tensor([0, 0, 0])
     assert losses.cross_entropy(z, y, reduction="none").equal(F.cross_entropy(z, y, reduction="none"))
     q, c = (torch.diag(x).to(dtype) for x in (torch.tensor([20.0, 15.5, 1e4]), torch.ones(3)))
@@ -121,7 +122,8 @@ def test_compiled_it_is_the_same(name):
 
 @pytest.mark.parametrize("name", [n for n in LOSSES if n not in SOFTMAX])
 def test_a_label_that_is_none(name):
-    """It is named where values can be read; where not, the loss is NaN (or infinite); under weight 0 it is nothing."""
+    """An invalid label raises with its position if values can be read; otherwise the loss is NaN (or infinite). With
+    weight 0 it is ignored."""
     loss, x, y, _, wrong = make(name)
     bad = y.clone().to(torch.float64 if isinstance(wrong, float) else y.dtype)
     bad[(2, 0) if y.dim() == 2 else 2] = wrong
@@ -134,7 +136,7 @@ def test_a_label_that_is_none(name):
 
 
 def test_negatives_of_one_batch():
-    """Rows of the same candidate are no negatives of each other; rows of weight 0 are nobody's."""
+    """Rows with the same candidate are not negatives of each other; rows of weight 0 are no negatives at all."""
     q, c, w = numbers(1, B, D), numbers(2, B, D), torch.tensor([1.0, 1, 0, 1, 1, 0], dtype=torch.float64)
     got = losses.in_batch_softmax(q, c, w, log_q=None, candidate_ids=ITEMS)
     kept = w != 0
@@ -146,7 +148,7 @@ def test_negatives_of_one_batch():
 
 
 def test_two_towers_weigh_their_examples():
-    """The loss of two towers is the weighted one: an example of weight 0 is no negative, and trains nothing."""
+    """The loss of two towers is weighted: an example of weight 0 is no negative, and trains nothing."""
     tables = (fr.TableConfig("user", 10, 4), fr.TableConfig("item", 20, 4))
     sides = ((fr.FeatureConfig("user", table="user"),), (fr.FeatureConfig("item", table="item"),))
     model = fr.models.two_tower(tables, *sides, sizes=(8, 3))
@@ -157,7 +159,7 @@ def test_two_towers_weigh_their_examples():
 
 
 def test_tasks_with_weights_of_their_own():
-    """Weights [B, T] leave out an example's label of one task alone."""
+    """Weights [B, T] can leave out an example's label for one task alone."""
     x, label = numbers(1, B, T), BOTH.double().clone()
     w = torch.ones(B, T, dtype=torch.float64)
     label[1, 0], w[1, 0] = torch.nan, 0
@@ -167,7 +169,7 @@ def test_tasks_with_weights_of_their_own():
 
 
 def test_a_model_is_trained_on_another_loss():
-    """fr.models.loss takes one of them in place of binary cross entropy, with the batch's weights."""
+    """fr.models.loss accepts another loss in place of binary cross entropy, with the batch's weights."""
     model = fr.models.lr((fr.TableConfig("item", 9, 1),), (fr.FeatureConfig("item", table="item"),))
     ids = fr.KeyedJaggedTensor.from_lists({"item": [[1], [2]]})
     batch = fr.Batch(ids, torch.tensor([4.5, 2.0]), weight=torch.tensor([1.0, 3.0]))
@@ -179,7 +181,7 @@ def test_a_model_is_trained_on_another_loss():
 
 
 def test_a_model_of_two_tasks_is_trained():
-    """A head for each task over what they share, the labels f[B, T] of a batch, one loss of both: both get better."""
+    """A model with a head for each of two tasks, labels f[B, T] and one joint loss improves on both tasks."""
     item, features = fr.TableConfig("item", 9, 4), (fr.FeatureConfig("item", table="item"),)
     heads = fr.nn.linear(4, 2)
 
@@ -220,7 +222,7 @@ def test_a_model_of_two_tasks_is_trained():
     (lambda x: TASKS(x, CLICKS), ValueError, "`predictions` is not a tensor of these dimensions"),
 ])  # fmt: skip
 def test_bad_input(call, error, part):
-    """Wrong arguments are told in four parts."""
+    """Wrong arguments raise in four parts."""
     with pytest.raises(error) as raised:
         call(numbers(1, B))
     text = str(raised.value)

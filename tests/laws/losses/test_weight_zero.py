@@ -1,4 +1,4 @@
-"""The derivative by an example's weight where it is 0: what learning to reweight examples begins with.
+"""The derivative with respect to an example's weight where the weight is 0, from which learning to reweight starts.
 
 d/dw_b Σ w l / Σ w = (l_b - mean) / Σ w        for w_b = 0 as for any other
 """
@@ -17,7 +17,7 @@ Z = torch.tensor([0.3, -1.0, 2.0, 0.7], dtype=torch.float64)
 Y = torch.tensor([1.0, 0.0, 1.0, 0.25], dtype=torch.float64)
 CLASSES = torch.stack([Z, Z.square(), -Z], 1)
 TASKS = losses.multi_task([losses.bce, losses.huber], weights=(1.0, 0.5))
-OWN = {  # a loss of (z, w), and of each example alone
+OWN = {  # a loss of (z, w), whose examples are independent
     "bce": lambda w, z: losses.bce(z, Y, w),
     "mse": lambda w, z: losses.mse(z, Y, w),
     "huber": lambda w, z: losses.huber(z, Y, w, delta=0.5),
@@ -41,14 +41,15 @@ HOW = {
 
 
 def near(w):
-    """No weight is 0, and each as good as it was."""
+    """Replace weights of 0 by 1e-12."""
     return torch.where(w == 0, 1e-12, w)
 
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", OWN)
 def test_it_is_the_limit_from_above(name, how):
-    """The derivative by a weight that is 0 is that of a weight just above it, and the value is as without."""
+    """The derivative with respect to a weight of 0 equals that of a weight just above 0, and the value is that
+    without the example."""
     f = lambda w: OWN[name](w, Z)
     torch.testing.assert_close(f(ZEROS), f(near(ZEROS)), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(HOW[how](f, ZEROS), HOW[how](f, near(ZEROS)), rtol=1e-6, atol=1e-8)
@@ -56,15 +57,15 @@ def test_it_is_the_limit_from_above(name, how):
 
 @pytest.mark.parametrize("name", OWN)
 def test_mixed_and_second_derivatives_are_the_limits(name):
-    """So are the second derivative by weights, and that of the loss's gradient by a weight, by which a step of training
-    follows from it."""
+    """The second derivative by weights, and the derivative of the loss's gradient by a weight, are limits from above
+    too. A training step's derivative follows from the latter."""
     f = OWN[name]
     for second in (lambda w: hessian(f)(w, Z), lambda w: jacfwd(grad(f, 1))(w, Z), lambda w: jacrev(grad(f, 1))(w, Z)):
         torch.testing.assert_close(second(ZEROS), second(near(ZEROS)), rtol=1e-6, atol=1e-8)
 
 
 def test_compiled_it_is_the_limit_too():
-    """jit of the derivatives, and derivatives of a jitted loss."""
+    """jit of the derivatives, and derivatives of a jitted loss, give the same limits."""
     every = lambda through: {n: through(lambda w, f=f: f(w, Z)) for n, f in OWN.items()}
     made = fr.jit(lambda w: {n: f(w) for n, f in every(grad).items()})(ZEROS)
     mixed = fr.jit(lambda w: jacfwd(grad(OWN["bce"], 1))(w, Z))(ZEROS)
@@ -76,7 +77,8 @@ def test_compiled_it_is_the_limit_too():
 
 
 def test_compiled_second_derivatives_are_those_of_eager_mode():
-    """Second derivatives of weighted losses by predictions and by weights, 0 among them, one way or the other round."""
+    """Compiled second derivatives of weighted losses, by predictions and weights in any order, equal eager mode's,
+    also at weight 0."""
     ways = [hessian, lambda f, at=0: jacrev(jacfwd(f, at), at)]
     every = lambda w, z: [way(OWN[n], at)(w, z) for n in ("bce", "huber") for way in ways for at in (0, 1)]
     for got, want in zip(fr.jit(every)(ZEROS, Z), every(ZEROS, Z), strict=True):
@@ -93,8 +95,7 @@ MADE = {
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("how", [hessian, lambda f: jacfwd(jacrev(f)), lambda f: jacfwd(jacfwd(f))])
 def test_weights_that_are_made_inside_are_not_followed(name, how):
-    """Rows of weight 0 are not read, whatever they hold, where the weights are made in the function itself; compiled,
-    too."""
+    """If the function itself makes the weights, rows of weight 0 are not read, whatever they hold, also compiled."""
     z = torch.where(ZEROS == 0, torch.tensor([0.0, 0.0, torch.nan, torch.inf]).double(), Z)
     for loss in ("mse", "huber") + ("bce",) * (how is hessian):
         f = lambda z, loss=loss: OWN[loss](MADE[name](z), z)
@@ -119,7 +120,7 @@ SUMS = {
 
 @pytest.mark.parametrize("name", [*SUMS, "exact_auc", "multiclass_accuracy", "recall"])
 def test_a_metrics_derivative_is_the_limit(name):
-    """The derivative of a metric by a weight that is 0 is that of one just above it."""
+    """The derivative of a metric with respect to a weight of 0 equals that of a weight just above 0."""
     if name == "exact_auc":
         f = lambda w: metrics.exact_auc(Z, Y, w)
     elif name == "multiclass_accuracy":
@@ -146,8 +147,8 @@ def loss_fn(params, batch):
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("mesh", [None, fr.Mesh.emulated(x=2)], ids=["alone", "ranks"])
 def test_through_a_step_it_is_the_limit(mesh, k):
-    """The derivative of what a step in k micro-batches, on one process or two ranks, makes of tables and dense
-    parameters, by a weight that is 0, is that of one just above it."""
+    """The derivative of a step's new tables and dense parameters by a weight of 0 equals that of a weight just above
+    0. This holds in k micro-batches, on one process and on two ranks."""
     g = torch.Generator().manual_seed(0)
     tables = {n: torch.randn(s, generator=g, dtype=torch.float64) for n, s in SHAPES.items()}
     params = fr.Params(tables, {"w": torch.randn(17, generator=g, dtype=torch.float64)})
@@ -170,8 +171,8 @@ def test_through_a_step_it_is_the_limit(mesh, k):
 
 
 def test_a_models_padding_is_read_where_its_weight_is_followed():
-    """A model's loss, with dense inputs and weights of ids, has the limit; its batch norm, whose statistics leave out
-    examples of weight 0, is refused."""
+    """A model's loss, with dense inputs and weights of ids, has the limit. Batch norm is refused, because its
+    statistics leave out examples of weight 0."""
     tables, features = (fr.TableConfig("t", 9, 3),), (fr.FeatureConfig("a", table="t", weighted=True),)
     ids = fr.KeyedJaggedTensor.from_lists(
         {"a": [[1], [2, 3], [4], [5]]}, weights={"a": [[0.5], [1.0, 2.0], [3.0], [1]]}
@@ -202,8 +203,8 @@ REFUSED = {
 @pytest.mark.parametrize("how", ["grad", "jacfwd", "vmap of grad", "requires grad"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_where_there_is_no_derivative_it_is_refused(name, how):
-    """Padding that holds no numbers, a mean of no weight, and losses that jump where a weight is 0 have no derivative
-    by it: they raise, and are what they were where nobody asks for one."""
+    """Padding that holds no numbers, a mean without weight, and losses that jump where a weight is 0 have no
+    derivative there. They raise, and keep their value where no derivative is taken."""
     f, part = REFUSED[name]
     assert f(ZEROS).isfinite()
     with pytest.raises(ValueError, match=part):
@@ -211,6 +212,6 @@ def test_where_there_is_no_derivative_it_is_refused(name, how):
 
 
 def test_compiled_without_a_derivative_it_is_nan():
-    """Where no value can be read the derivative that is none is NaN."""
+    """Compiled, where no value can be read, a derivative that does not exist is NaN."""
     made = fr.jit(lambda w: {n: grad(f)(w) for n, (f, _) in REFUSED.items()})(ZEROS)
     assert all(x.isnan().any() for x in made.values()), made

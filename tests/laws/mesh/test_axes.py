@@ -1,4 +1,4 @@
-"""Ranks and their places on axes."""
+"""Ranks and their coordinates on the axes."""
 
 import numpy as np
 from hypothesis import given
@@ -9,8 +9,8 @@ from funcrec.mesh import coordinates, rank_at
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
 def test_a_rank_is_its_coordinates(sizes, data):
-    """A rank's number and its places on the axes tell one another, the last axis
-    running fastest, as numpy counts an array's elements."""
+    """A rank's number and its coordinates determine each other; the last axis varies fastest, as in numpy's index
+    order."""
     axes = [f"a{i}" for i in range(len(sizes))]
     rank = data.draw(st.integers(0, int(np.prod(sizes, dtype=int)) - 1))
     known = dict(zip(axes, sizes, strict=True))

@@ -1,4 +1,4 @@
-"""Coded vectors: what they are rounded to, how many bytes they take, and what becomes of values that do not fit."""
+"""Coded vectors: their rounding, their size in bytes, and values out of range."""
 
 import pytest
 import torch
@@ -9,12 +9,13 @@ from funcrec.mesh import _codec
 from funcrec.mesh._codec import KINDS, STEPS
 from funcrec.testing import assert_trees_close
 
-HALF_STEP = 2.0**-8, 2.0**-11  # of bfloat16 and float16, of an element
+# relative half steps of bfloat16 and float16
+HALF_STEP = 2.0**-8, 2.0**-11
 
 
 @st.composite
 def vectors(draw):
-    """(x f[..., W], widths): elements of many sizes, rows of zeros among them; shrinks to one zero."""
+    """Draw (x f[..., W], widths): elements of many sizes, some rows of zeros; shrinks to one zero."""
     widths = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 8, 65]), min_size=1, max_size=5)))
     lead = draw(st.sampled_from([(), (0,), (3,), (2, 3), (2, 1, 63)]))
     g = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
@@ -26,12 +27,12 @@ def vectors(draw):
 
 
 def coded(x, kind, widths):
-    """x as it arrives."""
+    """Encode x and decode it, as a receiver does."""
     return _codec._decode(_codec._encode(x, kind, widths), kind, widths, x.dtype)
 
 
 def by_rows(x, widths):
-    """int8 by its definition, row by row in f64."""
+    """Compute int8 by its definition, row by row in f64."""
     out = []
     for row in x.double().split(widths, -1):
         most = row.abs().amax(-1, keepdim=True).float().double()
@@ -42,13 +43,14 @@ def by_rows(x, widths):
 
 @given(vectors(), st.sampled_from(KINDS))
 def test_a_coded_vector_is_near(made, kind):
-    """bfloat16 is within 2^-8 of each element, float16 within 2^-11 (or 2^-25,
-    if that is more), int8 within half a step of its row."""
+    """bfloat16 is within 2^-8 of each element's size, float16 within 2^-11 (or 2^-25, if that is more). int8 is
+    within half a step of its row."""
     x, widths = made
     error = (coded(x, kind, widths).double() - x.double()).abs()
     if kind == "int8":
         most = torch.cat([r.abs().amax(-1, keepdim=True).expand_as(r) for r in x.double().split(widths, -1)], -1)
-        bound = most / STEPS / 2 * (1 + 1e-4) + 2.0**-149  # the last term: what f32 holds
+        # the last term: f32's least number
+        bound = most / STEPS / 2 * (1 + 1e-4) + 2.0**-149
     elif kind == "bfloat16":
         bound = (x.double().abs() * HALF_STEP[0]).clamp(min=2.0**-134)
     else:
@@ -58,8 +60,8 @@ def test_a_coded_vector_is_near(made, kind):
 
 @given(vectors())
 def test_int8_is_its_definition(made):
-    """int8 gives round(x / max|row| · 127) / 127 · max|row|, ties to even, up
-    to an element's last bits or a step where that is a tie."""
+    """int8 gives round(x / max|row| · 127) / 127 · max|row|, ties to even, up to an element's last bits, or one step
+    at a tie."""
     x, widths = made
     got, want = coded(x, "int8", widths).double(), by_rows(x, widths)
     most = torch.cat([r.abs().amax(-1, keepdim=True).expand_as(r) for r in x.double().split(widths, -1)], -1)
@@ -70,7 +72,7 @@ def test_int8_is_its_definition(made):
 
 @given(vectors(), st.sampled_from(KINDS))
 def test_coding_twice_is_coding_once(made, kind):
-    """What arrived is coded without another error; zeros and the greatest element of an int8 row keep their bits."""
+    """Coding a received vector again adds no error; zeros and the largest element of an int8 row keep their bits."""
     x, widths = made
     once = coded(x, kind, widths)
     assert_trees_close(coded(once, kind, widths), once)
@@ -82,8 +84,8 @@ def test_coding_twice_is_coding_once(made, kind):
 
 @given(vectors(), st.sampled_from(KINDS))
 def test_coded_bytes_are_counted(made, kind):
-    """Two bytes for an element of 16 bits; in int8 one, and four for each row; strides
-    change nothing, and the operators know their shapes."""
+    """A 16-bit element takes two bytes; int8 takes one byte for each element and four for each row. Strides change
+    nothing, and the operators' shapes are known on meta."""
     x, widths = made
     sent = _codec._encode(x, kind, widths)
     per_vector = sum(widths) + 4 * len(widths) if kind == "int8" else 2 * sum(widths)
@@ -100,7 +102,7 @@ def test_coded_bytes_are_counted(made, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_operators_pass_torchs_checks(kind):
-    """Each operator's schema, shapes and aliasing are what it says."""
+    """Each operator passes torch's checks of schema, shapes and aliasing."""
     x = torch.linspace(-2, 3, 10).reshape(2, 5)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(_codec._encode.default, (x, kind, [2, 3]), test_utils=tests)
@@ -109,8 +111,8 @@ def test_operators_pass_torchs_checks(kind):
 
 
 def test_values_that_do_not_fit():
-    """float16 saturates what is finite and keeps infinities and NaN; bfloat16
-    keeps both; int8 makes their row NaN, and no other row."""
+    """float16 saturates finite values and keeps infinities and NaN; bfloat16 keeps both. In int8 they make their own
+    row NaN."""
     inf, nan = torch.inf, torch.nan
     x = torch.tensor([1e6, -65520.0, inf, -inf, nan, 1.0])
     assert_trees_close(coded(x, "float16", [6]), torch.tensor([65504.0, -65504.0, inf, -inf, nan, 1.0]))
@@ -125,5 +127,5 @@ def test_values_that_do_not_fit():
     ("bfloat16", torch.float16, False), ("float16", torch.bfloat16, False), ("int8", torch.bfloat16, True),
 ])  # fmt: skip
 def test_only_what_becomes_narrower_is_coded(kind, dtype, want):
-    """A codec leaves elements alone that have no more bits than it would give them."""
+    """A codec leaves elements unchanged that do not have more bits than the codec's."""
     assert _codec.is_coded(kind, dtype) is want

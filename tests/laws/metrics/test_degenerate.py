@@ -1,5 +1,5 @@
-"""Metrics of one class, of nothing, of padding, of infinite logits
-and of what is no number: as stated, and never the best."""
+"""Metrics of one class, of no examples, of padding, of infinite logits and of NaN have their documented values, and
+NaN is never the best."""
 
 import math
 import warnings
@@ -26,7 +26,7 @@ ALL = {**{n: (lambda p, y, w=None, m=m: m.compute(m.update(m.init(), p, y, w))) 
 every = pytest.mark.parametrize("name", ALL)
 f64 = lambda *numbers: torch.tensor(numbers, dtype=torch.float64)
 
-# of labels that are all 0 and all 1, with predictions .2 and .6
+# labels all 0 and all 1, with predictions .2 and .6
 ONE_CLASS = {
     "auc": (NAN, NAN), "exact_auc": (NAN, NAN), "normalized_entropy": (NAN, NAN), "calibration": (NAN, 0.4),
     "ctr": (0.0, 1.0), "accuracy": (0.5, 0.5), "mse": (0.2, 0.4), "rmse": (0.2**0.5, 0.4**0.5), "mae": (0.4, 0.6),
@@ -36,8 +36,8 @@ ONE_CLASS = {
 
 @every
 def test_one_class(name):
-    """With labels of one class a metric is what it says: NaN where
-    the quotient has no value, never an infinite score."""
+    """With labels of one class, a metric has its documented value: NaN where the quotient is undefined, never an
+    infinite score."""
     for label, want in zip((0.0, 1.0), ONE_CLASS[name], strict=True):
         for weights in (None, f64(2, 2)):
             found = ALL[name](f64(0.2, 0.6), f64(label, label), weights)
@@ -46,14 +46,14 @@ def test_one_class(name):
 
 @every
 def test_nothing(name):
-    """Of no examples, and of examples that all have weight 0, a metric is NaN."""
+    """Without examples, or with all weights 0, a metric is NaN."""
     assert ALL[name](f64(), f64()).isnan()
     assert ALL[name](f64(0.2, NAN), f64(0, 1), f64(0, 0)).isnan()
 
 
 @every
 def test_nan_is_never_the_best(name):
-    """Early stopping by `better`, and by the example's best epoch, never takes an evaluation that has no value."""
+    """Early stopping by comparison, and the best epoch, never choose an evaluation without a value."""
     nan = float(ALL["normalized_entropy"](f64(0.2, 0.6), f64(1, 1)))
     for values in ([nan, 0.7, 0.8], [0.7, nan, 0.8], [0.7, 0.8, nan], [nan, nan, 0.8]):
         best = best_epoch([{"valid_auc": v} for v in values], "valid_auc")
@@ -65,7 +65,7 @@ def test_nan_is_never_the_best(name):
     assert best_epoch([{"valid_auc": nan}, {"valid_auc": nan}], "valid_auc") is None
 
 
-BAD_ROWS = {  # predictions, labels, weights, of which the second example means nothing
+BAD_ROWS = {  # predictions, labels, weights; the second example is invalid
     "NaN prediction": (f64(0.3, NAN, 0.6), f64(0, 1, 1), None),
     "label 5": (f64(0.3, 0.5, 0.6), f64(0, 5, 1), None),
     "label -1": (f64(0.3, 0.5, 0.6), f64(0, -1, 1), None),
@@ -75,15 +75,15 @@ BAD_ROWS = {  # predictions, labels, weights, of which the second example means 
     "infinite weight": (f64(0.3, 0.5, 0.6), f64(0, 1, 1), f64(1, INF, 2)),
     "no probability": (f64(0.3, 1.5, 0.6), f64(0, 1, 1), None),
 }
-ERRORS = ("mse", "rmse", "mae")  # of any labels
+# these accept any labels
+ERRORS = ("mse", "rmse", "mae")
 ANY_PREDICTION = ("rmse", "ctr", "mse", "mae", "exact_auc")
 
 
 @every
 @pytest.mark.parametrize("bad", BAD_ROWS)
 def test_what_means_nothing_is_refused_or_shows(name, bad):
-    """A row that means nothing is refused where values can be read; traced,
-    mapped or compiled, the answer is NaN, no number."""
+    """An invalid row is refused where values can be read. Traced, mapped or compiled, the result is NaN."""
     if (bad == "no probability" and name in ANY_PREDICTION) or (bad in ("label 5", "label -1") and name in ERRORS):
         return
     rows = [x for x in BAD_ROWS[bad] if x is not None]
@@ -98,7 +98,7 @@ def test_what_means_nothing_is_refused_or_shows(name, bad):
 @every
 @given(seed=st.integers(0, 999), num=st.integers(1, 12), junk=st.sampled_from([NAN, INF, -INF, 7.0]))
 def test_padding_is_never_read(name, seed, num, junk):
-    """Rows of weight 0 change nothing, whatever stands in them and wherever they are."""
+    """Rows of weight 0 change nothing, whatever they hold and wherever they are."""
     g = torch.Generator().manual_seed(seed)
     p, y = torch.rand(num, generator=g).double(), torch.randint(0, 2, (num,), generator=g).double()
     w = torch.randint(0, 3, (num,), generator=g).double()
@@ -108,7 +108,7 @@ def test_padding_is_never_read(name, seed, num, junk):
 
 
 def test_infinite_logits():
-    """A logit of ±∞ costs nothing when right and infinitely when wrong, and counts as the highest or lowest score."""
+    """A logit of ±∞ costs nothing when right and infinity when wrong, and ranks as the highest or lowest score."""
     loss = ALL["log_loss"], metrics.log_loss(from_logits=True)
     of = lambda m, z, y: m.compute(m.update(m.init(), z, y))
     assert of(loss[1], f64(INF, -INF, 0), f64(1, 0, 1)) == f64(math.log(2) / 3)[0]
@@ -119,7 +119,8 @@ def test_infinite_logits():
 
 @given(seed=st.integers(0, 999), num=st.integers(2, 30), weighted=st.booleans())
 def test_sklearn_where_it_has_a_value(seed, num, weighted):
-    """Ties, weights of 0 and one class are scikit-learn's: its value where it has one, NaN where it raises or warns."""
+    """With ties, weights of 0 or one class, exact_auc equals scikit-learn's value, and is NaN where scikit-learn
+    raises or warns."""
     g = torch.Generator().manual_seed(seed)
     p = (torch.rand(num, generator=g) * 4).round().double() / 4
     y = torch.randint(0, 2, (num,), generator=g)
@@ -139,7 +140,7 @@ def test_sklearn_where_it_has_a_value(seed, num, weighted):
 
 
 def test_states_of_other_shapes_do_not_merge():
-    """States of auc with other numbers of bins are not of one metric."""
+    """States of auc with different numbers of bins do not merge."""
     with pytest.raises(TypeError, match="states of different metrics"):
         metrics.merge(metrics.auc(1).init(), metrics.auc(8).init())
 
@@ -148,6 +149,6 @@ def test_states_of_other_shapes_do_not_merge():
     "make", [metrics.auc, metrics.log_loss, metrics.normalized_entropy, metrics.calibration, metrics.accuracy]
 )
 def test_from_logits_is_a_flag(make):
-    """from_logits is True or False."""
+    """from_logits must be True or False."""
     with pytest.raises(TypeError, match="`from_logits` is not a truth value"):
         make(from_logits="no")

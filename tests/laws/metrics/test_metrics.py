@@ -1,4 +1,4 @@
-"""Every metric against every law."""
+"""Every metric passes every law."""
 
 import pytest
 import torch
@@ -28,10 +28,11 @@ each_metric = pytest.mark.parametrize("name", METRICS)
 
 @st.composite
 def examples(draw):
-    """(predictions, labels, weights) of 1 to 40 examples; shrinks towards few."""
+    """Draw (predictions, labels, weights) of 1 to 40 examples; shrinks towards few."""
     n, seed = draw(st.integers(1, 40)), draw(st.integers(0, 2**31))
     g = torch.Generator().manual_seed(seed)
-    predictions = (torch.rand(n, generator=g) * 10).round() / 10  # ties, zeros and ones
+    # with ties, zeros and ones
+    predictions = (torch.rand(n, generator=g) * 10).round() / 10
     labels = torch.randint(0, 2, (n,), generator=g).float()
     return predictions, labels, torch.randint(0, 4, (n,), generator=g).double()
 
@@ -48,7 +49,7 @@ def assert_close(a, b):
 @each_metric
 @given(rows=examples(), at=st.integers(0, 40))
 def test_split(name, rows, at):
-    """Any split into batches gives the same state, one after the other or merged."""
+    """Any split into batches gives the same state, updated in sequence or merged."""
     metric = METRICS[name]
     head, tail = [x[:at] for x in rows], [x[at:] for x in rows]
     whole = state_of(metric, rows)
@@ -88,7 +89,7 @@ def test_padding(name, rows, junk):
 @each_metric
 @given(rows=examples())
 def test_weights(name, rows):
-    """An example of weight 2 is two examples, and no weights are ones."""
+    """An example of weight 2 equals two examples; without weights, each counts 1."""
     metric = METRICS[name]
     doubled = [torch.cat([x, x]) for x in rows]
     assert_close(state_of(metric, doubled), state_of(metric, [*rows[:2], rows[2] * 2]))
@@ -97,7 +98,7 @@ def test_weights(name, rows):
 
 @each_metric
 def test_traced(name):
-    """A traced update and compute give the same numbers, and have no data-dependent operation."""
+    """Traced update and compute give the same numbers, without data-dependent operations."""
     metric = METRICS[name]
     rows = torch.rand(12), torch.randint(0, 2, (12,)).float(), torch.rand(12)
     step = lambda state, *rows: (metric.update(state, *rows), metric.compute(state))
@@ -120,7 +121,7 @@ def test_vmap(name):
 
 @each_metric
 def test_purity(name):
-    """update changes none of its arguments, and nothing before the first example is a number."""
+    """update changes none of its arguments; before the first example, compute gives no number."""
     metric, rows = METRICS[name], (torch.rand(5), torch.ones(5), torch.ones(5))
     before = metric.init()
     copies = tree_map(torch.clone, (before, rows))
@@ -131,7 +132,7 @@ def test_purity(name):
 
 @given(rows=examples())
 def test_auc_bound(rows):
-    """A histogram's AUC is within auc_error of the exact one; scores that are apart in the bins give it exactly."""
+    """A histogram's AUC is within auc_error of the exact one; if the scores fall into separate bins, it is exact."""
     p, y, w = rows
     for bins in (4, 2**16):
         metric = metrics.auc(bins)
@@ -143,7 +144,7 @@ def test_auc_bound(rows):
 
 @given(rows=examples())
 def test_exact_auc_order(rows):
-    """exact_auc is the pairwise definition; increasing maps keep it and a change of sign gives 1 - AUC."""
+    """exact_auc equals the pairwise definition; increasing maps keep it, and negated scores give 1 - AUC."""
     p, y, w = rows
     found = metrics.exact_auc(p, y, w)
     wins = (p[:, None] > p).double() + (p[:, None] == p).double() / 2
@@ -154,7 +155,7 @@ def test_exact_auc_order(rows):
 
 
 def test_logits_are_probabilities():
-    """from_logits of z is the metric of sigmoid(z)."""
+    """A metric with from_logits of z equals the metric of sigmoid(z)."""
     z, y = torch.randn(200, generator=torch.Generator().manual_seed(0)).double(), torch.arange(200) % 2
     for make in (metrics.log_loss, metrics.normalized_entropy, metrics.calibration, metrics.accuracy, metrics.auc):
         of = lambda m, x: m.compute(state_of(m, (x, y)))
@@ -176,7 +177,7 @@ def test_base_rate_is_one():
 
 
 def test_nan_shows_when_traced():
-    """Where values cannot be checked, a NaN prediction makes the answer NaN instead of a number."""
+    """Where values cannot be checked, a NaN prediction makes the result NaN."""
     for name in ("auc", "log_loss", "mse"):
         m = METRICS[name]
         run = torch.func.vmap(lambda p, y: m.compute(m.update(m.init(), p, y)))  # noqa: B023

@@ -1,4 +1,5 @@
-"""Metrics of numbers and of classes against scikit-learn's; corrections of logits that are no logarithms of chances."""
+"""Metrics of numbers and classes equal scikit-learn's; log_q corrections that are no logarithms of probabilities are
+refused."""
 
 import math
 
@@ -28,7 +29,8 @@ def value(metric, *rows):
 
 @st.composite
 def rows_of(draw):
-    """(predictions f64[B, 4] with ties, numbers f64[B], classes i64[B], weights f64[B] not all 0); B from 1 to 20."""
+    """Draw (predictions f64[B, 4] with ties, numbers f64[B], classes i64[B], weights f64[B] not all 0), with B from
+    1 to 20."""
     n, g = draw(st.integers(1, 20)), torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     p, y = torch.randint(-3, 4, (n, 4), generator=g).double(), torch.randn(n, generator=g).double() * 100
     w = torch.randint(0, 3, (n,), generator=g).double()
@@ -38,7 +40,7 @@ def rows_of(draw):
 @each_error
 @given(rows=rows_of())
 def test_errors_of_any_numbers(name, rows):
-    """Errors of finite labels of any size are scikit-learn's, whole and in parts, weighted and not."""
+    """Errors of finite labels of any size equal scikit-learn's, whole and in parts, weighted and not."""
     p, y, _, w = rows
     metric, at = ERRORS[name], len(y) // 2
     for weights in (None, w):
@@ -51,7 +53,8 @@ def test_errors_of_any_numbers(name, rows):
 
 @each_error
 def test_labels_that_are_no_numbers(name):
-    """A label that is not finite is refused, is not read in padding, and makes the answer NaN where nothing is read."""
+    """A label that is not finite is refused; in padding it is not read; where values cannot be read, the result is
+    NaN."""
     of = lambda *rows: value(ERRORS[name], *rows)
     for odd in (NAN, INF, -INF):
         rows = f64(1, 2), f64(-7, odd)
@@ -64,8 +67,8 @@ def test_labels_that_are_no_numbers(name):
 
 @given(rows=rows_of())
 def test_accuracy_of_classes(rows):
-    """The part of the examples whose highest logit is at their class, as scikit-learn has it of the argmax: weighted,
-    in parts and mapped; the first of the highest counts, as of argmax."""
+    """Accuracy is the fraction of examples whose highest logit is at their class, as scikit-learn's for the argmax.
+    It holds weighted, in parts and mapped; among equal logits the first counts, as in argmax."""
     p, _, y, w = rows
     for weights in (None, w):
         want = sklearn.accuracy_score(y, p.numpy().argmax(1), sample_weight=weights)
@@ -81,7 +84,8 @@ def test_accuracy_of_classes(rows):
 
 
 def test_classes_of_nothing_and_of_padding():
-    """NaN of no examples; what has weight 0 is not read; a row that means nothing is refused, or shows."""
+    """Without examples the accuracy is NaN; examples of weight 0 are not read; an invalid row is refused, or gives
+    NaN."""
     p, y = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]]), torch.tensor([1, 1])
     assert value(CLASSES, p[:0], y[:0]).isnan() and value(CLASSES, p, y, f64(0, 0)).isnan()
     for odd_p, odd_y in ((NAN, 1.0), (0.0, 3.0), (0.0, -1.0), (0.0, 0.5), (0.0, NAN)):
@@ -95,7 +99,7 @@ def test_classes_of_nothing_and_of_padding():
 
 
 def test_evaluate_takes_them():
-    """fr.evaluate of numbers and of classes: what the metrics say of all examples, those of weight 0 apart."""
+    """fr.evaluate of numbers and classes gives the metrics of all examples with a weight above 0."""
     n = 10
     g = torch.Generator().manual_seed(0)
     logits, number, kind = torch.randn(n, 3, generator=g), torch.randn(n, generator=g) * 9, torch.arange(n) % 3
@@ -112,7 +116,8 @@ def test_evaluate_takes_them():
 
 
 def test_log_q_is_the_logarithm_of_a_chance():
-    """Counts, chances, and what is not finite are refused; where none is read the loss is NaN."""
+    """log_q that holds counts, probabilities or non-finite numbers is refused; where values cannot be read, the loss
+    is NaN."""
     x, w = torch.eye(2), torch.tensor([1.0, 0.0])
     loss = lambda q, w=None: losses.in_batch_softmax(x, x, w, log_q=q)
     for odd in (50.0, 1e-9, NAN, -INF):
@@ -126,5 +131,5 @@ def test_log_q_is_the_logarithm_of_a_chance():
 
 @given(counts=st.lists(st.integers(0, 2**40), min_size=1, max_size=5).filter(any))
 def test_log_q_of_counts_is_one(counts):
-    """What fr.data.log_q gives is never above 0."""
+    """fr.data.log_q is never above 0."""
     assert (fr.data.log_q(torch.tensor(counts)) <= 0).all()

@@ -28,7 +28,7 @@ from funcrec import models, nn
 
 @EACH
 def test_apply_is_one_logit_per_example(name):
-    """apply gives f32[B], finite, whatever stands in the padding of the ids."""
+    """apply gives finite f32[B], whatever the padding of the ids holds."""
     model, params, batch = make(name)
     params = with_dense_bumps(params)
     logits = model.apply(params, batch)
@@ -39,7 +39,7 @@ def test_apply_is_one_logit_per_example(name):
 
 @EACH
 def test_an_example_is_evaluated_on_its_own(name):
-    """In evaluation the logit of an example does not depend on the others in its batch."""
+    """In evaluation, the logit of an example does not depend on the other examples in its batch."""
     model, params, batch = make(name)
     params = with_dense_bumps(params)
     rows = [
@@ -51,7 +51,7 @@ def test_an_example_is_evaluated_on_its_own(name):
 
 @EACH
 def test_init_is_a_function_of_the_key(name):
-    """The same key draws the same parameters; every table of the model is there."""
+    """A key draws the same parameters every time, and they include every table of the model."""
     model = MODELS[name]()
     first, second = model.init(fr.key(3)), model.init(fr.key(3))
     close((first.tables, first.dense), (second.tables, second.dense), rtol=0, atol=0)
@@ -60,7 +60,7 @@ def test_init_is_a_function_of_the_key(name):
 
 @EACH
 def test_training_is_evaluation_without_dropout_and_batch_norm(name):
-    """train_apply is a function of the key; where there is no dropout and no batch norm it is apply."""
+    """train_apply is a function of the key; without dropout and batch norm it equals apply."""
     model, params, batch = make(name)
     first, stats = model.train_apply(params, batch, fr.key(1))
     assert torch.equal(first, model.train_apply(params, batch, fr.key(1))[0])
@@ -74,7 +74,7 @@ def test_training_is_evaluation_without_dropout_and_batch_norm(name):
 
 @EACH
 def test_value_and_grad_is_dense_autograd(name):
-    """fr.value_and_grad of the loss gives the loss and gradients that torch's autograd gives with dense tables."""
+    """fr.value_and_grad of the loss gives the loss and gradients of torch's autograd with dense tables."""
     model, params, batch = make(name)
     params = with_dense_bumps(params)
     loss_fn = models.loss(model)
@@ -98,7 +98,7 @@ def test_value_and_grad_is_dense_autograd(name):
 
 @EACH
 def test_traced_is_eager(name):
-    """The loss and its gradients, traced on shapes, give the bits of eager mode."""
+    """The loss and its gradients, traced with fake tensors, give the bits of eager mode."""
     model, params, batch = make(name)
     args = params, batch, fr.key(1)
     leaves, structure = torch_tree.tree_flatten(args)
@@ -114,7 +114,7 @@ def test_traced_is_eager(name):
 
 @EACH
 def test_vmap_over_an_ensemble_is_a_loop(name):
-    """vmap of apply over stacked parameters is the loop over the members."""
+    """vmap of apply over stacked parameters equals the loop over the members."""
     model, _, batch = make(name)
     members = [model.init(fr.key(i)) for i in range(3)]
     stacked = torch_tree.tree_map(lambda *xs: torch.stack(xs), *members)
@@ -151,7 +151,7 @@ def test_loss_is_the_mean_of_the_cross_entropies(examples):
 
 
 def test_statistics_follow_the_batches():
-    """merge_stats brings the running statistics forward and nothing else; evaluation reads them."""
+    """merge_stats updates the running statistics and nothing else; evaluation reads them."""
     model, params, batch = make("wide_deep, batch norm")
     _, aux = models.loss(model)(params, batch, key=fr.key(1))
     dense = models.merge_stats(params.dense, aux)
@@ -179,7 +179,7 @@ def test_a_penalty_is_the_sum_of_the_matrices_norms():
     ],
 )  # fmt: skip
 def test_ml1m_has_the_published_number_of_parameters(name, count):
-    """RecBole's published counts, running statistics not counted."""
+    """The number of parameters, without running statistics, is the one RecBole published."""
     model = models.ml1m(name)
     assert models.num_parameters(model.init(fr.key(0))) == count
     assert {f.key for f in model.features} == {
@@ -188,7 +188,8 @@ def test_ml1m_has_the_published_number_of_parameters(name, count):
 
 
 def test_mlperf_has_the_reference_sizes():
-    """204,184,588 rows of 128, 214 ids a row, and the dense parameters of the reference, counted on the meta device."""
+    """The model has 204,184,588 rows of 128, 214 ids per example, and the reference's dense parameters, counted on
+    the meta device."""
     model = models.mlperf_dlrm_dcnv2()
     params = model.init(fr.key(0).to("meta"))
     stack = lambda *sizes: sum(a * b + b for a, b in itertools.pairwise(sizes))
@@ -198,7 +199,7 @@ def test_mlperf_has_the_reference_sizes():
 
 
 def test_mlperf_cut_to_size_takes_the_same_ids():
-    """With max_rows no table is higher, and ids of the full tables are hashed into it."""
+    """With max_rows no table has more rows, and ids of the full tables are hashed into it."""
     model = models.mlperf_dlrm_dcnv2(max_rows=50, embedding_dim=4)
     assert max(t.num_embeddings for t in model.tables) == 50
     params = model.init(fr.key(0))
@@ -222,7 +223,7 @@ def towers(**kwargs):
 
 
 def test_towers_are_unit_vectors_of_their_own_columns():
-    """query and candidate have norm 1, and each reads its own columns only."""
+    """query and candidate have norm 1, and each reads only its own columns."""
     model = towers()
     params, batch = with_dense_bumps(model.init(fr.key(0))), make_batch()
     q, c = model.query(params, batch), model.candidate(params, batch)
@@ -235,7 +236,7 @@ def test_towers_are_unit_vectors_of_their_own_columns():
 
 @given(st.integers(1, 6), st.integers(0, 1000), st.floats(-5, 0))
 def test_in_batch_softmax_ignores_a_constant_log_q(num, seed, constant):
-    """A constant log Q changes nothing; distinct candidate ids change nothing; it is torch's cross entropy."""
+    """A constant log Q and distinct candidate ids change nothing; the loss equals torch's cross entropy."""
     q, c = numbers(seed, num, 3).double(), numbers(seed + 1, num, 3).double()
     plain = models.in_batch_softmax(q, c, temperature=0.5)
     expected = torch.nn.functional.cross_entropy(q @ c.T / 0.5, torch.arange(num))
@@ -247,7 +248,7 @@ def test_in_batch_softmax_ignores_a_constant_log_q(num, seed, constant):
 
 
 def test_log_q_corrects_each_candidate():
-    """log Q is taken from the logits of its candidate, for every query."""
+    """log Q is subtracted from its candidate's logits, for every query."""
     q, c, log_q = numbers(0, 4, 3), numbers(1, 4, 3), -numbers(2, 4).abs()
     loss = models.in_batch_softmax(q, c, log_q=log_q)
     expected = torch.nn.functional.cross_entropy(q @ c.T - log_q[None, :], torch.arange(4))
@@ -255,7 +256,7 @@ def test_log_q_corrects_each_candidate():
 
 
 def test_a_repeated_candidate_is_no_negative():
-    """With candidate ids, a batch with a candidate twice has the loss in which neither row sees the other's."""
+    """With candidate ids, two rows of one candidate are not negatives of each other."""
     q, c = numbers(0, 3, 2), numbers(1, 3, 2)
     loss = models.in_batch_softmax(q, c, candidate_ids=torch.tensor([4, 9, 4]))
     logits = q @ c.T
@@ -264,7 +265,8 @@ def test_a_repeated_candidate_is_no_negative():
 
 
 def test_two_tower_gradients_are_dense_autograd():
-    """Gradients of the in-batch loss through both towers, with dropout, a correction and repeated candidates."""
+    """Gradients of the in-batch loss through both towers equal dense autograd's, with dropout, a correction and
+    repeated candidates."""
     model = towers(dropout=0.2)
     params, batch = with_dense_bumps(model.init(fr.key(0))), make_batch()
     loss_fn = models.in_batch_softmax_loss(
@@ -279,7 +281,7 @@ def test_two_tower_gradients_are_dense_autograd():
 
 
 def test_a_user_can_compose_their_own():
-    """A loss written from lookup and nn layers alone differentiates like the ready model of the same formula."""
+    """A user's loss of lookup and nn layers has the gradients of the ready model with the same formula."""
     model, params, batch = make("fm")
 
     def mine(p, b, *, key):

@@ -1,4 +1,4 @@
-"""What training must not do without a word: leave running statistics behind, learn from labels that are none."""
+"""Training must not silently leave running statistics unchanged, or learn from invalid labels."""
 
 import math
 
@@ -25,8 +25,8 @@ def step_of(**options):
 
 
 def test_batch_norm_cannot_be_forgotten():
-    """A step without `merge` of a model with batch norm is refused at
-    its init and at every call; with it the statistics move."""
+    """Without `merge`, a step of a model with batch norm is refused at its init and at every call. With it the
+    statistics move."""
     params = MODEL.init(fr.key(0))
     with pytest.raises(ValueError, match=r"`merge` is missing(.|\n)*merge_stats"):
         step_of().init(params)
@@ -44,7 +44,7 @@ def test_batch_norm_cannot_be_forgotten():
 
 
 def test_evaluation_follows_training():
-    """A model with batch norm that was trained with merge_stats is in evaluation what it was in training."""
+    """A model with batch norm, trained with merge_stats, has about the same loss in evaluation as in training."""
     step = step_of(merge=fr.models.merge_stats)
     state = step.init(MODEL.init(fr.key(0)))
     losses = []
@@ -57,7 +57,7 @@ def test_evaluation_follows_training():
 
 
 def test_a_mesh_needs_merge_too():
-    """On a mesh the statistics are not forgotten either."""
+    """On a mesh, too, a missing `merge` is refused."""
     mesh = fr.Mesh.emulated(data=2)
     step = step_of(mesh=mesh, plan=fr.Plan({"t": fr.row_wise("data")}))
     with pytest.raises(ValueError, match="`merge` is missing"):
@@ -65,14 +65,14 @@ def test_a_mesh_needs_merge_too():
 
 
 def test_parameters_of_these_names():
-    """A dict of a mean and a variance among others is no running statistic."""
+    """A dict that has a mean and a variance among other parameters is not taken for running statistics."""
     loss = lambda p, b: (p.dense["mean"] * p.dense["var"] * p.dense["w"]).sum()
     step = fr.train_step(loss, sparse=fr.optim.sgd(0.1), dense=ADAM)
     step.init(fr.Params({}, {"mean": torch.ones(2), "var": torch.ones(2), "w": torch.ones(2)}))
 
 
 def test_merge_stats_wants_statistics():
-    """merge_stats with a loss that gives no statistics for those of the model is an error."""
+    """merge_stats with a loss that returns no statistics for the model's is an error."""
     with pytest.raises(ValueError, match="the loss gave no statistics"):
         fr.models.merge_stats(MODEL.init(fr.key(0)).dense, {"stats": {}})
     with pytest.raises(TypeError, match="`aux` has no statistics"):
@@ -99,7 +99,7 @@ def test_labels_that_are_none(bad):
 
 
 def test_labels_of_every_dtype():
-    """Labels of 0 and 1 count alike as floats, integers and booleans, and chances between as they are."""
+    """Labels of 0 and 1 count the same as floats, integers and booleans; probabilities in between are kept."""
     params, loss = LR.init(fr.key(0)), fr.models.loss(LR)
     of = lambda label: loss(params, batch_of(0, label), key=fr.key(1))[0]
     label = (torch.arange(32) % 3 == 0).float()
@@ -115,7 +115,7 @@ def test_labels_of_every_dtype():
     (None, math.inf, "`batch.dense` is not finite"), (None, math.nan, "`batch.dense` is not finite"),
 ])  # fmt: skip
 def test_validate_looks_at_the_batch(label, dense, message):
-    """validate of a batch names labels and dense inputs that no model can learn from, and gives a good batch back."""
+    """validate of a batch names labels and dense inputs that no model can learn from, and accepts a good batch."""
     batch = batch_of(0, label)
     assert fr.validate(batch_of(0), FEATURES, TABLES).label.shape == (32,)
     if dense is not None:

@@ -1,4 +1,4 @@
-"""A summary tells each table once, and its numbers are those of the parameters."""
+"""A summary lists each table once, with the numbers of the parameters."""
 
 import re
 
@@ -19,7 +19,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_its_numbers_are_those_of_the_parameters(name):
-    """Rows, dim, bytes and features of each table, the sums below them, and the dense parameters behind."""
+    """The summary has each table's rows, dim, bytes and features, then the sums, then the dense parameters."""
     model = MODELS[name]()
     params = model.init(fr.key(0))
     head, *rows, total, dense = fr.models.summary(model, params).splitlines()
@@ -41,12 +41,12 @@ def test_its_numbers_are_those_of_the_parameters(name):
      (10**12, "1 TB"), (10**15, "1,000 TB")],
 )  # fmt: skip
 def test_units(size, text):
-    """Three digits and a unit of a thousand; behind the last unit there is none."""
+    """Sizes have three digits and a unit of a power of 1000; the last unit may have more digits."""
     assert in_units(size) == text
 
 
 def test_parameters_of_another_model_are_refused():
-    """Their tables tell."""
+    """summary refuses parameters whose tables belong to another model."""
     model, other = MODELS["deepfm"](), MODELS["lr"]()
     with pytest.raises(ValueError, match="`params` are another model's"):
         fr.models.summary(model, other.init(fr.key(0)))

@@ -1,4 +1,4 @@
-"""Laws of the layers of funcrec.nn: one table of layers, one list of laws, then what each layer promises."""
+"""Laws of the layers of funcrec.nn: one table of layers, one list of laws, then the laws of single layers."""
 
 import math
 
@@ -28,7 +28,7 @@ def close(a, b, **kwargs):
 
 
 def stateful(layer):
-    """(init, f) of a layer with statistics, as in training: the answer and the new statistics."""
+    """Return (init, f) of a layer with statistics; f gives the training output and the new statistics."""
     return layer.init, lambda params, x: layer.train_apply(params, x, fr.key(7), layer.init_stats())
 
 
@@ -54,7 +54,7 @@ EACH = pytest.mark.parametrize("name", LAYERS)
 
 @EACH
 def test_init_is_a_function_of_the_key(name):
-    """The same key draws the same parameters, all of them f32."""
+    """A key draws the same parameters every time, all of them f32."""
     init, _, _ = LAYERS[name]
     first, second = init(fr.key(1)), init(fr.key(1))
     assert torch_tree.tree_structure(first) == torch_tree.tree_structure(second)
@@ -63,7 +63,7 @@ def test_init_is_a_function_of_the_key(name):
 
 
 def test_weights_of_different_keys_and_layers_differ():
-    """No two weight matrices are drawn from the same numbers."""
+    """No two weight matrices are equal, for different keys or within a layer."""
     layer = nn.mlp((4, 4, 4, 4))
     drawn = [w["weight"] for seed in (0, 1) for w in layer.init(fr.key(seed))["linear"]]
     cross = nn.cross(4, 4).init(fr.key(0))
@@ -73,7 +73,7 @@ def test_weights_of_different_keys_and_layers_differ():
 
 @EACH
 def test_traced_is_eager(name):
-    """A layer traced on shapes gives the bits that it gives in eager mode."""
+    """A layer traced with fake tensors gives the bits of eager mode."""
     init, f, shape = LAYERS[name]
     params, x = init(fr.key(0)), normal(0, *shape)
     leaves, structure = torch_tree.tree_flatten((params, x))
@@ -87,7 +87,7 @@ def test_traced_is_eager(name):
 
 @EACH
 def test_arguments_are_not_written(name):
-    """A layer leaves its parameters and its input as they were."""
+    """A layer does not change its parameters or its input."""
     init, f, shape = LAYERS[name]
     params, x = init(fr.key(0)), normal(0, *shape)
     before = torch_tree.tree_map(torch.clone, (params, x))
@@ -97,7 +97,7 @@ def test_arguments_are_not_written(name):
 
 @EACH
 def test_f64_stays_f64(name):
-    """f64 parameters and inputs give f64, close to what f32 gives."""
+    """f64 parameters and inputs give f64 results, close to those of f32."""
     init, f, shape = LAYERS[name]
     params, x = init(fr.key(0)), normal(0, *shape)
     out, small = f(double(params), x.double()), f(params, x)
@@ -107,7 +107,7 @@ def test_f64_stays_f64(name):
 
 @EACH
 def test_gradients_are_finite_differences(name):
-    """The gradient with respect to the parameters and the input is the limit of differences, in f64."""
+    """The gradient with respect to the parameters and the input agrees with finite differences, in f64."""
     init, f, shape = LAYERS[name]
     args = double((init(fr.key(0)), normal(1, *shape)))
     leaves, structure = torch_tree.tree_flatten(args)
@@ -137,7 +137,7 @@ def test_jvp_is_the_transpose_of_vjp(name):
 
 @EACH
 def test_vmap_is_a_loop(name):
-    """An ensemble by vmap over stacked parameters is the loop over its members."""
+    """vmap over an ensemble's stacked parameters equals the loop over its members."""
     init, f, shape = LAYERS[name]
     members = [(init(fr.key(i)), normal(i, *shape)) for i in range(3)]
     stacked = torch_tree.tree_map(lambda *xs: torch.stack(xs), *members)
@@ -159,7 +159,7 @@ def test_dropout_keeps_the_mean(rate, seed):
 
 
 def test_dropout_is_a_function_of_the_key():
-    """The same key drops the same places, another key others, and neighbouring places are independent."""
+    """The same key drops the same elements, another key drops others, and neighbouring elements are independent."""
     x = torch.ones(20_000)
     first, again, other = (nn.dropout(x, fr.key(k), 0.5) for k in (1, 1, 2))
     assert torch.equal(first, again)
@@ -169,7 +169,7 @@ def test_dropout_is_a_function_of_the_key():
 
 
 def test_dropout_at_rate_zero_is_the_identity():
-    """Rate 0 gives the very tensor."""
+    """Dropout with rate 0 returns the same tensor."""
     x = torch.tensor([1.0, torch.nan])
     assert nn.dropout(x, fr.key(0), 0.0) is x
     layer = nn.mlp((6, 4, 3))
@@ -178,7 +178,7 @@ def test_dropout_at_rate_zero_is_the_identity():
 
 
 def test_dropout_under_vmap_over_keys():
-    """vmap over keys is the loop over keys."""
+    """vmap over keys equals the loop over keys."""
     keys, x = fr.split(fr.key(0), 3), normal(0, 10)
     out = torch.func.vmap(lambda k: nn.dropout(x, k, 0.5))(keys)
     assert torch.equal(out, torch.stack([nn.dropout(x, k, 0.5) for k in keys]))
@@ -194,7 +194,7 @@ def test_dropped_elements_do_not_leak():
 
 
 def test_an_mlp_drops_before_every_linear_layer():
-    """Training is the composition of dropout, linear, activation, with a key of its own for each layer."""
+    """In training, an MLP composes dropout, linear and activation, with its own key for each layer."""
     layer, x, key = nn.mlp((6, 5, 4), dropout=0.5, final_activation=torch.relu), normal(0, B, 6), fr.key(5)
     params, expected = layer.init(fr.key(0)), x
     for own, k in zip(params["linear"], fr.split(key, 2), strict=True):
@@ -244,7 +244,7 @@ def test_batch_norm_in_training_has_mean_zero_and_variance_one():
 
 
 def test_batch_norm_in_evaluation_sees_one_row_at_a_time():
-    """With running statistics a row's answer does not depend on the other rows."""
+    """With running statistics, a row's output does not depend on the other rows."""
     norm, x = nn.batch_norm(3), normal(0, 4, 3)
     params, stats = norm.init(fr.key(0)), {"mean": normal(1, 3), "var": normal(2, 3).square() + 0.1}
     whole = norm.apply(params, x, stats)
@@ -253,7 +253,7 @@ def test_batch_norm_in_evaluation_sees_one_row_at_a_time():
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=4), st.integers(1, 4), st.integers(0, 3))
 def test_position_weights_are_the_weight_of_each_place(lists, length, padding):
-    """The id at place p of its bag has weight w_p; ids beyond `max_length` and padding have weight 0."""
+    """The id at position p of its bag has weight w_p; ids beyond `max_length`, and padding, have weight 0."""
     bags = fr.JaggedTensor.from_lists(lists)
     w = torch.arange(1.0, length + 1)
     out = nn.position_weights(length).apply(w, bags.pad_to(bags.capacity + padding))
@@ -262,7 +262,7 @@ def test_position_weights_are_the_weight_of_each_place(lists, length, padding):
 
 
 def test_position_weights_get_gradients():
-    """The gradient of the sum of all weights counts how many bags have each place."""
+    """The gradient of the sum of all weights counts the bags that have each position."""
     bags = fr.JaggedTensor.from_lists([[1, 2], [], [3]]).pad_to(6)
     gradient = torch.func.grad(lambda w: nn.position_weights(3).apply(w, bags).sum())(torch.ones(3))
     assert gradient.tolist() == [2.0, 1.0, 0.0]

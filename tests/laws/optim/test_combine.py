@@ -30,7 +30,7 @@ ROWS, DIM, ENTRIES = 5, 2, 4
 
 
 def generated(seed: int, steps: int = 6):
-    """Three tables, and gradients for two or three of them per step."""
+    """Make three tables, and gradients for two or three of them per step."""
     draw = torch.Generator().manual_seed(seed)
     tables = {n: torch.randn(ROWS, DIM, generator=draw) for n in NAMES}
     ids = lambda: torch.randint(-1, ROWS - 1, (ENTRIES,), generator=draw)
@@ -52,7 +52,7 @@ def only(x, names):
 
 
 def test_by_table():
-    """Each table moves as its own optimizer alone would move it."""
+    """Each table moves as its own optimizer would move it alone."""
     tables, grads = generated(0)
     opts = {"user": adam(0.1), "item": adagrad(0.2), "page": sgd(0.3)}
     got = run(by_table({"user": opts["user"], "item": opts["item"]}, default=opts["page"]), tables, grads)
@@ -63,7 +63,7 @@ def test_by_table():
 
 
 def test_by_table_keeps_the_default_together():
-    """The tables of the default are one update: a clip in it sees the norm of all of them."""
+    """The default's tables are updated together: a clip in the default uses the norm over all of them."""
     tables, grads = generated(6)
     opt = clip(sgd(0.1), max_norm=0.2)
     got = run(by_table({"user": sgd(0.1)}, default=opt), tables, grads)
@@ -72,7 +72,7 @@ def test_by_table_keeps_the_default_together():
 
 
 def test_freeze():
-    """Frozen tables come back as the same tensors, with no slots; the others move as if they were alone."""
+    """Frozen tables are returned as the same tensors, without slots; other tables move as if they were alone."""
     tables, grads = generated(1)
     got, slots = run(freeze(adam(0.1), tables=["user"]), tables, grads)
     assert got["user"] is tables["user"] and slots["user"] == {}
@@ -82,8 +82,7 @@ def test_freeze():
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_clip_norm(max_norm):
-    """The gradient that an update sees has min(1, max_norm /
-    norm) times the norm over all tables, and its direction."""
+    """clip scales the gradient by min(1, max_norm / norm), where norm is over all tables, and keeps its direction."""
     tables, grads = generated(2, 1)
     moved, _ = run(clip(sgd(1.0), max_norm=max_norm), tables, [{n: garbage_padding(g) for n, g in grads[0].items()}])
     dense = torch.cat([grads[0][n].to_dense() for n in NAMES[:2]])
@@ -94,7 +93,7 @@ def test_clip_norm(max_norm):
 
 
 def test_clip_value():
-    """Elements of the sum over a row's ids are cut to [-max_value, max_value]; then the norm is cut."""
+    """Elements of a row's summed gradient are clipped to [-max_value, max_value]; then the norm is clipped."""
     tables, grads = generated(3, 1)
     cut = {n: g.to_dense().clamp(-0.3, 0.3) for n, g in grads[0].items()}
     moved, _ = run(clip(sgd(1.0), max_value=0.3), tables, grads)
@@ -109,7 +108,7 @@ def test_clip_value():
 @settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), every=st.integers(1, 4), rounds=st.integers(1, 2))
 def test_accumulate(seed, every, rounds):
-    """k steps are one update with the mean of their gradients, bit for bit; no row moves in between."""
+    """k steps equal one update with the mean of their gradients, bit for bit; no row moves before the k-th step."""
     tables, grads = generated(seed, every * rounds)
     inner = momentum(0.1)
     opt = accumulate(inner, every=every, capacity={n: ENTRIES + i for i, n in enumerate(NAMES)})
@@ -137,8 +136,8 @@ def sum_of(grads):
 
 
 def test_accumulate_keeps_no_counts():
-    """Entries that stand for several ids are refused under an optimizer that may count them, and under no other; single
-    ones are counted."""
+    """Under an optimizer that may count entries, entries that stand for several ids are refused. Single entries are
+    counted, and other optimizers accept both."""
     tables, grads = generated(3, 2)
     summed, own = {n: g.coalesce() for n, g in grads[0].items()}, rowwise_adagrad_cowclip(0.1)
     mine = row_optimizer(init=lambda t: {}, rule=lambda row, grad, slots, hyper: (row - grad / hyper.repeats, slots))
@@ -156,7 +155,7 @@ def test_accumulate_keeps_no_counts():
 
 
 def test_accumulate_counts_updates():
-    """The inner optimizer's step is the number of updates: a schedule and a bias correction see 0, 1, 2, ..."""
+    """The inner optimizer's step is the number of updates: schedules and bias corrections see 0, 1, 2, ..."""
     seen = []
     opt = accumulate(sgd(lambda step: seen.append(int(step)) or 0.1), every=2, capacity=ENTRIES)
     run(opt, *generated(4))
@@ -164,7 +163,8 @@ def test_accumulate_counts_updates():
 
 
 def test_accumulate_forgets_what_it_applied():
-    """Gradients that were applied are gone: after a jump to the last step of a later window only that step's count."""
+    """Applied gradients are dropped: after a jump to the last step of a later window, only that step's gradient
+    counts."""
     tables, grads = generated(7)
     opt = accumulate(sgd(1.0), every=2, capacity=ENTRIES)
     tables, slots = run(opt, tables, grads[:2])
@@ -197,7 +197,7 @@ def combined():
 
 @pytest.mark.parametrize("name", combined())
 def test_traced_and_pure(name):
-    """The update staged on shapes gives the eager bits at every step; it writes to no argument; padding is not read."""
+    """The update staged on shapes gives the eager bits at every step; it changes no argument and reads no padding."""
     opt = combined()[name]
     tables, grads = generated(5)
     grads = [grads[1]] * 5
@@ -219,7 +219,7 @@ def test_traced_and_pure(name):
 # -- schedules ---------------------------------------------------------------------------------------------------
 
 
-FACTORS = {  # (stage, the factor as a function of the step), plain Python
+FACTORS = {  # (stage, its factor as a function of the step in plain Python)
     "none": (Stage("none", 9, lr_scale=3.0), lambda t: 3.0),
     "linear": (Stage("linear", 9, value=0.25), lambda t: 0.25 + 0.75 * t / 9),
     "constant": (Stage("constant", 9, value=0.5, lr_scale=2.0), lambda t: 1.0),
@@ -241,7 +241,7 @@ FACTORS = {  # (stage, the factor as a function of the step), plain Python
 
 @pytest.mark.parametrize("name", FACTORS)
 def test_policies(name):
-    """A stage's factor is its formula up to and including max_iters; then the rate is lr."""
+    """A stage's factor follows its formula up to and including max_iters; after that, the rate is lr."""
     stage, factor = FACTORS[name]
     rate = schedule([stage], lr=0.1)
     for t in range(10):
@@ -251,14 +251,14 @@ def test_policies(name):
 
 
 def test_stages_follow_each_other():
-    """The first stage whose max_iters is not passed is in force, and steps count from the start of training."""
+    """The first stage whose max_iters has not passed is used, and steps count from the start of training."""
     rate = schedule([Stage("constant", 2, value=0.5), Stage("linear", 4, value=0.0), Stage("step", 6, value=0.5)])
     assert [float(rate(t)) for t in range(8)] == [0.5, 0.5, 0.5, 0.75, 1.0, 2**-5, 2**-6, 1.0]
     assert float(schedule([])(0)) == 1.0
 
 
 def test_schedule_is_staged():
-    """A staged schedule takes the step as an input: one graph for all steps, and vmap over steps."""
+    """A staged schedule takes the step as an input: one graph serves all steps, and vmap over steps works."""
     rate = schedule([s for s, _ in [FACTORS["linear"]]] + [Stage("inv_sqrt", 20)], lr=0.3)
     graph = make_fx(rate, tracing_mode="fake")(torch.tensor(0))
     steps = torch.arange(25)

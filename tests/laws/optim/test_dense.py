@@ -39,7 +39,7 @@ class Tower:
 
 
 def generated(seed: int, dtype=torch.float64):
-    """A tree of a matrix, a vector and a scalar, and STEPS gradients of it."""
+    """Make a tree of a matrix, a vector and a scalar, and STEPS gradients of it."""
     draw = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(shape, generator=draw, dtype=dtype)
     tree = lambda: {"tower": Tower(normal(3, 2), [normal(2), normal()])}
@@ -60,7 +60,7 @@ def kinds(tree):
 
 @pytest.fixture
 def double_default():
-    """torch.optim keeps its own counters in the default dtype."""
+    """Use f64 as the default dtype, in which torch.optim keeps its counters."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -69,7 +69,7 @@ def double_default():
 @every_class
 @pytest.mark.parametrize("rate", [0.05, RATE], ids=["number", "schedule"])
 def test_is_the_class(name, rate, double_default):
-    """k updates are k steps of the torch.optim class used the normal way."""
+    """k updates equal k steps of the torch.optim class."""
     cls, hyper = CLASSES[name]
     params, grads = generated(0)
     got, _ = run(dense(cls, lr=rate, **hyper), params, grads)
@@ -89,8 +89,8 @@ def test_is_the_class(name, rate, double_default):
 @every_class
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pure_and_staged(name, dtype):
-    """Staged on shapes, an update gives the eager bits; it keeps
-    structure, shapes and dtypes and writes to no argument."""
+    """Staged on shapes, an update gives the eager bits. It keeps structure, shapes and dtypes, and changes no
+    argument."""
     cls, hyper = CLASSES[name]
     opt = dense(cls, lr=RATE, **hyper)
     params, grads = generated(1, dtype)
@@ -121,7 +121,7 @@ def test_f32_is_near_f64(name):
 
 @every_class
 def test_vmap(name):
-    """Mapped over an ensemble, an update is the update of each member."""
+    """Mapped over an ensemble, an update equals each member's update."""
     cls, hyper = CLASSES[name]
     opt = dense(cls, lr=0.05, **hyper)
     stack = lambda *xs: torch.utils._pytree.tree_map(lambda *y: torch.stack(y), *xs)
@@ -135,7 +135,7 @@ def test_vmap(name):
 
 
 def test_any_tree():
-    """A single tensor, a list, and an empty tree are trees."""
+    """A single tensor, a list and an empty tree are valid trees."""
     opt = dense(torch.optim.Adam, lr=0.1)
     one, grad = torch.ones(2), torch.tensor([1.0, -1.0])
     moved, _ = run(opt, one, [grad])
@@ -145,8 +145,8 @@ def test_any_tree():
 
 
 def test_parameters_that_require_grad():
-    """Leaves that require grad are read, not written: the new ones are
-    functions of them, and of those detached they are plain."""
+    """Leaves that require grad are read, not written. The new leaves are functions of them, and from detached leaves
+    they are plain."""
     p = torch.ones(2, requires_grad=True)
     moved, _ = run(dense(torch.optim.SGD, lr=0.5, weight_decay=0.2), p, [torch.ones(2)])
     assert moved.tolist() == pytest.approx([0.4, 0.4]) and p.tolist() == [1, 1] and p.grad is None
@@ -156,7 +156,7 @@ def test_parameters_that_require_grad():
 
 @every_class
 def test_a_rate_of_zero_makes_no_nan(name):
-    """While a schedule says 0, parameters whose gradient is 0 stay what they are, and none becomes NaN."""
+    """While a schedule gives 0, parameters with gradient 0 do not change, and no parameter becomes NaN."""
     cls, hyper = CLASSES[name]
     opt, params = (
         dense(cls, lr=schedule([Stage("constant", 2, value=0.0)], lr=0.1), **hyper),
@@ -164,12 +164,13 @@ def test_a_rate_of_zero_makes_no_nan(name):
     )
     got, _ = run(opt, params, [[torch.tensor([0.0, 1.0, 0.0])]] * 2)
     assert got[0].isfinite().all()
-    still = "weight_decay" not in hyper and name != "asgd"  # both pull a parameter without a gradient
+    # weight decay and ASGD move a parameter without a gradient
+    still = "weight_decay" not in hyper and name != "asgd"
     assert not still or torch.equal(got[0][[0, 2]], params[0][[0, 2]])
 
 
 def test_rates():
-    """A number, a tensor and a function of the step that give the same rate agree."""
+    """A number, a tensor and a function of the step with the same rate agree."""
     params, grads = generated(5)
     need, _ = run(dense(torch.optim.RMSprop, lr=0.125), params, grads)
     for rate in (torch.tensor(0.125), lambda step: 0.125, lambda step: torch.full((), 0.125)):
@@ -177,8 +178,7 @@ def test_rates():
 
 
 def test_threads_update_at_once():
-    """Optimizers that run in two threads leave each other, `jit`
-    and torch's own flag alone, in whatever order they end."""
+    """Optimizers that run in two threads do not disturb each other, `jit` or torch's own flag, whichever ends first."""
     opt, params = fr.optim.dense(torch.optim.Adam, lr=0.1), {"w": torch.ones(2)}
     update = lambda: opt.update(params, opt.init(params), params, step=0)
     want, state = update(), torch.zeros(2)

@@ -1,4 +1,4 @@
-"""Optimizers pickle: what comes back updates as what went in, to the bit."""
+"""Optimizers pickle: a loaded one gives the same bits."""
 
 import copy
 import functools
@@ -55,7 +55,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_row_optimizer_pickles(name):
-    """A row optimizer that came through pickle, or was copied, makes the same slots and updates to the same bits."""
+    """A row optimizer that was pickled or copied makes the same slots and gives the same bits."""
     before = PAIRS[name]
     for after in (pickle.loads(pickle.dumps(before)), copy.deepcopy(before)):
         old, new = (o.update(GRADS, o.init(TABLES), TABLES, 1) for o in (before, after))
@@ -67,7 +67,7 @@ def test_a_row_optimizer_pickles(name):
     "hyper", [{"lr": 0.1}, {"lr": RATE}, {"lr": torch.tensor(0.1)}], ids=["number", "schedule", "tensor"]
 )
 def test_a_dense_optimizer_pickles(hyper):
-    """A dense optimizer that came through pickle updates to the same bits."""
+    """A dense optimizer that was pickled gives the same bits."""
     before = fr.optim.dense(torch.optim.Adam, **hyper)
     params = {"w": torch.arange(3.0)}
     old, new = (
@@ -77,8 +77,8 @@ def test_a_dense_optimizer_pickles(hyper):
 
 
 def test_what_does_not_pickle_says_so():
-    """A rule without a name of its own, and an optimizer whose fields
-    were replaced by hand, do not pickle as something else."""
+    """A rule without an importable name, and an optimizer whose fields were replaced by hand, raise instead of
+    pickling as something else."""
     nameless = fr.optim.row_optimizer(init=no_slots, rule=lambda row, grad, slots, hyper: (row, slots))
     replaced = fr.optim.sgd(0.1)._replace(init=lambda tables: {})
     for optimizer in (nameless, replaced):

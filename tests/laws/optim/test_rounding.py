@@ -1,4 +1,4 @@
-"""Stochastic rounding of 16-bit tables: right on average, exact where it can be, the same bits everywhere."""
+"""Stochastic rounding of 16-bit tables is right on average, exact where possible, and has the same bits everywhere."""
 
 import functools
 
@@ -16,7 +16,8 @@ from funcrec.testing import assert_trees_close
 
 HALF = (torch.bfloat16, torch.float16)
 by_dtype = pytest.mark.parametrize("dtype", HALF, ids=str)
-DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of f32's fraction that the dtype has not
+# bits of f32's fraction that the dtype lacks
+DROPPED = {torch.bfloat16: 16, torch.float16: 13}
 LR = 2.0**-3
 
 
@@ -26,12 +27,12 @@ def rounded(x, dtype, seed=0, rows=None):
 
 
 def draws(key, dim, *more):
-    """Of a table of this key, whose rows are in their places."""
+    """Make the draw parameters of a table with this key, whose rows are not moved."""
     return torch.tensor([[int(key), 0, 0, -(-dim // 4)], *more, [0, 2**63 - 1, 0, 0]])
 
 
 def neighbours(x, dtype):
-    """The values of the dtype below and above in size."""
+    """Return the dtype's values below and above in size."""
     keep = ~((1 << DROPPED[dtype]) - 1)
     low = (x.view(torch.int32) & keep).view(torch.float32)
     high = ((x.view(torch.int32) & keep) + (1 << DROPPED[dtype])).view(torch.float32)
@@ -40,8 +41,8 @@ def neighbours(x, dtype):
 
 @by_dtype
 def test_the_mean_over_keys_is_the_value(dtype):
-    """Over 1000 keys the mean of the rounded value is the value, within
-    five standard errors; each is one of two neighbours."""
+    """Over 1000 keys, the mean of the rounded value is the value within five standard errors. Each result is one of
+    two neighbours."""
     x = torch.tensor([[1.001, -3.14159, 0.1, 1000.3, 2.0**-13 * 1.3, -1.0]])
     low, high = neighbours(x, dtype)
     draws = torch.cat([rounded(x, dtype, seed) for seed in range(1000)])
@@ -54,7 +55,7 @@ def test_the_mean_over_keys_is_the_value(dtype):
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**9))
 def test_what_the_dtype_holds_is_not_changed(dtype, seed):
-    """A value of the 16-bit dtype, of any size, is rounded to itself; NaN and infinities stay what they are."""
+    """A value that the 16-bit dtype holds, of any size, does not change; NaN and infinities stay too."""
     bits = torch.randint(-(2**15), 2**15, (40, 5), generator=torch.Generator().manual_seed(seed)).to(torch.int16)
     x = bits.view(dtype).to(torch.float32)
     assert_trees_close(rounded(x, dtype, seed).to(dtype).to(torch.float32), x)
@@ -63,7 +64,7 @@ def test_what_the_dtype_holds_is_not_changed(dtype, seed):
 
 
 def test_other_dtypes_are_not_rounded():
-    """f32 and f64 rows come back as the same tensor."""
+    """f32 and f64 rows are returned as the same tensor."""
     for dtype in (torch.float32, torch.float64):
         x = torch.randn(2, 3, dtype=dtype)
         assert rounded(x, dtype) is x
@@ -71,8 +72,8 @@ def test_other_dtypes_are_not_rounded():
 
 @pytest.mark.parametrize("dim", [1, 3, 4, 9])
 def test_bits_are_those_of_the_counter(dim):
-    """Element (r, c) gets 16 bits of the hash of key + GAMMA · (r · ceil(D
-    / 4) + c // 4 + 1), computed here in plain integers."""
+    """Element (r, c) uses 16 bits of the hash of key + GAMMA · (r · ceil(D / 4) + c // 4 + 1), computed here in
+    Python's integers."""
     key, rows = fr.key(3), torch.tensor([0, 5, 2**40])
 
     def mix(z):
@@ -87,7 +88,7 @@ def test_bits_are_those_of_the_counter(dim):
 
 
 def tables_and_grads(names, dtype, seed=0, dim=5):
-    """Tables of 30 rows, and gradients of 40 entries with repeats; the sums are exact in any order."""
+    """Make tables of 30 rows, and gradients of 40 entries with repeats, whose sums are exact in any order."""
     out = {}
     for k, n in enumerate(names):
         draw = torch.Generator().manual_seed(seed + ord(n[0]))
@@ -116,8 +117,8 @@ OPTIMIZERS = {
 @by_dtype
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_implementation_rounds_with_the_same_bits(dtype, name):
-    """The C++ kernel and the reference give the same tables for sgd and an own rule; elsewhere where their f32 rows
-    agree to a rounding, the same but for rows that stand just at the draw."""
+    """The C++ kernel and the reference give the same tables for sgd and a user's rule. For other rules, whose f32
+    rows differ by a rounding, at most one element differs."""
     tables, grads = tables_and_grads(("a", "b"), dtype)
     (cpp, _), (reference, _) = (update(OPTIMIZERS[name], tables, grads, implementation=i) for i in ("cpp", "reference"))
     if name in ("sgd", "own rule"):
@@ -142,8 +143,7 @@ def test_one_and_two_threads_round_alike(dtype):
 @pytest.mark.parametrize("implementation", ["cpp", "reference"])
 @by_dtype
 def test_a_tables_bits_are_its_own(dtype, implementation):
-    """A table is rounded as it would be alone, whatever other tables,
-    of whatever dtype, are in the call, and in what order."""
+    """A table is rounded as if it were alone, whatever other tables of any dtype are in the call, and in any order."""
     tables, grads = tables_and_grads(("a", "b", "c"), dtype)
     tables["b"] = tables["b"].float()
     go = functools.partial(update, fr.optim.sgd(LR), implementation=implementation)
@@ -155,7 +155,7 @@ def test_a_tables_bits_are_its_own(dtype, implementation):
 
 
 def test_a_rows_bits_are_its_own():
-    """A row is rounded as it would be if it were the only one that is touched."""
+    """A row is rounded as if it were the only touched row."""
     tables, grads = tables_and_grads(("a",), torch.bfloat16)
     together = update(fr.optim.sgd(LR), tables, grads)[0]["a"]
     dense = grads["a"].to_dense()
@@ -165,7 +165,7 @@ def test_a_rows_bits_are_its_own():
 
 
 def test_keys_steps_and_names_draw_differently():
-    """Another key, another step and another table's name are other bits; the same ones are the same."""
+    """Another key, step or table name gives other bits; the same ones give the same bits."""
     tables, grads = tables_and_grads(("a",), torch.bfloat16)
     go = lambda **given: update(fr.optim.sgd(LR), tables, grads, **given)[0]["a"]
     assert torch.equal(go(), go())
@@ -174,8 +174,8 @@ def test_keys_steps_and_names_draw_differently():
 
 
 def test_small_updates_add_up():
-    """600 steps of a 256th of a rounding unit each move a bf16 table by 600
-    / 256 units on average; to nearest they move nothing."""
+    """600 steps of a 256th of a rounding unit move a bf16 table by 600 / 256 units on average. Rounding to nearest
+    would not move it."""
     tables = {"t": torch.ones(1, 4000, dtype=torch.bfloat16)}
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), -torch.ones(1, 4000), num_embeddings=1)}
     moved = nearest = tables

@@ -143,7 +143,7 @@ def length(x):
 
 ADAM = {"lr": LR, "b1": 0.7, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
 COUNTER = {"lr": LR, "half_life": 3.0, "weight_decay": 0.1}
-OPTIMIZERS = {  # name -> (optimizer, reference)
+OPTIMIZERS = {  # name -> (optimizer, its reference)
     "sgd": (fr.optim.sgd(LR, weight_decay=0.1), sgd),
     "momentum": (fr.optim.momentum(LR, momentum=0.8, weight_decay=0.1), momentum),
     "nesterov": (fr.optim.momentum(LR, momentum=0.8, nesterov=True), nesterov),
@@ -168,13 +168,15 @@ every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 def generated(seed: int, *, entries: int = 7, padding: int = 2, rows: int = 6, dim: int = 3):
-    """A table and STEPS row gradients in f32: repeats, a row of zeros, a zero gradient, rows of no table, padding."""
+    """Make a table and STEPS row gradients in f32: repeats, a row of zeros, a zero gradient, rows outside the table,
+    padding."""
     draw = torch.Generator().manual_seed(seed)
     table = torch.randn(rows, dim, generator=draw)
     table[0] = 0
     grads = []
     for _ in range(STEPS):
-        ids = torch.randint(-1, rows - 1, (entries + padding,), generator=draw)  # the last row is never named
+        # the last row is never named
+        ids = torch.randint(-1, rows - 1, (entries + padding,), generator=draw)
         values = torch.randn(entries + padding, dim, generator=draw)
         values[0] = 0
         grads.append(fr.RowGrads.from_entries(ids, values, num_embeddings=rows, count=torch.tensor(entries)))
@@ -213,7 +215,7 @@ def run_reference(opt, reference, table, grads):
 @settings(max_examples=6)
 @given(seed=st.integers(0, 10**6))
 def test_reference(name, seed):
-    """k steps are k steps of the formula on the dense gradient, applied to the rows that the batch names."""
+    """k steps equal k steps of the formula on the dense gradient, for the rows that the batch names."""
     opt, reference = OPTIMIZERS[name]
     table, grads = cast(*generated(seed), torch.float64)
     got, need = run(opt, table, grads), run_reference(opt, reference, table, grads)
@@ -222,7 +224,7 @@ def test_reference(name, seed):
 
 @every_optimizer
 def test_f32_is_near_f64(name):
-    """An f32 table stays within 1e-5 of the f64 one."""
+    """An f32 table stays within 1e-5 of the f64 table."""
     opt, reference = OPTIMIZERS[name]
     table, grads = generated(3)
     got, _ = run(opt, table, grads)
@@ -234,8 +236,8 @@ def test_f32_is_near_f64(name):
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_keeps_types_arguments_and_other_rows(name, dtype):
-    """An update keeps structure, dtypes and shapes, writes to no argument,
-    and leaves rows that no entry names bit for bit."""
+    """An update keeps structure, dtypes and shapes, changes no argument, and leaves rows without an entry bit for
+    bit."""
     opt, _ = OPTIMIZERS[name]
     table, grads = cast(*generated(5), dtype)
     tables, slots = {"t": table, "idle": torch.randn(2, 2)}, opt.init({"t": table, "idle": torch.randn(2, 2)})
@@ -268,8 +270,8 @@ def test_low_precision_rounds_once(name):
 
 @every_optimizer
 def test_coalesced_and_padding(name):
-    """Garbage in the padding gives the same bits; so do coalesced gradients,
-    but that a rule which counts ids is then not fused."""
+    """Garbage in the padding gives the same bits, and so do coalesced gradients. A rule that counts ids runs by the
+    reference for coalesced gradients."""
     opt, _ = OPTIMIZERS[name]
     table, grads = generated(11)
     need = run(opt, table, grads)
@@ -283,7 +285,7 @@ def test_coalesced_and_padding(name):
 
 @every_optimizer
 def test_traced(name):
-    """The update staged on shapes gives the eager bits, and the step and the gradients are inputs of the graph."""
+    """The update staged on shapes gives the eager bits; the step and the gradients are inputs of the graph."""
     opt, _ = OPTIMIZERS[name]
     table, grads = generated(13)
     tables, slots = {"t": table}, opt.init({"t": table})
@@ -298,7 +300,7 @@ def test_traced(name):
 
 @every_optimizer
 def test_vmap(name):
-    """Mapped over stacked tables, slots, gradients and steps, an update is the update of each."""
+    """Mapped over stacked tables, slots, gradients and steps, an update equals each member's update."""
     opt, _ = OPTIMIZERS[name]
     (a, grads_a), (b, grads_b) = generated(17), generated(19)
     stack = lambda *xs: torch.utils._pytree.tree_map(lambda *y: torch.stack(y), *xs)
@@ -314,7 +316,7 @@ def test_vmap(name):
 
 @every_optimizer
 def test_empty_gradient(name):
-    """A gradient without entries changes no bit, whether it has a capacity or not."""
+    """A gradient without entries changes no bit, with or without capacity."""
     opt, _ = OPTIMIZERS[name]
     table, grads = generated(23)
     table, own = run(opt, table, grads)
@@ -325,7 +327,7 @@ def test_empty_gradient(name):
 
 
 def test_a_row_with_a_zero_gradient_is_touched():
-    """Adam moves a named row on by its momentum though its gradient is zero, and leaves the others."""
+    """Adam moves a named row by its momentum even if its gradient is zero, and leaves other rows."""
     opt = fr.optim.adam(lr=0.1)
     one = lambda row, value: fr.RowGrads.from_entries(torch.tensor([row]), torch.full((1, 2), value), num_embeddings=2)
     tables = {"t": torch.zeros(2, 2)}
@@ -335,7 +337,7 @@ def test_a_row_with_a_zero_gradient_is_touched():
 
 
 def test_rates():
-    """A number, a tensor and a function of the step that give the same rate give the same bits."""
+    """A number, a tensor and a function of the step with the same rate give the same bits."""
     table, grads = generated(29)
     rates = [0.125, torch.tensor(0.125), lambda step: torch.where(step >= 0, 0.125, 0.0), lambda step: 0.125]
     need = run(fr.optim.adam(0.125), table, grads)
@@ -347,7 +349,7 @@ def test_rates():
 
 
 def test_hyper():
-    """A rule sees one row, the sum of its gradients, its slots, the rate, the step and how many entries were summed."""
+    """A rule gets one row, its summed gradient, its slots, the rate, the step and the number of summed entries."""
 
     def rule(row, grad, slots, hyper):
         assert row.shape == grad.shape == slots["wide"].shape == (3,) and slots["own"].shape == (2, 2)
@@ -369,7 +371,7 @@ def test_hyper():
 
 
 def test_slots_of_another_precision_are_cast():
-    """Slots are f32, or f64 for f64 tables, whatever dtype a user's `init` has."""
+    """Slots are f32, or f64 for f64 tables, whatever dtype a user's `init` returns."""
     opt = row_optimizer(init=lambda t: {"m": torch.zeros_like(t)}, rule=lambda w, g, s, h: (w, s))
     tables = {"half": torch.zeros(2, 1, dtype=torch.bfloat16), "double": torch.zeros(2, 1, dtype=torch.float64)}
     assert {n: s["m"].dtype for n, s in opt.init(tables).items()} == {"half": torch.float32, "double": torch.float64}
@@ -377,8 +379,8 @@ def test_slots_of_another_precision_are_cast():
 
 @pytest.mark.parametrize("implementation", ["cpp", "reference"])
 def test_lars_at_a_zero_gradient(implementation):
-    """A gradient of zeros moves a row as ever smaller ones do: by FBGEMM's
-    lr · eta · ‖w‖ / (‖g‖ + decay · ‖w‖) · decay · w."""
+    """A zero gradient moves a row by the limit of small gradients: FBGEMM's lr · eta · ‖w‖ / (‖g‖ + decay · ‖w‖) ·
+    decay · w."""
     lr, eta, decay, w = 0.1, 0.001, 0.01, torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     optimizer, tables = fr.optim.lars_sgd(lr, eta=eta, momentum=0.0, weight_decay=decay), {"t": w}
 

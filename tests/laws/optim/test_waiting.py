@@ -1,4 +1,5 @@
-"""Gradients that wait for a later step on a mesh (`optim.accumulate`): gathered, laid out anew, saved, loaded."""
+"""Gradients that wait for a later step (`optim.accumulate`) keep their order when a state is gathered, resharded,
+saved or loaded."""
 
 import pytest
 import torch
@@ -19,18 +20,18 @@ ROOM = {"a": 9, "b": 4, "c": 2}
 
 @st.composite
 def laid_out(draw, replicas):
-    """(axes, plan) on one to four ranks."""
+    """Draw (axes, plan) on one to four ranks."""
     mesh = draw(frs.meshes(max_ranks=4))
     return mesh.shape, draw(frs.plans(training.SHAPES, mesh, replicas=replicas))
 
 
 def optimizer(rule, every=3):
-    """It has less room for table a than its state: more came together when that was gathered."""
+    """Make an optimizer with less room for table a than its state has, because a gathered state has more."""
     return fr.optim.accumulate(RULES[rule](), every=every, capacity={**ROOM, "a": 5})
 
 
 def waiting_state(sparse, seed):
-    """A plain state: places without an entry in the midst, with NaN for a gradient, and rows that are named twice."""
+    """Make a plain state with unused entries in between, whose gradients are NaN, and with repeated rows."""
     g, params = torch.Generator().manual_seed(seed), training.params()
     slots = sparse.init(params.tables)
     for n, room in ROOM.items():
@@ -42,7 +43,7 @@ def waiting_state(sparse, seed):
 
 
 def terms(state):
-    """{table: for each step {row: its gradients, in their order, to the bit}}."""
+    """Return {table: for each step {row: the bits of its gradients, in order}}."""
     out = {}
     for n, own in state.slots.items():
         out[n] = [{} for _ in own["pending_rows"]]
@@ -57,8 +58,8 @@ def terms(state):
 @settings(max_examples=25)
 @given(st.sampled_from(list(RULES)), laid_out(True), laid_out(False), st.integers(0, 9))
 def test_every_row_keeps_its_terms_under_every_plan(tmp_path_factory, rule, first, second, seed):
-    """Of a state that is laid out by a plan and then by another, directly or by way of a folder, and gathered or loaded
-    whole, every row has the gradients that waited for it, in their order; and the folder gives what the move gives."""
+    """A state is laid out by two plans in turn, directly or through a folder, then gathered or loaded whole. Every
+    row keeps its waiting gradients in their order, and both ways give the same state."""
     sparse, folder = optimizer(rule), tmp_path_factory.mktemp("waiting")
     state = waiting_state(sparse, seed)
     (axes, plan), (others, other) = first, second
@@ -72,12 +73,13 @@ def test_every_row_keeps_its_terms_under_every_plan(tmp_path_factory, rule, firs
         loaded = fr.load(source, plan=other, mesh=there, sparse=sparse)
         assert terms(fr.gather_state(loaded, there)) == terms(state)
     assert_trees_close(bits(fr.load(path, plan=other, mesh=there, sparse=sparse)), bits(two))
-    assert_trees_close(bits(load_as(path, two, mesh=there)), bits(two))  # as `fit` resumes
+    # as `fit` resumes
+    assert_trees_close(bits(load_as(path, two, mesh=there)), bits(two))
 
 
 def test_one_process_goes_on_in_the_room_of_several():
-    """A state that two ranks have trained, gathered while gradients wait, is trained on by one process to the rows of
-    one that never was on ranks."""
+    """A state that two ranks trained, gathered while gradients wait, can be trained on by one process. Its rows
+    equal those of a state that was never on ranks."""
     batches = [training.batch(i, 4) for i in range(3)]
     sparse = fr.optim.accumulate(RULES["elements"](), every=3, capacity=256)
     mesh, opts = fr.Mesh.emulated(x=2), {"sparse": sparse, "dense": fr.optim.dense(torch.optim.SGD, lr=0.0)}
@@ -95,8 +97,8 @@ def test_one_process_goes_on_in_the_room_of_several():
 
 
 def test_copies_that_train_apart_keep_what_waits():
-    """sync_replicas makes one of tables and slots and leaves each copy the gradients that wait for it; when they have
-    been used the state is gathered."""
+    """sync_replicas merges the copies' tables and slots, and leaves each copy its waiting gradients. Once they are
+    used, the state can be gathered."""
     mesh, plan = fr.Mesh.emulated(copy=2), fr.Plan({"t": fr.replicated()}, replicas="copy")
     sparse = fr.optim.accumulate(fr.optim.adagrad(1.0), every=2, capacity=4)
     loss_fn = lambda p, ids: -fr.lookup(p.tables, ids, [fr.FeatureConfig("k", table="t")]).values.sum()
@@ -123,7 +125,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("call", "sparse", "said"), WRONG.values(), ids=WRONG)
 def test_what_does_not_go_on_with_them_is_refused(call, sparse, said, tmp_path):
-    """A plan is given to waiting gradients with the optimizer that uses them, or not at all."""
+    """With waiting gradients, a plan requires the optimizer that uses them."""
     state, mesh, plan = waiting_state(optimizer("elements"), 0), fr.Mesh.emulated(x=2), plan_of("row_wise", {"x": 2})
     path = fr.save(tmp_path / "one", state)
     with pytest.raises(ValueError, match=said):
@@ -135,7 +137,7 @@ def test_what_does_not_go_on_with_them_is_refused(call, sparse, said, tmp_path):
 
 @pytest.mark.parametrize("lost", ["pending_rows", "pending_grads"])
 def test_half_of_them_is_refused(lost, tmp_path):
-    """Rows without their gradients, or gradients without rows, are neither laid out nor loaded into a plan."""
+    """Waiting rows without gradients, or gradients without rows, are refused by reshard and load."""
     sparse, mesh, plan = optimizer("elements"), fr.Mesh.emulated(x=2), plan_of("row_wise", {"x": 2})
     state = waiting_state(sparse, 0)
     del state.slots["b"][lost]

@@ -1,5 +1,5 @@
-"""The planner's edges: what every rank has is beside the largest shard on its rank; ranks that a constraint names
-hold the table or nothing does; how many ranks a mesh may have."""
+"""Edge cases of the planner: tables on every rank added to the largest shard, ranks that a constraint names, and
+very large meshes."""
 
 import itertools
 import random
@@ -15,7 +15,7 @@ HOSTS = tuple(tuple(range(h, h + 8)) for h in range(0, 128, 8))
 
 
 def packing(seed: int, num: int) -> Packing:
-    """Tables on a rank, on one of 16 hosts, or on every rank, of times drawn over two decades."""
+    """Make tables that lie on one rank, on one of 16 hosts or on every rank, with times drawn over two decades."""
     draw, items = random.Random(seed), []
     for i in range(num):
         host = 10 ** draw.uniform(-2, 0)
@@ -27,8 +27,7 @@ def packing(seed: int, num: int) -> Packing:
 
 @pytest.mark.parametrize("seed, num", [(3, 30), (8, 30), (9, 30), (34, 60)])
 def test_the_bound_counts_what_every_rank_has(seed, num):
-    """A plan is proved the best where the largest shard lies on a rank that has its part of the tables on all ranks,
-    too."""
+    """A plan is proved optimal where the largest shard's rank also has a part of the tables on all ranks."""
     assert solve(packing(seed, num)).gap < 1e-6
 
 
@@ -40,8 +39,8 @@ PINNED += [(m, k) for m in ({"h": 1, "m": 4}, {"m": 4}, {"a": 1, "b": 1}) for k 
 
 @pytest.mark.parametrize(("mesh", "kind"), PINNED)
 def test_pinned_ranks_hold_the_table_or_no_plan_does(mesh, kind):
-    """A table lies on ranks that its constraint names, on whichever axes they are; where no axes have them the
-    constraint is said to leave no placement."""
+    """A table lies on the ranks that its constraint names, on any axes. If no axes have these ranks, the error says
+    that the constraint leaves no placement."""
     num = fr.Mesh.emulated(**mesh).size
     kinds = () if kind is None else (kind,)
     tables, features = (fr.TableConfig("t", 100, 8),), (fr.FeatureConfig("f", table="t"),)
@@ -57,7 +56,7 @@ def test_pinned_ranks_hold_the_table_or_no_plan_does(mesh, kind):
 
 
 def test_a_mesh_beyond_all_clusters_is_refused():
-    """More ranks than a plan can be made for raise before any work, on one axis and on several."""
+    """A mesh with more ranks than a plan can have raises before any work, on one axis and on several."""
     tables = (fr.TableConfig("t", 100, 8),)
     for mesh in ({"m": 10**6}, {"h": 1000, "m": 1000}, {"h": 2**15, "m": 4}):
         with pytest.raises(ValueError, match="`mesh` has too many ranks") as told:

@@ -1,4 +1,4 @@
-"""`python -m funcrec plan`: a plan from a file."""
+"""`python -m funcrec plan` makes a plan from a file."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ def run(tmp_path, spec, *more, name="spec.json"):
 
 
 def test_the_command_prints_and_writes_the_plan_of_the_call(tmp_path, capsys):
-    """What the file says gives the plan that fr.plan gives; as text, JSON and picture."""
+    """The command gives fr.plan's plan as text, JSON and picture."""
     out, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
     assert run(tmp_path, SPEC, "--out", str(out), "--picture", str(picture)) == 0
     made = fr.Plan.from_json(out.read_text())
@@ -66,14 +66,14 @@ def test_the_command_prints_and_writes_the_plan_of_the_call(tmp_path, capsys):
     ids=str,
 )
 def test_what_is_wrong_with_a_file_is_told(tmp_path, capsys, change, code, part):
-    """A file that says no plan ends with 1 where none fits and 2 else, and says what is wrong on stderr."""
+    """For a file without a valid plan, the command exits with 1 if no plan fits and with 2 otherwise, and stderr
+    says what is wrong."""
     assert run(tmp_path, change if isinstance(change, str) else SPEC | change) == code
     assert part in capsys.readouterr().err
 
 
 def test_what_cannot_be_read_or_written_is_told(tmp_path, capsys):
-    """A file that is not there, a folder, bytes that are no text, and places that nothing can be written to end with
-    2."""
+    """A missing file, a folder, bytes that are no text, and paths that cannot be written exit with 2."""
     (tmp_path / "bytes").write_bytes(bytes(range(128, 256)))
     assert [main(["plan", str(tmp_path / n)]) for n in ("none", "", "bytes")] == [2, 2, 2]
     for option in ("--out", "--picture"):
@@ -83,7 +83,7 @@ def test_what_cannot_be_read_or_written_is_told(tmp_path, capsys):
 
 
 def damaged_texts():
-    """(what, a plan's JSON with one value replaced or taken away)."""
+    """Yield (path, new value, a plan's JSON with one value replaced or removed)."""
     made = fr.plan((fr.TableConfig("a", 100, 8),), (fr.FeatureConfig("a", table="a"),), {"m": 2}, batch_size=8)
 
     def paths(x, path=()):
@@ -104,7 +104,7 @@ def damaged_texts():
 
 
 def test_a_damaged_plan_is_a_value_error():
-    """Whatever value of a plan's JSON is another or gone, from_json raises a ValueError in four parts, or the plan
+    """If any value of a plan's JSON is changed or removed, from_json raises a ValueError in four parts, or the plan
     can be shown."""
     for path, new, text in damaged_texts():
         try:
@@ -120,7 +120,7 @@ def test_a_damaged_plan_is_a_value_error():
 
 
 def test_yaml_without_its_package_is_told(tmp_path, capsys, monkeypatch):
-    """A YAML file needs PyYAML, and the error says so; with it the file is read."""
+    """A YAML file requires PyYAML, and the error says so; with PyYAML the file is read."""
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert run(tmp_path, "a: 1", name="spec.yaml") == 2
     assert "PyYAML" in capsys.readouterr().err
@@ -131,7 +131,7 @@ def test_yaml_without_its_package_is_told(tmp_path, capsys, monkeypatch):
 
 
 def test_the_main_job_takes_its_plan_from_the_planner(capsys):
-    """--plan auto is fr.plan's, printed; a plan by name is that of its kind."""
+    """`--plan auto` uses and prints fr.plan's plan; a plan by name has that kind of placement."""
     model, mesh, sparse = fr.models.ml1m("fm"), fr.Mesh.emulated(data=2, model=2), fr.optim.adam()
     own = {"batch_size": 256, "device": "cpu", "replicas": ()}
     made = ranks.plan_of(argparse.Namespace(plan="auto", **own), model, mesh, sparse)
@@ -141,7 +141,7 @@ def test_the_main_job_takes_its_plan_from_the_planner(capsys):
 
 
 def test_it_is_a_command():
-    """python -m funcrec plan --help says what a file holds."""
+    """`python -m funcrec plan --help` describes the file."""
     done = subprocess.run(
         [sys.executable, "-m", "funcrec", "plan", "--help"], capture_output=True, text=True, check=True
     )

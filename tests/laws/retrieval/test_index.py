@@ -1,4 +1,4 @@
-"""The approximate index: its recall against `top_k`, items that are few, alike or absent, and what is refused."""
+"""The approximate index: its recall against `top_k`, few, equal or missing items, and refused arguments."""
 
 import subprocess
 import sys
@@ -26,8 +26,8 @@ def recall(found, want) -> float:
 
 @pytest.mark.parametrize(("kind", "efforts"), [("hnsw", (10, 64, 400)), ("ivf", (4, 16, 51))])
 def test_recall_rises_with_effort(indexes, kind, efforts):
-    """Of 2,000 normal vectors of 16 numbers the ten best are found with a recall that rises with the effort, to 0.99
-    and more; scores are top_k's to the rounding of f32."""
+    """For 2,000 normal vectors of 16 numbers, recall@10 rises with the effort to at least 0.99. Scores equal top_k's
+    within f32's rounding."""
     want = fr.top_k(QUERIES, ITEMS, 10)
     found = [fr.search_index(indexes[kind], QUERIES, 10, effort=n) for n in efforts]
     recalls = [recall(rows, want[1]) for _, rows in found]
@@ -38,12 +38,12 @@ def test_recall_rises_with_effort(indexes, kind, efforts):
 
 
 def test_the_usual_effort_is_enough(indexes):
-    """Without an effort the graph's recall@10 of these is 0.95 or more."""
+    """Without `effort`, the graph's recall@10 on these vectors is at least 0.95."""
     assert recall(fr.search_index(indexes["hnsw"], QUERIES, 10)[1], fr.top_k(QUERIES, ITEMS, 10)[1]) >= 0.95
 
 
 def test_all_lists_are_all_items(indexes):
-    """Every list of "ivf" read, the rows are top_k's."""
+    """If every list of "ivf" is read, the rows are top_k's."""
     index = indexes["ivf"]
     rows = fr.search_index(index, QUERIES, 10, effort=index.faiss.nlist)[1]
     assert recall(rows, fr.top_k(QUERIES, ITEMS, 10)[1]) == 1
@@ -52,8 +52,8 @@ def test_all_lists_are_all_items(indexes):
 @settings(max_examples=30)
 @given(st.sampled_from(KINDS), st.integers(0, 40), st.integers(0, 3), st.integers(1, 60), st.integers(0, 2**20))
 def test_few_items_are_all_given(kind, num_items, num_queries, k, seed):
-    """Of fewer items than k, duplicates among them, each row is given once, best first, ties by the lower row, then
-    -inf and -1, as top_k has it; without items or queries too."""
+    """With fewer items than k, duplicates included, each row is returned once, best first, and the lower row first
+    in ties. Then come -inf and -1, as in top_k. This also works without items or queries."""
     generator = torch.Generator().manual_seed(seed)
     items = torch.randint(-1, 2, (num_items, 3), generator=generator).float()
     queries = torch.randint(1, 3, (num_queries, 3), generator=generator).float()
@@ -66,13 +66,13 @@ def test_few_items_are_all_given(kind, num_items, num_queries, k, seed):
 
 
 def test_lists_are_as_many_as_told():
-    """An index of lists has those that it was told, up to one for each item, without a word of FAISS's."""
+    """An index has the requested number of lists, up to one per item, and FAISS prints nothing."""
     assert fr.build_index(ITEMS[:60], "ivf", num_lists=40).faiss.nlist == 40
     assert fr.build_index(ITEMS[:60], "ivf").faiss.nlist == 1
 
 
 def test_arguments_are_left_alone():
-    """Building and searching write to no argument, and items changed later change no answer."""
+    """Building and searching change no argument, and items that change later do not change a search."""
     items, queries = ITEMS[:100].clone(), QUERIES[:3].clone()
     index = fr.build_index(items)
     want = fr.search_index(index, queries, 5)
@@ -124,7 +124,7 @@ def test_bad_calls_are_told(name):
 
 
 def test_without_faiss_the_error_says_so(monkeypatch):
-    """Without FAISS a call says what to install, and nothing else of funcrec needs it."""
+    """Without FAISS a call says what to install; nothing else of funcrec needs it."""
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(ImportError, match=r"funcrec\[retrieval\]"):
         fr.build_index(ITEMS)
@@ -142,6 +142,6 @@ print(torch.get_num_threads(), bool((rows == fr.top_k(x[:50], x, 3)[1]).all()))
 
 
 def test_two_openmp_runtimes_live_in_one_process():
-    """FAISS brings an OpenMP of its own: loaded first, both have two threads and give their answers."""
+    """FAISS brings its own OpenMP: if it is loaded first, both runtimes work with two threads."""
     got = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert got.stdout.split() == ["2", "True"], got.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Deltas as files: a package that takes them has the weights of training, bit for bit, of one version at a time."""
+"""Deltas as files: a package that applies them has the weights of training, bit for bit, always of one version."""
 
 import json
 import threading
@@ -22,7 +22,7 @@ def first():
 
 @pytest.mark.parametrize("name", ["plain", "coded"])
 def test_deltas_make_the_weights_of_training(name, first, tmp_path, request):
-    """A package and its deltas are, bit for bit, what the newer parameters would be written as, of every dtype."""
+    """A package with its deltas applied has the bits of the newer parameters, for every dtype."""
     folder = request.getfixturevalue(name)
     package, run = fr.load_package(folder), first
     for i in range(1, 4):
@@ -35,11 +35,12 @@ def test_deltas_make_the_weights_of_training(name, first, tmp_path, request):
     newer.swap(fr.save_weights(tmp_path / "newer", held(run.state, name), version="3"))
     assert bits(package.params) == bits(newer.params) and package.version == newer.version == "3"
     assert torch.equal(package(batch(9)), newer(batch(9)))
-    assert fr.load_package(folder).version == "0"  # the files are as they were
+    # the files did not change
+    assert fr.load_package(folder).version == "0"
 
 
 def test_damage_is_refused_and_changes_nothing(plain, first, tmp_path):
-    """A file cut anywhere, or with one bit turned anywhere, is refused with the reason, and every weight stays."""
+    """A file that is cut anywhere, or with any bit flipped, is refused with the reason, and every weight stays."""
     package = fr.load_package(plain)
     run, _ = STEP(first, batch(1))
     path = fr.write_delta(tmp_path / "good", fr.delta(run), package, REST(run), version="1")
@@ -56,7 +57,7 @@ def test_damage_is_refused_and_changes_nothing(plain, first, tmp_path):
 
 
 def test_deltas_go_in_their_order(plain, first, tmp_path):
-    """A delta of another version, of another package, or taken twice is refused, and says which would be the next."""
+    """A delta of another version or package, or one applied twice, is refused; the error names the next version."""
     package = fr.load_package(plain)
     one, _ = STEP(first, batch(1))
     two, _ = STEP(one, batch(2))
@@ -83,7 +84,7 @@ def test_deltas_go_in_their_order(plain, first, tmp_path):
 
 
 def test_answers_are_of_one_version(plain, first, tmp_path):
-    """Threads that predict while deltas are taken see the weights of one version in each answer, never of two."""
+    """Threads that predict while deltas are applied get the weights of one version in each call, never of two."""
     package, run, asked = fr.load_package(plain, threads=2), first, batch(7, 8)
     right, files = [package(asked)], []
     reader = fr.load_package(plain)
@@ -118,7 +119,8 @@ def test_answers_are_of_one_version(plain, first, tmp_path):
 
 
 def test_an_interrupted_apply_leaves_the_old_weights(plain, first, tmp_path, monkeypatch):
-    """What is interrupted while rows are written has every bit and the version that it had, and goes on to work."""
+    """If apply is interrupted while rows are written, the package keeps every bit and its version, and goes on
+    working."""
     from funcrec.serve.freshness import _apply
 
     package = fr.load_package(plain)
@@ -140,7 +142,7 @@ def test_an_interrupted_apply_leaves_the_old_weights(plain, first, tmp_path, mon
 
 
 def test_what_is_left_as_it_is_is_said(plain, first, tmp_path):
-    """Dense parameters come along; without them a delta is refused, unless params=None says that they stay."""
+    """Dense parameters are part of a delta; without them it is refused, unless params=None says that they stay."""
     package = fr.load_package(plain)
     run, _ = STEP(first, batch(1))
     with pytest.raises(ValueError, match="lack what `delta` has no rows of") as error:
@@ -154,8 +156,8 @@ def test_what_is_left_as_it_is_is_said(plain, first, tmp_path):
 
 
 def test_a_name_of_two_tables_is_refused(plain, first, tmp_path):
-    """Where two parameters of a package are tables of one name, as a model's and its average's, a delta cannot say
-    whose rows it has: it is refused by the name and both parameters, and so is a run that would publish them."""
+    """If two parameters of a package are tables with one name, such as a model's and its average's, a delta is
+    refused with the name and both parameters. A run that would publish them is refused too."""
 
     def share(found):
         one, other = (t for t in found["tables"] if t["name"] in ("int8", "int4"))
@@ -169,7 +171,8 @@ def test_a_name_of_two_tables_is_refused(plain, first, tmp_path):
     with pytest.raises(ValueError, match="several parameters are tables called 'int"):
         fr.publish(tmp_path / "published", package, every_steps=1)
     other = fr.Delta({"float16": fr.delta(run).tables["float16"]}, torch.tensor(1))
-    fr.write_delta(tmp_path / "2", other, package, None, version="1")  # none of these rows
+    # it has no rows of these tables
+    fr.write_delta(tmp_path / "2", other, package, None, version="1")
 
 
 BAD = {
@@ -194,7 +197,8 @@ def test_bad_calls_are_told(name, plain, first, tmp_path):
 
 
 def test_a_process_without_python_takes_the_same_files(coded, first, tmp_path):
-    """In C++ the answers after each delta are Python's, bit for bit; what is damaged or not the next is refused."""
+    """In C++ the outputs after each delta are Python's, bit for bit; damaged deltas, and those that are not the
+    next, are refused."""
     package, run = fr.load_package(coded), first
     asked = batch(9)
     ids = asked.ids.permute([f["name"] for f in package.manifest["features"]])
@@ -221,7 +225,7 @@ def test_a_process_without_python_takes_the_same_files(coded, first, tmp_path):
 
 
 def test_rows_of_learned_scales_are_refused():
-    """Codes of learned scales do not follow from the rows of a delta, which are refused by the table's name."""
+    """A delta cannot give codes with learned scales, so their rows are refused by the table's name."""
     clicked = fr.FeatureConfig("clicked", table="item")
     loss = lambda p, b: fr.lookup(p.tables, b.ids, [clicked]).values.sum()
     kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}

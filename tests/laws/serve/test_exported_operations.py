@@ -1,4 +1,4 @@
-"""Operations on jagged values inside `predict` are of one program for all numbers of bags and ids."""
+"""Operations on jagged values inside `predict` make one program for all numbers of bags and ids."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ rows = lambda params, batch: fr.lookup_sequence(params.tables, batch.ids, SEQUEN
 
 
 def summed(params, batch):
-    """The rows of each bag, added up by hand."""
+    """Add up the rows of each bag by hand."""
     x = rows(params, batch)
     return x.values.new_zeros(x.num_bags + 1, 4).index_add(0, x.bag_ids(), x.values)[:-1]
 
@@ -46,13 +46,13 @@ OPERATIONS = {
 
 
 def batch_of(*bags):
-    """Of pairs (a, b) of bags; behind them padding."""
+    """Make a batch of pairs (a, b) of bags, followed by padding."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [a for a, _ in bags], "b": [b for _, b in bags]})
     return fr.Batch(ids.pad_to(ids.capacity + 3))
 
 
 def test_a_package_has_the_operations(tmp_path):
-    """Of one bag, of several, of empty ones and of none the package's answers are those of the function."""
+    """For one bag, several, empty ones and none, the package gives the function's outputs."""
     predict = lambda params, batch: {k: f(params, batch) for k, f in OPERATIONS.items()}
     several = batch_of(([1, 2], [1]), ([], [2]), ([3, 3, 4, 5], [3, 4, 5]), ([7], []))
     package = fr.load_package(fr.export(predict, PARAMS, several, tmp_path / "package"))

@@ -1,4 +1,4 @@
-"""A package answers as the function that it was exported of, or says what is wrong with it."""
+"""A package gives the outputs of its exported function, or says what is wrong with it."""
 
 import json
 import re
@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import funcrec as fr
 from funcrec.serve import _export, _manifest
 
-pytestmark = pytest.mark.xdist_group("packages")  # compiled once
+# compiled once
+pytestmark = pytest.mark.xdist_group("packages")
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +45,13 @@ def same(got, want):
 @pytest.mark.parametrize("num_bags", [0, 1, 3, 64, 512])
 @pytest.mark.parametrize("most", [0, 1, 5, 40])
 def test_one_program_takes_every_batch(package, num_bags, most):
-    """Of any number of bags and of ids, of which some are in no table, the package gives what `predict` gives."""
+    """For any number of bags and ids, some outside their tables, the package gives the outputs of `predict`."""
     batch = packages.batch(num_bags, seed=num_bags + most, most=most)
     same(package(batch), packages.predict(packages.params(), batch))
 
 
 def test_columns_go_by_their_names(package):
-    """Keys in another order, ids and offsets of 32 bits, padding, labels and weights of examples change no answer."""
+    """Keys in another order, i32 ids and offsets, padding, labels and weights of examples change no output."""
     batch = packages.batch(4, seed=9)
     want, ids = package(batch), batch.ids
     turned = ids.permute(["seen", "user", "item"])
@@ -63,8 +64,8 @@ def test_columns_go_by_their_names(package):
 
 
 def test_raw_rows_are_encoded_as_in_training(package):
-    """`encode` of columns, of a list of rows and of a data frame gives the batch of the encoding, in the package's
-    order."""
+    """`encode` of columns, of a list of rows and of a data frame gives the encoding's batch, in the package's order
+    of keys."""
     batch = fr.data.encode(packages.encoding(), packages.ROWS).take(torch.arange(3))
     want = packages.predict(packages.params(), batch)
     rows = [{n: x[i] for n, x in packages.ROWS.items()} for i in range(3)]
@@ -75,7 +76,7 @@ def test_raw_rows_are_encoded_as_in_training(package):
 
 
 def test_the_manifest_tells_what_is_read(package, path):
-    """The manifest names inputs, outputs, tables with their parameters, and the rows that each column has."""
+    """The manifest lists inputs, outputs, tables with their parameters, and the rows for each column."""
     found = package.manifest
     assert found == json.loads((path / "manifest.json").read_text()) and found["format"] == 1
     assert [x["name"] for x in found["inputs"]] == ["dense", "values", "offsets", "weights"]
@@ -92,7 +93,7 @@ def test_the_manifest_tells_what_is_read(package, path):
 
 
 def test_a_portable_program_has_no_wide_registers(path, tmp_path):
-    """The code of `isa="portable"` has 256-bit vectors at most."""
+    """The code of `isa="portable"` uses at most 256-bit vectors."""
     with zipfile.ZipFile(path / "model.pt2") as file:
         (name,) = [n for n in file.namelist() if n.endswith(".so")]
         library = file.extract(name, tmp_path)
@@ -101,8 +102,8 @@ def test_a_portable_program_has_no_wide_registers(path, tmp_path):
 
 
 def test_what_is_compiled_lies_apart(path):
-    """The files of an export are in a folder of its own, which goes with it: another export of one function, in another
-    process at the same time, would write to the same ones while they are packed."""
+    """An export compiles in its own folder, which is removed afterwards. In a shared folder, another process that
+    exports the same function could write to the files while they are packed."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     with zipfile.ZipFile(path / "model.pt2") as archive:
@@ -112,7 +113,8 @@ def test_what_is_compiled_lies_apart(path):
 
 
 def test_a_package_is_small_and_opens_fast(path):
-    """Without its weights a package is below 5 MB; it is opened, its weights read once, in 50 ms of CPU."""
+    """Without its weights a package is below 5 MB; opening it, with the weights read once, takes at most 50 ms of
+    CPU."""
     assert sum(x.stat().st_size for x in path.iterdir() if x.name != "weights.bin") < 5e6
     took = []
     for _ in range(3):
@@ -123,7 +125,8 @@ def test_a_package_is_small_and_opens_fast(path):
 
 
 def test_quantised_tables_are_parameters_as_others(tmp_path):
-    """Tables of 8 and 4 bits and of f16, in one lookup, are exported as they are, and the manifest tells their bits."""
+    """Tables of 8 and 4 bits and of f16, read in one lookup, are exported unchanged, and the manifest has their
+    bits."""
     clicked, seen, last = (fr.FeatureConfig(n, table=t) for n, t in (("clicked", "a"), ("seen", "b"), ("last", "c")))
     tables = fr.init(fr.key(0), [fr.TableConfig(n, 20, dim) for n, dim in (("a", 5), ("b", 8), ("c", 3))])
     params = {"q": fr.quantize(tables, {"a": "int8", "b": "int4", "c": "float16"}), "w": torch.randn(16)}
@@ -141,7 +144,7 @@ def test_quantised_tables_are_parameters_as_others(tmp_path):
 
 
 def test_weights_are_exchanged_while_others_call(path, tmp_path):
-    """While weights are swapped, every answer is of one version of them, the old one or the new."""
+    """While weights are swapped, every output is from one version, the old or the new."""
     package = fr.load_package(path, threads=2)
     batch = packages.batch(3)
     folders = [fr.save_weights(tmp_path / f"w{i}", packages.params(i), version=f"v{i}") for i in (0, 1)]
@@ -168,7 +171,7 @@ def test_weights_are_exchanged_while_others_call(path, tmp_path):
 
 
 def test_weights_are_nobodys_to_write(path):
-    """What is written to `params` reaches no answer, no other package and no file."""
+    """A write to `params` changes no output, no other package and no file."""
     package, batch = fr.load_package(path), packages.batch(3)
     want, before = package(batch), (path / "weights.bin").read_bytes()
     for x in package.params.values():
@@ -182,14 +185,14 @@ def test_weights_are_nobodys_to_write(path):
 
 
 def test_versions_are_names_of_values(tmp_path):
-    """Without a version the same values have one name, and other values another."""
+    """Without an explicit version, equal values get one version name, and different values another."""
     version = lambda n, x: json.loads((fr.save_weights(tmp_path / n, {"w": x}) / "weights.json").read_text())["version"]
     assert version("a", torch.ones(3)) == version("b", torch.ones(3)) != version("c", torch.zeros(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
 def test_weights_of_every_dtype_and_shape_come_back(dtype, tmp_path):
-    """What save_weights writes is mapped bit for bit: views, scalars, tensors without an element."""
+    """Weights written by save_weights are mapped bit for bit: views, scalars, tensors without elements."""
     from funcrec.files import Folder
     from funcrec.serve._weights import named, read_weights, signature
 
@@ -208,7 +211,7 @@ def test_weights_of_every_dtype_and_shape_come_back(dtype, tmp_path):
 
 
 def test_a_package_is_whole_or_not_there(path, tmp_path, monkeypatch):
-    """An export that breaks off leaves what was there, and nothing else."""
+    """An export that fails leaves the previous files and nothing else."""
     there = shutil.copytree(path, tmp_path / "model")
     before = {x.name: x.read_bytes() for x in there.iterdir()}
 
@@ -224,7 +227,7 @@ def test_a_package_is_whole_or_not_there(path, tmp_path, monkeypatch):
 
 
 def test_weights_are_replaced_whole(tmp_path):
-    """overwrite=True replaces weights; without it, or where something else is, nothing is touched."""
+    """overwrite=True replaces weights; without it, or where something else is, nothing changes."""
     first = fr.save_weights(tmp_path / "w", {"w": torch.ones(3)}, version="first")
     with pytest.raises(FileExistsError, match="is there already"):
         fr.save_weights(first, {"w": torch.zeros(3)})
@@ -258,7 +261,7 @@ def flipped(file, at):
 
 
 def rewritten(**changes):
-    """A manifest that says something else, and whose digest is right."""
+    """Change entries of the manifest, and give it the right digest."""
 
     def write(folder):
         content = json.loads((folder / "manifest.json").read_text()) | changes
@@ -296,7 +299,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_was_changed_is_refused_with_the_reason(name, copy):
-    """A package of which a file is missing, cut off, changed or foreign is not opened; the error says why."""
+    """A package with a missing, cut, changed or foreign file is not opened, and the error says why."""
     fr.load_package(copy)
     damage, reason = DAMAGES[name]
     damage(copy)
@@ -306,7 +309,7 @@ def test_what_was_changed_is_refused_with_the_reason(name, copy):
 
 
 def test_a_swap_that_fails_changes_nothing(path, tmp_path):
-    """Weights of another signature, or damaged ones, are refused, and the package goes on with those that it has."""
+    """Weights of another signature, or damaged ones, are refused, and the package goes on with its present weights."""
     package, batch = fr.load_package(path), packages.batch(3)
     want = package(batch)
     other = packages.params().dense
@@ -345,14 +348,14 @@ BATCHES = {
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_that_do_not_fit_are_refused(name, package):
-    """A batch of other columns, sizes or dtypes than the package takes is an error before any work."""
+    """A batch with other columns, sizes or dtypes than the package's raises before any work."""
     make, kind, reason = BATCHES[name]
     with pytest.raises(kind, match=reason):
         package(make())
 
 
 def test_paths_that_are_taken_are_refused(path, tmp_path):
-    """An existing folder, or one in a folder that is not there, is refused before any work."""
+    """An existing folder, or a folder whose parent does not exist, is refused before any work."""
     before = {x.name: x.stat().st_mtime_ns for x in path.iterdir()}
     with pytest.raises(FileExistsError, match="overwrite"):
         packages.export(path)
@@ -365,8 +368,10 @@ def test_paths_that_are_taken_are_refused(path, tmp_path):
 
 @pytest.mark.parametrize(("bags", "scale"), [([[1]], float("nan")), ([[], []], 1.0)], ids=["NaN", "no ids"])
 def test_a_package_without_a_canary_is_warned_of(bags, scale, tmp_path, monkeypatch):
-    """An example that shows no finite answer of the tables, by which a server knows weights that diverged."""
-    monkeypatch.setattr(_export, "compile_program", lambda *arguments: None)  # the warning comes before it
+    """export warns if its example gives no finite output that depends on the tables. A server uses this output to
+    detect diverged weights."""
+    # the warning comes before compiling
+    monkeypatch.setattr(_export, "compile_program", lambda *arguments: None)
     feature = fr.FeatureConfig("c", table="item")
     predict = lambda params, batch: fr.lookup(params.tables, batch.ids, [feature]).values
     params = fr.Params({"item": torch.ones(4, 3) * scale}, {})

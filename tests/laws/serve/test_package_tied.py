@@ -1,4 +1,4 @@
-"""Parameters that are one tensor when they are exported, and two in other weights."""
+"""Parameters that are one tensor at export, and two tensors in later weights."""
 
 import torch
 
@@ -7,7 +7,7 @@ from funcrec.serve._trace import form_of, trace
 
 
 def test_a_tensor_that_stands_twice_is_two_inputs():
-    """A program of tied parameters reads each of them: with other weights it answers as predict does."""
+    """A program of tied parameters has an input for each of them: with untied weights it gives predict's outputs."""
     predict = lambda params, batch: batch.dense @ params["a"] + 10 * (batch.dense @ params["b"])
     tied, ids = torch.ones(3), fr.KeyedJaggedTensor.from_lists({"clicked": [[1], []]})
     batch = fr.Batch(ids, dense=torch.ones(2, 3))

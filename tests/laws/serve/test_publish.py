@@ -1,4 +1,4 @@
-"""A run that publishes: at every version servers have the weights of an export of that step, bit for bit."""
+"""A run that publishes: at every version, servers have the weights of an export of that step, bit for bit."""
 
 import functools
 import gc
@@ -32,7 +32,7 @@ PLAN = fr.Plan({n: kind("x") for n, kind in zip(DTYPES, KINDS, strict=True)})
 
 
 def sharded(plan):
-    """The step of `fresh` on a mesh."""
+    """Make `fresh`'s step on a mesh."""
     loss = lambda p, b: loss_fn(p, b) / 2
     kind = {"sparse": fr.optim.adagrad(0.5), "dense": fr.optim.dense(torch.optim.SGD, lr=0.3)}
     return fr.logged(fr.train_step(loss, **kind, mesh=MESH, plan=plan), steps=0)
@@ -46,7 +46,7 @@ def record(when, step, state):
 
 
 def wanted(run, name):
-    """What an export of this state would write, as bits."""
+    """Return the bits that an export of this state would write."""
     state = run.state if isinstance(run, fr.Logged) else run
     if isinstance(state.tables, fr.ShardedTables):
         state = fr.TrainState(state.step, fr.gather_tables(state.tables, MESH), {}, state.dense, (), state.key)
@@ -54,7 +54,7 @@ def wanted(run, name):
 
 
 class Told:
-    """A folder, all that was published there, and packages that take it at different times."""
+    """A folder, the weights of all versions published there, and packages that follow it at different times."""
 
     def __init__(self, package, name, folder, **options):
         self.package, self.name, self.folder, self.options = package, name, folder, options
@@ -65,7 +65,7 @@ class Told:
         self.tell = fr.publish(self.folder, self.package, **{"every_steps": 2} | self.options)
 
     def step(self, number, run):
-        """Publish, and hold whatever a package finds to the state that it names."""
+        """Publish, and record the state's weights for each new version."""
         before = set(self.versions())
         try:
             self.tell(record("step", number, run))
@@ -82,7 +82,7 @@ class Told:
 
 
 def killed(monkeypatch, rng):
-    """Whatever is about to take its name does not: the process was killed there, and its temporary file stays."""
+    """Interrupt the next rename or tidying, as if the process were killed there; its temporary file stays."""
 
     def kill(*args):
         raise KeyboardInterrupt
@@ -93,8 +93,8 @@ def killed(monkeypatch, rng):
 
 @pytest.mark.parametrize("seed, name", [(0, "coded"), (1, "coded"), (2, "plain")])
 def test_every_version_is_an_export_of_its_step(seed, name, tmp_path, request, monkeypatch):
-    """Steps, publishers that are killed at any of their writes and begin anew from an older state, packages that follow
-    always, seldom or for the first time: each has, bit for bit, the export of the step whose version it names."""
+    """Publishers may be killed at any write and restart from an older state; packages may follow always, seldom or
+    for the first time. Each package has, bit for bit, the export of the step whose version it names."""
     rng, keep = random.Random(seed), 3
     told = Told(request.getfixturevalue(name), name, tmp_path / "published", keep=keep)
     run, number, kept = begun(), 0, (begun(), 0)
@@ -125,8 +125,9 @@ def test_every_version_is_an_export_of_its_step(seed, name, tmp_path, request, m
 
 @pytest.mark.parametrize("step", [STEP, SHARDED], ids=["alone", "mesh"])
 def test_what_is_written_when(step, coded, tmp_path):
-    """The first is whole weights, the next deltas, and behind `keep` of them both; epochs are published too, each step
-    once; a state that lies on a mesh, cut by rows and by columns, as one that does not."""
+    """The first publication is whole weights, the next are deltas, and after `keep` deltas it is both. Ends of
+    epochs are published too, each step once. A state on a mesh, row-wise and column-wise, is published like a plain
+    one."""
     told = Told(coded, "coded", tmp_path / "published", keep=2, mesh=MESH if step is SHARDED else None)
     told.begin()
     run = step.init(begun().params)
@@ -140,14 +141,15 @@ def test_what_is_written_when(step, coded, tmp_path):
             seen.append([p.version.split("-")[2] + p.kind for p in _published.pieces(told.folder)])
     assert seen[:2] == [["2.weights"], ["2.weights", "4.delta"]]
     assert seen[2] == ["4.delta", "6.delta", "6.weights"] and seen[3] == ["6.delta", "6.weights", "8.delta"]
-    told.tell(record("epoch", 11, run))  # the last steps are not lost
+    # the last steps are published
+    told.tell(record("epoch", 11, run))
     told.right[told.versions()[-1]] = wanted(run, "coded")
     told.assert_followed(told.near)
     told.assert_followed(told.far)
 
 
 def test_states_without_a_log_are_published_whole(plain, tmp_path):
-    """Of a step without `logged` each publication is whole weights, of which the newest stay."""
+    """Without `logged`, each publication is whole weights, and the newest ones stay."""
     told = Told(plain, "plain", tmp_path / "published")
     told.begin()
     run = begun()
@@ -159,7 +161,7 @@ def test_states_without_a_log_are_published_whole(plain, tmp_path):
 
 
 def test_a_log_begun_anew_is_published_whole(plain, tmp_path):
-    """A log of another state has earlier versions: which rows changed is not known, and all are written."""
+    """A new log's versions start again, so the changed rows are unknown, and all rows are written."""
     told = Told(plain, "plain", tmp_path / "published")
     told.begin()
     run = begun()
@@ -174,8 +176,8 @@ def test_a_log_begun_anew_is_published_whole(plain, tmp_path):
 
 @pytest.mark.parametrize("where", ["alone", "mesh"])
 def test_a_new_log_that_is_as_old_is_published_whole(where, plain, tmp_path):
-    """A log that is begun in the midst of a run, as behind `reshard`, and has reached the version that was told of the
-    old one is another log: all rows are written, then deltas again."""
+    """A log may restart in the middle of a run, as after `reshard`, and reach the version published from the old
+    one. It is another log: all rows are written, then deltas again."""
     is_mesh = where == "mesh"
     told = Told(plain, "plain", tmp_path / "published", every_steps=3, mesh=MESH if is_mesh else None)
     told.begin()
@@ -196,7 +198,7 @@ def test_a_new_log_that_is_as_old_is_published_whole(where, plain, tmp_path):
 
 
 def test_a_log_of_an_older_checkpoint_is_published_whole(plain, tmp_path):
-    """A log that does not say where it was begun may be any: all rows are written each time, and it is trained on."""
+    """A log without a recorded origin may be any log: all rows are written each time, and training goes on."""
     told = Told(plain, "plain", tmp_path / "published", every_steps=1)
     told.begin()
     run = begun()
@@ -211,7 +213,7 @@ def test_a_log_of_an_older_checkpoint_is_published_whole(plain, tmp_path):
 
 
 def test_a_server_that_cannot_be_told_does_not_end_training(plain, tmp_path):
-    """A server that is not there is warned of by its address, each time, and the files are written."""
+    """A server that cannot be reached causes a warning with its address each time, and the files are written."""
     address = "http://127.0.0.1:9"
     tell = fr.publish(tmp_path / "published", plain, every_steps=1, servers=[address], timeout_s=2)
     run = begun()
@@ -223,8 +225,8 @@ def test_a_server_that_cannot_be_told_does_not_end_training(plain, tmp_path):
 
 
 def test_what_is_damaged_is_led_around_or_told(plain, tmp_path):
-    """A package refuses a damaged delta, and takes whole weights where these lead around it; else it says what is
-    wrong and stays as it was. A folder without weights says so."""
+    """A package refuses a damaged delta, and takes whole weights if they are newer. Otherwise it says what is wrong
+    and does not change. A folder without weights says so."""
     with pytest.raises(FileNotFoundError, match="has no weights"):
         fr.load_package(plain).follow(tmp_path)
     told = Told(plain, "plain", tmp_path / "published", keep=2)
@@ -239,7 +241,8 @@ def test_what_is_damaged_is_led_around_or_told(plain, tmp_path):
     deltas = {int(p.version.split("-")[2]): told.folder / (p.version + ".delta")
               for p in _published.pieces(told.folder) if p.kind == ".delta"}  # fmt: skip
     deltas[6].write_bytes(deltas[6].read_bytes()[:-1])
-    told.assert_followed(told.near)  # whole weights are of step 6
+    # step 6 has whole weights
+    told.assert_followed(told.near)
     deltas[8].write_bytes(deltas[8].read_bytes()[:-1])
     with pytest.raises(ValueError, match="damaged"):
         told.far.follow(told.folder)
@@ -248,8 +251,8 @@ def test_what_is_damaged_is_led_around_or_told(plain, tmp_path):
 
 @pytest.mark.parametrize("steps, beyond", [(3, 5), (4, 6), (4, 5), (6, 9)], ids=["5", "6", "epoch", "begin"])
 def test_a_state_that_was_restored_is_published_whole(steps, beyond, plain, tmp_path):
-    """A step, or an end of an epoch, that is not beyond the last one told, and any behind "begin", is whole weights:
-    rows that the steps given up had changed are the restored state's again."""
+    """A step or an end of an epoch that is not beyond the last published one is published as whole weights, and so
+    is the first after "begin". The abandoned steps' rows get the restored state's values again."""
     told = Told(plain, "plain", tmp_path / "published")
     told.options["every_steps"] = 1
     told.begin()
@@ -278,9 +281,10 @@ def test_a_state_that_was_restored_is_published_whole(steps, beyond, plain, tmp_
 
 
 def test_weights_that_are_exchanged_are_closed(plain, tmp_path):
-    """Files of weights that nothing reads any more are closed, and nothing is left for Python to warn of."""
+    """Weight files that nothing reads any more are closed, and Python has no leak to warn of."""
     weights = fr.save_weights(tmp_path / "weights", held(begun().state, "plain"))
-    gc.collect()  # what other tests left
+    # clean up after other tests
+    gc.collect()
     package, count = fr.load_package(plain), len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -291,7 +295,7 @@ def test_weights_that_are_exchanged_are_closed(plain, tmp_path):
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):
-    """A server that says it cannot."""
+    """A server that answers 503."""
 
     def do_GET(self):
         self.send_error(503, "busy")
@@ -301,7 +305,7 @@ class Refusing(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_question_that_is_refused_is_told(tmp_path):
-    """What a server says to a question is told by its address; there is no body to name."""
+    """If a server refuses a request, the error has the server's address, and no body is shown."""
     with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
@@ -312,7 +316,7 @@ def test_a_question_that_is_refused_is_told(tmp_path):
 
 
 class Answering(http.server.BaseHTTPRequestHandler):
-    """A server that has all it needs."""
+    """A server that answers 200."""
 
     def do_GET(self):
         self.send_response(200)
@@ -324,7 +328,7 @@ class Answering(http.server.BaseHTTPRequestHandler):
 
 
 def test_servers_are_told_directly(plain, tmp_path, monkeypatch):
-    """A server is asked itself, whatever proxy the process is told of."""
+    """A server is contacted directly, whatever proxy the process is configured with."""
     tell = fr.publish(tmp_path / "published", plain, every_steps=1)
     tell(record("step", 1, begun()))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
@@ -370,7 +374,7 @@ def test_bad_calls_are_told(name, plain, tmp_path):
 
 
 def test_states_that_are_none_are_told(plain, tmp_path):
-    """What is not a training state, or lies on a mesh that is not given, is refused by the callback."""
+    """A value that is no training state, or lies on a mesh that was not given, is refused by the callback."""
     tell = fr.publish(tmp_path / "published", plain, every_steps=1)
     with pytest.raises(TypeError, match="is not a training state"):
         tell(record("step", 1, {"w": torch.ones(2)}))

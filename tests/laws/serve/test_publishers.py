@@ -1,4 +1,4 @@
-"""Who publishes: one process at a time, and whatever moment it is killed at, what it left is whole."""
+"""A folder has one publisher at a time, and a publisher killed at any moment leaves whole files."""
 
 import contextlib
 import functools
@@ -41,7 +41,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def another(folder):
-    """Another process that publishes there, until it is killed."""
+    """Start another process that publishes to the folder; kill it at the end."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", OTHER, str(folder / ".publisher")], **pipes) as process:
         try:
@@ -51,15 +51,17 @@ def another(folder):
 
 
 def test_a_folder_has_one_publisher(plain, tmp_path):
-    """While one process publishes to a folder another one is refused by the first's name, before it has written; a
-    killed one's hold goes with it. Of one process the newest goes on, and the old one is refused from then on."""
+    """While one process publishes to a folder, another is refused with the first one's name before it writes. A
+    killed process releases the folder. Within one process, the newest publisher goes on, and the older one is
+    refused."""
     folder, run = tmp_path / "published", begun()
     folder.mkdir()
     first = fr.publish(folder, plain, every_steps=2)
     with another(folder) as word:
         assert word == "has it\n"
         with pytest.raises(ValueError, match="has another publisher") as error:
-            first(record("step", 1, run))  # though nothing is due
+            # although nothing is due
+            first(record("step", 1, run))
         assert "process 7 of elsewhere" in str(error.value) and not _published.pieces(folder)
     first(record("step", 2, run))
     with another(folder) as word:
@@ -81,7 +83,7 @@ def test_a_folder_has_one_publisher(plain, tmp_path):
 
 
 def test_a_folder_is_of_one_package(plain, tmp_path):
-    """A folder that another package's weights are published to is refused, and stays as it is; an empty one is not."""
+    """A folder with another package's published weights is refused and does not change; an empty folder is accepted."""
     folder, run = tmp_path / "published", begun()
     other = changed_manifest(plain, tmp_path / "other", lambda found: found.update(max_batch=7))
     fr.publish(folder, other, every_steps=1)(record("step", 1, run))
@@ -96,7 +98,7 @@ def test_a_folder_is_of_one_package(plain, tmp_path):
 
 
 def test_a_package_is_not_published_into(plain, tmp_path):
-    """A package's own folder, or one of weights, is no folder of a publisher's, and stays as it is."""
+    """A package's own folder, and a folder of weights, are refused as a folder to publish to, and do not change."""
     other = changed_manifest(plain, tmp_path / "other", lambda found: None)
     fr.save_weights(tmp_path / "weights", held(begun().state, "plain"))
     for folder in (other, tmp_path / "weights"):
@@ -108,7 +110,7 @@ def test_a_package_is_not_published_into(plain, tmp_path):
 
 @contextlib.contextmanager
 def forked(do):
-    """A forked process that does this, until it is killed."""
+    """Start a forked process that runs the function; kill it at the end."""
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
@@ -123,8 +125,8 @@ def forked(do):
 
 
 def test_a_forked_process_does_not_hold_the_folder(plain, tmp_path):
-    """What a publisher forks, such as a worker that reads data, has not its folder: who comes behind one that was
-    killed goes on though the worker lives; and the worker itself is refused."""
+    """A process that a publisher forks, such as a data worker, does not hold the folder. After the publisher is
+    killed, the next one goes on while the worker lives. The worker itself is refused."""
     folder, run = tmp_path / "published", begun()
     first = fr.publish(folder, plain, every_steps=1)
     first(record("step", 1, run))
@@ -154,8 +156,8 @@ def test_a_forked_process_does_not_hold_the_folder(plain, tmp_path):
 
 
 def test_a_publisher_that_is_killed_leaves_one_whole_version(coded, tmp_path):
-    """SIGKILL at any moment: whoever follows has the weights of one step that was told, bit for bit, never of an older
-    publication than it had, and the next publisher goes on."""
+    """After SIGKILL at any moment, a follower has the weights of one published step, bit for bit, and never an older
+    publication than before. The next publisher goes on."""
     folder, rng, runs = tmp_path / "published", random.Random(3), [begun()]
     for n in range(8):
         runs.append(STEP(runs[-1], batch(n, 9))[0])

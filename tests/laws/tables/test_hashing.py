@@ -1,4 +1,4 @@
-"""hash_rows: ids to rows."""
+"""hash_rows maps ids to rows."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_multiply_shift_is_its_formula(ids, size, seed):
 @pytest.mark.parametrize("name", HASHES)
 @given(ids=ANY_I32, size=st.integers(1, 2**31 - 1))
 def test_i32_and_i64_ids_agree(name, ids, size):
-    """An id's row does not depend on the id's dtype; the row has it."""
+    """An id's row does not depend on the id's dtype, and the row has the id's dtype."""
     short, long = (torch.tensor(ids, dtype=d) for d in (torch.int32, torch.int64))
     rows = fr.hash_rows(short, HASHES[name], size)
     assert rows.dtype == torch.int32 and rows.tolist() == fr.hash_rows(long, HASHES[name], size).tolist()
@@ -48,7 +48,7 @@ def test_i32_and_i64_ids_agree(name, ids, size):
 
 @given(st.data(), st.sampled_from([torch.int32, torch.int64]))
 def test_ids_of_several_features_are_hashed_as_each_alone(data, dtype):
-    """hash_lanes gives every id the row that its feature's hash gives it."""
+    """hash_lanes gives every id the row of its own feature's hash."""
     hashes = st.sampled_from([None, *HASHES.values()])
     hows = data.draw(st.lists(st.tuples(hashes, st.integers(1, 2**31 - 1)), min_size=1, max_size=4))
     ids = torch.tensor(data.draw(ANY_I32 if dtype == torch.int32 else ANY_I64), dtype=dtype)
@@ -66,7 +66,7 @@ def test_without_a_hash_an_id_is_its_row(ids):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_multiply_shift_spreads_ids_evenly(seed):
-    """Random ids fill 64 rows evenly (chi-square, 63 degrees, one in 10⁴ fails)."""
+    """Random ids fill 64 rows evenly (chi-square, 63 degrees of freedom, one in 10⁴ fails)."""
     n, rows = 64_000, 64
     ids = torch.randint(-(2**62), 2**62, (n,), generator=torch.Generator().manual_seed(seed))
     counts = fr.hash_rows(ids, fr.multiply_shift(seed), rows).bincount(minlength=rows).double()
@@ -75,7 +75,7 @@ def test_multiply_shift_spreads_ids_evenly(seed):
 
 @pytest.mark.parametrize("stride", [1, 3, 2**10, 2**20])
 def test_multiply_shift_spreads_progressions(stride):
-    """Of ids in arithmetic progression no row gets over twice its share: the hash is universal, if not random."""
+    """For ids in arithmetic progression no row gets over twice its share: the hash is universal, though not random."""
     n, rows = 64_000, 64
     for seed in range(4):
         counts = fr.hash_rows(torch.arange(n) * stride, fr.multiply_shift(seed), rows).bincount(minlength=rows)
@@ -83,7 +83,7 @@ def test_multiply_shift_spreads_progressions(stride):
 
 
 def test_seeds_give_different_hashes():
-    """Two seeds send few of the ids to the same row."""
+    """Two seeds map few ids to the same row."""
     ids = torch.arange(1000)
     a, b = (fr.hash_rows(ids, fr.multiply_shift(s), 1000) for s in (0, 1))
     assert (a == b).sum() < 20
@@ -91,7 +91,7 @@ def test_seeds_give_different_hashes():
 
 @pytest.mark.parametrize("name", HASHES)
 def test_hashing_reads_nothing_on_the_host(name):
-    """hash_rows traces with fake tensors and maps under vmap, and answers the same."""
+    """hash_rows traces with fake tensors and maps under vmap, with the same results."""
     ids = torch.tensor([[5, -3], [2**40, 0]])
     fn = lambda x: fr.hash_rows(x, HASHES[name], 7)
     assert_trees_close(make_fx(fn, tracing_mode="fake")(ids)(ids), fn(ids))

@@ -1,4 +1,4 @@
-"""init: row r of a table depends on the key, the table's name, r and the config, on nothing else."""
+"""init: row r of a table depends only on the key, the table's name, r and the config."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_a_shard_draws_its_own_rows(name, data):
 
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_blocks_do_not_show(name, monkeypatch):
-    """The number of elements drawn at once changes no bit."""
+    """The size of the blocks that are drawn at once changes no bit."""
     table = fr.TableConfig("t", 50, 7, initializer=INITIALIZERS[name])
     whole = fr.init(fr.key(1), [table])
     for block in (1, 20, 64):
@@ -43,7 +43,7 @@ def test_blocks_do_not_show(name, monkeypatch):
 
 @given(frs.table_configs())
 def test_tables_have_the_shapes_and_dtypes_of_their_configs(configs):
-    """init gives {name: [num_embeddings, embedding_dim]} of the config's dtype, on the meta device too."""
+    """init gives {name: [num_embeddings, embedding_dim]} in the config's dtype, on the meta device too."""
     for device in ("cpu", "meta"):
         tables = fr.init(fr.key(0), configs, device=device)
         assert {n: (tuple(t.shape), t.dtype, t.device.type) for n, t in tables.items()} == {
@@ -52,12 +52,12 @@ def test_tables_have_the_shapes_and_dtypes_of_their_configs(configs):
 
 
 def test_a_huge_table_has_a_shape_on_meta():
-    """A table of 2⁴⁰ rows is made on the meta device without drawing it."""
+    """On the meta device, a table of 2⁴⁰ rows is made without drawing it."""
     assert fr.init(fr.key(0), [fr.TableConfig("t", 2**40, 128)], device="meta")["t"].shape == (2**40, 128)
 
 
 def test_a_row_depends_on_nothing_else():
-    """Other tables and their order change nothing; the name and the key do."""
+    """Other tables and their order change nothing; another name or key does."""
     a, b = fr.TableConfig("a", 5, 3), fr.TableConfig("b", 5, 3)
     both = fr.init(fr.key(0), [b, a])
     assert_trees_close(fr.init(fr.key(0), [a])["a"], both["a"])
@@ -66,7 +66,7 @@ def test_a_row_depends_on_nothing_else():
 
 
 def test_a_dtype_rounds_the_same_numbers():
-    """A table in f16, bf16 or f64 is the f32 table in that dtype."""
+    """A table in f16, bf16 or f64 is the f32 table converted to that dtype."""
     tables = [fr.TableConfig("t", 9, 4, dtype=d) for d in (torch.float32, torch.float16, torch.bfloat16, torch.float64)]
     first, *rest = (fr.init(fr.key(0), [t])["t"] for t in tables)
     assert all(torch.equal(t, first.to(t.dtype)) for t in rest)
@@ -86,7 +86,7 @@ def test_a_distribution_has_its_spread(name):
 
 
 def test_an_initializer_of_ones_own():
-    """A callable (key, shape, start, num_embeddings) fills a table, block by block."""
+    """A user's callable (key, shape, start, num_embeddings) fills a table, block by block."""
     counting = lambda key, shape, start, rows: torch.arange(start, start + shape[0] * shape[1]).reshape(shape).float()
     table = fr.TableConfig("t", 4, 3, initializer=counting)
     assert torch.equal(fr.init(fr.key(0), [table])["t"], torch.arange(12.0).reshape(4, 3))

@@ -95,7 +95,7 @@ def low_rank(monkeypatch):
 
 
 def loss_fn(params, ids):
-    """Reads bags and sequences, twice."""
+    """A loss that reads bags and sequences, twice."""
     acts, seq = fr.lookup(params.tables, ids, POOLED), fr.lookup_sequence(params.tables, ids, SEQUENCES)["seq"]
     again = fr.lookup(params.tables, ids, POOLED[:1])["sum"]
     x = acts["sum"] * acts["mean"].cos() + again.square() + seq.to_padded(2).sum(1)
@@ -107,14 +107,14 @@ whole = lambda t: {"item": t["base"] + SCALE * t["left"] @ t["right"]}
 
 
 def by_autograd(tables):
-    """The loss and its gradients by torch.func alone, the table written out."""
+    """Compute the loss and its gradients by torch.func alone, with the table written out."""
     f = lambda parts, dense: loss_fn(fr.Params(whole(parts), dense), IDS)
     (d_parts, d_dense), loss = torch.func.grad_and_value(f, argnums=(0, 1))(dict(tables.items()), DENSE)
     return loss, d_parts, d_dense
 
 
 def test_a_third_kind_is_looked_up(low_rank):
-    """Its lookups are those of the table that it stands for; one of no features is empty, as it is of plain tables."""
+    """Lookups equal those of the dense table; a lookup of no features is empty, as for plain tables."""
     pooled = fr.lookup(low_rank, IDS, POOLED)
     assert_trees_close(pooled, fr.lookup(whole(low_rank), IDS, POOLED), rtol=1e-12, atol=1e-12)
     rows = fr.lookup_sequence(low_rank, IDS, SEQUENCES)["seq"]
@@ -123,7 +123,7 @@ def test_a_third_kind_is_looked_up(low_rank):
 
 
 def test_a_third_kind_is_differentiated(low_rank):
-    """value_and_grad gives the gradient of each part as rows: those that torch.func gives densely."""
+    """value_and_grad gives row gradients for each part, equal to torch.func's dense ones."""
     loss, d_parts, d_dense = by_autograd(low_rank)
     got, grads = fr.value_and_grad(loss_fn)(fr.Params(low_rank, DENSE), IDS)
     made = {n: g.to_dense() for n, g in grads.tables.items()}
@@ -131,7 +131,7 @@ def test_a_third_kind_is_differentiated(low_rank):
 
 
 def test_a_third_kind_is_trained(low_rank):
-    """A step's tables are of its kind, each part moved along its gradient, compiled and donated too."""
+    """A step's tables keep their kind, and each part moves along its gradient, also compiled and donated."""
     loss, d_parts, d_dense = by_autograd(low_rank)
     want = {n: t - 0.1 * d_parts[n] for n, t in low_rank.items()}
     step = fr.train_step(loss_fn, sparse=fr.optim.sgd(0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1))
@@ -148,7 +148,7 @@ def started(low_rank):
 
 
 def test_a_third_kind_is_saved(low_rank, tmp_path):
-    """A state comes back with its kind and every bit, and goes on as it would have."""
+    """A state loads with its kind and every bit, and trains on as before."""
     step, state = started(low_rank)
     back = fr.load(fr.save(tmp_path / "state", state))
     assert type(back.tables) is LowRank
@@ -157,7 +157,7 @@ def test_a_third_kind_is_saved(low_rank, tmp_path):
 
 
 def test_a_third_kind_is_logged(low_rank):
-    """Steps are undone, and their rows told, part by part."""
+    """Steps are undone, and deltas name their rows, part by part."""
     step, state = started(low_rank)
     logged = fr.logged(step, steps=2, rows=R)
     begun = logged.init(state)
@@ -168,7 +168,7 @@ def test_a_third_kind_is_logged(low_rank):
 
 
 def test_a_third_kind_is_exported(low_rank, tmp_path):
-    """A package has its lookups, for any number of bags."""
+    """A package of it gives its lookups, for any number of bags."""
     predict = lambda params, batch: fr.lookup(params.tables, batch.ids, POOLED).values @ params.dense.repeat(2)
     params = fr.tree.map(lambda x: x.float(), fr.Params(low_rank, DENSE))
     ids = fr.KeyedJaggedTensor.from_lists(IDS.to_lists(), weights={"a": [[0.5, 2.0, 1.0], [], [3.0, 1.0]]})
@@ -188,7 +188,7 @@ def test_what_a_third_kind_does_not_tell_is_refused(low_rank):
 
 
 def test_a_third_kind_tells_how_it_is_quantised(low_rank, monkeypatch):
-    """`quantize` gives what its kind's row says, of the arguments that it was given."""
+    """`quantize` returns the result of the kind's `quantized` entry, which gets the call's arguments."""
     codes = lambda tables, dtype, key: fr.quantize({"item": whole(tables)["item"]}, dtype)
     monkeypatch.setitem(KINDS, LowRank, KINDS[LowRank]._replace(quantized=codes))
     assert_trees_close(fr.quantize(low_rank, "int4"), fr.quantize(whole(low_rank), "int4"), rtol=0, atol=0)
@@ -296,7 +296,7 @@ def test_what_a_third_kind_does_not_tell_is_refused_on_a_mesh(placed):
 
 
 def test_a_third_kind_is_checked(low_rank):
-    """Features, ids and their values are held to the names and shapes that the kind tells, by every public call."""
+    """Every public call checks features, ids and their values against the kind's names and shapes."""
     unknown = [fr.FeatureConfig("a", table="base")]
     for call in (fr.lookup, lambda t, ids, f: fr.validate(ids, f, t)):
         with pytest.raises(KeyError, match=r"`features\['a'\].table` is not a table(.|\n)*one of \['item'\]"):
@@ -309,8 +309,8 @@ def test_a_third_kind_is_checked(low_rank):
 
 
 def test_weights_that_a_third_kind_cannot_follow_are_refused(low_rank):
-    """A derivative inside the loss by the ids' weights needs rows by
-    themselves: refused, and nothing is lost without a word."""
+    """A derivative inside the loss with respect to the ids' weights needs single rows, so it is refused and nothing
+    is silently lost."""
 
     def loss(params, w):
         inner = lambda w: fr.lookup(
@@ -323,7 +323,7 @@ def test_weights_that_a_third_kind_cannot_follow_are_refused(low_rank):
 
 
 def test_parts_of_one_name_are_refused(monkeypatch):
-    """Two tensors of one name would share one gradient: the kind is refused before the loss runs."""
+    """Two tensors with one name would share one gradient, so the kind is refused before the loss runs."""
 
     @fr.pytree
     class Sum:

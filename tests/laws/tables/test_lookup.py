@@ -1,4 +1,4 @@
-"""lookup and lookup_sequence: what a loop over lists gives, linear, with their transposes."""
+"""lookup and lookup_sequence equal a loop over lists, are linear, and have transposes."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ OUTSIDE = -1
 
 
 def bags_of(it, feature):
-    """[[(row, weight), ...], ...] of one feature in Python's numbers, cut to its max_length."""
+    """List [[(row, weight), ...], ...] of one feature in Python's numbers, cut to its max_length."""
     ids = it.ids
     size = it.tables[feature.table].shape[0]
     rows = fr.hash_rows(ids.values, feature.hash, size)
@@ -36,8 +36,7 @@ def bags_of(it, feature):
 
 
 def naive_pooled(it):
-    """{feature: f64[B, D]} by a loop; the sums of these numbers
-    are exact, and so are the means but for one division."""
+    """Compute {feature: f64[B, D]} by a loop. Sums of these numbers are exact; a mean adds one division."""
     out = {}
     for f in it.features:
         if f.pooling == "none":
@@ -56,7 +55,7 @@ def naive_pooled(it):
 
 
 def naive_sequences(it):
-    """{feature: [[row of the table times its weight, ...], ...]} by a loop."""
+    """Compute {feature: [[row of the table times its weight, ...], ...]} by a loop."""
     out = {}
     for f in it.features:
         if f.pooling == "none":
@@ -67,7 +66,7 @@ def naive_sequences(it):
 
 @given(POOLED)
 def test_lookup_is_a_loop(it):
-    """lookup gives each bag's sum or mean, in the order of the features, f64 when a table is, bit for bit."""
+    """lookup gives each bag's sum or mean in the order of the features, bit for bit; it is f64 if a table is."""
     got, want = fr.lookup(*it), naive_pooled(it)
     assert got.keys == tuple(want) and got.dims == tuple(x.shape[1] for x in want.values())
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in want.values()) else torch.float32
@@ -76,7 +75,7 @@ def test_lookup_is_a_loop(it):
 
 @given(SEQUENCES)
 def test_lookup_sequence_is_a_loop(it):
-    """lookup_sequence gives each id's row, in its bag, padding zero."""
+    """lookup_sequence gives each id's row in its bag, with zeros in the padding."""
     got, want = fr.lookup_sequence(*it), naive_sequences(it)
     assert {k: x.to_lists() for k, x in got.items()} == want
     assert_trees_close(zero_padding(got), got)
@@ -89,7 +88,7 @@ def test_lookup_sequence_is_a_loop(it):
 
 @given(POOLED, SEQUENCES)
 def test_padding_is_never_read(pooled, sequences):
-    """lookups of ids with garbage in their padding are the lookups, and so are their transposes."""
+    """Garbage in the padding of ids changes no lookup and no transpose."""
     for seed in range(2):
         dirty = pooled._replace(ids=garbage_padding(pooled.ids, fr.key(seed)))
         assert_trees_close(fr.lookup(*dirty), fr.lookup(*pooled))
@@ -124,7 +123,7 @@ def test_lookup_sequence_transpose_is_the_adjoint(it, seed):
 
 @given(frs.lookups(dtypes=F64), st.data())
 def test_the_transpose_is_torchs_gradient(it, data):
-    """lookup_transpose(d).to_dense() is what torch.func.vjp of lookup gives for dense tables."""
+    """lookup_transpose(d).to_dense() equals torch.func.vjp of lookup for dense tables."""
     d = data.draw(frs.cotangents(it))
     got = fr.lookup_transpose(d, it.ids, it.features, it.tables)
     _, vjp = torch.func.vjp(lambda w: fr.lookup(w, it.ids, it.features), it.tables)
@@ -137,7 +136,7 @@ def test_the_transpose_is_torchs_gradient(it, data):
 
 @given(POOLED)
 def test_configs_serve_as_tables_of_a_transpose(it):
-    """lookup_transpose reads only the shapes: configs and tables give the same."""
+    """lookup_transpose reads only the tables' shapes, so configs and tables give the same."""
     d = fr.lookup(*it)
     configs = [fr.TableConfig(n, *w.shape, dtype=w.dtype) for n, w in it.tables.items()]
     from_configs = fr.lookup_transpose(d, it.ids, it.features, configs)
@@ -146,7 +145,7 @@ def test_configs_serve_as_tables_of_a_transpose(it):
 
 @given(POOLED)
 def test_a_transpose_marks_what_counts_for_nothing(it):
-    """Each entry of a transpose is a row of its table, or -1."""
+    """Each entry of a transpose names a row of its table, or -1."""
     for name, g in fr.lookup_transpose(fr.lookup(*it), it.ids, it.features, it.tables).items():
         rows = g.rows.tolist()
         assert all(r == -1 or 0 <= r < it.tables[name].shape[0] for r in rows)
@@ -154,7 +153,7 @@ def test_a_transpose_marks_what_counts_for_nothing(it):
 
 @given(frs.lookups(dtypes=F64), st.data())
 def test_lookup_is_linear(it, data):
-    """lookup(a·x + y) = a·lookup(x) + lookup(y); its jvp is itself, its Hessian zero."""
+    """lookup(a·x + y) = a·lookup(x) + lookup(y); its jvp is lookup itself, and its Hessian is zero."""
     other = {n: data.draw(frs.tensors(w.shape, dtype=w.dtype)) for n, w in it.tables.items()}
     at = lambda w: fr.lookup(w, it.ids, it.features).values
     both = at({n: 2 * w + other[n] for n, w in it.tables.items()})
@@ -164,7 +163,8 @@ def test_lookup_is_linear(it, data):
 
 
 def test_derivatives_agree_with_differences():
-    """Derivatives of lookup and lookup_sequence for tables and weights agree with differences, up to the second."""
+    """Derivatives of lookup and lookup_sequence by tables and weights agree with finite differences, to second
+    order."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[0, 2, 2], [], [1]]}, weights={"a": [[1.0, 2.0, 0.5], [], [3.0]]})
     ids = garbage_padding(ids.pad_to(6))
     pooled = [
@@ -184,7 +184,7 @@ def test_derivatives_agree_with_differences():
 
 @given(frs.lookups(dtypes=(torch.float32,)), frs.lookups(poolings=("none", "sum", "mean"), dtypes=(torch.float32,)))
 def test_lookups_map_over_stacked_tables(pooled, sequences):
-    """vmap over stacked tables is a loop over them, bit for bit."""
+    """vmap over stacked tables equals a loop over them, bit for bit."""
     acts = lambda w: fr.lookup(w, pooled.ids, pooled.features)
     rows = lambda w: {k: x.values for k, x in fr.lookup_sequence(w, sequences.ids, sequences.features).items()}
     for values, it in ((acts, pooled), (rows, sequences)):
@@ -196,7 +196,7 @@ def test_lookups_map_over_stacked_tables(pooled, sequences):
 
 @given(frs.lookups(dtypes=(torch.float32,), min_bags=1))
 def test_lookup_maps_over_examples(it):
-    """vmap over batches of the same shape is a loop over them."""
+    """vmap over batches of the same shape equals a loop over them."""
     size = int(it.ids.offsets[-1])
     offsets = it.ids.offsets.clamp(max=max(size - 1, 0))
     other = dataclasses.replace(it.ids, values=it.ids.values.flip(0) % 2, offsets=offsets)
@@ -207,14 +207,14 @@ def test_lookup_maps_over_examples(it):
 
 
 def zero_nan(x):
-    """`other` above takes positions of padding into its bags, whose weights are NaN."""
+    """Zero NaN weights: `other` above takes positions of padding, whose weights are NaN, into its bags."""
     return x.nan_to_num(0, 0, 0)
 
 
 @settings(max_examples=12)
 @given(st.data())
 def test_lookups_read_nothing_on_the_host(data):
-    """Lookups and transposes trace with fake tensors, and answer the same."""
+    """Lookups and transposes trace with fake tensors, with the same results."""
     it = data.draw(frs.lookups(poolings=("sum", "mean"), min_bags=1))
     d = fr.lookup(*it)
 
@@ -228,7 +228,7 @@ def test_lookups_read_nothing_on_the_host(data):
 
 @given(POOLED, SEQUENCES)
 def test_inputs_are_unchanged(pooled, sequences):
-    """No lookup or transpose writes to its arguments."""
+    """Lookups and transposes change none of their arguments."""
     for it, fn, back in (
         (pooled, fr.lookup, fr.lookup_transpose),
         (sequences, fr.lookup_sequence, fr.lookup_sequence_transpose),
@@ -241,7 +241,7 @@ def test_inputs_are_unchanged(pooled, sequences):
 
 @given(frs.lookups(dtypes=(torch.float32,)))
 def test_features_are_independent(it):
-    """A feature's vector does not depend on which others are looked up with it, bit for bit."""
+    """A feature's vector does not depend on the other features in the lookup, bit for bit."""
     together = fr.lookup(*it)
     for f in it.features:
         if f.pooling != "none":
@@ -249,7 +249,8 @@ def test_features_are_independent(it):
 
 
 def test_different_numbers_of_bags_are_looked_up_apart():
-    """With strides, one lookup per number of bags; lookup_sequence takes them together."""
+    """With strides, features with different numbers of bags need separate lookups; lookup_sequence takes them
+    together."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[0], [1]], "b": [[1]]})
     tables = {"t": torch.tensor([[1.0], [2.0]])}
     a, b = (fr.FeatureConfig(k, table="t") for k in "ab")
@@ -261,7 +262,8 @@ def test_different_numbers_of_bags_are_looked_up_apart():
 
 
 def test_no_features_give_no_columns():
-    """lookup of no features is a KeyedTensor [B, 0] without keys, B the bags of each key, or 0 where they differ."""
+    """lookup of no features is a KeyedTensor [B, 0] without keys. B is the number of bags of each key, or 0 where
+    they differ."""
     lists = {"a": [[0], [], [0]], "b": [[0], [0, 0], []]}
     for bags, num_bags in [(lists, 3), ({**lists, "b": [[0]]}, 0), ({}, 0)]:
         ids, tables = fr.KeyedJaggedTensor.from_lists(bags), {"t": torch.ones(1, 1)}
@@ -281,7 +283,7 @@ def test_ids_on_meta_have_shapes():
 
 @pytest.mark.parametrize("max_length", [None, 3, 40])
 def test_sums_run_in_f32_in_the_order_of_positions(max_length):
-    """A bag of an f16 table is summed in f32, term by term from the left, bit for bit."""
+    """A bag of an f16 table is summed in f32, in the order of positions, bit for bit."""
     w = torch.randn(50, 5, generator=torch.Generator().manual_seed(0)).half()
     bags = [[i % 50 for i in range(n, n * n + 1)][:37] for n in range(9)]
     ids = fr.KeyedJaggedTensor.from_lists({"a": bags})

@@ -1,4 +1,4 @@
-"""RowGrads: entries that stand for a dense gradient."""
+"""RowGrads: entries that represent a dense gradient."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ GRADS = frs.row_grads(coalesced=None)
 
 
 def dense_of(g):
-    """The dense gradient in numpy, by a loop in f64."""
+    """Compute the dense gradient in numpy, by a loop in f64."""
     out = np.zeros((g.num_embeddings, g.grads.shape[1]))
     for row, grad in list(zip(g.rows.tolist(), g.grads.double().numpy(), strict=True))[: int(g.count)]:
         if 0 <= row < g.num_embeddings:
@@ -27,7 +27,7 @@ def same(x, y):
     return np.testing.assert_allclose(x.double().numpy(), y, rtol=1e-6, atol=1e-6)
 
 
-# name: (operation, the same on the dense gradient)
+# name: (the operation, the same on the dense gradient)
 OPS = {
     "coalesce": (lambda g: g.coalesce(), lambda x: x),
     "scale": (lambda g: g.scale(-0.5), lambda x: -0.5 * x),
@@ -44,7 +44,7 @@ OPS = {
 
 @given(GRADS)
 def test_to_dense_sums_the_entries(g):
-    """to_dense()[r] is the sum of the entries of row r that count, in f32 and f64, for i32 and i64 rows."""
+    """to_dense()[r] is the sum of row r's valid entries, in f32 and f64, for i32 and i64 rows."""
     dense = g.to_dense()
     assert dense.dtype == g.grads.dtype and dense.shape == (g.num_embeddings, g.grads.shape[1])
     same(dense, dense_of(g))
@@ -64,7 +64,7 @@ def test_an_operation_is_that_of_dense_gradients(name, data):
 @pytest.mark.parametrize("name", OPS)
 @given(data=st.data())
 def test_padding_is_never_read(name, data):
-    """op(g with garbage in its padding) == op(g), and g is unchanged."""
+    """op(g with garbage in its padding) == op(g), and g does not change."""
     op, _ = OPS[name]
     g = data.draw(GRADS)
     before = torch.utils._pytree.tree_map(torch.clone, g)
@@ -86,7 +86,7 @@ def test_coalesced_rows_are_distinct_and_ascending(g):
 
 @given(GRADS)
 def test_norms_are_those_of_dense_gradients(g):
-    """norm, squared_norm and global_norm are those of the dense gradients."""
+    """norm, squared_norm and global_norm equal those of the dense gradients."""
     want = np.linalg.norm(dense_of(g))
     same(g.norm(), want)
     same(g.squared_norm(), want**2)
@@ -94,7 +94,7 @@ def test_norms_are_those_of_dense_gradients(g):
 
 
 def test_global_norm_of_mixed_dtypes():
-    """global_norm takes f32 and f64 gradients together; of nothing it is zero."""
+    """global_norm accepts f32 and f64 gradients together; without gradients it is zero."""
     g = [
         fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 1, dtype=d), num_embeddings=1)
         for d in (torch.float32, torch.float64)
@@ -104,7 +104,7 @@ def test_global_norm_of_mixed_dtypes():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_are_summed_in_the_order_of_their_entries(dtype):
-    """coalesce and to_dense add a row's entries one by one in their order, bit for bit."""
+    """coalesce and to_dense add a row's entries one by one in order, bit for bit."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 7, (300,), generator=generator)
     grads = torch.randn(300, 9, generator=generator, dtype=torch.float64).to(dtype) * 10.0 ** (rows[:, None] % 3)
@@ -136,13 +136,13 @@ def test_zeros_are_neutral(g):
 
 
 def test_repeats_survive_a_sum():
-    """The repeats of coalesce(a + b) are those of a and b together, when a and b were coalesced."""
+    """If a and b were coalesced, the repeats of coalesce(a + b) are the sums of both repeats."""
     g = fr.RowGrads.from_entries(torch.tensor([1, 1, 0]), torch.ones(3, 1), num_embeddings=2)
     assert (g.coalesce() + g.coalesce()).coalesce().repeats[:2].tolist() == [2, 4]
 
 
 def test_rows_at_the_end_of_i32():
-    """The last row that i32 can hold is a row; a table too tall for the rows' dtype is refused."""
+    """The last row that i32 can hold is valid; a table with more rows than the rows' dtype can hold is refused."""
     rows, grads = torch.tensor([2**31 - 2, 5, 2**31 - 2, -1], dtype=torch.int32), torch.ones(4, 1)
     g = fr.RowGrads.from_entries(rows, grads, num_embeddings=2**31 - 1).coalesce()
     assert g.rows.tolist() == [5, 2**31 - 2, -1, -1] and g.grads[:2].flatten().tolist() == [1.0, 2.0]
@@ -153,7 +153,7 @@ def test_rows_at_the_end_of_i32():
 @settings(max_examples=12)
 @given(frs.row_grads(coalesced=False, dtypes=(torch.float32,)))
 def test_row_grads_map_and_trace(g):
-    """coalesce and to_dense trace with fake tensors; vmap over stacked gradients is a loop."""
+    """coalesce and to_dense trace with fake tensors; vmap over stacked gradients equals a loop."""
     both = lambda x: (x.coalesce(), x.to_dense(), x.clip(1.0).norm())
     assert_trees_close(make_fx(both, tracing_mode="fake")(zero_padding(g))(g), both(g))
     stacked = torch.utils._pytree.tree_map(lambda *x: torch.stack(x), g, g.scale(2.0))
@@ -183,8 +183,8 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_tangents_of_row_gradients_are_refused(use):
-    """The tangents that jvp returns for RowGrads have no rows: every use says
-    so; their primals are as ever, and inside all is right."""
+    """A tangent that jvp returns for RowGrads has no rows, and every use raises. The primal is usable, and inside
+    the differentiated function all is right."""
     x, one = torch.tensor(5.0), torch.ones(())
     primal, tangent = torch.func.jvp(bags_of, (x,), (one,))
     USES[use](primal)
@@ -196,7 +196,7 @@ def test_tangents_of_row_gradients_are_refused(use):
 
 @pytest.mark.parametrize("use", USES)
 def test_stacked_row_gradients_are_refused(use):
-    """RowGrads that vmap stacked are used under vmap; elsewhere the error says how."""
+    """RowGrads that vmap stacked can be used under vmap; elsewhere the error says how."""
     stacked = torch.func.vmap(bags_of)(torch.tensor([1.0, 5.0]))
     with pytest.raises(TypeError, match=r"try   torch\.func\.vmap\((lambda g: g\.to_dense\(\)\)|optimizer\.update, )"):
         USES[use](stacked)
@@ -207,7 +207,7 @@ def test_stacked_row_gradients_are_refused(use):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_entries_of_means_are_those_that_are_summed(weighted, dtype):
-    """Entries of a mean, written out and given again, are summed to the bits of the lookup's own gradient."""
+    """Entries of a mean, passed to from_entries, are summed to the bits of the lookup's own gradient."""
     g = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, 12, (200,), generator=g)
     n = int(lengths.sum())

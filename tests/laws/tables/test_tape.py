@@ -1,5 +1,5 @@
-"""Lookups in a differentiated loss: the gradient follows the table,
-under every name and every transform inside the loss."""
+"""Lookups in a differentiated loss: the gradient follows the table, under every name and every transform inside the
+loss."""
 
 import itertools
 
@@ -27,7 +27,7 @@ BATCHED = fr.KeyedJaggedTensor(
 
 
 def pooled(first, second=None, **options):
-    """A feature of each key, of these tables; the first weighted, the second a mean."""
+    """Make a feature of each key for these tables; the first is weighted, the second a mean."""
     own = {"weighted": True, **options}
     return [fr.FeatureConfig("a", table=first, **own), fr.FeatureConfig("b", table=second or first, pooling="mean")]
 
@@ -40,7 +40,7 @@ def histories(first, second=None):
 
 
 def vectors(tables, features, ids=IDS):
-    """All the numbers of a lookup, pooled or not, in rows of two."""
+    """Return all numbers of a lookup, pooled or not, in rows of two."""
     if features[0].pooling != "none":
         return fr.lookup(tables, ids, features).values.reshape(-1, 2)
     return torch.cat([x.values for x in fr.lookup_sequence(tables, ids, features).values()])
@@ -51,13 +51,13 @@ def bent(x, scale=1.0):
 
 
 def densely(loss, params):
-    """The loss and the gradients that torch.func gives when tables are dense leaves."""
+    """Compute the loss and its gradients by torch.func, with tables as dense leaves."""
     fn = lambda tables, dense: loss(fr.Params(tables, dense))
     return torch.func.grad_and_value(fn, argnums=(0, 1))(params.tables, params.dense)
 
 
 def assert_is_torch(loss, plainly=None, params=PARAMS):
-    """value_and_grad of the loss is torch's gradient of it, or of the same in plain words."""
+    """Check that value_and_grad of the loss equals torch's gradient of it, or of `plainly`."""
     value, grads = fr.value_and_grad(loss)(params)
     (want_tables, want_dense), want = densely(plainly or loss, params)
     assert_trees_close(value, want, **CLOSE)
@@ -82,13 +82,14 @@ NAMED = {
 @pytest.mark.parametrize("kind", [pooled, histories], ids=["pooled", "sequence"])
 @pytest.mark.parametrize("name", NAMED)
 def test_a_gradient_follows_its_table(name, kind):
-    """Whatever a table is called in a lookup, its gradient is the table's; a plain tensor beside it has none."""
+    """Whatever name a table has in a lookup, its gradient is the table's; a plain tensor next to it has none."""
     assert_is_torch(lambda p: bent(vectors(NAMED[name](p), kind("x", "y")), p.dense["s"]))
 
 
 @pytest.mark.parametrize("kind", [pooled, histories], ids=["pooled", "sequence"])
 def test_siamese_and_target_networks(kind):
-    """One table read by two towers under two names adds its gradients up; a target's copy is a constant."""
+    """A table that two towers read under two names gets the sum of both gradients; a target network's copy is a
+    constant."""
 
     def loss(p):
         online = vectors({"t": p.tables["x"]}, kind("t"))
@@ -100,7 +101,7 @@ def test_siamese_and_target_networks(kind):
 
 
 def test_a_step_trains_the_table_that_the_loss_read():
-    """train_step moves the table that was looked up under another's name, and leaves the other as it was."""
+    """train_step moves the table that was read under another table's name, and leaves the other one unchanged."""
     loss = lambda p, ids: bent(fr.lookup({"x": p.tables["y"]}, ids, pooled("x")).values)
     step = fr.train_step(loss, sparse=fr.optim.sgd(lr=0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1))
     state, _ = step(step.init(PARAMS), IDS)
@@ -112,7 +113,7 @@ def test_a_step_trains_the_table_that_the_loss_read():
 @pytest.mark.parametrize("plan", [fr.row_wise, fr.column_wise])
 @pytest.mark.parametrize("kind", [pooled, histories], ids=["pooled", "sequence"])
 def test_banks_may_be_swapped(plan, kind):
-    """The gradient of a bank that stands under another's name in ShardedTables is that bank's."""
+    """If ShardedTables hold a bank under another bank's name, the gradient follows the bank."""
     mesh = fr.Mesh.emulated(model=1)
     held = fr.shard_tables(TABLES, fr.Plan({n: plan("model") for n in TABLES}), mesh, labels={"x": "x", "y": "y"})
     first, second = held.banks
@@ -150,7 +151,7 @@ IMPURE = {
 
 @pytest.mark.parametrize("name", IMPURE)
 def test_a_loss_that_changes_between_its_passes_is_refused(name):
-    """A loss whose second pass looks up other tables, other shapes or another number of times is named as impure."""
+    """A loss whose second pass looks up other tables, other shapes or another number of times is refused as impure."""
     counter = itertools.count()
     with pytest.raises(ValueError, match="not a function of its arguments") as e:
         fr.value_and_grad(lambda p: IMPURE[name](p, next(counter)))(PARAMS)
@@ -158,7 +159,7 @@ def test_a_loss_that_changes_between_its_passes_is_refused(name):
 
 
 def test_a_loss_may_draw_its_ids():
-    """Ids drawn anew in each pass are what the gradient is of: those of the pass whose value is returned."""
+    """If a loss draws new ids in each pass, the gradient is that of the pass whose value is returned."""
     seen = []
 
     def loss(p):
@@ -175,7 +176,7 @@ def test_a_loss_may_draw_its_ids():
 
 
 def weighted_by(w, ids=IDS):
-    """The ids, their weights depending on w."""
+    """Make the weights of ids depend on w."""
     return fr.KeyedJaggedTensor(ids.values, ids.offsets, ids.weights * (1 + w.sum()), None, ids.keys)
 
 
@@ -243,7 +244,7 @@ INSIDE = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", INSIDE)
 def test_transforms_inside_the_loss(name, kind):
-    """A loss that differentiates, maps and pushes forward itself, lookups inside, has torch's gradient."""
+    """A loss with grad, vmap and jvp around lookups inside it has torch's gradient."""
     assert_is_torch(lambda p: INSIDE[name](p, KINDS[kind]))
 
 
@@ -261,7 +262,7 @@ def test_they_agree_with_differences(name):
 
 @pytest.mark.parametrize("name", ["inner grad of weights", "vmap over ids", "grad of vmap of weights over ids"])
 def test_they_are_compiled_and_mapped(name):
-    """The same under jit, and under vmap over stacked parameters."""
+    """The same gradients hold under jit, and under vmap over stacked parameters."""
     run = lambda p: (lambda v, g: (v, g.dense, {n: t.to_dense() for n, t in g.tables.items()}))(
         *fr.value_and_grad(lambda p: INSIDE[name](p, KINDS["pooled"]))(p)
     )
@@ -279,14 +280,14 @@ def inner_loss(f):
 
 
 def through(p, f, run):
-    """A loss of the inner gradients: of dense leaves, of tables, and of the lookup itself."""
+    """A loss of the inner gradients (dense leaves and tables) and of the lookup itself."""
     value, inner = run(inner_loss(f))(p)
     rows = sum((g * g.cos()).sum() for g in inner.tables.values())
     return value + (inner.dense["w"] ** 2).sum() * inner.dense["s"] + rows + bent(vectors(p.tables, f))
 
 
 def rows_of(loss):
-    """value_and_grad with dense gradients of tables."""
+    """Compute value_and_grad with the tables' gradients in dense form."""
 
     def run(p):
         value, g = fr.value_and_grad(loss)(p)
@@ -305,14 +306,13 @@ def dense_of(loss):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_value_and_grad_of_the_outer_tables(kind):
-    """value_and_grad inside a loss, of the loss's own tables: its
-    gradients, dense and rows, are differentiated in turn."""
+    """value_and_grad inside a loss, of the loss's own tables: its dense and row gradients can be differentiated."""
     f = KINDS[kind]
     assert_is_torch(lambda p: through(p, f, rows_of), lambda p: through(p, f, dense_of))
 
 
 def test_value_and_grad_of_some_outer_tables():
-    """The inner loss may own one table, read another of the outer loss's, and rename both."""
+    """The inner loss may own one table, read another of the outer loss, and rename both."""
     f = pooled("t", "u")
 
     def through_one(p, run):
@@ -324,7 +324,7 @@ def test_value_and_grad_of_some_outer_tables():
 
 
 def test_three_deep():
-    """value_and_grad in value_and_grad in value_and_grad."""
+    """value_and_grad may be nested three deep."""
     f = KINDS["pooled"]
 
     def middle(run):
@@ -337,8 +337,8 @@ def test_three_deep():
 
 
 def test_per_example_gradients_inside_the_loss():
-    """The mean squared length of per-example gradients, by vmap of
-    value_and_grad in the loss, is trained through tables."""
+    """The mean squared length of per-example gradients, by vmap of value_and_grad in the loss, can be trained
+    through tables."""
     f = KINDS["pooled"]
 
     def loss(p, run):
@@ -353,8 +353,8 @@ def test_per_example_gradients_inside_the_loss():
 
 
 def test_tables_of_modules_are_differentiated():
-    """An nn.Parameter for a table: lookup and value_and_grad have torch's derivatives. A training
-    state takes its values; by another tensor that requires grad the step has torch's derivative."""
+    """With an nn.Parameter as table, lookup and value_and_grad have torch's derivatives. A training state takes its
+    values; for another tensor that requires grad, the step has torch's derivative."""
     table, dense = torch.nn.Parameter(TABLES["x"]), torch.nn.Parameter(PARAMS.dense["s"].clone())
     loss = lambda p, _=None: bent(vectors(p.tables, pooled("x")), p.dense)
     value, grads = fr.value_and_grad(loss)(fr.Params({"x": table}, dense))
@@ -374,7 +374,7 @@ def test_tables_of_modules_are_differentiated():
 
 
 def test_ids_of_torchrec_are_named():
-    """TorchRec's class of the same name is told apart by its module, and the way to ours is named; it leads there."""
+    """TorchRec's class of the same name is recognized by its module; the error suggests the conversion, which works."""
     torchrec = pytest.importorskip("torchrec")
     lengths = torch.tensor([2, 0, 1, 1])
     theirs = torchrec.KeyedJaggedTensor.from_lengths_sync(["a", "b"], torch.tensor([0, 2, 1, 1]), lengths)

@@ -1,4 +1,4 @@
-"""funcrec.testing itself: its checkers fail when they should, its strategies reach and shrink as they say."""
+"""funcrec.testing itself: its checkers fail when they should, and its strategies reach and shrink as documented."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_trees_that_differ_are_told_apart(name):
-    """assert_trees_close raises when the trees differ in anything, and names the place."""
+    """assert_trees_close raises when trees differ in anything, and names the path."""
     a, b, fragment = DIFFERENT[name]
     with pytest.raises(AssertionError) as e:
         assert_trees_close(a, b)
@@ -52,14 +52,15 @@ def test_tolerances_are_those_asked_for():
 
 @given(frs.keyed_jagged_tensors(max_padding=8), frs.row_grads(coalesced=None, max_padding=8))
 def test_garbage_padding_changes_only_padding(x, g):
-    """garbage_padding(x) is the same value; zero_padding takes it back."""
+    """garbage_padding(x) is the same value; zero_padding removes the garbage."""
     assert_trees_close(garbage_padding([x])[0].to_lists(), x.to_lists())
     assert_trees_close(garbage_padding({"g": g})["g"].to_dense(), g.to_dense())
     assert_trees_close(zero_padding(garbage_padding((x, g))), zero_padding((x, g)))
 
 
 def test_garbage_is_in_and_out_of_range():
-    """Padding of ids holds rows of a small table and ids of none; that of weights NaN."""
+    """Garbage padding of ids holds valid rows of a small table and ids outside every table; that of weights holds
+    NaN."""
     x = fr.JaggedTensor(torch.zeros(64, dtype=torch.int32), torch.tensor([0, 4]), torch.ones(64))
     got = garbage_padding(x, fr.key(1))
     tail = got.values[4:]
@@ -68,7 +69,7 @@ def test_garbage_is_in_and_out_of_range():
 
 
 def test_an_adjoint_that_is_wrong_is_found():
-    """check_adjoint raises for a wrong factor, a lost entry and a path that is not there."""
+    """check_adjoint raises for a wrong factor, a lost entry and a path that does not exist."""
     g = fr.RowGrads.from_entries(t(0, 2, dtype=torch.int64), torch.ones(2, 1), num_embeddings=3)
     gather = lambda x: {"y": x["table"][[0, 2]]}
     right = lambda y: {"table": fr.RowGrads.from_entries(g.rows, y["y"], num_embeddings=3)}
@@ -92,7 +93,7 @@ def test_an_adjoint_of_nan_is_no_adjoint():
 
 
 class Wrong(torch.autograd.Function):
-    """x², with a backward of 2.01 x; its own derivative is right."""
+    """x², with 2.01 x as its backward; the backward's own derivative is right."""
 
     @staticmethod
     def forward(x):
@@ -113,7 +114,7 @@ class Wrong(torch.autograd.Function):
 
 
 class WrongTwice(torch.autograd.Function):
-    """x², with a backward that is right and detached."""
+    """x², with a right but detached backward."""
 
     @staticmethod
     def forward(x):
@@ -130,20 +131,20 @@ class WrongTwice(torch.autograd.Function):
 
 @pytest.mark.parametrize("mode", ["fwd", "rev"])
 def test_a_wrong_derivative_is_found(mode):
-    """check_grads raises for a derivative that is off by half a percent, in either mode."""
+    """check_grads raises for a derivative with an error of half a percent, in either mode."""
     with pytest.raises(AssertionError, match=mode):
         check_grads(Wrong.apply, (t(1.0, 2.0),), order=1, modes=(mode,))
 
 
 def test_a_wrong_second_derivative_is_found():
-    """check_grads of order 2 sees what order 1 cannot."""
+    """check_grads of order 2 finds an error that order 1 does not."""
     check_grads(WrongTwice.apply, (t(1.0, 2.0),), order=1, modes=("rev",))
     with pytest.raises(AssertionError, match="rev of rev"):
         check_grads(WrongTwice.apply, (t(1.0, 2.0),), order=2, modes=("rev",))
 
 
 def test_derivatives_with_integer_arguments():
-    """check_grads holds ids fixed and differentiates floats, in trees."""
+    """check_grads keeps ids fixed and differentiates floats, in trees."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[0, 1], [1]]}, weights={"a": [[1.0, 2.0], [0.5]]})
     features = [fr.FeatureConfig("a", table="t", weighted=True, pooling="mean")]
     check_grads(lambda w, ids: fr.lookup(w, ids, features).values.sin(), ({"t": torch.ones(2, 3)}, ids))
@@ -164,8 +165,8 @@ SMALLEST = {
 
 
 def test_meshes_and_plans_shrink_and_reach():
-    """The smallest mesh is one rank, the smallest plan replicated; places in another order,
-    twice, and on major axes that stand later are drawn."""
+    """The smallest mesh is one rank, and the smallest plan is replicated. Draws include ranks in another order,
+    repeated ranks, and axes in another order than the mesh's."""
     assert str(find(frs.meshes(), lambda mesh: True)) == "Mesh.emulated(x=1)"
     mesh = fr.Mesh.emulated(x=2, y=3)
     plans = frs.plans({"t": None, "u": None}, mesh, replicas=True)
@@ -202,18 +203,18 @@ REACHED = {
 
 
 def reach(strategy, condition):
-    """Raises hypothesis.errors.NoSuchExample when no draw has it."""
+    """Raise hypothesis.errors.NoSuchExample if no draw meets the condition."""
     find(strategy, condition, settings=settings(max_examples=1000, phases=[Phase.generate], derandomize=True))
 
 
 @pytest.mark.parametrize("name", REACHED)
 def test_lookups_reach_the_hard_cases(name):
-    """Within some hundred draws, lookups() shows every case it promises."""
+    """Within some hundred draws, lookups() gives every case that it promises."""
     reach(frs.lookups(), REACHED[name])
 
 
 def test_row_grads_reach_the_hard_cases():
-    """row_grads() has repeats, rows of no table, and garbage behind the count."""
+    """row_grads() gives repeats, rows outside the table, and garbage after the count."""
     reach(frs.row_grads(), lambda g: len(set(g.rows[: g.count].tolist())) < int(g.count))
     reach(frs.row_grads(), lambda g: bool((g.rows[: g.count] < 0).any()))
     reach(frs.row_grads(), lambda g: bool(g.grads.isnan().any()) and int(g.count) < g.rows.shape[0])

@@ -1,5 +1,5 @@
-"""Ensembles: vmap over states is the members one by one, with running
-statistics, on a mesh, twice over, compiled and donated."""
+"""Ensembles: vmap over states equals the members one by one, with running statistics, on a mesh, nested, compiled
+and donated."""
 
 import contextlib
 import warnings
@@ -32,7 +32,7 @@ def batch(seed):
 
 
 def with_batch_norm():
-    """A step of a model with running statistics and dropout, and the parameters of each member."""
+    """Return a step of a model with running statistics and dropout, and the parameters of each member."""
     model = fr.models.deepfm(TABLES, FEATURES, num_dense=3, sizes=(4,), batch_norm=True, dropout=0.2)
     dense = fr.optim.dense(torch.optim.SGD, lr=0.05, momentum=0.9)
     options = {"sparse": fr.optim.rowwise_adagrad(0.1), "dense": dense, "has_aux": True}
@@ -46,8 +46,8 @@ def addresses(state):
 
 @pytest.mark.parametrize(("how", "each"), [("eager", True), ("eager", False), ("donated", True)])
 def test_an_ensemble_with_batch_norm_is_its_members(how, each):
-    """Steps of three members by vmap, running statistics and dropout among them,
-    are three runs; donated in place from the first call on."""
+    """Steps of three members by vmap, with running statistics and dropout, equal three runs. Donated, they stay in
+    place from the first call on."""
     step, params = with_batch_norm()
     keys = [fr.key(7 + i) for i in range(K)]
     apart = [step.init(p, key) for p, key in zip(params, keys, strict=True)]
@@ -58,21 +58,23 @@ def test_an_ensemble_with_batch_norm_is_its_members(how, each):
     for t in range(3):
         batches = [batch(10 * t + i * each) for i in range(K)]
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="funcrec")  # of memory that would be copied
+            # a warning of copied memory fails the test
+            warnings.filterwarnings("error", message="funcrec")
             together, metrics = many(together, stack(*batches) if each else batches[0])
         made = [step(x, b) for x, b in zip(apart, batches, strict=True)]
         apart = [state for state, _ in made]
         assert_trees_close((together, metrics), (stack(*apart), stack(*(m for _, m in made))), **CLOSE)
         assert how == "eager" or addresses(together) == places
     stats = tree_leaves(together.dense["stats"])[0]
-    assert float(stats.std(0).min()) > 0.01  # each member has its own
+    # the members' statistics differ
+    assert float(stats.std(0).min()) > 0.01
     assert how == "eager" or many.num_compiled() == 1
 
 
 @pytest.mark.parametrize("dense_axes", [(), ("x",)], ids=["dense on all", "dense cut"])
 def test_the_first_state_of_an_ensemble_on_a_mesh_has_memory_of_its_own(dense_axes):
-    """Under vmap every member has its own banks, slots, optimizer state, step and key
-    in memory, with init's values; a step is each member's."""
+    """Under vmap every member has its own memory for banks, slots, optimizer state, step and key, with init's
+    values. A step equals each member's."""
     plan = fr.Plan({"u": fr.row_wise("x"), "i": fr.replicated()})
     loss = lambda p, ids: (fr.lookup(p.tables, ids, FEATURES).values * p.dense["w"]).sin().mean()
     options = {"sparse": fr.optim.adam(0.1), "dense": fr.optim.dense(torch.optim.Adam, lr=0.1)}
@@ -86,8 +88,8 @@ def test_the_first_state_of_an_ensemble_on_a_mesh_has_memory_of_its_own(dense_ax
 
 
 def test_what_some_members_share_is_every_members_own_in_the_first_state():
-    """Members that begin with one table, or differ in their key alone, and members
-    of members: all that is trained is memory of each."""
+    """Members that start with one table, that differ only in their key, or that are nested: all that is trained has
+    its own memory for each member."""
     step = fr.train_step(lambda p, b: p.dense.sum(), sparse=fr.optim.adam(0.1), dense=fr.optim.dense(torch.optim.SGD))
     tables, dense, keys = {"t": -torch.zeros(4, 2)}, draw(0, K, 2), torch.stack([fr.key(i) for i in range(K)])
     first = lambda dense, key: step.init(fr.Params(tables, dense), key)
@@ -101,8 +103,8 @@ def test_what_some_members_share_is_every_members_own_in_the_first_state():
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_vmap_of_vmap_is_every_member(implementation):
-    """Lookups and steps (gradients, sums, updates) of stacks of stacks of tables,
-    ids and weights are the loop's, however they are nested."""
+    """Lookups and steps (gradients, sums, updates) on stacks of stacks of tables, ids and weights equal the loop, in
+    any nesting."""
     features = [replace(f, weighted=True) for f in FEATURES]
     loss = lambda p, ids: (fr.lookup(p.tables, ids, features).values * p.dense).sin().mean()
     step = fr.train_step(loss, sparse=fr.optim.adam(0.1), dense=fr.optim.dense(torch.optim.Adam, lr=0.05))
@@ -114,7 +116,7 @@ def test_vmap_of_vmap_is_every_member(implementation):
     state = replace(state, step=state.step + torch.arange(6).view(2, K))
     shared = member(state, 0, 0)
     run = lambda state, ids: (step(state, ids), fr.lookup(state.tables, ids, features).values)
-    ways = {  # (outer in_dims, inner in_dims): the member (j, i) of state and ids
+    ways = {  # (outer in_dims, inner in_dims): member (j, i) of state and ids
         ((0, 0), (0, 0)): lambda j, i: (member(state, j, i), member(ids, j, i)),
         ((0, None), (0, None)): lambda j, i: (member(state, j, i), member(ids, 0, 0)),
         ((0, None), (None, 0)): lambda j, i: (member(state, j, 0), member(ids, 0, i)),

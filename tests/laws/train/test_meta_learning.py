@@ -1,5 +1,5 @@
-"""What is learnt through a training step: MAML, a rate for each table, weights
-of examples; each against central differences in f64."""
+"""Learning through a training step: MAML, a learned rate for each table, weights of examples. All agree with central
+differences in f64."""
 
 import functools
 from unittest import mock
@@ -27,7 +27,8 @@ def batch(users, items, labels):
     return fr.Batch(ids, torch.tensor(labels, dtype=F64))
 
 
-SUPPORT = batch([[1], [3, 3], [0]], [[2, 2, 4], [0], []], [1.0, 0.0, 1.0])  # rows repeat, and a bag is empty
+# rows repeat, and a bag is empty
+SUPPORT = batch([[1], [3, 3], [0]], [[2, 2, 4], [0], []], [1.0, 0.0, 1.0])
 QUERY = batch([[3], [1, 0]], [[2], [0, 4]], [0.0, 1.0])
 
 
@@ -52,7 +53,7 @@ def step_of(sparse, dense_lr=0.1, loss=loss_fn, dense=torch.optim.Adam):
 
 
 def by_step(step, params, data, steps=2):
-    """Params after some steps."""
+    """Return Params after some steps."""
     state = step.init(params)
     for _ in range(steps):
         state, _ = step(state, data)
@@ -60,7 +61,7 @@ def by_step(step, params, data, steps=2):
 
 
 def by_hand(sparse, params, data, lr, loss=loss_fn, steps=2):
-    """The same for SGD's dense parameters, by value_and_grad and the row optimizer alone."""
+    """Compute the same for SGD's dense parameters with value_and_grad and the row optimizer alone."""
     tables, dense, slots = params.tables, params.dense, sparse.init(params.tables)
     for t in range(steps):
         _, grads = fr.value_and_grad(loss)(fr.Params(tables, dense), data)
@@ -75,7 +76,7 @@ def differences(f, x):
 
 
 def assert_differences(f, x, need=None):
-    """grad, jacfwd and plain autograd of f at x are central differences, element by element."""
+    """Check grad, jacfwd and plain autograd of f at x against central differences, element by element."""
     need = differences(f, x) if need is None else need
     assert bool((need.abs() > 1e-5).any())
     leaf = x.clone().requires_grad_()
@@ -93,7 +94,8 @@ def adapted(how, sparse, params, lr):
 @pytest.mark.parametrize("how", ["train_step", "by hand"])
 @pytest.mark.parametrize("rule", SPARSE)
 def test_maml(rule, how):
-    """The loss after two steps, by the parameters before them: tables, through repeated rows, and dense ones."""
+    """The loss after two steps is differentiated by the first parameters: tables, through repeated rows, and dense
+    ones."""
     sparse = SPARSE[rule](lr=0.3)
 
     def outer(which, x):
@@ -107,7 +109,7 @@ def test_maml(rule, how):
 
 @pytest.mark.parametrize("how", ["train_step", "by hand"])
 def test_a_learned_rate_for_each_table(how):
-    """The loss after two steps, by a learning rate for each table and one for the dense parameters."""
+    """The loss after two steps is differentiated by a learning rate for each table and one for the dense parameters."""
 
     def outer(rates):
         sparse = fr.optim.by_table({"user": fr.optim.adagrad(lr=rates[0])}, default=fr.optim.sgd(lr=rates[1]))
@@ -119,7 +121,7 @@ def test_a_learned_rate_for_each_table(how):
 @pytest.mark.parametrize("how", ["train_step", "by hand"])
 @pytest.mark.parametrize("rule", ["sgd", "adagrad"])
 def test_learning_to_reweight(rule, how):
-    """The loss of other examples after two steps, by the weights of those that the steps were taken on."""
+    """The loss of other examples after two steps is differentiated by the weights of the training examples."""
 
     def outer(weights):
         params, data, sparse = fr.Params(TABLES, DENSE), (SUPPORT, weights), SPARSE[rule](lr=0.3)
@@ -134,7 +136,7 @@ def test_learning_to_reweight(rule, how):
 
 # -- through jit and scan ----------------------------------------------------------------------------------------
 
-RUNS = {  # a step on a batch, or two
+RUNS = {  # a step on a batch, or two steps
     "once": lambda step, state, data: step(state, data)[0],
     "eager": lambda step, state, data: step(step(state, data)[0], data)[0],
     "jit": lambda step, state, data: fr.jit(step)(fr.jit(step)(state, data)[0], data)[0],
@@ -152,8 +154,8 @@ def twice(data):
 
 
 def learnt(how, dense=torch.optim.SGD):
-    """x -> the loss after the steps, x being a table, dense parameters, a rate
-    for each table and weights of examples, in one vector."""
+    """Return x -> the loss after the steps. x holds a table, dense parameters, a rate for each table and weights of
+    examples in one vector."""
 
     def outer(flat):
         parts = flat.split([x.numel() for x in LEARNT.values()])
@@ -167,8 +169,8 @@ def learnt(how, dense=torch.optim.SGD):
 
 
 def test_meta_gradients_of_jitted_and_scanned_steps():
-    """MAML, learned rates and weights of examples through `fr.jit` and
-    `fr.scan`; autograd through a donating step is refused."""
+    """MAML, learned rates and weights of examples work through `fr.jit` and `fr.scan`; autograd through a donating
+    step is refused."""
     need = differences(learnt("eager"), AT)
     for how in ("jit", "scan", "scan of jit"):
         assert_differences(learnt(how), AT, need)
@@ -179,8 +181,8 @@ def test_meta_gradients_of_jitted_and_scanned_steps():
 
 
 def test_meta_gradients_are_compiled():
-    """jit around all their gradients, an optimizer with a learnt rate being
-    made inside, is compiled once and gives their values."""
+    """jit around all these gradients, which makes an optimizer with a learned rate inside, compiles once and gives
+    their values."""
     grad = torch.func.grad(learnt("once"))
     compiled = fr.jit(grad)
     for x in (AT, AT * 0.9):
@@ -188,13 +190,14 @@ def test_meta_gradients_are_compiled():
     assert compiled.num_compiled() == 1
     for how, cls in (("scan", torch.optim.SGD), ("eager", torch.optim.Adam)):
         grad = torch.func.grad(learnt(how, cls))
-        with mock.patch.object(_compiled, "compile_graph", lambda graph, args: graph):  # the staged graph itself
+        # run the staged graph itself
+        with mock.patch.object(_compiled, "compile_graph", lambda graph, args: graph):
             torch.testing.assert_close(fr.jit(grad)(AT), grad(AT), rtol=1e-10, atol=1e-12)
 
 
 def test_the_derivative_of_many_tasks():
-    """MAML over a batch of tasks by vmap is the mean of its tasks
-    one by one; over many first tables, each one's own."""
+    """MAML over a batch of tasks by vmap is the mean over single tasks; over many initial tables, it gives each
+    one's own gradient."""
     step = step_of(fr.optim.sgd(lr=0.3))
     labels = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.3, 2.0]], dtype=F64)
 
@@ -213,7 +216,7 @@ def test_the_derivative_of_many_tasks():
 
 
 def test_rates_of_an_ensemble():
-    """Steps of vmapped learning rates, `step.init` among them, are those of each rate alone."""
+    """Steps with vmapped learning rates, including `step.init`, equal those of each rate alone."""
 
     def run(rate):
         return by_step(step_of(fr.optim.adagrad(lr=rate), rate), fr.Params(TABLES, DENSE), SUPPORT)

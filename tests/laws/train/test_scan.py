@@ -1,4 +1,4 @@
-"""scan: k steps in one call are k calls."""
+"""scan: k steps in one call equal k calls."""
 
 import functools
 
@@ -33,7 +33,7 @@ BATCHES = tree_map(lambda *xs: torch.stack(xs), *map(make_batch, range(K)))
 
 @functools.cache
 def calls():
-    """What k calls of the eager step give."""
+    """Return the results of k calls of the eager step."""
     state, metrics = first_state(), []
     for i in range(K):
         state, m = STEP(state, make_batch(i))
@@ -42,21 +42,22 @@ def calls():
 
 
 def test_scan_is_k_calls():
-    """scan(step) gives the bits of k calls, and writes neither to the state nor to the batches."""
+    """scan(step) gives the bits of k calls, and changes neither the state nor the batches."""
     state, batches = first_state(), copied(BATCHES)
     assert_trees_close(fr.scan(STEP, state, batches), calls())
     assert_trees_close((state, batches), (first_state(), BATCHES))
 
 
 def test_scan_of_a_jitted_donating_step():
-    """scan(jit(step, donate)) is the same to the bit, takes the state's memory,
-    compiles once, and its metrics keep their values."""
+    """scan(jit(step, donate)) gives the same bits, takes the state's memory, and compiles once. Its metrics keep
+    their values."""
     step = fr.jit(STEP, donate=("state",))
     state, need = first_state(), calls()
     place = state.tables["item"].data_ptr()
     got = fr.scan(step, state, BATCHES)
     assert_trees_close(got[0], need[0])
-    assert_trees_close(got[1], need[1], rtol=1e-6)  # a loss's sum may run in another order
+    # the loss may be summed in another order
+    assert_trees_close(got[1], need[1], rtol=1e-6)
     assert got[0].tables["item"].data_ptr() == place and step.num_compiled() == 1
     with pytest.raises(fr.DonatedError):
         state.step + 1
@@ -64,21 +65,21 @@ def test_scan_of_a_jitted_donating_step():
 
 
 def test_a_jitted_scan(monkeypatch):
-    """jit(scan) with the state donated stages all k steps in one graph, with the eager bits."""
+    """jit(scan) with a donated state stages all k steps in one graph, with the eager bits."""
     monkeypatch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph)
     whole = fr.jit(lambda state, batches: fr.scan(STEP, state, batches), donate=("state",))
     assert_trees_close(whole(first_state(), BATCHES), calls())
 
 
 def test_scan_passes_static_leaves_on():
-    """What is no tensor goes to each step as it is, and comes back once."""
+    """A leaf that is no tensor is passed to each step unchanged, and returned once."""
     step = lambda total, batch: (total + batch["x"] * batch["scale"], {"name": batch["name"], "total": total})
     got = fr.scan(step, torch.tensor(0.0), {"x": torch.tensor([1.0, 2.0]), "scale": 3, "name": "a"})
     assert_trees_close(got, (torch.tensor(9.0), {"name": "a", "total": torch.tensor([0.0, 3.0])}))
 
 
 def test_numbers_among_metrics_are_stacked():
-    """A Python number of each step is one element of a tensor, of its own value."""
+    """A Python number of each step becomes one element of a tensor."""
     count = iter(range(3))
 
     def step(total, x):
@@ -113,14 +114,15 @@ CHANGING = {
 
 @pytest.mark.parametrize("metric, kind, fragment", CHANGING.values(), ids=CHANGING)
 def test_metrics_that_change_their_kind(metric, kind, fragment):
-    """What cannot be stacked, and is not the same in every step, is told: never the first step's for all."""
+    """A metric that cannot be stacked, and differs between steps, raises; the first step's value is never used for
+    all."""
     count = iter(range(2))
     with pytest.raises(kind, match=fragment):
         fr.scan(lambda total, x: (total, {"x": metric(next(count))}), torch.tensor(0.0), torch.ones(2))
 
 
 def test_scan_of_jagged_values():
-    """Stacked jagged values, weighted and with empty bags, are k batches; so are tensors without elements."""
+    """Stacked jagged values, weighted and with empty bags, act as k batches; so do tensors without elements."""
     make = lambda i: fr.JaggedTensor.from_lists([[1.0 * i, 2.0], [], [3.0]])
     stacked = tree_map(lambda *xs: torch.stack(xs), *map(make, range(3)))
     step = lambda total, b: (total + b[0].values.sum(), (b[0].offsets, b[1].sum()))
@@ -131,7 +133,7 @@ def test_scan_of_jagged_values():
 
 
 def test_scan_composes():
-    """Scans nest, and a scan can be differentiated and mapped."""
+    """Scans can be nested, differentiated and mapped."""
     add = lambda total, x: (total + x * x, total)
     xs = torch.arange(6.0).reshape(2, 3)
     nested = fr.scan(lambda total, row: fr.scan(add, total, row), torch.tensor(0.0), xs)
@@ -154,7 +156,7 @@ BAD = {
 
 @pytest.mark.parametrize("batches", BAD.values(), ids=BAD)
 def test_bad_batches(batches):
-    """Batches that are no stack are told before the first step."""
+    """Batches that are no stack are refused before the first step."""
     called = []
     with pytest.raises(
         ValueError, match=r"funcrec.scan: `batches` is not a stack of batches.\n  got .*\n  need .*\n  try "
@@ -164,7 +166,7 @@ def test_bad_batches(batches):
 
 
 def test_arrays_are_no_batches():
-    """An array, which every step would get whole, is told before the first step."""
+    """An array, which every step would get whole, is refused before the first step."""
     called = []
     with pytest.raises(TypeError, match=r"`batches\['y'\]` is an array"):
         fr.scan(lambda state, batch: called.append(batch), None, {"x": torch.ones(2), "y": np.ones(2)})

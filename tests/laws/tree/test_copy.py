@@ -7,7 +7,7 @@ from funcrec.testing import assert_trees_close
 
 
 def test_a_copy_has_memory_of_its_own():
-    """fr.copy gives equal tensors of the same form in other memory, in the same tree."""
+    """fr.copy gives equal tensors in other memory, in the same tree."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[0, 1], []]})
     tree = {"x": torch.arange(6.0).reshape(2, 3), "ids": ids, "n": 3, "none": None, "t": (torch.ones(2, 3).t(), "text")}
     got = fr.copy(tree)
@@ -19,7 +19,7 @@ def test_a_copy_has_memory_of_its_own():
 
 
 def test_a_copy_is_differentiable():
-    """The copy's derivative is the identity's, also of a table's."""
+    """The derivative of a copy is the identity, also for a table."""
     x = torch.arange(4.0).reshape(2, 2).requires_grad_()
     (d,) = torch.autograd.grad(fr.copy(x).square().sum(), x)
     assert_trees_close(d, 2 * x.detach())

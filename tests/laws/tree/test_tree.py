@@ -1,4 +1,4 @@
-"""fr.tree: trees taken apart, mapped, moved, measured and compared, as torch and Python see them."""
+"""fr.tree: trees are split, mapped, moved, measured and compared as torch and Python see them."""
 
 import dataclasses
 
@@ -33,7 +33,8 @@ TREES = {
 
 @pytest.mark.parametrize("name", TREES)
 def test_a_tree_is_its_leaves_and_its_structure(name):
-    """unflatten(structure(x), leaves(x)) == x; leaves are torch's without None, in order; paths name each as Python."""
+    """unflatten(structure(x), leaves(x)) == x. leaves are torch's without None, in order; paths name each one as a
+    Python expression."""
     tree = TREES[name]
     leaves, structure = fr.tree.flatten(tree)
     assert leaves == fr.tree.leaves(tree) and structure == fr.tree.structure(tree)
@@ -46,8 +47,8 @@ def test_a_tree_is_its_leaves_and_its_structure(name):
 
 @pytest.mark.parametrize("name", TREES)
 def test_map_is_a_functor(name):
-    """map of the identity is the tree, of a composition the composition
-    of maps; rests are met leaf by leaf, dict keys in any order."""
+    """map of the identity is the tree, and map of a composition is the composition of maps. Further trees are
+    matched leaf by leaf, with dict keys in any order."""
     tree = TREES[name]
     f, g = lambda x: (x, 1), lambda x: f"{x}"
     assert_trees_close(fr.tree.map(lambda x: x, tree), tree)
@@ -60,8 +61,8 @@ def test_map_is_a_functor(name):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("name", TREES)
 def test_to_changes_the_dtype_of_floats_alone(name, dtype):
-    """to(x, dtype) has x's values, floats in that dtype, integers and all
-    that is no tensor as they were; on x's own device and dtype it is x's tensors."""
+    """to(x, dtype) converts floats to the dtype, and leaves integers and non-tensors. On x's own device and dtype it
+    returns x's tensors."""
     tree = TREES[name]
     out = fr.tree.to(tree, dtype)
     for x, y in zip(fr.tree.leaves(tree), fr.tree.leaves(out), strict=True):
@@ -77,7 +78,8 @@ def test_to_changes_the_dtype_of_floats_alone(name, dtype):
 
 @pytest.mark.parametrize("name", STATES)
 def test_a_state_of_another_dtype_trains_in_it(name):
-    """step.init(params.to(f64)) is step.init(params).to(f64), sharded or not, and both train on to the same bits."""
+    """step.init(params.to(f64)) equals step.init(params).to(f64), sharded or not, and both train on to the same
+    bits."""
     step, params, batch = STATES[name], training.params(), training.batch(0, 4)
     state, want = step.init(params).to(torch.float64), step.init(params.to(torch.float64))
     assert_trees_close(state, want)
@@ -91,7 +93,7 @@ def test_a_state_of_another_dtype_trains_in_it(name):
 
 
 def test_what_is_one_tensor_stays_one():
-    """A tensor in two places is one tensor after `to`, and counts once in bytes and parameters."""
+    """A tensor in two places stays one tensor after `to`, and counts once in bytes and parameters."""
     w = torch.ones(3, 4)
     tree = fr.Params({"t": w}, {"again": w, "ids": torch.arange(5)})
     out = tree.to(torch.float64)
@@ -100,7 +102,7 @@ def test_what_is_one_tensor_stays_one():
 
 
 def test_sizes_are_those_of_torch():
-    """num_parameters and nbytes are the sums of what torch says of each tensor; empty trees have none."""
+    """num_parameters and nbytes are the sums of torch's numbers for each tensor; empty trees have none."""
     state = TREES["state, one process"]
     tensors = [x for x in torch_tree.tree_leaves(state) if isinstance(x, torch.Tensor)]
     assert fr.tree.num_parameters(state) == sum(x.numel() for x in tensors if x.is_floating_point())
@@ -109,7 +111,7 @@ def test_sizes_are_those_of_torch():
 
 
 def test_a_class_may_have_a_to_of_its_own():
-    """A field or a method named `to` wins over the one that fr.pytree gives; fr.tree.to works on such values, too."""
+    """A field or method named `to` replaces the one of fr.pytree; fr.tree.to works on such values, too."""
 
     @fr.pytree
     class Sent:
@@ -145,7 +147,8 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_trees_go_through_every_transform(way):
-    """copy, to and map are the identity under grad, hessian, jvp, vmap, jit, torch.compile and autograd, to a dtype."""
+    """copy, to and map are the identity under grad, hessian, jvp, vmap, jit, torch.compile and autograd; `to` may
+    change the dtype."""
     same, x = WAYS[way], X[0]
     f = lambda x: (same({"x": x, "n": torch.arange(2)})["x"] ** 3).sum()
     assert_trees_close(grad(f)(x), 3 * x**2, rtol=1e-6)
@@ -160,7 +163,7 @@ def test_trees_go_through_every_transform(way):
 
 
 def test_to_is_compiled():
-    """A jitted function that moves its arguments gives what the eager one gives."""
+    """A jitted function that moves its arguments gives the eager result."""
     f = lambda batch: fr.tree.map(lambda x: x * 2, batch).to(torch.float64)
     assert_trees_close(fr.jit(f)(TREES["batch"]), f(TREES["batch"]))
 
@@ -180,7 +183,7 @@ def test_a_copy_of_a_state_outlives_the_state(name):
 
 @given(st.data())
 def test_allclose_is_assert_trees_close(data):
-    """allclose is whether assert_trees_close passes, the order of dict keys apart."""
+    """allclose says whether assert_trees_close passes; only the order of dict keys may differ."""
     x = data.draw(frs.keyed_jagged_tensors())
     y = data.draw(st.sampled_from([x, fr.copy(x), x.to(torch.float64), x.pad_to(x.capacity + 1), x.permute(x.keys)]))
     try:
@@ -192,7 +195,8 @@ def test_allclose_is_assert_trees_close(data):
 
 
 def test_allclose_sees_values_dtypes_and_structure():
-    """NaN equals NaN; another value, dtype, shape, key, type of number or None is seen; the order of keys is not."""
+    """NaN equals NaN; another value, dtype, shape, key, type of number or None is a difference; the order of keys is
+    not."""
     nan, one = torch.tensor([float("nan"), 1.0]), torch.ones(2)
     close = fr.tree.allclose
     assert close({"a": nan, "b": 1}, {"b": 1, "a": nan.clone()}) and close([], []) and close(float("nan"), float("nan"))
