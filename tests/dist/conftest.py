@@ -1,20 +1,20 @@
-"""Real ranks, kept alive for a file of tests, and the programs that they and the emulation run.
+"""Real ranks that live for a file of tests, and the programs that ranks and the emulation run.
 
-Starting them takes 0.06 s, and every mesh that they make leaves threads of gloo that ask for messages. The tests of
-`ranks` are one group, so that one of them runs at a time.
+Starting ranks takes 0.06 s, and every mesh that they make leaves gloo threads that poll for messages. The tests that
+use `ranks` are one group, so that one of them runs at a time.
 """
 
 import pytest
 
 from funcrec.testing import RankPool, _ranks
 
-# What a rank imports to compile: two seconds of each one, if the process that it is forked from has not.
+# A rank imports these to compile; if its parent process has not imported them, that takes two seconds per rank.
 _ranks.PRELOADED += ["torch._inductor.compile_fx", "torch._inductor.select_algorithm", "sympy.physics.units"]
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    """n -> n gloo ranks."""
+    """Return a function n -> n gloo ranks."""
     pools = {}
     yield lambda n: pools[n] if n in pools else pools.setdefault(n, RankPool(n))
     for pool in pools.values():

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded states: any plan and number of ranks to any other, and whatever breaks off or is damaged."""
+"""Checkpoints of sharded states: any plan and number of ranks to any other, and interrupted or damaged saves."""
 
 import contextlib
 import errno
@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 @st.composite
 def laid_out(draw, replicas=False):
-    """(axes, plan, dense_axes) on one to four ranks; shrinks to replicated tables on one rank."""
+    """Draw (axes, plan, dense_axes) on one to four ranks; shrinks to replicated tables on one rank."""
     mesh = draw(frs.meshes(max_ranks=4))
     dense_axes = draw(st.lists(st.sampled_from(mesh.axis_names), unique=True))
     return mesh.shape, draw(frs.plans(training.SHAPES, mesh, replicas=replicas)), tuple(dense_axes)
@@ -43,8 +43,8 @@ def laid_out(draw, replicas=False):
     st.sampled_from([1, 1 << 20]),
 )
 def test_every_plan_is_loaded_under_every_other(tmp_path_factory, name, first, second, dtype, block, split):
-    """What is saved of a state under a plan is loaded to the bit under any other, by one process, and from one file
-    into a plan; what is laid out is what train_step's init lays out."""
+    """A state saved under one plan loads to the bit under any other, in one process, and from one file into a plan.
+    The loaded layout equals that of train_step's init."""
     folder, state, sparse = (
         tmp_path_factory.mktemp("square"),
         moving.full_state(name, dtype),
@@ -77,7 +77,7 @@ def test_every_plan_is_loaded_under_every_other(tmp_path_factory, name, first, s
 
 
 def test_training_goes_on_from_a_checkpoint():
-    """A state that is loaded, with its optimizer or without, trains to the bits of the one that was saved."""
+    """A loaded state, with its optimizer or without, trains to the bits of the saved state."""
     axes, opts = {"x": 2}, training.optimizers("by_table")
     mesh, plan = fr.Mesh.emulated(**axes), plan_of("row_wise", axes)
     step = fr.train_step(training.loss_fn, **opts, mesh=mesh, plan=plan)
@@ -91,15 +91,15 @@ def test_training_goes_on_from_a_checkpoint():
         assert_trees_close(bits(got), bits(want))
 
 
-# -- what breaks off ---------------------------------------------------------------------------------------------
+# -- interrupted saves -------------------------------------------------------------------------------------------
 
 
 class Stopped(BaseException):
-    """The machine stops."""
+    """Raised when the simulated machine stops."""
 
 
 def small(value):
-    """A state on two emulated ranks, all of one number."""
+    """Make a state on two emulated ranks in which all values are one number."""
     tables = {"a": torch.full((9, 2), value), "b": torch.full((5, 3), value)}
     sparse = fr.optim.adagrad(lr=0.1)
     state = fr.TrainState(
@@ -113,7 +113,7 @@ def plan_of_two():
 
 
 def stopping(patch, after):
-    """From now on the file system does `after` more things, and then stops for good: how many it has done."""
+    """Make the file system fail for good after `after` operations; return the count of those done, as a list of one."""
     done = [0]
 
     def counted(function):
@@ -135,8 +135,8 @@ def stopping(patch, after):
 
 @pytest.mark.parametrize("keep", [None, 1])
 def test_a_file_system_that_stops_after_write_n_leaves_a_whole_checkpoint(keep, tmp_path):
-    """Wherever a save's work on the disk ends for good, the newest whole checkpoint loads: the old one, or the new one;
-    and the save after it is as if nothing had been."""
+    """Wherever a save's work on the disk stops for good, the newest whole checkpoint loads, the old one or the new
+    one. The next save works as if nothing had happened."""
     at = lambda path: path if keep is None else fr.latest(path)
     seen = set()
     for n in range(200):
@@ -158,7 +158,7 @@ def test_a_file_system_that_stops_after_write_n_leaves_a_whole_checkpoint(keep, 
 
 
 def save_for_ever(folder, pipe):
-    """A process of its own that saves, until it is killed."""
+    """Run in a separate process that saves until it is killed."""
     try:
         for n in range(10**6):
             own = small(float(n))
@@ -170,7 +170,7 @@ def save_for_ever(folder, pipe):
 
 
 def test_kill_9_at_random_moments_leaves_a_whole_checkpoint(tmp_path):
-    """SIGKILL at 20 moments of a process that saves: what is there loads, and is one save's."""
+    """After SIGKILL at any of 20 moments of saving, the checkpoint loads and comes from one save."""
     draw, steps = random.Random(0), set()
     for i in range(20):
         folder, (reader, writer) = tmp_path / f"{i}", os.pipe()
@@ -193,7 +193,7 @@ def test_kill_9_at_random_moments_leaves_a_whole_checkpoint(tmp_path):
 
 
 def test_all_is_flushed_before_the_name_changes(tmp_path, monkeypatch):
-    """When the manifest takes its name, every file of the ranks is on the disk, and so are their names."""
+    """When the manifest gets its name, every file of the ranks, and its name, is flushed to disk."""
     done, paths = [], {}
     fsync, replace = os.fsync, os.replace
 
@@ -223,8 +223,8 @@ def test_all_is_flushed_before_the_name_changes(tmp_path, monkeypatch):
 
 
 def test_every_damaged_folder_is_refused_or_whole(tmp_path):
-    """A byte of any file of a folder changed, a file cut off, missing or of another save: load refuses it and names the
-    file, or the tree is the one that was saved."""
+    """A folder with a changed byte, or with a file that is cut, missing or from another save, is refused by file
+    name. Or it loads the tree that was saved."""
     path, want = fr.save(tmp_path / "a", small(1.0)), fr.load(fr.save(tmp_path / "b", small(1.0)))
     draw, refused = random.Random(0), 0
     for file in sorted(path.iterdir()):
@@ -256,7 +256,8 @@ def test_every_damaged_folder_is_refused_or_whole(tmp_path):
 
 
 def test_a_reader_beside_a_writer_reads_one_save(tmp_path):
-    """A folder that is replaced while it is read is read anew: the tree is one save's, and no file of it is missed."""
+    """A folder that is replaced while it is read is read again: the tree comes from one save, and no file is
+    missing."""
     path = fr.save(tmp_path / "a", small(1.0))
     read = _folder.Files.open
     again = []
@@ -277,8 +278,8 @@ def test_a_reader_beside_a_writer_reads_one_save(tmp_path):
 
 
 def test_latest_is_the_newest_whole_one(tmp_path):
-    """keep=n leaves the n newest; latest passes by what is not whole; one that is older than others stays while it is
-    the one just written."""
+    """keep=n leaves the n newest checkpoints, and latest skips those that are not whole. A checkpoint just written
+    stays even if it is older than others."""
     assert fr.latest(tmp_path) is None and fr.latest(tmp_path / "nowhere") is None
     state = fr.gather_state(small(1.0), fr.Mesh.emulated(x=2))
     for step in (1, 2, 3):
@@ -297,7 +298,8 @@ def test_latest_is_the_newest_whole_one(tmp_path):
 
 
 def test_a_folder_takes_no_files_place(tmp_path):
-    """A checkpoint of ranks where a file is, or where no folder can be, is refused by what to do; the file stays."""
+    """A checkpoint of ranks at a file's path, or where no folder can be made, is refused with what to do; the file
+    stays."""
     fr.save(tmp_path / "a.pt", {"x": 1})
     for path in (tmp_path / "a.pt", tmp_path / "nowhere" / "a"):
         with pytest.raises(OSError, match="cannot be made") as error:
@@ -307,7 +309,7 @@ def test_a_folder_takes_no_files_place(tmp_path):
 
 
 def test_a_rank_reads_only_its_rows(tmp_path, monkeypatch):
-    """Of a table that is loaded by rows a rank reads the blocks that have some of its own, and not the others."""
+    """When a table is loaded row-wise, a rank reads only the blocks that contain its rows."""
     monkeypatch.setattr(_folder, "BLOCK_BYTES", 64)
     monkeypatch.setattr(_folder, "ROWS", 1)
     table, sparse = {"a": torch.arange(4096.0).reshape(256, 16)}, fr.optim.sgd(0.1)
@@ -319,7 +321,8 @@ def test_a_rank_reads_only_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(
         _place, "fill", lambda file, x, block, wants: read.append(block.first) or fill(file, x, block, wants)
     )
-    first = lambda *a: (p for p in places(*a) if p[3].start < 128)  # the rows of one rank of two
+    # the rows of one of two ranks
+    first = lambda *a: (p for p in places(*a) if p[3].start < 128)
     monkeypatch.setattr(_place, "places", first)
     fr.load(path, plan=fr.Plan({"a": fr.row_wise("y")}), mesh=fr.Mesh.emulated(y=2))
     assert sorted(read[:-2]) == list(range(128))

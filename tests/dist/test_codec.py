@@ -1,5 +1,5 @@
-"""Sharded lookups whose vectors travel coded: near the plain ones, each direction
-on its own, the same bits emulated and on gloo ranks."""
+"""Sharded lookups with coded vectors are near the plain ones, each direction separately, with the same bits emulated
+and on gloo ranks."""
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ import funcrec as fr
 from funcrec.mesh import _codec
 from funcrec.testing import assert_trees_close
 
-UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "int8": 1 / 254}  # of an element, or of the greatest of its row
+# relative to an element, or to the largest of its row
+UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "int8": 1 / 254}
 
 
 def direction(model):
@@ -21,18 +22,18 @@ def direction(model):
 
 
 def greatest(x, kind):
-    """|x|, or for int8 the greatest of each row's: no part of it that is sent apart has a greater one."""
+    """Return |x|, or for int8 the largest of each row, which bounds every part of it that is sent separately."""
     return x.abs().amax(1, keepdim=True).expand_as(x).contiguous() if kind == "int8" and x.shape[1] else x.abs()
 
 
 def bounds(model, d, kind, exact):
-    """How far acts and gradients may be from uncoded ones: the unit times the sums of magnitudes."""
+    """Return the bounds for errors of acts and gradients: the codec's unit times the sums of magnitudes."""
     mesh, plan, tables, ids, features = model
     sizes = fr.lookup(tables, ids, features).dims
     d_most = torch.cat([greatest(x, kind) for x in d.split(sizes, 1)], 1)
     most = {n: greatest(t, kind) for n, t in tables.items()}
     acts, grads = coded.looked_up((mesh, plan, most, ids, features), d_most, exact=exact)
-    # float16 also has a least step of 2^-24, for each of the parts of a sum
+    # float16 also has a least step of 2^-24, which counts for each part of a sum
     wide = lambda x: UNITS[kind] * 1.001 * x.double() + (2.0**-24 if kind == "float16" else 0) * (x > 0) * 16
     return wide(acts), {n: wide(g) for n, g in grads.items()}
 
@@ -44,8 +45,8 @@ def assert_within(got, want, bound):
 @settings(max_examples=25)
 @given(models(), st.sampled_from(list(UNITS)), st.booleans())
 def test_coded_lookups_are_near(model, kind, exact):
-    """Under every placement lookups coded forward, and gradients coded backward, are within the codec's unit times
-    their sums of magnitudes, and the other direction keeps every bit; Codec() changes none."""
+    """Under every placement, coded lookups and coded gradients are within the codec's unit times their sums of
+    magnitudes. The direction that is not coded keeps every bit, and Codec() changes nothing."""
     d = direction(model)
     acts, grads = coded.looked_up(model, d, exact=exact)
     there = coded.looked_up(model, d, fr.Codec(forward=kind), exact)
@@ -61,22 +62,25 @@ def test_coded_lookups_are_near(model, kind, exact):
 
 @pytest.mark.parametrize("kind", UNITS)
 def test_coded_sequences_are_near(kind):
-    """The same of sequences: rows come coded, gradients go coded, and each direction leaves the other's bits."""
+    """Sequences receive coded rows and send coded gradients with small errors; each direction keeps the other's
+    bits."""
     mesh = fr.Mesh.emulated(x=2)
     acts, grads = coded.sequences(mesh, "row_wise", None)
     there, back = (coded.sequences(mesh, "row_wise", c) for c in (fr.Codec(forward=kind), fr.Codec(backward=kind)))
     assert_trees_close(there[1], grads)
     assert_trees_close(back[0], acts)
     for name, x in acts.items():
-        assert_trees_close(there[0][name], x, rtol=0.02, atol=0.02)  # rows of magnitude 1 times weights up to 2
+        # rows of magnitude 1 times weights up to 2
+        assert_trees_close(there[0][name], x, rtol=0.02, atol=0.02)
     for name, g in grads.items():
-        assert_trees_close(back[1][name], g, rtol=0.05, atol=0.05)  # sums of up to ten terms of magnitude 1
+        # sums of up to ten terms of magnitude 1
+        assert_trees_close(back[1][name], g, rtol=0.05, atol=0.05)
     assert not all(torch.equal(there[0][name], x) for name, x in acts.items())
     assert not all(torch.equal(back[1][name], g) for name, g in grads.items())
 
 
 def test_copies_send_nothing():
-    """A codec changes no bit of replicated tables: nothing of a lookup is sent."""
+    """A codec changes no bit of replicated tables, because their lookups send nothing."""
     mesh = fr.Mesh.emulated(x=2)
     assert_trees_close(
         coded.sequences(mesh, "replicated", fr.Codec("int8", "int8")), coded.sequences(mesh, "replicated", None)
@@ -92,15 +96,15 @@ CODECS = (fr.Codec("bfloat16", "int8"), fr.Codec("int8", "float16"), fr.Codec(No
     ids=str,
 )
 def test_coded_ranks_have_the_bits_of_emulated_ones(axes, kinds, ranks):
-    """Coded lookups, pooled, exact and of sequences, and their gradients
-    have the same bits on gloo ranks as under emulation."""
+    """Coded lookups (pooled, exact and sequences) and their gradients have the same bits on gloo ranks as under
+    emulation."""
     want = coded.cases(fr.Mesh.emulated(**axes), kinds, CODECS)
     for got in ranks(torch.Size(axes.values()).numel()).run(coded.real_cases, axes, kinds, CODECS):
         assert_trees_close(got, want)
 
 
 def test_compiled_coding_rounds_as_eager_coding():
-    """jit changes no bit of a coded lookup: no compiler sees through the two casts."""
+    """jit changes no bit of a coded lookup: the compiler does not remove the two casts."""
     mesh, kind = fr.Mesh.emulated(x=2), "row_wise"
     _, plan, tables, ids, features = coded.fixed(mesh, kind)
     held = fr.shard_tables(tables, plan, mesh, codec=fr.Codec("bfloat16"))
@@ -110,8 +114,8 @@ def test_compiled_coding_rounds_as_eager_coding():
 
 
 def test_a_codec_goes_where_its_tables_go():
-    """shard_tables, reshard and a step's init keep the codec; a step
-    with one of its own uses that, and leaves the state's."""
+    """shard_tables, reshard and a step's init keep the codec. A step with its own codec uses that one, and does not
+    change the state's."""
     mesh, codec = fr.Mesh.emulated(x=2), fr.Codec("int8", "bfloat16")
     plan, opts = training.plan_of("row_wise", {"x": 2}), training.optimizers("by_table")
     make = lambda **kwargs: fr.train_step(training.loss_fn, **opts, mesh=mesh, plan=plan, **kwargs)
@@ -136,8 +140,8 @@ def test_a_codec_goes_where_its_tables_go():
 
 
 def logistic(num_bags, steps, codec):
-    """(the table after each step, counts f[steps, B, R]) of gradient descent
-    on logits that are ⟨v, bag⟩: convex in the table."""
+    """Return (the table after each step, counts f[steps, B, R]) of gradient descent on logits ⟨v, bag⟩, which is
+    convex in the table."""
     rows, dim, mesh = 9, 4, fr.Mesh.emulated(x=2)
     g = torch.Generator().manual_seed(3)
     v = torch.linspace(0.5, 1.5, dim)
@@ -161,15 +165,17 @@ def logistic(num_bags, steps, codec):
 
 
 def test_coded_training_stays_near():
-    """20 steps in bfloat16 both ways end within the sum of lr · |error of a step's gradient|: descent on a smooth
-    convex loss with lr = 1 / L brings two tables no further apart."""
+    """20 steps with bfloat16 in both directions end within Σ lr · |error of a step's gradient|. Descent on a smooth
+    convex loss with lr = 1 / L moves two tables no further apart."""
     num_bags, steps, unit = 8, 20, UNITS["bfloat16"]
     want = logistic(num_bags, steps, None)[0][-1]
     tables, counts, v, lr = logistic(num_bags, steps, fr.Codec("bfloat16", "bfloat16"))
     bound = 0.0
     for table, count in zip(tables, counts, strict=False):
-        in_logits = unit * (count @ table.double().abs()) @ v  # each owner's part is rounded
-        in_loss = (in_logits / 4 + unit) / num_bags  # the sigmoid's slope is at most 1/4, |sigmoid - y| at most 1
+        # each owner's part is rounded
+        in_logits = unit * (count @ table.double().abs()) @ v
+        # the sigmoid's slope is at most 1/4, and |sigmoid - y| at most 1
+        in_loss = (in_logits / 4 + unit) / num_bags
         bound += lr * float(torch.linalg.vector_norm((count.T @ in_loss)[:, None] * v))
     apart = float(torch.linalg.vector_norm((tables[-1] - want).double()))
     assert 0 < apart <= bound * (1 + 2 * unit) + 1e-4
@@ -190,7 +196,7 @@ WRONG = {
 
 @pytest.mark.parametrize("which", WRONG)
 def test_a_wrong_rule_is_seen(which, monkeypatch):
-    """The laws fail when a part of the coding is left out."""
+    """The laws fail if a part of the coding is left out."""
     owner, name, wrong = WRONG[which]
     mesh = fr.Mesh.emulated(x=2)
     want = coded.cases(mesh, ("row_wise",), CODECS)

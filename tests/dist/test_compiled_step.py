@@ -1,5 +1,4 @@
-"""What a compiled sharded step contains: static exchanges and as
-few of them as can be, nothing that is read on the host."""
+"""A compiled sharded step has static exchanges, as few as possible, and reads nothing on the host."""
 
 import pytest
 import torch
@@ -9,7 +8,8 @@ import funcrec as fr
 
 KINDS = ("table_wise", "row_wise", "column_wise")
 BAGS, ROOM, WORLD = 2, 32, 2
-WEIGHTS = 17 * 6 + 6 + 1  # of the dense part, and the loss
+# the dense parameters and the loss
+WEIGHTS = 17 * 6 + 6 + 1
 HOST_READS = (
     ".item(",
     ".tolist(",
@@ -20,8 +20,10 @@ HOST_READS = (
     "unique",
     "repeat_interleave",
 )
-ALL_TO_ALL = "all_to_all_single"  # on gloo a gather is one, too
-LEAST = [ALL_TO_ALL] * 4  # ids with lengths, sums, their cotangents, dense gradients with the loss
+# gloo runs a gather as this, too
+ALL_TO_ALL = "all_to_all_single"
+# ids with lengths, sums, their cotangents, dense gradients with the loss
+LEAST = [ALL_TO_ALL] * 4
 
 
 def plan_of(kind):
@@ -29,7 +31,7 @@ def plan_of(kind):
 
 
 def lowered(name, plan, codec=None):
-    """(a donating step, lowered; its arguments)."""
+    """Return (a lowered donating step, its arguments)."""
     mesh = fr.Mesh.distributed(x=WORLD)
     step = fr.train_step(training.loss_fn, **training.optimizers(name), mesh=mesh, plan=plan, codec=codec)
     whole = training.batch(0, BAGS * WORLD)
@@ -43,8 +45,7 @@ def sent(name, plan):
 
 
 def staged(name, plan, codec=None):
-    """(the collectives, the splits of those that have some, whether
-    every shape is static, the generated code) of a step."""
+    """Return a step's (collectives, splits where they exist, whether every shape is static, generated code)."""
     from programs.generated_code import generated_code
 
     step, arguments = lowered(name, plan, codec)
@@ -60,8 +61,8 @@ def staged(name, plan, codec=None):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_step_exchanges_once_for_each_thing(kind, ranks):
-    """A compiled step makes four exchanges with static splits, on all
-    ranks the same, and its code reads nothing on the host."""
+    """A compiled step makes four exchanges with static splits, the same on all ranks, and its code reads nothing on
+    the host."""
     found = ranks(WORLD).run(staged, "adam", plan_of(kind), deadline_s=300)
     for collectives, splits, is_static, code in found:
         assert [c.kind for c in collectives] == LEAST
@@ -75,13 +76,15 @@ def test_a_compiled_step_exchanges_once_for_each_thing(kind, ranks):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_sends_what_its_graph_says(kind, ranks):
-    """The bytes that leave a rank: blocks of ids and lengths, its
-    bags' sums and their cotangents, the dense gradients."""
+    """A rank sends the bytes of its ids and lengths, its bags' sums, their cotangents, and the dense gradients."""
     collectives = ranks(WORLD).run(sent, "adam", plan_of(kind), deadline_s=300)[0]
-    lookups = {  # slots, columns and ids of a rank's lookups: two features of a, one of b and of c
-        "table_wise": (3 + 1, 3 * 4 + 5, 2 * ROOM),  # rank 0 has a and c, rank 1 has b
+    # slots, columns and ids of a rank's lookups: two features of a, one of b and of c
+    lookups = {
+        # rank 0 has a and c, rank 1 has b
+        "table_wise": (3 + 1, 3 * 4 + 5, 2 * ROOM),
         "row_wise": (4, 3 * 4 + 5, 2 * ROOM),
-        "column_wise": (4 + 1, 2 + 2 + 2 + 2 + 3, 2 * 2 * ROOM),  # of b rank 0 has two columns, rank 1 three
+        # rank 0 has two columns of b, rank 1 three
+        "column_wise": (4 + 1, 2 + 2 + 2 + 2 + 3, 2 * 2 * ROOM),
     }[kind]
     slots, columns, room = lookups
     per_id, per_float = 4, 4
@@ -92,10 +95,11 @@ def test_a_step_sends_what_its_graph_says(kind, ranks):
 
 
 def test_copies_are_told_of_everything_at_once(ranks):
-    """A small step with a copy of all tables on every rank makes one exchange: ids
-    and their bounds, cotangents, dense gradients, the loss."""
+    """A small step with all tables replicated makes one exchange of ids and bounds, cotangents, dense gradients and
+    the loss."""
     plan = plan_of("replicated")
-    ids, floats = 2 * ROOM + 4 * BAGS + 1, BAGS * 17 + WEIGHTS  # two features of each key
+    # two features of each key
+    ids, floats = 2 * ROOM + 4 * BAGS + 1, BAGS * 17 + WEIGHTS
     for collectives, splits, is_static, code in ranks(WORLD).run(staged, "adam", plan, deadline_s=300):
         assert [(c.kind, c.dtype, c.sent_bytes) for c in collectives] == [
             (ALL_TO_ALL, torch.float32, 4 * (ids + floats))
@@ -106,8 +110,8 @@ def test_copies_are_told_of_everything_at_once(ranks):
 
 
 def test_a_coded_step_sends_fewer_bytes(ranks):
-    """In bfloat16 a bag's sums are half as many bytes; in int8 their cotangents are a
-    byte each, and four for each slot. All else is the same."""
+    """In bfloat16, a bag's sums take half the bytes. In int8, their cotangents take one byte each and four for each
+    slot. Everything else is the same."""
     codec = fr.Codec(forward="bfloat16", backward="int8")
     columns, slots = 3 * 4 + 5, 4
     for collectives, _, _, code in ranks(WORLD).run(staged, "adam", plan_of("row_wise"), codec, deadline_s=300):
@@ -118,9 +122,10 @@ def test_a_coded_step_sends_fewer_bytes(ranks):
 
 
 def test_columns_in_place_cost_whole_cotangents(ranks):
-    """An optimizer that looks at gradients of whole rows adds no exchange: the
-    cotangents of the sums have all columns of their tables."""
-    whole = 2 * 4 + 2 * 5 + 4  # of b rank 0 has two columns, rank 1 three, which are two banks
+    """An optimizer that needs whole rows' gradients adds no exchange: the sums' cotangents contain all columns of
+    their tables."""
+    # rank 0 has two columns of b, rank 1 three: two banks
+    whole = 2 * 4 + 2 * 5 + 4
     for collectives, _, _, code in ranks(WORLD).run(staged, "partial", plan_of("column_wise"), deadline_s=300):
         assert [c.kind for c in collectives] == LEAST
         assert collectives[2].sent_bytes == BAGS * whole * 4
@@ -128,8 +133,8 @@ def test_columns_in_place_cost_whole_cotangents(ranks):
 
 
 def test_rows_cut_by_columns_travel_at_once(ranks):
-    """An optimizer that looks at whole rows, here for its weight decay, adds two gathers, however many tables are cut
-    by columns: row numbers, and all floats."""
+    """An optimizer that needs whole rows, here for its weight decay, adds two gathers for any number of column-wise
+    tables: row numbers, and all floats."""
     plan = plan_of("column_wise")
     for collectives, _, _, code in ranks(WORLD).run(staged, "rowwise_adagrad", plan, deadline_s=300):
         kinds = [c.kind for c in collectives]

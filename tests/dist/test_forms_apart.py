@@ -1,4 +1,4 @@
-"""Batches of different forms on ranks: named by all of them before anything is sent."""
+"""If ranks' batches have different forms, all ranks report it before anything is sent."""
 
 import contextlib
 import time
@@ -23,7 +23,7 @@ def step_of(mesh, compiled=False, kind="row_wise"):
 
 
 def other(batch, how):
-    """A batch that differs from this one."""
+    """Return the batch with one part changed."""
     ids = batch.ids
     match how:
         case "capacity":
@@ -56,8 +56,8 @@ TOLD = {
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_batches_of_other_forms_are_named_on_all_ranks(compiled, ranks):
-    """Capacity, number of bags, dtype, keys, their order, weights or a label that differ on a rank: every rank raises
-    and names them with the ranks, at once; the next call, of one form, is right."""
+    """If capacity, number of bags, dtype, keys, their order, weights or a label differ on a rank, every rank raises
+    at once, naming them and the ranks. The next call, with one form, works."""
     each = ranks(2).run(as_staged, apart_on_ranks, compiled, deadline_s=200)
     for errors, finite in each:
         assert finite
@@ -96,8 +96,9 @@ WRONG = {
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_rank_whose_call_cannot_begin_tells_the_others(compiled, ranks):
-    """A batch that cannot be cut, or another state, on one rank: it says what is wrong, and the other one at once that
-    it failed, with its words; the next call is right. One that has a program and exchanges is told of it at its end."""
+    """If one rank's batch cannot be cut, or its state is another one, it raises with the reason. The other rank
+    raises at once with the failed rank's message. The next call works. A rank that already runs a compiled program
+    gets the message at its end."""
     first, second = ranks(2).run(begins_on_one, compiled, deadline_s=200)
     assert first.pop("then") and second.pop("then")
     for how, (here, took_s) in first.items():
@@ -110,7 +111,8 @@ def test_a_rank_whose_call_cannot_begin_tells_the_others(compiled, ranks):
 def begins_on_one(compiled):
     mesh, said = fr.Mesh.distributed(x=2), {}
     mine = training.part(training.batch(0, 8), dist.get_rank(), 2)
-    mine = fr.Batch(mine.ids.unpad().pad_to(37), mine.label)  # a form that no test before has agreed on
+    # a form that no earlier test has agreed on
+    mine = fr.Batch(mine.ids.unpad().pad_to(37), mine.label)
     for how in ("no batch", "a scalar") if compiled else WRONG:
         step, run = step_of(mesh, compiled)
         state = step.init(training.params())
@@ -121,7 +123,8 @@ def begins_on_one(compiled):
             said[how] = f"{type(error).__name__}: {error}", time.monotonic() - begin
     said["then"] = bool(run(state, mine)[1]["loss"].isfinite())
     if compiled:
-        for rank in (1, 0):  # the first fails alone, as while the other exchanges by the program that it has
+        # the first fails alone, as if the other were exchanging by its program
+        for rank in (1, 0):
             if dist.get_rank() == rank:
                 with contextlib.suppress(TypeError):
                     run(state, None)
@@ -132,7 +135,7 @@ def begins_on_one(compiled):
 
 
 def test_ranks_change_forms_together(ranks):
-    """Jitted ranks whose batches grow on all of them at once go on, and come back to the first form."""
+    """Jitted ranks whose batches grow on all ranks at once go on, and can return to the first form."""
     assert ranks(2).run(as_staged, grows_on_all, deadline_s=200) == [[True] * 3] * 2
 
 
@@ -148,8 +151,8 @@ def grows_on_all():
 
 
 def test_a_rank_that_changes_its_forms_alone_is_named():
-    """A jitted rank whose batch grows midway, while the other's does not: both raise within the timeout, and name the
-    rank and both forms."""
+    """If one jitted rank's batch grows in the middle of training, and the other's does not, both raise within the
+    timeout, naming the rank and both forms."""
     begin = time.monotonic()
     with RankPool(2, timeout_s=20) as pool, pytest.raises(RankError) as raised:
         pool.run(as_staged, grows_on_one, deadline_s=200)

@@ -1,4 +1,4 @@
-"""TorchRec's sharded state dicts, of ShardedTensors on real ranks, in ours and back."""
+"""TorchRec's sharded state dicts, with ShardedTensors on real ranks, convert to ours and back."""
 
 import pytest
 from programs import interop_ranks
@@ -10,8 +10,9 @@ pytest.importorskip("torchrec")
 
 @pytest.mark.parametrize("kind", interop_ranks.KINDS)
 def test_sharded_training_goes_on(kind, ranks):
-    """What TorchRec's DistributedModelParallel has trained on two ranks is loaded whole, trains on under our plan with
-    the same losses and tables, goes back into a fresh one's shards bit by bit, and does so again."""
+    """Training by TorchRec's DistributedModelParallel on two ranks is loaded whole, and trains on under our plan
+    with the same losses and tables. It converts back into a fresh model's shards bit for bit, and training goes on
+    there."""
     for losses, tables, came_back in ranks(2).run(interop_ranks.goes_on, kind, deadline_s=200):
         for ours, theirs in [*losses, *tables]:
             assert_trees_close(ours, theirs, rtol=1e-6, atol=1e-6)
@@ -19,7 +20,7 @@ def test_sharded_training_goes_on(kind, ranks):
 
 
 def test_dtensors_are_loaded_whole_and_cut_again(ranks):
-    """A state dict of DTensors, torch's own and of TorchRec's shards, is loaded whole on every rank; what goes back
-    is each rank's part."""
+    """A state dict of DTensors, torch's own and those of TorchRec's shards, is loaded whole on every rank. Converted
+    back, each rank gets its part."""
     for got, want, parts, own in ranks(2).run(interop_ranks.dtensors, deadline_s=100):
         assert_trees_close((got, parts), (want, own))

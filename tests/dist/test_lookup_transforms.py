@@ -1,5 +1,5 @@
-"""Route, combine and sharded lookups under every transform, emulated and
-on gloo ranks, against plain lookups of all ranks' bags."""
+"""Route, combine and sharded lookups, under every transform, emulated and on gloo ranks, equal plain lookups of all
+ranks' bags."""
 
 import pytest
 import torch
@@ -9,15 +9,16 @@ from programs.lookup_transforms import names
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
-EXACT = {"rtol": 1e-12, "atol": 1e-12}  # f64: sums may be taken in another order
+# f64: sums may have another order
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
 MESHES = [{"x": 1}, {"x": 2}, {"x": 4}, {"x": 2, "y": 2}]
 CASES = [(axes, name) for axes in MESHES for name in names(axes)]
 
 
 @pytest.mark.parametrize("axes, name", CASES, ids=str)
 def test_a_sharded_lookup_is_the_lookup_under_every_transform(axes, name):
-    """A sharded lookup, and every transform of it in banks and weights, gives what the plain one gives for the bags of
-    all ranks; coded up to rounding."""
+    """A sharded lookup, and every transform of it by banks and weights, equals the plain one for all ranks' bags;
+    coded ones agree up to rounding."""
     close = lookups.ROUNDED if "coded" in name else EXACT
     assert_trees_close(lookups.cells(fr.Mesh.emulated(**axes), name), lookups.wanted(axes, name), **close)
 
@@ -27,8 +28,7 @@ RANKS = [{"x": 2}, {"x": 4}, {"x": 2, "y": 2}]
 
 @pytest.mark.parametrize("axes, name", [c for c in CASES if c[0] in RANKS], ids=str)
 def test_real_ranks_look_up_as_emulated_ones(axes, name, ranks):
-    """A sharded lookup, and every transform of it, has the same
-    values on gloo ranks as under emulation, on each rank."""
+    """A sharded lookup, and every transform of it, has the same values on each gloo rank as under emulation."""
     want = lookups.cells(fr.Mesh.emulated(**axes), name)
     for got in ranks(torch.Size(axes.values()).numel()).run(lookups.real_cells, axes, name):
         assert_trees_close(got, want, **EXACT)
@@ -40,8 +40,8 @@ ROUNDED = [({"x": 2}, "table_wise, rounded"), ({"x": 2}, "row_wise, rounded, ded
 
 @pytest.mark.parametrize("axes, name", ROUNDED, ids=str)
 def test_tables_read_as_if_quantised_are_so_under_every_transform(axes, name, ranks):
-    """Sharded tables that are rounded by a key where they lie, to dtypes of their own in one bank, have under every
-    transform what those of one process have; on two gloo ranks, too."""
+    """Fake-quantised sharded tables, rounded by a key on their owners, with several dtypes in one bank, equal one
+    process's under every transform. This also holds on two gloo ranks."""
     close = lookups.ROUNDED if "coded" in name else EXACT
     want = lookups.wanted(axes, name)
     assert_trees_close(lookups.cells(fr.Mesh.emulated(**axes), name), want, **close)
@@ -51,7 +51,7 @@ def test_tables_read_as_if_quantised_are_so_under_every_transform(axes, name, ra
 
 @pytest.mark.parametrize("axes, name", [({"x": 2}, "row_wise")], ids=str)
 def test_compiled_lookups_are_lookups(axes, name):
-    """jit of an emulated sharded lookup, and of its gradient, changes no value; `transforms.py` prints all."""
+    """jit of an emulated sharded lookup, and of its gradient, changes no value; `transforms.py` prints all of them."""
     got = lookups.compiled_cells(fr.Mesh.emulated(**axes), [name])
     want = lookups.cells(fr.Mesh.emulated(**axes), name, ("fwd", "grad"))
     assert_trees_close({"fwd": got["jit"][name], "grad": got["jit_grad"][name]}, want, **EXACT)

@@ -1,4 +1,4 @@
-"""Weights of examples and evaluation on real ranks, beside one process."""
+"""Weights of examples, and evaluation, on real ranks equal one process's."""
 
 import pytest
 from programs import loops
@@ -8,14 +8,15 @@ from funcrec.testing import assert_trees_close
 
 @pytest.mark.parametrize("weight", [[3, 1, 2, 0, 1, 1, *[0] * 6], [0.5, 0, 1] * 4])
 def test_the_mean_over_ranks_is_the_weighted_mean(weight, ranks):
-    """A step of two ranks, of which one may hold padding alone, follows Σ w l / Σ w over all examples."""
+    """A step on two ranks, one of which may hold only padding, uses Σ w l / Σ w over all examples."""
     want = loops.weighted_step(weight)
     for got in ranks(2).run(loops.weighted_step_of_ranks, weight):
         assert_trees_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_all_ranks_know_the_metrics_of_all_examples(ranks):
-    """Each evaluates its own, and says what one process says of all; of unequal parts it is told."""
+    """Each rank evaluates its own examples and returns the metrics of all; ranks with different numbers of examples
+    raise."""
     weight = [1, 2, 0, 1] * 3
     first, second = ranks(2).run(loops.evaluated_on_ranks, weight)
     assert first == second
@@ -25,8 +26,8 @@ def test_all_ranks_know_the_metrics_of_all_examples(ranks):
 
 @pytest.mark.parametrize("num_steps", [5, 40])
 def test_a_signal_of_one_rank_ends_all(num_steps, ranks, tmp_path):
-    """A signal that one rank alone hears is raised on every rank behind the same step, that of the next question or
-    the last, once the checkpoint is there."""
+    """A signal to one rank is raised on every rank after the same step, the next step that asks for signals or the
+    last one. The checkpoint is written before."""
     ended = ranks(2).run(loops.interrupted, str(tmp_path / "run.pt"), num_steps)
     assert ended[0] == ended[1] and ended[0][0] == 143
     assert ended[0][1][-1] == 5 if num_steps == 5 else ended[0][1][-1] < 20
@@ -34,13 +35,13 @@ def test_a_signal_of_one_rank_ends_all(num_steps, ranks, tmp_path):
 
 
 def test_ranks_go_on_from_one_checkpoint(ranks, tmp_path):
-    """Ranks that find different checkpoints at one path, as on disks of their own, are told so on all of them."""
+    """If ranks find different checkpoints at one path, as on separate disks, all of them raise."""
     for text in ranks(2).run(loops.resumed, str(tmp_path)):
         assert "is another on some of the ranks" in text and "rank 1 has one of epoch 1, batch 0" in text
 
 
 def test_the_first_rank_says_when_minutes_are_over(ranks, tmp_path):
-    """With `save_every_minutes` all ranks save behind the same step, when the first one's clock says so."""
+    """With `save_every_minutes` all ranks save after the same step, decided by the first rank's clock."""
     first, second = ranks(2).run(loops.saved_by_the_clock, str(tmp_path / "run.pt"), 3.0)
     assert first == second
     assert first[0] == [(0, 0), (0, 15), (0, 31)]

@@ -1,4 +1,4 @@
-"""A rank that is lost in the midst of `fit` ends the others: soon, by one message that names it and says why."""
+"""A rank that is lost during `fit` ends the others soon, and one message names it and says why."""
 
 import pytest
 from programs import lost_ranks
@@ -6,7 +6,7 @@ from programs.lost_ranks import LEAVE_S, SLACK_S, TIMEOUT_S
 
 pytestmark = pytest.mark.xdist_group("ranks")
 GONE = "no exception: it was killed, or called os._exit"
-CASES = {  # (way, moment): what is said of it, and why; seconds until the others are down
+CASES = {  # (way, moment): the message, the reason, and the seconds until the others have ended
     ("exception", "loader"): ("ended in the loader after step 3.", "ValueError: of my own", 1.0),
     ("exception", "save"): ("ended in the checkpoint of epoch 0, batch 3.", "ValueError: of my own", 1.0),
     ("exit", "step"): ("ended, last seen in ", GONE, 1.0),
@@ -19,15 +19,15 @@ CASES = {  # (way, moment): what is said of it, and why; seconds until the other
 
 @pytest.mark.parametrize("way, moment", CASES)
 def test_a_lost_rank_ends_the_others(way, moment):
-    """However and wherever a rank is lost, all others end within the stated time: one of them tells in full which rank
-    it was, where and why, the other in a line."""
+    """However a rank is lost, all others end within the stated time. One of them reports in full which rank it was,
+    where and why; the other reports it in one line."""
     where, why, within_s = CASES[way, moment]
     told, rank, took = lost_ranks.lost(way, moment)
     hold_to(told, rank, took, where, why, within_s)
 
 
 def test_a_rank_lost_within_a_stale_pipeline_ends_the_others():
-    """So it is where the next batch's rows are under way: killed behind a step, within `fr.loop.watch`."""
+    """The same holds inside a stale pipeline within `fr.loop.watch`, where the next batch's rows are being fetched."""
     told, rank, took = lost_ranks.lost("kill", "step", lost_ranks.run_stale)
     hold_to(told, rank, took, "ended, last seen in ", GONE, 1.0)
 

@@ -1,4 +1,4 @@
-"""What the ranks of the main job decide together, and which rows each takes."""
+"""What the main job's ranks decide together, and which rows each one takes."""
 
 import pytest
 import torch
@@ -11,19 +11,19 @@ from funcrec.testing import assert_trees_close
 
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_ranks_stop_together(interrupted, ranks):
-    """Whichever rank is interrupted, all are told so at the same step, within 16 of it, and ever after."""
+    """Whichever rank is interrupted, all ranks see it at the same step, within 16 steps, and at every later one."""
     first, second = ranks(2).run(moving.questions, interrupted, 40)
     assert first == second
     assert first == [False] * 31 + [True] * 9
 
 
 def test_nobody_stops_uninterrupted(ranks):
-    """Without an interruption no rank is told to stop."""
+    """Without an interruption, no rank stops."""
     assert not any(map(any, ranks(2).run(moving.questions, 2, 40)))
 
 
 def test_ranks_take_the_batch_apart(ranks):
-    """The bags that the ranks take are those of the batch, in its order."""
+    """Together, the ranks' bags are the batch's bags, in order."""
     data = fr.data.random_rows(fr.key(0), {"item": 50, "user": 9}, num_rows=30)
     rows = torch.randperm(30, generator=torch.Generator().manual_seed(0))[:12]
     whole, parts = data.take(rows), ranks(2).run(moving.own_batch, data, rows)
@@ -34,7 +34,8 @@ def test_ranks_take_the_batch_apart(ranks):
 
 @pytest.mark.parametrize("kind", _ranks.PLANS)
 def test_a_plan_places_every_table_on_the_whole_mesh(kind):
-    """Every plan of the main job fits a mesh of two axes, keeps every bit, and leaves no rank without a row."""
+    """Every plan of the main job fits a mesh of two axes and keeps every bit; except for replicated, every rank has
+    rows."""
     mesh = fr.Mesh.emulated(data=2, model=2)
     configs = [fr.TableConfig(f"t{i}", 8, 4) for i in range(4)]
     tables = fr.init(fr.key(0), configs)

@@ -1,4 +1,4 @@
-"""train_step(micro_batches=) on gloo ranks, whose parts have unlike numbers of ids."""
+"""train_step(micro_batches=) on gloo ranks whose parts have different numbers of ids."""
 
 import pytest
 import torch
@@ -18,14 +18,15 @@ def assert_looped(made, kinds, pooling, n, k, **dense):
         want_tables, want_weights, want_loss = micro_ranks.looped(kinds, pooling, seed, n, k)
         assert_trees_close(tables, want_tables)
         assert_trees_close(weights, want_weights, **dense)
-        torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=1e-6)  # printed means are added in any order
+        # printed means are added in any order
+        torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("pooling, k", [("sum", 2), ("mean", 4)])
 @pytest.mark.parametrize("n", MESHES)
 def test_ranks_in_micro_batches_are_a_loop_over_parts(n, pooling, k, ranks):
-    """Under every placement n ranks that take their bags in k parts give the tables and dense parameters of one process
-    that loops over all parts, bit for bit, however many ids each part of each rank has."""
+    """Under every placement, n ranks with k micro-batches give the tables and dense parameters of one process that
+    loops over all parts, bit for bit. The parts of each rank may have any number of ids."""
     for kind in KINDS if n == 4 else KINDS[:4]:
         for made in ranks(n).run(micro_ranks.stepped, kind, pooling, SEEDS, MESHES[n], k, True):
             assert_looped(made, kind, pooling, n, k)
@@ -33,16 +34,16 @@ def test_ranks_in_micro_batches_are_a_loop_over_parts(n, pooling, k, ranks):
 
 @pytest.mark.parametrize("n, kinds", [(2, KINDS[:3]), (4, KINDS[4:])], ids=str)
 def test_staged_ranks_in_micro_batches_are_a_loop_over_parts(n, kinds, ranks):
-    """So staged, each table under a placement of its own; on two ranks compiled, whose dense gradients are summed in a
-    compiler's order."""
+    """The same holds staged, with another placement for each table. On two ranks the step is compiled, which may sum
+    dense gradients in another order."""
     how = (micro_ranks.stepped,) if n == 2 else (as_staged, micro_ranks.stepped)
     for made in ranks(n).run(*how, kinds, "sum", SEEDS, MESHES[n], 2, True, True, deadline_s=500):
         assert_looped(made, kinds, "sum", n, 2, rtol=1e-6, atol=1e-6)
 
 
 def test_a_nested_calls_parts_have_one_capacity(ranks):
-    """Bags that a nested call cuts have one capacity on all ranks, also where the ranks of the outer axis have unlike
-    numbers of ids: exchanges over both axes are those of the emulated grid."""
+    """Bags cut by a nested call have one capacity on all ranks, even if the outer axis's ranks have different
+    numbers of ids. Exchanges over both axes equal those of the emulated grid."""
     want = micro_ranks.nested(fr.Mesh.emulated(x=2, y=2))
     assert [x.tolist() for x in want] == [[283], [2, 80]]
     for got in ranks(4).run(micro_ranks.real_nested):
@@ -50,12 +51,12 @@ def test_a_nested_calls_parts_have_one_capacity(ranks):
 
 
 def test_shards_of_other_forms_are_not_joined(ranks):
-    """`unshard` of shards whose forms differ between the ranks raises on every rank, before anything is sent."""
+    """`unshard` raises on every rank if the shards' forms differ, before anything is sent."""
     for tensors, ids in ranks(2).run(micro_ranks.joined_unlike):
         assert "`tree` differs between the ranks" in tensors and "float32[3] on rank 1" in tensors
         assert "`tree` differs between the ranks" in ids and "values int64[24]" in ids
 
 
 def test_a_batch_that_is_not_cut_evenly_raises_on_every_rank(ranks):
-    """Of 8 examples on each rank 3 micro-batches are refused on both."""
+    """With 8 examples on each rank, 3 micro-batches are refused on both ranks."""
     assert all("`batch` is not cut evenly" in text for text in ranks(2).run(micro_ranks.uncut, 3))

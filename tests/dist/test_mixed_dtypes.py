@@ -1,4 +1,4 @@
-"""Tables of several dtypes on one mesh: each keeps its own, whichever comes first."""
+"""Tables of several dtypes on one mesh keep their dtypes, in any order."""
 
 import itertools
 
@@ -17,7 +17,7 @@ KINDS = ["row_wise", "column_wise", "table_wise", "replicated"]
 
 
 def params(order):
-    """Thirds, of which no two dtypes have the same bits."""
+    """Fill the tables with thirds, whose bits differ between any two dtypes."""
     rows = {"a": 12, "b": 7, "c": 5}
     dense = torch.ones(2)
     return fr.Params({n: torch.full((rows[n], 4), 1 / 3, dtype=DTYPES[n]) for n in order}, dense)
@@ -25,8 +25,8 @@ def params(order):
 
 @pytest.mark.parametrize("order, kind", zip(ORDERS, itertools.cycle(KINDS)), ids=str)
 def test_tables_keep_their_dtypes_in_every_order(order, kind, tmp_path):
-    """Tables of mixed dtypes, and their slots, come back from a mesh with every bit, in every order: by shard_tables,
-    by a step's init, by reshard and by load, which give the same state."""
+    """Tables of mixed dtypes, and their slots, return from a mesh with every bit, in any order. shard_tables, a
+    step's init, reshard and load give the same state."""
     mesh, plan = fr.Mesh.emulated(x=2), plan_of(kind, {"x": 2})
     whole = params(order)
     assert_trees_close(bits(fr.gather_tables(fr.shard_tables(whole.tables, plan, mesh), mesh)), bits(whole.tables))
@@ -40,7 +40,7 @@ def test_tables_keep_their_dtypes_in_every_order(order, kind, tmp_path):
 
 
 def test_ranks_keep_the_dtypes_of_tables(ranks):
-    """So they do on real ranks."""
+    """The same holds on real ranks."""
     for order in ORDERS[::2]:
         for got in ranks(2).run(moving.begun, params(order), {"x": 2}, "row_wise"):
             assert_trees_close(bits(got.tables), bits(params(order).tables))

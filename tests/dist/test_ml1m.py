@@ -1,8 +1,7 @@
-"""The main job's DeepFM on gloo ranks under every placement, against one
-process that adds the gradients of the same local batches.
+"""The main job's DeepFM on gloo ranks, under every placement, equals one process that adds the gradients of the same
+local batches.
 
-All of it is the main job's: the model with its dropout, the loss, both
-optimizers, the plans and how ranks take a batch apart.
+The model with its dropout, the loss, both optimizers, the plans and the split of a batch over ranks are the main job's.
 """
 
 import functools
@@ -23,7 +22,7 @@ KINDS = ("table_wise", "row_wise", "column_wise", "replicated")
 
 
 def ratings():
-    """The first rows of MovieLens-1M's train part."""
+    """Return the first rows of MovieLens-1M's train part."""
     try:
         split = fr.data.ctr_dataset(fr.data.movielens_1m())
     except OSError as error:
@@ -33,7 +32,7 @@ def ratings():
 
 
 def generated():
-    """Rows of MovieLens-1M's form whose users and items repeat."""
+    """Make rows of MovieLens-1M's form whose users and items repeat."""
     g = torch.Generator().manual_seed(0)
     draw = lambda n, size: (torch.rand(size, generator=g).pow(3) * (n - 1)).int() + 1
     sizes, columns, start = ML1M_FIELDS, [Column("genre", "genre", ML1M_GENRES, 0)], 0
@@ -56,7 +55,7 @@ def generated():
 
 @pytest.fixture(scope="module", params=[ratings, generated], ids=lambda f: f.__name__)
 def trained(request):
-    """(data, (optimizer, number of ranks) -> what one process trains)."""
+    """Return (data, a function of (optimizer, number of ranks) that gives one process's training)."""
     data = request.param()
     return data, functools.cache(functools.partial(alone, data))
 
@@ -67,8 +66,8 @@ def optimizers(name):
 
 
 def alone(data, name, ranks):
-    """One process that adds the gradients of the ranks' batches,
-    each with its rank's dropout: (tables, slots, dense)."""
+    """Train in one process that adds the gradients of the ranks' batches, each with its rank's dropout; return
+    (tables, slots, dense)."""
     loss_fn, (sparse, dense), key = fr.models.loss(MODEL), optimizers(name).values(), fr.key(2)
     params = MODEL.init(fr.key(1))
     slots, opt = sparse.init(params.tables), dense.init(params.dense)
@@ -92,7 +91,7 @@ def added(a, b):
 
 
 def together(data, name, axes, kind, exact):
-    """The same by `train_step` on this process's ranks."""
+    """Return the same from `train_step` on this process's ranks."""
     mesh = fr.Mesh.distributed(**axes)
     options = {**optimizers(name), "mesh": mesh, "plan": fr.Plan.uniform(kind, MODEL.tables, mesh), "exact": exact}
     step = fr.train_step(MODEL, **options)
@@ -118,15 +117,15 @@ def test_two_ranks_change_no_bit_of_the_main_job(kind, trained, ranks):
 
 
 def test_a_grid_changes_no_bit_of_the_main_job(trained, ranks):
-    """The same on 2 x 2 ranks, every table cut by rows and columns."""
+    """The same holds on 2 x 2 ranks, with every table sharded by rows and columns."""
     data, want = trained
     for got in ranks(4).run(together, data, "adam", {"data": 2, "model": 2}, "grid", True):
         assert_same(got, want("adam", 4))
 
 
 def test_sums_at_the_owners_change_the_main_job_by_rounding(trained, ranks):
-    """Without exact=True row-wise training by SGD differs within 1e-6. (Adam divides a gradient by its size: where all
-    of it is rounding, so is the step.)"""
+    """Without exact=True, row-wise training by SGD agrees within 1e-6. (Adam is not compared: it divides a gradient
+    by its size, so a gradient of pure rounding gives a full step.)"""
     data, want = trained
     assert_same(
         ranks(2).run(together, data, "sgd", {"data": 2}, "row_wise", False)[0], want("sgd", 2), rtol=1e-6, atol=1e-6

@@ -1,5 +1,5 @@
-"""Steps with a capacity: what does not fit changes nothing and is counted,
-and is trained on when it is run again with more room."""
+"""Steps with a capacity: a batch that does not fit changes nothing and is counted; run again with a larger capacity,
+it trains."""
 
 import pytest
 import torch
@@ -17,26 +17,26 @@ CASES = [({"x": 2}, k) for k in ONE_AXIS] + [({"x": 2, "y": 2}, k) for k in TWO_
 
 @pytest.mark.parametrize("axes, kind", [c for c in CASES if c[1] != "replicated"], ids=str)
 def test_a_batch_that_does_not_fit_changes_no_bit(axes, kind):
-    """A step with too small a capacity gives the state it got, bit for bit, the
-    number of ids without a place, and a loss that is NaN."""
+    """A step with too small a capacity returns the given state bit for bit, the number of ids without a place, and a
+    NaN loss."""
     assert_unchanged(*overflown(fr.Mesh.emulated(**axes), kind), kind)
 
 
 @pytest.mark.parametrize("kind, compiled", [("row_wise", False), ("column_wise", False), ("row_wise", True)])
 def test_a_batch_that_does_not_fit_changes_no_bit_on_ranks(kind, compiled, ranks):
-    """The same on gloo ranks, also staged and donated."""
+    """The same holds on gloo ranks, also staged and donated."""
     for got in ranks(2).run(as_staged, real_overflown, {"x": 2}, kind, compiled, deadline_s=300):
         assert_unchanged(*got, kind)
 
 
 def test_the_overflow_is_the_ids_without_a_place():
-    """metrics["overflow"] counts, over all ranks, the ids beyond
-    the capacity for each pair of a sender and an owner."""
+    """metrics["overflow"] counts, over all ranks, the ids beyond the capacity of each pair of sender and owner."""
     mesh = fr.Mesh.emulated(x=2)
     plan = fr.Plan({"t": fr.table_wise("x", rank=1)})
     loss = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("k", table="t")]).values.sum()
     kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1), "mesh": mesh, "plan": plan}
-    ids = fr.KeyedJaggedTensor.from_lists({"k": [[0, 1, 2, 3, 9], [1, -1]]})  # 9 and -1 are no rows: 4 ids and 1
+    # 9 and -1 are no rows: 4 ids and 1
+    ids = fr.KeyedJaggedTensor.from_lists({"k": [[0, 1, 2, 3, 9], [1, -1]]})
     for capacity, lost in ((1, 3), (2, 2), (4, 0), (5, 0)):
         step = fr.train_step(loss, **kind, capacity=capacity)
         _, metrics = step(step.init(fr.Params({"t": torch.zeros(4, 1)}, {})), ids)
@@ -45,7 +45,7 @@ def test_the_overflow_is_the_ids_without_a_place():
 
 @pytest.mark.parametrize("pooling", ["sum", "none"])
 def test_copies_need_no_capacity(pooling):
-    """Ids of replicated tables are sent nowhere: what is needed is for the others, and nothing where there are none."""
+    """Ids of replicated tables are not sent: only other tables need capacity, and without any others, 0 is needed."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[0] * 50] * 4, "u": [[0], [1], [2], [3]]})
     features = [fr.FeatureConfig(n, table=n, pooling=pooling) for n in ("a", "u")]
 
@@ -64,8 +64,8 @@ def test_copies_need_no_capacity(pooling):
 
 @pytest.mark.parametrize("pooling", ["sum", "none"])
 def test_ids_without_a_place_are_counted_whatever_is_trained(pooling):
-    """A lookup's overflow is the exchange's, and no table's: it is counted where the table that is first in it is
-    constant in the loss, too, of bags as of sequences."""
+    """A lookup's overflow belongs to the exchange, not to a table. It is counted even if its first table is constant
+    in the loss, for bags and sequences."""
     mesh = fr.Mesh.emulated(x=2)
     tables = {"a": torch.ones(4, 1), "b": torch.ones(4, 2)}
     features = [fr.FeatureConfig(n, table=n, column="k", pooling=pooling) for n in tables]
@@ -90,7 +90,8 @@ def test_ids_without_a_place_are_counted_whatever_is_trained(pooling):
 
 
 def shared_out(pooling, capacity, wrap=lambda f: f, kept=lambda acts: acts, **how):
-    """(acts of each of two ranks, their losses, {bank: its gradient}); rank 0 has 4 ids for itself, rank 1 has 2."""
+    """Return (acts of each of two ranks, their losses, {bank: its gradient}). Rank 0 has 4 ids of its own rows, rank
+    1 has 2."""
     mesh, tables = fr.Mesh.emulated(x=2), {"a": torch.ones(4, 1), "b": torch.ones(4, 2)}
     features = [fr.FeatureConfig(n, table=n, column="k", pooling=pooling) for n in tables]
     held = fr.shard_tables(tables, fr.Plan(dict.fromkeys(tables, fr.row_wise("x"))), mesh, capacity=capacity, **how)
@@ -115,8 +116,9 @@ def shared_out(pooling, capacity, wrap=lambda f: f, kept=lambda acts: acts, **ho
 @pytest.mark.parametrize("pooling", ["sum", "none"])
 @pytest.mark.parametrize("how", [{}, {"exact": True}, {"dedup": True}, {"codec": fr.Codec("int8", "int8")}], ids=str)
 def test_what_lost_an_id_is_nan(pooling, how):
-    """A lookup of tables with a capacity, by value_and_grad or bare, in a jitted function too: NaN on the rank whose
-    ids found no place, as are its loss and the gradients of its ids that did; with room the bits of no capacity."""
+    """If ids find no place, the lookup on that rank is NaN, and so are its loss and the gradients of its other ids.
+    This holds by value_and_grad, plainly, and in a jitted function. With enough capacity the bits equal those
+    without capacity."""
     whole = shared_out(pooling, None, **how)
     assert_trees_close(shared_out(pooling, 4, **how), whole)
     for wrap in (lambda f: f, fr.jit) if how == {} and pooling == "sum" else (lambda f: f,):
@@ -124,15 +126,17 @@ def test_what_lost_an_id_is_nan(pooling, how):
         for x, room in ((acts, whole[0]), (bare, whole[1]), (losses, whole[2])):
             assert x[0].isnan().all() and not room.isnan().any()
             assert_trees_close(x[1], room[1])
-        (a, b), (_, whole_b) = grads.values(), whole[3].values()  # row 1 of b was not sent
+        # row 1 of b was not sent
+        (a, b), (_, whole_b) = grads.values(), whole[3].values()
         assert a[:2].isnan().all() and b[0].isnan().all()
         assert_trees_close(b[2:], whole_b[2:])
 
 
 def test_checked_tells_the_capacity_that_would_do():
-    """checked(value_and_grad) on an emulated mesh raises for ids without a place, with the capacity that would do, and
-    equals it where there are none; a checked step counts them, as any other."""
-    for kept in (torch.clone, torch.nan_to_num):  # a loss that swallows NaN is told, too
+    """On an emulated mesh, checked(value_and_grad) raises for ids without a place, with a sufficient capacity.
+    Without such ids it equals value_and_grad. A checked step counts them as usual."""
+    # a loss that removes NaN is reported, too
+    for kept in (torch.clone, torch.nan_to_num):
         with pytest.raises(fr.CheckError, match=r"1 ids without a place.*member 0(.|\n)*at least 4"):
             shared_out("sum", 3, fr.checked, kept)
     assert_trees_close(shared_out("sum", 4, fr.checked), shared_out("sum", None))
@@ -140,7 +144,7 @@ def test_checked_tells_the_capacity_that_would_do():
 
 
 def retried(mesh, kind, capacity, steps=4):
-    """([state after each step], the capacities that steps were made for)."""
+    """Return ([state after each step], the capacities for which steps were made)."""
     made = []
     run = fr.retry_overflow(lambda c: made.append(c) or step_of(mesh, kind, c), capacity=capacity, steps=2)
     state, out = step_of(mesh, kind, 1).init(training.params()), []
@@ -168,7 +172,8 @@ def real_pair(axes, kind, capacity):
     "axes, kind, capacity", [*((*c, 1) for c in CASES), ({"x": 2}, "row_wise", "measure")], ids=str
 )
 def test_retried_training_is_training(axes, kind, capacity):
-    """Training from a small or a measured capacity on skewed batches gives the bits of training with room for all."""
+    """Training that starts with a small or a measured capacity on skewed batches gives the bits of training with
+    enough capacity."""
     mesh = fr.Mesh.emulated(**axes)
     got, made = retried(mesh, kind, capacity)
     assert_trees_close(got, unbounded(mesh, kind))
@@ -177,7 +182,7 @@ def test_retried_training_is_training(axes, kind, capacity):
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
 def test_retried_training_is_training_on_ranks(kind, ranks):
-    """The same on gloo ranks, which agree when to run again."""
+    """The same holds on gloo ranks, which agree when to run a step again."""
     for (got, made), want in ranks(2).run(real_pair, {"x": 2}, kind, 1):
         assert_trees_close(got, want)
         assert len(made) > 1
@@ -185,8 +190,8 @@ def test_retried_training_is_training_on_ranks(kind, ranks):
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
 def test_what_waits_stays_where_ids_find_no_place(kind):
-    """A step that does not fit, the last of an accumulation, applies nothing and leaves what waits to the bit; with
-    more room it is the update."""
+    """If the last step of an accumulation does not fit, it applies nothing and keeps the waiting gradients to the
+    bit. With a larger capacity it updates."""
     before, after, metrics, wide = overflown(fr.Mesh.emulated(x=2), kind, name="accumulate rows")
     assert_unchanged(before, after, metrics, wide, kind)
     waits = lambda state: [int((own["pending_rows"] >= 0).sum()) for own in state.slots.values()]

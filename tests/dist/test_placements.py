@@ -1,4 +1,4 @@
-"""Sharded lookups and their gradients under every placement, on emulated meshes, against one process."""
+"""Sharded lookups and their gradients, under every placement on emulated meshes, equal one process's."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ UNIFORM = {
 
 @pytest.mark.parametrize("kind", UNIFORM)
 def test_a_uniform_plan_is_one_by_hand(kind):
-    """Plan.uniform places every table as the placement's own function does over all axes
-    but the replicas, whole tables on each place in turn."""
+    """Plan.uniform equals the placement's own function over all axes except the replicas, with table-wise tables on
+    each rank in turn."""
     tables = [fr.TableConfig(f"t{i}", 4, 2) for i in range(7)]
     mesh = fr.Mesh.emulated(y=2, r=2, x=3)
     made = fr.Plan({t.name: UNIFORM[kind](("y", "x"), i, [2, 3]) for i, t in enumerate(tables)}, replicas="r")
@@ -34,7 +34,7 @@ def test_a_uniform_plan_is_one_by_hand(kind):
 
 @given(st.data())
 def test_drawn_plans_fit_their_meshes(data):
-    """Whatever plan is drawn, with replicas too, the tables that it places come back with every bit."""
+    """For any drawn plan, with replicas too, placed and gathered tables keep every bit."""
     mesh, tables = data.draw(frs.meshes(max_axes=3)), {"t": torch.randn(5, 3), "u": torch.randn(2, 1)}
     plan = data.draw(frs.plans(tables, mesh, replicas=True))
     assert_trees_close(fr.gather_tables(fr.shard_tables(tables, plan, mesh), mesh), tables)
@@ -42,8 +42,8 @@ def test_drawn_plans_fit_their_meshes(data):
 
 @given(models())
 def test_exact_sharded_lookups_have_one_processs_bits(model):
-    """With exact=True a sharded lookup has the bits of the plain one under every
-    placement, and so have the gradients of its tables."""
+    """With exact=True a sharded lookup, and its tables' gradients, have the bits of the plain one under every
+    placement."""
     acts, grads = sharded(model, exact=True)
     want_acts, want_grads = whole(model)
     assert_trees_close(acts, want_acts)
@@ -52,8 +52,8 @@ def test_exact_sharded_lookups_have_one_processs_bits(model):
 
 @pytest.mark.parametrize("placed", [fr.row_wise(("y", "x")), fr.table_wise(("y", "x"), rank=1)], ids=lambda p: p.kind)
 def test_axes_named_in_another_order_change_no_bit(placed):
-    """Where a placement names its axes in another order than the mesh, a row's gradient
-    is still summed in the order of the global batch."""
+    """If a placement names its axes in another order than the mesh, a row's gradient is still summed in the order of
+    the global batch."""
     ids = fr.KeyedJaggedTensor.from_lists({"u": [[]] * 7 + [[0] * 2, [], [0] * 4, [], []]}, dtype=torch.int64)
     tables, mesh = {"a": torch.tensor([[0.3661]])}, fr.Mesh.emulated(x=3, y=2)
     model = (mesh, fr.Plan({"a": placed}), tables, ids, [fr.FeatureConfig("f", table="a", column="u")])
@@ -62,15 +62,15 @@ def test_axes_named_in_another_order_change_no_bit(placed):
 
 @given(models(kinds=("table_wise", "column_wise", "table_column_wise", "replicated")))
 def test_lookups_of_whole_rows_have_one_processs_bits(model):
-    """Where a row's bag is pooled on one rank, sums have the bits of the plain lookup without exact=True."""
+    """If a row's bag is pooled on one rank, sums have the bits of the plain lookup even without exact=True."""
     acts, _ = sharded(model)
     assert_trees_close(acts, whole(model)[0])
 
 
 @given(models())
 def test_row_wise_sums_differ_by_rounding_only(model):
-    """Without exact=True row-wise sums are taken in another order: within
-    1e-6 of the plain lookup; the gradients keep their bits."""
+    """Without exact=True, row-wise sums have another order: they agree with the plain lookup within 1e-6. The
+    gradients keep their bits."""
     acts, grads = sharded(model)
     want_acts, want_grads = whole(model)
     assert_trees_close(acts, want_acts, rtol=1e-6, atol=1e-6)

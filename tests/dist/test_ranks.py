@@ -1,4 +1,4 @@
-"""The same functions on real ranks (gloo) and emulated, and what happens when ranks fail."""
+"""Functions give the same on real (gloo) ranks as emulated; and failures of ranks."""
 
 import os
 import time
@@ -37,14 +37,14 @@ def test_compiled_ranks_give_what_emulation_gives(ranks):
 
 
 def test_ranks_measure_one_hardware(ranks):
-    """Hardware.measure on real ranks gives all of them the same numbers, all above nothing, and so the same plan."""
+    """Hardware.measure on real ranks gives all ranks the same positive numbers, and so the same plan."""
     first, second = ranks(2).run(planned_ranks.measured)
     assert first == second and first.ranks_per_host == 2 and first.memory_bytes == 10**9
     assert min(first.memory_bytes_per_s, first.link_bytes_per_s) > 1e6
 
 
 def grid(mesh, x, through=lambda f: f):
-    """Sums over one axis, gathers over the other, and a nested call that is global over the second axis."""
+    """Compute sums over one axis, gathers over the other, and a nested call that is global over the second axis."""
 
     def inner(y):
         return fr.psum(y, "model") * (fr.axis_index("model") + 1)
@@ -69,7 +69,7 @@ def real_grid(x):
 
 
 def test_a_grid_of_ranks_is_the_emulated_grid(ranks):
-    """Axes of a real mesh, tuples of them and nested calls give what the emulated mesh gives, compiled too."""
+    """Axes of a real mesh, tuples of axes and nested calls give the emulated mesh's values, compiled too."""
     x = torch.arange(8, dtype=torch.float64)
     want = grid(fr.Mesh.emulated(data=2, model=2), x)
     for got, compiled in ranks(4).run(real_grid, x):
@@ -78,7 +78,7 @@ def test_a_grid_of_ranks_is_the_emulated_grid(ranks):
 
 
 def bags(ids, mesh):
-    """Every rank turns its bags round; the keys and bags come back in order."""
+    """Let every rank reverse the keys of its bags, and join the result."""
     spec = fr.P("x")
     f = fr.shard_map(lambda ids: ids.permute(["b", "a"]), mesh=mesh, in_specs=spec, out_specs=spec)
     return fr.unshard(f(fr.shard(ids, spec, mesh=mesh)), spec, mesh=mesh)
@@ -90,7 +90,7 @@ def real_bags(ids):
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_jagged_values_are_cut_by_bags(n, ranks):
-    """A jagged value is cut by bags and joined again on real ranks as under emulation."""
+    """A jagged value is split by bags and joined on real ranks as under emulation."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[1, 2], [], [3], [4]], "b": [[5], [6, 7, 8], [], [9]]})
     want = {"b": ids.to_lists()["b"], "a": ids.to_lists()["a"]}
     assert bags(ids, fr.Mesh.emulated(x=n)).to_lists() == want
@@ -104,8 +104,8 @@ def promise(varying):
 
 
 def test_a_broken_promise_is_found_on_ranks(ranks):
-    """A result that out_specs promise to be the same, and is not,
-    is an error that names it and the axis, on every rank."""
+    """If a result that out_specs declare equal on all ranks is not, every rank raises with the result's name and the
+    axis."""
     with pytest.raises(RankError) as raised:
         ranks(2).run(promise, True)
     assert str(raised.value).count("`result['loss']` is not the same along axis 'x'.") >= 2
@@ -113,7 +113,8 @@ def test_a_broken_promise_is_found_on_ranks(ranks):
 
 
 def equal_with_tangents(kind):
-    """Of a value that all ranks have and promise: its tangent's, where only rank 1 has one or it is another there."""
+    """Return the tangent of a result with equal values on all ranks, where only rank 1 has a tangent or it has
+    another one."""
     mesh, here = fr.Mesh.distributed(x=2), dist.get_rank()
     f = fr.shard_map(lambda x: x * x.detach(), mesh=mesh, in_specs=fr.P("x"), out_specs=fr.P())
     x, t = torch.ones(3), torch.arange(3.0) * (1 if kind in ("the same", "twice the same") else here)
@@ -127,8 +128,8 @@ def equal_with_tangents(kind):
 
 @pytest.mark.parametrize("kind", ["unlike", "twice unlike", "vmapped"])
 def test_a_promise_is_of_tangents_too_on_ranks(kind, ranks):
-    """A result that out_specs promise to be the same, of equal values and unlike tangents, is refused on every rank, at
-    every level of forward derivatives; equal tangents pass."""
+    """A result declared equal, with equal values but different tangents, is refused on every rank, at every level of
+    forward derivatives. Equal tangents pass."""
     with pytest.raises(RankError) as raised:
         ranks(2).run(equal_with_tangents, kind)
     assert str(raised.value).count("`result` is not the same along axis 'x'.") >= 2
@@ -139,8 +140,8 @@ def test_a_promise_is_of_tangents_too_on_ranks(kind, ranks):
 
 
 def staged_then_differentiated(size):
-    """The device of a gradient on shapes, behind a function staged
-    on real ranks whose result is `size` equal values."""
+    """Stage a function on real ranks whose result has `size` equal values; return the device of a gradient on fake
+    tensors afterwards."""
     mesh, x = fr.Mesh.distributed(x=2), torch.ones(())
     f = fr.shard_map(lambda x: (x, x + 1), mesh=mesh, in_specs=fr.P(), out_specs=fr.P())
     assert fr.jit(lambda x: torch.func.vmap(lambda _: f(x)[1])(torch.ones(size)))(x).tolist() == [2.0] * size
@@ -150,13 +151,14 @@ def staged_then_differentiated(size):
 
 
 def test_staging_leaves_what_torch_remembers_right(ranks):
-    """What torch remembers of its operations' results on shapes is right after staging
-    on ranks: gradients there are on their own device."""
+    """Staging on ranks does not corrupt torch's cache of operations on fake tensors: later gradients are on their
+    own device."""
     assert ranks(2).run(staged_then_differentiated, 7) == [["cpu", "cpu"]] * 2
 
 
 def promises_below(name, how):
-    """None, or what was raised, and that what is kept passes: a program of test_shard_map's, on real ranks."""
+    """Run a program of test_shard_map on real ranks; return what it raised, or None, and check that a kept promise
+    passes."""
     mesh, x = fr.Mesh.distributed(x=2), torch.arange(6.0).reshape(3, 2) + dist.get_rank()
     specs = {"mesh": mesh, "in_specs": (fr.P("x"), fr.P()), "out_specs": fr.P()}
     kept = fr.shard_map(lambda x, w: fr.psum((x * w).sum(), "x"), **specs)
@@ -183,13 +185,13 @@ def promises_below(name, how):
 @pytest.mark.parametrize("how", ["grad", "vmap", "jvp", "jit", "jit of grad", "jit of vmap"])
 @pytest.mark.parametrize("name", ["own shard", "place"])
 def test_a_broken_promise_is_found_below_transforms(name, how, ranks):
-    """On real ranks, too, a false promise is refused under every transform and inside jit; a kept one passes."""
+    """On real ranks, too, a false promise is refused under every transform and inside jit; a kept promise passes."""
     for said in ranks(2).run(as_staged, promises_below, name, how):
         assert "`result` is not the same along axis 'x'" in said
 
 
 def staged_with_promises():
-    """The exchanges of a compiled function whose promises are looked at, and of the same without."""
+    """Count the exchanges of a compiled function with and without checked promises."""
     from programs.generated_code import generated_code
 
     specs = {"mesh": fr.Mesh.distributed(x=2), "in_specs": fr.P("x"), "out_specs": fr.P()}
@@ -202,13 +204,13 @@ def staged_with_promises():
 
 
 def test_a_promise_costs_a_compiled_step_nothing(ranks):
-    """Promises are looked at while a function is staged: its compiled code has no exchange more."""
+    """Promises are checked during staging, so the compiled code has no additional exchange."""
     for checked, unchecked in ranks(2).run(staged_with_promises):
         assert checked == unchecked > 0
 
 
 def order_of_overlap():
-    """Where the compiled code starts an exchange, multiplies matrices, and waits."""
+    """Return the code positions at which an exchange starts, matrices are multiplied, and the exchange is awaited."""
     from programs.generated_code import generated_code
 
     f = lambda a, w: fr.all_to_all(a, "x", tiled=True).sin() + (w @ w).relu() @ w
@@ -220,13 +222,13 @@ def order_of_overlap():
 
 
 def test_ranks_compute_while_values_travel(ranks):
-    """In a compiled function an exchange is started before work that does not need it, and awaited behind that."""
+    """In a compiled function, an exchange starts before work that does not need it, and is awaited after that work."""
     for places in ranks(2).run(order_of_overlap):
         assert places == sorted(places)
 
 
 def fail_in(how):
-    """A step of two collectives, in the middle of which rank 1 does something else."""
+    """Run a step of two collectives, in the middle of which rank 1 does something else."""
     mesh = fr.Mesh.distributed(x=2, timeout_s=4)
 
     def f(x):
@@ -244,7 +246,7 @@ def fail_in(how):
 
 @pytest.mark.parametrize("how", ["killed", "hangs"])
 def test_a_lost_rank_ends_the_others(how):
-    """When a rank dies or hangs in the middle of a step, the others raise within the timeout."""
+    """If a rank dies or hangs in the middle of a step, the others raise within the timeout."""
     begin = time.monotonic()
     with RankPool(2, timeout_s=6) as pool, pytest.raises(RankError) as raised:
         pool.run(fail_in, how, deadline_s=20)
@@ -256,7 +258,7 @@ def test_a_lost_rank_ends_the_others(how):
 
 @pytest.mark.parametrize("how, said", [("another collective", "ALLTOALL"), ("another shape", "TensorShape=[2]")])
 def test_a_rank_that_does_something_else_is_named(how, said):
-    """With debug=True a rank that calls another collective, or with another shape, is named with what it called."""
+    """With debug=True, a rank that calls another collective, or uses another shape, is named with its call."""
     with RankPool(2, timeout_s=6, debug=True) as pool, pytest.raises(RankError) as raised:
         pool.run(fail_in, how, deadline_s=40)
     text = str(raised.value)
@@ -266,8 +268,8 @@ def test_a_rank_that_does_something_else_is_named(how, said):
 
 
 def made_again():
-    """[(groups, threads)] before and after one mesh is made 50 times, and what it computes: on one world of
-    ranks and on the next."""
+    """Return [(groups, threads)] before and after one mesh is made 50 times, and its result, on one world of ranks
+    and on the next."""
     out = []
     for world in range(2):
         if world:
@@ -287,14 +289,14 @@ def made_again():
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the threads of a process are counted by Linux")
 def test_a_mesh_made_again_has_the_groups_of_the_first():
-    """A mesh that is made 50 times, by whatever names of its axes, makes groups and threads once;
-    of a new world of ranks it has new ones."""
+    """A mesh that is made 50 times, with any axis names, makes its groups and threads once. A new world of ranks
+    gets new ones."""
     with RankPool(4) as pool:
         assert pool.run(made_again) == [[(True, [3.0, 3.0])] * 2] * 4
 
 
 def test_ranks_must_fit_the_axes(ranks):
-    """Axes that do not multiply to the number of ranks are an error with both numbers."""
+    """If the axes' sizes do not multiply to the number of ranks, the error has both numbers."""
     with pytest.raises(RankError, match="data=3"):
         ranks(2).run(three_ranks)
 

@@ -1,4 +1,4 @@
-"""States moved between plans and meshes: every bit is kept, and training goes on."""
+"""States moved between plans and meshes keep every bit, and training goes on."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 @st.composite
 def laid_out(draw):
-    """(axes, plan) with a placement of its own for each table; shrinks to table-wise on one rank."""
+    """Draw (axes, plan) with a separate placement for each table; shrinks to table-wise on one rank."""
     mesh = draw(frs.meshes())
     return mesh.shape, draw(frs.plans(training.SHAPES, mesh))
 
@@ -34,8 +34,8 @@ def laid_out(draw):
     st.sampled_from([1, 100, 1 << 26]),
 )
 def test_a_state_keeps_every_bit_on_its_way(name, first, second, dtype, block):
-    """gather_state(reshard(state)) is the state, to the bit, under every placement,
-    and so it is after another reshard to any plan and mesh."""
+    """gather_state(reshard(state)) equals the state to the bit under every placement. It still does after another
+    reshard to any plan and mesh."""
     state, sparse = moving.full_state(name, dtype), training.OPTIMIZERS[name]()
     here, there = fr.Mesh.emulated(**first[0]), fr.Mesh.emulated(**second[0])
     with pytest.MonkeyPatch.context() as patch:
@@ -48,7 +48,7 @@ def test_a_state_keeps_every_bit_on_its_way(name, first, second, dtype, block):
 
 @given(st.sampled_from(list(training.OPTIMIZERS)), laid_out(), laid_out())
 def test_a_moved_state_is_laid_out_as_a_first_one(name, first, second):
-    """reshard and train_step's init give one layout, and the same first state."""
+    """reshard and train_step's init give the same layout and the same first state."""
     (axes, plan), (others, other) = first, second
     mesh, elsewhere, opts = fr.Mesh.emulated(**axes), fr.Mesh.emulated(**others), training.optimizers(name)
     make = lambda **where: fr.train_step(training.loss_fn, **opts, **where).init(training.params())
@@ -63,8 +63,8 @@ def test_a_moved_state_is_laid_out_as_a_first_one(name, first, second):
 
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "by_table"])
 def test_emulated_training_goes_on_elsewhere(name):
-    """Three steps under each of several plans differ from one
-    process's steps by the rounding of dense products only."""
+    """Three steps under each of several plans differ from one process's steps only by the rounding of dense
+    products."""
     kinds = [({"x": 4}, "row_wise"), ({"x": 2, "y": 2}, "grid"), ({"y": 4}, "column_wise"), ({"y": 4}, "table_wise")]
     got = moving.moved(name, kinds, 3, 8, False)
     tables, slots, dense, _ = training.alone(name, 4, 12, 8)
@@ -89,8 +89,8 @@ STATIONS = [
 
 @pytest.mark.parametrize("name", ["accumulate rows", "accumulate some"])
 def test_gradients_that_wait_go_on_on_other_ranks(name, ranks, tmp_path):
-    """Steps on four ranks, one under each of several plans and meshes, of which half let gradients wait, moved or saved
-    and loaded between them, have the bits of one process that adds the same batches."""
+    """Steps on four ranks, each under another plan and mesh, moved or saved and loaded in between, have the bits of
+    one process that adds the same batches. In half of the steps, gradients wait."""
     tables, slots, dense, _ = training.alone(name, 4, len(STATIONS), 8)
     for got in ranks(4).run(moving.moved, name, STATIONS, 1, 8, True, str(tmp_path / "at")):
         assert_trees_close(bits((got.tables, of_rows(got.slots), got.dense)), bits((tables, of_rows(slots), dense)))
@@ -98,7 +98,7 @@ def test_gradients_that_wait_go_on_on_other_ranks(name, ranks, tmp_path):
 
 @pytest.mark.parametrize("name", ["accumulate", "accumulate lamb"])
 def test_gradients_that_wait_go_on_elsewhere(name, tmp_path):
-    """So on emulated meshes, but for the rounding of dense products."""
+    """The same holds on emulated meshes, up to the rounding of dense products."""
     tables, slots, dense, _ = training.alone(name, 4, len(STATIONS), 8)
     got = moving.moved(name, STATIONS, 1, 8, False, str(tmp_path / "at"))
     got, want = (got.tables, of_rows(got.slots), got.dense), (tables, of_rows(slots), dense)
@@ -110,8 +110,8 @@ def of_rows(slots):
 
 
 def test_training_on_four_ranks_goes_on_over_other_axes(ranks):
-    """Steps on four ranks in a grid, then in a row, then in another grid,
-    have the bits of one process that adds the same batches."""
+    """Steps on four ranks in a grid, then in a row, then in another grid, have the bits of one process that adds the
+    same batches."""
     axes = {"x": 2, "y": 2}
     stations = [
         (axes, "grid"),
@@ -128,8 +128,8 @@ def test_training_on_four_ranks_goes_on_over_other_axes(ranks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", TWO_AXES)
 def test_ranks_keep_every_bit_of_a_state(kind, dtype, ranks):
-    """On four ranks a state that is laid out, moved and gathered is the state,
-    negative zeros and NaNs' payloads too, on every rank."""
+    """On four ranks, a state that is laid out, moved and gathered keeps every bit on every rank, including negative
+    zeros and NaN payloads."""
     state, axes = moving.full_state("by_table", dtype), {"x": 2, "y": 2}
     for got in ranks(4).run(moving.carried, state, axes, kind, {"z": 4}, "row_wise", "by_table"):
         for one in got:
@@ -142,7 +142,7 @@ COTANGENTS = {
 
 
 def there_and_back(axes, plan, other, replicas=()):
-    """{name: functions of tables that are ⟨tables, COTANGENTS⟩, by way of a sharded state}."""
+    """Return {name: a function of tables that gives ⟨tables, COTANGENTS⟩ through a sharded state}."""
     mesh, sparse = fr.Mesh.emulated(**axes), fr.optim.adagrad(lr=0.1)
     apart = lambda plan: fr.Plan(dict(plan.placements), replicas=replicas)
     plan, other = apart(plan), apart(other)
@@ -165,8 +165,7 @@ def there_and_back(axes, plan, other, replicas=()):
     "kinds", [("row_wise", "column_wise"), ("grid", "table_wise"), ("table_row_wise", "replicated")]
 )
 def test_moved_tables_have_derivatives(kinds, name):
-    """Tables that are sharded, moved and gathered again are themselves: gradient,
-    tangent and every member of a batch go with them."""
+    """Tables that are sharded, moved and gathered have the identity's gradient, tangent and vmap."""
     axes, replicas = {"x": 2, "y": 2}, ("x",) if name == "sync_replicas" else ()
     own = {a: n for a, n in axes.items() if a not in replicas}
     first, second = (plan_of(k if len(own) > 1 or k in ONE_AXIS else "row_wise", own) for k in kinds)
@@ -185,21 +184,21 @@ def test_moved_tables_have_derivatives(kinds, name):
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
 def test_a_derivative_of_moved_bits_is_refused(kind, ranks):
-    """On real ranks rows travel as bits, which have no derivative: a
-    state that is differentiated is refused, never cut off."""
+    """On real ranks, rows travel as bits, which have no derivative. So a state that is differentiated is refused,
+    and no derivative is lost silently."""
     for said in ranks(2).run(moving.differentiated, kind):
         assert "is differentiated" in said
 
 
 @st.composite
 def on_ranks(draw, num_ranks):
-    """(axes, plan), with copies that train apart or without, of that many ranks."""
+    """Draw (axes, plan) on that many ranks, with replicas or without."""
     axes = draw(st.sampled_from([{"x": num_ranks}, {"y": 2, "z": num_ranks // 2}]))
     return axes, draw(frs.plans(training.SHAPES, fr.Mesh.emulated(**axes), replicas=True))
 
 
 def held(axes, plan):
-    """{rank: {number: how often the rank holds it}} of the numbers of all elements of all tables, from 1 on."""
+    """Return {rank: {number: how often the rank holds it}} for the numbers, from 1, of all elements of all tables."""
     mesh, counts, total = fr.Mesh.emulated(**axes), {}, 1
     tables = {}
     for n, (r, d) in training.SHAPES.items():
@@ -219,8 +218,8 @@ def held(axes, plan):
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.sampled_from(["adam", "user"]), st.sampled_from(DTYPES), st.sampled_from([1, 96, 1 << 26]))
 def test_each_row_travels_once_to_its_new_owner(ranks, data, name, dtype, block):
-    """What a rank is sent are the elements that it is to have and has not, and no byte more, in rounds that are
-    bounded; and all bits arrive, between any two plans, with copies and other axes."""
+    """A rank receives exactly the elements that it needs and does not have, not a byte more, in rounds of bounded
+    size. All bits arrive, between any two plans, also with replicas and other axes."""
     first, second = data.draw(on_ranks(4)), data.draw(on_ranks(4))
     state = moving.full_state(name, dtype)
     got = ranks(4).run(moving.sent, state, first, second, name, block)
@@ -238,7 +237,7 @@ def test_each_row_travels_once_to_its_new_owner(ranks, data, name, dtype, block)
 
 
 def test_members_of_an_ensemble_move_on_ranks(ranks):
-    """Under vmap each member's rows arrive as those of a state alone."""
+    """Under vmap, each member's rows arrive like those of a single state."""
     for pairs in ranks(2).run(moving.members, "row_wise", "column_wise"):
         for got, want in pairs:
             assert_trees_close(got, want)

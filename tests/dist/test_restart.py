@@ -1,4 +1,4 @@
-"""`fit` under torchrun's agent: killed and restarted, it ends as if it had been left alone."""
+"""`fit` under torchrun's agent, killed and restarted, ends with the bits of an uninterrupted run."""
 
 import os
 import subprocess
@@ -33,13 +33,13 @@ def end_of(folder):
 
 
 def begun(folder):
-    """(its first step, its process) of each start of the first rank."""
+    """List (first step, process) of each start of the first rank."""
     return [tuple(map(int, line.split())) for line in (folder / "began0").read_text().splitlines()]
 
 
 def test_killed_five_times_it_ends_with_the_same_bits(folder):
-    """Five times kill -9 of one of two ranks, by itself or by the other, at random moments: the agent starts both
-    again, from the last checkpoint, and the final bits are those of a run that was left alone."""
+    """Kill -9 hits one of two ranks five times at random moments, sent by itself or by the other rank. The agent
+    restarts both from the last checkpoint, and the final bits are those of an uninterrupted run."""
     tree, steps, history = end_of(folder / "killed")
     want, of_alone, alone = end_of(folder / "alone")
     assert_trees_close(tree, want, rtol=0, atol=0)
@@ -51,8 +51,8 @@ def test_killed_five_times_it_ends_with_the_same_bits(folder):
 
 
 def test_other_ranks_go_on_with_it(folder):
-    """Three ranks from the checkpoint of two, in the midst of an epoch, which save beside their steps, end within 1e-6
-    of the two; their last checkpoint is whole."""
+    """Three ranks that resume from the checkpoint of two in the middle of an epoch, and save in the background, end
+    within 1e-6 of the two. Their last checkpoint is whole."""
     tree, steps, _ = end_of(folder / "three")
     want, of_alone, _ = end_of(folder / "alone")
     assert [step for step, _ in begun(folder / "three")] == [13] and steps == of_alone

@@ -1,4 +1,4 @@
-"""Stochastic rounding under plans, against one process.
+"""Stochastic rounding under any plan equals that of one process.
 
 bits of an element  =  a function of (key, table, row of the table, column of the table)
 """
@@ -26,13 +26,14 @@ STEPS = 2
 
 
 def loss(params, ids, features):
-    """A sum that weighs every element differently; compiled or not it has one gradient."""
+    """A sum that weights every element differently; compiled or not, its gradient is the same."""
     x = fr.lookup(params.tables, ids, features).values
     return (x.float() * (torch.arange(x.numel()).reshape(x.shape) % 7 - 2.75)).sum()
 
 
 def trained(model, name, compiled=False):
-    """Tables after some steps on the same bags: on the mesh, and in one process, which adds the ranks' gradients."""
+    """Return tables after some steps on the same bags: on the mesh, and in one process that adds the ranks'
+    gradients."""
     mesh, plan, tables, ids, features = model
     sparse = fr.optim.stochastic_rounding(RULES[name](), key=fr.key(3))
     step = fr.train_step(
@@ -57,7 +58,7 @@ def trained(model, name, compiled=False):
 @settings(max_examples=25)
 @given(models(), st.sampled_from(list(RULES)), st.sampled_from(HALF))
 def test_random_rounding_is_the_same_under_every_plan(model, name, dtype):
-    """Tables of 16 bits, rounded at random on a mesh under any plan, have the bits of one process."""
+    """16-bit tables, rounded at random on a mesh under any plan, have the bits of one process."""
     mesh, plan, tables, ids, features = model
     tables = {n: t.to(dtype) for n, t in tables.items()}
     assert_trees_close(*trained((mesh, plan, tables, ids, features), name))
@@ -72,7 +73,8 @@ PLACEMENTS = {
 
 
 def odd_model(names="abcd"):
-    """Tables of one width that share a bank, columns that begin anywhere, two blocks of one table on a rank."""
+    """Make tables of one width that share a bank, columns that start anywhere, and two blocks of one table on a
+    rank."""
     mesh, shapes = fr.Mesh.emulated(x=2), {"a": (9, 21), "b": (7, 5), "c": (6, 5), "d": (5, 5)}
     shapes = {n: shapes[n] for n in names}
     tables = fr.init(fr.key(1), [fr.TableConfig(n, *s, dtype=torch.bfloat16) for n, s in shapes.items()])
@@ -88,14 +90,15 @@ def odd_model(names="abcd"):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_columns_that_begin_anywhere_and_banks_of_several_tables(compiled):
-    """Three blocks of a row, of which two lie in a bank of one rank, and three tables in
-    one bank are rounded as in one process; so they are by a compiled step that is given its state."""
+    """Three blocks of a row, two of them in one rank's bank, and three tables in one bank are rounded as in one
+    process. The same holds for a compiled donated step."""
     for name in ("adam", "by the row's gradient") if not compiled else ("by the row's gradient",):
         assert_trees_close(*trained(odd_model("ab" if compiled else "abcd"), name, compiled))
 
 
 def test_ranks_round_as_one_process(ranks):
-    """On two real ranks, whose columns one number per row goes with, 16-bit tables come out as in one process."""
+    """On two real ranks, where each rank's columns come with one number per row, 16-bit tables equal those of one
+    process."""
     axes = {"x": 2}
     want = training.alone("rounded", 2, 4, 8)
     for got in ranks(2).run(training.real, "rounded", axes, training.plan_of("column_wise", axes), 4, 8, True):

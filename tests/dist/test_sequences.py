@@ -1,5 +1,4 @@
-"""Sharded sequences, alone and beside pooled features of the
-same tables, under every placement, against one process."""
+"""Sharded sequences, alone and with pooled features of the same tables, equal one process's under every placement."""
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from funcrec.testing import assert_trees_close
 
 @given(sequence_models())
 def test_sharded_sequences_have_one_processs_bits(model):
-    """Sequences and the gradients of their tables, which pooled features share,
-    have the plain lookup's bits under every placement."""
+    """Sequences, and the gradients of their tables, which pooled features share, have the plain lookup's bits under
+    every placement."""
     got, want = mapped(model), whole(model)
     assert_trees_close(got[0], want[0])
     assert_trees_close(got[1], want[1])
@@ -38,8 +37,7 @@ def test_sequences_on_ranks_have_one_processs_bits(axes, kind, ranks):
 
 
 def test_terms_of_several_lookups_are_added_rank_by_rank(monkeypatch):
-    """A table of two lookups gets rank 0's terms of both before rank
-    1's: in another order the sums are rounded otherwise."""
+    """A table of two lookups adds rank 0's terms of both before rank 1's; another order would round differently."""
     mesh, plan, tables, _, features = fixed(fr.Mesh.emulated(x=2), "row_wise")
     lists = {k: [[(i * j) % 3 for j in range(5)] for i in range(8)] for k in "uv"}
     weights = {k: [[0.1 + 0.3 * j for j in range(5)] for _ in range(8)] for k in "uv"}
@@ -60,8 +58,8 @@ UNEQUAL = fr.KeyedJaggedTensor.from_lists({"u": [[0], [1]], "v": [[2], [3], [1]]
     "lookup, pooling", [(fr.lookup, "sum"), (fr.lookup_sequence, "none")], ids=["pooled", "sequence"]
 )
 def test_features_of_different_numbers_of_bags_are_refused_on_a_mesh(lookup, pooling):
-    """Lanes of an exchange have one number of bags: ids whose keys differ raise, where bags were passed over without a
-    word; nothing to look up is no error."""
+    """An exchange needs one number of bags, so ids whose keys have different numbers raise, and no bags are silently
+    skipped. A lookup of no features is no error."""
     mesh, plan, tables, _, _ = fixed(fr.Mesh.emulated(x=2), "row_wise")
     held = fr.shard_tables(tables, plan, mesh)
     features = [fr.FeatureConfig(k, table="b", pooling=pooling) for k in "uv"]

@@ -1,5 +1,5 @@
-"""Training under every placement, emulated and on gloo ranks, against
-one process that adds the gradients of the same batches."""
+"""Training under every placement, emulated and on gloo ranks, equals one process that adds the gradients of the same
+batches."""
 
 import pytest
 import torch
@@ -18,14 +18,15 @@ STEPS = 20
 def assert_same_training(got, want, **tolerance):
     for name, a, b in zip(("tables", "slots", "dense"), got, want, strict=False):
         assert_trees_close({name: a}, {name: b}, **tolerance)
-    assert_trees_close(got[3], want[3], rtol=1e-6)  # the printed mean of the losses is added in any order
+    # the printed mean of the losses is added in any order
+    assert_trees_close(got[3], want[3], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "lamb", "by_table"])
 @pytest.mark.parametrize("kind", ONE_AXIS)
 def test_two_ranks_change_no_bit(kind, name, ranks):
-    """20 steps on two ranks give the tables, slots and dense parameters of
-    one process that adds the same two batches, bit for bit."""
+    """20 steps on two ranks give the tables, slots and dense parameters of one process that adds the same two
+    batches, bit for bit."""
     axes = {"x": 2}
     want = training.alone(name, 2, STEPS, 4)
     for got in ranks(2).run(training.real, name, axes, plan_of(kind, axes), STEPS, 4, True):
@@ -35,8 +36,8 @@ def test_two_ranks_change_no_bit(kind, name, ranks):
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad"])
 @pytest.mark.parametrize("kind", TWO_AXES)
 def test_a_grid_of_four_ranks_changes_no_bit(kind, name, ranks):
-    """20 steps on 2 x 2 ranks give what one process gives that adds the same four batches, bit for bit; without
-    exact=True row-wise within 1e-6."""
+    """20 steps on 2 x 2 ranks give the bits of one process that adds the same four batches. Without exact=True,
+    row-wise agrees within 1e-6."""
     axes = {"x": 2, "y": 2}
     want = training.alone(name, 4, STEPS, 8)
     for got in ranks(4).run(training.real, name, axes, plan_of(kind, axes), STEPS, 8, True):
@@ -51,8 +52,8 @@ def test_a_grid_of_four_ranks_changes_no_bit(kind, name, ranks):
 
 @pytest.mark.parametrize(("kind", "name"), [*zip(ONE_AXIS, WAITING, strict=True)])
 def test_gradients_wait_on_ranks(kind, name, ranks):
-    """7 steps with two or three updates, `accumulate` alone, by table, clipped, over a clip or a schedule, give on two
-    ranks the tables, slots and dense parameters of one process that adds the same two batches, bit for bit."""
+    """7 steps with two or three updates give the bits of one process that adds the same two batches, in tables,
+    slots and dense parameters. `accumulate` is used alone, by table, clipped, over a clip, or over a schedule."""
     want = without_waiting(training.alone(name, 2, 7, 4))
     for got in ranks(2).run(training.real, name, {"x": 2}, plan_of(kind, {"x": 2}), 7, 4, True):
         assert_same_training(got, want)
@@ -60,7 +61,7 @@ def test_gradients_wait_on_ranks(kind, name, ranks):
 
 @pytest.mark.parametrize("kind", TWO_AXES)
 def test_gradients_wait_on_a_grid(kind, ranks):
-    """So on 2 x 2 ranks."""
+    """The same holds on 2 x 2 ranks."""
     axes = {"x": 2, "y": 2}
     name = ("accumulate", "accumulate rows", "accumulate lamb")[TWO_AXES.index(kind) % 3]
     want = without_waiting(training.alone(name, 4, 4, 8))
@@ -69,7 +70,7 @@ def test_gradients_wait_on_a_grid(kind, ranks):
 
 
 def test_a_staged_step_on_ranks_lets_gradients_wait(ranks):
-    """jit with donation changes steps of which some wait by rounding only."""
+    """jit with donation changes accumulating steps only by rounding."""
     args = ("accumulate rows", {"x": 2}, plan_of("row_wise", {"x": 2}), 4, 4, True, True)
     want = without_waiting(training.alone("accumulate rows", 2, 4, 4))
     assert_same_training(ranks(2).run(as_staged, training.real, *args, deadline_s=300)[0], want, rtol=1e-5, atol=1e-6)
@@ -83,7 +84,7 @@ def without_waiting(made):
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
 def test_ranks_send_the_weights_of_the_keys_that_have_some(kind, ranks):
-    """A step on two ranks of ids of which one key has weights has the bits of the emulated one."""
+    """With ids of which one key has weights, a step on two ranks has the bits of the emulated one."""
     want = training.some_weights({"x": 2}, kind, False)
     assert all(t.isfinite().all() for t in want.values())
     for got in ranks(2).run(training.some_weights, {"x": 2}, kind, True):
@@ -93,7 +94,7 @@ def test_ranks_send_the_weights_of_the_keys_that_have_some(kind, ranks):
 @pytest.mark.parametrize("axes", [{"x": 1}, {"x": 2}, {"x": 4}, {"x": 8}, {"x": 2, "y": 2}, {"x": 2, "y": 4}], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_emulated_training_is_training(name, axes):
-    """Emulated steps under every placement differ from one process's by the rounding of dense products only."""
+    """Emulated steps under every placement differ from one process's only by the rounding of dense products."""
     mesh = fr.Mesh.emulated(**axes)
     want = training.alone(name, mesh.size, 5, 8)
     for kind in TWO_AXES if len(axes) > 1 else ONE_AXIS:
@@ -102,8 +103,8 @@ def test_emulated_training_is_training(name, axes):
 
 
 def test_a_row_cut_by_columns_keeps_one_second_moment(ranks):
-    """Under column_wise row-wise Adagrad keeps the whole row's
-    second moment: each column's owner has the same number."""
+    """Under column_wise, row-wise Adagrad keeps the whole row's second moment: each column's owner has the same
+    number."""
     mesh, axes = fr.Mesh.emulated(x=2), {"x": 2}
     got = training.together("rowwise_adagrad", mesh, plan_of("column_wise", axes), 3, 8, exact=True)
     plain = training.together("rowwise_adagrad", mesh, plan_of("row_wise", axes), 3, 8, exact=True)
@@ -125,7 +126,7 @@ def test_a_norm_of_all_gradients_is_that_of_all_ranks():
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "replicated"])
 def test_a_compiled_step_on_ranks_is_the_step(kind, ranks):
-    """jit with donation changes a sharded step by the rounding of compiled dense parts only; of columns:
+    """jit with donation changes a sharded step only by the rounding of compiled dense parts; for columns, see
     test_column_update."""
     axes = {"x": 2}
     want = training.alone("rowwise_adagrad", 2, 5, 4)

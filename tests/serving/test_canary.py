@@ -1,4 +1,4 @@
-"""Weights are tried before they serve: on the package's example, whose answer has to be finite numbers."""
+"""New weights first run on the package's example, whose outputs must be finite, before they serve."""
 
 import json
 import os
@@ -19,7 +19,8 @@ ASKED = {"ids": {"a": [[7]]}, "dense": [[1.0]]}
 
 
 def params(row=0.0, scale=1.0, rank=3):
-    """`row`: that of id 1, which the example asks for. rank: of three scores, how many are not masked."""
+    """Make parameters. row: the values of row 1, which the example reads. rank: how many of three scores are not
+    masked."""
     table = torch.arange(100.0).view(50, 2) / 8
     table[1] = row
     mask = torch.where(torch.arange(3) < rank, 0.0, -INF)
@@ -37,7 +38,7 @@ def scores(params, batch):
 
 
 def delta(package, path, row, scale):
-    """A delta of one row and the dense weights."""
+    """Write a delta with one row and the dense weights."""
     newer = params(row, scale, rank=2)
     rows = torch.tensor([1])
     parts = {"t": (ChangedRows(rows, newer.tables["t"][rows], 0, (50, 2)),)}
@@ -47,7 +48,7 @@ def delta(package, path, row, scale):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """A package whose `masked` is not finite at its export, weights that diverged, and others."""
+    """Make a package whose output `masked` is not finite at export, diverged weights, and good ones."""
     folder = tmp_path_factory.mktemp("canary")
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[1], [2, 3]]})
     example = fr.Batch(ids, dense=torch.zeros(2, 1))
@@ -66,8 +67,8 @@ BAD += [("/delta", "path", "bad.delta"), ("/delta", "path", "worse.delta")]
 
 
 def test_weights_that_diverged_are_not_taken(path, built):
-    """Weights, or a delta, with which the example's answer is not finite numbers are 400, as often as they are asked
-    for, and every bit, answer and version is what it was; an output that was not finite at the export may be so."""
+    """Weights or a delta that make the example's output non-finite get 400, each time they are requested. Every bit,
+    output and version stays. An output that was not finite at export may stay so."""
     with Server(built / "funcrec-serve", path, "--updates", str(path.parent)) as server:
         before, memory = predict(server.connect(), ASKED), answers.pages(server.process.pid)
         assert before[1]["version"] == "good" and before[1]["outputs"]["masked"][0][2] is None
@@ -84,7 +85,7 @@ def test_weights_that_diverged_are_not_taken(path, built):
 
 
 def test_a_canary_may_be_left_out(path, built):
-    """`--canary false` takes whatever the program runs with."""
+    """With `--canary false` the server accepts any weights that its program can run with."""
     with Server(built / "funcrec-serve", path, "--updates", str(path.parent), "--canary", "false") as server:
         for where, key, name in BAD:
             assert server.ask("POST", "/reload", {"weights": path.name})[0] == 200
@@ -93,7 +94,7 @@ def test_a_canary_may_be_left_out(path, built):
 
 
 def test_no_server_begins_with_weights_that_diverged(path, built, tmp_path):
-    """A package whose weights are no numbers is refused at the start, unless --canary is false."""
+    """A package whose weights are NaN is refused at the start, unless --canary is false."""
     copy = shutil.copytree(path, tmp_path / "copy")
     for name in ("weights.bin", "weights.json"):
         shutil.copy(path.parent / "nan" / name, copy / name)
@@ -104,7 +105,7 @@ def test_no_server_begins_with_weights_that_diverged(path, built, tmp_path):
 
 
 def test_a_package_keeps_what_it_is_tried_with(path):
-    """The manifest has the example's first bags, as a program takes them, and which outputs were finite."""
+    """The manifest stores the example's first bags, in a program's form, and the names of the finite outputs."""
     example = json.loads((path / "manifest.json").read_text())["example"]
     want = {"bags": 2, "dense": [0.0, 0.0], "values": [1, 2, 3], "offsets": [0, 1, 3], "finite": ["click"]}
     assert example == want
@@ -112,8 +113,8 @@ def test_a_package_keeps_what_it_is_tried_with(path):
 
 @pytest.mark.parametrize("case", ["long", "weighted"])
 def test_any_example_is_kept(case, built, tmp_path):
-    """Examples with a bag of more ids than are kept and with padding, and with weights are kept as a request
-    that the server checks and answers at its start."""
+    """Examples with a very long bag, with padding or with weights are stored as a request. The server checks it and
+    runs it at its start."""
     feature = fr.FeatureConfig("a", table="t")
     predict = lambda params, batch: fr.lookup(params, batch.ids, [feature]).values
     lists = {"long": [[1], [1] * 5000, [2]], "weighted": [[1], [2, 3]] * 9}[case]
@@ -130,7 +131,7 @@ def test_any_example_is_kept(case, built, tmp_path):
 
 
 def test_a_bus_error_names_its_file(path, built, tmp_path):
-    """A server whose weights are cut short under it ends with SIGBUS, and says of which file."""
+    """A server whose weights file is cut while it runs ends with SIGBUS, and names the file."""
     copy = shutil.copytree(path, tmp_path / "copy")
     with Server(built / "funcrec-serve", copy, "--checksums", "false", "--canary", "false") as server:
         os.truncate(copy / "weights.bin", 0)

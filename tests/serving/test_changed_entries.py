@@ -1,4 +1,4 @@
-"""Every entry of a package's JSON files changed, one at a time: refused, in the same words in Python and in C++."""
+"""Each entry of a package's JSON files, changed alone, is refused with the same words in Python and in C++."""
 
 import copy
 import hashlib
@@ -17,13 +17,14 @@ import funcrec as fr
 pytestmark = pytest.mark.xdist_group("every_dtype")
 
 BLANK = "0" * 64
-SHARE = {"manifest.json": 2, "weights.json": 15}  # changes of each entry
+# the number of changes tried per entry
+SHARE = {"manifest.json": 2, "weights.json": 15}
 if os.environ.get("HYPOTHESIS_PROFILE") == "long":
     SHARE = dict.fromkeys(SHARE, 1000)
 
 
 def others(x):
-    """Values that an entry may be changed to."""
+    """List other values for an entry."""
     kinds = [None, True, "", "no", -1, 0, 1.5, 2**47, 2**63, 10**30, [], [x], {}, {"name": x}]
     near = {
         int: lambda: [x + 1, x - 1, 2 * x, -x, x + 4096, x - 4096, float(x), str(x)],
@@ -36,7 +37,7 @@ def others(x):
 
 
 def places(x, path=()):
-    """Paths to all entries; of a list's items those of the first and the last."""
+    """Yield the paths of all entries; of a list, only the first and the last item."""
     yield path
     keys = list(x) if isinstance(x, dict) else sorted({0, len(x) - 1}) if isinstance(x, list) and x else ()
     for k in keys:
@@ -55,7 +56,7 @@ def changed(content, path, value):
 
 
 def written(content):
-    """As funcrec writes it, the digest that of its text: what is refused then is what it says."""
+    """Write the content as funcrec does, with a matching digest, so that the content itself is what gets refused."""
     text = json.dumps(content, indent=1) + "\n"
     pattern = re.compile(r'("(?:digest|model\.pt2|encoding\.frc)": )"[0-9a-f]{64}"')
     own = hashlib.sha256(pattern.sub(rf'\1"{BLANK}"', text).encode()).hexdigest()
@@ -63,7 +64,7 @@ def written(content):
 
 
 def said_by(act, kinds):
-    """(what, got, need) of the first problem that is raised; None for none."""
+    """Return (what, got, need) of the first problem that is raised, or None."""
     try:
         act()
     except kinds as error:
@@ -79,9 +80,9 @@ def package_and_running(folder, built):
 
 @pytest.mark.parametrize("name", ["manifest.json", "weights.json"])
 def test_changed_entries_are_refused_in_the_same_words(name, package_and_running, folder, tmp_path):
-    """Any entry changed to any other value, its file's digest with it or not: both languages refuse, with the same
-    problem, what came and what is needed; or both take it, and answer as before. Of the weights only another name of
-    the version, another order, and what nobody reads are taken; of a manifest nothing."""
+    """Any entry may be changed to any other value, with a matching digest or not. Both languages refuse it with the
+    same problem, got and need, or both accept it and give the same outputs. Only changes of the weights' version, of
+    their order, and of unread entries are accepted; none of a manifest."""
     package, running = package_and_running
     there = tmp_path / "copy"
     shutil.copytree(folder, there, copy_function=os.link)
@@ -108,6 +109,7 @@ def test_changed_entries_are_refused_in_the_same_words(name, package_and_running
                 taken.add(path)
                 assert all(torch.equal(x, want[n]) for n, x in package(batch).items())
                 assert all(torch.equal(x, y) for x, y in zip(ask().outputs, before.outputs, strict=True))
-    may = lambda path: path in ((), ("version",), ("tensors",)) or len(path) == 2 or path[2] == "offset"  # of no byte
+    # the offset of a tensor without bytes
+    may = lambda path: path in ((), ("version",), ("tensors",)) or len(path) == 2 or path[2] == "offset"
     assert all(name == "weights.json" and may(path) for path in taken), taken
     assert len(told) >= 4

@@ -1,4 +1,4 @@
-"""Deltas in a process without Python: the newer weights bit for bit, or nothing has changed (kernels/serving)."""
+"""Deltas in a process without Python give the newer weights bit for bit, or change nothing (kernels/serving)."""
 
 import json
 import os
@@ -16,13 +16,15 @@ from funcrec.serve.freshness._delta_file import START, Change, write_file
 
 pytestmark = pytest.mark.xdist_group("every_dtype")
 
-TABLE = "['quantized'].tables['int4']"  # of 67 rows of 8 bytes
+# 67 rows of 8 bytes
+TABLE = "['quantized'].tables['int4']"
 SMALL = (TABLE, "['dense']['scale']", "['dense']['wide']", "['unread']['int16']")
 PAGE = 4096
 
 
 def written(path, folder, since, version, tensors, seed):
-    """A delta to params(seed) of `tensors`, which become what it makes: all of what is dense, a third of other rows."""
+    """Write a delta from `tensors` to params(seed): all dense tensors and a third of the other rows. Update
+    `tensors` too."""
     newer, changes = named(every_dtype.params(seed)), {}
     random = torch.Generator().manual_seed(seed)
     for n, x in tensors.items():
@@ -41,7 +43,7 @@ def plain(x):
 
 
 def laid(folder, tensors):
-    """weights.bin with these values, whole pages of it."""
+    """Return weights.bin with these values, padded to whole pages."""
     out = bytearray((folder / "weights.bin").read_bytes())
     for e in json.loads((folder / "weights.json").read_text())["tensors"]:
         out[e["offset"] : e["offset"] + e["nbytes"]] = plain(tensors[e["name"]])
@@ -67,8 +69,8 @@ def running(program, folder):
 
 
 def test_deltas_in_cpp_are_pythons(program, folder, tmp_path):
-    """package + deltas in C++ = Python's package with them = the newer parameters: every byte of the weights, of rows
-    and whole tensors of every dtype; the answers have Python's bits, and the file on the disk stays as it was."""
+    """package + deltas in C++ = Python's package with the deltas = the newer parameters, in every byte of rows and
+    whole tensors of every dtype. The outputs have Python's bits, and the file on disk does not change."""
     package, tensors, batch = fr.load_package(folder), named(every_dtype.params()), every_dtype.batch(5)
     stored, since, ids = (folder / "weights.bin").read_bytes(), "first", batch.ids
     with answers.Answers(program, folder) as running:
@@ -96,7 +98,8 @@ def refused(running, path, data):
 
 
 def test_damage_changes_nothing_in_cpp(running, folder, good, tmp_path):
-    """A file that is cut at any fifth byte, longer, or has a bit turned is Bad; not a byte of the weights changes."""
+    """A file that is cut at any fifth byte, is longer, or has a flipped bit raises Bad, and no byte of the weights
+    changes."""
     for n in range(0, len(good), 5):
         refused(running, tmp_path / "bad", good[:n])
         refused(running, tmp_path / "bad", good[:n] + bytes([good[n] ^ 1 << n % 8]) + good[n + 1 :])
@@ -105,7 +108,7 @@ def test_damage_changes_nothing_in_cpp(running, folder, good, tmp_path):
 
 
 def crafted(whole, change):
-    """The file with another header or body, and the CRCs that they have then."""
+    """Return the file with a changed header or body and right CRCs."""
     _, length, _, _ = START.unpack_from(whole)
     header, body = json.loads(whole[START.size :][:length]), bytearray(whole[START.size + length :])
     made = change(header, body)
@@ -167,8 +170,8 @@ CRAFTED = {
 
 @pytest.mark.parametrize("name", CRAFTED)
 def test_crafted_files_are_refused(running, folder, good, tmp_path, name):
-    """A header or rows that are no delta's, under CRCs that fit, are Bad in C++ and a ValueError in Python, and nothing
-    changes."""
+    """A header or rows that do not belong in a delta, with right CRCs, raise Bad in C++ and ValueError in Python.
+    Nothing changes."""
     change, said = CRAFTED[name]
     data = crafted(good, change)
     assert data != good and crafted(good, lambda *_: None)[START.size - 8 :] != data[START.size - 8 :]
@@ -183,8 +186,8 @@ def test_crafted_files_are_refused(running, folder, good, tmp_path, name):
 
 
 def test_pages_that_cannot_be_had_are_told(program, folder, good, tmp_path):
-    """Where there are no pages to write to (here: weights.bin was cut under the process), a delta fails before anything
-    changes, and the process goes on."""
+    """If memory pages cannot be had (here because weights.bin was cut), a delta fails before anything changes, and
+    the process goes on."""
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "good").write_bytes(good)
     weights = tmp_path / "copy" / "weights.bin"

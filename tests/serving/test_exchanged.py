@@ -1,4 +1,4 @@
-"""A folder whose name is given to another while it is read: what is taken is one folder's, and is called what it is."""
+"""A folder is renamed while it is read: the weights come from one folder, and have that folder's version."""
 
 import contextlib
 import shutil
@@ -18,7 +18,7 @@ VERSIONS = ("first", "second")
 
 @pytest.fixture(scope="module")
 def two(folder, tmp_path_factory):
-    """Two folders of weights, and what a batch is answered with each."""
+    """Make two folders of weights, and compute a batch's outputs with each."""
     there = tmp_path_factory.mktemp("exchanged")
     paths = [fr.save_weights(there / v, every_dtype.params(n), version=v) for n, v in enumerate(VERSIONS)]
     batch, package, right = every_dtype.batch(5), fr.load_package(folder), {}
@@ -30,7 +30,7 @@ def two(folder, tmp_path_factory):
 
 @contextlib.contextmanager
 def going_on(change):
-    """`change` again and again in a thread of its own."""
+    """Repeat `change` in a thread."""
     over = threading.Event()
 
     def run():
@@ -56,8 +56,8 @@ def assert_right(found, want):
 
 
 def test_cpp_takes_one_folder(two, built, folder):
-    """Two folders exchange their names all the time: each swap takes one of them whole, with checksums or without, is
-    never refused, and the answers are those of the version that they name."""
+    """While two folders exchange their names, each swap takes one of them whole, with checksums or without, and is
+    never refused. The outputs are those of the version that they name."""
     paths, batch, right = two
     ids = batch.ids
     with answers.Answers(built / "funcrec-answers", folder) as running, going_on(lambda: take_name(*paths)):
@@ -71,7 +71,7 @@ def test_cpp_takes_one_folder(two, built, folder):
 
 
 def test_python_takes_one_folder(two, folder, monkeypatch):
-    """The folder's name is another's between the index and the values: both are of the folder that was opened."""
+    """If the folder is renamed between reading the index and the values, both come from the folder that was opened."""
     paths, batch, right = two
     own, package = _weights.read_index, fr.load_package(folder)
 
@@ -88,7 +88,7 @@ def test_python_takes_one_folder(two, folder, monkeypatch):
 
 @pytest.mark.parametrize("language", ["python", "cpp"])
 def test_a_folder_that_is_written_again_is_never_refused(language, two, built, folder, tmp_path):
-    """Weights that are written over while they are taken, the old files removed, are taken whole, old or new."""
+    """Weights that are overwritten while they are read, with the old files removed, are read whole, old or new."""
     paths, batch, right = two
     path, turn = shutil.copytree(paths[0], tmp_path / "again"), iter(range(1 << 20))
 
@@ -108,7 +108,7 @@ def test_a_folder_that_is_written_again_is_never_refused(language, two, built, f
 
 @pytest.mark.parametrize("language", ["python", "cpp"])
 def test_a_package_is_opened_whole(language, built, folder, tmp_path):
-    """Two packages exchange their names while one is opened: it is never refused for a file of the other."""
+    """While two packages exchange their names, opening one is never refused because of the other's files."""
     paths = [shutil.copytree(folder, tmp_path / v) for v in VERSIONS]
     shutil.rmtree(paths[1])
     other = fr.save_weights(tmp_path / "w", every_dtype.params(1), version="second")

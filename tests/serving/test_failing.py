@@ -1,4 +1,4 @@
-"""A program that fails, for a request or for weights: whoever caused it is told, and all else goes on."""
+"""A program that fails for a request, or for new weights: the client gets the error, and everything else goes on."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ PARAMS = {"t": torch.arange(ROWS * DIM).view(ROWS, DIM) / DIM, "order": torch.te
 
 
 def rows_of(params, batch):
-    """The row of a bag's first id, by torch's own index, which takes no id beyond the table."""
+    """Return the row of each bag's first id by torch's own index, which refuses ids beyond the table."""
     ids = batch.ids["a"]
     first = torch.cat([ids.values, ids.values.new_zeros(1)])[ids.offsets[:-1]]
     return torch.relu(params["t"])[torch.where(ids.lengths > 0, first, 0)] + params["t"][params["order"], 0].sum()
@@ -26,7 +26,7 @@ def rows_of(params, batch):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """A package that was exported where torch has two threads, and weights in whose `order` is no row."""
+    """Export a package with two torch threads, and save weights whose `order` holds an invalid row."""
     folder = tmp_path_factory.mktemp("failing")
     with on_threads(2):
         example = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2], [3]]}))
@@ -47,13 +47,13 @@ def first_number(answer):
 
 
 def assert_reason(error):
-    """What torch says, without the calls that led there."""
+    """Check that the error has torch's message without its call stack."""
     assert "index out of bounds" in error["got"] and "frame" not in error["got"] and "0x" not in error["got"]
 
 
 def test_an_index_beyond_its_tensor_is_the_requests_error(running):
-    """An id that a program's own loops cannot index is the 500 of its request, however many threads there are: its
-    neighbours are answered, and the server goes on. The reason has no addresses."""
+    """An id that a program's own loops cannot index gives its request a 500, for any number of threads. Other
+    requests are answered, the server goes on, and the message has no addresses."""
     ids = [3, ROWS, 4, -ROWS - 1, 1 << 62, 5]
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda i: predict(running.connect(), {"ids": {"a": [[i]]}}), ids))
@@ -68,7 +68,7 @@ def test_an_index_beyond_its_tensor_is_the_requests_error(running):
 
 
 def test_nobody_need_read_what_is_said(path, built):
-    """A failed run is told to a stderr that nobody reads any more, and the server goes on."""
+    """A failed run is logged to a closed stderr, and the server goes on."""
     with Server(built / "funcrec-serve", path) as server:
         server.process.stderr.close()
         for i, code in ((ROWS, 500), (1, 200)):
@@ -78,8 +78,8 @@ def test_nobody_need_read_what_is_said(path, built):
 
 
 def test_weights_that_the_program_fails_with_are_not_taken(running):
-    """/reload of weights with which the program fails tells why, as often as it is asked; the old ones go on, and
-    others are taken afterwards."""
+    """/reload of weights that make the program fail gives the reason each time. The old weights stay in use, and
+    other weights can be loaded afterwards."""
     connection, asked = running.connect(), {"ids": {"a": [[7]]}}
     for _ in range(3):
         status, _, body = running.ask("POST", "/reload", {"weights": "bad"})
@@ -93,8 +93,8 @@ def test_weights_that_the_program_fails_with_are_not_taken(running):
 
 
 def test_weights_of_a_package_of_another_program_are_not_taken(path, running):
-    """/reload, and swap, of a package with other inputs are refused, though its parameters are of the same form; one of
-    this program is taken."""
+    """/reload and swap refuse a package with other inputs, even if its parameters have the same form. They accept a
+    package of this program."""
     other = shutil.copytree(path, path.parent / "other", dirs_exist_ok=True)
     manifest = json.loads((other / "manifest.json").read_text())
     manifest["inputs"].insert(0, {"name": "dense", "dtype": "float32", "shape": ["B", 1]})

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.xdist_group("serving")
 
 
 def test_hostile_requests_harm_no_neighbour(program):
-    """Good requests among hostile ones are answered right; the server goes on, and stops as it should."""
+    """Good requests between hostile ones get right responses; the server keeps running and stops as it should."""
     with Server(program, "sums", "--workers", "2", "--timeout-s", "2", "--max-body", "100000") as server:
         sent, seen, wrong = fuzz_server.run(server, 3000, first=7 << 32)
         assert wrong == [] and sent >= 3000 and seen > 300

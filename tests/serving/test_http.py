@@ -1,4 +1,5 @@
-"""The server as clients meet it: answers, refusals, limits, slow and broken connections. The model is that of sums."""
+"""The server from its clients' view: responses, refusals, limits, and slow or broken connections. The model is the
+sums model."""
 
 import json
 import socket
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.xdist_group("serving")
 
 
 def test_every_answer_is_its_requests(server):
-    """Requests of many clients at once, in both forms, with no bags and with some, get their own rows."""
+    """Requests of many clients at once, in both forms, with and without bags, get their own rows."""
 
     def talk(seed):
         rng, connection = np.random.default_rng(seed), server.connect()
@@ -40,7 +41,7 @@ def test_every_answer_is_its_requests(server):
 
 
 def test_paths_methods_and_types(server):
-    """An unknown path is 404, another method 405, another type of body 415; HEAD has GET's header."""
+    """An unknown path gets 404, another method 405, another body type 415; HEAD has GET's header."""
     assert server.ask("GET", "/nothing")[0] == 404
     status, headers, _ = server.ask("GET", "/predict")
     assert (status, headers["Allow"]) == (405, "POST")
@@ -58,7 +59,7 @@ def test_paths_methods_and_types(server):
 
 
 def test_bodies_that_are_coded_are_refused(server):
-    """A body with a Content-Encoding is 415, whatever its bytes, and the codings that are taken are told: none."""
+    """A body with a Content-Encoding gets 415, whatever its bytes, and the response says that no coding is accepted."""
     body = json.dumps(ONE).encode()
     for coding, code in (("gzip", 415), ("Identity", 200), ("br, gzip", 415)):
         with server.raw() as s:
@@ -69,7 +70,7 @@ def test_bodies_that_are_coded_are_refused(server):
 
 
 def test_pipelined_requests_are_answered_in_order(server):
-    """Requests sent at once are answered one after the other; `Connection: close` and HTTP/1.0 end the connection."""
+    """Requests sent at once are answered in order; `Connection: close` and HTTP/1.0 close the connection."""
     bodies = [json.dumps(changed(["dense"], [[n, 0, 0]])).encode() for n in range(20)]
     sent = b"".join(head(b) + b for b in bodies[:-1]) + head(bodies[-1], Connection="close") + bodies[-1]
     s = server.raw()
@@ -84,7 +85,7 @@ def test_pipelined_requests_are_answered_in_order(server):
 
 
 def test_a_client_may_wait_for_leave(server):
-    """Expect: 100-continue gets its 100 before the body is sent, or the refusal in its place."""
+    """Expect: 100-continue gets its 100 before the body is sent, or the refusal instead."""
     body = json.dumps(ONE).encode()
     s = server.raw()
     s.sendall(head(body, Expect="100-continue", Connection="close"))
@@ -98,7 +99,7 @@ def test_a_client_may_wait_for_leave(server):
 
 
 def test_bodies_in_chunks(server):
-    """A chunked body is a body, and its limit is the same."""
+    """A chunked body works like any other, with the same limit."""
     body = json.dumps(ONE).encode()
     chunks = b"".join(b"%x\r\n%s\r\n" % (len(c), c) for c in (body[:7], body[7:])) + b"0\r\n\r\n"
     s = server.raw()
@@ -107,7 +108,8 @@ def test_bodies_in_chunks(server):
 
 
 def test_oversize_is_refused(server):
-    """A body beyond the limit, announced or in chunks, is 413, a header 431, though the client goes on sending."""
+    """A body beyond the limit, announced or chunked, gets 413, and a header gets 431, even if the client keeps
+    sending."""
     body = b" " * ((16 << 20) + 1)
     assert server.ask("POST", "/predict", body)[0] == 413
     s = server.raw()
@@ -124,7 +126,8 @@ BROKEN = [
     (b"\x16\x03\x01\x00\xa5\x01\x00\x00", [400]),  # TLS
     (head(Content_Length="-1"), [400]),
     (head(Content_Length="1, 2"), [400]),
-    (head(Transfer_Encoding="chunked"), [400]),  # and a length
+    # with a length too
+    (head(Transfer_Encoding="chunked"), [400]),
     (head(Content_Length=None, Transfer_Encoding="chunked") + b"zz\r\n", [400]),
     (head(b"x" * 9) + b"short", [400]),
     (head()[:-2], [400]),
@@ -134,7 +137,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("sent", "codes"), BROKEN)
 def test_broken_messages(server, sent, codes):
-    """What is no HTTP, or ends before it should, is 400 and the end of the connection, not of the server."""
+    """Invalid HTTP, or a message that ends too early, gets 400 and closes the connection, but not the server."""
     s = server.raw()
     s.sendall(sent)
     s.shutdown(socket.SHUT_WR)
@@ -142,7 +145,7 @@ def test_broken_messages(server, sent, codes):
 
 
 def test_half_closed_and_gone_clients(server):
-    """A client that has closed its side gets its answer; one that has gone harms no other."""
+    """A client that closed its sending side gets its response; one that is gone harms no other."""
     body = json.dumps(ONE).encode()
     s = server.raw()
     s.sendall(head(body) + body)
@@ -150,15 +153,16 @@ def test_half_closed_and_gone_clients(server):
     assert statuses(everything(s)) == [200]
     for _ in range(20):
         s = server.raw()
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not an end
+        # close by a reset, not an end
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         s.sendall(head(body) + body)
         s.close()
     assert predict(server.connect(), ONE)[0] == 200
 
 
 def test_slow_clients(program):
-    """A header or a body that does not come in time is 408, an idle connection is closed, one that does not read its
-    answers too; while 60 such connections are open others are served."""
+    """A header or body that is too slow gets 408. Idle connections, and clients that do not read responses, are
+    closed. Other clients are served while 60 such connections are open."""
     with Server(program, "sums", "--timeout-s", "0.4", "--idle-s", "0.5") as server:
         slow = [server.raw() for _ in range(60)]
         for s in slow[:20]:
@@ -168,7 +172,8 @@ def test_slow_clients(program):
         greedy = server.raw()
         greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         many = pack({"ids": {f: [[]] * 500 for f in "ab"}, "weights": {"b": [[]] * 500}, "dense": [[0, 0, 0]] * 500})
-        with pytest.raises(ConnectionError):  # it is closed while it goes on asking
+        # it is closed while it keeps sending requests
+        with pytest.raises(ConnectionError):
             greedy.settimeout(3)
             for _ in range(5000):
                 greedy.sendall(head(many, Content_Type=BYTES) + many)
@@ -178,8 +183,9 @@ def test_slow_clients(program):
 
 
 def test_idle_connections_give_way(program):
-    """Where all connections are taken, the one that has been idle for longest, and for a second, or is that long within
-    a request's head, is closed for a new one; one whose body has begun is not, nor one that asks all the time."""
+    """If all connections are in use, a new one replaces the longest idle one, if it has been idle, or inside a
+    request's head, for at least a second. A connection whose body has begun is kept, and so is one that sends
+    requests all the time."""
     with Server(program, "sums", "--connections", "4") as server:
         idle = [server.raw() for _ in range(2)]
         idle[1].sendall(head()[:-2])
@@ -198,8 +204,8 @@ def test_idle_connections_give_way(program):
 
 
 def test_an_address_has_so_many_connections(program):
-    """Connections of one address beyond --per-address are 429 and closed, unless one of its own has asked for nothing
-    for a second; those of other addresses are let in."""
+    """Connections from one address beyond --per-address get 429 and are closed, unless one of that address was idle
+    for a second. Other addresses are accepted."""
     of = lambda server, address: socket.create_connection(("127.0.0.1", server.port), 20, (address, 0))
     with Server(program, "sums", "--per-address", "3") as server:
         begun = [of(server, "127.0.0.2") for _ in range(3)]
@@ -210,7 +216,8 @@ def test_an_address_has_so_many_connections(program):
         assert predict(server.connect(), ONE)[0] == 200
         assert server.metrics()['funcrec_requests_total{code="429"}'] == 3
         begun[0].sendall(b"}")
-        assert statuses(begun[0].recv(1000)) == [400]  # and it is idle then
+        # it is idle now
+        assert statuses(begun[0].recv(1000)) == [400]
         until = time.monotonic() + 10
         while time.monotonic() < until:
             with of(server, "127.0.0.2") as new:
@@ -224,7 +231,7 @@ def test_an_address_has_so_many_connections(program):
 
 
 def test_a_head_has_less_time_than_a_body(program):
-    """A head that does not come in --head-s is 408, though a body has longer."""
+    """A head that takes longer than --head-s gets 408, although a body may take longer."""
     with Server(program, "sums", "--head-s", "0.2", "--timeout-s", "60") as server:
         body, slow = server.raw(), server.raw()
         body.sendall(head(b"{}") + b"{")
@@ -235,7 +242,7 @@ def test_a_head_has_less_time_than_a_body(program):
 
 
 def test_a_full_queue_is_told(program):
-    """Requests beyond the queue are 429 with Retry-After; those that were taken are answered."""
+    """Requests beyond the queue get 429 with Retry-After; queued requests are answered."""
     slow = changed(["ids", "a"], [[901]])
     with Server(program, "sums", "--queue", "2") as server, ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(lambda _: server.ask("POST", "/predict", slow), range(24)))
@@ -246,7 +253,7 @@ def test_a_full_queue_is_told(program):
 
 
 def test_neighbours_of_a_failing_request(program):
-    """A batch that fails is run request by request: only the one that fails is told so."""
+    """A batch that fails is run again request by request: only the failing requests get an error."""
     with Server(program, "sums") as server, ThreadPoolExecutor(16) as pool:
         rng = np.random.default_rng(0)
         requests = [changed(["ids", "a"], [[901]]), *(some_request(rng, bags=2) for _ in range(15))]
@@ -265,7 +272,7 @@ def test_neighbours_of_a_failing_request(program):
 
 
 def test_metrics_count_what_happened(program):
-    """/metrics has every answer by its status, the bags and requests of batches, ids out of range, and the version."""
+    """/metrics counts responses by status, bags and requests per batch, and ids out of range, and gives the version."""
     with Server(program, "sums") as server:
         rng = np.random.default_rng(1)
         requests = [some_request(rng) for _ in range(30)]
@@ -283,7 +290,7 @@ def test_metrics_count_what_happened(program):
 
 
 def test_memory_is_flat(program):
-    """20,000 requests after the first 5,000, good and bad, leave the server's memory as it was."""
+    """After the first 5,000 requests, 20,000 more, good and bad, leave the server's memory unchanged."""
     with Server(program, "sums") as server:
         rng = np.random.default_rng(2)
         bodies = [json.dumps(some_request(rng)).encode() for _ in range(45)] + [b"{", b"[1]", b"{}", b"1", b"null"]

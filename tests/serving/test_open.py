@@ -1,4 +1,4 @@
-"""What opening a package refuses, and what processes that have it open share."""
+"""Opening a package: what is refused, and what processes share."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,8 @@ pytestmark = pytest.mark.xdist_group("every_dtype")
 
 
 def test_what_cannot_run_is_refused_at_open(built, folder, monkeypatch, capfd):
-    """Kernels that do not run here, which no request could be answered with, are told by `open`, once and without the
-    paths of the machine that compiled the program."""
+    """If its kernels cannot run here, a package is refused at `open`, with one error and without paths of the
+    compiling machine."""
     monkeypatch.setenv("FUNCREC_CPU", "v9")
     with pytest.raises(answers.AnswersError, match="cannot answer one bag without ids") as refused:
         answers.Answers(built / "funcrec-answers", folder)
@@ -22,14 +22,14 @@ def test_what_cannot_run_is_refused_at_open(built, folder, monkeypatch, capfd):
 
 
 def mapping(process, file: str) -> dict[str, int]:
-    """KB of a mapped file, by kind."""
+    """Return the KB of a mapped file by kind."""
     text = Path(f"/proc/{process.process.pid}/smaps").read_text()
     own = text[text.index(f"/{file}\n") :]
     return {n: int(re.search(rf"^{n}: +(\d+)", own, re.M)[1]) for n in ("Rss", "Pss", "Private_Dirty")}
 
 
 def test_processes_share_the_weights(built, folder):
-    """Two processes that answer from one package have its weights in memory once, and all else of it is below 5 MB."""
+    """Two processes with one package open share its weights in memory; everything else of it is below 5 MB."""
     batch = every_dtype.batch(64)
     asked = batch.ids.num_bags, batch.dense, batch.ids.values, batch.ids.offsets, batch.ids.weights
     program = built / "funcrec-answers"

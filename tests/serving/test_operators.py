@@ -26,14 +26,14 @@ def ended(command, **environ):
 
 
 def test_operators_without_python_are_the_references_own(library):
-    """Each has the schema of kernels/library.py and the reference's answers; none reads foreign memory."""
+    """Each operator has the schema of kernels/library.py and the reference's results; none reads outside memory."""
     path = os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])])
     assert ended(["-m", "programs.other_operators", str(library)], PYTHONPATH=path) == (0, "")
 
 
 @pytest.mark.parametrize("level", ["v3", "base"])
 def test_every_instruction_set_can_be_forced(library, level):
-    """FUNCREC_CPU picks the object, as in Python."""
+    """FUNCREC_CPU chooses the compiled object, as in Python."""
     code = f"import torch; torch.ops.load_library({str(library)!r})\n"
     code += "torch.ops.funcrec_cpp.gather_rows(torch.eye(2), torch.tensor([1]))\n"
     code += "print([line.split()[-1] for line in open('/proc/self/maps') if '/_' in line])"

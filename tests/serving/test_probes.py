@@ -1,4 +1,4 @@
-"""What a server tells of itself, and how long a request may wait."""
+"""What a server reports about itself, and how long a request may wait."""
 
 import json
 import os
@@ -14,13 +14,14 @@ BODY = json.dumps(ONE).encode()
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/healthz"])
 def test_a_server_that_ends_is_alive_and_not_ready(program, path):
-    """While a server drains it is alive, 200, and not ready, 503."""
+    """A draining server is alive (200) but not ready (503)."""
     with Server(program, "sums", "--drain-s", "20") as server:
         assert server.ask("GET", path)[0] == 200
         with server.raw() as s:
             s.sendall(head(method="GET", path=path)[:-2])
             os.kill(server.process.pid, signal.SIGTERM)
-            while True:  # until it lets no more in
+            # until it accepts no connections
+            while True:
                 try:
                     server.raw().close()
                 except ConnectionError:
@@ -31,7 +32,7 @@ def test_a_server_that_ends_is_alive_and_not_ready(program, path):
 
 
 def test_a_full_queue_is_not_ready(program):
-    """A server whose queue is full is not ready, and ready again when it is not."""
+    """A server with a full queue is not ready; it is ready again when the queue is not full."""
     slow, over, seen = changed(["ids", "a"], [[901]]), threading.Event(), set()
     with Server(program, "sums", "--queue", "1") as server:
 
@@ -52,8 +53,8 @@ def test_a_full_queue_is_not_ready(program):
 
 
 def test_a_request_whose_time_is_over_is_not_run(program):
-    """A request that waited for longer than its Timeout-Ms is 504 and no run's; its neighbours are answered. What is no
-    time is 400."""
+    """A request that waited longer than its Timeout-Ms gets 504 and is not run; other requests are answered. An
+    invalid time gets 400."""
     with Server(program, "sums") as server:
 
         def asked(time):
@@ -75,7 +76,7 @@ def test_a_request_whose_time_is_over_is_not_run(program):
 
 
 def test_metrics_tell_of_the_process(program):
-    """/metrics has what Prometheus' clients have of any process, as the system sees it."""
+    """/metrics has the process metrics of Prometheus' clients, as the system reports them."""
     with Server(program, "sums", "--max-body", "100") as server:
         server.ask("POST", "/predict", ONE)
         found = {n: x for n, x in server.metrics().items() if n.startswith("process_")}
@@ -86,7 +87,7 @@ def test_metrics_tell_of_the_process(program):
 
 
 def test_the_manifest_tells_what_to_ask(server):
-    """/manifest has the features, inputs and outputs of the package, its limits, and the version."""
+    """/manifest has the package's features, inputs, outputs, limits and version."""
     status, headers, body = server.ask("GET", "/manifest")
     found = json.loads(body)
     assert (status, headers["Content-Type"], found["version"]) == (200, "application/json", "0")

@@ -1,4 +1,4 @@
-"""A package behind the server answers as in Python, in both forms of bodies, whatever weights it has."""
+"""A served package gives its Python outputs, in both forms of bodies, with any weights."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ def running(path, built):
 
 
 def assert_answers(package, connection, num_bags):
-    """Both forms of one request get the package's outputs within 1e-6, under its version."""
+    """Check that both forms of a request give the package's outputs within 1e-6, and its version."""
     batch = packages.batch(num_bags, seed=num_bags)
     want, asked = package(batch), packages.plain(batch)
     status, plain = serving.predict(connection, asked)
@@ -49,7 +49,7 @@ def assert_answers(package, connection, num_bags):
 
 
 def test_the_manifest_is_the_packages(path, running):
-    """GET /manifest has what the package's own manifest says of requests and answers, and nothing of the example."""
+    """GET /manifest returns the package's manifest entries about requests and outputs, but not the example."""
     own, found = json.loads((path / "manifest.json").read_text()), json.loads(running.ask("GET", "/manifest")[2])
     assert found.pop("version") == "first" and found.pop("manifest") == own["digest"]
     features = [{k: f[k] for k in ("name", "rows", "weighted")} for f in own["features"]]
@@ -59,8 +59,8 @@ def test_the_manifest_is_the_packages(path, running):
 
 @pytest.mark.parametrize("version", ["first", "next"])
 def test_the_server_answers_as_the_package(path, running, version):
-    """Batches of 0 to 512 bags with ids in no table, as JSON and as bytes: Python's outputs within 1e-6, of the version
-    that is named."""
+    """Batches of 0 to 512 bags, with ids in no table, as JSON and as bytes, give Python's outputs within 1e-6 and
+    the version."""
     package = fr.load_package(path)
     if version == "next":
         package.swap(path.parent / "next")
@@ -71,8 +71,8 @@ def test_the_server_answers_as_the_package(path, running, version):
 
 
 def test_a_delta_changes_the_answers(path, running):
-    """POST /delta: the answers become those of Python's package with the same file, rows of every table and dense
-    weights; one that is cut off, or taken twice, is 400 and changes no answer."""
+    """After POST /delta, the outputs equal those of Python's package with the same file: rows of every table and
+    dense weights. A delta that is cut, or applied twice, gets 400 and changes no output."""
     package, connection = fr.load_package(path), running.connect()
     assert running.ask("POST", "/reload", {"weights": path.name})[0] == 200
     for n in (1, 2):
@@ -100,7 +100,7 @@ STEP = fr.logged(
 
 
 def flipped(folder):
-    """The folder with one bit of its weights the other way round."""
+    """Flip one bit of the folder's weights."""
     with open(folder / "weights.bin", "r+b") as file:
         byte = file.read(4)[3]
         file.seek(3)
@@ -109,8 +109,8 @@ def flipped(folder):
 
 
 def test_weights_that_were_changed_are_refused(path, running, built, tmp_path):
-    """One bit of weights.bin the other way round is 400 for /reload, with the version as it was, and no server begins
-    with it, unless `checksums` is false."""
+    """One flipped bit of weights.bin gives 400 for /reload, and the version stays. No server starts with it unless
+    `checksums` is false."""
     before = running.ask("GET", "/healthz")[2]
     flipped(shutil.copytree(path.parent / "next", path.parent / "flipped"))
     status, _, body = running.ask("POST", "/reload", {"weights": "flipped"})
@@ -125,7 +125,7 @@ def test_weights_that_were_changed_are_refused(path, running, built, tmp_path):
 
 @pytest.mark.parametrize("name", ["a delta", "weights.json", "weights.bin"])
 def test_what_is_no_file_blocks_nobody(path, running, name):
-    """A pipe that nobody writes to, where a file should be, is 400 at once, and other updates go on."""
+    """A pipe without a writer, where a file should be, gets 400 at once, and other updates go on."""
     folder, key = path.parent / f"pipe {name}", "path" if name == "a delta" else "weights"
     shutil.copytree(path.parent / "next", folder)
     (folder / name).unlink(missing_ok=True)
@@ -138,14 +138,14 @@ def test_what_is_no_file_blocks_nobody(path, running, name):
 
 
 def led(path, elsewhere):
-    """A link in a file's place."""
+    """Replace a file by a link."""
     path.unlink()
     path.symlink_to(elsewhere)
 
 
 def test_no_answer_has_a_path_of_the_servers(path, running, tmp_path):
-    """Whatever is wrong with an update, its refusal calls it what the client called it, and has no path besides; a link
-    out of the folder of updates is followed in no file of a folder."""
+    """The error for an update refers to it by the client's name and shows no other path. A file in a folder that is
+    a link out of the folder of updates is refused."""
     folder, secret = path.parent / "wrong", shutil.copytree(path.parent / "next", tmp_path / "secret")
     wrong = {
         "no index": lambda: (folder / "weights.json").unlink(),
@@ -172,7 +172,7 @@ def test_no_answer_has_a_path_of_the_servers(path, running, tmp_path):
 
 
 class Asking:
-    """Clients that ask one request in both forms until they are told to stop; `answers`: (version, clicks) of each."""
+    """Clients that send one request in both forms until they are stopped; `answers` has (version, clicks) of each."""
 
     def __init__(self, server, request, clients=3):
         self.answers, self.errors, self.stop = [], [], False
@@ -200,8 +200,9 @@ class Asking:
 
 
 def test_a_run_publishes_to_a_server(path, built, tmp_path):
-    """A run that publishes each step to a server that is asked meanwhile: every answer is that of an export of the step
-    that it names. A server that ended is warned of; one that begins anew is given all: its memory is the export's."""
+    """A run publishes each step to a server that serves clients: every response equals that of an export of the
+    named step. A server that ended causes a warning. A restarted server gets the whole weights, and its memory
+    equals the export's."""
     (tmp_path / "published").mkdir()
     start = lambda: serving.Server(built / "funcrec-serve", path, "--updates", str(tmp_path / "published"))
     asked, reader, right = packages.batch(7, seed=7), fr.load_package(path), {}
@@ -209,7 +210,7 @@ def test_a_run_publishes_to_a_server(path, built, tmp_path):
     batches = [fr.Batch(b.ids, torch.arange(40) % 2 * 1.0, dense=b.dense) for b in batches]
 
     def note(record):
-        """What the version that was published answers, by an export's weights."""
+        """Record the published version's outputs from an export of its weights."""
         if record.when == "step":
             version = sorted(x.name for x in (tmp_path / "published").glob("0*"))[-1].rsplit(".", 1)[0]
             reader.swap(fr.save_weights(tmp_path / version, record.state.params, version=version))
@@ -240,8 +241,8 @@ def test_a_run_publishes_to_a_server(path, built, tmp_path):
 
 
 def test_weights_are_swapped_under_load(path, running):
-    """Weights, a delta to them, other weights, and again, twenty times while clients ask: no answer fails, each is that
-    of the version which it names, and every version is among them."""
+    """Weights, a delta to them, and other weights are loaded twenty times while clients send requests. No response
+    fails, each has the values of its version, and every version occurs."""
     package, asked, right = fr.load_package(path), packages.batch(7, seed=7), {}
     newer = packages.params(2)
     parts = {t: (ChangedRows(torch.arange(20), x[:20], 0, tuple(x.shape)),) for t, x in newer.tables.items()}

@@ -1,4 +1,4 @@
-"""Who may ask for what: updates have an address of their own, and a request is for this server."""
+"""Who may request what: updates have their own address, and a request must name this server."""
 
 import json
 import socket
@@ -23,7 +23,7 @@ def updates(tmp_path):
 
 
 def over(path):
-    """A connection of a unix socket."""
+    """Open a connection to a unix socket."""
     s = socket.socket(socket.AF_UNIX)
     s.settimeout(20)
     s.connect(str(path))
@@ -31,8 +31,8 @@ def over(path):
 
 
 def test_who_asks_for_predictions_changes_no_weights(program, updates):
-    """/reload and /delta are 403 where predictions are asked for, whatever they name; the address of --admin takes
-    them, and has all other paths too."""
+    """/reload and /delta get 403 at the address for predictions, whatever they name. The address of --admin accepts
+    them and all other paths."""
     with Server(program, "sums", "--updates", str(updates)) as server:
         stranger, admin = server.connect(), server.connect(admin=True)
         turn = [("/reload", {"weights": "v1"}, "1"), ("/delta", {"path": "d2"}, "2")]
@@ -50,15 +50,15 @@ def test_who_asks_for_predictions_changes_no_weights(program, updates):
 
 
 def test_updates_need_a_folder(program):
-    """A server that was given no folder of updates takes none, at no address."""
+    """A server without a folder of updates accepts no updates at any address."""
     with Server(program, "sums", "--admin", "0") as server:
         assert server.ask("POST", "/reload", {"weights": "x"})[0] == 403
         assert server.ask("POST", "/delta", {"path": "x"})[0] == 403
 
 
 def test_a_unix_socket_takes_updates(program, updates, tmp_path):
-    """`--admin PATH` is a socket of its owner alone, which goes with the server; one that a killed server left is
-    replaced, and nothing else that lies there is. `fr.update_server` asks it as it asks an address."""
+    """`--admin PATH` is a socket that only its owner can use, and it is removed with the server. A killed server's
+    socket is replaced, any other file is not. `fr.update_server` accepts it like an address."""
     path = tmp_path / "admin"
     words = ("sums", "--updates", str(updates), "--admin", str(path))
     with Server(program, *words) as server:
@@ -89,7 +89,7 @@ def test_a_unix_socket_takes_updates(program, updates, tmp_path):
 
 
 def test_clients_keep_no_operator_out(program, updates):
-    """Updates are taken where all connections for predictions are in use."""
+    """Updates are accepted while all connections for predictions are in use."""
     with Server(program, "sums", "--updates", str(updates), "--connections", "2") as server:
         taken = [server.raw() for _ in range(4)]
         for s in taken:
@@ -119,7 +119,7 @@ HOSTS = [
 
 
 def asked(server, hosts, target="/predict", version=b"1.1", admin=False):
-    """What is answered to a request of these fields Host, and whether one behind it on the same connection is too."""
+    """Send a request with these Host fields and a second one; return the statuses of their responses."""
     fields = "".join(f"Host: {h}\r\n" for h in hosts).encode()
     sent = head(BODY, target, Host=None).replace(b" HTTP/1.1\r\n", b" HTTP/%s\r\n%s" % (version, fields))
     with server.raw(admin=admin) as s:
@@ -129,8 +129,8 @@ def asked(server, hosts, target="/predict", version=b"1.1", admin=False):
 
 @pytest.mark.parametrize(("hosts", "code"), HOSTS, ids=[str(h) for h, _ in HOSTS])
 def test_a_request_names_this_host(server, hosts, code):
-    """A request of HTTP/1.1 has one field Host, else 400 and nothing behind it is read; a name that another site may
-    have is 421."""
+    """A request of HTTP/1.1 needs exactly one Host field, else it gets 400 and nothing after it is read. A name that
+    another site may have gets 421."""
     assert asked(server, hosts) == ([400] if code == 400 else [code, 200])
 
 
@@ -145,14 +145,14 @@ def test_a_request_names_this_host(server, hosts, code):
     ],
 )
 def test_a_server_listens_at_a_name_or_a_number(program, word, number):
-    """`--host localhost` is the loopback address, an address of 128 bits may have brackets, as urls have it."""
+    """`--host localhost` is the loopback address; an IPv6 address may have brackets, as in URLs."""
     with Server(program, "sums", "--host", word) as server:
         assert server.host == number
         assert server.ask("GET", "/healthz")[0] == 200
 
 
 def test_a_target_names_this_host(server):
-    """The host of a whole target is held to what Host is held to."""
+    """The host of an absolute target is checked like Host."""
     assert asked(server, ["localhost"], "http://evil.example/predict") == [421, 200]
     assert asked(server, ["evil.example"], "http://localhost/predict") == [421, 200]
     assert asked(server, ["localhost"], "http://127.0.0.1:1/predict") == [200, 200]
@@ -160,8 +160,8 @@ def test_a_target_names_this_host(server):
 
 
 def test_names_are_allowed_by_a_list(program, updates):
-    """--allowed-hosts has the names of a server behind a proxy, `*` allows any; both hold where updates are taken.
-    Without it a server that listens on more than the loopback address answers to any name there."""
+    """--allowed-hosts lists the names of a server behind a proxy, and `*` allows any, also at the address for
+    updates. Without it, a server that listens on more than the loopback address accepts any name there."""
     words = ("sums", "--updates", str(updates), "--allowed-hosts")
     with Server(program, *words, "models.example, b.example") as server:
         for admin in (False, True):
@@ -170,6 +170,7 @@ def test_names_are_allowed_by_a_list(program, updates):
             assert asked(server, ["a.models.example"], admin=admin) == [421, 200]
     with Server(program, *words, "*") as server:
         assert asked(server, ["any.example"], admin=True) == [200, 200]
-    with Server(program, *words[:3], "--host", "0.0.0.0") as server:  # it is known by names that it does not know
+    # it has names that it cannot know
+    with Server(program, *words[:3], "--host", "0.0.0.0") as server:
         assert asked(server, ["any.example"]) == [200, 200]
         assert asked(server, ["any.example"], admin=True) == [421, 200]

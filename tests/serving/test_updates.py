@@ -1,4 +1,4 @@
-"""A running server's weights and its end: swaps under load, what may be named, SIGTERM, settings, the command."""
+"""A running server's updates and its end: swaps under load, allowed names, SIGTERM, settings, the command."""
 
 import json
 import os
@@ -19,7 +19,8 @@ pytestmark = pytest.mark.xdist_group("serving")
 
 @pytest.fixture
 def updates(tmp_path):
-    """Folders `v1` to `v100` of weights and files `d1` to `d9` of changes below a root; a secret beside it."""
+    """Make folders `v1` to `v100` of weights and files `d1` to `d9` of deltas below a root, and a secret outside the
+    root."""
     root = tmp_path / "updates"
     for n in range(1, 101):
         (root / f"v{n}").mkdir(parents=True)
@@ -40,7 +41,7 @@ def updates(tmp_path):
 
 
 class Load:
-    """Clients that ask without a pause until they are told to stop, or an answer closes their connection."""
+    """Clients that send requests without a pause until they are stopped, or a response closes their connection."""
 
     def __init__(self, server, clients):
         self.answers, self.errors, self.stop = [0] * clients, [], False
@@ -63,7 +64,8 @@ class Load:
                     self.ready.wait(20)
                 self.answers[i] += 1
                 self.versions[i].add(int(answer["version"]))
-                if connection.sock is None:  # the server said that it closes
+                # the server announced that it closes
+                if connection.sock is None:
                     return
         except Exception as error:
             self.errors.append(error)
@@ -76,7 +78,7 @@ class Load:
 
 
 def test_weights_are_swapped_under_load(program, updates):
-    """100 swaps and 9 changes of rows while six clients ask: no answer fails, and none is of two versions."""
+    """During 100 swaps and 9 deltas with six clients, no request fails, and no response mixes two versions."""
     with Server(program, "sums", "--updates", str(updates), "--workers", "2") as server:
         load = Load(server, 6)
         for n in range(1, 101):
@@ -93,12 +95,13 @@ def test_weights_are_swapped_under_load(program, updates):
 
 
 OUTSIDE = ["../secret", "link", "/etc", "", ".", "..", "v1/../../secret", "nothing", "empty", "v1\0", "x" * 5000]
-OUTSIDE += ["inner", "inner/version", "file"]  # links to what lies outside
+# links that lead outside
+OUTSIDE += ["inner", "inner/version", "file"]
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_no_client_leaves_the_folder_of_updates(program, updates, name):
-    """Neither .. nor an absolute path nor a link leads out of the folder; a refused update changes nothing."""
+    """Neither .., an absolute path nor a link leads out of the folder; a refused update changes nothing."""
     with Server(program, "sums", "--updates", str(updates)) as server:
         for path, key in [("/reload", "weights"), ("/delta", "path")]:
             status, _, body = server.ask("POST", path, {key: name})
@@ -109,7 +112,7 @@ def test_no_client_leaves_the_folder_of_updates(program, updates, name):
 
 
 def test_links_within_the_folder_of_updates_are_followed(program, updates):
-    """A link of the folder that leads to what lies in it names that, whether it is relative or not."""
+    """A link in the folder to a path inside the folder is accepted, relative or absolute."""
     with Server(program, "sums", "--updates", str(updates)) as server:
         turn = [("/reload", "weights", "near"), ("/reload", "weights", "whole"), ("/delta", "path", "row")]
         for (path, key, name), version in zip(turn, ("5", "6", "207"), strict=True):
@@ -119,7 +122,7 @@ def test_links_within_the_folder_of_updates_are_followed(program, updates):
 
 @pytest.fixture
 def heard():
-    """SIGHUP is heard by what is started, also where `nohup` began the tests."""
+    """Restore SIGHUP's default for started processes, also if the tests were started by `nohup`."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -128,8 +131,8 @@ def heard():
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stopped_server_has_answered_all(program, number):
-    """A signal under load: whoever is connected is answered and told that the connection ends, none is let in again,
-    idle connections are closed, the status is 0."""
+    """After a signal under load, every connected client gets its response and is told that the connection closes. No
+    new connection is accepted, idle connections are closed, and the exit status is 0."""
     with Server(program, "sums", "--workers", "2") as server:
         idle, load = server.raw(), Load(server, 12)
         half = server.raw()
@@ -148,7 +151,7 @@ def test_a_stopped_server_has_answered_all(program, number):
 
 
 def test_nohup_holds(program, tmp_path):
-    """A server that was begun under nohup goes on after SIGHUP."""
+    """A server started under nohup continues after SIGHUP."""
     under = tmp_path / "under"
     under.write_text(f'#!/bin/sh\ntrap "" HUP\nexec {program} "$@"\n')
     under.chmod(0o755)
@@ -166,7 +169,8 @@ def test_what_waits_at_the_end_is_answered(program):
     with Server(program, "sums", "--drain-s", "0") as server:
         clients = [server.raw() for _ in range(8)]
         [s.sendall(sent + body) for s in clients]
-        while server.metrics()["funcrec_queue_length"] < 6:  # 50 ms each: one runs, the others wait
+        # 50 ms each: one runs, the others wait
+        while server.metrics()["funcrec_queue_length"] < 6:
             pass
         os.kill(server.process.pid, signal.SIGTERM)
         for s in clients:
@@ -211,7 +215,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("words", "said"), WRONG, ids=[str(w) for w, _ in WRONG])
 def test_wrong_settings_are_refused(program, tmp_path, words, said):
-    """An unknown flag or key, or a value that cannot be, ends the program with what, got and need."""
+    """An unknown flag or key, or an invalid value, ends the program with what was got and needed."""
     (tmp_path / "s.json").write_text(json.dumps(words[-1]))
     words = [w if isinstance(w, str) else str(tmp_path / "s.json") for w in words]
     out = subprocess.run([program, "sums", *words], capture_output=True, text=True, timeout=10)
@@ -219,9 +223,10 @@ def test_wrong_settings_are_refused(program, tmp_path, words, said):
 
 
 def test_settings_of_a_file(program, tmp_path):
-    """A file has the flags' names, and a flag rules over it, wherever it stands; an address in use is told."""
+    """A settings file uses the flags' names, and a flag overrides it in any position; an address in use is reported."""
     (tmp_path / "s.json").write_text(json.dumps({"max_body": 10, "port": 1, "workers": 2, "timeout_s": 3}))
-    with Server(program, "sums", "--settings", str(tmp_path / "s.json")) as server:  # --port 0 stands before it
+    # --port 0 comes before it
+    with Server(program, "sums", "--settings", str(tmp_path / "s.json")) as server:
         assert server.ask("POST", "/predict", b" " * 11)[0] == 413
         taken = subprocess.run([program, "x", "--port", str(server.port)], capture_output=True, text=True, timeout=10)
         assert taken.returncode == 1 and "cannot listen" in taken.stderr
@@ -235,7 +240,8 @@ def command(*words, **more):
 
 
 def test_the_command_becomes_the_server(program):
-    """`python -m funcrec serve` is the program with the same words: its signals are the program's."""
+    """`python -m funcrec serve` replaces itself with the server program and its arguments, so signals reach the
+    program."""
     words, environment = command("serve", "sums", "--port", "0", FUNCREC_SERVE=str(program))
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert "serves version 0" in process.stdout.readline()
@@ -245,7 +251,7 @@ def test_the_command_becomes_the_server(program):
 
 
 def test_the_command_says_what_to_build(tmp_path):
-    """Where the program is not built the command that builds it is told."""
+    """If the program is not built, the error names the command that builds it."""
     words, environment = command("serve", "sums", FUNCREC_SERVE=str(tmp_path / "nothing"))
     out = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
     assert out.returncode == 2 and "cmake -S kernels -B build/serving" in out.stderr
