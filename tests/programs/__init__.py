@@ -1,2 +1,2 @@
-"""What several tests run: programs that ranks import by name, generated calls, tables
-of cases. `tests` is on the path (pyproject.toml)."""
+"""Code that several tests share: programs that ranks import by name, generated calls and tables of cases. `tests` is
+on the path (pyproject.toml)."""

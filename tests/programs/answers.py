@@ -1,4 +1,4 @@
-"""A package in a process without Python, through the program funcrec-answers (kernels/serving/answers.cpp)."""
+"""Open a package in a process without Python, through the program funcrec-answers (kernels/serving/answers.cpp)."""
 
 import os
 import struct
@@ -20,9 +20,10 @@ DTYPES = (
 
 
 def build(sanitize: str = "", kernels: Path | None = None, targets: tuple[str, ...] = ("all",)) -> Path:
-    """The folder with the library and its programs, as the README's command builds them; what has changed is compiled.
+    """Build the library and its programs as the README's command does, and return the folder. Only changed sources are
+    compiled.
 
-    sanitize: "address,undefined" or "thread". kernels: a folder of compiled ones, for those that Python has.
+    sanitize: "address,undefined" or "thread". kernels: a folder of compiled kernels, to use in place of Python's.
     """
     given = ("FUNCREC_SERVING=ON", f"Python_EXECUTABLE={sys.executable}")
     given += (f"FUNCREC_OBJECTS={kernels}",) if kernels else ()
@@ -31,7 +32,7 @@ def build(sanitize: str = "", kernels: Path | None = None, targets: tuple[str, .
 
 
 def pages(pid: int) -> bytes:
-    """Those of weights.bin as a process has them, what it wrote to them too."""
+    """Return the pages of weights.bin as a process maps them, including its own writes."""
     with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as memory:
         found = [line.split()[0].split("-") for line in maps if line.rstrip().endswith("/weights.bin")]
         parts = [(int(begin, 16), int(end, 16)) for begin, end in found]
@@ -39,7 +40,7 @@ def pages(pid: int) -> bytes:
 
 
 class AnswersError(Exception):
-    """What C++ threw. failed: not the caller's fault."""
+    """An error that C++ threw. failed: whether the server, not the caller, is at fault."""
 
     def __init__(self, said: str, failed: bool):
         super().__init__(said)
@@ -53,7 +54,7 @@ class Answer(NamedTuple):
 
 
 class Answers:
-    """A package that is open in a process of its own; used as a context, which ends it."""
+    """A package that is open in a process of its own. As a context manager it ends the process."""
 
     def __init__(self, program: Path, folder: Path | str, threads: int = 1, runners: int = 1, checksums: int = 0):
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
@@ -73,13 +74,13 @@ class Answers:
         self.close()
 
     def close(self) -> int:
-        """Its exit status, when it has ended."""
+        """End the process and return its exit status."""
         self.process.stdin.close()
         self.process.stdout.close()
         return self.process.wait(20)
 
     def run(self, bags: int, dense, values, offsets, weights=None) -> Answer:
-        """What `package->run` gives; tensors or None for what there is nothing of."""
+        """Return what `package->run` returns: tensors, and None for each missing one."""
         parts = ((dense, "f"), (values, "q"), (offsets, "q"), (weights, "f"))
         lists = [([] if x is None else x.reshape(-1).tolist(), code) for x, code in parts]
         packed = b"".join(struct.pack(f"<q{len(xs)}{code}", len(xs), *xs) for xs, code in lists)
@@ -91,14 +92,14 @@ class Answers:
         self._name(b"s", folder)
 
     def open(self, folder: Path | str) -> None:
-        """Open another package, and close it."""
+        """Close the package and open another one."""
         self._name(b"o", folder)
 
     def apply(self, file: Path | str) -> None:
         self._name(b"a", file)
 
     def weights(self) -> bytes:
-        """The pages of weights.bin as this process has them."""
+        """Return the pages of weights.bin as this process maps them."""
         return pages(self.process.pid)
 
     def _name(self, command: bytes, path: Path | str) -> None:

@@ -1,4 +1,4 @@
-"""Training whose tables have copies that train apart, for ranks and for one process."""
+"""Training whose tables have replicas that train apart, for ranks and for one process."""
 
 import torch
 
@@ -8,12 +8,12 @@ from programs import training
 
 
 def plan_of(kind, axes, replicas):
-    """Every table by that placement over the axes that are not replicas."""
+    """Place every table this way over the axes that are not replicas."""
     return fr.Plan.uniform(kind, training.SHAPES, fr.Mesh.emulated(**axes), replicas=replicas)
 
 
 def plain_loss(params, batch):
-    """Without a product of matrices, whose rounding depends on how many there are."""
+    """A loss without a matrix product, because the product's rounding depends on its number of rows."""
     acts = fr.lookup(params.tables, batch.ids, training.FEATURES).values
     return (acts - batch.label[:, None]).square().sum() / batch.label.shape[0]
 
@@ -28,7 +28,7 @@ def counter():
 
 
 def bags_of(whole, parts):
-    """The bags of a batch that these of its equal parts have: [(part, of how many)]."""
+    """Return the bags of these equal parts of a batch. parts: [(part, of how many)]."""
     pieces = [training.part(whole, r, n) for r, n in parts]
     lists = [p.ids.to_lists() for p in pieces]
     joined = {k: [bag for own in lists for bag in own[k]] for k in whole.ids.keys}
@@ -37,7 +37,7 @@ def bags_of(whole, parts):
 
 
 def group_bags(whole, axes, replicas, copy):
-    """The bags of one group of ranks, in the order of its own mesh."""
+    """Return the bags of one group of ranks, in the order of its own mesh."""
     n, mine = 1, []
     for size in axes.values():
         n *= size
@@ -58,7 +58,8 @@ def own(batch, mesh):
 
 
 def trained(mesh, plan, batches, options, *, loss_fn=training.loss_fn, every=0, compiled=False, **kwargs):
-    """(state, losses) after these global batches, the copies made one after each `every` steps."""
+    """Train on these global batches and return (state, losses). The replicas are synchronised after each `every`
+    steps."""
     step = fr.train_step(loss_fn, **options, mesh=mesh, plan=plan, **kwargs)
     sync = lambda state: fr.sync_replicas(state, mesh=mesh)
     if compiled:
@@ -75,12 +76,12 @@ def trained(mesh, plan, batches, options, *, loss_fn=training.loss_fn, every=0, 
 
 
 def leaves(state):
-    """{bank: {"": table, slot: its tensor}}."""
+    """Return {bank: {"": table, slot: its tensor}}."""
     return {n: {"": t, **state.slots[n]} for n, t in state.tables.items()}
 
 
 def whole_leaves(state, mesh):
-    """The same of all ranks and all copies."""
+    """Return the `leaves` of all ranks and all replicas."""
     specs = state.tables.layout.specs()
     return {
         n: {k: fr.unshard(x.clone(), specs[n], mesh=mesh) for k, x in xs.items()} for n, xs in leaves(state).items()
@@ -88,18 +89,18 @@ def whole_leaves(state, mesh):
 
 
 def copy_of(whole, copy, copies):
-    """The leaves of one copy."""
+    """Return the leaves of one replica."""
     return map_tensors(lambda x: x.unflatten(0, (copies, -1))[copy], whole)
 
 
 def with_leaves(state, new):
-    """The state with these tables and slots."""
+    """Return the state with these tables and slots."""
     slots = {n: {k: x for k, x in own.items() if k} for n, own in new.items()}
     return replace(state, tables=replace(state.tables, banks={n: own[""] for n, own in new.items()}), slots=slots)
 
 
 def real(axes, kind, replicas, name, steps, every, compiled=False):
-    """On ranks: (all copies of tables and slots before a last synchronisation, after it, dense, losses)."""
+    """On ranks, return (all replicas' tables and slots before a last synchronisation, after it, dense, losses)."""
     mesh = fr.Mesh.distributed(**axes)
     batches = [training.batch(i, 8) for i in range(steps)]
     plan = plan_of(kind, axes, replicas)
@@ -110,8 +111,8 @@ def real(axes, kind, replicas, name, steps, every, compiled=False):
 
 
 def real_frozen(axes, kind, replicas, name, steps, num_copies):
-    """On ranks with dense parameters that stay: all copies of tables and
-    slots; of each group alone where there are no replicas."""
+    """On ranks, train with a dense learning rate of 0 and return all replicas' tables and slots. Without replicas in
+    the mesh, return those of each group alone."""
     mesh, out = fr.Mesh.distributed(**axes), []
     for copy in range(1 if replicas else num_copies):
         batches = [training.batch(i, 8) for i in range(steps)]
@@ -123,7 +124,7 @@ def real_frozen(axes, kind, replicas, name, steps, num_copies):
 
 
 def real_refused(axes, replicas):
-    """On ranks: gathering copies that differ."""
+    """On ranks, gather replicas that differ, which must be refused."""
     mesh = fr.Mesh.distributed(**axes)
     state, _ = trained(mesh, plan_of("row_wise", axes, replicas), [training.batch(0, 8)], optimizers("sgd"))
     return fr.gather_state(state, mesh)

@@ -1,5 +1,5 @@
-"""Jitted functions whose staged graphs are run as they stand: for laws of staging, donation and exchanges, of which a
-compiler changes nothing. A program that is compiled costs two to four seconds, on each rank."""
+"""Jitted functions whose staged graphs run uncompiled, for laws of staging, donation and exchanges. Compiling
+changes nothing about those laws, and costs two to four seconds per program on each rank."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from unittest import mock
 
 @contextlib.contextmanager
 def staged_only() -> Iterator[None]:
-    """No graph that is staged within is compiled."""
+    """Compile no graph that is staged within the context."""
     with mock.patch("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph):
         yield
 
 
 def as_staged(fn, *args):
-    """fn(*args) so; a function of a module, so that ranks can be sent it."""
+    """Call fn(*args) in `staged_only`. This function is at module level, so that it can be sent to ranks."""
     with staged_only():
         return fn(*args)

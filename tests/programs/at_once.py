@@ -1,11 +1,11 @@
-"""Runs, swaps and deltas at once, under a sanitizer: part of `make sanitize`, or
+"""Run packages, exchange weights and apply deltas at once, under a sanitizer: part of `make sanitize`, or
 
     PYTHONPATH=tests python -m programs.at_once --mode address|thread [--seconds 10]
 
 The program funcrec-at-once (kernels/serving/at_once.cpp) runs a package in three threads while two others exchange its
-weights and apply deltas; each answer has to be, bit for bit, that of the version which it names. Then three threads
-read the weights' bytes themselves, which a sanitizer sees: the compiled program and torch are not built with one, and
-what they do is not looked at (`ignore_noninstrumented_modules`). Nothing is suppressed.
+weights and apply deltas; each answer must equal, bit for bit, the answer of the version that it names. Then three
+threads read the weights' bytes themselves, and a sanitizer sees those reads. The compiled program and torch are built
+without a sanitizer, so that their accesses are ignored (`ignore_noninstrumented_modules`). Nothing is suppressed.
 """
 
 import argparse
@@ -29,7 +29,7 @@ OPTIONS = {
 
 
 def files(folder: Path) -> list[Path]:
-    """A package, other weights of it, and three deltas, one after the other."""
+    """Write a package, other weights for it, and three successive deltas."""
     model, other = packages.export(folder / "model"), folder / "other"
     fr.save_weights(other, packages.params(1), version="other")
     package, found = fr.load_package(model), [model, other]

@@ -1,4 +1,4 @@
-"""Compiled programs that pad what lies between two pages without access: a read beyond it ends the process.
+"""Compiled programs that pad tensors between two inaccessible pages: a read outside a tensor ends the process.
 
 PYTHONPATH=tests python -m programs.at_page_ends
 """
@@ -13,11 +13,11 @@ import funcrec as fr
 
 PAGE = mmap.PAGESIZE
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.bool, torch.uint8)
-COUNTS = (272, 264, 64)  # of 64 bytes and more: what is not aligned to them is copied
+COUNTS = (272, 264, 64)  # all ≥ 64 bytes: an unaligned buffer is copied
 
 
 def between_pages(count: int, dtype: torch.dtype, at_end: bool) -> Tensor:
-    """A tensor that begins, or ends, where its page does; the pages before and behind it have no access."""
+    """Place a tensor at the start or the end of its page. The pages before and after it are inaccessible."""
     place = mmap.mmap(-1, 3 * PAGE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(place))
     nbytes = count * dtype.itemsize

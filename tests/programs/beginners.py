@@ -1,9 +1,9 @@
-"""What newcomers from TorchRec, Keras, PyTorch and pandas write at first, and what happens.
+"""First attempts of newcomers from TorchRec, Keras, PyTorch and pandas, and what they get.
 
     PYTHONPATH=tests python -m programs.beginners        prints the table
 
-A row is the code; `out` is what it gives. A row with a statement behind it works, and that is true of it. All others
-are mistakes: they raise, or warn, in four parts; with OWN in the words of Python or torch, which are clear.
+A row holds code, whose result is `out`. If an expression follows the code, the code works and the expression is true.
+All other rows are mistakes: they raise or warn in four parts, or, with OWN, in the clear words of Python or torch.
 """
 
 import tempfile
@@ -17,11 +17,12 @@ import torch
 import funcrec as fr
 
 PARTS = ("\n  got ", "\n  need ", "\n  try ")
-OWN = None  # the words are Python's or torch's
+OWN = None  # Python's or torch's own words are clear enough
 
 
 class Outcome(NamedTuple):
-    """kind: "raises", "warns" or "returns". text: of the error or warning, with its notes. is_whole: four parts."""
+    """kind: "raises", "warns" or "returns". text: the text of the error or warning, with its notes. is_whole: it has
+    all four parts."""
 
     kind: str
     text: str
@@ -30,7 +31,7 @@ class Outcome(NamedTuple):
 
 
 def namespace() -> dict[str, Any]:
-    """What the code of a row finds: a small model of each kind, and data."""
+    """Return the names that a row's code may use: a small model of each kind, and data."""
     made: dict[str, Any] = {"fr": fr, "torch": torch, "np": np, "path": Path(tempfile.mkdtemp())}
     exec(BEFORE, made)
     return made
@@ -314,7 +315,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
 
 
 def outcome(code: str) -> Outcome:
-    """What happens: an error, else a warning of ours, else a value."""
+    """Run a row's code and return the error, else funcrec's warning, else the value."""
     made = namespace()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -330,7 +331,7 @@ def outcome(code: str) -> Outcome:
 
 
 def is_right(row: tuple, got: Outcome) -> bool:
-    """Whether a mistake is told in four parts, and what works works."""
+    """Whether a mistake gets an error of four parts, and correct code works."""
     right = list(row[1:])
     if right == [OWN]:
         return got.kind == "raises" and not got.is_whole

@@ -10,7 +10,7 @@ from programs.sequence_models import FIXED, activations
 
 
 def looked_up(model, d, codec=None, exact=False):
-    """(acts, {table: dense gradient}) of the global batch, for cotangents d of the acts."""
+    """Return (acts, {table: dense gradient}) of the global batch, for cotangents d of the acts."""
     mesh, plan, tables, ids, features = model
     held, everywhere = fr.shard_tables(tables, plan, mesh, exact=exact, codec=codec), fr.P(mesh.axis_names)
 
@@ -26,21 +26,21 @@ def looked_up(model, d, codec=None, exact=False):
 
 
 def dense(grads, held):
-    """{bank: f[rows, dim]}."""
+    """Return {bank: f[rows, dim]}."""
     made = {b: g.coalesce().to_dense() for b, g in fr.sharding._sum_gradients.sync_grads(grads, held.layout)[0].items()}
     return {b.name: made.get(b.name, zeros_like(held[b.name])) for b in held.layout.banks}
 
 
 def fixed(mesh, kind):
-    """Tables of f32, with weighted, mean and sequence features."""
+    """Return f32 tables with weighted, mean and sequence features."""
     tables = {n: t.float() for n, t in lookups.tables().items()}
     ids = lookups.batch(mesh.size)
     return mesh, fr.Plan.uniform(kind, tables, mesh), tables, replace(ids, weights=ids.weights.float()), FIXED
 
 
 def sequences(mesh, kind, codec):
-    """(each rank's sequences, {table: dense gradient}) where sequences and pooled
-    features share tables; cotangents depend on no value."""
+    """Return (each rank's sequences, {table: dense gradient}) of a model whose sequences and pooled features share
+    tables. The cotangents depend on no value."""
     _, plan, tables, ids, features = fixed(mesh, kind)
     held, everywhere = fr.shard_tables(tables, plan, mesh, codec=codec), fr.P(mesh.axis_names)
     wave = lambda x: (torch.arange(x.numel(), dtype=x.dtype) * 0.37 + 1).sin().reshape(x.shape)
@@ -56,7 +56,7 @@ def sequences(mesh, kind, codec):
 
 
 def cases(mesh, kinds, codecs):
-    """Everything for every placement and codec, for a comparison of bits."""
+    """Return all results for every placement and codec, to compare their bits."""
     out = {}
     for kind in kinds:
         model = fixed(mesh, kind)

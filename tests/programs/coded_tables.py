@@ -1,4 +1,4 @@
-"""Quantised tables on a mesh: what its ranks look up of their own bags, and the whole tables again."""
+"""Quantised tables on a mesh: what its ranks look up for their own bags, and the gathered tables."""
 
 import torch
 
@@ -33,7 +33,7 @@ def plan_of(kind, mesh):
 
 
 def values(held, batch):
-    """(f[B, D] of pooled features, f[B, L, D] of each sequence)."""
+    """Return (f[B, D] of the pooled features, f[B, L, D] of each sequence)."""
     rows = fr.lookup_sequence(held, batch, SEQUENCES)
     return fr.lookup(held, batch, FEATURES).values, {k: x.to_padded(2) for k, x in rows.items()}
 
@@ -43,7 +43,8 @@ def whole():
 
 
 def looked_up(axes, kind, how, *, real=False, late=None, dtypes=DTYPES):
-    """(what all ranks look up of their bags, the tables gathered); late: of this dtype, made where they lie."""
+    """Return (what all ranks look up for their bags, the gathered tables). late: quantise the placed tables to this
+    dtype."""
     mesh = (fr.Mesh.distributed if real else fr.Mesh.emulated)(**axes)
     given = tables() if late else fr.quantize(tables(), dtypes)
     held = fr.shard_tables(given, plan_of(kind, mesh), mesh, **how)
@@ -59,7 +60,8 @@ def on_ranks(axes, kind, how):
 
 
 def loss_of(params, batch, how=None):
-    """Of bags, reads tables as DTYPES store them, or as `how` says; each bag weighs the same on every mesh."""
+    """A loss over bags that reads tables fake-quantised to DTYPES, or to `how`. Each bag weighs the same on every
+    mesh."""
     acts, rows = values(params.tables if how is None else fr.fake_quantize(params.tables, how, key=KEY), batch)
     return (acts.cos().sum(1) + sum(x.sin().sum((1, 2)) for x in rows.values())).mean() * params.dense
 
@@ -68,7 +70,8 @@ KEY = fr.key(3)
 
 
 def trained(axes, kind, how, dtypes, *, real=False):
-    """(what all ranks read of rows rounded by a key, loss, tables after a step); axes None: in one process."""
+    """Return (what all ranks read from rows rounded with a key, loss, tables after a step). With axes None, one
+    process computes it."""
     make = {"sparse": fr.optim.sgd(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
     loss_fn, params = (lambda p, batch: loss_of(p, batch, dtypes)), fr.Params(tables(), torch.tensor(1.0))
     read = lambda held, batch: values(fr.fake_quantize(held, dtypes, key=KEY), batch)

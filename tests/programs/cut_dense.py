@@ -1,4 +1,4 @@
-"""Training with dense parameters cut over ranks, and with all of them on every rank."""
+"""Training with dense parameters sharded over ranks, and with all of them on every rank."""
 
 import torch
 
@@ -15,13 +15,13 @@ DENSE = {
 
 
 def loss_fn(params, batch):
-    """That of `training`, with a parameter of no dimension and one that counts nothing."""
+    """The loss of `training` times a scalar parameter, plus one that counts nothing."""
     loss = training.loss_fn(params, batch) * params.dense["scale"]
     return loss, {"mean": batch.label.mean()}
 
 
 def merge(dense, aux):
-    """Keeps a running mean, which no gradient moves; its keys are in another order."""
+    """Keep a running mean, which no gradient moves. Its keys are in another order."""
     return {
         "running": 0.9 * dense["running"] + 0.1 * aux["mean"].to(dense["running"].dtype),
         **{k: x for k, x in dense.items() if k != "running"},
@@ -41,7 +41,7 @@ def options(name, mesh, axes, **more):
 
 
 def trained(name, mesh, axes, steps, *, compiled=False, state=None, first=0, **more):
-    """(the state, metrics of the last step) after steps of 2 bags on every rank."""
+    """Return (the state, metrics of the last step) after steps on 2 bags per rank."""
     step = fr.train_step(loss_fn, **options(name, mesh, axes, **more))
     state = step.init(params()) if state is None else state
     run = fr.jit(step, donate=("state",)) if compiled else step
@@ -54,7 +54,8 @@ def trained(name, mesh, axes, steps, *, compiled=False, state=None, first=0, **m
 
 
 def real(name, sizes, axes, steps, compiled):
-    """(the whole state, how many elements of each leaf this rank keeps, the last loss) on this process's ranks."""
+    """On this process's ranks, return (the whole state, how many elements of each leaf this rank keeps, the last
+    loss)."""
     mesh = fr.Mesh.distributed(**sizes)
     state, metrics = trained(name, mesh, axes, steps, compiled=compiled)
     kept = {k: x.flat.numel() if isinstance(x, fr.DenseShard) else x.numel() for k, x in state.dense.items()}

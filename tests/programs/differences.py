@@ -1,9 +1,9 @@
-"""Right or raises, one input at a time: derivatives in every mode against central differences in f64.
+"""Compare every mode's derivatives with central differences in f64, one input at a time: they are right or raise.
 
     s(t) = Σ c · f(x + t · v)        every mode's derivative of s at 0 is (s(h) - s(-h)) / 2h, or it raises
 
-A function is given as a case: its named float inputs and what it makes of them. Directions v and weights c are drawn
-once, from the names. What a mode cuts without a word gives 0 for s', which the difference is not.
+A case gives a function and its named float inputs. Directions v and weights c are drawn once, from the names. If a mode
+silently drops a gradient, its s' is 0 and the difference is not.
 """
 
 import functools
@@ -22,8 +22,9 @@ import funcrec as fr
 from funcrec.core._tree import tree_leaves
 from funcrec.tables._init import name_number
 
-H, H2 = 1e-5, 3e-4  # of first and second differences
-RTOL, RTOL2 = 1e-6, 2e-5  # of the size of the derivative, and of s, which the differences are taken of
+H, H2 = 1e-5, 3e-4  # step sizes of first and second differences
+# relative to the derivative and to s, from which differences are computed
+RTOL, RTOL2 = 1e-6, 2e-5
 RIGHT, RAISED = "right", "raised"
 ZERO = torch.zeros((), dtype=torch.float64)
 ONE = torch.ones((), dtype=torch.float64)
@@ -31,11 +32,11 @@ BATCH = torch.tensor([0.0, 0.01], dtype=torch.float64)
 
 
 class Case(NamedTuple):
-    """f(**inputs) -> a tree; inputs are f64. refused: the inputs
-    that may raise, "*" for all; everything else must be right.
+    """f(**inputs) returns a tree; inputs are f64. refused: the inputs that may raise, "*" for all. All other inputs
+    must give right derivatives.
 
-    smooth: f without its rounding, which differences are taken of; rtol:
-      how much of their size, and of s, the rounding may make.
+    smooth: f without its rounding, used for the differences. rtol: the rounding allowed, relative to the derivative and
+    to s.
     """
 
     name: str
@@ -46,7 +47,8 @@ class Case(NamedTuple):
     rtol: float = 0.0
 
 
-@functools.cache  # drawn once, outside of every transform, whichever it is first asked for in
+# drawn once, outside of all transforms, whichever transform asks first
+@functools.cache
 def draw(name: str, shape) -> Tensor:
     generator = torch.Generator().manual_seed(name_number(name) % 2**31)
     with temporarily_clear_interpreter_stack():
@@ -54,7 +56,7 @@ def draw(name: str, shape) -> Tensor:
 
 
 def projected(tree: Any, name: str) -> Tensor:
-    """Σ c · x over the float leaves."""
+    """Return Σ c · x over the float leaves."""
     total = torch.zeros((), dtype=torch.float64)
     for i, x in enumerate(tree_leaves(tree)):
         if isinstance(x, Tensor) and x.is_floating_point():
@@ -63,7 +65,7 @@ def projected(tree: Any, name: str) -> Tensor:
 
 
 def along(case: Case, which: str) -> Callable[[Tensor], Tensor]:
-    """s(t), with 0 · t, so that plain autograd finds a way to t where f has cut its own."""
+    """Return s(t) plus 0 · t, so that plain autograd finds a path to t even where f cuts it."""
     x = case.inputs[which]
     v = draw(f"{case.name} {which}", x.shape)
 
@@ -89,7 +91,7 @@ def pushed(s: Callable) -> Callable:
 
 
 def mapped(s: Callable) -> Callable:
-    """t -> Σ s(t + b) over a batch."""
+    """Return t -> Σ s(t + b) over a batch."""
     return lambda t: vmap(s)(t + BATCH).sum()
 
 
@@ -124,7 +126,8 @@ SECOND: dict[str, tuple[Callable, Callable]] = {
     "jvp of jvp": (lambda s: pushed(pushed(s))(ZERO), second),
 }
 MODES = {**FIRST, **SECOND}
-JITTED: dict[str, tuple[Callable, Callable]] = {  # of untracked numbers, the derivative within what is staged
+# For numbers without requires_grad: differentiate inside the staged function.
+JITTED: dict[str, tuple[Callable, Callable]] = {
     "jit of grad": (lambda s: fr.jit(grad(s))(ZERO), first),
     "jit of jvp": (lambda s: fr.jit(pushed(s))(ZERO), first),
 }
@@ -132,7 +135,7 @@ EVERY = {**MODES, **JITTED}
 
 
 def outcome(s: Callable, mode: str, needs: dict, smooth: Callable, rtol: float = 0.0) -> str:
-    """RIGHT, RAISED, or the two numbers; smooth: what differences are taken of."""
+    """Return RIGHT, RAISED, or the two numbers. smooth: the function whose differences are taken."""
     derivative, difference = EVERY[mode]
     try:
         got = derivative(s)
@@ -144,14 +147,14 @@ def outcome(s: Callable, mode: str, needs: dict, smooth: Callable, rtol: float =
 
 
 def compared(got: Tensor, need: Tensor, s: Callable, mode: str, rtol: float = 0.0) -> str:
-    """RIGHT, or the two numbers, as far as differences of s can tell."""
+    """Return RIGHT, or the two numbers if they differ more than the error of differences."""
     size = max(1.0, float(s(ZERO).detach().abs()))
     tolerance = (rtol or (RTOL2 if mode in SECOND else RTOL)) * (size + float(need.abs()))
     return RIGHT if bool((got - need).abs() <= tolerance) else f"got {float(got):.8g}, difference {float(need):.8g}"
 
 
 def sweep(case: Case, modes=tuple(MODES)) -> dict[tuple[str, str], str]:
-    """{(input, mode): outcome}."""
+    """Return {(input, mode): outcome}."""
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,5 +1,5 @@
-"""Every public call, and every docstring's example, run with its tensors' forms
-written down beside what the docstrings say of them."""
+"""Run every public call and every docstring's example, and record the shapes and dtypes of their tensors next to the
+docstrings' statements."""
 
 import contextlib
 import dataclasses
@@ -22,18 +22,18 @@ import funcrec as fr
 from programs.doc_shapes import Call, Statement, annotated, call_of, first_shapes, shapes_in, statements_of
 
 FACES = {"": fr, "optim.": fr.optim, "nn.": fr.nn, "metrics.": fr.metrics, "models.": fr.models}
-MOST = 200  # calls of a function that are kept, each of other forms
+MOST = 200  # calls kept per function, each with other forms
 
 
 class Said(NamedTuple):
-    """What the docstring of a function or class says of shapes, and the calls that it was seen in."""
+    """A docstring's statements about shapes, and the recorded calls of its function or class."""
 
     statements: list[Statement]
     calls: list[Call]
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """(name, function or class), once each."""
+    """Yield (name, function or class), each once."""
     seen = set()
     for prefix, face in FACES.items():
         for name, x in vars(face).items():
@@ -47,16 +47,16 @@ def doc_of(x: Any) -> str:
 
 
 class Recorder:
-    """{name: what its docstring says, and calls}; functions and methods are wrapped as long as `patched` lasts."""
+    """{name: its docstring's statements, and calls}. Functions and methods are wrapped while `patched` lasts."""
 
     def __init__(self):
         self.said: dict[str, Said] = {}
-        self.is_noting = False  # what is called to note a call is no call
+        self.is_noting = False  # calls made to note a call are not noted
         self.fields = {x: f"{name}" for name, x in public() if isinstance(x, type) and hasattr(x, "__annotations__")}
 
     def note(self, name: str, statements: Callable[[], list[Statement]], values: Mapping[str, Any]) -> None:
-        """A call, and the fields of what it took and gave."""
-        if self.is_noting or torch.compiler.is_exporting():  # of sizes that are open
+        """Note a call, and the fields of its arguments and of its result."""
+        if self.is_noting or torch.compiler.is_exporting():  # while exporting, sizes are symbolic
             return
         self.is_noting = True
         try:
@@ -72,7 +72,7 @@ class Recorder:
             said.calls.append(call)
 
     def look(self, x: Any) -> None:
-        """The fields of values of documented classes."""
+        """Note the fields of values whose classes are documented."""
         if isinstance(x, dict | list) or type(x) is tuple:
             for v in x.values() if isinstance(x, dict) else x:
                 self.look(v)
@@ -89,14 +89,14 @@ class Recorder:
             values = {**signature.bind(*args, **kwargs).arguments, "": out}
             if is_functions(out):
                 return self.watched(out, name, doc, values)
-            if not callable(out):  # what a maker of functions says is of these
+            if not callable(out):  # a maker's statements describe the functions it returns
                 self.note(name, lambda: statements_of(doc, names_of(f)) + list(annotated(f)), values)
             return out
 
         return run
 
     def watched(self, out: Any, name: str, doc: str, made_with: Mapping[str, Any]) -> Any:
-        """A tuple of functions, each of which is noted as its class and as what made it say."""
+        """Return a tuple of functions, each noted under its class and under its maker."""
         known = {k: v for k, v in made_with.items() if type(v) is int}
         return out._replace(**{n: self.member(f, n, type(out), name, doc, known) for n, f in members(out)})
 
@@ -159,7 +159,7 @@ def names_of(x: Any) -> set[str]:
 
 
 def is_functions(x: Any) -> bool:
-    """Whether it is a tuple of functions, such as a layer or an optimizer, or its class."""
+    """Whether it is a tuple of functions, such as a layer or an optimizer, or the class of one."""
     cls = x if isinstance(x, type) else type(x)
     return (
         issubclass(cls, tuple)
@@ -173,15 +173,15 @@ def members(x: Any) -> list[tuple[str, Callable]]:
 
 
 def member_statements(doc: str, field: str, names: set[str]) -> list[Statement]:
-    """Of a function in a tuple of functions: of its arguments what the class says,
-    and `field(...) -> SHAPE` or `field: (...) -> SHAPE`."""
+    """Return the statements about a function in a tuple of functions: the class's on its arguments, and `field(...)
+    -> SHAPE` or `field: (...) -> SHAPE`."""
     result = re.search(rf"\b{field}(?:, \w+)*(?:: )?\([^)]*\) -> ([^`;\n]*)", doc)
     own = [s for s in statements_of(doc, names) if s.subject]
     return own + ([Statement("", shapes)] if result and (shapes := first_shapes(result[1])[:1]) else [])
 
 
 def slot_statements(doc: str) -> list[Statement]:
-    """`Slots: mean and square, each f[R, D]`: of each slot by its name, the tables being f[R, D]."""
+    """Return the statement on each slot from `Slots: mean and square, each f[R, D]`, for tables f[R, D]."""
     text, out, at = re.search(r"Slots: (.*?)(?=\.\s|\.\Z|\n\n|\Z)", doc, re.S)[1], [], 0
     for start, end, shape in shapes_in(text):
         out += [Statement(n, (shape,)) for n in re.findall(r"\w+", text[at:start]) if n not in ("and", "each")]
@@ -190,8 +190,8 @@ def slot_statements(doc: str) -> list[Statement]:
 
 
 def rare(calls: Any) -> None:
-    """Calls that meet fields which are None in the others: inverse indices, dense inputs,
-    overflow, whole gradients of cut rows, a jvp's mark."""
+    """Make the calls that set fields which other calls leave None: inverse indices, dense inputs, overflow, whole
+    gradients of sharded rows, a jvp's mark."""
     ids = fr.KeyedJaggedTensor.from_lists({"x": [[1], [2]], "y": [[3]]})
     dataclasses.replace(ids, inverse=torch.tensor([[0, 1], [0, 0]])).pad_to(4)
     fr.validate(fr.Batch(calls.IDS, torch.zeros(4), torch.zeros(4, 3), torch.ones(4)), calls.FEATURES, calls.CONFIGS)
@@ -209,7 +209,7 @@ def rare(calls: Any) -> None:
 
 
 def made_anew() -> tuple[ModuleType, ModuleType]:
-    """The modules of public calls' values and of the calls, executed once more; those that others imported stay."""
+    """Execute again the modules of public calls and of their values. Modules that others imported stay."""
     names = [f"programs.public_{x}" for x in ("values", "calls_data", "calls_models", "calls")]
     kept = {n: sys.modules.pop(n) for n in names if n in sys.modules}
     try:
@@ -222,8 +222,8 @@ def made_anew() -> tuple[ModuleType, ModuleType]:
 
 
 def record(folder: Path) -> dict[str, Said]:
-    """The calls of `public_calls`, made anew so that they go through wrapped functions,
-    and the examples of what says something of shapes."""
+    """Record the calls of `public_calls`, imported again so that they call wrapped functions, and the examples of
+    docstrings that state shapes."""
     recorder = Recorder()
     with recorder.patched():
         values, calls = made_anew()
@@ -242,5 +242,5 @@ def record(folder: Path) -> dict[str, Said]:
 
 
 def has_tensors(said: Said) -> bool:
-    """Whether a call took or gave a tensor that is no part of a value with fields of its own."""
+    """Whether a call took or returned a tensor outside of the values that have fields of their own."""
     return any(not letters for call in said.calls for forms in call.leaves.values() for _, _, letters in forms)

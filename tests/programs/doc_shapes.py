@@ -1,5 +1,4 @@
-"""Shapes that docstrings give, held against calls: `f[B, D]` in
-the text is `f[B, D]` in every call, with one B throughout.
+"""Compare the shapes in docstrings with calls: `f[B, D]` in the text is `f[B, D]` in every call, and all B are equal.
 
 A statement is a subject (an argument, a field, or the result) and the shapes that it may have:
 
@@ -11,9 +10,9 @@ A statement is a subject (an argument, a field, or the result) and the shapes th
       KeyedTensor f32[B, ΣD]                    the result
     Slots: mean f[R, D], square f[R].           what the optimizer's `init` gives for a table f[R, D]
 
-A dimension is a number, a name, or arithmetic of such. A name is an int argument of the call, a letter of one of its
-values (LETTERS), or whatever the first shape says; `...` is any dimensions, the same throughout.
-Values of one key in trees share names of their own.
+A dimension is a number, a name, or arithmetic on them. A name is an int argument of the call or a letter of one of its
+values (LETTERS); otherwise the first shape gives its size. `...` is any dimensions, the same throughout. In trees, the
+values under one key share names that are local to the key.
 """
 
 import inspect
@@ -53,14 +52,14 @@ class Form(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """subject: the name of an argument or field; "" for the result. Any of the shapes may be the value's."""
+    """subject: the name of an argument or field, "" for the result. The value may have any of the shapes."""
 
     subject: str
     shapes: tuple[Shape, ...]
 
 
 def shapes_in(text: str) -> list[tuple[int, int, Shape]]:
-    """(start, end, shape) of each that stands in the text; a list of numbers is none."""
+    """Yield (start, end, shape) of each shape in the text. A list of numbers is not a shape."""
     out = []
     for m in SHAPE.finditer(text):
         dims = tuple(d.strip() for d in m[2].split(",") if d.strip())
@@ -71,7 +70,7 @@ def shapes_in(text: str) -> list[tuple[int, int, Shape]]:
 
 
 def first_shapes(text: str) -> tuple[Shape, ...]:
-    """The first shape, and those that an `or` joins to it."""
+    """Return the first shape, and the shapes that `or` joins to it."""
     found = shapes_in(text)
     own = found[:1]
     for one in found[1:]:
@@ -82,7 +81,7 @@ def first_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def statements_of(doc: str, names: set[str]) -> list[Statement]:
-    """names: of the arguments or fields."""
+    """Return the statements about these arguments or fields."""
     doc = doc.split("Example:")[0]
     first = doc.split("\n\n")[0]
     out: dict[str, tuple[Shape, ...]] = {}
@@ -104,7 +103,7 @@ def statements_of(doc: str, names: set[str]) -> list[Statement]:
     return [Statement(n, s) for n, s in out.items()] + ([Statement("", result)] if result else [])
 
 
-# -- a call held to its statements -----------------------------------------------------------------------------------
+# -- check a call against its statements -------------------------------------------------------------------------------
 
 
 def _of_keyed(x: Any) -> dict[str, Any]:
@@ -113,7 +112,7 @@ def _of_keyed(x: Any) -> dict[str, Any]:
         "F": len(x.keys),
         "B": bags / len(x.keys) if x.keys else 0,
         "N": x.values.shape[0],
-    }  # with strides B is their mean
+    }  # for strided values, B is their mean
 
 
 LETTERS = {
@@ -126,8 +125,8 @@ LETTERS = {
 
 
 class Call(NamedTuple):
-    """What a call took and gave, without its values: {subject: [(path, form, letters)]},
-    and what is known of names, for all and by key."""
+    """The forms of a call's arguments and result, without values: {subject: [(path, form, letters)]}. It also has
+    the known sizes of names, for all and by key."""
 
     leaves: dict[str, list]
     known: dict[str, Any]
@@ -135,7 +134,7 @@ class Call(NamedTuple):
 
 
 def call_of(values: Mapping[str, Any]) -> Call:
-    """values: {argument or field: value}, the result by ""."""
+    """values: {argument or field: value}; the result has key ""."""
     known: dict[str, set] = {}
     by_key: dict[Any, dict] = {}
     for name, x in values.items():
@@ -157,7 +156,7 @@ def letters(x: Any) -> dict[str, Any]:
 
 
 def leaves(x: Any, path: tuple = ()) -> Iterator[tuple[tuple, Form, dict]]:
-    """(keys on the way, form, letters of the value that it is of) of each tensor."""
+    """Yield (path of keys, form, letters of the value that holds it) of each tensor."""
     if isinstance(x, Tensor):
         yield path, Form(x.dtype, tuple(x.shape)), {}
     elif isinstance(x, fr.JaggedTensor | fr.KeyedTensor):
@@ -168,11 +167,11 @@ def leaves(x: Any, path: tuple = ()) -> Iterator[tuple[tuple, Form, dict]]:
 
 
 def violations(statements: list[Statement], call: Call) -> Iterator[str]:
-    """What of the statements does not hold in the call."""
+    """Return the statements that do not hold in the call."""
     scopes: dict[tuple, dict] = {(): dict(call.known)}
     for subject, shapes in statements:
         for path, form, more in call.leaves.get(subject, ()):
-            for i in range(len(path)):  # what is known of a key holds for all below it
+            for i in range(len(path)):  # a key's sizes also hold for all keys below it
                 more_known = call.by_key.get(path[i], {})
                 scopes.setdefault(path[: i + 1], {**scopes[path[:i]], **more_known})
             scope = scopes[path]
@@ -183,7 +182,7 @@ def violations(statements: list[Statement], call: Call) -> Iterator[str]:
 
 
 def fits(x: Form, shape: Shape, scope: dict, more: dict) -> bool:
-    """Whether x has the shape; names that it gives a size stay in the scope."""
+    """Whether x has the shape. Sizes found for names stay in the scope."""
     if shape.dtypes and not any(x.dtype in DTYPES[d] for d in shape.dtypes.split("|")):
         return False
     trial, sizes = {**more, **scope}, x.shape
@@ -207,11 +206,11 @@ def size_fits(dim: str, size: int, scope: dict) -> bool:
     value = lambda: eval(re.sub(r"[^\W\d]\w*", lambda m: str(scope[m[0]]), dim.replace("·", "*")))
     if not unknown:
         return value() == size
-    return any(value() == size for scope[unknown[0]] in range(size + 2))  # the least that makes it so
+    return any(value() == size for scope[unknown[0]] in range(size + 2))  # the least size that fits
 
 
 def annotated(f: Callable) -> Iterator[Statement]:
-    """What the forms in a signature's annotations say."""
+    """Return the shapes that a signature's annotations state."""
     for name, parameter in inspect.signature(f).parameters.items():
         hints = [parameter.annotation, *typing.get_args(parameter.annotation)]
         forms = [more.text for hint in hints for more in getattr(hint, "__metadata__", ()) if hasattr(more, "noun")]

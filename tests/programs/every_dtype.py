@@ -1,4 +1,5 @@
-"""A package of tables of every dtype and width, pooled in every way and in sequence; hashed, weighted, dense inputs."""
+"""A package with tables of every dtype and width, pooled in every way and as sequences. It has hashed and weighted
+features and dense inputs."""
 
 import torch
 
@@ -12,7 +13,7 @@ NUMBERS = (
     torch.int32,
     torch.int64,
     torch.bool,
-)  # of parameters that no output has
+)  # parameters that no output depends on
 KEYS = ("a", "b", "c")
 KINDS = (("a", "sum", False), ("b", "mean", False), ("c", "sum", True), ("c", "mean", True))
 
@@ -29,7 +30,7 @@ def features(tables):
 
 HASHED = (fr.FeatureConfig("hashed", table="int8", column="b", hash=fr.multiply_shift(3)),)
 LAST = tuple(fr.FeatureConfig(f"last_{t}", table=t, column="a", pooling="none") for t in ("int8", "int4", "float16"))
-WIDTH = 305  # of all that is pooled
+WIDTH = 305  # the width of all pooled features
 WIDE = (fr.FeatureConfig("wide", table="wide", column="b"),)
 
 

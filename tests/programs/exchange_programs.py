@@ -1,4 +1,4 @@
-"""Programs of exchanges, and what compiling makes of them on this process's ranks."""
+"""Programs of exchanges, and their compiled results on this process's ranks."""
 
 from unittest import mock
 
@@ -23,7 +23,7 @@ KINDS = {
 
 
 def run(steps, x):
-    """[(kind, number of an earlier value, size, dtype)] -> all values; value 0 is x f64[n, 8]."""
+    """Run [(kind, number of an earlier value, size, dtype)] and return all values; value 0 is x f64[n, 8]."""
     values = [x]
     for kind, source, size, dtype in steps:
         of = values[source % len(values)].to(dtype)
@@ -32,7 +32,7 @@ def run(steps, x):
 
 
 def compiled(programs):
-    """For each program: (its values without the passes, with them, what it sends without, with)."""
+    """For each program, return (its values without the passes, with them, the bytes sent without, with)."""
     n = torch.distributed.get_world_size()
     mesh, out = fr.Mesh.distributed(x=n), []
     for steps in programs:
@@ -58,7 +58,7 @@ def compiled(programs):
 
 
 def code_of_two_rounds():
-    """The generated code of two exchanges, one behind the other, and a matrix product that only the end needs."""
+    """Return the generated code of two successive exchanges, and of a matrix product that only the end needs."""
     from programs.generated_code import generated_code
 
     mesh = fr.Mesh.distributed(x=torch.distributed.get_world_size())

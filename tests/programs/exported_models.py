@@ -1,8 +1,8 @@
-"""LR, FM, DLRM, DCNv2 and two-tower as packages, beside the functions that they are of.
+"""Export LR, FM, DLRM, DCNv2 and two-tower as packages and compare them with their Python functions.
 
-python -m programs.exported_models [NAME ...] exports each, and runs it on batches of 0, 1, 3, 64 and 512 bags, of which
-some are empty and some ids -1 or beyond their tables. It prints the greatest difference, and ends with 1 if one is over
-1e-5. About ten seconds a model.
+python -m programs.exported_models [NAME ...] exports each model and runs it on batches of 0, 1, 3, 64 and 512 bags.
+Some bags are empty, and some ids are -1 or beyond their tables. It prints the greatest difference and ends with 1 if it
+exceeds 1e-5. A model takes about ten seconds.
 """
 
 import sys
@@ -36,7 +36,7 @@ def batch(name: str, num_bags: int) -> fr.Batch:
 
 
 def difference(name: str) -> float:
-    """The greatest, of all sizes; inf where a shape or a dtype is another."""
+    """Return the greatest difference over all batch sizes, or inf if a shape or a dtype differs."""
     model = MODELS[name]
     params, worst = model.init(fr.key(0)), 0.0
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
-"""A first fr.jit, or a first fr.export, that a signal interrupts when torch begins to import a module; then once more.
+"""Interrupt a first fr.jit or fr.export by a signal when torch begins to import a module, then call it again.
 
     PYTHONPATH=tests python -m programs.first_calls jit|export NUMBER [main]
 
-NUMBER: of the module, counted from the call on. main: count only modules that the main thread imports. Prints JSON:
-whether a signal came, what the first call raised, and what it gave, or else the second one.
+NUMBER: which import gets the signal, counted from the call on. main: count only imports by the main thread. Prints
+JSON: whether a signal came, what the first call raised, and the result of the first call, or else of the second.
 """
 
 import json
@@ -24,7 +24,7 @@ OURS = ("funcrec", "__mp_main__", "programs")
 
 
 class TooLateError(ValueError):
-    """What the handler raises: an error that a function may raise, too."""
+    """The error that the handler raises; its class is one that functions may raise themselves."""
 
 
 def predict(params, batch):
@@ -47,7 +47,7 @@ def export() -> list[float]:
 
 
 class Interrupter:
-    """A finder of modules that finds none, and sends a signal when it is asked for one."""
+    """An import finder that finds nothing, and sends a signal at the chosen import."""
 
     def __init__(self, number: int, is_main_alone: bool):
         self.left, self.is_main_alone, self.sent = number, is_main_alone, ""

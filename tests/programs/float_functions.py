@@ -1,5 +1,5 @@
-"""Every public function that takes float tensors, as a case of
-the sweep `differences`. R rows, D dim, N ids, B bags."""
+"""Every public function that takes float tensors, as a case of the sweep `differences`. R rows, D dim, N ids, B
+bags."""
 
 import torch
 from funcrec.kernels import library, ops
@@ -9,7 +9,7 @@ import funcrec as fr
 from programs.differences import Case, draw
 
 F64 = torch.float64
-ROWS = torch.tensor([2, 0, 2, -1, 3, 0])  # with repeats, and one that is padding
+ROWS = torch.tensor([2, 0, 2, -1, 3, 0])  # repeated rows and one padding row
 CLICKS = (
     fr.FeatureConfig("sum", table="t", weighted=True, column="clicks"),
     fr.FeatureConfig("mean", table="t", pooling="mean", max_length=2, column="clicks"),
@@ -25,7 +25,7 @@ def number(x: float) -> torch.Tensor:
 
 
 def ids(weights: torch.Tensor) -> fr.KeyedJaggedTensor:
-    """Bags of 2, 0 and 3 ids, and one place of padding."""
+    """Make bags of 2, 0 and 3 ids, and one place of padding."""
     return fr.KeyedJaggedTensor.from_offsets(["clicks"], ROWS.clamp(min=0), OFFSETS, weights=weights)
 
 
@@ -113,8 +113,8 @@ OPERATIONS = {  # {name: (f of the implementation, inputs)}
 
 
 def of_kernels() -> list[Case]:
-    """Without a choice and as the reference each is right; named kernels
-    raise, and so do their operators, called directly."""
+    """Make the kernels' cases. Without a choice, and as the reference, each is right. Named kernels and their
+    operators, called directly, raise."""
     found = []
     for name, (make, inputs) in OPERATIONS.items():
         known = "*" if name == "fused_update" else ()
@@ -246,7 +246,7 @@ def regrouped(values):
 
 
 def predicted(w):
-    """The probabilities of a model of one factor, for rows as they come."""
+    """Return the probabilities of a model with one factor, for rows as given."""
     encoding = fr.data.fit_encoding({"item": ["tea", "jam"]}, fr.data.Schema(categorical=("item",)))
     model = fr.models.lr(*fr.data.configs(encoding, 1))
     model = model._replace(apply=lambda params, batch: batch.ids.values * params.dense)

@@ -1,7 +1,7 @@
 """Public functions of a mesh as cases of the sweep `differences`, on an emulated mesh and on real ranks.
 
-An input is whole on every rank, which takes its own part of it. On real ranks a mode gives each rank the part of the
-derivative that goes through its own input (reverse) or output (forward).
+Every rank has the whole input and takes its own part. On real ranks, each rank gets the part of the derivative that
+passes through its own input (reverse) or its own output (forward).
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from funcrec.core._tree import replace, tree_leaves, tree_map
 from programs import differences
 from programs.differences import BATCH, H2, RAISED, ZERO, Case, H, along, draw
 
-SHAPES = {"a": (5, 2), "b": (4, 2), "c": (3, 3), "d": (5, 2)}  # nobody has id 3 for d
+SHAPES = {"a": (5, 2), "b": (4, 2), "c": (3, 3), "d": (5, 2)}  # no bag has id 3 for d
 PLAN = fr.Plan({"a": fr.row_wise("x"), "b": fr.column_wise("x"), "c": fr.table_wise("x", rank=1), "d": fr.replicated()})
 COPIES = fr.Plan(dict.fromkeys("abcd", fr.replicated()), replicas="x")
 OTHER = fr.Plan(
@@ -88,7 +88,7 @@ def ragged(x: Tensor) -> Tensor:
     return fr.ragged_all_to_all(x, torch.zeros_like(x), starts, sizes, places, got, axis_name="x").square()
 
 
-COLLECTIVES = {  # of x f[4, 2] on each of two ranks
+COLLECTIVES = {  # functions of x f[4, 2] on each of two ranks
     "psum": lambda x: fr.psum(bent(x), "x"),
     "psum_invariant, pvary": lambda x: fr.pvary(fr.psum_invariant(bent(x), "x"), "x").square(),
     "pmean": lambda x: fr.pmean(bent(x), "x"),
@@ -128,7 +128,7 @@ def looked_up(mesh, *, weights, how=(), **tables):
 
 
 def gradients(mesh, *, weights, w, bias, how=(), **tables):
-    """Rows' gradients of every rank, and those of the dense parameters."""
+    """Return every rank's row gradients, and the gradients of the dense parameters."""
     held = fr.shard_tables(of_tables(tables), PLAN, mesh, **dict(how))
 
     def one(held, dense, ids):
@@ -142,7 +142,7 @@ def gradients(mesh, *, weights, w, bias, how=(), **tables):
 
 
 def moved(mesh, *, is_whole, w, slot, **tables):
-    """A state, cut and whole again: by `gather_state`, by `reshard`, or its tables alone."""
+    """Shard a state and make it whole again: with `gather_state`, with `reshard`, or its tables alone."""
     sparse, dense = fr.optim.adagrad(lr=0.1), fr.optim.dense(torch.optim.SGD, lr=0.1)
     step = fr.train_step(loss_fn, sparse=sparse, dense=dense, mesh=mesh, plan=PLAN, dense_axes=("x",))
     state = step.init(fr.Params(of_tables(tables), {"w": w}))
@@ -160,7 +160,7 @@ def whole_again(mesh, **tables):
 
 
 def united(mesh, *, lr, apart, **tables):
-    """Copies that trained apart, then united; the copies of `apart` differ."""
+    """Train replicas apart, then unite them. `apart` makes the replicas differ."""
     options = {
         "sparse": fr.optim.adagrad(lr=lr, initial_accumulator=0.1),
         "dense": fr.optim.dense(torch.optim.SGD, lr=0.1),
@@ -174,7 +174,7 @@ def united(mesh, *, lr, apart, **tables):
 
 
 def own_part(apart: Tensor, x: Tensor, mesh: fr.Mesh) -> Tensor:
-    """apart f[2], one number for each copy, of x's rows on this process."""
+    """Return this process's numbers of apart f[2], one number per replica, expanded to the rows of x."""
     return cut(apart, mesh).repeat_interleave(x.shape[0] // (2 if mesh.is_emulated else 1))[:, None]
 
 
@@ -197,7 +197,8 @@ def trained(mesh, *, how, steps, weights, w, bias, lr, dense_lr, jit=False, **ta
 
 
 def at_once(f, inputs: dict[str, Tensor]):
-    """f of one vector: what a mode loses of any input, the difference has."""
+    """Return f of one vector that holds all inputs, so that the difference sees any input whose gradient a mode
+    loses."""
     sizes = [x.numel() for x in inputs.values()]
     apart = lambda x: {k: p.reshape(y.shape) for (k, y), p in zip(inputs.items(), x.split(sizes), strict=True)}
     return lambda x: f(**apart(x)), {"x": torch.cat([x.flatten() for x in inputs.values()])}
@@ -220,16 +221,19 @@ CASES = {  # {name: (f of the mesh and the inputs, inputs)}
     "train_step": (partial(trained, how="plain", steps=1), TRAINED),
     "train_step, all options": (partial(trained, how="dense_axes, merge, capacity", steps=1), TRAINED),
 }
-CODED = {  # a case whose vectors travel coded: (the case, its `how`, how much of a derivative's size rounding may make)
+# cases whose vectors travel coded: (the case, its `how`, the allowed rounding relative to a derivative's size)
+CODED = {
     "lookups, bfloat16": ("lookups", {"codec": fr.Codec("bfloat16", "bfloat16")}, 0.04),
     "lookups, float16, exact": ("lookups, exact", {"codec": fr.Codec("float16", "float16"), "exact": True}, 0.005),
     "lookups, int8, dedup": ("lookups, dedup", {"codec": fr.Codec("int8", "int8"), "dedup": True}, 0.03),
     "value_and_grad, float16": ("value_and_grad", {"codec": fr.Codec("float16", "float16")}, 0.01),
 }
-BITS = ("gather_state", "reshard")  # between real ranks rows travel as bits: refused
-SHARED = ("train_step", "train_step, all options")  # no rank can move its parameters alone: all must have the same
+BITS = ("gather_state", "reshard")  # refused between real ranks, where rows travel as bits
+# every rank must have equal parameters, so that none can move its parameters alone
+SHARED = ("train_step", "train_step, all options")
 FEW = ("grad", "autograd", "jvp", "vmap", "vmap of grad", "jvp of grad")
-STAGED = mock.patch.object(_compiled, "compile_graph", lambda graph, args: graph)  # jit runs the staged graph itself
+# jit runs the staged graph itself
+STAGED = mock.patch.object(_compiled, "compile_graph", lambda graph, args: graph)
 
 
 def case_of(name: str, mesh: fr.Mesh) -> Case:
@@ -246,14 +250,14 @@ def case_of(name: str, mesh: fr.Mesh) -> Case:
 
 
 def over_ranks(x: Tensor) -> Tensor:
-    """Σ_r x, of plain numbers."""
+    """Return Σ_r x, for plain numbers."""
     total = x.detach().clone()
     torch.distributed.all_reduce(total)
     return total
 
 
 def through_mine(s: Callable, difference: Callable) -> Tensor:
-    """difference(what this rank's t, moved alone, does to Σ_r s_r), of every rank in turn."""
+    """Return difference(what moving this rank's t alone does to Σ_r s_r), for every rank in turn."""
     own = None
     for rank in range(torch.distributed.get_world_size()):
         mine = rank == torch.distributed.get_rank()
@@ -267,12 +271,12 @@ def slope(f: Callable, base: float = 0.0) -> Tensor:
 
 
 def slope_of_slope(f: Callable) -> Tensor:
-    """Of f's slope in its own t, by a base that all ranks move."""
+    """Return the derivative of f's slope in its own t, by a base that all ranks move."""
     at = lambda base: (f(base, H2) - f(base, -H2)) / (2 * H2)
     return (8 * (at(H2) - at(-H2)) - (at(2 * H2) - at(-2 * H2))) / (12 * H2)
 
 
-# what each rank's derivative is: of its own s_r by the t of all (forward), or of Σ s_r by its own t (reverse)
+# each rank's derivative: of its own s_r by the t of all ranks (forward), or of Σ s_r by its own t (reverse)
 OWN = {
     "grad": lambda s: through_mine(s, slope),
     "vmap of grad": lambda s: sum(through_mine(s, lambda f: slope(f, float(b))) for b in BATCH),  # noqa: B023
@@ -284,11 +288,11 @@ OWN |= {"autograd": OWN["grad"], "jit of grad": OWN["grad"], "jit of jvp": OWN["
 
 
 def outcomes(name: str, modes: tuple[str, ...], compiled: bool = False) -> dict[tuple[str, str], str]:
-    """`differences.sweep` on real ranks: each rank's derivative against its
-    own differences; of SHARED the sum of the reverse ones."""
+    """Run `differences.sweep` on real ranks and compare each rank's derivative with its own differences. For the
+    cases in SHARED, compare the sum of the reverse derivatives."""
     case, needs, found = case_of(name, fr.Mesh.distributed(x=torch.distributed.get_world_size())), {}, {}
     s, smooth = along(case, "x"), along(case._replace(f=case.smooth or case.f), "x")
-    s(ZERO)  # the sweep's own numbers are drawn outside of transforms
+    s(ZERO)  # draw the sweep's own numbers outside of transforms
     for mode in modes:
         derivative, difference = differences.EVERY[mode]
         added = name in SHARED and mode not in ("jvp", "jit of jvp", "vmap")

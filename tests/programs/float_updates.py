@@ -10,8 +10,8 @@ from funcrec.optim._builtin import BUILTIN, arguments_of
 from programs.differences import Case, draw
 from programs.float_functions import DENSE, GRADS, LOSS, TABLE, WEIGHTS, ids, loss_fn, number, row_grads
 
-# the built-in optimizers; hyper-parameters of those whose own are
-# where a rule is hardly smooth, or does not do all it can
+# The built-in optimizers. Hyper-parameters replace the defaults where a rule is hardly smooth or leaves out some of its
+# terms.
 RULES = {n: {} for n in BUILTIN} | {
     "momentum": {"nesterov": True}, "lars_sgd": {"eta": 0.2}, "adagrad": {"eps": 1e-3},
     "rmsprop": {"momentum": 0.5, "b2": 0.8}, "ftrl": {"l1": 0.01, "l2": 0.1},
@@ -25,7 +25,8 @@ UPDATED = {"table": TABLE, "grads": GRADS, "lr": LR}
 
 
 def updated(optimizer, table, grads, slot=None, **how):
-    """Two updates, the first of rows that repeat; slot: added to every slot that is not of one number only."""
+    """Make two updates, the first with repeated rows. slot: a number added to every slot that has more than one
+    element."""
     tables = {"t": table, "u": table[:, :2] * 1.0}
     slots = optimizer.init(tables)
     if slot is not None:
@@ -44,7 +45,8 @@ def of_rule(name, table, grads, lr, slot, implementation=None, **numbers):
 
 
 def numbers_of(name):
-    """A rule's numbers beside lr; those that are 0, and change its form if they are not, apart from weight_decay."""
+    """Return a rule's float hyper-parameters other than lr: those that are not 0, and weight_decay. A nonzero value
+    of the others would change the rule's form."""
     given = arguments_of(BUILTIN[name], **RULES[name])[1]
     return {k: number(x or 0.2) for k, x in given.items() if type(x) is float and k != "lr" and (x or "decay" in k)}
 
@@ -77,7 +79,8 @@ COMBINED = {
 
 def of_rows() -> list[Case]:
     slot, small = {"slot": number(0.6)}, {"inner": draw("inner", (4,)), "outer": draw("outer", (4,))}
-    as_tensor = {"implementation": "reference"}  # the kernels' would be compiled for each: `test_generated`
+    # kernels would be compiled for each rule: see `test_generated`
+    as_tensor = {"implementation": "reference"}
     of_numbers = lambda n: functools.partial(of_rule, n, TABLE, GRADS, LR, number(0.6), **as_tensor)
     return [
         *(Case(f"optim.{n}", functools.partial(of_rule, n), {**UPDATED, **slot}) for n in RULES),

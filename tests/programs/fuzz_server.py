@@ -2,16 +2,16 @@
 
     PYTHONPATH=tests python -m programs.fuzz_server [--package] [--count 100000] [--seed 0] [--program PROGRAM]
 
-The model is that of sums (funcrec-serve-sums), or with --package a package (programs.packages) behind funcrec-serve:
-its library and its kernels have the sanitizer too, torch and the compiled program have not. Then the hostile ask for
-weights and deltas too, whole ones and damaged ones, so that versions change under the good requests.
+The model is the sums model (funcrec-serve-sums), or with --package a package (programs.packages) that funcrec-serve
+runs. Its library and its kernels are built with the sanitizer too; torch and the compiled program are not. With
+--package, hostile requests also post weights and deltas, valid and damaged, so that versions change during the good
+requests.
 
-Each connection carries a pipeline of good requests between hostile ones; what comes back is read to the end. Hostile
-are requests whose JSON or bytes were changed in some places, cut, or doubled, whose headers lie, chunks with long
-words about them, and random bytes. A changed body that is still a request is answered as any other. What must hold:
-every good request that was sent before the connection's first broken message is answered right, in its place;
-neighbours in a batch too (connections run side by side, and ids that make a batch fail are among the requests); the
-server is there at the end, has no leak, and the sanitizer nothing to say.
+Each connection sends a pipeline of good requests between hostile ones and reads all answers. A hostile request has JSON
+or bytes that were changed, cut or doubled, false headers, chunks with long extensions, or random bytes. If a changed
+body is still a valid request, it is answered as usual. Every good request before the connection's first broken message
+must get the right answer, in order. This also holds for requests that share a batch: connections run in parallel, and
+some ids make a batch fail. At the end the server still runs, has no leak, and the sanitizer reports nothing.
 """
 
 import argparse
@@ -62,13 +62,14 @@ METHODS = [b"POST", b"GET", b"HEAD", b"PUT", b"OPTIONS", b"CONNECT", b"PRI", b"p
 
 
 class Subject(NamedTuple):
-    """What is asked: good requests (rng, bags=None), their bytes, whether an answer is theirs, bodies of updates."""
+    """What is requested: a maker of good requests (rng, bags=None), their bytes, a check of their answers, and
+    bodies of updates."""
 
     request: Callable
     pack: Callable
     is_right: Callable
     updates: tuple[tuple[bytes, bytes], ...] = ()
-    fails: bool = False  # whether an id of 900 makes a run fail
+    fails: bool = False  # whether id 900 makes a run fail
 
 
 SUMS = Subject(some_request, pack, is_right, fails=True)
@@ -83,7 +84,7 @@ def message(
 
 
 def changed(rng, body: bytes) -> bytes:
-    """A body with a few changes in it."""
+    """Make a few changes in a body."""
     made = bytearray(body)
     for _ in range(rng.integers(1, 4)):
         i = int(rng.integers(0, len(made) + 1))
@@ -104,7 +105,7 @@ def changed(rng, body: bytes) -> bytes:
 
 
 def in_chunks(rng, body: bytes, kind: str) -> bytes:
-    """A body in chunks, with words about them of which some are long, and some no words."""
+    """Split a body into chunks, some with long or invalid extensions."""
     long = lambda: b"y" * int(rng.integers(1, 90_000))
     words, cut = [b"", b";a", b';a="b"', b";" + long(), rng.bytes(5)], int(rng.integers(1, len(body) + 1))
     chunk = lambda x: b"%x%s\r\n%s\r\n" % (len(x), words[rng.integers(5)] if rng.random() < 0.3 else b"", x)
@@ -115,7 +116,7 @@ def in_chunks(rng, body: bytes, kind: str) -> bytes:
 
 
 def hostile(rng, subject: Subject) -> tuple[bytes, bool]:
-    """A request, and whether the connection may end with it."""
+    """Return a request, and whether the connection may end with it."""
     request = subject.request(rng)
     kind = [JSON, BYTES][rng.integers(2)]
     body = subject.pack(request) if kind == BYTES else json.dumps(request).encode()
@@ -146,7 +147,7 @@ def hostile(rng, subject: Subject) -> tuple[bytes, bool]:
 
 
 def answers(data: bytes) -> list[tuple[int, str, bytes]]:
-    """(status, type, body) of each answer in what a connection gave; one to HEAD has no body."""
+    """Yield (status, type, body) of each answer in a connection's bytes. An answer to HEAD has no body."""
     found = []
     while data.startswith(b"HTTP/1."):
         top, _, rest = data.partition(b"\r\n\r\n")
@@ -160,7 +161,7 @@ def answers(data: bytes) -> list[tuple[int, str, bytes]]:
 
 
 def converse(server: Server, subject: Subject, seed: int, length: int) -> tuple[int, int, list[str]]:
-    """One connection: (requests sent, good answers seen, what is wrong)."""
+    """Run one connection and return (requests sent, good answers seen, what is wrong)."""
     rng = np.random.default_rng(seed)
     sent, good, wrong, seen = [], {}, [], 0
     for i in range(length):
@@ -182,7 +183,7 @@ def converse(server: Server, subject: Subject, seed: int, length: int) -> tuple[
                 while part := s.recv(1 << 16):
                     received += part
             else:
-                return len(sent), 0, []  # gone without reading
+                return len(sent), 0, []  # it closed without reading
     except ConnectionError:
         return len(sent), 0, [] if may_end else [f"seed {seed}: reset"]
     found = answers(received)
@@ -201,7 +202,8 @@ def converse(server: Server, subject: Subject, seed: int, length: int) -> tuple[
 def run(
     server: Server, count: int, first: int, clients: int = 4, length: int = 16, subject: Subject = SUMS
 ) -> tuple[int, int, list[str]]:
-    """At least `count` requests over connections of up to `length` each: (sent, good answers, what is wrong)."""
+    """Send at least `count` requests over connections of up to `length` each. Return (sent, good answers, what is
+    wrong)."""
     sent = seen = 0
     wrong: list[str] = []
     with ThreadPoolExecutor(clients) as pool:
@@ -213,8 +215,8 @@ def run(
 
 
 def of_package(folder: Path, pool_size: int = 200) -> Subject:
-    """A package in folder/model, other weights and a delta beside it, damaged ones too; good requests are of a pool,
-    for which Python has the answers of all versions."""
+    """Make a package in folder/model, with other weights and a delta next to it, and damaged copies of both. Good
+    requests come from a pool, for which Python has the answers of all versions."""
     import torch
 
     import funcrec as fr
@@ -285,7 +287,7 @@ def main() -> int:
 
 
 def sanitized() -> Path:
-    """funcrec-serve with the sanitizer, and kernels that have it too."""
+    """Build funcrec-serve and its kernels with the sanitizer."""
     from funcrec.kernels.cpp import _native
 
     from programs import answers, sanitize

@@ -1,7 +1,8 @@
-"""Memory whose neighbours cannot be read or written: a kernel that leaves it ends the process.
+"""Memory between inaccessible pages: a kernel that reads or writes outside its tensor ends the process.
 
-| no access | ...... tensor | no access |        `at_end`: the tensor ends at a page without access, else it begins at
-                                                 one
+| no access | ...... tensor | no access |
+
+`at_end`: the tensor ends at an inaccessible page; otherwise it begins at one.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ PAGE = mmap.PAGESIZE
 
 
 class Guards:
-    """Rooms of `size` bytes with such a page on either side, used again after `reset`."""
+    """Memory areas of `size` bytes, each between two inaccessible pages. `reset` makes them free again."""
 
     def __init__(self, rooms: int = 64, size: int = 1 << 20):
         libc = ctypes.CDLL(None, use_errno=True)
@@ -33,7 +34,8 @@ class Guards:
         self.used, self.at_end = 0, at_end
 
     def place(self, x: Tensor) -> Tensor:
-        """A copy of x there; elsewhere if there is no room, x itself if it has no memory of the processor's."""
+        """Copy x into a guarded area. Without room the copy lies elsewhere; a tensor without CPU memory is returned
+        unchanged."""
         if type(x) is not Tensor or x.device.type != "cpu":
             return x
         if not x.nbytes or x.nbytes > self.size or self.used == len(self.rooms):
@@ -46,7 +48,8 @@ class Guards:
 
 @contextlib.contextmanager
 def outputs(guards: Guards) -> Iterator[None]:
-    """What the C++ kernels' callers ask torch for lies there, too, full of NaN or of the largest number."""
+    """Also guard the outputs that callers of C++ kernels allocate with torch. They are filled with NaN, or with 77
+    in integers."""
     plain = torch.empty, torch.empty_like
     fill = lambda x: x.fill_(torch.nan if x.is_floating_point() else 1 if x.dtype == torch.bool else 77)
     torch.empty = lambda *args, **how: guards.place(fill(plain[0](*args, **how)))

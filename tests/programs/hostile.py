@@ -1,13 +1,13 @@
-"""Generated calls of every C++ operation on whatever its types allow:
-each against the reference, and on one and on two threads.
+"""Generated calls of every C++ operation on anything its types allow. Each is compared with the reference, and with
+itself on one and on two threads.
 
     check(operation, seed, place)       for operation in OPERATIONS
 
-Offsets descend, are negative, lie beyond the buffer or are the least and largest integers; so are ids; sizes are 0,
-null pointers come with them; inputs have strides. `place` puts each input where reading beyond it is found out
-(guarded.py, a sanitizer). What moves numbers must be the reference's, bit for bit; what sums them must be as near to
-the reference in f64 as its precision lets it; two threads must
-give the bits of one. Shapes: B bags, N ids, R rows, D dim.
+Offsets may descend, be negative, lie beyond the buffer or be the least and largest integers; ids likewise. Sizes may be
+0, with null pointers, and inputs may be strided. `place` puts each input where reading beyond it is detected
+(guarded.py, a sanitizer). Operations that move numbers must equal the reference bit for bit. Operations that sum must
+be as near to the reference in f64 as their precision allows. Two threads must give the bits of one. Shapes: B bags, N
+ids, R rows, D dim.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from programs.hostile_draw import (
 )
 from programs.hostile_updates import UPDATES
 
-library.load("cpp")  # torch.ops.funcrec_cpp
+library.load("cpp")  # defines torch.ops.funcrec_cpp
 
 # -- lookups -----------------------------------------------------------------------------------------------------
 
@@ -106,7 +106,8 @@ def scatter_rows(draw: Draw) -> Result:
 
 
 def coded(draw: Draw) -> tuple[Tensor, int, int, Tensor]:
-    """(table, bits, dim, what it stands for in f32): of finite scales and biases, and any codes; or of floats."""
+    """Return (table, bits, dim, its values in f32). The table is quantised, with finite scales and biases and any
+    codes, or has floats."""
     bits, dim, num_rows = draw.one(8, 4, 2, 8, 4, 2, 16, 32), draw.one(*DIMS), draw.one(0, 1, 2, 7, 50, 300)
     if bits > 8:
         table = draw.noise(num_rows, dim, dtype=F32 if bits == 32 else draw.one(F16, BF16))
@@ -253,13 +254,13 @@ def on_threads(number: int, run: Callable[[], list[Tensor]]) -> list[Tensor]:
 
 
 def is_same(x: Tensor, y: Tensor) -> bool:
-    """Equal in dtype, shape and every bit."""
+    """Whether dtype, shape and every bit are equal."""
     as_bytes = lambda z: z.new_empty(z.numel()).copy_(z.flatten()).view(torch.uint8)
     return x.dtype == y.dtype and x.shape == y.shape and torch.equal(as_bytes(x), as_bytes(y))
 
 
 def is_near(x: Tensor, want: Tensor, magnitude: Tensor, terms: int, acc: torch.dtype | None) -> bool:
-    """Within one rounding for each term of the sum, and one to 16 bits."""
+    """Whether the error is at most one rounding for each term of the sum, and one rounding to 16 bits."""
     acc, own = torch.finfo(acc or accumulation_dtype(x.dtype)), torch.finfo(x.dtype)
     bound = ((terms + 8) * acc.eps + own.eps) * magnitude + own.tiny
     return x.shape == want.shape and bool(((x.double() - want).abs() <= bound).all())
@@ -279,7 +280,7 @@ def check(
     threads: int = 2,
     on_threads: Callable[..., list[Tensor]] = on_threads,
 ) -> None:
-    """Raises where a call is not the reference's, or not the same on several threads."""
+    """Raise if a call differs from the reference, or changes with the number of threads."""
     made = OPERATIONS[operation](Draw(seed, place))
     got = on_threads(1, made.run)
     for i, (x, want) in enumerate(zip(got, made.want, strict=True)):

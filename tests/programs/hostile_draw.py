@@ -1,5 +1,4 @@
-"""What generated calls of the C++ kernels are made of: sizes, numbers,
-ids and offsets that may be anything. See hostile.py.
+"""Random parts of generated calls of the C++ kernels: arbitrary sizes, numbers, ids and offsets. See hostile.py.
 
 Shapes: B bags, N ids, R rows, D dim.
 """
@@ -21,9 +20,10 @@ EXTREMES = (-(2**63), 2**63 - 1, -(2**31), 2**31 - 1, 2**40, -(2**40), -1, -2)
 
 
 class Result(NamedTuple):
-    """run(): the kernel's answer. want: the reference's, to every bit unless something is said of it:
+    """run(): the kernel's answer. want: the reference's answer, equal to every bit unless sizes or bounds are given.
 
-    sizes: of a sum of at most `terms` in `acc`, the same of absolute values. bounds: how far from `want` it may be.
+    sizes: the same sum over absolute values, for a sum of at most `terms` terms in `acc`. bounds: the allowed distance
+    from `want`.
     """
 
     run: Callable[[], list[Tensor]]
@@ -35,11 +35,11 @@ class Result(NamedTuple):
 
 
 class Draw:
-    """Random numbers of a call, and where its inputs are put."""
+    """Random numbers of a call, and the place for its inputs."""
 
     def __init__(self, seed: int, place: Callable[[Tensor], Tensor]):
         self.random, self.generator, self.place = random.Random(seed), torch.Generator().manual_seed(seed), place
-        self.is_large = self.random.random() < 0.02  # enough for several threads
+        self.is_large = self.random.random() < 0.02  # large enough for several threads
 
     def one(self, *choices):
         return self.random.choice(choices)
@@ -48,7 +48,7 @@ class Draw:
         return self.random.randint(3000, 9000) if self.is_large else self.one(*SIZES)
 
     def put(self, x: Tensor) -> Tensor:
-        """x where its neighbours cannot be read; sometimes every second element of something larger."""
+        """Put x where reads outside it are detected. Sometimes x is every second element of a larger tensor."""
         if x.dim() == 1 and x.numel() and self.random.random() < 0.1:
             return self.place(torch.stack([x, x.flip(0)], 1).flatten())[::2]
         return self.place(x)
@@ -64,7 +64,7 @@ class Draw:
         return torch.tensor([self.one(*fit) for _ in range(n)], dtype=I64)
 
     def mix(self, x: Tensor, share: float, *more: int) -> Tensor:
-        """x with a share of extremes in it."""
+        """Replace a share of x by extreme values."""
         is_wild = torch.rand(x.shape[0], generator=self.generator) < share
         x = x.clone()
         x[is_wild] = self.extremes(int(is_wild.sum()), x.dtype, *more).to(x.dtype)
@@ -75,7 +75,7 @@ class Draw:
         return self.put(self.mix(x, self.one(0, 0.1, 0.9), num_rows, num_rows - 1))
 
     def offsets(self, num_bags: int, n: int) -> Tensor:
-        """Boundaries of bags of a buffer of n: half of them as they should be, the others anything."""
+        """Draw the bags' boundaries in a buffer of n. Half of the draws are valid, the others arbitrary."""
         kind, wide = self.one("good", "good", "shifted", "unsorted", "falling", "wild"), self.one(I32, I64)
         if kind == "good":
             return self.put(torch.randint(0, n + 1, (num_bags + 1,), generator=self.generator).sort().values.to(wide))
@@ -88,7 +88,7 @@ class Draw:
 
 
 def bounds_of(offsets: Tensor, n: int) -> list[int]:
-    """What offsets stand for, by a loop."""
+    """Return the bags that offsets stand for, computed in a loop."""
     out, last = [], 0
     for x in offsets.tolist():
         last = max(last, min(x, n))
@@ -97,14 +97,14 @@ def bounds_of(offsets: Tensor, n: int) -> list[int]:
 
 
 def padded_weights(draw: Draw, offsets: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Weights that are NaN where no bag is."""
+    """Return weights that are NaN outside of all bags."""
     bounds, w = bounds_of(offsets, n), draw.noise(n, dtype=dtype)
     w[: bounds[0]] = w[bounds[-1] :] = torch.nan
     return draw.put(w)
 
 
 def wide(x):
-    """f64 of every float."""
+    """Convert every float to f64."""
     return tree_map(lambda y: y.double() if isinstance(y, Tensor) and y.is_floating_point() else y, x)
 
 

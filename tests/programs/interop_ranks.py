@@ -1,4 +1,5 @@
-"""A training by TorchRec on ranks that goes on here, and goes back: what tests/dist/test_interop_ranks.py runs."""
+"""Training that starts in TorchRec on ranks, continues here and goes back: what tests/dist/test_interop_ranks.py
+runs."""
 
 import os
 import warnings
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import funcrec as fr
 from programs import torchrec_ranks as peers
 
-KINDS = [k for k in peers.KINDS if k != "grid"]  # whose feature's mean is another number there
+KINDS = [k for k in peers.KINDS if k != "grid"]  # grid's mean differs there
 load, to = fr.interop.load_torchrec_state_dict, fr.interop.to_torchrec_state_dict
 
 
@@ -21,7 +22,7 @@ def model_of(kind):
 
 
 def their_steps(kind, model, w, steps):
-    """Losses of the global batch; tables and w change in place."""
+    """Return losses of the global batch. Tables and w change in place."""
     held = [p for p in model.parameters() if p.requires_grad] if kind == "replicated" else []
     losses = []
     for i in steps:
@@ -43,8 +44,8 @@ def their_steps(kind, model, w, steps):
 
 
 def goes_on(kind):
-    """(losses of each side, tables of each side, whether every row and slot came back) of three steps by TorchRec,
-    then three on both sides, then three on both in a fresh module that was given ours."""
+    """Make three steps in TorchRec, then three on both sides, then three on both sides in a new module loaded from
+    ours. Return (losses of each side, tables of each side, whether every row and slot came back)."""
     axes = {"node": 1, "local": 2} if kind in ("table_row_wise", "table_column_wise") else {"x": 2}
     mesh = fr.Mesh.distributed(**axes)
     rule = peers.KINDS[kind][1]
@@ -59,7 +60,7 @@ def goes_on(kind):
 
     state = alone.init(fr.Params(peers.params().tables, {"w": w.detach().clone()}))
     state = load(state, {**model.state_dict(), "w": w.detach()})
-    if kind != "replicated":  # whose optimizer is not fused
+    if kind != "replicated":  # its optimizer is not fused
         state = load(state, model.fused_optimizer.state_dict(), step=3, group=dist.group.WORLD)
     losses, tables = [], []
     for steps in (range(3, 6), range(6, 9)):
@@ -86,8 +87,8 @@ def goes_on(kind):
 
 
 def dtensors():
-    """(tables loaded of DTensors, of torch's own and of TorchRec's shards, what they should be, this rank's parts of
-    what went back)."""
+    """Load tables from DTensors, one with torch's own shards and one with TorchRec's, and give them back. Return
+    (the loaded tables, the expected ones, this rank's returned parts, the expected parts)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
     from torchrec.distributed.shards_wrapper import LocalShardsWrapper
@@ -95,7 +96,7 @@ def dtensors():
     fr.Mesh.distributed(x=2)
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     item, user = torch.arange(20.0).reshape(5, 4), torch.arange(24.0).reshape(6, 4)
-    cut = (0, 4) if rank == 0 else (4, 6)  # an uneven part
+    cut = (0, 4) if rank == 0 else (4, 6)  # uneven parts
 
     def form(item, user):
         own = LocalShardsWrapper([user[slice(*cut)].clone()], [[cut[0], 0]])

@@ -1,10 +1,10 @@
-"""Donated calls that are interrupted: the state is whole or gone, and nothing else is left changed.
+"""Interrupt donated calls: afterwards the state is whole or gone, and nothing else is changed.
 
-    python tests/compile/interrupts.py [COUNT]
+    python tests/programs/interrupts.py [COUNT]
 
-COUNT interrupts by a timer's signal at random moments of a donated training step; then one at every moment of a call at
-which CPython would see a signal: where a function begins, where C code returns (seen by a profiler, as often as there
-are such events), behind calls and at backward jumps (seen by a tracer, operation by operation).
+First, a timer's signal interrupts a donated training step COUNT times at random moments. Then one interrupt comes at
+every moment of a call at which CPython would see a signal. These moments are where a function begins or C code returns
+(a profiler sees each such event), and after calls and at backward jumps (a tracer sees each operation).
 """
 
 import dis
@@ -28,11 +28,11 @@ from funcrec.mesh import _axes
 
 FEATURES = (fr.FeatureConfig("clicked", table="item"), fr.FeatureConfig("user", table="user", weighted=True))
 LEAST_S = 2e-6
-AFTER = ("CALL", "JUMP_BACKWARD", "RESUME")  # the operations that let signals in when they are done
+AFTER = ("CALL", "JUMP_BACKWARD", "RESUME")  # the operations after which CPython checks for signals
 
 
 class Interrupt(BaseException):
-    """What the signal raises: like KeyboardInterrupt, nobody's Exception."""
+    """The exception that the signal raises. Like KeyboardInterrupt, it is not an Exception."""
 
 
 def loss_fn(params, batch, *, key):
@@ -58,7 +58,7 @@ def first_state() -> fr.TrainState:
 
 
 def switches() -> tuple:
-    """What a call may change for its time, and must leave as it was."""
+    """Return the switches that a call may change while it runs, and must restore."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -77,8 +77,8 @@ def switches() -> tuple:
 
 
 class AtRandom:
-    """A signal by a timer, some microseconds after the call began; as often
-    in 10 to 20 as in 100 to 200, whatever the machine does."""
+    """Signal from a timer, some microseconds after the call began. Delays are log-uniform: 10 to 20 µs are as likely
+    as 100 to 200."""
 
     def __init__(self, longest_s: float, draw: random.Random):
         self.longest_s, self.draw = longest_s, draw
@@ -96,7 +96,7 @@ class AtRandom:
 
 
 class AtEvent:
-    """An exception at the n-th function that begins, or whose C code returns."""
+    """Raise at the n-th event: a function begins, or C code returns."""
 
     def __init__(self, n: int):
         self.left = n
@@ -115,7 +115,7 @@ class AtEvent:
 
 
 class AtOperation:
-    """An exception behind the n-th operation after which CPython looks for signals."""
+    """Raise after the n-th operation after which CPython checks for signals."""
 
     def __init__(self, n: int):
         self.left, self.before = n, {}
@@ -143,9 +143,9 @@ class AtOperation:
 
 
 class AtAudit:
-    """An exception in an audit hook, where one in Python may see a signal: at the n-th attribute, `times` in a row."""
+    """Raise in an audit hook, where a signal could be seen in Python: at the n-th attribute, `times` in a row."""
 
-    left, times = None, 0  # of the one hook, which cannot be taken away again
+    left, times = None, 0  # for the one hook, which can never be removed
 
     def __init__(self, n: int, times: int = 1):
         self.n, self.most = n, times
@@ -172,7 +172,8 @@ def hooked() -> None:
 
 @functools.cache
 def checked_before(code) -> dict[int, tuple[int, ...]]:
-    """{an operation behind which signals are seen: the next ones, where the same handler catches what is raised}."""
+    """Return {an operation after which signals are seen: the next such ones, if the same handler catches what they
+    raise}."""
     handlers = [(e.start, e.end, e.target) for e in dis._parse_exception_table(code)]
     handler = lambda at: next((t for start, end, t in handlers if start <= at < end), None)
     steps = list(dis.get_instructions(code))
@@ -204,7 +205,7 @@ def same(a: list, b: list) -> bool:
 
 
 class Trial:
-    """A jitted step, a state in the middle of training and what the next step makes of it."""
+    """A jitted step, a state in the middle of training, and the step's result."""
 
     def __init__(self, device: str = "cpu"):
         self.fast = fr.jit(STEP, donate=("state",))
@@ -219,14 +220,14 @@ class Trial:
         self.need = bits((state, metrics))
 
     def run(self, moment: Any, follows: bool = True) -> str:
-        """ "whole", "gone" or "finished"; anything else raises. follows: whether
-        the state is the one that the call before returned."""
+        """Return "whole", "gone" or "finished"; raise for anything else. follows: whether the state is the result of
+        the previous call."""
         state, _ = self.fast(fr.copy(self.first), self.batches[0])
         if not follows:
             state = fr.copy(state)
         leaves, before = tree_leaves(state), switches()
         out = None
-        gc.disable()  # an interrupt of a finalizer is nobody's
+        gc.disable()  # an interrupt raised in a finalizer would be lost
         try:
             with moment:
                 out = self.fast(state, self.batches[1])
@@ -248,20 +249,21 @@ class Trial:
 
 
 def at_random(trial: Trial, count: int, seed: int = 0) -> Counter:
-    """How `count` interrupts at random moments ended."""
+    """Count how `count` interrupts at random moments ended."""
     draw = random.Random(seed)
     return Counter(trial.run(AtRandom(1.5 * trial.lasts_s, draw), follows=i % 4 > 0) for i in range(count))
 
 
 def at_every(trial: Trial, moment: type, follows: bool = True, step: int = 1) -> Counter:
-    """How interrupts at every moment (or every `step`-th) of a call ended."""
+    """Count how interrupts at every moment of a call, or at every `step`-th, ended."""
     ends: Counter = Counter()
     while True:
         now = moment(step * sum(ends.values()))
         end = trial.run(now, follows)
         if now.left >= 0:
             return ends
-        ends[end] += 1  # "finished" where a finalizer met the interrupt: Python ignores what those raise
+        # "finished" if a finalizer got the interrupt: Python ignores its exceptions
+        ends[end] += 1
 
 
 def main(count: int = 2000) -> None:

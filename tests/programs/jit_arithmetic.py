@@ -1,10 +1,10 @@
-"""Programs of integers, drawn by a number: what they compute is defined for every value, in eager torch.
+"""Programs of integers, each drawn from a number. Eager torch defines their results for every value.
 
     program(7).text  =  "def program(key, ids, few): ..."
 
-A program reads a key i64[], ids i64[N] of any value, and `few` of a narrower dtype. It is text, so that one that fails
-is a line to copy. Left out, as eager torch leaves them undefined: the least integer over -1, shifts by a dtype's bits,
-casts of floats that no integer is near.
+A program reads a key i64[], ids i64[N] of any value, and `few` of a narrower dtype. It is text, so that a failing
+program can be copied. Programs leave out what eager torch leaves undefined: the least integer divided by -1, shifts by
+a dtype's number of bits, and casts of floats outside the integer's range.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch import Tensor
 
 import funcrec as fr
 
-MOST = 4096  # elements of a value
+MOST = 4096  # the most elements of a value
 BITS = {torch.int64: 64, torch.int32: 32, torch.int16: 16, torch.int8: 8, torch.uint8: 8}
 CONSTANTS = (
     0, 1, 2, 3, 7, 8, 63, 97, 127, 128, 255, 256, 1000, 65521, 2**31 - 1, 2**31, 2**32, 2**33 + 1, 2**53 + 1, 2**56,
@@ -35,7 +35,7 @@ class Program(NamedTuple):
 
 @functools.cache
 def program(number: int) -> Program:
-    """The program of that number: from 3 to 14 steps on 1 to 300 elements."""
+    """Return the program drawn from a number, with 3 to 14 steps on 1 to 300 elements."""
     return Drawing(number).program()
 
 
@@ -47,7 +47,7 @@ def function(text: str):
 
 
 class Drawing(random.Random):
-    """A program as far as it is written; `scope` has the values of its names."""
+    """The part of a program that is written so far. `scope` has the values of its names."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -74,7 +74,7 @@ class Drawing(random.Random):
         return Program(self.number, "\n    ".join(["def program(key, ids, few):", *lines]) + "\n", inputs)
 
     def write(self, expression: str) -> None:
-        """One line more, if its value is not too large."""
+        """Add a line, if its value is not too large."""
         value = eval(expression, self.scope)
         if 0 < value.numel() <= MOST:
             name = next(self.new)
@@ -85,7 +85,7 @@ class Drawing(random.Random):
     # -- what a step is made of ----------------------------------------------------------------------------------------
 
     def constant(self, dtype: torch.dtype = torch.int64) -> int:
-        """Any integer of the dtype, near what is special or not."""
+        """Draw any integer of the dtype, sometimes near a special value."""
         bits, is_signed = BITS[dtype], dtype != torch.uint8
         drawn = self.getrandbits(self.randint(1, 64)) if self.random() < 0.3 else self.choice(CONSTANTS)
         drawn = drawn if self.random() < 0.6 else -drawn
@@ -93,11 +93,11 @@ class Drawing(random.Random):
         return (drawn + half) % (2 * half) - half if is_signed else drawn % (2 * half)
 
     def divisor(self, dtype: torch.dtype) -> int:
-        """Never 0, nor -1."""
+        """Draw a divisor other than 0 and -1."""
         return next(c for c in iter(lambda: self.constant(dtype), None) if c not in (0, -1))
 
     def any(self, *dtypes: torch.dtype) -> str:
-        """A value, rather a late one; of one of the dtypes, cast if there is none."""
+        """Draw the name of a value of one of these dtypes, more often a late one. If there is none, cast one."""
         names = [n for n in self.names if not dtypes or self.scope[n].dtype in dtypes]
         if not names:
             return f"{self.any(*BITS)}.to({dtypes[0]})"
@@ -110,12 +110,12 @@ class Drawing(random.Random):
         return eval(name, self.scope).dtype
 
     def vector(self) -> str:
-        """Integers, one after the other."""
+        """Draw a value of integers and make it one-dimensional."""
         x = self.any(*BITS)
         return x if len(self.shape(x)) == 1 else f"{x}.reshape(-1)"
 
     def like(self, x: str, y: str) -> str:
-        """y in the shape of x: itself, its first elements, or taken again and again."""
+        """Bring y into the shape of x: y itself, a slice of it, or its elements repeated."""
         shape, size = self.shape(x), len(self.shape(x)) and eval(x, self.scope).numel()
         if self.shape(y) in (shape, ()):
             return y
@@ -129,7 +129,8 @@ class Drawing(random.Random):
         return f"{flat}[torch.arange({size}) % {count}].reshape({shape})"
 
     def rows(self, size: int) -> str:
-        """i64[N]: rows of what has `size`, from the start or from the end; for the form of any vector."""
+        """Draw row numbers i64[N] for `size` rows, counted from the start or from the end. N is often the size of a
+        drawn vector."""
         y = self.vector()
         kinds = [
             f"{y} % {size}", f"{y}.long() % {size}", f"({y} >> {self.randint(0, 7)}) % {size}",
@@ -146,7 +147,7 @@ class Drawing(random.Random):
         return f"({self.choice(kinds[1:2] + kinds[5:] if small else kinds)}).long()"
 
     def unique_rows(self, size: int) -> str:
-        """i64[size]: every row once."""
+        """Draw i64[size] with every row once."""
         turned = f"(torch.arange({size}) + {self.randint(0, 2**40)}) % {size}"
         return self.choice(
             [f"torch.arange({size})", f"torch.arange({size}).flip(0)", f"-1 - torch.arange({size})", turned]
@@ -155,7 +156,7 @@ class Drawing(random.Random):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> str:
-        """A counter or keys."""
+        """Start from a counter or from keys."""
         n, c, d = self.n, self.constant(), self.constant()
         return self.choice([
             f"torch.arange({n})", f"torch.arange({n}) * {c}", f"torch.arange({n}) * {c} + key", "ids",
@@ -174,7 +175,7 @@ class Drawing(random.Random):
         return self.choice([*kinds, *[self.scatter] * 3, *[self.reduce] * 2, self.of_floats, self.of_bools])()
 
     def arithmetic(self) -> str:
-        """One value and constants."""
+        """Compute with one value and constants."""
         x = self.any(*BITS)
         dtype = self.dtype(x)
         c, d, by, shift = self.constant(dtype), self.constant(dtype), self.divisor(dtype), self.randrange(BITS[dtype])
@@ -190,7 +191,7 @@ class Drawing(random.Random):
         ])  # fmt: skip
 
     def between(self) -> str:
-        """Two values."""
+        """Compute with two values."""
         x, other = self.any(*BITS), self.any(*BITS)
         y, bits = self.like(x, other), BITS[self.dtype(x)]
         over = f"(({y}) & {self.choice([1, 7, 63, 127])}) + {self.choice([2, 3, 11])}"
@@ -208,7 +209,7 @@ class Drawing(random.Random):
         return f"{x}.to({to})"
 
     def form(self) -> str:
-        """The same elements elsewhere."""
+        """Move elements to other places."""
         v, w = self.vector(), self.vector()
         size = eval(v, self.scope).numel()
         a = self.choice([k for k in range(1, size + 1) if size % k == 0])
@@ -243,7 +244,7 @@ class Drawing(random.Random):
         ])  # fmt: skip
 
     def scatter(self) -> str:
-        """Into zeros or into a value: sums wherever rows may repeat."""
+        """Scatter into zeros or into a value. Where rows may repeat, it sums."""
         x = self.vector()
         size, dtype = eval(x, self.scope).numel(), self.dtype(x)
         n = self.choice([1, 2, 64, self.randint(1, 300)])
@@ -287,7 +288,8 @@ class Drawing(random.Random):
         ])  # fmt: skip
 
     def of_floats(self) -> str:
-        """Numbers of few digits, of which every sum is exact; and others, one by one."""
+        """Compute with floats: sums of numbers with few digits, which are exact, and elementwise operations on any
+        others."""
         x = self.any(torch.float32, torch.float64)
         exact = f"({self.any(*BITS)} % 100).to(torch.float32)"
         whole = f"{x}.nan_to_num(0.0).clamp(-1e6, 1e6)"

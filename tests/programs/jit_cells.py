@@ -1,4 +1,4 @@
-"""Cases of floats for `sanitize_jit`, each by a number: the cells of the tests' tables of transforms, and steps that
+"""Float cases for `sanitize_jit`, each with a number. They are the cells of the tests' transform tables, and steps that
 write into their tables.
 
     cells:  every function × every transform, of kernels, lookups, optimizers, collectives, sharded lookups and models
@@ -21,8 +21,10 @@ from programs.float_updates import RULES, of_dense, of_rows, of_steps
 from programs.sanitize_jit import Case
 from programs.small_models import MODELS, make, with_dense_bumps
 
-EXACT = {"rtol": 1e-8, "atol": 1e-8}  # of f64: sums in another order, and functions whose vectors round otherwise
-SINGLE = {"rtol": 2e-4, "atol": 2e-5}  # of f32: products and their sums in another order, over two steps
+# f64 sums in another order, and functions whose vectorised code rounds differently
+EXACT = {"rtol": 1e-8, "atol": 1e-8}
+# f32 products and sums in another order, over two steps
+SINGLE = {"rtol": 2e-4, "atol": 2e-5}
 Cell = tuple[str, Callable, tuple, dict]  # name, f, inputs, tolerances
 
 
@@ -35,7 +37,7 @@ def case(kind: str, number: int) -> Case:
 
 @functools.cache
 def cells() -> list[Callable[[], Cell]]:
-    """All cells, in an order of which every beginning has some of each kind."""
+    """Return all cells, ordered so that the first ones always include every kind."""
     found = [
         functools.partial(derivative, c, which, mode)
         for c in (*of_kernels(), *of_lookups(), *of_values(), *of_rows(), *of_dense(), *of_steps())
@@ -97,7 +99,7 @@ DENSE = {"SGD": {"momentum": 0.9}, "Adam": {}, "Adagrad": {}}
 
 
 def step(number: int) -> Case:
-    """A training step of 1 to 3 tables of 1 to 60 rows and 1 to 20 columns, on 1 to 24 bags of 0 to 5 ids."""
+    """Return a training step on 1 to 3 tables of 1 to 60 rows and 1 to 20 columns, with 1 to 24 bags of 0 to 5 ids."""
     draw = random.Random(number)
     dtype = draw.choice([torch.float32, torch.float32, torch.float64])
     tables = {f"t{i}": (draw.randint(1, 60), draw.randint(1, 20)) for i in range(draw.randint(1, 3))}
@@ -135,7 +137,7 @@ def feature(draw: random.Random, name: str, table: str):
 
 
 def batch(draw: random.Random, features: list, tables: dict, floats: Callable):
-    """Ids of which some are no rows, and behind them padding that is none either."""
+    """Draw ids, some outside their table, followed by invalid padding."""
     bags, lists = draw.randint(1, 24), {}
     for f in features:
         most = min(5, f.max_length or 5)

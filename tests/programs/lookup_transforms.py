@@ -1,8 +1,8 @@
 """Route, combine and sharded lookups under every transform: the programs that the laws compare.
 
-A program is a function of one rank's tree x of f64 tensors, and the same function of all ranks' trees at once in plain
-torch. Under "banks" x has this rank's banks (all at once: the whole tables); whatever
-else it has lies on each rank apart (all at once: stacked).
+A program is a function of one rank's tree x of f64 tensors, with the same function of all ranks' trees in plain torch.
+x["banks"] has this rank's banks, or for all ranks the whole tables. All other leaves are each rank's own, or for all
+ranks stacked.
 """
 
 from typing import Any, NamedTuple
@@ -25,20 +25,21 @@ FEATURES = (
     fr.FeatureConfig("f1", table="b", column="v", pooling="mean"),
     fr.FeatureConfig("f2", table="a", column="v", pooling="mean", weighted=True),
 )
-# of tables that are read as if quantised: two dtypes in a bank, and a key
+# Tables read as if quantised: two dtypes in a bank, and a key.
 ROUNDED_SHAPES = {**SHAPES, "c": (5, 3)}
 ROUNDED_FEATURES = (*FEATURES, fr.FeatureConfig("f3", table="c", column="u", pooling="mean", weighted=True))
 DTYPES, KEY = {"a": "int4", "b": "int2", "c": "bfloat16"}, fr.key(5)
-BAGS = 2  # on each rank
+BAGS = 2  # per rank
 ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
 TWO_AXES = (*ONE_AXIS, "table_row_wise", "table_column_wise", "grid")
 CODEC = fr.Codec(forward="float16", backward="bfloat16")
-ROUNDED = {"rtol": 0.02, "atol": 0.02}  # several roundings of 2^-8 each, of sums of a few terms
+# several roundings of 2^-8 each, in sums of a few terms
+ROUNDED = {"rtol": 0.02, "atol": 0.02}
 
 
 class Program(NamedTuple):
-    """one: (x, ids) -> a tensor, on one rank. whole: X -> [n, ...],
-    what all ranks get. x: X. layout: of the banks, if any."""
+    """one: (x, ids) -> a tensor, on one rank. whole: X -> [n, ...], the results of all ranks. x: X. layout: the
+    banks' layout, if any."""
 
     one: Any
     whole: Any
@@ -52,7 +53,7 @@ def tables(shapes=SHAPES):
 
 
 def batch(n):
-    """The ids of n ranks: bags of 0 to 3, some ids outside their table."""
+    """Draw the ids of n ranks: bags of 0 to 3, some ids outside their table."""
     bag = lambda i, k: [(i * 5 + j * 3 + k) % 9 - 1 for j in range((i * 2 + k) % 4)]
     lists = {key: [bag(i, k) for i in range(n * BAGS)] for k, key in enumerate("uv")}
     weights = {key: [[0.6 + 0.25 * (j + len(b)) for j in range(len(b))] for b in bags] for key, bags in lists.items()}
@@ -61,18 +62,18 @@ def batch(n):
 
 
 def parts(n):
-    """Each rank's ids."""
+    """Return each rank's ids."""
     stacked = _stack_bags(batch(n), n)
     return [tree_map(lambda x, r=r: x[r], stacked) for r in range(n)]
 
 
 def with_weights(ids, weights):
-    """The ids with other weights; a buffer that is longer, as it is inside jit, is cut to theirs."""
+    """Replace the ids' weights. A longer buffer, as inside jit, is cut to their length."""
     return replace(ids, values=ids.values[: weights.shape[0]], weights=weights)
 
 
 def names(axes):
-    """The programs of a mesh of these axes."""
+    """Return the names of the programs for a mesh of these axes."""
     kinds = [*(TWO_AXES if len(axes) > 1 else ONE_AXIS)]
     kinds += ["row_wise, exact", "row_wise, coded", "row_wise, dedup"]
     more = ["grid, exact", "grid, coded", "grid, dedup"] if len(axes) > 1 else ["row_wise, exact, coded"]
@@ -80,7 +81,7 @@ def names(axes):
 
 
 def program(name, mesh):
-    """The program of that name."""
+    """Return the program with that name."""
     n, kind = mesh.size, name.split(", ")[0]
     is_rounded = "rounded" in name
     shapes, features = (ROUNDED_SHAPES, ROUNDED_FEATURES) if is_rounded else (SHAPES, FEATURES)
@@ -109,13 +110,13 @@ def program(name, mesh):
 
 
 def route_program(layout, mine):
-    """Ids' weights -> what the owners of their rows are sent."""
+    """Map the weights of ids to the weights that the owners of their rows receive."""
     (routes,) = routes_of(layout, FEATURES)
     used = [x.feature for x in routes.lanes]
 
     def whole(x):
-        """By loops over the definition: rank r gets from s the weights of
-        the ids that s has for r, lane by lane and bag by bag."""
+        """Loop over the definition: rank r gets from s the weights of the ids that s has for r, lane by lane and bag
+        by bag."""
         out = []
         for r in range(len(mine)):
             blocks = []
@@ -131,14 +132,14 @@ def route_program(layout, mine):
 
 
 def owner(layout, features, bags, i):
-    """The rank that has the row of the i-th id of the lanes' bags; None where there is no such row."""
+    """Return the rank that has the row of the i-th id of the lanes' bags, or None without such a row."""
     lane = int(bags.bag_ids()[i]) // BAGS
     shard, row = layout.shards[layout.shards_of(features[lane].table)[0]], int(bags.values[i])
     return shard.ranks[row // shard.part] if 0 <= row < SHAPES[shard.table][0] else None
 
 
 def combine_program(layout, mine):
-    """What owners pooled -> each rank's bags."""
+    """Map the owners' pooled results to each rank's bags."""
     (routes,) = routes_of(layout, FEATURES)
     n = len(mine)
 
@@ -172,7 +173,7 @@ def sin(x):
 
 
 def loss(y):
-    """A curved loss of one rank that weighs its elements differently."""
+    """Return a nonlinear loss of one rank that weighs its elements differently."""
     y = y.flatten()
     return (y.square() * (torch.arange(y.shape[0], dtype=y.dtype) + 1).rsqrt()).sum()
 
@@ -182,7 +183,7 @@ def scalar(f):
 
 
 def scaled(x, v, mean):
-    """x's own leaves times v[..., 1], and the banks, which all ranks read, times the ranks' mean of v[..., 0]."""
+    """Multiply x's other leaves by v[..., 1], and the banks, which all ranks read, by the ranks' mean of v[..., 0]."""
     own = lambda a: a * v[..., 1].reshape(*v.shape[:-1], *[1] * (a.dim() - v.dim() + 1))
     return {k: tree_map(lambda a: a * mean(v)[0], y) if k == "banks" else own(y) for k, y in x.items()}
 
@@ -202,7 +203,8 @@ def twice(x):
     return tree_map(lambda a: torch.stack([a, 2 * a]), x)
 
 
-# (f, x, tangent: x's form) -> a result like f's ("y"), or one or two like x ("x"); all inside the mapped function.
+# (f, x, a tangent with x's form) -> one result like f's ("y"), or one or two like x ("x"), all inside the mapped
+# function.
 TRANSFORMS = {
     "fwd": ("y", lambda f, x, t: f(x)),
     "grad": ("x", lambda f, x, t: [torch.func.grad(scalar(f))(x)]),
@@ -225,8 +227,8 @@ TRANSFORMS = {
 
 
 def whole_transforms(f, x, t):
-    """{transform: what all ranks get} for f of all ranks' trees:
-    losses add up, and a tangent moves all ranks at once."""
+    """Return {transform: the results of all ranks} for f of all ranks' trees. Losses are added, and a tangent moves
+    all ranks at once."""
     losses = lambda x: torch.stack([loss(y) for y in f(sin(x))])
     total = lambda x: losses(x).sum()
     grad = torch.func.grad(total)
@@ -259,7 +261,7 @@ def tangent(x):
 
 
 def prepared(mesh, name):
-    """(program, this rank's or all ranks' (x, tangent, ids), their specs)."""
+    """Return (program, (x, tangent, ids) of this rank or of all ranks, their specs)."""
     made, everywhere = program(name, mesh), fr.P(mesh.axis_names)
     specs = {k: made.layout.specs() if k == "banks" else everywhere for k in made.x}
 
@@ -277,7 +279,7 @@ def prepared(mesh, name):
 
 
 def mapped(made, mesh, specs, keys):
-    """(x, tangent, ids) -> {transform: result} on the mesh."""
+    """Return (x, tangent, ids) -> {transform: result} on the mesh."""
     everywhere = fr.P(mesh.axis_names)
 
     def one_rank(x, t, ids):
@@ -298,7 +300,7 @@ def mapped(made, mesh, specs, keys):
 
 
 def summed(made, mesh, d):
-    """A gradient: of banks of which several ranks have a copy, the copies' sum; the rest as it is, stacked."""
+    """Sum a gradient of banks over the ranks that have copies; stack the other leaves."""
     if "banks" not in d:
         return {k: v[None] for k, v in d.items()}
     banks = {}
@@ -309,7 +311,7 @@ def summed(made, mesh, d):
 
 
 def on_all_ranks(made, mesh, result):
-    """Results with whole tables and all ranks' values."""
+    """Return results with whole tables and all ranks' values."""
     whole = lambda v: fr.unshard(v, fr.P(mesh.axis_names), mesh=mesh)
     tables = lambda v: _tables.gather_banks(made.layout, v, mesh)
     tree = lambda x: {k: tables(v) if k == "banks" else whole(v) for k, v in x.items()}
@@ -317,13 +319,13 @@ def on_all_ranks(made, mesh, result):
 
 
 def cells(mesh, name, keys=tuple(TRANSFORMS)):
-    """{transform: what all ranks got} for one program."""
+    """Return {transform: the results of all ranks} for one program."""
     made, args, specs = prepared(mesh, name)
     return on_all_ranks(made, mesh, mapped(made, mesh, specs, keys)(*args))
 
 
 def compiled_cells(mesh, chosen, keys=("fwd", "grad")):
-    """{"jit", "jit_grad"} -> {program: what all ranks got}: all programs in one compiled function each."""
+    """Return {"jit", "jit_grad"} -> {program: the results of all ranks}. Each compiled function has all programs."""
     made = {name: prepared(mesh, name) for name in chosen}
     out = {}
     for key in keys:
@@ -338,7 +340,7 @@ def compiled_cells(mesh, chosen, keys=("fwd", "grad")):
 
 
 def real_cells(axes, name):
-    """`cells` on this process's ranks."""
+    """Run `cells` on this process's ranks."""
     return cells(fr.Mesh.distributed(**axes), name)
 
 
@@ -347,13 +349,13 @@ def real_compiled_cells(axes, chosen, keys=("fwd", "grad")):
 
 
 def wanted(axes, name):
-    """{transform: what all ranks get}, in plain torch."""
+    """Return {transform: the results of all ranks}, in plain torch."""
     made = program(name, fr.Mesh.emulated(**axes))
     return {k: f() for k, f in whole_transforms(made.whole, made.x, tangent(made.x)).items()}
 
 
 def all_cells(mesh, name):
-    """`cells` and the compiled ones; instead of a result the reason why there is none."""
+    """Return `cells` and the compiled ones. Where a result is missing, the cell gives the reason."""
     out = {}
     for key in TRANSFORMS:
         out |= _or_reason(lambda key=key: cells(mesh, name, (key,)), (key,))
@@ -363,7 +365,7 @@ def all_cells(mesh, name):
 def _or_reason(f, keys):
     try:
         return f()
-    except Exception as e:  # every kind: the table prints it
+    except Exception as e:  # any error: the table prints it
         return dict.fromkeys(keys, f"{type(e).__name__}: {e}")
 
 

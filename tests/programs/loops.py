@@ -1,4 +1,4 @@
-"""What a loop does on real ranks, for the ranks themselves."""
+"""Loops on real ranks: the functions that the ranks run."""
 
 import os
 import signal
@@ -18,13 +18,13 @@ METRICS = {
 
 
 def batch(weight):
-    """12 examples of 12 items."""
+    """Return a batch of 12 examples, each with one of 12 items."""
     ids = fr.KeyedJaggedTensor.from_lists({"item": [[i] for i in range(12)]})
     return fr.Batch(ids, (torch.arange(12) % 3 == 0).float(), None, torch.tensor(weight, dtype=torch.float32))
 
 
 def weighted_step(weight, mesh=None):
-    """(loss, tables, dense) behind a step on the batch, whole."""
+    """Make a step on the batch and return the whole (loss, tables, dense)."""
     plan = {} if mesh is None else {"mesh": mesh, "plan": fr.Plan.uniform("row_wise", TABLES, mesh)}
     kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=1.0), "has_aux": True}
     step = fr.train_step(fr.models.loss(MODEL), **kind, **plan)
@@ -39,7 +39,7 @@ def weighted_step_of_ranks(weight):
 
 
 def evaluated(weight, mesh=None):
-    """The metrics of all 12 examples, in batches of 3 of this process's."""
+    """Return the metrics of all 12 examples, evaluated in batches of 3 of this process's examples."""
     params = fr.Params({"item": torch.linspace(-1, 1, 12).roll(5)[:, None]}, {"bias": torch.zeros(1)})
     rows = fr.loop.own_part(torch.arange(12), mesh)
     whole = batch(weight)
@@ -52,7 +52,7 @@ def evaluated_on_ranks(weight):
 
 
 def refused(weight):
-    """What is said of ranks with different numbers of examples, one of them on each."""
+    """Return the error when the ranks have different numbers of examples."""
     mesh = fr.Mesh.distributed(data=2)
     params = fr.Params({"item": torch.zeros(12, 1)}, {"bias": torch.zeros(1)})
     try:
@@ -63,7 +63,7 @@ def refused(weight):
 
 
 def interrupted(path, num_steps):
-    """What ends a run whose first rank alone gets a SIGTERM, and the steps that the rank took."""
+    """Return the error that ends a run whose first rank alone gets SIGTERM, and the rank's steps."""
     mesh, steps = fr.Mesh.distributed(data=2), []
 
     def callback(record):
@@ -81,7 +81,7 @@ def interrupted(path, num_steps):
 
 
 def resumed(folder):
-    """What a rank is told that goes on from a checkpoint in a folder of its own, made by a run of its own length."""
+    """Return a rank's error when the ranks resume from separate checkpoints with different positions."""
     mesh = fr.Mesh.distributed(data=2)
     path = f"{folder}/run{mesh.coordinates['data']}.pt"
     add = lambda total, batch: (total + batch, {"loss": total})
@@ -94,8 +94,8 @@ def resumed(folder):
 
 
 def saved_by_the_clock(path, minutes):
-    """The steps at which a rank finds a checkpoint that it had not seen, whose clock says every minute that it is due
-    where it is the first one, and never else."""
+    """Return the steps at which a rank finds a new checkpoint. The first rank's clock always says that a save is
+    due; the other clocks never do."""
     mesh, seen, at = fr.Mesh.distributed(data=2), [], []
     _run_state.Clock.is_due = lambda clock: clock.minutes == minutes and mesh.coordinates["data"] == 0
     torch.distributed.barrier()

@@ -1,4 +1,4 @@
-"""Ranks of which one is lost in the midst of `fit`, for the others and for whoever measures them.
+"""Lose one rank during `fit`, for tests of the other ranks and for measurements.
 
 PYTHONPATH=tests python -m programs.lost_ranks        every way at every moment: seconds until the others are down
 """
@@ -24,7 +24,7 @@ TIMEOUT_S, LEAVE_S, SLACK_S = 1.0, 0.5, 4.0
 
 
 def lose(way, folder):
-    """What ends this process, or stops it."""
+    """End, stop or hang this process in the given way."""
     (folder / "lost").write_text(f"{time.time()} {os.getpid()}")
     match way:
         case "exception":
@@ -41,7 +41,7 @@ def lose(way, folder):
 
 @contextlib.contextmanager
 def stderr_in_file(way, folder, rank):
-    """What this rank writes to stderr goes to a file."""
+    """Write this rank's errors to a file."""
     os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     try:
@@ -49,14 +49,14 @@ def stderr_in_file(way, folder, rank):
     except fr.loop.RankLost as error:
         sys.excepthook(type(error), error, None)
         sys.stderr.flush()
-        with contextlib.suppress(ProcessLookupError):  # nobody is to wait for one that does not end
+        with contextlib.suppress(ProcessLookupError):  # nobody has to wait for a rank that does not end
             os.kill(int((folder / "lost").read_text().split()[1]), signal.SIGKILL * (way in ("stop", "hang")))
         raise
 
 
 def run_stale(way, moment, folder):
-    """A stale pipeline, whose next rows are under way at any time, of which the second rank is lost behind its second
-    step, or in the thread that fetches its fourth batch."""
+    """Run a stale pipeline, in which an exchange of rows is always under way. Rank 1 is lost after its third step,
+    or in the thread that fetches its fourth batch."""
     _watch.LEAVE_S = LEAVE_S
     mesh = fr.Mesh.distributed(data=3, timeout_s=20.0)
     rank = mesh.coordinates["data"]
@@ -78,7 +78,7 @@ def run_stale(way, moment, folder):
 
 
 def run(way, moment, folder):
-    """A run of which one rank is lost at its third step, the first of them in a save and the second else."""
+    """Run `fit` and lose one rank at its third step: rank 0 in a save, rank 1 at the other moments."""
     _watch.SILENT_S, _watch.LEAVE_S, _watch.BROKEN_S, _watch.SAVE_S = 1.0, LEAVE_S, 1.0, LEAVE_S
     mesh = fr.Mesh.distributed(data=3, timeout_s=TIMEOUT_S)
     rank, save = mesh.coordinates["data"], _run_state.save
@@ -114,7 +114,7 @@ def run(way, moment, folder):
 
 
 def lost(way, moment, run=run):
-    """({rank: what it was told}, the rank that was lost, the others' seconds until they were down)."""
+    """Return ({rank: its error}, the lost rank, the seconds until the other ranks ended)."""
     with tempfile.TemporaryDirectory() as folder, RankPool(3, timeout_s=10) as pool:
         with contextlib.suppress(RankError):
             pool.run(run, way, moment, Path(folder), deadline_s=60)

@@ -1,8 +1,8 @@
-"""Which arguments of the sweep may be accepted: those whose class
-the annotation names, and these, each with its reason.
+"""Wrong arguments that the sweep lets pass: those whose class the annotation names, and the rows below, each with its
+reason.
 
-A row is a reason, a pattern of calls, a pattern of paths and the
-wrong values it is for (`sweep.wrong_values`; None: all).
+A row has a reason, a pattern of calls, a pattern of paths and the wrong values that may pass (`sweep.wrong_values`;
+None: all).
 """
 
 import re
@@ -21,7 +21,7 @@ class Row(NamedTuple):
 
 
 MAY_RETURN = (
-    # trees, of which only the form counts
+    # trees, where only the structure counts
     Row("a mapped function takes trees of any tensors", r"\.(un)?shard|\.shard_map", r"tree.*|x",
         TENSORS - {"f64[]"} | {"()", "JaggedTensor"}),
     Row("collectives take trees of tensors", r"\.(p\w+|all_\w+)", "x", TENSORS | {"()", "JaggedTensor"}),
@@ -42,7 +42,7 @@ MAY_RETURN = (
     Row("what is not a jagged value has no padding", r"testing.\w+_padding", "tree"),
     Row("leaves may be anything", r"tree\.(map|unflatten)", "fn|leaves", {"function", "[1.5, 'a']"}),
     Row("an item is a tree of anything", "data.prefetch", r"items.*"),
-    # what is not this function's to read
+    # arguments that this function does not read
     Row("a loss reads of its batch what it likes", r"\.(grad_fn|step|step_on_mesh)", r"batch\.(label|dense|weight)"),
     Row("a model's answer does not depend on labels", r"models.(apply|train_apply|query|towers)|Package.call",
         r"batch\.(label|weight)",
@@ -53,7 +53,7 @@ MAY_RETURN = (
     Row("a label is any hashable", r"\.shard_tables", r"labels\[.*"),
     Row("bags travel with values of any form", r"interop\.to_\w+", r"x\.(values|offsets)", TENSORS - {"f64[]", "meta"}),
     Row("numbers are kept in the state's dtype", r"interop\.(module_apply|\w+state_dict)", r".*", {"f64[]"}),
-    # values, which `validate` reads and no other call
+    # values that only `validate` reads
     Row("whether offsets fit the values is in their values", ".*", r"(ids|bags|tree)\.(values|offsets)",
         TENSORS - {"f64[]", "meta"}),
     Row("values of a feature are of any dtype until a table is looked up", r"(Keyed)?JaggedTensor.*", "values",

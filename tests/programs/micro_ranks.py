@@ -1,4 +1,4 @@
-"""Steps in micro-batches on ranks whose bags have unlike lengths, and one process that loops over all parts."""
+"""Steps in micro-batches on ranks whose bags differ in length, and one process that loops over all parts."""
 
 import torch
 
@@ -10,13 +10,13 @@ EXAMPLES = 16
 
 
 def shapes_of(kinds):
-    """Two tables of 8 columns and one of 6, or one for each placement."""
+    """Return two tables of 8 columns and one of 6, or one table for each placement."""
     dims = {"a": 8, "b": 8, "c": 6} if isinstance(kinds, str) else {f"t{i}": 4 + 2 * (i % 2) for i in range(len(kinds))}
     return {n: (9 + i, d) for i, (n, d) in enumerate(dims.items())}
 
 
 def plan_of(kinds, axes):
-    """All tables by one placement, or each by its own."""
+    """Place all tables alike, or each by its own placement."""
     mesh, shapes = fr.Mesh.emulated(**axes), shapes_of(kinds)
     if isinstance(kinds, str):
         return fr.Plan.uniform(kinds, shapes, mesh)
@@ -25,15 +25,15 @@ def plan_of(kinds, axes):
 
 
 def features_of(shapes, pooling):
-    """One for each table, and one more of the first, of the second's ids."""
+    """Return one feature for each table, and one more that looks up the second column's ids in the first table."""
     first, second = list(shapes)[:2]
     own = [fr.FeatureConfig(n, table=n, pooling=pooling) for n in shapes]
     return [*own, fr.FeatureConfig("more", table=first, column=second, pooling="mean", weighted=True)]
 
 
 def drawn(seed, shapes):
-    """A batch whose ranks and parts have unlike numbers of ids, at times none: an example has up to as many as its
-    own draw allows."""
+    """Draw a batch whose ranks and parts have different numbers of ids, sometimes none. Each pair of examples draws
+    its own limit."""
     g = torch.Generator().manual_seed(seed)
     most = torch.randint(0, 6, (EXAMPLES // 2,), generator=g).repeat_interleave(2)
     bag = lambda m, n: torch.randint(-1, n + 1, (int(torch.randint(0, int(m) + 1, (), generator=g)),), generator=g)
@@ -45,7 +45,7 @@ def drawn(seed, shapes):
 
 
 def loss_of(shapes, pooling):
-    """Sums are of one order for any number of examples."""
+    """Make a loss whose sums are in one order for any number of examples."""
     features = features_of(shapes, pooling)
 
     def loss_fn(params, batch):
@@ -66,7 +66,7 @@ def optimizers():
 
 
 def looped(kinds, pooling, seed, ranks, k):
-    """One process that takes all ranks' parts one after the other: (tables, dense, loss)."""
+    """Take all ranks' parts one after the other in one process: (tables, dense, loss)."""
     shapes = shapes_of(kinds)
     params, batch, per = params_of(shapes), drawn(seed, shapes), EXAMPLES // ranks
     loss_fn, sparse, dense = loss_of(shapes, pooling), *optimizers().values()
@@ -85,7 +85,7 @@ def looped(kinds, pooling, seed, ranks, k):
 
 
 def stepped(kinds, pooling, seeds, axes, k, is_real, compiled=False):
-    """The first step of train_step on a mesh, for each seed: [(tables, dense, loss)]."""
+    """Make the first step of train_step on a mesh for each seed: [(tables, dense, loss)]."""
     mesh = (fr.Mesh.distributed if is_real else fr.Mesh.emulated)(**axes)
     shapes = shapes_of(kinds)
     where = {"mesh": mesh, "plan": plan_of(kinds, axes), "exact": True}
@@ -101,7 +101,8 @@ def stepped(kinds, pooling, seeds, axes, k, is_real, compiled=False):
 
 
 def nested(mesh):
-    """All ids added up over a grid, whose rows of ranks have 2 and 80: within a call on one axis, one on the other."""
+    """Add up all ids over a grid whose rows of ranks have 2 and 80 ids. A call on one axis is nested in a call on
+    the other."""
     whole = fr.KeyedJaggedTensor.from_lists({"a": [[1], [2], [3] * 40, [4] * 40]}).pad_to(100)
     inner = lambda ids: (fr.all_gather(ids.values, ("x", "y")).sum()[None], fr.psum(ids.lengths.sum()[None], "y"))
     on_y = lambda ids: fr.shard_map(inner, mesh=mesh, in_specs=fr.P("y"), out_specs=fr.P())(ids)
@@ -114,7 +115,7 @@ def real_nested():
 
 
 def joined_unlike():
-    """What `unshard` raises for shards of other forms on two ranks: of a tensor, and of ids."""
+    """Return the errors of `unshard` on two ranks for shards of different forms: a tensor, and ids."""
     mesh, more = fr.Mesh.distributed(x=2), torch.distributed.get_rank()
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[1]]}).pad_to(16 + 8 * more)
     return [why(lambda x=x: fr.unshard(x, fr.P("x"), mesh=mesh)) for x in (torch.zeros(2 + more), ids)]
@@ -129,5 +130,5 @@ def why(fn):
 
 
 def uncut(k):
-    """What a step in k micro-batches raises for a batch that k does not divide, on two ranks."""
+    """Return the error of a step in k micro-batches on two ranks for a batch that k does not divide."""
     return why(lambda: stepped("row_wise", "sum", [0], {"x": 2}, k, True))

@@ -1,4 +1,4 @@
-"""Training that is moved to another plan or mesh half-way, for ranks and for one process."""
+"""Training that moves to another plan or mesh half-way, for ranks and for one process."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from programs.training import plan_of
 
 
 def moved(name, stations, steps, num_bags, is_real, folder=None):
-    """`steps` steps at each station, a pair (axes, kind), in blocks of one or two rows between them, to every second
-    one by way of a folder if there is one: the last state, whole."""
+    """Train `steps` steps at each station, a pair (axes, kind), and return the last state, whole. Moves use blocks
+    of one or two rows. With a folder, every second move saves and loads a checkpoint."""
     _gather_rows.BLOCK_BYTES = 64
     make = fr.Mesh.distributed if is_real else fr.Mesh.emulated
     meshes = [make(**axes) for axes, _ in stations]
@@ -37,7 +37,7 @@ def moved(name, stations, steps, num_bags, is_real, folder=None):
 
 
 def carried(state, axes, kind, others, other, name):
-    """A plain state laid out by one plan, moved to another, and made plain again, on ranks."""
+    """Lay out a plain state by one plan, move it to another, and gather both, on ranks."""
     _gather_rows.BLOCK_BYTES = 64
     here, there, sparse = fr.Mesh.distributed(**axes), fr.Mesh.distributed(**others), training.OPTIMIZERS[name]()
     first = fr.reshard(state, plan_of(kind, axes), mesh=here, sparse=sparse)
@@ -46,20 +46,20 @@ def carried(state, axes, kind, others, other, name):
 
 
 def first_states(params, plan, mesh):
-    """(the first state in one process, the same by `init` of a step on the mesh, the row optimizer)."""
+    """Return (the first state in one process, the first state from `init` of a step on the mesh, the row optimizer)."""
     sparse, dense = fr.optim.adam(lr=0.1), fr.optim.dense(torch.optim.SGD, lr=0.1)
     make = lambda **where: fr.train_step(training.loss_fn, sparse=sparse, dense=dense, **where).init(params)
     return make(), make(mesh=mesh, plan=plan), sparse
 
 
 def begun(params, axes, kind):
-    """A step's first state on ranks, whole."""
+    """Return a step's first state on ranks, gathered."""
     mesh = fr.Mesh.distributed(**axes)
     return fr.gather_state(first_states(params, plan_of(kind, axes), mesh)[1], mesh)
 
 
 def full_state(name, dtype):
-    """A state whose tables and slots have every kind of bits: negative zeros, NaNs with a payload, denormals."""
+    """Return a state whose tables and slots have unusual bits: negative zeros, NaNs with a payload, denormals."""
     params = training.params()
     odd = torch.tensor([-(2**31), 0x7FC01234, 1, -4194303], dtype=torch.int32).view(torch.float32)
 
@@ -75,13 +75,13 @@ def full_state(name, dtype):
 
 
 def bits(tree):
-    """The same with integers for floats, so that equal means equal bits."""
+    """Return the state with floats viewed as integers, so that equal means equal bits."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return map_tensors(lambda x: x.contiguous().view(integer[x.element_size()]) if x.is_floating_point() else x, tree)
 
 
 def questions(interrupted, count):
-    """What the main job's ranks are told at each of `count` steps, where the interrupted one is at its step 20."""
+    """Return `agreed`'s answer at each of `count` steps. One rank asks to stop from step 20 on."""
     mesh, step = fr.Mesh.distributed(x=2), 0
     ask = fr.loop.agreed(lambda: step >= 20 and mesh.coordinates["x"] == interrupted, mesh, "cpu")
     answers = []
@@ -91,12 +91,12 @@ def questions(interrupted, count):
 
 
 def own_batch(data, rows):
-    """This rank's part of the main job's batch."""
+    """Return this rank's part of the main job's batch."""
     return _ranks.OwnRows(data, fr.Mesh.distributed(x=2)).take(rows)
 
 
 def differentiated(kind):
-    """What is said of a derivative through gather_state on real ranks."""
+    """Return the error of a derivative through gather_state on real ranks."""
     axes = {"x": 2}
     step = fr.train_step(
         training.loss_fn,
@@ -113,7 +113,7 @@ def differentiated(kind):
 
 
 def sent(state, first, second, name, block):
-    """A state moved from one (axes, plan) to another: (whether it arrived, [(bytes sent, bytes that came)])."""
+    """Move a state from one (axes, plan) to another and return (whether it arrived, [(bytes sent, bytes received)])."""
     sparse, counted = training.OPTIMIZERS[name](), []
     (here, plan), (there, other) = ((fr.Mesh.distributed(**axes), plan) for axes, plan in (first, second))
 
@@ -128,7 +128,7 @@ def sent(state, first, second, name, block):
         one = fr.reshard(state, plan, mesh=here, sparse=sparse)
         patch.setattr(_send_cells, "swap_bytes", swap)
         two = fr.reshard(one, other, mesh=there, sparse=sparse, from_mesh=here)
-    again = fr.reshard(state, other, mesh=there, sparse=sparse)  # what lies behind a table's rows is zero, too
+    again = fr.reshard(state, other, mesh=there, sparse=sparse)  # the padding after a table's rows is zero, too
     same = lambda a, b: all(
         torch.equal(x, y) for x, y in zip(fr.tree.leaves(bits(a)), fr.tree.leaves(bits(b)), strict=True)
     )
@@ -136,7 +136,7 @@ def sent(state, first, second, name, block):
 
 
 def members(kind, other):
-    """Whether an ensemble's members, moved by vmap on ranks, are those moved alone."""
+    """Whether moving an ensemble's members by vmap on ranks gives the same as moving each alone."""
     mesh, sparse, axes = fr.Mesh.distributed(x=2), training.OPTIMIZERS["adam"](), {"x": 2}
     state = full_state("adam", torch.float32)
     one = fr.reshard(state, plan_of(kind, axes), mesh=mesh, sparse=sparse)

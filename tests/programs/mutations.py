@@ -1,5 +1,5 @@
-"""Rules of collectives, exchanges, sharded lookups and steps, each changed in
-turn: some law must turn red. The tests use the same table.
+"""Mutations of collectives, exchanges, sharded lookups and steps: for each, some law must fail. The tests use the same
+table.
 
 PYTHONPATH=tests .venv/bin/python -m programs.mutations
 """
@@ -34,7 +34,7 @@ TINY = {"rtol": 1e-6, "atol": 1e-6}
 
 
 class Mutation(NamedTuple):
-    """owner.name, or owner[name] of a dict, becomes wrong(what it was); `law` must then raise."""
+    """owner.name, or owner[name] of a dict, becomes wrong(the original). Then `law` must raise."""
 
     owner: Any
     name: str
@@ -42,17 +42,17 @@ class Mutation(NamedTuple):
     law: Callable[[], None]
 
 
-# -- laws: the first line of each is what the command prints -----------------------------------------------------
+# -- laws: the command prints the first line of each ----------------------------------------------------------------
 
 
 def is_map(name, n=4):
-    """A collective and its transforms are those of the map of all ranks' values."""
+    """A collective and its transforms equal those of the map of all ranks' values."""
     want = {k: f(values(n)) for k, f in dense_transforms(DENSE[name]).items()}
     assert_trees_close(cells(fr.Mesh.emulated(x=n), name), want, rtol=1e-12, atol=1e-12)
 
 
 def looks_up(name):
-    """A sharded lookup, and every transform of it, is the plain one."""
+    """A sharded lookup and all its transforms equal the plain one."""
     axes = {"x": 2}
     assert_trees_close(
         lookups.cells(fr.Mesh.emulated(**axes), name), lookups.wanted(axes, name), rtol=1e-12, atol=1e-12
@@ -60,7 +60,7 @@ def looks_up(name):
 
 
 def has_bits(kind):
-    """Lookups, sequences and the gradients of their tables have one process's bits."""
+    """Lookups, sequences and their tables' gradients have one process's bits."""
     model = sequences.fixed(fr.Mesh.emulated(x=2), kind)
     assert_trees_close(sequences.mapped(model), sequences.whole(model))
 
@@ -82,7 +82,7 @@ def keeps_state():
 
 
 def trains(name, kind, most_joined=_joined.MOST_JOINED):
-    """Steps on a mesh are those of one process."""
+    """Steps on a mesh equal those of one process."""
     mesh = fr.Mesh.emulated(x=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_joined, "MOST_JOINED", most_joined)
@@ -119,12 +119,12 @@ def _cut_late(made):
 
 
 def _elsewhere(made):
-    """Ids sent to the rank of the two that does not own them."""
+    """Send ids to the rank of the two that does not own them."""
     return lambda *args: (lambda x: x._replace(ranks=tuple(1 - r for r in x.ranks)))(made(*args))
 
 
 def _uncounted(made):
-    """Only ids that find room are counted."""
+    """Count only ids that fit into the buffer."""
 
     def owner_blocks(*args, **how):
         blocks, counts, sent = made(*args, **how)
@@ -134,7 +134,7 @@ def _uncounted(made):
 
 
 def _late(made):
-    """A block whose answers are read one place on."""
+    """Read a block's answers one place too far."""
 
     def route(*args):
         routed = made.route(*args)
@@ -144,7 +144,7 @@ def _late(made):
 
 
 def _alone(made):
-    """The first id of each row alone is left."""
+    """Keep only the first id of each row."""
 
     def transpose(d, routed, *args):
         earlier = (routed.sent[:, None] == routed.sent[None]).tril(-1).any(1)
@@ -228,7 +228,7 @@ def changed(mutation):
 
 
 def why_red(check):
-    """Why a law does not hold, in a line; None if it does."""
+    """Return in one line why a law fails, or None if it holds."""
     try:
         check()
     except (AssertionError, ValueError, RuntimeError) as error:
@@ -237,7 +237,8 @@ def why_red(check):
 
 
 def main():
-    """Print each mutation, the law that it breaks and how; the exit code is how many broke none."""
+    """Print each mutation, the law that it breaks and how. The exit code is the number of mutations that break no
+    law."""
     torch.set_num_threads(1)
     unseen, green = 0, {}
     for which, mutation in MUTATIONS.items():

@@ -1,10 +1,10 @@
-"""torch's operators on torch's own samples (OpInfo), compiled beside eager: `make sanitize`, or
+"""Compare torch's operators, compiled and eager, on torch's own samples (OpInfo): `make sanitize`, or
 
     PYTHONPATH=tests python -m programs.operators [--seconds 600] [--seed 0] [--only bmm,remainder]
 
-Every operator × dtype × up to three of its samples, in an order that is drawn; forty are one program of `fr.jit`. Equal
-are dtypes, shapes, integers and bools, and floats within a few roundings of their dtype. A program that is refused in
-funcrec's words is right. What differs is printed, a line each, and the end is 1 if any does that is not in LEFT.
+It tries every operator and dtype with up to three samples, in random order, forty cases per program of `fr.jit`.
+Dtypes, shapes, integers and bools must be equal, and floats equal within a few roundings of their dtype. A program may
+be refused with funcrec's own error. Each difference is printed in a line. The exit status is 1 if one is not in LEFT.
 """
 
 import argparse
@@ -28,7 +28,7 @@ DTYPES = (
 )  # fmt: skip
 CLOSE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SAMPLES, ELEMENTS, IN_A_PROGRAM = 3, 4000, 40
-# Families that draw, decompose up to a sign, or give other values than dense tensors; and what compiles for minutes.
+# Skipped families: random, unique only up to a sign, or without dense results; and operators that compile for minutes.
 PASSED_BY = (
     "rand", "dropout", "bernoulli", "multinomial", "normal", "empty", "rrelu", "exponential", "cauchy", "geometric",
     "uniform", "sparse", "nested", "item", "nonzero", "unique", "masked_select", "stft", "fft", "linalg", "svd", "lu",
@@ -92,14 +92,15 @@ def cases(rng: random.Random, only: set[str]) -> Iterator[Case]:
         for dtype in (d for d in DTYPES if d in o.supported_dtypes("cpu")):
             try:
                 samples = list(o.sample_inputs("cpu", dtype, requires_grad=False))
-            except Exception:  # of torch's own maker of samples
+            except Exception:  # an error of torch's own sample maker
                 continue
             rng.shuffle(samples)
             yield from filter(None, (case_of(o, dtype, s) for s in samples[:SAMPLES]))
 
 
 def case_of(o, dtype: torch.dtype, sample) -> Case | None:
-    """The operator as a function of the sample's tensors; None where these are none of ours, or eager mode refuses."""
+    """Make the operator a function of the sample's tensors. Return None if they are of unsupported kinds, or eager
+    mode refuses."""
     flat, structure = tree_flatten((sample.input, sample.args, sample.kwargs))
     at = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
     tensors = [flat[i] for i in at]
@@ -116,7 +117,7 @@ def case_of(o, dtype: torch.dtype, sample) -> Case | None:
 
     try:
         f(copied(tensors))
-    except Exception:  # of every kind: the sample is for another device, or is an error's
+    except Exception:  # any error: the sample is for another device, or is meant to fail
         return None
     name = ".".join(filter(None, (o.name, o.variant_test_name)))
     rest = [x for i, x in enumerate(flat) if i not in at][:6]
@@ -128,12 +129,12 @@ def copied(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check(pack: list[Case], count: Counter) -> None:
-    """The cases as one program beside each in eager mode; where it raises in halves, down to the one that does."""
+    """Compare the cases as one program with eager mode. If it raises, try its halves, down to the case that raises."""
     if not pack:
         return
     try:
         found = fr.jit(lambda inputs: [c.f(x) for c, x in zip(pack, inputs, strict=True)])([c.inputs for c in pack])
-    except Exception as error:  # of every kind, as it is told
+    except Exception as error:  # any error is reported
         if len(pack) > 1:
             check(pack[: len(pack) // 2], count)
             check(pack[len(pack) // 2 :], count)

@@ -1,9 +1,9 @@
-"""Products that sum in one order, whatever their shapes, for laws that compare bits.
+"""Matrix products that sum in one order for all shapes, for laws that compare bits.
 
     product(a, b) = ((a₀ b₀ + a₁ b₁) + a₂ b₂) + ...        aₖ: column k of a, bₖ: row k of b
 
-A library's matrix product may choose another order for each shape, processor and number of members; elementwise
-operations round alike for any. So do the gradients here.
+A library's matrix product may choose another order for each shape, processor and number of members. Elementwise
+operations always round alike, and so do the gradients here.
 """
 
 import functools
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def total(x: Tensor, dim: int) -> Tensor:
-    """The sum over dim, first to last."""
+    """Sum over dim from first to last."""
     return functools.reduce(operator.add, x.unbind(dim))
 
 
 class Product(torch.autograd.Function):
-    """a b, [M, K] and [K, N], and its gradients, which are products too."""
+    """Compute a b, for [M, K] and [K, N], and its gradients, which are products too."""
 
     generate_vmap_rule = True
 
@@ -39,5 +39,5 @@ class Product(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a b, [M, K] and [K, N] or [K]."""
+    """Compute a b, for [M, K] and [K, N] or [K]."""
     return Product.apply(a, b) if b.dim() == 2 else Product.apply(a, b[:, None])[:, 0]

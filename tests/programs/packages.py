@@ -1,6 +1,6 @@
 """A small package and its model, for tests: features pooled and in sequence, weights of ids, dense inputs.
 
-python -m programs.packages FOLDER writes it, and beside it FOLDER-next, weights trained a step further.
+python -m programs.packages FOLDER writes the package, and the weights of one more training step to FOLDER-next.
 """
 
 import sys
@@ -25,7 +25,7 @@ MODEL = fr.models.deepfm((*TABLES, *LINEAR_TABLES), FEATURES, linear=LINEAR, num
 
 
 def predict(params, batch):
-    """A click's chance f[B], and the sum of the last ids' rows f[B, 8]."""
+    """Return a click's probability f[B], and the sum of the last ids' rows f[B, 8]."""
     last = fr.lookup_sequence(params.tables, batch.ids, SEQUENCES)["last"].to_padded(3)
     return {"click": torch.sigmoid(MODEL.apply(params, batch)), "last": last.sum(1)}
 
@@ -35,7 +35,7 @@ def params(seed=0):
 
 
 def batch(num_bags, seed=0, most=5, outside=True):
-    """num_bags bags of each key of up to `most` ids, some -1 or beyond their tables."""
+    """Draw num_bags bags per key, each of up to `most` ids, some -1 or beyond their tables."""
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, most + 1, (len(KEYS) * num_bags,), generator=random)
     values = torch.randint(-2 if outside else 0, 120 if outside else 50, (int(lengths.sum()),), generator=random)
@@ -46,7 +46,7 @@ def batch(num_bags, seed=0, most=5, outside=True):
 
 
 def plain(batch):
-    """A batch as JSON has it."""
+    """Convert a batch to the form of a JSON request."""
     seen = batch.ids["seen"]
     weights = [seen.weights[a:b].tolist() for a, b in pairwise(seen.offsets.tolist())]
     return {"ids": batch.ids.to_lists(), "weights": {"seen": weights}, "dense": batch.dense.tolist()}
@@ -62,7 +62,7 @@ ROWS = {
 
 
 def encoding():
-    """Of raw rows, learned from ROWS."""
+    """Fit an encoding of raw rows on ROWS."""
     schema = fr.data.Schema(multivalued=KEYS, dense=("age", "price", "rank"), weights={"seen": "share"})
     return fr.data.fit_encoding(ROWS, schema, share={"seen": "item"})
 

@@ -1,4 +1,4 @@
-"""Generated problems for the planner's solver, and every plan of them."""
+"""Generated problems for the planner's solver, and a search of all their plans."""
 
 import itertools
 import random
@@ -11,11 +11,12 @@ SIZES = (1.0, 2.0, 5.0, 10.0)
 
 
 def packing(seed: int) -> Packing:
-    """Up to 5 items of several options on up to 4 ranks, of time, memory and rows of a bank whose height has a price,
-    and of two latencies, each paid once; of some the memory is short, of some too short."""
+    """Draw up to 5 items with several options on up to 4 ranks. Loads are time, memory, a bank's rows, whose
+    greatest number has a price, and two latencies, each paid once. In some problems memory is scarce, in some
+    insufficient."""
     draw = random.Random(seed)
     num_ranks, k = draw.choice([1, 2, 2, 3, 4]), 2 + draw.choice([0, 1])
-    needs = random.Random(seed + 1_000)  # two latencies: which options need which
+    needs = random.Random(seed + 1_000)  # draws which options need which of the two latencies
     once = (k, k + 1)
     single = tuple((r,) for r in range(num_ranks))
     every = (tuple(range(num_ranks)),)
@@ -45,13 +46,13 @@ def packing(seed: int) -> Packing:
 
 
 def _with_once(option: Option, k: int, needs: random.Random) -> Option:
-    """The option with a base of 1 of each latency that it needs."""
+    """Add to the option a base of 1 for each latency that it needs."""
     base = (option.base or (0.0,) * k) + tuple(float(needs.random() < 0.5) for _ in range(2))
     return option._replace(shards=tuple((*s, 0.0, 0.0) for s in option.shards), base=base)
 
 
 def best_of_all(packing: Packing) -> float:
-    """The least objective of every plan that keeps the caps; infinite where there is none."""
+    """Return the least objective of all plans within the caps, or infinity without such a plan."""
     own = [[load for o in item.options for load in _loads(packing, o)] for item in packing.items]
     best, weights = np.inf, np.array(packing.weights)
     for loads in itertools.product(*own):
@@ -63,7 +64,7 @@ def best_of_all(packing: Packing) -> float:
 
 
 def _loads(packing: Packing, option: Option) -> list[np.ndarray]:
-    """f[K, N] of each way to place its shards; equal ones once."""
+    """Return f[K, N] for each way to place its shards, without duplicates."""
     places, shards = range(len(option.places)), len(option.shards)
     ways = {
         "fixed": [tuple(range(shards))],

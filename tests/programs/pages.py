@@ -1,4 +1,4 @@
-"""The Python of a page: its blocks, run one after the other as a reader runs them, and what each print says."""
+"""Run a page's Python blocks in order, as a reader would, and compare what they print with its comments."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ def blocks_of(text: str) -> list[str]:
 
 
 def run(blocks: list[str], page: str) -> tuple[dict[str, Any], list[str]]:
-    """(the names afterwards, what was printed)."""
+    """Return (the names afterwards, the printed lines)."""
     names, printed = {"__name__": "page"}, []
     names["print"] = lambda *x: printed.append(" ".join(map(str, x)))
     for block in blocks:
@@ -21,7 +21,7 @@ def run(blocks: list[str], page: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def told(blocks: list[str], printed: list[str]) -> list[str]:
-    """What the comments behind the prints say, and what was printed where there is none."""
+    """Return the expected text of each print: its comment, or without one what was printed."""
     said = [want for block in blocks for want in PRINT.findall(block)]
     assert len(said) == len(printed), (said, printed)
     return [want or got for want, got in zip(said, printed, strict=True)]

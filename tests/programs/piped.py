@@ -1,4 +1,4 @@
-"""Pipelines on real ranks beside the plain loop: what each rank finds."""
+"""Pipelines on real ranks, compared by each rank with a plain loop."""
 
 import threading
 import time
@@ -59,7 +59,7 @@ def no_ids():
 
 
 def beside_a_loop(axes, plan, count, how):
-    """(whether states and metrics are the plain loop's, the bytes that travel ahead, threads left)"""
+    """Return (whether states and metrics equal the plain loop's, the bytes sent ahead, threads left)."""
     mesh = mesh_of(axes)
     batches = [own(mesh, i) for i in range(count)]
     want = loop(*step_of(mesh, plan, **how), batches)
@@ -70,7 +70,8 @@ def beside_a_loop(axes, plan, count, how):
 
 
 def donated():
-    """The same of a jitted step that uses up its state, and whether that is gone."""
+    """Compare a jitted step that donates its state. Return the same as `beside_a_loop`, or None if the state was not
+    donated."""
     mesh, plan = mesh_of({"x": 2}), fr.Plan({"a": fr.row_wise("x")})
     loss = lambda p, b: (fr.lookup(p.tables, b.ids, training.FEATURES[:1]).values @ p.dense).square().mean()
     kind = {"sparse": fr.optim.rowwise_adagrad(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
@@ -92,7 +93,7 @@ def donated():
 
 
 def of_many_forms():
-    """Batches of other sizes and without an id, a plan that changes, a table of rows that is written to."""
+    """Run batches of other sizes and without ids, a plan that changes, and tables that `reshard` writes."""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     empty = own(mesh, 3)
     empty = fr.Batch(no_ids(), empty.label)
@@ -112,7 +113,8 @@ def of_many_forms():
 
 
 def retried():
-    """(whether steps with little room that run again what does not fit are those of a plain loop of such steps)"""
+    """Whether a pipeline of steps with little capacity, which repeat an overflowing block, gives the results of a
+    plain loop."""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     make = lambda capacity: step_of(mesh, plan, capacity=capacity)[0]
     state, batches = step_of(mesh, plan)[1], [own(mesh, i) for i in range(5)]
@@ -130,8 +132,9 @@ def weighted_loss(params, batch):
 
 
 def uneven():
-    """Rank 1 has three batches, rank 0 five. (Whether the states are those of a loop in which rank 1 has blank ones;
-    what ranks without weights are told, and whether the states before are those of a loop)"""
+    """Rank 1 has three batches, rank 0 five. Return (whether the states equal a loop in which rank 1 gets blank
+    batches, the error of ranks without weights, the number of their steps, whether these equal a loop, threads
+    left)."""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     count = 5 if mesh.coordinates["x"] == 0 else 3
     step = fr.train_step(weighted_loss, **training.optimizers("adam"), mesh=mesh, plan=plan)
@@ -152,9 +155,9 @@ def uneven():
 
 
 def broken(how):
-    """Rank 1 alone has a loader that raises, or a batch of another form or other keys, at batch 2; then both run anew.
+    """On rank 1 alone, batch 2 raises in the loader or has another form or other keys. Then both ranks run again.
 
-    (what this rank is told, the steps before it, whether the second run is a plain loop, threads left)"""
+    Return (this rank's error, the steps before it, whether the second run equals a plain loop, threads left)."""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     step, state = step_of(mesh, plan)
     pipe, seen, told = fr.pipeline(step, mesh=mesh), 0, ""
@@ -179,7 +182,7 @@ def broken(how):
 
 
 def left_alone(timeout_s):
-    """Rank 0 leaves its loop before the first step: after how many seconds each rank is out."""
+    """Rank 0 leaves its loop before the first step. Return the seconds until each rank is out."""
     mesh, plan = fr.Mesh.distributed(x=2, timeout_s=timeout_s), training.plan_of("row_wise", {"x": 2})
     step, state = step_of(mesh, plan)
     pipe, batches, begin = fr.pipeline(step, mesh=mesh), [own(mesh, i) for i in range(3)], time.perf_counter()
@@ -194,7 +197,7 @@ def left_alone(timeout_s):
 
 
 def none_at_all():
-    """Rank 0 has no batch: what each rank is told."""
+    """Rank 0 has no batch. Return each rank's error."""
     mesh = mesh_of({"x": 2})
     step, state = step_of(mesh, training.plan_of("row_wise", {"x": 2}))
     try:
@@ -204,8 +207,8 @@ def none_at_all():
 
 
 def left_early():
-    """A loop that passes over its first batch, and that both ranks leave behind the second: rank 1 while its loader is
-    busy, rank 0 when its thread has gone on. Then one over three batches, beside a plain loop."""
+    """Skip the first batch, and leave the loop on both ranks after the second: rank 1 while its loader is busy, rank
+    0 when its thread has gone on. Then compare a loop over three batches with a plain loop."""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     step, state = step_of(mesh, plan)
     pipe, rank = fr.pipeline(step, mesh=mesh, depth=3), mesh.coordinates["x"]
@@ -235,7 +238,7 @@ def late(x, seconds):
 
 
 def with_late_ids(seconds):
-    """Have ids leave this rank later than they do."""
+    """Delay the ids that this rank sends."""
     library.define("piped", "late", "(Tensor x, float seconds) -> Tensor", late, lambda x, seconds: torch.empty_like(x))
     send = _route.all_to_all
     op = torch.ops.piped.late
@@ -244,7 +247,8 @@ def with_late_ids(seconds):
 
 
 def hidden(count=6):
-    """(seconds of a step of the plain loop, of the pipeline) where ids are late, and a step takes as long besides."""
+    """Return (seconds per step of the plain loop, of the pipeline, whether their states are equal) when ids are late
+    and the rest of a step takes equally long."""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     undo = with_late_ids(LATE_S)
     try:

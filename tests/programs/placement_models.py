@@ -9,8 +9,8 @@ from funcrec.testing import strategies as frs
 
 @st.composite
 def models(draw, kinds=frs.PLACEMENTS):
-    """(mesh, plan, tables, ids, features): a few tables of odd sizes,
-    several features each; shrinks to one table on one rank."""
+    """Draw (mesh, plan, tables, ids, features): a few tables of odd sizes, with several features each. Shrinks to
+    one table on one rank."""
     mesh = draw(frs.meshes())
     names = ["a", "b", "c"][: draw(st.integers(1, 3))]
     shapes = {n: (draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 5, 8]))) for n in names}
@@ -41,7 +41,7 @@ def zeros_like(table):
 
 
 def sharded(model, **options):
-    """(acts of the global batch, {table: dense gradient}) by a mapped function on the plan's mesh."""
+    """Return (acts of the global batch, {table: dense gradient}) of a mapped function on the plan's mesh."""
     mesh, plan, tables, ids, features = model
     held = fr.shard_tables(tables, plan, mesh, **options)
     everywhere = fr.P(mesh.axis_names)
@@ -74,7 +74,7 @@ def direction(model):
 
 
 def whole(model):
-    """The same in one process, which adds the gradients of the ranks' batches."""
+    """Return the same results from one process, which adds the gradients of the ranks' batches."""
     mesh, _, tables, ids, features = model
     acts, per = fr.lookup(tables, ids, features), ids.num_bags // mesh.size
     total = None

@@ -1,4 +1,4 @@
-"""What ranks are to run for the planner's tests."""
+"""What ranks run for the planner's tests."""
 
 import funcrec as fr
 

@@ -1,8 +1,8 @@
-"""One good call of every public function, constructor and method: what a sweep of wrong arguments begins with.
+"""One good call of every public function, constructor and method, from which a sweep makes wrong calls.
 
 A row is a name, a function and its keyword arguments. Values that are trees (`Params`, `JaggedTensor`, ...) have no row
-for their own constructor: their fields may be anything that stands in a tree (a P, an axis for vmap), and functions
-look at them when they are used.
+for their own constructor. Their fields may be anything that a tree may hold (a P, an axis for vmap), and functions
+check them when they use them.
 """
 
 from importlib.util import find_spec
@@ -117,7 +117,7 @@ def values() -> list[Call]:
 
 
 def trees() -> list[Call]:
-    """Trees may be anything: what is wrong is what is done to them."""
+    """Return calls of functions on trees. A tree may be anything; only the operations on it can be wrong."""
     tree, form = {"w": f32(2), "n": 3}, fr.tree.structure([0, 0])
     add = lambda fn, tree: fr.tree.map(fn, tree, tree)
     own = lambda name: (name, f"{name}['w']", f"{name}['n']")
@@ -243,7 +243,7 @@ def meshes() -> list[Call]:
 
 
 def others() -> list[Call]:
-    """What other libraries have."""
+    """Return the calls of interop with other libraries."""
     params, buffers, apply = interop.module(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)))
 
     def module_apply(params, buffers, train: bool, key: torch.Tensor | None):
@@ -267,7 +267,7 @@ def others() -> list[Call]:
 
 
 def loops() -> list[Call]:
-    """What goes through batches, and what it ends in."""
+    """Return the calls of loops over batches, and of losses and metrics."""
     step = lambda state, batch: (state + 1, {"loss": 1.0})
     record = fr.loop.Record("epoch", 0, 2, {"epoch": 0, "loss": 0.5}, None)
     encoding = fr.data.fit_encoding({"item": ["tea", "jam"]}, fr.data.Schema(categorical=("item",)))
@@ -307,7 +307,7 @@ def loops() -> list[Call]:
 
 
 def public_calls(folder) -> list[Call]:
-    """All of them."""
+    """Return all calls."""
     return [
         *values(),
         *trees(),

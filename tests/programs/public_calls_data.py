@@ -1,4 +1,4 @@
-"""Good calls of what loads, encodes, measures, saves and checks: a part of `public_calls`."""
+"""Good calls of functions that load, encode, measure, save and check: a part of `public_calls`."""
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from programs.public_values import (
 
 
 def loaded(folder) -> list[Call]:
-    """Data and its loaders; the files lie in `folder`."""
+    """Return the calls of data sets and loaders, with files in `folder`."""
     np.save(folder / "dense.npy", np.ones((4, 2), np.float32))
     np.save(folder / "sparse.npy", np.ones((4, 2), np.int64))
     np.save(folder / "label.npy", np.ones(4, np.float32))
@@ -60,7 +60,7 @@ def loaded(folder) -> list[Call]:
         collate=(data.collate, {"source": RANDOM}), collated=(data.collate(RANDOM), {"items": [0, 1]}),
         ctr_take=(data.ctr_dataset(RATINGS).data.take, {"rows": i64(0, 1)}),
         examples_take=(data.encode(ENCODING, TABLE).take, {"rows": i64(0, 1)}),
-        movielens_1m=(with_signature(data.movielens_1m, lambda data_dir, cache: data_dir is None  # would fetch it
+        movielens_1m=(with_signature(data.movielens_1m, lambda data_dir, cache: data_dir is None  # it would download
                 or data.movielens_1m(data_dir, cache=cache)),
             {"data_dir": str(folder / "ml-1m"), "cache": str(folder / "cache")}),
         num_batches=(data.num_batches, {"num_rows": 9, "batch_size": 2, "drop_last": False}),
@@ -88,7 +88,7 @@ def loaded(folder) -> list[Call]:
             examples=(data.examples, {"table": {"y": [1.0], "a": [3]}, "schema": data.Schema("y", categorical=("a",)),
                 "vocabularies": {"a": 5}, "missing": 0}, ("vocabularies['a']",)),
             Text=(data.Text, {"delimiter": ",", "names": ("a", "b"), "types": {"a": "int64"}, "nulls": ("",),
-                "quotes": True}, ("names[0]", "names[1]", "types", "types['a']")),  # looked at where they are used
+                "quotes": True}, ("names[0]", "names[1]", "types", "types['a']")),  # checked where they are used
             read=(data.read, {"source": str(folder / "day.parquet"), "columns": ("label",), "format": "parquet"}),
             stream=(first(data.stream), {"source": str(folder / "day.parquet"), **streamed, "columns": ("label",),
                 "skip": 0}),
@@ -117,7 +117,7 @@ def measured() -> list[Call]:
 
 
 def saved(folder) -> list[Call]:
-    """Checkpoints."""
+    """Return the calls of checkpoints."""
     fr.save(folder / "tree.pt", {"w": f32(2)})
     tensors = fr.save_safetensors(folder / "tree.safetensors", {"w": f32(2)})
     fr.save(folder / "steps", HELD, keep=1)
@@ -147,7 +147,7 @@ def tested() -> list[Call]:
 
 
 def parts() -> list[Call]:
-    """What makes examples of columns."""
+    """Return the calls that make examples of columns."""
     import pyarrow as pa
 
     table, known = pa.table(TABLE), JT.from_lists([[1, 3], [2]])
@@ -180,5 +180,5 @@ def parts() -> list[Call]:
 
 
 def data_calls(folder) -> list[Call]:
-    """All of them."""
+    """Return all calls."""
     return [*loaded(folder), *measured(), *saved(folder), *tested(), *parts()]

@@ -1,4 +1,4 @@
-"""Good calls of what trains and what is trained, optimizers, layers and models: a part of `public_calls`."""
+"""Good calls of training, optimizers, layers and models: a part of `public_calls`."""
 
 import torch
 
@@ -128,5 +128,5 @@ def layers() -> list[Call]:
 
 
 def model_calls() -> list[Call]:
-    """All of them."""
+    """Return all calls."""
     return [*optimizers(), *layers()]

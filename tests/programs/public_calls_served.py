@@ -1,6 +1,6 @@
-"""Good calls of what makes packages, runs them and keeps them fresh: a part of `public_calls`.
+"""Good calls of functions that make packages, run them and keep them fresh: a part of `public_calls`.
 
-Programs are not compiled here: what runs in the place of one gives zeros. All else of a package is real.
+Programs are not compiled here; a stand-in returns zeros. All other parts of a package are real.
 """
 
 import json
@@ -26,7 +26,7 @@ def predict(params, batch):
 
 
 def described(folder: Path) -> Path:
-    """A package of PARAMS and of batches of BATCH's form."""
+    """Write a package of PARAMS for batches of BATCH's form."""
     tensors = _weights.named(PARAMS)
     tables = [{"name": n, "param": f"tables[{n!r}]", "rows": len(x), "dim": 4, "bits": 32} for n, x in TABLES.items()]
     features = [{"name": n, "table": None, "rows": 5, "weighted": False} for n in IDS.keys]
@@ -47,7 +47,7 @@ def described(folder: Path) -> Path:
 
 
 class Program:
-    """In the place of a compiled one, as torch opens it."""
+    """A stand-in for a compiled program as torch opens it."""
 
     def __init__(self, path: str, *_):
         self.digest = json.loads((Path(path).resolve().parent / _manifest.MANIFEST).read_text())["digest"]
@@ -60,7 +60,7 @@ class Program:
 
 
 def instead(fn, patch):
-    """`fn`, where what takes long is replaced."""
+    """Return `fn` with its slow parts replaced."""
 
     def run(**given):
         with patch:
@@ -70,7 +70,7 @@ def instead(fn, patch):
 
 
 class Server(BaseHTTPRequestHandler):
-    """Of the newest weights, whichever these are."""
+    """A server that always reports the newest weights."""
 
     version = VERSION
 
@@ -86,7 +86,7 @@ class Server(BaseHTTPRequestHandler):
 
 
 def served_calls(folder) -> list[Call]:
-    """All of them."""
+    """Return all calls."""
     there, published = described(folder / "package"), folder / "published"
     quick = mock.patch.multiple(_export, load_package=mock.DEFAULT, compare=mock.DEFAULT,
         compile_program=lambda program, path, isa, digest: path.write_bytes(b""))  # fmt: skip

@@ -1,4 +1,4 @@
-"""The values that public calls are made of (`public_calls`), and what a call is."""
+"""The values that public calls are made of (`public_calls`), and the class of a call."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ ENCODING = data.fit_encoding(TABLE, SCHEMA)
 
 
 class Call(NamedTuple):
-    """`fn(**good)` works. `skip` names arguments whose wrong values are another row's."""
+    """`fn(**good)` works. `skip` names arguments whose wrong values another row tries."""
 
     name: str
     fn: Any
@@ -77,7 +77,7 @@ class Call(NamedTuple):
 
 
 def on_ranks(f):
-    """A function of keywords that calls f with x as one rank of MESH has it."""
+    """Return a function of keywords that calls f with one rank's x on MESH."""
 
     def run(**kwargs):
         x = kwargs.pop("x", f32(4, 4))
@@ -95,12 +95,12 @@ def with_signature(f, run):
 
 
 def first(f):
-    """f's first item: what it says at the call, and what at the first batch."""
+    """Take f's first item, so that errors at the call and at the first batch are seen."""
     return with_signature(f, lambda **kwargs: next(iter(f(**kwargs)), None))
 
 
 def entered(f):
-    """What f says at the call, and where its block begins."""
+    """Enter f's context, so that errors at the call and at its start are seen."""
 
     def run(**kwargs):
         with f(**kwargs):

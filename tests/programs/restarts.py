@@ -1,8 +1,9 @@
-"""A program with `fit` under torchrun's agent: left alone, killed again and again, gone on with by other ranks.
+"""A program with `fit` under torchrun's agent: undisturbed, killed again and again, and resumed on another number of
+ranks.
 
     PYTHONPATH=tests python -c "from programs import restarts; restarts.main('FOLDER')"
 
-leaves FOLDER/alone, FOLDER/killed and FOLDER/three.
+This writes FOLDER/alone, FOLDER/killed and FOLDER/three.
 """
 
 import os
@@ -24,7 +25,7 @@ NUM_STEPS, EPOCHS = 10, 3
 
 
 class OwnRows:
-    """240 examples, of which a batch is this rank's part of it."""
+    """240 examples. A batch is this rank's part of it."""
 
     def __init__(self, mesh):
         self.mesh, self.data = mesh, fr.data.random_rows(fr.key(5), {"item": 40, "user": 23}, num_rows=240)
@@ -35,7 +36,7 @@ class OwnRows:
 
 
 def train(path, callback):
-    """The program: what is not of the test is as one would write it."""
+    """The program as a user would write it, except for the test's callback."""
     torch.set_num_threads(1)
     mesh = fr.Mesh.distributed(data=int(os.environ["WORLD_SIZE"]), timeout_s=60)
     plan, sparse = fr.Plan.uniform("row_wise", MODEL.tables, mesh), fr.optim.adam(0.02)
@@ -49,7 +50,7 @@ def train(path, callback):
 
 
 def work(folder, name, kills):
-    """A rank. kills: of each restart (step, rank, the killed one, seconds behind the step)."""
+    """Run a rank. kills: for each restart, (step, killing rank, killed rank, seconds after the step)."""
     folder, rank = folder / name, int(os.environ["RANK"])
     (folder / f"process{rank}").write_text(f"{os.getpid()}")
     due = [k for i, k in enumerate(kills) if f"{i}" == os.environ["TORCHELASTIC_RESTART_COUNT"] and k[1] == rank]
@@ -66,7 +67,7 @@ def work(folder, name, kills):
         if record.when == "step" and due and record.step >= due[0][0]:
             _, _, victim, delay_s = due.pop()
             threading.Timer(delay_s, kill, [victim]).start()
-        if name == "alone" and record.step == 14 and rank == 0:  # that of step 13
+        if name == "alone" and record.step == 14 and rank == 0:  # the checkpoint of step 13
             shutil.copytree(folder / "run", folder.parent / "three" / "run")
 
     train(folder / "run", callback)

@@ -1,4 +1,5 @@
-"""Training whose loss reads sharded tables as if they were quantised, by every way to run a step: what ranks find."""
+"""Training whose loss reads sharded tables as if quantised, with every way to run a step: the functions that ranks
+run."""
 
 import torch
 
@@ -25,7 +26,7 @@ def params():
 
 
 def alone(count, ranks):
-    """(tables, dense parameters) of one process, which adds up the gradients of all ranks' batches."""
+    """Return (tables, dense parameters) of one process, which adds the gradients of all ranks' batches."""
     sparse, dense = KIND.values()
     tables, weights = params().tables, params().dense
     slots, state, share = sparse.init(tables), dense.init(weights), lambda p, b: loss_fn(p, b) / ranks
@@ -40,8 +41,8 @@ def alone(count, ranks):
 
 
 def every_way(how, ways=("alone", "jit", "pipeline", "stale"), count=3):
-    """{way: whether it has the bits of its plain loop, and the plain loop those of one process; of a compiled step,
-    which uses up its state, and adds numbers up in another order, each step within 1e-6}"""
+    """Return {way: whether it has the bits of its plain loop}; for "alone", whether the plain loop has one process's
+    bits. A compiled step donates its state and sums in another order, so that each step must be within 1e-6."""
     mesh = piped.mesh_of({"x": 2})
     step = fr.train_step(loss_fn, **KIND, mesh=mesh, plan=PLAN, **how)
     state, batches = step.init(params()), [piped.own(mesh, i) for i in range(count)]

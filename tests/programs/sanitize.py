@@ -4,18 +4,18 @@
     reads and writes outside memory, undefined behaviour
     PYTHONPATH=tests python -m programs.sanitize --mode thread [--count 8000]        data races
 
-Address: every call of hostile.py once on one thread and once on two, on torch's own threads; the generated rules are
-built with the sanitizers too. Inputs are memory of their own, so that one byte too far
-is found. Leaks are not looked for: Python ends with many.
+Address: every call of hostile.py runs once on one thread and once on two, on torch's own threads. The generated rules
+are built with the sanitizers too. Each input has its own allocation, so that an access one byte outside is found. Leaks
+are not checked, because Python ends with many.
 
-Thread: two Python threads make calls at once, each on two kernel threads, half of them large enough to be shared out.
-torch is not built with the sanitizer, which therefore does not know that an OpenMP loop of torch's ends before the next
-begins, and would report every such loop. So the kernels run on their own pool, and then on a stand-in for OpenMP's
-entry that starts threads and joins them: the same loop, handed out in the same way. What torch's and Python's own
-objects do is not reported (`ignore_noninstrumented_modules`).
+Thread: two Python threads make calls at once, each on two kernel threads. Half of the calls are large enough for both.
+torch is not built with the sanitizer. The sanitizer therefore does not see that torch's OpenMP loop ends before the
+next begins, and would report every such loop. So the kernels run on their own pool, and then on a stand-in for OpenMP's
+entry that starts threads and joins them. It runs the same loop, divided in the same way. Races inside torch's and
+Python's own libraries are not reported (`ignore_noninstrumented_modules`).
 
-First a fault is made on purpose, which must be found. Ends with 1 and the reports if there is another. `--object` takes
-an object that was built before, and builds none.
+First a deliberate fault must be found. Any other fault is reported, and the exit status is 1. `--object` takes an
+object that was built before, and builds none.
 """
 
 import argparse
@@ -40,7 +40,7 @@ OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:report_signal_unsafe=0",
-    "PYTHONMALLOC": "malloc",  # what Python passes is memory of its own, too
+    "PYTHONMALLOC": "malloc",  # buffers that Python passes get their own allocations, too
 }
 COUNTS = {"address": 100_000, "thread": 8_000}
 FINDING = re.compile(r"runtime error:|ERROR: AddressSanitizer|WARNING: ThreadSanitizer|AddressSanitizer:DEADLYSIGNAL")
@@ -57,8 +57,8 @@ void stand_in(void (*f)(void*), void* data, unsigned threads, unsigned) {
 
 
 def build(mode: str, level: str) -> Path:
-    """The object for an instruction set, by the kernels' own CMakeLists
-    with the sanitizer; the stand-in lies beside it."""
+    """Build the object for an instruction set with the sanitizer, by the kernels' own CMakeLists, and the stand-in
+    in the same folder."""
     folder = ROOT / "build" / f"sanitize-{mode}"
     flag, find = SANITIZERS[mode][0], os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     cmake, environment = shutil.which("cmake", path=find), {**os.environ, "PATH": find}
@@ -76,7 +76,7 @@ def build(mode: str, level: str) -> Path:
 
 
 def launch(mode: str, count: int, given: Path | None, first: int, jobs: int, more: list[str]) -> int:
-    """Build, make the calls in processes that begin with the sanitizer, and look at what it says."""
+    """Build, make the calls in processes that start with the sanitizer, and count its reports."""
     from funcrec.kernels.cpp import _native
 
     begin = time.monotonic()
@@ -109,7 +109,7 @@ def launch(mode: str, count: int, given: Path | None, first: int, jobs: int, mor
 
 
 def watch(command: list[str], environment: dict[str, str], is_quiet: bool = False) -> tuple[int, int]:
-    """(exit status, findings) of a process, whose reports are shown."""
+    """Run a process, show its reports, and return (exit status, findings)."""
     out, findings = subprocess.DEVNULL if is_quiet else None, 0
     process = subprocess.Popen(
         command, env=environment, stdout=out, stderr=subprocess.PIPE, text=True, errors="replace"
@@ -127,7 +127,7 @@ def watch(command: list[str], environment: dict[str, str], is_quiet: bool = Fals
 def inside(mode: str, count: int, built: Path, first: int, without: list[str], probe: str | None) -> None:
     from funcrec.kernels.cpp import _native, _rules
 
-    del os.environ["LD_PRELOAD"]  # the compiler of generated rules is no part of this
+    del os.environ["LD_PRELOAD"]  # the compiler of generated rules must run without the sanitizer
     loaded = _native._load(str(built))
     _native.library = lambda: loaded
     own = [{"-O3": "-O1", "-g0": "-g1", "-fwrapv": "-fno-wrapv"}.get(f, f) for f in _rules.FLAGS]
@@ -148,7 +148,7 @@ def inside(mode: str, count: int, built: Path, first: int, without: list[str], p
 
 
 def counted_rules() -> dict[str, int]:
-    """How many rules are compiled with the sanitizer from here on, and how often one of them is called."""
+    """Count the rules that are compiled with the sanitizer from now on, and the updates by them."""
     from funcrec.kernels import cpp
     from funcrec.kernels.cpp import _rules
 
@@ -167,11 +167,11 @@ def counted_rules() -> dict[str, int]:
 
 
 def check_at_once(check, names: list[str], count: int, built: Path) -> None:
-    """Half of the calls on the kernels' own pool, half on the stand-in; two Python threads share each half."""
+    """Make half of the calls on the kernels' own pool and half on the stand-in. Two Python threads share each half."""
     from funcrec.kernels.cpp import _native
 
     stand_in = ctypes.cast(ctypes.CDLL(str(built.with_name("stand_in.so"))).stand_in, ctypes.c_void_p).value
-    is_large = lambda seed: random.Random(seed).random() < 0.02  # as Draw has it
+    is_large = lambda seed: random.Random(seed).random() < 0.02  # the same draw as in Draw
     large = [seed for seed in range(50 * count) if is_large(seed)]
     numbers = [seed for pair in zip(large, range(count)) for seed in pair][: count // 2]
     for name, address in (("pool", 0), ("stand-in", stand_in)):
@@ -192,8 +192,8 @@ WRONG = """extern "C" void wrong(float* row) {
 
 
 def do_wrong(mode: str, where: str) -> None:
-    """A fault that the sanitizer must find: a row behind the last one, or one
-    row that two threads write; in a kernel, or in a rule."""
+    """Make a fault that the sanitizer must find, in a kernel or in a rule: access a row after the last one, or write
+    one row in two threads."""
     import torch
     from funcrec.kernels.cpp import _native, _rules
 
@@ -215,7 +215,7 @@ def do_wrong(mode: str, where: str) -> None:
 
 
 def at_once(work, failed: list) -> None:
-    """work(0) and work(1) in two Python threads."""
+    """Run work(0) and work(1) in two Python threads."""
 
     def guarded(each: int) -> None:
         try:

@@ -1,20 +1,20 @@
-"""Programs of `fr.jit` where no buffer has a neighbour, beside eager: `make sanitize`, or
+"""Programs of `fr.jit` with guarded buffers, compared with eager mode: `make sanitize`, or
 
     PYTHONPATH=tests python -m programs.sanitize_jit --mode guard   [--kind arithmetic] [--count 10000]
     the code that users run, each buffer between pages without access (guard_pages.cpp)
     PYTHONPATH=tests python -m programs.sanitize_jit --mode address [--kind arithmetic] [--count 1000]
     the same with the compiler's checks of addresses, of shifts, of quotients and of C++ arrays
 
-Both are needed. What g++ makes of undefined arithmetic is other code with the address sanitizer: loops that leave their
-arrays without it keep their end. It checks no masked vector, by which AVX-512's loops end, so that it is tried on the
-smallest set of instructions. And a page sees nothing of an access that stays in its own.
+Both modes are needed. With the address sanitizer, g++ compiles undefined arithmetic differently: loops that leave their
+arrays without it stay inside. It also checks no masked vectors, which end AVX-512's loops; its probes therefore use the
+smallest instruction set. And guard pages miss an access that stays on the buffer's page.
 
-Kinds: arithmetic, programs of integers that are drawn by a number; cells, every function under every transform that
-tests have a table of; steps, lookups and training steps with small tables that they write into. Some 25 to 100 are one
-program of `fr.jit`, of 1, 2 or 4 threads, for each set of instructions that Inductor has here.
+Kinds: arithmetic, programs of integers drawn from a number; cells, every function under every transform in the tests'
+tables; steps, lookups and training steps that write into small tables. One program of `fr.jit` has 25 to 100 cases of
+arithmetic, or 3 to 8 of the others, and runs on 1, 2 or 4 threads. Inductor's instruction sets here take turns.
 
-First faults are made on purpose, which must be found: a loop one step too long, and arithmetic without funcrec's care.
-What fails is looked for in halves, in new processes, and its line of the shell is printed. Ends with 1 if there is any.
+First, deliberate faults must be found: a loop one step too long, and arithmetic without funcrec's replacements. A
+failing batch is halved, in new processes, and the failing case's shell command is printed. Then the exit status is 1.
 """
 
 import argparse
@@ -39,8 +39,8 @@ MODES = ("guard", "address")
 CHECKS = ("fsanitize=address,shift-exponent,integer-divide-by-zero,bounds", "fno-omit-frame-pointer", "g1")
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1", "OMP_WAIT_POLICY": "passive"}
 FINDING = re.compile(r"runtime error:|ERROR: AddressSanitizer|AddressSanitizer:DEADLYSIGNAL|guard pages: ")
-IN_A_PROCESS = 8  # batches: what is compiled stays in memory
-LIMIT_S = 1200  # of a process between two of its lines
+IN_A_PROCESS = 8  # batches; compiled code stays in memory
+LIMIT_S = 1200  # between two output lines of a process
 
 
 class Batch(NamedTuple):
@@ -60,7 +60,7 @@ class Batch(NamedTuple):
 
 
 class Net(NamedTuple):
-    """How processes are begun: the mode, their environment, and a folder for what they compile."""
+    """How to start processes: the mode, their environment, and a folder for compiled code."""
 
     mode: str
     environment: dict[str, str]
@@ -71,7 +71,7 @@ class Net(NamedTuple):
 
 @contextlib.contextmanager
 def net(mode: str) -> Iterator[Net]:
-    """Libraries that are loaded first, and a cache that no other process reads."""
+    """Prepare the libraries that are loaded first, and a cache that no other process reads."""
     compiler = os.environ.get("CXX", "g++")
     with tempfile.TemporaryDirectory(prefix="sanitize_jit_") as place:
         if mode == "guard":
@@ -99,7 +99,7 @@ class Outcome(NamedTuple):
 
 
 def watch(net: Net, batches: list[Batch], probe: str = "") -> Outcome:
-    """What a process with these batches says, all of one capability."""
+    """Run a process with these batches, all for one instruction set, and return its outcome."""
     command = [sys.executable, "-m", "programs.sanitize_jit", "--mode", net.mode, "--inside", json.dumps(batches)]
     environment = {**net.environment, "ATEN_CPU_CAPABILITY": batches[0].capability}
     done, refused, wrong = 0, set(), {}
@@ -130,14 +130,14 @@ def watch(net: Net, batches: list[Batch], probe: str = "") -> Outcome:
 
 
 def excerpt(said: str, most: int = 30) -> str:
-    """The lines from the first finding on, else the last ones."""
+    """Return the lines from the first finding on, or else the last ones."""
     lines = said.splitlines()
     at = next((i for i, line in enumerate(lines) if FINDING.search(line)), max(0, len(lines) - most))
     return "\n".join(lines[at : at + most])
 
 
 def run(net: Net, batches: list[Batch]) -> list[str]:
-    """The findings of batches; those behind one that ends the process are run in a new one."""
+    """Return the findings of batches. After a batch that ends the process, the others run in a new one."""
     found = []
     while batches:
         outcome = watch(net, batches)
@@ -163,7 +163,7 @@ def shown(text: str) -> str:
 
 
 def named(net: Net, batch: Batch, number: int, how: str) -> str:
-    """The line of a case that differs: alone, else with those beside it."""
+    """Return the command of a case that differs: alone, or with its whole batch if it does not differ alone."""
     alone = batch._replace(numbers=[number])
     outcome = watch(net, [alone])
     is_alone = outcome.wrong or outcome.report
@@ -171,7 +171,7 @@ def named(net: Net, batch: Batch, number: int, how: str) -> str:
 
 
 def culprits(net: Net, batch: Batch) -> list[tuple[Batch, str]]:
-    """The least parts of a batch, and their reports, that end a process; each is tried in a new one."""
+    """Return the smallest parts of a batch that end a process, with their reports. Each part runs in a new process."""
     half = len(batch.numbers) // 2
     parts = [batch.numbers[:half], batch.numbers[half:]] if half else []
     found = []
@@ -182,7 +182,7 @@ def culprits(net: Net, batch: Batch) -> list[tuple[Batch, str]]:
 
 
 def probes(net: Net, capability: str) -> list[str]:
-    """The faults that were made on purpose and not found."""
+    """Return the deliberate faults that were not found."""
     missed = []
     for probe in ("past", "far", "bare"):
         outcome = watch(net, [Batch("arithmetic", [0], 1, capability)], probe)
@@ -193,7 +193,7 @@ def probes(net: Net, capability: str) -> list[str]:
 
 
 def capabilities() -> list[str]:
-    """The sets of instructions that Inductor may compile for here, the largest first."""
+    """Return the instruction sets that Inductor may compile for here, the largest first."""
     import torch
 
     best = torch.backends.cpu.get_cpu_capability().lower()
@@ -202,7 +202,7 @@ def capabilities() -> list[str]:
 
 
 def batches_of(kind: str, numbers: list[int], size: int, threads: int, kinds: list[str]) -> list[Batch]:
-    """The numbers in batches of 25 to 100, each drawn by its first number."""
+    """Split the numbers into batches, whose size and threads the first number draws."""
     out, least, most = [], *((25, 100) if kind == "arithmetic" else (3, 8))
     while numbers:
         draw = random.Random(numbers[0])
@@ -213,7 +213,7 @@ def batches_of(kind: str, numbers: list[int], size: int, threads: int, kinds: li
 
 
 def launch(asked: argparse.Namespace) -> int:
-    """Probes, then all batches in `jobs` processes at once."""
+    """Run the probes, then all batches in `jobs` processes at once."""
     begin, kinds = time.monotonic(), [asked.capability] if asked.capability else capabilities()
     numbers = [int(n) for n in asked.only.split(",")] if asked.only else range(asked.first, asked.first + asked.count)
     batches = batches_of(asked.kind, list(numbers), len(numbers) if asked.only else asked.batch, asked.threads, kinds)
@@ -239,7 +239,7 @@ def print_now(*what) -> None:
 
 
 def inside(mode: str, batches: list[Batch], probe: str) -> None:
-    first = os.environ.pop("LD_PRELOAD")  # the compiler is no part of this
+    first = os.environ.pop("LD_PRELOAD")  # the compiler must run without the sanitizer
     import torch
     from torch._inductor import cpp_builder
 
@@ -249,7 +249,7 @@ def inside(mode: str, batches: list[Batch], probe: str) -> None:
         own = cpp_builder._get_optimization_cflags
         cpp_builder._get_optimization_cflags = lambda *a, **k: with_checks(*own(*a, **k))
     if probe == "bare":
-        _inductor.wrapping = list  # nothing is put in the place of Inductor's functions
+        _inductor.wrapping = list  # keep Inductor's own functions
     elif probe:
         source = _inductor.source
         _inductor.source = lambda code: re.sub(r"\((6|38|48)L\)", lambda n: f"({int(n[1]) + 1}L)", source(code))
@@ -267,8 +267,8 @@ def with_checks(flags: list[str], links: list[str]) -> tuple[list[str], list[str
 
 
 class Case(NamedTuple):
-    """f(*inputs) → a tree. The first input is donated where is_donated; f then runs twice, the second time on what the
-    first gave for it. close: `assert_trees_close`'s rtol and atol, for floats; None for the same bits."""
+    """f(*inputs) returns a tree. If is_donated, the first input is donated, and f runs again on the first run's
+    results. close: `assert_trees_close`'s rtol and atol for floats; None requires equal bits."""
 
     number: int
     f: object
@@ -291,7 +291,7 @@ def cases_of(kind: str, numbers: list[int]) -> list[Case]:
 
 
 def faults(probe: str) -> list[Case]:
-    """Programs whose compiled code `inside` makes wrong."""
+    """Return programs whose compiled code `inside` makes wrong."""
     import torch
 
     import funcrec as fr
@@ -313,12 +313,12 @@ def faults(probe: str) -> list[Case]:
 
 
 def check_parts(cases: list[Case]) -> None:
-    """`check`; if it raises, of each half, down to the cases that raise."""
+    """Run `check`. If it raises, try each half, down to the cases that raise."""
     try:
         check(cases)
-    except Exception as error:  # of every kind, as it is said
+    except Exception as error:  # any error is reported
         if len(cases) == 1:
-            how = re.search(r"error: .*", str(error)) or re.match(r"(?s).*", str(error))  # rather the compiler's
+            how = re.search(r"error: .*", str(error)) or re.match(r"(?s).*", str(error))  # prefer the compiler's error
             how = f"{cases[0].name} it raises {type(error).__name__}: {' '.join(how[0].split())[:300]}"
             return print_now("wrong", cases[0].number, how.strip())
         half = len(cases) // 2
@@ -327,7 +327,7 @@ def check_parts(cases: list[Case]) -> None:
 
 
 def check(cases: list[Case]) -> None:
-    """All cases as one program of `fr.jit`, twice, beside each in eager mode."""
+    """Run all cases as one program of `fr.jit`, twice, and compare each with eager mode."""
     import funcrec as fr
 
     refused: dict[int, str] = {}
@@ -351,13 +351,13 @@ def check(cases: list[Case]) -> None:
 
 
 def attempted(case: Case, inputs: tuple, refused: dict):
-    """f(*inputs), or nothing where it refuses, as some transforms do, and what is staged where it reads a value."""
+    """Return f(*inputs), or [] if f refuses, as some transforms do, or if staging it would read a value."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
     try:
         return case.f(*inputs)
     except (TypeError, ValueError, NotImplementedError, RuntimeError, DataDependentOutputException) as error:
-        if case.close is None:  # integers refuse nothing
+        if case.close is None:  # integers are never refused
             raise
         refused[case.number] = f"{type(error).__name__}: {error}"
         return []
@@ -370,7 +370,7 @@ def copied(x):
 
 
 def difference(got, wanted, close: dict | None) -> str:
-    """Where two trees differ, in a line; nothing where they do not."""
+    """Return in a line where two trees differ, or "" if they are equal."""
     from funcrec.core._tree import tree_leaves
     from funcrec.testing import assert_trees_close
 

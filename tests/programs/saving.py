@@ -12,21 +12,21 @@ from programs.training import plan_of
 
 
 def sharded(state, axes, plan, name, is_real, dense_axes=()):
-    """(mesh, a state laid out on it)."""
+    """Return (mesh, the state laid out on it)."""
     mesh = (fr.Mesh.distributed if is_real else fr.Mesh.emulated)(**axes)
     sparse = training.OPTIMIZERS[name]()
     return mesh, fr.reshard(state, plan, mesh=mesh, sparse=sparse, dense_axes=dense_axes)
 
 
 def saved(path, state, axes, kind, name, dense_axes=(), is_real=True):
-    """A tree with a laid out state in it, saved."""
+    """Save a tree that has the state, laid out on a mesh."""
     mesh, own = sharded(state, axes, plan_of(kind, axes), name, is_real, dense_axes)
     tree = {"state": own, "position": (1, 2), "best": {"w": torch.arange(6.0)}, "history": [{"loss": 0.5}]}
     return fr.save(path, tree, mesh=mesh)
 
 
 def loaded(path, axes, kind, name, dense_axes=()):
-    """What ranks read under a plan, whole again."""
+    """Return what ranks load under a plan, gathered."""
     mesh = fr.Mesh.distributed(**axes)
     sparse = training.OPTIMIZERS[name]()
     tree = fr.load(path, plan=plan_of(kind, axes), mesh=mesh, sparse=sparse, dense_axes=dense_axes)
@@ -34,7 +34,7 @@ def loaded(path, axes, kind, name, dense_axes=()):
 
 
 def square(folder, state, saves, loads, name):
-    """Each of `saves` loaded as each of `loads`, and whole: pairs of what came back."""
+    """Load each of `saves` as each of `loads`, and whole. Return the pairs of results."""
     out = []
     for i, (axes, kind, dense_axes) in enumerate(saves):
         path = saved(Path(folder) / f"{i}", state, axes, kind, name, dense_axes)
@@ -44,7 +44,8 @@ def square(folder, state, saves, loads, name):
 
 
 def told_of_failure(path, state, failing, stage):
-    """What a rank says where one of them fails at a stage of a save, and whether the checkpoint before it is there."""
+    """Fail on one rank at a stage of a save. Return each rank's error, the loaded previous checkpoint, and the
+    folder's files."""
     mesh, own = sharded(state, {"x": 2}, plan_of("row_wise", {"x": 2}), "adam", True)
     fr.save(path, own, mesh=mesh)
     mine = mesh.coordinates["x"] == failing
@@ -76,7 +77,8 @@ def told_of_failure(path, state, failing, stage):
     return said, same, sorted(os.listdir(path))
 
 
-WRONG = {  # what the second rank alone says, of a call of all; of a save, of a load, or of both
+# arguments that only the second rank passes, to a save, a load or both
+WRONG = {
     "save keep": {"keep": "two"},
     "save copy_bytes": {"copy_bytes": 3},
     "save mesh": {"mesh": "x"},
@@ -95,7 +97,8 @@ WRONG = {  # what the second rank alone says, of a call of all; of a save, of a 
 
 
 def told_of_arguments(path, state):
-    """What a rank says of each call that the second one makes otherwise; and of one that is right, behind them."""
+    """Return a rank's error for each call that the second rank makes differently, and the results of correct calls
+    afterwards."""
     mesh, own = sharded(state, {"x": 2}, plan_of("row_wise", {"x": 2}), "adam", True)
     other = fr.Mesh.distributed(y=2)
     fr.save(path, own, mesh=mesh)
@@ -127,7 +130,7 @@ def told_of_arguments(path, state):
 
 
 def told_of_damage(path, plan, damaged):
-    """What each rank says of a folder in which a file is damaged."""
+    """Return each rank's error for a folder with a damaged file."""
     mesh = fr.Mesh.distributed(x=2)
     if mesh.coordinates["x"] == 0:
         (file,) = (p for p in Path(path).iterdir() if p.name.startswith(f"rank-{damaged}"))
@@ -143,7 +146,7 @@ def told_of_damage(path, plan, damaged):
 
 
 def copies_apart(path, state):
-    """What is said of replicas that trained apart, and their sync saved."""
+    """Save replicas that trained apart. Return the error, and the state saved before they differed."""
     axes = {"x": 2}
     mesh = fr.Mesh.distributed(**axes)
     plan = fr.Plan({n: fr.replicated() for n in training.SHAPES}, replicas="x")
@@ -159,7 +162,8 @@ def copies_apart(path, state):
 
 
 def saved_beside(path, copy_bytes):
-    """Ranks that train on, donating, while what they were is saved: the state that was saved, whole, and what came."""
+    """Train on with donation while earlier states are saved in the background. Return the saved states, gathered,
+    and the loaded ones."""
     mesh = fr.Mesh.distributed(x=2)
     opts = training.optimizers("adam")
     step = fr.train_step(training.loss_fn, **opts, mesh=mesh, plan=plan_of("row_wise", {"x": 2}))

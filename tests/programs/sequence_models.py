@@ -12,27 +12,28 @@ from programs.placement_models import models, zeros_like
 
 @st.composite
 def sequence_models(draw):
-    """`models` with at least one sequence among the features."""
+    """Draw `models` with at least one sequence among the features."""
     mesh, plan, tables, ids, features = draw(models())
     turned = [replace(f, pooling="none") if i == 0 or draw(st.booleans()) else f for i, f in enumerate(features)]
     return mesh, plan, tables, ids, turned
 
 
 def activations(tables, ids, features):
-    """{feature: f[...]}: pooled and sequences, by two lookups."""
+    """Return {feature: f[...]} of pooled features and sequences, from two lookups."""
     out = {k: x.values for k, x in fr.lookup_sequence(tables, ids, features).items()}
     pooled = [f for f in features if f.pooling != "none"]
     return out | ({"pooled": fr.lookup(tables, ids, features).values} if pooled else {})
 
 
 def loss(tables, ids, features):
-    """A sum that weighs every element differently."""
+    """Return a sum that weighs every element differently."""
     wave = lambda x: (torch.arange(x.numel(), device=x.device, dtype=x.dtype) * 0.37 + 1).sin().reshape(x.shape)
     return sum((x * wave(x)).sum() for x in activations(tables, ids, features).values())
 
 
 def mapped(model, capacity=None, dedup=False):
-    """(each rank's sequences as lists and offsets, {table: dense gradient}) by a mapped function on the plan's mesh."""
+    """Return (each rank's sequences as lists and offsets, {table: dense gradient}) of a mapped function on the
+    plan's mesh."""
     mesh, plan, tables, ids, features = model
     held, everywhere = (
         fr.shard_tables(tables, plan, mesh, exact=not dedup, capacity=capacity, dedup=dedup),
@@ -51,7 +52,7 @@ def mapped(model, capacity=None, dedup=False):
 
 
 def whole(model):
-    """The same in one process, rank after rank."""
+    """Return the same results from one process, rank after rank."""
     mesh, _, tables, ids, features = model
     stacked, total, sequences = fr.mesh._parts._stack_bags(ids, mesh.size), None, []
     for r in range(mesh.size):
@@ -72,7 +73,7 @@ FIXED = (
 
 
 def fixed(mesh, kind):
-    """One model with pooled and sequence features of the same tables."""
+    """Return a model with pooled and sequence features of the same tables."""
     tables = {n: t.float() for n, t in lookups.tables().items()}
     ids = lookups.batch(mesh.size)
     return mesh, fr.Plan.uniform(kind, tables, mesh), tables, replace(ids, weights=ids.weights.float()), FIXED

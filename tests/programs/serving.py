@@ -1,7 +1,8 @@
-"""A server for tests: built, started on a free port of the loopback address, asked in both forms, and stopped.
+"""A server for tests: it is built, started on a free port of the loopback address, asked in JSON and bytes, and
+stopped.
 
-Requests are dicts as in JSON: {"ids": {feature: bags}, "weights": {feature: bags}, "dense": rows}. The model of
-`funcrec-serve-sums` (kernels/serving/http/sums.cpp) is known without running it: `expected` is what it has to answer.
+Requests are dicts as in JSON: {"ids": {feature: bags}, "weights": {feature: bags}, "dense": rows}. The answers of
+`funcrec-serve-sums` (kernels/serving/http/sums.cpp) are known without running it: `expected` computes them.
 """
 
 import contextlib
@@ -20,24 +21,25 @@ import numpy as np
 from programs import cmake
 
 ROOT = Path(__file__).resolve().parents[2]
-DTYPES = ("u1", "i1", "i2", "i4", "i8", "f2", "u2", "f4", "f8", "?")  # 6: bfloat16, as its 16 bits
+DTYPES = ("u1", "i1", "i2", "i4", "i8", "f2", "u2", "f4", "f8", "?")  # number 6 has bfloat16's 16 bits
 JSON, BYTES = "application/json", "application/octet-stream"
 UPDATES = ("/reload", "/delta")
-FEATURES, WEIGHTED, COLUMNS, ROWS = ("a", "b"), ("b",), 3, 1000  # of the model of sums
+FEATURES, WEIGHTED, COLUMNS, ROWS = ("a", "b"), ("b",), 3, 1000  # of the sums model
 
-ONE = {"ids": {"a": [[1]], "b": [[2]]}, "weights": {"b": [[0.5]]}, "dense": [[0, 0, 0.5]]}  # a request of it
+# a request to it
+ONE = {"ids": {"a": [[1]], "b": [[2]]}, "weights": {"b": [[0.5]]}, "dense": [[0, 0, 0.5]]}
 
 
 def build(sanitize: str = "") -> Path:
-    """The program funcrec-serve-sums, of kernels/serving/http alone; compiled if its sources changed."""
+    """Compile the program funcrec-serve-sums from kernels/serving/http alone, if its sources changed."""
     program = "funcrec-serve-sums"
     return cmake.build("http", "kernels/serving/http", sanitize=sanitize, targets=(program,)) / program
 
 
 class Server:
-    """A running server: `stop()` sends SIGTERM and returns (exit status, what it wrote to stderr).
+    """A running server. `stop()` sends SIGTERM and returns (exit status, its stderr).
 
-    Where updates are taken it has a port of its own for these, `admin`, which `ask` turns to by itself.
+    A server that takes updates has a separate port for them, `admin`. `ask` chooses the port.
     """
 
     def __init__(self, program: Path, package: Path | str, *words: str, env: dict | None = None):
@@ -67,7 +69,7 @@ class Server:
         return socket.create_connection(self.place(admin), timeout=timeout)
 
     def ask(self, method: str, path: str, body=None, type: str = JSON):
-        """(status, headers, body) over a connection of its own."""
+        """Return (status, headers, body), over a new connection."""
         with contextlib.closing(self.connect(admin=path in UPDATES)) as connection:
             return ask(connection, method, path, body, type)
 
@@ -105,14 +107,14 @@ def ask(connection, method: str, path: str, body=None, type: str = JSON):
 
 
 def head(body=b"", path="/predict", method="POST", **more):
-    """The bytes of a request's header; what is None is left out."""
+    """Return the bytes of a request's header, without the fields that are None."""
     fields = {"Host": "127.0.0.1", "Content_Type": JSON, "Content_Length": len(body), **more}
     lines = "".join(f"{k.replace('_', '-')}: {v}\r\n" for k, v in fields.items() if v is not None)
     return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode()
 
 
 def everything(s):
-    """What comes until the server closes."""
+    """Return all bytes until the server closes the connection."""
     with s:
         return b"".join(iter(lambda: s.recv(1 << 16), b""))
 
@@ -122,14 +124,15 @@ def statuses(answer):
 
 
 def predict(connection, request: dict, binary: bool = False):
-    """(status, {"version", "outputs", "ids_out_of_range"} or {"error"}) of a request as JSON or as bytes."""
+    """Send a request as JSON or as bytes and return (status, {"version", "outputs", "ids_out_of_range"} or
+    {"error"})."""
     body, kind = (pack(request), BYTES) if binary else (json.dumps(request), JSON)
     status, headers, out = ask(connection, "POST", "/predict", body, kind)
     return status, unpack(out) if headers["Content-Type"] == BYTES else json.loads(out)
 
 
 def pack(request: dict, features=FEATURES, weighted=WEIGHTED) -> bytes:
-    """A request as bytes: kernels/serving/README.md has them one by one."""
+    """Encode a request as bytes, as kernels/serving/README.md describes."""
     ids = request.get("ids", {})
     bags = [bag for f in features for bag in ids[f]]
     dense = np.asarray(request.get("dense", []), "<f4")
@@ -144,7 +147,7 @@ def pack(request: dict, features=FEATURES, weighted=WEIGHTED) -> bytes:
 
 
 def unpack(body: bytes) -> dict:
-    """An answer of bytes, with arrays for lists."""
+    """Decode an answer of bytes, with arrays for lists."""
     magic, outputs, bags, outside, size = struct.unpack_from("<4sIQQQ", body)
     assert magic == b"FRA1"
     at, up = 32, lambda n: -(-n // 8) * 8
@@ -161,7 +164,7 @@ def unpack(body: bytes) -> dict:
 
 
 def some_request(rng, bags: int | None = None, length: int = 4, ids=(-2, 899)) -> dict:
-    """Random bags, with ids outside the tables among them, and numbers that f32 holds exactly."""
+    """Draw random bags, some ids outside the tables, and numbers that f32 holds exactly."""
     bags = int(rng.integers(0, 5)) if bags is None else bags
     draw = lambda: [rng.integers(*ids, rng.integers(0, length + 1)).tolist() for _ in range(bags)]
     made = {f: draw() for f in FEATURES}
@@ -172,7 +175,7 @@ def some_request(rng, bags: int | None = None, length: int = 4, ids=(-2, 899)) -
 
 
 def changed(path, value, request=ONE):
-    """A request with one value in it changed; `...` takes it out."""
+    """Change one value of a request; `...` removes it."""
     made = json.loads(json.dumps(request))
     *way, last = path
     place = made
@@ -186,7 +189,7 @@ def changed(path, value, request=ONE):
 
 
 def expected(request: dict, version: int = 0) -> dict:
-    """What the model of sums has to answer."""
+    """Return what the sums model must answer."""
     scores, counts, outside = [], [], 0
     for a, b, w, dense in zip(*request["ids"].values(), request["weights"]["b"], request["dense"], strict=True):
         terms = [(i, i) for i in a] + [(i, 2 * x * i) for i, x in zip(b, w)]
@@ -197,7 +200,7 @@ def expected(request: dict, version: int = 0) -> dict:
 
 
 def is_right(answer: dict, request: dict) -> bool:
-    """Whether an answer is the one of its own version: never of two."""
+    """Whether an answer belongs to its own version alone, never to two."""
     want = expected(request, int(answer["version"]))
     plain = lambda x: x.tolist() if isinstance(x, np.ndarray) else x
     return {**answer, "outputs": {k: plain(x) for k, x in answer["outputs"].items()}} == want

@@ -1,4 +1,4 @@
-"""Stale pipelines on real ranks beside a plain loop that is written with their staleness: what each rank finds."""
+"""Stale pipelines on real ranks, compared by each rank with a plain loop that has the same staleness."""
 
 import functools
 import operator
@@ -11,7 +11,7 @@ from programs import piped, training
 
 
 def alone(name, batches, ranks=1):
-    """The loop in one process, by hand, of the batches of all ranks: (tables, dense parameters, losses)."""
+    """Run the loop in one process on the batches of all ranks: (tables, dense parameters, losses)."""
     sparse, dense = training.optimizers(name).values()
     p = training.params(name)
     tables, slots, weights, state, before, losses = (
@@ -36,13 +36,13 @@ def alone(name, batches, ranks=1):
 
 
 def whole(mesh, state, metrics):
-    """As `alone` has it."""
+    """Return the results in the form of `alone`."""
     tables = state.tables if mesh is None else fr.gather_tables(state.tables, mesh)
     return tables, state.dense, [m["loss"] for m in metrics]
 
 
 def loop(step, state, batches, compiled=False):
-    """Each batch's lookups read the tables of the state before."""
+    """Run a loop in which each batch's lookups read the tables of the previous state."""
     stale, tables, out = stale_of(step).update, state.tables, []
     stale = fr.jit(stale) if compiled else stale
     for batch in batches:
@@ -53,7 +53,7 @@ def loop(step, state, batches, compiled=False):
 
 
 def beside_one_process(axes, plan):
-    """Whether ranks end with the bits of one process."""
+    """Whether ranks end with one process's bits."""
     mesh = piped.mesh_of(axes)
     step, state = piped.step_of(mesh, plan, exact=True)
     got = piped.run(fr.stale_pipeline(step, mesh=mesh), state, [piped.own(mesh, i) for i in range(4)])
@@ -62,7 +62,8 @@ def beside_one_process(axes, plan):
 
 
 def beside_a_loop(axes, plan, count, how):
-    """(whether states and metrics are the loop's, whether they are a plain step's, the bytes held, threads left)"""
+    """Return (whether states and metrics equal the loop's, whether they equal a plain step's, the bytes held,
+    threads left)."""
     mesh = piped.mesh_of(axes)
     batches = [piped.own(mesh, i) for i in range(count)]
     step, state = piped.step_of(mesh, plan, **how)
@@ -73,8 +74,9 @@ def beside_a_loop(axes, plan, count, how):
 
 
 def donated():
-    """The same of a jitted step that uses up its state, beside a compiled loop, of a last batch of another size;
-    whether a second run, which compiles nothing, goes on; whether the first state is gone."""
+    """Run a jitted step that donates its state, with a last batch of another size. Return (whether it equals a
+    compiled loop, whether a second run does, the number of programs, threads left), or None if the first state was
+    not donated."""
     mesh, plan = piped.mesh_of({"x": 2}), fr.Plan({"a": fr.row_wise("x")})
     loss = lambda p, b: (fr.lookup(p.tables, b.ids, training.FEATURES[:1]).values @ p.dense).square().mean()
     kind = {"sparse": fr.optim.rowwise_adagrad(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
@@ -94,7 +96,8 @@ def donated():
 
 
 def uneven():
-    """Rank 1 has three batches, rank 0 five: whether the states are those of a loop in which rank 1 has blank ones."""
+    """Rank 1 has three batches, rank 0 five. Return (whether the states equal a loop in which rank 1 gets blank
+    batches, threads left)."""
     mesh, plan = piped.mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     count = 5 if mesh.coordinates["x"] == 0 else 3
     step = fr.train_step(piped.weighted_loss, **training.optimizers("adam"), mesh=mesh, plan=plan)
@@ -107,9 +110,9 @@ def uneven():
 
 
 def ended(how):
-    """A run that both ranks leave behind the second batch, or whose third raises on rank 1; then a run over three.
+    """Run until both ranks leave after the second batch, or until the third raises on rank 1. Then run three batches.
 
-    (the steps of the first run, what was raised, whether the second is the loop's, threads left)"""
+    Return (the steps of the first run, its error, whether the second run equals the loop, threads left)."""
     mesh, plan = piped.mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     step, state = piped.step_of(mesh, plan)
     stale, batches, seen, told = fr.stale_pipeline(step, mesh=mesh), [piped.own(mesh, i) for i in range(5)], 0, ""

@@ -1,10 +1,10 @@
-"""What a processor, its libraries and the environment make of a process, as facts that can be compared.
+"""Facts about a process that the processor, its libraries and the environment decide, in a form that can be compared.
 
     facts() in a test == facts() in the ranks and fresh processes that it starts, threads aside
 
-`programs.processors` runs laws in surroundings of its choice: a run whose facts are other ones would test nothing.
-With PYTEST_PLUGINS=programs.surroundings and FUNCREC_EXPECTED (facts, as JSON) pytest refuses to begin in others, and
-so does each worker.
+`programs.processors` runs laws in surroundings of its choice. A run with other facts would test nothing. With
+PYTEST_PLUGINS=programs.surroundings and FUNCREC_EXPECTED (facts, as JSON), pytest and each worker refuse to start if
+the facts differ.
 """
 
 import contextlib
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 EXPECTED = "FUNCREC_EXPECTED"
-THREADS = "FUNCREC_TEST_THREADS"  # of the tests' own process, which conftest.py sets; ranks have one
+# for the tests' own process, set by conftest.py; ranks have one
+THREADS = "FUNCREC_TEST_THREADS"
 
 
 def facts() -> dict[str, Any]:
-    """Of this process: the bits of products on one thread, whether those of a row alone are those among others, and
-    what was chosen."""
+    """Return facts of this process: a digest of products on one thread, whether a row's product has the same bits
+    alone and among others, and the chosen code paths."""
     from funcrec.kernels.cpp import _native
 
     draw = torch.Generator().manual_seed(0)
@@ -48,7 +49,7 @@ def facts() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def on_threads(number: int) -> Iterator[None]:
-    """torch has this number of threads, and behind it the number that it had."""
+    """Set torch's number of threads, and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -63,7 +64,7 @@ def digest(tensors: list[Tensor]) -> str:
 
 
 def vendor() -> str:
-    """As the processor says it: GenuineIntel, AuthenticAMD; "" where there is no such line."""
+    """Return the processor's vendor, such as GenuineIntel or AuthenticAMD, or "" if it is not given."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -72,7 +73,7 @@ def vendor() -> str:
 
 
 def pytest_sessionstart(session: Any) -> None:
-    """Refuses surroundings that are not those expected."""
+    """Refuse surroundings that are not the expected ones."""
     expected, found = json.loads(os.environ[EXPECTED]), facts()
     if found != expected:
         import pytest

@@ -1,4 +1,4 @@
-"""Every argument of every public call, and every field and element of one, replaced by what does not belong there."""
+"""Replace every argument of every public call, and every field and element of one, by a wrong value."""
 
 import contextlib
 import dataclasses
@@ -50,10 +50,10 @@ def wrong_values() -> dict[str, Any]:
 
 
 class Outcome(NamedTuple):
-    """What came of one wrong call. kind: "returned", "said" (got and need), "raw". whole: all four parts.
+    """The outcome of one wrong call. kind: "returned", "said" (got and need), "raw". whole: all four parts.
 
-    fits: "closed" where the annotation names the value's class, and not
-      for being a tensor or anything; "open" where it does not.
+    fits: "closed" if the annotation names the value's class; "open" if it accepts the value only as a tensor or as Any;
+    "" if it does not fit.
     """
 
     call: str
@@ -66,8 +66,7 @@ class Outcome(NamedTuple):
 
 
 def places(good: dict) -> Iterator[tuple[str, Callable[[Any], dict], Any]]:
-    """(path, wrong value -> arguments, annotation key) of each
-    argument, and of each element or field one level below."""
+    """Yield (path, wrong value -> arguments) of each argument, and of each element or field one level below."""
     for name, value in good.items():
         yield name, lambda x, n=name: {**good, n: x}
         if isinstance(value, Mapping) and type(value) is dict:
@@ -82,7 +81,7 @@ def places(good: dict) -> Iterator[tuple[str, Callable[[Any], dict], Any]]:
 
 
 def with_field(value: Any, field: str, x: Any) -> Any:
-    """As a tree operation makes it: no constructor is run."""
+    """Replace a field as a tree operation does, without a constructor."""
     made = object.__new__(type(value))
     for f in dataclasses.fields(value):
         object.__setattr__(made, f.name, x if f.name == field else getattr(value, f.name))
@@ -121,7 +120,8 @@ def attempt(call, path: str, wrong: str, arguments: dict, fits: str) -> Outcome:
 
 @contextlib.contextmanager
 def reached(call, codes: set):
-    """Adds the functions that a good call is of: its own, or what it calls itself, behind what looks at arguments."""
+    """Add the code of the function that a good call runs: its own, or the functions it calls after the checks of
+    arguments."""
     own = code_of(call.fn)
     if own is not None and own.co_filename.startswith(LIBRARY):
         codes.add(own)
@@ -145,13 +145,13 @@ def reached(call, codes: set):
 
 
 def code_of(fn: Any) -> types.CodeType | None:
-    """Of what is behind all that wraps it; of a class its constructor's."""
+    """Return the code of the function inside all wrappers. For a class it is the constructor's."""
     fn = inspect.unwrap(vars(fn).get("__init__", fn.__new__) if inspect.isclass(fn) else fn)
     return getattr(getattr(fn, "__func__", fn), "__code__", None)
 
 
 def public_functions() -> Iterator[tuple[str, Any]]:
-    """(name, function or method) of all that take an argument."""
+    """Yield (name, function or method) of all that take an argument."""
     for face in (fr, *(getattr(fr, n) for n in fr.__all__ if isinstance(getattr(fr, n), types.ModuleType))):
         prefix = face.__name__.removeprefix("funcrec").removeprefix(".")
         for name in face.__all__ if prefix not in ("kernels", "examples") else ():
@@ -163,11 +163,12 @@ def public_functions() -> Iterator[tuple[str, Any]]:
 
 
 def sweep(calls, folder, codes: set) -> Iterator[Outcome]:
-    """Run in `folder`, where a file that appears is told of. codes: gets what the good calls reached."""
+    """Run all wrong calls in `folder`, where a test finds unexpected files. codes: receives the code that the good
+    calls reach."""
     values = wrong_values()
     os.chdir(folder)
     for call in calls:
-        with limited(60), reached(call, codes):  # imports, too
+        with limited(60), reached(call, codes):  # imports take time, too
             call.fn(**call.good)
         hints = annotations(call.fn) | inner_annotations(call)
         for path, replaced in places(call.good):
@@ -179,15 +180,15 @@ def sweep(calls, folder, codes: set) -> Iterator[Outcome]:
 
 
 def tried(calls, outcomes: Sequence[Outcome], own: dict) -> Iterator[tuple[Outcome, Outcome]]:
-    """(what came of a wrong argument, what came of the value that its error
-    says to try) of each text that is one; `own`: its names."""
+    """Try the values that errors suggest, if their text can be evaluated with the names in `own`. Yield (the wrong
+    argument's outcome, the suggested value's outcome)."""
     by_name, seen = {call.name: call for call in calls}, set()
     for o in outcomes:
         given = [line.partition("=")[2] for line in o.text.split("\n") if line.startswith(f"  try   {o.path}=")]
         for text in given:
             if (o.call, o.path, text) not in seen and o.path in by_name[o.call].good:
                 seen.add((o.call, o.path, text))
-                with contextlib.suppress(NameError, SyntaxError):  # of the reader's own program
+                with contextlib.suppress(NameError, SyntaxError):  # names of the reader's own program
                     x = eval(text, dict(own))
                     call = by_name[o.call]
                     yield o, attempt(call, o.path, text, {**call.good, o.path: x}, "")
@@ -225,7 +226,7 @@ def inner_annotations(call) -> dict[str, Any]:
 
 
 def how_it_fits(x: Any, hint: Any) -> str:
-    if x != x if isinstance(x, float) else False:  # a number that is none
+    if x != x if isinstance(x, float) else False:  # NaN
         return ""
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     fitting = [m for m in members if is_a(x, m)]
@@ -238,7 +239,7 @@ def how_it_fits(x: Any, hint: Any) -> str:
 
 
 def is_a(x: Any, hint: Any) -> bool:
-    """Whether a value is what an annotation says, one level deep; numbers of any kind for float."""
+    """Whether a value fits an annotation, one level deep. Any number fits float."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object or isinstance(hint, typing.TypeVar):
         return True

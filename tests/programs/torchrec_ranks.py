@@ -10,11 +10,12 @@ import torch.nn.functional as F
 import funcrec as fr
 
 SHAPES = {"a": (20, 8), "b": (12, 8), "c": (17, 8)}
-KINDS = {  # TorchRec's name for it; the rule of the tables
+KINDS = {  # TorchRec's name for it, and the rule of the tables
     "table_wise": ("table_wise", "rowwise_adagrad"),
     "row_wise": ("row_wise", "rowwise_adagrad"),
     "table_row_wise": ("table_row_wise", "rowwise_adagrad"),
-    "column_wise": ("column_wise", "sgd"),  # there each part of a row has a second moment of its own: another optimizer
+    # TorchRec keeps a second moment for each part of a row, which is another optimizer
+    "column_wise": ("column_wise", "sgd"),
     "table_column_wise": ("table_column_wise", "sgd"),
     "grid": ("grid_shard", "sgd"),
     "replicated": ("data_parallel", "sgd"),
@@ -23,7 +24,7 @@ LR, EPS, DENSE_LR = 0.1, 1e-8, 0.1
 
 
 def features(kind):
-    """Table b's feature is a mean; not under grid, where TorchRec's mean is another number."""
+    """Table b's feature is a mean, except under grid, where TorchRec's mean differs."""
     return [
         fr.FeatureConfig(f"f{t}", table=t, pooling="mean" if t == "b" and kind != "grid" else "sum") for t in SHAPES
     ]
@@ -52,7 +53,7 @@ def loss_of(pooled, w, label):
 
 
 def ours(kind, steps):
-    """(losses of the global batch, whole tables)."""
+    """Return (losses of the global batch, whole tables)."""
     axes = {"node": 1, "local": 2} if kind in ("table_row_wise", "table_column_wise", "grid") else {"x": 2}
     mesh = fr.Mesh.distributed(**axes)
     sparse = {"rowwise_adagrad": lambda: fr.optim.rowwise_adagrad(lr=LR, eps=EPS), "sgd": lambda: fr.optim.sgd(lr=LR)}[
@@ -70,7 +71,7 @@ def ours(kind, steps):
 
 
 def theirs(kind, steps):
-    """The same."""
+    """Return the same results from TorchRec."""
     fr.Mesh.distributed(x=2)
     rank = dist.get_rank()
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2"}
@@ -108,7 +109,7 @@ def theirs(kind, steps):
 
 
 def parallel(kind, rule, pooling):
-    """TorchRec's EmbeddingBagCollection under DistributedModelParallel."""
+    """Wrap TorchRec's EmbeddingBagCollection in DistributedModelParallel."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -117,7 +118,7 @@ def parallel(kind, rule, pooling):
     from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-    class Sharder(EmbeddingBagCollectionSharder):  # it offers fewer kinds on CPU than run there
+    class Sharder(EmbeddingBagCollectionSharder):  # by default it offers fewer kinds on CPU than can run
         def sharding_types(self, compute_device_type):
             return [kind]
 
@@ -155,7 +156,7 @@ def parallel(kind, rule, pooling):
 
 
 def parts(model):
-    """(table, (first row, first column), its part) of what this rank holds."""
+    """Yield (table, (first row, first column), part) of each part that this rank holds."""
     for name, x in model.state_dict().items():
         table = name.split(".embedding_bags.")[1].removesuffix(".weight")
         if hasattr(x, "local_shards"):

@@ -1,4 +1,4 @@
-"""Collections, models and steps of ours beside TorchRec's, whose state dicts are taken over and given back."""
+"""Collections, models and steps of ours next to TorchRec's, whose state dicts are loaded and given back."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 import funcrec as fr
 
 TABLES = (fr.TableConfig("item", 7, 4), fr.TableConfig("user", 5, 4))
-COLUMNS = {"item": ("clicked", "bought"), "user": ("user", "bought")}  # a shared table, and a shared column
+COLUMNS = {"item": ("clicked", "bought"), "user": ("user", "bought")}  # a shared table and a shared column
 NUM_DENSE = 3
 
 
@@ -42,19 +42,20 @@ def fresh(tables=TABLES, dense=None):
 
 
 def scattered(module):
-    """Every parameter drawn: zeros would hide what is not loaded."""
+    """Draw every parameter: zeros would hide values that are not loaded."""
     for i, p in enumerate(module.parameters()):
         p.data.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
     return module
 
 
 def models():
-    """(theirs, ours, what makes theirs' answer of our logits)."""
+    """Return (theirs, ours, a function from our logits to their answer)."""
     singles = tuple(fr.FeatureConfig(t.name, table=t.name) for t in TABLES)
     collection = lambda own: EmbeddingBagCollection(fr.interop.to_torchrec((TABLES, own)))
     shared = (
         *(fr.FeatureConfig(c, table="item") for c in ("clicked", "bought")),
-        *(fr.FeatureConfig(c, table="user") for c in ("user", "seen")),  # five vectors: no involution
+        # five vectors: reordering them is not its own inverse
+        *(fr.FeatureConfig(c, table="user") for c in ("user", "seen")),
     )
     sizes = NUM_DENSE, [6, 4], [8, 7, 1]
     dlrm = {"num_dense": NUM_DENSE, "bottom": (6, 4), "sizes": (8, 7), "keep": "dense"}

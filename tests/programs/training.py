@@ -1,4 +1,4 @@
-"""Small models and the same training three ways: in one process, emulated, on real ranks."""
+"""Small models, and the same training in one process, emulated, and on real ranks."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ DTYPES = {"rounded": torch.bfloat16}  # of tables
 
 
 def plan_of(kind, axes):
-    """Every table by that placement; those on one place take turns."""
+    """Give every table this placement. Tables that need a single rank take turns."""
     return fr.Plan.uniform(kind, SHAPES, fr.Mesh.emulated(**axes))
 
 
@@ -66,7 +66,7 @@ def params(name="adam"):
 
 
 def batch(step, num_bags):
-    """Bags of 0 to 3 ids, some outside their table."""
+    """Draw bags of 0 to 3 ids, some outside their table."""
     g = torch.Generator().manual_seed(step)
     lists = {
         k: [
@@ -80,7 +80,7 @@ def batch(step, num_bags):
 
 
 def part(whole, rank, ranks):
-    """The bags of one rank."""
+    """Return the bags of one rank."""
     per = whole.label.shape[0] // ranks
     return fr.Batch(whole.ids[rank * per : (rank + 1) * per], whole.label[rank * per : (rank + 1) * per])
 
@@ -90,7 +90,7 @@ def optimizers(name):
 
 
 def alone(name, ranks, steps, num_bags):
-    """One process that adds the gradients of the ranks' batches: (tables, slots, dense, losses)."""
+    """Train in one process that adds the gradients of the ranks' batches: (tables, slots, dense, losses)."""
     sparse, dense = optimizers(name)["sparse"], optimizers(name)["dense"]
     p = params(name)
     tables, slots, weights, state = p.tables, sparse.init(p.tables), p.dense, dense.init(p.dense)
@@ -112,7 +112,7 @@ def alone(name, ranks, steps, num_bags):
 
 
 def together(name, mesh, plan, steps, num_bags, *, exact, compiled=False):
-    """The same by train_step on a mesh."""
+    """Train the same by train_step on a mesh."""
     step = fr.train_step(loss_fn, **optimizers(name), mesh=mesh, plan=plan, exact=exact)
     state, losses = step.init(params(name)), []
     run = fr.jit(step, donate=("state",)) if compiled else step
@@ -143,14 +143,15 @@ def real(name, axes, plan, steps, num_bags, exact, compiled=False):
 
 
 def real_apart(name, axes, plan, steps, num_bags):
-    """The same where nothing travels together."""
+    """Train on real ranks without joining exchanges."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_joined, "MOST_JOINED", 0)
         return real(name, axes, plan, steps, num_bags, True)
 
 
 def some_weights(axes, kind, is_real):
-    """A step on a mesh of ids whose key u has weights and v none, with garbage in v's places: the tables, whole."""
+    """Make a step on a mesh with ids whose key u has weights and v none, with garbage in v's places. Return the
+    whole tables."""
     mesh = (fr.Mesh.distributed if is_real else fr.Mesh.emulated)(**axes)
     features = [dataclasses.replace(f, weighted=f.key == "u") for f in FEATURES]
     loss = lambda params, batch: fr.lookup(params.tables, batch.ids, features).values.square().mean()

@@ -1,4 +1,4 @@
-"""Functions and steps that can be imported, and so pickled."""
+"""Functions and steps at module level, so that they can be imported and pickled."""
 
 import torch
 

@@ -1,5 +1,5 @@
-"""Every collective under every transform, on emulated and on real ranks:
-the programs that the laws compare, and the table of them.
+"""Every collective under every transform, on emulated and on real ranks: the programs that the laws compare, and their
+table.
 
 PYTHONPATH=tests .venv/bin/python -m programs.transforms
 """
@@ -22,7 +22,7 @@ def ring(n):
 
 
 def ragged(x, axis="x"):
-    """Rank r sends r' + 1 of its rows to rank r' (at most WIDTH), which puts them one after the other."""
+    """Rank r sends r' + 1 of its rows to rank r' (at most WIDTH), which stores them one after the other."""
     n = fr.axis_size(axis)
     sizes = torch.arange(n).clamp(max=WIDTH - 1) + 1
     mine = sizes.gather(0, fr.axis_index(axis)[None]).expand(n)
@@ -52,12 +52,12 @@ COLLECTIVES = {
 
 
 def blocks(x):
-    """f64[N, n * WIDTH, WIDTH] as f64[N, n, WIDTH, WIDTH]."""
+    """View f64[N, n * WIDTH, WIDTH] as f64[N, n, WIDTH, WIDTH]."""
     return x.unflatten(1, (x.shape[0], WIDTH))
 
 
 def dense_ragged(x):
-    """f64[N, ...]: what `ragged` gives all ranks, by loops over the definition."""
+    """Return f64[N, ...], the results of `ragged` on all ranks, by loops over the definition."""
     n = x.shape[0]
     rows = []
     for r in range(n):
@@ -66,8 +66,8 @@ def dense_ragged(x):
     return torch.stack(rows)
 
 
-# The same for all ranks at once, in plain torch: f64[N, n * WIDTH, WIDTH] -> [N, ...]. Those whose transpose is not
-# that of this map, by definition, are tested by themselves.
+# The same for all ranks at once, in plain torch: f64[N, n * WIDTH, WIDTH] -> [N, ...]. Some transposes are by
+# definition not the transpose of this map; other tests check them.
 DENSE = {
     "psum": lambda x: x.sum(0).expand_as(x),
     "pmean": lambda x: x.mean(0).expand_as(x),
@@ -88,7 +88,8 @@ DENSE = {
 
 
 def scalar(f):
-    """A loss of one rank that is curved before and behind the collective, and weighs its elements differently."""
+    """Return a loss of one rank that is nonlinear before and after the collective, and weighs its elements
+    differently."""
 
     def loss(x):
         y = f(x.sin()).flatten()
@@ -98,7 +99,7 @@ def scalar(f):
 
 
 def direction(y, seed):
-    """A tensor of y's form that is nothing special."""
+    """Return an arbitrary tensor of y's form."""
     flat = torch.arange(y.numel(), dtype=torch.float64)
     return ((flat * 0.7 + seed).sin()).reshape(y.shape)
 
@@ -122,10 +123,9 @@ TRANSFORMS = {
 
 
 def dense_transforms(f):
-    """{transform: X -> what all ranks get} for a map f of all ranks' values at once.
+    """Return {transform: X -> the results of all ranks} for a map f of all ranks' values at once.
 
-    The ranks' losses add up, and a tangent moves all ranks at once:
-    that is what transforms inside the mapped function mean.
+    Transforms inside the mapped function add the ranks' losses, and a tangent moves all ranks at once.
     """
     losses = lambda x: torch.stack([scalar(lambda _, y=y: y)(y) for y in f(x.sin())])
     total = lambda x: losses(x).sum()
@@ -156,13 +156,13 @@ def dense_transforms(f):
 
 
 def values(n):
-    """f64[N, n * WIDTH, WIDTH] for n = N ranks."""
+    """Return f64[N, n * WIDTH, WIDTH] for n = N ranks."""
     x = torch.arange(n * n * WIDTH * WIDTH, dtype=torch.float64)
     return (x * 1.3).sin().reshape(n, n * WIDTH, WIDTH)
 
 
 def cells(mesh, name, transforms=TRANSFORMS):
-    """{transform: what all ranks got, [N, ...]} for one collective."""
+    """Return {transform: the results of all ranks, [N, ...]} for one collective."""
     f, out = COLLECTIVES[name], {}
     for key, transform in transforms.items():
         out[key] = run(mesh, lambda x, transform=transform: transform(f, x))
@@ -170,7 +170,7 @@ def cells(mesh, name, transforms=TRANSFORMS):
 
 
 def run(mesh, f, through=lambda g: g):
-    """f's results on all ranks, stacked; `through` is a transform of the mapped function."""
+    """Return f's results on all ranks, stacked. `through` transforms the mapped function."""
     (axis,) = mesh.axis_names
     one = lambda x: fr.axis_size(axis) and f(x[0])[None]
     g = through(fr.shard_map(one, mesh=mesh, in_specs=fr.P(axis), out_specs=fr.P(axis)))
@@ -179,7 +179,7 @@ def run(mesh, f, through=lambda g: g):
 
 
 def compiled_cells(mesh):
-    """{"jit", "jit_grad"} -> {collective: [N, ...]}: all collectives in one compiled function each."""
+    """Return {"jit", "jit_grad"} -> {collective: [N, ...]}. Each compiled function has all collectives."""
     (axis,) = mesh.axis_names
     out = {}
     for key in ("fwd", "grad"):
@@ -191,7 +191,7 @@ def compiled_cells(mesh):
 
 
 def real_cells(name):
-    """`cells` on this process's ranks."""
+    """Run `cells` on this process's ranks."""
     return cells(fr.Mesh.distributed(x=torch.distributed.get_world_size()), name)
 
 
@@ -200,8 +200,8 @@ def real_compiled_cells():
 
 
 def main():
-    """Print which cells agree, with the plain function (coded lookups up to
-    rounding), on emulated and on 2, 4 and 2 x 2 gloo ranks."""
+    """Print which cells equal the plain function (coded lookups up to rounding), on emulated and on 2, 4 and 2 x 2
+    gloo ranks."""
     print("Each row is printed when it is done. Most of the time is compilation.", flush=True)
     worlds = {n: RankPool(n) for n in (2, 4)}
     failed = print_collectives(worlds)
@@ -229,7 +229,7 @@ def print_collectives(worlds):
 
 
 def print_lookups(pool, axes):
-    """All transforms of the programs of a mesh."""
+    """Print all transforms of the programs for a mesh."""
     from programs import lookup_transforms as lookups
 
     columns, failed = [*lookups.TRANSFORMS, "jit", "jit_grad"], 0
@@ -251,7 +251,8 @@ def print_header(columns, title="collectives"):
 
 
 def print_row(name, row, columns):
-    """The cells that are equal everywhere, or the reason why not; returns how many differ."""
+    """Print the cells that are equal everywhere, and the reasons for the others. Return the number of cells that
+    differ."""
     marks = ["equal" if all(r[k] is True for r in row) else "DIFFERS" for k in columns]
     print(f"{name:20}", *(f"{m:>9}" for m in marks), f"{time.perf_counter() - STARTED:8.0f} s", flush=True)
     for k in columns:
@@ -261,7 +262,7 @@ def print_row(name, row, columns):
 
 
 def is_close(a, b, **close):
-    """True, or where and how the two differ."""
+    """Return True, or where and how the two differ."""
     try:
         assert_trees_close(a, b, **(close or EXACT))
     except AssertionError as e:

@@ -1,4 +1,4 @@
-"""What the operations of an update are called with: cotangents of tables, and their entries by the definition."""
+"""Arguments for the operations of an update: tables' cotangents, and their entries by the definition."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,13 @@ from funcrec.optim._builtin import BUILTIN, arguments_of
 from funcrec.optim._kernel import numbers_of
 from funcrec.optim.write import examples
 
-CASES = [(rule, options) for rule in RULES for options in examples(rule)]  # each form of each built-in optimizer
+# each form of each built-in optimizer
+CASES = [(rule, options) for rule in RULES for options in examples(rule)]
 OUTSIDE = (-1, -(2**63), 2**63 - 1, 2**40)  # no table has these rows
 
 
 class Call(NamedTuple):
-    """The cotangents of tables of `shapes`, as the flat operations take them."""
+    """The cotangents of tables of `shapes`, in the form that the flat operations take."""
 
     d: list[Tensor]
     rows: list[Tensor]
@@ -27,12 +28,12 @@ class Call(NamedTuple):
 
 
 def numbers(rule: str, options: dict) -> list[float]:
-    """The hyper-parameters in the rule's order."""
+    """Return the hyper-parameters in the rule's order."""
     return numbers_of(RULES[rule], arguments_of(BUILTIN[rule], **options)[1])
 
 
 def ids(n: int, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """Ids with repeats, one in eight outside the table."""
+    """Draw ids with repeats, one in eight outside the table."""
     inside = torch.randint(0, max(1, num_rows), (n,))
     outside = [x for x in (*OUTSIDE, num_rows) if torch.iinfo(dtype).min <= x <= torch.iinfo(dtype).max]
     pick = torch.tensor(outside)[torch.randint(0, len(outside), (n,))]
@@ -45,11 +46,12 @@ def offsets(num_bags: int, first: int, ends: int, dtype: torch.dtype) -> Tensor:
 
 
 def make(shapes: list[tuple[int, int]], dtype=torch.float32, seed=0, n=200, bags=40) -> Call:
-    """Three segments per table: bags, bags (other options), entries; dtypes and strides differ from one to the next."""
+    """Make three segments per table: bags, bags with other options, entries. Dtypes and strides differ from one to
+    the next."""
     torch.manual_seed(seed)
     d, rows, cuts, weights, segments = [], [], [], [], []
     for t, (num_rows, dim) in enumerate(shapes):
-        wide = torch.randn(2 * dim + 3, bags).t().to(dtype)  # columns run across memory
+        wide = torch.randn(2 * dim + 3, bags).t().to(dtype)  # columns are strided
         d += [wide if t % 2 else wide.contiguous(), torch.randn(n, dim + 1, dtype=torch.float64).to(dtype)]
         ints = (torch.int32, torch.int64)
         rows += [ids(n, num_rows, ints[t % 2]), ids(n, num_rows, ints[(t + 1) % 2])]
@@ -63,7 +65,8 @@ def make(shapes: list[tuple[int, int]], dtype=torch.float32, seed=0, n=200, bags
 
 
 def entries(call: Call, table: int, dtype=torch.float64) -> list[tuple[int, Tensor, int]]:
-    """(row, gradient computed in `dtype`, place of the entry when it is written out), by the definition."""
+    """Return (row, gradient computed in `dtype`, place of the entry when written out) of each entry, by the
+    definition."""
     out, begin = [], 0
     dim = call.shapes[2 * table + 1]
     for s in segments_of(call.segments):
