@@ -90,8 +90,8 @@ def test_integers_beyond_64_bits_in_text(tmp_path, number):
 
 
 def test_damaged_gzip(tmp_path, monkeypatch):
-    """The error for a gzip file that is cut short, or has a changed byte, names the file and the first line that is
-    not whole."""
+    """If a gzip file is cut short or has a changed byte, the error names the file and the first line that is not
+    whole."""
     monkeypatch.setattr("funcrec.data.readers._files.BLOCK_BYTES", 1000)
     rows = np.random.default_rng(0).integers(0, 2**40, 3000)
     packed = gzip.compress(("y,a\n" + "".join(f"1,{i}\n" for i in rows)).encode())

@@ -137,8 +137,8 @@ def test_compilations_are_bounded(interpreted, monkeypatch):
 
 
 def test_jitted_functions_pickle(interpreted):
-    """A jitted function, made by a call or by a decorator, pickles as its function and options. Copies are functions
-    of their own."""
+    """A jitted function, made by a call or by a decorator, pickles as its function and options. A copy compiles on
+    its own."""
     step = fr.jit(training_step.add, donate=("state",))
     step(X.clone(), X)
     for again in (pickle.loads(pickle.dumps(step)), copy.deepcopy(step)):
@@ -262,7 +262,7 @@ def test_functions_that_cannot_be_staged(name, interpreted):
         call()
 
 
-# -- what fails on the way ---------------------------------------------------------------------------------------
+# -- errors during staging ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])

@@ -64,8 +64,8 @@ def test_lowering_compiles_and_takes_nothing(monkeypatch):
 
 
 def test_what_is_read_and_written_is_told(interpreted):
-    """A lowered program lists the tensors that it reads (closed-over ones too) with their forms, those that it
-    takes, and those that it writes in place. The graph takes the tensors that it reads."""
+    """A lowered program lists the tensors that it reads, with their forms, closed-over ones too. It also lists the
+    donated tensors and those that it writes in place. The graph takes the tensors that it reads."""
     given, x = state(), torch.tensor(2.0)
     lowered = fr.jit(lambda s, x, unread: rows(s, x), donate=("s",)).lower(given, x, torch.ones(3))
     inputs = {"s['t']": given["t"], "s['w']": given["w"], "x": x, "captured_1": SHIFT}

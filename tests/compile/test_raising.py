@@ -31,7 +31,7 @@ WORDS = r"out of bounds|ZeroDivisionError|allocated size does not match|can not 
 
 
 def repeated(i):
-    """Repeat each id once; an id that is none of `ids` is its own count."""
+    """Repeat each valid id once. An id outside 0 to 998 is its own number of repeats."""
     return i.repeat_interleave(torch.where((i >= 0) & (i < 999), 1, i), output_size=len(i))
 
 

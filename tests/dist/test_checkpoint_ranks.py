@@ -27,8 +27,8 @@ def test_two_ranks_save_and_load_any_plan(ranks, tmp_path):
 
 
 def test_four_ranks_save_and_any_number_loads(ranks, tmp_path):
-    """What four ranks save in a grid, one process, two ranks and an emulated mesh load to the bit. The folder equals
-    that of an emulated mesh."""
+    """One process, two ranks and an emulated mesh load, to the bit, what four ranks save in a grid. The folder
+    equals that of an emulated mesh."""
     state = moving.full_state("adam", torch.bfloat16)
     paths = ranks(4).run(saving.saved, tmp_path / "four", state, GRID, "grid", "adam", ("y",))
     assert paths == [tmp_path / "four"] * 4

@@ -57,7 +57,7 @@ TOLD = {
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_batches_of_other_forms_are_named_on_all_ranks(compiled, ranks):
     """If capacity, number of bags, dtype, keys, their order, weights or a label differ on a rank, every rank raises
-    at once, naming them and the ranks. The next call, with one form, works."""
+    at once. The error names them and the ranks. The next call, with one form, works."""
     each = ranks(2).run(as_staged, apart_on_ranks, compiled, deadline_s=200)
     for errors, finite in each:
         assert finite
@@ -152,7 +152,7 @@ def grows_on_all():
 
 def test_a_rank_that_changes_its_forms_alone_is_named():
     """If one jitted rank's batch grows in the middle of training, and the other's does not, both raise within the
-    timeout, naming the rank and both forms."""
+    timeout. The error names the rank and both forms."""
     begin = time.monotonic()
     with RankPool(2, timeout_s=20) as pool, pytest.raises(RankError) as raised:
         pool.run(as_staged, grows_on_one, deadline_s=200)

@@ -17,8 +17,8 @@ CASES = [(axes, name) for axes in MESHES for name in names(axes)]
 
 @pytest.mark.parametrize("axes, name", CASES, ids=str)
 def test_a_sharded_lookup_is_the_lookup_under_every_transform(axes, name):
-    """A sharded lookup, and every transform of it by banks and weights, equals the plain one for all ranks' bags;
-    coded ones agree up to rounding."""
+    """A sharded lookup, and every transform of it by banks and weights, equals the plain one for all ranks' bags.
+    Coded lookups agree up to rounding."""
     close = lookups.ROUNDED if "coded" in name else EXACT
     assert_trees_close(lookups.cells(fr.Mesh.emulated(**axes), name), lookups.wanted(axes, name), **close)
 

@@ -1,4 +1,4 @@
-"""Weights of examples, and evaluation, on real ranks equal one process's."""
+"""On real ranks, example weights and evaluation give one process's results."""
 
 import pytest
 from programs import loops

@@ -14,8 +14,8 @@ from funcrec.testing import assert_trees_close
 
 
 def bag_sum(table, feature, bag, weights):
-    """Return Σ w · table[id] over the bag's first ids, where ids outside the table count as zeros; a mean divides by
-    the number of all of these ids."""
+    """Return Σ w · table[id] over the bag's first ids, where ids outside the table count as zeros. A mean divides by
+    the number of all these ids."""
     bag = bag[: feature.max_length]
     total = table.new_zeros(table.shape[1])
     for i, w in zip(bag, weights, strict=False):

@@ -109,8 +109,8 @@ def assert_same(got, want, **tolerance):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_change_no_bit_of_the_main_job(kind, trained, ranks):
-    """20 steps of the main job on two ranks give the tables, slots and dense parameters of one process that adds the
-    same two batches, bit for bit."""
+    """20 steps of the main job on two ranks equal, bit for bit, one process that adds the same two batches. This
+    holds for tables, slots and dense parameters."""
     data, want = trained
     for got in ranks(2).run(together, data, "adam", {"data": 2}, kind, True):
         assert_same(got, want("adam", 2))

@@ -37,8 +37,8 @@ def test_copies_that_train_apart_are_the_plain_loops(ranks):
 
 
 def test_batches_of_many_forms_and_a_plan_that_changes(ranks):
-    """Batches of other sizes, one without ids, and a state that is moved to another plan while batches are in
-    progress give the plain loop's bits."""
+    """Batches of other sizes or without ids give the plain loop's bits. So does a state that moves to another plan
+    while batches are in progress."""
     assert ranks(2).run(piped.of_many_forms, deadline_s=120) == [(True, [])] * 2
 
 

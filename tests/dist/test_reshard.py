@@ -89,8 +89,8 @@ STATIONS = [
 
 @pytest.mark.parametrize("name", ["accumulate rows", "accumulate some"])
 def test_gradients_that_wait_go_on_on_other_ranks(name, ranks, tmp_path):
-    """Steps on four ranks, each under another plan and mesh, moved or saved and loaded in between, have the bits of
-    one process that adds the same batches. In half of the steps, gradients wait."""
+    """Steps on four ranks have the bits of one process that adds the same batches. The plan and mesh change in
+    between, by moving or by saving and loading. In half of the steps, gradients wait."""
     tables, slots, dense, _ = training.alone(name, 4, len(STATIONS), 8)
     for got in ranks(4).run(moving.moved, name, STATIONS, 1, 8, True, str(tmp_path / "at")):
         assert_trees_close(bits((got.tables, of_rows(got.slots), got.dense)), bits((tables, of_rows(slots), dense)))
@@ -110,8 +110,8 @@ def of_rows(slots):
 
 
 def test_training_on_four_ranks_goes_on_over_other_axes(ranks):
-    """Steps on four ranks in a grid, then in a row, then in another grid, have the bits of one process that adds the
-    same batches."""
+    """Steps on four ranks in a grid, then a row, then another grid, have the bits of one process that adds the same
+    batches."""
     axes = {"x": 2, "y": 2}
     stations = [
         (axes, "grid"),

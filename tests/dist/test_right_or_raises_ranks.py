@@ -15,7 +15,7 @@ SHORT = ("collectives", "gather_tables", "gather_state", "reshard")
 
 @pytest.mark.parametrize("name", [*CASES, *CODED])
 def test_every_derivative_on_an_emulated_mesh_is_right(name):
-    """By all float inputs at once, every mode's derivative equals central differences; coded vectors agree up to
+    """Every mode's derivative by all float inputs together equals central differences; coded vectors agree up to
     their rounding."""
     found = sweep(case_of(name, fr.Mesh.emulated(x=2)), tuple(MODES) if name in SHORT else FEW)
     assert [k for k, o in found.items() if o != RIGHT] == []

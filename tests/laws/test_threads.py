@@ -2,7 +2,7 @@
 
 sparse stages    nothing changes: the same bits on any number of threads, for the same cotangents
 whole steps      on one number of threads nothing changes, whatever PYTHONHASHSEED is. On another number, torch splits
-                 its own sums over many numbers (a mean loss, norms, the gradients of batch and layer norm) into as
+                 its own long sums (a mean loss, norms, the gradients of batch and layer norm) into as
                  many parts, which rounds differently.
 """
 

@@ -158,8 +158,8 @@ def test_rows_of_eight_bits_with_heads_in_f32(dim):
 
 
 def test_what_does_not_fit_is_refused():
-    """A scale beyond f16, a form of other bits, a dict of floats and a state dict with more keys each raise and say
-    what was got."""
+    """A scale beyond f16, a form of other bits, a dict of floats and a state dict with more keys each raise. The
+    error says what it got."""
     wide = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(torch.tensor([[0.0, 1.0], [0.0, 1e9]]))
     with pytest.raises(ValueError, match=r"`rows\['a'\]` has what f16 does not hold(.|\n)*of row 1; 1 such rows"):
         back({"a": wide}, [("a", 8, 2)], layout="8bit")

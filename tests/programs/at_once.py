@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m programs.at_once --mode address|thread [--seconds 10]
 
 The program funcrec-at-once (kernels/serving/at_once.cpp) runs a package in three threads while two others exchange its
-weights and apply deltas; each answer must equal, bit for bit, the answer of the version that it names. Then three
+weights and apply deltas. Each answer must equal, bit for bit, the answer of the version that it names. Then three
 threads read the weights' bytes themselves, and a sanitizer sees those reads. The compiled program and torch are built
 without a sanitizer, so that their accesses are ignored (`ignore_noninstrumented_modules`). Nothing is suppressed.
 """

@@ -4,8 +4,8 @@ A statement is a subject (an argument, a field, or the result) and the shapes th
 
     rows: i32[M] or i64[M]. grads: f[M, D].     of arguments, or fields of a class, anywhere in the text
     Values [N, ...] and lengths i[B]            in the first line, a name and its shape
-    i64[num]: independent keys                  first in the text: the result; so is what stands behind `->`, there or
-                                                under Shapes
+    i64[num]: independent keys                  first in the text, or after `->` there or under Shapes: the
+                                                result
     Returns:
       KeyedTensor f32[B, ΣD]                    the result
     Slots: mean f[R, D], square f[R].           what the optimizer's `init` gives for a table f[R, D]

@@ -3,8 +3,8 @@
     python tests/programs/interrupts.py [COUNT]
 
 First, a timer's signal interrupts a donated training step COUNT times at random moments. Then one interrupt comes at
-every moment of a call at which CPython would see a signal. These moments are where a function begins or C code returns
-(a profiler sees each such event), and after calls and at backward jumps (a tracer sees each operation).
+every moment of a call at which CPython would see a signal. A profiler sees where a function begins or C code returns; a
+tracer sees each operation, such as a call or a backward jump.
 """
 
 import dis

@@ -133,7 +133,7 @@ def weighted_loss(params, batch):
 
 def uneven():
     """Rank 1 has three batches, rank 0 five. Return (whether the states equal a loop in which rank 1 gets blank
-    batches, the error of ranks without weights, the number of their steps, whether these equal a loop, threads
+    batches, the error for batches without weights, how many steps came before it, whether they equal a loop, threads
     left)."""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     count = 5 if mesh.coordinates["x"] == 0 else 3
@@ -247,8 +247,8 @@ def with_late_ids(seconds):
 
 
 def hidden(count=6):
-    """Return (seconds per step of the plain loop, of the pipeline, whether their states are equal) when ids are late
-    and the rest of a step takes equally long."""
+    """Let ids be late, and the rest of a step take as long. Return (seconds per step of the plain loop, of the
+    pipeline, whether their states are equal)."""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     undo = with_late_ids(LATE_S)
     try:

@@ -44,7 +44,7 @@ WAITING = {
 }  # fmt: skip
 
 
-DTYPES = {"rounded": torch.bfloat16}  # of tables
+DTYPES = {"rounded": torch.bfloat16}  # dtypes of tables
 
 
 def plan_of(kind, axes):

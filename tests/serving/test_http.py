@@ -183,9 +183,9 @@ def test_slow_clients(program):
 
 
 def test_idle_connections_give_way(program):
-    """If all connections are in use, a new one replaces the longest idle one, if it has been idle, or inside a
-    request's head, for at least a second. A connection whose body has begun is kept, and so is one that sends
-    requests all the time."""
+    """If all connections are in use, a new one replaces the longest idle one. That one must have been idle, or
+    inside a request's head, for at least a second. A connection whose body has begun is kept, and so is one that
+    sends requests all the time."""
     with Server(program, "sums", "--connections", "4") as server:
         idle = [server.raw() for _ in range(2)]
         idle[1].sendall(head()[:-2])

@@ -64,8 +64,8 @@ def test_the_call_returns_before_the_file_is_there(gate, tmp_path):
 
 
 def test_an_interrupted_call_saves_nothing(tmp_path, monkeypatch):
-    """A call that is interrupted while tensors are written directly from their memory leaves no checkpoint of later
-    values, and no error for the next call."""
+    """Tensors may be written directly from their memory. If such a call is interrupted, no checkpoint has later
+    values, and the next call has no error."""
     interrupted, go, write = type("Event", (threading.Event,), {}), threading.Event(), _job.write_file
 
     def interrupt(self, timeout=None):

@@ -238,8 +238,8 @@ def test_parts_that_do_not_match_are_refused():
 
 
 def test_training_for_few_bits_loses_less_by_them():
-    """After quantisation to 4 bits, a model trained with fake_quantize has at most 0.8 of the squared error of one
-    trained in floats, by the same steps from the same rows."""
+    """After quantisation to 4 bits, training with fake_quantize has at most 0.8 of the squared error of training in
+    floats. Both take the same steps from the same rows."""
     rows, dim, num = 60, 16, 1500
     draw = torch.Generator().manual_seed(1)
     configs = [fr.TableConfig(n, rows, dim, initializer=fr.normal(0.3)) for n in ("user", "item")]

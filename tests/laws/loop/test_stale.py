@@ -130,8 +130,8 @@ def test_lookups_that_wait_for_the_state_are_refused(loss_fn, how):
 
 
 def test_what_follows_or_looks_at_a_run_is_refused():
-    """A run refuses a state that requires grad, a transform or `checked` around it, a state of another form, and a
-    single batch, each with a message."""
+    """A run refuses a state that requires grad or has another form, a transform or `checked` around it, and a single
+    batch. Each error has a message."""
     step, state = small(score)
     pipe = fr.stale_pipeline(step)
     tracked = fr.tree.map(lambda x: x.clone().requires_grad_() if x.is_floating_point() else x, state)

@@ -66,8 +66,8 @@ def test_the_command_prints_and_writes_the_plan_of_the_call(tmp_path, capsys):
     ids=str,
 )
 def test_what_is_wrong_with_a_file_is_told(tmp_path, capsys, change, code, part):
-    """For a file without a valid plan, the command exits with 1 if no plan fits and with 2 otherwise, and stderr
-    says what is wrong."""
+    """For a file without a valid plan, the command exits with 1 if no plan fits and with 2 otherwise. stderr says
+    what is wrong."""
     assert run(tmp_path, change if isinstance(change, str) else SPEC | change) == code
     assert part in capsys.readouterr().err
 

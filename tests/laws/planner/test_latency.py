@@ -55,8 +55,8 @@ def _group(axes, names, mesh):
 
 @pytest.mark.parametrize("mesh, kinds", CASES, ids=str)
 def test_a_plan_pays_for_the_exchanges_and_banks_of_its_layout(mesh, kinds):
-    """Where bytes are free, a plan's seconds are the latencies of its layout's exchanges, each set of axes once,
-    plus the launches of the banks that are read. The solver and the report agree."""
+    """If bytes are free, a plan's seconds are the latencies of its layout's exchanges, each set of axes once, and
+    the launches of the banks that are read. The solver and the report agree."""
     constraints = {t.name: {"kinds": kinds} for t in TABLES}
     plan = fr.plan(TABLES, FEATURES, mesh, batch_size=256, hardware=FREE, constraints=constraints)
     assert plan.report.seconds == pytest.approx(paid_for(plan, mesh), abs=1e-3)

@@ -157,7 +157,7 @@ def test_what_is_left_as_it_is_is_said(plain, first, tmp_path):
 
 def test_a_name_of_two_tables_is_refused(plain, first, tmp_path):
     """If two parameters of a package are tables with one name, such as a model's and its average's, a delta is
-    refused with the name and both parameters. A run that would publish them is refused too."""
+    refused. The error gives the name and both parameters. A run that would publish them is refused too."""
 
     def share(found):
         one, other = (t for t in found["tables"] if t["name"] in ("int8", "int4"))

@@ -251,8 +251,8 @@ def test_what_is_damaged_is_led_around_or_told(plain, tmp_path):
 
 @pytest.mark.parametrize("steps, beyond", [(3, 5), (4, 6), (4, 5), (6, 9)], ids=["5", "6", "epoch", "begin"])
 def test_a_state_that_was_restored_is_published_whole(steps, beyond, plain, tmp_path):
-    """A step or an end of an epoch that is not beyond the last published one is published as whole weights, and so
-    is the first after "begin". The abandoned steps' rows get the restored state's values again."""
+    """A step or an end of an epoch is published as whole weights if it is not beyond the last published one. So is
+    the first one after "begin". The abandoned steps' rows get the restored state's values again."""
     told = Told(plain, "plain", tmp_path / "published")
     told.options["every_steps"] = 1
     told.begin()
