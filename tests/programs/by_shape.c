@@ -1,9 +1,9 @@
-/* Products of torch's BLAS whose bits follow from their shape: preloaded, it takes the place of the library's names.
+/* BLAS products whose bits depend on their shape. Preloaded, they replace the products of torch's library.
 
    sum over K = sum over the first k + sum over the rest        k: drawn from M, N, K and the number of matrices
 
-   Each is a right product, the same in every call of one shape. Two shapes that agree in the library agree here no
-   more, whatever the processor: a law that compares their bits is red. */
+   Each product is right, and the same in every call of one shape. Two shapes whose bits agree in the library differ
+   here on any processor, so that a law that compares their bits fails. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -69,7 +69,7 @@ GEMV(dgemv_, double)
 DOT(sdot_, float)
 DOT(ddot_, double)
 
-/* MKL's alone: groups of products of one shape, column by column (102), a letter's place taken by 111, not transposed. */
+/* MKL only: groups of products of one shape, column-major (102). 111 in place of a letter means not transposed. */
 #define BATCH(name, T)                                                                                               \
   void name(int layout, const int *ta, const int *tb, const int *m, const int *n, const int *k, const T *alpha,      \
             const T **a, const int *lda, const T **b, const int *ldb, const T *beta, T **c, const int *ldc,          \

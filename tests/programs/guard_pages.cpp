@@ -1,10 +1,10 @@
-// Buffers of torch's between pages without access, by a library that is loaded before libc:
+// A library, loaded before libc, that puts torch's buffers between inaccessible pages:
 //
 //   | no access | canary | buffer | canary | no access |     each buffer ends at most 63 bytes before such a page
 //
-// A read or a write outside a buffer ends the process, there or when the buffer is freed; so does one of a buffer that
-// was freed. The compiled code is the code that users run: with the address sanitizer g++ keeps loops' ends that it
-// otherwise drops. Only `posix_memalign`, which torch's allocator calls, gives such buffers.
+// A read or write outside a buffer ends the process, at once or when the buffer is freed. So does an access to a freed
+// buffer. The compiled code is the code that users run; with the address sanitizer, g++ would keep loops' ends that it
+// otherwise drops. Only `posix_memalign`, which torch's allocator calls, returns such buffers.
 #include <errno.h>
 #include <execinfo.h>
 #include <pthread.h>
@@ -25,18 +25,18 @@ void* __libc_realloc(void*, size_t);
 }
 
 namespace {
-constexpr size_t page = 4096, kinds = 9, rooms = 2048;  // of up to 2^kind pages each; 2 · 18,432 mappings in all
+constexpr size_t page = 4096, kinds = 9, rooms = 2048;  // up to 2^kind pages per room; 2 · 18,432 mappings in all
 constexpr unsigned char canary = 0xdb;
 
 struct Room {
-  unsigned char* buffer;  // null where there is none
+  unsigned char* buffer;  // null if the room is free
   size_t size;
 };
 struct Kind {
   unsigned char* start;
-  size_t pages;  // of a room, and one without access
+  size_t pages;  // pages of a room; an inaccessible page follows
   Room room[rooms];
-  uint32_t ring[rooms], head, count;  // free rooms: the one that was freed first is used first
+  uint32_t ring[rooms], head, count;  // free rooms; the first one freed is used first
 };
 Kind all[kinds];
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -63,7 +63,7 @@ void say(const char* what, const Room& room, long bytes) {
 }
 
 void fault(int number, siginfo_t* info, void*) {
-  signal(number, SIG_DFL);  // it happens once more, and ends the process
+  signal(number, SIG_DFL);  // the fault comes again, and ends the process
   static const Room none{};
   if (number == SIGFPE) return say("a division that has no quotient,", none, 0);
   Kind* kind = kind_of(info->si_addr);
@@ -76,7 +76,7 @@ void fault(int number, siginfo_t* info, void*) {
 
 __attribute__((constructor)) void begin() {
   void* frames[1];
-  backtrace(frames, 1);  // it loads a library when it is first called
+  backtrace(frames, 1);  // its first call loads a library
   for (size_t k = 0; k < kinds; k++) {
     Kind& kind = all[k];
     kind.pages = size_t(1) << k, kind.head = 0, kind.count = rooms;
@@ -93,7 +93,7 @@ __attribute__((constructor)) void begin() {
   for (int number : {SIGSEGV, SIGBUS, SIGFPE}) sigaction(number, &action, nullptr);
 }
 
-// Nothing where there is no room.
+// Return null if there is no room.
 unsigned char* give(size_t alignment, size_t size) {
   if (!size || size > (page << (kinds - 1)) || alignment > 64) return nullptr;
   size_t k = 0;
