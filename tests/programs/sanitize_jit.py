@@ -181,10 +181,12 @@ def culprits(net: Net, batch: Batch) -> list[tuple[Batch, str]]:
     return found or [(batch, watch(net, [batch]).report)]
 
 
-def probes(net: Net, capability: str) -> list[str]:
-    """Return the deliberate faults that were not found."""
+def probes(net: Net, kinds: list[str]) -> list[str]:
+    """Return the deliberate faults that were not found. Mode "address" tries the faults of addresses on the smallest
+    instruction set. The fault of arithmetic needs the largest: without vectors g++ may compile it right."""
     missed = []
     for probe in ("past", "far", "bare"):
+        capability = kinds[-1 if net.mode == "address" and probe != "bare" else 0]
         outcome = watch(net, [Batch("arithmetic", [0], 1, capability)], probe)
         is_found = (outcome.report and FINDING.search(outcome.report)) or (probe == "bare" and outcome.wrong)
         print(f"  fault {probe!r}: {'found' if is_found else 'MISSED'}", flush=True)
@@ -218,7 +220,7 @@ def launch(asked: argparse.Namespace) -> int:
     numbers = [int(n) for n in asked.only.split(",")] if asked.only else range(asked.first, asked.first + asked.count)
     batches = batches_of(asked.kind, list(numbers), len(numbers) if asked.only else asked.batch, asked.threads, kinds)
     with net(asked.mode) as own, ThreadPoolExecutor(asked.jobs) as pool:
-        if not asked.only and (missed := probes(own, kinds[0 if asked.mode == "guard" else -1])):
+        if not asked.only and (missed := probes(own, kinds)):
             print(f"{asked.mode}: faults made on purpose are not found: {', '.join(missed)}")
             return 1
         groups = []

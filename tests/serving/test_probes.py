@@ -73,6 +73,10 @@ def test_a_request_whose_time_is_over_is_not_run(program):
                 s.sendall(asked(time))
                 s.shutdown(1)
                 assert statuses(everything(s)) == [400]
+        with server.raw() as s:
+            s.sendall(asked("60000").replace(b"Timeout-Ms: 60000", b"Timeout-Ms: 0\r\nTimeout-Ms: 60000"))
+            s.shutdown(1)
+            assert b"`Timeout-Ms` is there twice" in everything(s)
 
 
 def test_metrics_tell_of_the_process(program):

@@ -194,6 +194,7 @@ WRONG = [
     (["--settings", {"port": "1"}], "a number"),
     (["--settings", {"host": 1}], "a string"),
     (["--settings", {"queue": 0}], "from 1 to"),
+    (["--max-batch", "513"], "at most 512"),
     (["--settings", {"queue": 1.5}], "a whole number"),
     (["--settings", [1]], "one JSON object"),
     (["--checksums", "1"], "true or false"),

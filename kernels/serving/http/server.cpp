@@ -361,6 +361,7 @@ class Server {
   static std::optional<Clock::duration> time_of(const Ask& ask) {
     const std::string text(ask["Timeout-Ms"]);
     if (ask.find("Timeout-Ms") == ask.end()) return {};
+    if (ask.count("Timeout-Ms") > 1) throw Bad("`Timeout-Ms` is there twice", "two or more", "one");
     if (text.empty() || text.size() > 9 || text.find_first_not_of("0123456789") != std::string::npos)
       throw Bad("`Timeout-Ms` is no time", text, "milliseconds, a whole number of at most nine digits");
     return std::chrono::milliseconds(std::stol(text));
@@ -398,7 +399,7 @@ class Server {
 
   Limits limits() const {
     const int64_t most = model_.manifest.max_batch, asked = settings_.max_batch;
-    return {int(settings_.workers), size_t(settings_.queue), asked ? std::min(asked, most) : most};
+    return {int(settings_.workers), size_t(settings_.queue), asked ? asked : most};
   }
 
   const Model& model_;
