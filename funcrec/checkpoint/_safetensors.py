@@ -3,7 +3,6 @@
 length of the header, u64 | header, JSON: dtype, shape and place of each | their bytes, the widest dtypes first
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,19 +15,15 @@ from funcrec.checkpoint._place import place_of
 from funcrec.checkpoint._rank_parts import is_of_ranks, ranks_of
 from funcrec.checkpoint._tree_json import encode, transform_problems
 from funcrec.core import Problem, check, describe, fail, typed
-from funcrec.files import as_path, open_file, write_bytes, write_whole
+from funcrec.files import DTYPE_NAMES, HEAD, as_path, header_of, lay, open_file, write_bytes, write_whole
 from funcrec.mesh import Mesh, apart_problems, called_by_all_ranks, together
 from funcrec.sharding import ShardedTables, gather_tables
 from funcrec.tables import is_plain, layout_in
 
 SAVE, LOAD = "funcrec.save_safetensors", "funcrec.load_safetensors"
-HEAD, MOST_HEADER = 8, 100_000_000  # bytes; readers refuse a longer header
-NAMES = {  # in the order in which tensors lie
-    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.uint32: "U32",
-    torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+MOST_HEADER = 100_000_000  # bytes; readers refuse a longer one
+SINCE = ("C64", "C128", "C32", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ")  # what its library has not always read
+NAMES = {dtype: name for dtype, name in DTYPE_NAMES.items() if name not in SINCE}
 
 
 @called_by_all_ranks(is_of_ranks)
@@ -82,17 +77,11 @@ def save_safetensors(
 def write_tensors(file: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Laid out as the format's own library does."""
     order = sorted(tensors, key=lambda n: (list(NAMES).index(tensors[n].dtype), n))
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    end = 0
-    for n in order:
-        begin, end = end, end + tensors[n].nbytes
-        header[n] = {"dtype": NAMES[tensors[n].dtype], "shape": list(tensors[n].shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // HEAD) * HEAD)
-    if len(text) > MOST_HEADER:
-        need, hint = f"at most {MOST_HEADER:,} bytes", "several files"
-        fail(SAVE, "the names do not fit into a header.", got=f"{len(text):,} bytes", need=need, hint=hint)
-    file.write(len(text).to_bytes(HEAD, "little") + text)
+    header = header_of(lay([(n, tensors[n].dtype, tensors[n].shape) for n in order], 1), metadata, HEAD)
+    if len(header) - HEAD > MOST_HEADER:
+        got, need = f"{len(header) - HEAD:,} bytes", f"at most {MOST_HEADER:,} bytes"
+        fail(SAVE, "the names do not fit into a header.", got=got, need=need, hint="several files")
+    file.write(header)
     for n in order:
         write_bytes(file, tensors[n])
 

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, folders that are opened once, and the bytes of tensors with CRCs."""
+"""Files and folders that are whole or not there, folders that are opened once, tensors in files with CRCs."""
 
 from funcrec.files._opened import Folder as Folder
 from funcrec.files._opened import OpenFile as OpenFile
@@ -8,6 +8,10 @@ from funcrec.files._tensor_bytes import chunks as chunks
 from funcrec.files._tensor_bytes import crc_of as crc_of
 from funcrec.files._tensor_bytes import plain_parts as plain_parts
 from funcrec.files._tensor_bytes import write_bytes as write_bytes
+from funcrec.files._tensors import DTYPE_NAMES as DTYPE_NAMES
+from funcrec.files._tensors import HEAD as HEAD
+from funcrec.files._tensors import header_of as header_of
+from funcrec.files._tensors import lay as lay
 from funcrec.files._whole_file import STALE_S as STALE_S
 from funcrec.files._whole_file import SUFFIX as SUFFIX
 from funcrec.files._whole_file import as_path as as_path

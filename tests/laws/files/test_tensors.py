@@ -1,0 +1,260 @@
+"""Files of named tensors: what is written is read, by the library of safetensors too; what was changed is refused."""
+
+import io
+import json
+import random
+import zlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load as official
+
+from funcrec.files import _tensors as files
+
+KIND, OFFICIAL = "funcrec test 1", [n for n in files.DTYPES if n not in ("C128", "C32", "F8_E8M0")]
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
+    lambda n: not n.startswith("__")
+)  # no half of a character, which no other reader takes
+SHAPES = st.lists(st.integers(0, 5), max_size=3)
+
+
+def reader(data):
+    return lambda at, n: data[at : at + n]
+
+
+def written(tensors, texts=(), align=64):
+    file = io.BytesIO()
+    files.write_tensors(file, KIND, tensors, dict(texts), align)
+    return file.getvalue()
+
+
+def read(data):
+    """({name: tensor}, texts), every tensor held to its CRC."""
+    header = files.read_header(KIND, len(data), reader(data))
+    found = {n: files.tensor_at(bytearray(data), p) for n, p in header.tensors.items()}
+    for n, p in header.tensors.items():
+        files.check_crc(p, found[n])
+    return found, header.texts
+
+
+def bits(tensors):
+    return {n: (x.dtype, tuple(x.shape), x.reshape(-1).view(torch.uint8).tolist()) for n, x in tensors.items()}
+
+
+def made(name, shape, seed):
+    """A tensor of a dtype, of any bits; of bools, of ones."""
+    dtype, count = files.DTYPES[name], torch.Size(shape).numel()
+    if dtype == torch.bool:
+        return torch.ones(shape, dtype=dtype)
+    data = torch.randint(0, 256, (count * dtype.itemsize,), generator=torch.Generator().manual_seed(seed))
+    return data.to(torch.uint8).view(dtype).reshape(shape)
+
+
+@st.composite
+def contents(draw, dtypes=tuple(files.DTYPES)):
+    """{name: tensor}: few, small, plain ones first."""
+    names = draw(st.lists(NAMES, max_size=4, unique=True))
+    return {n: made(draw(st.sampled_from(dtypes)), draw(SHAPES), i) for i, n in enumerate(names)}
+
+
+def sealed(text):
+    """A file that ends with its header, of this text, under a CRC that fits."""
+    start = len(files.beginning(KIND))
+    text = text[:start] + files.BLANK.encode() + text[start + files.DIGITS :]
+    head = len(text).to_bytes(files.HEAD, "little")
+    return head + text[:start] + b"%08x" % zlib.crc32(head + text) + text[start + files.DIGITS :]
+
+
+def parts(data):
+    """(the content of the header, the bytes after it)."""
+    end = files.HEAD + int.from_bytes(data[: files.HEAD], "little")
+    return json.loads(data[files.HEAD : end]), data[end:]
+
+
+def refused(data):
+    try:
+        read(data)
+    except files.FileError as error:
+        what, got, need = error.args
+        return bool(what and got and need)
+    return False
+
+
+# -- written and read --------------------------------------------------------------------------------------------
+
+
+@given(contents(), st.dictionaries(NAMES, NAMES, max_size=2), st.sampled_from([8, 64, 4096]))
+def test_what_is_written_is_read(tensors, texts, align):
+    """Tensors of every dtype and shape, 0-dim and empty ones too, come back bit for bit and in their order, with the
+    texts; each that has bytes begins at a multiple of the alignment."""
+    texts = {n: x for n, x in texts.items() if n not in ("format", "crc32", "crc32s")}
+    data = written(tensors, texts, align)
+    found, told = read(data)
+    assert bits(found) == bits(tensors) and list(found) == list(tensors)
+    assert {n: told[n] for n in texts} == texts and len(told) == len(texts) + 3
+    header = files.read_header(KIND, len(data), reader(data))
+    assert all(p.offset % align == 0 for p in header.tensors.values() if p.nbytes)
+
+
+@given(contents(OFFICIAL), st.sampled_from([8, 64, 4096]))
+def test_the_library_of_safetensors_reads_it(tensors, align):
+    """That library reads the same bits by the same names, and besides them only padding, of zeros."""
+    found = official(written(tensors, align=align))
+    padding = {n: found.pop(n) for n in list(found) if n.startswith(files.PADDING)}
+    assert bits(found) == bits(tensors)
+    assert all(x.dtype == torch.uint8 and not x.any() for x in padding.values())
+
+
+def test_texts_may_come_at_the_end():
+    """A text that follows from the tensors takes the place of one of its length; a longer one is refused."""
+    tensors = {"a": torch.arange(5.0), "b": torch.ones(3, dtype=torch.int8)}
+    for own, fits in (("0123", True), ("01234" + "5" * 64, False)):
+        file = io.BytesIO()
+        specs = [(n, x.dtype, x.shape) for n, x in tensors.items()]
+        to = files.begin(file, KIND, specs, {"version": "????"}, 64)
+        places = [files.append(to, x) for x in tensors.values()]
+        if not fits:
+            with pytest.raises(ValueError, match="another length"):
+                files.finish(to, version=own)
+            continue
+        files.finish(to, version=own)
+        found, texts = read(file.getvalue())
+        assert texts["version"] == own and bits(found) == bits(tensors)
+        assert places == list(files.read_header(KIND, len(file.getvalue()), reader(file.getvalue())).tensors.values())
+
+
+# -- refused -----------------------------------------------------------------------------------------------------
+
+
+SMALL = {"a": torch.arange(3, dtype=torch.int16), "é": torch.tensor(True), "none": torch.ones(0, 2), "b": torch.ones(2)}
+
+
+def test_each_bit_and_each_cut_is_refused():
+    """A file with any one bit turned, cut off anywhere, or longer, is refused in three parts."""
+    data = written(SMALL, {"version": "1"})
+    assert not refused(data)
+    for at in range(len(data)):
+        assert refused(data[:at])
+        for bit in range(8):
+            assert refused(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]), (at, bit)
+    assert refused(data + b"\0") and refused(data + data)
+
+
+@given(contents(), st.randoms(use_true_random=False))
+def test_edits_are_refused(tensors, rng):
+    """Bytes put in, taken out or written over are refused."""
+    data = bytearray(written(tensors))
+    before = bytes(data)
+    at, size = rng.randrange(len(data)), rng.randrange(1, 9)
+    end = at + size if rng.random() < 0.5 else at
+    data[at:end] = rng.randbytes(rng.choice([0, size]))
+    assert bytes(data) == before or refused(bytes(data))
+
+
+def test_another_format_is_told():
+    """A file of another format, or of another program, is refused with the format that is needed."""
+    plain = files.header_of([], {}, 8)
+    for data in (written(SMALL).replace(b"funcrec test 1", b"funcrec test 2"), plain, b"{" * 100 + bytes(200)):
+        if data[:1] == b"{":
+            data = (100).to_bytes(8, "little") + data
+        with pytest.raises(files.FileError) as error:
+            files.read_header(KIND, len(data), reader(data))
+        assert error.value.args == ("is of another format", "another beginning", KIND)
+
+
+def test_lengths_are_held_to_the_file():
+    """No more is read than a file has, whatever its header says."""
+    for length in (1, 64, 2**32, 2**63, 2**64 - 1):
+        data = length.to_bytes(8, "little")
+
+        def read_at(at, n, data=data):
+            assert at + n <= len(data)
+            return data[at : at + n]
+
+        with pytest.raises(files.FileError, match="is cut off"):
+            files.read_header(KIND, len(data), read_at)
+
+
+OTHER = [None, True, -1, 0, 1, 3, 1.5, 1 << 40, 1 << 48, (1 << 48) + 1, 1 << 63, 10**30, "", "F32", "Q4", "U8", [],
+    [0], [0, 8], [8, 0], [1, 9], [-8, 0], [[]], [1 << 40, 1 << 40], [0, 1 << 62], {}, {"a": "b"}, "0" * 8,
+    "g" * 32]  # fmt: skip
+
+
+def replaced(rng, node, value):
+    """The node with one of its parts, at any depth, another's, twice, or gone."""
+    if not isinstance(node, dict | list) or not node or rng.random() < 0.1:
+        return value
+    keys = list(node) if isinstance(node, dict) else range(len(node))
+    key = rng.choice(keys)
+    out = node.copy()
+    match rng.randrange(8):
+        case 0:
+            del out[key]
+        case 1 if isinstance(node, dict):
+            out["more"] = value
+        case 1:
+            out.append(value)
+        case _:
+            out[key] = replaced(rng, node[key], value)
+    return out
+
+
+def test_hostile_headers_are_refused():
+    """A header under a CRC that fits, with one part another, is refused or the file has the tensors that it had, by
+    other names or shapes; nothing is read beyond the file."""
+    data, rng, outcomes = written(SMALL), random.Random(0), {True: 0, False: 0}
+    content, body = parts(data)
+    sizes = sorted(x.nbytes for x in SMALL.values())
+    for _ in range(3000):
+        changed = replaced(rng, content, rng.choice(OTHER))
+        text = json.dumps(changed, ensure_ascii=False, separators=(",", ":")).encode()
+        if not text.startswith(files.beginning(KIND)):
+            continue
+        made = sealed(text.ljust(-(-len(text) // 64) * 64 - 8)) + body
+        own = refused(made)
+        outcomes[own] += 1
+        if not own:
+            found, _ = read(made)
+            assert [n for n in sorted(x.nbytes for x in found.values()) if n] == [n for n in sizes if n]
+    assert outcomes[True] > 1000 and outcomes[False] > 5, outcomes
+
+
+START = files.beginning(KIND) + files.BLANK.encode()
+HOSTILE = {
+    "no JSON": (START, "not JSON"),
+    "deep": (START + b'"},"x":' + b"[" * 100_000, "not JSON"),
+    "no text": (START + b'","x":"\xff"}}', "not JSON"),
+    "no CRCs": (START + b'"}}', "a CRC for each tensor"),
+    "other texts": (START + b'","crc32s":1}}', "a CRC for each tensor"),
+    "texts twice": (START + b'","crc32s":""},"__metadata__":3}', "a CRC for each tensor"),
+    "more CRCs": (START + b'","crc32s":"00000000"}}', "a CRC for each tensor"),
+    "a CRC of other digits": (START + b'","crc32s":"0000000A"},"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+        "a CRC for each tensor"),
+    "more than the file": (START + b'","crc32s":"00000000"},"x":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}',
+        "is cut off"),
+    "a hole": (START + b'","crc32s":"00000000"},"x":{"dtype":"U8","shape":[0],"data_offsets":[1,1]}}', "from 0 on"),
+    "a size that wraps": (START + b'","crc32s":"00000000"},"x":{"dtype":"F32","shape":[281474976710656,65536],'
+        b'"data_offsets":[0,0]}}', "cannot be"),
+    "no entry": (START + b'","crc32s":"00000000"},"x":3}', "cannot be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_header_is_told(name):
+    """A header that is made to mislead is refused with what is wrong in it."""
+    text, said = HOSTILE[name]
+    data = sealed(text)
+    with pytest.raises(files.FileError) as error:
+        files.read_header(KIND, len(data), reader(data))
+    assert said in error.value.said
+
+
+def test_padding_is_zeros():
+    """Padding that is not zeros is refused, whatever CRCs the header has."""
+    data = bytearray(written(SMALL))
+    header = files.read_header(KIND, len(data), reader(bytes(data)))
+    data[header.tensors["é"].offset - 1] = 1
+    with pytest.raises(files.FileError, match="bytes between its tensors"):
+        files.read_header(KIND, len(data), reader(bytes(data)))
