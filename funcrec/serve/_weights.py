@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, paths
-from funcrec.files import Folder, OpenFile, crc_of, write_bytes
+from funcrec.files import DTYPE_NAMES, Folder, OpenFile, crc_of, write_bytes
 from funcrec.serve._json_forms import PLACED, form_problems, placed_problems, text_of, wrong
 from funcrec.serve._manifest import ANY, BLANK, format_problems
 
@@ -29,6 +29,7 @@ DTYPES = {
               torch.int8, torch.uint8, torch.bool)
 }  # fmt: skip
 NAMES = {x: n for n, x in DTYPES.items()}
+STORED = {DTYPE_NAMES[x]: x for x in NAMES}  # by what files call them
 DIGIT = re.compile(r'("digest": )"[0-9a-f]{64}"')
 
 

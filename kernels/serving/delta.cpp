@@ -5,20 +5,16 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <limits>
+#include <map>
 #include <mutex>
-#include <set>
 
-#include "digest.h"
+#include "tensors.h"
 #include "weights.h"
 
 namespace funcrec::serving {
 namespace {
 
-constexpr std::string_view MAGIC = "FRDELTA1";
-constexpr size_t START = 24;  // the magic, u64 length of the header, u32 its CRC, u32 0
-constexpr size_t HEADER_ENTRIES = 7, TENSOR_ENTRIES = 4;  // each is read below
-constexpr int64_t FORMAT = 1, MOST = std::numeric_limits<int64_t>::max();
+const std::string KIND = "funcrec delta 2", WHOLE = "whole/", ROWS = "rows/", VALUES = "values/";
 
 // What one tensor is given: `rows` of it from `values` on, or all of it.
 struct Change {
@@ -34,31 +30,45 @@ struct Change {
   }
 };
 
-template <class T> T number_at(std::string_view bytes, size_t at) {
-  T x;
-  std::memcpy(&x, bytes.data() + at, sizeof x);
-  return x;
+// What the file has of each parameter, by the beginnings of its tensors' names, in the order of the first ones.
+struct Parts {
+  std::string name;
+  const Placed *whole = nullptr, *rows = nullptr, *values = nullptr;
+};
+
+std::vector<Parts> parts_of(const std::string& path, const std::vector<Placed>& found) {
+  std::vector<Parts> out;
+  std::map<std::string, size_t> places;
+  for (const Placed& p : found) {
+    const std::string part = p.spec.name.substr(0, p.spec.name.find('/') + 1), name = p.spec.name.substr(part.size());
+    const size_t at = places.emplace(name, out.size()).first->second;
+    if (at == out.size()) out.push_back({name});
+    const Placed** own = part == WHOLE ? &out[at].whole : part == ROWS ? &out[at].rows : part == VALUES ? &out[at].values : nullptr;
+    if (!own) throw Bad("`" + path + "` has other parameters.", p.spec.name, WHOLE + ", " + ROWS + " or " + VALUES + " and a parameter");
+    *own = &p;
+  }
+  return out;
 }
 
-Change change_of(const Entry& e, const std::vector<Placed>& tensors, std::string_view body) {
-  e.only(TENSOR_ENTRIES);
-  const std::string name = e["name"].text();
-  const auto at = std::find_if(tensors.begin(), tensors.end(), [&](const Placed& p) { return p.spec.name == name; });
-  if (at == tensors.end()) e["name"].fail(name, "a parameter of the package");
-  const std::vector<int64_t>& shape = at->spec.shape;
-  const bool is_whole = e["rows"].is_null();
+bool is_form(const Placed* p, DType dtype, const std::vector<int64_t>& shape) { return p && p->spec.dtype == dtype && p->spec.shape == shape; }
+
+Change change_of(const std::string& path, const Parts& parts, const std::vector<Placed>& params, const char* bytes) {
+  const auto at = std::find_if(params.begin(), params.end(), [&](const Placed& p) { return p.spec.name == parts.name; });
+  if (at == params.end()) throw Bad("`" + path + "` has other parameters.", parts.name, "a parameter of the package");
+  const auto& [name, dtype, shape] = at->spec;
   const int64_t height = shape.empty() ? 1 : shape[0], row_bytes = height ? at->nbytes / height : 0;
-  if (!is_whole && shape.empty()) e["rows"].fail("rows of a number", "null");
-  const int64_t count = is_whole ? height : e["rows"].number(0, height), need = is_whole ? at->nbytes : count * (8 + row_bytes);
-  const int64_t offset = e["offset"].number(0, int64_t(body.size()));
-  if (e["nbytes"].number(0, MOST) != need || need > int64_t(body.size()) - offset)
-    e["nbytes"].fail(std::to_string(e["nbytes"].number(0, MOST)) + " at " + std::to_string(offset), std::to_string(need) + " within " + std::to_string(body.size()));
-  const char* data = body.data() + offset;
-  Change change{&*at, is_whole, count, row_bytes, data, is_whole ? data : data + 8 * count};
-  for (int64_t i = 0; !is_whole && i < count; i++) {
+  if (!parts.rows && !parts.values && is_form(parts.whole, dtype, shape))
+    return {&*at, true, height, row_bytes, nullptr, bytes + parts.whole->offset};
+  const int64_t count = parts.rows && parts.rows->spec.shape.size() == 1 ? parts.rows->spec.shape[0] : -1;
+  std::vector<int64_t> of_values = shape;
+  if (!shape.empty()) of_values[0] = count;
+  if (parts.whole || shape.empty() || count < 0 || !is_form(parts.rows, DType::i64, {count}) || !is_form(parts.values, dtype, of_values))
+    throw Bad("`" + path + "` has other parameters.", name + " in another form", text_of(at->spec) + ", whole, or rows i64[n] and their values");
+  const Change change{&*at, false, count, row_bytes, bytes + parts.rows->offset, bytes + parts.values->offset};
+  for (int64_t i = 0; i < count; i++) {
     const int64_t r = change.row(i);
     if (r < 0 || r >= height || (i && r <= change.row(i - 1)))
-      e["rows"].fail("row " + std::to_string(r), "rows of " + text_of(at->spec) + ", ascending, each once");
+      throw Bad("`" + path + "` has rows that " + name + " has not.", "row " + std::to_string(r), "ascending, each once, 0 to " + std::to_string(height - 1));
   }
   return change;
 }
@@ -107,30 +117,15 @@ class Writable {
 
 void Weights::apply(const File& file, const Manifest& manifest, const std::function<void()>& accept) {
   const std::string &path = file.path, content = read(file);
-  const std::string_view bytes = content;
-  const auto damaged = [&](const std::string& got, const std::string& need) { throw Bad("`" + path + "` is not a delta.", got, need); };
-  if (bytes.size() < START || bytes.substr(0, 8) != MAGIC) damaged(std::to_string(bytes.size()) + " bytes that begin with others", std::string(MAGIC));
-  const uint64_t length = number_at<uint64_t>(bytes, 8);
-  const std::string_view header = bytes.substr(START, std::min<uint64_t>(length, bytes.size()));
-  if (header.size() != length || crc32(header) != number_at<uint32_t>(bytes, 16) || number_at<uint32_t>(bytes, 20) != 0)
-    damaged("a header that was changed or cut off", std::to_string(length) + " bytes of its CRC");
-  const std::string_view body = bytes.substr(START + length);
-  const auto value = parse(path, std::string(header));
-  const Entry top(path, value);
-  top.only(HEADER_ENTRIES);
-  if (const int64_t format = top["format"].number(0, MOST); format != FORMAT) damaged("format " + std::to_string(format), "format " + std::to_string(FORMAT));
-  if (top["size"].number(0, MOST) != int64_t(body.size()) || top["crc32"].number(0, UINT32_MAX) != crc32(body))
-    damaged(std::to_string(body.size()) + " bytes, another CRC", std::to_string(top["size"].number(0, MOST)) + " bytes");
-  if (top["manifest"].text() != manifest.digest) throw Bad("`" + path + "` is of another package.", top["manifest"].text(), manifest.digest);
-  const std::string from = top["from"].text(), to = top["to"].text();
+  const Header header = read_header(path, KIND, int64_t(content.size()), [&](int64_t at, int64_t n) { return content.substr(size_t(at), size_t(n)); });
+  for (const char* key : {"manifest", "from", "to"})
+    if (!header.texts.contains(key)) throw Bad("`" + path + "` is damaged.", std::string("no text \"") + key + '"', "the file as it was written");
+  const std::string &made_for = header.texts.at("manifest"), &from = header.texts.at("from"), &to = header.texts.at("to");
+  if (made_for != manifest.digest) throw Bad("`" + path + "` is of another package.", made_for, manifest.digest);
   if (from != version) throw Bad("`" + path + "` is not the next delta.", "from " + from + " to " + to, "from " + version + ", the version that runs");
-
+  for (const Placed& p : header.tensors) check_crc(path, p, content.data() + p.offset);
   std::vector<Change> changes;
-  std::set<const Placed*> named;
-  for (const Entry& e : top["tensors"].items()) {
-    changes.push_back(change_of(e, tensors(), body));
-    if (!named.insert(changes.back().tensor).second) e["name"].fail(changes.back().tensor->spec.name + " twice", "once");
-  }
+  for (const Parts& p : parts_of(path, header.tensors)) changes.push_back(change_of(path, p, tensors(), content.data()));
   // write(to, from, size) for each piece of the weights that changes, in the order of their addresses within a tensor.
   const auto each = [&](auto&& write) {
     for (const Change& c : changes) {

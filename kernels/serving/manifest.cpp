@@ -153,10 +153,6 @@ size_t Entry::size() const {
   return value_->as_object().size();
 }
 
-void Entry::only(size_t entries) const {
-  if (!value_->is_object() || value_->as_object().size() != entries) fail("other entries", "the file as it was written");
-}
-
 std::vector<Entry> Entry::items() const {
   if (!value_->is_array()) fail("no list", "a list");
   std::vector<Entry> out;

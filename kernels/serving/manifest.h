@@ -1,4 +1,4 @@
-// What a package's JSON files say, read with every entry checked: manifest.json, weights.json, and the header of a delta.
+// What a package's JSON files say, read with every entry checked: manifest.json and weights.json.
 #pragma once
 #include <boost/json.hpp>
 #include <string>
@@ -6,15 +6,9 @@
 
 #include "files.h"
 #include "package.h"
+#include "tensors.h"
 
 namespace funcrec::serving {
-
-// A tensor in a file: `offset` bytes from its beginning.
-struct Placed {
-  Spec spec;
-  int64_t offset, nbytes;
-  uint32_t crc32;
-};
 
 struct Index {
   std::string version;
@@ -27,8 +21,7 @@ class Entry {
   Entry(std::string path, const boost::json::value& value) : path_(std::move(path)), value_(&value) {}
   Entry operator[](const char* key) const;
   bool has(const char* key) const;
-  size_t size() const;              // of an object
-  void only(size_t entries) const;  // an object of so many
+  size_t size() const;  // of an object
   std::vector<Entry> items() const;
   std::string text() const;
   int64_t number(int64_t least, int64_t most) const;

@@ -4,15 +4,14 @@ import json
 import os
 import shutil
 import struct
-import zlib
 
 import pytest
 import torch
-from programs import answers, every_dtype
+from programs import answers, every_dtype, tensor_files
 
 import funcrec as fr
 from funcrec.serve._weights import named
-from funcrec.serve.freshness._delta_file import START, Change, write_file
+from funcrec.serve.freshness._delta_file import Change, write_file
 
 pytestmark = pytest.mark.xdist_group("every_dtype")
 
@@ -107,64 +106,59 @@ def test_damage_changes_nothing_in_cpp(running, folder, good, tmp_path):
     assert running.weights() == laid(folder, named(every_dtype.params()))
 
 
-def crafted(whole, change):
-    """Return the file with a changed header or body and right CRCs."""
-    _, length, _, _ = START.unpack_from(whole)
-    header, body = json.loads(whole[START.size :][:length]), bytearray(whole[START.size + length :])
-    made = change(header, body)
-    text = made if isinstance(made, bytes) else json.dumps(header).encode()
-    return START.pack(b"FRDELTA1", len(text), zlib.crc32(text), 0) + text + bytes(body)
+def entry(key, value, name=f"values/{TABLE}"):
+    return lambda content, _: content[name].__setitem__(key, value)
 
 
-def entry(key, value, name=TABLE):
-    return lambda header, _: next(e for e in header["tensors"] if e["name"] == name).__setitem__(key, value)
-
-
-def top(key, value):
-    return lambda header, _: header.__setitem__(key, value)
+def text(key, value):
+    return lambda content, _: content["__metadata__"].__setitem__(key, value)
 
 
 def row(i, value):
-    def change(header, body):
-        at = next(e["offset"] for e in header["tensors"] if e["name"] == TABLE)
-        struct.pack_into("<q", body, at + 8 * i, value)
-        header["crc32"] = zlib.crc32(body)
+    def change(content, body):
+        struct.pack_into("<q", body, content[f"rows/{TABLE}"]["data_offsets"][0] + 8 * i, value)
+        tensor_files.checked(content, body)
 
     return change
 
 
+def renamed(old, new):
+    return lambda content, _: content.__setitem__(new, content.pop(old))
+
+
 CRAFTED = {
-    "another version": (top("from", "0"), "not the next"),
-    "another package": (top("manifest", "0" * 64), "another package"),
-    "another format": (top("format", 2), "format"),
-    "a text for a number": (top("size", "1"), ""),
-    "a number for a text": (top("to", 1), ""),
-    "more entries": (top("more", 1), ""),
-    "no entry": (lambda header, _: header.pop("to") and None, ""),
-    "no list": (top("tensors", {}), ""),
-    "no entries": (top("tensors", [1]), ""),
-    "more of an entry": (entry("more", 1), ""),
-    "no JSON": (lambda *_: b'{"format": 1,', ""),
-    "no object": (lambda *_: b"[]", ""),
-    "deep": (lambda *_: b"[" * 100_000, ""),
-    "no such parameter": (entry("name", "x"), ""),
-    "one twice": (lambda header, _: header["tensors"].append(header["tensors"][0]), ""),
-    "rows below none": (entry("rows", -1), ""),
-    "rows and bytes below none": (lambda h, b: [f(h, b) for f in (entry("rows", -1), entry("nbytes", -16))], ""),
-    "more rows": (entry("rows", 24), ""),
-    "rows beyond 64 bits": (entry("rows", 1 << 70), ""),
-    "half a row": (entry("rows", 1.5), ""),
-    "all of it": (entry("rows", None), ""),
-    "rows of a number": (entry("rows", 1, "['dense']['scale']"), ""),
-    "other bytes": (entry("nbytes", 16), ""),
-    "bytes beyond 64 bits": (entry("nbytes", 1 << 63), ""),
-    "before the body": (entry("offset", -8), ""),
-    "behind the body": (entry("offset", 1 << 62), ""),
-    "a row below 0": (row(0, -1), ""),
-    "a far row": (row(22, 67), ""),
-    "a very far row": (row(22, (1 << 63) - 1), ""),
-    "a row twice": (row(1, 0), ""),
-    "rows that descend": (row(0, 66), ""),
+    "another version": (text("from", "0"), "not the next"),
+    "another package": (text("manifest", "0" * 64), "another package"),
+    "another format": (text("format", "funcrec delta 9"), "format"),
+    "a number for a text": (text("to", 1), "texts"),
+    "no text": (lambda content, _: content["__metadata__"].pop("to") and None, "is damaged"),
+    "no texts": (lambda content, _: content.__setitem__("__metadata__", {}), "format"),
+    "no entry": (lambda content, _: content.__setitem__("x", 1), "cannot be"),
+    "more of an entry": (entry("more", 1), "cannot be"),
+    "no JSON": (lambda content, _: tensor_files.text_of(content)[:-1], "not JSON"),
+    "deep": (lambda content, _: tensor_files.text_of(content)[:-1] + b',"x":' + b"[" * 100_000, "not JSON"),
+    "no such parameter": (renamed(f"values/{TABLE}", "values/x"), "other parameters"),
+    "no rows": (renamed(f"rows/{TABLE}", "whole/x"), "other parameters"),
+    "no part": (renamed(f"rows/{TABLE}", TABLE), "other parameters"),
+    "all of it": (renamed(f"values/{TABLE}", f"whole/{TABLE}"), "other parameters"),
+    "rows of a number": (renamed("whole/['dense']['scale']", "values/['dense']['scale']"), "other parameters"),
+    "a shape below none": (entry("shape", [-1, 8]), "cannot be"),
+    "more rows": (entry("shape", [24, 8]), "cannot be"),
+    "other rows": (entry("shape", [8, 23]), "other parameters"),
+    "a shape beyond 64 bits": (entry("shape", [1 << 70]), "cannot be"),
+    "a shape that wraps": (entry("shape", [1 << 48, 1 << 48, 184]), "cannot be"),
+    "half a row": (entry("shape", [1.5]), "cannot be"),
+    "another dtype": (entry("dtype", "I8"), "other parameters"),
+    "no dtype": (entry("dtype", "Q8"), "cannot be"),
+    "other bytes": (entry("data_offsets", [0, 16]), "cannot be"),
+    "bytes beyond 64 bits": (entry("data_offsets", [0, 1 << 63]), "cannot be"),
+    "before the body": (entry("data_offsets", [-184, 0]), "cannot be"),
+    "behind the body": (entry("data_offsets", [1 << 40, (1 << 40) + 184]), " on"),
+    "a row below 0": (row(0, -1), "has rows"),
+    "a far row": (row(22, 67), "has rows"),
+    "a very far row": (row(22, (1 << 63) - 1), "has rows"),
+    "a row twice": (row(1, 0), "has rows"),
+    "rows that descend": (row(0, 66), "has rows"),
 }
 
 
@@ -173,8 +167,8 @@ def test_crafted_files_are_refused(running, folder, good, tmp_path, name):
     """A header or rows that do not belong in a delta, with right CRCs, raise Bad in C++ and ValueError in Python.
     Nothing changes."""
     change, said = CRAFTED[name]
-    data = crafted(good, change)
-    assert data != good and crafted(good, lambda *_: None)[START.size - 8 :] != data[START.size - 8 :]
+    data = tensor_files.changed(good, change)
+    assert tensor_files.changed(good, lambda *_: None) == good != data
     assert said in refused(running, tmp_path / "bad", data)
     assert running.weights() == laid(folder, named(every_dtype.params()))
     package = fr.load_package(folder)

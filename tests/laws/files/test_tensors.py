@@ -1,14 +1,13 @@
 """Files of named tensors: what is written is read, by the library of safetensors too; what was changed is refused."""
 
 import io
-import json
 import random
-import zlib
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import tensor_files
 from safetensors.torch import load as official
 
 from funcrec.files import _tensors as files
@@ -57,20 +56,6 @@ def contents(draw, dtypes=tuple(files.DTYPES)):
     """{name: tensor}: few, small, plain ones first."""
     names = draw(st.lists(NAMES, max_size=4, unique=True))
     return {n: made(draw(st.sampled_from(dtypes)), draw(SHAPES), i) for i, n in enumerate(names)}
-
-
-def sealed(text):
-    """A file that ends with its header, of this text, under a CRC that fits."""
-    start = len(files.beginning(KIND))
-    text = text[:start] + files.BLANK.encode() + text[start + files.DIGITS :]
-    head = len(text).to_bytes(files.HEAD, "little")
-    return head + text[:start] + b"%08x" % zlib.crc32(head + text) + text[start + files.DIGITS :]
-
-
-def parts(data):
-    """(the content of the header, the bytes after it)."""
-    end = files.HEAD + int.from_bytes(data[: files.HEAD], "little")
-    return json.loads(data[files.HEAD : end]), data[end:]
 
 
 def refused(data):
@@ -205,14 +190,11 @@ def test_hostile_headers_are_refused():
     """A header under a CRC that fits, with one part another, is refused or the file has the tensors that it had, by
     other names or shapes; nothing is read beyond the file."""
     data, rng, outcomes = written(SMALL), random.Random(0), {True: 0, False: 0}
-    content, body = parts(data)
+    content, body = tensor_files.parts(data)
     sizes = sorted(x.nbytes for x in SMALL.values())
     for _ in range(3000):
         changed = replaced(rng, content, rng.choice(OTHER))
-        text = json.dumps(changed, ensure_ascii=False, separators=(",", ":")).encode()
-        if not text.startswith(files.beginning(KIND)):
-            continue
-        made = sealed(text.ljust(-(-len(text) // 64) * 64 - 8)) + body
+        made = tensor_files.sealed(tensor_files.text_of(changed), body)
         own = refused(made)
         outcomes[own] += 1
         if not own:
@@ -245,7 +227,7 @@ HOSTILE = {
 def test_a_hostile_header_is_told(name):
     """A header that is made to mislead is refused with what is wrong in it."""
     text, said = HOSTILE[name]
-    data = sealed(text)
+    data = tensor_files.sealed(text)
     with pytest.raises(files.FileError) as error:
         files.read_header(KIND, len(data), reader(data))
     assert said in error.value.said

@@ -1,0 +1,32 @@
+// Files of named tensors (funcrec/files/_tensors.py) in the layout of safetensors, every byte of them under a check.
+#pragma once
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "package.h"
+
+namespace funcrec::serving {
+
+// A tensor in a file: `offset` bytes from its beginning.
+struct Placed {
+  Spec spec;
+  int64_t offset, nbytes;
+  uint32_t crc32;
+};
+
+// The tensors of a file in their order, and its texts.
+struct Header {
+  std::vector<Placed> tensors;
+  std::map<std::string, std::string> texts;
+};
+
+// The header of a file of `size` bytes, which it accounts for, every one; Bad in the words of Python's. read(at, n): bytes of the file, or
+// as many as there are.
+Header read_header(const std::string& path, const std::string& kind, int64_t size, const std::function<std::string(int64_t, int64_t)>& read);
+
+// Bad where a tensor has another CRC.
+void check_crc(const std::string& path, const Placed& tensor, const char* data);
+
+}  // namespace funcrec::serving

@@ -1,0 +1,47 @@
+"""Files of named tensors with another header or other bytes, under checks that fit."""
+
+import json
+import re
+import zlib
+
+BEGINNING = re.compile(rb'\A\{"__metadata__":\{"format":"[^"]*","crc32":"')
+
+
+def parts(data):
+    """(the content of the header, the bytes after it)."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), bytearray(data[end:])
+
+
+def text_of(content):
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def sealed(text, body=b""):
+    """A file of a header's text, under its CRC where it has one, and the bytes after it."""
+    text = text.ljust(-(-len(text) // 8) * 8)
+    head, found = len(text).to_bytes(8, "little"), BEGINNING.match(text)
+    if found and len(text) >= found.end() + 8:
+        begin, rest = found.group(), text[found.end() + 8 :]
+        text = begin + b"%08x" % zlib.crc32(head + begin + b"0" * 8 + rest) + rest
+    return head + text + bytes(body)
+
+
+def places(content):
+    """{name: (begin, end)} of the tensors in their order, without padding."""
+    found = {n: tuple(x["data_offsets"]) for n, x in content.items() if not n.startswith("__")}
+    return dict(sorted(found.items(), key=lambda x: x[1]))
+
+
+def checked(content, body):
+    """The content with the CRCs of its tensors, as the bytes are."""
+    crcs = "".join(f"{zlib.crc32(body[begin:end]):08x}" for begin, end in places(content).values())
+    content["__metadata__"]["crc32s"] = crcs
+    return content
+
+
+def changed(data, change):
+    """The file after change(content, body), which may give another text."""
+    content, body = parts(data)
+    made = change(content, body)
+    return sealed(made if isinstance(made, bytes) else text_of(content), body)
