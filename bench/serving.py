@@ -187,7 +187,7 @@ class Opened:
     def memory(self) -> dict[str, float]:
         """Resident memory, and the process's share of shared memory: of the whole process, and of the weights."""
         every = Path(f"/proc/{self.process.pid}/smaps").read_text()
-        weights = every[every.index("/weights.bin\n") :]
+        weights = every[every.index("/weights.safetensors\n") :]
         whole = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text()
         of = lambda text, n: digits(int(re.search(rf"^{n}: +(\d+)", text, re.M)[1]) / 1e3)
         parts = {"": whole, "weights_": weights}
@@ -214,7 +214,7 @@ def opening(setting: Setting) -> dict:
     batches = [Case(1, 20, 1).batches(rows)[0], *Case(512, 20, 1).batches(rows)[:2]]
     requests = write_requests(setting.folder / "requests", batches, 1)
     sizes = {f.name: f.stat().st_size for f in path.iterdir()}
-    weights = sizes.pop("weights.bin")
+    weights = sizes.pop("weights.safetensors")
     times: dict[str, list[float]] = {}
     for _ in range(10):
         one = Opened(setting, path, requests)

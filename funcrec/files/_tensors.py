@@ -162,7 +162,7 @@ def write_tensors(
 # -- reading -----------------------------------------------------------------------------------------------------
 
 
-def read_header(kind: str, size: int, read: Read, dtypes: Mapping[str, torch.dtype] = DTYPES) -> Header:
+def read_header(kind: str, size: int, read: Read, align: int, dtypes: Mapping[str, torch.dtype] = DTYPES) -> Header:
     """The header of a file of `size` bytes, which it accounts for, every one.
 
     Raises:
@@ -195,6 +195,8 @@ def read_header(kind: str, size: int, read: Read, dtypes: Mapping[str, torch.dty
         what = "is cut off" if first + end > size else "goes on past its end"
         raise FileError(what, f"{size} bytes", f"{first + end} bytes")
     for p in places:
+        if p.nbytes and not p.is_padding and (first + p.offset) % align:
+            raise FileError("is damaged", f"{p.name} at byte {first + p.offset}", f"a multiple of {align}")
         if p.is_padding and read(first + p.offset, p.nbytes).strip(b"\0"):
             raise FileError("was changed", "bytes between its tensors", "zeros")
     found = [p._replace(offset=first + p.offset) for p in places if not p.is_padding]

@@ -28,7 +28,7 @@ from funcrec.jagged import KeyedJaggedTensor
 from funcrec.serve._manifest import BLANK, ENCODING, FORMAT, MANIFEST, MODEL, digest_of, needs_of, sha256_of, text_of
 from funcrec.serve._package import Package, load_package
 from funcrec.serve._trace import ANY_ROW, CALL, SINGLE, Form, Program, example_problems, form_of, trace
-from funcrec.serve._weights import INDEX, named, params_problems, signature, version_problems, write_weights
+from funcrec.serve._weights import FILE, named, params_problems, signature, version_problems, write_weights
 from funcrec.tables import Batch, layout_in
 
 ISA = {"native": {}, "portable": {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}}
@@ -73,7 +73,7 @@ def export(
       overwrite: whether a package at `path` may be replaced; processes that have it open keep the old one.
 
     Returns:
-      the folder: model.pt2 (AOTInductor; parameters are inputs), weights.bin, weights.json, manifest.json, and
+      the folder: model.pt2 (AOTInductor; parameters are inputs), weights.safetensors, manifest.json, and
       encoding.frc if there is an encoding.
 
     Raises:
@@ -146,18 +146,18 @@ def save_weights(path: str | os.PathLike, params: Any, *, version: str | None = 
       overwrite: whether weights at `path` may be replaced: the folder, with all that is in it.
 
     Returns:
-      the folder with weights.bin and weights.json; it is written whole or not at all.
+      the folder with weights.safetensors; it is written whole or not at all.
 
     Example:
       >>> import pathlib, tempfile, torch, funcrec as fr
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     path = fr.save_weights(folder + "/monday", fr.Params({"item": torch.eye(3)}, {}), version="monday")
       ...     sorted(x.name for x in pathlib.Path(path).iterdir())
-      ['weights.bin', 'weights.json']
+      ['weights.safetensors']
     """
     call = "funcrec.save_weights"
     check(call, params_problems(params), kept_problems(params), version_problems(version))
-    path = folder_path(call, path, overwrite=overwrite, marks=(INDEX,))
+    path = folder_path(call, path, overwrite=overwrite, marks=(FILE,))
     check(call, package_problems(path))
     write_folder(call, path, lambda folder: write_weights(folder, named(params), version))
     return path

@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from funcrec.core import Problem
 
 MOST = 1 << 48  # no size is larger
@@ -30,16 +28,11 @@ class OrNull(NamedTuple):
 
 DTYPE, LENGTH = "a dtype", "a length"
 SPEC = {"name": str, "dtype": DTYPE, "shape": [LENGTH]}
-PLACED = {**SPEC, "offset": Whole(0, MOST), "nbytes": Whole(0, MOST), "crc32": Whole(0, (1 << 32) - 1)}
 
 
 def text_of(spec: Mapping) -> str:
     """Describe dtype and shape: f32[B, 13]."""
     return f"{BRIEF[spec['dtype']]}[{', '.join(map(str, spec['shape']))}]"
-
-
-def bytes_of(spec: Mapping) -> int:
-    return torch.Size(spec["shape"]).numel() * getattr(torch, spec["dtype"]).itemsize
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -90,16 +83,3 @@ def number_problems(at: str, x: Any, form: Whole) -> Iterator[Problem]:
         yield wrong(at, "no whole number of 64 bits", "one")
     elif not form.least <= x <= form.most:
         yield wrong(at, f"{x}", f"{form.least} to {form.most}")
-
-
-def placed_problems(at: str, e: Mapping, page: int) -> Iterator[Problem]:
-    """A tensor's bytes must have the size of its shape, and begin at a multiple of the page."""
-    if any(isinstance(n, str) for n in e["shape"]):
-        yield Problem("a parameter has no size of its own.", f"{e['name']} {text_of(e)}", "numbers")
-        return
-    if (size := bytes_of(e)) > MOST:
-        yield Problem("a tensor is too large.", f"{e['name']} {text_of(e)}", f"{MOST} bytes or less")
-    elif e["nbytes"] != size:
-        yield wrong(f"{at}.nbytes", f"{e['nbytes']}", f"{size}, for {text_of(e)}")
-    elif e["offset"] % page:
-        yield wrong(f"{at}.offset", f"{e['offset']}", f"a multiple of {page}")

@@ -18,7 +18,7 @@ from funcrec.core import Problem, check, fail, path_hint
 from funcrec.files import Folder
 from funcrec.serve._json_forms import MOST, SPEC, OrNull, Whole, form_problems, wrong
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, MODEL, ENCODING = "manifest.json", "model.pt2", "encoding.frc"
 BLANK = "0" * 64
 DIGITS = re.compile(r'("(?:digest|model\.pt2|encoding\.frc)": )"[0-9a-f]{64}"')

@@ -98,7 +98,7 @@ class Package:
             weights = self._weights
             if weights.is_changed:  # by a delta: in this process's memory
                 return {n: x.clone() for n, x in weights.tensors.items()}
-            return mapped(weights.file, weights.entries)
+            return mapped(weights.file, weights.places)
 
     def __call__(self, batch: Batch) -> Tensor | dict[str, Tensor]:
         """Return `predict`'s answer: a tensor [B, ...], or {name: tensor}. Label and weight are not read."""

@@ -1,14 +1,12 @@
-"""Weights as two files: tensors one after the other, and what they are.
+"""Weights as a file of named tensors, with the text `version`.
 
-weights.bin    each tensor's bytes from a multiple of 4096 on: mapped, and shared by all processes that map it
-weights.json   names, dtypes, shapes, places, CRCs, a version, and a digest of all this
+Each tensor's bytes begin at a multiple of 4096: they are mapped, and shared by all processes that map them.
 """
 
 import hashlib
 import json
 import mmap
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +15,26 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, paths
-from funcrec.files import DTYPE_NAMES, Folder, OpenFile, crc_of, write_bytes
-from funcrec.serve._json_forms import PLACED, form_problems, placed_problems, text_of, wrong
-from funcrec.serve._manifest import ANY, BLANK, format_problems
+from funcrec.files import (
+    DTYPE_NAMES,
+    FileError,
+    Folder,
+    Header,
+    OpenFile,
+    Placed,
+    append,
+    begin,
+    check_crc,
+    finish,
+    read_header,
+    tensor_at,
+)
+from funcrec.serve._json_forms import text_of
 
-FORMAT, PAGE = 1, 4096
-WEIGHTS, INDEX = "weights.bin", "weights.json"
+KIND, PAGE = "funcrec weights 2", 4096
+FILE = "weights.safetensors"
+UNNAMED = "0" * 12  # in the place of a name of the values
+OWN = "__"  # what names that files have of their own begin with
 DTYPES = {
     str(x).removeprefix("torch."): x
     for x in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
@@ -30,7 +42,6 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {x: n for n, x in DTYPES.items()}
 STORED = {DTYPE_NAMES[x]: x for x in NAMES}  # by what files call them
-DIGIT = re.compile(r'("digest": )"[0-9a-f]{64}"')
 
 
 class Weights(NamedTuple):
@@ -39,7 +50,7 @@ class Weights(NamedTuple):
     tensors: dict[str, Tensor]
     version: str
     file: OpenFile
-    entries: list[dict]
+    places: list[Placed]
     memory: frozenset[int]
     is_changed: bool = False  # in this process's memory, by deltas
 
@@ -54,32 +65,56 @@ def signature(tensors: Mapping[str, Tensor]) -> list[dict]:
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], version: str | None) -> None:
-    """Both files; without a version it is a name of the values."""
-    entries = []
-    with (folder / WEIGHTS).open("wb") as file:
-        for entry, x in zip(signature(tensors), tensors.values(), strict=True):
-            file.write(b"\0" * (-file.tell() % PAGE))
-            offset = file.tell()
-            crc = write_bytes(file, x)
-            entries.append({**entry, "offset": offset, "nbytes": file.tell() - offset, "crc32": crc})
-    version = version or hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:12]
-    text = json.dumps({"format": FORMAT, "digest": BLANK, "version": version, "tensors": entries}, indent=1) + "\n"
-    (folder / INDEX).write_text(text.replace(BLANK, hashlib.sha256(text.encode()).hexdigest()))
+    """The file; without a version it is a name of the values."""
+    with (folder / FILE).open("wb") as file:
+        to = begin(
+            file, KIND, [(n, x.dtype, x.shape) for n, x in tensors.items()], {"version": version or UNNAMED}, PAGE
+        )
+        places = [append(to, x) for x in tensors.values()]
+        name = hashlib.sha256(json.dumps(places, default=str).encode()).hexdigest()
+        finish(to, version=version or name[: len(UNNAMED)])
 
 
 def read_weights(call: str, folder: Folder, wanted: Sequence[dict], *, checksums: bool) -> Weights:
     """The weights of a folder, mapped; what they are must be what a package wants."""
-    path = folder.path / INDEX
-    file = folder.open(WEIGHTS) if folder.has(WEIGHTS) else None  # before the folder loses any
-    index = read_index(call, folder)
-    check(call, signature_problems(path, index["tensors"], wanted))
-    placed = {e["name"]: e for e in index["tensors"]}
-    entries = [placed[e["name"]] for e in wanted]  # in the order in which a program takes them
-    check(call, size_problems(folder.path / WEIGHTS, file, entries))
-    tensors = mapped(file, entries)
-    if checksums:
-        check(call, value_problems(file.path, entries, tensors))
-    return Weights(tensors, index["version"], file, entries, frozenset(map(memory_of, tensors.values())))
+    file, header = read_index(call, folder)
+    check(call, signature_problems(file.path, header.tensors, wanted))
+    places = [header.tensors[e["name"]] for e in wanted]  # in the order in which a program takes them
+    tensors = mapped(file, places)
+    try:
+        for p in places if checksums else ():
+            check_crc(p, tensors[p.name])
+    except FileError as error:
+        fail_damaged(call, file.path, error)
+    return Weights(tensors, header.texts["version"], file, places, frozenset(map(memory_of, tensors.values())))
+
+
+def read_index(call: str, folder: Folder) -> tuple[OpenFile, Header]:
+    """The file of a folder's weights, and what is in it."""
+    path = folder.path / FILE
+    try:
+        file = folder.open(FILE)
+        if file.size() < 0:
+            raise OSError(0, "a folder, a pipe or a device")
+        header = read_header(KIND, file.size(), file.read, PAGE, STORED)
+        if "version" not in header.texts:
+            raise FileError("is damaged", 'no text "version"', "the file as it was written")
+        return file, header
+    except FileNotFoundError as error:
+        need, hint = "a folder of fr.save_weights or fr.export", "fr.save_weights(path, params)"
+        fail(call, f"`{path.parent}` has no weights.", got=str(error), need=need, hint=hint, kind=FileNotFoundError)
+    except OSError as error:
+        got = error.strerror or str(error)
+        fail(call, f"`{path}` cannot be read.", got=got, need="a file that funcrec wrote", hint="the folder's own copy")
+    except FileError as error:
+        fail_damaged(call, path, error)
+
+
+def fail_damaged(
+    call: str, path: Path, error: FileError, hint: str = "fr.save_weights again, or the folder's own copy"
+):
+    what, got, need = error.args
+    fail(call, f"`{path}` {what}.", got=got, need=need, hint=hint)
 
 
 def memory_of(x: Tensor) -> int:
@@ -87,44 +122,10 @@ def memory_of(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def read_index(call: str, folder: Folder) -> dict[str, Any]:
-    path = folder.path / INDEX
-    try:
-        text = folder.open(INDEX).text()
-        found = json.loads(text)
-    except FileNotFoundError as error:
-        need, hint = "a folder of fr.save_weights or fr.export", "fr.save_weights(path, params)"
-        fail(call, f"`{path.parent}` has no weights.", got=str(error), need=need, hint=hint, kind=FileNotFoundError)
-    except (OSError, ValueError, RecursionError) as error:
-        fail(call, f"`{path}` is damaged.", got=str(error), need="the file that fr.save_weights wrote", hint=AGAIN)
-    check(call, form_problems(str(path), found, {"format": ANY, "digest": str}))
-    check(call, format_problems(path, found))
-    now = hashlib.sha256(DIGIT.sub(rf'\1"{BLANK}"', text).encode()).hexdigest()
-    if now != found["digest"]:
-        fail(call, f"`{path}` was changed.", got=f"digest {now}", need=found["digest"], hint=AGAIN)
-    check(call, form_problems(str(path), found, {"tensors": [PLACED], "version": str}))
-    for i, e in enumerate(found["tensors"]):
-        at = f"{path}.tensors[{i}]"
-        check(call, placed_problems(at, e, PAGE))
-        if any(e["name"] == other["name"] for other in found["tensors"][:i]):
-            check(call, [wrong(at, f"{e['name']} twice", "once")])
-    return found
-
-
-def mapped(file: OpenFile, entries: Sequence[dict]) -> dict[str, Tensor]:
+def mapped(file: OpenFile, places: Sequence[Placed]) -> dict[str, Tensor]:
     """Tensors whose memory is the file's: what is written to them stays in this mapping."""
-    size = os.fstat(file.fd).st_size
-    memory = mmap.mmap(file.fd, size, access=mmap.ACCESS_COPY) if size else b""
-    out = {}
-    for e in entries:
-        dtype, count = DTYPES[e["dtype"]], e["nbytes"] // DTYPES[e["dtype"]].itemsize
-        empty = torch.empty(0, dtype=dtype)
-        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=e["offset"]) if count else empty
-        out[e["name"]] = flat.view(e["shape"])
-    return out
-
-
-AGAIN = "fr.save_weights again, or the folder's own copy"
+    memory = mmap.mmap(file.fd, 0, access=mmap.ACCESS_COPY)
+    return {p.name: tensor_at(memory, p) for p in places}
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -146,6 +147,8 @@ def params_problems(params: Any) -> Iterator[Problem]:
             yield Problem(f"{at} is not a tensor of this memory.", describe(x), "strided tensors on the CPU", hint)
         elif x.dtype not in NAMES:
             yield Problem(f"{at} has a dtype that packages have not.", describe(x), f"{list(DTYPES)}", kind=TypeError)
+        elif path.startswith(OWN):
+            yield Problem(f"{at} has a name of the file's own.", path, f"a name that does not begin with {OWN}")
 
 
 def version_problems(version: str | None) -> Iterator[Problem]:
@@ -153,28 +156,13 @@ def version_problems(version: str | None) -> Iterator[Problem]:
         yield Problem("`version` is not a name.", repr(version), "printable text", 'version="2026-11-22"')
 
 
-def signature_problems(path: Path, found: Sequence[dict], wanted: Sequence[dict]) -> Iterator[Problem]:
+def signature_problems(path: Path, found: Mapping[str, Placed], wanted: Sequence[dict]) -> Iterator[Problem]:
     """The same names, each with its dtype and shape."""
-    got, want = ({e["name"]: text_of(e) for e in own} for own in (found, wanted))
+    got = {n: text_of({"dtype": NAMES[p.dtype], "shape": p.shape}) for n, p in found.items()}
+    want = {e["name"]: text_of(e) for e in wanted}
     hint = "fr.save_weights of the parameters that the package was exported with, trained further"
     what = f"`{path}` is of other parameters than the package."
     if differ := [n for n in want if got.get(n) != want[n]]:
         yield Problem(what, f"{differ[0]}: {got.get(differ[0], 'none')}", f"{differ[0]}: {want[differ[0]]}", hint)
     elif more := sorted(got.keys() - want.keys(), key=os.fsencode):
         yield Problem(what, more[0], "no such parameter", hint)
-
-
-def size_problems(path: Path, file: OpenFile | None, entries: Sequence[dict]) -> Iterator[Problem]:
-    size = -1 if file is None else file.size()
-    need = max((e["offset"] + e["nbytes"] for e in entries if e["nbytes"]), default=0)
-    if size < need:
-        got = f"{size} bytes" if size >= 0 else "no file"
-        yield Problem(f"`{path}` is cut off.", got, f"{need} bytes", AGAIN)
-
-
-def value_problems(path: Path, entries: Sequence[dict], tensors: Mapping[str, Tensor]) -> Iterator[Problem]:
-    for e in entries:
-        crc = crc_of(tensors[e["name"]])
-        if crc != e["crc32"]:
-            what = f"`{path}` was changed, in {e['name']}."
-            yield Problem(what, f"CRC {crc:08x}", f"{e['crc32']:08x}", AGAIN)

@@ -14,6 +14,7 @@
 namespace funcrec::serving {
 namespace {
 
+constexpr int64_t ALIGN = 8;
 const std::string KIND = "funcrec delta 2", WHOLE = "whole/", ROWS = "rows/", VALUES = "values/";
 
 // What one tensor is given: `rows` of it from `values` on, or all of it.
@@ -117,7 +118,7 @@ class Writable {
 
 void Weights::apply(const File& file, const Manifest& manifest, const std::function<void()>& accept) {
   const std::string &path = file.path, content = read(file);
-  const Header header = read_header(path, KIND, int64_t(content.size()), [&](int64_t at, int64_t n) { return content.substr(size_t(at), size_t(n)); });
+  const Header header = read_header(path, KIND, int64_t(content.size()), ALIGN, [&](int64_t at, int64_t n) { return content.substr(size_t(at), size_t(n)); });
   for (const char* key : {"manifest", "from", "to"})
     if (!header.texts.contains(key)) throw Bad("`" + path + "` is damaged.", std::string("no text \"") + key + '"', "the file as it was written");
   const std::string &made_for = header.texts.at("manifest"), &from = header.texts.at("from"), &to = header.texts.at("to");

@@ -70,11 +70,13 @@ Descriptor::~Descriptor() {
 
 std::string own_path(const File& file) { return own_path(file.descriptor.number()); }
 
-std::string read(const File& file) {
-  std::string text(size_t(file.bytes), '\0');
+std::string read(const File& file) { return read(file, 0, file.bytes); }
+
+std::string read(const File& file, int64_t at, int64_t count) {
+  std::string text(size_t(count), '\0');
   size_t size = 0;
   while (size < text.size()) {
-    const ssize_t got = pread(file.descriptor.number(), &text[size], text.size() - size, off_t(size));
+    const ssize_t got = pread(file.descriptor.number(), &text[size], text.size() - size, off_t(at) + off_t(size));
     if (got < 0 && errno != EINTR) unreadable(file.path, std::strerror(errno));
     if (got == 0) break;
     size += size_t(std::max<ssize_t>(got, 0));

@@ -27,7 +27,8 @@ struct File {
   int64_t bytes;
 };
 
-std::string read(const File&);      // what there is of it, should it have been cut short meanwhile
+std::string read(const File&);  // what there is of it, should it have been cut short meanwhile
+std::string read(const File&, int64_t at, int64_t count);
 std::string own_path(const File&);  // one that leads to this file, in this process, while it is open
 
 class Folder {

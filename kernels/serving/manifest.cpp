@@ -11,9 +11,10 @@
 namespace funcrec::serving {
 namespace {
 
-constexpr int64_t FORMAT = 1, PAGE = 4096, MOST = int64_t(1) << 48;  // no size is larger
+constexpr int64_t FORMAT = 2, PAGE = 4096, MOST = int64_t(1) << 48;  // no size is larger
 constexpr int64_t ANY_ROW = std::numeric_limits<int64_t>::max();  // the rows of a column that is hashed, or not looked up
 constexpr size_t DIGITS = 64;
+const std::string WEIGHTS = "funcrec weights 2";
 
 struct Named { const char *python, *brief; DType dtype; int64_t bytes; };
 constexpr Named DTYPES[] = {
@@ -245,22 +246,12 @@ void check_same_program(const Folder& folder, const Manifest& manifest) {
 }
 
 Index read_index(const File& file, const Manifest& manifest) {
-  const std::string &path = file.path, text = read(file);
-  const auto value = parse(path, text);
-  const Entry top(path, value);
-  const int64_t format = top["format"].number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max());
-  const std::string digest = top["digest"].text();
-  if (format != FORMAT) throw Bad("`" + path + "` is of another format.", "format " + std::to_string(format), "format " + std::to_string(FORMAT));
-  if (const std::string now = sha256(blanked(text, {"digest"})); now != digest) throw Bad("`" + path + "` was changed.", "digest " + now, digest);
+  const std::string& path = file.path;
+  const Header header = read_header(path, WEIGHTS, file.bytes, PAGE, [&](int64_t at, int64_t n) { return read(file, at, n); });
+  if (!header.texts.contains("version")) throw Bad("`" + path + "` is damaged.", "no text \"version\"", "the file as it was written");
+  Index index{header.texts.at("version"), {}};
   std::map<std::string, Placed> found;
-  for (const Entry& e : top["tensors"].items()) {
-    Placed p{spec_of(e), e["offset"].number(0, MOST), e["nbytes"].number(0, MOST), uint32_t(e["crc32"].number(0, UINT32_MAX))};
-    if (p.nbytes != bytes_of(p.spec)) e["nbytes"].fail(std::to_string(p.nbytes), std::to_string(bytes_of(p.spec)) + ", for " + text_of(p.spec));
-    if (p.offset % PAGE) e["offset"].fail(std::to_string(p.offset), "a multiple of " + std::to_string(PAGE));
-    const std::string name = p.spec.name;
-    if (!found.emplace(name, std::move(p)).second) e.fail(name + " twice", "once");
-  }
-  Index index{top["version"].text(), {}};
+  for (const Placed& p : header.tensors) found.emplace(p.spec.name, p);
   for (const Spec& want : manifest.params) {
     const auto at = found.find(want.name);
     const std::string got = at == found.end() ? "none" : text_of(at->second.spec), need = text_of(want);
@@ -283,18 +274,6 @@ std::string text_of(const Spec& spec) {
     out += (i ? ", " : "[") + (n == BAGS ? "B" : n == IDS ? "N" : n == OFFSETS ? "F*B+1" : std::to_string(n));
   }
   return out + (spec.shape.empty() ? "[]" : "]");
-}
-
-int64_t bytes_of(const Spec& spec) {
-  int64_t bytes = size_of(spec.dtype);
-  bool empty = false;
-  for (int64_t n : spec.shape) {
-    if (n < 0) throw Bad("a parameter has no size of its own.", spec.name + " " + text_of(spec), "numbers");
-    empty = empty || n == 0;
-    if (n > 0 && bytes > MOST / n) throw Bad("a tensor is too large.", spec.name + " " + text_of(spec), std::to_string(MOST) + " bytes or less");
-    bytes *= std::max<int64_t>(n, 1);
-  }
-  return empty ? 0 : bytes;
 }
 
 }  // namespace funcrec::serving

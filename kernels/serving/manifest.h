@@ -1,4 +1,4 @@
-// What a package's JSON files say, read with every entry checked: manifest.json and weights.json.
+// What a package says of itself, read with every entry checked: manifest.json, and the header of its weights.
 #pragma once
 #include <boost/json.hpp>
 #include <string>
@@ -48,10 +48,9 @@ void check_program(Manifest& manifest);
 // A folder of weights that is a package is one of this program: another's is not taken with them, and they may mean something else.
 void check_same_program(const Folder& folder, const Manifest& manifest);
 
-// weights.json: the tensors in the manifest's order, of its dtypes and shapes.
+// The header of weights: the tensors in the manifest's order, of its dtypes and shapes.
 Index read_index(const File& file, const Manifest& manifest);
 
 std::string text_of(const Spec& spec);  // f32[B, 13]
-int64_t bytes_of(const Spec& spec);     // of one without sizes that a request chooses
 
 }  // namespace funcrec::serving

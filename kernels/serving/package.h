@@ -123,7 +123,7 @@ class Package {
   int64_t check(const Request&) const;
   Answer run(const Request&) const;
 
-  // weights.bin and weights.json of a folder, no package of another program; runs that have begun end with those they have. With `below`
+  // weights.safetensors of a folder, no package of another program; runs that have begun end with those they have. With `below`
   // the folder is one of this name below that one, which neither the name nor a link in it leads out of.
   void swap(const std::string& folder, const std::string& below = "");
   // A file of funcrec.write_delta: all of it, or Bad and every bit is as it was.

@@ -64,7 +64,7 @@ std::optional<Placed> placed(const std::string& name, const boost::json::value& 
 
 }  // namespace
 
-Header read_header(const std::string& path, const std::string& kind, int64_t size, const std::function<std::string(int64_t, int64_t)>& read) {
+Header read_header(const std::string& path, const std::string& kind, int64_t size, int64_t align, const std::function<std::string(int64_t, int64_t)>& read) {
   const auto bad = [&](const char* what, const std::string& got, const std::string& need) { throw Bad("`" + path + "` " + what + ".", got, need); };
   const std::string head = read(0, HEAD);
   uint64_t length = 0;
@@ -102,6 +102,7 @@ Header read_header(const std::string& path, const std::string& kind, int64_t siz
   if (first + end != size) bad(first + end > size ? "is cut off" : "goes on past its end", std::to_string(size) + " bytes", std::to_string(first + end) + " bytes");
   for (Placed& p : out.tensors) {
     p.offset += first;
+    if (p.nbytes && !is_padding(p) && p.offset % align) bad("is damaged", p.spec.name + " at byte " + std::to_string(p.offset), "a multiple of " + std::to_string(align));
     if (is_padding(p) && read(p.offset, p.nbytes).find_first_not_of('\0') != std::string::npos) bad("was changed", "bytes between its tensors", "zeros");
   }
   std::erase_if(out.tensors, is_padding);

@@ -22,9 +22,9 @@ struct Header {
   std::map<std::string, std::string> texts;
 };
 
-// The header of a file of `size` bytes, which it accounts for, every one; Bad in the words of Python's. read(at, n): bytes of the file, or
-// as many as there are.
-Header read_header(const std::string& path, const std::string& kind, int64_t size, const std::function<std::string(int64_t, int64_t)>& read);
+// The header of a file of `size` bytes, which it accounts for, every one, and whose tensors begin at multiples of `align`; Bad in the words
+// of Python's. read(at, n): bytes of the file, or as many as there are.
+Header read_header(const std::string& path, const std::string& kind, int64_t size, int64_t align, const std::function<std::string(int64_t, int64_t)>& read);
 
 // Bad where a tensor has another CRC.
 void check_crc(const std::string& path, const Placed& tensor, const char* data);

@@ -8,16 +8,9 @@
 #include <cerrno>
 #include <cstring>
 
-#include "digest.h"
 
 namespace funcrec::serving {
 namespace {
-
-std::string said(uint32_t crc) {
-  char out[9];
-  std::snprintf(out, sizeof out, "%08x", crc);
-  return out;
-}
 
 // Mapped files, for a handler of signals: nothing in it allocates or waits. A file beyond the last place has no name there.
 struct Mapped {
@@ -74,25 +67,19 @@ Gate::Gate() {
 }
 
 Weights::Weights(const Folder& folder, const Manifest& manifest, bool checksums) {
-  const File index = folder.file("weights.json"), bytes = folder.file("weights.bin");  // both, before the folder loses any
-  index_ = read_index(index, manifest);
+  const File file = folder.file("weights.safetensors");
+  index_ = read_index(file, manifest);
   version = index_.version;
-  const std::string& path = bytes.path;
-  int64_t need = 0;
-  for (const Placed& p : index_.tensors) need = std::max(need, p.nbytes ? p.offset + p.nbytes : 0);
-  if (bytes.bytes < need) throw Bad("`" + path + "` is cut off.", std::to_string(bytes.bytes) + " bytes", std::to_string(need) + " bytes");
-  if (need > 0) {  // private: its pages are the file's, shared, until this process writes to one
-    void* at = mmap(nullptr, size_t(need), PROT_READ, MAP_PRIVATE | MAP_NORESERVE, bytes.descriptor.number(), 0);
-    if (at == MAP_FAILED) throw Failed("`" + path + "` cannot be mapped: " + std::strerror(errno));
-    base_ = static_cast<char*>(at), size_ = size_t(need);
-    remember(base_, size_, bytes);
-  }
-  if (!checksums) return;
-  for (const Placed& p : index_.tensors) {
-    const uint32_t now = crc32({address(p), size_t(p.nbytes)});
-    if (now == p.crc32) continue;
+  size_ = size_t(file.bytes);  // private: its pages are the file's, shared, until this process writes to one
+  void* at = mmap(nullptr, size_, PROT_READ, MAP_PRIVATE | MAP_NORESERVE, file.descriptor.number(), 0);
+  if (at == MAP_FAILED) throw Failed("`" + file.path + "` cannot be mapped: " + std::strerror(errno));
+  base_ = static_cast<char*>(at);
+  remember(base_, size_, file);
+  if (checksums) try {
+    for (const Placed& p : index_.tensors) check_crc(file.path, p, address(p));
+  } catch (const Bad&) {
     unmap();
-    throw Bad("`" + path + "` was changed, in " + p.spec.name + ".", "CRC " + said(now), said(p.crc32));
+    throw;
   }
 }
 

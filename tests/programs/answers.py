@@ -32,9 +32,9 @@ def build(sanitize: str = "", kernels: Path | None = None, targets: tuple[str, .
 
 
 def pages(pid: int) -> bytes:
-    """Return the pages of weights.bin as a process maps them, including its own writes."""
+    """Return the pages of weights.safetensors as a process maps them, including its own writes."""
     with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as memory:
-        found = [line.split()[0].split("-") for line in maps if line.rstrip().endswith("/weights.bin")]
+        found = [line.split()[0].split("-") for line in maps if line.rstrip().endswith("/weights.safetensors")]
         parts = [(int(begin, 16), int(end, 16)) for begin, end in found]
         return b"".join(os.pread(memory.fileno(), end - begin, begin) for begin, end in parts)
 
@@ -99,7 +99,7 @@ class Answers:
         self._name(b"a", file)
 
     def weights(self) -> bytes:
-        """Return the pages of weights.bin as this process maps them."""
+        """Return the pages of weights.safetensors as this process maps them."""
         return pages(self.process.pid)
 
     def _name(self, command: bytes, path: Path | str) -> None:

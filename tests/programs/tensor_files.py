@@ -17,9 +17,9 @@ def text_of(content):
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def sealed(text, body=b""):
+def sealed(text, body=b"", align=8):
     """A file of a header's text, under its CRC where it has one, and the bytes after it."""
-    text = text.ljust(-(-len(text) // 8) * 8)
+    text = text.ljust(-(-(8 + len(text)) // align) * align - 8)
     head, found = len(text).to_bytes(8, "little"), BEGINNING.match(text)
     if found and len(text) >= found.end() + 8:
         begin, rest = found.group(), text[found.end() + 8 :]
@@ -29,7 +29,9 @@ def sealed(text, body=b""):
 
 def places(content):
     """{name: (begin, end)} of the tensors in their order, without padding."""
-    found = {n: tuple(x["data_offsets"]) for n, x in content.items() if not n.startswith("__")}
+    found = {
+        n: tuple(x["data_offsets"]) for n, x in content.items() if not n.startswith(("__padding__", "__metadata__"))
+    }
     return dict(sorted(found.items(), key=lambda x: x[1]))
 
 
@@ -40,8 +42,8 @@ def checked(content, body):
     return content
 
 
-def changed(data, change):
+def changed(data, change, align=8):
     """The file after change(content, body), which may give another text."""
     content, body = parts(data)
     made = change(content, body)
-    return sealed(made if isinstance(made, bytes) else text_of(content), body)
+    return sealed(made if isinstance(made, bytes) else text_of(content), body, align)

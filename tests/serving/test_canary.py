@@ -12,6 +12,7 @@ from programs.serving import Server, predict
 
 import funcrec as fr
 from funcrec.history import ChangedRows
+from funcrec.serve._weights import FILE
 
 pytestmark = pytest.mark.xdist_group("serving")
 NAN, INF = float("nan"), float("inf")
@@ -96,8 +97,7 @@ def test_a_canary_may_be_left_out(path, built):
 def test_no_server_begins_with_weights_that_diverged(path, built, tmp_path):
     """A package whose weights are NaN is refused at the start, unless --canary is false."""
     copy = shutil.copytree(path, tmp_path / "copy")
-    for name in ("weights.bin", "weights.json"):
-        shutil.copy(path.parent / "nan" / name, copy / name)
+    shutil.copy(path.parent / "nan" / FILE, copy / FILE)
     with pytest.raises(RuntimeError, match="is not answered with finite numbers"):
         Server(built / "funcrec-serve", copy)
     with Server(built / "funcrec-serve", copy, "--canary", "false") as server:
@@ -134,8 +134,8 @@ def test_a_bus_error_names_its_file(path, built, tmp_path):
     """A server whose weights file is cut while it runs ends with SIGBUS, and names the file."""
     copy = shutil.copytree(path, tmp_path / "copy")
     with Server(built / "funcrec-serve", copy, "--checksums", "false", "--canary", "false") as server:
-        os.truncate(copy / "weights.bin", 0)
+        os.truncate(copy / FILE, 0)
         with pytest.raises(ConnectionError):
             predict(server.connect(), ASKED)
         status, errors = server.ended()
-    assert status == -signal.SIGBUS and f"`{copy / 'weights.bin'}` was cut short" in errors
+    assert status == -signal.SIGBUS and f"`{copy / FILE}` was cut short" in errors

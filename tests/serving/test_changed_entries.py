@@ -1,4 +1,4 @@
-"""Each entry of a package's JSON files, changed alone, is refused with the same words in Python and in C++."""
+"""Each entry of a manifest and of a header of weights is refused with the same words in Python and in C++."""
 
 import copy
 import hashlib
@@ -10,15 +10,16 @@ import shutil
 
 import pytest
 import torch
-from programs import answers, every_dtype
+from programs import answers, every_dtype, tensor_files
 
 import funcrec as fr
+from funcrec.serve._weights import FILE
 
 pytestmark = pytest.mark.xdist_group("every_dtype")
 
-BLANK = "0" * 64
+BLANK, PAGE = "0" * 64, 4096
 # the number of changes tried per entry
-SHARE = {"manifest.json": 2, "weights.json": 15}
+SHARE = {"manifest.json": 2, FILE: 15}
 if os.environ.get("HYPOTHESIS_PROFILE") == "long":
     SHARE = dict.fromkeys(SHARE, 1000)
 
@@ -37,9 +38,12 @@ def others(x):
 
 
 def places(x, path=()):
-    """Yield the paths of all entries; of a list, only the first and the last item."""
+    """Yield the paths of all entries; of a list, and of tensors, only those of the first and the last."""
     yield path
-    keys = list(x) if isinstance(x, dict) else sorted({0, len(x) - 1}) if isinstance(x, list) and x else ()
+    few = isinstance(x, list) or "__metadata__" in x if isinstance(x, dict | list) else False
+    keys = list(x) if isinstance(x, dict) else range(len(x)) if isinstance(x, list) else ()
+    if few:
+        keys = list(dict.fromkeys([*keys[:3], *keys[-1:]])) if isinstance(x, dict) else sorted({*keys[:1], *keys[-1:]})
     for k in keys:
         yield from places(x[k], (*path, k))
 
@@ -55,12 +59,21 @@ def changed(content, path, value):
     return out
 
 
-def written(content):
-    """Write the content as funcrec does, with a matching digest, so that the content itself is what gets refused."""
+def written(content, fits):
+    """Write a manifest as funcrec does, with a matching digest where it fits: then the content is refused."""
     text = json.dumps(content, indent=1) + "\n"
+    if not fits:
+        return text.encode()
     pattern = re.compile(r'("(?:digest|model\.pt2|encoding\.frc)": )"[0-9a-f]{64}"')
     own = hashlib.sha256(pattern.sub(rf'\1"{BLANK}"', text).encode()).hexdigest()
-    return re.sub(r'("digest": )"[0-9a-f]{64}"', rf'\1"{own}"', text, count=1)
+    return re.sub(r'("digest": )"[0-9a-f]{64}"', rf'\1"{own}"', text, count=1).encode()
+
+
+def file_of(content, body, fits):
+    """Return the weights with another header, and its CRC where it fits."""
+    text = tensor_files.text_of(content)
+    text = text.ljust(-(-(8 + len(text)) // PAGE) * PAGE - 8)
+    return tensor_files.sealed(text, body, PAGE) if fits else len(text).to_bytes(8, "little") + text + body
 
 
 def said_by(act, kinds):
@@ -78,11 +91,11 @@ def package_and_running(folder, built):
         yield fr.load_package(folder), running
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "weights.json"])
+@pytest.mark.parametrize("name", ["manifest.json", FILE])
 def test_changed_entries_are_refused_in_the_same_words(name, package_and_running, folder, tmp_path):
     """Any entry may be changed to any other value, with a matching digest or not. Both languages refuse it with the
-    same problem, got and need, or both accept it and give the same outputs. Only changes of the weights' version, of
-    their order, and of unread entries are accepted; none of a manifest."""
+    same problem, got and need, or both accept it and give the same outputs. Only changes of the weights' version and of
+    unread entries are accepted; none of a manifest."""
     package, running = package_and_running
     there = tmp_path / "copy"
     shutil.copytree(folder, there, copy_function=os.link)
@@ -90,7 +103,8 @@ def test_changed_entries_are_refused_in_the_same_words(name, package_and_running
     batch, rng, taken, told = every_dtype.batch(3), random.Random(0), set(), set()
     ids, want = batch.ids, package(batch)
     ask = lambda: running.run(ids.num_bags, batch.dense, ids.values, ids.offsets, ids.weights)
-    before, content = ask(), json.loads((folder / name).read_text())
+    before, data = ask(), (folder / name).read_bytes()
+    content, body = (json.loads(data), b"") if name == "manifest.json" else tensor_files.parts(data)
     in_python = (lambda: fr.load_package(there)) if name == "manifest.json" else (lambda: package.swap(there))
     in_cpp = (lambda: running.open(there)) if name == "manifest.json" else (lambda: running.swap(there))
     for path in places(content):
@@ -100,8 +114,8 @@ def test_changed_entries_are_refused_in_the_same_words(name, package_and_running
         values = others(inner)
         for value in rng.sample(values, min(SHARE[name], len(values))):
             new = changed(content, path, value)
-            text = written(new) if rng.random() < 0.8 else json.dumps(new, indent=1) + "\n"
-            (there / name).write_text(text)
+            fits = rng.random() < 0.8
+            (there / name).write_bytes(written(new, fits) if name == "manifest.json" else file_of(new, body, fits))
             said = said_by(in_python, (ValueError, OSError))
             assert said == said_by(in_cpp, answers.AnswersError), (path, value)
             told.add(said and re.sub(r"`.*`", "", said[0]))
@@ -109,7 +123,6 @@ def test_changed_entries_are_refused_in_the_same_words(name, package_and_running
                 taken.add(path)
                 assert all(torch.equal(x, want[n]) for n, x in package(batch).items())
                 assert all(torch.equal(x, y) for x, y in zip(ask().outputs, before.outputs, strict=True))
-    # the offset of a tensor without bytes
-    may = lambda path: path in ((), ("version",), ("tensors",)) or len(path) == 2 or path[2] == "offset"
-    assert all(name == "weights.json" and may(path) for path in taken), taken
+    may = {("__metadata__",), ("__metadata__", "version"), ("__metadata__", "crc32")}  # the last is written again
+    assert taken <= (may if name == FILE else set()), taken
     assert len(told) >= 4

@@ -10,7 +10,7 @@ import torch
 from programs import answers, every_dtype, tensor_files
 
 import funcrec as fr
-from funcrec.serve._weights import named
+from funcrec.serve._weights import FILE, named
 from funcrec.serve.freshness._delta_file import Change, write_file
 
 pytestmark = pytest.mark.xdist_group("every_dtype")
@@ -42,11 +42,12 @@ def plain(x):
 
 
 def laid(folder, tensors):
-    """Return weights.bin with these values, padded to whole pages."""
-    out = bytearray((folder / "weights.bin").read_bytes())
-    for e in json.loads((folder / "weights.json").read_text())["tensors"]:
-        out[e["offset"] : e["offset"] + e["nbytes"]] = plain(tensors[e["name"]])
-    return bytes(out) + bytes(-len(out) % PAGE)
+    """Return the file of the weights with these values, padded to whole pages."""
+    content, body = tensor_files.parts((folder / FILE).read_bytes())
+    for n, (begin, end) in tensor_files.places(content).items():
+        body[begin:end] = plain(tensors[n])
+    out = (folder / FILE).read_bytes()[: -len(body)] + body
+    return out + bytes(-len(out) % PAGE)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_deltas_in_cpp_are_pythons(program, folder, tmp_path):
     """package + deltas in C++ = Python's package with the deltas = the newer parameters, in every byte of rows and
     whole tensors of every dtype. The outputs have Python's bits, and the file on disk does not change."""
     package, tensors, batch = fr.load_package(folder), named(every_dtype.params()), every_dtype.batch(5)
-    stored, since, ids = (folder / "weights.bin").read_bytes(), "first", batch.ids
+    stored, since, ids = (folder / FILE).read_bytes(), "first", batch.ids
     with answers.Answers(program, folder) as running:
         assert running.weights() == laid(folder, tensors)
         for version in "123":
@@ -85,7 +86,7 @@ def test_deltas_in_cpp_are_pythons(program, folder, tmp_path):
             since = version
         running.swap(folder)
         assert running.weights() == laid(folder, named(every_dtype.params()))
-    assert (folder / "weights.bin").read_bytes() == stored
+    assert (folder / FILE).read_bytes() == stored
 
 
 def refused(running, path, data):
@@ -180,11 +181,11 @@ def test_crafted_files_are_refused(running, folder, good, tmp_path, name):
 
 
 def test_pages_that_cannot_be_had_are_told(program, folder, good, tmp_path):
-    """If memory pages cannot be had (here because weights.bin was cut), a delta fails before anything changes, and
+    """If memory pages cannot be had (here because the file was cut), a delta fails before anything changes, and
     the process goes on."""
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "good").write_bytes(good)
-    weights = tmp_path / "copy" / "weights.bin"
+    weights = tmp_path / "copy" / FILE
     with answers.Answers(program, tmp_path / "copy") as running:
         whole = weights.read_bytes()
         os.truncate(weights, PAGE)

@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 import torch
-from programs import answers, every_dtype
+from programs import answers, every_dtype, tensor_files
 
 import funcrec as fr
+from funcrec.serve._weights import FILE
 
 pytestmark = pytest.mark.xdist_group("every_dtype")
 
@@ -124,30 +125,58 @@ def rewritten(name, change):
     return run
 
 
+def told(change):
+    """The header of the weights changed, under checks that fit."""
+
+    def run(folder):
+        path = folder / FILE
+        path.write_bytes(tensor_files.changed(path.read_bytes(), change, 4096))
+
+    return run
+
+
 def entry(key, value):
-    return rewritten("weights.json", lambda content: content["tensors"][1].__setitem__(key, value))
+    def change(content, _):
+        content[list(tensor_files.places(content))[1]][key] = value
+
+    return told(change)
+
+
+def renamed(content, _):
+    content["x"] = content.pop(next(iter(tensor_files.places(content))))
+
+
+def edited(change):
+    return lambda f: (f / FILE).write_bytes(change((f / FILE).read_bytes()))
 
 
 WEIGHTS = {
-    "cut off": lambda f: (f / "weights.bin").write_bytes((f / "weights.bin").read_bytes()[:-1]),
-    "no file": lambda f: (f / "weights.bin").unlink(),
-    "no index": lambda f: (f / "weights.json").unlink(),
-    "a changed index": lambda f: (f / "weights.json").write_text((f / "weights.json").read_text().replace("1", "2")),
-    "no JSON": lambda f: (f / "weights.json").write_text('{"format": 1,'),
-    "deep": lambda f: (f / "weights.json").write_text("[" * 100_000),
+    "cut off": edited(lambda data: data[:-1]),
+    "longer": edited(lambda data: data + b"1"),
+    "no file": lambda f: (f / FILE).unlink(),
+    "a changed header": edited(lambda data: data[:60] + bytes([data[60] ^ 1]) + data[61:]),
+    "another format": told(lambda content, _: content["__metadata__"].__setitem__("format", "funcrec weights 9")),
+    "no JSON": told(lambda content, _: tensor_files.text_of(content)[:-1]),
+    "deep": told(lambda content, _: tensor_files.text_of(content)[:-1] + b',"x":' + b"[" * 100_000),
     "another shape": entry("shape", [1]),
     "a huge shape": entry("shape", [2**40, 2**40]),
     "a negative shape": entry("shape", [-1, 5]),
-    "a far offset": entry("offset", 2**47),
-    "a negative offset": entry("offset", -4096),
-    "another offset": entry("offset", 1),
-    "more bytes": entry("nbytes", 2**62),
-    "another dtype": entry("dtype", "complex64"),
-    "a number for a name": entry("name", 7),
-    "one less": rewritten("weights.json", lambda content: content["tensors"].pop()),
-    "one twice": rewritten("weights.json", lambda content: content["tensors"].append(content["tensors"][0])),
-    "no version": rewritten("weights.json", lambda content: content.pop("version")),
+    "a far offset": entry("data_offsets", [2**47, 2**47 + 4096]),
+    "a negative offset": entry("data_offsets", [-4096, 0]),
+    "another offset": entry("data_offsets", [1, 2]),
+    "more bytes": entry("data_offsets", [0, 2**62]),
+    "another dtype": entry("dtype", "C64"),
+    "a number for a name": entry("dtype", 7),
+    "another name": told(renamed),
+    "no version": told(lambda content, _: content["__metadata__"].pop("version") and None),
+    "off its page": lambda f: (f / FILE).write_bytes(tensor_files.sealed(*told_text(f))),
 }
+
+
+def told_text(folder):
+    """(the header's text, its bytes): with a header that is no multiple of pages."""
+    content, body = tensor_files.parts((folder / FILE).read_bytes())
+    return tensor_files.text_of(content), body
 
 
 def manifest(key, value):
@@ -157,7 +186,7 @@ def manifest(key, value):
 PACKAGES = {
     "another torch": (manifest("torch", "2.11.0"), "torch"),
     "another processor": (manifest("needs", ["avx1024"]), "avx1024"),
-    "another format": (manifest("format", 2), "format"),
+    "another format": (manifest("format", 3), "format"),
     "a changed manifest": (
         lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text() + " "),
         "changed",
@@ -187,5 +216,5 @@ def test_no_python_is_in_the_process(running):
     ask(running, every_dtype.batch(2))
     with open(f"/proc/{running.process.pid}/maps") as file:
         mapped = {line.split()[-1].rsplit("/", 1)[-1] for line in file if "/" in line}
-    assert {"libtorch_cpu.so", "libfuncrec_operators.so", "libfuncrec_serving.so", "weights.bin"} <= mapped
+    assert {"libtorch_cpu.so", "libfuncrec_operators.so", "libfuncrec_serving.so", FILE} <= mapped
     assert not [name for name in mapped if "python" in name.lower()]

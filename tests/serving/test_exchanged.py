@@ -71,7 +71,7 @@ def test_cpp_takes_one_folder(two, built, folder):
 
 
 def test_python_takes_one_folder(two, folder, monkeypatch):
-    """If the folder is renamed between reading the index and the values, both come from the folder that was opened."""
+    """If the folder is renamed after its header is read, the header and the values come from the one opened."""
     paths, batch, right = two
     own, package = _weights.read_index, fr.load_package(folder)
 
@@ -113,8 +113,7 @@ def test_a_package_is_opened_whole(language, built, folder, tmp_path):
     shutil.rmtree(paths[1])
     other = fr.save_weights(tmp_path / "w", every_dtype.params(1), version="second")
     shutil.copytree(folder, paths[1])
-    for name in ("weights.bin", "weights.json"):
-        shutil.copy(other / name, paths[1] / name)
+    shutil.copy(other / _weights.FILE, paths[1] / _weights.FILE)
     with answers.Answers(built / "funcrec-answers", folder, 1, 1, 1) as running, going_on(lambda: take_name(*paths)):
         for _ in range(30):
             running.open(paths[0]) if language == "cpp" else fr.load_package(paths[0])

@@ -37,7 +37,7 @@ def test_processes_share_the_weights(built, folder):
         for process in (one, other):
             process.run(*asked)
         for process in (one, other):
-            held = mapping(process, "weights.bin")
+            held = mapping(process, "weights.safetensors")
             assert held["Rss"] > 0 and held["Private_Dirty"] == 0
             assert held["Pss"] <= 0.75 * held["Rss"]
-    assert sum(x.stat().st_size for x in folder.iterdir() if x.name != "weights.bin") < 5e6
+    assert sum(x.stat().st_size for x in folder.iterdir() if x.name != "weights.safetensors") < 5e6

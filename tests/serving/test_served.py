@@ -10,10 +10,11 @@ import time
 import numpy as np
 import pytest
 import torch
-from programs import answers, packages, serving
+from programs import answers, packages, serving, tensor_files
 
 import funcrec as fr
 from funcrec.history import ChangedRows
+from funcrec.serve._weights import FILE
 
 pytestmark = pytest.mark.xdist_group("serving")
 
@@ -101,15 +102,16 @@ STEP = fr.logged(
 
 def flipped(folder):
     """Flip one bit of the folder's weights."""
-    with open(folder / "weights.bin", "r+b") as file:
-        byte = file.read(4)[3]
-        file.seek(3)
+    with open(folder / FILE, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
         file.write(bytes([byte ^ 0x40]))
     return folder
 
 
 def test_weights_that_were_changed_are_refused(path, running, built, tmp_path):
-    """One flipped bit of weights.bin gives 400 for /reload, and the version stays. No server starts with it unless
+    """One flipped bit of the weights gives 400 for /reload, and the version stays. No server starts with it unless
     `checksums` is false."""
     before = running.ask("GET", "/healthz")[2]
     flipped(shutil.copytree(path.parent / "next", path.parent / "flipped"))
@@ -117,13 +119,13 @@ def test_weights_that_were_changed_are_refused(path, running, built, tmp_path):
     assert status == 400 and "was changed" in json.loads(body)["error"]["problem"]
     assert running.ask("GET", "/healthz")[2] == before
     copy = flipped(shutil.copytree(path, tmp_path / "copy"))
-    with pytest.raises(RuntimeError, match=r"weights.bin` was changed(?s:.*)got   CRC"):
+    with pytest.raises(RuntimeError, match=r"weights.safetensors` was changed(?s:.*)got   CRC"):
         serving.Server(built / "funcrec-serve", copy)
     with serving.Server(built / "funcrec-serve", copy, "--checksums", "false") as server:
         assert server.ask("GET", "/healthz")[0] == 200
 
 
-@pytest.mark.parametrize("name", ["a delta", "weights.json", "weights.bin"])
+@pytest.mark.parametrize("name", ["a delta", FILE])
 def test_what_is_no_file_blocks_nobody(path, running, name):
     """A pipe without a writer, where a file should be, gets 400 at once, and other updates go on."""
     folder, key = path.parent / f"pipe {name}", "path" if name == "a delta" else "weights"
@@ -148,16 +150,13 @@ def test_no_answer_has_a_path_of_the_servers(path, running, tmp_path):
     a link out of the folder of updates is refused."""
     folder, secret = path.parent / "wrong", shutil.copytree(path.parent / "next", tmp_path / "secret")
     wrong = {
-        "no index": lambda: (folder / "weights.json").unlink(),
-        "no values": lambda: (folder / "weights.bin").unlink(),
-        "cut off": lambda: os.truncate(folder / "weights.bin", 5),
-        "no JSON": lambda: (folder / "weights.json").write_text("{"),
-        "another index": lambda: (folder / "weights.json").write_text("{}"),
+        "no values": lambda: (folder / FILE).unlink(),
+        "cut off": lambda: os.truncate(folder / FILE, 5),
+        "no header": lambda: (folder / FILE).write_text("{"),
         "another program": lambda: (folder / "manifest.json").write_text('{"digest": "0"}'),
         "no manifest": lambda: (folder / "manifest.json").mkdir(),
         "changed": lambda: flipped(folder),
-        "led out": lambda: led(folder / "weights.bin", secret / "weights.bin"),
-        "index led out": lambda: led(folder / "weights.json", secret / "weights.json"),
+        "led out": lambda: led(folder / FILE, secret / FILE),
     }
     for name, change in wrong.items():
         shutil.rmtree(folder, ignore_errors=True)
@@ -166,7 +165,7 @@ def test_no_answer_has_a_path_of_the_servers(path, running, tmp_path):
         for where, key in (("/reload", "weights"), ("/delta", "path")):
             status, _, body = running.ask("POST", where, {key: "wrong"})
             assert status == 400 and str(path.parent) not in body.decode() and "/tmp" not in body.decode(), name
-        status, _, body = running.ask("POST", "/delta", {"path": "wrong/weights.json"})
+        status, _, body = running.ask("POST", "/delta", {"path": f"wrong/{FILE}"})
         assert status == 400 and "/tmp" not in body.decode(), name
     assert running.ask("POST", "/reload", {"weights": "next"})[0] == 200
 
@@ -235,8 +234,9 @@ def test_a_run_publishes_to_a_server(path, built, tmp_path):
     with start() as server:
         version = fr.update_server(f"http://127.0.0.1:{server.admin}", tmp_path / "published")
         assert version == max(right.keys() - {"first"}) and "step-4" in version
-        want = (tmp_path / version / "weights.bin").read_bytes()
-        assert answers.pages(server.process.pid)[: len(want)] == want
+        want = (tmp_path / version / FILE).read_bytes()
+        first = len(want) - len(tensor_files.parts(want)[1])  # before it, of which version the file was written
+        assert answers.pages(server.process.pid)[first : len(want)] == want[first:]
         assert fr.update_server(f"http://127.0.0.1:{server.admin}", tmp_path / "published") == version
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from funcrec.core import Problem, check, fail
 from funcrec.files import FileError, Header, Placed, check_crc, read_header, tensor_at, write_tensors, write_whole
 from funcrec.serve._json_forms import text_of
-from funcrec.serve._weights import DTYPES, STORED
+from funcrec.serve._weights import DTYPES, STORED, fail_damaged
 
 KIND, ALIGN = "funcrec delta 2", 8
 WHOLE, ROWS, VALUES = "whole/", "rows/", "values/"
@@ -45,7 +45,7 @@ def read_changes(
     """({parameter: what changes}, the version that it makes), all of the file held to what a package is."""
     data, wanted = _read(call, path), {p["name"]: p for p in params}
     try:
-        header = read_header(KIND, len(data), lambda at, n: bytes(data[at : at + n]), STORED)
+        header = read_header(KIND, len(data), lambda at, n: bytes(data[at : at + n]), ALIGN, STORED)
         check(call, place_problems(path, header.texts, digest, version))
         parts = _parts(header)
         check(call, form_problems(path, parts, wanted))
@@ -53,8 +53,7 @@ def read_changes(
         for n, p in header.tensors.items():
             check_crc(p, found[n])
     except FileError as error:
-        what, got, need = error.args
-        fail(call, f"`{path}` {what}.", got=got, need=need, hint=AGAIN)
+        fail_damaged(call, path, error, AGAIN)
     whole = lambda n: WHOLE + n in found
     changes = {n: Change(None if whole(n) else found[ROWS + n], found[(VALUES, WHOLE)[whole(n)] + n]) for n in parts}
     check(call, row_problems(path, changes, wanted))

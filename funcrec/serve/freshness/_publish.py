@@ -21,7 +21,7 @@ from funcrec.history import ChangedRows, Delta, Logged, delta
 from funcrec.mesh import Mesh, P, pmax, shard_map, unshard
 from funcrec.serve._manifest import MANIFEST
 from funcrec.serve._package import Package
-from funcrec.serve._weights import INDEX, write_weights
+from funcrec.serve._weights import FILE, write_weights
 from funcrec.serve.freshness._delta import changes_of, described, shared_problems
 from funcrec.serve.freshness._delta_file import write_file
 from funcrec.serve.freshness._lock import Hold
@@ -239,7 +239,7 @@ def folder_problems(folder: str | os.PathLike) -> Iterator[Problem]:
         first = next(x for x in (path, *path.parents) if os.path.lexists(x))
         if not first.is_dir():
             yield Problem("`folder` is a file's, or below one.", repr(str(first)), need, hint, NotADirectoryError)
-        elif any((path / x).exists() for x in (MANIFEST, INDEX)):
+        elif any((path / x).exists() for x in (MANIFEST, FILE)):
             need = "a folder of its own, which servers read as their updates"
             yield Problem("`folder` is a package's, or holds weights.", repr(str(path)), need, hint)
 

@@ -31,7 +31,7 @@ def written(tensors, texts=(), align=64):
 
 def read(data):
     """({name: tensor}, texts), every tensor held to its CRC."""
-    header = files.read_header(KIND, len(data), reader(data))
+    header = files.read_header(KIND, len(data), reader(data), 8)
     found = {n: files.tensor_at(bytearray(data), p) for n, p in header.tensors.items()}
     for n, p in header.tensors.items():
         files.check_crc(p, found[n])
@@ -79,8 +79,11 @@ def test_what_is_written_is_read(tensors, texts, align):
     found, told = read(data)
     assert bits(found) == bits(tensors) and list(found) == list(tensors)
     assert {n: told[n] for n in texts} == texts and len(told) == len(texts) + 3
-    header = files.read_header(KIND, len(data), reader(data))
-    assert all(p.offset % align == 0 for p in header.tensors.values() if p.nbytes)
+    header = files.read_header(KIND, len(data), reader(data), align)
+    for p in header.tensors.values():
+        if p.nbytes and p.offset % (2 * align):
+            with pytest.raises(files.FileError, match="a multiple of"):
+                files.read_header(KIND, len(data), reader(data), 2 * align)
 
 
 @given(contents(OFFICIAL), st.sampled_from([8, 64, 4096]))
@@ -107,7 +110,9 @@ def test_texts_may_come_at_the_end():
         files.finish(to, version=own)
         found, texts = read(file.getvalue())
         assert texts["version"] == own and bits(found) == bits(tensors)
-        assert places == list(files.read_header(KIND, len(file.getvalue()), reader(file.getvalue())).tensors.values())
+        assert places == list(
+            files.read_header(KIND, len(file.getvalue()), reader(file.getvalue()), 8).tensors.values()
+        )
 
 
 # -- refused -----------------------------------------------------------------------------------------------------
@@ -145,7 +150,7 @@ def test_another_format_is_told():
         if data[:1] == b"{":
             data = (100).to_bytes(8, "little") + data
         with pytest.raises(files.FileError) as error:
-            files.read_header(KIND, len(data), reader(data))
+            files.read_header(KIND, len(data), reader(data), 8)
         assert error.value.args == ("is of another format", "another beginning", KIND)
 
 
@@ -159,7 +164,7 @@ def test_lengths_are_held_to_the_file():
             return data[at : at + n]
 
         with pytest.raises(files.FileError, match="is cut off"):
-            files.read_header(KIND, len(data), read_at)
+            files.read_header(KIND, len(data), read_at, 8)
 
 
 OTHER = [None, True, -1, 0, 1, 3, 1.5, 1 << 40, 1 << 48, (1 << 48) + 1, 1 << 63, 10**30, "", "F32", "Q4", "U8", [],
@@ -229,14 +234,14 @@ def test_a_hostile_header_is_told(name):
     text, said = HOSTILE[name]
     data = tensor_files.sealed(text)
     with pytest.raises(files.FileError) as error:
-        files.read_header(KIND, len(data), reader(data))
+        files.read_header(KIND, len(data), reader(data), 8)
     assert said in error.value.said
 
 
 def test_padding_is_zeros():
     """Padding that is not zeros is refused, whatever CRCs the header has."""
     data = bytearray(written(SMALL))
-    header = files.read_header(KIND, len(data), reader(bytes(data)))
+    header = files.read_header(KIND, len(data), reader(bytes(data)), 8)
     data[header.tensors["é"].offset - 1] = 1
     with pytest.raises(files.FileError, match="bytes between its tensors"):
-        files.read_header(KIND, len(data), reader(bytes(data)))
+        files.read_header(KIND, len(data), reader(bytes(data)), 8)

@@ -21,9 +21,7 @@ def write(kind, path):
 
 
 def is_there(kind, path):
-    return (
-        bool(fr.load(path)) if kind == "file" else {x.name for x in path.iterdir()} == {"weights.bin", "weights.json"}
-    )
+    return bool(fr.load(path)) if kind == "file" else [x.name for x in path.iterdir()] == ["weights.safetensors"]
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -48,7 +46,7 @@ def test_what_killed_writers_left_goes(writer, tmp_path):
     names["file"].write_bytes(b"1")
     for n in ("folder", "young", "held"):
         names[n].mkdir()
-        (names[n] / "weights.bin").write_bytes(b"1")
+        (names[n] / "weights.safetensors").write_bytes(b"1")
     long_ago = time.time() - 2 * _whole_file.STALE_S
     for n in ("file", "folder", "held"):
         os.utime(names[n], (long_ago, long_ago))

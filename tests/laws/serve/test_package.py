@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import packages
+from programs import packages, tensor_files
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import funcrec as fr
+from funcrec.files import Folder
 from funcrec.serve import _export, _manifest
+from funcrec.serve._weights import FILE, read_index
 
 # compiled once
 pytestmark = pytest.mark.xdist_group("packages")
@@ -78,7 +80,7 @@ def test_raw_rows_are_encoded_as_in_training(package):
 def test_the_manifest_tells_what_is_read(package, path):
     """The manifest lists inputs, outputs, tables with their parameters, and the rows for each column."""
     found = package.manifest
-    assert found == json.loads((path / "manifest.json").read_text()) and found["format"] == 1
+    assert found == json.loads((path / "manifest.json").read_text()) and found["format"] == 2
     assert [x["name"] for x in found["inputs"]] == ["dense", "values", "offsets", "weights"]
     assert found["inputs"][0]["shape"] == ["B", 3] and found["inputs"][2]["shape"] == ["F*B+1"]
     assert found["outputs"] == [
@@ -115,7 +117,7 @@ def test_what_is_compiled_lies_apart(path):
 def test_a_package_is_small_and_opens_fast(path):
     """Without its weights a package is below 5 MB; opening it, with the weights read once, takes at most 50 ms of
     CPU."""
-    assert sum(x.stat().st_size for x in path.iterdir() if x.name != "weights.bin") < 5e6
+    assert sum(x.stat().st_size for x in path.iterdir() if x.name != FILE) < 5e6
     took = []
     for _ in range(3):
         before = time.process_time()
@@ -173,27 +175,30 @@ def test_weights_are_exchanged_while_others_call(path, tmp_path):
 def test_weights_are_nobodys_to_write(path):
     """A write to `params` changes no output, no other package and no file."""
     package, batch = fr.load_package(path), packages.batch(3)
-    want, before = package(batch), (path / "weights.bin").read_bytes()
+    want, before = package(batch), (path / FILE).read_bytes()
     for x in package.params.values():
         x.zero_()
     same(package(batch), want)
     same(fr.load_package(path)(batch), want)
-    assert (path / "weights.bin").read_bytes() == before
+    assert (path / FILE).read_bytes() == before
     assert all(
         torch.equal(x, y) for x, y in zip(package.params.values(), fr.load_package(path).params.values(), strict=True)
     )
 
 
+def version_of(folder):
+    return read_index("test", Folder(folder))[1].texts["version"]
+
+
 def test_versions_are_names_of_values(tmp_path):
     """Without an explicit version, equal values get one version name, and different values another."""
-    version = lambda n, x: json.loads((fr.save_weights(tmp_path / n, {"w": x}) / "weights.json").read_text())["version"]
+    version = lambda n, x: version_of(fr.save_weights(tmp_path / n, {"w": x}))
     assert version("a", torch.ones(3)) == version("b", torch.ones(3)) != version("c", torch.zeros(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
 def test_weights_of_every_dtype_and_shape_come_back(dtype, tmp_path):
     """Weights written by save_weights are mapped bit for bit: views, scalars, tensors without elements."""
-    from funcrec.files import Folder
     from funcrec.serve._weights import named, read_weights, signature
 
     given = {
@@ -232,7 +237,7 @@ def test_weights_are_replaced_whole(tmp_path):
     with pytest.raises(FileExistsError, match="is there already"):
         fr.save_weights(first, {"w": torch.zeros(3)})
     fr.save_weights(first, {"w": torch.zeros(3)}, version="second", overwrite=True)
-    assert json.loads((first / "weights.json").read_text())["version"] == "second"
+    assert version_of(first) == "second"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")
     with pytest.raises(FileExistsError, match="holds something else"):
@@ -260,6 +265,20 @@ def flipped(file, at):
     return flip
 
 
+def retold(key, value):
+    """Change a text of the weights, or remove it, and write the right CRCs."""
+
+    def change(content, _):
+        content["__metadata__"] |= {key: value}
+        content["__metadata__"] = {k: x for k, x in content["__metadata__"].items() if x is not None}
+
+    def write(folder):
+        path = folder / FILE
+        path.write_bytes(tensor_files.changed(path.read_bytes(), change, 4096))
+
+    return write
+
+
 def rewritten(**changes):
     """Change entries of the manifest, and give it the right digest."""
 
@@ -276,7 +295,7 @@ DAMAGES = {
     "half a manifest": (cut("manifest.json", 40), "is damaged"),
     "a changed manifest": (edited("manifest.json", '"max_batch": 4096', '"max_batch": 8192'), "was changed"),
     "rows": (edited("manifest.json", '"rows": 50', '"rows": 51'), "was changed"),
-    "another format": (rewritten(format=2), "another format"),
+    "another format": (rewritten(format=3), "another format"),
     "another torch": (rewritten(torch="2.9.1"), "another torch"),
     "another processor": (rewritten(needs=["avx2", "avx9"]), "lacks"),
     "another program's manifest": (rewritten(max_batch=8192), "is not the manifest's program"),
@@ -284,14 +303,15 @@ DAMAGES = {
     "half a program": (cut("model.pt2", 9), "`.*model.pt2` was changed"),
     "no program": (lambda p: (p / "model.pt2").unlink(), "`.*model.pt2` was changed"),
     "a changed encoding": (flipped("encoding.frc", 50), "`.*encoding.frc` was changed"),
-    "no weights": (lambda p: (p / "weights.bin").unlink(), "is cut off"),
-    "half the weights": (cut("weights.bin", 100), "is cut off"),
-    "a changed weight": (flipped("weights.bin", 4097), "was changed, in"),
-    "no index": (lambda p: (p / "weights.json").unlink(), "has no weights"),
-    "half an index": (cut("weights.json", 30), "is damaged"),
-    "a changed index": (edited("weights.json", '"version": "first"', '"version": "third"'), "was changed"),
+    "no weights": (lambda p: (p / FILE).unlink(), "has no weights"),
+    "half the weights": (cut(FILE, 100), "is cut off"),
+    "more weights": (lambda p: (p / FILE).write_bytes((p / FILE).read_bytes() + b"1"), "goes on past its end"),
+    "a changed weight": (flipped(FILE, -1), "was changed, in"),
+    "a changed header": (flipped(FILE, 100), "was changed"),
+    "another kind of weights": (retold("format", "funcrec weights 9"), "is of another format"),
+    "no version": (retold("version", None), "is damaged"),
     "weights of another model": (
-        lambda p: shutil.copy(fr.save_weights(p.parent / "o", {"w": torch.ones(2)}) / "weights.json", p),
+        lambda p: shutil.copy(fr.save_weights(p.parent / "o", {"w": torch.ones(2)}) / FILE, p),
         "other parameters",
     ),
 }  # fmt: skip
@@ -316,7 +336,7 @@ def test_a_swap_that_fails_changes_nothing(path, tmp_path):
     bad = [fr.save_weights(tmp_path / "a", {"w": torch.ones(2)}), fr.save_weights(tmp_path / "b", other)]
     bad.append(fr.save_weights(tmp_path / "c", packages.params(1).to(torch.float64)))
     bad.append(fr.save_weights(tmp_path / "d", packages.params(1)))
-    flipped("weights.bin", 4100)(bad[-1])
+    flipped(FILE, -4)(bad[-1])
     for folder in bad:
         with pytest.raises(ValueError, match=r"other parameters|was changed"):
             package.swap(folder)
