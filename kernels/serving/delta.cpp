@@ -31,47 +31,34 @@ struct Change {
   }
 };
 
-// What the file has of each parameter, by the beginnings of its tensors' names, in the order of the first ones.
-struct Parts {
-  std::string name;
-  const Placed *whole = nullptr, *rows = nullptr, *values = nullptr;
-};
-
-std::vector<Parts> parts_of(const std::string& path, const std::vector<Placed>& found) {
-  std::vector<Parts> out;
-  std::map<std::string, size_t> places;
+// Each tensor of the file is a parameter, whole, or rows of it, or as many values; no parameter is both.
+std::vector<Change> changes_of(const std::string& path, const std::vector<Placed>& found, const std::vector<Placed>& params, const char* bytes) {
+  std::map<std::string, const Placed*> named;
+  for (const Placed& p : found) named[p.spec.name] = &p;
+  std::vector<Change> out;
   for (const Placed& p : found) {
-    const std::string part = p.spec.name.substr(0, p.spec.name.find('/') + 1), name = p.spec.name.substr(part.size());
-    const size_t at = places.emplace(name, out.size()).first->second;
-    if (at == out.size()) out.push_back({name});
-    const Placed** own = part == WHOLE ? &out[at].whole : part == ROWS ? &out[at].rows : part == VALUES ? &out[at].values : nullptr;
-    if (!own) throw Bad("`" + path + "` has other parameters.", p.spec.name, WHOLE + ", " + ROWS + " or " + VALUES + " and a parameter");
-    *own = &p;
+    const std::string name = p.spec.name.substr(std::min(p.spec.name.find('/'), p.spec.name.size() - 1) + 1);
+    const auto param = std::find_if(params.begin(), params.end(), [&](const Placed& own) { return own.spec.name == name; });
+    if (param == params.end()) throw Bad("`" + path + "` has other parameters.", p.spec.name, "parameters of the package");
+    const auto& [_, dtype, shape] = param->spec;
+    const Placed *whole = named[WHOLE + name], *rows = named[ROWS + name], *values = named[VALUES + name];
+    const int64_t height = shape.empty() ? 1 : shape[0], row_bytes = height ? param->nbytes / height : 0;
+    const int64_t count = rows && rows->spec.shape.size() == 1 ? rows->spec.shape[0] : -1;
+    std::vector<int64_t> own_shape = shape;
+    if (!whole && !shape.empty()) own_shape[0] = count;
+    const auto is_form = [&](const Placed* x) { return x && x->spec.dtype == dtype && x->spec.shape == own_shape; };
+    if (whole == &p && !rows && !values && is_form(whole)) {
+      out.push_back({&*param, true, height, row_bytes, nullptr, bytes + p.offset});
+    } else if (whole || (rows != &p && values != &p) || shape.empty() || count < 0 || rows->spec.dtype != DType::i64 || !is_form(values)) {
+      throw Bad("`" + path + "` has other parameters.", text_of(p.spec) + " as " + p.spec.name, text_of(param->spec) + ", whole, or rows i64[n] and their values");
+    } else if (rows == &p) {
+      out.push_back({&*param, false, count, row_bytes, bytes + p.offset, bytes + values->offset});
+      for (int64_t i = 0; i < count; i++)
+        if (const int64_t r = out.back().row(i); r < 0 || r >= height || (i && r <= out.back().row(i - 1)))
+          throw Bad("`" + path + "` has rows that " + name + " has not.", "row " + std::to_string(r), "ascending, each once, 0 to " + std::to_string(height - 1));
+    }
   }
   return out;
-}
-
-bool is_form(const Placed* p, DType dtype, const std::vector<int64_t>& shape) { return p && p->spec.dtype == dtype && p->spec.shape == shape; }
-
-Change change_of(const std::string& path, const Parts& parts, const std::vector<Placed>& params, const char* bytes) {
-  const auto at = std::find_if(params.begin(), params.end(), [&](const Placed& p) { return p.spec.name == parts.name; });
-  if (at == params.end()) throw Bad("`" + path + "` has other parameters.", parts.name, "a parameter of the package");
-  const auto& [name, dtype, shape] = at->spec;
-  const int64_t height = shape.empty() ? 1 : shape[0], row_bytes = height ? at->nbytes / height : 0;
-  if (!parts.rows && !parts.values && is_form(parts.whole, dtype, shape))
-    return {&*at, true, height, row_bytes, nullptr, bytes + parts.whole->offset};
-  const int64_t count = parts.rows && parts.rows->spec.shape.size() == 1 ? parts.rows->spec.shape[0] : -1;
-  std::vector<int64_t> of_values = shape;
-  if (!shape.empty()) of_values[0] = count;
-  if (parts.whole || shape.empty() || count < 0 || !is_form(parts.rows, DType::i64, {count}) || !is_form(parts.values, dtype, of_values))
-    throw Bad("`" + path + "` has other parameters.", name + " in another form", text_of(at->spec) + ", whole, or rows i64[n] and their values");
-  const Change change{&*at, false, count, row_bytes, bytes + parts.rows->offset, bytes + parts.values->offset};
-  for (int64_t i = 0; i < count; i++) {
-    const int64_t r = change.row(i);
-    if (r < 0 || r >= height || (i && r <= change.row(i - 1)))
-      throw Bad("`" + path + "` has rows that " + name + " has not.", "row " + std::to_string(r), "ascending, each once, 0 to " + std::to_string(height - 1));
-  }
-  return change;
 }
 
 // The pages of this process's own that a write to [data, data + size) is going to need: the values stay, and what has no room, or a file
@@ -125,8 +112,7 @@ void Weights::apply(const File& file, const Manifest& manifest, const std::funct
   if (made_for != manifest.digest) throw Bad("`" + path + "` is of another package.", made_for, manifest.digest);
   if (from != version) throw Bad("`" + path + "` is not the next delta.", "from " + from + " to " + to, "from " + version + ", the version that runs");
   for (const Placed& p : header.tensors) check_crc(path, p, content.data() + p.offset);
-  std::vector<Change> changes;
-  for (const Parts& p : parts_of(path, header.tensors)) changes.push_back(change_of(path, p, tensors(), content.data()));
+  const auto changes = changes_of(path, header.tensors, tensors(), content.data());
   // write(to, from, size) for each piece of the weights that changes, in the order of their addresses within a tensor.
   const auto each = [&](auto&& write) {
     for (const Change& c : changes) {

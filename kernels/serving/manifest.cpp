@@ -11,25 +11,20 @@
 namespace funcrec::serving {
 namespace {
 
-constexpr int64_t FORMAT = 2, PAGE = 4096, MOST = int64_t(1) << 48;  // no size is larger
+constexpr int64_t FORMAT = 2, PAGE = 4096;
 constexpr int64_t ANY_ROW = std::numeric_limits<int64_t>::max();  // the rows of a column that is hashed, or not looked up
 constexpr size_t DIGITS = 64;
 const std::string WEIGHTS = "funcrec weights 2";
 
-struct Named { const char *python, *brief; DType dtype; int64_t bytes; };
+struct Named { const char *python, *brief, *stored; DType dtype; int64_t bytes; };
 constexpr Named DTYPES[] = {
-    {"uint8", "u8", DType::u8, 1}, {"int8", "i8", DType::i8, 1}, {"int16", "i16", DType::i16, 2}, {"int32", "i32", DType::i32, 4},
-    {"int64", "i64", DType::i64, 8}, {"float16", "f16", DType::f16, 2}, {"bfloat16", "bf16", DType::bf16, 2}, {"float32", "f32", DType::f32, 4},
-    {"float64", "f64", DType::f64, 8}, {"bool", "bool", DType::boolean, 1}};
+    {"uint8", "u8", "U8", DType::u8, 1}, {"int8", "i8", "I8", DType::i8, 1}, {"int16", "i16", "I16", DType::i16, 2},
+    {"int32", "i32", "I32", DType::i32, 4}, {"int64", "i64", "I64", DType::i64, 8}, {"float16", "f16", "F16", DType::f16, 2},
+    {"bfloat16", "bf16", "BF16", DType::bf16, 2}, {"float32", "f32", "F32", DType::f32, 4}, {"float64", "f64", "F64", DType::f64, 8},
+    {"bool", "bool", "BOOL", DType::boolean, 1}};
 
 const Named& named(DType dtype) {
   return *std::find_if(std::begin(DTYPES), std::end(DTYPES), [&](const Named& n) { return n.dtype == dtype; });
-}
-
-DType dtype_of(const Entry& e) {
-  const std::string name = e.text();
-  for (const Named& n : DTYPES) if (name == n.python) return n.dtype;
-  e.fail('"' + name + '"', "a dtype that packages have");
 }
 
 std::vector<int64_t> shape_of(const Entry& e) {
@@ -267,6 +262,12 @@ Index read_index(const File& file, const Manifest& manifest) {
 
 int64_t size_of(DType dtype) { return named(dtype).bytes; }
 
+DType dtype_of(const Entry& e, bool stored) {
+  const std::string name = e.text();
+  for (const Named& n : DTYPES) if (name == (stored ? n.stored : n.python)) return n.dtype;
+  e.fail('"' + name + '"', "a dtype that packages have");
+}
+
 std::string text_of(const Spec& spec) {
   std::string out = named(spec.dtype).brief;
   for (size_t i = 0; i < spec.shape.size(); i++) {
@@ -274,6 +275,17 @@ std::string text_of(const Spec& spec) {
     out += (i ? ", " : "[") + (n == BAGS ? "B" : n == IDS ? "N" : n == OFFSETS ? "F*B+1" : std::to_string(n));
   }
   return out + (spec.shape.empty() ? "[]" : "]");
+}
+
+int64_t bytes_of(const Spec& spec) {
+  int64_t bytes = size_of(spec.dtype);
+  if (std::find(spec.shape.begin(), spec.shape.end(), 0) != spec.shape.end()) return 0;
+  for (int64_t n : spec.shape) {
+    if (n < 0) throw Bad("a parameter has no size of its own.", spec.name + " " + text_of(spec), "numbers");
+    if (bytes > MOST / n) throw Bad("a tensor is too large.", spec.name + " " + text_of(spec), std::to_string(MOST) + " bytes or less");
+    bytes *= n;
+  }
+  return bytes;
 }
 
 }  // namespace funcrec::serving

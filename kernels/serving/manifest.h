@@ -51,6 +51,9 @@ void check_same_program(const Folder& folder, const Manifest& manifest);
 // The header of weights: the tensors in the manifest's order, of its dtypes and shapes.
 Index read_index(const File& file, const Manifest& manifest);
 
-std::string text_of(const Spec& spec);  // f32[B, 13]
+constexpr int64_t MOST = int64_t(1) << 48;            // no size is larger
+DType dtype_of(const Entry& e, bool stored = false);  // stored: by the name that files of tensors have for it
+std::string text_of(const Spec& spec);                // f32[B, 13]
+int64_t bytes_of(const Spec& spec);                   // of one without sizes that a request chooses
 
 }  // namespace funcrec::serving

@@ -4,19 +4,16 @@
 #include <boost/json.hpp>
 #include <cstdio>
 #include <cstring>
-#include <optional>
 #include <string_view>
 
 #include "digest.h"
+#include "manifest.h"
 
 namespace funcrec::serving {
 namespace {
 
-constexpr int64_t HEAD = 8, DIGITS = 8, MOST = int64_t(1) << 48;  // bytes of the length; digits of a CRC; no size is larger
+constexpr int64_t HEAD = 8, DIGITS = 8;  // bytes of the length; digits of a CRC
 constexpr std::string_view PADDING = "__padding__", TEXTS = "__metadata__";
-constexpr std::pair<std::string_view, DType> DTYPES[] = {
-    {"U8", DType::u8}, {"I8", DType::i8}, {"I16", DType::i16}, {"I32", DType::i32}, {"I64", DType::i64}, {"F16", DType::f16},
-    {"BF16", DType::bf16}, {"F32", DType::f32}, {"F64", DType::f64}, {"BOOL", DType::boolean}};
 
 std::string digits(uint32_t crc) {
   char out[DIGITS + 1];
@@ -26,39 +23,14 @@ std::string digits(uint32_t crc) {
 
 bool is_padding(const Placed& p) { return p.spec.name.starts_with(PADDING); }
 
-const boost::json::value* entry(const boost::json::object& from, const char* key) { return from.if_contains(key); }
-
-std::optional<std::vector<int64_t>> sizes(const boost::json::value* x) {
-  if (!x || !x->is_array()) return {};
-  std::vector<int64_t> out;
-  for (const auto& n : x->as_array()) {
-    if (!n.is_int64() || n.as_int64() < 0 || n.as_int64() > MOST) return {};
-    out.push_back(n.as_int64());
-  }
-  return out;
-}
-
-// Whether a tensor of this shape has so many bytes.
-bool has_bytes(const Spec& spec, int64_t bytes) {
-  if (std::find(spec.shape.begin(), spec.shape.end(), 0) != spec.shape.end()) return bytes == 0;
-  int64_t n = size_of(spec.dtype);
-  for (int64_t size : spec.shape) {
-    if (n > MOST / size) return false;
-    n *= size;
-  }
-  return n == bytes;
-}
-
-std::optional<Placed> placed(const std::string& name, const boost::json::value& x) {
-  if (!x.is_object() || x.as_object().size() != 3) return {};
-  const boost::json::value* dtype = entry(x.as_object(), "dtype");
-  const auto shape = sizes(entry(x.as_object(), "shape")), at = sizes(entry(x.as_object(), "data_offsets"));
-  if (!dtype || !dtype->is_string() || !shape || !at || at->size() != 2) return {};
-  const std::string_view text = dtype->as_string();
-  const auto known = std::find_if(std::begin(DTYPES), std::end(DTYPES), [&](const auto& own) { return own.first == text; });
-  if (known == std::end(DTYPES)) return {};
-  Placed out{{name, known->second, *shape}, (*at)[0], (*at)[1] - (*at)[0], 0};
-  if (!has_bytes(out.spec, out.nbytes)) return {};
+Placed placed(const std::string& name, const Entry& e) {
+  const auto shape = e["shape"].items(), at = e["data_offsets"].items();
+  if (e.size() != 3 || at.size() != 2) e.fail("other entries", "dtype, shape and data_offsets");
+  Placed out;  // not one initializer: g++ 12 destroys `spec` twice where a number after it throws
+  out.spec.name = name, out.spec.dtype = dtype_of(e["dtype"], true);
+  for (const Entry& n : shape) out.spec.shape.push_back(n.number(0, MOST));
+  out.offset = at[0].number(0, MOST), out.nbytes = at[1].number(0, MOST) - out.offset;
+  if (out.nbytes != bytes_of(out.spec)) e.fail("other bytes", "those of its shape");
   return out;
 }
 
@@ -79,17 +51,18 @@ Header read_header(const std::string& path, const std::string& kind, int64_t siz
   boost::system::error_code error;
   const auto value = boost::json::parse(text, error);
   if (error) bad("is damaged", "a header that is not JSON", "the file as it was written");
+  const auto other_texts = [&] { bad("is damaged", "other texts", "texts, and a CRC for each tensor"); };
   Header out;
-  bool are_texts = true;
   for (const auto& [key, x] : value.as_object()) {
-    if (key != TEXTS) {
-      auto own = placed(std::string(key), x);
-      if (!own) bad("is damaged", "a tensor that cannot be, " + std::string(key), "a dtype, a shape and a place of its size");
-      out.tensors.push_back(std::move(*own));
-    } else if ((are_texts = x.is_object())) {
-      for (const auto& [name, own] : x.as_object())
-        if (own.is_string()) out.texts[std::string(name)] = std::string(own.as_string());
-        else are_texts = false;
+    const std::string name = key;
+    if (name != TEXTS) try {
+      out.tensors.push_back(placed(name, Entry(path, x)));
+    } catch (const Bad&) {
+      bad("is damaged", "a tensor that cannot be, " + name, "a dtype, a shape and a place of its size");
+    } else if (!x.is_object()) other_texts();
+    else for (const auto& [text_name, own] : x.as_object()) {
+      if (!own.is_string()) other_texts();
+      out.texts[text_name] = own.as_string();
     }
   }
   std::stable_sort(out.tensors.begin(), out.tensors.end(), [](const Placed& a, const Placed& b) { return std::pair(a.offset, a.nbytes) < std::pair(b.offset, b.nbytes); });
@@ -106,9 +79,8 @@ Header read_header(const std::string& path, const std::string& kind, int64_t siz
     if (is_padding(p) && read(p.offset, p.nbytes).find_first_not_of('\0') != std::string::npos) bad("was changed", "bytes between its tensors", "zeros");
   }
   std::erase_if(out.tensors, is_padding);
-  const std::string crcs = out.texts["crc32s"];
-  if (!are_texts || crcs.size() != DIGITS * out.tensors.size() || crcs.find_first_not_of("0123456789abcdef") != std::string::npos)
-    bad("is damaged", "other texts", "texts, and a CRC for each tensor");
+  const std::string crcs = out.texts.contains("crc32s") ? out.texts.at("crc32s") : "none";
+  if (crcs.size() != DIGITS * out.tensors.size() || crcs.find_first_not_of("0123456789abcdef") != std::string::npos) other_texts();
   for (size_t i = 0; i < out.tensors.size(); i++) out.tensors[i].crc32 = uint32_t(std::stoul(crcs.substr(DIGITS * i, DIGITS), nullptr, 16));
   return out;
 }

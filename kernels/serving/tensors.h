@@ -12,8 +12,8 @@ namespace funcrec::serving {
 // A tensor in a file: `offset` bytes from its beginning.
 struct Placed {
   Spec spec;
-  int64_t offset, nbytes;
-  uint32_t crc32;
+  int64_t offset = 0, nbytes = 0;
+  uint32_t crc32 = 0;
 };
 
 // The tensors of a file in their order, and its texts.
