@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcrec.checkpoint._asynchronous import Saving, finish, go_on, num_live, ranks_beside, settle
 from funcrec.checkpoint._folder import Files, fail_if_manifest, fail_without_manifest, is_folder, read_manifest
-from funcrec.checkpoint._format import read_header
+from funcrec.checkpoint._format import read_index
 from funcrec.checkpoint._job import copy_problems, copy_rest, job_of, step_problems
 from funcrec.checkpoint._place import Reader, Target, axes_of, device_of, place_of, placed, target_problems
 from funcrec.checkpoint._rank_parts import is_of_ranks, ranks_of
@@ -115,7 +115,7 @@ def load(
     dense_axes: Sequence[str] = (),
     mmap: bool = False,
 ) -> Any:
-    """Read what `save` wrote, a file or a folder, in this or an older format.
+    """Read what `save` wrote, a file or a folder.
 
     Args:
       like: a tree to compare with; the error lists every path whose kind, shape or dtype differs, or that only one has.
@@ -131,7 +131,7 @@ def load(
         (`optim.accumulate`).
       mmap: tensors on the CPU use the file's memory, which the system may drop and read again; writes to them stay in
         this process. Not allowed with a plan, because ranks then read parts. Every byte is read once, to check its CRC.
-        A tensor that lies in several files, or in a file of an older format, is read as without `mmap`.
+        A tensor that lies in several files is read as without `mmap`.
 
     Raises:
       ValueError: if a file is truncated, damaged (a CRC covers every byte) or no checkpoint, or the tree differs from
@@ -225,7 +225,7 @@ def read_folder(path: Path, target: Target | None, place: torch.device | None, m
 def read_file(path: Path, target: Target | None, place: torch.device | None, mmap: bool) -> Any:
     with open_file(LOAD, path) as file:
         try:
-            leaves, code = read_header(file)
+            leaves, code = read_index(file)
             return made(leaves, code, Reader(lambda block, x: file, device_of(place), {} if mmap else None), target)
         except (CodeError, RecursionError) as error:
             damaged(path, error)

@@ -21,25 +21,14 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.checkpoint._format import (
-    Block,
-    Stored,
-    append,
-    begin,
-    block_name,
-    check_tensor,
-    finish,
-    grid_of,
-    is_size,
-    read_header,
-)
+from funcrec.checkpoint._format import Block, Stored, block_name, check_tensor, grid_of, is_size, read_index, write_file
 from funcrec.checkpoint._rank_parts import Writers, whole_parts
 from funcrec.checkpoint._tree_json import DTYPES, CodeError, Cut, Encoded, decode, encode, show
 from funcrec.core import fail
 from funcrec.files import STALE_S, flush, open_file, raise_os, write_whole
 
 MANIFEST = "manifest"
-FORMAT = "funcrec folder 1"
+FORMAT = "funcrec folder 2"
 OURS = re.compile(r"rank-\d+-of-\d+-[0-9a-f]{16}")
 STEP = re.compile(r"step-(\d{10,})")  # one of the checkpoints that `keep` keeps
 BLOCK_BYTES = 1 << 24  # bytes that are read, and checked against their CRC, for one row in them
@@ -85,18 +74,6 @@ def whole_pieces(leaves: Sequence[Tensor]) -> list[Piece]:
     return [Piece(i, 0, 0, x, str(x.device)) for i, x in enumerate(leaves)]
 
 
-def write_file(file: BinaryIO, code: Any, pieces: list[Piece], wrote: Callable[[], None]) -> list[tuple[int, int]]:
-    """Write the pieces; return (offset, CRC) of each. Each is dropped after it is written, and `wrote` is called."""
-    writer, places = begin(file), []
-    while pieces:
-        p = pieces.pop(0)
-        places.append(append(writer, p.rows, p.device))
-        del p
-        wrote()
-    finish(writer, code)
-    return places
-
-
 def file_name(rank: int, size: int, token: str) -> str:
     return f"rank-{rank}-of-{size}-{token}"
 
@@ -105,8 +82,9 @@ def write_rank(call: str, path: Path, pieces: Sequence[Piece], names: Sequence[s
     """Write a rank's file, flushed; return [its name, its bytes, its blocks] in types that JSON has."""
     blocks = [[p.leaf, p.first, p.first_column, p.rows.shape[0], p.rows[:1].numel()] for p in pieces]
     label = lambda leaf, a, b, n, width: f"{names[leaf]}[{a}:{a + n}, {b}:{b + width}]"
-    code, places = ["dict", [[label(*b), ["tensor"]] for b in blocks]], []
-    write_whole(call, path, lambda file: places.extend(write_file(file, code, pieces, wrote)))
+    labels, places = [label(*b) for b in blocks], []
+    code = ["dict", [[n, ["tensor"]] for n in labels]]
+    write_whole(call, path, lambda file: places.extend(write_file(file, code, labels, pieces, wrote)))
     return [
         path.name,
         path.stat().st_size,
@@ -133,7 +111,7 @@ def write_manifest(call: str, folder: Path, tree: Any, heads: Sequence[list], wr
     content = {"files": [[name, size] for name, size, _ in written], "tensors": leaves, "tree": tree}
     code, _, _ = encode({"format": FORMAT, "manifest": json.dumps(content, separators=(",", ":"))}, "manifest")
     old = files_of(folder)
-    write_whole(call, folder / MANIFEST, lambda file: write_file(file, code, [], lambda: None))
+    write_whole(call, folder / MANIFEST, lambda file: write_file(file, code, [], [], lambda: None))
     for name in old - {name for name, _, _ in written}:
         with contextlib.suppress(OSError):
             os.unlink(folder / name)
@@ -202,7 +180,7 @@ def read_manifest(call: str, folder: Path) -> Manifest:
       OSError: if it cannot be read.
     """
     with open_file(call, folder / MANIFEST) as file:
-        none, code = read_header(file)
+        none, code = read_index(file)
     tree = decode(code, iter(()))
     if none or not isinstance(tree, dict) or tree.get("format") != FORMAT or not isinstance(tree.get("manifest"), str):
         raise CodeError("a manifest that save did not write")
@@ -300,7 +278,7 @@ class Files(NamedTuple):
                 raise CodeError(f"{label}, which has {size:,} bytes and not {self.sizes[name]:,}")
             if name not in self.checked:
                 try:
-                    read_header(file)
+                    read_index(file)
                 except CodeError as error:
                     raise CodeError(f"{label}, which is {error}") from None
                 self.checked.add(name)

@@ -1,16 +1,12 @@
-"""The one-file format: tensors and a tree in a file, every byte of which is under a CRC.
-
-    MAGIC | the bytes of every tensor, each from a multiple of ALIGN on | header, JSON: dtype, shape,
-    device and CRC of each, and the tree | its length and CRC
+"""The one-file checkpoint: a file of named tensors, the last of them the tree, as JSON in UTF-8.
 
 Nothing in a file is run, and all sizes are held against the file's before memory is asked for.
 """
 
 import json
 import os
-import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,27 +14,13 @@ import torch
 from torch import Tensor
 
 from funcrec.checkpoint._tree_json import DTYPES, CodeError, show
-from funcrec.core import fail, short_dtype
-from funcrec.files import CHUNK, chunks, crc_of, write_bytes
+from funcrec.core import fail
+from funcrec.files import CHUNK, HEAD, FileError, Placed, beginning, chunks, crc_of, read_header, write_tensors
 from funcrec.kernels.memory import empty_table
 
-ALIGN = 64  # bytes: a mapped tensor lies as one of the allocator's does
-MAGIC = b"funcrec checkpoint 3".ljust(ALIGN - 1) + b"\n"
-FOOTER = struct.Struct("<QI")  # the header's length in bytes, and its CRC
+KIND, ALIGN = "funcrec checkpoint 4", 64  # bytes: a mapped tensor lies as one of the allocator's does
+TREE = "__tree__"
 MAX_SIZE = 2**63
-
-
-class Entry(NamedTuple):
-    """A tensor in the header."""
-
-    dtype: str
-    shape: list[int]
-    device: str
-    crc: int
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class Block(NamedTuple):
@@ -85,89 +67,64 @@ def grid_of(shape: Sequence[int]) -> tuple[int, int]:
 # -- writing -----------------------------------------------------------------------------------------------------
 
 
-class Writer(NamedTuple):
-    """A file that is being written; entries: of the tensors that are there."""
+def write_file(
+    file: BinaryIO, code: Any, names: Sequence[str], pieces: list[Any], wrote: Callable[[], None]
+) -> list[tuple[int, int]]:
+    """(where it begins, CRC) of each piece, which is let go of then; `wrote` is called after each."""
+    content = {"devices": [p.device for p in pieces], "tree": code}
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    tree = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    specs = [(n, p.rows.dtype, p.rows.shape) for n, p in zip(names, pieces, strict=True)]
 
-    file: BinaryIO
-    entries: list[Entry]
+    def tensors() -> Iterator[Tensor]:
+        while pieces:
+            yield pieces.pop(0).rows
+            wrote()
+        yield tree
 
-
-def begin(file: BinaryIO) -> Writer:
-    file.write(MAGIC)
-    return Writer(file, [])
-
-
-def append(to: Writer, x: Tensor, device: str) -> tuple[int, int]:
-    """Write a tensor that is from a device: where it begins, and its CRC."""
-    to.file.write(bytes(-to.file.tell() % ALIGN))
-    at, crc = to.file.tell(), write_bytes(to.file, x)
-    to.entries.append(Entry(str(x.dtype).removeprefix("torch."), list(x.shape), device, crc))
-    return at, crc
-
-
-def finish(to: Writer, code: Any) -> None:
-    text = json.dumps({"tensors": to.entries, "tree": code}, ensure_ascii=False, separators=(",", ":"))
-    header = text.encode("utf-8", "surrogatepass")
-    to.file.write(header)
-    to.file.write(FOOTER.pack(len(header), zlib.crc32(header)))
+    places = write_tensors(file, KIND, [*specs, (TREE, tree.dtype, tree.shape)], tensors(), {}, ALIGN)
+    return [(p.offset, p.crc) for p in places[:-1]]
 
 
 # -- reading -----------------------------------------------------------------------------------------------------
 
 
-def read_header(file: BinaryIO) -> tuple[list[Stored], Any]:
+def is_checkpoint(file: BinaryIO) -> bool:
+    """Whether a file begins as one."""
+    file.seek(HEAD)
+    start = beginning(KIND)
+    return file.read(len(start)) == start
+
+
+def read_index(file: BinaryIO) -> tuple[list[Stored], Any]:
     """The tensors, each as one block, and the code of the tree; nothing is larger than the file has bytes for."""
-    size = os.fstat(file.fileno()).st_size
-    file.seek(0)
-    if file.read(len(MAGIC)) != MAGIC:
-        raise CodeError("another kind of file")
-    if size < len(MAGIC) + FOOTER.size:
-        raise CodeError("a file that is cut off")
-    file.seek(size - FOOTER.size)
-    length, crc = FOOTER.unpack(file.read(FOOTER.size))
-    start = size - FOOTER.size - length
-    if start < len(MAGIC):
-        raise CodeError("a file that is cut off, or goes on past its end")
-    file.seek(start)
-    text = file.read(length)
-    if zlib.crc32(text) != crc:
-        raise CodeError("a header with a wrong checksum")
+
+    def read(at: int, count: int) -> bytes:
+        file.seek(at)
+        return file.read(count)
+
     try:
-        header = json.loads(text.decode("utf-8", "surrogatepass"))
-        entries = [Entry(*e) for e in header["tensors"]]
-        code = header["tree"]
+        found, _ = read_header(KIND, os.fstat(file.fileno()).st_size, read, ALIGN)
+    except FileError as error:
+        raise CodeError("a file that {}: {}, not {}".format(*error.args)) from None
+    tree = found.pop(TREE, None)
+    text = b"" if tree is None else read(tree.offset, tree.nbytes)
+    if tree is None or zlib.crc32(text) != tree.crc:
+        raise CodeError("a tree with a wrong checksum")
+    try:
+        content = json.loads(text.decode("utf-8", "surrogatepass"))
+        devices, code = content["devices"], content["tree"]
+        stored = [_stored(p, device) for p, device in zip(found.values(), devices, strict=True)]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CodeError(f"a header that cannot be read: {error}") from None
-    for e in entries:
-        if type(e.crc) is not int:
-            raise CodeError(f"a tensor that cannot be: {show(e)}")
-        check_tensor(e.dtype, e.shape, e.device)
-    places = list(_places(entries))
-    end = places[-1][1] if places else len(MAGIC)
-    if end != start:
-        raise CodeError(f"{start - len(MAGIC)} bytes of tensors where the header says {end - len(MAGIC)}")
-    for at, _, gap in places:
-        file.seek(at - gap)
-        if any(file.read(gap)):
-            raise CodeError("bytes between its tensors")
-    return [_stored(e, at) for e, (at, _, _) in zip(entries, places, strict=True)], code
+        raise CodeError(f"a tree that cannot be read: {error}") from None
+    return stored, code
 
 
-def _places(entries: Sequence[Entry]) -> Iterator[tuple[int, int, int]]:
-    """(where it begins, where it ends, how many bytes lie before it) of every tensor."""
-    end = len(MAGIC)
-    for e in entries:
-        gap = -end % ALIGN
-        at = end + gap
-        end = at + e.nbytes
-        yield at, end, gap
-
-
-def _stored(e: Entry, at: int) -> Stored:
-    rows, columns = grid_of(e.shape)
-    name = f"a tensor {short_dtype(DTYPES[e.dtype])}{e.shape}"
-    block = Block("", at, 0, 0, rows, columns, e.crc)
-    return Stored(name, DTYPES[e.dtype], tuple(e.shape), (rows, columns), e.device, (block,))
+def _stored(p: Placed, device: Any) -> Stored:
+    check_tensor(str(p.dtype).removeprefix("torch."), list(p.shape), device)
+    rows, columns = grid_of(p.shape)
+    block = Block("", p.offset, 0, 0, rows, columns, p.crc)
+    return Stored(p.name, p.dtype, p.shape, (rows, columns), device, (block,))
 
 
 def is_size(n: Any) -> bool:

@@ -19,10 +19,10 @@ from funcrec.checkpoint._folder import (
     pieces_of,
     read_manifest,
     whole_pieces,
-    write_file,
     write_manifest,
     write_rank,
 )
+from funcrec.checkpoint._format import write_file
 from funcrec.checkpoint._rank_parts import Seen, Writers, equal_problems, told_of, where_of
 from funcrec.checkpoint._steps import remove_older, step_of, step_path
 from funcrec.checkpoint._tree_json import CodeError, Encoded, encode
@@ -54,10 +54,10 @@ def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int
         name = step_path(path, step_of(seen, step))
         make_folder(CALL, path)
         path = name
-    pieces, code = whole_pieces(encoded.tensors), encoded.code
+    pieces, code, names = whole_pieces(encoded.tensors), encoded.code, list(encoded.leaves)
 
     def run(wrote: Callable[[], None], ranks: Ranks) -> None:
-        write_whole(CALL, path, lambda file: write_file(file, code, pieces, wrote))
+        write_whole(CALL, path, lambda file: write_file(file, code, names, pieces, wrote))
         if keep is not None:
             remove_older(path, keep)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from funcrec.checkpoint._asynchronous import finish
 from funcrec.checkpoint._folder import MANIFEST, OURS, STEP, is_folder, read_manifest
-from funcrec.checkpoint._format import MAGIC, read_header
+from funcrec.checkpoint._format import is_checkpoint, read_index
 from funcrec.checkpoint._rank_parts import Seen
 from funcrec.checkpoint._tree_json import CodeError
 from funcrec.core import fail, typed
@@ -64,7 +64,7 @@ def is_whole(path: Path) -> bool:
             files = read_manifest("funcrec.latest", path).files
             return all(os.path.getsize(path / name) == size for name, size in files.items())
         with open_file("funcrec.latest", path) as file:
-            read_header(file)
+            read_index(file)
         return True
     except (OSError, CodeError, ValueError, RecursionError):
         return False
@@ -92,7 +92,7 @@ def remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         if not is_folder(path):
             with open_file("funcrec.save", path) as file:
-                is_ours = file.read(len(MAGIC)) == MAGIC
+                is_ours = is_checkpoint(file)
             if is_ours:
                 os.unlink(path)
             return

@@ -10,12 +10,9 @@ from funcrec.files._tensor_bytes import write_bytes as write_bytes
 from funcrec.files._tensors import DTYPE_NAMES as DTYPE_NAMES
 from funcrec.files._tensors import HEAD as HEAD
 from funcrec.files._tensors import FileError as FileError
-from funcrec.files._tensors import Header as Header
 from funcrec.files._tensors import Placed as Placed
-from funcrec.files._tensors import append as append
-from funcrec.files._tensors import begin as begin
+from funcrec.files._tensors import beginning as beginning
 from funcrec.files._tensors import check_crc as check_crc
-from funcrec.files._tensors import finish as finish
 from funcrec.files._tensors import header_of as header_of
 from funcrec.files._tensors import lay as lay
 from funcrec.files._tensors import read_header as read_header

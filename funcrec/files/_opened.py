@@ -33,12 +33,7 @@ class OpenFile:
         return about.st_size if stat.S_ISREG(about.st_mode) else -1
 
     def read(self, at: int, count: int) -> bytes:
-        """Bytes from `at` on, or as many as there are."""
-        parts = []
-        while count and (part := os.pread(self.fd, count, at)):
-            parts.append(part)
-            at, count = at + len(part), count - len(part)
-        return b"".join(parts)
+        return os.pread(self.fd, count, at)
 
     def text(self) -> str:
         with open(os.dup(self.fd), encoding="utf-8") as file:

@@ -38,12 +38,6 @@ Spec = tuple[str, torch.dtype, Sequence[int]]
 class FileError(Exception):
     """A file that is not as it was written: what is wrong with it, what came and what is needed."""
 
-    @property
-    def said(self) -> str:
-        """In one line, after "a file that"."""
-        what, got, need = self.args
-        return f"{what}: {got}, not {need}"
-
 
 class Placed(NamedTuple):
     """A tensor in a file, from byte `offset` on."""
@@ -61,13 +55,6 @@ class Placed(NamedTuple):
     @property
     def is_padding(self) -> bool:
         return self.name.startswith(PADDING)
-
-
-class Header(NamedTuple):
-    """The tensors of a file in their order, and its texts."""
-
-    tensors: dict[str, Placed]
-    texts: dict[str, str]
 
 
 def lay(specs: Iterable[Spec], align: int) -> Iterator[Placed]:
@@ -101,69 +88,47 @@ def beginning(kind: str) -> bytes:
     return f'{{"{TEXTS}":{{"format":"{kind}","crc32":"'.encode()
 
 
-class Writer(NamedTuple):
-    """A file that is being written. left: places of the tensors to come. done: of those that are there."""
-
-    file: BinaryIO
-    kind: str
-    texts: dict[str, str]
-    align: int
-    left: Iterator[Placed]
-    done: list[Placed]
-    start: int
-
-
-def begin(file: BinaryIO, kind: str, specs: Sequence[Spec], texts: Mapping[str, str], align: int) -> Writer:
-    """Leave room for the header: what is known of it, and what has its length."""
-    out = Writer(file, kind, dict(texts), align, lay(specs, align), list(lay(specs, align)), 0)
-    out = out._replace(start=len(_sealed(out)), done=[])
-    file.seek(out.start)
-    return out
-
-
-def append(to: Writer, x: Tensor) -> Placed:
-    """Write the next tensor; where it is."""
-    place = next(to.left)
-    if place.is_padding:
-        to.file.write(bytes(place.nbytes))
-        to.done.append(place)
-        place = next(to.left)
-    to.done.append(place._replace(crc=write_bytes(to.file, x)))
-    return to.done[-1]._replace(offset=to.start + place.offset)
-
-
-def finish(to: Writer, **texts: str) -> None:
-    """Write the header. texts: those that were not known, each as long as what stood for it."""
-    to.texts.update(texts)
-    header = _sealed(to)
-    if len(header) != to.start:
-        raise ValueError("a text has another length than what stood for it")
-    to.file.seek(0)
-    to.file.write(header)
-
-
-def _sealed(to: Writer) -> bytes:
-    crcs = "".join(f"{p.crc:0{DIGITS}x}" for p in to.done if not p.is_padding)
-    out = header_of(to.done, {"format": to.kind, "crc32": BLANK, "crc32s": crcs, **to.texts}, to.align)
-    at = HEAD + len(beginning(to.kind))
-    return out[:at] + f"{zlib.crc32(out):0{DIGITS}x}".encode() + out[at + DIGITS :]
-
-
 def write_tensors(
-    file: BinaryIO, kind: str, tensors: Mapping[str, Tensor], texts: Mapping[str, str], align: int
-) -> None:
-    """Write all of a file."""
-    to = begin(file, kind, [(n, x.dtype, x.shape) for n, x in tensors.items()], texts, align)
-    for x in tensors.values():
-        append(to, x)
-    finish(to)
+    file: BinaryIO,
+    kind: str,
+    specs: Iterable[Spec],
+    tensors: Iterable[Tensor],
+    texts: Mapping[str, str],
+    align: int,
+    late: Callable[[Sequence[Placed]], Mapping[str, str]] = lambda places: {},
+) -> list[Placed]:
+    """Write tensors as they come, and then the header before them; where they are. late: texts that follow from that,
+    each as long as what stands for it in `texts`."""
+
+    def header(more: Mapping[str, str]) -> bytes:
+        crcs = "".join(f"{p.crc:0{DIGITS}x}" for p in places if not p.is_padding)
+        out = header_of(places, {"format": kind, "crc32": BLANK, "crc32s": crcs, **texts, **more}, align)
+        at = HEAD + len(beginning(kind))
+        return out[:at] + f"{zlib.crc32(out):0{DIGITS}x}".encode() + out[at + DIGITS :]
+
+    places, values = list(lay(specs, align)), iter(tensors)
+    start = file.seek(len(header({})))
+    for i, p in enumerate(places):
+        if p.is_padding:
+            file.write(bytes(p.nbytes))
+        else:
+            places[i] = p._replace(crc=write_bytes(file, next(values)))
+    out = [p._replace(offset=start + p.offset) for p in places if not p.is_padding]
+    whole = header(late(out))
+    if len(whole) != start:
+        raise ValueError("a text has another length than what stood for it")
+    file.seek(0)
+    file.write(whole)
+    return out
 
 
 # -- reading -----------------------------------------------------------------------------------------------------
 
 
-def read_header(kind: str, size: int, read: Read, align: int, dtypes: Mapping[str, torch.dtype] = DTYPES) -> Header:
-    """The header of a file of `size` bytes, which it accounts for, every one.
+def read_header(
+    kind: str, size: int, read: Read, align: int, dtypes: Mapping[str, torch.dtype] = DTYPES
+) -> tuple[dict[str, Placed], dict[str, str]]:
+    """({name: tensor} in their order, texts) of a file of `size` bytes: its header accounts for every one.
 
     Raises:
       FileError: in the words of kernels/serving/tensors.cpp.
@@ -200,7 +165,7 @@ def read_header(kind: str, size: int, read: Read, align: int, dtypes: Mapping[st
         if p.is_padding and read(first + p.offset, p.nbytes).strip(b"\0"):
             raise FileError("was changed", "bytes between its tensors", "zeros")
     found = [p._replace(offset=first + p.offset) for p in places if not p.is_padding]
-    return Header({p.name: p._replace(crc=crc) for p, crc in zip(found, _crcs(texts, len(found)), strict=True)}, texts)
+    return {p.name: p._replace(crc=crc) for p, crc in zip(found, _crcs(texts, len(found)), strict=True)}, texts
 
 
 def _placed(name: str, x: Any, dtypes: Mapping[str, torch.dtype]) -> Placed:

@@ -19,16 +19,13 @@ from funcrec.files import (
     DTYPE_NAMES,
     FileError,
     Folder,
-    Header,
     OpenFile,
     Placed,
-    append,
-    begin,
     check_crc,
-    finish,
     read_header,
     tensor_at,
-)
+    write_tensors,
+)  # fmt: skip
 from funcrec.serve._json_forms import text_of
 
 KIND, PAGE = "funcrec weights 2", 4096
@@ -66,40 +63,38 @@ def signature(tensors: Mapping[str, Tensor]) -> list[dict]:
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], version: str | None) -> None:
     """The file; without a version it is a name of the values."""
+    specs = [(n, x.dtype, x.shape) for n, x in tensors.items()]
+    values = lambda places: hashlib.sha256(json.dumps(places, default=str).encode()).hexdigest()
+    late = lambda places: {} if version else {"version": values(places)[: len(UNNAMED)]}
     with (folder / FILE).open("wb") as file:
-        to = begin(
-            file, KIND, [(n, x.dtype, x.shape) for n, x in tensors.items()], {"version": version or UNNAMED}, PAGE
-        )
-        places = [append(to, x) for x in tensors.values()]
-        name = hashlib.sha256(json.dumps(places, default=str).encode()).hexdigest()
-        finish(to, version=version or name[: len(UNNAMED)])
+        write_tensors(file, KIND, specs, tensors.values(), {"version": version or UNNAMED}, PAGE, late)
 
 
 def read_weights(call: str, folder: Folder, wanted: Sequence[dict], *, checksums: bool) -> Weights:
     """The weights of a folder, mapped; what they are must be what a package wants."""
-    file, header = read_index(call, folder)
-    check(call, signature_problems(file.path, header.tensors, wanted))
-    places = [header.tensors[e["name"]] for e in wanted]  # in the order in which a program takes them
+    file, found, version = read_index(call, folder)
+    check(call, signature_problems(file.path, found, wanted))
+    places = [found[e["name"]] for e in wanted]  # in the order in which a program takes them
     tensors = mapped(file, places)
     try:
         for p in places if checksums else ():
             check_crc(p, tensors[p.name])
     except FileError as error:
         fail_damaged(call, file.path, error)
-    return Weights(tensors, header.texts["version"], file, places, frozenset(map(memory_of, tensors.values())))
+    return Weights(tensors, version, file, places, frozenset(map(memory_of, tensors.values())))
 
 
-def read_index(call: str, folder: Folder) -> tuple[OpenFile, Header]:
-    """The file of a folder's weights, and what is in it."""
+def read_index(call: str, folder: Folder) -> tuple[OpenFile, dict[str, Placed], str]:
+    """(the file of a folder's weights, {name: tensor} in it, their version)."""
     path = folder.path / FILE
     try:
         file = folder.open(FILE)
         if file.size() < 0:
             raise OSError(0, "a folder, a pipe or a device")
-        header = read_header(KIND, file.size(), file.read, PAGE, STORED)
-        if "version" not in header.texts:
+        found, texts = read_header(KIND, file.size(), file.read, PAGE, STORED)
+        if "version" not in texts:
             raise FileError("is damaged", 'no text "version"', "the file as it was written")
-        return file, header
+        return file, found, texts["version"]
     except FileNotFoundError as error:
         need, hint = "a folder of fr.save_weights or fr.export", "fr.save_weights(path, params)"
         fail(call, f"`{path.parent}` has no weights.", got=str(error), need=need, hint=hint, kind=FileNotFoundError)

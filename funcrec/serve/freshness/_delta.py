@@ -88,9 +88,7 @@ def described(call: str, package: Package | str | os.PathLike) -> tuple[Mapping,
     """(manifest, version) of a package or of its folder."""
     if isinstance(package, Package):
         return package.manifest, package.version
-    return read_folder(
-        package, lambda folder: (read_manifest(call, folder), read_index(call, folder)[1].texts["version"])
-    )
+    return read_folder(package, lambda folder: (read_manifest(call, folder), read_index(call, folder)[2]))
 
 
 def changes_of(call: str, manifest: Mapping, delta: Delta, params: Any) -> dict[str, Change]:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, fail
-from funcrec.files import FileError, Header, Placed, check_crc, read_header, tensor_at, write_tensors, write_whole
-from funcrec.serve._json_forms import text_of
+from funcrec.files import FileError, Placed, check_crc, read_header, tensor_at, write_tensors, write_whole
 from funcrec.serve._weights import DTYPES, STORED, fail_damaged
 
 KIND, ALIGN = "funcrec delta 2", 8
@@ -35,8 +34,9 @@ def write_file(call: str, path: Path, digest: str, since: str, version: str, cha
     tensors: dict[str, Tensor] = {}
     for name, (rows, values) in changes.items():
         tensors |= {WHOLE + name: values} if rows is None else {ROWS + name: rows, VALUES + name: values}
+    specs = [(n, x.dtype, x.shape) for n, x in tensors.items()]
     texts = {"manifest": digest, "from": since, "to": version}
-    write_whole(call, path, lambda file: write_tensors(file, KIND, tensors, texts, ALIGN))
+    write_whole(call, path, lambda file: write_tensors(file, KIND, specs, tensors.values(), texts, ALIGN))
 
 
 def read_changes(
@@ -45,19 +45,19 @@ def read_changes(
     """({parameter: what changes}, the version that it makes), all of the file held to what a package is."""
     data, wanted = _read(call, path), {p["name"]: p for p in params}
     try:
-        header = read_header(KIND, len(data), lambda at, n: bytes(data[at : at + n]), ALIGN, STORED)
-        check(call, place_problems(path, header.texts, digest, version))
-        parts = _parts(header)
-        check(call, form_problems(path, parts, wanted))
-        found = {n: tensor_at(data, p) for n, p in header.tensors.items()}
-        for n, p in header.tensors.items():
+        places, texts = read_header(KIND, len(data), lambda at, n: bytes(data[at : at + n]), ALIGN, STORED)
+        check(call, place_problems(path, texts, digest, version))
+        check(call, form_problems(path, places, wanted))
+        found = {n: tensor_at(data, p) for n, p in places.items()}
+        for n, p in places.items():
             check_crc(p, found[n])
     except FileError as error:
         fail_damaged(call, path, error, AGAIN)
-    whole = lambda n: WHOLE + n in found
-    changes = {n: Change(None if whole(n) else found[ROWS + n], found[(VALUES, WHOLE)[whole(n)] + n]) for n in parts}
+    changes = {n.removeprefix(WHOLE): Change(None, x) for n, x in found.items() if n.startswith(WHOLE)}
+    rows = [n.removeprefix(ROWS) for n in found if n.startswith(ROWS)]
+    changes |= {n: Change(found[ROWS + n], found[VALUES + n]) for n in rows}
     check(call, row_problems(path, changes, wanted))
-    return changes, header.texts["to"]
+    return changes, texts["to"]
 
 
 def _read(call: str, path: Path) -> bytearray:
@@ -66,15 +66,6 @@ def _read(call: str, path: Path) -> bytearray:
     except OSError as error:
         need, got = "a file of fr.write_delta", error.strerror or str(error)
         fail(call, f"`{path}` cannot be read.", got=got, need=need, hint=AGAIN, kind=type(error))
-
-
-def _parts(header: Header) -> dict[str, dict[str, Placed]]:
-    """{parameter: {WHOLE, ROWS, VALUES: tensor}}."""
-    out: dict[str, dict[str, Placed]] = {}
-    for name, p in header.tensors.items():
-        part, slash, own = name.partition("/")
-        out.setdefault(own if slash else name, {})[part + slash] = p
-    return out
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -93,22 +84,20 @@ def place_problems(path: Path, texts: Mapping[str, str], digest: str, version: s
         yield Problem(f"`{path}` is not the next delta.", got, need, hint)
 
 
-def form_problems(
-    path: Path, parts: Mapping[str, Mapping[str, Placed]], params: Mapping[str, dict]
-) -> Iterator[Problem]:
-    """A parameter of the package, whole; or rows of it, and as many values."""
-    what, form = f"`{path}` has other parameters.", lambda p: (p.dtype, list(p.shape))
-    for name, own in parts.items():
-        if name not in params:
-            yield Problem(what, name, f"each of {list(params)[:5]}", AGAIN)
-            continue
-        dtype, shape = DTYPES[params[name]["dtype"]], params[name]["shape"]
-        n = own[ROWS].shape[:1] if ROWS in own else ()
-        rows = {ROWS: (torch.int64, [*n]), VALUES: (dtype, [*n, *shape[1:]])}
-        found = {part: form(p) for part, p in own.items()}
-        if found != {WHOLE: (dtype, shape)} and not (found == rows and shape and n):
-            need = f"{text_of(params[name])}, whole, or rows i64[n] and their values"
-            yield Problem(what, f"{name} in another form", need, AGAIN)
+def form_problems(path: Path, found: Mapping[str, Placed], params: Mapping[str, dict]) -> Iterator[Problem]:
+    """Each is a parameter of the package, whole, or rows of it, or values of as many rows; no parameter is both."""
+    for name, x in found.items():
+        own = name.partition("/")[2]
+        p, rows, is_whole = params.get(own), found.get(ROWS + own), WHOLE + own in found
+        n = [*rows.shape] if rows else None
+        forms = {}
+        if p and is_whole and not rows:
+            forms[WHOLE + own] = (DTYPES[p["dtype"]], p["shape"])
+        elif p and p["shape"] and rows and len(n) == 1 and VALUES + own in found:
+            forms = {ROWS + own: (torch.int64, n), VALUES + own: (DTYPES[p["dtype"]], [*n, *p["shape"][1:]])}
+        if forms.get(name) != (x.dtype, [*x.shape]):
+            need = f"whole/, rows/ and values/ of {list(params)[:5]}"
+            yield Problem(f"`{path}` has other parameters.", f"{name} {[*x.shape]}", need, AGAIN)
 
 
 def row_problems(path: Path, changes: Mapping[str, Change], params: Mapping[str, dict]) -> Iterator[Problem]:

@@ -12,11 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from pathlib import Path
 
 import pytest
 import torch
+from programs import tensor_files
 
 import funcrec as fr
 from funcrec.checkpoint import _format
@@ -248,10 +248,20 @@ def test_every_damaged_file_is_refused(whole):
     assert not refused(path, good)
 
 
-def crafted(data, header):
-    """Make a file with right checksums."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return _format.MAGIC + data + text + _format.FOOTER.pack(len(text), zlib.crc32(text))
+def crafted(tree, *tensors):
+    """Make a file with right checksums, of tensors (dtype, shape, bytes) and then the tree."""
+    text = tree if isinstance(tree, bytes) else json.dumps(tree).encode()
+    content = {"__metadata__": {"format": _format.KIND, "crc32": "0" * 8, "crc32s": ""}}
+    body = bytearray()
+    for i, (dtype, shape, data) in enumerate([*tensors, ("U8", [len(text)], text)]):
+        if gap := -len(body) % _format.ALIGN if data else 0:
+            at = [len(body), len(body) + gap]
+            content[f"__padding__{i}"] = {"dtype": "U8", "shape": [gap], "data_offsets": at}
+            body += bytes(gap)
+        at = [len(body), len(body) + len(data)]
+        content[f"{i}" if i < len(tensors) else _format.TREE] = {"dtype": dtype, "shape": shape, "data_offsets": at}
+        body += data
+    return tensor_files.sealed(tensor_files.text_of(tensor_files.checked(content, body)), body, _format.ALIGN)
 
 
 BOMB = ["f32", "float32", [1 << 40], [2**62, 4], [0, 2**62, 2**62], [-1], [True], 2**70, {}, [], "cpu", "cuda:99",
@@ -281,37 +291,54 @@ def replaced(draw, node, value):
     return value
 
 
+def with_tree(content, body, tree):
+    """Return the file with another tree after its tensors."""
+    text = tensor_files.text_of(tree)
+    own = {"dtype": "U8", "shape": [len(text)], "data_offsets": [len(body), len(body) + len(text)]}
+    content = {**content, _format.TREE: own, "__metadata__": dict(content["__metadata__"])}
+    made = tensor_files.checked(content, body + text)
+    return tensor_files.sealed(tensor_files.text_of(made), body + text, _format.ALIGN)
+
+
 def test_crafted_headers_are_refused_or_read(whole):
-    """For a header with a right checksum but changed parts, load raises its own error or returns a tree. It requests
-    no more memory than the file's size."""
+    """For a header or a tree with a right checksum but changed parts, load raises its own error or returns a tree. It
+    requests no more memory than the file's size."""
     path, good = whole
-    length, _ = _format.FOOTER.unpack(good[-_format.FOOTER.size :])
-    at = len(good) - _format.FOOTER.size - length
-    data, header = good[len(_format.MAGIC) : at], json.loads(good[at : at + length])
-    draw, outcomes = random.Random(1), {True: 0, False: 0}
-    for _ in range(1500):
-        outcomes[refused(path, crafted(data, replaced(draw, header, draw.choice(BOMB))))] += 1
+    content, body = tensor_files.parts(good)
+    first, end = tensor_files.places(content)[_format.TREE]
+    tree, draw, outcomes = json.loads(body[first:end]), random.Random(1), {True: 0, False: 0}
+    for i in range(1500):
+        value = draw.choice(BOMB)
+        if i % 2:
+            made = tensor_files.sealed(tensor_files.text_of(replaced(draw, content, value)), body, _format.ALIGN)
+        else:
+            made = with_tree(content, body[:first], replaced(draw, tree, value))
+        outcomes[refused(path, made)] += 1
     assert outcomes[True] > 1000 and outcomes[False] > 10, outcomes
 
 
+BYTE, TENSOR = ("U8", [1], b"\0"), {"devices": ["cpu"], "tree": ["tensor"]}
 CRAFTED = {
-    "no header": crafted(b"", b""),
-    "no JSON": crafted(b"", b"{"),
-    "a list": crafted(b"", []),
-    "no tree": crafted(b"", {"tensors": []}),
-    "no tensors": crafted(b"", {"tree": 1}),
-    "deep": crafted(b"", b"[" * 100_000),
-    "deep and closed": crafted(b"", b'{"tensors": [], "tree": ' + b'["list", [' * 400 + b"]]" * 400 + b"}"),
-    "no text": crafted(b"", b"\xff\xfe"),
-    "a tebibyte": crafted(b"", {"tensors": [["float32", [1 << 38], "cpu", 0]], "tree": ["tensor"]}),
-    "more than all memory": crafted(b"", {"tensors": [["float32", [1 << 40] * 9, "cpu", 0]], "tree": ["tensor"]}),
-    "a tensor twice": crafted(b"\0",
-        {"tensors": [["uint8", [1], "cpu", zlib.crc32(b"\0")]], "tree": ["list", [["tensor"]] * 2]}),
-    "a tensor nowhere": crafted(b"\0", {"tensors": [["uint8", [1], "cpu", zlib.crc32(b"\0")]], "tree": 1}),
-    "no bool": crafted(b"\2", {"tensors": [["bool", [1], "cpu", zlib.crc32(b"\2")]], "tree": ["tensor"]}),
-    "a device that is none": crafted(b"", {"tensors": [["uint8", [0], "x:y", 0]], "tree": ["tensor"]}),
-    "a header before the file": _format.MAGIC + struct.pack("<QI", 2**63, 0),
-    "only the beginning": _format.MAGIC,
+    "no header": tensor_files.sealed(b""),
+    "no JSON": crafted(b"{"),
+    "a list": crafted([]),
+    "no tree": crafted({"devices": []}),
+    "no devices": crafted({"tree": 1}),
+    "no tensors": tensor_files.sealed(_format.beginning(_format.KIND) + b'00000000","crc32s":""}}'),
+    "deep": crafted(b"[" * 100_000),
+    "deep and closed": crafted(b'{"devices": [], "tree": ' + b'["list", [' * 400 + b"]]" * 400 + b"}"),
+    "no text": crafted(b"\xff\xfe"),
+    "a tebibyte": crafted(TENSOR, ("F32", [1 << 38], b"")),
+    "more than all memory": crafted(TENSOR, ("F32", [1 << 40] * 9, b"")),
+    "none of a size that torch has not": crafted(TENSOR, ("F32", [0, *[1 << 48] * 4], b"")),
+    "a tensor twice": crafted({"devices": ["cpu"], "tree": ["list", [["tensor"]] * 2]}, BYTE),
+    "a tensor nowhere": crafted({"devices": ["cpu"], "tree": 1}, BYTE),
+    "a device for two": crafted(TENSOR, BYTE, BYTE),
+    "no bool": crafted(TENSOR, ("BOOL", [1], b"\2")),
+    "a device that is none": crafted({"devices": ["x:y"], "tree": ["tensor"]}, ("U8", [0], b"")),
+    "a device that is a number": crafted({"devices": [0], "tree": ["tensor"]}, ("U8", [0], b"")),
+    "a header beyond the file": struct.pack("<Q", 2**63) + _format.beginning(_format.KIND),
+    "only the beginning": crafted(1)[:64],
     "nothing": b"",
     "zeros": bytes(1000),
 }  # fmt: skip

@@ -24,18 +24,18 @@ def reader(data):
 
 
 def written(tensors, texts=(), align=64):
-    file = io.BytesIO()
-    files.write_tensors(file, KIND, tensors, dict(texts), align)
+    file, specs = io.BytesIO(), [(n, x.dtype, x.shape) for n, x in tensors.items()]
+    files.write_tensors(file, KIND, specs, tensors.values(), dict(texts), align)
     return file.getvalue()
 
 
 def read(data):
     """({name: tensor}, texts), every tensor held to its CRC."""
-    header = files.read_header(KIND, len(data), reader(data), 8)
-    found = {n: files.tensor_at(bytearray(data), p) for n, p in header.tensors.items()}
-    for n, p in header.tensors.items():
+    places, texts = files.read_header(KIND, len(data), reader(data), 8)
+    found = {n: files.tensor_at(bytearray(data), p) for n, p in places.items()}
+    for n, p in places.items():
         files.check_crc(p, found[n])
-    return found, header.texts
+    return found, texts
 
 
 def bits(tensors):
@@ -79,8 +79,7 @@ def test_what_is_written_is_read(tensors, texts, align):
     found, told = read(data)
     assert bits(found) == bits(tensors) and list(found) == list(tensors)
     assert {n: told[n] for n in texts} == texts and len(told) == len(texts) + 3
-    header = files.read_header(KIND, len(data), reader(data), align)
-    for p in header.tensors.values():
+    for p in files.read_header(KIND, len(data), reader(data), align)[0].values():
         if p.nbytes and p.offset % (2 * align):
             with pytest.raises(files.FileError, match="a multiple of"):
                 files.read_header(KIND, len(data), reader(data), 2 * align)
@@ -98,21 +97,17 @@ def test_the_library_of_safetensors_reads_it(tensors, align):
 def test_texts_may_come_at_the_end():
     """A text that follows from the tensors takes the place of one of its length; a longer one is refused."""
     tensors = {"a": torch.arange(5.0), "b": torch.ones(3, dtype=torch.int8)}
-    for own, fits in (("0123", True), ("01234" + "5" * 64, False)):
-        file = io.BytesIO()
-        specs = [(n, x.dtype, x.shape) for n, x in tensors.items()]
-        to = files.begin(file, KIND, specs, {"version": "????"}, 64)
-        places = [files.append(to, x) for x in tensors.values()]
-        if not fits:
-            with pytest.raises(ValueError, match="another length"):
-                files.finish(to, version=own)
-            continue
-        files.finish(to, version=own)
-        found, texts = read(file.getvalue())
-        assert texts["version"] == own and bits(found) == bits(tensors)
-        assert places == list(
-            files.read_header(KIND, len(file.getvalue()), reader(file.getvalue()), 8).tensors.values()
-        )
+    specs = [(n, x.dtype, x.shape) for n, x in tensors.items()]
+    write = lambda file, own: files.write_tensors(
+        file, KIND, specs, tensors.values(), {"version": "????"}, 64, lambda places: {"version": own}
+    )
+    file = io.BytesIO()
+    places = write(file, "0123")
+    found, texts = read(file.getvalue())
+    assert texts["version"] == "0123" and bits(found) == bits(tensors)
+    assert places == list(files.read_header(KIND, len(file.getvalue()), reader(file.getvalue()), 8)[0].values())
+    with pytest.raises(ValueError, match="another length"):
+        write(io.BytesIO(), "01234" + "5" * 64)
 
 
 # -- refused -----------------------------------------------------------------------------------------------------
@@ -235,13 +230,13 @@ def test_a_hostile_header_is_told(name):
     data = tensor_files.sealed(text)
     with pytest.raises(files.FileError) as error:
         files.read_header(KIND, len(data), reader(data), 8)
-    assert said in error.value.said
+    assert any(said in x for x in error.value.args)
 
 
 def test_padding_is_zeros():
     """Padding that is not zeros is refused, whatever CRCs the header has."""
     data = bytearray(written(SMALL))
-    header = files.read_header(KIND, len(data), reader(bytes(data)), 8)
-    data[header.tensors["é"].offset - 1] = 1
+    places, _ = files.read_header(KIND, len(data), reader(bytes(data)), 8)
+    data[places["é"].offset - 1] = 1
     with pytest.raises(files.FileError, match="bytes between its tensors"):
         files.read_header(KIND, len(data), reader(bytes(data)), 8)

@@ -187,7 +187,7 @@ def test_weights_are_nobodys_to_write(path):
 
 
 def version_of(folder):
-    return read_index("test", Folder(folder))[1].texts["version"]
+    return read_index("test", Folder(folder))[2]
 
 
 def test_versions_are_names_of_values(tmp_path):
