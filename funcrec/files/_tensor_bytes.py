@@ -35,7 +35,8 @@ def crc_of(x: Tensor) -> int:
 def chunks(x: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a contiguous tensor on the CPU, in chunks."""
     if x.numel():
-        data = memoryview(x.reshape(-1).view(torch.uint8).numpy())
+        flat = x.as_strided((x.numel(),), (1,))  # one element may have any stride
+        data = memoryview(flat.view(torch.uint8).numpy())
         yield from (data[i : i + CHUNK] for i in range(0, len(data), CHUNK))
 
 
