@@ -70,7 +70,7 @@ def grid_of(shape: Sequence[int]) -> tuple[int, int]:
 def write_file(
     file: BinaryIO, code: Any, names: Sequence[str], pieces: list[Any], wrote: Callable[[], None]
 ) -> list[tuple[int, int]]:
-    """(where it begins, CRC) of each piece, which is let go of then; `wrote` is called after each."""
+    """Write the pieces; return (offset, CRC) of each. Each is dropped after it is written, and `wrote` is called."""
     content = {"devices": [p.device for p in pieces], "tree": code}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     tree = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -90,14 +90,14 @@ def write_file(
 
 
 def is_checkpoint(file: BinaryIO) -> bool:
-    """Whether a file begins as one."""
+    """Return whether a file begins as a checkpoint."""
     file.seek(HEAD)
     start = beginning(KIND)
     return file.read(len(start)) == start
 
 
 def read_index(file: BinaryIO) -> tuple[list[Stored], Any]:
-    """The tensors, each as one block, and the code of the tree; nothing is larger than the file has bytes for."""
+    """Return the tensors, each as one block, and the code of the tree; no size exceeds the file's."""
 
     def read(at: int, count: int) -> bytes:
         file.seek(at)

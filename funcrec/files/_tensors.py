@@ -11,7 +11,9 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -50,7 +52,7 @@ class Placed(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return 0 if 0 in self.shape else prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_padding(self) -> bool:
@@ -58,7 +60,7 @@ class Placed(NamedTuple):
 
 
 def lay(specs: Iterable[Spec], align: int) -> Iterator[Placed]:
-    """Places of tensors one after the other, and of the padding between them."""
+    """Yield the places of tensors one after the other, and of the padding between them."""
     end = count = 0
     for name, dtype, shape in specs:
         found = Placed(name, dtype, tuple(shape), end)
@@ -73,7 +75,7 @@ def lay(specs: Iterable[Spec], align: int) -> Iterator[Placed]:
 
 
 def header_of(places: Iterable[Placed], texts: Mapping[str, str], align: int) -> bytes:
-    """The length and the header, to a multiple of `align` bytes."""
+    """Return the length and the header, padded to a multiple of `align` bytes."""
     content: dict[str, Any] = {TEXTS: dict(texts)} if texts else {}
     for p in places:
         at = [p.offset, p.offset + p.nbytes]
@@ -84,7 +86,7 @@ def header_of(places: Iterable[Placed], texts: Mapping[str, str], align: int) ->
 
 
 def beginning(kind: str) -> bytes:
-    """What a header of a format begins with, before the digits of its CRC."""
+    """Return what a header of a format begins with, before the digits of its CRC."""
     return f'{{"{TEXTS}":{{"format":"{kind}","crc32":"'.encode()
 
 
@@ -97,8 +99,11 @@ def write_tensors(
     align: int,
     late: Callable[[Sequence[Placed]], Mapping[str, str]] = lambda places: {},
 ) -> list[Placed]:
-    """Write tensors as they come, and then the header before them; where they are. late: texts that follow from that,
-    each as long as what stands for it in `texts`."""
+    """Write tensors as they come, then the header before them; return their places.
+
+    Args:
+      late: gives texts that follow from the places, each as long as its placeholder in `texts`.
+    """
 
     def header(more: Mapping[str, str]) -> bytes:
         crcs = "".join(f"{p.crc:0{DIGITS}x}" for p in places if not p.is_padding)
@@ -116,7 +121,7 @@ def write_tensors(
     out = [p._replace(offset=start + p.offset) for p in places if not p.is_padding]
     whole = header(late(out))
     if len(whole) != start:
-        raise ValueError("a text has another length than what stood for it")
+        raise ValueError("a text has another length than its placeholder")
     file.seek(0)
     file.write(whole)
     return out
@@ -128,10 +133,10 @@ def write_tensors(
 def read_header(
     kind: str, size: int, read: Read, align: int, dtypes: Mapping[str, torch.dtype] = DTYPES
 ) -> tuple[dict[str, Placed], dict[str, str]]:
-    """({name: tensor} in their order, texts) of a file of `size` bytes: its header accounts for every one.
+    """Read the header of a file of `size` bytes, which accounts for every byte; return ({name: tensor}, texts).
 
     Raises:
-      FileError: in the words of kernels/serving/tensors.cpp.
+      FileError: if the file is not as it was written, in the words of kernels/serving/tensors.cpp.
     """
     head = read(0, HEAD)
     length = int.from_bytes(head, "little")
@@ -173,7 +178,8 @@ def _placed(name: str, x: Any, dtypes: Mapping[str, torch.dtype]) -> Placed:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end], **more} if not more:
             if dtype in dtypes and all(map(_is_size, (*shape, begin, end))):
                 found = Placed(name, dtypes[dtype], tuple(shape), begin)
-                if found.nbytes == end - begin:
+                is_small = 0 in shape or all(n <= MOST for n in accumulate(shape, mul))  # before numbers of any length
+                if is_small and found.nbytes == end - begin:
                     return found
     raise FileError("is damaged", f"a tensor that cannot be, {name}", "a dtype, a shape and a place of its size")
 
@@ -183,7 +189,7 @@ def _is_size(n: Any) -> bool:
 
 
 def _crcs(texts: Any, count: int) -> list[int]:
-    """Of each tensor."""
+    """Return the CRC of each tensor."""
     crcs = texts.get("crc32s") if isinstance(texts, dict) and all(isinstance(x, str) for x in texts.values()) else None
     if crcs is None or len(crcs) != DIGITS * count or not re.fullmatch("[0-9a-f]*", crcs):
         raise FileError("is damaged", "other texts", "texts, and a CRC for each tensor")
@@ -191,12 +197,12 @@ def _crcs(texts: Any, count: int) -> list[int]:
 
 
 def tensor_at(memory: Any, p: Placed) -> Tensor:
-    """A tensor whose memory is that of a file: mapped, or read."""
+    """Return a tensor in the memory of a file, mapped or read."""
     flat = torch.frombuffer(memory, dtype=p.dtype, count=prod(p.shape), offset=p.offset) if p.nbytes else None
     return (torch.zeros(0, dtype=p.dtype) if flat is None else flat).view(p.shape)
 
 
 def check_crc(p: Placed, x: Tensor) -> None:
-    """Hold a tensor to its CRC."""
+    """Raise a FileError if a tensor has another CRC."""
     if (crc := crc_of(x)) != p.crc:
         raise FileError(f"was changed, in {p.name}", f"CRC {crc:0{DIGITS}x}", f"{p.crc:0{DIGITS}x}")

@@ -62,7 +62,7 @@ def signature(tensors: Mapping[str, Tensor]) -> list[dict]:
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], version: str | None) -> None:
-    """The file; without a version it is a name of the values."""
+    """Write the file; without a version it gets a name made from the values."""
     specs = [(n, x.dtype, x.shape) for n, x in tensors.items()]
     values = lambda places: hashlib.sha256(json.dumps(places, default=str).encode()).hexdigest()
     late = lambda places: {} if version else {"version": values(places)[: len(UNNAMED)]}
@@ -85,7 +85,7 @@ def read_weights(call: str, folder: Folder, wanted: Sequence[dict], *, checksums
 
 
 def read_index(call: str, folder: Folder) -> tuple[OpenFile, dict[str, Placed], str]:
-    """(the file of a folder's weights, {name: tensor} in it, their version)."""
+    """Open the weights of a folder; return (file, {name: tensor} in it, version)."""
     path = folder.path / FILE
     try:
         file = folder.open(FILE)

@@ -30,7 +30,7 @@ class Change(NamedTuple):
 
 
 def write_file(call: str, path: Path, digest: str, since: str, version: str, changes: Mapping[str, Change]) -> None:
-    """The file, whole or not there."""
+    """Write the file, whole or not at all."""
     tensors: dict[str, Tensor] = {}
     for name, (rows, values) in changes.items():
         tensors |= {WHOLE + name: values} if rows is None else {ROWS + name: rows, VALUES + name: values}

@@ -219,6 +219,8 @@ HOSTILE = {
     "a hole": (START + b'","crc32s":"00000000"},"x":{"dtype":"U8","shape":[0],"data_offsets":[1,1]}}', "from 0 on"),
     "a size that wraps": (START + b'","crc32s":"00000000"},"x":{"dtype":"F32","shape":[281474976710656,65536],'
         b'"data_offsets":[0,0]}}', "cannot be"),
+    "sizes without end": (START + b'","crc32s":"00000000"},"x":{"dtype":"F32","shape":['
+        + b"281474976710656," * 300_000 + b'1],"data_offsets":[0,0]}}', "cannot be"),
     "no entry": (START + b'","crc32s":"00000000"},"x":3}', "cannot be"),
 }  # fmt: skip
 
