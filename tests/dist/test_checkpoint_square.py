@@ -19,7 +19,7 @@ from programs.training import plan_of
 import funcrec as fr
 from funcrec.checkpoint import _folder, _format, _place, _rank_parts
 from funcrec.core._tree import tree_structure
-from funcrec.files import _whole_file
+from funcrec.files import _tensors, _whole_file
 from funcrec.testing import assert_trees_close
 from funcrec.testing import strategies as frs
 
@@ -127,8 +127,9 @@ def stopping(patch, after):
 
     for name in ("replace", "fsync", "unlink", "mkdir", "rmdir", "utime", "open"):
         patch.setattr(_whole_file.os, name, counted(getattr(os, name)))
-    for name in ("append", "begin", "finish"):
-        patch.setattr(_folder, name, counted(getattr(_folder, name)))
+    patch.setattr(_folder, "write_file", counted(_folder.write_file))
+    for name in ("header_of", "write_bytes"):
+        patch.setattr(_tensors, name, counted(getattr(_tensors, name)))
     patch.setattr(_whole_file.Path, "unlink", counted(_whole_file.Path.unlink))
     return done
 
