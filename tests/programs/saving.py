@@ -135,7 +135,7 @@ def told_of_damage(path, plan, damaged):
     if mesh.coordinates["x"] == 0:
         (file,) = (p for p in Path(path).iterdir() if p.name.startswith(f"rank-{damaged}"))
         content = bytearray(file.read_bytes())
-        content[64] ^= 1
+        content[8 + int.from_bytes(content[:8], "little")] ^= 1  # the first byte after the header
         file.write_bytes(bytes(content))
     fr.loop.all_parts(torch.zeros(1), mesh)
     try:
