@@ -103,6 +103,7 @@ from funcrec.train import train_step as train_step
 from funcrec.train import TrainState as TrainState
 from funcrec.train import TrainStep as TrainStep
 from funcrec.loop import evaluate as evaluate
+from funcrec.loop import evaluate_retrieval as evaluate_retrieval
 from funcrec.loop import fit as fit
 from funcrec.loop import Fitted as Fitted
 from funcrec.loop import pipeline as pipeline

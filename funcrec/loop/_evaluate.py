@@ -80,20 +80,13 @@ def evaluate(
     """
     call = "funcrec.evaluate"
     check(call, metrics_problems(metrics))
-    given = batches
-    if callable(batches):
-        with own_errors(call, batches, need="no argument"):
-            given = batches()
-    check(call, batches_problems(given))
-    if _is_trial.get():
-        if isinstance(given, Iterator) and given is batches:
-            return dict.fromkeys(metrics, math.nan)
-        given, mesh = itertools.islice(given, 1), None
+    given, mesh = batches_of(call, batches, mesh)
+    if given is None:
+        return dict.fromkeys(metrics, math.nan)
     adding = {n: m for n, m in metrics.items() if isinstance(m, Metric)}
     at_once = {n: m for n, m in metrics.items() if n not in adding}
     states, seen = None, []
-    for item in given:
-        batch = item[1] if is_pair(item) else item
+    for batch in given:
         with own_errors(call, predict, params, batch, need="params and a batch that it reads"):
             scores = predict(params, batch)
         y, w = label(batch), weight(batch)
@@ -109,6 +102,20 @@ def evaluate(
     found = results(metrics, states, seen, mesh)
     check(call, number_problems(found))
     return {n: float(x) for n, x in found.items()}
+
+
+def batches_of(call: str, batches: Any, mesh: Mesh | None) -> tuple[Iterator | None, Mesh | None]:
+    """(the batches without their positions, the mesh); inside `one_batch` (the first one, or None, no mesh)."""
+    given = batches
+    if callable(batches):
+        with own_errors(call, batches, need="no argument"):
+            given = batches()
+    check(call, batches_problems(given))
+    if _is_trial.get():
+        if isinstance(given, Iterator) and given is batches:
+            return None, mesh
+        given, mesh = itertools.islice(given, 1), None
+    return (item[1] if is_pair(item) else item for item in given), mesh
 
 
 def evaluation(

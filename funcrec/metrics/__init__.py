@@ -8,8 +8,13 @@ from funcrec.metrics._classes import multiclass_accuracy as multiclass_accuracy
 from funcrec.metrics._metric import Metric as Metric
 from funcrec.metrics._metric import collect as collect
 from funcrec.metrics._metric import merge as merge
+from funcrec.metrics._retrieval import coverage as coverage
 from funcrec.metrics._retrieval import hit_rate as hit_rate
+from funcrec.metrics._retrieval import mean_average_precision as mean_average_precision
+from funcrec.metrics._retrieval import mrr as mrr
 from funcrec.metrics._retrieval import ndcg as ndcg
+from funcrec.metrics._retrieval import novelty as novelty
+from funcrec.metrics._retrieval import precision as precision
 from funcrec.metrics._retrieval import recall as recall
 from funcrec.metrics._sums import accuracy as accuracy
 from funcrec.metrics._sums import calibration as calibration

@@ -2,8 +2,9 @@
 
     recall = |given ∩ relevant| / |relevant|,    hit rate = [given ∩ relevant ≠ ∅],
     NDCG = Σ_j [given_j relevant] / log2(j + 2)  /  Σ_{j < min(k, |relevant|)} 1 / log2(j + 2),         j = 0 .. k - 1
+    MAP  = Σ_j [given_j relevant] · precision(j + 1)  /  min(k, |relevant|),     MRR = 1 / (1 + the least j with a hit)
 
-Shapes: B lists, K rows in each, N relevant rows in all lists together.
+Shapes: B lists, K rows in each, N relevant rows in all lists together, R rows that there are.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import PARTS, Count, Problem, check, describe, typed
-from funcrec.jagged import JaggedTensor
+from funcrec.jagged import JaggedTensor, is_concrete
 from funcrec.kernels.reference_jagged import ascending, place_among
 from funcrec.metrics._metric import ANY, Metric, sums
 
@@ -54,6 +55,120 @@ def ndcg(k: Count) -> Metric:
         return (hits * discounts[: hits.shape[1]]).sum(1) / best
 
     return _of_lists("ndcg", k, gain)
+
+
+@typed
+def precision(k: Count) -> Metric:
+    """The part of k that is relevant, the mean over lists; a list shorter than k counts as one of k. Arguments as
+    `recall`'s."""
+    return _of_lists("precision", k, lambda hits, count: hits.sum(1) / k)
+
+
+@typed
+def mrr(k: Count) -> Metric:
+    """The mean reciprocal rank: 1 over the place, from 1 on, of a list's first relevant row; 0 where none is among the
+    first k. Arguments as `recall`'s.
+
+    Source: Voorhees, "The TREC-8 question answering track report" (1999).
+    """
+    return _of_lists("mrr", k, lambda hits, count: (hits / places(hits)).amax(1))
+
+
+@typed
+def mean_average_precision(k: Count) -> Metric:
+    """The mean over lists of the average precision of the first k: the sum of the precision at each relevant row, over
+    min(k, the number of relevant rows). Arguments as `recall`'s.
+
+    Source: TREC's MAP, cut at k; RecTools' MAP.
+    """
+
+    def value(hits, count):
+        return (hits * hits.cumsum(1) / places(hits)).sum(1) / count.clamp(max=k)
+
+    return _of_lists("mean_average_precision", k, value)
+
+
+@typed
+def coverage(k: Count, num_items: Count) -> Metric:
+    """The part of the items that stand among the first k of a list at least once. Labels count for nothing; lists of
+    weight 0 are left out.
+
+    predictions: rows below num_items; -1 stands for none.
+
+    Cost: the state is f64[num_items].
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> m = fr.metrics.coverage(2, num_items=8)
+      >>> none = fr.JaggedTensor.from_lists([[], []], dtype=torch.int64)
+      >>> m.compute(m.update(m.init(), torch.tensor([[5, 3], [3, 1]]), none))
+      tensor(0.3750, dtype=torch.float64)
+    """
+    call = "funcrec.metrics.coverage"
+
+    def init(device=None):
+        return torch.zeros(num_items, dtype=torch.float64, device=device)
+
+    def update(state, predictions, labels, weights=None):
+        check(f"{call}.update", list_problems(predictions, labels, weights), item_problems(predictions, num_items))
+        check(f"{call}.update", counts_problems(state, num_items))
+        is_given, rows = given(predictions[:, :k], num_items)
+        w = is_given.double() if weights is None else is_given * weights.double()[:, None]
+        return state.index_add(0, rows.flatten(), w.flatten())
+
+    def compute(state):
+        check(f"{call}.compute", counts_problems(state, num_items))
+        return (state > 0).double().mean()
+
+    return Metric(init, update, compute)
+
+
+@typed
+def novelty(k: Count, counts: Tensor, num_users: Count) -> Metric:
+    """The mean over lists of the mean surprise of their first k rows: log2(num_users / counts[row]), in bits.
+
+    Args:
+      counts: [R] >= 0, how many of the users in training took each row; a row that nobody took counts as one that one
+        took.
+
+    Lists without a row are left out. Labels count for nothing.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> m = fr.metrics.novelty(2, counts=torch.tensor([8, 2, 1]), num_users=8)
+      >>> none = fr.JaggedTensor.from_lists([[]], dtype=torch.int64)
+      >>> m.compute(m.update(m.init(), torch.tensor([[0, 1]]), none))
+      tensor(1., dtype=torch.float64)
+
+    Source: Zhou et al., "Solving the apparent diversity-accuracy dilemma of recommender systems" (PNAS 2010); RecTools'
+    MeanInvUserFreq.
+    """
+    check("funcrec.metrics.novelty", popularity_problems(counts))
+    num_items = counts.shape[0]
+    bits = (num_users / counts.double().clamp(min=1)).log2()
+    mean = sums("novelty", lambda p, y: {"value": p}, lambda s: s["value"] / s["weight"], from_logits=ANY)
+
+    def update(state, predictions, labels, weights=None):
+        call = "funcrec.metrics.novelty.update"
+        check(call, list_problems(predictions, labels, weights), item_problems(predictions, num_items))
+        is_given, rows = given(predictions[:, :k], num_items)
+        number = is_given.sum(1)
+        own = (bits.to(rows.device)[rows] * is_given).sum(1) / number.clamp(min=1)
+        weights = torch.ones_like(own) if weights is None else weights
+        return mean.update(state, own, torch.zeros_like(own), weights * (number > 0))
+
+    return Metric(mean.init, update, mean.compute)
+
+
+def places(hits: Tensor) -> Tensor:
+    """1, 2, ... of the rows in a list."""
+    return torch.arange(1, hits.shape[1] + 1, dtype=torch.float64, device=hits.device)
+
+
+def given(rows: Tensor, num_items: int) -> tuple[Tensor, Tensor]:
+    """(whether a place holds a row, the row or 0)."""
+    is_given = (rows >= 0) & (rows < num_items)
+    return is_given, torch.where(is_given, rows, 0).long()
 
 
 def _of_lists(name: str, k: int, value: Callable[[Tensor, Tensor], Tensor]) -> Metric:
@@ -113,3 +228,23 @@ def list_problems(predictions: object, labels: object, weights: object) -> Itera
     elif weights is not None and weights.shape != predictions.shape[:1]:
         need = f"shape [{predictions.shape[0]}]"
         yield Problem("`weights` do not match `predictions`.", describe(weights), need, "one for each list")
+
+
+def item_problems(predictions: Tensor, num_items: int) -> Iterator[Problem]:
+    """Rows must be those of the items, where values can be read."""
+    if is_concrete(predictions) and predictions.numel() and int(predictions.max()) >= num_items:
+        got, need = f"row {int(predictions.max())}", f"rows below {num_items}, the number of items"
+        yield Problem("`predictions` hold rows that no item has.", got, need, "the items that were ranked")
+
+
+def counts_problems(state: object, num_items: int) -> Iterator[Problem]:
+    if not isinstance(state, Tensor) or state.shape != (num_items,) or not state.is_floating_point():
+        need, hint = f"f64[{num_items}]", "state = metric.init()"
+        yield Problem("`state` is not this metric's.", describe(state), need, hint, TypeError)
+
+
+def popularity_problems(counts: Tensor) -> Iterator[Problem]:
+    if counts.dim() != 1 or counts.is_complex() or counts.dtype == torch.bool or not counts.shape[0]:
+        yield Problem("`counts` are not one number for each item.", describe(counts), "[R], R >= 1", "ids.bincount()")
+    elif is_concrete(counts) and not bool((counts >= 0).all()):
+        yield Problem("`counts` are below zero.", f"{counts.min().item()}", ">= 0", "ids.bincount()")

@@ -33,7 +33,7 @@ NOT_HERE = {
         "save", "load", "latest", "Saving", "save_safetensors", "load_safetensors", "write_delta",
         "export", "load_package", "save_weights", "Package", "publish", "update_server",
     ],
-    "runs what it is given, and says numbers": ["fit", "Fitted", "evaluate"],
+    "runs what it is given, and says numbers": ["fit", "Fitted", "evaluate", "evaluate_retrieval"],
     "stages a function: tests/compile has its laws of tracked inputs": ["jit", "Lowered"],
     "runs a step or a loss, which is here": ["retry_overflow", "pipeline", "stale_pipeline", "accumulate_grads"],
     "holds no tensor: build_index and search_index are here": ["Index"],

@@ -42,6 +42,40 @@ def test_lists_are_measured_as_sets_are(lists, k):
         np.testing.assert_allclose(got, want)
 
 
+@given(LISTS, st.integers(1, 9))
+def test_ranks_are_measured_as_textbooks_do(lists, k):
+    """precision, MRR and MAP at k are those of loops over Python's lists."""
+    rows = torch.tensor([(own + [-1] * 7)[:7] for own, _ in lists])
+    bags = fr.JaggedTensor.from_lists([bag for _, bag in lists], dtype=torch.int64)
+    precisions, reciprocals, averages = [], [], []
+    for own, bag in ((own[:k], set(bag)) for own, bag in lists if bag):
+        hits = [i in bag for i in own]
+        precisions.append(sum(hits) / k)
+        reciprocals.append(1 / (1 + hits.index(True)) if any(hits) else 0.0)
+        averages.append(sum(sum(hits[: j + 1]) / (j + 1) for j, hit in enumerate(hits) if hit) / min(k, len(bag)))
+    wanted = {"precision": precisions, "mrr": reciprocals, "mean_average_precision": averages}
+    for name, want in wanted.items():
+        got = of(getattr(metrics, name)(k), rows, bags)
+        np.testing.assert_allclose(got, np.mean(want) if want else np.nan, err_msg=name)
+
+
+@given(st.lists(GIVEN, min_size=1, max_size=5), st.integers(1, 9), st.data())
+def test_coverage_and_novelty_are_those_of_the_rows_given(lists, k, data):
+    """Coverage is the share of a set; novelty the mean of means of bits; lists of weight 0 are left out of both."""
+    rows = torch.tensor([(own + [-1] * 7)[:7] for own in lists])
+    none = fr.JaggedTensor.from_lists([[] for _ in lists], dtype=torch.int64)
+    counts = data.draw(st.lists(st.integers(0, 20), min_size=10, max_size=10))
+    weights = data.draw(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=len(lists), max_size=len(lists)))
+    kept = [own[:k] for own, w in zip(lists, weights, strict=True) if w]
+    bits = lambda i: np.log2(20 / max(counts[i], 1))
+    found = [np.mean([bits(i) for i in own]) for own in kept]
+    want = np.average(found, weights=[w for w in weights if w]) if found else np.nan
+    w = torch.tensor(weights)
+    got = of(metrics.novelty(k, torch.tensor(counts), 20), rows, none, w)
+    np.testing.assert_allclose(got, want)
+    assert of(metrics.coverage(k, 10), rows, none, w) == len({i for own in kept for i in own}) / 10
+
+
 def test_states_add_up_and_weights_count():
     """Two batches equal one; a list of weight w counts w times; a list of weight 0 is padding."""
     rows, bags = torch.tensor([[1, 2], [3, 4], [5, 6]]), fr.JaggedTensor.from_lists([[1], [9, 4], [5]])

@@ -112,6 +112,10 @@ def measured() -> list[Call]:
         init=(LOSS.init, {"device": None}), calibration=(metrics.calibration, {"from_logits": False}),
         normalized_entropy=(metrics.normalized_entropy, {"from_logits": False}),
         recall=(metrics.recall, {"k": 2}), hit_rate=(metrics.hit_rate, {"k": 2}), ndcg=(metrics.ndcg, {"k": 2}),
+        precision=(metrics.precision, {"k": 2}), mrr=(metrics.mrr, {"k": 2}),
+        mean_average_precision=(metrics.mean_average_precision, {"k": 2}),
+        coverage=(metrics.coverage, {"k": 2, "num_items": 3}),
+        novelty=(metrics.novelty, {"k": 2, "counts": torch.tensor([1, 2]), "num_users": 3}),
         recall_update=(metrics.recall(2).update, {"state": metrics.recall(2).init(), "predictions": i64(1, 2)[None],
             "labels": JT.from_lists([[1]]), "weights": f32(1)}))  # fmt: skip
 

@@ -1,0 +1,309 @@
+"""A retrieval model on batches of held-out items: each query ranks all items.
+
+    metrics(rows, relevant(b)),    rows = top_k(query(params, b), items, k, exclude=seen(b)),      summed over batches b
+
+Shapes: B queries, R items, D dim.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec import metrics as lists
+from funcrec.core import Count, Problem, check, describe, fail, own_errors, replace, tree_map, typed
+from funcrec.jagged import JaggedTensor
+from funcrec.kinds import QuantizedTables
+from funcrec.loop._evaluate import batches_of
+from funcrec.loop._ranks import all_parts, num_processes
+from funcrec.mesh import Mesh
+from funcrec.metrics import Metric, collect
+from funcrec.retrieval import Index, search_index, top_k
+
+CALL = "funcrec.evaluate_retrieval"
+Items = Tensor | QuantizedTables | Index
+Bags = str | Callable[[Any], JaggedTensor]
+
+
+class Judged(NamedTuple):
+    """What of a batch its lists are judged by; the fields are arguments of `evaluate_retrieval`."""
+
+    relevant: Bags
+    seen: Bags | None
+    groups: Mapping[str, Callable]
+    item_groups: Mapping[str, Tensor]
+    weight: Callable[[Any], Tensor | None]
+
+
+@typed
+def evaluate_retrieval(
+    query: Callable[[Any, Any], Tensor],
+    params: Any,
+    batches: Iterable | Callable[[], Iterable],
+    items: Items,
+    relevant: Bags,
+    *,
+    seen: Bags | None = None,
+    k: Count | Sequence[Count] = 10,
+    metrics: Mapping[str, Metric] | None = None,
+    counts: Tensor | None = None,
+    num_users: Count | None = None,
+    groups: Mapping[str, Callable[[Any], Tensor]] | None = None,
+    item_groups: Mapping[str, Tensor] | None = None,
+    weight: Callable[[Any], Tensor | None] = lambda batch: batch.weight,
+    effort: Count | None = None,
+    mesh: Mesh | None = None,
+) -> dict[str, float]:
+    """Rank all items for each query of the batches, and return metrics of the lists, as numbers by name.
+
+    Args:
+      query: (params, batch) -> f[B, D], such as `two_tower(...).query` or `fr.jit` of it.
+      batches: an iterable of batches or of (position, batch), or a function that returns one, as a loader does.
+      items: vectors f[R, D], QuantizedTables of one table, or an `Index`; row r is the item that ids call r.
+      relevant: the key of the ids, or a function of a batch that returns the bags, of the rows to be found: one bag for
+        each query. A query whose bag is empty is left out of all metrics but coverage and novelty.
+      seen: the rows that are never in a list, such as those of the training set (`fr.data.known_items`).
+      k: how long the lists are; several lengths give the metrics of each.
+      metrics: {name: metric of lists}, such as {"recall@5": fr.metrics.recall(5)}. None: recall, ndcg, hit_rate, mrr,
+        mean_average_precision and coverage at each k, and novelty with `counts`.
+      counts: [R], how many users took each item in training. Gives novelty, and the numbers of the list of the most
+        popular items, under "popularity ..."; items of equal counts by their rows.
+      num_users: of training, for novelty; None takes the largest of the counts.
+      groups: {name: function of a batch that returns bool[B]}: the numbers of these queries alone, under "... of name".
+      item_groups: {name: bool[R]}: the numbers of these relevant items alone, under "... of name"; the lists are the
+        same.
+      weight: of each query; None counts all alike. A query of weight 0 is padding.
+      effort: of an Index, as `search_index` takes it.
+      mesh: of real ranks that have different batches each, equally many; the numbers are of all of them.
+
+    Raises:
+      TypeError, ValueError: bags, groups and counts that do not fit the batches or the items; no batch.
+
+    Law: one batch or many, in any order, have the same numbers, to rounding; an `Index` that finds all items has the
+    numbers of its vectors.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> bags = {"user": [[0], [1]], "bought": [[2], [0]], "before": [[1], []]}
+      >>> batch = fr.Batch(fr.KeyedJaggedTensor.from_lists(bags))
+      >>> params, items = {"user": torch.eye(2)}, torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.9, 0.5]])
+      >>> features = [fr.FeatureConfig("user", table="user")]
+      >>> query = lambda params, batch: fr.lookup(params, batch.ids, features).values
+      >>> found = fr.evaluate_retrieval(query, params, [batch], items, "bought", seen="before", k=1)
+      >>> found["recall@1"], round(found["coverage@1"], 3)
+      (1.0, 0.667)
+
+    Source: Rendle et al., "On sampled metrics for item recommendation" (KDD 2020): all items are ranked, none sampled.
+    """
+    cutoffs, num_items = (k,) if isinstance(k, int) else tuple(k), count_of(items)
+    check(CALL, cutoff_problems(cutoffs), counts_problems(counts, num_items), mask_problems(item_groups, num_items))
+    check(CALL, metric_problems(metrics), name_problems(groups, item_groups))
+    metrics = dict(metrics or usual(cutoffs, num_items, counts, num_users))
+    metric, judged_by = collect(metrics), Judged(relevant, seen, groups or {}, item_groups or {}, weight)
+    rankings = {"": lambda vectors, bags: ranked(vectors, items, max(cutoffs), bags, effort)}
+    if counts is not None:
+        rankings["popularity "] = lambda vectors, bags: most_popular(vectors, counts, max(cutoffs), bags)
+    ends = ["", *(f" of {name}" for name in (*judged_by.groups, *judged_by.item_groups))]
+    given, mesh = batches_of(CALL, batches, mesh)
+    states = {(before, end): None for before in rankings for end in ends}
+    for batch in given or ():
+        with own_errors(CALL, query, params, batch, need="params and a batch that it reads"):
+            vectors = query(params, batch)
+        check(CALL, vector_problems("query(params, batch)", "B", vectors))
+        vectors = vectors.detach()
+        parts, bags = parts_of(judged_by, batch, vectors, num_items)
+        for before, rank in rankings.items():
+            rows = rank(vectors, bags)
+            for end, (wanted, w) in zip(ends, parts, strict=True):
+                old = states[before, end]
+                old = metric.init(vectors.device) if old is None else old
+                states[before, end] = metric.update(old, rows, wanted, w)
+    if given is not None:
+        check(CALL, empty_problems(states))
+        states = tree_map(lambda x: all_parts(x[None], mesh).sum(0), states) if num_processes(mesh) > 1 else states
+    values = {key: dict.fromkeys(metrics, math.nan) if s is None else metric.compute(s) for key, s in states.items()}
+    return {f"{before}{n}{end}": float(x) for (before, end), own in values.items() for n, x in own.items()}
+
+
+def parts_of(
+    judged_by: Judged, batch: Any, queries: Tensor, num_items: int
+) -> tuple[list[tuple[JaggedTensor, Tensor]], JaggedTensor | None]:
+    """([(relevant rows, weights)] of all queries, of each group of queries and of each group of items, seen rows)."""
+    wanted = bags_of(batch, judged_by.relevant, "relevant", queries, num_items)
+    seen = None if judged_by.seen is None else bags_of(batch, judged_by.seen, "seen", queries, num_items)
+    with own_errors(CALL, judged_by.weight, batch, need="a batch that it reads"):
+        w = judged_by.weight(batch)
+    check(CALL, weight_problems(w, queries))
+    w = torch.ones(len(queries), dtype=torch.float64, device=queries.device) if w is None else w.double()
+    parts = [(wanted, w)]
+    parts += [(wanted, w * group_of(batch, name, fn, w)) for name, fn in judged_by.groups.items()]
+    parts += [(only(wanted, mask), w) for mask in judged_by.item_groups.values()]
+    return parts, seen
+
+
+def ranked(queries: Tensor, items: Items, k: int, seen: JaggedTensor | None, effort: int | None) -> Tensor:
+    """i64[B, k]: the best items for each query that it has not seen; -1 where there are no more."""
+    if not isinstance(items, Index):
+        return top_k(queries, items, k, exclude=seen)[1]
+    if seen is None:
+        return search_index(items, queries, k, effort=effort)[1]
+    longest = int(seen.offsets.diff().max()) if len(queries) else 0
+    rows = search_index(items, queries, k + longest, effort=effort)[1]
+    is_left = (rows >= 0) & ~are_in(rows, seen, items.num_items)
+    order = (~is_left).long().argsort(dim=1, stable=True)
+    return torch.where(is_left, rows, -1).gather(1, order)[:, :k]
+
+
+def most_popular(queries: Tensor, counts: Tensor, k: int, seen: JaggedTensor | None) -> Tensor:
+    """i64[B, k]: the items of the largest counts that a query has not seen, of equal ones the lower row first."""
+    ones = queries.new_ones((len(queries), 1), dtype=torch.float64)
+    return top_k(ones, counts.double()[:, None].to(queries.device), k, exclude=seen)[1]
+
+
+def are_in(rows: Tensor, bags: JaggedTensor, num_items: int) -> Tensor:
+    """bool[B, K]: whether bag b has rows[b, j]."""
+    values = bags.values[: int(bags.offsets[-1])].long()
+    bag = torch.repeat_interleave(bags.offsets.diff().long(), output_size=len(values))
+    keys = (bag * num_items + values).sort().values
+    asked = torch.arange(len(rows), device=rows.device)[:, None] * num_items + rows
+    if not len(keys):
+        return torch.zeros_like(asked, dtype=torch.bool)
+    return keys[torch.searchsorted(keys, asked).clamp(max=len(keys) - 1)] == asked
+
+
+def only(bags: JaggedTensor, mask: Tensor) -> JaggedTensor:
+    """The bags with -1, which is no row, in the place of items outside the mask."""
+    values = bags.values.long()
+    is_in = mask.to(values.device)[values.clamp(0, len(mask) - 1)] & (values >= 0)
+    return replace(bags, values=torch.where(is_in, values, -1))
+
+
+def usual(cutoffs: Sequence[int], num_items: int, counts: Tensor | None, num_users: int | None) -> dict[str, Metric]:
+    """The metrics that users of retrieval compare, at each length."""
+    names = ("recall", "ndcg", "hit_rate", "mrr", "mean_average_precision")
+    made = {f"{n}@{k}": getattr(lists, n)(k) for k in cutoffs for n in names}
+    made |= {f"coverage@{k}": lists.coverage(k, num_items) for k in cutoffs}
+    if counts is not None:
+        users = num_users or max(int(counts.max()), 1)
+        made |= {f"novelty@{k}": lists.novelty(k, counts, users) for k in cutoffs}
+    return made
+
+
+def count_of(items: Items) -> int:
+    if isinstance(items, Index):
+        return items.num_items
+    if isinstance(items, QuantizedTables):
+        check(CALL, table_problems(items))
+        return next(iter(items.values())).shape[0]
+    check(CALL, vector_problems("items", "R", items))
+    return items.shape[0]
+
+
+def bags_of(batch: Any, which: Bags, name: str, queries: Tensor, num_items: int) -> JaggedTensor:
+    """The bags that a batch has under a key, or that a function makes of it, one for each query."""
+    if isinstance(which, str):
+        keys = getattr(getattr(batch, "ids", None), "keys", ())
+        check(CALL, key_problems(name, which, keys))
+        bags = batch.ids[which]
+    else:
+        with own_errors(CALL, which, batch, need="a batch that it reads"):
+            bags = which(batch)
+    check(CALL, bag_problems(name, bags, queries))
+    check(CALL, row_problems(name, bags, num_items))
+    return bags
+
+
+def group_of(batch: Any, name: str, fn: Callable, w: Tensor) -> Tensor:
+    with own_errors(CALL, fn, batch, need="a batch that it reads"):
+        mask = fn(batch)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != w.shape:
+        need, hint = f"bool[{len(w)}], a truth for each query", "lambda batch: batch.dense[:, 0] < 5"
+        fail(CALL, f"`groups[{name!r}]` does not say which queries.", got=describe(mask), need=need, hint=hint)
+    return mask.to(w.device)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def cutoff_problems(cutoffs: Sequence[int]) -> Iterator[Problem]:
+    if not cutoffs:
+        yield Problem("`k` names no length.", "()", "a length or more", "k=(1, 10)")
+
+
+def empty_problems(states: Mapping) -> Iterator[Problem]:
+    if None in states.values():
+        hint = "a list, or a function: batches=lambda: fr.data.batches(data, rows, 1024, pad_last=True)"
+        yield Problem("`batches` are empty.", "no batch", "a batch or more", hint)
+
+
+def table_problems(items: QuantizedTables) -> Iterator[Problem]:
+    if len(items) != 1:
+        got, hint = f"tables {list(items)}", 'fr.quantize({"items": vectors})'
+        yield Problem("`items` are not one table.", got, "QuantizedTables of the items' vectors alone", hint)
+
+
+def counts_problems(counts: Tensor | None, num_items: int) -> Iterator[Problem]:
+    is_count = counts is not None and counts.dtype != torch.bool and not counts.is_complex()
+    if counts is not None and not (is_count and counts.shape == (num_items,)):
+        got, need = describe(counts), f"[{num_items}], a number for each item"
+        yield Problem("`counts` do not match `items`.", got, need, "ids.bincount(minlength=R)")
+
+
+def mask_problems(item_groups: Mapping[str, Tensor] | None, num_items: int) -> Iterator[Problem]:
+    for name, mask in (item_groups or {}).items():
+        if mask.dtype != torch.bool or mask.shape != (num_items,):
+            need, hint = f"bool[{num_items}], a truth for each item", "counts < 5"
+            yield Problem(f"`item_groups[{name!r}]` does not say which items.", describe(mask), need, hint)
+
+
+def metric_problems(metrics: Mapping[str, Metric] | None) -> Iterator[Problem]:
+    if metrics is not None and not metrics:
+        yield Problem("`metrics` are none.", "{}", "{name: metric of lists}", '{"recall@10": fr.metrics.recall(10)}')
+
+
+def name_problems(groups: Mapping | None, item_groups: Mapping | None) -> Iterator[Problem]:
+    if both := sorted({*(groups or {})} & {*(item_groups or {})}):
+        need, hint = "a name for each", "another name for the items' group"
+        yield Problem("groups of queries and of items have one name.", f"{both}", need, hint)
+
+
+def vector_problems(name: str, count: str, x: object) -> Iterator[Problem]:
+    if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
+        need, hint = f"f[{count}, D]", "model.query and model.candidate, of fr.models.two_tower"
+        yield Problem(f"`{name}` are not vectors.", describe(x), need, hint, TypeError)
+
+
+def weight_problems(w: object, queries: Tensor) -> Iterator[Problem]:
+    is_number = isinstance(w, Tensor) and not w.is_complex()
+    if w is not None and not (is_number and w.shape == queries.shape[:1]):
+        need = f"[{len(queries)}], a number for each query, or None"
+        yield Problem(
+            "`weight` gave no number for each query.", describe(w), need, "lambda batch: batch.weight", TypeError
+        )
+
+
+def key_problems(name: str, key: str, keys: Sequence[str]) -> Iterator[Problem]:
+    if key not in keys:
+        got, need = f"{name}={key!r}", f"one of {list(keys)}, or a function of a batch"
+        yield Problem(f"`{name}` names ids that the batch does not have.", got, need, "lambda batch: bags of rows")
+
+
+def bag_problems(name: str, bags: object, queries: Tensor) -> Iterator[Problem]:
+    need, hint = f"a JaggedTensor of {len(queries)} bags of rows", "fr.JaggedTensor.from_lists([[3], [5, 1]])"
+    is_rows = isinstance(bags, JaggedTensor) and bags.values.dtype in (torch.int32, torch.int64)
+    if not is_rows or bags.values.dim() != 1:
+        yield Problem(f"`{name}` gave no bags of rows.", describe(bags), need, hint, TypeError)
+    elif bags.offsets.shape[0] != len(queries) + 1:
+        got = f"{bags.offsets.shape[0] - 1} bags"
+        yield Problem(f"`{name}` has bags of other queries.", got, need, hint)
+
+
+def row_problems(name: str, bags: JaggedTensor, num_items: int) -> Iterator[Problem]:
+    """A row that no item has would count as one that is never found."""
+    own = bags.values[: int(bags.offsets[-1])]
+    if own.numel() and (int(own.max()) >= num_items or int(own.min()) < 0):
+        worst = int(own.max()) if int(own.max()) >= num_items else int(own.min())
+        got, need = f"row {worst}", f"rows from 0 to {num_items - 1}, those of `items`"
+        yield Problem(f"`{name}` has rows that no item has.", got, need, "items of all ids that occur")
