@@ -23,6 +23,7 @@ from funcrec.mesh import Mesh, Ranks, say
 from funcrec.metrics import Metric
 from funcrec.tables import validate
 
+AT_ONCE = ("exact_auc", "grouped_auc")  # functions of all examples, not makers of metrics
 ANY = (-math.inf, math.inf)  # numbers, or classes; a loss checks for itself which labels it takes
 _is_trial: ContextVar[bool] = ContextVar("funcrec_trial", default=False)
 
@@ -151,15 +152,15 @@ def results(metrics: Mapping, states: Mapping, seen: list[tuple[Tensor, ...]], m
     """Compute each metric over the examples of all ranks, in the order of `metrics`."""
     if num_processes(mesh) > 1:
         states = tree_map(lambda x: all_parts(x[None], mesh).sum(0), states)
-    whole = [torch.cat(xs) for xs in zip(*seen, strict=True)]
+    whole = tree_map(lambda *xs: torch.cat(xs), *seen) if seen else ()
     if num_processes(mesh) > 1 and whole:
         counts = say(len(whole[0]), Ranks.of(mesh))
         if len(set(counts)) > 1:
             hint = "pad the rows to a multiple of the ranks, by examples of weight 0"
             got, need = f"{counts} examples", "as many on every rank"
             fail("funcrec.evaluate", "the ranks have different numbers of examples.", got=got, need=need, hint=hint)
-        whole = [all_parts(x, mesh) for x in whole]
-    whole = [x[whole[2] != 0] for x in whole]  # examples of weight 0 fill a batch up, and do not count
+        whole = tree_map(lambda x: all_parts(x, mesh), whole)
+    whole = tree_map(lambda x: x[whole[2] != 0], whole)  # examples of weight 0 fill a batch up, and do not count
     found = {}
     for n, m in metrics.items():
         with own_errors("funcrec.evaluate", m, *whole, need="(predictions, labels, weights) of all examples"):
@@ -180,7 +181,7 @@ def metrics_problems(metrics: Mapping[str, Metric | Callable]) -> Iterator[Probl
         need, hint = "{name: Metric, or a function}", '{"auc": fr.metrics.auc(from_logits=True)}'
         yield Problem("`metrics` are none.", describe(metrics), need, hint)
     for n, m in metrics.items():
-        if isinstance(m, FunctionType) and m.__module__.startswith("funcrec.metrics") and m.__name__ != "exact_auc":
+        if isinstance(m, FunctionType) and m.__module__.startswith("funcrec.metrics") and m.__name__ not in AT_ONCE:
             what, hint = f"`metrics[{n!r}]` makes a metric, and is not one.", f"fr.metrics.{m.__name__}()"
             yield Problem(what, f"the function {m.__name__}", "a Metric", hint, TypeError)
 

@@ -59,7 +59,8 @@ def evaluate_retrieval(
     """Rank all items for each query of the batches, and return metrics of the lists, as numbers by name.
 
     Args:
-      query: (params, batch) -> f[B, D], such as `two_tower(...).query` or `fr.jit` of it.
+      query: (params, batch) -> a vector of the items' dim for each query, such as `two_tower(...).query`, or `fr.jit`
+        of it.
       batches: an iterable of batches or of (position, batch), or a function that returns one, as a loader does.
       items: vectors f[R, D], QuantizedTables of one table, or an `Index`; row r is the item that ids call r.
       relevant: the key of the ids, or a function of a batch that returns the bags, of the rows to be found: one bag for
@@ -71,9 +72,10 @@ def evaluate_retrieval(
       counts: [R], how many users took each item in training. Gives novelty, and the numbers of the list of the most
         popular items, under "popularity ..."; items of equal counts by their rows.
       num_users: of training, for novelty; None takes the largest of the counts.
-      groups: {name: function of a batch that returns bool[B]}: the numbers of these queries alone, under "... of name".
-      item_groups: {name: bool[R]}: the numbers of these relevant items alone, under "... of name"; the lists are the
-        same.
+      groups: functions of a batch by name, each of which returns a truth for each query: the numbers of these queries
+        alone, under "... of name".
+      item_groups: truths for each item by name: the numbers of these relevant items alone, under "... of name"; the
+        lists are the same.
       weight: of each query; None counts all alike. A query of weight 0 is padding.
       effort: of an Index, as `search_index` takes it.
       mesh: of real ranks that have different batches each, equally many; the numbers are of all of them.

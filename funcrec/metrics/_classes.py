@@ -1,6 +1,6 @@
 """Accuracy over classes.
 
-    Σ_b w_b [argmax_c z_bc = y_b] / Σ_b w_b
+    Σ_b w_b [rank of z_b,y_b among z_bc <= k] / Σ_b w_b,     k = 1 for the best alone
 
 Shapes: B examples, C classes.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe
+from funcrec.core import Count, Problem, check, describe, typed
 from funcrec.jagged import is_concrete
 from funcrec.metrics._metric import ANY, RANGES, Metric, example_problems, range_problems, sums
 
@@ -27,7 +27,20 @@ def multiclass_accuracy() -> Metric:
       >>> m.compute(m.update(m.init(), torch.tensor([[0.1, 2.0, 0.3], [1.0, 0.2, 0.1]]), torch.tensor([1, 2])))
       tensor(0.5000, dtype=torch.float64)
     """
-    name = "multiclass_accuracy"
+    return _of_rank("multiclass_accuracy", 1)
+
+
+@typed
+def top_k_accuracy(k: Count) -> Metric:
+    """The part of the examples whose class has one of the k highest logits; of equal ones the first counts. Arguments
+    as `multiclass_accuracy`'s, which is this with k = 1.
+
+    Source: scikit-learn's top_k_accuracy_score; TorchRec's multiclass recall.
+    """
+    return _of_rank("top_k_accuracy", k)
+
+
+def _of_rank(name: str, k: int) -> Metric:
     right = sums(name, lambda p, y: {"right": p}, lambda s: s["right"] / s["weight"], from_logits=ANY)
 
     def update(state, predictions, labels, weights=None):
@@ -38,7 +51,10 @@ def multiclass_accuracy() -> Metric:
         check(call, row_problems(predictions, labels, weights))
         y, is_number = labels.double(), ~predictions.isnan().any(1)
         is_class = is_number & (y >= 0) & (y < num_classes) & (y == y.floor())
-        is_right = torch.where(is_class, (predictions.argmax(1) == y).double(), torch.nan)
+        own = torch.where(is_class, y, 0).long()[:, None]
+        z, classes = predictions.gather(1, own), torch.arange(num_classes, device=y.device)
+        is_before = (predictions > z) | ((predictions == z) & (classes < own))
+        is_right = torch.where(is_class, (is_before.sum(1) < k).double(), torch.nan)
         return right.update(state, is_right, torch.zeros_like(y), weights)
 
     return Metric(right.init, update, right.compute)

@@ -41,8 +41,8 @@ class Metric(NamedTuple):
 
     predictions: f[B] or i[B, K]: probabilities, or logits if the metric was made with from_logits=True. mse, rmse and
       mae take any numbers; multiclass_accuracy takes f[B, C]; recall, hit_rate and ndcg take lists of rows, i[B, K].
-    labels: [B], floats, integers or booleans in [0, 1]. mse, rmse and mae take any finite ones; multiclass_accuracy
-      takes classes below C; recall, hit_rate and ndcg take bags of rows.
+    labels: one for each example: floats, integers or booleans in [0, 1]. mse, rmse and mae take any finite ones;
+      multiclass_accuracy takes classes below C; metrics of lists take bags of rows; grouped takes (labels, groups).
     weights: [B] >= 0 and finite, or None for ones. An example of weight 0 is padding, unless a derivative follows the
       weights.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from funcrec.core import UnitInterval, typed
 from funcrec.metrics._metric import ANY, FINITE, Metric, sums
 
+ROUNDING = 1e-12  # of a sum of squares, below which its variance is none
 PROBABILITY_EPS = torch.finfo(torch.float32).eps
 
 
@@ -53,13 +54,17 @@ def normalized_entropy(*, from_logits: bool = False) -> Metric:
     Source: He et al., "Practical lessons from predicting clicks on ads at Facebook" (ADKDD 2014), §3; TorchRec's NE.
     """
     terms = lambda p, y: {"loss": cross_entropy(p, y, from_logits), "positive": y}
+    return sums("normalized_entropy", terms, _over_base, from_logits=from_logits)
 
-    def compute(s):
-        rate = s["positive"] / s["weight"]
-        base = -(torch.xlogy(rate, rate) + torch.xlogy(1 - rate, 1 - rate))
-        return torch.where(base > 0, s["loss"] / s["weight"] / base, torch.nan)
 
-    return sums("normalized_entropy", terms, compute, from_logits=from_logits)
+@typed
+def positive_normalized_entropy(*, from_logits: bool = False) -> Metric:
+    """`normalized_entropy` with the log loss of the positive examples alone, over the weight and the entropy of all.
+
+    Source: TorchRec's NE of positives.
+    """
+    terms = lambda p, y: {"loss": y * cross_entropy(p, torch.ones_like(y), from_logits), "positive": y}
+    return sums("positive_normalized_entropy", terms, _over_base, from_logits=from_logits)
 
 
 @typed
@@ -85,6 +90,52 @@ def accuracy(threshold: UnitInterval = 0.5, *, from_logits: bool = False) -> Met
     """Make a metric: the share of the examples for which (probability >= threshold) equals (label >= 0.5)."""
     terms = lambda p, y: {"right": ((_probability(p, from_logits) >= threshold) == (y >= 0.5)).double()}
     return sums("accuracy", terms, lambda s: s["right"] / s["weight"], from_logits=from_logits)
+
+
+@typed
+def binary_precision(threshold: UnitInterval = 0.5, *, from_logits: bool = False) -> Metric:
+    """The part of the examples with probability >= threshold whose label is >= 0.5; NaN where no example has it."""
+    terms = lambda p, y: {"said": (said := _said(p, threshold, from_logits)), "right": said * (y >= 0.5)}
+    return sums("binary_precision", terms, lambda s: s["right"] / s["said"], from_logits=from_logits)
+
+
+@typed
+def binary_recall(threshold: UnitInterval = 0.5, *, from_logits: bool = False) -> Metric:
+    """The part of the examples with label >= 0.5 whose probability is >= threshold; NaN without such a label."""
+    terms = lambda p, y: {"positive": (y >= 0.5).double(), "right": _said(p, threshold, from_logits) * (y >= 0.5)}
+    return sums("binary_recall", terms, lambda s: s["right"] / s["positive"], from_logits=from_logits)
+
+
+@typed
+def mean_prediction(*, from_logits: bool = False) -> Metric:
+    """The weighted mean of the probabilities; over `ctr` it is `calibration`."""
+    terms = lambda p, y: {"predicted": _probability(p, from_logits)}
+    return sums("mean_prediction", terms, lambda s: s["predicted"] / s["weight"], from_logits=from_logits)
+
+
+def r2() -> Metric:
+    """1 - mse / the variance of the labels: the coefficient of determination; NaN where all labels are the same.
+
+    Any predictions and any finite labels. Source: scikit-learn's r2_score.
+    """
+    terms = lambda p, y: {"error": (p - y).square(), "label": y, "square": y.square()}
+
+    def compute(s):
+        variance = s["square"] / s["weight"] - (s["label"] / s["weight"]).square()
+        is_spread = variance > ROUNDING * s["square"] / s["weight"]
+        return torch.where(is_spread, 1 - s["error"] / s["weight"] / variance, torch.nan)
+
+    return sums("r2", terms, compute, from_logits=ANY, of_labels=FINITE)
+
+
+def nmse() -> Metric:
+    """`mse` over the mse of always predicting 1. Any predictions and any finite labels; NaN where all labels are 1.
+
+    Source: TorchRec's NMSE.
+    """
+    terms = lambda p, y: {"error": (p - y).square(), "base": (1 - y).square()}
+    compute = lambda s: torch.where(s["base"] > 0, s["error"] / s["base"], torch.nan)
+    return sums("nmse", terms, compute, from_logits=ANY, of_labels=FINITE)
 
 
 def mse() -> Metric:
@@ -113,6 +164,17 @@ def mae() -> Metric:
 def _of_errors(name: str, cost: Callable[[Tensor], Tensor], of_mean: Callable[[Tensor], Tensor]) -> Metric:
     terms = lambda p, y: {"error": cost(p - y)}
     return sums(name, terms, lambda s: of_mean(s["error"] / s["weight"]), from_logits=ANY, of_labels=FINITE)
+
+
+def _over_base(s: dict[str, Tensor]) -> Tensor:
+    """The mean loss over the log loss of always saying the base rate."""
+    rate = s["positive"] / s["weight"]
+    base = -(torch.xlogy(rate, rate) + torch.xlogy(1 - rate, 1 - rate))
+    return torch.where(base > 0, s["loss"] / s["weight"] / base, torch.nan)
+
+
+def _said(p: Tensor, threshold: float, from_logits: bool) -> Tensor:
+    return (_probability(p, from_logits) >= threshold).double()
 
 
 def _probability(p: Tensor, from_logits: bool) -> Tensor:

@@ -96,7 +96,7 @@ MAY_RETURN = (
         {"meta"}),
     Row("elementwise", r"nn.(dropout|dot_interaction|factorization_machine)|data.transform_dense", "x",
         TENSORS - {"c64[2]", "meta"}),
-    Row("labels may be booleans, weights too", "metrics.*", "labels|weights", {"bool[3]", "None"}),
+    Row("labels may be booleans, weights too", "metrics.*", r"labels|labels\[0\]|weights", {"bool[3]", "None"}),
     Row("labels may be booleans", "losses.*", "label", {"bool[3]"}),
     Row("a weight of a task is any number >= 0", "losses.multi_task", r"weights\[.*", {"7", "0"}),
     Row("None weighs all alike", "losses.loss_of_tasks", "weight", {"None"}),

@@ -21,6 +21,15 @@ METRICS = {
     "accuracy": metrics.accuracy(0.4),
     "mse": metrics.mse(),
     "mae": metrics.mae(),
+    "average_precision": metrics.average_precision(512),
+    "recall_at_precision": metrics.recall_at_precision(0.5, 512),
+    "positive_normalized_entropy": metrics.positive_normalized_entropy(),
+    "binary_precision": metrics.binary_precision(0.4),
+    "binary_recall": metrics.binary_recall(0.4),
+    "mean_prediction": metrics.mean_prediction(),
+    "r2": metrics.r2(),
+    "nmse": metrics.nmse(),
+    "recalibrated": metrics.recalibrated(metrics.calibration(), 0.3),
     "collect": metrics.collect({"auc": metrics.auc(64), "ne": metrics.normalized_entropy()}),
 }
 each_metric = pytest.mark.parametrize("name", METRICS)

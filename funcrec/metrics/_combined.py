@@ -1,0 +1,176 @@
+"""Metrics made of metrics.
+
+    windowed: Σ of the last n updates' states       grouped: a state for each group       recalibrated, unweighted:
+    other predictions or weights go in
+
+All stay metrics: their states add up. Shapes: B examples, G groups.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from funcrec.core import Count, PositiveMagnitude, Problem, check, describe, tree_leaves, tree_map, typed
+from funcrec.jagged import is_concrete
+from funcrec.metrics._auc import pair_problems
+from funcrec.metrics._metric import Metric
+
+
+@typed
+def windowed(metric: Metric, num_updates: Count) -> Metric:
+    """The metric of the examples of the last `num_updates` updates.
+
+    The state keeps a state for each of them, and `compute` adds them up: nothing is subtracted, so nothing drifts.
+
+    Cost: the memory of num_updates states, moved at each update.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import ctr, windowed
+      >>> m = windowed(ctr(), 2)
+      >>> state = m.init()
+      >>> for label in (1.0, 0.0, 0.0):
+      ...     state = m.update(state, torch.tensor([0.5]), torch.tensor([label]))
+      >>> m.compute(state)
+      tensor(0., dtype=torch.float64)
+
+    Source: TorchRec's window metrics.
+    """
+
+    def init(device=None):
+        return tree_map(lambda x: x.new_zeros((num_updates, *x.shape)), metric.init(device))
+
+    def update(state, predictions, labels, weights=None):
+        check("funcrec.metrics.windowed.update", leading_problems(state, num_updates, "updates"))
+        empty = tree_map(lambda x: torch.zeros_like(x[0]), state)
+        newest = metric.update(empty, predictions, labels, weights)
+        return tree_map(lambda kept, x: torch.cat([kept[1:], x[None]]), state, newest)
+
+    def compute(state):
+        check("funcrec.metrics.windowed.compute", leading_problems(state, num_updates, "updates"))
+        return metric.compute(tree_map(lambda x: x.sum(0), state))
+
+    return Metric(init, update, compute)
+
+
+@typed
+def grouped(metric: Metric, num_groups: Count) -> Metric:
+    """The metric of each group of examples: `compute` gives f64[G].
+
+    labels: (labels, i[B] groups), such as `label=lambda batch: (batch.label, segment)` of `fr.evaluate`. A group
+    outside [0, num_groups) is refused, and where values cannot be read its example makes all groups NaN.
+
+    Cost: num_groups updates of B examples; of many groups `grouped_auc` sorts instead.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import ctr, grouped
+      >>> m, labels, groups = grouped(ctr(), 3), torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 2])
+      >>> m.compute(m.update(m.init(), torch.full((3,), 0.5), (labels, groups)))
+      tensor([0.5000,    nan, 1.0000], dtype=torch.float64)
+
+    Source: TorchRec's segmented NE and grouped AUC.
+    """
+
+    def init(device=None):
+        return tree_map(lambda x: x.new_zeros((num_groups, *x.shape)), metric.init(device))
+
+    def update(state, predictions, labels, weights=None):
+        call = "funcrec.metrics.grouped.update"
+        check(call, leading_problems(state, num_groups, "groups"), pair_problems(labels, predictions))
+        labels, groups = labels
+        check(call, group_problems(groups, weights, num_groups))
+        w = torch.ones_like(groups, dtype=torch.float64) if weights is None else weights.double()
+        is_known = (groups >= 0) & (groups < num_groups)
+        w = torch.where(is_known | (w == 0), w, torch.nan)
+        is_own = (groups == torch.arange(num_groups, device=groups.device)[:, None]) | ~is_known
+        own = torch.where(is_own, w, 0)
+        return vmap(lambda s, v: metric.update(s, predictions, labels, v))(state, own)
+
+    def compute(state):
+        check("funcrec.metrics.grouped.compute", leading_problems(state, num_groups, "groups"))
+        return vmap(metric.compute)(state)
+
+    return Metric(init, update, compute)
+
+
+@typed
+def recalibrated(metric: Metric, coefficient: PositiveMagnitude) -> Metric:
+    """The metric of probabilities p / (p + (1 - p) / coefficient): of a model that was trained on sampled negatives.
+
+    coefficient: the share of the negatives that training kept. Of probabilities, not of logits.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import calibration, recalibrated
+      >>> m = recalibrated(calibration(), 0.1)
+      >>> m.compute(m.update(m.init(), torch.full((11,), 0.5), torch.tensor([1.0] + [0.0] * 10)))
+      tensor(1., dtype=torch.float64)
+
+    Source: He et al., "Practical lessons from predicting clicks on ads at Facebook" (ADKDD 2014), §6.3; TorchRec.
+    """
+
+    def update(state, predictions, labels, weights=None):
+        check("funcrec.metrics.recalibrated.update", probability_problems(predictions))
+        p = predictions.double()
+        return metric.update(state, p / (p + (1 - p) / coefficient), labels, weights)
+
+    return Metric(metric.init, update, metric.compute)
+
+
+@typed
+def unweighted(metric: Metric) -> Metric:
+    """The metric with every weight but 0, which is padding, as 1.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import ctr, unweighted
+      >>> m, weights = unweighted(ctr()), torch.tensor([5.0, 1.0, 0.0])
+      >>> m.compute(m.update(m.init(), torch.full((3,), 0.5), torch.tensor([1.0, 0.0, 0.0]), weights))
+      tensor(0.5000, dtype=torch.float64)
+
+    Source: TorchRec's unweighted NE.
+    """
+
+    def update(state, predictions, labels, weights=None):
+        check("funcrec.metrics.unweighted.update", weights_problems(weights))
+        is_used = None if weights is None else torch.where(weights.isnan(), torch.nan, (weights != 0).double())
+        return metric.update(state, predictions, labels, is_used)
+
+    return Metric(metric.init, update, metric.compute)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def leading_problems(state: object, count: int, of: str) -> Iterator[Problem]:
+    leaves = tree_leaves(state)
+    if not leaves or not all(isinstance(x, Tensor) and x.dim() and x.shape[0] == count for x in leaves):
+        need, hint = f"tensors [{count}, ...], of {count} {of}", "state = metric.init()"
+        yield Problem("`state` is not this metric's.", describe(state), need, hint, TypeError)
+
+
+def group_problems(groups: Tensor, weights: object, num_groups: int) -> Iterator[Problem]:
+    if weights is not None and (not isinstance(weights, Tensor) or weights.shape != groups.shape):
+        need, hint = f"[{len(groups)}], or None", "weights of the same batch"
+        yield Problem("`weights` do not match `labels`.", describe(weights), need, hint)
+    elif is_concrete(groups) and (weights is None or is_concrete(weights)):
+        wrong = (groups < 0) | (groups >= num_groups)
+        wrong = wrong if weights is None else wrong & (weights != 0)
+        if bool(wrong.any()):
+            at = int(wrong.to(torch.int8).argmax())
+            need, hint = f"groups in [0, {num_groups})", f"grouped(metric, {int(groups.max()) + 1})"
+            yield Problem("`labels[1]` leave their range.", f"labels[1][{at}] = {int(groups[at])}", need, hint)
+
+
+def probability_problems(predictions: object) -> Iterator[Problem]:
+    if not isinstance(predictions, Tensor) or not predictions.is_floating_point():
+        need, hint = "f[B], probabilities", "predictions.sigmoid()"
+        yield Problem("`predictions` are not floating-point numbers.", describe(predictions), need, hint, TypeError)
+
+
+def weights_problems(weights: object) -> Iterator[Problem]:
+    if weights is not None and (not isinstance(weights, Tensor) or weights.is_complex()):
+        yield Problem("`weights` are not numbers.", describe(weights), "[B], or None", "torch.ones(B)", TypeError)
