@@ -91,12 +91,8 @@ def refuse_shared(leaves: list, donated: dict[int, str]) -> None:
     for start, end, i in spans:
         for is_donated, (reach, first) in before.items():
             if start < reach and (is_donated or i in donated):
-                fail(
-                    "funcrec.jit",
-                    f"the memory of donated `{donated.get(i) or donated[first]}` is given twice.",
-                    got="two leaves share it",
-                    need="one leaf, or a clone",
-                )
+                what = f"the memory of donated `{donated.get(i) or donated[first]}` is given twice."
+                fail("funcrec.jit", what, got="two leaves share it", need="one leaf, or a clone")
         before[i in donated] = max(before.get(i in donated, (0, 0)), (end, i))
 
 

@@ -220,10 +220,8 @@ class Jitted:
     def refuse_tracked(self, which: str) -> None:
         call = f"funcrec.jit({self.name})" + (".lower" if self.is_one else "")
         what = f"{'a program of `lower`' if self.is_one else 'a donating call'} is followed by autograd."
-        need, hint = (
-            "values that nothing is differentiated by",
-            "`.detach()` or `requires_grad_(False)`, torch.no_grad(), ",
-        )
+        need = "values that nothing is differentiated by"
+        hint = "`.detach()` or `requires_grad_(False)`, torch.no_grad(), "
         hint += "or fr.jit(fn) itself" if self.is_one else "or jit without donate="
         fail(call, what, got=f"requires_grad of {which}", need=need, hint=hint, kind=TypeError)
 
@@ -368,14 +366,8 @@ def _check_function(fn: Callable) -> None:
     for kind, is_one in kinds.items():
         if is_one(fn) or is_one(getattr(fn, "__call__", None)):  # noqa: B004
             need, hint = "a function that returns its values", "collect them in a list, and return that"
-            fail(
-                call,
-                f"`fn` is a {kind}.",
-                got=getattr(fn, "__name__", describe(fn)),
-                need=need,
-                hint=hint,
-                kind=TypeError,
-            )
+            got = getattr(fn, "__name__", describe(fn))
+            fail(call, f"`fn` is a {kind}.", got=got, need=need, hint=hint, kind=TypeError)
 
 
 def _signature_of(fn: Callable) -> inspect.Signature:

@@ -174,13 +174,8 @@ class _Lift(TorchFunctionMode):
                     raise
             if x.is_conj() or x.is_neg() or x._is_zerotensor():
                 need, got = "plain memory", "a lazy conjugate, negative or zero"
-                fail(
-                    self.call,
-                    "a tensor that is closed over is not there yet.",
-                    got=got,
-                    need=need,
-                    hint="resolve_conj().resolve_neg(), or clone() of a zero",
-                )
+                hint = "resolve_conj().resolve_neg(), or clone() of a zero"
+                fail(self.call, "a tensor that is closed over is not there yet.", got=got, need=need, hint=hint)
             # a stand-in is made outside all transforms of the staged program: it shows the tensor as it lies in memory
             with outside_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction():
                 made = self.fake.from_tensor(x)
@@ -193,13 +188,8 @@ class _Lift(TorchFunctionMode):
             if made.grad is not before:
                 got, need = f"`.backward()` that reaches {describe(x)}", "gradients that are returned"
                 hint = "torch.func.grad, torch.autograd.grad or fr.value_and_grad"
-                fail(
-                    self.call,
-                    "the function leaves a gradient in a tensor that it closes over.",
-                    got=got,
-                    need=need,
-                    hint=hint,
-                )
+                what = "the function leaves a gradient in a tensor that it closes over."
+                fail(self.call, what, got=got, need=need, hint=hint)
 
 
 def is_recording() -> bool:

@@ -214,9 +214,8 @@ def _mapping(args: tuple, owner: Any) -> Kind:
             return
         for k, v in x.items():
             if not of_key.fits(k):
-                yield Problem(
-                    f"a name in `{path}` is not {of_key.need}.", describe(k), need, _example(path, example), TypeError
-                )
+                hint = _example(path, example)
+                yield Problem(f"a name in `{path}` is not {of_key.need}.", describe(k), need, hint, TypeError)
             yield from of_value.find(f"{path}[{k!r}]", v)
 
     is_one = lambda x: isinstance(x, Mapping)

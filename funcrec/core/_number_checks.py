@@ -73,9 +73,8 @@ def device_problems(**tensors: Tensor) -> Iterator[Problem]:
 def function_problems(**functions: object) -> Iterator[Problem]:
     for name, fn in functions.items():
         if not callable(fn):
-            yield Problem(
-                f"`{name}` is not a function.", describe(fn), "a function of tensors", FUNCTION.get(name, ""), TypeError
-            )
+            need = "a function of tensors"
+            yield Problem(f"`{name}` is not a function.", describe(fn), need, FUNCTION.get(name, ""), TypeError)
 
 
 def count_problems(n: object, field: str, least: int = 1) -> Iterator[Problem]:

@@ -264,13 +264,8 @@ def _last_problems(drop_last: bool, pad_last: bool) -> Iterator[Problem]:
 
 def data_problems(data: object) -> Iterator[Problem]:
     if not is_row_data(data):
-        yield Problem(
-            "`data` has no rows.",
-            describe(data),
-            "a value with `num_rows` and `take(rows)`",
-            "fr.data.random_rows(fr.key(0), {'item': 100}, num_rows=50)",
-            TypeError,
-        )
+        got, hint = describe(data), "fr.data.random_rows(fr.key(0), {'item': 100}, num_rows=50)"
+        yield Problem("`data` has no rows.", got, "a value with `num_rows` and `take(rows)`", hint, TypeError)
 
 
 def epoch_problems(load: Loader, position: Position) -> Iterator[Problem]:
@@ -278,9 +273,8 @@ def epoch_problems(load: Loader, position: Position) -> Iterator[Problem]:
     if load.count == 0:
         num_rows = load.rows.shape[0]
         need = f"at least {load.batch_size} rows" if num_rows else "a row or more"
-        yield Problem(
-            "`rows` do not make a batch.", f"{num_rows} rows", need, "drop_last=False, or a smaller batch_size"
-        )
+        hint = "drop_last=False, or a smaller batch_size"
+        yield Problem("`rows` do not make a batch.", f"{num_rows} rows", need, hint)
     elif position[1] >= load.count:
         need, hint = f"batch < {load.count}, the batches of an epoch", "the position that came with the last batch"
         yield Problem("`position` is past the end of its epoch.", f"{tuple(position)}", need, hint)

@@ -242,10 +242,8 @@ def count_vector_problems(counts: Tensor) -> Iterator[Problem]:
 
 def _drawn_problems(counts: Tensor) -> Iterator[Problem]:
     if is_tracked(counts):
-        got, need = (
-            f"{describe(counts)} of which a derivative is wanted",
-            "counts; which ids are drawn has no derivative",
-        )
+        got = f"{describe(counts)} of which a derivative is wanted"
+        need = "counts; which ids are drawn has no derivative"
         yield Problem("`counts` cannot be differentiated.", got, need, "counts.detach()", TypeError)
 
 
@@ -263,9 +261,8 @@ def _known_problems(known: JaggedTensor, num_ids: int) -> Iterator[Problem]:
     begins = torch.zeros(len(values) + 1, dtype=torch.bool)
     begins[known.offsets] = True
     if bool(((values[1:] <= values[:-1]) & ~begins[1:-1]).any()):
-        yield Problem(
-            "`known` has a bag that does not ascend.", "an id again, or a smaller one", "each once, ascending", hint
-        )
+        need = "each once, ascending"
+        yield Problem("`known` has a bag that does not ascend.", "an id again, or a smaller one", need, hint)
     elif len(values) and (int(values.min()) < 0 or int(values.max()) >= num_ids):
         got, need = f"ids from {int(values.min())} to {int(values.max())}", f"0 <= id < {num_ids}"
         yield Problem("`known` has an id that is not there.", got, need, hint)
@@ -283,12 +280,8 @@ def _user_problems(negatives: Negatives, shape: Shape, user: Tensor | None) -> I
     found = list(int_problems(user, "user", negatives.known.values.device))
     yield from (p._replace(hint=p.hint or hint) for p in found)
     if not found and tuple(shape[:1]) != tuple(user.shape):
-        yield Problem(
-            "`shape` does not match `user`.",
-            f"{tuple(shape)}",
-            f"({user.shape[0]}, ...)",
-            f"shape=({user.shape[0]}, 4)",
-        )
+        need = f"({user.shape[0]}, ...)"
+        yield Problem("`shape` does not match `user`.", f"{tuple(shape)}", need, f"shape=({user.shape[0]}, 4)")
     elif not found and (is_concrete(user) or is_checking()) and user.numel():
         count, (low, high) = negatives.known.offsets.shape[0] - 1, (int(x) for x in user.aminmax())
         if low < 0 or high >= count:
@@ -318,6 +311,5 @@ def _pair_problems(user: Tensor, item: Tensor, num_users: int | None) -> Iterato
         elif x.numel() and int(x.min()) < 0:
             yield Problem(f"`{name}` has a negative id.", f"{int(x.min())}", "ids >= 0", hint)
     if num_users is not None and is_concrete(user) and user.numel() and int(user.max()) >= num_users:
-        yield Problem(
-            "`num_users` has no place for a user.", f"user {int(user.max())}", f"below {num_users}", "num_users=None"
-        )
+        need = f"below {num_users}"
+        yield Problem("`num_users` has no place for a user.", f"user {int(user.max())}", need, "num_users=None")

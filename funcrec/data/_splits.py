@@ -204,9 +204,8 @@ def fraction_problems(fractions: object) -> Iterator[Problem]:
         yield Problem("`fractions` has a share that is none.", f"{tuple(fractions)}", "numbers above 0", hint)
     elif abs(math.fsum(fractions) - 1) > 1e-9:
         total = math.fsum(fractions)
-        yield Problem(
-            "`fractions` do not sum to 1.", f"{tuple(fractions)}, together {total:g}", "shares of all rows", hint
-        )
+        need = "shares of all rows"
+        yield Problem("`fractions` do not sum to 1.", f"{tuple(fractions)}, together {total:g}", need, hint)
 
 
 def is_int(x: object) -> bool:

@@ -98,16 +98,13 @@ def place_problems(path: Path) -> Iterator[Problem]:
         mode = path.stat().st_mode
     except OSError:
         if not path.parent.is_dir():
-            yield Problem(
-                f"the folder of `{path}` is not there.", f"{str(path.parent)!r}", "a folder",
-                path_hint(path, "os.makedirs(folder, exist_ok=True)"), FileNotFoundError,
-            )  # fmt: skip
+            got, hint = f"{str(path.parent)!r}", path_hint(path, "os.makedirs(folder, exist_ok=True)")
+            yield Problem(f"the folder of `{path}` is not there.", got, "a folder", hint, FileNotFoundError)
         return
     if not stat.S_ISREG(mode):
         kind = IsADirectoryError if stat.S_ISDIR(mode) else OSError
-        yield Problem(
-            f"`{path}` is not a file.", kind_of(mode), "the name of a file", 'a file in it, as "folder/state.pt"', kind
-        )
+        need = "the name of a file"
+        yield Problem(f"`{path}` is not a file.", kind_of(mode), need, 'a file in it, as "folder/state.pt"', kind)
 
 
 def open_file(call: str, path: Path) -> BinaryIO:

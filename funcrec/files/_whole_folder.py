@@ -76,14 +76,12 @@ def take_name(new: Path, path: Path) -> None:
 
 def place_problems(path: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator[Problem]:
     if not path.parent.is_dir():
-        hint = path_hint(path, "os.makedirs(folder, exist_ok=True)")
-        what = f"the folder of `{path}` is not there."
+        what, hint = f"the folder of `{path}` is not there.", path_hint(path, "os.makedirs(folder, exist_ok=True)")
         yield Problem(what, f"{str(path.parent)!r}", "a folder", hint, FileNotFoundError)
     elif os.path.exists(path) and not overwrite:
         what = f"`{path}` is there already."
         yield Problem(what, "overwrite=False", "a new path", "overwrite=True", FileExistsError)
     elif os.path.exists(path) and not any((path / mark).is_file() for mark in marks):
         what, got = f"`{path}` holds something else.", "a folder without " + " or ".join(marks)
-        yield Problem(
-            what, got if path.is_dir() else "a file", "a folder of this kind", "another path", FileExistsError
-        )
+        need = "a folder of this kind"
+        yield Problem(what, got if path.is_dir() else "a file", need, "another path", FileExistsError)

@@ -232,10 +232,8 @@ class Totals:
 
     def mean_of(self, weights: Tensor) -> Tensor:
         if belongs_above(weights, self.level):
-            got, hint = (
-                "weights that follow from parameters",
-                "weight.detach(), or fr.value_and_grad of the whole batch",
-            )
+            got = "weights that follow from parameters"
+            hint = "weight.detach(), or fr.value_and_grad of the whole batch"
             fail(CALL, "weights of examples are not the batch's own.", got=got, need="data", hint=hint, kind=TypeError)
         if self.finding:
             self.found.append(weights)
@@ -282,9 +280,8 @@ def num_examples(x: Any) -> int | None:
 def size_problems(leaves: Sequence[Any], k: int) -> Iterator[Problem]:
     sizes = [n for n in map(num_examples, leaves) if n is not None]
     if not sizes:
-        yield Problem(
-            "`batch` has no examples.", describe(leaves), "tensors [B, ...], or jagged values", kind=TypeError
-        )
+        need = "tensors [B, ...], or jagged values"
+        yield Problem("`batch` has no examples.", describe(leaves), need, kind=TypeError)
     elif -1 in sizes:
         odd = next(x for x in leaves if num_examples(x) == -1)
         hint = "a keyword argument for what is of no example"

@@ -180,10 +180,8 @@ def version_problems(since: int | Tensor) -> Iterator[Problem]:
     if isinstance(since, Tensor):
         is_integer = not (since.dtype.is_floating_point or since.dtype.is_complex or since.dtype == torch.bool)
         if since.dim() or not is_integer:
-            hint = "the `version` of a Delta"
-            yield Problem(
-                "`since` is not a version.", describe(since), "i64[]", hint, ValueError if is_integer else TypeError
-            )
+            got, hint = describe(since), "the `version` of a Delta"
+            yield Problem("`since` is not a version.", got, "i64[]", hint, ValueError if is_integer else TypeError)
         elif since < 0:
             yield Problem("`since` is negative.", f"{int(since)}", ">= 0", "0, for all since the log was begun")
 
@@ -206,9 +204,8 @@ def since_problems(since: int, logged: Logged) -> Iterator[Problem]:
 def delta_problems(tables: Mapping[str, Tensor], delta: Delta) -> Iterator[Problem]:
     for n, own in delta.tables.items():
         if n not in tables:
-            yield Problem(
-                f"table {n!r} is not there.", f"{list(tables)}", f"all of {list(delta.tables)}", kind=KeyError
-            )
+            need = f"all of {list(delta.tables)}"
+            yield Problem(f"table {n!r} is not there.", f"{list(tables)}", need, kind=KeyError)
             continue
         if not isinstance(own, tuple | list) or not all(isinstance(part, ChangedRows) for part in own):
             got, need = describe(own), "a tuple of parts, as fr.delta makes them"
@@ -222,8 +219,7 @@ def part_problems(n: str, t: Tensor, part: ChangedRows) -> Iterator[Problem]:
     """Check a part against its table; while a program is staged, row numbers are not known and not checked."""
     x, rows = part.values, part.rows
     if t.dtype != x.dtype or t.device != x.device:
-        hint = f"delta.to(device, {t.dtype})"
-        what = f"the rows of {n!r} are not of its table's dtype and device."
+        what, hint = f"the rows of {n!r} are not of its table's dtype and device.", f"delta.to(device, {t.dtype})"
         yield Problem(what, f"{describe(x)} on {x.device}", f"{describe(t)} on {t.device}", hint, TypeError)
     elif part.shape != tuple(t.shape):
         what, need = f"the rows of {n!r} are not its table's.", f"{list(part.shape)}, as it was trained"

@@ -277,9 +277,8 @@ def step_problems(step: TrainStep) -> Iterator[Problem]:
 
 def room_problems(steps: int, rows: Any) -> Iterator[Problem]:
     if steps and rows is None:
-        yield Problem(
-            "`rows` is missing.", f"steps={steps}", "the most rows that a step touches", "rows=4096", TypeError
-        )
+        need = "the most rows that a step touches"
+        yield Problem("`rows` is missing.", f"steps={steps}", need, "rows=4096", TypeError)
     if not steps and rows is not None:
         yield Problem("`rows` requires steps that are kept.", "steps=0", "rows=None, or steps=50")
 

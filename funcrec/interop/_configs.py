@@ -184,8 +184,7 @@ def feature_problems(
 
 def order_problems(known: Sequence[str], features: Sequence[FeatureConfig]) -> Iterator[Problem]:
     """A collection's answer is ordered by table; each table has one pooling, and all features pool or none."""
-    got = [f.name for f in features]
-    need = [f.name for t in known for f in features if f.table == t]
+    got, need = [f.name for f in features], [f.name for t in known for f in features if f.table == t]
     if got != need:
         yield Problem("the features are in another order than TorchRec's answer.", f"{got}", f"{need}",
                       "features sorted by the position of their tables")  # fmt: skip

@@ -220,12 +220,8 @@ def module_problems(x: object) -> Iterator[Problem]:
             if b.dtype in (torch.int64, torch.uint64) and not b.is_meta
             and not torch.equal(b.double().to(b.dtype), b)]  # fmt: skip
     if wide:
-        yield Problem(
-            "`nn_module` has integers that f64 does not hold.",
-            f"{wide}, beyond ±2⁵³",
-            "integers of at most 53 bits in buffers",
-            "a plain attribute for a constant, as an int",
-        )
+        need, hint = "integers of at most 53 bits in buffers", "a plain attribute for a constant, as an int"
+        yield Problem("`nn_module` has integers that f64 does not hold.", f"{wide}, beyond ±2⁵³", need, hint)
     normed = [n for n, part in x.named_modules() if getattr(part, "max_norm", None) is not None]
     if normed:
         yield Problem("`nn_module` writes to its parameters: rows are renormalised in place.", f"max_norm in {normed}",
@@ -248,9 +244,8 @@ def state_problems(given: object, shapes: Mapping[str, torch.Size], name: str) -
         return
     for n, x in given.items():
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            yield Problem(
-                f"`{name}[{n!r}]` is not a float tensor.", describe(x), f"f{list(shapes[n])}", hint, TypeError
-            )
+            need = f"f{list(shapes[n])}"
+            yield Problem(f"`{name}[{n!r}]` is not a float tensor.", describe(x), need, hint, TypeError)
         elif x.shape != shapes[n]:
             yield Problem(f"`{name}[{n!r}]` has another shape.", describe(x), f"f{list(shapes[n])}", hint)
 

@@ -314,9 +314,8 @@ def tracked_problems(tree: Any) -> Iterator[Problem]:
 
 def trained_problems(state: object) -> Iterator[Problem]:
     if not isinstance(state, TrainState):
-        yield Problem(
-            "the state dict is of an optimizer.", describe(state), "a TrainState", "step.init(params)", TypeError
-        )
+        need = "a TrainState"
+        yield Problem("the state dict is of an optimizer.", describe(state), need, "step.init(params)", TypeError)
         return
     try:
         leaves, _ = dense_states(state)
@@ -328,10 +327,8 @@ def trained_problems(state: object) -> Iterator[Problem]:
     for n, own in state.slots.items():
         for slot, x in own.items():
             if not isinstance(x, Tensor):
-                hint = "the state of a rule alone, not of `accumulate`"
-                yield Problem(
-                    f"`state.slots[{n!r}][{slot!r}]` is not a tensor.", describe(x), "f[R, ...]", hint, TypeError
-                )
+                need, hint = "f[R, ...]", "the state of a rule alone, not of `accumulate`"
+                yield Problem(f"`state.slots[{n!r}][{slot!r}]` is not a tensor.", describe(x), need, hint, TypeError)
 
 
 def order_problems(

@@ -22,9 +22,8 @@ def need_torchrec(call: str) -> None:
         import torchrec  # noqa: F401
     except ImportError:
         need, hint = "torchrec and fbgemm_gpu", "pip install fbgemm-gpu-cpu, then pip install --no-deps torchrec"
-        fail(
-            call, "TorchRec is not installed.", got="no module torchrec", need=need, hint=hint, kind=ModuleNotFoundError
-        )  # fmt: skip
+        got = "no module torchrec"
+        fail(call, "TorchRec is not installed.", got=got, need=need, hint=hint, kind=ModuleNotFoundError)
 
 
 @typed

@@ -55,9 +55,8 @@ def mapped_problems(values: object, path: str) -> Iterator[Problem]:
 
 def buffer_problems(values: Tensor, weights: Tensor | None, path: str = "") -> Iterator[Problem]:
     if not isinstance(values, Tensor) or values.dim() < 1:
-        yield Problem(
-            f"`{path}values` is not a tensor with rows.", describe(values), "a tensor [N, ...]", kind=TypeError
-        )
+        need = "a tensor [N, ...]"
+        yield Problem(f"`{path}values` is not a tensor with rows.", describe(values), need, kind=TypeError)
         return
     if weights is None:
         return

@@ -46,21 +46,14 @@ def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int,
             need = f"{sum(strides)} (the sum of strides {strides})"
             yield Problem("the number of bags does not match `strides`.", f"{num_lengths} bags", need)
     elif (not keys and num_lengths) or (keys and num_lengths % len(keys)):
-        got = f"{num_lengths} bags for {len(keys)} keys"
-        yield Problem(
-            "the number of bags is not a multiple of the keys.", got, "F * B bags", "strides=(...), if they differ"
-        )
+        got, need = f"{num_lengths} bags for {len(keys)} keys", "F * B bags"
+        yield Problem("the number of bags is not a multiple of the keys.", got, need, "strides=(...), if they differ")
 
 
 def mapping_problems(x: object, name: str) -> Iterator[Problem]:
     if not isinstance(x, Mapping):
-        yield Problem(
-            f"`{name}` is not a mapping from keys.",
-            describe(x),
-            "{key: ...}",
-            "{'clicked': fr.JaggedTensor.from_lists([[1, 2], []])}",
-            TypeError,
-        )
+        hint = "{'clicked': fr.JaggedTensor.from_lists([[1, 2], []])}"
+        yield Problem(f"`{name}` is not a mapping from keys.", describe(x), "{key: ...}", hint, TypeError)
 
 
 def keyed_bag_problems(x: object, name: str) -> Iterator[Problem]:

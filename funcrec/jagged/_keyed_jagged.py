@@ -176,10 +176,8 @@ class KeyedJaggedTensor:
     def num_bags(self) -> int:
         """B, the number of bags of every key; raises if keys differ."""
         if self.strides is not None:
-            fail(
-                "funcrec.KeyedJaggedTensor.num_bags", "the keys have different numbers of bags.",
-                got=f"strides={self.strides}", need="one number of bags", hint="ids.bags_of(key)",
-            )  # fmt: skip
+            what, need, hint = "the keys have different numbers of bags.", "one number of bags", "ids.bags_of(key)"
+            fail("funcrec.KeyedJaggedTensor.num_bags", what, got=f"strides={self.strides}", need=need, hint=hint)
         return (self.offsets.shape[0] - 1) // max(len(self.keys), 1)
 
     @property
@@ -236,10 +234,8 @@ class KeyedJaggedTensor:
 
     def _position(self, key: str) -> int:
         if not isinstance(key, str) or key not in self.keys:
-            fail(
-                "funcrec.KeyedJaggedTensor", "the key is not there.", got=f"{key!r}", need=f"one of {list(self.keys)}",
-                kind=KeyError,
-            )  # fmt: skip
+            need = f"one of {list(self.keys)}"
+            fail("funcrec.KeyedJaggedTensor", "the key is not there.", got=f"{key!r}", need=need, kind=KeyError)
         return self.keys.index(key)
 
     def _take_bags(self, bags: Tensor, most: int, keys: tuple[str, ...], strides=None) -> "KeyedJaggedTensor":
@@ -304,10 +300,8 @@ class KeyedJaggedTensor:
         """
         beyond = [k for k in keys if isinstance(k, int) and (isinstance(k, bool) or not 0 <= k < len(self.keys))]
         if beyond:
-            fail(
-                "funcrec.KeyedJaggedTensor.permute", "`keys` are not positions of keys.", got=f"{beyond}",
-                need=f"0 to {len(self.keys) - 1}", kind=IndexError,
-            )  # fmt: skip
+            what, need = "`keys` are not positions of keys.", f"0 to {len(self.keys) - 1}"
+            fail("funcrec.KeyedJaggedTensor.permute", what, got=f"{beyond}", need=need, kind=IndexError)
         positions = [k if isinstance(k, int) else self._position(k) for k in keys]
         out = self._take_keys(positions, self.capacity * repeats(positions))
         strides = None if self.strides is None else tuple(self.strides[p] for p in positions)

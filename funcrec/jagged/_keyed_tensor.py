@@ -110,13 +110,8 @@ def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> li
     names = [k for part in parts for k in part.keys]
     doubled = sorted({k for k in names if names.count(k) > 1})
     if doubled:
-        fail(
-            "funcrec.regroup",
-            "a key stands in several parts.",
-            got=f"{doubled}",
-            need="each key in one part",
-            hint="one part for each key",
-        )
+        what = "a key stands in several parts."
+        fail("funcrec.regroup", what, got=f"{doubled}", need="each key in one part", hint="one part for each key")
     missing = [k for group in groups for k in group if k not in names]
     if missing:
         fail("funcrec.regroup", "`groups` names unknown keys.", got=f"{missing}", need=f"among {names}", kind=KeyError)
@@ -150,19 +145,15 @@ def feature_problems(features: object) -> Iterator[Problem]:
             yield Problem(f"`features[{k!r}]` is not a matrix.", describe(x), "a tensor [B, D]", KEYED, TypeError)
             return
     if len({x.dtype for x in features.values()}) > 1:
-        got = ", ".join(f"{k}: {describe(x)}" for k, x in features.items())
-        hint = "x.float() for each of them"
+        got, hint = ", ".join(f"{k}: {describe(x)}" for k, x in features.items()), "x.float() for each of them"
         yield Problem("the features differ in dtype.", got, "one dtype for all", hint, TypeError)
     if len({x.device for x in features.values()}) > 1:
-        got = ", ".join(f"{k}: {x.device}" for k, x in features.items())
-        yield Problem(
-            "the features are on different devices.", got, "one device for all", "x.to(device) for each of them"
-        )
+        got, need = ", ".join(f"{k}: {x.device}" for k, x in features.items()), "one device for all"
+        yield Problem("the features are on different devices.", got, need, "x.to(device) for each of them")
     batches = {k: x.shape[:-1] for k, x in features.items()}
     if not are_equal(batches.values()):
-        yield Problem(
-            "the features have different numbers of rows.", f"{batches}", "one B for all", "features of one batch"
-        )
+        need = "one B for all"
+        yield Problem("the features have different numbers of rows.", f"{batches}", need, "features of one batch")
 
 
 def keyed_tensor_parts(x: KeyedTensor, path: str) -> Iterator[Problem]:

@@ -60,10 +60,8 @@ def _of_bag(call: str, bag: Any, path: str, numbers: torch.dtype | None) -> Tens
     if len(odd) == len(bag):  # other bags are arrays, and this bag's dtype has to be theirs
         return _of_numbers(call, list(bag), path, numbers)
     if odd:
-        fail(
-            call, f"`{path}` mixes numbers with tensors or arrays.", got=describe(odd[0]), need="one kind of values",
-            hint="torch.tensor(x) of the dtype that is wanted", kind=TypeError,
-        )  # fmt: skip
+        what, hint = f"`{path}` mixes numbers with tensors or arrays.", "torch.tensor(x) of the dtype that is wanted"
+        fail(call, what, got=describe(odd[0]), need="one kind of values", hint=hint, kind=TypeError)
     values = [_of_array(call, x, path) for x in bag]
     check(call, piece_problems(values, path))
     if len({x.shape for x in values}) > 1:
@@ -78,10 +76,8 @@ def _of_numbers(call: str, flat: list, path: str, dtype: torch.dtype | None) -> 
     odd = [x for x in leaves if not isinstance(x, (bool, int, float))]
     if odd or (bool in kinds and len(kinds) > 1):
         got = describe(odd[0]) if odd else "booleans and numbers"
-        need = "integers, floats or booleans; NumPy's arrays; tensors"
-        fail(
-            call, f"`{path}` holds what is not a number.", got=got, need=need, hint="[[1, 2], [], ...]", kind=TypeError
-        )
+        need, hint = "integers, floats or booleans; NumPy's arrays; tensors", "[[1, 2], [], ...]"
+        fail(call, f"`{path}` holds what is not a number.", got=got, need=need, hint=hint, kind=TypeError)
     try:
         x = torch.tensor(flat, dtype=torch.float64 if float in kinds else torch.bool if bool in kinds else torch.int64)
     except (ValueError, RuntimeError, OverflowError) as error:
@@ -127,10 +123,8 @@ def bag_list(bags: Any, num_bags: int, call: str) -> list[int]:
         return list(range(*bags.indices(num_bags)))
     chosen = [bags] if isinstance(bags, int) else list(bags) if isinstance(bags, Sequence) else [None]
     if any(type(b) is not int or not -num_bags <= b < num_bags for b in chosen):
-        fail(
-            call, "`bags` are not positions of bags.", got=f"{bags!r}", need=f"integers in [-{num_bags}, {num_bags})",
-            hint="select(bags, capacity=...) for positions in a tensor", kind=IndexError,
-        )  # fmt: skip
+        need, hint = f"integers in [-{num_bags}, {num_bags})", "select(bags, capacity=...) for positions in a tensor"
+        fail(call, "`bags` are not positions of bags.", got=f"{bags!r}", need=need, hint=hint, kind=IndexError)
     return [b % num_bags for b in chosen]
 
 

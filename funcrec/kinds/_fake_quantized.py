@@ -234,8 +234,7 @@ def with_scales(read: LookupResult, tables: FakeQuantizedTables) -> LookupResult
 def quantize_fake(tables: FakeQuantizedTables, dtype: Any, key: Tensor | None) -> QuantizedTables:
     """Return the codes that lookups of the tables read, each table in its own dtype."""
     if dtype is not None:
-        need = "None, for their own"
-        got = f"{dtype!r}; the tables have {dict(tables.dtypes)}"
+        got, need = f"{dtype!r}; the tables have {dict(tables.dtypes)}", "None, for their own"
         fail("funcrec.quantize", "`dtype` is that of tables with one.", got=got, need=need, hint="fr.quantize(tables)")
     check("funcrec.quantize", part_problems(tables.tables, tables.scales, tables.dtypes))
     q = quantize(tables.tables, dict(tables.dtypes), key=tables.rounding if key is None else key)
@@ -308,10 +307,8 @@ def learned_problems(tables: Mapping[str, Any], key: Tensor | None) -> Iterator[
     for n, t in tables.items():
         if isinstance(t, TableRef):
             hint = 'fr.Params(fr.fake_quantize(tables, scales="learned"), dense), for the state'
-            need = "tables outside of a loss"
-            yield Problem(
-                f"the scales of `tables[{n!r}]` would not be parameters.", "a loss's table", need, hint, TypeError
-            )
+            got, need = "a loss's table", "tables outside of a loss"
+            yield Problem(f"the scales of `tables[{n!r}]` would not be parameters.", got, need, hint, TypeError)
         if n + SCALE in tables:
             yield Problem(f"`tables` has a table named {n + SCALE!r}.", f"{list(tables)}", "another name", "'scales'")
     if key is not None:

@@ -131,10 +131,8 @@ def retyped(q: QuantizedTables, dtype: torch.dtype) -> QuantizedTables:
     """Convert the tables of floats to `dtype`, if lookups of quantised tables can read it; codes stay."""
     floats = [n for n, bits, _ in q.forms if bits not in CODE_BITS]
     if floats and dtype not in FLOATS.values():
-        fail(
-            "funcrec.QuantizedTables.to", f"tables {floats} cannot be stored so.",
-            got=f"{dtype}", need=", ".join(map(str, FLOATS.values())), hint="q.to(torch.float32)", kind=TypeError,
-        )  # fmt: skip
+        what, need = f"tables {floats} cannot be stored so.", ", ".join(map(str, FLOATS.values()))
+        fail("funcrec.QuantizedTables.to", what, got=f"{dtype}", need=need, hint="q.to(torch.float32)", kind=TypeError)
     return replace(q, forms=tuple((n, 8 * dtype.itemsize if n in floats else b, dim) for n, b, dim in q.forms))
 
 
@@ -220,8 +218,7 @@ def dequantize(q: QuantizedTables) -> dict[str, Tensor]:
       {'item': tensor([[  0.,   3., 255.]])}
     """
     if not isinstance(q, QuantizedTables):
-        hint = "fr.quantize(tables); of sharded ones fr.gather_tables(q, mesh) first"
-        need = "QuantizedTables"
+        need, hint = "QuantizedTables", "fr.quantize(tables); of sharded ones fr.gather_tables(q, mesh) first"
         fail("funcrec.dequantize", "`q` is not quantised.", got=describe(q), need=need, hint=hint, kind=TypeError)
     return {n: decoded(q[n], bits, dim) for n, bits, dim in q.forms}
 

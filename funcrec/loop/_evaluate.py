@@ -195,9 +195,8 @@ def batches_problems(batches: object) -> Iterator[Problem]:
 def number_problems(found: Mapping[str, Any]) -> Iterator[Problem]:
     for n, x in found.items():
         if not isinstance(x, int | float) and not (isinstance(x, Tensor) and x.numel() == 1 and not x.is_complex()):
-            yield Problem(
-                f"`metrics[{n!r}]` gave no number.", describe(x), "a number", "fr.metrics.exact_auc", TypeError
-            )
+            need = "a number"
+            yield Problem(f"`metrics[{n!r}]` gave no number.", describe(x), need, "fr.metrics.exact_auc", TypeError)
 
 
 def scores_problems(scores: object, label: object) -> Iterator[Problem]:

@@ -347,8 +347,7 @@ def one_step(step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
     with own_errors("funcrec.fit", step, state, batch, need="the state and the batch that it reads"):
         out = step(state, batch)
     if not isinstance(out, tuple | list) or len(out) != 2:
-        hint = "lambda state, batch: (new_state, {})"
-        got, need = describe(out), "(state, metrics)"
+        got, need, hint = describe(out), "(state, metrics)", "lambda state, batch: (new_state, {})"
         fail("funcrec.fit", "`step` returned no pair.", got=got, need=need, hint=hint, kind=TypeError)
     return out[0], out[1]
 

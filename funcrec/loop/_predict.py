@@ -78,10 +78,8 @@ def encoding_problems(encoding: Encoding, model: Model) -> Iterator[Problem]:
     for f in (f for f in model.features if f.hash is None):
         count = encoding.num_ids.get(f.key, 0)
         if count > sizes[f.table]:
-            what, hint = (
-                f"column {f.key!r} has more ids than table {f.table!r} has rows.",
-                "the training data's encoding",
-            )
+            what = f"column {f.key!r} has more ids than table {f.table!r} has rows."
+            hint = "the training data's encoding"
             yield Problem(what, f"{count} ids in `encoding`", f"at most {sizes[f.table]}", hint)
     if "class" in kinds and len(kinds) > 1:
         hint = "model.apply(params, fr.data.encode(encoding, rows).take(torch.arange(n)))"

@@ -77,14 +77,8 @@ def bound_axis(call: str, name: str) -> Axis:
     if not isinstance(name, str):
         fail(call, "`axis_name` is not a name.", got=describe(name), need="the name of an axis", kind=TypeError)
     if name not in axes:
-        got = f"{name!r}; bound here: {list(axes)}"
-        fail(
-            call,
-            "an axis is not bound.",
-            got=got,
-            need="an axis of the mesh of an enclosing shard_map",
-            hint="shard_map(f, mesh=..., ...)",
-        )
+        got, need = f"{name!r}; bound here: {list(axes)}", "an axis of the mesh of an enclosing shard_map"
+        fail(call, "an axis is not bound.", got=got, need=need, hint="shard_map(f, mesh=..., ...)")
     return axes[name]
 
 
@@ -92,13 +86,8 @@ def bound_axes(call: str, names: AxisName) -> list[Axis]:
     """The axes of a name or of a tuple of names, the major one first."""
     names = (names,) if isinstance(names, str) else names
     if not is_names(names) or not names or len(set(names)) < len(names):
-        fail(
-            call,
-            "`axis_name` names no axes.",
-            got=f"{names!r}",
-            need="a name, or a tuple of distinct names",
-            kind=TypeError,
-        )
+        need = "a name, or a tuple of distinct names"
+        fail(call, "`axis_name` names no axes.", got=f"{names!r}", need=need, kind=TypeError)
     return [bound_axis(call, n) for n in names]
 
 

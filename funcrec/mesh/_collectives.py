@@ -344,12 +344,8 @@ def dim_problems(x: T, dim: int, *, extra: int = 0, name: str = "dim"):
     for path, leaf in paths(x):
         rank = leaf.dim() + extra
         if not -rank <= dim < rank:
-            yield Problem(
-                f"`{name}` is not a dimension of `x{path}`.",
-                f"{dim}; {describe(leaf)}",
-                f"{-rank} to {rank - 1}",
-                kind=IndexError,
-            )
+            got = f"{dim}; {describe(leaf)}"
+            yield Problem(f"`{name}` is not a dimension of `x{path}`.", got, f"{-rank} to {rank - 1}", kind=IndexError)
 
 
 def part_problems(x: T, dim: int, n: int, tiled: bool):
@@ -359,12 +355,8 @@ def part_problems(x: T, dim: int, n: int, tiled: bool):
         size = leaf.shape[dim]
         if size % n if tiled else size != n:
             need = f"a multiple of {n}, the number of ranks" if tiled else f"{n}, the number of ranks"
-            yield Problem(
-                f"dimension {dim} of `x{path}` is not cut by the axis.",
-                describe(leaf),
-                need,
-                "" if tiled else "tiled=True",
-            )
+            hint = "" if tiled else "tiled=True"
+            yield Problem(f"dimension {dim} of `x{path}` is not cut by the axis.", describe(leaf), need, hint)
 
 
 def permutation_problems(perm: Sequence, n: int):

@@ -139,14 +139,8 @@ class Mesh:
     def coordinates(self) -> dict[str, int]:
         """{axis: this rank's place on it}; real meshes only."""
         if self.device_mesh is None:
-            hint = "fr.axis_index(name) inside shard_map"
-            fail(
-                "funcrec.Mesh.coordinates",
-                "an emulated mesh has no rank of its own.",
-                got=repr(self),
-                need="Mesh.distributed(...)",
-                hint=hint,
-            )
+            what, hint = "an emulated mesh has no rank of its own.", "fr.axis_index(name) inside shard_map"
+            fail("funcrec.Mesh.coordinates", what, got=repr(self), need="Mesh.distributed(...)", hint=hint)
         return {name: self.device_mesh.get_local_rank(name) for name in self.axis_names}
 
     def bound_axes(self, names: Sequence[str], device: torch.device) -> list[Axis]:
@@ -267,11 +261,5 @@ def debug_problems() -> Iterator[Problem]:
 def world_problems(axes: dict[str, int]) -> Iterator[Problem]:
     """A mesh needs ranks: an initialized process group, or torchrun's environment."""
     if not (dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())):
-        hint = "torchrun --nproc-per-node N ..., or Mesh.emulated(...) in one process"
-        yield Problem(
-            "there are no ranks.",
-            "no process group, and not started by torchrun",
-            "one process per rank",
-            hint,
-            RuntimeError,
-        )
+        need, hint = "one process per rank", "torchrun --nproc-per-node N ..., or Mesh.emulated(...) in one process"
+        yield Problem("there are no ranks.", "no process group, and not started by torchrun", need, hint, RuntimeError)

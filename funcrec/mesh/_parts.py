@@ -66,12 +66,8 @@ def _match(spec: Any, tree: Any, path: str, problems: list[Problem]) -> Iterator
             describe(x)
             + (f" of {[torch_tree.keystr(k) for k, _ in below(x)]}" if not torch_tree.tree_is_leaf(x) else "")
         )
-        what = f"the specs of `{path}` are not a prefix of it."
-        got, need, hint = (
-            f"specs {show(spec)}; value {show(tree)}",
-            "one structure down to the Ps",
-            "one P, for all of it",
-        )
+        what, got = f"the specs of `{path}` are not a prefix of it.", f"specs {show(spec)}; value {show(tree)}"
+        need, hint = "one structure down to the Ps", "one P, for all of it"
         problems.append(Problem(what, got, need, hint, TypeError))
     else:
         for (key, s), (_, t) in zip(below(spec), below(tree), strict=True):
@@ -184,20 +180,12 @@ def axis_problems(parts: Sequence[Part], names: Sequence[str]) -> Iterator[Probl
     for p in parts:
         for a in p.spec.axes:
             if a not in names:
-                yield Problem(
-                    f"the spec of `{p.path}` names an axis that is not mapped.",
-                    f"{a!r} in {p.spec}",
-                    f"one of {list(names)}",
-                )
+                need = f"one of {list(names)}"
+                yield Problem(f"the spec of `{p.path}` names an axis that is not mapped.", f"{a!r} in {p.spec}", need)
         if not isinstance(p.value, Tensor) and not is_jagged(p.value):
             if p.spec.axes:
-                yield Problem(
-                    f"`{p.path}` cannot be cut.",
-                    describe(p.value),
-                    "a tensor, or P()",
-                    "fr.P() for it, which goes to every rank",
-                    TypeError,
-                )
+                hint = "fr.P() for it, which goes to every rank"
+                yield Problem(f"`{p.path}` cannot be cut.", describe(p.value), "a tensor, or P()", hint, TypeError)
             continue
         dims = 1 if is_jagged(p.value) else p.value.dim()
         if len(p.spec.dims) > dims:
@@ -213,19 +201,11 @@ def size_problems(parts: Sequence[Part], sizes: Sizes) -> Iterator[Problem]:
             n = prod(sizes[a] for a in names)
             if is_jagged(p.value):
                 if getattr(p.value, "strides", None) is not None:
-                    yield Problem(
-                        f"`{p.path}` has keys with different numbers of bags.",
-                        f"strides={p.value.strides}",
-                        "one number of bags",
-                    )
+                    got = f"strides={p.value.strides}"
+                    yield Problem(f"`{p.path}` has keys with different numbers of bags.", got, "one number of bags")
                 elif p.value.num_bags % n:
-                    yield Problem(
-                        f"`{p.path}` has bags that {n} ranks cannot share.",
-                        f"{p.value.num_bags} bags",
-                        f"a multiple of {n}",
-                    )
+                    need = f"a multiple of {n}"
+                    yield Problem(f"`{p.path}` has bags that {n} ranks cannot share.", f"{p.value.num_bags} bags", need)
             elif p.value.shape[d] % n:
-                got = f"{describe(p.value)}; {' · '.join(f'{a}={sizes[a]}' for a in names)}"
-                yield Problem(
-                    f"dimension {d} of `{p.path}` is not cut evenly.", got, f"a multiple of {n}", "pad it first"
-                )
+                got, need = f"{describe(p.value)}; {' · '.join(f'{a}={sizes[a]}' for a in names)}", f"a multiple of {n}"
+                yield Problem(f"dimension {d} of `{p.path}` is not cut evenly.", got, need, "pad it first")

@@ -83,9 +83,8 @@ def is_readable(x: Tensor) -> bool:
 
 def _problem(part: Part, axis: str, got: str) -> Problem:
     hint = f"psum, pmean or all_gather over {axis!r}; or name {axis!r} in out_specs"
-    return Problem(
-        f"`{part.path}` is not the same along axis {axis!r}.", got, f"equal bits, as {part.spec} promises", hint
-    )
+    need = f"equal bits, as {part.spec} promises"
+    return Problem(f"`{part.path}` is not the same along axis {axis!r}.", got, need, hint)
 
 
 def checksum(x: Tensor) -> Tensor:

@@ -329,14 +329,8 @@ def _mapped_axes(mesh: Mesh, axis_names: Collection[str] | None) -> tuple[str, .
         fail(CALL, "`axis_names` are not the mesh's.", got=f"{wrong}", need=f"among {list(mesh.axis_names)}")
     twice = [a for a in chosen if a in bound]
     if twice or not chosen:
-        got = f"{twice or list(mesh.axis_names)}, bound by an enclosing shard_map"
-        fail(
-            CALL,
-            "an axis is bound twice.",
-            got=got,
-            need="axes that are not bound yet",
-            hint="axis_names=... of the outer call",
-        )
+        got, need = f"{twice or list(mesh.axis_names)}, bound by an enclosing shard_map", "axes that are not bound yet"
+        fail(CALL, "an axis is bound twice.", got=got, need=need, hint="axis_names=... of the outer call")
     return tuple(a for a in mesh.axis_names if a in chosen)
 
 
@@ -349,14 +343,8 @@ def _arguments(f: Callable, in_specs: Any, args: tuple, called: Mapping[int, str
         in_specs = (in_specs,) * len(args)
     if not isinstance(in_specs, tuple) or len(in_specs) != len(args):
         many = f" of {len(in_specs)}" if isinstance(in_specs, tuple) else ""
-        got = f"{describe(in_specs)}{many} for {len(args)} arguments"
-        fail(
-            CALL,
-            "`in_specs` does not match the arguments.",
-            got=got,
-            need="a tuple with a spec for each",
-            kind=TypeError,
-        )
+        got, need = f"{describe(in_specs)}{many} for {len(args)} arguments", "a tuple with a spec for each"
+        fail(CALL, "`in_specs` does not match the arguments.", got=got, need=need, kind=TypeError)
     pairs = enumerate(zip(in_specs, args, strict=True))
     return [p for i, (s, x) in pairs for p in match_specs(CALL, called.get(i, f"args[{i}]"), s, x)]
 

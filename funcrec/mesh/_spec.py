@@ -30,14 +30,8 @@ class P:
     def __init__(self, *dims: AxisName | None):
         wrong = [d for d in dims if not (d is None or isinstance(d, str) or is_names(d))]
         if wrong:
-            fail(
-                "funcrec.P",
-                "a dimension has no axis.",
-                got=f"{wrong}",
-                need="axis names, tuples of them, or None",
-                hint='fr.P("data", None), fr.P(("data", "model"))',
-                kind=TypeError,
-            )
+            need, hint = "axis names, tuples of them, or None", 'fr.P("data", None), fr.P(("data", "model"))'
+            fail("funcrec.P", "a dimension has no axis.", got=f"{wrong}", need=need, hint=hint, kind=TypeError)
         named = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims)
         twice = sorted({a for d in named for a in d if sum(e.count(a) for e in named) > 1})
         if twice:

@@ -200,14 +200,8 @@ def part(dense: Any, name: str, shape: tuple[int, ...] | None = None) -> Any:
             else describe(dense)
         )
         kind = ValueError if isinstance(own, Tensor) else TypeError
-        fail(
-            "funcrec.models",
-            "`params.dense` is not this model's.",
-            got=got,
-            need=need,
-            hint="model.init(key)",
-            kind=kind,
-        )
+        hint = "model.init(key)"
+        fail("funcrec.models", "`params.dense` is not this model's.", got=got, need=need, hint=hint, kind=kind)
     return own
 
 

@@ -125,9 +125,8 @@ def param_problems(params: object, name: str = "params", **needed: tuple[int, ..
         return
     for n, shape in needed.items():
         if not isinstance(params[n], Tensor) or not params[n].is_floating_point():
-            yield Problem(
-                f"`{name}[{n!r}]` is not a float tensor.", describe(params[n]), f"f{list(shape)}", hint, TypeError
-            )
+            need = f"f{list(shape)}"
+            yield Problem(f"`{name}[{n!r}]` is not a float tensor.", describe(params[n]), need, hint, TypeError)
         elif params[n].shape != shape:
             yield Problem(f"`{name}[{n!r}]` is not this layer's.", describe(params[n]), f"f{list(shape)}", hint)
 

@@ -113,10 +113,8 @@ def refuse_name(hyper: Any, call: str, name: str) -> None:
 def outcome_problems(out: object, written: Sequence[Tensor]) -> Iterator[Problem]:
     """Check what a rule returned, and that it wrote to no tensor that it closes over."""
     if not isinstance(out, tuple | list) or len(out) != 2:
-        need = "(row f[D], slots {slot: f[...]})"
-        yield Problem(
-            "`rule` did not return a pair.", describe(out), need, "return row - h.lr * grad, slots", TypeError
-        )
+        need, hint = "(row f[D], slots {slot: f[...]})", "return row - h.lr * grad, slots"
+        yield Problem("`rule` did not return a pair.", describe(out), need, hint, TypeError)
     for x in written:
         got, need = f"a write to {describe(x)}", "a function of row, grad, slots and hyper"
         yield Problem("`rule` writes to a tensor that it closes over.", got, need, "a slot holds what a rule keeps")
@@ -193,8 +191,7 @@ def slot_problems(slots: object, tables: Tables, slot_shapes: Callable | None) -
         elif n not in slots:
             yield Problem(f"`slots[{n!r}]` is missing.", f"slots for {list(slots)}", "slots for each table", hint)
         elif slot_shapes is not None:
-            need = slot_shapes(tuple(tables[n].shape), tables[n].dtype)
-            got = slots[n]
+            got, need = slots[n], slot_shapes(tuple(tables[n].shape), tables[n].dtype)
             if not isinstance(got, Mapping) or set(got) != set(need):
                 what, found = (
                     f"`slots[{n!r}]` are another optimizer's.",

@@ -225,9 +225,8 @@ def name_problems(what: str, names, tables: Mapping) -> Iterator[Problem]:
 
 def frozen_problems(tables: object) -> Iterator[Problem]:
     if isinstance(tables, str) or not isinstance(tables, Sequence) or not all(isinstance(n, str) for n in tables):
-        yield Problem(
-            "`tables` is not a list of names.", describe(tables), "a list of strings", 'tables=["user"]', TypeError
-        )
+        need = "a list of strings"
+        yield Problem("`tables` is not a list of names.", describe(tables), need, 'tables=["user"]', TypeError)
     elif len(set(tables)) < len(tables):
         doubled = sorted({n for n in tables if list(tables).count(n) > 1})
         yield Problem("`tables` has a name twice.", f"{doubled} more than once", "distinct names")

@@ -272,10 +272,8 @@ def chosen_for(call: str, implementation: str | None, device: torch.device, tens
         return choice
     if not ops.is_free(implementation):
         got = f"implementation={choice!r}, and a tensor that grad or jvp follows (an nn.Parameter is one)"
-        need, hint = (
-            "plain tensors",
-            "implementation=None or 'reference', which run the rule in plain torch; or x.detach()",
-        )
+        need = "plain tensors"
+        hint = "implementation=None or 'reference', which run the rule in plain torch; or x.detach()"
         fail(f"{call}.update", "the kernel has no derivative.", got=got, need=need, hint=hint, kind=TypeError)
     return "reference"
 

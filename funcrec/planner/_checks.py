@@ -67,15 +67,11 @@ def together_problems(
             need = f"places from 0 to {most - 1}"
             yield Problem(f"{path}.ranks` are not on the mesh.", f"{tuple(c.ranks)}", need, "ranks=(0,)")
         if c.min_partition > t.embedding_dim:
-            need = f"at most embedding_dim, {t.embedding_dim}"
-            yield Problem(
-                f"{path}.min_partition` is wider than the table.", f"{c.min_partition}", need, "min_partition=1"
-            )
+            need, hint = f"at most embedding_dim, {t.embedding_dim}", "min_partition=1"
+            yield Problem(f"{path}.min_partition` is wider than the table.", f"{c.min_partition}", need, hint)
         if c.row_counts is not None and len(c.row_counts) != t.num_embeddings:
             need = f"one for each of {t.num_embeddings} rows"
             yield Problem(f"{path}.row_counts` are not of its rows.", f"{len(c.row_counts)} numbers", need)
         if c.kinds and not [k for k in c.kinds if k not in OF_TWO_AXES] and sum(n > 1 for n in own.values()) < 2:
-            got = f"{list(c.kinds)} on {dict(own)}"
-            yield Problem(
-                f"{path}.kinds` mix two axes.", got, "two axes of several ranks", 'mesh={"node": 2, "local": 4}'
-            )
+            got, need = f"{list(c.kinds)} on {dict(own)}", "two axes of several ranks"
+            yield Problem(f"{path}.kinds` mix two axes.", got, need, 'mesh={"node": 2, "local": 4}')

@@ -68,14 +68,8 @@ def read(path: Path) -> Any:
     try:
         import yaml
     except ImportError:
-        fail(
-            CALL,
-            f"`{path}` is YAML.",
-            got="no module yaml",
-            need="PyYAML",
-            hint="pip install 'funcrec[plan]', or the same as JSON",
-            kind=ImportError,
-        )
+        hint = "pip install 'funcrec[plan]', or the same as JSON"
+        fail(CALL, f"`{path}` is YAML.", got="no module yaml", need="PyYAML", hint=hint, kind=ImportError)
     return yaml.safe_load(text)
 
 
@@ -103,9 +97,8 @@ def _dtype(table: Mapping) -> dict:
 
 def spec_problems(spec: Any) -> Iterator[Problem]:
     if not isinstance(spec, Mapping):
-        yield Problem(
-            "the file is not a mapping.", describe(spec), f"{list(NEEDED)} and more of fr.plan", kind=TypeError
-        )
+        need = f"{list(NEEDED)} and more of fr.plan"
+        yield Problem("the file is not a mapping.", describe(spec), need, kind=TypeError)
         return
     names = list(inspect.signature(plan).parameters)
     for name in (n for n in NEEDED if n not in spec):
@@ -126,9 +119,8 @@ def spec_problems(spec: Any) -> Iterator[Problem]:
 def _config_problems(key: str, given: Any, config: Callable) -> Iterator[Problem]:
     fields = list(inspect.signature(config).parameters)
     if not isinstance(given, list) or not all(isinstance(x, Mapping) for x in given):
-        yield Problem(
-            f"`{key}` is not a list of mappings.", describe(given), f"[{{{fields[0]!r}: ...}}]", kind=TypeError
-        )
+        need = f"[{{{fields[0]!r}: ...}}]"
+        yield Problem(f"`{key}` is not a list of mappings.", describe(given), need, kind=TypeError)
         return
     for i, x in enumerate(given):
         for name in (n for n in x if n not in fields):
@@ -136,9 +128,8 @@ def _config_problems(key: str, given: Any, config: Callable) -> Iterator[Problem
             yield Problem(f"`{key}[{i}]` has an unknown key.", f"{name!r}", f"one of {fields}", f"{near!r}", KeyError)
         dtype = x.get("dtype")
         if dtype is not None and not (isinstance(dtype, str) and isinstance(getattr(torch, dtype, 0), torch.dtype)):
-            yield Problem(
-                f"`{key}[{i}]['dtype']` is not a dtype.", f"{dtype!r}", "the name of one of torch", '"bfloat16"'
-            )
+            need = "the name of one of torch"
+            yield Problem(f"`{key}[{i}]['dtype']` is not a dtype.", f"{dtype!r}", need, '"bfloat16"')
 
 
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam", "lamb",

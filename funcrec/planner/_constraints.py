@@ -69,21 +69,13 @@ def constraint_problems(c: TableConstraint, path: str) -> Iterator[Problem]:
         yield Problem(f"`{path}min_partition` is too small.", f"{c.min_partition}", "an int >= 1")
     told = c.pooling_factor.values() if isinstance(c.pooling_factor, Mapping) else [c.pooling_factor or 0.0]
     if not all(0 <= x <= MOST_IDS for x in told):
-        yield Problem(
-            f"`{path}pooling_factor` is out of range.",
-            f"{c.pooling_factor}",
-            f"numbers from 0 to {MOST_IDS:.0e}",
-            "pooling_factor=20.0",
-        )
+        need = f"numbers from 0 to {MOST_IDS:.0e}"
+        yield Problem(f"`{path}pooling_factor` is out of range.", f"{c.pooling_factor}", need, "pooling_factor=20.0")
     if not 0 <= c.zipf < float("inf"):
         yield Problem(f"`{path}zipf` is out of range.", f"{c.zipf}", "a finite number >= 0", "zipf=1.1")
     if c.row_counts is not None and not (all(0 <= x < float("inf") for x in c.row_counts) and sum(c.row_counts) > 0):
-        yield Problem(
-            f"`{path}row_counts` are out of range.",
-            f"{len(c.row_counts)} numbers",
-            "numbers >= 0, not all 0",
-            "row_counts=[5, 3, 1]",
-        )
+        got = f"{len(c.row_counts)} numbers"
+        yield Problem(f"`{path}row_counts` are out of range.", got, "numbers >= 0, not all 0", "row_counts=[5, 3, 1]")
     if any(r < 0 for r in c.ranks) or len(set(c.ranks)) < len(c.ranks):
         yield Problem(f"`{path}ranks` are not places.", f"{tuple(c.ranks)}", "distinct ints >= 0", "ranks=(0, 1)")
 
@@ -92,26 +84,18 @@ def given_problems(constraints: Any, tables: Sequence[str], features: Mapping[st
     """Check `fr.plan`'s argument `constraints`; features: {table: its features}."""
     names, hint = [f.name for f in fields(TableConstraint)], '{"item": fr.TableConstraint(pooling_factor=20.0)}'
     if not isinstance(constraints, Mapping):
-        yield Problem(
-            "`constraints` is not a mapping.", describe(constraints), "{table: TableConstraint}", hint, TypeError
-        )
+        need = "{table: TableConstraint}"
+        yield Problem("`constraints` is not a mapping.", describe(constraints), need, hint, TypeError)
         return
     for table, c in constraints.items():
         if table not in tables:
-            got = f"{table!r}"
-            yield Problem(
-                "`constraints` name a table that is not there.", got, f"one of {list(tables)[:8]}", kind=KeyError
-            )
+            got, need = f"{table!r}", f"one of {list(tables)[:8]}"
+            yield Problem("`constraints` name a table that is not there.", got, need, kind=KeyError)
         elif isinstance(c, Mapping):
             for key in (k for k in c if k not in names):
                 near = next((n for n in names if n.startswith(str(key))), None) or nearest(str(key), names)
-                yield Problem(
-                    f"`constraints[{table!r}]` has an unknown key.",
-                    f"{key!r}",
-                    f"one of {names}",
-                    f"{near}=...",
-                    KeyError,
-                )
+                what = f"`constraints[{table!r}]` has an unknown key."
+                yield Problem(what, f"{key!r}", f"one of {names}", f"{near}=...", KeyError)
         elif not isinstance(c, TableConstraint):
             need = "a TableConstraint, or a dict of its fields"
             yield Problem(f"`constraints[{table!r}]` is not a TableConstraint.", describe(c), need, hint, TypeError)

@@ -60,10 +60,8 @@ def scipy_optimize() -> Any:
         import scipy.optimize
         import scipy.sparse
     except ImportError:
-        fail(
-            "funcrec.plan", "plans are solved by SciPy.", got="no module scipy", need="scipy >= 1.9",
-            hint="pip install 'funcrec[plan]'", kind=ImportError,
-        )  # fmt: skip
+        got, hint = "no module scipy", "pip install 'funcrec[plan]'"
+        fail("funcrec.plan", "plans are solved by SciPy.", got=got, need="scipy >= 1.9", hint=hint, kind=ImportError)
     return scipy
 
 

@@ -51,14 +51,8 @@ def fail_short(
     if least <= limit:
         need = f"a plan below it: parts that are too large to lie side by side; the least sum is {_mb(least)}"
         hint = "a higher `effort`, or more memory"
-    fail(
-        call,
-        "the tables do not fit into memory.",
-        got=f"{_mb(limit)} on a rank, its reserve apart",
-        need=need,
-        hint=hint,
-        kind=NoPlanError,
-    )
+    got = f"{_mb(limit)} on a rank, its reserve apart"
+    fail(call, "the tables do not fit into memory.", got=got, need=need, hint=hint, kind=NoPlanError)
 
 
 def _fail_no_option(

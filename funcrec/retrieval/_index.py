@@ -154,10 +154,8 @@ def imported(call: str) -> ModuleType:
     try:
         import faiss
     except ImportError:
-        fail(
-            call, "an index is FAISS's.", got="no module faiss", need="faiss-cpu >= 1.8",
-            hint="pip install 'funcrec[retrieval]', or `top_k`, which is exact", kind=ImportError,
-        )  # fmt: skip
+        hint = "pip install 'funcrec[retrieval]', or `top_k`, which is exact"
+        fail(call, "an index is FAISS's.", got="no module faiss", need="faiss-cpu >= 1.8", hint=hint, kind=ImportError)
     faiss.omp_set_num_threads(torch.get_num_threads())
     return faiss
 
@@ -172,9 +170,8 @@ def count_problems(items: Tensor, kind: str, links: int, build_effort: int, num_
     elif links > MOST["links"]:
         yield Problem("`links` are too many.", f"{links}", f"2 to {MOST['links']}", "links=32")
     if build_effort > MOST["build_effort"]:
-        yield Problem(
-            "`build_effort` is too high.", f"{build_effort}", f"at most {MOST['build_effort']}", "build_effort=200"
-        )
+        need = f"at most {MOST['build_effort']}"
+        yield Problem("`build_effort` is too high.", f"{build_effort}", need, "build_effort=200")
     if kind == "ivf" and num_lists is not None and items.dim() == 2 and num_lists > max(items.shape[0], 1):
         got = f"num_lists={num_lists} of {describe(items)}"
         yield Problem("there are more lists than items.", got, "num_lists <= R", "num_lists=None")
@@ -190,10 +187,8 @@ def query_problems(index: Index, queries: Tensor) -> Iterator[Problem]:
 def value_problems(name: str, x: Tensor) -> Iterator[Problem]:
     """Report tensors that FAISS, which only reads memory, cannot see or search."""
     if is_followed(x):
-        need = "plain tensors, outside of grad, vmap and jit"
-        yield Problem(
-            f"`{name}` are tracked, and an index has no derivative.", describe(x), need, f"{name}.detach()", TypeError
-        )
+        need, hint = "plain tensors, outside of grad, vmap and jit", f"{name}.detach()"
+        yield Problem(f"`{name}` are tracked, and an index has no derivative.", describe(x), need, hint, TypeError)
     elif x.device.type != "cpu":
         yield Problem(f"`{name}` are not on the CPU.", f"{x.device}", "cpu", f"{name}.cpu()")
     elif not x.shape[1]:

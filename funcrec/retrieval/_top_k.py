@@ -110,9 +110,8 @@ def vector_problems(queries: Tensor, items: Tensor) -> Iterator[Problem]:
     if queries.dim() == items.dim() == 2:
         if queries.shape[1] != items.shape[1] or not items.shape[1]:
             got, need = f"{describe(queries)} and {describe(items)}", "f[B, D] and f[R, D], D >= 1"
-            yield Problem(
-                "`queries` and `items` have no dim in common.", got, need, "vectors of one model's two towers"
-            )
+            hint = "vectors of one model's two towers"
+            yield Problem("`queries` and `items` have no dim in common.", got, need, hint)
         if queries.device != items.device:
             got = f"{queries.device} and {items.device}"
             yield Problem("`queries` and `items` lie on different devices.", got, "one", "items.to(queries.device)")

@@ -145,10 +145,8 @@ def own_dense(whole: Any, like: Any) -> Any:
     try:
         found = structure.flatten_up_to(whole)
     except ValueError:
-        got, need = f"{tree_structure(whole)}", f"{structure}, as it was given"
-        fail(
-            "funcrec.train_step", "`merge` gives another tree than it takes.", got=got, need=need, hint="{**dense, ...}"
-        )
+        got, need, hint = f"{tree_structure(whole)}", f"{structure}, as it was given", "{**dense, ...}"
+        fail("funcrec.train_step", "`merge` gives another tree than it takes.", got=got, need=need, hint=hint)
     out = []
     for x, held in zip(found, leaves, strict=True):
         if is_shard(held):
@@ -217,20 +215,16 @@ def dense_axes_problems(mesh: Any, axes: Any, dense: DenseOptimizer | None = Non
     if not isinstance(mesh, Mesh):
         yield Problem("`dense_axes` require `mesh`.", "no `mesh`", "mesh=... and plan=..., or dense_axes=()")
     elif [a for a in axes if a not in mesh.axis_names] or len(set(axes)) < len(axes):
-        yield Problem(
-            "`dense_axes` are not the mesh's.", f"{tuple(axes)}", f"some of {list(mesh.axis_names)}, each once"
-        )
+        need = f"some of {list(mesh.axis_names)}, each once"
+        yield Problem("`dense_axes` are not the mesh's.", f"{tuple(axes)}", need)
     elif isinstance(dense, DenseOptimizer):
         try:
             reason = "" if is_elementwise(dense) else "parts that move otherwise than the whole"
         except (TypeError, ValueError) as error:  # Muon: matrices only
             reason = str(error).splitlines()[0]
         if reason:
-            hint = "dense_axes=(), or torch.optim.Adam"
-            yield Problem(
-                "`dense` looks at more than one element at a time.", reason,
-                "one that has the same answer for every cut", hint
-            )  # fmt: skip
+            need, hint = "one that has the same answer for every cut", "dense_axes=(), or torch.optim.Adam"
+            yield Problem("`dense` looks at more than one element at a time.", reason, need, hint)
 
 
 def leaf_problems(dense: Any, state: Any) -> Iterator[Problem]:

@@ -160,10 +160,5 @@ def check_bound(call: str, layout: Layout) -> None:
     missing = [a for a, _ in layout.mesh_shape if a not in bound_names()]
     if missing:
         hint = "shard_map(f, mesh=..., in_specs=(tables.specs(), ...), ...)"
-        fail(
-            call,
-            "sharded tables are looked up outside of their mesh.",
-            got=f"axes {missing} are not bound",
-            need="a call inside shard_map",
-            hint=hint,
-        )
+        what = "sharded tables are looked up outside of their mesh."
+        fail(call, what, got=f"axes {missing} are not bound", need="a call inside shard_map", hint=hint)

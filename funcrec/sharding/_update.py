@@ -31,13 +31,8 @@ def check_whole_rows(call: str, sparse: RowOptimizer, layout: Layout) -> None:
     columns = column_banks(sparse, layout)
     if columns and sparse.is_joint:
         hint = "row_wise or table_wise for it, or an optimizer of single elements, such as adam"
-        fail(
-            call,
-            "a norm of all gradients and rows cut by columns do not go together.",
-            got=f"tables {list(columns)} by columns",
-            need="whole rows",
-            hint=hint,
-        )
+        what = "a norm of all gradients and rows cut by columns do not go together."
+        fail(call, what, got=f"tables {list(columns)} by columns", need="whole rows", hint=hint)
 
 
 def column_banks(sparse: RowOptimizer, layout: Layout) -> dict[str, list[str]]:

@@ -74,10 +74,8 @@ def feature_table_problems(features: Sequence[FeatureConfig], tables: object) ->
     names = list(tables if isinstance(tables, Mapping) and is_plain(tables) else table_shapes(tables))
     for f in features:
         if f.table not in names:
-            yield Problem(
-                f"`features[{f.name!r}].table` is not a table.", f"{f.table!r}", f"one of {names}",
-                "" if names else f"a table named {f.table!r}", KeyError,
-            )  # fmt: skip
+            need, hint = f"one of {names}", "" if names else f"a table named {f.table!r}"
+            yield Problem(f"`features[{f.name!r}].table` is not a table.", f"{f.table!r}", need, hint, KeyError)
 
 
 def feature_key_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTensor) -> Iterator[Problem]:
@@ -120,13 +118,8 @@ def device_problems(tables: object, ids: KeyedJaggedTensor) -> Iterator[Problem]
 
 def cotangent_problems(d_acts, ids, features, shapes) -> Iterator[Problem]:
     if not isinstance(d_acts, KeyedTensor):
-        yield Problem(
-            "`d_acts` is not a KeyedTensor.",
-            describe(d_acts),
-            "as `lookup` returned",
-            EXAMPLES["KeyedTensor"],
-            TypeError,
-        )
+        need = "as `lookup` returned"
+        yield Problem("`d_acts` is not a KeyedTensor.", describe(d_acts), need, EXAMPLES["KeyedTensor"], TypeError)
         return
     found = list(keyed_tensor_parts(d_acts, "d_acts"))
     yield from found
@@ -140,13 +133,10 @@ def cotangent_problems(d_acts, ids, features, shapes) -> Iterator[Problem]:
     if list(got.items()) != list(dims.items()):
         yield Problem("`d_acts` has other features than the lookup.", f"{got}", f"{dims}")
     elif d_acts.values.shape[-1] != sum(dims.values()):
-        yield Problem(
-            "`d_acts.values` does not match its dims.", describe(d_acts.values), f"f[B, {sum(dims.values())}]"
-        )
+        need = f"f[B, {sum(dims.values())}]"
+        yield Problem("`d_acts.values` does not match its dims.", describe(d_acts.values), need)
 
 
 def no_feature(call: str, features: Sequence[FeatureConfig], pooling: str, other: str) -> None:
-    fail(
-        call, "no feature is for this lookup.", got=f"poolings {sorted({f.pooling for f in features})}",
-        need=f"a feature with pooling={pooling!r}", hint=f"funcrec.{other}",
-    )  # fmt: skip
+    got, need = f"poolings {sorted({f.pooling for f in features})}", f"a feature with pooling={pooling!r}"
+    fail(call, "no feature is for this lookup.", got=got, need=need, hint=f"funcrec.{other}")

@@ -182,10 +182,8 @@ def lookup_sequence_transpose(
     for f in sequences:
         bags = sequence_rows(ids, f, shapes[f.table][0])
         if f.name not in d_sequences:
-            got = f"{list(d_sequences)}"
-            fail(
-                call, f"`d_sequences` lacks feature {f.name!r}.", got=got, need=f"{f.name!r} among them", kind=KeyError
-            )
+            got, need = f"{list(d_sequences)}", f"{f.name!r} among them"
+            fail(call, f"`d_sequences` lacks feature {f.name!r}.", got=got, need=need, kind=KeyError)
         d = d_sequences[f.name].values
         if d.shape != (bags.capacity, shapes[f.table][1]):
             need = f"f[{bags.capacity}, {shapes[f.table][1]}]"
@@ -205,10 +203,8 @@ def opened(call: str, tables: Any, ids: object, features: object) -> tuple[Any, 
     """Return the checked tables of a lookup, without TableRefs, and the owners that want their cotangents."""
     tables, owners = open_tables(tables)
     if not isinstance(tables, Mapping):
-        hint = "funcrec.init(key, tables) makes them of configs"
-        fail(
-            call, "`tables` is not a mapping.", got=describe(tables), need="{name: f[R, D]}", hint=hint, kind=TypeError
-        )
+        need, hint = "{name: f[R, D]}", "funcrec.init(key, tables) makes them of configs"
+        fail(call, "`tables` is not a mapping.", got=describe(tables), need=need, hint=hint, kind=TypeError)
     check_lookup(call, tables, ids, features)
     see(tables, ids, features)
     return tables, owners

@@ -130,10 +130,8 @@ def batch_parts(x: Batch, path: str) -> Iterator[Problem]:
     """Yield the problems of a Batch's fields, if it was made by hand or taken out of a tree."""
     hint = "fr.Batch(ids, label, dense, weight)"
     if not isinstance(x.ids, KeyedJaggedTensor):
-        need = "a KeyedJaggedTensor"
-        yield Problem(
-            f"`{path}.ids` is not a KeyedJaggedTensor.", describe(x.ids), need, keyed_hint(x.ids, "ids"), TypeError
-        )
+        got, need, how = describe(x.ids), "a KeyedJaggedTensor", keyed_hint(x.ids, "ids")
+        yield Problem(f"`{path}.ids` is not a KeyedJaggedTensor.", got, need, how, TypeError)
     else:
         yield from keyed_parts(x.ids, f"{path}.ids")
     for name, need in (("label", "[B, ...]"), ("dense", "[B, ...]"), ("weight", "f[B]")):

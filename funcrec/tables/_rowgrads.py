@@ -260,14 +260,8 @@ class RowGrads:
     def __add__(self, other: "RowGrads") -> "RowGrads":
         """Return a gradient with the terms of both, this one's first."""
         if not isinstance(other, RowGrads):
-            need = "RowGrads of the same table"
-            fail(
-                "funcrec.RowGrads.__add__",
-                "`other` is not a row gradient.",
-                got=describe(other),
-                need=need,
-                kind=TypeError,
-            )
+            got, need = describe(other), "RowGrads of the same table"
+            fail("funcrec.RowGrads.__add__", "`other` is not a row gradient.", got=got, need=need, kind=TypeError)
         shape, theirs = (self.num_embeddings, self.dim), (other.num_embeddings, other.dim)
         if shape != theirs:
             got = f"{list(shape)} and {list(theirs)}"

@@ -174,9 +174,8 @@ def value_problems(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], sh
         if f.max_length is not None and bool((bounds.diff() > f.max_length).any()):
             at = int((bounds.diff() > f.max_length).nonzero()[0])
             got, need = f"bag {at} with {int(bounds.diff()[at])} ids", f"at most max_length={f.max_length}"
-            yield Problem(
-                f"feature {f.name!r} has a bag that is too long.", got, need, "a larger max_length", CheckError
-            )
+            hint = "a larger max_length"
+            yield Problem(f"feature {f.name!r} has a bag that is too long.", got, need, hint, CheckError)
         size = shapes[f.table][0]
         outside = ((values < 0) | (values >= size)).nonzero()[:, 0].tolist() if f.hash is None else []
         if outside:

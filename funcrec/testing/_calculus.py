@@ -64,10 +64,8 @@ def check_adjoint(
     extra = sorted((set(lty_) - set(x_)) | (set(lx_) ^ set(y_)))
     if extra:
         hint = "trees with the same names on both sides: y as forward(x) is, or y=None"
-        fail(
-            call, "the paths of the trees do not match.", got=f"{extra} in one tree only",
-            need="forward(x) like y, transpose(y) like x", hint=hint, kind=AssertionError,
-        )  # fmt: skip
+        got, need = f"{extra} in one tree only", "forward(x) like y, transpose(y) like x"
+        fail(call, "the paths of the trees do not match.", got=got, need=need, hint=hint, kind=AssertionError)
     for (path, a), b in zip(
         [*lx_.items(), *lty_.items()], [*(y_[k] for k in lx_), *(x_[k] for k in lty_)], strict=True
     ):

@@ -62,13 +62,8 @@ def shard_state(
         for k, s in own.items():
             if k not in sparse.waiting and s.shape[0] != tables.banks[n].shape[0]:
                 hint = "an optimizer whose slots have the rows of their table"
-                fail(
-                    "funcrec.train_step",
-                    f"slot {k!r} of bank {n!r} cannot be sharded.",
-                    got=describe(s),
-                    need=f"{tables.banks[n].shape[0]} rows",
-                    hint=hint,
-                )
+                what = f"slot {k!r} of bank {n!r} cannot be sharded."
+                fail("funcrec.train_step", what, got=describe(s), need=f"{tables.banks[n].shape[0]} rows", hint=hint)
     step = torch.zeros((), dtype=torch.int64, device=key.device)
     kept = cut_dense(params.dense, mesh, dense_axes) if dense_axes else params.dense
     return TrainState(step, tables, slots, kept, dense.init(kept), key.clone())

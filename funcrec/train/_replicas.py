@@ -146,7 +146,5 @@ def argument_problems(mesh: Any, greatest: Any) -> Iterator[Problem]:
 
 def replica_problems(state: TrainState) -> Iterator[Problem]:
     if not state.tables.layout.replicas:
-        hint = "fr.Plan(..., replicas='group')"
-        yield Problem(
-            "the tables have no copies that train apart.", "a plan without `replicas`", "a plan with some", hint
-        )
+        need, hint = "a plan with some", "fr.Plan(..., replicas='group')"
+        yield Problem("the tables have no copies that train apart.", "a plan without `replicas`", need, hint)

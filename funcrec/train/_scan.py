@@ -80,8 +80,7 @@ def batches_problems(batches: Any) -> Iterator[Problem]:
         yield Problem("`batches` is not a stack of batches.", got, need, hint)
     for path, x in leaves:
         if not isinstance(x, Tensor) and hasattr(x, "__array__"):
-            hint = "torch.as_tensor(x)"
-            what = f"`{_at('batches', path)}` is an array, which each step would get whole."
+            what, hint = f"`{_at('batches', path)}` is an array, which each step would get whole.", "torch.as_tensor(x)"
             yield Problem(what, describe(x), "a tensor [k, ...]", hint, TypeError)
     jagged = torch_tree.tree_leaves(batches, is_leaf=lambda x: isinstance(x, JaggedTensor | KeyedJaggedTensor))
     for x in jagged:

@@ -61,9 +61,8 @@ def state_parts(x: TrainState, path: str) -> Iterator[Problem]:
             yield Problem(f"`{path}.{name}` is not a mapping.", describe(getattr(x, name)), words, hint, TypeError)
     for n, own in x.slots.items() if isinstance(x.slots, Mapping) else ():
         if not isinstance(own, Mapping):
-            yield Problem(
-                f"`{path}.slots[{n!r}]` is not a mapping.", describe(own), "{slot: f[R, ...]}", hint, TypeError
-            )
+            need = "{slot: f[R, ...]}"
+            yield Problem(f"`{path}.slots[{n!r}]` is not a mapping.", describe(own), need, hint, TypeError)
 
 
 PARTS[TrainState] = state_parts

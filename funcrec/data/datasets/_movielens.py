@@ -205,7 +205,5 @@ def read_numbers(path: Path, kinds: dict[str, Callable], codes: str) -> list[arr
 
 
 def bad_line(path: Path, number: int, got: str, need: str):
-    fail(
-        "funcrec.data.movielens_1m", f"`{path.name}`, line {number} cannot be read.", got=got, need=need,
-        hint="fetch the file again, if it was cut short",
-    )  # fmt: skip
+    hint = "fetch the file again, if it was cut short"
+    fail("funcrec.data.movielens_1m", f"`{path.name}`, line {number} cannot be read.", got=got, need=need, hint=hint)

@@ -127,14 +127,8 @@ def as_column(call: str, x: Any) -> Any:
         if isinstance(x, list | tuple | np.ndarray) or hasattr(x, "__arrow_c_array__"):
             return pa.chunked_array([pa.array(x)])
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        fail(
-            call,
-            "`column` cannot be read.",
-            got=str(error)[:120],
-            need="values of one kind",
-            hint='column=["a", "b"]',
-            kind=TypeError,
-        )
+        what = "`column` cannot be read."
+        fail(call, what, got=str(error)[:120], need="values of one kind", hint='column=["a", "b"]', kind=TypeError)
     fail(call, "`column` is not a column.", got=describe(x), need=need, hint='column=["a", "b"]', kind=TypeError)
 
 

@@ -108,13 +108,8 @@ def fit_encoding(
                     known[n] = chosen[n].update(known[n], *elements(table[column], Place(call, column))[:2])
         rows += table.num_rows
     if not rows:
-        fail(
-            call,
-            "`source` has no rows.",
-            got="0 rows",
-            need="the rows to train on",
-            hint="an iterable that was not read before",
-        )
+        need = "the rows to train on"
+        fail(call, "`source` has no rows.", got="0 rows", need=need, hint="an iterable that was not read before")
     states = {n: _computed(call, n, e, known[n]) for n, e in chosen.items()}
     ids = {n: states[n] for n in dict.fromkeys(of.values())}
     return Encoding(ids, {n: states[n] for n in schema.dense if n in states}, schema, tuple(of.items()))
@@ -226,9 +221,8 @@ def _sharing_problems(schema: Schema, share: Mapping[str, str]) -> Iterator[Prob
         yield Problem(what, f"{unknown}", need, 'share={"history": "item"}')
     onward = [n for n in share.values() if share.get(n, n) != n]
     if onward:
-        yield Problem(
-            "`share` sends a column on to a third.", f"{onward}", "tables of their own", 'share={"history": "item"}'
-        )
+        need = "tables of their own"
+        yield Problem("`share` sends a column on to a third.", f"{onward}", need, 'share={"history": "item"}')
 
 
 def _role_problems(schema: Schema) -> Iterator[Problem]:
@@ -248,9 +242,8 @@ def _encoder_problems(encoders: Mapping, schema: Schema, of: Mapping[str, str]) 
             hint = f"encoders[{of[name]!r}], whose table it shares" if name in of else ""
             yield Problem(f"`{at}` is of a column that is not encoded.", f"{name!r}", f"among {known}", hint)
         elif e is None and not is_dense:
-            yield Problem(
-                f"`{at}` is not an encoder.", "None", "an Encoder", "fr.data.identity(num_embeddings)", TypeError
-            )
+            need = "an Encoder"
+            yield Problem(f"`{at}` is not an encoder.", "None", need, "fr.data.identity(num_embeddings)", TypeError)
         elif e is not None:
             found = list(encoder_problems(e, at))
             yield from found
@@ -263,6 +256,5 @@ def _encoder_problems(encoders: Mapping, schema: Schema, of: Mapping[str, str]) 
 def _setting_problems(name: str, setting: object, among: list[str]) -> Iterator[Problem]:
     unknown = [n for n in setting if n not in among] if isinstance(setting, Mapping) else []
     if unknown:
-        yield Problem(
-            f"`{name}` names what is not there.", f"{unknown}", f"among {among}", f"{name}={{{among[0]!r}: ...}}"
-        )
+        need = f"among {among}"
+        yield Problem(f"`{name}` names what is not there.", f"{unknown}", need, f"{name}={{{among[0]!r}: ...}}")

@@ -222,13 +222,8 @@ def _normal_of(known: tuple[Moments, ...]) -> Normal:
     known = [_joined(m, rest) if len(rest) else m for m, rest in zip(known, rests, strict=True)]
     if not known or not all(m.count for m in known):
         need, hint = "a number or more", "a column that has values, or one less in the schema"
-        fail(
-            "funcrec.data.normalize",
-            "there are no numbers to learn from.",
-            got="none, or all missing",
-            need=need,
-            hint=hint,
-        )
+        got = "none, or all missing"
+        fail("funcrec.data.normalize", "there are no numbers to learn from.", got=got, need=need, hint=hint)
     if not all(math.isfinite(m.square) for m in known):
         what, got = "the squares of the numbers are infinite.", f"numbers around {known[0].mean:.3g}"
         need, hint = "numbers below 1e150", "fr.data.chain(fr.data.log1p(), fr.data.normalize())"
@@ -240,10 +235,8 @@ def _normal_of(known: tuple[Moments, ...]) -> Normal:
 def _learned(x: Tensor, place: Place) -> np.ndarray:
     """Return what was learned; raise if it is not f64: in fewer digits, different values may become equal."""
     if x.dtype != torch.float64:
-        what, hint = (
-            f"what was learned of column `{place.name}` was cast.",
-            "fr.tree.to(params, dtype), not the encoding",
-        )
+        what = f"what was learned of column `{place.name}` was cast."
+        hint = "fr.tree.to(params, dtype), not the encoding"
         fail(place.call, what, got=describe(x), need="f64, as it was learned", hint=hint, kind=TypeError)
     return x.cpu().numpy()
 
@@ -291,19 +284,15 @@ def log1p() -> Encoder:
 
 def _bucket_problems(edges: object, num_quantiles: object) -> Iterator[Problem]:
     if (edges is None) == (num_quantiles is None):
-        got = "neither" if edges is None else "both"
-        yield Problem(
-            "one of `edges` and `num_quantiles` is needed.", got, "one of them", "bucketize(num_quantiles=10)"
-        )
+        got, need = "neither" if edges is None else "both", "one of them"
+        yield Problem("one of `edges` and `num_quantiles` is needed.", got, need, "bucketize(num_quantiles=10)")
     elif edges is not None and not all(a < b for a, b in zip((-math.inf, *edges), (*edges, math.inf))):
-        yield Problem(
-            "`edges` do not ascend.", f"{tuple(edges)}"[:60], "finite numbers, each above the last", "edges=(0.0, 1.0)"
-        )
+        need = "finite numbers, each above the last"
+        yield Problem("`edges` do not ascend.", f"{tuple(edges)}"[:60], need, "edges=(0.0, 1.0)")
     elif edges is not None and not all(float(x) == x for x in edges):
         wrong = next(x for x in edges if float(x) != x)
-        yield Problem(
-            "`edges` has an integer that f64 does not hold.", f"{wrong}", f"one that it holds: {int(float(wrong))}"
-        )
+        need = f"one that it holds: {int(float(wrong))}"
+        yield Problem("`edges` has an integer that f64 does not hold.", f"{wrong}", need)
     elif edges is not None and not edges:
         yield Problem("`edges` are none.", f"{describe(edges)}", "one or more", "edges=(0.0, 1.0)")
     elif num_quantiles is not None and num_quantiles < 2:

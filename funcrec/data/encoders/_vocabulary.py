@@ -282,14 +282,8 @@ def hashed(num_embeddings: Count, *, seed: Size = 0) -> Encoder:
       [940, 240, 0]
     """
     if not 2 <= num_embeddings < 2**31:
-        hint = "num_embeddings=100_000"
-        fail(
-            "funcrec.data.hashed",
-            "`num_embeddings` is out of range.",
-            got=f"{num_embeddings}",
-            need="2 <= num_embeddings < 2³¹",
-            hint=hint,
-        )
+        need, hint = "2 <= num_embeddings < 2³¹", "num_embeddings=100_000"
+        fail("funcrec.data.hashed", "`num_embeddings` is out of range.", got=f"{num_embeddings}", need=need, hint=hint)
 
     def update(known: str, values: Any, place: Place) -> str:
         kind = of_kind(values, place)[0]

@@ -11,10 +11,8 @@ def need_pyarrow(call: str):
     try:
         import pyarrow
     except ImportError:
-        fail(
-            call, "pyarrow is not installed.", got="no module pyarrow", need="pyarrow, to read tables and files",
-            hint="pip install funcrec[data]", kind=ModuleNotFoundError,
-        )  # fmt: skip
+        need, hint = "pyarrow, to read tables and files", "pip install funcrec[data]"
+        fail(call, "pyarrow is not installed.", got="no module pyarrow", need=need, hint=hint, kind=ModuleNotFoundError)
     return pyarrow
 
 
@@ -24,12 +22,6 @@ def need_file(call: str, path: str | os.PathLike) -> Path:
         fail(call, "`path` is not a path.", got=describe(path), need=need, hint=hint, kind=TypeError)
     path = Path(path).expanduser()
     if not path.is_file():
-        fail(
-            call,
-            "there is no such file.",
-            got=f"{str(path)!r}",
-            need="a file",
-            hint=path_hint(path, "a path from here, or a whole one"),
-            kind=FileNotFoundError,
-        )
+        hint = path_hint(path, "a path from here, or a whole one")
+        fail(call, "there is no such file.", got=f"{str(path)!r}", need="a file", hint=hint, kind=FileNotFoundError)
     return path

@@ -123,9 +123,8 @@ def type_problems(types, schema: Schema) -> Iterator[Problem]:
                 if is_label
                 else _type_hint(name, role, whole)
             )
-            yield Problem(
-                f"column `{name}` does not hold {role}.", f"{types.field(name).type}", NEEDS[role], hint, TypeError
-            )
+            got = f"{types.field(name).type}"
+            yield Problem(f"column `{name}` does not hold {role}.", got, NEEDS[role], hint, TypeError)
 
 
 NEEDS = {

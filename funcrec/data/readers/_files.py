@@ -205,10 +205,8 @@ def _parquet_parts(call: str, files: list, wanted: Wanted, _: str) -> Source:
         try:
             metas.append(parquet.read_metadata(path))
         except (pa.ArrowException, OSError) as error:
-            what, hint = (
-                f"`{path.name}` is not a whole parquet file.",
-                'format="csv", if it is text; else write it again',
-            )
+            what = f"`{path.name}` is not a whole parquet file."
+            hint = 'format="csv", if it is text; else write it again'
             fail(call, what, got=str(error)[:120], need="a parquet file", hint=hint)
     name = f"`{files[0][0].name}`"
     schema, extra = _with_partitions(call, metas[0].schema.to_arrow_schema(), files, wanted, name)
@@ -257,10 +255,8 @@ def _unified(call: str, files: list, schema, schemas: list, extra: set[str]):
 def _folder_problems(path: Path, names: list[str], extra: set[str]) -> Iterator[Problem]:
     """Report columns of a file that the folder's name gives for the first file."""
     if both := sorted({*names} & extra):
-        what, hint = (
-            f"`{path.name}` has columns that folders' names give.",
-            "another name for the folder, or the column",
-        )
+        what = f"`{path.name}` has columns that folders' names give."
+        hint = "another name for the folder, or the column"
         yield Problem(what, f"{both}", "a column of all files, or of none", hint)
 
 
@@ -361,10 +357,8 @@ def _or_line(call: str, path: Path, at: int, step: Callable[[], Any], names: Cal
     except (pa.ArrowException, OSError, KeyError, UnicodeDecodeError) as error:
         found = re.search(r"(column #\d+: )?Row #(\d+): (.*)", str(error), re.DOTALL)
         column, number, got = found.groups() if found else (None, max(at, _whole_lines(path) + 1), str(error))
-        need, hint = (
-            "a whole file, of rows of as many fields as there are names",
-            "the file once more from where it came",
-        )
+        need = "a whole file, of rows of as many fields as there are names"
+        hint = "the file once more from where it came"
         if isinstance(error, UnicodeDecodeError) or is_utf16(path):
             need, hint = "text in UTF-8", 'path.write_text(path.read_text("utf-16"))'
         where = ""

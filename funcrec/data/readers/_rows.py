@@ -23,11 +23,8 @@ def row_problems(rows: Tensor, num_rows: int, device: torch.device | None = None
     if not found and is_concrete(rows) and rows.numel():
         low, high = (int(x) for x in rows.aminmax())
         if low < 0 or high >= num_rows:
-            got = f"row {low if low < 0 else high}"
-            need, hint = (
-                f"0 <= row < {num_rows}, the rows of the data",
-                "rows=None for all, or row numbers of these data",
-            )
+            got, need = f"row {low if low < 0 else high}", f"0 <= row < {num_rows}, the rows of the data"
+            hint = "rows=None for all, or row numbers of these data"
             yield Problem("`rows` has a row that is not there.", got, need, hint)
 
 

@@ -127,9 +127,8 @@ def _set_problems(schema: Schema) -> Iterator[Problem]:
     leaked = sorted(set(schema.labels) & {*schema.keys, *schema.dense, *(by for _, by in schema.weights)})
     if leaked:
         hint = "a column of another name, if a copy of the label is wanted"
-        yield Problem(
-            "`label` is among what is learnt from.", f"{leaked}", "a label apart from ids, dense and weights", hint
-        )
+        need = "a label apart from ids, dense and weights"
+        yield Problem("`label` is among what is learnt from.", f"{leaked}", need, hint)
     of = [of for of, _ in schema.weights]
     unknown = [n for n in of if n not in schema.keys]
     if unknown or len(set(of)) < len(of):

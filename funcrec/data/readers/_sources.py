@@ -119,25 +119,12 @@ def as_table(call: str, source: Any, wanted: Wanted):
             raise
         got = f"{describe(source)}: {'; '.join(map(str, error.args))}"[:200]
         if isinstance(source, Mapping):
-            fail(
-                call,
-                "the columns of the table do not stand side by side.",
-                got=got,
-                need="columns of one length",
-                hint=hint,
-            )
-        need, hint = (
-            "columns of numbers, text, times or lists, each of one kind and one name",
-            "df.dtypes tells their kinds",
-        )
-        fail(
-            call,
-            "the table cannot be read.",
-            got=got,
-            need=need,
-            hint=f"{hint}; df.iloc[[0]] for one row, series.to_frame() for one column",
-            kind=TypeError,
-        )
+            need = "columns of one length"
+            fail(call, "the columns of the table do not stand side by side.", got=got, need=need, hint=hint)
+        need = "columns of numbers, text, times or lists, each of one kind and one name"
+        hint = "df.dtypes tells their kinds"
+        hint = f"{hint}; df.iloc[[0]] for one row, series.to_frame() for one column"
+        fail(call, "the table cannot be read.", got=got, need=need, hint=hint, kind=TypeError)
     check(call, absent_problems("the table", table.column_names, wanted))
     return (table if names is None else table.select(names)).replace_schema_metadata(None)
 

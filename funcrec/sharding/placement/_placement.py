@@ -61,15 +61,8 @@ class Placement:
         """The column blocks of a table with this dim, on a mesh of these sizes."""
         missing = [a for a in self.axes if a not in sizes]
         if missing:
-            got, hint = f"sizes of {list(sizes)}", "mesh.shape"
-            fail(
-                "funcrec.Placement.blocks",
-                f"`sizes` lacks {missing}.",
-                got=got,
-                need=f"{list(self.axes)}",
-                hint=hint,
-                kind=KeyError,
-            )
+            got, need, hint = f"sizes of {list(sizes)}", f"{list(self.axes)}", "mesh.shape"
+            fail("funcrec.Placement.blocks", f"`sizes` lacks {missing}.", got=got, need=need, hint=hint, kind=KeyError)
         n = [sizes[a] for a in self.axes]
         inner = prod(n[1:]) if self.kind in OF_TWO_AXES else 1  # ranks that share a place on the first axis
         node = lambda r: tuple(range(r * inner, (r + 1) * inner))

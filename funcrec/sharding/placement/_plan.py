@@ -81,14 +81,8 @@ class Plan:
 
     def _told(self, name: str) -> Report:
         if self.report is None:
-            need = "a plan that fr.plan made, which keeps its report"
-            fail(
-                f"funcrec.Plan.{name}",
-                "nobody has estimated this plan.",
-                got="a plan made by hand",
-                need=need,
-                hint="fr.plan(...)",
-            )
+            got, need = "a plan made by hand", "a plan that fr.plan made, which keeps its report"
+            fail(f"funcrec.Plan.{name}", "nobody has estimated this plan.", got=got, need=need, hint="fr.plan(...)")
         return self.report
 
     @property
@@ -168,14 +162,8 @@ class Plan:
         own = dict(self.placements)
         if not isinstance(table, str) or table not in own:
             hint = f"{table!r}: fr.replicated() among the placements" if isinstance(table, str) else "a table's name"
-            fail(
-                "funcrec.Plan",
-                "the plan has no such table.",
-                got=describe(table),
-                need=f"one of {list(own)}",
-                hint=hint,
-                kind=KeyError,
-            )
+            what = "the plan has no such table."
+            fail("funcrec.Plan", what, got=describe(table), need=f"one of {list(own)}", hint=hint, kind=KeyError)
         return own[table]
 
     def __repr__(self) -> str:
@@ -192,13 +180,8 @@ def plan_problems(placements: Any, replicas: Any) -> Iterator[Problem]:
         yield Problem("`replicas` are not axes of a mesh.", f"{replicas!r}", need, kind=TypeError)
         return
     if not isinstance(placements, Mapping):
-        yield Problem(
-            "a plan is not a mapping.",
-            describe(placements),
-            "{table: placement}",
-            '{"item": fr.row_wise("model")}',
-            TypeError,
-        )
+        hint = '{"item": fr.row_wise("model")}'
+        yield Problem("a plan is not a mapping.", describe(placements), "{table: placement}", hint, TypeError)
         return
     for name, p in placements.items():
         if not isinstance(p, Placement):
@@ -233,25 +216,16 @@ def fit_problems(plan: Plan, mesh: Mesh, shapes: Mapping[str, tuple[int, int]]) 
     yield from replica_problems(plan.replicas, mesh)
     for name in shapes:
         if name not in placements:
-            hint = "fr.replicated(), for a small table"
-            yield Problem(
-                f"the plan lacks table {name!r}.", f"tables {list(placements)}", "a placement for each", hint, KeyError
-            )
+            need, hint = "a placement for each", "fr.replicated(), for a small table"
+            yield Problem(f"the plan lacks table {name!r}.", f"tables {list(placements)}", need, hint, KeyError)
     for name, p in placements.items():
         if name not in shapes:
-            yield Problem(
-                f"the plan places table {name!r}, which is not there.",
-                f"tables {list(shapes)}",
-                "one of them",
-                kind=KeyError,
-            )
+            got = f"tables {list(shapes)}"
+            yield Problem(f"the plan places table {name!r}, which is not there.", got, "one of them", kind=KeyError)
         missing = [a for a in p.axes if a not in mesh.shape]
         if missing:
-            yield Problem(
-                f"the placement of {name!r} names an axis that the mesh lacks.",
-                f"{missing}",
-                f"among {list(mesh.axis_names)}",
-            )
+            need = f"among {list(mesh.axis_names)}"
+            yield Problem(f"the placement of {name!r} names an axis that the mesh lacks.", f"{missing}", need)
             continue
         ranks = [mesh.shape[a] for a in p.axes]
         most = ranks[0] if p.kind in OF_TWO_AXES else prod(ranks)
