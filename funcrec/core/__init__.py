@@ -5,10 +5,16 @@ from funcrec.core._annotations import PARTS as PARTS
 from funcrec.core._annotations import kind_of as kind_of
 from funcrec.core._checked import checked as checked
 from funcrec.core._checked import is_checking as is_checking
+from funcrec.core._checks import absent_problems as absent_problems
+from funcrec.core._checks import doubled as doubled
+from funcrec.core._checks import float_dict_problems as float_dict_problems
+from funcrec.core._checks import float_leaf_problems as float_leaf_problems
+from funcrec.core._checks import reported as reported
+from funcrec.core._checks import twice_problems as twice_problems
+from funcrec.core._checks import unknown_problems as unknown_problems
 from funcrec.core._devices import RETYPED as RETYPED
 from funcrec.core._devices import copied as copied
 from funcrec.core._devices import to as to
-from funcrec.core._errors import EXAMPLES as EXAMPLES
 from funcrec.core._errors import CheckError as CheckError
 from funcrec.core._errors import DonatedError as DonatedError
 from funcrec.core._errors import Problem as Problem
@@ -38,10 +44,7 @@ from funcrec.core._levels import under_vmaps as under_vmaps
 from funcrec.core._levels import value_below as value_below
 from funcrec.core._levels import vmaps_above as vmaps_above
 from funcrec.core._mapping import mapping as mapping
-from funcrec.core._number_checks import count_problems as count_problems
 from funcrec.core._number_checks import device_problems as device_problems
-from funcrec.core._number_checks import flag_problems as flag_problems
-from funcrec.core._number_checks import function_problems as function_problems
 from funcrec.core._number_checks import plain_number as plain_number
 from funcrec.core._number_checks import plain_numbers as plain_numbers
 from funcrec.core._number_checks import signature_error as signature_error
@@ -53,6 +56,7 @@ from funcrec.core._public import publish as publish
 from funcrec.core._public import version as version
 from funcrec.core._ranges import Count as Count
 from funcrec.core._ranges import Device as Device
+from funcrec.core._ranges import Finite as Finite
 from funcrec.core._ranges import Form as Form
 from funcrec.core._ranges import Key as Key
 from funcrec.core._ranges import Magnitude as Magnitude

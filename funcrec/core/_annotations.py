@@ -55,8 +55,9 @@ _DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
     "i64": lambda d: d == torch.int64,
     "b": lambda d: d == torch.bool,
     "x": lambda d: not d.is_complex,
+    "": lambda d: True,
 }
-_CASTS = {"f": "float()", "i": "long()", "i64": "long()", "b": "bool()", "x": "real"}
+_CASTS = {"f": "float()", "i": "long()", "i64": "long()", "b": "bool()", "x": "real", "": ""}
 
 
 def kind_of(hint: Any, owner: Any = None) -> Kind:
@@ -132,25 +133,26 @@ def _annotated(hint: Any, more: Any, owner: Any) -> Kind:
 
 
 def _formed(form: Form) -> Kind:
-    dtype, rank = form.dtype, None if form.dims is None else len(form.dims)
-    need = form.text.removeprefix("x")  # "x" stands for any dtype
+    dtype, least, is_open, holds = form.dtype, len(form.dims), form.is_open, _DTYPES[form.dtype]
+    need = form.text.removeprefix("x")  # of any dtype
+    has_rank = lambda x: x.dim() >= least if is_open else x.dim() == least
 
     def find(path: str, x: Any) -> Iterator[Problem]:
         if not isinstance(x, Tensor):
             hint = conversion(path, x, Tensor)
             hint = _example(path, form.example) if hint.endswith(_LOOKS[Tensor][1]) else hint
             yield Problem(f"`{path}` is not {form.noun}.", describe(x), need, hint, TypeError)
-        elif not _DTYPES[dtype](x.dtype):
-            is_mask = x.dtype == torch.bool and form.dtype == "i" and rank == 1
+        elif not holds(x.dtype):
+            is_mask = x.dtype == torch.bool and form.dtype == "i" and least == 1
             hint = f"{path}.{_CASTS[dtype]}" if form.noun == "a tensor" else _example(path)
             hint = f"{path}.nonzero()[:, 0], where the mask is True" if is_mask else hint
             yield Problem(f"`{path}` is not {form.noun} of this dtype.", describe(x), need, hint, TypeError)
-        elif rank is not None and x.dim() != rank:
-            what, is_column = f"`{path}` is not {form.noun} of these dimensions.", x.dim() == rank + 1
+        elif not has_rank(x):
+            what, is_column = f"`{path}` is not {form.noun} of these dimensions.", x.dim() == least + 1
             hint = f"{path}.squeeze(-1)" if is_column and x.shape[-1] == 1 else _example(path, form.example)
             yield Problem(what, describe(x), need, hint)
 
-    fits = lambda x: isinstance(x, Tensor) and _DTYPES[dtype](x.dtype) and rank in (None, x.dim())
+    fits = lambda x: isinstance(x, Tensor) and holds(x.dtype) and has_rank(x)
     return Kind(need, find, fits, lambda x: isinstance(x, Tensor))
 
 
@@ -191,14 +193,15 @@ def _union(args: tuple, owner: Any) -> Kind:
 
 def _literal(args: tuple) -> Kind:
     need = " or ".join(map(repr, args))
-    fits = lambda x: any(x is a or (isinstance(x, str) and x == a) for a in args)
+    classes = tuple({type(a) for a in args if a is not None})
+    fits = lambda x: any(x is a or (isinstance(x, classes) and x.__class__ is not bool and x == a) for a in args)
 
     def find(path: str, x: Any) -> Iterator[Problem]:
         if not fits(x):
-            kind = ValueError if isinstance(x, str) else TypeError
+            kind = ValueError if isinstance(x, classes) else TypeError
             yield Problem(f"`{path}` is unknown.", describe(x), need, f"{path}={args[0]!r}", kind)
 
-    return Kind(need, find, fits, lambda x: isinstance(x, str))
+    return Kind(need, find, fits, lambda x: isinstance(x, classes))
 
 
 def _mapping(args: tuple, owner: Any) -> Kind:
@@ -237,6 +240,7 @@ def _sequence(origin: Any, args: tuple, owner: Any) -> Kind:
             own = _example(path)
             is_whole = is_fixed or own.startswith((f"{path}=(", f"{path}=["))
             hint = own if is_whole or not example else _example(path, example)
+            hint = f"{path}=[{x!r}]" if isinstance(x, str) and kinds[0].fits(x) else hint
             yield Problem(f"`{path}` is not a sequence.", describe(x), need, hint, TypeError)
         elif is_fixed and len(x) != len(kinds):
             yield Problem(f"`{path}` has another length.", f"{len(x)} elements", need, _example(path))

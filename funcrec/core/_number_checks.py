@@ -8,13 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from funcrec.core._errors import Problem, call_name, describe, message
-
-FUNCTION = {
-    "log_q": "lambda batch: log_frequency[batch.ids['item'].values]",
-    "candidate_ids": "lambda batch: batch.ids['item'].values",
-}
-
+from funcrec.core._errors import Problem, call_name, message
 
 F = TypeVar("F", bound=Callable)
 
@@ -68,23 +62,3 @@ def device_problems(**tensors: Tensor) -> Iterator[Problem]:
         if x.device != first.device:
             need = f"a tensor on {first.device}, where `{name}` is"
             yield Problem(f"`{other}` is on another device.", f"{x.device}", need, f"{other}.to({name}.device)")
-
-
-def function_problems(**functions: object) -> Iterator[Problem]:
-    for name, fn in functions.items():
-        if not callable(fn):
-            need = "a function of tensors"
-            yield Problem(f"`{name}` is not a function.", describe(fn), need, FUNCTION.get(name, ""), TypeError)
-
-
-def count_problems(n: object, field: str, least: int = 1) -> Iterator[Problem]:
-    if not isinstance(n, int) or isinstance(n, bool):
-        yield Problem(f"`{field}` is not an integer.", describe(n), f"an int >= {least}", kind=TypeError)
-    elif n < least:
-        yield Problem(f"`{field}` is too small.", f"{n}", f"an int >= {least}")
-
-
-def flag_problems(x: object, field: str) -> Iterator[Problem]:
-    """Yield a problem unless a flag is True or False; other truthy or falsy values do not count."""
-    if not isinstance(x, bool):
-        yield Problem(f"`{field}` is neither True nor False.", f"{x!r}"[:60], "a bool", kind=TypeError)

@@ -20,9 +20,9 @@ class Within(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The form of a tensor: a kind of dtype (f, i, i64, b, or x for any), then its dimensions in words.
+    """The form of a tensor: a kind of dtype (f, i, i64, b, x for real numbers, "" for any), then its dimensions.
 
-    Examples are `i[N]` and `f[...]`. noun: what errors call the tensor.
+    Examples are `i[N]`, `f[...]` and `f[B, ...]`; "..." stands for any dimensions. noun: what errors call the tensor.
     """
 
     text: str
@@ -33,16 +33,21 @@ class Form(NamedTuple):
         return self.text.partition("[")[0]
 
     @property
-    def dims(self) -> tuple[str, ...] | None:
-        """The words of the dimensions; None if any dimensions fit."""
-        inside = self.text.partition("[")[2].rstrip("]")
-        return None if "..." in inside else tuple(d.strip() for d in inside.split(",") if d.strip())
+    def dims(self) -> tuple[str, ...]:
+        """The words of the dimensions before "..."."""
+        inside = self.text.partition("[")[2].rstrip("]").partition("...")[0]
+        return tuple(d.strip() for d in inside.split(",") if d.strip())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more dimensions may follow."""
+        return "..." in self.text
 
     @property
     def example(self) -> str:
         """An expression for a tensor of this form."""
-        sizes = ", ".join(["4"] * len(self.dims or ())) or "()"
-        dtype = {"i": ", dtype=torch.int64", "b": ", dtype=torch.bool"}.get(self.dtype[0], "")
+        sizes = ", ".join(["4"] * len(self.dims)) or "()"
+        dtype = {"i": ", dtype=torch.int64", "b": ", dtype=torch.bool"}.get(self.dtype[:1], "")
         return f"torch.ones({sizes}{dtype})"
 
     def __repr__(self) -> str:
@@ -55,6 +60,7 @@ Positive = Annotated[float, Within("a number > 0", lambda x: x > 0)]
 NotNegative = Annotated[float, Within("a number >= 0", lambda x: x >= 0)]
 Magnitude = Annotated[float, Within("a finite number >= 0", lambda x: 0 <= x < math.inf)]
 PositiveMagnitude = Annotated[float, Within("a finite number > 0", lambda x: 0 < x < math.inf)]
+Finite = Annotated[float, Within("a finite number", lambda x: -math.inf < x < math.inf)]
 UnitInterval = Annotated[float, Within("a number in [0, 1]", lambda x: 0 <= x <= 1)]
 Share = Annotated[float, Within("a number in [0, 1)", lambda x: 0 <= x < 1)]
 Name = Annotated[str, Within("a non-empty string", bool, "is empty")]

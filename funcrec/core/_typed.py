@@ -19,7 +19,7 @@ from torch import Tensor
 
 from funcrec.core._annotations import ANYTHING, Kind, kind_of
 from funcrec.core._errors import EXAMPLES, Problem, call_name, check, describe, example_at
-from funcrec.core._number_checks import plain_number, signature_error
+from funcrec.core._number_checks import device_problems, plain_number, signature_error
 from funcrec.core._ranges import Form
 
 
@@ -52,7 +52,22 @@ def typed(fn: Callable | None = None, *, call: str = "", needs: Mapping[str, str
     """
     if fn is None:
         return functools.partial(typed, call=call, needs=needs)
-    declared = declaration(fn, needs or {})
+    return (typed_late if "<locals>" in fn.__qualname__ else typed_now)(fn, call, needs or {})
+
+
+def typed_late(fn: Callable, call: str, needs: Mapping[str, str]) -> Callable:
+    """Return typed `fn`, a function that another one makes; its annotations are read at its first call."""
+    made = functools.cache(lambda: typed_now(fn, call, needs))
+
+    @functools.wraps(fn)
+    def run(*args, **kwargs):
+        return fn(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else made()(*args, **kwargs)
+
+    return run
+
+
+def typed_now(fn: Callable, call: str, needs: Mapping[str, str]) -> Callable:
+    declared = declaration(fn, needs)
     names = declared.names
     tests = [declared.kinds.get(n, ANYTHING).fits for n in names]
     named = {n: k.fits for n, k in declared.kinds.items()}
@@ -123,11 +138,16 @@ def form_of(hint: Any) -> Form | None:
 
 
 def agree(forms: list[tuple[str, int, tuple[str, ...]]], args: tuple, kwargs: dict) -> bool:
-    """Whether dimensions with one letter have one size; forms: (name, position, dimensions) of each tensor."""
+    """Whether one letter has one size, on one device; forms: (name, position, dimensions) of each tensor."""
     sizes: dict[str, int] = {}
+    device = None
     for name, i, dims in forms:
         x = args[i] if i < len(args) else kwargs.get(name)
-        if x is not None:
+        if isinstance(x, Tensor):  # or None, or what else a union allows
+            if device is None:
+                device = x.device
+            elif x.device != device:
+                return False
             for d, n in zip(dims, x.shape):
                 if sizes.setdefault(d, n) != n and d.isalpha():
                     return False
@@ -135,7 +155,8 @@ def agree(forms: list[tuple[str, int, tuple[str, ...]]], args: tuple, kwargs: di
 
 
 def letter_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for dimensions with one letter and different sizes."""
+    """Yield a problem for dimensions with one letter and different sizes, and for tensors on other devices."""
+    yield from device_problems(**{n: x for n in declared.forms if isinstance(x := given.get(n), Tensor)})
     first: dict[str, tuple[str, int]] = {}
     for name, form in declared.forms.items():
         x, dims = given.get(name), form.dims
@@ -147,11 +168,12 @@ def letter_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Pr
         known = {d: first[d] for d in dims if d in first}
         other = next((known[d][0] for i, d in enumerate(dims) if d in known and x.shape[i] != known[d][1]), None)
         if other is not None:
-            sizes = [str(known[d][1]) if d in known else d for d in dims]
+            sizes = [str(known[d][1]) if d in known else d for d in dims] + ["..."] * form.is_open
             need = (
                 f"{form.dtype.removeprefix('x')}[{', '.join(sizes)}], as `{other}`, which is {describe(given[other])}"
             )
-            hint = f"`{name}` and `{other}` of the same {'examples' if 'B' in known else 'sizes'}"
+            hint = f"{name}=None, or " if declared.defaults.get(name, "") is None else ""
+            hint += f"`{name}` and `{other}` of the same {'examples' if 'B' in known else 'sizes'}"
             yield Problem(f"`{name}` does not match `{other}`.", describe(x), need, hint)
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from funcrec.core._errors import check, describe, fail
 from funcrec.core._levels import member_problems
-from funcrec.core._number_checks import plain_numbers
+from funcrec.core._ranges import Key, Size
+from funcrec.core._typed import typed
 
 Draw = Callable[[Tensor, tuple[int, ...]], Tensor]
 
@@ -27,7 +28,7 @@ LAST_SHIFT = 31
 DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-@plain_numbers
+@typed
 def key(seed: int) -> Tensor:
     """Make a key from a seed -> i64[].
 
@@ -37,8 +38,6 @@ def key(seed: int) -> Tensor:
       >>> bool(a == b)
       False
     """
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        fail("funcrec.key", "`seed` is not an integer.", got=describe(seed), need="an int", kind=TypeError)
     return mix(torch.tensor(wrap(seed), dtype=torch.int64) + GAMMA)
 
 
@@ -47,8 +46,8 @@ def wrap(n: int) -> int:
     return (n + 2**63) % 2**64 - 2**63
 
 
-@plain_numbers
-def split(key: Tensor, num: int = 2) -> Tensor:
+@typed
+def split(key: Key, num: Size = 2) -> Tensor:
     """Make independent keys, to unpack or iterate over -> i64[num].
 
     Example:
@@ -57,16 +56,12 @@ def split(key: Tensor, num: int = 2) -> Tensor:
       >>> for_tables.shape, bool(for_tables == for_dense)
       (torch.Size([]), False)
     """
-    check_key("funcrec.split", key)
-    if not isinstance(num, int) or isinstance(num, bool):
-        fail("funcrec.split", "`num` is not an integer.", got=describe(num), need="an int >= 0", kind=TypeError)
-    if num < 0:
-        fail("funcrec.split", "`num` is too small.", got=f"{num}", need="an int >= 0")
+    check("funcrec.split", member_problems(key, "key"))
     return bits(mix(~key), (num,))
 
 
-@plain_numbers
-def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+@typed
+def fold_in(key: Key, data: int | Tensor) -> Tensor:
     """Make a key from a key i64[] and an integer (a step, a rank, a table's number) -> i64[].
 
     Example:
@@ -74,11 +69,8 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
       >>> bool(fr.fold_in(fr.key(0), 7) == fr.fold_in(fr.key(0), torch.tensor(7)))
       True
     """
-    check_key("funcrec.fold_in", key)
-    no_int = (
-        data.is_floating_point() or data.is_complex() or data.dtype == torch.bool if isinstance(data, Tensor) else None
-    )
-    if no_int or (no_int is None and (not isinstance(data, int) or isinstance(data, bool))):
+    check("funcrec.fold_in", member_problems(key, "key"))
+    if isinstance(data, Tensor) and (data.is_floating_point() or data.is_complex() or data.dtype == torch.bool):
         need, hint = "an int, or an integer tensor", "data=step, or data=7"
         fail("funcrec.fold_in", "`data` is not an integer.", got=describe(data), need=need, hint=hint, kind=TypeError)
     step = GAMMA * (data.to(torch.int64) + 1) if isinstance(data, Tensor) else wrap(GAMMA * (data + 1))

@@ -215,9 +215,7 @@ def num_batches(num_rows: Size, batch_size: Count, *, drop_last: bool = False) -
 
 def _loader_of(call: str, data, rows, batch_size, key, drop_last, pad_last, bucket) -> Loader:
     check(call, data_problems(data))
-    check(
-        call, row_problems(rows.cpu(), data.num_rows) if rows is not None else (), _last_problems(drop_last, pad_last)
-    )
+    check(call, row_problems(rows.cpu(), data.num_rows) if rows is not None else (), last_problems(drop_last, pad_last))
     rows = torch.arange(data.num_rows) if rows is None else rows.clone()  # read what was checked
     count = num_batches(rows.shape[0], batch_size, drop_last=drop_last)
     return Loader(data, rows, int(batch_size), key, pad_last, bucket, count)
@@ -256,7 +254,7 @@ def is_row_data(data: object) -> bool:
     return hasattr(data, "num_rows") and hasattr(data, "take")
 
 
-def _last_problems(drop_last: bool, pad_last: bool) -> Iterator[Problem]:
+def last_problems(drop_last: bool, pad_last: bool) -> Iterator[Problem]:
     if drop_last and pad_last:
         got = "drop_last=True and pad_last=True"
         yield Problem("`pad_last` has no last batch to fill up.", got, "one of them", "drop_last=False")

@@ -9,12 +9,14 @@ Shapes: V ids, U users, N pairs of a user and an id, B examples.
 """
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from funcrec.core import (
     Count,
+    Form,
     Key,
     NotNegative,
     Problem,
@@ -22,15 +24,21 @@ from funcrec.core import (
     Size,
     check,
     describe,
+    device_problems,
     is_checking,
     is_tracked,
     pytree,
     random,
+    reported,
     typed,
 )
 from funcrec.jagged import JaggedTensor, int_problems, is_concrete, offset_value_problems, offsets_of
 
 TOTAL = 2.0**42  # sum of the masses by popularity: a share of 1e-8 is right to 1e-5
+
+Users = Annotated[Tensor, Form("i[B]")]
+Ids = Annotated[Tensor, Form("i[N]")]
+Counts = Annotated[Tensor, Form("x[V]")]
 
 
 @pytree(static=("first", "num_ids"), optional=("ends", "known", "taken"))
@@ -61,7 +69,7 @@ class Negatives:
     num_ids: int
 
     @typed
-    def __call__(self, key: Key, shape: Shape, user: Tensor | None = None) -> Tensor:
+    def __call__(self, key: Key, shape: Shape, user: Users | None = None) -> Tensor:
         """Return ids, i64[shape]. With known ids, `user` is i[B] with B = shape[0], and his known ids are not drawn.
 
         Raises:
@@ -131,7 +139,7 @@ def uniform_negatives(num_ids: Count, *, first: Size = 0, known: JaggedTensor | 
 
 @typed
 def popularity_negatives(
-    counts: Tensor, *, exponent: NotNegative = 0.75, known: JaggedTensor | None = None
+    counts: Counts, *, exponent: NotNegative = 0.75, known: JaggedTensor | None = None
 ) -> Negatives:
     """Make a sampler of ids with probability count^exponent over the sum; ids that were never counted are never drawn.
 
@@ -159,7 +167,7 @@ def popularity_negatives(
 
 
 @typed
-def known_items(user: Tensor, item: Tensor, *, num_users: Count | None = None) -> JaggedTensor:
+def known_items(user: Ids, item: Ids, *, num_users: Count | None = None) -> JaggedTensor:
     """Return bags: bag u has the items of user u, ascending and each once. Negatives leave them out.
 
     Args:
@@ -185,7 +193,7 @@ def known_items(user: Tensor, item: Tensor, *, num_users: Count | None = None) -
 
 
 @typed
-def log_q(counts: Tensor, *, exponent: NotNegative = 1.0) -> Tensor:
+def log_q(counts: Counts, *, exponent: NotNegative = 1.0) -> Tensor:
     """Return each id's log share f[V], count^exponent over the sum; `in_batch_softmax` subtracts it from logits.
 
     Args:
@@ -228,7 +236,7 @@ def _bag_of(known: JaggedTensor, user: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def count_vector_problems(counts: Tensor) -> Iterator[Problem]:
     need, hint = "counts >= 0, i[V] or f[V], some above 0", 'encoding.ids["item"].counts'
-    if counts.dim() != 1 or counts.dtype == torch.bool or counts.is_complex():
+    if counts.dtype == torch.bool:
         yield Problem("`counts` are not counts.", describe(counts), need, hint, TypeError)
     elif counts.shape[0] == 0:
         yield Problem("`counts` are none.", describe(counts), need, hint)
@@ -249,13 +257,11 @@ def _drawn_problems(counts: Tensor) -> Iterator[Problem]:
 
 def _known_problems(known: JaggedTensor, num_ids: int) -> Iterator[Problem]:
     hint = "known_items(user, item)"
-    found = list(int_problems(known.values, "known.values"))
-    yield from found
-    if found or not is_concrete(known.values) or not is_concrete(known.offsets):
+    wrong = yield from reported(int_problems(known.values, "known.values"))
+    if wrong or not is_concrete(known.values) or not is_concrete(known.offsets):
         return
-    found = list(offset_value_problems(known.values.shape[0], known.offsets, "known.offsets"))
-    yield from (p._replace(hint=p.hint or hint) for p in found)
-    if found:
+    found = offset_value_problems(known.values.shape[0], known.offsets, "known.offsets")
+    if (yield from reported(p._replace(hint=p.hint or hint) for p in found)):
         return
     values = known.values[: int(known.offsets[-1])]
     begins = torch.zeros(len(values) + 1, dtype=torch.bool)
@@ -277,12 +283,12 @@ def _user_problems(negatives: Negatives, shape: Shape, user: Tensor | None) -> I
         return
     if user is None:
         return
-    found = list(int_problems(user, "user", negatives.known.values.device))
-    yield from (p._replace(hint=p.hint or hint) for p in found)
-    if not found and tuple(shape[:1]) != tuple(user.shape):
+    if (yield from reported(device_problems(known=negatives.known.values, user=user))):
+        return
+    if tuple(shape[:1]) != tuple(user.shape):
         need = f"({user.shape[0]}, ...)"
         yield Problem("`shape` does not match `user`.", f"{tuple(shape)}", need, f"shape=({user.shape[0]}, 4)")
-    elif not found and (is_concrete(user) or is_checking()) and user.numel():
+    elif (is_concrete(user) or is_checking()) and user.numel():
         count, (low, high) = negatives.known.offsets.shape[0] - 1, (int(x) for x in user.aminmax())
         if low < 0 or high >= count:
             got, hint = f"user {low if low < 0 else high}", "known_items(user, item, num_users=...)"
@@ -297,13 +303,7 @@ def _free_problems(free: Tensor, user: Tensor) -> Iterator[Problem]:
 
 
 def _pair_problems(user: Tensor, item: Tensor, num_users: int | None) -> Iterator[Problem]:
-    found = [*int_problems(user, "user"), *int_problems(item, "item")]
     hint = "data.categorical[:, 0], the ids of the first column"
-    yield from (p._replace(hint=p.hint or hint) for p in found)
-    if found:
-        return
-    if user.shape != item.shape:
-        yield Problem("`item` does not match `user`.", describe(item), describe(user), hint)
     for name, x in (("user", user), ("item", item)):
         if not is_concrete(x):
             need = "a tensor on the CPU, outside of transforms"

@@ -8,20 +8,21 @@ the parts are separated. Shapes: N rows, P parts.
 
 import math
 from collections.abc import Iterator, Sequence
-from numbers import Integral
-from typing import Any
+from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import Key, Problem, Size, check, describe, random, typed
+from funcrec.core import Count, Key, Problem, Size, Within, check, fail, member_problems, typed
 from funcrec.data.datasets._ctr import random_order
 from funcrec.data.encoders._codes import codes_of, length_problems
 
+Part = Annotated[float, Within("a number above 0, at most 1", lambda x: 0 < x <= 1)]
+Shares = Annotated[Sequence[Part], Within("a share for each part", bool, "is empty")]
+
 
 @typed
-def random_split(num_rows: Size, fractions: Sequence[float], *, key: Key) -> tuple[Tensor, ...]:
+def random_split(num_rows: Size, fractions: Shares, *, key: Key) -> tuple[Tensor, ...]:
     """Split rows 0 .. num_rows - 1 at random into parts of these shares: i64[...] for each part.
 
     Args:
@@ -44,7 +45,8 @@ def random_split(num_rows: Size, fractions: Sequence[float], *, key: Key) -> tup
     return parts_of(call, order, bounds, f"{num_rows} rows")
 
 
-def split_by_time(time: Any, fractions: Sequence[float]) -> tuple[Tensor, ...]:
+@typed
+def split_by_time(time: Any, fractions: Shares) -> tuple[Tensor, ...]:
     """Split rows by time, the oldest in the first part: i64[...] for each part.
 
     Args:
@@ -72,7 +74,8 @@ def split_by_time(time: Any, fractions: Sequence[float]) -> tuple[Tensor, ...]:
     return parts_of(call, codes.argsort(stable=True), bounds, f"{count} rows, {len(ends) + 1} different times")
 
 
-def split_by_group(group: Any, fractions: Sequence[float], *, key: Tensor) -> tuple[Tensor, ...]:
+@typed
+def split_by_group(group: Any, fractions: Shares, *, key: Key) -> tuple[Tensor, ...]:
     """Split rows into parts of whole groups, assigned at random: i64[...] for each part.
 
     Args:
@@ -90,7 +93,7 @@ def split_by_group(group: Any, fractions: Sequence[float], *, key: Tensor) -> tu
       (tensor([0, 1, 2]), tensor([3]))
     """
     call = "funcrec.data.split_by_group"
-    random.check_key(call, key)
+    check(call, member_problems(key, "key"))
     check(call, fraction_problems(fractions))
     codes = codes_of(call, group, "group")
     count = int(codes.max()) + 1
@@ -102,7 +105,8 @@ def split_by_group(group: Any, fractions: Sequence[float], *, key: Tensor) -> tu
     return parts_of(call, part.argsort(stable=True), ends, f"{count} groups")
 
 
-def leave_one_out(group: Any, time: Any, *, held_out: int = 2) -> tuple[Tensor, ...]:
+@typed
+def leave_one_out(group: Any, time: Any, *, held_out: Literal[2, 1] = 2) -> tuple[Tensor, ...]:
     """Return (train, valid, test), i64[...] each: a group's last row is for the test, the one before for validation.
 
     Args:
@@ -123,7 +127,6 @@ def leave_one_out(group: Any, time: Any, *, held_out: int = 2) -> tuple[Tensor, 
       (tensor([1, 3]), tensor([2]), tensor([0, 4]))
     """
     call = "funcrec.data.leave_one_out"
-    check(call, _held_problems(held_out))
     groups = codes_of(call, group, "group")
     times = codes_of(call, time, "time", is_time=True)
     check(call, length_problems(group=groups, time=times))
@@ -138,7 +141,8 @@ def leave_one_out(group: Any, time: Any, *, held_out: int = 2) -> tuple[Tensor, 
     return parts_of(call, order[part.argsort(stable=True)], ends, got)
 
 
-def k_core(user: Any, item: Any, k: int | tuple[int, int]) -> Tensor:
+@typed
+def k_core(user: Any, item: Any, k: Count | tuple[Count, Count]) -> Tensor:
     """Return the rows that stay after users and items with fewer than k rows are removed repeatedly, i64[...].
 
     Args:
@@ -158,7 +162,6 @@ def k_core(user: Any, item: Any, k: int | tuple[int, int]) -> Tensor:
       tensor([0, 1, 2, 3])
     """
     call = "funcrec.data.k_core"
-    check(call, _core_problems(k))
     columns = [codes_of(call, user, "user"), codes_of(call, item, "item")]
     check(call, length_problems(user=columns[0], item=columns[1]))
     least = k if isinstance(k, tuple) else (k, k)
@@ -188,40 +191,12 @@ def parts_of(call: str, order: Tensor, bounds: Sequence[int], got: str) -> tuple
     if min(sizes) < 1:
         sizes_of = f"parts of {', '.join(map(str, sizes))}"
         hint = "more rows, fewer parts, or larger shares for the small ones"
-        check(
-            call, [Problem("the parts cannot all have rows.", f"{got}: {sizes_of}", "a row or more in each part", hint)]
-        )
+        got, need = f"{got}: {sizes_of}", "a row or more in each part"
+        fail(call, "the parts cannot all have rows.", got=got, need=need, hint=hint)
     return tuple(part.sort().values for part in order.split(sizes))
 
 
-def fraction_problems(fractions: object) -> Iterator[Problem]:
-    hint = "fractions=(0.8, 0.1, 0.1)"
-    is_number = lambda x: isinstance(x, int | float | np.floating) and not isinstance(x, bool)
-    if not isinstance(fractions, tuple | list) or not fractions or not all(map(is_number, fractions)):
-        need = "a share for each part"
-        yield Problem("`fractions` are not shares.", f"{describe(fractions)} {fractions!r}"[:60], need, hint, TypeError)
-    elif not all(0 < x <= 1 for x in fractions):
-        yield Problem("`fractions` has a share that is none.", f"{tuple(fractions)}", "numbers above 0", hint)
-    elif abs(math.fsum(fractions) - 1) > 1e-9:
-        total = math.fsum(fractions)
-        need = "shares of all rows"
-        yield Problem("`fractions` do not sum to 1.", f"{tuple(fractions)}, together {total:g}", need, hint)
-
-
-def is_int(x: object) -> bool:
-    return isinstance(x, Integral) and not isinstance(x, bool)
-
-
-def _held_problems(held_out: object) -> Iterator[Problem]:
-    if not is_int(held_out) or held_out not in (1, 2):
-        kind = ValueError if is_int(held_out) else TypeError
-        yield Problem("`held_out` is neither 1 nor 2.", describe(held_out), "1 or 2", "held_out=2", kind)
-
-
-def _core_problems(k: object) -> Iterator[Problem]:
-    each = k if isinstance(k, tuple) else (k, k)
-    if len(each) != 2 or not all(map(is_int, each)):
-        need = "an int >= 1, or (of users, of items)"
-        yield Problem("`k` is not a number of rows.", describe(k), need, "k=5", TypeError)
-    elif min(each) < 1:
-        yield Problem("`k` is too small.", f"{k}", "an int >= 1", "k=5")
+def fraction_problems(fractions: Sequence[float]) -> Iterator[Problem]:
+    if abs(math.fsum(fractions) - 1) > 1e-9:
+        got, hint = f"{tuple(fractions)}, together {math.fsum(fractions):g}", "fractions=(0.8, 0.1, 0.1)"
+        yield Problem("`fractions` do not sum to 1.", got, "shares of all rows", hint)

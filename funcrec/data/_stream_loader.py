@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Device, Key, Problem, Size, check, describe, fail, random, replace, typed
+from funcrec.core import Count, Device, Key, Size, check, describe, fail, random, replace, typed
 from funcrec.data._examples import Examples, examples_of, whole
-from funcrec.data._loader import At, Position, refuse_iteration
+from funcrec.data._loader import At, Position, last_problems, refuse_iteration
 from funcrec.data._prefetch import device_problems, in_threads, prefetch
 from funcrec.data.encoders._encoding import Encoding
 from funcrec.data.encoders._encoding import encode as encode_by
@@ -135,7 +135,7 @@ def stream_loader(
       [(Position(epoch=0, batch=1), {'item': [[3], [4]]}), (Position(epoch=1, batch=0), {'item': [[5]]})]
     """
     given = dict(locals())
-    check(CALL, _last_problems(drop_last, pad_last), device_problems(device))
+    check(CALL, last_problems(drop_last, pad_last), device_problems(device))
     if isinstance(encode, Encoding):
         names = opened(CALL, source, None, format).schema.names
         found = opened(CALL, source, [n for n in encode.schema.columns if n in names], format)
@@ -148,12 +148,6 @@ def stream_loader(
         found, make = opened(CALL, source, columns, format), encode
     own = (batch_size, key, window, drop_last, pad_last, bucket, workers, depth, device)
     return StreamLoader(found, make, *own, given)
-
-
-def _last_problems(drop_last: bool, pad_last: bool) -> Iterator[Problem]:
-    if drop_last and pad_last:
-        got = "drop_last=True and pad_last=True"
-        yield Problem("`pad_last` has no last batch to fill up.", got, "one of them", "drop_last=False")
 
 
 def _positions(load: StreamLoader, position: Position) -> Iterator[tuple[Position, Batch]]:

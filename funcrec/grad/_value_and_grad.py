@@ -20,6 +20,7 @@ from funcrec.core import (
     check,
     describe,
     fail,
+    float_leaf_problems,
     is_checking,
     own_errors,
     paths,
@@ -202,11 +203,8 @@ def params_problems(params: object) -> Iterator[Problem]:
         if isinstance(t, TableRef):  # a table of an enclosing loss
             continue
         yield from tensor_problems(t, f"params.tables[{name!r}]")
-    for path, leaf in paths(params.dense):
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            hint = "numbers and integer tensors belong in the batch or in the loss's closure"
-            where = f"`params.dense{path}`" if path.startswith("[") or not path else f"`params.dense.{path}`"
-            yield Problem(f"{where} cannot be differentiated.", describe(leaf), "a float tensor", hint, TypeError)
+    hint = "numbers and integer tensors belong in the batch or in the loss's closure"
+    yield from float_leaf_problems("`params.dense{}` cannot be differentiated.", params.dense, hint)
 
 
 def check_gradients(loss: Tensor, grads: Params) -> None:

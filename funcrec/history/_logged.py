@@ -15,13 +15,16 @@ from funcrec.core import (
     Count,
     Problem,
     Size,
+    absent_problems,
     any_tracked,
     check,
     describe,
+    kind_of,
     pytree,
     remade,
     tree_leaves,
     typed,
+    unknown_problems,
     value_below,
 )
 from funcrec.history._log import begin_log, form_of, log_specs, recorded, rows_and_whole, stamp_of, undone
@@ -136,7 +139,7 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
         return own_memory(Logged(state, begin(state), recipe.sparse.waiting))
 
     def update(state: Logged, batch: Any) -> tuple[Logged, dict]:
-        check(call, logged_problems(state))
+        check(call, LOGGED.find("state", state))
         check(call, state_problems(state.state), tracked_problems(state.state))
         check(call, laid_out_problems(state.state, where.mesh), form_problems(state))
         return where.run(
@@ -289,10 +292,10 @@ def log_problems(state: TrainState, sparse: RowOptimizer, steps: int, rows: Any)
         hint = "a plan without `replicas`; fr.copy(state), or fr.save, to go back to"
         what = "copies that train apart have no log: `sync_replicas` changes rows that no step names."
         yield Problem(what, f"replicas={layout.replicas}", "tables of which there is one", hint)
-    for n in (n for n in table_names(state) if steps and isinstance(rows, Mapping) and n not in rows):
-        yield Problem(f"`rows[{n!r}]` is missing.", f"rows of {list(rows)}", "one for each table", kind=KeyError)
-    for n in (n for n in (rows if isinstance(rows, Mapping) else ()) if n not in table_names(state)):
-        yield Problem(f"`rows[{n!r}]` is for no table.", f"{n!r}", f"among {table_names(state)}", kind=KeyError)
+    if isinstance(rows, Mapping):
+        names = table_names(state)
+        yield from absent_problems("`rows[{}]` is missing.", rows, names if steps else (), "one for each table")
+        yield from unknown_problems("`rows` names no table.", rows, names, kind=KeyError)
     for n, own in state.slots.items():
         for k, s in own.items():
             if k not in sparse.waiting and (s.dim() == 0 or s.shape[0] != state.tables[n].shape[0]):
@@ -306,10 +309,7 @@ def tracked_problems(state: TrainState) -> Iterator[Problem]:
         yield Problem(what, got, "plain tensors: a log keeps bits", "the step without `logged`", TypeError)
 
 
-def logged_problems(x: object) -> Iterator[Problem]:
-    if not isinstance(x, Logged):
-        hint = "logged.init(params), or logged.init(state)"
-        yield Problem("`state` is not a Logged.", describe(x), "what `logged(step)` gave", hint, TypeError)
+LOGGED = kind_of(Logged)
 
 
 def laid_out_problems(state: TrainState, mesh: Mesh | None) -> Iterator[Problem]:

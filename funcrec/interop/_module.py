@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from funcrec.core import Problem, check, describe, flag_problems, random
+from funcrec.core import Problem, check, describe, float_dict_problems, kind_of, random
 from funcrec.jagged import is_concrete
 from funcrec.nn import dropout
 
@@ -86,8 +86,10 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
     lock = threading.RLock()  # a call puts its tensors into the form while it runs
 
     def apply(params, buffers, *args: Any, train: bool = False, key: Tensor | None = None, **kwargs: Any):
-        check(f"{CALL}'s apply", state_problems(params, shapes[0], "params"))
-        check(f"{CALL}'s apply", state_problems(buffers, shapes[1], "buffers"), flag_problems(train, "train"))
+        for name, given, own in (("params", params, shapes[0]), ("buffers", buffers, shapes[1])):
+            what, hint = f"`{name}` are not this module's.", f"`{name}` as fr.interop.module gave them"
+            check(f"{CALL}'s apply", float_dict_problems(what, given, name, own, hint))
+        check(f"{CALL}'s apply", kind_of(bool).find("train", train))
         if train and key is None:
             check(f"{CALL}'s apply", draw_problems(forms[True]))
         if key is not None:
@@ -234,20 +236,6 @@ def memory_problems(changed: Sequence[str]) -> Iterator[Problem]:
         yield Problem("the module writes to attributes, which `apply` could not hand on.", f"{list(changed)}",
                       "a forward that changes buffers only", "self.register_buffer(name, tensor) in its __init__",
                       TypeError)  # fmt: skip
-
-
-def state_problems(given: object, shapes: Mapping[str, torch.Size], name: str) -> Iterator[Problem]:
-    hint = f"`{name}` as fr.interop.module gave them"
-    if not isinstance(given, Mapping) or given.keys() != shapes.keys():
-        got = f"names {sorted(map(str, given))}" if isinstance(given, Mapping) else describe(given)
-        yield Problem(f"`{name}` are not this module's.", got, f"{sorted(shapes)}", hint, TypeError)
-        return
-    for n, x in given.items():
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            need = f"f{list(shapes[n])}"
-            yield Problem(f"`{name}[{n!r}]` is not a float tensor.", describe(x), need, hint, TypeError)
-        elif x.shape != shapes[n]:
-            yield Problem(f"`{name}[{n!r}]` has another shape.", describe(x), f"f{list(shapes[n])}", hint)
 
 
 def draw_problems(nn_module: nn.Module) -> Iterator[Problem]:

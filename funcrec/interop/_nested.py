@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Problem, check, describe, is_wrapped
+from funcrec.core import Problem, check, describe, is_wrapped, typed
 from funcrec.jagged import JaggedTensor
 
 
@@ -28,6 +28,7 @@ def from_nested(x: Tensor) -> JaggedTensor:
     return JaggedTensor.from_offsets(x.values(), x.offsets())
 
 
+@typed
 def to_nested(x: JaggedTensor) -> Tensor:
     """Return bags as a nested tensor [B, ragged, ...] of layout `torch.jagged`. Values and offsets are shared.
 
@@ -65,15 +66,7 @@ def nested_problems(x: object) -> Iterator[Problem]:
                       f"x.transpose(1, {ragged})")  # fmt: skip
 
 
-def bag_problems(x: object) -> Iterator[Problem]:
-    if not isinstance(x, JaggedTensor):
-        hint = "fr.JaggedTensor.from_lists([[1, 2], []]); ids['clicked'], one feature of a KeyedJaggedTensor"
-        yield Problem("`x` is not a JaggedTensor.", describe(x), "a JaggedTensor", hint, TypeError)
-        return
-    found = list(PARTS[JaggedTensor](x, "x"))
-    yield from found
-    if found:
-        return
+def bag_problems(x: JaggedTensor) -> Iterator[Problem]:
     if x.weights is not None:
         yield Problem("`x` has weights.", describe(x.weights), "none: a nested tensor has no place for them",
                       "to_nested(fr.JaggedTensor(x.values, x.offsets)), and one of (x.weights, x.offsets)")  # fmt: skip

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from funcrec.core import PARTS, check, describe, fail, flag_problems, typed
+from funcrec.core import PARTS, check, describe, fail, kind_of, typed
 from funcrec.interop._configs import from_configs, pair_of, to_configs
 from funcrec.interop._quantized import from_quantised, is_quantised
 from funcrec.interop._values import FROM, TO, is_all
@@ -135,7 +135,7 @@ def to_torchrec(
       ('item', ['clicked'], 'SUM')
     """
     call = "funcrec.interop.to_torchrec"
-    check(call, flag_problems(weighted, "weighted"))
+    check(call, kind_of(bool).find("weighted", weighted))
     pair, made = pair_of(x), TO.get(type(x))
     if made is None and pair is None and not is_all(x, JaggedTensor):
         first = x[0] if isinstance(x, tuple | list) and x else x

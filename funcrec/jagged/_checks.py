@@ -3,14 +3,13 @@
 Shapes and dtypes are checked from metadata. Values are checked only if they lie on the host.
 """
 
-import numbers
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, describe, is_wrapped, short_dtype
+from funcrec.core import Problem, describe, device_problems, is_wrapped, reported, short_dtype
 from funcrec.jagged._primitives import is_concrete
 
 INT_DTYPES = (torch.int32, torch.int64)
@@ -30,17 +29,8 @@ def bag_problems(bags: object, path: str) -> Iterator[Problem]:
             return
 
 
-def integer_problems(name: str, n: object) -> Iterator[Problem]:
-    if not isinstance(n, numbers.Integral | torch.SymInt) or isinstance(n, bool):
-        yield Problem(f"`{name}` is not an integer.", describe(n), "an int >= 0", kind=TypeError)
-    elif n < 0:
-        yield Problem(f"`{name}` is negative.", f"{n}", f"{name} >= 0")
-
-
-def capacity_problems(capacity: object, least: int) -> Iterator[Problem]:
-    found = list(integer_problems("capacity", capacity))
-    yield from found
-    if not found and capacity < least:
+def capacity_problems(capacity: int, least: int) -> Iterator[Problem]:
+    if capacity < least:
         what, hint = "`capacity` is smaller than the buffer.", "unpad() first, which reads offsets on the host"
         yield Problem(what, f"{capacity}", f"capacity >= {least}", hint)
 
@@ -92,31 +82,22 @@ def list_length_problems(lists: Sequence, weights: Sequence) -> Iterator[Problem
         yield Problem("`weights` has bags of other lengths.", f"{got}", f"{need}", "a weight for each value")
 
 
-def length_problems(values: Tensor, lengths: Tensor, name: str = "lengths") -> Iterator[Problem]:
-    found = list(int_problems(lengths, name, getattr(values, "device", None)))
-    yield from found
-    if found or not is_concrete(lengths) or not isinstance(values, Tensor) or values.dim() < 1:
+def length_problems(values: Tensor, lengths: Tensor) -> Iterator[Problem]:
+    """Lengths i[B], whose values are read on the host, sum to the rows of the buffer."""
+    if (yield from reported(device_problems(values=values, lengths=lengths))) or not is_concrete(lengths):
         return
     if lengths.numel() and int(lengths.min()) < 0:
-        yield Problem(f"`{name}` has a negative length.", f"{int(lengths.min())}", "lengths >= 0")
+        yield Problem("`lengths` has a negative length.", f"{int(lengths.min())}", "lengths >= 0")
     elif (lengths.numel() and int(lengths.max()) > values.shape[0]) or int(lengths.sum()) != values.shape[0]:
-        yield Problem(  # lengths within the buffer have a sum that does not overflow
-            f"`{name}` does not sum to the number of values.",
-            f"sum {sum(lengths.tolist())}; values is {describe(values)}",
-            "lengths.sum() == values.shape[0]",
-            "from_offsets, which takes padding after the last bag",
-        )
+        got = f"sum {sum(lengths.tolist())}; values is {describe(values)}"  # no sum within the buffer overflows
+        need, hint = "lengths.sum() == values.shape[0]", "from_offsets, which takes padding after the last bag"
+        yield Problem("`lengths` does not sum to the number of values.", got, need, hint)
 
 
-def offset_problems(values: Tensor, offsets: Tensor, name: str = "offsets") -> Iterator[Problem]:
-    found = list(int_problems(offsets, name, getattr(values, "device", None)))
-    yield from found
-    if found or not isinstance(values, Tensor) or values.dim() < 1:
-        return
-    if offsets.shape[0] == 0:
-        yield Problem(f"`{name}` is empty.", describe(offsets), "B + 1 boundaries, the first of them 0")
-    elif is_concrete(offsets):
-        yield from offset_value_problems(values.shape[0], offsets, name)
+def offset_problems(values: Tensor, offsets: Tensor) -> Iterator[Problem]:
+    wrong = yield from reported(offset_form_problems(offsets, values.device, "offsets"))
+    if not wrong and is_concrete(offsets):
+        yield from offset_value_problems(values.shape[0], offsets)
 
 
 def offset_value_problems(capacity: int, offsets: Tensor, name: str = "offsets") -> Iterator[Problem]:
@@ -148,9 +129,7 @@ def fill_problems(fill: object, dtype: torch.dtype) -> Iterator[Problem]:
 
 
 def select_problems(offsets: Tensor, bags: Tensor, capacity: int) -> Iterator[Problem]:
-    found = [*int_problems(bags, "bags"), *integer_problems("capacity", capacity)]
-    yield from found
-    if found or not (is_concrete(bags) and is_concrete(offsets)) or not bags.numel():
+    if not (is_concrete(bags) and is_concrete(offsets)) or not bags.numel():
         return
     low, high, count = int(bags.min()), int(bags.max()), offsets.shape[0] - 1
     if low < 0 or high >= count:
@@ -162,23 +141,12 @@ def select_problems(offsets: Tensor, bags: Tensor, capacity: int) -> Iterator[Pr
         yield Problem("`capacity` does not hold the bags.", f"{capacity}", f"capacity >= {total}", f"capacity={total}")
 
 
-def padded_problems(padded: Tensor, lengths: Tensor, weights: Tensor | None) -> Iterator[Problem]:
-    if not isinstance(padded, Tensor) or padded.dim() < 2:
-        yield Problem("`padded` has no bags and positions.", describe(padded), "a tensor [B, L, ...]", kind=TypeError)
-        return
-    found = list(int_problems(lengths, "lengths", padded.device))
-    yield from found
-    if isinstance(lengths, Tensor) and lengths.shape != padded.shape[:1]:
-        yield Problem("`lengths` does not match `padded`.", describe(lengths), f"shape [{padded.shape[0]}]")
-    elif not found and lengths.numel() and is_concrete(lengths):
+def padded_problems(padded: Tensor, lengths: Tensor) -> Iterator[Problem]:
+    """What is wrong with the values of `lengths`."""
+    if lengths.numel() and is_concrete(lengths):
         low, high = int(lengths.min()), int(lengths.max())
         if low < 0 or high > padded.shape[1]:
             yield Problem("`lengths` leave the padded dimension.", f"from {low} to {high}", f"0 to {padded.shape[1]}")
-    if weights is not None and not (isinstance(weights, Tensor) and weights.is_floating_point()):
-        need = f"f{list(padded.shape[:2])}"
-        yield Problem("`weights` are not floating-point numbers.", describe(weights), need, kind=TypeError)
-    elif weights is not None and weights.shape != padded.shape[:2]:
-        yield Problem("`weights` does not match `padded`.", describe(weights), f"shape {list(padded.shape[:2])}")
 
 
 def jagged_parts(x: Any, path: str) -> Iterator[Problem]:
@@ -189,8 +157,6 @@ def jagged_parts(x: Any, path: str) -> Iterator[Problem]:
 
 def offset_form_problems(offsets: object, device: torch.device | None, path: str) -> Iterator[Problem]:
     """Yield a problem unless `offsets` is i[B + 1], B >= 0, on the values' device."""
-    found = list(int_problems(offsets, path, device))
-    yield from found
-    if not found and offsets.shape[0] == 0:
+    if not (yield from reported(int_problems(offsets, path, device))) and offsets.shape[0] == 0:
         hint = "torch.zeros(1, dtype=torch.int64), for no bags"
         yield Problem(f"`{path}` is empty.", describe(offsets), "B + 1 boundaries, the first of them 0", hint)

@@ -17,7 +17,6 @@ from funcrec.core import PARTS, Form, Size, check, pytree, typed
 from funcrec.jagged import _primitives as primitives
 from funcrec.jagged._checks import (
     bag_problems,
-    buffer_problems,
     capacity_problems,
     fill_problems,
     jagged_parts,
@@ -30,6 +29,10 @@ from funcrec.jagged._checks import (
 from funcrec.jagged._lists import bag_list, flat_list, repeats, show_bags, show_buffer, split_list
 from funcrec.jagged._primitives import offsets_of
 from funcrec.kernels.reference_jagged import place_among
+
+Values = Annotated[Tensor, Form("[N, ...]")]
+Weights = Annotated[Tensor, Form("f[N]")]
+Counts = Annotated[Tensor, Form("i[B]")]
 
 
 @pytree(optional=("weights",))
@@ -81,21 +84,29 @@ class JaggedTensor:
         return JaggedTensor.from_lengths(values, lengths, weights=flat_weights)
 
     @staticmethod
-    def from_lengths(values: Tensor, lengths: Tensor, *, weights: Tensor | None = None) -> "JaggedTensor":
+    @typed
+    def from_lengths(values: Values, lengths: Counts, *, weights: Weights | None = None) -> "JaggedTensor":
         """Make bags from values [N, ...] and lengths i[B] that sum to N."""
-        check("funcrec.JaggedTensor.from_lengths", buffer_problems(values, weights), length_problems(values, lengths))
+        check("funcrec.JaggedTensor.from_lengths", length_problems(values, lengths))
         return JaggedTensor(values, offsets_of(lengths), weights)
 
     @staticmethod
-    def from_offsets(values: Tensor, offsets: Tensor, *, weights: Tensor | None = None) -> "JaggedTensor":
+    @typed
+    def from_offsets(values: Values, offsets: Counts, *, weights: Weights | None = None) -> "JaggedTensor":
         """Make bags from values [N, ...] and offsets i[B + 1] with offsets[B] <= N; values beyond are padding."""
-        check("funcrec.JaggedTensor.from_offsets", buffer_problems(values, weights), offset_problems(values, offsets))
+        check("funcrec.JaggedTensor.from_offsets", offset_problems(values, offsets))
         return JaggedTensor(values, offsets, weights)
 
     @staticmethod
-    def from_padded(padded: Tensor, lengths: Tensor, *, weights: Tensor | None = None) -> "JaggedTensor":
+    @typed
+    def from_padded(
+        padded: Annotated[Tensor, Form("[B, L, ...]")],
+        lengths: Counts,
+        *,
+        weights: Annotated[Tensor, Form("f[B, L]")] | None = None,
+    ) -> "JaggedTensor":
         """Make bags from padded [B, L, ...] and lengths i[B] <= L; the buffer's capacity is B * L; weights f[B, L]."""
-        check("funcrec.JaggedTensor.from_padded", padded_problems(padded, lengths, weights))
+        check("funcrec.JaggedTensor.from_padded", padded_problems(padded, lengths))
         offsets, capacity = offsets_of(lengths), padded.shape[0] * padded.shape[1]
         flat = lambda x: None if x is None else primitives.from_padded(x, offsets, capacity)
         return JaggedTensor(flat(padded), offsets, flat(weights))
@@ -156,7 +167,8 @@ class JaggedTensor:
 
     # -- padding -----------------------------------------------------------------------------------------------
 
-    def pad_to(self, capacity: int) -> "JaggedTensor":
+    @typed
+    def pad_to(self, capacity: Size) -> "JaggedTensor":
         """Return a buffer of exactly `capacity` >= N values; the new values are zero."""
         check("funcrec.JaggedTensor.pad_to", capacity_problems(capacity, self.capacity))
         return JaggedTensor(grow(self.values, capacity), self.offsets, grow(self.weights, capacity))

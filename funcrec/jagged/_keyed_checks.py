@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import EXAMPLES, Problem, describe
+from funcrec.core import Problem, describe, doubled, reported
 from funcrec.jagged._checks import bag_problems, buffer_problems, mapped_problems, offset_form_problems
 from funcrec.jagged._jagged import JaggedTensor
 from funcrec.jagged._primitives import are_equal
@@ -26,13 +26,19 @@ def field_problems(fields: tuple, named: Mapping[str, object]) -> Iterator[Probl
         yield Problem("the fields are others.", got, need, f"{hint}; fr.interop.from_torchrec(kjt)", TypeError)
 
 
-def key_problems(keys: tuple[str, ...]) -> Iterator[Problem]:
-    if any(not isinstance(k, str) for k in keys):
-        yield Problem("`keys` are not names.", f"{keys!r}", "strings", kind=TypeError)
-    elif len(set(keys)) != len(keys):
-        doubled = sorted({k for k in keys if keys.count(k) > 1})
-        hint = f"a name of its own for each {doubled[0]!r}"
-        yield Problem("`keys` names a feature twice.", f"{doubled} more than once", "distinct keys", hint)
+def keyed_problems(
+    keys: tuple[str, ...], weights: object, unweighted: tuple[str, ...], num_bags: int, strides: tuple[int, ...] | None
+) -> Iterator[Problem]:
+    """Distinct keys, some of them without weights, whose bags are `num_bags` in all."""
+    yield from key_problems(keys)
+    yield from unweighted_problems(keys, weights, unweighted)
+    yield from stride_problems(keys, num_bags, strides)
+
+
+def key_problems(keys: Sequence[str]) -> Iterator[Problem]:
+    if again := doubled(keys):
+        hint = f"a name of its own for each {again[0]!r}"
+        yield Problem("`keys` names a feature twice.", f"{again} more than once", "distinct keys", hint)
 
 
 def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int, ...] | None) -> Iterator[Problem]:
@@ -90,13 +96,12 @@ def unweighted_problems(keys: object, weights: object, unweighted: object, path:
 
 def keyed_parts(ids: Any, path: str) -> Iterator[Problem]:
     """Yield the problems of a KeyedJaggedTensor's fields."""
-    mapped = list(mapped_problems(ids.values, path))
-    yield from mapped
-    if mapped:
+    if (yield from reported(mapped_problems(ids.values, path))):
         return
     yield from buffer_problems(ids.values, ids.weights, f"{path}.")
-    found = list(offset_form_problems(ids.offsets, getattr(ids.values, "device", None), f"{path}.offsets"))
-    yield from found
+    found = yield from reported(
+        offset_form_problems(ids.offsets, getattr(ids.values, "device", None), f"{path}.offsets")
+    )
     if not isinstance(ids.keys, tuple):
         hint = f"tuple({path}.keys)" if isinstance(ids.keys, list) else "KeyedJaggedTensor.from_offsets(keys, ...)"
         yield Problem(f"`{path}.keys` are not names.", describe(ids.keys), "a tuple of strings", hint, TypeError)
@@ -126,27 +131,18 @@ def keyed_hint(ids: object, path: str) -> str:
     return "KeyedJaggedTensor.from_lists({...}) or from_jagged({...})"
 
 
-def jagged_problems(
-    features: Mapping[str, Any], what: str = "the features", kind: type = JaggedTensor
-) -> Iterator[Problem]:
-    """Yield a problem unless the values fit one buffer: one dtype, one device, rows of one shape."""
-    if not isinstance(features, Mapping):
-        return
-    for k, x in features.items():
-        if not isinstance(x, kind):
-            hint = EXAMPLES["JaggedTensor"]
-            yield Problem(f"`features[{k!r}]` is not jagged.", describe(x), "a JaggedTensor", hint, TypeError)
-            return
-    got = ", ".join(f"{k}: {describe(x.values)}" for k, x in features.items())
-    if len({(x.values.dtype, x.values.device) for x in features.values()}) > 1:
+def buffer_form_problems(parts: Mapping[str, Any], what: str) -> Iterator[Problem]:
+    """Values that go into one buffer: of one dtype, on one device, with rows of one shape."""
+    got = ", ".join(f"{k}: {describe(x.values)}" for k, x in parts.items())
+    if len({(x.values.dtype, x.values.device) for x in parts.values()}) > 1:
         yield Problem(f"{what} differ in dtype or device.", got, "one dtype on one device", kind=TypeError)
-    elif not are_equal(x.values.shape[1:] for x in features.values()):
+    elif not are_equal(x.values.shape[1:] for x in parts.values()):
         yield Problem(f"{what} have values of different shapes.", got, "one shape")
 
 
-def concat_problems(parts: Sequence[Any], kind: type) -> Iterator[Problem]:
-    yield from key_problems(tuple(k for p in parts for k in p.keys))
-    yield from jagged_problems({f"parts[{i}]": p for i, p in enumerate(parts) if p.keys}, "the parts", kind)
+def concat_problems(parts: Sequence[Any]) -> Iterator[Problem]:
+    yield from key_problems([k for p in parts for k in p.keys])
+    yield from buffer_form_problems({f"parts[{i}]": p for i, p in enumerate(parts) if p.keys}, "the parts")
     bare = [i for i, p in enumerate(parts) if p.inverse is None]
     if 0 < len(bare) < len(parts):
         yield Problem("only some of `parts` have inverse indices.", f"none in parts {bare}", "all or none")

@@ -13,22 +13,19 @@ import torch
 from torch import Tensor
 
 from funcrec.core import PARTS, Size, check, describe, fail, pytree, typed
-from funcrec.jagged._checks import buffer_problems, capacity_problems, length_problems, offset_problems
-from funcrec.jagged._jagged import JaggedTensor, grow, take_ranges
+from funcrec.jagged._checks import capacity_problems, length_problems, offset_problems
+from funcrec.jagged._jagged import Counts, JaggedTensor, Values, Weights, grow, take_ranges
 from funcrec.jagged._join import as_part, join
 from funcrec.jagged._keyed_checks import (
+    buffer_form_problems,
     concat_problems,
     field_problems,
     id_dtype_problems,
-    jagged_problems,
-    key_problems,
     keyed_bag_problems,
     keyed_hint,
     keyed_parts,
-    mapping_problems,
+    keyed_problems,
     same_key_problems,
-    stride_problems,
-    unweighted_problems,
 )
 from funcrec.jagged._lists import bag_list, flat_list, repeats, show_bags, show_buffer, split_list
 from funcrec.jagged._primitives import are_equal, offsets_of
@@ -98,23 +95,17 @@ class KeyedJaggedTensor:
     @typed
     def from_lengths(
         keys: Sequence[str],
-        values: Tensor,
-        lengths: Tensor,
+        values: Values,
+        lengths: Counts,
         *,
-        weights: Tensor | None = None,
+        weights: Weights | None = None,
         strides: Sequence[Size] | None = None,
         unweighted: Sequence[str] = (),
     ) -> "KeyedJaggedTensor":
         """Make ids from values [N] and lengths i[F * B] that sum to N."""
         keys, strides = tuple(keys), None if strides is None else tuple(strides)
-        check(
-            "funcrec.KeyedJaggedTensor.from_lengths",
-            key_problems(keys),
-            buffer_problems(values, weights),
-            unweighted_problems(keys, weights, tuple(unweighted)),
-            length_problems(values, lengths),
-            stride_problems(keys, lengths.shape[0] if isinstance(lengths, Tensor) and lengths.dim() else 0, strides),
-        )
+        found = keyed_problems(keys, weights, tuple(unweighted), lengths.shape[0], strides)
+        check("funcrec.KeyedJaggedTensor.from_lengths", found, length_problems(values, lengths))
         bare = tuple(k for k in keys if k in unweighted)
         return KeyedJaggedTensor(values, offsets_of(lengths), weights, None, keys, strides, bare)
 
@@ -122,38 +113,29 @@ class KeyedJaggedTensor:
     @typed
     def from_offsets(
         keys: Sequence[str],
-        values: Tensor,
-        offsets: Tensor,
+        values: Values,
+        offsets: Counts,
         *,
-        weights: Tensor | None = None,
+        weights: Weights | None = None,
         strides: Sequence[Size] | None = None,
         unweighted: Sequence[str] = (),
     ) -> "KeyedJaggedTensor":
         """Make ids from values [N] and offsets i[F * B + 1] with offsets[-1] <= N; values beyond are padding."""
         keys, strides = tuple(keys), None if strides is None else tuple(strides)
-        check(
-            "funcrec.KeyedJaggedTensor.from_offsets",
-            key_problems(keys),
-            buffer_problems(values, weights),
-            unweighted_problems(keys, weights, tuple(unweighted)),
-            offset_problems(values, offsets),
-            stride_problems(
-                keys, offsets.shape[0] - 1 if isinstance(offsets, Tensor) and offsets.dim() else 0, strides
-            ),
-        )
+        found = keyed_problems(keys, weights, tuple(unweighted), offsets.shape[0] - 1, strides)
+        check("funcrec.KeyedJaggedTensor.from_offsets", found, offset_problems(values, offsets))
         bare = tuple(k for k in keys if k in unweighted)
         return KeyedJaggedTensor(values, offsets, weights, None, keys, strides, bare)
 
     @staticmethod
+    @typed
     def from_jagged(features: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
         """Join one JaggedTensor per key in one buffer; some may have weights and others none.
         The capacity is the sum of theirs, but features taken from one buffer share its capacity.
 
         Law: `from_jagged(ids.to_dict())` has the bags and the capacity of `ids`.
         """
-        call = "funcrec.KeyedJaggedTensor.from_jagged"
-        check(call, mapping_problems(features, "features"), jagged_problems(features))
-        check(call, key_problems(tuple(features)))
+        check("funcrec.KeyedJaggedTensor.from_jagged", buffer_form_problems(features, "the features"))
         bare = [(k,) if x.weights is None else () for k, x in features.items()]
         return _joined(tuple(features), list(features.values()), tuple(x.num_bags for x in features.values()), bare)
 
@@ -317,11 +299,9 @@ class KeyedJaggedTensor:
     def split(self, segments: Sequence[Size]) -> list["KeyedJaggedTensor"]:
         """Split into runs of `segments[i]` keys each; the segments sum to F."""
         if sum(segments) != len(self.keys):
-            fail(
-                "funcrec.KeyedJaggedTensor.split", "`segments` do not cut the keys.", got=f"{list(segments)}",
-                need=f"counts that sum to {len(self.keys)}",
-                hint=f"segments=[1] * {len(self.keys)}, for a part of each key",
-            )  # fmt: skip
+            call, need = "funcrec.KeyedJaggedTensor.split", f"counts that sum to {len(self.keys)}"
+            hint = f"segments=[1] * {len(self.keys)}, for a part of each key"
+            fail(call, "`segments` do not cut the keys.", got=f"{list(segments)}", need=need, hint=hint)
         ends = list(accumulate(segments))
         return [self.permute(self.keys[e - s : e]) for s, e in zip(segments, ends, strict=True)]
 
@@ -332,7 +312,7 @@ class KeyedJaggedTensor:
 
         Law: `concat(ids.split(segments))` has the bags and the capacity of `ids`, and `concat([a, b])` the sum of both.
         """
-        check("funcrec.KeyedJaggedTensor.concat", concat_problems(parts, KeyedJaggedTensor))
+        check("funcrec.KeyedJaggedTensor.concat", concat_problems(parts))
         counts = tuple(n for part in parts for n in part._counts)
         inverses = [part.inverse for part in parts if part.inverse is not None]
         inverse = torch.cat(inverses) if inverses else None
@@ -342,7 +322,8 @@ class KeyedJaggedTensor:
 
     # -- padding and movement ----------------------------------------------------------------------------------
 
-    def pad_to(self, capacity: int) -> "KeyedJaggedTensor":
+    @typed
+    def pad_to(self, capacity: Size) -> "KeyedJaggedTensor":
         """Return a buffer of exactly `capacity` >= N ids; the new ids are zero."""
         check("funcrec.KeyedJaggedTensor.pad_to", capacity_problems(capacity, self.capacity))
         return self._with_buffer(grow(self.values, capacity), grow(self.weights, capacity))

@@ -4,11 +4,12 @@ kt[k] = values[:, start_k : start_k + dims[k]],   values [B, ΣD]
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Problem, check, describe, fail, pytree, typed
+from funcrec.core import PARTS, Form, Problem, check, describe, fail, pytree, twice_problems, typed, unknown_problems
 from funcrec.jagged._primitives import are_equal
 
 
@@ -36,8 +37,12 @@ class KeyedTensor:
         check("funcrec.KeyedTensor", column_problems(self.values, self.keys, self.dims))
 
     @staticmethod
-    def from_dict(features: Mapping[str, Tensor]) -> "KeyedTensor":
+    @typed
+    def from_dict(features: Mapping[str, Annotated[Tensor, Form("[B, D, ...]")]]) -> "KeyedTensor":
         """Join features {key: [B, D]} -> one [B, ΣD]."""
+        if not features:
+            hint = "{key: torch.zeros(num_bags, embedding_dim)}"
+            fail("funcrec.KeyedTensor.from_dict", "`features` are none.", got="{}", need="{key: [B, D]}", hint=hint)
         check("funcrec.KeyedTensor.from_dict", feature_problems(features))
         dims = tuple(x.shape[-1] for x in features.values())
         return KeyedTensor(torch.cat(list(features.values()), -1), tuple(features), dims)
@@ -77,10 +82,8 @@ class KeyedTensor:
     @typed
     def concat(parts: Sequence["KeyedTensor"]) -> "KeyedTensor":
         """Return the keys of all parts, in order."""
-        names = [k for part in parts for k in part.keys]
-        doubled = sorted({k for k in names if names.count(k) > 1})
-        if doubled:
-            fail("funcrec.KeyedTensor.concat", "a key stands in several parts.", got=f"{doubled}", need="distinct keys")
+        found = twice_problems("a key stands in several parts.", (k for part in parts for k in part.keys))
+        check("funcrec.KeyedTensor.concat", found)
         return KeyedTensor.from_dict({k: x for part in parts for k, x in part.items()})
 
     def __repr__(self) -> str:
@@ -107,43 +110,30 @@ def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> li
       >>> [g.tolist() for g in fr.regroup([a], [["y", "x"], ["y"]])]
       [[[1.0, 0.0, 0.0]], [[1.0]]]
     """
-    names = [k for part in parts for k in part.keys]
-    doubled = sorted({k for k in names if names.count(k) > 1})
-    if doubled:
-        what = "a key stands in several parts."
-        fail("funcrec.regroup", what, got=f"{doubled}", need="each key in one part", hint="one part for each key")
-    missing = [k for group in groups for k in group if k not in names]
-    if missing:
-        fail("funcrec.regroup", "`groups` names unknown keys.", got=f"{missing}", need=f"among {names}", kind=KeyError)
+    call, names = "funcrec.regroup", [k for part in parts for k in part.keys]
+    check(
+        call, twice_problems("a key stands in several parts.", names, "one part for each key", "each key in one part")
+    )
+    named = (k for group in groups for k in group)
+    check(call, unknown_problems("`groups` names unknown keys.", named, names, kind=KeyError))
     empty = [i for i, group in enumerate(groups) if not group]
     if empty:
-        fail("funcrec.regroup", f"`groups{empty}` is empty.", got="no key", need="one or more keys in each group")
+        fail(call, f"`groups{empty}` is empty.", got="no key", need="one or more keys in each group")
     features = {k: x for part in parts for k, x in part.items()}
-    if features:
-        check("funcrec.regroup", feature_problems(features))
+    check(call, feature_problems(features))
     return [torch.cat([features[k] for k in group], -1) for group in groups]
 
 
 def column_problems(values: object, keys: Sequence[str], dims: Sequence[int]) -> Iterator[Problem]:
     """Yield a problem unless the dims, one for each key, sum to the columns of the values."""
-    if len(set(keys)) != len(keys):
-        yield Problem("`keys` names a feature twice.", f"{list(keys)}", "distinct keys")
+    yield from twice_problems("`keys` names a feature twice.", keys)
     if len(keys) != len(dims) or (isinstance(values, Tensor) and (values.dim() < 1 or values.shape[-1] != sum(dims))):
         got = f"dims {list(dims)} of {len(keys)} keys; values is {describe(values)}"
         yield Problem("`values` does not match its dims.", got, "values [B, sum(dims)], a dim for each key")
 
 
-KEYED = "{key: torch.zeros(num_bags, embedding_dim)}"
-
-
-def feature_problems(features: object) -> Iterator[Problem]:
-    if not isinstance(features, Mapping) or not features:
-        yield Problem("`features` is not a mapping.", describe(features), "{key: [B, D]}, not empty", KEYED, TypeError)
-        return
-    for k, x in features.items():
-        if not isinstance(x, Tensor) or x.dim() < 2:
-            yield Problem(f"`features[{k!r}]` is not a matrix.", describe(x), "a tensor [B, D]", KEYED, TypeError)
-            return
+def feature_problems(features: Mapping[str, Tensor]) -> Iterator[Problem]:
+    """Features that go side by side: of one dtype, on one device, of one batch."""
     if len({x.dtype for x in features.values()}) > 1:
         got, hint = ", ".join(f"{k}: {describe(x)}" for k, x in features.items()), "x.float() for each of them"
         yield Problem("the features differ in dtype.", got, "one dtype for all", hint, TypeError)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, describe
+from funcrec.core import Problem, absent_problems, describe, unknown_problems
 from funcrec.kernels.forms import CODE_BITS, row_bytes
 
 Dtype = Literal["int8", "int4", "int2", "float16", "bfloat16", "float32"]
@@ -37,13 +37,9 @@ def dtype_problems(tables: Mapping[str, Any], dtype: str | Mapping[str, str]) ->
     """Check that several dtypes name each table, and no other."""
     if isinstance(dtype, str):
         return
-    for n in tables:
-        if n not in dtype:
-            hint = f'dtype={{..., {n!r}: "int8"}}, or "float32" to leave it as it is'
-            yield Problem(f"`dtype` lacks table {n!r}.", f"{list(dtype)}", "a dtype for each table", hint, KeyError)
-    for n in dtype:
-        if n not in tables:
-            yield Problem(f"`dtype[{n!r}]` belongs to no table.", f"{n!r}", f"one of {list(tables)}", kind=KeyError)
+    need, hint = "a dtype for each table", 'dtype={"item": "int8"}, or "float32" to leave a table as it is'
+    yield from absent_problems("`dtype` lacks table {}.", dtype, tables, need, hint)
+    yield from unknown_problems("`dtype` names no table.", dtype, tables, kind=KeyError)
 
 
 def is_form(form: object) -> bool:

@@ -15,13 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, one_level_below, written
+from funcrec.core import Problem, check, field_problems, one_level_below, written
 from funcrec.kernels import library
 from funcrec.mesh._axes import Axis, bind, bound_axes
 from funcrec.mesh._collectives import all_gather, all_to_all
 
 Kind = Literal["float16", "bfloat16", "int8"]
-KINDS = ("float16", "bfloat16", "int8")
 STEPS = 127  # of int8, on each side of zero
 SCALE_BYTES = 4
 
@@ -61,7 +60,7 @@ class Codec:
     backward: Kind | None = None
 
     def __post_init__(self):
-        check("funcrec.Codec", kind_problems(self))
+        check("funcrec.Codec", field_problems(self))
 
     def transposed(self) -> "Codec":
         """The codec with its two directions exchanged."""
@@ -296,14 +295,6 @@ def _tangents(trip: _Trip, markers: Sequence[Tensor], tangents: Sequence[Tensor 
 
 
 # -- validators --------------------------------------------------------------------------------------------------
-
-
-def kind_problems(codec: Codec) -> Iterator[Problem]:
-    for name, kind in (("forward", codec.forward), ("backward", codec.backward)):
-        if kind is not None and not isinstance(kind, str):
-            yield Problem(f"`{name}` is not a codec.", repr(kind), f"None, or one of {list(KINDS)}", kind=TypeError)
-        elif kind is not None and kind not in KINDS:
-            yield Problem(f"`{name}` is not a codec.", repr(kind), f"None, or one of {list(KINDS)}")
 
 
 def codec_problems(codec: object) -> Iterator[Problem]:

@@ -8,25 +8,28 @@ Shapes: n ranks, N rows of the operand, M rows of the output, K the capacity.
 """
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, device_problems
-from funcrec.jagged import capacity_problems, int_problems
+from funcrec.core import Form, Problem, Size, check, describe, device_problems, typed
 from funcrec.mesh._collectives import all_to_all, axis_size
 
+PerRank = Annotated[Tensor, Form("i[n]")]
 
+
+@typed
 def ragged_all_to_all(
-    operand: Tensor,
-    output: Tensor,
-    input_offsets: Tensor,
-    send_sizes: Tensor,
-    output_offsets: Tensor,
-    recv_sizes: Tensor,
+    operand: Annotated[Tensor, Form("[N, ...]")],
+    output: Annotated[Tensor, Form("[M, ...]")],
+    input_offsets: PerRank,
+    send_sizes: PerRank,
+    output_offsets: PerRank,
+    recv_sizes: PerRank,
     *,
     axis_name: str,
-    capacity: int | None = None,
+    capacity: Size | None = None,
 ) -> Tensor:
     """Return a copy of `output` that holds the rows that all ranks send to this one.
 
@@ -64,15 +67,8 @@ def ragged_all_to_all(
     Source: jax.lax.ragged_all_to_all.
     """
     call, n = "funcrec.ragged_all_to_all", axis_size(axis_name)
-    named = {
-        "input_offsets": input_offsets, "send_sizes": send_sizes, "output_offsets": output_offsets,
-        "recv_sizes": recv_sizes,
-    }  # fmt: skip
-    check(call, operand_problems(operand, output))
-    check(call, *(count_problems(x, name, n) for name, x in named.items()))
-    check(call, device_problems(operand=operand, output=output, **named))
+    check(call, operand_problems(operand, output, input_offsets, n))
     rows = operand.shape[0] if capacity is None else capacity
-    check(call, capacity_problems(rows, 0))
     within = torch.arange(rows, device=operand.device)
     blank = operand.new_zeros(1, *operand.shape[1:])
     source = torch.where(within < send_sizes[:, None], input_offsets[:, None] + within, operand.shape[0])
@@ -83,18 +79,10 @@ def ragged_all_to_all(
     return torch.index_put(torch.cat([output, blank]), (place,), received.flatten(0, 1))[:-1]
 
 
-def operand_problems(operand: Tensor, output: Tensor) -> Iterator[Problem]:
-    for name, x in (("operand", operand), ("output", output)):
-        if not isinstance(x, Tensor) or x.dim() < 1:
-            yield Problem(f"`{name}` has no rows.", describe(x), "a tensor [N, ...]", kind=TypeError)
-            return
+def operand_problems(operand: Tensor, output: Tensor, input_offsets: Tensor, n: int) -> Iterator[Problem]:
     if operand.shape[1:] != output.shape[1:] or operand.dtype != output.dtype:
         got = f"{describe(operand)} and {describe(output)}"
         yield Problem("`operand` and `output` have different rows.", got, "one dtype and trailing shape")
-
-
-def count_problems(x: Tensor, name: str, n: int) -> Iterator[Problem]:
-    found = list(int_problems(x, name))
-    yield from found
-    if not found and x.shape[0] != n:
-        yield Problem(f"`{name}` is not one number per rank.", describe(x), f"shape [{n}]")
+    if input_offsets.shape[0] != n:
+        yield Problem("`input_offsets` is not one number per rank.", describe(input_offsets), f"shape [{n}]")
+    yield from device_problems(operand=operand, output=output, input_offsets=input_offsets)

@@ -211,14 +211,17 @@ def state_problems(state: object, names: tuple[str, ...]) -> Iterator[Problem]:
         return
     for n in names:
         if not isinstance(state[n], Tensor) or not state[n].is_floating_point() or state[n].dim():
-            need = "f64[]"
-            yield Problem(f"`state[{n!r}]` is not a sum.", describe(state[n]), need, "state = metric.init()", TypeError)
+            yield Problem(
+                f"`state[{n!r}]` is not a sum.", describe(state[n]), "f64[]", "state = metric.init()", TypeError
+            )
 
 
 def _structure_problems(a: State, b: State) -> Iterator[Problem]:
     shapes = [[x.shape if isinstance(x, Tensor) else None for x in tree_leaves(s)] for s in (a, b)]
     if tree_structure(a) != tree_structure(b) or shapes[0] != shapes[1]:
         got = f"{tree_structure(a)} and {tree_structure(b)}, {shapes[0]} and {shapes[1]}"
-        what = "`a` and `b` are states of different metrics."
-        hint = "states of one `metric`: metric.init(), or what its `update` gave"
+        what, hint = (
+            "`a` and `b` are states of different metrics.",
+            "states of one `metric`: metric.init(), or what its `update` gave",
+        )
         yield Problem(what, got, "two states of one metric", hint, TypeError)

@@ -6,12 +6,12 @@ Six columns of one id each share one table, so each column's ids are offset by t
 it. Genres are a bag of up to six.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import fail
+from funcrec.core import typed
 from funcrec.models._dcn import dcnv2
 from funcrec.models._deep import deepfm, wide_deep
 from funcrec.models._dlrm import dlrm
@@ -28,7 +28,8 @@ DCNV2 = {
 }  # fmt: skip
 
 
-def ml1m(name: str) -> Model:
+@typed
+def ml1m(name: Literal["lr", "fm", "dlrm", "widedeep", "deepfm", "dcnv2"]) -> Model:
     """Make the benchmark's model `name`: "lr", "fm", "dlrm" (inner-product PNN), "widedeep", "deepfm" or "dcnv2".
 
     A batch has the keys "user_id", "item_id", "age", "gender", "occupation" and "release_year" (ids offset into one
@@ -61,8 +62,6 @@ def ml1m(name: str) -> Model:
         "deepfm": lambda: deepfm(tables, features, linear=linear, sizes=sizes, dropout=0.1),
         "dcnv2": lambda: with_bias(dcnv2(tables, features, sizes=(256, 256), **DCNV2)),
     }
-    if not isinstance(name, str) or name not in models:
-        fail("funcrec.models.ml1m", "`name` is unknown.", got=f"{name!r}", need=f"one of {list(models)}")
     return models[name]()
 
 

@@ -20,8 +20,10 @@ from funcrec.core import (
     fail,
     html_table,
     is_tracked,
+    kind_of,
     map_tensors,
     random,
+    reported,
     tree_leaves,
     tree_structure,
     typed,
@@ -35,7 +37,6 @@ from funcrec.tables import (
     FeatureConfig,
     Params,
     TableConfig,
-    batch_parts,
     blank_padding,
     feature_list_problems,
     feature_table_problems,
@@ -224,11 +225,11 @@ def build(
         return Params(init_tables(for_tables, tables), dense)
 
     def apply(params: Params, batch: Batch) -> Tensor:
-        check(f"{call}.apply", own_problems(params), batch_problems(batch, num_dense))
+        check(f"{call}.apply", input_problems(params, batch, num_dense))
         return forward(params, without_padding(batch), None)[0]
 
     def train_apply(params: Params, batch: Batch, key: Tensor) -> tuple[Tensor, Any]:
-        check(f"{call}.train_apply", own_problems(params), batch_problems(batch, num_dense))
+        check(f"{call}.train_apply", input_problems(params, batch, num_dense))
         random.check_key(f"{call}.train_apply", key)
         logits, stats = forward(params, without_padding(batch), key)
         if stats and batch.weight is not None and is_tracked(batch.weight):
@@ -292,20 +293,12 @@ def equal_dim_problems(features: Sequence[FeatureConfig], tables: Sequence[Table
         yield Problem("the interacting features differ in width.", f"dims {got}", "one dim for all", hint)
 
 
-def own_problems(params: object) -> Iterator[Problem]:
-    if not isinstance(params, Params):
-        need, hint = "Params(tables=..., dense=...)", "model.init(key)"
-        yield Problem("`params` is not Params.", describe(params), need, hint, TypeError)
+PARAMS, BATCH = kind_of(Params), kind_of(Batch)
 
 
-def batch_problems(batch: object, num_dense: int) -> Iterator[Problem]:
-    if not isinstance(batch, Batch):
-        hint = "fr.Batch(ids, label, dense, weight)"
-        yield Problem("`batch` is not a batch.", describe(batch), "a Batch", hint, kind=TypeError)
-        return
-    found = list(batch_parts(batch, "batch"))
-    yield from found
-    if found:
+def input_problems(params: object, batch: object, num_dense: int) -> Iterator[Problem]:
+    yield from PARAMS.find("params", params)
+    if (yield from reported(BATCH.find("batch", batch))):
         return
     if batch.dense is None and num_dense:
         hint = "a model with num_dense=0 needs none"

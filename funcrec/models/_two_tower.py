@@ -15,7 +15,7 @@ from torch import Tensor
 from funcrec import losses, nn
 from funcrec.core import PositiveMagnitude, Share, Sizes, check, html_table, random, typed, typed_fields
 from funcrec.models._deep import run, width
-from funcrec.models._model import batch_problems, build, check_configs, own_problems, part
+from funcrec.models._model import build, check_configs, input_problems, part
 from funcrec.tables import HEAD, Batch, FeatureConfig, Params, TableConfig, duplicate_problems, lookup, table_lines
 
 
@@ -86,7 +86,7 @@ def two_tower(
         return {name: layers[name].init(k) for name, k in zip(sides, random.split(key), strict=True)}
 
     def tower(name: str, params: Params, batch: Batch, key: Tensor | None) -> Tensor:
-        check(f"{call}.{name}", own_problems(params), batch_problems(batch, 0))
+        check(f"{call}.{name}", input_problems(params, batch, 0))
         acts = lookup(params.tables, batch.ids, sides[name]).values
         return F.normalize(run(layers[name], part(params.dense, name), acts, key)[0], dim=-1)
 

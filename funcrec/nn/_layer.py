@@ -12,7 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Draw, Key, Magnitude, Problem, Shape, check, describe, random, typed, typed_fields
+from funcrec.core import (
+    Draw,
+    Key,
+    Magnitude,
+    Problem,
+    Shape,
+    check,
+    describe,
+    float_dict_problems,
+    random,
+    typed,
+    typed_fields,
+)
 
 
 @typed_fields
@@ -119,16 +131,7 @@ def width_problems(x: object, width: int, name: str = "x") -> Iterator[Problem]:
 def param_problems(params: object, name: str = "params", **needed: tuple[int, ...]) -> Iterator[Problem]:
     """Check that `params` holds a tensor of the needed shape under each needed name."""
     hint = "layer.init(key)" if name == "params" else "layer.init_stats()"
-    if not isinstance(params, Mapping) or any(n not in params for n in needed):
-        got = f"{list(params)}" if isinstance(params, Mapping) else describe(params)
-        yield Problem(f"`{name}` are not this layer's.", got, f"a dict of {', '.join(needed)}", hint, TypeError)
-        return
-    for n, shape in needed.items():
-        if not isinstance(params[n], Tensor) or not params[n].is_floating_point():
-            need = f"f{list(shape)}"
-            yield Problem(f"`{name}[{n!r}]` is not a float tensor.", describe(params[n]), need, hint, TypeError)
-        elif params[n].shape != shape:
-            yield Problem(f"`{name}[{n!r}]` is not this layer's.", describe(params[n]), f"f{list(shape)}", hint)
+    yield from float_dict_problems(f"`{name}` are not this layer's.", params, name, needed, hint, some=True)
 
 
 def part_problems(params: object, part: str, count: int) -> Iterator[Problem]:

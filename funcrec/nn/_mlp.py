@@ -133,10 +133,8 @@ def _stack(stages: Sequence, params: Sequence, x: Tensor, before: Callable, norm
 
 
 def stat_problems(stats: Sequence, count: int) -> Iterator[Problem]:
-    if not isinstance(stats, list | tuple):
-        hint = "stats=layer.init_stats()"
-        yield Problem("`stats` is not a list.", describe(stats), f"{count}, one per batch norm", hint, TypeError)
-        return
-    if len(stats) != count:
-        hint = "stats=layer.init_stats()"
-        yield Problem("`stats` are not this layer's.", f"{len(stats)} of them", f"{count}, one per batch norm", hint)
+    if not isinstance(stats, list | tuple) or len(stats) != count:
+        is_list = isinstance(stats, list | tuple)
+        got, kind = (f"{len(stats)} of them", ValueError) if is_list else (describe(stats), TypeError)
+        need, hint = f"{count}, one per batch norm", "stats=layer.init_stats()"
+        yield Problem("`stats` are not this layer's.", got, need, hint, kind)

@@ -8,9 +8,11 @@ Shapes: N ids, L positions.
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, check, describe, fail, typed
-from funcrec.jagged import JaggedTensor, jagged_parts
+from funcrec.core import Count, check, describe, fail, kind_of, typed
+from funcrec.jagged import JaggedTensor
 from funcrec.nn._layer import Layer, ones
+
+BAGS = kind_of(JaggedTensor)
 
 
 @typed
@@ -35,17 +37,11 @@ def position_weights(max_length: Count) -> Layer:
         return ones(key, (max_length,))
 
     def apply(params: Tensor, bags: JaggedTensor) -> Tensor:
-        if not isinstance(bags, JaggedTensor):
-            hint = "ids[key] for one feature of a KeyedJaggedTensor"
-            fail(call, "`bags` is not jagged.", got=describe(bags), need="a JaggedTensor", hint=hint, kind=TypeError)
+        check(call, BAGS.find("bags", bags))
         if not isinstance(params, Tensor) or not params.is_floating_point() or params.shape != (max_length,):
-            got, need, kind = (
-                describe(params),
-                f"f[{max_length}]",
-                TypeError if not isinstance(params, Tensor) else ValueError,
-            )
-            fail(call, "`params` are not this layer's.", got=got, need=need, hint="layer.init(key)", kind=kind)
-        check(call, jagged_parts(bags, "bags"))
+            got, kind = describe(params), ValueError if isinstance(params, Tensor) else TypeError
+            what, hint = "`params` are not this layer's.", "layer.init(key)"
+            fail(call, what, got=got, need=f"f[{max_length}]", hint=hint, kind=kind)
         bag = bags.bag_ids()
         start = bags.offsets.index_select(0, bag)
         place = torch.arange(bags.capacity, device=start.device) - start

@@ -11,10 +11,21 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, describe, fail, remade, replace, typed
+from funcrec.core import (
+    Count,
+    Problem,
+    absent_problems,
+    check,
+    describe,
+    fail,
+    remade,
+    replace,
+    typed,
+    unknown_problems,
+)
 from funcrec.kernels import ops
 from funcrec.optim._checks import check_update, tables_problems
-from funcrec.optim._row import RowOptimizer, check_optimizer, step_tensor
+from funcrec.optim._row import RowOptimizer, step_tensor
 from funcrec.tables import WAITING, RowGrads
 
 ROWS, GRADS = WAITING
@@ -63,7 +74,6 @@ def accumulate(optimizer: RowOptimizer, *, every: Count, capacity: Count | Mappi
       tensor([ 0., -1.])
     """
     call = "funcrec.optim.accumulate"
-    check_optimizer(call, ("optimizer", optimizer))
     if optimizer.waiting:
         need, hint = "an optimizer whose gradients do not wait", "one accumulate, with the product of their `every`"
         fail(call, "`optimizer` accumulates already.", got="accumulate within accumulate", need=need, hint=hint)
@@ -137,9 +147,8 @@ def _put(slots: dict[str, Tensor], place: Tensor, grads: RowGrads | None) -> tup
 
 def missing_problems(capacity: int | Mapping[str, int], tables: Mapping) -> Iterator[Problem]:
     if isinstance(capacity, Mapping):
-        for n in [*(n for n in tables if n not in capacity), *(n for n in capacity if n not in tables)]:
-            what = f"`capacity[{n!r}]` is " + ("missing." if n in tables else "for no table.")
-            yield Problem(what, f"capacities for {list(capacity)}", f"one for each of {list(tables)}", kind=KeyError)
+        yield from absent_problems("`capacity[{}]` is missing.", capacity, tables, f"one for each of {list(tables)}")
+        yield from unknown_problems("`capacity` names no table.", capacity, tables, kind=KeyError)
 
 
 def buffer_problems(slots: Mapping, widths: Mapping[str, int | None], every: int, capacity_of) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from numbers import Integral
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+import torch
 from torch import Tensor
 
 from funcrec.core import Form, NotNegative, Positive, Problem, Share, Within, check, describe, kind_of, message, nearest
@@ -146,10 +147,16 @@ def check_update(
     )
 
 
-def step_problems(step: object) -> Iterator[Problem]:
-    counts = isinstance(step, Integral) and not isinstance(step, bool) and step >= 0
-    if not counts and not (isinstance(step, Tensor) and step.dim() == 0 and not step.is_floating_point()):
-        yield Problem("`step` is not a step.", describe(step), "i64[] or an int >= 0, the steps taken", kind=TypeError)
+def step_problems(step: object, is_one: bool = True) -> Iterator[Problem]:
+    """Steps are counted: by one number, or by a tensor of several."""
+    if isinstance(step, Tensor):
+        is_integer = not (step.is_floating_point() or step.is_complex() or step.dtype == torch.bool)
+        counts = is_integer and not (is_one and step.dim())
+    else:
+        counts = isinstance(step, Integral) and not isinstance(step, bool) and step >= 0
+    if not counts:
+        need = f"an int >= 0, or {'i64[]' if is_one else 'an integer tensor'}, the steps taken"
+        yield Problem("`step` is not a step.", describe(step), need, kind=TypeError)
 
 
 def gradient_problems(row_grads: object, tables: Tables, is_gradient_wise: bool) -> Iterator[Problem]:

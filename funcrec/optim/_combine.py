@@ -6,17 +6,31 @@ Each result keeps the contract of RowOptimizer, so combinators nest.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from torch import Tensor
-
-from funcrec.core import Problem, check, describe, fail, random, remade
-from funcrec.optim._checks import check_update, hyper_problems, tables_problems
-from funcrec.optim._row import RowOptimizer, check_optimizer
+from funcrec.core import (
+    Key,
+    Positive,
+    Problem,
+    absent_problems,
+    check,
+    fail,
+    member_problems,
+    random,
+    remade,
+    twice_problems,
+    typed,
+    unknown_problems,
+)  # fmt: skip
+from funcrec.optim._checks import Scalar, check_update, tables_problems
+from funcrec.optim._row import RowOptimizer
 from funcrec.tables import clip_by_global_norm
+
+Bound = Positive | Scalar
 
 
 @remade
+@typed
 def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | None = None) -> RowOptimizer:
     """Combine row optimizers, one for each table; `default` updates the tables that are not named.
 
@@ -34,11 +48,6 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
       {'user': [], 'item': ['sum']}
     """
     call = "funcrec.optim.by_table"
-    if not isinstance(optimizers, Mapping):
-        need = "{table: RowOptimizer}"
-        fail(call, "`optimizers` is not a dict.", got=describe(optimizers), need=need, kind=TypeError)
-    named = [(f"optimizers[{n!r}]", opt) for n, opt in optimizers.items()]
-    check_optimizer(call, *named, *([("default", default)] if default is not None else []))
 
     def split(tables: Mapping) -> Iterator[tuple[RowOptimizer, list[str]]]:
         """Yield each optimizer with its tables; the default gets its tables together, so that a `clip` sees all."""
@@ -77,11 +86,9 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
         return held, kept
 
     def cover_problems(tables: Mapping) -> Iterator[Problem]:
-        if default is None:
-            for n in tables:
-                if n not in optimizers:
-                    got, hint = f"optimizers for {list(optimizers)}", "default=fr.optim.sgd(lr=0.1)"
-                    yield Problem(f"table {n!r} has no optimizer.", got, "one for each table, or `default`", hint)
+        need, hint = "one for each table, or `default`", "default=fr.optim.sgd(lr=0.1)"
+        names = tables if default is None else ()
+        yield from absent_problems("table {} has no optimizer.", optimizers, names, need, hint, ValueError)
 
     def label(table: str):
         return (table, optimizers[table].label(table)) if table in optimizers else default and default.label(table)
@@ -95,7 +102,8 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
 
 
 @remade
-def clip(optimizer: RowOptimizer, *, max_norm: float | None = None, max_value: float | None = None) -> RowOptimizer:
+@typed
+def clip(optimizer: RowOptimizer, *, max_norm: Bound | None = None, max_value: Bound | None = None) -> RowOptimizer:
     """Clip the gradients first: each element to [-max_value, max_value], then all by one factor to the norm `max_norm`.
 
     The norm is over the gradients of all tables in the update. An element is one of the sum over a row's ids.
@@ -111,8 +119,6 @@ def clip(optimizer: RowOptimizer, *, max_norm: float | None = None, max_value: f
       GradientClippingOptimizer does not clip fused tables.
     """
     call = "funcrec.optim.clip"
-    check_optimizer(call, ("optimizer", optimizer))
-    check(call, hyper_problems(0.0, {"max_norm": max_norm, "max_value": max_value}))
     if max_norm is None and max_value is None:
         fail(call, "nothing is clipped.", got="max_norm=None, max_value=None", need="one of them or both")
 
@@ -130,6 +136,7 @@ def clip(optimizer: RowOptimizer, *, max_norm: float | None = None, max_value: f
 
 
 @remade
+@typed
 def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
     """Leave the named `tables` as they are: they have no slots, and their gradients are ignored.
 
@@ -140,8 +147,7 @@ def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
       {'user': {}, 'item': {'sum': tensor([[0., 0.]])}}
     """
     call = "funcrec.optim.freeze"
-    check_optimizer(call, ("optimizer", optimizer))
-    check(call, frozen_problems(tables))
+    check(call, twice_problems("`tables` has a name twice.", tables))
     frozen = tuple(tables)
 
     def init(all_tables):
@@ -168,7 +174,8 @@ def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
 
 
 @remade
-def stochastic_rounding(optimizer: RowOptimizer, *, key: Tensor) -> RowOptimizer:
+@typed
+def stochastic_rounding(optimizer: RowOptimizer, *, key: Key) -> RowOptimizer:
     """Round the rows of f16 and bf16 tables stochastically when `optimizer` writes them;
     other tables as before.
 
@@ -190,9 +197,7 @@ def stochastic_rounding(optimizer: RowOptimizer, *, key: Tensor) -> RowOptimizer
 
     Source: FBGEMM's stochastic_rounding of fp16 tables.
     """
-    call = "funcrec.optim.stochastic_rounding"
-    check_optimizer(call, ("optimizer", optimizer))
-    random.check_key(call, key)
+    check("funcrec.optim.stochastic_rounding", member_problems(key, "key"))
 
     def rounded(of, row_grads, slots, tables, step, **kernel):
         return of(row_grads, slots, tables, step, **{"key": random.fold_in(key, step), **kernel})
@@ -214,19 +219,5 @@ def _without(x: Mapping, names) -> dict:
     return {n: v for n, v in x.items() if n not in names}
 
 
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def name_problems(what: str, names, tables: Mapping) -> Iterator[Problem]:
-    for n in names:
-        if n not in tables:
-            yield Problem(f"`{what}` names no table.", repr(n), f"one of {list(tables)}", kind=KeyError)
-
-
-def frozen_problems(tables: object) -> Iterator[Problem]:
-    if isinstance(tables, str) or not isinstance(tables, Sequence) or not all(isinstance(n, str) for n in tables):
-        need = "a list of strings"
-        yield Problem("`tables` is not a list of names.", describe(tables), need, 'tables=["user"]', TypeError)
-    elif len(set(tables)) < len(tables):
-        doubled = sorted({n for n in tables if list(tables).count(n) > 1})
-        yield Problem("`tables` has a name twice.", f"{doubled} more than once", "distinct names")
+def name_problems(what: str, names: Iterable[str], tables: Mapping) -> Iterator[Problem]:
+    return unknown_problems(f"`{what}` names no table.", names, tables, kind=KeyError)

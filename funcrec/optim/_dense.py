@@ -23,6 +23,7 @@ from funcrec.core import (
     Problem,
     check,
     describe,
+    float_leaf_problems,
     has_tracked,
     is_followed,
     is_in_transform,
@@ -361,10 +362,8 @@ def derivative_problems(cls: type, fixed: Mapping[str, Any]) -> Iterator[Problem
 
 
 def leaf_problems(what: str, tree: Any) -> Iterator[Problem]:
-    for path, x in paths(tree):
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            hint = "x.float(); numbers and integer tensors belong in the batch or in the loss's closure"
-            yield Problem(f"`{what}{path}` cannot be trained.", describe(x), "a float tensor", hint, TypeError)
+    hint = "x.float(); numbers and integer tensors belong in the batch or in the loss's closure"
+    yield from float_leaf_problems(f"`{what}{{}}` cannot be trained.", tree, hint)
 
 
 def gradient_problems(grads: Any, params: Any) -> Iterator[Problem]:

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from funcrec.core import (
-    Problem,
     Reading,
     any_tracked,
     check,
-    describe,
     fail,
     is_followed,
     own_errors,
@@ -367,10 +365,3 @@ def step_tensor(step: int | Tensor, device: torch.device) -> Tensor:
 def norm(x: Tensor) -> Tensor:
     """Return the Euclidean norm of a row, f[]."""
     return root(x.square().sum())
-
-
-def check_optimizer(call: str, *named: tuple[str, object]) -> None:
-    """Check that each (path, value) is a RowOptimizer."""
-    need, hint = "a RowOptimizer", "fr.optim.adam(lr=1e-3)"
-    wrong = ((path, x) for path, x in named if not isinstance(x, RowOptimizer))
-    check(call, (Problem(f"`{p}` is not a row optimizer.", describe(x), need, hint, kind=TypeError) for p, x in wrong))

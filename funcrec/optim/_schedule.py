@@ -10,13 +10,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Magnitude, Problem, Size, check, describe, field_problems, plain_numbers, typed
+from funcrec.core import Count, Magnitude, Problem, Size, check, field_problems, plain_numbers, typed
+from funcrec.optim._checks import step_problems
 
 Policy = Literal[
     "none", "linear", "constant", "poly", "step", "inv_sqrt", "cosine_annealing_warm_restarts", "interpolate"
@@ -86,7 +86,7 @@ def schedule(stages: Sequence[Stage], *, lr: Magnitude = 1.0) -> Callable[[int |
 
 
 def _rate(stages: tuple[Stage, ...], lr: float, step: int | Tensor) -> Tensor:
-    check("funcrec.optim.schedule", count_problems(step))
+    check("funcrec.optim.schedule", step_problems(step, is_one=False))
     t = step if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64)
     factor = torch.ones_like(t, dtype=torch.float64)
     for stage in reversed(stages):
@@ -118,16 +118,6 @@ def _factor(stage: Stage, step: Tensor) -> Tensor:
 
 
 # -- validators --------------------------------------------------------------------------------------------------
-
-
-def count_problems(step: object) -> Iterator[Problem]:
-    if isinstance(step, Tensor):
-        counts = not (step.is_floating_point() or step.is_complex() or step.dtype == torch.bool)
-    else:
-        counts = isinstance(step, Integral) and not isinstance(step, bool) and step >= 0
-    if not counts:
-        need = "an int >= 0, or an integer tensor, the steps taken"
-        yield Problem("`step` is not a step.", describe(step), need, kind=TypeError)
 
 
 def interpolation_problems(s: Stage) -> Iterator[Problem]:

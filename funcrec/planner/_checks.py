@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
-from funcrec.core import Problem
+from funcrec.core import Problem, unknown_problems
 from funcrec.mesh import Mesh, axes_problems
 from funcrec.planner._constraints import TableConstraint
-from funcrec.planner._hardware import KNOWN, Hardware
-from funcrec.sharding import OF_TWO_AXES, dedup_problems
+from funcrec.sharding import OF_TWO_AXES
 from funcrec.tables import FeatureConfig, TableConfig, feature_list_problems, table_list_problems
 
 MOST_RANKS = 2**16  # planning time grows in proportion to the ranks: for this many it takes minutes
@@ -26,14 +25,7 @@ def mesh_problems(mesh: Mesh | Mapping[str, int]) -> Iterator[Problem]:
         yield Problem("`mesh` has too many ranks.", got, f"at most {MOST_RANKS:,} ranks", hint)
 
 
-def plan_problems(
-    tables: Sequence[TableConfig],
-    features: Sequence[FeatureConfig],
-    hardware: Hardware | str,
-    exact: bool,
-    dedup: bool,
-    reserve: float,
-) -> Iterator[Problem]:
+def plan_problems(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> Iterator[Problem]:
     yield from table_list_problems(tables)
     yield from feature_list_problems(features)
     names = [t.name for t in tables]
@@ -41,12 +33,6 @@ def plan_problems(
         if f.table not in names:
             what = f"feature {f.name!r} reads a table that is not there."
             yield Problem(what, repr(f.table), f"one of {names[:8]}", kind=KeyError)
-    need = f"a Hardware, or one of {list(KNOWN)}"
-    if isinstance(hardware, str) and hardware not in KNOWN:
-        yield Problem("`hardware` is unknown.", repr(hardware), need, 'hardware="h100"')
-    yield from dedup_problems(exact, dedup)
-    if not reserve < 1:
-        yield Problem("`reserve` is out of range.", f"{reserve}", "a share, 0 <= reserve < 1", "reserve=0.15")
 
 
 def together_problems(
@@ -56,9 +42,7 @@ def together_problems(
     replicas: tuple[str, ...],
 ) -> Iterator[Problem]:
     """Places must be on the mesh, partitions in the table, counts one per row, and axes on the mesh."""
-    for a in replicas:
-        if a not in sizes:
-            yield Problem("`replicas` name an axis that the mesh lacks.", f"{a!r}", f"among {list(sizes)}")
+    yield from unknown_problems("`replicas` name an axis that the mesh lacks.", replicas, sizes)
     own = {a: n for a, n in sizes.items() if a not in replicas}
     most = prod(own.values())
     for t in tables:

@@ -5,11 +5,10 @@
 It is a plain value, so that planning for a thousand devices needs none.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from funcrec.core import Problem, check, describe, field_problems, plain_numbers
+from funcrec.core import Count, Magnitude, PositiveMagnitude, check, field_problems, plain_numbers, typed
 from funcrec.mesh import Mesh
 
 GB = 10**9
@@ -47,20 +46,20 @@ class Hardware:
     """
 
     name: str
-    memory_bytes: int
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    host_bytes_per_s: float
-    ranks_per_host: int = 8
-    link_latency_s: float = 0.0
-    host_latency_s: float = 0.0
-    launch_s: float = 0.0
+    memory_bytes: Count
+    memory_bytes_per_s: PositiveMagnitude
+    link_bytes_per_s: PositiveMagnitude
+    host_bytes_per_s: PositiveMagnitude
+    ranks_per_host: Count = 8
+    link_latency_s: Magnitude = 0.0
+    host_latency_s: Magnitude = 0.0
+    launch_s: Magnitude = 0.0
 
     def __post_init__(self):
         check("funcrec.Hardware", field_problems(self))
-        check("funcrec.Hardware", number_problems(self))
 
     @staticmethod
+    @typed
     def named(name: Literal["h100", "h200", "a100", "cpu"]) -> "Hardware":
         """Return a known kind of hardware; "cpu" is one core with its share of a server.
 
@@ -69,11 +68,11 @@ class Hardware:
           >>> fr.Hardware.named("cpu").ranks_per_host
           2
         """
-        check("funcrec.Hardware.named", name_problems(name))
         return KNOWN[name]
 
     @staticmethod
-    def measure(mesh: Mesh, *, memory_bytes: int | None = None) -> "Hardware":
+    @typed
+    def measure(mesh: Mesh, *, memory_bytes: Count | None = None) -> "Hardware":
         """Measure the mesh's ranks; every rank calls it, and all get the slowest rank's numbers.
 
         It looks up and updates a table of 64 MiB and one of a few rows, and exchanges 8 MiB, and one number, with all
@@ -89,37 +88,12 @@ class Hardware:
           >>> fr.Hardware.measure(fr.Mesh.emulated(data=2), memory_bytes=10**9).name
           'measured'
         """
-        check("funcrec.Hardware.measure", mesh_problems(mesh))
         from funcrec.planner._measure import measured  # it counts bytes as `_costs` does
 
         found = measured(mesh)
         if memory_bytes is not None:
             found["memory_bytes"] = memory_bytes
         return Hardware("measured", **found)
-
-
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def number_problems(h: Hardware) -> Iterator[Problem]:
-    for name in ("memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s", "ranks_per_host"):
-        if not 0 < getattr(h, name) < float("inf"):
-            yield Problem(f"`{name}` is out of range.", f"{getattr(h, name)}", "a finite number > 0")
-    for name in ("link_latency_s", "host_latency_s", "launch_s"):
-        if not 0 <= getattr(h, name) < float("inf"):
-            yield Problem(f"`{name}` is out of range.", f"{getattr(h, name)}", "a finite number >= 0")
-
-
-def name_problems(name: object) -> Iterator[Problem]:
-    if not isinstance(name, str):
-        yield Problem("`name` is not a string.", describe(name), f"one of {list(KNOWN)}", kind=TypeError)
-    elif name not in KNOWN:
-        yield Problem("`name` is unknown.", repr(name), f"one of {list(KNOWN)}")
-
-
-def mesh_problems(mesh: object) -> Iterator[Problem]:
-    if not isinstance(mesh, Mesh):
-        yield Problem("`mesh` is not a Mesh.", describe(mesh), "a Mesh", "fr.Mesh.emulated(data=2)", TypeError)
 
 
 # -- those that are known -------------------------------------------------------------------------------------------

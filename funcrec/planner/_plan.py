@@ -5,12 +5,12 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from funcrec.core import Count, NotNegative, check, typed
-from funcrec.mesh import AxisName, Codec, Mesh, codec_problems
+from funcrec.core import Count, NotNegative, Share, check, typed
+from funcrec.mesh import AxisName, Codec, Mesh
 from funcrec.optim import RowOptimizer
 from funcrec.planner import _costs as costs
 from funcrec.planner._checks import mesh_problems, plan_problems, sizes_of, together_problems
@@ -20,7 +20,7 @@ from funcrec.planner._options import Ground, packing_of, placement_of, ways
 from funcrec.planner._report import report_of
 from funcrec.planner._short import fail_short
 from funcrec.planner._solve import solve
-from funcrec.sharding import Plan, transport_of
+from funcrec.sharding import Plan, dedup_problems, transport_of
 from funcrec.tables import FeatureConfig, TableConfig
 
 CALL = "funcrec.plan"
@@ -34,7 +34,7 @@ def plan(
     mesh: Mesh | Mapping[str, Count],
     *,
     batch_size: Count,
-    hardware: Hardware | str = "h100",
+    hardware: Hardware | Literal["h100", "h200", "a100", "cpu"] = "h100",
     constraints: Mapping[str, TableConstraint | Mapping[str, Any]] | None = None,
     optimizer: RowOptimizer | None = None,
     exact: bool = False,
@@ -43,7 +43,7 @@ def plan(
     capacity_factor: NotNegative | None = None,
     replicas: AxisName = (),
     memory_bytes: Count | None = None,
-    reserve: NotNegative = RESERVE,
+    reserve: Share = RESERVE,
     effort: Count = 1,
 ) -> Plan:
     """Return the plan whose slowest rank is estimated fastest, among all that fit into memory, and a bound on others.
@@ -86,12 +86,7 @@ def plan(
 
     Source: TorchRec's EmbeddingShardingPlanner.
     """
-    check(
-        CALL,
-        mesh_problems(mesh),
-        plan_problems(tables, features, hardware, exact, dedup, reserve),
-        codec_problems(codec),
-    )
+    check(CALL, mesh_problems(mesh), plan_problems(tables, features), dedup_problems(exact, dedup))
     sizes, named = sizes_of(mesh), (replicas,) if isinstance(replicas, str) else tuple(replicas)
     reads = {t.name: [f for f in features if f.table == t.name] for t in tables}
     own_features = {n: [f.name for f in fs] for n, fs in reads.items()}

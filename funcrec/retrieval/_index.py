@@ -8,17 +8,20 @@ Shapes: B queries, R items, D dim, k.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, describe, fail, is_followed, typed
+from funcrec.core import Count, Form, Problem, Within, check, describe, fail, is_followed, typed
 from funcrec.retrieval._top_k import k_problems, matrix_problems
 
 LEAST_EFFORT = {"hnsw": 64, "ivf": 8}
 MIN_PER_LIST = 39  # least number of vectors that FAISS expects for each list
-MOST = {"links": 4096, "build_effort": 2**31 - 1}  # FAISS counts in C's int, and doubles the links
+# FAISS divides by log(links), and does not check its counts, which are C's ints; it doubles the links
+Links = Annotated[int, Within("2 to 4096", lambda n: 2 <= n <= 4096)]
+BuildEffort = Annotated[int, Within("an int in [1, 2³¹)", lambda n: 1 <= n < 2**31)]
+Queries = Annotated[Tensor, Form("f[B, D]")]
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,11 +49,11 @@ class Index:
 
 @typed
 def build_index(
-    items: Tensor,
+    items: Annotated[Tensor, Form("f[R, D]")],
     kind: Literal["hnsw", "ivf"] = "hnsw",
     *,
-    links: Count = 32,
-    build_effort: Count = 200,
+    links: Links = 32,
+    build_effort: BuildEffort = 200,
     num_lists: Count | None = None,
 ) -> Index:
     """Build an index of items f[R, D] for `search_index`, by inner products. Needs `pip install 'funcrec[retrieval]'`.
@@ -85,7 +88,7 @@ def build_index(
     small world graphs" (arXiv:1603.09320), and FAISS's IndexHNSWFlat and IndexIVFFlat.
     """
     call = "funcrec.build_index"
-    check(call, matrix_problems("items", items, "R"), count_problems(items, kind, links, build_effort, num_lists))
+    check(call, matrix_problems("items", items), list_problems(items, kind, num_lists))
     check(call, value_problems("items", items))
     faiss = imported(call)
     (num_items, dim), metric = items.shape, faiss.METRIC_INNER_PRODUCT
@@ -104,7 +107,7 @@ def build_index(
 
 
 @typed
-def search_index(index: Index, queries: Tensor, k: Count, *, effort: Count | None = None) -> tuple[Tensor, Tensor]:
+def search_index(index: Index, queries: Queries, k: Count, *, effort: Count | None = None) -> tuple[Tensor, Tensor]:
     """Return nearly the k best items for each query, in the form of `top_k`: their scores, and their rows.
 
     Args:
@@ -163,23 +166,15 @@ def imported(call: str) -> ModuleType:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def count_problems(items: Tensor, kind: str, links: int, build_effort: int, num_lists: int | None) -> Iterator[Problem]:
-    """Check the counts: FAISS draws levels by 1 / log(links), and does not check its counts, which are C ints."""
-    if links < 2:
-        yield Problem("`links` are too few.", f"{links}", "2 to 4096", "links=32")
-    elif links > MOST["links"]:
-        yield Problem("`links` are too many.", f"{links}", f"2 to {MOST['links']}", "links=32")
-    if build_effort > MOST["build_effort"]:
-        need = f"at most {MOST['build_effort']}"
-        yield Problem("`build_effort` is too high.", f"{build_effort}", need, "build_effort=200")
-    if kind == "ivf" and num_lists is not None and items.dim() == 2 and num_lists > max(items.shape[0], 1):
+def list_problems(items: Tensor, kind: str, num_lists: int | None) -> Iterator[Problem]:
+    if kind == "ivf" and num_lists is not None and num_lists > max(items.shape[0], 1):
         got = f"num_lists={num_lists} of {describe(items)}"
         yield Problem("there are more lists than items.", got, "num_lists <= R", "num_lists=None")
 
 
 def query_problems(index: Index, queries: Tensor) -> Iterator[Problem]:
-    yield from matrix_problems("queries", queries, "B")
-    if queries.dim() == 2 and queries.shape[1] != index.dim:
+    yield from matrix_problems("queries", queries)
+    if queries.shape[1] != index.dim:
         got, need = describe(queries), f"f[B, {index.dim}], as {index!r}"
         yield Problem("`queries` have another dim than the index.", got, need, "the query tower of the same model")
 

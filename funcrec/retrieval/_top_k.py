@@ -6,11 +6,12 @@ Shapes: B queries, R items, D dim, k.
 """
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, any_tracked, check, describe, typed
+from funcrec.core import Count, Form, Problem, any_tracked, check, describe, device_problems, typed
 from funcrec.jagged import JaggedTensor
 from funcrec.kernels import library, ops
 from funcrec.kernels.forms import CODE_BITS
@@ -21,8 +22,8 @@ MOST_K = 2**31 - 1
 
 @typed
 def top_k(
-    queries: Tensor,
-    items: Tensor | QuantizedTables,
+    queries: Annotated[Tensor, Form("f[B, D]")],
+    items: Annotated[Tensor, Form("f[R, D]")] | QuantizedTables,
     k: Count,
     *,
     exclude: JaggedTensor | None = None,
@@ -82,15 +83,11 @@ def top_k(
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def matrix_problems(name: str, x: Tensor, count: str) -> Iterator[Problem]:
-    need = f"f[{count}, D]"
+def matrix_problems(name: str, x: Tensor) -> Iterator[Problem]:
     if x.layout != torch.strided:
-        yield Problem(f"`{name}` are not dense.", describe(x), f"{need}, strided", f"{name}.to_dense()", TypeError)
-    elif not x.is_floating_point() or x.itemsize < 2:
-        yield Problem(f"`{name}` are not floating-point numbers.", describe(x), need, f"{name}.float()", TypeError)
-    elif x.dim() != 2:
-        hint = f"{name}[None], of one" if x.dim() == 1 else "two dimensions; vmap over others"
-        yield Problem(f"`{name}` are not vectors.", describe(x), need, hint)
+        yield Problem(f"`{name}` are not dense.", describe(x), "f[N, D], strided", f"{name}.to_dense()", TypeError)
+    elif x.itemsize < 2:
+        yield Problem(f"`{name}` are of 8 bits.", describe(x), "floats of 16 or more", f"{name}.float()", TypeError)
 
 
 def k_problems(k: int) -> Iterator[Problem]:
@@ -105,16 +102,12 @@ def table_problems(items: QuantizedTables) -> Iterator[Problem]:
 
 
 def vector_problems(queries: Tensor, items: Tensor) -> Iterator[Problem]:
-    yield from matrix_problems("queries", queries, "B")
-    yield from matrix_problems("items", items, "R")
-    if queries.dim() == items.dim() == 2:
-        if queries.shape[1] != items.shape[1] or not items.shape[1]:
-            got, need = f"{describe(queries)} and {describe(items)}", "f[B, D] and f[R, D], D >= 1"
-            hint = "vectors of one model's two towers"
-            yield Problem("`queries` and `items` have no dim in common.", got, need, hint)
-        if queries.device != items.device:
-            got = f"{queries.device} and {items.device}"
-            yield Problem("`queries` and `items` lie on different devices.", got, "one", "items.to(queries.device)")
+    yield from matrix_problems("queries", queries)
+    yield from matrix_problems("items", items)
+    if queries.shape[1] != items.shape[1] or not items.shape[1]:
+        got, need = f"{describe(queries)} and {describe(items)}", "f[B, D] and f[R, D], D >= 1"
+        yield Problem("`queries` and `items` have no dim in common.", got, need, "vectors of one model's two towers")
+    yield from device_problems(queries=queries, items=items)
 
 
 def exclude_problems(exclude: JaggedTensor | None, queries: Tensor) -> Iterator[Problem]:
@@ -124,9 +117,9 @@ def exclude_problems(exclude: JaggedTensor | None, queries: Tensor) -> Iterator[
     if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1:
         need, kind = "i[L], row numbers", TypeError if x.is_floating_point() else ValueError
         yield Problem("`exclude` does not hold rows.", describe(x), need, "JaggedTensor.from_lists([[3, 5], []])", kind)
-    elif queries.dim() == 2 and exclude.offsets.shape[0] != queries.shape[0] + 1:
+    elif exclude.offsets.shape[0] != queries.shape[0] + 1:
         got, need = f"{exclude.offsets.shape[0] - 1} bags", f"{queries.shape[0]}, one for each query"
         yield Problem("`exclude` belongs to other queries.", got, need, "JaggedTensor.from_lists([[]] * B), of none")
-    elif queries.dim() == 2 and x.device != queries.device:
+    elif x.device != queries.device:
         got = f"{x.device} and {queries.device}"
         yield Problem("`exclude` lies on another device.", got, "that of `queries`", "exclude.to(queries.device)")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from funcrec.core import (
     Problem,
-    describe,
     fail,
+    float_leaf_problems,
     in_parts,
     paths,
     pytree,
@@ -230,10 +230,7 @@ def dense_axes_problems(mesh: Any, axes: Any, dense: DenseOptimizer | None = Non
 def leaf_problems(dense: Any, state: Any) -> Iterator[Problem]:
     """Leaves to cut are float tensors, and each has a dict of tensors in the optimizer's state."""
     hint = "the `dense` and `dense_opt` of one state: step.init(params)"
-    for path, x in paths(dense):
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            need = "a float tensor"
-            yield Problem(f"`state.dense{path}` cannot be cut.", describe(x), need, hint, TypeError)
+    yield from float_leaf_problems("`state.dense{}` cannot be cut.", dense, hint)
     try:
         held = tree_structure(dense).flatten_up_to(state)
         fits = all(isinstance(x, Mapping) and all(isinstance(s, Tensor) for s in x.values()) for x in held)

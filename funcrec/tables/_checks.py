@@ -8,18 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from funcrec.core import EXAMPLES, Problem, describe, fail
-from funcrec.jagged import KeyedJaggedTensor, KeyedTensor, keyed_tensor_parts
+from funcrec.core import Problem, describe, doubled, fail, kind_of, reported
+from funcrec.jagged import KeyedJaggedTensor, KeyedTensor
 from funcrec.tables._configs import TABLE_HINT, FeatureConfig, TableConfig
 from funcrec.tables._kinds import is_plain, table_shapes
 
 
 def duplicate_problems(configs: Sequence, what: str) -> Iterator[Problem]:
-    names = [c.name for c in configs]
-    doubled = sorted({n for n in names if names.count(n) > 1})
-    if doubled:
-        hint = f"{doubled[0]!r} once" + (", or another name with column=..." if what == "features" else "")
-        yield Problem(f"`{what}` has a name twice.", f"{doubled} more than once", "distinct names", hint)
+    if again := doubled(c.name for c in configs):
+        hint = f"{again[0]!r} once" + (", or another name with column=..." if what == "features" else "")
+        yield Problem(f"`{what}` has a name twice.", f"{again} more than once", "distinct names", hint)
 
 
 def table_list_problems(tables: object) -> Iterator[Problem]:
@@ -116,14 +114,11 @@ def device_problems(tables: object, ids: KeyedJaggedTensor) -> Iterator[Problem]
         yield Problem("tables and ids are on different devices.", got, "one device", "map the batch to the tables'")
 
 
+ACTS = kind_of(KeyedTensor)
+
+
 def cotangent_problems(d_acts, ids, features, shapes) -> Iterator[Problem]:
-    if not isinstance(d_acts, KeyedTensor):
-        need = "as `lookup` returned"
-        yield Problem("`d_acts` is not a KeyedTensor.", describe(d_acts), need, EXAMPLES["KeyedTensor"], TypeError)
-        return
-    found = list(keyed_tensor_parts(d_acts, "d_acts"))
-    yield from found
-    if found:
+    if (yield from reported(ACTS.find("d_acts", d_acts))):
         return
     dims = {f.name: shapes[f.table][1] for f in features}
     got = dict(zip(d_acts.keys, d_acts.dims, strict=True))

@@ -112,8 +112,8 @@ class RowGrads:
     @staticmethod
     @typed
     def from_entries(
-        rows: Tensor,
-        grads: Tensor,
+        rows: Annotated[Tensor, Form("i[M]")],
+        grads: Annotated[Tensor, Form("f[M, D]")],
         *,
         num_embeddings: Size,
         count: Annotated[Tensor, Form("i[]")] | None = None,
@@ -129,23 +129,9 @@ class RowGrads:
           count: i64[]; None for M. repeats: i64[M], how many ids each entry sums; None for one.
           coalesced: whether the caller guarantees that the rows before `count` are distinct and ascend.
         """
-        call = "funcrec.RowGrads.from_entries"
-        if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64) or rows.dim() != 1:
-            is_mask = isinstance(rows, Tensor) and rows.dtype == torch.bool
-            hint, need = "rows.nonzero()[:, 0], where the mask is True" if is_mask else "", "i32[M] or i64[M]"
-            fail(call, "`rows` are not rows.", got=describe(rows), need=need, hint=hint, kind=TypeError)
-        if not isinstance(grads, Tensor) or grads.dim() != 2 or grads.shape[0] != rows.shape[0]:
-            got = f"{describe(grads)}; rows is {describe(rows)}"
-            fail(call, "`grads` does not match its rows.", got=got, need=f"f[{rows.shape[0]}, D]")
-        if not grads.is_floating_point() or grads.device != rows.device:
-            got, need = f"{describe(grads)}; rows is {describe(rows)}", "floats, where the rows are"
-            hint = "grads.float()" if grads.device == rows.device else "grads.to(rows.device)"
-            fail(call, "`grads` are not gradients of these rows.", got=got, need=need, hint=hint, kind=TypeError)
-        if repeats is not None and repeats.shape != rows.shape:
-            got, need = f"{describe(repeats)}; rows is {describe(rows)}", f"i64[{rows.shape[0]}]"
-            fail(call, "`repeats` does not match its rows.", got=got, need=need, hint="repeats=None, for one id each")
         if num_embeddings > torch.iinfo(rows.dtype).max:
-            fail(call, "`rows` cannot hold every row.", got=f"{describe(rows)}; {num_embeddings} rows", need="i64 rows")
+            call, got = "funcrec.RowGrads.from_entries", f"{describe(rows)}; {num_embeddings} rows"
+            fail(call, "`rows` cannot hold every row.", got=got, need="i64 rows")
         return RowGrads((Entries(rows, grads, count, repeats),), num_embeddings, grads.shape[1], coalesced)
 
     @staticmethod
@@ -257,11 +243,9 @@ class RowGrads:
         """Return the Euclidean norm of the dense gradient -> f[]."""
         return root(self.squared_norm())
 
+    @typed
     def __add__(self, other: "RowGrads") -> "RowGrads":
         """Return a gradient with the terms of both, this one's first."""
-        if not isinstance(other, RowGrads):
-            got, need = describe(other), "RowGrads of the same table"
-            fail("funcrec.RowGrads.__add__", "`other` is not a row gradient.", got=got, need=need, kind=TypeError)
         shape, theirs = (self.num_embeddings, self.dim), (other.num_embeddings, other.dim)
         if shape != theirs:
             got = f"{list(shape)} and {list(theirs)}"

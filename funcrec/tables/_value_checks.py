@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcrec.core import CheckError, Problem, check, describe, members_below, outside_transforms
+from funcrec.core import CheckError, Problem, check, describe, kind_of, members_below, outside_transforms, reported
 from funcrec.jagged import KeyedJaggedTensor, check_ids, offset_value_problems
 from funcrec.tables._checks import (
     feature_key_problems,
@@ -70,9 +70,7 @@ def validate(
 
 def batch_value_problems(batch: Batch, labels: tuple[float, float]) -> Iterator[Problem]:
     label, weight = batch.label, batch.weight
-    found = list(batch_parts(batch, "batch")) or list(batch_shape_problems(batch))
-    yield from found
-    if found:
+    if (yield from reported(batch_parts(batch, "batch"))) or (yield from reported(batch_shape_problems(batch))):
         return
     if weight is not None:
         yield from weight_value_problems(weight, "batch.weight", CheckError)
@@ -154,10 +152,8 @@ def weight_value_problems(weight: Tensor, path: str, kind: type[Exception] = Val
 def bounds_problems(labels: object) -> Iterator[Problem]:
     """Yield a problem unless `labels` is (least, greatest)."""
     need, hint = "(least, greatest), two numbers", "labels=(0, 1), or (-math.inf, math.inf) for any"
-    is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
-    if not isinstance(labels, tuple | list) or len(labels) != 2 or not all(map(is_number, labels)):
-        yield Problem("`labels` are not bounds.", describe(labels), need, hint, TypeError)
-    elif not labels[0] <= labels[1]:
+    found = (p._replace(hint=hint) for p in kind_of(tuple[float, float]).find("labels", labels))
+    if not (yield from reported(found)) and not labels[0] <= labels[1]:
         yield Problem("`labels` are bounds of nothing.", f"{tuple(labels)}", need, hint)
 
 

@@ -3,10 +3,10 @@
 step_C(state, batch) = (state, overflow > 0)   ->   step_C'(state, batch),   C' = bucket(needed)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
-from funcrec.core import Problem, check, describe, typed
+from funcrec.core import Count, typed
 from funcrec.jagged import bucket
 
 UNBOUNDED = 1 << 62  # a step uses no more room than there are ids
@@ -15,7 +15,7 @@ MEASURED = 4  # steps
 
 @typed
 def retry_overflow(
-    make_step: Callable[[int], Callable], *, capacity: int | Literal["measure"] = "measure", steps: int = MEASURED
+    make_step: Callable[[int], Callable], *, capacity: Count | Literal["measure"] = "measure", steps: Count = MEASURED
 ) -> Callable[[Any, Any], tuple[Any, dict]]:
     """Return (state, batch) -> (state, metrics), which trains on every whole batch with buffers as small as possible.
 
@@ -48,7 +48,6 @@ def retry_overflow(
       >>> metrics["overflow"], fr.gather_tables(state.tables, mesh)["item"].flatten()
       (tensor(0), tensor([-0.5000, -1.0000, -0.5000]))
     """
-    check("funcrec.retry_overflow", retry_problems(make_step, capacity, steps))
     made: dict[int, Callable] = {}
     size, most, measured = capacity, 1, 0
 
@@ -75,19 +74,3 @@ def retry_overflow(
 
     run.present = present
     return run
-
-
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def retry_problems(make_step: object, capacity: object, steps: object) -> Iterator[Problem]:
-    if not callable(make_step):
-        yield Problem("`make_step` is not a function.", describe(make_step), "(capacity) -> step", kind=TypeError)
-    for name, x in (("capacity", capacity), ("steps", steps)):
-        if name == "capacity" and x == "measure":
-            continue
-        if not isinstance(x, int) or isinstance(x, bool):
-            need = "an int >= 1, or 'measure'" if name == "capacity" else "an int >= 1"
-            yield Problem(f"`{name}` is not a number.", describe(x), need, kind=TypeError)
-        elif x < 1:
-            yield Problem(f"`{name}` is too small.", f"{x}", ">= 1")

@@ -8,12 +8,11 @@ Shapes: C copies.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, is_tracked, ravel, replace, typed
+from funcrec.core import Problem, check, is_tracked, ravel, replace, typed
 from funcrec.kernels import ops
 from funcrec.mesh import Mesh, part_by_part, shard_map
 from funcrec.train._reshard import mesh_problems, of_rows, sharded_problems
@@ -74,7 +73,7 @@ def sync_replicas(
     Source: TorchRec's DMPCollection.sync.
     """
     call = "funcrec.sync_replicas"
-    check(call, sharded_problems(state), argument_problems(mesh, greatest))
+    check(call, sharded_problems(state))
     check(call, mesh_problems(state.tables.layout, mesh), replica_problems(state))
     axes, specs = state.tables.layout.replicas, state.tables.layout.specs()
     leaves = {("", n): (t, specs[n]) for n, t in state.tables.items()}
@@ -135,13 +134,6 @@ def mean_of(copies: Tensor) -> Tensor:
 
 
 # -- validators --------------------------------------------------------------------------------------------------
-
-
-def argument_problems(mesh: Any, greatest: Any) -> Iterator[Problem]:
-    if not isinstance(mesh, Mesh):
-        yield Problem("`mesh` is not a mesh.", describe(mesh), "a Mesh", "fr.Mesh.emulated(data=2)", TypeError)
-    if isinstance(greatest, str) or not isinstance(greatest, Collection):
-        yield Problem("`greatest` are not names.", describe(greatest), "names of slots", "('last',)", TypeError)
 
 
 def replica_problems(state: TrainState) -> Iterator[Problem]:

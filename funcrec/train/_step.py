@@ -17,11 +17,13 @@ from funcrec.core import (
     Problem,
     check,
     describe,
+    kind_of,
     map_tensors,
     member_problems,
     random,
     reduced,
     remade,
+    reported,
     tree_leaves,
     typed,
     typed_fields,
@@ -36,7 +38,7 @@ from funcrec.sharding import Plan, dedup_problems, dense_axes_problems
 from funcrec.tables import Params, layout_in
 from funcrec.train._rank_step import rank_of, shard_state, state_specs
 from funcrec.train._recipe import Recipe, Stages, run, takes_key
-from funcrec.train._state import TrainState, state_parts
+from funcrec.train._state import TrainState
 
 RATE = 0.001  # of Adam, if no optimizer is given: torch's default
 
@@ -65,7 +67,7 @@ class TrainStep(NamedTuple):
 
 
 @remade
-@typed
+@typed(needs={"capacity": "mesh", "dedup": "mesh", "codec": "mesh"})
 def train_step(
     loss_fn: Callable | Model | TwoTower,
     *,
@@ -151,8 +153,8 @@ def train_step(
     sparse, dense = sparse or adam(RATE), dense or optimizer(torch.optim.Adam, lr=RATE)
     if isinstance(loss_fn, Model | TwoTower):
         loss_fn, has_aux, merge = loss_of(loss_fn), True, merge or (None if dense_axes else merge_stats)
-    check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes), capacity_problems(mesh, capacity))
-    check("funcrec.train_step", exchange_problems(mesh, exact, dedup, codec))
+    check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes))
+    check("funcrec.train_step", dedup_problems(exact, dedup))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
     recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, takes_key(loss_fn), micro_batches)
     where = OnMesh(mesh, mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes)), Stages())
@@ -242,12 +244,12 @@ def own_memory(state: TrainState) -> TrainState:
     return map_tensors(own, state) if levels else state
 
 
+STATE = kind_of(TrainState)
+
+
 def state_problems(state: object) -> Iterator[Problem]:
-    if isinstance(state, TrainState):
-        found = list(state_parts(state, "state"))
-        yield from found or member_problems(state.step, "state.step")
-    else:
-        yield Problem("`state` is not a TrainState.", describe(state), "TrainState", "step.init(params)", TypeError)
+    if not (yield from reported(STATE.find("state", state))):
+        yield from member_problems(state.step, "state.step")
 
 
 def sharded_problems(state: TrainState) -> Iterator[Problem]:
@@ -263,18 +265,6 @@ def mesh_problems(mesh: Mesh | None, plan: Plan | None, batch_axes: Sequence[str
         yield Problem(f"`{missing}` is missing.", f"`{there}` alone", "both, or neither", hint, TypeError)
     elif mesh is not None and [a for a in batch_axes or () if a not in mesh.axis_names]:
         yield Problem("`batch_axes` are not the mesh's.", f"{batch_axes}", f"among {list(mesh.axis_names)}")
-
-
-def capacity_problems(mesh: Mesh | None, capacity: int | None) -> Iterator[Problem]:
-    if capacity is not None and mesh is None:
-        yield Problem("`capacity` requires `mesh`.", "no `mesh`", "mesh=... and plan=..., or capacity=None")
-
-
-def exchange_problems(mesh: object, exact: bool, dedup: bool, codec: Codec | None) -> Iterator[Problem]:
-    yield from dedup_problems(exact, dedup)
-    for name, value, none in (("dedup", dedup, False), ("codec", codec, None)):
-        if value and mesh is None:
-            yield Problem(f"`{name}` requires `mesh`.", "no `mesh`", f"mesh=... and plan=..., or {name}={none}")
 
 
 def is_stats(x: Any) -> bool:

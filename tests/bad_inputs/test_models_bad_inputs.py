@@ -55,7 +55,12 @@ ROWS = [
     ),
     ("factorization_machine of ids", lambda: nn.factorization_machine(X.long()), TypeError, "`x` is not a float"),
     ("dot_interaction of a vector", lambda: nn.dot_interaction(X[0]), ValueError, "need  f[B, F, D]"),
-    ("position_weights of a tensor", lambda: nn.position_weights(3).apply(X[0], X), TypeError, "`bags` is not jagged."),
+    (
+        "position_weights of a tensor",
+        lambda: nn.position_weights(3).apply(X[0], X),
+        TypeError,
+        "`bags` is not a JaggedTensor.",
+    ),
     # configs
     ("fm of two dims", lambda: models.fm((T4, T8), (USER, ITEM)), ValueError, "dims {'user': 4, 'item': 8}"),
     (
@@ -91,7 +96,7 @@ ROWS = [
         "ml1m('bert')",
         lambda: models.ml1m("bert"),
         ValueError,
-        "one of ['lr', 'fm', 'dlrm', 'widedeep', 'deepfm', 'dcnv2']",
+        "need  'lr' or 'fm' or 'dlrm' or 'widedeep' or 'deepfm' or 'dcnv2'",
     ),
     ("temperature=1", lambda: models.two_tower((T4,), (USER,), (USER,), temperature=1), ValueError, "a name twice"),
     (
@@ -120,7 +125,7 @@ ROWS = [
         ValueError,
         "`batch.dense` would not be read.",
     ),
-    ("ids for a batch", lambda: PLAIN.apply(params(PLAIN), IDS), TypeError, "`batch` is not a batch."),
+    ("ids for a batch", lambda: PLAIN.apply(params(PLAIN), IDS), TypeError, "`batch` is not a Batch."),
     ("no key", lambda: PLAIN.train_apply(params(PLAIN), BATCH, None), TypeError, "`key` is not a key."),
     (
         "a loss without key",

@@ -23,11 +23,11 @@ DLRM_STATE = models()["dlrm"][0].state_dict()
 ALL_KEPT = fr.models.dlrm(TABLES, tuple(fr.FeatureConfig(t.name, table=t.name) for t in TABLES), num_dense=NUM_DENSE,
                           bottom=(6, 4), sizes=(8, 7))  # fmt: skip
 WRONG = {
-    "no state": (lambda: load({"item": torch.ones(7, 4)}, HELD), TypeError, "`state` is not a state"),
+    "no state": (lambda: load({"item": torch.ones(7, 4)}, HELD), TypeError, "`state` is not a Params"),
     "sharded state": (lambda: load(fr.Params(fr.shard_tables(fresh().tables, fr.Plan({t.name: fr.replicated() for t in
         TABLES}), fr.Mesh.emulated(x=1)), {}), HELD), TypeError, "`state.tables` are not whole"),
-    "a module": (lambda: load(fresh(), EBC), TypeError, "`state_dict` is not a state dict"),
-    "names of numbers": (lambda: load(fresh(), {1: torch.ones(1)}), TypeError, "`state_dict` is not a state dict"),
+    "a module": (lambda: load(fresh(), EBC), TypeError, "`state_dict` is not a mapping"),
+    "names of numbers": (lambda: load(fresh(), {1: torch.ones(1)}), TypeError, "a name in `state_dict` is not"),
     "a value": (lambda: load(fresh(), {**HELD, "more": "x"}), TypeError, "`state_dict['more']` is not a tensor"),
     "a table less": (lambda: load(fresh(), {NAMES[0]: HELD[NAMES[0]]}), KeyError, "is not in the state dict"),
     "a table more": (lambda: load(fresh(TABLES[:1]), HELD), ValueError, "has more than `state`"),
@@ -47,12 +47,12 @@ WRONG = {
     "back in grad": (lambda: torch.func.grad(lambda x: to(fr.Params({"item": x, "user": torch.ones(5, 4)}, {}),
         HELD)[NAMES[0]].sum())(torch.ones(7, 4)), TypeError, "followed by a derivative"),
     "step of params": (lambda: load(fresh(), HELD, step=3), TypeError, "`step` is of a TrainState"),
-    "step in words": (lambda: load(STATE, MOMENTS, step="3"), TypeError, "`step` is not a count"),
-    "step below 0": (lambda: load(STATE, MOMENTS, step=-1), TypeError, "`step` is not a count"),
+    "step in words": (lambda: load(STATE, MOMENTS, step="3"), TypeError, "`step` is not an integer"),
+    "step below 0": (lambda: load(STATE, MOMENTS, step=-1), ValueError, "`step` is out of range"),
     "no step": (lambda: load(STATE, MOMENTS), ValueError, "how many steps were taken"),
     "two steps": (lambda: load(STATE, {"state": {n: {**own, "step": torch.tensor(float(i))} for i, (n, own) in
         enumerate(MOMENTS["state"].items())}}), ValueError, "counts of steps differ"),
-    "no group": (lambda: load(STATE, MOMENTS, step=1, group="world"), TypeError, "`group` is not a group of ranks"),
+    "no group": (lambda: load(STATE, MOMENTS, step=1, group="world"), TypeError, "`group` is not a ProcessGroup"),
     "optimizer of params": (lambda: load(fresh(), MOMENTS), TypeError, "is of an optimizer"),
     "optimizer without names": (lambda: load(STATE, {"state": {0: {"exp_avg": torch.ones(1)}}}), TypeError,
         "an optimizer without names"),
@@ -63,7 +63,7 @@ WRONG = {
     "a sum for each shard": (lambda: load(our_step(fr.optim.rowwise_adagrad(), fr.optim.dense(torch.optim.SGD,
         lr=LR)).init(fresh(dense={"w": torch.ones(WIDTH)})), {"state": {n: {"momentum1": torch.ones(2 * len(t))} for
         n, t in HELD.items()}}), ValueError, "has another shape"),
-    "back from a module": (lambda: to(fresh(), EBC), TypeError, "`like_dict` is not a state dict"),
+    "back from a module": (lambda: to(fresh(), EBC), TypeError, "`like_dict` is not a mapping"),
     "back, a table less": (lambda: to(fresh(TABLES[:1]), HELD), ValueError, "has more than `state`"),
 }  # fmt: skip
 

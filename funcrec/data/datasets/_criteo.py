@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Form, Problem, Size, check, describe, fail, typed
+from funcrec.core import Count, Form, Problem, Size, check, fail, twice_problems, typed
 from funcrec.data._stream_loader import to_batch
 from funcrec.data.readers import _columns as columns
 from funcrec.data.readers._arrow import need_file
@@ -32,14 +32,14 @@ from funcrec.data.readers._rows import (
     vocabulary_problems,
 )
 from funcrec.data.readers._stream import tables
-from funcrec.jagged import KeyedJaggedTensor, key_problems
+from funcrec.jagged import KeyedJaggedTensor
 from funcrec.tables import Batch
 
 NUM_DENSE, NUM_SPARSE, DIGITS = 13, 26, 8
 INTEGERS = ("label", *(f"int_{i}" for i in range(NUM_DENSE)))
 CATEGORIES = tuple(f"cat_{i}" for i in range(NUM_SPARSE))
 Transform = Literal["log1", "log3"] | None
-TRANSFORMS = ("log1", "log3", None)
+TWICE = "`keys` names a column twice."
 SHIFT = [np.uint64(n) for n in range(33)]
 
 
@@ -53,9 +53,6 @@ def transform_dense(x: Annotated[Tensor, Form("x[...]")], transform: Transform) 
       >>> transform_dense(torch.tensor([-3.0, -2.0, 0.0]), "log1")
       tensor([0., 0., 0.])
     """
-    if not isinstance(x, Tensor):
-        fail("funcrec.data.transform_dense", "`x` is not a tensor.", got=describe(x), need="f[B, J]", kind=TypeError)
-    check("funcrec.data.transform_dense", transform_problems(transform))
     if transform is None:
         return x
     return torch.log1p(x.clamp(min=0)) if transform == "log1" else torch.log(x.clamp(min=-2) + 3)
@@ -93,7 +90,7 @@ def criteo_tsv(
       ValueError: while reading; names the file and the line.
     """
     call = "funcrec.data.criteo_tsv"
-    check(call, transform_problems(transform), _column_problems(keys), vocabulary_problems(vocabularies, keys))
+    check(call, _column_problems(keys), vocabulary_problems(vocabularies, keys))
     types = dict.fromkeys(INTEGERS, "int64") | dict.fromkeys(CATEGORIES, "binary")
     source = opened(call, path, None, Text("\t", names=list(types), types=types, quotes=False))
     encode = lambda table: _tsv_batch(call, table, transform, tuple(keys), vocabularies or {})
@@ -233,10 +230,8 @@ def criteo_npy(
     """
     call = "funcrec.data.criteo_npy"
     opened = {name: _open_npy(call, path) for name, path in [("dense", dense), ("sparse", sparse), ("label", label)]}
-    if isinstance(keys, str):
-        fail(call, "`keys` are not names.", got=describe(keys), need="a sequence of names", kind=TypeError)
     keys = tuple(keys) if keys is not None else tuple(f"cat_{i}" for i in range(opened["sparse"].shape[-1]))
-    check(call, transform_problems(transform), key_problems(keys), _array_problems(**opened, keys=keys))
+    check(call, twice_problems(TWICE, keys), _array_problems(**opened, keys=keys))
     check(call, vocabulary_problems(vocabularies, keys))
     return CriteoArrays(**opened, transform=transform, keys=keys, vocabularies=vocabularies)
 
@@ -265,12 +260,7 @@ def _array_problems(dense: np.ndarray, sparse: np.ndarray, label: np.ndarray, ke
         yield Problem("`label` does not match `sparse`.", show(label), f"{sparse.shape[0]} numbers")
 
 
-def transform_problems(transform: object) -> Iterator[Problem]:
-    if not isinstance(transform, str | None) or transform not in TRANSFORMS:
-        yield Problem("`transform` is unknown.", f"{transform!r}", " or ".join(map(repr, TRANSFORMS)))
-
-
 def _column_problems(keys: Sequence[str]) -> Iterator[Problem]:
-    yield from key_problems(tuple(keys))
+    yield from twice_problems(TWICE, keys)
     if len(keys) != NUM_SPARSE:
         yield Problem("`keys` do not match the columns.", f"{len(keys)} keys", f"{NUM_SPARSE} names")

@@ -5,10 +5,10 @@ columns int_0, int_1, ... -> dense;   cat_0, cat_1, ... -> ids, one or a list of
 
 from collections.abc import Iterator, Sequence
 
-from funcrec.core import Count, Problem, Size, check, replace, typed
+from funcrec.core import Count, Problem, Size, check, replace, twice_problems, typed
 from funcrec.data._examples import examples_of, missing_problems, whole
 from funcrec.data._stream_loader import to_batch
-from funcrec.data.datasets._criteo import Transform, transform_dense, transform_problems
+from funcrec.data.datasets._criteo import Transform, transform_dense
 from funcrec.data.readers._columns import is_list, type_problems, value_kind
 from funcrec.data.readers._files import opened
 from funcrec.data.readers._rows import Vocabularies, vocabulary_problems
@@ -59,7 +59,7 @@ def criteo_parquet(
     begins = lambda start: [n for n in types.names if n.startswith(start)]
     dense, sparse = (begins(n) if given is None else list(given) for n, given in (("int_", dense), ("cat_", sparse)))
     named = [label, *dense, *sparse]
-    check(CALL, transform_problems(transform), _name_problems(named, sparse), missing_problems(missing))
+    check(CALL, _name_problems(named, sparse), missing_problems(missing))
     source = opened(CALL, path, named, "parquet")
     lists = {n for n in sparse if is_list(value_kind(source.schema.field(n).type))}
     single = tuple(n for n in sparse if n not in lists)
@@ -79,6 +79,4 @@ def _name_problems(named: list[str], sparse: list[str]) -> Iterator[Problem]:
     hint = "label=, dense= and sparse= name the columns"
     if not sparse:
         yield Problem("there is no column of ids.", f"{named}", "columns cat_0, cat_1, ...", hint)
-    twice = sorted({n for n in named if named.count(n) > 1})
-    if twice:
-        yield Problem("columns are named twice.", f"{twice}", "distinct names", hint)
+    yield from twice_problems("columns are named twice.", named, hint)

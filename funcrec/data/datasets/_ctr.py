@@ -9,14 +9,12 @@ it. Shapes: N rows, B rows of a batch, U users, I items, L the most genres of an
 Source: RUCAIBox/RecBole, branch 1.1.x, benchmark/md/ml-1m_context.md.
 """
 
-import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, fail, pytree, random
+from funcrec.core import Finite, Within, check, fail, pytree, random, typed
 from funcrec.data.datasets._movielens import Ratings
 from funcrec.data.readers._rows import marked, row_problems, there
 from funcrec.jagged import KeyedJaggedTensor, offsets_of
@@ -87,13 +85,14 @@ class CtrSplit(NamedTuple):
     test: Tensor
 
 
+@typed
 def ctr_dataset(
     ratings: Ratings,
     *,
     seed: int = SPLIT_SEED,
-    drop: tuple[float, ...] = (3.0,),
-    threshold: float = 4.0,
-    holdout: float = 0.1,
+    drop: tuple[Finite, ...] = (3.0,),
+    threshold: Finite = 4.0,
+    holdout: Annotated[float, Within("0 < holdout < 0.5", lambda x: 0 < x < 0.5)] = 0.1,
 ) -> CtrSplit:
     """Turn ratings into the click-through task and its three parts.
 
@@ -106,32 +105,15 @@ def ctr_dataset(
     Returns:
       (data, train, valid, test). MovieLens-1M: 739,012 rows; the parts have 591,210, 73,901 and 73,901.
     """
-    call = "funcrec.data.ctr_dataset"
-    if not isinstance(ratings, Ratings):
-        need = "Ratings, as movielens_1m() returns them"
-        fail(call, "`ratings` are not ratings.", got=describe(ratings), need=need, kind=TypeError)
-    check(call, _split_problems(seed, drop, threshold, holdout))
-    if not 0 < holdout < 0.5:
-        fail(call, "`holdout` leaves a part empty.", got=f"{holdout}", need="0 < holdout < 0.5")
     kept = ~torch.isin(ratings.rating, torch.tensor(drop))
     data = ctr_data(ratings, kept, threshold)
     held = int(holdout * data.num_rows)
     if held == 0:
         got = f"{data.num_rows} of {ratings.num_ratings} ratings kept, holdout={holdout}"
-        fail(call, "there are too few rows to split.", got=got, need="one row for each part, or more")
+        need = "one row for each part, or more"
+        fail("funcrec.data.ctr_dataset", "there are too few rows to split.", got=got, need=need)
     order = torch.randperm(data.num_rows, generator=torch.Generator().manual_seed(seed))
     return CtrSplit(data, *order.split([data.num_rows - 2 * held, held, held]))
-
-
-def _split_problems(seed: object, drop: object, threshold: object, holdout: object) -> Iterator[Problem]:
-    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        yield Problem("`seed` is not an integer.", describe(seed), "an int", kind=TypeError)
-    if not isinstance(drop, (tuple, list)) or not all(map(is_number, drop)):
-        yield Problem("`drop` are not ratings.", f"{drop!r}"[:60], "a tuple of numbers", "drop=(3.0,)", TypeError)
-    for name, x in (("threshold", threshold), ("holdout", holdout)):
-        if not is_number(x):
-            yield Problem(f"`{name}` is not a number.", f"{x!r}"[:60], "a finite number", kind=TypeError)
 
 
 def ctr_data(ratings: Ratings, kept: Tensor, threshold: float) -> CtrData:

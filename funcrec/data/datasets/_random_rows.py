@@ -18,7 +18,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Key, Magnitude, Problem, Shape, Size, check, describe, pytree, random, replace, typed
+from funcrec.core import (
+    Count,
+    Key,
+    Magnitude,
+    Problem,
+    Shape,
+    Size,
+    absent_problems,
+    check,
+    describe,
+    pytree,
+    random,
+    replace,
+    typed,
+    unknown_problems,
+)  # fmt: skip
 from funcrec.data.readers._rows import marked, row_problems, there
 from funcrec.jagged import KeyedJaggedTensor, offsets_of
 from funcrec.tables import (
@@ -33,7 +48,7 @@ from funcrec.tables import (
 
 HEAD = 1024  # ranks with exact weights; beyond, the midpoint rule errs by alpha (alpha + 1) / (24 · 1024²) of a weight
 LABEL_SCALE = 2.0  # s, which gives logits with standard deviation 2
-Counts = int | tuple[int, int]
+Counts = Size | tuple[Size, Size]
 
 
 class RandomColumn(NamedTuple):
@@ -78,7 +93,7 @@ def random_rows(
     *,
     num_rows: Count = 2**31,
     ids_per_bag: Counts | Mapping[str, Counts] = 1,
-    alpha: float | Mapping[str, float] = 0.0,
+    alpha: Magnitude | Mapping[str, Magnitude] = 0.0,
     num_dense: Size = 0,
     scatter: bool = True,
 ) -> RandomRows:
@@ -103,19 +118,11 @@ def random_rows(
     """
     call = "funcrec.data.random_rows"
     check(call, _vocabulary_problems(vocabularies))
-    of = lambda setting, name: setting.get(name) if isinstance(setting, Mapping) else setting
-    counts = {name: of(ids_per_bag, name) for name in vocabularies}
-    counts = {name: (c, c) if type(c) is int else c for name, c in counts.items()}
-    alphas = {name: of(alpha, name) for name in vocabularies}
-    check(
-        call,
-        _count_problems(counts),
-        _alpha_problems(alphas),
-        *(
-            _setting_problems(name, setting, vocabularies)
-            for name, setting in (("ids_per_bag", ids_per_bag), ("alpha", alpha))
-        ),
-    )
+    each = {"ids_per_bag": ids_per_bag, "alpha": alpha}
+    each = {n: x if isinstance(x, Mapping) else dict.fromkeys(vocabularies, x) for n, x in each.items()}
+    check(call, *(_setting_problems(n, x, vocabularies) for n, x in each.items()))
+    counts, alphas = {n: (c, c) if type(c) is int else c for n, c in each["ids_per_bag"].items()}, each["alpha"]
+    check(call, _count_problems(counts))
     columns = tuple(RandomColumn(n, v, *counts[n], float(alphas[n])) for n, v in vocabularies.items())
     return RandomRows(key, columns, num_dense, num_rows, scatter)
 
@@ -255,25 +262,13 @@ def _vocabulary_problems(vocabularies: Mapping[str, int]) -> Iterator[Problem]:
             yield Problem(f"`vocabularies[{name!r}]` is too large.", f"{size}", "fewer than 2³¹ ids")
 
 
-def _count_problems(counts: Mapping) -> Iterator[Problem]:
-    for name, c in counts.items():
-        pair = isinstance(c, tuple) and len(c) == 2 and all(type(x) is int for x in c)
-        if not pair:
-            need = "an int, or (fewest, most)"
-            yield Problem(f"`ids_per_bag` of {name!r} is not a number of ids.", describe(c), need, kind=TypeError)
-        elif not 0 <= c[0] <= c[1] or c[1] < 1:
-            yield Problem(f"`ids_per_bag` of {name!r} is not a range.", f"{c}", "0 <= fewest <= most, 1 <= most")
+def _count_problems(counts: Mapping[str, tuple[int, int]]) -> Iterator[Problem]:
+    for name, (fewest, most) in counts.items():
+        if not fewest <= most or most < 1:
+            need, hint = "0 <= fewest <= most, 1 <= most", "ids_per_bag=(0, 5)"
+            yield Problem(f"`ids_per_bag` of {name!r} is not a range.", f"{(fewest, most)}", need, hint)
 
 
-def _alpha_problems(alphas: Mapping) -> Iterator[Problem]:
-    for name, a in alphas.items():
-        if not isinstance(a, (int, float)) or isinstance(a, bool):
-            yield Problem(f"`alpha` of {name!r} is not a number.", describe(a), "a number >= 0", kind=TypeError)
-        elif not 0 <= a < math.inf:
-            yield Problem(f"`alpha` of {name!r} is not an exponent.", f"{a}", "0 <= alpha < ∞")
-
-
-def _setting_problems(name: str, setting: object, vocabularies: Mapping) -> Iterator[Problem]:
-    unknown = [k for k in setting if k not in vocabularies] if isinstance(setting, Mapping) else []
-    if unknown:
-        yield Problem(f"`{name}` names columns that are not there.", f"{unknown}", f"among {list(vocabularies)}")
+def _setting_problems(name: str, setting: Mapping, vocabularies: Mapping) -> Iterator[Problem]:
+    yield from unknown_problems(f"`{name}` names columns that are not there.", setting, vocabularies)
+    yield from absent_problems(f"`{name}` lacks column {{}}.", setting, vocabularies, "a setting for each column")

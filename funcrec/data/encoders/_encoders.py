@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, fail, function_problems, pytree, typed
+from funcrec.core import Problem, check, describe, fail, pytree, typed, typed_fields
 from funcrec.data.encoders._codes import values_of
 from funcrec.data.readers import _columns as columns
 from funcrec.data.readers._sources import need_pyarrow
@@ -56,6 +56,7 @@ class Fitted(Protocol):
     def apply(self, column: Any, place: Place = ...) -> Any: ...
 
 
+@typed_fields
 class Encoder(NamedTuple):
     """A way to encode columns, before it has learned from one; `vocabulary()` and similar functions make it.
 
@@ -83,7 +84,6 @@ class Encoder(NamedTuple):
     def fit(self, column: Any) -> Fitted:
         """Return the state for a column of pyarrow, pandas or polars, a list of values, or an iterable of chunks."""
         call = "funcrec.data.Encoder.fit"
-        check(call, encoder_problems(self, "self"))
         known, first = self.init(), 0
         for chunk in _chunks(call, column):
             known = self.update(known, *elements(chunk, Place(call, "column", lambda r, first=first: first + r))[:2])
@@ -99,16 +99,6 @@ def fixed(state: Fitted, makes: Literal["ids", "numbers"] = "numbers") -> Encode
         return known
 
     return Encoder(lambda: state, update, lambda known: known, makes, False)
-
-
-def encoder_problems(x: object, name: str) -> Iterator[Problem]:
-    if not isinstance(x, Encoder):
-        yield Problem(f"`{name}` is not an encoder.", describe(x), "an Encoder", "fr.data.vocabulary()", TypeError)
-        return
-    yield from function_problems(init=x.init, update=x.update, compute=x.compute)
-    if x.makes not in ("ids", "numbers") or not isinstance(x.learns, bool):
-        got, need = f"makes={x.makes!r}, learns={x.learns!r}"[:60], "makes='ids' or 'numbers', learns=True or False"
-        yield Problem(f"`{name}` does not say what it makes.", got, need, "fr.data.vocabulary()", TypeError)
 
 
 # -- columns and their elements --------------------------------------------------------------------------------------
@@ -223,6 +213,7 @@ class Chained:
         return column
 
 
+@typed
 def chain(*encoders: Encoder) -> Encoder:
     """Chain encoders; the first is applied first. One of them may learn, from values to which those before are applied.
 
@@ -234,8 +225,7 @@ def chain(*encoders: Encoder) -> Encoder:
       >>> chain(log1p(), bucketize(edges=(1.0, 3.0))).fit([0, 5, 100]).apply([0, 5, 100]).to_pylist()
       [1, 2, 3]
     """
-    call = "funcrec.data.chain"
-    check(call, *(encoder_problems(e, f"encoders[{i}]") for i, e in enumerate(encoders)), _chain_problems(encoders))
+    check("funcrec.data.chain", _chain_problems(encoders))
     at = next((i for i, e in enumerate(encoders) if e.learns), len(encoders) - 1)
     before = [e.compute(e.init()) for e in encoders[:at]]
     behind = [e.compute(e.init()) for e in encoders[at + 1 :]]
@@ -250,9 +240,8 @@ def chain(*encoders: Encoder) -> Encoder:
 
 
 def _chain_problems(encoders: tuple) -> Iterator[Problem]:
-    ours = [e for e in encoders if isinstance(e, Encoder)]
     if not encoders:
         yield Problem("`encoders` are none.", "chain()", "one or more", "chain(log1p(), normalize())")
-    elif sum(e.learns is True for e in ours) > 1:
+    elif sum(e.learns for e in encoders) > 1:
         what, need = "two of `encoders` learn from the rows.", "at most one that learns"
-        yield Problem(what, f"{sum(e.learns for e in ours)}", need, "bucketize(edges=...) in a vocabulary's place")
+        yield Problem(what, f"{sum(e.learns for e in encoders)}", need, "bucketize(edges=...) in a vocabulary's place")

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, fail, outside_transforms, pytree, replace, typed
+from funcrec.core import Count, Problem, check, fail, outside_transforms, pytree, replace, typed, unknown_problems
 from funcrec.data._examples import Examples, examples_of
-from funcrec.data.encoders._encoders import Encoder, Place, elements, encoder_problems
+from funcrec.data.encoders._encoders import Encoder, Place, elements
 from funcrec.data.encoders._numbers import normalize
 from funcrec.data.encoders._vocabulary import vocabulary
 from funcrec.data.readers import _columns as columns
@@ -215,10 +215,8 @@ def _is_tables(source: object) -> bool:
 
 
 def _sharing_problems(schema: Schema, share: Mapping[str, str]) -> Iterator[Problem]:
-    unknown = [n for n in (*share, *share.values()) if n not in schema.keys]
-    if unknown:
-        what, need = "`share` names columns that are not ids.", f"among {list(schema.keys)}"
-        yield Problem(what, f"{unknown}", need, 'share={"history": "item"}')
+    named, hint = (*share, *share.values()), 'share={"history": "item"}'
+    yield from unknown_problems("`share` names columns that are not ids.", named, schema.keys, hint)
     onward = [n for n in share.values() if share.get(n, n) != n]
     if onward:
         need = "tables of their own"
@@ -244,17 +242,12 @@ def _encoder_problems(encoders: Mapping, schema: Schema, of: Mapping[str, str]) 
         elif e is None and not is_dense:
             need = "an Encoder"
             yield Problem(f"`{at}` is not an encoder.", "None", need, "fr.data.identity(num_embeddings)", TypeError)
-        elif e is not None:
-            found = list(encoder_problems(e, at))
-            yield from found
-            if not found and (e.makes == "numbers") != is_dense:
-                role, want = ("a dense column", "numbers") if is_dense else ("a column of ids", "ids")
-                hint = f'"{name}" in categorical= of the schema' if is_dense else f'"{name}" in dense= of the schema'
-                yield Problem(f"`{at}` makes {e.makes}, of {role}.", e.makes, want, hint)
+        elif e is not None and (e.makes == "numbers") != is_dense:
+            role, want = ("a dense column", "numbers") if is_dense else ("a column of ids", "ids")
+            hint = f'"{name}" in categorical= of the schema' if is_dense else f'"{name}" in dense= of the schema'
+            yield Problem(f"`{at}` makes {e.makes}, of {role}.", e.makes, want, hint)
 
 
 def _setting_problems(name: str, setting: object, among: list[str]) -> Iterator[Problem]:
-    unknown = [n for n in setting if n not in among] if isinstance(setting, Mapping) else []
-    if unknown:
-        need = f"among {among}"
-        yield Problem(f"`{name}` names what is not there.", f"{unknown}", need, f"{name}={{{among[0]!r}: ...}}")
+    named, hint = setting if isinstance(setting, Mapping) else (), f"{name}={{{among[0]!r}: ...}}"
+    yield from unknown_problems(f"`{name}` names what is not there.", named, among, hint)

@@ -8,13 +8,13 @@ Text is ordered by its UTF-8 bytes and hashed as Σ_i mix(byte_i, i). Shapes: V 
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import GAMMA, Count, Problem, Size, check, describe, fail, mix, pytree, typed
+from funcrec.core import GAMMA, Count, Form, Problem, Size, check, fail, mix, pytree, typed
 from funcrec.data.encoders._encoders import Encoder, Place, by_elements, fixed
 from funcrec.tables import hash_rows, multiply_shift
 
@@ -68,7 +68,8 @@ class Vocabulary:
             place.refuse_type(values.type, f"{self.kind}, as the vocabulary was learned from", hint)
         return _find_text(values, self._known())
 
-    def decode(self, ids: Tensor) -> Any:
+    @typed
+    def decode(self, ids: Annotated[Tensor, Form("i64[N]")]) -> Any:
         """Return the values of ids i64[N], a pyarrow array; id 0 has a missing value."""
         import pyarrow as pa
 
@@ -226,11 +227,8 @@ def _find_text(values: Any, known: Any) -> np.ndarray:
     return np.where(pc.fill_null(pc.equal(found, values), False).to_numpy(), low + 1, 0)
 
 
-def _id_problems(ids: object, num_ids: int) -> Iterator[Problem]:
-    if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
-        hint = "ids.flatten().long(), of ids that this vocabulary has given"
-        yield Problem("`ids` are not ids.", describe(ids), "i64[N]", hint, TypeError)
-    elif ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= num_ids):
+def _id_problems(ids: Tensor, num_ids: int) -> Iterator[Problem]:
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= num_ids):
         got, hint = f"ids from {int(ids.min())} to {int(ids.max())}", "ids that this vocabulary has given"
         yield Problem("`ids` has an id that is not there.", got, f"0 <= id < {num_ids}", hint)
 

@@ -9,18 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, count_problems, describe
+from funcrec.core import Count, Problem, reported, unknown_problems
 from funcrec.jagged import int_problems, is_concrete
 
-Vocabularies = Mapping[str, int] | None
+Vocabularies = Mapping[str, Count] | None
 Refuse = Callable[[int, str, str, str], None]  # (row of the batch, column, got, need): raises
 
 
 def row_problems(rows: Tensor, num_rows: int, device: torch.device | None = None) -> Iterator[Problem]:
     """Check that `rows` are row numbers; their values are read only if that waits for nothing."""
-    found = list(int_problems(rows, "rows", device))
-    yield from found
-    if not found and is_concrete(rows) and rows.numel():
+    if not (yield from reported(int_problems(rows, "rows", device))) and is_concrete(rows) and rows.numel():
         low, high = (int(x) for x in rows.aminmax())
         if low < 0 or high >= num_rows:
             got, need = f"row {low if low < 0 else high}", f"0 <= row < {num_rows}, the rows of the data"
@@ -42,19 +40,9 @@ def marked(label: Tensor, inside: Tensor | None) -> Tensor:
     return label if inside is None else torch.where(inside, label, torch.nan)
 
 
-def vocabulary_problems(vocabularies: object, keys: Sequence[str]) -> Iterator[Problem]:
+def vocabulary_problems(vocabularies: Vocabularies, keys: Sequence[str]) -> Iterator[Problem]:
     """Check that `vocabularies` is {column: V} of some of the columns, or None."""
-    if vocabularies is None:
-        return
-    if not isinstance(vocabularies, Mapping):
-        hint = "vocabularies_of(tables, features)"
-        yield Problem("`vocabularies` are not sizes by name.", describe(vocabularies), "{column: V}", hint, TypeError)
-        return
-    for name, size in vocabularies.items():
-        yield from count_problems(size, f"vocabularies[{name!r}]")
-    unknown = [name for name in vocabularies if name not in keys]
-    if unknown:
-        yield Problem("`vocabularies` names columns that are not read.", f"{unknown}", f"among {list(keys)}")
+    yield from unknown_problems("`vocabularies` names columns that are not read.", vocabularies or (), keys)
 
 
 def need_ids(ids: np.ndarray, size: int | None, name: str, refuse: Refuse, row: Callable[[int], int] = int) -> None:

@@ -1,11 +1,12 @@
 """The roles of a table's columns: labels, numbers, ids, lists of ids, weights, time."""
 
 from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
 
-from funcrec.core import Problem, check, describe, html_table, pytree
+from funcrec.core import Problem, Within, check, field_problems, html_table, pytree, twice_problems
 
 FIELDS = ("label", "dense", "categorical", "multivalued", "weights", "weight", "time", "label_kind")
-LABEL_KINDS = ("binary", "number", "class")
+LabelKind = Literal["binary", "number", "class"]
 
 
 @pytree(static=FIELDS)
@@ -30,14 +31,14 @@ class Schema:
       ('user', 'item')
     """
 
-    label: str | tuple[str, ...] | None = None
+    label: str | Annotated[tuple[str, ...], Within("a name, a tuple of names", bool, "is empty")] | None = None
     dense: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
     multivalued: tuple[str, ...] = ()
     weights: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     weight: str | None = None
     time: str | None = None
-    label_kind: str | tuple[str, ...] = "binary"
+    label_kind: LabelKind | tuple[LabelKind, ...] = "binary"
 
     def __post_init__(self):
         if isinstance(self.weights, Mapping):
@@ -45,7 +46,7 @@ class Schema:
         for name in ("label", "dense", "categorical", "multivalued", "weights", "label_kind"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        check("funcrec.data.Schema", _name_problems(self))
+        check("funcrec.data.Schema", field_problems(self))
         check("funcrec.data.Schema", _set_problems(self), _kind_problems(self))
 
     @property
@@ -95,25 +96,6 @@ def _values(schema: Schema) -> tuple:
     return tuple(getattr(schema, n) for n in FIELDS)
 
 
-def _name_problems(schema: Schema) -> Iterator[Problem]:
-    """Check the form of each field: names, tuples of names, pairs of names."""
-    is_names = lambda x: isinstance(x, tuple) and all(isinstance(n, str) for n in x)
-    for name in ("dense", "categorical", "multivalued"):
-        x, example = getattr(schema, name), '("price", "age")' if name == "dense" else '("user", "item")'
-        if not is_names(x):
-            hint = f"{name}=({x!r},)" if isinstance(x, str) else f"{name}={example}"
-            yield Problem(f"`{name}` are not names of columns.", describe(x), "a tuple of names", hint, TypeError)
-    for name in ("label", "weight", "time"):
-        x = getattr(schema, name)
-        if not (x is None or isinstance(x, str) or (name == "label" and is_names(x) and x)):
-            need = "a name, or None" if name != "label" else "a name, a tuple of names, or None"
-            yield Problem(f"`{name}` is not the name of a column.", describe(x), need, f'{name}="{name}"', TypeError)
-    pairs = schema.weights
-    if not (isinstance(pairs, tuple) and all(is_names(p) and len(p) == 2 for p in pairs)):
-        need, hint = "{column of ids: column of their weights}", 'weights={"genres": "genre_weights"}'
-        yield Problem("`weights` are not columns by name.", describe(pairs), need, hint, TypeError)
-
-
 def _set_problems(schema: Schema) -> Iterator[Problem]:
     """Check that there are ids, that none is named twice, and that weights belong to them."""
     if not schema.keys:
@@ -121,9 +103,7 @@ def _set_problems(schema: Schema) -> Iterator[Problem]:
         yield Problem("`categorical` and `multivalued` are empty.", "no column of ids", "one or more", hint)
     groups = {"categorical and multivalued": schema.keys, "dense": schema.dense, "label": schema.labels}
     for name, group in groups.items():
-        twice = sorted({n for n in group if group.count(n) > 1})
-        if twice:
-            yield Problem(f"columns are named twice in {name}.", f"{twice}", "each once")
+        yield from twice_problems(f"columns are named twice in {name}.", group, need="each once")
     leaked = sorted(set(schema.labels) & {*schema.keys, *schema.dense, *(by for _, by in schema.weights)})
     if leaked:
         hint = "a column of another name, if a copy of the label is wanted"
@@ -137,11 +117,7 @@ def _set_problems(schema: Schema) -> Iterator[Problem]:
 
 
 def _kind_problems(schema: Schema) -> Iterator[Problem]:
-    kind, need = schema.label_kind, " or ".join(map(repr, LABEL_KINDS))
-    if not isinstance(kind, str | tuple):
-        yield Problem("`label_kind` is not a kind.", describe(kind), need, 'label_kind="binary"', TypeError)
-    elif unknown := [k for k in ((kind,) if isinstance(kind, str) else kind) if k not in LABEL_KINDS]:
-        yield Problem("`label_kind` is unknown.", f"{unknown[0]!r}", need, 'label_kind="binary"')
-    elif isinstance(kind, tuple) and len(kind) != len(schema.labels):
+    kind = schema.label_kind
+    if isinstance(kind, tuple) and len(kind) != len(schema.labels):
         need = f"{len(schema.labels)}, or one for all"
         yield Problem("`label_kind` does not match `label`.", f"{len(kind)} kinds", need)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from funcrec.core import Problem, check, describe, fail, is_followed, is_tracked
+from funcrec.core import Problem, check, describe, fail, is_followed, is_tracked, reported, twice_problems
 from funcrec.data.readers._arrow import need_pyarrow
 from funcrec.data.readers._schema import Schema
 
@@ -74,13 +74,12 @@ def absent_problems(name: str, names: Sequence[str], wanted: Wanted) -> Iterator
     columns = names if wanted is None else wanted_names(wanted)
     if not columns and wanted is not None:
         yield Problem("`columns` are none.", "no name", "names of columns", f"columns={names[:2]!r}; None for all")
-    if wanted is not None and (again := sorted({n for n in columns if list(columns).count(n) > 1})):
-        yield Problem("`columns` name a column twice.", f"{again}", "each name once", f"columns={sorted({*columns})}")
+    hint, once = f"columns={sorted({*columns})}", "each name once"
+    found = twice_problems("`columns` name a column twice.", () if wanted is None else columns, hint, once)
+    if (yield from reported(found)):
         return
-    twice = sorted({n for n in columns if list(names).count(n) > 1})
-    if twice:
-        hint = "other names, when it is written"
-        yield Problem(f"{name} has a column twice.", f"{twice}", "each name once", hint)
+    own = [n for n in names if n in columns]
+    yield from twice_problems(f"{name} has a column twice.", own, "other names, when it is written", once)
     absent = [n for n in columns if n not in names]
     if absent:
         is_unlabelled = set(absent) <= set(labels)

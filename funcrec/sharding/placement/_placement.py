@@ -10,13 +10,12 @@ Shapes: R rows, D dim, n ranks on the placement's axes, numbered with the first 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-from funcrec.core import Count, Problem, Size, check, describe, fail, field_problems, typed
+from funcrec.core import Count, Problem, Size, check, fail, field_problems, reported, twice_problems, typed
 from funcrec.mesh import AxisName
 
 Kind = Literal["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "replicated"]
-KINDS: tuple[str, ...] = get_args(Kind)
 OF_TWO_AXES = ("table_row_wise", "table_column_wise", "grid")
 ON_ONE_PLACE = ("table_wise", "table_row_wise", "table_column_wise")
 
@@ -47,9 +46,9 @@ class Placement:
       Placement(kind='row_wise', axes=('model',), ranks=())
     """
 
-    kind: str
+    kind: Kind
     axes: tuple[str, ...]
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[Size, ...] = ()
 
     def __post_init__(self):
         name = self.kind if isinstance(self.kind, str) else "Placement"
@@ -190,20 +189,12 @@ def axis_names(axes: AxisName) -> tuple[str, ...]:
 
 
 def placement_problems(p: Placement) -> Iterator[Problem]:
-    if p.kind not in KINDS:
-        yield Problem("`kind` is not a placement.", f"{p.kind!r}", f"one of {list(KINDS)}")
-        return
     two = p.kind in OF_TWO_AXES
-    if any(not isinstance(a, str) for a in p.axes) or len(set(p.axes)) < len(p.axes):
-        yield Problem("the axes are not axes of a mesh.", f"{p.axes}", "distinct names", kind=TypeError)
-    elif two and len(p.axes) != 2:
+    if (yield from reported(twice_problems("the axes are not axes of a mesh.", p.axes))):
+        return
+    if two and len(p.axes) != 2:
         yield Problem("the placement mixes two axes.", f"{p.axes}", "a pair of axes, the outer one first")
     elif not two and p.kind != "replicated" and not p.axes:
         yield Problem("the placement has no axis.", "()", "the name of an axis")
-    for r in p.ranks:
-        if not isinstance(r, int) or isinstance(r, bool):
-            yield Problem("a rank is not a number.", describe(r), "a place on the axis", kind=TypeError)
-        elif r < 0:
-            yield Problem("a rank is not there.", f"{r}", "a place >= 0 on the axis")
-    if p.kind == "grid" and len(set(p.ranks)) < len(p.ranks):
-        yield Problem("a rank is named twice.", f"{p.ranks}", "distinct places")
+    if p.kind == "grid":
+        yield from twice_problems("a rank is named twice.", p.ranks, need="distinct places")

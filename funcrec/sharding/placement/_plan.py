@@ -10,7 +10,18 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from funcrec.core import Problem, check, describe, fail, html_table, typed
+from funcrec.core import (
+    Problem,
+    absent_problems,
+    check,
+    describe,
+    fail,
+    html_table,
+    reported,
+    twice_problems,
+    typed,
+    unknown_problems,
+)  # fmt: skip
 from funcrec.mesh import AxisName, Mesh
 from funcrec.sharding.placement._placement import OF_TWO_AXES, ON_ONE_PLACE, Kind, Placement, axis_names
 from funcrec.sharding.placement._report import Report, report_problem
@@ -48,8 +59,9 @@ class Plan:
     replicas: tuple[str, ...]
     report: Report | None = field(default=None, compare=False)
 
+    @typed
     def __init__(self, placements: Mapping[str, Placement], replicas: AxisName = (), report: Report | None = None):
-        check("funcrec.Plan", plan_problems(placements, replicas))
+        check("funcrec.Plan", plan_problems(placements, axis_names(replicas)))
         object.__setattr__(self, "placements", tuple(placements.items()))
         object.__setattr__(self, "replicas", axis_names(replicas))
         object.__setattr__(self, "report", report)
@@ -173,23 +185,12 @@ class Plan:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def plan_problems(placements: Any, replicas: Any) -> Iterator[Problem]:
-    named = replicas if isinstance(replicas, tuple) else (replicas,)
-    if not all(isinstance(a, str) for a in named) or len(set(named)) < len(named):
-        need = "an axis, or a tuple of distinct axes"
-        yield Problem("`replicas` are not axes of a mesh.", f"{replicas!r}", need, kind=TypeError)
-        return
-    if not isinstance(placements, Mapping):
-        hint = '{"item": fr.row_wise("model")}'
-        yield Problem("a plan is not a mapping.", describe(placements), "{table: placement}", hint, TypeError)
-        return
+def plan_problems(placements: Mapping[str, Placement], replicas: tuple[str, ...]) -> Iterator[Problem]:
+    yield from twice_problems("`replicas` are not axes of a mesh.", replicas, need="an axis, or distinct axes")
     for name, p in placements.items():
-        if not isinstance(p, Placement):
-            hint = "fr.row_wise('model')"
-            yield Problem(f"table {name!r} has no placement.", describe(p), "a Placement", hint, TypeError)
-        elif set(p.axes) & set(named):
-            both, need = [a for a in p.axes if a in named], "other axes than those of `replicas`"
-            yield Problem(f"table {name!r} is cut over an axis whose copies train apart.", f"{both}", need)
+        if both := [a for a in p.axes if a in replicas]:
+            what = f"table {name!r} is cut over an axis whose copies train apart."
+            yield Problem(what, f"{both}", "other axes than those of `replicas`")
 
 
 def uniform_problems(kind: str, tables: Any, mesh: Mesh, replicas: tuple[str, ...]) -> Iterator[Problem]:
@@ -204,28 +205,19 @@ def uniform_problems(kind: str, tables: Any, mesh: Mesh, replicas: tuple[str, ..
 
 
 def replica_problems(replicas: tuple[str, ...], mesh: Mesh) -> Iterator[Problem]:
-    unknown = [a for a in replicas if a not in mesh.shape]
-    if unknown:
-        need = f"among {list(mesh.axis_names)}"
-        yield Problem("`replicas` of the plan name an axis that the mesh lacks.", f"{unknown}", need)
+    yield from unknown_problems("`replicas` of the plan name an axis that the mesh lacks.", replicas, mesh.shape)
 
 
 def fit_problems(plan: Plan, mesh: Mesh, shapes: Mapping[str, tuple[int, int]]) -> Iterator[Problem]:
     """Every table has a placement whose axes and ranks the mesh has."""
     placements = dict(plan.placements)
     yield from replica_problems(plan.replicas, mesh)
-    for name in shapes:
-        if name not in placements:
-            need, hint = "a placement for each", "fr.replicated(), for a small table"
-            yield Problem(f"the plan lacks table {name!r}.", f"tables {list(placements)}", need, hint, KeyError)
+    need, hint = "a placement for each", "fr.replicated(), for a small table"
+    yield from absent_problems("the plan lacks table {}.", placements, shapes, need, hint)
+    yield from absent_problems("the plan places table {}, which is not there.", shapes, placements, "one of them")
     for name, p in placements.items():
-        if name not in shapes:
-            got = f"tables {list(shapes)}"
-            yield Problem(f"the plan places table {name!r}, which is not there.", got, "one of them", kind=KeyError)
-        missing = [a for a in p.axes if a not in mesh.shape]
-        if missing:
-            need = f"among {list(mesh.axis_names)}"
-            yield Problem(f"the placement of {name!r} names an axis that the mesh lacks.", f"{missing}", need)
+        what = f"the placement of {name!r} names an axis that the mesh lacks."
+        if (yield from reported(unknown_problems(what, p.axes, mesh.axis_names))):
             continue
         ranks = [mesh.shape[a] for a in p.axes]
         most = ranks[0] if p.kind in OF_TWO_AXES else prod(ranks)

@@ -1,12 +1,14 @@
 """Coded vectors: their rounding, their size in bytes, and values out of range."""
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from funcrec.mesh import _codec
-from funcrec.mesh._codec import KINDS, STEPS
+from funcrec.mesh._codec import STEPS, Kind
 from funcrec.testing import assert_trees_close
 
 # relative half steps of bfloat16 and float16
@@ -41,7 +43,7 @@ def by_rows(x, widths):
     return torch.cat(out, -1)
 
 
-@given(vectors(), st.sampled_from(KINDS))
+@given(vectors(), st.sampled_from(get_args(Kind)))
 def test_a_coded_vector_is_near(made, kind):
     """bfloat16 is within 2^-8 of each element's size, float16 within 2^-11 (or 2^-25, if that is more). int8 is
     within half a step of its row."""
@@ -70,7 +72,7 @@ def test_int8_is_its_definition(made):
     assert (apart <= want.abs() * 2.0**-22 + 2.0**-149 + torch.where(is_tie, most / STEPS, 0)).all()
 
 
-@given(vectors(), st.sampled_from(KINDS))
+@given(vectors(), st.sampled_from(get_args(Kind)))
 def test_coding_twice_is_coding_once(made, kind):
     """Coding a received vector again adds no error; zeros and the largest element of an int8 row keep their bits."""
     x, widths = made
@@ -82,7 +84,7 @@ def test_coding_twice_is_coding_once(made, kind):
             assert_trees_close(got.abs().amax(-1), row.abs().amax(-1))
 
 
-@given(vectors(), st.sampled_from(KINDS))
+@given(vectors(), st.sampled_from(get_args(Kind)))
 def test_coded_bytes_are_counted(made, kind):
     """A 16-bit element takes two bytes; int8 takes one byte for each element and four for each row. Strides change
     nothing, and the operators' shapes are known on meta."""
@@ -100,7 +102,7 @@ def test_coded_bytes_are_counted(made, kind):
     assert (back.shape, back.dtype) == (x.shape, x.dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", get_args(Kind))
 def test_operators_pass_torchs_checks(kind):
     """Each operator passes torch's checks of schema, shapes and aliasing."""
     x = torch.linspace(-2, 3, 10).reshape(2, 5)

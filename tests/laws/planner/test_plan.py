@@ -372,7 +372,7 @@ BAD = {
         ValueError,
         "`memory_bytes_per_s` is out of range",
     ),
-    "a name of hardware": (lambda: fr.Hardware.named("b200"), ValueError, "one of ['h100'"),
+    "a name of hardware": (lambda: fr.Hardware.named("b200"), ValueError, "'h100' or"),
     "a mesh to measure": (lambda: fr.Hardware.measure({"a": 2}), TypeError, "`mesh` is not a Mesh"),
     "a pooling factor": (
         lambda: fr.TableConstraint(pooling_factor=-1.0),

@@ -82,8 +82,8 @@ def test_arguments_are_left_alone():
 
 
 BAD = {
-    "ints": (lambda: fr.build_index(ITEMS.long()), TypeError, "`items` are not floating-point"),
-    "a vector": (lambda: fr.build_index(ITEMS[0]), ValueError, "`items` are not vectors"),
+    "ints": (lambda: fr.build_index(ITEMS.long()), TypeError, "`items` is not a tensor of this dtype"),
+    "a vector": (lambda: fr.build_index(ITEMS[0]), ValueError, "`items` is not a tensor of these dimensions"),
     "no columns": (lambda: fr.build_index(ITEMS[:, :0]), ValueError, "`items` have no columns"),
     "NaN": (lambda: fr.build_index(ITEMS[:3] * torch.nan), ValueError, "`items` are not finite"),
     "another device": (lambda: fr.build_index(ITEMS.to("meta")), ValueError, "not on the CPU"),
@@ -91,9 +91,9 @@ BAD = {
     "tracked items": (lambda: fr.build_index(ITEMS[:3].clone().requires_grad_()), TypeError, "`items` are tracked"),
     "another dim": (lambda: fr.search_index(SMALL(), QUERIES[:, :3], 2), ValueError, "have another dim"),
     "f64 beyond f32": (lambda: fr.build_index(ITEMS[:3].double() * 1e300), ValueError, "`items` are not finite in f32"),
-    "one link": (lambda: fr.build_index(ITEMS[:3], links=1), ValueError, "`links` are too few"),
-    "links beyond": (lambda: fr.build_index(ITEMS[:3], links=2**31), ValueError, "`links` are too many"),
-    "effort beyond": (lambda: fr.build_index(ITEMS[:3], build_effort=2**31), ValueError, "`build_effort` is too high"),
+    "one link": (lambda: fr.build_index(ITEMS[:3], links=1), ValueError, "`links` is out of range"),
+    "links beyond": (lambda: fr.build_index(ITEMS[:3], links=2**31), ValueError, "`links` is out of range"),
+    "effort beyond": (lambda: fr.build_index(ITEMS[:3], build_effort=2**31), ValueError, "`build_effort` is out of"),
     "more lists than items": (lambda: fr.build_index(ITEMS[:3], "ivf", num_lists=4), ValueError, "more lists"),
     "k beyond": (lambda: fr.search_index(SMALL(), QUERIES, 2**31), ValueError, "`k` is too large"),
     "queries beyond f32": (

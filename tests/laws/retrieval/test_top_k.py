@@ -86,9 +86,9 @@ BAD = {
     "k beyond": (lambda: fr.top_k(QUERIES, ITEMS, 10**12), ValueError, "`k` is too large"),
     "k beyond i64": (lambda: fr.top_k(QUERIES, ITEMS, 2**63), ValueError, "`k` is too large"),
     "sparse queries": (lambda: fr.top_k(QUERIES.to_sparse(), ITEMS, 2), TypeError, "`queries` are not dense"),
-    "ints": (lambda: fr.top_k(QUERIES.long(), ITEMS, 2), TypeError, "`queries` are not floating-point"),
-    "a vector": (lambda: fr.top_k(QUERIES[0], ITEMS, 2), ValueError, "`queries` are not vectors"),
-    "other dim": (lambda: fr.top_k(QUERIES[:, :3], ITEMS, 2), ValueError, "no dim in common"),
+    "ints": (lambda: fr.top_k(QUERIES.long(), ITEMS, 2), TypeError, "`queries` is not a tensor of this dtype"),
+    "a vector": (lambda: fr.top_k(QUERIES[0], ITEMS, 2), ValueError, "`queries` is not a tensor of these dimensions"),
+    "other dim": (lambda: fr.top_k(QUERIES[:, :3], ITEMS, 2), ValueError, "does not match `queries`"),
     "k = 0": (lambda: fr.top_k(QUERIES, ITEMS, 0), ValueError, "`k`"),
     "two tables": (
         lambda: fr.top_k(QUERIES, fr.quantize({"a": ITEMS, "b": ITEMS}), 2), ValueError, "`items` are not one table",
