@@ -32,8 +32,8 @@ def described(folder: Path) -> Path:
     features = [{"name": n, "table": None, "rows": 5, "weighted": False} for n in IDS.keys]
     inputs = [("dense", "float32", ["B", 2]), ("values", "int64", ["N"]), ("offsets", "int64", ["F*B+1"])]
     spec = lambda name, dtype, shape: {"name": name, "dtype": dtype, "shape": shape}
-    content = {"format": 1, "digest": _manifest.BLANK, "funcrec": "0", "torch": torch.__version__, "isa": "native",
-        "needs": [], "inputs": [spec(*x) for x in inputs], "params": _weights.signature(tensors),
+    content = {"format": _manifest.FORMAT, "digest": _manifest.BLANK, "funcrec": "0", "torch": torch.__version__,
+        "isa": "native", "needs": [], "inputs": [spec(*x) for x in inputs], "params": _weights.signature(tensors),
         "outputs": [spec("output", "float32", ["B"])], "max_batch": 9, "max_ids": 99, "features": features,
         "tables": tables, "files": dict.fromkeys((_manifest.MODEL, _manifest.ENCODING), _manifest.BLANK)}  # fmt: skip
     content["digest"] = _manifest.digest_of(_manifest.text_of(content))
