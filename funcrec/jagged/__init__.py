@@ -15,4 +15,6 @@ from funcrec.jagged._keyed_tensor import KeyedTensor as KeyedTensor
 from funcrec.jagged._keyed_tensor import regroup as regroup
 from funcrec.jagged._primitives import is_concrete as is_concrete
 from funcrec.jagged._primitives import offsets_of as offsets_of
+from funcrec.jagged._reductions import bag_reduce as bag_reduce
+from funcrec.jagged._reductions import bag_softmax as bag_softmax
 from funcrec.jagged._weights import unweighted_places as unweighted_places

@@ -17,6 +17,7 @@ CLICKS = (
 )
 LENGTHS = torch.tensor([2, 0, 3])
 OFFSETS = torch.tensor([0, 2, 2, 5])
+FILLED = torch.tensor([0, 2])  # the bags that are not empty
 ADAM, SGD = torch.optim.Adam, torch.optim.SGD
 
 
@@ -212,6 +213,11 @@ JAGGED = {
     "JaggedTensor.unpad": lambda values: jagged(values).unpad(),
     "JaggedTensor.from_lists": lambda values: fr.JaggedTensor.from_lists([list(values[:2]), [], list(values[2:])]),
     "JaggedTensor.from_padded": lambda values: fr.JaggedTensor.from_padded(values.view(2, 3, 2), torch.tensor([2, 3])),
+    "bag_softmax": lambda values: fr.bag_softmax(fr.JaggedTensor(values, OFFSETS)),
+    **{
+        f"bag_reduce({how})": lambda values, how=how: fr.bag_reduce(fr.JaggedTensor(values, OFFSETS), how)[FILLED]
+        for how in ("sum", "mean", "max", "min", "prod", "logsumexp")
+    },
     "JaggedTensor.from_lengths": lambda values: fr.JaggedTensor.from_lengths(values[:5], LENGTHS),
 }
 KEYED = {

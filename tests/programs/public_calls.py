@@ -106,6 +106,8 @@ def values() -> list[Call]:
               clip=(GRADS["t"].clip, {"max_value": 1.0}), where=(GRADS["t"].where, {"condition": torch.tensor(True)}),
               coalesce=(GRADS["t"].coalesce, {"implementation": None})),
         Call("RowGrads.add", lambda other: GRADS["t"] + other, {"other": GRADS["t"]}),
+        *rows("", bag_reduce=(fr.bag_reduce, {"bags": JT(f32(5, 2), i64(0, 2, 2, 5)), "reduce": "max"}),
+            bag_softmax=(fr.bag_softmax, {"bags": JT(f32(5, 2), i64(0, 2, 2, 5))})),
         *rows("", regroup=(fr.regroup, {"parts": [ACTS], "groups": [["x"], ["y", "x"]]}),
             pad_to_bucket=(fr.pad_to_bucket, {"ids": IDS, "minimum": 16}),
               global_norm=(lambda grads, more: fr.global_norm(grads, more), {"grads": GRADS, "more": f32(2)}),

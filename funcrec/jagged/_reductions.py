@@ -1,0 +1,184 @@
+"""Reductions of the values of each bag, without a table.
+
+    out[b] = reduce(values[offsets[b]], ..., values[offsets[b + 1] - 1])
+
+Padding is not read. Each is made of operations of torch that all transforms know. Shapes: B bags, N capacity.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe, replace, typed
+from funcrec.jagged._jagged import JaggedTensor, bag_ids
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@typed
+def bag_reduce(bags: JaggedTensor, reduce: Literal["sum", "mean", "max", "min", "prod", "logsumexp"] = "sum") -> Tensor:
+    """Reduce the values [N, ...] of each bag -> [B, ...].
+
+    Args:
+      bags: without weights; multiply the values by these first.
+      reduce: an empty bag has sum and mean 0, prod 1, logsumexp -inf, and the least or greatest number of the dtype as
+        max or min. Of equal values the first is the greatest or the least, and gets the whole derivative.
+
+    Returns:
+      the dtype of the values; i64 for a sum or a product of integers. Floats of 16 bits are computed in f32.
+
+    Raises:
+      TypeError: bools, mean or logsumexp of integers, and bags with weights.
+
+    Law: bag_reduce(bags, "sum")[b] = bags[b].values.sum(0), and so on, whatever the padding holds.
+
+    Cost: two passes over the values; prod takes log2 N passes.
+
+    Example:
+      >>> import funcrec as fr
+      >>> bags = fr.JaggedTensor.from_lists([[1.0, 4.0], [], [3.0]])
+      >>> fr.bag_reduce(bags), fr.bag_reduce(bags, "mean"), fr.bag_reduce(bags, "prod")
+      (tensor([5., 0., 3.]), tensor([2.5000, 0.0000, 3.0000]), tensor([4., 1., 3.]))
+
+    Source: torch.segment_reduce; jax.ops.segment_sum and its relatives.
+    """
+    call, values = "funcrec.bag_reduce", bags.values
+    check(call, value_problems(bags, reduce in ("mean", "logsumexp")))
+    bag, wide = bag_ids(bags.offsets, bags.capacity), wide_of(values, reduce)
+    if reduce in ("sum", "mean"):
+        total = added(values.to(wide), bag, bags.num_bags)
+        counts = column(bags.lengths.clamp(min=1), total)
+        return (total / counts.to(wide) if reduce == "mean" else total).to(result_of(values, reduce))
+    if reduce == "prod":
+        return product(values.to(wide), bag, bags).to(result_of(values, reduce))
+    if reduce == "logsumexp":
+        return logarithm_of_sum(values.to(wide), bag, bags.num_bags).to(values.dtype)
+    return extremum(values, bag, bags.num_bags, reduce)
+
+
+@typed
+def bag_softmax(bags: JaggedTensor) -> JaggedTensor:
+    """Divide e^value by the sum of e^value of its bag: bags of the same lengths, whose values sum to 1; padding is 0.
+
+    bags: f[N, ...] without weights, each trailing position apart. Floats of 16 bits are computed in f32.
+
+    Law: unchanged when a number is added to all values of a bag.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.bag_softmax(fr.JaggedTensor.from_lists([[0.0, 0.0], [], [5.0]])).values
+      tensor([0.5000, 0.5000, 1.0000])
+
+    Source: FBGEMM's jagged_softmax; jraph's segment_softmax.
+    """
+    check("funcrec.bag_softmax", value_problems(bags, True))
+    values, bag = bags.values, bag_ids(bags.offsets, bags.capacity)
+    x = values.to(wide_of(values, "softmax"))
+    raised = exponentials(x, shifts(x, bag, bags.num_bags), bag, bags.num_bags)
+    total = added(raised, bag, bags.num_bags)
+    one = torch.ones((1, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    parts = raised / torch.cat([total, one]).index_select(0, bag)
+    return replace(bags, values=parts.to(values.dtype))
+
+
+def wide_of(values: Tensor, reduce: str) -> torch.dtype:
+    if values.is_floating_point() and values.itemsize < 4:
+        return torch.float32
+    return torch.int64 if values.dtype in INTEGERS and reduce in ("sum", "prod") else values.dtype
+
+
+def result_of(values: Tensor, reduce: str) -> torch.dtype:
+    return torch.int64 if values.dtype in INTEGERS and reduce in ("sum", "prod") else values.dtype
+
+
+def column(x: Tensor, like: Tensor) -> Tensor:
+    """Return x [N] as [N, 1, ...], to be broadcast over the trailing dimensions of `like`."""
+    return x.view(-1, *[1] * (like.dim() - 1))
+
+
+def masked(x: Tensor, bag: Tensor, num_bags: int, fill: float | int) -> Tensor:
+    """Return x with `fill` in its padding."""
+    return torch.where(column(bag < num_bags, x), x, torch.full((), fill, dtype=x.dtype, device=x.device))
+
+
+def added(x: Tensor, bag: Tensor, num_bags: int) -> Tensor:
+    """Return the sum of each bag [B, ...]; the last row of the buffer takes the padding."""
+    zeros = torch.zeros((num_bags + 1, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    return zeros.index_add(0, bag, masked(x, bag, num_bags, 0))[:num_bags]
+
+
+def place_of_extremum(x: Tensor, bag: Tensor, num_bags: int, reduce: str) -> Tensor:
+    """Return the position of the first greatest or least value of each bag, i64[B, ...]; N for an empty bag. A NaN is
+    greater and less than all numbers."""
+    x, index = x.detach(), column(bag, x).expand(x.shape)
+    worst = limit_of(x.dtype, reduce)
+    start = torch.full((num_bags + 1, *x.shape[1:]), worst, dtype=x.dtype, device=x.device)
+    best = start.scatter_reduce(0, index, x, "a" + reduce).index_select(0, bag)
+    is_best = (x == best) | ((x != x) & (best != best))
+    places = column(torch.arange(len(x), device=x.device), x).expand(x.shape)
+    places = torch.where(is_best, places, len(x))
+    last = torch.full(start.shape, len(x), dtype=torch.int64, device=x.device)
+    return last.scatter_reduce(0, index, places, "amin")[:num_bags]
+
+
+def limit_of(dtype: torch.dtype, reduce: str) -> float | int:
+    """Return the number of the dtype that no value is less (for max) or greater (for min) than."""
+    if dtype.is_floating_point:
+        return -torch.inf if reduce == "max" else torch.inf
+    return torch.iinfo(dtype).min if reduce == "max" else torch.iinfo(dtype).max
+
+
+def extremum(x: Tensor, bag: Tensor, num_bags: int, reduce: str) -> Tensor:
+    """Return the greatest or least value of each bag, by its position, which gets the derivative."""
+    place = place_of_extremum(x, bag, num_bags, reduce)
+    limit = torch.full((1, *x.shape[1:]), limit_of(x.dtype, reduce), dtype=x.dtype, device=x.device)
+    return torch.cat([x, limit]).gather(0, place)
+
+
+def shifts(x: Tensor, bag: Tensor, num_bags: int) -> Tensor:
+    """Return the greatest value of each bag [B, ...], 0 where it is not finite: what exponents are made smaller by."""
+    greatest = extremum(x.detach(), bag, num_bags, "max")
+    return torch.where(greatest.isfinite(), greatest, 0)
+
+
+def exponentials(x: Tensor, shift: Tensor, bag: Tensor, num_bags: int) -> Tensor:
+    """Return e^(x - shift of its bag), 0 in the padding."""
+    zero = torch.zeros((1, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    x = masked(x, bag, num_bags, 0)  # before the exponential: its derivative there is no NaN
+    return masked((x - torch.cat([shift, zero]).index_select(0, bag)).exp(), bag, num_bags, 0)
+
+
+def logarithm_of_sum(x: Tensor, bag: Tensor, num_bags: int) -> Tensor:
+    """Return log Σ e^x of each bag; -inf, which has no derivative, where the sum is 0."""
+    shift = shifts(x, bag, num_bags)
+    total = added(exponentials(x, shift, bag, num_bags), bag, num_bags)
+    is_zero = total == 0
+    return torch.where(is_zero, -torch.inf, torch.where(is_zero, 1, total).log() + shift)
+
+
+def product(x: Tensor, bag: Tensor, bags: JaggedTensor) -> Tensor:
+    """Return the product of each bag: prefix products within bags by doubling, of which each bag's last is taken. No
+    value is divided by, so zeros have their derivative."""
+    x, step = masked(x, bag, bags.num_bags, 1), 1
+    while step < len(x):
+        is_same = column(bag[step:] == bag[:-step], x)
+        x = torch.cat([x[:step], torch.where(is_same, x[step:] * x[:-step], x[step:])])
+        step *= 2
+    one = torch.ones((1, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    last = torch.where(bags.lengths > 0, bags.offsets[1:].long() - 1, len(x))
+    return torch.cat([x, one]).index_select(0, last)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def value_problems(bags: JaggedTensor, of_floats: bool) -> Iterator[Problem]:
+    values, need = bags.values, "floats" if of_floats else "floats or integers"
+    if values.dtype == torch.bool or values.is_complex() or (of_floats and not values.is_floating_point()):
+        hint = "bags of values.float()" if of_floats else "bags of values.long()"
+        yield Problem(f"`bags.values` are not {need}.", describe(values), f"[N, ...], {need}", hint, TypeError)
+    if bags.weights is not None:
+        hint = "JaggedTensor(values * weights, offsets)"
+        yield Problem("`bags` have weights.", describe(bags.weights), "weights=None", hint, TypeError)

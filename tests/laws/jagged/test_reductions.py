@@ -1,0 +1,158 @@
+"""Reductions of bags against torch's of each bag alone, in every dtype, under every transform."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
+
+import funcrec as fr
+from funcrec.testing import garbage_padding
+from funcrec.testing import strategies as frs
+
+HOW = {
+    "sum": lambda x: x.sum(0),
+    "mean": lambda x: x.mean(0) if len(x) else x.sum(0),
+    "max": lambda x: x.amax(0) if len(x) else torch.full(x.shape[1:], -torch.inf),
+    "min": lambda x: x.amin(0) if len(x) else torch.full(x.shape[1:], torch.inf),
+    "prod": lambda x: x.prod(0),
+    "logsumexp": lambda x: x.logsumexp(0),
+}
+each_reduction = pytest.mark.parametrize("how", HOW)
+OFFSETS = torch.tensor([0, 2, 2, 5])
+X = torch.tensor([[0.5, -1.0], [0.5, 2.0], [0.0, 1.0], [3.0, 0.0], [-2.0, 0.0], [9.0, 9.0]], dtype=torch.float64)
+
+
+def parts(bags):
+    return [bags.values[a:b] for a, b in zip(bags.offsets.tolist(), bags.offsets.tolist()[1:], strict=False)]
+
+
+def floats(dtypes=(torch.float32, torch.float64, torch.float16, torch.bfloat16)):
+    return frs.jagged_tensors(weighted=False, dtypes=dtypes)
+
+
+@each_reduction
+@given(bags=floats())
+def test_a_reduction_is_torchs_of_each_bag(how, bags):
+    """The values and the dtype, with garbage in the padding; 16 bits are computed in f32 and rounded once."""
+    wide = lambda x: x.to(torch.promote_types(x.dtype, torch.float32))
+    want = [HOW[how](wide(x)).to(x.dtype) for x in parts(bags)]
+    got = fr.bag_reduce(garbage_padding(bags, fr.key(0)), how)
+    assert got.dtype == bags.values.dtype and len(got) == bags.num_bags
+    close = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(got.dtype, 1e-5)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y.to(got.dtype), rtol=close, atol=close, equal_nan=True)
+
+
+@given(bags=floats(), shift=st.floats(-3, 3))
+def test_a_softmax_sums_to_one_in_each_bag(bags, shift):
+    """It is torch's of each bag, has zeros as padding, and does not change when a number is added to a bag."""
+    got = fr.bag_softmax(garbage_padding(bags, fr.key(0)))
+    close = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(bags.values.dtype, 1e-5)
+    for x, y in zip(parts(got), parts(bags), strict=True):
+        torch.testing.assert_close(x, y.float().softmax(0).to(x.dtype), rtol=close, atol=close)
+    assert not got.values[int(got.offsets[-1]) :].any()
+    if bags.values.dtype == torch.float64:
+        moved = fr.bag_softmax(fr.JaggedTensor(bags.values + shift, bags.offsets))
+        torch.testing.assert_close(moved.values, got.values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.uint8])
+@pytest.mark.parametrize("how", ["sum", "max", "min", "prod"])
+def test_integers_keep_every_bit(how, dtype):
+    """Sums and products are i64; extrema keep the dtype, and an empty bag has the dtype's limit."""
+    values = torch.tensor([100, 100, 3, 7, 2, 55], dtype=dtype)
+    got = fr.bag_reduce(fr.JaggedTensor(values, OFFSETS), how).tolist()
+    info = torch.iinfo(dtype)
+    want = {"sum": [200, 0, 12], "max": [100, info.min, 7], "min": [100, info.max, 2], "prod": [10000, 1, 42]}[how]
+    assert got == want
+    assert fr.bag_reduce(fr.JaggedTensor(values, OFFSETS), how).dtype == (
+        torch.int64 if how in ("sum", "prod") else dtype
+    )
+
+
+@pytest.mark.parametrize("how", ["max", "min", "sum", "mean", "prod", "logsumexp"])
+def test_what_is_no_number_stays_in_its_bag(how):
+    """A NaN or an infinity makes its own bag's result what torch makes it, and no other's."""
+    for odd in (torch.nan, torch.inf, -torch.inf):
+        values = X.clone()
+        values[3, 0] = odd
+        bags = fr.JaggedTensor(values, OFFSETS)
+        got = fr.bag_reduce(bags, how)
+        torch.testing.assert_close(got[2], HOW[how](values[2:5]), equal_nan=True)
+        assert torch.equal(got[0], fr.bag_reduce(fr.JaggedTensor(X, OFFSETS), how)[0])
+
+
+def dense(how):
+    """The reduction of the two bags that are not empty, by torch."""
+    return lambda x: torch.stack([HOW[how](x[0:2]), HOW[how](x[2:5])])
+
+
+def ours(how):
+    return lambda x: fr.bag_reduce(fr.JaggedTensor(x, OFFSETS), how)[torch.tensor([0, 2])]
+
+
+@each_reduction
+def test_derivatives_are_torchs(how):
+    """First and second derivatives, forward and reverse; padding has none. Of equal values the first has all of it."""
+    x = X.clone()
+    if how in ("max", "min"):
+        x[1, 0] = 0.25  # torch shares a derivative among equal values
+        x[4, 1] = -1.0
+    f, g = ours(how), dense(how)
+    torch.testing.assert_close(jacrev(f)(x), jacrev(g)(x))
+    torch.testing.assert_close(jacfwd(f)(x), jacfwd(g)(x))
+    total = lambda h: lambda x: h(x).sin().sum()
+    torch.testing.assert_close(jacfwd(grad(total(f)))(x), jacfwd(grad(total(g)))(x))
+    torch.testing.assert_close(jacrev(jacrev(total(f)))(x), jacrev(jacrev(total(g)))(x))
+    assert not grad(total(f))(x)[5].any()
+    if how in ("max", "min"):
+        tied = grad(lambda x: ours(how)(x).sum())(torch.ones_like(X))
+        assert tied[:, 0].tolist() == [1, 0, 1, 0, 0, 0]
+
+
+def test_an_empty_bag_has_no_derivative_and_no_nan():
+    """Every reduction of bags of which one is empty has finite gradients of the values."""
+    for how in HOW:
+        total = lambda x, how=how: fr.bag_reduce(fr.JaggedTensor(x, OFFSETS), how).nan_to_num(0, 0, 0).sum()
+        assert grad(total)(X).isfinite().all(), how
+    first = lambda x: (fr.bag_softmax(fr.JaggedTensor(x, OFFSETS)).values * X).sum()
+    want = lambda x: sum((x[a:b].softmax(0) * X[a:b]).sum() for a, b in ((0, 2), (2, 5)))
+    torch.testing.assert_close(grad(first)(X), grad(want)(X))
+    torch.testing.assert_close(jacfwd(grad(first))(X), jacfwd(grad(want))(X))
+
+
+@pytest.mark.parametrize("how", [*HOW, "softmax"])
+def test_transforms_compose(how):
+    """vmap, jit, both, and a jvp inside have the numbers of single calls; no bag and no value are sizes as others."""
+    reduce = lambda x: fr.bag_softmax(x).values if how == "softmax" else fr.bag_reduce(x, how)
+    f = lambda x: reduce(fr.JaggedTensor(x, OFFSETS))
+    stack = torch.stack([X, X * 2 - 1, X.flip(0)])
+    want = torch.stack([f(x) for x in stack])
+    torch.testing.assert_close(vmap(f)(stack), want)
+    torch.testing.assert_close(fr.jit(f)(X), f(X))
+    torch.testing.assert_close(fr.jit(vmap(f))(stack), want)
+    slope = lambda x: jvp(f, (x,), (torch.ones_like(x),))[1]
+    torch.testing.assert_close(vmap(slope)(stack), torch.stack([slope(x) for x in stack]))
+    assert reduce(fr.JaggedTensor(X[:0], torch.zeros(1, dtype=torch.int64))).shape == (0, 2)
+    assert reduce(fr.JaggedTensor(X[:0], torch.zeros(4, dtype=torch.int64))).shape == (
+        (0, 2) if how == "softmax" else (3, 2)
+    )
+
+
+BAD = {
+    "bools": (lambda: fr.bag_reduce(fr.JaggedTensor(X > 0, OFFSETS)), "are not floats or integers"),
+    "a mean of integers": (lambda: fr.bag_reduce(fr.JaggedTensor(X.long(), OFFSETS), "mean"), "are not floats"),
+    "a softmax of integers": (lambda: fr.bag_softmax(fr.JaggedTensor(X.long(), OFFSETS)), "are not floats"),
+    "weights": (lambda: fr.bag_reduce(fr.JaggedTensor(X, OFFSETS, X[:, 0])), "`bags` have weights"),
+    "no bags": (lambda: fr.bag_reduce(X), "`bags`"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_reduced_is_refused(name):
+    """It is a TypeError that says what was got and what is needed."""
+    call, text = BAD[name]
+    with pytest.raises(TypeError) as error:
+        call()
+    assert text in str(error.value) and "\n  need  " in str(error.value)
