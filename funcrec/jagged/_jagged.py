@@ -33,6 +33,7 @@ from funcrec.kernels.reference_jagged import place_among
 Values = Annotated[Tensor, Form("[N, ...]")]
 Weights = Annotated[Tensor, Form("f[N]")]
 Counts = Annotated[Tensor, Form("i[B]")]
+Integers = Annotated[Tensor, Form("i[K]")]  # K: of bags or of boundaries, of one key or of all
 
 
 @pytree(optional=("weights",))
@@ -92,7 +93,7 @@ class JaggedTensor:
 
     @staticmethod
     @typed
-    def from_offsets(values: Values, offsets: Counts, *, weights: Weights | None = None) -> "JaggedTensor":
+    def from_offsets(values: Values, offsets: Integers, *, weights: Weights | None = None) -> "JaggedTensor":
         """Make bags from values [N, ...] and offsets i[B + 1] with offsets[B] <= N; values beyond are padding."""
         check("funcrec.JaggedTensor.from_offsets", offset_problems(values, offsets))
         return JaggedTensor(values, offsets, weights)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcrec.core import PARTS, Size, check, describe, fail, pytree, typed
 from funcrec.jagged._checks import capacity_problems, length_problems, offset_problems
-from funcrec.jagged._jagged import Counts, JaggedTensor, Values, Weights, grow, take_ranges
+from funcrec.jagged._jagged import Integers, JaggedTensor, Values, Weights, grow, take_ranges
 from funcrec.jagged._join import as_part, join
 from funcrec.jagged._keyed_checks import (
     buffer_form_problems,
@@ -96,7 +96,7 @@ class KeyedJaggedTensor:
     def from_lengths(
         keys: Sequence[str],
         values: Values,
-        lengths: Counts,
+        lengths: Integers,
         *,
         weights: Weights | None = None,
         strides: Sequence[Size] | None = None,
@@ -114,7 +114,7 @@ class KeyedJaggedTensor:
     def from_offsets(
         keys: Sequence[str],
         values: Values,
-        offsets: Counts,
+        offsets: Integers,
         *,
         weights: Weights | None = None,
         strides: Sequence[Size] | None = None,

@@ -7,7 +7,11 @@ import funcrec.core as _core
 from funcrec.nn._batch_norm import batch_norm as batch_norm
 from funcrec.nn._cross import cross as cross
 from funcrec.nn._cross import cross_network as cross_network
+from funcrec.nn._cross import mixture_cross_network as mixture_cross_network
+from funcrec.nn._cross import vector_cross_network as vector_cross_network
 from funcrec.nn._dropout import dropout as dropout
+from funcrec.nn._experts import mmoe as mmoe
+from funcrec.nn._experts import ple as ple
 from funcrec.nn._interactions import dot_interaction as dot_interaction
 from funcrec.nn._interactions import factorization_machine as factorization_machine
 from funcrec.nn._layer import Layer as Layer
@@ -15,6 +19,8 @@ from funcrec.nn._layer import fan_out_normal as fan_out_normal
 from funcrec.nn._layer import normal as normal
 from funcrec.nn._layer import xavier_normal as xavier_normal
 from funcrec.nn._layer import zeros as zeros
+from funcrec.nn._layer_norm import layer_norm as layer_norm
+from funcrec.nn._layer_norm import swish_layer_norm as swish_layer_norm
 from funcrec.nn._mlp import linear as linear
 from funcrec.nn._mlp import mlp as mlp
 from funcrec.nn._position import position_weights as position_weights

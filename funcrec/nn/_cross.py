@@ -5,12 +5,14 @@
 Shapes: B batch, d width, r rank.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Count, Draw, check, random, typed
+from funcrec.core import Count, Draw, Problem, check, describe, random, typed
 from funcrec.nn._layer import Layer, param_problems, width_problems, xavier_normal, zeros
 
 
@@ -79,3 +81,98 @@ def cross_network(dim: Count, num_layers: Count, rank: Count | None = None, *, w
         return x
 
     return Layer(init, apply)
+
+
+@typed
+def vector_cross_network(dim: Count, num_layers: Count, *, weight: Draw = xavier_normal) -> Layer:
+    """Make `num_layers` cross layers of one vector each, x0 f[..., dim] -> f[..., dim]; params are a list.
+
+        x_{l+1} = x_0 ⟨w_l, x_l⟩ + b_l + x_l
+
+    Returns:
+      Layer with params [{"weight", "bias"}, ...], the weight with one row.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> net = fr.nn.vector_cross_network(2, 1)
+      >>> net.apply([{"weight": torch.tensor([[1.0, 0.0]]), "bias": torch.ones(2)}], torch.tensor([[2.0, 3.0]]))
+      tensor([[ 7., 10.]])
+
+    Source: Wang et al., "Deep & cross network for ad click predictions" (ADKDD 2017), eq. 3; TorchRec's VectorCrossNet.
+    """
+    needed = {"weight": (1, dim), "bias": (dim,)}
+
+    def init(key: Tensor) -> list[dict[str, Tensor]]:
+        keys = random.split(key, num_layers)
+        return [{"weight": weight(k, (1, dim)), "bias": zeros(k, (dim,))} for k in keys]
+
+    def apply(params: list[dict[str, Tensor]], x0: Tensor) -> Tensor:
+        check("funcrec.nn.vector_cross_network", width_problems(x0, dim, "x0"), layer_problems(params, num_layers))
+        x = x0
+        for own in params:
+            check("funcrec.nn.vector_cross_network", param_problems(own, **needed))
+            x = x0 * F.linear(x, own["weight"]) + own["bias"] + x
+        return x
+
+    return Layer(init, apply)
+
+
+@typed
+def mixture_cross_network(
+    dim: Count,
+    num_layers: Count,
+    num_experts: Count,
+    rank: Count,
+    *,
+    activation: Callable[[Tensor], Tensor] = torch.relu,
+    weight: Draw = xavier_normal,
+) -> Layer:
+    """Make `num_layers` cross layers of low rank, each a mixture of experts, x0 f[..., dim] -> f[..., dim].
+
+        x_{l+1} = Σ_k p_k(x_l) x_0 ⊙ (U_lk g(C_lk g(V_lk x_l)) + b_l) + x_l,    p(x) = softmax(G x),  g the activation
+
+    Returns:
+      Layer with params {"gate", "layers"}: one gate for all layers, as in TorchRec, and {"u", "c", "v", "bias"} of each
+      layer, the first three with a matrix for each expert.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> net = fr.nn.mixture_cross_network(4, 2, num_experts=3, rank=2)
+      >>> net.apply(net.init(fr.key(0)), torch.ones(5, 4)).shape
+      torch.Size([5, 4])
+
+    Source: Wang et al., "DCN V2" (WWW 2021), §3.4; TorchRec's LowRankMixtureCrossNet.
+    """
+    call = "funcrec.nn.mixture_cross_network"
+    shapes = {"u": (num_experts, dim, rank), "c": (num_experts, rank, rank), "v": (num_experts, rank, dim)}
+
+    def init(key: Tensor) -> dict[str, Any]:
+        for_gate, *keys = random.split(key, num_layers + 1)
+        draw = lambda k, shape: torch.stack([weight(own, shape[1:]) for own in random.split(k, num_experts)])
+        drawn = [{n: draw(own, shapes[n]) for own, n in zip(random.split(k, 3), shapes, strict=True)} for k in keys]
+        layers = [{**own, "bias": zeros(k, (dim,))} for own, k in zip(drawn, keys, strict=True)]
+        return {"gate": weight(for_gate, (num_experts, dim)), "layers": layers}
+
+    def apply(params: dict[str, Any], x0: Tensor) -> Tensor:
+        check(call, width_problems(x0, dim, "x0"), param_problems(params, gate=(num_experts, dim)))
+        check(call, layer_problems(params.get("layers"), num_layers))
+        x = x0
+        for own in params["layers"]:
+            check(call, param_problems(own, **shapes, bias=(dim,)))
+            inner = activation(torch.einsum("krd,...d->...kr", own["v"], x))
+            inner = activation(torch.einsum("kqr,...kr->...kq", own["c"], inner))
+            crossed = x0.unsqueeze(-2) * (torch.einsum("kdr,...kr->...kd", own["u"], inner) + own["bias"])
+            share = F.linear(x, params["gate"]).softmax(-1)
+            x = (share.unsqueeze(-1) * crossed).sum(-2) + x
+        return x
+
+    return Layer(init, apply)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def layer_problems(params: object, num_layers: int) -> Iterator[Problem]:
+    if not isinstance(params, list | tuple) or len(params) != num_layers:
+        need, hint = f"a list of {num_layers} layers' parameters", "net.init(key)"
+        yield Problem("`params` are not this network's.", describe(params), need, hint, TypeError)

@@ -18,7 +18,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.metrics.metrics_namespace import MetricPrefix
 from torchrec.metrics.rec_metric import RecMetricComputation
 from torchrec.models.deepfm import SimpleDeepFMNN
-from torchrec.modules.crossnet import CrossNet
+from torchrec.modules.activation import SwishLayerNorm
+from torchrec.modules.crossnet import CrossNet, LowRankMixtureCrossNet, VectorCrossNet
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.mlp import MLP
 from torchrec.optim.warmup import WarmupOptimizer
@@ -188,6 +189,14 @@ def compare_layers(theirs, ours):
         p.data.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
     if isinstance(theirs, MLP):
         params = {"linear": [{"weight": m._linear.weight, "bias": m._linear.bias} for m in theirs._mlp]}
+    elif isinstance(theirs, SwishLayerNorm):
+        params = {"weight": theirs.norm[0].weight, "bias": theirs.norm[0].bias}
+    elif isinstance(theirs, VectorCrossNet):
+        params = [{"weight": w.T, "bias": b.flatten()} for w, b in zip(theirs.kernels, theirs.bias, strict=True)]
+    elif isinstance(theirs, LowRankMixtureCrossNet):
+        own = {"u": theirs.U_kernels, "c": theirs.C_kernels, "v": theirs.V_kernels}
+        layers = [{k: x[i] for k, x in own.items()} | {"bias": theirs.bias[i].flatten()} for i in range(3)]
+        params = {"gate": torch.cat([g.weight for g in theirs.gates]), "layers": layers}
     else:
         own = {"weight": "kernels"} if isinstance(theirs, CrossNet) else {"u": "W_kernels", "v": "V_kernels"}
         params = [

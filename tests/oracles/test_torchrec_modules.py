@@ -13,6 +13,7 @@ from funcrec.testing import strategies as frs
 pytest.importorskip("torchrec")
 from torchrec.models import dlrm as tr_dlrm
 from torchrec.modules import crossnet as tr_cross
+from torchrec.modules.activation import SwishLayerNorm
 from torchrec.modules.deepfm import FactorizationMachine
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -326,6 +327,37 @@ def test_cross_network_is_theirs(rank):
 
     layer = fr.nn.cross_network(6, 3, rank)
     check_layer(module, layer.apply, read(lambda p: p.detach().clone()), read, normal(7, 5, 6))
+
+
+def test_vector_cross_network_is_theirs():
+    """vector_cross_network and its gradients equal VectorCrossNet's."""
+    module = filled(tr_cross.VectorCrossNet(6, 3))
+    pairs = lambda: zip(module.kernels, module.bias, strict=True)
+    read = lambda of: [{"weight": of(w).T, "bias": of(b).flatten()} for w, b in pairs()]
+    layer = fr.nn.vector_cross_network(6, 3)
+    check_layer(module, layer.apply, read(lambda p: p.detach().clone()), read, normal(7, 5, 6))
+
+
+def test_mixture_cross_network_is_theirs():
+    """mixture_cross_network and its gradients equal LowRankMixtureCrossNet's."""
+    module = filled(tr_cross.LowRankMixtureCrossNet(6, 2, num_experts=3, low_rank=2, activation=torch.tanh))
+    kernels = {"u": module.U_kernels, "c": module.C_kernels, "v": module.V_kernels}
+
+    def read(of):
+        layers = [
+            {n: of(own[i]) for n, own in kernels.items()} | {"bias": of(module.bias[i]).flatten()} for i in range(2)
+        ]
+        return {"gate": torch.cat([of(g.weight) for g in module.gates]), "layers": layers}
+
+    layer = fr.nn.mixture_cross_network(6, 2, 3, 2, activation=torch.tanh)
+    check_layer(module, layer.apply, read(lambda p: p.detach().clone()), read, normal(7, 5, 6))
+
+
+def test_swish_layer_norm_is_theirs():
+    """swish_layer_norm and its gradients equal SwishLayerNorm's."""
+    module = filled(SwishLayerNorm(6))
+    read = lambda of: {"weight": of(module.norm[0].weight), "bias": of(module.norm[0].bias)}
+    check_layer(module, fr.nn.swish_layer_norm(6).apply, read(lambda p: p.detach().clone()), read, normal(7, 5, 6))
 
 
 def read_linear(of, linears):

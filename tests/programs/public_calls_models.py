@@ -33,6 +33,10 @@ from programs.public_values import (
 
 MLP = nn.mlp((4, 3, 1), dropout=0.1, batch_norm=True)
 MLP_PARAMS, MLP_STATS = MLP.init(KEY), MLP.init_stats()
+MMOE, VECTOR = nn.mmoe(4, 2, num_experts=2, sizes=(3,)), nn.vector_cross_network(4, 2)
+PLE = nn.ple(4, 2, shared_experts=1, task_experts=1, sizes=((3,), (2,)))
+MIXTURE = nn.mixture_cross_network(4, 2, 2, 2)
+LAYER_NORM, SWISH = nn.layer_norm(4), nn.swish_layer_norm(4)
 LINEAR, CROSS, NORM, POSITION = nn.linear(4, 2), nn.cross(4), nn.batch_norm(4), nn.position_weights(3)
 
 
@@ -85,6 +89,21 @@ def layers() -> list[Call]:
         cross=(nn.cross, {"dim": 4, "rank": 2, "weight": nn.xavier_normal}),
         cross_apply=(CROSS.apply, {"params": CROSS.init(KEY), "x0": f32(3, 4), "x": f32(3, 4)}),
         cross_network=(nn.cross_network, {"dim": 4, "num_layers": 2, "rank": 2, "weight": nn.xavier_normal}),
+        vector_cross_network=(nn.vector_cross_network, {"dim": 4, "num_layers": 2, "weight": nn.xavier_normal}),
+        mixture_cross_network=(nn.mixture_cross_network, {"dim": 4, "num_layers": 2, "num_experts": 2, "rank": 2,
+            "activation": torch.relu, "weight": nn.xavier_normal}),
+        layer_norm=(nn.layer_norm, {"dim": 4, "eps": 1e-5}),
+        swish_layer_norm=(nn.swish_layer_norm, {"dim": 4, "eps": 1e-5}),
+        layer_norm_apply=(LAYER_NORM.apply, {"params": LAYER_NORM.init(KEY), "x": f32(3, 4)}),
+        swish_apply=(SWISH.apply, {"params": SWISH.init(KEY), "x": f32(3, 4)}),
+        mmoe=(nn.mmoe, {"num_in": 4, "num_tasks": 2, "num_experts": 2, "sizes": (3,), "activation": torch.relu,
+            "weight": nn.xavier_normal}),
+        mmoe_apply=(MMOE.apply, {"params": MMOE.init(KEY), "x": f32(3, 4)}),
+        ple=(nn.ple, {"num_in": 4, "num_tasks": 2, "shared_experts": 1, "task_experts": 1, "sizes": ((3,), (2,)),
+            "activation": torch.relu, "weight": nn.xavier_normal}),
+        ple_apply=(PLE.apply, {"params": PLE.init(KEY), "x": f32(3, 4)}),
+        mixture_apply=(MIXTURE.apply, {"params": MIXTURE.init(KEY), "x0": f32(3, 4)}),
+        vector_apply=(VECTOR.apply, {"params": VECTOR.init(KEY), "x0": f32(3, 4)}),
         dot_interaction=(nn.dot_interaction, {"x": f32(2, 3, 4)}),
         factorization_machine=(nn.factorization_machine, {"x": f32(2, 3, 4)}),
         dropout=(nn.dropout, {"x": f32(3), "key": KEY, "rate": 0.5}),
