@@ -1,10 +1,11 @@
-"""Datasets as plain values, and iterators of batches over them.
+"""Datasets as plain values, and iterators of batches over these datasets.
 
-A `Schema` names the columns of a table and their roles. If ids are integers, `examples` turns the table into tensors.
-Else `fit_encoding` learns how columns become ids and numbers, `encode` applies that, and `configs` derives tables and
-features. Row data (`num_rows`, `take`) come from these two, `ctr_dataset`, `criteo_npy` and `random_rows`. Splits
-return row numbers of their parts; `loader` and `batches` shuffle them. `stream_loader` reads sources larger than
-memory. Streams of batches come from `criteo_tsv`, `criteo_parquet` and `random_batches`; `prefetch` wraps either.
+A `Schema` names the columns of a table and their roles. If the ids are integers, `examples` turns the table into
+tensors. For other ids, `fit_encoding` learns how columns become ids and numbers. `encode` applies this encoding, and
+`configs` derives tables and features from it. `examples` and `encode` make row data (values with `num_rows` and
+`take`), as do `ctr_dataset`, `criteo_npy` and `random_rows`. Splits return the row numbers of each part. `loader` and
+`batches` shuffle the rows of a part. `stream_loader` reads sources that are larger than memory. `criteo_tsv`,
+`criteo_parquet` and `random_batches` return streams of batches. `prefetch` wraps any iterator of batches.
 """
 
 import funcrec.core as _core

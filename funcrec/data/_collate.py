@@ -1,4 +1,4 @@
-"""Batches for torch.utils.data: a function that makes a batch of a DataLoader's items, inside its processes."""
+"""Batches for torch.utils.data: the function with which a DataLoader makes batches inside its processes."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,17 +15,17 @@ from funcrec.tables import Batch
 
 
 def collate(source: RowData | Schema | Encoding) -> Callable[[list], Batch]:
-    """Return the `collate_fn` of a torch.utils.data.DataLoader, to use its processes, samplers and settings.
+    """Return the `collate_fn` of a torch.utils.data.DataLoader, to use the DataLoader's processes and samplers.
 
     Args:
-      source: data with `num_rows` and `take`, for a dataset of row numbers, range(data.num_rows) or rows.tolist(): one
-        `take` makes a batch. Or an Encoding, or a Schema of integer ids; the dataset's items are then dicts,
-        {column: value}.
+      source: either data with `num_rows` and `take`, or an Encoding, or a Schema of integer ids. With data, the dataset
+        has row numbers as its items: range(data.num_rows) or rows.tolist(). One `take` then makes a batch. With an
+        Encoding or a Schema, the dataset has dicts {column: value} as its items.
 
     Returns:
-      a function of a list of items that returns a `fr.Batch`; it can be pickled if `source` can.
+      a function of a list of items that returns a `fr.Batch`. The function can be pickled if `source` can.
 
-    Law: a batch is take(data, rows), or the examples of a table made from the dicts.
+    Law: a batch equals take(data, rows), or the examples of a table made from the dicts.
 
     Example:
       >>> import torch, funcrec as fr

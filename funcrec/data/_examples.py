@@ -1,6 +1,6 @@
-"""A table whose ids are integers, as tensors: its rows can be taken in any order.
+"""A table of integer ids as tensors, whose rows can be taken in any order.
 
-    bag b of key k = the ids of column k in row rows[b];    label[b], dense[b], weight[b] are row rows[b]'s
+    bag b of key k = the ids of column k in row rows[b];    label[b], dense[b] and weight[b] come from row rows[b]
 
 Shapes: N rows, B rows of a batch, C categorical columns, D dense numbers, T labels.
 """
@@ -21,7 +21,7 @@ from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, is_concrete, offsets
 from funcrec.tables import Batch
 
 CALL = "funcrec.data.examples"
-MAX_CLASS = 2**24  # a label is an f32, which holds integers up to this
+MAX_CLASS = 2**24  # labels are f32, which holds every integer up to 2²⁴
 
 
 @pytree(static=("schema", "most"), optional=("multivalued", "label", "dense", "weights", "weight", "time"))
@@ -29,15 +29,16 @@ class Examples:
     """The rows of a table as tensors; `take`, `batches` and `fr.to` accept it.
 
     Args:
-      categorical: i64[N, C], one id per row and column.
-      multivalued: the other columns of ids, N bags of each; or None.
-      label: f32[N], f32[N, T] for several, or None.
+      categorical: i64[N, C], one id for each row and column.
+      multivalued: the columns with several ids in a row, N bags for each column; or None.
+      label: f32[N], or f32[N, T] for T labels, or None.
       dense: f32[N, D], or None.
-      weights: f32[N, C], of the categorical ids, 1 in columns without weights; or None. `multivalued` has its own.
+      weights: f32[N, C], the weights of the categorical ids; or None. They are 1 in columns without weights.
+        `multivalued` holds the weights of its own ids.
       weight: f32[N], or None.
       time: i64[N] or f64[N], or None.
-      schema: the columns' names.
-      most: for each multivalued column, the most ids that a row has.
+      schema: the names of the columns.
+      most: for each multivalued column, the largest number of ids in a row.
 
     Example:
       >>> import torch
@@ -62,8 +63,10 @@ class Examples:
         return self.categorical.shape[0]
 
     def take(self, rows: Tensor) -> Batch:
-        """Return the batch of these rows: see `funcrec.data.take`. If no value can be read (inside `jit`, on a GPU),
-        the buffer has room for the most ids of B rows, so that shapes depend on B only; else room for its ids."""
+        """Return the batch of these rows, as `funcrec.data.take` describes it.
+
+        If values can be read, the buffer has room for the ids of these rows. Inside `jit` and on a GPU no value
+        can be read. There the buffer has room for B · Σ most ids, so that its shape depends on B only."""
         check("funcrec.data.take", row_problems(rows, self.num_rows, self.categorical.device))
         rows, inside = there(rows, self.num_rows)
         of = lambda x: None if x is None else x.index_select(0, rows)
@@ -89,7 +92,7 @@ def _like(inside: Tensor, x: Tensor) -> Tensor:
 
 
 def _taken(bags: KeyedJaggedTensor, rows: Tensor, inside: Tensor | None, most: int) -> JaggedTensor:
-    """Return the bags of these rows, key after key; a row that is not there has an empty bag."""
+    """Return the bags of these rows, key after key. A row that the table lacks has an empty bag."""
     firsts = torch.arange(len(bags.keys), device=rows.device) * bags.num_bags
     at = (firsts[:, None] + rows).flatten()
     starts = bags.offsets[:-1].index_select(0, at)
@@ -103,7 +106,7 @@ def _taken(bags: KeyedJaggedTensor, rows: Tensor, inside: Tensor | None, most: i
 
 
 def _ids(schema: Schema, single: Tensor, weights: Tensor | None, bags: JaggedTensor | None) -> KeyedJaggedTensor:
-    """Join single ids i64[B, C] with weights f32[B, C], then the bags of the other keys, in one buffer."""
+    """Return one buffer of ids: single ids i64[B, C] with weights f32[B, C], then the bags of the other keys."""
     values, weights = single.T.flatten(), None if weights is None else weights.T.flatten()
     offsets = torch.arange(single.numel() + 1, device=single.device)
     if bags is not None:
@@ -117,7 +120,7 @@ def _ids(schema: Schema, single: Tensor, weights: Tensor | None, bags: JaggedTen
 
 
 def _unweighted(keys: tuple[str, ...], schema: Schema) -> tuple[str, ...]:
-    """Return the keys without weights, if others of `keys` have some."""
+    """Return the keys without weights if other keys have weights, else no key."""
     weighted = dict(schema.weights)
     return tuple(k for k in keys if k not in weighted) if any(k in weighted for k in keys) else ()
 
@@ -126,27 +129,28 @@ def _unweighted(keys: tuple[str, ...], schema: Schema) -> tuple[str, ...]:
 def examples(
     table: object, schema: Schema, *, vocabularies: Vocabularies = None, missing: int | None = None
 ) -> Examples:
-    """Turn a table whose ids are integers into tensors; for strings and the like use `fit_encoding` and `encode`.
+    """Return the Examples of a table whose ids are integers. For other ids, use `fit_encoding` and `encode`.
 
     Args:
-      table: as in `read`: a pyarrow, pandas or polars table, a dict of columns, a path.
+      table: a pyarrow, pandas or polars table, a dict of columns, or a path, as in `read`.
       schema: the columns and their roles.
-      vocabularies: {column: V}; an id outside [0, V) then is an error. Use
+      vocabularies: {column: V}. An id outside [0, V) of such a column is then an error. Use
         `vocabularies_of(tables, features)` for features without a hash.
-      missing: the id of a missing integer; without it one is an error. A missing list is an empty bag.
+      missing: the id that replaces a missing integer. Without it, a missing integer is an error. A missing list is an
+        empty bag.
 
-    What a column may hold. Ids: integers of any width below 2⁶³, negative ones unchanged (a hash takes them, a table
-    reads zeros there), booleans as 0 and 1; lists of any of Arrow's layouts. Numbers: integers, floats, booleans,
-    decimals, all finite in f32. Times: numbers, or timestamps and dates as microseconds since 1970. Dictionaries
-    count as the values that they stand for.
+    A column of ids holds integers below 2⁶³ or booleans, or lists of either in any of Arrow's layouts. Negative
+    integers stay as they are: a hash accepts them, and a table returns zeros for them. A column of numbers holds
+    integers, floats, booleans or decimals, all finite in f32. A column of times holds numbers, or timestamps and dates,
+    which become microseconds since 1970. A dictionary column counts as the values that it stands for.
 
     Raises:
       ModuleNotFoundError: pyarrow is missing.
       TypeError: a column has another type.
-      ValueError: a column is missing; or an id, label or number is missing or out of its range (names column and
-        row).
+      ValueError: a column is missing, or an id, label or number is missing or out of its range. The error names the
+        column and the row.
 
-    Law: take(examples(table, schema), rows) has the table's values in these rows.
+    Law: take(examples(table, schema), rows) has the values that the table has in these rows.
 
     Example:
       >>> from funcrec.data import Schema, batches, examples
@@ -173,7 +177,7 @@ def examples_of(
     missing: int | None = None,
     missing_number: float | None = None,
 ) -> Examples:
-    """Make Examples of a pyarrow.Table that has the schema's columns; errors name `call`."""
+    """Return the Examples of a pyarrow.Table that has the columns of the schema. Errors name `call`."""
     table = columns.lists_and_ids(table, schema)
     check(call, columns.type_problems(table.schema, schema))
     n, weights = table.num_rows, dict(schema.weights)
@@ -208,7 +212,7 @@ def examples_of(
 
 
 def _bags(call: str, table, lists: list, schema: Schema) -> KeyedJaggedTensor:
-    """Make N bags of each column from (name, ids, lengths), with a weight per id if any column has weights."""
+    """Return N bags of each column from (name, ids, lengths), with a weight for each id if any column has weights."""
     scales, weights = [], dict(schema.weights)
     for name, ids, lengths in lists:
         by = weights.get(name)
@@ -228,7 +232,7 @@ def _bags(call: str, table, lists: list, schema: Schema) -> KeyedJaggedTensor:
 
 
 def _label(call: str, column, name: str, kind: str) -> np.ndarray:
-    """Return labels f32[N], checked to be of their kind."""
+    """Return labels f32[N], after a check of their kind."""
     column = columns.plain(column)
     if column.null_count:
         hint = "the rows that have one, table.filter(...); label=None in the schema, for prediction"

@@ -1,9 +1,9 @@
-"""Batches of one epoch in a random order, starting at a position that checkpoints save.
+"""Batches of one epoch in a random order, from a starting position that checkpoints save.
 
     batch i of epoch e = take(data, rows[order(key, e)][i · B : (i + 1) · B])
 
-The order depends on the key and the epoch only. So a position, two integers, is all that must be saved, and any number
-of threads may make the batches. Shapes: N rows, B rows of a batch.
+The order depends on the key and the epoch only. So a checkpoint needs only a position, which is two integers. Any
+number of threads may make the batches. Shapes: N rows, B rows of a batch.
 """
 
 import zlib
@@ -23,7 +23,7 @@ from funcrec.tables import Batch
 
 
 class RowData(Protocol):
-    """Data whose rows can be taken in any order: `CtrData`, `CriteoArrays`, or a user's own."""
+    """Data whose rows can be taken in any order, such as `CtrData`, `CriteoArrays`, or a class of the user."""
 
     @property
     def num_rows(self) -> int: ...
@@ -32,7 +32,7 @@ class RowData(Protocol):
 
 
 class Position(NamedTuple):
-    """The next batch to read: number `batch` of epoch `epoch`. A plain pair of integers, for checkpoints."""
+    """The next batch to read: number `batch` of epoch `epoch`. It is a plain pair of integers, for checkpoints."""
 
     epoch: int = 0
     batch: int = 0
@@ -44,11 +44,11 @@ At = tuple[Size, Size]  # a Position, or a plain pair
 
 @typed
 def take(data: RowData, rows: Tensor) -> Batch:
-    """Return the batch of these row numbers i[B], in their order and with repeats.
+    """Return the batch of these row numbers i[B], in the given order and with repeats.
 
     Raises:
       TypeError: rows are not integers.
-      ValueError: the data lacks a row (inside `jit`, where no value can be read, the label of such a row is NaN).
+      ValueError: the data lacks a row. Inside `jit` no value can be read; there the label of such a row is NaN.
 
     Law: bag b of every key, and label b, depend on rows[b] only.
 
@@ -76,26 +76,28 @@ def batches(
     pad_last: bool = False,
     bucket: bool = False,
 ) -> Iterator[tuple[Position, Batch]]:
-    """Return the rest of one epoch, each batch with the position after it; save that once the batch is trained on.
+    """Return an iterator over the rest of one epoch: pairs of the position after a batch, and the batch.
+
+    Save this position once the batch is trained on.
 
     Args:
-      data: `CtrData`, `CriteoArrays` or anything with `num_rows` and `take`.
-      rows: i64[N], the rows of this part; None for all rows.
-      key: shuffles by (key, position.epoch); None keeps the order of `rows`.
+      data: `CtrData`, `CriteoArrays` or any value with `num_rows` and `take`.
+      rows: i64[N], the rows to read; None reads all rows.
+      key: shuffles by (key, position.epoch). None keeps the order of `rows`.
       position: where to begin. The last batch comes with Position(epoch + 1, 0), where the next epoch begins.
-      drop_last: leave out a last batch that is not full. Otherwise it has fewer bags, and a compiled step compiles once
-        more for it.
-      pad_last: fill up a last batch that is not full with copies of its last row, of weight 0. They bring no new ids,
-        and count in no metric, nor in a loss that reads `batch.weight`. A loss of your own must read it, Σ w l / Σ w;
-        `fr.fit` refuses a `train_step` whose loss does not. Every batch then has weights, 1 if the data have none, and
-        the shapes of a full one. Only the number of ids may differ: see `bucket`.
+      drop_last: leave out a last batch that is not full. Otherwise the last batch has fewer bags, and a compiled step
+        compiles once more for it.
+      pad_last: fill up a last batch that is not full with copies of its last row, of weight 0. The copies bring no new
+        ids, and count in no metric, nor in a loss that reads `batch.weight`. A loss of your own must read the weight,
+        Σ w l / Σ w; `fr.fit` refuses a `train_step` whose loss does not. Every batch then has weights, 1 if the data
+        have none. Every batch also has the shapes of a full batch. Only the number of ids may differ: see `bucket`.
       bucket: pad the ids by `fr.pad_to_bucket`, for data whose batches differ in their number of ids.
 
     Raises:
-      TypeError, ValueError: the data lacks a row; the position is after the epoch's last batch; or an epoch has no
-        batch. Raised at the call, not at the first batch.
+      TypeError, ValueError: the data lacks a row, the position is after the last batch of the epoch, or an epoch has no
+        batch. The call raises, not the first batch.
 
-    Law: every row once per epoch; starting at a position returns exactly the batches that would have followed it.
+    Law: an epoch has every row once. The batches from a position equal those that follow it in a whole epoch.
 
     Example:
       >>> import funcrec as fr
@@ -121,10 +123,10 @@ def refuse_iteration(call: str) -> NoReturn:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Loader:
-    """Batches of any epoch, starting at any position; `fr.fit` trains on it, and `loader` makes it.
+    """Batches of any epoch, from any starting position. `loader` makes a Loader, and `fr.fit` trains on it.
 
-    Called with a position, it returns the rest of that epoch, as `batches` does; its length is `count`, the batches of
-    an epoch.
+    A call with a position returns the rest of that epoch, as `batches` does. The length of a Loader is `count`, the
+    number of batches in an epoch.
 
     Example:
       >>> import funcrec as fr
@@ -144,7 +146,7 @@ class Loader:
     workers: int = 0
     depth: int = 1
     device: Device | None = None
-    look: Callable[[tuple[Position, Batch]], Any] | None = None  # called on each item before it goes to the device
+    look: Callable[[tuple[Position, Batch]], Any] | None = None  # it sees each item before the device does
 
     @typed(call="funcrec.data.Loader")
     def __call__(self, position: At = Position()) -> Iterator[tuple[Position, Batch]]:  # noqa: B008
@@ -164,7 +166,7 @@ class Loader:
 
     @property
     def order(self) -> dict[str, Any]:
-        """Return the settings that determine each batch's rows; if equal, a position means the same for two loaders."""
+        """Return the settings that determine the rows of each batch. With equal settings, positions mean the same."""
         key, rows = None if self.key is None else int(self.key), zlib.crc32(self.rows.cpu().numpy())
         return {"batch_size": self.batch_size, "key": key, "count": self.count, "rows": rows}
 
@@ -183,11 +185,11 @@ def loader(
     depth: Count = 2,
     device: Device | None = None,
 ) -> Loader:
-    """Return `batches` of all epochs: a function from a position to the rest of its epoch.
+    """Return a Loader: a function from a position to the rest of its epoch, as `batches` returns it.
 
     Args:
       data, rows, batch_size, key, drop_last, pad_last, bucket: as in `batches`.
-      workers: threads that make batches in advance; 0 makes each batch when it is requested. Several threads call
+      workers: threads that make batches in advance. 0 makes each batch when it is requested. Several threads call
         `take` at once, so its result may depend on its rows only. To use processes, see `collate`.
       depth: how many batches are ready ahead of the consumer; at least one for each worker.
       device: where the batches go, as in `prefetch`.
@@ -216,7 +218,7 @@ def num_batches(num_rows: Size, batch_size: Count, *, drop_last: bool = False) -
 def _loader_of(call: str, data, rows, batch_size, key, drop_last, pad_last, bucket) -> Loader:
     check(call, data_problems(data))
     check(call, row_problems(rows.cpu(), data.num_rows) if rows is not None else (), last_problems(drop_last, pad_last))
-    rows = torch.arange(data.num_rows) if rows is None else rows.clone()  # read what was checked
+    rows = torch.arange(data.num_rows) if rows is None else rows.clone()  # later writes to `rows` have no effect
     count = num_batches(rows.shape[0], batch_size, drop_last=drop_last)
     return Loader(data, rows, int(batch_size), key, pad_last, bucket, count)
 
@@ -267,7 +269,7 @@ def data_problems(data: object) -> Iterator[Problem]:
 
 
 def epoch_problems(load: Loader, position: Position) -> Iterator[Problem]:
-    """Check that an epoch has a batch and the position is before its end: else a loop over epochs never advances."""
+    """Yield problems if an epoch has no batch or if the position is after its end. A loop over epochs would not end."""
     if load.count == 0:
         num_rows = load.rows.shape[0]
         need = f"at least {load.batch_size} rows" if num_rows else "a row or more"

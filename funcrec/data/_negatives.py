@@ -1,10 +1,11 @@
-"""Negative examples: ids drawn by a key, uniformly or by popularity, without the ids that the user knows.
+"""Negative examples: ids drawn by a key, uniformly or by popularity, without the known ids of the user.
 
     P(id) = m(id) / Σ_free m,    m = 1,  or  count^exponent to 42 bits
 
 Masses are integers, so each id is drawn with exactly its share, and an id that is left out is never drawn. Let C(id) be
-the sum of the masses below id, and k_1 < k_2 < ... a user's known ids. A number t in [0, Σ_free m) lies after the known
-ids with C(k_i) - Σ_{j<i} m(k_j) <= t. A bisection counts these; it traces, and rejects no draw.
+the sum of the masses below id, and k_1 < k_2 < ... the known ids of a user. A number t in [0, Σ_free m) lies after the
+known ids with C(k_i) - Σ_{j<i} m(k_j) <= t. A bisection counts these ids. The bisection can be traced, and rejects no
+draw.
 Shapes: V ids, U users, N pairs of a user and an id, B examples.
 """
 
@@ -43,13 +44,13 @@ Counts = Annotated[Tensor, Form("x[V]")]
 
 @pytree(static=("first", "num_ids"), optional=("ends", "known", "taken"))
 class Negatives:
-    """Draws ids, called with (key, shape, user); `uniform_negatives` and `popularity_negatives` make it.
+    """A sampler of ids, called with (key, shape, user). See `uniform_negatives` and `popularity_negatives`.
 
     Args:
-      ends: i64[V], the sum of the masses up to each id, inclusive; None if all ids are equally likely.
+      ends: i64[V], the sum of the masses up to and including each id; None if all ids are equally likely.
       known: bag u has the ids, ascending, that are not drawn for user u; or None.
-      taken: i64[N + 1], the sum of the masses of the known ids before each.
-      first: the first id that is drawn if all are equally likely.
+      taken: i64[N + 1], the sum of the masses of the known ids before each known id.
+      first: the first id that is drawn if all ids are equally likely.
       num_ids: V.
 
     Example:
@@ -70,11 +71,11 @@ class Negatives:
 
     @typed
     def __call__(self, key: Key, shape: Shape, user: Users | None = None) -> Tensor:
-        """Return ids, i64[shape]. With known ids, `user` is i[B] with B = shape[0], and his known ids are not drawn.
+        """Return ids, i64[shape]. With known ids, `user` is i[B], B = shape[0], and no known id of a user is drawn.
 
         Raises:
-          ValueError: a user has no bag of known ids, or knows all ids. Inside `jit`, where no value can be read, both
-            get ids -1, which are in no table.
+          ValueError: a user has no bag of known ids, or knows all ids. Inside `jit`, where no value can be read, such
+            users get ids -1, which are in no table.
         """
         check("funcrec.data.Negatives", _user_problems(self, shape, user))
         own = random.bits(key, tuple(shape))
@@ -104,7 +105,7 @@ class Negatives:
         return torch.where(ids > 0, self.ends[(ids - 1).clamp(min=0, max=self.num_ids - 1)], 0)
 
     def _at(self, mass: Tensor) -> Tensor:
-        """Return the id into whose mass interval each number falls."""
+        """Return for each number the id whose interval of masses contains the number."""
         if self.ends is None:
             return mass + self.first
         return torch.searchsorted(self.ends, mass, right=True)
@@ -116,13 +117,13 @@ class Negatives:
 
 @typed
 def uniform_negatives(num_ids: Count, *, first: Size = 0, known: JaggedTensor | None = None) -> Negatives:
-    """Make a sampler of the ids first, ..., num_ids - 1, all equally likely.
+    """Return a sampler of the ids first, ..., num_ids - 1, all equally likely.
 
     Args:
       first: 1 leaves out id 0, the unknown id of encodings.
-      known: the ids that are not drawn for each user, see `known_items`.
+      known: the ids that are not drawn for each user, as `known_items` returns them.
 
-    Law: the ids depend on the key, the shape, the user and the user's known ids; no known id is drawn.
+    Law: the ids depend only on the key, the shape, the user and the known ids of the user. No known id is drawn.
 
     Example:
       >>> import funcrec as fr
@@ -141,15 +142,15 @@ def uniform_negatives(num_ids: Count, *, first: Size = 0, known: JaggedTensor | 
 def popularity_negatives(
     counts: Counts, *, exponent: NotNegative = 0.75, known: JaggedTensor | None = None
 ) -> Negatives:
-    """Make a sampler of ids with probability count^exponent over the sum; ids that were never counted are never drawn.
+    """Return a sampler of ids with probability count^exponent over the sum. An id without a count is never drawn.
 
     Args:
-      counts: the count of each id, i[V] or f[V], such as `encoding.ids["item"].counts`; set counts[0] to 0 to leave out
+      counts: the count of each id, i[V] or f[V], such as `encoding.ids["item"].counts`. Set counts[0] to 0 to leave out
         the unknown id.
-      exponent: 0 makes all counted ids equally likely; 1 draws them in proportion to their counts.
-      known: the ids that are not drawn for each user, see `known_items`.
+      exponent: 0 makes all counted ids equally likely. 1 draws each id in proportion to its count.
+      known: the ids that are not drawn for each user, as `known_items` returns them.
 
-    Law: as `uniform_negatives`; the same bits on all devices of one kind.
+    Law: the law of `uniform_negatives` holds. All devices of one kind draw the same bits.
 
     Example:
       >>> import torch, funcrec as fr
@@ -168,11 +169,11 @@ def popularity_negatives(
 
 @typed
 def known_items(user: Ids, item: Ids, *, num_users: Count | None = None) -> JaggedTensor:
-    """Return bags: bag u has the items of user u, ascending and each once. Negatives leave them out.
+    """Return one bag for each user: bag u has the known items of user u, ascending and each once.
 
     Args:
-      user, item: i[N], ids >= 0 of the rows that are known (those to train on).
-      num_users: the number of bags; by default the largest user's id + 1.
+      user, item: i[N], ids >= 0 of the rows to train on. Negatives leave out these pairs.
+      num_users: the number of bags. The default is the largest id of a user + 1.
 
     Example:
       >>> import torch
@@ -194,12 +195,14 @@ def known_items(user: Ids, item: Ids, *, num_users: Count | None = None) -> Jagg
 
 @typed
 def log_q(counts: Counts, *, exponent: NotNegative = 1.0) -> Tensor:
-    """Return each id's log share f[V], count^exponent over the sum; `in_batch_softmax` subtracts it from logits.
+    """Return the logarithm of each id's share, f[V]. The share is count^exponent over the sum.
+
+    `in_batch_softmax` subtracts it from the logits.
 
     Args:
-      counts: the count of each id in the rows to train on, i[V] or f[V]. An id without a count counts as once. The
-        result is f32, or f64 if they are.
-      exponent: 1 for candidates from the batch; the exponent of `popularity_negatives` for drawn ones.
+      counts: the count of each id in the rows to train on, i[V] or f[V]. An id with count 0 is treated as if its count
+        were 1. The result is f32, or f64 if the counts are f64.
+      exponent: 1 for candidates from the batch. For drawn candidates, the exponent of `popularity_negatives`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -223,7 +226,7 @@ def _with_known(call: str, negatives: Negatives, known: JaggedTensor | None) -> 
 
 
 def _bag_of(known: JaggedTensor, user: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where each user's bag begins and ends, and whether there is one; a missing bag is empty."""
+    """Return where each user's bag begins, where it ends, and whether there is one. A missing bag is empty."""
     count = known.offsets.shape[0] - 1
     is_there = (user >= 0) & (user < count)
     user = torch.where(is_there, user, 0)

@@ -1,4 +1,4 @@
-"""The next items of an iterator, made in a thread while the current one is used.
+"""An iterator whose next items a thread makes while the current item is in use.
 
 list(prefetch(items)) == list(items)
 """
@@ -21,24 +21,24 @@ T = TypeVar("T")
 def prefetch(
     items: Iterable[T], *, depth: Count = 2, pin_memory: bool = False, device: Device | None = None
 ) -> Iterator[T]:
-    """Return `items`, with up to `depth` of them ready ahead of the consumer.
+    """Return an iterator over `items`, of which up to `depth` are ready ahead of the consumer.
 
     Args:
-      items: any iterable of trees of tensors, such as `batches(...)`; only the thread touches it.
-      depth: items kept ready, 1 or more; the thread may be making one more.
-      pin_memory: copy CPU tensors into page-locked memory, from which a copy to a GPU does not wait.
-      device: where the tensors go. A separate stream copies them to a GPU, and the consumer's stream awaits the copy:
-        the host does not wait.
+      items: any iterable of trees of tensors, such as `batches(...)`. Only the thread uses it.
+      depth: the number of items that are kept ready, 1 or more. The thread may be making one item more.
+      pin_memory: copy CPU tensors into page-locked memory. A copy from there to a GPU does not block the host.
+      device: where the tensors go. A separate stream copies them to a GPU. The consumer's stream waits for the copy,
+        and the host does not.
 
     Returns:
-      an iterator. Its thread starts with the first item, and ends with the last, or when the iterator is closed or
-      dropped. An exception of `items` is raised in place of its item. Only one thread at a time may take items: a
-      second one that asks while the first waits gets ValueError, as with any generator.
+      an iterator. Its thread starts with the first item. The thread ends with the last item, or when the iterator is
+      closed or dropped. An exception of `items` is raised in place of its item. Only one thread at a time may take
+      items: a second thread that asks meanwhile gets ValueError, as with any generator.
 
     Raises:
-      TypeError, ValueError: an argument does not fit, or the GPU is not there; raised before the thread starts.
+      TypeError, ValueError: an argument does not fit, or the GPU is not there. The call raises before a thread starts.
 
-    Law: the same items in the same order.
+    Law: the iterator returns the same items in the same order as `items`.
 
     Example:
       >>> from funcrec.data import prefetch
@@ -50,9 +50,11 @@ def prefetch(
 
 
 def in_threads(make: Callable[[S], T], items: Iterable[S], workers: int, depth: int) -> Iterator[T]:
-    """Run map(make, items) in `workers` threads, with up to `depth` results, or one per thread, ahead of the consumer.
+    """Yield the results of map(make, items), made in `workers` threads ahead of the consumer.
 
-    Law: the same results in the same order; an exception is raised in place of its result.
+    At most `depth` results wait, or as many as there are threads if these are more.
+
+    Law: the results come in the order of the items. An exception is raised in place of its result.
     """
     with ThreadPoolExecutor(workers, thread_name_prefix="funcrec.data.loader") as pool:
         waiting: deque = deque()
@@ -69,7 +71,7 @@ def in_threads(make: Callable[[S], T], items: Iterable[S], workers: int, depth: 
 
 
 class _Ready:
-    """State that the two threads share: items made and not yet taken, the end with its error, whether to go on."""
+    """State that both threads share: the ready items, whether the source ended and its error, whether to go on."""
 
     def __init__(self):
         self.items, self.changed = deque(), threading.Condition()
@@ -118,14 +120,14 @@ def _produce(source: Iterable, ready: _Ready, depth: int, pin_memory: bool, devi
         ready.error = error
     finally:
         if hasattr(items, "close"):
-            items.close()  # runs a generator's `finally` in the thread that ran the generator
+            items.close()  # a generator's `finally` runs in its own thread
         with ready.changed:
             ready.ended = True
             ready.changed.notify_all()
 
 
 def _move(item, pin_memory: bool, device: torch.device | None, stream):
-    """Return (the item on `device`, the event after which its copy is done, or None)."""
+    """Return the item on `device`, and the event that marks the end of its copy, or None."""
     if pin_memory:
         item = map_tensors(lambda x: x.pin_memory() if x.device.type == "cpu" else x, item)
     if device is None:

@@ -1,9 +1,9 @@
-"""Splits into row numbers: at random, by time, by group, the last rows of each group; and the k-core of two columns.
+"""Splits into row numbers, by chance, by time, by group or by last rows, and the k-core of a table.
 
     parts = split(...)      every row is in one part;  a part's rows ascend
 
-A part is a vector i64; pass it as `rows` to `batches` and `loader`: no data are copied. Each function's law says how
-the parts are separated. Shapes: N rows, P parts.
+A part is a vector i64. Pass it as `rows` to `batches` and `loader`; the data are not copied. Each function states as
+its law how the parts are separated. Shapes: N rows, P parts.
 """
 
 import math
@@ -23,15 +23,16 @@ Shares = Annotated[Sequence[Part], Within("a share for each part", bool, "is emp
 
 @typed
 def random_split(num_rows: Size, fractions: Shares, *, key: Key) -> tuple[Tensor, ...]:
-    """Split rows 0 .. num_rows - 1 at random into parts of these shares: i64[...] for each part.
+    """Return the row numbers of parts with these shares, split at random: -> i64[...] for each part.
 
     Args:
-      fractions: the share of each part, together 1; part p ends at row round(N · (f_0 + ... + f_p)) of a random order.
+      fractions: the share of each part, together 1. Part p ends at row round(N · (f_0 + ... + f_p)) of a random order
+        of the rows 0 .. num_rows - 1.
 
     Raises:
       ValueError: the shares do not sum to 1, or a part would have no row.
 
-    Law: every row is in one part; the same key gives the same parts on every device.
+    Law: every row is in one part. The same key gives the same parts on every device.
 
     Example:
       >>> import funcrec as fr
@@ -47,18 +48,18 @@ def random_split(num_rows: Size, fractions: Shares, *, key: Key) -> tuple[Tensor
 
 @typed
 def split_by_time(time: Any, fractions: Shares) -> tuple[Tensor, ...]:
-    """Split rows by time, the oldest in the first part: i64[...] for each part.
+    """Return the row numbers of parts split by time, the oldest part first: -> i64[...] for each part.
 
     Args:
       time: a number, date or timestamp of each row: a tensor, a numpy array, a list, a column of pyarrow, pandas
         or polars.
-      fractions: the share of each part, together 1, the oldest first. Rows of one time stay together: a part ends
-        where the time changes, at the change nearest to its share.
+      fractions: the share of each part, together 1, the oldest part first. Rows with equal times stay together: a part
+        ends at the change of time nearest to its share.
 
     Raises:
       ValueError: a time is missing, or a part would have no row (for instance, when all times are equal).
 
-    Law: every row is in one part; every time of a part is before every time of the next.
+    Law: every row is in one part. Every time of a part is before every time of the next part.
 
     Example:
       >>> import torch, funcrec as fr
@@ -76,16 +77,16 @@ def split_by_time(time: Any, fractions: Shares) -> tuple[Tensor, ...]:
 
 @typed
 def split_by_group(group: Any, fractions: Shares, *, key: Key) -> tuple[Tensor, ...]:
-    """Split rows into parts of whole groups, assigned at random: i64[...] for each part.
+    """Return the row numbers of parts of whole groups, assigned at random: -> i64[...] for each part.
 
     Args:
-      group: the user, session or query of each row, as numbers or text; in the forms of `split_by_time`'s time.
-      fractions: each part's share of the groups, together 1; its number of rows depends on the groups' sizes.
+      group: the user, session or query of each row, as numbers or text, in any form that `split_by_time` accepts.
+      fractions: the share of the groups that each part gets, together 1. The numbers of rows depend on the groups.
 
     Raises:
       ValueError: a group is missing, or a part would have no group.
 
-    Law: no group is in two parts; which part a group is in does not depend on the order of the rows.
+    Law: no group is in two parts. The part of a group does not depend on the order of the rows.
 
     Example:
       >>> import torch, funcrec as fr
@@ -107,19 +108,20 @@ def split_by_group(group: Any, fractions: Shares, *, key: Key) -> tuple[Tensor, 
 
 @typed
 def leave_one_out(group: Any, time: Any, *, held_out: Literal[2, 1] = 2) -> tuple[Tensor, ...]:
-    """Return (train, valid, test), i64[...] each: a group's last row is for the test, the one before for validation.
+    """Return (train, valid, test), i64[...] each, with the last rows of each group held out.
+
+    The last row of a group is in test. The row before the last row is in valid.
 
     Args:
-      group, time: as in `split_by_group` and `split_by_time`. Among rows of one time, the larger row number is later.
+      group, time: as in `split_by_group` and `split_by_time`. Of rows with equal times, the larger row number is later.
       held_out: 2, or 1 for (train, test) without validation.
 
-    Each group keeps a row to train on: a group of two rows has none for validation, a group of one row none for the
-    test.
+    Each group keeps a row in train. A group of two rows has no row in valid. A group of one row has none in test.
 
     Raises:
-      ValueError: a group or time is missing, or no group has a row to hold out.
+      ValueError: a group or a time is missing, or no group has a row to hold out.
 
-    Law: every row is in one part; a group has at most one row in valid and in test, and no later row in train.
+    Law: every row is in one part. A group has at most one row in each of valid and test, and no later row in train.
 
     Example:
       >>> import torch, funcrec as fr
@@ -131,7 +133,7 @@ def leave_one_out(group: Any, time: Any, *, held_out: Literal[2, 1] = 2) -> tupl
     times = codes_of(call, time, "time", is_time=True)
     check(call, length_problems(group=groups, time=times))
     order = times.argsort(stable=True)
-    order = order[groups[order].argsort(stable=True)]  # sorted by group, then by time
+    order = order[groups[order].argsort(stable=True)]  # the rows, sorted by group, then by time
     sizes = torch.bincount(groups)
     from_end = (sizes.cumsum(0) - 1)[groups[order]] - torch.arange(len(order))
     is_held = (from_end < held_out) & (from_end < sizes[groups[order]] - 1)
@@ -146,15 +148,16 @@ def k_core(user: Any, item: Any, k: Count | tuple[Count, Count]) -> Tensor:
     """Return the rows that stay after users and items with fewer than k rows are removed repeatedly, i64[...].
 
     Args:
-      user, item: the user and item of each row, as `split_by_group`'s group. A pair that appears twice counts twice.
-      k: the least rows of a user and of an item, or (k of users, k of items).
+      user, item: the user and the item of each row, in the forms that `split_by_time` accepts. A pair that appears
+        twice counts twice.
+      k: the least number of rows of a user and of an item, or a pair (k of users, k of items).
 
     Returns:
-      row numbers, ascending; none if there is no such core.
+      the row numbers, ascending. There are none if the table has no such core.
 
-    Law: every user and item of the returned rows has k or more of them, and no larger set of rows has this property.
+    Law: every user and every item of the returned rows has at least k of these rows. No larger set has this property.
 
-    Cost: each round passes once over the rows that are left; a few rounds on people's data, N / 4 on a long chain.
+    Cost: each round passes once over the rows that are left. Data of people take few rounds, a chain takes N / 4.
 
     Example:
       >>> import torch, funcrec as fr
@@ -180,13 +183,13 @@ def k_core(user: Any, item: Any, k: Count | tuple[Count, Count]) -> Tensor:
 
 
 def bounds_of(count: int, fractions: Sequence[float]) -> list[int]:
-    """Return where each part ends; the last ends at `count`."""
+    """Return the end of each part. The last part ends at `count`."""
     sums = [math.fsum(fractions[: p + 1]) for p in range(len(fractions) - 1)]
     return [*(int(count * s + 0.5) for s in sums), count]
 
 
 def parts_of(call: str, order: Tensor, bounds: Sequence[int], got: str) -> tuple[Tensor, ...]:
-    """Cut `order` at the bounds and sort each part; no part may be empty."""
+    """Return the sorted parts of `order` between the bounds. An empty part is an error."""
     sizes = [b - a for a, b in zip((0, *bounds), bounds)]
     if min(sizes) < 1:
         sizes_of = f"parts of {', '.join(map(str, sizes))}"

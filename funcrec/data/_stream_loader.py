@@ -1,4 +1,4 @@
-"""Batches of a source that is larger than memory, starting at any position of any epoch.
+"""Batches of a source that is larger than memory, from any position of any epoch.
 
 batch i of epoch e = encode(table i of stream(source, key=fold_in(key, e)))
 """
@@ -32,9 +32,9 @@ CALL = "funcrec.data.stream_loader"
 
 @dataclass(frozen=True)
 class StreamLoader:
-    """A loader over a source; `stream_loader` makes it. Called with a position, it returns the rest of that epoch.
+    """A loader over a source, as `stream_loader` returns it. A call with a position returns the rest of that epoch.
 
-    `operator.length_hint(load)` is the number of batches of an epoch, if the source tells it (text does not).
+    `operator.length_hint(load)` is the number of batches in an epoch, if the source knows it. Text does not.
 
     Example:
       >>> import operator
@@ -56,7 +56,7 @@ class StreamLoader:
     depth: int
     device: Device | None
     given: dict[str, Any]  # the arguments of `stream_loader`, to make a copy in another process
-    look: Callable[[tuple[Position, Batch]], Any] | None = None  # called on each item before it goes to the device
+    look: Callable[[tuple[Position, Batch]], Any] | None = None  # it sees each item before the device does
 
     @typed(call=CALL)
     def __call__(self, position: At = Position()) -> Iterator[tuple[Position, Batch]]:  # noqa: B008
@@ -75,12 +75,12 @@ class StreamLoader:
 
     @property
     def order(self) -> dict[str, Any]:
-        """Return the settings that, with the files, determine which rows each batch has."""
+        """Return the settings that, together with the files, determine the rows of each batch."""
         key = None if self.key is None else int(self.key)
         return {"batch_size": self.batch_size, "key": key, "window": self.window}
 
     def __reduce__(self) -> tuple:
-        """Pickle the arguments: files are opened again when it is unpickled; a table is pickled with it."""
+        """Return the arguments that pickle saves. A path is saved as it is and opened again. A table is saved whole."""
         source = self.given["source"]
         if not is_path(source) and not isinstance(source, Sequence):
             source = table_of(CALL, self.source).combine_chunks()
@@ -107,25 +107,25 @@ def stream_loader(
     depth: Count = 2,
     device: Device | None = None,
 ) -> StreamLoader:
-    """Return a loader, as `fr.fit` takes it, of a source that is larger than memory.
+    """Return a loader for `fr.fit` that reads a source larger than memory.
 
     Args:
       source, format, window, drop_last: as in `stream`.
-      encode: a Schema, if ids are integers; an Encoding; or a function from a pyarrow.Table to Examples.
-      columns: the columns that such a function gets, all if None.
+      encode: a Schema, if the ids are integers; an Encoding; or a function from a pyarrow.Table to Examples.
+      columns: the columns that such a function gets. None passes all columns.
       key: shuffles by (key, epoch).
       pad_last: fill up a last batch that is not full with copies of its last row, of weight 0, as `batches` does.
       bucket: pad the ids by `fr.pad_to_bucket`.
-      workers, depth, device: as in `loader`; the threads encode, one thread reads.
+      workers, depth, device: as in `loader`. The threads encode; one separate thread reads.
 
     Returns:
-      load(position=Position()) -> iterator of (the position after the batch, the batch), as from `batches`.
+      a function load(position=Position()) that returns an iterator of (position after the batch, batch), as `batches`.
 
     Raises:
-      TypeError, ValueError: at the call, if the source's schema does not fit.
-      ValueError: while reading; names file and row.
+      TypeError, ValueError: the schema of the source does not fit. The call raises it.
+      ValueError: a row cannot be read or encoded. The iterator raises it, and it names the file and the row.
 
-    Law: one epoch has every row once; load(position) returns exactly the batches that would have followed it.
+    Law: an epoch has every row once. The batches of load(position) equal those that follow the position in the epoch.
 
     Example:
       >>> from funcrec.data import Schema, stream_loader
@@ -151,7 +151,7 @@ def stream_loader(
 
 
 def _positions(load: StreamLoader, position: Position) -> Iterator[tuple[Position, Batch]]:
-    """Yield each batch with the position after it; after the last one comes the next epoch's first position."""
+    """Yield (position after the batch, batch). With the last batch comes the first position of the next epoch."""
     (epoch, number), key = position, load.key
     numbered = tables(
         CALL, load.source, load.batch_size, key=None if key is None else random.fold_in(key, epoch),
@@ -179,7 +179,7 @@ def _made(load: StreamLoader, rows: np.ndarray, table) -> Batch:
 
 
 def to_batch(source: Source, encode: Callable, rows: np.ndarray, table, bucket: bool = False) -> Batch:
-    """Encode one table as a batch; errors name its rows as the file numbers them."""
+    """Return the batch of one encoded table. Errors name a row by its number in the file."""
     with columns_of.rows_named(lambda r: row_name(source, int(rows[r]))):
         made = encode(table)
     if not isinstance(made, Examples | Batch):

@@ -1,1 +1,1 @@
-"""Data that papers train on: MovieLens-1M, Criteo's formats, and generated rows."""
+"""Datasets that papers train on: MovieLens-1M, data in the formats of Criteo, and generated rows."""

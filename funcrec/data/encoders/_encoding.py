@@ -2,7 +2,7 @@
 
     encoding = fit_encoding(train_table, schema)        encode(encoding, any_table) -> Examples
 
-Columns that share a table of embeddings (an item, and the items that a user has seen) share one vocabulary.
+Columns share one vocabulary if they share a table of embeddings, such as an item and the items that a user has seen.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,15 +26,15 @@ Pooling = Literal["sum", "mean", "none"]
 
 @pytree(static=("schema", "tables"))
 class Encoding:
-    """The state that `fit_encoding` learned; `fr.save` takes it, with the parameters that were trained with it.
+    """The state that `fit_encoding` learned. Save it by `fr.save`, with the parameters that were trained with it.
 
     Args:
       ids: {table: the state of its encoder}.
-      dense: {column: the state of its encoder}; columns that are not encoded have none.
-      schema: the columns' names.
+      dense: {column: the state of its encoder}. A column that is not encoded is absent.
+      schema: the names of the columns.
       tables: (column, table) of each column of ids.
 
-    Learned numbers are f64: `encode` refuses an encoding that `fr.tree.to` has cast; cast only the parameters.
+    Learned numbers are f64. `encode` refuses an encoding that `fr.tree.to` has cast: cast only the parameters.
 
     Example:
       >>> from funcrec.data import Schema, encode, fit_encoding
@@ -51,7 +51,7 @@ class Encoding:
 
     @property
     def num_ids(self) -> dict[str, int]:
-        """Return {column: n}: its ids are in [0, n)."""
+        """Return {column: n}, where the ids of the column are in [0, n)."""
         return {column: self.ids[table].num_ids for column, table in self.tables}
 
     def __repr__(self) -> str:
@@ -67,20 +67,21 @@ def fit_encoding(
     *,
     share: Mapping[str, str] | None = None,
 ) -> Encoding:
-    """Learn the encoders of all columns from the rows to train on, in one pass.
+    """Return the encoding of all columns, learned in one pass over the rows to train on.
 
     Args:
-      source: as in `read`, or an iterable of tables and record batches; neither needs to fit in memory.
-      schema: the columns and their roles; its label, weights and time are not encoded.
-      encoders: {column: Encoder}. By default ids get `vocabulary()` and dense columns `normalize()`. None leaves a
+      source: a source as in `read`, or an iterable of tables and record batches. No source must fit in memory.
+      schema: the columns and their roles. Its label, weights and time are not encoded.
+      encoders: {column: Encoder}. By default ids get `vocabulary()` and dense columns get `normalize()`. None leaves a
         dense column as it is.
-      share: {column: table}, for columns of ids that share the table of another column, and its vocabulary:
-        share={"history": "item"}. The encoder of "item" learns from all of them.
+      share: {column: table}, for columns of ids that share the table and the vocabulary of another column:
+        share={"history": "item"}. The encoder of "item" then learns from both columns.
 
     Raises:
-      TypeError, ValueError, KeyError: names the column, and the row if there is one.
+      TypeError, ValueError, KeyError: an argument or a value does not fit. The error names the column, and the row if
+        there is one.
 
-    Law: the same rows give the same encoding, however they are cut into chunks.
+    Law: the same rows give the same encoding, whatever chunks they come in.
 
     Example:
       >>> from funcrec.data import Schema, bucketize, fit_encoding
@@ -117,16 +118,16 @@ def fit_encoding(
 
 @typed
 def encode(encoding: Encoding, table: object) -> Examples:
-    """Encode the rows of a table; values that were not seen when `encoding` was learned get the unknown id 0.
+    """Return the Examples of an encoded table. A value that `encoding` has not learned gets the unknown id 0.
 
     Args:
-      table: as in `read`. For prediction it may lack all of the schema's labels; then it may lack weight and time
-        too, and the batches have no label.
+      table: as in `read`. A table for prediction may lack all labels of the schema. Such a table may also lack weight
+        and time, and its batches have no label.
 
-    Law: row r of the result depends on the encoding and row r only.
+    Law: row r of the result depends only on the encoding and row r.
 
     Raises:
-      TypeError: a column has another type than was learned. Also what `examples` raises.
+      TypeError: a column has another type than the learned column. `encode` also raises what `examples` raises.
 
     Example:
       >>> import torch
@@ -136,14 +137,14 @@ def encode(encoding: Encoding, table: object) -> Examples:
       {'tags': [[2, 0]]}
     """
     call, schema = "funcrec.data.encode", encoding.schema
-    if not (is_path(table) or isinstance(table, Mapping | Sequence)):  # it may be readable only once
+    if not (is_path(table) or isinstance(table, Mapping | Sequence)):  # a source that may be readable only once
         table = as_table(call, table, None)
     names = list(table) if isinstance(table, Mapping) else opened(call, table, None).schema.names
     if not set(schema.labels) & set(names):
         absent = {n: None for n in ("weight", "time") if getattr(schema, n) not in names}
         schema = replace(schema, label=None, label_kind="binary", **absent)
     table = columns.lists_and_ids(table_of(call, opened(call, table, schema)), schema)
-    with outside_transforms():  # inside a transform torch wraps tensors that are read here on the host
+    with outside_transforms():  # a transform would wrap the tensors that are read here on the host
         for column, state in ({c: encoding.ids[t] for c, t in encoding.tables} | encoding.dense).items():
             made = state.apply(table[column], Place(call, column))
             table = table.set_column(table.column_names.index(column), column, made)
@@ -157,11 +158,11 @@ def configs(
     *,
     pooling: Pooling | Mapping[str, Pooling] = "sum",
 ) -> tuple[tuple[TableConfig, ...], tuple[FeatureConfig, ...]]:
-    """Return (tables, features) for the ids of an encoding; models are constructed from them.
+    """Return (tables, features) for the ids of an encoding. Models are constructed from these two.
 
     Args:
-      embedding_dim: one for all tables, or {table: dim}.
-      pooling: one for all columns, or {column: pooling}; "sum" for columns that are not named.
+      embedding_dim: one dimension for all tables, or {table: dim}.
+      pooling: one pooling for all columns, or {column: pooling}. Columns that are not named get "sum".
 
     Example:
       >>> from funcrec.data import Schema, configs, fit_encoding
@@ -181,7 +182,7 @@ def configs(
 
 
 def _computed(call: str, name: str, encoder: Encoder, known: Any) -> Any:
-    """Return the state; an error about the rows names the column."""
+    """Return the state of an encoder. An error about the rows names the column."""
     try:
         return encoder.compute(known)
     except ValueError as error:
@@ -224,7 +225,7 @@ def _sharing_problems(schema: Schema, share: Mapping[str, str]) -> Iterator[Prob
 
 
 def _role_problems(schema: Schema) -> Iterator[Problem]:
-    """Check that an encoded column has no other role: for that it needs another name."""
+    """Yield a problem if an encoded column has another role. For two roles, the column needs two names."""
     others = {*(by for _, by in schema.weights), schema.weight, schema.time}
     twice = [n for n in schema.keys if n in {*others, *schema.dense}] + [n for n in schema.dense if n in others]
     if twice:

@@ -3,8 +3,8 @@
     bucketize:  id = 1 + number of edges <= x;  0 where x is missing       normalize:  (x - mean) / deviation
     log1p:      log(1 + x)
 
-NaN counts as missing, as a null does. The learned state is the same however rows are cut into chunks: it uses moments
-of blocks of a fixed number of rows, and quantiles of counted values. Shapes: N values, K edges.
+NaN counts as missing, as a null does. The learned state is the same for all ways of cutting rows into chunks: it uses
+moments of blocks of a fixed number of rows, and quantiles of counted values. Shapes: N values, K edges.
 """
 
 import bisect
@@ -20,10 +20,9 @@ from funcrec.core import Problem, check, describe, fail, pytree, typed
 from funcrec.data.encoders._encoders import Encoder, Place, by_elements, fixed, floats_of
 
 BLOCK = 1 << 16  # values in one block of moments
-MOST_COUNTED = (
-    1 << 20
-)  # distinct values that are counted; if there are more, values with the same leading digits count as one
-DIGITS = 4  # binary digits that are dropped at a time
+# The most distinct values that are counted. If there are more, values with the same leading digits count as one value.
+MOST_COUNTED = 1 << 20
+DIGITS = 4  # the number of binary digits that are dropped at once
 
 
 @pytree
@@ -38,17 +37,17 @@ class Buckets:
 
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
-        """Return ids i64 of a column of numbers: 1 below the first edge, k + 1 from the k-th; 0 if missing."""
+        """Return ids i64 of a column of numbers: 1 below the first edge, k + 1 from the k-th edge, 0 if missing."""
         x, edges = floats_of(values, place), _learned(self.edges, place)
         found = np.where(np.isnan(x), 0, 1 + np.searchsorted(edges, x, side="right"))
         edges = edges.tolist()
         for at, integer in _large_integers(values, x):
-            found[at] = 1 + bisect.bisect_right(edges, integer)  # python compares an integer exactly
+            found[at] = 1 + bisect.bisect_right(edges, integer)  # Python compares integers with floats exactly
         return found
 
 
 def _large_integers(values: Any, x: np.ndarray) -> list[tuple[int, int]]:
-    """Return (place, value) of integers that f64 may not hold."""
+    """Return (place, value) of each integer that f64 may not hold."""
     import pyarrow.types as kinds
 
     if kinds.is_floating(values.type) or not (places := np.flatnonzero(np.abs(x) >= 2.0**53)).size:
@@ -57,7 +56,7 @@ def _large_integers(values: Any, x: np.ndarray) -> list[tuple[int, int]]:
 
 
 class Counted(NamedTuple):
-    """Values so far, ascending, with their counts; parts that wait to be added; how many binary digits were dropped."""
+    """Counted values: the values, ascending; their counts; parts not added yet; the number of dropped binary digits."""
 
     values: np.ndarray
     counts: np.ndarray
@@ -67,17 +66,20 @@ class Counted(NamedTuple):
 
 @typed
 def bucketize(edges: Sequence[float] | None = None, *, num_quantiles: int | None = None) -> Encoder:
-    """Make an encoder of numbers into ids of buckets: 1 below the first edge, k + 1 from the k-th on; 0 if missing.
+    """Return an encoder of numbers into ids of buckets: 1 below the first edge, k + 1 from the k-th edge.
+
+    A missing number gets id 0.
 
     Args:
-      edges: ascending; or
-      num_quantiles: 2 or more, the number of buckets. They have equal numbers of rows, as far as the values allow: the
-        edges are the quantiles k / num_quantiles, interpolated as numpy does. There are fewer buckets if values repeat.
+      edges: the edges, ascending. Give either `edges` or `num_quantiles`.
+      num_quantiles: 2 or more, the number of buckets. The buckets have equal numbers of rows, as far as the values
+        allow: the edges are the quantiles k / num_quantiles, interpolated as numpy does. If values repeat, there may be
+        fewer buckets.
 
-    Law: the state does not depend on the order of the rows, nor on how they were cut into chunks.
+    Law: the state depends neither on the order of the rows nor on their chunks.
 
-    Cost: memory for the distinct values, up to 2²⁰ of them. If there are more, values with the same leading binary
-    digits count as one: the edges of 5 million normal numbers are right to 3e-5.
+    Cost: memory for up to 2²⁰ distinct values. If there are more, values with the same leading binary digits count as
+    one value. Then the edges of 5 million normal numbers have errors up to 3e-5.
 
     Example:
       >>> from funcrec.data import bucketize
@@ -105,11 +107,14 @@ def _count(known: Counted, values: Any, place: Place) -> Counted:
 
 
 def _add_up(known: Counted) -> Counted:
-    """Add up what waits; keep at most MOST_COUNTED distinct values. The values alone decide how many digits stay."""
+    """Return the counts with the waiting parts added, for at most MOST_COUNTED distinct values.
+
+    The values alone decide how many digits stay."""
     parts = [known[:2], *known.waiting]
     values, counts, digits = np.concatenate([v for v, _ in parts]), np.concatenate([c for _, c in parts]), known.digits
     while True:
-        bits = (values + 0.0).view(np.int64) & (np.int64(-1) << min(digits, 63))  # rounds towards zero; -0.0 is 0.0
+        # The mask rounds towards zero. The sum with 0.0 turns -0.0 into 0.0.
+        bits = (values + 0.0).view(np.int64) & (np.int64(-1) << min(digits, 63))
         distinct, at = np.unique(bits.view(np.float64), return_inverse=True)
         sums = np.zeros(len(distinct), np.int64)
         np.add.at(sums, at, counts)
@@ -128,7 +133,8 @@ def _edges(call: str, known: Counted, num_quantiles: int) -> np.ndarray:
     at = np.arange(1, num_quantiles) / num_quantiles * (ends[-1] - 1)
     low, high = (values[np.searchsorted(ends, f(at), side="right")] for f in (np.floor, np.ceil))
     part = at - np.floor(at)
-    edges = np.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part))  # as numpy rounds
+    # This order of operations rounds as numpy.quantile does.
+    edges = np.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part))
     return np.unique(edges[edges > values[0]])
 
 
@@ -136,7 +142,7 @@ def _edges(call: str, known: Counted, num_quantiles: int) -> np.ndarray:
 
 
 class Moments(NamedTuple):
-    """count, mean and Σ (x - mean)² of whole blocks of values. rest: values after them, fewer than BLOCK."""
+    """The count, mean and Σ (x - mean)² of whole blocks of values. rest: later values, fewer than BLOCK."""
 
     count: int = 0
     mean: float = 0.0
@@ -146,7 +152,7 @@ class Moments(NamedTuple):
 
 @pytree
 class Normal:
-    """The state of `normalize`: mean and deviation, f64[], or f64[k] for lists of k; deviation 1 if all are equal."""
+    """The state of `normalize`: mean and deviation, f64[], or f64[k] for lists of k. Equal values have deviation 1."""
 
     mean: Tensor
     deviation: Tensor
@@ -157,7 +163,7 @@ class Normal:
 
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
-        """Return numbers f64 of a column of numbers; 0, the mean, for a missing one."""
+        """Return numbers f64 of a column of numbers. A missing number becomes 0, which stands for the mean."""
         _check_size(place, values, self.mean.numel())
         mean, deviation = (_learned(x, place) for x in (self.mean, self.deviation))
         x = ((floats_of(values, place).reshape(-1, self.mean.numel()) - mean) / deviation).ravel()
@@ -165,10 +171,12 @@ class Normal:
 
 
 def normalize() -> Encoder:
-    """Make an encoder of numbers into (x - mean) / deviation of the learned rows; missing ones become 0, the mean. In
-    lists of a fixed size k, which are k columns side by side, each position has its mean and deviation.
+    """Return an encoder of numbers into (x - mean) / deviation of the learned rows.
 
-    Law: the state does not depend on how rows were cut into chunks. A column of one value has deviation 1.
+    A missing number becomes 0, which stands for the mean. A list of a fixed size k counts as k columns: each position
+    has a mean and a deviation.
+
+    Law: the state does not depend on how the rows are cut into chunks. A column of equal values has deviation 1.
 
     Example:
       >>> from funcrec.data import normalize
@@ -181,8 +189,8 @@ def normalize() -> Encoder:
 
 
 def _measure(known: tuple[Moments, ...], values: Any, place: Place) -> tuple[Moments, ...]:
-    """Update the moments of each position of a row."""
-    if values.null_count == len(values):  # all missing, in a column of any type, or no rows
+    """Return the moments of each position of a row after these values."""
+    if values.null_count == len(values):  # a column without values may have any type
         return known
     known = known or (Moments(),) * place.size
     _check_size(place, values, len(known))
@@ -210,7 +218,7 @@ def _with(known: Moments, values: np.ndarray) -> Moments:
 
 
 def _joined(known: Moments, block: np.ndarray) -> Moments:
-    with np.errstate(over="ignore", invalid="ignore"):  # `_normal_of` reports it
+    with np.errstate(over="ignore", invalid="ignore"):  # `_normal_of` reports infinite squares
         mean = float(block.mean())
         count, step = known.count + len(block), mean - known.mean
         square = float(np.square(block - mean).sum()) + step * step * (known.count / count) * len(block)
@@ -233,7 +241,7 @@ def _normal_of(known: tuple[Moments, ...]) -> Normal:
 
 
 def _learned(x: Tensor, place: Place) -> np.ndarray:
-    """Return what was learned; raise if it is not f64: in fewer digits, different values may become equal."""
+    """Return the learned numbers. Raise if they are not f64: with fewer digits, different values may become equal."""
     if x.dtype != torch.float64:
         what = f"what was learned of column `{place.name}` was cast."
         hint = "fr.tree.to(params, dtype), not the encoding"
@@ -242,7 +250,7 @@ def _learned(x: Tensor, place: Place) -> np.ndarray:
 
 
 def _finite(values: Any, place: Place) -> np.ndarray:
-    """Return f64, NaN for a missing value."""
+    """Return numbers f64, all finite or missing. A missing number is NaN."""
     x = floats_of(values, place)
     if np.isinf(x).any():
         at = int(np.isinf(x).argmax())
@@ -255,7 +263,7 @@ def _finite(values: Any, place: Place) -> np.ndarray:
 
 @pytree
 class Log1p:
-    """log(1 + x); learns nothing."""
+    """The state of `log1p`. It holds nothing."""
 
     @property
     def num_ids(self) -> None:
@@ -263,7 +271,7 @@ class Log1p:
 
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
-        """Return numbers f64 of a column of numbers above -1; ValueError for others. Missing ones stay missing."""
+        """Return log(1 + x), f64, of numbers x > -1. Missing numbers stay missing. Other numbers raise ValueError."""
         x = floats_of(values, place)
         if (x <= -1).any():
             at = int((x <= -1).argmax())
@@ -272,7 +280,9 @@ class Log1p:
 
 
 def log1p() -> Encoder:
-    """Make an encoder of numbers above -1 into log(1 + x); others raise, with column and row; missing stays missing.
+    """Return an encoder of numbers x above -1 into log(1 + x). Missing numbers stay missing.
+
+    Other numbers raise an error that names the column and the row.
 
     Example:
       >>> from funcrec.data import chain, log1p, normalize

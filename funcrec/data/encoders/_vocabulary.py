@@ -1,8 +1,8 @@
 """Encoders that make ids: from a vocabulary of seen values, by a hash, or from integers that are ids already.
 
-    vocabulary:  id = 1 + place of the value among those kept, in their order;   0 for all others, and for missing ones
-    hashed:      id = 1 + hash(value) mod (n - 1);                               0 for missing ones
-    identity:    id = value
+vocabulary:  id = 1 + place of the value among the kept values, in their order;   0 for other and for missing values
+hashed:      id = 1 + hash(value) mod (n - 1);                                    0 for missing values
+identity:    id = value
 
 Text is ordered by its UTF-8 bytes and hashed as Σ_i mix(byte_i, i). Shapes: V ids, N values, S bytes.
 """
@@ -18,15 +18,16 @@ from funcrec.core import GAMMA, Count, Form, Problem, Size, check, fail, mix, py
 from funcrec.data.encoders._encoders import Encoder, Place, by_elements, fixed
 from funcrec.tables import hash_rows, multiply_shift
 
-MERGE_AT = 1 << 16  # least number of waiting values before counts are added up
-SCAN = 16  # a column of fewer values than V / SCAN is looked up by bisection, which needs no index
-HASHED_BYTES = 1 << 22  # bytes of text that are hashed at a time
+MERGE_AT = 1 << 16  # least number of waiting values before `_add_up` runs
+SCAN = 16  # below V / SCAN values, bisection finds the ids, without an index of the vocabulary
+HASHED_BYTES = 1 << 22  # bytes of text that are hashed at once
 KINDS = "integers, text, bytes or booleans"
 
 
 class Seen(NamedTuple):
-    """The values so far. kind: their kind, "none" before any. counted: (values, counts i64) with each value once, or
-    None. waiting: more such pairs, not added up yet; size: their length. missing: how many values are missing."""
+    """The values so far. kind: their kind, "none" before any value. counted: (values, counts i64) with each value once,
+    or None. waiting: more such pairs, which are not added yet. size: the number of waiting values. missing: the number
+    of missing values."""
 
     kind: str = "none"
     counted: tuple | None = None
@@ -37,12 +38,12 @@ class Seen(NamedTuple):
 
 @pytree(static=("kind",))
 class Vocabulary:
-    """Values that have ids: 1, 2, ... in their order; all other values have id 0.
+    """Values that have ids: 1, 2, ... in the order of the values. All other values have id 0.
 
     Args:
-      values: i64[V - 1], ascending (for unsigned ids, their bits); for text and bytes u8[S], one after the other.
-      offsets: i64[V] for text and bytes, where each begins and the last ends; i64[0] for integers.
-      counts: i64[V], how often each id came when the vocabulary was learned.
+      values: i64[V - 1], ascending. Unsigned ids are stored as their bits. Text and bytes are u8[S], end to end.
+      offsets: i64[V] for text and bytes: where each value begins, and where the last value ends; i64[0] for integers.
+      counts: i64[V], how often each id occurred in the rows that the vocabulary was learned from.
       kind: "int", "uint", "text" or "bytes"; "none" if there was no value.
     """
 
@@ -57,7 +58,7 @@ class Vocabulary:
 
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
-        """Return ids i64 of a column, 0 for unknown values. TypeError for a column of another kind than was learned."""
+        """Return ids i64 of a column, 0 for unknown values. A column of another kind raises TypeError."""
         kind, values = of_kind(values, place)
         if "none" in (kind, self.kind):
             return np.zeros(len(values), np.int64)
@@ -70,7 +71,7 @@ class Vocabulary:
 
     @typed
     def decode(self, ids: Annotated[Tensor, Form("i64[N]")]) -> Any:
-        """Return the values of ids i64[N], a pyarrow array; id 0 has a missing value."""
+        """Return the values of ids i64[N], as a pyarrow array. The value of id 0 is missing."""
         import pyarrow as pa
 
         check("funcrec.data.Vocabulary.decode", _id_problems(ids, self.num_ids))
@@ -93,19 +94,21 @@ class Vocabulary:
 
 @typed
 def vocabulary(*, min_count: Count = 1, max_size: Count | None = None) -> Encoder:
-    """Make an encoder of integers, text, bytes or booleans into ids: 1, 2, ... for the seen values, in their order.
+    """Return an encoder of integers, text, bytes or booleans into ids: 1, 2, ... in the order of the seen values.
 
-    Id 0 is the unknown one: for missing values, values that were not seen, and values left out here.
-    Rows with id 0 train its embedding: with min_count=2, say, rare values teach how to treat unknown ones.
+    Id 0 is the unknown id: missing values, values that were not seen, and values left out here get it. Rows with id 0
+    train its embedding. For example, with min_count=2 the rare values teach the model how to treat unknown values.
 
     Args:
-      min_count: values seen less often are left out.
-      max_size: the most values that are kept: the most frequent ones, and the smaller of two that are equally frequent.
+      min_count: values that occur less often are left out.
+      max_size: the largest number of values that are kept. The most frequent values are kept; of two equally frequent
+        values, the smaller is kept.
 
-    Law: the state depends on how often each value came, not on the order of the rows nor on their chunks.
+    Law: the state depends on how often each value occurs. It depends neither on the order of the rows nor on their
+      chunks.
 
-    Cost: memory for the distinct values. One core learns a million texts of 17 bytes in a second; they are 33 MB when
-    saved.
+    Cost: memory for the distinct values. One core learns a million texts of 17 bytes in a second. They take 33 MB in a
+    saved file.
 
     Example:
       >>> from funcrec.data import vocabulary
@@ -132,7 +135,7 @@ def _see(seen: Seen, values: Any, place: Place) -> Seen:
 
 
 def _add_up(seen: Seen) -> Seen:
-    """Add up what waits: each value once, with the sum of its counts."""
+    """Return the state with the waiting counts added: each value once, with the sum of its counts."""
     import pyarrow as pa
 
     parts = [*([seen.counted] if seen.counted else []), *seen.waiting]
@@ -166,7 +169,7 @@ def _vocabulary_of(seen: Seen, min_count: int, max_size: int | None) -> Vocabula
 
 
 def of_kind(values: Any, place: Place) -> tuple[str, Any]:
-    """Return ("int", "uint", "text", "bytes" or "none"; the values as i64, u64, large text or large bytes)."""
+    """Return (kind, values): "int", "uint", "text", "bytes" or "none", and i64, u64, large text or large bytes."""
     import pyarrow as pa
     import pyarrow.types as kinds
 
@@ -190,7 +193,7 @@ def of_kind(values: Any, place: Place) -> tuple[str, Any]:
 
 
 def text_buffers(values: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return (offsets i64[N + 1], bytes u8[S]) of an array of large text or bytes; offsets may begin above 0."""
+    """Return (offsets i64[N + 1], bytes u8[S]) of an array of large text or bytes. The offsets may begin above 0."""
     _, offsets, data = values.buffers()
     ends = np.frombuffer(offsets, np.int64)[values.offset : values.offset + len(values) + 1]
     whole = np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(0, np.uint8)
@@ -198,7 +201,7 @@ def text_buffers(values: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _find_integers(values: Any, kind: str, known: np.ndarray, known_kind: str) -> np.ndarray:
-    """Return 1 + the place of each value among the known, ascending ones; 0 if it is unknown or missing."""
+    """Return 1 + the place of each value among the ascending known values, or 0 for an unknown or missing value."""
     there = ~values.is_null().to_numpy()
     bits = values.fill_null(0).to_numpy().view(np.int64)
     if kind != known_kind:
@@ -238,7 +241,7 @@ def _id_problems(ids: Tensor, num_ids: int) -> Iterator[Problem]:
 
 @pytree(static=("num_embeddings", "seed", "kind"))
 class Hashed:
-    """The state of `hashed`: the kind of the values; other kinds raise."""
+    """The state of `hashed`. It holds the kind of the values; values of other kinds raise."""
 
     num_embeddings: int
     seed: int
@@ -250,7 +253,7 @@ class Hashed:
 
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
-        """Return ids i64 of a column, in [1, num_embeddings); 0 for a missing value."""
+        """Return ids i64 of a column, in [1, num_embeddings). A missing value gets id 0."""
         kind, values = of_kind(values, place)
         if kind == "none" or not len(values):
             return np.zeros(len(values), np.int64)
@@ -267,12 +270,14 @@ class Hashed:
 
 @typed
 def hashed(num_embeddings: Count, *, seed: Size = 0) -> Encoder:
-    """Make an encoder of integers, text, bytes or booleans into ids in [1, num_embeddings) by a hash; 0 if missing.
+    """Return an encoder that hashes integers, text, bytes or booleans to ids in [1, num_embeddings).
+
+    A missing value gets id 0.
 
     Args:
-      num_embeddings: 2 or more; two values have the same id with probability 1 / (num_embeddings - 1).
+      num_embeddings: 2 or more. Two values have the same id with probability 1 / (num_embeddings - 1).
 
-    Law: the same value has the same id in every table and process; a column of another kind than was fitted raises.
+    Law: a value has the same id in every table and process. A column of another kind than the fitted column raises.
 
     Example:
       >>> from funcrec.data import hashed
@@ -293,7 +298,7 @@ def hashed(num_embeddings: Count, *, seed: Size = 0) -> Encoder:
 
 
 def text_bits(values: Any) -> Tensor:
-    """Return i64[N]: the hash of each element of an array of large text or bytes, from its bytes and their places."""
+    """Return hashes i64[N] of the elements of an array of large text or bytes. A hash reads bytes and their places."""
     ends, data = text_buffers(values)
     ends, out, first = torch.from_numpy(ends - ends[0]), [torch.zeros(0, dtype=torch.int64)], 0
     while first < len(values):
@@ -301,7 +306,7 @@ def text_bits(values: Any) -> Tensor:
         begin, own = int(ends[first]), ends[first : last + 1] - ends[first]
         place = torch.arange(int(own[-1])) - own[:-1].repeat_interleave(own.diff())
         terms = mix((place * 256 + torch.from_numpy(data[begin : begin + int(own[-1])].copy()) + 1) * GAMMA)
-        sums = torch.cat([terms.new_zeros(1), terms.cumsum(0)])  # modulo 2⁶⁴, like their differences
+        sums = torch.cat([terms.new_zeros(1), terms.cumsum(0)])  # sums and their differences are modulo 2⁶⁴
         out.append(mix(sums[own[1:]] - sums[own[:-1]]))
         first = last
     return torch.cat(out)
@@ -309,7 +314,7 @@ def text_bits(values: Any) -> Tensor:
 
 @pytree(static=("num_embeddings",))
 class Identity:
-    """Integers that are ids already."""
+    """The state of `identity`, for integers that are ids already."""
 
     num_embeddings: int
 
@@ -319,7 +324,7 @@ class Identity:
 
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
-        """Return ids i64 of a column of integers in [0, num_embeddings); ValueError for others and missing ones."""
+        """Return ids i64 of a column of integers in [0, num_embeddings). Other or missing integers raise ValueError."""
         kind, values = of_kind(values, place)
         if kind in ("text", "bytes"):
             place.refuse_type(values.type, "integers", "vocabulary(), which gives ids to text")
@@ -337,7 +342,9 @@ class Identity:
 
 @typed
 def identity(num_embeddings: Count) -> Encoder:
-    """Make an encoder that keeps integers in [0, num_embeddings) as ids; others raise, with column and row.
+    """Return an encoder that keeps integers in [0, num_embeddings) as ids.
+
+    Other integers raise an error that names the column and the row.
 
     Example:
       >>> from funcrec.data import identity

@@ -1,4 +1,4 @@
-"""Requirements of readers: pyarrow, and files that exist."""
+"""Checks that all readers need: that pyarrow is installed, and that files exist."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from funcrec.core import describe, fail, path_hint
 
 
 def need_pyarrow(call: str):
-    """Return the module pyarrow, or raise an error that says how to install it."""
+    """Return the module pyarrow. If it is missing, the error says how to install it."""
     try:
         import pyarrow
     except ImportError:

@@ -1,6 +1,6 @@
-"""Columns of pyarrow as numbers: ids, bags of ids, floats, times; each value exactly, or an error with column and row.
+"""Columns of pyarrow as numbers: ids, bags of ids, floats, times. Each value is exact, or an error names its row.
 
-    dictionaries, run ends and views are the values they stand for;   a missing list is an empty bag
+dictionaries, run ends and views are the values that they stand for;   a missing list is an empty bag
 
 Shapes: N rows, M ids of all bags.
 """
@@ -16,14 +16,14 @@ from funcrec.core import Problem, fail
 from funcrec.data.readers._rows import need_finite
 from funcrec.data.readers._schema import Schema
 
-# names a row of the table that is being read: a reader of files names the file and the line
+# A function that names a row of the table in errors. A reader of files sets it to name the file and the line.
 NAME_OF_ROW: contextvars.ContextVar[Callable[[int], str]] = contextvars.ContextVar("row", default=lambda r: f"row {r}")
 ENCODE = "fr.data.fit_encoding and fr.data.encode, which make ids of it"
 
 
 @contextlib.contextmanager
 def rows_named(name_of_row: Callable[[int], str]) -> Iterator[None]:
-    """Let errors inside call row r `name_of_row(r)`."""
+    """Make errors inside the block call row r `name_of_row(r)`."""
     token = NAME_OF_ROW.set(name_of_row)
     try:
         yield
@@ -32,13 +32,13 @@ def rows_named(name_of_row: Callable[[int], str]) -> Iterator[None]:
 
 
 def refuse(call: str, row: int, name: str, got: str, need: str, hint: str = "") -> NoReturn:
-    """Raise for one value that cannot be read."""
+    """Raise an error for one value that cannot be read."""
     what = f"{NAME_OF_ROW.get()(int(row))}, column `{name}` cannot be read."
     fail(call, what, got=got, need=need, hint=hint)
 
 
 def value_kind(kind):
-    """Return the type of the values that `plain` returns."""
+    """Return the type of the values that `plain` makes of a column of this type."""
     import pyarrow as pa
     import pyarrow.types as kinds
 
@@ -73,7 +73,7 @@ def is_time(kind) -> bool:
 
 
 def is_point_in_time(kind) -> bool:
-    """Return whether it is a point in time, or a duration: no model reads these directly."""
+    """Return whether the type is a point in time or a duration. No model reads these directly."""
     import pyarrow.types as kinds
 
     return any(is_one(kind) for is_one in (kinds.is_timestamp, kinds.is_date, kinds.is_time, kinds.is_duration))
@@ -85,7 +85,7 @@ def time_hint(name: str) -> str:
 
 
 def text_list_problems(types, names: list[str]) -> Iterator[Problem]:
-    """Report multivalued columns (of a pyarrow.Schema) that are texts: nobody can tell their parts."""
+    """Yield a problem for each multivalued column (of a pyarrow.Schema) of texts: no rule splits a text."""
     import pyarrow.types as kinds
 
     for name in names:
@@ -103,7 +103,7 @@ def is_dense(kind) -> bool:
 
 
 def type_problems(types, schema: Schema) -> Iterator[Problem]:
-    """Report all columns whose type (in a pyarrow.Schema) does not fit the schema."""
+    """Yield a problem for each column whose type (in a pyarrow.Schema) does not fit the schema."""
     import pyarrow.types as kinds
 
     lists, weights = set(schema.multivalued), dict(schema.weights)
@@ -177,7 +177,7 @@ def plain(column):
 
 
 def _list_of_view(view):
-    """Return a list view as a list; a cast leaves the last offset unwritten in pyarrow 26."""
+    """Return a list view as a list, without a cast: in pyarrow 26, a cast leaves the last offset unwritten."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -187,7 +187,9 @@ def _list_of_view(view):
 
 
 def lists_and_ids(table, schema: Schema):
-    """Retype columns that hold only missing values, whatever their type: as nulls for ids, or lists of nulls."""
+    """Return the table with its empty columns retyped: as nulls for ids, as lists of nulls for multivalued columns.
+
+    A column is empty if all its values are missing, whatever its type."""
     import pyarrow as pa
 
     lists = {*schema.multivalued, *(by for of, by in schema.weights if of in schema.multivalued)}
@@ -199,7 +201,7 @@ def lists_and_ids(table, schema: Schema):
 
 
 def _is_nothing(column) -> bool:
-    """Return whether all values are missing: nulls without a type, or, as pandas has them, floats that are all NaN."""
+    """Return whether all values are missing: nulls without a type, or floats that are all NaN, as pandas has them."""
     import pyarrow.compute as pc
     import pyarrow.types as kinds
 
@@ -209,11 +211,11 @@ def _is_nothing(column) -> bool:
 
 
 def flat(column) -> tuple:
-    """Return (values, lengths i64[N]) of a column of lists; a missing list has length 0."""
+    """Return (values, lengths i64[N]) of a column of lists. A missing list has length 0."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if pa.types.is_null(column.type):  # lists that are all missing
+    if pa.types.is_null(column.type):  # a column whose lists are all missing
         return pa.chunked_array([], pa.null()), np.zeros(len(column), np.int64)
     values = pa.chunked_array([c.flatten() for c in column.chunks], column.type.value_type)
     lengths = pc.fill_null(pc.list_value_length(column), 0)
@@ -221,7 +223,7 @@ def flat(column) -> tuple:
 
 
 def ids_of(call: str, column, name: str, *, missing: int | None = None) -> np.ndarray:
-    """Return i64[N] of a column of integers or booleans; `missing` is the id of a missing one."""
+    """Return ids i64[N] of a column of integers or booleans. `missing` replaces a missing id."""
     column = plain(column)
     if column.null_count and missing is None:
         hint = f"missing=0, or another id of its own; or {ENCODE}"
@@ -254,7 +256,9 @@ def _i64(call: str, column, name: str, row: Callable[[int], int]):
 def numbers_of(
     call: str, column, name: str, row: Callable[[int], int] = int, *, missing: float | None = None
 ) -> np.ndarray:
-    """Return f[N] or i[N] of a column of numbers or booleans; decimals are rounded to f64. missing: replaces nulls."""
+    """Return numbers f[N] or i[N] of a column of numbers or booleans. `missing` replaces nulls.
+
+    Decimals are rounded to f64."""
     import pyarrow as pa
     import pyarrow.types as kinds
 
@@ -270,9 +274,9 @@ def numbers_of(
 def floats_of(
     call: str, column, name: str, row: Callable[[int], int] = int, *, missing: float | None = None
 ) -> np.ndarray:
-    """Return f32[N], all finite."""
+    """Return numbers f32[N], all finite."""
     found = numbers_of(call, column, name, row, missing=missing)
-    with np.errstate(over="ignore"):  # a number beyond f32 becomes infinite, and the error names it
+    with np.errstate(over="ignore"):  # a number too large for f32 becomes inf, which is an error
         x = found.astype(np.float32)
 
     def no(at: int, _: str, got: str, need: str) -> NoReturn:
@@ -284,7 +288,7 @@ def floats_of(
 
 
 def dense_of(call: str, column, name: str, *, missing: float | None = None) -> np.ndarray:
-    """Return f32[N, k]: k is 1, or the size of a column of fixed-size lists."""
+    """Return numbers f32[N, k]: k is 1, or the size of the lists in a column of fixed-size lists."""
     import pyarrow.types as kinds
 
     column = plain(column)
@@ -304,7 +308,9 @@ def list_floats_of(call: str, column, name: str) -> tuple[np.ndarray, np.ndarray
 
 
 def times_of(call: str, column, name: str) -> np.ndarray:
-    """Return i64[N] or f64[N]: numbers unchanged, timestamps and dates as microseconds since 1970, cut off."""
+    """Return times i64[N] or f64[N]. Numbers stay as they are.
+
+    Timestamps and dates become whole microseconds since 1970, without their fractions."""
     import pyarrow as pa
     import pyarrow.types as kinds
 

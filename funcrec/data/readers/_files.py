@@ -1,8 +1,8 @@
 """Sources from files of text and Parquet, in folders and hive partitions.
 
-    root/day=3/part.parquet -> the rows of part.parquet with a column day = 3
+root/day=3/part.parquet -> the rows of part.parquet, with a column day = 3
 
-pyarrow reads the files: it checks Parquet pages that have a checksum, and holds a few blocks at a time.
+pyarrow reads the files. It verifies Parquet pages that have a checksum, and holds a few blocks at a time.
 """
 
 import contextlib
@@ -30,23 +30,24 @@ from funcrec.data.readers._text_faults import (
 
 BLOCK_BYTES, BLOCK_ROWS, PIECE_ROWS = 8 << 20, 1 << 16, 1 << 13
 PACKED = (".gz", ".bz2", ".zst", ".lz4")
-LOOKED_AT = 16  # files that are read for the types of columns without values
+LOOKED_AT = 16  # the most files that are read to find the types of empty columns
 NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 
 @typed_fields
 class Text(NamedTuple):
-    """A format of text, with a row on each line. An empty field is a missing value, `""` an empty string, an empty line
-    a row of missing values.
+    """A format of text with one row per line.
+
+    An empty field is a missing value. `""` is an empty string. An empty line is a row of missing values.
 
     Args:
-      delimiter: one character between two fields.
-      names: the names of the columns, if the first line does not have them.
-      types: {column: its type}, pyarrow's or its name ("string", "int64"). Other types are inferred from the first
-        eight megabytes of the first file that has values; a column without values has strings.
+      delimiter: the character between two fields.
+      names: the names of the columns, if the first line does not hold them.
+      types: {column: its type}, a type of pyarrow or its name ("string", "int64"). Other types are inferred from the
+        first eight megabytes of the first file that has values. A column without values has strings.
       nulls: fields that count as missing values.
-      quotes: whether fields may stand in double quotes. Such fields may have line breaks; errors after one count
-        rows, not lines.
+      quotes: whether fields may stand in double quotes. Such fields may contain line breaks. After a line break in a
+        field, errors count rows instead of lines.
 
     Example:
       >>> from funcrec.data import Text
@@ -66,7 +67,7 @@ SUFFIXES = {".csv": Text(), ".tsv": Text("\t"), ".tab": Text("\t"), ".parquet": 
 
 
 def opened(call: str, source: Any, wanted: Wanted, form: Format = None) -> Source:
-    """Return the source with its schema; no row of a file is read, except a block of text to infer types."""
+    """Return the source with its schema. No row of a file is read, except one block of text to infer types."""
     need_pyarrow(call)
     if not is_path(source) and (not isinstance(source, Sequence) or isinstance(source, bytes)):
         table = as_table(call, source, wanted)
@@ -84,7 +85,7 @@ def is_path(x: object) -> bool:
 
 
 def _files(call: str, source: Any) -> list[tuple[Path, dict[str, str | None]]]:
-    """Return (path, its hive partitions) of each file. In folders, names that begin with . or _ are skipped."""
+    """Return (path, its hive partitions) of each file. Names in folders that begin with . or _ are skipped."""
     several = not is_path(source)
     if several and not (len(source) and all(map(is_path, source))):
         what, hint = "the source is not a table.", 'source="day_0.tsv", or {"item": [1, 2]}'
@@ -106,14 +107,16 @@ def _files(call: str, source: Any) -> list[tuple[Path, dict[str, str | None]]]:
 
 
 def _partitions(root: Path, inside: Sequence[str]) -> dict[str, str | None]:
-    """Turn data/day=1, ("hour=2",) into {"day": "1", "hour": "2"}, from folders below the root and at its end."""
+    """Return {"day": "1", "hour": "2"} for data/day=1 and ("hour=2",).
+
+    The pairs come from the folders inside the root and from those at the end of its path."""
     above = reversed([*takewhile(lambda name: "=" in name, reversed(root.absolute().parts))])
     pairs = (unquote(part).split("=", 1) for part in (*above, *inside) if "=" in part)
     return {name: None if value == NO_PARTITION else value for name, value in pairs}
 
 
 def _format_of(call: str, files: list, form: Format) -> str | Text:
-    """Return the one format of all files: as given, or from their names' suffixes."""
+    """Return the one format of all files: the given format, or the format that the suffixes of the names state."""
     if isinstance(form, Text) or form == "parquet":
         return form
     if form is not None:
@@ -133,7 +136,7 @@ def _format_of(call: str, files: list, form: Format) -> str | Text:
 
 
 def _with_partitions(call: str, schema, files: list, wanted: Wanted, name: str):
-    """Return (schema of the columns that are read, the columns that come from the folders' names)."""
+    """Return (schema of the columns that are read, names of the columns that come from the names of folders)."""
     import pyarrow as pa
 
     own: dict[str, list] = {}
@@ -154,7 +157,9 @@ def _is_int(text: str) -> bool:
 
 
 def _filled(call: str, file: str, chunk, schema, partitions: dict, extra: set[str]):
-    """Return a file's record batch in the source's schema: columns in order, cast to their types, with partitions."""
+    """Return a record batch of a file in the schema of the source.
+
+    Its columns are in order, cast to their types, and include the partitions."""
     import pyarrow as pa
 
     of = lambda f: pa.repeat(pa.scalar(_value(partitions.get(f.name), f.type), f.type), chunk.num_rows)
@@ -172,7 +177,7 @@ def _filled(call: str, file: str, chunk, schema, partitions: dict, extra: set[st
 
 
 def _check_folder(call: str, file: str, name: str, column, text: str | None) -> None:
-    """Check that a file's column has one value, its folder's, if the folder's name gives that column too."""
+    """Raise if a column of a file differs from the value that the name of its folder gives for this column."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -196,7 +201,7 @@ def _value(text: str | None, kind) -> int | str | None:
 
 
 def _parquet_parts(call: str, files: list, wanted: Wanted, _: str) -> Source:
-    """Make a part for each row group."""
+    """Return a source with one part for each row group."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -233,7 +238,7 @@ def _parquet_parts(call: str, files: list, wanted: Wanted, _: str) -> Source:
 
 
 def _unified(call: str, files: list, schema, schemas: list, extra: set[str]):
-    """Return types that hold the values of each file: int32 and int64 become int64."""
+    """Return a schema whose types hold the values of all files: int32 and int64 become int64."""
     import pyarrow as pa
 
     for (path, _), other in zip(files[1:], schemas[1:], strict=True):
@@ -253,7 +258,7 @@ def _unified(call: str, files: list, schema, schemas: list, extra: set[str]):
 
 
 def _folder_problems(path: Path, names: list[str], extra: set[str]) -> Iterator[Problem]:
-    """Report columns of a file that the folder's name gives for the first file."""
+    """Yield a problem if a file has a column that the first file takes from the name of its folder."""
     if both := sorted({*names} & extra):
         what = f"`{path.name}` has columns that folders' names give."
         hint = "another name for the folder, or the column"
@@ -261,7 +266,7 @@ def _folder_problems(path: Path, names: list[str], extra: set[str]) -> Iterator[
 
 
 def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
-    """Make a part for each file, with the first file's types."""
+    """Return a source with one part for each file, and with the types of the first file."""
     import pyarrow as pa
     from pyarrow import csv
 
@@ -270,7 +275,7 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
     names = None if form.names is None else list(form.names)
 
     def lines(path: Path, types: dict, include: list[str] | None):
-        # one thread: otherwise pyarrow's errors do not name the line
+        # With several threads, errors of pyarrow do not name the line.
         return csv.open_csv(
             path,
             csv.ReadOptions(column_names=names, use_threads=False, block_size=BLOCK_BYTES),
@@ -324,7 +329,7 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
 
 
 def _whole_lines(path: Path) -> int:
-    """Return how many lines of a packed file can be unpacked; 0 for another file."""
+    """Return how many lines of a packed file can be unpacked. For a file that is not packed, return 0."""
     import pyarrow as pa
 
     lines = 0
@@ -335,7 +340,7 @@ def _whole_lines(path: Path) -> int:
 
 
 def _inferred(paths: list[Path], fields_of: Callable[[Path], list]):
-    """Return the first file's columns; a column without values there takes a later file's type, or holds strings."""
+    """Return the columns of the first file. A column without values takes its type from a later file, or is strings."""
     import pyarrow as pa
     import pyarrow.types as kinds
 
@@ -349,7 +354,7 @@ def _inferred(paths: list[Path], fields_of: Callable[[Path], list]):
 
 
 def _or_line(call: str, path: Path, at: int, step: Callable[[], Any], names: Callable[[], list[str]]) -> Any:
-    """Return the result of `step`, or raise an error with a line: pyarrow's, else the first line not read."""
+    """Return the result of `step`. An error names the line that pyarrow names, else the first line not read."""
     import pyarrow as pa
 
     try:

@@ -1,4 +1,4 @@
-"""Checks that all readers share: rows that exist, labels of clicks, finite numbers, ids that a table has.
+"""Checks that all readers share: rows must exist, labels be in [0, 1], numbers be finite, ids be in their table.
 
 0 <= row < num_rows,   0 <= label <= 1,   |dense| < ∞,   0 <= id < V
 """
@@ -13,11 +13,11 @@ from funcrec.core import Count, Problem, reported, unknown_problems
 from funcrec.jagged import int_problems, is_concrete
 
 Vocabularies = Mapping[str, Count] | None
-Refuse = Callable[[int, str, str, str], None]  # (row of the batch, column, got, need): raises
+Refuse = Callable[[int, str, str, str], None]  # it raises for (row of the batch, column, got, need)
 
 
 def row_problems(rows: Tensor, num_rows: int, device: torch.device | None = None) -> Iterator[Problem]:
-    """Check that `rows` are row numbers; their values are read only if that waits for nothing."""
+    """Yield problems of row numbers. Their values are read only if the read waits for no device."""
     if not (yield from reported(int_problems(rows, "rows", device))) and is_concrete(rows) and rows.numel():
         low, high = (int(x) for x in rows.aminmax())
         if low < 0 or high >= num_rows:
@@ -27,8 +27,9 @@ def row_problems(rows: Tensor, num_rows: int, device: torch.device | None = None
 
 
 def there(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:
-    """Return rows that can be read, and which of them exist (None: all).
-    A row that could not be checked is marked, not invented."""
+    """Return row numbers that can be read, and a mask of the given rows that exist, or None if all exist.
+
+    A row that could not be checked is marked as missing if the data lack it."""
     if is_concrete(rows):
         return rows, None
     inside = (rows >= 0) & (rows < num_rows)
@@ -36,17 +37,17 @@ def there(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:
 
 
 def marked(label: Tensor, inside: Tensor | None) -> Tensor:
-    """Return the labels, with NaN for rows that are not there."""
+    """Return the labels, with NaN for rows that the data lack."""
     return label if inside is None else torch.where(inside, label, torch.nan)
 
 
 def vocabulary_problems(vocabularies: Vocabularies, keys: Sequence[str]) -> Iterator[Problem]:
-    """Check that `vocabularies` is {column: V} of some of the columns, or None."""
+    """Yield a problem if `vocabularies` names a column that is not read."""
     yield from unknown_problems("`vocabularies` names columns that are not read.", vocabularies or (), keys)
 
 
 def need_ids(ids: np.ndarray, size: int | None, name: str, refuse: Refuse, row: Callable[[int], int] = int) -> None:
-    """Check that the ids of one column are in [0, size). row: the row of the batch that an id belongs to."""
+    """Raise if an id of one column is not in [0, size). row: maps the n-th id to its row of the batch."""
     if size is None or not ids.size or (ids.min() >= 0 and ids.max() < size):
         return
     at = int(np.flatnonzero((ids < 0) | (ids >= size))[0])
@@ -61,7 +62,7 @@ def need_labels(label: np.ndarray, name: str, refuse: Refuse) -> None:
 
 
 def need_finite(dense: np.ndarray, names: Sequence[str], refuse: Refuse) -> None:
-    """Check that f32[B, J] has no NaN nor infinity."""
+    """Raise if a number of f32[B, J] is NaN or infinite."""
     if not np.isfinite(dense).all():
         at, column = (int(i) for i in np.argwhere(~np.isfinite(dense))[0])
         refuse(at, names[column], f"{dense[at, column]}", "a finite f32")

@@ -1,4 +1,4 @@
-"""The roles of a table's columns: labels, numbers, ids, lists of ids, weights, time."""
+"""The roles of the columns of a table: labels, numbers, ids, lists of ids, weights, time."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
@@ -11,19 +11,20 @@ LabelKind = Literal["binary", "number", "class"]
 
 @pytree(static=FIELDS)
 class Schema:
-    """The roles of a table's columns. Equal schemas are equal values; columns that it does not name are not read.
+    """The roles of the columns of a table. Equal schemas are equal values. A column without a role is not read.
 
     Args:
-      label: a column, several (then label is f32[B, T]), or None if there is nothing to learn from.
-      dense: columns of numbers; a column of fixed-size lists of k numbers counts as k.
-      categorical: columns of one id per example.
-      multivalued: columns of lists of ids. These two have at least one column together; they are the keys
-        of a batch, in this order.
-      weights: {column of ids: column of their weights}, numbers or lists of numbers, as the ids. Kept as pairs.
-      weight: a column of the examples' weights, numbers >= 0.
-      time: a column of numbers, timestamps or dates, for splits; no batch has it.
-      label_kind: the kind of all labels, or of each: "binary" is a number in [0, 1], "class" an integer 0, 1, 2, ...,
-        "number" any finite number.
+      label: one column, or several (the label is then f32[B, T]), or None if there is nothing to learn from.
+      dense: columns of numbers. A column of fixed-size lists of k numbers counts as k columns.
+      categorical: columns with one id per row.
+      multivalued: columns of lists of ids. `categorical` and `multivalued` name at least one column together. These
+        columns are the keys of a batch, in this order.
+      weights: {column of ids: column of weights}. The weights are numbers where the ids are single, and lists of
+        numbers where the ids are lists. The field holds pairs.
+      weight: a column of the weights of rows, numbers >= 0.
+      time: a column of numbers, timestamps or dates, for splits. Batches do not contain it.
+      label_kind: the kind of all labels, or a tuple with the kind of each label. "binary" is a number in [0, 1],
+        "class" an integer 0, 1, 2, ..., and "number" any finite number.
 
     Example:
       >>> from funcrec.data import Schema
@@ -51,7 +52,7 @@ class Schema:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Return the columns of labels: none, one or several."""
+        """Return the columns of labels: none, one or several names."""
         return () if self.label is None else (self.label,) if isinstance(self.label, str) else self.label
 
     @property
@@ -62,7 +63,7 @@ class Schema:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return the keys of a batch's ids."""
+        """Return the keys of the ids in a batch."""
         return self.categorical + self.multivalued
 
     @property
@@ -84,7 +85,7 @@ class Schema:
         return f"Schema({', '.join(f'{n}={x!r}' for n, x in own.items())})"
 
     def _repr_html_(self) -> str:
-        """Return its columns as a table, for a notebook."""
+        """Return the columns as a table in HTML, for a notebook."""
         rows = [("label", n, kind) for n, kind in zip(self.labels, self.label_kinds, strict=True)]
         rows += [(name, n, "") for name in ("dense", "categorical", "multivalued") for n in getattr(self, name)]
         rows += [("weights", by, f"of {of}") for of, by in self.weights]
@@ -97,7 +98,7 @@ def _values(schema: Schema) -> tuple:
 
 
 def _set_problems(schema: Schema) -> Iterator[Problem]:
-    """Check that there are ids, that none is named twice, and that weights belong to them."""
+    """Yield problems if there are no ids, if a column is named twice, or if weights belong to no ids."""
     if not schema.keys:
         hint = 'categorical=("item",); bucketize numbers to have ids of them'
         yield Problem("`categorical` and `multivalued` are empty.", "no column of ids", "one or more", hint)

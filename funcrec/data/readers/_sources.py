@@ -1,8 +1,8 @@
-"""Sources of rows: parts that are read one after another, and tables in memory.
+"""Sources of rows: the parts of files, read one after another, and tables in memory.
 
     source -> Source(schema, parts);   the rows of a source are those of its parts, in order
 
-A part is a row group, a file of text or a piece of a table; it names its rows in errors.
+A part is a row group, a file of text or a piece of a table. In errors, a part names its rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +19,13 @@ from funcrec.data.readers._schema import Schema
 NEED = "a pandas, polars or pyarrow table, a dict of columns, a path, or paths"
 
 
-Wanted = Sequence[str] | Schema | None  # the columns to read: these, the schema's, or all
+Wanted = Sequence[str] | Schema | None  # the columns to read: a list, those of a schema, or None for all
 
 
 class Part(NamedTuple):
-    """A run of rows. file: its name, "" in memory. word, first: the name of its first row: "row" 0, "line" 2.
-    num_rows: None if only reading tells. read: returns its record batches, from the beginning."""
+    """A run of rows. file: the name of its file, "" in memory. word, first: the name of its first row, as "line" 2.
+
+    num_rows: the number of rows; None if only reading can count them. read: returns all record batches of the part."""
 
     file: str
     word: str
@@ -33,12 +34,12 @@ class Part(NamedTuple):
     read: Callable[[], Iterator]
 
     def name_of(self, row: int) -> str:
-        """Return a row's name in errors: `part-3.parquet`, row 17."""
+        """Return the name of a row in errors: `part-3.parquet`, row 17."""
         return f"`{self.file}`, {self.word} {row}" if self.file else f"{self.word} {row}"
 
 
 class Source(NamedTuple):
-    """schema: pyarrow's, of the columns that are read, in order. parts: see `Part`. name: the source's, in errors."""
+    """A source. schema: a pyarrow.Schema of the columns that are read. parts: see `Part`. name: its name in errors."""
 
     schema: Any
     parts: list[Part]
@@ -53,7 +54,7 @@ def table_of(call: str, source: Source):
 
 
 def part_chunks(call: str, part: Part) -> Iterator:
-    """Yield the record batches of a part; raise if it has another number of rows than it says."""
+    """Yield the record batches of a part. Raise if their rows are more or fewer than `part.num_rows`."""
     import pyarrow as pa
 
     rows = 0
@@ -69,7 +70,7 @@ def part_chunks(call: str, part: Part) -> Iterator:
 
 
 def absent_problems(name: str, names: Sequence[str], wanted: Wanted) -> Iterator[Problem]:
-    """Check that each wanted column is there, once."""
+    """Yield problems if a wanted column is absent, or occurs twice."""
     labels = wanted.labels if isinstance(wanted, Schema) else ()
     columns = names if wanted is None else wanted_names(wanted)
     if not columns and wanted is not None:
@@ -95,7 +96,7 @@ def wanted_names(wanted: Wanted) -> list[str] | None:
 
 
 def as_table(call: str, source: Any, wanted: Wanted):
-    """Turn a source in memory into a pyarrow.Table of the wanted columns."""
+    """Return a pyarrow.Table of the wanted columns of a source in memory."""
     pa, names = need_pyarrow(call), wanted_names(wanted)
     hint = '{"item": [1, 2], "click": [0, 1]}'
     try:
@@ -114,7 +115,7 @@ def as_table(call: str, source: Any, wanted: Wanted):
         else:
             fail(call, "the source is not a table.", got=describe(source), need=NEED, hint=hint, kind=TypeError)
     except (pa.ArrowException, TypeError, ValueError, NotImplementedError) as error:
-        if len(error.args) == 1 and "\n  got   " in str(error):  # an error of this library
+        if len(error.args) == 1 and "\n  got   " in str(error):  # an error that this library raised
             raise
         got = f"{describe(source)}: {'; '.join(map(str, error.args))}"[:200]
         if isinstance(source, Mapping):
@@ -129,7 +130,7 @@ def as_table(call: str, source: Any, wanted: Wanted):
 
 
 def _column(call: str, name: str, x: Any):
-    """Return one column of a dict: a list, an array of any library, or a tensor."""
+    """Return one column of a dict. The column is a list, an array of any library, or a tensor."""
     import pyarrow as pa
 
     what, need = f"column `{name}` cannot be read.", "values of one kind; None where one is missing"

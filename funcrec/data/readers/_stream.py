@@ -1,8 +1,8 @@
-"""Tables larger than memory: record batches of one size, in order or shuffled, starting at any of them.
+"""Tables larger than memory: record batches of one size, in order or shuffled, from any starting batch.
 
     batch i = rows [i · B, (i + 1) · B) of the parts in a random order, each window of W rows shuffled
 
-The order depends on the key, the source and W only, so a number of batches describes a position.
+The order depends only on the key, the source and W. So the number of batches that were read describes a position.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,26 +17,28 @@ from funcrec.data.readers._files import Format, opened
 from funcrec.data.readers._sources import Part, Source, part_chunks, table_of
 
 WINDOW = 1 << 17
-ROW = "\0row"  # a column that numbers each row: its part's number, and its number in the part's file
+ROW = "\0row"  # a column that numbers each row: the number of its part, and its number in the part's file
 BITS = 40  # bits of a row's number in its file
 
 
 @typed
 def read(source: object, *, columns: Sequence[str] | None = None, format: Format = None):
-    """Read a table from any source, as a pyarrow.Table.
+    """Return a pyarrow.Table of the rows of any source.
 
     Args:
-      source: a pandas, polars or pyarrow table, or anything with Arrow's PyCapsule interface; a dict of columns
-        (lists, numpy, torch). Or a path of CSV, TSV or Parquet; text may be packed as .gz, .bz2, .zst or .lz4. Or
-        several paths, or a folder; its hive partitions (`day=3/part.parquet`) become columns of integers or strings.
-      columns: those to read, in this order; all of the first file's if None.
-      format: "csv", "tsv", "parquet" or a `Text`, if the files' names do not end so.
+      source: a pandas, polars or pyarrow table, or any value with Arrow's PyCapsule interface; a dict of columns, which
+        are lists or arrays of numpy or torch; a path, a list of paths, or a folder. Files are CSV, TSV or Parquet. Text
+        may be packed as .gz, .bz2, .zst or .lz4. Hive partitions of a folder (`day=3/part.parquet`) become columns of
+        integers or strings.
+      columns: the columns to read, in this order. None reads all columns of the first file.
+      format: "csv", "tsv", "parquet" or a `Text`, for files whose names do not end in a known suffix.
 
     Returns:
-      rows in the order of the files' names; a folder's are sorted. A column's type holds all files' values.
+      the rows in the order of the files. Files of a folder are sorted by name. A column's type holds the values of all
+      files.
 
     Raises:
-      ValueError, TypeError: names file and line, or row and column.
+      ValueError, TypeError: a value or an argument does not fit. The error names file and line, or row and column.
       FileNotFoundError: there is no such file.
 
     Law: read(path) has the rows of `stream(path)`.
@@ -62,17 +64,19 @@ def stream(
     skip: Size = 0,
     drop_last: bool = False,
 ) -> Iterator:
-    """Read the rows of `read` as pyarrow.RecordBatches of `batch_size` rows, with a few blocks of a file in memory.
+    """Return an iterator over the rows of `read`, as pyarrow.RecordBatches of `batch_size` rows.
+
+    A few blocks of a file are in memory at a time.
 
     Args:
       source, columns, format: as in `read`.
-      key: shuffles files and row groups, then the rows of each window; None keeps the order. `fr.fold_in(key, epoch)`
-        gives another order each epoch. A file of text is one part: only the window mixes its rows.
-      window: the number of rows that are held and shuffled.
-      skip: how many first batches to leave out, for a run that continues; row groups among them are not read.
+      key: shuffles files and row groups, then the rows of each window. None keeps the order. `fr.fold_in(key, epoch)`
+        gives another order in each epoch. A file of text is one part: only the window mixes its rows.
+      window: the number of rows that are held and shuffled together.
+      skip: the number of first batches to leave out, for a run that continues. Row groups inside them are not read.
       drop_last: leave out a last batch that is not full.
 
-    Law: every row once; the batches after `skip` are those that would have followed.
+    Law: an epoch has every row once. The batches after `skip` equal those of an iterator without `skip`.
 
     Example:
       >>> from funcrec.data import stream
@@ -99,11 +103,11 @@ def tables(
     skip: int = 0,
     drop_last: bool = False,
 ) -> Iterator[tuple[np.ndarray, Any]]:
-    """Yield (numbers of the rows, see `row_name`; table of `batch_size` rows), after the first `skip`.
+    """Yield (numbers of the rows for `row_name`, table of `batch_size` rows), without the first `skip` tables.
 
     Raises:
-      ValueError: the source has no batch, or fewer than `skip`: a loop that reads it again and again would never
-        advance.
+      ValueError: the source has no batch, or fewer than `skip` batches. A loop that reads such a source again and again
+        would never advance.
     """
     first, seen = skip * batch_size, [0]
     parts = list(enumerate(source.parts))
@@ -126,7 +130,8 @@ def tables(
 
 
 def _numbered(call: str, parts: list[tuple[int, Part]], skip: int, seen: list[int]) -> Iterator:
-    """Yield the record batches after the first `skip` rows, with a column of row numbers; `seen` counts all rows.
+    """Yield the record batches after the first `skip` rows, with a column of row numbers. `seen` counts all rows.
+
     Parts that are skipped whole are not read."""
     import pyarrow as pa
 
@@ -152,14 +157,14 @@ def _behind(chunks: Iterator, skip: int) -> Iterator:
 
 
 def _shuffled(chunks: Iterator, key: Tensor, window: int, first: int) -> Iterator:
-    """Yield the rows of each window, shuffled by the window's number; `first` is the first window's number."""
+    """Yield the rows of each window, in an order that depends on the key and the number of the window."""
     for number, table in enumerate(regrouped(chunks, window), first):
         order = random_order(random.fold_in(key, number), table.num_rows)
         yield from table.combine_chunks().take(order.cpu().numpy()).to_batches()
 
 
 def regrouped(chunks: Iterator, size: int) -> Iterator:
-    """Regroup record batches of any size into tables of `size` rows; the last may have fewer."""
+    """Yield tables of `size` rows, made from record batches of any size. The last table may have fewer rows."""
     import pyarrow as pa
 
     pending, have = [], 0
@@ -176,6 +181,6 @@ def regrouped(chunks: Iterator, size: int) -> Iterator:
 
 
 def _joined(table):
-    """Return a table as one record batch; there is no copy if it is one already."""
+    """Return a table as one record batch. If the table is one batch already, nothing is copied."""
     (batch,) = table.combine_chunks().to_batches()
     return batch

@@ -1,5 +1,5 @@
-"""Faults of text that pyarrow reads silently: a quote that nothing closes, integers that become floats, text in another
-encoding that becomes bytes."""
+"""Faults of text that pyarrow reads without an error: an open quote, integers that become floats, and text in another
+encoding, which becomes bytes."""
 
 import csv
 import io
@@ -14,7 +14,9 @@ REST = re.compile(rb'[^"]*+(?:""[^"]*+)*+"')  # the rest of a field in quotes
 
 
 def last_column(path: Path, delimiter: str, names: list[str] | None) -> str | None:
-    """Return the last column, where an open quote silently swallows the rest; elsewhere it leaves too few fields."""
+    """Return the name of the last column, or None.
+
+    An open quote in the last column swallows the rest of the file. In other columns it causes an error."""
     import pyarrow as pa
 
     if names is None:
@@ -24,14 +26,14 @@ def last_column(path: Path, delimiter: str, names: list[str] | None) -> str | No
 
 
 def ends_in_a_line_break(chunk, name: str) -> bool:
-    """Return whether the last field of a record batch contains a line break, as it does after an open quote."""
+    """Return whether the last field of a record batch contains a line break. An open quote leads to such a field."""
     value = chunk.column(name)[-1].as_py()
     value = value.encode() if isinstance(value, str) else value
     return isinstance(value, bytes) and (b"\n" in value or b"\r" in value)
 
 
 def check_quotes(call: str, path: Path, delimiter: str) -> None:
-    """Check that every field that begins with a quote ends with one."""
+    """Raise if a field begins with a quote and does not end with a quote."""
     import pyarrow as pa
 
     begin = re.compile(rb"(?:^|[\r" + re.escape(delimiter.encode()) + rb'])"')
@@ -49,9 +51,9 @@ def check_quotes(call: str, path: Path, delimiter: str) -> None:
 
 
 def check_floats(call: str, path: Path, chunk, as_text: Callable[[list[str]], object]) -> None:
-    """Check that no column that was inferred as floats has integers that an i64 does not hold.
+    """Raise if a column that was inferred as floats has integers that do not fit in an i64.
 
-    chunk: the rows from which the types were inferred. as_text: returns the same rows of these columns, as written.
+    chunk: the rows from which the types were inferred. as_text: returns these rows of the named columns as text.
     """
     import pyarrow.compute as pc
     import pyarrow.types as kinds
@@ -69,7 +71,7 @@ def check_floats(call: str, path: Path, chunk, as_text: Callable[[list[str]], ob
 
 
 def check_text(call: str, path: Path, chunk, first: int) -> None:
-    """Raise for columns inferred as bytes: they are text, but not in UTF-8. first: the first row's line."""
+    """Raise if a column was inferred as bytes: it holds text that is not in UTF-8. first: the line of the first row."""
     import pyarrow.types as kinds
 
     for name in (f.name for f in chunk.schema if kinds.is_binary(f.type)):
@@ -88,7 +90,7 @@ def is_utf8(text: bytes) -> bool:
 
 
 def is_utf16(path: Path) -> bool:
-    """Return whether the file, which could not be read, begins with the mark of UTF-16."""
+    """Return whether the file begins with the mark of UTF-16. The caller could not read the file."""
     import pyarrow as pa
 
     try:
