@@ -1,4 +1,4 @@
-"""Models of click-through and of retrieval: tables, features and three pure functions.
+"""Models of click-through and of retrieval. A model is tables, features and three pure functions.
 
 logits = model.apply(params, batch),   params = model.init(key)
 """

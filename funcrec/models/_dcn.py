@@ -33,11 +33,11 @@ def dcnv2(
     cross_penalty: Magnitude = 0.0,
     cross_weight: Draw = nn.xavier_normal,
 ) -> Model:
-    """Make DCN-v2, stacked: cross layers on the concatenation of embeddings and dense inputs, then an MLP.
+    """Return DCN-v2, stacked: cross layers on the concatenation of embeddings and dense inputs, then an MLP.
 
     Args:
-      num_cross, rank: as in `nn.cross_network`; rank None is the full matrix.
-      cross_penalty: the loss adds this, multiplied by the sum of the cross matrices' Frobenius norms.
+      num_cross, rank: as in `nn.cross_network`. With rank None the matrix is full.
+      cross_penalty: a factor. The loss adds its product with the sum of the Frobenius norms of the cross matrices.
       cross_weight: draws the cross matrices.
 
     Example:
@@ -81,10 +81,11 @@ def dlrm_dcnv2(
     rank: Count | None = 512,
     sizes: Sizes = (1024, 1024, 512, 256),
 ) -> Model:
-    """Make DLRM with cross layers as its interaction, as in MLPerf training: top(cross([bottom(dense), e_1 ... e_F])).
+    """Return DLRM with cross layers as its interaction, as in MLPerf: top(cross([bottom(dense), e_1 ... e_F])).
 
     Args:
-      bottom: hidden layers over the dense inputs, ReLU after each. sizes: the top's hidden layers; its output has 1.
+      bottom: the hidden layers over the dense inputs, with ReLU after each layer.
+      sizes: the hidden layers of the top. An output layer of size 1 follows them.
 
     Example:
       >>> import funcrec as fr
@@ -128,13 +129,13 @@ MLPERF_IDS_PER_BAG = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 1
 
 @typed
 def mlperf_dlrm_dcnv2(max_rows: Count | None = None, *, embedding_dim: Count = 128) -> Model:
-    """Make the model of MLPerf training's recommendation benchmark: Criteo's 13 dense and 26 multi-hot features.
+    """Return the model of MLPerf training's recommendation benchmark: Criteo's 13 dense and 26 multi-hot features.
 
     Args:
-      max_rows: larger tables are cut to this many rows, and their ids hashed by modulo; None keeps 204,184,588 rows.
+      max_rows: larger tables are cut to this many rows, and their ids hashed by modulo. None keeps 204,184,588 rows.
 
     Returns:
-      a Model with tables "t_cat_0" ... "t_cat_25" and features "cat_0" ... "cat_25", summed.
+      a Model with tables "t_cat_0" ... "t_cat_25" and features "cat_0" ... "cat_25", pooled by sums.
 
     Example:
       >>> import funcrec as fr

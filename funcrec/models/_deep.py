@@ -30,11 +30,12 @@ def wide_deep(
     dropout: Share = 0.0,
     batch_norm: bool = False,
 ) -> Model:
-    """Make Wide & Deep: a first-order term of `linear` and the dense inputs, plus an MLP of embeddings and dense ones.
+    """Return Wide & Deep: a first-order term of `linear` and dense inputs, plus an MLP of embeddings and dense inputs.
 
     Args:
-      sizes: the hidden layers, each with ReLU; an output layer follows them.
-      dropout: the rate before every hidden layer. batch_norm: adds batch norm before every ReLU.
+      sizes: the hidden layers, each with ReLU. An output layer follows them.
+      dropout: the rate before every hidden layer.
+      batch_norm: whether there is batch norm before every ReLU.
 
     Example:
       >>> import funcrec as fr
@@ -71,7 +72,7 @@ def deepfm(
     dropout: Share = 0.0,
     batch_norm: bool = False,
 ) -> Model:
-    """Make DeepFM: `wide_deep` plus a factorization machine over the same embeddings, which must have one dim.
+    """Return DeepFM: `wide_deep` plus a factorization machine over the same embeddings, which must have one dim.
 
     Example:
       >>> import funcrec as fr
@@ -104,7 +105,8 @@ def deepfm(
 
 
 def deep_part(num_in: int, sizes: Sequence[int], dropout: float, batch_norm: bool) -> tuple[Callable, Callable]:
-    """Return (init, apply): hidden layers `sizes` and an output layer, f[B, num_in] -> (f[B], stats).
+    """Return (init, apply) of hidden layers `sizes` and an output layer, f[B, num_in] -> (f[B], stats).
+
     The statistics count the rows for which `mask` is true."""
     hidden = nn.mlp((num_in, *sizes), final_activation=torch.relu, dropout=dropout, batch_norm=batch_norm)
     out = nn.linear(sizes[-1], 1)
@@ -124,7 +126,7 @@ def deep_part(num_in: int, sizes: Sequence[int], dropout: float, batch_norm: boo
 def run(
     layer: Layer, params: Any, x: Tensor, key: Tensor | None, stats: Any = (), mask: Tensor | None = None
 ) -> tuple[Tensor, Any]:
-    """Run a stack of layers, as in evaluation if key is None, else as in training."""
+    """Return the output and the statistics of a stack of layers, in evaluation without a key, else in training."""
     return (layer.apply(params, x, stats), stats) if key is None else layer.train_apply(params, x, key, stats, mask)
 
 
@@ -133,6 +135,6 @@ def with_dense(x: Tensor, batch: Batch) -> Tensor:
 
 
 def width(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> int:
-    """Return ΣD, the total dim of the features."""
+    """Return ΣD, the sum of the dims of the features."""
     dims = {t.name: t.embedding_dim for t in tables}
     return sum(dims[f.table] for f in features)

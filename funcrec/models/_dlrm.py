@@ -1,4 +1,4 @@
-"""DLRM: dot products of all pairs of embeddings, with the vector of the dense inputs among them.
+"""DLRM: dot products of all pairs of vectors, which are the embeddings and the vector of the dense inputs.
 
     z = top([x_0 ... x_F, (⟨x_i, x_j⟩)_{i>j}]),   x_0 = bottom(dense)
 
@@ -30,15 +30,16 @@ def dlrm(
     batch_norm: bool = False,
     keep: Literal["all", "dense"] = "all",
 ) -> Model:
-    """Make a model with interactions by dot products. Without dense inputs it is the inner-product network PNN.
+    """Return a model with interactions by dot products. Without dense inputs it is the inner-product network PNN.
 
     Args:
-      bottom: the hidden layers over the dense inputs, ReLU after each; the last must be the embeddings' dim.
-      sizes: the hidden layers over the interactions, ReLU after each; an output layer follows them.
-      keep: which vectors join the dot products: "all", or only the "dense" one, as in the paper's DLRM.
+      bottom: the hidden layers over the dense inputs, with ReLU after each layer. The last size must be the dim of the
+        embeddings.
+      sizes: the hidden layers over the interactions, with ReLU after each layer. An output layer follows them.
+      keep: which vectors the top reads beside the dot products: "all", or only the "dense" vector, as in the paper.
 
     Raises:
-      ValueError: features have different dims, or the bottom does not end in their dim.
+      ValueError: features have different dims, or the last size of `bottom` is another dim.
 
     Example:
       >>> import funcrec as fr
@@ -79,7 +80,7 @@ def dlrm(
 
 
 def bottom_problems(bottom: Sequence[int], num_dense: int, dim: int | None = None):
-    """Check that with dense inputs there is a layer, and that the last one is dim, if given."""
+    """Yield problems if dense inputs have no layer, or if the last layer has another size than a given `dim`."""
     if num_dense and not bottom:
         got, need = f"() with num_dense={num_dense}", "at least one size"
         yield Problem("`bottom` has no layer.", got, need, "bottom=(64, 16)")

@@ -2,8 +2,8 @@
 
     z = b + Σ_f v_f [+ fm(e)] [+ mlp(e)],   7 features, dim 16
 
-Six columns of one id each share one table, so each column's ids are offset by the vocabularies of the columns before
-it. Genres are a bag of up to six.
+Six columns of one id each share one table. So the ids of a column are offset by the vocabularies of the columns before
+it. Genres are a bag of up to six ids.
 """
 
 from typing import Any, Literal
@@ -30,11 +30,11 @@ DCNV2 = {
 
 @typed
 def ml1m(name: Literal["lr", "fm", "dlrm", "widedeep", "deepfm", "dcnv2"]) -> Model:
-    """Make the benchmark's model `name`: "lr", "fm", "dlrm" (inner-product PNN), "widedeep", "deepfm" or "dcnv2".
+    """Return the benchmark's model `name`: "lr", "fm", "dlrm" (inner-product PNN), "widedeep", "deepfm" or "dcnv2".
 
-    A batch has the keys "user_id", "item_id", "age", "gender", "occupation" and "release_year" (ids offset into one
-    table of 10,040 rows) and "genre" (ids 1 ... 18). As in RecBole, every model has the embeddings, the first-order
-    weights and the bias, even if it does not read them: its published parameter counts include them.
+    A batch has the keys "user_id", "item_id", "age", "gender", "occupation" and "release_year" (ids with offsets into
+    one table of 10,040 rows) and "genre" (ids 1 ... 18). As in RecBole, every model has the embeddings, the first-order
+    weights and the bias, even if it does not read them. The published parameter counts include all of these.
 
     Raises:
       ValueError: the name is unknown.
@@ -66,7 +66,7 @@ def ml1m(name: Literal["lr", "fm", "dlrm", "widedeep", "deepfm", "dcnv2"]) -> Mo
 
 
 def with_bias(model: Model) -> Model:
-    """Add an unread dense["bias"] to the model, as RecBole's models without a first-order term have."""
+    """Return the model with dense["bias"], which it does not read. RecBole's models without first order have it too."""
 
     def init(key: Tensor) -> Params:
         params = model.init(key)

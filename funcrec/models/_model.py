@@ -1,8 +1,8 @@
-"""The record of a model's functions, and the loss that trains it.
+"""The record of a model's functions, and the loss that trains the model.
 
     loss = Σ_b w_b l(z_b, y_b) / Σ_b w_b + penalty,   z = train_apply(params, batch, key)
 
-A model is a value that holds functions; its parameters are outside of it, in `Params`. Shapes: B batch.
+A model is a value that holds functions. Its parameters are outside of it, in `Params`. Shapes: B batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,10 +54,10 @@ class Model(NamedTuple):
     tables: every table of `params.tables`.
     features: every feature for which a batch's ids must have a column.
     init: (key) -> Params. Its dense tree is plain dicts and lists of f32. With batch norm, dense["stats"] holds running
-      statistics: they get zero gradients, and `merge_stats` updates them.
-    apply: (params, batch) -> f32[B], as in evaluation: no dropout, running statistics.
-    train_apply: (params, batch, key) -> (f32[B], stats), as in training; stats is {} or the new dense["stats"].
-    penalty: (dense) -> f[], which the training loss adds, or None.
+      statistics, which get zero gradients and are updated by `merge_stats`.
+    apply: (params, batch) -> f32[B], as in evaluation: without dropout, with running statistics.
+    train_apply: (params, batch, key) -> (f32[B], stats), as in training. stats is {} or the new dense["stats"].
+    penalty: (dense) -> f[], which the training loss adds; or None.
 
     Example:
       >>> import torch, funcrec as fr
@@ -76,7 +76,7 @@ class Model(NamedTuple):
     penalty: Callable[[Any], Tensor] | None = None
 
     def _repr_html_(self) -> str:
-        """Return its tables, for a notebook."""
+        """Return the tables of the model in HTML, for a notebook."""
         return html_table(HEAD, table_lines(self.tables, self.features))
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -90,16 +90,16 @@ def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:
     """Return the training loss: the mean of `loss` over the batch, weighted by `batch.weight`, plus the penalty.
 
     Args:
-      loss: (f[B] of model.train_apply, batch.label, batch.weight) -> f[]: binary cross entropy with logits, or another
-        of `fr.losses`, or your own.
+      loss: (f[B] of model.train_apply, batch.label, batch.weight) -> f[]. It is binary cross entropy with logits,
+        another loss of `fr.losses`, or your own.
 
     Returns:
       loss_fn(params, batch, *, key) -> (f[], {"logits": f[B], "stats": ...}), for `value_and_grad(has_aux=True)` and
       for `train_step(has_aux=True, merge=merge_stats)`.
 
     Raises:
-      ValueError: from loss_fn, if the batch has no label. Also what `loss` raises for labels that are not f[B] in
-        [0, 1]; if no value can be read (under `jit`, on a GPU), such a label makes the loss NaN.
+      ValueError: from loss_fn, if the batch has no label. loss_fn also raises what `loss` raises for labels that are
+        not f[B] in [0, 1]. If no value can be read (under `jit`, on a GPU), such a label makes the loss NaN.
 
     Law: an example of weight 0 changes neither loss, gradients nor running statistics, whatever its numbers are.
 
@@ -113,7 +113,7 @@ def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:
       (torch.Size([2]), tensor([1, 2]))
     """
 
-    def loss_fn(params: Params, batch: Batch, *, key: Tensor | None = None):  # None, so that the error has four parts
+    def loss_fn(params: Params, batch: Batch, *, key: Tensor | None = None):  # a missing key is an error of four parts
         random.check_key("funcrec.models.loss", key)
         logits, stats = model.train_apply(params, batch, key)
         check("funcrec.models.loss", label_problems(batch.label))
@@ -126,7 +126,7 @@ def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:
 
 
 def merge_stats(dense: dict[str, Any], aux: dict[str, Any]) -> dict[str, Any]:
-    """Return `dense` with the running statistics from the loss's `aux`; a step calls it after its dense optimizer.
+    """Return `dense` with the running statistics from the `aux` of the loss. A step calls it after its dense optimizer.
 
     Example:
       >>> import torch, funcrec as fr
@@ -155,7 +155,7 @@ def merge_stats(dense: dict[str, Any], aux: dict[str, Any]) -> dict[str, Any]:
 
 @typed
 def num_parameters(params: Params) -> int:
-    """Return how many numbers training changes: all of `params` except the running statistics.
+    """Return how many numbers training changes, which are all of `params` except the running statistics.
 
     Example:
       >>> import funcrec as fr
@@ -172,7 +172,7 @@ def num_parameters(params: Params) -> int:
 def linear_twins(
     tables: Sequence[TableConfig], features: Sequence[FeatureConfig]
 ) -> tuple[tuple[TableConfig, ...], tuple[FeatureConfig, ...]]:
-    """Make a table of dim 1 for each table, and a feature on the same column for each feature: first-order weights.
+    """Return first-order weights: a table of dim 1 for each table, and a feature on the same column for each feature.
 
     Example:
       >>> import funcrec as fr
@@ -190,7 +190,7 @@ def linear_twins(
 
 
 def part(dense: Any, name: str, shape: tuple[int, ...] | None = None) -> Any:
-    """Return dense[name], the parameters of one part of a model; `shape` is given for a part that is one tensor."""
+    """Return dense[name], the parameters of one part of a model. Pass `shape` for a part that is one tensor."""
     own = dense.get(name) if isinstance(dense, Mapping) else None
     need = f"{name!r}: parameters of its own" if shape is None else f"{name!r}: f{list(shape)}"
     fits = own is not None if shape is None else isinstance(own, Tensor) and own.shape == shape
@@ -215,7 +215,7 @@ def build(
     forward: Callable[[Params, Batch, Tensor | None], tuple[Tensor, Any]],
     penalty: Callable[[Any], Tensor] | None = None,
 ) -> Model:
-    """Make a Model from `forward(params, batch, key)`; key None means evaluation."""
+    """Return a Model from `forward(params, batch, key)`, where key None means evaluation."""
     tables = tuple(tables)
 
     def init(key: Tensor) -> Params:
@@ -234,20 +234,21 @@ def build(
         logits, stats = forward(params, without_padding(batch), key)
         if stats and batch.weight is not None and is_tracked(batch.weight):
             check(f"{call}.train_apply", jump_problems(batch.weight, "batch norm"))
-            logits = torch.where((batch.weight == 0).any(), torch.nan, logits)  # for weights that cannot be read
+            logits = torch.where((batch.weight == 0).any(), torch.nan, logits)  # a weight that cannot be read may be 0
         return logits, stats or {}
 
     return Model(tables, tuple(features), init, apply, train_apply, penalty)
 
 
 def used(batch: Batch) -> Tensor | None:
-    """Return which examples are no padding, bool[B]; None for all."""
+    """Return which examples are no padding, bool[B]; None if no example is padding."""
     return None if batch.weight is None else batch.weight != 0
 
 
 def without_padding(batch: Batch) -> Batch:
-    """Return the batch with zeros as the numbers of examples of weight 0: zero times a number need not be zero in a
-    gradient. If a derivative follows the weights, no example is padding."""
+    """Return the batch with zeros for the numbers of examples of weight 0.
+
+    In a gradient, zero times a number need not be zero. If a derivative follows the weights, no example is padding."""
     if batch.weight is None or is_tracked(batch.weight):
         return batch
     ids, dense = batch.ids, None if batch.dense is None else blank_padding(batch.dense, batch.weight)
@@ -262,7 +263,7 @@ def without_padding(batch: Batch) -> Batch:
 
 
 def check_configs(call: str, tables: object, features: object, linear: object = ()) -> None:
-    """Check a constructor's configs: pooled features of known tables, and first-order features of dim 1."""
+    """Raise unless the configs are pooled features of known tables, and first-order features of dim 1."""
     check(call, table_list_problems(tables), feature_list_problems(features), feature_list_problems(linear))
     every = (*features, *linear)
     check(call, feature_table_problems(every, tables), pooling_problems(every))

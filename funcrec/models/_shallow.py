@@ -18,7 +18,9 @@ from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 @typed
 def lr(tables: Sequence[TableConfig], features: Sequence[FeatureConfig], *, num_dense: Size = 0) -> Model:
-    """Make logistic regression: a bias, a weight per id (features of tables with embedding_dim 1), one per dense input.
+    """Return logistic regression: a bias, a weight for each id, and a weight for each dense input.
+
+    The tables of its features have embedding_dim 1.
 
     Example:
       >>> import funcrec as fr
@@ -39,10 +41,10 @@ def fm(
     linear: Sequence[FeatureConfig] = (),
     num_dense: Size = 0,
 ) -> Model:
-    """Make a factorization machine: first order by `linear` and the dense inputs, second order over `features`.
+    """Return a factorization machine: first order by `linear` and the dense inputs, second order over `features`.
 
     Args:
-      linear: features of tables with embedding_dim 1; `linear_twins` makes them.
+      linear: features of tables with embedding_dim 1, such as `linear_twins` returns.
 
     Raises:
       ValueError: `features` have different dims.
@@ -70,7 +72,7 @@ def fm(
 
 
 def first_order(linear: Sequence[FeatureConfig], num_dense: int) -> tuple[Callable, Callable]:
-    """Return (init, term): b + ⟨w, dense⟩ + Σ over `linear` f[B]; b is dense["bias"] and w is dense["linear"]."""
+    """Return (init, term) of b + ⟨w, dense⟩ + Σ over `linear`, f[B]. b is dense["bias"] and w is dense["linear"]."""
 
     def init(key: Tensor) -> dict[str, Any]:
         bias = {"bias": nn.zeros(key, (1,))}

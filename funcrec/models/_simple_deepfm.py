@@ -1,4 +1,4 @@
-"""TorchRec's SimpleDeepFMNN: a bottom network's vector joins the embeddings, and one layer weighs three parts.
+"""TorchRec's SimpleDeepFMNN. The vector of a bottom network joins the embeddings, and one layer weighs three parts.
 
     d = bottom(dense);  x = [d, e_1 ... e_F];  z = out([d, relu(W x), Σ_{i<j} x_i x_j])
 
@@ -26,11 +26,11 @@ def simple_deepfm(
     hidden_size: Count = 32,
     deep_size: Count = 16,
 ) -> Model:
-    """Make TorchRec's SimpleDeepFMNN; its prediction is the sigmoid of this model's logit. `deepfm` is the paper's.
+    """Return TorchRec's SimpleDeepFMNN. Its prediction is the sigmoid of the logit. `deepfm` is the model of the paper.
 
     Args:
-      hidden_size: size of the layer between the dense inputs and their vector f[B, D].
-      deep_size: size of the deep part's one layer.
+      hidden_size: the size of the layer between the dense inputs and their vector f[B, D].
+      deep_size: the size of the only layer of the deep part.
 
     Raises:
       ValueError: features have different dims, or there are no dense inputs.

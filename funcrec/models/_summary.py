@@ -1,4 +1,4 @@
-"""A model's parts as text: its tables, the features that read them, and their bytes."""
+"""The parts of a model as text: its tables, the features that read these tables, and their bytes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,13 +13,13 @@ from funcrec.tables import HEAD, Params, in_units, table_lines
 
 @typed
 def summary(model: Model | TwoTower, params: Params | None = None) -> str:
-    """Return a text table of the model's tables: rows, dim, bytes, and the features that read each.
+    """Return a text table of the model's tables: rows, dim, bytes, and the features that read each table.
 
     Args:
-      params: the model's; with them the summary counts dense parameters, too.
+      params: the parameters of the model. With `params`, the summary also counts dense parameters.
 
     Raises:
-      ValueError: the tables of `params` are not the model's.
+      ValueError: `params` has other tables than the model.
 
     Example:
       >>> import funcrec as fr
@@ -38,7 +38,7 @@ def summary(model: Model | TwoTower, params: Params | None = None) -> str:
 
 
 def side_by_side(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns two spaces apart, with numbers on the right."""
+    """Return lines whose columns are aligned two spaces apart, with numbers on the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     place = lambda i, text: text.rjust(widths[i]) if i in (1, 2, 3) else text.ljust(widths[i])
     return ["  ".join(place(i, text) for i, text in enumerate(line)).rstrip() for line in lines]

@@ -1,8 +1,8 @@
-"""Two towers: query and candidate become unit vectors, trained against the other candidates of the batch.
+"""Two towers: query and candidate become unit vectors. The other candidates of the batch are the negatives in training.
 
     loss = -mean_i log softmax_j(⟨q_i, c_j⟩ / T - log Q_j)[i],   q = mlp(queries) / ‖·‖, c = mlp(candidates) / ‖·‖
 
-Q_j is the probability that the batch holds candidate j; without the correction popular items get lower scores.
+Q_j is the probability that the batch holds candidate j. Without this correction, popular items get lower scores.
 Shapes: B batch, D dim of the towers' outputs.
 """
 
@@ -21,13 +21,13 @@ from funcrec.tables import HEAD, Batch, FeatureConfig, Params, TableConfig, dupl
 
 @typed_fields
 class TwoTower(NamedTuple):
-    """A retrieval model.
+    """A retrieval model of two towers.
 
-    tables, features: all tables and features; the query's features come first.
+    tables, features: all tables and features. The features of the query come first.
     init: (key) -> Params, dense {"query": ..., "candidate": ...}.
-    query, candidate: (params, batch) -> f[B, D], unit vectors, as in evaluation; each reads only its columns.
-    towers: (params, batch, key) -> (f[B, D], f[B, D]), both as in training.
-    apply: (params, batch) -> f[B], ⟨q_b, c_b⟩ / temperature of each example's pair.
+    query, candidate: (params, batch) -> f[B, D], unit vectors, as in evaluation. Each reads only its own columns.
+    towers: (params, batch, key) -> (f[B, D], f[B, D]), query and candidate, as in training.
+    apply: (params, batch) -> f[B], ⟨q_b, c_b⟩ / temperature for the pair of each example.
     temperature: T.
 
     Example: see `two_tower`.
@@ -43,7 +43,7 @@ class TwoTower(NamedTuple):
     temperature: PositiveMagnitude
 
     def _repr_html_(self) -> str:
-        """Return its tables, for a notebook."""
+        """Return the tables of the model in HTML, for a notebook."""
         return html_table(HEAD, table_lines(self.tables, self.features))
 
 
@@ -57,10 +57,12 @@ def two_tower(
     dropout: Share = 0.0,
     temperature: PositiveMagnitude = 0.05,
 ) -> TwoTower:
-    """Make an MLP over the query's features and one over the candidate's; both end in vectors of sizes[-1].
+    """Return a model of two MLPs: over the features of the query, and over the features of the candidate.
+
+    Both MLPs end in vectors of sizes[-1].
 
     Args:
-      sizes: the layers of each tower, ReLU between them; the last is linear.
+      sizes: the layers of each tower, with ReLU between them. The last layer is linear.
       temperature: T > 0, static.
 
     Example:
@@ -120,7 +122,7 @@ def in_batch_softmax(
     log_q: Tensor | None = None,
     candidate_ids: Tensor | None = None,
 ) -> Tensor:
-    """Call `fr.losses.in_batch_softmax`, with a correction if `log_q` is given.
+    """Return the loss f[] of `fr.losses.in_batch_softmax`. `log_q` corrects it for popular candidates.
 
     Shapes: query, candidate f[B, D]; log_q f[B]; candidate_ids i[B].
 
@@ -143,8 +145,8 @@ def in_batch_softmax_loss(
     """Return the training loss of two towers: (params, batch, *, key) -> (f[], {"logits": f[B], "stats": {}}).
 
     Args:
-      log_q: (batch) -> f[B], for instance the log of the items' frequencies; None for no correction.
-      candidate_ids: (batch) -> i[B], to recognise repeated candidates; None if repeats may count as negatives.
+      log_q: (batch) -> f[B], for instance the log of the items' frequencies. None means no correction.
+      candidate_ids: (batch) -> i[B], to recognise repeated candidates. With None, repeats count as negatives.
 
     Example:
       >>> import torch, funcrec as fr
