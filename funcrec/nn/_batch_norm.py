@@ -1,9 +1,9 @@
-"""Batch norm as a pure function, which takes and returns the running statistics.
+"""Batch norm as a pure function that takes and returns the running statistics.
 
     y = scale · (x - mean) / √(var + eps) + shift
 
-In training, mean and var are the batch's (var over B), and stats' = (1 - momentum) · stats + momentum · (mean, var over
-B - 1). In evaluation they are the running statistics. With a mask, B is the number of its true rows.
+In training, mean and var are those of the batch (var divides by B), and stats' = (1 - momentum) · stats + momentum ·
+(mean, var with divisor B - 1). In evaluation they are the running statistics. With a mask, B counts its true rows.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,13 @@ from funcrec.nn._layer import Layer, ones, param_problems, width_problems, zeros
 
 @typed
 def batch_norm(dim: Count, *, momentum: UnitInterval = 0.1, eps: Magnitude = 1e-5) -> Layer:
-    """Make a layer x f[B, dim] -> f[B, dim] that normalises each column over the batch.
+    """Return a layer x f[B, dim] -> f[B, dim] that normalises each column over the batch.
 
     Returns:
-      Layer with params {"scale", "shift"} and stats {"mean", "var"}, f[dim] each; apply(params, x, stats) and
-      train_apply(params, x, key, stats, mask=None) -> (y, stats), which does not use its key. mask: bool[B], False for
-      rows of padding, which no statistic counts. With fewer than two other rows the stats stay as they are.
+      Layer with params {"scale", "shift"} and stats {"mean", "var"}, f[dim] each. Its functions are
+      apply(params, x, stats) and train_apply(params, x, key, stats, mask=None) -> (y, stats), which does not use its
+      key. mask: bool[B], False for rows of padding, which no statistic counts. With fewer than two rows of data, the
+      stats stay as they are.
 
     Raises:
       ValueError: a training batch has one row, so its variance is unknown.
@@ -62,7 +63,7 @@ def batch_norm(dim: Count, *, momentum: UnitInterval = 0.1, eps: Magnitude = 1e-
             fail(call, "`x` is too small a batch to train on.", got=describe(x), need=need, hint="apply(...)")
         if mask is not None:
             check(call, mask_problems(mask, count))
-            x = torch.where(mask[:, None], x, 0)  # numbers of padding rows are not used
+            x = torch.where(mask[:, None], x, 0)  # rows of padding must not count
             count = mask.sum().clamp(min=1).to(x.dtype)
         mean = x.mean(0) if mask is None else x.sum(0) / count
         square = (x - mean).square()

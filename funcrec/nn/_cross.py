@@ -18,15 +18,15 @@ from funcrec.nn._layer import Layer, param_problems, width_problems, xavier_norm
 
 @typed
 def cross(dim: Count, rank: Count | None = None, *, weight: Draw = xavier_normal) -> Layer:
-    """Make one cross layer, (x0, x f[..., dim]) -> f[..., dim].
+    """Return one cross layer, (x0, x f[..., dim]) -> f[..., dim].
 
     Args:
-      rank: None for the full matrix W f[d, d]; r for U f[d, r] and V f[r, d], with W = U V.
+      rank: None for the full matrix W f[d, d], or r for U f[d, r] and V f[r, d] with W = U V.
 
     Returns:
       Layer with params {"weight", "bias"}, or {"u", "v", "bias"}.
 
-    Cost: 2 B d² multiply-adds forward, or 4 B d r.
+    Cost: the forward pass takes 2 B d² multiply-adds with the full matrix, and 4 B d r with rank r.
 
     Example:
       >>> import torch, funcrec as fr
@@ -61,7 +61,7 @@ def cross(dim: Count, rank: Count | None = None, *, weight: Draw = xavier_normal
 
 @typed
 def cross_network(dim: Count, num_layers: Count, rank: Count | None = None, *, weight: Draw = xavier_normal) -> Layer:
-    """Make `num_layers` cross layers on one x0 f[..., dim] -> f[..., dim]; params are a list.
+    """Return a layer of `num_layers` cross layers on one x0 f[..., dim] -> f[..., dim]. Its params are a list.
 
     Example:
       >>> import torch, funcrec as fr

@@ -13,19 +13,20 @@ from funcrec.core import Form, Key, Share, check, device_problems, random, typed
 
 @typed
 def dropout(x: Annotated[Tensor, Form("f[...]")], key: Key, rate: Share) -> Tensor:
-    """Zero each element with probability `rate` (static) and scale the others by 1 / (1 - rate).
+    """Return x with each element zeroed with probability `rate` (static), and the others times 1 / (1 - rate).
 
     Args:
       x: f[...].
-      key: i64[]; the same key drops the same places.
+      key: i64[]. The same key drops the same places.
 
     Raises:
       ValueError: the rate is outside [0, 1).
       TypeError: the key is not a key.
 
-    Law: the mean over keys is x; rate 0 is the identity.
+    Law: the mean over keys is x. With rate 0, the result is x.
 
-    Cost: one SplitMix64 number per element; 4096 x 256, compiled with its transpose, takes 0.6 ms on one core.
+    Cost: it draws one SplitMix64 number per element. 4096 x 256 elements, compiled with the transpose, take 0.6 ms on
+    one core.
 
     Example:
       >>> import torch, funcrec as fr
@@ -37,8 +38,8 @@ def dropout(x: Annotated[Tensor, Form("f[...]")], key: Key, rate: Share) -> Tens
     check("funcrec.nn.dropout", device_problems(x=x, key=key))
     if rate == 0:
         return x
-    # u < 1 - rate, compared as whole 64-bit numbers: no shift, no conversion to float
+    # The test u < 1 - rate compares whole 64-bit numbers, without a shift or a conversion to float.
     threshold = min(round((1 - rate) * 2**64) - 2**63, 2**63 - 1)
-    # this call's key is a sum: Inductor computes a reduction once, but any longer derivation for every element
+    # The key of this call is a sum: Inductor computes a sum once, but other derivations once for every element.
     keep = random.bits(random.bits(key, (8,)).sum(), tuple(x.shape)) < threshold
     return torch.where(keep, x * (1 / (1 - rate)), 0)

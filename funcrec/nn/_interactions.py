@@ -1,4 +1,4 @@
-"""Second-order interactions of F vectors; no parameters.
+"""Second-order interactions of F vectors. They have no parameters.
 
     fm(x) = Σ_{i<j} ⟨x_i, x_j⟩ = ½ Σ_d ((Σ_i x_id)² - Σ_i x_id²)          dot(x) = (⟨x_i, x_j⟩)_{i>j}
 
@@ -14,18 +14,18 @@ from funcrec.core import Problem, check, describe, one_level_below
 
 
 def factorization_machine(x: Tensor) -> Tensor:
-    """Sum the dot products of all pairs of vectors: x f[B, F, D] -> f[B].
+    """Return the sum of the dot products of all pairs of vectors: x f[B, F, D] -> f[B].
 
-    Law: quadratic: fm(c · x) = c² · fm(x); it equals the sum of `dot_interaction`.
+    Law: fm is quadratic: fm(c · x) = c² · fm(x). It equals the sum of `dot_interaction`.
 
-    Cost: reads B · F · D elements once.
+    Cost: it reads B · F · D elements once.
 
     Example:
       >>> import torch, funcrec as fr
       >>> fr.nn.factorization_machine(torch.tensor([[[1.0], [2.0], [3.0]]]))
       tensor([11.])
 
-    Source: Rendle, "Factorization Machines" (2010), lemma 3.1. (TorchRec's module of the same name treats the F · D
+    Source: Rendle, "Factorization Machines" (2010), lemma 3.1. (The module of this name in TorchRec treats the F · D
     numbers as vectors of one dimension.)
     """
     check("funcrec.nn.factorization_machine", stack_problems(x))
@@ -41,15 +41,16 @@ def dot_interaction(x: Tensor) -> Tensor:
       >>> fr.nn.dot_interaction(torch.tensor([[[1.0], [2.0], [3.0]]]))
       tensor([[2., 3., 6.]])
 
-    Source: Naumov et al., "Deep Learning Recommendation Model" (2019), §2.1; TorchRec's InteractionArch has the same
-    products in the order of the upper triangle's rows, after the dense vector.
+    Source: Naumov et al., "Deep Learning Recommendation Model" (2019), §2.1. TorchRec's InteractionArch returns the
+    same products after the dense vector, in the order of the rows of the upper triangle.
     """
     check("funcrec.nn.dot_interaction", stack_problems(x))
     return _DotInteraction.apply(x)
 
 
 class _DotInteraction(torch.autograd.Function):
-    """The lower triangle of x xᵀ. For a cotangent S, a lower triangle, the transpose (S + Sᵀ) x is one product.
+    """The lower triangle of x xᵀ. Its transpose at a lower triangle S is one product, (S + Sᵀ) x.
+
     Autograd would make two products, and scatter into S."""
 
     @staticmethod
@@ -85,7 +86,8 @@ def _lower(square: Tensor) -> Tensor:
 
 def _symmetric(lower: Tensor, size: int) -> Tensor:
     """Return [..., F, F], symmetric with zeros on the diagonal, from [..., F (F - 1) / 2].
-    Each element is read, and none is added to."""
+
+    It only reads elements. A scatter would add to them."""
     place = lambda i, j: max(i, j) * (max(i, j) - 1) // 2 + min(i, j)
     places = [place(i, j) if i != j else lower.shape[-1] for i in range(size) for j in range(size)]
     padded = torch.nn.functional.pad(lower, (0, 1))

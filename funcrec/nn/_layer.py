@@ -1,8 +1,8 @@
-"""The record of a layer's functions, and draws of its first parameters.
+"""The record of a layer's functions, and draws of its initial parameters.
 
     y = apply(params, x),   params = init(key)
 
-A draw is a function (key, shape) -> f32[shape]; a matrix is [out, in], as torch.nn.Linear's.
+A draw is a function (key, shape) -> f32[shape]. A matrix is [out, in], as in torch.nn.Linear.
 """
 
 import math
@@ -29,10 +29,10 @@ from funcrec.core import (
 
 @typed_fields
 class Layer(NamedTuple):
-    """A layer; it stores only sizes.
+    """A layer, which stores only sizes.
 
-    init: (key) -> params, a plain tree of f32 tensors (convert it to f64 or another device as you like).
-    apply: (params, x, ...) -> y, as in evaluation: no dropout, running statistics.
+    init: (key) -> params, a plain tree of f32 tensors, which you may convert to f64 or move to another device.
+    apply: (params, x, ...) -> y, as in evaluation: without dropout, with running statistics.
     train_apply: (params, x, key, stats) -> (y, stats), as in training; None if training does not differ.
     init_stats: () -> the running statistics at the start; [] if there are none.
 
@@ -51,8 +51,9 @@ class Layer(NamedTuple):
 
 @typed
 def xavier_normal(key: Key, shape: Shape) -> Tensor:
-    """Draw a matrix [out, in] from N(0, 2 / (in + out)): (key, shape) -> f32[shape].
-    torch.nn.init.xavier_normal_ and the weights of DLRM's MLPs are drawn so.
+    """Return a matrix [out, in] drawn from N(0, 2 / (in + out)): (key, shape) -> f32[shape].
+
+    torch.nn.init.xavier_normal_ draws the same way, and so do the weights of DLRM's MLPs.
 
     Example:
       >>> import funcrec as fr
@@ -65,7 +66,7 @@ def xavier_normal(key: Key, shape: Shape) -> Tensor:
 
 @typed
 def fan_out_normal(key: Key, shape: Shape) -> Tensor:
-    """Draw from N(0, 1 / out), as the biases of DLRM's MLPs: (key, shape) -> f32[shape].
+    """Return numbers drawn from N(0, 1 / out), like the biases of DLRM's MLPs: (key, shape) -> f32[shape].
 
     Example:
       >>> import funcrec as fr
@@ -81,7 +82,7 @@ def fan_out_normal(key: Key, shape: Shape) -> Tensor:
 
 @typed
 def normal(std: Magnitude) -> Draw:
-    """Return a draw from N(0, std²).
+    """Return a draw of numbers from N(0, std²).
 
     Example:
       >>> import funcrec as fr
@@ -93,7 +94,7 @@ def normal(std: Magnitude) -> Draw:
 
 @typed
 def zeros(key: Key, shape: Shape) -> Tensor:
-    """Make zeros on the key's device: (key, shape) -> f32[shape].
+    """Return zeros on the device of the key: (key, shape) -> f32[shape].
 
     Example:
       >>> import funcrec as fr
@@ -105,7 +106,7 @@ def zeros(key: Key, shape: Shape) -> Tensor:
 
 @typed
 def ones(key: Key, shape: Shape) -> Tensor:
-    """Make ones on the key's device: (key, shape) -> f32[shape]."""
+    """Return ones on the device of the key: (key, shape) -> f32[shape]."""
     return torch.ones(shape, device=key.device)
 
 
@@ -119,7 +120,7 @@ def shape_problems(shape: Sequence[int], least: int) -> Iterator[Problem]:
 
 
 def width_problems(x: object, width: int, name: str = "x") -> Iterator[Problem]:
-    """Check that x is f[..., width]."""
+    """Yield a problem unless x is f[..., width]."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         hint = f"{name}.float()" if isinstance(x, Tensor) else f"torch.zeros(2, {width})"
         yield Problem(f"`{name}` is not a float tensor.", describe(x), f"f[..., {width}]", hint, TypeError)
@@ -129,13 +130,13 @@ def width_problems(x: object, width: int, name: str = "x") -> Iterator[Problem]:
 
 
 def param_problems(params: object, name: str = "params", **needed: tuple[int, ...]) -> Iterator[Problem]:
-    """Check that `params` holds a tensor of the needed shape under each needed name."""
+    """Yield problems unless `params` holds a tensor of the needed shape under each needed name."""
     hint = "layer.init(key)" if name == "params" else "layer.init_stats()"
     yield from float_dict_problems(f"`{name}` are not this layer's.", params, name, needed, hint, some=True)
 
 
 def part_problems(params: object, part: str, count: int) -> Iterator[Problem]:
-    """Check that `params` holds a list of `count` layers' parameters under the name."""
+    """Yield a problem unless `params[part]` is a list of the parameters of `count` layers."""
     own = params.get(part) if isinstance(params, Mapping) else None
     if not isinstance(own, list | tuple) or len(own) != count:
         got = describe(own) if isinstance(params, Mapping) else describe(params)

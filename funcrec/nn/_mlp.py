@@ -2,7 +2,7 @@
 
     linear: y = x Wᵀ + b          mlp: y = a_L(n_L(W_L d(... a_1(n_1(W_1 d(x) + b_1)) ...) + b_L))
 
-d is dropout, n batch norm and a the activation.
+d is dropout, n is batch norm, and a is the activation.
 """
 
 import itertools
@@ -23,10 +23,10 @@ Widths = Annotated[Sizes, Within("at least two sizes, an int >= 1", lambda s: le
 
 @typed
 def linear(num_in: Count, num_out: Count, *, weight: Draw = xavier_normal, bias: Draw | None = zeros) -> Layer:
-    """Make a layer x f[..., num_in] -> f[..., num_out] with {"weight": f[num_out, num_in], "bias": f[num_out]}.
+    """Return a layer x f[..., num_in] -> f[..., num_out] with {"weight": f[num_out, num_in], "bias": f[num_out]}.
 
     Args:
-      weight, bias: draw the parameters; bias=None for a layer without bias.
+      weight, bias: draw the parameters. bias=None makes a layer without bias.
 
     Example:
       >>> import torch, funcrec as fr
@@ -34,7 +34,7 @@ def linear(num_in: Count, num_out: Count, *, weight: Draw = xavier_normal, bias:
       >>> layer.apply({"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([10.0])}, torch.ones(1, 2))
       tensor([[13.]])
 
-    Source: torch.nn.Linear; the layer reads its state dict.
+    Source: torch.nn.Linear, whose state dict the layer can read.
     """
 
     needed = {"weight": (num_out, num_in)} if bias is None else {"weight": (num_out, num_in), "bias": (num_out,)}
@@ -62,16 +62,17 @@ def mlp(
     weight: Draw = xavier_normal,
     bias: Draw = zeros,
 ) -> Layer:
-    """Make an MLP x f[..., num_in] -> f[..., num_out] of linear layers sizes[0] -> sizes[1] -> ... -> sizes[-1].
+    """Return an MLP x f[..., num_in] -> f[..., num_out] of linear layers sizes[0] -> sizes[1] -> ... -> sizes[-1].
 
     Args:
-      final_activation: the last layer's activation; None leaves that layer linear, and without batch norm.
+      final_activation: the activation of the last layer. None leaves this layer linear, and without batch norm.
       dropout: the rate before every linear layer.
-      batch_norm: adds batch norm between each linear layer and its activation.
+      batch_norm: whether there is batch norm between each linear layer and its activation.
 
     Returns:
-      Layer with params {"linear": [...]} and, with batch norm, "norm": [...]; apply(params, x, stats=[]) and
-      train_apply(params, x, key, stats=[], mask=None) -> (y, stats); mask: as in `batch_norm`.
+      Layer with params {"linear": [...]} and, with batch norm, "norm": [...]. Its functions are
+      apply(params, x, stats=[]) and train_apply(params, x, key, stats=[], mask=None) -> (y, stats). mask: as in
+      `batch_norm`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -121,7 +122,7 @@ def mlp(
 
 
 def _stack(stages: Sequence, params: Sequence, x: Tensor, before: Callable, norm: Callable) -> Tensor:
-    """Apply a(norm(linear(before(x)))), stage after stage; `before` and `norm` take the stage's number."""
+    """Return a(norm(linear(before(x)))) after all stages. `before` and `norm` get the number of the stage."""
     for i, (layer, normed, active) in enumerate(stages):
         x = layer.apply(params[i], before(i, x))
         x = norm(i, x) if normed else x

@@ -17,11 +17,12 @@ BAGS = kind_of(JaggedTensor)
 
 @typed
 def position_weights(max_length: Count) -> Layer:
-    """Make a layer of weights by position: apply(params f[max_length], bags) -> f[N], for a weighted feature.
-    The weight is 0 in the padding and from position max_length on.
+    """Return a layer of weights by position: apply(params f[max_length], bags) -> f[N], for a weighted feature.
+
+    The weight is 0 in the padding, and at positions >= max_length.
 
     Returns:
-      Layer whose params are ones at first; `bags` is a JaggedTensor.
+      Layer whose params are ones at first. `bags` is a JaggedTensor.
 
     Example:
       >>> import torch, funcrec as fr
