@@ -16,17 +16,17 @@ from funcrec.tables import blank_padding, label_value_problems
 
 @typed
 def bce(logits: Numbers, label: Labels, weight: Weights = None, *, reduction: Reduction = "mean") -> Tensor:
-    """Return the binary cross entropy with logits, for labels that are 0, 1 or a probability between.
+    """Return the binary cross entropy with logits. A label is 0, 1 or a probability between them.
 
     Args:
       logits: f[B].
       label: [B] in [0, 1], of any real dtype.
-      weight: f[B] >= 0, or None; an example of weight 0 is padding: its logit and label are not read, unless a
+      weight: f[B] >= 0, or None. An example of weight 0 is padding: its logit and label are not read, unless a
         derivative follows the weights (`weighted_mean`).
-      reduction: "mean" for `weighted_mean`, f[]; "none" for each example's loss, f[B], 0 for padding.
+      reduction: "mean" for `weighted_mean`, f[]; "none" for the loss of each example, f[B], 0 for padding.
 
     Raises:
-      ValueError: a label is outside [0, 1]; if no value can be read (under `jit`, on a GPU), its loss is NaN.
+      ValueError: a label is outside [0, 1]. If no value can be read (under `jit`, on a GPU), the loss is NaN instead.
 
     Example:
       >>> import torch, funcrec as fr

@@ -1,8 +1,8 @@
 """Cross entropy over classes, and over the candidates of a batch.
 
-    cross_entropy: log Σ_c exp z_c - z_y          in_batch_softmax: the same of z_ij = ⟨q_i, c_j⟩ / T - log Q_j, y_i = i
+cross_entropy: log Σ_c exp z_c - z_y          in_batch_softmax: this loss of z_ij = ⟨q_i, c_j⟩ / T - log Q_j, y_i = i
 
-Q_j is the probability that the batch holds candidate j; without the correction popular items get lower scores.
+Q_j is the probability that the batch holds candidate j. Without this correction, popular items get lower scores.
 Shapes: B batch, C classes, D dim.
 """
 
@@ -33,24 +33,24 @@ Vectors = Annotated[Tensor, Form("f[B, D]")]
 
 @typed
 def cross_entropy(logits: Scores, label: Labels, weight: Weights = None, *, reduction: Reduction = "mean") -> Tensor:
-    """Return the cross entropy with logits, for one class per example.
+    """Return the cross entropy with logits. Each example has one class.
 
     Args:
       logits: f[B, C].
-      label: [B], numbers of classes, 0 <= label < C: integers, or floats that are whole.
-      weight: f[B] >= 0, or None; an example of weight 0 is padding and is not read, unless a derivative
-        follows the weights (`weighted_mean`).
-      reduction: "mean" for `weighted_mean`, f[]; "none" for each example's loss, f[B], 0 for padding.
+      label: [B], the classes as numbers, 0 <= label < C: integers, or whole floats.
+      weight: f[B] >= 0, or None. An example of weight 0 is padding and is not read, unless a derivative follows the
+        weights (`weighted_mean`).
+      reduction: "mean" for `weighted_mean`, f[]; "none" for the loss of each example, f[B], 0 for padding.
 
     Raises:
-      ValueError: a label is not a class; if no value can be read (under `jit`, on a GPU), its loss is NaN.
+      ValueError: a label is not a class. If no value can be read (under `jit`, on a GPU), the loss is NaN instead.
 
     Example:
       >>> import torch, funcrec as fr
       >>> fr.losses.cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))
       tensor(1.3863)
 
-    Source: torch.nn.functional.cross_entropy (its weight is one per class).
+    Source: torch.nn.functional.cross_entropy, whose weight is one number for each class.
     """
     call = "funcrec.losses.cross_entropy"
     check(call, label_problems(label), weight_problems(weight))
@@ -75,22 +75,22 @@ def in_batch_softmax(
     """Return the mean cross entropy of each query's own candidate among all candidates of the batch, f[].
 
     Args:
-      query, candidate: f[B, D]; row i of both belong together.
-      weight: f[B] >= 0, or None; an example of weight 0 is padding, and no negative of other examples.
-        At weight 0 the loss jumps, so a derivative by the weights raises there.
-      log_q: f[B], log of the probability that each candidate is in a batch; `fr.data.log_q` computes it from counts.
-        None leaves the correction out. That is right if all candidates are equally likely; else popular ones get
-        lower scores.
+      query, candidate: f[B, D]. Row i of `query` and row i of `candidate` belong together.
+      weight: f[B] >= 0, or None. An example of weight 0 is padding, and no negative of other examples. At weight 0 the
+        loss jumps, so a derivative by the weights raises there.
+      log_q: f[B], the logarithm of the probability that each candidate is in a batch. `fr.data.log_q` computes it from
+        counts. None leaves the correction out. This is right if all candidates are equally likely; otherwise popular
+        candidates get lower scores.
       temperature: T > 0.
-      candidate_ids: i[B]; another row with the same candidate is left out of the sum, not counted as a negative.
-      reduction: "mean", or "none" for each example's loss, f[B], 0 for padding.
+      candidate_ids: i[B]. Another row with the same candidate is left out of the sum, and does not count as a negative.
+      reduction: "mean", or "none" for the loss of each example, f[B], 0 for padding.
 
     Raises:
-      ValueError: log_q is not the logarithm of a probability, finite and <= 0; if no value can be read (under `jit`,
-        on a GPU), the loss is NaN.
+      ValueError: log_q is not the logarithm of a probability, finite and <= 0. If no value can be read (under `jit`, on
+        a GPU), the loss is NaN instead.
 
-    On a mesh the candidates are those of the rank's part of the batch.
-    Micro-batches (`accumulate_grads`) raise.
+    On a mesh, the candidates are those in the rank's part of the batch. In micro-batches (`accumulate_grads`) the loss
+    raises.
 
     Example:
       >>> import torch, funcrec as fr
@@ -140,7 +140,7 @@ def class_problems(label: Tensor, num_classes: int, weight: Tensor | None) -> It
 
 
 def log_q_problems(log_q: Tensor | None, weight: Tensor | None) -> Iterator[Problem]:
-    """Report values that are no logarithms of probabilities, such as counts and probabilities."""
+    """Yield a problem if a value is no logarithm of a probability, such as a count or a probability."""
     if log_q is None or not is_concrete(log_q):
         return
     wrong = ~((log_q <= 0) & (log_q > -torch.inf))

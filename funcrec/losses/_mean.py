@@ -1,4 +1,4 @@
-"""The weighted mean that every loss ends with, and the values of examples that are padding.
+"""The weighted mean that every loss ends with, and zeros for the values of padding.
 
     mean(x, w) = Σ_b w_b x_b / Σ_b w_b          on n ranks: the mean over ranks of Σ_b w_b x_b / (1/n Σ_r Σ_b w_b)
 
@@ -25,23 +25,23 @@ Reduction = Literal["mean", "none"]
 
 @typed
 def weighted_mean(values: Numbers, weight: Weights = None) -> Tensor:
-    """Return the weighted mean of the examples' values, f[]; 0 if all weights are 0.
+    """Return the weighted mean of the values of examples, f[]; 0 if all weights are 0.
 
     Args:
       values: f[B], a loss of each example.
       weight: f[B] >= 0, or None for the plain mean. A value of weight 0 is not read, unless a derivative follows the
-        weights: then the derivative by its weight includes it, and it must be finite.
+        weights. Then the derivative by its weight includes the value, which must be finite.
 
     Inside `shard_map`, and so in a step on a mesh, the weights are summed over all ranks. Ranks train on the mean of
-    their losses. So that is the weighted mean over all their examples, however the weights are spread over ranks. (In a
-    plan with `replicas` the sum is over all groups, too.) In micro-batches (`accumulate_grads`) the sum is over all of
-    them. Without weights nothing is sent.
+    their losses. So this mean is the weighted mean over the examples of all ranks, whatever weights each rank has. (In
+    a plan with `replicas` the sum is over all groups too.) In micro-batches (`accumulate_grads`) the sum is over all
+    micro-batches. Without weights nothing is sent.
 
     Raises:
-      ValueError: a weight is negative or not finite. Or a derivative follows the weights, and they are all 0, or one
-        is 0 and its value is not finite. If no value can be read (under `jit`, on a GPU), the mean is NaN instead.
+      ValueError: a weight is negative or not finite. Or a derivative follows the weights, and all weights are 0, or an
+        example of weight 0 has no finite value. If no value can be read (under `jit`, on a GPU), the mean is NaN.
 
-    Law: a weight of 2 equals the example twice; an example of weight 0 changes neither value nor gradient.
+    Law: a weight of 2 counts as the example twice. An example of weight 0 changes neither value nor gradient.
 
     Example:
       >>> import torch, funcrec as fr
@@ -62,7 +62,7 @@ def weighted_mean(values: Numbers, weight: Weights = None) -> Tensor:
 
 
 def reduce(values: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
-    """Return f[B] with 0 for padding, or its weighted mean."""
+    """Return values f[B] with 0 for padding, or the weighted mean of the values."""
     if reduction == "mean":
         return weighted_mean(values, weight)
     check("funcrec.losses", jump_problems(weight, 'a loss with reduction="none"'))
@@ -70,14 +70,14 @@ def reduce(values: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
 
 
 def where_it_jumps(values: Tensor, weight: Tensor | None) -> Tensor:
-    """Return values f[B], 0 for padding; NaN if a derivative follows a weight of 0, for weights that cannot be read."""
+    """Return values f[B], 0 for padding. If a derivative follows a weight of 0 that cannot be read, return NaN."""
     if weight is None or not is_tracked(weight):
         return blank_padding(values, weight)
     return torch.where(weight == 0, torch.nan, values)
 
 
 def can_be_read(*given: Tensor | None) -> bool:
-    """Return whether the values of all that is given can be read: not inside a vmap, and not on a GPU."""
+    """Return whether all given values can be read. They cannot inside a vmap or on a GPU."""
     return all(x is None or is_concrete(x) for x in given)
 
 
@@ -85,13 +85,13 @@ def can_be_read(*given: Tensor | None) -> bool:
 
 
 def weight_problems(weight: Tensor | None) -> Iterator[Problem]:
-    """Check that weights that can be read are finite numbers >= 0."""
+    """Yield a problem if a weight that can be read is negative or not finite."""
     if weight is not None and is_concrete(weight):
         yield from weight_value_problems(weight, "weight")
 
 
 def no_derivative_problems(values: Tensor, weight: Tensor, total: Tensor) -> Iterator[Problem]:
-    """Report weights by which the mean has no derivative, if a derivative follows the weights."""
+    """Yield a problem if a derivative follows the weights and the mean has no derivative by them."""
     if not is_tracked(weight):
         return
     got = "a derivative by the weights"

@@ -23,12 +23,12 @@ def mse(predictions: Numbers, label: Labels, weight: Weights = None, *, reductio
     Args:
       predictions: f[B].
       label: [B], finite, of any real dtype.
-      weight: f[B] >= 0, or None; an example of weight 0 is padding and is not read, unless a derivative
-        follows the weights (`weighted_mean`).
-      reduction: "mean" for `weighted_mean`, f[]; "none" for each example's loss, f[B], 0 for padding.
+      weight: f[B] >= 0, or None. An example of weight 0 is padding and is not read, unless a derivative follows the
+        weights (`weighted_mean`).
+      reduction: "mean" for `weighted_mean`, f[]; "none" for the loss of each example, f[B], 0 for padding.
 
     Raises:
-      ValueError: a label is not finite, if values can be read.
+      ValueError: values can be read, and a label is not finite.
 
     Example:
       >>> import torch, funcrec as fr
@@ -49,7 +49,7 @@ def huber(
     delta: PositiveMagnitude = 1.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Return the mean of a square that continues as a line: a label far away pulls no harder than one at `delta`.
+    """Return the mean of a square that becomes a line at distance δ. So no label pulls harder than a label at δ does.
 
     Args:
       predictions, label, weight, reduction: as in `mse`.

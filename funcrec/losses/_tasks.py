@@ -1,4 +1,4 @@
-"""Several losses of one example, added up.
+"""The sum of several losses of each example.
 
     loss = Σ_t c_t loss_t(predictions[:, t], label[:, t])
 
@@ -21,15 +21,15 @@ CALL = "funcrec.losses.multi_task"
 
 @typed
 def multi_task(losses: Sequence[Callable[..., Tensor]], *, weights: Sequence[Magnitude] | None = None) -> Callable:
-    """Make a loss of T columns from T losses of one column.
+    """Return a loss of T columns, made from T losses of one column.
 
     Args:
-      losses: for each column a function of (predictions, label, weight, reduction=...), such as `bce` and `mse`.
-      weights: c, one number for each task; None for ones.
+      losses: a function of (predictions, label, weight, reduction=...) for each column, such as `bce` and `mse`.
+      weights: c, one number for each task. None means 1 for each task.
 
     Returns:
-      loss(predictions f[B, T], label [B, T], weight=None, *, reduction="mean") -> f[], or f[B] with "none". weight:
-      f[B] for examples, or f[B, T] for each task; 0 if an example has no label for a task.
+      loss(predictions f[B, T], label [B, T], weight=None, *, reduction="mean") -> f[], or f[B] with "none". weight is
+      f[B] for examples, or f[B, T] for each task, where 0 means that an example has no label for a task.
 
     Example:
       >>> import torch, funcrec as fr
@@ -79,7 +79,7 @@ def task_problems(losses: Sequence[Callable], weights: Sequence[float] | None) -
 def takes_reduction(loss: Callable) -> bool:
     try:
         given = inspect.signature(loss).parameters
-    except (TypeError, ValueError):  # no signature to read: the call will tell
+    except (TypeError, ValueError):  # a call will show whether it takes `reduction`
         return True
     return "reduction" in given or any(p.kind is p.VAR_KEYWORD for p in given.values())
 
