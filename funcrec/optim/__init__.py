@@ -1,9 +1,9 @@
-"""Optimizers as pure functions: rules for the rows of tables, torch.optim's classes for dense parameters.
+"""Optimizers as pure functions: rules for the rows of tables, and the classes of torch.optim for dense parameters.
 
 tables', slots' = sparse.update(row_grads, slots, tables, step)
 dense', state' = dense.update(grads, state, dense, step)
 
-Each optimizer is a pair of functions, `init` and `update`; combinators take pairs and return pairs.
+Each optimizer is a pair of functions, `init` and `update`. Combinators take such pairs and return such pairs.
 """
 
 import funcrec.core as _core

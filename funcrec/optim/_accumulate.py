@@ -1,6 +1,6 @@
 """accumulate: one update from the gradients of several steps.
 
-    step k, 2k, ...:  update with (g₁ + ... + g_k) / k;      other steps: store g, touch no row
+step k, 2k, ...:  update with (g₁ + ... + g_k) / k;      other steps: store g, change no row
 
 The gradients wait in static buffers among the slots, as entries and not as whole tables.
 Shapes: k = every, C capacity, R rows, D dim.
@@ -34,32 +34,33 @@ ROWS, GRADS = WAITING
 @remade
 @typed
 def accumulate(optimizer: RowOptimizer, *, every: Count, capacity: Count | Mapping[str, Count]) -> RowOptimizer:
-    """Sum the row gradients of `every` steps, divide by `every`, and update on the last of them.
+    """Return an optimizer that sums row gradients over `every` steps and updates on the last of these steps.
 
     Args:
-      every: k; the update happens at steps k - 1, 2k - 1, ... (`step` counts from 0).
-      capacity: C, the most entries that a step may have, for all tables or {table: C}; an entry is one looked-up id.
+      every: k, the number of steps. An update with the mean happens at steps k - 1, 2k - 1, ... (`step` starts at 0).
+      capacity: C, the most entries that a step may have, for all tables or {table: C}. An entry is one looked-up id.
 
     Returns:
       RowOptimizer. Its slots are those of `optimizer` and, for each table, pending_rows i64[k, C] and pending_grads
-      f[k, C, D]. The inner optimizer's step is the number of updates, step // every: bias corrections and schedules
-      count updates.
+      f[k, C, D]. The step of the inner optimizer is the number of updates, step // every. So bias corrections and
+      schedules count updates.
 
     Raises:
-      ValueError: a gradient has more entries than its table's capacity.
+      ValueError: a gradient has more entries than the capacity of its table.
       KeyError: a table has no capacity.
-      TypeError: an entry stands for several ids, and the optimizer may count ids: their number is not stored. Such
-        entries come from a coalesced gradient, from a `clip` to a norm around this, and from tables with `dedup`.
+      TypeError: an entry stands for several ids, and the optimizer may count ids, but their number is not stored. Such
+        entries come from a coalesced gradient, from a `clip` to a norm around this optimizer, and from tables with
+        `dedup`.
 
     On a mesh each gradient waits with the owner of its row, which receives the entries of all ranks, with padding.
-      So the capacity is for all that one owner receives; if that is more, the first step raises with the number. Tables
-      share no bank. A state that is gathered, saved, or laid out by another plan has larger buffers where the entries
-      of several owners come together. Training continues from it, to the same bits.
+      So the capacity counts all entries that one owner receives. If these are more, the first step raises an error that
+      states the number. Tables share no bank. A state that is gathered, saved, or laid out by another plan has larger
+      buffers where the entries of several owners come together. Training continues from this state to the same bits.
 
-    Law: k steps are one update with the mean of their gradients, bit for
-      bit. Between updates no row or inner slot changes a bit.
+    Law: k steps equal one update with the mean of their gradients, bit for bit. Between updates no row or inner slot
+      changes a bit.
 
-    Cost: every step coalesces a table's k · C entries, even if it does not update: shapes are static.
+    Cost: every step coalesces the k · C entries of a table, even if it does not update: shapes are static.
 
     Example:
       >>> import torch, funcrec as fr
@@ -91,7 +92,7 @@ def accumulate(optimizer: RowOptimizer, *, every: Count, capacity: Count | Mappi
         return due(*hold(row_grads, slots, tables, step), tables, step, **kernel)
 
     def hold(row_grads, slots, tables, step, takes=None):
-        # on a mesh a gradient may have all columns of a table while the bank has some of them
+        # On a mesh, a gradient may have all columns of a table while the bank has some of them.
         widths = {n: row_grads[n].dim if n in row_grads else None for n in tables}
         check(f"{call}.update", buffer_problems(slots, widths, every, capacity_of))
         check(f"{call}.update", size_problems(row_grads, slots))
@@ -118,7 +119,7 @@ def accumulate(optimizer: RowOptimizer, *, every: Count, capacity: Count | Mappi
         tables, inner = optimizer.update(row_grads, inner, tables, step // every, **kernel)
         return tables, {n: {**inner[n], **kept[n]} for n in tables}
 
-    # no other table shares the label: a table has its capacity, and its owner's rows
+    # The label names the table, so no other table shares it: a table has its own capacity and owners.
     label = lambda table: (table, optimizer.label(table))
     return optimizer._replace(init=init, update=update, label=label, waiting=(ROWS, GRADS), hold=hold, due=due)
 
@@ -130,7 +131,7 @@ def _empty(table: Tensor, every: int, capacity: int) -> dict[str, Tensor]:
 
 
 def _put(slots: dict[str, Tensor], place: Tensor, grads: RowGrads | None) -> tuple[Tensor, Tensor]:
-    """Return the buffers with a step's entries at `place`, padded to the capacity; None means no entries."""
+    """Return the buffers with the entries of a step at `place`, padded to the capacity. None means no entries."""
     rows, held = slots[ROWS], slots[GRADS]
     new_rows, new_grads = torch.full_like(rows[:1], -1), torch.zeros_like(held[:1])
     if grads is not None:

@@ -2,8 +2,8 @@
 
     n ← n + g²;   w ← w - lr · g / (√n + eps)
 
-Row-wise variants keep one n for each row, the mean of g² over its elements: D times less state. Every rule is for one
-row: w, g are f[D].
+Row-wise variants keep one n for each row, the mean of g² over its elements, so their state is D times smaller. Every
+rule updates one row: w, g are f[D].
 """
 
 import torch
@@ -24,11 +24,11 @@ def adagrad(
 ) -> RowOptimizer:
     """g ← g + weight_decay · w;  n ← n + g²;  w ← w - lr · g / (√n + eps).
 
-    Slots: sum f[R, D], which begins at `initial_accumulator`. The
-      default eps is FBGEMM's; torch.optim.Adagrad's is 1e-10.
+    Slots: sum f[R, D], which begins at `initial_accumulator`. The default eps is that of FBGEMM. The default of
+      torch.optim.Adagrad is 1e-10.
 
-    Source: Duchi, Hazan, Singer, "Adaptive subgradient methods" (2011),
-      fig. 1; torch.optim.Adagrad; FBGEMM's EXACT_ADAGRAD.
+    Source: Duchi, Hazan, Singer, "Adaptive subgradient methods" (2011), fig. 1; torch.optim.Adagrad; FBGEMM's
+      EXACT_ADAGRAD.
     """
 
 
@@ -37,7 +37,7 @@ def one_sum(hyper):
 
 
 def _shrink(length, most):
-    """Return the factor, f[], that brings a length down to at most `most`; its derivatives exist at length 0."""
+    """Return a factor, f[], that scales a length down to at most `most`. Its derivatives exist at length 0."""
     is_long = length > most
     return torch.where(is_long, most / torch.where(is_long, length, 1), 1)
 
@@ -68,9 +68,9 @@ def rowwise_adagrad(
 
         n ← n + mean(g²);  k = lr / (√n + eps);  w ← w - k · g
 
-    With decay="l2", g is g + weight_decay · w everywhere; with "decoupled", w is first scaled by 1 - lr · weight_decay.
-    With `max_norm`, a longer row is then scaled back to that length. Slots: sum f[R]. The default eps is FBGEMM's,
-    1e-8, not the 1e-10 of torch.optim.Adagrad.
+    With decay="l2", g is g + weight_decay · w everywhere. With "decoupled", w is first scaled by 1 - lr · weight_decay.
+    With `max_norm`, a longer row is then scaled back to this length. Slots: sum f[R]. The default eps is 1e-8, as in
+    FBGEMM; torch.optim.Adagrad has 1e-10.
 
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD, weight decay modes L2 and DECOUPLE.
     """
@@ -102,7 +102,7 @@ def rowwise_adagrad_counter(
         decay="decoupled":  w ← (1 - lr · f · weight_decay) · w - k · g          k as in rowwise_adagrad
         decay="l2":         w ← (1 - k · f · weight_decay) · w - k · g,  with g + weight_decay · w in the accumulator
 
-    c counts the batches that named the row; t - last is 1 for a row that was never seen. `half_life` is in steps.
+    c counts the batches that named the row. t - last is 1 for a row that was never seen. `half_life` is in steps.
     Slots: sum, counter and last, each f[R].
 
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD with counter-based regularisation, without its changes to the learning rate.
@@ -131,8 +131,8 @@ def rowwise_adagrad_cowclip(
 
     Slots: sum f[R].
 
-    Source: Zheng et al., "CowClip: Reducing CTR prediction model training time" (2022), alg. 1: repeats is the number
-    of ids in the batch. FBGEMM's cowclip mode uses the row's decayed counter instead.
+    Source: Zheng et al., "CowClip: Reducing CTR prediction model training time" (2022), alg. 1, where repeats is the
+    number of ids in the batch. FBGEMM's cowclip mode uses the row's decayed counter instead.
     """
 
 
@@ -177,7 +177,7 @@ def ftrl(lr: Rate = 0.1, *, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0)
         σ = (√(n + g²) - √n) / lr;  z ← z + g - σ · w;  n ← n + g²
         w ← 0 if |z| <= l1, else -(z - sign(z) · l1) / ((beta + √n) / lr + l2)
 
-    w is a function of z and n, so a table should begin at zero (`fr.constant()`): any other start fades when a row is
+    w is a function of z and n. So a table should begin at zero (`fr.constant()`): any other start fades when a row is
     first touched. Slots: z and sum, each f[R, D].
 
     Source: McMahan et al., "Ad click prediction: a view from the trenches" (KDD 2013), alg. 1.

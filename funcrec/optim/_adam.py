@@ -2,8 +2,8 @@
 
     m ← b1 · m + (1 - b1) · g;   v ← b2 · v + (1 - b2) · g²;   u = m / (1 - b1ᵗ) / (√(v / (1 - b2ᵗ)) + eps)
 
-They are lazy, like FBGEMM's: only rows that the batch names move on, while t counts every step. Partial row-wise
-variants keep one v for each row, the running mean of mean(g²). Every rule is for one row: w, g, m, u are f[D].
+The rules are lazy, like those of FBGEMM: only rows that the batch names change, while t counts every step. Partial
+row-wise variants keep one v for each row, the running mean of mean(g²). A rule updates one row: w, g, m, u are f[D].
 """
 
 import math
@@ -24,7 +24,7 @@ def by_row(hyper):
 
 
 def _direction(grad, slots, hyper):
-    """Return u and the new slots; v is per element or per row, as the shape of `square`, f[D] or f[], says."""
+    """Return u and the new slots. The shape of `square`, f[D] or f[], says whether v is per element or per row."""
     square = grad.square() if slots["square"].dim() else grad.square().mean()
     m = hyper.b1 * slots["mean"] + (1 - hyper.b1) * grad
     v = hyper.b2 * slots["square"] + (1 - hyper.b2) * square
@@ -34,10 +34,10 @@ def _direction(grad, slots, hyper):
 
 @formula.primitive
 def correction(b, step):
-    """Return 1 - bᵗ; `1 - b**t` would lose half of f32's digits for b near 1 and small t."""
+    """Return 1 - bᵗ. For b near 1 and small t, `1 - b**t` would lose half of the digits of f32."""
     if not isinstance(b, torch.Tensor):
         return -torch.expm1(step * math.log(b)) if b > 0 else torch.ones_like(step)
-    above = torch.where(b > 0, b, 1.0)  # at 0, where 1 - b**t is exact, no derivative passes through the logarithm
+    above = torch.where(b > 0, b, 1.0)  # at b = 0 the derivative avoids the logarithm
     return torch.where(b > 0, -torch.expm1(step * above.log()), 1 - b**step)
 
 
@@ -99,8 +99,8 @@ def lamb(
 
     The ratio is 1 where ‖w‖ or ‖r‖ is 0.
 
-    Source: You et al., "Large batch optimization for deep learning" (2020), alg. 2, a row as a layer; FBGEMM's LAMB,
-    where a row of zeros never moves.
+    Source: You et al., "Large batch optimization for deep learning" (2020), alg. 2, with a row as a layer; FBGEMM's
+    LAMB, where a row of zeros never moves.
     """
 
 

@@ -1,9 +1,8 @@
-"""A user's rule with an operation that the kernel lacks: gradients are summed,
-and the compiled rule runs on blocks of touched rows.
+"""Updates by a user's rule with an operation that the kernel lacks: the compiled rule runs on blocks of touched rows.
 
-    for each table: rows, x = coalesce(terms);   for each block of rows: scatter(rule(gather(rows), x))
+for each table: rows, x = coalesce(terms);   for each block of rows: scatter(rule(gather(rows), x))
 
-On a CPU the number of touched rows may be read, so padding costs nothing, and a block stays in the caches between the
+On a CPU the host may read the number of touched rows, so padding costs nothing. A block stays in the caches between the
 three steps.
 Shapes: T tables, R rows, D dim, M touched rows.
 """
@@ -19,28 +18,28 @@ from funcrec.compile import compile_graph
 from funcrec.kernels import library
 from funcrec.kernels.forms import Terms, accumulation_dtype
 
-BLOCK_BYTES = 1 << 19  # bytes of one block's rows
+BLOCK_BYTES = 1 << 19  # bytes of the rows in one block
 
 
 class BlockRule:
-    """A rule for one row, run on blocks of rows.
+    """A rule for one row that runs on blocks of rows.
 
     rule: (row f[D], grad f[D], lr f[], t f[], repeats f[], slots f[...]...) -> [row, slots...].
     round_rows: (new f[M, D], dtype, rows i64[M], draws i64[S + 1, 4]) -> new, for stochastic rounding.
-    traced: (fn, arguments) -> its graph.
+    traced: (fn, arguments) -> the graph of fn.
     """
 
     def __init__(self, rule: Callable, num_slots: int, round_rows: Callable, traced: Callable):
         self.rule = torch.func.vmap(rule, in_dims=(0, 0, None, None, 0, *[0] * num_slots))
         self.round_rows, self.traced = round_rows, traced
-        self.compiled: dict = {}  # {form of the arguments: the rule, compiled}
+        self.compiled: dict = {}  # {form of the arguments: the compiled rule}
 
     def run(self, arguments: Sequence[Tensor], is_compiled: bool) -> list[Tensor]:
         if not is_compiled:
             return self.rule(*arguments)
         form = tuple((x.shape, x.dtype) for x in arguments)
         if form not in self.compiled:
-            # a separate thread: inside an operator, the state of torch's dispatcher does not let vmap be staged
+            # A separate thread compiles: inside an operator, torch's dispatcher does not let vmap be staged.
             with ThreadPoolExecutor(1) as thread:
                 self.compiled[form] = thread.submit(self.compile, list(arguments)).result()
         return self.compiled[form](*arguments)
@@ -52,7 +51,7 @@ class BlockRule:
     def update_(
         self, tables, slots, terms: Terms, lr: Tensor, step: Tensor, key: Tensor | None, is_compiled: bool
     ) -> None:
-        """Run `ops.fused_update` with this rule, in place; `slots` lists each table's, one table after the other."""
+        """Run `ops.fused_update` with this rule, in place. `slots` lists the slots of one table after the other."""
         each = len(slots) // max(len(tables), 1)
         for t, table in enumerate(tables):
             dtype, own = accumulation_dtype(table.dtype), slots[t * each : (t + 1) * each]
@@ -73,8 +72,9 @@ class BlockRule:
 
 
 def _only(terms: Terms, table: int) -> Terms:
-    """Return the terms of one table, as table 0. They view only the ids that
-    they read: a coalesced gradient has at most that many rows."""
+    """Return the terms of one table, as table 0. They view only the ids that they read.
+
+    So a coalesced gradient has at most as many rows as these ids."""
     out = Terms(terms.d, [], [], terms.weights, [])
     for s in terms.segments:
         if s.table != table:
@@ -97,7 +97,7 @@ def next_power_of_two(n: int) -> int:
 
 
 def _block(x: Tensor, first: int, size: int) -> Tensor:
-    """Return x[first : first + size]; past its end stand -1 for rows and zeros for numbers."""
+    """Return x[first : first + size]. Places past the end of x hold -1 for rows and 0 for numbers."""
     part = x[first : first + size]
     if part.shape[0] == size:
         return part
@@ -106,7 +106,7 @@ def _block(x: Tensor, first: int, size: int) -> Tensor:
 
 
 def flat(slot: Tensor) -> Tensor:
-    """Return a slot as a table [R, ...]."""
+    """Return a slot in the form of a table [R, ...]."""
     return slot.flatten(1) if slot.dim() > 1 else slot[:, None]
 
 

@@ -1,10 +1,10 @@
-"""Built-in optimizers: each is a declaration of its arguments, a rule for one row and its slots, in one file.
+"""Built-in optimizers. Each is a declaration of its arguments, a rule for one row and its slots, in one file.
 
     @builtin(rule=(row, grad, slots, hyper) -> (row, slots), slots=(hyper) -> {slot: per_element() or per_row()})
     def name(lr, *, hyper...): docstring
 
-The rest is derived from these: `is_elementwise` and `is_gradient_wise`,
-the kernels' hyper-parameters, and the rule's C++ and Triton (`write`).
+From these three, the package derives `is_elementwise` and `is_gradient_wise`, the hyper-parameters of the kernels, and
+the rule in C++ and Triton (`write`).
 """
 
 import functools
@@ -26,7 +26,7 @@ P = ParamSpec("P")
 
 
 class Slot(NamedTuple):
-    """A slot f[R, D], or f[R] if it is not wide, and its first value."""
+    """A slot and its first value. The slot is f[R, D] if it is wide, else f[R]."""
 
     is_wide: bool
     first: float = 0.0
@@ -36,9 +36,9 @@ per_element, per_row = functools.partial(Slot, True), functools.partial(Slot, Fa
 
 
 class Builtin(NamedTuple):
-    """All facts of a built-in optimizer: `python -m funcrec.optim.write` writes the kernels' part from these.
+    """All facts of a built-in optimizer. `python -m funcrec.optim.write` writes the part of the kernels from these.
 
-    declare: the public function; its name, signature and docstring are read. slots: (hyper) -> {name: Slot}.
+    declare: the public function, which has the name, the signature and the docstring. slots: (hyper) -> {name: Slot}.
     """
 
     declare: Callable[..., Any]
@@ -50,10 +50,10 @@ BUILTIN: dict[str, Builtin] = {}
 
 
 def builtin(*, rule: Callable, slots: Callable) -> Callable[[Callable[P, RowOptimizer]], Callable[P, RowOptimizer]]:
-    """Decorate a function without a body, whose arguments are lr and hyper-parameters:
-    the result makes the optimizer of that rule.
+    """Return a decorator of functions without a body, whose arguments are lr and hyper-parameters.
 
-    The rule runs as a user's until its kernels are written and built, and if a hyper-parameter is a tensor.
+    The decorated function returns the optimizer of the rule. The rule runs as a rule of a user until its kernels are
+    written and built, and if a hyper-parameter is a tensor.
     """
 
     def decorate(declare: Callable[P, RowOptimizer]) -> Callable[P, RowOptimizer]:
@@ -63,7 +63,7 @@ def builtin(*, rule: Callable, slots: Callable) -> Callable[[Callable[P, RowOpti
         @functools.wraps(declare)
         def make(*args: P.args, **kwargs: P.kwargs) -> RowOptimizer:
             try:
-                declare(*args, **kwargs)  # raises if arguments are missing, or too many
+                declare(*args, **kwargs)  # this raises if arguments are missing or unknown
             except TypeError as error:
                 raise signature_error(declare, error) or error from None
             return build_builtin(own, *args, **kwargs)
@@ -91,13 +91,13 @@ def build_builtin(own: Builtin, *args: Any, **kwargs: Any) -> RowOptimizer:
 
 
 def slot_of(table: Tensor, is_wide: bool, first: float) -> Tensor:
-    """Return a table's slot, in the dtype that rules compute in."""
+    """Return a slot of a table, in the dtype that rules compute in."""
     shape = tuple(table.shape) if is_wide else (table.shape[0],)
     return full_table(shape, first, dtype=ops.accumulation_dtype(table.dtype), device=table.device)
 
 
 def kernel_of(name: str, rule: Callable, slots: Mapping[str, Slot], hyper: Mapping[str, Any]) -> Kernel | None:
-    """Return the fused form, or None if the rule has an operation that no formula has. A tensor is any number."""
+    """Return the fused form, or None if no formula has an operation of the rule. A tensor stands for any number."""
     plain = lambda x: (
         formula.Named() if isinstance(x, Tensor) else float(x) if type(x) not in (bool, str, NoneType) else x
     )

@@ -1,6 +1,6 @@
 """Validators of row optimizers: hyper-parameters, rules, and the arguments of an update.
 
-Each yields a Problem for everything that does not fit; it reads structure and shapes only.
+Each validator yields a Problem for every argument that does not fit. It reads structure and shapes only.
 """
 
 from collections import namedtuple
@@ -29,19 +29,20 @@ _OF = {
     Literal["l2", "decoupled"]: "decay",
 }
 _KINDS = {"lr": kind_of(Rate)} | {name: kind_of(hint) for hint, names in _OF.items() for name in names.split()}
-_MADE = kind_of(FiniteRate | Scalar)  # what lr(step) may return
+_MADE = kind_of(FiniteRate | Scalar)  # values that lr(step) may return
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """Return the names that a hyper-parameter may be; kernels know each by its place in this list."""
+    """Return the strings that a hyper-parameter may be. Kernels know each string by its place in this list."""
     return next(get_args(hint) for hint, names in _OF.items() if get_origin(hint) is Literal and name in names.split())
 
 
 def hyper_problems(
     lr: object, hyper: Mapping[str, Any], hints: Mapping[str, Any] = MappingProxyType({})
 ) -> Iterator[Problem]:
-    """Check numbers, and tensors of one number each, against their ranges; a tensor's value
-    is not read. hints: annotations of names that are not in the table above."""
+    """Yield problems of numbers, and of tensors f[], that are outside their ranges. The value of a tensor is not read.
+
+    hints: annotations of names that the table above lacks."""
     if hasattr(lr, "get_last_lr"):
         what, need = "`lr` is a scheduler of torch.optim, which keeps a count of its own.", "a function of the step"
         hint = "lr=lambda step: 0.01 * 0.5 ** (step / 1000), or fr.optim.schedule([fr.optim.Stage(...)], lr=0.01)"
@@ -58,7 +59,7 @@ def hyper_problems(
 
 
 def rate_at(call: str, lr: Any, step: Tensor) -> float | Tensor:
-    """Return the learning rate of a step."""
+    """Return the learning rate at a step."""
     if not callable(lr):
         return lr
     rate = lr(step)
@@ -87,7 +88,7 @@ def tables_problems(tables: object) -> Iterator[Problem]:
 
 
 def made_problems(made: object, table: Tensor) -> Iterator[Problem]:
-    """Check what a user's `init` returned."""
+    """Yield problems of what a user's `init` returned."""
     if not isinstance(made, Mapping):
         yield Problem("`init` made no slots.", describe(made), "{slot: Tensor}, {} for none", kind=TypeError)
         return
@@ -98,21 +99,21 @@ def made_problems(made: object, table: Tensor) -> Iterator[Problem]:
 
 
 def hyper_type(call: str, own: tuple[str, ...]) -> type:
-    """Return the type of a rule's `hyper`; a name that it lacks raises an error."""
+    """Return the type of the `hyper` that a rule gets. Reading a name that it lacks raises an error."""
     made = namedtuple("Hyper", ("lr", "step", "repeats", *own))
     made.__getattr__ = partialmethod(refuse_name, call)
     return made
 
 
 def refuse_name(hyper: Any, call: str, name: str) -> None:
-    """Raise for a name that a rule reads from `hyper` and `hyper` lacks."""
+    """Raise for a name that a rule reads and that `hyper` lacks."""
     hint = f"hyper.{nearest(name, hyper._fields)}; others are given by name: row_optimizer(..., {name}=0.1)"
     problem = Problem(f"`hyper` has no {name!r}.", f"hyper.{name}", f"one of {list(hyper._fields)}", hint)
     raise AttributeError(message(call, [problem]))
 
 
 def outcome_problems(out: object, written: Sequence[Tensor]) -> Iterator[Problem]:
-    """Check what a rule returned, and that it wrote to no tensor that it closes over."""
+    """Yield problems if a rule returned no pair, or if it wrote to a tensor that it closes over."""
     if not isinstance(out, tuple | list) or len(out) != 2:
         need, hint = "(row f[D], slots {slot: f[...]})", "return row - h.lr * grad, slots"
         yield Problem("`rule` did not return a pair.", describe(out), need, hint, TypeError)
@@ -137,7 +138,7 @@ def rule_result_problems(row: object, slots: object, old_row: Tensor, old_slots:
 def check_update(
     call: str, row_grads, slots, tables, step, slot_shapes: Callable | None = None, is_gradient_wise: bool = True
 ) -> None:  # fmt: skip
-    """Check the arguments of an update; with `slot_shapes` also the structure of each table's slots."""
+    """Raise if an argument of an update does not fit. With `slot_shapes`, also check the slots of each table."""
     check(call, tables_problems(tables))
     check(
         call,
@@ -148,7 +149,7 @@ def check_update(
 
 
 def step_problems(step: object, is_one: bool = True) -> Iterator[Problem]:
-    """Steps are counted: by one number, or by a tensor of several."""
+    """Yield a problem unless `step` is a count: one number, or a tensor of several numbers."""
     if isinstance(step, Tensor):
         is_integer = not (step.is_floating_point() or step.is_complex() or step.dtype == torch.bool)
         counts = is_integer and not (is_one and step.dim())

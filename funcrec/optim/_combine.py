@@ -1,6 +1,6 @@
-"""Row optimizers made from row optimizers: by table, clipped, with frozen tables, with stochastic rounding.
+"""Row optimizers made from row optimizers: by table, with clipping, with frozen tables, with stochastic rounding.
 
-    by_table({a: f}, default=g)  =  f on table a, g on the others        clip(f)(g) = f(min(1, c / ‖g‖) · g)
+by_table({a: f}, default=g)  =  f on table a, g on the other tables        clip(f)(g) = f(min(1, c / ‖g‖) · g)
 
 Each result keeps the contract of RowOptimizer, so combinators nest.
 """
@@ -32,10 +32,10 @@ Bound = Positive | Scalar
 @remade
 @typed
 def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | None = None) -> RowOptimizer:
-    """Combine row optimizers, one for each table; `default` updates the tables that are not named.
+    """Return an optimizer with a row optimizer for each table. `default` updates the tables that are not named.
 
     Raises:
-      KeyError: a name is not a table's.
+      KeyError: a name in `optimizers` is the name of no table.
       ValueError: a table is not named and there is no default.
 
     Law: each optimizer updates its tables as it would alone.
@@ -50,7 +50,7 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
     call = "funcrec.optim.by_table"
 
     def split(tables: Mapping) -> Iterator[tuple[RowOptimizer, list[str]]]:
-        """Yield each optimizer with its tables; the default gets its tables together, so that a `clip` sees all."""
+        """Yield each optimizer with its tables. The default gets all its tables at once, so that a `clip` sees all."""
         yield from ((opt, [n]) for n, opt in optimizers.items())
         rest = [n for n in tables if n not in optimizers]
         if rest:
@@ -104,9 +104,11 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
 @remade
 @typed
 def clip(optimizer: RowOptimizer, *, max_norm: Bound | None = None, max_value: Bound | None = None) -> RowOptimizer:
-    """Clip the gradients first: each element to [-max_value, max_value], then all by one factor to the norm `max_norm`.
+    """Return an optimizer that clips gradients before its update, by element and by norm.
 
-    The norm is over the gradients of all tables in the update. An element is one of the sum over a row's ids.
+    First each element is clipped to [-max_value, max_value]. Then one factor scales all gradients to a
+    norm of at most `max_norm`. The norm is over the gradients of all tables in the update. An element is an element of
+    the sum over the ids of a row.
 
     Example:
       >>> import torch, funcrec as fr
@@ -138,7 +140,7 @@ def clip(optimizer: RowOptimizer, *, max_norm: Bound | None = None, max_value: B
 @remade
 @typed
 def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
-    """Leave the named `tables` as they are: they have no slots, and their gradients are ignored.
+    """Return an optimizer that leaves the named `tables` as they are: they have no slots, and get no updates.
 
     Example:
       >>> import torch, funcrec as fr
@@ -176,15 +178,14 @@ def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
 @remade
 @typed
 def stochastic_rounding(optimizer: RowOptimizer, *, key: Key) -> RowOptimizer:
-    """Round the rows of f16 and bf16 tables stochastically when `optimizer` writes them;
-    other tables as before.
+    """Return an optimizer that rounds f16 and bf16 tables stochastically. It writes other tables as `optimizer` does.
 
     Args:
-      key: i64[]; each step folds in its number.
+      key: i64[]. Each step folds in its number.
 
-    Law: the mean of a rounded value over keys is the value. A value that the dtype holds is never changed; NaN and
-    infinities stay. f16 values below 2⁻¹⁴ in size are rounded to nearest. The bits depend only on the key, the step,
-    and the element's table, row and column: every plan gives the bits of one process.
+    Law: the mean of a rounded value over keys is the value. A value that the dtype holds is never changed. NaN and
+      infinities stay. f16 values below 2⁻¹⁴ in size are rounded to the nearest number. The bits depend only on the key,
+      the step, and the table, row and column of the element. Every plan gives the bits of one process.
 
     Example:
       >>> import torch, funcrec as fr

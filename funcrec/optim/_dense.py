@@ -1,10 +1,10 @@
-"""dense: torch.optim's maths as a pure function of trees.
+"""dense: the maths of torch.optim as a pure function of trees.
 
     dense', state' = update(grads, state, dense, step)
 
-An update constructs the class on clones, sets gradients and state, calls `step`, and reads the clones.
-It runs as under torch.compile, where step counters and learning rates stay tensors. So the same code runs eagerly and
-while it is staged, without a host read.
+An update constructs the class on clones, sets gradients and state, calls `step`, and reads the clones. Step counters
+and learning rates stay tensors, as under torch.compile. So the same code runs eagerly and while it is staged, without a
+read on the host.
 """
 
 import contextlib
@@ -45,14 +45,14 @@ from funcrec.optim._row import step_tensor
 from funcrec.tables import root
 
 DIFFERENTIABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop)
-State = Any  # shaped as the parameters, with {name: Tensor} in the place of each leaf
+State = Any  # a tree like the parameters, with {name: Tensor} at each leaf
 
 
 @typed_fields
 class DenseOptimizer(NamedTuple):
-    """A pair of functions that trains a tree of float tensors: dict, list, `fr.pytree` value, tensor or empty tree.
+    """A pair of functions that trains a tree of float tensors: a dict, list, `fr.pytree` value, tensor or empty tree.
 
-    init: (params) -> state, a tree shaped as `params` with a dict of tensors at each leaf.
+    init: (params) -> state, a tree like `params` with a dict of tensors at each leaf.
     update: (grads, state, params, step) -> (params, state), leaf by leaf, for grads, params f[...]. `step`, int or
       i64[], is the number of steps taken before.
 
@@ -68,7 +68,7 @@ class DenseOptimizer(NamedTuple):
 
 @remade
 def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
-    """Return a torch.optim class as a pure function.
+    """Return a DenseOptimizer that runs a torch.optim class as a pure function.
 
     Args:
       cls: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSprop, Rprop, ASGD, Muon (matrices only), or a
@@ -76,13 +76,13 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
       hyper: its keyword arguments. `lr` may also be a tensor f[] or a function of the step, such as `schedule`.
 
     Raises:
-      TypeError: a class that cannot run so (LBFGS needs a closure, SparseAdam sparse tensors, Adafactor reads its
-        counter). The class's own errors for its hyper-parameters; the update names what does not fit.
+      TypeError: the class cannot run as a function (LBFGS needs a closure, SparseAdam sparse tensors, Adafactor reads
+        its counter). The class raises its own errors for its hyper-parameters.
 
-    Law: k updates are k steps of the class, up to rounding: counters and bias corrections are in f64. Staged and eager
-    updates give the same bits. Compiled ones may round once more where eager torch fuses a product and a sum. SGD,
-    Adam, AdamW, Adagrad and RMSprop have derivatives by parameters, gradients, state and lr, of any order and mode. Any
-    other class raises a TypeError if one of these is tracked (requires grad, or is followed by torch.func).
+    Law: k updates equal k steps of the class, up to rounding: counters and bias corrections are in f64. Staged and
+      eager updates give the same bits. Compiled updates may round once more where eager torch fuses a product and a
+      sum. SGD, Adam, AdamW, Adagrad and RMSprop have derivatives by parameters, gradients, state and lr, of any order
+      and mode. Other classes raise a TypeError if one of these is tracked (requires grad, or followed by torch.func).
 
     Example:
       >>> import torch, funcrec as fr
@@ -138,7 +138,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
             group = opt.param_groups[0]
             if _varies(lr):
                 group["lr"] = 1.0 if is_apart else rate
-            if group.get("dampening"):  # SGD does not damp its first step
+            if group.get("dampening"):  # SGD has no dampening at its first step
                 group["dampening"] = group["dampening"] * (taken > 0).to(torch.float64)
             _unhooked_step(cls)(opt)
             states = [dict(opt.state[p]) if p in opt.state else {} for p in clones]
@@ -154,8 +154,8 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
 def _alike(
     leaves: list[Tensor], grads: list[Tensor], held: list[dict], counters: Sequence[str], rate: Any
 ) -> tuple[list[Tensor], list[dict]]:
-    """Give parameters and states every batch dimension of their gradients or of the rate: a tensor that is written in
-    place cannot gain one."""
+    """Return parameters and states with every batch dimension of the gradients or of the rate: a write in place
+    cannot add a dimension to a tensor."""
     rates = [rate] if isinstance(rate, Tensor) else []
     new_leaves, states = [], []
     for p, g, mine in zip(leaves, grads, held, strict=True):
@@ -166,20 +166,20 @@ def _alike(
 
 
 def _as_batched(x: Tensor, *others: Tensor) -> Tensor:
-    """Return x with the batch dimensions of the others."""
+    """Return x with the batch dimensions of the other tensors."""
     for other in others:
         x = torch.where(torch.ones_like(other, dtype=torch.bool), x, other.to(x.dtype))
     return x
 
 
 def _scaled(new: Tensor, old: Tensor, rate: Tensor) -> Tensor:
-    """Return the step at this rate, from the step at rate 1. The classes in DIFFERENTIABLE
-    are affine in the rate, and their states do not depend on it."""
+    """Return the step at this rate, from the step at rate 1. The classes in DIFFERENTIABLE are affine in the rate,
+    and their states do not depend on the rate."""
     return old + rate.to(old.dtype) * (new - old)
 
 
 def _mended(new: Tensor, old: Tensor, grad: Tensor, rate: Any) -> Tensor:
-    """Undo NaN at rate 0: torch's Adam, as it is written for graphs, divides 0 by 0 where a gradient is 0."""
+    """Return parameters without NaN at rate 0: torch's Adam for graphs divides 0 by 0 where a gradient is 0."""
     still = torch.as_tensor(rate, device=old.device) == 0
     return torch.where(still & new.isnan() & grad.isfinite(), old, new)
 
@@ -189,7 +189,7 @@ def _copy(x: Tensor, tracked: bool) -> Tensor:
 
 
 def _with_grads(leaves: list[Tensor], grads: list[Tensor], tracked: bool = False) -> list[Tensor]:
-    """Return clones of the leaves with their gradients set; derivatives pass through them if `tracked`."""
+    """Return clones of the leaves with their gradients set. Derivatives pass through the clones if `tracked`."""
     clones = [_copy(p, tracked) for p in leaves]
     for p, g in zip(clones, grads, strict=True):
         p.grad = (g if tracked else g.detach()).to(p.dtype)
@@ -197,7 +197,7 @@ def _with_grads(leaves: list[Tensor], grads: list[Tensor], tracked: bool = False
 
 
 def _make(cls, hyper: dict, clones: list[Tensor], tracked: bool = False) -> torch.optim.Optimizer:
-    """Construct the class on these clones; it updates one tensor at a time."""
+    """Return the class on these clones. It updates one tensor at a time."""
     opt = cls(clones, **hyper, **({"differentiable": True} if tracked else {}))
     group = opt.param_groups[0]
     group.update({k: v for k, v in {"foreach": False, "fused": False, "capturable": True}.items() if k in group})
@@ -207,9 +207,9 @@ def _make(cls, hyper: dict, clones: list[Tensor], tracked: bool = False) -> torc
 def _first_state(
     cls, hyper: dict, leaves: list[Tensor], counters: Sequence[str], rate: float | None
 ) -> list[dict[str, Tensor]]:
-    """Return the state that the class would make at its first step: torch.optim makes it lazily, in `_init_group`.
+    """Return the state that the class makes at its first step, from `_init_group`.
 
-    `counters` names the scalars that belong to no element: they are kept in f64.
+    `counters` names the scalars that belong to no element. They are kept in f64.
     """
     if not leaves:
         return []
@@ -223,14 +223,14 @@ def _first_state(
     for p in clones:
         state = dict(opt.state[p]) if p in opt.state else {}
         if cls is torch.optim.SGD and group["momentum"]:
-            state["momentum_buffer"] = torch.zeros_like(p)  # a missing buffer means m = g, which is momentum · 0 + g
+            state["momentum_buffer"] = torch.zeros_like(p)  # zeros act as a missing buffer: m = momentum · 0 + g
         states.append({k: s.to(p.device, torch.float64) if k in counters else s for k, s in state.items()})
     return states
 
 
 def _keeps_rate(cls, hyper: dict, counters: Sequence[str]) -> bool:
     """Return whether the first state holds the learning rate."""
-    with _disable_current_modes():  # values are compared, even if a staged function makes the optimizer
+    with _disable_current_modes():  # the comparison needs values, also in a staged function
         (a,), (b,) = (_first_state(cls, hyper, [torch.ones(1, 1)], counters, rate) for rate in (1.0, 2.0))
         return not all(torch.equal(a[k], b[k]) for k in a)
 
@@ -240,13 +240,13 @@ def _varies(lr: object) -> bool:
 
 
 def _unhooked_step(cls: type) -> Callable:
-    """Return `cls.step` without the profiler's hook that Optimizer's constructor wraps around it."""
+    """Return `cls.step` without the profiler's hook, which the constructor of Optimizer wraps around it."""
     step = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 class _TensorScalars(TorchFunctionMode):
-    """Lets `alpha` and `value` of add, addcmul and addcdiv be tensors, and makes `out=` a copy, which vmap supports.
+    """A mode that lets `alpha` and `value` of add, addcmul and addcdiv be tensors. It makes `out=` a copy for vmap.
 
     tracked: the square root gets derivative 0 at 0. Its dividend is 0 there too, and torch's derivative gives 0 · ∞.
     """
@@ -269,14 +269,14 @@ class _TensorScalars(TorchFunctionMode):
         return result if out is None else out.copy_(result)
 
 
-_UNBATCHED = {  # in-place operations without a batching rule: vmap would run them once for each member
+_UNBATCHED = {  # vmap would run these in-place operations once for each member
     getattr(Tensor, name + "_"): getattr(Tensor, name) for name in ("lerp", "addcmul", "addcdiv", "clamp")
 }
 
 
 @contextlib.contextmanager
 def _tensor_scalars(tracked: bool = False) -> Iterator[None]:
-    """Run torch.optim as torch.compile does: it reads no tensor's value."""
+    """Run torch.optim inside the block as torch.compile does: it reads the value of no tensor."""
     try:
         _run_as_compiled(True)
         with _TensorScalars(tracked):
@@ -286,7 +286,7 @@ def _tensor_scalars(tracked: bool = False) -> Iterator[None]:
 
 
 class _Running:
-    """The threads that run an optimizer, and the value of torch's flag before the first of them began."""
+    """The threads that run an optimizer, and the value of torch's flag before the first thread began."""
 
     threads: set[int] = set()
     before = False
@@ -294,7 +294,7 @@ class _Running:
 
 
 def _run_as_compiled(begins: bool) -> None:
-    """Set or restore torch's flag for all threads: the first to run an optimizer sets it, the last restores it."""
+    """Set or restore the flag of torch for all threads. The first thread sets it, and the last thread restores it."""
     if torch.compiler.is_dynamo_compiling():
         return
     with _Running.lock:
@@ -308,7 +308,7 @@ def _run_as_compiled(begins: bool) -> None:
 
 
 def hyper_problems(cls: type, hyper: dict) -> Iterator[Problem]:
-    """Report what the class raises for its hyper-parameters."""
+    """Yield what the class raises for its hyper-parameters."""
     try:
         _first_state(cls, hyper, [torch.zeros(1, 1)], (), None)
     except Exception as error:  # a class may raise anything
@@ -349,7 +349,7 @@ def rate_problems(cls: type, rate: Any) -> Iterator[Problem]:
 
 
 def derivative_problems(cls: type, fixed: Mapping[str, Any]) -> Iterator[Problem]:
-    """Report why a tracked update has no derivative."""
+    """Yield the reasons why a tracked update has no derivative."""
     names = ", ".join(c.__name__ for c in DIFFERENTIABLE)
     if cls not in DIFFERENTIABLE:
         hint = f"one of {names}; or detach what goes in, if no derivative of the update is meant"

@@ -1,4 +1,4 @@
-"""The fused form of a rule: its kernel, the calls that fit the kernel, and the facts that the rule's formula tells."""
+"""The fused form of a rule: its kernel, the calls that fit the kernel, and facts from the formula of the rule."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,8 +19,9 @@ class Kernel(NamedTuple):
     is_gradient_wise: bool
 
     def fits(self, hyper: Mapping[str, Any], grads: Mapping[str, RowGrads]) -> bool:
-        """Return whether the kernel fits the call: `hyper` has no tensors,
-        and, if the rule counts entries, each entry stands for one id."""
+        """Return whether the kernel fits the call. It fits if `hyper` has no tensors.
+
+        If the rule counts entries, each entry must also stand for one id."""
         if self.form is None or any(isinstance(x, Tensor) for x in hyper.values()):
             return False
         return not (self.form.counts_entries and any(g.has_repeats for g in grads.values()))
@@ -30,13 +31,13 @@ class Kernel(NamedTuple):
 
 
 def numbers_of(form: ops.Rule, hyper: Mapping[str, Any]) -> list[float]:
-    """Return hyper-parameters as a kernel takes them: a name as its index, None and False as 0."""
+    """Return hyper-parameters as numbers for a kernel: a name becomes its index, None and False become 0."""
     as_number = lambda k, x: float(choices_of(k).index(x) if isinstance(x, str) else x or 0)
     return [as_number(name, hyper[name]) for name in form.hyper]
 
 
 def facts_of(kernel: Kernel | None) -> dict[str, bool]:
-    """Return fields of RowOptimizer. A rule without a formula may do anything, so its fields are the safe ones."""
+    """Return the fields of RowOptimizer that state its facts. A rule without a formula gets the safe values."""
     if kernel is None:
         return {"is_elementwise": False, "is_gradient_wise": False, "counts_entries": True}
     counts = kernel.form is None or kernel.form.counts_entries

@@ -1,10 +1,10 @@
-"""Stochastic rounding of 16-bit tables: a new row is rounded up or down at random, and is right on average.
+"""Stochastic rounding of 16-bit tables: a new row is rounded up or down at random, so that the mean is exact.
 
     P(round up) = (x - below) / (above - below)
 
-Small updates, which rounding to nearest would lose, then add up. The bits depend only on the key, the table's name,
-the row and the column. They are the same on every device, mesh and thread count, and under every plan. On a mesh,
-`RowGrads.origin` tells an optimizer from which tables a table's rows come.
+So small updates add up, which rounding to the nearest would lose. The bits depend only on the key, the name of the
+table, the row and the column. They are the same on every device and mesh, for every plan and number of threads. On a
+mesh, `RowGrads.origin` tells an optimizer from which tables the rows of a table come.
 Shapes: M rows, D dim, T tables, S segments of rows.
 """
 
@@ -21,7 +21,7 @@ F16_DROPPED = 0x1FFF  # the bits of f32's fraction that f16 lacks
 
 
 def draws_of(key: Tensor, grads: Mapping[str, RowGrads], tables: Mapping[str, Tensor]) -> Tensor:
-    """Return where each table's rows take their random bits from, i64[T, S + 1, 4], as `ops.fused_update` takes it."""
+    """Return i64[T, S + 1, 4], which states for `ops.fused_update` where the rows of each table find random bits."""
     own = {n: g.origin for n, g in grads.items()}
     most = max(1 if x is None else x.shape[0] - 1 for x in own.values())
     made = torch.tensor(
@@ -35,10 +35,10 @@ def draws_of(key: Tensor, grads: Mapping[str, RowGrads], tables: Mapping[str, Te
 
 
 def round_stochastic(x: Tensor, dtype: torch.dtype, rows: Tensor, draws: Tensor) -> Tensor:
-    """Return f32[M, D] with values that `dtype` holds (f32 and f64: x itself). Row i takes the random
-    bits of row rows[i]; `draws` is the table's entry in `draws_of`.
+    """Return f32[M, D] with values that `dtype` holds. For f32 and f64, return x itself.
 
-    Its derivative is 1, as torch defines it for a cast: the mean over keys is x.
+    Row i is rounded by the random bits of row rows[i]. `draws` is the entry of the table in `draws_of`. The derivative
+    is 1, as torch defines it for a cast: the mean over keys is x.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return x
@@ -55,16 +55,17 @@ def round_stochastic(x: Tensor, dtype: torch.dtype, rows: Tensor, draws: Tensor)
 
 def row_bits(draws: Tensor, rows: Tensor, dim: int) -> Tensor:
     """Return i32[M, D]: 16 random bits for each element of the rows, (h >> 16 · (c mod 4)) mod 2¹⁶.
-    c is the column plus the phase, and h is number r · words + c // 4 of the key's random words."""
+
+    c is the column plus the phase. h is number r · words + c // 4 of the random words of the key."""
     rows = rows.to(torch.int64)
-    if draws.shape[0] == 2:  # one segment: it has all rows
+    if draws.shape[0] == 2:  # one segment has all rows
         own = draws[:1]
     else:
         own = draws[(place_among(draws[:, 1].contiguous(), rows.contiguous()) - 1).clamp(min=0)]
     key, _, phase, words = (x[:, None] for x in own.unbind(-1))
     most = -(-(dim + PER_WORD - 1) // PER_WORD)
     counter = rows[:, None] * words + torch.arange(1, most + 1, device=rows.device)
-    hashed = random.mix((counter + key * random.GAMMA_INVERSE) * random.GAMMA)  # as in random.bits
+    hashed = random.mix((counter + key * random.GAMMA_INVERSE) * random.GAMMA)  # the formula of random.bits
     parts = torch.stack([random.shift_right(hashed, 16 * k) & 0xFFFF for k in range(PER_WORD)], -1).flatten(1)
     column = (phase + torch.arange(dim, device=rows.device)).expand(rows.shape[0], dim)
     return parts.gather(1, column).to(torch.int32)

@@ -1,10 +1,10 @@
 """Row optimizers: a rule for one row, run on the rows that a batch touched.
 
     (row', slots') = rule(row, grad, slots, hyper)
-    for every row in the coalesced gradient; all others keep their bits
+for every row in the coalesced gradient; all other rows keep their bits
 
-A rule computes on one row, in f32 (f64 for f64 tables). `torch.func.vmap` maps it over the touched rows, and the result
-is rounded once, when it is written. The same function makes the built-in optimizers and a user's.
+A rule computes on one row, in f32 (f64 for f64 tables). `torch.func.vmap` maps it over the touched rows. The result is
+rounded once, when it is written. The same function makes the built-in optimizers and those of users.
 Shapes: R rows, D dim, M touched rows (a capacity: entries past `count` are padding).
 """
 
@@ -62,32 +62,31 @@ class RowOptimizer(NamedTuple):
     init: (tables) -> slots, {table: {slot: Tensor}}; f32, or f64 for f64 tables; [R] or [R, D].
     update: (row_grads, slots, tables, step, *, implementation=None, key=None) -> (tables, slots).
       `tables` is {table: f[R, D]}, `row_grads` {table: RowGrads}; `step`, int or i64[], is the number of steps taken
-      before this one. A table without a gradient comes back as the same tensor. `implementation` names one of
-      `funcrec.kernels`; None takes the device's default. `key` rounds 16-bit tables stochastically
-      (`stochastic_rounding`); None rounds them to nearest.
+      before this step. A table without a gradient comes back as the same tensor. `implementation` names one of
+      `funcrec.kernels`; None chooses the default of the device. `key` rounds 16-bit tables stochastically
+      (`stochastic_rounding`); None rounds to the nearest number.
       Derivatives: any input may be tracked (requires grad, or followed by torch.func): gradients, slots, tables, lr, a
-      tensor among the hyper-parameters, or one that the rule reads. The rule then runs in plain torch ("reference"),
-      and the update is differentiated to any order and in any mode. If another implementation was chosen, by argument
-      or by `ops.using`, the update raises a TypeError before any work.
-
-    label: (table) -> a hashable; tables with equal labels are updated alike, so sharded ones may share one tensor.
+      tensor among the hyper-parameters, or a tensor that the rule reads. The rule then runs in plain torch
+      ("reference"), and the update is differentiated to any order and in any mode. If another implementation was
+      chosen, by argument or by `ops.using`, the update raises a TypeError before any work.
+    label: (table) -> a hashable. Tables with equal labels are updated alike, so sharded tables may share one tensor.
     is_elementwise: whether an element's new value depends only on that element of row, gradient and slots. Columns of
       a row may then be updated separately.
-    is_joint: whether one table's gradient acts on another table, as a norm over all tables does.
+    is_joint: whether the gradient of one table acts on another table, as a norm over all tables does.
     is_gradient_wise: whether an element's new value depends only on that element of row and slots, on slots with one
       number per row, and on the row's whole gradient. Columns of a row may then be updated separately if the whole
       gradient is known (`RowGrads.first`).
-    waiting: names of slots that belong to no row: they hold gradients for a later step (`accumulate`), and rows if
-      they are integers.
-    hold, due: the two halves of an `update` with such slots. hold: (row_grads, slots, tables, step) -> (the gradients
-      that are due now, slots). due: (these, slots, tables, step) -> (tables, slots). So on a mesh gradients wait on
-      the rank that received them. hold's `takes`, b[], says whether the step counts at all. None without such slots.
-    counts_entries: whether a row's update may depend on how many entries its gradient sums.
+    waiting: names of slots that belong to no row. They hold gradients for a later step (`accumulate`), or rows if they
+      are integers.
+    hold, due: the two halves of an `update` with such slots; None without such slots. hold: (row_grads, slots, tables,
+      step) -> (the gradients that are due now, slots). due: (these gradients, slots, tables, step) -> (tables, slots).
+      So on a mesh, gradients wait on the rank that received them. `hold` gets `takes`, b[]: whether the step counts.
+    counts_entries: whether the update of a row may depend on how many entries its gradient sums.
 
     Law: `update` writes to no argument. Rows and slots that no entry names keep every bit. A row that is named with a
-    zero gradient is touched (a lazy Adam moves it on).
+      zero gradient is updated (a lazy Adam changes it).
 
-    Cost: reads and writes M · (D + the elements of a row's slots).
+    Cost: it reads and writes M · (D + the elements of a row's slots).
 
     Example:
       >>> import torch, funcrec as fr
@@ -126,33 +125,33 @@ def row_optimizer(
     name: str = "row_optimizer",
     **hyper: Any,
 ) -> RowOptimizer:
-    """Make an optimizer from a rule for one row.
+    """Return an optimizer made from a rule for one row.
 
     Args:
       init: (table f[R, D]) -> {slot: f[R, ...]}. It must work on the meta device, so it reads no value on the host.
       rule: (row f[D], grad f[D], {slot: f[...]}, hyper) -> (row, slots), without host reads. `grad` is the sum over all
         ids of the batch that name the row. `hyper` is a NamedTuple of `lr` (f[]), `step` (f[], 1 at the first update),
         `repeats` (f[], how many entries were summed into the row) and the hyper-parameters below.
-      lr: a number, a tensor f[], or a function from the step (i64[],
-        0 at the first update) to one of these, such as `schedule`.
-      name: the optimizer's name in errors.
-      hyper: the optimizer's further numbers. Those with a usual name (b1, b2, eps, weight_decay, decay, momentum, eta,
-        max_norm, initial_accumulator) are checked: each is a number in its range, or a tensor f[] (under vmap, one for
-        each member).
+      lr: a number, a tensor f[], or a function from the step (i64[], 0 at the first update) to a number or f[], such as
+        `schedule`.
+      name: the name of the optimizer in errors.
+      hyper: further numbers of the optimizer. Those with a usual name (b1, b2, eps, weight_decay, decay, momentum, eta,
+        max_norm, initial_accumulator) are checked: each is a number in its range, or a tensor f[] (under vmap, a tensor
+        for each member).
 
     On a CPU the rule becomes C++ inside the kernel of the built-in optimizers, once for each dim, dtype and shape of
-    slots: eager and compiled updates then give the same bits. The rule may use arithmetic, comparisons, `where`,
-    `clamp`, powers, the elementary functions, and casts among f32, f64 and integers. It may take sums, means, products,
-    extremes and norms over the whole row, and use slices, `cat`, `stack`, `flip` and reshapes. It may read variables
-    that it closes over. Every eager update reads them again; another number or branch makes new C++, another tensor
-    does not. A program that `fr.jit` compiled reads the tensors that it was compiled with. A rule with any other
+    slots. Eager and compiled updates then give the same bits. The rule may use arithmetic, comparisons, `where`,
+    `clamp`, powers, the elementary functions, and casts among f32, f64 and integers. It may compute sums, means,
+    products, extremes and norms over the whole row, and use slices, `cat`, `stack`, `flip` and reshapes. It may read
+    variables that it closes over. Every eager update reads these again. Another number or branch makes new C++; another
+    tensor does not. A program that `fr.jit` compiled reads the tensors that it was compiled with. A rule with any other
     operation (sort, cumsum, a matrix product, a number read on the host), or with more than eight slots, runs on blocks
-    of rows. It then takes two to four times as long, and a warning says why.
+    of rows. It then needs two to four times as long, and a warning says why.
 
     Raises:
-      TypeError, ValueError: names every hyper-parameter out of its range. An update names every table, gradient and
-        slot that does not fit.
-      RuntimeError: at the first update on a CPU, if there is no C++ compiler.
+      TypeError, ValueError: a hyper-parameter is out of its range; or, in an update, a table, gradient or slot does not
+        fit. The error names all of them.
+      RuntimeError: the first update on a CPU finds no C++ compiler.
 
     Example:
       >>> import torch, funcrec as fr
@@ -231,9 +230,9 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
 
 
 def update_fused(kernel: Callable, slot_names: Sequence[str], grads: Mapping, slots: Slots, tables: Tables, numbers):
-    """Update all tables in one call of kernel(tables, slots, terms, lr, step, keys) -> (tables, slots).
+    """Return all tables and slots, updated in one call of kernel(tables, slots, terms, lr, step, keys).
 
-    Under vmap, tables that are the same in all members have a separate call, and stay the same.
+    Under vmap, tables that are equal in all members have a separate call, and stay equal.
     """
     rate, step, key = numbers
     alike: dict[frozenset[int], dict] = {}
@@ -255,7 +254,7 @@ def update_fused(kernel: Callable, slot_names: Sequence[str], grads: Mapping, sl
 
 
 def windows_of(grads: Mapping[str, RowGrads], device: torch.device) -> dict[str, Any]:
-    """Return the kernel's `first` and `dims`, if some gradient has more columns than its table."""
+    """Return `first` and `dims` for the kernel if some gradient has more columns than its table, else nothing."""
     if all(g.first is None for g in grads.values()):
         return {}
     zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -264,7 +263,7 @@ def windows_of(grads: Mapping[str, RowGrads], device: torch.device) -> dict[str,
 
 
 def chosen_for(call: str, implementation: str | None, device: torch.device, tensors: Sequence[Tensor]) -> str:
-    """Return the implementation of an update: the reference if a derivative is taken of one of the tensors."""
+    """Return the implementation of an update. It is the reference if one of the tensors is differentiated."""
     choice = ops.chosen(implementation, device)
     if choice == "reference" or not any_tracked(tensors):
         return choice
@@ -279,8 +278,7 @@ def chosen_for(call: str, implementation: str | None, device: torch.device, tens
 def check_rule(
     call: str, rule: Callable, hyper: Sequence[str], grads: Mapping, slots: Slots, tables: Tables
 ) -> dict[tuple, Reading]:
-    """Run the rule on one row of ones for each form of table, and check the result.
-    Returns what it does with each form."""
+    """Return what the rule does with each form of table, after a check of its result on one row of ones."""
     forms = {}
     for n in grads:
         dtype = ops.accumulation_dtype(tables[n].dtype)
@@ -304,7 +302,7 @@ def check_rule(
 
 
 def update_rows(call: str, rule_of: Callable, grads: Mapping, slots: Slots, tables: Tables, key, implementation: str):
-    """Update one table after another: coalesce, gather, vmap(rule), scatter."""
+    """Return all tables and slots, updated one table after another: coalesce, gather, vmap(rule), scatter."""
     new_tables, new_slots = {}, {}
     for n, g in grads.items():
         table, g = tables[n], g.coalesce(implementation=implementation)
@@ -331,7 +329,7 @@ def touched_rows(
         row, mine = tree_map(lambda x: put_columns(x, grads.first, grads.dim) if is_wide(x) else x, (row, mine))
     repeats = torch.ones_like(grads.rows) if grads.repeats is None else grads.repeats
     given = (row, grads.grads.to(row.dtype), mine, repeats.to(row.dtype))
-    if implementation == "reference":  # padding is ones: a rule is smooth there; at zeros a derivative may be 0 · ∞
+    if implementation == "reference":  # padding is 1: at 0 a derivative of a rule may be 0 · ∞
         given = tree_map(lambda x: torch.where(grads.valid.view(-1, *[1] * (x.dim() - 1)), x, 1), given)
     new_row, new_slots = torch.func.vmap(rule)(*given)
     check(call, rule_result_problems(new_row, new_slots, row, mine))
@@ -342,7 +340,7 @@ def touched_rows(
 
 
 def put_columns(x: Tensor, first: Tensor, dim: int) -> Tensor:
-    """Return f[M, dim]: x[M, w] from column `first` on, zeros elsewhere."""
+    """Return f[M, dim] with x[M, w] in the columns from `first` on, and zeros elsewhere."""
     place = torch.arange(dim, device=x.device) - first
     return torch.where((place >= 0) & (place < x.shape[1]), x[:, place.clamp(0, x.shape[1] - 1)], 0)
 
@@ -350,7 +348,7 @@ def put_columns(x: Tensor, first: Tensor, dim: int) -> Tensor:
 def rate_and_step(
     call: str, lr: Rate, step: int | Tensor, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return lr f[] and t = step + 1 f[], as tensors on `device`, so that a compiled step does not freeze them."""
+    """Return lr f[] and t = step + 1 f[] as tensors on `device`, so that a compiled step does not freeze them."""
     taken = step_tensor(step, device)
     rate = rate_at(call, lr, taken)
     rate = rate.to(device, dtype) if isinstance(rate, Tensor) else torch.full((), rate, dtype=dtype, device=device)
@@ -358,7 +356,7 @@ def rate_and_step(
 
 
 def step_tensor(step: int | Tensor, device: torch.device) -> Tensor:
-    """Return the step as i[] on `device`."""
+    """Return the step as a tensor i[] on `device`."""
     return step.to(device) if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64, device=device)
 
 

@@ -1,8 +1,8 @@
 """schedule: a learning rate as a function of the step, in stages.
 
-    lr(step) = lr · factor_s(step) · lr_scale_s,    s the first stage with step <= max_iters_s; lr after the last stage
+lr(step) = lr · factor_s(step) · lr_scale_s,    s the first stage with step <= max_iters_s; lr after the last stage
 
-Tensor in, tensor out: a compiled step computes the rate, and no step makes a new graph.
+The rate is a tensor if the step is a tensor. So a compiled step computes the rate, and no step makes a new graph.
 """
 
 import functools
@@ -26,12 +26,12 @@ Policy = Literal[
 @plain_numbers
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a schedule; it lasts up to and including step `max_iters`, counted from the start of training.
+    """One stage of a schedule. It lasts up to and including step `max_iters`, counted from the start of training.
 
         none                            1
         linear                          value + (1 - value) · step / max_iters
         constant                        value
-        poly                            (1 - step / decay_iters) ^ value, 0 beyond decay_iters
+        poly                            (1 - step / decay_iters) ^ value, 0 after decay_iters
         step                            value ^ ⌊step / decay_iters⌋
         inv_sqrt                        1 / √step, 1 at step 0
         cosine_annealing_warm_restarts  value + (1 - value) · (1 + cos(π · (step mod period) / period)) / 2
@@ -40,12 +40,12 @@ class Stage:
     Args:
       value: as in the formulas.
       lr_scale: multiplies the factor.
-      decay_iters: defaults to max_iters, and to 1 for "step".
+      decay_iters: as in the formulas. The default is max_iters, and 1 for "step".
       sgdr_period: the period of the cosine, in steps.
-      start_interpolating_iters, end_value: start and end_value of "interpolate", which needs both.
+      start_interpolating_iters, end_value: `start` and `end_value` of "interpolate", which needs both.
 
     Source: TorchRec's WarmupStage, with its field names. There inv_sqrt divides by zero at step 0, and poly with a
-    fractional value fails beyond decay_iters.
+    fractional value fails after decay_iters.
     """
 
     policy: Policy = "linear"
@@ -65,8 +65,9 @@ class Stage:
 
 @typed
 def schedule(stages: Sequence[Stage], *, lr: Magnitude = 1.0) -> Callable[[int | Tensor], Tensor]:
-    """Return a function from the steps taken (int or i64[], or i64[...] for many) to
-    the learning rate, f64[]. Any optimizer takes it as `lr`.
+    """Return a function from the number of steps taken to the learning rate, f64[].
+
+    The number is an int or i64[], or i64[...] for many numbers. Any optimizer accepts the function as `lr`.
 
     Raises:
       ValueError: `max_iters` does not rise from stage to stage.

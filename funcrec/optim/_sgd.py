@@ -2,7 +2,7 @@
 
     w ← w - lr · u        u: the gradient, its running sum, or the sign of its running mean
 
-Every rule is for one row: w, g and the slots are f[D].
+Every rule updates one row: w, g and the slots are f[D].
 """
 
 import torch
@@ -41,7 +41,7 @@ def momentum(
     """m ← momentum · m + g + weight_decay · w;
     w ← w - lr · m, with nesterov w ← w - lr · (g + weight_decay · w + momentum · m).
 
-    Lazy: the m of a row that no id names does not change. Slots: momentum f[R, D].
+    The rule is lazy: the m of a row that no id names does not change. Slots: momentum f[R, D].
 
     Source: torch.optim.SGD with dampening 0.
     """
@@ -65,8 +65,8 @@ def lars_sgd(lr: Rate = 0.01, *, eta: float = 0.001, momentum: float = 0.9, weig
 
     The rate is lr for a row of zeros, and where the divisor is 0. Slots: momentum f[R, D].
 
-    Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks" (2017), alg. 1, a row as a layer;
-    FBGEMM's LARS_SGD, where a row of zeros never moves.
+    Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks" (2017), alg. 1, with a row as a
+    layer; FBGEMM's LARS_SGD, where a row of zeros never moves.
     """
 
 

@@ -1,10 +1,10 @@
-"""A user's rule inside the row loop of the fused update: one operator, which takes the rule's number.
+"""A user's rule inside the row loop of the fused update: one operator, which gets the number of the rule.
 
-    rule on one row → graph of aten operations → C++ (kernels/cpp/_rules.py)
-    → the fused update of every table in one call
+rule on one row → graph of aten operations → C++ (kernels/cpp/_rules.py)
+→ the fused update of every table in one call
 
-The rule is traced and compiled once for each form of table: dim, dtype and shapes of slots. A rule with an operation
-that the translation does not know runs in blocks (_blocks.py), and a warning names the operation.
+The rule is traced and compiled once for each form of table, which is dim, dtype and shapes of slots. A rule with an
+operation that the translation does not know runs in blocks (_blocks.py), and a warning names the operation.
 """
 
 import functools
@@ -26,15 +26,17 @@ from funcrec.kernels import library, stacks
 from funcrec.kernels.forms import Terms, accumulation_dtype, segments_of
 from funcrec.optim._blocks import BlockRule
 
-MANY, MOST = 8, 16  # rules compiled for different values of closed-over variables: before a warning, and kept
+# The number of compiled forms of a rule before a warning, and the number that are kept.
+MANY, MOST = 8, 16
 _numbers = itertools.count()
 _rules: WeakValueDictionary[int, "UserRule"] = WeakValueDictionary()
-_staged: dict[int, "UserRule"] = {}  # a compiled function calls these by number, and may outlive their optimizer
+_staged: dict[int, "UserRule"] = {}  # compiled functions call these rules by number, and may outlive the optimizer
 
 
 class RuleMemory:
-    """A rule's compiled forms, one for each state of the variables that it closes over:
-    numbers, branches, and which tensors there are. The last MOST are kept.
+    """The compiled forms of a rule, one form for each state of the variables that the rule closes over.
+
+    The state is their numbers, the branches that they take, and which tensors there are. The last MOST forms are kept.
 
     call, rule, round_rows: as in `UserRule`.
     """
@@ -46,12 +48,13 @@ class RuleMemory:
         self.lock = threading.Lock()
 
     def find(self, names: tuple[str, ...], readings: Mapping[tuple, Reading]) -> "UserRule":
-        """Return the compiled rule for slots of these names that did the same on each form of table as it does now.
+        """Return the compiled rule for slots of these names that does on each form of table what the rule does now.
+
         `readings` is {form of a table: what the rule does now}."""
         with self.lock:
             known = self.made.setdefault(names, [])
             for rule in reversed(known):
-                if rule.is_blocked and get_proxy_mode() is None:  # a rule in blocks runs as it is, uncompiled
+                if rule.is_blocked and get_proxy_mode() is None:  # a rule in blocks runs uncompiled
                     return rule
                 if all(form not in rule.readings or rule.readings[form].is_same(r) for form, r in readings.items()):
                     rule.readings |= readings
@@ -81,12 +84,12 @@ def changing_message(call: str, before: "UserRule", now: "UserRule") -> str:
 
 
 class UserRule:
-    """A rule for one row.
+    """A rule for one row, with its compiled forms.
 
     rule: (row f[D], grad f[D], {slot: f[...]}, lr f[], t f[], repeats f[]) -> (row, slots).
     names: the names of the slots, in order.
     round_rows: (new f[M, D], dtype, rows i64[M], draws i64[S + 1, 4]) -> new, for stochastic rounding in blocks.
-    call: the function's name in messages.
+    call: the name of the function in messages.
     """
 
     def __init__(self, call: str, rule: Callable, names: Sequence[str], round_rows: Callable):
@@ -96,7 +99,7 @@ class UserRule:
 
         self.call, self.rule = call, flat_rule
         self.readings: dict[tuple, Reading] = {}  # {form of a table: what the rule did on it}
-        self.modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # the caller's: a rule may read them
+        self.modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # a rule may read these modes
         self.blocks = BlockRule(flat_rule, len(names), round_rows, self.traced)
         self.generated: dict = {}  # {form of a table: the compiled rule}
         self.is_blocked = False
@@ -105,7 +108,7 @@ class UserRule:
         _rules[self.number] = self
 
     def update(self, tables, slots, terms: Terms, lr: Tensor, step: Tensor, key: Tensor | None):
-        """Run `ops.fused_update` with this rule."""
+        """Return new tables and slots from `ops.fused_update` with this rule."""
         given, is_staged = [x for s in slots for x in s], get_proxy_mode() is not None
         if is_staged:
             _staged[self.number] = self
@@ -127,9 +130,10 @@ class UserRule:
             )
             with self.lock:
                 if form not in self.generated and not self.is_blocked:
-                    with FakeTensorMode():  # torch 2.11 keeps what its first use made on a thread; that thread ends
+                    # torch 2.11 keeps what the first use makes on its thread. So no thread that ends may be the first.
+                    with FakeTensorMode():
                         pass
-                    # a separate thread: the caller's modes and transforms do not belong into the rule's graph
+                    # A separate thread compiles: the graph must not contain the caller's modes and transforms.
                     with ThreadPoolExecutor(1) as thread:
                         self.generated[form] = thread.submit(self.generate, *form).result()
             if self.is_blocked:
@@ -138,7 +142,7 @@ class UserRule:
         return found
 
     def with_tensors(self, readings: Mapping[tuple, Reading]) -> dict:
-        """Return the entries of `generated` whose rule now does the same with other tensors."""
+        """Return the entries of `generated` whose rule does the same with other tensors now."""
         made = {}
         for form, now in readings.items():
             dim, dtype, _, slots = form
@@ -152,7 +156,7 @@ class UserRule:
         return made
 
     def traced(self, fn: Callable, example: list[Tensor], decompositions: dict | None = None) -> torch.fx.GraphModule:
-        """Return the graph of what `fn` does in the caller's modes."""
+        """Return the graph of what `fn` does in the modes of the caller."""
 
         def run(*arguments):
             is_grad, is_inference = self.modes
@@ -173,7 +177,7 @@ class UserRule:
             return _cpp().generate(graph)
         except (_cpp().UnsupportedError, RuntimeError) as error:
             known = (_cpp().UnsupportedError, DataDependentOutputException, DynamicOutputShapeException)
-            # functionalize does not support autograd.Function
+            # functionalize does not support autograd.Function.
             if not isinstance(error, known) and "custom_function_call" not in str(error):
                 raise
             self.is_blocked = True
@@ -188,7 +192,7 @@ class UserRule:
 def rule_update_(
     tables, slots, d, rows, offsets, weights, segments, lr, step, key, number: int, is_staged: bool
 ) -> None:  # fmt: skip
-    """Update in place by the rule; `slots` lists each table's slots, one table after the other."""
+    """Update in place by the rule. `slots` lists the slots of one table after the other."""
     rule = _rules[number]
     codes = rule.prepare(tables, slots)
     if codes is None:

@@ -1,10 +1,10 @@
-"""`python -m funcrec.optim.write`: writes the kernels' forms of the built-in optimizers' rules, from their formulas.
+"""`python -m funcrec.optim.write`: writes the kernels of the built-in optimizers' rules, from their formulas.
 
     funcrec/optim/*.py → kernels/rules.py, kernels/csrc/formulas.h, kernels/triton/formulas.py
-    then build the kernels again
+then build the kernels again
 
-A rule may have several forms, chosen by a bool, by a name, by None, or by a number:
-at 0 the rule may read fewer sums over the row, or fewer slots.
+A rule may have several forms, chosen by a bool, by a name, by None, or by a number. If the number is 0, the rule may
+read fewer sums over the row, or fewer slots.
 """
 
 import inspect
@@ -33,7 +33,7 @@ TRIED = {
 
 
 def written(own: Builtin) -> Written:
-    """Return a rule in all its forms."""
+    """Return all forms of a rule, as the kernels' writers read them."""
     nodes: dict = {}
     forms = [v for chosen in choices(own) for v in forms_of(own, chosen, nodes)]
     read = {x.args[0] for v in forms for x in formula.symbols_of(v.formula.values()) if x.op == "hyper"}
@@ -44,14 +44,15 @@ def written(own: Builtin) -> Written:
 
 
 def parameters(own: Builtin) -> dict[str, Any]:
-    """Return {hyper-parameter: its default}, with 0.5 where there is none."""
+    """Return {hyper-parameter: its default}, with 0.5 for a hyper-parameter without a default."""
     given = inspect.signature(own.declare).parameters
     return {n: 0.5 if p.default is p.empty else p.default for n, p in given.items() if n != "lr"}
 
 
 def choices(own: Builtin) -> Iterator[dict[str, tuple[Any, float | None]]]:
-    """Yield each choice of the values that a rule may branch on: {name: (its value,
-    the number that a kernel takes for it, or None for any number but 0)}."""
+    """Yield each choice of the values that a rule may branch on, as {name: (value, number)}.
+
+    `number` is the number that a kernel gets for the value, or None for any number but 0."""
     found = {}
     for name, default in parameters(own).items():
         if default is None:
@@ -64,7 +65,7 @@ def choices(own: Builtin) -> Iterator[dict[str, tuple[Any, float | None]]]:
 
 
 def forms_of(own: Builtin, chosen: dict[str, tuple[Any, float | None]], nodes: dict) -> Iterator[Variant]:
-    """Yield a choice's form, preceded by one for each number that is 0 by default, if the rule reads less at 0."""
+    """Yield the form of a choice. Before it, yield a form for each number that is 0 by default and saves reads at 0."""
     conditions = {name: number for name, (_, number) in chosen.items()}
     plain = {name: value for name, (value, _) in chosen.items()}
     usual = variant(own, conditions, plain, nodes)
@@ -86,7 +87,7 @@ def variant(own: Builtin, conditions: dict[str, float | None], values: dict[str,
 
 
 def seen(v: Variant) -> set[int]:
-    """Return the inputs of a row that the rule reads to sum over the row."""
+    """Return the inputs of a row that the rule reads for sums over the row."""
     return {
         id(x)
         for x in formula.symbols_of(formula.summed(v.formula))
@@ -95,8 +96,9 @@ def seen(v: Variant) -> set[int]:
 
 
 def examples(name: str) -> list[dict[str, Any]]:
-    """Return hyper-parameters of a built-in optimizer, one set for each form
-    of its rule; each number is chosen so that it has an effect."""
+    """Return hyper-parameters of a built-in optimizer, one set for each form of its rule.
+
+    Each number is chosen so that it has an effect."""
     own = BUILTIN[name]
     given = parameters(own)
 
@@ -109,13 +111,13 @@ def examples(name: str) -> list[dict[str, Any]]:
 
 
 def rules() -> list[Written]:
-    """Return all built-in rules; a rule that kernels know already keeps its number."""
+    """Return all built-in rules. A rule that the kernels have already keeps its number."""
     known = {name: i for i, name in enumerate(ops.RULES)}
     return [written(BUILTIN[n]) for n in sorted(BUILTIN, key=lambda n: known.get(n, len(known)))]
 
 
 def texts() -> dict[str, str]:
-    """Return {a file in kernels/: its text}."""
+    """Return {name of a file in kernels/: its text}."""
     found = rules()
     return {
         "rules.py": write_rules.text_of(found),
