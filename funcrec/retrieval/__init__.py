@@ -1,4 +1,4 @@
-"""Retrieval: among all items, find those whose vectors have the highest scores with a query's."""
+"""Retrieval: find, among all items, those whose vectors have the highest scores with the vector of a query."""
 
 import funcrec.core as _core
 from funcrec.retrieval._index import Index as Index

@@ -1,6 +1,6 @@
-"""An approximate index of items by FAISS: it returns the best items that a search finds, much faster than reading all.
+"""An approximate index of items by FAISS. A search finds most of the best items, and is faster than reading all items.
 
-    recall@k = |rows(index) ∩ rows(top_k)| / k        higher effort, higher recall, and longer searches
+recall@k = |rows(index) ∩ rows(top_k)| / k        a higher effort gives a higher recall and longer searches
 
 Shapes: B queries, R items, D dim, k.
 """
@@ -17,8 +17,8 @@ from funcrec.core import Count, Form, Problem, Within, check, describe, fail, is
 from funcrec.retrieval._top_k import k_problems, matrix_problems
 
 LEAST_EFFORT = {"hnsw": 64, "ivf": 8}
-MIN_PER_LIST = 39  # least number of vectors that FAISS expects for each list
-# FAISS divides by log(links), and does not check its counts, which are C's ints; it doubles the links
+MIN_PER_LIST = 39  # the least number of vectors that FAISS expects in each list
+# FAISS counts in C ints without a check. It divides by log(links), and doubles the links.
 Links = Annotated[int, Within("2 to 4096", lambda n: 2 <= n <= 4096)]
 BuildEffort = Annotated[int, Within("an int in [1, 2³¹)", lambda n: 1 <= n < 2**31)]
 Queries = Annotated[Tensor, Form("f[B, D]")]
@@ -26,11 +26,12 @@ Queries = Annotated[Tensor, Form("f[B, D]")]
 
 @dataclass(frozen=True, repr=False)
 class Index:
-    """FAISS's index on the CPU, with a copy of the items; `build_index` makes it.
+    """An index of FAISS on the CPU, with a copy of the items. `build_index` returns it.
 
     Args:
-      kind: "hnsw" or "ivf". num_items, dim: the shape of the items.
-      faiss: FAISS's object, for functions that are missing here, such as `faiss.write_index(index.faiss, path)`.
+      kind: "hnsw" or "ivf".
+      num_items, dim: the shape of the items.
+      faiss: the object of FAISS, for functions that are missing here, such as `faiss.write_index(index.faiss, path)`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -56,24 +57,24 @@ def build_index(
     build_effort: BuildEffort = 200,
     num_lists: Count | None = None,
 ) -> Index:
-    """Build an index of items f[R, D] for `search_index`, by inner products. Needs `pip install 'funcrec[retrieval]'`.
+    """Return an index of items f[R, D] for `search_index`, by inner products. Install 'funcrec[retrieval]' for it.
 
     Args:
-      items: floats, on the CPU, finite in f32; the index stores f32. No gradient goes through an index.
-      kind: "hnsw" is a graph: each item has `links` neighbours on a level (FAISS's M), found among `build_effort`
-        candidates (efConstruction). It is fast to search and slow to build. "ivf" has `num_lists` lists, each of the
-        items nearest to its centre. It is quick to build, for many items.
+      items: floats on the CPU, finite in f32. The index stores f32. No gradient goes through an index.
+      kind: "hnsw" is a graph. Each item has `links` neighbours on a level (M of FAISS), found among `build_effort`
+        candidates (efConstruction). The graph is fast to search and slow to build. "ivf" has `num_lists` lists. A list
+        has the items that are nearest to its centre. The lists are quick to build, for many items.
       links: 2 to 4096.
-      num_lists: at most R; None takes about 4 · √R, but at least one, and at least 39 items a list.
+      num_lists: at most R. None chooses about 4 · √R, but at least one list, and at least 39 items for each list.
 
     Returns:
-      an Index of about R · (4 · D + 8 · links) bytes. It is built on torch's number of threads; on one thread, the same
-      items make the same graph.
+      an Index of about R · (4 · D + 8 · links) bytes. It is built on as many threads as torch uses. On one thread, the
+      same items make the same graph.
 
     Raises:
       ImportError: FAISS is missing.
       TypeError: the items are tracked.
-      ValueError: items are not finite in f32, or FAISS cannot take a count.
+      ValueError: items are not finite in f32, or a count is outside the range of FAISS.
 
     Law: recall against `top_k` rises with `effort`, and is 1 for "ivf" if the effort is `num_lists`.
 
@@ -111,18 +112,18 @@ def search_index(index: Index, queries: Queries, k: Count, *, effort: Count | No
     """Return nearly the k best items for each query, in the form of `top_k`: their scores, and their rows.
 
     Args:
-      queries: f[B, D], finite in f32, on the CPU; searched in f32, on torch's number of threads.
-      k: it may exceed the number of items.
-      effort: how many candidates the graph keeps (FAISS's efSearch; at least k), or how many lists are read (nprobe).
-        None: 64 candidates, or 8 lists.
+      queries: f[B, D], finite in f32, on the CPU. The search is in f32, on as many threads as torch uses.
+      k: the number of items for each query. It may exceed the number of items in the index.
+      effort: how many candidates the graph keeps (efSearch of FAISS; at least k), or how many lists are read (nprobe).
+        None means 64 candidates, or 8 lists.
 
     Returns:
-      two tensors, f32[B, k] or i64[B, k]: the scores, descending, and their rows; among equal scores the lower row
-      comes first. If a search finds fewer than k items, the rest is -inf and -1. Scores are inner products up to the
-      rounding of f32; only `top_k` has the same bits on every machine.
+      two tensors, f32[B, k] or i64[B, k]: the scores, descending, and their rows. Among equal scores the lower row
+      comes first. If a search finds fewer than k items, the other scores are -inf and the other rows -1. Scores are
+      inner products up to the rounding of f32. Only `top_k` returns the same bits on every machine.
 
     Raises:
-      TypeError, ValueError: queries are tracked, are not vectors of the index's dim, or are not finite.
+      TypeError, ValueError: queries are tracked, are not finite, or have another dim than the index.
 
     Example:
       >>> import torch, funcrec as fr
@@ -153,7 +154,7 @@ def search_index(index: Index, queries: Queries, k: Count, *, effort: Count | No
 
 
 def imported(call: str) -> ModuleType:
-    """Return the module faiss, set to torch's number of threads."""
+    """Return the module faiss, set to the number of threads that torch uses."""
     try:
         import faiss
     except ImportError:
@@ -180,7 +181,7 @@ def query_problems(index: Index, queries: Tensor) -> Iterator[Problem]:
 
 
 def value_problems(name: str, x: Tensor) -> Iterator[Problem]:
-    """Report tensors that FAISS, which only reads memory, cannot see or search."""
+    """Yield a problem for tensors that FAISS, which only reads memory, cannot see or search."""
     if is_followed(x):
         need, hint = "plain tensors, outside of grad, vmap and jit", f"{name}.detach()"
         yield Problem(f"`{name}` are tracked, and an index has no derivative.", describe(x), need, hint, TypeError)

@@ -1,6 +1,6 @@
 """The best of all items for each query, by inner products.
 
-    rows[b] = the k rows r with the greatest ⟨queries[b], items[r]⟩; among equal ones the lower row comes first
+rows[b] = the k rows r with the greatest ⟨queries[b], items[r]⟩; among equal scores the lower row comes first
 
 Shapes: B queries, R items, D dim, k.
 """
@@ -29,30 +29,32 @@ def top_k(
     exclude: JaggedTensor | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the k rows of `items` that score highest with each query, and their scores; exact, without an f[B, R].
+    """Return the k rows of `items` that score highest with each query, and their scores, without an f[B, R].
 
-    A score is Σ_d queries[b, d] · items[r, d], summed in the order of d in f32 (in f64 if one of the two is f64). Its
-    bits depend only on the two vectors, not on the batch, the number of threads or the processor.
+    A score is Σ_d queries[b, d] · items[r, d], summed in the order of d in f32, or in f64 if `queries` or `items` is
+    f64. The bits of a score depend only on the two vectors. They do not depend on the batch, the number of threads or
+    the processor.
 
     Args:
       queries: f[B, D], such as the result of `two_tower(...).query`.
-      items: f[R, D], such as all candidates' vectors; f16 and bf16 are read as they are. Or QuantizedTables of one
-        table: the result is that of `dequantize`, bit for bit, and no table of floats is written.
-      k: how many, static; it may exceed R.
-      exclude: B bags of rows that are left out, such as items the user has seen; rows outside the table are ignored.
-      implementation: one of `funcrec.kernels`, by name; None takes the device's default.
+      items: f[R, D], such as the vectors of all candidates; or QuantizedTables of one table. Vectors in f16 and bf16
+        are read as they are. For codes the result is that of `dequantize`, bit for bit, and no table of floats is
+        written.
+      k: the number of rows, static. It may exceed R.
+      exclude: B bags of rows to leave out, such as items that the user has seen. Rows outside the table are ignored.
+      implementation: the name of one of `funcrec.kernels`. None chooses the default of the device.
 
     Returns:
-      two tensors, f32|f64[B, k] or i64[B, k]: the scores, descending, and their rows. A row whose score is NaN or -∞ is
-      left out; if fewer than k rows are left, the rest is -inf and -1.
+      two tensors, f32|f64[B, k] or i64[B, k]: the scores, descending, and their rows. A row with score NaN or -∞ is
+      left out. If fewer than k rows are left, the other scores are -inf and the other rows -1.
 
     Raises:
       TypeError, ValueError: the vectors do not fit each other.
 
     Law: scores[b, j] = ⟨queries[b], items[rows[b, j]]⟩, and no other row has a greater score than the last. Derivatives
-    are those of the chosen rows' scores.
+      are those of the scores of the chosen rows.
 
-    Cost: B · R · D products; the memory of B · k numbers.
+    Cost: B · R · D products, and memory for B · k numbers.
 
     Example:
       >>> import torch, funcrec as fr
@@ -68,10 +70,10 @@ def top_k(
         check("funcrec.top_k", table_problems(items))
         ((_, bits, dim),), (items,) = items.forms, items.values()
         bits = bits if bits in CODE_BITS else 0
-        fits = queries.shape[1:] == (dim,)  # rows of codes with different dims may have equally many bytes
+        fits = queries.shape[1:] == (dim,)  # rows of codes may have equal bytes and different dims
     is_usual = fits and exclude is None and k <= MOST_K and ops.is_plain(implementation, queries)
     if is_usual and not any_tracked((queries, items)):
-        found = library.planned("top_k")(queries, items, k, bits)  # also None if the vectors do not fit each other
+        found = library.planned("top_k")(queries, items, k, bits)  # it is also None if the vectors do not fit
         if found is not None:
             return found
     vectors = items.new_empty((0, dim), dtype=torch.float32) if bits else items
