@@ -1,7 +1,7 @@
-"""The folder of the main job's run: checkpoint.pt, result.json, curve.png.
+"""The folder of a run of the main job: checkpoint.pt, result.json, curve.png.
 
-A run is overwritten or continued only if an option asks for it. Files that cannot be written
-are found before any training.
+A run is overwritten or continued only if an option asks for it. If a file cannot be written, the program ends before
+any training.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Set options.out; end the program if a run would be lost, or could not be written."""
+    """Set options.out. End the program if a run would be lost, or if its files could not be written."""
     options.out = options.out or Path("runs") / options.model
     found = [path.name for path in (checkpoint_path(options), *results(options)) if os.path.lexists(path)]
     has_checkpoint = checkpoint_path(options).name in found
@@ -56,12 +56,12 @@ def results(options: argparse.Namespace) -> tuple[Path, Path]:
 
 
 def fixed_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that must not change between a run and its resumption."""
+    """Return the options that must not change between a run and its continuation."""
     return {name: getattr(options, name) for name in ("model", "optimizer", "lr", "batch_size", "seed")}
 
 
 def write_results(options: argparse.Namespace, result: dict[str, Any], figure: Any) -> None:
-    """Write result.json and curve.png, each whole."""
+    """Write result.json and curve.png. Each file is complete, or is not written."""
     text = (json.dumps(result, indent=2) + "\n").encode()
     table, curve = results(options)
     try:

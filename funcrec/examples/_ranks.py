@@ -1,10 +1,9 @@
-"""The main job on ranks: the mesh and the plan for its options,
-and what a rank does differently from a single process.
+"""The main job on ranks: the mesh and the plan for its options, and what a rank does differently from one process.
 
-    torchrun ... --plan row_wise: this process is one rank;   --emulate data=2,model=2: it is all ranks;
-    neither: there are no ranks
+    torchrun ... --plan row_wise: this process is one rank;   --emulate data=2,model=2: this process is all ranks;
+    without both: there are no ranks
 
-All ranks run the same program on the same data. Their decisions (when to stop, which epoch was best) follow from values
+All ranks run the same program on the same data. The decisions when to stop and which epoch was best follow from values
 that are equal on all ranks. So ranks wait for each other only in an exchange.
 """
 
@@ -35,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """Parse data=2,model=2 into {"data": 2, "model": 2}."""
+    """Return {"data": 2, "model": 2} for the text data=2,model=2."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name.isidentifier() and n.isdigit() and int(n) > 0 for name, _, n in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form data=2,model=2")
@@ -45,8 +44,9 @@ def parse_axes(text: str) -> dict[str, int]:
 
 
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Set options.axes (None for a single process), options.plan and options.replicas;
-    end the program if they do not fit."""
+    """Set options.axes (None for a single process), options.plan and options.replicas.
+
+    End the program if these options do not fit together."""
     is_launched = torch.distributed.is_torchelastic_launched()
     num_ranks = int(os.environ.get("WORLD_SIZE", 1)) if is_launched else 1
     if options.emulate and (is_launched or options.mesh):
@@ -74,7 +74,7 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
 
 
 def settle_replicas(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Set options.replicas, () for none, and options.sync_every, None without replicas."""
+    """Set options.replicas, which is () for none, and options.sync_every, which is None without replicas."""
     options.replicas = tuple(options.replicas.split(",")) if options.replicas else ()
     if options.sync_every is not None and not options.replicas:
         parser.error("--sync-every requires copies that train apart: --replicas AXIS")
@@ -88,7 +88,7 @@ def settle_replicas(parser: argparse.ArgumentParser, options: argparse.Namespace
 
 
 def mesh_of(options: argparse.Namespace) -> fr.Mesh | None:
-    """Return the mesh of settled options; None for a single process."""
+    """Return the mesh of settled options. It is None for a single process."""
     if options.axes is None:
         return None
     if options.emulate:
@@ -99,7 +99,7 @@ def mesh_of(options: argparse.Namespace) -> fr.Mesh | None:
 def plan_of(
     options: argparse.Namespace, model: fr.models.Model, mesh: fr.Mesh, sparse: fr.optim.RowOptimizer
 ) -> fr.Plan:
-    """Return the plan that --plan names; print the table of one that fr.plan makes."""
+    """Return the plan that --plan names. If fr.plan makes the plan, print its table."""
     if options.plan != "auto":
         return fr.Plan.uniform(options.plan, model.tables, mesh, replicas=options.replicas)
     hardware = "cpu" if options.device == "cpu" else "h100"
@@ -111,12 +111,12 @@ def plan_of(
 
 
 def sync_of(mesh: fr.Mesh | None, replicas: tuple[str, ...]) -> Callable[[fr.TrainState], fr.TrainState] | None:
-    """Return a compiled function that makes the tables' copies equal in the state's memory; None without replicas."""
+    """Return a compiled function that makes copies of tables equal in the state's memory; None without copies."""
     return fr.jit(lambda state: fr.sync_replicas(state, mesh=mesh), donate=("state",)) if replicas else None
 
 
 def with_sync(step: Callable, sync: Callable | None, every: int | None, num_steps: int) -> Callable:
-    """Return the step followed by `sync` after every `every`-th of an epoch's num_steps steps."""
+    """Return `step`, with `sync` after every `every`-th of the num_steps steps of an epoch."""
     if sync is None:
         return step
 
@@ -129,7 +129,7 @@ def with_sync(step: Callable, sync: Callable | None, every: int | None, num_step
 
 
 class OwnRows(NamedTuple):
-    """Data whose batches are this process's part: no rank makes the bags of other ranks."""
+    """Data whose batches are the part of this process. No rank makes the bags of other ranks."""
 
     data: fr.data.CtrData
     mesh: fr.Mesh | None

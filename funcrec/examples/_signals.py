@@ -1,11 +1,11 @@
-"""SIGINT and SIGTERM: the first one asks the program to end between two steps; a second one ends it at once.
+"""SIGINT and SIGTERM. The first signal asks the program to end between two steps. A second signal ends it at once.
 
-    with listen() as heard:     before heard.hold() a signal ends the program; after it, heard.asked() returns the first
-                                one's number
+    with listen() as heard:     before heard.hold(), a signal ends the program;
+                                after it, heard.asked() returns the number of the first signal
 
-Python handles a signal only while its main thread runs Python code. So a separate thread reads signals from a pipe. It
-can end a program that waits for other ranks: at a second signal, or at the first while there is nothing to save.
-Exit codes are a shell's: 128 + the signal.
+Python handles a signal only while its main thread runs Python code. So a separate thread reads signals from a pipe.
+This thread can end a program that waits for other ranks: at a second signal, or at the first signal while there is
+nothing to save. Exit codes follow the shells: 128 + the signal.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SAME_S = 1.0  # one request may come twice: to the program and to its group
-SAME_LAUNCHED_S = 5.0  # once from a scheduler, and once from the launcher that got it from the scheduler
-LEAVE_S = 2.0  # how long a main thread that runs Python may take to end after a signal before hold()
+SAME_S = 1.0  # the program and its group may both get one request
+SAME_LAUNCHED_S = 5.0  # a scheduler signals the program and its launcher, which passes the signal on
+LEAVE_S = 2.0  # time for a main thread that runs Python to end, after a signal before hold()
 
 
 class Heard(NamedTuple):
-    """asked: () -> the first signal, 0 for none. hold: () -> None; from then on there is something to save."""
+    """asked: () -> the first signal, 0 for none. hold: () -> None; after this call there is something to save."""
 
     asked: Callable[[], int]
     hold: Callable[[], None]
@@ -33,7 +33,7 @@ class Heard(NamedTuple):
 
 @contextlib.contextmanager
 def listen(same_s: float | None = None) -> Iterator[Heard]:
-    """Listen inside the block; signals within `same_s` seconds of the first count as the same request."""
+    """Listen for signals inside the block. Signals within `same_s` seconds of the first count as the same request."""
     if same_s is None:
         same_s = SAME_LAUNCHED_S if torch.distributed.is_torchelastic_launched() else SAME_S
     if threading.current_thread() is not threading.main_thread():

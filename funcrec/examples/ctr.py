@@ -3,12 +3,12 @@
     python -m funcrec.examples.ctr --model deepfm
     torchrun --nproc-per-node 2 -m funcrec.examples.ctr --model deepfm --plan row_wise
 
-The protocol, and the AUC to reach, are RecBole's `ml-1m_context` benchmark (`funcrec.data.ctr_dataset`). A run writes
-into --out: checkpoint.pt (before the first step, after each epoch, and on Ctrl-C and SIGTERM), result.json and
-curve.png. With --resume a run continues to the same bits as without the interruption; on other ranks or under another
-plan up to rounding. With --replicas copies of the tables train separately; they become equal every --sync-every steps
-of an epoch, at its end, and when a run is interrupted. Exit codes: 130 after Ctrl-C, 143 after SIGTERM, 1 for an error,
-2 for wrong options.
+The protocol, and the AUC to reach, are those of RecBole's `ml-1m_context` benchmark (`funcrec.data.ctr_dataset`). A run
+writes into --out: checkpoint.pt (before the first step, after each epoch, and on Ctrl-C and SIGTERM), result.json and
+curve.png. With --resume a run continues to the same bits as without the interruption. On other ranks or under another
+plan, the results are equal up to rounding. With --replicas, copies of the tables train separately. They become equal
+every --sync-every steps of an epoch, at its end, and when a run is interrupted. Exit codes: 130 after Ctrl-C, 143 after
+SIGTERM, 1 for an error, 2 for wrong options.
 """
 
 import argparse
@@ -39,14 +39,14 @@ EVAL_BATCH = 8192
 
 
 class Job(NamedTuple):
-    """Everything that a run needs and never changes."""
+    """The values that a run needs and that never change."""
 
     options: argparse.Namespace
     split: fr.data.CtrSplit
     model: fr.models.Model
     mesh: fr.Mesh | None  # None for a single process
     init: Callable  # (params, key) -> the first state
-    step: Callable  # compiled; reuses the state's memory
+    step: Callable  # a compiled function that reuses the memory of the state
     sync: Callable | None  # state -> the same state, with equal copies of its tables
     predict: Callable
 
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(job: Job, heard: signals.Heard) -> int:
-    """Begin or resume, run to the end or to a signal, and return the exit code."""
+    """Return the exit code, after a run that begins or resumes and goes to its end or to a signal."""
     options = job.options
     path, has_begun = folder.checkpoint_path(options), False
     is_new = not (options.resume and path.exists())
@@ -187,8 +187,9 @@ def start(job: Job) -> fr.TrainState:
 
 
 def check_first_batch(job: Job) -> None:
-    """Check the values of the whole batch that all ranks share: ids outside a table
-    would read zeros, and nothing would be learnt."""
+    """Raise SystemExit if an id of the batch that all ranks share is outside its table.
+
+    The model would read zeros for such an id and learn nothing."""
     _, batch = next(loader_of(job._replace(mesh=None))())
     try:
         fr.validate(batch, job.model.features, job.model.tables)
@@ -201,15 +202,15 @@ def num_steps(job: Job) -> int:
 
 
 def loader_of(job: Job) -> fr.data.Loader:
-    """Return batches of this process's rows; an incomplete last batch is dropped, its rows come in other epochs."""
+    """Return a loader of this process's rows. It drops an incomplete last batch. Those rows come in other epochs."""
     data, key = ranks.OwnRows(job.split.data, job.mesh), fr.fold_in(fr.key(job.options.seed), 1)
     return fr.data.loader(data, job.split.train, job.options.batch_size, key=key, drop_last=True, workers=1)
 
 
 def evaluate(job: Job, params: fr.Params, rows: Tensor, prefix: str) -> dict[str, float]:
-    """Return AUC and log loss of the model on these rows; each rank reads its part, and gets the result of all."""
+    """Return AUC and log loss of the model on these rows. Each rank reads its part and gets the whole result."""
     short = -len(rows) % (EVAL_BATCH * fr.loop.num_processes(job.mesh))
-    padded = torch.cat([rows, rows[:1].expand(short)])  # whole batches, so that one shape is compiled
+    padded = torch.cat([rows, rows[:1].expand(short)])  # whole batches: one shape is compiled
     weight = (torch.arange(len(padded), device=rows.device) < len(rows)).float()
     own = (fr.loop.own_part(x, job.mesh).split(EVAL_BATCH) for x in (padded, weight))
     batches = (replace(fr.data.take(job.split.data, chunk), weight=w) for chunk, w in zip(*own, strict=True))
@@ -233,7 +234,7 @@ def print_scores(job: Job, record: fr.loop.Record) -> None:
 
 
 def report(job: Job, done: fr.Fitted) -> None:
-    """Test the best epoch, write result.json and curve.png, and print the AUC."""
+    """Write result.json and curve.png with the test scores of the best epoch, and print its AUC."""
     options = job.options
     test = evaluate(job, done.best, job.split.test, "test_")
     if not fr.loop.is_chief(job.mesh):
