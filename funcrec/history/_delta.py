@@ -1,4 +1,4 @@
-"""The rows of tables that changed: a server receives them, and its tables equal those of training again.
+"""The rows of tables that changed. With these rows, the tables of a server become equal to those of the training.
 
     apply_delta(tables_then, delta(logged_now, since=then)) = tables_now        bit for bit
 
@@ -21,7 +21,9 @@ from funcrec.train import TrainState
 
 @pytree(static=("first", "shape"))
 class ChangedRows:
-    """rows i64[M], ascending; values f[M, w], their columns from `first` on; shape: the table's (R, D)."""
+    """Rows of a table that changed. rows: i64[M], ascending. values: f[M, w], the columns from `first` on.
+
+    shape: the shape (R, D) of the table."""
 
     rows: Tensor
     values: Tensor
@@ -31,16 +33,16 @@ class ChangedRows:
 
 @pytree(optional=("origin",))
 class Delta:
-    """The rows that changed, with their values: `delta` returns it, `apply_delta` takes it, and `fr.save` keeps it.
+    """The rows that changed, with their values. `delta` returns it, `apply_delta` applies it, and `fr.save` saves it.
 
     Args:
-      tables: {table: its parts}. A part has M `rows`, integers, their `values` of w columns, and the
-        column `first` at which these begin. A table that is not sharded has one part.
-      version: i64[], the log's version; the next `delta` takes it as `since`.
-      origin: i64[], the log's origin: a `delta` since this one checks that it reads the same log. None if this one
-        was made by hand.
+      tables: {table: its parts}. A part has M `rows`, which are integers, and `values` of w columns. The values begin
+        at column `first` of the table. A table that is not sharded has one part.
+      version: i64[], the version of the log. The next `delta` takes this version as `since`.
+      origin: i64[], the origin of the log, or None in a Delta made by hand. A `delta` since a Delta checks that both
+        have the same origin.
 
-    Example: of no table.
+    Example: a Delta without tables.
       >>> import torch, funcrec as fr
       >>> fr.Delta({}, version=torch.tensor(3)).version
       tensor(3)
@@ -57,26 +59,26 @@ class Delta:
 
 @typed
 def delta(logged: Logged, since: Size | Tensor | Delta = 0, *, mesh: Mesh | None = None) -> Delta:
-    """Return the rows of all tables that changed, with their present values.
+    """Return a Delta: the rows of all tables that changed since a version, with their present values.
 
     Args:
-      logged: what a step of `fr.logged` returned; its `steps` may be 0.
-      since: the last Delta; or a version of this log, such as `logged.log.version` at a checkpoint; 0 for where the log
-        was begun. A call of `rewind` is a change, too: the rows that it put back count as changed. If a step after
-        this version started from another state, such as a restored one, all rows count as changed.
-        A version counts the changes of one log, along one sequence of steps. A Delta of another log raises; a plain
-        version of another log is not noticed, nor one of steps that were taken a second time from the same value.
-      mesh: the mesh of a sharded state. On real ranks each rank returns the rows that it holds, or its columns of
-        tables cut by columns; together these are all.
+      logged: what a step of `fr.logged` returned. Its `steps` may be 0.
+      since: the last Delta; or a version of this log, such as `logged.log.version` at a checkpoint; or 0 for the
+        beginning of the log. The rows that `rewind` puts back count as changed. If a step after this version started
+        from another state, such as a restored state, all rows count as changed. A version counts the changes of one
+        log, along one sequence of steps. A Delta of another log raises. A plain version of another log is not noticed.
+        Steps that were taken a second time from the same value are not noticed either.
+      mesh: the mesh of a sharded state. On real ranks, each rank returns the rows that it holds, or its columns of
+        tables that are cut by columns. The ranks return all changed rows together.
 
     Raises:
-      ValueError: the version is still to come; the Delta is of another log, or the log of another state; or the
-        `mesh` is missing.
-      TypeError: the state is an ensemble; its members have deltas of different sizes.
+      ValueError: the version is greater than the version of the log; the Delta belongs to another log; the log belongs
+        to another state; or `mesh` is missing.
+      TypeError: the state is an ensemble, whose members have deltas of different sizes.
 
-    Law: `apply_delta` of it to that version's tables gives the present tables.
+    Law: `apply_delta` applies the Delta to the tables of version `since` and returns the present tables.
 
-    Cost: reads 8 bytes for each row of the tables, and the rows that changed.
+    Cost: it reads 8 bytes for each row of the tables, and the rows that changed.
 
     Example:
       >>> import torch, funcrec as fr
@@ -97,7 +99,7 @@ def delta(logged: Logged, since: Size | Tensor | Delta = 0, *, mesh: Mesh | None
     check(call, stamp_problems(logged, mesh))
     since = int(since)
     check(call, since_problems(since, logged))
-    since = since if since >= int(logged.log.begun) else -1  # less than every row's last change: all rows
+    since = since if since >= int(logged.log.begun) else -1  # -1 is before the last change of every row
     state, out = logged.state, {}
     for n, found in (pair for own in logged.log.touched for pair in parts_of(own, state, since, mesh)):
         out.setdefault(n, []).append(found)
@@ -107,7 +109,7 @@ def delta(logged: Logged, since: Size | Tensor | Delta = 0, *, mesh: Mesh | None
 
 
 def parts_of(own: Touched, state: TrainState, since: int, mesh: Mesh | None) -> Iterator[tuple[str, ChangedRows]]:
-    """Yield (table, its rows that changed) for each part of a table that lies in this process."""
+    """Yield (table, its changed rows) for each part of a table that lies in this process."""
     for (n, num_rows, _), start in zip(own.tables, own.starts, strict=False):
         x = state.tables[n]
         layout = layout_in(state.tables)
@@ -121,7 +123,7 @@ def parts_of(own: Touched, state: TrainState, since: int, mesh: Mesh | None) -> 
             for i, (rank, first) in enumerate(zip(s.ranks, s.starts, strict=True)):
                 if rank not in own_ranks(bank, mesh):
                     continue
-                # if several ranks hold the same rows, read the first one's log
+                # If several ranks hold the same rows, read the log of the first of these ranks.
                 at = coordinates(rank, bank.axes, mesh.shape)
                 place = rank_at(dict.fromkeys(mesh.axis_names, 0) | at, mesh.axis_names, mesh.shape)
                 last = lasts[place if mesh.is_emulated else 0][start + first :][: s.part]
@@ -134,18 +136,18 @@ def parts_of(own: Touched, state: TrainState, since: int, mesh: Mesh | None) -> 
 
 @typed
 def apply_delta(tables: Mapping[str, Tensor], delta: Delta) -> dict[str, Tensor]:
-    """Return the tables with a Delta's rows in place of theirs; tables that it does not name stay as they are.
+    """Return the tables with the rows of a Delta in place of the old rows. Other tables stay as they are.
 
     Args:
       tables: {table: f[R, D]}, whole, such as `params.tables` of a checkpoint.
-      delta: from `fr.delta`; apply those of real ranks one after the other, in any order.
+      delta: the result of `fr.delta`. Apply the Deltas of real ranks one after the other, in any order.
 
     Raises:
-      KeyError: the Delta names a table that is not there.
+      KeyError: the Delta names a table that `tables` lacks.
       ValueError: a table has another shape.
-      TypeError: a table has another dtype: `delta.to(torch.float16)` for tables that are served in 16 bits.
+      TypeError: a table has another dtype. For tables in 16 bits, pass `delta.to(torch.float16)`.
 
-    Cost: `fr.jit(fr.apply_delta, donate=("tables",))` writes the rows where they are; without it tables are copied.
+    Cost: `fr.jit(fr.apply_delta, donate=("tables",))` writes the rows in place. Without donation, tables are copied.
 
     Example:
       >>> import torch, funcrec as fr
@@ -216,7 +218,7 @@ def delta_problems(tables: Mapping[str, Tensor], delta: Delta) -> Iterator[Probl
 
 
 def part_problems(n: str, t: Tensor, part: ChangedRows) -> Iterator[Problem]:
-    """Check a part against its table; while a program is staged, row numbers are not known and not checked."""
+    """Yield problems of a part with its table. While a program is staged, row numbers are unknown and not checked."""
     x, rows = part.values, part.rows
     if t.dtype != x.dtype or t.device != x.device:
         what, hint = f"the rows of {n!r} are not of its table's dtype and device.", f"delta.to(device, {t.dtype})"

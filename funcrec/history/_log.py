@@ -1,11 +1,11 @@
-"""A log of what each step is about to change, kept next to the state: it undoes steps, and tells which rows changed.
+"""A log of what each step is about to change, kept next to the state. It undoes steps, and tells which rows changed.
 
-    log[t mod K] = (rows, tables[rows], slots[rows], dense, dense_opt)      as they are before step t
-    undo:  tables[rows], slots[rows], dense, dense_opt = log[t mod K]        last[row] = the change that touched it
+log[t mod K] = (rows, tables[rows], slots[rows], dense, dense_opt)      as they are before step t
+undo:  tables[rows], slots[rows], dense, dense_opt = log[t mod K]        last[row] = number of its last change
 
-All values are bits: a value that is put back is the old one, even a NaN's payload. No shape depends on an id.
-Shapes: K steps that can be undone, T tables of one form, R rows of a table, S rows of all tables of the form, C rows
-kept of a step, W integers of a row and its slots, N ids, E integers of the dense parts.
+The log stores all values as bits. So a restored value equals the old value, even in the payload of a NaN. No shape
+depends on an id. Shapes: K steps that can be undone, T tables of one form, R rows of a table, S rows of all tables of
+the form, C rows kept for a step, W integers of a row and its slots, N ids, E integers of the dense parts.
 """
 
 import itertools
@@ -23,11 +23,11 @@ from funcrec.train import TrainState
 
 @pytree(static=("tables",))
 class Touched:
-    """A log's part for the tables of one form (dim, dtype, slots). Their rows are numbered one table after the other.
+    """The part of a log for the tables of one form (dim, dtype, slots). Row numbers run through all these tables.
 
-    rows: i64[K, C], each table's in its places, -1 for none. old: bits [K, C, W], one for each width of integers.
-    over: i64[K], how many rows found no place. last: i64[S + 1], number of the change that touched each row last, 0 for
-    none; its last element stands for no row. tables: (name, R, its number of places among the C).
+    rows: i64[K, C], the rows of each table in its places, -1 in free places. old: bits [K, C, W], one buffer for each
+    width of integers. over: i64[K], how many rows found no place. last: i64[S + 1], the number of the last change of
+    each row, 0 for none; its last element stands for no row. tables: (name, R, number of the table's places in C).
     """
 
     rows: Tensor
@@ -38,26 +38,26 @@ class Touched:
 
     @property
     def starts(self) -> list[int]:
-        """Return where each table's rows begin, and S."""
+        """Return the first row of each table, and S."""
         return [0, *itertools.accumulate(rows for _, rows, _ in self.tables)]
 
     @property
     def seats(self) -> list[slice]:
-        """Return each table's places among the C."""
+        """Return for each table the slice of its places among the C places."""
         ends = [0, *itertools.accumulate(room for _, _, room in self.tables)]
         return list(itertools.starmap(slice, itertools.pairwise(ends)))
 
 
 @pytree(static=("num_steps",), optional=("origin",))
 class DeltaLog:
-    """The last K steps of a state, and when each of its rows changed; `logged` keeps it.
+    """The last K steps of a state, and the last change of each of its rows. A `Logged` holds it.
 
-    version: i64[], how many changes there were: steps and rewindings. kept: i64[], how many steps the log holds; the
-    next one is written at `place`, i64[]. begun: i64[], the first version of these tables; for earlier versions the log
-    does not know which rows changed. stamp: i64[1], hash of the state that the log belongs to. touched: one for each
-    form of tables. whole: bits [K, E] of the parts that change whole in every step. num_steps: K.
-    origin: i64[], hash of all bits of the first state, the same on all ranks. It distinguishes versions of two logs.
-    None in an older checkpoint's log.
+    version: i64[], the number of changes, which are steps and rewinds. kept: i64[], the number of steps in the log.
+    place: i64[], where the next step is written. begun: i64[], the first version of these tables; for earlier versions
+    the log does not know which rows changed. stamp: i64[1], a hash of the state that the log belongs to. touched: one
+    part for each form of tables. whole: bits [K, E] of the parts that change whole in every step. num_steps: K.
+    origin: i64[], a hash of all bits of the first state, equal on all ranks. It distinguishes versions of two logs.
+    A log from an older checkpoint has None.
     """
 
     version: Tensor
@@ -72,7 +72,7 @@ class DeltaLog:
 
 
 def rows_and_whole(state: TrainState, waiting: Sequence[str]) -> tuple[dict[str, dict[str, Tensor]], Any]:
-    """Return ({table: {"": the table, slot: its tensor}}, a tree of everything else that a step may change)."""
+    """Return ({table: {"": the table, slot: its tensor}}, a tree of all other parts that a step may change)."""
     of_rows = {
         n: {"": t} | {k: s for k, s in state.slots.get(n, {}).items() if k not in waiting}
         for n, t in state.tables.items()
@@ -90,12 +90,12 @@ def with_rows_and_whole(state: TrainState, of_rows: Mapping[str, Mapping[str, Te
 
 
 def flat_bits(tree: Any) -> list[Tensor]:
-    """Return all tensors as one buffer of integers for each width."""
+    """Return all tensors of the tree as one buffer of integers for each width."""
     return ravel([bits_of(x).flatten() for x in tree_leaves(tree) if isinstance(x, Tensor)])[0]
 
 
 def of_bits(buffers: Sequence[Tensor], like: Any) -> Any:
-    """Return the tree that the buffers hold, with the shapes and dtypes of `like`."""
+    """Return the tree that the buffers hold. It has the shapes and dtypes of `like`."""
     leaves, structure = tree_flatten(like)
     flat = iter(ravel([bits_of(x).flatten() for x in leaves if isinstance(x, Tensor)])[1](buffers))
     return tree_unflatten([typed_bits(next(flat), x) if isinstance(x, Tensor) else x for x in leaves], structure)
@@ -107,12 +107,12 @@ def typed_bits(bits: Tensor, like: Tensor) -> Tensor:
 
 
 def row_bits(own: Mapping[str, Tensor], rows: Tensor) -> tuple[list[Tensor], Any]:
-    """Return buffers [C, W] of rows of a table and its slots, and the function that splits them again."""
+    """Return buffers [C, W] of rows of a table and its slots, and the function that splits the buffers again."""
     return ravel({k: bits_of(x)[rows].reshape(rows.shape[0], -1) for k, x in own.items()}, 1)
 
 
 def form_of(own: Mapping[str, Tensor]) -> list[tuple[torch.dtype, int]]:
-    """Return (dtype, W) of each buffer of rows of a table and its slots."""
+    """Return (dtype, W) of each buffer that holds rows of a table and its slots."""
     one = {k: torch.empty((1, *x.shape[1:]), dtype=x.dtype, device="meta") for k, x in own.items()}
     return [(x.dtype, x.shape[1]) for x in row_bits(one, torch.zeros(1, dtype=torch.int64, device="meta"))[0]]
 
@@ -120,7 +120,7 @@ def form_of(own: Mapping[str, Tensor]) -> list[tuple[torch.dtype, int]]:
 def begin_log(
     state: TrainState, waiting: Sequence[str], num_steps: int, room: Mapping[str, int], axes: Sequence[str] = ()
 ) -> DeltaLog:
-    """Return a log without steps. room: {table: C}."""
+    """Return a log without steps. room: {table: C}, the rows that the log keeps for one step."""
     of_rows, whole = rows_and_whole(state, waiting)
     forms: dict[tuple, list[str]] = {}
     for n, own in of_rows.items():
@@ -141,8 +141,9 @@ def begin_log(
 
 
 def origin_of(state: TrainState, axes: Sequence[str]) -> Tensor:
-    """Return a hash, i64[], of the step, the key, the dense parameters and all rows. It draws no random number: a run
-    that is repeated has the same."""
+    """Return a hash, i64[], of the step, the key, the dense parameters and all rows.
+
+    It draws no random number, so a run that is repeated has the same hash."""
     out = stamp_of(state)[0]
     for x in state.tables.values():
         rows = bits_of(x).sum(1, dtype=torch.int64)
@@ -151,7 +152,7 @@ def origin_of(state: TrainState, axes: Sequence[str]) -> Tensor:
 
 
 def stamp_of(state: TrainState) -> Tensor:
-    """Return a hash, i64[1], of the step, the key and the dense parameters; cheap compared with a step."""
+    """Return a hash, i64[1], of the step, the key and the dense parameters. It is cheap compared with a step."""
     out = mix(state.key ^ mix(state.step))
     for x in flat_bits(state.dense):
         places = torch.arange(x.shape[0], device=x.device) * 2 + 1
@@ -167,8 +168,10 @@ def recorded(
     new: TrainState,
     axes: Sequence[str] = (),
 ) -> DeltaLog:
-    """Return the log with the step from `old` to `new`; `grads` name its rows. A step that did nothing is not recorded.
-    A log of another state than `old` forgets its steps and starts again with this one."""
+    """Return the log with the step from `old` to `new`, whose rows are in `grads`.
+
+    A step that did nothing is not recorded. If the log belongs to another state than `old`, it forgets its steps and
+    starts again with this step."""
     took = (new.step != old.step).to(torch.int64)
     is_own = belongs(log, old, axes)
     version = log.version + took
@@ -182,20 +185,20 @@ def recorded(
         return replace(log, version=version, begun=begun, stamp=stamp, touched=touched)
     now = flat_bits((old.step, whole))
     held = tuple(x.index_put((at,), y[None]) for x, y in zip(log.whole, now, strict=True))
-    # a full log overwrites its oldest step in any case
+    # A full log overwrites its oldest step in any case.
     kept = torch.where(is_own, log.kept.clamp(max=log.num_steps - 1), 0) + took
     place = (log.place + took) % log.num_steps
     return DeltaLog(version, kept, place, begun, stamp, touched, held, log.num_steps, log.origin)
 
 
 def belongs(log: DeltaLog, state: TrainState, axes: Sequence[str]) -> Tensor:
-    """Return whether the log belongs to the state on every rank of the axes, bool[]: each stamps its part."""
+    """Return whether the log belongs to the state on every rank of the axes, bool[]. Each rank stamps its part."""
     is_own = (log.stamp == stamp_of(state)).all()
     return pmin(is_own.long(), tuple(axes)) > 0 if axes else is_own
 
 
 def rows_named(grads: Mapping[str, RowGrads], slots: Mapping, waiting: Sequence[str]) -> dict[str, Tensor]:
-    """Return {table: i64[N]}: rows that an update may write to, also those of waiting gradients; padding is no row."""
+    """Return {table: i64[N]}, the rows that an update may write to. These include rows of waiting gradients."""
     out: dict[str, list[Tensor]] = {}
     for n, g in grads.items():
         if g.capacity:
@@ -210,7 +213,7 @@ def rows_named(grads: Mapping[str, RowGrads], slots: Mapping, waiting: Sequence[
 def recorded_rows(
     own: Touched, of_rows: Mapping, named: Mapping[str, Tensor], version: Tensor, at: Tensor, num_steps: int
 ) -> Touched:
-    """Record the rows of one form, each once, at its table's places."""
+    """Return the part of the log with the rows of this step recorded, each once, in the places of its table."""
     starts, total = own.starts, own.starts[-1]
     known = {t: named[n] for t, (n, _, _) in enumerate(own.tables) if n in named}
     if not known:
@@ -230,7 +233,7 @@ def recorded_rows(
 
 
 def places_of(ids: Tensor, table: Tensor, own: Touched) -> tuple[Tensor, Tensor]:
-    """Return (i64[C]: the distinct rows, each in a place of its table, -1 elsewhere; i64[]: how many found no place).
+    """Return (distinct rows i64[C], each in a place of its table, -1 elsewhere; how many found no place, i64[]).
 
     ids: i64[N], numbers of rows, S for none; table: i64[N], the table of each id.
     """
@@ -239,7 +242,8 @@ def places_of(ids: Tensor, table: Tensor, own: Touched) -> tuple[Tensor, Tensor]
     ordered, order = torch.sort(ids)
     table, is_first = table[order], (ordered < starts[-1]) & begins(ordered)
     counts = torch.zeros(len(seats), dtype=torch.int64, device=ids.device).scatter_add(0, table, is_first.long())
-    inner = is_first.cumsum(0) - 1 - (counts.cumsum(0) - counts)[table]  # distinct rows of the table before each
+    # The number of distinct rows of the same table before each row.
+    inner = is_first.cumsum(0) - 1 - (counts.cumsum(0) - counts)[table]
     fits = is_first & (inner < on([s.stop - s.start for s in seats])[table])
     place = torch.where(fits, on([s.start for s in seats])[table] + inner, room)
     rows = torch.full((room + 1,), -1, device=ids.device).scatter(0, place, ordered - on(starts)[table])
@@ -247,8 +251,8 @@ def places_of(ids: Tensor, table: Tensor, own: Touched) -> tuple[Tensor, Tensor]
 
 
 def undone(state: TrainState, log: DeltaLog, waiting: Sequence[str], k: int) -> tuple[TrainState, DeltaLog]:
-    """Return state and log as they were k steps ago; the log's `version` and `last` count on."""
-    at = (log.place - 1 - torch.arange(k, device=log.place.device)) % log.num_steps  # the newest one first
+    """Return state and log as they were k steps ago. The log's `version` and `last` continue to count."""
+    at = (log.place - 1 - torch.arange(k, device=log.place.device)) % log.num_steps  # the newest step first
     of_rows, whole = rows_and_whole(state, waiting)
     version, touched = log.version + 1, []
     new = dict(of_rows)
@@ -268,16 +272,16 @@ def undone(state: TrainState, log: DeltaLog, waiting: Sequence[str], k: int) -> 
 
 
 def put_back(own: Mapping[str, Tensor], rows: Tensor, old: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """Return a table and its slots with rows i64[k, C] put back, each from its oldest record, and the rows."""
+    """Return (a table and its slots with rows i64[k, C] put back to their oldest records, these rows)."""
     if rows.shape[1] == 0:
         return dict(own), rows[0]
     flat = rows.flatten()
-    # a row's records follow each other, the oldest first: every record puts back the oldest one's values
+    # Sorting puts the records of a row next to each other, the oldest first. All of them put back the oldest values.
     ordered, order = torch.sort(torch.where(flat < 0, torch.iinfo(flat.dtype).max, flat).flip(0), stable=True)
     order = flat.shape[0] - 1 - order
     number = torch.arange(flat.shape[0], device=flat.device)
     first = torch.where(begins(ordered), number, 0).cummax(0)[0]
-    first = torch.where(flat[order] < 0, 0, first)  # padding puts back what the first entry does
+    first = torch.where(flat[order] < 0, 0, first)  # padding repeats the first entry
     is_any = flat[order[:1]] >= 0
     source, row = order[first], torch.where(is_any, ordered[first], 0)
     now, back = row_bits(own, row)
@@ -288,11 +292,11 @@ def put_back(own: Mapping[str, Tensor], rows: Tensor, old: Sequence[Tensor]) -> 
 
 
 def begins(ordered: Tensor) -> Tensor:
-    """Return whether each number differs from the one before it, bool[N]."""
+    """Return whether each number differs from the number before it, bool[N]."""
     return torch.cat([torch.ones_like(ordered[:1], dtype=torch.bool), ordered[1:] != ordered[:-1]])
 
 
 def log_specs(mesh: Mesh, num_steps: int, *, has_origin: bool = True) -> DeltaLog:
-    """Return specs: each rank has its log; the numbers of steps, the version and the origin are the same on all."""
+    """Return the specs of a log: each rank has its rows; counts, version and origin are equal on all ranks."""
     own = P(mesh.axis_names)
     return DeltaLog(P(), P(), P(), P(), own, own, own, num_steps, P() if has_origin else None)

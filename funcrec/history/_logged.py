@@ -1,4 +1,4 @@
-"""Steps that can be undone: a step takes and returns a log of the changes, together with the state.
+"""Steps that can be undone. Such a step takes and returns a log of the changes, together with the state.
 
 rewind(logged_k+n, n) = logged_k        bit for bit, at the cost of the rows that n steps touched
 """
@@ -48,15 +48,15 @@ from funcrec.train import (
 
 @pytree(static=("waiting",))
 class Logged:
-    """A training state and the log of its last steps; a `logged` step takes and returns it.
+    """A training state and the log of its last steps. A `logged` step takes and returns it.
 
     Args:
-      state: the state of the step without a log: evaluate it, gather it, or move it to another plan.
-      log: it belongs to this state only, which it recognises by a stamp of step, key and dense parameters. The stamp
-        does not notice tables and slots that are changed by hand between two steps. It does not distinguish states that
-        differ only in these (without dense parameters, two trainings of one key). Begin a log for such a state:
-        `logged.init(state)`. A step from a state with another stamp, such as a restored one, starts a new log.
-        Its `version` is the number of changes so far: steps, and calls of `rewind`.
+      state: the state of the step without a log, to evaluate, gather or move to another plan.
+      log: the log of this state only. The log recognises its state by a stamp of step, key and dense parameters. The
+        stamp does not notice tables and slots that are changed by hand between two steps. Nor does it distinguish
+        states that differ only there (without dense parameters, two trainings of one key). For such a state, begin
+        a log: `logged.init(state)`. A step from a state with another stamp, such as a restored state, starts a new log.
+        `log.version` is the number of changes so far, which are steps and calls of `rewind`.
       waiting: `RowOptimizer.waiting` of the row optimizer.
 
     Example:
@@ -83,32 +83,34 @@ class Logged:
 @remade
 @typed
 def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Count] | None = None) -> TrainStep:
-    """Return the same step with a log next to its state. `rewind` undoes its last steps
-    from the log, and `delta` reads the changed rows.
+    """Return the same step with a log next to its state.
+
+    `rewind` undoes its last steps from the log, and `delta` reads the changed rows.
 
     Args:
-      step: from `train_step`; not yet jitted. Its plan has no `replicas`: `sync_replicas` would change
-        rows that no step names.
-      steps: K, how many steps can be undone; 0 for `delta` alone.
-      rows: the most distinct rows of a table that a step touches, for all tables or {table: n}; on a mesh, of any one
-        rank's part of it. A step that touches more is not held: `rewind` over it raises. None with steps=0.
+      step: the step that `train_step` returned, not yet jitted. Its plan has no `replicas`, because `sync_replicas`
+        would change rows that no step names.
+      steps: K, the number of steps that can be undone; 0 for `delta` alone.
+      rows: the largest number of distinct rows of a table that a step touches, for all tables or {table: n}. On a mesh,
+        it is the number of any single rank. A step that touches more rows is not held, and a `rewind` over it raises.
+        With steps=0 pass None.
 
     Returns:
-      TrainStep over `Logged`. `init` takes Params, as `step.init` does, or a TrainState to begin a log with.
-      `fr.jit(logged, donate=("state",))` is one compiled call, which takes state and log together; `scan`, `fit`,
-      `retry_overflow`, vmap and meshes take it in place of `step`.
+      TrainStep over `Logged`. `init` takes either Params, as `step.init` does, or a TrainState to begin a log with.
+      `fr.jit(logged, donate=("state",))` is one compiled call, which takes state and log together. `scan`, `fit`,
+      `retry_overflow`, vmap and meshes accept it in place of `step`.
 
     Raises:
       ValueError: the plan has replicas.
       KeyError: a table has no entry in `rows`.
-      TypeError: a derivative follows the state: a log keeps bits, which have none.
+      TypeError: the state is differentiated: a log keeps bits, which have no derivative.
 
     Law: the states and metrics are those of `step`, bit for bit.
 
     Cost: each step sorts N ids, reads and writes C rows and their slots once more (C = Σ `rows`), and copies the dense
-      parts with their optimizer's state. Memory: K times these rows and parts, and 8 bytes for each row of the tables.
+    parts with their optimizer's state. Memory: K times these rows and parts, and 8 bytes for each row of the tables.
 
-    Example: two steps; one is undone.
+    Example: two steps are taken, and the second is undone.
       >>> import torch, funcrec as fr
       >>> loss_fn = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("clicked", table="item")]).values.sum()
       >>> kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
@@ -153,7 +155,7 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
 
 
 def run_logged(recipe: Recipe, axes: tuple[str, ...], place: Stages, logged: Logged, batch: Any) -> tuple[Logged, dict]:
-    """Run a step, and record what it was about to change."""
+    """Return (logged state after a step, metrics of the step). The log records what the step changes."""
     seen = []
 
     def update(sparse: RowOptimizer, summed: Summed, state: TrainState) -> tuple[Any, Any]:
@@ -171,20 +173,20 @@ def rewind(logged: Logged, k: Size = 1, *, mesh: Mesh | None = None, donate: boo
 
     Args:
       logged: what the step returned.
-      k: how many steps are undone.
-      mesh: the mesh of a sharded state; every rank calls, with the same k.
-      donate: whether `logged` may be used up, as by `fr.jit(donate=...)`. A program that is compiled once
-        then writes the rows into its memory. Otherwise the tables are copied once.
+      k: the number of steps to undo.
+      mesh: the mesh of a sharded state. Every rank calls `rewind` with the same k.
+      donate: whether `logged` may be used up, as by `fr.jit(donate=...)`. A program that is compiled once then writes
+        the rows into the memory of `logged`. Otherwise the tables are copied once.
 
     Raises:
-      ValueError: the log holds fewer steps (the error says how many, and why); one of them touched more rows than
-        were kept; the log belongs to another state; or the `mesh` is missing.
-      TypeError: a derivative follows the state.
+      ValueError: the log holds fewer steps (the error says how many, and why); one of the steps touched more rows than
+        were kept; the log belongs to another state; or `mesh` is missing.
+      TypeError: the state is differentiated.
 
-    Law: every bit of the state is what it was, and training continues from it to the same bits. `log.version` counts
-      on: for `delta`, the rows that were put back have changed.
+    Law: every bit of the state equals its bit k steps ago, and training continues from there to the same bits.
+      `log.version` continues to count: for `delta`, the rows that were put back have changed.
 
-    Cost: with `donate`, reads and writes what k steps touched; else all tables once more.
+    Cost: with `donate`, it reads and writes what k steps touched. Without `donate`, it also copies all tables once.
 
     Example:
       >>> import torch, funcrec as fr
@@ -216,7 +218,7 @@ def undo(logged: Logged, k: int, mesh: Mesh | None) -> Logged:
     if mesh is None:
         return one_rank(logged)
     specs = specs_of(logged, mesh)
-    # each rank puts back its part; where several ranks hold copies, their logs are equal
+    # Each rank puts back its part. Where several ranks hold copies, their logs are equal.
     return shard_map(one_rank, mesh=mesh, in_specs=(specs,), out_specs=specs, check=False)(logged)
 
 
@@ -233,7 +235,7 @@ def specs_of(logged: Logged, mesh: Mesh) -> Logged:
 
 
 def room_of(state: TrainState, rows: int | Mapping[str, int]) -> dict[str, int]:
-    """Return {table or bank: how many of its rows a step may touch}."""
+    """Return {table or bank: the number of its rows that a step may touch}."""
     of = lambda n: rows[n] if isinstance(rows, Mapping) else rows
     layout = layout_in(state.tables)
     if layout is None:
@@ -247,8 +249,9 @@ def table_names(state: TrainState) -> list[str]:
 
 
 def facts_of(logged: Logged, k: int, mesh: Mesh | None) -> list[int]:
-    """Return [steps held, minus the rows of the last k that found no place, whether the stamp is the state's], each the
-    least over all ranks and members."""
+    """Return [steps held, minus the rows of the last k steps that found no place, whether the stamp is the state's].
+
+    Each number is the least over all ranks and members."""
     log = logged.log
 
     def one_rank(x: Logged) -> Tensor:
@@ -324,7 +327,7 @@ def laid_out_problems(state: TrainState, mesh: Mesh | None) -> Iterator[Problem]
 
 
 def form_problems(logged: Logged) -> Iterator[Problem]:
-    """Check that the log fits the tables' rows and bits; the layout of a sharded state tells how many rows."""
+    """Yield problems if the log does not fit the rows and bits of the tables. A layout states the rows of a shard."""
     of_rows, _ = rows_and_whole(logged.state, logged.waiting)
     is_whole = layout_in(logged.state.tables) is None
     hint = "the `Logged` that the step gave; logged.init(state) to begin a log"
