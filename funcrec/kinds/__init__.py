@@ -1,4 +1,4 @@
-"""Tables in few bits: stored as codes, to serve a model, and trained for that."""
+"""Tables in few bits: tables stored as codes, to serve a model, and float tables that are trained for such codes."""
 
 import funcrec.core as _core
 from funcrec.kinds._codes import CODES as CODES

@@ -1,4 +1,4 @@
-"""How tables are stored: names of dtypes for users, (bits, dim) of each table for kernels.
+"""How tables are stored: users name dtypes, and kernels get (bits, dim) of each table.
 
 table f[R, D]  ->  u8[R, 4 + ceil(D · bits / 8)] for codes of 8, 4 or 2 bits; f16, bf16 or f32 [R, D] for 16 or 32
 """
@@ -18,11 +18,11 @@ CODES = {"int8": 8, "int4": 4, "int2": 2}
 FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-Form = tuple[str, int, int]  # (table, bits of a number, D): static
+Form = tuple[str, int, int]  # (table, bits of a number, D), a static value
 
 
 def named_dtypes(tables: Mapping[str, Any], dtype: str | Mapping[str, str]) -> dict[str, str]:
-    """Return {table: the name of its dtype}."""
+    """Return {table: the name of its dtype}, from one dtype for all tables or a dtype for each."""
     return {n: dtype if isinstance(dtype, str) else dtype[n] for n in tables}
 
 
@@ -34,7 +34,7 @@ def bits_of(dtype: str) -> int:
 
 
 def dtype_problems(tables: Mapping[str, Any], dtype: str | Mapping[str, str]) -> Iterator[Problem]:
-    """Check that several dtypes name each table, and no other."""
+    """Yield problems if a dict of dtypes lacks a table, or names a table that is absent."""
     if isinstance(dtype, str):
         return
     need, hint = "a dtype for each table", 'dtype={"item": "int8"}, or "float32" to leave a table as it is'
@@ -48,7 +48,7 @@ def is_form(form: object) -> bool:
 
 
 def form_problems(tables: Mapping[str, Tensor], forms: Sequence[Form], path: str) -> Iterator[Problem]:
-    """Check that each table is stored as its form says."""
+    """Yield problems if a table is not stored as its form says."""
     if not isinstance(forms, Sequence) or not all(map(is_form, forms)):
         need = "(table, bits, dim) of each table"
         yield Problem(f"`{path}.forms` are not forms.", repr(forms), need, "fr.quantize(tables)", TypeError)

@@ -1,12 +1,13 @@
-"""Float tables that lookups read as if they were quantised, and that stay floats while they are trained.
+"""Float tables that lookups read as if they were quantised. They stay floats while they are trained.
 
     acts = lookup(dequantize(quantize(tables)))        d_tables = lookupᵀ(d_acts), straight through the rounding
 
-A lookup rounds a copy of the rows that ids name, and no table. A learned scale s of each row rounds, and is trained, by
+A lookup rounds a copy of the rows that ids name. It changes no table. A learned scale s of each row rounds the row by
+x̂, and is trained by its gradient d_s:
 
-    x̂ = s · clip(round(x / s), -n, p)      d_s = g · Σ_j d_j · (round(x_j / s) - x_j / s, or -n, or p, beyond the range)
+    x̂ = s · clip(round(x / s), -n, p)      d_s = g · Σ_j d_j · (round(x_j / s) - x_j / s; -n below the range; p above)
 
-with n = 2^(bits - 1), p = n - 1, g = 1 / √(D · p). Within the range d_x = d, beyond it d_x = 0.
+with n = 2^(bits - 1), p = n - 1, g = 1 / √(D · p). Inside the range d_x = d, outside it d_x = 0.
 Shapes: N ids, R rows, D dim.
 
 Source: Bengio, Léonard, Courville (arXiv:1308.3432) for the straight-through gradient; Esser et al., "Learned step size
@@ -45,20 +46,21 @@ from funcrec.tables import (
     tensor_problems,
 )
 
-SCALE = ".scale"  # suffix of a table's name, for the part with its scales
+SCALE = ".scale"  # suffix of the part that holds a table's scales
 
 
 @mapping(lambda fake: parts_of(fake), "part")
 @pytree(static=("dtypes",), optional=("rounding",))
 class FakeQuantizedTables:
-    """Float tables that are read as codes; `fake_quantize` makes them. Optimizers update its parts: the tables and,
-    if scales are learned, `scales`.
+    """Float tables that are read as codes. `fake_quantize` returns them.
+
+    Optimizers update its parts: the tables and, if scales are learned, `scales`.
 
     Args:
       tables: {table: f[R, D]}; or ShardedTables, inside a mapped function.
-      scales: {table + ".scale": f[R, 1]} for tables with learned scales; {} for none.
+      scales: {table + ".scale": f[R, 1]} for tables with learned scales; {} without learned scales.
       dtypes: (table, dtype) of each table, in order.
-      rounding: the key that rounds codes at random, i64[]; None rounds to the nearest.
+      rounding: the key that rounds codes at random, i64[]; None rounds to the nearest code.
 
     Example:
       >>> import torch, funcrec as fr
@@ -92,30 +94,31 @@ def fake_quantize(
     scales: Literal["row", "learned"] = "row",
     key: Key | None = None,
 ) -> FakeQuantizedTables:
-    """Return tables f[R, D] that lookups read as if quantised, for quantisation-aware training: gradients go straight
-    through the rounding. `quantize` of the trained tables gives the numbers that training saw.
+    """Return tables f[R, D] that lookups read as if quantised, for quantisation-aware training.
+
+    Gradients go straight through the rounding. `quantize` of the trained tables gives the numbers that training saw.
 
     Call it inside a loss, `fr.lookup(fr.fake_quantize(params.tables, "int4"), ids, features)`. The state then has plain
-    tables, or sharded ones, whose owners round the rows before they send them. Or make the state's tables by it:
-    learned scales are then parts that row optimizers train.
+    tables, or sharded tables whose owners round the rows before they send them. Or store its result in the state. Then
+    learned scales are parts of the state, which row optimizers train.
 
     Args:
-      dtype: one for all tables, or {table: dtype}, as in `quantize`; "float32" leaves a table as it is.
-      scales: "row" takes each row's scale from its least and greatest number, as `quantize` does. "learned" adds a part
-        {table + ".scale"} of R rows and one column, for codes around 0 of 8, 4 or 2 bits. Learned scales begin
-        at 2 · mean|x| / √p, and count as 2⁻¹⁴ below that.
-      key: rounds at random, as `quantize(tables, dtype, key=key)` does; a key for each step: `fold_in(key, step)`. On
-        a mesh the rows' owner rounds by its key: pass the same key on every rank.
+      dtype: one dtype for all tables, or {table: dtype}, as in `quantize`; "float32" leaves a table as it is.
+      scales: "row" computes the scale of each row from its least and greatest number, as `quantize` does. "learned"
+        adds a part {table + ".scale"} of R rows and one column, for codes around 0 of 8, 4 or 2 bits. Learned scales
+        begin at 2 · mean|x| / √p. A scale below 2⁻¹⁴ counts as 2⁻¹⁴.
+      key: rounds at random, as `quantize(tables, dtype, key=key)` does. Pass another key in each step:
+        `fold_in(key, step)`. On a mesh the owner of the rows rounds by its key, so pass the same key on every rank.
 
     Raises:
-      TypeError, ValueError: tables are not floats. Sharded tables are to have learned scales, or codes while they are
-        cut by columns (a row has one scale).
+      TypeError, ValueError: tables are not floats; or sharded tables are asked to have learned scales, or to have codes
+        while they are cut by columns (a row has one scale).
 
-    Law: lookups have the bits of those of quantize(tables, dtype, key=key); gradients are those of float tables that
-      hold the rounded numbers. All derivatives treat the rounding as the identity. Learned scales have the gradients
-      of `value_and_grad` only; other derivatives raise a TypeError.
+    Law: lookups have the same bits as lookups of quantize(tables, dtype, key=key). Gradients are those of float tables
+      that hold the rounded numbers. All derivatives treat the rounding as the identity. Learned scales have the
+      gradients of `value_and_grad` only. Other derivatives raise a TypeError.
 
-    Cost: rounds min(N, B · max_length) rows for each feature.
+    Cost: it rounds min(N, B · max_length) rows for each feature.
 
     Example:
       >>> import torch, funcrec as fr
@@ -145,7 +148,7 @@ def fake_quantize(
 
 
 def names_of(tables: Mapping[str, Any]) -> list[str]:
-    """Return the names by which features refer to the tables."""
+    """Return the names of the tables, as features use them."""
     return list(table_shapes(tables) if kind_of_tables(tables).faked else tables)
 
 
@@ -155,7 +158,7 @@ def names_of(tables: Mapping[str, Any]) -> list[str]:
 def read_fake(
     tables: FakeQuantizedTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
 ) -> LookupResult:
-    """Look up rows that are rounded after they are gathered; features are all pooled, or all sequences."""
+    """Return the lookup of rows that are rounded after the gather. Features are all pooled, or all sequences."""
     check("funcrec.lookup", part_problems(tables.tables, tables.scales, tables.dtypes))
     if faked := kind_of_tables(tables.tables).faked:
         return faked.read(tables, ids, features, implementation)
@@ -175,7 +178,7 @@ def pooled(
     shapes: Mapping[str, tuple[int, int]],
     implementation: str | None,
 ) -> Tensor:
-    """Pool gathered rows into bags, f[B, C]. Rows follow each other feature by feature, and each is read once."""
+    """Return the bags f[B, C] of gathered rows. The rows lie feature by feature, and each row is read once."""
     bags = [sequence_rows(ids, f, shapes[f.table][0]) for f in features]
     rows = [gather(f.table, x.values) for f, x in zip(features, bags, strict=True)]
     first = list(accumulate((x.capacity for x in bags), initial=0))
@@ -208,7 +211,7 @@ def rounded_rows(tables: FakeQuantizedTables, table: str, rows: Tensor, implemen
 
 
 def with_scales(read: LookupResult, tables: FakeQuantizedTables) -> LookupResult:
-    """Return the lookup, with cotangents also for the scales; a row's are 0 where a code was clipped."""
+    """Return the lookup with cotangents for the scales too. They are 0 where a code was clipped."""
     dtypes = dict(tables.dtypes)
 
     def transpose(d: Any, saved: Any) -> dict[str, RowGrads]:
@@ -232,7 +235,7 @@ def with_scales(read: LookupResult, tables: FakeQuantizedTables) -> LookupResult
 
 
 def quantize_fake(tables: FakeQuantizedTables, dtype: Any, key: Tensor | None) -> QuantizedTables:
-    """Return the codes that lookups of the tables read, each table in its own dtype."""
+    """Return the codes that lookups of these tables read, each table in its own dtype."""
     if dtype is not None:
         got, need = f"{dtype!r}; the tables have {dict(tables.dtypes)}", "None, for their own"
         fail("funcrec.quantize", "`dtype` is that of tables with one.", got=got, need=need, hint="fr.quantize(tables)")
@@ -257,7 +260,7 @@ KINDS[FakeQuantizedTables] = Kind(
 
 
 def part_problems(tables: Any, scales: Any, dtypes: Any) -> Iterator[Problem]:
-    """Check that each table has a dtype, in order, and that its scales, if any, have one number for each row."""
+    """Yield problems if `dtypes` does not name the tables in order, or if scales are not one number for each row."""
     for name, parts in (("tables", tables), ("scales", scales)):
         if not isinstance(parts, Mapping):
             got, need = describe(parts), "{name: f[R, D]}"
@@ -284,7 +287,7 @@ def part_problems(tables: Any, scales: Any, dtypes: Any) -> Iterator[Problem]:
 
 
 def fake_problems(tables: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check for a dict of float tables, or of a loss's references to them."""
+    """Yield problems unless `tables` is a dict of float tables, or of references to them in a loss."""
     if kind_of_tables(tables).faked:
         return
     if not is_plain(tables):

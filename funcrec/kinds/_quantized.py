@@ -1,8 +1,8 @@
-"""Quantised tables: a value that lookups take in place of the dict of tables.
+"""Quantised tables: values that lookups read in place of a dict of float tables.
 
     lookup(quantize(tables), ids)  =  lookup(dequantize(quantize(tables)), ids)  ~  lookup(tables, ids)
 
-Each row of codes has its scale and bias. The docstring of `quantize` bounds the error of a number.
+Each row of codes has its own scale and bias. The docstring of `quantize` bounds the error of a number.
 Shapes: R rows, D dim, S bytes of a stored row.
 """
 
@@ -53,14 +53,14 @@ from funcrec.tables import (
 @mapping(lambda q: q.tables, "table")
 @pytree(static=("forms",))
 class QuantizedTables:
-    """Tables as codes of 8, 4 or 2 bits, or as floats of 16 or 32 bits: `quantize` makes them, and lookups take them.
+    """Tables as codes of 8, 4 or 2 bits, or as floats of 16 or 32 bits. `quantize` returns them, and lookups read them.
 
-    They are read, and not trained: `value_and_grad` takes them with its params, `fake_quantize` trains for them.
+    They are read, and not trained. `value_and_grad` accepts them in its params. `fake_quantize` trains tables for them.
 
     Args:
-      tables: {table: u8[R, S] or f[R, D]}. A row of codes is scale and bias, two bytes each, and then the codes, low
-        bits first.
-      forms: (table, bits, dim) of each table, in order: bits 8, 4, 2 for codes, 16 and 32 for floats.
+      tables: {table: u8[R, S] or f[R, D]}. A row of codes begins with its scale and its bias, two bytes each. The codes
+        follow, low bits first.
+      forms: (table, bits, dim) of each table, in order: bits 8, 4 or 2 for codes, 16 or 32 for floats.
 
     Example:
       >>> import torch, funcrec as fr
@@ -84,7 +84,7 @@ class QuantizedTables:
             got, need = f"{describe(self.tables)}, {describe(self.forms)}", "a dict of tables, a tuple of forms"
             hint = "fr.quantize(tables)"
             fail(call, "`tables` or `forms` have another type.", got=got, need=need, hint=hint, kind=TypeError)
-        if all(isinstance(t, Tensor) for t in self.tables.values()):  # placeholders of tensors are not checked
+        if all(isinstance(t, Tensor) for t in self.tables.values()):  # skips placeholders of tensors
             check(call, form_problems(self.tables, self.forms, "QuantizedTables"))
 
     def __repr__(self) -> str:
@@ -93,7 +93,7 @@ class QuantizedTables:
 
 
 def shown(t: Any, bits: int, dim: int) -> str:
-    """Return `int8[R, D]`, the dtype and shape that a stored table stands for."""
+    """Return the text `int8[R, D]`, with the dtype and shape that a stored table stands for."""
     return f"int{bits}[{t.shape[0]}, {dim}]" if bits in CODE_BITS and isinstance(t, Tensor) else describe(t)
 
 
@@ -104,7 +104,7 @@ def shapes_of(q: QuantizedTables) -> dict[str, tuple[int, int]]:
 def read_quantized(
     tables: Any, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None = None
 ) -> LookupResult:
-    """Look up QuantizedTables; `features` are all pooled, or all sequences."""
+    """Return the lookup of QuantizedTables. `features` are all pooled, or all sequences."""
     forms = {n: (bits, dim) for n, bits, dim in tables.forms}
     shapes = {n: (t.shape[0], forms[n][1]) for n, t in tables.items()}
     if features[0].pooling == "none":
@@ -128,7 +128,7 @@ KINDS[QuantizedTables] = Kind(
 
 
 def retyped(q: QuantizedTables, dtype: torch.dtype) -> QuantizedTables:
-    """Convert the tables of floats to `dtype`, if lookups of quantised tables can read it; codes stay."""
+    """Return the tables with floats converted to `dtype`, which lookups must be able to read. Codes stay."""
     floats = [n for n, bits, _ in q.forms if bits not in CODE_BITS]
     if floats and dtype not in FLOATS.values():
         what, need = f"tables {floats} cannot be stored so.", ", ".join(map(str, FLOATS.values()))
@@ -143,33 +143,34 @@ RETYPED[QuantizedTables] = retyped
 def quantize(
     tables: Mapping[str, Any], dtype: Dtype | Mapping[str, Dtype] | None = None, *, key: Key | None = None
 ) -> QuantizedTables:
-    """Store tables f[R, D] with each row as codes between its least and its greatest number.
+    """Return tables f[R, D] stored as QuantizedTables: each row as codes between its least and its greatest number.
 
         x ~ code · scale + bias        scale = f16((max - bias) / L), bias = f16(min) of the row, L = 2^bits - 1
 
     Args:
       tables: {table: f[R, D]} of any float dtype; f64 tables are read as f32.
-      dtype: one for all tables, or {table: dtype}: "int8", "int4", "int2", "float16" (numbers beyond 65504 are inf),
-        "bfloat16"; "float32" leaves a table as it is. None: "int8", or the dtypes of FakeQuantizedTables.
-      key: rounds codes at random, up with a probability equal to the fraction, so that the mean over keys is x. None
-        rounds to the nearest. Floats of 16 bits are rounded to the nearest.
+      dtype: one dtype for all tables, or {table: dtype}. A dtype is "int8", "int4", "int2", "float16" (numbers above
+        65504 become inf), "bfloat16", or "float32", which leaves a table as it is. None means "int8", or the dtypes of
+        FakeQuantizedTables.
+      key: rounds codes at random. A code is rounded up with a probability equal to the fraction, so that the mean over
+        keys is x. None rounds to the nearest code. Floats of 16 bits are always rounded to the nearest number.
 
     Returns:
-      QuantizedTables, which `lookup` and `lookup_sequence` take. A row that holds NaN or inf, or whose bias or scale is
-      beyond f16's 65504, is NaN in all columns. Codes do not keep the sign of a zero.
+      QuantizedTables, which `lookup` and `lookup_sequence` accept. A row is NaN in all columns if it holds NaN or inf,
+      or if its bias or scale is above 65504, the largest number of f16. Codes do not keep the sign of a zero.
 
     Raises:
       KeyError: a table has no dtype.
       TypeError: tables are differentiated (use `fake_quantize`).
-      ValueError: ShardedTables get a key, or codes while they are cut by columns: a row has one scale.
+      ValueError: ShardedTables get a key, or get codes while they are cut by columns (a row has one scale).
 
     Law: for every number x of a row, and r = max - min of the row,
       codes of 8, 4, 2 bits:  |x - x̂| <= scale / 2 + 2⁻¹¹ (|min| + r) + 2⁻¹⁷, with scale <= (r + 2⁻¹¹ |min|) / L · 1.001
                               + 2⁻²⁴; with a key twice the first term;
       float16:                |x - x̂| <= 2⁻¹¹ |x| + 2⁻²⁵;    bfloat16: |x - x̂| <= 2⁻⁸ |x| (2⁻¹³³ near 0).
-      f16 loses 2⁻¹⁷ of a scale below 6e-5: rows whose numbers differ by less than 1e-5 need another unit.
+      f16 loses 2⁻¹⁷ of a scale below 6e-5. Scale up rows whose numbers differ by less than 1e-5.
 
-    Cost: reads the tables once, writes D · bits / 8 + 4 bytes a row.
+    Cost: it reads the tables once, and writes D · bits / 8 + 4 bytes for each row.
 
     Example:
       >>> import torch, funcrec as fr
@@ -197,20 +198,20 @@ def quantize(
 
 
 def stored(t: Tensor, dtype: str, key: Tensor | None = None) -> Tensor:
-    """Return u8[R, S], or floats [R, D]: a table, or rows of it, as its dtype stores them."""
+    """Return a table, or rows of it, as its dtype stores them: u8[R, S], or floats [R, D]."""
     return ops.quantize_rows(t, CODES[dtype], key) if dtype in CODES else t.to(FLOATS[dtype])
 
 
 def table_key(key: Tensor | None, table: str) -> Tensor | None:
-    """Return the key that rounds a table's codes, i64[]."""
+    """Return the key i64[] that rounds the codes of a table."""
     return None if key is None else fold_in(key, name_number(table))
 
 
 def dequantize(q: QuantizedTables) -> dict[str, Tensor]:
     """Return the tables that the codes stand for: q -> {table: f32[R, D]}.
 
-    Law: lookups of q equal those of dequantize(q) up to rounding in f32. Quantising dequantize(q) gives the same
-    numbers within the bound.
+    Law: lookups of q equal lookups of dequantize(q) up to rounding in f32. Quantising dequantize(q) gives the same
+      numbers within the bound of `quantize`.
 
     Example:
       >>> import torch, funcrec as fr

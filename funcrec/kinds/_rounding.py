@@ -1,4 +1,4 @@
-"""Rows of floats rounded to the values that codes can hold: by each row's range, or by a learned scale.
+"""Rows of floats, rounded to the values that codes can hold: by the range of each row, or by a learned scale.
 
     x̂ = s · clip(round(x / s), -n, p)        n = 2^(bits - 1), p = n - 1
 
@@ -19,28 +19,29 @@ from funcrec.kernels.reference_quantized import packed
 from funcrec.kinds._codes import CODES, FLOATS
 from funcrec.kinds._quantized import table_key
 
-LEAST_SCALE = 2.0**-14  # f16's least normal number
-MOST_BIAS = 65504.0  # f16's greatest number; divided by a power of two it is a number of f16, too
+LEAST_SCALE = 2.0**-14  # the least normal number of f16
+# The largest number of f16. f16 also holds its quotients by powers of two.
+MOST_BIAS = 65504.0
 
 
 def as_stored(x: Tensor, dtype: str, *keys: Tensor) -> Tensor:
-    """Round rows f[N, D] to what a dtype stores; gradients go straight through. keys: from `row_keys`."""
+    """Return rows f[N, D] rounded to what a dtype stores. Gradients go straight through. keys: from `row_keys`."""
     return x if dtype == "float32" else StraightThrough.apply(dtype, x, *(keys if dtype in CODES else ()))
 
 
 def row_keys(key: Tensor | None, table: str, rows: Tensor, dim: int) -> tuple[Tensor, ...]:
-    """Return keys (i64[N],) that round a copy of rows as `quantize` rounds the whole table by its key."""
+    """Return (keys i64[N],), or () without a key. They round a copy of rows as `quantize` rounds them in the table."""
     return () if key is None else (table_key(key, table) + rows.long() * -(-dim // 4) * GAMMA,)
 
 
 class StraightThrough(torch.autograd.Function):
-    """Rounds rows [N, D] to what a dtype stores; every derivative is the identity's."""
+    """A function that rounds rows [N, D] to what a dtype stores. Every derivative is that of the identity."""
 
     @staticmethod
     def forward(dtype, x, *keys):
         if dtype not in CODES:
             return x.to(FLOATS[dtype]).to(x.dtype)
-        # only the reference takes a key for each row
+        # Only the reference implementation accepts a key for each row.
         made = ops.quantize_rows(x, CODES[dtype], *keys, implementation="reference" if keys else None)
         every = torch.arange(x.shape[0], device=x.device)
         return ops.quantized_rows(made, every, CODES[dtype], x.shape[1]).to(x.dtype)
@@ -69,14 +70,15 @@ class StraightThrough(torch.autograd.Function):
 
 
 def first_scales(t: Tensor, bits: int) -> Tensor:
-    """Return 2 · mean|x| / √p of each row, f[R, 1]."""
+    """Return the first scale of each row, 2 · mean|x| / √p, f[R, 1]."""
     wide = t.to(ops.accumulation_dtype(t.dtype))
     return (2 * wide.abs().mean(1, keepdim=True) / math.sqrt(2 ** (bits - 1) - 1)).clamp(min=LEAST_SCALE)
 
 
 def by_scale(x: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (x̂ f[N, D], its derivative by the scale, its derivative by x). scales: f[N, 1], rounded to f16 as in rows
-    of codes. If a number of a row, or its scale, is NaN or inf, the row is NaN."""
+    """Return (x̂ f[N, D], its derivative by the scale, its derivative by x). scales: f[N, 1].
+
+    Scales are rounded to f16, as in rows of codes. If a number of a row or its scale is NaN or inf, the row is NaN."""
     least, most, s = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, half_scales(scales, bits).to(x.dtype)
     place = x / s
     is_whole = x.isfinite().all(1, keepdim=True) & scales.isfinite()
@@ -86,12 +88,12 @@ def by_scale(x: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor, Tens
 
 
 def half_scales(scales: Tensor, bits: int) -> Tensor:
-    """Return scales in f16, as rows of codes hold them; the bias -s · 2^(bits - 1) then is in f16, too."""
+    """Return scales in f16, as rows of codes hold them, so that f16 holds the bias -s · 2^(bits - 1) too."""
     return scales.clamp(LEAST_SCALE, MOST_BIAS / 2 ** (bits - 1)).to(torch.float16)
 
 
 def learned_codes(t: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Return u8[R, S]; the bias is the value of the least code."""
+    """Return the rows u8[R, S] of codes by learned scales. The bias is the value of the least code."""
     s, least = half_scales(scales, bits), 2 ** (bits - 1)
     read = by_scale(t.to(torch.float32), scales, bits)[0]
     lost = read.isnan().any(1, keepdim=True)
@@ -101,7 +103,7 @@ def learned_codes(t: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 class ByScale(torch.autograd.Function):
-    """`by_scale`'s rows of a table; differentiating them raises. A transform that does not follow them is no harm."""
+    """Rows x̂ of `by_scale`. Differentiating them raises. Transforms that do not differentiate them are allowed."""
 
     generate_vmap_rule = True
 
