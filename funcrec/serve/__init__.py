@@ -1,4 +1,4 @@
-"""Packages: a trained model as a folder that a server runs."""
+"""Packages: trained models, each in a folder that a server runs."""
 
 import funcrec.core as _core
 from funcrec.serve._command import main as main

@@ -1,6 +1,6 @@
 """python -m funcrec serve PATH [flags]: runs the server in C++, which replaces this process.
 
-`python -m funcrec serve --help` lists its flags; kernels/serving/README.md of the repository describes its answers.
+`python -m funcrec serve --help` lists its flags. kernels/serving/README.md in the repository describes its answers.
 """
 
 import os
@@ -15,7 +15,7 @@ PROGRAM, BUILD = "funcrec-serve", "build/serving"
 
 
 def main(words: list[str]) -> int:
-    """Replace this process by the server, with its own arguments and signals; return 2 if it is not built."""
+    """Replace this process by the server, with the same arguments and signals. Return 2 if the server is not built."""
     program = _program()
     if program is not None:
         os.execv(program, [str(program), *words])
@@ -35,7 +35,9 @@ def main(words: list[str]) -> int:
 
 
 def _places() -> list[Path]:
-    """Where the program may be: FUNCREC_SERVE alone if set, else the build folder, then the installed package."""
+    """Return the paths where the program may be.
+
+    This is FUNCREC_SERVE alone if set. Otherwise it is the build folder, then the installed package."""
     named = os.environ.get("FUNCREC_SERVE")
     built = Path(__file__).resolve().parents[2] / BUILD / PROGRAM
     return [Path(named)] if named else [built, Path(cpp.__file__).with_name(PROGRAM)]

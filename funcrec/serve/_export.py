@@ -1,4 +1,4 @@
-"""Exports a trained model as a folder: a program that takes parameters as inputs, the parameters, and a manifest.
+"""Export of a trained model as a folder: a program that takes parameters as inputs, the parameters, and a manifest.
 
 load_package(export(predict, params, example, path))(batch) = predict(params, batch)
 """
@@ -32,14 +32,15 @@ from funcrec.serve._weights import FILE, named, params_problems, signature, vers
 from funcrec.tables import Batch, layout_in
 
 ISA = {"native": {}, "portable": {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}}
-# for outputs that are computed in another order
+# The tolerance for outputs that are computed in another order, by dtype.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
-STAGING = threading.RLock()  # guards torch's patches and Inductor's settings, which are global
+STAGING = threading.RLock()  # the lock for patches of torch and settings of Inductor, which are global
 
-PROBES = 5  # bags that are answered together, and one by one
-CANARY_BAGS, CANARY_IDS = 4, 4096  # the most that a package keeps of the example
-DRAWS, TURNS = 6, 2  # draws of such bags, and in how many of them a whole number may differ: rounding decides a tie
+PROBES = 5  # the number of bags that are answered together, and one by one
+CANARY_BAGS, CANARY_IDS = 4, 4096  # the most bags and ids of the example that a package keeps
+# The number of draws of such bags, and of draws in which a whole number may differ, because rounding decides ties.
+DRAWS, TURNS = 6, 2
 
 
 @typed
@@ -56,35 +57,37 @@ def export(
     isa: Literal["native", "portable"] = "native",
     overwrite: bool = False,
 ) -> Path:
-    """Compile a model into a folder that `load_package` runs, and also C++ without Python.
+    """Return the folder of a compiled model, which `load_package` runs, and also C++ without Python.
 
     Args:
-      predict: (params, batch) -> a tensor with a row for each of B bags, or {name: such a tensor}; pure. Its batches
-        have no label and weight.
-      params: any tree of tensors: `state.params`, or quantised tables in place of the tables, or whatever `predict`
-      takes.
+      predict: a pure function (params, batch) -> a tensor with a row for each of B bags, or {name: such a tensor}. Its
+        batches have neither label nor weight.
+      params: any tree of tensors that `predict` takes, such as `state.params`, or quantised tables in place of the
+        tables.
       example: any batch with the keys, dense inputs and weights of ids that requests have. Its sizes do not matter. The
-        package keeps its first four bags: a server refuses weights that do not answer these with finite numbers.
-      path: a folder that does not exist yet; it is written whole or not at all.
-      encoding: encodes raw rows, for `Package.encode`.
-      version: a name of the parameters; by default one made from their values.
-      max_batch, max_ids: the largest batch, and the most ids in one, that the program takes.
+        package keeps its first four bags. A server refuses weights that do not answer these bags with finite numbers.
+      path: a folder that does not exist yet. It is written whole or not at all.
+      encoding: the encoding of raw rows, for `Package.encode`.
+      version: a name of the parameters. The default is made from their values.
+      max_batch: the largest number of bags that the program takes.
+      max_ids: the largest number of ids that the program takes in one batch.
       isa: "native", for processors like this one; "portable", for all with AVX2 (x86-64-v3).
-      overwrite: whether a package at `path` may be replaced; processes that have it open keep the old one.
+      overwrite: whether a package at `path` may be replaced. Processes that have it open keep the old package.
 
     Returns:
-      the folder: model.pt2 (AOTInductor; parameters are inputs), weights.safetensors, manifest.json, and
-      encoding.frc if there is an encoding.
+      the folder. It holds model.pt2 (AOTInductor, with the parameters as inputs), weights.safetensors and
+      manifest.json. With an encoding it also holds encoding.frc.
 
     Raises:
-      TypeError, ValueError: if `predict` cannot be one program for all batches: branches on values or sizes, writes to
-        arguments, draws from torch's generators, tensors that are closed over (put them into `params`), derivatives.
-        Also if a bag's answer depends on the other bags of its batch, because a server joins requests: five bags, with
-        the example's ids and others, are answered together and one by one. Numbers with a fraction must agree within
-        1e-4 (for f32), others must be the same in four of six draws of bags.
-      FileExistsError: if `path` exists and `overwrite` is False, or it is not a package.
+      TypeError, ValueError: if `predict` cannot be one program for all batches. It cannot if it branches on values or
+        sizes, writes to arguments, draws from torch's generators, closes over tensors (put these into `params`), or
+        takes derivatives. The error is also raised if the answer of a bag depends on other bags of its batch, because a
+        server joins requests. To check this, five bags are answered together and one by one, with ids of the example
+        and other ids. Numbers with a fraction must agree within 1e-4 (for f32). Whole numbers must be
+        equal in four of six draws.
+      FileExistsError: if `path` exists and `overwrite` is False, or if `path` is not a package.
 
-    Law: load_package(export(predict, params, batch, path))(batch) == predict(params, batch), to rounding.
+    Law: load_package(export(predict, params, batch, path))(batch) == predict(params, batch), up to rounding.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -138,15 +141,15 @@ def export(
 
 @typed
 def save_weights(path: str | os.PathLike, params: Any, *, version: str | None = None, overwrite: bool = False) -> Path:
-    """Write parameters as a folder that a package can load in place of its own: `package.swap(path)`.
+    """Return a folder of parameters that a package can load in place of its own: `package.swap(path)`.
 
     Args:
-      params: a tree like the exported one, with values trained further.
-      version: its name; by default one made from the values.
-      overwrite: whether weights at `path` may be replaced: the folder, with all that is in it.
+      params: a tree like the exported tree, with values that were trained further.
+      version: a name of the parameters. The default is made from their values.
+      overwrite: whether weights at `path` may be replaced. The whole folder is then replaced.
 
     Returns:
-      the folder with weights.safetensors; it is written whole or not at all.
+      the folder, with weights.safetensors. It is written whole or not at all.
 
     Example:
       >>> import pathlib, tempfile, torch, funcrec as fr
@@ -164,11 +167,11 @@ def save_weights(path: str | os.PathLike, params: Any, *, version: str | None = 
 
 
 def compile_program(program: Program, path: Path, isa: str, digest: str) -> None:
-    """Compile the program to AOTInductor's package.
+    """Compile the program to a package of AOTInductor at `path`.
 
-    Its intermediate files lie in a folder of their own: another export of this function, at the same time, would write
-    the same files while they are packed. Its loops use one thread: an index outside its tensor throws, and from several
-    threads that would end the process.
+    The intermediate files lie in a separate folder. Otherwise another export of this function at the same time would
+    write to the same files while they are packed. The loops use one thread: an index outside its tensor throws, and a
+    throw from several threads would end the process.
     """
     options = {**OPTIONS, **ISA[isa], "cpp.threads": 1, "aot_inductor.check_lowerbound": False}
     options["aot_inductor.metadata"] = {"funcrec_digest": digest}
@@ -183,13 +186,13 @@ def compile_program(program: Program, path: Path, isa: str, digest: str) -> None
                 made = aoti_compile_and_package(
                     program.exported, package_path=f"{own.name}/{path.name}", inductor_configs=options
                 )
-            shutil.move(made, path)  # no folder is left if the call is interrupted
+            shutil.move(made, path)  # an interrupted call leaves no folder
 
     apart(work)
 
 
 def canary_of(predict: Callable, params: Any, example: Batch, form: Form, most_bags: int, most_ids: int) -> dict:
-    """The requests that other weights must answer: the example's first bags, and which outputs are finite for them."""
+    """Return the request that other weights must answer: first bags of the example, and the names of finite outputs."""
     ids, bags = example.ids, min(most_bags, example.ids.num_bags)
     while bags and int(ids[:bags].lengths.sum()) > most_ids:
         bags -= 1
@@ -209,7 +212,7 @@ def canary_of(predict: Callable, params: Any, example: Batch, form: Form, most_b
 
 
 def canary_problem(canary: Mapping) -> Problem:
-    """Say why a server cannot recognise weights that diverged."""
+    """Return the problem that a server cannot recognise weights that diverged."""
     what = "`example` shows no finite answer that depends on the tables: a server will take any weights."
     got = "NaN or infinite answers" if canary["values"] else "no id in its first bags"
     return Problem(
@@ -218,7 +221,7 @@ def canary_problem(canary: Mapping) -> Problem:
 
 
 def compare(predict: Callable, params: Any, example: Batch, package: Package) -> None:
-    """Check that the program answers as `predict` does: on the example, and on its first bag alone."""
+    """Raise if the program answers otherwise than `predict`, on the example or on its first bag alone."""
     most = min(example.ids.num_bags, package.manifest["max_batch"])
     for count in sorted({min(1, most), most} - {0}):
         batch = Batch(example.ids[:count], dense=None if example.dense is None else example.dense[:count])
@@ -233,7 +236,7 @@ def compare(predict: Callable, params: Any, example: Batch, package: Package) ->
 
 
 def compare_alone(predict: Callable, params: Any, draw: Callable[[int], Callable], count: int) -> None:
-    """Check predict(params, bags)[i] = predict(params, bags[i:i+1])[0], so that requests may be joined."""
+    """Raise unless predict(params, bags)[i] = predict(params, bags[i:i+1])[0], so that requests may be joined."""
     turned: Counter[str] = Counter()
     for seed in range(DRAWS):
         bags = draw(seed)
@@ -254,10 +257,10 @@ def compare_alone(predict: Callable, params: Any, draw: Callable[[int], Callable
 
 
 def probe(example: Batch, features: Sequence[Mapping], seed: int) -> Callable[[slice], Batch]:
-    """Return a function that cuts some of PROBES bags, which all differ.
+    """Return a function from a slice to a batch of these bags, of PROBES bags that all differ.
 
-    A bag has 0 to 3 ids for each key: ids of the example, and others if the table's rows are known. Dense inputs are
-    the example's plus a fraction that keeps the floors of whole numbers.
+    A bag has 0 to 3 ids for each key: ids of the example and, if the rows of the table are known, other ids. Dense
+    inputs are those of the example plus a fraction that keeps the floors of whole numbers.
     """
     random = torch.Generator().manual_seed(seed)
     draw = lambda n: int(torch.randint(n, (), generator=random))
@@ -284,7 +287,7 @@ def probe(example: Batch, features: Sequence[Mapping], seed: int) -> Callable[[s
 
 
 def outputs(got: Tensor | Mapping, want: Tensor | Mapping) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, one, other) for each output of two answers; an output without a name is called SINGLE."""
+    """Yield (name, one, other) for each output of two answers. An output without a name is called SINGLE."""
     one, other = ({SINGLE: x} if isinstance(x, Tensor) else x for x in (got, want))
     return ((name, x, other[name]) for name, x in one.items())
 
@@ -294,7 +297,7 @@ def called(name: str) -> str:
 
 
 def differences(got: Tensor | Mapping, want: Tensor | Mapping) -> Iterator[tuple[str, str]]:
-    """Yield (output, how far apart) for outputs that differ beyond the tolerance."""
+    """Yield (output, how far apart) for outputs that differ by more than the tolerance."""
     for name, x, y in outputs(got, want):
         near = TOLERANCE.get(y.dtype)
         if x.shape != y.shape or (near and not torch.allclose(x, y, near, near, equal_nan=True)):
@@ -303,7 +306,7 @@ def differences(got: Tensor | Mapping, want: Tensor | Mapping) -> Iterator[tuple
 
 
 def whole_differences(got: Tensor | Mapping, want: Tensor | Mapping) -> Iterator[tuple[str, str]]:
-    """Yield (output, how many numbers differ) for outputs without a fraction that are not the same."""
+    """Yield (output, how many numbers differ) for outputs of integers or booleans that differ."""
     for name, x, y in outputs(got, want):
         if y.dtype not in TOLERANCE and not torch.equal(x, y):
             yield called(name), f"{describe(x)}, {int((x != y).sum())} of its numbers others"
@@ -313,7 +316,7 @@ def whole_differences(got: Tensor | Mapping, want: Tensor | Mapping) -> Iterator
 
 
 def encoding_problems(encoding: Encoding, form: Form) -> Iterator[Problem]:
-    """The encoding's batches must have the example's form."""
+    """Yield problems if batches of the encoding have another form than the example."""
     schema, columns = encoding.schema, [column for column, _ in encoding.tables]
     hint = "fr.data.fit_encoding(table, schema) of the data that `example` is of"
     if absent := [k for k in form.keys if k not in columns]:
@@ -328,7 +331,7 @@ def encoding_problems(encoding: Encoding, form: Form) -> Iterator[Problem]:
 
 
 def kept_problems(params: Any) -> Iterator[Problem]:
-    """Tables that lie on ranks are no tensors of one process."""
+    """Yield a problem if tables lie on ranks: they are no tensors of one process."""
     own = lambda x: layout_in(x) is not None
     if any(own(x) for x in torch_tree.tree_leaves(params, is_leaf=own)):
         need, hint = "whole tables, or quantised ones", "fr.gather_tables(state.tables, mesh)"

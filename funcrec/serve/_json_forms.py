@@ -1,11 +1,11 @@
-"""Checks the form of every entry in JSON files, with the words of kernels/serving/manifest.cpp."""
+"""Checks of the form of every entry in JSON files. The messages have the words of kernels/serving/manifest.cpp."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from funcrec.core import Problem
 
-MOST = 1 << 48  # no size is larger
+MOST = 1 << 48  # the largest size of a file or a tensor
 BRIEF = {
     "uint8": "u8", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "float16": "f16", "bfloat16": "bf16",
     "float32": "f32", "float64": "f64", "bool": "bool",
@@ -14,14 +14,14 @@ LENGTHS = ("B", "N", "F*B+1")
 
 
 class Whole(NamedTuple):
-    """A whole number of 64 bits, in a range."""
+    """The form of whole numbers of 64 bits from `least` to `most`."""
 
     least: int
     most: int
 
 
 class OrNull(NamedTuple):
-    """Null, or a value of the form."""
+    """A form that null has, and every value of the form `form`."""
 
     form: Any
 
@@ -31,7 +31,7 @@ SPEC = {"name": str, "dtype": DTYPE, "shape": [LENGTH]}
 
 
 def text_of(spec: Mapping) -> str:
-    """Describe dtype and shape: f32[B, 13]."""
+    """Return the dtype and the shape as text: f32[B, 13]."""
     return f"{BRIEF[spec['dtype']]}[{', '.join(map(str, spec['shape']))}]"
 
 
@@ -43,7 +43,9 @@ def wrong(at: str, got: str, need: str) -> Problem:
 
 
 def form_problems(at: str, x: Any, form: Any) -> Iterator[Problem]:
-    """Report the first entry that lacks its form: str, a Whole, an OrNull, DTYPE, LENGTH, [form], {key: form}."""
+    """Yield a problem for the first entry that lacks its form.
+
+    A form is str, a Whole, an OrNull, DTYPE, LENGTH, [form] or {key: form}."""
     if isinstance(form, OrNull):
         yield from form_problems(at, x, form.form) if x is not None else ()
     elif isinstance(form, dict):

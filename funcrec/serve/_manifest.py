@@ -1,6 +1,6 @@
 """The manifest of a package: names, shapes, dtypes, versions, checksums.
 
-    digest = sha256(manifest.json, the digits of `digest` and of `files` as zeros)        also in model.pt2's metadata
+digest = sha256(manifest.json, with zeros for the digits of `digest` and `files`)        also in model.pt2's metadata
 
 So a reader in any language recognises a changed manifest, or a manifest of a different program.
 """
@@ -22,7 +22,7 @@ FORMAT = 2
 MANIFEST, MODEL, ENCODING = "manifest.json", "model.pt2", "encoding.frc"
 BLANK = "0" * 64
 DIGITS = re.compile(r'("(?:digest|model\.pt2|encoding\.frc)": )"[0-9a-f]{64}"')
-# Instruction sets that compilers use for loops, by Linux's names; the portable program is limited to x86-64-v3.
+# Instruction sets that compilers use for loops, by their names in Linux. The portable program is limited to x86-64-v3.
 V3 = ("ssse3", "sse4_1", "sse4_2", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "popcnt")
 ANY = Whole(-(1 << 63), (1 << 63) - 1)
 HEAD = {"format": ANY, "digest": str, "funcrec": str, "torch": str, "isa": str}
@@ -50,7 +50,7 @@ def sha256_of(path: Path) -> str:
 
 
 def processor_flags() -> frozenset[str]:
-    """The instruction sets of this processor, by Linux's names."""
+    """Return the instruction sets of this processor, by their names in Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -59,14 +59,14 @@ def processor_flags() -> frozenset[str]:
 
 
 def needs_of(isa: str) -> list[str]:
-    """The instruction sets that a program may use; a native program may use those of this processor."""
+    """Return the instruction sets that a program may use. A native program may use those of this processor."""
     if isa == "portable":
         return list(V3)
     return sorted(f for f in processor_flags() if f in V3 or f.startswith("avx"))
 
 
 def read_manifest(call: str, folder: Folder) -> dict[str, Any]:
-    """Return the manifest of a package that this process can run; else raise what is wrong with it."""
+    """Return the manifest of a package that this process can run. Raise if the package does not fit or is damaged."""
     path = folder.path / MANIFEST
     try:
         text = folder.open(MANIFEST).text()
@@ -102,7 +102,7 @@ def format_problems(path: Path, found: dict) -> Iterator[Problem]:
 
 
 def name_problems(at: str, files: dict) -> Iterator[Problem]:
-    """A package reads no files but its own."""
+    """Yield a problem if the manifest names other files than those of a package."""
     if not files.keys() <= {MODEL, ENCODING}:
         yield wrong(f"{at}.files", "other files", f"{MODEL} and {ENCODING}")
     elif ENCODING in files:
@@ -115,7 +115,9 @@ def changed_problems(path: Path, text: str, found: dict) -> Iterator[Problem]:
 
 
 def place_problems(found: dict) -> Iterator[Problem]:
-    """This torch and this processor can run the program; AOTInductor's programs need their minor version of torch."""
+    """Yield problems if this torch or this processor cannot run the program.
+
+    A program of AOTInductor needs the minor version of torch that compiled it."""
     minor = lambda version: ".".join(str(version).split("+")[0].split(".")[:2])
     if minor(found["torch"]) != minor(torch.__version__):
         hint = "fr.export with this torch, or the torch that it was exported with"

@@ -1,4 +1,4 @@
-"""Packages in Python: opened, run on batches by names of keys, and given other weights while they run.
+"""Packages in Python. A package is opened, runs on batches by names of keys, and gets other weights while it runs.
 
 package(batch) = predict(params, batch)          with the params of `package.version`
 """
@@ -30,15 +30,15 @@ from funcrec.tables import Batch, batch_parts
 
 LOAD, CALL, SWAP, ENCODE = "funcrec.load_package", "funcrec.Package", "funcrec.Package.swap", "funcrec.Package.encode"
 INTS = (torch.int32, torch.int64)
-ROWS = {"memory_format": torch.contiguous_format}  # makes a view with one row for all bags a tensor with a row for each
+ROWS = {"memory_format": torch.contiguous_format}  # a clone in this format has every row, even of an expanded view
 APPLY, FOLLOW = "funcrec.Package.apply", "funcrec.Package.follow"
 
 
 class Opened(NamedTuple):
     """The parts of a package that never change.
 
-    run: the program, a function of a list of tensors. free: a queue of permits, one for each call that may run at once,
-    of `threads`. change: the lock for changes of the weights.
+    run: the program, a function of a list of tensors. free: a queue of `threads` permits, of which each call that runs
+    holds one. change: the lock for changes of the weights.
     """
 
     manifest: dict[str, Any]
@@ -51,10 +51,10 @@ class Opened(NamedTuple):
 
 
 class Package:
-    """A model that `export` wrote: a function of batches, whose weights can be exchanged while other threads call it.
+    """A model that `export` wrote: a function of batches, whose weights can be replaced while other threads call it.
 
     Columns of ids go by their names, in any order. An id that is not in its table (-1, say) reads zeros. Each answer
-    uses one version of the weights. `load_package` makes a package.
+    uses one version of the weights. `load_package` returns a package.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -83,39 +83,39 @@ class Package:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The content of manifest.json."""
+        """Return the content of manifest.json."""
         return dict(self._opened.manifest)
 
     @property
     def version(self) -> str:
-        """The version of the weights that the next call reads."""
+        """Return the version of the weights that the next call reads."""
         return self._weights.version
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """{path: tensor} of `version`; writes to these tensors stay in this dict's memory."""
+        """Return {path: tensor} of the present version. Writes to these tensors do not reach the package."""
         with self._opened.change:
             weights = self._weights
-            if weights.is_changed:  # by a delta: in this process's memory
+            if weights.is_changed:  # a delta changed them in this process's memory
                 return {n: x.clone() for n, x in weights.tensors.items()}
             return mapped(weights.file, weights.places)
 
     def __call__(self, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """Return `predict`'s answer: a tensor [B, ...], or {name: tensor}. Label and weight are not read."""
+        """Return what `predict` answers: a tensor [B, ...], or {name: tensor}. Label and weight are not read."""
         manifest, form, run, free, *_ = self._opened
         if not is_usual(batch, manifest, form):
             check(CALL, batch_problems(batch, manifest, form))
         ids = batch.ids if batch.ids.keys == form.keys else batch.ids.permute(form.keys)
         tensors = form.inputs(Batch(ids, dense=batch.dense))
-        if ids.num_bags == 0:  # programs are made for one bag or more
+        if ids.num_bags == 0:  # a program takes one bag or more
             out = [torch.empty(0, *x["shape"][1:], dtype=DTYPES[x["dtype"]]) for x in manifest["outputs"]]
         else:
-            weights = self._weights  # all of one version
+            weights = self._weights  # the weights of one version
             memory = weights.memory.union(map(memory_of, tensors))
             take, give = permits(free, 1)
             try:
                 take()
-                with torch._C._AutoDispatchBelowAutograd():  # nothing is tracked, and each operator would check that
+                with torch._C._AutoDispatchBelowAutograd():  # so operators need not check for derivatives
                     out = run([*weights.tensors.values(), *tensors])
                 out = own(out, memory)
             finally:
@@ -124,10 +124,10 @@ class Package:
         return out[0] if names == [SINGLE] else dict(zip(names, out, strict=True))
 
     def encode(self, rows: Any) -> Batch:
-        """Encode raw rows to a batch, by the encoding that the package was exported with.
+        """Return raw rows as a batch, encoded by the encoding that the package was exported with.
 
         Args:
-          rows: as for `fr.data.encode` (a dict of columns, a data frame), or a list of dicts, one for each row.
+          rows: as for `fr.data.encode` (a dict of columns, a data frame), or a list of dicts, one dict for each row.
         """
         encoding, form = self._opened.encoding, self._opened.form
         if encoding is None:
@@ -141,14 +141,13 @@ class Package:
 
     @typed
     def swap(self, path: str | os.PathLike, *, checksums: bool = True) -> None:
-        """Load the weights of another folder (from `save_weights`, or a package of the same model).
+        """Replace the weights by those of another folder, from `save_weights` or a package of the same model.
 
-        Calls that have begun end with the weights that they began with. If the new ones do not fit, nothing changes.
-        The call
-        does not try their values: a server first runs the package's example on them.
+        Calls that have begun end with the weights that they began with. If the new weights do not fit, nothing changes.
+        The call does not try the values of the weights. A server first runs the example of the package on them.
 
         Args:
-          checksums: whether to read all weights once, and compare their checksums.
+          checksums: whether to read all weights once and compare their checksums.
         """
         own = self._opened.manifest
 
@@ -161,12 +160,12 @@ class Package:
 
     @typed
     def apply(self, path: str | os.PathLike) -> None:
-        """Apply a file of `write_delta`, made from the version of these weights.
+        """Apply a file of `write_delta` that was made from the version of these weights.
 
         It takes effect between two calls, so every answer uses one version. A file that does not fit, or was changed,
         is refused before anything changes.
 
-        Cost: reads the file; calls wait while its rows are written. The weights' files are never written to.
+        Cost: it reads the file. Calls wait while its rows are written. The files of the weights are never written to.
         """
         own = self._opened
         with own.change:
@@ -179,9 +178,9 @@ class Package:
 
     @typed
     def follow(self, folder: str | os.PathLike) -> None:
-        """Load the newest weights that `publish` wrote to a folder; does nothing if the package has them.
+        """Load the newest weights that `publish` wrote to a folder. If the package has them, do nothing.
 
-        It applies the deltas after this version, or loads whole weights and applies the deltas after these.
+        It applies the deltas after this version, or loads whole weights and applies the deltas after those.
 
         Raises:
           FileNotFoundError: if the folder has no weights.
@@ -193,15 +192,15 @@ class Package:
 
 @typed
 def load_package(path: str | os.PathLike, *, threads: Count = 1, checksums: bool = True) -> Package:
-    """Open a folder that `export` wrote. Its weights are memory-mapped, and shared with other processes that map them.
+    """Return the package in a folder that `export` wrote. Its weights are mapped into memory that processes share.
 
     Args:
-      threads: how many calls may run at the same time; others wait.
-      checksums: whether to read all weights once, and compare their checksums.
+      threads: how many calls may run at the same time. Other calls wait.
+      checksums: whether to read all weights once and compare their checksums.
 
     Raises:
-      ValueError: names the reason: another format or torch (another minor version), instructions that this processor
-        lacks, a file that was changed or cut off, weights of another signature.
+      ValueError: the package has another format or needs another minor version of torch; this processor lacks
+        instructions; a file was changed or cut off; or weights have another signature. The error names the reason.
       FileNotFoundError: if the folder or one of its files is missing.
 
     Cost: some 20 ms, and one pass over the weights for their checksums.
@@ -222,7 +221,7 @@ def open_package(folder: Folder, threads: int, checksums: bool) -> Package:
     manifest = read_manifest(LOAD, folder)
     files = {name: folder.open(name) for name in manifest["files"] if folder.has(name)}
     check(LOAD, file_problems(folder, files, manifest["files"]))
-    library.load("cpp")  # loads the program's operators
+    library.load("cpp")  # the operators of the program
     program = torch._C._aoti.AOTIModelPackageLoader(str(files[MODEL].own_path), "model", False, threads, -1)
     check(LOAD, program_problems(program.get_metadata().get("funcrec_digest"), manifest["digest"]))
     weights = read_weights(LOAD, folder, manifest["params"], checksums=checksums)
@@ -235,7 +234,7 @@ def open_package(folder: Folder, threads: int, checksums: bool) -> Package:
 
 
 def own(out: Sequence[Tensor], memory: Collection[int]) -> list[Tensor]:
-    """Answers in memory of their own, not in that of weights or of a batch, so that writing to one changes no other."""
+    """Return answers in memory apart from weights and the batch, so that a write to an answer changes nothing else."""
     return [x.clone(**ROWS) if memory_of(x) in memory else x.contiguous() for x in out]
 
 
@@ -263,7 +262,7 @@ def program_problems(got: str | None, need: str) -> Iterator[Problem]:
 
 
 def other_problems(folder: Folder, need: str) -> Iterator[Problem]:
-    """A package whose weights are swapped in must have this program.
+    """Yield a problem if a package whose weights are swapped in has another program.
 
     Another program may give its weights another meaning, and the swap does not load the program.
     """
@@ -279,9 +278,9 @@ def other_problems(folder: Folder, need: str) -> Iterator[Problem]:
 
 
 def is_usual(batch: Any, manifest: Mapping, form: Form) -> bool:
-    """Whether a batch has the most frequent form, and fits the package.
+    """Return whether a batch has the most frequent form and fits the package.
 
-    For other batches `batch_problems` finds faults, if any, in ten times the time.
+    For other batches, `batch_problems` looks for faults, which takes ten times as long.
     """
     ids, dense = getattr(batch, "ids", None), getattr(batch, "dense", None)
     if type(batch) is not Batch or type(ids) is not KeyedJaggedTensor or ids.keys != form.keys or form.weighted:
@@ -301,7 +300,7 @@ def is_usual(batch: Any, manifest: Mapping, form: Form) -> bool:
 
 
 def batch_problems(batch: Any, manifest: Mapping, form: Form) -> Iterator[Problem]:
-    """Report how a batch differs from the package's form; ids may have any values."""
+    """Yield problems if a batch differs from the form of the package. Ids may have any values."""
     if not isinstance(batch, Batch):
         hint = "package.encode(rows), or fr.Batch(ids, dense=dense)"
         yield Problem("`batch` is not a batch.", describe(batch), "a Batch", hint, TypeError)
@@ -342,7 +341,7 @@ def plain_problems(batch: Batch) -> Iterator[Problem]:
 
 
 def is_traced(tensors: Sequence[Tensor]) -> bool:
-    """Whether a program of these tensors is being staged: they have no memory that a compiled program could read."""
+    """Return whether a program of these tensors is being staged: they have no memory that a program could read."""
     plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
     return not plain or torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 

@@ -1,9 +1,9 @@
-"""Traces a function of parameters and a batch to a program for any batch size and number of ids.
+"""Traces of a function of parameters and a batch, as a program for any batch size and any number of ids.
 
     program(*params, dense?, values, offsets, weights?) = predict(params, batch)          for every B and N
 
-It is traced twice. First as `fr.jit` stages it, for one size; this refuses what no program can hold (branches on
-values, writes, draws, tensors that are closed over). Then by torch.export, for all sizes.
+The function is traced twice. First `fr.jit` stages it for one size. This refuses what no program can hold: branches on
+values, writes, draws, and tensors that are closed over. Then torch.export traces it for all sizes.
 Shapes: B bags of each of F keys, N ids.
 """
 
@@ -33,17 +33,17 @@ from funcrec.serve._weights import NAMES
 from funcrec.tables import Batch, kind_of_tables, lookups_seen, table_shapes
 
 CALL = "funcrec.export"
-ANY_ROW = 2**63 - 1  # for a column that is hashed, or that no lookup reads: no id is outside
+ANY_ROW = 2**63 - 1  # the rows of a column that is hashed, or that no lookup reads: every id is valid
 LINSPACE = torch.ops.aten.linspace.default
-SINGLE = "output"  # the name of a function's only output
+SINGLE = "output"  # the name of an output without a name
 SAMPLE_BAGS, SAMPLE_IDS = 5, 7  # sizes that no other dimension of a program is likely to have
 
 
 class Form(NamedTuple):
     """The form of all batches.
 
-    dense: the number of columns of `dense`, or None. weighted: whether ids have weights; those of `unweighted` keys
-    have none.
+    dense: the number of columns of `dense`, or None. weighted: whether ids have weights. Ids of `unweighted` keys have
+    none.
     """
 
     keys: tuple[str, ...]
@@ -63,7 +63,7 @@ class Form(NamedTuple):
         return Batch(KeyedJaggedTensor.from_offsets(self.keys, values, offsets, **more), dense=dense)
 
     def inputs(self, batch: Batch) -> list[Tensor]:
-        """A batch's tensors, as a program takes them."""
+        """Return the tensors of a batch, as a program takes them."""
         ids = batch.ids
         dense = [] if self.dense is None else [batch.dense.contiguous()]
         weights = [ids.weights.float().contiguous()] if self.weighted else []
@@ -89,7 +89,7 @@ def form_of(example: Batch) -> Form:
 
 
 class Program(NamedTuple):
-    """exported: a program of flat tensors. outputs, features, tables: as in the manifest."""
+    """A traced program. exported: a program of flat tensors. outputs, features, tables: as in the manifest."""
 
     exported: torch.export.ExportedProgram
     outputs: list[dict]
@@ -98,12 +98,12 @@ class Program(NamedTuple):
 
 
 def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: int) -> Program:
-    """Trace predict(params, batch) to a program, for parameters and batches of these forms."""
+    """Return predict(params, batch) as a program, for parameters and batches of these forms."""
     leaves, structure = tree_flatten(params)
     names = [n for n, _ in paths(params)]
     order = sorted(range(len(names)), key=names.__getitem__)
-    flat = [leaves[i].detach() for i in order]  # a tensor that occurs twice is two inputs: they may differ later
-    seen: list = []  # of the last trace
+    flat = [leaves[i].detach() for i in order]  # a tensor that occurs twice is two inputs, which may differ later
+    seen: list = []  # values of the last trace
 
     def run(*xs: Tensor) -> tuple[Tensor, ...]:
         own = dict(zip(order, xs, strict=False))
@@ -126,7 +126,7 @@ def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: i
 
 
 def called(predict: Callable, params: Any, batch: Batch) -> Any:
-    """Return predict(params, batch); if the function needs a label or a weight, the error says so."""
+    """Return predict(params, batch). If `predict` reads a label or a weight, the error says so."""
     try:
         return predict(params, batch)
     except (TypeError, AttributeError) as error:
@@ -139,7 +139,7 @@ def called(predict: Callable, params: Any, batch: Batch) -> Any:
 
 
 def reads_examples(predict: Callable, params: Any, batch: Batch) -> bool:
-    """Whether a call that failed without label and weight works with them."""
+    """Return whether a call that failed without label and weight works with them."""
     ones = torch.ones(batch.ids.num_bags)
     try:
         predict(params, replace(batch, label=ones, weight=ones))
@@ -151,7 +151,7 @@ def reads_examples(predict: Callable, params: Any, batch: Batch) -> bool:
 
 
 def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, max_ids: int):
-    """Export to a program of flat tensors with torch.export, avoiding Inductor's known faults."""
+    """Return a program of flat tensors, exported by torch.export without known faults of Inductor."""
     bags = torch.export.Dim("B", min=1, max=max(max_batch, 2 * SAMPLE_BAGS))
     num_ids = torch.export.Dim("N", min=0, max=max(max_ids, 2 * SAMPLE_IDS))
     sizes = {"B": bags, "N": num_ids, "F*B+1": len(form.keys) * bags + 1}
@@ -161,7 +161,7 @@ def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, m
     module.forward = run
     imported(FOR_EXPORT)
     try:
-        with warnings.catch_warnings():  # hides torch's warnings about its own old calls
+        with warnings.catch_warnings():  # torch warns of its own old calls
             warnings.simplefilter("ignore", FutureWarning)
             exported = torch.export.export(module, tuple(inputs), dynamic_shapes=(shapes,), strict=False)
             return exported.run_decompositions({**DECOMPOSITIONS, LINSPACE: no_whole_linspace})
@@ -189,7 +189,9 @@ def outputs_of(out: Tensor | Mapping[str, Tensor]) -> list[dict]:
 
 
 def features_of(ids: KeyedJaggedTensor, lookups: Sequence) -> list[dict]:
-    """For each key, the table that reads it, and the least number of rows among tables that read it without a hash."""
+    """Return for each key its name, the table that reads it, the rows of this table, and whether its ids have weights.
+
+    If several tables read a key without a hash, the least number of rows counts."""
     read: dict[str, list[tuple[str, int]]] = {key: [] for key in ids.keys}
     for tables, given, features in lookups:
         shapes = table_shapes(tables)
@@ -207,13 +209,13 @@ def features_of(ids: KeyedJaggedTensor, lookups: Sequence) -> list[dict]:
 
 
 def tables_of(lookups: Sequence, names: Mapping[int, str]) -> list[dict]:
-    """Each table that is read, with the parameter that holds its rows."""
+    """Return each table that is read, with the name of the parameter that holds its rows."""
     found = {}
     for tables, _, features in lookups:
         shapes, parts = table_shapes(tables), dict(tables)
         coded = {n: bits for n, (bits, _) in kind_of_tables(tables).forms(tables).items()}
         for table in dict.fromkeys(f.table for f in features):
-            x = parts.get(table)  # None for other kinds, whose parts are no tables
+            x = parts.get(table)  # None for kinds whose parts are no tables
             name, (rows, dim) = names.get(id(x)), shapes[table]
             bits = coded.get(table, None if x is None else 8 * x.element_size())
             found[table, name] = {"name": table, "param": name, "rows": rows, "dim": dim, "bits": bits}
@@ -224,7 +226,7 @@ def tables_of(lookups: Sequence, names: Mapping[int, str]) -> list[dict]:
 
 
 def example_problems(example: Batch) -> Iterator[Problem]:
-    """The example must have a form that all batches can have."""
+    """Yield problems if the example has a form that not all batches can have."""
     ids, hint = example.ids, "batches of one number of bags for each key"
     if not ids.keys:
         what = "`example.ids` has no key."
@@ -261,7 +263,7 @@ def output_problems(out: Any, num_bags: Any) -> Iterator[Problem]:
 
 
 def captured_problems(captured: Sequence[Tensor]) -> Iterator[Problem]:
-    """A tensor that is closed over would be frozen into the program, where no swap of weights reaches it."""
+    """Yield a problem if `predict` closes over a tensor: no swap of weights would reach its copy in the program."""
     if captured:
         got = ", ".join(map(describe, captured[:3])) + (f" and {len(captured) - 3} more" if len(captured) > 3 else "")
         hint = "into `params`, whose values are the package's weights"

@@ -1,1 +1,1 @@
-"""Newer weights for a running package: published, pushed, applied as deltas."""
+"""Newer weights for a running package: a training run publishes them, and servers get and apply them as deltas."""

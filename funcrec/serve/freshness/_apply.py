@@ -1,4 +1,4 @@
-"""Applies a delta to weights that other threads read: all of it, between two calls, or nothing.
+"""Updates of weights that other threads read. A delta is applied whole, between two calls, or not at all.
 
 tensors[name][rows] = values          while no thread reads
 """
@@ -15,10 +15,10 @@ from funcrec.serve.freshness._delta_file import Change, read_changes
 
 
 def permits(free: SimpleQueue, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return (take, give) for `count` of the permits in a queue, for `try: take() ... finally: give()`.
+    """Return (take, give) for `count` permits of a queue, for use as `try: take() ... finally: give()`.
 
-    Both run entirely in C: an interrupt falls before or after them, or while `take` waits, and `give` returns what was
-    taken until then.
+    Both run entirely in C. So an interrupt falls before or after them, or while `take` waits. `give` returns the
+    permits that `take` has taken until then.
     """
     held: list[bool] = []
     return partial(held.extend, islice(iter(free.get, None), count)), partial([].extend, map(free.put, held))
@@ -35,8 +35,8 @@ def applied(
 ) -> None:
     """Write a delta to the tensors of `version`, and call `name` with the new version.
 
-    No other thread reads them between the two calls of `alone`. The file is read and checked against the package
-    before. If this fails or is interrupted, every bit is as it was.
+    No other thread reads these tensors between the two calls of `alone`. Before the first call, the file is read and
+    checked against the package. If the write fails or is interrupted, every bit stays as it was.
     """
     changes, to = read_changes(call, path, manifest["params"], manifest["digest"], version)
     now = lambda n, rows: (tensors[n] if rows is None else tensors[n][rows]).clone()

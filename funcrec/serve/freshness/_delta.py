@@ -1,4 +1,4 @@
-"""Freshness: writes the changes of training steps as a file that a running server can apply.
+"""Freshness: the changes of training steps, written as a file that a running server can apply.
 
 package(since).apply(write_delta(delta(logged, since), ...)) = export(present parameters)        bit for bit
 """
@@ -33,29 +33,30 @@ def write_delta(
     version: str,
     since: str | None = None,
 ) -> Path:
-    """Write the changes of a package's weights as one file for `package.apply`, here or in a server.
+    """Return the path of a file with the changes of a package's weights, for `package.apply` here or in a server.
 
     Args:
-      path: of the file; it is written whole or not at all.
-      delta: `fr.delta(logged, since=...)`, from the step of the package's parameters on: its tables' changed rows.
-        They are stored as the package stores them (`fr.quantize`'s dtype, rounded to the nearest).
-      package: a Package, or the folder of one.
-      params: a tree like the exported one, for every parameter that `delta` has no rows of: dense parameters change at
-        every step. Leaves that are tables of `delta` are not read, so `fr.Params({}, state.dense)` suffices. None: the
-        server keeps whatever `delta` has no rows of, and so combines new rows with old dense weights.
+      path: the path of the file. It is written whole or not at all.
+      delta: `fr.delta(logged, since=...)`, where `since` is the step of the package's parameters. It holds the changed
+        rows of tables. The file stores them as the package does, in the dtype of `fr.quantize`, rounded to the nearest
+        number.
+      package: a Package, or the folder of a package.
+      params: a tree like the exported tree, for every parameter without rows in `delta`: dense parameters change at
+        every step. Leaves that are tables of `delta` are not read, so `fr.Params({}, state.dense)` suffices. With None,
+        the server keeps every parameter without rows in `delta`, and so combines new rows with old dense weights.
       version: the name of the new weights.
-      since: the name of the weights before; by default the version of `package`.
+      since: the name of the weights before. The default is the version of `package`.
 
     Returns:
       the path.
 
     Raises:
-      ValueError, TypeError: if a parameter is in neither `delta` nor `params`, or has another shape or dtype, or
-        several parameters of the package have the name of a table of `delta`, such as a model's and its average's.
+      ValueError, TypeError: if a parameter is in neither `delta` nor `params`, or has another shape or dtype; or if
+        several parameters of the package have the name of a table of `delta`, as in a model and its average.
 
-    Law: weights with the delta applied are those of `fr.export` of the newer parameters, bit for bit.
+    Law: weights with the delta applied equal those of `fr.export` of the newer parameters, bit for bit.
 
-    Cost: writes the rows of `delta`, and the tensors of `params`.
+    Cost: it writes the rows of `delta`, and the tensors of `params`.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -85,16 +86,16 @@ def write_delta(
 
 
 def described(call: str, package: Package | str | os.PathLike) -> tuple[Mapping, str]:
-    """(manifest, version) of a package or of its folder."""
+    """Return (manifest, version) of a package or of its folder."""
     if isinstance(package, Package):
         return package.manifest, package.version
     return read_folder(package, lambda folder: (read_manifest(call, folder), read_index(call, folder)[2]))
 
 
 def changes_of(call: str, manifest: Mapping, delta: Delta, params: Any) -> dict[str, Change]:
-    """The changes of a package's parameters, in their order, as the package stores them.
+    """Return the changes of the parameters of a package, in their order, as the package stores them.
 
-    They are rows for the tables of `delta`, and whole tensors for the rest.
+    They are rows for the tables of `delta`, and whole tensors for other parameters.
     """
     check(call, shared_problems(manifest, delta.tables))
     wanted, tables = {p["name"]: p for p in manifest["params"]}, {}
@@ -112,7 +113,7 @@ def changes_of(call: str, manifest: Mapping, delta: Delta, params: Any) -> dict[
 
 
 def blocks_of(parts: Sequence[ChangedRows]) -> list[tuple[int, Tensor, Tensor]]:
-    """[(first column, ascending rows, their values in these columns)]: the parts of each column block, put together."""
+    """Return [(first column, ascending rows, values of these rows)] for each block of columns, from all its parts."""
     found: dict[tuple[int, int], list[ChangedRows]] = {}
     for p in parts:
         found.setdefault((p.first, p.values.shape[1]), []).append(p)
@@ -124,7 +125,7 @@ def blocks_of(parts: Sequence[ChangedRows]) -> list[tuple[int, Tensor, Tensor]]:
 
 
 def rows_of(parts: Sequence[ChangedRows], table: Mapping) -> Change:
-    """The rows of one table, ascending, as the package stores them."""
+    """Return the rows of one table, ascending, as the package stores them."""
     blocks = blocks_of(parts) or [(0, torch.empty(0, dtype=torch.int64), torch.empty(0, table["dim"]))]
     rows, values = blocks[0][1], torch.cat([x for _, _, x in blocks], 1).detach()
     if table["bits"] in (8, 4, 2):
@@ -153,7 +154,7 @@ def step_problems(since: str, version: str) -> Iterator[Problem]:
 
 
 def shared_problems(manifest: Mapping, names: Collection[str]) -> Iterator[Problem]:
-    """A delta names its table; exactly one parameter has that name."""
+    """Yield problems if several parameters have the name of a table of the delta: a delta names one parameter."""
     owners: dict[str, set[str]] = {n: set() for n in names}
     for t in manifest["tables"]:
         if t["param"] is not None and t["name"] in owners:
@@ -210,7 +211,7 @@ def part_problems(at: str, parts: Sequence[ChangedRows], t: Mapping) -> Iterator
 
 
 def cut_problems(at: str, blocks: Sequence[tuple[int, Tensor, Tensor]], t: Mapping) -> Iterator[Problem]:
-    """Each row occurs once, with all of its columns."""
+    """Yield problems unless each row occurs once, with all of its columns."""
     for _, rows, _ in blocks:
         if rows.numel() and (rows[0] < 0 or rows[-1] >= t["rows"] or not (rows[1:] > rows[:-1]).all()):
             yield Problem(f"{at} has rows twice, or outside.", f"{describe(rows)}", f"each once, below {t['rows']}")

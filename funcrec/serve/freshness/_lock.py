@@ -1,6 +1,6 @@
-"""Allows one publisher per folder: each of two would take the other for a killed one, and remove its files.
+"""A lock that allows one publisher for each folder. Two publishers would each delete the other's files as leftovers.
 
-.publisher    names the publisher and its manifest; locked while it lives, so the lock ends when it is killed
+.publisher    names the publisher and its manifest. It is locked while the publisher lives, so its end frees the folder.
 """
 
 import fcntl
@@ -16,15 +16,15 @@ from funcrec.core import fail
 from funcrec.serve.freshness._published import pieces
 
 FILE = ".publisher"
-TOKEN = secrets.token_hex(8)  # two machines may have processes with the same number
+TOKEN = secrets.token_hex(8)  # two machines may give their processes the same number
 MOST = 1 << 16  # bytes of the file that are read
 
 
 class Hold:
-    """A folder's publisher. `keep` takes the folder, or checks that it is still its own; else it raises.
+    """The publisher of a folder. `keep` takes the folder, or raises if another publisher has it.
 
-    Within one process the newest publisher owns the folder: a restarted one continues, and the old one is refused from
-    then on.
+    Within one process the newest publisher owns the folder. A restarted publisher continues, and from then on the old
+    publisher is refused.
     """
 
     def __init__(self, call: str, folder: Path, run: str, digest: str):
@@ -38,7 +38,7 @@ class Hold:
             if self.fd is None or not is_at(self.fd, self.folder / FILE):
                 self.take()
                 return
-            lock(self.fd)  # an older publisher of this process that had it may be gone
+            lock(self.fd)  # an older publisher of this process may have left
             owner = read(self.fd)
         except OSError as error:
             got, need = error.strerror or str(error), "a folder to write to, whose files can be locked"
@@ -47,7 +47,7 @@ class Hold:
             self.refuse(owner)
 
     def take(self) -> None:
-        """Take the folder with a new open file, which is closed, and so unlocked, when this object is collected."""
+        """Take the folder with a new open file. When this object is collected, the file is closed and unlocked."""
         self.close()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.fd = os.open(self.folder / FILE, os.O_RDWR | os.O_CREAT, 0o666)
@@ -75,7 +75,8 @@ class Hold:
 def let_go() -> None:
     """Release the locks in a forked process.
 
-    It inherits its parent's open files, and with them the lock: it would hold the folder of a parent that was killed.
+    A forked process inherits the open files of its parent, and with them the lock. If the parent were killed, the
+    forked process would still hold the folder.
     """
     for hold in list(HOLDS):
         hold.close()
@@ -87,11 +88,11 @@ os.register_at_fork(after_in_child=let_go)
 
 
 def this_process() -> str:
-    return f"{TOKEN}-{os.getpid()}"  # the process id tells a forked process from its parent
+    return f"{TOKEN}-{os.getpid()}"  # a forked process has another id than its parent
 
 
 def is_at(fd: int, path: Path) -> bool:
-    """Whether the open file is still the one at the path, so nobody removed the folder."""
+    """Return whether the open file is still the file at the path. The folder may have been removed."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except OSError:
@@ -107,7 +108,7 @@ def lock(fd: int) -> bool:
 
 
 def read(fd: int) -> dict[str, str]:
-    """The file's content; {} if it is half written."""
+    """Return the content of the file; {} if it is half written."""
     try:
         found = json.loads(os.pread(fd, MOST, 0))
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""A training run publishes to servers: it writes deltas to a folder, and tells running servers.
+"""A training run publishes to servers: it writes deltas to a folder, and notifies running servers.
 
 server's weights = export(state at the version that it names)          bit for bit, at every version
 
-The state's log knows the rows that changed. A run that begins, or has no log, writes whole weights.
+The log of the state knows the rows that changed. A run that begins, or a run without a log, writes whole weights.
 """
 
 import os
@@ -35,7 +35,7 @@ CALL = "funcrec.publish"
 
 
 class Folder(NamedTuple):
-    """Where a run publishes, and for which package."""
+    """The folder that a run publishes to, and the manifest of its package."""
 
     path: Path
     manifest: Mapping
@@ -46,7 +46,8 @@ class Folder(NamedTuple):
 class Last(NamedTuple):
     """The last publication.
 
-    log: the log's version and origin at that time; None without a log. deltas: how many since the newest whole weights.
+    log: the version and the origin of the log at that time; None without a log. deltas: the number of deltas since the
+    newest whole weights.
     """
 
     step: int
@@ -66,48 +67,48 @@ def publish(
     timeout_s: float = 10.0,
     mesh: Mesh | None = None,
 ) -> Callable[[Any], None]:
-    """Return a callback of `fit` that publishes the weights of a step, so that servers have them soon after it.
+    """Return a callback of `fit` that publishes the weights of a step, so that servers get them soon after this step.
 
     It writes to `folder` after every `every_steps` steps and after each epoch. With a step of `fr.logged` (`steps=0` is
     enough) it writes a delta from the version before: the rows that changed, and the dense parameters. It writes whole
-    weights the first time, after every `keep` deltas, and each time if there is no log. Each is written whole or not at
-    all, and is named by number, step and run; `Package.follow` and `update_server` find the files that take weights of
-    any version to the newest.
+    weights at first, after every `keep` deltas, and each time if there is no log. Each entry is written whole or not at
+    all, and its name has number, step and run. `Package.follow` and `update_server` find the files that lead from any
+    version to the newest.
 
     Args:
-      folder: for one model, and one publisher at a time; it is made if missing. A new run continues in it with whole
-        weights, since nobody knows which rows changed after a killed run. In one process the newest publisher takes the
-        folder over, and the older one is refused.
-      package: the package that servers run, or its folder: it says how tables are stored, and which parameters are
-      read.
-      every_steps: of steps of the run.
-      keep: how many of the newest deltas stay; a server further behind begins with whole weights.
+      folder: a folder for one model, and one publisher at a time. It is made if it is missing. A new run continues
+        with whole weights, because a killed run leaves the changed rows unknown. In one process the newest publisher
+        takes over the folder, and the older publisher is refused.
+      package: the package that servers run, or its folder. It states how tables are stored and which parameters are
+        read.
+      every_steps: the number of steps of the run between two publications.
+      keep: the number of newest deltas that stay. A server that lacks more deltas begins with whole weights.
       servers: the `--admin` addresses of `funcrec-serve` processes that read `folder` as their `--updates`:
-        "http://127.0.0.1:8081", or "unix:/run/admin". Each gets the files that it lacks, one after the other. If one
-        cannot be reached, it causes a warning and gets all of them the next time; training goes on.
-      timeout_s: for an answer of a server. Training waits for it.
-      mesh: of a state that lies on one: every rank calls, the ranks' rows are gathered, and the first rank writes.
+        "http://127.0.0.1:8081", or "unix:/run/admin". Each server gets the files that it lacks, one after the other. If
+        a server cannot be reached, the callback warns, training goes on, and the server gets its files the next time.
+      timeout_s: how long to wait for an answer of a server. Training waits for it.
+      mesh: the mesh of a sharded state. Every rank calls, all ranks' rows are gathered, and the first rank writes.
 
     Returns:
-      a function of a `fr.loop.Record`, for `fit(callbacks=[...])`; in a loop of your own call
+      a function of a `fr.loop.Record`, for `fit(callbacks=[...])`. In a loop of your own, call this function:
       `tell(fr.loop.Record("step", epoch, step, {}, state))`. After you restore a state, call
       `tell(fr.loop.Record("begin", epoch, step, {}, state))`, as `fit` does: it then writes whole weights next. It also
-      does so after a step that is not beyond the last one reported, and for a log that was started again, as after
-      `fr.reshard`. It does not notice a state that was restored with its log and trained beyond that step before it is
-      reported: rows that only the abandoned steps had changed keep those values.
+      writes whole weights if a step is not later than the last reported step, and for a log that was started again, as
+      after `fr.reshard`. It does not notice a state that was restored with its log and trained past that step before
+      the state is reported. Then rows that only the abandoned steps changed keep the values of these steps.
 
     Raises:
-      ValueError, NotADirectoryError: if the path cannot be a folder's.
-      ValueError: from its callback, if another publisher writes to the folder, or it belongs to another package.
-      ValueError, TypeError: from its callback, if the state has several members, learned scales, or lacks parameters
-        that the package reads.
+      ValueError, NotADirectoryError: if the path cannot be the path of a folder.
+      ValueError: from its callback, if another publisher writes to the folder, or if the folder belongs to another
+        package.
+      ValueError, TypeError: from its callback, if the state has several members or learned scales, or if it lacks
+        parameters that the package reads.
       OSError: from its callback, if the folder cannot be written.
 
-    Law: weights of any published version are those of `fr.export` of that step's parameters, bit for bit, whichever
-      of these files lead to them. Tables quantised with a `key` are rounded to the nearest instead.
+    Law: weights of any published version equal those of `fr.export` of the parameters at that step, bit for bit,
+      whichever of these files lead to them. Tables quantised with a `key` are rounded to the nearest instead.
 
-    Cost: for a delta the cost of `fr.delta`, and a file of the rows that changed; for whole weights a copy of all
-    tables.
+    Cost: a delta costs what `fr.delta` costs, and a file of the changed rows. Whole weights cost a copy of all tables.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -134,8 +135,8 @@ def publish(
     def write(record: Any) -> None:
         check(CALL, record_problems(record))
         if record.is_chief and (not seen or record.when == "begin"):
-            hold.keep()  # before training is spent on weights that cannot be published
-        now = record.step, record.when == "epoch"  # an epoch's end comes after its last step
+            hold.keep()  # this raises before training if nothing can be published
+        now = record.step, record.when == "epoch"  # the end of an epoch comes after its last step
         if record.when == "begin" or (seen and now <= seen[-1]):
             run.clear()
         seen[:] = [now]
@@ -145,7 +146,7 @@ def publish(
         if record.is_chief:
             hold.keep()
         for last in publications(there, record, run[-1] if run else None, mesh):
-            run[:] = [last]  # it is on disk
+            run[:] = [last]  # `last` is on disk
         if record.is_chief:
             update_servers(servers, there.path, timeout_s)
 
@@ -153,7 +154,7 @@ def publish(
 
 
 def publications(there: Folder, record: Any, last: Last | None, mesh: Mesh | None) -> Iterator[Last]:
-    """Write what is due, and yield each publication: a delta, whole weights, or both of one version."""
+    """Yield each due publication once it is written: a delta, whole weights, or both of one version."""
     logged = record.state if isinstance(record.state, Logged) else None
     state = record.state if logged is None else logged.state
     check(CALL, state_problems(state, mesh))
@@ -196,13 +197,13 @@ def update_servers(servers: Sequence[str], folder: Path, timeout_s: float) -> No
 
 
 def whole(tables: Mapping[str, Tensor]) -> Delta:
-    """A Delta with all rows of all tables."""
+    """Return a Delta with all rows of all tables."""
     part = lambda x: ChangedRows(torch.arange(x.shape[0], device=x.device), x, 0, tuple(x.shape))
     return Delta({n: (part(x),) for n, x in tables.items()}, torch.tensor(0))
 
 
 def gathered(changed: Delta, tables: Any, mesh: Mesh | None) -> Delta:
-    """On real ranks, gather the rows of all ranks, each once, on every rank."""
+    """Return the Delta with the changed rows of all real ranks, each row once, on every rank."""
     if mesh is None or mesh.is_emulated:
         return changed
     shards, out = tables.layout.shards, {n: [] for n in changed.tables}
@@ -227,7 +228,7 @@ def gathered(changed: Delta, tables: Any, mesh: Mesh | None) -> Delta:
 
 
 def folder_problems(folder: str | os.PathLike) -> Iterator[Problem]:
-    """The path is a folder, or one can be made there."""
+    """Yield a problem unless the path is a folder, or a folder can be made there."""
     text = os.fspath(folder)
     need, hint = "a folder, or where one can be made", '"runs/published"'
     if not isinstance(text, str):

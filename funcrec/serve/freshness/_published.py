@@ -1,8 +1,8 @@
-"""The folder that `publish` writes: numbered deltas, each from the one before, and sometimes whole weights.
+"""The folder that `publish` writes: numbered deltas, each from the number before, and sometimes whole weights.
 
 weights(n) = weights(w) with deltas w + 1, ..., n applied in order        w <= n: the number of the newest whole weights
 
-0000000012-step-200-3fa9c1.delta      from number 11 to 12 of one run, 3fa9c1
+0000000012-step-200-3fa9c1.delta      from number 11 to number 12 of the run 3fa9c1
 0000000012-step-200-3fa9c1.weights    all weights of number 12
 """
 
@@ -20,11 +20,11 @@ from funcrec.files import SUFFIX
 
 DELTA, WEIGHTS = ".delta", ".weights"
 NAME = re.compile(r"((\d{10,})-step-\d+-([0-9a-f]{6}))(\.delta|\.weights)?")
-TRIES = 3  # of a reader whose files are removed meanwhile
+TRIES = 3  # attempts of a reader whose files are removed meanwhile
 
 
 class Piece(NamedTuple):
-    """One entry of the folder; `run` identifies its writer."""
+    """One entry of the folder. `run` identifies its writer."""
 
     number: int
     run: str
@@ -38,7 +38,7 @@ def piece_of(name: str) -> Piece | None:
 
 
 def pieces(folder: Path) -> list[Piece]:
-    """The entries by number; of one number the weights come last."""
+    """Return the entries by number. Among entries of one number, the weights come last."""
     return sorted(p for p in map(piece_of, os.listdir(folder)) if p is not None and p.kind)
 
 
@@ -51,7 +51,7 @@ def path_of(folder: Path, piece: Piece) -> Path:
 
 
 def route(call: str, folder: Path, version: str | None) -> list[Path]:
-    """The files that take weights of `version` to the newest: deltas, or whole weights and the deltas after them."""
+    """Return the files that lead from `version` to the newest: deltas, or whole weights and the deltas after them."""
     try:
         found = pieces(folder)
     except OSError as error:
@@ -70,9 +70,9 @@ def route(call: str, folder: Path, version: str | None) -> list[Path]:
 
 
 def follow(call: str, folder: Path, version: str | None, take: Callable[[Path], None]) -> None:
-    """Call take(path) for each file that takes weights of `version` to the newest.
+    """Call take(path) for each file that leads from weights of `version` to the newest.
 
-    If a file is refused, or was removed meanwhile, it continues with whole weights, if these avoid that file.
+    If `take` refuses a file, or the file is removed meanwhile, continue with whole weights that avoid this file.
     """
     failed: dict[Path, Exception] = {}
     for _ in range(TRIES):
@@ -90,7 +90,7 @@ def follow(call: str, folder: Path, version: str | None, take: Callable[[Path], 
 
 
 def tidy(folder: Path, keep: int) -> None:
-    """Remove files that no reader needs that is new or at most `keep` deltas late, and files of killed publishers."""
+    """Remove files of killed publishers, and files that a reader at most `keep` deltas late does not need."""
     found = pieces(folder)
     newest = found[-1]
     base = max((p.number for p in found if p.kind == WEIGHTS and p.run == newest.run), default=0)
@@ -104,7 +104,7 @@ def tidy(folder: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder. A folder is first renamed, so that a reader finds all of it or nothing."""
+    """Remove a file or a folder. A folder is renamed first, so that a reader finds all of it or nothing."""
     with contextlib.suppress(OSError):
         if path.is_dir():
             aside = path.with_name(f".{secrets.token_hex(8)}{SUFFIX}")

@@ -1,6 +1,6 @@
-"""Updates a running server to the newest weights of a folder, over HTTP.
+"""Updates of a running server to the newest weights of a folder, over HTTP.
 
-GET /healthz returns its version; POST /reload and /delta send the files that it lacks
+GET /healthz returns the version of the server. POST /reload and /delta send the files that the server lacks.
 """
 
 import json
@@ -15,28 +15,28 @@ from funcrec.core import Problem, check, describe, fail, typed
 from funcrec.serve.freshness._published import follow
 
 CALL = "funcrec.update_server"
-MOST = 1 << 20  # bytes of an answer that are read
+MOST = 1 << 20  # the most bytes of an answer that are read
 UNIX = "unix:"
 
 
 @typed
 def update_server(address: str, folder: str | os.PathLike, *, timeout_s: float = 10.0) -> str:
-    """Send a running `funcrec-serve` those files of `publish` that it lacks.
+    """Return the version of a running `funcrec-serve` after it gets the files of `publish` that it lacks.
 
     These are the deltas after its version, in their order, or whole weights and the deltas after them.
 
     Args:
-      address: of the server's `--admin`: "http://127.0.0.1:8081", or "unix:/run/admin" for the socket at this path. The
-        request goes to it directly; proxy settings of this process do not apply.
+      address: the address of the server's `--admin`: "http://127.0.0.1:8081", or "unix:/run/admin" for the socket at
+        this path. The request goes to it directly. Proxy settings of this process do not apply.
       folder: the folder of `publish`, which the server reads as its `--updates`.
-      timeout_s: for each answer.
+      timeout_s: how long to wait for each answer.
 
     Returns:
-      the version that the server then has.
+      the version that the server has afterwards.
 
     Raises:
       ConnectionError: if the server does not answer, or reports an error of its own.
-      ValueError: with the server's message, if it refuses a file.
+      ValueError: if the server refuses a file. The error has the message of the server.
       FileNotFoundError: if the folder has no weights.
 
     Example:
@@ -62,7 +62,7 @@ def update_server(address: str, folder: str | os.PathLike, *, timeout_s: float =
 
 
 def ask(url: str, timeout_s: float, body: Any = None) -> dict[str, Any]:
-    """Return a server's answer; raises ValueError with the server's message if the request is at fault."""
+    """Return the answer of a server. Raise ValueError with the message of the server if the request is at fault."""
     from http.client import HTTPException
 
     hint = "python -m funcrec serve PATH --updates FOLDER --admin PORT"
@@ -85,7 +85,7 @@ def ask(url: str, timeout_s: float, body: Any = None) -> dict[str, Any]:
 
 
 def exchange(url: str, timeout_s: float, body: bytes | None) -> tuple[int, bytes]:
-    """(status, body) of an answer: GET without a body, else POST."""
+    """Return (status, body) of the answer to a GET without a body, or to a POST with a body."""
     from urllib.error import HTTPError
     from urllib.request import ProxyHandler, Request, build_opener
 
@@ -100,7 +100,7 @@ def exchange(url: str, timeout_s: float, body: bytes | None) -> tuple[int, bytes
 
 
 def over_unix(path: str, name: str, timeout_s: float, body: bytes | None, head: dict) -> tuple[int, bytes]:
-    """`exchange` over the socket at `path`."""
+    """Return the result of `exchange` over the socket at `path`."""
     import socket
     from http.client import HTTPConnection
 
@@ -130,16 +130,16 @@ def address_problems(name: str, addresses: Sequence[str]) -> Iterator[Problem]:
 
 
 def is_address(text: str) -> bool:
-    """Whether the text is an address: scheme, host, port and path, or a socket's path.
+    """Return whether the text is an address: scheme, host, port and path, or the path of a socket.
 
-    It has no user, and nothing after the path, because names are appended to it.
+    An address has no user and nothing after the path, because names are appended to it.
     """
     if text.startswith(UNIX):
         return text.removeprefix(UNIX).startswith("/") and "\0" not in text
     try:
         found = urlsplit(text)
         is_server = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
-    except ValueError:  # the port is no number, or brackets are not closed
+    except ValueError:  # a port that is no number, or an open bracket
         return False
     is_bare = not (found.query or found.fragment or "@" in found.netloc)
     return is_server and is_bare and text.isprintable() and " " not in text
