@@ -94,7 +94,7 @@ def normal(std: Magnitude) -> Draw:
 
 @typed
 def zeros(key: Key, shape: Shape) -> Tensor:
-    """Return zeros on the device of the key: (key, shape) -> f32[shape].
+    """Return zeros on the key's device: (key, shape) -> f32[shape].
 
     Example:
       >>> import funcrec as fr
@@ -106,7 +106,7 @@ def zeros(key: Key, shape: Shape) -> Tensor:
 
 @typed
 def ones(key: Key, shape: Shape) -> Tensor:
-    """Return ones on the device of the key: (key, shape) -> f32[shape]."""
+    """Return ones on the key's device: (key, shape) -> f32[shape]."""
     return torch.ones(shape, device=key.device)
 
 

@@ -149,7 +149,7 @@ def check_update(
 
 
 def step_problems(step: object, is_one: bool = True) -> Iterator[Problem]:
-    """Yield a problem unless `step` is a count: one number, or a tensor of several numbers."""
+    """Yield a problem unless `step` is a count. If `is_one` is False, `step` may be a tensor of counts."""
     if isinstance(step, Tensor):
         is_integer = not (step.is_floating_point() or step.is_complex() or step.dtype == torch.bool)
         counts = is_integer and not (is_one and step.dim())
