@@ -120,7 +120,7 @@ def _produce(source: Iterable, ready: _Ready, depth: int, pin_memory: bool, devi
         ready.error = error
     finally:
         if hasattr(items, "close"):
-            items.close()  # a generator's `finally` runs in its own thread
+            items.close()  # a generator's `finally` runs in the thread that ran the generator
         with ready.changed:
             ready.ended = True
             ready.changed.notify_all()

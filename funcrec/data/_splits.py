@@ -81,7 +81,7 @@ def split_by_group(group: Any, fractions: Shares, *, key: Key) -> tuple[Tensor, 
 
     Args:
       group: the user, session or query of each row, as numbers or text, in any form that `split_by_time` accepts.
-      fractions: the share of the groups that each part gets, together 1. The numbers of rows depend on the groups.
+      fractions: the share of the groups that each part gets, together 1. The numbers of rows follow from the groups.
 
     Raises:
       ValueError: a group is missing, or a part would have no group.

@@ -87,7 +87,7 @@ def _lower(square: Tensor) -> Tensor:
 def _symmetric(lower: Tensor, size: int) -> Tensor:
     """Return [..., F, F], symmetric with zeros on the diagonal, from [..., F (F - 1) / 2].
 
-    It only reads elements. A scatter would add to them."""
+    It only reads elements, where a scatter would add to them."""
     place = lambda i, j: max(i, j) * (max(i, j) - 1) // 2 + min(i, j)
     places = [place(i, j) if i != j else lower.shape[-1] for i in range(size) for j in range(size)]
     padded = torch.nn.functional.pad(lower, (0, 1))

@@ -37,7 +37,7 @@ def draws_of(key: Tensor, grads: Mapping[str, RowGrads], tables: Mapping[str, Te
 def round_stochastic(x: Tensor, dtype: torch.dtype, rows: Tensor, draws: Tensor) -> Tensor:
     """Return f32[M, D] with values that `dtype` holds. For f32 and f64, return x itself.
 
-    Row i is rounded by the random bits of row rows[i]. `draws` is the entry of the table in `draws_of`. The derivative
+    Row i is rounded by the random bits of row rows[i]. `draws` is from `draws_of`, for this table. The derivative
     is 1, as torch defines it for a cast: the mean over keys is x.
     """
     if dtype not in (torch.float16, torch.bfloat16):

@@ -73,7 +73,7 @@ def top_k(
         fits = queries.shape[1:] == (dim,)  # rows of codes may have equal bytes and different dims
     is_usual = fits and exclude is None and k <= MOST_K and ops.is_plain(implementation, queries)
     if is_usual and not any_tracked((queries, items)):
-        found = library.planned("top_k")(queries, items, k, bits)  # it is also None if the vectors do not fit
+        found = library.planned("top_k")(queries, items, k, bits)  # it gives None if the vectors do not fit
         if found is not None:
             return found
     vectors = items.new_empty((0, dim), dtype=torch.float32) if bits else items

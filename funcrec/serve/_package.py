@@ -203,7 +203,7 @@ def load_package(path: str | os.PathLike, *, threads: Count = 1, checksums: bool
         instructions; a file was changed or cut off; or weights have another signature. The error names the reason.
       FileNotFoundError: if the folder or one of its files is missing.
 
-    Cost: some 20 ms, and one pass over the weights for their checksums.
+    Cost: it takes about 20 ms, and one pass over the weights for their checksums.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
