@@ -1,2 +1,3 @@
-"""Code that several tests share: programs that ranks import by name, generated calls and tables of cases. `tests` is
-on the path (pyproject.toml)."""
+"""Code that several tests share: programs that ranks import by name, generated calls and tables of cases.
+
+pyproject.toml puts `tests` on the import path."""

@@ -20,10 +20,10 @@ DTYPES = (
 
 
 def build(sanitize: str = "", kernels: Path | None = None, targets: tuple[str, ...] = ("all",)) -> Path:
-    """Build the library and its programs as the README's command does, and return the folder. Only changed sources are
-    compiled.
+    """Return the folder of the built library and its programs. The build is the README's command. It compiles only
+    sources that changed.
 
-    sanitize: "address,undefined" or "thread". kernels: a folder of compiled kernels, to use in place of Python's.
+    sanitize: "address,undefined" or "thread". kernels: a folder of compiled kernels that replace Python's kernels.
     """
     given = ("FUNCREC_SERVING=ON", f"Python_EXECUTABLE={sys.executable}")
     given += (f"FUNCREC_OBJECTS={kernels}",) if kernels else ()
@@ -40,7 +40,7 @@ def pages(pid: int) -> bytes:
 
 
 class AnswersError(Exception):
-    """An error that C++ threw. failed: whether the server, not the caller, is at fault."""
+    """An error that C++ threw. failed: whether the server is at fault, and not the caller."""
 
     def __init__(self, said: str, failed: bool):
         super().__init__(said)
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
 
 class Answers:
-    """A package that is open in a process of its own. As a context manager it ends the process."""
+    """A package that a separate process has open. As a context manager it ends the process."""
 
     def __init__(self, program: Path, folder: Path | str, threads: int = 1, runners: int = 1, checksums: int = 0):
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
@@ -74,13 +74,13 @@ class Answers:
         self.close()
 
     def close(self) -> int:
-        """End the process and return its exit status."""
+        """Return the exit status of the process, after its end."""
         self.process.stdin.close()
         self.process.stdout.close()
         return self.process.wait(20)
 
     def run(self, bags: int, dense, values, offsets, weights=None) -> Answer:
-        """Return what `package->run` returns: tensors, and None for each missing one."""
+        """Return the result of `package->run`: tensors, and None for each missing tensor."""
         parts = ((dense, "f"), (values, "q"), (offsets, "q"), (weights, "f"))
         lists = [([] if x is None else x.reshape(-1).tolist(), code) for x, code in parts]
         packed = b"".join(struct.pack(f"<q{len(xs)}{code}", len(xs), *xs) for xs, code in lists)
@@ -92,7 +92,7 @@ class Answers:
         self._name(b"s", folder)
 
     def open(self, folder: Path | str) -> None:
-        """Close the package and open another one."""
+        """Close the package and open the package of this folder."""
         self._name(b"o", folder)
 
     def apply(self, file: Path | str) -> None:

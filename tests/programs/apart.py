@@ -1,4 +1,4 @@
-"""Training whose tables have replicas that train apart, for ranks and for one process."""
+"""Training of tables whose replicas train apart, on ranks and in one process."""
 
 import torch
 
@@ -8,12 +8,12 @@ from programs import training
 
 
 def plan_of(kind, axes, replicas):
-    """Place every table this way over the axes that are not replicas."""
+    """Return a plan that places every table as `kind` over the axes that are not replicas."""
     return fr.Plan.uniform(kind, training.SHAPES, fr.Mesh.emulated(**axes), replicas=replicas)
 
 
 def plain_loss(params, batch):
-    """A loss without a matrix product, because the product's rounding depends on its number of rows."""
+    """Return a loss without a matrix product, because the product's rounding depends on its number of rows."""
     acts = fr.lookup(params.tables, batch.ids, training.FEATURES).values
     return (acts - batch.label[:, None]).square().sum() / batch.label.shape[0]
 
@@ -58,8 +58,8 @@ def own(batch, mesh):
 
 
 def trained(mesh, plan, batches, options, *, loss_fn=training.loss_fn, every=0, compiled=False, **kwargs):
-    """Train on these global batches and return (state, losses). The replicas are synchronised after each `every`
-    steps."""
+    """Return (state, losses) after training on these global batches. The replicas are synchronised after each
+    `every` steps."""
     step = fr.train_step(loss_fn, **options, mesh=mesh, plan=plan, **kwargs)
     sync = lambda state: fr.sync_replicas(state, mesh=mesh)
     if compiled:
@@ -76,7 +76,7 @@ def trained(mesh, plan, batches, options, *, loss_fn=training.loss_fn, every=0, 
 
 
 def leaves(state):
-    """Return {bank: {"": table, slot: its tensor}}."""
+    """Return {bank: {"": table, slot: the slot's tensor}}."""
     return {n: {"": t, **state.slots[n]} for n, t in state.tables.items()}
 
 
@@ -100,7 +100,7 @@ def with_leaves(state, new):
 
 
 def real(axes, kind, replicas, name, steps, every, compiled=False):
-    """On ranks, return (all replicas' tables and slots before a last synchronisation, after it, dense, losses)."""
+    """Return, on ranks, (tables and slots of all replicas before a last synchronisation, after it, dense, losses)."""
     mesh = fr.Mesh.distributed(**axes)
     batches = [training.batch(i, 8) for i in range(steps)]
     plan = plan_of(kind, axes, replicas)
@@ -111,8 +111,8 @@ def real(axes, kind, replicas, name, steps, every, compiled=False):
 
 
 def real_frozen(axes, kind, replicas, name, steps, num_copies):
-    """On ranks, train with a dense learning rate of 0 and return all replicas' tables and slots. Without replicas in
-    the mesh, return those of each group alone."""
+    """Return, on ranks, the tables and slots of all replicas after training with a dense learning rate of 0. Without
+    replicas in the mesh, return those of each group alone."""
     mesh, out = fr.Mesh.distributed(**axes), []
     for copy in range(1 if replicas else num_copies):
         batches = [training.batch(i, 8) for i in range(steps)]
@@ -124,7 +124,7 @@ def real_frozen(axes, kind, replicas, name, steps, num_copies):
 
 
 def real_refused(axes, replicas):
-    """On ranks, gather replicas that differ, which must be refused."""
+    """Gather, on ranks, replicas that differ. The gather must raise."""
     mesh = fr.Mesh.distributed(**axes)
     state, _ = trained(mesh, plan_of("row_wise", axes, replicas), [training.batch(0, 8)], optimizers("sgd"))
     return fr.gather_state(state, mesh)

@@ -1,5 +1,6 @@
-"""Jitted functions whose staged graphs run uncompiled, for laws of staging, donation and exchanges. Compiling
-changes nothing about those laws, and costs two to four seconds per program on each rank."""
+"""Jitted functions whose staged graphs run uncompiled, for laws of staging, donation and exchanges.
+
+Compilation changes nothing about those laws, and costs two to four seconds per program on each rank."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,6 +15,6 @@ def staged_only() -> Iterator[None]:
 
 
 def as_staged(fn, *args):
-    """Call fn(*args) in `staged_only`. This function is at module level, so that it can be sent to ranks."""
+    """Return fn(*args), called in `staged_only`. This function is at module level, so that it can be sent to ranks."""
     with staged_only():
         return fn(*args)

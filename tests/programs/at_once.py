@@ -1,11 +1,11 @@
-"""Run packages, exchange weights and apply deltas at once, under a sanitizer: part of `make sanitize`, or
+"""Run packages, exchange weights and apply deltas at the same time, under a sanitizer: part of `make sanitize`, or
 
     PYTHONPATH=tests python -m programs.at_once --mode address|thread [--seconds 10]
 
 The program funcrec-at-once (kernels/serving/at_once.cpp) runs a package in three threads while two others exchange its
-weights and apply deltas. Each answer must equal, bit for bit, the answer of the version that it names. Then three
-threads read the weights' bytes themselves, and a sanitizer sees those reads. The compiled program and torch are built
-without a sanitizer, so that their accesses are ignored (`ignore_noninstrumented_modules`). Nothing is suppressed.
+weights and apply deltas. Each answer must equal, bit for bit, the answer of the version that it names. At the end,
+three threads read the bytes of the weights themselves, and a sanitizer sees those reads. The compiled program and torch
+are built without a sanitizer, and `ignore_noninstrumented_modules` ignores their accesses. Nothing is suppressed.
 """
 
 import argparse
@@ -29,7 +29,7 @@ OPTIONS = {
 
 
 def files(folder: Path) -> list[Path]:
-    """Write a package, other weights for it, and three successive deltas."""
+    """Return the files of a package, of other weights for the package, and of three successive deltas."""
     model, other = packages.export(folder / "model"), folder / "other"
     fr.save_weights(other, packages.params(1), version="other")
     package, found = fr.load_package(model), [model, other]

@@ -13,11 +13,11 @@ import funcrec as fr
 
 PAGE = mmap.PAGESIZE
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.bool, torch.uint8)
-COUNTS = (272, 264, 64)  # all ≥ 64 bytes: an unaligned buffer is copied
+COUNTS = (272, 264, 64)  # each buffer has at least 64 bytes, because an unaligned buffer is copied
 
 
 def between_pages(count: int, dtype: torch.dtype, at_end: bool) -> Tensor:
-    """Place a tensor at the start or the end of its page. The pages before and after it are inaccessible."""
+    """Return a tensor at the start or the end of its page. The pages before and after it are inaccessible."""
     place = mmap.mmap(-1, 3 * PAGE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(place))
     nbytes = count * dtype.itemsize

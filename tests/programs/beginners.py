@@ -1,9 +1,9 @@
-"""First attempts of newcomers from TorchRec, Keras, PyTorch and pandas, and what they get.
+"""First attempts of newcomers from TorchRec, Keras, PyTorch and pandas, and the outcome of each attempt.
 
     PYTHONPATH=tests python -m programs.beginners        prints the table
 
 A row holds code, whose result is `out`. If an expression follows the code, the code works and the expression is true.
-All other rows are mistakes: they raise or warn in four parts, or, with OWN, in the clear words of Python or torch.
+All other rows are mistakes. They raise or warn in four parts, or, if the row has OWN, in the words of Python or torch.
 """
 
 import tempfile
@@ -17,12 +17,12 @@ import torch
 import funcrec as fr
 
 PARTS = ("\n  got ", "\n  need ", "\n  try ")
-OWN = None  # Python's or torch's own words are clear enough
+OWN = None  # the words of Python or torch are clear enough
 
 
 class Outcome(NamedTuple):
-    """kind: "raises", "warns" or "returns". text: the text of the error or warning, with its notes. is_whole: it has
-    all four parts."""
+    """The outcome of a row. kind: "raises", "warns" or "returns". text: the error or warning, with its notes.
+    is_whole: whether the text has all four parts."""
 
     kind: str
     text: str
@@ -315,7 +315,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
 
 
 def outcome(code: str) -> Outcome:
-    """Run a row's code and return the error, else funcrec's warning, else the value."""
+    """Return the error of a row's code, else funcrec's warning, else the code's value."""
     made = namespace()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -331,7 +331,7 @@ def outcome(code: str) -> Outcome:
 
 
 def is_right(row: tuple, got: Outcome) -> bool:
-    """Whether a mistake gets an error of four parts, and correct code works."""
+    """Return whether a mistake gets an error of four parts, or correct code works."""
     right = list(row[1:])
     if right == [OWN]:
         return got.kind == "raises" and not got.is_whole

@@ -1,4 +1,4 @@
-"""Build programs of kernels/serving whose sources changed, with one build of a folder at a time."""
+"""Build programs of kernels/serving whose sources changed. At most one build of a folder runs at a time."""
 
 import fcntl
 import os
@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def build(name: str, source: str, *, sanitize: str = "", given=(), anew: bool = False, targets=("all",)) -> Path:
-    """Build the targets of ROOT/source and return build/name, or a separate folder for `sanitize`.
+    """Return build/name, or a separate folder for `sanitize`, after a build of the targets of ROOT/source.
 
-    sanitize: "address,undefined" or "thread". given: definitions of CMake's cache. An existing folder keeps its old
-    ones unless `anew` is true.
+    sanitize: "address,undefined" or "thread". given: definitions for CMake's cache. An existing folder keeps its old
+    definitions unless `anew` is true.
     """
     folder = ROOT / "build" / "-".join([name, *sanitize.replace(",", " ").split()])
     find = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -24,7 +24,7 @@ def build(name: str, source: str, *, sanitize: str = "", given=(), anew: bool = 
     make = ("-G", "Ninja") if shutil.which("ninja", path=find) else ()
     run = lambda *words: subprocess.run([cmake, *map(str, words)], check=True, stdout=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:  # wait for other tests' builds
+    with open(folder / "lock", "w") as lock:  # wait until other tests end their builds
         fcntl.flock(lock, fcntl.LOCK_EX)
         if anew or not (folder / "CMakeCache.txt").exists():
             own = (f"FUNCREC_SANITIZE={sanitize}", f"Python_EXECUTABLE={sys.executable}")

@@ -10,7 +10,7 @@ from programs.sequence_models import FIXED, activations
 
 
 def looked_up(model, d, codec=None, exact=False):
-    """Return (acts, {table: dense gradient}) of the global batch, for cotangents d of the acts."""
+    """Return (acts, {table: dense gradient}) of the global batch. The acts have cotangents d."""
     mesh, plan, tables, ids, features = model
     held, everywhere = fr.shard_tables(tables, plan, mesh, exact=exact, codec=codec), fr.P(mesh.axis_names)
 
@@ -26,13 +26,13 @@ def looked_up(model, d, codec=None, exact=False):
 
 
 def dense(grads, held):
-    """Return {bank: f[rows, dim]}."""
+    """Return {bank: f[rows, dim]}, the dense gradients."""
     made = {b: g.coalesce().to_dense() for b, g in fr.sharding._sum_gradients.sync_grads(grads, held.layout)[0].items()}
     return {b.name: made.get(b.name, zeros_like(held[b.name])) for b in held.layout.banks}
 
 
 def fixed(mesh, kind):
-    """Return f32 tables with weighted, mean and sequence features."""
+    """Return a model of f32 tables with weighted, mean and sequence features."""
     tables = {n: t.float() for n, t in lookups.tables().items()}
     ids = lookups.batch(mesh.size)
     return mesh, fr.Plan.uniform(kind, tables, mesh), tables, replace(ids, weights=ids.weights.float()), FIXED

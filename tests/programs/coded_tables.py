@@ -1,4 +1,4 @@
-"""Quantised tables on a mesh: what its ranks look up for their own bags, and the gathered tables."""
+"""Quantised tables on a mesh: the rows that its ranks look up for their own bags, and the gathered tables."""
 
 import torch
 
@@ -43,8 +43,8 @@ def whole():
 
 
 def looked_up(axes, kind, how, *, real=False, late=None, dtypes=DTYPES):
-    """Return (what all ranks look up for their bags, the gathered tables). late: quantise the placed tables to this
-    dtype."""
+    """Return (the values that all ranks look up for their bags, the gathered tables). late: a dtype to which the
+    placed tables are quantised."""
     mesh = (fr.Mesh.distributed if real else fr.Mesh.emulated)(**axes)
     given = tables() if late else fr.quantize(tables(), dtypes)
     held = fr.shard_tables(given, plan_of(kind, mesh), mesh, **how)
@@ -60,8 +60,8 @@ def on_ranks(axes, kind, how):
 
 
 def loss_of(params, batch, how=None):
-    """A loss over bags that reads tables fake-quantised to DTYPES, or to `how`. Each bag weighs the same on every
-    mesh."""
+    """Return a loss over bags that reads tables fake-quantised to DTYPES, or to `how`. Each bag weighs the same on
+    every mesh."""
     acts, rows = values(params.tables if how is None else fr.fake_quantize(params.tables, how, key=KEY), batch)
     return (acts.cos().sum(1) + sum(x.sin().sum((1, 2)) for x in rows.values())).mean() * params.dense
 
@@ -70,8 +70,8 @@ KEY = fr.key(3)
 
 
 def trained(axes, kind, how, dtypes, *, real=False):
-    """Return (what all ranks read from rows rounded with a key, loss, tables after a step). With axes None, one
-    process computes it."""
+    """Return (the values that all ranks read from rows rounded with a key, loss, tables after a step). With axes None,
+    one process computes them."""
     make = {"sparse": fr.optim.sgd(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
     loss_fn, params = (lambda p, batch: loss_of(p, batch, dtypes)), fr.Params(tables(), torch.tensor(1.0))
     read = lambda held, batch: values(fr.fake_quantize(held, dtypes, key=KEY), batch)

@@ -1,10 +1,10 @@
-"""Send signals to the main job at random moments. Afterwards it must end with the bits of an undisturbed run.
+"""Send signals to the main job at random moments. The job must then end with the bits of an undisturbed run.
 
     PYTHONPATH=tests python -m programs.ctr_interrupts --count 500
 
-The job is compiled once, here. Every run is a fork of this process that gets SIGINT, SIGTERM (each sometimes twice) or
-SIGKILL after a random time. It is started again with --resume=auto, perhaps interrupted again, and at last left
-undisturbed.
+This process compiles the job once. Every run is a fork of this process that gets SIGINT, SIGTERM (each sometimes
+twice) or SIGKILL after a random time. The job starts again with --resume=auto, and may be interrupted again. The last
+start is undisturbed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ KEYS = ("state", "best", "position", "loss_sum")
 
 
 def bits(path):
-    """Return the checkpoint's tensors as bytes, and its numbers except times."""
+    """Return the checkpoint's tensors as bytes, and the checkpoint's numbers except times."""
     tree = fr.load(path)
     leaves = torch.utils._pytree.tree_leaves({k: tree[k] for k in KEYS})
     whole = [x.reshape(-1).view(torch.uint8).numpy().tobytes() if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -38,7 +38,7 @@ def bits(path):
 
 
 def forked(words, log):
-    """Run the job in a fork of this process."""
+    """Return the process id of a fork of this process that runs the job."""
     pid = os.fork()
     if pid:
         return pid
@@ -51,7 +51,7 @@ def forked(words, log):
                 code = ctr.main(words)
             except SystemExit as end:
                 code = end.code if isinstance(end.code, int) else print(end.code) or 1
-            except KeyboardInterrupt:  # the signal came before the handlers were set
+            except KeyboardInterrupt:  # the signal came before the job set its handlers
                 code = 130
             except BaseException as error:
                 print(repr(error))
@@ -60,7 +60,7 @@ def forked(words, log):
 
 
 def interrupted(draw, pid, lasts):
-    """Send signals at random moments and return (signals sent, exit code)."""
+    """Return (signals sent at random moments, exit code)."""
     kind = draw.choices(["int", "term", "both", "twice", "kill"], [6, 6, 2, 2, 3])[0]
     time.sleep(draw.uniform(0, lasts))
     sent = {
@@ -78,7 +78,7 @@ def interrupted(draw, pid, lasts):
 
 
 def trial(draw, out, data, lasts, told):
-    """Interrupt one run once to three times, then let it run to its end."""
+    """Interrupt one run once to three times, then let it run to its end without a signal."""
     words, log = [*WORDS, "--data", str(data), "--out", str(out)], out.with_suffix(".log")
     for _ in range(draw.choice([1, 1, 2, 3])):
         before = len(log.read_text()) if log.exists() else 0
@@ -86,7 +86,7 @@ def trial(draw, out, data, lasts, told):
         said = log.read_text()[before:] if log.exists() else ""
         allowed = {0} | {-s if s == signal.SIGKILL else 128 + s for s in sent}
         if signal.SIGTERM in sent and (not said or "goes on from" in said or "test AUC" in said):
-            allowed.add(-signal.SIGTERM)  # before its handlers were set, or after its end
+            allowed.add(-signal.SIGTERM)  # the signal came before the job set its handlers, or after its end
         assert code in allowed, (sent, code, log.read_text())
         place = "nothing"
         if (out / "checkpoint.pt").exists():
@@ -103,7 +103,7 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    tqdm.tqdm.set_lock(threading.RLock())  # forks share the default lock, and a killed fork would hold it for ever
+    tqdm.tqdm.set_lock(threading.RLock())  # forks share the default lock, and a killed fork would keep it locked
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         data.mkdir()
@@ -115,7 +115,7 @@ def main(argv=None):
             return made[0]._replace(options=settled)
 
         ctr.make_job = once
-        for name in ("first", "whole"):  # the first run compiles
+        for name in ("first", "whole"):  # run "first" compiles the job
             began = time.monotonic()
             assert ctr.main([*WORDS, "--data", str(data), "--out", str(Path(folder) / name)]) == 0
         lasts, want = time.monotonic() - began, bits(Path(folder) / "whole" / "checkpoint.pt")

@@ -15,13 +15,13 @@ DENSE = {
 
 
 def loss_fn(params, batch):
-    """The loss of `training` times a scalar parameter, plus one that counts nothing."""
+    """Return the loss of `training` times a scalar parameter, plus one that counts nothing."""
     loss = training.loss_fn(params, batch) * params.dense["scale"]
     return loss, {"mean": batch.label.mean()}
 
 
 def merge(dense, aux):
-    """Keep a running mean, which no gradient moves. Its keys are in another order."""
+    """Return dense parameters with a running mean, which no gradient moves. The keys are in another order."""
     return {
         "running": 0.9 * dense["running"] + 0.1 * aux["mean"].to(dense["running"].dtype),
         **{k: x for k, x in dense.items() if k != "running"},
@@ -41,7 +41,7 @@ def options(name, mesh, axes, **more):
 
 
 def trained(name, mesh, axes, steps, *, compiled=False, state=None, first=0, **more):
-    """Return (the state, metrics of the last step) after steps on 2 bags per rank."""
+    """Return (the state, the metrics of the last step) after steps on 2 bags per rank."""
     step = fr.train_step(loss_fn, **options(name, mesh, axes, **more))
     state = step.init(params()) if state is None else state
     run = fr.jit(step, donate=("state",)) if compiled else step
@@ -54,7 +54,7 @@ def trained(name, mesh, axes, steps, *, compiled=False, state=None, first=0, **m
 
 
 def real(name, sizes, axes, steps, compiled):
-    """On this process's ranks, return (the whole state, how many elements of each leaf this rank keeps, the last
+    """Return, on this process's ranks, (the whole state, the number of elements of each leaf on this rank, the last
     loss)."""
     mesh = fr.Mesh.distributed(**sizes)
     state, metrics = trained(name, mesh, axes, steps, compiled=compiled)

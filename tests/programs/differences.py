@@ -1,9 +1,9 @@
-"""Compare every mode's derivatives with central differences in f64, one input at a time: they are right or raise.
+"""Compare the derivatives of every mode with central differences in f64, one input at a time: right, or an error.
 
-    s(t) = Σ c · f(x + t · v)        every mode's derivative of s at 0 is (s(h) - s(-h)) / 2h, or it raises
+    s(t) = Σ c · f(x + t · v)        the derivative of s at 0 in every mode is (s(h) - s(-h)) / 2h, or it raises
 
-A case gives a function and its named float inputs. Directions v and weights c are drawn once, from the names. If a mode
-silently drops a gradient, its s' is 0 and the difference is not.
+A case gives a function and the function's named float inputs. Directions v and weights c are drawn once, from the
+names. If a mode silently drops a gradient, the mode's s' is 0 and the difference is not 0.
 """
 
 import functools
@@ -23,7 +23,7 @@ from funcrec.core._tree import tree_leaves
 from funcrec.tables._init import name_number
 
 H, H2 = 1e-5, 3e-4  # step sizes of first and second differences
-# relative to the derivative and to s, from which differences are computed
+# tolerances relative to the derivative, and relative to s, from which differences are computed
 RTOL, RTOL2 = 1e-6, 2e-5
 RIGHT, RAISED = "right", "raised"
 ZERO = torch.zeros((), dtype=torch.float64)
@@ -32,11 +32,11 @@ BATCH = torch.tensor([0.0, 0.01], dtype=torch.float64)
 
 
 class Case(NamedTuple):
-    """f(**inputs) returns a tree; inputs are f64. refused: the inputs that may raise, "*" for all. All other inputs
-    must give right derivatives.
+    """A function and its inputs. f(**inputs) returns a tree. inputs are f64. refused: the inputs that may raise, "*"
+    for all inputs. All other inputs must give right derivatives.
 
-    smooth: f without its rounding, used for the differences. rtol: the rounding allowed, relative to the derivative and
-    to s.
+    smooth: f without its rounding, for the differences. rtol: the rounding allowed, relative to the derivative and
+    relative to s.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     rtol: float = 0.0
 
 
-# drawn once, outside of all transforms, whichever transform asks first
+# A weight is drawn once, outside of all transforms, whichever transform asks first.
 @functools.cache
 def draw(name: str, shape) -> Tensor:
     generator = torch.Generator().manual_seed(name_number(name) % 2**31)
@@ -56,7 +56,7 @@ def draw(name: str, shape) -> Tensor:
 
 
 def projected(tree: Any, name: str) -> Tensor:
-    """Return Σ c · x over the float leaves."""
+    """Return Σ c · x over the float leaves of the tree."""
     total = torch.zeros((), dtype=torch.float64)
     for i, x in enumerate(tree_leaves(tree)):
         if isinstance(x, Tensor) and x.is_floating_point():
@@ -126,7 +126,7 @@ SECOND: dict[str, tuple[Callable, Callable]] = {
     "jvp of jvp": (lambda s: pushed(pushed(s))(ZERO), second),
 }
 MODES = {**FIRST, **SECOND}
-# For numbers without requires_grad: differentiate inside the staged function.
+# For numbers without requires_grad: the staged function differentiates.
 JITTED: dict[str, tuple[Callable, Callable]] = {
     "jit of grad": (lambda s: fr.jit(grad(s))(ZERO), first),
     "jit of jvp": (lambda s: fr.jit(pushed(s))(ZERO), first),
@@ -135,7 +135,7 @@ EVERY = {**MODES, **JITTED}
 
 
 def outcome(s: Callable, mode: str, needs: dict, smooth: Callable, rtol: float = 0.0) -> str:
-    """Return RIGHT, RAISED, or the two numbers. smooth: the function whose differences are taken."""
+    """Return RIGHT, RAISED, or the two numbers. smooth: the function from which the differences are computed."""
     derivative, difference = EVERY[mode]
     try:
         got = derivative(s)
@@ -147,14 +147,14 @@ def outcome(s: Callable, mode: str, needs: dict, smooth: Callable, rtol: float =
 
 
 def compared(got: Tensor, need: Tensor, s: Callable, mode: str, rtol: float = 0.0) -> str:
-    """Return RIGHT, or the two numbers if they differ more than the error of differences."""
+    """Return RIGHT, or the two numbers if they differ by more than the error of the differences."""
     size = max(1.0, float(s(ZERO).detach().abs()))
     tolerance = (rtol or (RTOL2 if mode in SECOND else RTOL)) * (size + float(need.abs()))
     return RIGHT if bool((got - need).abs() <= tolerance) else f"got {float(got):.8g}, difference {float(need):.8g}"
 
 
 def sweep(case: Case, modes=tuple(MODES)) -> dict[tuple[str, str], str]:
-    """Return {(input, mode): outcome}."""
+    """Return {(input, mode): outcome} for all inputs of the case."""
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,5 +1,6 @@
-"""Run every public call and every docstring's example, and record the shapes and dtypes of their tensors next to the
-docstrings' statements."""
+"""Run every public call and every docstring's example, and record the shapes and dtypes of their tensors.
+
+The records stand next to the docstrings' statements about shapes."""
 
 import contextlib
 import dataclasses
@@ -22,7 +23,7 @@ import funcrec as fr
 from programs.doc_shapes import Call, Statement, annotated, call_of, first_shapes, shapes_in, statements_of
 
 FACES = {"": fr, "optim.": fr.optim, "nn.": fr.nn, "metrics.": fr.metrics, "models.": fr.models}
-MOST = 200  # calls kept per function, each with other forms
+MOST = 200  # calls kept per function, each with forms that the other kept calls do not have
 
 
 class Said(NamedTuple):
@@ -33,7 +34,7 @@ class Said(NamedTuple):
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Yield (name, function or class), each once."""
+    """Yield (name, function or class) of everything public, each pair once."""
     seen = set()
     for prefix, face in FACES.items():
         for name, x in vars(face).items():
@@ -47,16 +48,16 @@ def doc_of(x: Any) -> str:
 
 
 class Recorder:
-    """{name: its docstring's statements, and calls}. Functions and methods are wrapped while `patched` lasts."""
+    """{name: the docstring's statements, and calls}. `patched` wraps functions and methods while it lasts."""
 
     def __init__(self):
         self.said: dict[str, Said] = {}
-        self.is_noting = False  # calls made to note a call are not noted
+        self.is_noting = False  # calls that `note` makes are not noted
         self.fields = {x: f"{name}" for name, x in public() if isinstance(x, type) and hasattr(x, "__annotations__")}
 
     def note(self, name: str, statements: Callable[[], list[Statement]], values: Mapping[str, Any]) -> None:
-        """Note a call, and the fields of its arguments and of its result."""
-        if self.is_noting or torch.compiler.is_exporting():  # while exporting, sizes are symbolic
+        """Note a call, the fields of the call's arguments, and the fields of its result."""
+        if self.is_noting or torch.compiler.is_exporting():  # torch.export makes sizes symbolic
             return
         self.is_noting = True
         try:
@@ -72,7 +73,7 @@ class Recorder:
             said.calls.append(call)
 
     def look(self, x: Any) -> None:
-        """Note the fields of values whose classes are documented."""
+        """Note the fields of values whose classes have documented fields."""
         if isinstance(x, dict | list) or type(x) is tuple:
             for v in x.values() if isinstance(x, dict) else x:
                 self.look(v)
@@ -89,14 +90,14 @@ class Recorder:
             values = {**signature.bind(*args, **kwargs).arguments, "": out}
             if is_functions(out):
                 return self.watched(out, name, doc, values)
-            if not callable(out):  # a maker's statements describe the functions it returns
+            if not callable(out):  # a maker's statements describe the functions that it returns
                 self.note(name, lambda: statements_of(doc, names_of(f)) + list(annotated(f)), values)
             return out
 
         return run
 
     def watched(self, out: Any, name: str, doc: str, made_with: Mapping[str, Any]) -> Any:
-        """Return a tuple of functions, each noted under its class and under its maker."""
+        """Return a tuple of functions. Each function is noted under the tuple's class and under the tuple's maker."""
         known = {k: v for k, v in made_with.items() if type(v) is int}
         return out._replace(**{n: self.member(f, n, type(out), name, doc, known) for n, f in members(out)})
 
@@ -159,7 +160,7 @@ def names_of(x: Any) -> set[str]:
 
 
 def is_functions(x: Any) -> bool:
-    """Whether it is a tuple of functions, such as a layer or an optimizer, or the class of one."""
+    """Return whether x is a tuple of functions, such as a layer or an optimizer, or the class of such a tuple."""
     cls = x if isinstance(x, type) else type(x)
     return (
         issubclass(cls, tuple)
@@ -173,15 +174,15 @@ def members(x: Any) -> list[tuple[str, Callable]]:
 
 
 def member_statements(doc: str, field: str, names: set[str]) -> list[Statement]:
-    """Return the statements about a function in a tuple of functions: the class's on its arguments, and `field(...)
-    -> SHAPE` or `field: (...) -> SHAPE`."""
+    """Return the statements about a function in a tuple of functions. They are the class's statements on the
+    function's arguments, and `field(...) -> SHAPE` or `field: (...) -> SHAPE`."""
     result = re.search(rf"\b{field}(?:, \w+)*(?:: )?\([^)]*\) -> ([^`;\n]*)", doc)
     own = [s for s in statements_of(doc, names) if s.subject]
     return own + ([Statement("", shapes)] if result and (shapes := first_shapes(result[1])[:1]) else [])
 
 
 def slot_statements(doc: str) -> list[Statement]:
-    """Return the statement on each slot from `Slots: mean and square, each f[R, D]`, for tables f[R, D]."""
+    """Return the statements on each slot from `Slots: mean and square, each f[R, D]`, for tables f[R, D]."""
     text, out, at = re.search(r"Slots: (.*?)(?=\.\s|\.\Z|\n\n|\Z)", doc, re.S)[1], [], 0
     for start, end, shape in shapes_in(text):
         out += [Statement(n, (shape,)) for n in re.findall(r"\w+", text[at:start]) if n not in ("and", "each")]
@@ -209,7 +210,7 @@ def rare(calls: Any) -> None:
 
 
 def made_anew() -> tuple[ModuleType, ModuleType]:
-    """Execute again the modules of public calls and of their values. Modules that others imported stay."""
+    """Return fresh executions of the modules of public calls and of their values. Modules that others imported stay."""
     names = [f"programs.public_{x}" for x in ("values", "calls_data", "calls_models", "calls")]
     kept = {n: sys.modules.pop(n) for n in names if n in sys.modules}
     try:
@@ -222,8 +223,8 @@ def made_anew() -> tuple[ModuleType, ModuleType]:
 
 
 def record(folder: Path) -> dict[str, Said]:
-    """Record the calls of `public_calls`, imported again so that they call wrapped functions, and the examples of
-    docstrings that state shapes."""
+    """Return the recorded calls of `public_calls` and of the examples in docstrings that state shapes.
+    `public_calls` is imported again, so that it calls wrapped functions."""
     recorder = Recorder()
     with recorder.patched():
         values, calls = made_anew()
@@ -242,5 +243,5 @@ def record(folder: Path) -> dict[str, Said]:
 
 
 def has_tensors(said: Said) -> bool:
-    """Whether a call took or returned a tensor outside of the values that have fields of their own."""
+    """Return whether a call took or returned a tensor outside of the values that have documented fields."""
     return any(not letters for call in said.calls for forms in call.leaves.values() for _, _, letters in forms)

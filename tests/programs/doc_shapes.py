@@ -10,9 +10,9 @@ A statement is a subject (an argument, a field, or the result) and the shapes th
       KeyedTensor f32[B, ΣD]                    the result
     Slots: mean f[R, D], square f[R].           what the optimizer's `init` gives for a table f[R, D]
 
-A dimension is a number, a name, or arithmetic on them. A name is an int argument of the call or a letter of one of its
-values (LETTERS); otherwise the first shape gives its size. `...` is any dimensions, the same throughout. In trees, the
-values under one key share names that are local to the key.
+A dimension is a number, a name, or arithmetic on dimensions. A name is an int argument of the call or a letter of one
+of its values (LETTERS). The first shape gives the size of any other name. `...` stands for the same dimensions
+throughout. In trees, the values under one key share names that are local to the key.
 """
 
 import inspect
@@ -52,14 +52,15 @@ class Form(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """subject: the name of an argument or field, "" for the result. The value may have any of the shapes."""
+    """A statement on a shape. subject: the name of an argument or field, "" for the result. shapes: the allowed
+    shapes."""
 
     subject: str
     shapes: tuple[Shape, ...]
 
 
 def shapes_in(text: str) -> list[tuple[int, int, Shape]]:
-    """Yield (start, end, shape) of each shape in the text. A list of numbers is not a shape."""
+    """Return (start, end, shape) of each shape in the text. A list of numbers is not a shape."""
     out = []
     for m in SHAPE.finditer(text):
         dims = tuple(d.strip() for d in m[2].split(",") if d.strip())
@@ -70,7 +71,7 @@ def shapes_in(text: str) -> list[tuple[int, int, Shape]]:
 
 
 def first_shapes(text: str) -> tuple[Shape, ...]:
-    """Return the first shape, and the shapes that `or` joins to it."""
+    """Return the first shape of the text, and the shapes that `or` joins to it."""
     found = shapes_in(text)
     own = found[:1]
     for one in found[1:]:
@@ -112,7 +113,7 @@ def _of_keyed(x: Any) -> dict[str, Any]:
         "F": len(x.keys),
         "B": bags / len(x.keys) if x.keys else 0,
         "N": x.values.shape[0],
-    }  # for strided values, B is their mean
+    }  # for strided values, B is the mean of their numbers of bags
 
 
 LETTERS = {
@@ -125,8 +126,8 @@ LETTERS = {
 
 
 class Call(NamedTuple):
-    """The forms of a call's arguments and result, without values: {subject: [(path, form, letters)]}. It also has
-    the known sizes of names, for all and by key."""
+    """The forms of a call's arguments and result, without values: {subject: [(path, form, letters)]}. A call also has
+    the known sizes of names, for all keys and for each key."""
 
     leaves: dict[str, list]
     known: dict[str, Any]
@@ -134,7 +135,7 @@ class Call(NamedTuple):
 
 
 def call_of(values: Mapping[str, Any]) -> Call:
-    """values: {argument or field: value}; the result has key ""."""
+    """Return the forms of a call's values. values: {argument or field: value}. The result has key ""."""
     known: dict[str, set] = {}
     by_key: dict[Any, dict] = {}
     for name, x in values.items():
@@ -156,7 +157,7 @@ def letters(x: Any) -> dict[str, Any]:
 
 
 def leaves(x: Any, path: tuple = ()) -> Iterator[tuple[tuple, Form, dict]]:
-    """Yield (path of keys, form, letters of the value that holds it) of each tensor."""
+    """Yield (path of keys, form, letters of the enclosing value) of each tensor."""
     if isinstance(x, Tensor):
         yield path, Form(x.dtype, tuple(x.shape)), {}
     elif isinstance(x, fr.JaggedTensor | fr.KeyedTensor):
@@ -167,11 +168,11 @@ def leaves(x: Any, path: tuple = ()) -> Iterator[tuple[tuple, Form, dict]]:
 
 
 def violations(statements: list[Statement], call: Call) -> Iterator[str]:
-    """Return the statements that do not hold in the call."""
+    """Yield the statements that do not hold in the call."""
     scopes: dict[tuple, dict] = {(): dict(call.known)}
     for subject, shapes in statements:
         for path, form, more in call.leaves.get(subject, ()):
-            for i in range(len(path)):  # a key's sizes also hold for all keys below it
+            for i in range(len(path)):  # the sizes of a key also hold for all keys below it
                 more_known = call.by_key.get(path[i], {})
                 scopes.setdefault(path[: i + 1], {**scopes[path[:i]], **more_known})
             scope = scopes[path]
@@ -182,7 +183,7 @@ def violations(statements: list[Statement], call: Call) -> Iterator[str]:
 
 
 def fits(x: Form, shape: Shape, scope: dict, more: dict) -> bool:
-    """Whether x has the shape. Sizes found for names stay in the scope."""
+    """Return whether x has the shape. The scope keeps the sizes found for names."""
     if shape.dtypes and not any(x.dtype in DTYPES[d] for d in shape.dtypes.split("|")):
         return False
     trial, sizes = {**more, **scope}, x.shape

@@ -1,5 +1,6 @@
-"""A package with tables of every dtype and width, pooled in every way and as sequences. It has hashed and weighted
-features and dense inputs."""
+"""A package with tables of every dtype and width, pooled in every way and as sequences.
+
+The package has hashed features, weighted features and dense inputs."""
 
 import torch
 
@@ -13,7 +14,7 @@ NUMBERS = (
     torch.int32,
     torch.int64,
     torch.bool,
-)  # parameters that no output depends on
+)  # parameters on which no output depends
 KEYS = ("a", "b", "c")
 KINDS = (("a", "sum", False), ("b", "mean", False), ("c", "sum", True), ("c", "mean", True))
 
@@ -30,7 +31,7 @@ def features(tables):
 
 HASHED = (fr.FeatureConfig("hashed", table="int8", column="b", hash=fr.multiply_shift(3)),)
 LAST = tuple(fr.FeatureConfig(f"last_{t}", table=t, column="a", pooling="none") for t in ("int8", "int4", "float16"))
-WIDTH = 305  # the width of all pooled features
+WIDTH = 305  # the total width of all pooled features
 WIDE = (fr.FeatureConfig("wide", table="wide", column="b"),)
 
 

@@ -10,7 +10,7 @@ from funcrec.compile.backend import _inductor
 
 OVERLAP = "reorder_for_compute_comm_overlap_passes"
 
-# What one exchange of a program does with its operand f[n, SIZE, ...].
+# What one exchange of a program does with the exchange's operand f[n, SIZE, ...].
 KINDS = {
     "swap": lambda x: fr.all_to_all(x, "x").flip(0),
     "gather": lambda x: fr.all_gather(x[0], "x") * 2,
@@ -23,7 +23,7 @@ KINDS = {
 
 
 def run(steps, x):
-    """Run [(kind, number of an earlier value, size, dtype)] and return all values; value 0 is x f64[n, 8]."""
+    """Return all values of the program [(kind, number of an earlier value, size, dtype)]. Value 0 is x f64[n, 8]."""
     values = [x]
     for kind, source, size, dtype in steps:
         of = values[source % len(values)].to(dtype)
@@ -32,7 +32,7 @@ def run(steps, x):
 
 
 def compiled(programs):
-    """For each program, return (its values without the passes, with them, the bytes sent without, with)."""
+    """Return, for each program, (its values without the passes, with them, the bytes sent without them, with them)."""
     n = torch.distributed.get_world_size()
     mesh, out = fr.Mesh.distributed(x=n), []
     for steps in programs:
@@ -58,7 +58,8 @@ def compiled(programs):
 
 
 def code_of_two_rounds():
-    """Return the generated code of two successive exchanges, and of a matrix product that only the end needs."""
+    """Return the generated code of two successive exchanges, and of a matrix product that only the program's end
+    needs."""
     from programs.generated_code import generated_code
 
     mesh = fr.Mesh.distributed(x=torch.distributed.get_world_size())

@@ -1,9 +1,9 @@
-"""Interrupt a first fr.jit or fr.export by a signal when torch begins to import a module, then call it again.
+"""Interrupt a first fr.jit or fr.export by a signal when torch begins to import a module, then call again.
 
     PYTHONPATH=tests python -m programs.first_calls jit|export NUMBER [main]
 
-NUMBER: which import gets the signal, counted from the call on. main: count only imports by the main thread. Prints
-JSON: whether a signal came, what the first call raised, and the result of the first call, or else of the second.
+NUMBER: which import gets the signal, counted from the call on. main: count only imports by the main thread. The program
+prints JSON: whether a signal came, what the first call raised, and the result of the first call, or else of the second.
 """
 
 import json
@@ -24,7 +24,7 @@ OURS = ("funcrec", "__mp_main__", "programs")
 
 
 class TooLateError(ValueError):
-    """The error that the handler raises; its class is one that functions may raise themselves."""
+    """The error that the handler raises. Functions may also raise errors of its class themselves."""
 
 
 def predict(params, batch):
@@ -47,7 +47,7 @@ def export() -> list[float]:
 
 
 class Interrupter:
-    """An import finder that finds nothing, and sends a signal at the chosen import."""
+    """An import finder that finds no module, and sends a signal at the chosen import."""
 
     def __init__(self, number: int, is_main_alone: bool):
         self.left, self.is_main_alone, self.sent = number, is_main_alone, ""

@@ -1,5 +1,6 @@
-"""Every public function that takes float tensors, as a case of the sweep `differences`. R rows, D dim, N ids, B
-bags."""
+"""Every public function that takes float tensors, as a case of the sweep `differences`.
+
+Shapes: R rows, D dim, N ids, B bags."""
 
 import torch
 from funcrec.kernels import library, ops
@@ -26,7 +27,7 @@ def number(x: float) -> torch.Tensor:
 
 
 def ids(weights: torch.Tensor) -> fr.KeyedJaggedTensor:
-    """Make bags of 2, 0 and 3 ids, and one place of padding."""
+    """Return bags of 2, 0 and 3 ids, and one place of padding."""
     return fr.KeyedJaggedTensor.from_offsets(["clicks"], ROWS.clamp(min=0), OFFSETS, weights=weights)
 
 
@@ -114,8 +115,8 @@ OPERATIONS = {  # {name: (f of the implementation, inputs)}
 
 
 def of_kernels() -> list[Case]:
-    """Make the kernels' cases. Without a choice, and as the reference, each is right. Named kernels and their
-    operators, called directly, raise."""
+    """Return the kernels' cases. A call without a chosen implementation, or with the reference, is right. Named kernels
+    and their operators, called directly, raise."""
     found = []
     for name, (make, inputs) in OPERATIONS.items():
         known = "*" if name == "fused_update" else ()
@@ -252,7 +253,7 @@ def regrouped(values):
 
 
 def predicted(w):
-    """Return the probabilities of a model with one factor, for rows as given."""
+    """Return the probabilities of a model with one factor, from the given rows."""
     encoding = fr.data.fit_encoding({"item": ["tea", "jam"]}, fr.data.Schema(categorical=("item",)))
     model = fr.models.lr(*fr.data.configs(encoding, 1))
     model = model._replace(apply=lambda params, batch: batch.ids.values * params.dense)
@@ -265,7 +266,7 @@ def of_values() -> list[Case]:
         "KeyedJaggedTensor.unpad",
         "validate",
         "pad_to_bucket",
-    }  # these read lengths on the host
+    }  # these functions read lengths on the host
     return [
         *(Case(n, f, {"values": VALUES}, "*" if n in host else ()) for n, f in JAGGED.items()),
         *(Case(n, lambda w, f=f: f(two_keys(w)), {"w": WEIGHTS}, "*" if n in host else ()) for n, f in KEYED.items()),

@@ -1,7 +1,7 @@
 """Public functions of a mesh as cases of the sweep `differences`, on an emulated mesh and on real ranks.
 
 Every rank has the whole input and takes its own part. On real ranks, each rank gets the part of the derivative that
-passes through its own input (reverse) or its own output (forward).
+passes through the rank's own input (reverse) or the rank's own output (forward).
 """
 
 import contextlib
@@ -128,7 +128,7 @@ def looked_up(mesh, *, weights, how=(), **tables):
 
 
 def gradients(mesh, *, weights, w, bias, how=(), **tables):
-    """Return every rank's row gradients, and the gradients of the dense parameters."""
+    """Return the row gradients of every rank, and the gradients of the dense parameters."""
     held = fr.shard_tables(of_tables(tables), PLAN, mesh, **dict(how))
 
     def one(held, dense, ids):
@@ -142,7 +142,7 @@ def gradients(mesh, *, weights, w, bias, how=(), **tables):
 
 
 def moved(mesh, *, is_whole, w, slot, **tables):
-    """Shard a state and make it whole again: with `gather_state`, with `reshard`, or its tables alone."""
+    """Return a state that was sharded and made whole again: with `gather_state`, with `reshard`, or tables alone."""
     sparse, dense = fr.optim.adagrad(lr=0.1), fr.optim.dense(torch.optim.SGD, lr=0.1)
     step = fr.train_step(loss_fn, sparse=sparse, dense=dense, mesh=mesh, plan=PLAN, dense_axes=("x",))
     state = step.init(fr.Params(of_tables(tables), {"w": w}))
@@ -160,7 +160,7 @@ def whole_again(mesh, **tables):
 
 
 def united(mesh, *, lr, apart, **tables):
-    """Train replicas apart, then unite them. `apart` makes the replicas differ."""
+    """Return replicas that trained apart and were then united. `apart` makes the replicas differ."""
     options = {
         "sparse": fr.optim.adagrad(lr=lr, initial_accumulator=0.1),
         "dense": fr.optim.dense(torch.optim.SGD, lr=0.1),
@@ -197,7 +197,7 @@ def trained(mesh, *, how, steps, weights, w, bias, lr, dense_lr, jit=False, **ta
 
 
 def at_once(f, inputs: dict[str, Tensor]):
-    """Return f of one vector that holds all inputs, so that the difference sees any input whose gradient a mode
+    """Return f of one vector that holds all inputs. The difference therefore sees every input whose gradient a mode
     loses."""
     sizes = [x.numel() for x in inputs.values()]
     apart = lambda x: {k: p.reshape(y.shape) for (k, y), p in zip(inputs.items(), x.split(sizes), strict=True)}
@@ -221,15 +221,15 @@ CASES = {  # {name: (f of the mesh and the inputs, inputs)}
     "train_step": (partial(trained, how="plain", steps=1), TRAINED),
     "train_step, all options": (partial(trained, how="dense_axes, merge, capacity", steps=1), TRAINED),
 }
-# cases whose vectors travel coded: (the case, its `how`, the allowed rounding relative to a derivative's size)
+# cases whose vectors travel coded: (the case, its `how`, the allowed rounding relative to the derivative's size)
 CODED = {
     "lookups, bfloat16": ("lookups", {"codec": fr.Codec("bfloat16", "bfloat16")}, 0.04),
     "lookups, float16, exact": ("lookups, exact", {"codec": fr.Codec("float16", "float16"), "exact": True}, 0.005),
     "lookups, int8, dedup": ("lookups, dedup", {"codec": fr.Codec("int8", "int8"), "dedup": True}, 0.03),
     "value_and_grad, float16": ("value_and_grad", {"codec": fr.Codec("float16", "float16")}, 0.01),
 }
-BITS = ("gather_state", "reshard")  # refused between real ranks, where rows travel as bits
-# every rank must have equal parameters, so that none can move its parameters alone
+BITS = ("gather_state", "reshard")  # these raise between real ranks, where rows travel as bits
+# Every rank must have equal parameters. No rank can therefore move its parameters alone.
 SHARED = ("train_step", "train_step, all options")
 FEW = ("grad", "autograd", "jvp", "vmap", "vmap of grad", "jvp of grad")
 # jit runs the staged graph itself
@@ -257,7 +257,7 @@ def over_ranks(x: Tensor) -> Tensor:
 
 
 def through_mine(s: Callable, difference: Callable) -> Tensor:
-    """Return difference(what moving this rank's t alone does to Σ_r s_r), for every rank in turn."""
+    """Return difference(f) for every rank in turn. f is the effect on Σ_r s_r when only this rank moves its t."""
     own = None
     for rank in range(torch.distributed.get_world_size()):
         mine = rank == torch.distributed.get_rank()
@@ -271,12 +271,12 @@ def slope(f: Callable, base: float = 0.0) -> Tensor:
 
 
 def slope_of_slope(f: Callable) -> Tensor:
-    """Return the derivative of f's slope in its own t, by a base that all ranks move."""
+    """Return the derivative of f's slope in f's own t. All ranks move the base of that derivative."""
     at = lambda base: (f(base, H2) - f(base, -H2)) / (2 * H2)
     return (8 * (at(H2) - at(-H2)) - (at(2 * H2) - at(-2 * H2))) / (12 * H2)
 
 
-# each rank's derivative: of its own s_r by the t of all ranks (forward), or of Σ s_r by its own t (reverse)
+# the derivative of each rank: of its own s_r by the t of all ranks (forward), or of Σ s_r by its own t (reverse)
 OWN = {
     "grad": lambda s: through_mine(s, slope),
     "vmap of grad": lambda s: sum(through_mine(s, lambda f: slope(f, float(b))) for b in BATCH),  # noqa: B023
@@ -288,11 +288,11 @@ OWN |= {"autograd": OWN["grad"], "jit of grad": OWN["grad"], "jit of jvp": OWN["
 
 
 def outcomes(name: str, modes: tuple[str, ...], compiled: bool = False) -> dict[tuple[str, str], str]:
-    """Run `differences.sweep` on real ranks and compare each rank's derivative with its own differences. For the
-    cases in SHARED, compare the sum of the reverse derivatives."""
+    """Return the outcomes of `differences.sweep` on real ranks. Each rank compares its derivative with its own
+    differences. The cases in SHARED compare the sum of the reverse derivatives."""
     case, needs, found = case_of(name, fr.Mesh.distributed(x=torch.distributed.get_world_size())), {}, {}
     s, smooth = along(case, "x"), along(case._replace(f=case.smooth or case.f), "x")
-    s(ZERO)  # draw the sweep's own numbers outside of transforms
+    s(ZERO)  # draw the random numbers of the sweep outside of transforms
     for mode in modes:
         derivative, difference = differences.EVERY[mode]
         added = name in SHARED and mode not in ("jvp", "jit of jvp", "vmap")

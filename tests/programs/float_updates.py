@@ -25,8 +25,8 @@ UPDATED = {"table": TABLE, "grads": GRADS, "lr": LR}
 
 
 def updated(optimizer, table, grads, slot=None, **how):
-    """Make two updates, the first with repeated rows. slot: a number added to every slot that has more than one
-    element."""
+    """Return the results of two updates, the first with repeated rows. slot: a number added to every slot that has more
+    than one element."""
     tables = {"t": table, "u": table[:, :2] * 1.0}
     slots = optimizer.init(tables)
     if slot is not None:
@@ -45,8 +45,8 @@ def of_rule(name, table, grads, lr, slot, implementation=None, **numbers):
 
 
 def numbers_of(name):
-    """Return a rule's float hyper-parameters other than lr: those that are not 0, and weight_decay. A nonzero value
-    of the others would change the rule's form."""
+    """Return a rule's float hyper-parameters without lr: those that are not 0, and weight_decay. A nonzero value of a
+    hyper-parameter that is 0 would change the rule's form."""
     given = arguments_of(BUILTIN[name], **RULES[name])[1]
     return {k: number(x or 0.2) for k, x in given.items() if type(x) is float and k != "lr" and (x or "decay" in k)}
 
@@ -79,7 +79,7 @@ COMBINED = {
 
 def of_rows() -> list[Case]:
     slot, small = {"slot": number(0.6)}, {"inner": draw("inner", (4,)), "outer": draw("outer", (4,))}
-    # kernels would be compiled for each rule: see `test_generated`
+    # without "reference", kernels would be compiled for each rule: see `test_generated`
     as_tensor = {"implementation": "reference"}
     of_numbers = lambda n: functools.partial(of_rule, n, TABLE, GRADS, LR, number(0.6), **as_tensor)
     return [

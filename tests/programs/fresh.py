@@ -1,4 +1,4 @@
-"""A model whose tables a package stores in every number of bits, and its training: what deltas are tested on."""
+"""A model whose tables a package stores in every number of bits, and its training. Tests of deltas use it."""
 
 import json
 import shutil
@@ -24,7 +24,8 @@ def batch(seed, num_bags=5):
 
 
 def held(state, name):
-    """Return the parameters as a package stores them: unchanged, or each table quantised to its own number of bits."""
+    """Return the parameters as a package stores them: unchanged, or each table quantised to the table's number of
+    bits."""
     return fr.Params(
         state.tables if name == "plain" else fr.quantize(state.tables, {n: n for n in DTYPES}), state.dense
     )
@@ -38,19 +39,19 @@ REST = lambda run: fr.Params({}, run.state.dense)
 
 
 def begun():
-    """Return the run before its first step."""
+    """Return the training run before its first step."""
     random = torch.Generator().manual_seed(0)
     dense = {"w": torch.randn(40, generator=random), "b": torch.zeros(())}
     return STEP.init(fr.Params(fr.init(fr.key(0), TABLES), dense))
 
 
 def export(path, name):
-    """Export a package of these parameters, "plain" or "coded"."""
+    """Export a package of the parameters of `name`, "plain" or "coded"."""
     return fr.export(score, held(begun().state, name), batch(0), path, version="0")
 
 
 def changed_manifest(package, path, change):
-    """Copy a package without its program, and change its manifest. The manifest's digest matches the changed
+    """Copy a package without its program, and change the copy's manifest. The manifest's digest matches the changed
     content."""
     shutil.copytree(package, path, ignore=shutil.ignore_patterns(_manifest.MODEL))
     content = json.loads((path / _manifest.MANIFEST).read_text())

@@ -2,16 +2,17 @@
 
     PYTHONPATH=tests python -m programs.fuzz_server [--package] [--count 100000] [--seed 0] [--program PROGRAM]
 
-The model is the sums model (funcrec-serve-sums), or with --package a package (programs.packages) that funcrec-serve
-runs. Its library and its kernels are built with the sanitizer too; torch and the compiled program are not. With
---package, hostile requests also post weights and deltas, valid and damaged, so that versions change during the good
-requests.
+The model is the sums model (funcrec-serve-sums). With --package it is a package (programs.packages) that funcrec-serve
+runs. Its library and its kernels are built with the sanitizer too. torch and the compiled program are not. With
+--package, hostile requests also post weights and deltas, both valid and damaged. Versions therefore change during the
+good requests.
 
-Each connection sends a pipeline of good requests between hostile ones and reads all answers. A hostile request has JSON
-or bytes that were changed, cut or doubled, false headers, chunks with long extensions, or random bytes. If a changed
-body is still a valid request, it is answered as usual. Every good request before the connection's first broken message
-must get the right answer, in order. This also holds for requests that share a batch: connections run in parallel, and
-some ids make a batch fail. At the end the server still runs, has no leak, and the sanitizer reports nothing.
+Each connection sends a pipeline of good requests between hostile requests and reads all answers. A hostile request has
+JSON or bytes that were changed, cut or doubled, false headers, chunks with long extensions, or random bytes. If a
+changed body is still a valid request, the server answers it as usual. Every good request before the connection's first
+broken message must get the right answer, in order. This also holds for requests that share a batch: connections run in
+parallel, and some ids make a batch fail. At the end the server still runs without a leak. The sanitizer reports
+nothing.
 """
 
 import argparse
@@ -62,7 +63,7 @@ METHODS = [b"POST", b"GET", b"HEAD", b"PUT", b"OPTIONS", b"CONNECT", b"PRI", b"p
 
 
 class Subject(NamedTuple):
-    """What is requested: a maker of good requests (rng, bags=None), their bytes, a check of their answers, and
+    """A server to fuzz: a maker of good requests (rng, bags=None), the bytes of a request, a check of an answer, and
     bodies of updates."""
 
     request: Callable
@@ -84,7 +85,7 @@ def message(
 
 
 def changed(rng, body: bytes) -> bytes:
-    """Make a few changes in a body."""
+    """Return the body with a few changes."""
     made = bytearray(body)
     for _ in range(rng.integers(1, 4)):
         i = int(rng.integers(0, len(made) + 1))
@@ -105,7 +106,7 @@ def changed(rng, body: bytes) -> bytes:
 
 
 def in_chunks(rng, body: bytes, kind: str) -> bytes:
-    """Split a body into chunks, some with long or invalid extensions."""
+    """Return the body split into chunks, some with long or invalid extensions."""
     long = lambda: b"y" * int(rng.integers(1, 90_000))
     words, cut = [b"", b";a", b';a="b"', b";" + long(), rng.bytes(5)], int(rng.integers(1, len(body) + 1))
     chunk = lambda x: b"%x%s\r\n%s\r\n" % (len(x), words[rng.integers(5)] if rng.random() < 0.3 else b"", x)
@@ -116,7 +117,7 @@ def in_chunks(rng, body: bytes, kind: str) -> bytes:
 
 
 def hostile(rng, subject: Subject) -> tuple[bytes, bool]:
-    """Return a request, and whether the connection may end with it."""
+    """Return (a hostile request, whether the connection may end with it)."""
     request = subject.request(rng)
     kind = [JSON, BYTES][rng.integers(2)]
     body = subject.pack(request) if kind == BYTES else json.dumps(request).encode()
@@ -161,7 +162,7 @@ def answers(data: bytes) -> list[tuple[int, str, bytes]]:
 
 
 def converse(server: Server, subject: Subject, seed: int, length: int) -> tuple[int, int, list[str]]:
-    """Run one connection and return (requests sent, good answers seen, what is wrong)."""
+    """Return (requests sent, good answers seen, what is wrong) of one connection."""
     rng = np.random.default_rng(seed)
     sent, good, wrong, seen = [], {}, [], 0
     for i in range(length):
@@ -183,7 +184,7 @@ def converse(server: Server, subject: Subject, seed: int, length: int) -> tuple[
                 while part := s.recv(1 << 16):
                     received += part
             else:
-                return len(sent), 0, []  # it closed without reading
+                return len(sent), 0, []  # the server closed the connection before it read a request
     except ConnectionError:
         return len(sent), 0, [] if may_end else [f"seed {seed}: reset"]
     found = answers(received)
@@ -202,8 +203,8 @@ def converse(server: Server, subject: Subject, seed: int, length: int) -> tuple[
 def run(
     server: Server, count: int, first: int, clients: int = 4, length: int = 16, subject: Subject = SUMS
 ) -> tuple[int, int, list[str]]:
-    """Send at least `count` requests over connections of up to `length` each. Return (sent, good answers, what is
-    wrong)."""
+    """Return (requests sent, good answers, what is wrong). At least `count` requests go over connections of up to
+    `length` requests each."""
     sent = seen = 0
     wrong: list[str] = []
     with ThreadPoolExecutor(clients) as pool:
@@ -215,8 +216,8 @@ def run(
 
 
 def of_package(folder: Path, pool_size: int = 200) -> Subject:
-    """Make a package in folder/model, with other weights and a delta next to it, and damaged copies of both. Good
-    requests come from a pool, for which Python has the answers of all versions."""
+    """Return a subject with a package in folder/model. Next to the package are other weights and a delta, and damaged
+    copies of both. Good requests come from a pool, for which Python has the answers of all versions."""
     import torch
 
     import funcrec as fr
@@ -287,7 +288,7 @@ def main() -> int:
 
 
 def sanitized() -> Path:
-    """Build funcrec-serve and its kernels with the sanitizer."""
+    """Return the folder of funcrec-serve and its kernels, built with the sanitizer."""
     from funcrec.kernels.cpp import _native
 
     from programs import answers, sanitize

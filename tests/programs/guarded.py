@@ -2,7 +2,7 @@
 
 | no access | ...... tensor | no access |
 
-`at_end`: the tensor ends at an inaccessible page; otherwise it begins at one.
+`at_end`: the tensor ends at an inaccessible page. Without it, the tensor begins at one.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ class Guards:
         self.used, self.at_end = 0, at_end
 
     def place(self, x: Tensor) -> Tensor:
-        """Copy x into a guarded area. Without room the copy lies elsewhere; a tensor without CPU memory is returned
+        """Return a copy of x in a guarded area. Without a free area, the copy lies elsewhere. Without CPU memory,
+        return x
         unchanged."""
         if type(x) is not Tensor or x.device.type != "cpu":
             return x
@@ -48,8 +49,8 @@ class Guards:
 
 @contextlib.contextmanager
 def outputs(guards: Guards) -> Iterator[None]:
-    """Also guard the outputs that callers of C++ kernels allocate with torch. They are filled with NaN, or with 77
-    in integers."""
+    """Guard also the outputs that callers of C++ kernels allocate with torch. The outputs are filled with NaN, or with
+    77 in integers."""
     plain = torch.empty, torch.empty_like
     fill = lambda x: x.fill_(torch.nan if x.is_floating_point() else 1 if x.dtype == torch.bool else 77)
     torch.empty = lambda *args, **how: guards.place(fill(plain[0](*args, **how)))

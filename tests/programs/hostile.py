@@ -1,13 +1,14 @@
-"""Generated calls of every C++ operation on anything its types allow. Each is compared with the reference, and with
-itself on one and on two threads.
+"""Generated calls of every C++ operation, with any arguments that its types allow.
+
+Each call is compared with the reference. The call on one thread is compared with the same call on two threads.
 
     check(operation, seed, place)       for operation in OPERATIONS
 
-Offsets may descend, be negative, lie beyond the buffer or be the least and largest integers; ids likewise. Sizes may be
-0, with null pointers, and inputs may be strided. `place` puts each input where reading beyond it is detected
-(guarded.py, a sanitizer). Operations that move numbers must equal the reference bit for bit. Operations that sum must
-be as near to the reference in f64 as their precision allows. Two threads must give the bits of one. Shapes: B bags, N
-ids, R rows, D dim.
+Offsets may descend, be negative, exceed the buffer's length or be the least and largest integers. The same holds for
+ids. Sizes may be 0, with null pointers, and inputs may be strided. `place` puts each input where a read outside it is
+detected (guarded.py, a sanitizer). Operations that move numbers must equal the reference bit for bit. Operations that
+sum must be as near to the reference in f64 as their precision allows. Two threads must give the bits of one thread.
+Shapes: B bags, N ids, R rows, D dim.
 """
 
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def pooled_lookup(draw: Draw) -> Result:
     *given, features, num_bags, _ = lookup_inputs(draw, draw.one(F32, F64, BF16))
     flat = [int(x) for f in features for x in f]
     how = (flat, num_bags)
-    if features and draw.one(0, 0, 1):  # equal parts of the columns, one feature in each
+    if features and draw.one(0, 0, 1):  # equal parts of the columns, one feature in each part
         given[0] = [draw.place(draw.noise(7, 16, dtype=draw.one(*FLOATS))) for _ in given[0]]
         flat = [int(x) for i, f in enumerate(features) for x in f._replace(column=16 * i)]
         how = (flat, num_bags, len(features))
@@ -106,8 +107,8 @@ def scatter_rows(draw: Draw) -> Result:
 
 
 def coded(draw: Draw) -> tuple[Tensor, int, int, Tensor]:
-    """Return (table, bits, dim, its values in f32). The table is quantised, with finite scales and biases and any
-    codes, or has floats."""
+    """Return (table, bits, dim, the table's values in f32). The table has floats, or is quantised, with finite scales
+    and biases and any codes."""
     bits, dim, num_rows = draw.one(8, 4, 2, 8, 4, 2, 16, 32), draw.one(*DIMS), draw.one(0, 1, 2, 7, 50, 300)
     if bits > 8:
         table = draw.noise(num_rows, dim, dtype=F32 if bits == 32 else draw.one(F16, BF16))
@@ -254,13 +255,13 @@ def on_threads(number: int, run: Callable[[], list[Tensor]]) -> list[Tensor]:
 
 
 def is_same(x: Tensor, y: Tensor) -> bool:
-    """Whether dtype, shape and every bit are equal."""
+    """Return whether dtype, shape and every bit are equal."""
     as_bytes = lambda z: z.new_empty(z.numel()).copy_(z.flatten()).view(torch.uint8)
     return x.dtype == y.dtype and x.shape == y.shape and torch.equal(as_bytes(x), as_bytes(y))
 
 
 def is_near(x: Tensor, want: Tensor, magnitude: Tensor, terms: int, acc: torch.dtype | None) -> bool:
-    """Whether the error is at most one rounding for each term of the sum, and one rounding to 16 bits."""
+    """Return whether the error is at most one rounding for each term of the sum, plus one rounding to 16 bits."""
     acc, own = torch.finfo(acc or accumulation_dtype(x.dtype)), torch.finfo(x.dtype)
     bound = ((terms + 8) * acc.eps + own.eps) * magnitude + own.tiny
     return x.shape == want.shape and bool(((x.double() - want).abs() <= bound).all())
@@ -280,7 +281,7 @@ def check(
     threads: int = 2,
     on_threads: Callable[..., list[Tensor]] = on_threads,
 ) -> None:
-    """Raise if a call differs from the reference, or changes with the number of threads."""
+    """Raise if a call differs from the reference, or if its bits change with the number of threads."""
     made = OPERATIONS[operation](Draw(seed, place))
     got = on_threads(1, made.run)
     for i, (x, want) in enumerate(zip(got, made.want, strict=True)):

@@ -20,10 +20,10 @@ EXTREMES = (-(2**63), 2**63 - 1, -(2**31), 2**31 - 1, 2**40, -(2**40), -1, -2)
 
 
 class Result(NamedTuple):
-    """run(): the kernel's answer. want: the reference's answer, equal to every bit unless sizes or bounds are given.
+    """One call. run(): the kernel's answer. want: the reference's answer, equal in every bit without sizes or bounds.
 
-    sizes: the same sum over absolute values, for a sum of at most `terms` terms in `acc`. bounds: the allowed distance
-    from `want`.
+    sizes: the same sum over absolute values, for a sum of at most `terms` terms in `acc`. bounds: the allowed
+    distance from `want`.
     """
 
     run: Callable[[], list[Tensor]]
@@ -35,7 +35,7 @@ class Result(NamedTuple):
 
 
 class Draw:
-    """Random numbers of a call, and the place for its inputs."""
+    """The random numbers of a call, and the place for the call's inputs."""
 
     def __init__(self, seed: int, place: Callable[[Tensor], Tensor]):
         self.random, self.generator, self.place = random.Random(seed), torch.Generator().manual_seed(seed), place
@@ -48,7 +48,8 @@ class Draw:
         return self.random.randint(3000, 9000) if self.is_large else self.one(*SIZES)
 
     def put(self, x: Tensor) -> Tensor:
-        """Put x where reads outside it are detected. Sometimes x is every second element of a larger tensor."""
+        """Return x in a place where reads outside x are detected. Sometimes x is every second element of a larger
+        tensor."""
         if x.dim() == 1 and x.numel() and self.random.random() < 0.1:
             return self.place(torch.stack([x, x.flip(0)], 1).flatten())[::2]
         return self.place(x)
@@ -64,7 +65,7 @@ class Draw:
         return torch.tensor([self.one(*fit) for _ in range(n)], dtype=I64)
 
     def mix(self, x: Tensor, share: float, *more: int) -> Tensor:
-        """Replace a share of x by extreme values."""
+        """Return x with a share of its elements replaced by extreme values."""
         is_wild = torch.rand(x.shape[0], generator=self.generator) < share
         x = x.clone()
         x[is_wild] = self.extremes(int(is_wild.sum()), x.dtype, *more).to(x.dtype)
@@ -75,7 +76,7 @@ class Draw:
         return self.put(self.mix(x, self.one(0, 0.1, 0.9), num_rows, num_rows - 1))
 
     def offsets(self, num_bags: int, n: int) -> Tensor:
-        """Draw the bags' boundaries in a buffer of n. Half of the draws are valid, the others arbitrary."""
+        """Return random boundaries of bags in a buffer of n. Half of the draws are valid, the others arbitrary."""
         kind, wide = self.one("good", "good", "shifted", "unsorted", "falling", "wild"), self.one(I32, I64)
         if kind == "good":
             return self.put(torch.randint(0, n + 1, (num_bags + 1,), generator=self.generator).sort().values.to(wide))
@@ -88,7 +89,7 @@ class Draw:
 
 
 def bounds_of(offsets: Tensor, n: int) -> list[int]:
-    """Return the bags that offsets stand for, computed in a loop."""
+    """Return the boundaries of the bags for which the offsets stand, computed in a loop."""
     out, last = [], 0
     for x in offsets.tolist():
         last = max(last, min(x, n))
@@ -104,7 +105,7 @@ def padded_weights(draw: Draw, offsets: Tensor, n: int, dtype: torch.dtype) -> T
 
 
 def wide(x):
-    """Convert every float to f64."""
+    """Return x with every float converted to f64."""
     return tree_map(lambda y: y.double() if isinstance(y, Tensor) and y.is_floating_point() else y, x)
 
 

@@ -1,5 +1,6 @@
-"""Generated calls of the operations on tables' cotangents. The cotangents are written out, summed, and used in an
-update by every rule. See hostile.py.
+"""Generated calls of the operations on tables' cotangents. See hostile.py.
+
+The operations write cotangents out, sum them, and use them in an update by every rule.
 
 Shapes: B bags, N ids, R rows, D dim.
 """
@@ -28,7 +29,7 @@ DIMS = (1, 3, 16, 17, 32, 64, 65, 128, 130)
 
 
 def cotangents(draw: Draw, shapes: list[tuple[int, int]], dtype: torch.dtype) -> tuple:
-    """Draw (d, rows, offsets, weights, segments), with up to three segments for each table."""
+    """Return random (d, rows, offsets, weights, segments), with up to three segments for each table."""
     d, rows, offsets, weights, segments = [], [], [], [], []
     for t, (num_rows, dim) in enumerate(shapes):
         for _ in range(draw.one(1, 2, 3) if t == 0 else draw.one(0, 1, 3)):
@@ -74,7 +75,7 @@ def coalesce(draw: Draw) -> Result:
 
 
 def gradient(draw: Draw, num_rows: int, dim: int, dtype: torch.dtype) -> RowGrads:
-    """Draw a table's gradient: bags and entries, with all their numbers where `draw` puts them."""
+    """Return the random gradient of a table: bags and entries. `draw` places all its numbers."""
     terms = []
     for _ in range(draw.one(1, 2, 3)):
         n, num_bags = draw.size(), draw.size()
@@ -94,7 +95,7 @@ def gradient(draw: Draw, num_rows: int, dim: int, dtype: torch.dtype) -> RowGrad
 
 
 def state(draw: Draw, optimizer, tables: Mapping[str, Tensor], step: int) -> dict[str, dict[str, Tensor]]:
-    """Return slots as they are after some steps."""
+    """Return slots with the values of a run after some steps."""
     numbers = lambda k, x: (
         torch.randint(0, max(step, 1), x.shape, generator=draw.generator).to(x.dtype)
         if k in ("counter", "last")
@@ -113,11 +114,11 @@ def leaves(tables, slots) -> list[Tensor]:
 
 
 def allowed(truth: Tensor, same: Tensor, old: Tensor, random: bool) -> Tensor:
-    """Return 4 · (the loss of the rule in eager f32, and some roundings), and one rounding to 16 bits, or two if
+    """Return 4 · (the loss of the rule in eager f32, and some roundings), plus one rounding to 16 bits, or two if
     rounding is random.
 
-    For f64 it is the loss of f32 in units of f64. A small result of large terms (FTRL's z) is as uncertain as its
-    terms.
+    For f64, the loss is the loss of f32 in units of f64. A small result of large terms (FTRL's z) is as uncertain as
+    the terms.
     """
     acc, own = torch.finfo(F64 if old.dtype == F64 else F32), torch.finfo(old.dtype)
     lost = (same.double() - truth).abs().max() * (acc.eps / torch.finfo(F32).eps) if truth.numel() else 0
@@ -153,20 +154,20 @@ def users_rule(row, grad, slots, h):
     }
 
 
-# Rules that no kernel knows. Each is compiled by the first call for a table's form.
+# No kernel implements these rules. The first call for a form of table compiles each rule.
 with mock.patch.object(_builtin, "kernel_of", lambda *given: None):
     USERS = [getattr(fr.optim, name)(lr=LR, **options) for name, options in CASES]
 USERS.append(fr.optim.row_optimizer(init=lambda t: {"sum": torch.zeros(t.shape[0])}, rule=users_rule, lr=LR))
 
 
 def generated_update(draw: Draw) -> Result:
-    """Update by rules with generated C++, for few dims because each dim is compiled."""
+    """Return the result of an update by rules with generated C++, for few dims because each dim is compiled."""
     optimizer = draw.one(*USERS)
     return updated(draw, optimizer, *draw.one(((16,), (F64,)), ((33,), (F32, BF16)), ((64,), (F32, F16))))
 
 
 def windowed_update(draw: Draw) -> Result:
-    """Update columns [a, b) of a table's rows, with the gradient of all columns."""
+    """Return the result of an update of columns [a, b) of a table's rows, with the gradient of all columns."""
     optimizer, dtype, dim = draw.one(*WINDOWED), draw.one(*FLOATS), draw.one(2, 5, 17, 64, 130)
     num_rows, step, acc, a = (
         draw.one(1, 7, 50),
@@ -188,7 +189,7 @@ def windowed_update(draw: Draw) -> Result:
 
 
 def empty_update(draw: Draw) -> Result:
-    """Update tables without rows or columns, and with no entries. Nothing is written."""
+    """Return the result of an update of tables that may be empty, without entries. The update writes nothing."""
     shapes = [draw.one((0, 5), (7, 0), (0, 0), (5, 3)) for _ in range(draw.one(1, 2, 3))]
     tables = [draw.place(draw.noise(*s, dtype=draw.one(*FLOATS))) for s in shapes]
     tables = [x.to(F32) for x in tables]

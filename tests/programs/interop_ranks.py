@@ -1,5 +1,6 @@
-"""Training that starts in TorchRec on ranks, continues here and goes back: what tests/dist/test_interop_ranks.py
-runs."""
+"""Training on ranks that starts in TorchRec, continues in funcrec and goes back.
+
+tests/dist/test_interop_ranks.py runs these functions."""
 
 import os
 import warnings
@@ -10,7 +11,7 @@ import torch.distributed as dist
 import funcrec as fr
 from programs import torchrec_ranks as peers
 
-KINDS = [k for k in peers.KINDS if k != "grid"]  # grid's mean differs there
+KINDS = [k for k in peers.KINDS if k != "grid"]  # under grid, a mean in TorchRec differs
 load, to = fr.interop.load_torchrec_state_dict, fr.interop.to_torchrec_state_dict
 
 
@@ -22,7 +23,7 @@ def model_of(kind):
 
 
 def their_steps(kind, model, w, steps):
-    """Return losses of the global batch. Tables and w change in place."""
+    """Return the losses of the global batch in TorchRec. Tables and w change in place."""
     held = [p for p in model.parameters() if p.requires_grad] if kind == "replicated" else []
     losses = []
     for i in steps:
@@ -44,8 +45,8 @@ def their_steps(kind, model, w, steps):
 
 
 def goes_on(kind):
-    """Make three steps in TorchRec, then three on both sides, then three on both sides in a new module loaded from
-    ours. Return (losses of each side, tables of each side, whether every row and slot came back)."""
+    """Return (losses of each side, tables of each side, whether every row and slot came back). TorchRec makes three
+    steps, then both sides make three. Then both make three more, TorchRec in a new module loaded from our state."""
     axes = {"node": 1, "local": 2} if kind in ("table_row_wise", "table_column_wise") else {"x": 2}
     mesh = fr.Mesh.distributed(**axes)
     rule = peers.KINDS[kind][1]
@@ -60,7 +61,7 @@ def goes_on(kind):
 
     state = alone.init(fr.Params(peers.params().tables, {"w": w.detach().clone()}))
     state = load(state, {**model.state_dict(), "w": w.detach()})
-    if kind != "replicated":  # its optimizer is not fused
+    if kind != "replicated":  # the replicated optimizer is not fused
         state = load(state, model.fused_optimizer.state_dict(), step=3, group=dist.group.WORLD)
     losses, tables = [], []
     for steps in (range(3, 6), range(6, 9)):
@@ -87,8 +88,8 @@ def goes_on(kind):
 
 
 def dtensors():
-    """Load tables from DTensors, one with torch's own shards and one with TorchRec's, and give them back. Return
-    (the loaded tables, the expected ones, this rank's returned parts, the expected parts)."""
+    """Return (the loaded tables, the expected ones, this rank's returned parts, the expected parts). The tables come
+    from DTensors, one with torch's shards and one with TorchRec's shards."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
     from torchrec.distributed.shards_wrapper import LocalShardsWrapper

@@ -1,9 +1,9 @@
-"""Interrupt donated calls: afterwards the state is whole or gone, and nothing else is changed.
+"""Interrupt donated calls. Afterwards the state is whole or gone, and nothing else is changed.
 
     python tests/programs/interrupts.py [COUNT]
 
 First, a timer's signal interrupts a donated training step COUNT times at random moments. Then one interrupt comes at
-every moment of a call at which CPython would see a signal. A profiler sees where a function begins or C code returns; a
+every moment of a call at which CPython would see a signal. A profiler sees where a function begins or C code returns. A
 tracer sees each operation, such as a call or a backward jump.
 """
 
@@ -58,7 +58,7 @@ def first_state() -> fr.TrainState:
 
 
 def switches() -> tuple:
-    """Return the switches that a call may change while it runs, and must restore."""
+    """Return the switches that a call may change while it runs, and that it must restore."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -77,8 +77,8 @@ def switches() -> tuple:
 
 
 class AtRandom:
-    """Signal from a timer, some microseconds after the call began. Delays are log-uniform: 10 to 20 µs are as likely
-    as 100 to 200."""
+    """A signal from a timer, some microseconds after the call began. Delays are log-uniform: 10 to 20 µs are as likely
+    as 100 to 200 µs."""
 
     def __init__(self, longest_s: float, draw: random.Random):
         self.longest_s, self.draw = longest_s, draw
@@ -96,7 +96,7 @@ class AtRandom:
 
 
 class AtEvent:
-    """Raise at the n-th event: a function begins, or C code returns."""
+    """An error at the n-th event. At an event, a function begins or C code returns."""
 
     def __init__(self, n: int):
         self.left = n
@@ -115,7 +115,7 @@ class AtEvent:
 
 
 class AtOperation:
-    """Raise after the n-th operation after which CPython checks for signals."""
+    """An error after the n-th operation after which CPython checks for signals."""
 
     def __init__(self, n: int):
         self.left, self.before = n, {}
@@ -143,9 +143,9 @@ class AtOperation:
 
 
 class AtAudit:
-    """Raise in an audit hook, where a signal could be seen in Python: at the n-th attribute, `times` in a row."""
+    """An error in an audit hook, where a signal could be seen in Python: at the n-th attribute, `times` in a row."""
 
-    left, times = None, 0  # for the one hook, which can never be removed
+    left, times = None, 0  # attributes of the only hook, which can never be removed
 
     def __init__(self, n: int, times: int = 1):
         self.n, self.most = n, times
@@ -172,8 +172,8 @@ def hooked() -> None:
 
 @functools.cache
 def checked_before(code) -> dict[int, tuple[int, ...]]:
-    """Return {an operation after which signals are seen: the next such ones, if the same handler catches what they
-    raise}."""
+    """Return {an operation after which CPython sees signals: the next such operations}. A next operation counts only if
+    the same handler catches errors of both operations."""
     handlers = [(e.start, e.end, e.target) for e in dis._parse_exception_table(code)]
     handler = lambda at: next((t for start, end, t in handlers if start <= at < end), None)
     steps = list(dis.get_instructions(code))
@@ -220,7 +220,7 @@ class Trial:
         self.need = bits((state, metrics))
 
     def run(self, moment: Any, follows: bool = True) -> str:
-        """Return "whole", "gone" or "finished"; raise for anything else. follows: whether the state is the result of
+        """Return "whole", "gone" or "finished". Raise for any other result. follows: whether the state is the result of
         the previous call."""
         state, _ = self.fast(fr.copy(self.first), self.batches[0])
         if not follows:
@@ -249,20 +249,20 @@ class Trial:
 
 
 def at_random(trial: Trial, count: int, seed: int = 0) -> Counter:
-    """Count how `count` interrupts at random moments ended."""
+    """Return how many of `count` interrupts at random moments ended in each way."""
     draw = random.Random(seed)
     return Counter(trial.run(AtRandom(1.5 * trial.lasts_s, draw), follows=i % 4 > 0) for i in range(count))
 
 
 def at_every(trial: Trial, moment: type, follows: bool = True, step: int = 1) -> Counter:
-    """Count how interrupts at every moment of a call, or at every `step`-th, ended."""
+    """Return how many interrupts at every moment of a call, or at every `step`-th moment, ended in each way."""
     ends: Counter = Counter()
     while True:
         now = moment(step * sum(ends.values()))
         end = trial.run(now, follows)
         if now.left >= 0:
             return ends
-        # "finished" if a finalizer got the interrupt: Python ignores its exceptions
+        # "finished" if a finalizer got the interrupt, because Python ignores exceptions in finalizers
         ends[end] += 1
 
 

@@ -1,4 +1,4 @@
-"""Programs of integers, each drawn from a number. Eager torch defines their results for every value.
+"""Programs of integers, each drawn from a number. Eager torch defines the results of programs for every value.
 
     program(7).text  =  "def program(key, ids, few): ..."
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 import funcrec as fr
 
-MOST = 4096  # the most elements of a value
+MOST = 4096  # the greatest number of elements of a value
 BITS = {torch.int64: 64, torch.int32: 32, torch.int16: 16, torch.int8: 8, torch.uint8: 8}
 CONSTANTS = (
     0, 1, 2, 3, 7, 8, 63, 97, 127, 128, 255, 256, 1000, 65521, 2**31 - 1, 2**31, 2**32, 2**33 + 1, 2**53 + 1, 2**56,
@@ -40,14 +40,14 @@ def program(number: int) -> Program:
 
 
 def function(text: str):
-    """The program as a function of (key, ids, few)."""
+    """Return the program as a function of (key, ids, few)."""
     scope = {"torch": torch, "fr": fr}
     exec(text, scope)
     return scope["program"]
 
 
 class Drawing(random.Random):
-    """The part of a program that is written so far. `scope` has the values of its names."""
+    """The part of a program that is written so far. `scope` has the values of the program's names."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -74,7 +74,7 @@ class Drawing(random.Random):
         return Program(self.number, "\n    ".join(["def program(key, ids, few):", *lines]) + "\n", inputs)
 
     def write(self, expression: str) -> None:
-        """Add a line, if its value is not too large."""
+        """Add a line, if the line's value is not too large."""
         value = eval(expression, self.scope)
         if 0 < value.numel() <= MOST:
             name = next(self.new)
@@ -85,7 +85,7 @@ class Drawing(random.Random):
     # -- what a step is made of ----------------------------------------------------------------------------------------
 
     def constant(self, dtype: torch.dtype = torch.int64) -> int:
-        """Draw any integer of the dtype, sometimes near a special value."""
+        """Return a random integer of the dtype, sometimes near a special value."""
         bits, is_signed = BITS[dtype], dtype != torch.uint8
         drawn = self.getrandbits(self.randint(1, 64)) if self.random() < 0.3 else self.choice(CONSTANTS)
         drawn = drawn if self.random() < 0.6 else -drawn
@@ -93,11 +93,12 @@ class Drawing(random.Random):
         return (drawn + half) % (2 * half) - half if is_signed else drawn % (2 * half)
 
     def divisor(self, dtype: torch.dtype) -> int:
-        """Draw a divisor other than 0 and -1."""
+        """Return a random divisor other than 0 and -1."""
         return next(c for c in iter(lambda: self.constant(dtype), None) if c not in (0, -1))
 
     def any(self, *dtypes: torch.dtype) -> str:
-        """Draw the name of a value of one of these dtypes, more often a late one. If there is none, cast one."""
+        """Return the name of a random value of one of these dtypes, more often of a late value. If there is none, cast
+        a value."""
         names = [n for n in self.names if not dtypes or self.scope[n].dtype in dtypes]
         if not names:
             return f"{self.any(*BITS)}.to({dtypes[0]})"
@@ -110,12 +111,12 @@ class Drawing(random.Random):
         return eval(name, self.scope).dtype
 
     def vector(self) -> str:
-        """Draw a value of integers and make it one-dimensional."""
+        """Return a random value of integers as a one-dimensional expression."""
         x = self.any(*BITS)
         return x if len(self.shape(x)) == 1 else f"{x}.reshape(-1)"
 
     def like(self, x: str, y: str) -> str:
-        """Bring y into the shape of x: y itself, a slice of it, or its elements repeated."""
+        """Return an expression of y in the shape of x: y itself, a slice of it, or its elements repeated."""
         shape, size = self.shape(x), len(self.shape(x)) and eval(x, self.scope).numel()
         if self.shape(y) in (shape, ()):
             return y
@@ -129,8 +130,8 @@ class Drawing(random.Random):
         return f"{flat}[torch.arange({size}) % {count}].reshape({shape})"
 
     def rows(self, size: int) -> str:
-        """Draw row numbers i64[N] for `size` rows, counted from the start or from the end. N is often the size of a
-        drawn vector."""
+        """Return random row numbers i64[N] for `size` rows, counted from the start or from the end. N is often the size
+        of a drawn vector."""
         y = self.vector()
         kinds = [
             f"{y} % {size}", f"{y}.long() % {size}", f"({y} >> {self.randint(0, 7)}) % {size}",
@@ -147,7 +148,7 @@ class Drawing(random.Random):
         return f"({self.choice(kinds[1:2] + kinds[5:] if small else kinds)}).long()"
 
     def unique_rows(self, size: int) -> str:
-        """Draw i64[size] with every row once."""
+        """Return an expression i64[size] that has every row once."""
         turned = f"(torch.arange({size}) + {self.randint(0, 2**40)}) % {size}"
         return self.choice(
             [f"torch.arange({size})", f"torch.arange({size}).flip(0)", f"-1 - torch.arange({size})", turned]
@@ -156,7 +157,7 @@ class Drawing(random.Random):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> str:
-        """Start from a counter or from keys."""
+        """Return a first expression from a counter or from keys."""
         n, c, d = self.n, self.constant(), self.constant()
         return self.choice([
             f"torch.arange({n})", f"torch.arange({n}) * {c}", f"torch.arange({n}) * {c} + key", "ids",
@@ -175,7 +176,7 @@ class Drawing(random.Random):
         return self.choice([*kinds, *[self.scatter] * 3, *[self.reduce] * 2, self.of_floats, self.of_bools])()
 
     def arithmetic(self) -> str:
-        """Compute with one value and constants."""
+        """Return an expression of one value and constants."""
         x = self.any(*BITS)
         dtype = self.dtype(x)
         c, d, by, shift = self.constant(dtype), self.constant(dtype), self.divisor(dtype), self.randrange(BITS[dtype])
@@ -191,7 +192,7 @@ class Drawing(random.Random):
         ])  # fmt: skip
 
     def between(self) -> str:
-        """Compute with two values."""
+        """Return an expression of two values."""
         x, other = self.any(*BITS), self.any(*BITS)
         y, bits = self.like(x, other), BITS[self.dtype(x)]
         over = f"(({y}) & {self.choice([1, 7, 63, 127])}) + {self.choice([2, 3, 11])}"
@@ -209,7 +210,7 @@ class Drawing(random.Random):
         return f"{x}.to({to})"
 
     def form(self) -> str:
-        """Move elements to other places."""
+        """Return an expression that moves elements to other places."""
         v, w = self.vector(), self.vector()
         size = eval(v, self.scope).numel()
         a = self.choice([k for k in range(1, size + 1) if size % k == 0])
@@ -244,7 +245,7 @@ class Drawing(random.Random):
         ])  # fmt: skip
 
     def scatter(self) -> str:
-        """Scatter into zeros or into a value. Where rows may repeat, it sums."""
+        """Return an expression that scatters into zeros or into a value. Where rows may repeat, the scatter sums."""
         x = self.vector()
         size, dtype = eval(x, self.scope).numel(), self.dtype(x)
         n = self.choice([1, 2, 64, self.randint(1, 300)])
@@ -288,8 +289,8 @@ class Drawing(random.Random):
         ])  # fmt: skip
 
     def of_floats(self) -> str:
-        """Compute with floats: sums of numbers with few digits, which are exact, and elementwise operations on any
-        others."""
+        """Return an expression of floats. Sums are of numbers with few digits, so that they are exact. Elementwise
+        operations are on any numbers."""
         x = self.any(torch.float32, torch.float64)
         exact = f"({self.any(*BITS)} % 100).to(torch.float32)"
         whole = f"{x}.nan_to_num(0.0).clamp(-1e6, 1e6)"

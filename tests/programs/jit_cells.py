@@ -1,5 +1,6 @@
-"""Float cases for `sanitize_jit`, each with a number. They are the cells of the tests' transform tables, and steps that
-write into their tables.
+"""Float cases for `sanitize_jit`, each with a number: the cells of the tests' transform tables, and training steps.
+
+The training steps write into their tables.
 
     cells:  every function × every transform, of kernels, lookups, optimizers, collectives, sharded lookups and models
     steps:  lookups and two donated training steps of drawn tables, features and ids
@@ -99,8 +100,8 @@ DENSE = {"SGD": {"momentum": 0.9}, "Adam": {}, "Adagrad": {}}
 
 
 def step(number: int) -> Case:
-    """Return a training step. It has 1 to 3 tables of 1 to 60 rows and 1 to 20 columns, and 1 to 24 bags of 0 to 5
-    ids."""
+    """Return the training step with this number. It has 1 to 3 tables of 1 to 60 rows and 1 to 20 columns, and 1 to 24
+    bags of 0 to 5 ids."""
     draw = random.Random(number)
     dtype = draw.choice([torch.float32, torch.float32, torch.float64])
     tables = {f"t{i}": (draw.randint(1, 60), draw.randint(1, 20)) for i in range(draw.randint(1, 3))}
@@ -138,7 +139,7 @@ def feature(draw: random.Random, name: str, table: str):
 
 
 def batch(draw: random.Random, features: list, tables: dict, floats: Callable):
-    """Draw ids, some outside their table, followed by invalid padding."""
+    """Return random ids, some outside their table, followed by invalid padding."""
     bags, lists = draw.randint(1, 24), {}
     for f in features:
         most = min(5, f.max_length or 5)

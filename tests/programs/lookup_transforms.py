@@ -1,8 +1,8 @@
 """Route, combine and sharded lookups under every transform: the programs that the laws compare.
 
-A program is a function of one rank's tree x of f64 tensors, with the same function of all ranks' trees in plain torch.
-x["banks"] has this rank's banks, or for all ranks the whole tables. All other leaves are each rank's own, or for all
-ranks stacked.
+A program is a function of one rank's tree x of f64 tensors, together with the same function of all ranks' trees in
+plain torch. x["banks"] has the banks of one rank, or the whole tables for all ranks. Each rank has its own other
+leaves. For all ranks, these leaves are stacked.
 """
 
 from typing import Any, NamedTuple
@@ -38,8 +38,8 @@ ROUNDED = {"rtol": 0.02, "atol": 0.02}
 
 
 class Program(NamedTuple):
-    """one: (x, ids) -> a tensor, on one rank. whole: X -> [n, ...], the results of all ranks. x: X. layout: the
-    banks' layout, if any."""
+    """A program for one rank and for all. one: (x, ids) -> a tensor, on one rank. whole: X -> [n, ...], the results of
+    all ranks. x: X. layout: the banks' layout, if any."""
 
     one: Any
     whole: Any
@@ -53,7 +53,7 @@ def tables(shapes=SHAPES):
 
 
 def batch(n):
-    """Draw the ids of n ranks: bags of 0 to 3, some ids outside their table."""
+    """Return the random ids of n ranks: bags of 0 to 3, some ids outside their table."""
     bag = lambda i, k: [(i * 5 + j * 3 + k) % 9 - 1 for j in range((i * 2 + k) % 4)]
     lists = {key: [bag(i, k) for i in range(n * BAGS)] for k, key in enumerate("uv")}
     weights = {key: [[0.6 + 0.25 * (j + len(b)) for j in range(len(b))] for b in bags] for key, bags in lists.items()}
@@ -68,7 +68,7 @@ def parts(n):
 
 
 def with_weights(ids, weights):
-    """Replace the ids' weights. A longer buffer, as inside jit, is cut to their length."""
+    """Return the ids with these weights. A longer buffer of weights, as inside jit, is cut to the ids' length."""
     return replace(ids, values=ids.values[: weights.shape[0]], weights=weights)
 
 
@@ -110,13 +110,13 @@ def program(name, mesh):
 
 
 def route_program(layout, mine):
-    """Map the weights of ids to the weights that the owners of their rows receive."""
+    """Return a program from the weights of ids to the weights that the owners of their rows receive."""
     (routes,) = routes_of(layout, FEATURES)
     used = [x.feature for x in routes.lanes]
 
     def whole(x):
-        """Loop over the definition: rank r gets from s the weights of the ids that s has for r, lane by lane and bag
-        by bag."""
+        """Loop over the definition: rank r gets from rank s the weights of those ids on s whose rows r has, lane by
+        lane and bag by bag."""
         out = []
         for r in range(len(mine)):
             blocks = []
@@ -132,14 +132,14 @@ def route_program(layout, mine):
 
 
 def owner(layout, features, bags, i):
-    """Return the rank that has the row of the i-th id of the lanes' bags, or None without such a row."""
+    """Return the rank that has the row of the i-th id in the lanes' bags, or None if no rank has it."""
     lane = int(bags.bag_ids()[i]) // BAGS
     shard, row = layout.shards[layout.shards_of(features[lane].table)[0]], int(bags.values[i])
     return shard.ranks[row // shard.part] if 0 <= row < SHAPES[shard.table][0] else None
 
 
 def combine_program(layout, mine):
-    """Map the owners' pooled results to each rank's bags."""
+    """Return a program from the owners' pooled results to each rank's bags."""
     (routes,) = routes_of(layout, FEATURES)
     n = len(mine)
 
@@ -173,7 +173,7 @@ def sin(x):
 
 
 def loss(y):
-    """Return a nonlinear loss of one rank that weighs its elements differently."""
+    """Return a nonlinear loss of one rank. The loss weighs the elements of y differently."""
     y = y.flatten()
     return (y.square() * (torch.arange(y.shape[0], dtype=y.dtype) + 1).rsqrt()).sum()
 
@@ -183,7 +183,8 @@ def scalar(f):
 
 
 def scaled(x, v, mean):
-    """Multiply x's other leaves by v[..., 1], and the banks, which all ranks read, by the ranks' mean of v[..., 0]."""
+    """Return x with banks times the ranks' mean of v[..., 0], and other leaves times v[..., 1]. All ranks read the
+    banks."""
     own = lambda a: a * v[..., 1].reshape(*v.shape[:-1], *[1] * (a.dim() - v.dim() + 1))
     return {k: tree_map(lambda a: a * mean(v)[0], y) if k == "banks" else own(y) for k, y in x.items()}
 
@@ -203,7 +204,7 @@ def twice(x):
     return tree_map(lambda a: torch.stack([a, 2 * a]), x)
 
 
-# (f, x, a tangent with x's form) -> one result like f's ("y"), or one or two like x ("x"), all inside the mapped
+# (f, x, a tangent in x's form) -> one result like f's ("y"), or one or two like x ("x"). All are inside the mapped
 # function.
 TRANSFORMS = {
     "fwd": ("y", lambda f, x, t: f(x)),
@@ -227,8 +228,8 @@ TRANSFORMS = {
 
 
 def whole_transforms(f, x, t):
-    """Return {transform: the results of all ranks} for f of all ranks' trees. Losses are added, and a tangent moves
-    all ranks at once."""
+    """Return {transform: the results of all ranks}, for f of the trees of all ranks. Losses are added, and a tangent
+    moves all ranks at once."""
     losses = lambda x: torch.stack([loss(y) for y in f(sin(x))])
     total = lambda x: losses(x).sum()
     grad = torch.func.grad(total)
@@ -300,7 +301,7 @@ def mapped(made, mesh, specs, keys):
 
 
 def summed(made, mesh, d):
-    """Sum a gradient of banks over the ranks that have copies; stack the other leaves."""
+    """Return a gradient whose banks are summed over the ranks that have copies. The other leaves are stacked."""
     if "banks" not in d:
         return {k: v[None] for k, v in d.items()}
     banks = {}
@@ -340,7 +341,7 @@ def compiled_cells(mesh, chosen, keys=("fwd", "grad")):
 
 
 def real_cells(axes, name):
-    """Run `cells` on this process's ranks."""
+    """Return the result of `cells` on this process's ranks."""
     return cells(fr.Mesh.distributed(**axes), name)
 
 
@@ -355,7 +356,7 @@ def wanted(axes, name):
 
 
 def all_cells(mesh, name):
-    """Return `cells` and the compiled ones. Where a result is missing, the cell gives the reason."""
+    """Return `cells` and the compiled cells. If a result is missing, its cell gives the reason."""
     out = {}
     for key in TRANSFORMS:
         out |= _or_reason(lambda key=key: cells(mesh, name, (key,)), (key,))
@@ -365,7 +366,7 @@ def all_cells(mesh, name):
 def _or_reason(f, keys):
     try:
         return f()
-    except Exception as e:  # any error: the table prints it
+    except Exception as e:  # any error, because the table prints the error
         return dict.fromkeys(keys, f"{type(e).__name__}: {e}")
 
 

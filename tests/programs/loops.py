@@ -1,4 +1,4 @@
-"""Loops on real ranks: the functions that the ranks run."""
+"""Functions that ranks run to test loops on real ranks."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def batch(weight):
 
 
 def weighted_step(weight, mesh=None):
-    """Make a step on the batch and return the whole (loss, tables, dense)."""
+    """Return the whole (loss, tables, dense) after a step on the batch."""
     plan = {} if mesh is None else {"mesh": mesh, "plan": fr.Plan.uniform("row_wise", TABLES, mesh)}
     kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=1.0), "has_aux": True}
     step = fr.train_step(fr.models.loss(MODEL), **kind, **plan)
@@ -39,7 +39,7 @@ def weighted_step_of_ranks(weight):
 
 
 def evaluated(weight, mesh=None):
-    """Return the metrics of all 12 examples, evaluated in batches of 3 of this process's examples."""
+    """Return the metrics of all 12 examples. The process evaluates its own examples in batches of 3."""
     params = fr.Params({"item": torch.linspace(-1, 1, 12).roll(5)[:, None]}, {"bias": torch.zeros(1)})
     rows = fr.loop.own_part(torch.arange(12), mesh)
     whole = batch(weight)
@@ -52,7 +52,7 @@ def evaluated_on_ranks(weight):
 
 
 def refused(weight):
-    """Return the error when the ranks have different numbers of examples."""
+    """Return the error of ranks with different numbers of examples."""
     mesh = fr.Mesh.distributed(data=2)
     params = fr.Params({"item": torch.zeros(12, 1)}, {"bias": torch.zeros(1)})
     try:
@@ -63,7 +63,7 @@ def refused(weight):
 
 
 def interrupted(path, num_steps):
-    """Return the error that ends a run whose first rank alone gets SIGTERM, and the rank's steps."""
+    """Return (the error that ends a run, the rank's steps). The first rank alone gets SIGTERM."""
     mesh, steps = fr.Mesh.distributed(data=2), []
 
     def callback(record):
@@ -81,7 +81,7 @@ def interrupted(path, num_steps):
 
 
 def resumed(folder):
-    """Return a rank's error when the ranks resume from separate checkpoints with different positions."""
+    """Return the error of a rank when the ranks resume from separate checkpoints with different positions."""
     mesh = fr.Mesh.distributed(data=2)
     path = f"{folder}/run{mesh.coordinates['data']}.pt"
     add = lambda total, batch: (total + batch, {"loss": total})
@@ -94,8 +94,8 @@ def resumed(folder):
 
 
 def saved_by_the_clock(path, minutes):
-    """Return the steps at which a rank finds a new checkpoint. The first rank's clock always says that a save is
-    due; the other clocks never do."""
+    """Return (positions of the checkpoints that a rank finds, the steps at which it finds them). The first rank's clock
+    always says that a save is due. The other clocks never do."""
     mesh, seen, at = fr.Mesh.distributed(data=2), [], []
     _run_state.Clock.is_due = lambda clock: clock.minutes == minutes and mesh.coordinates["data"] == 0
     torch.distributed.barrier()

@@ -1,6 +1,6 @@
 """Lose one rank during `fit`, for tests of the other ranks and for measurements.
 
-PYTHONPATH=tests python -m programs.lost_ranks        every way at every moment: seconds until the others are down
+PYTHONPATH=tests python -m programs.lost_ranks        every way at every moment: seconds until the other ranks are down
 """
 
 import contextlib
@@ -49,14 +49,14 @@ def stderr_in_file(way, folder, rank):
     except fr.loop.RankLost as error:
         sys.excepthook(type(error), error, None)
         sys.stderr.flush()
-        with contextlib.suppress(ProcessLookupError):  # nobody has to wait for a rank that does not end
+        with contextlib.suppress(ProcessLookupError):  # a rank that does not end must delay no rank
             os.kill(int((folder / "lost").read_text().split()[1]), signal.SIGKILL * (way in ("stop", "hang")))
         raise
 
 
 def run_stale(way, moment, folder):
-    """Run a stale pipeline, in which an exchange of rows is always under way. Rank 1 is lost after its third step,
-    or in the thread that fetches its fourth batch."""
+    """Run a stale pipeline, in which an exchange of rows is always in progress. Rank 1 is lost after its third step, or
+    in the thread that fetches its fourth batch."""
     _watch.LEAVE_S = LEAVE_S
     mesh = fr.Mesh.distributed(data=3, timeout_s=20.0)
     rank = mesh.coordinates["data"]
@@ -78,7 +78,7 @@ def run_stale(way, moment, folder):
 
 
 def run(way, moment, folder):
-    """Run `fit` and lose one rank at its third step: rank 0 in a save, rank 1 at the other moments."""
+    """Run `fit` and lose one rank at its third step. Rank 0 is lost in a save, rank 1 at the other moments."""
     _watch.SILENT_S, _watch.LEAVE_S, _watch.BROKEN_S, _watch.SAVE_S = 1.0, LEAVE_S, 1.0, LEAVE_S
     mesh = fr.Mesh.distributed(data=3, timeout_s=TIMEOUT_S)
     rank, save = mesh.coordinates["data"], _run_state.save

@@ -1,8 +1,9 @@
-"""Wrong arguments that the sweep lets pass: those whose class the annotation names, and the rows below, each with its
-reason.
+"""Wrong arguments that the sweep accepts: those whose class the annotation names, and the rows below.
 
-A row has a reason, a pattern of calls, a pattern of paths and the wrong values that may pass (`sweep.wrong_values`;
-None: all).
+Each row has its reason.
+
+A row has a reason, a pattern of calls, a pattern of paths and the wrong values that may pass (`sweep.wrong_values`).
+None stands for all wrong values.
 """
 
 import re

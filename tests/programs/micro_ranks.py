@@ -1,4 +1,4 @@
-"""Steps in micro-batches on ranks whose bags differ in length, and one process that loops over all parts."""
+"""Steps in micro-batches on ranks whose bags differ in length, and in one process that loops over all parts."""
 
 import torch
 
@@ -16,7 +16,7 @@ def shapes_of(kinds):
 
 
 def plan_of(kinds, axes):
-    """Place all tables alike, or each by its own placement."""
+    """Return a plan that places all tables alike, or each table by its own placement."""
     mesh, shapes = fr.Mesh.emulated(**axes), shapes_of(kinds)
     if isinstance(kinds, str):
         return fr.Plan.uniform(kinds, shapes, mesh)
@@ -25,15 +25,16 @@ def plan_of(kinds, axes):
 
 
 def features_of(shapes, pooling):
-    """Return one feature for each table, and one more that looks up the second column's ids in the first table."""
+    """Return one feature for each table, and one more feature. The latter looks up the second column's ids in the first
+    table."""
     first, second = list(shapes)[:2]
     own = [fr.FeatureConfig(n, table=n, pooling=pooling) for n in shapes]
     return [*own, fr.FeatureConfig("more", table=first, column=second, pooling="mean", weighted=True)]
 
 
 def drawn(seed, shapes):
-    """Draw a batch whose ranks and parts have different numbers of ids, sometimes none. Each pair of examples draws
-    its own limit."""
+    """Return a random batch whose ranks and parts have different numbers of ids, sometimes none. Each pair of examples
+    draws its own limit."""
     g = torch.Generator().manual_seed(seed)
     most = torch.randint(0, 6, (EXAMPLES // 2,), generator=g).repeat_interleave(2)
     bag = lambda m, n: torch.randint(-1, n + 1, (int(torch.randint(0, int(m) + 1, (), generator=g)),), generator=g)
@@ -45,7 +46,7 @@ def drawn(seed, shapes):
 
 
 def loss_of(shapes, pooling):
-    """Make a loss whose sums are in one order for any number of examples."""
+    """Return a loss whose sums are in one order for any number of examples."""
     features = features_of(shapes, pooling)
 
     def loss_fn(params, batch):
@@ -66,7 +67,7 @@ def optimizers():
 
 
 def looped(kinds, pooling, seed, ranks, k):
-    """Take all ranks' parts one after the other in one process: (tables, dense, loss)."""
+    """Return (tables, dense, loss) of one process that takes the parts of all ranks one after the other."""
     shapes = shapes_of(kinds)
     params, batch, per = params_of(shapes), drawn(seed, shapes), EXAMPLES // ranks
     loss_fn, sparse, dense = loss_of(shapes, pooling), *optimizers().values()
@@ -85,7 +86,7 @@ def looped(kinds, pooling, seed, ranks, k):
 
 
 def stepped(kinds, pooling, seeds, axes, k, is_real, compiled=False):
-    """Make the first step of train_step on a mesh for each seed: [(tables, dense, loss)]."""
+    """Return [(tables, dense, loss)], the first step of train_step on a mesh for each seed."""
     mesh = (fr.Mesh.distributed if is_real else fr.Mesh.emulated)(**axes)
     shapes = shapes_of(kinds)
     where = {"mesh": mesh, "plan": plan_of(kinds, axes), "exact": True}
@@ -101,8 +102,8 @@ def stepped(kinds, pooling, seeds, axes, k, is_real, compiled=False):
 
 
 def nested(mesh):
-    """Add up all ids over a grid whose rows of ranks have 2 and 80 ids. A call on one axis is nested in a call on
-    the other."""
+    """Return sums of all ids over a grid. The rows of ranks of the grid have 2 and 80 ids. A call on one axis is nested
+    in a call on the other axis."""
     whole = fr.KeyedJaggedTensor.from_lists({"a": [[1], [2], [3] * 40, [4] * 40]}).pad_to(100)
     inner = lambda ids: (fr.all_gather(ids.values, ("x", "y")).sum()[None], fr.psum(ids.lengths.sum()[None], "y"))
     on_y = lambda ids: fr.shard_map(inner, mesh=mesh, in_specs=fr.P("y"), out_specs=fr.P())(ids)
@@ -115,7 +116,8 @@ def real_nested():
 
 
 def joined_unlike():
-    """Return the errors of `unshard` on two ranks for shards of different forms: a tensor, and ids."""
+    """Return the errors of `unshard` on two ranks for two trees. The shards of a tree differ in form: a tensor, and
+    ids."""
     mesh, more = fr.Mesh.distributed(x=2), torch.distributed.get_rank()
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[1]]}).pad_to(16 + 8 * more)
     return [why(lambda x=x: fr.unshard(x, fr.P("x"), mesh=mesh)) for x in (torch.zeros(2 + more), ids)]

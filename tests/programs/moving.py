@@ -1,4 +1,4 @@
-"""Training that moves to another plan or mesh half-way, for ranks and for one process."""
+"""Training that moves to another plan or mesh half-way, on ranks and in one process."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from programs.training import plan_of
 
 
 def moved(name, stations, steps, num_bags, is_real, folder=None):
-    """Train `steps` steps at each station, a pair (axes, kind), and return the last state, whole. Moves use blocks
-    of one or two rows. With a folder, every second move saves and loads a checkpoint."""
+    """Return the last state, whole, after `steps` steps at each station, a pair (axes, kind). Moves use blocks of one
+    or two rows. With a folder, every second move saves and loads a checkpoint."""
     _gather_rows.BLOCK_BYTES = 64
     make = fr.Mesh.distributed if is_real else fr.Mesh.emulated
     meshes = [make(**axes) for axes, _ in stations]
@@ -37,7 +37,8 @@ def moved(name, stations, steps, num_bags, is_real, folder=None):
 
 
 def carried(state, axes, kind, others, other, name):
-    """Lay out a plain state by one plan, move it to another, and gather both, on ranks."""
+    """Return, on ranks, a plain state laid out by one plan and gathered, and the same state moved to another plan and
+    gathered."""
     _gather_rows.BLOCK_BYTES = 64
     here, there, sparse = fr.Mesh.distributed(**axes), fr.Mesh.distributed(**others), training.OPTIMIZERS[name]()
     first = fr.reshard(state, plan_of(kind, axes), mesh=here, sparse=sparse)
@@ -53,7 +54,7 @@ def first_states(params, plan, mesh):
 
 
 def begun(params, axes, kind):
-    """Return a step's first state on ranks, gathered."""
+    """Return, on ranks, the first state of a step, gathered."""
     mesh = fr.Mesh.distributed(**axes)
     return fr.gather_state(first_states(params, plan_of(kind, axes), mesh)[1], mesh)
 
@@ -81,7 +82,7 @@ def bits(tree):
 
 
 def questions(interrupted, count):
-    """Return `agreed`'s answer at each of `count` steps. One rank asks to stop from step 20 on."""
+    """Return the answers of `agreed` at each of `count` steps. From step 20 on, rank `interrupted` asks to stop."""
     mesh, step = fr.Mesh.distributed(x=2), 0
     ask = fr.loop.agreed(lambda: step >= 20 and mesh.coordinates["x"] == interrupted, mesh, "cpu")
     answers = []
@@ -113,7 +114,8 @@ def differentiated(kind):
 
 
 def sent(state, first, second, name, block):
-    """Move a state from one (axes, plan) to another and return (whether it arrived, [(bytes sent, bytes received)])."""
+    """Return (whether a state arrived, [(bytes sent, bytes received)]) after a move from one (axes, plan) to
+    another."""
     sparse, counted = training.OPTIMIZERS[name](), []
     (here, plan), (there, other) = ((fr.Mesh.distributed(**axes), plan) for axes, plan in (first, second))
 
@@ -128,7 +130,7 @@ def sent(state, first, second, name, block):
         one = fr.reshard(state, plan, mesh=here, sparse=sparse)
         patch.setattr(_send_cells, "swap_bytes", swap)
         two = fr.reshard(one, other, mesh=there, sparse=sparse, from_mesh=here)
-    again = fr.reshard(state, other, mesh=there, sparse=sparse)  # the padding after a table's rows is zero, too
+    again = fr.reshard(state, other, mesh=there, sparse=sparse)  # the padding after a table's rows is also zero
     same = lambda a, b: all(
         torch.equal(x, y) for x, y in zip(fr.tree.leaves(bits(a)), fr.tree.leaves(bits(b)), strict=True)
     )
@@ -136,7 +138,7 @@ def sent(state, first, second, name, block):
 
 
 def members(kind, other):
-    """Whether moving an ensemble's members by vmap on ranks gives the same as moving each alone."""
+    """Return whether a move of an ensemble's members by vmap on ranks gives the same as a move of each member alone."""
     mesh, sparse, axes = fr.Mesh.distributed(x=2), training.OPTIMIZERS["adam"](), {"x": 2}
     state = full_state("adam", torch.float32)
     one = fr.reshard(state, plan_of(kind, axes), mesh=mesh, sparse=sparse)

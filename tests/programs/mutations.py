@@ -1,5 +1,6 @@
-"""Mutations of collectives, exchanges, sharded lookups and steps: for each, some law must fail. The tests use the same
-table.
+"""Mutations of collectives, exchanges, sharded lookups and steps. For each mutation, a law must fail.
+
+The tests use the same table.
 
 PYTHONPATH=tests .venv/bin/python -m programs.mutations
 """
@@ -34,7 +35,7 @@ TINY = {"rtol": 1e-6, "atol": 1e-6}
 
 
 class Mutation(NamedTuple):
-    """owner.name, or owner[name] of a dict, becomes wrong(the original). Then `law` must raise."""
+    """One mutation: owner.name, or owner[name] of a dict, becomes wrong(the original). Then `law` must raise."""
 
     owner: Any
     name: str
@@ -46,13 +47,13 @@ class Mutation(NamedTuple):
 
 
 def is_map(name, n=4):
-    """A collective and its transforms equal those of the map of all ranks' values."""
+    """Law: a collective and its transforms equal the map of all ranks' values and the transforms of that map."""
     want = {k: f(values(n)) for k, f in dense_transforms(DENSE[name]).items()}
     assert_trees_close(cells(fr.Mesh.emulated(x=n), name), want, rtol=1e-12, atol=1e-12)
 
 
 def looks_up(name):
-    """A sharded lookup and all its transforms equal the plain one."""
+    """Law: a sharded lookup and all its transforms equal the plain lookup and its transforms."""
     axes = {"x": 2}
     assert_trees_close(
         lookups.cells(fr.Mesh.emulated(**axes), name), lookups.wanted(axes, name), rtol=1e-12, atol=1e-12
@@ -60,13 +61,13 @@ def looks_up(name):
 
 
 def has_bits(kind):
-    """Lookups, sequences and their tables' gradients have one process's bits."""
+    """Law: lookups, sequences and the gradients of their tables have the bits of one process."""
     model = sequences.fixed(fr.Mesh.emulated(x=2), kind)
     assert_trees_close(sequences.mapped(model), sequences.whole(model))
 
 
 def is_deduplicated():
-    """With dedup=True sequences have one process's bits, and gradients differ by rounding."""
+    """Law: with dedup=True sequences have the bits of one process, and gradients differ by rounding."""
     mesh, plan, tables, _, features = sequences.fixed(fr.Mesh.emulated(x=2), "row_wise")
     lists = {k: [[(i + j * j) % 4 for j in range(3)] for i in range(4)] for k in "uv"}
     weights = {k: [[0.1 + 0.3 * j for j in range(3)] for _ in range(4)] for k in "uv"}
@@ -77,12 +78,12 @@ def is_deduplicated():
 
 
 def keeps_state():
-    """A batch that does not fit changes no bit, and is counted."""
+    """Law: a batch that does not fit changes no bit, and is counted."""
     overflow.assert_unchanged(*overflow.overflown(fr.Mesh.emulated(x=2), "row_wise"), "row_wise")
 
 
 def trains(name, kind, most_joined=_joined.MOST_JOINED):
-    """Steps on a mesh equal those of one process."""
+    """Law: steps on a mesh equal the steps of one process."""
     mesh = fr.Mesh.emulated(x=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_joined, "MOST_JOINED", most_joined)
@@ -119,12 +120,12 @@ def _cut_late(made):
 
 
 def _elsewhere(made):
-    """Send ids to the rank of the two that does not own them."""
+    """Return a function that sends ids to the rank, of two ranks, that does not own their rows."""
     return lambda *args: (lambda x: x._replace(ranks=tuple(1 - r for r in x.ranks)))(made(*args))
 
 
 def _uncounted(made):
-    """Count only ids that fit into the buffer."""
+    """Return a function that counts only ids that fit into the buffer."""
 
     def owner_blocks(*args, **how):
         blocks, counts, sent = made(*args, **how)
@@ -134,7 +135,7 @@ def _uncounted(made):
 
 
 def _late(made):
-    """Read a block's answers one place too far."""
+    """Return a function that reads a block's answers one place too far."""
 
     def route(*args):
         routed = made.route(*args)
@@ -144,7 +145,7 @@ def _late(made):
 
 
 def _alone(made):
-    """Keep only the first id of each row."""
+    """Return a function that keeps only the first id of each row."""
 
     def transpose(d, routed, *args):
         earlier = (routed.sent[:, None] == routed.sent[None]).tril(-1).any(1)
@@ -237,7 +238,7 @@ def why_red(check):
 
 
 def main():
-    """Print each mutation, the law that it breaks and how. The exit code is the number of mutations that break no
+    """Print each mutation, its law and how the law fails. The exit code is the number of mutations that break no
     law."""
     torch.set_num_threads(1)
     unseen, green = 0, {}

@@ -1,11 +1,11 @@
-"""Compare torch's operators, compiled and eager, on torch's own samples (OpInfo): `make sanitize`, or
+"""Compare torch's operators, compiled and eager, on samples of torch itself (OpInfo): `make sanitize`, or
 
     PYTHONPATH=tests python -m programs.operators [--seconds 600] [--seed 0] [--only bmm,remainder]
 
-It tries every operator and dtype with up to three samples, in random order, forty cases per program of `fr.jit`.
-Dtypes, shapes, integers and bools must be equal, and floats equal within a few roundings of their dtype. A program may
-be refused with funcrec's own error. Each difference is printed in a line. The exit status is 1 if one is not in LEFT.
-"""
+The program tries every operator and dtype with up to three samples, in random order, forty cases per program of
+`fr.jit`. Dtypes, shapes, integers and bools must be equal. Floats must be equal within a few roundings of their dtype.
+funcrec's own error may refuse a program. Each difference is printed on a line. The exit status is 1 if a difference is
+not in LEFT."""
 
 import argparse
 import random
@@ -28,7 +28,7 @@ DTYPES = (
 )  # fmt: skip
 CLOSE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SAMPLES, ELEMENTS, IN_A_PROGRAM = 3, 4000, 40
-# Skipped families: random, unique only up to a sign, or without dense results; and operators that compile for minutes.
+# Skipped families: random results, results unique only up to a sign, no dense results, or minutes of compilation.
 PASSED_BY = (
     "rand", "dropout", "bernoulli", "multinomial", "normal", "empty", "rrelu", "exponential", "cauchy", "geometric",
     "uniform", "sparse", "nested", "item", "nonzero", "unique", "masked_select", "stft", "fft", "linalg", "svd", "lu",
@@ -92,15 +92,15 @@ def cases(rng: random.Random, only: set[str]) -> Iterator[Case]:
         for dtype in (d for d in DTYPES if d in o.supported_dtypes("cpu")):
             try:
                 samples = list(o.sample_inputs("cpu", dtype, requires_grad=False))
-            except Exception:  # an error of torch's own sample maker
+            except Exception:  # the maker of torch's samples fails
                 continue
             rng.shuffle(samples)
             yield from filter(None, (case_of(o, dtype, s) for s in samples[:SAMPLES]))
 
 
 def case_of(o, dtype: torch.dtype, sample) -> Case | None:
-    """Make the operator a function of the sample's tensors. Return None if they are of unsupported kinds, or eager
-    mode refuses."""
+    """Return the operator as a function of the sample's tensors. Return None if the tensors have unsupported kinds, or
+    if eager mode refuses the call."""
     flat, structure = tree_flatten((sample.input, sample.args, sample.kwargs))
     at = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
     tensors = [flat[i] for i in at]
@@ -117,7 +117,7 @@ def case_of(o, dtype: torch.dtype, sample) -> Case | None:
 
     try:
         f(copied(tensors))
-    except Exception:  # any error: the sample is for another device, or is meant to fail
+    except Exception:  # any error, because the sample is for another device or is meant to fail
         return None
     name = ".".join(filter(None, (o.name, o.variant_test_name)))
     rest = [x for i, x in enumerate(flat) if i not in at][:6]
@@ -129,12 +129,13 @@ def copied(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check(pack: list[Case], count: Counter) -> None:
-    """Compare the cases as one program with eager mode. If it raises, try its halves, down to the case that raises."""
+    """Compare the cases as one program with eager mode. If the program raises, try its halves, down to the case that
+    raises."""
     if not pack:
         return
     try:
         found = fr.jit(lambda inputs: [c.f(x) for c, x in zip(pack, inputs, strict=True)])([c.inputs for c in pack])
-    except Exception as error:  # any error is reported
+    except Exception as error:  # any error, because every error is reported
         if len(pack) > 1:
             check(pack[: len(pack) // 2], count)
             check(pack[len(pack) // 2 :], count)

@@ -3,7 +3,7 @@
     product(a, b) = ((a₀ b₀ + a₁ b₁) + a₂ b₂) + ...        aₖ: column k of a, bₖ: row k of b
 
 A library's matrix product may choose another order for each shape, processor and number of members. Elementwise
-operations always round alike, and so do the gradients here.
+operations always round in the same way, and so do the gradients here.
 """
 
 import functools
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def total(x: Tensor, dim: int) -> Tensor:
-    """Sum over dim from first to last."""
+    """Return the sum over dim, from the first element to the last."""
     return functools.reduce(operator.add, x.unbind(dim))
 
 
 class Product(torch.autograd.Function):
-    """Compute a b, for [M, K] and [K, N], and its gradients, which are products too."""
+    """The product a b, for [M, K] and [K, N], and its gradients, which are also products."""
 
     generate_vmap_rule = True
 
@@ -39,5 +39,5 @@ class Product(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a b, for [M, K] and [K, N] or [K]."""
+    """Return the product a b, for [M, K] and [K, N] or [K]."""
     return Product.apply(a, b) if b.dim() == 2 else Product.apply(a, b[:, None])[:, 0]

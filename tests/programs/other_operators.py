@@ -1,8 +1,8 @@
 """The operators of C++ in a Python that has not defined funcrec's own: python -m programs.other_operators LIBRARY
 
-It prints each schema that differs from kernels/library.py, each answer that differs from the reference, and each wrong
-call that is accepted. With --bare it imports nothing of funcrec, for a torch without funcrec, and checks only that the
-operators exist and answer.
+The program prints each schema that differs from kernels/library.py, each answer that differs from the reference, and
+each wrong call that is accepted. With --bare it imports nothing of funcrec, for a torch without funcrec. It then checks
+only that the operators exist and answer.
 """
 
 import sys
@@ -16,7 +16,7 @@ TABLE = torch.arange(30.0).view(6, 5)
 
 
 def calls() -> Iterator[tuple]:
-    """Yield (operator, arguments) for every dtype, pooling, weights, stacks, and rows outside every table."""
+    """Yield (operator, arguments) for every dtype and pooling, with weights, stacks, and rows outside every table."""
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         tables = [TABLE.to(dtype), (TABLE[:, :3] + 1).contiguous().to(dtype)]
         for rows in (ROWS, ROWS.clamp(-2, 30).int()):

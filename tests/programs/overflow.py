@@ -1,4 +1,4 @@
-"""Steps on a batch that exceeds their capacity."""
+"""Steps on a batch that exceeds the capacity of their exchanges."""
 
 import functools
 
@@ -12,7 +12,7 @@ from programs.training import plan_of
 
 
 def skewed(step, num_bags):
-    """Return a batch whose ids are all row 0, so that under row_wise one rank gets them all."""
+    """Return a batch whose ids are all row 0, so that under row_wise one rank gets all ids."""
     made = training.batch(step, num_bags)
     return fr.Batch(fr.core._tree.replace(made.ids, values=torch.zeros_like(made.ids.values)), made.label)
 
@@ -34,8 +34,8 @@ def clone(state):
 
 
 def overflown(mesh, kind, wrap=lambda f: f, name="adam"):
-    """Return (the state after one ordinary step, the state after a step that overflows, that step's metrics, the
-    state after the same batch with enough capacity)."""
+    """Return (the state after an ordinary step, the state after a step that overflows, the overflowing step's metrics,
+    the state after the same batch with enough capacity)."""
     wide, narrow = (step_of(mesh, kind, c, name) for c in (100, 1))
     before, _ = wide(wide.init(training.params()), own(training.batch(0, 8), mesh))
     after, metrics = wrap(narrow)(clone(before), own(skewed(1, 8), mesh))
@@ -49,7 +49,7 @@ def real_overflown(axes, kind, compiled):
 
 def assert_unchanged(before, after, metrics, wide, kind):
     assert_trees_close(after, before)
-    if kind == "replicated":  # nothing is sent, so that all ids fit
+    if kind == "replicated":  # no ids are sent, and all ids therefore fit
         return
     assert int(metrics["overflow"]) > 0
     assert bool(metrics["loss"].isnan())

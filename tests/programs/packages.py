@@ -25,7 +25,7 @@ MODEL = fr.models.deepfm((*TABLES, *LINEAR_TABLES), FEATURES, linear=LINEAR, num
 
 
 def predict(params, batch):
-    """Return a click's probability f[B], and the sum of the last ids' rows f[B, 8]."""
+    """Return (the probability f[B] of a click, the sum f[B, 8] of the last ids' rows)."""
     last = fr.lookup_sequence(params.tables, batch.ids, SEQUENCES)["last"].to_padded(3)
     return {"click": torch.sigmoid(MODEL.apply(params, batch)), "last": last.sum(1)}
 
@@ -35,7 +35,7 @@ def params(seed=0):
 
 
 def batch(num_bags, seed=0, most=5, outside=True):
-    """Draw num_bags bags per key, each of up to `most` ids, some -1 or beyond their tables."""
+    """Return num_bags random bags per key, each of up to `most` ids. Some ids are -1 or outside their tables."""
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, most + 1, (len(KEYS) * num_bags,), generator=random)
     values = torch.randint(-2 if outside else 0, 120 if outside else 50, (int(lengths.sum()),), generator=random)
@@ -46,7 +46,7 @@ def batch(num_bags, seed=0, most=5, outside=True):
 
 
 def plain(batch):
-    """Convert a batch to the form of a JSON request."""
+    """Return a batch in the form of a JSON request."""
     seen = batch.ids["seen"]
     weights = [seen.weights[a:b].tolist() for a, b in pairwise(seen.offsets.tolist())]
     return {"ids": batch.ids.to_lists(), "weights": {"seen": weights}, "dense": batch.dense.tolist()}
@@ -62,7 +62,7 @@ ROWS = {
 
 
 def encoding():
-    """Fit an encoding of raw rows on ROWS."""
+    """Return an encoding fitted to the raw rows ROWS."""
     schema = fr.data.Schema(multivalued=KEYS, dense=("age", "price", "rank"), weights={"seen": "share"})
     return fr.data.fit_encoding(ROWS, schema, share={"seen": "item"})
 

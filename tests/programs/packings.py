@@ -1,4 +1,4 @@
-"""Generated problems for the planner's solver, and a search of all their plans."""
+"""Generated problems for the planner's solver, and a search of all plans of a problem."""
 
 import itertools
 import random
@@ -11,12 +11,12 @@ SIZES = (1.0, 2.0, 5.0, 10.0)
 
 
 def packing(seed: int) -> Packing:
-    """Draw up to 5 items with several options on up to 4 ranks. Loads are time, memory, a bank's rows, whose
-    greatest number has a price, and two latencies, each paid once. In some problems memory is scarce, in some
-    insufficient."""
+    """Return a random problem with up to 5 items with several options on up to 4 ranks. Loads are time, memory, a
+    bank's rows, and two latencies. The greatest number of a bank's rows has a price. Each latency is paid once. In some
+    problems memory is scarce, in some insufficient."""
     draw = random.Random(seed)
     num_ranks, k = draw.choice([1, 2, 2, 3, 4]), 2 + draw.choice([0, 1])
-    needs = random.Random(seed + 1_000)  # draws which options need which of the two latencies
+    needs = random.Random(seed + 1_000)  # a source of which options need which of the two latencies
     once = (k, k + 1)
     single = tuple((r,) for r in range(num_ranks))
     every = (tuple(range(num_ranks)),)
@@ -46,7 +46,7 @@ def packing(seed: int) -> Packing:
 
 
 def _with_once(option: Option, k: int, needs: random.Random) -> Option:
-    """Add to the option a base of 1 for each latency that it needs."""
+    """Return the option with an added base of 1 for each latency that it needs."""
     base = (option.base or (0.0,) * k) + tuple(float(needs.random() < 0.5) for _ in range(2))
     return option._replace(shards=tuple((*s, 0.0, 0.0) for s in option.shards), base=base)
 
@@ -64,7 +64,7 @@ def best_of_all(packing: Packing) -> float:
 
 
 def _loads(packing: Packing, option: Option) -> list[np.ndarray]:
-    """Return f[K, N] for each way to place its shards, without duplicates."""
+    """Return f[K, N] for each way to place the option's shards, without duplicates."""
     places, shards = range(len(option.places)), len(option.shards)
     ways = {
         "fixed": [tuple(range(shards))],

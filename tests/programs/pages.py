@@ -1,4 +1,4 @@
-"""Run a page's Python blocks in order, as a reader would, and compare what they print with its comments."""
+"""Run a page's Python blocks in order, as a reader would, and compare the printed lines with the page's comments."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ def blocks_of(text: str) -> list[str]:
 
 
 def run(blocks: list[str], page: str) -> tuple[dict[str, Any], list[str]]:
-    """Return (the names afterwards, the printed lines)."""
+    """Return (the names after the last block, the printed lines)."""
     names, printed = {"__name__": "page"}, []
     names["print"] = lambda *x: printed.append(" ".join(map(str, x)))
     for block in blocks:
@@ -21,7 +21,7 @@ def run(blocks: list[str], page: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def told(blocks: list[str], printed: list[str]) -> list[str]:
-    """Return the expected text of each print: its comment, or without one what was printed."""
+    """Return the expected text of each print: the print's comment, or the printed text if there is no comment."""
     said = [want for block in blocks for want in PRINT.findall(block)]
     assert len(said) == len(printed), (said, printed)
     return [want or got for want, got in zip(said, printed, strict=True)]

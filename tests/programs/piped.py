@@ -1,4 +1,4 @@
-"""Pipelines on real ranks, compared by each rank with a plain loop."""
+"""Pipelines on real ranks. Each rank compares a pipeline with a plain loop."""
 
 import threading
 import time
@@ -59,7 +59,7 @@ def no_ids():
 
 
 def beside_a_loop(axes, plan, count, how):
-    """Return (whether states and metrics equal the plain loop's, the bytes sent ahead, threads left)."""
+    """Return (whether states and metrics equal those of the plain loop, the bytes sent ahead, threads left)."""
     mesh = mesh_of(axes)
     batches = [own(mesh, i) for i in range(count)]
     want = loop(*step_of(mesh, plan, **how), batches)
@@ -70,7 +70,7 @@ def beside_a_loop(axes, plan, count, how):
 
 
 def donated():
-    """Compare a jitted step that donates its state. Return the same as `beside_a_loop`, or None if the state was not
+    """Return the same as `beside_a_loop` for a jitted step that donates its state, or None if the state was not
     donated."""
     mesh, plan = mesh_of({"x": 2}), fr.Plan({"a": fr.row_wise("x")})
     loss = lambda p, b: (fr.lookup(p.tables, b.ids, training.FEATURES[:1]).values @ p.dense).square().mean()
@@ -93,7 +93,8 @@ def donated():
 
 
 def of_many_forms():
-    """Run batches of other sizes and without ids, a plan that changes, and tables that `reshard` writes."""
+    """Return (whether a pipeline gives a plain loop's state, threads left). Batches differ in size, one has no ids, the
+    plan changes, and `reshard` writes tables."""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     empty = own(mesh, 3)
     empty = fr.Batch(no_ids(), empty.label)
@@ -113,8 +114,8 @@ def of_many_forms():
 
 
 def retried():
-    """Whether a pipeline of steps with little capacity, which repeat an overflowing block, gives the results of a
-    plain loop."""
+    """Return ({first capacity: whether results are those of a plain loop}, threads left) for a pipeline of steps with
+    little capacity. The steps repeat an overflowing block."""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     make = lambda capacity: step_of(mesh, plan, capacity=capacity)[0]
     state, batches = step_of(mesh, plan)[1], [own(mesh, i) for i in range(5)]
@@ -132,9 +133,9 @@ def weighted_loss(params, batch):
 
 
 def uneven():
-    """Rank 1 has three batches, rank 0 five. Return (whether the states equal a loop in which rank 1 gets blank
-    batches, the error for batches without weights, how many steps came before it, whether they equal a loop, threads
-    left)."""
+    """Return (whether the states equal a loop in which rank 1 gets blank batches, the error for batches without
+    weights, the number of steps before that error, whether these steps equal a loop, threads left). Rank 1 has three
+    batches, rank 0 five."""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     count = 5 if mesh.coordinates["x"] == 0 else 3
     step = fr.train_step(weighted_loss, **training.optimizers("adam"), mesh=mesh, plan=plan)
@@ -155,9 +156,10 @@ def uneven():
 
 
 def broken(how):
-    """On rank 1 alone, batch 2 raises in the loader or has another form or other keys. Then both ranks run again.
+    """Run with a fault on rank 1 alone: batch 2 raises in the loader or has another form or other keys. Then run again.
 
-    Return (this rank's error, the steps before it, whether the second run equals a plain loop, threads left)."""
+    Return (this rank's error, the number of steps before the error, whether the second run equals a plain loop, threads
+    left)."""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     step, state = step_of(mesh, plan)
     pipe, seen, told = fr.pipeline(step, mesh=mesh), 0, ""
@@ -182,7 +184,7 @@ def broken(how):
 
 
 def left_alone(timeout_s):
-    """Rank 0 leaves its loop before the first step. Return the seconds until each rank is out."""
+    """Return the seconds until this rank is out of its loop. Rank 0 leaves its loop before the first step."""
     mesh, plan = fr.Mesh.distributed(x=2, timeout_s=timeout_s), training.plan_of("row_wise", {"x": 2})
     step, state = step_of(mesh, plan)
     pipe, batches, begin = fr.pipeline(step, mesh=mesh), [own(mesh, i) for i in range(3)], time.perf_counter()
@@ -197,7 +199,7 @@ def left_alone(timeout_s):
 
 
 def none_at_all():
-    """Rank 0 has no batch. Return each rank's error."""
+    """Return (the error of this rank, threads left). Rank 0 has no batch."""
     mesh = mesh_of({"x": 2})
     step, state = step_of(mesh, training.plan_of("row_wise", {"x": 2}))
     try:
@@ -207,8 +209,9 @@ def none_at_all():
 
 
 def left_early():
-    """Skip the first batch, and leave the loop on both ranks after the second: rank 1 while its loader is busy, rank
-    0 when its thread has gone on. Then compare a loop over three batches with a plain loop."""
+    """Return (whether a loop over three batches equals a plain loop, threads left). An earlier loop skips the first
+    batch, and both ranks leave it after the second: rank 1 while its loader is busy, rank 0 when its thread has gone
+    on."""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     step, state = step_of(mesh, plan)
     pipe, rank = fr.pipeline(step, mesh=mesh, depth=3), mesh.coordinates["x"]
@@ -238,7 +241,7 @@ def late(x, seconds):
 
 
 def with_late_ids(seconds):
-    """Delay the ids that this rank sends."""
+    """Delay the ids that this rank sends, and return a function that ends the delay."""
     library.define("piped", "late", "(Tensor x, float seconds) -> Tensor", late, lambda x, seconds: torch.empty_like(x))
     send = _route.all_to_all
     op = torch.ops.piped.late
@@ -247,8 +250,8 @@ def with_late_ids(seconds):
 
 
 def hidden(count=6):
-    """Let ids be late, and the rest of a step take as long. Return (seconds per step of the plain loop, of the
-    pipeline, whether their states are equal)."""
+    """Return (seconds per step of the plain loop, seconds per step of the pipeline, whether their states are equal).
+    Ids are late, and the rest of a step takes as long."""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     undo = with_late_ids(LATE_S)
     try:

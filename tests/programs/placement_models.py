@@ -1,4 +1,4 @@
-"""Models, plans and meshes for laws of placements, and lookups of them on a mesh and in one process."""
+"""Models, plans and meshes for laws of placements, and the models' lookups on a mesh and in one process."""
 
 import torch
 from hypothesis import strategies as st
@@ -9,8 +9,8 @@ from funcrec.testing import strategies as frs
 
 @st.composite
 def models(draw, kinds=frs.PLACEMENTS):
-    """Draw (mesh, plan, tables, ids, features): a few tables of odd sizes, with several features each. Shrinks to
-    one table on one rank."""
+    """Return random (mesh, plan, tables, ids, features): a few tables of odd sizes, with several features each. Shrinks
+    to one table on one rank."""
     mesh = draw(frs.meshes())
     names = ["a", "b", "c"][: draw(st.integers(1, 3))]
     shapes = {n: (draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 5, 8]))) for n in names}
@@ -74,7 +74,7 @@ def direction(model):
 
 
 def whole(model):
-    """Return the same results from one process, which adds the gradients of the ranks' batches."""
+    """Return the results of `sharded` from one process, which adds the gradients of the ranks' batches."""
     mesh, _, tables, ids, features = model
     acts, per = fr.lookup(tables, ids, features), ids.num_bags // mesh.size
     total = None

@@ -1,4 +1,4 @@
-"""What ranks run for the planner's tests."""
+"""Functions that ranks run for the planner's tests."""
 
 import funcrec as fr
 

@@ -1,9 +1,10 @@
-"""Run the laws about bits and compiled values in the surroundings of other processors: `make processors`, or
+"""Run the laws about bits and compiled values in surroundings like those of other processors: `make processors`, or
 
     PYTHONPATH=tests python -m programs.processors [--only NAME ...] [--jobs 2] [test ...]
 
-It prints a table of surroundings: tests passed, failed and skipped, and seconds. It ends with 1 if a test fails or a
-surrounding differs from its row. A row says if this machine cannot provide the surrounding, or has it already.
+The program prints a table of surroundings: tests passed, failed and skipped, and seconds. It ends with 1 if a test
+fails or if a surrounding differs from its row. A row says if this machine cannot provide the surrounding, or has it
+already.
 
 Two libraries are built with the C compiler (`CC`) and preloaded. One makes MKL use its Intel kernels on every
 processor. The other makes a product's bits depend on its shape, as they may on any processor (by_shape.c). The output
@@ -30,8 +31,8 @@ PRELOADS = {"intel": INTEL, "by_shape": (Path(__file__).parent / "by_shape.c").r
 
 
 class Surrounding(NamedTuple):
-    """laws: groups of LAWS whose bits it may change. threads: the number in the tests' process and, by OpenMP's
-    variable, in fresh ones. caches: whether it has its own compiled code."""
+    """A surrounding. laws: groups of LAWS whose bits the surrounding may change. threads: the number in the tests'
+    process and, by OpenMP's variable, in fresh processes. caches: whether the surrounding has its own compiled code."""
 
     laws: tuple[str, ...]
     threads: int = 1
@@ -54,7 +55,7 @@ SURROUNDINGS = {
     ),
     "products by shape": Surrounding(("products", "steps"), preload="by_shape"),
 }
-LAWS = {  # loops: compiled loops, whose vectors depend on the processor alone
+LAWS = {  # loops: compiled loops, whose vectors depend only on the processor
     "kernels": {
         "kernels": ("levels", "update", "cpp_update", "generated", "quantized", "planned", "top_k"),
         "laws/core": ("random",),
@@ -91,7 +92,7 @@ def main() -> int:
 
 
 def run(name: str, seen: dict[str, dict], tests: list[str], jobs: int) -> tuple[str, ...]:
-    """Run one row of the table."""
+    """Return one row of the table, after a run of the row's tests."""
     chosen, plain = SURROUNDINGS[name], seen["1 thread"]
     if why := why_not_here(chosen, plain):
         return name, "-", "-", "-", "-", why
@@ -119,7 +120,7 @@ def run(name: str, seen: dict[str, dict], tests: list[str], jobs: int) -> tuple[
 
 
 def environment(chosen: Surrounding) -> dict[str, str]:
-    """Return the variables for every process of a run. The caller's values of these variables are not passed on."""
+    """Return the variables for every process of a run. The caller's values of these variables are left out."""
     own = {k: v for k, v in os.environ.items() if k not in (*AVX2, "LD_PRELOAD", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     own |= chosen.variables
     own |= {THREADS: str(chosen.threads), "OMP_NUM_THREADS": str(chosen.threads), "PYTHONPATH": str(ROOT / "tests")}
@@ -129,7 +130,7 @@ def environment(chosen: Surrounding) -> dict[str, str]:
 
 
 def built(preload: str) -> Path:
-    """Build the library if its source has changed."""
+    """Return the library, built again if its source has changed."""
     source, out = FOLDER / f"{preload}.c", FOLDER / f"{preload}.so"
     if not out.exists() or source.read_text() != PRELOADS[preload]:
         source.write_text(PRELOADS[preload])
@@ -146,7 +147,7 @@ def probe(chosen: Surrounding) -> dict[str, Any]:
 
 
 def why_not_here(chosen: Surrounding, plain: dict[str, Any]) -> str:
-    """Say what this machine lacks for the surrounding, or that it has it already."""
+    """Return what this machine lacks for the surrounding, or that the machine has the surrounding already."""
     if chosen.preload and not plain["mkl"]:
         return "this torch has no MKL"
     if "ATEN_CPU_CAPABILITY" in chosen.variables and not plain["capability"].startswith("AVX"):
@@ -157,7 +158,7 @@ def why_not_here(chosen: Surrounding, plain: dict[str, Any]) -> str:
 
 
 def not_in_force(chosen: Surrounding, found: dict[str, Any], plain: dict[str, Any]) -> Iterator[str]:
-    """Say which parts of a surrounding its process does not show."""
+    """Yield the parts of a surrounding that its process does not show."""
     if found["threads"] != chosen.threads:
         yield f"{found['threads']} threads"
     if (level := chosen.variables.get("FUNCREC_CPU", found["kernels"])) != found["kernels"]:
@@ -172,7 +173,7 @@ def not_in_force(chosen: Surrounding, found: dict[str, Any], plain: dict[str, An
 
 
 def laws(name: str) -> list[str]:
-    """Return the files of a surrounding's groups; each must exist."""
+    """Return the files of a surrounding's groups. Each file must exist."""
     folders = [item for group in SURROUNDINGS[name].laws for item in LAWS[group].items()]
     paths = [f"tests/{folder}/test_{file}.py" for folder, files in folders for file in files]
     if lost := [path for path in paths if not (ROOT / path).exists()]:

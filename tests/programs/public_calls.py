@@ -1,8 +1,8 @@
 """One good call of every public function, constructor and method, from which a sweep makes wrong calls.
 
-A row is a name, a function and its keyword arguments. Values that are trees (`Params`, `JaggedTensor`, ...) have no row
-for their own constructor. Their fields may be anything that a tree may hold (a P, an axis for vmap), and functions
-check them when they use them.
+A row is a name, a function and the function's keyword arguments. Values that are trees (`Params`, `JaggedTensor`, ...)
+have no row for their own constructor. Their fields may be anything that a tree may hold (a P, an axis for vmap).
+Functions check the fields when they use them.
 """
 
 from importlib.util import find_spec
@@ -119,7 +119,7 @@ def values() -> list[Call]:
 
 
 def trees() -> list[Call]:
-    """Return calls of functions on trees. A tree may be anything; only the operations on it can be wrong."""
+    """Return the calls of functions on trees. A tree may be anything. Only the operations on a tree can be wrong."""
     tree, form = {"w": f32(2), "n": 3}, fr.tree.structure([0, 0])
     add = lambda fn, tree: fr.tree.map(fn, tree, tree)
     own = lambda name: (name, f"{name}['w']", f"{name}['n']")
@@ -245,7 +245,7 @@ def meshes() -> list[Call]:
 
 
 def others() -> list[Call]:
-    """Return the calls of interop with other libraries."""
+    """Return the calls of functions that convert from and to other libraries."""
     params, buffers, apply = interop.module(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)))
 
     def module_apply(params, buffers, train: bool, key: torch.Tensor | None):
@@ -314,7 +314,7 @@ def loops() -> list[Call]:
 
 
 def public_calls(folder) -> list[Call]:
-    """Return all calls."""
+    """Return the calls of all public functions."""
     return [
         *values(),
         *trees(),

@@ -60,7 +60,7 @@ def loaded(folder) -> list[Call]:
         collate=(data.collate, {"source": RANDOM}), collated=(data.collate(RANDOM), {"items": [0, 1]}),
         ctr_take=(data.ctr_dataset(RATINGS).data.take, {"rows": i64(0, 1)}),
         examples_take=(data.encode(ENCODING, TABLE).take, {"rows": i64(0, 1)}),
-        movielens_1m=(with_signature(data.movielens_1m, lambda data_dir, cache: data_dir is None  # it would download
+        movielens_1m=(with_signature(data.movielens_1m, lambda data_dir, cache: data_dir is None  # None would download
                 or data.movielens_1m(data_dir, cache=cache)),
             {"data_dir": str(folder / "ml-1m"), "cache": str(folder / "cache")}),
         num_batches=(data.num_batches, {"num_rows": 9, "batch_size": 2, "drop_last": False}),
@@ -88,7 +88,7 @@ def loaded(folder) -> list[Call]:
             examples=(data.examples, {"table": {"y": [1.0], "a": [3]}, "schema": data.Schema("y", categorical=("a",)),
                 "vocabularies": {"a": 5}, "missing": 0}, ("vocabularies['a']",)),
             Text=(data.Text, {"delimiter": ",", "names": ("a", "b"), "types": {"a": "int64"}, "nulls": ("",),
-                "quotes": True}, ("names[0]", "names[1]", "types", "types['a']")),  # checked where they are used
+                "quotes": True}, ("names[0]", "names[1]", "types", "types['a']")),  # `read` and `stream` check these
             read=(data.read, {"source": str(folder / "day.parquet"), "columns": ("label",), "format": "parquet"}),
             stream=(first(data.stream), {"source": str(folder / "day.parquet"), **streamed, "columns": ("label",),
                 "skip": 0}),
@@ -166,7 +166,7 @@ def tested() -> list[Call]:
 
 
 def parts() -> list[Call]:
-    """Return the calls that make examples of columns."""
+    """Return the calls that make examples from columns."""
     import pyarrow as pa
 
     table, known = pa.table(TABLE), JT.from_lists([[1, 3], [2]])
@@ -199,5 +199,5 @@ def parts() -> list[Call]:
 
 
 def data_calls(folder) -> list[Call]:
-    """Return all calls."""
+    """Return the calls of all functions of this file."""
     return [*loaded(folder), *measured(), *saved(folder), *tested(), *parts()]

@@ -147,5 +147,5 @@ def layers() -> list[Call]:
 
 
 def model_calls() -> list[Call]:
-    """Return all calls."""
+    """Return the calls of all functions of this file."""
     return [*optimizers(), *layers()]

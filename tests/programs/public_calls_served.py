@@ -1,6 +1,6 @@
-"""Good calls of functions that make packages, run them and keep them fresh: a part of `public_calls`.
+"""Good calls of functions that make packages, run packages and keep them fresh: a part of `public_calls`.
 
-Programs are not compiled here; a stand-in returns zeros. All other parts of a package are real.
+Programs are not compiled here. A stand-in returns zeros. All other parts of a package are real.
 """
 
 import json
@@ -26,7 +26,7 @@ def predict(params, batch):
 
 
 def described(folder: Path) -> Path:
-    """Write a package of PARAMS for batches of BATCH's form."""
+    """Return the folder of a package of PARAMS for batches of BATCH's form."""
     tensors = _weights.named(PARAMS)
     tables = [{"name": n, "param": f"tables[{n!r}]", "rows": len(x), "dim": 4, "bits": 32} for n, x in TABLES.items()]
     features = [{"name": n, "table": None, "rows": 5, "weighted": False} for n in IDS.keys]
@@ -47,7 +47,7 @@ def described(folder: Path) -> Path:
 
 
 class Program:
-    """A stand-in for a compiled program as torch opens it."""
+    """A stand-in for a compiled program that torch has opened."""
 
     def __init__(self, path: str, *_):
         self.digest = json.loads((Path(path).resolve().parent / _manifest.MANIFEST).read_text())["digest"]
@@ -60,7 +60,7 @@ class Program:
 
 
 def instead(fn, patch):
-    """Return `fn` with its slow parts replaced."""
+    """Return `fn` with stand-ins for its slow parts."""
 
     def run(**given):
         with patch:
@@ -86,7 +86,7 @@ class Server(BaseHTTPRequestHandler):
 
 
 def served_calls(folder) -> list[Call]:
-    """Return all calls."""
+    """Return the calls of all functions of this file."""
     there, published = described(folder / "package"), folder / "published"
     quick = mock.patch.multiple(_export, load_package=mock.DEFAULT, compare=mock.DEFAULT,
         compile_program=lambda program, path, isa, digest: path.write_bytes(b""))  # fmt: skip

@@ -1,4 +1,4 @@
-"""The values that public calls are made of (`public_calls`), and the class of a call."""
+"""The values in the arguments of public calls (`public_calls`), and the class of a call."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ ENCODING = data.fit_encoding(TABLE, SCHEMA)
 
 
 class Call(NamedTuple):
-    """`fn(**good)` works. `skip` names arguments whose wrong values another row tries."""
+    """One good call: `fn(**good)` works. `skip` names arguments whose wrong values another row tries."""
 
     name: str
     fn: Any
@@ -95,12 +95,12 @@ def with_signature(f, run):
 
 
 def first(f):
-    """Take f's first item, so that errors at the call and at the first batch are seen."""
+    """Return a function that takes f's first item. Errors at the call and at the first batch are then seen."""
     return with_signature(f, lambda **kwargs: next(iter(f(**kwargs)), None))
 
 
 def entered(f):
-    """Enter f's context, so that errors at the call and at its start are seen."""
+    """Return a function that enters f's context. Errors at the call and at the context's start are then seen."""
 
     def run(**kwargs):
         with f(**kwargs):

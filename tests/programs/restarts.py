@@ -1,5 +1,6 @@
-"""A program with `fit` under torchrun's agent: undisturbed, killed again and again, and resumed on another number of
-ranks.
+"""A program with `fit` under torchrun's agent.
+
+One run is undisturbed, one is killed again and again, and one resumes on another number of ranks.
 
     PYTHONPATH=tests python -c "from programs import restarts; restarts.main('FOLDER')"
 
@@ -25,7 +26,7 @@ NUM_STEPS, EPOCHS = 10, 3
 
 
 class OwnRows:
-    """240 examples. A batch is this rank's part of it."""
+    """A source of 240 examples. A batch is this rank's part of the examples."""
 
     def __init__(self, mesh):
         self.mesh, self.data = mesh, fr.data.random_rows(fr.key(5), {"item": 40, "user": 23}, num_rows=240)
@@ -36,7 +37,7 @@ class OwnRows:
 
 
 def train(path, callback):
-    """The program as a user would write it, except for the test's callback."""
+    """Run the program that a user would write. Only the callback belongs to the test."""
     torch.set_num_threads(1)
     mesh = fr.Mesh.distributed(data=int(os.environ["WORLD_SIZE"]), timeout_s=60)
     plan, sparse = fr.Plan.uniform("row_wise", MODEL.tables, mesh), fr.optim.adam(0.02)
@@ -50,7 +51,7 @@ def train(path, callback):
 
 
 def work(folder, name, kills):
-    """Run a rank. kills: for each restart, (step, killing rank, killed rank, seconds after the step)."""
+    """Run a rank. kills: for each restart, (step, killing rank, killed rank, delay in seconds after the step)."""
     folder, rank = folder / name, int(os.environ["RANK"])
     (folder / f"process{rank}").write_text(f"{os.getpid()}")
     due = [k for i, k in enumerate(kills) if f"{i}" == os.environ["TORCHELASTIC_RESTART_COUNT"] and k[1] == rank]

@@ -1,4 +1,4 @@
-"""Logged training of a small model and copies of its earlier states, for one process and for ranks."""
+"""Logged training of a small model and copies of its earlier states, in one process and on ranks."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def params(dtype=torch.float32):
 
 
 def states(step, run, batches):
-    """Return copies of the states before each batch and of the last state, and the last value."""
+    """Return (copies of the states before each batch and of the last state, the last value)."""
     before = []
     for batch in batches:
         before.append(fr.copy(run.state))
@@ -54,8 +54,8 @@ def states(step, run, batches):
 
 
 def sharded(name, axes, kind, compiled=False, is_real=True):
-    """Return [(the state that rewind by k gives, the earlier state), ...] on a mesh, and the error of one step more.
-    When compiled, the calls donate, and so does a last rewind. Staged graphs run uncompiled."""
+    """Return ([(the state after a rewind by k, the earlier state), ...] on a mesh, the error of a rewind by one more
+    step). When compiled, the calls donate, and so does a last rewind. Staged graphs run uncompiled."""
     mesh = (fr.Mesh.distributed if is_real else fr.Mesh.emulated)(**axes)
     step = logged(name, steps=3, mesh=mesh, plan=training.plan_of(kind, axes))
     batches = [own(training.batch(i, 8), mesh) for i in range(4)]
@@ -73,12 +73,12 @@ def sharded(name, axes, kind, compiled=False, is_real=True):
 
 
 def crowded(axes, is_real=True):
-    """Overflow the log of one rank with rows. Return, on every rank, the error of a rewind, the state rewound over
-    the first step, and the initial state."""
+    """Return, on every rank, (the error of a rewind, the state rewound over the first step, the initial state). The log
+    of one rank overflows with rows."""
     mesh = (fr.Mesh.distributed if is_real else fr.Mesh.emulated)(**axes)
     step = logged("adam", rows=1, mesh=mesh, plan=training.plan_of("row_wise", axes))
     run = step.init(params())
-    run, _ = step(run, own(skewed(0, 8), mesh))  # row 0 alone, which rank 0 has
+    run, _ = step(run, own(skewed(0, 8), mesh))  # all ids are row 0, which rank 0 has
     one = fr.copy(run)
     values = torch.where(torch.arange(64) % 2 == 0, 0, 1)
     batch = skewed(1, 8)
@@ -92,7 +92,7 @@ def crowded(axes, is_real=True):
 
 
 def changed(axes, kind):
-    """Return (whole tables after one step and after three, the Delta between them as this rank has it, and as
+    """Return (whole tables after one step and after three, the Delta between these states as this rank has it, and as
     `publish` has it)."""
     mesh = fr.Mesh.distributed(**axes)
     step = logged("adam", mesh=mesh, plan=training.plan_of(kind, axes))

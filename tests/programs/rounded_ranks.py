@@ -1,5 +1,4 @@
-"""Training whose loss reads sharded tables as if quantised, with every way to run a step: the functions that ranks
-run."""
+"""Functions that ranks run: training whose loss reads sharded tables as if quantised, with every way to run a step."""
 
 import torch
 
@@ -26,7 +25,7 @@ def params():
 
 
 def alone(count, ranks):
-    """Return (tables, dense parameters) of one process, which adds the gradients of all ranks' batches."""
+    """Return (tables, dense parameters) of one process that adds the gradients of the batches of all ranks."""
     sparse, dense = KIND.values()
     tables, weights = params().tables, params().dense
     slots, state, share = sparse.init(tables), dense.init(weights), lambda p, b: loss_fn(p, b) / ranks
@@ -41,8 +40,9 @@ def alone(count, ranks):
 
 
 def every_way(how, ways=("alone", "jit", "pipeline", "stale"), count=3):
-    """Return {way: whether it has the bits of its plain loop}; for "alone", whether the plain loop has one process's
-    bits. A compiled step donates its state and sums in another order, so that each step must be within 1e-6."""
+    """Return {way: whether the way has the bits of its plain loop}. For "alone", the value is whether the plain loop
+    has the bits of one process. A compiled step donates its state and sums in another order, so that each step must be
+    within 1e-6."""
     mesh = piped.mesh_of({"x": 2})
     step = fr.train_step(loss_fn, **KIND, mesh=mesh, plan=PLAN, **how)
     state, batches = step.init(params()), [piped.own(mesh, i) for i in range(count)]

@@ -5,8 +5,8 @@
     PYTHONPATH=tests python -m programs.sanitize --mode thread [--count 8000]        data races
 
 Address: every call of hostile.py runs once on one thread and once on two, on torch's own threads. The generated rules
-are built with the sanitizers too. Each input has its own allocation, so that an access one byte outside is found. Leaks
-are not checked, because Python ends with many.
+are also built with the sanitizers. Each input has its own allocation, so that an access one byte outside is found.
+Leaks are not checked, because a Python process ends with many leaks.
 
 Thread: two Python threads make calls at once, each on two kernel threads. Half of the calls are large enough for both.
 torch is not built with the sanitizer. The sanitizer therefore does not see that torch's OpenMP loop ends before the
@@ -14,9 +14,8 @@ next begins, and would report every such loop. So the kernels run on their own p
 entry that starts threads and joins them. It runs the same loop, divided in the same way. Races inside torch's and
 Python's own libraries are not reported (`ignore_noninstrumented_modules`).
 
-First a deliberate fault must be found. Any other fault is reported, and the exit status is 1. `--object` takes an
-object that was built before, and builds none.
-"""
+First the sanitizer must find a deliberate fault. Any other fault is reported, and the exit status is 1. `--object`
+takes an object that was built before, and builds no object."""
 
 import argparse
 import ctypes
@@ -40,7 +39,7 @@ OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:report_signal_unsafe=0",
-    "PYTHONMALLOC": "malloc",  # buffers that Python passes get their own allocations, too
+    "PYTHONMALLOC": "malloc",  # buffers that Python passes also get their own allocations
 }
 COUNTS = {"address": 100_000, "thread": 8_000}
 FINDING = re.compile(r"runtime error:|ERROR: AddressSanitizer|WARNING: ThreadSanitizer|AddressSanitizer:DEADLYSIGNAL")
@@ -57,8 +56,8 @@ void stand_in(void (*f)(void*), void* data, unsigned threads, unsigned) {
 
 
 def build(mode: str, level: str) -> Path:
-    """Build the object for an instruction set with the sanitizer, by the kernels' own CMakeLists, and the stand-in
-    in the same folder."""
+    """Return the sanitized object for an instruction set. The kernels' own CMakeLists builds the object, and the
+    stand-in in the same folder."""
     folder = ROOT / "build" / f"sanitize-{mode}"
     flag, find = SANITIZERS[mode][0], os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     cmake, environment = shutil.which("cmake", path=find), {**os.environ, "PATH": find}
@@ -76,7 +75,7 @@ def build(mode: str, level: str) -> Path:
 
 
 def launch(mode: str, count: int, given: Path | None, first: int, jobs: int, more: list[str]) -> int:
-    """Build, make the calls in processes that start with the sanitizer, and count its reports."""
+    """Build, make the calls in processes that start with the sanitizer, and return the number of its reports."""
     from funcrec.kernels.cpp import _native
 
     begin = time.monotonic()
@@ -109,7 +108,7 @@ def launch(mode: str, count: int, given: Path | None, first: int, jobs: int, mor
 
 
 def watch(command: list[str], environment: dict[str, str], is_quiet: bool = False) -> tuple[int, int]:
-    """Run a process, show its reports, and return (exit status, findings)."""
+    """Run a process, show the sanitizer's reports, and return (exit status, findings)."""
     out, findings = subprocess.DEVNULL if is_quiet else None, 0
     process = subprocess.Popen(
         command, env=environment, stdout=out, stderr=subprocess.PIPE, text=True, errors="replace"
@@ -148,7 +147,8 @@ def inside(mode: str, count: int, built: Path, first: int, without: list[str], p
 
 
 def counted_rules() -> dict[str, int]:
-    """Count the rules that are compiled with the sanitizer from now on, and the updates by them."""
+    """Return counts of the rules that are compiled with the sanitizer from now on, and of the updates by these
+    rules."""
     from funcrec.kernels import cpp
     from funcrec.kernels.cpp import _rules
 
@@ -167,7 +167,7 @@ def counted_rules() -> dict[str, int]:
 
 
 def check_at_once(check, names: list[str], count: int, built: Path) -> None:
-    """Make half of the calls on the kernels' own pool and half on the stand-in. Two Python threads share each half."""
+    """Make each call on the kernels' own pool, then on the stand-in. Two Python threads share the calls."""
     from funcrec.kernels.cpp import _native
 
     stand_in = ctypes.cast(ctypes.CDLL(str(built.with_name("stand_in.so"))).stand_in, ctypes.c_void_p).value
@@ -192,7 +192,7 @@ WRONG = """extern "C" void wrong(float* row) {
 
 
 def do_wrong(mode: str, where: str) -> None:
-    """Make a fault that the sanitizer must find, in a kernel or in a rule: access a row after the last one, or write
+    """Make a fault that the sanitizer must find, in a kernel or in a rule: access a row after the last row, or write
     one row in two threads."""
     import torch
     from funcrec.kernels.cpp import _native, _rules

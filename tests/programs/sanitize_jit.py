@@ -6,8 +6,9 @@
     the same with the compiler's checks of addresses, of shifts, of quotients and of C++ arrays
 
 Both modes are needed. With the address sanitizer, g++ compiles undefined arithmetic differently: loops that leave their
-arrays without it stay inside. It also checks no masked vectors, which end AVX-512's loops; its probes therefore use the
-smallest instruction set. And guard pages miss an access that stays on the buffer's page.
+arrays without the sanitizer stay inside with it. The sanitizer also checks no masked vectors, which end AVX-512's
+loops. Its probes therefore use the smallest instruction set. Guard pages miss an access that stays on the buffer's
+page.
 
 Kinds: arithmetic, programs of integers drawn from a number; cells, every function under every transform in the tests'
 tables; steps, lookups and training steps that write into small tables. One program of `fr.jit` has 25 to 100 cases of
@@ -39,8 +40,8 @@ MODES = ("guard", "address")
 CHECKS = ("fsanitize=address,shift-exponent,integer-divide-by-zero,bounds", "fno-omit-frame-pointer", "g1")
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1", "OMP_WAIT_POLICY": "passive"}
 FINDING = re.compile(r"runtime error:|ERROR: AddressSanitizer|AddressSanitizer:DEADLYSIGNAL|guard pages: ")
-IN_A_PROCESS = 8  # batches; compiled code stays in memory
-LIMIT_S = 1200  # between two output lines of a process
+IN_A_PROCESS = 8  # batches in a process, because compiled code stays in memory
+LIMIT_S = 1200  # the greatest time between two output lines of a process
 
 
 class Batch(NamedTuple):
@@ -49,7 +50,7 @@ class Batch(NamedTuple):
     kind: str
     numbers: list[int]
     threads: int
-    capability: str  # "avx512", "avx2", "default": ATEN_CPU_CAPABILITY
+    capability: str  # the value of ATEN_CPU_CAPABILITY: "avx512", "avx2" or "default"
 
     def line(self, mode: str) -> str:
         numbers = ",".join(map(str, self.numbers))
@@ -60,7 +61,7 @@ class Batch(NamedTuple):
 
 
 class Net(NamedTuple):
-    """How to start processes: the mode, their environment, and a folder for compiled code."""
+    """How to start processes: the mode, the processes' environment, and a folder for compiled code."""
 
     mode: str
     environment: dict[str, str]
@@ -90,7 +91,8 @@ def net(mode: str) -> Iterator[Net]:
 
 
 class Outcome(NamedTuple):
-    """done: how many batches ended. wrong: (number, how it differs). report: of a process that ended early."""
+    """What a process found. done: the number of batches that ended. wrong: (number, how the case differs). report: the
+    report of a process that ended early."""
 
     done: int
     wrong: list[tuple[int, str]]
@@ -130,14 +132,15 @@ def watch(net: Net, batches: list[Batch], probe: str = "") -> Outcome:
 
 
 def excerpt(said: str, most: int = 30) -> str:
-    """Return the lines from the first finding on, or else the last ones."""
+    """Return the lines from the first finding on, or else the last lines."""
     lines = said.splitlines()
     at = next((i for i, line in enumerate(lines) if FINDING.search(line)), max(0, len(lines) - most))
     return "\n".join(lines[at : at + most])
 
 
 def run(net: Net, batches: list[Batch]) -> list[str]:
-    """Return the findings of batches. After a batch that ends the process, the others run in a new one."""
+    """Return the findings of batches. After a batch that ends the process, the remaining batches run in a new
+    process."""
     found = []
     while batches:
         outcome = watch(net, batches)
@@ -163,7 +166,8 @@ def shown(text: str) -> str:
 
 
 def named(net: Net, batch: Batch, number: int, how: str) -> str:
-    """Return the command of a case that differs: alone, or with its whole batch if it does not differ alone."""
+    """Return the command of a case that differs: the case alone, or with its whole batch if it does not differ
+    alone."""
     alone = batch._replace(numbers=[number])
     outcome = watch(net, [alone])
     is_alone = outcome.wrong or outcome.report
@@ -183,7 +187,7 @@ def culprits(net: Net, batch: Batch) -> list[tuple[Batch, str]]:
 
 def probes(net: Net, kinds: list[str]) -> list[str]:
     """Return the deliberate faults that were not found. Mode "address" tries the faults of addresses on the smallest
-    instruction set. The fault of arithmetic needs the largest: without vectors g++ may compile it right."""
+    instruction set. The fault of arithmetic needs the largest set, because g++ may compile it right without vectors."""
     missed = []
     for probe in ("past", "far", "bare"):
         capability = kinds[-1 if net.mode == "address" and probe != "bare" else 0]
@@ -195,7 +199,7 @@ def probes(net: Net, kinds: list[str]) -> list[str]:
 
 
 def capabilities() -> list[str]:
-    """Return the instruction sets that Inductor may compile for here, the largest first."""
+    """Return the instruction sets for which Inductor may compile on this machine, the largest first."""
     import torch
 
     best = torch.backends.cpu.get_cpu_capability().lower()
@@ -204,7 +208,7 @@ def capabilities() -> list[str]:
 
 
 def batches_of(kind: str, numbers: list[int], size: int, threads: int, kinds: list[str]) -> list[Batch]:
-    """Split the numbers into batches, whose size and threads the first number draws."""
+    """Return the numbers split into batches. The first number draws the size and threads of a batch."""
     out, least, most = [], *((25, 100) if kind == "arithmetic" else (3, 8))
     while numbers:
         draw = random.Random(numbers[0])
@@ -251,7 +255,7 @@ def inside(mode: str, batches: list[Batch], probe: str) -> None:
         own = cpp_builder._get_optimization_cflags
         cpp_builder._get_optimization_cflags = lambda *a, **k: with_checks(*own(*a, **k))
     if probe == "bare":
-        _inductor.wrapping = list  # keep Inductor's own functions
+        _inductor.wrapping = list  # Inductor keeps its own functions
     elif probe:
         source = _inductor.source
         _inductor.source = lambda code: re.sub(r"\((6|38|48)L\)", lambda n: f"({int(n[1]) + 1}L)", source(code))
@@ -269,8 +273,8 @@ def with_checks(flags: list[str], links: list[str]) -> tuple[list[str], list[str
 
 
 class Case(NamedTuple):
-    """f(*inputs) returns a tree. If is_donated, the first input is donated, and f runs again on the first run's
-    results. close: `assert_trees_close`'s rtol and atol for floats; None requires equal bits."""
+    """A case: f(*inputs) returns a tree. If is_donated, the first input is donated, and f runs again on the results of
+    the first run. close: rtol and atol of `assert_trees_close` for floats. None requires equal bits."""
 
     number: int
     f: object
@@ -315,10 +319,10 @@ def faults(probe: str) -> list[Case]:
 
 
 def check_parts(cases: list[Case]) -> None:
-    """Run `check`. If it raises, try each half, down to the cases that raise."""
+    """Run `check`. If `check` raises, try each half of the cases, down to the cases that raise."""
     try:
         check(cases)
-    except Exception as error:  # any error is reported
+    except Exception as error:  # any error, because every error is reported
         if len(cases) == 1:
             how = re.search(r"error: .*", str(error)) or re.match(r"(?s).*", str(error))  # prefer the compiler's error
             how = f"{cases[0].name} it raises {type(error).__name__}: {' '.join(how[0].split())[:300]}"
@@ -372,7 +376,7 @@ def copied(x):
 
 
 def difference(got, wanted, close: dict | None) -> str:
-    """Return in a line where two trees differ, or "" if they are equal."""
+    """Return where two trees differ, on one line, or "" if the trees are equal."""
     from funcrec.core._tree import tree_leaves
     from funcrec.testing import assert_trees_close
 

@@ -1,4 +1,4 @@
-"""States saved and loaded by ranks, real and emulated."""
+"""States that ranks save and load, real and emulated."""
 
 import os
 from pathlib import Path
@@ -19,14 +19,14 @@ def sharded(state, axes, plan, name, is_real, dense_axes=()):
 
 
 def saved(path, state, axes, kind, name, dense_axes=(), is_real=True):
-    """Save a tree that has the state, laid out on a mesh."""
+    """Save a tree that has the state. A mesh has the parts of the state."""
     mesh, own = sharded(state, axes, plan_of(kind, axes), name, is_real, dense_axes)
     tree = {"state": own, "position": (1, 2), "best": {"w": torch.arange(6.0)}, "history": [{"loss": 0.5}]}
     return fr.save(path, tree, mesh=mesh)
 
 
 def loaded(path, axes, kind, name, dense_axes=()):
-    """Return what ranks load under a plan, gathered."""
+    """Return the tree that ranks load under a plan, gathered."""
     mesh = fr.Mesh.distributed(**axes)
     sparse = training.OPTIMIZERS[name]()
     tree = fr.load(path, plan=plan_of(kind, axes), mesh=mesh, sparse=sparse, dense_axes=dense_axes)
@@ -34,7 +34,7 @@ def loaded(path, axes, kind, name, dense_axes=()):
 
 
 def square(folder, state, saves, loads, name):
-    """Load each of `saves` as each of `loads`, and whole. Return the pairs of results."""
+    """Return the pairs of results when each of `saves` is loaded as each of `loads`, and whole."""
     out = []
     for i, (axes, kind, dense_axes) in enumerate(saves):
         path = saved(Path(folder) / f"{i}", state, axes, kind, name, dense_axes)
@@ -44,8 +44,8 @@ def square(folder, state, saves, loads, name):
 
 
 def told_of_failure(path, state, failing, stage):
-    """Fail on one rank at a stage of a save. Return each rank's error, the loaded previous checkpoint, and the
-    folder's files."""
+    """Return (each rank's error, the loaded previous checkpoint, the folder's files) when one rank fails at a stage of
+    a save."""
     mesh, own = sharded(state, {"x": 2}, plan_of("row_wise", {"x": 2}), "adam", True)
     fr.save(path, own, mesh=mesh)
     mine = mesh.coordinates["x"] == failing
@@ -97,8 +97,8 @@ WRONG = {
 
 
 def told_of_arguments(path, state):
-    """Return a rank's error for each call that the second rank makes differently, and the results of correct calls
-    afterwards."""
+    """Return a rank's error for each call that the second rank makes differently, and the results of later correct
+    calls."""
     mesh, own = sharded(state, {"x": 2}, plan_of("row_wise", {"x": 2}), "adam", True)
     other = fr.Mesh.distributed(y=2)
     fr.save(path, own, mesh=mesh)
@@ -146,7 +146,7 @@ def told_of_damage(path, plan, damaged):
 
 
 def copies_apart(path, state):
-    """Save replicas that trained apart. Return the error, and the state saved before they differed."""
+    """Return (the error of a save of replicas that trained apart, the state saved before they differed)."""
     axes = {"x": 2}
     mesh = fr.Mesh.distributed(**axes)
     plan = fr.Plan({n: fr.replicated() for n in training.SHAPES}, replicas="x")
@@ -162,8 +162,8 @@ def copies_apart(path, state):
 
 
 def saved_beside(path, copy_bytes):
-    """Train on with donation while earlier states are saved in the background. Return the saved states, gathered,
-    and the loaded ones."""
+    """Return (the saved states, gathered, the loaded states). Training with donation continues while earlier states are
+    saved in the background."""
     mesh = fr.Mesh.distributed(x=2)
     opts = training.optimizers("adam")
     step = fr.train_step(training.loss_fn, **opts, mesh=mesh, plan=plan_of("row_wise", {"x": 2}))

@@ -1,4 +1,4 @@
-"""Models with sequences, and their lookups and gradients on a mesh and in one process."""
+"""Models with sequences, with lookups and gradients on a mesh and in one process."""
 
 import torch
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ from programs.placement_models import models, zeros_like
 
 @st.composite
 def sequence_models(draw):
-    """Draw `models` with at least one sequence among the features."""
+    """Return a random model of `models` with at least one sequence among its features."""
     mesh, plan, tables, ids, features = draw(models())
     turned = [replace(f, pooling="none") if i == 0 or draw(st.booleans()) else f for i, f in enumerate(features)]
     return mesh, plan, tables, ids, turned
@@ -26,7 +26,7 @@ def activations(tables, ids, features):
 
 
 def loss(tables, ids, features):
-    """Return a sum that weighs every element differently."""
+    """Return a loss, a sum that weighs every element differently."""
     wave = lambda x: (torch.arange(x.numel(), device=x.device, dtype=x.dtype) * 0.37 + 1).sin().reshape(x.shape)
     return sum((x * wave(x)).sum() for x in activations(tables, ids, features).values())
 
@@ -52,7 +52,7 @@ def mapped(model, capacity=None, dedup=False):
 
 
 def whole(model):
-    """Return the same results from one process, rank after rank."""
+    """Return the results of `mapped` from one process, rank after rank."""
     mesh, _, tables, ids, features = model
     stacked, total, sequences = fr.mesh._parts._stack_bags(ids, mesh.size), None, []
     for r in range(mesh.size):

@@ -1,5 +1,6 @@
-"""A server for tests: it is built, started on a free port of the loopback address, asked in JSON and bytes, and
-stopped.
+"""A server for tests.
+
+A test builds the server, starts it on a free port of the loopback address, asks it in JSON and bytes, and stops it.
 
 Requests are dicts as in JSON: {"ids": {feature: bags}, "weights": {feature: bags}, "dense": rows}. The answers of
 `funcrec-serve-sums` (kernels/serving/http/sums.cpp) are known without running it: `expected` computes them.
@@ -21,23 +22,23 @@ import numpy as np
 from programs import cmake
 
 ROOT = Path(__file__).resolve().parents[2]
-DTYPES = ("u1", "i1", "i2", "i4", "i8", "f2", "u2", "f4", "f8", "?")  # number 6 has bfloat16's 16 bits
+DTYPES = ("u1", "i1", "i2", "i4", "i8", "f2", "u2", "f4", "f8", "?")  # number 6 stands for bfloat16 in 16 bits
 JSON, BYTES = "application/json", "application/octet-stream"
 UPDATES = ("/reload", "/delta")
-FEATURES, WEIGHTED, COLUMNS, ROWS = ("a", "b"), ("b",), 3, 1000  # of the sums model
+FEATURES, WEIGHTED, COLUMNS, ROWS = ("a", "b"), ("b",), 3, 1000  # features of the sums model
 
-# a request to it
+# a request to the sums model
 ONE = {"ids": {"a": [[1]], "b": [[2]]}, "weights": {"b": [[0.5]]}, "dense": [[0, 0, 0.5]]}
 
 
 def build(sanitize: str = "") -> Path:
-    """Compile the program funcrec-serve-sums from kernels/serving/http alone, if its sources changed."""
+    """Return the program funcrec-serve-sums, compiled from kernels/serving/http alone if its sources changed."""
     program = "funcrec-serve-sums"
     return cmake.build("http", "kernels/serving/http", sanitize=sanitize, targets=(program,)) / program
 
 
 class Server:
-    """A running server. `stop()` sends SIGTERM and returns (exit status, its stderr).
+    """A running server. `stop()` sends SIGTERM and returns (exit status, the server's stderr).
 
     A server that takes updates has a separate port for them, `admin`. `ask` chooses the port.
     """
@@ -69,7 +70,7 @@ class Server:
         return socket.create_connection(self.place(admin), timeout=timeout)
 
     def ask(self, method: str, path: str, body=None, type: str = JSON):
-        """Return (status, headers, body), over a new connection."""
+        """Return (status, headers, body) of a request over a new connection."""
         with contextlib.closing(self.connect(admin=path in UPDATES)) as connection:
             return ask(connection, method, path, body, type)
 
@@ -114,7 +115,7 @@ def head(body=b"", path="/predict", method="POST", **more):
 
 
 def everything(s):
-    """Return all bytes until the server closes the connection."""
+    """Return all bytes that the server sends before it closes the connection."""
     with s:
         return b"".join(iter(lambda: s.recv(1 << 16), b""))
 
@@ -124,15 +125,15 @@ def statuses(answer):
 
 
 def predict(connection, request: dict, binary: bool = False):
-    """Send a request as JSON or as bytes and return (status, {"version", "outputs", "ids_out_of_range"} or
-    {"error"})."""
+    """Return (status, {"version", "outputs", "ids_out_of_range"} or {"error"}) of a request sent as JSON or as
+    bytes."""
     body, kind = (pack(request), BYTES) if binary else (json.dumps(request), JSON)
     status, headers, out = ask(connection, "POST", "/predict", body, kind)
     return status, unpack(out) if headers["Content-Type"] == BYTES else json.loads(out)
 
 
 def pack(request: dict, features=FEATURES, weighted=WEIGHTED) -> bytes:
-    """Encode a request as bytes, as kernels/serving/README.md describes."""
+    """Return a request encoded as bytes, as kernels/serving/README.md describes."""
     ids = request.get("ids", {})
     bags = [bag for f in features for bag in ids[f]]
     dense = np.asarray(request.get("dense", []), "<f4")
@@ -147,7 +148,7 @@ def pack(request: dict, features=FEATURES, weighted=WEIGHTED) -> bytes:
 
 
 def unpack(body: bytes) -> dict:
-    """Decode an answer of bytes, with arrays for lists."""
+    """Return a decoded answer of bytes, with arrays in place of lists."""
     magic, outputs, bags, outside, size = struct.unpack_from("<4sIQQQ", body)
     assert magic == b"FRA1"
     at, up = 32, lambda n: -(-n // 8) * 8
@@ -164,7 +165,7 @@ def unpack(body: bytes) -> dict:
 
 
 def some_request(rng, bags: int | None = None, length: int = 4, ids=(-2, 899)) -> dict:
-    """Draw random bags, some ids outside the tables, and numbers that f32 holds exactly."""
+    """Return a request of random bags, some ids outside the tables, and numbers that f32 holds exactly."""
     bags = int(rng.integers(0, 5)) if bags is None else bags
     draw = lambda: [rng.integers(*ids, rng.integers(0, length + 1)).tolist() for _ in range(bags)]
     made = {f: draw() for f in FEATURES}
@@ -175,7 +176,7 @@ def some_request(rng, bags: int | None = None, length: int = 4, ids=(-2, 899)) -
 
 
 def changed(path, value, request=ONE):
-    """Change one value of a request; `...` removes it."""
+    """Return a request with one changed value. The value `...` removes the entry."""
     made = json.loads(json.dumps(request))
     *way, last = path
     place = made
@@ -189,7 +190,7 @@ def changed(path, value, request=ONE):
 
 
 def expected(request: dict, version: int = 0) -> dict:
-    """Return what the sums model must answer."""
+    """Return the required answer of the sums model."""
     scores, counts, outside = [], [], 0
     for a, b, w, dense in zip(*request["ids"].values(), request["weights"]["b"], request["dense"], strict=True):
         terms = [(i, i) for i in a] + [(i, 2 * x * i) for i, x in zip(b, w)]
@@ -200,7 +201,7 @@ def expected(request: dict, version: int = 0) -> dict:
 
 
 def is_right(answer: dict, request: dict) -> bool:
-    """Whether an answer belongs to its own version alone, never to two."""
+    """Return whether an answer belongs to one version alone, never to two."""
     want = expected(request, int(answer["version"]))
     plain = lambda x: x.tolist() if isinstance(x, np.ndarray) else x
     return {**answer, "outputs": {k: plain(x) for k, x in answer["outputs"].items()}} == want

@@ -46,13 +46,13 @@ def numbers(seed, *shape):
 
 
 def make(name):
-    """Return the model, fresh parameters and a batch, which has dense inputs if the model reads them."""
+    """Return (the model, fresh parameters, a batch). The batch has dense inputs if the model reads them."""
     model = MODELS[name]()
     return model, model.init(fr.key(0)), make_batch(3 if name in READS_DENSE else 0)
 
 
 def make_batch(num_dense=0, *, seed=0, padding=3):
-    """Make bags of 0 to 3 ids (one for "user"), followed by padding of out-of-range ids."""
+    """Return bags of 0 to 3 ids (one id for "user"), followed by padding of out-of-range ids."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (3, B), generator=draw)
     lengths[0] = 1
@@ -66,7 +66,7 @@ def make_batch(num_dense=0, *, seed=0, padding=3):
 
 
 def with_dense_bumps(params):
-    """Add to the dense parameters, so that none is 0 or 1 and no term of a gradient vanishes."""
+    """Return parameters with changed dense values. No dense value is 0 or 1, so that no term of a gradient vanishes."""
     bump = lambda x: x + 0.1 * numbers(x.numel(), *x.shape).abs()
     return fr.Params(params.tables, torch_tree.tree_map(bump, params.dense))
 

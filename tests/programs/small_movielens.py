@@ -1,11 +1,11 @@
-"""A small folder in MovieLens's format for the main job."""
+"""A small folder in the format of MovieLens for the main job."""
 
 import random
 from pathlib import Path
 
 
 def write(path: Path) -> Path:
-    """Write 80 users, 60 items and 4000 ratings. The parities of user and item decide each rating."""
+    """Return the folder, with 80 users, 60 items and 4000 ratings. The parities of user and item decide each rating."""
     draw = random.Random(0)
     users = [f"{u}\t{draw.choice([1, 18, 25])}\t{draw.choice('MF')}\t{draw.randrange(5)}\t12345" for u in range(1, 81)]
     genres = ["Comedy", "Drama", "Film-Noir"]

@@ -1,4 +1,4 @@
-"""Stale pipelines on real ranks, compared by each rank with a plain loop that has the same staleness."""
+"""Stale pipelines on real ranks. Each rank compares a pipeline with a plain loop of the same staleness."""
 
 import functools
 import operator
@@ -11,7 +11,7 @@ from programs import piped, training
 
 
 def alone(name, batches, ranks=1):
-    """Run the loop in one process on the batches of all ranks: (tables, dense parameters, losses)."""
+    """Return (tables, dense parameters, losses) of the loop in one process on the batches of all ranks."""
     sparse, dense = training.optimizers(name).values()
     p = training.params(name)
     tables, slots, weights, state, before, losses = (
@@ -42,7 +42,7 @@ def whole(mesh, state, metrics):
 
 
 def loop(step, state, batches, compiled=False):
-    """Run a loop in which each batch's lookups read the tables of the previous state."""
+    """Return the results of a loop in which each batch's lookups read the tables of the previous state."""
     stale, tables, out = stale_of(step).update, state.tables, []
     stale = fr.jit(stale) if compiled else stale
     for batch in batches:
@@ -53,7 +53,7 @@ def loop(step, state, batches, compiled=False):
 
 
 def beside_one_process(axes, plan):
-    """Whether ranks end with one process's bits."""
+    """Return whether ranks end with the bits of one process."""
     mesh = piped.mesh_of(axes)
     step, state = piped.step_of(mesh, plan, exact=True)
     got = piped.run(fr.stale_pipeline(step, mesh=mesh), state, [piped.own(mesh, i) for i in range(4)])
@@ -62,7 +62,7 @@ def beside_one_process(axes, plan):
 
 
 def beside_a_loop(axes, plan, count, how):
-    """Return (whether states and metrics equal the loop's, whether they equal a plain step's, the bytes held,
+    """Return (whether states and metrics equal the loop's, whether they equal those of plain steps, the bytes held,
     threads left)."""
     mesh = piped.mesh_of(axes)
     batches = [piped.own(mesh, i) for i in range(count)]
@@ -74,9 +74,8 @@ def beside_a_loop(axes, plan, count, how):
 
 
 def donated():
-    """Run a jitted step that donates its state, with a last batch of another size. Return (whether it equals a
-    compiled loop, whether a second run does, the number of programs, threads left), or None if the first state was
-    not donated."""
+    """Return (whether a jitted step that donates its state equals a compiled loop, whether a second run does, the
+    number of programs, threads left), or None if the first state was not donated. The last batch has another size."""
     mesh, plan = piped.mesh_of({"x": 2}), fr.Plan({"a": fr.row_wise("x")})
     loss = lambda p, b: (fr.lookup(p.tables, b.ids, training.FEATURES[:1]).values @ p.dense).square().mean()
     kind = {"sparse": fr.optim.rowwise_adagrad(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
@@ -96,8 +95,8 @@ def donated():
 
 
 def uneven():
-    """Rank 1 has three batches, rank 0 five. Return (whether the states equal a loop in which rank 1 gets blank
-    batches, threads left)."""
+    """Return (whether the states equal a loop in which rank 1 gets blank batches, threads left). Rank 1 has three
+    batches, rank 0 five."""
     mesh, plan = piped.mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     count = 5 if mesh.coordinates["x"] == 0 else 3
     step = fr.train_step(piped.weighted_loss, **training.optimizers("adam"), mesh=mesh, plan=plan)
@@ -110,9 +109,10 @@ def uneven():
 
 
 def ended(how):
-    """Run until both ranks leave after the second batch, or until the third raises on rank 1. Then run three batches.
+    """Run until both ranks leave after the second batch, or until the third batch raises on rank 1. Then run three
+    batches.
 
-    Return (the steps of the first run, its error, whether the second run equals the loop, threads left)."""
+    Return (the steps of the first run, the first run's error, whether the second run equals the loop, threads left)."""
     mesh, plan = piped.mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
     step, state = piped.step_of(mesh, plan)
     stale, batches, seen, told = fr.stale_pipeline(step, mesh=mesh), [piped.own(mesh, i) for i in range(5)], 0, ""

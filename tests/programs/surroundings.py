@@ -1,10 +1,10 @@
-"""Facts about a process that the processor, its libraries and the environment decide, in a form that can be compared.
+"""Facts about a process that the processor, libraries and the environment decide, in a form that can be compared.
 
-    facts() in a test == facts() in the ranks and fresh processes that it starts, threads aside
+    facts() in a test == facts() in the ranks and fresh processes that the test starts, except threads
 
-`programs.processors` runs laws in surroundings of its choice. A run with other facts would test nothing. With
-PYTEST_PLUGINS=programs.surroundings and FUNCREC_EXPECTED (facts, as JSON), pytest and each worker refuse to start if
-the facts differ.
+`programs.processors` runs laws in surroundings of its choice. A run with other facts would test nothing.
+PYTEST_PLUGINS=programs.surroundings with FUNCREC_EXPECTED (facts, as JSON) makes pytest and each worker refuse to start
+if the facts differ.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 EXPECTED = "FUNCREC_EXPECTED"
-# for the tests' own process, set by conftest.py; ranks have one
+# The number of threads for the tests' own process, set by conftest.py. Ranks have one thread.
 THREADS = "FUNCREC_TEST_THREADS"
 
 
 def facts() -> dict[str, Any]:
-    """Return facts of this process: a digest of products on one thread, whether a row's product has the same bits
-    alone and among others, and the chosen code paths."""
+    """Return the facts of this process: a digest of products on one thread, whether a row's product has the same bits
+    alone and among other rows, and the chosen code paths."""
     from funcrec.kernels.cpp import _native
 
     draw = torch.Generator().manual_seed(0)
@@ -64,7 +64,7 @@ def digest(tensors: list[Tensor]) -> str:
 
 
 def vendor() -> str:
-    """Return the processor's vendor, such as GenuineIntel or AuthenticAMD, or "" if it is not given."""
+    """Return the processor's vendor, such as GenuineIntel or AuthenticAMD, or "" if it is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -73,7 +73,7 @@ def vendor() -> str:
 
 
 def pytest_sessionstart(session: Any) -> None:
-    """Refuse surroundings that are not the expected ones."""
+    """Refuse to start if the surroundings are not the expected surroundings."""
     expected, found = json.loads(os.environ[EXPECTED]), facts()
     if found != expected:
         import pytest

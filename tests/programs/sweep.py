@@ -1,4 +1,4 @@
-"""Replace every argument of every public call, and every field and element of one, by a wrong value."""
+"""Replace every argument of every public call, and every field and element of an argument, by a wrong value."""
 
 import contextlib
 import dataclasses
@@ -52,8 +52,8 @@ def wrong_values() -> dict[str, Any]:
 class Outcome(NamedTuple):
     """The outcome of one wrong call. kind: "returned", "said" (got and need), "raw". whole: all four parts.
 
-    fits: "closed" if the annotation names the value's class; "open" if it accepts the value only as a tensor or as Any;
-    "" if it does not fit.
+    fits: "closed" if the annotation names the value's class, "open" if it accepts the value only as a tensor or as Any,
+    "" if the value does not fit.
     """
 
     call: str
@@ -66,7 +66,8 @@ class Outcome(NamedTuple):
 
 
 def places(good: dict) -> Iterator[tuple[str, Callable[[Any], dict], Any]]:
-    """Yield (path, wrong value -> arguments) of each argument, and of each element or field one level below."""
+    """Yield (path, wrong value -> arguments, the good value) of each argument, and of each element or field one level
+    below."""
     for name, value in good.items():
         yield name, lambda x, n=name: {**good, n: x}
         if isinstance(value, Mapping) and type(value) is dict:
@@ -81,7 +82,7 @@ def places(good: dict) -> Iterator[tuple[str, Callable[[Any], dict], Any]]:
 
 
 def with_field(value: Any, field: str, x: Any) -> Any:
-    """Replace a field as a tree operation does, without a constructor."""
+    """Return the value with a replaced field. As in a tree operation, no constructor runs."""
     made = object.__new__(type(value))
     for f in dataclasses.fields(value):
         object.__setattr__(made, f.name, x if f.name == field else getattr(value, f.name))
@@ -120,8 +121,8 @@ def attempt(call, path: str, wrong: str, arguments: dict, fits: str) -> Outcome:
 
 @contextlib.contextmanager
 def reached(call, codes: set):
-    """Add the code of the function that a good call runs: its own, or the functions it calls after the checks of
-    arguments."""
+    """Add the code of the function that a good call runs: its own code, or that of the functions it calls after the
+    checks of arguments."""
     own = code_of(call.fn)
     if own is not None and own.co_filename.startswith(LIBRARY):
         codes.add(own)
@@ -145,13 +146,13 @@ def reached(call, codes: set):
 
 
 def code_of(fn: Any) -> types.CodeType | None:
-    """Return the code of the function inside all wrappers. For a class it is the constructor's."""
+    """Return the code of the function inside all wrappers. For a class, return the code of the constructor."""
     fn = inspect.unwrap(vars(fn).get("__init__", fn.__new__) if inspect.isclass(fn) else fn)
     return getattr(getattr(fn, "__func__", fn), "__code__", None)
 
 
 def public_functions() -> Iterator[tuple[str, Any]]:
-    """Yield (name, function or method) of all that take an argument."""
+    """Yield (name, function or method) of every public function or method that takes an argument."""
     for face in (fr, *(getattr(fr, n) for n in fr.__all__ if isinstance(getattr(fr, n), types.ModuleType))):
         prefix = face.__name__.removeprefix("funcrec").removeprefix(".")
         for name in face.__all__ if prefix not in ("kernels", "examples") else ():
@@ -163,12 +164,12 @@ def public_functions() -> Iterator[tuple[str, Any]]:
 
 
 def sweep(calls, folder, codes: set) -> Iterator[Outcome]:
-    """Run all wrong calls in `folder`, where a test finds unexpected files. codes: receives the code that the good
-    calls reach."""
+    """Yield the outcomes of all wrong calls in `folder`, where a test finds unexpected files. codes: receives the code
+    that the good calls reach."""
     values = wrong_values()
     os.chdir(folder)
     for call in calls:
-        with limited(60), reached(call, codes):  # imports take time, too
+        with limited(60), reached(call, codes):  # 60 s, because imports also take time
             call.fn(**call.good)
         hints = annotations(call.fn) | inner_annotations(call)
         for path, replaced in places(call.good):
@@ -180,15 +181,15 @@ def sweep(calls, folder, codes: set) -> Iterator[Outcome]:
 
 
 def tried(calls, outcomes: Sequence[Outcome], own: dict) -> Iterator[tuple[Outcome, Outcome]]:
-    """Try the values that errors suggest, if their text can be evaluated with the names in `own`. Yield (the wrong
-    argument's outcome, the suggested value's outcome)."""
+    """Yield (the outcome of the wrong argument, the outcome of the suggested value). The values are those that errors
+    suggest, if the suggestion can be evaluated with the names in `own`."""
     by_name, seen = {call.name: call for call in calls}, set()
     for o in outcomes:
         given = [line.partition("=")[2] for line in o.text.split("\n") if line.startswith(f"  try   {o.path}=")]
         for text in given:
             if (o.call, o.path, text) not in seen and o.path in by_name[o.call].good:
                 seen.add((o.call, o.path, text))
-                with contextlib.suppress(NameError, SyntaxError):  # names of the reader's own program
+                with contextlib.suppress(NameError, SyntaxError):  # the text uses names of the reader's own program
                     x = eval(text, dict(own))
                     call = by_name[o.call]
                     yield o, attempt(call, o.path, text, {**call.good, o.path: x}, "")
@@ -207,7 +208,7 @@ def annotations(fn: Any) -> dict[str, Any]:
 
 
 def inner_annotations(call) -> dict[str, Any]:
-    """{path: annotation} one level below the arguments."""
+    """Return {path: annotation} one level below the arguments."""
     out = {}
     for name, value in call.good.items():
         if type(value) in TREES:
@@ -239,7 +240,7 @@ def how_it_fits(x: Any, hint: Any) -> str:
 
 
 def is_a(x: Any, hint: Any) -> bool:
-    """Whether a value fits an annotation, one level deep. Any number fits float."""
+    """Return whether a value fits an annotation, one level deep. Any number fits float."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object or isinstance(hint, typing.TypeVar):
         return True

@@ -1,4 +1,4 @@
-"""The same small training by TorchRec's DistributedModelParallel and by train_step, on this process's ranks."""
+"""The same small training by DistributedModelParallel of TorchRec and by train_step, on this process's ranks."""
 
 import os
 import warnings
@@ -10,11 +10,11 @@ import torch.nn.functional as F
 import funcrec as fr
 
 SHAPES = {"a": (20, 8), "b": (12, 8), "c": (17, 8)}
-KINDS = {  # TorchRec's name for it, and the rule of the tables
+KINDS = {  # {our placement: (TorchRec's name of the placement, the rule of the tables)}
     "table_wise": ("table_wise", "rowwise_adagrad"),
     "row_wise": ("row_wise", "rowwise_adagrad"),
     "table_row_wise": ("table_row_wise", "rowwise_adagrad"),
-    # TorchRec keeps a second moment for each part of a row, which is another optimizer
+    # TorchRec keeps a second moment for each part of a row. Another optimizer results.
     "column_wise": ("column_wise", "sgd"),
     "table_column_wise": ("table_column_wise", "sgd"),
     "grid": ("grid_shard", "sgd"),
@@ -24,7 +24,7 @@ LR, EPS, DENSE_LR = 0.1, 1e-8, 0.1
 
 
 def features(kind):
-    """Table b's feature is a mean, except under grid, where TorchRec's mean differs."""
+    """Return the features. Table b's feature is a mean, except under grid, where a mean in TorchRec differs."""
     return [
         fr.FeatureConfig(f"f{t}", table=t, pooling="mean" if t == "b" and kind != "grid" else "sum") for t in SHAPES
     ]
@@ -71,7 +71,7 @@ def ours(kind, steps):
 
 
 def theirs(kind, steps):
-    """Return the same results from TorchRec."""
+    """Return the results of `ours` from TorchRec."""
     fr.Mesh.distributed(x=2)
     rank = dist.get_rank()
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2"}
@@ -109,7 +109,7 @@ def theirs(kind, steps):
 
 
 def parallel(kind, rule, pooling):
-    """Wrap TorchRec's EmbeddingBagCollection in DistributedModelParallel."""
+    """Return TorchRec's EmbeddingBagCollection, wrapped in DistributedModelParallel."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -118,7 +118,7 @@ def parallel(kind, rule, pooling):
     from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-    class Sharder(EmbeddingBagCollectionSharder):  # by default it offers fewer kinds on CPU than can run
+    class Sharder(EmbeddingBagCollectionSharder):  # by default, Sharder offers fewer kinds on CPU than can run
         def sharding_types(self, compute_device_type):
             return [kind]
 

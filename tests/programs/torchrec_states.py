@@ -1,4 +1,4 @@
-"""Collections, models and steps of ours next to TorchRec's, whose state dicts are loaded and given back."""
+"""Collections, models and steps of funcrec next to those of TorchRec, whose state dicts are loaded and given back."""
 
 import torch
 import torch.nn.functional as F
@@ -42,19 +42,19 @@ def fresh(tables=TABLES, dense=None):
 
 
 def scattered(module):
-    """Draw every parameter: zeros would hide values that are not loaded."""
+    """Draw every parameter, because zeros would hide values that are not loaded."""
     for i, p in enumerate(module.parameters()):
         p.data.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
     return module
 
 
 def models():
-    """Return (theirs, ours, a function from our logits to their answer)."""
+    """Return (TorchRec's models, our models, a function from our logits to TorchRec's answer)."""
     singles = tuple(fr.FeatureConfig(t.name, table=t.name) for t in TABLES)
     collection = lambda own: EmbeddingBagCollection(fr.interop.to_torchrec((TABLES, own)))
     shared = (
         *(fr.FeatureConfig(c, table="item") for c in ("clicked", "bought")),
-        # five vectors: reordering them is not its own inverse
+        # there are five vectors, because their reordering is then not its own inverse
         *(fr.FeatureConfig(c, table="user") for c in ("user", "seen")),
     )
     sizes = NUM_DENSE, [6, 4], [8, 7, 1]

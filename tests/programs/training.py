@@ -48,7 +48,7 @@ DTYPES = {"rounded": torch.bfloat16}  # dtypes of tables
 
 
 def plan_of(kind, axes):
-    """Give every table this placement. Tables that need a single rank take turns."""
+    """Return a plan that gives every table this placement. Tables that need a single rank take turns."""
     return fr.Plan.uniform(kind, SHAPES, fr.Mesh.emulated(**axes))
 
 
@@ -66,7 +66,7 @@ def params(name="adam"):
 
 
 def batch(step, num_bags):
-    """Draw bags of 0 to 3 ids, some outside their table."""
+    """Return random bags of 0 to 3 ids, some ids outside their table."""
     g = torch.Generator().manual_seed(step)
     lists = {
         k: [
@@ -90,7 +90,7 @@ def optimizers(name):
 
 
 def alone(name, ranks, steps, num_bags):
-    """Train in one process that adds the gradients of the ranks' batches: (tables, slots, dense, losses)."""
+    """Return (tables, slots, dense, losses) of one process that adds the gradients of the ranks' batches."""
     sparse, dense = optimizers(name)["sparse"], optimizers(name)["dense"]
     p = params(name)
     tables, slots, weights, state = p.tables, sparse.init(p.tables), p.dense, dense.init(p.dense)
@@ -112,7 +112,7 @@ def alone(name, ranks, steps, num_bags):
 
 
 def together(name, mesh, plan, steps, num_bags, *, exact, compiled=False):
-    """Train the same by train_step on a mesh."""
+    """Return the results of `alone` from train_step on a mesh."""
     step = fr.train_step(loss_fn, **optimizers(name), mesh=mesh, plan=plan, exact=exact)
     state, losses = step.init(params(name)), []
     run = fr.jit(step, donate=("state",)) if compiled else step
@@ -143,15 +143,15 @@ def real(name, axes, plan, steps, num_bags, exact, compiled=False):
 
 
 def real_apart(name, axes, plan, steps, num_bags):
-    """Train on real ranks without joining exchanges."""
+    """Return the results of training on real ranks without joined exchanges."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_joined, "MOST_JOINED", 0)
         return real(name, axes, plan, steps, num_bags, True)
 
 
 def some_weights(axes, kind, is_real):
-    """Make a step on a mesh with ids whose key u has weights and v none, with garbage in v's places. Return the
-    whole tables."""
+    """Return the whole tables after a step on a mesh. Key u of the ids has weights. Key v has none, and garbage in its
+    places."""
     mesh = (fr.Mesh.distributed if is_real else fr.Mesh.emulated)(**axes)
     features = [dataclasses.replace(f, weighted=f.key == "u") for f in FEATURES]
     loss = lambda params, batch: fr.lookup(params.tables, batch.ids, features).values.square().mean()

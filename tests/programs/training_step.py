@@ -1,4 +1,4 @@
-"""Functions and steps at module level, so that they can be imported and pickled."""
+"""Functions and steps at module level, which can therefore be imported and pickled."""
 
 import torch
 

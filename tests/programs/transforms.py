@@ -1,5 +1,6 @@
-"""Every collective under every transform, on emulated and on real ranks: the programs that the laws compare, and their
-table.
+"""Every collective under every transform, on emulated and on real ranks: programs that the laws compare.
+
+The command prints their table.
 
 PYTHONPATH=tests .venv/bin/python -m programs.transforms
 """
@@ -22,7 +23,8 @@ def ring(n):
 
 
 def ragged(x, axis="x"):
-    """Rank r sends r' + 1 of its rows to rank r' (at most WIDTH), which stores them one after the other."""
+    """Return the rows that this rank gets. Rank r sends r' + 1 of its rows to rank r' (at most WIDTH). Rank r' stores
+    all rows one after the other."""
     n = fr.axis_size(axis)
     sizes = torch.arange(n).clamp(max=WIDTH - 1) + 1
     mine = sizes.gather(0, fr.axis_index(axis)[None]).expand(n)
@@ -52,7 +54,7 @@ COLLECTIVES = {
 
 
 def blocks(x):
-    """View f64[N, n * WIDTH, WIDTH] as f64[N, n, WIDTH, WIDTH]."""
+    """Return f64[N, n * WIDTH, WIDTH] as a view f64[N, n, WIDTH, WIDTH]."""
     return x.unflatten(1, (x.shape[0], WIDTH))
 
 
@@ -88,7 +90,7 @@ DENSE = {
 
 
 def scalar(f):
-    """Return a loss of one rank that is nonlinear before and after the collective, and weighs its elements
+    """Return a loss of one rank that is nonlinear before and after the collective f. The loss weighs its elements
     differently."""
 
     def loss(x):
@@ -99,7 +101,7 @@ def scalar(f):
 
 
 def direction(y, seed):
-    """Return an arbitrary tensor of y's form."""
+    """Return an arbitrary tensor in the form of y."""
     flat = torch.arange(y.numel(), dtype=torch.float64)
     return ((flat * 0.7 + seed).sin()).reshape(y.shape)
 
@@ -123,9 +125,9 @@ TRANSFORMS = {
 
 
 def dense_transforms(f):
-    """Return {transform: X -> the results of all ranks} for a map f of all ranks' values at once.
+    """Return {transform: X -> the results of all ranks} for a map f of the values of all ranks at once.
 
-    Transforms inside the mapped function add the ranks' losses, and a tangent moves all ranks at once.
+    Transforms inside the mapped function add the losses of the ranks, and a tangent moves all ranks at once.
     """
     losses = lambda x: torch.stack([scalar(lambda _, y=y: y)(y) for y in f(x.sin())])
     total = lambda x: losses(x).sum()
@@ -170,7 +172,7 @@ def cells(mesh, name, transforms=TRANSFORMS):
 
 
 def run(mesh, f, through=lambda g: g):
-    """Return f's results on all ranks, stacked. `through` transforms the mapped function."""
+    """Return the results of f on all ranks, stacked. `through` transforms the mapped function."""
     (axis,) = mesh.axis_names
     one = lambda x: fr.axis_size(axis) and f(x[0])[None]
     g = through(fr.shard_map(one, mesh=mesh, in_specs=fr.P(axis), out_specs=fr.P(axis)))
@@ -191,7 +193,7 @@ def compiled_cells(mesh):
 
 
 def real_cells(name):
-    """Run `cells` on this process's ranks."""
+    """Return the result of `cells` on this process's ranks."""
     return cells(fr.Mesh.distributed(x=torch.distributed.get_world_size()), name)
 
 
@@ -200,7 +202,7 @@ def real_compiled_cells():
 
 
 def main():
-    """Print which cells equal the plain function (coded lookups up to rounding), on emulated and on 2, 4 and 2 x 2
+    """Print which cells equal the plain function (coded lookups up to rounding). Ranks are emulated, or 2, 4 and 2 x 2
     gloo ranks."""
     print("Each row is printed when it is done. Most of the time is compilation.", flush=True)
     worlds = {n: RankPool(n) for n in (2, 4)}
@@ -229,7 +231,7 @@ def print_collectives(worlds):
 
 
 def print_lookups(pool, axes):
-    """Print all transforms of the programs for a mesh."""
+    """Print all transforms of the programs for a mesh of these axes."""
     from programs import lookup_transforms as lookups
 
     columns, failed = [*lookups.TRANSFORMS, "jit", "jit_grad"], 0
@@ -251,7 +253,7 @@ def print_header(columns, title="collectives"):
 
 
 def print_row(name, row, columns):
-    """Print the cells that are equal everywhere, and the reasons for the others. Return the number of cells that
+    """Print the cells that are equal on all ranks, and the reasons for the other cells. Return the number of cells that
     differ."""
     marks = ["equal" if all(r[k] is True for r in row) else "DIFFERS" for k in columns]
     print(f"{name:20}", *(f"{m:>9}" for m in marks), f"{time.perf_counter() - STARTED:8.0f} s", flush=True)
@@ -262,7 +264,7 @@ def print_row(name, row, columns):
 
 
 def is_close(a, b, **close):
-    """Return True, or where and how the two differ."""
+    """Return True, or where and how a and b differ."""
     try:
         assert_trees_close(a, b, **(close or EXACT))
     except AssertionError as e:

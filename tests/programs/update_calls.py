@@ -1,4 +1,4 @@
-"""Arguments for the operations of an update: tables' cotangents, and their entries by the definition."""
+"""Arguments for the operations of an update: tables' cotangents, and the cotangents' entries by the definition."""
 
 from typing import NamedTuple
 
@@ -11,13 +11,13 @@ from funcrec.optim._builtin import BUILTIN, arguments_of
 from funcrec.optim._kernel import numbers_of
 from funcrec.optim.write import examples
 
-# each form of each built-in optimizer
+# all forms of all built-in optimizers
 CASES = [(rule, options) for rule in RULES for options in examples(rule)]
 OUTSIDE = (-1, -(2**63), 2**63 - 1, 2**40)  # no table has these rows
 
 
 class Call(NamedTuple):
-    """The cotangents of tables of `shapes`, in the form that the flat operations take."""
+    """The cotangents of tables of `shapes`, in the form that flat operations take."""
 
     d: list[Tensor]
     rows: list[Tensor]
@@ -28,12 +28,12 @@ class Call(NamedTuple):
 
 
 def numbers(rule: str, options: dict) -> list[float]:
-    """Return the hyper-parameters in the rule's order."""
+    """Return the hyper-parameters in the order of the rule."""
     return numbers_of(RULES[rule], arguments_of(BUILTIN[rule], **options)[1])
 
 
 def ids(n: int, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """Draw ids with repeats, one in eight outside the table."""
+    """Return random ids with repeats, one in eight outside the table."""
     inside = torch.randint(0, max(1, num_rows), (n,))
     outside = [x for x in (*OUTSIDE, num_rows) if torch.iinfo(dtype).min <= x <= torch.iinfo(dtype).max]
     pick = torch.tensor(outside)[torch.randint(0, len(outside), (n,))]
@@ -46,12 +46,12 @@ def offsets(num_bags: int, first: int, ends: int, dtype: torch.dtype) -> Tensor:
 
 
 def make(shapes: list[tuple[int, int]], dtype=torch.float32, seed=0, n=200, bags=40) -> Call:
-    """Make three segments per table: bags, bags with other options, entries. Dtypes and strides differ from one to
-    the next."""
+    """Return a call with three segments per table: bags, bags with other options, entries. Dtypes and strides differ
+    between segments."""
     torch.manual_seed(seed)
     d, rows, cuts, weights, segments = [], [], [], [], []
     for t, (num_rows, dim) in enumerate(shapes):
-        wide = torch.randn(2 * dim + 3, bags).t().to(dtype)  # columns are strided
+        wide = torch.randn(2 * dim + 3, bags).t().to(dtype)  # the columns are strided
         d += [wide if t % 2 else wide.contiguous(), torch.randn(n, dim + 1, dtype=torch.float64).to(dtype)]
         ints = (torch.int32, torch.int64)
         rows += [ids(n, num_rows, ints[t % 2]), ids(n, num_rows, ints[(t + 1) % 2])]
