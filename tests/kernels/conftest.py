@@ -1,6 +1,7 @@
-"""Choose the implementations that each test runs with. A test asks with `@pytest.mark.needs(*operations)`, and takes
-the arguments implementation, case, operation, known, device and ask. Triton's own tests take call, ids, ascending,
-bags, assert_sums and no_host_reads.
+"""Choose the implementations that each test runs with.
+
+A test asks with `@pytest.mark.needs(*operations)`, and takes the arguments implementation, case, operation, known,
+device and ask. The tests of Triton alone take call, ids, ascending, bags, assert_sums and no_host_reads.
 
 Without a CUDA device Triton's kernels run in its interpreter. TRITON_INTERPRET must be set before triton is imported.
 """
@@ -22,23 +23,24 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-# the package that an implementation needs, besides torch
+# the package that an implementation needs in addition to torch
 MODULES = {"triton": "triton", "fbgemm": "fbgemm_gpu"}
 INSTALLED = [name for name in ops.IMPLEMENTATIONS if importlib.util.find_spec(MODULES.get(name, "torch"))]
 DEVICES = {"triton": "cuda"} if CUDA else {}
 
 
 class Known(NamedTuple):
-    """What an implementation supports; it raises for everything else.
+    """What an implementation supports. The implementation raises for everything else.
 
-    dtypes, dims: of tables. padded: dtypes of to_padded and from_padded. slow: whether its tests must be few.
+    dtypes, dims: those of tables. padded: dtypes of to_padded and from_padded. slow: whether the implementation must
+    have few tests.
     """
 
     dtypes: tuple[torch.dtype, ...] = FLOATS
     dims: tuple[int, ...] = (1, 3, 16, 64, 130)
     padded: tuple[torch.dtype, ...] = (*FLOATS, torch.int32, torch.int64, torch.bool)
     rules: frozenset[str] = frozenset(ops.RULES)
-    unsupported: frozenset[str] = frozenset()  # hyper-parameters that must be 0, and "key"
+    unsupported: frozenset[str] = frozenset()  # hyper-parameters that must be 0, or "key" if no key is allowed
     slow: bool = False
 
 
@@ -63,8 +65,8 @@ def pytest_configure(config):
 
 
 def pytest_generate_tests(metafunc):
-    """Parametrize `implementation`. If the test takes `case`, use the module's CASES too; if it takes `operation`,
-    use the operations that the implementation has."""
+    """Parametrize `implementation`. A test that takes `case` also gets the module's CASES. A test that takes
+    `operation` gets the operations that the implementation has."""
     needs = metafunc.definition.get_closest_marker("needs")
     if needs is None:
         return
@@ -92,7 +94,8 @@ def device(implementation) -> str:
 
 @pytest.fixture
 def ask(implementation, device):
-    """ask(name, *args) calls ops.<name> on the implementation's own device and returns the result on the CPU."""
+    """Return a function ask(name, *args) that calls ops.<name> on the implementation's device. Its result is on the
+    CPU."""
     move = lambda x, to: tree_map(lambda y: y.to(to) if isinstance(y, Tensor) else y, x)
     call = lambda name, *args, **how: getattr(ops, name)(*move(args, device), **how, implementation=implementation)
     return lambda *args, **how: move(call(*args, **how), "cpu")
@@ -105,8 +108,8 @@ OUTSIDE = (-1, -(2**31), 2**31 - 1, -(2**63), 2**63 - 1, 2**40)
 
 @pytest.fixture
 def call():
-    """call(name, *args) runs one of Triton's operations on a device where it can run, and returns the result on the
-    CPU."""
+    """Return a function call(name, *args) that runs an operation of Triton on a device where it can run. The result is
+    on the CPU."""
     from funcrec.kernels import triton as kernels
 
     move = lambda to: lambda x: x.to(to) if isinstance(x, Tensor) else x
@@ -116,7 +119,7 @@ def call():
 
 @pytest.fixture
 def ids():
-    """ids(n, num_rows) draws ids with repeats; one in eight is outside the table."""
+    """Return a function ids(n, num_rows) that draws ids with repeats. One id in eight is outside the table."""
 
     def draw(n: int, num_rows: int, dtype: torch.dtype = torch.int64) -> Tensor:
         fits = [x for x in (*OUTSIDE, num_rows) if torch.iinfo(dtype).min <= x <= torch.iinfo(dtype).max]
@@ -129,7 +132,8 @@ def ids():
 
 @pytest.fixture
 def ascending():
-    """ascending(num_bags, first, end) draws offsets of num_bags bags between `first` and `end`; some bags are empty."""
+    """Return a function ascending(num_bags, first, end) that draws offsets of num_bags bags, some of them empty. The
+    offsets lie between `first` and `end`."""
 
     def draw(num_bags: int, first: int, end: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.randint(first, end + 1, (num_bags + 1,)).sort().values.to(dtype)
@@ -139,7 +143,7 @@ def ascending():
 
 @pytest.fixture
 def bags():
-    """bags(cuts, first_bag, num_bags, max_length) lists the positions that each bag reads."""
+    """Return a function bags(cuts, first_bag, num_bags, max_length) that lists the positions that each bag reads."""
 
     def ranges(cuts: list[int], first_bag: int, num_bags: int, max_length: int) -> list[range]:
         part = cuts[first_bag : first_bag + num_bags + 1]
@@ -150,7 +154,7 @@ def bags():
 
 @pytest.fixture
 def assert_sums():
-    """assert_sums(got, terms) checks that got is Σ terms, with at most one rounding per term."""
+    """Return a function assert_sums(got, terms). It checks that got is Σ terms, with at most one rounding per term."""
 
     def check(got: Tensor, terms: list[Tensor]) -> None:
         want, size = sum(terms, torch.zeros(())), sum((t.abs() for t in terms), torch.zeros(()))
@@ -168,13 +172,13 @@ class NoHostReads(TorchDispatchMode):
 
 @pytest.fixture
 def no_host_reads():
-    """A context in which an operation fails if it reads a tensor's value on the host."""
+    """Return a context in which an operation fails if the operation reads a tensor's value on the host."""
     return NoHostReads
 
 
 @pytest.fixture
 def on_every_level(monkeypatch):
-    """run(f) returns {name: f()} for each instruction set that this processor has."""
+    """Yield a function run(f) that returns {name: f()} for each instruction set of this processor."""
     from funcrec.kernels.cpp import _native
 
     best = _native.LEVELS[_native.level()]

@@ -8,8 +8,8 @@ from funcrec.kernels.forms import accumulation_dtype
 
 @pytest.mark.parametrize("num_rows", [0, 1, 65, 700])
 def test_blocks_are_rows_of_every_table(num_rows):
-    """gather_block reads, and scatter_block_ writes, the same rows of tables of any width and dtype. Other rows keep
-    their bits."""
+    """Law: gather_block reads, and scatter_block_ writes, the same rows of tables of any width and dtype. All other
+    rows keep their bits."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
     tables = [torch.randn(900, dim).to(dtype) for dim in (1, 7, 64, 130) for dtype in dtypes]
     rows = torch.randperm(900)[:num_rows]

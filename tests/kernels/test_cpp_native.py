@@ -1,4 +1,4 @@
-"""The compiled object itself: instruction sets, threads, forks, guard pages, and errors when it is missing."""
+"""The compiled object itself: instruction sets, threads, forks, guard pages, and the errors of a missing object."""
 
 import os
 import subprocess
@@ -31,15 +31,15 @@ def fresh():
 
 @pytest.fixture
 def threads():
-    """Set torch's number of threads, and restore it after the test."""
+    """Set torch's number of threads, and restore the number after the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
 
 
 def inputs(num_bags: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple:
-    """Make a table and a feature for every width, with bags of 0 to 9 ids, some outside; every second feature has
-    weights."""
+    """Return a table and a feature for every width, with bags of 0 to 9 ids, some of them outside the table. Every
+    second feature has weights."""
     generator = torch.Generator().manual_seed(seed)
     tables = [torch.randn(50, dim, generator=generator).to(dtype) for dim in DIMS]
     lengths = torch.randint(0, 10, (num_bags * len(DIMS),), generator=generator)
@@ -54,7 +54,7 @@ def inputs(num_bags: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
 
 def all_outputs() -> list:
-    """Return the outputs of every function of lookups and jagged buffers, on inputs large enough for several
+    """Return the outputs of every function of lookups and jagged buffers. The inputs are large enough for several
     threads."""
     tables, (rows,), offsets, weights, features, num_bags = given = inputs(300)
     out = cpp.pooled_lookup(*given)
@@ -94,7 +94,7 @@ def same_bits(a: list, b: list) -> bool:
 
 @pytest.mark.parametrize("name", SETS)
 def test_instruction_sets_agree(name, fresh, monkeypatch):
-    """Every instruction set gives the same bits where no sum crosses columns; dot products are close."""
+    """Every instruction set gives the same bits where no sum crosses columns. Dot products are close."""
     ours = all_outputs()
     monkeypatch.setenv("FUNCREC_CPU", name)
     _native.library.cache_clear()
@@ -108,7 +108,8 @@ def test_instruction_sets_agree(name, fresh, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_lookup_is_the_sum_of_rows(dtype):
-    """A bag's output is the sum of its rows in order, each times its weight; a mean divides by the length."""
+    """A bag's output is the sum of the bag's rows in order, each row times its weight. A mean divides the sum by the
+    length."""
     tables, (rows,), offsets, weights, features, num_bags = inputs(9, dtype)
     out = cpp.pooled_lookup(tables, [rows], offsets, weights, features, num_bags)
     acc = torch.float64 if dtype == torch.float64 else torch.float32
@@ -140,7 +141,7 @@ def test_threads_change_no_bit(number, openmp, threads):
 
 
 def test_streamed_outputs_are_the_same():
-    """An output so large that it is written past the caches has the bits of lookups in small parts."""
+    """An output so large that the kernel writes it past the caches has the bits of lookups in small parts."""
     table, rows = torch.randn(100, 64), torch.randint(-1, 101, (2**16,))
     offsets = torch.arange(2**16 + 1)
     features = [0, 0, 0, 0, 0, 0, 0]
@@ -187,7 +188,8 @@ print("same")
 
 
 def test_forked_children_can_call():
-    """A child process that is forked after the threads started gives the same values, and so does its own child."""
+    """A child process gives the same values if it is forked after the threads started. A child of the child does,
+    too."""
     assert run_python(FORK) == "same"
 
 
@@ -255,14 +257,14 @@ print("alive")
 
 @pytest.mark.parametrize("name", SETS)
 def test_nothing_beside_a_buffer_is_read(name):
-    """No id and no offset makes a call read outside its tables, rows, offsets and gradients, which lie between
+    """No id and no offset makes a call read outside its tables, rows, offsets and gradients. These tensors lie between
     unreadable pages."""
     assert run_python(GUARDED, FUNCREC_CPU=name) == "alive"
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_outputs_are_written_everywhere(name, fresh, monkeypatch):
-    """Every element of an output is written, whatever its memory held before."""
+    """A call writes every element of its outputs, whatever their memory held before."""
     monkeypatch.setenv("FUNCREC_CPU", name)
     # in these tests, funcrec's torch.empty is filled with NaN or the least integer
     for out in all_outputs():
@@ -272,8 +274,8 @@ def test_outputs_are_written_everywhere(name, fresh, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", SETS)
 def test_rows_of_16_bits_are_rounded_as_torch_rounds(name, dtype, fresh, monkeypatch):
-    """An update rounds a 16-bit row as torch's conversion does, for every upper half of an f32 and low halves around
-    ties."""
+    """An update rounds a 16-bit row as torch's conversion does. The law covers every upper half of an f32, with low
+    halves around ties."""
     monkeypatch.setenv("FUNCREC_CPU", name)
     low = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x3000, 0x2FFF])
     wide = ((torch.arange(2**16) << 16)[:, None] + low).to(torch.int32).view(torch.float32)
@@ -302,7 +304,7 @@ def test_rows_of_16_bits_are_rounded_as_torch_rounds(name, dtype, fresh, monkeyp
 
 
 def test_nothing_at_all_is_fine():
-    """No tables, features, bags, ids or rows give empty or zero results."""
+    """A call without tables, features, bags, ids or rows gives empty or zero results."""
     none, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     assert cpp.pooled_lookup([], [], offsets, None, [], 3).shape == (3, 0)
     assert cpp.pooled_lookup([torch.ones(2, 5)], [none], offsets[:1], None, [0] * 7, 0).shape == (0, 5)
@@ -316,7 +318,7 @@ def test_nothing_at_all_is_fine():
 
 
 def test_importing_funcrec_loads_no_object():
-    """`import funcrec` does not load the compiled object; the first call does."""
+    """`import funcrec` does not load the compiled object. The first call loads it."""
     code = (
         "import funcrec, torch; from funcrec.kernels import cpp; maps = lambda: open('/proc/self/maps').read()\n"
         "before = '/cpp/_' in maps(); cpp.gather_rows(torch.ones(1, 1), torch.zeros(1, dtype=torch.int64))\n"
@@ -328,14 +330,14 @@ def test_importing_funcrec_loads_no_object():
 
 
 def test_without_an_object_the_error_says_what_to_do(fresh, monkeypatch):
-    """If no object was built, a call's error names the compiler to install and the other implementation."""
+    """Without a compiled object, the error of a call names the compiler to install and the other implementation."""
     monkeypatch.setattr(_native, "_path", lambda name: None)
     with pytest.raises(RuntimeError, match=r"(?s)no compiled object.*got.*need.*try.*compiler.*reference"):
         cpp.gather_rows(torch.ones(1, 1), torch.zeros(1, dtype=torch.int64))
 
 
 def test_a_stale_object_is_refused(fresh, monkeypatch):
-    """An object of another version is not called; the error says to reinstall."""
+    """An object of another version is not called. The error says how to reinstall it."""
     monkeypatch.setattr(_native, "ABI", -1)
     with pytest.raises(RuntimeError, match=r"(?s)another version.*need  -1.*reinstall"):
         _native.library()
@@ -360,8 +362,7 @@ def test_an_unknown_instruction_set_is_refused(fresh, monkeypatch):
 
 
 def test_bad_arguments_are_refused():
-    """A table that is not contiguous, offsets that are too short and a block without rows raise an error with the
-    reason."""
+    """A table that is not contiguous, too few offsets, and a block of 0 rows each raise an error with the reason."""
     rows, offsets = torch.zeros(2, dtype=torch.int64), torch.arange(3)
     with pytest.raises(ValueError, match="not contiguous"):
         cpp.gather_rows(torch.ones(4, 3).t(), rows)

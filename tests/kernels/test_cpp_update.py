@@ -1,6 +1,6 @@
 """The C++ update equals the Python rules, and expand and coalesce equal a loop.
 
-Calls have bags and entries, several segments per table, and garbage in the padding. The truth is computed in f64.
+Calls have bags and entries, several segments per table, and garbage in the padding. The reference result is in f64.
 """
 
 import pytest
@@ -21,7 +21,7 @@ def optimizer_of(rule: str, options: dict) -> fr.optim.RowOptimizer:
 
 
 def state(call: Call, rule: str, options: dict, dtype: torch.dtype, seed: int = 1):
-    """Make random tables, and slots as they are after a few steps."""
+    """Return random tables, and slots with the values of a run after a few steps."""
     torch.manual_seed(seed)
     shapes = list(zip(call.shapes[::2], call.shapes[1::2], strict=True))
     tables = {f"t{i}": torch.randn(s).to(dtype) for i, s in enumerate(shapes)}
@@ -41,7 +41,7 @@ def run(call: Call, rule: str, options: dict, tables, slots, key=None, step=STEP
 
 
 def expected(call: Call, rule: str, options: dict, tables, slots, dtype: torch.dtype):
-    """Apply the Python rules in `dtype`."""
+    """Return the result of the Python rules in `dtype`."""
     grads = {}
     for i, (name, x) in enumerate(tables.items()):
         named = entries(call, i, dtype)
@@ -65,8 +65,8 @@ def clone(tables, slots):
 
 
 def assert_near(got: Tensor, truth: Tensor, same: Tensor, old: Tensor) -> None:
-    """Check |got - truth| <= 2 · (the largest error of the Python rule in f32, `same`, + one rounding), in got's
-    precision."""
+    """Check |got - truth| <= 2 · (the largest error of the Python rule in f32, `same`, + one rounding). The rounding is
+    to got's precision."""
     if got.numel() == 0:
         return
     eps = torch.finfo(accumulation_dtype(got.dtype)).eps
@@ -82,8 +82,8 @@ SHAPES = [(50, 64), (7, 5), (300, 16), (1, 1), (0, 8), (40, 130), (30, 32), (20,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
 def test_update_is_the_rule(rule, options, dtype):
-    """The update applies the Python rule to each named row's summed gradient, with at most the error of the rule in
-    f32."""
+    """The update applies the Python rule to the summed gradient of each named row. Its error is at most twice the
+    rule's error in f32, plus roundings."""
     call = make(SHAPES, accumulation_dtype(dtype))
     tables, slots = state(call, rule, options, dtype)
     exact = leaves(*expected(call, rule, options, tables, slots, torch.float64))
@@ -96,7 +96,7 @@ def test_update_is_the_rule(rule, options, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_expand_writes_every_entry(dtype):
-    """expand writes each entry at its position; all other positions have row -1 and zeros."""
+    """expand writes each entry at the entry's position. All other positions have row -1 and zeros."""
     call = make(SHAPES, dtype)
     out = _update.expand(*call)
     for t, dim in enumerate(call.shapes[1::2]):
@@ -112,7 +112,7 @@ def test_expand_writes_every_entry(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_coalesce_sums_each_row(dtype):
-    """coalesce returns the named rows in ascending order, with each row's sum and number of entries."""
+    """coalesce returns the named rows in ascending order, with the sum and the number of entries of each row."""
     call = make(SHAPES, dtype)
     out = _update.coalesce(*call)
     for t, (num_rows, dim) in enumerate(zip(call.shapes[::2], call.shapes[1::2], strict=True)):
@@ -167,7 +167,7 @@ def test_threads_change_no_bit(rule, dtype):
 
 
 def test_unnamed_rows_keep_their_bits_and_zero_gradients_touch():
-    """A row that no entry names keeps every bit; a row with a zero gradient moves as the rule says."""
+    """A row that no entry names keeps every bit. A row with a zero gradient moves as the rule says."""
     call = make([(60, 8)], n=40, bags=5)
     tables, slots = state(call, "adam", {}, torch.float32)
     before = clone(tables, slots)
@@ -189,8 +189,8 @@ def splitmix(key: int, i: int) -> int:
 @pytest.mark.parametrize(("dtype", "cut"), [(torch.bfloat16, 16), (torch.float16, 13)], ids=str)
 @pytest.mark.parametrize("dim", [3, 32, 70])
 def test_stochastic_rounding_is_a_function_of_the_key(dtype, cut, dim):
-    """Element (row, column) is rounded with 16 bits of SplitMix64. They depend on the row, the column, and the key,
-    phase and words per row that the table lists for the row's segment."""
+    """Element (row, column) is rounded with 16 bits of SplitMix64. The bits depend on the row, the column, and three
+    numbers: the key, the phase, and the words per row. The table lists these numbers for the row's segment."""
     num_rows, of = 5, ([[-(2**62), 0, 0, -(-dim // 4)]], [[12345, 0, 3, 90], [7, 2, 1, -4], [-9, 3, 2, 2**61]])
     keys = torch.tensor([[*own, *[[0, 2**63 - 1, 0, 0]] * (4 - len(own))] for own in of])
     start = torch.randn(2, num_rows, dim).to(dtype)
@@ -229,7 +229,7 @@ def test_stochastic_rounding_is_right_in_the_mean():
 
 
 def test_rows_beyond_32_bits():
-    """A table of more than 2³² rows is summed and updated as any other, with rows in ascending order."""
+    """A table of more than 2³² rows is summed and updated as any other table, with rows in ascending order."""
     # only the touched pages take memory
     num_rows = 2**32 + 8
     rows = torch.tensor([2**32 + 7, 3, 2**32 + 3, 2**32 + 8, 2**32 + 7, 2**32 - 1, 3])
@@ -256,7 +256,7 @@ NOTHING = [make([]), make([(5, 4)], n=21, bags=1), make([(0, 4)])]
     "call", [*NOTHING, make([(5, 4)])._replace(segments=[])], ids=["tables", "bags", "rows", "terms"]
 )
 def test_nothing_to_do(call):
-    """Calls without tables, bags, rows or segments work; rows without entries stay."""
+    """Calls without tables, bags, rows or segments succeed. Rows without entries do not change."""
     tables, slots = state(call, "rowwise_adagrad", {}, torch.float32)
     truth = expected(call, "rowwise_adagrad", {}, tables, slots, torch.float32)
     run(call, "rowwise_adagrad", {}, tables, slots)
@@ -267,8 +267,8 @@ def test_nothing_to_do(call):
 
 @pytest.mark.parametrize("cuts", [[5, 0, 7, 3, 99], [-(2**62), 2**62, -1, 4, 4], [9, 9, 0, 9, 0], [0, 20, 0, 20, 0]])
 def test_wild_offsets_touch_nothing_outside(cuts):
-    """Offsets that do not ascend, or that leave the buffer, read rows of the buffer only, each position at most
-    once."""
+    """Offsets that do not ascend, or that leave the buffer, read only rows of the buffer. They read each position at
+    most once."""
     rows, d = torch.tensor([1, 2, 3, 1, 2, 3, 1, 2, 3]), torch.ones(4, 2)
     call = ([d], [rows], [torch.tensor(cuts)], [], [0, 0, 0, 0, 0, 0, 4, 0, 0, -1], [5, 2])
     taken, sums, count, repeats = _update.coalesce(*call)
@@ -285,7 +285,8 @@ BAD = {
 
 @pytest.mark.parametrize(("at", "value"), BAD.values(), ids=BAD)
 def test_a_segment_that_does_not_fit_is_named(at, value):
-    """A segment that points outside its tensors raises with its number before anything is written."""
+    """A segment that points outside its tensors raises before anything is written. The error has the segment's
+    number."""
     good = [0, 0, 0, 0, 0, 0, 4, 0, 0, 0]
     bad = [*good[:at], value, *good[at + 1 :]]
     table, rows = torch.ones(5, 3), torch.tensor([1, 2, 3, 1])

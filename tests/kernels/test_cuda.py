@@ -1,4 +1,4 @@
-"""Triton's kernels on a CUDA device equal the CPU's at sizes of many programs, with NaN after the last id."""
+"""Triton's kernels on a CUDA device equal the CPU's kernels at sizes of many programs, with NaN after the last id."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ to_cpu = lambda tree: tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) 
 
 
 def draw_ids(draw, ints=torch.int64):
-    """Draw ids, some very frequent and some outside the table, with garbage after the last bag."""
+    """Return random ids, some very frequent and some outside the table, with garbage after the last bag."""
     ids = (R * torch.rand(N, generator=draw) ** 6).long() - 2
     inner = torch.randint(0, N - 98, (2 * B - 1,), generator=draw).sort().values
     offsets = torch.cat([torch.tensor([0]), inner, torch.tensor([N - 99])])
@@ -29,7 +29,7 @@ def draw_ids(draw, ints=torch.int64):
     (F64, 33, torch.int64),
 ])  # fmt: skip
 def test_large_lookups_and_gradients(dtype, dim, ints):
-    """Lookups, gradients of weights and summed rows equal the reference's, and every run gives the same bits."""
+    """Lookups, gradients of weights and summed rows equal those of the reference, and every run gives the same bits."""
     draw = torch.Generator().manual_seed(dim)
     ids, offsets, weights = draw_ids(draw, ints)
     tables = [torch.randn(R, dim, generator=draw).to(dtype) for _ in range(2)]
@@ -68,7 +68,8 @@ def assert_near(got, want):
     ("rowwise_adagrad", [1e-8, 0.0, 0.0, 0.0], [(R,)]), ("adam", [0.9, 0.999, 1e-8, 0.0], [(R, 64), (R, 64)]),
 ])  # fmt: skip
 def test_large_updates(rule, hyper, slots, dtype):
-    """A fused update of a batch with very frequent rows equals the CPU's; rows without an id keep every bit."""
+    """A fused update of a batch with very frequent rows equals the update on the CPU. Rows without an id keep every
+    bit."""
     draw = torch.Generator().manual_seed(0)
     ids, offsets, _ = draw_ids(draw)
     table, d = torch.randn(R, 64, generator=draw).to(dtype), torch.randn(B, 64, generator=draw)

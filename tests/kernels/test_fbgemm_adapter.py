@@ -1,4 +1,4 @@
-"""FBGEMM's operators satisfy the kernels' contract, checked against loops over Python's numbers in f64."""
+"""FBGEMM's operators satisfy the contract of the kernels, checked against loops over Python's numbers in f64."""
 
 import itertools
 import sys
@@ -26,19 +26,19 @@ def generator(seed):
 
 
 def floats(*shape, dtype=torch.float32, seed=0):
-    """Draw multiples of 1/4 in [-4, 4]: these and their sums are exact in every dtype."""
+    """Return random multiples of 1/4 in [-4, 4]. They and their sums are exact in every dtype."""
     return (torch.randint(-16, 17, shape, generator=generator(seed)) / 4).to(dtype)
 
 
 def rows_of(size, num_rows, *, dtype=torch.int64, seed=1, bad=True):
-    """Draw rows with many duplicates; with `bad` every fifth is outside."""
+    """Return random rows with many duplicates. With `bad`, every fifth row is outside the table."""
     rows = torch.randint(0, num_rows, (size,), generator=generator(seed))
     outside = torch.tensor([-1, num_rows, BIG, -BIG, -2])[torch.arange(size) % 5]
     return torch.where((torch.arange(size) % 5 == 4) & bad, outside.roll(size), rows).to(dtype)
 
 
 def offsets_of(size, num_bags, padding, dtype=torch.int64):
-    """Draw offsets of ragged bags, some empty, over size - padding ids."""
+    """Return random offsets of ragged bags, some of them empty, over size - padding ids."""
     used = max(size - padding, 0)
     cuts = torch.randint(0, used + 1, (max(num_bags - 1, 0),), generator=generator(2)).sort().values
     bounds = torch.cat([torch.tensor([0]), cuts, torch.tensor([used])])
@@ -46,7 +46,7 @@ def offsets_of(size, num_bags, padding, dtype=torch.int64):
 
 
 def bags_of(bounds, size, max_length):
-    """Return [[position, ...], ...] by the contract's reading of offsets: their running maximum, clamped and cut."""
+    """Return [[position, ...], ...]. The contract reads the running maximum of the offsets, clamped and cut."""
     bounds = [min(max(b, 0), size) for b in itertools.accumulate(bounds, max)]
     cut = lambda a, b: min(b, a + max_length) if max_length else b
     return [list(range(a, cut(a, b))) for a, b in itertools.pairwise(bounds)]
@@ -71,8 +71,8 @@ FEATURES = {
 @pytest.mark.parametrize("ints", INTS)
 @pytest.mark.parametrize("bad", [False, True])
 def test_pooled_lookup_and_the_gradient_of_weights(name, size, num_bags, ints, bad):
-    """out[b] is the factored sum of the bag's rows, and d_weights[i] = ⟨row_i, d_out[b]⟩. Arguments do not change,
-    and padding is not read."""
+    """out[b] is the factored sum of the bag's rows, and d_weights[i] = ⟨row_i, d_out[b]⟩. Arguments do not change, and
+    padding is not read."""
     f, padding = FEATURES[name], size if num_bags == 0 else min(size, 3)
     table, rows = floats(9, 8), rows_of(size, 9, dtype=ints, bad=bad)
     offsets, weights = offsets_of(size, num_bags, padding, ints), floats(size, seed=4)
@@ -95,7 +95,7 @@ def test_pooled_lookup_and_the_gradient_of_weights(name, size, num_bags, ints, b
 
 
 def test_features_of_many_tables():
-    """Every feature fills its own columns from its own table, buffer and bags; f16 tables are summed in f32."""
+    """Every feature fills its own columns from its own table, buffer and bags. Tables in f16 are summed in f32."""
     tables = [floats(9, 4), floats(5, 8, seed=3).half(), floats(0, 4)]
     rows, offsets = [rows_of(20, 9), rows_of(20, 5, seed=7, dtype=torch.int32)], offsets_of(20, 8, 2)
     features = [
@@ -116,7 +116,7 @@ def test_features_of_many_tables():
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_gather_rows(size, dtype):
-    """out[i] is row rows[i] in f32; a row outside gives zeros, even if the table holds NaN."""
+    """out[i] is row rows[i] in f32. A row outside the table gives zeros, even if the table holds NaN."""
     table, rows = floats(7, 4, dtype=dtype), rows_of(size, 7)
     table[0] = torch.nan
     want = [table[r].float() if 0 <= r < 7 else torch.zeros(4) for r in rows.tolist()]
@@ -133,7 +133,7 @@ def make_slot(rule, table):
 
 
 def apply_rule(rule, row, g, slot, r):
-    """Apply the rule's formula to row r, in f64."""
+    """Return the result of the rule's formula for row r, in f64."""
     if rule == "sgd":
         row[r] -= LR * g
         return
@@ -142,7 +142,7 @@ def apply_rule(rule, row, g, slot, r):
 
 
 def entries_of(s, d, rows, offsets, weights, dim):
-    """Yield a segment's (row, gradient) pairs in order."""
+    """Yield the (row, gradient) pairs of a segment in order."""
     if s.offsets < 0:
         bags = [[i] for i in range(s.num_bags)]
     else:
@@ -162,8 +162,8 @@ def entries_of(s, d, rows, offsets, weights, dim):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("bad", [False, True])
 def test_fused_update(rule, size, dtype, bad):
-    """The update sums a table's segments into one gradient per row. Rows without an entry keep every bit, and
-    nothing else is written."""
+    """The update sums a table's segments into one gradient per row. Rows without an entry keep every bit, and nothing
+    else is written."""
     tables = [floats(9, 8, dtype=dtype), floats(40, 4, dtype=dtype, seed=3)]
     slots = [make_slot(rule, t) for t in tables] if rule != "sgd" else []
     rows = [rows_of(size, 9, bad=bad), rows_of(size, 9, dtype=torch.int32, seed=6, bad=bad)]
@@ -199,7 +199,7 @@ def test_fused_update(rule, size, dtype, bad):
 
 
 def test_threads_change_no_bit():
-    """One thread and two threads give the same bits, also when a row repeats often."""
+    """One thread and two threads give the same bits, even when a row repeats often."""
     rows, offsets, d = rows_of(20_000, 500), offsets_of(20_000, 700, 11), torch.randn(700, 64, generator=generator(1))
     answers = []
     segment = flatten([Segment(0, 0, 0, 0, 0, 0, 700, 0, False, -1)])
@@ -215,7 +215,8 @@ def test_threads_change_no_bit():
 
 @pytest.mark.parametrize("bounds", [[0, 70, 3, 9], [-5, 2, 4, 1000], [8, 2, 2, 20]])
 def test_offsets_never_lead_outside(bounds):
-    """Offsets are read as their running maximum, clamped to the buffer, also in lookups of quantised tables."""
+    """Offsets are read as their running maximum, clamped to the buffer. This also holds in lookups of quantised
+    tables."""
     table, rows, size = floats(9, 4), rows_of(20, 9), 20
     got = fbgemm.pooled_lookup([table], [rows], torch.tensor(bounds), None, flatten([FEATURES["sum"]]), 3)
     want = torch.zeros(3, 4)
@@ -236,7 +237,8 @@ def test_offsets_never_lead_outside(bounds):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool, torch.bfloat16])
 @pytest.mark.parametrize("capacity", [0, 5, 40])
 def test_take_ranges(shape, dtype, capacity):
-    """The ranges follow one another, cut at the capacity; the rest, and positions outside the buffer, are zeros."""
+    """The ranges follow one another, cut at the capacity. The rest are zeros, and so are positions outside the
+    buffer."""
     values = floats(20, *shape, seed=2).to(dtype)
     starts, lengths = torch.tensor([3, 0, 18, -2, 2**40]), torch.tensor([4, 0, 5, 3, 1], dtype=torch.int32)
     got, offsets = fbgemm.take_ranges(values, starts, lengths, capacity)
@@ -256,7 +258,7 @@ def test_take_ranges(shape, dtype, capacity):
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("block", [4, 2**33])
 def test_bucketize(ints, weighted, bad, padding, block):
-    """Ids are grouped by (owner, bag) in their order; ids without an owner, and padding, go nowhere."""
+    """Ids are grouped by (owner, bag) in their order. Ids without an owner, and padding, are left out."""
     size, num_bags, shards = 30, 6, 3
     rows, offsets = rows_of(size, 12, dtype=ints, bad=bad), offsets_of(size, num_bags, padding, ints)
     weights = None if weighted is None else floats(size, seed=4).to(weighted)
@@ -327,8 +329,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_operators_cannot_do_is_refused(name):
-    """What FBGEMM's operators cannot do raises an error that says what it got, what it needs and what to try. The
-    rules have the hyper-parameters that `ops` passes."""
+    """A call that FBGEMM's operators cannot run raises an error that says what it got, what it needs and what to try.
+    The rules have the hyper-parameters that `ops` passes."""
     call, kind, match = REFUSED[name]
     with pytest.raises(kind, match=match) as error:
         call()

@@ -1,5 +1,6 @@
-"""The kernels' forms of the rules are generated from the built-in optimizers' formulas; one new file adds an
-optimizer."""
+"""The kernels' forms of the rules are generated from the built-in optimizers' formulas.
+
+One new file adds an optimizer."""
 
 import ctypes
 import importlib.util
@@ -90,7 +91,7 @@ def named(values: dict) -> object:
 
 @pytest.fixture
 def adadelta(tmp_path):
-    """Import an optimizer from a temporary file; it is removed after the test."""
+    """Yield an optimizer imported from a temporary file. After the test, the optimizer is removed."""
     path = tmp_path / "adadelta.py"
     path.write_text(ADADELTA)
     try:
@@ -110,7 +111,7 @@ GIVEN = {"rows": torch.tensor([2, 0, 2]), "grads": torch.tensor([[1.0, -2.0, 0.3
 
 
 def state(optimizer) -> tuple:
-    """Make gradients, slots after some steps, and tables."""
+    """Return gradients, slots after some steps, and tables."""
     tables = {"t": torch.arange(12.0).view(4, 3) / 8}
     slots = {"t": {k: x + 0.25 for k, x in optimizer.init(tables)["t"].items()}}
     return {"t": fr.RowGrads.from_entries(**GIVEN, num_embeddings=4)}, slots, tables
@@ -137,7 +138,7 @@ def test_one_file_is_an_optimizer(adadelta, tmp_path, monkeypatch):
     for is_cut in (False, True):
         optimizer = adadelta(lr=0.5, is_cut=is_cut)
         assert optimizer.is_elementwise != is_cut
-        # the compiled object does not have it yet, so it runs as a user's rule
+        # the compiled object has no kernel for the rule yet, so the rule runs as a user's rule
         assert not optimizer.is_gradient_wise
         given, hyper = state(optimizer), numbers_of(form, arguments_of(own, is_cut=is_cut)[1])
         want = leaves(optimizer.update(*given, 3, implementation="reference"))
@@ -161,7 +162,7 @@ def near(got: list[Tensor], want: list[Tensor]) -> bool:
 
 
 def built(folder: Path, number: int):
-    """Compile the generated struct with that number, for one row."""
+    """Return the compiled struct with that number, for one row."""
     written(folder / "driver.cpp", DRIVER % number)
     flags = ("-O0", "-std=c++17", "-shared", "-fPIC", "-w", "-ffp-contract=off", f"-I{folder}", f"-I{KERNELS / 'csrc'}")
     command = [os.environ.get("CXX", "g++"), *flags, str(folder / "driver.cpp"), "-o", str(folder / "driver.so")]
@@ -170,7 +171,7 @@ def built(folder: Path, number: int):
 
 
 def by_cpp(update, hyper: list[float], given) -> list[Tensor]:
-    """Apply the generated struct to each touched row."""
+    """Return the result of the generated struct, applied to each touched row."""
     grads, slots, tables = given
     out, spare = [x.clone() for x in leaves((tables, slots))], torch.zeros(3)
     summed, count, address = (
@@ -195,7 +196,7 @@ def by_cpp(update, hyper: list[float], given) -> list[Tensor]:
 
 
 def by_triton(formulas, rules, monkeypatch, hyper: list[float], given) -> list[Tensor]:
-    """Run the interpreter's fused update with these formulas."""
+    """Return the result of the interpreter's fused update with these formulas."""
     from funcrec.kernels.triton import update
 
     monkeypatch.setattr(update, "formulas", formulas)
@@ -210,7 +211,8 @@ def by_triton(formulas, rules, monkeypatch, hyper: list[float], given) -> list[T
 
 
 def test_a_rule_without_a_formula_is_a_users():
-    """A built-in rule that sorts has no formula: nothing is generated, and its update runs its Python rule."""
+    """A built-in rule that sorts has no formula. No kernel is generated for the rule, and its update runs its Python
+    rule."""
     rule = lambda row, grad, slots, hyper: (row - hyper.lr * grad.sort().values, slots)
     declare = lambda lr=0.5: None
     declare.__name__ = "sorted_sgd"

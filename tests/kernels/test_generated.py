@@ -1,6 +1,6 @@
 """Rules that are translated to C++ and run inside the fused update equal the same rules in eager torch.
 
-The built-in rules are Python functions like a user's. Without their kernels they are translated in the same way.
+The built-in rules are Python functions like a user's rule. Without their kernels they are translated in the same way.
 Shapes: R rows, D dim.
 """
 
@@ -31,7 +31,7 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
 
 
 def state_of(optimizer, dims, dtypes):
-    """Make tables, gradients (with repeated rows, rows outside and NaN in the padding), and slots after some steps.
+    """Return tables, gradients (with repeated rows, rows outside and NaN in the padding), and slots after some steps.
     Rows without a gradient are NaN."""
     rows = torch.tensor([3, 39, 3, -1, 7, 40, 2**40, 0, 39, 3, 8, 1, 5])
     count, named = 11, [0, 3, 7, 8, 39]
@@ -65,7 +65,7 @@ def to(tree, dtype):
 
 
 def near(got: Tensor, truth: Tensor, same: Tensor, old: Tensor) -> bool:
-    """Check |got - truth| <= 2 · (the error of the rule in eager f32 + one rounding of the accumulator) + one
+    """Return whether |got - truth| <= 2 · (the error of the rule in eager f32 + one rounding of the accumulator) + one
     rounding to 16 bits."""
     eps = torch.finfo(F64 if got.dtype == F64 else F32).eps
     lost = (same.double() - truth).abs().max() if got.dtype != F64 else 1e-12
@@ -96,8 +96,8 @@ def check_rule(optimizer, dims, dtypes):
     "number", range(len(CASES)), ids=lambda i: "-".join(map(str, (CASES[i][0], *CASES[i][1].values())))
 )
 def test_generated_rules_are_the_rules(without_kernels, number):
-    """A generated rule moves every named row as eager torch does, with at most twice its error. Other rows keep
-    every bit."""
+    """A generated rule moves every named row as eager torch does, with at most twice the error of eager torch. All
+    other rows keep every bit."""
     rule, options = CASES[number]
     optimizer = getattr(fr.optim, rule)(lr=LR, **options)
     check_rule(optimizer, [DIMS[number % 6], DIMS[(number + 2) % 6]], (F32, BF16, F16))
@@ -106,14 +106,15 @@ def test_generated_rules_are_the_rules(without_kernels, number):
 
 @pytest.mark.parametrize("rule", ["rowwise_adagrad", "adam", "lamb"])
 def test_every_dim(without_kernels, rule):
-    """Generated rules equal the rules for tables of all dims in one call, and for rows too long for the stack."""
+    """Generated rules equal the Python rules for tables of all dims in one call, and for rows too long for the
+    stack."""
     check_rule(getattr(fr.optim, rule)(lr=LR), (*DIMS, 9001), (F32,))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_rows_of_16_bits_are_rounded_once(dtype):
-    """A rule whose elements come from other positions of the row is rounded as in eager torch, to nearest or with
-    the same random bits."""
+    """If a rule's elements come from other positions of the row, the row is rounded as in eager torch. Rounding is to
+    nearest or with the same random bits."""
     rule = lambda row, grad, s, h: (row.flip(0) * row.sum().sign() - h.lr * grad, s)
     plain = fr.optim.row_optimizer(init=lambda t: {}, rule=rule, lr=LR)
     rows, tables = torch.tensor([3, 39, 7, 0]), {f"t{dim}": noise(NUM_ROWS, dim, seed=dim).to(dtype) for dim in DIMS}
@@ -178,7 +179,7 @@ BODIES = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_operations(name):
-    """Operations of a rule give eager torch's values, NaN included, and run in the kernel."""
+    """Operations of a rule give the values of eager torch, NaN included, and run in the kernel."""
     w, g, body = noise(3, 12, seed=1), noise(3, 12, seed=2), BODIES[name]
     opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda row, grad, s, h: (body(row, grad), s))
     grads = {"t": fr.RowGrads.from_entries(torch.arange(3), g, num_embeddings=3)}
@@ -204,7 +205,7 @@ INSIDE = ("asin", "acos", "atanh")  # arguments lie in (-1, 1)
 
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_formulas(dtype):
-    """Every formula equals the aten operation of its name."""
+    """Every formula equals the aten operation of the same name."""
     names = [n for n in (*_formulas.ARITHMETIC, *_formulas.COMPARISONS, *_formulas.LOGIC) if n not in _formulas.COPIES]
     sides = [(n, "{1}" in {**_formulas.ARITHMETIC, **_formulas.COMPARISONS, **_formulas.LOGIC}[n]) for n in names]
     w, g = noise(2, 64, dtype=dtype), noise(2, 64, seed=9, dtype=dtype)
@@ -241,8 +242,8 @@ STEPS = st.lists(
 
 
 def run_steps(steps, row, grad, slots):
-    """A rule of generated operations. Each operation takes two earlier values; the last values become the row and
-    the slots."""
+    """Return the result of a rule of generated operations. Each operation takes two earlier values. The last values
+    become the row and the slots."""
     values = [row, grad, slots["a"], slots["b"], slots["n"]]
     for name, i, j in steps:
         x, y = values[i % len(values)], values[j % len(values)]
@@ -260,7 +261,7 @@ def run_steps(steps, row, grad, slots):
 @settings(max_examples=40)
 @given(steps=STEPS, dim=st.sampled_from([2, 5, 16, 37]))
 def test_generated_programs(steps, dim):
-    """Any graph of operations gives eager torch's values, whichever old values its results overwrite."""
+    """Any graph of operations gives the values of eager torch, whichever old values its results overwrite."""
     init = lambda t: {"a": torch.zeros_like(t), "b": torch.zeros_like(t), "n": torch.zeros(len(t))}
     opt = fr.optim.row_optimizer(init=init, rule=lambda row, grad, s, h: run_steps(steps, row, grad, s))
     w, g = noise(3, dim, dtype=F64), noise(3, dim, seed=1, dtype=F64)
@@ -305,7 +306,7 @@ def test_other_operations_run_in_blocks(name):
 
 
 def test_many_slots_run_in_blocks():
-    """A rule with more slots than the kernel holds warns, and runs."""
+    """A rule with more slots than the kernel holds warns, and runs in blocks."""
     names = [f"s{i}" for i in range(cpp.MOST_SLOTS + 1)]
     opt = fr.optim.row_optimizer(
         init=lambda t: {n: torch.zeros(len(t)) for n in names},
@@ -319,7 +320,7 @@ def test_many_slots_run_in_blocks():
 
 
 def test_without_a_compiler(monkeypatch):
-    """Without a C++ compiler, a user's rule raises an error that names it."""
+    """Without a C++ compiler, a user's rule raises an error that names the compiler."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda row, grad, s, h: (row - 3.25 * grad, s))
@@ -330,8 +331,8 @@ def test_without_a_compiler(monkeypatch):
 
 
 def test_a_wrong_table_is_refused():
-    """A generated rule fits one dim and dtype. The kernel refuses other tables, slots and closed-over tensors before
-    it writes."""
+    """A generated rule fits one dim and dtype. Before the kernel writes, it refuses other tables, slots and closed-over
+    tensors."""
     scale = torch.ones(3)
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda w, x, lr, t, n, m: [w - x * scale, x])
     rule = _rules.generate(graph(*(torch.ones(s) for s in ((3,), (3,), (), (), (), (3,)))))

@@ -1,5 +1,4 @@
-"""For all inputs that their types allow, the C++ kernels read and write nothing outside a tensor, and give the
-reference's result.
+"""For all inputs that their types allow, the C++ kernels stay inside their tensors and give the reference's result.
 
 `make sanitize` makes many more of these calls, with sanitizers built into the kernels.
 """
@@ -26,7 +25,7 @@ FEW = {
 @pytest.mark.parametrize("operation", hostile.OPERATIONS)
 def test_any_offsets_and_ids(operation, monkeypatch):
     """Hostile offsets, ids and sizes give the reference's result, with the same bits on one and two threads. The
-    tensors lie between pages without access. Rules that no kernel has are compiled."""
+    tensors lie between inaccessible pages. Rules that no kernel implements are compiled."""
     guards, run, compiled = Guards(), hostile.on_threads, Mock(wraps=cpp.generated_update_)
     monkeypatch.setattr(cpp, "generated_update_", compiled)
     for seed in range(FEW.get(operation, 300)):
@@ -41,7 +40,7 @@ def test_any_offsets_and_ids(operation, monkeypatch):
 
 
 def test_to_padded_does_not_read_foreign_memory():
-    """Offsets that descend to the least integer are read as their running maximum: memory around the buffer is never
+    """Offsets that descend to the least integer are read as their running maximum. Memory around the buffer is never
     returned."""
     for dtype in (torch.int64, torch.int32, torch.float32):
         memory = torch.full((300,), 7).to(dtype)
@@ -90,7 +89,7 @@ MISFITS = [
 
 @pytest.mark.parametrize(("call", "kind", "said"), MISFITS, ids=[f"{c[0].__name__}-{s}" for c, _, s in MISFITS])
 def test_what_does_not_fit_is_refused(call, kind, said):
-    """Before a kernel is called, tensors with a wrong dtype, shape or count raise an error in four parts."""
+    """Before a call of a kernel, tensors with a wrong dtype, shape or count raise an error in four parts."""
     fn, args, kwargs = call
     with pytest.raises(kind) as error:
         fn(*args, **kwargs)
@@ -99,8 +98,8 @@ def test_what_does_not_fit_is_refused(call, kind, said):
 
 
 def test_numbers_across_their_addresses_are_refused():
-    """A view at an address that is no multiple of the element size is refused: processors and compilers may rely on
-    alignment."""
+    """A view at an address that is no multiple of the element size is refused, because processors and compilers may
+    rely on alignment."""
     memory = bytearray(65)
     across = torch.frombuffer(memory, dtype=torch.int64, offset=1, count=4)
     with pytest.raises(ValueError, match=r"(?s)across their addresses.*clone"):
@@ -109,7 +108,7 @@ def test_numbers_across_their_addresses_are_refused():
 
 
 def update(**changed):
-    """Return the arguments of an update of one table, with some of them changed."""
+    """Return the arguments of an update of one table, with some arguments changed."""
     given = {
         "tables": [torch.ones(3, 2)], "slots": [], "d": [torch.ones(4, 2)], "rows": [ROWS], "offsets": [OFFSETS],
         "weights": [torch.ones(4)], "segments": [0, 0, 0, 0, 0, 0, 2, 0, 0, 0], "lr": torch.tensor(0.1),
@@ -149,7 +148,7 @@ SEGMENTS = [
     ids=str,
 )
 def test_an_update_that_does_not_fit_is_refused(changed):
-    """Segments that point outside, and tensors of a wrong dtype or size, are refused, and no table is written."""
+    """Segments that point outside, and tensors of a wrong dtype or size, raise. No table is written."""
     given = update(**changed)
     before = [x.clone() for x in given["tables"]]
     with pytest.raises((TypeError, ValueError)):

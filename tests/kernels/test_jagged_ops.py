@@ -1,6 +1,6 @@
 """The operations on jagged buffers, in every implementation, equal loops over Python's lists.
 
-Outputs start as NaN (tests/conftest.py), so an element that is not written shows. Shapes: B bags, N ids, S shards.
+Outputs start as NaN (tests/conftest.py). An unwritten element is therefore visible. Shapes: B bags, N ids, S shards.
 """
 
 import itertools
@@ -20,7 +20,7 @@ INTS = [I64, I32]
 
 
 def integers(low: int, high: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Draw integers in [low, high)."""
+    """Return random integers in [low, high)."""
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -29,13 +29,13 @@ def numbers_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 3) -> Ten
 
 
 def bounds_of(size: int, num_bags: int, dtype: torch.dtype) -> Tensor:
-    """Draw offsets of ragged bags, some empty, with padding before and after them."""
+    """Return random offsets of ragged bags, some of them empty, with padding before and after the bags."""
     used = max(size - 3, 0)
     return integers(min(1, used), used + 1, (num_bags + 1,), dtype, 2).sort().values
 
 
 def garbage(x: Tensor, offsets: Tensor) -> Tensor:
-    """Fill the padding of x with NaN, or with the least integer."""
+    """Return x with padding of NaN, or of the least integer."""
     if x.dtype == torch.bool:
         return x
     place = torch.arange(x.shape[0]).reshape(-1, *(1,) * (x.dim() - 1))
@@ -44,7 +44,7 @@ def garbage(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def rows_for(size: int, most: int, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Draw rows from -2 to most + 1, and some at the ends of the dtype."""
+    """Return random rows from -2 to most + 1, and some rows at the ends of the dtype."""
     rows = integers(-2, min(most + 2, 2**31), (size,), dtype, 1)
     rows[3::7], rows[4::7] = torch.iinfo(dtype).max, torch.iinfo(dtype).min
     return garbage(rows, offsets)
@@ -54,7 +54,8 @@ def rows_for(size: int, most: int, offsets: Tensor, dtype: torch.dtype) -> Tenso
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_bags", [0, 1, 9])
 def test_take_ranges(ask, size, num_bags):
-    """The ranges follow one another, cut at the capacity. The rest, and positions outside the buffer, are zeros."""
+    """The ranges follow one another, cut at the capacity. The rest are zeros, and so are positions outside the
+    buffer."""
     shapes = itertools.cycle([(), (3,), (2, 2)])
     for dtype, shape, ints, capacity in zip([F32, I64, BF16, torch.bool, F64, I32], shapes, INTS * 3, [0, 40, 70] * 2):
         values = numbers_of((size, *shape), dtype)
@@ -74,8 +75,8 @@ def test_take_ranges(ask, size, num_bags):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_bags", [0, 1, 9])
 def test_take_ranges_transpose(ask, size, num_bags):
-    """Each position gets the sum of the cotangents of its copies. Cotangents of positions outside the buffer, and
-    those after the last range, are not read."""
+    """Each position gets the sum of the cotangents of the position's copies. Cotangents of positions outside the buffer
+    are not read. Cotangents after the last range are not read either."""
     shapes = itertools.cycle([(), (3,), (2, 2), (0,)])
     for dtype, shape, ints, capacity in zip([F32, F64, BF16, F16, F32, F64], shapes, INTS * 3, [0, 40, 70] * 2):
         starts = integers(-3, size + 3, (num_bags,), ints, 5)
@@ -115,8 +116,8 @@ def test_take_ranges_transpose_adds_in_order(ask):
 @pytest.mark.parametrize("num_bags", [0, 1, 9])
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_bucketize(ask, size, num_bags, num_shards):
-    """Rows go to shard row // block, as the shard's local rows, in order within a (shard, bag); other rows go
-    nowhere."""
+    """Rows go to shard row // block, as local rows of the shard, in order within a (shard, bag). Rows without a shard
+    are left out."""
     for ints, bounds, weighted, block in zip(INTS * 2, [I32, I64, I64, I32], [None, F32, F64, F16], [1, 4, 4, 2**30]):
         offsets = bounds_of(size, num_bags, bounds)
         rows = rows_for(size, num_shards * block, offsets, ints)
@@ -140,7 +141,7 @@ def test_bucketize(ask, size, num_bags, num_shards):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_bags", [0, 1, 9])
 def test_to_padded_and_back(known, ask, size, num_bags):
-    """to_padded cuts and fills each bag; from_padded writes a bag's elements back, with zeros elsewhere."""
+    """to_padded cuts and fills each bag. from_padded writes the elements of a bag back, with zeros elsewhere."""
     for dtype, width, length, bounds in zip(known.padded, [1, 5, 2, 0, 3, 1, 4], [0, 1, 4, 30, 4, 2, 7], INTS * 4):
         offsets = bounds_of(size, num_bags, bounds)
         values = garbage(numbers_of((size, width), dtype), offsets)

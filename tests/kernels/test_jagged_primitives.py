@@ -1,5 +1,4 @@
-"""funcrec.jagged._primitives: the kernels on jagged buffers, under every transform of torch.func, equal the reference
-in f64.
+"""funcrec.jagged._primitives: under every transform of torch.func, the jagged kernels equal the reference in f64.
 
     transform(map by the C++ kernels) = transform(map by the reference)
 
@@ -23,7 +22,7 @@ F64 = torch.float64
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 # ranges overlap
 STARTS, LENGTHS = torch.tensor([4, 0, 3, 6, 1]), torch.tensor([2, 3, 0, 1, 2], dtype=torch.int32)
-# offsets of 8 values: the last two are padding
+# offsets of 8 values, of which the last two are padding
 OFFSETS = torch.tensor([0, 2, 2, 5, 6])
 MAPS = {  # name: (the map of [8, 2] values, or of a [4, 2, 2] block)
     "take_ranges": lambda x: primitives.take_ranges(x, STARTS, LENGTHS, 10)[0],
@@ -52,7 +51,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
 }
 
 
-# vmap allows no random numbers inside, so cache the constants
+# vmap allows no random numbers inside, so the constants are cached
 @functools.cache
 def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
@@ -63,14 +62,14 @@ def point(seed: int = 0) -> Tensor:
 
 
 def loss_of(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a number with derivatives of every order."""
+    """Return a function whose value is a number with derivatives of every order."""
     return lambda x: (f(x).sin() * f(x)).sum()
 
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_maps_under_transforms(name, transform):
-    """Every nesting of transforms gives the same values through the kernels as through the reference."""
+    """Every nesting of transforms gives the same values through the kernels and through the reference."""
     got = TRANSFORMS[transform](MAPS[name])
     with ops.using("reference"):
         want = TRANSFORMS[transform](MAPS[name])
@@ -87,7 +86,7 @@ def test_autograd_agrees(name):
 
 @pytest.mark.parametrize("dtype", [F64, torch.int64])
 def test_offsets_may_carry_the_batch(dtype):
-    """vmap over values and boundaries equals a loop over them, for integers too."""
+    """vmap over values and boundaries equals a loop over values and boundaries, also for integers."""
     values, bounds = (noise(3, 8, 2) * 9).to(dtype), torch.stack([OFFSETS, OFFSETS.clamp(max=3), OFFSETS // 2])
 
     def each(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
@@ -120,7 +119,7 @@ def test_transposes_are_adjoint():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_keep_their_dtype(dtype):
-    """A 16-bit value that is taken 300 times gets a gradient in its dtype, summed in f32 and rounded once."""
+    """A 16-bit value that is taken 300 times gets a gradient in the value's dtype, summed in f32 and rounded once."""
     one = torch.ones(1, dtype=dtype)
     d = grad(lambda x: (primitives.take_ranges(x, torch.zeros(300, dtype=torch.int64),
                 torch.ones(300, dtype=torch.int64),
@@ -130,7 +129,7 @@ def test_gradients_keep_their_dtype(dtype):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_jit_stages_the_kernels(name):
-    """Compiled, a map and its gradient equal the eager ones."""
+    """A compiled map and its compiled gradient equal the eager map and gradient."""
     f = MAPS[name]
     assert_trees_close(
         fr.jit(lambda x: (f(x), grad(loss_of(f))(x)))(point()), (f(point()), grad(loss_of(f))(point())), **CLOSE

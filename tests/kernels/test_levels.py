@@ -1,7 +1,8 @@
-"""Every instruction set gives the same bits: rules, a user's rules, lookups, their transposes, quantised rows, top_k.
+"""Every instruction set gives the same bits: rules, a user's rules, lookups, transposes, quantised rows, top_k.
 
-The width of a vector could change only a sum over a row. So `total` in csrc/passes.h uses the same number of partial
-sums on every instruction set. A user's rule calls torch's vector functions with one width on all of them.
+The width of a vector could change only a sum over a row. `total` in csrc/passes.h therefore uses the same number of
+partial sums on every instruction set. A user's rule calls torch's vector functions with one width on all instruction
+sets.
 """
 
 import warnings
@@ -35,7 +36,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def differences(found: dict[str, object]) -> list[str]:
-    """List the differences from the first level's tree: the level, the path, and the share of bytes."""
+    """Return the differences from the first level's tree, as texts: the level, the path, and the share of bytes."""
     (first, truth), *others = found.items()
     leaves = dict(tree_flatten_with_path(truth)[0])
     out = []
@@ -47,7 +48,7 @@ def differences(found: dict[str, object]) -> list[str]:
 
 
 def state_of(optimizer, dtypes, dims=DIMS):
-    """Make gradients for rows that repeat never, once or often, and tables and slots after some steps."""
+    """Return gradients for rows that repeat never, once or often, slots after some steps, and tables."""
     rows = torch.randint(-1, NUM_ROWS + 1, (150,), generator=torch.Generator().manual_seed(1))
     shapes = {f"{d} of {t}": (d, t) for d in dims for t in dtypes}
     tables = {n: noise(NUM_ROWS, d, seed=d).to(t) for n, (d, t) in shapes.items()}
@@ -66,8 +67,8 @@ def state_of(optimizer, dtypes, dims=DIMS):
     "number", range(len(CASES)), ids=lambda i: "-".join(map(str, (CASES[i][0], *CASES[i][1].values())))
 )
 def test_built_in_rules(number, key, on_every_level):
-    """Every form of every built-in rule, on tables of every dtype and width, gives the same bits of tables and
-    slots."""
+    """Every form of every built-in rule gives the same bits of tables and slots, for tables of every dtype and
+    width."""
     rule, options = CASES[number]
     optimizer = getattr(fr.optim, rule)(lr=LR, **options)
     if key is not None:
@@ -83,7 +84,8 @@ def test_built_in_rules(number, key, on_every_level):
 
 @pytest.mark.parametrize("rule", SUMS)
 def test_tables_of_some_columns(rule, on_every_level):
-    """A rule gives the same bits on a table that holds some columns of a wider row, whatever the other columns are."""
+    """A rule gives the same bits on a table that holds some columns of a wider row, whatever the row's other columns
+    are."""
     options = next(options for name, options in CASES if name == rule)
     optimizer, own = getattr(fr.optim, rule)(lr=LR, **options), slice(3, 8)
     for wide in (16, 33, 64, 130):
@@ -178,7 +180,7 @@ def test_reductions_of_a_users_rule(name, on_every_level):
 
 
 def lookup_call(dtype: torch.dtype):
-    """Make a table of every width, with three features each: sums, means of at most 4 ids, and weighted means."""
+    """Return a table of every width, with three features each: sums, means of at most 4 ids, and weighted means."""
     generator, bags = torch.Generator().manual_seed(2), 20
     tables = [noise(50, d, seed=d).to(dtype) for d in DIMS]
     lengths = torch.randint(0, 9, (3 * len(DIMS) * bags,), generator=generator)
@@ -212,7 +214,7 @@ def test_lookups(dtype, on_every_level):
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_cotangents_of_tables(dtype, on_every_level):
-    """Expanded entries and their sums by row have the same bits."""
+    """Expanded entries and the entries' sums by row have the same bits."""
     call = make([(40, d) for d in DIMS], dtype)
     args = call.d, call.rows, call.offsets, call.weights, call.segments, call.shapes
     assert differences(on_every_level(lambda: (cpp.expand(*args), cpp.coalesce(*args)))) == []
@@ -220,8 +222,8 @@ def test_cotangents_of_tables(dtype, on_every_level):
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_rows_of_16_bits(dtype, on_every_level):
-    """Every 16-bit number, each NaN included, is widened to the same bits. Every upper half of an f32, with low
-    halves around ties, is rounded to the same bits."""
+    """Every 16-bit number, each NaN included, is widened to the same bits. Every upper half of an f32, with low halves
+    around ties, is rounded to the same bits."""
     narrow = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     low = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     wide = ((torch.arange(2**16) << 16)[:, None] + low).to(torch.int32).view(F32).flatten()
@@ -240,7 +242,7 @@ def test_rows_of_16_bits(dtype, on_every_level):
 
 
 def test_jagged_buffers(on_every_level):
-    """Taken ranges and their transpose, padding, and ids by owner have the same bits."""
+    """Taken ranges, their transpose, padded bags, and ids grouped by owner have the same bits."""
     lengths = torch.randint(0, 9, (200,), generator=torch.Generator().manual_seed(3))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     n = int(offsets[-1])
@@ -266,7 +268,7 @@ def test_jagged_buffers(on_every_level):
 
 @pytest.mark.parametrize("bits_of_codes", [8, 4, 2])
 def test_quantised_rows(bits_of_codes, on_every_level):
-    """Quantised rows have the same bits when they are written (to nearest and at random), read and summed."""
+    """Quantised rows have the same bits when a kernel writes (to nearest and at random), reads and sums them."""
     ids = torch.randint(-2, 53, (90,), generator=torch.Generator().manual_seed(5))
     offsets, weights = torch.arange(0, 91, 3), noise(90, seed=1)
 
@@ -290,7 +292,7 @@ def test_quantised_rows(bits_of_codes, on_every_level):
 
 @pytest.mark.parametrize("bits_of_codes", [0, 8, 4, 2])
 def test_top_k(bits_of_codes, on_every_level):
-    """Scores and rows of top_k have the same bits, also where scores are equal."""
+    """Scores and rows of top_k have the same bits, even where scores are equal."""
 
     def run():
         out = []

@@ -14,8 +14,8 @@ LARGE = memory.MIN_MAPPED // 128  # rows of 128 bytes
 @pytest.mark.parametrize("rows", [LARGE, LARGE + 1, 3 * LARGE + 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_large_table_begins_at_a_huge_page(rows, dtype):
-    """A large table starts at a 2 MiB page boundary. Its storage has the table's length, and each element holds its
-    own value."""
+    """A large table starts at a 2 MiB page boundary. The storage has the table's length, and each element holds its own
+    value."""
     table = memory.empty_table((rows, 128 // dtype.itemsize), dtype=dtype)
     assert table.data_ptr() % memory.HUGE_PAGE == 0
     assert table.untyped_storage().nbytes() == table.nbytes and table.is_contiguous()
@@ -26,18 +26,18 @@ def test_a_large_table_begins_at_a_huge_page(rows, dtype):
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (5, 3), ()])
 def test_small_tables_are_ordinary(shape):
-    """A small table of any shape, also an empty one, equals torch.full."""
+    """A small table of any shape, even an empty table, equals torch.full."""
     assert torch.equal(memory.full_table(shape, 0.5, dtype=torch.float32), torch.full(shape, 0.5))
 
 
 def test_other_devices_are_torchs():
-    """A table on another device has that device and uses no host memory."""
+    """A table on another device is on that device and uses no host memory."""
     assert memory.empty_table((LARGE, 32), dtype=torch.float32, device="meta").is_meta
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the mapped memory is read from /proc")
 def test_memory_is_given_back():
-    """Dropping a table unmaps its memory; a view keeps all of it."""
+    """A table without references is unmapped. A view keeps the memory of the whole table."""
 
     def mapped_mb() -> int:
         with open("/proc/self/statm") as f:

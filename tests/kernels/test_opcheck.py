@@ -1,4 +1,4 @@
-"""What torch must know about each implementation's operators: schema, shapes, tracing, compiling, vmap.
+"""Each implementation's operators give torch the facts that torch needs: schema, shapes, tracing, compiling, vmap.
 
 Every operator `torch.ops.funcrec_<implementation>.*` runs on its own sample. Shapes: B bags, N ids, R rows, D dim.
 """
@@ -30,7 +30,7 @@ MAPPED = {  # the positions of the arguments, and of their list members, that vm
 
 
 def samples(dim: int = 4, num_rows: int = 9) -> dict[str, tuple]:
-    """{operation: arguments in the flat form}."""
+    """Return {operation: arguments in the flat form}, a sample of every operation."""
     generator = torch.Generator().manual_seed(0)
     floats = lambda *shape: torch.randn(shape, generator=generator)
     tables = [floats(num_rows, dim), floats(num_rows, 2 * dim)]
@@ -87,16 +87,16 @@ def call(implementation, operation):
 
 
 def in_place(implementation: str, name: str):
-    """Return the operator that writes to its first argument or arguments, or None if there is none."""
+    """Return the operator that writes to its first argument or arguments, or None if no such operator exists."""
     return getattr(getattr(torch.ops, f"funcrec_{implementation}"), f"{name}_", None)
 
 
 @pytest.mark.needs(without="reference")
 def test_opcheck(implementation, device, operation, call):
-    """The schema declares the writes, fake tensors give the shapes, and the operator can be traced and compiled."""
+    """The schema declares the writes. Fake tensors give the shapes. torch can trace and compile the operator."""
     args = to(samples()[operation], device)
     torch.library.opcheck(call, args)
-    # FBGEMM's quantiser takes no key
+    # the quantiser of FBGEMM takes no key
     if operation == "quantize_rows" and implementation != "fbgemm":
         torch.library.opcheck(call, (*args[:2], torch.tensor(7, device=device)))
     writing = in_place(implementation, operation)
@@ -107,7 +107,7 @@ def test_opcheck(implementation, device, operation, call):
 @pytest.mark.needs("fused_update")
 @pytest.mark.parametrize("name", ["scatter_rows", "fused_update"])
 def test_the_form_in_place_writes_what_the_pure_one_returns(implementation, device, name):
-    """`name_` leaves in its first arguments the bits that `name` returns; no other argument changes."""
+    """`name_` leaves in its first arguments the bits that `name` returns. No other argument changes."""
     call, args, before = (
         library.operator(implementation, name),
         to(samples()[name], device),
@@ -157,10 +157,10 @@ def huge(name: str) -> tuple[tuple, list[tuple]]:
     }[name]
 
 
-# torch's cumsum on the meta device makes a square of its argument
+# on the meta device, torch's cumsum makes a square of its argument
 @pytest.mark.needs(without="reference")
 def test_shapes_beyond_i32(operation, call):
-    """Tables, buffers and offsets beyond 2³¹ give the right shapes from shapes alone."""
+    """Tables, buffers and offsets larger than 2³¹ give the right shapes, computed from shapes alone."""
     args, shapes = huge(operation)
     out = call(*args)
     assert [tuple(x.shape) for x in ([out] if isinstance(out, Tensor) else out)] == shapes
@@ -178,8 +178,8 @@ def test_rows_beyond_i32(ask):
 
 @pytest.mark.needs()
 def test_tracing(implementation, device, operation, call):
-    """make_fx on fake tensors reads no value. The traced graph gives the same values, and calls an implementation's
-    operator once."""
+    """make_fx on fake tensors reads no value. The traced graph gives the same values as the eager call. The graph calls
+    the implementation's operator once."""
     args = to(samples()[operation], device)
     traced = make_fx(lambda *a: call(*a), tracing_mode="fake")(*args)
     assert_trees_close(traced(*args), call(*args))
@@ -189,7 +189,7 @@ def test_tracing(implementation, device, operation, call):
 
 @pytest.mark.needs(without="reference")
 def test_compiling(implementation, device):
-    """One compiled function of all operators gives their eager values."""
+    """One compiled function of all operators gives the operators' eager values."""
     calls = {n: c for n in samples() if (c := library.operator(implementation, n)) is not None}
     args = to({n: samples()[n] for n in calls}, device)
     run = lambda args: {n: call(*args[n]) for n, call in calls.items()}
@@ -199,7 +199,7 @@ def test_compiling(implementation, device):
 
 @pytest.mark.parametrize("implementation", ["cpp"])
 def test_compiling_with_inductor(implementation, device):
-    """Under Inductor an operator runs between generated code before and after it, and arguments are not written."""
+    """Under Inductor an operator runs between generated code before and after it, and no argument is written."""
     lookup, scatter = (library.operator(implementation, n) for n in ("pooled_lookup", "scatter_rows"))
     args, (table, *rest) = to((samples()["pooled_lookup"], samples()["scatter_rows"]), device)
     run = lambda tables, table: (lookup([2 * t for t in tables], *args[1:]) + 1, 3 * scatter(table + 1, *rest))
@@ -210,7 +210,7 @@ def test_compiling_with_inductor(implementation, device):
 
 
 def with_members(args: tuple, members: dict) -> list:
-    """Return args with members[(position, position in the list or None)] put in."""
+    """Return args with members[(position, position in the list or None)] in their places."""
     out = [list(x) if isinstance(x, list) else x for x in args]
     for (i, j), x in members.items():
         if j is None:
@@ -226,8 +226,8 @@ def as_list(out) -> list[Tensor]:
 
 @pytest.mark.needs(without="reference", slow=4)
 def test_vmap_is_a_loop(device, operation, call, known):
-    """Any arguments may carry a batch, at any dimension, in one vmap or two: the result stacks the single calls'
-    results."""
+    """Any arguments may carry a batch, at any dimension, in one vmap or two. The result stacks the results of the
+    single calls."""
     args, size = to(samples()[operation], device), 2
     variant = lambda x, i: (1 + i) * x if x.is_floating_point() else x.roll(i, 0) if x.dim() else x + i
 

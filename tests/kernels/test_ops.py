@@ -1,8 +1,8 @@
 """Each operation of funcrec.kernels, in every implementation, equals a loop over Python's numbers in f64.
 
-Tables and gradients are multiples of 1/4, and weights of 1/64. So sums of their products are exact in f32, and results
-must agree to the last bit; only the divisions of means may round. Outputs start as NaN (tests/conftest.py), so an
-element that is not written shows. Shapes: B bags, N ids, K entries, R rows, D dim.
+Tables and gradients are multiples of 1/4, and weights of 1/64. Sums of their products are therefore exact in f32, and
+results must agree to the last bit. Only the divisions of means may round. Outputs start as NaN (tests/conftest.py). An
+unwritten element is therefore visible. Shapes: B bags, N ids, K entries, R rows, D dim.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from funcrec.testing import assert_trees_close
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 I32, I64 = torch.int32, torch.int64
 SIZES, INTS = [0, 1, 63, 65], [I64, I32]
-# rows outside every table; i32 holds the first three
+# rows outside every table, of which i32 holds the first three
 OUTSIDE = [-1, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63), 2**40]
 
 
@@ -31,12 +31,12 @@ def generator(seed: int) -> torch.Generator:
 
 
 def floats(*shape: int, dtype=F32, seed=0, unit=4, most=4) -> Tensor:
-    """Draw multiples of 1/unit in [-most, most]."""
+    """Return random multiples of 1/unit in [-most, most]."""
     return (torch.randint(-most * unit, most * unit + 1, shape, generator=generator(seed)) / unit).to(dtype)
 
 
 def rows_of(size: int, num_rows: int, *, dtype=I64, seed=1) -> Tensor:
-    """Draw rows with many duplicates; every fifth is outside."""
+    """Return random rows with many duplicates. Every fifth row is outside the table."""
     rows = torch.randint(0, max(num_rows, 1), (size,), generator=generator(seed))
     wild = torch.tensor([num_rows, *OUTSIDE[: 3 if dtype == I32 else None]])
     place = torch.arange(size)
@@ -44,13 +44,13 @@ def rows_of(size: int, num_rows: int, *, dtype=I64, seed=1) -> Tensor:
 
 
 def bounds_of(size: int, num_bags: int, dtype=I64, seed=2) -> Tensor:
-    """Draw offsets of ragged bags, some empty, with padding before and after them."""
+    """Return random offsets of ragged bags, some of them empty, with padding before and after the bags."""
     used = max(size - 3, 0)
     return torch.randint(min(1, used), used + 1, (num_bags + 1,), generator=generator(seed)).sort().values.to(dtype)
 
 
 def garbage(x: Tensor, offsets: Tensor) -> Tensor:
-    """Fill the padding of x with NaN, or with rows outside every table."""
+    """Return x with padding of NaN, or of rows outside every table."""
     place = torch.arange(x.shape[0])
     padding = (place < offsets[0]) | (place >= offsets[-1])
     return torch.where(padding, torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).min, x)
@@ -68,7 +68,7 @@ class Case(NamedTuple):
     num_bags: int
     ids: torch.dtype
     bounds: torch.dtype
-    # dtype of the tables; None: each table has another one
+    # the dtype of the tables, or None if each table has another dtype
     dtype: torch.dtype | None
     weights: torch.dtype = F32
 
@@ -100,8 +100,8 @@ OPTIONS = [  # max_length, mean, weighted
 
 
 def problem(known, case: Case) -> Problem:
-    """Make a feature for each dim, over two buffers. Some features share bags, and the columns have another order
-    than the features."""
+    """Return a problem with a feature for each dim, over two buffers. Some features share bags. The columns have
+    another order than the features."""
     turn = CASES.index(case)
     mixed = [x for x in (F32, BF16, F64, F16) if x in known.dtypes]
     alike = case.dtype in known.dtypes
@@ -119,8 +119,8 @@ def problem(known, case: Case) -> Problem:
 
 
 def terms_of_problem(p: Problem, dtype: torch.dtype, turn: int) -> ops.Terms:
-    """Make the cotangents of the problem's tables: from the lookups, and an entry for each of the first ids. Every
-    other table's entries are weighted."""
+    """Return the cotangents of the problem's tables: from the lookups, and an entry for each of the first ids. The
+    entries of every other table are weighted."""
     count, ids = p.rows[1].shape[0] // 2, p.rows[1].shape[0]
     d = [strided(floats(p.num_bags, p.width, dtype=dtype, seed=5), turn), floats(ids, 200, dtype=dtype, seed=6)]
     scales = [p.weights, floats(ids, seed=7, unit=64, most=1)]
@@ -139,13 +139,13 @@ def terms_of_problem(p: Problem, dtype: torch.dtype, turn: int) -> ops.Terms:
 
 
 def positions(offsets: Tensor, first_bag: int, num_bags: int, num_ids: int, max_length: int) -> list[range]:
-    """List the positions that each bag reads."""
+    """Return the positions that each bag reads."""
     bounds = [min(max(n, 0), num_ids) for n in offsets.tolist()[first_bag : first_bag + num_bags + 1]]
     return [range(a, min(b, a + max_length) if max_length else b) for a, b in itertools.pairwise(bounds)]
 
 
 def reads(p: Problem, f: ops.Feature) -> list[tuple[int, list[tuple[int, float, Tensor]]]]:
-    """List for each bag its divisor, and (position, weight, row in f64) of each id inside the table."""
+    """Return for each bag (its divisor, the (position, weight, row in f64) of each of its ids inside the table)."""
     table, rows = p.tables[f.table].double(), p.rows[f.rows].tolist()
     weights = p.weights.tolist() if f.weighted else [1.0] * len(rows)
     bags = positions(p.offsets, f.first_bag, p.num_bags, len(rows), f.max_length)
@@ -160,7 +160,7 @@ def pooled(p: Problem, f: ops.Feature) -> Tensor:
 
 
 def entries_of(terms: ops.Terms, table: int, shape: tuple[int, int]) -> list[tuple[int, Tensor]]:
-    """List (row, f64[D]) in order."""
+    """Return the (row, f64[D]) pairs of a table in order."""
     out, (num_rows, dim) = [], shape
     for s in terms.segments:
         if s.table != table:
@@ -178,7 +178,7 @@ def entries_of(terms: ops.Terms, table: int, shape: tuple[int, int]) -> list[tup
 
 
 def eps(dtype: torch.dtype) -> float:
-    """Return eps of the dtype in which tables of `dtype` are summed."""
+    """Return eps of the dtype in which an implementation sums tables of `dtype`."""
     return torch.finfo(ops.accumulation_dtype(dtype)).eps
 
 
@@ -194,7 +194,7 @@ def assert_within(got: Tensor, want: Tensor, bound: Tensor) -> None:
 
 @pytest.mark.needs("pooled_lookup", slow=2)
 def test_pooled_lookup(known, ask, case):
-    """out[b] is the sum of a bag's factored rows; a mean divides by the length. Padding is not read."""
+    """out[b] is the sum of a bag's factored rows. A mean divides the sum by the length. Padding is not read."""
     p = problem(known, case)
     got = ask("pooled_lookup", *p)
     assert got.dtype == (F64 if any(t.dtype == F64 for t in p.tables) else F32) and got.shape[1] == p.width
@@ -205,7 +205,7 @@ def test_pooled_lookup(known, ask, case):
 
 @pytest.mark.needs("pooled_lookup", slow=2)
 def test_pooled_lookup_in_blocks(known, ask, case):
-    """With n blocks, the columns come in n equal parts, one after the other, with the same bits."""
+    """With n blocks, the columns come in n equal parts, one part after the other, with the same bits."""
     p = problem(known, case)
     features = [f._replace(column=f.column + k * p.width) for k in range(3) for f in p.features[:: -1 if k == 1 else 1]]
     whole = ask("pooled_lookup", *p._replace(features=features))
@@ -214,8 +214,8 @@ def test_pooled_lookup_in_blocks(known, ask, case):
 
 @pytest.mark.needs("pooled_lookup_weights", slow=5)
 def test_pooled_lookup_weights(known, ask, case):
-    """d_weights[i] is ⟨row, d_out⟩, divided by the length for a mean, summed over the features that read and weight
-    the id."""
+    """d_weights[i] is ⟨row, d_out⟩, summed over the features that read and weight the id. For a mean, each product is
+    divided by the length."""
     p = problem(known, case)
     wide = F64 if all(t.dtype == F64 for t in p.tables) else F32
     d = strided(floats(p.num_bags, p.width, seed=5, dtype=wide), CASES.index(case))
@@ -251,8 +251,8 @@ def test_a_bag_is_summed_in_order(known, ask, dtype):
 @pytest.mark.needs("pooled_lookup")
 @pytest.mark.parametrize("last", [30, 2**40, -1])
 def test_wild_offsets_read_nothing_outside(known, ask, implementation, last):
-    """Offsets are read as their running maximum, clamped to the buffer. Triton clamps each bag separately, and a bag
-    that ends before it begins is empty."""
+    """Offsets are read as their running maximum, clamped to the buffer. Triton clamps each bag separately. There, a bag
+    that ends before its start is empty."""
     dim, wild = known.dims[-1], torch.tensor([-5, 3, 11, 7, 4, -(2**40), last])
     p = Problem([floats(9, dim)], [rows_of(20, 9)], wild, floats(20), [], 6)
     f = ops.Feature(0, 0, 0, 0, False, True, 0)
@@ -267,7 +267,7 @@ def test_wild_offsets_read_nothing_outside(known, ask, implementation, last):
 @pytest.mark.needs("gather_rows")
 @pytest.mark.parametrize("size", SIZES)
 def test_gather_rows(known, ask, size):
-    """out[i] is row rows[i], in f32 or f64; a row outside gives zeros, even if the table holds NaN."""
+    """out[i] is row rows[i], in f32 or f64. A row outside the table gives zeros, even if the table holds NaN."""
     for dtype, dim, ints in zip(itertools.cycle(known.dtypes), known.dims, itertools.cycle(INTS)):
         table, rows = floats(7, dim, dtype=dtype), rows_of(size, 7, dtype=ints)
         table[0] = torch.nan
@@ -280,7 +280,7 @@ def test_gather_rows(known, ask, size):
 @pytest.mark.parametrize("count", [0, 1, 4])
 @pytest.mark.parametrize("behind", [0, -1, 2**31 - 1])
 def test_scatter_rows(known, ask, count, behind):
-    """Rows before `count` are replaced, rounded to nearest; other rows stay. Garbage after `count` is not read."""
+    """Rows before `count` are replaced, rounded to nearest. All other rows stay. Garbage after `count` is not read."""
     for dtype, dim, ints in zip(itertools.cycle(known.dtypes), known.dims, itertools.cycle(INTS)):
         table, new = floats(7, dim, dtype=dtype), torch.randn(4, dim, generator=generator(8))
         before, unread = table.clone(), torch.arange(4) >= count
@@ -302,7 +302,7 @@ def terms_of_case(known, case: Case) -> tuple[ops.Terms, list[tuple[int, int]]]:
 
 @pytest.mark.needs("expand", slow=3)
 def test_expand(known, ask, case):
-    """Entries come in the order of segments, bags and positions; unused positions have row -1 and zeros."""
+    """Entries come in the order of segments, bags and positions. Unused positions have row -1 and zeros."""
     terms, shapes = terms_of_case(known, case)
     for t, (rows, grads) in enumerate(ask("expand", terms, shapes)):
         want = entries_of(terms, t, shapes[t])
@@ -316,8 +316,8 @@ def test_expand(known, ask, case):
 
 @pytest.mark.needs("coalesce", slow=3)
 def test_coalesce(known, ask, case):
-    """coalesce returns each named row once, ascending, with its sum and number of entries. After `count` come row
-    -1, zeros and 0."""
+    """coalesce returns each named row once, ascending, with the row's sum and number of entries. The places after
+    `count` have row -1, zeros and 0."""
     terms, shapes = terms_of_case(known, case)
     for t, (rows, grads, count, repeats) in enumerate(ask("coalesce", terms, shapes)):
         named: dict[int, list[Tensor]] = {}
@@ -336,7 +336,7 @@ def test_coalesce(known, ask, case):
 
 @pytest.mark.needs("coalesce")
 def test_a_row_is_summed_in_order(ask):
-    """A row's sum has the bits of a loop over `expand`'s entries: segments in order, bags in order, positions in
+    """A row's sum has the bits of a loop over the entries of `expand`: segments in order, bags in order, positions in
     order."""
     for dtype in (F32, F64):
         d, rows = [torch.randn(n, 3, generator=generator(n)).to(dtype) for n in (4, 60)], rows_of(60, 3)

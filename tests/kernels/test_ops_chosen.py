@@ -1,4 +1,4 @@
-"""The choice of an operation's implementation; no implementation has derivatives."""
+"""The choice of an operation's implementation. No implementation has derivatives."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ TABLE, ROWS = torch.ones(1, 1), torch.tensor([0])
 
 
 def test_the_implementation_is_a_choice():
-    """A name, `using` or the device chooses the implementation. An unknown one, or one without the operation, is an
-    error."""
+    """A name, `using` or the device chooses the implementation. An unknown implementation, or one without the
+    operation, raises an error."""
     device = torch.device("cpu")
     assert ops.chosen(None, device) == "cpp" and ops.chosen("triton", device) == "triton"
     with ops.using("reference"):

@@ -1,7 +1,7 @@
-"""owner_blocks, the rows that a rank sends to their owners, equals loops over Python's lists in every implementation.
+"""owner_blocks gives a rank the rows that the rank sends to their owners: loops over Python's lists are equal to it.
 
-Outputs start as NaN or the least integer (tests/conftest.py), so an element that is not written shows. Shapes: N ids, L
-lanes, B bags of a lane, n ranks, K slots.
+Outputs start as NaN or the least integer (tests/conftest.py). An unwritten element is therefore visible. Shapes: N ids,
+L lanes, B bags of a lane, n ranks, K slots.
 """
 
 import hypothesis.strategies as st
@@ -18,10 +18,10 @@ I32, I64 = torch.int32, torch.int64
 
 @st.composite
 def exchanges(draw, own_bags=False):
-    """Draw arguments of ops.owner_blocks: lanes of whole tables and of row-wise tables, ids outside tables, and garbage
-    in the padding.
+    """Return random arguments of ops.owner_blocks: lanes of whole tables and of row-wise tables, ids outside tables,
+    and garbage in the padding.
 
-    own_bags: every lane has its own bags, so that each id goes to one place.
+    own_bags: every lane has its own bags, so that each id goes to one position.
     """
     n, num_bags, num_lanes = draw(st.integers(1, 5)), draw(st.integers(0, 4)), draw(st.integers(1, 5))
     num_groups = num_lanes if own_bags else draw(st.integers(1, 4))
@@ -54,7 +54,7 @@ def exchanges(draw, own_bags=False):
 
 
 def by_loops(ids, offsets, lanes, slots, num_bags, room):
-    """Compute (blocks, counts, places) from the definition."""
+    """Return (blocks, counts, places), computed from the definition."""
     numbers, cuts, n = ids.tolist(), offsets.tolist(), len(slots)
     rows, places = [[] for _ in range(n)], [-1] * len(numbers)
     lengths = [[[0] * num_bags for _ in lanes] for _ in range(n)]
@@ -82,8 +82,8 @@ def by_loops(ids, offsets, lanes, slots, num_bags, room):
 
 @pytest.mark.needs("owner_blocks")
 def test_owner_blocks(ask, known):
-    """Every rank gets its rows lane by lane and bag by bag, up to the room that it has. It also gets the lengths of
-    all its slots' bags."""
+    """Every rank gets its rows lane by lane and bag by bag, up to the rank's room. The rank also gets the lengths of
+    the bags of all its slots."""
 
     @settings(max_examples=8 if known.slow else 150)
     @given(exchanges(), st.booleans())
@@ -97,8 +97,8 @@ def test_owner_blocks(ask, known):
 
 @pytest.mark.needs("owner_blocks")
 def test_where_ids_go(ask, known):
-    """With `placed`, each id gets its position among the rows that are sent. It is -1 for an id that has no owner,
-    is cut off, or finds no room."""
+    """With `placed`, each id gets its position among the sent rows. The position is -1 for an id that has no owner, is
+    cut off, or finds no room."""
 
     @settings(max_examples=8 if known.slow else 100)
     @given(exchanges(own_bags=True), st.booleans())
@@ -111,7 +111,7 @@ def test_where_ids_go(ask, known):
 
 
 def large():
-    """Make eight lanes, of whole and row-wise tables, with enough ids for several threads."""
+    """Return eight lanes, of whole and row-wise tables, with enough ids for several threads."""
     generator = torch.Generator().manual_seed(0)
     num_bags, lanes = 500, 8
     lengths = torch.randint(0, 12, (num_bags * lanes,), generator=generator)
@@ -126,7 +126,8 @@ def large():
 
 @pytest.mark.parametrize("room", [30_000, 3_000])
 def test_threads_change_nothing(room):
-    """The C++ kernel gives the reference's integers on any number of threads, with room for all rows and without."""
+    """The C++ kernel gives the reference's integers on any number of threads, with room for all rows and with less
+    room."""
     arguments = (*large(), room)
     for placed in (False, True):
         want = ops.owner_blocks(*arguments, placed=placed, implementation="reference")
@@ -139,7 +140,8 @@ def test_threads_change_nothing(room):
 
 
 def test_a_rank_that_is_not_there():
-    """The C++ kernel refuses a lane whose rank or bags the call does not have: it would write outside its output."""
+    """The C++ kernel refuses a lane whose rank or bags the call does not have. Such a lane would write outside its
+    output."""
     ids, offsets = torch.arange(4), torch.tensor([0, 2, 4])
     for lane in (Owners(0, 0, 4, 4, (1,), (0,)), Owners(1, 0, 4, 4, (0,), (0,)), Owners(-1, 0, 4, 4, (0,), (0,))):
         with pytest.raises(ValueError, match="owner_blocks"):

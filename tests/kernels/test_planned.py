@@ -1,5 +1,6 @@
-"""Calls whose tensors are described in C++ keep nothing of a tensor from call to call. Tensors that are unusual are
-described in Python."""
+"""Calls whose tensors are described in C++ keep nothing of a tensor from call to call.
+
+Unusual tensors are described in Python."""
 
 import copy
 import ctypes
@@ -28,7 +29,7 @@ def looked_up(tables, ids=IDS, offsets=OFFSETS, features=FEATURES, bits=(8,) * C
 
 
 def outcome(call, *args, **how):
-    """Return a call's bits, or its error's type and the text from "got" on."""
+    """Return the bits of a call, or (the type of its error, the error's text after "got")."""
     try:
         out = call(*args, **how)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -44,7 +45,7 @@ def is_same(a, b) -> bool:
 
 @pytest.fixture
 def closely(monkeypatch):
-    """A call with every tensor described in Python."""
+    """Return a function that makes a call with every tensor described in Python."""
 
     def run(call, *args, **how):
         with monkeypatch.context() as patched:
@@ -98,7 +99,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_table_that_is_changed_is_read_as_it_is(change, closely):
     """A table may be resized, freed, swapped, or given other memory, another dtype or layout between two calls. The
-    next call reads it as it then is, or raises the error of a call that keeps nothing."""
+    next call reads the table in its present form, or raises the error of a call that keeps nothing."""
     tables = [coded(seed=t) for t in range(COUNT)]
     first = outcome(looked_up, tables)
     CHANGES[change](tables[2])
@@ -111,8 +112,8 @@ def test_a_table_that_is_changed_is_read_as_it_is(change, closely):
 
 
 def test_arguments_that_are_changed_are_read_as_they_are(closely):
-    """Lists that a caller changes between two calls, and tensors that replace others, are read as they are. So are
-    ids and offsets of another width, layout, length or dtype."""
+    """Calls read the present lists and tensors, even if a caller changed or replaced them after the previous call. The
+    same holds for ids and offsets of another width, layout, length or dtype."""
     tables, features, bits, dims = [coded(seed=t) for t in range(COUNT)], [*FEATURES], [8] * COUNT, [DIM] * COUNT
 
     def same(*args, ids=IDS, offsets=OFFSETS):
@@ -142,7 +143,8 @@ def test_arguments_that_are_changed_are_read_as_they_are(closely):
 
 
 def test_tables_that_are_freed_are_not_read():
-    """After one call's tables are freed, the next call, with tables in the same memory, reads nothing of them."""
+    """A call's tables may be freed. If the tables of the next call lie in the same memory, that call reads nothing of
+    the freed tables."""
     for seed in range(50):
         tables = [coded(seed=seed + t) for t in range(COUNT)]
         assert torch.equal(looked_up(tables), looked_up(tables, implementation="reference"))
@@ -168,7 +170,7 @@ def test_most_calls_are_not_described_in_python(never_closely):
 
 @pytest.mark.parametrize("unusual", ["type", "parameter", "weights", "floats", "without DLPack"])
 def test_others_are_described_in_python(unusual, monkeypatch, closely):
-    """Subclasses of Tensor, weights, float tables, and a torch without DLPack's functions give the same bits."""
+    """Subclasses of Tensor, weights, float tables, and a torch without the functions of DLPack give the same bits."""
     tables, how = [coded(seed=t) for t in range(COUNT)], {}
     want = closely(looked_up, tables)
     if unusual == "type":
@@ -208,7 +210,7 @@ def test_lookups_of_quantised_tables_wherever_they_are():
 
 @pytest.mark.parametrize("change", [c for c in CHANGES if c != "resized, another width"])
 def test_items_that_are_changed_are_read_as_they_are(change, closely):
-    """top_k reads the items as they are at the call, not as they were in an earlier call."""
+    """top_k reads the items in their present state, not in that of an earlier call."""
     items, queries = coded(), torch.randn(2, DIM)
     best = lambda: ops.top_k(queries, items, None, None, 3, 8)
     outcome(best)
@@ -217,7 +219,7 @@ def test_items_that_are_changed_are_read_as_they_are(change, closely):
 
 
 def test_threads_share_plans():
-    """Calls from several threads, with more plans than are kept, each return their own result."""
+    """Calls from several threads, with more plans than funcrec keeps, each return their own result."""
     tables, wrong = [coded(seed=t) for t in range(COUNT)], []
 
     def run(first):

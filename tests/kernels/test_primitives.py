@@ -21,7 +21,7 @@ from funcrec.testing import assert_trees_close
 F64 = torch.float64
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 NUM_BAGS = 3
-LOOKUPS = {  # features over two tables of dims 2 and 3; two buffers
+LOOKUPS = {  # features over two tables of dims 2 and 3, with two buffers
     "unweighted": [Feature(0, 0, 0, 0, False, False, 0), Feature(1, 1, 3, 0, True, False, 2)],
     "weighted": [Feature(0, 0, 0, 0, True, True, 0), Feature(1, 1, 3, 2, False, True, 2)],
     "mixed": [
@@ -35,7 +35,7 @@ LOOKUPS = {  # features over two tables of dims 2 and 3; two buffers
 BLOCKS = {"in blocks": 2}
 
 
-# vmap allows no random numbers inside, so cache the constants
+# vmap allows no random numbers inside, so the constants are cached
 @functools.cache
 def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
@@ -46,13 +46,13 @@ OFFSETS = torch.tensor([0, 2, 2, 5, 5, 8, 9])  # the last id is padding
 
 
 def point(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Make two tables, and weights that are NaN in the padding."""
+    """Return two tables, and weights that are NaN in the padding."""
     weights = torch.cat([noise(9, seed=seed + 2), torch.full((1,), torch.nan, dtype=F64)])
     return noise(4, 2, seed=seed), noise(3, 3, seed=seed + 1), weights
 
 
 def lookup_of(name: str, implementation: str) -> Callable[..., Tensor]:
-    """(table, table, weights) -> [B, C]"""
+    """Return a function (table, table, weights) -> [B, C]."""
     features, blocks = LOOKUPS[name], BLOCKS.get(name, 1)
     given = None if not any(f.weighted for f in features) else slice(None)
     return lambda a, b, w: primitives.pooled_lookup(
@@ -61,12 +61,12 @@ def lookup_of(name: str, implementation: str) -> Callable[..., Tensor]:
 
 
 def loss_of(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a function (table, table, weights) -> a number with derivatives of every order."""
+    """Return a function (table, table, weights) -> a number, with derivatives of every order."""
     return lambda *x: (f(*x).sin() * f(*x)).sum()
 
 
 def penalty(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the squared length of the gradient with respect to the weights and a table."""
+    """Return a function: the squared length of the gradient with respect to the weights and a table."""
     return lambda *x: sum(g.square().sum() for g in grad(loss, argnums=(0, 2))(*x))
 
 
@@ -107,14 +107,14 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], object]] = {  # of f: (t
 @pytest.mark.parametrize("name", LOOKUPS)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_pooled_lookup_under_transforms(name, transform):
-    """Every nesting of transforms gives the same values through the kernels as through the reference."""
+    """Every nesting of transforms gives the same values through the kernels and through the reference."""
     got, want = (TRANSFORMS[transform](lookup_of(name, i)) for i in ("cpp", "reference"))
     assert_trees_close(got, want, **CLOSE)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_gather_rows_under_transforms(transform):
-    """gather_rows, with rows outside too, has the reference's derivatives and vmap."""
+    """gather_rows has the derivatives and the vmap of the reference, even with rows outside the table."""
     ids = torch.tensor([0, 3, 3, -1, 9, 1])
     take = lambda i: lambda a, b, w: primitives.gather_rows(a, ids, implementation=i) * w[:6, None] * b[0, 0]
     got, want = (TRANSFORMS[transform](take(i)) for i in ("cpp", "reference"))
@@ -156,7 +156,8 @@ def test_rows_and_offsets_may_carry_the_batch(name):
 @pytest.mark.parametrize("implementation", ["cpp", "reference"])
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_derivatives_are_those_of_finite_differences(name, implementation):
-    """gradcheck and gradgradcheck pass, forward and reverse, so the two implementations are not wrong together."""
+    """gradcheck and gradgradcheck pass, forward and reverse. The two implementations are therefore not wrong
+    together."""
     x = tuple(t.clone().requires_grad_() for t in point())
     f = lookup_of(name, implementation)
     f = (
@@ -170,8 +171,8 @@ def test_derivatives_are_those_of_finite_differences(name, implementation):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gradients_have_the_dtype_of_what_they_are_of(dtype):
-    """The gradient of a 16- or 32-bit table has its dtype, within one rounding of the reference; a weight's gradient
-    has the weights' dtype."""
+    """The gradient of a 16- or 32-bit table has the table's dtype, within one rounding of the reference. A weight's
+    gradient has the dtype of the weights."""
     tables, weights = [t.to(dtype) for t in point()[:2]], point()[2].float()
     run = lambda i: grad(lambda *x: lookup_of("mixed", i)(*x).square().sum(), argnums=(0, 1, 2))(*tables, weights)
     got, want = run("cpp"), run("reference")

@@ -1,6 +1,6 @@
 """Quantised rows: their error bounds, their sums, and refused inputs, against loops over bytes in f64.
 
-Shapes: B bags, N ids, R rows, D dim, S bytes; L = 2^bits - 1.
+Shapes: B bags, N ids, R rows, D dim, S bytes. L = 2^bits - 1.
 """
 
 import itertools
@@ -26,19 +26,19 @@ def noise(*shape, seed=0, dtype=F64):
 
 
 def read(row: bytes, bits: int, dim: int) -> list[float]:
-    """Return the values of a row by a loop over its bytes."""
+    """Return the values of a row, computed by a loop over the row's bytes."""
     scale, bias = struct.unpack("<2e", row[:4])
     code = lambda c: row[4 + c * bits // 8] >> c * bits % 8 & (2**bits - 1)
     return [code(c) * scale + bias for c in range(dim)]
 
 
 def read_all(table, bits, dim):
-    """Return all rows' values, f64[R, D]."""
+    """Return the values f64[R, D] of all rows."""
     return torch.tensor([read(bytes(row.tolist()), bits, dim) for row in table], dtype=F64).view(-1, dim)
 
 
 def spans(dim: int, dtype=F32):
-    """Make rows of many sizes around many centres, all within f16's range: f[R, D]."""
+    """Return rows f[R, D] of many sizes around many centres, all within the range of f16."""
     sizes = torch.tensor([1e-9, 1e-7, 1e-5, 1e-3, 0.02, 1, 40, 3e3], dtype=F64)
     centres = torch.tensor([0, 1, -1, 30, -777], dtype=F64)
     at = [s * torch.cat([torch.zeros(1, dtype=F64), c[None]]).max() if s < 0 else c for s in sizes for c in centres]
@@ -48,7 +48,7 @@ def spans(dim: int, dtype=F32):
 
 def bound(x, bits):
     """Return the contract's error bound, f64[R, 1]: half a step, or the rounding of the least number to f16. A step
-    below f16's normal numbers adds L times half of f16's least number."""
+    below the normal numbers of f16 adds L times half of the least number of f16."""
     most = 2**bits - 1
     low, high = x.amin(1, True).double(), x.amax(1, True).double()
     step = (high - low) / most
@@ -60,7 +60,7 @@ def bound(x, bits):
 @pytest.mark.parametrize("bits", CODE_BITS)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
 def test_a_row_is_within_its_bound(bits, dtype):
-    """Each number is read within half a step, or within the f16 rounding of its row's least number."""
+    """Each number is read within half a step, or within the f16 rounding of the least number of the row."""
     for dim in DIMS:
         x = spans(dim, dtype)
         got = read_all(cpp.quantize_rows(x, bits), bits, dim)
@@ -69,7 +69,7 @@ def test_a_row_is_within_its_bound(bits, dtype):
 
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_both_implementations_write_the_same_bytes(bits):
-    """The C++ kernel writes the reference's bytes, rounding to nearest and at random, for every dtype and any
+    """The C++ kernel writes the bytes of the reference, rounding to nearest and at random, for every dtype and any
     numbers."""
     for dim, dtype in itertools.product((0, *DIMS), (F32, F16, BF16, F64)):
         x = torch.cat([spans(dim, dtype), outside(dim).to(dtype)])
@@ -78,7 +78,8 @@ def test_both_implementations_write_the_same_bytes(bits):
 
 
 def outside(dim: int):
-    """Make rows outside f16's range; with more than one column also rows where one number alone is outside."""
+    """Return rows outside the range of f16. With more than one column, some rows have only one number outside the
+    range."""
     wild = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.8e7, -65536.0, 1e38, -1e38])
     rows = wild[:, None].expand(-1, dim).clone()
     mixed = noise(5, dim, dtype=F32)
@@ -88,7 +89,7 @@ def outside(dim: int):
 
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_what_f16_does_not_hold_is_nan_in_all_columns(bits):
-    """NaN, infinities, a least number beyond 65504 and a range beyond 65504 · L make the whole row NaN. The greatest
+    """NaN, infinities, a least number above 65504 and a range above 65504 · L make the whole row NaN. The greatest
     numbers that fit, constants and zeros are exact."""
     for dim, key in itertools.product((2, 5, 64), (None, KEY)):
         rows = torch.arange(13)
@@ -103,13 +104,13 @@ def test_what_f16_does_not_hold_is_nan_in_all_columns(bits):
 @pytest.mark.parametrize("bits", CODE_BITS)
 @pytest.mark.parametrize("dtype", [F32, F16])
 def test_bytes_are_fbgemms(bits, dtype):
-    """For finite rows and dims that FBGEMM supports, scale, bias and codes equal its operator's bits."""
+    """For finite rows and dims that FBGEMM supports, scale, bias and codes equal the bits of FBGEMM's operator."""
     pytest.importorskip("fbgemm_gpu")
     theirs = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf
     for dim in (8, 16, 24, 64, 72, 136):
         x = torch.cat([spans(dim, dtype), torch.full((2, dim), 3.1, dtype=dtype), torch.zeros(1, dim, dtype=dtype)])
         x[-2] *= -1
-        # remove the sign of zeros
+        # adding 0 removes the sign of zeros
         x += 0
         ours = cpp.quantize_rows(x, bits)
         assert torch.equal(ours.roll(-4, 1), theirs(x, bits)), dim
@@ -122,7 +123,7 @@ def test_bytes_are_fbgemms(bits, dtype):
 
 @pytest.mark.parametrize("dim", [4, 16, 64, 132])
 def test_a_lookup_is_fbgemms(dim):
-    """For dims that FBGEMM's lookup supports, its sums of the same rows equal ours within f32's rounding."""
+    """For dims that the lookup of FBGEMM supports, its sums of the same rows equal ours within the rounding of f32."""
     pytest.importorskip("fbgemm_gpu")
     tables, bits, plain = mixed_tables(dim)
     tables, bits, plain = tables[:5], bits[:5], plain[:5]
@@ -140,7 +141,7 @@ def test_a_lookup_is_fbgemms(dim):
 
 
 def test_instruction_sets_have_the_same_bits(on_every_level):
-    """AVX-512, AVX2 and plain x86 write the reference's rows, and sum them to the reference's bits."""
+    """AVX-512, AVX2 and plain x86 write the rows of the reference, and sum the rows to the reference's bits."""
     for dim in DIMS:
         tables, bits, _ = mixed_tables(dim)
         ids = torch.randint(-2, 53, (90,), generator=torch.Generator().manual_seed(dim))
@@ -159,7 +160,7 @@ def test_instruction_sets_have_the_same_bits(on_every_level):
 
 
 class Seen(TorchDispatchMode):
-    """Record the names of the operators that are called."""
+    """A mode that records the names of the called operators."""
 
     def __torch_dispatch__(self, call, types, args=(), kwargs=None):
         self.names = [*getattr(self, "names", []), call.__name__]
@@ -167,8 +168,8 @@ class Seen(TorchDispatchMode):
 
 
 def test_what_looks_on_sees_the_operator():
-    """A call that bypasses the dispatcher gives the operator's bits. Modes, the profiler and tracers see the
-    operator, and derivatives are refused."""
+    """A call that bypasses the dispatcher gives the operator's bits. Modes, the profiler and tracers see the operator,
+    and derivatives raise."""
     tables, bits, _ = mixed_tables(8)
     features = [ops.Feature(t, 0, t * 5, 0, False, False, t * 8) for t in range(6)]
     call = lambda *t: ops.quantized_lookup(t, [torch.arange(30)], torch.arange(31), None, features, 5, bits, [8] * 6)
@@ -191,7 +192,8 @@ def test_what_looks_on_sees_the_operator():
 
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_rounding_at_random_is_unbiased(bits):
-    """Over many keys, the mean of the read values is the number itself, also for the least number, which f16 rounds."""
+    """Over many keys, the mean of the read values is the number itself. This includes the least number, which f16
+    rounds."""
     x = torch.cat([noise(1, 7, dtype=F32) * 0.1 + 0.3, noise(1, 7, seed=3, dtype=F32)])
     n = 2000
     keys = torch.arange(n) * 7919 + 11
@@ -222,7 +224,7 @@ def test_random_bits_are_of_key_row_and_column():
 
 
 def mixed_tables(dim: int, num_rows: int = 50):
-    """Make tables of every kind for one call: (tables, bits, the values of each)."""
+    """Return (tables, bits, the values of each table), with tables of every kind for one call."""
     x = noise(6, num_rows, dim, dtype=F32)
     tables = [cpp.quantize_rows(x[i], b) for i, b in enumerate(CODE_BITS)] + [x[3], x[4].half(), x[5].bfloat16()]
     bits = [*CODE_BITS, 32, 16, 16]
@@ -232,8 +234,8 @@ def mixed_tables(dim: int, num_rows: int = 50):
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_a_lookup_is_that_of_what_the_rows_stand_for(dim):
-    """Quantised lookups have the bits of `pooled_lookup` on f32 tables of the same values, and the f64 sum within
-    f32's rounding. This covers sums, means, weights, cut bags, ids of both widths, and garbage in the padding."""
+    """Quantised lookups have the bits of `pooled_lookup` on f32 tables of the same values, and the f64 sum within f32
+    rounding. This covers sums, means, weights, cut bags, ids of both widths, and garbage in the padding."""
     tables, bits, plain = mixed_tables(dim)
     generator = torch.Generator().manual_seed(dim)
     ids = torch.randint(-2, 53, (90,), generator=generator)
@@ -257,7 +259,7 @@ def test_a_lookup_is_that_of_what_the_rows_stand_for(dim):
 
 
 def test_weights_of_a_quantised_lookup_have_a_derivative():
-    """A quantised lookup is differentiable in its weights: the gradient is the dot products of rows and cotangents."""
+    """A quantised lookup is differentiable in its weights. The gradient has the dot products of rows and cotangents."""
     (table,), dim = [cpp.quantize_rows(noise(9, 5), 8)], 5
     ids, offsets, weights = torch.tensor([1, 2, 8, 9, 0]), torch.tensor([0, 2, 4]), noise(5, dtype=F32)
     look = lambda w: ops.quantized_lookup(
@@ -272,7 +274,8 @@ def test_weights_of_a_quantised_lookup_have_a_derivative():
 
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_rows_outside_are_zeros(bits):
-    """quantized_rows returns the table's rows by their bytes, and zeros for ids outside or for an empty table."""
+    """quantized_rows returns the rows of the table, read from their bytes, and zeros for ids outside the table or for
+    an empty table."""
     for dim in DIMS:
         table = cpp.quantize_rows(noise(20, dim, dtype=F32), bits)
         ids = torch.tensor([0, 19, -1, 20, 2**40, -(2**63), 7, 7])
@@ -336,8 +339,8 @@ e = lambda call, said, kind=ValueError, **given: pytest.param(call, given, kind,
     ],
 )
 def test_what_does_not_fit_is_refused(call, given, kind, said):
-    """Rows whose width does not fit bits and dim, other dtypes, derivatives of codes, and what FBGEMM cannot do are
-    refused."""
+    """Rows whose width does not fit bits and dim raise, and so do other dtypes, derivatives of codes, and calls that
+    FBGEMM cannot run."""
     if "implementation" in given:
         pytest.importorskip("fbgemm_gpu")
     with pytest.raises(kind, match=f"(?s)funcrec.kernels.*{said}") as error:
@@ -347,7 +350,7 @@ def test_what_does_not_fit_is_refused(call, given, kind, said):
 
 @pytest.mark.parametrize("name", ["quantized_lookup", "quantized_rows", "quantize_rows"])
 def test_triton_says_that_it_has_none(name):
-    """Triton has no kernel for quantised rows: the call says so, and names the implementations that have one."""
+    """Triton has no kernel for quantised rows. The call says so, and names the implementations that have a kernel."""
     pytest.importorskip("triton")
     given = {"quantized_lookup": one(), "quantized_rows": {"table": TABLE, "rows": IDS, "bits": 8, "dim": 5},
         "quantize_rows": {"table": TABLE.float(), "bits": 8}}[name]  # fmt: skip

@@ -1,4 +1,5 @@
-"""What a row rule reads besides its arguments is read again in every eager update; what it may not do is refused."""
+"""Every eager update reads again what a row rule closes over. An update refuses a rule that does what no rule may
+do."""
 
 import warnings
 
@@ -10,7 +11,7 @@ import funcrec as fr
 
 
 def update_by(rule, **hyper):
-    """Return a function that gives the row after one update with the rule."""
+    """Return a function that returns the row after one update with the rule."""
     opt = fr.optim.row_optimizer(init=lambda t: {}, rule=rule, lr=1.0, **hyper)
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}
     table = torch.zeros(1, 2)
@@ -29,8 +30,8 @@ def by_modes_in_blocks(row, grad, slots, hyper):
 
 @pytest.mark.parametrize("rule", [by_modes, by_modes_in_blocks])
 def test_a_rule_sees_the_modes_of_its_caller(rule):
-    """A rule that branches on grad mode or inference mode takes the caller's branch: in the kernel, in blocks, in
-    the reference, and in a jitted function."""
+    """A rule that branches on grad mode or inference mode takes the branch of its caller. This holds in the kernel, in
+    blocks, in the reference, and in a jitted function."""
     update = update_by(rule)
     jitted = fr.jit(update)
     ways = [lambda how=how: how().tolist() for how in (update, lambda: update(implementation="reference"), jitted)]
@@ -41,8 +42,8 @@ def test_a_rule_sees_the_modes_of_its_caller(rule):
 
 
 def test_a_rule_whose_number_changes_says_so_once():
-    """A rule is compiled again whenever its Python number changes. At the ninth compilation, one warning says so and
-    suggests a tensor, which is read at each update."""
+    """A rule is compiled again whenever its Python number changes. At the ninth compilation, one warning says so. The
+    warning suggests a tensor, which each update reads."""
     held = [0]
     update = update_by(lambda row, grad, slots, hyper: (row - held[0] * grad, slots))
     with pytest.warns(UserWarning, match="compiled for each(.|\n)*mul(.|\n)*a tensor f") as said:
@@ -91,8 +92,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_rule_may_not_do_is_said_in_four_parts(name):
-    """Operations that no transform can run, and a name that `hyper` does not have, are refused with got, need and
-    try."""
+    """Operations that no transform can run raise an error with got, need and try. So does a name that `hyper` does not
+    have."""
     rule, kind, match = REFUSED[name]
     with pytest.raises(kind, match=match) as error:
         update_by(rule, rho=0.5)()
@@ -101,7 +102,7 @@ def test_what_a_rule_may_not_do_is_said_in_four_parts(name):
 
 @pytest.mark.parametrize("rule", [lambda r, g, s: (r, s), lambda r, g, s, h: (r - s["m"], s)])
 def test_an_error_of_a_rule_s_own_tells_what_it_was_given(rule):
-    """An error inside a rule is raised as it is, with a note on the rule's arguments and `hyper`'s names."""
+    """An error inside a rule keeps its type and text. A note adds the rule's arguments and the names of `hyper`."""
     with pytest.raises((TypeError, KeyError)) as error:
         update_by(rule)()
     assert "hyper's lr, step, repeats" in error.value.__notes__[0]
@@ -125,7 +126,7 @@ def test_closed_over_tensors_are_read_in_every_update():
 @pytest.mark.parametrize("rule", ["tensor", "number", "branch", "blocks"])
 def test_what_a_rule_closes_over_is_read_anew_in_every_eager_update(rule):
     """Another tensor, number or branch in a rule's closure counts from the next eager update on. A program that was
-    compiled before keeps the old one."""
+    compiled before keeps the old value."""
     held = {"c": torch.tensor(1.0), "n": 1.0, "is_twice": False}
     rules = {
         "tensor": lambda row, grad, s, h: (row - held["c"] * grad, s),
@@ -181,7 +182,7 @@ class Which(Scale):
 
 
 def test_a_number_of_its_own_class_is_read_anew():
-    """A value that torch reads by __float__ or __index__ is read again in the next eager update."""
+    """The next eager update reads again a value that torch reads by __float__ or __index__."""
     scale, which = Scale(1), Which(0)
     for rule in (
         lambda r, g, s, h: (r - torch.tensor(scale, dtype=torch.float32) * g, s),
@@ -213,7 +214,7 @@ HELD = torch.zeros(())
 
 @pytest.mark.parametrize("held", [Scales(1.0, 1.0), [1.0, 1.0], np.ones(2, np.float32), bytearray(b"\x01\x01")])
 def test_numbers_in_a_container_are_read_anew(held):
-    """Values that a rule turns into a tensor are read again in the next eager update, in any container."""
+    """The next eager update reads again the values that a rule turns into a tensor, in any container."""
     opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda r, g, s, h: (r - torch.tensor(held) * g, s))
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}
     update = lambda: opt.update(grads, {"t": {}}, {"t": torch.zeros(1, 2)}, 0)[0]["t"].tolist()
@@ -225,7 +226,7 @@ def test_numbers_in_a_container_are_read_anew(held):
 
 
 def test_a_tensor_of_another_shape_in_a_rule_is_read_whole():
-    """A closed-over tensor that takes another shape is read with that shape, by eager and compiled updates."""
+    """If a closed-over tensor changes its shape, eager and compiled updates read the tensor with the new shape."""
     held = [torch.ones(4)]
     opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda row, grad, s, h: (row - held[0] * grad, s))
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 4), num_embeddings=1)}
@@ -241,8 +242,8 @@ def test_a_tensor_of_another_shape_in_a_rule_is_read_whole():
     torch.from_dlpack, lambda w: w.tolist()[0],
 ])  # fmt: skip
 def test_memory_that_a_rule_reads_on_the_host_is_read(read):
-    """A rule that reads a tensor's memory on the host runs untraced and gives the right value: a trace on shapes has
-    no memory."""
+    """A rule that reads a tensor's memory on the host runs untraced and gives the right value, because a trace on
+    shapes has no memory."""
     w = torch.full((2,), 2.0)
     opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda r, g, s, h: (r - read(w) * g, s))
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}

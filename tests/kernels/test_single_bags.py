@@ -17,14 +17,14 @@ def bits_of(x):
 
 
 def table_of(dtype, dim):
-    """Make a table that contains zeros of both signs, infinities and NaN."""
+    """Return a table that contains zeros of both signs, infinities and NaN."""
     table = torch.randn(40, dim, generator=torch.Generator().manual_seed(dim), dtype=torch.float64).to(dtype)
     table[1], table[2, 0], table[3, -1], table[4, 0] = -0.0, torch.inf, torch.nan, 0.0
     return table
 
 
 def rows_of(table, ids):
-    """Return the sums of single rows: 0 + x, and zeros for ids outside."""
+    """Return the sums of single rows: 0 + x, and zeros for ids outside the table."""
     wide = table.to(torch.promote_types(table.dtype, torch.float32))
     return torch.where(((ids >= 0) & (ids < len(table)))[:, None], wide[ids.clamp(0, len(table) - 1)], 0) + 0
 
@@ -42,8 +42,9 @@ IDS[10:15] = torch.arange(5)
 
 @pytest.mark.parametrize("dtype", [*DTYPES, 8, 4, 2])
 def test_a_bag_of_one_id_is_its_row(dtype, on_every_level):
-    """Each bag of one id is its row, or zeros for an id outside. This holds for every dtype and width, sums and
-    means, cut or not, and both widths of ids. Offsets may start above 0, and blocks may mix single bags with others."""
+    """Each bag of one id is the id's row, or zeros for an id outside. This holds for every dtype and width, sums and
+    means, cut or not, and both widths of ids. Offsets may start above 0, and blocks may mix single bags with longer
+    bags."""
     calls = []
     for dim in DIMS:
         table = table_of(torch.float32 if dtype in (8, 4, 2) else dtype, dim)
@@ -70,7 +71,7 @@ def test_a_bag_of_one_id_is_its_row(dtype, on_every_level):
 
 
 def test_a_large_output_of_single_bags():
-    """An output of 12 MB, which is written past the caches, is right on one thread and on two."""
+    """An output of 12 MB, which the kernel writes past the caches, is right on one thread and on two."""
     table, ids = torch.randn(100, 64), torch.randint(-1, 101, (3 * 2**14,))
     offsets = torch.arange(len(ids) + 1)
     for n in (1, 2):

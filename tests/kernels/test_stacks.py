@@ -1,5 +1,6 @@
-"""vmap of lookups and updates makes one kernel call for all members, with a loop's bits, for any stacked arguments and
-dimensions.
+"""vmap of lookups and updates makes one kernel call for all members, with the bits of a loop.
+
+Any arguments may be stacked, at any dimension.
 
 vmap(f)(stacked) = stack over k of f(member k),   with one call of each operator
 """
@@ -27,7 +28,7 @@ F64 = torch.float64
 
 
 class Counted(TorchDispatchMode):
-    """Count the calls of each of funcrec's operators; `others` collects the names of torch's own."""
+    """Count the calls of each operator of funcrec. `others` collects the names of torch's operators."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +52,7 @@ def member(tree, i):
 
 
 def members(it, k):
-    """Make (tables, ids) of k members that differ in numbers, ids (some outside), bags and weights."""
+    """Return (tables, ids) of k members that differ in numbers, ids (some outside), bags and weights."""
     tables = [{n: w * (1 + i) + i for n, w in it.tables.items()} for i in range(k)]
     last = int(it.ids.offsets[-1])
     other = [
@@ -71,8 +72,8 @@ STACKED = [("tables",), ("ids",), ("tables", "ids"), ("weights",), ("tables", "w
 
 
 def given_members(it, k, what, dim):
-    """Return (arguments, in_dims, a function that gives member i's arguments). The arguments are tables, values,
-    offsets and weights; those in `what` are stacked at `dim`."""
+    """Return (arguments, in_dims, a function that gives the arguments of member i). The arguments are tables, values,
+    offsets and weights. Those in `what` are stacked at `dim`."""
     tables, ids = members(it, k)
     parts = [tables, [x.values for x in ids], [x.offsets for x in ids], [x.weights for x in ids]]
     names = [{"tables"}, {"ids", "values"}, {"ids", "offsets"}, {"ids", "weights"}]
@@ -95,8 +96,8 @@ def looked_up(it):
 @given(it=frs.lookups(poolings=("sum", "mean"), dtypes=(torch.float32, torch.bfloat16)), k=st.integers(1, 3),
     dim=st.integers(0, 2), out=st.integers(0, 2))  # fmt: skip
 def test_a_lookup_of_stacks_is_one_call(what, it, k, dim, out):
-    """A lookup with stacked tables, ids, bags or weights, at any dimension, has the loop's bits and makes one kernel
-    call."""
+    """A lookup with stacked tables, ids, bags or weights, at any dimension, makes one kernel call. It has the bits of a
+    loop."""
     args, dims, of_member = given_members(it, k, what, dim)
     if all(d is None for d in dims):
         return
@@ -125,8 +126,8 @@ WHICH = ["tables", "rows", "offsets", "weights", "weights, buffers of two length
 
 @pytest.mark.parametrize("what", WHICH)
 def test_the_operator_takes_stacks(what):
-    """pooled_lookup of stacks, also in blocks, is the stack of the members' calls, also of no members. Its fake has
-    the same shape, and its vmap the same values."""
+    """pooled_lookup of stacks is the stack of the calls of all members. This includes blocks, and stacks without
+    members. The operator's fake has the same shape, and its vmap the same values."""
     k, op = 3, torch.ops.funcrec_cpp.pooled_lookup.default
     each = [
         ([torch.arange(12.0).reshape(4, 3).sin() + i, torch.arange(15.0).reshape(5, 3) * (i + 1)],
@@ -153,7 +154,7 @@ def test_the_operator_takes_stacks(what):
 @settings(max_examples=15)
 @given(frs.lookups(poolings=("none",), dtypes=(torch.float32,)), st.sampled_from(STACKED[:3]), st.integers(1, 3))
 def test_rows_of_stacks_are_one_call(it, what, k):
-    """lookup_sequence of stacks has the loop's bits, and makes one call for each feature."""
+    """lookup_sequence of stacks has the bits of a loop, and makes one call for each feature."""
     args, dims, of_member = given_members(it, k, what, 0)
 
     def run(tables, values, offsets, weights):
@@ -196,7 +197,7 @@ def plainly(*x):
     ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_derivatives_of_stacks(name, mapped):
-    """Derivatives inside a vmap, and of a vmap, equal the loop's and the reference's, to second order, in f64."""
+    """Derivatives inside a vmap, and of a vmap, equal those of a loop and of the reference, to second order, in f64."""
     k, each = 3, [at(i) for i in range(3)]
     args = [stack([x[j] for x in each]) if d == 0 else each[0][j] for j, d in enumerate(mapped)]
     mine = lambda i: [each[i][j] if d == 0 else each[0][j] for j, d in enumerate(mapped)]
@@ -237,7 +238,7 @@ def test_nothing_to_map_over():
 
 
 def row_grads(i, dtype=torch.float32):
-    """Make the gradients of member i for two tables: bags, and entries with repeats, some outside."""
+    """Return the gradients of member i for two tables: bags, and entries with repeats, some of them outside."""
     d = fr.KeyedTensor.from_dict({"a": torch.ones(3, 2) * (1 + i), "b": torch.full((3, 3), 0.5 - i)})
     ids = fr.KeyedJaggedTensor((BAG.values + i) % 5 - 1, BAG.offsets, None, None, BAG.keys)
     of = fr.lookup_transpose(d, ids, [fr.FeatureConfig("a", table="x"), fr.FeatureConfig("b", table="y")], TABLES)
@@ -252,7 +253,7 @@ STACKS = {n: torch.stack([t * (1 + i) for i in range(K)]) for n, t in TABLES.ite
 
 
 def test_a_sum_of_stacks_is_one_call():
-    """coalesce under vmap makes one call for each table, with the loop's bits."""
+    """coalesce under vmap makes one call for each table, with the bits of a loop."""
     run = lambda g: {n: (x.rows, x.grads, x.count, x.repeats) for n, x in ((n, x.coalesce()) for n, x in g.items())}
     with Counted() as counted:
         got = vmap(run)(stack(GRADS))
@@ -274,8 +275,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("mapped", ["all", "gradients", "steps apart"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_of_stacks_is_one_call(name, mapped):
-    """An update of stacked tables, slots, gradients and steps has the loop's bits. It makes one operator call for
-    all tables of all members."""
+    """An update of stacked tables, slots, gradients and steps has the bits of a loop. The update makes one operator
+    call for all tables of all members."""
     opt = OPTIMIZERS[name]()
     slots = [opt.init(member(STACKS, i)) for i in range(K)]
     slots = [tree_map(lambda s, i=i: s + 0.1 * i, own) for i, own in enumerate(slots)]
@@ -292,7 +293,7 @@ def test_an_update_of_stacks_is_one_call(name, mapped):
 
 
 def test_the_rules_that_read_the_step_are_known():
-    """The table of rules marks exactly the rules that give other rows at another step."""
+    """The table of rules marks exactly the rules whose rows differ at another step."""
     for name, rule in RULES.items():
         hyper = [0.5] * len(rule.hyper)
         table, slots = torch.tensor([[1.0, 1.0], [1.0, 2.0]]), [torch.full((2,), 0.5), torch.full((2, 2), 0.5)]
@@ -306,7 +307,7 @@ def test_the_rules_that_read_the_step_are_known():
 
 
 def test_random_rounding_is_the_members_own():
-    """Under vmap, 16-bit tables are rounded with each member's key, as in the loop."""
+    """Under vmap, 16-bit tables are rounded with the key of each member, as in a loop."""
     opt = fr.optim.stochastic_rounding(fr.optim.rowwise_adagrad(lr=0.1), key=fr.key(3))
     tables = {n: t.bfloat16() for n, t in STACKS.items()}
     slots = stack([opt.init(member(tables, i)) for i in range(K)])
@@ -327,7 +328,7 @@ def make_step(sparse):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_an_ensemble_is_its_members(compiled):
-    """A donated vmap of a training step over stacked states takes each member's own steps, in place, by one update."""
+    """A donated vmap of a training step over stacked states takes the steps of each member, in place, by one update."""
     step = make_step(fr.optim.adam(lr=0.1))
     states = [step.init(fr.Params(member(STACKS, i), {"w": torch.arange(5.0) + i})) for i in range(K)]
     together, ids = stack(states), BAG

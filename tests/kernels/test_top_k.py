@@ -27,7 +27,7 @@ def same(got, want):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_are_the_references(ask, shape, dtype):
-    """Scores and rows equal the reference's bit for bit, for every dtype and for sizes that fill the blocks or do
+    """Scores and rows equal those of the reference bit for bit, for every dtype. Some sizes fill the blocks, some do
     not."""
     *sizes, k = shape
     queries, items = draw(*sizes, dtype)
@@ -42,7 +42,7 @@ def test_bits_are_the_references(ask, shape, dtype):
 
 @given(st.integers(1, 4), st.integers(1, 90), st.integers(1, 9), st.integers(0, 2**20))
 def test_ties_go_to_the_lower_row(b, n, k, seed):
-    """Among equal scores, the lower row comes first, as in a stable sort in f64. The scores are whole numbers, so
+    """Among equal scores, the lower row comes first, as in a stable sort in f64. The scores are whole numbers, so that
     they are exact."""
     generator = torch.Generator().manual_seed(seed)
     queries, items = (torch.randint(-2, 3, (m, 3), generator=generator).float() for m in (b, n))
@@ -83,7 +83,7 @@ def test_a_score_depends_on_its_two_vectors_alone():
 
 
 def test_instruction_sets_have_the_same_bits(on_every_level):
-    """AVX-512, AVX2 and plain x86 give the reference's scores, bit for bit, for one query and for many."""
+    """AVX-512, AVX2 and plain x86 give the reference's scores, bit for bit, for one query and for many queries."""
     queries, items = draw(9, 700, 33)
     for dtype in (torch.float32, torch.float64, torch.float16):
         for count in (1, 2, 9):
@@ -94,7 +94,7 @@ def test_instruction_sets_have_the_same_bits(on_every_level):
 
 
 def test_nothing_outside_is_read():
-    """Bags with wild offsets, and rows outside the table, give the reference's result and read nothing outside."""
+    """Bags with wild offsets, and rows outside the table, give the reference's result without a read outside."""
     queries, items = draw(3, 20, 4)
     rows = torch.tensor([5, -1, 2**40, 20, 3, 3, 7])
     for offsets in ([0, 3, 2, 99], [-5, 9, 9, 9], [7, 7, 7, 7], [0, 0, 0, 0]):
@@ -105,7 +105,7 @@ def test_nothing_outside_is_read():
 
 
 def test_the_memory_of_a_call_is_of_its_answers_order():
-    """When all rows are requested on several threads, each thread keeps only its part's rows, so memory stays
+    """When all rows are requested on several threads, each thread keeps only the rows of its part. Memory is therefore
     proportional to the result."""
     queries, items = draw(32, 20_000, 8)
     status = Path("/proc/self/status")

@@ -1,7 +1,7 @@
-"""Triton's lookups and jagged operations equal loops in f64; on the CPU the kernels run in triton's interpreter.
+"""Triton's lookups and jagged operations equal loops in f64. On the CPU the kernels run in the interpreter of triton.
 
 Calls have features that share a buffer, cut bags, means, weights, strided cotangents and ids far outside their tables.
-The padding holds NaN and garbage. Outputs start as NaN, so an element that is not written shows.
+The padding holds NaN and garbage. Outputs start as NaN. An unwritten element is therefore visible.
 """
 
 import os
@@ -34,7 +34,8 @@ SIZES = (0, 1, 63, 65)
 
 
 class Lookup(NamedTuple):
-    """Make four features of two dims and two dtypes: two share bags, one is cut, and means and weights are mixed."""
+    """A lookup of four features of two dims and two dtypes. Two share bags, one is cut, and means and weights are
+    mixed."""
 
     tables: list[Tensor]
     rows: list[Tensor]
@@ -73,7 +74,7 @@ CASES = [
 
 @pytest.mark.parametrize(("size", "dtype", "ints", "num_bags"), CASES)
 def test_pooled_lookup(assert_sums, bags, call, lookup_case, size, dtype, ints, num_bags):
-    """out[b] is the factored sum of each feature's rows; padding and rows outside are not read."""
+    """out[b] is the factored sum of the rows of each feature. Padding and rows outside the table are not read."""
     p = lookup_case(size, dtype, ints, num_bags)
     got = call("pooled_lookup", *p)
     assert got.shape == (num_bags, 39) and got.dtype == F64
@@ -89,7 +90,7 @@ def test_pooled_lookup(assert_sums, bags, call, lookup_case, size, dtype, ints, 
 
 @pytest.mark.parametrize(("size", "dtype", "ints", "num_bags"), CASES)
 def test_pooled_lookup_weights(bags, call, lookup_case, size, dtype, ints, num_bags):
-    """d_weights[i] is the sum of ⟨row, d_out⟩ over the weighted features that hold id i; it is 0 for all other ids."""
+    """d_weights[i] is the sum of ⟨row, d_out⟩ over the weighted features that hold id i, and 0 for all other ids."""
     p = lookup_case(size, dtype, ints, num_bags)
     d = torch.randn(num_bags, 78)[:, ::2]
     got = call("pooled_lookup_weights", d, *p[:-1])
@@ -107,7 +108,7 @@ def test_pooled_lookup_weights(bags, call, lookup_case, size, dtype, ints, num_b
 
 
 def test_a_bag_is_summed_in_order(call):
-    """A bag's terms are added in order, with the bits of a loop, also for rows wider than a tile."""
+    """A bag's terms are added in order, with the bits of a loop, even for rows wider than a tile."""
     table, rows = torch.randn(20, 1030), torch.randint(0, 20, (40,))
     got = call("pooled_lookup", [table], [rows], torch.tensor([0, 33, 40]), None, [0, 0, 0, 0, 0, 0, 0], 2)
     for b, bag in enumerate([range(33), range(33, 40)]):
@@ -118,7 +119,7 @@ def test_a_bag_is_summed_in_order(call):
 
 
 def test_wild_offsets_are_clamped(call):
-    """Offsets are clamped into the buffer, and a bag that ends before it begins is empty."""
+    """Offsets are clamped into the buffer, and a bag that ends before its start is empty."""
     table, wild = torch.arange(1.0, 5.0)[:, None], torch.tensor([-5, 3, 2**40, 2, 1, -(2**40), 9])
     got = call("pooled_lookup", [table], [torch.tensor([0, 1, 2, 3])], wild, None, [0, 0, 0, 0, 0, 0, 0], 6)
     assert got[:, 0].tolist() == [6, 4, 0, 0, 0, 10]
@@ -127,7 +128,7 @@ def test_wild_offsets_are_clamped(call):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)
 def test_rows_are_gathered_and_scattered(call, ids, size, dtype):
-    """gather_rows is table[rows], with zeros outside; scatter_rows_ writes only the rows before count, rounded."""
+    """gather_rows is table[rows], with zeros outside. scatter_rows_ writes only the rows before count, rounded."""
     torch.manual_seed(size)
     table, rows = torch.randn(70, 5).to(dtype), ids(size, 70, I32)
     got = call("gather_rows", table, rows)
@@ -148,8 +149,8 @@ def test_rows_are_gathered_and_scattered(call, ids, size, dtype):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", [F32, F16, I32, torch.bool], ids=str)
 def test_take_ranges(call, n, dtype):
-    """Range b is values[starts[b] : starts[b] + lengths[b]], bit for bit. Positions outside the buffer, and the
-    rest, are zeros."""
+    """Range b is values[starts[b] : starts[b] + lengths[b]], bit for bit. Positions outside the buffer give zeros. The
+    elements after the last range are zeros."""
     torch.manual_seed(n)
     values = torch.randint(0, 2**15, (n, 2, 3)).to(dtype)
     starts, lengths = torch.randint(-2, n + 2, (6,)), torch.tensor([0, 3, 5, 0, 1, 4], dtype=I32)
@@ -165,8 +166,8 @@ def test_take_ranges(call, n, dtype):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("ints", "num_shards", "block"), [(I32, 3, 4), (I64, 300, 1)])
 def test_bucketize(ascending, bags, call, ids, n, ints, num_shards, block):
-    """Ids are grouped by (owner, bag) in their order, as their owner's local rows. Ids without an owner, and
-    padding, go nowhere."""
+    """Ids are grouped by (owner, bag) in their order, as local rows of their owner. Ids without an owner, and padding,
+    are left out."""
     torch.manual_seed(n)
     rows, offsets, weights = (
         ids(n, 12, ints),
@@ -191,7 +192,8 @@ def test_bucketize(ascending, bags, call, ids, n, ints, num_shards, block):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
 def test_padded_and_back(ascending, bags, call, n, dtype):
-    """to_padded cuts and fills bags, and from_padded writes them back. With fill 0 each is the other's transpose."""
+    """to_padded cuts and fills bags, and from_padded writes the bags back. With fill 0 each function is the other's
+    transpose."""
     torch.manual_seed(n)
     values, offsets = torch.randn(n, 3).to(dtype), ascending(4, 0, max(n - 2, 0), I32)
     values[int(offsets[-1]) :] = torch.nan
@@ -217,7 +219,7 @@ def test_integers_travel_as_arguments():
 
 
 def test_nothing_is_read_on_the_host(call, lookup_case, no_host_reads):
-    """No operation reads a tensor's value on the host, so each can be part of a CUDA graph."""
+    """No operation reads a tensor's value on the host. Each operation can therefore be part of a CUDA graph."""
     p = lookup_case(20, F32, I64, 4)
     with no_host_reads():
         call("pooled_lookup", *p)
@@ -283,7 +285,7 @@ print(*sorted(wide))
 
 
 def test_kernels_compile_for_hopper(tmp_path):
-    """Every kernel compiles for sm_90, which needs no device, and kernels that move rows move 16 bytes at a time."""
+    """Every kernel compiles for sm_90 without a device. Kernels that move rows move 16 bytes at a time."""
     keep = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", COMPILED], capture_output=True, text=True, cwd=Path(__file__).parents[2],

@@ -1,8 +1,8 @@
-"""Triton's update equals the Python rules, and expand and coalesce equal loops, in triton's interpreter on the CPU.
+"""Triton's update equals the Python rules, and expand and coalesce equal loops, in the interpreter on the CPU.
 
-Calls are built from segments by hand: features that share a buffer, cut bags, means, weights, strided cotangents and
-ids far outside their tables. The padding holds NaN and garbage. Outputs start as NaN, so an element that is not written
-shows.
+Tests make the segments of calls by hand: features that share a buffer, cut bags, means, weights, strided cotangents and
+ids far outside their tables. The padding holds NaN and garbage. Outputs start as NaN. An unwritten element is therefore
+visible.
 """
 
 import os
@@ -34,7 +34,7 @@ F32, F64, F16, BF16, I32, I64 = (
 
 
 class Cotangent(NamedTuple):
-    """The cotangents of tables with `shapes`, as the flat operations take them."""
+    """The cotangents of tables with `shapes`, in the form that the flat operations take."""
 
     d: list[Tensor]
     rows: list[Tensor]
@@ -50,8 +50,8 @@ SHAPES = ((50, 16), (7, 5), (0, 8), (9, 33), (8, 16))
 @pytest.fixture
 def make(ascending, ids):
     def make(shapes=SHAPES, dtype=F32, n=70, num_bags=9) -> Cotangent:
-        """Make per table: two features on one buffer that all tables share, one on its own buffer, cut to 2, and
-        plain entries."""
+        """Return cotangents of four kinds for each table: two features on a buffer that all tables share, a feature on
+        its own buffer, cut to 2, and plain entries."""
         torch.manual_seed(n)
         widest = max((dim for _, dim in shapes), default=1)
         d, cuts = [], ascending(2 * num_bags * len(shapes), 2, n - 3, I32)
@@ -63,7 +63,7 @@ def make(ascending, ids):
             d.append(wide if t % 2 else wide.contiguous())
             rows.append(ids(n, num_rows, (I32, I64)[t % 2]))
             offsets.append(ascending(num_bags, 0, n, (I64, I32)[t % 2]))
-            # in table 1 the later bags come first
+            # in table 1, the first bags come after the later bags
             first = (2 * t + 1, 2 * t) if t == 1 else (2 * t, 2 * t + 1)
             for k in range(2):
                 segments += [t, t, 4 - k, 0, 0, first[k] * num_bags, num_bags, (0, 30)[k], k, -k]
@@ -77,7 +77,7 @@ def make(ascending, ids):
 @pytest.fixture
 def entries(bags):
     def entries(c: Cotangent, table: int) -> list[tuple[int, Tensor, int]]:
-        """List (row, f64 gradient, the entry's position when it is expanded) from the definition."""
+        """Return (row, f64 gradient, the entry's position in `expand`) of all entries, from the definition."""
         out, begin, dim = [], 0, c.shapes[2 * table + 1]
         for s in segments_of(c.segments):
             if s.table != table:
@@ -111,7 +111,7 @@ def c(request, make) -> Cotangent:
 
 
 def test_expand_writes_every_entry(call, entries, c):
-    """expand writes each entry at its position; all other positions have row -1 and zeros."""
+    """expand writes each entry at the entry's position. All other positions have row -1 and zeros."""
     out = call("expand", *c)
     assert len(out) == len(c.shapes)
     for t, dim in enumerate(c.shapes[1::2]):
@@ -125,7 +125,7 @@ def test_expand_writes_every_entry(call, entries, c):
 
 
 def test_coalesce_sums_each_row(assert_sums, call, entries, c):
-    """coalesce returns the named rows in ascending order, with each row's sum and number of entries."""
+    """coalesce returns the named rows in ascending order, with the sum and the number of entries of each row."""
     out = call("coalesce", *c)
     assert len(out) == 2 * len(c.shapes)
     for t, (num_rows, dim) in enumerate(zip(c.shapes[::2], c.shapes[1::2], strict=True)):
@@ -143,7 +143,7 @@ def test_coalesce_sums_each_row(assert_sums, call, entries, c):
 
 
 def chunked(terms: Tensor) -> Tensor:
-    """Sum terms [n, D] in the order that `group` defines."""
+    """Return the sum of terms [n, D] in the order that `group` defines."""
     total = torch.zeros_like(terms[0])
     if len(terms) <= group.CHUNK:
         for x in terms:
@@ -156,7 +156,7 @@ def chunked(terms: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("repeats", [1, 2, group.CHUNK, group.CHUNK + 1, 5 * group.CHUNK + 7])
 def test_sums_run_in_a_fixed_order(call, repeats):
-    """A row's entries are added in order; more than CHUNK entries are added by chunks. Other rows in the batch
+    """The entries of a row are added in order. More than CHUNK entries are added by chunks. Other rows in the batch
     change no bit of the sum."""
     torch.manual_seed(repeats)
     terms, others = torch.randn(repeats, 3), torch.randn(4 * group.CHUNK + 5, 3)
@@ -164,7 +164,7 @@ def test_sums_run_in_a_fixed_order(call, repeats):
         more = others[: before + group.CHUNK + 5]
         rows = torch.cat([torch.full((before,), 2), torch.full((repeats,), 5), torch.full((len(more) - before,), 7)])
         d, order = torch.cat([more[:before], terms, more[before:]]), torch.randperm(len(rows))
-        # row 5's entries keep their order among the other rows' entries
+        # the entries of row 5 keep their order among the entries of other rows
         order[rows[order] == 5] = torch.arange(before, before + repeats)
         order[rows[order] == 2] = torch.arange(before)
         segments = [0, 0, 0, 0, -1, 0, len(rows), 0, 0, -1]
@@ -176,7 +176,7 @@ def test_sums_run_in_a_fixed_order(call, repeats):
 
 
 def test_every_run_has_an_end(make):
-    """starts lists where each run of equal keys begins, then the end of the last run."""
+    """`starts` lists the start of each run of equal keys, then the end of the last run."""
     c = tree_map(lambda x: x.to(DEVICE) if isinstance(x, Tensor) else x, make(shapes=((50, 16), (9, 5))))
     for num_rows in ([50, 9], [10**6, 10**6]):
         g = group.group_entries(segments_of(c.segments), *c[:4], num_rows, F32)
@@ -186,7 +186,7 @@ def test_every_run_has_an_end(make):
 
 
 def test_features_of_one_buffer_share_one_pass():
-    """F features in one buffer of N ids need one pass over N positions. Keeping a table's order can need further
+    """F features in one buffer of N ids need one pass over N positions. The order of a table can need further
     passes."""
     rows, plan = [torch.zeros(100, dtype=I64)], lambda flat: group.plan_passes(segments_of(flat), rows)
     feature = lambda table, first_bag: [table, 0, 0, 0, 0, first_bag, 5, 0, 0, -1]
@@ -204,7 +204,7 @@ LR, STEP = 0.1, 4
 
 
 def state(c: Cotangent, rule: str, options: dict, dtype: torch.dtype):
-    """Make random tables, and slots as they are after a few steps."""
+    """Return random tables, and slots with the values of a run after a few steps."""
     torch.manual_seed(1)
     tables = {f"t{i}": torch.randn(*s).to(dtype) for i, s in enumerate(zip(c.shapes[::2], c.shapes[1::2], strict=True))}
     slots = getattr(fr.optim, rule)(lr=LR, **options).init(tables)
@@ -257,8 +257,8 @@ def expected(entries):
 
 
 def assert_near(got: Tensor, truth: Tensor, same: Tensor, old: Tensor) -> None:
-    """Check |got - truth| <= 2 · (the largest error of the Python rule in f32, `same`, + one rounding), in got's
-    precision."""
+    """Check |got - truth| <= 2 · (the largest error of the Python rule in f32, `same`, + one rounding). The rounding is
+    to got's precision."""
     if got.numel() == 0:
         return
     eps = torch.finfo(accumulation_dtype(got.dtype)).eps
@@ -277,8 +277,8 @@ RULE_CASES = [
 
 @pytest.mark.parametrize(("rule", "options", "dtype"), RULE_CASES, ids=str)
 def test_update_is_the_rule(expected, make, updated, rule, options, dtype):
-    """The update applies the Python rule to each named row's summed gradient, with at most the error of the rule in
-    f32."""
+    """The update applies the Python rule to the summed gradient of each named row. Its error is at most twice the
+    rule's error in f32, plus roundings."""
     c = make(dtype=accumulation_dtype(dtype))
     tables, slots = state(c, rule, options, dtype)
     exact, plain = (expected(c, rule, options, tables, slots, x) for x in (F64, F32))
@@ -288,7 +288,7 @@ def test_update_is_the_rule(expected, make, updated, rule, options, dtype):
 
 
 def test_update_of_tables_of_all_dtypes_at_once(expected, make, updated):
-    """One call updates tables of different dims and dtypes as separate calls would."""
+    """One call updates tables of different dims and dtypes in the same way as separate calls."""
     c = make(dtype=F64)
     tables, slots = state(c, "adam", {}, F64)
     dtypes = dict(zip(tables, (BF16, F64, F32, F32, BF16)))
@@ -300,7 +300,7 @@ def test_update_of_tables_of_all_dtypes_at_once(expected, make, updated):
 
 
 def test_unnamed_rows_keep_their_bits_and_zero_gradients_touch(entries, make, updated):
-    """A row that no entry names keeps every bit; a row with a zero gradient moves as the rule says."""
+    """A row that no entry names keeps every bit. A row with a zero gradient moves as the rule says."""
     c = make(shapes=((60, 8),), n=30)
     c = c._replace(d=[torch.zeros_like(x) for x in c.d])
     tables, slots = state(c, "adam", {}, F32)
@@ -320,8 +320,8 @@ def splitmix(key: int, i: int) -> int:
 @pytest.mark.parametrize(("dtype", "cut"), [(BF16, 16), (F16, 13)], ids=str)
 @pytest.mark.parametrize("dim", [3, 70])
 def test_stochastic_rounding_is_a_function_of_the_key(updated, dtype, cut, dim):
-    """Element (row, column) is rounded with 16 bits of SplitMix64, from the key, phase and words per row that the
-    table lists for the row's segment. inf and NaN do not change."""
+    """Element (row, column) is rounded with 16 bits of SplitMix64. The bits depend on the key, the phase and the words
+    per row in the table's list for the row's segment. inf and NaN do not change."""
     num_rows, of = 5, ([[-(2**62), 0, 0, -(-dim // 4)]], [[12345, 0, 3, 90], [7, 2, 1, -4], [-9, 3, 2, 2**61]])
     keys = torch.tensor([[*own, *[[0, 2**63 - 1, 0, 0]] * (4 - len(own))] for own in of])
     tables = {f"t{t}": torch.randn(num_rows, dim).to(dtype) for t in range(2)}
@@ -355,7 +355,7 @@ def test_stochastic_rounding_is_a_function_of_the_key(updated, dtype, cut, dim):
     ],
 )
 def test_updates_that_do_not_fit_are_refused(call, ids, change, said):
-    """Updates that do not fit are refused before anything is written."""
+    """Updates that do not fit raise before anything is written."""
     ids, cuts, number = torch.zeros(4, dtype=I64), torch.zeros(5, dtype=I64), torch.tensor(0.1, dtype=F64)
     given = {
         "tables": [torch.zeros(5, 3)], "slots": [torch.zeros(5)], "d": [torch.zeros(6, 3)], "rows": [ids],
@@ -368,7 +368,7 @@ def test_updates_that_do_not_fit_are_refused(call, ids, change, said):
 
 
 def test_nothing_is_read_on_the_host(call, make, no_host_reads, updated):
-    """No operation reads a tensor's value on the host, so each can be part of a CUDA graph."""
+    """No operation reads a tensor's value on the host. Each operation can therefore be part of a CUDA graph."""
     c = make()
     tables, slots = state(c, "adam", {}, F32)
     with no_host_reads():

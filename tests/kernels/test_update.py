@@ -1,9 +1,11 @@
 """The fused update of every implementation equals the Python rules, and some of its laws hold to the last bit.
 
-    update(grads) = rule(table[row], Σ of the row's terms, slots[row]) for every named row; other rows keep their bits
+    update(grads) = rule(table[row], Σ of the row's terms, slots[row]) for every named row. Unnamed rows keep their
+    bits.
 
-Gradients are sums of bags and entries with all their options, ids outside the tables and NaN in the padding. The truth
-is the rule in f64. Outputs are made of memory full of NaN (tests/conftest.py). Shapes: B bags, N ids, R rows, D dim.
+Gradients are sums of bags and entries with all their options, ids outside the tables and NaN in the padding. The
+reference result is that of the rule in f64. The memory of outputs is full of NaN before a call (tests/conftest.py).
+Shapes: B bags, N ids, R rows, D dim.
 """
 
 import pytest
@@ -34,12 +36,12 @@ def generator(seed: int) -> torch.Generator:
 
 
 def noise(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
-    """Draw normal numbers: no two of their sums are equal, so that no rule is at the edge of a jump."""
+    """Return random normal numbers. No two of their sums are equal, so that no rule is at the edge of a jump."""
     return torch.randn(shape, generator=generator(seed), dtype=F64).to(dtype)
 
 
 def rows_of(size: int, num_rows: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Draw rows with repeats; every fifth is outside."""
+    """Return random rows with repeats. Every fifth row is outside the table."""
     rows = torch.randint(0, num_rows, (size,), generator=generator(seed))
     wild = torch.tensor([num_rows, -1, torch.iinfo(dtype).max, torch.iinfo(dtype).min])
     place = torch.arange(size)
@@ -48,7 +50,8 @@ def rows_of(size: int, num_rows: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 @st.composite
 def row_grads(draw, num_rows: int, dim: int, dtype: torch.dtype, unit: float | None = None) -> RowGrads:
-    """Draw up to three terms of a table's cotangent, as multiples of `unit` if it is given. Shrinks to no entries."""
+    """Return up to three random terms of a table's cotangent, as multiples of `unit` if `unit` is given. Shrinks to no
+    entries."""
     terms = []
     for _ in range(draw(st.integers(1, 3))):
         seed, size, kind = draw(st.integers(0, 2**16)), draw(st.sampled_from(SIZES)), draw(st.integers(0, 2))
@@ -77,7 +80,7 @@ def optimizer_of(rule: str, options: dict) -> fr.optim.RowOptimizer:
 
 
 def state_of(optimizer: fr.optim.RowOptimizer, grads: dict[str, RowGrads], dtypes, step: int):
-    """Make tables, with NaN in rows without a gradient, and slots after some steps."""
+    """Return tables, with NaN in rows without a gradient, and slots after some steps."""
     tables, named = {}, {}
     for i, (name, g) in enumerate(grads.items()):
         rows = g.coalesce(implementation="reference")
@@ -94,8 +97,8 @@ def state_of(optimizer: fr.optim.RowOptimizer, grads: dict[str, RowGrads], dtype
 
 
 def run(optimizer, grads, slots, tables, step, implementation="reference", device="cpu", key=None):
-    """Return (tables, slots) of an update on the implementation's device, and check that its arguments do not
-    change."""
+    """Return (tables, slots) of an update on the implementation's device. The function checks that the arguments of the
+    update do not change."""
     move = lambda tree, to: tree_map(lambda x: x.to(to) if isinstance(x, Tensor) else x, tree)
     args = move((grads, slots, tables, torch.tensor(step)), device)
     before = move(args[1:3], "cpu") if device != "cpu" else tree_map(torch.clone, args[1:3])
@@ -133,7 +136,8 @@ def refuses(known, rule: str, options: dict) -> bool:
 @pytest.mark.needs("fused_update")
 @pytest.mark.parametrize("rule_options", CASES, ids=lambda c: "-".join([c[0], *map(str, c[1].values())]))
 def test_update_is_the_rule(implementation, known, device, rule_options):
-    """Every named row moves as the Python rule says, with at most twice its error; other rows keep every bit."""
+    """Every named row moves as the Python rule says, with at most twice the error of the rule. All other rows keep
+    every bit."""
     rule, options = rule_options
     optimizer = optimizer_of(rule, options)
     if refuses(known, rule, options):
@@ -146,7 +150,7 @@ def test_update_is_the_rule(implementation, known, device, rule_options):
     @settings(max_examples=1 if known.slow else 4)
     @given(st.data())
     def law(data):
-        # f64 alone: a gradient in f64 would raise the others' precision
+        # f64 has its own update, because a gradient in f64 would raise the precision of the other tables
         for dtypes in ((F32, BF16, F16), (F64,)):
             dtypes = [x for x in dtypes if x in known.dtypes]
             step, dims = data.draw(st.sampled_from([0, 4, 1000])), data.draw(st.permutations(known.dims))
@@ -191,7 +195,7 @@ def test_update_is_coalesce_and_the_rule(implementation, known, device, rule):
 @pytest.mark.needs("fused_update")
 @pytest.mark.parametrize("rule", ["rowwise_adagrad", "adagrad"])
 def test_tables_in_one_are_tables_apart(implementation, known, device, rule):
-    """Tables that lie one after the other in a larger table get the bits of separate updates, in any order of their
+    """Tables that lie one after the other in a larger table get the bits of separate updates, for any order of the
     terms."""
     optimizer = optimizer_of(rule, {})
 
@@ -221,8 +225,8 @@ def test_tables_in_one_are_tables_apart(implementation, known, device, rule):
 
 @pytest.mark.needs("expand", "coalesce")
 def test_coalesce_is_the_sum_of_what_expand_writes(ask, known):
-    """coalesce has the bits of expand's entries added row by row in order. The entries' positions do not depend on
-    other tables."""
+    """coalesce has the bits of the entries of expand, added row by row in order. The positions of entries do not depend
+    on other tables."""
 
     @settings(max_examples=2 if known.slow else 12)
     @given(st.data())
@@ -250,7 +254,7 @@ def test_coalesce_is_the_sum_of_what_expand_writes(ask, known):
 @pytest.mark.needs("gather_rows")
 @pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad", "adam"])
 def test_stochastic_rounding_is_of_the_f32_update(implementation, known, device, rule):
-    """With a key, a 16-bit table is updated in f32, then rounded by the key's bits for each row and column."""
+    """With a key, a 16-bit table is updated in f32, then rounded by the bits of the key for each row and column."""
     optimizer, key = optimizer_of(rule, {}), fr.key(3)
     if "key" in known.unsupported:
         g, tables = (
@@ -289,7 +293,7 @@ def test_stochastic_rounding_is_of_the_f32_update(implementation, known, device,
 
 
 def everything(ask, implementation: str, num_ids: int) -> list:
-    """Run every operation of the implementation, on sizes that threads would share."""
+    """Return the results of every operation of the implementation, on sizes that threads would share."""
     num_rows, num_bags, dim = num_ids // 40, num_ids // 25, 64
     table, rows = noise(num_rows, dim), rows_of(num_ids, num_rows, I64, 5)
     offsets = torch.randint(0, num_ids - 9, (num_bags + 1,), generator=generator(6)).sort().values

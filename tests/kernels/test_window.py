@@ -2,7 +2,7 @@
 
     window of columns [a, b):   cut(update(table, slots, grads)) = update(cut(table), cut(slots), grads, first=a)
 
-Shapes: R rows, D dim, [a, b) the columns that the table has.
+Shapes: R rows, D dim. [a, b) are the columns that the table has.
 """
 
 import pytest
@@ -24,7 +24,7 @@ F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat1
 LR, STEP, NUM_ROWS = 0.125, 4, 7
 DIMS = (1, 5, 12, 17, 64, 130)
 OPTIMIZERS = [(rule, options, getattr(fr.optim, rule)(lr=LR, **options)) for rule, options in update_calls.CASES]
-CASES = [  # optimizers for which other columns matter only in the gradient, and one for which they do not matter
+CASES = [  # optimizers that read other columns only in the gradient, and adam, which reads none
     (rule, options)
     for rule, options, x in OPTIMIZERS
     if x.is_gradient_wise and (not x.is_elementwise or rule == "adam")
@@ -36,8 +36,8 @@ def noise(*shape: int, seed: int) -> Tensor:
 
 
 def gradient(dim: int, dtype: torch.dtype, seed: int) -> RowGrads:
-    """Make a table's gradient: bags that share d at different columns, a mean, weights, entries beyond a count, and
-    rows outside."""
+    """Return the gradient of a table: bags that share d at different columns, a mean, weights, entries after a count,
+    and rows outside."""
     rows = torch.randint(-1, NUM_ROWS + 1, (12,), generator=torch.Generator().manual_seed(seed))
     d, offsets = noise(3, 2 * dim + 3, seed=seed).to(dtype), torch.tensor([0, 4, 4, 9])
     features = [ops.Feature(0, 0, 0, 0, True, False, 3), ops.Feature(0, 0, 0, 2, False, True, dim + 3)]
@@ -47,7 +47,7 @@ def gradient(dim: int, dtype: torch.dtype, seed: int) -> RowGrads:
 
 
 def slots_of(optimizer, table: Tensor, seed: int) -> dict[str, Tensor]:
-    """Make slots as they are after some steps."""
+    """Return slots with the values of a run after some steps."""
     made = optimizer.init({"t": table})["t"]
     return {
         k: noise(*x.shape, seed=seed + i).abs().to(x.dtype).round(decimals=2)
@@ -61,7 +61,7 @@ def cut(x: Tensor, a: int, b: int) -> Tensor:
 
 @st.composite
 def windows(draw, dims=DIMS):
-    """Draw (D, a, b), 0 <= a < b <= D, whole rows included. Shrinks to one column of one."""
+    """Return random (D, a, b), 0 <= a < b <= D, whole rows included. Shrinks to one column of one."""
     dim = draw(st.sampled_from(dims))
     a = draw(st.integers(0, dim - 1))
     return dim, a, draw(st.integers(a + 1, dim))
@@ -76,8 +76,8 @@ def run(implementation, device, optimizer, grads, slots, tables, key=None):
 @pytest.mark.needs("coalesce", without="fbgemm")
 @pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
 def test_a_window_of_the_update_is_the_update_of_the_window(implementation, known, device, rule, options):
-    """An update of some columns gives those columns, and the row's numbers, the bits of the whole row's update.
-    Tables with windows and whole tables may share a call."""
+    """An update of some columns gives those columns, and the row's numbers, the bits of the whole row's update. Tables
+    with windows and whole tables may share a call."""
     optimizer = getattr(fr.optim, rule)(lr=LR, **options)
     assert optimizer.is_gradient_wise
 
@@ -104,7 +104,7 @@ def test_a_window_of_the_update_is_the_update_of_the_window(implementation, know
 @pytest.mark.needs("fused_update", without="fbgemm")
 @pytest.mark.parametrize("rule", ops.RULES)
 def test_a_window_is_a_row_of_zeros_around_it(implementation, known, device, rule):
-    """Under every rule, a table's columns and its wide slots are updated as if the other columns were zeros."""
+    """Under every rule, a table's columns and the table's wide slots are updated as if the other columns were zeros."""
     form, options = ops.RULES[rule], examples(rule)[-1]
     assert form.slots_with(update_calls.numbers(rule, options)) == form.slots
 
@@ -133,8 +133,8 @@ def test_a_window_is_a_row_of_zeros_around_it(implementation, known, device, rul
 @pytest.mark.needs("gather_rows", without="fbgemm")
 @pytest.mark.parametrize("rule", ["rowwise_adagrad", "partial_rowwise_adam"])
 def test_a_window_is_rounded_as_a_table(implementation, known, device, rule):
-    """With a key, 16-bit columns are updated in f32, then rounded by the bits for the row and for the column counted
-    from the window's start."""
+    """With a key, 16-bit columns are updated in f32, then rounded by the bits of the row and the column. The column is
+    counted from the window's start."""
     optimizer, key = getattr(fr.optim, rule)(lr=LR), fr.key(3)
 
     @settings(max_examples=1 if known.slow else 6)
@@ -159,7 +159,7 @@ def test_a_window_is_rounded_as_a_table(implementation, known, device, rule):
 
 @pytest.mark.needs("fused_update", without="fbgemm")
 def test_windows_are_known_to_torch(implementation, device):
-    """An update with windows passes opcheck; vmap over window positions equals one update for each position."""
+    """An update with windows passes opcheck. vmap over window positions equals one update for each position."""
     call = library.operator(implementation, "fused_update")
     flat = terms_of([gradient(dim, F32, 1) for dim in (8, 5)]).flat()
     tables, slots = [noise(NUM_ROWS, w, seed=2).float() for w in (3, 5)], [torch.ones(NUM_ROWS) for _ in range(2)]
@@ -175,7 +175,7 @@ def test_windows_are_known_to_torch(implementation, device):
 
 @pytest.mark.needs("fused_update")
 def test_windows_that_do_not_fit_are_refused(implementation, device):
-    """A window beyond the gradient's columns, too few numbers, and an optimizer that needs whole rows each raise.
+    """A window outside the gradient's columns, too few numbers, and an optimizer that needs whole rows each raise.
     Nothing is written."""
     tables, slots, terms = [torch.ones(NUM_ROWS, 4)], [[torch.ones(NUM_ROWS)]], terms_of([gradient(6, F32, 1)])
     rest = (torch.tensor(0.1, dtype=F64), torch.tensor(3), None, "rowwise_adagrad", [1e-8, 0.0, 0.0, 0.0])
