@@ -1,5 +1,6 @@
-"""Whole programs on a CUDA device give what they give on the CPU: recorded steps, optimizers, transforms,
-checkpoints."""
+"""Whole programs give the same results on a CUDA device and on the CPU.
+
+The programs are recorded steps, optimizers, transforms and checkpoints."""
 
 import functools
 import threading
@@ -39,7 +40,7 @@ def make_step(sparse=None):
 
 
 def make_batch(seed: int, size: int = 5, least: int = -1, most: int = 12, longest: int = 4) -> fr.Batch:
-    """Bags of 0 to 4 ids: some ids repeat, some are outside their table, and garbage follows the last bag."""
+    """Return bags of 0 to 4 ids. Some ids repeat, some are outside their table, and garbage follows the last bag."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, longest + 1, (3 * size,), generator=draw)
     n, room = int(lengths.sum()), 12 * size + 3
@@ -66,7 +67,7 @@ def run(step, state, batches):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Count the recorded CUDA graphs."""
+    """Return a list with an item for each recorded CUDA graph."""
     made = []
     from funcrec.compile import _compiled
 
@@ -76,7 +77,7 @@ def recorded(monkeypatch):
 
 
 def test_a_donated_step_is_replayed(recorded):
-    """Twenty donated steps make one recording; states and metrics equal those of eager steps on the CPU."""
+    """Twenty donated steps make one recording. States and metrics equal those of eager steps on the CPU."""
     step, batches = make_step(), [make_batch(i) for i in range(CALLS)]
     need = run(step, first_state(step), batches)
     fast = fr.jit(step, donate=("state",))
@@ -86,7 +87,7 @@ def test_a_donated_step_is_replayed(recorded):
 
 
 def test_eager_and_plain_jit_on_cuda():
-    """An eager step, and a compiled step without donation, equal the CPU's step; their arguments do not change."""
+    """An eager step, and a compiled step without donation, equal the step on the CPU. Their arguments do not change."""
     step, batches = make_step(), [make_batch(i) for i in range(3)]
     need = run(step, first_state(step), batches)
     for one in (step, fr.jit(step)):
@@ -97,7 +98,7 @@ def test_eager_and_plain_jit_on_cuda():
 
 
 def test_other_shapes_are_recorded_anew(recorded):
-    """Each batch size has its own program and recordings; a size that returns reuses them."""
+    """Each batch size has its own program and recordings. A batch size that returns reuses its recordings."""
     step, sizes = make_step(), [5, 5, 5, 7, 7, 7, 5, 5, 7, 7]
     batches = [make_batch(i, size) for i, size in enumerate(sizes)]
     need = run(step, first_state(step), batches)
@@ -107,7 +108,7 @@ def test_other_shapes_are_recorded_anew(recorded):
 
 
 def test_a_donated_state_is_gone():
-    """After a recorded call, using the state that it took raises and names the argument; an earlier copy stays
+    """After a recorded call, every use of the donated state raises and names the argument. An earlier copy stays
     valid."""
     step = make_step()
     fast, state = fr.jit(step, donate=("state",)), to_cuda(first_state(step))
@@ -121,7 +122,7 @@ def test_a_donated_state_is_gone():
 
 
 def test_a_holder_of_the_state_keeps_its_values():
-    """A recorded call does not write to memory that another name holds: it warns and takes a copy."""
+    """A recorded call does not write to memory that another name holds. The call warns and takes a copy."""
     step = make_step()
     fast, state = fr.jit(step, donate=("state",)), to_cuda(first_state(step))
     for i in range(3):
@@ -143,8 +144,8 @@ def test_an_interrupted_recording(moment):
 
 
 def test_batches_from_the_host_and_at_any_address(recorded):
-    """Batches in pageable memory, and batches at addresses that are no multiple of 16 bytes, are replayed like
-    others."""
+    """Batches in pageable memory are replayed like other batches. So are batches at addresses that are no multiple of
+    16 bytes."""
     step = make_step()
     batches = [make_batch(i) for i in range(6)]
     shifted = lambda x: torch.cat([x[:1], x])[1:] if x.dim() else x
@@ -156,7 +157,7 @@ def test_batches_from_the_host_and_at_any_address(recorded):
 
 
 def test_other_threads_may_work_while_a_step_is_recorded():
-    """A thread that allocates, pins and copies does not disturb a recording."""
+    """Another thread that allocates, pins and copies does not disturb a recording."""
     step, ends, wrong = make_step(), threading.Event(), []
 
     def work():
@@ -212,7 +213,7 @@ RULES = {
 
 @pytest.mark.parametrize("rule", [*RULES, "mine", "rounded"])
 def test_optimizers_on_cuda(rule):
-    """Every row optimizer, a user's rule and stochastic rounding train on CUDA to the CPU's result."""
+    """Every row optimizer, a user's rule and stochastic rounding train on CUDA to the results of the CPU."""
     if rule == "mine":
         sparse = fr.optim.row_optimizer(
             init=lambda table: {"age": torch.zeros(table.shape[0], device=table.device)},
@@ -228,14 +229,15 @@ def test_optimizers_on_cuda(rule):
     batches = [make_batch(i) for i in range(3)]
     need, _ = run(step, first_state(step), batches)
     got, _ = run(fr.jit(step, donate=("state",)), to_cuda(first_state(step)), map(to_cuda, batches))
-    # the table is bf16: one rounding may differ
+    # the table is bf16, so that one rounding may differ
     rows = {"rtol": 2e-2, "atol": 2e-2}
     assert_trees_close(to_cpu(got.tables["user"]), need.tables["user"], **rows)
     assert_trees_close(to_cpu(got.tables["item"]), need.tables["item"], rtol=1e-3, atol=1e-4)
 
 
 def test_keys_give_the_same_numbers():
-    """Random bits, uniform numbers and fresh tables equal the CPU's bit for bit; normal numbers differ by roundings."""
+    """Random bits, uniform numbers and fresh tables equal those of the CPU bit for bit. Normal numbers differ by
+    roundings."""
     key = fr.key(3)
     assert torch.equal(random.bits(key.cuda(), (1000,)).cpu(), random.bits(key, (1000,)))
     assert torch.equal(random.uniform(key.cuda(), (1000,)).cpu(), random.uniform(key, (1000,)))
@@ -244,7 +246,8 @@ def test_keys_give_the_same_numbers():
 
 
 def test_transforms_on_cuda():
-    """value_and_grad, its vmap over an ensemble, per-example gradients and a Hessian-vector product equal the CPU's."""
+    """Derivatives equal those of the CPU: value_and_grad, vmap of it over an ensemble, per-example gradients, and a
+    Hessian-vector product."""
     configs = TABLES[:1]
     features, draw = FEATURES[:2], torch.Generator().manual_seed(0)
     w, batch = torch.randn(16, generator=draw), make_batch(1)
@@ -272,7 +275,7 @@ def test_transforms_on_cuda():
 
 
 def test_an_ensemble_in_one_recording(recorded):
-    """A donated vmap of a step over states gives each member's own steps."""
+    """A donated vmap of a step over states gives the steps of each member."""
     step = make_step()
     fresh = lambda key: step.init(fr.Params(fr.init(key, TABLES), {"w": random.normal(key, (19, 4))}), key)
     states = torch.func.vmap(fresh)(fr.split(fr.key(0), 3))
@@ -284,7 +287,7 @@ def test_an_ensemble_in_one_recording(recorded):
 
 
 def test_checkpoints_to_and_from_cuda(tmp_path):
-    """A state saved on CUDA loads there or on the CPU bit for bit, and trains on to the same bits."""
+    """A state saved on CUDA loads on CUDA or on the CPU bit for bit, and trains on to the same bits."""
     step = make_step()
     fast = fr.jit(step, donate=("state",))
     state, _ = run(fast, to_cuda(first_state(step)), (to_cuda(make_batch(i)) for i in range(3)))
@@ -301,7 +304,8 @@ def test_checkpoints_to_and_from_cuda(tmp_path):
 
 
 def test_a_loop_on_cuda(tmp_path):
-    """fit on CUDA, with a checkpoint, ends where steps on the CPU do; prefetched batches are the source's."""
+    """fit on CUDA, with a checkpoint, ends with the result of steps on the CPU. Prefetched batches equal those of the
+    source."""
     step = make_step()
     batches = [make_batch(i, least=0, most=9, longest=2) for i in range(4)]
     ahead = list(fr.data.prefetch(batches, device="cuda", pin_memory=True))
@@ -337,7 +341,7 @@ def test_models_on_cuda(name):
 
 
 def test_programs_without_tensors_on_cuda_arguments():
-    """Two functions compile: one makes its tensors on the device, the other takes an argument from the host."""
+    """Two functions compile. One makes its tensors on the device. The other takes an argument from the host."""
     assert torch.equal(fr.jit(lambda: torch.arange(4, device="cuda") * 2)().cpu(), torch.arange(4) * 2)
     doubled = fr.jit(lambda x: x.to("cuda") * 2 + torch.tensor([1.0, 2.0], device="cuda"))
     assert torch.equal(doubled(torch.ones(2)).cpu(), torch.tensor([3.0, 4.0]))

@@ -1,4 +1,4 @@
-"""Compiled programs give eager mode's values and dtypes for the operators that Inductor gets wrong."""
+"""Compiled programs give the values and dtypes of eager mode for the operators that Inductor gets wrong."""
 
 import operator
 import warnings
@@ -13,7 +13,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
 def test_products_of_vectors_and_stacks_keep_their_type(dtype):
-    """A vector times a stack of integer matrices, in either order, has the integers' dtype and values."""
+    """A vector times a stack of integer matrices, in either order, has the dtype and the values of integers."""
     draw = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randint(0, 100, shape, generator=draw).to(dtype)
     v, stack, one, other = make(10), make(2, 3, 10, 4), make(2, 1, 5), make(2, 5, 1)
@@ -34,7 +34,7 @@ def test_products_of_vectors_and_stacks_are_rounded_once(dtype):
 
 
 def test_moments_of_nothing_are_no_numbers():
-    """The mean and the variance of no elements are NaN, computed together or alone."""
+    """The mean and the variance of no elements are NaN, computed together or separately."""
     of = lambda x, dim: [*torch.var_mean(x, dim), *torch.std_mean(x, dim, keepdim=True), x.mean(dim), x.var(dim)]
     f = lambda *xs: [y for x in xs for dim in (None, 0, 1, (0, 1)) for y in of(x, dim)]
     xs = [torch.ones(shape) for shape in ((0, 3), (3, 0), (2, 3))]
@@ -44,8 +44,8 @@ def test_moments_of_nothing_are_no_numbers():
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_floors_of_quotients_are_those_of_eager_mode(dtype):
-    """Floored quotients, truncated quotients, remainders and lerp equal eager mode's; 16-bit results equal 32-bit
-    results, rounded once. The inputs include zeros, division by 0 and quotients that round to a whole number."""
+    """Floored quotients, truncated quotients, remainders and lerp equal those of eager mode. Results in 16 bits equal
+    32-bit results, rounded once. The inputs include zeros, division by 0 and quotients that round to a whole number."""
     draw = torch.Generator().manual_seed(0)
     tenths = lambda: (torch.randint(-40, 40, (3001,), generator=draw) * 0.1).to(dtype)
     x, y = tenths(), tenths()
@@ -70,9 +70,9 @@ def test_quotients_of_integers_by_floats_are_floored():
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_quotients_of_what_is_no_number_are_those_of_eager_mode(dtype):
-    """Floors, truncations and remainders of infinities, NaN, signed zeros and extreme numbers equal eager mode's,
-    for all pairs of these. The signs of zeros match too, empty tensors work, and 16-bit floats are computed in 32
-    bits."""
+    """Floors, truncations and remainders of infinities, NaN, signed zeros and extreme numbers equal those of eager
+    mode, for all pairs of these numbers. The signs of zeros match, and empty tensors succeed. Floats of 16 bits are
+    computed in 32 bits."""
     least, most = torch.finfo(dtype).tiny, torch.finfo(dtype).max
     values = [0.0, 1.0, 3.7, least, most, torch.inf]
     x = torch.tensor([*values, *(-v for v in values), torch.nan], dtype=dtype)
@@ -91,7 +91,7 @@ def test_quotients_of_what_is_no_number_are_those_of_eager_mode(dtype):
 
 
 def test_remainders_of_large_quotients_are_exact():
-    """A remainder is exact where the quotient has more digits than a float32."""
+    """A remainder is exact even where the quotient has more digits than a float32."""
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e9
     assert torch.equal(fr.jit(lambda x: x % 3.7)(x), x % 3.7)
 
@@ -101,7 +101,7 @@ FEW = [torch.int8, torch.uint8, torch.float16, torch.int32, torch.int64, torch.f
 
 @pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "eq", "ne"])
 def test_comparisons_are_compared(name):
-    """Bools from comparisons of different dtypes compare with each other, with Python's bools, and with numbers."""
+    """Bools from comparisons of different dtypes compare with each other, with bools of Python, and with numbers."""
     compare = getattr(operator, name)
     draw = torch.Generator().manual_seed(0)
     values = [torch.randint(0, 3, (2, 37), generator=draw).to(d) for d in FEW[::2]]
@@ -119,8 +119,8 @@ ADDED = [*FEW, torch.bfloat16, torch.bool]
 
 
 def test_sums_with_a_factor_are_promoted_first():
-    """x + alpha · y has eager mode's dtype and bits for all pairs of dtypes. In y's dtype alone, the product would
-    wrap, round or become infinite."""
+    """x + alpha · y has the dtype and the bits of eager mode for all pairs of dtypes. In the dtype of y alone, the
+    product would wrap, round or become infinite."""
     draw = torch.Generator().manual_seed(0)
     values = [torch.randint(0, 120, (2, 37), generator=draw).to(d) for d in ADDED]
     whole = lambda *xs: not any(x.is_floating_point() for x in xs)
@@ -137,8 +137,8 @@ def test_sums_with_a_factor_are_promoted_first():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.int64, torch.int8], ids=str)
 def test_reductions_of_bools_are_those_of_eager_mode(dtype):
-    """Maxima, minima and their positions, sums and products of bool masks equal eager mode's, for masks from any
-    dtype."""
+    """Reductions of bool masks equal those of eager mode, for masks from any dtype: maxima, minima, the positions of
+    both, sums, and products."""
     x = torch.randint(-1, 2, (17, 65), generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def f(x):
@@ -154,8 +154,8 @@ def test_reductions_of_bools_are_those_of_eager_mode(dtype):
 
 
 def test_numbers_to_the_power_of_integers():
-    """Whole numbers and fractions to the power of integers, in any memory layout, have eager mode's dtype and
-    values."""
+    """Whole numbers and fractions to the power of integers, in any memory layout, have the dtype and the values of
+    eager mode."""
     x = torch.randint(0, 5, (32, 17), generator=torch.Generator().manual_seed(0))
     values = [
         y for d in (torch.int8, torch.uint8, torch.int64) for y in (x.to(d), x.to(d).t(), x.to(d)[::2], x.to(d)[0, 0])
@@ -166,8 +166,8 @@ def test_numbers_to_the_power_of_integers():
 
 
 def test_nothing_is_said_of_torchs_own_old_calls(tmp_path, monkeypatch):
-    """The first compilation of a diagonal gives no warning about the deprecated calls that Inductor itself makes."""
-    # an empty cache, so that this call compiles
+    """The first compilation of a diagonal gives no warning about the deprecated calls of Inductor itself."""
+    # the cache is empty, so that this call compiles
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
@@ -176,8 +176,8 @@ def test_nothing_is_said_of_torchs_own_old_calls(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_powers_of_two_are_those_of_eager_mode(dtype):
-    """x · 2^n has eager mode's dtype and bits for an exponent of each dtype. This holds where 2^n alone overflows,
-    where x is subnormal, and for exponents beyond int32."""
+    """x · 2^n has the dtype and the bits of eager mode for an exponent of each dtype. This holds where 2^n alone
+    overflows, where x is subnormal, and for exponents outside int32."""
     least, most = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
     x = torch.tensor([1, -1.1, 3, 0, least, least / 3, -most, torch.inf, torch.nan], dtype=dtype)
     small = torch.tensor([1, 0, 5, 2, 3, -1, -2, 1, 1])
@@ -190,7 +190,7 @@ def test_powers_of_two_are_those_of_eager_mode(dtype):
 
 
 def test_whole_numbers_between_two_are_those_of_eager_mode():
-    """linspace with whole bounds equals eager mode's in every integer dtype, also on processors that fuse product
+    """linspace with whole bounds equals that of eager mode in every integer dtype, even on processors that fuse product
     and sum."""
     bounds = [(-3, 1, 7), (-3, 7, 7), (0, 7, 50), (4, 4, 3), (50, 1, 10), (0, 1, 1), (2, 9, 0)]
     dtypes = (torch.int64, torch.int32, torch.int8)
@@ -204,7 +204,7 @@ def test_whole_numbers_between_two_are_those_of_eager_mode():
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 2)])
 def test_elements_are_taken_by_places_of_any_shape(shape):
-    """torch.take accepts positions of any shape, without a read on the host; a position out of bounds raises."""
+    """torch.take accepts positions of any shape, without a read on the host. A position out of bounds raises."""
     x, places = torch.arange(12.0).reshape(3, 4), torch.full(shape, -2)
     assert torch.equal(fr.jit(torch.take)(x, places), torch.take(x, places))
     if places.numel():

@@ -1,5 +1,6 @@
-"""Compiled code on disk is loaded by any process that stages the same graph, and by no other; damaged code is
-remade."""
+"""Any process that stages the same graph loads the compiled code on disk. Another graph does not load it.
+
+Damaged code is compiled again."""
 
 import os
 import subprocess
@@ -27,14 +28,14 @@ print(out["y"].tolist(), out["s"].tolist(), "torch._inductor.compile_fx" in sys.
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """Make an empty folder for compiled code."""
+    """Return an empty folder for compiled code."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path / "funcrec"
 
 
 @pytest.fixture
 def made(monkeypatch):
-    """List the paths that code was compiled for."""
+    """Return the list of the paths for which code was compiled."""
     found = []
 
     def write_code(graph, arguments, path, real=_inductor.write_code):
@@ -51,8 +52,8 @@ def run(program, place, **more):
 
 
 def test_another_process_loads_what_one_compiled(tmp_path):
-    """Two processes that compile one program at once give the same bits. A third process loads it without Inductor
-    and without a compiler."""
+    """Two processes that compile one program at once give the same bits. A third process loads the code without
+    Inductor and without a compiler."""
     both = [run(STEP, tmp_path) for _ in range(2)]
     first, second = (p.communicate(timeout=200)[0].split("\n")[-2] for p in both)
     later = run(STEP, tmp_path, PATH="").communicate(timeout=100)[0].split("\n")[-2]
@@ -62,9 +63,9 @@ def test_another_process_loads_what_one_compiled(tmp_path):
 
 @pytest.mark.parametrize("harm", ["empty", "cut", "changed", "absent", "a library cut"])
 def test_a_damaged_file_is_made_again(harm, place, made):
-    """Code whose file was cut short, changed or deleted is compiled once more; a function that already loaded it
-    goes on."""
-    # a program without loops is stored as text, others as a library
+    """Code is compiled once more if its file was cut short, changed or deleted. A function that already loaded the code
+    continues."""
+    # a program without loops is stored as text, and any other program as a library
     fn = (lambda x: x.sin()) if "library" in harm else (lambda x: x @ x.T)
     x = torch.arange(6.0).reshape(2, 3)
     first = fr.jit(fn)
@@ -75,7 +76,7 @@ def test_a_damaged_file_is_made_again(harm, place, made):
         path.unlink()
     else:
         damaged = {"empty": b"", "cut": whole[:-10], "changed": whole[:50] + b"!" + whole[51:]}[harm.split()[-1]]
-        # replace the file, so that the memory of the loaded one does not change
+        # a new file replaces the loaded file, so that the memory of the loaded file does not change
         other = path.with_suffix(".other")
         other.write_bytes(damaged)
         other.replace(path)
@@ -85,7 +86,7 @@ def test_a_damaged_file_is_made_again(harm, place, made):
 
 
 def test_a_file_that_cannot_be_loaded_is_made_again(place):
-    """A whole file that this system cannot load is compiled once more; an error from the new file is raised."""
+    """A whole file that this system cannot load is compiled once more. An error of the new file is raised."""
     write = lambda content: lambda path: path.write_bytes(content)
 
     def read(path):
@@ -99,7 +100,7 @@ def test_a_file_that_cannot_be_loaded_is_made_again(place):
 
 
 def test_code_does_not_hold_constants(place, made):
-    """Functions that differ in the values of tensors that they make share code, and keep their values."""
+    """Functions that differ in the values of tensors that they make share code. Each function keeps its values."""
     for a in (2.0, 3.0):
         f = fr.jit(lambda x, a=a: (x @ x.T) @ torch.tensor([a, 1.0]))
         assert f(torch.eye(2)).tolist() == [a, 1.0]
@@ -107,7 +108,7 @@ def test_code_does_not_hold_constants(place, made):
 
 
 def test_caches_that_are_off_keep_nothing(place):
-    """When torch's caches are off, nothing is kept."""
+    """When torch's caches are off, no code is kept."""
     with config.patch(force_disable_caches=True):
         assert fr.jit(lambda x: x @ x)(torch.eye(2)).tolist() == torch.eye(2).tolist()
     assert not place.exists()
@@ -122,7 +123,7 @@ def test_what_is_interrupted_leaves_no_file(place):
 
 @pytest.mark.parametrize("what", ["a file", "a folder of the file's name", "nowhere"])
 def test_where_no_file_can_be_kept_the_error_says_so(what, tmp_path, monkeypatch):
-    """Before compiling, an error reports a folder that cannot be made, or a folder in the file's place."""
+    """An error before the compilation reports a folder that cannot be made, or a file in the folder's place."""
     place = Path("/proc/none") if what == "nowhere" else tmp_path / "cache"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(place))
     if what == "a file":
@@ -165,17 +166,17 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_graph_has_another_name(other):
-    """A graph's name depends on each of its operations, arguments and forms."""
+    """A graph's name depends on each operation, argument and form of the graph."""
     assert name(*BASE) != name(*OTHERS[other])
 
 
 def test_the_same_graph_has_the_same_name():
-    """A graph that is staged twice, with other variable names and other values, has one name."""
+    """A graph that is staged twice, with other variable names and other values, has the same name both times."""
     assert name(*BASE) == name(lambda left, right: (left + 2 * right).sum(0), torch.zeros(4, 3), torch.zeros(4, 3))
 
 
 def surrounded(change):
-    """Return the graph's name after `change(patch)`."""
+    """Return the name of the graph after `change(patch)`."""
     with pytest.MonkeyPatch.context() as patch:
         _digest.system.cache_clear()
         change(patch)
@@ -207,7 +208,7 @@ def test_other_surroundings_have_another_name(what):
 
 
 def test_options_are_part_of_the_name():
-    """A graph's name depends on Inductor's options, those passed here and those in its config."""
+    """A graph's name depends on Inductor's options, both the passed options and those in Inductor's config."""
     names = [name(*BASE), name(*BASE, options=_inductor.OPTIONS | {"realize_opcount_threshold": 30})]
     with config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
         names.append(name(*BASE))
@@ -215,8 +216,8 @@ def test_options_are_part_of_the_name():
 
 
 def test_what_has_no_name_is_not_kept(place, made):
-    """Code has no name if it uses a foreign operator, a user's pass or another device. Such code is compiled in each
-    process."""
+    """Code has no name if the graph uses a foreign operator, a user's pass or another device. Such code is compiled in
+    each process."""
     with torch.library._scoped_library("somebody", "FRAGMENT") as library:
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")
@@ -228,7 +229,7 @@ def test_what_has_no_name_is_not_kept(place, made):
 
 
 def test_instructions_are_what_inductor_would_find():
-    """funcrec tells Inductor the same instruction sets that Inductor would find by building a test program."""
+    """funcrec gives Inductor the instruction sets that Inductor would find by a test program."""
     isa = cpu_vec_isa.pick_vec_isa()
     assert _inductor.runs(isa, isa._avx_code) and isa.check_build(isa._avx_code)
     unknown = SimpleNamespace(build_arch_flags=lambda: "-mno-such-thing", bit_width=isa.bit_width)

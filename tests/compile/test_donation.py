@@ -1,5 +1,6 @@
-"""After any interrupt, the arguments of a donated call are whole or gone; no other holder of the memory sees its
-writes."""
+"""After any interrupt, the arguments of a donated call are whole or gone.
+
+No other holder of the memory sees the call's writes."""
 
 import copy
 import pickle
@@ -17,7 +18,7 @@ ONE = torch.tensor([1])
 
 
 def put(s):
-    """Add one to row 1 of w, in place; t is new."""
+    """Return the state with row 1 of w increased by one, in place. t is new."""
     return {"w": s["w"].index_put((ONE,), s["w"][1:2] + 1), "t": s["t"] + 1}
 
 
@@ -84,7 +85,7 @@ def test_what_others_hold_keeps_its_values(step, hold, fresh):
 
 
 def test_a_moving_average_that_begins_with_detach(step):
-    """A moving average of donated states, begun with detach, equals the average of undonated steps."""
+    """A moving average of donated states that starts with detach equals the average of undonated steps."""
     given, pure = state(), state()
     mean, need = given["w"].detach(), pure["w"].detach()
     with pytest.warns(UserWarning, match="held elsewhere"):
@@ -117,8 +118,8 @@ def dlpack_table(tmp_path):
 
 @pytest.mark.parametrize("make", [numpy_table, file_table, frombuffer_table, dlpack_table])
 def test_memory_of_others_is_never_written(step, make, tmp_path):
-    """A table in the memory of an array, a file or a buffer is copied at its first donated call. From then on it
-    stays in place."""
+    """A table in the memory of an array, a file or a buffer is copied at its first donated call. The copy stays in
+    place in later calls."""
     table, array = make(tmp_path)
     given = step({"w": table, "t": torch.zeros(2)})
     at = given["w"].data_ptr()
@@ -159,8 +160,8 @@ def test_what_nobody_holds_is_written_in_place(step, no_warning, make):
 
 
 def test_parts_of_one_memory_are_written_in_place(interpreted, no_warning):
-    """Leaves that are parts of one tensor stay in place when nobody else holds that tensor. While somebody holds it,
-    they are copied."""
+    """Leaves that are parts of one tensor stay in place when nothing else holds that tensor. They are copied while
+    something else holds it."""
     fn = lambda s: [x.index_put((ONE,), x[1:2] + 1) for x in s]
     step, given = fr.jit(fn, donate=("s",)), list(torch.zeros(3, 4).unbind(0))
     at = [x.data_ptr() for x in given]
@@ -231,7 +232,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_every_use_of_what_is_gone_raises(step, use):
-    """Every use of a donated tensor raises DonatedError, whether its memory lives on in the result or not."""
+    """Every use of a donated tensor raises DonatedError, whether or not the tensor's memory remains in the result."""
     given = state()
     step(given)
     for x in given.values():
@@ -240,7 +241,7 @@ def test_every_use_of_what_is_gone_raises(step, use):
 
 
 def test_torch_tensor_of_what_is_gone(step):
-    """torch.tensor and grad, which skip all checks, find no memory in a donated tensor."""
+    """torch.tensor and grad skip all checks. They find no memory in a donated tensor."""
     given = state()
     out = step(given)
     for use in (torch.tensor, lambda x: torch.tensor(x, dtype=torch.float32), torch.func.grad(torch.sum)):
@@ -250,7 +251,7 @@ def test_torch_tensor_of_what_is_gone(step):
 
 
 def test_what_is_gone_has_a_repr(step):
-    """A donated tensor can be printed in a message."""
+    """A donated tensor has a repr for messages."""
     given = state()
     step(given)
     assert repr(given) == "{'w': <donated tensor>, 't': <donated tensor>}"
@@ -295,7 +296,7 @@ BAD = {
 
 @pytest.mark.parametrize("call, kind, fragment", BAD.values(), ids=BAD)
 def test_bad_input(call, kind, fragment):
-    """Each fault is reported before any work."""
+    """Each invalid argument raises before any work."""
     with pytest.raises(kind, match=fragment):
         call()
 
@@ -339,7 +340,7 @@ def test_empty_leaves(interpreted, no_warning):
 
 
 def test_a_leaf_under_two_names(interpreted, no_warning):
-    """A donated leaf that is returned twice becomes two tensors: a write to one does not change the other."""
+    """A donated leaf that is returned twice becomes two tensors. A write to one tensor does not change the other."""
     fn = lambda s: {"w": (p := s["w"].index_put((ONE,), s["w"][1:2] + 1)), "t": p}
     step, given, need = fr.jit(fn, donate=("s",)), {"w": torch.arange(4.0), "t": torch.zeros(4)}, None
     need = {"w": torch.arange(4.0), "t": torch.zeros(4)}
@@ -349,7 +350,7 @@ def test_a_leaf_under_two_names(interpreted, no_warning):
 
 
 def test_donation_inside_transforms_takes_nothing(interpreted):
-    """Under vmap, grad, jvp and another jit, a donating function runs as the plain function, and its argument stays
+    """Under vmap, grad, jvp and another jit, a donating function runs as the plain function. Its argument stays
     valid."""
     step = fr.jit(lambda s: s * s, donate=("s",))
     x = torch.arange(3.0)

@@ -1,4 +1,4 @@
-"""After an interrupted first call, a process can make the next: torch's imports and its set-up are not cut in half."""
+"""After an interrupted first call, a process can make another call: no import and no set-up of torch is cut in half."""
 
 import json
 import os
@@ -39,5 +39,5 @@ def test_a_call_behind_an_interrupted_one_is_as_the_first(run, call, number):
 
 @pytest.mark.parametrize("call", ["jit", "export"])
 def test_the_main_thread_imports_nothing_of_torch(run, call):
-    """The main thread, where a handler could cut an import in half, imports nothing of torch."""
+    """The main thread imports nothing of torch, because a handler could cut an import there in half."""
     assert run(call, 1, "main") == {"sent": "", "said": "", "then": WANT[call]()}

@@ -1,4 +1,4 @@
-"""jit's quick path, for a state that the last call returned, finds what a full check of the leaves would find."""
+"""The quick path of jit, for a state that the last call returned, gives the answers of a full check of the leaves."""
 
 import functools
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Count the calls that checked every leaf."""
+    """Return a list with an item for each call that checked every leaf."""
     made, admit = [], fr.compile._compiled.Compiled.admit
     monkeypatch.setattr(
         "funcrec.compile._compiled.Compiled.admit", lambda self, leaves: (made.append(1), admit(self, leaves))[1]
@@ -28,7 +28,8 @@ def looks(monkeypatch):
 
 
 def fn(state, x, scale=1):
-    """Write a row of a table, which stays in place, and return a dense leaf, which is new in every call."""
+    """Return a state with a written row of a table, which stays in place, and a dense leaf, which is new in every
+    call."""
     row = x.reshape(-1)[:1].expand(1, 2).to(state["table"].dtype)
     return {
         "table": state["table"].index_put((torch.tensor([1]),), row),
@@ -41,7 +42,7 @@ def start():
 
 
 def warm(donate=("state",), calls=3, **given):
-    """Return a jitted function on its quick path, and the state that it returned."""
+    """Return a jitted function on its quick path, and the state from its last call."""
     step, state = fr.jit(given.pop("fn", fn), donate=donate), start()
     for _ in range(calls):
         state, _ = step(state, torch.ones(4))
@@ -49,8 +50,8 @@ def warm(donate=("state",), calls=3, **given):
 
 
 def test_a_returned_state_is_looked_at_once(looks):
-    """From the third call on, a returned state and a batch of known form are not checked again; values equal eager
-    mode's."""
+    """From the third call on, a returned state and a batch of known form are not checked again. The values equal those
+    of eager mode."""
     step, state, need = fr.jit(fn, donate=("state",)), start(), start()
     for i in range(6):
         x = torch.arange(4.0) + i
@@ -74,8 +75,8 @@ SHARED = {
 @pytest.mark.parametrize("calls", [1, 2, 5])
 @pytest.mark.parametrize("name", SHARED)
 def test_memory_given_twice_is_found(name, calls):
-    """A batch tensor in the memory of the donated state raises on the quick path as in the first call. The state
-    stays valid."""
+    """A batch tensor in the memory of the donated state raises on the quick path, as it does in the first call. The
+    state stays valid."""
     step, state = warm(calls=calls)
     before = copied(state)
     for given in (state, copied(state)):
@@ -86,7 +87,7 @@ def test_memory_given_twice_is_found(name, calls):
 
 
 def test_memory_beside_the_state_is_not_shared():
-    """Batch tensors right before and right after a state's leaf in one buffer are accepted."""
+    """A call accepts batch tensors right before and right after a state's leaf in one buffer."""
     buffer = torch.arange(16.0)
     step, state = fr.jit(fn, donate=("state",)), {"table": buffer[4:12].view(4, 2), "dense": torch.zeros(4)}
     for i in range(6):
@@ -96,7 +97,7 @@ def test_memory_beside_the_state_is_not_shared():
 
 
 def test_numpy_batches_are_read_anew():
-    """A batch in numpy's memory is read again in each call."""
+    """Each call reads again a batch in the memory of numpy."""
     step, state = warm()
     array, dense = np.zeros(4, dtype=np.float32), state["dense"].clone()
     for i in range(3):
@@ -106,7 +107,7 @@ def test_numpy_batches_are_read_anew():
 
 
 def test_donated_values_in_the_batch_raise():
-    """A donated leaf in the batch, or the state of an earlier call, raises DonatedError; the call takes nothing."""
+    """A donated leaf in the batch, or the state of an earlier call, raises DonatedError. The call takes nothing."""
     step, old = warm()
     state, _ = step(old, torch.ones(4))
     for given, x in ((state, old["dense"]), (old, torch.ones(4)), ({**state, "dense": old["dense"]}, torch.ones(4))):
@@ -127,7 +128,7 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_another_form_of_batch_compiles_anew(name):
-    """A batch of another form is compiled for that form; both forms stay known."""
+    """A batch of another form is compiled for that form. Both forms stay known."""
     step, state = warm()
     need = copied(state)
     for x in (FORMS[name], torch.ones(4), FORMS[name]):
@@ -139,7 +140,7 @@ def test_another_form_of_batch_compiles_anew(name):
 
 @pytest.mark.parametrize("one, other", [(1, 2), (0.0, -0.0), (1, 1.0), (True, 1), (float("nan"), 0.5)])
 def test_another_static_value_compiles_anew(one, other):
-    """A Python number is part of the compilation: 0.0 and -0.0 differ, and so do 1, 1.0 and True."""
+    """A Python number is part of the compilation. 0.0 and -0.0 differ, and so do 1, 1.0 and True."""
     sign = lambda state, x, scale: (
         {"v": state["v"] + x},
         x * 0 + torch.copysign(torch.ones(2), torch.tensor(float(scale))) * scale,
@@ -155,7 +156,7 @@ def test_another_static_value_compiles_anew(one, other):
 
 
 def test_two_states_take_turns():
-    """Two states of one form share the compilation, in any order of calls; each keeps its memory."""
+    """Two states of one form share the compilation, in any order of calls. Each state keeps its memory."""
     step, states, needs = fr.jit(fn, donate=("state",)), [start(), start()], [start(), start()]
     where = [s["table"].data_ptr() for s in states]
     for i, k in enumerate([0, 1, 0, 1, 1, 1, 0, 0, 0, 1]):
@@ -167,8 +168,8 @@ def test_two_states_take_turns():
 
 
 def test_mixed_states_are_looked_at():
-    """A state with one exchanged leaf is another state: the call reads and takes the new leaf, and keeps the old
-    one."""
+    """A state with one exchanged leaf is another state. The call reads and takes the new leaf. The old leaf stays
+    valid."""
     step, state = warm()
     fresh, kept = torch.full((4,), 100.0), state["dense"]
     state, _ = step({**state, "dense": fresh}, torch.ones(4))
@@ -179,7 +180,7 @@ def test_mixed_states_are_looked_at():
 
 
 def test_leaves_in_each_others_place():
-    """When a state's leaves change places between calls, the step uses each leaf in its new place."""
+    """When a state's leaves change places between calls, the step uses each leaf in the leaf's new place."""
     exchange = lambda state, x: ({"a": state["a"] + x, "b": state["b"].index_put((torch.tensor([0]),), x[:1])}, None)
     step = fr.jit(exchange, donate=("state",))
     state, need = {"a": torch.zeros(2), "b": torch.ones(2)}, {"a": torch.zeros(2), "b": torch.ones(2)}
@@ -191,8 +192,8 @@ def test_leaves_in_each_others_place():
 
 
 def test_the_surroundings_are_honoured():
-    """Between two calls, another number of threads or another kernel implementation causes a compilation. Changing
-    back causes none."""
+    """Between two calls, another number of threads or another kernel implementation causes a compilation. A change back
+    causes no compilation."""
     seen = []
 
     def looked_up(state, rows):
@@ -214,7 +215,7 @@ def test_the_surroundings_are_honoured():
 
 
 def test_checked_and_transformed_calls_leave_the_quick_path():
-    """On the quick path, too, `checked` and torch.func run the plain function and take no state."""
+    """`checked` and torch.func run the plain function on the quick path as elsewhere. They take no state."""
     step, state = warm()
     before = copied(state)
     got = fr.checked(step)(state, torch.ones(4))

@@ -1,5 +1,6 @@
-"""Fused updates in compiled functions give eager mode's values, whatever is donated and whatever else reads the
-tables."""
+"""Fused updates in compiled functions give the values of eager mode.
+
+This holds for any donated arguments and for any other reads of the tables."""
 
 import dataclasses
 import functools
@@ -28,7 +29,7 @@ copied = functools.partial(map_tensors, torch.clone)
 
 
 def make_batch(seed: int) -> fr.KeyedJaggedTensor:
-    """Three bags of four features, with 14 ids in a buffer of 16; some ids are outside their table."""
+    """Return three bags of four features, with 14 ids in a buffer of 16. Some ids are outside their table."""
     draw = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 7, (14,), generator=draw)
     lengths = torch.tensor([3, 0, 2, 1, 2, 0, 1, 1, 1, 0, 2, 1])
@@ -37,8 +38,8 @@ def make_batch(seed: int) -> fr.KeyedJaggedTensor:
 
 
 def loss_fn(params, ids):
-    """Two lookups of one table and a sequence, with learned weights. Each cotangent is a product, so the order of
-    sums does not matter."""
+    """Return a loss of two lookups of one table and a sequence, with learned weights. Each cotangent is a product, so
+    that the order of sums does not matter."""
     ids = dataclasses.replace(ids, weights=params.dense["weights"])
     acts = fr.lookup(params.tables, ids, FEATURES)
     again = fr.lookup(params.tables, ids, FEATURES[1:2]).values
@@ -47,7 +48,7 @@ def loss_fn(params, ids):
 
 
 def own_rule(row, grad, slots, hyper):
-    """A user's rule with slots of three shapes."""
+    """Return the row and slots of a user's rule with slots of three shapes."""
     total = slots["sum"] + (grad * grad)[0]
     mean = 0.5 * slots["mean"] + grad
     last = torch.stack([slots["last"][1], slots["last"][2], hyper.step * hyper.repeats])
@@ -86,7 +87,7 @@ def first_state(name: str) -> fr.TrainState:
 
 @functools.cache
 def run_steps(name: str, kind: str, implementation: str, is_compiled: bool = True):
-    """Return [(state, metrics)] of each call, and the tables' addresses. Without `is_compiled` the staged graph is
+    """Return ([(state, metrics)] of each call, the tables' addresses). Without `is_compiled` the staged graph is
     interpreted."""
     step = {
         "eager": STEPS[name],
@@ -110,8 +111,8 @@ STAGED = [*((n, "cpp") for n in STEPS), *((n, "reference") for n in BY_REFERENCE
 
 @pytest.mark.parametrize("name, implementation", STAGED, ids=map("-".join, STAGED))
 def test_staged_steps_are_eager_ones(name, implementation):
-    """The staged graph, donated or not, gives the bits of the eager step's states and metrics after each of three
-    calls."""
+    """The staged graph, donated or not, gives the states and metrics of the eager step, bit for bit, after each of
+    three calls."""
     eager = run_steps(name, "eager", implementation)[0]
     assert_trees_close(run_steps(name, "undonated", implementation, False)[0], eager)
     assert_trees_close(run_steps(name, "donated", implementation, False)[0], eager)
@@ -122,12 +123,12 @@ COMPILED = [*((n, "cpp") for n in STEPS if n not in ("freeze", "by_table")), ("s
 
 @pytest.mark.parametrize("name, implementation", COMPILED, ids=map("-".join, COMPILED))
 def test_compiled_steps_are_eager_ones(name, implementation):
-    """Compiled and donated steps give the eager step's bits; a norm may round in another order."""
+    """Compiled and donated steps give the bits of the eager step. A norm may round in another order."""
     compiled, eager = (run_steps(name, kind, implementation)[0] for kind in ("donated", "eager"))
     rtol = ROUNDS.get(name, 0)
     for (state, metrics), (need, values) in zip(compiled, eager, strict=True):
         assert_trees_close(metrics, values, rtol=1e-6)
-        if rtol:  # a 16-bit row may round to its neighbour
+        if rtol:  # a 16-bit row may round to the next number
             assert_trees_close(state.tables["user"], need.tables["user"], rtol=2**-7)
             state, need = without_user(state), without_user(need)
         assert_trees_close(state, need, rtol=rtol, atol=rtol)
@@ -135,7 +136,8 @@ def test_compiled_steps_are_eager_ones(name, implementation):
 
 @by_name(["adam", "own rule"])
 def test_compiled_donation_changes_no_bit(name):
-    """A compiled step gives the same bits, donated or not. Undonated, it changes neither the state nor the batch."""
+    """A compiled step gives the same bits, donated or not. An undonated step changes neither the state nor the
+    batch."""
     compiled = fr.jit(STEPS[name].update)
     state, ids = first_state(name), make_batch(0)
     for i, (need, metrics) in enumerate(run_steps(name, "donated", "cpp")[0]):
@@ -152,7 +154,7 @@ def without_user(state):
 
 @by_name(STEPS)
 def test_steps_do_something(name):
-    """Each optimizer moves each table that is not frozen, so that the laws here test something."""
+    """Each optimizer moves each table that is not frozen. The laws here therefore test an update."""
     (state, _), tables = run_steps(name, "eager", "cpp")[0][-1], first_state(name).tables
     moved = {n for n in tables if not torch.equal(tables[n], state.tables[n])}
     assert moved == set(tables) - ({"user"} if name == "freeze" else set())
@@ -161,7 +163,7 @@ def test_steps_do_something(name):
 @pytest.mark.parametrize("implementation", ["cpp", "reference"])
 @by_name(STEPS)
 def test_donated_tables_stay_where_they_are(name, implementation):
-    """Donated steps copy no table: each table keeps its address."""
+    """Donated steps copy no table. Each table keeps its address."""
     places = run_steps(name, "donated", implementation, False)[1]
     assert all(p == places[0] for p in places)
 
@@ -170,7 +172,7 @@ def test_donated_tables_stay_where_they_are(name, implementation):
 
 
 def gradients(tables, d):
-    """Make gradients for all tables, with repeated rows and rows outside."""
+    """Return gradients for all tables, with repeated rows and rows outside."""
     rows = torch.tensor([1, 4, 1, -1, 3, 99])
     return {
         n: fr.RowGrads.from_entries(rows, d[:, : t.shape[1]].to(t.dtype), num_embeddings=t.shape[0])
@@ -187,7 +189,7 @@ def updated(tables, slots, d):
 
 
 def read(outputs):
-    """Make a program: an update, then `outputs` of (new tables, new slots, old tables, old slots)."""
+    """Return a program: an update, then `outputs` of (new tables, new slots, old tables, old slots)."""
     return lambda tables, slots, d: outputs(*updated(tables, slots, d), tables, slots)
 
 
@@ -205,14 +207,14 @@ READERS = {
 
 
 def in_sequence(tables, slots, d):
-    """Apply two optimizers, one after the other, to the same tables."""
+    """Return the results of two optimizers, one after the other, on the same tables."""
     new, own = updated(tables, slots, d)
     new, _ = OTHER.update(gradients(tables, d + 1), bare(new), new, 0)
     return new, own, None
 
 
 def between(tables, slots, d):
-    """The second update's gradient is made of rows that the first update wrote."""
+    """Return the results of two updates. The gradient of the second update has rows that the first update wrote."""
     new, own = updated(tables, slots, d)
     rows = torch.tensor([1, 3])
     seen = {n: fr.RowGrads.from_entries(rows, t[rows], num_embeddings=t.shape[0]) for n, t in new.items()}
@@ -220,7 +222,7 @@ def between(tables, slots, d):
 
 
 def own_rows(tables, slots, d):
-    """Each table's gradient is made of its own rows and of another table's rows."""
+    """Return the results of an update. The gradient of each table has rows of that table and of another table."""
     rows = torch.tensor([0, 2, 2])
     width = lambda t, n: torch.nn.functional.pad(t[1:4], (0, 4))[:, :n].double()
     mixed = {n: t[rows].double() + width(tables["page"], t.shape[1]) for n, t in tables.items()}
@@ -230,14 +232,14 @@ def own_rows(tables, slots, d):
 
 
 def two_updates_of_one(tables, slots, d):
-    """Two updates begin at the same tables."""
+    """Return the results of two updates of the same tables."""
     new, own = updated(tables, slots, d)
     other, _ = OTHER.update(gradients(tables, d), bare(tables), tables, 0)
     return new, own, other
 
 
 def swapped(tables, slots, d):
-    """Two tables of one form swap places after an update, and so do their slots."""
+    """Return the results of an update after which two tables of one form swap places. Their slots do, too."""
     tables = {**tables, "twin": tables["item"] * 2}
     more = {**slots, "twin": {"sum": slots["item"]["sum"] + 1}}
     new, own = OPT.update(gradients(tables, d), more, tables, 0)
@@ -246,7 +248,7 @@ def swapped(tables, slots, d):
 
 
 def after_a_write(tables, slots, d):
-    """Write rows before and after the update."""
+    """Return the results of an update with written rows before and after it."""
     at = (torch.tensor([1, 2]),)
     written = {n: t.index_put(at, d[:2, : t.shape[1]].to(t.dtype)) for n, t in tables.items()}
     new, own = OPT.update(gradients(tables, d), slots, written, 0)
@@ -255,7 +257,7 @@ def after_a_write(tables, slots, d):
 
 BUILT = (in_sequence, between, own_rows, two_updates_of_one, swapped, after_a_write)
 PROGRAMS = {n: read(outputs) for n, outputs in READERS.items()} | {f.__name__: f for f in BUILT}
-# in these programs nothing else reads the new tables
+# in these programs only the outputs read the new tables
 IN_PLACE = ("rows of the old tables", "in_sequence", "own_rows")
 
 
@@ -266,7 +268,7 @@ def all_programs(tables, slots, d):
 
 @functools.cache
 def program_runs(donate: tuple[str, ...] | None, is_compiled: bool = True):
-    """Return [(tables, slots, extra)] of three calls, and the tables' addresses."""
+    """Return ([(tables, slots, extra)] of three calls, the tables' addresses)."""
     with pytest.MonkeyPatch.context() as patch:
         if not is_compiled:
             patch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph)
@@ -292,19 +294,19 @@ def run_programs(donate):
 @by_name(PROGRAMS)
 @pytest.mark.parametrize("donate", [(), ("tables",), ("slots",), ("tables", "slots")], ids=" ".join)
 def test_programs_around_updates(donate, name):
-    """Whichever tables a program reads, old or new, and whatever is donated, the values equal eager mode's.
+    """The values equal those of eager mode, whichever tables a program reads, old or new, and whatever is donated.
     Arguments that are not donated keep every bit."""
     assert_trees_close(calls_of(name, program_runs(donate, False)), calls_of(name, program_runs(None)))
 
 
 @by_name(PROGRAMS)
 def test_compiled_programs_around_updates(name):
-    """The same programs in compiled code give eager mode's values."""
+    """The programs of the law above give the values of eager mode in compiled code."""
     assert_trees_close(calls_of(name, program_runs(("tables", "slots"))), calls_of(name, program_runs(None)))
 
 
 def test_rows_of_a_table_are_added_to_itself():
-    """A compiled index_put may add a table's own rows to the table."""
+    """A compiled index_put may add the rows of a table to the same table."""
     at = (torch.tensor([1, 2]),)
     fn = lambda x: (p := x.sort(0)[0]).index_put(at, p[:2], accumulate=True)
     x = torch.arange(8.0).reshape(4, 2)

@@ -1,4 +1,4 @@
-"""Generated programs of updates, writes, reads and swaps give the plain program's values, compiled and donated."""
+"""Generated programs of updates, writes, reads and swaps give the values of the plain program, compiled and donated."""
 
 import functools
 
@@ -36,7 +36,7 @@ def start():
 
 
 def run_program(program, state, x):
-    """Run the operations in order; return the state and the values that were read."""
+    """Return (the state, the values that were read) after the operations in order."""
     old, now, seen = state, dict(state), []
     for kind, first, *rest in program:
         if kind == "update":
@@ -46,7 +46,7 @@ def run_program(program, state, x):
             slots = {first: {k: now[k] for k in SLOTS[rule]}}
             tables, slots = RULES[rule].update({first: g}, slots, {first: now[first]}, 0)
             now |= {**tables, **slots[first]}
-        # one update of two tables, or of one
+        # one update of two tables, or of one table
         elif kind == "pair":
             g = fr.RowGrads.from_entries(torch.tensor([2, 2]), now[first][:2] - x, num_embeddings=4)
             pair = {n: now[n] for n in (first, rest[0])}
@@ -77,19 +77,18 @@ def same_as_eager(fn, compiled, state):
 @settings(max_examples=50)
 @given(program=programs)
 def test_generated_programs(program):
-    """jit(program, donate) equals the program over three calls, with its plan of writes and an interpreted graph."""
+    """jit(program, donate) equals the program over three calls, with the plan of writes and an interpreted graph."""
     fn = functools.partial(run_program, program)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph)
         same_as_eager(fn, fr.jit(fn, donate=("state",)), start())
 
 
-# without the shrink phase, which would compile for minutes
+# the shrink phase is left out, because it would compile for minutes
 @settings(max_examples=2, phases=[Phase.generate])
 @given(many=st.lists(programs, min_size=8, max_size=8))
 def test_generated_programs_compiled(many):
-    """Eight compiled programs side by side in one function, each with its own state, give the plain programs'
-    values."""
+    """Eight compiled programs in one function, each with its own state, give the values of the plain programs."""
 
     def fn(state, x):
         made = [run_program(p, s, x) for p, s in zip(many, state, strict=True)]

@@ -1,4 +1,4 @@
-"""Donated calls that are interrupted, that fail, or that run in several threads leave their arguments whole or gone."""
+"""Donated calls leave their arguments whole or gone if they are interrupted, fail, or run in several threads."""
 
 import ctypes
 import threading
@@ -18,7 +18,7 @@ from funcrec.testing import assert_trees_close
 
 
 def put(s):
-    """Add one to row 1 of w, in place; t is new."""
+    """Return the state with row 1 of w increased by one, in place. t is new."""
     return {"w": s["w"].index_put((torch.tensor([1]),), s["w"][1:2] + 1), "t": s["t"] + 1}
 
 
@@ -32,8 +32,8 @@ def trial():
 
 
 def test_interrupted_at_random_moments(trial):
-    """After a signal at any moment of a donated step, the state is whole or gone. Every switch is as it was, and the
-    next call is right."""
+    """After a signal at any moment of a donated step, the state is whole or gone. Every switch has its earlier value,
+    and the next call is right."""
     ends = interrupts.at_random(trial, 150)
     assert ends["whole"] + ends["gone"] > 30 and sum(ends.values()) == 150
 
@@ -41,22 +41,23 @@ def test_interrupted_at_random_moments(trial):
 @pytest.mark.parametrize("follows", [True, False])
 @pytest.mark.parametrize("moment", [AtEvent, AtOperation])
 def test_interrupted_at_every_moment(trial, moment, follows):
-    """The same holds for an exception at every point where CPython may see a signal (here at every third point)."""
+    """After an exception where CPython may see a signal, the state is whole or gone (the test tries every third
+    point)."""
     ends = interrupts.at_every(trial, moment, follows, step=3)
     assert ends["whole"] > 100 and ends["gone"] > 20
 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_interrupted_in_an_audit_hook(trial, times):
-    """The same holds for an exception in an audit hook, which CPython calls inside C code for each class that is
-    changed."""
+    """After an exception in an audit hook, the state is whole or gone. CPython calls the hook inside C code for each
+    changed class."""
     count = len(tree_leaves(first_state()))
     assert {trial.run(AtAudit(n, times)) for n in range(count)} == {"gone"}
     assert trial.run(AtAudit(4 * count)) == "finished"
 
 
 def test_interrupted_from_another_thread(trial):
-    """The same holds for an exception that another thread sets."""
+    """After an exception that another thread sets, the state is whole or gone."""
 
     class Asynchronous:
         def __init__(self, after_s):
@@ -70,7 +71,7 @@ def test_interrupted_from_another_thread(trial):
         def __exit__(self, *_):
             self.timer.join()
             for _ in range(100):
-                # a late exception arrives here
+                # the exception may arrive here
                 time.sleep(0)
 
     ends = [trial.run(Asynchronous(1.5 * trial.lasts_s * i / 40)) for i in range(40)]
@@ -78,7 +79,7 @@ def test_interrupted_from_another_thread(trial):
 
 
 def test_a_kernel_that_fails(trial, monkeypatch):
-    """When a kernel runs out of memory, the state is whole before the writes and gone during them; the error says
+    """When a kernel runs out of memory, the state is whole before the writes and gone during the writes. The error says
     which."""
     run, ends = _native._entry, []
     for k in range(20):
@@ -103,7 +104,7 @@ def test_a_kernel_that_fails(trial, monkeypatch):
 
 
 def test_a_write_that_fails(interpreted):
-    """When a row is outside its leaf, the state is gone, not torn, and the error says so."""
+    """When a row is outside its leaf, the state is gone, not torn. The error says so."""
     at = torch.tensor([1, 9])
     fn = lambda s, at: {"w": s["w"].index_put((at,), s["t"]), "t": s["t"] + 1}
     step, given = fr.jit(fn, donate=("s",)), state()
@@ -131,7 +132,8 @@ SWITCHED = {"checked": fr.checked(lambda: torch.ones(2).sum()), "using": in_usin
 @pytest.mark.parametrize("moment", [AtEvent, AtOperation])
 @pytest.mark.parametrize("call", SWITCHED.values(), ids=SWITCHED)
 def test_switches_of_the_package(call, moment):
-    """Wherever a call that sets a switch is interrupted, the switch is restored once the exception is handled."""
+    """Wherever a call that sets a switch is interrupted, the switch has its earlier value after the exception is
+    handled."""
     before, count = interrupts.switches(), 0
     while True:
         now = moment(count)
@@ -150,11 +152,11 @@ def test_switches_of_the_package(call, moment):
 # -- threads -----------------------------------------------------------------------------------------------------
 
 
-# one thread's operation holds what another thread takes
+# the operation of one thread holds the state that another thread takes
 @pytest.mark.filterwarnings("ignore:funcrec.jit")
 def test_two_threads_with_one_state(interpreted):
-    """When several threads pass one state to a call, one takes it, and the others get DonatedError. The state is
-    written once."""
+    """When several threads pass one state to a call, one thread takes the state. All other threads get DonatedError.
+    The state is written once."""
     step, rounds = fr.jit(put, donate=("s",)), 50
     step(state())
     for _ in range(rounds):
@@ -178,7 +180,7 @@ def test_two_threads_with_one_state(interpreted):
 
 
 def test_threads_with_a_state_each(interpreted):
-    """Several threads use one jitted function, each with its own state."""
+    """Several threads use one jitted function, each thread with its own state."""
     step, results = fr.jit(put, donate=("s",)), {}
     step(state())
 

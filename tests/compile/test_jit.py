@@ -1,4 +1,4 @@
-"""jit gives the same values, recompiles nothing, reuses donated memory and never reads it again."""
+"""jit gives the values of the plain function, compiles once, reuses donated memory and never reads it again."""
 
 import copy
 import dataclasses
@@ -84,7 +84,7 @@ def test_donated_equals_undonated_equals_eager(fn):
 
 
 def test_leaves_that_change_places_are_updated_in_place():
-    """An updated leaf takes the memory of the old one, whatever the order of arguments and outputs."""
+    """An updated leaf takes the memory of the old leaf, whatever the order of arguments and outputs."""
     fn = lambda a, b: (b.index_put((ONE,), a[:1] + 1), a.index_put((ONE,), b[:1] + 2))
     a, b = torch.arange(4.0), torch.arange(4.0) * 10
     at, expected = (b.data_ptr(), a.data_ptr()), fn(a.clone(), b.clone())
@@ -94,8 +94,8 @@ def test_leaves_that_change_places_are_updated_in_place():
 
 
 def test_what_a_donated_call_returns_shares_nothing():
-    """A batch that becomes state, and outputs that view each other, are copied. So the next call takes no memory
-    that others hold."""
+    """A batch that becomes state is copied, and so are outputs that view each other. The next call therefore takes no
+    memory that others hold."""
     step = fr.jit(lambda s, x: ({"w": x, "t": s["w"] + 1}, s["w"].view(2, 2)), donate=("s",))
     batch = torch.ones(4)
     given, aux = step(state(), batch)
@@ -106,7 +106,7 @@ def test_what_a_donated_call_returns_shares_nothing():
 
 
 def test_constants_are_never_donated():
-    """A tensor that the function closes over and returns is copied; later calls write to the copy."""
+    """A tensor that the function closes over and returns is copied. Later calls write to the copy."""
     constant = torch.ones(4)
     fn = lambda s: {"w": constant, "t": s["w"].index_put((ONE,), s["t"][:1] + 7)}
     step, given, expected = fr.jit(fn, donate=("s",)), state(), state()
@@ -124,15 +124,15 @@ def test_casts_round_as_in_eager_mode():
 
 
 def test_an_error_of_compiled_code_is_its_own():
-    """An error in compiled code is raised as it is, and is not its own cause."""
+    """An error in compiled code is raised unchanged, and does not have itself as its cause."""
     with pytest.raises(IndexError, match="out of bounds") as raised:
         fr.jit(lambda x, at: x[at] * 2)(torch.ones(3), torch.tensor([7]))
     assert raised.value.__cause__ is None
 
 
 def test_shapes_that_do_not_fit_raise_and_nothing_is_logged():
-    """The error has torch's words. For this call only, the long message that torch logs before the error is left
-    out."""
+    """Shapes that do not fit raise an error with torch's words. For this call only, torch's long message before the
+    error is left out."""
     log, seen = logging.getLogger("torch._subclasses.fake_tensor"), []
     handler = logging.Handler()
     handler.emit = seen.append
@@ -149,8 +149,8 @@ def test_shapes_that_do_not_fit_raise_and_nothing_is_logged():
 
 
 def test_a_torch_that_compiles_wrong_code_is_refused(monkeypatch):
-    """A call raises for a torch version that is known to compile wrong code for CPUs. The tests below fail with
-    torch 2.11."""
+    """A call raises for a torch version that is known to compile wrong code for CPUs. The tests below fail with torch
+    2.11."""
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
     with pytest.raises(RuntimeError, match=r"to be wrong.\n *got +torch 2.12.1\+cpu\n *need +torch 2.13 or"):
         fr.jit(lambda x: x.sin() * 17 + 3)(torch.ones(5))
@@ -166,7 +166,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_written_rows_are_read_after_the_write(write):
-    """Scattered rows are read after the write, also by a loop that code of another shape shares."""
+    """Scattered rows are read after the write, even by a loop that code of another shape shares."""
 
     def fn(x, wide, at, rows):
         y = x.cos()
@@ -178,7 +178,7 @@ def test_written_rows_are_read_after_the_write(write):
 
 
 def test_parts_of_a_cat_outlive_a_write_to_it():
-    """A write to the result of cat does not change the parts, which may share its memory."""
+    """A write to the result of cat does not change the parts of the cat, even though they may share its memory."""
 
     def fn(x, wide, at):
         part = wide[:, 1:4].index_add(0, at[:6] % 6, wide[:, :3])
@@ -191,7 +191,7 @@ def test_parts_of_a_cat_outlive_a_write_to_it():
 
 
 def test_one_tensor_in_two_places_is_two_arguments():
-    """A first call with one tensor twice does not tie the two arguments together for later calls."""
+    """A first call with one tensor in two arguments does not tie the two arguments together for later calls."""
     subtract = fr.jit(lambda a, b: a - 2 * b)
     x, y = torch.tensor(1.0), torch.tensor(5.0)
     assert float(subtract(x, x)) == -1
@@ -201,7 +201,7 @@ def test_one_tensor_in_two_places_is_two_arguments():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.int32])
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])
 def test_donated_counters_count(dtype, shape):
-    """A donated counter of any dtype counts every call, also when other leaves are computed from it."""
+    """A donated counter of any dtype counts every call, even when other leaves are computed from the counter."""
     step = fr.jit(lambda s: {"t": s["t"] + 1, "w": s["w"] + (s["t"].sum() + 1).float()}, donate=("s",))
     given = {"t": torch.zeros(shape, dtype=dtype), "w": torch.zeros(5)}
     for _ in range(3):
@@ -212,8 +212,8 @@ def test_donated_counters_count(dtype, shape):
 
 
 def test_rows_of_donated_leaves_are_written_in_place():
-    """A donated leaf whose rows are replaced, through views too, stays at its address. So does a leaf that is
-    returned unchanged."""
+    """A donated leaf whose rows are replaced, even through views, stays at its address. So does a leaf that is returned
+    unchanged."""
     step = fr.jit(
         lambda s, x: {
             "w": s["w"].index_put((ONE,), x[None]).index_put((ONE + 1,), x[None], accumulate=True),
@@ -243,7 +243,7 @@ def test_second_call_compiles_nothing(no_recompile):
 
 
 def test_new_shapes_compile_anew():
-    """Each shape has its own code; many shapes raise no error."""
+    """Each shape has its own code. A large number of shapes raises no error."""
     double = fr.jit(lambda x: x * 2)
     for n in range(1, 13):
         assert_trees_close(double(torch.ones(n)), torch.full((n,), 2.0))
@@ -251,7 +251,7 @@ def test_new_shapes_compile_anew():
 
 
 def test_use_after_donation_names_argument_and_call():
-    """DonatedError names the argument that is gone and the call that took it, for every use of it."""
+    """For every use of a donated argument, DonatedError names the argument and the call that took the argument."""
     step = fr.jit(lambda state: {"w": state["w"] + 1}, donate=("state",))
     first = {"w": torch.zeros(3)}
     second = step(first)
@@ -304,7 +304,7 @@ def test_jit_inside_transforms_and_jit():
 
 
 def test_checked_runs_uncompiled_and_keeps_donated_state():
-    """checked(jit(f, donate)) reports faults in values and takes nothing."""
+    """checked(jit(f, donate)) reports invalid values and takes nothing."""
     feature = fr.FeatureConfig("a", table="t")
     step = fr.jit(lambda tables, ids: (tables, fr.lookup(tables, ids, [feature]).values), donate=("tables",))
     tables = {"t": torch.ones(2, 1)}
@@ -353,13 +353,14 @@ def _share():
 
 @pytest.mark.parametrize("call, kind, fragment", BAD.values(), ids=BAD.keys())
 def test_bad_input(call, kind, fragment):
-    """Each fault is reported before any work."""
+    """Each invalid argument raises before any work."""
     with pytest.raises(kind, match=fragment):
         call()
 
 
 def test_attributes_of_a_function_do_not_hide_those_of_its_program():
-    """A function's attributes are also its jitted form's, except names that the jitted form defines itself."""
+    """A function's attributes are also attributes of its jitted form, except names that the jitted form defines
+    itself."""
 
     def double(x):
         return 2 * x

@@ -1,4 +1,4 @@
-"""Edge cases of jit's calls: threads, many shapes, pickles, forms of tensors, kinds of functions, and failures."""
+"""Edge cases of calls of jit: threads, many shapes, pickles, forms of tensors, kinds of functions, and failures."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ X = torch.tensor([2.0, 3.0])
 
 
 def together(*calls):
-    """Return the results of the calls; each runs in its own thread, and all start at one time."""
+    """Return the results of the calls. Each call runs in its own thread, and all calls start at one time."""
     barrier, out = threading.Barrier(len(calls)), [None] * len(calls)
 
     def run(i, call):
@@ -37,7 +37,7 @@ def together(*calls):
 
 
 def test_first_compilations_in_threads():
-    """Threads that compile one function and others at once get the right values. Each form is compiled once, and
+    """Threads that compile one function and other functions at once get the right values. Each form is compiled once.
     torch can compile afterwards."""
     one, other = fr.jit(lambda x: x.sin() * 2), fr.jit(lambda x: x.cos() + x)
     a, b = torch.ones(3), torch.ones(4)
@@ -48,7 +48,7 @@ def test_first_compilations_in_threads():
 
 
 def test_threads_with_states_of_their_own(interpreted):
-    """Threads that call one donating function, each with its own state, each get their own sums."""
+    """Threads that call one donating function, each thread with its own state, get their own sums."""
     step = fr.jit(
         lambda s, x: {"t": s["t"].index_put((torch.tensor([0]),), s["t"][:1] + x), "n": s["n"] + 1}, donate=("s",)
     )
@@ -64,7 +64,7 @@ def test_threads_with_states_of_their_own(interpreted):
 
 
 def test_one_state_given_by_two_threads_is_taken_once(interpreted):
-    """When two threads donate one value, one call takes it and the other raises DonatedError."""
+    """When two threads donate one value, one call takes the value. The other call raises DonatedError."""
     step = fr.jit(lambda s: s + 1, donate=("s",))
     for _ in range(50):
         state = torch.zeros(2)
@@ -73,7 +73,7 @@ def test_one_state_given_by_two_threads_is_taken_once(interpreted):
 
 
 def test_grad_mode_of_threads(interpreted):
-    """Surroundings belong to the calling thread: a thread with autograd and one without do not mix."""
+    """Surroundings belong to the calling thread. A thread with autograd and a thread without autograd do not mix."""
     w = torch.ones(2, requires_grad=True)
     f = fr.jit(lambda x: x * w)
 
@@ -119,8 +119,7 @@ def test_many_compilations_are_told_once(name, interpreted):
 
 
 def test_compilations_are_bounded(interpreted, monkeypatch):
-    """The least used compilations are dropped, and made again when they are needed. num_compiled counts all that
-    were made."""
+    """The least used compilations are dropped, and made again on demand. num_compiled counts all compilations."""
     monkeypatch.setattr("funcrec.compile._jit.MOST", 4)
     f = fr.jit(lambda x, n: x * n)
     with warnings.catch_warnings():
@@ -137,8 +136,8 @@ def test_compilations_are_bounded(interpreted, monkeypatch):
 
 
 def test_jitted_functions_pickle(interpreted):
-    """A jitted function, made by a call or by a decorator, pickles as its function and options. A copy compiles on
-    its own."""
+    """A jitted function, made by a call or by a decorator, pickles as its function and options. A copy compiles
+    separately."""
     step = fr.jit(training_step.add, donate=("state",))
     step(X.clone(), X)
     for again in (pickle.loads(pickle.dumps(step)), copy.deepcopy(step)):
@@ -154,7 +153,7 @@ def test_jitted_functions_pickle(interpreted):
 
 
 def test_steps_pickle():
-    """A TrainStep and its jitted form pickle, on one process and on a mesh; the loaded step gives the same bits."""
+    """A TrainStep and its jitted form pickle, on one process and on a mesh. The loaded step gives the same bits."""
     for step in (training_step.plain(), training_step.on_mesh()):
         again = pickle.loads(pickle.dumps(step))
         state, ids = training_step.state_of(step), training_step.IDS
@@ -172,8 +171,8 @@ def test_steps_pickle():
 
 
 def test_torch_compile_sees_through():
-    """torch.compile of a step, or around a jitted function, donating or not, compiles the plain function and gives
-    its values."""
+    """torch.compile of a step, or of a function that calls a jitted function, compiles the plain function and gives its
+    values. This holds with and without donation."""
     step = training_step.plain()
     state, ids = training_step.state_of(step), training_step.IDS
     (new, metrics), (got, told) = step(state, ids), torch.compile(step)(state, ids)
@@ -256,7 +255,7 @@ def _method():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_functions_that_cannot_be_staged(name, interpreted):
-    """Coroutines, generators, and methods of objects that can change are refused; the error says which it is."""
+    """Coroutines, generators, and methods of objects that can change raise. The error names the kind of function."""
     call, text = REFUSED[name]
     with pytest.raises(TypeError, match=text):
         call()
@@ -268,7 +267,7 @@ def test_functions_that_cannot_be_staged(name, interpreted):
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["plain", "vmap", "grad", "no_grad", "autocast"])
 def test_a_failure_in_staging_leaves_no_trace(kind, place, interpreted):
-    """After an exception while a function is staged, torch's state is as before, and the next call is right."""
+    """After an exception during the staging of a function, torch's state is as before, and the next call is right."""
     fails = True
 
     def stop(x):

@@ -1,4 +1,4 @@
-"""jit reads closed-over tensors in every call, differentiates them where they are tracked, and never writes to them."""
+"""jit reads closed-over tensors in every call, differentiates tracked ones, and never writes to closed-over tensors."""
 
 import numpy as np
 import pytest
@@ -17,8 +17,8 @@ X = torch.tensor([2.0, 3.0])
 
 @pytest.mark.parametrize("n", [0, 1, 3, 100])
 def test_closed_over_tensors_are_read_in_every_call(n, monkeypatch):
-    """A closed-over tensor that changes between calls gives its new values, however small it is. The same holds for
-    tensors in lists and dicts."""
+    """A closed-over tensor that changes between calls gives its new values, however small the tensor is. The same holds
+    for tensors in lists and dicts."""
     monkeypatch.undo()
     w, held = torch.ones(n), {"a": [torch.ones(n)]}
     jitted = fr.jit(lambda x: x * w + held["a"][0])
@@ -30,7 +30,8 @@ def test_closed_over_tensors_are_read_in_every_call(n, monkeypatch):
 
 
 def test_numbers_written_in_the_function_stay():
-    """A tensor that the function makes from numbers belongs to the function, which may write to it."""
+    """A tensor that the function makes from numbers belongs to the function. The function may write to such a
+    tensor."""
 
     def fn(x):
         y = torch.tensor([1.0, 2.0])
@@ -58,7 +59,8 @@ def test_closed_over_tensors_of_another_form_are_seen():
 
 
 def test_one_tensor_closed_over_and_given():
-    """A tensor that is closed over and also passed as an argument, or passed twice, is read correctly in each place."""
+    """A tensor may be both closed over and an argument, or two arguments. The function reads it correctly in each
+    place."""
     w = torch.ones(2)
     jitted = fr.jit(lambda x, y: x * w + w * y)
     for x, y in ((w, w), (X, w), (w, X), (X, X)):
@@ -68,7 +70,7 @@ def test_one_tensor_closed_over_and_given():
 
 
 def test_what_is_closed_over_can_be_returned_and_not_donated():
-    """A function may return a closed-over tensor; memory that it closes over cannot be donated to it."""
+    """A function may return a closed-over tensor. Memory that the function closes over cannot be donated to it."""
     w = torch.ones(2)
     assert_trees_close(fr.jit(lambda x: (w, x))(X), (w, X))
     step = fr.jit(lambda s: {"w": s["w"] + w}, donate=("s",))
@@ -88,7 +90,8 @@ def test_what_is_closed_over_can_be_returned_and_not_donated():
         lambda w: 1 if w > 0 else 0],
 )  # fmt: skip
 def test_host_reads_of_what_is_closed_over_are_refused(read):
-    """Reading a closed-over value on the host is an error, as for arguments: the value would be compiled in."""
+    """A read of a closed-over value on the host raises, as it does for arguments, because the value would be compiled
+    in."""
     w = torch.tensor(2.0)
     with pytest.raises((TypeError, RuntimeError)):
         fr.jit(lambda x: x * read(w))(X)
@@ -100,8 +103,8 @@ def test_host_reads_of_what_is_closed_over_are_refused(read):
 
 
 def test_autograd_sees_through():
-    """Gradients equal eager mode's for arguments that require grad, and for closed-over nn.Parameters. This holds
-    for leaves, views and results, and for second derivatives."""
+    """Gradients equal those of eager mode, for arguments that require grad and for closed-over nn.Parameters. This
+    holds for leaves, views and results, and for second derivatives."""
     w = torch.nn.Parameter(torch.tensor([5.0, 7.0]))
     fn = lambda x: (x**3 * w).sum()
     jitted = fr.jit(fn)
@@ -117,8 +120,8 @@ def test_autograd_sees_through():
 
 @pytest.mark.parametrize("is_tracked", [False, True])
 def test_requires_grad_that_is_set_later_is_seen(is_tracked):
-    """requires_grad of a closed-over tensor or of an argument counts in each call, also when it is set or unset
-    after the compilation."""
+    """requires_grad of a closed-over tensor or of an argument counts in each call, even when it is set or unset after
+    the compilation."""
     w = torch.ones(2, requires_grad=is_tracked)
     jitted = fr.jit(lambda x: x * w)
     for i in range(6):
@@ -130,8 +133,8 @@ def test_requires_grad_that_is_set_later_is_seen(is_tracked):
 
 
 def test_donated_calls_that_autograd_follows_raise():
-    """A donating call raises before any work if an argument, donated or not, or a closed-over tensor requires grad.
-    It takes nothing."""
+    """A donating call raises before any work if an argument, donated or not, or a closed-over tensor requires grad. The
+    call takes nothing."""
     w = torch.ones(2)
     step = fr.jit(lambda s, x: s + x * w, donate=("s",))
     for s, x, closed in ((True, False, False), (False, True, False), (False, False, True)):
@@ -146,7 +149,7 @@ def test_donated_calls_that_autograd_follows_raise():
 
 
 def test_programs_see_requires_grad():
-    """A program can read whether its argument requires grad, under no_grad too."""
+    """A program can read whether its argument requires grad, even under no_grad."""
     program = lambda x: x + x.requires_grad
     jitted = fr.jit(program)
     with torch.no_grad():
@@ -194,12 +197,13 @@ def _dual(of):
 
 @pytest.mark.parametrize("name", TRACED)
 def test_transforms_see_through_to_what_is_closed_over(name):
-    """A transform around a jitted function applies to closed-over tensors as it does to arguments."""
+    """A transform of a function that calls a jitted function applies to closed-over tensors as it does to arguments."""
     assert_trees_close(TRACED[name](jitted_of), TRACED[name](lambda w: lambda x: torch.sin(x * w)), rtol=1e-6)
 
 
 def test_one_jitted_function_inside_and_outside_of_a_transform():
-    """One jitted function can be called plainly, inside a transform over a closed-over tensor, and plainly again."""
+    """One jitted function can be called plainly, then inside a transform over a closed-over tensor, then plainly
+    again."""
     held = {"w": W}
     jitted = fr.jit(lambda x: (x * held["w"]).sum())
 
@@ -255,7 +259,7 @@ WRITES = {
 @pytest.mark.parametrize("place", ["closed over", "in a dict", "argument"])
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_are_refused_and_not_made(name, place, donate):
-    """A function that writes to a closed-over tensor or to an argument raises, and nothing is written."""
+    """A function that writes to a closed-over tensor or to an argument raises. The write does not happen."""
     w = torch.tensor([5.0, 7.0])
     held = {"w": [w]}
     fn = {
@@ -276,7 +280,7 @@ def test_writes_are_refused_and_not_made(name, place, donate):
 
 
 def test_backward_inside_is_refused():
-    """`.backward()` that would leave gradients in closed-over tensors raises, and leaves none."""
+    """`.backward()` that would leave gradients in closed-over tensors raises. No gradients remain."""
     w = torch.nn.Parameter(torch.ones(2))
 
     def fn(x):
@@ -294,7 +298,7 @@ def test_backward_inside_is_refused():
     lambda w: w.untyped_storage()[0],
 ])  # fmt: skip
 def test_memory_is_not_read_while_a_program_is_staged(read):
-    """While a program is staged, a tensor's memory has no values, so reading it is refused."""
+    """While a program is staged, a tensor's memory has no values. A read of that memory therefore raises."""
     w = torch.ones(2)
     for f in (lambda x: x * read(w), lambda x: x * read(x), lambda x: x * read(torch.ones(2) * 2)):
         with pytest.raises(TypeError, match="reads a tensor's value on the host"):

@@ -1,5 +1,6 @@
-"""jit's key holds all that a staged program can see, or the call is refused. So no call gets another call's
-compilation."""
+"""The key of jit holds everything that a staged program can see, or the call raises.
+
+No call therefore gets the compilation of another call."""
 
 import contextlib
 import datetime
@@ -53,7 +54,7 @@ mesh = lambda n: lambda: fr.Mesh.emulated(a=n)
 precision = torch.set_float32_matmul_precision
 fill = lambda value: set_to(lambda v: setattr(torch.utils.deterministic, "fill_uninitialized_memory", v), value, True)
 
-# name: (a program of f32[4, 4], surroundings in which it gives different results)
+# name: (a program of f32[4, 4], surroundings in which the program gives different results)
 SURROUNDINGS = {
     "autocast": (lambda x: x @ x,
         [PLAIN, lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.autocast("cpu", torch.float16)]),
@@ -90,8 +91,8 @@ SURROUNDINGS = {
 @pytest.mark.parametrize("is_reversed", [False, True])
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_surroundings_are_part_of_the_key(name, is_reversed):
-    """In any surroundings a jitted function equals the plain function, whatever surroundings it was compiled in
-    first. It is compiled once for each."""
+    """In any surroundings a jitted function equals the plain function, even if it was first compiled in other
+    surroundings. The function is compiled once for each surroundings."""
     program, places = SURROUNDINGS[name]
     jitted, x = fr.jit(program), torch.linspace(-1, 2, 16).reshape(4, 4) * 100
     for _ in range(2):
@@ -105,7 +106,7 @@ def test_surroundings_are_part_of_the_key(name, is_reversed):
 
 @pytest.mark.parametrize("name", ["autocast", "default dtype", "inference mode", "default device"])
 def test_compiled_code_is_of_its_surroundings(name, monkeypatch):
-    """Compiled code, too, equals the plain function in each of its surroundings."""
+    """Compiled code also equals the plain function in each of its surroundings."""
     monkeypatch.undo()
     program, places = SURROUNDINGS[name]
     jitted, x = fr.jit(program), torch.linspace(-1, 2, 16).reshape(4, 4) * 100
@@ -117,7 +118,7 @@ def test_compiled_code_is_of_its_surroundings(name, monkeypatch):
 
 
 def test_autocast_inside_is_applied_once():
-    """Code that a program runs outside autocast stays outside it, in the graph and at run time."""
+    """Code that a program runs outside autocast stays outside autocast, in the graph and at run time."""
 
     def program(x):
         with torch.autocast("cpu", enabled=False):
@@ -133,7 +134,8 @@ def test_autocast_inside_is_applied_once():
 
 
 def test_axes_of_shard_map_are_seen():
-    """A jitted function inside shard_map sees the mesh's axis: its size, this rank's index, and its neighbours."""
+    """A jitted function inside shard_map sees the mesh's axis: the axis's size, this rank's index, and the rank's
+    neighbours."""
     program = fr.jit(lambda x: (x * fr.axis_size("a") + fr.axis_index("a")) + fr.psum(x, "a"))
     for n in (2, 4, 1):
         got = fr.shard_map(program, mesh=fr.Mesh.emulated(a=n), in_specs=fr.P("a"), out_specs=fr.P("a"))(torch.ones(4))
@@ -142,7 +144,7 @@ def test_axes_of_shard_map_are_seen():
 
 
 def test_the_order_of_a_dict_is_seen():
-    """A program sees the order of a dict's keys, and its result keeps the order of its own dicts."""
+    """A program sees the order of a dict's keys. Its result keeps the order of the dicts that the program made."""
     program = lambda d: {f"{i} {k}": v * i for i, (k, v) in enumerate(d.items())}
     jitted, a, b = fr.jit(program), torch.ones(2), torch.full((2,), 5.0)
     for d in ({"a": a, "b": b}, {"b": b, "a": a}, {"a": a, "b": b}):
@@ -205,7 +207,7 @@ class Letters(enum.StrEnum):
 
 
 def marked(kind, value, mark):
-    """Make a value of a user's class with an attribute that `==` does not compare."""
+    """Return a value of a user's class with an attribute that `==` does not compare."""
     x = kind(value)
     x.mark = mark
     return x
@@ -237,7 +239,7 @@ ALIKE = [
 
 
 def see(x, s):
-    """Compute a value that differs for every static value."""
+    """Return a value that differs for every static value."""
     if type(s) is tuple:
         return sum(see(x, v) for v in s)
     return x + sum(i * ord(c) for i, c in enumerate(shown(s))) / 7
@@ -265,7 +267,7 @@ def test_static_values_that_compare_equal_are_told_apart(place, values):
 
 
 def see_keys(tree):
-    """Compute a value that differs for all keys of dicts in a tree and for their order."""
+    """Return a value that differs for all keys of dicts in a tree, and for the order of the keys."""
     if isinstance(tree, dict):
         return sum(see(see_keys(v), k) for k, v in tree.items())
     if isinstance(tree, (tuple, list)):
@@ -287,7 +289,7 @@ KEYS += (nan, -nan, None, torch.float32, Colour.RED, frozenset([1]), frozenset([
 @pytest.mark.parametrize("name", WRAPPED)
 def test_keys_of_dicts_that_compare_equal_are_told_apart(name):
     """A program is compiled separately for keys of another type or another sign of zero. A second call with the same
-    keys compiles nothing, and results have the keys of their own call."""
+    keys compiles nothing. The results of a call have the keys of that call."""
     wrap, jitted = WRAPPED[name], fr.jit(lambda tree: (see_keys(tree), tree))
     for s in (*KEYS, *reversed(KEYS)):
         got, back = jitted(wrap(s))
@@ -305,7 +307,7 @@ class Node:
 
 
 def test_the_structure_of_other_classes_is_told_apart():
-    """A compilation depends on the static values that a user's own pytree class keeps, as on static fields."""
+    """A compilation depends on the static values of a user's pytree class, as it does on static fields."""
     optree.register_pytree_node(
         Node, lambda n: ((n.x,), n.scale), lambda scale, leaves: Node(leaves[0], scale), namespace=GLOBAL
     )
@@ -370,7 +372,7 @@ def test_what_changes_behind_its_name_is_refused(name):
 
 
 def test_functions_are_static():
-    """A function as an argument is identified by `is`; the tensors that it closes over are read in every call."""
+    """A function as an argument is identified by `is`. Every call reads the tensors that the function closes over."""
     scale = torch.tensor(2.0)
     apply, twice, cube = fr.jit(lambda f, x: f(x)), lambda x: x * scale, lambda x: x**3
     for _ in range(2):
@@ -381,7 +383,7 @@ def test_functions_are_static():
 
 
 def test_what_a_callable_object_holds_is_in_the_key():
-    """A callable object as an argument is identified by `is` and by the values that it holds at each call."""
+    """A callable object as an argument is identified by `is` and by the object's values at each call."""
     apply, scaled = fr.jit(lambda f, x: f(x)), Callable(2.0)
     for held in (2.0, 3.0, 2, 2.0):
         scaled.held = held
@@ -407,7 +409,7 @@ class CountOperations(TorchDispatchMode):
 
 @pytest.mark.parametrize("mode", [CountCalls, CountOperations])
 def test_modes_of_torch_follow_the_function_itself(mode):
-    """Inside a torch mode that intercepts operations, the plain function runs, before and after it was compiled."""
+    """Inside a torch mode that intercepts operations, the plain function runs, before and after the compilation."""
     jitted = fr.jit(lambda x: x.sin().sin())
     for _ in range(2):
         with mode() as counter:
@@ -418,7 +420,8 @@ def test_modes_of_torch_follow_the_function_itself(mode):
 
 
 def test_draws_from_the_generator_are_refused():
-    """Random numbers that no argument determines are a TypeError that suggests keys; torch's generator does not
+    """Random numbers that no argument determines raise a TypeError that suggests keys. torch's generator does not
+    change.
     change."""
     before = torch.get_rng_state()
     for draw in (

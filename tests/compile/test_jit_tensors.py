@@ -1,4 +1,4 @@
-"""jit takes tensors of every form: dtypes, strides, lazy tensors and views; it refuses those without dense memory."""
+"""jit takes tensors of every form: dtypes, strides, lazy tensors and views. Tensors without dense memory raise."""
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ FORMS = {
 
 
 def test_forms_of_tensors():
-    """Tensors of any dtype or strides, and lazy ones, give the function's values and dtypes twice, and do not
+    """Tensors of any dtype or strides, and lazy tensors, give the function's values and dtypes twice. They do not
+    change.
     change."""
     fn = lambda given: {name: (x * 2, x, x[..., :1]) for name, x in given.items()}
     jitted, given = fr.jit(fn), {name: x if x.dim() else x[None] for name, x in FORMS.items() if not x.is_meta}
@@ -51,7 +52,8 @@ ODD = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ODD)
 def test_odd_tensors_are_refused(name, interpreted):
-    """A tensor without dense, strided memory is a TypeError that names it, as an argument or closed over."""
+    """A tensor without dense, strided memory raises a TypeError that names the tensor, as an argument or closed
+    over."""
     odd = ODD[name]()
     with pytest.raises(TypeError, match=r"`x\['a'\]` is not a plain tensor(.|\n)*to_dense"):
         fr.jit(lambda x: x["a"] * 2)({"a": odd})
@@ -60,7 +62,7 @@ def test_odd_tensors_are_refused(name, interpreted):
 
 
 def test_lazy_tensors_that_are_closed_over_are_refused(interpreted):
-    """A closed-over conjugate that is not computed yet is refused."""
+    """A closed-over conjugate that is not computed yet raises."""
     lazy = Z.conj()
     with pytest.raises(ValueError, match=r"is not there yet(.|\n)*resolve_conj"):
         fr.jit(lambda x: x * lazy)(X)
@@ -75,7 +77,7 @@ DONATED = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", DONATED)
 def test_donated_views(name, interpreted):
-    """A donated view, strided or expanded, gives the right values, and no memory of others changes."""
+    """A donated view, strided or expanded, gives the right values. No other tensor's memory changes."""
     fn = lambda s, x: {"t": s["t"].index_put((torch.tensor([1]),), x), "n": s["t"].sum()}
     step, given = fr.jit(fn, donate=("s",)), DONATED[name]()
     whole = given._base if given._base is not None else given
@@ -88,8 +90,8 @@ def test_donated_views(name, interpreted):
 
 
 def test_donated_inference_tensors(interpreted):
-    """An inference tensor outside of inference mode cannot be written, so the call refuses it before it takes
-    anything. Inside inference mode it is donated."""
+    """An inference tensor outside of inference mode cannot be written. The call therefore raises before it takes
+    anything. Inside inference mode the tensor is donated."""
     step = fr.jit(lambda s: s.index_put((torch.tensor([1]),), X[:1]), donate=("s",))
     given = torch.inference_mode()(X.clone)()
     with pytest.raises(TypeError, match=r"`s` is an inference tensor(.|\n)*clone"):

@@ -27,8 +27,8 @@ def rows(s, x, power=1):
 
 @pytest.mark.parametrize("kwargs", [{}, {"power": 2}], ids=str)
 def test_the_program_is_the_call(kwargs):
-    """lower(...).compile()(...) gives the call's values, also when it is called again on its own result. It takes
-    its arguments as the call does."""
+    """lower(...).compile()(...) gives the values of the call, even for a call on the program's own result. The program
+    takes its arguments as the call does."""
     made, (program, fn) = [], (fr.jit(rows, donate=("s",)) for _ in range(2))
     x, other = torch.tensor(2.0), torch.tensor(3.0)
     program = program.lower(state(), x, **kwargs).compile()
@@ -45,8 +45,8 @@ def test_the_program_is_the_call(kwargs):
 
 
 def test_lowering_compiles_and_takes_nothing(monkeypatch):
-    """lower runs no compiler, takes and keeps no argument, and does not count as a compilation of jit. Compiling
-    does not change the graph."""
+    """lower runs no compiler, takes and keeps no argument, and does not count as a compilation of jit. compile does not
+    change the graph."""
     fn, given = fr.jit(rows, donate=("s",)), state()
     with monkeypatch.context() as patch:
         patch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: 1 / 0)
@@ -64,8 +64,8 @@ def test_lowering_compiles_and_takes_nothing(monkeypatch):
 
 
 def test_what_is_read_and_written_is_told(interpreted):
-    """A lowered program lists the tensors that it reads, with their forms, closed-over ones too. It also lists the
-    donated tensors and those that it writes in place. The graph takes the tensors that it reads."""
+    """A lowered program lists the tensors that it reads, closed-over tensors included, with the tensors' forms. It also
+    lists the donated tensors and those that it writes in place. The graph takes the tensors that the program reads."""
     given, x = state(), torch.tensor(2.0)
     lowered = fr.jit(lambda s, x, unread: rows(s, x), donate=("s",)).lower(given, x, torch.ones(3))
     inputs = {"s['t']": given["t"], "s['w']": given["w"], "x": x, "captured_1": SHIFT}
@@ -119,8 +119,8 @@ def forward(f):
 
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_a_program_is_of_plain_calls_alone(name, interpreted):
-    """Where a call of jit runs the plain function, lower raises, and so does a program that was lowered before. So
-    no derivative is silently lost."""
+    """Where a call of jit runs the plain function, lower raises. So does a program that was lowered before. No
+    derivative is therefore silently lost."""
     fn, call = FOLLOWED[name]
     # a graph of torch.compile cannot contain lower
     if name != "torch.compile":
@@ -151,8 +151,8 @@ def elsewhere(call):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_program_has_one_form(name, interpreted):
-    """A program refuses arguments and surroundings that differ from those of its lowering, and says what differs. It
-    compiles nothing for them."""
+    """A program refuses arguments and surroundings that differ from those of its lowering. The error says what differs.
+    Nothing is compiled for them."""
     call, got = OTHERS[name]
     program = fr.jit(lambda x, power=2: x**power).lower(X).compile()
     with pytest.raises(TypeError, match=rf"\.lower: a program has one form.*\n  got   {got}"):
@@ -171,7 +171,7 @@ def test_a_program_has_one_form_of_what_it_closes_over(interpreted):
 
 
 def test_a_program_is_compiled_where_it_was_lowered(interpreted):
-    """compile refuses surroundings that differ from the lowering's, because the code would differ."""
+    """compile refuses surroundings that differ from those of the lowering, because the code would differ."""
     lowered = fr.jit(squares).lower(X)
     with pytest.raises(TypeError, match="the number of threads: 1, then 2"):
         elsewhere(lambda x: lowered.compile())
@@ -179,7 +179,7 @@ def test_a_program_is_compiled_where_it_was_lowered(interpreted):
 
 
 def test_what_cannot_be_lowered_says_why(interpreted):
-    """lower raises the call's errors: for donated values, host reads and unknown arguments. A program does not
+    """lower raises the errors of the call: for donated values, host reads and unknown arguments. A program does not
     pickle."""
     fn, given = fr.jit(rows, donate=("s",)), state()
     fn(given, SHIFT)
@@ -195,8 +195,8 @@ def test_what_cannot_be_lowered_says_why(interpreted):
 
 
 def test_what_an_update_in_place_reads_is_told(interpreted):
-    """A program reads the tables and slots that an optimizer updates in place. It does not read rows that it
-    replaces, but reads rows that it adds to."""
+    """A program reads the tables and slots that an optimizer updates in place. The program does not read rows that it
+    replaces, but reads rows to which it adds."""
     opt, tables = fr.optim.adagrad(), {"t": torch.zeros(3, 2)}
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([1]), torch.ones(1, 2), num_embeddings=3)}
     update = lambda state, grads: opt.update(grads, state[1], state[0], 0)
@@ -219,7 +219,8 @@ class Scaled:
 
 
 def test_a_jitted_method_is_lowered_for_its_object(interpreted):
-    """obj.method.lower(x) binds x as obj.method(x) does; it has the method's signature, and pickles."""
+    """obj.method.lower(x) binds x as obj.method(x) does. The bound method has the signature of the method, and
+    pickles."""
     scaled, x = Scaled(torch.tensor(2.0)), torch.tensor(3.0)
     lowered = scaled.scale.lower(x)
     assert list(lowered.reads) == ["x", "self.by"] or list(lowered.reads) == ["self.by", "x"]

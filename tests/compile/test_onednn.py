@@ -1,4 +1,4 @@
-"""Compiled f32 products use oneDNN where it is faster, by shape and processor; they are right in any layout."""
+"""Compiled f32 products use oneDNN where oneDNN is faster, by shape and processor. They are right in any layout."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ LAYOUTS = {
 
 @pytest.fixture
 def faster(monkeypatch):
-    """Pretend that MKL avoids AVX-512, on any processor."""
+    """Pretend that MKL does not use AVX-512, on any processor."""
     monkeypatch.setattr(_onednn, "stays_away", lambda: True)
 
 
@@ -32,7 +32,7 @@ SIZES = [(333, 1023, 77), (8, 4096, 64), (512, 999, 13), (64, 9, 999)]
 @pytest.mark.parametrize(("rows", "inner", "columns"), SIZES)
 def test_products_are_rounded_as_float32(rows, inner, columns, monkeypatch):
     """oneDNN's products, for operands of any layout, have the error bound of f32 sums against float64. The second
-    operand is passed without gaps, which would cost oneDNN seconds."""
+    operand is passed without gaps, because gaps would cost oneDNN seconds."""
     real = _onednn.onednn()
 
     def without_gaps(a, w, *how):
@@ -52,7 +52,7 @@ def test_products_are_rounded_as_float32(rows, inner, columns, monkeypatch):
 
 
 def products(x, w, b):
-    """Yield four products for which oneDNN is worth a call, then all kinds for which it is not."""
+    """Yield four products that are large enough for oneDNN, then products of all kinds that are not."""
     yield from (x @ w, F.linear(x, w.t(), b), torch.addmm(x, x, w), torch.stack([x, x + 1]) @ torch.stack([w, 2 * w]))
     # a vector, no rows, few rows, little work
     yield from (x @ w[:, :1], x[:1] @ w, x[:0] @ w, x[:7] @ w, x[:30] @ w)
@@ -65,8 +65,8 @@ def graph_of(*x):
 
 
 def test_products_are_chosen_by_their_shape(faster):
-    """Large f32 products become oneDNN's, and no others; addmm still adds its first argument. The code with oneDNN
-    and the code without it are kept under different names."""
+    """Large f32 products become oneDNN's products, and no other product does. addmm still adds its first argument. The
+    code with oneDNN and the code without oneDNN are kept under different names."""
     x = torch.randn(200, 130), torch.randn(130, 130) / 11, torch.randn(130)
     graph = graph_of(*x)
     made = faster_products(graph)
@@ -79,7 +79,7 @@ def test_products_are_chosen_by_their_shape(faster):
 
 @pytest.mark.parametrize("why", ["oneDNN is off", "tf32", "bf16", *_onednn.ROUNDS, "another processor"])
 def test_who_asked_for_something_else_gets_it(why, faster, monkeypatch):
-    """The graph stays as it was without oneDNN, with products of lower precision, or where MKL is as fast."""
+    """The graph stays unchanged without oneDNN, with products of lower precision, or where MKL is as fast."""
     x = torch.randn(200, 130), torch.randn(130, 130), torch.randn(130)
     graph = graph_of(*x)
     assert faster_products(graph) is not graph
@@ -99,7 +99,7 @@ def loss(w, x, y):
 
 
 def step(w, x, y, v):
-    """Return one step of gradient descent, a Hessian-vector product, and the outputs of two models."""
+    """Return a step of gradient descent, a Hessian-vector product, and the outputs of two models."""
     g, value = torch.func.grad_and_value(loss)(w, x, y)
     _, curved = torch.func.jvp(lambda w: torch.func.grad(loss)(w, x, y), (w,), (v,))
     said = torch.func.vmap(lambda k: torch.relu(x @ (k * w["first"])))(torch.tensor([1.0, 2.0]))
@@ -107,8 +107,8 @@ def step(w, x, y, v):
 
 
 def test_compiled_steps_have_oneDNN_s_products(faster):
-    """A donated step with gradients, second derivatives and vmap gives eager mode's values within rounding. Its
-    products are oneDNN's, forward and backward."""
+    """A donated step with gradients, second derivatives and vmap gives the values of eager mode within rounding. oneDNN
+    computes the products, forward and backward."""
     torch.manual_seed(0)
     w = {"first": torch.randn(128, 130) / 11, "second": torch.randn(130, 100) / 11}
     v = {n: torch.randn_like(x) for n, x in w.items()}

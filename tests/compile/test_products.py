@@ -1,4 +1,4 @@
-"""Programs with an open number of rows use oneDNN's products for many rows and BLAS's for few."""
+"""Programs with an open number of rows use products of oneDNN for many rows and products of BLAS for few rows."""
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ def branches(program):
 
 
 class Rows(TorchDispatchMode):
-    """Record the number of rows that oneDNN gets."""
+    """Record the numbers of rows that oneDNN gets."""
 
     def __init__(self):
         super().__init__()
@@ -40,8 +40,8 @@ class Rows(TorchDispatchMode):
 
 
 def test_large_products_branch_on_their_rows():
-    """A large f32 product with a bias has both branches; all products equal x Wᵀ + b for any number of rows. oneDNN
-    makes a plan for each number of rows, so it gets multiples of 32."""
+    """A large f32 product with a bias has both branches. All products equal x Wᵀ + b for any number of rows. oneDNN
+    makes a plan for each number of rows, and therefore gets multiples of 32."""
     program = exported(torch.export.Dim("B", min=1, max=4096)).run_decompositions({})
     with two_products(program):
         assert branches(program) == 2

@@ -1,5 +1,6 @@
-"""Generated programs of scatters, gathers, cats, sorts and views on plain tensors give eager mode's values when
-compiled."""
+"""Compiled programs of scatters, gathers, cats, sorts and views give the values of eager mode.
+
+The programs are generated, and work on plain tensors."""
 
 import torch
 from hypothesis import Phase, given, settings
@@ -10,13 +11,13 @@ from funcrec.testing import assert_trees_close
 
 N, D = 6, 3  # every value is f64[N, D]
 WIDE = torch.linspace(-3, 6, N * (D + 2), dtype=torch.float64).sin().reshape(N, D + 2)
-# each position below 2 N once
+# the positions below 2 N, each once
 EVERY = torch.arange(2 * N) * 5 % (2 * N)
 # positions, some of them twice
 SOME = torch.tensor([0, 4, 4, 1, 5, 0])
 ONCE = EVERY[EVERY < N]
 
-# name: (p, q, k) -> a value; k is a number below N.
+# name: (p, q, k) -> a value, where k is a number below N
 OPERATIONS = {
     "multiply": lambda p, q, k: p * q,
     "add": lambda p, q, k: p + 0.5 * q,
@@ -51,18 +52,18 @@ programs = st.lists(
 
 
 def run(program, x):
-    """Return the last four values; each operation takes two earlier values."""
+    """Return the last four values. Each operation takes two earlier values."""
     values = [x, WIDE[:, :D], WIDE[:, 1 : D + 1]]
     for name, first, second, k in program:
         values.append(OPERATIONS[name](values[-1 - first % len(values)], values[-1 - second % len(values)], k))
     return values[-4:]
 
 
-# without the shrink phase, which would compile for minutes
+# the shrink phase is left out, because it would compile for minutes
 @settings(max_examples=3, phases=[Phase.generate])
 @given(many=st.lists(programs, min_size=6, max_size=6))
 def test_compiled_programs_are_eager_ones(many):
-    """jit of six programs side by side gives the values of each."""
+    """jit of a function of six programs gives the values of each program."""
     x = torch.linspace(-1, 2, N * D, dtype=torch.float64).sin().reshape(N, D)
     fn = lambda x: [run(p, x * (i + 1)) for i, p in enumerate(many)]
     assert_trees_close(fr.jit(fn)(x), fn(x), rtol=1e-9, atol=1e-9)

@@ -1,4 +1,4 @@
-"""Errors in compiled loops raise at the program's call, however many threads run the loops."""
+"""Errors in compiled loops raise at the call of the program, however many threads run the loops."""
 
 import threading
 
@@ -7,7 +7,7 @@ import torch
 
 import funcrec as fr
 
-# a loop in one thread, and a loop in several where torch has them
+# a loop in one thread, and a loop in several threads where torch has them
 SIZES = [100, 100_000]
 RAISES = {
     "a gather": (lambda t, i: t[i] * 2, IndexError, 5000),
@@ -31,7 +31,7 @@ WORDS = r"out of bounds|ZeroDivisionError|allocated size does not match|can not 
 
 
 def repeated(i):
-    """Repeat each valid id once. An id outside 0 to 998 is its own number of repeats."""
+    """Return the ids of i, each valid id once. An id outside 0 to 998 is its own number of repeats."""
     return i.repeat_interleave(torch.where((i >= 0) & (i < 999), 1, i), output_size=len(i))
 
 
@@ -44,7 +44,7 @@ def ids(size, bad=None):
 
 @pytest.mark.parametrize("name", RAISES)
 def test_a_loop_raises(name):
-    """jit(f)(x) raises where f(x) raises, also in a loop of several threads; the next call is right."""
+    """jit(f)(x) raises where f(x) raises, even in a loop of several threads. The next call is right."""
     f, kind, bad = RAISES[name]
     t = torch.arange(1000.0)
     for size in SIZES:
@@ -68,7 +68,7 @@ def test_a_donating_call_that_raises_has_not_begun():
 
 
 def test_calls_of_several_threads_raise_each_its_own():
-    """When several threads call one program, only the calls that divide by 0 raise; the others return."""
+    """When several threads call one program, only the calls that divide by 0 raise. All other calls return."""
     program = fr.jit(lambda i, n: (i // n).sum())
     x, wrong = ids(100_000), []
     program(x, torch.ones_like(x))
@@ -90,7 +90,8 @@ def test_calls_of_several_threads_raise_each_its_own():
 
 
 def test_integers_to_negative_powers_raise():
-    """An integer tensor to a negative whole power raises during staging, as in eager mode; other powers do not."""
+    """An integer tensor to a negative whole power raises during staging, as in eager mode. Other powers do not
+    raise."""
     for fn in (lambda x: x**-1, lambda x: (x > 0) ** -2):
         with pytest.raises(RuntimeError, match="negative integer powers"):
             fr.jit(fn)(torch.arange(3))

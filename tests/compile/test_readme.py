@@ -1,4 +1,4 @@
-"""All code of the READMEs runs and prints what its comments say."""
+"""All code of the READMEs runs and prints the text of the comments."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ BLOCKS = blocks_of(TEXT)
 
 
 def is_code(span):
-    """Say whether an inline span is code that a reader could type: an import, or a call without `...`."""
+    """Return whether an inline span is code that a reader could type: an import, or a call without `...`."""
     try:
         nodes = list(ast.walk(ast.parse(span)))
     except SyntaxError:
@@ -35,12 +35,13 @@ COMMANDS = re.findall(r"python -c \"([^\"]*)\"", TEXT)
 
 @pytest.fixture(scope="module")
 def session():
-    """Run all blocks in order, as a reader does; return the names that they define and what each print gave."""
+    """Run all blocks in order, as a reader does. Return (the names that the blocks define, the output of each
+    print)."""
     return run(BLOCKS, "README.md")
 
 
 def test_the_blocks_run(session):
-    """The python blocks, run in order, print what the comment after each print says; the training in them learns."""
+    """The python blocks, run in order, print the text of the comment after each print. Their training learns."""
     printed = session[1]
     assert len(BLOCKS) >= 3 and told(BLOCKS, printed) == printed
     assert float(printed[1]) < 0.5, "ln 2 is where it began"
@@ -48,7 +49,7 @@ def test_the_blocks_run(session):
 
 @pytest.mark.parametrize("code", INLINE + COMMANDS)
 def test_inline_code_runs(code, session):
-    """Every import and every call between backticks runs after the blocks, and so does every `python -c`."""
+    """Every import, every call between backticks and every `python -c` runs after the blocks."""
     names = {**session[0], "ops": ops, "fn": session[0]["loss_fn"]}
     exec(compile(code, "README.md", "exec"), names)
 

@@ -1,4 +1,4 @@
-"""Replayed steps, recorded for a state's addresses and run again, give the values of steps that are not recorded."""
+"""Replayed steps give the values of steps that are not recorded. A recording holds for the addresses of a state."""
 
 import functools
 
@@ -46,14 +46,15 @@ def places(tree) -> list[int]:
 
 
 def address_of(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the same memory that does not keep it alive."""
+    """Return a tensor on the memory of x. The tensor does not keep the memory alive."""
     memory = torch._C._construct_storage_from_data_pointer(x.data_ptr(), x.device, x.nbytes)
     return torch.empty(0, dtype=x.dtype).set_(memory, 0, x.shape, x.stride())
 
 
 @pytest.fixture
 def recordings(monkeypatch):
-    """Record calls as on CUDA, by a stand-in that runs nothing while it records; return the list of recordings."""
+    """Return the list of recordings. Calls are recorded as on CUDA, by a stand-in that runs nothing while it
+    records."""
     made = []
 
     def capture(once):
@@ -68,7 +69,8 @@ def recordings(monkeypatch):
         return replay, out
 
     def record_addresses(run, leaves, donated, *rest):
-        """Know the leaves by their addresses alone and hold none of them, as a graph on the device does."""
+        """Return a recording that has only the addresses of the donated leaves. It keeps no such leaf alive, as on the
+        device."""
         at = [address_of(x) if i in donated else x for i, x in enumerate(leaves)]
         return record(run, at, donated, *rest)
 
@@ -79,8 +81,8 @@ def recordings(monkeypatch):
 
 
 def test_replayed_steps_are_eager_ones(recordings):
-    """Five compiled steps, all but the first replayed, with new batch tensors in each, give eager mode's states. The
-    state stays at its address from the second call on, and metrics of earlier calls keep their values."""
+    """Five compiled steps, all but the first replayed, with new batch tensors in each, give the states of eager mode.
+    The state stays at its address from the second call on. Metrics of earlier calls keep their values."""
     step, state, need = fr.jit(STEP, donate=("state",)), first_state(), first_state()
     seen, wanted, where = [], [], []
     for i in range(CALLS):
@@ -95,7 +97,7 @@ def test_replayed_steps_are_eager_ones(recordings):
 
 
 def test_the_interpreted_replay_is_the_eager_step(recordings, interpreted):
-    """Interpreted, without a compiler's rounding, a replayed step equals the eager one bit for bit."""
+    """Interpreted, without the rounding of a compiler, a replayed step equals the eager step bit for bit."""
     step, state, need = fr.jit(STEP, donate=("state",)), first_state(), first_state()
     for i in range(CALLS):
         state, metrics = step(state, make_batch(i))
@@ -104,8 +106,8 @@ def test_the_interpreted_replay_is_the_eager_step(recordings, interpreted):
 
 
 def test_another_state_is_recorded_anew(recordings, interpreted):
-    """A fresh state's first call is not recorded; then it is recorded for its own addresses. Going back to the first
-    state works, too."""
+    """The first call of a fresh state is not recorded. A later call is recorded for the addresses of that state. A
+    return to the first state is right, too."""
     step = fr.jit(STEP, donate=("state",))
     states, needs = [first_state(k) for k in range(2)], [first_state(k) for k in range(2)]
     for i, k in enumerate([0, 0, 0, 1, 1, 1, 0, 0, 1, 0, 0]):
@@ -116,7 +118,7 @@ def test_another_state_is_recorded_anew(recordings, interpreted):
 
 
 def test_an_old_state_is_gone(recordings, interpreted):
-    """Using a state that a replayed call took raises; the new state goes on."""
+    """A use of a state that a replayed call took raises. The new state continues."""
     step, state = fr.jit(STEP, donate=("state",)), first_state()
     for i in range(3):
         old, (state, _) = state, step(state, make_batch(i))
@@ -156,7 +158,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_replayed(recordings, interpreted, name):
-    """Whatever a program does with the donated leaves, the replayed function equals the eager one. Earlier outputs
+    """The replayed function equals the eager function, whatever a program does with the donated leaves. Earlier outputs
     keep their values."""
     fn = PROGRAMS[name]
     step, state = fr.jit(fn, donate=("s",)), {"w": torch.arange(4.0), "t": torch.ones(4)}
@@ -174,8 +176,7 @@ def test_programs_replayed(recordings, interpreted, name):
     "make", [lambda i: torch.tensor([float(i)]).expand(4), lambda i: torch.arange(8.0)[i % 2 :: 2]]
 )
 def test_batches_of_any_strides_are_replayed(recordings, make):
-    """A batch tensor that is a view, even one that repeats an element, enters the recording in the form that it was
-    compiled for."""
+    """A batch tensor that is a view, even one that repeats an element, enters the recording in its compiled form."""
     fn = lambda s, x: (s + x, x * 2)
     step, state, need = fr.jit(fn, donate=("s",)), torch.zeros(4), torch.zeros(4)
     for i in range(CALLS):
@@ -191,8 +192,8 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 @cuda
 def test_cuda_replays_without_synchronisation():
-    """On CUDA, steps are recorded as one graph: no replay waits for the device, and the state stays in place. The
-    values equal the eager step's; batches may come from pinned host memory."""
+    """On CUDA, steps are recorded as one graph. No replay waits for the device, and the state stays in place. The
+    values equal those of the eager step. Batches may come from pinned host memory."""
     step, state, need = fr.jit(STEP, donate=("state",)), first_state(0, "cuda"), first_state(0, "cuda")
     pinned = [map_tensors(torch.Tensor.pin_memory, make_batch(i)) for i in range(CALLS)]
     seen, where = [], []
@@ -214,7 +215,7 @@ def test_cuda_replays_without_synchronisation():
 
 @cuda
 def test_cuda_records_a_fresh_state_anew():
-    """A second state of the same form is recorded for its own memory, and the first state does not change."""
+    """A second state of the same form is recorded for its own memory. The first state does not change."""
     step = fr.jit(STEP, donate=("state",))
     states, needs = [first_state(k, "cuda") for k in range(2)], [first_state(k, "cuda") for k in range(2)]
     for i, k in enumerate([0, 0, 0, 1, 1, 1, 0, 0]):

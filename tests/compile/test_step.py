@@ -1,4 +1,4 @@
-"""train_step: eager, compiled and donated are the same function; its cost follows the batch."""
+"""train_step is one function: eager, compiled and donated. The cost of a step follows the batch."""
 
 import copy
 import gc
@@ -61,7 +61,8 @@ def run(step, state, num_steps: int, first: int = 0):
 
 
 def test_compiled_and_donated_steps_equal_eager_ones():
-    """jit(step) and jit(step, donate) give the same bits over five steps, and eager mode's within f32 rounding."""
+    """jit(step) and jit(step, donate) give the same bits over five steps, and the values of eager mode within f32
+    rounding."""
     step = make_step()
     eager, eager_losses = run(step, first_state(step), 5)
     compiled, losses = run(fr.jit(step), first_state(step), 5)
@@ -74,7 +75,7 @@ def test_compiled_and_donated_steps_equal_eager_ones():
 
 
 def test_a_step_is_pure():
-    """Neither the state nor the batch of an undonated step changes, eager or compiled."""
+    """Neither the state nor the batch of an undonated step changes, in eager or compiled calls."""
     step = make_step()
     for function in (step, fr.jit(step)):
         state, batch = first_state(step), make_batch(0)
@@ -103,7 +104,7 @@ def test_a_saved_state_goes_on_to_the_same_bits(tmp_path):
 
 
 def test_the_key_moves_with_the_step():
-    """Two steps on one batch draw different dropout; the same state draws the same dropout."""
+    """Two steps on one batch draw different dropout. The same state draws the same dropout."""
     step = make_step()
     state = first_state(step)
     later = fr.TrainState(state.step + 1, state.tables, state.slots, state.dense, state.dense_opt, state.key)
@@ -112,7 +113,7 @@ def test_the_key_moves_with_the_step():
 
 
 def test_a_donated_step_allocates_nothing_of_its_table_size():
-    """Peak memory over donated steps on a 256 MB table grows by less than 32 MB; undonated, it grows by the table."""
+    """Peak memory over donated steps on a 256 MB table grows by less than 32 MB. Undonated, it grows by the table."""
     clicked = fr.FeatureConfig("clicked", table="item", max_length=2)
     loss = lambda p, b: fr.lookup(p.tables, b.ids, [clicked]).values.square().sum() * p.dense
     dense = fr.optim.dense(torch.optim.SGD, lr=0.1)
@@ -123,7 +124,7 @@ def test_a_donated_step_allocates_nothing_of_its_table_size():
 
     fast = fr.jit(step, donate=("state",))
     small = step.init(fr.Params({"item": torch.ones(1_000_000, 1)}, torch.tensor(1.0)))
-    # this call counts the compiler's memory, not the step's
+    # this call counts the memory of the compiler, not of the step
     fast(small, batch)
     state = step.init(fr.Params({"item": torch.ones(1_000_000, 64)}, torch.tensor(1.0)))
     state, _ = fast(state, batch)
@@ -164,14 +165,14 @@ BAD = {
 
 @pytest.mark.parametrize("call, kind, fragment", BAD.values(), ids=BAD.keys())
 def test_bad_input(call, kind, fragment):
-    """Each fault is reported before any work."""
+    """Each invalid argument raises before any work."""
     with pytest.raises(kind, match=fragment):
         call()
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adamax"])
 def test_dense_updates_of_matrices_compile(name):
-    """A compiled update of a weight matrix, whose gradient is a matrix product, is the eager one."""
+    """A compiled update of a weight matrix, whose gradient is a matrix product, equals the eager update."""
     opt = fr.optim.dense(getattr(torch.optim, name), lr=0.1, weight_decay=0.01)
     draw = torch.Generator().manual_seed(0)
     w, x = torch.randn(4, 3, generator=draw), torch.randn(5, 4, generator=draw)
@@ -184,7 +185,7 @@ def test_dense_updates_of_matrices_compile(name):
 
 
 def test_an_optimizer_may_be_made_inside_the_compiled_function():
-    """A staged rule lives as long as the compiled function, also after its optimizer is gone."""
+    """A staged rule lives as long as the compiled function, even after the rule's optimizer is gone."""
 
     def update(table, rows, grads):
         mine = fr.optim.row_optimizer(
@@ -201,7 +202,7 @@ def test_an_optimizer_may_be_made_inside_the_compiled_function():
 
 
 def test_a_users_key_is_not_donated():
-    """A state copies the key that it begins with. So the user keeps the key, and may begin other states with it."""
+    """A new state copies its key. The user therefore keeps the key, and may make other states with it."""
     key, params = fr.key(3), fr.Params({}, torch.ones(2))
     step = fr.train_step(
         lambda p, b: p.dense.square().sum(), sparse=fr.optim.sgd(), dense=fr.optim.dense(torch.optim.SGD, lr=0.1)
@@ -215,7 +216,7 @@ def test_a_users_key_is_not_donated():
 
 
 def test_a_deep_copy_of_what_is_gone_raises():
-    """copy.deepcopy of a donated state raises, and says which call took it."""
+    """copy.deepcopy of a donated state raises. The error says which call took the state."""
     step = fr.train_step(
         lambda p, b: p.dense.square().sum(), sparse=fr.optim.sgd(), dense=fr.optim.dense(torch.optim.SGD, lr=0.1)
     )
@@ -227,8 +228,8 @@ def test_a_deep_copy_of_what_is_gone_raises():
 
 @pytest.mark.parametrize("rule", ["sgd", "adam", "ftrl"])
 def test_compiled_members_begin_with_one_table(rule):
-    """jit(vmap(update)) = vmap(update) where all members share the tables and slots, or the rate, in one memory.
-    Gradients f[K, M, D] or rates f[K] are each member's own."""
+    """jit(vmap(update)) = vmap(update) where all members share the tables and slots, or the rate, in one memory. Each
+    member has its own gradients f[K, M, D] or rates f[K]."""
     tables = {"t": torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
     d = torch.arange(18, dtype=torch.float64).reshape(2, 3, 3) / 10
 

@@ -52,7 +52,7 @@ IDS = {
 
 
 def agree(functions, *arguments):
-    """Check that all functions, compiled as one, give their eager values."""
+    """Check that all functions, compiled as one function, give their eager values."""
     names = list(functions)
     got = fr.jit(lambda *x: [functions[n](*x) for n in names])(*arguments)
     wrong = [n for n, x in zip(names, got, strict=True) if not torch.equal(x, functions[n](*arguments))]
@@ -60,7 +60,7 @@ def agree(functions, *arguments):
 
 
 def test_expressions_of_counters_wrap():
-    """Values computed from `arange` wrap in their own dtype, and each later use as an index is checked."""
+    """Values computed from `arange` wrap in their own dtype. Each later use as an index is checked."""
     agree(COUNTERS, fr.key(3))
 
 
@@ -99,7 +99,7 @@ NARROW = {
 
 
 def test_counters_of_few_bits_are_reduced():
-    """A reduction of an 8- or 16-bit counter covers all of its elements; a negative zero keeps its sign."""
+    """A reduction of an 8- or 16-bit counter covers all elements of the counter. A negative zero keeps its sign."""
     agree(NARROW, torch.arange(200, dtype=torch.uint8) % 7)
 
 
@@ -135,7 +135,7 @@ PROGRAMS = st.lists(st.tuples(st.sampled_from(sorted(STEPS)), INTEGERS), min_siz
 @settings(max_examples=2)
 @given(st.lists(st.tuples(PROGRAMS, st.integers(1, 300)), min_size=30, max_size=30))
 def test_generated_arithmetic_wraps(programs):
-    """Any chain of integer operations on a counter of 1 to 300 elements gives eager's integers."""
+    """Any chain of integer operations on a counter of 1 to 300 elements gives the integers of eager mode."""
 
     def chain(steps, size):
         def run(k):
@@ -151,7 +151,7 @@ def test_generated_arithmetic_wraps(programs):
 
 @pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="a processor of x86-64")
 def test_loops_of_shorter_vectors_take_no_longer_registers():
-    """Where loops use AVX2's vectors or none, the compiler may not use AVX-512, whatever the processor has."""
+    """Where loops use vectors of AVX2 or no vectors, the compiler may not use AVX-512, whatever the processor has."""
     with _inductor.knowing():
         for isa in (cpu_vec_isa.VecAVX2(), cpu_vec_isa.invalid_vec_isa):
             with pytest.MonkeyPatch.context() as patch:
@@ -165,7 +165,8 @@ def test_loops_of_shorter_vectors_take_no_longer_registers():
 
 
 def test_scalars_of_few_bits_stay_in_their_type():
-    """Quotients and absolute values of i16, which C++ computes as int, stay i16 in expressions with other dtypes."""
+    """Quotients and absolute values of i16 stay i16 in expressions with other dtypes, although C++ computes them as
+    int."""
     x = torch.cat([torch.tensor([-(2**15)] * 3, dtype=torch.int16), torch.arange(-9, 9, dtype=torch.int16)])
     rows = torch.arange(50) % len(x)
     divided = lambda x: torch.div(x, -128, rounding_mode="trunc") // 31765

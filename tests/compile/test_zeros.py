@@ -1,4 +1,4 @@
-"""Zeros without memory, which torch makes for forward derivatives, count as zeros in compiled programs."""
+"""Zeros without memory count as zeros in compiled programs. torch makes such zeros for forward derivatives."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ def zeros(*size, dtype=torch.float32):
     ("name", "dtype"), [("square", torch.float64), ("softplus", torch.float32), ("bce", torch.float64)]
 )
 def test_second_derivatives_of_a_gradient_of_a_table(name, dtype):
-    """The second derivative of a gradient of rows is the same by forward over reverse, reverse over forward and
-    forward over forward. jit(d²f) = d²f."""
+    """The second derivative of a gradient of rows is the same in three orders: forward over reverse, reverse over
+    forward and forward over forward. jit(d²f) = d²f."""
     table = torch.arange(12.0, dtype=dtype).view(4, 3) / 10
     w = torch.tensor([0.3, -0.2, 0.5], dtype=dtype)
 
@@ -76,14 +76,15 @@ def test_zeros_that_a_program_is_given():
 
 
 def test_zeros_that_a_program_closes_over():
-    """A closed-over tensor that is zeros without memory is refused: later calls could not read its values."""
+    """A closed-over tensor that is zeros without memory raises, because later calls could not read its values."""
     closed = zeros(3)
     with pytest.raises(ValueError, match="a tensor that is closed over is not there yet"):
         fr.jit(lambda x: x + closed)(torch.ones(3))
 
 
 def test_members_of_a_second_derivative():
-    """jit(vmap(f'')) = vmap(f'') where a member's zeros are reshaped together with values that all members share."""
+    """jit(vmap(f'')) = vmap(f''), even where the zeros of a member are reshaped together with values that all members
+    share."""
     mask, w, x = torch.tensor([True, False, True]), torch.arange(3.0), torch.ones(2, 2)
 
     def f(v):
@@ -96,7 +97,7 @@ def test_members_of_a_second_derivative():
 
 @pytest.mark.parametrize("take", [lambda z: z.view(3, 2), lambda z: z.reshape(6), lambda z: z.as_strided((2,), (1,))])
 def test_views_of_zeros_are_staged(take):
-    """A view of zeros without memory has its shape and its values, in eager and in compiled programs."""
+    """A view of zeros without memory has the view's shape and values, in eager and in compiled programs."""
     made = lambda x: take(zeros(2, 3)) + x
     x = torch.arange(take(torch.zeros(2, 3)).numel() * 1.0).view_as(take(torch.zeros(2, 3)))
     assert torch.equal(fr.jit(made)(x), x) and torch.equal(made(x), x)
