@@ -1,14 +1,14 @@
 """Real ranks that live for a file of tests, and the programs that ranks and the emulation run.
 
-Starting ranks takes 0.06 s, and every mesh that they make leaves gloo threads that poll for messages. The tests that
-use `ranks` are one group, so that one of them runs at a time.
+A start of ranks takes 0.06 s. Every mesh of a rank leaves gloo threads that poll for messages. The tests that use
+`ranks` are therefore one group, in which one test runs at a time.
 """
 
 import pytest
 
 from funcrec.testing import RankPool, _ranks
 
-# A rank imports these to compile; if its parent process has not imported them, that takes two seconds per rank.
+# A rank imports these modules to compile. If its parent process has not imported them, they take two seconds per rank.
 _ranks.PRELOADED += ["torch._inductor.compile_fx", "torch._inductor.select_algorithm", "sympy.physics.units"]
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints that real ranks write and read: each rank handles its own part, and all succeed or none."""
+"""Checkpoints that real ranks write and read. Each rank handles its own part. All ranks succeed, or no rank
+succeeds."""
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ GRID = {"x": 2, "y": 2}
 
 
 def test_two_ranks_save_and_load_any_plan(ranks, tmp_path):
-    """Two ranks load what they saved under a plan under any other plan, to the bit, with dense parameters sharded or
-    not."""
+    """Two ranks load the state that they saved under one plan under any other plan, to the bit. Dense parameters are
+    sharded or not."""
     state = moving.full_state("by_table", torch.float32)
     saves = [({"x": 2}, kind, dense) for kind, dense in (("row_wise", ()), ("column_wise", ("x",)))]
     loads = [
@@ -27,8 +28,8 @@ def test_two_ranks_save_and_load_any_plan(ranks, tmp_path):
 
 
 def test_four_ranks_save_and_any_number_loads(ranks, tmp_path):
-    """One process, two ranks and an emulated mesh load, to the bit, what four ranks save in a grid. The folder
-    equals that of an emulated mesh."""
+    """One process, two ranks and an emulated mesh load, to the bit, the state that four ranks save in a grid. The
+    folder equals the folder of an emulated mesh."""
     state = moving.full_state("adam", torch.bfloat16)
     paths = ranks(4).run(saving.saved, tmp_path / "four", state, GRID, "grid", "adam", ("y",))
     assert paths == [tmp_path / "four"] * 4
@@ -53,8 +54,8 @@ def test_four_ranks_save_and_any_number_loads(ranks, tmp_path):
     ],
 )
 def test_all_ranks_hear_of_one_that_fails(stage, kind, fragment, ranks, tmp_path):
-    """If one rank cannot save, all ranks raise the same type of error, and the others name that rank. The old
-    checkpoint is whole, and nothing of the new one is left."""
+    """If one rank cannot save, all ranks raise the same type of error. The errors of the other ranks name that rank.
+    The old checkpoint is whole, and no file of the new checkpoint remains."""
     state, failing = moving.full_state("adam", torch.float32), 0 if stage == "manifest" else 1
     heard = ranks(2).run(saving.told_of_failure, tmp_path / "a", state, failing, stage)
     for rank, (said, same, names) in enumerate(heard):
@@ -67,7 +68,8 @@ def test_all_ranks_hear_of_one_that_fails(stage, kind, fragment, ranks, tmp_path
 
 def test_all_ranks_hear_of_a_call_that_one_makes_otherwise(ranks, tmp_path):
     """If one rank passes an argument of a wrong type, or another mesh, plan or shape, all ranks raise at once. The
-    others name the rank or the argument. The old checkpoint stays, and a right call works afterwards."""
+    errors of the other ranks name the rank or the argument. The old checkpoint stays. A right call succeeds
+    afterwards."""
     state = moving.full_state("adam", torch.float32)
     (first, same, path), (second, _, _) = ranks(2).run(saving.told_of_arguments, tmp_path / "a", state)
     shared = {"save asynchronous": "`asynchronous`", "save rows": "rank 1 saves another tree", "load plan": "`plan`"}
@@ -80,7 +82,8 @@ def test_all_ranks_hear_of_a_call_that_one_makes_otherwise(ranks, tmp_path):
 
 
 def test_all_ranks_hear_of_damage(ranks, tmp_path):
-    """The rank that reads a damaged part names file, table and rows; the other rank learns which rank it was."""
+    """The rank that reads a damaged part names file, table and rows. The error of the other rank names the first
+    rank."""
     state, plan = moving.full_state("adam", torch.float32), plan_of("row_wise", {"x": 2})
     ranks(2).run(saving.saved, tmp_path / "a", state, {"x": 2}, "row_wise", "adam")
     first, second = ranks(2).run(saving.told_of_damage, tmp_path / "a", plan, 1)
@@ -89,7 +92,7 @@ def test_all_ranks_hear_of_damage(ranks, tmp_path):
 
 
 def test_copies_that_trained_apart_are_refused(ranks, tmp_path):
-    """Replicas with equal bits are written once. If they differ, all ranks raise, and the error says how to
+    """Replicas with equal bits are written once. If replicas differ, all ranks raise, and the error says how to
     synchronize them."""
     state = moving.full_state("adam", torch.float32)
     for said, same in ranks(2).run(saving.copies_apart, tmp_path / "a", state):
@@ -103,8 +106,8 @@ def test_copies_that_trained_apart_are_refused(ranks, tmp_path):
 
 @pytest.mark.parametrize("copy_bytes", [None, 300, 0])
 def test_ranks_train_on_while_they_save(copy_bytes, ranks, tmp_path):
-    """A save in the background of donated steps and their exchanges has the bits of the given state, however much
-    may be copied."""
+    """A save in the background of donated steps and their exchanges has the bits of the given state, for any limit of
+    copied bytes."""
     for wants, loaded in ranks(2).run(saving.saved_beside, tmp_path / "a", copy_bytes):
         for want, got in zip(wants, loaded, strict=True):
             assert_trees_close(bits(got), bits(want))

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded states: any plan and number of ranks to any other, and interrupted or damaged saves."""
+"""Checkpoints of sharded states: from any plan and number of ranks to any other, and interrupted or damaged saves."""
 
 import contextlib
 import errno
@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 @st.composite
 def laid_out(draw, replicas=False):
-    """Draw (axes, plan, dense_axes) on one to four ranks; shrinks to replicated tables on one rank."""
+    """Return random (axes, plan, dense_axes) on one to four ranks. Shrinks to replicated tables on one rank."""
     mesh = draw(frs.meshes(max_ranks=4))
     dense_axes = draw(st.lists(st.sampled_from(mesh.axis_names), unique=True))
     return mesh.shape, draw(frs.plans(training.SHAPES, mesh, replicas=replicas)), tuple(dense_axes)
@@ -43,8 +43,8 @@ def laid_out(draw, replicas=False):
     st.sampled_from([1, 1 << 20]),
 )
 def test_every_plan_is_loaded_under_every_other(tmp_path_factory, name, first, second, dtype, block, split):
-    """A state saved under one plan loads to the bit under any other, in one process, and from one file into a plan.
-    The loaded layout equals that of train_step's init."""
+    """A state saved under one plan loads to the bit under any other plan, in one process, and from one file into a
+    plan. The loaded layout equals the layout of train_step's init."""
     folder, state, sparse = (
         tmp_path_factory.mktemp("square"),
         moving.full_state(name, dtype),
@@ -77,7 +77,7 @@ def test_every_plan_is_loaded_under_every_other(tmp_path_factory, name, first, s
 
 
 def test_training_goes_on_from_a_checkpoint():
-    """A loaded state, with its optimizer or without, trains to the bits of the saved state."""
+    """A loaded state, with or without its optimizer, trains to the bits of the saved state."""
     axes, opts = {"x": 2}, training.optimizers("by_table")
     mesh, plan = fr.Mesh.emulated(**axes), plan_of("row_wise", axes)
     step = fr.train_step(training.loss_fn, **opts, mesh=mesh, plan=plan)
@@ -95,11 +95,11 @@ def test_training_goes_on_from_a_checkpoint():
 
 
 class Stopped(BaseException):
-    """Raised when the simulated machine stops."""
+    """The error of a stopped simulated machine."""
 
 
 def small(value):
-    """Make a state on two emulated ranks in which all values are one number."""
+    """Return a state on two emulated ranks. All values of the state are one number."""
     tables = {"a": torch.full((9, 2), value), "b": torch.full((5, 3), value)}
     sparse = fr.optim.adagrad(lr=0.1)
     state = fr.TrainState(
@@ -113,7 +113,8 @@ def plan_of_two():
 
 
 def stopping(patch, after):
-    """Make the file system fail for good after `after` operations; return the count of those done, as a list of one."""
+    """Return the count of completed operations, in a list of one item. After `after` operations, the file system fails
+    for good."""
     done = [0]
 
     def counted(function):
@@ -136,8 +137,8 @@ def stopping(patch, after):
 
 @pytest.mark.parametrize("keep", [None, 1])
 def test_a_file_system_that_stops_after_write_n_leaves_a_whole_checkpoint(keep, tmp_path):
-    """Wherever a save's work on the disk stops for good, the newest whole checkpoint loads, the old one or the new
-    one. The next save works as if nothing had happened."""
+    """Wherever the disk operations of a save stop for good, the newest whole checkpoint loads: the old or the new
+    checkpoint. The next save succeeds as without the failure."""
     at = lambda path: path if keep is None else fr.latest(path)
     seen = set()
     for n in range(200):
@@ -159,7 +160,7 @@ def test_a_file_system_that_stops_after_write_n_leaves_a_whole_checkpoint(keep, 
 
 
 def save_for_ever(folder, pipe):
-    """Run in a separate process that saves until it is killed."""
+    """Save again and again until the process is killed. A separate process runs this function."""
     try:
         for n in range(10**6):
             own = small(float(n))
@@ -194,7 +195,7 @@ def test_kill_9_at_random_moments_leaves_a_whole_checkpoint(tmp_path):
 
 
 def test_all_is_flushed_before_the_name_changes(tmp_path, monkeypatch):
-    """When the manifest gets its name, every file of the ranks, and its name, is flushed to disk."""
+    """When the manifest gets its name, every file of the ranks is flushed to disk, and so is the file's name."""
     done, paths = [], {}
     fsync, replace = os.fsync, os.replace
 
@@ -224,8 +225,8 @@ def test_all_is_flushed_before_the_name_changes(tmp_path, monkeypatch):
 
 
 def test_every_damaged_folder_is_refused_or_whole(tmp_path):
-    """A folder with a changed byte, or with a file that is cut, missing or from another save, is refused by file
-    name. Or it loads the tree that was saved."""
+    """A folder with a changed byte, or with a file that is cut, missing or from another save, raises with the file's
+    name. Or the folder loads as the saved tree."""
     path, want = fr.save(tmp_path / "a", small(1.0)), fr.load(fr.save(tmp_path / "b", small(1.0)))
     draw, refused = random.Random(0), 0
     for file in sorted(path.iterdir()):
@@ -257,8 +258,7 @@ def test_every_damaged_folder_is_refused_or_whole(tmp_path):
 
 
 def test_a_reader_beside_a_writer_reads_one_save(tmp_path):
-    """A folder that is replaced while it is read is read again: the tree comes from one save, and no file is
-    missing."""
+    """A folder that is replaced during a read is read again. The tree comes from one save, and no file is missing."""
     path = fr.save(tmp_path / "a", small(1.0))
     read = _folder.Files.open
     again = []
@@ -279,8 +279,8 @@ def test_a_reader_beside_a_writer_reads_one_save(tmp_path):
 
 
 def test_latest_is_the_newest_whole_one(tmp_path):
-    """keep=n leaves the n newest checkpoints, and latest skips those that are not whole. A checkpoint just written
-    stays even if it is older than others."""
+    """keep=n leaves the n newest checkpoints, and latest skips those that are not whole. The checkpoint that was just
+    written stays, even if it is older than other checkpoints."""
     assert fr.latest(tmp_path) is None and fr.latest(tmp_path / "nowhere") is None
     state = fr.gather_state(small(1.0), fr.Mesh.emulated(x=2))
     for step in (1, 2, 3):
@@ -299,8 +299,8 @@ def test_latest_is_the_newest_whole_one(tmp_path):
 
 
 def test_a_folder_takes_no_files_place(tmp_path):
-    """A checkpoint of ranks at a file's path, or where no folder can be made, is refused with what to do; the file
-    stays."""
+    """A checkpoint of ranks at a file's path raises, and so does one where no folder can be made. The error says what
+    to do. The file stays."""
     fr.save(tmp_path / "a.pt", {"x": 1})
     for path in (tmp_path / "a.pt", tmp_path / "nowhere" / "a"):
         with pytest.raises(OSError, match="cannot be made") as error:
@@ -322,7 +322,7 @@ def test_a_rank_reads_only_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(
         _place, "fill", lambda file, x, block, wants: read.append(block.first) or fill(file, x, block, wants)
     )
-    # the rows of one of two ranks
+    # the rows of the first of two ranks
     first = lambda *a: (p for p in places(*a) if p[3].start < 128)
     monkeypatch.setattr(_place, "places", first)
     fr.load(path, plan=fr.Plan({"a": fr.row_wise("y")}), mesh=fr.Mesh.emulated(y=2))

@@ -1,5 +1,6 @@
-"""Sharded lookups with coded vectors are near the plain ones, each direction separately, with the same bits emulated
-and on gloo ranks."""
+"""Sharded lookups with coded vectors are near the plain lookups, each direction separately.
+
+The bits are the same emulated and on gloo ranks."""
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import funcrec as fr
 from funcrec.mesh import _codec
 from funcrec.testing import assert_trees_close
 
-# relative to an element, or to the largest of its row
+# relative to an element, or to the largest element of its row
 UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "int8": 1 / 254}
 
 
@@ -22,7 +23,8 @@ def direction(model):
 
 
 def greatest(x, kind):
-    """Return |x|, or for int8 the largest of each row, which bounds every part of it that is sent separately."""
+    """Return |x|, or for int8 the largest |x| of each row. The largest bounds every part of the row that is sent
+    separately."""
     return x.abs().amax(1, keepdim=True).expand_as(x).contiguous() if kind == "int8" and x.shape[1] else x.abs()
 
 
@@ -33,7 +35,7 @@ def bounds(model, d, kind, exact):
     d_most = torch.cat([greatest(x, kind) for x in d.split(sizes, 1)], 1)
     most = {n: greatest(t, kind) for n, t in tables.items()}
     acts, grads = coded.looked_up((mesh, plan, most, ids, features), d_most, exact=exact)
-    # float16 also has a least step of 2^-24, which counts for each part of a sum
+    # float16 also has a least step of 2^-24, which is added for each part of a sum
     wide = lambda x: UNITS[kind] * 1.001 * x.double() + (2.0**-24 if kind == "float16" else 0) * (x > 0) * 16
     return wide(acts), {n: wide(g) for n, g in grads.items()}
 
@@ -45,8 +47,8 @@ def assert_within(got, want, bound):
 @settings(max_examples=25)
 @given(models(), st.sampled_from(list(UNITS)), st.booleans())
 def test_coded_lookups_are_near(model, kind, exact):
-    """Under every placement, coded lookups and coded gradients are within the codec's unit times their sums of
-    magnitudes. The direction that is not coded keeps every bit, and Codec() changes nothing."""
+    """Under every placement, coded lookups and coded gradients are within the codec's unit times the sums of
+    magnitudes. A direction without a codec keeps every bit, and Codec() changes no bit."""
     d = direction(model)
     acts, grads = coded.looked_up(model, d, exact=exact)
     there = coded.looked_up(model, d, fr.Codec(forward=kind), exact)
@@ -62,8 +64,8 @@ def test_coded_lookups_are_near(model, kind, exact):
 
 @pytest.mark.parametrize("kind", UNITS)
 def test_coded_sequences_are_near(kind):
-    """Sequences receive coded rows and send coded gradients with small errors; each direction keeps the other's
-    bits."""
+    """Sequences receive coded rows and send coded gradients with small errors. Each codec leaves the bits of the other
+    direction."""
     mesh = fr.Mesh.emulated(x=2)
     acts, grads = coded.sequences(mesh, "row_wise", None)
     there, back = (coded.sequences(mesh, "row_wise", c) for c in (fr.Codec(forward=kind), fr.Codec(backward=kind)))
@@ -104,7 +106,7 @@ def test_coded_ranks_have_the_bits_of_emulated_ones(axes, kinds, ranks):
 
 
 def test_compiled_coding_rounds_as_eager_coding():
-    """jit changes no bit of a coded lookup: the compiler does not remove the two casts."""
+    """jit changes no bit of a coded lookup, because the compiler does not remove the two casts."""
     mesh, kind = fr.Mesh.emulated(x=2), "row_wise"
     _, plan, tables, ids, features = coded.fixed(mesh, kind)
     held = fr.shard_tables(tables, plan, mesh, codec=fr.Codec("bfloat16"))
@@ -114,8 +116,8 @@ def test_compiled_coding_rounds_as_eager_coding():
 
 
 def test_a_codec_goes_where_its_tables_go():
-    """shard_tables, reshard and a step's init keep the codec. A step with its own codec uses that one, and does not
-    change the state's."""
+    """shard_tables, reshard and a step's init keep the codec. A step with its own codec uses that codec. The state's
+    codec does not change."""
     mesh, codec = fr.Mesh.emulated(x=2), fr.Codec("int8", "bfloat16")
     plan, opts = training.plan_of("row_wise", {"x": 2}), training.optimizers("by_table")
     make = lambda **kwargs: fr.train_step(training.loss_fn, **opts, mesh=mesh, plan=plan, **kwargs)
@@ -140,7 +142,7 @@ def test_a_codec_goes_where_its_tables_go():
 
 
 def logistic(num_bags, steps, codec):
-    """Return (the table after each step, counts f[steps, B, R]) of gradient descent on logits ⟨v, bag⟩, which is
+    """Return (the table after each step, counts f[steps, B, R]) of gradient descent on logits ⟨v, bag⟩. The loss is
     convex in the table."""
     rows, dim, mesh = 9, 4, fr.Mesh.emulated(x=2)
     g = torch.Generator().manual_seed(3)
@@ -165,8 +167,8 @@ def logistic(num_bags, steps, codec):
 
 
 def test_coded_training_stays_near():
-    """20 steps with bfloat16 in both directions end within Σ lr · |error of a step's gradient|. Descent on a smooth
-    convex loss with lr = 1 / L moves two tables no further apart."""
+    """20 steps with bfloat16 in both directions end within Σ lr · |error of a step's gradient|. Two tables do not move
+    apart in descent on a smooth convex loss with lr = 1 / L."""
     num_bags, steps, unit = 8, 20, UNITS["bfloat16"]
     want = logistic(num_bags, steps, None)[0][-1]
     tables, counts, v, lr = logistic(num_bags, steps, fr.Codec("bfloat16", "bfloat16"))
@@ -174,7 +176,7 @@ def test_coded_training_stays_near():
     for table, count in zip(tables, counts, strict=False):
         # each owner's part is rounded
         in_logits = unit * (count @ table.double().abs()) @ v
-        # the sigmoid's slope is at most 1/4, and |sigmoid - y| at most 1
+        # the slope of the sigmoid is at most 1/4, and |sigmoid - y| at most 1
         in_loss = (in_logits / 4 + unit) / num_bags
         bound += lr * float(torch.linalg.vector_norm((count.T @ in_loss)[:, None] * v))
     apart = float(torch.linalg.vector_norm((tables[-1] - want).double()))
@@ -196,7 +198,7 @@ WRONG = {
 
 @pytest.mark.parametrize("which", WRONG)
 def test_a_wrong_rule_is_seen(which, monkeypatch):
-    """The laws fail if a part of the coding is left out."""
+    """A law fails if a part of the coding is left out."""
     owner, name, wrong = WRONG[which]
     mesh = fr.Mesh.emulated(x=2)
     want = coded.cases(mesh, ("row_wise",), CODECS)

@@ -1,4 +1,4 @@
-"""Collectives on emulated meshes equal the same maps of all ranks' values in plain torch."""
+"""Collectives on emulated meshes equal maps of the values of all ranks in plain torch."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from programs.transforms import COLLECTIVES, DENSE, TRANSFORMS, WIDTH, cells, de
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
-# f64: sums may have another order
+# the tolerance is for f64 sums in another order
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("name", DENSE)
 def test_a_collective_is_its_map_of_all_values(name, n):
-    """A collective, and every transform of it, equals the map of all ranks' values; the sum of the ranks' losses is
+    """A collective, and every transform of it, equals the map of all ranks' values. The sum of the ranks' losses is
     differentiated."""
     got = cells(fr.Mesh.emulated(x=n), name)
     want = {k: f(values(n)) for k, f in dense_transforms(DENSE[name]).items()}
@@ -47,7 +47,7 @@ def test_psum_invariant_counts_a_shared_loss_once(n):
 
 
 def test_pvary_is_the_transpose_of_psum_invariant():
-    """A value that every rank holds, and uses on its own data, gets the sum of the ranks' gradients."""
+    """A value that every rank holds, and uses on its own data, gets the sum of the gradients of the ranks."""
     mesh, x = fr.Mesh.emulated(x=3), values(3)
     loss = lambda w, x: fr.psum_invariant((fr.pvary(w, "x") * x).sum(), "x")
     f = lambda x: torch.func.grad(loss)(x.new_ones(WIDTH), x)
@@ -70,8 +70,8 @@ OF_TWO_AXES = {
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (3, 2)])
 @pytest.mark.parametrize("name", OF_TWO_AXES)
 def test_two_axes_are_one_long_axis(name, sizes):
-    """A collective over a tuple of axes equals one over a single axis of all their ranks, with the first axis as the
-    major one."""
+    """A collective over a tuple of axes equals a collective over a single axis of all their ranks. The first axis is
+    the major axis."""
     two, one = OF_TWO_AXES[name]
     n = sizes[0] * sizes[1]
     mesh = fr.Mesh.emulated(a=sizes[0], b=sizes[1])
@@ -82,7 +82,7 @@ def test_two_axes_are_one_long_axis(name, sizes):
 
 
 def test_trees_and_integers_are_exchanged():
-    """A collective accepts a tree, leaf by leaf; integers keep their dtype."""
+    """A collective accepts a tree, leaf by leaf. Integers keep their dtype."""
     mesh = fr.Mesh.emulated(x=2)
     tree = {"ids": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), "w": torch.tensor([[1.0], [0.5]])}
     f = lambda t: (fr.psum(t, "x"), fr.all_to_all({"ids": t["ids"][0]}, "x"), fr.pmax(t, "x"))
@@ -95,7 +95,7 @@ def test_trees_and_integers_are_exchanged():
 
 
 def test_ragged_all_to_all_keeps_what_nobody_writes():
-    """Output rows that no rank writes keep their values, and the output argument's gradient flows only through them."""
+    """Output rows that no rank writes keep their values. Only these rows pass the gradient of `output`."""
     mesh = fr.Mesh.emulated(x=2)
 
     def f(x):

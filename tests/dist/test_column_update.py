@@ -1,4 +1,4 @@
-"""Column-wise tables, updated in place, equal updates of joined rows and of one process.
+"""Column-wise tables, updated in place, equal updates of joined rows and updates in one process.
 
 update(columns of a row, the row's gradient)  =  columns of update(row, the row's gradient)
 """
@@ -40,14 +40,14 @@ STEPS = 2
 
 @st.composite
 def column_models(draw):
-    """Draw `models` with column-wise tables, some with sequence features."""
+    """Return random models of `models` with column-wise tables, some of them with sequence features."""
     mesh, plan, tables, ids, features = draw(models(KINDS))
     turned = [replace(f, pooling="none") if draw(st.integers(0, 2)) == 0 else f for f in features]
     return mesh, plan, tables, ids, turned
 
 
 def loss(tables, ids, features):
-    """A sum that weights every element differently, with sequences or without."""
+    """Return a sum that weights every element differently, with sequences or without."""
     if any(f.pooling == "none" for f in features):
         return loss_with_sequences(tables, ids, features)
     x = fr.lookup(tables, ids, features).values
@@ -68,7 +68,7 @@ def trained(model, name, **options):
 
 
 def alone(model, name):
-    """Return the same from one process that adds the gradients of the ranks' bags."""
+    """Return the results of `trained` from one process that adds the gradients of the bags of all ranks."""
     mesh, _, tables, ids, features = model
     sparse, stacked = OPTIMIZERS[name](), fr.mesh._parts._stack_bags(ids, mesh.size)
     slots = sparse.init(tables)
@@ -86,8 +86,8 @@ def alone(model, name):
 @settings(max_examples=30)
 @given(column_models(), st.sampled_from(list(OPTIMIZERS)), st.sampled_from(OPTIONS))
 def test_columns_in_place_are_rows_put_together(model, name, options):
-    """Owners that update their columns from whole gradients give the bits of owners that receive whole rows, pooled
-    or not, with every exchange. With exact=True they give one process's bits."""
+    """Owners that update their columns from whole gradients give the bits of owners that receive whole rows. This holds
+    for pooled features and sequences, and for every exchange. With exact=True both give the bits of one process."""
     got = trained(model, name, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_update, "tables_in_place", lambda sparse, columns, layout: [])
@@ -97,8 +97,8 @@ def test_columns_in_place_are_rows_put_together(model, name, options):
 
 
 def test_which_tables_are_updated_in_place():
-    """Elementwise optimizers update all column-wise tables in place. Gradient-wise ones do so if no rank has two
-    blocks of a table in one bank. Other tables' rows are joined."""
+    """Elementwise optimizers update all column-wise tables in place. Gradient-wise optimizers do so if no rank has two
+    blocks of a table in one bank. The rows of other tables are joined."""
     mesh, shapes = fr.Mesh.emulated(x=2), {"a": (5, 8), "b": (5, 9), "c": (5, 4)}
     plan = fr.Plan({"a": fr.column_wise("x"), "b": fr.column_wise("x", ranks=(0, 0, 1)), "c": fr.row_wise("x")})
     layout = layout_of("", shapes, dict.fromkeys(shapes, torch.float32), plan, mesh)
@@ -113,7 +113,8 @@ def test_which_tables_are_updated_in_place():
 
 @pytest.mark.parametrize("kind", ["column_wise", "grid"])
 def test_frozen_and_named_tables_keep_their_names(kind):
-    """Column-wise tables that an optimizer knows by name train as in one process, also those that no feature reads."""
+    """Column-wise tables that an optimizer knows by name train as in one process. So do tables that no feature
+    reads."""
     mesh = fr.Mesh.emulated(x=2, y=2)
     sparse = fr.optim.by_table(
         {"unread": fr.optim.partial_rowwise_adam(), "a": fr.optim.rowwise_adagrad(0.1)}, default=fr.optim.sgd(0.1)
@@ -133,7 +134,7 @@ def test_frozen_and_named_tables_keep_their_names(kind):
 
 @pytest.mark.parametrize("kind", ["column_wise", "table_column_wise", "grid"])
 def test_columns_in_place_change_no_bit_on_ranks(kind, ranks):
-    """20 steps on 2 x 2 ranks give one process's bits, for an optimizer with a mean per element and one number per
+    """20 steps on 2 x 2 ranks give the bits of one process. The optimizer has a mean per element and one number per
     row."""
     axes = {"x": 2, "y": 2}
     want = training.alone("partial", 4, 20, 8)
@@ -142,8 +143,8 @@ def test_columns_in_place_change_no_bit_on_ranks(kind, ranks):
 
 
 def test_staged_columns_in_place_are_columns_in_place(ranks):
-    """jit with donation, which updates columns in place after the staged graph, changes a step only by the rounding
-    of dense parts."""
+    """jit with donation changes a step only by the rounding of dense parts. It updates columns in place after the
+    staged graph."""
     axes = {"x": 2}
     want = training.alone("partial", 2, 5, 4)
     plan = training.plan_of("column_wise", axes)

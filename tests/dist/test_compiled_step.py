@@ -1,4 +1,4 @@
-"""A compiled sharded step has static exchanges, as few as possible, and reads nothing on the host."""
+"""A compiled sharded step has static exchanges, as few as possible. It reads nothing on the host."""
 
 import pytest
 import torch
@@ -20,9 +20,9 @@ HOST_READS = (
     "unique",
     "repeat_interleave",
 )
-# gloo runs a gather as this, too
+# gloo also runs a gather as this collective
 ALL_TO_ALL = "all_to_all_single"
-# ids with lengths, sums, their cotangents, dense gradients with the loss
+# ids with lengths, sums, cotangents of the sums, dense gradients with the loss
 LEAST = [ALL_TO_ALL] * 4
 
 
@@ -31,7 +31,7 @@ def plan_of(kind):
 
 
 def lowered(name, plan, codec=None):
-    """Return (a lowered donating step, its arguments)."""
+    """Return (a lowered donating step, the step's arguments)."""
     mesh = fr.Mesh.distributed(x=WORLD)
     step = fr.train_step(training.loss_fn, **training.optimizers(name), mesh=mesh, plan=plan, codec=codec)
     whole = training.batch(0, BAGS * WORLD)
@@ -45,7 +45,7 @@ def sent(name, plan):
 
 
 def staged(name, plan, codec=None):
-    """Return a step's (collectives, splits where they exist, whether every shape is static, generated code)."""
+    """Return the (collectives, splits where they exist, whether every shape is static, generated code) of a step."""
     from programs.generated_code import generated_code
 
     step, arguments = lowered(name, plan, codec)
@@ -61,8 +61,8 @@ def staged(name, plan, codec=None):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_step_exchanges_once_for_each_thing(kind, ranks):
-    """A compiled step makes four exchanges with static splits, the same on all ranks, and its code reads nothing on
-    the host."""
+    """A compiled step makes four exchanges with static splits, the same on all ranks. Its code reads nothing on the
+    host."""
     found = ranks(WORLD).run(staged, "adam", plan_of(kind), deadline_s=300)
     for collectives, splits, is_static, code in found:
         assert [c.kind for c in collectives] == LEAST
@@ -76,7 +76,8 @@ def test_a_compiled_step_exchanges_once_for_each_thing(kind, ranks):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_sends_what_its_graph_says(kind, ranks):
-    """A rank sends the bytes of its ids and lengths, its bags' sums, their cotangents, and the dense gradients."""
+    """A rank sends the bytes of four things: ids and lengths, the sums of bags, the cotangents of the sums, and the
+    dense gradients."""
     collectives = ranks(WORLD).run(sent, "adam", plan_of(kind), deadline_s=300)[0]
     # slots, columns and ids of a rank's lookups: two features of a, one of b and of c
     lookups = {
@@ -95,8 +96,8 @@ def test_a_step_sends_what_its_graph_says(kind, ranks):
 
 
 def test_copies_are_told_of_everything_at_once(ranks):
-    """A small step with all tables replicated makes one exchange of ids and bounds, cotangents, dense gradients and
-    the loss."""
+    """A small step with all tables replicated makes one exchange. It has ids and bounds, cotangents, dense gradients
+    and the loss."""
     plan = plan_of("replicated")
     # two features of each key
     ids, floats = 2 * ROOM + 4 * BAGS + 1, BAGS * 17 + WEIGHTS
@@ -110,8 +111,8 @@ def test_copies_are_told_of_everything_at_once(ranks):
 
 
 def test_a_coded_step_sends_fewer_bytes(ranks):
-    """In bfloat16, a bag's sums take half the bytes. In int8, their cotangents take one byte each and four for each
-    slot. Everything else is the same."""
+    """In bfloat16, the sums of bags take half the bytes. In int8, their cotangents take one byte each and four bytes
+    for each slot. All other parts are the same."""
     codec = fr.Codec(forward="bfloat16", backward="int8")
     columns, slots = 3 * 4 + 5, 4
     for collectives, _, _, code in ranks(WORLD).run(staged, "adam", plan_of("row_wise"), codec, deadline_s=300):
@@ -122,9 +123,9 @@ def test_a_coded_step_sends_fewer_bytes(ranks):
 
 
 def test_columns_in_place_cost_whole_cotangents(ranks):
-    """An optimizer that needs whole rows' gradients adds no exchange: the sums' cotangents contain all columns of
+    """An optimizer that needs whole rows' gradients adds no exchange. The cotangents of the sums contain all columns of
     their tables."""
-    # rank 0 has two columns of b, rank 1 three: two banks
+    # rank 0 has two columns of b, and rank 1 has three: two banks
     whole = 2 * 4 + 2 * 5 + 4
     for collectives, _, _, code in ranks(WORLD).run(staged, "partial", plan_of("column_wise"), deadline_s=300):
         assert [c.kind for c in collectives] == LEAST
@@ -134,7 +135,7 @@ def test_columns_in_place_cost_whole_cotangents(ranks):
 
 def test_rows_cut_by_columns_travel_at_once(ranks):
     """An optimizer that needs whole rows, here for its weight decay, adds two gathers for any number of column-wise
-    tables: row numbers, and all floats."""
+    tables. One gather has row numbers, the other all floats."""
     plan = plan_of("column_wise")
     for collectives, _, _, code in ranks(WORLD).run(staged, "rowwise_adagrad", plan, deadline_s=300):
         kinds = [c.kind for c in collectives]

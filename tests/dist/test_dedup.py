@@ -1,4 +1,4 @@
-"""Lookups that send each row once equal one process's, under every placement."""
+"""Lookups that send each row once equal lookups in one process, under every placement."""
 
 import pytest
 import torch
@@ -20,13 +20,13 @@ TINY = {"rtol": 1e-6, "atol": 1e-6}
 
 
 def close(tables):
-    """Return the tolerance for the rounding of gradients."""
+    """Return the tolerances for the rounding of gradients."""
     return {"rtol": 1e-12, "atol": 1e-12} if all(t.dtype == torch.float64 for t in tables.values()) else TINY
 
 
 @given(models())
 def test_lookups_by_distinct_rows_are_lookups(model):
-    """With dedup=True a sharded lookup has the bits of the plain one under every placement. Gradients differ only by
+    """With dedup=True a sharded lookup has the bits of the plain lookup under every placement. Gradients differ only by
     rounding."""
     acts, grads = sharded(model, dedup=True)
     want_acts, want_grads = whole_pooled(model)
@@ -36,7 +36,7 @@ def test_lookups_by_distinct_rows_are_lookups(model):
 
 @given(sequence_models())
 def test_sequences_by_distinct_rows_are_sequences(model):
-    """With dedup=True sequences keep their bits too, also if pooled features share their tables."""
+    """With dedup=True sequences also keep their bits, even if pooled features share their tables."""
     got, want = mapped(model, dedup=True), whole(model)
     assert_trees_close(got[0], want[0])
     assert_trees_close(got[1], want[1], **close(model[2]))
@@ -46,7 +46,7 @@ def test_sequences_by_distinct_rows_are_sequences(model):
 
 
 def counting():
-    """Make SGD that counts the ids of each row."""
+    """Return an SGD optimizer that counts the ids of each row."""
     rule = lambda row, grad, slots, hyper: (row - hyper.lr * grad, {"ids": slots["ids"] + hyper.repeats})
     return fr.optim.row_optimizer(init=lambda t: {"ids": torch.zeros(t.shape[0])}, rule=rule, lr=0.1)
 
@@ -60,8 +60,8 @@ def options(mesh, name, kind, capacity):
 
 
 def trained(mesh, name, kind, capacity):
-    """Return (tables, slots, dense) after steps that start with a capacity and are repeated with a larger one if
-    needed."""
+    """Return (tables, slots, dense) after steps that start with a capacity. A step without enough capacity is repeated
+    with a larger capacity."""
     make = lambda c: fr.train_step(training.loss_fn, **options(mesh, name, kind, c))
     run, state = fr.retry_overflow(make, capacity=capacity), make(1).init(training.params())
     for i in range(STEPS):
@@ -81,8 +81,8 @@ def assert_trained(got, want, name):
 
 @pytest.mark.parametrize("axes, kind", CASES, ids=str)
 def test_training_by_distinct_rows_is_training(axes, kind):
-    """Steps with dedup=True and a capacity that is too small at first differ from one process's only by rounding. A
-    rule gets the number of ids of a row."""
+    """Steps with dedup=True and a capacity that is too small at first differ from steps in one process only by
+    rounding. A rule gets the number of ids of a row."""
     mesh = fr.Mesh.emulated(**axes)
     assert_trained(trained(mesh, "counting", kind, 1), training.alone("counting", mesh.size, STEPS, BAGS), "counting")
 
@@ -92,15 +92,15 @@ def test_training_by_distinct_rows_is_training(axes, kind):
     ({"x": 2, "y": 2}, "grid", "rowwise_adagrad"),
 ], ids=str)  # fmt: skip
 def test_training_by_distinct_rows_on_ranks_is_training(axes, kind, name, ranks):
-    """Training with dedup=True works on gloo ranks too."""
+    """Training with dedup=True also succeeds on gloo ranks."""
     n = torch.Size(axes.values()).numel()
     for got in ranks(n).run(real, name, axes, kind, 1):
         assert_trained(got, training.alone(name, n, STEPS, BAGS), name)
 
 
 def test_a_capacity_is_of_distinct_rows():
-    """metrics["needed"] is the largest number of distinct rows that one rank requests from another. Rows beyond the
-    capacity are counted once each."""
+    """metrics["needed"] is the largest number of distinct rows that one rank requests from another. Each row that
+    exceeds the capacity is counted once."""
     mesh, plan = fr.Mesh.emulated(x=2), fr.Plan({"t": fr.table_wise("x", rank=1)})
     features = [fr.FeatureConfig("k", table="t"), fr.FeatureConfig("j", table="t", column="k", pooling="mean")]
     loss = lambda p, ids: fr.lookup(p.tables, ids, features).values.sum()
@@ -113,7 +113,7 @@ def test_a_capacity_is_of_distinct_rows():
     }
     ids = fr.KeyedJaggedTensor.from_lists(
         {"k": [[0, 1, 2, 0, 2, 9, 3], [1, 1, -1]]}
-        # 9 and -1 are no rows: 4 rows and 1
+        # 9 and -1 are no rows, so that one owner has 4 rows and the other has 1 row
     )
     for capacity, lost in ((1, 3), (3, 1), (4, 0), (50, 0)):
         step = fr.train_step(loss, **kind, capacity=capacity)
@@ -122,8 +122,8 @@ def test_a_capacity_is_of_distinct_rows():
 
 
 def compiled(capacity):
-    """Return (tables and dense after eager steps, the same after compiled ones, the bytes that each exchange of a
-    step sends)."""
+    """Return (tables and dense after eager steps, the same after compiled steps, the bytes of each exchange of a
+    step)."""
     mesh, out = fr.Mesh.distributed(x=2), []
     step = fr.train_step(training.loss_fn, **options(mesh, "adam", "row_wise", capacity))
     mine = [fr.shard(training.batch(i, BAGS), fr.P("x"), mesh=mesh) for i in range(2)]
@@ -138,11 +138,11 @@ def compiled(capacity):
 
 
 def test_a_staged_step_sends_rows_once(ranks):
-    """A staged step gives the eager step's values, and sends blocks of `capacity` rows (row numbers, counts, vectors
-    and cotangents), whatever the ids' capacity."""
+    """A staged step gives the values of the eager step. It sends blocks of `capacity` rows, whatever the capacity of
+    the ids. The blocks have row numbers, counts, vectors and cotangents."""
     # tables a and c have 4 columns, b has 5
     room, banks = 20, 2
-    # and the loss
+    # the weights, and the loss
     rows, weights = [room * 4 * 4, room * 5 * 4], 17 * 6 + 6 + 1
     for eager, fast, sent in ranks(2).run(as_staged, compiled, room, deadline_s=300):
         assert_trees_close(fast, eager, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The compiler splits exchanges into smaller ones, with the same bits."""
+"""The compiler splits exchanges into smaller exchanges, with the same bits."""
 
 import re
 
@@ -7,12 +7,12 @@ import torch
 from programs import exchange_programs
 
 F32, F64 = torch.float32, torch.float64
-# elements of a block
+# the number of elements of a block
 LARGE = 20_000
 
 
 def generated(count):
-    """Generate programs of up to five exchanges of earlier values, small and large, with four dtypes."""
+    """Return generated programs of up to five exchanges of earlier values, small and large, with four dtypes."""
     g = torch.Generator().manual_seed(0)
     pick = lambda xs: xs[int(torch.randint(0, len(xs), (), generator=g))]
     kinds = list(exchange_programs.KINDS)
@@ -31,8 +31,8 @@ def same(xs, ys):
 
 @pytest.mark.parametrize(("n", "count"), [(2, 3), (3, 1)])
 def test_smaller_exchanges_change_no_bit(n, count, ranks):
-    """A program with split exchanges has the values of the staged program, and sends no more bytes. For three ranks
-    no exchange is split."""
+    """A program with split exchanges has the values of the staged program, and sends no more bytes than it. For three
+    ranks no exchange is split."""
     for found in ranks(n).run(exchange_programs.compiled, generated(count), deadline_s=1800):
         for plain, fast, before, after in found:
             assert same(plain, fast)
@@ -42,7 +42,8 @@ def test_smaller_exchanges_change_no_bit(n, count, ranks):
 
 
 def test_of_two_ranks_each_sends_what_the_other_has_not(ranks):
-    """A large gather that is read block by block sends this rank's value once, and its operand is not copied."""
+    """A large gather that is read block by block sends this rank's value once. The operand of the gather is not
+    copied."""
     for found in ranks(2).run(exchange_programs.compiled, [[("ends", 0, LARGE, F64)]], deadline_s=300):
         ((_, _, before, after),) = found
         assert {x.shape for x in before} == {(2, LARGE)}
@@ -51,7 +52,8 @@ def test_of_two_ranks_each_sends_what_the_other_has_not(ranks):
 
 
 def test_a_rank_computes_while_values_travel(ranks):
-    """Work that only the end needs runs while the last exchange is in progress, not before or after it."""
+    """An operation that only the end of the program needs runs while the last exchange is in progress, not before or
+    after it."""
     (code, _) = ranks(2).run(exchange_programs.code_of_two_rounds, deadline_s=300)
     call = code[code.index("def call(") :]
     marks = re.findall(r"(all_to_all_single|wait_tensor|mm)(?:\.default)?\(", call)

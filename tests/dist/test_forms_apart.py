@@ -1,4 +1,4 @@
-"""If ranks' batches have different forms, all ranks report it before anything is sent."""
+"""If the batches of ranks have different forms, all ranks raise before they send anything."""
 
 import contextlib
 import time
@@ -23,7 +23,7 @@ def step_of(mesh, compiled=False, kind="row_wise"):
 
 
 def other(batch, how):
-    """Return the batch with one part changed."""
+    """Return the batch with one changed part."""
     ids = batch.ids
     match how:
         case "capacity":
@@ -56,8 +56,8 @@ TOLD = {
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_batches_of_other_forms_are_named_on_all_ranks(compiled, ranks):
-    """If capacity, number of bags, dtype, keys, their order, weights or a label differ on a rank, every rank raises
-    at once. The error names them and the ranks. The next call, with one form, works."""
+    """If capacity, number of bags, dtype, keys, their order, weights or a label differ on a rank, every rank raises at
+    once. The error names the differences and the ranks. The next call, with one form, succeeds."""
     each = ranks(2).run(as_staged, apart_on_ranks, compiled, deadline_s=200)
     for errors, finite in each:
         assert finite
@@ -96,9 +96,9 @@ WRONG = {
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_rank_whose_call_cannot_begin_tells_the_others(compiled, ranks):
-    """If one rank's batch cannot be cut, or its state is another one, it raises with the reason. The other rank
-    raises at once with the failed rank's message. The next call works. A rank that already runs a compiled program
-    gets the message at its end."""
+    """If one rank's batch cannot be cut, or its state is another state, the rank raises with the reason. The other rank
+    raises at once with the failed rank's message. The next call succeeds. A rank that already runs a compiled program
+    gets the message at the program's end."""
     first, second = ranks(2).run(begins_on_one, compiled, deadline_s=200)
     assert first.pop("then") and second.pop("then")
     for how, (here, took_s) in first.items():
@@ -111,7 +111,7 @@ def test_a_rank_whose_call_cannot_begin_tells_the_others(compiled, ranks):
 def begins_on_one(compiled):
     mesh, said = fr.Mesh.distributed(x=2), {}
     mine = training.part(training.batch(0, 8), dist.get_rank(), 2)
-    # a form that no earlier test has agreed on
+    # no earlier test has agreed on this form
     mine = fr.Batch(mine.ids.unpad().pad_to(37), mine.label)
     for how in ("no batch", "a scalar") if compiled else WRONG:
         step, run = step_of(mesh, compiled)
@@ -123,7 +123,7 @@ def begins_on_one(compiled):
             said[how] = f"{type(error).__name__}: {error}", time.monotonic() - begin
     said["then"] = bool(run(state, mine)[1]["loss"].isfinite())
     if compiled:
-        # the first fails alone, as if the other were exchanging by its program
+        # the first rank fails alone, as if the other rank were in an exchange of its program
         for rank in (1, 0):
             if dist.get_rank() == rank:
                 with contextlib.suppress(TypeError):
@@ -135,7 +135,7 @@ def begins_on_one(compiled):
 
 
 def test_ranks_change_forms_together(ranks):
-    """Jitted ranks whose batches grow on all ranks at once go on, and can return to the first form."""
+    """Jitted ranks whose batches grow on all ranks at once continue, and can return to the first form."""
     assert ranks(2).run(as_staged, grows_on_all, deadline_s=200) == [[True] * 3] * 2
 
 
@@ -151,8 +151,8 @@ def grows_on_all():
 
 
 def test_a_rank_that_changes_its_forms_alone_is_named():
-    """If one jitted rank's batch grows in the middle of training, and the other's does not, both raise within the
-    timeout. The error names the rank and both forms."""
+    """If one jitted rank's batch grows in the middle of training, and the other's batch does not, both ranks raise
+    within the timeout. The error names the rank and both forms."""
     begin = time.monotonic()
     with RankPool(2, timeout_s=20) as pool, pytest.raises(RankError) as raised:
         pool.run(as_staged, grows_on_one, deadline_s=200)

@@ -1,5 +1,6 @@
-"""Route, combine and sharded lookups, under every transform, emulated and on gloo ranks, equal plain lookups of all
-ranks' bags."""
+"""Route, combine and sharded lookups, under every transform, equal plain lookups of all ranks' bags.
+
+They are emulated or on gloo ranks."""
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from programs.lookup_transforms import names
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
-# f64: sums may have another order
+# the tolerance is for f64 sums in another order
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 MESHES = [{"x": 1}, {"x": 2}, {"x": 4}, {"x": 2, "y": 2}]
 CASES = [(axes, name) for axes in MESHES for name in names(axes)]
@@ -17,7 +18,7 @@ CASES = [(axes, name) for axes in MESHES for name in names(axes)]
 
 @pytest.mark.parametrize("axes, name", CASES, ids=str)
 def test_a_sharded_lookup_is_the_lookup_under_every_transform(axes, name):
-    """A sharded lookup, and every transform of it by banks and weights, equals the plain one for all ranks' bags.
+    """A sharded lookup, and every transform of it by banks and weights, equals the plain lookup of all ranks' bags.
     Coded lookups agree up to rounding."""
     close = lookups.ROUNDED if "coded" in name else EXACT
     assert_trees_close(lookups.cells(fr.Mesh.emulated(**axes), name), lookups.wanted(axes, name), **close)
@@ -40,8 +41,8 @@ ROUNDED = [({"x": 2}, "table_wise, rounded"), ({"x": 2}, "row_wise, rounded, ded
 
 @pytest.mark.parametrize("axes, name", ROUNDED, ids=str)
 def test_tables_read_as_if_quantised_are_so_under_every_transform(axes, name, ranks):
-    """Fake-quantised sharded tables, rounded by a key on their owners, with several dtypes in one bank, equal one
-    process's under every transform. This also holds on two gloo ranks."""
+    """Fake-quantised sharded tables, rounded by a key on their owners, with several dtypes in one bank, equal the
+    tables of one process under every transform. This also holds on two gloo ranks."""
     close = lookups.ROUNDED if "coded" in name else EXACT
     want = lookups.wanted(axes, name)
     assert_trees_close(lookups.cells(fr.Mesh.emulated(**axes), name), want, **close)
@@ -51,7 +52,8 @@ def test_tables_read_as_if_quantised_are_so_under_every_transform(axes, name, ra
 
 @pytest.mark.parametrize("axes, name", [({"x": 2}, "row_wise")], ids=str)
 def test_compiled_lookups_are_lookups(axes, name):
-    """jit of an emulated sharded lookup, and of its gradient, changes no value; `transforms.py` prints all of them."""
+    """jit of an emulated sharded lookup, and of its gradient, changes no value. `transforms.py` prints all these
+    values."""
     got = lookups.compiled_cells(fr.Mesh.emulated(**axes), [name])
     want = lookups.cells(fr.Mesh.emulated(**axes), name, ("fwd", "grad"))
     assert_trees_close({"fwd": got["jit"][name], "grad": got["jit_grad"][name]}, want, **EXACT)

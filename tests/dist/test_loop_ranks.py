@@ -1,4 +1,4 @@
-"""On real ranks, example weights and evaluation give one process's results."""
+"""On real ranks, example weights and evaluation give the results of one process."""
 
 import pytest
 from programs import loops
@@ -15,8 +15,8 @@ def test_the_mean_over_ranks_is_the_weighted_mean(weight, ranks):
 
 
 def test_all_ranks_know_the_metrics_of_all_examples(ranks):
-    """Each rank evaluates its own examples and returns the metrics of all; ranks with different numbers of examples
-    raise."""
+    """Each rank evaluates its own examples and returns the metrics of all examples. Ranks with different numbers of
+    examples raise."""
     weight = [1, 2, 0, 1] * 3
     first, second = ranks(2).run(loops.evaluated_on_ranks, weight)
     assert first == second
@@ -26,8 +26,8 @@ def test_all_ranks_know_the_metrics_of_all_examples(ranks):
 
 @pytest.mark.parametrize("num_steps", [5, 40])
 def test_a_signal_of_one_rank_ends_all(num_steps, ranks, tmp_path):
-    """A signal to one rank is raised on every rank after the same step, the next step that asks for signals or the
-    last one. The checkpoint is written before."""
+    """A signal to one rank is raised on every rank after the same step. It is the next step that asks for signals, or
+    the last step. The checkpoint is written before."""
     ended = ranks(2).run(loops.interrupted, str(tmp_path / "run.pt"), num_steps)
     assert ended[0] == ended[1] and ended[0][0] == 143
     assert ended[0][1][-1] == 5 if num_steps == 5 else ended[0][1][-1] < 20
@@ -35,13 +35,13 @@ def test_a_signal_of_one_rank_ends_all(num_steps, ranks, tmp_path):
 
 
 def test_ranks_go_on_from_one_checkpoint(ranks, tmp_path):
-    """If ranks find different checkpoints at one path, as on separate disks, all of them raise."""
+    """If ranks find different checkpoints at one path, as on separate disks, all these ranks raise."""
     for text in ranks(2).run(loops.resumed, str(tmp_path)):
         assert "is another on some of the ranks" in text and "rank 1 has one of epoch 1, batch 0" in text
 
 
 def test_the_first_rank_says_when_minutes_are_over(ranks, tmp_path):
-    """With `save_every_minutes` all ranks save after the same step, decided by the first rank's clock."""
+    """With `save_every_minutes` all ranks save after the same step. The first rank's clock decides."""
     first, second = ranks(2).run(loops.saved_by_the_clock, str(tmp_path / "run.pt"), 3.0)
     assert first == second
     assert first[0] == [(0, 0), (0, 15), (0, 31)]

@@ -1,4 +1,4 @@
-"""A rank that is lost during `fit` ends the others soon, and one message names it and says why."""
+"""A rank that is lost during `fit` ends the other ranks soon. One message names the lost rank and says why."""
 
 import pytest
 from programs import lost_ranks
@@ -6,7 +6,7 @@ from programs.lost_ranks import LEAVE_S, SLACK_S, TIMEOUT_S
 
 pytestmark = pytest.mark.xdist_group("ranks")
 GONE = "no exception: it was killed, or called os._exit"
-CASES = {  # (way, moment): the message, the reason, and the seconds until the others have ended
+CASES = {  # (way, moment): the message, the reason, and the seconds until the other ranks have ended
     ("exception", "loader"): ("ended in the loader after step 3.", "ValueError: of my own", 1.0),
     ("exception", "save"): ("ended in the checkpoint of epoch 0, batch 3.", "ValueError: of my own", 1.0),
     ("exit", "step"): ("ended, last seen in ", GONE, 1.0),
@@ -19,15 +19,16 @@ CASES = {  # (way, moment): the message, the reason, and the seconds until the o
 
 @pytest.mark.parametrize("way, moment", CASES)
 def test_a_lost_rank_ends_the_others(way, moment):
-    """However a rank is lost, all others end within the stated time. One of them reports in full which rank it was,
-    where and why; the other reports it in one line."""
+    """However a rank is lost, all other ranks end within the stated time. One of them reports in full which rank it
+    was, where and why. The last rank reports the loss in one line."""
     where, why, within_s = CASES[way, moment]
     told, rank, took = lost_ranks.lost(way, moment)
     hold_to(told, rank, took, where, why, within_s)
 
 
 def test_a_rank_lost_within_a_stale_pipeline_ends_the_others():
-    """The same holds inside a stale pipeline within `fr.loop.watch`, where the next batch's rows are being fetched."""
+    """A rank lost inside a stale pipeline within `fr.loop.watch` ends the other rank in the same way. There the next
+    batch's rows are being fetched."""
     told, rank, took = lost_ranks.lost("kill", "step", lost_ranks.run_stale)
     hold_to(told, rank, took, "ended, last seen in ", GONE, 1.0)
 

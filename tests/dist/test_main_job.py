@@ -1,4 +1,4 @@
-"""What the main job's ranks decide together, and which rows each one takes."""
+"""The common decisions of the main job's ranks, and the rows of each rank."""
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from funcrec.testing import assert_trees_close
 
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_ranks_stop_together(interrupted, ranks):
-    """Whichever rank is interrupted, all ranks see it at the same step, within 16 steps, and at every later one."""
+    """Whichever rank is interrupted, all ranks see the interruption at the same step, within 16 steps, and at every
+    later step."""
     first, second = ranks(2).run(moving.questions, interrupted, 40)
     assert first == second
     assert first == [False] * 31 + [True] * 9
@@ -23,7 +24,7 @@ def test_nobody_stops_uninterrupted(ranks):
 
 
 def test_ranks_take_the_batch_apart(ranks):
-    """Together, the ranks' bags are the batch's bags, in order."""
+    """The bags of all ranks together are the bags of the batch, in order."""
     data = fr.data.random_rows(fr.key(0), {"item": 50, "user": 9}, num_rows=30)
     rows = torch.randperm(30, generator=torch.Generator().manual_seed(0))[:12]
     whole, parts = data.take(rows), ranks(2).run(moving.own_batch, data, rows)
@@ -34,7 +35,7 @@ def test_ranks_take_the_batch_apart(ranks):
 
 @pytest.mark.parametrize("kind", _ranks.PLANS)
 def test_a_plan_places_every_table_on_the_whole_mesh(kind):
-    """Every plan of the main job fits a mesh of two axes and keeps every bit; except for replicated, every rank has
+    """Every plan of the main job fits a mesh of two axes and keeps every bit. Except under replicated, every rank has
     rows."""
     mesh = fr.Mesh.emulated(data=2, model=2)
     configs = [fr.TableConfig(f"t{i}", 8, 4) for i in range(4)]

@@ -18,7 +18,7 @@ def assert_looped(made, kinds, pooling, n, k, **dense):
         want_tables, want_weights, want_loss = micro_ranks.looped(kinds, pooling, seed, n, k)
         assert_trees_close(tables, want_tables)
         assert_trees_close(weights, want_weights, **dense)
-        # printed means are added in any order
+        # the printed means are added in any order
         torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=1e-6)
 
 
@@ -34,15 +34,15 @@ def test_ranks_in_micro_batches_are_a_loop_over_parts(n, pooling, k, ranks):
 
 @pytest.mark.parametrize("n, kinds", [(2, KINDS[:3]), (4, KINDS[4:])], ids=str)
 def test_staged_ranks_in_micro_batches_are_a_loop_over_parts(n, kinds, ranks):
-    """The same holds staged, with another placement for each table. On two ranks the step is compiled, which may sum
-    dense gradients in another order."""
+    """Staged ranks in micro-batches also give the result of the loop, with another placement for each table. On two
+    ranks the step is compiled. It may then sum dense gradients in another order."""
     how = (micro_ranks.stepped,) if n == 2 else (as_staged, micro_ranks.stepped)
     for made in ranks(n).run(*how, kinds, "sum", SEEDS, MESHES[n], 2, True, True, deadline_s=500):
         assert_looped(made, kinds, "sum", n, 2, rtol=1e-6, atol=1e-6)
 
 
 def test_a_nested_calls_parts_have_one_capacity(ranks):
-    """Bags cut by a nested call have one capacity on all ranks, even if the outer axis's ranks have different
+    """Bags cut by a nested call have one capacity on all ranks, even if the ranks of the outer axis have different
     numbers of ids. Exchanges over both axes equal those of the emulated grid."""
     want = micro_ranks.nested(fr.Mesh.emulated(x=2, y=2))
     assert [x.tolist() for x in want] == [[283], [2, 80]]
@@ -51,12 +51,12 @@ def test_a_nested_calls_parts_have_one_capacity(ranks):
 
 
 def test_shards_of_other_forms_are_not_joined(ranks):
-    """`unshard` raises on every rank if the shards' forms differ, before anything is sent."""
+    """Before anything is sent, `unshard` raises on every rank if the forms of the shards differ."""
     for tensors, ids in ranks(2).run(micro_ranks.joined_unlike):
         assert "`tree` differs between the ranks" in tensors and "float32[3] on rank 1" in tensors
         assert "`tree` differs between the ranks" in ids and "values int64[24]" in ids
 
 
 def test_a_batch_that_is_not_cut_evenly_raises_on_every_rank(ranks):
-    """With 8 examples on each rank, 3 micro-batches are refused on both ranks."""
+    """With 8 examples on each rank, 3 micro-batches raise on both ranks."""
     assert all("`batch` is not cut evenly" in text for text in ranks(2).run(micro_ranks.uncut, 3))

@@ -17,7 +17,7 @@ KINDS = ["row_wise", "column_wise", "table_wise", "replicated"]
 
 
 def params(order):
-    """Fill the tables with thirds, whose bits differ between any two dtypes."""
+    """Return tables filled with thirds, whose bits differ between any two dtypes."""
     rows = {"a": 12, "b": 7, "c": 5}
     dense = torch.ones(2)
     return fr.Params({n: torch.full((rows[n], 4), 1 / 3, dtype=DTYPES[n]) for n in order}, dense)
@@ -25,7 +25,7 @@ def params(order):
 
 @pytest.mark.parametrize("order, kind", zip(ORDERS, itertools.cycle(KINDS)), ids=str)
 def test_tables_keep_their_dtypes_in_every_order(order, kind, tmp_path):
-    """Tables of mixed dtypes, and their slots, return from a mesh with every bit, in any order. shard_tables, a
+    """Tables of mixed dtypes, and the tables' slots, return from a mesh with every bit, in any order. shard_tables, a
     step's init, reshard and load give the same state."""
     mesh, plan = fr.Mesh.emulated(x=2), plan_of(kind, {"x": 2})
     whole = params(order)
@@ -40,7 +40,7 @@ def test_tables_keep_their_dtypes_in_every_order(order, kind, tmp_path):
 
 
 def test_ranks_keep_the_dtypes_of_tables(ranks):
-    """The same holds on real ranks."""
+    """On real ranks, tables of mixed dtypes also keep their dtypes."""
     for order in ORDERS[::2]:
         for got in ranks(2).run(moving.begun, params(order), {"x": 2}, "row_wise"):
             assert_trees_close(bits(got.tables), bits(params(order).tables))

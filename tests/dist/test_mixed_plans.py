@@ -1,5 +1,6 @@
-"""With a different placement for each table, lookups and steps equal plain torch in one process; and jit accepts
-them."""
+"""With a different placement for each table, lookups and steps equal plain torch in one process.
+
+jit accepts these steps."""
 
 import warnings
 
@@ -14,8 +15,8 @@ from funcrec.testing import assert_trees_close
 
 
 def bag_sum(table, feature, bag, weights):
-    """Return Σ w · table[id] over the bag's first ids, where ids outside the table count as zeros. A mean divides by
-    the number of all these ids."""
+    """Return Σ w · table[id] over the first ids of the bag. Ids outside the table count as zeros. A mean divides by the
+    number of all these ids."""
     bag = bag[: feature.max_length]
     total = table.new_zeros(table.shape[1])
     for i, w in zip(bag, weights, strict=False):
@@ -25,7 +26,7 @@ def bag_sum(table, feature, bag, weights):
 
 
 def in_plain_torch(tables, ids, features):
-    """Compute f[B, ΣD] bag by bag."""
+    """Return the pooled features f[B, ΣD], computed bag by bag."""
     bags = ids.to_lists()
     weights = iter([1.0] * ids.capacity if ids.weights is None else ids.weights.tolist())
     own = {k: [[next(weights) for _ in bag] for bag in column] for k, column in bags.items()}
@@ -36,7 +37,8 @@ def in_plain_torch(tables, ids, features):
 @settings(max_examples=12)
 @given(models())
 def test_a_step_of_any_plan_is_plain_torchs(model):
-    """For any placement of each table, loss, tables and dense parameters after a step of SGD equal plain torch's."""
+    """For any placement of each table, loss, tables and dense parameters after a step of SGD equal those of plain
+    torch."""
     mesh, plan, tables, ids, features = model
     tables = {n: t.double() for n, t in tables.items()}
     ids = ids if ids.weights is None else replace(ids, weights=ids.weights.double())
@@ -61,7 +63,7 @@ def test_a_step_of_any_plan_is_plain_torchs(model):
 
 
 def test_a_step_with_copies_beside_cut_tables_is_staged(interpreted):
-    """jit proves that a replicated table's copies stay equal, although one kernel also updates sharded tables."""
+    """jit proves that the copies of a replicated table stay equal, although one kernel also updates sharded tables."""
     mesh = fr.Mesh.emulated(x=2)
     options = {"sparse": fr.optim.adagrad(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
     step = fr.train_step(loss_fn, **options, mesh=mesh, plan=PLAN)
@@ -70,7 +72,8 @@ def test_a_step_with_copies_beside_cut_tables_is_staged(interpreted):
 
 
 def test_a_step_with_a_capacity_is_staged_under_a_mixed_plan():
-    """jit also proves this for a step with a capacity, which tests whether the ids of two lookups found a place."""
+    """jit also proves equal copies for a step with a capacity, which tests whether the ids of two lookups found a
+    place."""
     mesh, plan = fr.Mesh.emulated(x=2, y=2), fr.Plan({"a": fr.row_wise("x"), "b": fr.replicated()})
     features = {k: [fr.FeatureConfig(n, table=n, column="k", pooling=k) for n in "ab"] for k in ("sum", "none")}
 
@@ -88,7 +91,7 @@ def test_a_step_with_a_capacity_is_staged_under_a_mixed_plan():
 
 
 def test_nothing_warns_of_an_emulated_step():
-    """A step on an emulated mesh, including columns that travel together, causes no warnings of torch."""
+    """A step on an emulated mesh causes no warnings of torch, even with columns that travel together."""
     mesh = fr.Mesh.emulated(x=2)
     torch.set_warn_always(True)
     try:

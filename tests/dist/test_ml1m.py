@@ -1,7 +1,8 @@
-"""The main job's DeepFM on gloo ranks, under every placement, equals one process that adds the gradients of the same
-local batches.
+"""The main job's DeepFM on gloo ranks, under every placement, equals one process.
 
-The model with its dropout, the loss, both optimizers, the plans and the split of a batch over ranks are the main job's.
+The process adds the gradients of the same local batches.
+
+The main job gives the model with its dropout, the loss, both optimizers, the plans and the split of a batch over ranks.
 """
 
 import functools
@@ -22,7 +23,7 @@ KINDS = ("table_wise", "row_wise", "column_wise", "replicated")
 
 
 def ratings():
-    """Return the first rows of MovieLens-1M's train part."""
+    """Return the first rows of the train part of MovieLens-1M."""
     try:
         split = fr.data.ctr_dataset(fr.data.movielens_1m())
     except OSError as error:
@@ -32,7 +33,7 @@ def ratings():
 
 
 def generated():
-    """Make rows of MovieLens-1M's form whose users and items repeat."""
+    """Return rows in the form of MovieLens-1M whose users and items repeat."""
     g = torch.Generator().manual_seed(0)
     draw = lambda n, size: (torch.rand(size, generator=g).pow(3) * (n - 1)).int() + 1
     sizes, columns, start = ML1M_FIELDS, [Column("genre", "genre", ML1M_GENRES, 0)], 0
@@ -55,7 +56,7 @@ def generated():
 
 @pytest.fixture(scope="module", params=[ratings, generated], ids=lambda f: f.__name__)
 def trained(request):
-    """Return (data, a function of (optimizer, number of ranks) that gives one process's training)."""
+    """Return (data, a function from (optimizer, number of ranks) to the training of one process)."""
     data = request.param()
     return data, functools.cache(functools.partial(alone, data))
 
@@ -66,8 +67,8 @@ def optimizers(name):
 
 
 def alone(data, name, ranks):
-    """Train in one process that adds the gradients of the ranks' batches, each with its rank's dropout; return
-    (tables, slots, dense)."""
+    """Return (tables, slots, dense) of one process that adds the gradients of the ranks' batches. The dropout of a
+    batch is that of its rank."""
     loss_fn, (sparse, dense), key = fr.models.loss(MODEL), optimizers(name).values(), fr.key(2)
     params = MODEL.init(fr.key(1))
     slots, opt = sparse.init(params.tables), dense.init(params.dense)
@@ -91,7 +92,7 @@ def added(a, b):
 
 
 def together(data, name, axes, kind, exact):
-    """Return the same from `train_step` on this process's ranks."""
+    """Return the results of `alone` from `train_step` on this process's ranks."""
     mesh = fr.Mesh.distributed(**axes)
     options = {**optimizers(name), "mesh": mesh, "plan": fr.Plan.uniform(kind, MODEL.tables, mesh), "exact": exact}
     step = fr.train_step(MODEL, **options)
@@ -109,23 +110,23 @@ def assert_same(got, want, **tolerance):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_change_no_bit_of_the_main_job(kind, trained, ranks):
-    """20 steps of the main job on two ranks equal, bit for bit, one process that adds the same two batches. This
-    holds for tables, slots and dense parameters."""
+    """20 steps of the main job on two ranks equal, bit for bit, one process that adds the same two batches. This holds
+    for tables, slots and dense parameters."""
     data, want = trained
     for got in ranks(2).run(together, data, "adam", {"data": 2}, kind, True):
         assert_same(got, want("adam", 2))
 
 
 def test_a_grid_changes_no_bit_of_the_main_job(trained, ranks):
-    """The same holds on 2 x 2 ranks, with every table sharded by rows and columns."""
+    """The main job also keeps every bit on 2 x 2 ranks, with every table sharded by rows and columns."""
     data, want = trained
     for got in ranks(4).run(together, data, "adam", {"data": 2, "model": 2}, "grid", True):
         assert_same(got, want("adam", 4))
 
 
 def test_sums_at_the_owners_change_the_main_job_by_rounding(trained, ranks):
-    """Without exact=True, row-wise training by SGD agrees within 1e-6. (Adam is not compared: it divides a gradient
-    by its size, so a gradient of pure rounding gives a full step.)"""
+    """Without exact=True, row-wise training by SGD agrees within 1e-6. (Adam is not compared. It divides a gradient by
+    the gradient's size, so that a gradient of pure rounding gives a full step.)"""
     data, want = trained
     assert_same(
         ranks(2).run(together, data, "sgd", {"data": 2}, "row_wise", False)[0], want("sgd", 2), rtol=1e-6, atol=1e-6

@@ -1,4 +1,4 @@
-"""Every mutation of a rule makes a law fail; `mutations.py` prints them."""
+"""Every mutation of a rule makes a law fail. `mutations.py` prints the mutations."""
 
 import functools
 
@@ -13,7 +13,7 @@ def why_red_unchanged(law, args):
 
 @pytest.mark.parametrize("which", MUTATIONS)
 def test_a_wrong_rule_is_seen(which):
-    """A law fails when one of the rules that it depends on is changed."""
+    """A law fails when one of the law's rules is changed."""
     mutation = MUTATIONS[which]
     assert why_red_unchanged(getattr(mutation.law, "func", mutation.law), getattr(mutation.law, "args", ())) is None
     with changed(mutation):

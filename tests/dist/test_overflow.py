@@ -1,5 +1,6 @@
-"""Steps with a capacity: a batch that does not fit changes nothing and is counted; run again with a larger capacity,
-it trains."""
+"""Steps with a capacity. A batch that does not fit changes nothing and is counted.
+
+After a rerun with a larger capacity, the batch trains."""
 
 import pytest
 import torch
@@ -24,18 +25,18 @@ def test_a_batch_that_does_not_fit_changes_no_bit(axes, kind):
 
 @pytest.mark.parametrize("kind, compiled", [("row_wise", False), ("column_wise", False), ("row_wise", True)])
 def test_a_batch_that_does_not_fit_changes_no_bit_on_ranks(kind, compiled, ranks):
-    """The same holds on gloo ranks, also staged and donated."""
+    """On gloo ranks, too, a batch that does not fit changes no bit, staged and donated."""
     for got in ranks(2).run(as_staged, real_overflown, {"x": 2}, kind, compiled, deadline_s=300):
         assert_unchanged(*got, kind)
 
 
 def test_the_overflow_is_the_ids_without_a_place():
-    """metrics["overflow"] counts, over all ranks, the ids beyond the capacity of each pair of sender and owner."""
+    """metrics["overflow"] counts, over all ranks, the ids that exceed the capacity of each pair of sender and owner."""
     mesh = fr.Mesh.emulated(x=2)
     plan = fr.Plan({"t": fr.table_wise("x", rank=1)})
     loss = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("k", table="t")]).values.sum()
     kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1), "mesh": mesh, "plan": plan}
-    # 9 and -1 are no rows: 4 ids and 1
+    # 9 and -1 are no rows, so that one owner gets 4 ids and the other gets 1 id
     ids = fr.KeyedJaggedTensor.from_lists({"k": [[0, 1, 2, 3, 9], [1, -1]]})
     for capacity, lost in ((1, 3), (2, 2), (4, 0), (5, 0)):
         step = fr.train_step(loss, **kind, capacity=capacity)
@@ -45,7 +46,8 @@ def test_the_overflow_is_the_ids_without_a_place():
 
 @pytest.mark.parametrize("pooling", ["sum", "none"])
 def test_copies_need_no_capacity(pooling):
-    """Ids of replicated tables are not sent: only other tables need capacity, and without any others, 0 is needed."""
+    """Ids of replicated tables are not sent. Only other tables need capacity, and without other tables the need is
+    0."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[0] * 50] * 4, "u": [[0], [1], [2], [3]]})
     features = [fr.FeatureConfig(n, table=n, pooling=pooling) for n in ("a", "u")]
 
@@ -64,8 +66,8 @@ def test_copies_need_no_capacity(pooling):
 
 @pytest.mark.parametrize("pooling", ["sum", "none"])
 def test_ids_without_a_place_are_counted_whatever_is_trained(pooling):
-    """A lookup's overflow belongs to the exchange, not to a table. It is counted even if its first table is constant
-    in the loss, for bags and sequences."""
+    """A lookup's overflow belongs to the exchange, not to a table. The overflow is counted even if the lookup's first
+    table is constant in the loss, for bags and sequences."""
     mesh = fr.Mesh.emulated(x=2)
     tables = {"a": torch.ones(4, 1), "b": torch.ones(4, 2)}
     features = [fr.FeatureConfig(n, table=n, column="k", pooling=pooling) for n in tables]
@@ -90,8 +92,8 @@ def test_ids_without_a_place_are_counted_whatever_is_trained(pooling):
 
 
 def shared_out(pooling, capacity, wrap=lambda f: f, kept=lambda acts: acts, **how):
-    """Return (acts of each of two ranks, their losses, {bank: its gradient}). Rank 0 has 4 ids of its own rows, rank
-    1 has 2."""
+    """Return (acts of each of two ranks, their losses, {bank: the bank's gradient}). Rank 0 has 4 ids of its own rows,
+    rank 1 has 2 ids."""
     mesh, tables = fr.Mesh.emulated(x=2), {"a": torch.ones(4, 1), "b": torch.ones(4, 2)}
     features = [fr.FeatureConfig(n, table=n, column="k", pooling=pooling) for n in tables]
     held = fr.shard_tables(tables, fr.Plan(dict.fromkeys(tables, fr.row_wise("x"))), mesh, capacity=capacity, **how)
@@ -116,8 +118,8 @@ def shared_out(pooling, capacity, wrap=lambda f: f, kept=lambda acts: acts, **ho
 @pytest.mark.parametrize("pooling", ["sum", "none"])
 @pytest.mark.parametrize("how", [{}, {"exact": True}, {"dedup": True}, {"codec": fr.Codec("int8", "int8")}], ids=str)
 def test_what_lost_an_id_is_nan(pooling, how):
-    """If ids find no place, the lookup on that rank is NaN, and so are its loss and the gradients of its other ids.
-    This holds by value_and_grad, plainly, and in a jitted function. With enough capacity the bits equal those
+    """If ids find no place, the lookup on that rank is NaN, and so are the loss and the gradients of the rank's other
+    ids. This holds by value_and_grad, plainly, and in a jitted function. With enough capacity the bits equal those
     without capacity."""
     whole = shared_out(pooling, None, **how)
     assert_trees_close(shared_out(pooling, 4, **how), whole)
@@ -133,9 +135,9 @@ def test_what_lost_an_id_is_nan(pooling, how):
 
 
 def test_checked_tells_the_capacity_that_would_do():
-    """On an emulated mesh, checked(value_and_grad) raises for ids without a place, with a sufficient capacity.
-    Without such ids it equals value_and_grad. A checked step counts them as usual."""
-    # a loss that removes NaN is reported, too
+    """On an emulated mesh, checked(value_and_grad) raises for ids without a place, with a sufficient capacity. Without
+    such ids the checked function equals value_and_grad. A checked step counts such ids as usual."""
+    # a loss that removes NaN is also reported
     for kept in (torch.clone, torch.nan_to_num):
         with pytest.raises(fr.CheckError, match=r"1 ids without a place.*member 0(.|\n)*at least 4"):
             shared_out("sum", 3, fr.checked, kept)
@@ -144,7 +146,7 @@ def test_checked_tells_the_capacity_that_would_do():
 
 
 def retried(mesh, kind, capacity, steps=4):
-    """Return ([state after each step], the capacities for which steps were made)."""
+    """Return ([the state after each step], the capacities of the steps that were made)."""
     made = []
     run = fr.retry_overflow(lambda c: made.append(c) or step_of(mesh, kind, c), capacity=capacity, steps=2)
     state, out = step_of(mesh, kind, 1).init(training.params()), []
@@ -172,8 +174,8 @@ def real_pair(axes, kind, capacity):
     "axes, kind, capacity", [*((*c, 1) for c in CASES), ({"x": 2}, "row_wise", "measure")], ids=str
 )
 def test_retried_training_is_training(axes, kind, capacity):
-    """Training that starts with a small or a measured capacity on skewed batches gives the bits of training with
-    enough capacity."""
+    """Training that starts with a small or a measured capacity on skewed batches gives the bits of training with enough
+    capacity."""
     mesh = fr.Mesh.emulated(**axes)
     got, made = retried(mesh, kind, capacity)
     assert_trees_close(got, unbounded(mesh, kind))
@@ -182,7 +184,7 @@ def test_retried_training_is_training(axes, kind, capacity):
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
 def test_retried_training_is_training_on_ranks(kind, ranks):
-    """The same holds on gloo ranks, which agree when to run a step again."""
+    """On gloo ranks, retried training also has these bits. The ranks agree when to run a step again."""
     for (got, made), want in ranks(2).run(real_pair, {"x": 2}, kind, 1):
         assert_trees_close(got, want)
         assert len(made) > 1
@@ -190,8 +192,8 @@ def test_retried_training_is_training_on_ranks(kind, ranks):
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
 def test_what_waits_stays_where_ids_find_no_place(kind):
-    """If the last step of an accumulation does not fit, it applies nothing and keeps the waiting gradients to the
-    bit. With a larger capacity it updates."""
+    """If the last step of an accumulation does not fit, it applies nothing and keeps the waiting gradients to the bit.
+    With a larger capacity the step updates."""
     before, after, metrics, wide = overflown(fr.Mesh.emulated(x=2), kind, name="accumulate rows")
     assert_unchanged(before, after, metrics, wide, kind)
     waits = lambda state: [int((own["pending_rows"] >= 0).sum()) for own in state.slots.values()]

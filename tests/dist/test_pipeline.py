@@ -1,4 +1,4 @@
-"""Pipelines on real ranks have the plain loop's bits; nothing hangs and nothing is left, however they end."""
+"""Pipelines on real ranks have the bits of the plain loop. However they end, nothing hangs and no thread is left."""
 
 import pytest
 from programs import piped, training
@@ -15,7 +15,7 @@ X = {"x": 2}
     "kind, how", [("table_wise", {"exact": True, "codec": fr.Codec("bfloat16", "int8")}), ("row_wise", {"dedup": True})]
 )
 def test_a_pipeline_on_ranks_is_the_plain_loop(kind, how, ranks):
-    """States and metrics have the plain loop's bits, and ids are exchanged ahead."""
+    """States and metrics have the bits of the plain loop, and ids are exchanged ahead."""
     for same, ahead_bytes, threads in ranks(2).run(
         piped.beside_a_loop, X, training.plan_of(kind, X), 3, how, deadline_s=120
     ):
@@ -23,13 +23,14 @@ def test_a_pipeline_on_ranks_is_the_plain_loop(kind, how, ranks):
 
 
 def test_a_jitted_step_that_donates_its_state(ranks):
-    """The same holds for a compiled step whose states are donated to the next step."""
+    """A compiled step whose states are donated to the next step also has the bits of the plain loop."""
     for same, ahead_bytes, threads in ranks(2).run(piped.donated, deadline_s=300):
         assert same and ahead_bytes > 0 and not threads
 
 
 def test_copies_that_train_apart_are_the_plain_loops(ranks):
-    """The same holds for a plan with replicas on four ranks, whose ids are exchanged within their group."""
+    """A plan with replicas on four ranks also has the bits of the plain loop. Its ids are exchanged within the
+    group."""
     axes = {"copy": 2, "x": 2}
     plan = fr.Plan(dict.fromkeys(training.SHAPES, fr.row_wise("x")), replicas="copy")
     for same, ahead_bytes, threads in ranks(4).run(piped.beside_a_loop, axes, plan, 3, {}, deadline_s=120):
@@ -37,7 +38,7 @@ def test_copies_that_train_apart_are_the_plain_loops(ranks):
 
 
 def test_batches_of_many_forms_and_a_plan_that_changes(ranks):
-    """Batches of other sizes or without ids give the plain loop's bits. So does a state that moves to another plan
+    """Batches of other sizes or without ids give the bits of the plain loop. So does a state that moves to another plan
     while batches are in progress."""
     assert ranks(2).run(piped.of_many_forms, deadline_s=120) == [(True, [])] * 2
 
@@ -48,8 +49,8 @@ def test_what_does_not_fit_is_run_again(ranks):
 
 
 def test_ranks_that_run_out_of_data(ranks):
-    """A rank without data goes on with blank batches, as in a loop that gets such batches. Without weights, all
-    ranks raise after the last batch that all ranks had."""
+    """A rank without data continues with blank batches, as in a loop that gets such batches. Without weights, all ranks
+    raise after the last batch that all ranks had."""
     for filled, told, count, same, threads in ranks(2).run(piped.uneven, deadline_s=120):
         assert filled and same and count == 3 and not threads
         assert "ranks [1] have no more, ranks [0] have" in told
@@ -61,29 +62,29 @@ def test_ranks_that_run_out_of_data(ranks):
     ("keys", "ValueError: funcrec.pipeline: the ranks' batches have different forms.\n  got   .ids keys ['u', ", None),
 ])  # fmt: skip
 def test_what_breaks_on_one_rank_is_told_on_all(how, mine, theirs, ranks):
-    """If one rank's loader raises, or its batch has another form or other keys, the loop ends after the same batch
-    on all ranks. They can start again."""
+    """If one rank's loader raises, or its batch has another form or other keys, the loop ends after the same batch on
+    all ranks. The ranks can start again."""
     for rank, (told, count, same, threads) in enumerate(ranks(2).run(piped.broken, how, deadline_s=120)):
         assert told.startswith(mine if rank == 1 or theirs is None else theirs), told
         assert count == 2 and same and not threads
 
 
 def test_loops_that_are_left_early(ranks):
-    """Ranks that leave their loop at the same batch, but at different times, can start another loop: exchanges pair,
+    """Ranks that leave their loop at the same batch, but at different times, can start another loop. Exchanges pair,
     and nothing hangs."""
     assert ranks(2).run(piped.left_early, deadline_s=60) == [(True, [])] * 2
 
 
 def test_a_rank_that_leaves_before_its_step_is_out():
-    """A rank that leaves alone, before its first step, does not wait for the others. The others wait for it until
-    the timeout."""
+    """A rank that leaves alone, before its first step, does not wait for the other ranks. The other ranks wait for it
+    until the timeout."""
     with RankPool(2, timeout_s=20) as pool:
         mine, theirs = pool.run(piped.left_alone, 6.0, deadline_s=60)
     assert mine < 4 < theirs
 
 
 def test_a_rank_without_any_batch(ranks):
-    """A rank that never had a batch cannot make a blank one, so all ranks raise."""
+    """A rank that never had a batch cannot make a blank batch. All ranks therefore raise."""
     for told, left in ranks(2).run(piped.none_at_all, deadline_s=60):
         assert "ranks [0] have no more, ranks [1] have" in told and "a batch for every rank" in told and not left
 

@@ -1,4 +1,4 @@
-"""Sharded lookups and their gradients, under every placement on emulated meshes, equal one process's."""
+"""Sharded lookups and their gradients, under every placement on emulated meshes, equal those of one process."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ UNIFORM = {
 
 @pytest.mark.parametrize("kind", UNIFORM)
 def test_a_uniform_plan_is_one_by_hand(kind):
-    """Plan.uniform equals the placement's own function over all axes except the replicas, with table-wise tables on
+    """Plan.uniform equals the function of the placement over all axes except the replicas. Table-wise tables are on
     each rank in turn."""
     tables = [fr.TableConfig(f"t{i}", 4, 2) for i in range(7)]
     mesh = fr.Mesh.emulated(y=2, r=2, x=3)
@@ -34,7 +34,7 @@ def test_a_uniform_plan_is_one_by_hand(kind):
 
 @given(st.data())
 def test_drawn_plans_fit_their_meshes(data):
-    """For any drawn plan, with replicas too, placed and gathered tables keep every bit."""
+    """For any drawn plan, even one with replicas, placed and gathered tables keep every bit."""
     mesh, tables = data.draw(frs.meshes(max_axes=3)), {"t": torch.randn(5, 3), "u": torch.randn(2, 1)}
     plan = data.draw(frs.plans(tables, mesh, replicas=True))
     assert_trees_close(fr.gather_tables(fr.shard_tables(tables, plan, mesh), mesh), tables)
@@ -42,8 +42,8 @@ def test_drawn_plans_fit_their_meshes(data):
 
 @given(models())
 def test_exact_sharded_lookups_have_one_processs_bits(model):
-    """With exact=True a sharded lookup, and its tables' gradients, have the bits of the plain one under every
-    placement."""
+    """With exact=True a sharded lookup has the bits of the plain lookup under every placement. So do the gradients of
+    its tables."""
     acts, grads = sharded(model, exact=True)
     want_acts, want_grads = whole(model)
     assert_trees_close(acts, want_acts)
@@ -62,15 +62,15 @@ def test_axes_named_in_another_order_change_no_bit(placed):
 
 @given(models(kinds=("table_wise", "column_wise", "table_column_wise", "replicated")))
 def test_lookups_of_whole_rows_have_one_processs_bits(model):
-    """If a row's bag is pooled on one rank, sums have the bits of the plain lookup even without exact=True."""
+    """If one rank pools all rows of a bag, sums have the bits of the plain lookup even without exact=True."""
     acts, _ = sharded(model)
     assert_trees_close(acts, whole(model)[0])
 
 
 @given(models())
 def test_row_wise_sums_differ_by_rounding_only(model):
-    """Without exact=True, row-wise sums have another order: they agree with the plain lookup within 1e-6. The
-    gradients keep their bits."""
+    """Without exact=True, row-wise sums have another order. They agree with the plain lookup within 1e-6. The gradients
+    keep their bits."""
     acts, grads = sharded(model)
     want_acts, want_grads = whole(model)
     assert_trees_close(acts, want_acts, rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Quantised tables under every placement, emulated and on ranks, equal one process's."""
+"""Quantised tables under every placement, emulated and on ranks, equal those of one process."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ CASES = [({"x": 2}, k) for k in ONE_AXIS] + [
     ({"x": 2, "y": 2}, k) for k in ("table_row_wise", "table_column_wise", "grid")
 ]  # fmt: skip
 HOW = ({}, {"exact": True}, {"dedup": True})
-# placements that sum rows of several ranks
+# placements that sum the rows of several ranks
 SUMS = ("row_wise", "table_row_wise", "grid")
 
 
@@ -24,8 +24,8 @@ def near(kind, how):
 
 @pytest.mark.parametrize("axes, kind", CASES, ids=str)
 def test_sharded_codes_are_looked_up(axes, kind):
-    """Lookups of codes have one process's bits under every placement; only sums over ranks differ by rounding.
-    Gathered tables have the placed tables' bits, including the scales of column-wise rows."""
+    """Lookups of codes have the bits of one process under every placement. Only sums over ranks differ by rounding.
+    Gathered tables have the bits of the placed tables, including the scales of column-wise rows."""
     want, q = coded.whole(), fr.quantize(coded.tables(), coded.DTYPES)
     for how in HOW:
         got, gathered = coded.looked_up(axes, kind, how)
@@ -35,7 +35,7 @@ def test_sharded_codes_are_looked_up(axes, kind):
 
 @pytest.mark.parametrize("axes, kind", CASES, ids=str)
 def test_codes_on_ranks_are_looked_up(axes, kind, ranks):
-    """The same holds on gloo ranks."""
+    """On gloo ranks, lookups of codes also have these bits."""
     want, q = coded.whole(), fr.quantize(coded.tables(), coded.DTYPES)
     for got, gathered in ranks(torch.Size(axes.values()).numel()).run(coded.on_ranks, axes, kind, HOW[1]):
         assert_trees_close((got, gathered), (want, q))
@@ -43,8 +43,8 @@ def test_codes_on_ranks_are_looked_up(axes, kind, ranks):
 
 @pytest.mark.parametrize("axes, kind", CASES, ids=str)
 def test_sharded_tables_are_quantised_where_they_lie(axes, kind):
-    """quantize(shard_tables(tables)) has the codes of quantize(tables) if rows are whole. Column-wise rows, a key
-    and codes are refused, and the error suggests what works."""
+    """quantize(shard_tables(tables)) has the codes of quantize(tables) if rows are whole. Column-wise rows, a key and
+    codes raise, and the error suggests what to call instead."""
     held = lambda: coded.looked_up(axes, kind, {"exact": True}, late="int8")
     if "column" in kind or kind == "grid":
         with pytest.raises(ValueError, match=r"cut by columns(.|\n)*fr.shard_tables\(fr.quantize"):
@@ -60,8 +60,8 @@ FLOATS = dict.fromkeys("abcd", "bfloat16")
 
 @pytest.mark.parametrize("axes, kind", CASES, ids=str)
 def test_rows_are_rounded_at_their_owners(axes, kind):
-    """fake_quantize of sharded tables reads one process's values, also with a key, bit for bit except for sums over
-    ranks. A step trains the same rows. Column-wise rows accept only float dtypes."""
+    """fake_quantize of sharded tables reads the values of one process, even with a key, bit for bit except for sums
+    over ranks. A step trains the same rows. Column-wise rows accept only float dtypes."""
     dtypes = coded.DTYPES
     if "column" in kind or kind == "grid":
         with pytest.raises(ValueError, match=r"funcrec.fake_quantize: table 'a' is cut by columns(.|\n)*row_wise"):
@@ -75,7 +75,7 @@ def test_rows_are_rounded_at_their_owners(axes, kind):
 
 
 def test_rows_are_rounded_at_their_owners_on_ranks(ranks):
-    """The same holds on gloo ranks."""
+    """On gloo ranks, fake_quantize also reads these values."""
     rows, loss, tables = coded.trained(None, None, {}, coded.DTYPES)
     for got in ranks(2).run(coded.trained_on_ranks, {"x": 2}, "row_wise", {"exact": True}, coded.DTYPES):
         assert_trees_close(got[0], rows)
@@ -83,9 +83,9 @@ def test_rows_are_rounded_at_their_owners_on_ranks(ranks):
 
 
 def test_steps_of_every_kind_round_at_the_owners(ranks):
-    """Steps whose loss reads fake-quantised sharded tables, with several dtypes in a bank, have one process's bits
-    on two gloo ranks. Staged and donated steps agree within 1e-6. A pipeline and a stale pipeline have their loop's
-    bits, also with a codec."""
+    """Steps whose loss reads fake-quantised sharded tables, with several dtypes in a bank, have the bits of one process
+    on two gloo ranks. Staged and donated steps agree within 1e-6. A pipeline and a stale pipeline have the bits of
+    their loop, even with a codec."""
     assert ranks(2).run(as_staged, rounded.every_way, {"exact": True}, deadline_s=120)[0] == dict.fromkeys(WAYS, True)
     coded_too = {"exact": True, "codec": fr.Codec("bfloat16", "int8")}
     found = ranks(2).run(as_staged, rounded.every_way, coded_too, ("pipeline", "stale"), deadline_s=120)[0]
@@ -96,8 +96,8 @@ WAYS = ("alone", "jit", "pipeline", "stale")
 
 
 def test_what_reads_its_parts_otherwise_is_not_placed():
-    """Fake-quantised tables, also sharded ones, are refused where tables are placed, because their parts would be
-    read as plain tables. The error suggests what to place instead."""
+    """Fake-quantised tables, even sharded ones, raise where tables are placed, because their parts would be read as
+    plain tables. The error suggests what to place instead."""
     mesh, plan = fr.Mesh.emulated(x=2), fr.Plan({"a": fr.row_wise("x")})
     tables = {"a": torch.ones(4, 2)}
     make = {"sparse": fr.optim.sgd(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
@@ -124,7 +124,8 @@ def test_what_reads_its_parts_otherwise_is_not_placed():
 
 
 def test_what_is_sharded_and_coded_is_refused_elsewhere(tmp_path):
-    """Several dtypes in one bank, a key, codes again, a checkpoint by parts, and gradients are each refused by name."""
+    """Several dtypes in one bank, a key, codes of codes, a checkpoint by parts, and gradients each raise with their
+    name."""
     mesh = fr.Mesh.emulated(x=2)
     same = {"a": torch.ones(4, 2), "b": torch.ones(4, 2)}
     placed = fr.shard_tables(same, fr.Plan({"a": fr.row_wise("x"), "b": fr.row_wise("x")}), mesh)

@@ -1,4 +1,4 @@
-"""Functions give the same on real (gloo) ranks as emulated; and failures of ranks."""
+"""Functions give the same on real (gloo) ranks as under emulation. Failures of ranks raise on the other ranks."""
 
 import os
 import time
@@ -21,7 +21,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_real_ranks_give_what_emulation_gives(name, n, ranks):
-    """A collective, and every transform of it, has the same values on gloo ranks as under emulation, on each rank."""
+    """On each gloo rank, a collective and every transform of it have the same values as under emulation."""
     want = cells(fr.Mesh.emulated(x=n), name)
     for got in ranks(n).run(transforms.real_cells, name):
         assert_trees_close(got, want, **EXACT)
@@ -37,14 +37,14 @@ def test_compiled_ranks_give_what_emulation_gives(ranks):
 
 
 def test_ranks_measure_one_hardware(ranks):
-    """Hardware.measure on real ranks gives all ranks the same positive numbers, and so the same plan."""
+    """Hardware.measure on real ranks gives all ranks the same positive numbers, and therefore the same plan."""
     first, second = ranks(2).run(planned_ranks.measured)
     assert first == second and first.ranks_per_host == 2 and first.memory_bytes == 10**9
     assert min(first.memory_bytes_per_s, first.link_bytes_per_s) > 1e6
 
 
 def grid(mesh, x, through=lambda f: f):
-    """Compute sums over one axis, gathers over the other, and a nested call that is global over the second axis."""
+    """Return sums over one axis in a nested call, and gathers over both axes with sums over the second axis."""
 
     def inner(y):
         return fr.psum(y, "model") * (fr.axis_index("model") + 1)
@@ -69,7 +69,7 @@ def real_grid(x):
 
 
 def test_a_grid_of_ranks_is_the_emulated_grid(ranks):
-    """Axes of a real mesh, tuples of axes and nested calls give the emulated mesh's values, compiled too."""
+    """Axes of a real mesh, tuples of axes and nested calls give the values of the emulated mesh, even compiled."""
     x = torch.arange(8, dtype=torch.float64)
     want = grid(fr.Mesh.emulated(data=2, model=2), x)
     for got, compiled in ranks(4).run(real_grid, x):
@@ -78,7 +78,7 @@ def test_a_grid_of_ranks_is_the_emulated_grid(ranks):
 
 
 def bags(ids, mesh):
-    """Let every rank reverse the keys of its bags, and join the result."""
+    """Return the ids after every rank reversed the keys of its bags."""
     spec = fr.P("x")
     f = fr.shard_map(lambda ids: ids.permute(["b", "a"]), mesh=mesh, in_specs=spec, out_specs=spec)
     return fr.unshard(f(fr.shard(ids, spec, mesh=mesh)), spec, mesh=mesh)
@@ -90,7 +90,7 @@ def real_bags(ids):
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_jagged_values_are_cut_by_bags(n, ranks):
-    """A jagged value is split by bags and joined on real ranks as under emulation."""
+    """On real ranks, a jagged value is split by bags and joined as under emulation."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[1, 2], [], [3], [4]], "b": [[5], [6, 7, 8], [], [9]]})
     want = {"b": ids.to_lists()["b"], "a": ids.to_lists()["a"]}
     assert bags(ids, fr.Mesh.emulated(x=n)).to_lists() == want
@@ -104,8 +104,8 @@ def promise(varying):
 
 
 def test_a_broken_promise_is_found_on_ranks(ranks):
-    """If a result that out_specs declare equal on all ranks is not, every rank raises with the result's name and the
-    axis."""
+    """out_specs may declare a result equal on all ranks that is not equal. Every rank then raises with the result's
+    name and the axis."""
     with pytest.raises(RankError) as raised:
         ranks(2).run(promise, True)
     assert str(raised.value).count("`result['loss']` is not the same along axis 'x'.") >= 2
@@ -113,8 +113,8 @@ def test_a_broken_promise_is_found_on_ranks(ranks):
 
 
 def equal_with_tangents(kind):
-    """Return the tangent of a result with equal values on all ranks, where only rank 1 has a tangent or it has
-    another one."""
+    """Return the tangent of a result with equal values on all ranks. The tangent differs on rank 1, or only rank 1 has
+    a tangent."""
     mesh, here = fr.Mesh.distributed(x=2), dist.get_rank()
     f = fr.shard_map(lambda x: x * x.detach(), mesh=mesh, in_specs=fr.P("x"), out_specs=fr.P())
     x, t = torch.ones(3), torch.arange(3.0) * (1 if kind in ("the same", "twice the same") else here)
@@ -128,8 +128,8 @@ def equal_with_tangents(kind):
 
 @pytest.mark.parametrize("kind", ["unlike", "twice unlike", "vmapped"])
 def test_a_promise_is_of_tangents_too_on_ranks(kind, ranks):
-    """A result declared equal, with equal values but different tangents, is refused on every rank, at every level of
-    forward derivatives. Equal tangents pass."""
+    """A result declared equal, with equal values but different tangents, raises on every rank. This holds at every
+    level of forward derivatives. Equal tangents pass."""
     with pytest.raises(RankError) as raised:
         ranks(2).run(equal_with_tangents, kind)
     assert str(raised.value).count("`result` is not the same along axis 'x'.") >= 2
@@ -140,8 +140,8 @@ def test_a_promise_is_of_tangents_too_on_ranks(kind, ranks):
 
 
 def staged_then_differentiated(size):
-    """Stage a function on real ranks whose result has `size` equal values; return the device of a gradient on fake
-    tensors afterwards."""
+    """Return the devices of gradients on fake tensors. Before, real ranks stage a function whose result has `size`
+    equal values."""
     mesh, x = fr.Mesh.distributed(x=2), torch.ones(())
     f = fr.shard_map(lambda x: (x, x + 1), mesh=mesh, in_specs=fr.P(), out_specs=fr.P())
     assert fr.jit(lambda x: torch.func.vmap(lambda _: f(x)[1])(torch.ones(size)))(x).tolist() == [2.0] * size
@@ -151,14 +151,14 @@ def staged_then_differentiated(size):
 
 
 def test_staging_leaves_what_torch_remembers_right(ranks):
-    """Staging on ranks does not corrupt torch's cache of operations on fake tensors: later gradients are on their
-    own device."""
+    """Staging on ranks does not corrupt torch's cache of operations on fake tensors. Later gradients are on their own
+    device."""
     assert ranks(2).run(staged_then_differentiated, 7) == [["cpu", "cpu"]] * 2
 
 
 def promises_below(name, how):
-    """Run a program of test_shard_map on real ranks; return what it raised, or None, and check that a kept promise
-    passes."""
+    """Return the error of a program of test_shard_map on real ranks, or None. The function also checks that a kept
+    promise passes."""
     mesh, x = fr.Mesh.distributed(x=2), torch.arange(6.0).reshape(3, 2) + dist.get_rank()
     specs = {"mesh": mesh, "in_specs": (fr.P("x"), fr.P()), "out_specs": fr.P()}
     kept = fr.shard_map(lambda x, w: fr.psum((x * w).sum(), "x"), **specs)
@@ -185,13 +185,13 @@ def promises_below(name, how):
 @pytest.mark.parametrize("how", ["grad", "vmap", "jvp", "jit", "jit of grad", "jit of vmap"])
 @pytest.mark.parametrize("name", ["own shard", "place"])
 def test_a_broken_promise_is_found_below_transforms(name, how, ranks):
-    """On real ranks, too, a false promise is refused under every transform and inside jit; a kept promise passes."""
+    """On real ranks, too, a false promise raises under every transform and inside jit. A kept promise passes."""
     for said in ranks(2).run(as_staged, promises_below, name, how):
         assert "`result` is not the same along axis 'x'" in said
 
 
 def staged_with_promises():
-    """Count the exchanges of a compiled function with and without checked promises."""
+    """Return the numbers of exchanges of a compiled function with and without checked promises."""
     from programs.generated_code import generated_code
 
     specs = {"mesh": fr.Mesh.distributed(x=2), "in_specs": fr.P("x"), "out_specs": fr.P()}
@@ -204,13 +204,14 @@ def staged_with_promises():
 
 
 def test_a_promise_costs_a_compiled_step_nothing(ranks):
-    """Promises are checked during staging, so the compiled code has no additional exchange."""
+    """Promises are checked during staging. The compiled code therefore has no additional exchange."""
     for checked, unchecked in ranks(2).run(staged_with_promises):
         assert checked == unchecked > 0
 
 
 def order_of_overlap():
-    """Return the code positions at which an exchange starts, matrices are multiplied, and the exchange is awaited."""
+    """Return the positions in the code at which an exchange starts, matrices are multiplied, and the exchange is
+    awaited."""
     from programs.generated_code import generated_code
 
     f = lambda a, w: fr.all_to_all(a, "x", tiled=True).sin() + (w @ w).relu() @ w
@@ -222,13 +223,14 @@ def order_of_overlap():
 
 
 def test_ranks_compute_while_values_travel(ranks):
-    """In a compiled function, an exchange starts before work that does not need it, and is awaited after that work."""
+    """In a compiled function, an exchange starts before an operation that does not need it. It is awaited after that
+    operation."""
     for places in ranks(2).run(order_of_overlap):
         assert places == sorted(places)
 
 
 def fail_in(how):
-    """Run a step of two collectives, in the middle of which rank 1 does something else."""
+    """Run a step of two collectives. In the middle of the step, rank 1 does something else."""
     mesh = fr.Mesh.distributed(x=2, timeout_s=4)
 
     def f(x):
@@ -246,7 +248,7 @@ def fail_in(how):
 
 @pytest.mark.parametrize("how", ["killed", "hangs"])
 def test_a_lost_rank_ends_the_others(how):
-    """If a rank dies or hangs in the middle of a step, the others raise within the timeout."""
+    """If a rank dies or hangs in the middle of a step, the other rank raises within the timeout."""
     begin = time.monotonic()
     with RankPool(2, timeout_s=6) as pool, pytest.raises(RankError) as raised:
         pool.run(fail_in, how, deadline_s=20)
@@ -258,7 +260,8 @@ def test_a_lost_rank_ends_the_others(how):
 
 @pytest.mark.parametrize("how, said", [("another collective", "ALLTOALL"), ("another shape", "TensorShape=[2]")])
 def test_a_rank_that_does_something_else_is_named(how, said):
-    """With debug=True, a rank that calls another collective, or uses another shape, is named with its call."""
+    """With debug=True, an error names a rank that calls another collective or uses another shape, with the rank's
+    call."""
     with RankPool(2, timeout_s=6, debug=True) as pool, pytest.raises(RankError) as raised:
         pool.run(fail_in, how, deadline_s=40)
     text = str(raised.value)
@@ -268,8 +271,8 @@ def test_a_rank_that_does_something_else_is_named(how, said):
 
 
 def made_again():
-    """Return [(groups, threads)] before and after one mesh is made 50 times, and its result, on one world of ranks
-    and on the next."""
+    """Return [(whether the first mesh and the last have the same groups and threads, the sums over the mesh's axes)] on
+    two worlds of ranks. On each world, one mesh is made 50 times after another."""
     out = []
     for world in range(2):
         if world:
@@ -289,14 +292,14 @@ def made_again():
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the threads of a process are counted by Linux")
 def test_a_mesh_made_again_has_the_groups_of_the_first():
-    """A mesh that is made 50 times, with any axis names, makes its groups and threads once. A new world of ranks
-    gets new ones."""
+    """A mesh that is made 50 times, with any axis names, makes its groups and threads once. A new world of ranks gets
+    new groups and threads."""
     with RankPool(4) as pool:
         assert pool.run(made_again) == [[(True, [3.0, 3.0])] * 2] * 4
 
 
 def test_ranks_must_fit_the_axes(ranks):
-    """If the axes' sizes do not multiply to the number of ranks, the error has both numbers."""
+    """If the sizes of the axes do not multiply to the number of ranks, the error has both numbers."""
     with pytest.raises(RankError, match="data=3"):
         ranks(2).run(three_ranks)
 

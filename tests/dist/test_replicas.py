@@ -1,5 +1,6 @@
-"""Replicas of tables that train apart and are synchronized: emulated, on gloo ranks, compared with a single group
-and with the synchronous plan."""
+"""Replicas of tables that train apart and are synchronized, emulated and on gloo ranks.
+
+The laws compare them with a single group and with the synchronous plan."""
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ NAMES = ("adam", "rowwise_adagrad", "partial", "by_table", "lamb", "user", "coun
 
 @st.composite
 def plans(draw):
-    """Draw (axes, replicas, kind); shrinks to table-wise, two copies on two ranks each."""
+    """Return random (axes, replicas, kind). Shrinks to table-wise, two copies on two ranks each."""
     axes, replicas = draw(st.sampled_from(MESHES))
     return axes, replicas, draw(st.sampled_from(TWO_AXES if len(axes) - len(replicas) > 1 else ONE_AXIS))
 
@@ -39,8 +40,8 @@ def batches(mesh, steps):
 @settings(max_examples=10)
 @given(plans(), st.sampled_from(NAMES), st.booleans())
 def test_a_group_trains_as_if_it_were_alone(where, name, exact):
-    """Between synchronizations, each copy's tables and slots have the bits of its group alone on a mesh with the
-    group's batches."""
+    """Between synchronizations, each copy's tables and slots have the bits of its group alone. The group's mesh gets
+    the batches of the group."""
     axes, replicas, kind = where
     mesh, plan = fr.Mesh.emulated(**axes), plan_of(kind, axes, replicas)
     options = {"loss_fn": apart.plain_loss, "exact": exact}
@@ -74,8 +75,8 @@ def test_synchronising_every_step_is_the_synchronous_plan(where):
     plans(), st.sampled_from(NAMES), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.integers(0, 9)
 )
 def test_synchronised_copies_are_their_mean(where, name, dtype, seed):
-    """A synchronization gives all copies the same bits: their mean, or the value that they share. A second one
-    changes no bit."""
+    """A synchronization gives all copies the same bits: the mean of the copies, or the value that they share. A second
+    synchronization changes no bit."""
     axes, replicas, kind = where
     mesh, g = fr.Mesh.emulated(**axes), torch.Generator().manual_seed(seed)
     params = training.params()
@@ -85,7 +86,8 @@ def test_synchronised_copies_are_their_mean(where, name, dtype, seed):
     n = state.tables.layout.num_copies
 
     def differ(x):
-        """Make most elements differ between copies, and some equal, including -0.0 and infinity."""
+        """Return x with most elements different between copies, and some elements equal, including -0.0 and
+        infinity."""
         shape = (n, x.shape[0] // n, *x.shape[1:])
         apart, common = (torch.randn(shape, generator=g).to(x.dtype) for _ in range(2))
         common = common[:1].clone()
@@ -112,7 +114,7 @@ def test_synchronised_copies_are_their_mean(where, name, dtype, seed):
 
 
 def test_slots_may_stay_apart():
-    """With slots=False the tables become equal and every slot keeps its bits; such a state cannot be gathered."""
+    """With slots=False the tables become equal and every slot keeps its bits. Such a state cannot be gathered."""
     mesh = fr.Mesh.emulated(r=2, x=2)
     state, _ = trained(mesh, plan_of("row_wise", mesh.shape, ("r",)), batches(mesh, 2), apart.optimizers("adam"))
     got = fr.sync_replicas(state, mesh=mesh, slots=False)
@@ -126,7 +128,7 @@ def test_slots_may_stay_apart():
 @pytest.mark.parametrize("kind", TWO_AXES)
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad"])
 def test_one_copy_is_no_copy(kind, name):
-    """A replica axis of one rank changes no bit of training, and neither does synchronizing it."""
+    """A replica axis of one rank changes no bit of training. Its synchronization changes no bit, either."""
     axes = {"r": 1, "x": 2, "y": 2}
     mesh, options = fr.Mesh.emulated(**axes), apart.optimizers(name, 0.1)
     got = trained(mesh, plan_of(kind, axes, ("r",)), batches(mesh, 2), options, every=1)
@@ -137,7 +139,7 @@ def test_one_copy_is_no_copy(kind, name):
 @settings(max_examples=15)
 @given(plans(), plans(), st.sampled_from(NAMES))
 def test_a_state_is_moved_into_copies_and_out_of_them(first, second, name):
-    """reshard puts a plain state into every copy, and equal copies into those of another plan. Each way keeps the
+    """reshard puts a plain state into every copy, and equal copies into the copies of another plan. Each way keeps the
     bits."""
     sparse = apart.optimizers(name)["sparse"]
     tables = training.params().tables
@@ -154,7 +156,8 @@ def test_a_state_is_moved_into_copies_and_out_of_them(first, second, name):
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "table_wise"])
 def test_an_overflow_in_one_group_holds_all_groups(kind):
-    """If one group's ids find no place, no copy in any group changes a bit, and the next capacity trains all groups."""
+    """If the ids of one group find no place, no copy in any group changes a bit. The next capacity trains all
+    groups."""
     axes = {"r": 2, "x": 2}
     mesh, plan, options = fr.Mesh.emulated(**axes), plan_of(kind, axes, ("r",)), apart.optimizers("adam", 0.1)
     # the first group has no ids
@@ -177,7 +180,8 @@ def test_an_overflow_in_one_group_holds_all_groups(kind):
     [("row_wise", "adam"), ("column_wise", "rowwise_adagrad"), ("table_wise", "by_table"), ("replicated", "adam")],
 )
 def test_a_group_of_ranks_trains_as_if_it_were_alone(kind, name, ranks):
-    """On 2 x 2 gloo ranks, each copy's tables and slots have the bits of two ranks alone on that group's batches."""
+    """On 2 x 2 gloo ranks, each copy's tables and slots have the bits of two ranks alone with the batches of that
+    group."""
     axes, alone = {"r": 2, "x": 2}, {"x": 2}
     want = ranks(2).run(apart.real_frozen, alone, kind, (), name, 3, 2)[0]
     for (got,) in ranks(4).run(apart.real_frozen, axes, kind, ("r",), name, 3, 2):
@@ -191,9 +195,9 @@ def test_a_group_of_ranks_trains_as_if_it_were_alone(kind, name, ranks):
     ({"r": 2, "x": 1}, "row_wise", "rowwise_adagrad", True),
 ])  # fmt: skip
 def test_ranks_synchronise_as_emulated_ones(axes, kind, name, compiled, ranks):
-    """Five steps on gloo ranks with a synchronization after every second one, also staged and donated, agree with
-    the emulated ones within 1e-6. Synchronizing the same copies gives the same bits, and dense parameters are equal
-    on all ranks."""
+    """Five steps on gloo ranks, with a synchronization after every second step, agree with the emulated steps within
+    1e-6. This includes staged and donated steps. A synchronization of the same copies gives the same bits. Dense
+    parameters are equal on all ranks."""
     mesh, options = fr.Mesh.emulated(**axes), apart.optimizers(name, 0.1)
     want, losses = trained(
         mesh, plan_of(kind, axes, ("r",)), [training.batch(i, 8) for i in range(5)], options, every=2
@@ -208,7 +212,7 @@ def test_ranks_synchronise_as_emulated_ones(axes, kind, name, compiled, ranks):
 
 
 def test_ranks_refuse_copies_that_differ(ranks):
-    """Gathering copies that differ is an error on every rank, which says to synchronize first."""
+    """A gather of copies that differ raises on every rank. The error says to synchronize first."""
     with pytest.raises(RankError) as raised:
         ranks(4).run(apart.real_refused, {"r": 2, "x": 2}, ("r",))
     for rank in range(4):
@@ -225,13 +229,14 @@ WRONG = {
 
 
 def shared(grads, layout, told):
-    """Sum gradients as if the replica axes were ordinary ones."""
+    """Return the gradients, summed as if the replica axes were ordinary axes."""
     return fr.sharding._sum_gradients.sync_grads(grads, layout._replace(replicas=()), told)
 
 
 @pytest.mark.parametrize("which", WRONG)
 def test_a_wrong_rule_is_seen(which, monkeypatch):
-    """The law of a group alone fails if groups share gradients, or divide by the number of all ranks."""
+    """The law of a group alone fails if groups share gradients. It also fails if gradients are divided by the number of
+    all ranks."""
     where = ({"r": 2, "x": 2}, ("r",), "row_wise")
     check = test_a_group_trains_as_if_it_were_alone.hypothesis.inner_test
     check(where, "sgd", False)
@@ -242,8 +247,8 @@ def test_a_wrong_rule_is_seen(which, monkeypatch):
 
 @pytest.mark.parametrize("name, want", [("sgd", 1), ("adam", 1), ("counter", 2)])
 def test_a_synchronisation_exchanges_once(name, want, monkeypatch):
-    """All tables and slots of one dtype share one all_to_all and one all_gather; slots that take the maximum share
-    another pair.
+    """All tables and slots of one dtype share one all_to_all and one all_gather. Slots that take the maximum share a
+    second pair of exchanges.
 
     With small buckets the bits are the same, in more exchanges.
     """

@@ -1,4 +1,4 @@
-"""States moved between plans and meshes keep every bit, and training goes on."""
+"""States moved between plans and meshes keep every bit, and training continues."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 @st.composite
 def laid_out(draw):
-    """Draw (axes, plan) with a separate placement for each table; shrinks to table-wise on one rank."""
+    """Return random (axes, plan) with a separate placement for each table. Shrinks to table-wise on one rank."""
     mesh = draw(frs.meshes())
     return mesh.shape, draw(frs.plans(training.SHAPES, mesh))
 
@@ -34,7 +34,7 @@ def laid_out(draw):
     st.sampled_from([1, 100, 1 << 26]),
 )
 def test_a_state_keeps_every_bit_on_its_way(name, first, second, dtype, block):
-    """gather_state(reshard(state)) equals the state to the bit under every placement. It still does after another
+    """gather_state(reshard(state)) equals the state to the bit under every placement. It also does after another
     reshard to any plan and mesh."""
     state, sparse = moving.full_state(name, dtype), training.OPTIMIZERS[name]()
     here, there = fr.Mesh.emulated(**first[0]), fr.Mesh.emulated(**second[0])
@@ -63,7 +63,7 @@ def test_a_moved_state_is_laid_out_as_a_first_one(name, first, second):
 
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "by_table"])
 def test_emulated_training_goes_on_elsewhere(name):
-    """Three steps under each of several plans differ from one process's steps only by the rounding of dense
+    """Three steps under each of several plans differ from steps in one process only by the rounding of dense
     products."""
     kinds = [({"x": 4}, "row_wise"), ({"x": 2, "y": 2}, "grid"), ({"y": 4}, "column_wise"), ({"y": 4}, "table_wise")]
     got = moving.moved(name, kinds, 3, 8, False)
@@ -89,8 +89,8 @@ STATIONS = [
 
 @pytest.mark.parametrize("name", ["accumulate rows", "accumulate some"])
 def test_gradients_that_wait_go_on_on_other_ranks(name, ranks, tmp_path):
-    """Steps on four ranks have the bits of one process that adds the same batches. The plan and mesh change in
-    between, by moving or by saving and loading. In half of the steps, gradients wait."""
+    """Steps on four ranks have the bits of one process that adds the same batches. The plan and mesh change between the
+    steps, by a move or by a save and a load. In half of the steps, gradients wait."""
     tables, slots, dense, _ = training.alone(name, 4, len(STATIONS), 8)
     for got in ranks(4).run(moving.moved, name, STATIONS, 1, 8, True, str(tmp_path / "at")):
         assert_trees_close(bits((got.tables, of_rows(got.slots), got.dense)), bits((tables, of_rows(slots), dense)))
@@ -98,7 +98,8 @@ def test_gradients_that_wait_go_on_on_other_ranks(name, ranks, tmp_path):
 
 @pytest.mark.parametrize("name", ["accumulate", "accumulate lamb"])
 def test_gradients_that_wait_go_on_elsewhere(name, tmp_path):
-    """The same holds on emulated meshes, up to the rounding of dense products."""
+    """On emulated meshes, steps with waiting gradients also equal those of one process, up to the rounding of dense
+    products."""
     tables, slots, dense, _ = training.alone(name, 4, len(STATIONS), 8)
     got = moving.moved(name, STATIONS, 1, 8, False, str(tmp_path / "at"))
     got, want = (got.tables, of_rows(got.slots), got.dense), (tables, of_rows(slots), dense)
@@ -142,7 +143,7 @@ COTANGENTS = {
 
 
 def there_and_back(axes, plan, other, replicas=()):
-    """Return {name: a function of tables that gives ⟨tables, COTANGENTS⟩ through a sharded state}."""
+    """Return {name: a function of tables with value ⟨tables, COTANGENTS⟩}. The tables pass through a sharded state."""
     mesh, sparse = fr.Mesh.emulated(**axes), fr.optim.adagrad(lr=0.1)
     apart = lambda plan: fr.Plan(dict(plan.placements), replicas=replicas)
     plan, other = apart(plan), apart(other)
@@ -165,7 +166,7 @@ def there_and_back(axes, plan, other, replicas=()):
     "kinds", [("row_wise", "column_wise"), ("grid", "table_wise"), ("table_row_wise", "replicated")]
 )
 def test_moved_tables_have_derivatives(kinds, name):
-    """Tables that are sharded, moved and gathered have the identity's gradient, tangent and vmap."""
+    """Tables that are sharded, moved and gathered have the gradient, the tangent and the vmap of the identity."""
     axes, replicas = {"x": 2, "y": 2}, ("x",) if name == "sync_replicas" else ()
     own = {a: n for a, n in axes.items() if a not in replicas}
     first, second = (plan_of(k if len(own) > 1 or k in ONE_AXIS else "row_wise", own) for k in kinds)
@@ -184,21 +185,21 @@ def test_moved_tables_have_derivatives(kinds, name):
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
 def test_a_derivative_of_moved_bits_is_refused(kind, ranks):
-    """On real ranks, rows travel as bits, which have no derivative. So a state that is differentiated is refused,
-    and no derivative is lost silently."""
+    """On real ranks, rows travel as bits, which have no derivative. A differentiated state therefore raises. No
+    derivative is lost silently."""
     for said in ranks(2).run(moving.differentiated, kind):
         assert "is differentiated" in said
 
 
 @st.composite
 def on_ranks(draw, num_ranks):
-    """Draw (axes, plan) on that many ranks, with replicas or without."""
+    """Return random (axes, plan) on that many ranks, with replicas or without."""
     axes = draw(st.sampled_from([{"x": num_ranks}, {"y": 2, "z": num_ranks // 2}]))
     return axes, draw(frs.plans(training.SHAPES, fr.Mesh.emulated(**axes), replicas=True))
 
 
 def held(axes, plan):
-    """Return {rank: {number: how often the rank holds it}} for the numbers, from 1, of all elements of all tables."""
+    """Return {rank: {number: how often the rank holds it}}. The elements of all tables are numbered from 1."""
     mesh, counts, total = fr.Mesh.emulated(**axes), {}, 1
     tables = {}
     for n, (r, d) in training.SHAPES.items():
@@ -218,8 +219,8 @@ def held(axes, plan):
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.sampled_from(["adam", "user"]), st.sampled_from(DTYPES), st.sampled_from([1, 96, 1 << 26]))
 def test_each_row_travels_once_to_its_new_owner(ranks, data, name, dtype, block):
-    """A rank receives exactly the elements that it needs and does not have, not a byte more, in rounds of bounded
-    size. All bits arrive, between any two plans, also with replicas and other axes."""
+    """A rank receives exactly the elements that it needs and does not have, in rounds of bounded size. All bits arrive,
+    between any two plans, even with replicas and other axes."""
     first, second = data.draw(on_ranks(4)), data.draw(on_ranks(4))
     state = moving.full_state(name, dtype)
     got = ranks(4).run(moving.sent, state, first, second, name, block)
@@ -237,7 +238,7 @@ def test_each_row_travels_once_to_its_new_owner(ranks, data, name, dtype, block)
 
 
 def test_members_of_an_ensemble_move_on_ranks(ranks):
-    """Under vmap, each member's rows arrive like those of a single state."""
+    """Under vmap, the rows of each member arrive like those of a single state."""
     for pairs in ranks(2).run(moving.members, "row_wise", "column_wise"):
         for got, want in pairs:
             assert_trees_close(got, want)

@@ -33,13 +33,13 @@ def end_of(folder):
 
 
 def begun(folder):
-    """List (first step, process) of each start of the first rank."""
+    """Return (first step, process) of each start of the first rank."""
     return [tuple(map(int, line.split())) for line in (folder / "began0").read_text().splitlines()]
 
 
 def test_killed_five_times_it_ends_with_the_same_bits(folder):
-    """Kill -9 hits one of two ranks five times at random moments, sent by itself or by the other rank. The agent
-    restarts both from the last checkpoint, and the final bits are those of an uninterrupted run."""
+    """Kill -9 hits one of two ranks five times at random moments, sent by that rank or by the other rank. The agent
+    restarts both ranks from the last checkpoint. The final bits are those of an uninterrupted run."""
     tree, steps, history = end_of(folder / "killed")
     want, of_alone, alone = end_of(folder / "alone")
     assert_trees_close(tree, want, rtol=0, atol=0)
@@ -51,8 +51,8 @@ def test_killed_five_times_it_ends_with_the_same_bits(folder):
 
 
 def test_other_ranks_go_on_with_it(folder):
-    """Three ranks resume from two ranks' checkpoint in the middle of an epoch, and save in the background. They end
-    within 1e-6 of the two, and their last checkpoint is whole."""
+    """Three ranks resume from the checkpoint of two ranks in the middle of an epoch, and save in the background. They
+    end within 1e-6 of the two ranks, and their last checkpoint is whole."""
     tree, steps, _ = end_of(folder / "three")
     want, of_alone, _ = end_of(folder / "alone")
     assert [step for step, _ in begun(folder / "three")] == [13] and steps == of_alone

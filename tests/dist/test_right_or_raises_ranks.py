@@ -1,5 +1,6 @@
-"""The right-or-raises sweep on a mesh: functions that shard, place and send have right derivatives or raise, also on
-real ranks."""
+"""The right-or-raises sweep on a mesh, emulated and on real ranks.
+
+Functions that shard, place and send have right derivatives or raise."""
 
 import functools
 
@@ -15,16 +16,16 @@ SHORT = ("collectives", "gather_tables", "gather_state", "reshard")
 
 @pytest.mark.parametrize("name", [*CASES, *CODED])
 def test_every_derivative_on_an_emulated_mesh_is_right(name):
-    """Every mode's derivative by all float inputs together equals central differences; coded vectors agree up to
-    their rounding."""
+    """Every mode's derivative by all float inputs together equals central differences. Coded vectors agree up to
+    rounding."""
     found = sweep(case_of(name, fr.Mesh.emulated(x=2)), tuple(MODES) if name in SHORT else FEW)
     assert [k for k, o in found.items() if o != RIGHT] == []
 
 
 @pytest.mark.parametrize("name", [*(n for n in CASES if n != "train_step"), *CODED])
 def test_every_derivative_on_real_ranks_is_right_or_raises(name, ranks):
-    """On each of two gloo ranks, its derivative equals its own difference (for a step, the ranks' reverse
-    derivatives add up to it). Rows that travel as bits are refused on both ranks."""
+    """On each of two gloo ranks, the rank's derivative equals the rank's own difference. For a step, the sum of the
+    ranks' reverse derivatives equals the difference. Rows that travel as bits raise on both ranks."""
     for found in ranks(2).run(outcomes, name, FEW):
         wrong = {k: o for (_, k), o in found.items() if o != RIGHT}
         refused = set(FEW) - {"vmap"} if name in BITS else set()
@@ -35,7 +36,8 @@ def test_every_derivative_on_real_ranks_is_right_or_raises(name, ranks):
 
 @pytest.mark.parametrize("name", ["collectives", "lookups, int8, dedup", "gather_tables"])
 def test_derivatives_within_jit_are_right(name, ranks):
-    """For untracked inputs, the derivative inside jit is right, on an emulated mesh and on each of two ranks."""
+    """For inputs without requires_grad, the derivative inside jit is right, on an emulated mesh and on each of two
+    ranks."""
     with STAGED:
         alone = sweep(case_of(name, fr.Mesh.emulated(x=2)), tuple(JITTED))
     for found in (alone, *ranks(2).run(outcomes, name, tuple(JITTED))):
@@ -43,13 +45,13 @@ def test_derivatives_within_jit_are_right(name, ranks):
 
 
 def test_a_compiled_derivative_on_real_ranks_is_right(ranks):
-    """The derivative of gathered tables, compiled on each of two ranks, equals its own difference."""
+    """The derivative of gathered tables, compiled on each of two ranks, equals the rank's own difference."""
     for found in ranks(2).run(outcomes, "gather_tables", ("jit of grad",), True):
         assert set(found.values()) == {RIGHT}, found
 
 
 def test_jit_of_a_step_on_a_mesh_is_differentiated():
-    """A jitted step's derivative by all float inputs equals central differences of the step."""
+    """The derivative of a jitted step by all float inputs equals central differences of the step."""
     case = case_of("train_step", fr.Mesh.emulated(x=2))
     jitted = at_once(functools.partial(trained, fr.Mesh.emulated(x=2), how="plain", steps=1, jit=True), TRAINED)[0]
     with STAGED:
@@ -58,12 +60,12 @@ def test_jit_of_a_step_on_a_mesh_is_differentiated():
 
 
 def test_a_table_that_one_rank_holds_is_differentiated_alone(ranks):
-    """The derivative by a table that lies whole on one rank makes the same exchanges on all ranks."""
+    """The derivative by a table that is whole on one rank makes the same exchanges on all ranks."""
     assert ranks(2).run(of_one_table) == [[12.0, 12.0]] * 2
 
 
 def of_one_table():
-    """Return the gradient of Σ 3 · table, gathered, on this rank, for a table on rank 0 and one on rank 1."""
+    """Return the gradient of Σ 3 · table, gathered, on this rank, for a table on rank 0 and for a table on rank 1."""
     mesh, sums = fr.Mesh.distributed(x=2), []
     plans = [fr.Plan({"t": fr.table_wise("x", rank=r)}) for r in (0, 1)]
     for plan in plans:
@@ -76,7 +78,7 @@ def of_one_table():
 
 @pytest.mark.parametrize("how", ["requires grad", "jvp", "cut tables", "moved rows"])
 def test_ranks_that_follow_different_tensors_are_refused(how, ranks):
-    """If one rank differentiates and the other does not, both raise before any work; their next call works."""
+    """If one rank differentiates and the other does not, both ranks raise before any work. Their next call succeeds."""
     for error, after in ranks(2).run(followed_apart, how, deadline_s=100):
         assert error.startswith("TypeError funcrec.")
         assert ("is differentiated" if how == "moved rows" else "on some ranks only") in error
@@ -106,8 +108,8 @@ def followed_apart(how):
 
 
 def test_a_jitted_function_that_exchanges_is_followed_on_no_rank(ranks):
-    """A jitted function that exchanges with other ranks raises before any work if it is differentiated, because the
-    others may run its program. The jitted derivative of the function is right."""
+    """If it is differentiated, a jitted function that exchanges with other ranks raises before any work, because the
+    other ranks may run its program. The jitted derivative of the function is right."""
     for errors, inside in ranks(2).run(followed_jitted):
         assert all("exchanges with other ranks" in x and "fr.jit of the derivative" in x for x in errors)
         assert inside == [2.0, 2.0]

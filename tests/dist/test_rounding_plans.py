@@ -1,4 +1,4 @@
-"""Stochastic rounding under any plan equals that of one process.
+"""Stochastic rounding under any plan equals stochastic rounding in one process.
 
 bits of an element  =  a function of (key, table, row of the table, column of the table)
 """
@@ -26,14 +26,14 @@ STEPS = 2
 
 
 def loss(params, ids, features):
-    """A sum that weights every element differently; compiled or not, its gradient is the same."""
+    """Return a sum that weights every element differently. Compiled or not, the gradient of the sum is the same."""
     x = fr.lookup(params.tables, ids, features).values
     return (x.float() * (torch.arange(x.numel()).reshape(x.shape) % 7 - 2.75)).sum()
 
 
 def trained(model, name, compiled=False):
-    """Return tables after some steps on the same bags: on the mesh, and in one process that adds the ranks'
-    gradients."""
+    """Return (the mesh's tables, the tables of one process that adds the ranks' gradients), after some steps on the
+    same bags."""
     mesh, plan, tables, ids, features = model
     sparse = fr.optim.stochastic_rounding(RULES[name](), key=fr.key(3))
     step = fr.train_step(
@@ -73,7 +73,8 @@ PLACEMENTS = {
 
 
 def odd_model(names="abcd"):
-    """Make tables of one width that share a bank, columns that start anywhere, and two blocks of one table on a
+    """Return a model with tables of one width that share a bank, columns that start anywhere, and two blocks of one
+    table on a rank.
     rank."""
     mesh, shapes = fr.Mesh.emulated(x=2), {"a": (9, 21), "b": (7, 5), "c": (6, 5), "d": (5, 5)}
     shapes = {n: shapes[n] for n in names}
@@ -91,14 +92,14 @@ def odd_model(names="abcd"):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_columns_that_begin_anywhere_and_banks_of_several_tables(compiled):
     """Three blocks of a row, two of them in one rank's bank, and three tables in one bank are rounded as in one
-    process. The same holds for a compiled donated step."""
+    process. So are those of a compiled donated step."""
     for name in ("adam", "by the row's gradient") if not compiled else ("by the row's gradient",):
         assert_trees_close(*trained(odd_model("ab" if compiled else "abcd"), name, compiled))
 
 
 def test_ranks_round_as_one_process(ranks):
-    """On two real ranks, where each rank's columns come with one number per row, 16-bit tables equal those of one
-    process."""
+    """On two real ranks, 16-bit tables equal those of one process. The columns of each rank come with one number per
+    row."""
     axes = {"x": 2}
     want = training.alone("rounded", 2, 4, 8)
     for got in ranks(2).run(training.real, "rounded", axes, training.plan_of("column_wise", axes), 4, 8, True):

@@ -1,4 +1,5 @@
-"""Sharded sequences, alone and with pooled features of the same tables, equal one process's under every placement."""
+"""Sharded sequences equal those of one process under every placement, alone and with pooled features of the same
+tables."""
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from funcrec.testing import assert_trees_close
 
 @given(sequence_models())
 def test_sharded_sequences_have_one_processs_bits(model):
-    """Sequences, and the gradients of their tables, which pooled features share, have the plain lookup's bits under
-    every placement."""
+    """Sequences have the bits of the plain lookup under every placement. So do the gradients of their tables, which
+    pooled features share."""
     got, want = mapped(model), whole(model)
     assert_trees_close(got[0], want[0])
     assert_trees_close(got[1], want[1])
@@ -29,7 +30,7 @@ CASES = [({"x": 2}, k) for k in lookups.ONE_AXIS] + [({"x": 2, "y": 2}, k) for k
 
 @pytest.mark.parametrize("axes, kind", CASES, ids=str)
 def test_sequences_on_ranks_have_one_processs_bits(axes, kind, ranks):
-    """On gloo ranks, too, sequences and the gradients of their tables have one process's bits."""
+    """On gloo ranks, too, sequences and the gradients of their tables have the bits of one process."""
     want = whole(fixed(fr.Mesh.emulated(**axes), kind))
     for got in ranks(torch.Size(axes.values()).numel()).run(real, axes, kind):
         assert_trees_close(got[0], want[0])
@@ -37,7 +38,8 @@ def test_sequences_on_ranks_have_one_processs_bits(axes, kind, ranks):
 
 
 def test_terms_of_several_lookups_are_added_rank_by_rank(monkeypatch):
-    """A table of two lookups adds rank 0's terms of both before rank 1's; another order would round differently."""
+    """A table of two lookups adds the terms of both lookups on rank 0 before those on rank 1. Another order would round
+    differently."""
     mesh, plan, tables, _, features = fixed(fr.Mesh.emulated(x=2), "row_wise")
     lists = {k: [[(i * j) % 3 for j in range(5)] for i in range(8)] for k in "uv"}
     weights = {k: [[0.1 + 0.3 * j for j in range(5)] for _ in range(8)] for k in "uv"}
@@ -58,8 +60,8 @@ UNEQUAL = fr.KeyedJaggedTensor.from_lists({"u": [[0], [1]], "v": [[2], [3], [1]]
     "lookup, pooling", [(fr.lookup, "sum"), (fr.lookup_sequence, "none")], ids=["pooled", "sequence"]
 )
 def test_features_of_different_numbers_of_bags_are_refused_on_a_mesh(lookup, pooling):
-    """An exchange needs one number of bags, so ids whose keys have different numbers raise, and no bags are silently
-    skipped. A lookup of no features is no error."""
+    """An exchange needs one number of bags. Ids whose keys have different numbers therefore raise, and no bags are
+    silently skipped. A lookup of no features does not raise."""
     mesh, plan, tables, _, _ = fixed(fr.Mesh.emulated(x=2), "row_wise")
     held = fr.shard_tables(tables, plan, mesh)
     features = [fr.FeatureConfig(k, table="b", pooling=pooling) for k in "uv"]

@@ -16,8 +16,8 @@ X = torch.arange(24, dtype=torch.float64).reshape(4, 6)
 
 @st.composite
 def cuts(draw):
-    """Draw (mesh, spec, tensor): axes of 1 to 3 ranks that cut the tensor's dimensions in any order; shrinks to one
-    axis."""
+    """Return random (mesh, spec, tensor): axes of 1 to 3 ranks that cut the tensor's dimensions in any order. Shrinks
+    to one axis."""
     names = draw(st.permutations(["a", "b", "c"]))[: draw(st.integers(1, 3))]
     sizes = {n: draw(st.integers(1, 3)) for n in names}
     rank = draw(st.integers(1, 3))
@@ -60,7 +60,7 @@ def test_what_is_cut_is_joined_again(drawn):
 
 
 def test_a_jagged_value_may_go_to_every_rank_whole():
-    """Under P() each rank gets all bags, padding included, and returns them."""
+    """Under P() each rank gets all bags, padding included, and returns all bags."""
     bags, ids = (
         fr.JaggedTensor.from_lists([[1, 2], [], [3]]),
         fr.KeyedJaggedTensor.from_lists({"a": [[1], [2]]}).pad_to(4),
@@ -76,7 +76,7 @@ def test_a_jagged_value_may_go_to_every_rank_whole():
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_jagged_values_are_cut_by_their_bags(n):
-    """Each rank gets B / n bags of every key; the padding of the whole value goes to no rank."""
+    """Each rank gets B / n bags of every key. The padding of the whole value goes to no rank."""
     ids = fr.KeyedJaggedTensor.from_lists(
         {"a": [[1, 2], [], [3], [4]], "b": [[5], [6, 7, 8], [], [9]]},
         weights={"a": [[0.1, 0.2], [], [0.3], [0.4]], "b": [[0.5], [0.6, 0.7, 0.8], [], [0.9]]},
@@ -95,7 +95,7 @@ def test_jagged_values_are_cut_by_their_bags(n):
 
 
 def test_specs_are_prefixes():
-    """A P stands for all leaves below it; dicts, tuples, funcrec's values and leaves that are no tensors keep their
+    """A P stands for all leaves below it. Dicts, tuples, funcrec's values and leaves that are no tensors keep their
     place."""
     batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2, 3]]}), torch.tensor([0.0, 1.0]))
     seen = []
@@ -114,7 +114,7 @@ def test_specs_are_prefixes():
 
 
 def test_transforms_go_through_a_mapped_function():
-    """grad, vmap and jvp around an emulated shard_map equal those of the unmapped function."""
+    """grad, vmap and jvp of an emulated shard_map equal those of the unmapped function."""
     mesh = fr.Mesh.emulated(x=2)
     f = fr.shard_map(lambda x: fr.psum(x.sin().sum(0), "x"), mesh=mesh, in_specs=fr.P("x"), out_specs=fr.P())
     plain = lambda x: x.sin().sum(0)
@@ -128,7 +128,7 @@ def test_transforms_go_through_a_mapped_function():
 
 
 def test_nested_calls_bind_the_other_axes():
-    """Inside a call that binds one axis, another call may bind the rest, on values that are whole along them."""
+    """Inside a call that binds one axis, another call may bind the other axes, on values that are whole along them."""
     mesh = fr.Mesh.emulated(a=2, b=3)
 
     def f(x):
@@ -141,7 +141,7 @@ def test_nested_calls_bind_the_other_axes():
 
 
 def test_the_mesh_of_a_with_block_is_the_default():
-    """`with mesh:` sets the default mesh of calls, the innermost first; another thread does not see it."""
+    """`with mesh:` sets the default mesh of calls, the innermost mesh first. Another thread does not see this mesh."""
     f = fr.shard_map(lambda: fr.axis_index("x")[None], in_specs=(), out_specs=fr.P("x"))
     others = []
     with fr.Mesh.emulated(x=3):
@@ -185,8 +185,8 @@ THE_SAME = {
 
 @pytest.mark.parametrize("name", NOT_THE_SAME)
 def test_a_value_promised_to_be_the_same_must_be(name):
-    """out_specs that leave out an axis promise equal bits along it. Otherwise an error names the result and the
-    axis; check=False takes the first rank's."""
+    """out_specs that leave out an axis promise equal bits along that axis. Otherwise an error names the result and the
+    axis. check=False takes the value of the first rank."""
     mesh, f = fr.Mesh.emulated(a=2, b=2), lambda x: {"out": NOT_THE_SAME[name](x), "good": fr.psum(x, "b")}
     specs = {"in_specs": fr.P(None, "b"), "out_specs": {"out": fr.P(), "good": fr.P()}}
     with pytest.raises(ValueError, match="axis 'b'") as raised:
@@ -199,7 +199,7 @@ def test_a_value_promised_to_be_the_same_must_be(name):
 
 @pytest.mark.parametrize("name", THE_SAME)
 def test_a_value_that_is_the_same_passes(name):
-    """Equal bits along an axis keep the promise, however they were computed."""
+    """Equal bits along an axis keep the promise, however the program computed the bits."""
     mesh = fr.Mesh.emulated(a=2, b=2)
     fr.shard_map(THE_SAME[name], mesh=mesh, in_specs=fr.P(None, "b"), out_specs=fr.P())(X)
 
@@ -219,8 +219,8 @@ BELOW = {
 @pytest.mark.parametrize("how", BELOW)
 @pytest.mark.parametrize("name", NOT_THE_SAME)
 def test_a_broken_promise_is_found_below_transforms(name, how):
-    """A value that out_specs declare equal, and is not, is refused under every transform and inside jit, as it is
-    outside."""
+    """A value that out_specs declare equal, and that is not equal, raises under every transform and inside jit, as it
+    does outside."""
     mesh, specs = (
         fr.Mesh.emulated(a=2, b=2),
         {"in_specs": fr.P(None, "b"), "out_specs": {"out": fr.P(), "good": fr.P()}},
@@ -269,8 +269,9 @@ HAPPEN_TO_BE_EQUAL = {  # both ranks have the same shard here
 @pytest.mark.parametrize("how", FOLLOWED)
 @pytest.mark.parametrize("name", HAPPEN_TO_BE_EQUAL)
 def test_equal_values_are_no_promise_of_equal_derivatives(name, how):
-    """Under a derivative, a value declared equal must be so by the program. Ranks that only happen to have equal
-    shards are refused, because rank 0's derivative is not the others'. check=False takes rank 0's."""
+    """Under a derivative, the program must make a value equal that is declared equal. Ranks that only happen to have
+    equal shards raise, because the derivative of rank 0 is not that of the other ranks. check=False takes the
+    derivative of rank 0."""
     specs = {"in_specs": fr.P("x"), "out_specs": fr.P(), "mesh": fr.Mesh.emulated(x=2)}
     f = lambda check: fr.shard_map(HAPPEN_TO_BE_EQUAL[name], check=check, **specs)
     x = torch.tensor([1.0, 2.0, 1.0, 2.0])
@@ -284,8 +285,8 @@ def test_equal_values_are_no_promise_of_equal_derivatives(name, how):
 @pytest.mark.parametrize("how", FOLLOWED)
 @pytest.mark.parametrize("reduce", [fr.psum, fr.pmean, fr.pmax, fr.all_gather, fr.psum_invariant])
 def test_what_collectives_made_the_same_is_differentiated(reduce, how):
-    """psum, pmean, pmax and all_gather of different or equal shards, and unsharded values, keep the promise under
-    every derivative."""
+    """psum, pmean, pmax and all_gather of different or equal shards, and unsharded values, keep the promise under every
+    derivative."""
     f = lambda x, whole: (reduce(x.sin(), "x"), whole * 2)
     g = fr.shard_map(f, mesh=fr.Mesh.emulated(x=2), in_specs=(fr.P("x"), fr.P()), out_specs=fr.P())
     for x in (torch.tensor([1.0, 2.0, 1.0, 2.0]), torch.arange(4.0)):
@@ -293,8 +294,8 @@ def test_what_collectives_made_the_same_is_differentiated(reduce, how):
 
 
 def test_inside_jit_what_cannot_be_read_is_refused():
-    """Inside jit, a value that is equal only by its values is refused, as in JAX's check_vma; check=False takes rank
-    0's."""
+    """Inside jit, a value that is equal only by its values raises, as in JAX's check_vma. check=False takes the value
+    of rank 0."""
     same, specs = lambda x: (fr.axis_index("x") >= 0).double() + 0 * x, {"in_specs": fr.P(), "out_specs": fr.P()}
     mapped = lambda check: fr.shard_map(same, mesh=fr.Mesh.emulated(x=2), check=check, **specs)
     assert_trees_close(mapped(True)(X), torch.ones_like(X))
@@ -304,7 +305,7 @@ def test_inside_jit_what_cannot_be_read_is_refused():
 
 
 def test_axes_of_one_rank_keep_every_promise():
-    """Along an axis of one rank every promise holds, inside jit too."""
+    """Along an axis of one rank every promise holds, even inside jit."""
     f = fr.shard_map(
         lambda x: x.sum() + fr.axis_index("x"), mesh=fr.Mesh.emulated(x=1), in_specs=fr.P("x"), out_specs=fr.P()
     )
@@ -312,8 +313,9 @@ def test_axes_of_one_rank_keep_every_promise():
 
 
 def test_collectives_are_called_in_one_place():
-    """Only the exchange's module calls torch.distributed's collectives, because their derivatives are silently wrong
-    under torch.func. (Shards of another library's state are detached; the planner times a link.)"""
+    """Only the exchange's module calls the collectives of torch.distributed, because their derivatives are silently
+    wrong under torch.func. (Shards of another library's state are detached, and the planner measures the time of a
+    link.)"""
     from pathlib import Path
 
     root = Path(fr.__file__).parent

@@ -1,7 +1,7 @@
-"""Dense parameters sharded over ranks train like whole ones, up to rounding, with a part of the memory.
+"""Dense parameters sharded over ranks train like whole parameters, up to rounding, in a part of the memory.
 
-torch rounds an element in the middle of a vector differently than at its end. So an update of a part does not have the
-bits of a whole update.
+torch rounds an element in the middle of a vector differently than at the vector's end. An update of a part therefore
+does not have the bits of a whole update.
 """
 
 import pytest
@@ -22,8 +22,8 @@ WHERE = [({"x": 3}, ("x",)), ({"x": 2, "y": 2}, ("y",)), ({"x": 2, "y": 2}, ("x"
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("sizes, axes", WHERE, ids=str)
 def test_cut_parameters_train_as_whole_ones(sizes, axes, name):
-    """Emulated steps give the tables, slots, dense parameters, optimizer states and running statistics of whole
-    ones."""
+    """Emulated steps give the results of whole parameters: tables, slots, dense parameters, optimizer states and
+    running statistics."""
     mesh = fr.Mesh.emulated(**sizes)
     (cut, metrics), (whole, want) = (trained(name, mesh, a, 4) for a in (axes, ()))
     assert_trees_close(fr.gather_state(cut, mesh), fr.gather_state(whole, mesh), **CLOSE)
@@ -35,8 +35,8 @@ def test_cut_parameters_train_as_whole_ones(sizes, axes, name):
     "sizes, axes", [({"x": 2}, ("x",)), ({"x": 2, "y": 2}, ("y",)), ({"x": 2, "y": 2}, ("y", "x"))], ids=str
 )
 def test_ranks_keep_their_parts(sizes, axes, ranks):
-    """On gloo ranks, sharded parameters train like whole ones, and each rank keeps ceil(N / n) elements of a leaf of
-    N."""
+    """On gloo ranks, sharded parameters train like whole parameters. Each rank keeps ceil(N / n) elements of a leaf of
+    N elements."""
     n, world = torch.tensor([sizes[a] for a in axes]).prod().item(), 2 if len(sizes) == 1 else 4
     cut, whole = (ranks(world).run(real, "adam", sizes, a, 4, False) for a in (axes, ()))
     for (state, kept, loss), (want, sizes_whole, want_loss) in zip(cut, whole, strict=True):
@@ -55,8 +55,8 @@ def test_a_staged_step_on_parts_is_the_step(ranks):
 @settings(max_examples=10)
 @given(st.sampled_from(WHERE), st.sampled_from(WHERE), st.booleans())
 def test_states_move_between_cuts(before, after, to_whole):
-    """reshard shards parameters and optimizer states again, or makes them whole, with every bit, and training goes
-    on the same."""
+    """reshard shards parameters and optimizer states again, or makes them whole, with every bit. Training then
+    continues in the same way."""
     (sizes, axes), (new_sizes, new_axes) = before, after
     new_axes = () if to_whole else new_axes
     source, mesh = fr.Mesh.emulated(**sizes), fr.Mesh.emulated(**new_sizes)
@@ -74,7 +74,7 @@ def test_states_move_between_cuts(before, after, to_whole):
 
 
 def test_a_batch_that_does_not_fit_leaves_the_parts():
-    """With too small a capacity, the parts and their optimizer's state keep every bit."""
+    """With too small a capacity, the parts and the state of their optimizer keep every bit."""
     mesh = fr.Mesh.emulated(x=2)
     state, _ = trained("adam", mesh, ("x",), 1)
     same, metrics = trained("adam", mesh, ("x",), 1, state=state, first=1, capacity=1)
@@ -83,7 +83,7 @@ def test_a_batch_that_does_not_fit_leaves_the_parts():
 
 
 def norm_clipped():
-    """Make SGD on gradients clipped to a norm of 1, which needs all elements at once."""
+    """Return SGD on gradients clipped to a norm of 1. The norm needs all elements at once."""
     plain = fr.optim.dense(torch.optim.SGD, lr=0.1)
 
     def update(grads, state, params, step):
@@ -94,7 +94,7 @@ def norm_clipped():
 
 
 def test_an_optimizer_of_more_than_elements_is_refused():
-    """An optimizer with a norm over its parameters raises before anything is sharded."""
+    """An optimizer with a norm over its parameters raises before any parameter is sharded."""
     mesh = fr.Mesh.emulated(x=2)
     with pytest.raises(ValueError, match="more than one element at a time"):
         fr.train_step(lambda p, b: p, **{**options("sgd", mesh, ("x",)), "dense": norm_clipped()})
@@ -110,7 +110,7 @@ def test_merge_keeps_the_tree(axes):
 
 
 def test_a_wrong_sum_is_seen(monkeypatch):
-    """Training fails to match if each part uses its rank's own gradient instead of the sum."""
+    """The law of training fails if each part uses its rank's own gradient and not the sum."""
     mesh, cut = fr.Mesh.emulated(x=2), fr.sharding._dense_shards
     whole, summed = trained("sgd", mesh, (), 2)[0], cut.added
     monkeypatch.setattr(cut, "added", lambda parts: parts[0] if len(parts) == mesh.size else summed(parts))

@@ -14,8 +14,8 @@ X = {"x": 2}
     ("row_wise", {"capacity": 8}),
 ])  # fmt: skip
 def test_a_stale_pipeline_on_ranks_is_the_loop_written_so(kind, how, ranks):
-    """States and metrics have the bits of a loop whose lookups read the tables before the last update, and not those
-    of a plain step."""
+    """States and metrics have the bits of a loop whose lookups read the tables before the last update. They do not have
+    those of plain steps."""
     for same, fresh, held_bytes, threads in ranks(2).run(
         stale.beside_a_loop, X, training.plan_of(kind, X), 4, how, deadline_s=120
     ):
@@ -23,25 +23,25 @@ def test_a_stale_pipeline_on_ranks_is_the_loop_written_so(kind, how, ranks):
 
 
 def test_two_axes_are_one_process(ranks):
-    """Tables in a grid of four ranks, whose rows travel twice, have the bits of one process's loop."""
+    """Tables in a grid of four ranks, whose rows travel twice, have the bits of the loop in one process."""
     axes = {"x": 2, "y": 2}
     assert ranks(4).run(stale.beside_one_process, axes, training.plan_of("grid", axes), deadline_s=120) == [True] * 4
 
 
 def test_a_jitted_step_that_donates_its_state(ranks):
-    """The same holds for a jitted step with donated states, compared with a jitted loop. A last batch may have
-    another size, and a second run works."""
+    """A jitted step with donated states also has the bits of the loop, a jitted one. A last batch may have another
+    size, and a second run succeeds."""
     for first, second, programs, threads in ranks(2).run(as_staged, stale.donated, deadline_s=300):
         assert first and second and programs == 1 and not threads
 
 
 def test_ranks_that_run_out_of_data(ranks):
-    """A rank without data goes on with blank batches, as in a loop that gets such batches: no example is lost."""
+    """A rank without data continues with blank batches, as in a loop that gets such batches. No example is lost."""
     assert ranks(2).run(stale.uneven, deadline_s=120) == [(True, [])] * 2
 
 
 @pytest.mark.parametrize("how, mine, theirs", [("left", "", ""), ("raises", "LookupError", "RuntimeError")])
 def test_runs_that_end_early(how, mine, theirs, ranks):
-    """After a break, or an error of one rank's loader at its place, the batches before it count, and another run
-    works."""
+    """A run ends with a break, or with an error at the error's place in one rank's loader. The batches before the end
+    count, and another run succeeds."""
     assert ranks(2).run(stale.ended, how, deadline_s=120) == [(2, theirs, True, []), (2, mine, True, [])]

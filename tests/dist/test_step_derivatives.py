@@ -16,8 +16,8 @@ def loss_fn(params, ids):
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_a_step_on_a_mesh_has_the_derivatives_of_its_loss_and_its_tables(kind, interpreted):
-    """d(loss, tables)/d(table, dense, lr) of a step on two ranks, also staged, equals central differences in one
-    process."""
+    """d(loss, tables)/d(table, dense, lr) of a step on two ranks equals central differences in one process. The same
+    holds for a staged step."""
     torch.manual_seed(0)
     table, w, mesh = (
         torch.randn(6, 2, dtype=torch.float64),

@@ -21,8 +21,8 @@ DTYPES = (torch.float32, torch.int32, torch.int64, torch.float64, torch.bfloat16
     most=st.sampled_from([0, 64, 1 << 16]),
 )
 def test_every_rank_gets_each_tensor_of_all(axes, forms, most):
-    """Tensors of any shapes and dtypes, also no tensors, arrive as each rank has them, wherever the limit between
-    small and large lies."""
+    """Tensors of any shapes and dtypes, or no tensors, arrive as each rank has them. The limit between small and large
+    tensors may be anywhere."""
     mesh = fr.Mesh.emulated(**axes)
     made = [
         (torch.arange(mesh.size * 27) - 40).reshape(mesh.size, 27)[:, : torch.Size(s).numel()].to(d) for s, d in forms
@@ -44,7 +44,8 @@ def test_every_rank_gets_each_tensor_of_all(axes, forms, most):
 @pytest.mark.parametrize("axes", [{"x": 2}, {"x": 2, "y": 2}], ids=str)
 @pytest.mark.parametrize("kind", ["replicated", "row_wise"])
 def test_what_travels_apart_trains_alike(kind, axes, ranks):
-    """With a separate exchange for every tensor, as for large ones, training on ranks has one process's bits too."""
+    """With a separate exchange for every tensor, as for large tensors, training on ranks also has the bits of one
+    process."""
     world = 2 ** len(axes)
     want = training.alone("adam", world, 5, 2 * world)
     for got in ranks(world).run(training.real_apart, "adam", axes, plan_of(kind, axes), 5, 2 * world):
@@ -52,7 +53,7 @@ def test_what_travels_apart_trains_alike(kind, axes, ranks):
 
 
 def test_bounds_are_narrow_where_rows_are():
-    """Bounds travel as i32 together with i32 rows, and arrive as i64; with i64 rows they stay i64."""
+    """Bounds travel as i32 together with i32 rows, and arrive as i64. With i64 rows they stay i64."""
     mesh, bounds = fr.Mesh.emulated(x=2), torch.tensor([[0, 1, 4], [0, 2, 3]])
     for dtype, is_narrow in ((torch.int32, True), (torch.int64, False)):
 

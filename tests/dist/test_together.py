@@ -1,4 +1,4 @@
-"""What ranks say to each other outside of programs: every value in order, and the failure of one on all."""
+"""Messages of ranks outside of programs: every value in order, and the failure of one rank on all ranks."""
 
 import signal
 import time
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
 
 def test_one_process_speaks_to_itself():
-    """Without other ranks `say` and `together` give the value itself, and an error is the work's own."""
+    """Without other ranks, `say` and `together` give the value itself. An error is the error of the work itself."""
     value, error = object(), KeyError("mine")
     for ranks in (Ranks(), Ranks.of(None), Ranks.of(fr.Mesh.emulated(x=3))):
         assert ranks.is_first and say(value, ranks) == [value]
@@ -34,7 +34,7 @@ def test_one_process_speaks_to_itself():
 
 
 def test_every_rank_has_the_values_of_all(ranks):
-    """Values of any size, other ones on other ranks, come in the order of the ranks, with their types."""
+    """Values of any size, different on each rank, come in the order of the ranks, with their types."""
     for got in ranks(2).run(sizes_said, deadline_s=60):
         assert got == [[b"0" * (n if rank == 0 else 3) for rank in range(2)] for n in SIZES] + [[Pair(0, (1,))] * 2]
 
@@ -46,7 +46,8 @@ def sizes_said():
 
 
 def test_the_order_on_several_axes_is_that_of_the_ranks(ranks):
-    """On a mesh of two axes the values stand by rank, the last axis fastest; a mesh's ranks are the running ones."""
+    """On a mesh of two axes, values are in the order of ranks, the last axis fastest. The ranks of a mesh are the
+    running ranks."""
     for said in ranks(4).run(places_said, deadline_s=60):
         assert said == [(rank, {"x": rank // 2, "y": rank % 2}) for rank in range(4)]
 
@@ -58,7 +59,7 @@ def places_said():
 
 
 class Empty(ValueError):
-    """An error that is false."""
+    """An error whose truth value is false."""
 
     def __len__(self):
         return 0
@@ -86,8 +87,8 @@ FAILURES = {
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_failure_of_one_rank_is_reported_on_all(how, ranks):
-    """The rank that fails raises its own error, the others one of its kind that names the rank and has its words, at
-    once; what they say next pairs again."""
+    """The rank that fails raises its own error. All other ranks raise at once an error of the same kind, with the
+    failed rank's name and words. Later messages pair again."""
     _, kind, *fragments = FAILURES[how]
     (there, number, after, took_s), (here, *_) = ranks(2).run(failed_on_one, how, deadline_s=60)
     assert took_s < 20 and after == [0, 1]
@@ -107,7 +108,7 @@ def failed_on_one(how):
 
 
 def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout():
-    """A rank that never calls ends the wait of the others after the timeout of the mesh, with an error."""
+    """A rank that never calls makes the other ranks raise an error after the timeout of the mesh."""
     begin = time.monotonic()
     with RankPool(2, timeout_s=30) as pool, pytest.raises(RankError, match="rank 0: RuntimeError"):
         pool.run(alone, deadline_s=60)
@@ -120,7 +121,7 @@ def alone():
 
 
 def test_a_group_of_some_ranks_speaks_alone(ranks):
-    """Ranks of a process group count within it."""
+    """Ranks of a process group exchange values only within the group."""
     assert ranks(4).run(halves_said, deadline_s=60) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
@@ -132,7 +133,7 @@ def halves_said():
 
 
 def test_arguments_that_differ_are_named():
-    """Of each argument that is not rank 0's on all, the first other rank and both values."""
+    """Of each argument that differs from that of rank 0, the problem has the first other rank and both values."""
     same, other = {"plan": "a", "mesh": "m"}, {"plan": "b", "mesh": "m"}
     assert list(apart_problems([same, same])) == []
     (problem,) = apart_problems([same, same, other])
@@ -141,7 +142,7 @@ def test_arguments_that_differ_are_named():
 
 
 def test_tensors_and_modes_around_do_not_matter(ranks):
-    """What is said under a vmap, or with another default device, is what was said."""
+    """Under a vmap, or with another default device, ranks get the values that the ranks sent."""
     for said in ranks(2).run(said_inside, deadline_s=60):
         assert said == [[0, 1]] * 2
 

@@ -1,5 +1,6 @@
-"""Training under every placement, emulated and on gloo ranks, equals one process that adds the gradients of the same
-batches."""
+"""Training under every placement, emulated and on gloo ranks, equals one process.
+
+The process adds the gradients of the same batches."""
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_two_ranks_change_no_bit(kind, name, ranks):
 @pytest.mark.parametrize("kind", TWO_AXES)
 def test_a_grid_of_four_ranks_changes_no_bit(kind, name, ranks):
     """20 steps on 2 x 2 ranks give the bits of one process that adds the same four batches. Without exact=True,
-    row-wise agrees within 1e-6."""
+    row-wise training agrees within 1e-6."""
     axes = {"x": 2, "y": 2}
     want = training.alone(name, 4, STEPS, 8)
     for got in ranks(4).run(training.real, name, axes, plan_of(kind, axes), STEPS, 8, True):
@@ -52,8 +53,8 @@ def test_a_grid_of_four_ranks_changes_no_bit(kind, name, ranks):
 
 @pytest.mark.parametrize(("kind", "name"), [*zip(ONE_AXIS, WAITING, strict=True)])
 def test_gradients_wait_on_ranks(kind, name, ranks):
-    """7 steps with two or three updates give the bits of one process that adds the same two batches, in tables,
-    slots and dense parameters. `accumulate` is used alone, by table, clipped, over a clip, or over a schedule."""
+    """7 steps with two or three updates give the bits of one process that adds the same two batches, in tables, slots
+    and dense parameters. `accumulate` is used alone, by table, clipped, over a clip, or over a schedule."""
     want = without_waiting(training.alone(name, 2, 7, 4))
     for got in ranks(2).run(training.real, name, {"x": 2}, plan_of(kind, {"x": 2}), 7, 4, True):
         assert_same_training(got, want)
@@ -61,7 +62,7 @@ def test_gradients_wait_on_ranks(kind, name, ranks):
 
 @pytest.mark.parametrize("kind", TWO_AXES)
 def test_gradients_wait_on_a_grid(kind, ranks):
-    """The same holds on 2 x 2 ranks."""
+    """On 2 x 2 ranks, steps with waiting gradients also give the bits of one process."""
     axes = {"x": 2, "y": 2}
     name = ("accumulate", "accumulate rows", "accumulate lamb")[TWO_AXES.index(kind) % 3]
     want = without_waiting(training.alone(name, 4, 4, 8))
@@ -84,7 +85,7 @@ def without_waiting(made):
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
 def test_ranks_send_the_weights_of_the_keys_that_have_some(kind, ranks):
-    """With ids of which one key has weights, a step on two ranks has the bits of the emulated one."""
+    """With ids of which one key has weights, a step on two ranks has the bits of the emulated step."""
     want = training.some_weights({"x": 2}, kind, False)
     assert all(t.isfinite().all() for t in want.values())
     for got in ranks(2).run(training.some_weights, {"x": 2}, kind, True):
@@ -94,7 +95,7 @@ def test_ranks_send_the_weights_of_the_keys_that_have_some(kind, ranks):
 @pytest.mark.parametrize("axes", [{"x": 1}, {"x": 2}, {"x": 4}, {"x": 8}, {"x": 2, "y": 2}, {"x": 2, "y": 4}], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_emulated_training_is_training(name, axes):
-    """Emulated steps under every placement differ from one process's only by the rounding of dense products."""
+    """Emulated steps under every placement differ from steps in one process only by the rounding of dense products."""
     mesh = fr.Mesh.emulated(**axes)
     want = training.alone(name, mesh.size, 5, 8)
     for kind in TWO_AXES if len(axes) > 1 else ONE_AXIS:
@@ -103,8 +104,8 @@ def test_emulated_training_is_training(name, axes):
 
 
 def test_a_row_cut_by_columns_keeps_one_second_moment(ranks):
-    """Under column_wise, row-wise Adagrad keeps the whole row's second moment: each column's owner has the same
-    number."""
+    """Under column_wise, row-wise Adagrad keeps the second moment of the whole row. The owner of each column has the
+    same number."""
     mesh, axes = fr.Mesh.emulated(x=2), {"x": 2}
     got = training.together("rowwise_adagrad", mesh, plan_of("column_wise", axes), 3, 8, exact=True)
     plain = training.together("rowwise_adagrad", mesh, plan_of("row_wise", axes), 3, 8, exact=True)
@@ -112,7 +113,7 @@ def test_a_row_cut_by_columns_keeps_one_second_moment(ranks):
 
 
 def test_a_norm_of_all_gradients_is_that_of_all_ranks():
-    """clip(max_norm) on a mesh clips by the norm over all ranks' rows, under every placement of whole rows."""
+    """clip(max_norm) on a mesh clips by the norm over the rows of all ranks, under every placement of whole rows."""
     sparse = fr.optim.clip(fr.optim.sgd(1.0), max_norm=0.01)
     dense = fr.optim.dense(torch.optim.SGD, lr=0.0)
     plain = fr.train_step(training.loss_fn, sparse=sparse, dense=dense)
@@ -126,8 +127,8 @@ def test_a_norm_of_all_gradients_is_that_of_all_ranks():
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "replicated"])
 def test_a_compiled_step_on_ranks_is_the_step(kind, ranks):
-    """jit with donation changes a sharded step only by the rounding of compiled dense parts; for columns, see
-    test_column_update."""
+    """jit with donation changes a sharded step only by the rounding of compiled dense parts. test_column_update has the
+    laws of columns."""
     axes = {"x": 2}
     want = training.alone("rowwise_adagrad", 2, 5, 4)
     got = ranks(2).run(training.real, "rowwise_adagrad", axes, plan_of(kind, axes), 5, 4, True, True, deadline_s=300)[0]
