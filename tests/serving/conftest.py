@@ -1,4 +1,4 @@
-"""The build of `make serving`, made once for all tests, and one package of every dtype."""
+"""The build of `make serving`, shared by all tests, and one package of every dtype."""
 
 import pytest
 from programs import answers, every_dtype, serving

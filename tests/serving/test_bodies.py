@@ -1,5 +1,6 @@
-"""Bodies of requests in JSON and bytes: valid ones are answered, invalid ones get the reason. The model is the sums
-model."""
+"""Bodies of requests in JSON and bytes. Valid bodies are answered, and invalid bodies get the reason.
+
+The model is the sums model."""
 
 import json
 
@@ -37,7 +38,7 @@ BAD_JSON = [
     ("an id of 65 bits", changed(["ids", "a"], [[1 << 63]]), "is not an integer"),
     ("an id of 2000 bits", changed(["ids", "a"], [[10**600]]), "is not an integer"),
     ("a weight beyond f64", json.dumps(ONE).replace("0.5", "1e400", 1).encode(), "is not one of 32 bits"),
-    # ^ Boost 1.81 refuses the exponent; 1.90 reads an infinite number
+    # ^ Boost 1.81 refuses the exponent, and Boost 1.90 reads an infinite number
     ("a weight of a long exponent", json.dumps(ONE).replace("0.5", "1e99999999999", 1).encode(), "a number of"),
     ("too many bags", {"ids": {"a": [[]] * 513, "b": [[]] * 513}, "weights": {"b": []}, "dense": []}, "too many bags"),
     ("too many ids", changed(["ids", "a"], [[0] * 65537]), "too many ids"),
@@ -55,7 +56,7 @@ BAD_JSON = [
 
 @pytest.mark.parametrize(("body", "words"), [x[1:] for x in BAD_JSON], ids=[x[0] for x in BAD_JSON])
 def test_bad_json_is_told_why(server, body, words):
-    """An invalid body gets 400 with problem, got and need; the connection stays open."""
+    """An invalid body gets 400 with problem, got and need. The connection stays open."""
     connection = server.connect()
     status, _, answer = ask(connection, "POST", "/predict", body)
     error = json.loads(answer)["error"]
@@ -64,13 +65,13 @@ def test_bad_json_is_told_why(server, body, words):
 
 
 def test_an_id_beyond_64_bits_is_told_as_it_came(server):
-    """An integer beyond 64 bits is reported with its own digits and the valid range."""
+    """An error about an integer of more than 64 bits has the integer's own digits and the valid range."""
     error = json.loads(server.ask("POST", "/predict", changed(["ids", "a"], [[1 << 63]]))[2])["error"]
     assert error["got"] == str(1 << 63) and "2^63 - 1" in error["need"]
 
 
 def test_dense_of_no_columns(program):
-    """A package without dense columns accepts empty rows or no rows; a number in a row is refused."""
+    """A package without dense columns accepts empty rows or no rows. A number in a row gets 400."""
     with Server(program, "bare") as server:
         request = changed(["dense"], [[]])
         for asked in (request, changed(["dense"], ...)):
@@ -82,7 +83,7 @@ def test_dense_of_no_columns(program):
 
 
 def test_keys_come_in_any_order(server):
-    """Features, and the body's own keys, are found by name, and some ids may have weights."""
+    """The server finds features, and the keys of the body, by name. Some ids may have weights."""
     rng = np.random.default_rng(4)
     for _ in range(20):
         request = some_request(rng, bags=3)
@@ -92,7 +93,8 @@ def test_keys_come_in_any_order(server):
 
 
 def test_an_unknown_feature_is_told_those_there_are(server):
-    """An error about an unknown feature lists the package's features; one about weights lists the weighted features."""
+    """An error about an unknown feature lists the package's features. An error about weights lists the weighted
+    features."""
     for path, names in [(["ids", "c"], "a, b"), (["weights", "a"], "b")]:
         _, _, answer = server.ask("POST", "/predict", changed(path, [[1]]))
         assert json.loads(answer)["error"]["need"] == names
@@ -122,6 +124,6 @@ BAD_BYTES = [
 
 @pytest.mark.parametrize(("body", "words"), [x[1:] for x in BAD_BYTES], ids=[x[0] for x in BAD_BYTES])
 def test_bad_bytes_are_told_why(server, body, words):
-    """Bytes that are not a request of this package get 400, and nothing beyond the body is read."""
+    """Bytes that are not a request of this package get 400. Nothing after the body is read."""
     status, _, answer = server.ask("POST", "/predict", body, BYTES)
     assert (status, words in json.loads(answer)["error"]["problem"]) == (400, True)

@@ -1,4 +1,4 @@
-"""New weights first run on the package's example, whose outputs must be finite, before they serve."""
+"""Before new weights serve, they run on the package's example. The example's outputs must be finite."""
 
 import json
 import os
@@ -20,7 +20,7 @@ ASKED = {"ids": {"a": [[7]]}, "dense": [[1.0]]}
 
 
 def params(row=0.0, scale=1.0, rank=3):
-    """Make parameters. row: the values of row 1, which the example reads. rank: how many of three scores are not
+    """Return parameters. row: the values of row 1, which the example reads. rank: how many of three scores are not
     masked."""
     table = torch.arange(100.0).view(50, 2) / 8
     table[1] = row
@@ -49,7 +49,8 @@ def delta(package, path, row, scale):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Make a package whose output `masked` is not finite at export, diverged weights, and good ones."""
+    """Return the folder of a package whose output `masked` is not finite at export. Next to it are diverged weights and
+    good weights."""
     folder = tmp_path_factory.mktemp("canary")
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[1], [2, 3]]})
     example = fr.Batch(ids, dense=torch.zeros(2, 1))
@@ -68,8 +69,8 @@ BAD += [("/delta", "path", "bad.delta"), ("/delta", "path", "worse.delta")]
 
 
 def test_weights_that_diverged_are_not_taken(path, built):
-    """Weights or a delta that make the example's output non-finite get 400, each time they are requested. Every bit,
-    output and version stays. An output that was not finite at export may stay so."""
+    """Weights or a delta that make the example's output non-finite get 400 at every request. Every bit, output and
+    version stays. An output that was not finite at export may stay non-finite."""
     with Server(built / "funcrec-serve", path, "--updates", str(path.parent)) as server:
         before, memory = predict(server.connect(), ASKED), answers.pages(server.process.pid)
         assert before[1]["version"] == "good" and before[1]["outputs"]["masked"][0][2] is None
@@ -95,7 +96,7 @@ def test_a_canary_may_be_left_out(path, built):
 
 
 def test_no_server_begins_with_weights_that_diverged(path, built, tmp_path):
-    """A package whose weights are NaN is refused at the start, unless --canary is false."""
+    """A server does not start with a package whose weights are NaN, unless --canary is false."""
     copy = shutil.copytree(path, tmp_path / "copy")
     shutil.copy(path.parent / "nan" / FILE, copy / FILE)
     with pytest.raises(RuntimeError, match="is not answered with finite numbers"):
@@ -105,7 +106,7 @@ def test_no_server_begins_with_weights_that_diverged(path, built, tmp_path):
 
 
 def test_a_package_keeps_what_it_is_tried_with(path):
-    """The manifest stores the example's first bags, in a program's form, and the names of the finite outputs."""
+    """The manifest stores the example's first bags, in the form of a program, and the names of the finite outputs."""
     example = json.loads((path / "manifest.json").read_text())["example"]
     want = {"bags": 2, "dense": [0.0, 0.0], "values": [1, 2, 3], "offsets": [0, 1, 3], "finite": ["click"]}
     assert example == want
@@ -113,8 +114,8 @@ def test_a_package_keeps_what_it_is_tried_with(path):
 
 @pytest.mark.parametrize("case", ["long", "weighted"])
 def test_any_example_is_kept(case, built, tmp_path):
-    """Examples with a very long bag, with padding or with weights are stored as a request. The server checks it and
-    runs it at its start."""
+    """Examples with a very long bag, with padding or with weights are stored as a request. The server checks and runs
+    this request at its start."""
     feature = fr.FeatureConfig("a", table="t")
     predict = lambda params, batch: fr.lookup(params, batch.ids, [feature]).values
     lists = {"long": [[1], [1] * 5000, [2]], "weighted": [[1], [2, 3]] * 9}[case]

@@ -25,7 +25,7 @@ if os.environ.get("HYPOTHESIS_PROFILE") == "long":
 
 
 def others(x):
-    """List other values for an entry."""
+    """Return other values for an entry x."""
     kinds = [None, True, "", "no", -1, 0, 1.5, 2**47, 2**63, 10**30, [], [x], {}, {"name": x}]
     near = {
         int: lambda: [x + 1, x - 1, 2 * x, -x, x + 4096, x - 4096, float(x), str(x)],
@@ -77,7 +77,7 @@ def file_of(content, body, fits):
 
 
 def said_by(act, kinds):
-    """Return (what, got, need) of the first problem that is raised, or None."""
+    """Return (what, got, need) of the first problem in the error, or None without an error."""
     try:
         act()
     except kinds as error:

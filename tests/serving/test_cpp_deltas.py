@@ -22,8 +22,8 @@ PAGE = 4096
 
 
 def written(path, folder, since, version, tensors, seed):
-    """Write a delta from `tensors` to params(seed): all dense tensors and a third of the other rows. Update
-    `tensors` too."""
+    """Write a delta from `tensors` to params(seed): all dense tensors and a third of the rows of all other tensors.
+    Update `tensors` to the new values."""
     newer, changes = named(every_dtype.params(seed)), {}
     random = torch.Generator().manual_seed(seed)
     for n, x in tensors.items():
@@ -69,8 +69,8 @@ def running(program, folder):
 
 
 def test_deltas_in_cpp_are_pythons(program, folder, tmp_path):
-    """package + deltas in C++ = Python's package with the deltas = the newer parameters, in every byte of rows and
-    whole tensors of every dtype. The outputs have Python's bits, and the file on disk does not change."""
+    """package + deltas in C++ = Python's package with the deltas = the newer parameters. This holds in every byte of
+    rows and whole tensors of every dtype. The outputs have Python's bits, and the file on disk does not change."""
     package, tensors, batch = fr.load_package(folder), named(every_dtype.params()), every_dtype.batch(5)
     stored, since, ids = (folder / FILE).read_bytes(), "first", batch.ids
     with answers.Answers(program, folder) as running:
@@ -98,7 +98,7 @@ def refused(running, path, data):
 
 
 def test_damage_changes_nothing_in_cpp(running, folder, good, tmp_path):
-    """A file that is cut at any fifth byte, is longer, or has a flipped bit raises Bad, and no byte of the weights
+    """A file that is cut at any fifth byte, is longer, or has a flipped bit raises Bad. No byte of the weights
     changes."""
     for n in range(0, len(good), 5):
         refused(running, tmp_path / "bad", good[:n])
@@ -165,8 +165,8 @@ CRAFTED = {
 
 @pytest.mark.parametrize("name", CRAFTED)
 def test_crafted_files_are_refused(running, folder, good, tmp_path, name):
-    """A header or rows that do not belong in a delta, with right CRCs, raise Bad in C++ and ValueError in Python.
-    Nothing changes."""
+    """A header or rows that do not belong in a delta, with right CRCs, raise Bad in C++ and ValueError in Python. No
+    byte changes."""
     change, said = CRAFTED[name]
     data = tensor_files.changed(good, change)
     assert tensor_files.changed(good, lambda *_: None) == good != data

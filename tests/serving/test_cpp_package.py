@@ -1,4 +1,4 @@
-"""Packages give the same outputs in a process without Python as in Python (kernels/serving)."""
+"""Packages give the same outputs in a process without Python (kernels/serving) as in Python."""
 
 import hashlib
 import json
@@ -42,8 +42,8 @@ def assert_same(got, want):
 
 @pytest.mark.parametrize("num_bags, most", [(0, 3), (1, 0), (1, 5), (3, 5), (64, 3), (512, 5)])
 def test_cpp_answers_as_python_does(running, folder, num_bags, most):
-    """C++ = Python within 1e-6 for every dtype and pooling, weights, sequences, empty bags, and ids -1 and beyond
-    the table."""
+    """C++ = Python within 1e-6 for every dtype and pooling, weights, sequences, empty bags, and ids outside the table,
+    such as -1."""
     batch = every_dtype.batch(num_bags, seed=num_bags + most, most=most)
     got = ask(running, batch)
     assert_same(got, every_dtype.predict(every_dtype.params(), batch) if num_bags else fr.load_package(folder)(batch))
@@ -82,7 +82,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_requests_are_the_clients_fault(running, name):
-    """An invalid request raises Bad, with what was got and needed; the next request is answered."""
+    """An invalid request raises Bad with got and need. The next request is answered."""
     with pytest.raises(answers.AnswersError, match=r"(?s)got .*need ") as error:
         running.run(*WRONG[name])
     assert not error.value.failed
@@ -90,8 +90,8 @@ def test_wrong_requests_are_the_clients_fault(running, name):
 
 
 def test_weights_are_swapped_whole_or_not_at_all(program, folder, next_weights, tmp_path):
-    """After swap, outputs use the new values; weights that have another signature, are cut or were changed leave the
-    old ones."""
+    """After swap, outputs use the new values. Weights that have another signature, are cut or were changed leave the
+    old values."""
     batch = every_dtype.batch(5)
     with answers.Answers(program, folder) as running:
         for name, change in WEIGHTS.items():
@@ -108,7 +108,7 @@ def test_weights_are_swapped_whole_or_not_at_all(program, folder, next_weights, 
 
 
 def rewritten(name, change):
-    """Change a JSON file and its digest, so that the content itself is what gets refused."""
+    """Change a JSON file and its digest. A refusal is then about the content itself."""
 
     def run(folder):
         path = folder / name
@@ -202,7 +202,7 @@ PACKAGES = {
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_packages_of_others_are_refused_with_the_reason(program, folder, tmp_path, name):
-    """A changed file, another torch, another processor, or invalid manifest entries raise Bad with the reason."""
+    """A changed file, another torch, another processor, and invalid manifest entries each raise Bad with the reason."""
     change, said = PACKAGES[name]
     shutil.copytree(folder, tmp_path / "copy")
     change(tmp_path / "copy")

@@ -1,4 +1,4 @@
-"""A folder is renamed while it is read: the weights come from one folder, and have that folder's version."""
+"""The weights come from one folder, and have that folder's version, even if a folder is renamed during the read."""
 
 import contextlib
 import shutil
@@ -18,7 +18,7 @@ VERSIONS = ("first", "second")
 
 @pytest.fixture(scope="module")
 def two(folder, tmp_path_factory):
-    """Make two folders of weights, and compute a batch's outputs with each."""
+    """Return (two folders of weights, a batch, {version: the outputs of the batch with these weights})."""
     there = tmp_path_factory.mktemp("exchanged")
     paths = [fr.save_weights(there / v, every_dtype.params(n), version=v) for n, v in enumerate(VERSIONS)]
     batch, package, right = every_dtype.batch(5), fr.load_package(folder), {}
@@ -56,8 +56,8 @@ def assert_right(found, want):
 
 
 def test_cpp_takes_one_folder(two, built, folder):
-    """While two folders exchange their names, each swap takes one of them whole, with checksums or without, and is
-    never refused. The outputs are those of the version that they name."""
+    """While two folders exchange their names, each swap takes one of the folders whole, with checksums or without. No
+    swap raises. The outputs are those of the version that they name."""
     paths, batch, right = two
     ids = batch.ids
     with answers.Answers(built / "funcrec-answers", folder) as running, going_on(lambda: take_name(*paths)):
@@ -88,7 +88,7 @@ def test_python_takes_one_folder(two, folder, monkeypatch):
 
 @pytest.mark.parametrize("language", ["python", "cpp"])
 def test_a_folder_that_is_written_again_is_never_refused(language, two, built, folder, tmp_path):
-    """Weights that are overwritten while they are read, with the old files removed, are read whole, old or new."""
+    """Weights that are overwritten during a read, with the old files removed, are read whole, old or new."""
     paths, batch, right = two
     path, turn = shutil.copytree(paths[0], tmp_path / "again"), iter(range(1 << 20))
 
@@ -108,7 +108,7 @@ def test_a_folder_that_is_written_again_is_never_refused(language, two, built, f
 
 @pytest.mark.parametrize("language", ["python", "cpp"])
 def test_a_package_is_opened_whole(language, built, folder, tmp_path):
-    """While two packages exchange their names, opening one is never refused because of the other's files."""
+    """While two packages exchange their names, a package always opens, whatever the files of the other package."""
     paths = [shutil.copytree(folder, tmp_path / v) for v in VERSIONS]
     shutil.rmtree(paths[1])
     other = fr.save_weights(tmp_path / "w", every_dtype.params(1), version="second")

@@ -1,4 +1,4 @@
-"""A program that fails for a request, or for new weights: the client gets the error, and everything else goes on."""
+"""A program fails for a request, or for new weights. The client gets the error, and all other requests are answered."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ PARAMS = {"t": torch.arange(ROWS * DIM).view(ROWS, DIM) / DIM, "order": torch.te
 
 
 def rows_of(params, batch):
-    """Return the row of each bag's first id by torch's own index, which refuses ids beyond the table."""
+    """Return the row of each bag's first id by torch's own index, which raises for ids outside the table."""
     ids = batch.ids["a"]
     first = torch.cat([ids.values, ids.values.new_zeros(1)])[ids.offsets[:-1]]
     return torch.relu(params["t"])[torch.where(ids.lengths > 0, first, 0)] + params["t"][params["order"], 0].sum()
@@ -26,7 +26,8 @@ def rows_of(params, batch):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Export a package with two torch threads, and save weights whose `order` holds an invalid row."""
+    """Return the folder of a package with two torch threads. Next to it are weights whose `order` holds an invalid
+    row."""
     folder = tmp_path_factory.mktemp("failing")
     with on_threads(2):
         example = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2], [3]]}))
@@ -52,8 +53,8 @@ def assert_reason(error):
 
 
 def test_an_index_beyond_its_tensor_is_the_requests_error(running):
-    """An id that a program's own loops cannot index gives its request a 500, for any number of threads. Other
-    requests are answered, the server goes on, and the message has no addresses."""
+    """An id that the loops of a program cannot index gives its request a 500, for any number of threads. Other requests
+    are answered, and the server continues. The message has no addresses."""
     ids = [3, ROWS, 4, -ROWS - 1, 1 << 62, 5]
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda i: predict(running.connect(), {"ids": {"a": [[i]]}}), ids))
@@ -68,7 +69,7 @@ def test_an_index_beyond_its_tensor_is_the_requests_error(running):
 
 
 def test_nobody_need_read_what_is_said(path, built):
-    """A failed run is logged to a closed stderr, and the server goes on."""
+    """A failed run is logged to a closed stderr, and the server continues."""
     with Server(built / "funcrec-serve", path) as server:
         server.process.stderr.close()
         for i, code in ((ROWS, 500), (1, 200)):
@@ -78,8 +79,8 @@ def test_nobody_need_read_what_is_said(path, built):
 
 
 def test_weights_that_the_program_fails_with_are_not_taken(running):
-    """/reload of weights that make the program fail gives the reason each time. The old weights stay in use, and
-    other weights can be loaded afterwards."""
+    """/reload of weights that make the program fail gives the reason each time. The old weights stay in use. Other
+    weights can be loaded afterwards."""
     connection, asked = running.connect(), {"ids": {"a": [[7]]}}
     for _ in range(3):
         status, _, body = running.ask("POST", "/reload", {"weights": "bad"})
@@ -93,8 +94,8 @@ def test_weights_that_the_program_fails_with_are_not_taken(running):
 
 
 def test_weights_of_a_package_of_another_program_are_not_taken(path, running):
-    """/reload and swap refuse a package with other inputs, even if its parameters have the same form. They accept a
-    package of this program."""
+    """/reload and swap refuse a package with other inputs, even if the package's parameters have the same form. They
+    accept a package of this program."""
     other = shutil.copytree(path, path.parent / "other", dirs_exist_ok=True)
     manifest = json.loads((other / "manifest.json").read_text())
     manifest["inputs"].insert(0, {"name": "dense", "dtype": "float32", "shape": ["B", 1]})

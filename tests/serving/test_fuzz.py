@@ -1,4 +1,5 @@
-"""A few thousand hostile requests to the server; programs/fuzz_server.py sends more, to a build with sanitizers."""
+"""A few thousand hostile requests to the server. programs/fuzz_server.py sends more requests, to a build with
+sanitizers."""
 
 import pytest
 from programs import fuzz_server
@@ -8,7 +9,7 @@ pytestmark = pytest.mark.xdist_group("serving")
 
 
 def test_hostile_requests_harm_no_neighbour(program):
-    """Good requests between hostile ones get right responses; the server keeps running and stops as it should."""
+    """Good requests between hostile requests get right responses. The server keeps running and stops with status 0."""
     with Server(program, "sums", "--workers", "2", "--timeout-s", "2", "--max-body", "100000") as server:
         sent, seen, wrong = fuzz_server.run(server, 3000, first=7 << 32)
         assert wrong == [] and sent >= 3000 and seen > 300

@@ -1,4 +1,4 @@
-"""Requests meant to harm others: bodies whose end is ambiguous, endless chunk extensions, missing memory."""
+"""Requests meant to harm other clients: bodies whose end is ambiguous, endless chunk extensions, missing memory."""
 
 import json
 import socket
@@ -13,13 +13,13 @@ HIDDEN = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @pytest.mark.parametrize("coding", ["gzip", "chunked, gzip", "gzip, chunked", "xchunked", "identity", ""])
 def test_a_body_whose_end_is_disputed_ends_the_connection(server, coding):
-    """A Transfer-Encoding other than chunked gets 501, with or without a Content-Length. Nothing after it is read as
-    a request, because a proxy may have seen the body end elsewhere."""
+    """A Transfer-Encoding other than chunked gets 501, with or without a Content-Length. Nothing after the body is read
+    as a request, because a proxy may have seen the body end elsewhere."""
     for more in ({"Content_Length": None}, {}):
         s = server.raw()
         s.sendall(head(BODY, Transfer_Encoding=coding, **more) + b"0\r\n\r\n" + BODY + HIDDEN)
         s.shutdown(socket.SHUT_WR)
-        # chunked with a Content-Length cannot be parsed
+        # a parser cannot read chunked with a Content-Length
         assert statuses(everything(s)) in ([501], [400])
 
 
@@ -42,7 +42,7 @@ LONG = {
 
 @pytest.mark.parametrize("name", LONG)
 def test_what_is_said_about_chunks_has_a_limit(server, name):
-    """Chunk extensions and trailers of 64 KiB or more get 431, like a long header; other clients are served."""
+    """Chunk extensions and trailers of 64 KiB or more get 431, like a long header. Other clients are served."""
     other = server.connect()
     assert predict(other, ONE)[0] == 200
     s = server.raw()
@@ -53,8 +53,8 @@ def test_what_is_said_about_chunks_has_a_limit(server, name):
 
 
 def test_no_memory_for_one_body_harms_no_other(program, tmp_path):
-    """If a body does not fit into memory, although within the server's limit, its client gets an error and its
-    connection ends. The server goes on, and stops as it should."""
+    """A body within the server's limit may not fit into memory. Its client then gets an error and the connection ends.
+    The server continues, and stops with status 0."""
     small = tmp_path / "small"
     small.write_text(f'#!/bin/sh\nulimit -v 1000000\nexec {program} "$@"\n')
     small.chmod(0o755)
@@ -72,8 +72,8 @@ def test_no_memory_for_one_body_harms_no_other(program, tmp_path):
 
 
 def test_idle_connections_give_way_where_there_are_no_descriptors(program, tmp_path):
-    """If idle connections use up the process's descriptors, below the server's own limit, a new connection waits at
-    most about a second."""
+    """If idle connections use up the descriptors of the process, although fewer than the server's limit, a new
+    connection waits at most about a second."""
     few = tmp_path / "few"
     few.write_text(f'#!/bin/sh\nulimit -n 40\nexec {program} "$@"\n')
     few.chmod(0o755)
@@ -84,7 +84,7 @@ def test_idle_connections_give_way_where_there_are_no_descriptors(program, tmp_p
 
 
 def test_a_refusal_is_short(server):
-    """In an error, a long value is cut, between two characters."""
+    """An error cuts a long value, between two characters."""
     name = "é" * 5000
     status, _, answer = server.ask("POST", "/predict", changed(["ids", name], [[1]]))
     got = json.loads(answer)["error"]["got"]
@@ -92,6 +92,7 @@ def test_a_refusal_is_short(server):
 
 
 def test_the_greatest_number_of_32_bits_is_one(server):
-    """The largest f32 is accepted in its short decimal form, which is slightly larger; half a step more is refused."""
+    """The server accepts the largest f32 in its short decimal form, which is slightly larger. It refuses half a step
+    more."""
     for text, code in (("3.4028235e38", 200), ("-3.4028235677973e38", 200), ("3.4028235677973368e38", 400)):
         assert server.ask("POST", "/predict", json.dumps(ONE).replace("0.5]]}", f"{text}]]}}"))[0] == code

@@ -1,5 +1,6 @@
-"""The server from its clients' view: responses, refusals, limits, and slow or broken connections. The model is the
-sums model."""
+"""The server from its clients' view: responses, refusals, limits, and slow or broken connections.
+
+The model is the sums model."""
 
 import json
 import socket
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("serving")
 
 
 def test_every_answer_is_its_requests(server):
-    """Requests of many clients at once, in both forms, with and without bags, get their own rows."""
+    """Requests of many clients at once get their own rows, in both forms, with and without bags."""
 
     def talk(seed):
         rng, connection = np.random.default_rng(seed), server.connect()
@@ -41,7 +42,7 @@ def test_every_answer_is_its_requests(server):
 
 
 def test_paths_methods_and_types(server):
-    """An unknown path gets 404, another method 405, another body type 415; HEAD has GET's header."""
+    """An unknown path gets 404, another method 405, another body type 415. HEAD has the header of GET."""
     assert server.ask("GET", "/nothing")[0] == 404
     status, headers, _ = server.ask("GET", "/predict")
     assert (status, headers["Allow"]) == (405, "POST")
@@ -70,7 +71,7 @@ def test_bodies_that_are_coded_are_refused(server):
 
 
 def test_pipelined_requests_are_answered_in_order(server):
-    """Requests sent at once are answered in order; `Connection: close` and HTTP/1.0 close the connection."""
+    """Requests sent at once are answered in order. `Connection: close` and HTTP/1.0 close the connection."""
     bodies = [json.dumps(changed(["dense"], [[n, 0, 0]])).encode() for n in range(20)]
     sent = b"".join(head(b) + b for b in bodies[:-1]) + head(bodies[-1], Connection="close") + bodies[-1]
     s = server.raw()
@@ -85,7 +86,7 @@ def test_pipelined_requests_are_answered_in_order(server):
 
 
 def test_a_client_may_wait_for_leave(server):
-    """Expect: 100-continue gets its 100 before the body is sent, or the refusal instead."""
+    """Expect: 100-continue gets a 100 before the body is sent, or the refusal."""
     body = json.dumps(ONE).encode()
     s = server.raw()
     s.sendall(head(body, Expect="100-continue", Connection="close"))
@@ -99,7 +100,7 @@ def test_a_client_may_wait_for_leave(server):
 
 
 def test_bodies_in_chunks(server):
-    """A chunked body works like any other, with the same limit."""
+    """A chunked body is answered like any other body, with the same limit."""
     body = json.dumps(ONE).encode()
     chunks = b"".join(b"%x\r\n%s\r\n" % (len(c), c) for c in (body[:7], body[7:])) + b"0\r\n\r\n"
     s = server.raw()
@@ -108,8 +109,8 @@ def test_bodies_in_chunks(server):
 
 
 def test_oversize_is_refused(server):
-    """A body beyond the limit, announced or chunked, gets 413, and a header gets 431, even if the client keeps
-    sending."""
+    """A body larger than the limit, announced or chunked, gets 413. A header gets 431. Both get the status even if the
+    client keeps sending."""
     body = b" " * ((16 << 20) + 1)
     assert server.ask("POST", "/predict", body)[0] == 413
     s = server.raw()
@@ -126,7 +127,7 @@ BROKEN = [
     (b"\x16\x03\x01\x00\xa5\x01\x00\x00", [400]),  # TLS
     (head(Content_Length="-1"), [400]),
     (head(Content_Length="1, 2"), [400]),
-    # with a length too
+    # also with a length
     (head(Transfer_Encoding="chunked"), [400]),
     (head(Content_Length=None, Transfer_Encoding="chunked") + b"zz\r\n", [400]),
     (head(b"x" * 9) + b"short", [400]),
@@ -137,7 +138,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("sent", "codes"), BROKEN)
 def test_broken_messages(server, sent, codes):
-    """Invalid HTTP, or a message that ends too early, gets 400 and closes the connection, but not the server."""
+    """Invalid HTTP, or a message that ends too early, gets 400 and closes the connection. The server stays up."""
     s = server.raw()
     s.sendall(sent)
     s.shutdown(socket.SHUT_WR)
@@ -145,7 +146,7 @@ def test_broken_messages(server, sent, codes):
 
 
 def test_half_closed_and_gone_clients(server):
-    """A client that closed its sending side gets its response; one that is gone harms no other."""
+    """A client that closed its sending side gets its response. A client that is gone harms no other client."""
     body = json.dumps(ONE).encode()
     s = server.raw()
     s.sendall(head(body) + body)
@@ -153,7 +154,7 @@ def test_half_closed_and_gone_clients(server):
     assert statuses(everything(s)) == [200]
     for _ in range(20):
         s = server.raw()
-        # close by a reset, not an end
+        # the connection closes by a reset, not by an end
         s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         s.sendall(head(body) + body)
         s.close()
@@ -161,8 +162,8 @@ def test_half_closed_and_gone_clients(server):
 
 
 def test_slow_clients(program):
-    """A header or body that is too slow gets 408. Idle connections, and clients that do not read responses, are
-    closed. Other clients are served while 60 such connections are open."""
+    """A header or body that is too slow gets 408. Idle connections are closed, and so are those of clients that do not
+    read responses. Other clients are served while 60 such connections are open."""
     with Server(program, "sums", "--timeout-s", "0.4", "--idle-s", "0.5") as server:
         slow = [server.raw() for _ in range(60)]
         for s in slow[:20]:
@@ -172,7 +173,7 @@ def test_slow_clients(program):
         greedy = server.raw()
         greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         many = pack({"ids": {f: [[]] * 500 for f in "ab"}, "weights": {"b": [[]] * 500}, "dense": [[0, 0, 0]] * 500})
-        # it is closed while it keeps sending requests
+        # the server closes the connection while it keeps sending requests
         with pytest.raises(ConnectionError):
             greedy.settimeout(3)
             for _ in range(5000):
@@ -183,9 +184,9 @@ def test_slow_clients(program):
 
 
 def test_idle_connections_give_way(program):
-    """If all connections are in use, a new one replaces the longest idle one. That one must have been idle, or
-    inside a request's head, for at least a second. A connection whose body has begun is kept, and so is one that
-    sends requests all the time."""
+    """If all connections are in use, a new connection replaces the longest idle connection. The latter must have been
+    idle, or inside a request's head, for at least a second. A connection whose body has begun is kept. So is a
+    connection that sends requests all the time."""
     with Server(program, "sums", "--connections", "4") as server:
         idle = [server.raw() for _ in range(2)]
         idle[1].sendall(head()[:-2])
@@ -204,8 +205,8 @@ def test_idle_connections_give_way(program):
 
 
 def test_an_address_has_so_many_connections(program):
-    """Connections from one address beyond --per-address get 429 and are closed, unless one of that address was idle
-    for a second. Other addresses are accepted."""
+    """Connections from one address in excess of --per-address get 429 and are closed. But a new one replaces a
+    connection of that address that was idle for a second. Other addresses are accepted."""
     of = lambda server, address: socket.create_connection(("127.0.0.1", server.port), 20, (address, 0))
     with Server(program, "sums", "--per-address", "3") as server:
         begun = [of(server, "127.0.0.2") for _ in range(3)]
@@ -216,7 +217,7 @@ def test_an_address_has_so_many_connections(program):
         assert predict(server.connect(), ONE)[0] == 200
         assert server.metrics()['funcrec_requests_total{code="429"}'] == 3
         begun[0].sendall(b"}")
-        # it is idle now
+        # the connection is idle now
         assert statuses(begun[0].recv(1000)) == [400]
         until = time.monotonic() + 10
         while time.monotonic() < until:
@@ -242,7 +243,7 @@ def test_a_head_has_less_time_than_a_body(program):
 
 
 def test_a_full_queue_is_told(program):
-    """Requests beyond the queue get 429 with Retry-After; queued requests are answered."""
+    """Requests that exceed the queue get 429 with Retry-After. Queued requests are answered."""
     slow = changed(["ids", "a"], [[901]])
     with Server(program, "sums", "--queue", "2") as server, ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(lambda _: server.ask("POST", "/predict", slow), range(24)))
@@ -253,7 +254,7 @@ def test_a_full_queue_is_told(program):
 
 
 def test_neighbours_of_a_failing_request(program):
-    """A batch that fails is run again request by request: only the failing requests get an error."""
+    """A batch that fails is run again request by request. Only the failing requests get an error."""
     with Server(program, "sums") as server, ThreadPoolExecutor(16) as pool:
         rng = np.random.default_rng(0)
         requests = [changed(["ids", "a"], [[901]]), *(some_request(rng, bags=2) for _ in range(15))]
@@ -272,7 +273,8 @@ def test_neighbours_of_a_failing_request(program):
 
 
 def test_metrics_count_what_happened(program):
-    """/metrics counts responses by status, bags and requests per batch, and ids out of range, and gives the version."""
+    """/metrics counts responses by status, bags and requests per batch, and ids out of range. It also gives the
+    version."""
     with Server(program, "sums") as server:
         rng = np.random.default_rng(1)
         requests = [some_request(rng) for _ in range(30)]
@@ -290,7 +292,7 @@ def test_metrics_count_what_happened(program):
 
 
 def test_memory_is_flat(program):
-    """After the first 5,000 requests, 20,000 more, good and bad, leave the server's memory unchanged."""
+    """After the first 5,000 requests, 20,000 more requests, good and bad, leave the server's memory unchanged."""
     with Server(program, "sums") as server:
         rng = np.random.default_rng(2)
         bodies = [json.dumps(some_request(rng)).encode() for _ in range(45)] + [b"{", b"[1]", b"{}", b"1", b"null"]

@@ -12,12 +12,12 @@ TRIES = 2000
 
 
 def padded(size, request=ONE):
-    """Make a request with a body of `size` bytes."""
+    """Return a request with a body of `size` bytes."""
     return json.dumps(request).encode().ljust(size)
 
 
 def many_ids(count):
-    """Make a body with a bag of `count` ids."""
+    """Return a body with a bag of `count` ids."""
     return json.dumps(changed(["ids", "a"], [[1] * count])).encode()
 
 
@@ -26,7 +26,7 @@ def held(server):
 
 
 def until(is_so):
-    """Wait until the condition holds."""
+    """Wait until the condition is_so() holds."""
     for _ in range(TRIES):
         if is_so():
             return
@@ -34,8 +34,8 @@ def until(is_so):
 
 
 def test_bodies_beyond_the_memory_are_told_to_come_again(program):
-    """A body that does not fit into memory beside others gets 503 with Retry-After, before it is read or while its
-    chunks arrive. Accepted bodies are answered, and then there is room again."""
+    """A body that does not fit into memory next to other bodies gets 503 with Retry-After. It gets the 503 before the
+    server reads the body, or while the chunks arrive. Accepted bodies are answered. Then there is room again."""
     with Server(program, "sums", "--memory", "6000000", "--max-body", "1000000") as server:
         begun = [server.raw() for _ in range(3)]
         for s in begun:
@@ -55,8 +55,8 @@ def test_bodies_beyond_the_memory_are_told_to_come_again(program):
 
 
 def test_what_is_parsed_is_of_the_memory(program):
-    """If parsed ids need more memory than there is, although their text fits, the request gets 503 and the
-    connection goes on. A body larger than the whole memory gets 413."""
+    """Parsed ids may need more memory than there is, although their text fits. The request then gets 503, and the
+    connection continues. A body larger than the whole memory gets 413."""
     with Server(program, "sums", "--memory", "400000") as server:
         connection = server.connect()
         for _ in range(3):
@@ -70,8 +70,8 @@ def test_what_is_parsed_is_of_the_memory(program):
 
 
 def test_many_long_bodies_take_no_more_than_there_is(program):
-    """Thirty clients that send bodies of 4 MiB at once use no more memory than the server was given. Some get 503,
-    and none is forgotten."""
+    """Thirty clients that send bodies of 4 MiB at once use no more memory than the server's limit. Some requests get
+    503, and every request is answered."""
     body = many_ids(1_300_000)
 
     def peak(server):
@@ -94,7 +94,8 @@ def test_many_long_bodies_take_no_more_than_there_is(program):
 
 
 def test_a_long_body_is_parsed_aside(program):
-    """While a long body is parsed, the server answers others, and its metrics count it as being parsed."""
+    """While a long body is parsed, the server answers other requests. Its metrics count the long body as being
+    parsed."""
     body, over = b'{"dense": [[%s]]}' % b",".join([b"0.12345678901234"] * 900_000), threading.Event()
     with Server(program, "sums") as server:
 
@@ -113,7 +114,7 @@ def test_a_long_body_is_parsed_aside(program):
 
 
 def test_answers_of_long_bodies_are_right(program):
-    """Bodies that are parsed in another thread, in both forms, and long responses, have the values of short ones."""
+    """Bodies that another thread parses, in both forms, and long responses have the values of short ones."""
     bags = [[i % 800] * 40 for i in range(500)]
     request = {"ids": {"a": bags, "b": [[]] * 500}, "weights": {"b": [[]] * 500}, "dense": [[0, 0, 0]] * 500}
     with Server(program, "sums") as server:

@@ -1,4 +1,4 @@
-"""Opening a package: what is refused, and what processes share."""
+"""How a package is opened: what raises, and what processes share."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,8 @@ pytestmark = pytest.mark.xdist_group("every_dtype")
 
 
 def test_what_cannot_run_is_refused_at_open(built, folder, monkeypatch, capfd):
-    """If its kernels cannot run here, a package is refused at `open`, with one error and without paths of the
-    compiling machine."""
+    """If its kernels cannot run here, a package raises at `open`, with one error and without paths of the compiling
+    machine."""
     monkeypatch.setenv("FUNCREC_CPU", "v9")
     with pytest.raises(answers.AnswersError, match="cannot answer one bag without ids") as refused:
         answers.Answers(built / "funcrec-answers", folder)
@@ -22,14 +22,15 @@ def test_what_cannot_run_is_refused_at_open(built, folder, monkeypatch, capfd):
 
 
 def mapping(process, file: str) -> dict[str, int]:
-    """Return the KB of a mapped file by kind."""
+    """Return {kind: the KB of a mapped file}."""
     text = Path(f"/proc/{process.process.pid}/smaps").read_text()
     own = text[text.index(f"/{file}\n") :]
     return {n: int(re.search(rf"^{n}: +(\d+)", own, re.M)[1]) for n in ("Rss", "Pss", "Private_Dirty")}
 
 
 def test_processes_share_the_weights(built, folder):
-    """Two processes with one package open share its weights in memory; everything else of it is below 5 MB."""
+    """Two processes with one open package share the package's weights in memory. All other memory of a package is below
+    5 MB."""
     batch = every_dtype.batch(64)
     asked = batch.ids.num_bags, batch.dense, batch.ids.values, batch.ids.offsets, batch.ids.weights
     program = built / "funcrec-answers"

@@ -26,7 +26,8 @@ def ended(command, **environ):
 
 
 def test_operators_without_python_are_the_references_own(library):
-    """Each operator has the schema of kernels/library.py and the reference's results; none reads outside memory."""
+    """Each operator has the schema of kernels/library.py and the reference's results. No operator reads outside
+    memory."""
     path = os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])])
     assert ended(["-m", "programs.other_operators", str(library)], PYTHONPATH=path) == (0, "")
 

@@ -1,4 +1,4 @@
-"""What a server reports about itself, and how long a request may wait."""
+"""A server's reports about itself, and the time that a request may wait."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def test_a_server_that_ends_is_alive_and_not_ready(program, path):
         with server.raw() as s:
             s.sendall(head(method="GET", path=path)[:-2])
             os.kill(server.process.pid, signal.SIGTERM)
-            # until it accepts no connections
+            # repeat until the server accepts no connections
             while True:
                 try:
                     server.raw().close()
@@ -32,7 +32,7 @@ def test_a_server_that_ends_is_alive_and_not_ready(program, path):
 
 
 def test_a_full_queue_is_not_ready(program):
-    """A server with a full queue is not ready; it is ready again when the queue is not full."""
+    """A server with a full queue is not ready. It is ready again when the queue is not full."""
     slow, over, seen = changed(["ids", "a"], [[901]]), threading.Event(), set()
     with Server(program, "sums", "--queue", "1") as server:
 
@@ -53,8 +53,8 @@ def test_a_full_queue_is_not_ready(program):
 
 
 def test_a_request_whose_time_is_over_is_not_run(program):
-    """A request that waited longer than its Timeout-Ms gets 504 and is not run; other requests are answered. An
-    invalid time gets 400."""
+    """A request that waited longer than its Timeout-Ms gets 504 and is not run. Other requests are answered. An invalid
+    time gets 400."""
     with Server(program, "sums") as server:
 
         def asked(time):
@@ -80,7 +80,7 @@ def test_a_request_whose_time_is_over_is_not_run(program):
 
 
 def test_metrics_tell_of_the_process(program):
-    """/metrics has the process metrics of Prometheus' clients, as the system reports them."""
+    """/metrics has the process metrics of Prometheus' clients, with the values that the system reports."""
     with Server(program, "sums", "--max-body", "100") as server:
         server.ask("POST", "/predict", ONE)
         found = {n: x for n, x in server.metrics().items() if n.startswith("process_")}
@@ -91,7 +91,7 @@ def test_metrics_tell_of_the_process(program):
 
 
 def test_the_manifest_tells_what_to_ask(server):
-    """/manifest has the package's features, inputs, outputs, limits and version."""
+    """/manifest has the features, inputs, outputs, limits and version of the package."""
     status, headers, body = server.ask("GET", "/manifest")
     found = json.loads(body)
     assert (status, headers["Content-Type"], found["version"]) == (200, "application/json", "0")

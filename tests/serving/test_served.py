@@ -1,4 +1,4 @@
-"""A served package gives its Python outputs, in both forms of bodies, with any weights."""
+"""A served package gives the outputs of the package in Python, in both forms of bodies, with any weights."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def running(path, built):
 
 
 def assert_answers(package, connection, num_bags):
-    """Check that both forms of a request give the package's outputs within 1e-6, and its version."""
+    """Check that both forms of a request give the package's outputs within 1e-6, and the package's version."""
     batch = packages.batch(num_bags, seed=num_bags)
     want, asked = package(batch), packages.plain(batch)
     status, plain = serving.predict(connection, asked)
@@ -50,7 +50,7 @@ def assert_answers(package, connection, num_bags):
 
 
 def test_the_manifest_is_the_packages(path, running):
-    """GET /manifest returns the package's manifest entries about requests and outputs, but not the example."""
+    """GET /manifest returns the manifest's entries about requests and outputs, but not the example."""
     own, found = json.loads((path / "manifest.json").read_text()), json.loads(running.ask("GET", "/manifest")[2])
     assert found.pop("version") == "first" and found.pop("manifest") == own["digest"]
     features = [{k: f[k] for k in ("name", "rows", "weighted")} for f in own["features"]]
@@ -60,8 +60,8 @@ def test_the_manifest_is_the_packages(path, running):
 
 @pytest.mark.parametrize("version", ["first", "next"])
 def test_the_server_answers_as_the_package(path, running, version):
-    """Batches of 0 to 512 bags, with ids in no table, as JSON and as bytes, give Python's outputs within 1e-6 and
-    the version."""
+    """Batches of 0 to 512 bags, with some ids in no table, give Python's outputs within 1e-6 and the version. This
+    holds as JSON and as bytes."""
     package = fr.load_package(path)
     if version == "next":
         package.swap(path.parent / "next")
@@ -72,8 +72,8 @@ def test_the_server_answers_as_the_package(path, running, version):
 
 
 def test_a_delta_changes_the_answers(path, running):
-    """After POST /delta, the outputs equal those of Python's package with the same file: rows of every table and
-    dense weights. A delta that is cut, or applied twice, gets 400 and changes no output."""
+    """After POST /delta, the outputs equal those of Python's package with the same file: rows of every table and dense
+    weights. A delta that is cut, or applied twice, gets 400 and changes no output."""
     package, connection = fr.load_package(path), running.connect()
     assert running.ask("POST", "/reload", {"weights": path.name})[0] == 200
     for n in (1, 2):
@@ -127,7 +127,7 @@ def test_weights_that_were_changed_are_refused(path, running, built, tmp_path):
 
 @pytest.mark.parametrize("name", ["a delta", FILE])
 def test_what_is_no_file_blocks_nobody(path, running, name):
-    """A pipe without a writer, where a file should be, gets 400 at once, and other updates go on."""
+    """A pipe without a writer, in the place of a file, gets 400 at once. Other updates continue."""
     folder, key = path.parent / f"pipe {name}", "path" if name == "a delta" else "weights"
     shutil.copytree(path.parent / "next", folder)
     (folder / name).unlink(missing_ok=True)
@@ -140,14 +140,14 @@ def test_what_is_no_file_blocks_nobody(path, running, name):
 
 
 def led(path, elsewhere):
-    """Replace a file by a link."""
+    """Replace a file by a link to elsewhere."""
     path.unlink()
     path.symlink_to(elsewhere)
 
 
 def test_no_answer_has_a_path_of_the_servers(path, running, tmp_path):
-    """The error for an update refers to it by the client's name and shows no other path. A file in a folder that is
-    a link out of the folder of updates is refused."""
+    """The error for an update has the client's name for the update and no other path. A file in a folder that is a link
+    out of the folder of updates gets 400."""
     folder, secret = path.parent / "wrong", shutil.copytree(path.parent / "next", tmp_path / "secret")
     wrong = {
         "no values": lambda: (folder / FILE).unlink(),
@@ -171,7 +171,8 @@ def test_no_answer_has_a_path_of_the_servers(path, running, tmp_path):
 
 
 class Asking:
-    """Clients that send one request in both forms until they are stopped; `answers` has (version, clicks) of each."""
+    """Clients that send one request in both forms until they are stopped. `answers` has (version, clicks) of each
+    response."""
 
     def __init__(self, server, request, clients=3):
         self.answers, self.errors, self.stop = [], [], False
@@ -199,9 +200,9 @@ class Asking:
 
 
 def test_a_run_publishes_to_a_server(path, built, tmp_path):
-    """A run publishes each step to a server that serves clients: every response equals that of an export of the
-    named step. A server that ended causes a warning. A restarted server gets the whole weights, and its memory
-    equals the export's."""
+    """A run publishes each step to a server that serves clients. Every response equals that of an export of the named
+    step. A server that ended causes a warning. A restarted server gets the whole weights, and its memory equals that of
+    the export."""
     (tmp_path / "published").mkdir()
     start = lambda: serving.Server(built / "funcrec-serve", path, "--updates", str(tmp_path / "published"))
     asked, reader, right = packages.batch(7, seed=7), fr.load_package(path), {}
@@ -209,7 +210,7 @@ def test_a_run_publishes_to_a_server(path, built, tmp_path):
     batches = [fr.Batch(b.ids, torch.arange(40) % 2 * 1.0, dense=b.dense) for b in batches]
 
     def note(record):
-        """Record the published version's outputs from an export of its weights."""
+        """Record the outputs of the published version, from an export of its weights."""
         if record.when == "step":
             version = sorted(x.name for x in (tmp_path / "published").glob("0*"))[-1].rsplit(".", 1)[0]
             reader.swap(fr.save_weights(tmp_path / version, record.state.params, version=version))
@@ -242,7 +243,7 @@ def test_a_run_publishes_to_a_server(path, built, tmp_path):
 
 def test_weights_are_swapped_under_load(path, running):
     """Weights, a delta to them, and other weights are loaded twenty times while clients send requests. No response
-    fails, each has the values of its version, and every version occurs."""
+    fails. Each response has the values of its version, and every version occurs."""
     package, asked, right = fr.load_package(path), packages.batch(7, seed=7), {}
     newer = packages.params(2)
     parts = {t: (ChangedRows(torch.arange(20), x[:20], 0, tuple(x.shape)),) for t, x in newer.tables.items()}

@@ -1,4 +1,4 @@
-"""Who may request what: updates have their own address, and a request must name this server."""
+"""The rights of clients. Updates have their own address, and a request must name this server."""
 
 import json
 import socket
@@ -23,7 +23,7 @@ def updates(tmp_path):
 
 
 def over(path):
-    """Open a connection to a unix socket."""
+    """Return an open connection to a unix socket."""
     s = socket.socket(socket.AF_UNIX)
     s.settimeout(20)
     s.connect(str(path))
@@ -31,8 +31,8 @@ def over(path):
 
 
 def test_who_asks_for_predictions_changes_no_weights(program, updates):
-    """/reload and /delta get 403 at the address for predictions, whatever they name. The address of --admin accepts
-    them and all other paths."""
+    """/reload and /delta get 403 at the address for predictions, whatever their arguments. The address of --admin
+    accepts /reload, /delta and all other paths."""
     with Server(program, "sums", "--updates", str(updates)) as server:
         stranger, admin = server.connect(), server.connect(admin=True)
         turn = [("/reload", {"weights": "v1"}, "1"), ("/delta", {"path": "d2"}, "2")]
@@ -57,8 +57,8 @@ def test_updates_need_a_folder(program):
 
 
 def test_a_unix_socket_takes_updates(program, updates, tmp_path):
-    """`--admin PATH` is a socket that only its owner can use, and it is removed with the server. A killed server's
-    socket is replaced, any other file is not. `fr.update_server` accepts it like an address."""
+    """`--admin PATH` is a socket that only its owner can use. The server removes the socket at its end. The socket of a
+    killed server is replaced. Any other file is not replaced. `fr.update_server` accepts the socket like an address."""
     path = tmp_path / "admin"
     words = ("sums", "--updates", str(updates), "--admin", str(path))
     with Server(program, *words) as server:
@@ -119,7 +119,7 @@ HOSTS = [
 
 
 def asked(server, hosts, target="/predict", version=b"1.1", admin=False):
-    """Send a request with these Host fields and a second one; return the statuses of their responses."""
+    """Return the statuses of the responses to a request with these Host fields and to a second request."""
     fields = "".join(f"Host: {h}\r\n" for h in hosts).encode()
     sent = head(BODY, target, Host=None).replace(b" HTTP/1.1\r\n", b" HTTP/%s\r\n%s" % (version, fields))
     with server.raw(admin=admin) as s:
@@ -129,8 +129,8 @@ def asked(server, hosts, target="/predict", version=b"1.1", admin=False):
 
 @pytest.mark.parametrize(("hosts", "code"), HOSTS, ids=[str(h) for h, _ in HOSTS])
 def test_a_request_names_this_host(server, hosts, code):
-    """A request of HTTP/1.1 needs exactly one Host field, else it gets 400 and nothing after it is read. A name that
-    another site may have gets 421."""
+    """A request of HTTP/1.1 needs exactly one Host field. Otherwise the request gets 400 and nothing after it is read.
+    A name that another site may have gets 421."""
     assert asked(server, hosts) == ([400] if code == 400 else [code, 200])
 
 
@@ -145,14 +145,14 @@ def test_a_request_names_this_host(server, hosts, code):
     ],
 )
 def test_a_server_listens_at_a_name_or_a_number(program, word, number):
-    """`--host localhost` is the loopback address; an IPv6 address may have brackets, as in URLs."""
+    """`--host localhost` is the loopback address. An IPv6 address may have brackets, as in URLs."""
     with Server(program, "sums", "--host", word) as server:
         assert server.host == number
         assert server.ask("GET", "/healthz")[0] == 200
 
 
 def test_a_target_names_this_host(server):
-    """The host of an absolute target is checked like Host."""
+    """The server checks the host of an absolute target like Host."""
     assert asked(server, ["localhost"], "http://evil.example/predict") == [421, 200]
     assert asked(server, ["evil.example"], "http://localhost/predict") == [421, 200]
     assert asked(server, ["localhost"], "http://127.0.0.1:1/predict") == [200, 200]
@@ -160,8 +160,8 @@ def test_a_target_names_this_host(server):
 
 
 def test_names_are_allowed_by_a_list(program, updates):
-    """--allowed-hosts lists the names of a server behind a proxy, and `*` allows any, also at the address for
-    updates. Without it, a server that listens on more than the loopback address accepts any name there."""
+    """--allowed-hosts lists the names of a server at a proxy. `*` allows any name, even at the address for updates.
+    Without the list, a server that listens on more than the loopback address accepts any name there."""
     words = ("sums", "--updates", str(updates), "--allowed-hosts")
     with Server(program, *words, "models.example, b.example") as server:
         for admin in (False, True):
@@ -170,7 +170,7 @@ def test_names_are_allowed_by_a_list(program, updates):
             assert asked(server, ["a.models.example"], admin=admin) == [421, 200]
     with Server(program, *words, "*") as server:
         assert asked(server, ["any.example"], admin=True) == [200, 200]
-    # it has names that it cannot know
+    # the server has names that it cannot know
     with Server(program, *words[:3], "--host", "0.0.0.0") as server:
         assert asked(server, ["any.example"]) == [200, 200]
         assert asked(server, ["any.example"], admin=True) == [421, 200]

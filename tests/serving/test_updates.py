@@ -1,4 +1,4 @@
-"""A running server's updates and its end: swaps under load, allowed names, SIGTERM, settings, the command."""
+"""The updates and the end of a running server: swaps under load, allowed names, SIGTERM, settings, the command."""
 
 import json
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("serving")
 
 @pytest.fixture
 def updates(tmp_path):
-    """Make folders `v1` to `v100` of weights and files `d1` to `d9` of deltas below a root, and a secret outside the
+    """Return a root with folders `v1` to `v100` of weights and files `d1` to `d9` of deltas. A secret is outside the
     root."""
     root = tmp_path / "updates"
     for n in range(1, 101):
@@ -41,7 +41,8 @@ def updates(tmp_path):
 
 
 class Load:
-    """Clients that send requests without a pause until they are stopped, or a response closes their connection."""
+    """Clients that send requests without a pause until they are stopped, or until a response closes their
+    connection."""
 
     def __init__(self, server, clients):
         self.answers, self.errors, self.stop = [0] * clients, [], False
@@ -64,7 +65,7 @@ class Load:
                     self.ready.wait(20)
                 self.answers[i] += 1
                 self.versions[i].add(int(answer["version"]))
-                # the server announced that it closes
+                # the server announced that it closes the connection
                 if connection.sock is None:
                     return
         except Exception as error:
@@ -78,7 +79,7 @@ class Load:
 
 
 def test_weights_are_swapped_under_load(program, updates):
-    """During 100 swaps and 9 deltas with six clients, no request fails, and no response mixes two versions."""
+    """During 100 swaps and 9 deltas with six clients, no request fails. No response mixes two versions."""
     with Server(program, "sums", "--updates", str(updates), "--workers", "2") as server:
         load = Load(server, 6)
         for n in range(1, 101):
@@ -95,13 +96,13 @@ def test_weights_are_swapped_under_load(program, updates):
 
 
 OUTSIDE = ["../secret", "link", "/etc", "", ".", "..", "v1/../../secret", "nothing", "empty", "v1\0", "x" * 5000]
-# links that lead outside
+# links that lead outside the folder
 OUTSIDE += ["inner", "inner/version", "file"]
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_no_client_leaves_the_folder_of_updates(program, updates, name):
-    """Neither .., an absolute path nor a link leads out of the folder; a refused update changes nothing."""
+    """Neither .., an absolute path nor a link leads out of the folder. An update that is refused changes nothing."""
     with Server(program, "sums", "--updates", str(updates)) as server:
         for path, key in [("/reload", "weights"), ("/delta", "path")]:
             status, _, body = server.ask("POST", path, {key: name})
@@ -112,7 +113,7 @@ def test_no_client_leaves_the_folder_of_updates(program, updates, name):
 
 
 def test_links_within_the_folder_of_updates_are_followed(program, updates):
-    """A link in the folder to a path inside the folder is accepted, relative or absolute."""
+    """A link in the folder to a path inside the folder is accepted, both relative and absolute."""
     with Server(program, "sums", "--updates", str(updates)) as server:
         turn = [("/reload", "weights", "near"), ("/reload", "weights", "whole"), ("/delta", "path", "row")]
         for (path, key, name), version in zip(turn, ("5", "6", "207"), strict=True):
@@ -122,7 +123,7 @@ def test_links_within_the_folder_of_updates_are_followed(program, updates):
 
 @pytest.fixture
 def heard():
-    """Restore SIGHUP's default for started processes, also if the tests were started by `nohup`."""
+    """Restore SIGHUP's default for started processes, even if `nohup` started the tests."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -131,8 +132,8 @@ def heard():
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stopped_server_has_answered_all(program, number):
-    """After a signal under load, every connected client gets its response and is told that the connection closes. No
-    new connection is accepted, idle connections are closed, and the exit status is 0."""
+    """After a signal under load, every connected client gets its response. The response says that the connection
+    closes. No new connection is accepted, idle connections are closed, and the exit status is 0."""
     with Server(program, "sums", "--workers", "2") as server:
         idle, load = server.raw(), Load(server, 12)
         half = server.raw()
@@ -162,14 +163,14 @@ def test_nohup_holds(program, tmp_path):
 
 
 def test_what_waits_at_the_end_is_answered(program):
-    """Requests that are queued when SIGTERM comes are run, one slow batch after the other."""
+    """Requests in the queue at SIGTERM are run, one slow batch after the other."""
     slow = {"ids": {"a": [[901]] * 400, "b": [[]] * 400}, "weights": {"b": [[]] * 400}, "dense": [[0, 0, 0]] * 400}
     body = serving.pack(slow)
     sent = serving.head(body, Content_Type=serving.BYTES)
     with Server(program, "sums", "--drain-s", "0") as server:
         clients = [server.raw() for _ in range(8)]
         [s.sendall(sent + body) for s in clients]
-        # 50 ms each: one runs, the others wait
+        # at 50 ms each, one request runs and all other requests wait
         while server.metrics()["funcrec_queue_length"] < 6:
             pass
         os.kill(server.process.pid, signal.SIGTERM)
@@ -216,7 +217,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("words", "said"), WRONG, ids=[str(w) for w, _ in WRONG])
 def test_wrong_settings_are_refused(program, tmp_path, words, said):
-    """An unknown flag or key, or an invalid value, ends the program with what was got and needed."""
+    """An unknown flag or key, or an invalid value, ends the program with got and need."""
     (tmp_path / "s.json").write_text(json.dumps(words[-1]))
     words = [w if isinstance(w, str) else str(tmp_path / "s.json") for w in words]
     out = subprocess.run([program, "sums", *words], capture_output=True, text=True, timeout=10)
@@ -224,9 +225,10 @@ def test_wrong_settings_are_refused(program, tmp_path, words, said):
 
 
 def test_settings_of_a_file(program, tmp_path):
-    """A settings file uses the flags' names, and a flag overrides it in any position; an address in use is reported."""
+    """A settings file uses the names of the flags. A flag in any position overrides the file. An address in use is
+    reported."""
     (tmp_path / "s.json").write_text(json.dumps({"max_body": 10, "port": 1, "workers": 2, "timeout_s": 3}))
-    # --port 0 comes before it
+    # --port 0 comes before --settings
     with Server(program, "sums", "--settings", str(tmp_path / "s.json")) as server:
         assert server.ask("POST", "/predict", b" " * 11)[0] == 413
         taken = subprocess.run([program, "x", "--port", str(server.port)], capture_output=True, text=True, timeout=10)
@@ -241,8 +243,8 @@ def command(*words, **more):
 
 
 def test_the_command_becomes_the_server(program):
-    """`python -m funcrec serve` replaces itself with the server program and its arguments, so signals reach the
-    program."""
+    """`python -m funcrec serve` replaces itself with the server program and the program's arguments. Signals therefore
+    reach the program."""
     words, environment = command("serve", "sums", "--port", "0", FUNCREC_SERVE=str(program))
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert "serves version 0" in process.stdout.readline()
