@@ -1,4 +1,4 @@
-"""Code that newcomers write: mistakes get an error in four parts, correct code works, and nothing is silently wrong."""
+"""Code of newcomers: mistakes get an error in four parts, correct code succeeds, and nothing is silently wrong."""
 
 from pathlib import Path
 
@@ -17,12 +17,13 @@ def found(code):
 
 @pytest.mark.parametrize("row", beginners.rows(), ids=lambda row: row[0])
 def test_a_mistake_is_told(row):
-    """A newcomer's code either works, or raises or warns with what was got, what is needed and what to try."""
+    """A newcomer's code either succeeds, or raises or warns with got, need and try."""
     assert beginners.is_right(row, found(row[0])), found(row[0])
 
 
 def test_the_table_of_mistakes():
-    """Of at least 150 rows, 95 % of the errors and warnings have all four parts, and no row is silently wrong."""
+    """There are at least 150 rows. 95 % of the errors and warnings have all four parts, and no row is silently
+    wrong."""
     outcomes = {row[0]: found(row[0]) for row in beginners.rows()}
     told = [o for o in outcomes.values() if o.kind != "returns"]
     assert len(outcomes) == len(beginners.rows()) >= 150

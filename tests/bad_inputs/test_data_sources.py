@@ -37,8 +37,8 @@ def said(call, *fragments):
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("key", [None, fr.key(0)], ids=["in order", "shuffled"])
 def test_bad_text(tmp_path, name, key):
-    """An error for a line that cannot be read, or that makes no example, names file and line number, in any order of
-    reading."""
+    """An error for a line that cannot be read, or that makes no example, names file and line number. This holds in any
+    order of lines."""
     text, fragments = TEXTS[name]
     (tmp_path / "x.csv").write_text(text)
     said(lambda: list(stream_loader(tmp_path, SCHEMA, 8, key=key)()), *fragments)
@@ -52,7 +52,7 @@ def test_bad_value_beyond_the_first_block(tmp_path, monkeypatch):
     assert read(tmp_path, format=Text(types={"a": "string"}))["a"][-1].as_py() == "ten"
 
 
-OPEN = {  # a file, and the line of its open quote (None: no open quote)
+OPEN = {  # a file, and the line of its open quote (None without an open quote)
     "in the last column": ('a,b\n1,x\n2,"y\n3,z\n', 3),
     "in the last line": ('a,b\n1,x\n2,"y\n', 3),
     "behind a closed one": ('a,b\n0,"x"\n1,"y\n2,z', 3),
@@ -66,7 +66,8 @@ OPEN = {  # a file, and the line of its open quote (None: no open quote)
 @pytest.mark.parametrize("columns", [None, ["a"]], ids=["all", "another column"])
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
 def test_a_quote_that_nothing_closes(tmp_path, name, columns, packed):
-    """An unclosed quote swallows no row: the error names file and line, whether its column is read or not."""
+    """An unclosed quote swallows no row. The error names file and line, whether or not the column of the quote is
+    read."""
     text, line = OPEN[name]
     path = tmp_path / ("x.csv.gz" if packed else "x.csv")
     path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
@@ -79,7 +80,8 @@ def test_a_quote_that_nothing_closes(tmp_path, name, columns, packed):
 
 @pytest.mark.parametrize("number", [2**63, 2**64 - 1, -(2**63) - 2**12])
 def test_integers_beyond_64_bits_in_text(tmp_path, number):
-    """Integers beyond i64 are not read as floats: the error names the column, and a stated type accepts them."""
+    """Integers outside i64 are not read as floats. The error names the column, and a stated type accepts the
+    integers."""
     path, large = tmp_path / "x.csv", "1e19"
     path.write_text(f"y,a\n0,\n1,{number}\n0,5\n")
     said(lambda: read(path), "`x.csv`, column `a` has integers", f"{number}", 'Text(types={"a": "uint64"})')
@@ -107,7 +109,7 @@ def test_damaged_gzip(tmp_path, monkeypatch):
 
 
 def test_bad_parquet_in_a_folder(tmp_path):
-    """Among many files, the error names the one that is cut short, is damaged, or has other columns or types."""
+    """Among many files, the error names the file that is cut short, is damaged, or has other columns or types."""
     table = pa.table({"y": [0, 1] * 50, "a": range(100)})
     write = lambda i, t: parquet.write_table(
         t, tmp_path / f"{i}.parquet", compression="none", use_dictionary=False, write_page_checksum=True,
@@ -187,7 +189,7 @@ CALLS = [
 
 @pytest.mark.parametrize("call, kind, fragment", [r[1:] for r in CALLS], ids=[r[0] for r in CALLS])
 def test_bad_call(tmp_path, call, kind, fragment):
-    """A call raises in four parts where names and types already show that the source cannot be read."""
+    """A call raises in four parts if names and types already show that the source cannot be read."""
     with pytest.raises(kind) as error:
         call(tmp_path)
     text = error.value.args[0]

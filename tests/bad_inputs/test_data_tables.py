@@ -17,7 +17,7 @@ of = lambda **columns: lambda: examples({**GOOD, **columns}, ALL)
 
 
 class Strange:
-    """A stream by its methods, which returns a column or raises."""
+    """A stream with the methods of a stream. It returns a column or raises."""
 
     def __init__(self, column):
         self.column = column
@@ -107,7 +107,7 @@ ROWS = [
 
 @pytest.mark.parametrize("call, kind, fragments", [r[1:] for r in ROWS], ids=[r[0] for r in ROWS])
 def test_bad_table(call, kind, fragments):
-    """A schema or a table without a valid meaning is refused by column and row, in four parts."""
+    """A schema or a table without a valid meaning raises with column and row, in four parts."""
     with pytest.raises(kind) as error:
         call()
     text = error.value.args[0]

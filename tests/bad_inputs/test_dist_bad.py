@@ -1,4 +1,4 @@
-"""Bad inputs of meshes, specs and collectives: each row is a call, its exception, and a part of the message."""
+"""Bad inputs of meshes, specs and collectives. Each row is a call, the call's exception, and a part of the message."""
 
 import tempfile
 from pathlib import Path
@@ -44,19 +44,19 @@ def state_with(**fields):
 
 
 def apart():
-    """Make three copies of t and u, each over two ranks."""
+    """Return a state with three copies of t and u, each copy over two ranks."""
     return resharded(plan=fr.Plan(dict(BY_ROWS.placements), replicas="b"))
 
 
 def differing():
-    """Make the same three copies, one with another number in t."""
+    """Return the state of `apart` with another number in t of one copy."""
     state = apart()
     state.tables["t"][-1, 0] = 1
     return state
 
 
 def cut_off():
-    """Make a state whose banks lack a row."""
+    """Return a state whose banks lack a row."""
     state = resharded(plan=IN_C, mesh=fr.Mesh.emulated(c=2), sparse=SGD)
     state.tables.banks["t"] = state.tables.banks["t"][1:]
     return fr.core._tree.replace(state, slots={"t": {}})
@@ -367,7 +367,7 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_bad_input_is_refused(name):
-    """A bad argument raises before any work. The message names it, what was got and what is needed."""
+    """A bad argument raises before any work. The message has the argument's name, got and need."""
     call, kind, fragments = ROWS[name]
     with pytest.raises(kind) as raised:
         call()

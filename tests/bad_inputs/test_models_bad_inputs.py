@@ -1,4 +1,4 @@
-"""Bad inputs of funcrec.nn and funcrec.models: each row is a call, its exception and a part of the message."""
+"""Bad inputs of funcrec.nn and funcrec.models. Each row is a call, the call's exception and a part of the message."""
 
 import pytest
 import torch
@@ -148,7 +148,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("call", "kind", "part"), [pytest.param(*row[1:], id=row[0]) for row in ROWS])
 def test_bad_input(call, kind, part):
-    """The error has this type, names the bad argument, and says what it got and needs."""
+    """The error has this type, names the bad argument, and has got and need."""
     with pytest.raises(kind) as error:
         call()
     text = str(error.value.args[0])

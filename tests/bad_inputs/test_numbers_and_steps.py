@@ -22,7 +22,7 @@ def numbers_of(rule: str) -> dict:
 
 @pytest.mark.parametrize("rule", BUILTIN)
 def test_a_number_may_be_a_tensor_of_one_and_no_other(rule):
-    """A hyper-parameter that is a tensor must be one float, f[]; otherwise the error gives its shape or dtype."""
+    """A hyper-parameter that is a tensor must be one float, f[]. Otherwise the error has its shape or dtype."""
     make, needed = getattr(optim, rule), examples(rule)[-1]
     for name, number in numbers_of(rule).items():
         assert make(**{**needed, name: torch.tensor(number)}).init(TABLES).keys() == TABLES.keys()
@@ -44,7 +44,7 @@ def test_a_number_may_be_a_tensor_of_one_and_no_other(rule):
 
 @pytest.mark.parametrize("rate", [torch.ones(3), torch.ones((), dtype=torch.complex64), "fast", None, -1.0], ids=str)
 def test_what_a_function_of_the_step_gives_is_a_rate(rate):
-    """A learning rate that a function of the step returns is checked like a given one."""
+    """A learning rate that a function of the step returns is checked like a given learning rate."""
     for opt, args in (
         (optim.sgd(lr=lambda step: rate), (GRADS, {"t": {}}, TABLES)),
         (optim.dense(torch.optim.SGD, lr=lambda step: rate), (torch.ones(2), {}, torch.ones(2))),
@@ -70,14 +70,14 @@ def test_a_tensor_among_the_numbers_of_a_dense_optimizer_is_one():
     ids=["tensor", "None", "3"],
 )
 def test_scan_names_a_step_that_returns_no_pair(out, got):
-    """A step must return (state, metrics); any other result raises instead of being unpacked."""
+    """A step must return (state, metrics). Any other result raises."""
     with pytest.raises(TypeError, match=rf"`step` returned no pair\.\n  got   {got}\n  need  \(state, metrics\)"):
         fr.scan(lambda state, x: out, torch.ones(()), torch.ones(3))
 
 
 @pytest.mark.parametrize("number", [2**63, 2**70, -(2**63) - 1])
 def test_scan_names_a_metric_that_no_i64_holds(number):
-    """Integers in metrics become i64: integers beyond i64 raise, others keep their values."""
+    """Integers in metrics become i64. Integers outside i64 raise, and all other integers keep their values."""
     with pytest.raises(ValueError, match=r"`metrics\['m'\]` is too large for i64[\s\S]*" + str(number)):
         fr.scan(lambda state, x: (state, {"m": number}), torch.ones(()), torch.ones(2))
     last = fr.scan(lambda state, x: (state, 2**63 - 1), torch.ones(()), torch.ones(2))[1]
@@ -85,7 +85,7 @@ def test_scan_names_a_metric_that_no_i64_holds(number):
 
 
 def test_stacked_gradients_given_to_an_optimizer_are_told_of_vmap():
-    """Row gradients stacked by vmap are refused; the error suggests mapping the update, and that works."""
+    """Row gradients stacked by vmap raise. The error suggests a map of the update, which succeeds."""
     stacked = torch.func.vmap(lambda k: {n: g.scale(k) for n, g in GRADS.items()})(torch.tensor([1.0, 2.0]))
     opt = optim.adagrad(lr=0.1)
     with pytest.raises(
@@ -99,7 +99,7 @@ def test_stacked_gradients_given_to_an_optimizer_are_told_of_vmap():
 
 
 def test_a_mask_given_as_rows_is_told_of_nonzero():
-    """A boolean mask is not accepted as rows; the error suggests nonzero, and that works."""
+    """A boolean mask raises where rows are needed. The error suggests nonzero, which succeeds."""
     data = fr.data.random_rows(fr.key(0), {"x": 5}, num_rows=8)
     mask = torch.arange(8) % 2 == 0
     for call in (lambda rows: next(fr.data.batches(data, rows, 2))[1], lambda rows: fr.data.take(data, rows)):
@@ -110,8 +110,8 @@ def test_a_mask_given_as_rows_is_told_of_nonzero():
 
 @pytest.mark.parametrize("transform", ["grad", "grad_and_value", "jvp", "vmap"])
 def test_a_transform_of_torch_over_the_tables_of_a_loss_says_what_to_write(transform):
-    """In a differentiated loss, tables are not tensors. So torch's transforms of them are refused; the error
-    suggests fr.value_and_grad, which works there."""
+    """In a differentiated loss, tables are not tensors. torch's transforms of tables therefore raise. The error
+    suggests fr.value_and_grad, which succeeds there."""
     squares = lambda tables: fr.lookup(tables, IDS, FEATURES).values.square().sum()
     calls = {
         "grad": lambda tables: torch.func.grad(squares)(tables),
@@ -141,7 +141,7 @@ def test_a_transform_of_torch_over_the_tables_of_a_loss_says_what_to_write(trans
 
 
 def test_an_error_of_the_users_own_function_says_what_it_was_given():
-    """An error inside a step, or inside a map given to a check, keeps its type; a note shows the arguments."""
+    """An error inside a step, or inside a map given to a check, keeps its type. A note shows the arguments."""
     with pytest.raises(AttributeError) as error:
         fr.scan(lambda state, x: (state.missing, {}), torch.ones(2), torch.ones(3, 4))
     assert "funcrec.scan" in error.value.__notes__[0] and "got   f32[2], f32[4]" in error.value.__notes__[0]

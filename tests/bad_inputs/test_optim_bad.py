@@ -1,4 +1,4 @@
-"""What optimizers refuse, and their messages."""
+"""The arguments that optimizers refuse, and the messages of the errors."""
 
 import pytest
 import torch
@@ -133,7 +133,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("call", "kind", "fragment"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS])
 def test_refused(call, kind, fragment):
-    """A bad argument is refused with its type of error and its name, before any work."""
+    """A bad argument raises with its type of error and its name, before any work."""
     with pytest.raises(kind) as caught:
         call()
     said = caught.value.args[0]
@@ -141,7 +141,7 @@ def test_refused(call, kind, fragment):
 
 
 def test_all_at_once():
-    """One message reports every violation, each with its path."""
+    """One message reports every violation, each violation with its path."""
     with pytest.raises(KeyError) as caught:
         update(grads={"page": GRADS["user"], "item": GRADS["user"]}, slots={"user": SLOTS["user"]}, step=-1)
     said = caught.value.args[0]

@@ -1,4 +1,4 @@
-"""Wrong arguments to every public function: each argument, field and element in turn is replaced by a wrong value."""
+"""Wrong arguments of every public function. Each argument, field and element in turn is replaced by a wrong value."""
 
 from collections import defaultdict
 
@@ -11,7 +11,7 @@ from programs.sweep import code_of, figures, public_functions, sweep, tried
 import funcrec as fr
 from funcrec.core._hints import EXAMPLES
 
-pytestmark = pytest.mark.xdist_group("sweep")  # the calls are made once
+pytestmark = pytest.mark.xdist_group("sweep")  # one group of tests makes the calls once
 NOT_SWEPT = {
     "Mesh.distributed": "of processes: rows of test_dist_bad",
     "testing.RankPool.run": "of processes",
@@ -40,13 +40,14 @@ def outcomes(swept):
 
 
 def test_every_public_function_is_swept(swept):
-    """A row calls each public function and method that takes an argument; the others are in a table with a reason."""
+    """A row calls each public function and method that takes an argument. A table has all other functions with a
+    reason."""
     absent = {name for name, fn in public_functions() if code_of(fn) not in swept[2]}
     assert absent == set(NOT_SWEPT)
 
 
 def test_errors_on_wrong_arguments_say_what_is_wrong(outcomes):
-    """Every error for a wrong argument says what was got and needed, and 97 % of the errors say what to try."""
+    """Every error for a wrong argument has got and need, and 97 % of the errors say what to try."""
     by_call = defaultdict(list)
     for o in outcomes:
         by_call[o.call].append(o)
@@ -65,8 +66,7 @@ def test_no_wrong_argument_hangs(outcomes):
 
 
 def test_no_function_is_left_without_words(outcomes):
-    """For at least 60 % of its wrong arguments, every public function says what was got, what is needed and what to
-    try."""
+    """For at least 60 % of the wrong arguments of every public function, the error has got, need and try."""
     by_call = defaultdict(list)
     for o in outcomes:
         if o.kind != "returned":
@@ -82,7 +82,7 @@ def test_what_is_accepted_is_allowed(outcomes):
 
 
 def test_nothing_is_allowed_in_vain(outcomes):
-    """Each reason in the table, and each of its values, belongs to a call that accepts the value."""
+    """Each reason in the table, and each of the reason's values, belongs to a call that accepts the value."""
     seen = defaultdict(set)
     for o in outcomes:
         if o.kind == "returned" and o.fits != "closed":
@@ -93,7 +93,7 @@ def test_nothing_is_allowed_in_vain(outcomes):
 
 
 def test_what_errors_say_to_try_gets_further(swept):
-    """A value that an error suggests, passed instead, does not raise the same error."""
+    """A value that an error suggests, passed in place of the wrong value, does not raise the same error."""
     first = lambda o: o.text.split("\n")[0]
     pairs = list(tried(*swept[:2], {"fr": fr, "torch": torch}))
     assert len(pairs) >= 400
@@ -102,13 +102,13 @@ def test_what_errors_say_to_try_gets_further(swept):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_what_errors_say_to_try_is_python(name):
-    """Each example of the table compiles; its names are those of the reader's own program."""
+    """Each example of the table compiles. The example's names are those of the reader's program."""
     compile(EXAMPLES[name], name, "eval")
 
 
 @pytest.mark.parametrize("name", [n for n in EXAMPLES if n[0].isupper()])
 def test_the_example_of_a_class_is_one(name):
-    """An example of a class, when it runs, is a value of that class, or names a value that the reader has."""
+    """An example of a class runs to a value of that class, or names a value that the reader has."""
     ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[1], [2]]})
     tables = (fr.TableConfig("item", 4, 2),)
     mesh, plan = fr.Mesh.emulated(model=2), fr.Plan({"item": fr.row_wise("model")})
@@ -125,7 +125,7 @@ def test_the_example_of_a_class_is_one(name):
 
 
 def test_a_loss_that_cannot_read_its_batch_says_what_it_was_given():
-    """A loss's own error keeps its type; a note names the call, the loss's arguments and what to try."""
+    """An error of a loss keeps its type. A note names the call and the loss's arguments, and says what to try."""
     with pytest.raises(AttributeError) as error:
         fr.value_and_grad(lambda params, batch: batch.label)(fr.Params({}, {}), [3])
     note = "\n".join(error.value.__notes__)

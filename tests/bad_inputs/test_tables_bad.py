@@ -1,4 +1,4 @@
-"""Invalid tables are refused: sparse or nested ones, and ones without a row for a hashed id."""
+"""Invalid tables raise: sparse tables, nested tables, and tables without a row for a hashed id."""
 
 import pytest
 import torch
@@ -48,8 +48,8 @@ WRONG = {
 @pytest.mark.parametrize("layout", WRONG)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_table_is_dense_memory(call, layout):
-    """Every function that takes tables refuses a table without dense memory by its name, and says how to make it
-    dense."""
+    """Every function that takes tables refuses a table without dense memory. The error names the table and says how to
+    make it dense."""
     CALLS[call](GOOD)
     with pytest.raises(TypeError) as error:
         CALLS[call]({"t": WRONG[layout](GOOD["t"])})
@@ -60,7 +60,7 @@ def test_a_table_is_dense_memory(call, layout):
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_table_without_rows_is_named(is_sharded):
-    """A table of 0 rows, which has no row for any id, is refused by its name."""
+    """A table of 0 rows, which has no row for any id, raises with its name."""
     features = (fr.FeatureConfig("x", table="t", hash=fr.modulo()),)
     tables = {"t": torch.ones(0, 3)}
     with pytest.raises(ValueError) as error:

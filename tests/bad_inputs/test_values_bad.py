@@ -1,5 +1,4 @@
-"""Arguments of configs, hashes, initializers, layers and models that are not numbers, flags or functions are refused
-by name."""
+"""Arguments of configs, hashes, initializers, layers and models raise if they are no numbers, flags or functions."""
 
 import math
 
@@ -138,7 +137,7 @@ WRONG = {  # call: (kind, the part of the message that names the argument)
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_argument_is_named(name):
-    """An argument that is no number, flag or function in its range raises at the call, with what was got and needed."""
+    """An argument that is no number, flag or function in its range raises at the call, with got and need."""
     call, kind, fragment = WRONG[name]
     with pytest.raises(kind) as error:
         call()

@@ -1,4 +1,4 @@
-"""Errors that torch, pyarrow and Python would raise have this library's words."""
+"""Errors that torch, pyarrow and Python would raise have the words of funcrec."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ LOSSES = {
 
 
 def four(what):
-    """Match the four parts, with `what` in the first part or among the hints."""
+    """Return a pattern of the four parts, with `what` in the first part or among the hints."""
     return rf"(?s)(?=.*{what}).*\n  got   .*\n  need  .*\n  try   "
 
 
@@ -71,13 +71,13 @@ NONE = {
 
 @pytest.mark.parametrize("name", NONE)
 def test_a_vmap_of_size_0_is_refused(name):
-    """A vmap without members raises in our words, not in torch's words about shapes."""
+    """A vmap without members raises in the words of funcrec, not in the words of torch about shapes."""
     with pytest.raises(ValueError, match=four("the vmap has no members")):
         NONE[name]()
 
 
 def test_jacrev_of_gradients_takes_what_is_dense():
-    """jacrev works on the dense form of a gradient, as the docstring suggests instead of jacrev of a RowGrads."""
+    """jacrev of the dense form of a gradient succeeds. The docstring suggests it in place of jacrev of a RowGrads."""
     rows = lambda dense: fr.value_and_grad(loss_fn)(fr.Params(PARAMS.tables, dense), BATCH)[1].tables["item"].to_dense()
     assert jacrev(rows)(dict(PARAMS.dense))["w"].shape == (10, 4, 4)
 
@@ -91,13 +91,13 @@ CONDS = {
 
 @pytest.mark.parametrize("name", CONDS)
 def test_torch_cond_in_a_loss(name):
-    """torch.cond in a loss raises with its name and with code to write in its place."""
+    """torch.cond in a loss raises with its name and with code to write in place of it."""
     with pytest.raises(TypeError, match=four(r"calls torch\.cond.*torch\.where\(condition, a, b\)")):
         CONDS[name]()
 
 
 def test_ids_that_vmap_cuts_are_to_be_padded():
-    """Jagged ids have no first dimension that vmap could cut; the error suggests to_padded."""
+    """Jagged ids have no first dimension that vmap could cut. The error suggests to_padded."""
     for run in (lambda ids: fr.lookup(PARAMS.tables, ids, FEATURES)["item"],):
         with pytest.raises(TypeError, match=four("mapped by vmap.*to_padded")):
             vmap(run, in_dims=0)(IDS)
@@ -106,7 +106,7 @@ def test_ids_that_vmap_cuts_are_to_be_padded():
 @pytest.mark.parametrize("make", [fr.optim.sgd, fr.optim.adam, lambda lr: fr.optim.dense(torch.optim.Adam, lr=lr)])
 @pytest.mark.parametrize("kind", ["LambdaLR", "StepLR", "ReduceLROnPlateau"])
 def test_a_scheduler_of_torch_is_no_rate(make, kind):
-    """A scheduler that changes torch's optimizers is refused as a rate, which is a number or a function of the step."""
+    """A scheduler of torch's optimizers raises as a rate. A rate is a number or a function of the step."""
     args = {"LambdaLR": (lambda step: 1.0,), "StepLR": (2,), "ReduceLROnPlateau": ()}[kind]
     lr = schedule_of(getattr(torch.optim.lr_scheduler, kind), *args)
     with pytest.raises(TypeError, match=four(r"scheduler of torch\.optim.*lr=lambda step.*fr\.optim\.schedule")):
@@ -115,14 +115,14 @@ def test_a_scheduler_of_torch_is_no_rate(make, kind):
 
 @pytest.mark.parametrize("load", [LOADER, stream_loader({"item": [1, 2]}, Schema(categorical=("item",)), 2)])
 def test_a_loader_is_called(load):
-    """Iterating over a loader raises and says that it is a function."""
+    """An iteration over a loader raises and says that the loader is a function."""
     for go in (iter, list, lambda x: [batch for _, batch in x]):
         with pytest.raises(TypeError, match=four(r"a loader is called.*load\(position\)")):
             go(load)
 
 
 def test_a_model_is_applied():
-    """Calling a model raises and suggests its `apply`."""
+    """A call of a model raises and suggests the model's `apply`."""
     for args in ((BATCH,), (MODEL.init(fr.key(0)), BATCH)):
         with pytest.raises(TypeError, match=four(r"model\.apply\(params, batch\)")):
             MODEL(*args)
@@ -134,7 +134,7 @@ def test_a_model_is_applied():
     "value", [PARAMS, BATCH, IDS, STEP.init(PARAMS), *TABLES, *FEATURES], ids=lambda x: type(x).__name__
 )
 def test_a_field_is_not_set(value):
-    """Setting a field of a value or config raises Python's own error, in four parts, and changes nothing."""
+    """An assignment to a field of a value or config raises Python's own error, in four parts, and changes nothing."""
     for f in dataclasses.fields(value):
         before = getattr(value, f.name)
         with pytest.raises(dataclasses.FrozenInstanceError, match=four(rf"`{f.name}`.*dataclasses\.replace")):
@@ -153,7 +153,7 @@ def frame():
 
 
 def test_text_in_a_multivalued_column_is_to_be_split(tmp_path):
-    """Text in a multivalued column is refused before a vocabulary of `a|b` is learned, from a frame or a file."""
+    """Text in a multivalued column raises before a vocabulary of `a|b` is learned, from a frame or a file."""
     schema, path = Schema(multivalued=("genre",)), tmp_path / "x.csv"
     frame()[["genre"]].to_csv(path, index=False)
     for run in (fit_encoding, examples):
@@ -165,7 +165,7 @@ def test_text_in_a_multivalued_column_is_to_be_split(tmp_path):
 
 
 def test_a_row_of_pandas_is_no_table():
-    """A row of a data frame is refused where a data frame is needed."""
+    """A row of a data frame raises where a data frame is needed."""
     schema = Schema(categorical=("item",))
     with pytest.raises(TypeError, match=four(r"the table cannot be read.*df\.iloc\[\[0\]\] for one row")):
         examples(frame().iloc[0], schema)
@@ -176,7 +176,7 @@ def test_a_row_of_pandas_is_no_table():
 
 @pytest.mark.parametrize("column", ["when", "took"])
 def test_times_are_no_dense_numbers(column):
-    """Times and durations are refused as dense columns; the error suggests the number to make from them."""
+    """Times and durations raise as dense columns. The error suggests the number to make from them."""
     schema = Schema(categorical=("item",), dense=(column,))
     for run in (lambda: examples(frame(), schema), lambda: fit_encoding(frame(), schema),
                 lambda: fit_encoding(frame(), schema, {column: log1p()})):  # fmt: skip
@@ -198,7 +198,7 @@ READERS = {
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("path", ADDRESSES)
 def test_an_address_is_no_file(name, path):
-    """URLs are refused with a message of their own wherever a path is expected."""
+    """URLs raise with a message of their own wherever a path is expected."""
     scheme = path.split(":")[0]
     with pytest.raises(FileNotFoundError, match=four(f"a copy on this machine: {scheme}:// is not read")):
         READERS[name](path)

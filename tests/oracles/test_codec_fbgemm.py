@@ -10,7 +10,7 @@ comm = pytest.importorskip("fbgemm_gpu.quantize_comm")
 
 
 def peer(x, kind, width):
-    """Return x as another TorchRec rank receives it."""
+    """Return x as another rank of TorchRec receives it."""
     precision = {"float16": comm.SparseType.FP16, "bfloat16": comm.SparseType.BF16, "int8": comm.SparseType.INT8}[kind]
     context = comm.QuantizationContext(row_dim=width)
     sent = comm._quantize_tensor(x, precision, context)
@@ -25,7 +25,7 @@ def ours(x, kind, width):
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 def test_halves_are_the_peers(kind, scale):
-    """Coded in 16 bits, x arrives with TorchRec's bits, saturated values included."""
+    """Coded in 16 bits, x arrives with the bits of TorchRec, saturated values included."""
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)) * scale
     assert_trees_close(ours(x, kind, 16), peer(x, kind, 16))
 
@@ -34,7 +34,7 @@ def test_halves_are_the_peers(kind, scale):
 @pytest.mark.parametrize("width", [8, 64, 128])
 def test_int8_errs_by_its_step_beside_the_peers(width, move):
     """The errors here and in TorchRec have the ratio of their steps: max|row| / 127 here, (max - min) / 255 in
-    TorchRec, which also sends an offset. One element of a row is exact here, two are in TorchRec."""
+    TorchRec. TorchRec also sends an offset. One element of a row is exact here, two elements are exact in TorchRec."""
     x = move(torch.randn(400, 2 * width, generator=torch.Generator().manual_seed(2)))
     size = lambda y: float(y.square().mean().sqrt())
     rows = x.unflatten(1, (2, width))

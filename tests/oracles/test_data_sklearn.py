@@ -1,4 +1,4 @@
-"""Encoders equal scikit-learn's."""
+"""Encoders equal those of scikit-learn."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ COLUMNS = {
 
 @pytest.mark.parametrize("values", [RANDOM.integers(-9, 9, 400), RANDOM.choice(["a", "é", "Z", "日本", "ab"], 400)])
 def test_a_vocabulary_is_an_ordinal_encoder(values):
-    """Ids are OrdinalEncoder's ordinals + 1: both number the sorted values, and unknown values get id 0."""
+    """Ids are the ordinals of OrdinalEncoder, plus 1. Both libraries number the sorted values, and unknown values get
+    id 0."""
     theirs = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1).fit(values[:200, None])
     want = theirs.transform(values[:, None])[:, 0].astype(int) + 1
     assert vocabulary().fit(values[:200]).apply(values).to_pylist() == want.tolist()
@@ -26,8 +27,8 @@ def test_a_vocabulary_is_an_ordinal_encoder(values):
 @pytest.mark.parametrize("name", COLUMNS)
 @pytest.mark.parametrize("num", [2, 4, 10])
 def test_quantile_buckets_are_those_of_a_discretizer(name, num):
-    """Without repeats, the edges equal numpy's quantiles to the bit, and QuantileTransformer's. The buckets are
-    KBinsDiscretizer's."""
+    """Without repeats, the edges equal the quantiles of numpy and of QuantileTransformer to the bit. The buckets are
+    those of KBinsDiscretizer."""
     x = COLUMNS[name]
     state = bucketize(num_quantiles=num).fit(x)
     quantiles = QuantileTransformer(n_quantiles=num + 1, subsample=None).fit(x[:, None]).quantiles_[1:-1, 0]
@@ -39,14 +40,14 @@ def test_quantile_buckets_are_those_of_a_discretizer(name, num):
     ids = np.array(state.apply(x).to_pylist())
     if len(theirs.bin_edges_[0]) == len(state.edges) + 2:
         assert ids.tolist() == want.tolist()
-    # KBinsDiscretizer keeps an edge at the least value; apart from that, both cut the rows into the same parts
+    # KBinsDiscretizer keeps an edge at the least value. Apart from that edge, both cut the rows into the same parts.
     pairs = set(zip(ids.tolist(), want.tolist()))
     assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
 
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_normalize_is_a_standard_scaler(name):
-    """The mean, the deviation and the normalized values are StandardScaler's."""
+    """The mean, the deviation and the normalized values are those of StandardScaler."""
     x = COLUMNS[name]
     state, theirs = normalize().fit(x), StandardScaler().fit(x[:, None])
     np.testing.assert_allclose(

@@ -17,7 +17,7 @@ class Hashed(nn.Module):
 
 
 def test_integers_that_no_float_holds_are_refused():
-    """Buffers are converted to f64. An integer that f64 cannot hold is an error that names the buffer; other
+    """Buffers are converted to f64. An integer that f64 cannot hold raises an error that names the buffer. All other
     integers keep their bits."""
     for seed in (2**53, 2**60, -(2**63)):
         params, buffers, apply = fr.interop.module(Hashed(seed))
@@ -28,7 +28,7 @@ def test_integers_that_no_float_holds_are_refused():
 
 
 class Averaging(nn.Module):
-    """A module whose `keep` writes the state that it remembers."""
+    """A module whose `keep` writes the attributes of the module."""
 
     def __init__(self, keep):
         super().__init__()
@@ -70,8 +70,8 @@ def toggle(m, x):
 
 @pytest.mark.parametrize("keep", [rebind, write, count, first, memorise, gather, toggle])
 def test_state_in_plain_attributes_is_refused(keep):
-    """A module that changes attributes that are not buffers is refused in every call, plain or staged. The copy
-    keeps its old state. A module that only reads them is right."""
+    """A module that changes attributes that are not buffers raises in every call, plain or staged. The copy keeps its
+    old state. A module that only reads such attributes is right."""
     params, buffers, apply = fr.interop.module(nn.Sequential(Averaging(keep)))
     for call in (apply, apply, fr.jit(apply)):
         with pytest.raises((TypeError, RuntimeError), match=r"0\.(ema|calls|cache|seen|past|done)"):

@@ -1,5 +1,6 @@
-"""A model with TorchRec's weights needs its features in the order of TorchRec's tables; and cases where TorchRec's
-column names do not match its numbers."""
+"""A model with TorchRec's weights needs its features in the order of TorchRec's tables.
+
+In some cases, TorchRec's column names do not match its numbers."""
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ def dlrm(tables, features):
 
 
 def test_another_order_of_features_is_refused():
-    """A DLRM whose features, or tables, have another order than the state dict's tables is refused. In the same
-    order, it predicts TorchRec's values."""
+    """A DLRM raises if its features or tables have another order than the tables of the state dict. In the same order,
+    the DLRM predicts the values of TorchRec."""
     theirs = DLRM(EmbeddingBagCollection(fr.interop.to_torchrec((TABLES, FEATURES))), 3, [5, 4], [6, 1])
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[1, 2], []], "b": [[3], [4]], "c": [[0], [1]]}, dtype=torch.int64)
     x, held = torch.linspace(-1, 1, 6).reshape(2, 3), theirs.state_dict()
@@ -34,7 +35,7 @@ def test_another_order_of_features_is_refused():
     ours, want = dlrm(TABLES, FEATURES).apply(params, fr.Batch(ids, None, x)), theirs(x, fr.interop.to_torchrec(ids))
     torch.testing.assert_close(ours, want[:, 0], rtol=1e-5, atol=1e-6)
     wrong = dlrm(TABLES, FEATURES[::-1]).apply(params, fr.Batch(ids, None, x))
-    # without the refusal, this would be another model
+    # without the error, the model would give other values
     assert (wrong - want[:, 0]).abs().max() > 1e-4
     for tables, how in ((TABLES, {"features": FEATURES[::-1]}), (TABLES[::-1], {})):
         with pytest.raises(ValueError, match="in another order") as error:
@@ -48,9 +49,9 @@ def test_another_order_of_features_is_refused():
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 2), st.sampled_from((4, 8))), min_size=1, max_size=4))
 def test_a_fused_collection_of_several_poolings_has_another_order(drawn):
-    """Features read from FBGEMM's fused collection give its numbers column by column, whatever it names them. A
-    dense part's weights follow that order. A model in the order of its configs is refused, with features and
-    without."""
+    """Features read from FBGEMM's fused collection give its numbers column by column, whatever the collection names the
+    columns. The weights of a dense part follow that order. A model in the order of the collection's configs raises,
+    with features and without features."""
     configs = []
     for i, (is_mean, count, dim) in enumerate(drawn):
         pooling = PoolingType.MEAN if is_mean else PoolingType.SUM
@@ -80,8 +81,8 @@ def test_a_fused_collection_of_several_poolings_has_another_order(drawn):
 
 
 def test_a_weighted_mean_is_trained_by_its_derivative():
-    """Our derivative of a weighted mean of length L is the exact one; TorchRec's fused one on a CPU is L times it.
-    The page for TorchRec's users says so."""
+    """Our derivative of a weighted mean of length L is the exact derivative. The derivative of TorchRec's fused module
+    on a CPU is L times it. The page for TorchRec's users says so."""
     config = EmbeddingBagConfig(
         num_embeddings=5, embedding_dim=4, name="a", feature_names=["f"], pooling=PoolingType.MEAN
     )

@@ -1,5 +1,6 @@
-"""Quantised rows are read and written as FBGEMM's and TorchRec's bytes, and lookups give the values of TorchRec's
-modules."""
+"""Quantised rows are read and written as the bytes of FBGEMM and TorchRec.
+
+Lookups give the values of TorchRec's modules."""
 
 import copy
 
@@ -31,7 +32,7 @@ def rows_of(seed, dims=(8, 16)):
 
 
 def bags(weighted, tables):
-    """Make a collection of three tables, pooled by mean, sum and mean, with shared columns."""
+    """Return a collection of three tables, pooled by mean, sum and mean, with shared columns."""
     ebc = EmbeddingBagCollection([
         EmbeddingBagConfig(num_embeddings=7, embedding_dim=8, name="a", feature_names=["x"], pooling=PoolingType.MEAN),
         EmbeddingBagConfig(num_embeddings=7, embedding_dim=16, name="b", feature_names=["x", "y"]),
@@ -54,8 +55,8 @@ def quantised(module, dtype, is_split=False):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("is_split", [False, True])
 def test_a_quantised_bag_collection_gives_its_answers(dtype, weighted, is_split):
-    """Tables and features read from torchrec.quant's module give its lookups, with its keys in order: sums and
-    means, weighted or not. Its state dict alone fills tables of the same form."""
+    """Tables and features read from a module of torchrec.quant give the module's lookups, with its keys in order. Bags
+    are sums and means, weighted or not. The module's state dict alone fills tables of the same form."""
     module = quantised(bags(weighted, rows_of(0)), dtype, is_split)
     ids = fr.KeyedJaggedTensor.from_lists(ENDS, weights=WEIGHTS if weighted else None)
     q, features = fr.interop.from_torchrec(module)
@@ -71,8 +72,8 @@ def test_a_quantised_bag_collection_gives_its_answers(dtype, weighted, is_split)
 @pytest.mark.parametrize("dtype", list(BITS))
 @pytest.mark.parametrize("is_split", [False, True])
 def test_quantised_tables_go_back(dtype, is_split):
-    """torchrec.quant's module, loaded with the state dict of other tables, gives their lookups, and reading it
-    returns them bit for bit. The state dict that gives the form does not change."""
+    """A module of torchrec.quant, loaded with the state dict of other tables, gives the lookups of these tables. A read
+    of the module returns the tables bit for bit. The state dict that gives the form does not change."""
     module = quantised(bags(False, rows_of(0)), dtype, is_split)
     _, features = fr.interop.from_torchrec(module)
     other = fr.interop.from_torchrec(quantised(bags(False, rows_of(1)), dtype, is_split))[0]
@@ -93,7 +94,7 @@ def test_quantised_tables_go_back(dtype, is_split):
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_quantised_sequence_collection_gives_its_answers(dtype):
-    """A quantised EmbeddingCollection, read by us, gives its module's values, feature by feature."""
+    """Tables read from a quantised EmbeddingCollection give the values of the module, feature by feature."""
     ec = EmbeddingCollection([
         EmbeddingConfig(num_embeddings=7, embedding_dim=16, name="b", feature_names=["x", "y"]),
         EmbeddingConfig(num_embeddings=7, embedding_dim=16, name="a", feature_names=["x"]),
@@ -107,7 +108,7 @@ def test_a_quantised_sequence_collection_gives_its_answers(dtype):
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2"])
 def test_rows_are_the_bytes_of_fbgemms_quantiser(dtype):
-    """to_fbgemm writes the bytes of FBGEMM's NBit quantiser, and from_fbgemm reads them back with their values."""
+    """to_fbgemm writes the bytes of FBGEMM's NBit quantiser, and from_fbgemm reads the bytes back with their values."""
     tables, bits = rows_of(1), BITS[dtype]
     theirs = {n: torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(t, bits) for n, t in tables.items()}
     q = fr.quantize(tables, dtype)
@@ -120,8 +121,8 @@ def test_rows_are_the_bytes_of_fbgemms_quantiser(dtype):
 @pytest.mark.parametrize("dtype", list(BITS))
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_rows_are_those_of_fbgemms_table_batched_lookup(dtype, alignment):
-    """The inference TBE, filled with to_fbgemm's rows for its alignment, gives our lookups. Reading its rows back
-    gives ours bit for bit."""
+    """The inference TBE, filled with the rows of to_fbgemm for its alignment, gives our lookups. Its rows, read back,
+    equal our rows bit for bit."""
     kind = getattr(SparseType, {"float16": "FP16"}.get(dtype, dtype.upper()))
     q = fr.quantize(rows_of(2), dtype)
     specs = [(n, 7, dim, kind, EmbeddingLocation.HOST) for n, _, dim in q.forms]
@@ -142,7 +143,7 @@ def test_rows_are_those_of_fbgemms_table_batched_lookup(dtype, alignment):
 @pytest.mark.parametrize("dim", [1, 5, 8])
 def test_rows_of_eight_bits_with_heads_in_f32(dim):
     """Rows of FloatToFused8BitRowwiseQuantized are read within the docstring's bound. FBGEMM reads the rows that we
-    write as the same numbers, and we read them back bit for bit."""
+    write as the same numbers, and we read these rows back bit for bit."""
     table = torch.randn(9, dim, generator=torch.Generator().manual_seed(dim)) * torch.logspace(-6, 3, 9)[:, None]
     rows = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(table)
     q = back({"a": rows}, [("a", 8, dim)], layout="8bit")
@@ -158,8 +159,8 @@ def test_rows_of_eight_bits_with_heads_in_f32(dim):
 
 
 def test_what_does_not_fit_is_refused():
-    """A scale beyond f16, a form of other bits, a dict of floats and a state dict with more keys each raise. The
-    error says what it got."""
+    """A scale outside f16, a form of other bits, a dict of floats and a state dict with more keys each raise. The error
+    has what it got."""
     wide = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(torch.tensor([[0.0, 1.0], [0.0, 1e9]]))
     with pytest.raises(ValueError, match=r"`rows\['a'\]` has what f16 does not hold(.|\n)*of row 1; 1 such rows"):
         back({"a": wide}, [("a", 8, 2)], layout="8bit")
@@ -183,8 +184,8 @@ def test_what_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_rows_of_a_wide_range_differ_by_their_rounding(dtype):
-    """FBGEMM sums scales and least values separately. So if one column has much larger values, a bag's numbers equal
-    ours up to rounding of the largest. A single id gives our bits."""
+    """FBGEMM sums scales and least values separately. If one column has much larger values, the numbers of a bag
+    therefore equal our numbers only up to rounding of the largest number. A single id gives our bits."""
     draws = torch.Generator().manual_seed(3)
     rows = {"a": torch.randn(7, 8, generator=draws) * torch.tensor([1e3, *[1.0] * 7])}
     features = (fr.FeatureConfig("x", table="a"),)

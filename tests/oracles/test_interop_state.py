@@ -1,5 +1,6 @@
-"""State dicts of TorchRec's modules and optimizers convert to ours and back, with equal predictions and equal
-training."""
+"""State dicts of TorchRec's modules and optimizers convert to states of funcrec and back.
+
+Predictions and training are equal."""
 
 from dataclasses import replace
 
@@ -39,8 +40,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_collections_predict_the_same(dtype):
-    """The rows of an EmbeddingBagCollection and of an EmbeddingCollection, loaded here, give their lookups. The way
-    back passes strict loading and keeps their bits."""
+    """The rows of an EmbeddingBagCollection and of an EmbeddingCollection, loaded here, give the lookups of the two
+    modules. The state dict on the way back passes strict loading and keeps the modules' bits."""
     tables = tuple(replace(t, dtype=dtype) for t in TABLES)
     ids = batch(0).ids
     bags = scattered(EmbeddingBagCollection(configs(tables=tables)))
@@ -80,8 +81,8 @@ def batch_of(name, seed=0):
 @pytest.mark.parametrize("prefix", ["", "module.model."])
 @pytest.mark.parametrize("name", ["dlrm", "dlrm, shared", "dcn", "deepfm"])
 def test_models_predict_the_same(name, prefix):
-    """TorchRec's DLRM, DLRM_DCN and SimpleDeepFMNN, loaded here, give the same predictions, under any prefix of
-    their names. The way back passes strict loading and keeps their bits."""
+    """TorchRec's DLRM, DLRM_DCN and SimpleDeepFMNN, loaded here, give the same predictions, under any prefix of their
+    names. The state dict on the way back passes strict loading and keeps the modules' bits."""
     module, model = models()[name]
     scattered(module)
     held = {prefix + k: v for k, v in module.state_dict().items()}
@@ -100,8 +101,8 @@ def test_models_predict_the_same(name, prefix):
 
 
 def test_a_model_of_ones_own_is_loaded_by_its_names():
-    """A user's module with a collection and torch's layers: parameters and buffers, named as in `interop.module`,
-    are found by the ends of their names. This includes integer buffers."""
+    """A user's module has a collection and layers of torch. The ends of their names find its parameters and buffers,
+    named as in `interop.module`. This includes integer buffers."""
 
     class Own(torch.nn.Module):
         def __init__(self):
@@ -157,8 +158,8 @@ def our_steps(step, state, seeds):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_training_goes_on_with_fused_state(name):
-    """After three fused steps, TorchRec's tables and optimizer state are loaded here. Three more steps on both sides
-    give the same losses, tables and state; so do three more after loading ours into a fresh module."""
+    """After three fused steps, the tables and optimizer state of TorchRec are loaded here. Three more steps on both
+    sides give the same losses, tables and state. So do three more steps after a fresh module loads our state."""
     sparse, cls, options = FUSED[name]
     make = lambda: FusedEmbeddingBagCollection(configs(), cls, options)
     module, w = make(), torch.linspace(-1, 1, WIDTH)
@@ -208,9 +209,9 @@ KEYED = {
 
 @pytest.mark.parametrize("name", KEYED)
 def test_training_goes_on_with_keyed_state(name):
-    """Training also goes on with the state dict of a KeyedOptimizer of tables and dense weights, which holds the
-    step. Converted back, it passes strict loading and equals TorchRec's own. (Every batch names every row, because
-    torch's Adam is not lazy.)"""
+    """Training also continues with the state dict of a KeyedOptimizer of tables and dense weights, which holds the
+    step. Converted back, the state dict passes strict loading and equals that of TorchRec. (Every batch names every
+    row, because Adam in torch is not lazy.)"""
     sparse, cls = KEYED[name]
     net = Whole()
     opt = net.optimizer(cls)
@@ -238,7 +239,7 @@ def test_training_goes_on_with_keyed_state(name):
 
 
 def full_batch(seed):
-    """Make a batch with every row of every table in each bag, and some rows again."""
+    """Return a batch with every row of every table in each bag, and some rows twice."""
     more = batch(seed).ids.to_lists()
     lists = {k: [[*range(7 if k == "clicked" else 5), *bag] for bag in bags] for k, bags in more.items()}
     return replace(batch(seed), ids=fr.KeyedJaggedTensor.from_lists(lists))
@@ -253,7 +254,7 @@ def every_row(net, opt, seed):
     return loss.detach()
 
 
-FBGEMM = {  # rule: {slot: FBGEMM's name for it}, as in a sharded module's optimizer
+FBGEMM = {  # rule: {slot: FBGEMM's name of the slot}, as in a sharded module's optimizer
     "adagrad": {"sum": "momentum1"},
     "rowwise_adagrad": {"sum": "momentum1"},
     "adam": {"mean": "momentum1", "square": "exp_avg_sq"},
@@ -268,7 +269,8 @@ FBGEMM = {  # rule: {slot: FBGEMM's name for it}, as in a sharded module's optim
 
 @pytest.mark.parametrize("name", FBGEMM)
 def test_state_of_every_fused_rule_comes_back(name):
-    """The state that FBGEMM keeps for each rule, under its names and shapes, becomes our slots, and converts back."""
+    """The state that FBGEMM keeps for each rule, under FBGEMM's names and shapes, becomes our slots, and converts
+    back."""
     step = our_step(getattr(fr.optim, name)(LR), fr.optim.dense(torch.optim.SGD, lr=LR))
     state, _ = our_steps(step, step.init(fresh(dense={"w": torch.ones(WIDTH)})), range(2))
     form = {

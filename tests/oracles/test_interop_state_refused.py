@@ -1,4 +1,4 @@
-"""State dicts of TorchRec that do not fit are refused by name, in four parts, before any work."""
+"""State dicts of TorchRec that do not fit raise with their names, in four parts, before any work."""
 
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_does_not_fit_is_named(name):
-    """A foreign state dict, or one that the state has no place for, raises before any work, in four parts."""
+    """A foreign state dict, or one for which the state has no place, raises before any work, in four parts."""
     call, kind, fragment = WRONG[name]
     with pytest.raises(kind) as error:
         call()

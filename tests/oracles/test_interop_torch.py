@@ -1,4 +1,4 @@
-"""torch's nested tensors and nn.Modules give the same values through interop as in torch."""
+"""Nested tensors and nn.Modules of torch give the same values through interop as in torch."""
 
 import copy
 import inspect
@@ -27,8 +27,8 @@ def normal(seed, *shape):
 
 @given(frs.jagged_tensors(weighted=False, row_shape=()), frs.jagged_tensors(weighted=False, row_shape=(2,)))
 def test_bags_come_back(x, rows):
-    """Bags converted to a nested tensor and back are the bags without padding, in the same memory. The nested
-    tensor's rows are the bags."""
+    """Bags converted to a nested tensor and back are the bags without padding, in the same memory. The rows of the
+    nested tensor are the bags."""
     for own in (x, rows):
         nested = to_nested(own)
         back = from_nested(nested)
@@ -39,7 +39,7 @@ def test_bags_come_back(x, rows):
 
 
 def test_nested_tensors_come_back():
-    """A nested tensor made by torch is converted and back in the same memory, and gradients pass both ways."""
+    """A nested tensor made by torch is converted to bags and back in the same memory. Gradients pass both ways."""
     bags = [normal(0, 2, 3), normal(1, 0, 3), normal(2, 4, 3)]
     nested = torch.nested.nested_tensor(bags, layout=torch.jagged, requires_grad=True)
     back = to_nested(from_nested(nested))
@@ -137,8 +137,8 @@ def loss_of(net, x):
 
 @pytest.mark.parametrize("train", [False, True])
 def test_apply_is_the_module(net, train):
-    """apply gives the module's outputs bit for bit through three calls, and its final buffers, in train() and
-    eval(). The gradient is backward's."""
+    """apply gives the outputs of the module bit for bit through three calls, and the module's final buffers, in train()
+    and eval(). The gradient equals that of backward."""
     theirs = copy.deepcopy(net)
     params, buffers, apply = module(net)
     before = copy.deepcopy((dict(net.state_dict()), params))
@@ -157,7 +157,7 @@ def test_apply_is_the_module(net, train):
         want.backward()
         assert torch.equal(got, want.detach())
         want = {n: p.grad for n, p in theirs.named_parameters() if p.requires_grad}
-        # an LSTM's sums are rounded in another order
+        # the sums of an LSTM are rounded in another order
         assert_trees_close(grads, want, rtol=1e-5, atol=1e-7)
     held = {**{n: p for n, p in theirs.named_parameters() if not p.requires_grad}, **dict(theirs.named_buffers())}
     assert_trees_close(buffers, {n: b if b.is_floating_point() else b.double() for n, b in held.items()})
@@ -166,8 +166,8 @@ def test_apply_is_the_module(net, train):
 
 
 def test_apply_is_compiled_and_mapped(net):
-    """apply gives the same values and buffers when fr.jit stages it, and under vmap over members. jit refuses a
-    batch norm that reads its count on the host. torch raises for modules without a vmap rule (LSTM, spectral norm)."""
+    """apply gives the same values and buffers when fr.jit stages it, and under vmap over members. jit refuses a batch
+    norm that reads its count on the host. torch raises for modules without a vmap rule (LSTM, spectral norm)."""
     params, buffers, apply = module(net)
     x = normal(0, 5, 4)
     run = lambda p, b, x: apply(p, b, x, train=True)
@@ -200,12 +200,12 @@ def test_the_module_may_change_afterwards(net):
     net.eval()
     assert_trees_close(apply(params, buffers, x, train=True), before)
     forms = inspect.getclosurevars(apply).nonlocals["forms"].values()
-    # the forms have no memory, so apply can read nothing from them
+    # the forms have no memory, and apply can therefore read nothing from them
     assert all(t.is_meta for form in forms for t in (*form.parameters(), *form.buffers()))
 
 
 class Waiting(nn.Module):
-    """Lets other threads run in the middle of a call."""
+    """A module that lets other threads run in the middle of a call."""
 
     def forward(self, x):
         time.sleep(0.005)
@@ -213,8 +213,8 @@ class Waiting(nn.Module):
 
 
 def test_threads_do_not_meet_in_a_module():
-    """Simultaneous calls from many threads give each call's own values: none sees another's parameters or running
-    statistics."""
+    """Simultaneous calls from many threads give each call's own values. No call sees the parameters or running
+    statistics of another call."""
     params, buffers, apply = module(nn.Sequential(nn.BatchNorm1d(4), Waiting(), nn.Linear(4, 1)))
     x = normal(0, 32, 4)
     scaled = [{n: p * (i + 1) for n, p in params.items()} for i in range(4)]
@@ -225,8 +225,8 @@ def test_threads_do_not_meet_in_a_module():
 
 
 def test_dropout_draws_from_the_key():
-    """In train mode, nn.Dropout draws from the key: the same key drops the same places, and each layer drops others.
-    The mean is kept, and torch's generator does not change. In eval() nothing is dropped."""
+    """In train mode, nn.Dropout draws from the key. The same key drops the same elements, and each layer drops
+    different elements. The mean is kept, and torch's generator does not change. In eval() nothing is dropped."""
     net = nn.Sequential(nn.Dropout(0.5), nn.Identity(), nn.Dropout(0.5))
     _, _, apply = module(net)
     x, state = torch.ones(20_000), torch.get_rng_state()
@@ -301,7 +301,7 @@ NO_MODULE = {
 
 @pytest.mark.parametrize("name", [*NO_BAGS, *NO_MODULE])
 def test_a_wrong_argument_is_named(name):
-    """A value that is no nested tensor, no bags, or no module that can be a function raises in four parts."""
+    """A value raises in four parts if it is no nested tensor, no bags, or no module that can be a function."""
     call, kind, fragment = {**NO_BAGS, **NO_MODULE}[name]
     with pytest.raises(kind) as error:
         call()
@@ -317,7 +317,8 @@ FEATURES = tuple(fr.FeatureConfig(t.name, table=t.name) for t in TABLES)
 
 
 class DLRMDense(nn.Module):
-    """The dense part of a DLRM: bottom and top layers with batch norm, and dot products of all pairs between them."""
+    """The dense part of a DLRM: bottom and top layers with batch norm. Between them are the dot products of all
+    pairs."""
 
     def __init__(self):
         super().__init__()
@@ -340,7 +341,7 @@ def batch(step):
 
 
 def train_theirs(net, tables, steps):
-    """Train nn.EmbeddingBag and the module with torch's optimizers."""
+    """Train nn.EmbeddingBag and the module with the optimizers of torch."""
     bags = {n: nn.EmbeddingBag.from_pretrained(t.clone(), False, mode="sum", include_last_offset=True) for n, t in
             tables.items()}  # fmt: skip
     opts = [torch.optim.SGD([b.weight for b in bags.values()], lr=0.1), torch.optim.Adam(net.parameters(), lr=1e-2)]
@@ -360,8 +361,8 @@ def train_theirs(net, tables, steps):
 
 
 def test_a_dlrm_of_a_module_and_tables_trains_as_torch_does():
-    """Five steps of train_step over tables and a module give the losses, tables, parameters and running statistics
-    of torch. The compiled step writes the tables in place."""
+    """Five steps of train_step over tables and a module give the losses, tables, parameters and running statistics of
+    torch. The compiled step writes the tables in place."""
     torch.manual_seed(0)
     net, tables = DLRMDense(), fr.init(fr.key(0), TABLES)
     params, buffers, apply = module(net)
@@ -390,7 +391,7 @@ def test_a_dlrm_of_a_module_and_tables_trains_as_torch_does():
 
 
 def test_running_statistics_are_not_forgotten():
-    """A step whose dense parameters hold a module's running statistics requires `merge` for them."""
+    """A step whose dense parameters hold the running statistics of a module requires `merge` for these statistics."""
     params, buffers, _ = module(nn.BatchNorm1d(2))
     step = fr.train_step(lambda p, b: p.dense["net"]["weight"].sum(), sparse=fr.optim.sgd(),
                          dense=fr.optim.dense(torch.optim.SGD, lr=0.1))  # fmt: skip

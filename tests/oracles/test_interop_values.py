@@ -1,4 +1,4 @@
-"""interop's values convert to TorchRec's and back; values without a counterpart are refused."""
+"""interop converts values to those of TorchRec and back. Values without a counterpart raise."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from_torchrec, to_torchrec = fr.interop.from_torchrec, fr.interop.to_torchrec
 
 @st.composite
 def ids(draw):
-    """Draw ids with one number of bags or one for each key, with or without inverse indices."""
+    """Return random ids with one number of bags, or with one number for each key, with or without inverse indices."""
     x = draw(frs.keyed_jagged_tensors(same_bags=draw(st.booleans()), min_bags=1, weighted=draw(st.booleans())))
     if draw(st.booleans()):
         # a key may occur twice
@@ -51,7 +51,8 @@ def test_ids_come_back(x):
 
 @given(frs.keyed_jagged_tensors(keys=("a", "b"), min_bags=1, weighted=True))
 def test_keys_without_weights_have_ones_there(x):
-    """In TorchRec either all keys have weights or none; a key that has none here gets weights of 1 there."""
+    """In TorchRec either all keys have weights or no key has weights. A key without weights here gets weights of 1
+    there."""
     theirs = to_torchrec(replace(x, unweighted=("b",)))
     assert theirs["b"].weights().tolist() == [1.0] * theirs["b"].values().numel()
     assert_trees_close(theirs["a"].weights(), x["a"].unpad().weights)
@@ -68,7 +69,7 @@ def test_their_ids_come_back(x, by_lengths):
         form["inverse_indices"] = (list(x.keys), x.inverse)
     y = tr.KeyedJaggedTensor(list(x.keys), x.values, x.weights, **form)
     back = to_torchrec(from_torchrec(y))
-    # y was not written
+    # the conversion did not write to y
     assert (y.lengths_or_none() is None) == ("lengths" not in form)
     assert tr.kjt_is_equal(back, y)
     assert back.stride_per_key() == y.stride_per_key() and back.stride() == y.stride()
@@ -79,7 +80,7 @@ def test_their_ids_come_back(x, by_lengths):
 
 @given(ids())
 def test_inverse_indices_of_another_order_are_put_in_the_keys(x):
-    """TorchRec names the rows of its inverse indices; ours are reordered to the order of the keys."""
+    """TorchRec names the rows of its inverse indices. Our inverse indices are reordered to the order of the keys."""
     if x.inverse is None or len(set(x.keys)) < len(x.keys):
         return
     names = list(reversed(x.keys))
@@ -90,8 +91,8 @@ def test_inverse_indices_of_another_order_are_put_in_the_keys(x):
 
 @given(frs.jagged_tensors(min_bags=1, row_shape=()), frs.jagged_tensors(row_shape=(2,), dtypes=(torch.float32,)))
 def test_bags_come_back(x, rows):
-    """A JaggedTensor of numbers or of vectors, and a dict of them, convert to TorchRec's and back; TorchRec's holds
-    the same bags."""
+    """A JaggedTensor of numbers or of vectors, and a dict of these, convert to TorchRec's values and back. The values
+    of TorchRec hold the same bags."""
     for own in (x, rows):
         assert_trees_close(from_torchrec(to_torchrec(own)), own.unpad())
     assert_trees_close(from_torchrec(to_torchrec({"x": x, "rows": rows})), {"x": x.unpad(), "rows": rows.unpad()})
@@ -102,7 +103,8 @@ def test_bags_come_back(x, rows):
 
 @given(frs.keyed_tensors())
 def test_pooled_features_come_back(x):
-    """A KeyedTensor converts to TorchRec's and back in the same memory, and TorchRec's has its columns."""
+    """A KeyedTensor converts to that of TorchRec and back in the same memory. The KeyedTensor of TorchRec has the same
+    columns."""
     theirs = to_torchrec(x)
     assert_trees_close(from_torchrec(theirs), x)
     assert theirs.values() is x.values is from_torchrec(theirs).values
@@ -123,7 +125,8 @@ INITIALIZERS = (fr.uniform(), fr.uniform(0.25), fr.normal(0.5), fr.xavier_normal
 
 @st.composite
 def collections(draw):
-    """Draw (tables, features, weighted) of one collection, with the features named and ordered as in its output."""
+    """Return random (tables, features, weighted) of one collection. The features are named and ordered as in the
+    collection's output."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     tables = [replace(t, initializer=draw(st.sampled_from(INITIALIZERS))) for t in
               draw(frs.table_configs(dtypes=dtypes))]  # fmt: skip
@@ -148,8 +151,8 @@ def comparable(config):
 
 @given(collections())
 def test_configs_come_back(collection):
-    """Tables and features, converted to configs and back, are the same, and so are configs made from them. A
-    collection made from the configs has the features' names as its output's keys."""
+    """Tables and features, converted to configs and back, are the same. So are configs made from them. A collection
+    made from the configs has the features' names as the keys of its output."""
     tables, features, weighted = collection
     configs = to_torchrec((tables, features), weighted=weighted)
     assert from_torchrec(configs, weighted=weighted) == (tables, features)
@@ -168,7 +171,7 @@ def test_configs_come_back(collection):
 
 @pytest.mark.parametrize("initializer", INITIALIZERS, ids=lambda i: f"{i.kind}-{i.scale}")
 def test_first_rows_are_of_one_distribution(initializer):
-    """A collection's initial rows have the mean and the spread of `init`'s rows for the same config."""
+    """The initial rows of a collection have the mean and the spread of the rows of `init` for the same config."""
     table = fr.TableConfig("t", 900, 32, initializer=initializer)
     (config,) = to_torchrec(((table,), (fr.FeatureConfig("x", table="t"),)))
     torch.manual_seed(0)
@@ -237,14 +240,14 @@ WRONG = {  # call: (kind, a part of the message)
     "no feature": (lambda: pair(F, tables=(T, U)), ValueError, "tables have no feature"),
     "no table": (lambda: pair(fr.FeatureConfig("x", "z")), KeyError, "read tables that are not there"),
 }  # fmt: skip
-# the constructors of our own values raise these errors
+# the constructors of funcrec's values raise these errors
 BY_CONSTRUCTORS = {"offsets of another buffer", "a name twice"}
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_has_no_counterpart_is_named(name):
-    """A value that the other library cannot express, or that does not belong to it, raises before any work, in four
-    parts."""
+    """A value raises before any work, in four parts, if the other library cannot express it or if it does not belong to
+    that library."""
     call, kind, fragment = WRONG[name]
     with pytest.raises(kind) as error:
         call()
@@ -254,7 +257,7 @@ def test_what_has_no_counterpart_is_named(name):
 
 
 def test_without_torchrec_the_errors_say_so(monkeypatch):
-    """If TorchRec is not installed, to_torchrec says what to install."""
+    """If TorchRec is not installed, the error of to_torchrec says what to install."""
     import sys
 
     monkeypatch.setitem(sys.modules, "torchrec", None)

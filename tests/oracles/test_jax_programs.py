@@ -1,5 +1,6 @@
-"""Small programs of collectives, scan and transforms give JAX 0.10.2's numbers, stored in jax_programs.json (x64,
-CPU devices)."""
+"""Small programs of collectives, scan and transforms give the numbers of JAX 0.10.2.
+
+jax_programs.json stores these numbers (x64, CPU devices)."""
 
 import json
 from pathlib import Path
@@ -27,7 +28,7 @@ COLLECTIVES = {
     "all_to_all": lambda x: fr.all_to_all(x, "x", tiled=True) ** 2 * x,
     "axis_index": lambda x: x * fr.axis_index("x"),
 }
-DECIDED = {  # whether staging may accept out_specs=P() for them
+DECIDED = {  # whether staging may accept out_specs=P() for these programs
     "identity": lambda x: x,
     "psum": lambda x: fr.psum(x, "x"),
     "index": lambda x: fr.axis_index("x") * 1.0 + 0 * fr.psum(x, "x"),
@@ -73,13 +74,13 @@ def close(got, name):
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_collectives_under_transforms_are_jaxs(kind, name):
-    """grad, vmap and jvp of a collective, inside and outside of shard_map, have JAX's numbers."""
+    """grad, vmap and jvp of a collective, inside and outside of shard_map, have the numbers of JAX."""
     close(KINDS[kind](COLLECTIVES[name]), f"{kind} {name}")
 
 
 @pytest.mark.parametrize("name", NESTED)
 def test_two_axes_are_jaxs(name):
-    """Collectives over one and over both of two axes, and their gradients, have JAX's numbers."""
+    """Collectives over one axis and over both axes, and their gradients, have the numbers of JAX."""
     f = mapped(NESTED[name], BOTH, mesh=TWO)
     close(f(X), f"nested {name}")
     close(grad(curved(f))(X), f"nested grad {name}")
@@ -87,9 +88,10 @@ def test_two_axes_are_jaxs(name):
 
 @pytest.mark.parametrize("name", DECIDED)
 def test_what_may_be_called_the_same_is_what_jax_lets_be(name):
-    """While staging, out_specs that promise one value for all ranks are refused where JAX's check_vma refuses them."""
+    """Staging refuses out_specs that promise one value for all ranks in the cases where check_vma of JAX refuses
+    them."""
     staged = fr.jit(mapped(DECIDED[name], out=P()))
-    # run the staged graph itself
+    # the staged graph itself runs
     with mock.patch.object(_compiled, "compile_graph", lambda graph, args: graph):
         if WANTED[f"decide {name}"] == "refused":
             with pytest.raises(ValueError, match="is not the same along axis"):
@@ -99,7 +101,7 @@ def test_what_may_be_called_the_same_is_what_jax_lets_be(name):
 
 
 def test_scan_is_jaxs():
-    """scan's outputs, and their derivatives by a value that every step reads, are JAX's."""
+    """The outputs of scan have the numbers of JAX. So do their derivatives by a value that every step reads."""
     zero, half = X.new_zeros(()), X.new_tensor(0.5)
     scanned = lambda a: fr.scan(lambda c, x: (c * a + x, c * x), zero, X)[1]
     close(scanned(half), "scan")

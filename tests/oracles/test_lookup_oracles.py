@@ -1,4 +1,4 @@
-"""lookup and the jagged operations equal torch.nn's and FBGEMM's."""
+"""lookup and the jagged operations equal those of torch.nn and FBGEMM."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ F32 = {"dtypes": (torch.float32,)}
 
 
 def bag_arguments(it, feature):
-    """Return (ids, offsets, weights) of one feature, as torch.nn.EmbeddingBag takes them."""
+    """Return the (ids, offsets, weights) of one feature, in the form that torch.nn.EmbeddingBag takes."""
     bags = it.ids[feature.key].unpad()
     return bags.values.long(), bags.offsets.long(), bags.weights if feature.weighted else None
 
@@ -22,7 +22,7 @@ def bag_arguments(it, feature):
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @given(data=st.data())
 def test_embedding_bag(mode, data):
-    """lookup equals torch.nn.functional.embedding_bag, and lookup_transpose its gradient."""
+    """lookup equals torch.nn.functional.embedding_bag, and lookup_transpose equals its gradient."""
     weighted = None if mode == "sum" else False
     it = data.draw(frs.lookups(poolings=(mode,), weighted=weighted, min_bags=1, **SAFE, **F32))
     (feature,) = it.features
@@ -41,7 +41,8 @@ def test_embedding_bag(mode, data):
 
 @given(frs.lookups(poolings=("none",), weighted=False, **SAFE, **F32), st.integers(0, 99))
 def test_embedding(it, seed):
-    """lookup_sequence equals torch.nn.functional.embedding, and its transpose the gradient."""
+    """lookup_sequence equals torch.nn.functional.embedding, and the transpose of lookup_sequence equals the
+    gradient."""
     (feature,) = it.features
     ids, _, _ = bag_arguments(it, feature)
     table = it.tables[feature.table].clone().requires_grad_()
@@ -55,7 +56,8 @@ def test_embedding(it, seed):
 
 
 def test_one_loss_against_modules():
-    """value_and_grad of a two-feature loss equals torch's autograd over EmbeddingBag modules with a shared table."""
+    """value_and_grad of a loss of two features equals torch's autograd over EmbeddingBag modules with a shared
+    table."""
     generator = torch.Generator().manual_seed(0)
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[0, 3, 3], [], [1]], "b": [[2], [4, 0], [1, 1]]})
     features = [fr.FeatureConfig("a", table="t"), fr.FeatureConfig("b", table="t", pooling="mean")]
@@ -86,7 +88,7 @@ def fbgemm():
     )
 )
 def test_to_padded_is_fbgemms(fbgemm, x):
-    """to_padded equals jagged_to_padded_dense; from_padded equals dense_to_jagged."""
+    """to_padded equals jagged_to_padded_dense, and from_padded equals dense_to_jagged."""
     dense = fbgemm.jagged_to_padded_dense(x.values, [x.offsets], [5], 0.0)
     assert_trees_close(x.to_padded(5), dense)
     (back,) = fbgemm.dense_to_jagged(dense, [x.offsets])[:1]

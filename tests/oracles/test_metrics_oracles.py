@@ -1,4 +1,4 @@
-"""Metrics equal scikit-learn's and torchmetrics'."""
+"""Metrics equal those of scikit-learn and torchmetrics."""
 
 import pytest
 import sklearn.metrics as sklearn
@@ -23,14 +23,14 @@ def run(metric, *rows):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_auc_sklearn(ties, weighted, seed):
-    """exact_auc equals roc_auc_score, with ties and weights; the histogram is within its bound of it."""
+    """exact_auc equals roc_auc_score, with ties and weights. The histogram is within its bound of roc_auc_score."""
     p, y, w = data(5000, seed, ties=ties)
     w = w if weighted else None
     expected = sklearn.roc_auc_score(y, p, sample_weight=w)
     assert abs(float(metrics.exact_auc(p, y, w)) - expected) < 1e-12
     metric = metrics.auc()
     state = metric.update(metric.init(), p, y, w)
-    # twenty levels fall into twenty bins, so the histogram is exact
+    # twenty levels fall into twenty bins, so that the histogram is exact
     bound = 1e-12 if ties else float(metrics.auc_error(state))
     assert abs(float(metric.compute(state)) - expected) <= bound
     assert ties or bound < 1e-4
@@ -39,10 +39,10 @@ def test_auc_sklearn(ties, weighted, seed):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_sums_sklearn(weighted, seed):
-    """log loss, accuracy, mse and mae equal scikit-learn's."""
+    """log loss, accuracy, mse and mae equal those of scikit-learn."""
     p, y, w = data(5000, seed, ties=False)
     w = w if weighted else None
-    # scikit-learn requires that f32 rows [1 - p, p] sum to 1; the same numbers in f64 do
+    # scikit-learn requires that rows [1 - p, p] sum to 1. In f32 they may not, in f64 they do.
     assert abs(run(metrics.log_loss(), p, y, w) - sklearn.log_loss(y, p.double(), sample_weight=w)) < 1e-12
     assert abs(run(metrics.accuracy(), p, y, w) - sklearn.accuracy_score(y, p >= 0.5, sample_weight=w)) < 1e-12
     assert abs(run(metrics.mse(), p, y, w) - sklearn.mean_squared_error(y, p.double(), sample_weight=w)) < 1e-12
@@ -50,14 +50,14 @@ def test_sums_sklearn(weighted, seed):
 
 
 def test_auc_torchmetrics():
-    """exact_auc equals torchmetrics' unbinned AUROC, up to the rounding of its f32 sums."""
+    """exact_auc equals the unbinned AUROC of torchmetrics, up to the rounding of its f32 sums."""
     tm = pytest.importorskip("torchmetrics.functional.classification")
     p, y, _ = data(5000, 7, ties=True)
     assert abs(float(metrics.exact_auc(p, y)) - float(tm.binary_auroc(p, y, thresholds=None))) < 1e-6
 
 
 def test_normalized_entropy_formula():
-    """NE is scikit-learn's log loss divided by the log loss of the base rate."""
+    """NE is the log loss of scikit-learn divided by the log loss of the base rate."""
     p, y, w = data(5000, 3, ties=False)
     rate = float((w * y).sum() / w.sum())
     base = sklearn.log_loss(y, torch.full((5000,), rate).double(), sample_weight=w)

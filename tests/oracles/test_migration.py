@@ -1,4 +1,4 @@
-"""Every line of the migration table runs on both sides, and the results are equal."""
+"""Every line of the migration table runs in both libraries, and the results are equal."""
 
 import importlib
 import re
@@ -34,7 +34,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 @pytest.fixture
 def names():
-    """Return the names that a row may use: those of the page's own blocks after they ran."""
+    """Return the names that a row may use: the names that the page's own blocks define."""
     torch.manual_seed(0)
     found = {"__name__": "page"}
     for block in BLOCKS:
@@ -50,13 +50,13 @@ def one_rank():
 
 
 def test_the_page_has_enough_rows():
-    """The table has at least sixty lines that are run, and no line that is not parsed."""
+    """The table has at least sixty lines that are run. The parser skips no line."""
     assert len(ROWS) >= 60 and len(ROWS) + len(YET) == len(LINES)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[left[:60] for left, _ in ROWS])
 def test_both_sides_are_the_same(row, names, request):
-    """TorchRec's call and ours give the same value."""
+    """TorchRec's call and funcrec's call give the same value."""
     left, right = row
     if "DistributedModelParallel" in left:
         request.getfixturevalue("one_rank")
@@ -66,14 +66,14 @@ def test_both_sides_are_the_same(row, names, request):
 
 @pytest.mark.parametrize(("theirs", "ours"), YET)
 def test_what_is_not_there_yet_is_not_there(theirs, ours):
-    """A line of missing features names something that TorchRec has and funcrec does not have."""
+    """A line of missing features names a feature that TorchRec has and funcrec does not have."""
     module, name = theirs.rsplit(".", 1)
     assert hasattr(importlib.import_module(module), name)
     assert not hasattr(fr, ours)
 
 
 def test_a_wrong_line_is_seen(names):
-    """A line whose sides differ in an order, a rate, a placement or a number fails."""
+    """A line fails if its two sides differ in an order, a rate, a placement or a number."""
     rate = 'FusedEmbeddingBagCollection(configs, torch.optim.SGD, {"lr": 0.1})'
     plan = 'construct_module_sharding_plan(ebc, {"item": row_wise(), "user": table_wise(rank=1)}, **TWO_RANKS)'
     for left, right in [
@@ -90,7 +90,7 @@ def test_a_wrong_line_is_seen(names):
 
 
 def compare(theirs, ours, names):
-    """Compare two values by our value's kind: run rules and layers, compare other values directly."""
+    """Compare two values by the kind of ours. Rules and layers run, and all other values are compared directly."""
     if isinstance(ours, fr.optim.RowOptimizer):
         assert_trees_close(trained(theirs, names), trained_by(ours, names), **CLOSE)
     elif isinstance(theirs, WarmupOptimizer):
@@ -113,7 +113,7 @@ def compare(theirs, ours, names):
 
 
 def plain(x):
-    """Convert either library's value to lists, tensors and numbers."""
+    """Return the value of either library as lists, tensors and numbers."""
     kinds = (torchrec.KeyedJaggedTensor, torchrec.JaggedTensor, torchrec.KeyedTensor, torchrec.EmbeddingBagConfig,
              torchrec.EmbeddingConfig)  # fmt: skip
     if isinstance(x, kinds):
@@ -136,7 +136,7 @@ def plain(x):
 
 
 def plain_tensor(x):
-    """Convert a tensor to strings or to f64, so that a list's tensors equal a list's numbers."""
+    """Return a tensor as strings or in f64. The tensors of a list then equal the numbers of a list."""
     return [str(n) for n in x.tolist()] if x.dim() == 1 and not x.is_floating_point() else x.detach().double()
 
 
@@ -145,7 +145,7 @@ def data(names):
 
 
 def trained(theirs, names):
-    """Return the rows after one step of their optimizer, starting at those of `params`."""
+    """Return the rows after one step of TorchRec's optimizer. The first rows are those of `params`."""
     kjt, _, d = data(names)
     module = theirs if isinstance(theirs, FusedEmbeddingBagCollection) else names["ebc"]
     names["with_rows"](module)
@@ -184,7 +184,7 @@ def compare_metrics(theirs, ours, names):
 
 
 def compare_layers(theirs, ours):
-    """Compare a layer's outputs, with our parameters taken from the module's by shape and order."""
+    """Compare the outputs of a layer. Our parameters are the module's parameters, matched by shape and order."""
     for i, p in enumerate(theirs.parameters()):
         p.data.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
     if isinstance(theirs, MLP):
@@ -209,7 +209,7 @@ def compare_layers(theirs, ours):
 
 
 def compare_models(theirs, ours, names):
-    """Load our model from the module's state dict, and compare the predictions."""
+    """Load our model from the state dict of the module, and compare the predictions."""
     params = fr.interop.load_torchrec_state_dict(ours.init(fr.key(0)), theirs.state_dict())
     dense = torch.linspace(-1, 1, 9).reshape(3, 3)
     logits = ours.apply(params, fr.Batch(names["ids"], None, dense))

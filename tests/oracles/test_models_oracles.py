@@ -15,7 +15,8 @@ B = 9
 
 
 class Net(torch.nn.Module):
-    """RecBole's context-aware models over padded ids: six single ids T[B, 6], and genres G[B, 6] with 0 for none."""
+    """The context-aware models of RecBole over padded ids: six single ids T[B, 6], and genres G[B, 6] with 0 for
+    none."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -54,7 +55,7 @@ class Net(torch.nn.Module):
         return (first + sum(terms)).squeeze(1)
 
     def params(self) -> fr.Params:
-        """Return this module's weights as funcrec's parameters; the leaves are the module's own."""
+        """Return the weights of this module as funcrec's parameters. The leaves are the module's own tensors."""
         tables = {
             "fields": self.emb.weight, "genre": self.gemb.weight,
             "fields_linear": self.lin.weight, "genre_linear": self.glin.weight,
@@ -74,7 +75,7 @@ class Net(torch.nn.Module):
 
 
 def generated(seed=0):
-    """Make ids that are offset into one table, and bags of 0 to 6 genres with garbage after them."""
+    """Return ids that are offset into one table, and bags of 0 to 6 genres with garbage after them."""
     draw = torch.Generator().manual_seed(seed)
     starts = torch.tensor((0, *SIZES[:-1])).cumsum(0)
     ids = torch.stack([torch.randint(1, n, (B,), generator=draw) for n in SIZES], 1) + starts
@@ -98,10 +99,10 @@ def make_net(kind):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_the_reference_logits(name):
-    """Evaluation gives the plain module's logits with the same weights, also for bags without genres."""
+    """Evaluation gives the logits of the plain module with the same weights, even for bags without genres."""
     net, model = make_net(name), models.ml1m(name)
     ids, genres, batch = generated()
-    # statistics that differ from the initial ones
+    # the statistics differ from the initial statistics
     if name == "dcnv2":
         net.train()(*generated(seed=1)[:2])
     expected = net.eval()(ids, genres)
@@ -115,7 +116,7 @@ def test_logits_are_the_reference_logits(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_the_reference_gradients(name):
-    """value_and_grad of the evaluation's cross entropy gives the plain module's gradients of tables and dense
+    """value_and_grad of the cross entropy in evaluation gives the gradients of the plain module, for tables and dense
     parameters."""
     net, model = make_net(name), models.ml1m(name)
     ids, genres, batch = generated()
@@ -138,7 +139,7 @@ def test_gradients_are_the_reference_gradients(name):
 
 
 def test_training_statistics_are_the_reference_statistics():
-    """dcnv2's running statistics after a training batch without dropout equal BatchNorm1d's."""
+    """The running statistics of dcnv2 after a training batch without dropout equal those of BatchNorm1d."""
     net = make_net("dcnv2")
     ids, genres, batch = generated()
     params = torch_tree.tree_map(lambda x: x.detach().clone(), net.params())
@@ -154,8 +155,8 @@ def test_training_statistics_are_the_reference_statistics():
 
 
 def test_tables_are_drawn_as_the_protocol_says():
-    """Every table is drawn xavier-normal, with deviation sqrt(2 / (rows + dim)), 0.0141 for the embeddings; biases
-    are zero."""
+    """Every table is drawn xavier-normal, with deviation sqrt(2 / (rows + dim)), 0.0141 for the embeddings. Biases are
+    zero."""
     params = models.ml1m("deepfm").init(fr.key(0))
     for table in params.tables.values():
         expected = (2 / (table.shape[0] + table.shape[1])) ** 0.5

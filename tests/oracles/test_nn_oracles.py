@@ -1,4 +1,4 @@
-"""The layers of funcrec.nn equal torch.nn's, and their formulas written out."""
+"""The layers of funcrec.nn equal the layers of torch.nn and explicit formulas."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ def copy_linear(module: torch.nn.Linear) -> dict:
 
 
 def test_linear_is_torch_linear():
-    """Values and gradients equal torch.nn.Linear's; its state dict is the parameters."""
+    """Values and gradients equal those of torch.nn.Linear. Its state dict is the parameters."""
     module, x = torch.nn.Linear(5, 3).double(), normal(0, 7, 5)
     layer, params = nn.linear(5, 3), copy_linear(module)
     assert torch.equal(layer.apply(params, x), module(x))
@@ -30,7 +30,8 @@ def test_linear_is_torch_linear():
 
 @pytest.mark.parametrize("momentum", [0.1, 0.5])
 def test_batch_norm_is_torch_batch_norm(momentum):
-    """Training, evaluation, running statistics and gradients equal torch.nn.BatchNorm1d's over several batches."""
+    """Training, evaluation, running statistics and gradients equal those of torch.nn.BatchNorm1d over several
+    batches."""
     module = torch.nn.BatchNorm1d(4, momentum=momentum).double()
     torch.nn.init.normal_(module.weight)
     torch.nn.init.normal_(module.bias)
@@ -82,8 +83,8 @@ def test_factorization_machine_is_the_double_sum():
 
 
 def test_dot_interaction_is_the_lower_triangle():
-    """dot_interaction gives the entries of X Xᵀ that torch.tril_indices names, in its order; values and gradients
-    agree."""
+    """dot_interaction gives the entries of X Xᵀ that torch.tril_indices names, in the order of torch.tril_indices.
+    Values and gradients agree."""
     x = normal(0, 3, 6, 2).requires_grad_()
     rows, columns = torch.tril_indices(6, 6, -1)
     expected = torch.bmm(x, x.transpose(1, 2))[:, rows, columns]
@@ -122,7 +123,7 @@ def test_cross_network_is_its_recurrence(rank):
     ],
 )
 def test_draws_have_their_moments(draw, shape, std):
-    """Initial weights have mean 0 and torch.nn.init's deviation, within five standard errors of 30,000 draws."""
+    """Initial weights have mean 0 and the deviation of torch.nn.init, within five standard errors of 30,000 draws."""
     x = draw(fr.key(0), shape).double()
     count = x.numel()
     assert abs(float(x.mean())) < 5 * std / math.sqrt(count)

@@ -1,4 +1,4 @@
-"""Row optimizers equal FBGEMM's table-batched embeddings on the CPU, which train in f32."""
+"""Row optimizers equal the table-batched embeddings of FBGEMM on the CPU, which train in f32."""
 
 import pytest
 import torch
@@ -36,13 +36,13 @@ COWCLIP = {
     "weight_decay_mode": WeightDecayMode.COWCLIP,
     "cowclip_regularization": CowClipDefinition(
         counter_weight_decay_mode=CounterWeightDecayMode.L2,
-        # FBGEMM's count is then 1, as ours is for distinct ids
+        # FBGEMM's count is then 1, as our count is for distinct ids
         counter_halflife=0,
         weight_norm_coefficient=0.3,
         lower_bound=1e-2,
     ),
 }
-PAIRS = {  # name -> (ours, FBGEMM's, its arguments, whether ids repeat in a batch)
+PAIRS = {  # name -> (our optimizer, FBGEMM's, the arguments of FBGEMM's, whether ids repeat in a batch)
     "sgd": (fr.optim.sgd(LR), EmbOptimType.EXACT_SGD, {}, True),
     "adagrad": (fr.optim.adagrad(LR, eps=EPS), EmbOptimType.EXACT_ADAGRAD, {}, True),
     "rowwise_adagrad": (fr.optim.rowwise_adagrad(LR, eps=EPS), ROWWISE, {}, True),
@@ -69,7 +69,7 @@ PAIRS = {  # name -> (ours, FBGEMM's, its arguments, whether ids repeat in a bat
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_trains_the_same_rows(name):
-    """k steps of sum-pooled lookups give FBGEMM's table and accumulators."""
+    """k steps of sum-pooled lookups give the table and the accumulators of FBGEMM."""
     ours, optimizer, more, repeated = PAIRS[name]
     tbe = SplitTableBatchedEmbeddingBagsCodegen(
         [(ROWS, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)],

@@ -1,4 +1,4 @@
-"""Row optimizers equal torch.optim in float64, if every step names every row."""
+"""If every step names every row, row optimizers equal torch.optim in float64."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ PAIRS = {
 
 
 def generated():
-    """Make a table and, for each step, a gradient whose entries name every row."""
+    """Return a table and, for each step, a gradient whose entries name every row."""
     draw = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(shape, generator=draw, dtype=torch.float64)
     ids = torch.cat([torch.arange(ROWS), torch.tensor([3, 0, 3])])
@@ -56,7 +56,7 @@ def test_rows_are_elements(name):
         tables, slots = ours.update({"t": g}, slots, tables, step)
         theirs.grad = g.to_dense()
         opt.step()
-    # torch.optim computes counters and powers in another order: a few roundings per step
+    # torch.optim computes counters and powers in another order, which costs a few roundings per step
     assert_trees_close(tables["t"], theirs.detach(), rtol=1e-12, atol=1e-13)
 
 
@@ -73,5 +73,5 @@ def test_lazy_adam_is_sparse_adam():
         tables, slots = ours.update({"t": g}, slots, tables, step)
         theirs.grad = torch.sparse_coo_tensor(rows[None], values, table.shape, check_invariants=True)
         opt.step()
-    # SparseAdam adds eps before it corrects the square, so eps counts for 1e-8 of a step
+    # SparseAdam adds eps before it corrects the square. eps therefore counts for 1e-8 of a step.
     assert_trees_close(tables["t"], theirs.detach(), rtol=0, atol=2e-6)

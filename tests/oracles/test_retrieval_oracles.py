@@ -1,4 +1,4 @@
-"""Ranking metrics equal scikit-learn's and those of Python's sets."""
+"""Ranking metrics equal those of scikit-learn and those of Python's sets."""
 
 import numpy as np
 import pytest
@@ -20,8 +20,8 @@ def of(metric, rows, relevant, weights=None):
 
 @given(LISTS, st.integers(1, 9))
 def test_lists_are_measured_as_sets_are(lists, k):
-    """recall, hit rate and NDCG at k equal those of Python's sets and of scikit-learn. Lists without a relevant row
-    do not count, and neither do padding, -1 and repeated rows."""
+    """recall, hit rate and NDCG at k equal those of Python's sets and of scikit-learn. Lists without a relevant row do
+    not count. Padding, -1 and repeated rows do not count either."""
     rows = torch.tensor([(own + [-1] * 7)[:7] for own, _ in lists])
     bags = fr.JaggedTensor.from_lists([bag for _, bag in lists], dtype=torch.int64)
     padded = fr.JaggedTensor(torch.cat([bags.values, rows.flatten()]), bags.offsets)
@@ -77,7 +77,7 @@ def test_coverage_and_novelty_are_those_of_the_rows_given(lists, k, data):
 
 
 def test_states_add_up_and_weights_count():
-    """Two batches equal one; a list of weight w counts w times; a list of weight 0 is padding."""
+    """Two batches equal one batch. A list of weight w counts w times. A list of weight 0 is padding."""
     rows, bags = torch.tensor([[1, 2], [3, 4], [5, 6]]), fr.JaggedTensor.from_lists([[1], [9, 4], [5]])
     m = metrics.recall(2)
     whole = m.update(m.init(), rows, bags, torch.tensor([2.0, 1.0, 0.0]))
@@ -94,6 +94,7 @@ def test_states_add_up_and_weights_count():
     (torch.tensor([[1]]), fr.JaggedTensor.from_lists([[1], [2]]), ValueError, "have other lists"),
 ])  # fmt: skip
 def test_bad_lists_are_told(rows, bags, kind, text):
-    """An argument that is no lists of rows, or no bag of relevant rows for each list, is refused in four parts."""
+    """An argument that is no lists of rows raises in four parts. So does one without a bag of relevant rows for each
+    list."""
     with pytest.raises(kind, match=text):
         of(metrics.ndcg(2), rows, bags)

@@ -1,4 +1,4 @@
-"""Jagged values equal TorchRec's JaggedTensor, KeyedJaggedTensor and KeyedTensor."""
+"""Jagged values equal JaggedTensor, KeyedJaggedTensor and KeyedTensor of TorchRec."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ UNEVEN = pytest.mark.parametrize("same_bags", [True, False], ids=["one_stride", 
 
 
 def kjt(x):
-    """Convert our ids to TorchRec's, which have no padding."""
+    """Return our ids as those of TorchRec, which have no padding."""
     x = x.unpad()
     strides = {} if x.strides is None else {"stride_per_key_per_rank": [[s] for s in x.strides]}
     return tr.KeyedJaggedTensor(list(x.keys), x.values, x.weights, lengths=x.lengths, **strides)
@@ -29,12 +29,13 @@ def jt(x):
 
 
 def keyed(**options):
-    """Draw ids with weights for all keys or for none, because TorchRec has no other ids."""
+    """Return random ids with weights for all keys or for no key, because TorchRec has no other ids."""
     return st.booleans().flatmap(lambda w: frs.keyed_jagged_tensors(weighted=w, **options))
 
 
 def parts(x):
-    """Return (keys, bags per key, values, weights, offsets) of either library's ids; `()` stands for no weights."""
+    """Return (keys, bags per key, values, weights, offsets) of the ids of either library. `()` stands for no
+    weights."""
     if isinstance(x, fr.KeyedJaggedTensor):
         x = x.unpad()
         counts = x.strides or (x.num_bags,) * len(x.keys)
@@ -50,7 +51,7 @@ def parts(x):
 
 
 def bags(x):
-    """Return (values, weights, offsets) of either library's JaggedTensor."""
+    """Return (values, weights, offsets) of a JaggedTensor of either library."""
     if isinstance(x, fr.JaggedTensor):
         x = x.unpad()
         return x.values, () if x.weights is None else x.weights, x.offsets.long()
@@ -76,7 +77,7 @@ def test_constructors_agree(x):
 @UNEVEN
 @given(data=st.data())
 def test_one_key_is_theirs(same_bags, data):
-    """ids[key] and to_dict give each key's bags, weights included."""
+    """ids[key] and to_dict give the bags of each key, weights included."""
     x = data.draw(keyed(min_bags=1, same_bags=same_bags))
     ours, theirs = x.to_dict(), kjt(x).to_dict()
     assert list(ours) == list(theirs) == list(x.keys)
@@ -88,7 +89,7 @@ def test_one_key_is_theirs(same_bags, data):
 @UNEVEN
 @given(data=st.data())
 def test_permute_is_theirs(same_bags, data):
-    """permute reorders, drops and repeats keys as TorchRec's permute does."""
+    """permute reorders, drops and repeats keys in the same way as permute of TorchRec."""
     x = data.draw(keyed(min_bags=1, same_bags=same_bags))
     order = data.draw(st.lists(st.integers(0, len(x.keys) - 1), min_size=1, max_size=5))
     assert_trees_close(parts(x.permute(order)), parts(kjt(x).permute(order)))
@@ -121,7 +122,8 @@ def test_concat_is_theirs(same_bags, data):
 @UNEVEN
 @given(data=st.data())
 def test_from_jagged_is_from_jt_dict(same_bags, data):
-    """from_jagged makes from_jt_dict's ids from one JaggedTensor per key, with equal or different numbers of bags."""
+    """from_jagged makes the ids of from_jt_dict from one JaggedTensor per key, with equal or different numbers of
+    bags."""
     x = data.draw(keyed(min_bags=1, same_bags=same_bags))
     theirs = tr.KeyedJaggedTensor.from_jt_dict({k: jt(x[k]) for k in x.keys})
     assert_trees_close(parts(fr.KeyedJaggedTensor.from_jagged(x.to_dict())), parts(theirs))
@@ -133,7 +135,7 @@ def test_from_jagged_is_from_jt_dict(same_bags, data):
 @pytest.mark.parametrize("row_shape", [(), (3,)], ids=["numbers", "vectors"])
 @given(data=st.data())
 def test_to_padded_is_to_padded_dense(row_shape, data):
-    """to_padded cuts and fills as to_padded_dense does, and weights as to_padded_dense_weights does."""
+    """to_padded cuts and fills values as to_padded_dense does, and weights as to_padded_dense_weights does."""
     x = data.draw(frs.jagged_tensors(dtypes=FLOATS, weighted=True, row_shape=row_shape, min_bags=1))
     length, fill = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0.0, -1.5]))
     assert_trees_close(x.to_padded(length, fill), jt(x).to_padded_dense(length, fill))
@@ -143,13 +145,13 @@ def test_to_padded_is_to_padded_dense(row_shape, data):
 
 @given(frs.jagged_tensors(dtypes=(torch.int64,), min_bags=1))
 def test_the_longest_bag_is_their_default(x):
-    """to_padded at the longest bag's length equals to_padded_dense without a length."""
+    """to_padded at the length of the longest bag equals to_padded_dense without a length."""
     assert_trees_close(x.to_padded(int(x.lengths.max())), jt(x).to_padded_dense())
 
 
 @given(data=st.data())
 def test_from_padded_is_from_dense_lengths(data):
-    """from_padded takes the first lengths[b] of each row, weights too, as from_dense_lengths does."""
+    """from_padded takes the first lengths[b] values and weights of each row, as from_dense_lengths does."""
     count, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     lengths = torch.tensor(data.draw(st.lists(st.integers(0, length), min_size=count, max_size=count)))
     padded, weights = (data.draw(frs.tensors((count, length))) for _ in range(2))
@@ -195,8 +197,8 @@ GROUPINGS = {
 @pytest.mark.parametrize("groups", GROUPINGS.values(), ids=GROUPINGS)
 @given(data=st.data())
 def test_regroup_is_theirs(groups, data):
-    """regroup and its transpose gather the features of two values into groups, as both ways of KeyedTensor.regroup
-    do."""
+    """regroup and its transpose gather the features of two values into groups. The groups equal those of both ways of
+    KeyedTensor.regroup."""
     num_rows = data.draw(st.integers(1, 4))
     pieces = [data.draw(frs.keyed_tensors(keys=k, num_rows=num_rows, dtypes=FLOATS)) for k in ("ab", "cd")]
     values = [x.values.clone().requires_grad_() for x in pieces]

@@ -1,4 +1,4 @@
-"""Metrics equal TorchRec's computations, in f64 and over several batches."""
+"""Metrics equal the computations of TorchRec, in f64 and over several batches."""
 
 import math
 
@@ -18,9 +18,9 @@ from torchrec.metrics.mse import MSEMetricComputation
 from torchrec.metrics.ne import NEMetricComputation
 
 B, BATCHES = 500, 3
-PAIRS = {  # name -> (ours, TorchRec's, its report's name, the factor to our unit)
+PAIRS = {  # name -> (ours, TorchRec's, its name in TorchRec's report, the factor to our unit)
     "normalized_entropy": (metrics.normalized_entropy(), NEMetricComputation, "ne", 1),
-    # TorchRec's log loss is in bits
+    # the log loss of TorchRec is in bits
     "log_loss": (metrics.log_loss(), NEMetricComputation, "logloss", math.log(2)),
     "calibration": (metrics.calibration(), CalibrationMetricComputation, "calibration", 1),
     "ctr": (metrics.ctr(), CTRMetricComputation, "ctr", 1),
@@ -31,7 +31,7 @@ PAIRS = {  # name -> (ours, TorchRec's, its report's name, the factor to our uni
 
 
 def batches(seed, weighted):
-    """Make BATCHES times (predictions, labels, weights), f64[B]; some examples have weight 0."""
+    """Yield, BATCHES times, (predictions, labels, weights), f64[B]. Some examples have weight 0."""
     g = torch.Generator().manual_seed(seed)
     for _ in range(BATCHES):
         z = torch.randn(B, generator=g, dtype=torch.float64)
@@ -43,7 +43,8 @@ def batches(seed, weighted):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", PAIRS)
 def test_sums_are_theirs(name, weighted):
-    """After several batches our value is TorchRec's lifetime value; its log loss is in bits, ours in nats."""
+    """After several batches our value is the lifetime value of TorchRec. The log loss of TorchRec is in bits, ours is
+    in nats."""
     ours, cls, report, unit = PAIRS[name]
     options = {"include_logloss": True} if cls is NEMetricComputation else {}
     theirs = cls(my_rank=0, batch_size=B, n_tasks=1, window_size=B * BATCHES, **options)
@@ -57,7 +58,7 @@ def test_sums_are_theirs(name, weighted):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_auc_is_theirs_without_ties(weighted):
-    """exact_auc equals compute_auc of distinct scores, up to rounding; the histogram is within its bound."""
+    """exact_auc equals compute_auc of distinct scores, up to rounding. The histogram is within its bound."""
     ps, ys, ws = zip(*batches(1, weighted), strict=True)
     p, y, w = torch.cat(ps), torch.cat(ys), torch.cat(ws)
     assert len(p.unique()) == len(p)

@@ -1,5 +1,4 @@
-"""Lookups, training steps, layers and schedules equal those of TorchRec's modules and optimizers with the same
-weights."""
+"""Lookups, training steps, layers and schedules equal those of TorchRec's modules and optimizers with equal weights."""
 
 import pytest
 import torch
@@ -42,13 +41,14 @@ def theirs(ids):
 
 
 def features(pooling, *, weighted=False):
-    """Make our features for PLACES, with TorchRec's names for a column that several tables read."""
+    """Return our features for PLACES, with TorchRec's names for a column that several tables read."""
     name = lambda table, column: f"{column}@{table}" if column == "bought" else column
     return tuple(fr.FeatureConfig(name(t, c), t, pooling, weighted=weighted, column=c) for t, c in PLACES)
 
 
 def collection(cls, config, tables=TABLES, each=(), **options):
-    """Make TorchRec's module over `tables`, each config with `each`, with our tables as its weights."""
+    """Return (TorchRec's module over `tables` with our tables as its weights, these weights). `each` holds options of
+    each config."""
     torch.manual_seed(0)
     configs = [
         config(
@@ -62,7 +62,8 @@ def collection(cls, config, tables=TABLES, each=(), **options):
 
 
 def weights_of(module, read=torch.Tensor.detach):
-    """Return {table: read(its weight)}; a fused module's weights are no parameters, so read its state dict."""
+    """Return {table: read(the table's weight)}. The weights of a fused module are no parameters, so its state dict is
+    read."""
     found = dict(module.named_parameters()) or module.state_dict()
     return {name.split(".")[-2]: read(w) for name, w in found.items()}
 
@@ -75,7 +76,7 @@ def weights_of(module, read=torch.Tensor.detach):
 )
 @given(ids=frs.keyed_jagged_tensors(weighted=True, **IDS), seed=st.integers(0, 99))
 def test_lookup_is_an_embedding_bag_collection(pooling, weighted, ids, seed):
-    """lookup over shared tables and columns equals EmbeddingBagCollection's, and lookup_transpose its gradient."""
+    """lookup over shared tables and columns equals EmbeddingBagCollection, and lookup_transpose equals its gradient."""
     each = {"pooling": PoolingType[pooling.upper()]}
     module, tables = collection(EmbeddingBagCollection, EmbeddingBagConfig, each=each, is_weighted=weighted)
     mine = features(pooling, weighted=weighted)
@@ -91,7 +92,8 @@ def test_lookup_is_an_embedding_bag_collection(pooling, weighted, ids, seed):
 
 @given(ids=frs.keyed_jagged_tensors(weighted=False, **IDS), seed=st.integers(0, 99))
 def test_lookup_sequence_is_an_embedding_collection(ids, seed):
-    """lookup_sequence equals EmbeddingCollection's, bag by bag, and its transpose the gradient."""
+    """lookup_sequence equals EmbeddingCollection, bag by bag, and the transpose of lookup_sequence equals its
+    gradient."""
     same_dim = (TABLES[0], fr.TableConfig("user", 5, 4))
     module, tables = collection(EmbeddingCollection, EmbeddingConfig, same_dim)
     mine = features("none")
@@ -110,7 +112,7 @@ def test_lookup_sequence_is_an_embedding_collection(ids, seed):
 
 @given(frs.jagged_tensors(dtypes=(torch.int64,), weighted=False, min_bags=1, max_length=4), st.integers(0, 99))
 def test_position_weights_are_their_module(bags, seed):
-    """position_weights and its gradient equal PositionWeightedModule's for bags within its length."""
+    """position_weights and its gradient equal those of PositionWeightedModule for bags within the module's length."""
     module, layer = PositionWeightedModule(4), fr.nn.position_weights(4)
     module.position_weight.data.copy_(normal(seed, 4))
     end = int(bags.offsets[-1])
@@ -126,7 +128,7 @@ def test_position_weights_are_their_module(bags, seed):
 
 LR, EPS, STEPS = 0.1, 1e-6, 5
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-RULES = {  # name -> (ours, TorchRec's optimizer class, its arguments)
+RULES = {  # name -> (ours, TorchRec's optimizer class, the arguments of the class)
     "sgd": (fr.optim.sgd(LR), torch.optim.SGD, {"lr": LR}),
     "adagrad": (fr.optim.adagrad(LR, eps=EPS), torch.optim.Adagrad, {"lr": LR, "eps": EPS}),
     "rowwise_adagrad": (fr.optim.rowwise_adagrad(LR, eps=EPS), RowWiseAdagrad, {"lr": LR, "eps": EPS}),
@@ -135,7 +137,7 @@ WIDTH = sum(t.embedding_dim * len(COLUMNS[t.name]) for t in TABLES)
 
 
 def click_batches(num_bags=6):
-    """Make STEPS batches of labels and ids that repeat, within bags and across features."""
+    """Yield STEPS batches of labels and ids. The ids repeat, within bags and across features."""
     draw = torch.Generator().manual_seed(3)
     for _ in range(STEPS):
         lengths = torch.randint(0, 4, (3 * num_bags,), generator=draw)
@@ -145,7 +147,8 @@ def click_batches(num_bags=6):
 
 
 def train_theirs(module, sparse, dense, dense_opt):
-    """Return the losses of a linear model over `module`'s pooled features; the module's weights change in place."""
+    """Return the losses of a linear model over the pooled features of `module`. The weights of the module change in
+    place."""
     losses = []
     for batch in click_batches():
         logits = module(theirs(batch.ids)).values() @ dense
@@ -175,7 +178,7 @@ def train_ours(tables, sparse, dense, rate):
 
 
 def slots_of(module, opt, fused):
-    """Return {table: its accumulator} from the place where TorchRec keeps it."""
+    """Return {table: the table's accumulator} from the place where TorchRec keeps it."""
     if not fused:
         return weights_of(module, lambda w: opt.state[w]["sum"].squeeze(-1))
     state = opt.state_dict()["state"]
@@ -185,7 +188,7 @@ def slots_of(module, opt, fused):
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "after_backward"])
 @pytest.mark.parametrize("name", RULES)
 def test_five_steps_train_the_same(name, fused):
-    """Five steps of train_step give TorchRec's losses, tables, slots and dense weights, fused or not."""
+    """Five steps of train_step give the losses, tables, slots and dense weights of TorchRec, fused or not."""
     sparse, cls, options = RULES[name]
     in_backward = {"optimizer_type": cls, "optimizer_kwargs": options} if fused else {}
     module_cls = FusedEmbeddingBagCollection if fused else EmbeddingBagCollection
@@ -209,7 +212,7 @@ def test_five_steps_train_the_same(name, fused):
 
 @st.composite
 def stages(draw):
-    """Draw one to three stages for which both definitions agree: no inv_sqrt at step 0, no poly beyond its
+    """Return one to three random stages for which both definitions agree: no inv_sqrt at step 0, no poly after its
     decay_iters."""
     found, end = [], 0
     for i in range(draw(st.integers(1, 3))):
@@ -232,14 +235,15 @@ def their_stage(stage):
 
 
 def warmup(params, ours):
-    """Make TorchRec's optimizer: plain SGD of `params` under these stages."""
+    """Return TorchRec's optimizer: plain SGD of `params` under these stages."""
     inner = KeyedOptimizerWrapper(params, lambda ps: torch.optim.SGD(ps, lr=LR))
     return WarmupOptimizer(inner, [their_stage(s) for s in ours], lr=LR)
 
 
 @given(stages())
 def test_schedule_is_their_warmup(ours):
-    """The rate at every step, through every stage and after the last, equals WarmupOptimizer's, for every policy."""
+    """For every policy, the rate equals that of WarmupOptimizer at every step, through every stage and after the last
+    stage."""
     w = torch.nn.Parameter(torch.zeros(1))
     opt, rate, want = warmup({"w": w}, ours), fr.optim.schedule(ours, lr=LR), []
     count = ours[-1].max_iters + 3
@@ -262,7 +266,7 @@ def test_schedule_is_their_warmup(ours):
     ids=["inv_sqrt_at_0", "poly_of_a_root", "poly_turns_negative", "poly_rises_again"],
 )
 def test_schedule_differs_where_theirs_breaks(stage, step, want, got):
-    """At step 0 of inv_sqrt and beyond the end of poly we return a limit, where TorchRec raises or leaves the curve."""
+    """At step 0 of inv_sqrt and after the end of poly we return a limit, where TorchRec raises or leaves the curve."""
     w = torch.nn.Parameter(torch.zeros(1))
 
     def theirs_at(step):
@@ -295,8 +299,8 @@ def test_training_under_warmup():
 
 
 def check_layer(module, apply, params, read, *inputs):
-    """Check that apply(params, *inputs) equals module(*inputs), gradients too; `read` makes our tree from the
-    module's tensors."""
+    """Check that apply(params, *inputs) and its gradients equal those of module(*inputs). `read` makes our tree from
+    the tensors of the module."""
     want = module(*inputs)
     got, transpose = torch.func.vjp(apply, params, *inputs)
     assert_trees_close(got, want.detach(), rtol=1e-10, atol=1e-12)
@@ -308,7 +312,7 @@ def check_layer(module, apply, params, read, *inputs):
 
 
 def filled(module):
-    """Return the module in f64 with every parameter drawn: zero biases would hide a mistake."""
+    """Return the module in f64 with random parameters, because zero biases would hide a mistake."""
     for i, p in enumerate(module.double().parameters()):
         p.data.copy_(normal(i, *p.shape))
     return module
@@ -316,7 +320,7 @@ def filled(module):
 
 @pytest.mark.parametrize("rank", [None, 2])
 def test_cross_network_is_theirs(rank):
-    """cross_network and its gradients equal CrossNet's, and LowRankCrossNet's with U = W and V = V."""
+    """cross_network and its gradients equal CrossNet. They equal LowRankCrossNet with U = W and V = V."""
     module = filled(tr_cross.CrossNet(6, 3) if rank is None else tr_cross.LowRankCrossNet(6, 3, rank))
     parts = {"weight": "kernels"} if rank is None else {"u": "W_kernels", "v": "V_kernels"}
 
@@ -365,7 +369,7 @@ def read_linear(of, linears):
 
 
 def test_mlp_is_theirs():
-    """mlp with a final ReLU, and its gradients, equal MLP's."""
+    """mlp with a final ReLU, and its gradients, equal those of MLP."""
     module = filled(MLP(5, [4, 3]))
     read = lambda of: read_linear(of, [m._linear for m in module._mlp])
     layer = fr.nn.mlp((5, 4, 3), final_activation=torch.relu)
@@ -373,8 +377,8 @@ def test_mlp_is_theirs():
 
 
 def test_factorization_machine_of_scalars_is_theirs():
-    """TorchRec's machine multiplies all pairs of numbers, also within one vector. It equals ours for vectors of one
-    dimension."""
+    """The machine of TorchRec multiplies all pairs of numbers, even within one vector. It equals ours for vectors of
+    one dimension."""
     x, module = normal(0, 3, 4, 2), FactorizationMachine()
     want = module(list(x.unbind(1))).squeeze(1)
     assert_trees_close(fr.nn.factorization_machine(x.flatten(1)[..., None]), want, rtol=1e-10)
@@ -385,13 +389,14 @@ def test_factorization_machine_of_scalars_is_theirs():
 
 
 def upper_order(count):
-    """List the positions in `dot_interaction`'s order of the products (i, j), i < j, in TorchRec's row-by-row order."""
+    """Return the positions of the products (i, j), i < j, in the order of `dot_interaction`, listed in TorchRec's
+    order."""
     return [j * (j - 1) // 2 + i for i in range(count) for j in range(i + 1, count)]
 
 
 def test_dot_interaction_is_theirs_in_another_order():
-    """InteractionArch gives the dense vector and dot_interaction of all vectors, in the upper triangle's row order
-    instead of the lower's."""
+    """InteractionArch gives the dense vector and dot_interaction of all vectors. The order is by rows of the upper
+    triangle, and ours is by rows of the lower triangle."""
     dense, sparse = normal(0, 3, 4), normal(1, 3, 5, 4)
     ours = fr.nn.dot_interaction(torch.cat([dense[:, None], sparse], 1))[:, upper_order(6)]
     want = tr_dlrm.InteractionArch(5)(dense, sparse)
@@ -399,8 +404,8 @@ def test_dot_interaction_is_theirs_in_another_order():
 
 
 def test_dlrm_is_theirs():
-    """models.dlrm with keep="dense" gives DLRM's logits, with the top's first weights reordered to our order of
-    products."""
+    """models.dlrm with keep="dense" gives the logits of DLRM. The first weights of the top layers are reordered to our
+    order of products."""
     configs = [EmbeddingBagConfig(name=n, num_embeddings=5, embedding_dim=4, feature_names=[n]) for n in "abc"]
     module = filled(tr_dlrm.DLRM(EmbeddingBagCollection(configs), 3, [6, 4], [8, 7, 1]))
     hidden, out = module.over_arch.model
@@ -419,5 +424,5 @@ def test_dlrm_is_theirs():
     dense = normal(9, 3, 3)
     want = module(dense, theirs(ids)).squeeze(1).detach()
     got = model.apply(params, fr.Batch(ids, torch.zeros(3), dense))
-    # TorchRec converts pooled rows to f32 on the way
+    # TorchRec converts pooled rows to f32 before the top layers
     assert_trees_close(got, want.to(got.dtype), rtol=1e-5, atol=1e-5)

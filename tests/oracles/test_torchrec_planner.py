@@ -1,5 +1,6 @@
-"""Our solver against TorchRec's planner: both get TorchRec's options and estimates, and TorchRec's model rates both
-plans."""
+"""The solver of funcrec and the planner of TorchRec get the same options and estimates, those of TorchRec.
+
+TorchRec's model rates both plans."""
 
 import importlib
 from pathlib import Path
@@ -13,8 +14,8 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 
 def test_no_plan_of_torchrecs_planner_is_faster(monkeypatch):
-    """On generated tables, our plan is rated as the solver said, and is no slower than TorchRec's. The bound is
-    below both."""
+    """On generated tables, our plan has the rating that the solver states, and is no slower than TorchRec's plan. The
+    bound is below both."""
     monkeypatch.syspath_prepend(str(BENCH))
     bench = importlib.import_module("planner")
     for seed in (2, 28):
