@@ -1,4 +1,4 @@
-"""Packages that several files of laws use; each is compiled once."""
+"""Packages that several files of laws use. Each package is compiled once."""
 
 import pytest
 from programs import fresh

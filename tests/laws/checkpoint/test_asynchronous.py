@@ -16,7 +16,7 @@ from funcrec.testing import assert_trees_close
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Stop each save just before it renames its file, until the event is set."""
+    """Stop each save just before the save renames its file, until the event is set."""
     opened = threading.Event()
     write = _job.write_whole
 
@@ -38,7 +38,7 @@ def tree(value):
 
 @pytest.mark.parametrize("copy_bytes", [None, 0, 24, 399, 400])
 def test_what_was_given_is_saved(copy_bytes, tmp_path):
-    """The file holds the values at the time of the call, not later ones, whatever the size of the copy."""
+    """The file holds the values at the time of the call, not later values, whatever the size of the copy."""
     given = tree(1.0)
     saving = fr.save(tmp_path / "a.pt", given, asynchronous=True, copy_bytes=copy_bytes)
     given["w"].fill_(2)
@@ -48,14 +48,14 @@ def test_what_was_given_is_saved(copy_bytes, tmp_path):
 
 
 def test_the_copy_is_bounded():
-    """The first tensors are written directly from their memory, as many as needed for the others to fit into the
-    copy."""
+    """The first tensors are written directly from their memory. There are as many of them as are needed so that all
+    other tensors fit into the copy."""
     sizes = [5, 3, 0, 8, 2]
     assert [_asynchronous.num_live(sizes, n) for n in (None, 18, 17, 13, 10, 9, 2, 1, 0)] == [0, 0, 1, 1, 2, 4, 4, 5, 5]
 
 
 def test_the_call_returns_before_the_file_is_there(gate, tmp_path):
-    """An asynchronous save returns before it is done; a load in the same process waits for it."""
+    """An asynchronous save returns before it is done. A load in the same process waits for the save."""
     saving = fr.save(tmp_path / "a.pt", tree(1.0), asynchronous=True)
     assert not saving.is_done and "going on" in repr(saving) and not (tmp_path / "a.pt").exists()
     threading.Timer(0.05, gate.set).start()
@@ -64,8 +64,8 @@ def test_the_call_returns_before_the_file_is_there(gate, tmp_path):
 
 
 def test_an_interrupted_call_saves_nothing(tmp_path, monkeypatch):
-    """Tensors may be written directly from their memory. If such a call is interrupted, no checkpoint has later
-    values, and the next call has no error."""
+    """Tensors may be written directly from their memory. If such a call is interrupted, no checkpoint has later values.
+    The next call has no error."""
     interrupted, go, write = type("Event", (threading.Event,), {}), threading.Event(), _job.write_file
 
     def interrupt(self, timeout=None):
@@ -87,7 +87,7 @@ def test_an_interrupted_call_saves_nothing(tmp_path, monkeypatch):
 
 
 def test_saves_of_one_path_are_in_order(tmp_path):
-    """After many saves to one path, the last one stays."""
+    """After many saves to one path, the last saved checkpoint stays."""
     for n in range(10):
         saving = fr.save(tmp_path / "a.pt", {"n": n}, asynchronous=n % 3 != 0)
     assert fr.load(tmp_path / "a.pt") == {"n": 9}
@@ -97,7 +97,7 @@ def test_saves_of_one_path_are_in_order(tmp_path):
 
 @pytest.mark.parametrize("told_at", ["wait", "save"])
 def test_an_error_is_told_once(told_at, tmp_path, monkeypatch):
-    """An error in the background is raised once: by wait, or by the next save, which then does not start."""
+    """An error in the background is raised once: by wait, or by the next save. That save then does not start."""
 
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -114,7 +114,7 @@ def test_an_error_is_told_once(told_at, tmp_path, monkeypatch):
 
 
 def test_wrong_trees_are_told_at_once(tmp_path):
-    """A tree that cannot be saved raises in the call, as without a thread; so does a bound without a copy."""
+    """A tree that cannot be saved raises in the call, as without a thread. So does a bound without a copy."""
     with pytest.raises(TypeError, match=r"`tree\['x'\]` cannot be saved"):
         fr.save(tmp_path / "a.pt", {"x": object()}, asynchronous=True)
     with pytest.raises(ValueError, match="`copy_bytes` requires a copy"):
@@ -122,7 +122,7 @@ def test_wrong_trees_are_told_at_once(tmp_path):
 
 
 def test_the_end_of_a_program_waits(tmp_path):
-    """A program that ends, also with an error, first finishes its save."""
+    """A program that ends first finishes its save, even if it ends with an error."""
     save = "fr.save(sys.argv[1], {'x': torch.ones(10**6)}, asynchronous=True)"
     code = f"import sys, torch, funcrec as fr\n{save}\nraise SystemExit(3)"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.pt")]).returncode == 3

@@ -46,7 +46,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("where", [0.1, 0.5, 0.999])
 def test_truncated_files_are_refused(tmp_path, where):
-    """A file that is cut anywhere is refused as no whole checkpoint."""
+    """A file that is cut anywhere raises an error: it is no whole checkpoint."""
     path = fr.save(tmp_path / "a.pt", {"x": torch.randn(1000)})
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * where)])
@@ -65,7 +65,8 @@ def test_a_flipped_bit_is_refused(tmp_path):
 
 
 def test_other_files_are_refused(tmp_path):
-    """Another program's file and another format raise ValueError; a missing file raises FileNotFoundError."""
+    """A file of another program and a file of another format raise ValueError. A missing file raises
+    FileNotFoundError."""
     (tmp_path / "text").write_text("hello")
     torch.save({"x": torch.ones(1)}, tmp_path / "other.pt")
     with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
@@ -103,7 +104,7 @@ LIKE = {
 
 @pytest.mark.parametrize("name", LIKE)
 def test_like_compares_more_than_shapes(tmp_path, name):
-    """`like` reports nodes of another kind and other static fields, as it does shapes."""
+    """`like` reports nodes of another kind and other static fields, as it reports shapes."""
     found, wanted, *fragments = LIKE[name]
     path = fr.save(tmp_path / "a.pt", found)
     assert_trees_close(fr.load(path, like=found), found)

@@ -25,7 +25,7 @@ from funcrec.files import _whole_file
 
 @pytest.fixture
 def deadline():
-    """Raise an error after 20 s, so that a call that waits for ever fails the test."""
+    """Raise an error after 20 s. A call that waits for ever then fails the test."""
 
     def ring(signum, frame):
         raise TimeoutError("it waits")
@@ -41,8 +41,8 @@ def deadline():
 
 
 def test_many_writers_and_readers_of_one_path(tmp_path, monkeypatch):
-    """When several savers share one path and one process id, all succeed. Readers see whole files only, and the last
-    saved one stays."""
+    """When several savers share one path and one process id, all savers succeed. Readers see only whole files, and the
+    last saved file stays."""
     monkeypatch.setattr(os, "getpid", lambda: 1)  # as in containers
     path, failures, done = tmp_path / "a.pt", [], threading.Event()
     fr.save(path, {"n": -1, "x": torch.full((5000,), -1)})
@@ -77,7 +77,8 @@ def test_many_writers_and_readers_of_one_path(tmp_path, monkeypatch):
 
 
 def test_what_killed_writers_left_is_removed(tmp_path):
-    """A save removes old temporary files that nobody holds; young files, locked files and other names stay."""
+    """A save removes old temporary files that no process holds. Young files, locked files and files with other names
+    stay."""
     old, young, held, pipe = (tmp_path / f".{name}{_whole_file.SUFFIX}" for name in ("old", "young", "held", "pipe"))
     other = tmp_path / ".other.tmp"
     for path in (old, young, held, other):
@@ -113,7 +114,7 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path):
 
 
 def test_a_full_disk_is_told_and_the_old_file_stays(tmp_path):
-    """When the disk is full, the error says so in four parts, the old file is whole, and nothing else is left."""
+    """When the disk is full, the error says so in four parts. The old file is whole, and no other file remains."""
     code = """
 import resource, signal, sys, torch, funcrec as fr
 fr.save(sys.argv[1], {"x": torch.ones(100)})
@@ -134,13 +135,13 @@ print(fr.load(sys.argv[1])["x"].sum())
 
 
 def make_socket(folder):
-    """Make a socket in the folder, however long the folder's path is, and return its path."""
+    """Make a socket in the folder, however long the folder's path is. Return the socket's path."""
     with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(folder):
         made.bind("socket")
     return folder / "socket"
 
 
-PLACES = {  # a path for both calls, made in a folder: (save's error, load's error, a part of both messages)
+PLACES = {  # a function that makes a path in a folder: (save's error, load's error, a part of both messages)
     "number": (lambda at: 3, TypeError, TypeError, "`path` is not a string"),
     "bytes": (lambda at: os.fsencode(at / "a.pt"), TypeError, TypeError, "`path` is not a string"),
     "none": (lambda at: None, TypeError, TypeError, "`path` is not a string"),
@@ -158,8 +159,8 @@ PLACES = {  # a path for both calls, made in a folder: (save's error, load's err
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_bad_path_is_told(name, tmp_path, deadline):
-    """A path that is no file's path raises an error in four parts, in save and in load. No call blocks, and no file
-    is left."""
+    """A path that is no path of a file raises an error in four parts, in save and in load. No call blocks, and no file
+    remains."""
     make, of_save, of_load, fragment = PLACES[name]
     place = make(tmp_path)
     before = {p.name for p in tmp_path.iterdir()}
@@ -174,7 +175,7 @@ def test_a_bad_path_is_told(name, tmp_path, deadline):
 
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_a_path_without_permission_is_told(call, tmp_path, monkeypatch):
-    """When the system refuses a path, the error has the system's reason and its type of error."""
+    """When the system refuses a path, the error has the system's reason and the system's type of error."""
     path = fr.save(tmp_path / "a.pt", 1)
 
     def refuse(*args, **kwargs):
@@ -197,7 +198,7 @@ def test_a_new_file_has_the_usual_mode(tmp_path):
 
 @pytest.fixture
 def whole(tmp_path, monkeypatch):
-    """Make (path, its bytes) of a small checkpoint; a request for more memory than the file's size raises."""
+    """Return (path, the file's bytes) of a small checkpoint. A request for more memory than the file's size raises."""
     tree = {
         "w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([True, False]), "n": [1, 2.5, None, ("x", {3: "é"})],
         "ids": fr.KeyedJaggedTensor.from_lists({"a": [[1], []]}),
@@ -214,7 +215,7 @@ def whole(tmp_path, monkeypatch):
 
 
 def refused(path, content):
-    """Say whether load refuses the content with its own error."""
+    """Return whether load refuses the content with its own error."""
     path.write_bytes(content)
     try:
         fr.load(path)
@@ -276,7 +277,7 @@ BOMB = ["f32", "float32", [1 << 40], [2**62, 4], [0, 2**62, 2**62], [-1], [True]
 
 
 def replaced(draw, node, value):
-    """Replace one part of the node, at any depth, by `value`, or drop or append a part."""
+    """Return the node with one part, at any depth, replaced by `value`, dropped or appended."""
     if isinstance(node, dict) and node and draw.random() < 0.9:
         key = draw.choice(list(node))
         return {**node, key: replaced(draw, node[key], value)}
@@ -346,7 +347,7 @@ CRAFTED = {
 
 @pytest.mark.parametrize("name", CRAFTED)
 def test_a_crafted_file_is_refused(name, whole):
-    """A file made to mislead is refused with load's own error, before memory is requested."""
+    """A misleading file raises load's own error before memory is requested."""
     assert refused(whole[0], CRAFTED[name])
 
 
@@ -364,7 +365,7 @@ class Runs:
     "around", [lambda x: x, lambda x: {"format": "funcrec checkpoint 1", "tree": x, "tensors": []}]
 )
 def test_a_pickle_is_not_run(around, tmp_path):
-    """torch.save's files are refused as another program's, and no code in them runs."""
+    """load refuses files of torch.save as files of another program. No code in these files runs."""
     torch.save(around({"x": torch.ones(1)}), tmp_path / "a.pt")
     torch.save(around(Runs(str(tmp_path / "ran"))), tmp_path / "b.pt")
     for name in ("a.pt", "b.pt"):
@@ -374,7 +375,7 @@ def test_a_pickle_is_not_run(around, tmp_path):
 
 
 def test_a_device_that_is_not_here_is_told(tmp_path):
-    """A wrong device raises and suggests one to use instead."""
+    """A wrong device raises and suggests a device to use in its place."""
     path = fr.save(tmp_path / "a.pt", torch.ones(1))
     with pytest.raises(TypeError, match="`device` is not a device"):
         fr.load(path, device=3.5)
@@ -385,7 +386,8 @@ def test_a_device_that_is_not_here_is_told(tmp_path):
 
 
 def test_a_link_is_followed(tmp_path):
-    """Saving to a symbolic link writes the file that it points to, which may not exist yet, and leaves the link."""
+    """A save to a symbolic link writes the file to which the link points, even if the file does not exist yet. The link
+    stays."""
     (tmp_path / "there").mkdir()
     link = tmp_path / "latest.pt"
     link.symlink_to(tmp_path / "there" / "state.pt")
@@ -396,9 +398,9 @@ def test_a_link_is_followed(tmp_path):
 
 
 def test_keep_removes_its_own_checkpoints_only(tmp_path):
-    """A user's file named like a checkpoint stays; checkpoints of lower steps are removed. `step` alone is refused."""
+    """A user's file named like a checkpoint stays. Checkpoints of lower steps are removed. `step` alone raises."""
     (tmp_path / "step-0000000001").write_text("a user's")
-    (tmp_path / "step-0000000002").mkdir()  # left by a killed save
+    (tmp_path / "step-0000000002").mkdir()  # a killed save leaves this folder
     (tmp_path / "step-0000000002" / f".rank-0-of-2-{'0' * 16}.funcrec.tmp").touch()
     for step in (10, 20, 5):
         fr.save(tmp_path, {"step": step}, keep=2, step=step)
@@ -409,8 +411,8 @@ def test_keep_removes_its_own_checkpoints_only(tmp_path):
 
 
 def test_a_disk_that_may_not_be_written_to_is_told(tmp_path, monkeypatch):
-    """A folder's save on a read-only disk raises its OSError in four parts, even if temporary files cannot be
-    removed."""
+    """On a read-only disk, a save to a folder raises the disk's OSError in four parts, even if temporary files cannot
+    be removed."""
     opened, mesh = os.open, fr.Mesh.emulated(model=2)
     path = fr.save(tmp_path / "c", {"a": torch.ones(2)}, mesh=mesh)
 

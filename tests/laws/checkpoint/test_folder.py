@@ -1,4 +1,4 @@
-"""Folders of checkpoints: a CRC covers every byte of every file, and loading any other folder says what it is."""
+"""Folders of checkpoints. A CRC covers every byte of every file. A load of any other folder says what the folder is."""
 
 import random
 
@@ -20,14 +20,14 @@ def a_state():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Save a folder of two ranks' files, and one in which a rank had nothing to write."""
+    """Return a checkpoint folder of two ranks. Next to it is a folder in which a rank had no tensor to write."""
     path = fr.save(tmp_path / "state", {"state": a_state(), "epoch": 3})
     fr.save(tmp_path / "one", {"w": torch.ones(3)}, mesh=MESH)
     return path
 
 
 def refusal(call):
-    """Return load's own error text."""
+    """Return the text of load's own error."""
     with pytest.raises(ValueError, match=r"^funcrec\.load: ") as told:
         call()
     assert all(f"\n  {word} " in str(told.value) for word in ("got", "need", "try"))
@@ -59,7 +59,7 @@ def test_every_flipped_bit_of_a_folder_is_refused(which, how, folder):
 
 
 def test_a_file_of_no_tensor_is_missed(folder):
-    """A rank's file without tensors belongs to the checkpoint: load reports it when it is missing."""
+    """A rank's file without tensors belongs to the checkpoint. load reports the file when it is missing."""
     path = folder.parent / "one"
     (empty,) = [p for p in path.iterdir() if p.name.startswith("rank-1")]
     empty.unlink()
@@ -67,8 +67,8 @@ def test_a_file_of_no_tensor_is_missed(folder):
 
 
 def test_a_folder_that_is_no_checkpoint_says_what_it_is(tmp_path, folder):
-    """Loading a folder of checkpoints, a folder without its manifest, or any other folder raises. The error says
-    what the folder is and what to write."""
+    """A load of a folder of checkpoints, of a folder without its manifest, or of any other folder raises. The error
+    says what the folder is and what to write."""
     kept = tmp_path / "kept"
     for step in (1, 2):
         fr.save(kept, {"epoch": step}, step=step, keep=2)
@@ -86,5 +86,5 @@ def test_a_folder_that_is_no_checkpoint_says_what_it_is(tmp_path, folder):
 
 
 def test_the_manifest_alone_is_no_checkpoint(folder):
-    """Loading a folder's manifest raises and names the folder, which is the checkpoint."""
+    """A load of a folder's manifest raises and names the folder, which is the checkpoint."""
     assert f"fr.load({str(folder)!r})" in refusal(lambda: fr.load(folder / "manifest"))

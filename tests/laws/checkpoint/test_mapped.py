@@ -25,7 +25,7 @@ def sharded(plan):
 
 
 def is_mapped(x, path):
-    """Say whether x lies in a mapping of the file."""
+    """Return whether x lies in a mapping of the file."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, last = (int(n, 16) for n in line.split()[0].split("-"))
         if first <= x.data_ptr() < last:
@@ -34,8 +34,8 @@ def is_mapped(x, path):
 
 
 def test_a_mapped_tree_is_the_tree(tmp_path):
-    """load(mmap=True) gives the bits of load. Writing to a tensor changes neither the file nor another load, and
-    tensors stay valid when the file is replaced or removed."""
+    """load(mmap=True) gives the bits of load. A write to a tensor changes neither the file nor another load. Tensors
+    stay valid when the file is replaced or removed."""
     path = fr.save(tmp_path / "a.pt", tree())
     before, found = path.read_bytes(), fr.load(path, mmap=True)
     assert_trees_close(found, tree())
@@ -52,7 +52,8 @@ def test_a_mapped_tree_is_the_tree(tmp_path):
 
 @pytest.mark.parametrize("plan", [fr.table_wise("x", rank=1), fr.row_wise("x"), fr.column_wise("x")])
 def test_a_folder_is_mapped_where_a_table_lies_in_one_run(plan, tmp_path, monkeypatch):
-    """From ranks' files, a table of one rank is mapped, in any number of blocks; a table cut over ranks is read."""
+    """From the files of ranks, a table of one rank is mapped, in any number of blocks. A table cut over ranks is
+    read."""
     monkeypatch.setattr(_folder, "BLOCK_BYTES", 20_000)
     state, own = sharded(fr.Plan({"a": plan}))
     path = fr.save(tmp_path / "a", own)
@@ -75,7 +76,7 @@ def test_a_damaged_file_is_not_mapped(tmp_path):
 
 
 def test_a_mapped_state_is_donated(tmp_path):
-    """A donated step of a mapped state equals that of a state that was read, and does not change the file."""
+    """A donated step of a mapped state equals that of a state that was read. The step does not change the file."""
     tables = {"t": torch.ones(8, 2)}
     step = fr.train_step(
         lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("k", table="t")]).values.sum() * p.dense["w"],

@@ -1,4 +1,4 @@
-"""Checkpoints and pickles refer to classes by public names, whatever file defines them."""
+"""Checkpoints and pickles refer to classes by public names, whatever file defines the classes."""
 
 import importlib
 import inspect
@@ -18,7 +18,7 @@ PUBLIC = [(face, n, v) for face in FACES for n, v in vars(face).items() if inspe
 
 
 def values():
-    """Make one of every value that can be saved."""
+    """Return one value of every kind that can be saved."""
     tables = (fr.TableConfig("item", 7, 3), fr.TableConfig("user", 4, 2, dtype=torch.bfloat16))
     features = (fr.FeatureConfig("clicked", table="item"), fr.FeatureConfig("who", table="user"))
     ids = fr.KeyedJaggedTensor.from_lists(
@@ -64,7 +64,7 @@ def test_names_in_checkpoints_are_one_class_each():
 
 @pytest.mark.parametrize(("face", "name", "value"), PUBLIC, ids=[f"{f.__name__}.{n}" for f, n, _ in PUBLIC])
 def test_a_public_class_is_called_where_it_is_found(face, name, value):
-    """A public class's module is the public module that exports it, and it pickles under that name."""
+    """The module of a public class is the public module that exports the class. The class pickles under that name."""
     assert (value.__module__, value.__qualname__) == (face.__name__, name)
     assert value.__module__.encode() in pickle.dumps(value)
     assert pickle.loads(pickle.dumps(value)) is value

@@ -1,4 +1,4 @@
-"""save_safetensors writes the safetensors library's files, byte for byte."""
+"""save_safetensors writes the files of the safetensors library, byte for byte."""
 
 import os
 import sys
@@ -23,8 +23,8 @@ def tensors():
 
 @pytest.mark.parametrize("metadata", [None, {"step": "12"}])
 def test_a_file_is_that_of_the_formats_own_library(metadata, tmp_path):
-    """save_safetensors writes safetensors' bytes for every dtype, shape and stride. Each library reads the other's
-    file to the bit, mapped or not."""
+    """save_safetensors writes the bytes of safetensors for every dtype, shape and stride. Each library reads the file
+    of the other library to the bit, mapped or not."""
     want = tensors()
     path = fr.save_safetensors(tmp_path / "ours", want, metadata=metadata)
     save_file({n: x.contiguous() for n, x in want.items()}, tmp_path / "theirs", metadata=metadata)
@@ -38,7 +38,7 @@ def test_a_file_is_that_of_the_formats_own_library(metadata, tmp_path):
 
 
 def test_a_mapped_tensor_is_this_processs(tmp_path):
-    """A write to a loaded tensor changes neither the file nor another load; a tensor stays valid after the file is
+    """A write to a loaded tensor changes neither the file nor another load. A tensor stays valid after the file is
     removed."""
     path = fr.save_safetensors(tmp_path / "a", {"w": torch.ones(3000)})
     before = path.read_bytes()
@@ -61,7 +61,7 @@ def test_sharded_tables_are_written_whole(kind, tmp_path):
 
 
 def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
-    """A write that fails leaves the old file and no other."""
+    """A write that fails leaves the old file and no other file."""
     path = fr.save_safetensors(tmp_path / "a", {"w": torch.ones(3)})
     before = path.read_bytes()
 
@@ -76,7 +76,7 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("cut", [0, 7, 30, -1])
 def test_a_file_that_is_cut_off_is_refused(cut, tmp_path):
-    """A file without its end, or with bytes after it, is a ValueError that names the file."""
+    """A file without its end, or with bytes after its end, raises a ValueError that names the file."""
     path = fr.save_safetensors(tmp_path / "a", {"w": torch.ones(3)})
     content = path.read_bytes()
     for damaged in (content[:cut], content + b"1"):
@@ -86,7 +86,7 @@ def test_a_file_that_is_cut_off_is_refused(cut, tmp_path):
 
 
 def test_without_the_package_it_is_named(tmp_path, monkeypatch):
-    """Without safetensors, a file is still written, and reading says what to install."""
+    """Without safetensors, a file is still written. A read raises and says what to install."""
     monkeypatch.setitem(sys.modules, "safetensors", None)
     path = fr.save_safetensors(tmp_path / "a", {"w": torch.ones(3)})
     with pytest.raises(ModuleNotFoundError, match=r"funcrec\[safetensors\]"):

@@ -33,7 +33,7 @@ def donated():
 
 
 def shadowed():
-    """Make a value of a class whose name another class has taken."""
+    """Return a value of a class whose name another class has taken."""
 
     def make():
         @fr.pytree
@@ -59,7 +59,7 @@ def deep(depth):
     return node
 
 
-REFUSED = {  # a function that makes what cannot be saved, and a part of the error
+REFUSED = {  # a function that returns a value that cannot be saved, and a part of the error
     "numpy integer": (lambda: np.int64(3), "x.item()"),
     "numpy float": (lambda: np.float64(3), "x.item()"),
     "numpy array": (lambda: np.ones(2), "torch.from_numpy"),
@@ -106,7 +106,7 @@ REFUSED = {  # a function that makes what cannot be saved, and a part of the err
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_not_come_back_is_refused_at_save(name, tmp_path):
-    """A leaf or key that load could not return raises TypeError with its path, and nothing is written."""
+    """A leaf or key that load could not return raises TypeError with its path. No file is written."""
     make, fragment = REFUSED[name]
     with pytest.raises(TypeError) as error:
         fr.save(tmp_path / "a.pt", {"good": 1, "bad": make()})
@@ -140,7 +140,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_no_file_is_part_of_a_transform(name, tmp_path):
-    """save and load inside vmap, grad and jvp are refused: they would write or read a transform's tensors."""
+    """save and load raise inside vmap, grad and jvp, where they would write or read the tensors of a transform."""
     path, told = fr.save(tmp_path / "a.pt", torch.arange(3)), []
 
     def f(x):
@@ -156,7 +156,7 @@ def test_no_file_is_part_of_a_transform(name, tmp_path):
 
 
 def test_a_tensor_with_a_tangent_is_refused(tmp_path):
-    """A tensor with a forward tangent is refused, because the tangent would be lost."""
+    """A tensor with a forward tangent raises, because the tangent would be lost."""
     with forward_ad.dual_level():
         with pytest.raises(TypeError, match="of which a derivative is wanted"):
             fr.save(tmp_path / "a.pt", forward_ad.make_dual(torch.ones(2), torch.ones(2)))
@@ -249,8 +249,8 @@ def trees(leaves):
 @settings(max_examples=300)
 @given(tree=trees(plain | tensors()))
 def test_what_save_accepts_load_returns(tree, tmp_path_factory):
-    """Over generated trees, load(save(x)) is x in types, keys, order, dtypes, shapes, bits and static fields, in its
-    own memory."""
+    """Over generated trees, load(save(x)) is x in types, keys, order, dtypes, shapes, bits and static fields. The
+    loaded tree has its own memory."""
     path = fr.save(tmp_path_factory.getbasetemp() / "tree.pt", tree)
     found = fr.load(path)
     assert_same(found, tree)
@@ -263,8 +263,8 @@ def test_what_save_accepts_load_returns(tree, tmp_path_factory):
 @settings(max_examples=300)
 @given(tree=trees(plain | tensors() | bad))
 def test_a_tree_is_saved_whole_or_refused(tree, tmp_path_factory):
-    """Over generated trees with leaves of every kind, the tree loads unchanged, or save names the paths that cannot
-    be saved."""
+    """Over generated trees with leaves of every kind, the tree loads unchanged, or save names the paths that cannot be
+    saved."""
     path = tmp_path_factory.getbasetemp() / "tree.pt"
     try:
         fr.save(path, tree)
@@ -275,6 +275,6 @@ def test_a_tree_is_saved_whole_or_refused(tree, tmp_path_factory):
 
 
 def test_depth_within_the_limit_comes_back(tmp_path):
-    """Values 100 deep are saved and loaded."""
+    """Trees 100 levels deep are saved and loaded."""
     tree = deep(100)
     assert fr.load(fr.save(tmp_path / "a.pt", tree)) == tree

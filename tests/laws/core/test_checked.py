@@ -90,7 +90,7 @@ BAD = {
 
 @pytest.mark.parametrize("call, fragment", BAD.values(), ids=BAD.keys())
 def test_bad_values_are_named(call, fragment):
-    """CheckError names feature, bag and id, or the gradient that is not finite; it is a ValueError."""
+    """CheckError names feature, bag and id, or the gradient that is not finite. CheckError is a ValueError."""
     with pytest.raises(fr.CheckError, match=fragment) as error:
         call()
     assert isinstance(error.value, ValueError)

@@ -1,5 +1,6 @@
-"""Declarations that relate several arguments: dimensions with one letter are equal, and an argument may require
-another."""
+"""Declarations that relate several arguments.
+
+Dimensions with one letter are equal, and an argument may require another argument."""
 
 from typing import Annotated
 
@@ -45,7 +46,7 @@ def test_dimensions_of_one_letter_are_of_one_size(b, d, other_b, other_d, order)
 
 
 def test_what_is_left_out_has_no_size():
-    """None and a default have no sizes; the other arguments must still match."""
+    """None and a default have no sizes. All other arguments must still match."""
     x = torch.ones(2, 3)
     assert product(x).tolist() == product(x, None, torch.zeros(2)).tolist() == [3, 3]
     with pytest.raises(ValueError, match="`bias` does not match `x`"):
@@ -53,7 +54,7 @@ def test_what_is_left_out_has_no_size():
 
 
 def test_members_of_a_vmap_have_the_sizes_of_a_member():
-    """Under vmap, the letters are one member's sizes."""
+    """Under vmap, the letters are the sizes of one member."""
     x, w = torch.ones(5, 2, 3), torch.ones(5, 3)
     assert torch.func.vmap(product)(x, w).shape == (5, 2)
     assert torch.func.vmap(product, in_dims=(0, None))(x, torch.ones(3)).shape == (5, 2)
@@ -63,7 +64,8 @@ def test_members_of_a_vmap_have_the_sizes_of_a_member():
 
 @pytest.mark.parametrize("how, name", [({"keep": 2}, "keep"), ({"late": True}, "late")])
 def test_what_needs_another_argument_has_it(how, name):
-    """An argument that requires another is refused without it; None and its default require nothing."""
+    """An argument that requires another argument raises without that argument. None and its default require no other
+    argument."""
     x = torch.ones(2, 3)
     with pytest.raises(ValueError, match=f"(?s)`{name}` needs `path`.*need  `path` too, or no `{name}`.*try   path="):
         product(x, **how)
@@ -72,7 +74,7 @@ def test_what_needs_another_argument_has_it(how, name):
 
 
 def test_a_range_of_a_range_is_both():
-    """An alias of an alias checks both ranges, and elements keep their own messages."""
+    """An alias of an alias checks both ranges. Elements keep their own messages."""
 
     @typed
     def area(sizes: Pair) -> int:
@@ -100,7 +102,7 @@ def test_an_error_of_the_body_keeps_its_cause():
 
 
 def test_a_letter_that_stands_twice_in_a_form_is_one_size():
-    """A letter that occurs twice in a form means equal sizes: a square matrix."""
+    """A letter that occurs twice in a form means equal sizes. The form is then a square matrix."""
 
     @typed
     def trace(x: Annotated[Tensor, Form("f[D, D]")]) -> Tensor:

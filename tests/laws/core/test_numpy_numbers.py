@@ -1,4 +1,5 @@
-"""numpy's numbers, as pandas and numpy return them, are accepted like Python's, and stored as Python's."""
+"""Numbers of numpy, as pandas and numpy return them, are accepted like Python's numbers, and stored as Python's
+numbers."""
 
 import numpy as np
 import pytest
@@ -39,7 +40,8 @@ CALLS = {  # (integer, float) -> a value or static data
 
 @pytest.mark.parametrize("name", CALLS)
 def test_numbers_of_numpy_are_taken_for_python_s(name):
-    """A call gives the same result for numpy's integers and floats as for Python's; no leaf is a numpy number."""
+    """A call gives the same result for integers and floats of numpy as for those of Python. No leaf is a number of
+    numpy."""
     got, want = CALLS[name](np.int64, np.float32), CALLS[name](int, float)
     assert_trees_close(got, want)
     assert not any(isinstance(x, np.generic) for x in tree_leaves(got))

@@ -27,7 +27,7 @@ VALUES = {
 @pytest.mark.parametrize("name", VALUES)
 @given(data=st.data())
 def test_flatten_round_trip(name, data):
-    """unflatten(flatten(x)) == x in torch's registry and in optree's."""
+    """unflatten(flatten(x)) == x in the registry of torch and in that of optree."""
     x = data.draw(VALUES[name])
     leaves, spec = torch_tree.tree_flatten(x)
     assert_trees_close(torch_tree.tree_unflatten(leaves, spec), x)
@@ -39,14 +39,15 @@ def test_flatten_round_trip(name, data):
 @pytest.mark.parametrize("name", VALUES)
 @given(data=st.data())
 def test_both_registries_have_the_same_leaves(name, data):
-    """The two registries hold the same tensors; only the order of dict keys may differ."""
+    """The two registries hold the same tensors. Only the order of dict keys may differ."""
     x = data.draw(VALUES[name])
     torchs, optrees = torch_tree.tree_leaves(x), optree.tree_leaves(x, namespace=_tree.NAMESPACE)
     assert sorted(map(id, torchs)) == sorted(map(id, optrees))
 
 
 def test_a_none_in_an_optional_field_is_structure():
-    """A field that is None is no leaf and needs no vmap in_dim; with and without it, the structures differ."""
+    """A field that is None is no leaf and needs no in_dim of vmap. With and without the field, the structures
+    differ."""
     bare = fr.JaggedTensor(torch.zeros(2), torch.tensor([0, 2]))
     full = fr.JaggedTensor(torch.zeros(2), torch.tensor([0, 2]), torch.ones(2))
     assert len(_tree.tree_leaves(bare)) == 2 and len(_tree.tree_leaves(full)) == 3
@@ -55,7 +56,7 @@ def test_a_none_in_an_optional_field_is_structure():
 
 
 def test_static_fields_are_structure():
-    """Values with different keys, dims or strides have different structures; equal structures hash alike."""
+    """Values with different keys, dims or strides have different structures. Equal structures have equal hashes."""
     specs = [
         _tree.tree_structure(fr.KeyedTensor(torch.zeros(1, 2), keys, dims))
         for keys, dims in [(("a",), (2,)), (("b",), (2,)), (("a", "b"), (1, 1)), (("a",), (2,))]
@@ -66,7 +67,7 @@ def test_static_fields_are_structure():
 
 @given(frs.keyed_tensors(num_rows=3, dtypes=(torch.float32,)))
 def test_vmap_maps_over_dataclasses(x):
-    """vmap over a value maps over its leaves; in_dims may be a prefix, or a value of the same form."""
+    """vmap over a value maps over the value's leaves. in_dims may be a prefix, or a value of the same form."""
     want = x.values.sum(1)
     assert_trees_close(torch.func.vmap(lambda k: k.values.sum())(x), want)
     assert_trees_close(torch.func.vmap(lambda k, y: k.values.sum() + y, in_dims=(0, None))(x, torch.tensor(0.0)), want)
@@ -75,7 +76,7 @@ def test_vmap_maps_over_dataclasses(x):
 
 
 def test_vmap_returns_dataclasses():
-    """A mapped function may return values; their leaves get the mapped dimension."""
+    """A mapped function may return values. The leaves of the values get the mapped dimension."""
     out = torch.func.vmap(lambda w: fr.Params({"t": w}, {"n": w.sum()}))(torch.ones(3, 2, 2))
     assert out.tables["t"].shape == (3, 2, 2) and out.dense["n"].shape == (3,)
 

@@ -14,7 +14,7 @@ N = 20_000
 
 
 def splitmix(state, count):
-    """SplitMix64 in Python's integers: Steele, Lea, Flood (2014), fig. 17."""
+    """Return numbers of SplitMix64 in Python's integers: Steele, Lea, Flood (2014), fig. 17."""
     out = []
     for _ in range(count):
         state = (state + 0x9E3779B97F4A7C15) % 2**64
@@ -37,7 +37,7 @@ def test_bits_are_splitmix64(seed, count):
 
 @given(SEEDS, SEEDS)
 def test_fold_in_takes_any_integer(seed, data):
-    """fold_in(key, n) is defined for every i64 and u64 n, int or tensor alike, and differs between neighbours."""
+    """fold_in(key, n) is defined for every i64 and u64 n, both int and tensor. Neighbouring n give different keys."""
     k = fr.key(seed)
     assert fr.fold_in(k, data) != fr.fold_in(k, data + 1)
     if -(2**63) <= data < 2**63:
@@ -57,7 +57,7 @@ def test_values_are_pinned():
 
 @given(SEEDS, st.integers(0, 40), st.integers(0, 40))
 def test_start_skips(seed, start, count):
-    """draw(shape, start=s) == draw(s + count)[s:], bit for bit: any block of a table can be drawn alone."""
+    """draw(shape, start=s) == draw(s + count)[s:], bit for bit. Any block of a table can therefore be drawn alone."""
     k = fr.key(seed)
     for draw in (random.bits, random.uniform, random.normal):
         assert_trees_close(draw(k, (count,), start=start), draw(k, (start + count,))[start:])
@@ -65,7 +65,7 @@ def test_start_skips(seed, start, count):
 
 @given(SEEDS, st.integers(2, 50))
 def test_split_keys_are_distinct(seed, num):
-    """split gives `num` keys, distinct from each other, from the parent and from its bits."""
+    """split gives `num` keys, which differ from each other, from the parent and from the parent's bits."""
     k = fr.key(seed)
     keys = [*fr.split(k, num).tolist(), k.item(), *random.bits(k, (num,)).tolist()]
     assert len(set(keys)) == 2 * num + 1
@@ -91,7 +91,7 @@ def test_uniform_is_uniform(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_uniform_of_few_digits_stays_inside(dtype):
-    """uniform in a 16-bit dtype lies in [0, 1): it is not infinite and not rounded up to 1."""
+    """uniform in a 16-bit dtype lies in [0, 1). It is not infinite and not rounded up to 1."""
     x = random.uniform(fr.key(3), (N,), dtype=dtype)
     assert x.dtype == dtype and bool((x >= 0).all()) and bool((x < 1).all())
 
@@ -114,7 +114,7 @@ def test_normal_is_finite_at_its_ends(monkeypatch):
 
 
 def test_keys_map():
-    """vmap over keys gives each key's numbers."""
+    """vmap over keys gives the numbers of each key."""
     keys = fr.split(fr.key(6), 3)
     got = torch.func.vmap(lambda k: random.uniform(fr.fold_in(k, 2), (4,)))(keys)
     assert_trees_close(got, torch.stack([random.uniform(fr.fold_in(k, 2), (4,)) for k in keys]))

@@ -13,8 +13,8 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=3), st.sampled_from(DTYPES)), max_size=5))
 def test_a_tree_is_its_buffers(forms):
-    """A buffer is torch's vector of the leaves with its dtype, in order. unravel returns the leaves, or stacked
-    leaves from stacked buffers."""
+    """A buffer is torch's vector of the leaves with the buffer's dtype, in order. unravel returns the leaves, or
+    stacked leaves from stacked buffers."""
     made = [torch.randint(-9, 9, shape).to(dtype) for shape, dtype in forms]
     tree = {"a": made[:2], "b": tuple(made[2:])}
     buffers, unravel = ravel(tree)
@@ -28,8 +28,8 @@ def test_a_tree_is_its_buffers(forms):
 
 @given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=2), min_size=1, max_size=4), st.integers(1, 4))
 def test_what_leads_is_kept(shapes, n):
-    """Leaves [n, ...] are joined behind their first dimension. unravel returns them without it if it was summed
-    over."""
+    """Leaves [n, ...] are joined after their first dimension. unravel returns the leaves without that dimension if it
+    was summed over."""
     leaves = [torch.randn(n, *shape, dtype=torch.float64) for shape in shapes]
     (buffer,), unravel = ravel(leaves, lead=1)
     assert buffer.shape == (n, sum(x[0].numel() for x in leaves))
@@ -39,7 +39,7 @@ def test_what_leads_is_kept(shapes, n):
 
 @given(st.integers(1, 20), st.integers(1, 6))
 def test_parts_are_equal_and_all(size, n):
-    """in_parts cuts a tensor into n equal parts: all elements in order, then as few zeros as possible."""
+    """in_parts cuts a tensor into n equal parts. They have all elements in order, then as few zeros as possible."""
     parts = in_parts(torch.arange(1, size + 1), n)
     assert parts.shape == (n, -(-size // n))
     assert parts.flatten().tolist() == [*range(1, size + 1), *[0] * (parts.numel() - size)]

@@ -35,13 +35,14 @@ INSIDE = {
 }
 
 
-# torch cannot nest these two
+# torch cannot nest this pair of transforms
 NESTED = [(o, i) for o in FOLLOWED for i in INSIDE if (o, i) != ("dual", "jvp")]
 
 
 @pytest.mark.parametrize(("outer", "inner"), NESTED)
 def test_a_followed_tensor_is_tracked_at_every_depth(outer, inner):
-    """A tensor that an outer transform tracks is tracked inside an inner one, and so are values computed from it."""
+    """A tensor that an outer transform tracks is tracked inside an inner transform. So are values computed from the
+    tensor."""
     seen = []
     FOLLOWED[outer](
         lambda x: INSIDE[inner](lambda y: seen.extend([is_tracked(x), is_tracked(x * y), is_tracked(x * 2)]))
@@ -65,7 +66,7 @@ def test_constants_are_not_tracked(outer):
 
 
 def test_a_tree_is_tracked_by_any_leaf():
-    """One tracked leaf makes a tree tracked; leaves that are no tensors do not count."""
+    """One tracked leaf makes a tree tracked. Leaves that are no tensors do not count."""
     assert has_tracked({"a": [ONES, 1.0, "x"]}, ONES.clone().requires_grad_())
     assert not has_tracked({"a": [ONES, 1.0, "x", None]})
 
@@ -83,8 +84,8 @@ class Learned:
 
 
 def test_what_a_function_reads_is_found():
-    """reading finds the tensors that a function reads besides its arguments: in a dict, an object, a partial and a
-    closure."""
+    """reading finds the tensors that a function reads in addition to its arguments: in a dict, an object, a partial and
+    a closure."""
     weights = {"w": torch.ones(2), "list": [torch.zeros(2)]}
     for f in (lambda x: scaled(weights, x), functools.partial(scaled, weights), Learned(weights)):
         out, found = reading(f, ONES)
@@ -95,8 +96,8 @@ def test_what_a_function_reads_is_found():
 
 
 def test_two_runs_are_told_apart():
-    """Two runs of a function are the same if their operations, numbers and tensors are. The tensors' shapes count,
-    their values do not."""
+    """Two runs of a function are the same if their operations, numbers and tensors are the same. The shapes of tensors
+    count, and the values of tensors do not."""
     a, b = torch.ones(2), torch.ones(2)
     held = {"n": 1.0, "w": a, "array": np.ones(2), "flip": False}
     ends = lambda x, z: x - z if held["flip"] else z - x

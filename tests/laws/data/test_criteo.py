@@ -19,7 +19,7 @@ NUM = 57
 
 
 def lines():
-    """Make rows (label, 13 integers or None, 26 numbers or None) and their text."""
+    """Return rows (label, 13 integers or None, 26 numbers or None) and the text of the rows."""
     rng = np.random.default_rng(0)
     maybe = lambda x: None if rng.random() < 0.3 else int(x)
     rows = [
@@ -64,7 +64,7 @@ def test_tsv_is_the_file(tsv, size, block, monkeypatch):
 
 
 def test_tsv_options(tsv, tmp_path):
-    """skip and drop_last leave out batches, keys have the caller's names, .gz is read, and hex digits may be
+    """skip and drop_last leave out batches. Keys have the caller's names. A .gz file is read. Hex digits may be
     capitals."""
     whole = list(criteo_tsv(tsv, 10))
     assert_trees_close(list(criteo_tsv(tsv, 10, skip=3)), whole[3:], rtol=0, atol=0)
@@ -100,8 +100,8 @@ def test_tsv_nothing_missing(tmp_path):
 
 @pytest.mark.parametrize("place", range(8))
 def test_hexadecimal_digits_are_those_of_python(place):
-    """hexadecimal accepts eight characters exactly where Python does, with the same number: every byte at every
-    position."""
+    """hexadecimal accepts eight characters exactly where Python does, with the same number. The law covers every byte
+    at every position."""
     text = np.frombuffer(b"09afAF5c" * 256, np.uint8).reshape(256, 8).copy()
     text[:, place] = np.arange(256)
     numbers, is_hex = hexadecimal(text.reshape(-1).view("<u8"))
@@ -117,7 +117,7 @@ def test_tsv_static_shapes(tsv):
 
 
 def test_transforms():
-    """log1 is log(x + 1), with negative numbers read as 0; log3 is log(x + 3), with numbers below -2 read as -2."""
+    """log1 is log(x + 1), with negative numbers read as 0. log3 is log(x + 3), with numbers below -2 read as -2."""
     x = torch.tensor([-5.0, -2.0, 0.0, 7.0])
     logs = lambda *numbers: torch.tensor([math.log(n) for n in numbers])
     torch.testing.assert_close(transform_dense(x, "log1"), logs(1, 1, 1, 8))
@@ -140,7 +140,7 @@ def npy(tmp_path):
 
 
 def test_npy_is_the_arrays(npy):
-    """Shuffled batches of the arrays contain the arrays' rows."""
+    """Shuffled batches of the arrays contain the rows of the arrays."""
     arrays, paths = npy
     data = criteo_npy(*paths)
     rows = {tuple(d): (s, y) for d, s, y in zip(*(x.tolist() for x in arrays.values()), strict=True)}
@@ -198,7 +198,7 @@ def test_parquet_options(table):
 
 
 def test_fixed_size_lists(tmp_path):
-    """Lists of a fixed size are bags too."""
+    """Lists of a fixed size are also bags."""
     ids = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(range(6)), 3)
     path = tmp_path / "x.parquet"
     parquet.write_table(pyarrow.table({"label": [0.0, 1.0], "cat_0": ids}), path)

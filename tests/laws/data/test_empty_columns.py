@@ -1,5 +1,6 @@
-"""Columns without values, users without known items, and encodings that were cast are handled as documented, or
-refused."""
+"""Columns without values, users without known items, and encodings that were cast.
+
+Each of these is handled as documented, or raises."""
 
 import pyarrow as pa
 import pytest
@@ -48,7 +49,7 @@ def test_lists_that_are_all_missing_are_empty_bags(nothing, encoder):
 
 @each_nothing
 def test_weights_of_lists_that_are_all_missing(nothing):
-    """The weights of lists may all be missing, too, for examples and for an encoding."""
+    """For examples and for an encoding, the weights of all lists may also be missing."""
     schema = Schema(multivalued=("h",), weights={"h": "w"})
     encoding = fit_encoding({"h": [["a"]], "w": [[0.5]]}, schema)
     column = NOTHING[nothing](2)
@@ -68,7 +69,8 @@ def test_ids_that_are_all_missing_are_unknown(nothing, encoder):
 
 @each_nothing
 def test_ids_that_are_all_missing_where_none_may_be(nothing):
-    """`identity` and `examples` have no id for a missing value, and say so; with `missing` they have one."""
+    """`identity` and `examples` have no id for a missing value, and the error says so. With `missing` they have an
+    id."""
     schema, table = Schema(categorical=("item",)), {"item": NOTHING[nothing](2)}
     encoding = fit_encoding({"item": [1, 2]}, schema, {"item": identity(5)})
     for call in (lambda: encode(encoding, table), lambda: examples(table, schema)):
@@ -79,7 +81,7 @@ def test_ids_that_are_all_missing_where_none_may_be(nothing):
 
 @each_nothing
 def test_a_chunk_of_nothing_teaches_what_its_rows_do(nothing):
-    """The same rows in any chunks give the same encoding, also if lists or ids are all missing in one chunk."""
+    """The same rows in any chunks give the same encoding, even if lists or ids are all missing in one chunk."""
     schema = Schema(categorical=("item",), multivalued=("h",))
     rows = {"item": ["a", "b", None, None], "h": [["x"], ["y", "y"], None, None]}
     nothing = NOTHING[nothing](2)
@@ -91,7 +93,7 @@ def test_a_chunk_of_nothing_teaches_what_its_rows_do(nothing):
 
 
 def test_numbers_are_no_ids_though_some_are_missing():
-    """A column of floats with some missing values is refused as ids if it holds one number."""
+    """A column of floats with some missing values raises as ids if it holds one number."""
     encoding = fit_encoding({"item": ["a"], "h": [["a"]]}, Schema(categorical=("item",), multivalued=("h",)))
     for table in ({"item": ["a", "a"], "h": [NAN, 1.0]}, {"item": [None, 1.0], "h": [None, None]}):
         with pytest.raises(TypeError, match=r"column `(h|item)`"):
@@ -100,7 +102,7 @@ def test_numbers_are_no_ids_though_some_are_missing():
 
 @pytest.mark.parametrize("by", ["uniform", "popularity"])
 def test_negatives_of_a_user_beyond_the_bags(by):
-    """For a user without a bag, known items are unknown: the call raises, and returns -1 where it is traced."""
+    """For a user without a bag, known items are unknown. The call raises, and returns -1 if the call is traced."""
     known = known_items(torch.tensor([0, 1]), torch.tensor([0, 1]))
     counts = torch.arange(1, 6)
     draw = uniform_negatives(5, known=known) if by == "uniform" else popularity_negatives(counts, known=known)
@@ -118,7 +120,7 @@ def test_negatives_of_a_user_beyond_the_bags(by):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_encoding_that_was_cast_is_refused(dtype):
-    """State learned from numbers is applied in f64; an encoding that was cast to another dtype is refused."""
+    """State learned from numbers is applied in f64. An encoding that was cast to another dtype raises."""
     schema = Schema(categorical=("age",), dense=("x",))
     rows = {"age": [1.0, 9.0, 5.0], "x": [1000003.0, 1000009.0, 1000006.0]}
     encoding = fit_encoding(rows, schema, {"age": bucketize(num_quantiles=2)})
@@ -132,8 +134,8 @@ def test_an_encoding_that_was_cast_is_refused(dtype):
 
 
 def test_a_label_is_no_weight_of_ids():
-    """A schema whose label is a weight of ids is refused, because the model sees those weights; the label may be an
-    example's weight."""
+    """A schema whose label is a weight of ids raises, because the model sees those weights. The label may be a weight
+    of examples."""
     with pytest.raises(ValueError, match=r"`label` is among what is learnt from(.|\n)*'y'"):
         Schema(label="y", categorical=("a",), weights={"a": "y"})
     assert Schema(label="y", categorical=("a",), weight="y").labels == ("y",)

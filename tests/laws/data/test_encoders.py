@@ -1,4 +1,4 @@
-"""Encoders equal loops in Python: the same state for any chunks, and the same ids for any form of column."""
+"""Encoders equal loops in Python. Any chunks give the same state, and any form of column gives the same ids."""
 
 import bisect
 import math
@@ -26,7 +26,7 @@ same = lambda a, b: assert_trees_close(a, b, rtol=0, atol=0)
 
 
 def cut(values, kind, places):
-    """Cut the column into chunks."""
+    """Return the column cut into chunks at these places."""
     places = sorted({min(p, len(values)) for p in places})
     return [pa.array(values[a:b], kind) for a, b in pairwise([0, *places, len(values)])]
 
@@ -36,7 +36,7 @@ def cut(values, kind, places):
 )
 @given(draw=st.data(), min_count=st.integers(1, 3), max_size=st.one_of(st.none(), st.integers(1, 4)))
 def test_a_vocabulary_is_the_sorted_values(kind, elements, draw, min_count, max_size):
-    """Ids are 1 + the position among the kept values, sorted by their bytes; all other values get id 0."""
+    """Ids are 1 + the position among the kept values, sorted by their bytes. All other values get id 0."""
     seen, asked = (draw.draw(st.lists(elements, max_size=25)) for _ in range(2))
     counts = Counter(x for x in seen if x is not None)
     order = lambda x: x.encode() if isinstance(x, str) else x
@@ -99,7 +99,7 @@ def test_much_is_added_up_as_little_is(monkeypatch):
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=5), most=st.integers(20, 60))
 def test_quantiles_of_more_values_than_are_counted(cuts, most):
-    """When the exact counting is limited to few values, the edges are approximate, and still the same for any
+    """When the exact counting is limited to few values, the edges are approximate. They are still the same for any
     chunks."""
     values = np.random.default_rng(1).lognormal(size=400) * np.where(np.arange(400) % 3, 1, -1)
     with pytest.MonkeyPatch.context() as patch:
@@ -114,8 +114,8 @@ def test_quantiles_of_more_values_than_are_counted(cuts, most):
 
 @given(edges=st.lists(st.floats(-10, 10), min_size=1, max_size=5, unique=True), x=st.lists(REAL, max_size=20))
 def test_buckets_are_closed_below(edges, x):
-    """A number's bucket is 1 + the number of edges that are not above it, as in bisect; a missing number's bucket is
-    0."""
+    """A number's bucket is 1 + the number of edges that are not above the number, as in bisect. The bucket of a missing
+    number is 0."""
     edges = sorted(edges)
     state = bucketize(edges=edges).fit([])
     assert state.num_ids == len(edges) + 2
@@ -125,8 +125,8 @@ def test_buckets_are_closed_below(edges, x):
 
 
 def test_nan_is_missing():
-    """NaN is treated as null: no edge, no moment, bucket 0, and the mean when normalized. log1p leaves a missing
-    number missing."""
+    """NaN is treated as null: no edge, no moment, bucket 0, and the mean when normalized. log1p leaves a missing number
+    missing."""
     values, nulls = [1.0, math.nan, 3.0], [1.0, None, 3.0]
     for encoder in (bucketize(num_quantiles=2), normalize()):
         same(encoder.fit(np.array(values)), encoder.fit(nulls))
@@ -140,7 +140,7 @@ def test_nan_is_missing():
 
 
 def text_hash(text, seed, size):
-    """Compute the hash with Python's integers."""
+    """Return the hash of a text, computed with Python's integers."""
     wrap = lambda n: n % 2**64
 
     def mix(z):
@@ -157,7 +157,7 @@ def text_hash(text, seed, size):
 
 @given(texts=st.lists(st.text(max_size=6), max_size=12), step=st.sampled_from([1, 7, 1 << 22]))
 def test_a_hash_is_that_of_the_bytes(texts, step):
-    """A text's id follows the formula, for any number of bytes hashed at a time; an integer's id follows
+    """A text's id follows the formula, for any number of bytes hashed at a time. An integer's id follows
     `fr.hash_rows`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabularies, "HASHED_BYTES", step)
@@ -169,7 +169,7 @@ def test_a_hash_is_that_of_the_bytes(texts, step):
 
 
 def test_hashes_spread():
-    """10,000 texts that differ in a digit are spread evenly over 1,000 ids: chi-square within five deviations."""
+    """10,000 texts that differ in a digit are spread evenly over 1,000 ids, with chi-square within five deviations."""
     ids = hashed(1001).fit(["x"]).apply([f"user_{i}" for i in range(10_000)]).to_numpy()
     counts = np.bincount(ids, minlength=1001)[1:]
     assert counts.sum() == 10_000 and abs(float(((counts - 10) ** 2 / 10).sum()) - 999) < 5 * math.sqrt(2 * 999)
@@ -204,14 +204,14 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_lists_are_encoded_element_by_element(form):
-    """Lists of any layout stay lists, and missing lists stay missing; a missing element gets the unknown id."""
+    """Lists of any layout stay lists, and missing lists stay missing. A missing element gets the unknown id."""
     state = vocabulary().fit(["a", "b"])
     assert state.apply(FORMS[form]).to_pylist() == [[2, 1], [], None, [1, 0, 0], [2]]
     same(vocabulary().fit(FORMS[form]), vocabulary().fit(["b", "a", "a", None, "?", "b"]))
 
 
 def test_a_fixed_number_of_elements_stays_so():
-    """Lists of a fixed size keep that size, so a vector of numbers becomes as many dense numbers."""
+    """Lists of a fixed size keep that size. A vector of k numbers therefore becomes k dense numbers."""
     column = pa.array([[1.0, 2.0], [3.0, 6.0]], pa.list_(pa.float32(), 2))
     made = normalize().fit(column).apply(column)
     assert made.type.list_size == 2 and abs(float(np.array(made.to_pylist()).mean())) < 1e-15
@@ -219,8 +219,8 @@ def test_a_fixed_number_of_elements_stays_so():
 
 @pytest.mark.parametrize("kind", [pa.int8(), pa.int64(), pa.uint16(), pa.uint64()], ids=str)
 def test_integers_of_all_widths_are_one(kind):
-    """A vocabulary of integers reads integers of any width, signed or not; values that its own dtype cannot hold are
-    unknown."""
+    """A vocabulary of integers reads integers of any width, signed or not. Values that the vocabulary's dtype cannot
+    hold are unknown."""
     state = vocabulary().fit(pa.array([3, 1, 100], kind))
     assert state.apply(pa.array([100, 2, 1], pa.int32())).to_pylist() == [3, 0, 1]
     assert state.apply(pa.array([-1, None, 3], pa.int64())).to_pylist() == [0, 0, 2]
@@ -228,7 +228,7 @@ def test_integers_of_all_widths_are_one(kind):
 
 
 def test_unsigned_ids_keep_their_bits():
-    """Unsigned ids of 2⁶³ and above have ids of their own, in their order, and are decoded."""
+    """Unsigned ids of 2⁶³ and above have different ids, in their order, and are decoded."""
     ids = [2**64 - 1, 5, 2**63]
     state = vocabulary().fit(pa.array(ids, pa.uint64()))
     assert state.apply(pa.array(ids, pa.uint64())).to_pylist() == [3, 1, 2]
@@ -237,7 +237,7 @@ def test_unsigned_ids_keep_their_bits():
 
 
 def test_few_texts_are_found_as_many_are():
-    """Looking up few texts by bisection and many by an index gives the same ids."""
+    """A search of few texts by bisection and a search of many texts by an index give the same ids."""
     known = [f"v{i:03}" for i in range(0, 1000, 3)]
     state, asked = vocabulary().fit(known), ["", "v000", "v001", "v999", "w", None, "v500", "v501"]
     one = [state.apply(pa.array([x], pa.string())).to_pylist()[0] for x in asked]
@@ -245,7 +245,8 @@ def test_few_texts_are_found_as_many_are():
 
 
 def test_nothing_is_learned_from_nothing():
-    """A column without values teaches nothing: all values are unknown. identity and fixed edges need no values."""
+    """A column without values teaches nothing, so that all values are unknown. identity and fixed edges need no
+    values."""
     for empty in (pa.nulls(3), pa.array([None], pa.string()), pa.array([], pa.int64())):
         state = vocabulary().fit(empty)
         assert state.num_ids == 1 and state.counts.tolist() == [empty.null_count]
@@ -254,7 +255,7 @@ def test_nothing_is_learned_from_nothing():
 
 
 def test_states_come_back_from_a_file(tmp_path):
-    """A state that was saved and loaded encodes the same."""
+    """A state that was saved and loaded gives the same ids as the original state."""
     for name, (encoder, kind, _) in ENCODERS.items():
         values = pa.array(["a", None, "b", "a"] if kind == pa.string() else [1, 2, 1, 5], kind)
         state = encoder.fit(values)
@@ -264,7 +265,8 @@ def test_states_come_back_from_a_file(tmp_path):
 
 
 def test_an_encoder_of_ones_own():
-    """init, update and compute are enough to define an encoder; this one uses a text's length as its id."""
+    """init, update and compute are enough to define an encoder. The encoder here uses the length of a text as its
+    id."""
 
     @fr.pytree(static=("most",))
     class Lengths:

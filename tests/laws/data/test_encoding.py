@@ -53,7 +53,7 @@ def test_an_encoding_does_not_depend_on_chunks(size):
 
 
 def test_files_are_learned_from_as_tables_are(tmp_path):
-    """A folder of files gives the encoding of its rows, errors name file and row, and a path can be encoded."""
+    """A folder of files gives the encoding of its rows. Errors name file and row, and a path can be encoded."""
     from pyarrow import parquet
 
     for i in range(3):
@@ -80,7 +80,7 @@ def test_rows_are_encoded_one_by_one():
 
 
 def test_columns_of_one_table_share_its_ids():
-    """An item has one id in both columns that share a table, and both columns teach it; a table has one config."""
+    """An item has one id in both columns that share a table. Both columns teach the item. A table has one config."""
     ids = encode(ENCODING, TABLE).take(torch.arange(30)).ids.to_lists()
     number = {None: 0, "hat": 1, "shoe": 2, "sock": 3, "日本": 4}
     assert ids["item"] == [[number[x]] for x in TABLE["item"].to_pylist()]
@@ -94,7 +94,7 @@ def test_columns_of_one_table_share_its_ids():
 
 
 def test_an_encoding_is_learned_from_the_training_rows_only():
-    """An encoding does not change when it encodes other rows; their unseen values are unknown, id 0."""
+    """An encoding does not change when it encodes other rows. The unseen values of these rows are unknown, id 0."""
     encoding = fit_encoding({"item": ["a", "b"]}, Schema(categorical=("item",)))
     assert encode(encoding, {"item": ["b", "c", None]}).categorical.tolist() == [[2], [0], [0]]
     assert encode(encoding, {"item": pa.nulls(2)}).categorical.tolist() == [[0], [0]]
@@ -102,7 +102,7 @@ def test_an_encoding_is_learned_from_the_training_rows_only():
 
 
 def test_an_encoding_goes_through_a_file(tmp_path):
-    """An encoding that was saved beside the parameters and loaded gives the same examples from new data."""
+    """An encoding that was saved next to the parameters and loaded gives the same examples from new data."""
     found = fr.load(fr.save(tmp_path / "model", {"encoding": ENCODING, "params": fr.Params({}, {})}))["encoding"]
     same(found, ENCODING)
     assert found.schema == SCHEMA and found.num_ids == ENCODING.num_ids
@@ -142,7 +142,8 @@ def test_columns_stay_where_that_is_said(kind):
 
 
 def test_a_vocabulary_has_an_order_of_its_own():
-    """Which of equally frequent values a vocabulary keeps, and their ids, do not depend on the order of rows."""
+    """The kept values of a vocabulary and their ids do not depend on the order of rows, even among equally frequent
+    values."""
     schema, few = Schema(categorical=("x",)), {"x": vocabulary(max_size=2)}
     values = ["b", "c", "a", "c"]
     same(fit_encoding({"x": values}, schema, few), fit_encoding({"x": values[::-1]}, schema, few))

@@ -1,4 +1,4 @@
-"""Tables become examples: every value in a batch is the table's, or an error names its column and row."""
+"""Tables become examples. Every value in a batch is the table's value, or an error names its column and row."""
 
 import datetime
 import decimal
@@ -18,7 +18,7 @@ from funcrec.data import Examples, Schema, batches, examples, take
 
 I64 = st.integers(-(2**63), 2**63 - 1)
 SMALL = st.integers(-9, 99)
-ONE = {  # how a column of one id may be stored, and which values it can hold
+ONE = {  # how a column of one id may be stored, and which values the column can hold
     "int64": (pa.int64(), I64), "int8": (pa.int8(), st.integers(-128, 127)),
     "uint64": (pa.uint64(), st.integers(0, 2**63 - 1)),
     "bool": (pa.bool_(), st.booleans()), "dictionary": (pa.dictionary(pa.int8(), pa.int64()), I64),
@@ -58,7 +58,7 @@ def array(rows, kind):
 
 @st.composite
 def tables(draw):
-    """Draw (schema, pyarrow's table, its rows as Python's values)."""
+    """Return random (schema, pyarrow's table, the table's rows as Python's values)."""
     n = draw(st.integers(1, 8))
     rows, columns = {}, {}
     for name, kinds in (("one", ONE), ("two", ONE), ("many", MANY), ("more", MANY), ("x", NUMBERS), ("y", NUMBERS)):
@@ -86,7 +86,7 @@ def listed(x):
 @settings(max_examples=30)
 @given(made=tables(), data=st.data())
 def test_examples_are_the_tables_values(made, data):
-    """A batch of rows holds the table's values in these rows, for any types, chunks and order of columns."""
+    """A batch of rows holds the values of the table in these rows, for any types, chunks and order of columns."""
     schema, table, rows = made
     found = examples(table, schema)
     assert isinstance(found, Examples) and found.num_rows == table.num_rows
@@ -111,8 +111,8 @@ def test_examples_are_the_tables_values(made, data):
 @settings(max_examples=3)
 @given(made=tables())
 def test_rows_inside_jit_are_the_same_rows(made):
-    """Traced, where no value is read, rows give the same bags, labels and numbers. A row that is out of range gives
-    empty bags, id -1, and NaN for numbers."""
+    """In a traced call, which reads no value, rows give the same bags, labels and numbers. A row that is out of range
+    gives empty bags, id -1, and NaN for numbers."""
     schema, table, _ = made
     found = examples(table, schema)
     rows = torch.tensor([0, found.num_rows - 1, 0])
@@ -143,7 +143,7 @@ def test_examples_are_a_tree_that_is_saved(tmp_path):
 
 
 def test_lists_that_are_all_missing_are_empty_bags():
-    """A column whose lists are all missing, or that has no rows, has no list type; its bags are empty."""
+    """A column whose lists are all missing, or that has no rows, has no list type. The bags of the column are empty."""
     schema = Schema(categorical=("a",), multivalued=("g",), weights={"g": "w"})
     data = examples({"a": [1, 2], "g": [None, None], "w": [None, None]}, schema)
     assert data.take(torch.tensor([0, 1])).ids.to_lists() == {"a": [[1], [2]], "g": [[], []]}
@@ -164,7 +164,7 @@ def test_times_have_one_unit():
 
 
 def test_single_ids_have_weights():
-    """A column of single ids may have weights, beside bags with weights and columns without."""
+    """A column of single ids may have weights, next to bags with weights and columns without weights."""
     table = {"a": [1, 2], "b": [3, 4], "g": [[5, 6], []], "wa": [0.5, 2.0], "wg": [[0.25, 4.0], []]}
     for weights in ({"a": "wa"}, {"a": "wa", "g": "wg"}):
         data = examples(table, Schema(categorical=("b", "a"), multivalued=("g",), weights=weights))
@@ -175,7 +175,8 @@ def test_single_ids_have_weights():
 
 
 def test_labels_are_of_their_kind():
-    """Each label is checked by its kind: classes are integers, binary labels lie in [0, 1], numbers are unchanged."""
+    """Each label is checked by its kind. Classes are integers, binary labels lie in [0, 1], and numbers are
+    unchanged."""
     table = {"a": [1, 2], "click": [1, 0], "stars": [4, 2], "time": [3.5, -1.0]}
     schema = Schema(label=("click", "stars", "time"), categorical=("a",), label_kind=("binary", "class", "number"))
     assert examples(table, schema).label.tolist() == [[1, 4, 3.5], [0, 2, -1]]

@@ -1,4 +1,5 @@
-"""Files of click logs from any writer: every value is read as it is in the file, or an error names its place."""
+"""Files of click logs from any writer. Every value is read as the file holds it, or an error names the value's
+place."""
 
 import gzip
 import itertools
@@ -16,7 +17,7 @@ from funcrec.data import batches, criteo_npy, criteo_parquet, criteo_tsv, take
 
 NAN = float("nan")
 IDS = st.integers(-(2**63), 2**63 - 1)
-KINDS = {  # how a column of ids may be stored, and which ids it can hold
+KINDS = {  # how a column of ids may be stored, and which ids the column can hold
     "int64": (pa.int64(), IDS),
     "int32": (pa.int32(), st.integers(-(2**31), 2**31 - 1)),
     "uint8": (pa.uint8(), st.integers(0, 255)),
@@ -31,8 +32,8 @@ KINDS = {  # how a column of ids may be stored, and which ids it can hold
 
 @st.composite
 def tables(draw):
-    """Draw (pyarrow's table, its rows as Python's values): labels, dense, and ids of two drawn kinds, with columns
-    in a drawn order."""
+    """Return random (pyarrow's table, the table's rows as Python's values): labels, dense, and ids of two drawn kinds,
+    with columns in a drawn order."""
     n, kinds = draw(st.integers(1, 12)), draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=2))
     of = lambda elements: draw(st.lists(elements, min_size=n, max_size=n))
     rows = {"label": of(st.sampled_from([0.0, 0.25, 1.0])), "int_0": of(st.none() | st.integers(-9, 99))}
@@ -55,7 +56,8 @@ def test_booleans_are_numbers(tmp_path):
 @settings(max_examples=60)
 @given(made=tables(), data=st.data())
 def test_parquet_is_read_as_written(tmp_path_factory, made, data):
-    """For all types, column orders, encodings, compressions, pages and row groups, batches hold the file's values."""
+    """For all types, column orders, encodings, compressions, pages and row groups, batches hold the values of the
+    file."""
     table, rows = made
     path = tmp_path_factory.mktemp("p") / "x.parquet"
     parquet.write_table(
@@ -123,8 +125,8 @@ def test_what_parquet_cannot_give_is_named(tmp_path, name):
 
 
 def test_no_row_is_lost(tmp_path):
-    """If pyarrow returns fewer rows of a column than the file holds, the file is refused: its columns would not
-    match."""
+    """If pyarrow returns fewer rows of a column than the file holds, the file raises, because the file's columns would
+    not match."""
     columns = {
         "label": pa.array([0.0]),
         "int_0": pa.array([None], pa.int16()),
@@ -141,7 +143,7 @@ def test_no_row_is_lost(tmp_path):
 
 
 def test_damaged_pages_are_found(tmp_path):
-    """In a file with checksums, a flipped byte never changes values: the batches are the same, or an error is
+    """In a file with checksums, a flipped byte never changes values. The batches are the same, or an error is
     raised."""
     path, n = tmp_path / "x.parquet", 300
     rng = np.random.default_rng(0)
@@ -179,7 +181,7 @@ def arrays(folder, dense, sparse, label, **options):
 )
 @pytest.mark.parametrize("order", "CF")
 def test_npy_is_read_as_written(tmp_path, label, order):
-    """Arrays of any number dtype, in C or Fortran order, give their values; ids keep their dtype."""
+    """Arrays of any number dtype, in C or Fortran order, give their values. Ids keep their dtype."""
     for dense, ids in itertools.product((np.float16, np.float64, np.int32, ">f4"), (np.int32, np.int64)):
         x = np.array([[1, 2], [3, 4], [5, 6], [7, 8]])
         data = arrays(tmp_path, np.asarray(x, dense, order=order), np.asarray(x, ids, order=order), label)
@@ -230,7 +232,7 @@ def test_tsv_is_read_as_written(tmp_path):
 
 
 def test_what_tsv_cannot_give_is_named(tmp_path):
-    """Ids outside the table, too few lines for a batch, an integer of more than 64 bits and a cut file are errors."""
+    """Ids outside the table, too few lines for a batch, an integer of more than 64 bits and a cut file each raise."""
     path = tmp_path / "x.txt"
     path.write_text(f"{LINE}\n{LINE}\n")
     sizes = {"cat_3": 0x10000}

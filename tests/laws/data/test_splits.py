@@ -1,4 +1,4 @@
-"""Splits: every row is in one part, no part knows the next one's times, and a key gives the same parts."""
+"""Splits. Every row is in one part, no part knows the times of the next part, and a key gives the same parts."""
 
 import itertools
 
@@ -18,13 +18,13 @@ VALUES = st.lists(st.integers(-3, 6), min_size=4, max_size=40)
 
 
 def is_partition(parts, count):
-    """Say whether every row is in one part, and the rows of each part ascend."""
+    """Return whether every row is in one part and the rows of each part ascend."""
     ascend = all(p.dtype == torch.int64 and bool((p.diff() > 0).all()) for p in parts)
     return ascend and sorted(torch.cat(parts).tolist()) == list(range(count))
 
 
 def split_or_none(split, *args, **settings):
-    """Return the parts, or None if the call says that one would be empty."""
+    """Return the parts, or None if the call says that a part would be empty."""
     try:
         return split(*args, **settings)
     except ValueError as error:
@@ -34,7 +34,7 @@ def split_or_none(split, *args, **settings):
 
 @given(count=st.integers(10, 200), shares=SHARES)
 def test_a_random_split_has_every_row_once(count, shares):
-    """Every row is in one part, the sizes are the shares to the row, and only the key decides."""
+    """Every row is in one part, the sizes are the shares to the row, and only the key decides the parts."""
     parts = random_split(count, shares, key=KEY)
     assert is_partition(parts, count)
     ends = torch.tensor([len(p) for p in parts]).cumsum(0) - torch.tensor(shares).double().cumsum(0) * count
@@ -46,7 +46,7 @@ def test_a_random_split_has_every_row_once(count, shares):
 
 @given(time=VALUES, shares=SHARES)
 def test_a_split_by_time_does_not_leak(time, shares):
-    """Every time in a part is before every time in the next one, so rows of one time are in one part."""
+    """Every time in a part is before every time in the next part. Rows of one time are therefore in one part."""
     x = torch.tensor(time)
     parts = split_or_none(split_by_time, x, shares)
     assume(parts is not None)
@@ -70,7 +70,7 @@ def test_a_split_by_time_ends_where_its_share_is_nearest():
 
 @given(group=VALUES, shares=SHARES, seed=st.integers(0, 99))
 def test_a_split_by_group_keeps_groups_whole(group, shares, seed):
-    """No group is in two parts, and a group's part does not depend on the order or number of its rows."""
+    """No group is in two parts. The part of a group does not depend on the order or number of the group's rows."""
     parts = split_or_none(split_by_group, torch.tensor(group), shares, key=KEY)
     assume(parts is not None)
     assert is_partition(parts, len(group))
@@ -82,7 +82,7 @@ def test_a_split_by_group_keeps_groups_whole(group, shares, seed):
 
 
 def by_hand(group, time, held_out):
-    """Compute leave_one_out group by group."""
+    """Return the result of leave_one_out, computed group by group."""
     parts = [[] for _ in range(held_out + 1)]
     for g in set(group):
         own = sorted((t, r) for r, (x, t) in enumerate(zip(group, time)) if x == g)
@@ -97,7 +97,7 @@ def by_hand(group, time, held_out):
     held=st.sampled_from([1, 2]),
 )
 def test_leave_one_out_holds_the_last_rows(rows, held):
-    """Each group's last rows are held out, as in a loop over groups; a group keeps a row to train on."""
+    """The last rows of each group are held out, as in a loop over groups. A group keeps a row for training."""
     group, time = zip(*rows)
     parts = split_or_none(leave_one_out, torch.tensor(group), torch.tensor(time), held_out=held)
     want = by_hand(group, time, held)
@@ -106,7 +106,7 @@ def test_leave_one_out_holds_the_last_rows(rows, held):
 
 
 def core_by_hand(pairs, of_users, of_items):
-    """Compute the k-core by removing one row at a time."""
+    """Return the k-core, computed by a removal of one row at a time."""
     rows = list(range(len(pairs)))
     while True:
         count = lambda side, x: sum(pairs[r][side] == x for r in rows)
@@ -127,7 +127,7 @@ def test_a_core_is_the_largest_that_there_is(pairs, k):
 
 
 def test_a_core_is_found_along_a_chain():
-    """Rows are removed until nothing changes: a chain of pairs disappears from its ends, a ring stays."""
+    """Rows are removed until nothing changes. A chain of pairs disappears from its ends, and a ring stays."""
     user, item = torch.arange(40) // 2, (torch.arange(40) + 1) // 2
     assert k_core(user, item, 2).tolist() == []
     assert k_core(user, item % 20, np.int64(2)).tolist() == list(range(40))
@@ -173,7 +173,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("form", [*FORMS, *TEXTS])
 def test_columns_of_all_forms_are_split_alike(form):
-    """Tensors, numpy arrays and pyarrow columns of the same values give the same parts; text is compared by its
+    """Tensors, numpy arrays and pyarrow columns of the same values give the same parts. Text is compared by its
     bytes."""
     column = {**FORMS, **TEXTS}[form]
     assert all(

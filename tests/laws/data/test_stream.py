@@ -1,4 +1,4 @@
-"""Files and tables are read whole and in batches: every row comes once, in an order that can resume anywhere."""
+"""Files and tables are read whole and in batches. Every row comes once, in an order that can resume anywhere."""
 
 import functools
 import gzip
@@ -44,15 +44,15 @@ KINDS = {
 
 @st.composite
 def tables(draw, kinds="ifsbld", least=1):
-    """Draw tables of several kinds of columns, with nulls, and a number for each row."""
+    """Return a random table of several kinds of columns, with nulls, and a number for each row."""
     n = draw(st.integers(least, 40))
     of = lambda k: pa.array(draw(st.lists(KINDS[k][1], min_size=n, max_size=n)), KINDS[k][0])
     return pa.table({"n": pa.array(range(n), pa.int64()), **{k: of(k) for k in kinds}})
 
 
 def written(folder, draw, table):
-    """Write the table as Parquet: one file, several files, or hive partitions of its rows, with row groups of a
-    drawn size."""
+    """Write the table as Parquet: one file, several files, or hive partitions of the table's rows. The row groups have
+    a drawn size."""
     n, k = table.num_rows, draw(st.integers(1, 3))
     cuts = sorted(draw(st.lists(st.integers(0, n), min_size=k - 1, max_size=k - 1)))
     pieces = [table.slice(a, b - a) for a, b in itertools.pairwise([0, *cuts, n])]
@@ -72,8 +72,8 @@ def written(folder, draw, table):
 @settings(max_examples=25)
 @given(table=tables(), data=st.data())
 def test_parquet_is_read_as_written(tmp_path_factory, table, data):
-    """A folder's files, hive partitions too, give their rows in the order of the file names. This holds for whole
-    reads, for batches, and for all or some columns."""
+    """The files of a folder, hive partitions included, give their rows in the order of the file names. This holds for
+    whole reads, for batches, and for all or some columns."""
     folder = tmp_path_factory.mktemp("p")
     pieces, hive = written(folder, data.draw, table)
     found = read(folder)
@@ -93,7 +93,7 @@ def test_parquet_is_read_as_written(tmp_path_factory, table, data):
 @settings(max_examples=25)
 @given(table=tables("ifsb"), data=st.data())
 def test_text_is_read_as_written(tmp_path_factory, table, data):
-    """Text with any delimiter, quoted or not, gzipped or not, gives its values. An empty field is missing; a quoted
+    """Text with any delimiter, quoted or not, gzipped or not, gives its values. An empty field is missing. A quoted
     empty string is a string."""
     folder, packed = tmp_path_factory.mktemp("t"), data.draw(st.booleans())
     delimiter, end = data.draw(st.sampled_from([(",", ".csv"), ("\t", ".tsv"), ("|", ".txt")]))
@@ -149,8 +149,8 @@ def test_what_is_in_memory_is_read(table):
 @settings(max_examples=25)
 @given(table=tables("il"), data=st.data())
 def test_a_shuffled_epoch_has_every_row_once_and_begins_anywhere(tmp_path_factory, table, data):
-    """For any key, window and batch size, every row comes once and whole, and another key gives another order. With
-    `skip`, the batches are those that would have followed."""
+    """For any key, window and batch size, every row comes once and whole. Another key gives another order. With `skip`,
+    the batches are those that would have followed."""
     folder = tmp_path_factory.mktemp("p")
     written(folder, data.draw, table)
     source = data.draw(st.sampled_from([folder, table]))
@@ -190,8 +190,8 @@ def test_a_shuffle_mixes(tmp_path):
 @settings(max_examples=15)
 @given(data=st.data())
 def test_a_loader_gives_an_epoch_from_any_position(tmp_path_factory, data):
-    """A stream's batches equal its examples' batches; each position gives the batches after it, over epochs with
-    other orders."""
+    """The batches of a stream equal the batches of its examples. Each position gives the batches after it, over epochs
+    with other orders."""
     n, size = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 9))
     table = pa.table(
         {"y": [i % 2 for i in range(n)], "a": range(n), "g": [list(range(i % 3)) for i in range(n)], "x": range(n)}
@@ -222,7 +222,7 @@ def test_a_loader_gives_an_epoch_from_any_position(tmp_path_factory, data):
 
 @pytest.mark.parametrize("key", [None, fr.key(3)], ids=["in order", "shuffled"])
 def test_a_last_batch_is_filled_up(key):
-    """With pad_last every batch has one shape: its last row is repeated with weight 0."""
+    """With pad_last every batch has one shape. The last row of a batch is repeated with weight 0."""
     table = {"a": list(range(11)), "g": [list(range(i % 3)) for i in range(11)], "w": [2.0] * 11}
     plain = Schema(categorical=("a",), multivalued=("g",))
     for schema, weight in ((plain, 1.0), (fr.core.replace(plain, weight="w"), 2.0)):
@@ -254,7 +254,7 @@ def test_an_encoding_is_streamed(tmp_path):
 @pytest.mark.parametrize("of", ["table", "file", "files", "encoding", "function"])
 def test_a_loader_that_was_pickled_gives_the_same_batches(tmp_path, of):
     """A pickled loader gives the same batches from any position. It contains a table in memory once, and only the
-    columns that it reads. What does not pickle raises."""
+    columns that it reads. A loader whose parts do not pickle raises."""
     table = {"y": [i % 2 for i in range(20_000)], "a": list(range(20_000)), "b": [["x"], []] * 10_000}
     path, schema = tmp_path / "x.parquet", Schema("y", categorical=("a",))
     parquet.write_table(pa.table(table), path, row_group_size=900)
@@ -294,7 +294,7 @@ def test_types_that_differ_are_widened(tmp_path):
 
 
 def test_text_keeps_the_first_files_types(tmp_path):
-    """The types inferred from the first file hold for all files; column names are in the first line, or given."""
+    """The types inferred from the first file hold for all files. Column names are in the first line, or given."""
     (tmp_path / "0.csv").write_text("a,b\n1,x\n2,\n")
     (tmp_path / "1.csv").write_text('b,a\n"",3\nNA,4\n')
     assert read(tmp_path).to_pydict() == {"a": [1, 2, 3, 4], "b": ["x", None, "", "NA"]}
@@ -331,8 +331,8 @@ print(read(many).num_rows, peak_mb() - before)
 
 
 def test_a_folder_larger_than_the_memory_it_takes(tmp_path):
-    """Streaming 36 files of 8 MB, in order or shuffled, takes at most 40 MB more memory than streaming three.
-    Reading them whole takes at least 100 MB more."""
+    """A stream of 36 files of 8 MB, in order or shuffled, takes at most 40 MB more memory than a stream of three. A
+    read of the whole files takes at least 100 MB more."""
     numbers = np.random.default_rng(0).integers(0, 2**60, (4, 1 << 18))
     table = pa.table({name: pa.array(x) for name, x in zip("abcd", numbers, strict=True)})
     parquet.write_table(table, tmp_path / "x", row_group_size=1 << 15, compression="none", use_dictionary=False)
@@ -344,5 +344,5 @@ def test_a_folder_larger_than_the_memory_it_takes(tmp_path):
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     in_order, shuffled, whole = (tuple(map(float, line.split())) for line in out.splitlines())
     assert in_order[0] == shuffled[0] == 39 << 18 and in_order[1] < 40 and shuffled[1] < 40
-    # shows that the test can measure the difference
+    # this shows that the test can measure the difference
     assert whole[0] == 36 << 18 and whole[1] > 100

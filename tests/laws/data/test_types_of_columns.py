@@ -64,7 +64,8 @@ def test_lists_of_another_size_are_refused():
 
 
 def test_a_folder_and_a_column_of_one_name(tmp_path):
-    """A column that is also in the folder's name is read where both agree, and refused by file where they differ."""
+    """A column that is also in the folder's name is read where both agree. It raises with the file where they
+    differ."""
     for a, values in (("7", [7, 7]), ("08", [8])):
         (tmp_path / f"a={a}").mkdir()
         parquet.write_table(pa.table({"a": values, "b": values}), tmp_path / f"a={a}" / "x.parquet")
@@ -81,7 +82,8 @@ def test_a_folder_and_a_column_of_one_name(tmp_path):
 
 
 def test_a_value_that_the_common_type_does_not_hold(tmp_path):
-    """A value that does not fit the files' common type is reported as such, and the file is not called damaged."""
+    """A value that does not fit the files' common type raises an error that says so. The error does not call the file
+    damaged."""
     for name, first, second in (("u", [1], pa.array([2**63], pa.uint64())), ("f", [0.5], [2**53 + 1])):
         (tmp_path / name).mkdir()
         parquet.write_table(pa.table({"id": first}), tmp_path / name / "a.parquet")
@@ -103,8 +105,7 @@ def test_lists_are_columns_of_splits():
 
 
 def test_buckets_of_integers_beyond_f64():
-    """Integers beyond 2**53 are compared exactly with the edges; quantiles of integers that f64 would round are
-    refused."""
+    """Integers above 2**53 are compared exactly with the edges. Quantiles of integers that f64 would round raise."""
     state = bucketize(edges=(2.0**53, 2.0**60)).fit([0])
     x = [2**53 - 1, 2**53, 2**53 + 1, 2**60 - 1, 2**60, None, -(2**60) - 1]
     assert state.apply(x).to_pylist() == [1, 2, 2, 2, 3, 0, 1]
@@ -123,7 +124,7 @@ class Interval(pa.ExtensionType):
 
 
 def test_dictionaries_of_another_librarys_types_are_refused():
-    """A column of categories that are intervals is refused by its name."""
+    """A column of categories that are intervals raises with its name."""
     intervals = pa.ExtensionArray.from_storage(Interval(), pa.array([{"left": 1}]))
     column = pa.DictionaryArray.from_arrays(pa.array([0, 0]), intervals)
     said(TypeError, lambda: fit_encoding({"c": column}, Schema(categorical=("c",))), "column `c`", "struct")

@@ -35,7 +35,7 @@ def test_a_loader_gives_batches_from_any_position(size, stop, workers, depth, la
 
 
 def test_a_loader_goes_on_where_it_was_left():
-    """Passing each position back to the loader goes through the epochs batch by batch."""
+    """A loop that passes each position back to the loader goes through the epochs batch by batch."""
     load, position, seen_rows = loader(DATA, None, 6, key=KEY, workers=2, pad_last=True), Position(), []
     for _ in range(2 * len(load)):
         position, batch = next(load(position))
@@ -49,7 +49,7 @@ def test_a_loaders_batches_go_to_a_device():
 
 
 def ended(before):
-    """Say whether all threads that started since `before` end within five seconds."""
+    """Return whether all threads that started since `before` end within five seconds."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         if {*threading.enumerate()} <= before:
@@ -59,7 +59,7 @@ def ended(before):
 
 
 class Broken:
-    """Rows of which one raises when it is read."""
+    """A source of rows. One of them raises when it is read."""
 
     num_rows = 23
 
@@ -70,7 +70,7 @@ class Broken:
 
 
 def test_workers_end_with_their_iterator():
-    """The threads end when the epoch is over, when the consumer stops, and after an error, which is raised at its
+    """The threads end when the epoch is over, when the consumer stops, and after an error. The error is raised at its
     place."""
     load, before = loader(DATA, None, 2, workers=3, depth=8), {*threading.enumerate()}
     assert len(list(load())) == 12 and ended(before)
@@ -118,14 +118,15 @@ TABLE = {"click": [i % 2 for i in range(7)], "price": [i / 4 for i in range(7)],
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataloader_makes_batches_of_rows(workers):
-    """torch's DataLoader over row numbers, in this process or in others, gives the batches of these rows."""
+    """torch's DataLoader over row numbers, in this process or in worker processes, gives the batches of these rows."""
     rows = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
     load = torch.utils.data.DataLoader(rows.tolist(), 3, collate_fn=collate(DATA), num_workers=workers)
     same(list(load), [b for _, b in batches(DATA, rows, 3)])
 
 
 def test_a_dataloader_makes_batches_of_examples():
-    """torch's DataLoader over a dataset of dicts gives the batches of their table, by a Schema or by an Encoding."""
+    """torch's DataLoader over a dataset of dicts gives the batches of the dicts' table, by a Schema or by an
+    Encoding."""
     encoding = fr.data.fit_encoding(
         TABLE, SCHEMA, {"item": fr.data.identity(9), "tags": fr.data.identity(9), "price": None}
     )

@@ -1,4 +1,4 @@
-"""The main job, on a small generated folder of MovieLens's format: it trains, reports, stops and resumes."""
+"""The main job, on a small generated folder in the format of MovieLens. The job trains, reports, stops and resumes."""
 
 import json
 import os
@@ -47,7 +47,8 @@ def test_it_trains_reports_and_resumes_to_the_same_bits(folder, tmp_path, capsys
 
 
 def test_ctrl_c_leaves_a_checkpoint_in_the_middle_of_an_epoch(folder, tmp_path):
-    """An interrupted process exits with 130; resuming from its checkpoint gives the bits of an uninterrupted run."""
+    """An interrupted process exits with 130. A resumption from its checkpoint gives the bits of an uninterrupted
+    run."""
     command = [
         sys.executable,
         "-m",
@@ -81,7 +82,7 @@ SLOWLY = ["--lr", "0.003", "--patience", "9"]
 
 @pytest.fixture(scope="module")
 def alone(folder, tmp_path_factory):
-    """Run two epochs in one process; return (out, result), with the first epoch's checkpoint in out/first."""
+    """Return (out, result) of two epochs in one process, with the checkpoint of the first epoch in out/first."""
     out = tmp_path_factory.mktemp("alone")
     run(folder, out, *SLOWLY, "--epochs", "1")
     (out / "first").mkdir()
@@ -91,7 +92,7 @@ def alone(folder, tmp_path_factory):
 
 
 def assert_same_run(out, alone):
-    """Check that AUCs agree within 0.001, losses within float32's rounding of some hundred steps, and states within
+    """Check that AUCs agree within 0.001, losses within the float32 rounding of some hundred steps, and states within
     0.001."""
     got, (whole, want) = json.loads((out / "result.json").read_text()), alone
     assert 0.6 < want["test_auc"] < 0.99, "it could not tell one training from another"
@@ -106,8 +107,8 @@ def assert_same_run(out, alone):
 
 @pytest.mark.xdist_group("ranks")
 def test_two_ranks_train_what_one_process_trains(folder, tmp_path, alone):
-    """An epoch on two ranks of torchrun, and another in one process from their checkpoint, end as two epochs in one
-    process."""
+    """An epoch on two ranks of torchrun, and a second epoch in one process from their checkpoint, end as two epochs in
+    one process."""
     words = [*OPTIONS, *SLOWLY, "--data", str(folder), "--out", str(tmp_path), "--epochs", "1", "--plan", "row_wise"]
     done = subprocess.run(
         [*TORCHRUN, "-m", "funcrec.examples.ctr", *words],
@@ -134,8 +135,8 @@ def test_emulated_ranks_go_on_from_a_lone_process(folder, tmp_path, alone):
 
 
 def test_copies_train_apart_and_go_on_in_one_process(folder, tmp_path, alone):
-    """An epoch of two emulated copies, synchronized every 5 steps, differs from plain training. One process can
-    resume from its checkpoint and goes on learning."""
+    """An epoch of two emulated copies, synchronized every 5 steps, differs from plain training. One process can resume
+    from the epoch's checkpoint and continues to learn."""
     ranks = ["--emulate", "replica=2,model=1", "--replicas", "replica", "--sync-every", "5"]
     assert run(folder, tmp_path, *SLOWLY, "--epochs", "1", *ranks) == 0
     first = json.loads((tmp_path / "result.json").read_text())
@@ -190,13 +191,13 @@ def test_bad_options_are_told_before_any_work(words, fragment, tmp_path, capsys)
 
 
 def test_a_batch_larger_than_the_data_is_refused(folder, tmp_path):
-    """A batch larger than the data is refused before training."""
+    """A batch larger than the data raises before training."""
     with pytest.raises(SystemExit, match="--batch-size 5000"):
         run(folder, tmp_path, "--batch-size", "5000")
 
 
 def test_a_checkpoint_of_another_run_is_refused(folder, tmp_path):
-    """--resume with settings that differ from the checkpoint's names them."""
+    """If settings differ from those of the checkpoint, --resume names these settings."""
     run(folder, tmp_path, "--epochs", "1")
     with pytest.raises(SystemExit, match=r"lr was 0.05 and is 0.1"):
         run(folder, tmp_path, "--lr", "0.1", "--resume")

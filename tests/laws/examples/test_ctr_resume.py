@@ -38,7 +38,7 @@ def finished(folder, tmp_path_factory):
 
 @pytest.fixture
 def no_data(monkeypatch):
-    """Make data that fail the test when they are read."""
+    """Replace the data by data that fail the test when they are read."""
 
     def read(*args):
         raise AssertionError("data were read")
@@ -63,7 +63,7 @@ HELD = {
 
 @pytest.mark.parametrize("name", HELD)
 def test_a_folder_that_holds_a_run_is_kept(name, finished, no_data, capsys):
-    """Without --resume or --overwrite, a run does not start in a folder that holds one. This is reported before data
+    """Without --resume or --overwrite, a run does not start in a folder that holds a run. The error comes before data
     are read, and every file stays."""
     words, fragments = HELD[name]
     before = files(finished)
@@ -77,7 +77,7 @@ def test_a_folder_that_holds_a_run_is_kept(name, finished, no_data, capsys):
 @pytest.mark.parametrize("left", ["result.json", "curve.png"])
 @pytest.mark.parametrize("words", [[], ["--resume=auto"]], ids=["plain", "auto"])
 def test_results_without_a_checkpoint_are_kept(left, words, tmp_path, no_data, capsys):
-    """A run's results are not overwritten without --overwrite, even if its checkpoint is missing."""
+    """The results of a run are not overwritten without --overwrite, even if the run's checkpoint is missing."""
     (tmp_path / left).write_text("kept")
     with pytest.raises(SystemExit):
         ctr.main([*OPTIONS, "--out", str(tmp_path), *words])
@@ -86,8 +86,7 @@ def test_results_without_a_checkpoint_are_kept(left, words, tmp_path, no_data, c
 
 
 def test_overwrite_begins_again(folder, finished, tmp_path):
-    """--overwrite trains from the start, to the bits of a run in an empty folder. It leaves no result of the old
-    run."""
+    """--overwrite trains from the start, to the bits of a run in an empty folder. No result of the old run remains."""
     fr.save(tmp_path / "checkpoint.pt", {"other": 1})
     (tmp_path / "result.json").write_text("old")
     assert ctr.main([*OPTIONS, "--data", str(folder), "--out", str(tmp_path), "--overwrite"]) == 0
@@ -97,7 +96,7 @@ def test_overwrite_begins_again(folder, finished, tmp_path):
 
 
 def test_results_of_the_old_run_are_gone_before_the_new_one_has_any(folder, tmp_path, monkeypatch):
-    """After --overwrite, an interrupted run's folder has its checkpoint and no results of another run."""
+    """After --overwrite, the folder of an interrupted run has the run's checkpoint and no results of another run."""
     for name in ("result.json", "curve.png"):
         (tmp_path / name).write_text("old")
     killed = lambda work, run, items, *ends: (os.kill(os.getpid(), signal.SIGTERM) or run, 0)
@@ -107,7 +106,7 @@ def test_results_of_the_old_run_are_gone_before_the_new_one_has_any(folder, tmp_
 
 
 def test_overwrite_is_not_for_restarts(tmp_path, monkeypatch, capsys):
-    """--overwrite is refused under torchrun --max-restarts, because each restart would lose the training so far."""
+    """--overwrite raises under torchrun --max-restarts, because each restart would lose the training so far."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(SystemExit):
         ctr.main([*OPTIONS, "--out", str(tmp_path), "--overwrite"])
@@ -115,7 +114,8 @@ def test_overwrite_is_not_for_restarts(tmp_path, monkeypatch, capsys):
 
 
 def test_resume_auto_begins_or_goes_on(folder, finished, tmp_path, capsys):
-    """--resume=auto starts in an empty folder and resumes where there is a checkpoint; both end with the same bits."""
+    """--resume=auto starts in an empty folder and resumes where there is a checkpoint. Both runs end with the same
+    bits."""
     words = [*OPTIONS, "--data", str(folder), "--out", str(tmp_path), "--resume=auto"]
     assert ctr.main(words) == 0
     assert "resumed" not in capsys.readouterr().out
@@ -125,7 +125,8 @@ def test_resume_auto_begins_or_goes_on(folder, finished, tmp_path, capsys):
 
 
 def test_a_folder_that_cannot_be_written_is_told_first(tmp_path, no_data, capsys, monkeypatch):
-    """An --out that is no folder, or on a disk that refuses writes, ends the program at once with the reason."""
+    """An --out that is no folder, or that is on a disk that refuses writes, ends the program at once with the
+    reason."""
     (tmp_path / "file").write_text("x")
     with pytest.raises(SystemExit):
         ctr.main([*OPTIONS, "--out", str(tmp_path / "file" / "out")])
@@ -161,7 +162,7 @@ def test_a_damaged_checkpoint_is_told(name, folder, finished, tmp_path):
 
 
 def test_data_that_cannot_be_read_are_told_without_a_traceback(tmp_path):
-    """A --data folder without the files ends the program with the reader's error, without a traceback."""
+    """A --data folder without the files ends the program with the error of the reader, without a traceback."""
     (tmp_path / "data").mkdir()
     with pytest.raises(SystemExit, match=r"`data_dir` lacks ml-1m.inter"):
         ctr.main([*OPTIONS, "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")])
@@ -190,7 +191,8 @@ def test_the_first_batch_is_looked_at(name, folder, tmp_path, monkeypatch):
 
 
 def test_data_of_more_ids_than_the_model_has_rows_are_refused(tmp_path):
-    """Data with more ids than a table has rows are refused before a step, by their sizes, however rare the ids are."""
+    """Data with more ids than a table has rows end the program before a step. The sizes decide, however rare the ids
+    are."""
     data = small_movielens.write(tmp_path)
     with open(data / "ml-1m.item", "a") as items, open(data / "ml-1m.inter", "a") as ratings:
         items.write(f"61\tLast\t1990\t{' '.join(f'genre{i}' for i in range(20))}\n")
@@ -205,8 +207,8 @@ def test_data_of_more_ids_than_the_model_has_rows_are_refused(tmp_path):
 
 @pytest.mark.parametrize("room", [0, 1])
 def test_a_full_disk_ends_the_run_and_is_told(room, folder, tmp_path, monkeypatch):
-    """Without room for a first checkpoint nothing is trained. Without room for a later one, the message names the
-    previous one as whole."""
+    """Without room for a first checkpoint the program does not train. Without room for a later checkpoint, the message
+    names the previous checkpoint as whole."""
     save, calls = fr.save, []
 
     def full(path, tree, **how):
@@ -244,7 +246,7 @@ with _signals.listen(0.2) as heard:
 sys.exit(100 + heard.asked())
 """
 INT, TERM = signal.SIGINT, signal.SIGTERM
-ENDS = {  # the listener's arguments, the signals, the seconds between them, the exit code
+ENDS = {  # the listener's arguments, the signals, the seconds between the signals, the exit code
     "nothing to save": ([], [INT], 0, 130),
     "nothing to save, in C": (["in C"], [TERM], 0, 143),
     "the first asks": (["held"], [INT], 0, 102),
@@ -255,8 +257,8 @@ ENDS = {  # the listener's arguments, the signals, the seconds between them, the
 
 @pytest.mark.parametrize("name", ENDS)
 def test_signals_ask_and_then_end(name):
-    """If nothing can be lost, a signal ends the program. Otherwise the first signal requests an end, and a later one
-    ends the program. Both work while the program is busy in C."""
+    """If nothing can be lost, a signal ends the program. Otherwise the first signal requests an end, and a later signal
+    ends the program. Both kinds arrive even while the program is busy in C."""
     words, sent, wait, code = ENDS[name]
     process = subprocess.Popen(
         [sys.executable, "-c", LISTENER, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
@@ -292,7 +294,7 @@ def test_interrupts_at_random_moments_lose_nothing():
 
 
 def children(pid):
-    """Return {RANK: process} of a launcher's processes."""
+    """Return {RANK: process} of the processes of a launcher."""
     found = {}
     for at in Path("/proc").iterdir():
         try:
@@ -314,8 +316,8 @@ def read_until(process, fragment):
 
 @pytest.mark.xdist_group("ranks")
 def test_ranks_that_are_killed_go_on_and_those_that_are_asked_save(folder, tmp_path):
-    """When a rank is killed, the other rank reports which one and how to resume. --max-restarts with --resume=auto
-    resumes, and SIGTERM to the launcher saves."""
+    """When a rank is killed, the other rank reports which rank it was and how to resume. --max-restarts with
+    --resume=auto resumes. SIGTERM to the launcher saves."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     words = ["--data", str(folder), "--out", str(tmp_path), "--epochs", "9999", "--patience", "9999", "--resume=auto"]
     process = subprocess.Popen(
@@ -337,7 +339,7 @@ def test_ranks_that_are_killed_go_on_and_those_that_are_asked_save(folder, tmp_p
 
 
 def test_a_process_that_ended_is_told_from_one_that_runs():
-    """A process counts as running until it ends, and no longer, even if nobody has collected its exit code."""
+    """A process counts as running until it ends, and no longer, even if no process has collected its exit code."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     start = _watch.began(process.pid)
     assert _watch.is_running(process.pid, start) and _watch.is_running(os.getpid(), _watch.began(os.getpid()))
@@ -353,7 +355,7 @@ def test_a_process_that_ended_is_told_from_one_that_runs():
 
 @pytest.mark.parametrize("lr", ["nan", "inf", "-1"])
 def test_a_learning_rate_that_is_none_is_a_usage_error(lr, capsys):
-    """A --lr that is not finite, or negative, is refused before anything is read."""
+    """A --lr that is not finite, or that is negative, ends the program before anything is read."""
     with pytest.raises(SystemExit):
         ctr.main(["--lr", lr])
     assert "--lr must be a finite number of at least 0" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The programs on the guide's pages run unchanged and print what their comments say."""
+"""The programs on the pages of the guide run unchanged and print the text of their comments."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ OWN = [p.stem for p in sorted(PAGES.glob("*.md")) if blocks_of(p.read_text())]
 
 @pytest.mark.parametrize("page", OWN)
 def test_a_pages_blocks_run(page, tmp_path, monkeypatch):
-    """Each block runs after the blocks before it, and each print gives its comment's text."""
+    """Each block runs after the blocks before it. Each print gives the text of the print's comment."""
     monkeypatch.chdir(tmp_path)
     blocks = blocks_of((PAGES / f"{page}.md").read_text())
     printed = run(blocks, page)[1]

@@ -12,8 +12,8 @@ SHOP_COLUMNS, SHOP, FLIGHTS_PATH, FLIGHTS = re.findall(r"```python\n(.*?)```", P
 
 
 def run(tmp_path, monkeypatch, *blocks):
-    """Run the blocks in an empty folder, check that each print gives its comment's text, and return the names that
-    they define."""
+    """Run the blocks in an empty folder and return the names that the blocks define. Each print must give the text of
+    its comment."""
     monkeypatch.chdir(tmp_path)
     printed, names = [], {"__name__": "page"}
     names["print"] = lambda *x: printed.append(" ".join(map(str, x)))
@@ -32,7 +32,8 @@ def test_a_program_has_twenty_lines(block):
 
 @pytest.mark.parametrize("blocks", [(SHOP_COLUMNS, SHOP), (FLIGHTS_PATH, FLIGHTS)], ids=["shop", "flights"])
 def test_a_program_trains_and_predicts(tmp_path, monkeypatch, blocks):
-    """Training stops early, the best epoch is the history's best, and the saved parameters give that epoch's AUC."""
+    """Training stops early, the best epoch is that of the history, and the saved parameters give the AUC of that
+    epoch."""
     names = run(tmp_path, monkeypatch, *blocks)
     history, load = names["done"].history, names["load"]
     assert 1 < len(history) < 20

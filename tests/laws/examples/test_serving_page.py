@@ -35,7 +35,7 @@ def free_ports(n):
 
 
 class Page:
-    """The results of the page's blocks: names, printed lines, curl's responses, servers."""
+    """The results of the page's blocks: names, printed lines, responses to curl, servers."""
 
     def __init__(self):
         self.names, self.printed, self.answers, self.servers = {"__name__": "page"}, [], [], []
@@ -70,7 +70,7 @@ class Page:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """Run the blocks in order, in an empty folder, with a small MovieLens."""
+    """Return the page after a run of its blocks in order, in an empty folder, with a small MovieLens."""
     answers.build()
     folder, own = tmp_path_factory.mktemp("serving"), fr.data.movielens_1m
     small = small_movielens.write(tmp_path_factory.mktemp("ml"))
@@ -97,12 +97,12 @@ def test_a_program_has_twenty_lines(block):
 
 
 def test_the_page_prints_what_it_says(page):
-    """Each print on the page gives its comment's text."""
+    """Each print on the page gives the text of the print's comment."""
     assert page.printed == re.findall(r"^print\(.*\)  # (.*)$", "".join(PROGRAMS), re.MULTILINE) != []
 
 
 def test_curl_is_answered_as_python(page):
-    """curl's response equals the package's result in Python, with the exported weights."""
+    """The response to curl equals the package's result in Python, with the exported weights."""
     (answer,) = page.answers
     asked = batch({"user": [[3]], "item": [[17]], "genre": [[1, 2]]})
     want = fr.load_package("model")(asked)["click"]
@@ -111,7 +111,8 @@ def test_curl_is_answered_as_python(page):
 
 
 def test_the_server_has_the_newest_weights(page):
-    """After /reload and /delta, the server's response equals the eager result of the newest parameters, quantised."""
+    """After /reload and /delta, the response of the server equals the eager result of the newest parameters,
+    quantised."""
     names = page.names
     ids = {"user": [[3], [80]], "item": [[17], [60]], "genre": [[1, 2], []]}
     answer = names["ask"]("/predict", {"ids": ids}, int(page.ports["8080"]))

@@ -15,14 +15,14 @@ DTYPES = (torch.float64, torch.float32, torch.int64, torch.int16, torch.uint8, t
 
 
 def written(x):
-    """Write a tensor; return (its bytes, its CRC)."""
+    """Return (the bytes of a written tensor, the CRC of these bytes)."""
     file = io.BytesIO()
     crc = write_bytes(file, x)
     return file.getvalue(), crc
 
 
 def same(x, values):
-    """Check that the file has numpy's bytes of the values, and their CRC."""
+    """Check that the file has the bytes of the values in numpy, and the CRC of these bytes."""
     data, crc = written(x)
     assert data == np.ascontiguousarray(values).tobytes()
     assert crc == zlib.crc32(data)
@@ -30,8 +30,8 @@ def same(x, values):
 
 @given(st.lists(st.integers(0, 7), max_size=4), st.sampled_from(DTYPES), st.randoms(use_true_random=False))
 def test_elements_are_written_in_their_order(shape, dtype, rng):
-    """Elements are written in order for any permutation of dimensions, and for every second row; empty and 0-dim
-    tensors too."""
+    """Elements are written in order for any permutation of dimensions, and for every second row. The law includes
+    tensors that are empty or have no dimension."""
     x = (torch.arange(torch.Size(shape).numel()) % 100).to(dtype).reshape(shape)
     order = rng.sample(range(len(shape)), len(shape))
     for y in (x.permute(order), x[::2] if shape else x):
@@ -50,7 +50,7 @@ def test_parts_make_the_whole(rows, columns, part):
 
 @pytest.mark.parametrize("part", [8, 1 << 24])
 def test_what_torch_keeps_as_a_bit_is_written_out(part, monkeypatch):
-    """Conjugate and negative views, and torch's zeros without memory, are written as their values."""
+    """Conjugate views, negative views, and torch's zeros without memory are written as their values."""
     monkeypatch.setattr(_tensor_bytes, "PART", part)
     x = torch.complex(torch.arange(6.0), torch.ones(6)).reshape(3, 2)
     same(x.conj(), x.numpy().conj())
@@ -59,6 +59,6 @@ def test_what_torch_keeps_as_a_bit_is_written_out(part, monkeypatch):
 
 
 def test_the_crc_of_a_tensor_in_memory():
-    """crc_of equals the CRC of write_bytes's output."""
+    """crc_of equals the CRC of the output of write_bytes."""
     for x in (torch.arange(100_000.0), torch.empty(0), torch.tensor(3), torch.ones(3, 2, dtype=torch.bfloat16)):
         assert crc_of(x) == written(x)[1]

@@ -1,4 +1,4 @@
-"""Files and folders are whole or absent: their modes, killed writers' leftovers, and the system's errors."""
+"""Files and folders are whole or absent: their modes, the leftovers of killed writers, and the system's errors."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ WEIGHTS = fr.Params({"item": torch.ones(3, 2)}, {})
 
 
 def write(kind, path):
-    """Write a checkpoint, or a folder of weights, over an existing one."""
+    """Write a checkpoint, or a folder of weights, over an existing checkpoint or folder."""
     fr.save(path, {"x": 1}) if kind == "file" else fr.save_weights(path, WEIGHTS, overwrite=True)
 
 
@@ -34,14 +34,15 @@ def test_what_replaces_has_the_mode_of_what_was_there(kind, tmp_path):
     seen = []
     with mock.patch.object(_whole_file.os, "fsync", lambda fd: seen.append(stat.S_IMODE(os.fstat(fd).st_mode))):
         write(kind, path)
-    # the mode is set before the rename; the last fsync of a folder is of its parent
+    # the mode is set before the rename, and the last fsync for a folder is that of its parent
     assert seen[0] == 0o700 if kind == "file" else seen[-2] == 0o700
     assert stat.S_IMODE(path.stat().st_mode) == 0o700 != mode and is_there(kind, path)
 
 
 @pytest.mark.parametrize("writer", ["file", "folder"])
 def test_what_killed_writers_left_goes(writer, tmp_path):
-    """The next write removes an old file or folder that nobody holds next to it; young ones and held ones stay."""
+    """The next write removes an old file or folder next to it that no process holds. Young files and held files
+    stay."""
     names = {n: tmp_path / f".{n}{_whole_file.SUFFIX}" for n in ("file", "folder", "young", "held")}
     names["file"].write_bytes(b"1")
     for n in ("folder", "young", "held"):
@@ -62,7 +63,7 @@ def test_what_killed_writers_left_goes(writer, tmp_path):
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_full_disk_is_told_and_leaves_what_was(kind, tmp_path, monkeypatch):
-    """When the disk is full, the error has the system's number and says what is there; no temporary file stays."""
+    """When the disk is full, the error has the system's number and says what exists. No temporary file stays."""
     path = tmp_path / "kept"
     write(kind, path)
 
@@ -78,7 +79,7 @@ def test_a_full_disk_is_told_and_leaves_what_was(kind, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_name_that_is_too_long_is_told(kind, tmp_path):
-    """A name that is too long raises an error in four parts, and nothing stays."""
+    """A name that is too long raises an error in four parts. No file stays."""
     with pytest.raises(OSError, match=r"(?s)cannot be written.*got .*need .*try .*nothing is there|as it was"):
         write(kind, tmp_path / ("x" * 300))
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"""accumulate_grads and train_step(micro_batches=) give a batch's gradients, part by part."""
+"""accumulate_grads and train_step(micro_batches=) give the gradients of a batch, part by part."""
 
 import functools
 import operator
@@ -25,7 +25,7 @@ POWERS = (2, 8)
 
 
 def drawn(seed: int, num_examples: int = 8, dtype=torch.float32):
-    """Make parameters, and a batch with empty bags, repeats, ids outside their table, weights and padding."""
+    """Return parameters, and a batch with empty bags, repeats, ids outside their table, weights and padding."""
     g = torch.Generator().manual_seed(seed)
     bags = lambda n: [
         torch.randint(-1, n, (int(k),), generator=g).tolist() for k in torch.randint(0, 5, (num_examples,), generator=g)
@@ -40,14 +40,14 @@ def drawn(seed: int, num_examples: int = 8, dtype=torch.float32):
 
 
 def logits(params, batch):
-    """Compute each example's logit alone: sums over columns round alike for any number of examples."""
+    """Return the logit of each example alone. Sums over columns are rounded alike for any number of examples."""
     pooled = fr.lookup(params.tables, batch.ids, FEATURES)
     rows = fr.lookup_sequence(params.tables, batch.ids, LATE)["d"]
     return (pooled.values * params.dense["w"]).sum(1) + params.dense["c"] + rows.to_padded(4).sum((1, 2))
 
 
 def linear_loss(params, batch):
-    """A loss whose cotangents need no sum over columns, because vmap may sum those in another order."""
+    """Return a loss whose cotangents need no sum over columns, because vmap may sum columns in another order."""
     x = fr.lookup(params.tables, batch.ids, FEATURES).values
     rows = fr.lookup_sequence(params.tables, batch.ids, LATE)["d"].to_padded(4)
     return (x * params.dense["w"] * batch.label[:, None]).mean() + (rows * batch.label[:, None, None]).mean()
@@ -58,7 +58,7 @@ def plain_loss(params, batch):
 
 
 def weighted_loss(params, batch):
-    """Add two weighted means with different weights."""
+    """Return the sum of two weighted means with different weights."""
     other = (batch.weight > 0.5).to(batch.weight.dtype)
     z = logits(params, batch)
     return fr.losses.bce(z, batch.label, batch.weight) + fr.losses.mse(z, batch.label, other)
@@ -72,8 +72,8 @@ LOSSES = {"plain": plain_loss, "weighted": weighted_loss}
 @settings(max_examples=4)
 @given(seed=st.integers(0, 10**6))
 def test_tables_get_the_whole_batchs_gradient_to_the_bit(name, k, seed):
-    """If a loss treats examples separately, 2 and 8 micro-batches give the whole batch's row gradients bit for bit.
-    This includes repeats and several features of a table. Loss and dense gradients agree within 1e-6."""
+    """If a loss treats examples separately, 2 and 8 micro-batches give the row gradients of the whole batch bit for
+    bit. This includes repeats and several features of a table. Loss and dense gradients agree within 1e-6."""
     params, batch = drawn(seed)
     want, grads = fr.value_and_grad(LOSSES[name])(params, batch)
     got, mine = fr.accumulate_grads(LOSSES[name], k)(params, batch)
@@ -87,7 +87,7 @@ def test_tables_get_the_whole_batchs_gradient_to_the_bit(name, k, seed):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_number_of_micro_batches_is_the_float64_gradient(name):
-    """3, 5 and 15 micro-batches of 15 examples give the whole batch's float64 gradient: within 1e-12 in float64,
+    """3, 5 and 15 micro-batches of 15 examples give the float64 gradient of the whole batch: within 1e-12 in float64,
     within 1e-6 in float32."""
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
         params, batch = drawn(3, 15, dtype)
@@ -149,9 +149,9 @@ def dropped(params, batch, key, product, total):
 
 
 def test_micro_batches_are_ranks():
-    """k micro-batches and k emulated ranks give the same tables, dense parameters and loss, bit for bit, with
-    dropout. The loss must sum in a fixed order: emulated ranks share one matrix product, which a library may sum in
-    another order than a single rank's product."""
+    """k micro-batches and k emulated ranks give the same tables, dense parameters and loss, bit for bit, with dropout.
+    The loss must sum in a fixed order. Emulated ranks share one matrix product, and a library may sum that product in
+    another order than the product of a single rank."""
     loss_fn = lambda params, batch, key: dropped(params, batch, key, ordered.product, ordered.total)
     params, batch = drawn(11)
     params, mesh = with_dropout(params), fr.Mesh.emulated(x=4)
@@ -164,8 +164,8 @@ def test_micro_batches_are_ranks():
 
 
 def test_micro_batches_are_batches_that_are_added(k=4):
-    """k micro-batches give the loss, rows and dense gradients of adding those of k batches, bit for bit. This
-    includes dropout's draws and matrix products, because both have the same shapes."""
+    """k micro-batches give the sums of the loss, rows and dense gradients of k batches, bit for bit. This includes the
+    draws of dropout and matrix products, because both have the same shapes."""
     loss_fn = lambda params, batch, key: dropped(params, batch, key, torch.matmul, torch.sum)
     share = fr.value_and_grad(lambda params, batch, key: loss_fn(params, batch, key) / k)
     params, batch = drawn(11)
@@ -180,7 +180,7 @@ def test_micro_batches_are_batches_that_are_added(k=4):
 
 
 def test_aux_is_the_mean():
-    """Float tensors in aux are averaged, and other values must be equal; metrics and merge get the mean."""
+    """Float tensors in aux are averaged, and all other values must be equal. Metrics and merge get the mean."""
     params, batch = drawn(2)
     loss_fn = lambda p, b: (plain_loss(p, b), {"mean": b.label.mean(), "name": "x", "none": None})
     (_, aux), _ = fr.accumulate_grads(loss_fn, 4, has_aux=True)(params, batch)
@@ -192,8 +192,8 @@ def test_aux_is_the_mean():
 
 
 def test_aux_of_each_example_is_refused():
-    """With several micro-batches, a value of aux for each example raises, instead of being averaged over unrelated
-    examples. One micro-batch returns it."""
+    """With several micro-batches, a value of aux for each example raises, because an average would mix unrelated
+    examples. One micro-batch returns the value."""
     params, batch = drawn(2)
     each = lambda p, b: (plain_loss(p, b), {"logits": b.label * 1})
     with pytest.raises(ValueError, match=r"(?s)`aux` has a value for each example.*micro-batches of 2 examples"):
@@ -203,7 +203,7 @@ def test_aux_of_each_example_is_refused():
 
 
 def test_an_empty_batch_is_what_it_is_whole():
-    """Without examples, the loss of micro-batches is NaN like the whole batch's, and no row has a gradient."""
+    """Without examples, the loss of micro-batches is NaN like that of the whole batch. No row has a gradient."""
     params, _ = drawn(0)
     ids = fr.KeyedJaggedTensor.from_lists({k: [] for k in "abc"}, dtype=torch.int64)
     batch = fr.Batch(fr.KeyedJaggedTensor(ids.values, ids.offsets, torch.zeros(0), None, ids.keys), torch.zeros(0))
@@ -212,7 +212,8 @@ def test_an_empty_batch_is_what_it_is_whole():
 
 
 def test_derivatives_go_through():
-    """The derivative of an accumulated gradient with respect to the examples' weights equals the whole batch's."""
+    """The derivative of an accumulated gradient with respect to the examples' weights equals that of the whole
+    batch."""
     params, batch = drawn(4, dtype=torch.float64)
     live = batch.weight + 0.1
 
@@ -257,8 +258,8 @@ fr.testing.assert_trees_close(made[0], made[1], rtol=1e-4, atol=1e-5)
 
 
 def test_activations_of_one_micro_batch_live_at_a_time():
-    """A step in 8 micro-batches, whose loss has four layers' activations of 64 MiB, allocates less than half of them
-    eagerly. Compiled, it allocates less than a third, and both give the same state."""
+    """The loss of a step has the activations of four layers, of 64 MiB. In 8 micro-batches, the eager step allocates
+    less than half of them. The compiled step allocates less than a third, and both give the same state."""
     out = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True).stdout
     eager, compiled = (int(x) for x in out.split()[-2:])
     assert 8e6 < eager < 32e6 and 8e6 < compiled < 21e6, (eager, compiled)

@@ -1,5 +1,6 @@
-"""Modules that a loss closes over: a module that nothing would train is named; frozen or passed modules are
-accepted."""
+"""Modules that a loss closes over. A module that nothing would train raises with its name.
+
+Frozen modules and modules among the arguments are accepted."""
 
 import warnings
 
@@ -21,12 +22,12 @@ def module():
 
 
 def closed(net, how=lambda f, x: f(x)):
-    """Make a loss that closes over net, with no dense parameters."""
+    """Return a loss that closes over net, with no dense parameters."""
     return lambda params, ids: how(net, fr.lookup(params.tables, ids, FEATURES).values).square().mean()
 
 
 def given(net):
-    """Make the same loss with net's parameters as dense parameters."""
+    """Return the same loss with the parameters of net as dense parameters."""
     call = lambda params, x: torch.func.functional_call(net, params.dense, (x,))
     return lambda params, ids: call(params, fr.lookup(params.tables, ids, FEATURES).values).square().mean()
 
@@ -45,8 +46,8 @@ def steps(step, params, times=3, run=None):
 
 @pytest.mark.parametrize("where", ["value_and_grad", "a step", "a jitted step", "a mesh", "under vmap"])
 def test_a_module_that_nothing_trains_is_named(where):
-    """A loss that reads an nn.Module that is not an argument raises, wherever it is differentiated, and suggests the
-    fix."""
+    """A loss that reads an nn.Module that is not an argument raises, wherever the loss is differentiated, and suggests
+    the fix."""
     loss = closed(module())
     if where == "value_and_grad":
         run = lambda: fr.value_and_grad(loss)(fr.Params(tables(), {}), IDS)
@@ -63,8 +64,8 @@ def test_a_module_that_nothing_trains_is_named(where):
 
 @pytest.mark.parametrize("how", ["frozen", "no_grad", "detached", "given", "a plain leaf"])
 def test_what_is_not_to_be_trained_is_let_be(how):
-    """A frozen module, one under no_grad, one with a detached result, and one passed as an argument are accepted
-    silently. A tensor that requires grad but is no Parameter is reported, and differentiated."""
+    """Modules are accepted silently if they are frozen, under no_grad, detached in the result, or passed as an
+    argument. A tensor that requires grad but is no Parameter is reported, and differentiated."""
     net = module()
     loss = closed(net)
     if how == "frozen":
@@ -93,14 +94,14 @@ def test_what_is_not_to_be_trained_is_let_be(how):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_module_s_parameters_are_trained_as_plain_ones(compiled, monkeypatch):
-    """Params(tables, dict(module.named_parameters())) trains as the detached values do, eager and donated. The new
-    state has no autograd history."""
+    """Params(tables, dict(module.named_parameters())) trains in the same way as the detached values, eager and donated.
+    The new state has no autograd history."""
     monkeypatch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph)
     net = module()
     own = dict(net.named_parameters())
     step = fr.train_step(given(net), **OPTIMIZERS)
     run = fr.jit(step, donate=("state",)) if compiled else step
-    # it warns that the module's own memory is copied
+    # the call warns that it copies the module's own memory
     with warnings.catch_warnings(record=True):
         got = steps(step, fr.Params(tables(), own), run=run)
     want = steps(step, fr.Params(tables(), {n: x.detach().clone() for n, x in own.items()}))

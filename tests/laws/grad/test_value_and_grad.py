@@ -1,4 +1,5 @@
-"""value_and_grad gives row gradients for tables and dense gradients for dense leaves; both are the loss's gradients."""
+"""value_and_grad gives row gradients for tables and dense gradients for dense leaves. Both are gradients of the
+loss."""
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def has_pooled(it):
 
 
 def read(tables, ids, features):
-    """Join all numbers of the features' lookups into one vector."""
+    """Return all numbers of the lookups of the features in one vector."""
     parts = [x.values.flatten() for x in fr.lookup_sequence(tables, ids, features).values()]
     if any(f.pooling != "none" for f in features):
         parts.append(fr.lookup(tables, ids, features).values.flatten())
@@ -29,7 +30,7 @@ def read(tables, ids, features):
 
 
 def loss_of(it):
-    """A loss with several lookups that is nonlinear in all of them."""
+    """Return a loss with several lookups that is nonlinear in all of them."""
 
     def loss(params, ids, scale=1.0):
         once = read(params.tables, ids, it.features)
@@ -44,7 +45,7 @@ DENSE = {"w": torch.tensor(0.7, dtype=torch.float64), "b": [torch.tensor(0.3, dt
 
 
 def densely(loss, params, *args, **kwargs):
-    """Compute the gradients with torch.func, with tables as dense leaves."""
+    """Return the gradients by torch.func, with tables as dense leaves."""
     fn = lambda tables, dense: loss(fr.Params(tables, dense), *args, **kwargs)
     return torch.func.grad_and_value(fn, argnums=(0, 1))(params.tables, params.dense)
 
@@ -69,7 +70,7 @@ def test_rows_are_the_dense_gradient(it):
 
 @given(MIXED)
 def test_padding_is_never_read(it):
-    """A batch with garbage in its padding has the batch's gradients, and the inputs do not change."""
+    """A batch with garbage in its padding has the gradients of the batch without padding. The inputs do not change."""
     params, run = fr.Params(it.tables, DENSE), fr.value_and_grad(loss_of(it))
     before = tree_map(torch.clone, (params, it.ids))
     value, grads = run(params, it.ids)
@@ -96,7 +97,7 @@ def test_the_explicit_form_is_the_same(it, data):
 @settings(max_examples=10)
 @given(MIXED)
 def test_a_step_reads_nothing_on_the_host(it):
-    """value_and_grad traces with fake tensors, so it reads nothing on the host; the traced step gives the same
+    """value_and_grad traces with fake tensors, and therefore reads nothing on the host. The traced step gives the same
     values."""
     params, run = fr.Params(it.tables, DENSE), fr.value_and_grad(loss_of(it))
     ids = zero_padding(it.ids)
@@ -119,7 +120,7 @@ PARAMS = fr.Params(TABLE, W)
 
 
 def test_aux_comes_back():
-    """has_aux returns the loss's second result: tensors, values and plain Python, detached from the gradient."""
+    """has_aux returns the second result of the loss: tensors, values and plain Python, detached from the gradient."""
 
     def loss(p, ids):
         return simple(p, ids), {"acts": fr.lookup(p.tables, ids, POOL), "n": 3, "name": "x", "none": None}
@@ -144,7 +145,7 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_losses(name):
-    """If a loss uses some or none of its parameters, the others get zero gradients of the right dtype."""
+    """If a loss uses some or none of its parameters, the unused parameters get zero gradients of the right dtype."""
     loss = UNUSUAL[name]
     params = fr.Params({**TABLE, "unused": torch.ones(2, 3, dtype=torch.float64)}, {"w": W})
     _, grads = fr.value_and_grad(loss)(params)
@@ -163,7 +164,8 @@ def test_no_dense_parameters(dense):
 
 @pytest.mark.parametrize("dtype", frs.FLOAT_DTYPES)
 def test_short_tables_have_gradients_in_f32(dtype):
-    """The gradient of an f16 or bf16 table is f32, whether or not the table was used; that of an f64 table is f64."""
+    """The gradient of an f16 or bf16 table is f32, whether or not the loss reads the table. That of an f64 table is
+    f64."""
     params = fr.Params({"t": TABLE["t"].to(dtype), "unused": TABLE["t"].to(dtype)}, W.float())
     _, grads = fr.value_and_grad(simple)(params, IDS)
     want = torch.promote_types(dtype, torch.float32)
@@ -180,7 +182,8 @@ def test_ensembles_are_a_loop():
 
 
 def test_per_example_gradients():
-    """vmap(value_and_grad) over examples gives each example's gradient; they sum to the batch's."""
+    """vmap(value_and_grad) over examples gives the gradient of each example. These gradients sum to the gradient of the
+    batch."""
     each = [IDS[b] for b in range(2)]
     capacity = max(x.unpad().capacity for x in each)
     batch = tree_map(lambda *x: torch.stack(x), *(x.unpad().pad_to(capacity) for x in each))
@@ -207,8 +210,8 @@ def test_hessian_vector_products():
 
 
 def test_hessians_reach_through_tables():
-    """jvp of value_and_grad in a table's direction is the Hessian times the direction. Gradients of gradients agree
-    with finite differences."""
+    """jvp of value_and_grad in the direction of a table is the Hessian times the direction. Gradients of gradients
+    agree with finite differences."""
 
     def grads(table):
         _, g = fr.value_and_grad(simple)(fr.Params({"t": table}, W), IDS)
@@ -237,13 +240,13 @@ def test_weights_of_ids_may_be_learned():
 
 
 def inner_gradient(p, ids):
-    """A loss that takes a gradient inside, through a lookup."""
+    """Return a loss that takes a gradient inside, through a lookup."""
     inner = torch.func.grad(lambda w: (fr.lookup(p.tables, ids, POOL)["a"] * w).sin().sum())(p.dense)
     return (inner**2).sum()
 
 
 def inner_weights(p, ids):
-    """A loss whose inner gradient is taken with respect to the weights of ids."""
+    """Return a loss whose inner gradient is taken with respect to the weights of ids."""
     weighted = [fr.FeatureConfig("a", table="t", weighted=True)]
 
     def inside(w):
@@ -320,8 +323,8 @@ DENSE_USES = {
 
 @pytest.mark.parametrize("name", DENSE_USES)
 def test_a_table_used_densely_is_refused(name):
-    """Any use of a table other than a lookup (tied weights, a norm) raises TypeError that says where such a matrix
-    belongs."""
+    """Any use of a table other than a lookup (tied weights, a norm) raises TypeError. The error says where such a
+    matrix belongs."""
     with pytest.raises(TypeError) as e:
         fr.value_and_grad(DENSE_USES[name])(PARAMS)
     assert "used densely" in str(e.value) and "params.dense" in str(e.value)
@@ -336,7 +339,7 @@ def test_a_ref_has_a_shape():
 
 @pytest.mark.parametrize("pooling", ["sum", "none"])
 def test_a_lookup_may_be_checkpointed(pooling):
-    """torch.utils.checkpoint around a lookup, which keeps only the arguments, changes no derivative."""
+    """torch.utils.checkpoint of a lookup, which keeps only the arguments, changes no derivative."""
     features = [fr.FeatureConfig("a", table="t", pooling=pooling, weighted=True)]
     weighted = lambda w: fr.KeyedJaggedTensor(IDS.values, IDS.offsets, w, None, IDS.keys)
     read = fr.lookup if pooling == "sum" else fr.lookup_sequence
@@ -349,7 +352,7 @@ def test_a_lookup_may_be_checkpointed(pooling):
 
 @pytest.mark.parametrize("donate", [(), ("p",)])
 def test_a_jitted_loss_is_differentiated(donate):
-    """value_and_grad(jit(loss)) = value_and_grad(loss), whether jit was called before or not, and nothing is
+    """value_and_grad(jit(loss)) = value_and_grad(loss), whether or not jit was called before. No argument is
     donated."""
     params = fr.Params(TABLE, W)
     jitted = fr.jit(lambda p, ids: simple(p, ids), donate=donate)

@@ -1,5 +1,6 @@
-"""A delta holds the rows that changed since a version: applied to the tables of that version, it gives the present
-tables."""
+"""A delta holds the rows that changed since a version.
+
+Applied to the tables of that version, a delta gives the present tables."""
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def same(got, want):
 
 
 def run_of(step, num_steps=6, dtype=torch.float32):
-    """Run the steps; return [(version, tables), ...] and the last value."""
+    """Return ([(version, tables), ...], the last value) of a run of the steps."""
     run, then = step.init(params(dtype)), []
     for batch in BATCHES[:num_steps]:
         then.append((run.log.version, run.state.tables))
@@ -49,14 +50,15 @@ def test_only_rows_that_were_looked_up_are_sent():
     run, _ = step(run, one([3, 1, 3], [0]))
     run, _ = step(run, one([9], [5, 99, -1]))
     rows = lambda since: {n: x.rows.tolist() for n, (x,) in fr.delta(run, since).tables.items()}
-    # c's ids are taken modulo its 5 rows
+    # the ids of c are taken modulo its 5 rows
     assert rows(0) == {"a": [0, 1, 3, 5, 9], "b": [0, 5], "c": [1, 3, 4]}
     assert rows(1) == {"a": [5, 9], "b": [5], "c": [4]}
 
 
 def test_a_delta_of_another_log_is_told():
-    """A Delta can be the start of the next one: its rows are those since its version. A Delta of another log is
-    refused, whatever its version. Logs that start at the same state, on any mesh, are the same log to the bit."""
+    """A Delta can be the start of the next Delta, whose rows are then those since the version of the first. A Delta of
+    another log raises, whatever its version. Logs that start at the same state, on any mesh, are the same log to the
+    bit."""
     step = logged("adam")
     _, run = run_of(step, 2)
     first = fr.delta(run)
@@ -74,14 +76,14 @@ def test_a_delta_of_another_log_is_told():
 
 
 def moved():
-    """Make the same parameters with one row changed."""
+    """Return the same parameters with one changed row."""
     made = params()
     return fr.Params({**made.tables, "b": made.tables["b"].index_fill(0, torch.tensor([3]), 0.25)}, made.dense)
 
 
 def test_rewinding_is_a_change():
-    """After a rewind, a server that already received the undone rows is sent the restored rows. A version never
-    stands for two states."""
+    """After a rewind, a server that already received the undone rows gets the restored rows. A version never stands for
+    two states."""
     step = logged("adam", steps=4)
     then, run = run_of(step)
     sent, version = run.state.tables, run.log.version
@@ -94,7 +96,7 @@ def test_rewinding_is_a_change():
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "table_wise", "replicated", "grid", "table_row_wise"])
 def test_sharded_rows_are_sent_by_their_tables(kind):
-    """On a mesh a Delta has rows of tables, not of banks; column-wise tables come in parts."""
+    """On a mesh a Delta has rows of tables, not of banks. Column-wise tables come in parts."""
     axes = {"x": 2, "y": 2}
     mesh = fr.Mesh.emulated(**axes)
     step = logged("adam", mesh=mesh, plan=training.plan_of(kind, axes))
@@ -109,8 +111,8 @@ def test_sharded_rows_are_sent_by_their_tables(kind):
 
 
 def test_a_delta_is_saved_and_served_in_another_dtype(tmp_path):
-    """A Delta can be checkpointed. To serve it in 16 bits, it must be cast explicitly. Under jit, it is applied to
-    the tables in place."""
+    """A Delta can be checkpointed. For a server in 16 bits, a Delta must be cast explicitly. Under jit, a Delta is
+    applied to the tables in place."""
     then, run = run_of(logged("adam"))
     changed = fr.delta(run, then[3][0])
     fr.save(tmp_path / "delta.pt", changed)
@@ -124,7 +126,7 @@ def test_a_delta_is_saved_and_served_in_another_dtype(tmp_path):
 
 
 def test_wrong_deltas_are_told():
-    """A future version, another state's log, an ensemble, and missing tables are refused."""
+    """A future version, the log of another state, an ensemble, and missing tables each raise."""
     step = logged("adam")
     then, run = run_of(step, 2)
     with pytest.raises(ValueError, match=r"`since` is still to come\.\n  got   3"):
@@ -174,7 +176,7 @@ def test_what_is_no_version_is_told(since, kind, told):
     ],
 )
 def test_deltas_by_hand_are_told(kind, told, change):
-    """A Delta built by hand that does not fit its tables is refused before any row is written."""
+    """A Delta built by hand that does not fit its tables raises before any row is written."""
     own = fr.history._delta.ChangedRows(torch.tensor([0, 2]), torch.ones(2, 4), 0, (11, 4))
     tables = {"a": torch.zeros(11, 4)}
     make = lambda part: fr.Delta({"a": part}, torch.tensor(1))

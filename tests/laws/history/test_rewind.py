@@ -25,7 +25,7 @@ def same(got, want):
 
 
 def ordered_loss(params, batch):
-    """The squared errors of the model that `logged` trains, each sum in one order."""
+    """Return the squared errors of the model that `logged` trains, each sum in one order."""
     acts = fr.lookup(params.tables, batch.ids, training.FEATURES).values
     logits = ordered.product(ordered.product(acts, params.dense["w"]).relu(), params.dense["v"])
     return ordered.total((logits - batch.label).square(), 0)
@@ -33,8 +33,8 @@ def ordered_loss(params, batch):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fifty_donated_steps_are_undone(name, interpreted):
-    """rewind of 50 donated steps gives the earlier state bit for bit, for every row optimizer and combinator.
-    Training from there gives the same bits."""
+    """rewind of 50 donated steps gives the earlier state bit for bit, for every row optimizer and combinator. Training
+    from the earlier state gives the same bits."""
     dtype = torch.bfloat16 if name == "stochastic_rounding" else torch.float32
     step = logged(name, steps=50)
     fast, run = donated(step), step.init(params(dtype))
@@ -71,7 +71,7 @@ def test_dense_optimizers_are_undone(kind):
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_rewound_call_may_use_up_its_argument(name, interpreted):
-    """With donate=True, rewind writes the rows in place, and using the old value raises. The result can be rewound
+    """With donate=True, rewind writes the rows in place, and a use of the old value raises. The result can be rewound
     further, and trained on."""
     step = logged(name, steps=6)
     fast = donated(step)
@@ -90,7 +90,7 @@ def test_a_rewound_call_may_use_up_its_argument(name, interpreted):
 
 
 def test_everything_that_is_logged_is_written_in_place():
-    """A donated step's program writes rows of tables, slots and log in place. It makes new memory only for numbers
+    """The program of a donated step writes rows of tables, slots and log in place. It makes new memory only for numbers
     and for dense parameters, which are new in every step."""
     step = logged("rowwise_adagrad")
     lowered = donated(step).lower(step.init(params()), BATCHES[0])
@@ -100,7 +100,7 @@ def test_everything_that_is_logged_is_written_in_place():
 
 
 def test_what_is_not_held_is_refused():
-    """rewind beyond the held or taken steps says how many there are; 0 steps give the value itself."""
+    """rewind over more steps than are held or taken says how many steps there are. 0 steps give the value itself."""
     step = logged("adam", steps=4)
     run = step.init(params())
     assert fr.rewind(run, 0) is run
@@ -115,8 +115,8 @@ def test_what_is_not_held_is_refused():
 
 
 def test_a_step_with_too_many_rows_is_refused_and_forgotten():
-    """A step that touched more rows than the log has room for is never undone in part. rewind over it raises until
-    the step has left the log. The states are right in any case."""
+    """A step that touched more rows than the log has room for is never undone in part. rewind over the step raises
+    until the step has left the log. The states are right in any case."""
     step, plain = logged("adam", steps=2, rows={"a": 16, "b": 1, "c": 16}), logged("adam", steps=2)
     one = fr.Batch(replace(BATCHES[0].ids, values=torch.zeros_like(BATCHES[0].ids.values)), BATCHES[0].label)
     run, other, before = step.init(params()), plain.init(params()), []
@@ -132,7 +132,7 @@ def test_a_step_with_too_many_rows_is_refused_and_forgotten():
 
 
 def test_a_log_of_another_state_is_refused():
-    """A log belongs to one state: with a state of another step, key or dense parameters, rewind raises."""
+    """A log belongs to one state. With a state of another step, key or dense parameters, rewind raises."""
     step = logged("adam")
     _, run = states(step, step.init(params()), BATCHES[:3])
     _, other = states(step, step.init(params()), BATCHES[1:4])
@@ -144,7 +144,7 @@ def test_a_log_of_another_state_is_refused():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_log_beside_a_restored_state_is_begun_anew(compiled, interpreted):
-    """A step from another state than the log's drops the earlier steps: only that step can be undone, and a delta
+    """A step from another state than the log's state drops the earlier steps. Only that step can be undone, and a delta
     since an earlier version has every row. rewind of 0 steps and later versions work as before."""
     step = logged("adam")
     fast = fr.jit(step) if compiled else step
@@ -167,7 +167,8 @@ def test_a_log_beside_a_restored_state_is_begun_anew(compiled, interpreted):
 
 
 def test_a_restored_state_on_a_mesh_begins_its_log_anew():
-    """The same holds on a mesh, also when only some ranks' parts of the dense parameters differ."""
+    """On a mesh, a restored state also begins its log again, even when only some ranks' parts of the dense parameters
+    differ."""
     mesh = fr.Mesh.emulated(x=2)
     plan = training.plan_of("row_wise", {"x": 2})
     step = logged("adam", mesh=mesh, plan=plan, dense_axes=("x",))
@@ -195,7 +196,7 @@ def test_every_bit_comes_back(dtype):
 
 
 def test_a_step_without_ids_is_a_step():
-    """A batch of empty bags touches no row, and is undone like any other."""
+    """A batch of empty bags touches no row, and is undone like any other batch."""
     empty = fr.Batch(
         fr.KeyedJaggedTensor.from_lists({"u": [[]] * 6, "v": [[]] * 6}, dtype=torch.int64), BATCHES[0].label
     )
@@ -207,7 +208,7 @@ def test_a_step_without_ids_is_a_step():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_members_of_an_ensemble_are_undone(compiled, interpreted):
-    """Under vmap every member has its own log: all members can be undone at once, or one member alone."""
+    """Under vmap every member has its own log. All members can be undone at once, or one member alone."""
     step = logged("adam")
     runs = torch.func.vmap(lambda key: step.init(params(), key))(fr.split(fr.key(0), 3))
     many = torch.func.vmap(step, in_dims=(0, None))
@@ -221,8 +222,9 @@ def test_members_of_an_ensemble_are_undone(compiled, interpreted):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_member_of_an_ensemble_is_a_run_alone(compiled, interpreted):
-    """A member's tables, slots, dense parameters and log have the bits of a single run. The loss must sum in a fixed
-    order, because a library may sum a product of three members in another order than one member's."""
+    """The tables, slots, dense parameters and log of a member have the bits of a single run. The loss must sum in a
+    fixed order, because a library may sum a product of three members in another order than the product of one
+    member."""
     # an exact rate, so that eager torch's fused multiply-add changes no bit
     dense = fr.optim.dense(torch.optim.SGD, lr=2**-6)
     step = fr.logged(fr.train_step(ordered_loss, sparse=fr.optim.adam(lr=0.05), dense=dense), steps=4, rows=16)
@@ -245,14 +247,14 @@ def test_scanned_steps_are_undone():
 
 
 def test_fit_takes_a_logged_step():
-    """fit trains a Logged, and its steps can be undone afterwards."""
+    """fit trains a Logged, and the steps of the run can be undone afterwards."""
     step = logged("adam")
     done = fr.fit(step, step.init(params()), BATCHES[:3], epochs=1)
     same(fr.rewind(done.state, 3).state, step.init(params()).state)
 
 
 def test_a_call_that_fails_has_begun_or_not(interpreted, monkeypatch):
-    """A donated call that is interrupted before it writes has taken neither state nor log. One that is interrupted
+    """A donated call that is interrupted before it writes has taken neither state nor log. A call that is interrupted
     while it writes has taken both."""
     step = logged("adam")
     fast, run = donated(step), step.init(params())
@@ -277,7 +279,7 @@ def test_a_call_that_fails_has_begun_or_not(interpreted, monkeypatch):
 
 
 def test_a_derivative_of_a_log_is_refused():
-    """A log keeps bits, which have no derivative. So a state that is differentiated is refused before any work."""
+    """A log keeps bits, which have no derivative. A differentiated state therefore raises before any work."""
     step = logged("adam")
     run = step.init(params())
     with_tables = lambda run, t: replace(run, state=replace(run.state, tables={**run.state.tables, "a": t}))
@@ -289,7 +291,7 @@ def test_a_derivative_of_a_log_is_refused():
 
 
 def test_logged_steps_pickle_and_are_saved(tmp_path):
-    """A logged step pickles, and its value can be checkpointed; rewind is the same after loading."""
+    """A logged step pickles, and its value can be checkpointed. rewind is the same after a load."""
     step = fr.logged(fr.train_step(loss, sparse=fr.optim.adam(lr=0.1), dense=DENSE), steps=2, rows=4)
     again = pickle.loads(pickle.dumps(step))
     run = again.init(fr.Params({"t": torch.zeros(5, 2)}, torch.ones(2)))
@@ -306,8 +308,7 @@ def test_logged_steps_pickle_and_are_saved(tmp_path):
     ids=["short", "tall", "wide", "half"],
 )
 def test_tables_of_another_form_are_told(change):
-    """A log whose tables changed their height, width or dtype is refused before any work, by a step, rewind and
-    delta."""
+    """A log whose tables changed their height, width or dtype raises before any work, in a step, rewind and delta."""
     step = logged("adam")
     _, run = states(step, step.init(params()), BATCHES[:2])
     tables = {n: change(t) for n, t in run.state.tables.items()}
@@ -319,7 +320,7 @@ def test_tables_of_another_form_are_told(change):
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_an_ensemble_is_undone_by_vmap(donate):
-    """rewind of several states outside of vmap is refused; the error suggests vmap."""
+    """rewind of several states outside of vmap raises. The error suggests vmap."""
     runs = torch.func.vmap(lambda key: logged("adam").init(params(), key))(fr.split(fr.key(0), 3))
     with pytest.raises(TypeError, match=r"there are several states[\s\S]*torch.func.vmap"):
         fr.rewind(runs, 1, donate=donate)
@@ -351,6 +352,6 @@ def loss(params, ids):
     ],
 )
 def test_wrong_arguments_are_told(make, told):
-    """What cannot be logged or undone is refused by name."""
+    """A value that cannot be logged or undone raises with its name."""
     with pytest.raises((TypeError, ValueError, KeyError), match=told):
         make()

@@ -1,4 +1,4 @@
-"""JaggedTensor: its operations equal those of Python's lists, and read no padding."""
+"""JaggedTensor: operations equal those on Python's lists, and read no padding."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from funcrec.testing import strategies as frs
 
 ANY = {"dtypes": (torch.int64, torch.int32, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool)}
 
-# name: (the operation, the same on lists); every operation must run without reading a value on the host
+# name: (the operation, the same on lists). Every operation must run without a read of a value on the host.
 OPS = {
     "int": (lambda x: x[-1], lambda bags: [bags[-1]]),
     "slice": (lambda x: x[1:], lambda bags: bags[1:]),
@@ -36,7 +36,7 @@ def two_or_more(**options):
 @pytest.mark.parametrize("name", OPS)
 @given(data=st.data())
 def test_an_operation_is_that_of_lists(name, data):
-    """op(x).to_lists() == op(x.to_lists()) for every dtype; weights follow their values, and dtypes stay."""
+    """op(x).to_lists() == op(x.to_lists()) for every dtype. Weights follow their values, and dtypes stay."""
     op, on_lists = OPS[name]
     x = data.draw(two_or_more(weighted=False, **ANY))
     out = op(x)
@@ -68,14 +68,14 @@ def test_padding_is_never_read(name, data):
 @pytest.mark.parametrize("name", [n for n in OPS if n not in ("from_offsets", "pad_to")])
 @given(data=st.data())
 def test_padding_of_an_answer_is_zero(name, data):
-    """A result's padding is zero if its buffer is new."""
+    """The padding of a result is zero if the result's buffer is new."""
     out = OPS[name][0](data.draw(two_or_more()))
     assert_trees_close(zero_padding(out), out)
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_an_operation_reads_nothing_on_the_host(name):
-    """op traces with fake tensors, whose values cannot be read; the traced op gives the same."""
+    """op traces with fake tensors, whose values cannot be read. The traced op gives the same result."""
     op, _ = OPS[name]
     x = fr.JaggedTensor(torch.tensor([5, 6, 7, 8]), torch.tensor([0, 1, 1, 3]), torch.ones(4))
     traced = make_fx(op, tracing_mode="fake")(x)
@@ -85,7 +85,7 @@ def test_an_operation_reads_nothing_on_the_host(name):
 @pytest.mark.parametrize("name", OPS)
 @given(data=st.data())
 def test_inputs_are_unchanged(name, data):
-    """op(x) leaves x as it was."""
+    """op(x) does not change x."""
     x = data.draw(two_or_more())
     before = fr.JaggedTensor(*(None if t is None else t.clone() for t in (x.values, x.offsets, x.weights)))
     OPS[name][0](x)
@@ -122,7 +122,7 @@ def test_unpad_undoes_pad_to(x, more):
 
 @given(frs.jagged_tensors(row_shape=(2,), **ANY), st.integers(0, 5))
 def test_to_padded_cuts_and_fills(x, length):
-    """to_padded(L)[b] is bag b's first L values, then `fill`."""
+    """to_padded(L)[b] has the first L values of bag b, then `fill`."""
     fill = 0 if x.values.dtype == torch.bool else 7
     want = [(bag + [[fill, fill]] * length)[:length] for bag in x.to_lists()]
     out = x.to_padded(length, fill)
@@ -133,7 +133,7 @@ def test_to_padded_cuts_and_fills(x, length):
 
 @given(frs.jagged_tensors(weighted=True), st.integers(4, 6))
 def test_from_padded_takes_weights(x, length):
-    """from_padded(x.to_padded(L), lengths, weights=...) == x for L no less than the longest bag."""
+    """from_padded(x.to_padded(L), lengths, weights=...) == x for L no less than the length of the longest bag."""
     weights = fr.JaggedTensor(x.weights, x.offsets).to_padded(length)
     back = fr.JaggedTensor.from_padded(x.to_padded(length), x.lengths, weights=weights)
     assert_trees_close(back.unpad(), x.unpad())
@@ -142,7 +142,7 @@ def test_from_padded_takes_weights(x, length):
 
 @given(frs.jagged_tensors())
 def test_bag_ids_number_the_positions(x):
-    """bag_ids()[i] is the bag that holds position i; it is B in the padding."""
+    """bag_ids()[i] is the bag that holds position i, or B in the padding."""
     want = [b for b, n in enumerate(x.lengths.tolist()) for _ in range(n)]
     assert x.bag_ids().tolist() == want + [x.num_bags] * (x.capacity - len(want))
 
@@ -155,7 +155,7 @@ def test_from_lengths_and_from_offsets_agree(x):
 
 @given(two_or_more(dtypes=(torch.float64,), row_shape=(2,)))
 def test_to_padded_and_select_have_transposes(x):
-    """⟨to_padded(v), y⟩ = ⟨v, to_paddedᵀ(y)⟩, where the transpose is from_padded's values. Derivatives agree with
+    """⟨to_padded(v), y⟩ = ⟨v, to_paddedᵀ(y)⟩, where the transpose is the values of from_padded. Derivatives agree with
     finite differences."""
     length = 4
     forward = lambda v: fr.JaggedTensor(v.values, x.offsets).to_padded(length)
@@ -168,7 +168,7 @@ def test_to_padded_and_select_have_transposes(x):
 
 @given(frs.jagged_tensors(dtypes=(torch.float64,), weighted=False, min_bags=2))
 def test_operations_map_over_stacked_values(x):
-    """vmap(op)(stacked values) stacks op of each."""
+    """vmap(op)(stacked values) stacks the results of op of each member."""
     stacked = torch.stack([x.values, x.values * 2])
     op = lambda v: fr.JaggedTensor(v, x.offsets)[[1, 0]].to_padded(4)
     assert_trees_close(torch.func.vmap(op)(stacked), torch.stack([op(v) for v in stacked]))
@@ -176,7 +176,7 @@ def test_operations_map_over_stacked_values(x):
 
 @given(frs.jagged_tensors(dtypes=(torch.int64,), weighted=False, min_bags=2, max_padding=0))
 def test_operations_map_over_stacked_offsets(x):
-    """vmap(op) over batches with different lengths and one capacity stacks op of each."""
+    """vmap(op) over batches with different lengths and one capacity stacks the results of op of each batch."""
     y = fr.JaggedTensor(x.values, torch.where(torch.arange(x.num_bags + 1) > 0, x.offsets[-1], 0))
     both = fr.JaggedTensor(torch.stack([x.values, y.values]), torch.stack([x.offsets, y.offsets]))
     op = lambda z: z.select(torch.tensor([1, 0]), capacity=z.capacity).to_padded(3)
@@ -184,7 +184,7 @@ def test_operations_map_over_stacked_offsets(x):
 
 
 def test_repr_shows_bags_without_reading_fakes():
-    """repr works on traced and meta tensors, and shows small bags and padding on the CPU."""
+    """repr accepts traced and meta tensors, and shows small bags and padding on the CPU."""
     x = fr.JaggedTensor.from_lists([[1], []]).pad_to(3)
     assert repr(x) == "JaggedTensor([[1], []], values=i64[3], 1 used of capacity 3)"
     meta = fr.JaggedTensor(x.values.to("meta"), x.offsets.to("meta"))

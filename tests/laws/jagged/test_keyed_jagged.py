@@ -1,4 +1,4 @@
-"""KeyedJaggedTensor: its operations equal those of a dict of Python's lists, and read no padding."""
+"""KeyedJaggedTensor: operations equal those on a dict of Python's lists, and read no padding."""
 
 import dataclasses
 import time
@@ -21,7 +21,7 @@ def each(fn):
     return lambda lists: {k: bags and fn(bags) for k, bags in lists.items()}
 
 
-# name: (the operation, the same on {key: lists}); every operation must run without reading a value on the host
+# name: (the operation, the same on {key: lists}). Every operation must run without a read of a value on the host.
 ON_KEYS = {
     "permute": (lambda x: x.permute(["c", "a", "b"]), lambda d: {k: d[k] for k in "cab"}),
     "permute some": (lambda x: x.permute(["b"]), lambda d: {"b": d["b"]}),
@@ -55,7 +55,7 @@ def batches(name, **options):
 @pytest.mark.parametrize("name", OPS)
 @given(data=st.data())
 def test_an_operation_is_that_of_lists(name, data):
-    """op(x).to_lists() == op(x.to_lists()), keys in order; dtypes stay."""
+    """op(x).to_lists() == op(x.to_lists()), with keys in order. Dtypes stay."""
     op, on_lists = OPS[name]
     x = data.draw(batches(name, weighted=False))
     out, want = op(x), on_lists(x.to_lists())
@@ -64,7 +64,7 @@ def test_an_operation_is_that_of_lists(name, data):
 
 
 def weights_of(x):
-    """Return {key: the weights of its bags, or None}."""
+    """Return {key: the weights of the key's bags, or None}."""
     bags = {k: x[k] for k in x.keys}
     return {
         k: b.weights if b.weights is None else fr.JaggedTensor(b.weights, b.offsets).to_lists() for k, b in bags.items()
@@ -74,7 +74,7 @@ def weights_of(x):
 @pytest.mark.parametrize("name", [n for n in OPS if n != "padded and back"])
 @given(data=st.data())
 def test_weights_go_with_their_values(name, data):
-    """The weights of op(x) are op of the weights, key by key; a key without weights has none."""
+    """The weights of op(x) are op of the weights, key by key. A key without weights has no weights in the result."""
     op, on_lists = OPS[name]
     x = data.draw(batches(name))
     full = on_lists(weights_of(dataclasses.replace(x, unweighted=())))
@@ -94,7 +94,7 @@ def test_padding_is_never_read(name, data):
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("strides", [None, (2, 3, 1)])
 def test_an_operation_reads_nothing_on_the_host(name, strides):
-    """op traces with fake tensors, whose values cannot be read; the traced op gives the same."""
+    """op traces with fake tensors, whose values cannot be read. The traced op gives the same result."""
     if strides and name in ON_BAGS:
         return
     op, _ = OPS[name]
@@ -106,7 +106,7 @@ def test_an_operation_reads_nothing_on_the_host(name, strides):
 @pytest.mark.parametrize("name", OPS)
 @given(data=st.data())
 def test_inputs_are_unchanged(name, data):
-    """op(x) leaves x as it was."""
+    """op(x) does not change x."""
     x = data.draw(batches(name))
     before = torch.utils._pytree.tree_map(torch.clone, x)
     OPS[name][0](x)
@@ -115,7 +115,7 @@ def test_inputs_are_unchanged(name, data):
 
 @given(frs.keyed_jagged_tensors(weighted=False), st.booleans())
 def test_a_feature_is_its_bags(x, weighted):
-    """x[key].to_lists() == x.to_lists()[key] == x.to_dict()[key].to_lists(), in a buffer of x's capacity."""
+    """x[key].to_lists() == x.to_lists()[key] == x.to_dict()[key].to_lists(), in a buffer of the capacity of x."""
     for key, bags in x.to_lists().items():
         assert x[key].to_lists() == bags == x.to_dict()[key].to_lists()
         assert x[key].capacity == x.capacity and x[key].num_bags == x.bags_of(key) == len(bags)
@@ -123,7 +123,7 @@ def test_a_feature_is_its_bags(x, weighted):
 
 @given(frs.keyed_jagged_tensors(same_bags=False))
 def test_ids_are_read_as_a_dict_is(x):
-    """len, in, iteration and items use the keys in order, as to_dict() does; a JaggedTensor's len is its number of
+    """len, in, iteration and items use the keys in order, as to_dict() does. The len of a JaggedTensor is its number of
     bags."""
     assert list(x) == list(x.to_dict()) == list(x.keys) and len(x) == len(x.keys)
     assert all(k in x for k in x.keys) and "z" not in x and 0 not in x
@@ -132,8 +132,8 @@ def test_ids_are_read_as_a_dict_is(x):
 
 
 def test_what_is_shown_is_short():
-    """repr of large values is short: it gives the numbers of bags, values and keys, and the contents of tensors that
-    are small."""
+    """repr of large values is short. It gives the numbers of bags, values and keys, and the contents of small
+    tensors."""
     ids = fr.KeyedJaggedTensor.from_lists({f"k{i}": [list(range(30))] * 20 for i in range(30)})
     text = repr(fr.Batch(ids, torch.ones(20), torch.ones(20, 3)))
     assert "7, ... 30 values]" in text and "... 20 bags]" in text and "... 30 keys}" in text and len(text) < 4000
@@ -149,7 +149,7 @@ def test_what_is_shown_is_short():
 
 @given(frs.keyed_jagged_tensors(same_bags=False))
 def test_strides_cut_the_bags(x):
-    """With strides, key f's bags are the next strides[f] of the buffer."""
+    """With strides, the bags of key f are the next strides[f] bags of the buffer."""
     bags = fr.JaggedTensor(x.values, x.offsets).to_lists()
     for key, stride in zip(x.keys, x.strides, strict=True):
         mine, bags = bags[:stride], bags[stride:]
@@ -168,7 +168,7 @@ def test_lists_round_trip(x):
 
 @given(frs.keyed_jagged_tensors(keys=("a", "b")), st.lists(st.sampled_from("ab"), max_size=4))
 def test_permute_repeats_and_drops(x, keys):
-    """permute(keys) has each key's bags as often as it is named, in a buffer that holds them."""
+    """permute(keys) has the bags of each key as often as the key is named, in a buffer that holds all these bags."""
     out = x.permute(keys)
     bags = x.to_lists()
     assert fr.JaggedTensor(out.values, out.offsets).to_lists() == [bag for k in keys for bag in bags[k]]
@@ -177,7 +177,7 @@ def test_permute_repeats_and_drops(x, keys):
 
 @given(frs.keyed_jagged_tensors(keys=("a", "b"), min_bags=1))
 def test_permute_takes_inverse_indices_along(x):
-    """inverse[f] moves with its key."""
+    """The element inverse[f] moves with its key."""
     inverse = torch.arange(6).reshape(2, 3)
     x = fr.KeyedJaggedTensor(x.values, x.offsets, x.weights, inverse, x.keys, x.strides)
     assert x.permute(["b", "a"]).inverse.tolist() == [[3, 4, 5], [0, 1, 2]]
@@ -194,7 +194,7 @@ def test_pad_to_bucket_keeps_the_ids(x, minimum):
 
 
 def test_buckets_are_few_and_tight():
-    """bucket(n) >= n, it ascends with n, wastes less than half of itself above the minimum, and has few distinct
+    """bucket(n) >= n. bucket ascends with n, wastes less than half of itself above the minimum, and has few distinct
     values."""
     sizes = [bucket(n) for n in range(1, 5000)]
     assert all(n <= b and (b == 16 or b - n < b / 2) for n, b in zip(range(1, 5000), sizes))

@@ -34,7 +34,7 @@ def test_concat_has_the_keys_of_all(x, y):
 
 
 def test_concat_loses_no_key():
-    """concat of parts that share a key raises: nothing is dropped."""
+    """concat of parts that share a key raises. No key is dropped."""
     x = fr.KeyedTensor.from_dict({"a": torch.zeros(1, 1)})
     with pytest.raises(ValueError):
         fr.KeyedTensor.concat([x, x])
@@ -42,7 +42,7 @@ def test_concat_loses_no_key():
 
 @given(frs.keyed_tensors(keys=("a", "b"), num_rows=3, dtypes=(torch.float32,)))
 def test_regroup_gathers_columns(x):
-    """regroup joins each group's features side by side; a key may be in several groups."""
+    """regroup joins the features of each group by columns. A key may be in several groups."""
     parts = [fr.KeyedTensor(x["a"], ("a",), x.dims[:1]), fr.KeyedTensor(x["b"], ("b",), x.dims[1:])]
     got = fr.regroup(parts, [["b", "a"], ["a"], ["b", "b"]])
     want = [torch.cat([x[k] for k in group], 1) for group in ("ba", "a", "bb")]

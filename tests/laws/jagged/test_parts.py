@@ -1,5 +1,6 @@
-"""Splitting a KeyedJaggedTensor and joining its parts gives the same bags and capacity; and conversions from lists,
-arrays and tensors."""
+"""A split KeyedJaggedTensor, joined again, has the same bags and capacity.
+
+Lists, arrays and tensors convert to jagged values."""
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ JT, KJT = fr.JaggedTensor, fr.KeyedJaggedTensor
 KEYS = ("a", "b", "c")
 
 
-# ways to split and join; the result has the capacity of the whole
+# ways to split and join, whose results have the capacity of the whole
 WAYS = {
     "split": lambda x: KJT.concat(x.split([1, 0, 2])),
     "to_dict": lambda x: KJT.from_jagged(x.to_dict()),
@@ -30,8 +31,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @given(frs.keyed_jagged_tensors(keys=KEYS))
 def test_parts_take_the_room_of_the_whole(way, x):
-    """concat(split(x)) and from_jagged(to_dict(x)) have x's bags, weights,
-    dtypes and capacity, whatever the padding holds."""
+    """concat(split(x)) and from_jagged(to_dict(x)) have the bags, weights, dtypes and capacity of x, whatever the
+    padding holds."""
     out = WAYS[way](garbage_padding(x, fr.key(1)))
     assert out.capacity == x.capacity and out.strides == x.strides
     assert_trees_close(zero_padding(out), zero_padding(x))
@@ -39,7 +40,7 @@ def test_parts_take_the_room_of_the_whole(way, x):
 
 @given(frs.keyed_jagged_tensors(keys=KEYS, min_bags=1, same_bags=True, weighted=False))
 def test_room_is_never_too_small(x):
-    """A feature that is joined twice takes its capacity twice; selected, padded or mapped features count as separate
+    """A feature that is joined twice takes its capacity twice. Selected, padded or mapped features count as separate
     values."""
     mapped = torch.utils._pytree.tree_map(lambda t: t, x["a"])
     sources = [
@@ -54,7 +55,8 @@ def test_room_is_never_too_small(x):
 
 @given(frs.keyed_jagged_tensors(keys=("a", "b")), frs.keyed_jagged_tensors(keys=("c",)))
 def test_capacities_add_up(x, y):
-    """concat([x, y]) and from_jagged of features of both have the sum of the two capacities, and the bags of both."""
+    """concat([x, y]) and from_jagged of the features of x and y have the sum of the two capacities, and the bags of
+    both."""
     if (x.weights is None) != (y.weights is None) or x.values.dtype != y.values.dtype:
         return
     if x.strides is None and y.strides is None and x.num_bags != y.num_bags:
@@ -71,14 +73,15 @@ def test_twenty_six_keys():
 
 
 def scores(fn, x):
-    """Make a function of the values alone that depends on each value's position."""
+    """Return a function of the values alone that depends on the position of each value."""
     of = lambda values: fn(KJT(values, x.offsets, None, None, x.keys, x.strides))
     return lambda values: torch.sin(of(values).values * torch.arange(1.0, x.capacity + 1)).sum()
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_parts_transformed(way):
-    """Compiled, vmapped and differentiated (forward, reverse and twice), splitting and joining equals the identity."""
+    """A split and a join equal the identity when they are compiled, vmapped and differentiated (forward, reverse and
+    twice)."""
     fn = WAYS[way]
     x = KJT(torch.linspace(-1, 1, 7), torch.tensor([0, 1, 1, 3, 3, 4, 5]), None, None, KEYS)
     ids = KJT(torch.arange(7), x.offsets, None, None, KEYS)
@@ -135,8 +138,8 @@ def test_tensors_keep_their_dtype(dtype):
 
 
 def test_lists_of_numbers():
-    """Python's numbers become i64, f32 or bool, and weights f32. `dtype`, if given, holds for all; empty lists
-    become i64."""
+    """Python's numbers become i64, f32 or bool, and weights become f32. `dtype`, if given, holds for all lists. Empty
+    lists become i64."""
     kinds = [
         ([[1, 2], []], I64),
         ([[1.5], [2]], F32),
@@ -161,7 +164,7 @@ def test_lists_of_numbers():
 
 
 def test_from_lists_is_differentiable():
-    """Derivatives with respect to tensors in the bags, and to weights, pass through from_lists, also under vmap and
+    """Derivatives with respect to tensors in the bags, and to weights, pass through from_lists, even under vmap and
     compiled."""
     of = lambda x, w: (lambda j: (j.values.sin() * j.weights).sum())(
         JT.from_lists([x[:1], [x[1], x[2]]], weights=[w[:1], w[1:]])
@@ -208,7 +211,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_buffer_keeps_is_refused(name):
-    """Values that no single dtype can hold unchanged are refused, in a JaggedTensor and with keys."""
+    """Values that no single dtype can hold unchanged raise, in a JaggedTensor and with keys."""
     lists, options, kind = REFUSED[name]
     with pytest.raises(kind, match=r"funcrec\.JaggedTensor\.from_l(.|\n)*  got "):
         JT.from_lists(lists, **options)
@@ -219,7 +222,7 @@ def test_what_no_buffer_keeps_is_refused(name):
 
 @pytest.mark.parametrize("bad", [[0, 5, -(2**63)], [0, 2**63 - 1, -(2**63)], [0, -5, 2], [1, 2], [0, 4]])
 def test_offsets_are_compared(bad):
-    """Descending offsets are refused even where their difference overflows, and so are lengths whose sum overflows."""
+    """Descending offsets raise even where their difference overflows. So do lengths whose sum overflows."""
     values = torch.zeros(3)
     with pytest.raises(ValueError, match="`offsets`"):
         JT.from_offsets(values, torch.tensor(bad))

@@ -1,4 +1,4 @@
-"""Operations on jagged and keyed values, under every transform, equal the same on lists of slices in plain torch.
+"""Operations on jagged and keyed values, under every transform, equal the same operations on slices in plain torch.
 
     T(op)(values, weights) = T(op on [values[a:b], ...])
     T: identity, grad, jvp, second order, vmap, jit, and nestings
@@ -80,14 +80,14 @@ def counts_of(name):
 
 
 def slices(x, bounds, counts):
-    """Cut a buffer into {key: [bag, ...]} by Python's slices."""
+    """Return {key: [bag, ...]} of a buffer, cut by Python's slices."""
     bags = [x[a:b] for a, b in itertools.pairwise(bounds)]
     ends = [0, *itertools.accumulate(counts)]
     return {k: bags[a:b] for k, (a, b) in zip(KEYS, itertools.pairwise(ends), strict=True)}
 
 
 def plain_of(op, name):
-    """Make (values, weights) -> (values, weights) of the result's bags, joined, by slices alone."""
+    """Return a function (values, weights) -> (values, weights) of the result's bags, joined, by slices alone."""
     flat = lambda x: [bag for _, bags in OPS[op][1](slices(x, OFFSETS[name], counts_of(name))) for bag in bags]
     joined = lambda x: torch.cat([x[:0], *flat(x)])
     return lambda values, weights: (joined(values), joined(weights))
@@ -104,7 +104,7 @@ def ours_of(op, name):
 
 
 def buffers(dtype=F64, name="some"):
-    """Make values [7, 2] and weights [7] with NaN in the padding."""
+    """Return values [7, 2] and weights [7] with NaN in the padding."""
     g = torch.Generator().manual_seed(0)
     values, weights = torch.randn(CAPACITY, 2, generator=g, dtype=F64), torch.randn(CAPACITY, generator=g, dtype=F64)
     inside = torch.arange(CAPACITY) < OFFSETS[name][-1]
@@ -112,7 +112,7 @@ def buffers(dtype=F64, name="some"):
 
 
 def scalar(fn):
-    """Return a number with derivatives of every order that mixes values and weights."""
+    """Return a function whose value is a number that mixes values and weights, with derivatives of every order."""
     return lambda v, w: (lambda out: (out[0].sin() * out[0].cos() * out[1].exp()[:, None]).sum())(fn(v, w))
 
 
@@ -134,7 +134,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("op, name", CASES)
 def test_an_operation_under_transforms(op, name):
     """Every transform of an operation, by values and weights, equals that of slices. NaN in the padding reaches no
-    derivative, and the padding's own derivative is 0."""
+    derivative. The derivative of the padding itself is 0."""
     v, w = buffers(name=name)
     for transform, apply in TRANSFORMS.items():
         got, want = apply(ours_of(op, name), v, w), apply(plain_of(op, name), v, w)
@@ -147,7 +147,7 @@ def test_an_operation_under_transforms(op, name):
 @pytest.mark.parametrize("op, name", CASES)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, I32, I64, torch.bool])
 def test_an_operation_of_every_dtype(op, name, dtype):
-    """Values keep their dtype and bits, and so do weights; a gradient has its argument's dtype."""
+    """Values keep their dtype and bits, and so do weights. A gradient has the dtype of its argument."""
     v, w = buffers(name=name)
     v, w = torch.nan_to_num(v * 8).to(dtype), w.to(dtype if dtype.is_floating_point else F32)
     got, want = ours_of(op, name)(v, w), plain_of(op, name)(v, w)
@@ -158,13 +158,13 @@ def test_an_operation_of_every_dtype(op, name, dtype):
         assert all(a.dtype == b.dtype == dtype and torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-# these read offsets on the host
+# these operations read offsets on the host
 HOST = ("unpad", "pad_to_bucket", "lists and back")
 
 
 @pytest.mark.parametrize("op, name", [(o, n) for o, n in CASES if o not in HOST and n not in ("no bags", "one bag")])
 def test_an_operation_maps_over_offsets(op, name):
-    """vmap over offsets equals a loop over them, with weights and values mapped or not, i32 or i64."""
+    """vmap over offsets equals a loop over offsets, with weights and values mapped or not, i32 or i64."""
     v, w = buffers(name="some")
     v, w = torch.nan_to_num(v), torch.nan_to_num(w)
     for dtype in (I32, I64):
@@ -178,7 +178,7 @@ def test_an_operation_maps_over_offsets(op, name):
 
 
 def test_operations_compiled():
-    """Compiled operations and their gradients equal the eager ones, with NaN in the padding too."""
+    """Compiled operations and their gradients equal the eager ones, even with NaN in the padding."""
     v, w = buffers()
     ops = ["permute twice", "split, concat", "list", "padded and back"]
     total = lambda of: lambda v, w: sum(scalar(of(op, "some"))(v, w) for op in ops)
@@ -206,8 +206,8 @@ POOLED = {
 @pytest.mark.parametrize("name", POOLED)
 @pytest.mark.parametrize("num_bags", [0, 1, 3])
 def test_pooled_features_under_transforms(name, num_bags):
-    """Operations on a KeyedTensor equal cuts of its columns, under every transform, for every dtype and an empty
-    batch."""
+    """Operations on a KeyedTensor equal cuts of the KeyedTensor's columns, under every transform, for every dtype and
+    an empty batch."""
     ours, plain = POOLED[name]
     x = torch.randn(num_bags, 5, generator=torch.Generator().manual_seed(1), dtype=F64)
     total = lambda f: lambda x: sum(t.sin().sum() for t in (lambda out: out if isinstance(out, list) else [out])(f(x)))
@@ -268,8 +268,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_nothing_is_invented(name):
-    """Masks given as positions, bags that do not exist, buffers that are too small, and fills outside the dtype are
-    refused."""
+    """Masks given as positions, bags that do not exist, buffers that are too small, and fills outside the dtype each
+    raise."""
     call, kind, fragment = REFUSED[name]
     with pytest.raises(kind) as error:
         call()

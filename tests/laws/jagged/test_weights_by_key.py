@@ -1,4 +1,4 @@
-"""Ids where some keys have weights and others have none: what is read, what is not, and what moves together."""
+"""Ids where some keys have weights and all other keys have none: reads of weights, and operations that keep weights."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ MIXED = frs.keyed_jagged_tensors(keys=("a", "b", "c")).filter(lambda x: x.unweig
 
 
 def test_weights_are_given_for_some_keys():
-    """Constructors that get weights for one key of two give that key its weights, and the other key none."""
+    """Constructors that get weights for one key of two give that key its weights. The other key gets no weights."""
     ones = [torch.ones(2, dtype=torch.float64), []]
     padded = {k: JT.from_lists(bags).to_padded(2) for k, bags in LISTS.items()}
     lengths = {k: JT.from_lists(bags).lengths for k, bags in LISTS.items()}
@@ -48,7 +48,7 @@ def test_weights_are_given_for_some_keys():
 
 @given(MIXED)
 def test_no_weights_are_left_where_no_key_has_some(x):
-    """A part with only unweighted keys has no weights buffer; joining the parts gives the original value."""
+    """A part with only unweighted keys has no weights buffer. A join of the parts gives the original value."""
     for k in x.keys:
         part = x.permute([k])
         assert (part.weights is None) == (k in x.unweighted) == (x[k].weights is None) and part.unweighted == ()
@@ -60,7 +60,7 @@ def test_no_weights_are_left_where_no_key_has_some(x):
 @given(frs.lookups(poolings=("sum", "mean"), min_bags=1))
 def test_keys_without_weights_are_read_without(it):
     """Features of unweighted keys have the bits of ids without weights. Weighted features have the bits of ids where
-    every key has weights. The unweighted keys' positions in the buffer may hold anything."""
+    every key has weights. The positions of unweighted keys in the buffer may hold anything."""
     ids = garbage_padding(it.ids)
     out, full = fr.lookup(*it._replace(ids=ids)), dataclasses.replace(it.ids, unweighted=())
     assert_trees_close(out, fr.lookup(*it._replace(ids=full)))
@@ -94,8 +94,8 @@ def test_only_weights_have_derivatives():
 @pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise", "replicated"])
 @pytest.mark.parametrize("options", [{}, {"dedup": True}, {"exact": True}], ids=str)
 def test_ranks_read_the_same_weights(kind, options):
-    """On an emulated mesh, a step with weights for some keys equals the step in one process, whatever the unweighted
-    keys' positions hold."""
+    """On an emulated mesh, a step with weights for some keys equals the step in one process, whatever the positions of
+    unweighted keys hold."""
     mesh, ids = fr.Mesh.emulated(model=2), garbage_padding(SOME.pad_to(7))
     plan = fr.Plan.uniform(kind, {"t": (4, 2)}, mesh)
     loss = lambda params, batch: fr.lookup(params.tables, batch.ids, FEATURES).values.square().mean()
@@ -112,8 +112,8 @@ def test_ranks_read_the_same_weights(kind, options):
 
 @given(st.data())
 def test_structure_tells_which_keys_have_weights(data):
-    """Values with different unweighted keys have different structures, so no compiled program serves both. Maps,
-    vmap, moves and checkpoints keep them."""
+    """Values with different unweighted keys have different structures. No compiled program therefore serves both
+    values. Maps, vmap, moves and checkpoints keep the unweighted keys."""
     x = data.draw(MIXED)
     other = dataclasses.replace(x, unweighted=x.unweighted[1:])
     assert fr.tree.structure(x) != fr.tree.structure(other) and fr.tree.structure(x) == fr.tree.structure(fr.copy(x))
@@ -124,7 +124,7 @@ def test_structure_tells_which_keys_have_weights(data):
 
 
 def test_files_from_before_have_weights_for_all_keys():
-    """A file from before unweighted keys existed can be read: every key has weights."""
+    """A file without the field for unweighted keys can be read. In its value every key has weights."""
     code, tensors = encode(FULL, "x").code, encode(FULL, "x").tensors
     assert code[4] == ["tuple", [["tuple", ["a", "b"]], None, ["tuple", []]]]
     code[4][1].pop()

@@ -1,5 +1,6 @@
-"""fake_quantize: lookups with the bits of quantised tables, gradients of float tables, and models that lose less
-when they are quantised."""
+"""fake_quantize: lookups with the bits of quantised tables, and gradients of float tables.
+
+Models trained with fake_quantize lose less when they are quantised."""
 
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ DENSE = torch.linspace(-1, 1, WIDTH)
 
 
 def loss_fn(params, ids):
-    """A loss that reads bags and sequences of tables of any kind."""
+    """Return a loss that reads bags and sequences of tables of any kind."""
     acts = fr.lookup(params.tables, ids, FEATURES).values
     rows = fr.lookup_sequence(params.tables, ids, SEQUENCES)["seq"].to_padded(2).sum(1)
     return ((acts * params.dense).cos().sum(1) * rows.sin().sum(1)).mean()
@@ -43,8 +44,8 @@ both = (*FEATURES, *SEQUENCES)
 
 @given(frs.lookups(poolings=("none", "sum", "mean")), st.sampled_from(DTYPES), st.booleans())
 def test_lookups_have_the_bits_of_quantised_tables(it, dtype, at_random):
-    """Lookups of fake_quantize(tables, dtype, key) equal those of quantize(tables, dtype, key) bit for bit. f64
-    tables, which are summed in f64, agree within f32's rounding."""
+    """Lookups of fake_quantize(tables, dtype, key) equal those of quantize(tables, dtype, key) bit for bit. f64 tables,
+    which are summed in f64, agree within the rounding of f32."""
     key = fr.key(7) if at_random else None
     fake, q = fr.fake_quantize(it.tables, dtype, key=key), fr.quantize(it.tables, dtype, key=key)
     is_wide = any(t.dtype == torch.float64 for t in it.tables.values())
@@ -61,7 +62,7 @@ def test_lookups_have_the_bits_of_quantised_tables(it, dtype, at_random):
 
 @pytest.mark.parametrize("dtype", CODES)
 def test_learned_scales_are_those_of_the_codes(dtype):
-    """Lookups with learned scales read the values that `quantize` stores, bit for bit; another dtype is refused."""
+    """Lookups with learned scales read the values that `quantize` stores, bit for bit. Another dtype raises."""
     fake = fr.fake_quantize(TABLES, dtype, scales="learned")
     moved = fr.tree.map(lambda x: x * 1.37 - 0.01, fake)
     for tables in (fake, moved):
@@ -71,15 +72,15 @@ def test_learned_scales_are_those_of_the_codes(dtype):
 
 
 def test_a_key_draws_the_same_for_ids_of_any_width():
-    """With a key, i32 ids read the values that i64 ids read, and those of `quantize`."""
+    """With a key, i32 ids read the values that i64 ids read. These values are those of `quantize`."""
     fake, q = (make(TABLES, "int4", key=fr.key(7)) for make in (fr.fake_quantize, fr.quantize))
     assert_trees_close(read(fake, replace(IDS, values=IDS.values.int()), both), read(q, IDS, both))
 
 
 @pytest.mark.parametrize("dtype", CODES)
 def test_learned_scales_hide_nothing(dtype):
-    """A row that holds NaN or inf, or whose scale is NaN or inf, is NaN in lookups and in codes. A scale whose bias
-    f16 cannot hold is replaced by the largest that f16 can."""
+    """A row that holds NaN or inf, or whose scale is NaN or inf, is NaN in lookups and in codes. If f16 cannot hold the
+    bias of a scale, the scale is the largest one whose bias f16 can hold."""
     t = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [1.0, torch.inf], [3.0, 4.0], [3.0, 4.0], [4e4, -2e4]])
     fake = fr.fake_quantize({"a": t}, dtype, scales="learned")
     scales = torch.tensor([[0.5], [0.5], [0.5], [torch.nan], [torch.inf], [1e9]])
@@ -95,8 +96,8 @@ def test_learned_scales_hide_nothing(dtype):
 
 @given(st.sampled_from(CODES), st.booleans())
 def test_gradients_go_straight_through(dtype, at_random):
-    """value_and_grad's rows equal the gradients at float tables with the rounded values, whether fake_quantize is
-    called in the loss or on the params' tables. torch.func.grad gives the same densely."""
+    """The rows of value_and_grad equal the gradients at float tables with the rounded values. fake_quantize may be
+    called in the loss or on the tables of the params. torch.func.grad gives the same gradients densely."""
     key = fr.key(3) if at_random else None
     inside = lambda params, ids: loss_fn(fr.Params(fr.fake_quantize(params.tables, dtype, key=key), params.dense), ids)
     whole = fr.dequantize(fr.quantize(TABLES, dtype, key=key))
@@ -112,7 +113,8 @@ def test_gradients_go_straight_through(dtype, at_random):
 
 
 def test_all_derivatives_take_the_rounding_for_the_identity():
-    """Second derivatives, forward and reverse, and those of vmap's members, equal the loss's at the rounded values."""
+    """Second derivatives, forward and reverse, and those of members under vmap, equal those of the loss at the rounded
+    values."""
     inside = lambda t: loss_fn(fr.Params(fr.fake_quantize(t, "int4"), DENSE), IDS)
     plain = lambda t: loss_fn(fr.Params(t, DENSE), IDS)
     whole = fr.dequantize(fr.quantize(TABLES, "int4"))
@@ -130,8 +132,8 @@ def test_all_derivatives_take_the_rounding_for_the_identity():
 
 @pytest.mark.parametrize("dtype", CODES)
 def test_scales_get_lsqs_gradient(dtype):
-    """Gradients of learned scales and of their tables follow the paper's formula, written with stop-gradients on
-    dense tables (arXiv:1902.08153, appendix A). Other derivatives of them are refused."""
+    """Gradients of learned scales and of their tables follow the formula of the paper, written with stop-gradients on
+    dense tables (arXiv:1902.08153, appendix A). Other derivatives of scales and tables raise."""
     most = 2 ** (int(dtype[3:]) - 1) - 1
     fake = fr.fake_quantize(TABLES, dtype, scales="learned")
     # so that some values are clipped
@@ -161,7 +163,7 @@ def test_scales_get_lsqs_gradient(dtype):
 
 @pytest.mark.parametrize("scales", ["row", "learned"])
 def test_a_step_trains_them(scales):
-    """A step moves each part along its gradient, also jitted and donated, and vmap trains several."""
+    """A step moves each part along its gradient, even jitted and donated. vmap trains several values."""
     step = fr.train_step(loss_fn, sparse=fr.optim.sgd(0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1))
     fresh = lambda: step.init(fr.Params(fr.fake_quantize(fr.copy(TABLES), "int4", scales=scales), DENSE.clone()))
     loss, grads = fr.value_and_grad(loss_fn)(fr.Params(fresh().tables, DENSE), IDS)
@@ -177,8 +179,8 @@ def test_a_step_trains_them(scales):
 
 
 def test_learned_scales_that_a_transform_only_holds():
-    """Learned scales made inside a jvp or grad over other values are read as outside of it; a tangent of the scales
-    is refused."""
+    """Learned scales made inside a jvp or grad over other values are read as outside of that transform. A tangent of
+    the scales raises."""
     make = lambda: fr.fake_quantize(fr.tree.map(lambda x: x * 1, TABLES), "int4", scales="learned")
     fake = make()
     by_rows = lambda tables, w: fr.value_and_grad(loss_fn)(fr.Params(tables, w), IDS)[1].dense
@@ -194,7 +196,7 @@ def test_learned_scales_that_a_transform_only_holds():
 
 
 def test_what_cannot_be_trained_so_is_refused(tmp_path):
-    """Scales that would not be parameters, a key with learned scales, and codes are refused. A saved value loads
+    """Scales that would not be parameters, a key with learned scales, and codes each raise. A saved value loads
     unchanged."""
     fake = fr.fake_quantize(TABLES, "int4", scales="learned")
     fr.save(tmp_path / "fake", fake)
@@ -211,8 +213,8 @@ def test_what_cannot_be_trained_so_is_refused(tmp_path):
 
 
 def test_parts_that_do_not_match_are_refused():
-    """Scales for another number of rows or columns, and dtypes that are unknown, in another order or for other
-    tables, are refused by name. This holds for the constructor and for changed leaves of a tree."""
+    """Scales for another number of rows or columns raise with their name. So do dtypes that are unknown, in another
+    order or for other tables. This holds for the constructor and for changed leaves of a tree."""
     fake = fr.fake_quantize(TABLES, "int4", scales="learned")
     scale, ones = "a.scale", torch.ones(7, 1)
     bad = {
@@ -239,7 +241,7 @@ def test_parts_that_do_not_match_are_refused():
 
 def test_training_for_few_bits_loses_less_by_them():
     """After quantisation to 4 bits, training with fake_quantize has at most 0.8 of the squared error of training in
-    floats. Both take the same steps from the same rows."""
+    floats. Both trainings take the same steps from the same rows."""
     rows, dim, num = 60, 16, 1500
     draw = torch.Generator().manual_seed(1)
     configs = [fr.TableConfig(n, rows, dim, initializer=fr.normal(0.3)) for n in ("user", "item")]

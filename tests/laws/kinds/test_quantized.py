@@ -1,4 +1,4 @@
-"""Quantised tables: each number is within its bound, and lookups equal those of the codes' values."""
+"""Quantised tables: each number is within its bound, and lookups equal those of the values of the codes."""
 
 import copy
 import itertools
@@ -59,8 +59,8 @@ def bound(x, dtype, at_random=False):
     st.floats(-5, 3), st.floats(-4, 3), st.booleans(),
 )  # fmt: skip
 def test_every_number_is_within_its_bound(dtype, of, seed, dim, size, shift, at_random):
-    """|x - x̂| is within `quantize`'s stated bound for any float dtype, dim, size and position, with a key or
-    without."""
+    """|x - x̂| is within the stated bound of `quantize` for any float dtype, dim, size and position, with and without a
+    key."""
     tables = tables_of(seed, torch.float64, (dim, 1, 1), 10**size)
     tables["a"] = (tables["a"] + (10**shift if shift > -3 else 0)).to(of)
     q = fr.quantize({"a": tables["a"]}, dtype, key=fr.key(seed) if at_random else None)
@@ -70,7 +70,7 @@ def test_every_number_is_within_its_bound(dtype, of, seed, dim, size, shift, at_
 
 @given(frs.lookups(poolings=("none", "sum", "mean")), st.sampled_from(DTYPES))
 def test_lookups_are_those_of_the_dequantised_tables(it, dtype):
-    """lookup and lookup_sequence of q equal those of dequantize(q) bit for bit; garbage in the padding is not read."""
+    """lookup and lookup_sequence of q equal those of dequantize(q) bit for bit. Garbage in the padding is not read."""
     q = fr.quantize(it.tables, dtype)
     whole, ids = fr.dequantize(q), garbage_padding(it.ids, fr.key(0))
     pooled = [f for f in it.features if f.pooling != "none"]
@@ -81,7 +81,7 @@ def test_lookups_are_those_of_the_dequantised_tables(it, dtype):
 
 
 def test_rounding_at_random_is_right_on_the_mean():
-    """The mean over many keys is x; one key gives one result, and another key another result."""
+    """The mean over many keys is x. One key gives one result, and another key gives another result."""
     tables = {"a": torch.linspace(-1, 1, 13)[None].repeat(400, 1)}
     draw = lambda seed: fr.dequantize(fr.quantize(tables, "int2", key=fr.key(seed)))["a"]
     assert_trees_close(draw(0), draw(0))
@@ -93,7 +93,8 @@ def test_rounding_at_random_is_right_on_the_mean():
 
 
 def test_what_is_not_finite_is_seen():
-    """A row with NaN or inf, or whose bias or scale f16 cannot hold, is NaN, with a key too; its neighbours are not."""
+    """A row with NaN or inf, or whose bias or scale f16 cannot hold, is NaN, even with a key. The neighbours of the row
+    are not NaN."""
     lost = [[torch.nan, 1.0], [torch.inf, 1.0], [3e7, 0.0], [-1e5, 0.0], [93620.9765625] * 2, [7e4, 8e4]]
     table = torch.tensor([[1.0, 2.0], *lost, [3.0, 4.0]])
     for dtype, key in itertools.product(CODES, (None, fr.key(0))):
@@ -104,7 +105,7 @@ def test_what_is_not_finite_is_seen():
 
 
 def test_quantised_tables_are_a_value():
-    """Quantised tables survive save and load, pickle, copy and tree operations; `to` casts floats and leaves codes."""
+    """Quantised tables survive save and load, pickle, copy and tree operations. `to` casts floats and leaves codes."""
     q = mixed(TABLES)
     leaves, form = fr.tree.flatten(q)
     for other in (
@@ -132,8 +133,8 @@ def test_quantised_tables_are_saved(tmp_path):
 
 
 def test_lookups_of_codes_are_transformed():
-    """Under jit, vmap over ids and vmap over stacked tables, lookups equal the plain ones; quantize can be jitted,
-    too."""
+    """Under jit, vmap over ids and vmap over stacked tables, lookups equal the plain lookups. quantize can also be
+    jitted."""
     q, others = mixed(TABLES), mixed(tables_of(1))
     f = lambda t, ids: (fr.lookup(t, ids, FEATURES).values, fr.lookup_sequence(t, ids, SEQUENCES))
     shifted = fr.KeyedJaggedTensor(IDS.values - 1, IDS.offsets, IDS.weights, None, IDS.keys)
@@ -145,8 +146,8 @@ def test_lookups_of_codes_are_transformed():
 
 
 def test_dense_parts_train_beside_codes():
-    """A loss that reads quantised tables outside its params has the dense gradients of the codes' values, and
-    weights of ids are differentiable. As the params' own tables they are refused before the loss runs."""
+    """A loss that reads quantised tables outside its params has the dense gradients of the values of the codes, and
+    weights of ids are differentiable. As tables of the params, quantised tables raise before the loss runs."""
     q = mixed(TABLES)
     dense = torch.linspace(-1, 1, 19)
     loss = lambda p, t, ids: (fr.lookup(t, ids, FEATURES).values @ p.dense).sin().sum()

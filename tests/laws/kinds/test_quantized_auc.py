@@ -1,4 +1,4 @@
-"""The cost of quantised tables for a trained model (bench/quantized_auc.py: on MovieLens-1M)."""
+"""The loss in AUC of quantised tables for a trained model (bench/quantized_auc.py measures it on MovieLens-1M)."""
 
 import torch
 
@@ -8,7 +8,7 @@ USERS, ITEMS, DIM, ROWS = 200, 300, 8, 12_000
 
 
 def generated():
-    """Make clicks whose odds are a product of hidden vectors."""
+    """Return clicks whose odds are a product of hidden vectors."""
     random = torch.Generator().manual_seed(0)
     users, items = (torch.randn(n, 4, generator=random) for n in (USERS, ITEMS))
     u, i = (torch.randint(0, n, (ROWS,), generator=random) for n in (USERS, ITEMS))
@@ -17,7 +17,8 @@ def generated():
 
 
 def test_quantised_tables_keep_the_auc():
-    """A trained DeepFM's AUC with 8-bit tables is within 0.0005 of its float AUC, with 4-bit tables within 0.005."""
+    """The AUC of a trained DeepFM with 8-bit tables is within 0.0005 of its float AUC, with 4-bit tables within
+    0.005."""
     tables = (fr.TableConfig("user", USERS, DIM), fr.TableConfig("item", ITEMS, DIM))
     features = (fr.FeatureConfig("user", table="user"), fr.FeatureConfig("item", table="item"))
     linear_tables, linear = fr.models.linear_twins(tables, features)

@@ -30,7 +30,7 @@ def batches(size, *, label=LABEL, weight=WEIGHT):
 @pytest.mark.parametrize("size", [1, 5, 12])
 @pytest.mark.parametrize("weight", [None, WEIGHT])
 def test_it_is_the_metric_of_all_examples(size, weight):
-    """Metrics, and functions of all examples, give the whole set's values, however it is cut into batches."""
+    """Metrics, and functions of all examples, give the values of the whole set, for any cut into batches."""
     w = torch.ones(N) if weight is None else weight
     got = fr.evaluate(predict, SCORES, batches(size, weight=weight), METRICS)
     assert list(got) == list(METRICS) and all(type(x) is float for x in got.values())
@@ -42,7 +42,8 @@ def test_it_is_the_metric_of_all_examples(size, weight):
 
 
 def test_what_gives_batches():
-    """evaluate accepts an iterable of batches, one of pairs with positions, or a function that returns either."""
+    """evaluate accepts an iterable of batches, an iterable of pairs with positions, or a function that returns
+    either."""
     want = fr.evaluate(predict, SCORES, batches(5), METRICS)
     pairs = [(fr.data.Position(0, i), b) for i, b in enumerate(batches(5))]
     for given in (iter(batches(5)), pairs, lambda: iter(pairs)):

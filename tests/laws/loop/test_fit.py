@@ -67,8 +67,8 @@ def whole():
 
 
 def test_it_is_the_loop_that_one_would_write(whole):
-    """fit takes steps in the loader's order, records each epoch's mean loss and metrics, and copies the best
-    parameters."""
+    """fit takes steps in the order of the loader, records the mean loss and the metrics of each epoch, and copies the
+    best parameters."""
     state, position, history, best, top = start(), Position(), [], None, -1
     for epoch in range(2):
         losses = []
@@ -84,7 +84,7 @@ def test_it_is_the_loop_that_one_would_write(whole):
 
 @pytest.mark.parametrize("every", [None, 1, 2])
 def test_interrupted_anywhere_it_goes_on_to_the_same_bits(every, whole, tmp_path):
-    """After an exception after any step, or after an epoch, resuming gives the bits of an uninterrupted run."""
+    """After an exception after any step, or after an epoch, a resumption gives the bits of an uninterrupted run."""
     how = {"checkpoint": tmp_path / "run.pt", "save_every_steps": every}
     ends = [(k, "step") for k in range(1, 7)] + [(k, "epoch") for k in (3, 6)]
     for i, (step, when) in enumerate(ends if every == 1 else ends[1::3]):
@@ -96,8 +96,8 @@ def test_interrupted_anywhere_it_goes_on_to_the_same_bits(every, whole, tmp_path
 
 
 def test_checkpoints_of_some_epochs(tmp_path):
-    """With `save_every=n`, the file is written after every n-th epoch and the last. An interrupt in between reports
-    no checkpoint, and resuming from the previous one gives the same bits."""
+    """With `save_every=n`, the file is written after every n-th epoch and the last epoch. An interrupt in between
+    reports no checkpoint. A resumption from the previous checkpoint gives the same bits."""
     path, seen = tmp_path / "run.pt", []
     look = lambda record: seen.append(fr.load(path)["position"]) if record.when != "step" else None
     want = fit(epochs=5, checkpoint=path, save_every=2, callbacks=[look])
@@ -114,8 +114,8 @@ def test_checkpoints_of_some_epochs(tmp_path):
 
 
 def test_twice_interrupted_and_donated(tmp_path):
-    """A compiled step that donates its state, interrupted twice, gives the same bits; the best parameters do not
-    share its memory."""
+    """A compiled step that donates its state, interrupted twice, gives the same bits. The best parameters do not share
+    the state's memory."""
     model = fr.models.lr((fr.TableConfig("item", 30, 1),), FEATURES[:1])
     step = fr.train_step(fr.models.loss(model), **KIND | {"sparse": fr.optim.sgd(0.1)})
     fast = fr.jit(step, donate=("state",))
@@ -148,7 +148,7 @@ def test_twice_interrupted_and_donated(tmp_path):
     ([math.nan] * 4, "min", 2, 3, None), ([1.0, math.inf, 2.0, 3.0], "min", 9, 4, 0),
 ])  # fmt: skip
 def test_it_stops_early_and_nan_is_never_best(numbers, mode, patience, epochs, best):
-    """A run ends `patience` epochs after the first best one, whose parameters are kept; NaN is never best."""
+    """A run ends `patience` epochs after the first best epoch, whose parameters are kept. NaN is never best."""
     given = iter(numbers)
     add = lambda state, batch: (state + 1, {"loss": state})
     how = {"evaluate": lambda params: {"x": next(given)}, "monitor": "x", "mode": mode, "patience": patience}
@@ -159,7 +159,7 @@ def test_it_stops_early_and_nan_is_never_best(numbers, mode, patience, epochs, b
 
 
 def test_on_a_mesh(tmp_path):
-    """Sharded tables are evaluated and saved whole; the run resumes to the same bits, on the mesh or in one process."""
+    """Sharded tables are evaluated and saved whole. The run resumes to the same bits, on the mesh or in one process."""
     mesh = fr.Mesh.emulated(data=2)
     plan = fr.Plan.uniform("row_wise", TABLES, mesh)
     step = fr.train_step(fr.models.loss(MODEL), **KIND, mesh=mesh, plan=plan)
@@ -180,7 +180,7 @@ def test_on_a_mesh(tmp_path):
 
 
 def test_copies_are_made_one_before_they_are_read(tmp_path):
-    """`sync` runs before a state is evaluated or saved, and training goes on from its result."""
+    """`sync` runs before a state is evaluated or saved, and training continues from the result of `sync`."""
     seen = []
     sync = lambda state: seen.append(int(state.step)) or state
     fit(sync=sync, checkpoint=tmp_path / "run.pt", save_every_steps=2)
@@ -202,8 +202,8 @@ def test_a_signal_leaves_a_checkpoint(signum, error, whole, tmp_path):
 
 
 def test_a_second_signal_does_not_wait(request):
-    """A second signal does not wait for the step; without a checkpoint, signals are not handled."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without it
+    """A second signal does not wait for the step. Without a checkpoint, `fit` does not handle signals."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without this handler
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(KeyboardInterrupt), fr.loop.listen() as asked:
         os.kill(os.getpid(), signal.SIGINT)
@@ -217,7 +217,7 @@ def test_a_second_signal_does_not_wait(request):
 
 
 def test_stop_ends_it(whole, tmp_path):
-    """A nonzero result of `stop` ends the run after a step, and is reported; the checkpoint can be resumed."""
+    """A nonzero result of `stop` ends the run after a step, and is reported. The checkpoint can be resumed."""
     seen = []
     how = {"callbacks": [seen.append], "checkpoint": tmp_path / "run.pt"}
     cut = fit(**how, stop=lambda: 7 * (len(seen) == 6))  # the beginning, four steps and an epoch
@@ -226,8 +226,8 @@ def test_stop_ends_it(whole, tmp_path):
 
 
 def test_records_tell_what_happened(tmp_path, capsys):
-    """A callback gets the step's metrics and the epoch's entry; json_lines, csv_lines, tensorboard and print_epoch
-    write them."""
+    """A callback gets the metrics of the step and the entry of the epoch. json_lines, csv_lines, tensorboard and
+    print_epoch write them."""
     seen, scalars = [], []
 
     class Writer:
@@ -254,7 +254,7 @@ def test_records_tell_what_happened(tmp_path, capsys):
 
 
 def test_tensorboard_is_asked_for_late(monkeypatch, tmp_path):
-    """Without tensorboard, the error says what to install; with it, the writer gets the folder."""
+    """Without tensorboard, the error says what to install. With tensorboard, the writer gets the folder."""
     record = fr.loop.Record("epoch", 0, 4, {"epoch": 0, "auc": 0.5}, None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"(?s)tensorboard is missing.*pip install tensorboard"):
@@ -287,8 +287,8 @@ def test_the_first_batch_is_looked_at(tmp_path):
 
 
 def test_loaders_of_other_kinds(whole, tmp_path):
-    """A list of batches is used in every epoch. Other iterables that can be repeated work too, but cannot resume in
-    the middle of an epoch."""
+    """A list of batches is used in every epoch. Other iterables that can be repeated are also accepted, but cannot
+    resume in the middle of an epoch."""
     add = lambda state, batch: (state + batch, {"loss": torch.tensor(float(batch))})
     for again in ([1, 2, 3], {1: 0, 2: 0, 3: 0}.keys()):
         done = fr.fit(add, torch.tensor(0), again, epochs=2)
@@ -310,7 +310,7 @@ def test_loaders_of_other_kinds(whole, tmp_path):
 
 @pytest.mark.parametrize("name", ["loader", "workers", "stream_loader"])
 def test_the_loaders_of_the_library(name, tmp_path):
-    """A run from any loader, interrupted in the middle of an epoch, resumes to the same bits; a short last batch is
+    """A run from any loader, interrupted in the middle of an epoch, resumes to the same bits. A short last batch is
     padded."""
     columns = {"click": [1, 0, 1, 1, 0] * 4, "item": [*range(20)], "user": [*range(20)]}
     schema = fr.data.Schema(label="click", categorical=("item", "user"))
@@ -330,7 +330,7 @@ def test_the_loaders_of_the_library(name, tmp_path):
 
 
 def test_the_bar_is_for_terminals(monkeypatch, capsys):
-    """The progress bar is on stderr if that is a terminal, or if it was requested."""
+    """The progress bar is on stderr if stderr is a terminal, or if the caller requests the bar."""
     fit(epochs=1)
     assert capsys.readouterr().err == ""
     fit(epochs=1, progress=True)
@@ -372,8 +372,8 @@ def test_bad_input(how, error, part):
 
 
 def test_checkpoints_that_are_not_this_runs(tmp_path):
-    """An existing checkpoint is not overwritten without `overwrite`. A checkpoint of other settings, of another
-    state, or a missing one raises."""
+    """An existing checkpoint is not overwritten without `overwrite`. A checkpoint of other settings, one of another
+    state, and a missing checkpoint each raise."""
     path = tmp_path / "run.pt"
     fit(epochs=1, checkpoint=path, settings={"lr": 0.02})
     before = path.read_bytes()

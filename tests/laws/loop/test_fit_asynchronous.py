@@ -14,7 +14,7 @@ ROWS = torch.arange(40.0).reshape(10, 4)
 
 
 def uses_up(state, batch):
-    """A step that overwrites its argument state, as a donated step may."""
+    """Return the result of a step that overwrites its argument state, as a donated step may."""
     new = {"w": state["w"] * 0.5 + batch, "steps": state["steps"] + 1}
     for x in tree_leaves(state):
         x.fill_(-1)
@@ -34,8 +34,8 @@ def content(path):
 
 @pytest.mark.parametrize("keep", [None, 3])
 def test_checkpoints_are_those_of_a_loop_that_waits(keep, tmp_path):
-    """A run that saves in the background ends with the state and checkpoints of one that waits for each save.
-    Resumed after an interrupt at any step, it ends the same."""
+    """A run that saves in the background ends with the state and checkpoints of a run that waits for each save. After
+    an interrupt at any step, the resumed run ends the same."""
     want = fit(tmp_path / "waits", keep=keep)
     got = fit(tmp_path / "beside", keep=keep, save_asynchronously=True)
     assert_trees_close((got.state, got.best), (want.state, want.best), rtol=0, atol=0)
@@ -59,8 +59,8 @@ def test_checkpoints_are_those_of_a_loop_that_waits(keep, tmp_path):
 
 @pytest.mark.parametrize("failing", [1, 4, 10])
 def test_a_checkpoint_that_failed_ends_the_run(failing, tmp_path, monkeypatch):
-    """A failed write is raised at the next checkpoint, or at the end for the last one. The previous checkpoint is
-    whole."""
+    """A failed write is raised at the next checkpoint, or at the end if no checkpoint follows. The previous checkpoint
+    is whole."""
     counted, write, seen = itertools.count(1), _job.write_whole, []
 
     def full(*args):

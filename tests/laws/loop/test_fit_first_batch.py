@@ -1,4 +1,4 @@
-"""fit checks the first batch, a step's loss and its type, even without a model."""
+"""fit checks the first batch and the loss and type of a step, even without a model."""
 
 import functools
 
@@ -49,8 +49,8 @@ def fit(loss, batch, kind=lambda step: step, **how):
 
 @pytest.mark.parametrize("kind", [lambda step: step, fr.jit, functools.partial(fr.jit, donate=("state",))])
 def test_ids_outside_their_table_are_found_without_a_model(kind, tmp_path):
-    """Before any work, the first batch runs once through the loss of a step of `train_step`, where lookups find ids
-    outside their table. This also works for jitted and donating steps."""
+    """Before any work, the first batch runs once through the loss of a step of `train_step`. The lookups there find ids
+    outside their table. The law includes jitted and donating steps."""
     batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"clicked": [[1], [999], [3]]}), BATCH.label)
     with pytest.raises(fr.CheckError, match="feature 'clicked' has ids outside table 'item'"):
         fit(unweighted, batch, kind, checkpoint=tmp_path / "run.pt")
@@ -58,8 +58,8 @@ def test_ids_outside_their_table_are_found_without_a_model(kind, tmp_path):
 
 
 def test_weights_that_the_loss_does_not_read_are_refused():
-    """A batch with weights, as pad_last makes it, is refused if the loss reads no weights, jitted or not: its
-    padding would count. (The dense parameters are zeros, so no value shows it.)"""
+    """A batch with weights, as pad_last makes it, raises if the loss reads no weights, jitted or not, because its
+    padding would count. (The dense parameters are zeros, so that no value shows the reads.)"""
     for kind in (lambda step: step, fr.jit):
         with pytest.raises(ValueError, match=r"reads no `batch\.weight`"):
             fit(unweighted, PADDED, kind)
@@ -69,12 +69,12 @@ def test_weights_that_the_loss_does_not_read_are_refused():
 
 @pytest.mark.parametrize("loss", [weighted, masked, by_vmap, with_aux])
 def test_weights_that_the_loss_reads_in_any_way_are_right(loss):
-    """A product, a mask and an argument of vmap each count as reading the weights."""
+    """A product, a mask and an argument of vmap each count as a read of the weights."""
     assert fit(loss, PADDED).history[0]["steps"] == 1
 
 
 def test_the_look_changes_no_bit():
-    """A run has the bits of the step's own calls: the check of the first batch draws and writes nothing."""
+    """A run has the bits of calls of the step itself. The check of the first batch draws and writes nothing."""
     step = fr.train_step(with_aux, **KIND, has_aux=True)
     state = step.init(fr.Params(fr.init(fr.key(0), [ITEM]), torch.ones(2)))
     fr.testing.assert_trees_close(fit_of(step, state), step(state, PADDED)[0], rtol=0, atol=0)
@@ -93,15 +93,16 @@ def run(metrics, **how):
 
 
 def test_the_loss_of_members_is_their_mean():
-    """If a step gives a loss for each member of an ensemble, the history has their mean, and it can be monitored."""
+    """If a step gives a loss for each member of an ensemble, the history has the mean of these losses. The mean can be
+    monitored."""
     done = run(lambda total: {"loss": torch.stack([total, total + 2])}, monitor="loss", mode="min")
     assert [h["loss"] for h in done.history] == [1.5, 4.5]
     assert done.best.item() == 3.0
 
 
 def test_a_step_without_a_loss_has_none_in_the_history():
-    """A step without a loss has none in the history. Monitoring it is an error at the first step, unless `evaluate`
-    gives a loss."""
+    """A step without a loss gives no loss to the history. A monitor of the loss raises at the first step, unless
+    `evaluate` gives a loss."""
     for metrics in (lambda total: {"error": total}, lambda total: {"loss": "low"}, lambda total: None):
         assert all("loss" not in h for h in run(metrics).history)
         seen = []

@@ -34,7 +34,7 @@ def start():
 
 
 def batch(clicked, seen=(0, 0), hashed=(10**9, 7)):
-    """Make two bags of each key; the padding is garbage."""
+    """Return a batch with two bags of each key. The padding is garbage."""
     lists = {"seen": [[x] for x in seen], "clicked": [[x, x] for x in clicked], "hashed": [[x] for x in hashed]}
     ids = fr.KeyedJaggedTensor.from_lists(lists).pad_to(11)
     ids.values[8:] = -1
@@ -42,7 +42,7 @@ def batch(clicked, seen=(0, 0), hashed=(10**9, 7)):
 
 
 GOOD, WORSE, WORST = batch((1, 29)), batch((30, -1)), batch((0, 31), (4, 5))
-# 0, 4 and 3 bad ids
+# these batches have 0, 4 and 3 bad ids
 BATCHES = [GOOD, WORSE, WORST]
 
 
@@ -81,7 +81,8 @@ STEPS = {"eager": STEP, "a pipeline": fr.pipeline(STEP)}
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("step", STEPS)
 def test_bad_ids_of_later_batches_are_counted(loader, step):
-    """Each epoch's entry counts the ids outside their tables in all its batches; hashed ids and padding never count."""
+    """The entry of each epoch counts the ids outside their tables in all batches. Hashed ids and padding never
+    count."""
     done = fr.fit(STEPS[step], start(), LOADERS[loader](), epochs=2, on_bad_ids="count")
     assert [h["bad_ids"] for h in done.history] == [7, 7]
     want = start()
@@ -104,8 +105,8 @@ def test_bad_ids_of_later_batches_raise(loader, how):
 
 
 def test_bad_ids_of_the_first_batch_are_counted_too():
-    """Bad ids of the first batch are counted too, and nothing is written to the batch. Other faults of it still
-    raise."""
+    """Bad ids of the first batch are also counted, and no value is written to the batch. Other faults of the batch
+    still raise."""
     before = fr.copy(WORSE)
     done = fr.fit(STEP, start(), [WORSE, GOOD], epochs=1, on_bad_ids="count")
     assert done.history[0]["bad_ids"] == 4
@@ -117,7 +118,7 @@ def test_bad_ids_of_the_first_batch_are_counted_too():
 
 def test_a_model_says_which_ids_are_bad():
     """For a user's own step, whose loss is unknown, `model` tells which ids are bad. Without a model, `on_bad_ids`
-    is refused there."""
+    raises there."""
     tables, features = (fr.TableConfig("item", 30, 1),), (fr.FeatureConfig("clicked", table="item"),)
     model = fr.models.lr(tables, features)
     own = fr.train_step(fr.models.loss(model), has_aux=True, **KIND)
@@ -132,7 +133,7 @@ def test_a_model_says_which_ids_are_bad():
 
 
 def test_what_is_asked_for_can_be_done():
-    """An unknown value of `on_bad_ids`, and a monitor that is not counted, are refused before any work."""
+    """An unknown value of `on_bad_ids`, and a monitor that is not counted, raise before any work."""
     for how, kind, words in (
         ({"on_bad_ids": "warn"}, ValueError, "`on_bad_ids` is unknown"),
         ({"on_bad_ids": 1}, TypeError, "`on_bad_ids` is unknown"),
@@ -145,7 +146,7 @@ def test_what_is_asked_for_can_be_done():
 
 
 def test_the_count_goes_through_a_checkpoint(tmp_path):
-    """A run that stops in the middle of an epoch and resumes has the whole epoch's count."""
+    """A run that stops in the middle of an epoch and resumes has the count of the whole epoch."""
     asked = []
     stop = lambda: int(len(asked) == 3) if asked.append(1) is None else 0
     how = {"epochs": 2, "on_bad_ids": "count", "checkpoint": tmp_path / "run"}
@@ -156,8 +157,8 @@ def test_the_count_goes_through_a_checkpoint(tmp_path):
 
 
 def test_bad_ids_are_those_of_an_obvious_count():
-    """The count of bad ids equals a plain count: keys with different batch sizes, several features of a key, int32
-    ids and empty bags."""
+    """The count of bad ids equals a plain count. The law covers keys with different batch sizes, several features of a
+    key, int32 ids and empty bags."""
     from funcrec.loop._bad_ids import outside
 
     generator, shapes = np.random.default_rng(0), {"item": (30, 4), "small": (5, 4)}
@@ -179,8 +180,8 @@ def test_bad_ids_are_those_of_an_obvious_count():
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 1e29])
 @pytest.mark.parametrize("kind", ["tensor", "number", "all members"])
 def test_a_loss_that_diverges_ends_the_run(loss, kind, tmp_path):
-    """A diverged loss ends the run with an error that has the step's number, the best parameters and the history.
-    The checkpoint is the previous one."""
+    """A diverged loss ends the run with an error that has the number of the step, the best parameters and the history.
+    The checkpoint is the previous checkpoint."""
     given = {"tensor": torch.tensor, "number": float, "all members": lambda x: torch.tensor([x, math.nan])}[kind]
     losses = [3.0, 2.0, 1.0, 1.5, loss, 1.0]
     step = lambda state, i: (state + 1, {"loss": given(losses[int(state)])})
@@ -199,7 +200,7 @@ def test_a_loss_that_diverges_ends_the_run(loss, kind, tmp_path):
 
 
 def test_one_member_that_diverges_does_not_end_the_others():
-    """One finite loss in an ensemble is enough to go on."""
+    """An ensemble with one finite loss continues."""
     step = lambda state, i: (state, {"loss": torch.tensor([1.0, math.nan])})
     assert math.isnan(fr.fit(step, torch.tensor(0), [0], epochs=1).history[0]["loss"])
 
@@ -237,13 +238,14 @@ def test_a_metric_that_cannot_work_raises_before_the_first_step():
 
 
 def test_a_monitor_that_an_evaluation_of_ones_own_does_not_give():
-    """A monitor that a user's own evaluation does not give raises after the first epoch, when this is known."""
+    """A monitor that a user's own evaluation does not give raises after the first epoch, when the gap is known."""
     with pytest.raises(KeyError, match=r"(?s)funcrec.fit: `monitor` is not measured in epoch 0.*'auc'"):
         fr.fit(STEP, start(), [GOOD], epochs=2, evaluate=lambda params: {"mine": 1.0}, monitor="auc")
 
 
 def test_a_handlers_error_ends_the_trial():
-    """An error that a signal's handler raises during the trial passes through: the evaluation is not blamed or run
+    """An error that a signal's handler raises during the trial passes through. The evaluation is not blamed or run
+    again.
     again."""
     runs, before = [], signal.getsignal(signal.SIGUSR1)
 
@@ -264,7 +266,8 @@ def test_a_handlers_error_ends_the_trial():
 
 
 def test_the_trial_takes_one_batch():
-    """The trial takes one batch of each evaluation, and all batches if one raises an error; an iterator loses none."""
+    """The trial takes one batch of each evaluation, and all batches if a batch raises an error. An iterator loses no
+    batch."""
     taken = []
 
     def given():
@@ -323,7 +326,7 @@ def test_what_calls_evaluate_is_tried(name):
 
 
 def test_an_evaluation_of_ones_own_is_run_behind_epochs_only():
-    """An evaluation that does not call `fr.evaluate` may have its own state, so it runs only after epochs."""
+    """An evaluation that does not call `fr.evaluate` may have its own state. It therefore runs only after epochs."""
     numbers = iter([0.5, 0.6])
     done = fr.fit(STEP, start(), [GOOD], epochs=2, evaluate=lambda params: {"x": next(numbers)}, monitor="x")
     assert [h["x"] for h in done.history] == [0.5, 0.6]

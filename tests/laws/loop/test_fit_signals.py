@@ -1,4 +1,5 @@
-"""How fit ends: signals after the last step, which number is best, and a loader that differs from the run's."""
+"""The end of fit: signals after the last step, which number is best, and a loader that differs from the run's
+loader."""
 
 import os
 import signal
@@ -14,7 +15,7 @@ LABELS = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
 
 
 class Rows:
-    """Row data of five examples."""
+    """A source of five examples."""
 
     num_rows = 5
 
@@ -33,7 +34,8 @@ def load(batch_size=2, key=1, **how):
 @pytest.mark.parametrize("where", ["step", "evaluate", "epoch"])
 @pytest.mark.parametrize(("signum", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_behind_the_last_step_is_raised(tmp_path, where, signum, raised):
-    """A signal in the last step, its evaluation or its last callback is raised after the checkpoint is written."""
+    """A signal in the last step, in its evaluation or in its last callback is raised after the checkpoint is
+    written."""
     path = tmp_path / "run.pt"
     kill = lambda: os.kill(os.getpid(), signum)
 
@@ -53,8 +55,8 @@ def test_a_signal_behind_the_last_step_is_raised(tmp_path, where, signum, raised
 
 
 def test_minutes_are_counted_from_the_last_checkpoint(tmp_path, monkeypatch):
-    """With `save_every_minutes`, the file is written between two steps when the last one is that old, whatever wrote
-    it. A killed run resumes from it to the same bits."""
+    """With `save_every_minutes`, the file is written between two steps when the last write is that old, whatever wrote
+    it. A killed run resumes from the file to the same bits."""
     path, now, seen = tmp_path / "run.pt", [0.0], []
     monkeypatch.setattr(_run_state.time, "monotonic", lambda: now[0])
 
@@ -81,8 +83,8 @@ def test_minutes_are_counted_from_the_last_checkpoint(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=["alone", "mesh"])
 def test_the_newest_are_kept(tmp_path, axes):
-    """With `keep`, a folder has that many checkpoints, named by their steps. A run resumes from the newest whole one
-    to the same bits, on its mesh or in one process. A new run removes the old run's checkpoints."""
+    """With `keep`, a folder has that many checkpoints, named by their steps. A run resumes from the newest whole
+    checkpoint to the same bits, on its mesh or in one process. A new run removes the checkpoints of the old run."""
     model = fr.models.lr((fr.TableConfig("item", 5, 1),), (fr.FeatureConfig("item", table="item"),))
     mesh = fr.Mesh.emulated(**axes) if axes else None
     place = {"mesh": mesh, "plan": fr.Plan.uniform("row_wise", model.tables, mesh)} if axes else {}
@@ -128,15 +130,15 @@ def test_the_newest_are_kept(tmp_path, axes):
     ({"save_every_minutes": 5, "sync": lambda state: state}, "when a clock says so"),
 ])  # fmt: skip
 def test_what_does_not_fit_a_checkpoint_is_refused(tmp_path, how, said):
-    """A value that is no time, an option that requires `checkpoint`, and a clock that would change the training are
-    refused before any work."""
+    """A value that is no time, an option that requires `checkpoint`, and a clock that would change the training each
+    raise before any work."""
     with pytest.raises((TypeError, ValueError), match=said):
         fr.fit(add, torch.tensor(0.0), load(), epochs=1, **{"checkpoint": tmp_path / "run.pt"} | how)
 
 
 def test_one_request_may_come_twice_under_a_launcher(monkeypatch):
-    """Under a launcher, a scheduler's signal and the launcher's, seconds apart, count as one request to end; a much
-    later one ends the run."""
+    """Under a launcher, the signals of a scheduler and of the launcher, seconds apart, count as one request to end. A
+    much later signal ends the run."""
     now = [100.0]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setattr(_signals.time, "monotonic", lambda: now[0])
@@ -160,8 +162,8 @@ def test_the_least_of_a_loss_is_not_taken_for_the_worst(monitor):
 
 
 def test_a_monitor_that_nothing_measures_is_told_before_work():
-    """Without `evaluate`, `monitor` must be one of the numbers that every epoch has; otherwise it raises before the
-    first step."""
+    """Without `evaluate`, `monitor` must be a number that every epoch has. Otherwise it raises before the first
+    step."""
     steps = []
     step = lambda x, batch: steps.append(batch) or add(x, batch)
     with pytest.raises(
@@ -175,8 +177,8 @@ def test_a_monitor_that_nothing_measures_is_told_before_work():
 
 @pytest.mark.parametrize("other", [{"batch_size": 1}, {"key": 2}, {"drop_last": True}], ids=str)
 def test_the_rest_of_an_epoch_is_of_the_same_order(tmp_path, other):
-    """In the middle of an epoch, a run resumes only with a loader of the same order; at an epoch's end, with any
-    loader."""
+    """In the middle of an epoch, a run resumes only with a loader of the same order. At the end of an epoch, it resumes
+    with any loader."""
     path, stop = tmp_path / "run.pt", iter([0, 0, 1])
     fr.fit(add, torch.tensor(0.0), load(), epochs=2, checkpoint=path, stop=lambda: next(stop, 1))
     with pytest.raises(ValueError, match=r"(?s)in the midst of an epoch.*got.*was.*need"):
@@ -187,7 +189,8 @@ def test_the_rest_of_an_epoch_is_of_the_same_order(tmp_path, other):
 
 
 def test_a_monitor_is_not_begun_in_the_midst_of_a_run(tmp_path):
-    """A run without a monitor cannot resume with one, because no best parameters of its earlier epochs were kept."""
+    """A run without a monitor cannot resume with a monitor, because no best parameters of the run's earlier epochs were
+    kept."""
     path, how = tmp_path / "run.pt", {"evaluate": lambda x: {"sum": -float(x)}, "checkpoint": tmp_path / "run.pt"}
     fr.fit(add, torch.tensor(0.0), load(), epochs=2, **how)
     with pytest.raises(ValueError, match="`monitor` is another than the checkpoint's"):
@@ -197,8 +200,8 @@ def test_a_monitor_is_not_begun_in_the_midst_of_a_run(tmp_path):
 
 
 def test_a_function_sees_what_counts_and_is_not_broadcast():
-    """A metric that is a function gets the examples whose weight is not 0. Scores [B, 1] with labels [B] are
-    refused, because they would broadcast."""
+    """A metric that is a function gets the examples whose weight is not 0. Scores [B, 1] with labels [B] raise, because
+    they would broadcast."""
     scores = torch.tensor([0.1, 0.9, 0.8, 0.2, 0.6])
     predict = lambda params, batch: scores[batch.ids.values]
     metrics = {"count": lambda s, y, w: len(s), "mse": lambda s, y, w: ((s - y) ** 2).mean()}
@@ -212,7 +215,7 @@ def test_a_function_sees_what_counts_and_is_not_broadcast():
 
 @pytest.fixture
 def handlers():
-    """Restore the process's signal handlers after the test."""
+    """Restore the signal handlers of the process after the test."""
     before = {s: signal.getsignal(s) for s in _signals.SIGNALS}
     yield
     for signum, handler in before.items():
@@ -225,14 +228,14 @@ def killed(path, signum, **how):
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path, handlers):
-    """A process that ignores a signal, as a shell's background job ignores SIGINT, goes on training."""
+    """A process that ignores a signal continues to train, as a shell's background job ignores SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     done = killed(tmp_path / "run.pt", signal.SIGINT)
     assert done.stopped == 0 and len(done.history) == 2
 
 
 def test_a_handler_of_ones_own_ends_the_run(tmp_path, handlers):
-    """After the checkpoint is written, a signal goes to the process's previous handler, and `fit` returns."""
+    """After the checkpoint is written, a signal goes to the previous handler of the process, and `fit` returns."""
     heard = []
     signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
     done = killed(tmp_path / "run.pt", signal.SIGTERM)
@@ -241,8 +244,8 @@ def test_a_handler_of_ones_own_ends_the_run(tmp_path, handlers):
 
 
 def test_a_monitor_is_not_dropped_in_the_midst_of_a_run(tmp_path):
-    """A run with a monitor resumes only with the same monitor: without it, the best would stay that of the earlier
-    epochs."""
+    """A run with a monitor resumes only with the same monitor. Without it, the best parameters would stay those of the
+    earlier epochs."""
     path, state = tmp_path / "run.pt", torch.tensor(0.0)
     fr.fit(add, state, load(), epochs=1, monitor="loss", mode="min", checkpoint=path)
     for how in ({}, {"monitor": "loss", "mode": "max"}):
@@ -251,7 +254,7 @@ def test_a_monitor_is_not_dropped_in_the_midst_of_a_run(tmp_path):
 
 
 def test_settings_are_plain_values(tmp_path):
-    """A tensor among the settings is refused before any work; NaN counts as equal to itself."""
+    """A tensor among the settings raises before any work. NaN counts as equal to itself."""
     path, run = tmp_path / "run.pt", lambda **how: fr.fit(add, torch.tensor(0.0), load(), checkpoint=path, **how)
     with pytest.raises(TypeError, match=r"`settings\['a'\]` is not a plain value"):
         run(epochs=1, settings={"a": torch.ones(2)})

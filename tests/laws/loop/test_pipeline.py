@@ -1,4 +1,4 @@
-"""A pipeline has the plain loop's bits, and leaves nothing behind however it ends."""
+"""A pipeline has the bits of the plain loop. However it ends, it leaves no thread and no open loader."""
 
 import itertools
 import sys
@@ -37,7 +37,7 @@ def steps(kind):
 
 @pytest.mark.parametrize("kind", ["plain", "emulated"])
 def test_a_pipeline_is_the_plain_loop(kind):
-    """States and metrics have the plain loop's bits, also on an emulated mesh."""
+    """States and metrics have the bits of the plain loop, even on an emulated mesh."""
     batches = [training.batch(i, 4) for i in range(3)]
     step, state = steps(kind)
     want = []
@@ -71,7 +71,7 @@ class LoaderError(Exception):
 
 
 def test_an_error_of_the_loader_comes_at_its_place():
-    """An error of the loader is raised after the batches before it, and their states are whole."""
+    """An error of the loader is raised after the batches before it, and the states of these batches are whole."""
 
     def broken():
         yield from numbers(3)
@@ -124,20 +124,20 @@ def test_nothing_is_left_of_a_loop_that_ends_early(ends):
     assert is_alone() and closed == [True] and float(first) == 0
 
 
-# a profiler's events at which CPython handles signals
+# the events of a profiler at which CPython handles signals
 MOMENTS = {"call", "c_return"}
 
 
 def is_moment(frame, event):
-    """Say whether the event is in the loop's code, or in threading's code called by it. After a thread's start has
-    returned is excluded, because threading would list the thread for ever."""
+    """Return whether the event is in the loop's code, or in threading's code called by it. The time after the return of
+    a thread's start is left out, because threading would list the thread for ever."""
     is_own = lambda frame: frame.f_code.co_filename == _ready_batches.__file__
     is_called = frame.f_code.co_filename == threading.__file__ and is_own(frame.f_back)
     return event in MOMENTS and (is_own(frame) or is_called) and (frame.f_code.co_name, event) != ("start", "c_return")
 
 
 def interrupted(at):
-    """Interrupt a run at its at-th such moment, run the pipeline again, and say whether the moment existed."""
+    """Interrupt a run at its at-th such moment and run the pipeline again. Return whether the moment existed."""
     pipe, seen = fr.pipeline(add), [0]
 
     def on_event(frame, event, _):
@@ -159,7 +159,7 @@ def interrupted(at):
 
 
 def test_interrupts_leave_no_lock_behind():
-    """An interrupt at any moment at which a loop uses its thread ends the loop. Nothing waits for ever, and the
+    """An interrupt at any moment at which a loop uses its thread ends the loop. No call waits for ever, and the
     pipeline runs again."""
     found = []
     run = lambda: found.extend(itertools.takewhile(bool, map(interrupted, itertools.count(1))))
@@ -170,7 +170,7 @@ def test_interrupts_leave_no_lock_behind():
 
 
 def test_batches_are_steps_of_a_loop_of_ones_own():
-    """pipe(state, batch) takes any batches, from `ahead` or not, in any order and number, like the step."""
+    """pipe(state, batch) takes any batches, from `ahead` or from elsewhere, in any order and number, like the step."""
     pipe = fr.pipeline(add)
     held = list(pipe.ahead(numbers(4)))
     state = torch.tensor(0.0)
@@ -188,8 +188,8 @@ def test_batches_are_steps_of_a_loop_of_ones_own():
 
 
 def test_fit_takes_a_pipeline():
-    """fit(pipeline(step)) has the bits and the history of fit(step), over epochs and when resumed in the middle of
-    one."""
+    """fit(pipeline(step)) has the bits and the history of fit(step), over epochs and after a resumption in the middle
+    of an epoch."""
     loader = [training.batch(i, 4) for i in range(3)]
     step, state = steps("plain")
     want = fr.fit(step, state, loader, epochs=2, validate=lambda batch: None)
@@ -205,8 +205,8 @@ def test_fit_takes_a_pipeline():
 
 
 def test_what_follows_a_ready_batch_is_refused():
-    """For a ready batch, a state that requires grad, and grad or vmap around the step, raise TypeError. For a plain
-    batch the pipeline acts as the step."""
+    """For a ready batch, a state that requires grad, and a grad or vmap of the step, raise TypeError. For a plain batch
+    the pipeline gives the results of the step."""
     pipe, x = fr.pipeline(add), torch.tensor(1.0)
     batch = next(pipe.ahead(numbers(1)))
     for call in (

@@ -1,5 +1,6 @@
-"""fr.predict gives a model's predictions for raw rows; and fit and train_step accept a model in place of a loss and
-an evaluation."""
+"""fr.predict gives a model's predictions for raw rows.
+
+fit and train_step accept a model in place of a loss and an evaluation."""
 
 import dataclasses
 
@@ -34,14 +35,14 @@ def scores_of(encoding, model, params, rows=ROWS):
 
 @given(st.integers(1, 9))
 def test_blocks_of_rows_are_the_whole(batch_size):
-    """Whatever the batch size, a row's prediction is the probability that it has alone."""
+    """For any batch size, the prediction of a row is the probability that the row has alone."""
     encoding, model, params = encoded("click")
     want = scores_of(encoding, model, params).sigmoid()
     assert_trees_close(fr.predict(model, params, encoding, ROWS, batch_size=batch_size), want, rtol=1e-6, atol=1e-6)
 
 
 def test_answers_are_of_the_labels_kind():
-    """Predictions of numbers are the model's own, those of several labels follow each label's kind, and class
+    """Predictions of numbers are the scores of the model, those of several labels follow the kind of each label. Class
     probabilities sum to 1."""
     encoding, model, params = encoded("stars", label_kind="number")
     assert_trees_close(fr.predict(model, params, encoding, ROWS), scores_of(encoding, model, params))
@@ -74,7 +75,7 @@ ODD = {  # a user's model for 6 rows: (its label, its apply, the message)
 
 @pytest.mark.parametrize(("label", "apply", "said"), ODD.values(), ids=ODD)
 def test_scores_of_other_labels_are_refused(label, apply, said):
-    """A model whose scores do not match the schema's labels raises: no score is taken for another row."""
+    """A model whose scores do not match the labels of the schema raises. No score is taken for another row."""
     encoding, model, params = encoded(**label)
     with pytest.raises((ValueError, TypeError), match=said):
         fr.predict(model._replace(apply=apply), params, encoding, ROWS)
@@ -91,8 +92,8 @@ def test_labels_and_weights_are_not_read():
 
 
 def test_ids_beyond_the_tables_are_refused():
-    """An encoding with more ids than a table has rows raises, and so does a batch in an evaluation; `count` counts
-    such ids."""
+    """An encoding with more ids than a table has rows raises, and so does a batch in an evaluation. `count` counts such
+    ids."""
     encoding, model, params = encoded("click")
     more = fr.data.fit_encoding(ROWS | LABELS | {"user": list("abcdef")}, encoding.schema)
     with pytest.raises(ValueError, match="column 'user' has more ids than table 'user' has rows"):
@@ -111,7 +112,7 @@ def test_ids_beyond_the_tables_are_refused():
 
 
 def test_numbers_and_classes_are_trained():
-    """fit with a model accepts labels that are any numbers or classes; the loss itself checks them."""
+    """fit with a model accepts labels that are any numbers or classes. The loss itself checks the labels."""
     encoding, model, params = encoded("stars", label_kind="number")
     batch = fr.data.encode(encoding, ROWS | LABELS).take(torch.arange(6))
     kinds = {"has_aux": True, "merge": fr.models.merge_stats}
@@ -125,7 +126,7 @@ def test_numbers_and_classes_are_trained():
 
 
 def test_no_rows_have_no_answers():
-    """An empty table gives no predictions; rows may lack the label, but not an input."""
+    """An empty table gives no predictions. Rows may lack the label, but not an input."""
     encoding, model, params = encoded("click")
     assert fr.predict(model, params, encoding, {n: x[:0] for n, x in ROWS.items()}).shape == (0,)
     with pytest.raises(ValueError, match="price"):
@@ -133,7 +134,7 @@ def test_no_rows_have_no_answers():
 
 
 def test_answers_are_differentiated():
-    """Derivatives of predictions with respect to the parameters equal those of the model's scores."""
+    """Derivatives of predictions with respect to the parameters equal those of the scores of the model."""
     encoding, model, params = encoded("click")
     of = lambda f: torch.func.grad(lambda w: f(fr.Params(params.tables, w)).sum())(params.dense)
     got = of(lambda p: fr.predict(model, p, encoding, ROWS))
@@ -141,8 +142,8 @@ def test_answers_are_differentiated():
 
 
 def test_a_model_stands_for_its_loss():
-    """train_step(model) equals train_step of its loss, with the statistics merged and without logits in aux, bit for
-    bit."""
+    """train_step(model) equals train_step of the loss of the model, with merged statistics and without logits in aux,
+    bit for bit."""
     encoding, model, params = encoded("click")
     batch = fr.data.encode(encoding, ROWS | LABELS).take(torch.arange(6))
     kinds = {"sparse": fr.optim.adam(0.001), "dense": fr.optim.dense(torch.optim.Adam, lr=0.001)}
@@ -158,7 +159,7 @@ def test_a_model_stands_for_its_loss():
 
 
 def test_two_towers_stand_for_their_loss():
-    """train_step(towers) equals train_step of the towers' in-batch softmax loss, bit for bit."""
+    """train_step(towers) equals train_step of the in-batch softmax loss of the towers, bit for bit."""
     tables = (fr.TableConfig("user", 9, 4), fr.TableConfig("item", 9, 4))
     features = [(fr.FeatureConfig(t.name, table=t.name),) for t in tables]
     towers = fr.models.two_tower(tables, *features, sizes=(4,), dropout=0.2)
@@ -190,7 +191,7 @@ def test_validation_stands_for_an_evaluation():
     ({"validation": iter([1]), "metrics": {"auc": fr.metrics.exact_auc}}, "gives its batches once"),
 ])  # fmt: skip
 def test_half_an_evaluation_is_refused(how, said):
-    """Validation batches without metrics or a model, metrics without batches, and two evaluations raise before any
+    """Validation batches without metrics or a model, metrics without batches, and two evaluations each raise before any
     work."""
     _, model, _ = encoded("click")
     with pytest.raises((ValueError, TypeError), match=said):
@@ -198,8 +199,8 @@ def test_half_an_evaluation_is_refused(how, said):
 
 
 def test_members_are_answered_together_and_jit_is_refused():
-    """vmap over parameters gives each member's predictions. jit refuses predict, because columns are read on the
-    host."""
+    """vmap over parameters gives the predictions of each member. jit refuses predict, because predict reads columns on
+    the host."""
     encoding, model, _ = encoded("click")
     members = [model.init(fr.key(i)) for i in range(3)]
     answers = lambda params: fr.predict(model, params, encoding, ROWS)

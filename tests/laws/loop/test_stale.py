@@ -1,4 +1,4 @@
-"""A stale pipeline equals the plain loop with the same staleness, bit for bit, or it is refused."""
+"""A stale pipeline equals the plain loop with the same staleness, bit for bit, or the call raises."""
 
 import threading
 
@@ -37,8 +37,8 @@ def score(params, ids):
 
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "by_table", "accumulate"])
 def test_a_stale_pipeline_is_the_loop_by_hand(name):
-    """In one process, gradients use the tables before the last update and the present dense parameters, and update
-    the present tables. The bits equal the loop by hand, also for a last batch of another size."""
+    """In one process, gradients use the tables before the last update and the present dense parameters. They update the
+    present tables. The bits equal those of the loop by hand, even for a last batch of another size."""
     batches = [training.batch(i, 4) for i in range(4)] + [training.batch(4, 3)]
     step = fr.train_step(training.loss_fn, **training.optimizers(name))
     got = run(fr.stale_pipeline(step), step.init(training.params()), iter(batches))
@@ -46,7 +46,7 @@ def test_a_stale_pipeline_is_the_loop_by_hand(name):
 
 
 def test_an_emulated_mesh_is_the_loop():
-    """On an emulated mesh, the bits equal those of a step that gets the previous tables, and agree within 1e-6 with
+    """On an emulated mesh, the bits equal those of a step that gets the previous tables. They agree within 1e-6 with
     the loop by hand."""
     batches = [training.batch(i, 4) for i in range(4)]
     how = {"mesh": MESH, "plan": training.plan_of("row_wise", MESH.shape)}
@@ -58,7 +58,7 @@ def test_an_emulated_mesh_is_the_loop():
 
 
 def test_one_batch_is_a_step_and_a_run_begins_anew():
-    """The first batch of a run reads the present tables, so runs of one batch equal the plain loop."""
+    """The first batch of a run reads the present tables. Runs of one batch therefore equal the plain loop."""
     step, state = small(score)
     want = state
     pipe = fr.stale_pipeline(step)
@@ -80,8 +80,8 @@ def fault(x):
 
 
 def test_the_state_is_whole_behind_an_interrupt():
-    """If a compiled step that donates its state is interrupted while it computes, the state is whole and training
-    can go on. After a step it is gone."""
+    """If a compiled step that donates its state is interrupted while it computes, the state is whole and training can
+    continue. After a step the state is gone."""
     library.define("test_stale", "fault", "(Tensor x) -> Tensor", fault, torch.empty_like)
     step, first = small(lambda p, b: score(p, b) + torch.ops.test_stale.fault(p.dense["w"].detach()).sum())
     batches = [ids(0, 1), ids(1, 1), ids(2, 0)]
@@ -99,7 +99,7 @@ def test_the_state_is_whole_behind_an_interrupt():
 
 
 def test_an_error_of_the_loader_comes_at_its_place():
-    """An error of the loader is raised after the batches before it, and no thread is left."""
+    """An error of the loader is raised after the batches before it. No thread is left."""
 
     def broken():
         yield from (ids(0, 1), ids(1, 1))
@@ -130,7 +130,7 @@ def test_lookups_that_wait_for_the_state_are_refused(loss_fn, how):
 
 
 def test_what_follows_or_looks_at_a_run_is_refused():
-    """A run refuses a state that requires grad or has another form, a transform or `checked` around it, and a single
+    """A run refuses a state that requires grad or has another form, an outer transform or `checked`, and a single
     batch. Each error has a message."""
     step, state = small(score)
     pipe = fr.stale_pipeline(step)
