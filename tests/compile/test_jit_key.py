@@ -1,6 +1,5 @@
-"""The key of jit holds everything that a staged program can see, or the call raises.
-
-No call therefore gets the compilation of another call."""
+"""The key of jit holds everything that a staged program can see, or the call raises. No call therefore gets the
+compilation of another call."""
 
 import contextlib
 import datetime
@@ -134,8 +133,7 @@ def test_autocast_inside_is_applied_once():
 
 
 def test_axes_of_shard_map_are_seen():
-    """A jitted function inside shard_map sees the mesh's axis: the axis's size, this rank's index, and the rank's
-    neighbours."""
+    """A jitted function inside shard_map sees the axis of the mesh: its size, this rank's index, and the neighbours."""
     program = fr.jit(lambda x: (x * fr.axis_size("a") + fr.axis_index("a")) + fr.psum(x, "a"))
     for n in (2, 4, 1):
         got = fr.shard_map(program, mesh=fr.Mesh.emulated(a=n), in_specs=fr.P("a"), out_specs=fr.P("a"))(torch.ones(4))
@@ -421,7 +419,6 @@ def test_modes_of_torch_follow_the_function_itself(mode):
 
 def test_draws_from_the_generator_are_refused():
     """Random numbers that no argument determines raise a TypeError that suggests keys. torch's generator does not
-    change.
     change."""
     before = torch.get_rng_state()
     for draw in (

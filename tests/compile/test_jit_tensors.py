@@ -23,7 +23,6 @@ FORMS = {
 
 def test_forms_of_tensors():
     """Tensors of any dtype or strides, and lazy tensors, give the function's values and dtypes twice. They do not
-    change.
     change."""
     fn = lambda given: {name: (x * 2, x, x[..., :1]) for name, x in given.items()}
     jitted, given = fr.jit(fn), {name: x if x.dim() else x[None] for name, x in FORMS.items() if not x.is_meta}

@@ -74,8 +74,7 @@ PLACEMENTS = {
 
 def odd_model(names="abcd"):
     """Return a model with tables of one width that share a bank, columns that start anywhere, and two blocks of one
-    table on a rank.
-    rank."""
+    table on a rank."""
     mesh, shapes = fr.Mesh.emulated(x=2), {"a": (9, 21), "b": (7, 5), "c": (6, 5), "d": (5, 5)}
     shapes = {n: shapes[n] for n in names}
     tables = fr.init(fr.key(1), [fr.TableConfig(n, *s, dtype=torch.bfloat16) for n, s in shapes.items()])

@@ -1,4 +1,4 @@
-"""torch.func.linearize of funcrec's functions gives jvp's tangents.
+"""torch.func.linearize of funcrec's functions gives the tangents of jvp.
 
 linearize traces the operations of a jvp once, without writes through views. Values written through a view would be
 silently lost.
@@ -48,7 +48,7 @@ def coded(x, kind):
 
 
 def drawn(x, lr):
-    """Draw a table in blocks, as a constant, and multiply it by the tracked arguments."""
+    """Return a table that is drawn in blocks, as a constant, times the tracked arguments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_init, "INIT_BLOCK", 2)
         return fr.init(fr.key(0), [fr.TableConfig("t", 4, 2)])["t"] * x * lr
@@ -79,7 +79,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 def test_linearize_is_jvp(name):
-    """The linear map of linearize equals jvp's, for a table and for a factor, and its value equals the function's."""
+    """The linear map of linearize equals that of jvp, for a table and for a factor. Its value equals the function's
+    value."""
     f, at = CASES[name], (X, torch.tensor(0.5))
     value, linear = linearize(f, *at)
     torch.testing.assert_close(value, f(*at))

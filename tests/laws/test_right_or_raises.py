@@ -1,4 +1,4 @@
-"""The sweep: every public function of float tensors, and every kernel operation, has the right derivative or raises.
+"""The sweep. Every public function of float tensors, and every kernel operation, has the right derivative or raises.
 
 PYTHONPATH=tests python tests/laws/test_right_or_raises.py        counts the triples (function, input, mode)
 """
@@ -59,15 +59,16 @@ def wrong(case: Case, found: dict) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{i}-{c.name}" for i, c in enumerate(CASES)])
 def test_right_or_raises(case):
-    """In every mode, the derivative by every float input agrees with central differences; where a case allows it, it
-    may raise instead."""
+    """In every mode, the derivative by every float input agrees with central differences. Where a case allows an error,
+    the call may raise."""
     assert not wrong(case, sweep(case))
 
 
 @pytest.mark.parametrize("outside", ["torch.enable_grad", "torch.func.grad", "torch.func.jvp", "forward_ad.dual_level"])
 @pytest.mark.parametrize("implementation", ["cpp", "fbgemm"])
 def test_no_operator_passes_a_derivative_by(implementation, outside):
-    """`torch.ops.funcrec_*`, called directly with a tracked tensor, raises before it runs, whatever tracks it."""
+    """`torch.ops.funcrec_*`, called directly with a tracked tensor, raises before the operator runs, whatever tracks
+    the tensor."""
     if implementation == "fbgemm":
         pytest.importorskip("fbgemm_gpu")
     library.load(implementation)

@@ -1,4 +1,4 @@
-"""Calls have the shapes of their docstrings and annotations: in one call, one letter means one size."""
+"""Calls have the shapes of their docstrings and annotations. In one call, one letter means one size."""
 
 import re
 
@@ -8,7 +8,7 @@ from programs.doc_shapes import DTYPES, Shape, Statement, shapes_in, statements_
 
 import funcrec as fr
 
-# the calls are made once
+# one group of tests makes the calls once
 pytestmark = pytest.mark.xdist_group("shapes")
 
 # Functions of plain tensors without shapes in their docstrings, and the reason.
@@ -44,8 +44,8 @@ def test_calls_have_the_shapes_that_docstrings_say(said):
 
 
 def test_no_statement_holds_whatever_a_call_has(said):
-    """Each statement becomes false in some call if it gets one dimension more, or another dtype. So each one is
-    really checked."""
+    """Each statement becomes false in some call if it gets one dimension more, or another dtype. Each statement is
+    therefore really checked."""
     more = lambda shape: Shape(shape.dtypes, (*shape.dims, "7919"))
     other = lambda shape: Shape("f" if "b" in shape.dtypes else "bool", shape.dims) if shape.dtypes else more(shape)
     for name, s in said.items():
@@ -57,11 +57,11 @@ def test_no_statement_holds_whatever_a_call_has(said):
 
 
 def test_functions_of_tensors_say_their_shapes(said):
-    """Every public function or method that takes or returns a tensor states its shape, and value classes state their
-    fields' shapes."""
+    """Every public function or method that takes or returns a tensor states the shape of that tensor. Value classes
+    state the shapes of their fields."""
     silent = {n for n, s in said.items() if has_tensors(s) and not s.statements and ": " not in n}
     assert silent == set(SAID_ELSEWHERE)
-    # functions that other functions return were called, too
+    # the calls include functions that other functions return
     for name, x in public():
         assert "Slots: " not in doc_of(x) or f"{name}: slots" in said, name
         assert not (name.startswith("nn.") and "] -> f[" in doc_of(x)) or {name, f"{name}: apply"} & set(said), name
@@ -104,7 +104,7 @@ def test_a_wrong_docstring_is_seen(name, said):
 
 
 def test_every_shape_in_a_docstring_is_read():
-    """Everything that begins like a shape, with a dtype and a bracket, is parsed by these tests."""
+    """The tests parse everything that begins like a shape, with a dtype and a bracket."""
     for name, x in public():
         doc = doc_of(x).split("Example:")[0]
         begun = [m.start() for m in re.finditer(rf"(?<![\w\])|])(?:{'|'.join(DTYPES)})(?:\|\w+)*\[", doc)]

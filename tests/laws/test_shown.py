@@ -31,7 +31,7 @@ SHOWN = {
 
 
 class Cells(HTMLParser):
-    """Collect the texts of a table's cells by row, and its tags."""
+    """Collect the texts of a table's cells by row, and the table's tags."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -64,13 +64,13 @@ def test_they_are_tables_of_html(name):
 
 
 def test_a_plans_caption_is_its_headline():
-    """The caption above a planned table has the mesh, the estimate and the gap, as in the plan's text."""
+    """The caption above a planned table has the mesh, the estimate and the gap, as in the text of the plan."""
     assert re.search("<caption>(.*)</caption>", PLANNED._repr_html_())[1] == PLANNED.table().splitlines()[0]
 
 
 def test_a_history_is_drawn():
-    """One panel shows the loss by epoch; the next panels show each other number at the epochs where it was measured;
-    times are not drawn."""
+    """One panel shows the loss by epoch. The next panels show each other number at the epochs where it was measured.
+    Times are not drawn."""
     loss, others = FITTED.plot().axes
     assert [line.get_xydata().tolist() for line in loss.lines] == [[[0, 0.7], [1, 0.25]]]
     assert [(line.get_label(), line.get_xydata().tolist()) for line in others.lines] == [(ODD, [[0, 0.5]])]
@@ -79,7 +79,7 @@ def test_a_history_is_drawn():
 
 
 def test_nothing_else_knows_of_a_figure():
-    """Figures are not registered in pyplot, which would keep and show them."""
+    """Figures are not registered in pyplot, which would keep and show the figures."""
     from matplotlib import pyplot
 
     FITTED.plot()

@@ -1,4 +1,4 @@
-"""The number of threads and the hash seed may change some results, and no others.
+"""The number of threads and the hash seed may change some results. All other results keep their bits.
 
 sparse stages    nothing changes: the same bits on any number of threads, for the same cotangents
 whole steps      on one number of threads nothing changes, whatever PYTHONHASHSEED is. On another number, torch splits
@@ -33,7 +33,7 @@ FEATURES = (
 
 
 def inputs():
-    """Make tables, slots, ids with many repeats, and cotangents, large enough for several threads."""
+    """Return tables, slots, ids with many repeats, and cotangents, large enough for several threads."""
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 9, (3 * NUM_BAGS,), generator=draw)
     n = int(lengths.sum())
@@ -44,7 +44,7 @@ def inputs():
 
 
 def sparse_stages(sparse):
-    """f(tables, slots, ids, d): all stages of a step that touch tables, without the loss."""
+    """Return a function (tables, slots, ids, d): all stages of a step that touch tables, without the loss."""
 
     def stages(tables, slots, ids, d):
         acts = fr.lookup(tables, ids, FEATURES)
@@ -71,7 +71,7 @@ def test_threads_change_no_bit_of_sparse_stages(rule):
 
 
 def test_threads_change_no_bit_of_compiled_sparse_stages():
-    """Compiled for each number of threads, the same stages agree with the eager ones."""
+    """Stages that are compiled for each number of threads agree with the eager stages."""
     sparse, (tables, ids, d) = fr.optim.rowwise_adagrad(lr=0.1), inputs()
     stages, slots = sparse_stages(sparse), sparse.init(tables)
     fast, eager = fr.jit(stages), stages(tables, slots, ids, d)
@@ -117,8 +117,8 @@ def test_the_hash_seed_changes_no_bit():
 
 
 def test_threads_may_be_the_first_to_call():
-    """In a fresh process, several threads may make the first call at once, as a loader's workers do, with right
-    results."""
+    """In a fresh process, several threads may make the first call at once, as the workers of a loader do. The results
+    are right."""
     code = """
 import threading, torch, funcrec as fr
 bags, start, found = fr.JaggedTensor.from_lists([[1, 2], [], [3]]), threading.Barrier(8), []

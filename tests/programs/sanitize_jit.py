@@ -7,8 +7,7 @@
 
 Both modes are needed. With the address sanitizer, g++ compiles undefined arithmetic differently: loops that leave their
 arrays without the sanitizer stay inside with it. The sanitizer also checks no masked vectors, which end AVX-512's
-loops. Its probes therefore use the smallest instruction set. Guard pages miss an access that stays on the buffer's
-page.
+loops. Its probes therefore use the smallest instruction set. Guard pages miss an access to the buffer's page.
 
 Kinds: arithmetic, programs of integers drawn from a number; cells, every function under every transform in the tests'
 tables; steps, lookups and training steps that write into small tables. One program of `fr.jit` has 25 to 100 cases of
@@ -91,8 +90,7 @@ def net(mode: str) -> Iterator[Net]:
 
 
 class Outcome(NamedTuple):
-    """What a process found. done: the number of batches that ended. wrong: (number, how the case differs). report: the
-    report of a process that ended early."""
+    """What a process found. done: number of ended batches. wrong: (number, difference). report: of an early end."""
 
     done: int
     wrong: list[tuple[int, str]]
@@ -139,8 +137,7 @@ def excerpt(said: str, most: int = 30) -> str:
 
 
 def run(net: Net, batches: list[Batch]) -> list[str]:
-    """Return the findings of batches. After a batch that ends the process, the remaining batches run in a new
-    process."""
+    """Return the findings of batches. The batches after one that ends the process run in a new process."""
     found = []
     while batches:
         outcome = watch(net, batches)
@@ -166,8 +163,7 @@ def shown(text: str) -> str:
 
 
 def named(net: Net, batch: Batch, number: int, how: str) -> str:
-    """Return the command of a case that differs: the case alone, or with its whole batch if it does not differ
-    alone."""
+    """Return the command of a case that differs: alone, or with its batch if the case alone does not differ."""
     alone = batch._replace(numbers=[number])
     outcome = watch(net, [alone])
     is_alone = outcome.wrong or outcome.report

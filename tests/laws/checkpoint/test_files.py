@@ -77,8 +77,7 @@ def test_many_writers_and_readers_of_one_path(tmp_path, monkeypatch):
 
 
 def test_what_killed_writers_left_is_removed(tmp_path):
-    """A save removes old temporary files that no process holds. Young files, locked files and files with other names
-    stay."""
+    """A save removes old temporary files that no process holds. Young, locked and all other files stay."""
     old, young, held, pipe = (tmp_path / f".{name}{_whole_file.SUFFIX}" for name in ("old", "young", "held", "pipe"))
     other = tmp_path / ".other.tmp"
     for path in (old, young, held, other):
@@ -135,7 +134,7 @@ print(fr.load(sys.argv[1])["x"].sum())
 
 
 def make_socket(folder):
-    """Make a socket in the folder, however long the folder's path is. Return the socket's path."""
+    """Return the path of a new socket in the folder, however long the folder's path is."""
     with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(folder):
         made.bind("socket")
     return folder / "socket"
@@ -386,8 +385,7 @@ def test_a_device_that_is_not_here_is_told(tmp_path):
 
 
 def test_a_link_is_followed(tmp_path):
-    """A save to a symbolic link writes the file to which the link points, even if the file does not exist yet. The link
-    stays."""
+    """A save to a symbolic link writes the target of the link, even if the target does not exist yet. The link stays."""
     (tmp_path / "there").mkdir()
     link = tmp_path / "latest.pt"
     link.symlink_to(tmp_path / "there" / "state.pt")

@@ -245,7 +245,6 @@ def test_a_monitor_that_an_evaluation_of_ones_own_does_not_give():
 
 def test_a_handlers_error_ends_the_trial():
     """An error that a signal's handler raises during the trial passes through. The evaluation is not blamed or run
-    again.
     again."""
     runs, before = [], signal.getsignal(signal.SIGUSR1)
 

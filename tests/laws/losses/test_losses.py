@@ -49,7 +49,7 @@ def make(name, dtype=torch.float64):
 
 @EACH
 def test_it_is_torchs(name):
-    """Each example's loss, their mean and their weighted mean equal torch's."""
+    """The loss of each example, the mean and the weighted mean equal those of torch."""
     loss, x, y, oracle, _ = make(name)
     want, w = oracle(x, y), torch.linspace(0.5, 2.0, B, dtype=torch.float64)
     torch.testing.assert_close(loss(x, y, reduction="none"), want)
@@ -60,8 +60,8 @@ def test_it_is_torchs(name):
 
 @EACH
 def test_an_example_of_weight_zero_is_not_there(name):
-    """An example of weight 0 changes neither value nor gradient, whatever it holds; without any examples, both are
-    0."""
+    """An example of weight 0 changes neither value nor gradient, whatever the example holds. Without any examples, both
+    are 0."""
     loss, x, y, oracle, _ = make(name)
     w = torch.tensor([1.0, 2.0, 0.5, 1.0, 0.0, 0.0], dtype=torch.float64)
     hole = (w == 0).reshape(-1, *(1,) * (x.dim() - 1))
@@ -77,7 +77,7 @@ def test_an_example_of_weight_zero_is_not_there(name):
 
 @EACH
 def test_it_is_differentiated_and_mapped(name):
-    """First and second derivatives, forward and reverse, agree with finite differences; vmap equals a loop."""
+    """First and second derivatives, forward and reverse, agree with finite differences. vmap equals a loop."""
     loss, x, y, _, _ = make(name)
     w = torch.tensor([1.0, 2.0, 0.5, 1.0, 0.0, 3.0], dtype=torch.float64)
     check_grads(lambda x: loss(x, y, w), (x,), order=2)
@@ -92,7 +92,8 @@ def test_it_is_differentiated_and_mapped(name):
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes_and_no_example(name, dtype):
-    """The result has the predictions' dtype and is close to the f64 result; without examples, with weights, it is 0."""
+    """The result has the predictions' dtype and is close to the f64 result. With weights but without examples, it is
+    0."""
     loss, x, y, _, _ = make(name, dtype)
     if name != "in_batch_softmax, log_q":
         empty = loss(x[:0], y[:0], torch.ones(0))
@@ -103,7 +104,7 @@ def test_dtypes_and_no_example(name, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_small_loss_of_large_logits_keeps_its_digits(dtype):
-    """Cross entropies are small differences of large logits. They have torch's bits in every dtype, and are not
+    """Cross entropies are small differences of large logits. They have the bits of torch in every dtype, and are not
     computed as a difference of rounded sums."""
     z, y = torch.tensor([[20.0, 15.5], [0.0, 3.0], [1e4, 1e4 - 16]]).to(dtype), torch.tensor([0, 0, 0])
     assert losses.cross_entropy(z, y, reduction="none").equal(F.cross_entropy(z, y, reduction="none"))
@@ -114,7 +115,7 @@ def test_a_small_loss_of_large_logits_keeps_its_digits(dtype):
 
 @pytest.mark.parametrize("name", ["bce", "cross_entropy", "multi_task", "in_batch_softmax"])
 def test_compiled_it_is_the_same(name):
-    """Under jit the value is the eager one."""
+    """Under jit the value equals the eager value."""
     loss, x, y, _, _ = make(name, torch.float32)
     w = torch.tensor([1.0, 2.0, 0.5, 1.0, 0.0, 3.0])
     torch.testing.assert_close(fr.jit(lambda x, y, w: loss(x, y, w))(x, y, w), loss(x, y, w))
@@ -122,8 +123,8 @@ def test_compiled_it_is_the_same(name):
 
 @pytest.mark.parametrize("name", [n for n in LOSSES if n not in SOFTMAX])
 def test_a_label_that_is_none(name):
-    """An invalid label raises with its position if values can be read; otherwise the loss is NaN (or infinite). With
-    weight 0 it is ignored."""
+    """An invalid label raises with its position if values can be read. Otherwise the loss is NaN (or infinite). With
+    weight 0 the label is ignored."""
     loss, x, y, _, wrong = make(name)
     bad = y.clone().to(torch.float64 if isinstance(wrong, float) else y.dtype)
     bad[(2, 0) if y.dim() == 2 else 2] = wrong
@@ -136,7 +137,7 @@ def test_a_label_that_is_none(name):
 
 
 def test_negatives_of_one_batch():
-    """Rows with the same candidate are not negatives of each other; rows of weight 0 are no negatives at all."""
+    """Rows with the same candidate are not negatives of each other. Rows of weight 0 are no negatives at all."""
     q, c, w = numbers(1, B, D), numbers(2, B, D), torch.tensor([1.0, 1, 0, 1, 1, 0], dtype=torch.float64)
     got = losses.in_batch_softmax(q, c, w, log_q=None, candidate_ids=ITEMS)
     kept = w != 0
@@ -148,7 +149,7 @@ def test_negatives_of_one_batch():
 
 
 def test_two_towers_weigh_their_examples():
-    """The loss of two towers is weighted: an example of weight 0 is no negative, and trains nothing."""
+    """The loss of two towers is weighted. An example of weight 0 is no negative, and trains no parameter."""
     tables = (fr.TableConfig("user", 10, 4), fr.TableConfig("item", 20, 4))
     sides = ((fr.FeatureConfig("user", table="user"),), (fr.FeatureConfig("item", table="item"),))
     model = fr.models.two_tower(tables, *sides, sizes=(8, 3))
@@ -159,7 +160,7 @@ def test_two_towers_weigh_their_examples():
 
 
 def test_tasks_with_weights_of_their_own():
-    """Weights [B, T] can leave out an example's label for one task alone."""
+    """Weights [B, T] can leave out the label of an example for one task alone."""
     x, label = numbers(1, B, T), BOTH.double().clone()
     w = torch.ones(B, T, dtype=torch.float64)
     label[1, 0], w[1, 0] = torch.nan, 0

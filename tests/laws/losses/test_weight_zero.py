@@ -1,6 +1,6 @@
-"""The derivative with respect to an example's weight where the weight is 0, from which learning to reweight starts.
+"""The derivative with respect to an example's weight where the weight is 0. There, learning to reweight starts.
 
-d/dw_b Σ w l / Σ w = (l_b - mean) / Σ w        for w_b = 0 as for any other
+d/dw_b Σ w l / Σ w = (l_b - mean) / Σ w        for w_b = 0 as for any other weight
 """
 
 import pytest
@@ -41,14 +41,14 @@ HOW = {
 
 
 def near(w):
-    """Replace weights of 0 by 1e-12."""
+    """Return w with 1e-12 in place of weights of 0."""
     return torch.where(w == 0, 1e-12, w)
 
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", OWN)
 def test_it_is_the_limit_from_above(name, how):
-    """The derivative with respect to a weight of 0 equals that of a weight just above 0, and the value is that
+    """The derivative with respect to a weight of 0 equals that of a weight just above 0. The value equals the value
     without the example."""
     f = lambda w: OWN[name](w, Z)
     torch.testing.assert_close(f(ZEROS), f(near(ZEROS)), rtol=1e-9, atol=1e-9)
@@ -57,8 +57,8 @@ def test_it_is_the_limit_from_above(name, how):
 
 @pytest.mark.parametrize("name", OWN)
 def test_mixed_and_second_derivatives_are_the_limits(name):
-    """The second derivative by weights, and the derivative of the loss's gradient by a weight, are limits from above
-    too. A training step's derivative follows from the latter."""
+    """The second derivative by weights is also a limit from above. So is the derivative of the loss's gradient by a
+    weight, from which a training step's derivative follows."""
     f = OWN[name]
     for second in (lambda w: hessian(f)(w, Z), lambda w: jacfwd(grad(f, 1))(w, Z), lambda w: jacrev(grad(f, 1))(w, Z)):
         torch.testing.assert_close(second(ZEROS), second(near(ZEROS)), rtol=1e-6, atol=1e-8)
@@ -77,8 +77,8 @@ def test_compiled_it_is_the_limit_too():
 
 
 def test_compiled_second_derivatives_are_those_of_eager_mode():
-    """Compiled second derivatives of weighted losses, by predictions and weights in any order, equal eager mode's,
-    also at weight 0."""
+    """Compiled second derivatives of weighted losses, by predictions and weights in any order, equal those of eager
+    mode, even at weight 0."""
     ways = [hessian, lambda f, at=0: jacrev(jacfwd(f, at), at)]
     every = lambda w, z: [way(OWN[n], at)(w, z) for n in ("bce", "huber") for way in ways for at in (0, 1)]
     for got, want in zip(fr.jit(every)(ZEROS, Z), every(ZEROS, Z), strict=True):
@@ -95,7 +95,7 @@ MADE = {
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("how", [hessian, lambda f: jacfwd(jacrev(f)), lambda f: jacfwd(jacfwd(f))])
 def test_weights_that_are_made_inside_are_not_followed(name, how):
-    """If the function itself makes the weights, rows of weight 0 are not read, whatever they hold, also compiled."""
+    """If the function itself makes the weights, rows of weight 0 are not read, whatever they hold, even compiled."""
     z = torch.where(ZEROS == 0, torch.tensor([0.0, 0.0, torch.nan, torch.inf]).double(), Z)
     for loss in ("mse", "huber") + ("bce",) * (how is hessian):
         f = lambda z, loss=loss: OWN[loss](MADE[name](z), z)
@@ -147,8 +147,8 @@ def loss_fn(params, batch):
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("mesh", [None, fr.Mesh.emulated(x=2)], ids=["alone", "ranks"])
 def test_through_a_step_it_is_the_limit(mesh, k):
-    """The derivative of a step's new tables and dense parameters by a weight of 0 equals that of a weight just above
-    0. This holds in k micro-batches, on one process and on two ranks."""
+    """The derivative of a step's new tables and dense parameters by a weight of 0 equals that of a weight just above 0.
+    This holds in k micro-batches, on one process and on two ranks."""
     g = torch.Generator().manual_seed(0)
     tables = {n: torch.randn(s, generator=g, dtype=torch.float64) for n, s in SHAPES.items()}
     params = fr.Params(tables, {"w": torch.randn(17, generator=g, dtype=torch.float64)})
@@ -171,7 +171,7 @@ def test_through_a_step_it_is_the_limit(mesh, k):
 
 
 def test_a_models_padding_is_read_where_its_weight_is_followed():
-    """A model's loss, with dense inputs and weights of ids, has the limit. Batch norm is refused, because its
+    """The loss of a model, with dense inputs and weights of ids, has the limit. Batch norm raises, because its
     statistics leave out examples of weight 0."""
     tables, features = (fr.TableConfig("t", 9, 3),), (fr.FeatureConfig("a", table="t", weighted=True),)
     ids = fr.KeyedJaggedTensor.from_lists(
@@ -203,8 +203,8 @@ REFUSED = {
 @pytest.mark.parametrize("how", ["grad", "jacfwd", "vmap of grad", "requires grad"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_where_there_is_no_derivative_it_is_refused(name, how):
-    """Padding that holds no numbers, a mean without weight, and losses that jump where a weight is 0 have no
-    derivative there. They raise, and keep their value where no derivative is taken."""
+    """Padding that holds no numbers, a mean without weight, and losses that jump where a weight is 0 have no derivative
+    there. They raise, and keep their value where no derivative is taken."""
     f, part = REFUSED[name]
     assert f(ZEROS).isfinite()
     with pytest.raises(ValueError, match=part):
@@ -212,6 +212,6 @@ def test_where_there_is_no_derivative_it_is_refused(name, how):
 
 
 def test_compiled_without_a_derivative_it_is_nan():
-    """Compiled, where no value can be read, a derivative that does not exist is NaN."""
+    """In compiled code, which cannot read values, a derivative that does not exist is NaN."""
     made = fr.jit(lambda w: {n: grad(f)(w) for n, (f, _) in REFUSED.items()})(ZEROS)
     assert all(x.isnan().any() for x in made.values()), made

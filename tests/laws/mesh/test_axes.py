@@ -9,8 +9,8 @@ from funcrec.mesh import coordinates, rank_at
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
 def test_a_rank_is_its_coordinates(sizes, data):
-    """A rank's number and its coordinates determine each other; the last axis varies fastest, as in numpy's index
-    order."""
+    """A rank's number and the rank's coordinates determine each other. The last axis varies fastest, as in the index
+    order of numpy."""
     axes = [f"a{i}" for i in range(len(sizes))]
     rank = data.draw(st.integers(0, int(np.prod(sizes, dtype=int)) - 1))
     known = dict(zip(axes, sizes, strict=True))

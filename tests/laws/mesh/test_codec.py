@@ -17,7 +17,7 @@ HALF_STEP = 2.0**-8, 2.0**-11
 
 @st.composite
 def vectors(draw):
-    """Draw (x f[..., W], widths): elements of many sizes, some rows of zeros; shrinks to one zero."""
+    """Return random (x f[..., W], widths): elements of many sizes, some rows of zeros. Shrinks to one zero."""
     widths = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 8, 65]), min_size=1, max_size=5)))
     lead = draw(st.sampled_from([(), (0,), (3,), (2, 3), (2, 1, 63)]))
     g = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
@@ -29,12 +29,12 @@ def vectors(draw):
 
 
 def coded(x, kind, widths):
-    """Encode x and decode it, as a receiver does."""
+    """Return x after an encoding and a decoding, as a receiver gets it."""
     return _codec._decode(_codec._encode(x, kind, widths), kind, widths, x.dtype)
 
 
 def by_rows(x, widths):
-    """Compute int8 by its definition, row by row in f64."""
+    """Return x in int8 by the definition, row by row in f64."""
     out = []
     for row in x.double().split(widths, -1):
         most = row.abs().amax(-1, keepdim=True).float().double()
@@ -45,13 +45,13 @@ def by_rows(x, widths):
 
 @given(vectors(), st.sampled_from(get_args(Kind)))
 def test_a_coded_vector_is_near(made, kind):
-    """bfloat16 is within 2^-8 of each element's size, float16 within 2^-11 (or 2^-25, if that is more). int8 is
+    """bfloat16 is within 2^-8 of the size of each element, float16 within 2^-11 (or 2^-25, if that is more). int8 is
     within half a step of its row."""
     x, widths = made
     error = (coded(x, kind, widths).double() - x.double()).abs()
     if kind == "int8":
         most = torch.cat([r.abs().amax(-1, keepdim=True).expand_as(r) for r in x.double().split(widths, -1)], -1)
-        # the last term: f32's least number
+        # the last term is the least number of f32
         bound = most / STEPS / 2 * (1 + 1e-4) + 2.0**-149
     elif kind == "bfloat16":
         bound = (x.double().abs() * HALF_STEP[0]).clamp(min=2.0**-134)
@@ -62,8 +62,8 @@ def test_a_coded_vector_is_near(made, kind):
 
 @given(vectors())
 def test_int8_is_its_definition(made):
-    """int8 gives round(x / max|row| · 127) / 127 · max|row|, ties to even, up to an element's last bits, or one step
-    at a tie."""
+    """int8 gives round(x / max|row| · 127) / 127 · max|row|, ties to even. The error is at most an element's last bits,
+    or one step at a tie."""
     x, widths = made
     got, want = coded(x, "int8", widths).double(), by_rows(x, widths)
     most = torch.cat([r.abs().amax(-1, keepdim=True).expand_as(r) for r in x.double().split(widths, -1)], -1)
@@ -74,7 +74,8 @@ def test_int8_is_its_definition(made):
 
 @given(vectors(), st.sampled_from(get_args(Kind)))
 def test_coding_twice_is_coding_once(made, kind):
-    """Coding a received vector again adds no error; zeros and the largest element of an int8 row keep their bits."""
+    """A second coding of a received vector adds no error. Zeros and the largest element of an int8 row keep their
+    bits."""
     x, widths = made
     once = coded(x, kind, widths)
     assert_trees_close(coded(once, kind, widths), once)
@@ -86,8 +87,8 @@ def test_coding_twice_is_coding_once(made, kind):
 
 @given(vectors(), st.sampled_from(get_args(Kind)))
 def test_coded_bytes_are_counted(made, kind):
-    """A 16-bit element takes two bytes; int8 takes one byte for each element and four for each row. Strides change
-    nothing, and the operators' shapes are known on meta."""
+    """A 16-bit element takes two bytes. int8 takes one byte for each element and four bytes for each row. Strides
+    change no byte, and the shapes of the operators are known on meta."""
     x, widths = made
     sent = _codec._encode(x, kind, widths)
     per_vector = sum(widths) + 4 * len(widths) if kind == "int8" else 2 * sum(widths)
@@ -113,8 +114,8 @@ def test_operators_pass_torchs_checks(kind):
 
 
 def test_values_that_do_not_fit():
-    """float16 saturates finite values and keeps infinities and NaN; bfloat16 keeps both. In int8 they make their own
-    row NaN."""
+    """float16 saturates finite values and keeps infinities and NaN. bfloat16 keeps all of them. In int8 they make their
+    own row NaN."""
     inf, nan = torch.inf, torch.nan
     x = torch.tensor([1e6, -65520.0, inf, -inf, nan, 1.0])
     assert_trees_close(coded(x, "float16", [6]), torch.tensor([65504.0, -65504.0, inf, -inf, nan, 1.0]))
@@ -129,5 +130,5 @@ def test_values_that_do_not_fit():
     ("bfloat16", torch.float16, False), ("float16", torch.bfloat16, False), ("int8", torch.bfloat16, True),
 ])  # fmt: skip
 def test_only_what_becomes_narrower_is_coded(kind, dtype, want):
-    """A codec leaves elements unchanged that do not have more bits than the codec's."""
+    """A codec leaves elements unchanged that do not have more bits than the codec's elements."""
     assert _codec.is_coded(kind, dtype) is want

@@ -1,5 +1,6 @@
-"""Metrics of one class, of no examples, of padding, of infinite logits and of NaN have their documented values, and
-NaN is never the best."""
+"""Metrics of one class, of no examples, of padding, of infinite logits and of NaN have their documented values.
+
+NaN is never the best value."""
 
 import math
 import warnings
@@ -36,8 +37,8 @@ ONE_CLASS = {
 
 @every
 def test_one_class(name):
-    """With labels of one class, a metric has its documented value: NaN where the quotient is undefined, never an
-    infinite score."""
+    """With labels of one class, a metric has its documented value. That is NaN where the quotient is undefined, never
+    an infinite score."""
     for label, want in zip((0.0, 1.0), ONE_CLASS[name], strict=True):
         for weights in (None, f64(2, 2)):
             found = ALL[name](f64(0.2, 0.6), f64(label, label), weights)
@@ -65,7 +66,7 @@ def test_nan_is_never_the_best(name):
     assert best_epoch([{"valid_auc": nan}, {"valid_auc": nan}], "valid_auc") is None
 
 
-BAD_ROWS = {  # predictions, labels, weights; the second example is invalid
+BAD_ROWS = {  # predictions, labels and weights, where the second example is invalid
     "NaN prediction": (f64(0.3, NAN, 0.6), f64(0, 1, 1), None),
     "label 5": (f64(0.3, 0.5, 0.6), f64(0, 5, 1), None),
     "label -1": (f64(0.3, 0.5, 0.6), f64(0, -1, 1), None),
@@ -83,7 +84,7 @@ ANY_PREDICTION = ("rmse", "ctr", "mse", "mae", "exact_auc")
 @every
 @pytest.mark.parametrize("bad", BAD_ROWS)
 def test_what_means_nothing_is_refused_or_shows(name, bad):
-    """An invalid row is refused where values can be read. Traced, mapped or compiled, the result is NaN."""
+    """An invalid row raises where values can be read. In a traced, mapped or compiled call, the result is NaN."""
     if (bad == "no probability" and name in ANY_PREDICTION) or (bad in ("label 5", "label -1") and name in ERRORS):
         return
     rows = [x for x in BAD_ROWS[bad] if x is not None]
@@ -98,7 +99,7 @@ def test_what_means_nothing_is_refused_or_shows(name, bad):
 @every
 @given(seed=st.integers(0, 999), num=st.integers(1, 12), junk=st.sampled_from([NAN, INF, -INF, 7.0]))
 def test_padding_is_never_read(name, seed, num, junk):
-    """Rows of weight 0 change nothing, whatever they hold and wherever they are."""
+    """Rows of weight 0 change no result, whatever the rows hold and wherever they are."""
     g = torch.Generator().manual_seed(seed)
     p, y = torch.rand(num, generator=g).double(), torch.randint(0, 2, (num,), generator=g).double()
     w = torch.randint(0, 3, (num,), generator=g).double()
@@ -119,7 +120,7 @@ def test_infinite_logits():
 
 @given(seed=st.integers(0, 999), num=st.integers(2, 30), weighted=st.booleans())
 def test_sklearn_where_it_has_a_value(seed, num, weighted):
-    """With ties, weights of 0 or one class, exact_auc equals scikit-learn's value, and is NaN where scikit-learn
+    """With ties, weights of 0 or one class, exact_auc equals the value of scikit-learn. It is NaN where scikit-learn
     raises or warns."""
     g = torch.Generator().manual_seed(seed)
     p = (torch.rand(num, generator=g) * 4).round().double() / 4

@@ -37,10 +37,10 @@ each_metric = pytest.mark.parametrize("name", METRICS)
 
 @st.composite
 def examples(draw):
-    """Draw (predictions, labels, weights) of 1 to 40 examples; shrinks towards few."""
+    """Return random (predictions, labels, weights) of 1 to 40 examples. Shrinks towards few examples."""
     n, seed = draw(st.integers(1, 40)), draw(st.integers(0, 2**31))
     g = torch.Generator().manual_seed(seed)
-    # with ties, zeros and ones
+    # predictions with ties, zeros and ones
     predictions = (torch.rand(n, generator=g) * 10).round() / 10
     labels = torch.randint(0, 2, (n,), generator=g).float()
     return predictions, labels, torch.randint(0, 4, (n,), generator=g).double()
@@ -89,7 +89,7 @@ def test_order(name, rows, seed):
 @each_metric
 @given(rows=examples(), junk=st.integers(1, 5))
 def test_padding(name, rows, junk):
-    """Examples of weight 0 are padding: NaN in them is not read."""
+    """Examples of weight 0 are padding, and NaN in these examples is not read."""
     grown = [torch.cat([x, x.new_full((junk,), torch.nan)]) for x in rows]
     grown[2] = torch.cat([rows[2], rows[2].new_zeros(junk)])
     assert_close(state_of(METRICS[name], grown), state_of(METRICS[name], rows))
@@ -98,7 +98,7 @@ def test_padding(name, rows, junk):
 @each_metric
 @given(rows=examples())
 def test_weights(name, rows):
-    """An example of weight 2 equals two examples; without weights, each counts 1."""
+    """An example of weight 2 equals two examples. Without weights, each example counts 1."""
     metric = METRICS[name]
     doubled = [torch.cat([x, x]) for x in rows]
     assert_close(state_of(metric, doubled), state_of(metric, [*rows[:2], rows[2] * 2]))
@@ -107,7 +107,7 @@ def test_weights(name, rows):
 
 @each_metric
 def test_traced(name):
-    """Traced update and compute give the same numbers, without data-dependent operations."""
+    """Traced update and compute give the same numbers as eager ones, without data-dependent operations."""
     metric = METRICS[name]
     rows = torch.rand(12), torch.randint(0, 2, (12,)).float(), torch.rand(12)
     step = lambda state, *rows: (metric.update(state, *rows), metric.compute(state))
@@ -130,7 +130,7 @@ def test_vmap(name):
 
 @each_metric
 def test_purity(name):
-    """update changes none of its arguments; before the first example, compute gives no number."""
+    """update changes none of its arguments. Before the first example, compute gives no number."""
     metric, rows = METRICS[name], (torch.rand(5), torch.ones(5), torch.ones(5))
     before = metric.init()
     copies = tree_map(torch.clone, (before, rows))
@@ -141,7 +141,8 @@ def test_purity(name):
 
 @given(rows=examples())
 def test_auc_bound(rows):
-    """A histogram's AUC is within auc_error of the exact one; if the scores fall into separate bins, it is exact."""
+    """The AUC of a histogram is within auc_error of the exact AUC. If the scores fall into separate bins, the AUC is
+    exact."""
     p, y, w = rows
     for bins in (4, 2**16):
         metric = metrics.auc(bins)
@@ -153,7 +154,7 @@ def test_auc_bound(rows):
 
 @given(rows=examples())
 def test_exact_auc_order(rows):
-    """exact_auc equals the pairwise definition; increasing maps keep it, and negated scores give 1 - AUC."""
+    """exact_auc equals the pairwise definition. Increasing maps keep it, and negated scores give 1 - AUC."""
     p, y, w = rows
     found = metrics.exact_auc(p, y, w)
     wins = (p[:, None] > p).double() + (p[:, None] == p).double() / 2
@@ -179,7 +180,7 @@ def test_log_loss_far_logits():
 
 
 def test_base_rate_is_one():
-    """Always predicting the base rate has normalized entropy 1 and calibration 1."""
+    """A constant prediction of the base rate has normalized entropy 1 and calibration 1."""
     rows = torch.full((8,), 0.25, dtype=torch.float64), torch.tensor([1, 0, 0, 0, 0, 1, 0, 0])
     for m in (metrics.normalized_entropy(), metrics.calibration()):
         torch.testing.assert_close(m.compute(state_of(m, rows)), torch.tensor(1.0, dtype=torch.float64))

@@ -1,5 +1,6 @@
-"""Metrics of numbers and classes equal scikit-learn's; log_q corrections that are no logarithms of probabilities are
-refused."""
+"""Metrics of numbers and classes equal those of scikit-learn.
+
+log_q corrections that are no logarithms of probabilities raise."""
 
 import math
 
@@ -29,8 +30,8 @@ def value(metric, *rows):
 
 @st.composite
 def rows_of(draw):
-    """Draw (predictions f64[B, 4] with ties, numbers f64[B], classes i64[B], weights f64[B] not all 0), with B from
-    1 to 20."""
+    """Return random (predictions f64[B, 4] with ties, numbers f64[B], classes i64[B], weights f64[B] not all 0), with B
+    from 1 to 20."""
     n, g = draw(st.integers(1, 20)), torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     p, y = torch.randint(-3, 4, (n, 4), generator=g).double(), torch.randn(n, generator=g).double() * 100
     w = torch.randint(0, 3, (n,), generator=g).double()
@@ -40,7 +41,7 @@ def rows_of(draw):
 @each_error
 @given(rows=rows_of())
 def test_errors_of_any_numbers(name, rows):
-    """Errors of finite labels of any size equal scikit-learn's, whole and in parts, weighted and not."""
+    """Errors of finite labels of any size equal those of scikit-learn, whole and in parts, weighted and not."""
     p, y, _, w = rows
     metric, at = ERRORS[name], len(y) // 2
     for weights in (None, w):
@@ -53,8 +54,8 @@ def test_errors_of_any_numbers(name, rows):
 
 @each_error
 def test_labels_that_are_no_numbers(name):
-    """A label that is not finite is refused; in padding it is not read; where values cannot be read, the result is
-    NaN."""
+    """A label that is not finite raises. In padding such a label is not read. Where values cannot be read, the result
+    is NaN."""
     of = lambda *rows: value(ERRORS[name], *rows)
     for odd in (NAN, INF, -INF):
         rows = f64(1, 2), f64(-7, odd)
@@ -67,8 +68,8 @@ def test_labels_that_are_no_numbers(name):
 
 @given(rows=rows_of())
 def test_accuracy_of_classes(rows):
-    """Accuracy is the fraction of examples whose highest logit is at their class, as scikit-learn's for the argmax.
-    It holds weighted, in parts and mapped; among equal logits the first counts, as in argmax."""
+    """Accuracy is the fraction of examples whose highest logit is at their class, as in scikit-learn for the argmax. It
+    holds weighted, in parts and mapped. Among equal logits the first logit counts, as in argmax."""
     p, _, y, w = rows
     for weights in (None, w):
         want = sklearn.accuracy_score(y, p.numpy().argmax(1), sample_weight=weights)
@@ -84,8 +85,7 @@ def test_accuracy_of_classes(rows):
 
 
 def test_classes_of_nothing_and_of_padding():
-    """Without examples the accuracy is NaN; examples of weight 0 are not read; an invalid row is refused, or gives
-    NaN."""
+    """Without examples the accuracy is NaN. Examples of weight 0 are not read. An invalid row raises, or gives NaN."""
     p, y = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]]), torch.tensor([1, 1])
     assert value(CLASSES, p[:0], y[:0]).isnan() and value(CLASSES, p, y, f64(0, 0)).isnan()
     for odd_p, odd_y in ((NAN, 1.0), (0.0, 3.0), (0.0, -1.0), (0.0, 0.5), (0.0, NAN)):
@@ -116,8 +116,8 @@ def test_evaluate_takes_them():
 
 
 def test_log_q_is_the_logarithm_of_a_chance():
-    """log_q that holds counts, probabilities or non-finite numbers is refused; where values cannot be read, the loss
-    is NaN."""
+    """log_q that holds counts, probabilities or non-finite numbers raises. Where values cannot be read, the loss is
+    NaN."""
     x, w = torch.eye(2), torch.tensor([1.0, 0.0])
     loss = lambda q, w=None: losses.in_batch_softmax(x, x, w, log_q=q)
     for odd in (50.0, 1e-9, NAN, -INF):

@@ -60,7 +60,7 @@ def test_init_is_a_function_of_the_key(name):
 
 @EACH
 def test_training_is_evaluation_without_dropout_and_batch_norm(name):
-    """train_apply is a function of the key; without dropout and batch norm it equals apply."""
+    """train_apply is a function of the key. Without dropout and batch norm it equals apply."""
     model, params, batch = make(name)
     first, stats = model.train_apply(params, batch, fr.key(1))
     assert torch.equal(first, model.train_apply(params, batch, fr.key(1))[0])
@@ -74,7 +74,7 @@ def test_training_is_evaluation_without_dropout_and_batch_norm(name):
 
 @EACH
 def test_value_and_grad_is_dense_autograd(name):
-    """fr.value_and_grad of the loss gives the loss and gradients of torch's autograd with dense tables."""
+    """fr.value_and_grad of the loss gives the loss and the gradients of torch's autograd with dense tables."""
     model, params, batch = make(name)
     params = with_dense_bumps(params)
     loss_fn = models.loss(model)
@@ -124,7 +124,7 @@ def test_vmap_over_an_ensemble_is_a_loop(name):
 
 @EACH
 def test_training_lowers_the_loss(name):
-    """Thirty steps down the gradient on one batch lower its loss."""
+    """Thirty steps down the gradient on one batch lower the loss of that batch."""
     model, params, batch = make(name)
     step, losses = fr.value_and_grad(models.loss(model), has_aux=True), []
     for i in range(30):
@@ -151,7 +151,7 @@ def test_loss_is_the_mean_of_the_cross_entropies(examples):
 
 
 def test_statistics_follow_the_batches():
-    """merge_stats updates the running statistics and nothing else; evaluation reads them."""
+    """merge_stats updates the running statistics and no other leaf. Evaluation reads the running statistics."""
     model, params, batch = make("wide_deep, batch norm")
     _, aux = models.loss(model)(params, batch, key=fr.key(1))
     dense = models.merge_stats(params.dense, aux)
@@ -179,7 +179,7 @@ def test_a_penalty_is_the_sum_of_the_matrices_norms():
     ],
 )  # fmt: skip
 def test_ml1m_has_the_published_number_of_parameters(name, count):
-    """The number of parameters, without running statistics, is the one RecBole published."""
+    """The number of parameters, without running statistics, is the number that RecBole published."""
     model = models.ml1m(name)
     assert models.num_parameters(model.init(fr.key(0))) == count
     assert {f.key for f in model.features} == {
@@ -188,8 +188,8 @@ def test_ml1m_has_the_published_number_of_parameters(name, count):
 
 
 def test_mlperf_has_the_reference_sizes():
-    """The model has 204,184,588 rows of 128, 214 ids per example, and the reference's dense parameters, counted on
-    the meta device."""
+    """The model has 204,184,588 rows of 128, 214 ids per example, and the dense parameters of the reference. They are
+    counted on the meta device."""
     model = models.mlperf_dlrm_dcnv2()
     params = model.init(fr.key(0).to("meta"))
     stack = lambda *sizes: sum(a * b + b for a, b in itertools.pairwise(sizes))
@@ -199,7 +199,7 @@ def test_mlperf_has_the_reference_sizes():
 
 
 def test_mlperf_cut_to_size_takes_the_same_ids():
-    """With max_rows no table has more rows, and ids of the full tables are hashed into it."""
+    """With max_rows no table has more rows than max_rows, and ids of the full tables are hashed into these rows."""
     model = models.mlperf_dlrm_dcnv2(max_rows=50, embedding_dim=4)
     assert max(t.num_embeddings for t in model.tables) == 50
     params = model.init(fr.key(0))
@@ -223,7 +223,7 @@ def towers(**kwargs):
 
 
 def test_towers_are_unit_vectors_of_their_own_columns():
-    """query and candidate have norm 1, and each reads only its own columns."""
+    """query and candidate have norm 1. Each of them reads only its own columns."""
     model = towers()
     params, batch = with_dense_bumps(model.init(fr.key(0))), make_batch()
     q, c = model.query(params, batch), model.candidate(params, batch)
@@ -236,7 +236,7 @@ def test_towers_are_unit_vectors_of_their_own_columns():
 
 @given(st.integers(1, 6), st.integers(0, 1000), st.floats(-5, 0))
 def test_in_batch_softmax_ignores_a_constant_log_q(num, seed, constant):
-    """A constant log Q and distinct candidate ids change nothing; the loss equals torch's cross entropy."""
+    """A constant log Q and distinct candidate ids change no loss. The loss equals the cross entropy of torch."""
     q, c = numbers(seed, num, 3).double(), numbers(seed + 1, num, 3).double()
     plain = models.in_batch_softmax(q, c, temperature=0.5)
     expected = torch.nn.functional.cross_entropy(q @ c.T / 0.5, torch.arange(num))
@@ -265,7 +265,7 @@ def test_a_repeated_candidate_is_no_negative():
 
 
 def test_two_tower_gradients_are_dense_autograd():
-    """Gradients of the in-batch loss through both towers equal dense autograd's, with dropout, a correction and
+    """Gradients of the in-batch loss through both towers equal those of dense autograd, with dropout, a correction and
     repeated candidates."""
     model = towers(dropout=0.2)
     params, batch = with_dense_bumps(model.init(fr.key(0))), make_batch()
@@ -281,7 +281,8 @@ def test_two_tower_gradients_are_dense_autograd():
 
 
 def test_a_user_can_compose_their_own():
-    """A user's loss of lookup and nn layers has the gradients of the ready model with the same formula."""
+    """A loss that a user composes of lookup and nn layers has the gradients of the ready model with the same
+    formula."""
     model, params, batch = make("fm")
 
     def mine(p, b, *, key):

@@ -1,4 +1,4 @@
-"""Training must not silently leave running statistics unchanged, or learn from invalid labels."""
+"""A training run must not silently leave running statistics unchanged, or learn from invalid labels."""
 
 import math
 
@@ -25,7 +25,7 @@ def step_of(**options):
 
 
 def test_batch_norm_cannot_be_forgotten():
-    """Without `merge`, a step of a model with batch norm is refused at its init and at every call. With it the
+    """Without `merge`, a step of a model with batch norm raises at its init and at every call. With `merge` the
     statistics move."""
     params = MODEL.init(fr.key(0))
     with pytest.raises(ValueError, match=r"`merge` is missing(.|\n)*merge_stats"):
@@ -57,7 +57,7 @@ def test_evaluation_follows_training():
 
 
 def test_a_mesh_needs_merge_too():
-    """On a mesh, too, a missing `merge` is refused."""
+    """On a mesh, too, a missing `merge` raises."""
     mesh = fr.Mesh.emulated(data=2)
     step = step_of(mesh=mesh, plan=fr.Plan({"t": fr.row_wise("data")}))
     with pytest.raises(ValueError, match="`merge` is missing"):
@@ -72,7 +72,7 @@ def test_parameters_of_these_names():
 
 
 def test_merge_stats_wants_statistics():
-    """merge_stats with a loss that returns no statistics for the model's is an error."""
+    """merge_stats raises if the loss returns no statistics for those of the model."""
     with pytest.raises(ValueError, match="the loss gave no statistics"):
         fr.models.merge_stats(MODEL.init(fr.key(0)).dense, {"stats": {}})
     with pytest.raises(TypeError, match="`aux` has no statistics"):
@@ -84,7 +84,7 @@ LR = fr.models.lr((fr.TableConfig("t", 20, 1),), FEATURES, num_dense=2)
 
 @pytest.mark.parametrize("bad", [5.0, -1.0, math.nan, math.inf])
 def test_labels_that_are_none(bad):
-    """A label outside [0, 1] is named by the loss and by validate; where it cannot be read, the loss is NaN."""
+    """The loss and validate name a label outside [0, 1]. Where the label cannot be read, the loss is NaN."""
     label = torch.zeros(32)
     label[7] = bad
     batch, params, loss = batch_of(0, label), LR.init(fr.key(0)), fr.models.loss(LR)
@@ -99,7 +99,7 @@ def test_labels_that_are_none(bad):
 
 
 def test_labels_of_every_dtype():
-    """Labels of 0 and 1 count the same as floats, integers and booleans; probabilities in between are kept."""
+    """Labels of 0 and 1 count the same as floats, integers and booleans. Probabilities in between are kept."""
     params, loss = LR.init(fr.key(0)), fr.models.loss(LR)
     of = lambda label: loss(params, batch_of(0, label), key=fr.key(1))[0]
     label = (torch.arange(32) % 3 == 0).float()

@@ -19,7 +19,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_its_numbers_are_those_of_the_parameters(name):
-    """The summary has each table's rows, dim, bytes and features, then the sums, then the dense parameters."""
+    """The summary has the rows, dim, bytes and features of each table, then the sums, then the dense parameters."""
     model = MODELS[name]()
     params = model.init(fr.key(0))
     head, *rows, total, dense = fr.models.summary(model, params).splitlines()
@@ -41,7 +41,7 @@ def test_its_numbers_are_those_of_the_parameters(name):
      (10**12, "1 TB"), (10**15, "1,000 TB")],
 )  # fmt: skip
 def test_units(size, text):
-    """Sizes have three digits and a unit of a power of 1000; the last unit may have more digits."""
+    """Sizes have three digits and a unit of a power of 1000. The last unit may have more digits."""
     assert in_units(size) == text
 
 

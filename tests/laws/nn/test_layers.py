@@ -28,7 +28,7 @@ def close(a, b, **kwargs):
 
 
 def stateful(layer):
-    """Return (init, f) of a layer with statistics; f gives the training output and the new statistics."""
+    """Return (init, f) of a layer with statistics. f gives the training output and the new statistics."""
     return layer.init, lambda params, x: layer.train_apply(params, x, fr.key(7), layer.init_stats())
 
 
@@ -60,7 +60,7 @@ EACH = pytest.mark.parametrize("name", LAYERS)
 
 @EACH
 def test_init_is_a_function_of_the_key(name):
-    """A key draws the same parameters every time, all of them f32."""
+    """A key draws the same parameters every time. All parameters are f32."""
     init, _, _ = LAYERS[name]
     first, second = init(fr.key(1)), init(fr.key(1))
     assert torch_tree.tree_structure(first) == torch_tree.tree_structure(second)
@@ -103,7 +103,7 @@ def test_arguments_are_not_written(name):
 
 @EACH
 def test_f64_stays_f64(name):
-    """f64 parameters and inputs give f64 results, close to those of f32."""
+    """f64 parameters and inputs give f64 results, close to the f32 results."""
     init, f, shape = LAYERS[name]
     params, x = init(fr.key(0)), normal(0, *shape)
     out, small = f(double(params), x.double()), f(params, x)
@@ -157,7 +157,7 @@ def test_vmap_is_a_loop(name):
 
 @given(st.floats(0.0, 0.95), st.integers(0, 2**62))
 def test_dropout_keeps_the_mean(rate, seed):
-    """The mean of 40,000 ones after dropout is 1, within five standard errors; elements are 0 or 1 / (1 - rate)."""
+    """The mean of 40,000 ones after dropout is 1, within five standard errors. Elements are 0 or 1 / (1 - rate)."""
     y = nn.dropout(torch.ones(40_000, dtype=torch.float64), fr.key(seed), rate)
     scale = 1 / (1 - rate)
     assert ((y == 0) | (y == scale)).all()
@@ -165,11 +165,11 @@ def test_dropout_keeps_the_mean(rate, seed):
 
 
 def test_dropout_is_a_function_of_the_key():
-    """The same key drops the same elements, another key drops others, and neighbouring elements are independent."""
+    """The same key drops the same elements. Another key drops other elements. Neighbouring elements are independent."""
     x = torch.ones(20_000)
     first, again, other = (nn.dropout(x, fr.key(k), 0.5) for k in (1, 1, 2))
     assert torch.equal(first, again)
-    # agreement of independent coins: 10,000 ± 5 · 71
+    # independent coins agree 10,000 ± 5 · 71 times
     assert abs((first == other).sum() - 10_000) < 360
     assert abs((first[1:] == first[:-1]).sum() - 10_000) < 360
 
@@ -213,7 +213,7 @@ def test_an_mlp_drops_before_every_linear_layer():
 
 @given(st.integers(0, 4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 1000))
 def test_factorization_machine_is_the_sum_of_the_dot_products(num, features, dim, seed):
-    """fm(x) = Σ dot_interaction(x), in any order of the features; fm(c x) = c² fm(x)."""
+    """fm(x) = Σ dot_interaction(x), in any order of the features. fm(c x) = c² fm(x)."""
     x = normal(seed, num, features, dim, dtype=torch.float64)
     fm = nn.factorization_machine(x)
     torch.testing.assert_close(fm, nn.dot_interaction(x).sum(1))
@@ -222,7 +222,7 @@ def test_factorization_machine_is_the_sum_of_the_dot_products(num, features, dim
 
 
 def test_a_cross_layer_of_zeros_is_the_identity():
-    """W = 0 and b = 0 give x; W = 0 and b = 1 give x + x0."""
+    """W = 0 and b = 0 give x. W = 0 and b = 1 give x + x0."""
     x0, x = normal(0, B, 4), normal(1, B, 4)
     zero = {"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}
     assert torch.equal(nn.cross(4).apply(zero, x0, x), x)
@@ -230,7 +230,7 @@ def test_a_cross_layer_of_zeros_is_the_identity():
 
 
 def test_low_rank_is_the_full_matrix_of_its_product():
-    """A cross layer with U and V is the one with W = U V."""
+    """A cross layer with U and V equals the cross layer with W = U V."""
     low = nn.cross(4, 2)
     params = double(low.init(fr.key(0)))
     x0, x = normal(0, B, 4, dtype=torch.float64), normal(1, B, 4, dtype=torch.float64)
@@ -259,7 +259,7 @@ def test_batch_norm_in_evaluation_sees_one_row_at_a_time():
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=4), st.integers(1, 4), st.integers(0, 3))
 def test_position_weights_are_the_weight_of_each_place(lists, length, padding):
-    """The id at position p of its bag has weight w_p; ids beyond `max_length`, and padding, have weight 0."""
+    """The id at position p of its bag has weight w_p. Ids after `max_length`, and padding, have weight 0."""
     bags = fr.JaggedTensor.from_lists(lists)
     w = torch.arange(1.0, length + 1)
     out = nn.position_weights(length).apply(w, bags.pad_to(bags.capacity + padding))

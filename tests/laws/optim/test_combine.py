@@ -30,7 +30,7 @@ ROWS, DIM, ENTRIES = 5, 2, 4
 
 
 def generated(seed: int, steps: int = 6):
-    """Make three tables, and gradients for two or three of them per step."""
+    """Return three tables, and gradients for two or three of the tables per step."""
     draw = torch.Generator().manual_seed(seed)
     tables = {n: torch.randn(ROWS, DIM, generator=draw) for n in NAMES}
     ids = lambda: torch.randint(-1, ROWS - 1, (ENTRIES,), generator=draw)
@@ -63,7 +63,8 @@ def test_by_table():
 
 
 def test_by_table_keeps_the_default_together():
-    """The default's tables are updated together: a clip in the default uses the norm over all of them."""
+    """The tables of the default are updated together. A clip in the default therefore uses the norm over all of
+    them."""
     tables, grads = generated(6)
     opt = clip(sgd(0.1), max_norm=0.2)
     got = run(by_table({"user": sgd(0.1)}, default=opt), tables, grads)
@@ -72,7 +73,7 @@ def test_by_table_keeps_the_default_together():
 
 
 def test_freeze():
-    """Frozen tables are returned as the same tensors, without slots; other tables move as if they were alone."""
+    """Frozen tables are returned as the same tensors, without slots. Other tables move as if they were alone."""
     tables, grads = generated(1)
     got, slots = run(freeze(adam(0.1), tables=["user"]), tables, grads)
     assert got["user"] is tables["user"] and slots["user"] == {}
@@ -82,7 +83,7 @@ def test_freeze():
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_clip_norm(max_norm):
-    """clip scales the gradient by min(1, max_norm / norm), where norm is over all tables, and keeps its direction."""
+    """clip scales the gradient by min(1, max_norm / norm), where norm is over all tables. The direction stays."""
     tables, grads = generated(2, 1)
     moved, _ = run(clip(sgd(1.0), max_norm=max_norm), tables, [{n: garbage_padding(g) for n, g in grads[0].items()}])
     dense = torch.cat([grads[0][n].to_dense() for n in NAMES[:2]])
@@ -93,7 +94,7 @@ def test_clip_norm(max_norm):
 
 
 def test_clip_value():
-    """Elements of a row's summed gradient are clipped to [-max_value, max_value]; then the norm is clipped."""
+    """Elements of the summed gradient of a row are clipped to [-max_value, max_value]. Then the norm is clipped."""
     tables, grads = generated(3, 1)
     cut = {n: g.to_dense().clamp(-0.3, 0.3) for n, g in grads[0].items()}
     moved, _ = run(clip(sgd(1.0), max_value=0.3), tables, grads)
@@ -108,7 +109,7 @@ def test_clip_value():
 @settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), every=st.integers(1, 4), rounds=st.integers(1, 2))
 def test_accumulate(seed, every, rounds):
-    """k steps equal one update with the mean of their gradients, bit for bit; no row moves before the k-th step."""
+    """k steps equal one update with the mean of their gradients, bit for bit. No row moves before the k-th step."""
     tables, grads = generated(seed, every * rounds)
     inner = momentum(0.1)
     opt = accumulate(inner, every=every, capacity={n: ENTRIES + i for i, n in enumerate(NAMES)})
@@ -136,8 +137,8 @@ def sum_of(grads):
 
 
 def test_accumulate_keeps_no_counts():
-    """Under an optimizer that may count entries, entries that stand for several ids are refused. Single entries are
-    counted, and other optimizers accept both."""
+    """Under an optimizer that may count entries, entries that stand for several ids raise. Single entries are counted,
+    and other optimizers accept both."""
     tables, grads = generated(3, 2)
     summed, own = {n: g.coalesce() for n, g in grads[0].items()}, rowwise_adagrad_cowclip(0.1)
     mine = row_optimizer(init=lambda t: {}, rule=lambda row, grad, slots, hyper: (row - grad / hyper.repeats, slots))
@@ -155,7 +156,7 @@ def test_accumulate_keeps_no_counts():
 
 
 def test_accumulate_counts_updates():
-    """The inner optimizer's step is the number of updates: schedules and bias corrections see 0, 1, 2, ..."""
+    """The step of the inner optimizer is the number of updates. Schedules and bias corrections see 0, 1, 2, ..."""
     seen = []
     opt = accumulate(sgd(lambda step: seen.append(int(step)) or 0.1), every=2, capacity=ENTRIES)
     run(opt, *generated(4))
@@ -163,7 +164,7 @@ def test_accumulate_counts_updates():
 
 
 def test_accumulate_forgets_what_it_applied():
-    """Applied gradients are dropped: after a jump to the last step of a later window, only that step's gradient
+    """Applied gradients are dropped. After a jump to the last step of a later window, only the gradient of that step
     counts."""
     tables, grads = generated(7)
     opt = accumulate(sgd(1.0), every=2, capacity=ENTRIES)
@@ -197,7 +198,7 @@ def combined():
 
 @pytest.mark.parametrize("name", combined())
 def test_traced_and_pure(name):
-    """The update staged on shapes gives the eager bits at every step; it changes no argument and reads no padding."""
+    """The update staged on shapes gives the eager bits at every step. It changes no argument and reads no padding."""
     opt = combined()[name]
     tables, grads = generated(5)
     grads = [grads[1]] * 5
@@ -219,7 +220,7 @@ def test_traced_and_pure(name):
 # -- schedules ---------------------------------------------------------------------------------------------------
 
 
-FACTORS = {  # (stage, its factor as a function of the step in plain Python)
+FACTORS = {  # (stage, the factor of the stage as a function of the step in plain Python)
     "none": (Stage("none", 9, lr_scale=3.0), lambda t: 3.0),
     "linear": (Stage("linear", 9, value=0.25), lambda t: 0.25 + 0.75 * t / 9),
     "constant": (Stage("constant", 9, value=0.5, lr_scale=2.0), lambda t: 1.0),
@@ -241,7 +242,8 @@ FACTORS = {  # (stage, its factor as a function of the step in plain Python)
 
 @pytest.mark.parametrize("name", FACTORS)
 def test_policies(name):
-    """A stage's factor follows its formula up to and including max_iters; after that, the rate is lr."""
+    """The factor of a stage follows the formula of the stage up to and including max_iters. After that, the rate is
+    lr."""
     stage, factor = FACTORS[name]
     rate = schedule([stage], lr=0.1)
     for t in range(10):
@@ -258,7 +260,7 @@ def test_stages_follow_each_other():
 
 
 def test_schedule_is_staged():
-    """A staged schedule takes the step as an input: one graph serves all steps, and vmap over steps works."""
+    """A staged schedule takes the step as an input. One graph serves all steps, and vmap over steps gives each rate."""
     rate = schedule([s for s, _ in [FACTORS["linear"]]] + [Stage("inv_sqrt", 20)], lr=0.3)
     graph = make_fx(rate, tracing_mode="fake")(torch.tensor(0))
     steps = torch.arange(25)

@@ -39,7 +39,7 @@ class Tower:
 
 
 def generated(seed: int, dtype=torch.float64):
-    """Make a tree of a matrix, a vector and a scalar, and STEPS gradients of it."""
+    """Return a tree of a matrix, a vector and a scalar, and STEPS gradients of the tree."""
     draw = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(shape, generator=draw, dtype=dtype)
     tree = lambda: {"tower": Tower(normal(3, 2), [normal(2), normal()])}
@@ -110,7 +110,7 @@ def test_pure_and_staged(name, dtype):
 
 @every_class
 def test_f32_is_near_f64(name):
-    """f32 parameters stay within 1e-5 of the f64 ones."""
+    """f32 parameters stay within 1e-5 of the f64 parameters."""
     cls, hyper = CLASSES[name]
     params, grads = generated(2, torch.float32)
     low, _ = run(dense(cls, lr=0.05, **hyper), params, grads)
@@ -121,7 +121,7 @@ def test_f32_is_near_f64(name):
 
 @every_class
 def test_vmap(name):
-    """Mapped over an ensemble, an update equals each member's update."""
+    """An update mapped over an ensemble equals the update of each member."""
     cls, hyper = CLASSES[name]
     opt = dense(cls, lr=0.05, **hyper)
     stack = lambda *xs: torch.utils._pytree.tree_map(lambda *y: torch.stack(y), *xs)
@@ -145,8 +145,8 @@ def test_any_tree():
 
 
 def test_parameters_that_require_grad():
-    """Leaves that require grad are read, not written. The new leaves are functions of them, and from detached leaves
-    they are plain."""
+    """Leaves that require grad are read, not written. The new leaves are functions of these leaves. From detached
+    leaves the new leaves are plain."""
     p = torch.ones(2, requires_grad=True)
     moved, _ = run(dense(torch.optim.SGD, lr=0.5, weight_decay=0.2), p, [torch.ones(2)])
     assert moved.tolist() == pytest.approx([0.4, 0.4]) and p.tolist() == [1, 1] and p.grad is None
@@ -178,7 +178,8 @@ def test_rates():
 
 
 def test_threads_update_at_once():
-    """Optimizers that run in two threads do not disturb each other, `jit` or torch's own flag, whichever ends first."""
+    """Optimizers that run in two threads do not disturb each other, `jit` or torch's flag, whichever thread ends
+    first."""
     opt, params = fr.optim.dense(torch.optim.Adam, lr=0.1), {"w": torch.ones(2)}
     update = lambda: opt.update(params, opt.init(params), params, step=0)
     want, state = update(), torch.zeros(2)

@@ -1,4 +1,4 @@
-"""Optimizers pickle: a loaded one gives the same bits."""
+"""Optimizers pickle. A loaded optimizer gives the same bits."""
 
 import copy
 import functools
@@ -77,8 +77,8 @@ def test_a_dense_optimizer_pickles(hyper):
 
 
 def test_what_does_not_pickle_says_so():
-    """A rule without an importable name, and an optimizer whose fields were replaced by hand, raise instead of
-    pickling as something else."""
+    """A rule without an importable name raises, and so does an optimizer whose fields were replaced by hand. Neither
+    pickles as another optimizer."""
     nameless = fr.optim.row_optimizer(init=no_slots, rule=lambda row, grad, slots, hyper: (row, slots))
     replaced = fr.optim.sgd(0.1)._replace(init=lambda tables: {})
     for optimizer in (nameless, replaced):

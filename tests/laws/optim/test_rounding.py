@@ -16,7 +16,7 @@ from funcrec.testing import assert_trees_close
 
 HALF = (torch.bfloat16, torch.float16)
 by_dtype = pytest.mark.parametrize("dtype", HALF, ids=str)
-# bits of f32's fraction that the dtype lacks
+# bits of the fraction of f32 that the dtype lacks
 DROPPED = {torch.bfloat16: 16, torch.float16: 13}
 LR = 2.0**-3
 
@@ -27,12 +27,12 @@ def rounded(x, dtype, seed=0, rows=None):
 
 
 def draws(key, dim, *more):
-    """Make the draw parameters of a table with this key, whose rows are not moved."""
+    """Return the draw parameters of a table with this key, whose rows are not moved."""
     return torch.tensor([[int(key), 0, 0, -(-dim // 4)], *more, [0, 2**63 - 1, 0, 0]])
 
 
 def neighbours(x, dtype):
-    """Return the dtype's values below and above in size."""
+    """Return the values of the dtype below and above in size."""
     keep = ~((1 << DROPPED[dtype]) - 1)
     low = (x.view(torch.int32) & keep).view(torch.float32)
     high = ((x.view(torch.int32) & keep) + (1 << DROPPED[dtype])).view(torch.float32)
@@ -55,7 +55,7 @@ def test_the_mean_over_keys_is_the_value(dtype):
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**9))
 def test_what_the_dtype_holds_is_not_changed(dtype, seed):
-    """A value that the 16-bit dtype holds, of any size, does not change; NaN and infinities stay too."""
+    """A value that the 16-bit dtype holds, of any size, does not change. NaN and infinities do not change either."""
     bits = torch.randint(-(2**15), 2**15, (40, 5), generator=torch.Generator().manual_seed(seed)).to(torch.int16)
     x = bits.view(dtype).to(torch.float32)
     assert_trees_close(rounded(x, dtype, seed).to(dtype).to(torch.float32), x)
@@ -88,7 +88,8 @@ def test_bits_are_those_of_the_counter(dim):
 
 
 def tables_and_grads(names, dtype, seed=0, dim=5):
-    """Make tables of 30 rows, and gradients of 40 entries with repeats, whose sums are exact in any order."""
+    """Return tables of 30 rows, and gradients of 40 entries with repeats. Sums of the entries are exact in any
+    order."""
     out = {}
     for k, n in enumerate(names):
         draw = torch.Generator().manual_seed(seed + ord(n[0]))
@@ -117,8 +118,8 @@ OPTIMIZERS = {
 @by_dtype
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_implementation_rounds_with_the_same_bits(dtype, name):
-    """The C++ kernel and the reference give the same tables for sgd and a user's rule. For other rules, whose f32
-    rows differ by a rounding, at most one element differs."""
+    """The C++ kernel and the reference give the same tables for sgd and a user's rule. The f32 rows of other rules
+    differ by a rounding, and at most one element of their tables differs."""
     tables, grads = tables_and_grads(("a", "b"), dtype)
     (cpp, _), (reference, _) = (update(OPTIMIZERS[name], tables, grads, implementation=i) for i in ("cpp", "reference"))
     if name in ("sgd", "own rule"):
@@ -165,7 +166,7 @@ def test_a_rows_bits_are_its_own():
 
 
 def test_keys_steps_and_names_draw_differently():
-    """Another key, step or table name gives other bits; the same ones give the same bits."""
+    """Another key, step or table name gives other bits. The same key, step and name give the same bits."""
     tables, grads = tables_and_grads(("a",), torch.bfloat16)
     go = lambda **given: update(fr.optim.sgd(LR), tables, grads, **given)[0]["a"]
     assert torch.equal(go(), go())
@@ -175,7 +176,7 @@ def test_keys_steps_and_names_draw_differently():
 
 def test_small_updates_add_up():
     """600 steps of a 256th of a rounding unit move a bf16 table by 600 / 256 units on average. Rounding to nearest
-    would not move it."""
+    would not move the table."""
     tables = {"t": torch.ones(1, 4000, dtype=torch.bfloat16)}
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), -torch.ones(1, 4000), num_embeddings=1)}
     moved = nearest = tables

@@ -143,7 +143,7 @@ def length(x):
 
 ADAM = {"lr": LR, "b1": 0.7, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
 COUNTER = {"lr": LR, "half_life": 3.0, "weight_decay": 0.1}
-OPTIMIZERS = {  # name -> (optimizer, its reference)
+OPTIMIZERS = {  # name -> (optimizer, the reference of the optimizer)
     "sgd": (fr.optim.sgd(LR, weight_decay=0.1), sgd),
     "momentum": (fr.optim.momentum(LR, momentum=0.8, weight_decay=0.1), momentum),
     "nesterov": (fr.optim.momentum(LR, momentum=0.8, nesterov=True), nesterov),
@@ -168,14 +168,14 @@ every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 def generated(seed: int, *, entries: int = 7, padding: int = 2, rows: int = 6, dim: int = 3):
-    """Make a table and STEPS row gradients in f32: repeats, a row of zeros, a zero gradient, rows outside the table,
+    """Return a table and STEPS row gradients in f32: repeats, a row of zeros, a zero gradient, rows outside the table,
     padding."""
     draw = torch.Generator().manual_seed(seed)
     table = torch.randn(rows, dim, generator=draw)
     table[0] = 0
     grads = []
     for _ in range(STEPS):
-        # the last row is never named
+        # no gradient names the last row
         ids = torch.randint(-1, rows - 1, (entries + padding,), generator=draw)
         values = torch.randn(entries + padding, dim, generator=draw)
         values[0] = 0
@@ -258,7 +258,7 @@ def test_keeps_types_arguments_and_other_rows(name, dtype):
 
 @every_optimizer
 def test_low_precision_rounds_once(name):
-    """A bf16 table after one step is the f32 step on its values, rounded once."""
+    """A bf16 table after one step equals the f32 step on the table's values, rounded once."""
     opt, _ = OPTIMIZERS[name]
     table, grads = generated(7)
     table = table.bfloat16()
@@ -285,7 +285,7 @@ def test_coalesced_and_padding(name):
 
 @every_optimizer
 def test_traced(name):
-    """The update staged on shapes gives the eager bits; the step and the gradients are inputs of the graph."""
+    """The update staged on shapes gives the eager bits. The step and the gradients are inputs of the graph."""
     opt, _ = OPTIMIZERS[name]
     table, grads = generated(13)
     tables, slots = {"t": table}, opt.init({"t": table})
@@ -300,7 +300,7 @@ def test_traced(name):
 
 @every_optimizer
 def test_vmap(name):
-    """Mapped over stacked tables, slots, gradients and steps, an update equals each member's update."""
+    """An update mapped over stacked tables, slots, gradients and steps equals the update of each member."""
     opt, _ = OPTIMIZERS[name]
     (a, grads_a), (b, grads_b) = generated(17), generated(19)
     stack = lambda *xs: torch.utils._pytree.tree_map(lambda *y: torch.stack(y), *xs)
@@ -327,7 +327,7 @@ def test_empty_gradient(name):
 
 
 def test_a_row_with_a_zero_gradient_is_touched():
-    """Adam moves a named row by its momentum even if its gradient is zero, and leaves other rows."""
+    """Adam moves a named row by the row's momentum even if its gradient is zero, and leaves all other rows."""
     opt = fr.optim.adam(lr=0.1)
     one = lambda row, value: fr.RowGrads.from_entries(torch.tensor([row]), torch.full((1, 2), value), num_embeddings=2)
     tables = {"t": torch.zeros(2, 2)}
@@ -379,8 +379,8 @@ def test_slots_of_another_precision_are_cast():
 
 @pytest.mark.parametrize("implementation", ["cpp", "reference"])
 def test_lars_at_a_zero_gradient(implementation):
-    """A zero gradient moves a row by the limit of small gradients: FBGEMM's lr · eta · ‖w‖ / (‖g‖ + decay · ‖w‖) ·
-    decay · w."""
+    """A zero gradient moves a row by the limit of small gradients. In FBGEMM the limit is lr · eta · ‖w‖ / (‖g‖ + decay
+    · ‖w‖) · decay · w."""
     lr, eta, decay, w = 0.1, 0.001, 0.01, torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     optimizer, tables = fr.optim.lars_sgd(lr, eta=eta, momentum=0.0, weight_decay=decay), {"t": w}
 

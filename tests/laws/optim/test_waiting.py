@@ -1,5 +1,6 @@
-"""Gradients that wait for a later step (`optim.accumulate`) keep their order when a state is gathered, resharded,
-saved or loaded."""
+"""Gradients that wait for a later step (`optim.accumulate`) keep their order.
+
+The order stays when a state is gathered, resharded, saved or loaded."""
 
 import pytest
 import torch
@@ -20,18 +21,19 @@ ROOM = {"a": 9, "b": 4, "c": 2}
 
 @st.composite
 def laid_out(draw, replicas):
-    """Draw (axes, plan) on one to four ranks."""
+    """Return random (axes, plan) on one to four ranks."""
     mesh = draw(frs.meshes(max_ranks=4))
     return mesh.shape, draw(frs.plans(training.SHAPES, mesh, replicas=replicas))
 
 
 def optimizer(rule, every=3):
-    """Make an optimizer with less room for table a than its state has, because a gathered state has more."""
+    """Return an optimizer with less room for table a than the table's state has, because a gathered state has more
+    room."""
     return fr.optim.accumulate(RULES[rule](), every=every, capacity={**ROOM, "a": 5})
 
 
 def waiting_state(sparse, seed):
-    """Make a plain state with unused entries in between, whose gradients are NaN, and with repeated rows."""
+    """Return a plain state with repeated rows. Unused entries between them have NaN gradients."""
     g, params = torch.Generator().manual_seed(seed), training.params()
     slots = sparse.init(params.tables)
     for n, room in ROOM.items():
@@ -43,7 +45,7 @@ def waiting_state(sparse, seed):
 
 
 def terms(state):
-    """Return {table: for each step {row: the bits of its gradients, in order}}."""
+    """Return {table: for each step {row: the bits of the row's gradients, in order}}."""
     out = {}
     for n, own in state.slots.items():
         out[n] = [{} for _ in own["pending_rows"]]
@@ -58,8 +60,8 @@ def terms(state):
 @settings(max_examples=25)
 @given(st.sampled_from(list(RULES)), laid_out(True), laid_out(False), st.integers(0, 9))
 def test_every_row_keeps_its_terms_under_every_plan(tmp_path_factory, rule, first, second, seed):
-    """A state is laid out by two plans in turn, directly or through a folder, then gathered or loaded whole. Every
-    row keeps its waiting gradients in their order, and both ways give the same state."""
+    """A state is laid out by two plans in turn, directly or through a folder, then gathered or loaded whole. Every row
+    keeps its waiting gradients in their order. Both ways give the same state."""
     sparse, folder = optimizer(rule), tmp_path_factory.mktemp("waiting")
     state = waiting_state(sparse, seed)
     (axes, plan), (others, other) = first, second
@@ -73,13 +75,13 @@ def test_every_row_keeps_its_terms_under_every_plan(tmp_path_factory, rule, firs
         loaded = fr.load(source, plan=other, mesh=there, sparse=sparse)
         assert terms(fr.gather_state(loaded, there)) == terms(state)
     assert_trees_close(bits(fr.load(path, plan=other, mesh=there, sparse=sparse)), bits(two))
-    # as `fit` resumes
+    # `fit` resumes in this way
     assert_trees_close(bits(load_as(path, two, mesh=there)), bits(two))
 
 
 def test_one_process_goes_on_in_the_room_of_several():
-    """A state that two ranks trained, gathered while gradients wait, can be trained on by one process. Its rows
-    equal those of a state that was never on ranks."""
+    """One process can train on a state that two ranks trained, gathered while gradients wait. Its rows equal those of a
+    state that was never on ranks."""
     batches = [training.batch(i, 4) for i in range(3)]
     sparse = fr.optim.accumulate(RULES["elements"](), every=3, capacity=256)
     mesh, opts = fr.Mesh.emulated(x=2), {"sparse": sparse, "dense": fr.optim.dense(torch.optim.SGD, lr=0.0)}
@@ -97,8 +99,8 @@ def test_one_process_goes_on_in_the_room_of_several():
 
 
 def test_copies_that_train_apart_keep_what_waits():
-    """sync_replicas merges the copies' tables and slots, and leaves each copy its waiting gradients. Once they are
-    used, the state can be gathered."""
+    """sync_replicas merges the tables and slots of the copies, and leaves each copy its waiting gradients. After they
+    are used, the state can be gathered."""
     mesh, plan = fr.Mesh.emulated(copy=2), fr.Plan({"t": fr.replicated()}, replicas="copy")
     sparse = fr.optim.accumulate(fr.optim.adagrad(1.0), every=2, capacity=4)
     loss_fn = lambda p, ids: -fr.lookup(p.tables, ids, [fr.FeatureConfig("k", table="t")]).values.sum()
@@ -125,7 +127,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("call", "sparse", "said"), WRONG.values(), ids=WRONG)
 def test_what_does_not_go_on_with_them_is_refused(call, sparse, said, tmp_path):
-    """With waiting gradients, a plan requires the optimizer that uses them."""
+    """With waiting gradients, a plan requires the optimizer that uses these gradients."""
     state, mesh, plan = waiting_state(optimizer("elements"), 0), fr.Mesh.emulated(x=2), plan_of("row_wise", {"x": 2})
     path = fr.save(tmp_path / "one", state)
     with pytest.raises(ValueError, match=said):
@@ -137,7 +139,7 @@ def test_what_does_not_go_on_with_them_is_refused(call, sparse, said, tmp_path):
 
 @pytest.mark.parametrize("lost", ["pending_rows", "pending_grads"])
 def test_half_of_them_is_refused(lost, tmp_path):
-    """Waiting rows without gradients, or gradients without rows, are refused by reshard and load."""
+    """reshard and load refuse waiting rows without gradients, and gradients without rows."""
     sparse, mesh, plan = optimizer("elements"), fr.Mesh.emulated(x=2), plan_of("row_wise", {"x": 2})
     state = waiting_state(sparse, 0)
     del state.slots["b"][lost]

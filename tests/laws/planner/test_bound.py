@@ -1,5 +1,4 @@
-"""Edge cases of the planner: tables on every rank added to the largest shard, ranks that a constraint names, and
-very large meshes."""
+"""Edge cases of the planner: tables on every rank together with the largest shard, pinned ranks, very large meshes."""
 
 import itertools
 import random
@@ -15,7 +14,8 @@ HOSTS = tuple(tuple(range(h, h + 8)) for h in range(0, 128, 8))
 
 
 def packing(seed: int, num: int) -> Packing:
-    """Make tables that lie on one rank, on one of 16 hosts or on every rank, with times drawn over two decades."""
+    """Return tables that lie on one rank, on one of 16 hosts or on every rank. Their times are drawn over two
+    decades."""
     draw, items = random.Random(seed), []
     for i in range(num):
         host = 10 ** draw.uniform(-2, 0)

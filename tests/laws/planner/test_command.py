@@ -34,7 +34,7 @@ def run(tmp_path, spec, *more, name="spec.json"):
 
 
 def test_the_command_prints_and_writes_the_plan_of_the_call(tmp_path, capsys):
-    """The command gives fr.plan's plan as text, JSON and picture."""
+    """The command gives the plan of fr.plan as text, JSON and picture."""
     out, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
     assert run(tmp_path, SPEC, "--out", str(out), "--picture", str(picture)) == 0
     made = fr.Plan.from_json(out.read_text())
@@ -66,8 +66,8 @@ def test_the_command_prints_and_writes_the_plan_of_the_call(tmp_path, capsys):
     ids=str,
 )
 def test_what_is_wrong_with_a_file_is_told(tmp_path, capsys, change, code, part):
-    """For a file without a valid plan, the command exits with 1 if no plan fits and with 2 otherwise. stderr says
-    what is wrong."""
+    """For a file without a valid plan, the command exits with 1 if no plan fits and with 2 otherwise. The message on
+    stderr says what is wrong."""
     assert run(tmp_path, change if isinstance(change, str) else SPEC | change) == code
     assert part in capsys.readouterr().err
 
@@ -104,8 +104,8 @@ def damaged_texts():
 
 
 def test_a_damaged_plan_is_a_value_error():
-    """If any value of a plan's JSON is changed or removed, from_json raises a ValueError in four parts, or the plan
-    can be shown."""
+    """If any value of the JSON of a plan is changed or removed, from_json raises a ValueError in four parts. Otherwise
+    the plan can be shown."""
     for path, new, text in damaged_texts():
         try:
             plan = fr.Plan.from_json(text)
@@ -120,7 +120,7 @@ def test_a_damaged_plan_is_a_value_error():
 
 
 def test_yaml_without_its_package_is_told(tmp_path, capsys, monkeypatch):
-    """A YAML file requires PyYAML, and the error says so; with PyYAML the file is read."""
+    """A YAML file requires PyYAML, and the error says so. With PyYAML the file is read."""
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert run(tmp_path, "a: 1", name="spec.yaml") == 2
     assert "PyYAML" in capsys.readouterr().err
@@ -131,7 +131,7 @@ def test_yaml_without_its_package_is_told(tmp_path, capsys, monkeypatch):
 
 
 def test_the_main_job_takes_its_plan_from_the_planner(capsys):
-    """`--plan auto` uses and prints fr.plan's plan; a plan by name has that kind of placement."""
+    """`--plan auto` uses and prints the plan of fr.plan. A plan by name has that kind of placement."""
     model, mesh, sparse = fr.models.ml1m("fm"), fr.Mesh.emulated(data=2, model=2), fr.optim.adam()
     own = {"batch_size": 256, "device": "cpu", "replicas": ()}
     made = ranks.plan_of(argparse.Namespace(plan="auto", **own), model, mesh, sparse)

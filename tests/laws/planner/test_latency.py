@@ -1,4 +1,4 @@
-"""Costs that a plan pays once: latencies of exchanges and launches of banks; and how ties are broken."""
+"""Costs that a plan pays once: latencies of exchanges and launches of banks. The laws include how ties are broken."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ TC, FC = fr.TableConfig, fr.FeatureConfig
 TABLES = (TC("item", 30_000, 64), TC("user", 3_001, 7), TC("tiny", 3, 64), TC("shop", 900, 64), TC("unread", 500, 16))
 FEATURES = (FC("clicked", table="item"), FC("seen", table="item", pooling="none", max_length=4),
     FC("user", table="user", weighted=True), FC("tiny", table="tiny"), FC("shop", table="shop"))  # fmt: skip
-# bytes cost nothing here, so only latencies and launches count
+# bytes cost no time here, so that only latencies and launches count
 FREE = fr.Hardware("free", 10**12, 1e30, 1e30, 1e30, 2, link_latency_s=1.0, host_latency_s=100.0, launch_s=1e4)
 MESHES = ({"model": 1}, {"model": 2}, {"model": 4}, {"node": 2, "local": 2})
 KINDS = ((), ("row_wise",), ("table_wise",), ("replicated",), ("row_wise", "replicated"))
@@ -30,8 +30,8 @@ CASES += [({"model": 4}, ("column_wise",)), ({"node": 2, "local": 2}, ("column_w
 
 
 def paid_for(plan, mesh) -> float:
-    """Count the seconds on FREE from the plan's layout. Each set of axes costs three exchanges of lookups (pooled
-    and single rows separately) and one exchange of copies. Each bank that is read costs a launch."""
+    """Return the seconds on FREE, counted from the layout of the plan. Each set of axes costs three exchanges of
+    lookups (pooled and single rows separately) and one exchange of copies. Each bank that is read costs a launch."""
     shapes, dtypes = {t.name: t.shape for t in TABLES}, {t.name: t.dtype for t in TABLES}
     layout = layout_of("test", shapes, dtypes, plan, fr.Mesh.emulated(**mesh))
     names, seconds = list(mesh), 0.0
@@ -45,7 +45,7 @@ def paid_for(plan, mesh) -> float:
 
 
 def _group(axes, names, mesh):
-    """List the ranks whose other coordinates are 0."""
+    """Return the ranks whose other coordinates are 0."""
     stride, out = 1, [0]
     for a in reversed(names):
         out = [r + stride * i for r in out for i in (range(mesh[a]) if a in axes else (0,))]
@@ -55,7 +55,7 @@ def _group(axes, names, mesh):
 
 @pytest.mark.parametrize("mesh, kinds", CASES, ids=str)
 def test_a_plan_pays_for_the_exchanges_and_banks_of_its_layout(mesh, kinds):
-    """If bytes are free, a plan's seconds are the latencies of its layout's exchanges, each set of axes once, and
+    """If bytes are free, the seconds of a plan are the latencies of its layout's exchanges, each set of axes once, and
     the launches of the banks that are read. The solver and the report agree."""
     constraints = {t.name: {"kinds": kinds} for t in TABLES}
     plan = fr.plan(TABLES, FEATURES, mesh, batch_size=256, hardware=FREE, constraints=constraints)
@@ -67,8 +67,8 @@ def test_a_plan_pays_for_the_exchanges_and_banks_of_its_layout(mesh, kinds):
 
 
 def test_latencies_bring_tables_together():
-    """If an exchange's latency is high, tables share one placement's exchange. If it is zero, each table gets its
-    own fastest placement."""
+    """If the latency of an exchange is high, tables share the exchange of one placement. If it is zero, each table gets
+    its own fastest placement."""
     tables = (*(TC(f"s{i}", 50, 64) for i in range(3)), TC("large", 3_000_000, 64))
     features = tuple(FC(t.name, table=t.name) for t in tables)
     h = dataclasses.replace(fr.Hardware.named("h100"), link_latency_s=0.0, launch_s=0.0)
@@ -80,8 +80,8 @@ def test_latencies_bring_tables_together():
 
 
 def test_of_many_items_the_bound_is_below_every_plan():
-    """With more items than the relaxed program treats one by one, its bound is below every plan: with one option for
-    all items, and with random options."""
+    """With more items than the relaxed program treats one by one, the program's bound is below every plan. This holds
+    with one option for all items, and with random options."""
     single, every = ((0,), (1,)), ((0, 1),)
     item = lambda i: Item(f"i{i}", (Option("one", ((0.1 + i % 7, 0.0, 0.0),), single, "any", (0.0, 1.0, 0.0)),
         Option("both", ((0.06 + i % 5, 0.0, 0.0),), every, "any", (0.0, 0.0, float(i % 3 > 0)))))  # fmt: skip
@@ -97,7 +97,7 @@ def test_of_many_items_the_bound_is_below_every_plan():
 
 
 def test_of_plans_as_fast_the_leaner_is_taken():
-    """Among placements with the same time, the plan chooses the one with the least memory."""
+    """Among placements with the same time, the plan chooses the placement with the least memory."""
     single, every = ((0,), (1,)), ((0, 1),)
     ways = lambda c: (
         Option("wide", ((c, 9.0),), every),
@@ -122,14 +122,15 @@ def test_copies_that_train_apart_know_their_hosts():
 
 
 def test_latencies_are_those_of_the_farthest_rank():
-    """A single rank has no latency, ranks of one host have the host's, and others the network's."""
+    """A single rank has no latency, ranks of one host have the host's latency, and all other ranks the network's
+    latency."""
     h = fr.Hardware("mine", 10**9, 1e9, 1e9, 1e8, 4, link_latency_s=1e-5, host_latency_s=1e-4)
     assert [costs.latency_s(h, g) for g in ([3], [0, 3], [3, 4], range(8))] == [0.0, 1e-5, 1e-4, 1e-4]
 
 
 def test_measured_hardware_has_latencies(monkeypatch):
-    """On an emulated mesh nothing is sent. A bank's calls take time on a CPU, and the measured hardware can be
-    planned for."""
+    """On an emulated mesh no bytes are sent. The calls of a bank take time on a CPU, and a plan for the measured
+    hardware succeeds."""
     h = fr.Hardware.measure(fr.Mesh.emulated(data=2), memory_bytes=10**9)
     assert h.link_latency_s == h.host_latency_s == 0.0 and 1e-6 < h.launch_s < 1.0
     assert h.memory_bytes == 10**9 and 1e6 < h.memory_bytes_per_s < 1e14
@@ -142,7 +143,7 @@ def test_measured_hardware_has_latencies(monkeypatch):
 @pytest.mark.parametrize("name", ["link_latency_s", "host_latency_s", "launch_s"])
 @pytest.mark.parametrize("value", [-1e-9, math.inf, math.nan])
 def test_a_latency_is_a_number_from_zero(name, value):
-    """A latency below zero, or one that is not finite, is refused by its name."""
+    """A latency below zero, or one that is not finite, raises with its name."""
     with pytest.raises(ValueError, match=rf"`{name}` is out of range") as told:
         fr.Hardware("x", 1, 1.0, 1.0, 1.0, **{name: value})
     assert "\n  got" in str(told.value) and "\n  need" in str(told.value)

@@ -32,8 +32,8 @@ def planned(mesh, tables=TABLES, features=FEATURES, constraints=USED, **kwargs):
 
 
 def test_small_problems_are_solved_to_the_optimum():
-    """On 200 generated problems, the solution is the best of all plans, and the bound proves it. No solution is
-    found where none exists."""
+    """On 200 generated problems, the solution is the best of all plans, and the bound proves it. For a problem without
+    a solution, the solver finds none."""
     for seed in range(200):
         p = packing(seed)
         found, best = solve(p), best_of_all(p)
@@ -68,7 +68,7 @@ def rank_bytes(tables, slots, mesh):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("kinds", [(), ("table_wise",), ("row_wise",), ("column_wise", "replicated")], ids=str)
 def test_memory_is_what_the_layout_takes(mesh, optimizer, kinds, monkeypatch):
-    """The plan's stated bytes of a rank, and the solver's, are those of its banks and their state."""
+    """The bytes of a rank in the plan, and in the solver, are those of the rank's banks and their state."""
     seen = []
     monkeypatch.setattr(_plan, "solve", lambda p, effort: seen.append((p, solve(p, effort))) or seen[-1][1])
     sparse = getattr(fr.optim, optimizer)(lr=0.1)
@@ -89,7 +89,7 @@ def test_memory_is_what_the_layout_takes(mesh, optimizer, kinds, monkeypatch):
 @pytest.mark.parametrize("kwargs", HOW, ids=lambda k: "-".join(k) or "sums")
 @pytest.mark.parametrize("kinds", [(), ("row_wise",), ("grid",), ("table_column_wise",)], ids=str)
 def test_memory_has_what_a_step_exchanges(kinds, kwargs, monkeypatch):
-    """The plan's stated bytes of a rank equal the solver's, and include the ids, rows and sums of exchanges."""
+    """The bytes of a rank in the plan equal those in the solver. They include the ids, rows and sums of exchanges."""
     seen = []
     monkeypatch.setattr(_plan, "solve", lambda p, effort: seen.append((p, solve(p, effort))) or seen[-1][1])
     plan = planned({"node": 2, "local": 2}, constraints={"item": {"kinds": kinds, "pooling_factor": 7.0}}, **kwargs)
@@ -99,8 +99,8 @@ def test_memory_has_what_a_step_exchanges(kinds, kwargs, monkeypatch):
 
 
 def test_rows_that_go_alone_take_memory():
-    """A rank's bytes include the rows of sequences, of exact and of dedup, sent and received. A plan for which they
-    are too many is refused."""
+    """The bytes of a rank include the rows of sequences, of exact and of dedup, sent and received. A plan whose rows
+    exceed the memory raises."""
     table, bags, width = (TC("a", 100, 32),), 64, 32
     ids = bags * 1000
     size = lambda pooling, **how: fr.plan(table, (FC("a", table="a", pooling=pooling, max_length=1000),), {"m": 4},
@@ -115,7 +115,7 @@ def test_rows_that_go_alone_take_memory():
 
 @pytest.mark.parametrize("tables", [1, 2, 9])
 def test_what_takes_no_time_takes_little_memory(tables):
-    """Tables that no feature reads are spread over ranks: no rank has more than 1.2 times its share."""
+    """Tables that no feature reads are spread over ranks. No rank has more than 1.2 times its share."""
     own = tuple(TC(f"t{i}", 80_000, 64) for i in range(tables))
     plan = fr.plan((*own, TC("read", 800, 64)), (FC("read", table="read"),), {"m": 8}, batch_size=64)
     assert plan.report.ranks[0].bytes <= 1.2 * tables * 10_000 * 64 * 4
@@ -124,8 +124,8 @@ def test_what_takes_no_time_takes_little_memory(tables):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("kwargs", HOW, ids=lambda k: "-".join(k) or "sums")
 def test_a_plan_goes_into_a_step(mesh, kwargs):
-    """A step with fr.plan's placements has the loss and tables of a step on plain tables; with a codec, within its
-    rounding."""
+    """A step with the placements of fr.plan has the loss and tables of a step on plain tables. With a codec, they agree
+    within the codec's rounding."""
     plan, real = planned(mesh, **kwargs), fr.Mesh.emulated(**mesh)
     weights = fr.init(fr.key(0), TABLES)
     lists = {
@@ -156,7 +156,7 @@ def test_a_plan_goes_into_a_step(mesh, kwargs):
 
 
 def test_reasons_say_what_another_placement_would_cost():
-    """The reason for a placement states the signed cost of another placement, or that it would cost as much."""
+    """The reason for a placement states the signed cost of another placement, or that both placements cost the same."""
     one = lambda name, seconds: Option((name, (), 1, ()), ((seconds,),), ((0,), (1,)))
     said = lambda *seconds: reason(p := Packing((Item("t", tuple(map(one, "ab", seconds))),), 2, (1.0,)),
         loads_of(p, [Choice(0, (0,))]), 0)  # fmt: skip
@@ -175,7 +175,7 @@ def test_the_same_arguments_give_the_same_plan():
 
 
 def test_plans_go_to_json_and_back():
-    """A plan and its report, also one made by hand and one with replicas, can be converted to JSON and back."""
+    """A plan and its report can be converted to JSON and back. So can a plan made by hand and a plan with replicas."""
     plan = planned({"node": 2, "local": 2}, optimizer=fr.optim.adam())
     back = fr.Plan.from_json(plan.to_json())
     assert back == plan and back.report == plan.report and back.table() == plan.table()
@@ -184,8 +184,8 @@ def test_plans_go_to_json_and_back():
 
 
 def test_the_table_names_every_table_and_rank():
-    """The text has each table's placement, parts and reason, each rank, and the critical path. The picture is ranks
-    × tables."""
+    """The text has the placement, parts and reason of each table, each rank, and the critical path. The picture is
+    ranks × tables."""
     plan = planned({"model": 4})
     text = plan.table()
     assert all(t.name in text and plan[t.name].kind in text and plan.reasons[t.name] in text for t in TABLES)
@@ -196,7 +196,7 @@ def test_the_table_names_every_table_and_rank():
 
 
 def test_copies_that_train_apart_are_planned_alike():
-    """With replicas, the plan is that of one copy's mesh, and names the axis."""
+    """With replicas, the plan is that of the mesh of one copy. It names the replica axis."""
     apart = planned({"copy": 2, "model": 2}, replicas="copy")
     alone = fr.plan(TABLES, FEATURES, {"model": 2}, batch_size=128, constraints=USED, hardware="cpu")
     assert apart.replicas == ("copy",) and apart.placements == alone.placements
@@ -207,7 +207,7 @@ def test_copies_that_train_apart_are_planned_alike():
 
 
 def test_a_thousand_ranks_need_no_device():
-    """A mesh shape of 1,024 ranks is enough to plan; a table of half a terabyte is cut."""
+    """A mesh shape of 1,024 ranks is enough for a plan. A table of half a terabyte is cut."""
     tables = (TC("huge", 2_000_000_000, 64), TC("item", 1_000_000, 64))
     plan = fr.plan(
         tables, (FC("huge", table="huge"), FC("item", table="item")), {"data": 128, "model": 8}, batch_size=65_536
@@ -249,7 +249,7 @@ def test_edges_of_input():
 
 
 def test_what_does_not_fit_is_said_with_what_would():
-    """If memory is too small, the error says how much is enough, and with that memory there is a plan."""
+    """If memory is too small, the error says how much memory is enough. With that memory there is a plan."""
     for mesh in ({"model": 2}, {"node": 2, "local": 2}):
         with pytest.raises(ValueError, match="do not fit into memory") as told:
             planned(mesh, memory_bytes=1_000_000)
@@ -264,8 +264,8 @@ def test_what_does_not_fit_is_said_with_what_would():
 
 
 def test_distinct_rows_are_those_of_a_sum():
-    """Expected distinct rows equal Σ 1 - (1 - p)^n over all rows, for uniform, Zipf and counted ids; computed in
-    cells, within 1 %."""
+    """Expected distinct rows equal Σ 1 - (1 - p)^n over all rows, for uniform, Zipf and counted ids. Computed in cells,
+    they agree within 1 %."""
     for rows, ids, zipf in [(7, 3, 0.0), (1000, 500, 0.0), (1000, 500, 1.1), (30_000, 5_000, 1.3), (1, 9, 0.7)]:
         p = np.arange(1, rows + 1) ** -float(zipf)
         exact = (1 - (1 - p / p.sum()) ** ids).sum()
@@ -275,8 +275,8 @@ def test_distinct_rows_are_those_of_a_sum():
 
 
 def test_costs_grow_with_what_they_are_of():
-    """More ids, columns or distant ranks never cost less, and a codec never costs more. A lookup's bytes follow its
-    equation."""
+    """More ids, columns or distant ranks never cost less, and a codec never costs more. The bytes of a lookup follow
+    the lookup's equation."""
     h = fr.Hardware("mine", 10**9, 1e9, 1e9, 1e8, 4)
     assert costs.lookup_s(h, 10, 2, 8, 4) == pytest.approx((10 * 40 + 2 * 32) / 1e9)
     assert costs.update_s(h, 10, 4, 8, 4, 4) == pytest.approx((10 * (32 + 64) + 8 * 36) / 1e9)
@@ -387,7 +387,7 @@ BAD = {
 
 @pytest.mark.parametrize("row", BAD)
 def test_bad_input_is_told(row):
-    """Each wrong argument raises before any work, in four parts that name it."""
+    """Each wrong argument raises before any work, in four parts that name the argument."""
     call, kind, part = BAD[row]
     with pytest.raises(kind) as told:
         call()

@@ -1,4 +1,4 @@
-"""The approximate index: its recall against `top_k`, few, equal or missing items, and refused arguments."""
+"""The approximate index: recall against `top_k`, few, equal or missing items, and invalid arguments."""
 
 import subprocess
 import sys
@@ -26,8 +26,8 @@ def recall(found, want) -> float:
 
 @pytest.mark.parametrize(("kind", "efforts"), [("hnsw", (10, 64, 400)), ("ivf", (4, 16, 51))])
 def test_recall_rises_with_effort(indexes, kind, efforts):
-    """For 2,000 normal vectors of 16 numbers, recall@10 rises with the effort to at least 0.99. Scores equal top_k's
-    within f32's rounding."""
+    """For 2,000 normal vectors of 16 numbers, recall@10 rises with the effort to at least 0.99. Scores equal those of
+    top_k within the rounding of f32."""
     want = fr.top_k(QUERIES, ITEMS, 10)
     found = [fr.search_index(indexes[kind], QUERIES, 10, effort=n) for n in efforts]
     recalls = [recall(rows, want[1]) for _, rows in found]
@@ -43,7 +43,7 @@ def test_the_usual_effort_is_enough(indexes):
 
 
 def test_all_lists_are_all_items(indexes):
-    """If every list of "ivf" is read, the rows are top_k's."""
+    """If every list of "ivf" is read, the rows are those of top_k."""
     index = indexes["ivf"]
     rows = fr.search_index(index, QUERIES, 10, effort=index.faiss.nlist)[1]
     assert recall(rows, fr.top_k(QUERIES, ITEMS, 10)[1]) == 1
@@ -52,8 +52,8 @@ def test_all_lists_are_all_items(indexes):
 @settings(max_examples=30)
 @given(st.sampled_from(KINDS), st.integers(0, 40), st.integers(0, 3), st.integers(1, 60), st.integers(0, 2**20))
 def test_few_items_are_all_given(kind, num_items, num_queries, k, seed):
-    """With fewer items than k, duplicates included, each row is returned once, best first, and the lower row first
-    in ties. Then come -inf and -1, as in top_k. This also works without items or queries."""
+    """With fewer items than k, duplicates included, each row is returned once, best first, and the lower row first in
+    ties. Then come -inf and -1, as in top_k. This also holds without items or queries."""
     generator = torch.Generator().manual_seed(seed)
     items = torch.randint(-1, 2, (num_items, 3), generator=generator).float()
     queries = torch.randint(1, 3, (num_queries, 3), generator=generator).float()
@@ -72,7 +72,8 @@ def test_lists_are_as_many_as_told():
 
 
 def test_arguments_are_left_alone():
-    """Building and searching change no argument, and items that change later do not change a search."""
+    """Neither the construction of an index nor a search changes an argument. Items that change later do not change a
+    search."""
     items, queries = ITEMS[:100].clone(), QUERIES[:3].clone()
     index = fr.build_index(items)
     want = fr.search_index(index, queries, 5)
@@ -116,7 +117,7 @@ def SMALL():
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_are_told(name):
-    """A wrong or tracked argument is refused before any work, in four parts."""
+    """A wrong or tracked argument raises before any work, in four parts."""
     call, kind, text = BAD[name]
     with pytest.raises(kind) as error:
         call()
@@ -124,7 +125,7 @@ def test_bad_calls_are_told(name):
 
 
 def test_without_faiss_the_error_says_so(monkeypatch):
-    """Without FAISS a call says what to install; nothing else of funcrec needs it."""
+    """Without FAISS a call says what to install. No other part of funcrec needs FAISS."""
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(ImportError, match=r"funcrec\[retrieval\]"):
         fr.build_index(ITEMS)
@@ -142,6 +143,6 @@ print(torch.get_num_threads(), bool((rows == fr.top_k(x[:50], x, 3)[1]).all()))
 
 
 def test_two_openmp_runtimes_live_in_one_process():
-    """FAISS brings its own OpenMP: if it is loaded first, both runtimes work with two threads."""
+    """FAISS brings its own OpenMP. If FAISS is loaded first, both runtimes run with two threads."""
     got = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert got.stdout.split() == ["2", "True"], got.stderr[-2000:]

@@ -13,7 +13,8 @@ ITEMS = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**20), st.booleans())
 def test_no_other_row_scores_more(n, k, seed, leaves_out):
-    """The scores are the k greatest of all rows except the excluded ones, computed in f64, within f32's rounding."""
+    """The scores are the k greatest of all rows except the excluded rows, computed in f64, within the rounding of
+    f32."""
     generator = torch.Generator().manual_seed(seed)
     queries, items = torch.randn(3, 6, generator=generator), torch.randn(n, 6, generator=generator)
     seen = torch.rand(3, n, generator=generator) < (0.3 if leaves_out else 0)
@@ -30,8 +31,8 @@ def test_no_other_row_scores_more(n, k, seed, leaves_out):
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "float16", "bfloat16", "float32"])
 def test_quantised_items_are_read_as_what_they_stand_for(dtype):
-    """top_k of quantised items equals top_k of `dequantize`'s, bit for bit, with the lower row first in ties. This
-    holds under jit and for the derivative by the queries."""
+    """top_k of quantised items equals top_k of the items from `dequantize`, bit for bit, with the lower row first in
+    ties. This holds under jit and for the derivative by the queries."""
     items = fr.quantize({"item": torch.cat([ITEMS, ITEMS[:50]])}, dtype)
     plain = fr.dequantize(items)["item"]
     want = fr.top_k(QUERIES, plain, 30)
@@ -44,7 +45,7 @@ def test_quantised_items_are_read_as_what_they_stand_for(dtype):
 
 
 def test_what_is_no_number_is_not_given():
-    """A row whose score is NaN or -inf is never returned; infinite scores come first; a NaN query gets no rows."""
+    """A row whose score is NaN or -inf is never returned. Infinite scores come first. A NaN query gets no rows."""
     items = torch.tensor([[1.0], [torch.nan], [-torch.inf], [torch.inf], [2.0]])
     scores, rows = fr.top_k(torch.tensor([[1.0], [torch.nan], [0.0]]), items, 5)
     assert rows.tolist() == [[3, 4, 0, -1, -1], [-1] * 5, [0, 4, -1, -1, -1]]
@@ -52,7 +53,7 @@ def test_what_is_no_number_is_not_given():
 
 
 def test_derivatives_are_those_of_the_chosen():
-    """The gradient of the scores is that of the inner products with the chosen rows, for both arguments."""
+    """The gradient of the scores equals that of the inner products with the chosen rows, for both arguments."""
     weights = torch.arange(15.0).view(5, 3)
     _, rows = fr.top_k(QUERIES, ITEMS, 3)
     ours = torch.func.grad(lambda q, x: (fr.top_k(q, x, 3)[0] * weights).sum(), argnums=(0, 1))(QUERIES, ITEMS)
@@ -62,7 +63,8 @@ def test_derivatives_are_those_of_the_chosen():
 
 
 def test_transforms_and_compiled_programs_agree():
-    """vmap over queries or tables equals a call for each; jit has the bits of the plain call; padding is not read."""
+    """vmap over queries or tables equals a call for each member. jit has the bits of the plain call. Padding is not
+    read."""
     want = fr.top_k(QUERIES, ITEMS, 4)
     assert all(map(torch.equal, fr.jit(lambda q, x: fr.top_k(q, x, 4))(QUERIES, ITEMS), want))
     stacked = torch.stack([ITEMS[:200], ITEMS[200:]])
@@ -75,7 +77,7 @@ def test_transforms_and_compiled_programs_agree():
 
 
 def test_of_no_members_there_are_none():
-    """vmap over no members gives empty results with a member's shape, for top_k and quantize."""
+    """vmap over no members gives empty results with the shape of a member, for top_k and quantize."""
     found = torch.func.vmap(lambda q: fr.top_k(q, ITEMS, 3))(QUERIES.new_zeros(0, *QUERIES.shape))
     assert [(x.shape, x.dtype) for x in found] == [((0, 5, 3), torch.float32), ((0, 5, 3), torch.int64)]
     coded = torch.func.vmap(lambda x: fr.quantize({"item": x})["item"])(ITEMS.new_zeros(0, *ITEMS.shape))
@@ -112,7 +114,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_are_told(name):
-    """A wrong argument is refused before any work, in four parts."""
+    """A wrong argument raises before any work, in four parts."""
     call, kind, text = BAD[name]
     with pytest.raises(kind) as error:
         call()

@@ -1,4 +1,4 @@
-"""Deltas as files: a package that applies them has the weights of training, bit for bit, always of one version."""
+"""Deltas as files. A package that applies deltas has the weights of training, bit for bit, always of one version."""
 
 import threading
 
@@ -38,7 +38,7 @@ def test_deltas_make_the_weights_of_training(name, first, tmp_path, request):
 
 
 def test_damage_is_refused_and_changes_nothing(plain, first, tmp_path):
-    """A file that is cut anywhere, or with any bit flipped, is refused with the reason, and every weight stays."""
+    """A file that is cut anywhere, or that has any flipped bit, raises with the reason. Every weight stays."""
     package = fr.load_package(plain)
     run, _ = STEP(first, batch(1))
     path = fr.write_delta(tmp_path / "good", fr.delta(run), package, REST(run), version="1")
@@ -55,7 +55,7 @@ def test_damage_is_refused_and_changes_nothing(plain, first, tmp_path):
 
 
 def test_deltas_go_in_their_order(plain, first, tmp_path):
-    """A delta of another version or package, or one applied twice, is refused; the error names the next version."""
+    """A delta of another version or package, or one that is applied twice, raises. The error names the next version."""
     package = fr.load_package(plain)
     one, _ = STEP(first, batch(1))
     two, _ = STEP(one, batch(2))
@@ -78,7 +78,8 @@ def test_deltas_go_in_their_order(plain, first, tmp_path):
 
 
 def test_answers_are_of_one_version(plain, first, tmp_path):
-    """Threads that predict while deltas are applied get the weights of one version in each call, never of two."""
+    """Threads that predict while deltas are applied get the weights of one version in each call, never of two
+    versions."""
     package, run, asked = fr.load_package(plain, threads=2), first, batch(7, 8)
     right, files = [package(asked)], []
     reader = fr.load_package(plain)
@@ -113,8 +114,8 @@ def test_answers_are_of_one_version(plain, first, tmp_path):
 
 
 def test_an_interrupted_apply_leaves_the_old_weights(plain, first, tmp_path, monkeypatch):
-    """If apply is interrupted while rows are written, the package keeps every bit and its version, and goes on
-    working."""
+    """If apply is interrupted while rows are written, the package keeps every bit and its version. The package then
+    continues to answer."""
     from funcrec.serve.freshness import _apply
 
     package = fr.load_package(plain)
@@ -136,7 +137,7 @@ def test_an_interrupted_apply_leaves_the_old_weights(plain, first, tmp_path, mon
 
 
 def test_what_is_left_as_it_is_is_said(plain, first, tmp_path):
-    """Dense parameters are part of a delta; without them it is refused, unless params=None says that they stay."""
+    """Dense parameters are part of a delta. Without them the delta raises, unless params=None says that they stay."""
     package = fr.load_package(plain)
     run, _ = STEP(first, batch(1))
     with pytest.raises(ValueError, match="lack what `delta` has no rows of") as error:
@@ -150,8 +151,8 @@ def test_what_is_left_as_it_is_is_said(plain, first, tmp_path):
 
 
 def test_a_name_of_two_tables_is_refused(plain, first, tmp_path):
-    """If two parameters of a package are tables with one name, such as a model's and its average's, a delta is
-    refused. The error gives the name and both parameters. A run that would publish them is refused too."""
+    """Two parameters of a package may be tables with one name, such as those of a model and of its average. A delta
+    then raises with the name and both parameters. A run that would publish these tables raises, too."""
 
     def share(found):
         one, other = (t for t in found["tables"] if t["name"] in ("int8", "int4"))
@@ -165,7 +166,7 @@ def test_a_name_of_two_tables_is_refused(plain, first, tmp_path):
     with pytest.raises(ValueError, match="several parameters are tables called 'int"):
         fr.publish(tmp_path / "published", package, every_steps=1)
     other = fr.Delta({"float16": fr.delta(run).tables["float16"]}, torch.tensor(1))
-    # it has no rows of these tables
+    # this delta has no rows of these tables
     fr.write_delta(tmp_path / "2", other, package, None, version="1")
 
 
@@ -180,7 +181,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_are_told(name, plain, first, tmp_path):
-    """A wrong argument is refused before anything is written, in four parts."""
+    """A wrong argument raises before any file is written, in four parts."""
     changed, kind, text = BAD[name]
     run, _ = STEP(first, batch(1))
     good = {"path": tmp_path / "1", "delta": fr.delta(run), "package": plain, "params": REST(run), "version": "1"}
@@ -191,8 +192,8 @@ def test_bad_calls_are_told(name, plain, first, tmp_path):
 
 
 def test_a_process_without_python_takes_the_same_files(coded, first, tmp_path):
-    """In C++ the outputs after each delta are Python's, bit for bit; damaged deltas, and those that are not the
-    next, are refused."""
+    """In C++ the outputs after each delta are those of Python, bit for bit. Damaged deltas, and deltas that are not the
+    next, raise."""
     package, run = fr.load_package(coded), first
     asked = batch(9)
     ids = asked.ids.permute([f["name"] for f in package.manifest["features"]])
@@ -219,7 +220,7 @@ def test_a_process_without_python_takes_the_same_files(coded, first, tmp_path):
 
 
 def test_rows_of_learned_scales_are_refused():
-    """A delta cannot give codes with learned scales, so their rows are refused by the table's name."""
+    """A delta cannot give codes with learned scales. Rows of such tables therefore raise with the name of the table."""
     clicked = fr.FeatureConfig("clicked", table="item")
     loss = lambda p, b: fr.lookup(p.tables, b.ids, [clicked]).values.sum()
     kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}

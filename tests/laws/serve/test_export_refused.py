@@ -1,4 +1,4 @@
-"""Functions that have no single program for all batches are refused by export, with a reason."""
+"""export refuses functions that have no single program for all batches. The error has a reason."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -67,7 +67,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_is_not_one_program_is_refused(name, tmp_path):
-    """A function without one program for all batches is refused before anything is written or changed."""
+    """A function without one program for all batches raises before any file is written or changed."""
     predict, params, reason = FUNCTIONS[name]
     with pytest.raises((TypeError, ValueError), match=reason) as error:
         fr.export(predict, params, EXAMPLE, tmp_path / "model")
@@ -85,7 +85,7 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_that_stand_for_no_batches_are_refused(name, tmp_path):
-    """An example whose form no request can have is refused."""
+    """An example whose form no request can have raises."""
     with pytest.raises((TypeError, ValueError), match=r"`example"):
         fr.export(lambda p, b: b.dense @ p["w"], W, EXAMPLES[name], tmp_path / "model")
 
@@ -99,7 +99,7 @@ ENCODINGS = {
 
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_an_encoding_makes_the_batches_of_the_example(name, tmp_path):
-    """An encoding whose batches the package would refuse is refused at export."""
+    """An encoding whose batches the package would refuse raises at export."""
     table, weights, reason = ENCODINGS[name]
     dense, ids = ([n for n in table if n in own] for own in ("xyz", "ab"))
     schema = fr.data.Schema(multivalued=ids, dense=dense, weights=weights)
@@ -109,8 +109,8 @@ def test_an_encoding_makes_the_batches_of_the_example(name, tmp_path):
 
 
 def test_threads_may_export(tmp_path):
-    """Exports in several threads at once get the same errors as alone, and no error of torch, which stages one at a
-    time."""
+    """Exports in several threads at once get the same errors as single exports. They get no error of torch, which
+    stages one program at a time."""
     predict = lambda p, b: (b.dense @ p["w"]).argsort(0)
 
     def told(i):
@@ -139,14 +139,14 @@ def check_alone(predict):
 
 @pytest.mark.parametrize("name", OWN)
 def test_whole_numbers_of_a_bag_are_its_own(name):
-    """Whole numbers that depend on one bag alone are not taken for numbers that depend on other bags."""
+    """Whole numbers that depend on one bag alone are not confused with numbers that depend on several bags."""
     check_alone(OWN[name])
 
 
 @pytest.mark.parametrize("draws", [2, 3])
 def test_a_tie_may_turn_and_not_always(draws):
-    """Whole numbers that differ in two of six draws of bags count as a tie that rounding decides; in three, they
-    depend on other bags."""
+    """Whole numbers that differ in two of six draws of bags count as a tie that rounding decides. If they differ in
+    three draws, they depend on other bags."""
     calls = itertools.count()
     own = lambda p, b: torch.full((b.ids.num_bags,), int((n := next(calls)) % 6 == 0 and n < 6 * draws))
     if draws == 2:

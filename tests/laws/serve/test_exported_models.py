@@ -1,4 +1,4 @@
-"""Packages of models give the models' outputs (programs.exported_models has all of them)."""
+"""Packages of models give the outputs of the models (programs.exported_models has all models)."""
 
 import pytest
 from programs.exported_models import LIMIT, difference
@@ -6,9 +6,9 @@ from programs.exported_models import LIMIT, difference
 pytestmark = pytest.mark.xdist_group("packages")
 
 
-# the two of five that differ most
+# these two of the five models differ most
 @pytest.mark.parametrize("name", ["dlrm", "two_tower"])
 def test_a_package_is_its_model(name):
-    """For batches of 0 to 512 bags, some empty, with ids -1 and beyond the tables, the package gives the model's
-    outputs."""
+    """For batches of 0 to 512 bags, some of them empty, the package gives the model's outputs. Some ids are outside the
+    tables, such as -1."""
     assert difference(name) <= LIMIT

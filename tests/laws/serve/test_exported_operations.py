@@ -16,7 +16,7 @@ rows = lambda params, batch: fr.lookup_sequence(params.tables, batch.ids, SEQUEN
 
 
 def summed(params, batch):
-    """Add up the rows of each bag by hand."""
+    """Return the sum of the rows of each bag, computed by hand."""
     x = rows(params, batch)
     return x.values.new_zeros(x.num_bags + 1, 4).index_add(0, x.bag_ids(), x.values)[:-1]
 
@@ -46,13 +46,13 @@ OPERATIONS = {
 
 
 def batch_of(*bags):
-    """Make a batch of pairs (a, b) of bags, followed by padding."""
+    """Return a batch of pairs (a, b) of bags, followed by padding."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [a for a, _ in bags], "b": [b for _, b in bags]})
     return fr.Batch(ids.pad_to(ids.capacity + 3))
 
 
 def test_a_package_has_the_operations(tmp_path):
-    """For one bag, several, empty ones and none, the package gives the function's outputs."""
+    """For one bag, several bags, empty bags and no bags, the package gives the outputs of the function."""
     predict = lambda params, batch: {k: f(params, batch) for k, f in OPERATIONS.items()}
     several = batch_of(([1, 2], [1]), ([], [2]), ([3, 3, 4, 5], [3, 4, 5]), ([7], []))
     package = fr.load_package(fr.export(predict, PARAMS, several, tmp_path / "package"))

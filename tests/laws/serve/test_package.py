@@ -1,4 +1,4 @@
-"""A package gives the outputs of its exported function, or says what is wrong with it."""
+"""A package gives the outputs of its exported function, or an error says what is wrong with the package."""
 
 import json
 import re
@@ -66,8 +66,8 @@ def test_columns_go_by_their_names(package):
 
 
 def test_raw_rows_are_encoded_as_in_training(package):
-    """`encode` of columns, of a list of rows and of a data frame gives the encoding's batch, in the package's order
-    of keys."""
+    """`encode` of columns, of a list of rows and of a data frame gives the batch of the encoding, in the package's
+    order of keys."""
     batch = fr.data.encode(packages.encoding(), packages.ROWS).take(torch.arange(3))
     want = packages.predict(packages.params(), batch)
     rows = [{n: x[i] for n, x in packages.ROWS.items()} for i in range(3)]
@@ -105,7 +105,7 @@ def test_a_portable_program_has_no_wide_registers(path, tmp_path):
 
 def test_what_is_compiled_lies_apart(path):
     """An export compiles in its own folder, which is removed afterwards. In a shared folder, another process that
-    exports the same function could write to the files while they are packed."""
+    exports the same function could write to the files while the export packs them."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     with zipfile.ZipFile(path / "model.pt2") as archive:
@@ -115,7 +115,7 @@ def test_what_is_compiled_lies_apart(path):
 
 
 def test_a_package_is_small_and_opens_fast(path):
-    """Without its weights a package is below 5 MB; opening it, with the weights read once, takes at most 50 ms of
+    """Without its weights a package is below 5 MB. To open it, with the weights read once, takes at most 50 ms of
     CPU."""
     assert sum(x.stat().st_size for x in path.iterdir() if x.name != FILE) < 5e6
     took = []
@@ -127,8 +127,8 @@ def test_a_package_is_small_and_opens_fast(path):
 
 
 def test_quantised_tables_are_parameters_as_others(tmp_path):
-    """Tables of 8 and 4 bits and of f16, read in one lookup, are exported unchanged, and the manifest has their
-    bits."""
+    """Tables of 8 and 4 bits and of f16, read in one lookup, are exported unchanged. The manifest has the bits of each
+    table."""
     clicked, seen, last = (fr.FeatureConfig(n, table=t) for n, t in (("clicked", "a"), ("seen", "b"), ("last", "c")))
     tables = fr.init(fr.key(0), [fr.TableConfig(n, 20, dim) for n, dim in (("a", 5), ("b", 8), ("c", 3))])
     params = {"q": fr.quantize(tables, {"a": "int8", "b": "int4", "c": "float16"}), "w": torch.randn(16)}
@@ -146,7 +146,7 @@ def test_quantised_tables_are_parameters_as_others(tmp_path):
 
 
 def test_weights_are_exchanged_while_others_call(path, tmp_path):
-    """While weights are swapped, every output is from one version, the old or the new."""
+    """While weights are swapped, every output is from one version, the old or the new version."""
     package = fr.load_package(path, threads=2)
     batch = packages.batch(3)
     folders = [fr.save_weights(tmp_path / f"w{i}", packages.params(i), version=f"v{i}") for i in (0, 1)]
@@ -216,7 +216,7 @@ def test_weights_of_every_dtype_and_shape_come_back(dtype, tmp_path):
 
 
 def test_a_package_is_whole_or_not_there(path, tmp_path, monkeypatch):
-    """An export that fails leaves the previous files and nothing else."""
+    """An export that fails leaves the previous files and no other file."""
     there = shutil.copytree(path, tmp_path / "model")
     before = {x.name: x.read_bytes() for x in there.iterdir()}
 
@@ -232,7 +232,7 @@ def test_a_package_is_whole_or_not_there(path, tmp_path, monkeypatch):
 
 
 def test_weights_are_replaced_whole(tmp_path):
-    """overwrite=True replaces weights; without it, or where something else is, nothing changes."""
+    """overwrite=True replaces weights. Without overwrite, or where the folder holds no weights, no file changes."""
     first = fr.save_weights(tmp_path / "w", {"w": torch.ones(3)}, version="first")
     with pytest.raises(FileExistsError, match="is there already"):
         fr.save_weights(first, {"w": torch.zeros(3)})
@@ -280,7 +280,7 @@ def retold(key, value):
 
 
 def rewritten(**changes):
-    """Change entries of the manifest, and give it the right digest."""
+    """Change entries of the manifest, and give the manifest the right digest."""
 
     def write(folder):
         content = json.loads((folder / "manifest.json").read_text()) | changes
@@ -319,7 +319,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_was_changed_is_refused_with_the_reason(name, copy):
-    """A package with a missing, cut, changed or foreign file is not opened, and the error says why."""
+    """A package with a missing, cut, changed or foreign file raises at open. The error says why."""
     fr.load_package(copy)
     damage, reason = DAMAGES[name]
     damage(copy)
@@ -329,7 +329,7 @@ def test_what_was_changed_is_refused_with_the_reason(name, copy):
 
 
 def test_a_swap_that_fails_changes_nothing(path, tmp_path):
-    """Weights of another signature, or damaged ones, are refused, and the package goes on with its present weights."""
+    """Weights of another signature, or damaged weights, raise. The package continues with its present weights."""
     package, batch = fr.load_package(path), packages.batch(3)
     want = package(batch)
     other = packages.params().dense
@@ -368,14 +368,14 @@ BATCHES = {
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_that_do_not_fit_are_refused(name, package):
-    """A batch with other columns, sizes or dtypes than the package's raises before any work."""
+    """A batch with other columns, sizes or dtypes than those of the package raises before any work."""
     make, kind, reason = BATCHES[name]
     with pytest.raises(kind, match=reason):
         package(make())
 
 
 def test_paths_that_are_taken_are_refused(path, tmp_path):
-    """An existing folder, or a folder whose parent does not exist, is refused before any work."""
+    """An existing folder, or a folder whose parent does not exist, raises before any work."""
     before = {x.name: x.stat().st_mtime_ns for x in path.iterdir()}
     with pytest.raises(FileExistsError, match="overwrite"):
         packages.export(path)
@@ -390,7 +390,7 @@ def test_paths_that_are_taken_are_refused(path, tmp_path):
 def test_a_package_without_a_canary_is_warned_of(bags, scale, tmp_path, monkeypatch):
     """export warns if its example gives no finite output that depends on the tables. A server uses this output to
     detect diverged weights."""
-    # the warning comes before compiling
+    # the warning comes before the compilation
     monkeypatch.setattr(_export, "compile_program", lambda *arguments: None)
     feature = fr.FeatureConfig("c", table="item")
     predict = lambda params, batch: fr.lookup(params.tables, batch.ids, [feature]).values

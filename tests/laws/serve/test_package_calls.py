@@ -18,7 +18,7 @@ EXAMPLE = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2]]}), dense=tor
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Export a function whose outputs are views of a parameter, of the batch, and of a constant."""
+    """Return the folder of a function whose outputs are views of a parameter, of the batch, and of a constant."""
 
     def predict(params, batch):
         rows, two = batch.ids.num_bags, torch.tensor([1.0, 2.0])
@@ -44,7 +44,7 @@ def test_answers_are_nobodys_memory(path, bags):
 
 
 def test_packages_are_not_staged(path):
-    """A package inside fr.jit, torch.export or a fake mode is refused, because it would get no values."""
+    """A package inside fr.jit, torch.export or a fake mode raises, because the package would get no values."""
     package = fr.load_package(path)
     with pytest.raises(TypeError, match="being traced"):
         fr.jit(lambda batch: package(batch)["x"])(EXAMPLE)
@@ -53,7 +53,7 @@ def test_packages_are_not_staged(path):
 
 
 def test_an_interrupted_call_gives_its_permit_back(path):
-    """Wherever Ctrl-C interrupts a call, the package answers the next one, and derivatives work as before."""
+    """Wherever Ctrl-C interrupts a call, the package answers the next call, and derivatives are as before."""
     package = fr.load_package(path)
 
     def interrupt(*_):
@@ -79,8 +79,8 @@ def test_an_interrupted_call_gives_its_permit_back(path):
 
 
 def test_most_batches_are_not_looked_at_closely(path, monkeypatch):
-    """A usual batch is accepted without the search for problems; an unusual one is searched, and gives the same
-    bits. Outputs are plain tensors, which derivatives may pass through."""
+    """A usual batch is accepted without the search for problems. An unusual batch is searched, and gives the same bits.
+    Outputs are plain tensors, through which derivatives may pass."""
     package, searched = fr.load_package(path), []
     search = _package.batch_problems
     monkeypatch.setattr(_package, "batch_problems", lambda *args: searched.append(args) or search(*args))
@@ -110,7 +110,7 @@ def test_most_batches_are_not_looked_at_closely(path, monkeypatch):
 
 
 def test_permits_taken_in_part_come_back():
-    """A call that is interrupted while it waits for all permits returns those that it has."""
+    """A call that is interrupted while it waits for all permits returns the permits that it has."""
     free = SimpleQueue()
     free.put(True)
     take, give = permits(free, 2)

@@ -1,4 +1,4 @@
-"""A run that publishes: at every version, servers have the weights of an export of that step, bit for bit."""
+"""A run that publishes. At every version, servers have the weights of an export of that step, bit for bit."""
 
 import functools
 import gc
@@ -32,7 +32,7 @@ PLAN = fr.Plan({n: kind("x") for n, kind in zip(DTYPES, KINDS, strict=True)})
 
 
 def sharded(plan):
-    """Make `fresh`'s step on a mesh."""
+    """Return the step of `fresh` on a mesh."""
     loss = lambda p, b: loss_fn(p, b) / 2
     kind = {"sparse": fr.optim.adagrad(0.5), "dense": fr.optim.dense(torch.optim.SGD, lr=0.3)}
     return fr.logged(fr.train_step(loss, **kind, mesh=MESH, plan=plan), steps=0)
@@ -54,7 +54,7 @@ def wanted(run, name):
 
 
 class Told:
-    """A folder, the weights of all versions published there, and packages that follow it at different times."""
+    """A folder, the weights of all versions published there, and packages that follow the folder at different times."""
 
     def __init__(self, package, name, folder, **options):
         self.package, self.name, self.folder, self.options = package, name, folder, options
@@ -65,7 +65,7 @@ class Told:
         self.tell = fr.publish(self.folder, self.package, **{"every_steps": 2} | self.options)
 
     def step(self, number, run):
-        """Publish, and record the state's weights for each new version."""
+        """Publish, and record the weights of the state for each new version."""
         before = set(self.versions())
         try:
             self.tell(record("step", number, run))
@@ -82,7 +82,7 @@ class Told:
 
 
 def killed(monkeypatch, rng):
-    """Interrupt the next rename or tidying, as if the process were killed there; its temporary file stays."""
+    """Interrupt the next rename or tidying, as if the process were killed there. The temporary file stays."""
 
     def kill(*args):
         raise KeyboardInterrupt
@@ -93,8 +93,8 @@ def killed(monkeypatch, rng):
 
 @pytest.mark.parametrize("seed, name", [(0, "coded"), (1, "coded"), (2, "plain")])
 def test_every_version_is_an_export_of_its_step(seed, name, tmp_path, request, monkeypatch):
-    """Publishers may be killed at any write and restart from an older state; packages may follow always, seldom or
-    for the first time. Each package has, bit for bit, the export of the step whose version it names."""
+    """Publishers may be killed at any write and restart from an older state. Packages may follow always, seldom or for
+    the first time. Each package has, bit for bit, the export of the step whose version the package names."""
     rng, keep = random.Random(seed), 3
     told = Told(request.getfixturevalue(name), name, tmp_path / "published", keep=keep)
     run, number, kept = begun(), 0, (begun(), 0)
@@ -125,9 +125,9 @@ def test_every_version_is_an_export_of_its_step(seed, name, tmp_path, request, m
 
 @pytest.mark.parametrize("step", [STEP, SHARDED], ids=["alone", "mesh"])
 def test_what_is_written_when(step, coded, tmp_path):
-    """The first publication is whole weights, the next are deltas, and after `keep` deltas it is both. Ends of
-    epochs are published too, each step once. A state on a mesh, row-wise and column-wise, is published like a plain
-    one."""
+    """The first publication is whole weights, the next publications are deltas, and after `keep` deltas a publication
+    is both. Ends of epochs are also published, each step once. A state on a mesh, row-wise and column-wise, is
+    published like a plain state."""
     told = Told(coded, "coded", tmp_path / "published", keep=2, mesh=MESH if step is SHARDED else None)
     told.begin()
     run = step.init(begun().params)
@@ -149,7 +149,7 @@ def test_what_is_written_when(step, coded, tmp_path):
 
 
 def test_states_without_a_log_are_published_whole(plain, tmp_path):
-    """Without `logged`, each publication is whole weights, and the newest ones stay."""
+    """Without `logged`, each publication is whole weights, and the newest publications stay."""
     told = Told(plain, "plain", tmp_path / "published")
     told.begin()
     run = begun()
@@ -161,7 +161,7 @@ def test_states_without_a_log_are_published_whole(plain, tmp_path):
 
 
 def test_a_log_begun_anew_is_published_whole(plain, tmp_path):
-    """A new log's versions start again, so the changed rows are unknown, and all rows are written."""
+    """The versions of a new log start again. The changed rows are therefore unknown, and all rows are written."""
     told = Told(plain, "plain", tmp_path / "published")
     told.begin()
     run = begun()
@@ -176,8 +176,8 @@ def test_a_log_begun_anew_is_published_whole(plain, tmp_path):
 
 @pytest.mark.parametrize("where", ["alone", "mesh"])
 def test_a_new_log_that_is_as_old_is_published_whole(where, plain, tmp_path):
-    """A log may restart in the middle of a run, as after `reshard`, and reach the version published from the old
-    one. It is another log: all rows are written, then deltas again."""
+    """A log may restart in the middle of a run, as after `reshard`, and reach the version published from the old log.
+    It is another log. All rows are written, then deltas again."""
     is_mesh = where == "mesh"
     told = Told(plain, "plain", tmp_path / "published", every_steps=3, mesh=MESH if is_mesh else None)
     told.begin()
@@ -198,7 +198,7 @@ def test_a_new_log_that_is_as_old_is_published_whole(where, plain, tmp_path):
 
 
 def test_a_log_of_an_older_checkpoint_is_published_whole(plain, tmp_path):
-    """A log without a recorded origin may be any log: all rows are written each time, and training goes on."""
+    """A log without a recorded origin may be any log. All rows are written each time, and training continues."""
     told = Told(plain, "plain", tmp_path / "published", every_steps=1)
     told.begin()
     run = begun()
@@ -213,7 +213,7 @@ def test_a_log_of_an_older_checkpoint_is_published_whole(plain, tmp_path):
 
 
 def test_a_server_that_cannot_be_told_does_not_end_training(plain, tmp_path):
-    """A server that cannot be reached causes a warning with its address each time, and the files are written."""
+    """A server that cannot be reached causes a warning with its address each time. The files are written."""
     address = "http://127.0.0.1:9"
     tell = fr.publish(tmp_path / "published", plain, every_steps=1, servers=[address], timeout_s=2)
     run = begun()
@@ -225,8 +225,8 @@ def test_a_server_that_cannot_be_told_does_not_end_training(plain, tmp_path):
 
 
 def test_what_is_damaged_is_led_around_or_told(plain, tmp_path):
-    """A package refuses a damaged delta, and takes whole weights if they are newer. Otherwise it says what is wrong
-    and does not change. A folder without weights says so."""
+    """A package refuses a damaged delta, and takes whole weights if they are newer. Otherwise the package does not
+    change, and an error says what is wrong. A folder without weights raises an error that says so."""
     with pytest.raises(FileNotFoundError, match="has no weights"):
         fr.load_package(plain).follow(tmp_path)
     told = Told(plain, "plain", tmp_path / "published", keep=2)
@@ -251,8 +251,8 @@ def test_what_is_damaged_is_led_around_or_told(plain, tmp_path):
 
 @pytest.mark.parametrize("steps, beyond", [(3, 5), (4, 6), (4, 5), (6, 9)], ids=["5", "6", "epoch", "begin"])
 def test_a_state_that_was_restored_is_published_whole(steps, beyond, plain, tmp_path):
-    """A step or an end of an epoch is published as whole weights if it is not beyond the last published one. So is
-    the first one after "begin". The abandoned steps' rows get the restored state's values again."""
+    """A step or an end of an epoch is published as whole weights if it is not after the last published step. So is the
+    first publication after "begin". The rows of the abandoned steps get the values of the restored state again."""
     told = Told(plain, "plain", tmp_path / "published")
     told.options["every_steps"] = 1
     told.begin()
@@ -281,9 +281,9 @@ def test_a_state_that_was_restored_is_published_whole(steps, beyond, plain, tmp_
 
 
 def test_weights_that_are_exchanged_are_closed(plain, tmp_path):
-    """Weight files that nothing reads any more are closed, and Python has no leak to warn of."""
+    """Weight files that no package reads any more are closed. Python has no leak to warn of."""
     weights = fr.save_weights(tmp_path / "weights", held(begun().state, "plain"))
-    # clean up after other tests
+    # collect the garbage of other tests
     gc.collect()
     package, count = fr.load_package(plain), len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings(record=True) as seen:
@@ -305,7 +305,7 @@ class Refusing(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_question_that_is_refused_is_told(tmp_path):
-    """If a server refuses a request, the error has the server's address, and no body is shown."""
+    """If a server refuses a request, the error has the server's address. The error shows no body."""
     with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
@@ -328,7 +328,7 @@ class Answering(http.server.BaseHTTPRequestHandler):
 
 
 def test_servers_are_told_directly(plain, tmp_path, monkeypatch):
-    """A server is contacted directly, whatever proxy the process is configured with."""
+    """Requests go to a server directly, whatever proxy the process is configured with."""
     tell = fr.publish(tmp_path / "published", plain, every_steps=1)
     tell(record("step", 1, begun()))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
@@ -365,7 +365,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_are_told(name, plain, tmp_path):
-    """A wrong argument is refused in four parts, before anything is written."""
+    """A wrong argument raises in four parts, before any file is written."""
     changed, kind, text = BAD[name]
     with pytest.raises(kind) as error:
         fr.publish(**{"folder": tmp_path / "published", "package": plain, "every_steps": 1} | changed)
@@ -374,7 +374,7 @@ def test_bad_calls_are_told(name, plain, tmp_path):
 
 
 def test_states_that_are_none_are_told(plain, tmp_path):
-    """A value that is no training state, or lies on a mesh that was not given, is refused by the callback."""
+    """The callback refuses a value that is no training state, or that lies on a mesh that was not given."""
     tell = fr.publish(tmp_path / "published", plain, every_steps=1)
     with pytest.raises(TypeError, match="is not a training state"):
         tell(record("step", 1, {"w": torch.ones(2)}))

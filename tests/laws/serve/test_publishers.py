@@ -1,4 +1,4 @@
-"""A folder has one publisher at a time, and a publisher killed at any moment leaves whole files."""
+"""A folder has one publisher at a time. A publisher killed at any moment leaves whole files."""
 
 import contextlib
 import functools
@@ -41,7 +41,8 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def another(folder):
-    """Start another process that publishes to the folder; kill it at the end."""
+    """Start another process that publishes to the folder, yield the process's first line, and kill the process at the
+    end."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", OTHER, str(folder / ".publisher")], **pipes) as process:
         try:
@@ -51,16 +52,16 @@ def another(folder):
 
 
 def test_a_folder_has_one_publisher(plain, tmp_path):
-    """While one process publishes to a folder, another is refused with the first one's name before it writes. A
-    killed process releases the folder. Within one process, the newest publisher goes on, and the older one is
-    refused."""
+    """While one process publishes to a folder, another process raises with the name of the first process before it
+    writes. A killed process releases the folder. Within one process, the newest publisher continues, and the older
+    publisher raises."""
     folder, run = tmp_path / "published", begun()
     folder.mkdir()
     first = fr.publish(folder, plain, every_steps=2)
     with another(folder) as word:
         assert word == "has it\n"
         with pytest.raises(ValueError, match="has another publisher") as error:
-            # although nothing is due
+            # no publication is due
             first(record("step", 1, run))
         assert "process 7 of elsewhere" in str(error.value) and not _published.pieces(folder)
     first(record("step", 2, run))
@@ -83,7 +84,7 @@ def test_a_folder_has_one_publisher(plain, tmp_path):
 
 
 def test_a_folder_is_of_one_package(plain, tmp_path):
-    """A folder with another package's published weights is refused and does not change; an empty folder is accepted."""
+    """A folder with published weights of another package raises and does not change. An empty folder is accepted."""
     folder, run = tmp_path / "published", begun()
     other = changed_manifest(plain, tmp_path / "other", lambda found: found.update(max_batch=7))
     fr.publish(folder, other, every_steps=1)(record("step", 1, run))
@@ -98,7 +99,7 @@ def test_a_folder_is_of_one_package(plain, tmp_path):
 
 
 def test_a_package_is_not_published_into(plain, tmp_path):
-    """A package's own folder, and a folder of weights, are refused as a folder to publish to, and do not change."""
+    """The folder of a package, and a folder of weights, raise as a folder for publications. They do not change."""
     other = changed_manifest(plain, tmp_path / "other", lambda found: None)
     fr.save_weights(tmp_path / "weights", held(begun().state, "plain"))
     for folder in (other, tmp_path / "weights"):
@@ -110,7 +111,7 @@ def test_a_package_is_not_published_into(plain, tmp_path):
 
 @contextlib.contextmanager
 def forked(do):
-    """Start a forked process that runs the function; kill it at the end."""
+    """Start a forked process that runs the function `do`, and kill the process at the end."""
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
@@ -125,8 +126,8 @@ def forked(do):
 
 
 def test_a_forked_process_does_not_hold_the_folder(plain, tmp_path):
-    """A process that a publisher forks, such as a data worker, does not hold the folder. After the publisher is
-    killed, the next one goes on while the worker lives. The worker itself is refused."""
+    """A process that a publisher forks, such as a data worker, does not hold the folder. After the publisher is killed,
+    the next publisher continues while the worker lives. The worker itself raises if it publishes."""
     folder, run = tmp_path / "published", begun()
     first = fr.publish(folder, plain, every_steps=1)
     first(record("step", 1, run))
@@ -156,8 +157,8 @@ def test_a_forked_process_does_not_hold_the_folder(plain, tmp_path):
 
 
 def test_a_publisher_that_is_killed_leaves_one_whole_version(coded, tmp_path):
-    """After SIGKILL at any moment, a follower has the weights of one published step, bit for bit, and never an older
-    publication than before. The next publisher goes on."""
+    """After SIGKILL at any moment, a follower has the weights of one published step, bit for bit. It never has an older
+    publication than before. The next publisher continues."""
     folder, rng, runs = tmp_path / "published", random.Random(3), [begun()]
     for n in range(8):
         runs.append(STEP(runs[-1], batch(n, 9))[0])

@@ -19,7 +19,7 @@ def dense_grads(grads, configs):
 
 
 def cut(batch, count):
-    """Return the first `count` examples."""
+    """Return a batch of the first `count` examples."""
     ids = {k: batch.ids[k].to_lists()[:count] for k in batch.ids.keys}
     dense = None if batch.dense is None else batch.dense[:count]
     return fr.Batch(fr.KeyedJaggedTensor.from_lists(ids), batch.label[:count], dense)
@@ -27,7 +27,7 @@ def cut(batch, count):
 
 @EACH_FIELD
 def test_fields_that_are_none_are_structure(names, tmp_path):
-    """A field that is None is no leaf: trees, vmap, jit, shard_map and checkpoints return it as None."""
+    """A field that is None is no leaf. Trees, vmap, jit, shard_map and checkpoints return the field as None."""
     batch = fr.Batch(batch_of().ids.unpad(), **{n: FIELDS[n] for n in names})
     leaves, structure = torch_tree.tree_flatten(batch)
     assert all(isinstance(x, torch.Tensor) for x in leaves) and len(leaves) == 2 + len(names)
@@ -43,14 +43,15 @@ def test_fields_that_are_none_are_structure(names, tmp_path):
 
 
 def test_an_older_checkpoint_of_a_batch_is_read():
-    """A batch of ids, labels and dense inputs has the structure that it had before weights existed."""
+    """A batch of ids, labels and dense inputs has the same structure as in checkpoints without the field for
+    weights."""
     batch = fr.Batch(batch_of().ids, torch.zeros(B), torch.ones(B, 2))
     assert torch_tree.tree_flatten(batch)[1].context == (("ids", "label", "dense"), ())
 
 
 @EACH
 def test_an_example_of_weight_zero_changes_nothing(name):
-    """An example of weight 0 changes neither loss, gradients nor running statistics, whatever it holds."""
+    """An example of weight 0 changes neither loss, gradients nor running statistics, whatever the example holds."""
     model, params, batch = make(name)
     params, kept, weight = with_dense_bumps(params), B - 2, torch.linspace(0.5, 3.0, B)
     garbage = lambda x: None if x is None else torch.cat([x[:kept], torch.full_like(x[kept:], torch.nan)])
@@ -58,7 +59,7 @@ def test_an_example_of_weight_zero_changes_nothing(name):
     padded = fr.Batch(batch.ids, garbage(batch.label), garbage(batch.dense), weight)
     alone = cut(batch, kept)
     alone = fr.Batch(alone.ids, alone.label, alone.dense, weight[:kept])
-    # dropout draws by the batch's shape
+    # dropout draws by the shape of the batch
     if name in ("wide_deep", "deepfm", "dlrm", "dcnv2"):
         model = model._replace(train_apply=lambda p, b, key: (model_apply(p, b), {}))
         model_apply = models.loss(model) and model.apply
@@ -72,7 +73,7 @@ def test_an_example_of_weight_zero_changes_nothing(name):
 
 
 def test_weights_of_ids_in_an_example_of_weight_zero():
-    """NaN among an example's weights of ids reaches no gradient if the example's weight is 0."""
+    """NaN among an example's weights of ids reaches no gradient if the weight of the example is 0."""
     model = models.deepfm(ALL, FEATURES, linear=WIDE, sizes=(4,))
     ids = fr.KeyedJaggedTensor.from_lists(
         {k: [[1], [2]] for k in ("user", "clicked", "bought")},
@@ -85,7 +86,7 @@ def test_weights_of_ids_in_an_example_of_weight_zero():
 
 
 def test_a_weight_of_two_is_the_example_twice():
-    """The loss is Σ w l / Σ w: integer weights repeat examples, and a common factor of all weights changes nothing."""
+    """The loss is Σ w l / Σ w. Integer weights repeat examples, and a common factor of all weights changes no loss."""
     model, params, batch = make("deepfm, dense")
     loss = lambda b: models.loss(model)(params, b, key=fr.key(1))[0]
     weighted = lambda w: fr.Batch(batch.ids, batch.label, batch.dense, w)
@@ -97,7 +98,7 @@ def test_a_weight_of_two_is_the_example_twice():
 
 
 def test_all_weights_zero():
-    """A batch of padding alone has loss 0 and zero gradients, not NaN; invalid weights are refused."""
+    """A batch of padding alone has loss 0 and zero gradients, not NaN. Invalid weights raise."""
     model, params, batch = make("dcnv2, low rank")
     nothing = fr.Batch(batch.ids, batch.label * torch.nan, batch.dense * torch.nan, torch.zeros(B))
     (loss, _), grads = fr.value_and_grad(models.loss(model), has_aux=True)(params, nothing, key=fr.key(1))
@@ -130,7 +131,7 @@ def test_the_mean_over_ranks_is_the_weighted_mean(weight):
 
 
 def test_a_batch_without_a_label():
-    """A batch without a label can be predicted; a loss raises in four parts."""
+    """A model can predict a batch without a label. A loss of such a batch raises in four parts."""
     model, params, batch = make("deepfm, dense")
     bare = fr.Batch(batch.ids, dense=batch.dense)
     assert torch.equal(model.apply(params, bare), model.apply(params, batch))
@@ -141,7 +142,7 @@ def test_a_batch_without_a_label():
 
 
 def test_validate_takes_other_labels():
-    """Labels of regressions and of several tasks are checked in their own range; those of padding are not checked."""
+    """Labels of regressions and of several tasks are checked in their own range. Labels of padding are not checked."""
     ids, features, tables = batch_of().ids.unpad(), FEATURES, ALL
     rating = fr.Batch(ids, torch.full((B, 2), 4.5), weight=torch.ones(B))
     assert fr.validate(rating, features, tables, labels=(0.5, 5)) is rating

@@ -13,7 +13,7 @@ from funcrec.testing import strategies as frs
 
 @given(frs.table_configs())
 def test_equal_tables_hash_alike(tables):
-    """A config equals its copy and has its hash, so it can be part of a compile key."""
+    """A config equals its copy and has the hash of the copy. It can therefore be part of a compile key."""
     for t in tables:
         copy = dataclasses.replace(t)
         assert copy == t and hash(copy) == hash(t) and pickle.loads(pickle.dumps(t)) == t
@@ -22,14 +22,14 @@ def test_equal_tables_hash_alike(tables):
 
 @given(frs.table_configs().flatmap(frs.feature_configs))
 def test_equal_features_hash_alike(features):
-    """A feature equals its copy and has its hash, also with a hash function."""
+    """A feature equals its copy and has the hash of the copy, even with a hash function."""
     for f in features:
         copy = dataclasses.replace(f)
         assert copy == f and hash(copy) == hash(f) and pickle.loads(pickle.dumps(f)) == f
 
 
 def test_a_feature_reads_its_column():
-    """`key` is the column, or the name if there is no column."""
+    """`key` is the column, or the name if the feature has no column."""
     assert fr.FeatureConfig("f", table="t").key == "f"
     assert fr.FeatureConfig("f", table="t", column="c").key == "c"
 
@@ -41,6 +41,6 @@ def test_configs_are_frozen():
 
 
 def test_any_dim_and_dtype():
-    """embedding_dim may be any integer from 1; tables are f32, f16, bf16 or f64."""
+    """embedding_dim may be any integer from 1. Tables are f32, f16, bf16 or f64."""
     for dim, dtype in [(1, torch.float32), (7, torch.float16), (33, torch.bfloat16), (130, torch.float64)]:
         assert fr.TableConfig("t", 3, dim, dtype=dtype).shape == (3, dim)

@@ -40,7 +40,7 @@ def test_multiply_shift_is_its_formula(ids, size, seed):
 @pytest.mark.parametrize("name", HASHES)
 @given(ids=ANY_I32, size=st.integers(1, 2**31 - 1))
 def test_i32_and_i64_ids_agree(name, ids, size):
-    """An id's row does not depend on the id's dtype, and the row has the id's dtype."""
+    """The row of an id does not depend on the dtype of the id. The row has the dtype of the id."""
     short, long = (torch.tensor(ids, dtype=d) for d in (torch.int32, torch.int64))
     rows = fr.hash_rows(short, HASHES[name], size)
     assert rows.dtype == torch.int32 and rows.tolist() == fr.hash_rows(long, HASHES[name], size).tolist()
@@ -48,7 +48,7 @@ def test_i32_and_i64_ids_agree(name, ids, size):
 
 @given(st.data(), st.sampled_from([torch.int32, torch.int64]))
 def test_ids_of_several_features_are_hashed_as_each_alone(data, dtype):
-    """hash_lanes gives every id the row of its own feature's hash."""
+    """hash_lanes gives every id the row from the hash of the id's feature."""
     hashes = st.sampled_from([None, *HASHES.values()])
     hows = data.draw(st.lists(st.tuples(hashes, st.integers(1, 2**31 - 1)), min_size=1, max_size=4))
     ids = torch.tensor(data.draw(ANY_I32 if dtype == torch.int32 else ANY_I64), dtype=dtype)
@@ -75,7 +75,7 @@ def test_multiply_shift_spreads_ids_evenly(seed):
 
 @pytest.mark.parametrize("stride", [1, 3, 2**10, 2**20])
 def test_multiply_shift_spreads_progressions(stride):
-    """For ids in arithmetic progression no row gets over twice its share: the hash is universal, though not random."""
+    """For ids in arithmetic progression no row gets over twice its share. The hash is universal, though not random."""
     n, rows = 64_000, 64
     for seed in range(4):
         counts = fr.hash_rows(torch.arange(n) * stride, fr.multiply_shift(seed), rows).bincount(minlength=rows)

@@ -43,7 +43,7 @@ def test_blocks_do_not_show(name, monkeypatch):
 
 @given(frs.table_configs())
 def test_tables_have_the_shapes_and_dtypes_of_their_configs(configs):
-    """init gives {name: [num_embeddings, embedding_dim]} in the config's dtype, on the meta device too."""
+    """init gives {name: [num_embeddings, embedding_dim]} in the dtype of the config, even on the meta device."""
     for device in ("cpu", "meta"):
         tables = fr.init(fr.key(0), configs, device=device)
         assert {n: (tuple(t.shape), t.dtype, t.device.type) for n, t in tables.items()} == {
@@ -52,12 +52,12 @@ def test_tables_have_the_shapes_and_dtypes_of_their_configs(configs):
 
 
 def test_a_huge_table_has_a_shape_on_meta():
-    """On the meta device, a table of 2⁴⁰ rows is made without drawing it."""
+    """On the meta device, init makes a table of 2⁴⁰ rows without drawing it."""
     assert fr.init(fr.key(0), [fr.TableConfig("t", 2**40, 128)], device="meta")["t"].shape == (2**40, 128)
 
 
 def test_a_row_depends_on_nothing_else():
-    """Other tables and their order change nothing; another name or key does."""
+    """Other tables and their order do not change a row. Another name or key does."""
     a, b = fr.TableConfig("a", 5, 3), fr.TableConfig("b", 5, 3)
     both = fr.init(fr.key(0), [b, a])
     assert_trees_close(fr.init(fr.key(0), [a])["a"], both["a"])
@@ -74,7 +74,7 @@ def test_a_dtype_rounds_the_same_numbers():
 
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_a_distribution_has_its_spread(name):
-    """The mean and the standard deviation of a table are its initializer's, within five standard errors."""
+    """The mean and the standard deviation of a table are those of the initializer, within five standard errors."""
     rows, dim = 400, 50
     bound = {"uniform": rows**-0.5, "uniform(0.5)": 0.5}.get(name)
     std = {"normal": 2.0, "xavier_normal": (2 / (rows + dim)) ** 0.5, "constant": 0.0}.get(name, (bound or 0) / 3**0.5)

@@ -1,4 +1,4 @@
-"""A kind of tables that funcrec does not know goes wherever plain tables go: `KINDS` is all that the library asks.
+"""A kind of tables that funcrec does not know goes wherever plain tables go. The library asks only `KINDS`.
 
 row_i = base_i + scale · left_i @ right        the parts of one table, of which features know only the whole
 """
@@ -32,7 +32,7 @@ IDS = fr.KeyedJaggedTensor.from_lists(
 
 @fr.pytree
 class LowRank:
-    """base f[R, D], left f[R, K], right f[K, D]: a table that is trained as a sum. scale f[]: not a part."""
+    """A table that is trained as a sum: base f[R, D], left f[R, K], right f[K, D]. scale f[] is no part."""
 
     base: torch.Tensor
     left: torch.Tensor
@@ -59,8 +59,8 @@ class LowRank:
 
 
 def read_low_rank(tables, ids, features, implementation=None):
-    """The lookup is linear in base, and in left and right: one lookup in both, whole or on ranks, and what it gave of
-    left for the gradient of right."""
+    """Return the lookup result, linear in base and in left and right. One lookup reads base and left, whole or on
+    ranks. The rows of left stay for the gradient of right."""
     parts, scale = (dict(tables), tables.scale) if type(tables) is LowRank else (tables, tables.rest["scale"])
     is_pooled, right, names = features[0].pooling != "none", parts["right"], [f.name for f in features]
     both = [replace(f, name=f"{p} {f.name}", table=p, column=f.key) for p in ("base", "left") for f in features]
@@ -95,7 +95,7 @@ def low_rank(monkeypatch):
 
 
 def loss_fn(params, ids):
-    """A loss that reads bags and sequences, twice."""
+    """Return a loss that reads bags twice, and sequences."""
     acts, seq = fr.lookup(params.tables, ids, POOLED), fr.lookup_sequence(params.tables, ids, SEQUENCES)["seq"]
     again = fr.lookup(params.tables, ids, POOLED[:1])["sum"]
     x = acts["sum"] * acts["mean"].cos() + again.square() + seq.to_padded(2).sum(1)
@@ -107,14 +107,14 @@ whole = lambda t: {"item": t["base"] + SCALE * t["left"] @ t["right"]}
 
 
 def by_autograd(tables):
-    """Compute the loss and its gradients by torch.func alone, with the table written out."""
+    """Return the loss and its gradients by torch.func alone, with the table written out."""
     f = lambda parts, dense: loss_fn(fr.Params(whole(parts), dense), IDS)
     (d_parts, d_dense), loss = torch.func.grad_and_value(f, argnums=(0, 1))(dict(tables.items()), DENSE)
     return loss, d_parts, d_dense
 
 
 def test_a_third_kind_is_looked_up(low_rank):
-    """Lookups equal those of the dense table; a lookup of no features is empty, as for plain tables."""
+    """Lookups equal those of the dense table. A lookup of no features is empty, as for plain tables."""
     pooled = fr.lookup(low_rank, IDS, POOLED)
     assert_trees_close(pooled, fr.lookup(whole(low_rank), IDS, POOLED), rtol=1e-12, atol=1e-12)
     rows = fr.lookup_sequence(low_rank, IDS, SEQUENCES)["seq"]
@@ -123,7 +123,7 @@ def test_a_third_kind_is_looked_up(low_rank):
 
 
 def test_a_third_kind_is_differentiated(low_rank):
-    """value_and_grad gives row gradients for each part, equal to torch.func's dense ones."""
+    """value_and_grad gives row gradients for each part. They equal the dense gradients of torch.func."""
     loss, d_parts, d_dense = by_autograd(low_rank)
     got, grads = fr.value_and_grad(loss_fn)(fr.Params(low_rank, DENSE), IDS)
     made = {n: g.to_dense() for n, g in grads.tables.items()}
@@ -131,7 +131,7 @@ def test_a_third_kind_is_differentiated(low_rank):
 
 
 def test_a_third_kind_is_trained(low_rank):
-    """A step's tables keep their kind, and each part moves along its gradient, also compiled and donated."""
+    """The tables of a step keep their kind. Each part moves along its gradient, even compiled and donated."""
     loss, d_parts, d_dense = by_autograd(low_rank)
     want = {n: t - 0.1 * d_parts[n] for n, t in low_rank.items()}
     step = fr.train_step(loss_fn, sparse=fr.optim.sgd(0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1))
@@ -148,7 +148,7 @@ def started(low_rank):
 
 
 def test_a_third_kind_is_saved(low_rank, tmp_path):
-    """A state loads with its kind and every bit, and trains on as before."""
+    """A state loads with its kind and every bit, and trains on in the same way."""
     step, state = started(low_rank)
     back = fr.load(fr.save(tmp_path / "state", state))
     assert type(back.tables) is LowRank
@@ -157,7 +157,7 @@ def test_a_third_kind_is_saved(low_rank, tmp_path):
 
 
 def test_a_third_kind_is_logged(low_rank):
-    """Steps are undone, and deltas name their rows, part by part."""
+    """Steps are undone, and deltas name the rows of steps, part by part."""
     step, state = started(low_rank)
     logged = fr.logged(step, steps=2, rows=R)
     begun = logged.init(state)
@@ -168,7 +168,7 @@ def test_a_third_kind_is_logged(low_rank):
 
 
 def test_a_third_kind_is_exported(low_rank, tmp_path):
-    """A package of it gives its lookups, for any number of bags."""
+    """A package of the third kind gives the lookups of the kind, for any number of bags."""
     predict = lambda params, batch: fr.lookup(params.tables, batch.ids, POOLED).values @ params.dense.repeat(2)
     params = fr.tree.map(lambda x: x.float(), fr.Params(low_rank, DENSE))
     ids = fr.KeyedJaggedTensor.from_lists(IDS.to_lists(), weights={"a": [[0.5, 2.0, 1.0], [], [3.0, 1.0]]})
@@ -177,7 +177,7 @@ def test_a_third_kind_is_exported(low_rank, tmp_path):
 
 
 def test_what_a_third_kind_does_not_tell_is_refused(low_rank):
-    """It is not quantised, not read as if quantised, and not written as tensors alone."""
+    """The third kind is not quantised, not read as if quantised, and not written as tensors alone."""
     for call in (
         lambda: fr.quantize(low_rank),
         lambda: fr.fake_quantize(low_rank),
@@ -188,7 +188,7 @@ def test_what_a_third_kind_does_not_tell_is_refused(low_rank):
 
 
 def test_a_third_kind_tells_how_it_is_quantised(low_rank, monkeypatch):
-    """`quantize` returns the result of the kind's `quantized` entry, which gets the call's arguments."""
+    """`quantize` returns the result of the `quantized` entry of the kind. The entry gets the arguments of the call."""
     codes = lambda tables, dtype, key: fr.quantize({"item": whole(tables)["item"]}, dtype)
     monkeypatch.setitem(KINDS, LowRank, KINDS[LowRank]._replace(quantized=codes))
     assert_trees_close(fr.quantize(low_rank, "int4"), fr.quantize(whole(low_rank), "int4"), rtol=0, atol=0)
@@ -217,7 +217,7 @@ def placed(low_rank, monkeypatch):
 
 
 def test_a_third_kind_is_placed(low_rank, placed):
-    """Each rank's lookups are those of the whole tables, and the parts come back with every bit."""
+    """The lookups of each rank are those of the whole tables, and the parts come back with every bit."""
     pooled = lambda tables, ids: fr.lookup(tables, ids, POOLED).values
     rows = lambda tables, ids: fr.lookup_sequence(tables, ids, SEQUENCES)["seq"].to_padded(2)
     for read in (pooled, rows):
@@ -229,7 +229,7 @@ def test_a_third_kind_is_placed(low_rank, placed):
 
 
 def test_a_third_kind_is_trained_on_a_mesh(low_rank, placed):
-    """A step on ranks moves each part as a step of one process does, compiled and donated too."""
+    """A step on ranks moves each part as a step of one process does, even compiled and donated."""
     _, whole_state = started(low_rank)
     step = fr.train_step(loss_fn, **STEP)
     for run in (step, fr.jit(step, donate=("state",))):
@@ -238,7 +238,8 @@ def test_a_third_kind_is_trained_on_a_mesh(low_rank, placed):
 
 
 def test_a_third_kind_is_placed_anew(low_rank, placed, tmp_path):
-    """A state keeps its type and every bit in another plan, in a file, and on the ranks that load it; and goes on."""
+    """A state keeps its type and every bit in another plan, in a file, and on the ranks that load it. Training
+    continues."""
     step, how = fr.train_step(loss_fn, **STEP), {"plan": OTHER_PLAN, "mesh": OTHER_MESH, "sparse": STEP["sparse"]}
     state, _ = step(step.init(fr.Params(low_rank, DENSE)), IDS)
     whole_state = fr.gather_state(state, MESH)
@@ -254,7 +255,7 @@ def test_a_third_kind_is_placed_anew(low_rank, placed, tmp_path):
 
 
 def test_a_third_kind_is_logged_on_a_mesh(low_rank, placed):
-    """Steps are undone on ranks to the bit, and the rows that they changed are named part by part."""
+    """Steps are undone on ranks to the bit. The rows that the steps changed are named part by part."""
     step = fr.train_step(loss_fn, **STEP)
     logged = fr.logged(step, steps=2, rows=R)
     begun = logged.init(step.init(fr.Params(low_rank, DENSE)))
@@ -265,7 +266,7 @@ def test_a_third_kind_is_logged_on_a_mesh(low_rank, placed):
 
 
 def test_a_kind_without_a_place_is_refused(low_rank, monkeypatch, tmp_path):
-    """Every call that places tables names the type, before it looks at the plan; and says what to try."""
+    """Every call that places tables raises with the type, before it looks at the plan. The error says what to try."""
     _, state = started(low_rank)
     path, empty = fr.save(tmp_path / "state", state), fr.Plan({})
     monkeypatch.setitem(KINDS, LowRank, KINDS[LowRank]._replace(placed="the table written out"))
@@ -282,7 +283,7 @@ def test_a_kind_without_a_place_is_refused(low_rank, monkeypatch, tmp_path):
 
 
 def test_what_a_third_kind_does_not_tell_is_refused_on_a_mesh(placed):
-    """Its parts are not taken for tables of floats."""
+    """The parts of the third kind do not count as tables of floats."""
     for words, call in (
         ("sharded LowRank", lambda: fr.quantize(placed)),
         ("sharded LowRank", lambda: fr.quantize(placed, {"item": "int8"})),
@@ -296,7 +297,7 @@ def test_what_a_third_kind_does_not_tell_is_refused_on_a_mesh(placed):
 
 
 def test_a_third_kind_is_checked(low_rank):
-    """Every public call checks features, ids and their values against the kind's names and shapes."""
+    """Every public call checks features, ids and their values against the names and shapes of the kind."""
     unknown = [fr.FeatureConfig("a", table="base")]
     for call in (fr.lookup, lambda t, ids, f: fr.validate(ids, f, t)):
         with pytest.raises(KeyError, match=r"`features\['a'\].table` is not a table(.|\n)*one of \['item'\]"):
@@ -309,8 +310,8 @@ def test_a_third_kind_is_checked(low_rank):
 
 
 def test_weights_that_a_third_kind_cannot_follow_are_refused(low_rank):
-    """A derivative inside the loss with respect to the ids' weights needs single rows, so it is refused and nothing
-    is silently lost."""
+    """A derivative inside the loss with respect to the ids' weights needs single rows. It therefore raises. No
+    derivative is silently lost."""
 
     def loss(params, w):
         inner = lambda w: fr.lookup(
@@ -323,7 +324,7 @@ def test_weights_that_a_third_kind_cannot_follow_are_refused(low_rank):
 
 
 def test_parts_of_one_name_are_refused(monkeypatch):
-    """Two tensors with one name would share one gradient, so the kind is refused before the loss runs."""
+    """Two tensors with one name would share one gradient. The kind therefore raises before the loss runs."""
 
     @fr.pytree
     class Sum:

@@ -20,7 +20,7 @@ OUTSIDE = -1
 
 
 def bags_of(it, feature):
-    """List [[(row, weight), ...], ...] of one feature in Python's numbers, cut to its max_length."""
+    """Return [[(row, weight), ...], ...] of one feature in Python's numbers, cut to the feature's max_length."""
     ids = it.ids
     size = it.tables[feature.table].shape[0]
     rows = fr.hash_rows(ids.values, feature.hash, size)
@@ -36,7 +36,8 @@ def bags_of(it, feature):
 
 
 def naive_pooled(it):
-    """Compute {feature: f64[B, D]} by a loop. Sums of these numbers are exact; a mean adds one division."""
+    """Return {feature: f64[B, D]}, computed by a loop. Sums of these numbers are exact, and a mean adds one
+    division."""
     out = {}
     for f in it.features:
         if f.pooling == "none":
@@ -55,7 +56,7 @@ def naive_pooled(it):
 
 
 def naive_sequences(it):
-    """Compute {feature: [[row of the table times its weight, ...], ...]} by a loop."""
+    """Return {feature: [[row of the table times the id's weight, ...], ...]}, computed by a loop."""
     out = {}
     for f in it.features:
         if f.pooling == "none":
@@ -66,7 +67,8 @@ def naive_sequences(it):
 
 @given(POOLED)
 def test_lookup_is_a_loop(it):
-    """lookup gives each bag's sum or mean in the order of the features, bit for bit; it is f64 if a table is."""
+    """lookup gives the sum or mean of each bag in the order of the features, bit for bit. It is f64 if a table is
+    f64."""
     got, want = fr.lookup(*it), naive_pooled(it)
     assert got.keys == tuple(want) and got.dims == tuple(x.shape[1] for x in want.values())
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in want.values()) else torch.float32
@@ -75,7 +77,7 @@ def test_lookup_is_a_loop(it):
 
 @given(SEQUENCES)
 def test_lookup_sequence_is_a_loop(it):
-    """lookup_sequence gives each id's row in its bag, with zeros in the padding."""
+    """lookup_sequence gives the row of each id in the id's bag, with zeros in the padding."""
     got, want = fr.lookup_sequence(*it), naive_sequences(it)
     assert {k: x.to_lists() for k, x in got.items()} == want
     assert_trees_close(zero_padding(got), got)
@@ -136,7 +138,7 @@ def test_the_transpose_is_torchs_gradient(it, data):
 
 @given(POOLED)
 def test_configs_serve_as_tables_of_a_transpose(it):
-    """lookup_transpose reads only the tables' shapes, so configs and tables give the same."""
+    """lookup_transpose reads only the shapes of the tables. Configs and tables therefore give the same gradient."""
     d = fr.lookup(*it)
     configs = [fr.TableConfig(n, *w.shape, dtype=w.dtype) for n, w in it.tables.items()]
     from_configs = fr.lookup_transpose(d, it.ids, it.features, configs)
@@ -153,7 +155,7 @@ def test_a_transpose_marks_what_counts_for_nothing(it):
 
 @given(frs.lookups(dtypes=F64), st.data())
 def test_lookup_is_linear(it, data):
-    """lookup(a·x + y) = a·lookup(x) + lookup(y); its jvp is lookup itself, and its Hessian is zero."""
+    """lookup(a·x + y) = a·lookup(x) + lookup(y). The jvp of lookup is lookup itself, and the Hessian is zero."""
     other = {n: data.draw(frs.tensors(w.shape, dtype=w.dtype)) for n, w in it.tables.items()}
     at = lambda w: fr.lookup(w, it.ids, it.features).values
     both = at({n: 2 * w + other[n] for n, w in it.tables.items()})
@@ -184,7 +186,7 @@ def test_derivatives_agree_with_differences():
 
 @given(frs.lookups(dtypes=(torch.float32,)), frs.lookups(poolings=("none", "sum", "mean"), dtypes=(torch.float32,)))
 def test_lookups_map_over_stacked_tables(pooled, sequences):
-    """vmap over stacked tables equals a loop over them, bit for bit."""
+    """vmap over stacked tables equals a loop over the tables, bit for bit."""
     acts = lambda w: fr.lookup(w, pooled.ids, pooled.features)
     rows = lambda w: {k: x.values for k, x in fr.lookup_sequence(w, sequences.ids, sequences.features).items()}
     for values, it in ((acts, pooled), (rows, sequences)):
@@ -196,7 +198,7 @@ def test_lookups_map_over_stacked_tables(pooled, sequences):
 
 @given(frs.lookups(dtypes=(torch.float32,), min_bags=1))
 def test_lookup_maps_over_examples(it):
-    """vmap over batches of the same shape equals a loop over them."""
+    """vmap over batches of the same shape equals a loop over the batches."""
     size = int(it.ids.offsets[-1])
     offsets = it.ids.offsets.clamp(max=max(size - 1, 0))
     other = dataclasses.replace(it.ids, values=it.ids.values.flip(0) % 2, offsets=offsets)
@@ -207,7 +209,8 @@ def test_lookup_maps_over_examples(it):
 
 
 def zero_nan(x):
-    """Zero NaN weights: `other` above takes positions of padding, whose weights are NaN, into its bags."""
+    """Return x with zeros for NaN weights. `other` above takes positions of padding, whose weights are NaN, into its
+    bags."""
     return x.nan_to_num(0, 0, 0)
 
 
@@ -241,7 +244,7 @@ def test_inputs_are_unchanged(pooled, sequences):
 
 @given(frs.lookups(dtypes=(torch.float32,)))
 def test_features_are_independent(it):
-    """A feature's vector does not depend on the other features in the lookup, bit for bit."""
+    """The vector of a feature does not depend on the other features in the lookup, bit for bit."""
     together = fr.lookup(*it)
     for f in it.features:
         if f.pooling != "none":
@@ -249,7 +252,7 @@ def test_features_are_independent(it):
 
 
 def test_different_numbers_of_bags_are_looked_up_apart():
-    """With strides, features with different numbers of bags need separate lookups; lookup_sequence takes them
+    """With strides, features with different numbers of bags need separate lookups. lookup_sequence takes all of them
     together."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[0], [1]], "b": [[1]]})
     tables = {"t": torch.tensor([[1.0], [2.0]])}
@@ -262,8 +265,8 @@ def test_different_numbers_of_bags_are_looked_up_apart():
 
 
 def test_no_features_give_no_columns():
-    """lookup of no features is a KeyedTensor [B, 0] without keys. B is the number of bags of each key, or 0 where
-    they differ."""
+    """lookup of no features is a KeyedTensor [B, 0] without keys. B is the number of bags of each key, or 0 where these
+    numbers differ."""
     lists = {"a": [[0], [], [0]], "b": [[0], [0, 0], []]}
     for bags, num_bags in [(lists, 3), ({**lists, "b": [[0]]}, 0), ({}, 0)]:
         ids, tables = fr.KeyedJaggedTensor.from_lists(bags), {"t": torch.ones(1, 1)}
@@ -272,7 +275,7 @@ def test_no_features_give_no_columns():
 
 
 def test_ids_on_meta_have_shapes():
-    """Lookups and transposes work on the meta device, beyond 2³¹ rows too."""
+    """Lookups and transposes accept tensors on the meta device, even with more than 2³¹ rows."""
     ids = fr.KeyedJaggedTensor(*(x.to("meta") for x in (torch.zeros(8).long(), torch.zeros(5).long())), keys=("a",))
     f = [fr.FeatureConfig("a", table="t", pooling="mean")]
     tables = {"t": torch.empty(2**33, 16, device="meta")}

@@ -15,7 +15,7 @@ GRADS = frs.row_grads(coalesced=None)
 
 
 def dense_of(g):
-    """Compute the dense gradient in numpy, by a loop in f64."""
+    """Return the dense gradient in numpy, computed by a loop in f64."""
     out = np.zeros((g.num_embeddings, g.grads.shape[1]))
     for row, grad in list(zip(g.rows.tolist(), g.grads.double().numpy(), strict=True))[: int(g.count)]:
         if 0 <= row < g.num_embeddings:
@@ -27,7 +27,7 @@ def same(x, y):
     return np.testing.assert_allclose(x.double().numpy(), y, rtol=1e-6, atol=1e-6)
 
 
-# name: (the operation, the same on the dense gradient)
+# name: (the operation, the same operation on the dense gradient)
 OPS = {
     "coalesce": (lambda g: g.coalesce(), lambda x: x),
     "scale": (lambda g: g.scale(-0.5), lambda x: -0.5 * x),
@@ -75,7 +75,7 @@ def test_padding_is_never_read(name, data):
 
 @given(frs.row_grads(coalesced=False))
 def test_coalesced_rows_are_distinct_and_ascending(g):
-    """coalesce gives each touched row once, ascending, then -1 and zeros; repeats count the entries."""
+    """coalesce gives each touched row once, ascending, then -1 and zeros. repeats count the entries."""
     out = g.coalesce()
     n = int(out.count)
     rows = [r for r in g.rows[: g.count].tolist() if 0 <= r < g.num_embeddings]
@@ -94,7 +94,7 @@ def test_norms_are_those_of_dense_gradients(g):
 
 
 def test_global_norm_of_mixed_dtypes():
-    """global_norm accepts f32 and f64 gradients together; without gradients it is zero."""
+    """global_norm accepts f32 and f64 gradients together. Without gradients the norm is zero."""
     g = [
         fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 1, dtype=d), num_embeddings=1)
         for d in (torch.float32, torch.float64)
@@ -104,7 +104,7 @@ def test_global_norm_of_mixed_dtypes():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_are_summed_in_the_order_of_their_entries(dtype):
-    """coalesce and to_dense add a row's entries one by one in order, bit for bit."""
+    """coalesce and to_dense add the entries of a row one by one in order, bit for bit."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 7, (300,), generator=generator)
     grads = torch.randn(300, 9, generator=generator, dtype=torch.float64).to(dtype) * 10.0 ** (rows[:, None] % 3)
@@ -128,7 +128,7 @@ def test_a_sum_has_the_entries_of_both(data):
 
 @given(GRADS)
 def test_zeros_are_neutral(g):
-    """g + zeros is g; zeros has no entries and norm 0."""
+    """g + zeros equals g. zeros has no entries and norm 0."""
     zeros = fr.RowGrads.zeros((g.num_embeddings, g.grads.shape[1]), dtype=g.grads.dtype)
     same((g + zeros).to_dense(), dense_of(g))
     same((zeros + g).to_dense(), dense_of(g))
@@ -136,13 +136,13 @@ def test_zeros_are_neutral(g):
 
 
 def test_repeats_survive_a_sum():
-    """If a and b were coalesced, the repeats of coalesce(a + b) are the sums of both repeats."""
+    """If a and b were coalesced, the repeats of coalesce(a + b) are the sums of the repeats of a and b."""
     g = fr.RowGrads.from_entries(torch.tensor([1, 1, 0]), torch.ones(3, 1), num_embeddings=2)
     assert (g.coalesce() + g.coalesce()).coalesce().repeats[:2].tolist() == [2, 4]
 
 
 def test_rows_at_the_end_of_i32():
-    """The last row that i32 can hold is valid; a table with more rows than the rows' dtype can hold is refused."""
+    """The last row that i32 can hold is valid. A table with more rows than the dtype of the rows can hold raises."""
     rows, grads = torch.tensor([2**31 - 2, 5, 2**31 - 2, -1], dtype=torch.int32), torch.ones(4, 1)
     g = fr.RowGrads.from_entries(rows, grads, num_embeddings=2**31 - 1).coalesce()
     assert g.rows.tolist() == [5, 2**31 - 2, -1, -1] and g.grads[:2].flatten().tolist() == [1.0, 2.0]
@@ -153,7 +153,7 @@ def test_rows_at_the_end_of_i32():
 @settings(max_examples=12)
 @given(frs.row_grads(coalesced=False, dtypes=(torch.float32,)))
 def test_row_grads_map_and_trace(g):
-    """coalesce and to_dense trace with fake tensors; vmap over stacked gradients equals a loop."""
+    """coalesce and to_dense trace with fake tensors. vmap over stacked gradients equals a loop."""
     both = lambda x: (x.coalesce(), x.to_dense(), x.clip(1.0).norm())
     assert_trees_close(make_fx(both, tracing_mode="fake")(zero_padding(g))(g), both(g))
     stacked = torch.utils._pytree.tree_map(lambda *x: torch.stack(x), g, g.scale(2.0))
@@ -183,8 +183,8 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_tangents_of_row_gradients_are_refused(use):
-    """A tangent that jvp returns for RowGrads has no rows, and every use raises. The primal is usable, and inside
-    the differentiated function all is right."""
+    """A tangent that jvp returns for RowGrads has no rows, and every use of the tangent raises. The primal is usable.
+    Inside the differentiated function all values are right."""
     x, one = torch.tensor(5.0), torch.ones(())
     primal, tangent = torch.func.jvp(bags_of, (x,), (one,))
     USES[use](primal)
@@ -196,7 +196,7 @@ def test_tangents_of_row_gradients_are_refused(use):
 
 @pytest.mark.parametrize("use", USES)
 def test_stacked_row_gradients_are_refused(use):
-    """RowGrads that vmap stacked can be used under vmap; elsewhere the error says how."""
+    """RowGrads that vmap stacked can be used under vmap. Elsewhere the error says how."""
     stacked = torch.func.vmap(bags_of)(torch.tensor([1.0, 5.0]))
     with pytest.raises(TypeError, match=r"try   torch\.func\.vmap\((lambda g: g\.to_dense\(\)\)|optimizer\.update, )"):
         USES[use](stacked)
@@ -207,7 +207,7 @@ def test_stacked_row_gradients_are_refused(use):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_entries_of_means_are_those_that_are_summed(weighted, dtype):
-    """Entries of a mean, passed to from_entries, are summed to the bits of the lookup's own gradient."""
+    """Entries of a mean, passed to from_entries, are summed to the bits of the gradient of the lookup itself."""
     g = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, 12, (200,), generator=g)
     n = int(lengths.sum())

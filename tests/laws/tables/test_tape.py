@@ -1,4 +1,4 @@
-"""Lookups in a differentiated loss: the gradient follows the table, under every name and every transform inside the
+"""Lookups in a differentiated loss. The gradient follows the table, under every name and every transform inside the
 loss."""
 
 import itertools
@@ -27,7 +27,7 @@ BATCHED = fr.KeyedJaggedTensor(
 
 
 def pooled(first, second=None, **options):
-    """Make a feature of each key for these tables; the first is weighted, the second a mean."""
+    """Return a feature of each key for these tables. The first feature is weighted, the second feature is a mean."""
     own = {"weighted": True, **options}
     return [fr.FeatureConfig("a", table=first, **own), fr.FeatureConfig("b", table=second or first, pooling="mean")]
 
@@ -51,13 +51,13 @@ def bent(x, scale=1.0):
 
 
 def densely(loss, params):
-    """Compute the loss and its gradients by torch.func, with tables as dense leaves."""
+    """Return the loss and its gradients by torch.func, with tables as dense leaves."""
     fn = lambda tables, dense: loss(fr.Params(tables, dense))
     return torch.func.grad_and_value(fn, argnums=(0, 1))(params.tables, params.dense)
 
 
 def assert_is_torch(loss, plainly=None, params=PARAMS):
-    """Check that value_and_grad of the loss equals torch's gradient of it, or of `plainly`."""
+    """Check that value_and_grad of the loss equals the gradient in torch of the loss, or of `plainly`."""
     value, grads = fr.value_and_grad(loss)(params)
     (want_tables, want_dense), want = densely(plainly or loss, params)
     assert_trees_close(value, want, **CLOSE)
@@ -82,13 +82,14 @@ NAMED = {
 @pytest.mark.parametrize("kind", [pooled, histories], ids=["pooled", "sequence"])
 @pytest.mark.parametrize("name", NAMED)
 def test_a_gradient_follows_its_table(name, kind):
-    """Whatever name a table has in a lookup, its gradient is the table's; a plain tensor next to it has none."""
+    """Whatever name a table has in a lookup, the gradient belongs to the table. A plain tensor next to it has no
+    gradient."""
     assert_is_torch(lambda p: bent(vectors(NAMED[name](p), kind("x", "y")), p.dense["s"]))
 
 
 @pytest.mark.parametrize("kind", [pooled, histories], ids=["pooled", "sequence"])
 def test_siamese_and_target_networks(kind):
-    """A table that two towers read under two names gets the sum of both gradients; a target network's copy is a
+    """A table that two towers read under two names gets the sum of both gradients. The copy in a target network is a
     constant."""
 
     def loss(p):
@@ -101,7 +102,7 @@ def test_siamese_and_target_networks(kind):
 
 
 def test_a_step_trains_the_table_that_the_loss_read():
-    """train_step moves the table that was read under another table's name, and leaves the other one unchanged."""
+    """train_step moves the table that was read under another table's name. The other table does not change."""
     loss = lambda p, ids: bent(fr.lookup({"x": p.tables["y"]}, ids, pooled("x")).values)
     step = fr.train_step(loss, sparse=fr.optim.sgd(lr=0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1))
     state, _ = step(step.init(PARAMS), IDS)
@@ -113,7 +114,7 @@ def test_a_step_trains_the_table_that_the_loss_read():
 @pytest.mark.parametrize("plan", [fr.row_wise, fr.column_wise])
 @pytest.mark.parametrize("kind", [pooled, histories], ids=["pooled", "sequence"])
 def test_banks_may_be_swapped(plan, kind):
-    """If ShardedTables hold a bank under another bank's name, the gradient follows the bank."""
+    """If ShardedTables hold a bank under the name of another bank, the gradient follows the bank."""
     mesh = fr.Mesh.emulated(model=1)
     held = fr.shard_tables(TABLES, fr.Plan({n: plan("model") for n in TABLES}), mesh, labels={"x": "x", "y": "y"})
     first, second = held.banks
@@ -151,7 +152,7 @@ IMPURE = {
 
 @pytest.mark.parametrize("name", IMPURE)
 def test_a_loss_that_changes_between_its_passes_is_refused(name):
-    """A loss whose second pass looks up other tables, other shapes or another number of times is refused as impure."""
+    """A loss raises as impure if its second pass looks up other tables, other shapes or another number of times."""
     counter = itertools.count()
     with pytest.raises(ValueError, match="not a function of its arguments") as e:
         fr.value_and_grad(lambda p: IMPURE[name](p, next(counter)))(PARAMS)
@@ -176,7 +177,7 @@ def test_a_loss_may_draw_its_ids():
 
 
 def weighted_by(w, ids=IDS):
-    """Make the weights of ids depend on w."""
+    """Return ids whose weights depend on w."""
     return fr.KeyedJaggedTensor(ids.values, ids.offsets, ids.weights * (1 + w.sum()), None, ids.keys)
 
 
@@ -244,7 +245,7 @@ INSIDE = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", INSIDE)
 def test_transforms_inside_the_loss(name, kind):
-    """A loss with grad, vmap and jvp around lookups inside it has torch's gradient."""
+    """A loss with grad, vmap and jvp of lookups inside it has the gradient of torch."""
     assert_is_torch(lambda p: INSIDE[name](p, KINDS[kind]))
 
 
@@ -262,7 +263,7 @@ def test_they_agree_with_differences(name):
 
 @pytest.mark.parametrize("name", ["inner grad of weights", "vmap over ids", "grad of vmap of weights over ids"])
 def test_they_are_compiled_and_mapped(name):
-    """The same gradients hold under jit, and under vmap over stacked parameters."""
+    """The gradients of these losses are the same under jit, and under vmap over stacked parameters."""
     run = lambda p: (lambda v, g: (v, g.dense, {n: t.to_dense() for n, t in g.tables.items()}))(
         *fr.value_and_grad(lambda p: INSIDE[name](p, KINDS["pooled"]))(p)
     )
@@ -280,14 +281,14 @@ def inner_loss(f):
 
 
 def through(p, f, run):
-    """A loss of the inner gradients (dense leaves and tables) and of the lookup itself."""
+    """Return a loss of the inner gradients (dense leaves and tables) and of the lookup itself."""
     value, inner = run(inner_loss(f))(p)
     rows = sum((g * g.cos()).sum() for g in inner.tables.values())
     return value + (inner.dense["w"] ** 2).sum() * inner.dense["s"] + rows + bent(vectors(p.tables, f))
 
 
 def rows_of(loss):
-    """Compute value_and_grad with the tables' gradients in dense form."""
+    """Return value_and_grad of a loss, with the gradients of the tables in dense form."""
 
     def run(p):
         value, g = fr.value_and_grad(loss)(p)
@@ -306,7 +307,8 @@ def dense_of(loss):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_value_and_grad_of_the_outer_tables(kind):
-    """value_and_grad inside a loss, of the loss's own tables: its dense and row gradients can be differentiated."""
+    """value_and_grad inside a loss, of the loss's own tables, gives dense and row gradients that can be
+    differentiated."""
     f = KINDS[kind]
     assert_is_torch(lambda p: through(p, f, rows_of), lambda p: through(p, f, dense_of))
 
@@ -337,8 +339,8 @@ def test_three_deep():
 
 
 def test_per_example_gradients_inside_the_loss():
-    """The mean squared length of per-example gradients, by vmap of value_and_grad in the loss, can be trained
-    through tables."""
+    """The mean squared length of per-example gradients, by vmap of value_and_grad in the loss, can be trained through
+    tables."""
     f = KINDS["pooled"]
 
     def loss(p, run):
@@ -353,8 +355,8 @@ def test_per_example_gradients_inside_the_loss():
 
 
 def test_tables_of_modules_are_differentiated():
-    """With an nn.Parameter as table, lookup and value_and_grad have torch's derivatives. A training state takes its
-    values; for another tensor that requires grad, the step has torch's derivative."""
+    """With an nn.Parameter as table, lookup and value_and_grad have the derivatives of torch. A training state takes
+    the values of the parameter. For another tensor that requires grad, the step has the derivative of torch."""
     table, dense = torch.nn.Parameter(TABLES["x"]), torch.nn.Parameter(PARAMS.dense["s"].clone())
     loss = lambda p, _=None: bent(vectors(p.tables, pooled("x")), p.dense)
     value, grads = fr.value_and_grad(loss)(fr.Params({"x": table}, dense))
@@ -374,7 +376,8 @@ def test_tables_of_modules_are_differentiated():
 
 
 def test_ids_of_torchrec_are_named():
-    """TorchRec's class of the same name is recognized by its module; the error suggests the conversion, which works."""
+    """The module of TorchRec's class of the same name identifies the class. The error suggests the conversion, which
+    succeeds."""
     torchrec = pytest.importorskip("torchrec")
     lengths = torch.tensor([2, 0, 1, 1])
     theirs = torchrec.KeyedJaggedTensor.from_lengths_sync(["a", "b"], torch.tensor([0, 2, 1, 1]), lengths)

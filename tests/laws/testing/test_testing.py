@@ -1,4 +1,4 @@
-"""funcrec.testing itself: its checkers fail when they should, and its strategies reach and shrink as documented."""
+"""funcrec.testing itself. Its checkers fail when they should, and its strategies reach and shrink as documented."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_trees_that_differ_are_told_apart(name):
-    """assert_trees_close raises when trees differ in anything, and names the path."""
+    """assert_trees_close raises when trees differ in anything. The error names the path."""
     a, b, fragment = DIFFERENT[name]
     with pytest.raises(AssertionError) as e:
         assert_trees_close(a, b)
@@ -38,12 +38,12 @@ def test_trees_that_differ_are_told_apart(name):
 
 @given(frs.lookups())
 def test_a_tree_is_close_to_itself(it):
-    """assert_trees_close(x, x), NaN in the padding included."""
+    """assert_trees_close(x, x) passes, NaN in the padding included."""
     assert_trees_close(it._replace(features=()), it._replace(features=()))
 
 
 def test_tolerances_are_those_asked_for():
-    """|a - b| <= atol + rtol |b| passes, anything above fails."""
+    """|a - b| <= atol + rtol |b| passes, and any greater difference fails."""
     assert_trees_close(t(1.0), t(1.25), atol=0.25)
     assert_trees_close(t(5.0), t(4.0), rtol=0.25)
     with pytest.raises(AssertionError, match=r"0\.25 apart"):
@@ -52,15 +52,15 @@ def test_tolerances_are_those_asked_for():
 
 @given(frs.keyed_jagged_tensors(max_padding=8), frs.row_grads(coalesced=None, max_padding=8))
 def test_garbage_padding_changes_only_padding(x, g):
-    """garbage_padding(x) is the same value; zero_padding removes the garbage."""
+    """garbage_padding(x) is the same value as x. zero_padding removes the garbage."""
     assert_trees_close(garbage_padding([x])[0].to_lists(), x.to_lists())
     assert_trees_close(garbage_padding({"g": g})["g"].to_dense(), g.to_dense())
     assert_trees_close(zero_padding(garbage_padding((x, g))), zero_padding((x, g)))
 
 
 def test_garbage_is_in_and_out_of_range():
-    """Garbage padding of ids holds valid rows of a small table and ids outside every table; that of weights holds
-    NaN."""
+    """Garbage padding of ids holds valid rows of a small table and ids outside every table. Garbage padding of weights
+    holds NaN."""
     x = fr.JaggedTensor(torch.zeros(64, dtype=torch.int32), torch.tensor([0, 4]), torch.ones(64))
     got = garbage_padding(x, fr.key(1))
     tail = got.values[4:]
@@ -93,7 +93,7 @@ def test_an_adjoint_of_nan_is_no_adjoint():
 
 
 class Wrong(torch.autograd.Function):
-    """x², with 2.01 x as its backward; the backward's own derivative is right."""
+    """The function x², with 2.01 x as its backward. The derivative of this backward is right."""
 
     @staticmethod
     def forward(x):
@@ -114,7 +114,7 @@ class Wrong(torch.autograd.Function):
 
 
 class WrongTwice(torch.autograd.Function):
-    """x², with a right but detached backward."""
+    """The function x², with a right but detached backward."""
 
     @staticmethod
     def forward(x):
@@ -166,7 +166,7 @@ SMALLEST = {
 
 def test_meshes_and_plans_shrink_and_reach():
     """The smallest mesh is one rank, and the smallest plan is replicated. Draws include ranks in another order,
-    repeated ranks, and axes in another order than the mesh's."""
+    repeated ranks, and axes in another order than those of the mesh."""
     assert str(find(frs.meshes(), lambda mesh: True)) == "Mesh.emulated(x=1)"
     mesh = fr.Mesh.emulated(x=2, y=3)
     plans = frs.plans({"t": None, "u": None}, mesh, replicas=True)

@@ -1,5 +1,6 @@
-"""Ensembles: vmap over states equals the members one by one, with running statistics, on a mesh, nested, compiled
-and donated."""
+"""Ensembles. vmap over states equals the members one by one.
+
+The laws include running statistics, meshes, nested vmap, compiled and donated steps."""
 
 import contextlib
 import warnings
@@ -46,7 +47,7 @@ def addresses(state):
 
 @pytest.mark.parametrize(("how", "each"), [("eager", True), ("eager", False), ("donated", True)])
 def test_an_ensemble_with_batch_norm_is_its_members(how, each):
-    """Steps of three members by vmap, with running statistics and dropout, equal three runs. Donated, they stay in
+    """Steps of three members by vmap, with running statistics and dropout, equal three runs. Donated steps stay in
     place from the first call on."""
     step, params = with_batch_norm()
     keys = [fr.key(7 + i) for i in range(K)]
@@ -66,15 +67,15 @@ def test_an_ensemble_with_batch_norm_is_its_members(how, each):
         assert_trees_close((together, metrics), (stack(*apart), stack(*(m for _, m in made))), **CLOSE)
         assert how == "eager" or addresses(together) == places
     stats = tree_leaves(together.dense["stats"])[0]
-    # the members' statistics differ
+    # the statistics of the members differ
     assert float(stats.std(0).min()) > 0.01
     assert how == "eager" or many.num_compiled() == 1
 
 
 @pytest.mark.parametrize("dense_axes", [(), ("x",)], ids=["dense on all", "dense cut"])
 def test_the_first_state_of_an_ensemble_on_a_mesh_has_memory_of_its_own(dense_axes):
-    """Under vmap every member has its own memory for banks, slots, optimizer state, step and key, with init's
-    values. A step equals each member's."""
+    """Under vmap every member has its own memory for banks, slots, optimizer state, step and key, with the values of
+    init. A step equals the step of each member."""
     plan = fr.Plan({"u": fr.row_wise("x"), "i": fr.replicated()})
     loss = lambda p, ids: (fr.lookup(p.tables, ids, FEATURES).values * p.dense["w"]).sin().mean()
     options = {"sparse": fr.optim.adam(0.1), "dense": fr.optim.dense(torch.optim.Adam, lr=0.1)}
@@ -88,8 +89,8 @@ def test_the_first_state_of_an_ensemble_on_a_mesh_has_memory_of_its_own(dense_ax
 
 
 def test_what_some_members_share_is_every_members_own_in_the_first_state():
-    """Members that start with one table, that differ only in their key, or that are nested: all that is trained has
-    its own memory for each member."""
+    """Members may start with one table, may differ only in their key, or may be nested. Each member has its own memory
+    for all trained leaves."""
     step = fr.train_step(lambda p, b: p.dense.sum(), sparse=fr.optim.adam(0.1), dense=fr.optim.dense(torch.optim.SGD))
     tables, dense, keys = {"t": -torch.zeros(4, 2)}, draw(0, K, 2), torch.stack([fr.key(i) for i in range(K)])
     first = lambda dense, key: step.init(fr.Params(tables, dense), key)

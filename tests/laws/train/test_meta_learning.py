@@ -1,5 +1,6 @@
-"""Learning through a training step: MAML, a learned rate for each table, weights of examples. All agree with central
-differences in f64."""
+"""Derivatives through a training step: MAML, a learned rate for each table, weights of examples.
+
+All of them agree with central differences in f64."""
 
 import functools
 from unittest import mock
@@ -53,7 +54,7 @@ def step_of(sparse, dense_lr=0.1, loss=loss_fn, dense=torch.optim.Adam):
 
 
 def by_step(step, params, data, steps=2):
-    """Return Params after some steps."""
+    """Return Params after some steps of train_step."""
     state = step.init(params)
     for _ in range(steps):
         state, _ = step(state, data)
@@ -61,7 +62,7 @@ def by_step(step, params, data, steps=2):
 
 
 def by_hand(sparse, params, data, lr, loss=loss_fn, steps=2):
-    """Compute the same for SGD's dense parameters with value_and_grad and the row optimizer alone."""
+    """Return the result of `by_step` for SGD's dense parameters, by value_and_grad and the row optimizer alone."""
     tables, dense, slots = params.tables, params.dense, sparse.init(params.tables)
     for t in range(steps):
         _, grads = fr.value_and_grad(loss)(fr.Params(tables, dense), data)
@@ -95,7 +96,7 @@ def adapted(how, sparse, params, lr):
 @pytest.mark.parametrize("rule", SPARSE)
 def test_maml(rule, how):
     """The loss after two steps is differentiated by the first parameters: tables, through repeated rows, and dense
-    ones."""
+    parameters."""
     sparse = SPARSE[rule](lr=0.3)
 
     def outer(which, x):
@@ -154,8 +155,8 @@ def twice(data):
 
 
 def learnt(how, dense=torch.optim.SGD):
-    """Return x -> the loss after the steps. x holds a table, dense parameters, a rate for each table and weights of
-    examples in one vector."""
+    """Return x -> the loss after the steps. One vector x holds a table, dense parameters, a rate for each table and
+    weights of examples."""
 
     def outer(flat):
         parts = flat.split([x.numel() for x in LEARNT.values()])
@@ -169,8 +170,8 @@ def learnt(how, dense=torch.optim.SGD):
 
 
 def test_meta_gradients_of_jitted_and_scanned_steps():
-    """MAML, learned rates and weights of examples work through `fr.jit` and `fr.scan`; autograd through a donating
-    step is refused."""
+    """Derivatives for MAML, learned rates and weights of examples pass through `fr.jit` and `fr.scan`. autograd through
+    a donating step raises."""
     need = differences(learnt("eager"), AT)
     for how in ("jit", "scan", "scan of jit"):
         assert_differences(learnt(how), AT, need)
@@ -181,8 +182,8 @@ def test_meta_gradients_of_jitted_and_scanned_steps():
 
 
 def test_meta_gradients_are_compiled():
-    """jit around all these gradients, which makes an optimizer with a learned rate inside, compiles once and gives
-    their values."""
+    """jit of all these gradients, which makes an optimizer with a learned rate inside, compiles once and gives the
+    values of the gradients."""
     grad = torch.func.grad(learnt("once"))
     compiled = fr.jit(grad)
     for x in (AT, AT * 0.9):
@@ -190,14 +191,14 @@ def test_meta_gradients_are_compiled():
     assert compiled.num_compiled() == 1
     for how, cls in (("scan", torch.optim.SGD), ("eager", torch.optim.Adam)):
         grad = torch.func.grad(learnt(how, cls))
-        # run the staged graph itself
+        # the staged graph itself runs
         with mock.patch.object(_compiled, "compile_graph", lambda graph, args: graph):
             torch.testing.assert_close(fr.jit(grad)(AT), grad(AT), rtol=1e-10, atol=1e-12)
 
 
 def test_the_derivative_of_many_tasks():
-    """MAML over a batch of tasks by vmap is the mean over single tasks; over many initial tables, it gives each
-    one's own gradient."""
+    """MAML over a batch of tasks by vmap is the mean over single tasks. Over many initial tables, MAML gives the
+    gradient of each table."""
     step = step_of(fr.optim.sgd(lr=0.3))
     labels = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.3, 2.0]], dtype=F64)
 
@@ -216,7 +217,7 @@ def test_the_derivative_of_many_tasks():
 
 
 def test_rates_of_an_ensemble():
-    """Steps with vmapped learning rates, including `step.init`, equal those of each rate alone."""
+    """Steps with vmapped learning rates, including `step.init`, equal the steps of each rate alone."""
 
     def run(rate):
         return by_step(step_of(fr.optim.adagrad(lr=rate), rate), fr.Params(TABLES, DENSE), SUPPORT)

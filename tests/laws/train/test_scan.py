@@ -49,7 +49,7 @@ def test_scan_is_k_calls():
 
 
 def test_scan_of_a_jitted_donating_step():
-    """scan(jit(step, donate)) gives the same bits, takes the state's memory, and compiles once. Its metrics keep
+    """scan(jit(step, donate)) gives the same bits, takes the memory of the state, and compiles once. The metrics keep
     their values."""
     step = fr.jit(STEP, donate=("state",))
     state, need = first_state(), calls()
@@ -72,7 +72,7 @@ def test_a_jitted_scan(monkeypatch):
 
 
 def test_scan_passes_static_leaves_on():
-    """A leaf that is no tensor is passed to each step unchanged, and returned once."""
+    """A leaf that is no tensor goes to each step unchanged, and is returned once."""
     step = lambda total, batch: (total + batch["x"] * batch["scale"], {"name": batch["name"], "total": total})
     got = fr.scan(step, torch.tensor(0.0), {"x": torch.tensor([1.0, 2.0]), "scale": 3, "name": "a"})
     assert_trees_close(got, (torch.tensor(9.0), {"name": "a", "total": torch.tensor([0.0, 3.0])}))
@@ -114,15 +114,15 @@ CHANGING = {
 
 @pytest.mark.parametrize("metric, kind, fragment", CHANGING.values(), ids=CHANGING)
 def test_metrics_that_change_their_kind(metric, kind, fragment):
-    """A metric that cannot be stacked, and differs between steps, raises; the first step's value is never used for
-    all."""
+    """A metric that cannot be stacked, and that differs between steps, raises. The value of the first step never stands
+    for all steps."""
     count = iter(range(2))
     with pytest.raises(kind, match=fragment):
         fr.scan(lambda total, x: (total, {"x": metric(next(count))}), torch.tensor(0.0), torch.ones(2))
 
 
 def test_scan_of_jagged_values():
-    """Stacked jagged values, weighted and with empty bags, act as k batches; so do tensors without elements."""
+    """Stacked jagged values, weighted and with empty bags, act as k batches. So do tensors without elements."""
     make = lambda i: fr.JaggedTensor.from_lists([[1.0 * i, 2.0], [], [3.0]])
     stacked = tree_map(lambda *xs: torch.stack(xs), *map(make, range(3)))
     step = lambda total, b: (total + b[0].values.sum(), (b[0].offsets, b[1].sum()))
@@ -156,7 +156,7 @@ BAD = {
 
 @pytest.mark.parametrize("batches", BAD.values(), ids=BAD)
 def test_bad_batches(batches):
-    """Batches that are no stack are refused before the first step."""
+    """Batches that are no stack raise before the first step."""
     called = []
     with pytest.raises(
         ValueError, match=r"funcrec.scan: `batches` is not a stack of batches.\n  got .*\n  need .*\n  try "
@@ -166,7 +166,7 @@ def test_bad_batches(batches):
 
 
 def test_arrays_are_no_batches():
-    """An array, which every step would get whole, is refused before the first step."""
+    """An array, which every step would get whole, raises before the first step."""
     called = []
     with pytest.raises(TypeError, match=r"`batches\['y'\]` is an array"):
         fr.scan(lambda state, batch: called.append(batch), None, {"x": torch.ones(2), "y": np.ones(2)})

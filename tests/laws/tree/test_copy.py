@@ -19,7 +19,7 @@ def test_a_copy_has_memory_of_its_own():
 
 
 def test_a_copy_is_differentiable():
-    """The derivative of a copy is the identity, also for a table."""
+    """The derivative of a copy is the identity, even for a table."""
     x = torch.arange(4.0).reshape(2, 2).requires_grad_()
     (d,) = torch.autograd.grad(fr.copy(x).square().sum(), x)
     assert_trees_close(d, 2 * x.detach())

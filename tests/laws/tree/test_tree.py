@@ -1,4 +1,4 @@
-"""fr.tree: trees are split, mapped, moved, measured and compared as torch and Python see them."""
+"""fr.tree: trees are split, mapped, moved, measured and compared as torch and Python see these trees."""
 
 import dataclasses
 
@@ -33,8 +33,8 @@ TREES = {
 
 @pytest.mark.parametrize("name", TREES)
 def test_a_tree_is_its_leaves_and_its_structure(name):
-    """unflatten(structure(x), leaves(x)) == x. leaves are torch's without None, in order; paths name each one as a
-    Python expression."""
+    """unflatten(structure(x), leaves(x)) == x. leaves are those of torch without None, in order. paths name each leaf
+    as a Python expression."""
     tree = TREES[name]
     leaves, structure = fr.tree.flatten(tree)
     assert leaves == fr.tree.leaves(tree) and structure == fr.tree.structure(tree)
@@ -47,8 +47,8 @@ def test_a_tree_is_its_leaves_and_its_structure(name):
 
 @pytest.mark.parametrize("name", TREES)
 def test_map_is_a_functor(name):
-    """map of the identity is the tree, and map of a composition is the composition of maps. Further trees are
-    matched leaf by leaf, with dict keys in any order."""
+    """map of the identity is the tree, and map of a composition is the composition of maps. Further trees are matched
+    leaf by leaf, with dict keys in any order."""
     tree = TREES[name]
     f, g = lambda x: (x, 1), lambda x: f"{x}"
     assert_trees_close(fr.tree.map(lambda x: x, tree), tree)
@@ -61,8 +61,8 @@ def test_map_is_a_functor(name):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("name", TREES)
 def test_to_changes_the_dtype_of_floats_alone(name, dtype):
-    """to(x, dtype) converts floats to the dtype, and leaves integers and non-tensors. On x's own device and dtype it
-    returns x's tensors."""
+    """to(x, dtype) converts floats to the dtype, and leaves integers and non-tensors. On the device and dtype of x it
+    returns the tensors of x."""
     tree = TREES[name]
     out = fr.tree.to(tree, dtype)
     for x, y in zip(fr.tree.leaves(tree), fr.tree.leaves(out), strict=True):
@@ -78,7 +78,7 @@ def test_to_changes_the_dtype_of_floats_alone(name, dtype):
 
 @pytest.mark.parametrize("name", STATES)
 def test_a_state_of_another_dtype_trains_in_it(name):
-    """step.init(params.to(f64)) equals step.init(params).to(f64), sharded or not, and both train on to the same
+    """step.init(params.to(f64)) equals step.init(params).to(f64), sharded or not. Both states train on to the same
     bits."""
     step, params, batch = STATES[name], training.params(), training.batch(0, 4)
     state, want = step.init(params).to(torch.float64), step.init(params.to(torch.float64))
@@ -102,7 +102,7 @@ def test_what_is_one_tensor_stays_one():
 
 
 def test_sizes_are_those_of_torch():
-    """num_parameters and nbytes are the sums of torch's numbers for each tensor; empty trees have none."""
+    """num_parameters and nbytes are the sums of torch's numbers for each tensor. Empty trees have 0 of both."""
     state = TREES["state, one process"]
     tensors = [x for x in torch_tree.tree_leaves(state) if isinstance(x, torch.Tensor)]
     assert fr.tree.num_parameters(state) == sum(x.numel() for x in tensors if x.is_floating_point())
@@ -111,7 +111,7 @@ def test_sizes_are_those_of_torch():
 
 
 def test_a_class_may_have_a_to_of_its_own():
-    """A field or method named `to` replaces the one of fr.pytree; fr.tree.to works on such values, too."""
+    """A field or method named `to` replaces the `to` of fr.pytree. fr.tree.to also accepts such values."""
 
     @fr.pytree
     class Sent:
@@ -147,7 +147,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_trees_go_through_every_transform(way):
-    """copy, to and map are the identity under grad, hessian, jvp, vmap, jit, torch.compile and autograd; `to` may
+    """copy, to and map are the identity under grad, hessian, jvp, vmap, jit, torch.compile and autograd. `to` may
     change the dtype."""
     same, x = WAYS[way], X[0]
     f = lambda x: (same({"x": x, "n": torch.arange(2)})["x"] ** 3).sum()
@@ -170,7 +170,7 @@ def test_to_is_compiled():
 
 @pytest.mark.parametrize("name", STATES)
 def test_a_copy_of_a_state_outlives_the_state(name):
-    """A copy of a state, sharded or not, keeps its values when the state's memory is written, and trains on."""
+    """A copy of a state, sharded or not, keeps its values when the memory of the state is written, and trains on."""
     step, batch = STATES[name], training.batch(1, 4)
     state = step.init(training.params())
     kept, want = fr.copy(state), fr.copy(step(state, batch)[0])
@@ -183,7 +183,7 @@ def test_a_copy_of_a_state_outlives_the_state(name):
 
 @given(st.data())
 def test_allclose_is_assert_trees_close(data):
-    """allclose says whether assert_trees_close passes; only the order of dict keys may differ."""
+    """allclose says whether assert_trees_close passes. Only the order of dict keys may differ."""
     x = data.draw(frs.keyed_jagged_tensors())
     y = data.draw(st.sampled_from([x, fr.copy(x), x.to(torch.float64), x.pad_to(x.capacity + 1), x.permute(x.keys)]))
     try:
@@ -195,8 +195,8 @@ def test_allclose_is_assert_trees_close(data):
 
 
 def test_allclose_sees_values_dtypes_and_structure():
-    """NaN equals NaN; another value, dtype, shape, key, type of number or None is a difference; the order of keys is
-    not."""
+    """NaN equals NaN. Another value, dtype, shape, key, type of number or None is a difference. The order of keys is no
+    difference."""
     nan, one = torch.tensor([float("nan"), 1.0]), torch.ones(2)
     close = fr.tree.allclose
     assert close({"a": nan, "b": 1}, {"b": 1, "a": nan.clone()}) and close([], []) and close(float("nan"), float("nan"))
