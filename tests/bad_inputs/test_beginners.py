@@ -22,8 +22,7 @@ def test_a_mistake_is_told(row):
 
 
 def test_the_table_of_mistakes():
-    """There are at least 150 rows. 95 % of the errors and warnings have all four parts, and no row is silently
-    wrong."""
+    """There are at least 150 rows. 95 % of the errors and warnings have all four parts. No row is silently wrong."""
     outcomes = {row[0]: found(row[0]) for row in beginners.rows()}
     told = [o for o in outcomes.values() if o.kind != "returns"]
     assert len(outcomes) == len(beginners.rows()) >= 150

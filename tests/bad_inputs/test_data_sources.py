@@ -80,8 +80,7 @@ def test_a_quote_that_nothing_closes(tmp_path, name, columns, packed):
 
 @pytest.mark.parametrize("number", [2**63, 2**64 - 1, -(2**63) - 2**12])
 def test_integers_beyond_64_bits_in_text(tmp_path, number):
-    """Integers outside i64 are not read as floats. The error names the column, and a stated type accepts the
-    integers."""
+    """Integers outside i64 are not read as floats. The error names the column. A stated type accepts the integers."""
     path, large = tmp_path / "x.csv", "1e19"
     path.write_text(f"y,a\n0,\n1,{number}\n0,5\n")
     said(lambda: read(path), "`x.csv`, column `a` has integers", f"{number}", 'Text(types={"a": "uint64"})')

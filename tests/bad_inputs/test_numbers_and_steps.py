@@ -77,7 +77,7 @@ def test_scan_names_a_step_that_returns_no_pair(out, got):
 
 @pytest.mark.parametrize("number", [2**63, 2**70, -(2**63) - 1])
 def test_scan_names_a_metric_that_no_i64_holds(number):
-    """Integers in metrics become i64. Integers outside i64 raise, and all other integers keep their values."""
+    """Integers in metrics become i64. Integers outside i64 raise. All other integers keep their values."""
     with pytest.raises(ValueError, match=r"`metrics\['m'\]` is too large for i64[\s\S]*" + str(number)):
         fr.scan(lambda state, x: (state, {"m": number}), torch.ones(()), torch.ones(2))
     last = fr.scan(lambda state, x: (state, 2**63 - 1), torch.ones(()), torch.ones(2))[1]

@@ -68,7 +68,7 @@ def values_of(x) -> torch.Tensor:
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "returned"])
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 def test_what_others_hold_keeps_its_values(step, hold, fresh):
-    """A view, an array or any other alias of a donated table keeps its values, and the call's result is right. One
+    """A view, an array or any other alias of a donated table keeps its values. The result of the call is right. One
     warning reports the copy."""
     given = state() if fresh else step(step(state()))
     held, need = hold(given["w"]), put(given)

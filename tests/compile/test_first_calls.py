@@ -30,7 +30,7 @@ def run(tmp_path_factory):
 
 @pytest.mark.parametrize(("call", "number"), [("jit", 80), ("export", 80)])
 def test_a_call_behind_an_interrupted_one_is_as_the_first(run, call, number):
-    """The handler's error passes unchanged, and the next call gives the right result."""
+    """The handler's error passes unchanged. The next call gives the right result."""
     found = run(call, number)
     assert found["sent"]
     assert found["said"] == 'TooLateError("a handler\'s own words")'

@@ -228,7 +228,7 @@ def test_checked_and_transformed_calls_leave_the_quick_path():
 
 
 def test_a_failed_call_leaves_the_quick_path_whole():
-    """After a call that raises, the state is whole, and the next call works."""
+    """After a call that raises, the state is whole and the next call succeeds."""
     step, state = warm()
     with pytest.raises((RuntimeError, IndexError)):
         step(state, torch.ones(0))

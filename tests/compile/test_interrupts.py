@@ -32,8 +32,8 @@ def trial():
 
 
 def test_interrupted_at_random_moments(trial):
-    """After a signal at any moment of a donated step, the state is whole or gone. Every switch has its earlier value,
-    and the next call is right."""
+    """After a signal at any moment of a donated step, the state is whole or gone. Every switch has its earlier value.
+    The next call is right."""
     ends = interrupts.at_random(trial, 150)
     assert ends["whole"] + ends["gone"] > 30 and sum(ends.values()) == 150
 

@@ -124,7 +124,7 @@ def test_casts_round_as_in_eager_mode():
 
 
 def test_an_error_of_compiled_code_is_its_own():
-    """An error in compiled code is raised unchanged, and does not have itself as its cause."""
+    """An error in compiled code is raised unchanged. The error is not its own cause."""
     with pytest.raises(IndexError, match="out of bounds") as raised:
         fr.jit(lambda x, at: x[at] * 2)(torch.ones(3), torch.tensor([7]))
     assert raised.value.__cause__ is None

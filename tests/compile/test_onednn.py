@@ -65,7 +65,7 @@ def graph_of(*x):
 
 
 def test_products_are_chosen_by_their_shape(faster):
-    """Large f32 products become oneDNN's products, and no other product does. addmm still adds its first argument. The
+    """Only large f32 products become products of oneDNN. addmm still adds its first argument. The
     code with oneDNN and the code without oneDNN are kept under different names."""
     x = torch.randn(200, 130), torch.randn(130, 130) / 11, torch.randn(130)
     graph = graph_of(*x)

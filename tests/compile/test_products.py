@@ -41,7 +41,7 @@ class Rows(TorchDispatchMode):
 
 def test_large_products_branch_on_their_rows():
     """A large f32 product with a bias has both branches. All products equal x Wᵀ + b for any number of rows. oneDNN
-    makes a plan for each number of rows, and therefore gets multiples of 32."""
+    makes a plan for each number of rows. It therefore gets multiples of 32 rows."""
     program = exported(torch.export.Dim("B", min=1, max=4096)).run_decompositions({})
     with two_products(program):
         assert branches(program) == 2

@@ -192,7 +192,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 @cuda
 def test_cuda_replays_without_synchronisation():
-    """On CUDA, steps are recorded as one graph. No replay waits for the device, and the state stays in place. The
+    """On CUDA, steps are recorded as one graph. No replay waits for the device. The state stays in place. The
     values equal those of the eager step. Batches may come from pinned host memory."""
     step, state, need = fr.jit(STEP, donate=("state",)), first_state(0, "cuda"), first_state(0, "cuda")
     pinned = [map_tensors(torch.Tensor.pin_memory, make_batch(i)) for i in range(CALLS)]

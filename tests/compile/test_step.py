@@ -202,7 +202,7 @@ def test_an_optimizer_may_be_made_inside_the_compiled_function():
 
 
 def test_a_users_key_is_not_donated():
-    """A new state copies its key. The user therefore keeps the key, and may make other states with it."""
+    """A new state copies its key. The user therefore keeps the key. Other states may be made with the key."""
     key, params = fr.key(3), fr.Params({}, torch.ones(2))
     step = fr.train_step(
         lambda p, b: p.dense.square().sum(), sparse=fr.optim.sgd(), dense=fr.optim.dense(torch.optim.SGD, lr=0.1)

@@ -92,8 +92,8 @@ def test_all_ranks_hear_of_damage(ranks, tmp_path):
 
 
 def test_copies_that_trained_apart_are_refused(ranks, tmp_path):
-    """Replicas with equal bits are written once. If replicas differ, all ranks raise, and the error says how to
-    synchronize them."""
+    """Replicas with equal bits are written once. If replicas differ, all ranks raise. The error says how to synchronize
+    the replicas."""
     state = moving.full_state("adam", torch.float32)
     for said, same in ranks(2).run(saving.copies_apart, tmp_path / "a", state):
         assert "copies that trained apart" in said and "sync_replicas" in said

@@ -258,7 +258,7 @@ def test_every_damaged_folder_is_refused_or_whole(tmp_path):
 
 
 def test_a_reader_beside_a_writer_reads_one_save(tmp_path):
-    """A folder that is replaced during a read is read again. The tree comes from one save, and no file is missing."""
+    """A folder that is replaced during a read is read again. The tree comes from one save. No file is missing."""
     path = fr.save(tmp_path / "a", small(1.0))
     read = _folder.Files.open
     again = []
@@ -279,8 +279,8 @@ def test_a_reader_beside_a_writer_reads_one_save(tmp_path):
 
 
 def test_latest_is_the_newest_whole_one(tmp_path):
-    """keep=n leaves the n newest checkpoints, and latest skips those that are not whole. The checkpoint that was just
-    written stays, even if it is older than other checkpoints."""
+    """keep=n leaves the n newest checkpoints. `latest` skips checkpoints that are not whole. The checkpoint that was
+    just written stays, even if it is older than other checkpoints."""
     assert fr.latest(tmp_path) is None and fr.latest(tmp_path / "nowhere") is None
     state = fr.gather_state(small(1.0), fr.Mesh.emulated(x=2))
     for step in (1, 2, 3):

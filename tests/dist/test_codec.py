@@ -13,7 +13,7 @@ import funcrec as fr
 from funcrec.mesh import _codec
 from funcrec.testing import assert_trees_close
 
-# relative to an element, or to the largest element of its row
+# the unit, relative to an element or to the largest element of a row
 UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "int8": 1 / 254}
 
 
@@ -48,7 +48,7 @@ def assert_within(got, want, bound):
 @given(models(), st.sampled_from(list(UNITS)), st.booleans())
 def test_coded_lookups_are_near(model, kind, exact):
     """Under every placement, coded lookups and coded gradients are within the codec's unit times the sums of
-    magnitudes. A direction without a codec keeps every bit, and Codec() changes no bit."""
+    magnitudes. A direction without a codec keeps every bit. Codec() changes no bit."""
     d = direction(model)
     acts, grads = coded.looked_up(model, d, exact=exact)
     there = coded.looked_up(model, d, fr.Codec(forward=kind), exact)
@@ -72,10 +72,10 @@ def test_coded_sequences_are_near(kind):
     assert_trees_close(there[1], grads)
     assert_trees_close(back[0], acts)
     for name, x in acts.items():
-        # rows of magnitude 1 times weights up to 2
+        # the elements are rows of magnitude 1 times weights up to 2
         assert_trees_close(there[0][name], x, rtol=0.02, atol=0.02)
     for name, g in grads.items():
-        # sums of up to ten terms of magnitude 1
+        # the elements are sums of up to ten terms of magnitude 1
         assert_trees_close(back[1][name], g, rtol=0.05, atol=0.05)
     assert not all(torch.equal(there[0][name], x) for name, x in acts.items())
     assert not all(torch.equal(back[1][name], g) for name, g in grads.items())

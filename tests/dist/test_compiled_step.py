@@ -81,10 +81,10 @@ def test_a_step_sends_what_its_graph_says(kind, ranks):
     collectives = ranks(WORLD).run(sent, "adam", plan_of(kind), deadline_s=300)[0]
     # slots, columns and ids of a rank's lookups: two features of a, one of b and of c
     lookups = {
-        # rank 0 has a and c, rank 1 has b
+        # rank 0 has a and c, and rank 1 has b
         "table_wise": (3 + 1, 3 * 4 + 5, 2 * ROOM),
         "row_wise": (4, 3 * 4 + 5, 2 * ROOM),
-        # rank 0 has two columns of b, rank 1 three
+        # rank 0 has two columns of b, and rank 1 has three
         "column_wise": (4 + 1, 2 + 2 + 2 + 2 + 3, 2 * 2 * ROOM),
     }[kind]
     slots, columns, room = lookups
@@ -125,7 +125,7 @@ def test_a_coded_step_sends_fewer_bytes(ranks):
 def test_columns_in_place_cost_whole_cotangents(ranks):
     """An optimizer that needs whole rows' gradients adds no exchange. The cotangents of the sums contain all columns of
     their tables."""
-    # rank 0 has two columns of b, and rank 1 has three: two banks
+    # rank 0 has two columns of b in one bank, and rank 1 has three in another
     whole = 2 * 4 + 2 * 5 + 4
     for collectives, _, _, code in ranks(WORLD).run(staged, "partial", plan_of("column_wise"), deadline_s=300):
         assert [c.kind for c in collectives] == LEAST

@@ -140,9 +140,9 @@ def compiled(capacity):
 def test_a_staged_step_sends_rows_once(ranks):
     """A staged step gives the values of the eager step. It sends blocks of `capacity` rows, whatever the capacity of
     the ids. The blocks have row numbers, counts, vectors and cotangents."""
-    # tables a and c have 4 columns, b has 5
+    # tables a and c have 4 columns, and b has 5
     room, banks = 20, 2
-    # the weights, and the loss
+    # the weights and the loss
     rows, weights = [room * 4 * 4, room * 5 * 4], 17 * 6 + 6 + 1
     for eager, fast, sent in ranks(2).run(as_staged, compiled, room, deadline_s=300):
         assert_trees_close(fast, eager, rtol=1e-5, atol=1e-6)

@@ -46,8 +46,7 @@ def test_the_overflow_is_the_ids_without_a_place():
 
 @pytest.mark.parametrize("pooling", ["sum", "none"])
 def test_copies_need_no_capacity(pooling):
-    """Ids of replicated tables are not sent. Only other tables need capacity, and without other tables the need is
-    0."""
+    """Ids of replicated tables are not sent. Only other tables need capacity. Without other tables the need is 0."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[0] * 50] * 4, "u": [[0], [1], [2], [3]]})
     features = [fr.FeatureConfig(n, table=n, pooling=pooling) for n in ("a", "u")]
 

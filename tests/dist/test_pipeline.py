@@ -15,7 +15,7 @@ X = {"x": 2}
     "kind, how", [("table_wise", {"exact": True, "codec": fr.Codec("bfloat16", "int8")}), ("row_wise", {"dedup": True})]
 )
 def test_a_pipeline_on_ranks_is_the_plain_loop(kind, how, ranks):
-    """States and metrics have the bits of the plain loop, and ids are exchanged ahead."""
+    """States and metrics have the bits of the plain loop. Ids are exchanged ahead."""
     for same, ahead_bytes, threads in ranks(2).run(
         piped.beside_a_loop, X, training.plan_of(kind, X), 3, how, deadline_s=120
     ):

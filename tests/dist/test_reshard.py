@@ -1,4 +1,4 @@
-"""States moved between plans and meshes keep every bit, and training continues."""
+"""States moved between plans and meshes keep every bit. Training continues from these states."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Steps on ranks can be undone. Each rank restores its own changes, and all ranks agree on steps that cannot be
-undone."""
+"""Steps on ranks can be undone. Each rank restores its own changes. All ranks agree on steps that cannot be undone."""
 
 import pytest
 import torch
@@ -68,7 +67,7 @@ def test_what_ranks_publish_is_gathered(kind, ranks):
 
 
 def test_a_step_that_overflows_is_no_step():
-    """A batch that does not fit changes neither state nor log. rewind undoes the steps before this batch, and
+    """A batch that does not fit changes neither state nor log. rewind undoes the steps before this batch.
     retry_overflow accepts logged steps."""
     mesh = fr.Mesh.emulated(x=2)
     wide, narrow = (fr.logged(step_of(mesh, "row_wise", c), steps=2, rows=8) for c in (100, 1))

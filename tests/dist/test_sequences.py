@@ -60,7 +60,7 @@ UNEQUAL = fr.KeyedJaggedTensor.from_lists({"u": [[0], [1]], "v": [[2], [3], [1]]
     "lookup, pooling", [(fr.lookup, "sum"), (fr.lookup_sequence, "none")], ids=["pooled", "sequence"]
 )
 def test_features_of_different_numbers_of_bags_are_refused_on_a_mesh(lookup, pooling):
-    """An exchange needs one number of bags. Ids whose keys have different numbers therefore raise, and no bags are
+    """An exchange needs one number of bags. Ids whose keys have different numbers of bags therefore raise. No bags are
     silently skipped. A lookup of no features does not raise."""
     mesh, plan, tables, _, _ = fixed(fr.Mesh.emulated(x=2), "row_wise")
     held = fr.shard_tables(tables, plan, mesh)

@@ -37,7 +37,7 @@ def cuts(draw):
 
 @given(cuts())
 def test_what_is_cut_is_joined_again(drawn):
-    """A mapped identity is the identity for any mesh and spec, and each rank sees its own block."""
+    """A mapped identity is the identity for any mesh and spec. Each rank sees its own block."""
     mesh, spec, x = drawn
     seen = fr.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)(x)
     assert_trees_close(seen, x)

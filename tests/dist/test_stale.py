@@ -30,7 +30,7 @@ def test_two_axes_are_one_process(ranks):
 
 def test_a_jitted_step_that_donates_its_state(ranks):
     """A jitted step with donated states also has the bits of the loop, a jitted one. A last batch may have another
-    size, and a second run succeeds."""
+    size. A second run succeeds."""
     for first, second, programs, threads in ranks(2).run(as_staged, stale.donated, deadline_s=300):
         assert first and second and programs == 1 and not threads
 
@@ -43,5 +43,5 @@ def test_ranks_that_run_out_of_data(ranks):
 @pytest.mark.parametrize("how, mine, theirs", [("left", "", ""), ("raises", "LookupError", "RuntimeError")])
 def test_runs_that_end_early(how, mine, theirs, ranks):
     """A run ends with a break, or with an error at the error's place in one rank's loader. The batches before the end
-    count, and another run succeeds."""
+    count. Another run succeeds."""
     assert ranks(2).run(stale.ended, how, deadline_s=120) == [(2, theirs, True, []), (2, mine, True, [])]

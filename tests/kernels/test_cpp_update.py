@@ -1,4 +1,4 @@
-"""The C++ update equals the Python rules, and expand and coalesce equal a loop.
+"""The C++ update equals the Python rules. expand and coalesce equal a loop.
 
 Calls have bags and entries, several segments per table, and garbage in the padding. The reference result is in f64.
 """
@@ -242,7 +242,7 @@ def test_rows_beyond_32_bits():
     lr, step = torch.tensor(1.0, dtype=torch.float64), torch.tensor(0)
     _update.fused_update_([table], [], *given, lr, step, None, "sgd", [0.0])
     assert table[taken[:4], 0].tolist() == [6.0, 7.0, 7.0, 6.0]
-    # two terms with different rows: row 3 here, the other rows there
+    # the two terms have different rows, row 3 and all other rows
     one = [0, 0, 0, 0, -1, 0, 4, 0, 0, -1]
     given = ([torch.ones(4, 1)] * 2, [rows[[1, 6, 1, 3]], rows[[0, 2, 5, 4]]], [], [], [*one, 0, 1, 0, 1, *one[4:]])
     _update.fused_update_([table], [], *given, lr, step, None, "sgd", [0.0])

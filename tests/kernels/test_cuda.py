@@ -29,7 +29,7 @@ def draw_ids(draw, ints=torch.int64):
     (F64, 33, torch.int64),
 ])  # fmt: skip
 def test_large_lookups_and_gradients(dtype, dim, ints):
-    """Lookups, gradients of weights and summed rows equal those of the reference, and every run gives the same bits."""
+    """Lookups, gradients of weights and summed rows equal those of the reference. Every run gives the same bits."""
     draw = torch.Generator().manual_seed(dim)
     ids, offsets, weights = draw_ids(draw, ints)
     tables = [torch.randn(R, dim, generator=draw).to(dtype) for _ in range(2)]

@@ -71,8 +71,8 @@ FEATURES = {
 @pytest.mark.parametrize("ints", INTS)
 @pytest.mark.parametrize("bad", [False, True])
 def test_pooled_lookup_and_the_gradient_of_weights(name, size, num_bags, ints, bad):
-    """out[b] is the factored sum of the bag's rows, and d_weights[i] = ⟨row_i, d_out[b]⟩. Arguments do not change, and
-    padding is not read."""
+    """out[b] is the factored sum of the bag's rows, and d_weights[i] = ⟨row_i, d_out[b]⟩. Arguments do not change.
+    Padding is not read."""
     f, padding = FEATURES[name], size if num_bags == 0 else min(size, 3)
     table, rows = floats(9, 8), rows_of(size, 9, dtype=ints, bad=bad)
     offsets, weights = offsets_of(size, num_bags, padding, ints), floats(size, seed=4)
@@ -162,8 +162,8 @@ def entries_of(s, d, rows, offsets, weights, dim):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("bad", [False, True])
 def test_fused_update(rule, size, dtype, bad):
-    """The update sums a table's segments into one gradient per row. Rows without an entry keep every bit, and nothing
-    else is written."""
+    """The update sums a table's segments into one gradient per row. Rows without an entry keep every bit. No other
+    memory is written."""
     tables = [floats(9, 8, dtype=dtype), floats(40, 4, dtype=dtype, seed=3)]
     slots = [make_slot(rule, t) for t in tables] if rule != "sgd" else []
     rows = [rows_of(size, 9, bad=bad), rows_of(size, 9, dtype=torch.int32, seed=6, bad=bad)]

@@ -211,7 +211,7 @@ def by_triton(formulas, rules, monkeypatch, hyper: list[float], given) -> list[T
 
 
 def test_a_rule_without_a_formula_is_a_users():
-    """A built-in rule that sorts has no formula. No kernel is generated for the rule, and its update runs its Python
+    """A built-in rule that sorts has no formula. No kernel is generated for the rule. An update runs the Python
     rule."""
     rule = lambda row, grad, slots, hyper: (row - hyper.lr * grad.sort().values, slots)
     declare = lambda lr=0.5: None

@@ -78,7 +78,7 @@ def near(got: Tensor, truth: Tensor, same: Tensor, old: Tensor) -> bool:
 def check_rule(optimizer, dims, dtypes):
     (grads, exact), slots, tables, named = state_of(optimizer, dims, dtypes)
     with warnings.catch_warnings():
-        # no warning: the rule runs in the kernel
+        # the rule runs in the kernel, which gives no warning
         warnings.simplefilter("error")
         got = optimizer.update(grads, slots, tables, STEP, implementation="cpp")
     wide = F64 if dtypes == (F64,) else F32

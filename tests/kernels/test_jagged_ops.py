@@ -97,7 +97,7 @@ def test_take_ranges_transpose(ask, size, num_bags):
 
 @pytest.mark.needs("take_ranges_transpose")
 def test_take_ranges_transpose_adds_in_order(ask):
-    """Overlapping ranges are summed in f32 in their order, and 16-bit cotangents are rounded once. Any number of
+    """Overlapping ranges are summed in f32 in their order. 16-bit cotangents are rounded once. Any number of
     threads gives the same bits."""
     lengths = torch.full((60,), 50)
     starts = integers(0, 1000, (60,), I64, 4)

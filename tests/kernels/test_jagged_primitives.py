@@ -111,7 +111,7 @@ def test_padding_carries_no_derivative():
 
 
 def test_transposes_are_adjoint():
-    """⟨take(x), y⟩ = ⟨x, takeᵀ(y)⟩, and to_padded's transpose is from_padded."""
+    """⟨take(x), y⟩ = ⟨x, takeᵀ(y)⟩. The transpose of to_padded is from_padded."""
     take, pad = MAPS["take_ranges"], lambda x: primitives.to_padded(x, OFFSETS, 2, 0)
     check_adjoint(take, lambda y: ops.take_ranges_transpose(y, STARTS, LENGTHS, 8), point())
     check_adjoint(pad, lambda y: primitives.from_padded(y, OFFSETS, 8), point())

@@ -109,7 +109,7 @@ def test_tables_of_some_columns(rule, on_every_level):
 
 def updated(optimizer, grads, slots, tables):
     with warnings.catch_warnings():
-        # no warning: the rule runs in the kernel
+        # the rule runs in the kernel, which gives no warning
         warnings.simplefilter("error")
         return optimizer.update(grads, slots, tables, STEP, implementation="cpp")
 

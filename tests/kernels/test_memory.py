@@ -14,7 +14,7 @@ LARGE = memory.MIN_MAPPED // 128  # rows of 128 bytes
 @pytest.mark.parametrize("rows", [LARGE, LARGE + 1, 3 * LARGE + 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_large_table_begins_at_a_huge_page(rows, dtype):
-    """A large table starts at a 2 MiB page boundary. The storage has the table's length, and each element holds its own
+    """A large table starts at a 2 MiB page boundary. The storage has the table's length. Each element holds its own
     value."""
     table = memory.empty_table((rows, 128 // dtype.itemsize), dtype=dtype)
     assert table.data_ptr() % memory.HUGE_PAGE == 0

@@ -199,7 +199,7 @@ def test_compiling(implementation, device):
 
 @pytest.mark.parametrize("implementation", ["cpp"])
 def test_compiling_with_inductor(implementation, device):
-    """Under Inductor an operator runs between generated code before and after it, and no argument is written."""
+    """Under Inductor an operator runs between generated code before and after it. No argument is written."""
     lookup, scatter = (library.operator(implementation, n) for n in ("pooled_lookup", "scatter_rows"))
     args, (table, *rest) = to((samples()["pooled_lookup"], samples()["scatter_rows"]), device)
     run = lambda tables, table: (lookup([2 * t for t in tables], *args[1:]) + 1, 3 * scatter(table + 1, *rest))

@@ -1,7 +1,7 @@
 """Each operation of funcrec.kernels, in every implementation, equals a loop over Python's numbers in f64.
 
-Tables and gradients are multiples of 1/4, and weights of 1/64. Sums of their products are therefore exact in f32, and
-results must agree to the last bit. Only the divisions of means may round. Outputs start as NaN (tests/conftest.py). An
+Tables and gradients are multiples of 1/4, and weights of 1/64. Sums of their products are therefore exact in f32.
+Results must agree to the last bit. Only the divisions of means may round. Outputs start as NaN (tests/conftest.py). An
 unwritten element is therefore visible. Shapes: B bags, N ids, K entries, R rows, D dim.
 """
 
@@ -367,7 +367,7 @@ def test_lookups_of_nothing(known, ask):
 
 @pytest.mark.needs("scatter_rows", "expand", "coalesce", "fused_update")
 def test_cotangents_of_nothing(ask):
-    """Cotangents without tables, segments, entries or rows give empty results, and tables do not change."""
+    """Cotangents without tables, segments, entries or rows give empty results. Tables do not change."""
     ids, empty, none = torch.tensor([0, -1, 7]), torch.zeros(0, 2), ops.Terms([], [], [], [], [])
     alone = ops.Terms([torch.ones(3, 2)], [ids], [], [], [ops.Segment(0, 0, 0, 0, -1, 0, 3, 0, False, -1)])
     assert_trees_close(ask("scatter_rows", floats(3, 2), ids[:0], torch.tensor(0), empty), floats(3, 2))

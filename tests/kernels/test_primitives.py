@@ -74,7 +74,7 @@ def stacked(n: int = 3) -> tuple[Tensor, ...]:
     return tuple(torch.stack(xs) for xs in zip(*(point(10 * i) for i in range(n))))
 
 
-TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], object]] = {  # of f: (table, table, weights) -> [B, C]
+TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], object]] = {  # f: (table, table, weights) -> [B, C]
     "the lookup": lambda f: f(*point()),
     "grad": lambda f: grad(loss_of(f), argnums=(0, 1, 2))(*point()),
     "grad in the weights alone": lambda f: grad(lambda w: loss_of(f)(*point()[:2], w))(point()[2]),

@@ -168,8 +168,8 @@ class Seen(TorchDispatchMode):
 
 
 def test_what_looks_on_sees_the_operator():
-    """A call that bypasses the dispatcher gives the operator's bits. Modes, the profiler and tracers see the operator,
-    and derivatives raise."""
+    """A call that bypasses the dispatcher gives the operator's bits. Modes, the profiler and tracers see the operator.
+    Derivatives raise."""
     tables, bits, _ = mixed_tables(8)
     features = [ops.Feature(t, 0, t * 5, 0, False, False, t * 8) for t in range(6)]
     call = lambda *t: ops.quantized_lookup(t, [torch.arange(30)], torch.arange(31), None, features, 5, bits, [8] * 6)

@@ -43,7 +43,7 @@ IDS[10:15] = torch.arange(5)
 @pytest.mark.parametrize("dtype", [*DTYPES, 8, 4, 2])
 def test_a_bag_of_one_id_is_its_row(dtype, on_every_level):
     """Each bag of one id is the id's row, or zeros for an id outside. This holds for every dtype and width, sums and
-    means, cut or not, and both widths of ids. Offsets may start above 0, and blocks may mix single bags with longer
+    means, cut or not, and both widths of ids. Offsets may start above 0. Blocks may mix single bags with longer
     bags."""
     calls = []
     for dim in DIMS:

@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
-    # triton reads this when it decorates the kernels
+    # triton reads this variable when it decorates the kernels
     os.environ["TRITON_INTERPRET"] = "1"
 
 from funcrec.kernels import triton as kernels  # noqa: E402
@@ -34,8 +34,8 @@ SIZES = (0, 1, 63, 65)
 
 
 class Lookup(NamedTuple):
-    """A lookup of four features of two dims and two dtypes. Two share bags, one is cut, and means and weights are
-    mixed."""
+    """A lookup of four features of two dims and two dtypes. Two features share bags, and one is cut. Means and weights
+    are mixed."""
 
     tables: list[Tensor]
     rows: list[Tensor]
@@ -119,7 +119,7 @@ def test_a_bag_is_summed_in_order(call):
 
 
 def test_wild_offsets_are_clamped(call):
-    """Offsets are clamped into the buffer, and a bag that ends before its start is empty."""
+    """Offsets are clamped into the buffer. A bag that ends before its start is empty."""
     table, wild = torch.arange(1.0, 5.0)[:, None], torch.tensor([-5, 3, 2**40, 2, 1, -(2**40), 9])
     got = call("pooled_lookup", [table], [torch.tensor([0, 1, 2, 3])], wild, None, [0, 0, 0, 0, 0, 0, 0], 6)
     assert got[:, 0].tolist() == [6, 4, 0, 0, 0, 10]
@@ -192,7 +192,7 @@ def test_bucketize(ascending, bags, call, ids, n, ints, num_shards, block):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
 def test_padded_and_back(ascending, bags, call, n, dtype):
-    """to_padded cuts and fills bags, and from_padded writes the bags back. With fill 0 each function is the other's
+    """to_padded cuts and fills bags. from_padded writes the bags back. With fill 0 each function is the other's
     transpose."""
     torch.manual_seed(n)
     values, offsets = torch.randn(n, 3).to(dtype), ascending(4, 0, max(n - 2, 0), I32)

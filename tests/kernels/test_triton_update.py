@@ -1,4 +1,4 @@
-"""Triton's update equals the Python rules, and expand and coalesce equal loops, in the interpreter on the CPU.
+"""Triton's update equals the Python rules, in the interpreter on the CPU. expand and coalesce equal loops.
 
 Tests make the segments of calls by hand: features that share a buffer, cut bags, means, weights, strided cotangents and
 ids far outside their tables. The padding holds NaN and garbage. Outputs start as NaN. An unwritten element is therefore
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 pytest.importorskip("triton", reason="needs triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
-    # triton reads this when it decorates the kernels
+    # triton reads this variable when it decorates the kernels
     os.environ["TRITON_INTERPRET"] = "1"
 
 from funcrec.kernels.forms import accumulation_dtype, capacities, capacity_of, is_padded, segments_of  # noqa: E402

@@ -1,4 +1,4 @@
-"""The fused update of every implementation equals the Python rules, and some of its laws hold to the last bit.
+"""The fused update of every implementation equals the Python rules. Some laws of the update hold to the last bit.
 
     update(grads) = rule(table[row], Σ of the row's terms, slots[row]) for every named row. Unnamed rows keep their
     bits.
@@ -270,7 +270,7 @@ def test_stochastic_rounding_is_of_the_f32_update(implementation, known, device,
     @given(st.data())
     def law(data):
         dtypes = [F16, BF16, F32]
-        # sgd's sums are then exact
+        # the sums of sgd are then exact
         unit = 1 / 4 if rule == "sgd" else None
         grads = {
             n: data.draw(row_grads(9, dim, F32, unit)) for n, dim in zip("abc", data.draw(st.permutations(known.dims)))

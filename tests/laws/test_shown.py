@@ -1,4 +1,4 @@
-"""Plans, schemas, histories and models have an HTML form for notebooks, and those with numbers can be drawn."""
+"""Plans, schemas, histories and models have an HTML form for notebooks. Plans and histories can be drawn."""
 
 import pickle
 import re
@@ -52,7 +52,7 @@ class Cells(HTMLParser):
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_they_are_tables_of_html(name):
-    """Every name is in a cell unchanged and is no markup, rows have one length, and the output is the same twice."""
+    """Every name is in a cell unchanged and is no markup. Rows have one length. Two calls give the same output."""
     value, want = SHOWN[name]
     page = value._repr_html_()
     found = Cells(page)

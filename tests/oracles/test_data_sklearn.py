@@ -17,8 +17,8 @@ COLUMNS = {
 
 @pytest.mark.parametrize("values", [RANDOM.integers(-9, 9, 400), RANDOM.choice(["a", "é", "Z", "日本", "ab"], 400)])
 def test_a_vocabulary_is_an_ordinal_encoder(values):
-    """Ids are the ordinals of OrdinalEncoder, plus 1. Both libraries number the sorted values, and unknown values get
-    id 0."""
+    """Ids are the ordinals of OrdinalEncoder, plus 1. Both libraries number the sorted values. Unknown values get id
+    0."""
     theirs = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1).fit(values[:200, None])
     want = theirs.transform(values[:, None])[:, 0].astype(int) + 1
     assert vocabulary().fit(values[:200]).apply(values).to_pylist() == want.tolist()

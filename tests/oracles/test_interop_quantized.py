@@ -108,7 +108,7 @@ def test_a_quantised_sequence_collection_gives_its_answers(dtype):
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2"])
 def test_rows_are_the_bytes_of_fbgemms_quantiser(dtype):
-    """to_fbgemm writes the bytes of FBGEMM's NBit quantiser, and from_fbgemm reads the bytes back with their values."""
+    """to_fbgemm writes the bytes of FBGEMM's NBit quantiser. from_fbgemm reads the bytes back with their values."""
     tables, bits = rows_of(1), BITS[dtype]
     theirs = {n: torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(t, bits) for n, t in tables.items()}
     q = fr.quantize(tables, dtype)
@@ -143,7 +143,7 @@ def test_rows_are_those_of_fbgemms_table_batched_lookup(dtype, alignment):
 @pytest.mark.parametrize("dim", [1, 5, 8])
 def test_rows_of_eight_bits_with_heads_in_f32(dim):
     """Rows of FloatToFused8BitRowwiseQuantized are read within the docstring's bound. FBGEMM reads the rows that we
-    write as the same numbers, and we read these rows back bit for bit."""
+    write as the same numbers. We read these rows back bit for bit."""
     table = torch.randn(9, dim, generator=torch.Generator().manual_seed(dim)) * torch.logspace(-6, 3, 9)[:, None]
     rows = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(table)
     q = back({"a": rows}, [("a", 8, dim)], layout="8bit")

@@ -127,7 +127,7 @@ def test_a_model_of_ones_own_is_loaded_by_its_names():
 
 # -- training goes on --------------------------------------------------------------------------------------------------
 
-FUSED = {  # name -> (ours, the optimizer class that TorchRec fuses, its arguments)
+FUSED = {  # name -> (our optimizer, the optimizer class that TorchRec fuses, the arguments of the class)
     "sgd": (fr.optim.sgd(LR), torch.optim.SGD, {"lr": LR}),
     "adagrad": (fr.optim.adagrad(LR, eps=EPS), torch.optim.Adagrad, {"lr": LR, "eps": EPS}),
     "rowwise_adagrad": (fr.optim.rowwise_adagrad(LR, eps=EPS), RowWiseAdagrad, {"lr": LR, "eps": EPS}),

@@ -226,7 +226,7 @@ def test_threads_do_not_meet_in_a_module():
 
 def test_dropout_draws_from_the_key():
     """In train mode, nn.Dropout draws from the key. The same key drops the same elements, and each layer drops
-    different elements. The mean is kept, and torch's generator does not change. In eval() nothing is dropped."""
+    different elements. The mean is kept. torch's generator does not change. In eval() nothing is dropped."""
     net = nn.Sequential(nn.Dropout(0.5), nn.Identity(), nn.Dropout(0.5))
     _, _, apply = module(net)
     x, state = torch.ones(20_000), torch.get_rng_state()

@@ -22,7 +22,7 @@ def bag_arguments(it, feature):
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @given(data=st.data())
 def test_embedding_bag(mode, data):
-    """lookup equals torch.nn.functional.embedding_bag, and lookup_transpose equals its gradient."""
+    """lookup equals torch.nn.functional.embedding_bag. lookup_transpose equals the gradient of embedding_bag."""
     weighted = None if mode == "sum" else False
     it = data.draw(frs.lookups(poolings=(mode,), weighted=weighted, min_bags=1, **SAFE, **F32))
     (feature,) = it.features
@@ -41,8 +41,8 @@ def test_embedding_bag(mode, data):
 
 @given(frs.lookups(poolings=("none",), weighted=False, **SAFE, **F32), st.integers(0, 99))
 def test_embedding(it, seed):
-    """lookup_sequence equals torch.nn.functional.embedding, and the transpose of lookup_sequence equals the
-    gradient."""
+    """lookup_sequence equals torch.nn.functional.embedding. The transpose of lookup_sequence equals the gradient of
+    embedding."""
     (feature,) = it.features
     ids, _, _ = bag_arguments(it, feature)
     table = it.tables[feature.table].clone().requires_grad_()
@@ -88,7 +88,7 @@ def fbgemm():
     )
 )
 def test_to_padded_is_fbgemms(fbgemm, x):
-    """to_padded equals jagged_to_padded_dense, and from_padded equals dense_to_jagged."""
+    """to_padded equals jagged_to_padded_dense. from_padded equals dense_to_jagged."""
     dense = fbgemm.jagged_to_padded_dense(x.values, [x.offsets], [5], 0.0)
     assert_trees_close(x.to_padded(5), dense)
     (back,) = fbgemm.dense_to_jagged(dense, [x.offsets])[:1]

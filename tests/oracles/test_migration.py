@@ -1,4 +1,4 @@
-"""Every line of the migration table runs in both libraries, and the results are equal."""
+"""Every line of the migration table runs in both libraries. The results are equal."""
 
 import importlib
 import re
@@ -90,7 +90,7 @@ def test_a_wrong_line_is_seen(names):
 
 
 def compare(theirs, ours, names):
-    """Compare two values by the kind of ours. Rules and layers run, and all other values are compared directly."""
+    """Compare two values by the kind of ours. Rules and layers run. All other values are compared directly."""
     if isinstance(ours, fr.optim.RowOptimizer):
         assert_trees_close(trained(theirs, names), trained_by(ours, names), **CLOSE)
     elif isinstance(theirs, WarmupOptimizer):

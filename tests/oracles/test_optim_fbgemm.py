@@ -42,7 +42,7 @@ COWCLIP = {
         lower_bound=1e-2,
     ),
 }
-PAIRS = {  # name -> (our optimizer, FBGEMM's, the arguments of FBGEMM's, whether ids repeat in a batch)
+PAIRS = {  # name -> (our optimizer, that of FBGEMM, its arguments, whether ids repeat in a batch)
     "sgd": (fr.optim.sgd(LR), EmbOptimType.EXACT_SGD, {}, True),
     "adagrad": (fr.optim.adagrad(LR, eps=EPS), EmbOptimType.EXACT_ADAGRAD, {}, True),
     "rowwise_adagrad": (fr.optim.rowwise_adagrad(LR, eps=EPS), ROWWISE, {}, True),

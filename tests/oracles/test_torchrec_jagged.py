@@ -64,7 +64,7 @@ def bags(x):
 
 @given(keyed(min_bags=1))
 def test_constructors_agree(x):
-    """from_lengths and from_offsets give the values of from_lengths_sync and from_offsets_sync, and to_lists agrees."""
+    """from_lengths and from_offsets give the values of from_lengths_sync and from_offsets_sync. to_lists agrees."""
     x = x.unpad()
     args = list(x.keys), x.values
     theirs = tr.KeyedJaggedTensor.from_lengths_sync(*args, x.lengths, x.weights)
@@ -99,7 +99,7 @@ def test_permute_is_theirs(same_bags, data):
 @UNEVEN
 @given(data=st.data())
 def test_split_is_theirs(same_bags, data):
-    """split cuts the keys into runs, and each run is a value, as in TorchRec."""
+    """split cuts the keys into runs. Each run is a value, as in TorchRec."""
     x = data.draw(keyed(keys=("a", "b", "c", "d"), min_bags=1, same_bags=same_bags))
     cuts = data.draw(st.sampled_from([[4], [1, 3], [2, 2], [3, 1], [1, 2, 1], [1, 1, 1, 1]]))
     for mine, theirs in zip(x.split(cuts), kjt(x).split(cuts), strict=True):
@@ -161,7 +161,7 @@ def test_from_padded_is_from_dense_lengths(data):
 
 @given(frs.jagged_tensors(dtypes=FLOATS, weighted=True, min_bags=1))
 def test_lists_are_their_dense(x):
-    """from_lists equals from_dense of the bags as tensors, and to_lists equals to_dense."""
+    """from_lists equals from_dense of the bags as tensors. to_lists equals to_dense."""
     weights = fr.JaggedTensor(x.weights, x.offsets).to_lists()
     theirs = tr.JaggedTensor.from_dense(*([torch.tensor(bag) for bag in side] for side in (x.to_lists(), weights)))
     got = fr.JaggedTensor.from_lists(x.to_lists(), weights=weights, dtype=torch.float32)

@@ -18,7 +18,7 @@ from torchrec.metrics.mse import MSEMetricComputation
 from torchrec.metrics.ne import NEMetricComputation
 
 B, BATCHES = 500, 3
-PAIRS = {  # name -> (ours, TorchRec's, its name in TorchRec's report, the factor to our unit)
+PAIRS = {  # name -> (our metric, that of TorchRec, its name in the report, the factor to our unit)
     "normalized_entropy": (metrics.normalized_entropy(), NEMetricComputation, "ne", 1),
     # the log loss of TorchRec is in bits
     "log_loss": (metrics.log_loss(), NEMetricComputation, "logloss", math.log(2)),

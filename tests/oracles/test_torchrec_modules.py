@@ -76,7 +76,8 @@ def weights_of(module, read=torch.Tensor.detach):
 )
 @given(ids=frs.keyed_jagged_tensors(weighted=True, **IDS), seed=st.integers(0, 99))
 def test_lookup_is_an_embedding_bag_collection(pooling, weighted, ids, seed):
-    """lookup over shared tables and columns equals EmbeddingBagCollection, and lookup_transpose equals its gradient."""
+    """lookup over shared tables and columns equals EmbeddingBagCollection. lookup_transpose equals the gradient of that
+    module."""
     each = {"pooling": PoolingType[pooling.upper()]}
     module, tables = collection(EmbeddingBagCollection, EmbeddingBagConfig, each=each, is_weighted=weighted)
     mine = features(pooling, weighted=weighted)
@@ -92,8 +93,8 @@ def test_lookup_is_an_embedding_bag_collection(pooling, weighted, ids, seed):
 
 @given(ids=frs.keyed_jagged_tensors(weighted=False, **IDS), seed=st.integers(0, 99))
 def test_lookup_sequence_is_an_embedding_collection(ids, seed):
-    """lookup_sequence equals EmbeddingCollection, bag by bag, and the transpose of lookup_sequence equals its
-    gradient."""
+    """lookup_sequence equals EmbeddingCollection, bag by bag. The transpose of lookup_sequence equals the gradient of
+    that module."""
     same_dim = (TABLES[0], fr.TableConfig("user", 5, 4))
     module, tables = collection(EmbeddingCollection, EmbeddingConfig, same_dim)
     mine = features("none")
@@ -128,7 +129,7 @@ def test_position_weights_are_their_module(bags, seed):
 
 LR, EPS, STEPS = 0.1, 1e-6, 5
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-RULES = {  # name -> (ours, TorchRec's optimizer class, the arguments of the class)
+RULES = {  # name -> (our optimizer, the optimizer class of TorchRec, the arguments of the class)
     "sgd": (fr.optim.sgd(LR), torch.optim.SGD, {"lr": LR}),
     "adagrad": (fr.optim.adagrad(LR, eps=EPS), torch.optim.Adagrad, {"lr": LR, "eps": EPS}),
     "rowwise_adagrad": (fr.optim.rowwise_adagrad(LR, eps=EPS), RowWiseAdagrad, {"lr": LR, "eps": EPS}),
@@ -395,8 +396,8 @@ def upper_order(count):
 
 
 def test_dot_interaction_is_theirs_in_another_order():
-    """InteractionArch gives the dense vector and dot_interaction of all vectors. The order is by rows of the upper
-    triangle, and ours is by rows of the lower triangle."""
+    """InteractionArch gives the dense vector and dot_interaction of all vectors. Its order is by rows of the upper
+    triangle. Our order is by rows of the lower triangle."""
     dense, sparse = normal(0, 3, 4), normal(1, 3, 5, 4)
     ours = fr.nn.dot_interaction(torch.cat([dense[:, None], sparse], 1))[:, upper_order(6)]
     want = tr_dlrm.InteractionArch(5)(dense, sparse)

@@ -24,7 +24,7 @@ def build(name: str, source: str, *, sanitize: str = "", given=(), anew: bool = 
     make = ("-G", "Ninja") if shutil.which("ninja", path=find) else ()
     run = lambda *words: subprocess.run([cmake, *map(str, words)], check=True, stdout=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:  # wait until other tests end their builds
+    with open(folder / "lock", "w") as lock:  # this open waits until other tests end their builds
         fcntl.flock(lock, fcntl.LOCK_EX)
         if anew or not (folder / "CMakeCache.txt").exists():
             own = (f"FUNCREC_SANITIZE={sanitize}", f"Python_EXECUTABLE={sys.executable}")

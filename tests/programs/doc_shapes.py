@@ -1,4 +1,4 @@
-"""Compare the shapes in docstrings with calls: `f[B, D]` in the text is `f[B, D]` in every call, and all B are equal.
+"""Compare the shapes in docstrings with calls: `f[B, D]` in the text is `f[B, D]` in every call. All B are equal.
 
 A statement is a subject (an argument, a field, or the result) and the shapes that it may have:
 

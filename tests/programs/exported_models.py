@@ -1,7 +1,7 @@
 """Export LR, FM, DLRM, DCNv2 and two-tower as packages and compare them with their Python functions.
 
 python -m programs.exported_models [NAME ...] exports each model and runs it on batches of 0, 1, 3, 64 and 512 bags.
-Some bags are empty, and some ids are -1 or outside their tables. The program prints the greatest difference, and ends
+Some bags are empty. Some ids are -1 or outside their tables. The program prints the greatest difference, and ends
 with 1 if a difference exceeds 1e-5. A model takes about ten seconds.
 """
 

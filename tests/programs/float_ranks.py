@@ -292,7 +292,7 @@ def outcomes(name: str, modes: tuple[str, ...], compiled: bool = False) -> dict[
     differences. The cases in SHARED compare the sum of the reverse derivatives."""
     case, needs, found = case_of(name, fr.Mesh.distributed(x=torch.distributed.get_world_size())), {}, {}
     s, smooth = along(case, "x"), along(case._replace(f=case.smooth or case.f), "x")
-    s(ZERO)  # draw the random numbers of the sweep outside of transforms
+    s(ZERO)  # this call draws the random numbers of the sweep outside of transforms
     for mode in modes:
         derivative, difference = differences.EVERY[mode]
         added = name in SHARED and mode not in ("jvp", "jit of jvp", "vmap")

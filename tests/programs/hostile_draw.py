@@ -39,7 +39,7 @@ class Draw:
 
     def __init__(self, seed: int, place: Callable[[Tensor], Tensor]):
         self.random, self.generator, self.place = random.Random(seed), torch.Generator().manual_seed(seed), place
-        self.is_large = self.random.random() < 0.02  # large enough for several threads
+        self.is_large = self.random.random() < 0.02  # whether the call is large enough for several threads
 
     def one(self, *choices):
         return self.random.choice(choices)

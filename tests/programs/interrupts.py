@@ -1,4 +1,4 @@
-"""Interrupt donated calls. Afterwards the state is whole or gone, and nothing else is changed.
+"""Interrupt donated calls. Afterwards the state is whole or gone. No other value is changed.
 
     python tests/programs/interrupts.py [COUNT]
 

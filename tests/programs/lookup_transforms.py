@@ -228,8 +228,8 @@ TRANSFORMS = {
 
 
 def whole_transforms(f, x, t):
-    """Return {transform: the results of all ranks}, for f of the trees of all ranks. Losses are added, and a tangent
-    moves all ranks at once."""
+    """Return {transform: the results of all ranks}, for f of the trees of all ranks. Losses are added. A tangent moves
+    all ranks at once."""
     losses = lambda x: torch.stack([loss(y) for y in f(sin(x))])
     total = lambda x: losses(x).sum()
     grad = torch.func.grad(total)

@@ -67,7 +67,7 @@ def has_bits(kind):
 
 
 def is_deduplicated():
-    """Law: with dedup=True sequences have the bits of one process, and gradients differ by rounding."""
+    """Law: with dedup=True sequences have the bits of one process. Gradients differ by rounding."""
     mesh, plan, tables, _, features = sequences.fixed(fr.Mesh.emulated(x=2), "row_wise")
     lists = {k: [[(i + j * j) % 4 for j in range(3)] for i in range(4)] for k in "uv"}
     weights = {k: [[0.1 + 0.3 * j for j in range(3)] for _ in range(4)] for k in "uv"}

@@ -11,10 +11,10 @@ Leaks are not checked, because a Python process ends with many leaks.
 Thread: two Python threads make calls at once, each on two kernel threads. Half of the calls are large enough for both.
 torch is not built with the sanitizer. The sanitizer therefore does not see that torch's OpenMP loop ends before the
 next begins, and would report every such loop. So the kernels run on their own pool, and then on a stand-in for OpenMP's
-entry that starts threads and joins them. It runs the same loop, divided in the same way. Races inside torch's and
-Python's own libraries are not reported (`ignore_noninstrumented_modules`).
+entry that starts threads and joins them. It runs the same loop, divided in the same way. Races inside the libraries of
+torch and Python are not reported (`ignore_noninstrumented_modules`).
 
-First the sanitizer must find a deliberate fault. Any other fault is reported, and the exit status is 1. `--object`
+First the sanitizer must find a deliberate fault. Any other fault is reported. The exit status is then 1. `--object`
 takes an object that was built before, and builds no object."""
 
 import argparse
@@ -171,7 +171,7 @@ def check_at_once(check, names: list[str], count: int, built: Path) -> None:
     from funcrec.kernels.cpp import _native
 
     stand_in = ctypes.cast(ctypes.CDLL(str(built.with_name("stand_in.so"))).stand_in, ctypes.c_void_p).value
-    is_large = lambda seed: random.Random(seed).random() < 0.02  # the same draw as in Draw
+    is_large = lambda seed: random.Random(seed).random() < 0.02  # this draw equals the draw in Draw
     large = [seed for seed in range(50 * count) if is_large(seed)]
     numbers = [seed for pair in zip(large, range(count)) for seed in pair][: count // 2]
     for name, address in (("pool", 0), ("stand-in", stand_in)):

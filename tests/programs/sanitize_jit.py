@@ -301,7 +301,7 @@ def faults(probe: str) -> list[Case]:
     if probe != "bare":
         size = {"past": 38, "far": 48}[
             probe
-        ]  # 38: six elements after the last vector; 48: vectors up to a page's start
+        ]  # six elements after the last vector (38), and vectors up to a page's start (48)
         return [Case(0, lambda x: x * 3 + 1, (torch.arange(size),))]
     hashed = lambda n: lambda k: ((torch.arange(n) * -4658895280553007687 + k) >> 58) & 63
     count = lambda n: lambda k: k.new_zeros(64).scatter_add(0, hashed(n)(k), k.new_ones(n))

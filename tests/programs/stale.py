@@ -62,8 +62,8 @@ def beside_one_process(axes, plan):
 
 
 def beside_a_loop(axes, plan, count, how):
-    """Return (whether states and metrics equal the loop's, whether they equal those of plain steps, the bytes held,
-    threads left)."""
+    """Return (whether states and metrics equal those of the loop, whether they equal those of plain steps, the bytes
+    held, threads left)."""
     mesh = piped.mesh_of(axes)
     batches = [piped.own(mesh, i) for i in range(count)]
     step, state = piped.step_of(mesh, plan, **how)

@@ -69,7 +69,7 @@ def dense_ragged(x):
 
 
 # The same for all ranks at once, in plain torch: f64[N, n * WIDTH, WIDTH] -> [N, ...]. Some transposes are by
-# definition not the transpose of this map; other tests check them.
+# definition not the transpose of this map. Other tests check them.
 DENSE = {
     "psum": lambda x: x.sum(0).expand_as(x),
     "pmean": lambda x: x.mean(0).expand_as(x),
@@ -127,7 +127,7 @@ TRANSFORMS = {
 def dense_transforms(f):
     """Return {transform: X -> the results of all ranks} for a map f of the values of all ranks at once.
 
-    Transforms inside the mapped function add the losses of the ranks, and a tangent moves all ranks at once.
+    Transforms inside the mapped function add the losses of the ranks. A tangent moves all ranks at once.
     """
     losses = lambda x: torch.stack([scalar(lambda _, y=y: y)(y) for y in f(x.sin())])
     total = lambda x: losses(x).sum()

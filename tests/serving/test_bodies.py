@@ -1,4 +1,4 @@
-"""Bodies of requests in JSON and bytes. Valid bodies are answered, and invalid bodies get the reason.
+"""Bodies of requests in JSON and bytes. Valid bodies are answered. Invalid bodies get the reason.
 
 The model is the sums model."""
 

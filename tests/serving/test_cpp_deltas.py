@@ -70,7 +70,7 @@ def running(program, folder):
 
 def test_deltas_in_cpp_are_pythons(program, folder, tmp_path):
     """package + deltas in C++ = Python's package with the deltas = the newer parameters. This holds in every byte of
-    rows and whole tensors of every dtype. The outputs have Python's bits, and the file on disk does not change."""
+    rows and whole tensors of every dtype. The outputs have the bits of Python. The file on disk does not change."""
     package, tensors, batch = fr.load_package(folder), named(every_dtype.params()), every_dtype.batch(5)
     stored, since, ids = (folder / FILE).read_bytes(), "first", batch.ids
     with answers.Answers(program, folder) as running:

@@ -1,4 +1,4 @@
-"""A program fails for a request, or for new weights. The client gets the error, and all other requests are answered."""
+"""A program fails for a request, or for new weights. The client gets the error. All other requests are answered."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def assert_reason(error):
 
 def test_an_index_beyond_its_tensor_is_the_requests_error(running):
     """An id that the loops of a program cannot index gives its request a 500, for any number of threads. Other requests
-    are answered, and the server continues. The message has no addresses."""
+    are answered. The server continues. The message has no addresses."""
     ids = [3, ROWS, 4, -ROWS - 1, 1 << 62, 5]
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda i: predict(running.connect(), {"ids": {"a": [[i]]}}), ids))
@@ -69,7 +69,7 @@ def test_an_index_beyond_its_tensor_is_the_requests_error(running):
 
 
 def test_nobody_need_read_what_is_said(path, built):
-    """A failed run is logged to a closed stderr, and the server continues."""
+    """A failed run is logged to a closed stderr. The server continues."""
     with Server(built / "funcrec-serve", path) as server:
         server.process.stderr.close()
         for i, code in ((ROWS, 500), (1, 200)):

@@ -60,7 +60,7 @@ def test_paths_methods_and_types(server):
 
 
 def test_bodies_that_are_coded_are_refused(server):
-    """A body with a Content-Encoding gets 415, whatever its bytes, and the response says that no coding is accepted."""
+    """A body with a Content-Encoding gets 415, whatever its bytes. The response says that no coding is accepted."""
     body = json.dumps(ONE).encode()
     for coding, code in (("gzip", 415), ("Identity", 200), ("br, gzip", 415)):
         with server.raw() as s:

@@ -55,7 +55,7 @@ def test_bodies_beyond_the_memory_are_told_to_come_again(program):
 
 
 def test_what_is_parsed_is_of_the_memory(program):
-    """Parsed ids may need more memory than there is, although their text fits. The request then gets 503, and the
+    """Parsed ids may need more memory than there is, although their text fits. The request then gets 503. The
     connection continues. A body larger than the whole memory gets 413."""
     with Server(program, "sums", "--memory", "400000") as server:
         connection = server.connect()
@@ -71,7 +71,7 @@ def test_what_is_parsed_is_of_the_memory(program):
 
 def test_many_long_bodies_take_no_more_than_there_is(program):
     """Thirty clients that send bodies of 4 MiB at once use no more memory than the server's limit. Some requests get
-    503, and every request is answered."""
+    503. Every request is answered."""
     body = many_ids(1_300_000)
 
     def peak(server):

@@ -20,7 +20,7 @@ def test_a_server_that_ends_is_alive_and_not_ready(program, path):
         with server.raw() as s:
             s.sendall(head(method="GET", path=path)[:-2])
             os.kill(server.process.pid, signal.SIGTERM)
-            # repeat until the server accepts no connections
+            # the loop runs until the server accepts no connections
             while True:
                 try:
                     server.raw().close()

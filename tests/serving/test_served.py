@@ -201,8 +201,8 @@ class Asking:
 
 def test_a_run_publishes_to_a_server(path, built, tmp_path):
     """A run publishes each step to a server that serves clients. Every response equals that of an export of the named
-    step. A server that ended causes a warning. A restarted server gets the whole weights, and its memory equals that of
-    the export."""
+    step. A server that ended causes a warning. A restarted server gets the whole weights. Its memory equals that of the
+    export."""
     (tmp_path / "published").mkdir()
     start = lambda: serving.Server(built / "funcrec-serve", path, "--updates", str(tmp_path / "published"))
     asked, reader, right = packages.batch(7, seed=7), fr.load_package(path), {}

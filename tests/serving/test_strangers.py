@@ -1,4 +1,4 @@
-"""The rights of clients. Updates have their own address, and a request must name this server."""
+"""The rights of clients. Updates have their own address. A request must name this server."""
 
 import json
 import socket

@@ -133,7 +133,7 @@ def heard():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stopped_server_has_answered_all(program, number):
     """After a signal under load, every connected client gets its response. The response says that the connection
-    closes. No new connection is accepted, idle connections are closed, and the exit status is 0."""
+    closes. No new connection is accepted. Idle connections are closed. The exit status is 0."""
     with Server(program, "sums", "--workers", "2") as server:
         idle, load = server.raw(), Load(server, 12)
         half = server.raw()

@@ -41,8 +41,8 @@ def deadline():
 
 
 def test_many_writers_and_readers_of_one_path(tmp_path, monkeypatch):
-    """When several savers share one path and one process id, all savers succeed. Readers see only whole files, and the
-    last saved file stays."""
+    """When several savers share one path and one process id, all savers succeed. Readers see only whole files. The last
+    saved file stays."""
     monkeypatch.setattr(os, "getpid", lambda: 1)  # as in containers
     path, failures, done = tmp_path / "a.pt", [], threading.Event()
     fr.save(path, {"n": -1, "x": torch.full((5000,), -1)})
@@ -113,7 +113,7 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path):
 
 
 def test_a_full_disk_is_told_and_the_old_file_stays(tmp_path):
-    """When the disk is full, the error says so in four parts. The old file is whole, and no other file remains."""
+    """When the disk is full, the error says so in four parts. The old file is whole. No other file remains."""
     code = """
 import resource, signal, sys, torch, funcrec as fr
 fr.save(sys.argv[1], {"x": torch.ones(100)})
@@ -158,7 +158,7 @@ PLACES = {  # a function that makes a path in a folder: (save's error, load's er
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_bad_path_is_told(name, tmp_path, deadline):
-    """A path that is no path of a file raises an error in four parts, in save and in load. No call blocks, and no file
+    """A path that is no path of a file raises an error in four parts, in save and in load. No call blocks. No file
     remains."""
     make, of_save, of_load, fragment = PLACES[name]
     place = make(tmp_path)
@@ -385,7 +385,7 @@ def test_a_device_that_is_not_here_is_told(tmp_path):
 
 
 def test_a_link_is_followed(tmp_path):
-    """A save to a symbolic link writes the target of the link, even if the target does not exist yet. The link stays."""
+    """A save to a symbolic link writes the target of the link, even if no target exists yet. The link stays."""
     (tmp_path / "there").mkdir()
     link = tmp_path / "latest.pt"
     link.symlink_to(tmp_path / "there" / "state.pt")

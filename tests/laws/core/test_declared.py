@@ -1,6 +1,6 @@
 """Declarations that relate several arguments.
 
-Dimensions with one letter are equal, and an argument may require another argument."""
+Dimensions with one letter are equal. An argument may require another argument."""
 
 from typing import Annotated
 

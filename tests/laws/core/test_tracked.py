@@ -97,7 +97,7 @@ def test_what_a_function_reads_is_found():
 
 def test_two_runs_are_told_apart():
     """Two runs of a function are the same if their operations, numbers and tensors are the same. The shapes of tensors
-    count, and the values of tensors do not."""
+    count. The values of tensors do not count."""
     a, b = torch.ones(2), torch.ones(2)
     held = {"n": 1.0, "w": a, "array": np.ones(2), "flip": False}
     ends = lambda x, z: x - z if held["flip"] else z - x

@@ -78,7 +78,7 @@ def test_tsv_options(tsv, tmp_path):
 
 
 def test_several_files_are_one(tsv, tmp_path):
-    """A folder of days is read as one file after the other. Batches may span two files, and errors name the file."""
+    """A folder of days is read as one file after the other. Batches may span two files. Errors name the file."""
     (tmp_path / "days").mkdir()
     for i in range(2):
         (tmp_path / "days" / f"day_{i}").write_text(TEXT)

@@ -69,7 +69,7 @@ def test_ids_that_are_all_missing_are_unknown(nothing, encoder):
 
 @each_nothing
 def test_ids_that_are_all_missing_where_none_may_be(nothing):
-    """`identity` and `examples` have no id for a missing value, and the error says so. With `missing` they have an
+    """`identity` and `examples` have no id for a missing value. The error says so. With `missing` they have an
     id."""
     schema, table = Schema(categorical=("item",)), {"item": NOTHING[nothing](2)}
     encoding = fit_encoding({"item": [1, 2]}, schema, {"item": identity(5)})

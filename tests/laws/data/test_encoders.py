@@ -1,4 +1,4 @@
-"""Encoders equal loops in Python. Any chunks give the same state, and any form of column gives the same ids."""
+"""Encoders equal loops in Python. Any chunks give the same state. Any form of column gives the same ids."""
 
 import bisect
 import math
@@ -204,7 +204,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_lists_are_encoded_element_by_element(form):
-    """Lists of any layout stay lists, and missing lists stay missing. A missing element gets the unknown id."""
+    """Lists of any layout stay lists. Missing lists stay missing. A missing element gets the unknown id."""
     state = vocabulary().fit(["a", "b"])
     assert state.apply(FORMS[form]).to_pylist() == [[2, 1], [], None, [1, 0, 0], [2]]
     same(vocabulary().fit(FORMS[form]), vocabulary().fit(["b", "a", "a", None, "?", "b"]))

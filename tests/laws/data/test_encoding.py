@@ -53,7 +53,7 @@ def test_an_encoding_does_not_depend_on_chunks(size):
 
 
 def test_files_are_learned_from_as_tables_are(tmp_path):
-    """A folder of files gives the encoding of its rows. Errors name file and row, and a path can be encoded."""
+    """A folder of files gives the encoding of its rows. Errors name file and row. A path can be encoded."""
     from pyarrow import parquet
 
     for i in range(3):
@@ -119,7 +119,7 @@ def test_prediction_needs_no_label():
 
 
 def test_what_is_encoded_is_what_a_model_reads():
-    """Every id of an encoded table is inside its table, and a model can read the batch."""
+    """Every id of an encoded table is inside its table. A model can read the batch."""
     data, (tables, features) = encode(ENCODING, TABLE), configs(ENCODING, 4)
     batch = data.take(torch.arange(30))
     fr.validate(batch, features, tables)

@@ -43,7 +43,7 @@ def column(draw, n, kinds, make):
     kind, values = kinds[draw(st.sampled_from(sorted(kinds)))]
     rows = draw(st.lists(values, min_size=n, max_size=n))
     cut, whole = draw(st.integers(0, n)), make(rows, kind)
-    # slices, so that offsets do not begin at 0
+    # the offsets of slices do not begin at 0
     return rows, pa.chunked_array([whole[:cut], whole[cut:]], whole.type)
 
 

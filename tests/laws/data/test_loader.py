@@ -177,7 +177,7 @@ def is_alone():
 
 @given(n=st.integers(0, 20), depth=st.integers(1, 5))
 def test_prefetch_same(n, depth):
-    """prefetch gives the same items in the same order, and then its thread ends."""
+    """prefetch gives the same items in the same order. Then the thread of prefetch ends."""
     assert list(prefetch(iter(range(n)), depth=depth)) == list(range(n))
     assert is_alone()
 
@@ -204,7 +204,7 @@ def test_prefetch_exception():
 
 
 def test_prefetch_early_stop():
-    """A consumer that stops early leaves no thread, and the source is closed."""
+    """A consumer that stops early leaves no thread. The source is closed."""
     closed = threading.Event()
 
     def items():

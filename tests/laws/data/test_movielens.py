@@ -56,7 +56,7 @@ def test_read_back(folder):
 
 
 def test_columns_may_move(folder):
-    """Columns are found by name, and line ends may be LF."""
+    """Columns are found by name. Line ends may be LF."""
     before = movielens_1m(folder)
     swapped = [(t, s, i, u) for u, i, s, t in INTER]
     write(folder, "ml-1m.inter", ["timestamp:float", "rating:float", "item_id:token", "user_id:token"], swapped, "\n")
@@ -120,7 +120,7 @@ def test_ctr_rows_that_are_not_there(folder):
 
 
 def test_ctr_data_is_a_value(folder):
-    """The data are a pytree, and therefore move between devices like any other tree."""
+    """The data are a pytree. They therefore move between devices like any other tree."""
     data = ctr_dataset(movielens_1m(folder)).data
     assert map_tensors(lambda x: x.to("meta"), data).label.device.type == "meta"
 

@@ -140,8 +140,8 @@ def test_log_q_is_differentiated():
 
 
 def test_counts_of_a_vocabulary_are_what_is_drawn_by():
-    """The counts of an encoding's vocabulary equal bincount of the encoding's ids, and popularity_negatives takes
-    them."""
+    """The counts of an encoding's vocabulary equal bincount of the encoding's ids. popularity_negatives takes these
+    counts."""
     table = {"item": ["b", "a", "b", None, "c", "b"]}
     encoding = fr.data.fit_encoding(table, fr.data.Schema(categorical=("item",)))
     ids = fr.data.encode(encoding, table).categorical[:, 0]

@@ -127,7 +127,7 @@ def test_a_core_is_the_largest_that_there_is(pairs, k):
 
 
 def test_a_core_is_found_along_a_chain():
-    """Rows are removed until nothing changes. A chain of pairs disappears from its ends, and a ring stays."""
+    """Rows are removed until nothing changes. A chain of pairs disappears from its ends. A ring stays."""
     user, item = torch.arange(40) // 2, (torch.arange(40) + 1) // 2
     assert k_core(user, item, 2).tolist() == []
     assert k_core(user, item % 20, np.int64(2)).tolist() == list(range(40))

@@ -29,7 +29,7 @@ def run(folder, out, *more):
 
 
 def test_it_trains_reports_and_resumes_to_the_same_bits(folder, tmp_path, capsys):
-    """Two epochs and a resumption equal four epochs at once, and the report is complete."""
+    """Two epochs and a resumption equal four epochs at once. The report is complete."""
     assert run(folder, tmp_path / "whole", "--epochs", "4") == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"test AUC [01]\.\d{4} \(published 0\.8935\)", last)

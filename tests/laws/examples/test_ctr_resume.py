@@ -64,7 +64,7 @@ HELD = {
 @pytest.mark.parametrize("name", HELD)
 def test_a_folder_that_holds_a_run_is_kept(name, finished, no_data, capsys):
     """Without --resume or --overwrite, a run does not start in a folder that holds a run. The error comes before data
-    are read, and every file stays."""
+    are read. Every file stays."""
     words, fragments = HELD[name]
     before = files(finished)
     with pytest.raises(SystemExit) as end:
@@ -150,7 +150,8 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_checkpoint_is_told(name, folder, finished, tmp_path):
-    """--resume from a file that is no whole checkpoint of this program says so, and does not change the file."""
+    """--resume from a file that is no whole checkpoint of this program raises an error that says so. The file does not
+    change."""
     damage, fragment = DAMAGED[name]
     path = tmp_path / "checkpoint.pt"
     path.write_bytes((finished / "checkpoint.pt").read_bytes())

@@ -150,7 +150,7 @@ def dropped(params, batch, key, product, total):
 
 def test_micro_batches_are_ranks():
     """k micro-batches and k emulated ranks give the same tables, dense parameters and loss, bit for bit, with dropout.
-    The loss must sum in a fixed order. Emulated ranks share one matrix product, and a library may sum that product in
+    The loss must sum in a fixed order. Emulated ranks share one matrix product. A library may sum that product in
     another order than the product of a single rank."""
     loss_fn = lambda params, batch, key: dropped(params, batch, key, ordered.product, ordered.total)
     params, batch = drawn(11)
@@ -180,7 +180,7 @@ def test_micro_batches_are_batches_that_are_added(k=4):
 
 
 def test_aux_is_the_mean():
-    """Float tensors in aux are averaged, and all other values must be equal. Metrics and merge get the mean."""
+    """Float tensors in aux are averaged. All other values must be equal. Metrics and merge get the mean."""
     params, batch = drawn(2)
     loss_fn = lambda p, b: (plain_loss(p, b), {"mean": b.label.mean(), "name": "x", "none": None})
     (_, aux), _ = fr.accumulate_grads(loss_fn, 4, has_aux=True)(params, batch)
@@ -259,7 +259,7 @@ fr.testing.assert_trees_close(made[0], made[1], rtol=1e-4, atol=1e-5)
 
 def test_activations_of_one_micro_batch_live_at_a_time():
     """The loss of a step has the activations of four layers, of 64 MiB. In 8 micro-batches, the eager step allocates
-    less than half of them. The compiled step allocates less than a third, and both give the same state."""
+    less than half of them. The compiled step allocates less than a third. Both steps give the same state."""
     out = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True).stdout
     eager, compiled = (int(x) for x in out.split()[-2:])
     assert 8e6 < eager < 32e6 and 8e6 < compiled < 21e6, (eager, compiled)

@@ -56,7 +56,8 @@ def dense_tables(grads):
 
 @given(MIXED)
 def test_rows_are_the_dense_gradient(it):
-    """grads.tables[name].to_dense(), grads.dense and the loss equal torch's for dense tables."""
+    """grads.tables[name].to_dense(), grads.dense and the loss equal the gradients and the loss of torch for dense
+    tables."""
     params, loss = fr.Params(it.tables, DENSE), loss_of(it)
     value, grads = fr.value_and_grad(loss)(params, it.ids, scale=0.5)
     (want_tables, want_dense), want = densely(loss, params, it.ids, scale=0.5)
@@ -97,7 +98,7 @@ def test_the_explicit_form_is_the_same(it, data):
 @settings(max_examples=10)
 @given(MIXED)
 def test_a_step_reads_nothing_on_the_host(it):
-    """value_and_grad traces with fake tensors, and therefore reads nothing on the host. The traced step gives the same
+    """value_and_grad traces with fake tensors. It therefore reads nothing on the host. The traced step gives the same
     values."""
     params, run = fr.Params(it.tables, DENSE), fr.value_and_grad(loss_of(it))
     ids = zero_padding(it.ids)

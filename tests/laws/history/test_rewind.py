@@ -71,7 +71,7 @@ def test_dense_optimizers_are_undone(kind):
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_rewound_call_may_use_up_its_argument(name, interpreted):
-    """With donate=True, rewind writes the rows in place, and a use of the old value raises. The result can be rewound
+    """With donate=True, rewind writes the rows in place. A use of the old value then raises. The result can be rewound
     further, and trained on."""
     step = logged(name, steps=6)
     fast = donated(step)
@@ -247,7 +247,7 @@ def test_scanned_steps_are_undone():
 
 
 def test_fit_takes_a_logged_step():
-    """fit trains a Logged, and the steps of the run can be undone afterwards."""
+    """fit trains a Logged. The steps of the run can be undone afterwards."""
     step = logged("adam")
     done = fr.fit(step, step.init(params()), BATCHES[:3], epochs=1)
     same(fr.rewind(done.state, 3).state, step.init(params()).state)
@@ -291,7 +291,7 @@ def test_a_derivative_of_a_log_is_refused():
 
 
 def test_logged_steps_pickle_and_are_saved(tmp_path):
-    """A logged step pickles, and its value can be checkpointed. rewind is the same after a load."""
+    """A logged step pickles. Its value can be checkpointed. rewind is the same after a load."""
     step = fr.logged(fr.train_step(loss, sparse=fr.optim.adam(lr=0.1), dense=DENSE), steps=2, rows=4)
     again = pickle.loads(pickle.dumps(step))
     run = again.init(fr.Params({"t": torch.zeros(5, 2)}, torch.ones(2)))

@@ -36,7 +36,7 @@ def two_or_more(**options):
 @pytest.mark.parametrize("name", OPS)
 @given(data=st.data())
 def test_an_operation_is_that_of_lists(name, data):
-    """op(x).to_lists() == op(x.to_lists()) for every dtype. Weights follow their values, and dtypes stay."""
+    """op(x).to_lists() == op(x.to_lists()) for every dtype. Weights follow their values. Dtypes stay."""
     op, on_lists = OPS[name]
     x = data.draw(two_or_more(weighted=False, **ANY))
     out = op(x)

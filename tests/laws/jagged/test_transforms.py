@@ -31,7 +31,7 @@ CAPACITY = 7
 on_keys = lambda keys: lambda d: [(k, d[k]) for k in keys]
 on_bags = lambda pick: lambda d: [(k, pick(bags)) for k, bags in d.items()]
 same = lambda d: list(d.items())
-KEYED = {  # the operation, and the same on {key: [bag, ...]}
+KEYED = {  # the operation, and the same operation on {key: [bag, ...]}
     "permute": (lambda x: x.permute(["c", "a", "b"]), on_keys("cab")),
     "permute some": (lambda x: x.permute(["b"]), on_keys("b")),
     "permute none": (lambda x: x.permute([]), on_keys("")),

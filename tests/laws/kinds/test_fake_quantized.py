@@ -136,7 +136,7 @@ def test_scales_get_lsqs_gradient(dtype):
     dense tables (arXiv:1902.08153, appendix A). Other derivatives of scales and tables raise."""
     most = 2 ** (int(dtype[3:]) - 1) - 1
     fake = fr.fake_quantize(TABLES, dtype, scales="learned")
-    # so that some values are clipped
+    # some values are then clipped
     fake = fr.tree.map(lambda x: x * 0.7, fake)
     stop = lambda new, x: x + (new - x).detach()
 
@@ -267,7 +267,7 @@ def test_training_for_few_bits_loses_less_by_them():
     first = trained(fr.init(fr.key(0), configs), 0.05, 100)
     slower = lambda step: 0.003 * 0.5 ** (step / 15)
     floats, aware = (trained(t, slower, 100) for t in (first, fr.fake_quantize(first, "int4")))
-    # the float model does fit
+    # the float model fits the data
     assert float(mean_square(floats)) < 1e-3 * float(rating.square().mean())
     without, trained_so = float(mean_square(fr.quantize(floats, "int4"))), float(mean_square(fr.quantize(aware)))
     assert trained_so < 0.8 * without, (trained_so, without)

@@ -81,7 +81,7 @@ def test_lookups_are_those_of_the_dequantised_tables(it, dtype):
 
 
 def test_rounding_at_random_is_right_on_the_mean():
-    """The mean over many keys is x. One key gives one result, and another key gives another result."""
+    """The mean over many keys is x. One key gives one result. Another key gives another result."""
     tables = {"a": torch.linspace(-1, 1, 13)[None].repeat(400, 1)}
     draw = lambda seed: fr.dequantize(fr.quantize(tables, "int2", key=fr.key(seed)))["a"]
     assert_trees_close(draw(0), draw(0))
@@ -146,8 +146,8 @@ def test_lookups_of_codes_are_transformed():
 
 
 def test_dense_parts_train_beside_codes():
-    """A loss that reads quantised tables outside its params has the dense gradients of the values of the codes, and
-    weights of ids are differentiable. As tables of the params, quantised tables raise before the loss runs."""
+    """A loss that reads quantised tables outside its params has the dense gradients of the values of the codes. Weights
+    of ids are differentiable. As tables of the params, quantised tables raise before the loss runs."""
     q = mixed(TABLES)
     dense = torch.linspace(-1, 1, 19)
     loss = lambda p, t, ids: (fr.lookup(t, ids, FEATURES).values @ p.dense).sin().sum()

@@ -180,7 +180,7 @@ def test_on_a_mesh(tmp_path):
 
 
 def test_copies_are_made_one_before_they_are_read(tmp_path):
-    """`sync` runs before a state is evaluated or saved, and training continues from the result of `sync`."""
+    """`sync` runs before a state is evaluated or saved. Training continues from the result of `sync`."""
     seen = []
     sync = lambda state: seen.append(int(state.step)) or state
     fit(sync=sync, checkpoint=tmp_path / "run.pt", save_every_steps=2)
@@ -189,8 +189,8 @@ def test_copies_are_made_one_before_they_are_read(tmp_path):
 
 @pytest.mark.parametrize("signum, error", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_leaves_a_checkpoint(signum, error, whole, tmp_path):
-    """After a signal, the step ends, the checkpoint is written, and the signal is raised. The handlers are restored,
-    and the run can resume."""
+    """After a signal, the step ends, the checkpoint is written, and the signal is raised. The handlers are restored.
+    The run can resume."""
     send = lambda record: os.kill(os.getpid(), signum) if record.when == "step" and record.step == 5 else None
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(error) as raised:

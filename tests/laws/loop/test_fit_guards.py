@@ -105,7 +105,7 @@ def test_bad_ids_of_later_batches_raise(loader, how):
 
 
 def test_bad_ids_of_the_first_batch_are_counted_too():
-    """Bad ids of the first batch are also counted, and no value is written to the batch. Other faults of the batch
+    """Bad ids of the first batch are also counted. No value is written to the batch. Other faults of the batch
     still raise."""
     before = fr.copy(WORSE)
     done = fr.fit(STEP, start(), [WORSE, GOOD], epochs=1, on_bad_ids="count")

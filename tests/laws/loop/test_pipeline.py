@@ -71,7 +71,7 @@ class LoaderError(Exception):
 
 
 def test_an_error_of_the_loader_comes_at_its_place():
-    """An error of the loader is raised after the batches before it, and the states of these batches are whole."""
+    """An error of the loader is raised after the batches before it. The states of these batches are whole."""
 
     def broken():
         yield from numbers(3)
@@ -159,8 +159,8 @@ def interrupted(at):
 
 
 def test_interrupts_leave_no_lock_behind():
-    """An interrupt at any moment at which a loop uses its thread ends the loop. No call waits for ever, and the
-    pipeline runs again."""
+    """An interrupt at any moment at which a loop uses its thread ends the loop. No call waits for ever. The pipeline
+    runs again."""
     found = []
     run = lambda: found.extend(itertools.takewhile(bool, map(interrupted, itertools.count(1))))
     thread = threading.Thread(target=run, daemon=True)

@@ -21,7 +21,7 @@ CLICKS, CLASSES = torch.tensor([0.0, 1.0, 1.0, 0.25, 0.0, 1.0]), torch.tensor([0
 TASKS = losses.multi_task([losses.bce, losses.mse], weights=(1.0, 0.5))
 BOTH = torch.stack([CLICKS, CLICKS * 3], 1)
 _paired = lambda **how: lambda x, y, w=None, **more: losses.in_batch_softmax(x, y, w, **how, **more)
-# name: (loss, predictions' shape, label, torch's loss of each example, an invalid label)
+# name: (loss, predictions' shape, label, the loss of each example in torch, an invalid label)
 LOSSES = {
     "bce": (losses.bce, (B,), CLICKS, lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none"), 5.0),
     "mse": (losses.mse, (B,), CLICKS * 3, lambda x, y: F.mse_loss(x, y, reduction="none"), torch.nan),

@@ -88,7 +88,7 @@ def test_coding_twice_is_coding_once(made, kind):
 @given(vectors(), st.sampled_from(get_args(Kind)))
 def test_coded_bytes_are_counted(made, kind):
     """A 16-bit element takes two bytes. int8 takes one byte for each element and four bytes for each row. Strides
-    change no byte, and the shapes of the operators are known on meta."""
+    change no byte. The shapes of the operators are known on meta."""
     x, widths = made
     sent = _codec._encode(x, kind, widths)
     per_vector = sum(widths) + 4 * len(widths) if kind == "int8" else 2 * sum(widths)

@@ -69,7 +69,7 @@ def test_split(name, rows, at):
 @each_metric
 @given(a=examples(), b=examples(), c=examples())
 def test_merge(name, a, b, c):
-    """merge is commutative and associative, and init() is its zero."""
+    """merge is commutative and associative. Its zero is init()."""
     metric = METRICS[name]
     a, b, c = (state_of(metric, rows) for rows in (a, b, c))
     merge = metrics.merge
@@ -154,7 +154,7 @@ def test_auc_bound(rows):
 
 @given(rows=examples())
 def test_exact_auc_order(rows):
-    """exact_auc equals the pairwise definition. Increasing maps keep it, and negated scores give 1 - AUC."""
+    """exact_auc equals the pairwise definition. Increasing maps keep the AUC. Negated scores give 1 - AUC."""
     p, y, w = rows
     found = metrics.exact_auc(p, y, w)
     wins = (p[:, None] > p).double() + (p[:, None] == p).double() / 2

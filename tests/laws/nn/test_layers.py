@@ -191,7 +191,7 @@ def test_dropout_under_vmap_over_keys():
 
 
 def test_dropped_elements_do_not_leak():
-    """A dropped element may be NaN, and its gradient is zero."""
+    """A dropped element may be NaN. Its gradient is zero."""
     key = fr.key(4)
     dropped = nn.dropout(torch.ones(64), key, 0.5) == 0
     x = torch.where(dropped, torch.nan, 1.0)

@@ -137,8 +137,8 @@ def sum_of(grads):
 
 
 def test_accumulate_keeps_no_counts():
-    """Under an optimizer that may count entries, entries that stand for several ids raise. Single entries are counted,
-    and other optimizers accept both."""
+    """Under an optimizer that may count entries, entries that stand for several ids raise. Single entries are counted.
+    Other optimizers accept both."""
     tables, grads = generated(3, 2)
     summed, own = {n: g.coalesce() for n, g in grads[0].items()}, rowwise_adagrad_cowclip(0.1)
     mine = row_optimizer(init=lambda t: {}, rule=lambda row, grad, slots, hyper: (row - grad / hyper.repeats, slots))
@@ -253,14 +253,14 @@ def test_policies(name):
 
 
 def test_stages_follow_each_other():
-    """The first stage whose max_iters has not passed is used, and steps count from the start of training."""
+    """The first stage whose max_iters has not passed is used. Steps count from the start of training."""
     rate = schedule([Stage("constant", 2, value=0.5), Stage("linear", 4, value=0.0), Stage("step", 6, value=0.5)])
     assert [float(rate(t)) for t in range(8)] == [0.5, 0.5, 0.5, 0.75, 1.0, 2**-5, 2**-6, 1.0]
     assert float(schedule([])(0)) == 1.0
 
 
 def test_schedule_is_staged():
-    """A staged schedule takes the step as an input. One graph serves all steps, and vmap over steps gives each rate."""
+    """A staged schedule takes the step as an input. One graph serves all steps. vmap over steps gives each rate."""
     rate = schedule([s for s, _ in [FACTORS["linear"]]] + [Stage("inv_sqrt", 20)], lr=0.3)
     graph = make_fx(rate, tracing_mode="fake")(torch.tensor(0))
     steps = torch.arange(25)

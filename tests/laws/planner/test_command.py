@@ -120,7 +120,7 @@ def test_a_damaged_plan_is_a_value_error():
 
 
 def test_yaml_without_its_package_is_told(tmp_path, capsys, monkeypatch):
-    """A YAML file requires PyYAML, and the error says so. With PyYAML the file is read."""
+    """A YAML file requires PyYAML. The error says so. With PyYAML the file is read."""
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert run(tmp_path, "a: 1", name="spec.yaml") == 2
     assert "PyYAML" in capsys.readouterr().err

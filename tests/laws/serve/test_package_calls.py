@@ -53,7 +53,7 @@ def test_packages_are_not_staged(path):
 
 
 def test_an_interrupted_call_gives_its_permit_back(path):
-    """Wherever Ctrl-C interrupts a call, the package answers the next call, and derivatives are as before."""
+    """Wherever Ctrl-C interrupts a call, the package answers the next call. Derivatives are as before."""
     package = fr.load_package(path)
 
     def interrupt(*_):

@@ -149,7 +149,7 @@ def test_what_is_written_when(step, coded, tmp_path):
 
 
 def test_states_without_a_log_are_published_whole(plain, tmp_path):
-    """Without `logged`, each publication is whole weights, and the newest publications stay."""
+    """Without `logged`, each publication is whole weights. The newest publications stay."""
     told = Told(plain, "plain", tmp_path / "published")
     told.begin()
     run = begun()
@@ -161,7 +161,7 @@ def test_states_without_a_log_are_published_whole(plain, tmp_path):
 
 
 def test_a_log_begun_anew_is_published_whole(plain, tmp_path):
-    """The versions of a new log start again. The changed rows are therefore unknown, and all rows are written."""
+    """The versions of a new log start again. The changed rows are therefore unknown. All rows are written."""
     told = Told(plain, "plain", tmp_path / "published")
     told.begin()
     run = begun()
@@ -198,7 +198,7 @@ def test_a_new_log_that_is_as_old_is_published_whole(where, plain, tmp_path):
 
 
 def test_a_log_of_an_older_checkpoint_is_published_whole(plain, tmp_path):
-    """A log without a recorded origin may be any log. All rows are written each time, and training continues."""
+    """A log without a recorded origin may be any log. All rows are written each time. Training continues."""
     told = Told(plain, "plain", tmp_path / "published", every_steps=1)
     told.begin()
     run = begun()
@@ -226,7 +226,7 @@ def test_a_server_that_cannot_be_told_does_not_end_training(plain, tmp_path):
 
 def test_what_is_damaged_is_led_around_or_told(plain, tmp_path):
     """A package refuses a damaged delta, and takes whole weights if they are newer. Otherwise the package does not
-    change, and an error says what is wrong. A folder without weights raises an error that says so."""
+    change. An error says what is wrong. A folder without weights raises an error that says so."""
     with pytest.raises(FileNotFoundError, match="has no weights"):
         fr.load_package(plain).follow(tmp_path)
     told = Told(plain, "plain", tmp_path / "published", keep=2)
@@ -283,7 +283,7 @@ def test_a_state_that_was_restored_is_published_whole(steps, beyond, plain, tmp_
 def test_weights_that_are_exchanged_are_closed(plain, tmp_path):
     """Weight files that no package reads any more are closed. Python has no leak to warn of."""
     weights = fr.save_weights(tmp_path / "weights", held(begun().state, "plain"))
-    # collect the garbage of other tests
+    # this call collects the garbage of other tests
     gc.collect()
     package, count = fr.load_package(plain), len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings(record=True) as seen:

@@ -53,7 +53,7 @@ def another(folder):
 
 def test_a_folder_has_one_publisher(plain, tmp_path):
     """While one process publishes to a folder, another process raises with the name of the first process before it
-    writes. A killed process releases the folder. Within one process, the newest publisher continues, and the older
+    writes. A killed process releases the folder. Within one process, the newest publisher continues. The older
     publisher raises."""
     folder, run = tmp_path / "published", begun()
     folder.mkdir()

@@ -157,7 +157,7 @@ def test_a_third_kind_is_saved(low_rank, tmp_path):
 
 
 def test_a_third_kind_is_logged(low_rank):
-    """Steps are undone, and deltas name the rows of steps, part by part."""
+    """Steps are undone. Deltas name the rows of steps, part by part."""
     step, state = started(low_rank)
     logged = fr.logged(step, steps=2, rows=R)
     begun = logged.init(state)
@@ -217,7 +217,7 @@ def placed(low_rank, monkeypatch):
 
 
 def test_a_third_kind_is_placed(low_rank, placed):
-    """The lookups of each rank are those of the whole tables, and the parts come back with every bit."""
+    """The lookups of each rank are those of the whole tables. The parts come back with every bit."""
     pooled = lambda tables, ids: fr.lookup(tables, ids, POOLED).values
     rows = lambda tables, ids: fr.lookup_sequence(tables, ids, SEQUENCES)["seq"].to_padded(2)
     for read in (pooled, rows):

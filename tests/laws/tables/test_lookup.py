@@ -36,8 +36,7 @@ def bags_of(it, feature):
 
 
 def naive_pooled(it):
-    """Return {feature: f64[B, D]}, computed by a loop. Sums of these numbers are exact, and a mean adds one
-    division."""
+    """Return {feature: f64[B, D]}, computed by a loop. Sums of these numbers are exact. A mean adds one division."""
     out = {}
     for f in it.features:
         if f.pooling == "none":
@@ -155,7 +154,7 @@ def test_a_transpose_marks_what_counts_for_nothing(it):
 
 @given(frs.lookups(dtypes=F64), st.data())
 def test_lookup_is_linear(it, data):
-    """lookup(a·x + y) = a·lookup(x) + lookup(y). The jvp of lookup is lookup itself, and the Hessian is zero."""
+    """lookup(a·x + y) = a·lookup(x) + lookup(y). The jvp of lookup is lookup itself. The Hessian is zero."""
     other = {n: data.draw(frs.tensors(w.shape, dtype=w.dtype)) for n, w in it.tables.items()}
     at = lambda w: fr.lookup(w, it.ids, it.features).values
     both = at({n: 2 * w + other[n] for n, w in it.tables.items()})

@@ -64,7 +64,7 @@ def test_an_operation_is_that_of_dense_gradients(name, data):
 @pytest.mark.parametrize("name", OPS)
 @given(data=st.data())
 def test_padding_is_never_read(name, data):
-    """op(g with garbage in its padding) == op(g), and g does not change."""
+    """op(g with garbage in its padding) == op(g). The call does not change g."""
     op, _ = OPS[name]
     g = data.draw(GRADS)
     before = torch.utils._pytree.tree_map(torch.clone, g)
@@ -183,7 +183,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_tangents_of_row_gradients_are_refused(use):
-    """A tangent that jvp returns for RowGrads has no rows, and every use of the tangent raises. The primal is usable.
+    """A tangent that jvp returns for RowGrads has no rows. Every use of the tangent raises. The primal is usable.
     Inside the differentiated function all values are right."""
     x, one = torch.tensor(5.0), torch.ones(())
     primal, tangent = torch.func.jvp(bags_of, (x,), (one,))

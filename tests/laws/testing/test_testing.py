@@ -165,7 +165,7 @@ SMALLEST = {
 
 
 def test_meshes_and_plans_shrink_and_reach():
-    """The smallest mesh is one rank, and the smallest plan is replicated. Draws include ranks in another order,
+    """The smallest mesh is one rank. The smallest plan is replicated. Draws include ranks in another order,
     repeated ranks, and axes in another order than those of the mesh."""
     assert str(find(frs.meshes(), lambda mesh: True)) == "Mesh.emulated(x=1)"
     mesh = fr.Mesh.emulated(x=2, y=3)

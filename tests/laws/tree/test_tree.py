@@ -47,7 +47,7 @@ def test_a_tree_is_its_leaves_and_its_structure(name):
 
 @pytest.mark.parametrize("name", TREES)
 def test_map_is_a_functor(name):
-    """map of the identity is the tree, and map of a composition is the composition of maps. Further trees are matched
+    """map of the identity is the tree. map of a composition is the composition of maps. Further trees are matched
     leaf by leaf, with dict keys in any order."""
     tree = TREES[name]
     f, g = lambda x: (x, 1), lambda x: f"{x}"
