@@ -91,7 +91,7 @@ CONDS = {
 
 @pytest.mark.parametrize("name", CONDS)
 def test_torch_cond_in_a_loss(name):
-    """torch.cond in a loss raises with its name and with code to write in place of it."""
+    """torch.cond in a loss raises. The error has its name, and code to write in its place."""
     with pytest.raises(TypeError, match=four(r"calls torch\.cond.*torch\.where\(condition, a, b\)")):
         CONDS[name]()
 
@@ -176,7 +176,7 @@ def test_a_row_of_pandas_is_no_table():
 
 @pytest.mark.parametrize("column", ["when", "took"])
 def test_times_are_no_dense_numbers(column):
-    """Times and durations raise as dense columns. The error suggests the number to make from them."""
+    """Times and durations raise as dense columns. The error suggests a number to make from the column."""
     schema = Schema(categorical=("item",), dense=(column,))
     for run in (lambda: examples(frame(), schema), lambda: fit_encoding(frame(), schema),
                 lambda: fit_encoding(frame(), schema, {column: log1p()})):  # fmt: skip

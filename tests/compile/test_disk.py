@@ -1,4 +1,4 @@
-"""Any process that stages the same graph loads the compiled code on disk. Another graph does not load it.
+"""Any process that stages the same graph loads the compiled code on disk. Any other graph does not load this code.
 
 Damaged code is compiled again."""
 

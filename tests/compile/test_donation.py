@@ -161,7 +161,7 @@ def test_what_nobody_holds_is_written_in_place(step, no_warning, make):
 
 def test_parts_of_one_memory_are_written_in_place(interpreted, no_warning):
     """Leaves that are parts of one tensor stay in place when nothing else holds that tensor. They are copied while
-    something else holds it."""
+    something else holds the tensor."""
     fn = lambda s: [x.index_put((ONE,), x[1:2] + 1) for x in s]
     step, given = fr.jit(fn, donate=("s",)), list(torch.zeros(3, 4).unbind(0))
     at = [x.data_ptr() for x in given]

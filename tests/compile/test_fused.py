@@ -248,7 +248,7 @@ def swapped(tables, slots, d):
 
 
 def after_a_write(tables, slots, d):
-    """Return the results of an update with written rows before and after it."""
+    """Return the results of an update with writes of rows before and after the update."""
     at = (torch.tensor([1, 2]),)
     written = {n: t.index_put(at, d[:2, : t.shape[1]].to(t.dtype)) for n, t in tables.items()}
     new, own = OPT.update(gradients(tables, d), slots, written, 0)

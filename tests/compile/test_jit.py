@@ -95,7 +95,7 @@ def test_leaves_that_change_places_are_updated_in_place():
 
 def test_what_a_donated_call_returns_shares_nothing():
     """A batch that becomes state is copied, and so are outputs that view each other. The next call therefore takes no
-    memory that others hold."""
+    memory that other tensors hold."""
     step = fr.jit(lambda s, x: ({"w": x, "t": s["w"] + 1}, s["w"].view(2, 2)), donate=("s",))
     batch = torch.ones(4)
     given, aux = step(state(), batch)

@@ -1,4 +1,5 @@
-"""jit reads closed-over tensors in every call, differentiates tracked ones, and never writes to closed-over tensors."""
+"""jit reads closed-over tensors in every call, differentiates tracked tensors, and never writes to closed-over
+tensors."""
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_one_tensor_closed_over_and_given():
 
 
 def test_what_is_closed_over_can_be_returned_and_not_donated():
-    """A function may return a closed-over tensor. Memory that the function closes over cannot be donated to it."""
+    """A function may return a closed-over tensor. A call cannot donate memory that the function closes over."""
     w = torch.ones(2)
     assert_trees_close(fr.jit(lambda x: (w, x))(X), (w, X))
     step = fr.jit(lambda s: {"w": s["w"] + w}, donate=("s",))
@@ -159,7 +160,8 @@ def test_programs_see_requires_grad():
 
 
 def test_gradients_inside_are_compiled():
-    """torch.autograd.grad and torch.func.grad inside a jitted function work on arguments and on closed-over tensors."""
+    """torch.autograd.grad and torch.func.grad inside a jitted function differentiate by arguments and by closed-over
+    tensors."""
     w = torch.tensor([5.0, 7.0])
 
     def fn(x):

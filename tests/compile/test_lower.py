@@ -152,7 +152,7 @@ def elsewhere(call):
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_program_has_one_form(name, interpreted):
     """A program refuses arguments and surroundings that differ from those of its lowering. The error says what differs.
-    Nothing is compiled for them."""
+    Nothing is compiled for other arguments or surroundings."""
     call, got = OTHERS[name]
     program = fr.jit(lambda x, power=2: x**power).lower(X).compile()
     with pytest.raises(TypeError, match=rf"\.lower: a program has one form.*\n  got   {got}"):

@@ -54,7 +54,7 @@ def test_products_are_rounded_as_float32(rows, inner, columns, monkeypatch):
 def products(x, w, b):
     """Yield four products that are large enough for oneDNN, then products of all kinds that are not."""
     yield from (x @ w, F.linear(x, w.t(), b), torch.addmm(x, x, w), torch.stack([x, x + 1]) @ torch.stack([w, 2 * w]))
-    # a vector, no rows, few rows, little work
+    # products of a vector, of no rows, of few rows, and of few elements
     yield from (x @ w[:, :1], x[:1] @ w, x[:0] @ w, x[:7] @ w, x[:30] @ w)
     yield from (x.double() @ w.double(), x.bfloat16() @ w.bfloat16(), x.view(-1, 10, 130) @ w.expand(20, 130, 130))
     yield torch.addmm(b, x, w, beta=2)

@@ -1,6 +1,6 @@
 """Compiled programs of scatters, gathers, cats, sorts and views give the values of eager mode.
 
-The programs are generated, and work on plain tensors."""
+The programs are generated. Their values are plain tensors."""
 
 import torch
 from hypothesis import Phase, given, settings

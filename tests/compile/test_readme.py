@@ -70,7 +70,7 @@ def test_there_is_inline_code():
 
 
 def test_the_ensemble_is_a_loop(session):
-    """The README's vmap of value_and_grad over stacked parameters equals a loop over them."""
+    """The README's vmap of value_and_grad over stacked parameters equals a loop over the members."""
     names = session[0]
     (code,) = [x for x in INLINE if x.startswith("torch.func.vmap(fr.value_and_grad(")]
     states, batch, loss_fn = names["states"], names["batch"], names["loss_fn"]

@@ -8,7 +8,7 @@ from programs.transforms import COLLECTIVES, DENSE, TRANSFORMS, WIDTH, cells, de
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
-# the tolerance is for f64 sums in another order
+# the tolerance allows f64 sums in another order
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 

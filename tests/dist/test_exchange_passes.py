@@ -31,8 +31,8 @@ def same(xs, ys):
 
 @pytest.mark.parametrize(("n", "count"), [(2, 3), (3, 1)])
 def test_smaller_exchanges_change_no_bit(n, count, ranks):
-    """A program with split exchanges has the values of the staged program, and sends no more bytes than it. For three
-    ranks no exchange is split."""
+    """A program with split exchanges has the values of the staged program. It sends no more bytes than the staged
+    program. For three ranks no exchange is split."""
     for found in ranks(n).run(exchange_programs.compiled, generated(count), deadline_s=1800):
         for plain, fast, before, after in found:
             assert same(plain, fast)

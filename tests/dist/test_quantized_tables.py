@@ -96,7 +96,7 @@ WAYS = ("alone", "jit", "pipeline", "stale")
 
 
 def test_what_reads_its_parts_otherwise_is_not_placed():
-    """Fake-quantised tables, even sharded ones, raise where tables are placed, because their parts would be read as
+    """Fake-quantised tables, even sharded tables, raise where tables are placed, because their parts would be read as
     plain tables. The error suggests what to place instead."""
     mesh, plan = fr.Mesh.emulated(x=2), fr.Plan({"a": fr.row_wise("x")})
     tables = {"a": torch.ones(4, 2)}

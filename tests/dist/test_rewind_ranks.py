@@ -35,7 +35,7 @@ def test_steps_on_an_emulated_mesh_are_undone(axes, kind, name):
 
 @pytest.mark.parametrize("kind, name, compiled", [("row_wise", "adam", True), ("column_wise", "lamb", False)])
 def test_steps_on_ranks_are_undone(kind, name, compiled, ranks):
-    """On gloo ranks, rewind also gives the earlier state, even a donated one. Each rank undoes its own part."""
+    """On gloo ranks, rewind also gives the earlier state, even a donated state. Each rank undoes its own part."""
     for got in ranks(2).run(as_staged, rewinding.sharded, name, {"x": 2}, kind, compiled, deadline_s=300):
         assert_undone(*got)
 

@@ -108,8 +108,8 @@ def followed_apart(how):
 
 
 def test_a_jitted_function_that_exchanges_is_followed_on_no_rank(ranks):
-    """If it is differentiated, a jitted function that exchanges with other ranks raises before any work, because the
-    other ranks may run its program. The jitted derivative of the function is right."""
+    """A jitted function that exchanges with other ranks raises before any work if a caller differentiates it. The other
+    ranks may run its program. The jitted derivative of the function is right."""
     for errors, inside in ranks(2).run(followed_jitted):
         assert all("exchanges with other ranks" in x and "fr.jit of the derivative" in x for x in errors)
         assert inside == [2.0, 2.0]

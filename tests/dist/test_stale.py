@@ -29,7 +29,7 @@ def test_two_axes_are_one_process(ranks):
 
 
 def test_a_jitted_step_that_donates_its_state(ranks):
-    """A jitted step with donated states also has the bits of the loop, a jitted one. A last batch may have another
+    """A jitted step with donated states also has the bits of a jitted loop. A last batch may have another
     size. A second run succeeds."""
     for first, second, programs, threads in ranks(2).run(as_staged, stale.donated, deadline_s=300):
         assert first and second and programs == 1 and not threads

@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
 
 def test_one_process_speaks_to_itself():
-    """Without other ranks, `say` and `together` give the value itself. An error is the error of the work itself."""
+    """Without other ranks, `say` and `together` give the value itself. An error of the work is raised unchanged."""
     value, error = object(), KeyError("mine")
     for ranks in (Ranks(), Ranks.of(None), Ranks.of(fr.Mesh.emulated(x=3))):
         assert ranks.is_first and say(value, ranks) == [value]

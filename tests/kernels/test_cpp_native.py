@@ -318,7 +318,7 @@ def test_nothing_at_all_is_fine():
 
 
 def test_importing_funcrec_loads_no_object():
-    """`import funcrec` does not load the compiled object. The first call loads it."""
+    """`import funcrec` does not load the compiled object. The first call loads the object."""
     code = (
         "import funcrec, torch; from funcrec.kernels import cpp; maps = lambda: open('/proc/self/maps').read()\n"
         "before = '/cpp/_' in maps(); cpp.gather_rows(torch.ones(1, 1), torch.zeros(1, dtype=torch.int64))\n"
@@ -337,7 +337,7 @@ def test_without_an_object_the_error_says_what_to_do(fresh, monkeypatch):
 
 
 def test_a_stale_object_is_refused(fresh, monkeypatch):
-    """An object of another version is not called. The error says how to reinstall it."""
+    """An object of another version is not called. The error says how to reinstall funcrec."""
     monkeypatch.setattr(_native, "ABI", -1)
     with pytest.raises(RuntimeError, match=r"(?s)another version.*need  -1.*reinstall"):
         _native.library()

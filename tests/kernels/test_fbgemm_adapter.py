@@ -339,7 +339,7 @@ def test_what_the_operators_cannot_do_is_refused(name):
 
 
 def test_without_fbgemm_the_error_names_the_extra(monkeypatch):
-    """If fbgemm_gpu is missing, a call says how to install it."""
+    """If fbgemm_gpu is missing, the error of a call says how to install the package."""
     fbgemm_bags._load.cache_clear()
     monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
     with pytest.raises(ImportError, match=r'pip install "funcrec\[fbgemm-cpu\]"'):

@@ -268,7 +268,7 @@ def test_jagged_buffers(on_every_level):
 
 @pytest.mark.parametrize("bits_of_codes", [8, 4, 2])
 def test_quantised_rows(bits_of_codes, on_every_level):
-    """Quantised rows have the same bits when a kernel writes (to nearest and at random), reads and sums them."""
+    """Quantised rows have the same bits when a kernel writes (to nearest and at random), reads or sums the rows."""
     ids = torch.randint(-2, 53, (90,), generator=torch.Generator().manual_seed(5))
     offsets, weights = torch.arange(0, 91, 3), noise(90, seed=1)
 

@@ -1,4 +1,4 @@
-"""owner_blocks gives a rank the rows that the rank sends to their owners: loops over Python's lists are equal to it.
+"""owner_blocks returns the rows that a rank sends to their owners, with the values of loops over Python's lists.
 
 Outputs start as NaN or the least integer (tests/conftest.py). An unwritten element is therefore visible. Shapes: N ids,
 L lanes, B bags of a lane, n ranks, K slots.

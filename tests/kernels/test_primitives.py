@@ -138,7 +138,7 @@ def test_autograd_agrees(name):
 
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_rows_and_offsets_may_carry_the_batch(name):
-    """vmap over ids and offsets, with grad inside, equals a loop over them."""
+    """vmap over ids and offsets, with grad inside, equals a loop over the members."""
     rows = [torch.stack([r, r.roll(1)]) for r in ROWS]
     offsets = torch.stack([OFFSETS, OFFSETS.clamp(max=7)])
 

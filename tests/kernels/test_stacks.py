@@ -221,7 +221,7 @@ def test_derivatives_of_stacks(name, mapped):
 
 
 def test_nothing_to_map_over():
-    """vmap works for no members, for one member, and for bags without ids."""
+    """vmap gives right results for no members, for one member, and for bags without ids."""
     args = at(0)
     for k in (0, 1):
         many = [tree_map(lambda x, k=k: x.expand(k, *x.shape), y) for y in args]

@@ -82,7 +82,7 @@ def test_a_fused_collection_of_several_poolings_has_another_order(drawn):
 
 def test_a_weighted_mean_is_trained_by_its_derivative():
     """Our derivative of a weighted mean of length L is the exact derivative. The derivative of TorchRec's fused module
-    on a CPU is L times it. The page for TorchRec's users says so."""
+    on a CPU is L times the exact derivative. The page for TorchRec's users says so."""
     config = EmbeddingBagConfig(
         num_embeddings=5, embedding_dim=4, name="a", feature_names=["f"], pooling=PoolingType.MEAN
     )

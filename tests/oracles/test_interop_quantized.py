@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_rows_of_a_wide_range_differ_by_their_rounding(dtype):
     """FBGEMM sums scales and least values separately. If one column has much larger values, the numbers of a bag
-    therefore equal our numbers only up to rounding of the largest number. A single id gives our bits."""
+    therefore equal our numbers only up to rounding of the largest number. A bag of one id has our bits."""
     draws = torch.Generator().manual_seed(3)
     rows = {"a": torch.randn(7, 8, generator=draws) * torch.tensor([1e3, *[1.0] * 7])}
     features = (fr.FeatureConfig("x", table="a"),)

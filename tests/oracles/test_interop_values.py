@@ -103,8 +103,8 @@ def test_bags_come_back(x, rows):
 
 @given(frs.keyed_tensors())
 def test_pooled_features_come_back(x):
-    """A KeyedTensor converts to that of TorchRec and back in the same memory. The KeyedTensor of TorchRec has the same
-    columns."""
+    """A KeyedTensor converts to a KeyedTensor of TorchRec and back in the same memory. The KeyedTensor of TorchRec has
+    the same columns."""
     theirs = to_torchrec(x)
     assert_trees_close(from_torchrec(theirs), x)
     assert theirs.values() is x.values is from_torchrec(theirs).values
@@ -151,8 +151,8 @@ def comparable(config):
 
 @given(collections())
 def test_configs_come_back(collection):
-    """Tables and features, converted to configs and back, are the same. So are configs made from them. A collection
-    made from the configs has the features' names as the keys of its output."""
+    """Tables and features, converted to configs and back, are the same. So are configs made from these tables and
+    features. A collection made from the configs has the features' names as the keys of its output."""
     tables, features, weighted = collection
     configs = to_torchrec((tables, features), weighted=weighted)
     assert from_torchrec(configs, weighted=weighted) == (tables, features)

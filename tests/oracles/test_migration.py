@@ -90,7 +90,8 @@ def test_a_wrong_line_is_seen(names):
 
 
 def compare(theirs, ours, names):
-    """Compare two values by the kind of ours. Rules and layers run. All other values are compared directly."""
+    """Compare two values by the kind of funcrec's value. Rules and layers run. All other values are compared
+    directly."""
     if isinstance(ours, fr.optim.RowOptimizer):
         assert_trees_close(trained(theirs, names), trained_by(ours, names), **CLOSE)
     elif isinstance(theirs, WarmupOptimizer):

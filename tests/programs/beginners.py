@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m programs.beginners        prints the table
 
-A row holds code, whose result is `out`. If an expression follows the code, the code works and the expression is true.
+A row holds code, whose result is `out`. If an expression follows the code, the code runs and the expression is true.
 All other rows are mistakes. They raise or warn in four parts, or, if the row has OWN, in the words of Python or torch.
 """
 
@@ -331,7 +331,7 @@ def outcome(code: str) -> Outcome:
 
 
 def is_right(row: tuple, got: Outcome) -> bool:
-    """Return whether a mistake gets an error of four parts, or correct code works."""
+    """Return whether a mistake gets an error of four parts, or correct code succeeds."""
     right = list(row[1:])
     if right == [OWN]:
         return got.kind == "raises" and not got.is_whole

@@ -48,7 +48,7 @@ def doc_of(x: Any) -> str:
 
 
 class Recorder:
-    """{name: the docstring's statements, and calls}. `patched` wraps functions and methods while it lasts."""
+    """A record {name: the docstring's statements, and calls}. `patched` wraps functions and methods while it lasts."""
 
     def __init__(self):
         self.said: dict[str, Said] = {}
@@ -210,7 +210,8 @@ def rare(calls: Any) -> None:
 
 
 def made_anew() -> tuple[ModuleType, ModuleType]:
-    """Return fresh executions of the modules of public calls and of their values. Modules that others imported stay."""
+    """Return fresh executions of the modules of public calls and of their values. Modules that other modules imported
+    stay."""
     names = [f"programs.public_{x}" for x in ("values", "calls_data", "calls_models", "calls")]
     kept = {n: sys.modules.pop(n) for n in names if n in sys.modules}
     try:

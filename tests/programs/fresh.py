@@ -1,4 +1,4 @@
-"""A model whose tables a package stores in every number of bits, and its training. Tests of deltas use it."""
+"""A model whose tables a package stores in every number of bits, and its training. Tests of deltas use the model."""
 
 import json
 import shutil

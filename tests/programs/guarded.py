@@ -2,7 +2,7 @@
 
 | no access | ...... tensor | no access |
 
-`at_end`: the tensor ends at an inaccessible page. Without it, the tensor begins at one.
+`at_end`: the tensor ends at an inaccessible page. Without `at_end`, the tensor begins at such a page.
 """
 
 import contextlib

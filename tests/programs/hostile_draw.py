@@ -76,7 +76,7 @@ class Draw:
         return self.put(self.mix(x, self.one(0, 0.1, 0.9), num_rows, num_rows - 1))
 
     def offsets(self, num_bags: int, n: int) -> Tensor:
-        """Return random boundaries of bags in a buffer of n. Half of the draws are valid, the others arbitrary."""
+        """Return random boundaries of bags in a buffer of n. Half of the draws are valid, and half are arbitrary."""
         kind, wide = self.one("good", "good", "shifted", "unsorted", "falling", "wild"), self.one(I32, I64)
         if kind == "good":
             return self.put(torch.randint(0, n + 1, (num_bags + 1,), generator=self.generator).sort().values.to(wide))

@@ -88,7 +88,7 @@ def goes_on(kind):
 
 
 def dtensors():
-    """Return (the loaded tables, the expected ones, this rank's returned parts, the expected parts). The tables come
+    """Return (the loaded tables, the expected tables, this rank's returned parts, the expected parts). The tables come
     from DTensors, one with torch's shards and one with TorchRec's shards."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor

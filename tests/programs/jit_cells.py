@@ -38,7 +38,7 @@ def case(kind: str, number: int) -> Case:
 
 @functools.cache
 def cells() -> list[Callable[[], Cell]]:
-    """Return all cells, ordered so that the first ones always include every kind."""
+    """Return all cells, in an order in which the first cells always include every kind."""
     found = [
         functools.partial(derivative, c, which, mode)
         for c in (*of_kernels(), *of_lookups(), *of_values(), *of_rows(), *of_dense(), *of_steps())

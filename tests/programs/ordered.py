@@ -20,7 +20,7 @@ def total(x: Tensor, dim: int) -> Tensor:
 
 
 class Product(torch.autograd.Function):
-    """The product a b, for [M, K] and [K, N], and its gradients, which are also products."""
+    """The product a b of [M, K] and [K, N]. Its gradients are also such products."""
 
     generate_vmap_rule = True
 

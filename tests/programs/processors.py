@@ -6,9 +6,9 @@ The program prints a table of surroundings: tests passed, failed and skipped, an
 fails or if a surrounding differs from its row. A row says if this machine cannot provide the surrounding, or has it
 already.
 
-Two libraries are built with the C compiler (`CC`) and preloaded. One makes MKL use its Intel kernels on every
-processor. The other makes a product's bits depend on its shape, as they may on any processor (by_shape.c). The output
-of each run is written to build/processors.
+Two libraries are built with the C compiler (`CC`) and preloaded. One library makes MKL use its Intel kernels on every
+processor. The other library makes a product's bits depend on its shape, as they may on any processor (by_shape.c). The
+output of each run is written to build/processors.
 """
 
 import argparse

@@ -6,12 +6,12 @@
     the same with the compiler's checks of addresses, of shifts, of quotients and of C++ arrays
 
 Both modes are needed. With the address sanitizer, g++ compiles undefined arithmetic differently: loops that leave their
-arrays without the sanitizer stay inside with it. The sanitizer also checks no masked vectors, which end AVX-512's
+arrays without the sanitizer stay inside when it is on. The sanitizer also checks no masked vectors, which end AVX-512's
 loops. Its probes therefore use the smallest instruction set. Guard pages miss an access to the buffer's page.
 
 Kinds: arithmetic, programs of integers drawn from a number; cells, every function under every transform in the tests'
 tables; steps, lookups and training steps that write into small tables. One program of `fr.jit` has 25 to 100 cases of
-arithmetic, or 3 to 8 of the others, and runs on 1, 2 or 4 threads. Inductor's instruction sets here take turns.
+arithmetic, or 3 to 8 cases of another kind. It runs on 1, 2 or 4 threads. Inductor's instruction sets here take turns.
 
 First, deliberate faults must be found: a loop one step too long, and arithmetic without funcrec's replacements. A
 failing batch is halved, in new processes, and the failing case's shell command is printed. Then the exit status is 1.

@@ -1,4 +1,4 @@
-"""A table of small models, with batches for them."""
+"""A table of small models, with a batch for each model."""
 
 import pytest
 import torch

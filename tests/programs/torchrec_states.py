@@ -42,7 +42,7 @@ def fresh(tables=TABLES, dense=None):
 
 
 def scattered(module):
-    """Draw every parameter, because zeros would hide values that are not loaded."""
+    """Return the module with random parameters, because zeros would hide values that are not loaded."""
     for i, p in enumerate(module.parameters()):
         p.data.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
     return module

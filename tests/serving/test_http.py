@@ -184,8 +184,8 @@ def test_slow_clients(program):
 
 
 def test_idle_connections_give_way(program):
-    """If all connections are in use, a new connection replaces the longest idle connection. The latter must have been
-    idle, or inside a request's head, for at least a second. A connection whose body has begun is kept. So is a
+    """If all connections are in use, a new connection replaces the longest idle connection. That connection must have
+    been idle, or inside a request's head, for at least a second. A connection whose body has begun is kept. So is a
     connection that sends requests all the time."""
     with Server(program, "sums", "--connections", "4") as server:
         idle = [server.raw() for _ in range(2)]

@@ -114,7 +114,7 @@ def test_a_long_body_is_parsed_aside(program):
 
 
 def test_answers_of_long_bodies_are_right(program):
-    """Bodies that another thread parses, in both forms, and long responses have the values of short ones."""
+    """Bodies that another thread parses, in both forms, have the values of short bodies. So do long responses."""
     bags = [[i % 800] * 40 for i in range(500)]
     request = {"ids": {"a": bags, "b": [[]] * 500}, "weights": {"b": [[]] * 500}, "dense": [[0, 0, 0]] * 500}
     with Server(program, "sums") as server:

@@ -254,7 +254,7 @@ def test_the_command_becomes_the_server(program):
 
 
 def test_the_command_says_what_to_build(tmp_path):
-    """If the program is not built, the error names the command that builds it."""
+    """If the program is not built, the error names the command that builds the program."""
     words, environment = command("serve", "sums", FUNCREC_SERVE=str(tmp_path / "nothing"))
     out = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
     assert out.returncode == 2 and "cmake -S kernels -B build/serving" in out.stderr

@@ -164,7 +164,7 @@ def test_a_tensor_with_a_tangent_is_refused(tmp_path):
 
 
 def test_values_of_inference_mode_are_saved_and_loaded(tmp_path):
-    """save and load work under inference_mode and no_grad as they do outside."""
+    """save and load give the same results under inference_mode and no_grad as outside."""
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             assert_same(fr.load(fr.save(tmp_path / "a.pt", torch.arange(3.0))), torch.arange(3.0))

@@ -1,4 +1,4 @@
-"""checked and validate change nothing for valid values, and name invalid ones."""
+"""checked and validate change nothing for valid values, and name invalid values."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""ravel joins a tree's leaves into one buffer for each dtype, and unravel splits it."""
+"""ravel joins a tree's leaves into one buffer for each dtype. unravel splits the buffers."""
 
 import torch
 from hypothesis import given

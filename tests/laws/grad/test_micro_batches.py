@@ -259,7 +259,7 @@ fr.testing.assert_trees_close(made[0], made[1], rtol=1e-4, atol=1e-5)
 
 def test_activations_of_one_micro_batch_live_at_a_time():
     """The loss of a step has the activations of four layers, of 64 MiB. In 8 micro-batches, the eager step allocates
-    less than half of them. The compiled step allocates less than a third. Both steps give the same state."""
+    less than half of their bytes. The compiled step allocates less than a third. Both steps give the same state."""
     out = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True).stdout
     eager, compiled = (int(x) for x in out.split()[-2:])
     assert 8e6 < eager < 32e6 and 8e6 < compiled < 21e6, (eager, compiled)

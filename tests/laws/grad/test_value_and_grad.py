@@ -30,7 +30,7 @@ def read(tables, ids, features):
 
 
 def loss_of(it):
-    """Return a loss with several lookups that is nonlinear in all of them."""
+    """Return a loss with several lookups that is nonlinear in all lookups."""
 
     def loss(params, ids, scale=1.0):
         once = read(params.tables, ids, it.features)
@@ -174,7 +174,7 @@ def test_short_tables_have_gradients_in_f32(dtype):
 
 
 def test_ensembles_are_a_loop():
-    """vmap(value_and_grad) over stacked parameters equals a loop over them."""
+    """vmap(value_and_grad) over stacked parameters equals a loop over the members."""
     stacked = tree_map(lambda x: torch.stack([x, x * 2 + 1]), PARAMS)
     run = lambda p: (lambda v, g: (v, g.dense, dense_tables(g)))(*fr.value_and_grad(simple)(p, IDS))
     got = torch.func.vmap(run)(stacked)

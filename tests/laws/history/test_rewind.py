@@ -144,8 +144,8 @@ def test_a_log_of_another_state_is_refused():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_log_beside_a_restored_state_is_begun_anew(compiled, interpreted):
-    """A step from another state than the log's state drops the earlier steps. Only that step can be undone, and a delta
-    since an earlier version has every row. rewind of 0 steps and later versions work as before."""
+    """A step from another state than the log's state drops the earlier steps. Only that step can be undone. A delta
+    since an earlier version has every row. rewind of 0 steps and later versions are as before."""
     step = logged("adam")
     fast = fr.jit(step) if compiled else step
     run = step.init(params())

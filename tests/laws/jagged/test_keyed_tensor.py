@@ -1,4 +1,4 @@
-"""KeyedTensor: a dict of matrices in one."""
+"""KeyedTensor: a dict of matrices in one matrix."""
 
 import pytest
 import torch

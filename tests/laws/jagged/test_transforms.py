@@ -178,7 +178,8 @@ def test_an_operation_maps_over_offsets(op, name):
 
 
 def test_operations_compiled():
-    """Compiled operations and their gradients equal the eager ones, even with NaN in the padding."""
+    """Compiled operations and their gradients equal the eager operations and gradients, even with NaN in the
+    padding."""
     v, w = buffers()
     ops = ["permute twice", "split, concat", "list", "padded and back"]
     total = lambda of: lambda v, w: sum(scalar(of(op, "some"))(v, w) for op in ops)

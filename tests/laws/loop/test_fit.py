@@ -227,7 +227,7 @@ def test_stop_ends_it(whole, tmp_path):
 
 def test_records_tell_what_happened(tmp_path, capsys):
     """A callback gets the metrics of the step and the entry of the epoch. json_lines, csv_lines, tensorboard and
-    print_epoch write them."""
+    print_epoch write both."""
     seen, scalars = [], []
 
     class Writer:

@@ -129,8 +129,8 @@ MOMENTS = {"call", "c_return"}
 
 
 def is_moment(frame, event):
-    """Return whether the event is in the loop's code, or in threading's code called by it. The time after the return of
-    a thread's start is left out, because threading would list the thread for ever."""
+    """Return whether the event is in the loop's code, or in threading's code that the loop calls. The time after the
+    return of a thread's start is left out, because threading would list the thread for ever."""
     is_own = lambda frame: frame.f_code.co_filename == _ready_batches.__file__
     is_called = frame.f_code.co_filename == threading.__file__ and is_own(frame.f_back)
     return event in MOMENTS and (is_own(frame) or is_called) and (frame.f_code.co_name, event) != ("start", "c_return")

@@ -27,7 +27,7 @@ ALL = {**{n: (lambda p, y, w=None, m=m: m.compute(m.update(m.init(), p, y, w))) 
 every = pytest.mark.parametrize("name", ALL)
 f64 = lambda *numbers: torch.tensor(numbers, dtype=torch.float64)
 
-# labels all 0 and all 1, with predictions .2 and .6
+# labels that are all 0, and labels that are all 1, with predictions .2 and .6
 ONE_CLASS = {
     "auc": (NAN, NAN), "exact_auc": (NAN, NAN), "normalized_entropy": (NAN, NAN), "calibration": (NAN, 0.4),
     "ctr": (0.0, 1.0), "accuracy": (0.5, 0.5), "mse": (0.2, 0.4), "rmse": (0.2**0.5, 0.4**0.5), "mae": (0.4, 0.6),

@@ -107,7 +107,7 @@ def test_weights(name, rows):
 
 @each_metric
 def test_traced(name):
-    """Traced update and compute give the same numbers as eager ones, without data-dependent operations."""
+    """Traced update and compute give the same numbers as eager calls, without data-dependent operations."""
     metric = METRICS[name]
     rows = torch.rand(12), torch.randint(0, 2, (12,)).float(), torch.rand(12)
     step = lambda state, *rows: (metric.update(state, *rows), metric.compute(state))

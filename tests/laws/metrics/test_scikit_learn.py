@@ -68,8 +68,8 @@ def test_labels_that_are_no_numbers(name):
 
 @given(rows=rows_of())
 def test_accuracy_of_classes(rows):
-    """Accuracy is the fraction of examples whose highest logit is at their class, as in scikit-learn for the argmax. It
-    holds weighted, in parts and mapped. Among equal logits the first logit counts, as in argmax."""
+    """Accuracy is the fraction of examples whose highest logit is at their class, as in scikit-learn for the argmax.
+    The law holds weighted, in parts and mapped. Among equal logits the first logit counts, as in argmax."""
     p, _, y, w = rows
     for weights in (None, w):
         want = sklearn.accuracy_score(y, p.numpy().argmax(1), sample_weight=weights)

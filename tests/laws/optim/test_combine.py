@@ -63,8 +63,8 @@ def test_by_table():
 
 
 def test_by_table_keeps_the_default_together():
-    """The tables of the default are updated together. A clip in the default therefore uses the norm over all of
-    them."""
+    """The tables of the default are updated together. A clip in the default therefore uses the norm over all these
+    tables."""
     tables, grads = generated(6)
     opt = clip(sgd(0.1), max_norm=0.2)
     got = run(by_table({"user": sgd(0.1)}, default=opt), tables, grads)

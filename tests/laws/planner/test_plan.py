@@ -32,8 +32,8 @@ def planned(mesh, tables=TABLES, features=FEATURES, constraints=USED, **kwargs):
 
 
 def test_small_problems_are_solved_to_the_optimum():
-    """On 200 generated problems, the solution is the best of all plans, and the bound proves it. For a problem without
-    a solution, the solver finds none."""
+    """On 200 generated problems, the solution is the best of all plans. The bound proves that it is the best. For a
+    problem without a solution, the solver finds none."""
     for seed in range(200):
         p = packing(seed)
         found, best = solve(p), best_of_all(p)
@@ -233,7 +233,7 @@ def test_constraints_hold():
 
 
 def test_edges_of_input():
-    """Plans work for no tables, no features, one rank, more ranks than rows or columns, and a dim of one."""
+    """There are plans for no tables, no features, one rank, more ranks than rows or columns, and a dim of one."""
     assert planned({"model": 2}, (), (), None).placements == ()
     assert planned({"model": 2}, features=(), constraints=None).gap == 0.0
     assert planned({"model": 1}, TABLES[:1], FEATURES[:1], None).report.imbalance == 1.0

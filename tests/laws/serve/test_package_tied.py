@@ -7,7 +7,7 @@ from funcrec.serve._trace import form_of, trace
 
 
 def test_a_tensor_that_stands_twice_is_two_inputs():
-    """A program of tied parameters has an input for each of them. With untied weights the program gives predict's
+    """A program of tied parameters has an input for each parameter. With untied weights the program gives predict's
     outputs."""
     predict = lambda params, batch: batch.dense @ params["a"] + 10 * (batch.dense @ params["b"])
     tied, ids = torch.ones(3), fr.KeyedJaggedTensor.from_lists({"clicked": [[1], []]})

@@ -66,8 +66,8 @@ def naive_sequences(it):
 
 @given(POOLED)
 def test_lookup_is_a_loop(it):
-    """lookup gives the sum or mean of each bag in the order of the features, bit for bit. It is f64 if a table is
-    f64."""
+    """lookup gives the sum or mean of each bag in the order of the features, bit for bit. The result is f64 if a table
+    is f64."""
     got, want = fr.lookup(*it), naive_pooled(it)
     assert got.keys == tuple(want) and got.dims == tuple(x.shape[1] for x in want.values())
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in want.values()) else torch.float32

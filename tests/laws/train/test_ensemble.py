@@ -1,4 +1,4 @@
-"""Ensembles. vmap over states equals the members one by one.
+"""Ensembles. vmap over states equals runs of the members one by one.
 
 The laws include running statistics, meshes, nested vmap, compiled and donated steps."""
 
