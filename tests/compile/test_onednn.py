@@ -1,4 +1,5 @@
-"""Compiled f32 products use oneDNN where oneDNN is faster, by shape and processor. They are right in any layout."""
+"""Compiled f32 products use oneDNN where oneDNN is faster, by shape and processor. The products are right in any
+layout."""
 
 import pytest
 import torch

@@ -69,8 +69,8 @@ def recordings(monkeypatch):
         return replay, out
 
     def record_addresses(run, leaves, donated, *rest):
-        """Return a recording that has only the addresses of the donated leaves. It keeps no such leaf alive, as on the
-        device."""
+        """Return a recording that has only the addresses of the donated leaves. The recording keeps no such leaf alive,
+        as on the device."""
         at = [address_of(x) if i in donated else x for i, x in enumerate(leaves)]
         return record(run, at, donated, *rest)
 

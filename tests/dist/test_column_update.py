@@ -143,7 +143,7 @@ def test_columns_in_place_change_no_bit_on_ranks(kind, ranks):
 
 
 def test_staged_columns_in_place_are_columns_in_place(ranks):
-    """jit with donation changes a step only by the rounding of dense parts. It updates columns in place after the
+    """jit with donation changes a step only by the rounding of dense parts. The step updates columns in place after the
     staged graph."""
     axes = {"x": 2}
     want = training.alone("partial", 2, 5, 4)

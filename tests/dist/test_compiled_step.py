@@ -1,4 +1,4 @@
-"""A compiled sharded step has static exchanges, as few as possible. It reads nothing on the host."""
+"""A compiled sharded step has static exchanges, as few as possible. The step reads nothing on the host."""
 
 import pytest
 import torch
@@ -96,8 +96,8 @@ def test_a_step_sends_what_its_graph_says(kind, ranks):
 
 
 def test_copies_are_told_of_everything_at_once(ranks):
-    """A small step with all tables replicated makes one exchange. It has ids and bounds, cotangents, dense gradients
-    and the loss."""
+    """A small step with all tables replicated makes one exchange. The exchange has ids and bounds, cotangents, dense
+    gradients and the loss."""
     plan = plan_of("replicated")
     # two features of each key
     ids, floats = 2 * ROOM + 4 * BAGS + 1, BAGS * 17 + WEIGHTS

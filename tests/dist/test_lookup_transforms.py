@@ -1,6 +1,6 @@
 """Route, combine and sharded lookups, under every transform, equal plain lookups of all ranks' bags.
 
-They are emulated or on gloo ranks."""
+The sharded lookups are emulated or on gloo ranks."""
 
 import pytest
 import torch

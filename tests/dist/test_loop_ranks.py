@@ -26,8 +26,8 @@ def test_all_ranks_know_the_metrics_of_all_examples(ranks):
 
 @pytest.mark.parametrize("num_steps", [5, 40])
 def test_a_signal_of_one_rank_ends_all(num_steps, ranks, tmp_path):
-    """A signal to one rank is raised on every rank after the same step. It is the next step that asks for signals, or
-    the last step. The checkpoint is written before."""
+    """A signal to one rank is raised on every rank after the same step. That step is the next step that asks for
+    signals, or the last step. The checkpoint is written before."""
     ended = ranks(2).run(loops.interrupted, str(tmp_path / "run.pt"), num_steps)
     assert ended[0] == ended[1] and ended[0][0] == 143
     assert ended[0][1][-1] == 5 if num_steps == 5 else ended[0][1][-1] < 20

@@ -125,8 +125,8 @@ def test_a_grid_changes_no_bit_of_the_main_job(trained, ranks):
 
 
 def test_sums_at_the_owners_change_the_main_job_by_rounding(trained, ranks):
-    """Without exact=True, row-wise training by SGD agrees within 1e-6. (Adam is not compared. It divides a gradient by
-    the gradient's size, so that a gradient of pure rounding gives a full step.)"""
+    """Without exact=True, row-wise training by SGD agrees within 1e-6. (Adam is not compared. Adam divides a gradient
+    by the gradient's size, so that a gradient of pure rounding gives a full step.)"""
     data, want = trained
     assert_same(
         ranks(2).run(together, data, "sgd", {"data": 2}, "row_wise", False)[0], want("sgd", 2), rtol=1e-6, atol=1e-6

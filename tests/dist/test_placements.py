@@ -42,8 +42,8 @@ def test_drawn_plans_fit_their_meshes(data):
 
 @given(models())
 def test_exact_sharded_lookups_have_one_processs_bits(model):
-    """With exact=True a sharded lookup has the bits of the plain lookup under every placement. So do the gradients of
-    its tables."""
+    """With exact=True a sharded lookup has the bits of the plain lookup under every placement. The gradients of its
+    tables have the bits of the plain gradients."""
     acts, grads = sharded(model, exact=True)
     want_acts, want_grads = whole(model)
     assert_trees_close(acts, want_acts)
@@ -69,8 +69,8 @@ def test_lookups_of_whole_rows_have_one_processs_bits(model):
 
 @given(models())
 def test_row_wise_sums_differ_by_rounding_only(model):
-    """Without exact=True, row-wise sums have another order. They agree with the plain lookup within 1e-6. The gradients
-    keep their bits."""
+    """Without exact=True, row-wise sums have another order. These sums agree with the plain lookup within 1e-6. The
+    gradients keep their bits."""
     acts, grads = sharded(model)
     want_acts, want_grads = whole(model)
     assert_trees_close(acts, want_acts, rtol=1e-6, atol=1e-6)

@@ -223,8 +223,8 @@ def order_of_overlap():
 
 
 def test_ranks_compute_while_values_travel(ranks):
-    """In a compiled function, an exchange starts before an operation that does not need the exchange. It is awaited
-    after that operation."""
+    """In a compiled function, an exchange starts before an operation that does not need the exchange. The exchange is
+    awaited after that operation."""
     for places in ranks(2).run(order_of_overlap):
         assert places == sorted(places)
 

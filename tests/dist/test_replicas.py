@@ -235,8 +235,8 @@ def shared(grads, layout, told):
 
 @pytest.mark.parametrize("which", WRONG)
 def test_a_wrong_rule_is_seen(which, monkeypatch):
-    """The law of a group alone fails if groups share gradients. It also fails if gradients are divided by the number of
-    all ranks."""
+    """The law of a group alone fails if groups share gradients. The law also fails if gradients are divided by the
+    number of all ranks."""
     where = ({"r": 2, "x": 2}, ("r",), "row_wise")
     check = test_a_group_trains_as_if_it_were_alone.hypothesis.inner_test
     check(where, "sgd", False)

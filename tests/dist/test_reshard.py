@@ -34,8 +34,8 @@ def laid_out(draw):
     st.sampled_from([1, 100, 1 << 26]),
 )
 def test_a_state_keeps_every_bit_on_its_way(name, first, second, dtype, block):
-    """gather_state(reshard(state)) equals the state to the bit under every placement. It also does after another
-    reshard to any plan and mesh."""
+    """gather_state(reshard(state)) equals the state to the bit under every placement. The same equality holds after
+    another reshard to any plan and mesh."""
     state, sparse = moving.full_state(name, dtype), training.OPTIMIZERS[name]()
     here, there = fr.Mesh.emulated(**first[0]), fr.Mesh.emulated(**second[0])
     with pytest.MonkeyPatch.context() as patch:

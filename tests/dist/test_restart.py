@@ -51,8 +51,8 @@ def test_killed_five_times_it_ends_with_the_same_bits(folder):
 
 
 def test_other_ranks_go_on_with_it(folder):
-    """Three ranks resume from the checkpoint of two ranks in the middle of an epoch, and save in the background. They
-    end within 1e-6 of the two ranks. Their last checkpoint is whole."""
+    """Three ranks resume from the checkpoint of two ranks in the middle of an epoch, and save in the background. The
+    three ranks end within 1e-6 of the two ranks. Their last checkpoint is whole."""
     tree, steps, _ = end_of(folder / "three")
     want, of_alone, _ = end_of(folder / "alone")
     assert [step for step, _ in begun(folder / "three")] == [13] and steps == of_alone

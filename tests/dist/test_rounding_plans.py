@@ -91,7 +91,7 @@ def odd_model(names="abcd"):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_columns_that_begin_anywhere_and_banks_of_several_tables(compiled):
     """Three blocks of a row, two of them in one rank's bank, and three tables in one bank are rounded as in one
-    process. So are those of a compiled donated step."""
+    process. So are the tables of a compiled donated step."""
     for name in ("adam", "by the row's gradient") if not compiled else ("by the row's gradient",):
         assert_trees_close(*trained(odd_model("ab" if compiled else "abcd"), name, compiled))
 

@@ -14,8 +14,8 @@ X = {"x": 2}
     ("row_wise", {"capacity": 8}),
 ])  # fmt: skip
 def test_a_stale_pipeline_on_ranks_is_the_loop_written_so(kind, how, ranks):
-    """States and metrics have the bits of a loop whose lookups read the tables before the last update. They do not have
-    those of plain steps."""
+    """States and metrics have the bits of a loop whose lookups read the tables before the last update. States and
+    metrics differ from those of plain steps."""
     for same, fresh, held_bytes, threads in ranks(2).run(
         stale.beside_a_loop, X, training.plan_of(kind, X), 4, how, deadline_s=120
     ):

@@ -94,8 +94,8 @@ def device(implementation) -> str:
 
 @pytest.fixture
 def ask(implementation, device):
-    """Return a function ask(name, *args) that calls ops.<name> on the implementation's device. Its result is on the
-    CPU."""
+    """Return a function ask(name, *args) that calls ops.<name> on the implementation's device. The result of ask is on
+    the CPU."""
     move = lambda x, to: tree_map(lambda y: y.to(to) if isinstance(y, Tensor) else y, x)
     call = lambda name, *args, **how: getattr(ops, name)(*move(args, device), **how, implementation=implementation)
     return lambda *args, **how: move(call(*args, **how), "cpu")
@@ -154,7 +154,8 @@ def bags():
 
 @pytest.fixture
 def assert_sums():
-    """Return a function assert_sums(got, terms). It checks that got is Σ terms, with at most one rounding per term."""
+    """Return a function assert_sums(got, terms). assert_sums checks that got is Σ terms, with at most one rounding per
+    term."""
 
     def check(got: Tensor, terms: list[Tensor]) -> None:
         want, size = sum(terms, torch.zeros(())), sum((t.abs() for t in terms), torch.zeros(()))

@@ -82,8 +82,8 @@ SHAPES = [(50, 64), (7, 5), (300, 16), (1, 1), (0, 8), (40, 130), (30, 32), (20,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
 def test_update_is_the_rule(rule, options, dtype):
-    """The update applies the Python rule to the summed gradient of each named row. Its error is at most twice the
-    rule's error in f32, plus roundings."""
+    """The update applies the Python rule to the summed gradient of each named row. The error is at most twice the error
+    of the rule in f32, plus roundings."""
     call = make(SHAPES, accumulation_dtype(dtype))
     tables, slots = state(call, rule, options, dtype)
     exact = leaves(*expected(call, rule, options, tables, slots, torch.float64))
@@ -267,8 +267,8 @@ def test_nothing_to_do(call):
 
 @pytest.mark.parametrize("cuts", [[5, 0, 7, 3, 99], [-(2**62), 2**62, -1, 4, 4], [9, 9, 0, 9, 0], [0, 20, 0, 20, 0]])
 def test_wild_offsets_touch_nothing_outside(cuts):
-    """Offsets that do not ascend, or that leave the buffer, read only rows of the buffer. They read each position at
-    most once."""
+    """Offsets that do not ascend, or that leave the buffer, read only rows of the buffer. Each position is read at most
+    once."""
     rows, d = torch.tensor([1, 2, 3, 1, 2, 3, 1, 2, 3]), torch.ones(4, 2)
     call = ([d], [rows], [torch.tensor(cuts)], [], [0, 0, 0, 0, 0, 0, 4, 0, 0, -1], [5, 2])
     taken, sums, count, repeats = _update.coalesce(*call)

@@ -26,7 +26,7 @@ def generator(seed):
 
 
 def floats(*shape, dtype=torch.float32, seed=0):
-    """Return random multiples of 1/4 in [-4, 4]. They and their sums are exact in every dtype."""
+    """Return random multiples of 1/4 in [-4, 4]. These multiples and their sums are exact in every dtype."""
     return (torch.randint(-16, 17, shape, generator=generator(seed)) / 4).to(dtype)
 
 

@@ -202,7 +202,7 @@ def test_a_number_of_its_own_class_is_read_anew():
     (lambda r, g, s, h: (r - HELD.add_(1) * g, s), "writes to a tensor that it closes over"),
 ])  # fmt: skip
 def test_what_no_rule_may_do_is_refused(rule, match):
-    """A rule must return a pair of row and slots. It may not write to closed-over tensors."""
+    """A rule must return a pair of row and slots. A rule may not write to closed-over tensors."""
     opt = fr.optim.row_optimizer(init=lambda t: {}, rule=rule)
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}
     with pytest.raises((TypeError, ValueError), match=match):

@@ -73,7 +73,7 @@ STACKED = [("tables",), ("ids",), ("tables", "ids"), ("weights",), ("tables", "w
 
 def given_members(it, k, what, dim):
     """Return (arguments, in_dims, a function that gives the arguments of member i). The arguments are tables, values,
-    offsets and weights. Those in `what` are stacked at `dim`."""
+    offsets and weights. The arguments in `what` are stacked at `dim`."""
     tables, ids = members(it, k)
     parts = [tables, [x.values for x in ids], [x.offsets for x in ids], [x.weights for x in ids]]
     names = [{"tables"}, {"ids", "values"}, {"ids", "offsets"}, {"ids", "weights"}]
@@ -96,8 +96,8 @@ def looked_up(it):
 @given(it=frs.lookups(poolings=("sum", "mean"), dtypes=(torch.float32, torch.bfloat16)), k=st.integers(1, 3),
     dim=st.integers(0, 2), out=st.integers(0, 2))  # fmt: skip
 def test_a_lookup_of_stacks_is_one_call(what, it, k, dim, out):
-    """A lookup with stacked tables, ids, bags or weights, at any dimension, makes one kernel call. It has the bits of a
-    loop."""
+    """A lookup with stacked tables, ids, bags or weights, at any dimension, makes one kernel call. The lookup has the
+    bits of a loop."""
     args, dims, of_member = given_members(it, k, what, dim)
     if all(d is None for d in dims):
         return

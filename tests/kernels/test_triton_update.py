@@ -277,8 +277,8 @@ RULE_CASES = [
 
 @pytest.mark.parametrize(("rule", "options", "dtype"), RULE_CASES, ids=str)
 def test_update_is_the_rule(expected, make, updated, rule, options, dtype):
-    """The update applies the Python rule to the summed gradient of each named row. Its error is at most twice the
-    rule's error in f32, plus roundings."""
+    """The update applies the Python rule to the summed gradient of each named row. The error is at most twice the error
+    of the rule in f32, plus roundings."""
     c = make(dtype=accumulation_dtype(dtype))
     tables, slots = state(c, rule, options, dtype)
     exact, plain = (expected(c, rule, options, tables, slots, x) for x in (F64, F32))

@@ -321,7 +321,7 @@ def filled(module):
 
 @pytest.mark.parametrize("rank", [None, 2])
 def test_cross_network_is_theirs(rank):
-    """cross_network and its gradients equal CrossNet. They equal LowRankCrossNet with U = W and V = V."""
+    """cross_network and its gradients equal CrossNet. With U = W and V = V, they equal those of LowRankCrossNet."""
     module = filled(tr_cross.CrossNet(6, 3) if rank is None else tr_cross.LowRankCrossNet(6, 3, rank))
     parts = {"weight": "kernels"} if rank is None else {"u": "W_kernels", "v": "V_kernels"}
 
@@ -378,8 +378,8 @@ def test_mlp_is_theirs():
 
 
 def test_factorization_machine_of_scalars_is_theirs():
-    """The machine of TorchRec multiplies all pairs of numbers, even within one vector. It equals ours for vectors of
-    one dimension."""
+    """The machine of TorchRec multiplies all pairs of numbers, even within one vector. For vectors of one dimension,
+    that machine equals ours."""
     x, module = normal(0, 3, 4, 2), FactorizationMachine()
     want = module(list(x.unbind(1))).squeeze(1)
     assert_trees_close(fr.nn.factorization_machine(x.flatten(1)[..., None]), want, rtol=1e-10)
@@ -396,8 +396,8 @@ def upper_order(count):
 
 
 def test_dot_interaction_is_theirs_in_another_order():
-    """InteractionArch gives the dense vector and dot_interaction of all vectors. Its order is by rows of the upper
-    triangle. Our order is by rows of the lower triangle."""
+    """InteractionArch gives the dense vector and dot_interaction of all vectors. The order there is by rows of the
+    upper triangle. Our order is by rows of the lower triangle."""
     dense, sparse = normal(0, 3, 4), normal(1, 3, 5, 4)
     ours = fr.nn.dot_interaction(torch.cat([dense[:, None], sparse], 1))[:, upper_order(6)]
     want = tr_dlrm.InteractionArch(5)(dense, sparse)

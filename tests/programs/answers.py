@@ -20,8 +20,8 @@ DTYPES = (
 
 
 def build(sanitize: str = "", kernels: Path | None = None, targets: tuple[str, ...] = ("all",)) -> Path:
-    """Return the folder of the built library and its programs. The build is the README's command. It compiles only
-    sources that changed.
+    """Return the folder of the built library and its programs. The build is the README's command. The build compiles
+    only sources that changed.
 
     sanitize: "address,undefined" or "thread". kernels: a folder of compiled kernels that replace Python's kernels.
     """

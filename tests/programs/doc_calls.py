@@ -174,7 +174,7 @@ def members(x: Any) -> list[tuple[str, Callable]]:
 
 
 def member_statements(doc: str, field: str, names: set[str]) -> list[Statement]:
-    """Return the statements about a function in a tuple of functions. They are the class's statements on the
+    """Return the statements about a function in a tuple of functions. These are the class's statements on the
     function's arguments, and `field(...) -> SHAPE` or `field: (...) -> SHAPE`."""
     result = re.search(rf"\b{field}(?:, \w+)*(?:: )?\([^)]*\) -> ([^`;\n]*)", doc)
     own = [s for s in statements_of(doc, names) if s.subject]

@@ -100,8 +100,8 @@ DENSE = {"SGD": {"momentum": 0.9}, "Adam": {}, "Adagrad": {}}
 
 
 def step(number: int) -> Case:
-    """Return the training step with this number. It has 1 to 3 tables of 1 to 60 rows and 1 to 20 columns, and 1 to 24
-    bags of 0 to 5 ids."""
+    """Return the training step with this number. The step has 1 to 3 tables of 1 to 60 rows and 1 to 20 columns, and 1
+    to 24 bags of 0 to 5 ids."""
     draw = random.Random(number)
     dtype = draw.choice([torch.float32, torch.float32, torch.float64])
     tables = {f"t{i}": (draw.randint(1, 60), draw.randint(1, 20)) for i in range(draw.randint(1, 3))}

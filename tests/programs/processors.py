@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests python -m programs.processors [--only NAME ...] [--jobs 2] [test ...]
 
-The program prints a table of surroundings: tests passed, failed and skipped, and seconds. It ends with 1 if a test
-fails or if a surrounding differs from its row. A row says if this machine cannot provide the surrounding, or has it
-already.
+The program prints a table of surroundings: tests passed, failed and skipped, and seconds. The program ends with 1 if a
+test fails or if a surrounding differs from its row. A row says if this machine cannot provide the surrounding, or has
+it already.
 
 Two libraries are built with the C compiler (`CC`) and preloaded. One library makes MKL use its Intel kernels on every
 processor. The other library makes a product's bits depend on its shape, as they may on any processor (by_shape.c). The

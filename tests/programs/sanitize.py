@@ -11,8 +11,8 @@ Leaks are not checked, because a Python process ends with many leaks.
 Thread: two Python threads make calls at once, each on two kernel threads. Half of the calls are large enough for both.
 torch is not built with the sanitizer. The sanitizer therefore does not see that torch's OpenMP loop ends before the
 next begins, and would report every such loop. So the kernels run on their own pool, and then on a stand-in for OpenMP's
-entry that starts and joins threads. It runs the same loop, divided in the same way. Races inside the libraries of
-torch and Python are not reported (`ignore_noninstrumented_modules`).
+entry that starts and joins threads. The stand-in runs the same loop, divided in the same way. Races inside the
+libraries of torch and Python are not reported (`ignore_noninstrumented_modules`).
 
 First the sanitizer must find a deliberate fault. Any other fault is reported. The exit status is then 1. `--object`
 takes an object that was built before, and builds no object."""

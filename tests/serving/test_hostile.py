@@ -92,7 +92,7 @@ def test_a_refusal_is_short(server):
 
 
 def test_the_greatest_number_of_32_bits_is_one(server):
-    """The server accepts the largest f32 in its short decimal form, which is slightly larger. It refuses half a step
-    more."""
+    """The server accepts the largest f32 in its short decimal form, which is slightly larger. A number half a step
+    larger gets 400."""
     for text, code in (("3.4028235e38", 200), ("-3.4028235677973e38", 200), ("3.4028235677973368e38", 400)):
         assert server.ask("POST", "/predict", json.dumps(ONE).replace("0.5]]}", f"{text}]]}}"))[0] == code

@@ -109,8 +109,8 @@ def test_bodies_in_chunks(server):
 
 
 def test_oversize_is_refused(server):
-    """A body larger than the limit, announced or chunked, gets 413. A header gets 431. Both get the status even if the
-    client keeps sending."""
+    """A body larger than the limit, announced or chunked, gets 413. A header gets 431. The client gets the status even
+    if it keeps sending."""
     body = b" " * ((16 << 20) + 1)
     assert server.ask("POST", "/predict", body)[0] == 413
     s = server.raw()
@@ -273,7 +273,7 @@ def test_neighbours_of_a_failing_request(program):
 
 
 def test_metrics_count_what_happened(program):
-    """/metrics counts responses by status, bags and requests per batch, and ids out of range. It also gives the
+    """/metrics counts responses by status, bags and requests per batch, and ids out of range. /metrics also gives the
     version."""
     with Server(program, "sums") as server:
         rng = np.random.default_rng(1)

@@ -34,7 +34,7 @@ def until(is_so):
 
 
 def test_bodies_beyond_the_memory_are_told_to_come_again(program):
-    """A body that does not fit into memory next to other bodies gets 503 with Retry-After. It gets the 503 before the
+    """A body that does not fit into memory next to other bodies gets 503 with Retry-After. The 503 comes before the
     server reads the body, or while the chunks arrive. Accepted bodies are answered. Then there is room again."""
     with Server(program, "sums", "--memory", "6000000", "--max-body", "1000000") as server:
         begun = [server.raw() for _ in range(3)]

@@ -39,7 +39,8 @@ def test_what_leads_is_kept(shapes, n):
 
 @given(st.integers(1, 20), st.integers(1, 6))
 def test_parts_are_equal_and_all(size, n):
-    """in_parts cuts a tensor into n equal parts. They have all elements in order, then as few zeros as possible."""
+    """in_parts cuts a tensor into n equal parts. The parts have all elements in order, then as few zeros as
+    possible."""
     parts = in_parts(torch.arange(1, size + 1), n)
     assert parts.shape == (n, -(-size // n))
     assert parts.flatten().tolist() == [*range(1, size + 1), *[0] * (parts.numel() - size)]

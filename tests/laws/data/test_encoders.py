@@ -99,7 +99,7 @@ def test_much_is_added_up_as_little_is(monkeypatch):
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=5), most=st.integers(20, 60))
 def test_quantiles_of_more_values_than_are_counted(cuts, most):
-    """When the exact counting is limited to few values, the edges are approximate. They are still the same for any
+    """When the exact counting is limited to few values, the edges are approximate. The edges are still the same for any
     chunks."""
     values = np.random.default_rng(1).lognormal(size=400) * np.where(np.arange(400) % 3, 1, -1)
     with pytest.MonkeyPatch.context() as patch:

@@ -120,7 +120,7 @@ def test_ctr_rows_that_are_not_there(folder):
 
 
 def test_ctr_data_is_a_value(folder):
-    """The data are a pytree. They therefore move between devices like any other tree."""
+    """The data of the task are a pytree, which moves between devices like any other tree."""
     data = ctr_dataset(movielens_1m(folder)).data
     assert map_tensors(lambda x: x.to("meta"), data).label.device.type == "meta"
 

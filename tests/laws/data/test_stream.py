@@ -253,8 +253,8 @@ def test_an_encoding_is_streamed(tmp_path):
 
 @pytest.mark.parametrize("of", ["table", "file", "files", "encoding", "function"])
 def test_a_loader_that_was_pickled_gives_the_same_batches(tmp_path, of):
-    """A pickled loader gives the same batches from any position. It contains a table in memory once, and only the
-    columns that it reads. A loader whose parts do not pickle raises."""
+    """A pickled loader gives the same batches from any position. The pickle contains a table in memory once, and only
+    the columns that it reads. A loader whose parts do not pickle raises."""
     table = {"y": [i % 2 for i in range(20_000)], "a": list(range(20_000)), "b": [["x"], []] * 10_000}
     path, schema = tmp_path / "x.parquet", Schema("y", categorical=("a",))
     parquet.write_table(pa.table(table), path, row_group_size=900)

@@ -64,8 +64,8 @@ def test_lists_of_another_size_are_refused():
 
 
 def test_a_folder_and_a_column_of_one_name(tmp_path):
-    """A column that is also in the folder's name is read where both agree. It raises with the file where they
-    differ."""
+    """A column that is also in the folder's name is read where both agree. Where the column and the name differ, an
+    error names the file."""
     for a, values in (("7", [7, 7]), ("08", [8])):
         (tmp_path / f"a={a}").mkdir()
         parquet.write_table(pa.table({"a": values, "b": values}), tmp_path / f"a={a}" / "x.parquet")

@@ -98,8 +98,8 @@ def test_the_explicit_form_is_the_same(it, data):
 @settings(max_examples=10)
 @given(MIXED)
 def test_a_step_reads_nothing_on_the_host(it):
-    """value_and_grad traces with fake tensors. It therefore reads nothing on the host. The traced step gives the same
-    values."""
+    """value_and_grad traces with fake tensors. value_and_grad therefore reads nothing on the host. The traced step
+    gives the same values."""
     params, run = fr.Params(it.tables, DENSE), fr.value_and_grad(loss_of(it))
     ids = zero_padding(it.ids)
     traced = make_fx(lambda *args: run(*args), tracing_mode="fake")(params, ids)
@@ -165,8 +165,8 @@ def test_no_dense_parameters(dense):
 
 @pytest.mark.parametrize("dtype", frs.FLOAT_DTYPES)
 def test_short_tables_have_gradients_in_f32(dtype):
-    """The gradient of an f16 or bf16 table is f32, whether or not the loss reads the table. That of an f64 table is
-    f64."""
+    """The gradient of an f16 or bf16 table is f32, whether or not the loss reads the table. The gradient of an f64
+    table is f64."""
     params = fr.Params({"t": TABLE["t"].to(dtype), "unused": TABLE["t"].to(dtype)}, W.float())
     _, grads = fr.value_and_grad(simple)(params, IDS)
     want = torch.promote_types(dtype, torch.float32)

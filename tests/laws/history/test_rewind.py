@@ -90,8 +90,8 @@ def test_a_rewound_call_may_use_up_its_argument(name, interpreted):
 
 
 def test_everything_that_is_logged_is_written_in_place():
-    """The program of a donated step writes rows of tables, slots and log in place. It makes new memory only for numbers
-    and for dense parameters, which are new in every step."""
+    """The program of a donated step writes rows of tables, slots and log in place. The program makes new memory only
+    for numbers and for dense parameters, which are new in every step."""
     step = logged("rowwise_adagrad")
     lowered = donated(step).lower(step.init(params()), BATCHES[0])
     moved = set(lowered.donated) - set(lowered.written)

@@ -132,7 +132,7 @@ def test_ids_are_read_as_a_dict_is(x):
 
 
 def test_what_is_shown_is_short():
-    """repr of large values is short. It gives the numbers of bags, values and keys, and the contents of small
+    """repr of large values is short. repr gives the numbers of bags, values and keys, and the contents of small
     tensors."""
     ids = fr.KeyedJaggedTensor.from_lists({f"k{i}": [list(range(30))] * 20 for i in range(30)})
     text = repr(fr.Batch(ids, torch.ones(20), torch.ones(20, 3)))

@@ -325,7 +325,8 @@ def test_what_calls_evaluate_is_tried(name):
 
 
 def test_an_evaluation_of_ones_own_is_run_behind_epochs_only():
-    """An evaluation that does not call `fr.evaluate` may have its own state. It therefore runs only after epochs."""
+    """An evaluation that does not call `fr.evaluate` may have its own state. Such an evaluation therefore runs only
+    after epochs."""
     numbers = iter([0.5, 0.6])
     done = fr.fit(STEP, start(), [GOOD], epochs=2, evaluate=lambda params: {"x": next(numbers)}, monitor="x")
     assert [h["x"] for h in done.history] == [0.5, 0.6]

@@ -37,8 +37,8 @@ def score(params, ids):
 
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "by_table", "accumulate"])
 def test_a_stale_pipeline_is_the_loop_by_hand(name):
-    """In one process, gradients use the tables before the last update and the present dense parameters. They update the
-    present tables. The bits equal those of the loop by hand, even for a last batch of another size."""
+    """In one process, gradients use the tables before the last update and the present dense parameters. The gradients
+    update the present tables. The bits equal those of the loop by hand, even for a last batch of another size."""
     batches = [training.batch(i, 4) for i in range(4)] + [training.batch(4, 3)]
     step = fr.train_step(training.loss_fn, **training.optimizers(name))
     got = run(fr.stale_pipeline(step), step.init(training.params()), iter(batches))
@@ -46,8 +46,8 @@ def test_a_stale_pipeline_is_the_loop_by_hand(name):
 
 
 def test_an_emulated_mesh_is_the_loop():
-    """On an emulated mesh, the bits equal those of a step that gets the previous tables. They agree within 1e-6 with
-    the loop by hand."""
+    """On an emulated mesh, the bits equal those of a step that gets the previous tables. The results agree within 1e-6
+    with the loop by hand."""
     batches = [training.batch(i, 4) for i in range(4)]
     how = {"mesh": MESH, "plan": training.plan_of("row_wise", MESH.shape)}
     step = fr.train_step(training.loss_fn, **training.optimizers("adam"), **how)

@@ -104,8 +104,8 @@ def test_dtypes_and_no_example(name, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_small_loss_of_large_logits_keeps_its_digits(dtype):
-    """Cross entropies are small differences of large logits. They have the bits of torch in every dtype, and are not
-    computed as a difference of rounded sums."""
+    """Cross entropies are small differences of large logits. The losses have the bits of torch in every dtype, and are
+    not computed as a difference of rounded sums."""
     z, y = torch.tensor([[20.0, 15.5], [0.0, 3.0], [1e4, 1e4 - 16]]).to(dtype), torch.tensor([0, 0, 0])
     assert losses.cross_entropy(z, y, reduction="none").equal(F.cross_entropy(z, y, reduction="none"))
     q, c = (torch.diag(x).to(dtype) for x in (torch.tensor([20.0, 15.5, 1e4]), torch.ones(3)))

@@ -204,7 +204,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_where_there_is_no_derivative_it_is_refused(name, how):
     """Padding that holds no numbers, a mean without weight, and losses that jump where a weight is 0 have no derivative
-    there. They raise, and keep their value where no derivative is taken."""
+    there. Their derivatives raise. Without a derivative, they keep their value."""
     f, part = REFUSED[name]
     assert f(ZEROS).isfinite()
     with pytest.raises(ValueError, match=part):

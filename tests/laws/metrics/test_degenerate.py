@@ -37,8 +37,8 @@ ONE_CLASS = {
 
 @every
 def test_one_class(name):
-    """With labels of one class, a metric has its documented value. That is NaN where the quotient is undefined, never
-    an infinite score."""
+    """With labels of one class, a metric has its documented value. The value is NaN where the quotient is undefined,
+    never an infinite score."""
     for label, want in zip((0.0, 1.0), ONE_CLASS[name], strict=True):
         for weights in (None, f64(2, 2)):
             found = ALL[name](f64(0.2, 0.6), f64(label, label), weights)
@@ -120,8 +120,8 @@ def test_infinite_logits():
 
 @given(seed=st.integers(0, 999), num=st.integers(2, 30), weighted=st.booleans())
 def test_sklearn_where_it_has_a_value(seed, num, weighted):
-    """With ties, weights of 0 or one class, exact_auc equals the value of scikit-learn. It is NaN where scikit-learn
-    raises or warns."""
+    """With ties, weights of 0 or one class, exact_auc equals the value of scikit-learn. exact_auc is NaN where
+    scikit-learn raises or warns."""
     g = torch.Generator().manual_seed(seed)
     p = (torch.rand(num, generator=g) * 4).round().double() / 4
     y = torch.randint(0, 2, (num,), generator=g)

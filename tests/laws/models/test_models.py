@@ -188,8 +188,8 @@ def test_ml1m_has_the_published_number_of_parameters(name, count):
 
 
 def test_mlperf_has_the_reference_sizes():
-    """The model has 204,184,588 rows of 128, 214 ids per example, and the dense parameters of the reference. They are
-    counted on the meta device."""
+    """The model has 204,184,588 rows of 128, 214 ids per example, and the dense parameters of the reference. The test
+    counts the parameters on the meta device."""
     model = models.mlperf_dlrm_dcnv2()
     params = model.init(fr.key(0).to("meta"))
     stack = lambda *sizes: sum(a * b + b for a, b in itertools.pairwise(sizes))

@@ -198,7 +198,8 @@ def combined():
 
 @pytest.mark.parametrize("name", combined())
 def test_traced_and_pure(name):
-    """The update staged on shapes gives the eager bits at every step. It changes no argument and reads no padding."""
+    """The update staged on shapes gives the eager bits at every step. The update changes no argument and reads no
+    padding."""
     opt = combined()[name]
     tables, grads = generated(5)
     grads = [grads[1]] * 5

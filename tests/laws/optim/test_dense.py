@@ -89,7 +89,7 @@ def test_is_the_class(name, rate, double_default):
 @every_class
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pure_and_staged(name, dtype):
-    """Staged on shapes, an update gives the eager bits. It keeps structure, shapes and dtypes, and changes no
+    """Staged on shapes, an update gives the eager bits. The update keeps structure, shapes and dtypes, and changes no
     argument."""
     cls, hyper = CLASSES[name]
     opt = dense(cls, lr=RATE, **hyper)

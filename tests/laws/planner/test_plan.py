@@ -89,7 +89,8 @@ def test_memory_is_what_the_layout_takes(mesh, optimizer, kinds, monkeypatch):
 @pytest.mark.parametrize("kwargs", HOW, ids=lambda k: "-".join(k) or "sums")
 @pytest.mark.parametrize("kinds", [(), ("row_wise",), ("grid",), ("table_column_wise",)], ids=str)
 def test_memory_has_what_a_step_exchanges(kinds, kwargs, monkeypatch):
-    """The bytes of a rank in the plan equal those in the solver. They include the ids, rows and sums of exchanges."""
+    """The bytes of a rank in the plan equal those in the solver. These bytes include the ids, rows and sums of
+    exchanges."""
     seen = []
     monkeypatch.setattr(_plan, "solve", lambda p, effort: seen.append((p, solve(p, effort))) or seen[-1][1])
     plan = planned({"node": 2, "local": 2}, constraints={"item": {"kinds": kinds, "pooling_factor": 7.0}}, **kwargs)
@@ -196,7 +197,7 @@ def test_the_table_names_every_table_and_rank():
 
 
 def test_copies_that_train_apart_are_planned_alike():
-    """With replicas, the plan is that of the mesh of one copy. It names the replica axis."""
+    """With replicas, the plan is that of the mesh of one copy. The plan names the replica axis."""
     apart = planned({"copy": 2, "model": 2}, replicas="copy")
     alone = fr.plan(TABLES, FEATURES, {"model": 2}, batch_size=128, constraints=USED, hardware="cpu")
     assert apart.replicas == ("copy",) and apart.placements == alone.placements

@@ -157,8 +157,8 @@ def test_a_forked_process_does_not_hold_the_folder(plain, tmp_path):
 
 
 def test_a_publisher_that_is_killed_leaves_one_whole_version(coded, tmp_path):
-    """After SIGKILL at any moment, a follower has the weights of one published step, bit for bit. It never has an older
-    publication than before. The next publisher continues."""
+    """After SIGKILL at any moment, a follower has the weights of one published step, bit for bit. The follower never
+    returns to an older publication. The next publisher continues."""
     folder, rng, runs = tmp_path / "published", random.Random(3), [begun()]
     for n in range(8):
         runs.append(STEP(runs[-1], batch(n, 9))[0])

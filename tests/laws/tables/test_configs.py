@@ -13,7 +13,7 @@ from funcrec.testing import strategies as frs
 
 @given(frs.table_configs())
 def test_equal_tables_hash_alike(tables):
-    """A config equals its copy and has the hash of the copy. It can therefore be part of a compile key."""
+    """A config equals its copy and has the hash of the copy. A config can therefore be part of a compile key."""
     for t in tables:
         copy = dataclasses.replace(t)
         assert copy == t and hash(copy) == hash(t) and pickle.loads(pickle.dumps(t)) == t

@@ -123,7 +123,7 @@ def test_a_third_kind_is_looked_up(low_rank):
 
 
 def test_a_third_kind_is_differentiated(low_rank):
-    """value_and_grad gives row gradients for each part. They equal the dense gradients of torch.func."""
+    """value_and_grad gives row gradients for each part. These gradients equal the dense gradients of torch.func."""
     loss, d_parts, d_dense = by_autograd(low_rank)
     got, grads = fr.value_and_grad(loss_fn)(fr.Params(low_rank, DENSE), IDS)
     made = {n: g.to_dense() for n, g in grads.tables.items()}
