@@ -1,4 +1,4 @@
-"""Metrics of ordered scores, of thresholds and of groups against scikit-learn, torchmetrics and TorchRec."""
+"""Metrics of ordered scores, of thresholds and of groups equal those of scikit-learn, torchmetrics and TorchRec."""
 
 import math
 
@@ -19,7 +19,8 @@ def value(metric, *rows):
 
 @st.composite
 def examples(draw):
-    """(probabilities f64[B] of twenty levels, labels, weights, groups); B from 1 to 60, some weights 0."""
+    """Return random (probabilities f64[B] of twenty levels, labels, weights, groups), with B from 1 to 60 and some
+    weights 0."""
     n, g = draw(st.integers(1, 60)), torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     p = torch.randint(1, 20, (n,), generator=g).double() / 20
     y = torch.randint(0, 2, (n,), generator=g).double()
@@ -32,7 +33,7 @@ near = lambda x: pytest.approx(x, rel=1e-9, abs=1e-12, nan_ok=True)
 
 @given(rows=examples())
 def test_average_precision_is_scikit_learns(rows):
-    """Twenty levels fall into bins of their own, so that binning loses nothing; without a positive it is NaN."""
+    """Twenty levels fall into separate bins, so that binning loses nothing. Without a positive, the metric is NaN."""
     p, y, w, _ = rows
     got = value(metrics.average_precision(), p, y, w)
     want = sklearn.average_precision_score(y, p, sample_weight=w) if (w * y).sum() else math.nan
@@ -43,7 +44,7 @@ def test_average_precision_is_scikit_learns(rows):
 
 @given(rows=examples(), target=st.sampled_from([0.0, 0.3, 0.5, 0.75, 1.0]))
 def test_recall_at_precision_is_that_of_the_best_threshold(rows, target):
-    """All thresholds are tried by hand; torchmetrics has the same number without weights."""
+    """The test tries all thresholds by hand. torchmetrics has the same number without weights."""
     p, y, w, _ = rows
     found = [0.0]
     for threshold in p.unique():
@@ -61,7 +62,7 @@ def test_recall_at_precision_is_that_of_the_best_threshold(rows, target):
 
 @given(rows=examples(), threshold=st.sampled_from([0.25, 0.5, 0.8]))
 def test_precision_and_recall_of_a_threshold_are_scikit_learns(rows, threshold):
-    """Where a quotient has no value it is NaN, which scikit-learn calls 0 unless it is asked for NaN."""
+    """Where a quotient has no value, the metric is NaN. scikit-learn gives 0 there unless a caller asks for NaN."""
     p, y, w, _ = rows
     if not w.sum():
         return
@@ -75,7 +76,8 @@ def test_precision_and_recall_of_a_threshold_are_scikit_learns(rows, threshold):
 
 @given(rows=examples())
 def test_grouped_auc_is_the_mean_of_each_groups_auc(rows):
-    """Groups with one class are left out, others count by their weight; one group is `exact_auc`, in any order."""
+    """Groups with one class are left out, and all other groups count by their weight. One group has the number of
+    `exact_auc`, in any order."""
     p, y, w, groups = rows
     total = weights = 0.0
     for g in groups.unique():
@@ -92,7 +94,7 @@ def test_grouped_auc_is_the_mean_of_each_groups_auc(rows):
 
 @given(rows=examples())
 def test_r2_and_nmse(rows):
-    """r2 is scikit-learn's, NaN where all labels are the same; nmse is a quotient of two mse."""
+    """r2 equals that of scikit-learn, and is NaN where all labels are the same. nmse is a quotient of two mse."""
     p, y, w, _ = rows
     y = y * 3 + p.round()
     if w.sum() and len(y[w > 0].unique()) > 1:
@@ -105,7 +107,8 @@ def test_r2_and_nmse(rows):
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_top_k_accuracy_is_scikit_learns(k):
-    """Logits without ties, weighted; k of all classes or more is 1, and k = 1 is multiclass_accuracy with ties too."""
+    """Accuracy at k equals that of scikit-learn for weighted logits without ties. If k is at least the number of
+    classes, it is 1. With k = 1 it is multiclass_accuracy, even with ties."""
     g = torch.Generator().manual_seed(k)
     z, y, w = torch.randn(200, 4, generator=g), torch.randint(0, 4, (200,), generator=g), torch.rand(200, generator=g)
     want = 1.0 if k >= 4 else sklearn.top_k_accuracy_score(y, z, k=k, sample_weight=w, labels=range(4))
@@ -116,7 +119,7 @@ def test_top_k_accuracy_is_scikit_learns(k):
 
 
 def test_torchrec_has_the_same_sums():
-    """NE of positives, NMSE, weighted average and recalibrated calibration are those of TorchRec's computations."""
+    """NE of positives, NMSE, weighted average and recalibrated calibration equal those of TorchRec's computations."""
     pytest.importorskip("torchrec")
     from torchrec.metrics.calibration_with_recalibration import RecalibratedCalibrationMetricComputation
     from torchrec.metrics.metrics_namespace import MetricPrefix

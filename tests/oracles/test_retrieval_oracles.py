@@ -44,7 +44,7 @@ def test_lists_are_measured_as_sets_are(lists, k):
 
 @given(LISTS, st.integers(1, 9))
 def test_ranks_are_measured_as_textbooks_do(lists, k):
-    """precision, MRR and MAP at k are those of loops over Python's lists."""
+    """precision, MRR and MAP at k equal those of loops over Python's lists."""
     rows = torch.tensor([(own + [-1] * 7)[:7] for own, _ in lists])
     bags = fr.JaggedTensor.from_lists([bag for _, bag in lists], dtype=torch.int64)
     precisions, reciprocals, averages = [], [], []
@@ -61,7 +61,7 @@ def test_ranks_are_measured_as_textbooks_do(lists, k):
 
 @given(st.lists(GIVEN, min_size=1, max_size=5), st.integers(1, 9), st.data())
 def test_coverage_and_novelty_are_those_of_the_rows_given(lists, k, data):
-    """Coverage is the share of a set; novelty the mean of means of bits; lists of weight 0 are left out of both."""
+    """Coverage is the share of a set. Novelty is the mean of means of bits. Lists of weight 0 are left out of both."""
     rows = torch.tensor([(own + [-1] * 7)[:7] for own in lists])
     none = fr.JaggedTensor.from_lists([[] for _ in lists], dtype=torch.int64)
     counts = data.draw(st.lists(st.integers(0, 20), min_size=10, max_size=10))

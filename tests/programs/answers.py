@@ -32,7 +32,7 @@ def build(sanitize: str = "", kernels: Path | None = None, targets: tuple[str, .
 
 
 def pages(pid: int) -> bytes:
-    """Return the pages of weights.safetensors as a process maps them, including its own writes."""
+    """Return the pages of weights.safetensors as process `pid` maps them, including the writes of that process."""
     with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as memory:
         found = [line.split()[0].split("-") for line in maps if line.rstrip().endswith("/weights.safetensors")]
         parts = [(int(begin, 16), int(end, 16)) for begin, end in found]
@@ -99,7 +99,7 @@ class Answers:
         self._name(b"a", file)
 
     def weights(self) -> bytes:
-        """Return the pages of weights.safetensors as this process maps them."""
+        """Return the pages of weights.safetensors as the package's process maps them."""
         return pages(self.process.pid)
 
     def _name(self, command: bytes, path: Path | str) -> None:

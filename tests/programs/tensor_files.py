@@ -1,4 +1,4 @@
-"""Files of named tensors with another header or other bytes, under checks that fit."""
+"""Files of named tensors with another header or other bytes, under right checks."""
 
 import json
 import re
@@ -8,7 +8,7 @@ BEGINNING = re.compile(rb'\A\{"__metadata__":\{"format":"[^"]*","crc32":"')
 
 
 def parts(data):
-    """(the content of the header, the bytes after it)."""
+    """Return (the content of the header, the bytes after the header)."""
     end = 8 + int.from_bytes(data[:8], "little")
     return json.loads(data[8:end]), bytearray(data[end:])
 
@@ -18,7 +18,7 @@ def text_of(content):
 
 
 def sealed(text, body=b"", align=8):
-    """A file of a header's text, under its CRC where it has one, and the bytes after it."""
+    """Return a file of a header's text and the bytes after the header. If the text has a CRC, the CRC is right."""
     text = text.ljust(-(-(8 + len(text)) // align) * align - 8)
     head, found = len(text).to_bytes(8, "little"), BEGINNING.match(text)
     if found and len(text) >= found.end() + 8:
@@ -28,7 +28,7 @@ def sealed(text, body=b"", align=8):
 
 
 def places(content):
-    """{name: (begin, end)} of the tensors in their order, without padding."""
+    """Return {name: (begin, end)} of the tensors in their order, without padding."""
     found = {
         n: tuple(x["data_offsets"]) for n, x in content.items() if not n.startswith(("__padding__", "__metadata__"))
     }
@@ -36,14 +36,14 @@ def places(content):
 
 
 def checked(content, body):
-    """The content with the CRCs of its tensors, as the bytes are."""
+    """Return the content with the CRCs of its tensors, computed from the bytes."""
     crcs = "".join(f"{zlib.crc32(body[begin:end]):08x}" for begin, end in places(content).values())
     content["__metadata__"]["crc32s"] = crcs
     return content
 
 
 def changed(data, change, align=8):
-    """The file after change(content, body), which may give another text."""
+    """Return the file after change(content, body), which may return another text of the header."""
     content, body = parts(data)
     made = change(content, body)
     return sealed(made if isinstance(made, bytes) else text_of(content), body, align)

@@ -1,4 +1,4 @@
-"""Each entry of a manifest and of a header of weights is refused with the same words in Python and in C++."""
+"""Python and C++ refuse the same changed entries of a manifest and of a header of weights, in the same words."""
 
 import copy
 import hashlib
@@ -18,7 +18,7 @@ from funcrec.serve._weights import FILE
 pytestmark = pytest.mark.xdist_group("every_dtype")
 
 BLANK, PAGE = "0" * 64, 4096
-# the number of changes tried per entry
+# the number of tried changes per entry
 SHARE = {"manifest.json": 2, FILE: 15}
 if os.environ.get("HYPOTHESIS_PROFILE") == "long":
     SHARE = dict.fromkeys(SHARE, 1000)
@@ -38,7 +38,7 @@ def others(x):
 
 
 def places(x, path=()):
-    """Yield the paths of all entries; of a list, and of tensors, only those of the first and the last."""
+    """Yield the paths of all entries. In a list, and among tensors, only the first and the last item count."""
     yield path
     few = isinstance(x, list) or "__metadata__" in x if isinstance(x, dict | list) else False
     keys = list(x) if isinstance(x, dict) else range(len(x)) if isinstance(x, list) else ()
@@ -60,7 +60,8 @@ def changed(content, path, value):
 
 
 def written(content, fits):
-    """Write a manifest as funcrec does, with a matching digest where it fits: then the content is refused."""
+    """Return a manifest as funcrec writes it. If `fits`, its digest matches, so that only the content can be
+    refused."""
     text = json.dumps(content, indent=1) + "\n"
     if not fits:
         return text.encode()
@@ -70,7 +71,7 @@ def written(content, fits):
 
 
 def file_of(content, body, fits):
-    """Return the weights with another header, and its CRC where it fits."""
+    """Return the weights with another header. If `fits`, the header's CRC matches."""
     text = tensor_files.text_of(content)
     text = text.ljust(-(-(8 + len(text)) // PAGE) * PAGE - 8)
     return tensor_files.sealed(text, body, PAGE) if fits else len(text).to_bytes(8, "little") + text + body
@@ -93,9 +94,9 @@ def package_and_running(folder, built):
 
 @pytest.mark.parametrize("name", ["manifest.json", FILE])
 def test_changed_entries_are_refused_in_the_same_words(name, package_and_running, folder, tmp_path):
-    """Any entry may be changed to any other value, with a matching digest or not. Both languages refuse it with the
-    same problem, got and need, or both accept it and give the same outputs. Only changes of the weights' version and of
-    unread entries are accepted; none of a manifest."""
+    """Any entry may be changed to any other value, with a matching digest or not. Both languages refuse the change with
+    the same problem, got and need, or both accept the change and give the same outputs. They accept only changes of the
+    weights' version and of unread entries, and no change of a manifest."""
     package, running = package_and_running
     there = tmp_path / "copy"
     shutil.copytree(folder, there, copy_function=os.link)
@@ -123,6 +124,6 @@ def test_changed_entries_are_refused_in_the_same_words(name, package_and_running
                 taken.add(path)
                 assert all(torch.equal(x, want[n]) for n, x in package(batch).items())
                 assert all(torch.equal(x, y) for x, y in zip(ask().outputs, before.outputs, strict=True))
-    may = {("__metadata__",), ("__metadata__", "version"), ("__metadata__", "crc32")}  # the last is written again
+    may = {("__metadata__",), ("__metadata__", "version"), ("__metadata__", "crc32")}  # a write renews crc32
     assert taken <= (may if name == FILE else set()), taken
     assert len(told) >= 4

@@ -181,8 +181,8 @@ def test_crafted_files_are_refused(running, folder, good, tmp_path, name):
 
 
 def test_pages_that_cannot_be_had_are_told(program, folder, good, tmp_path):
-    """If memory pages cannot be had (here because the file was cut), a delta fails before anything changes, and
-    the process goes on."""
+    """If memory pages are missing (here because the file was cut), a delta fails before any byte changes. The process
+    continues."""
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "good").write_bytes(good)
     weights = tmp_path / "copy" / FILE

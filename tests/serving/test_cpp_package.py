@@ -126,7 +126,7 @@ def rewritten(name, change):
 
 
 def told(change):
-    """The header of the weights changed, under checks that fit."""
+    """Return a function that changes the header of the weights, under right checks."""
 
     def run(folder):
         path = folder / FILE
@@ -174,7 +174,8 @@ WEIGHTS = {
 
 
 def told_text(folder):
-    """(the header's text, its bytes): with a header that is no multiple of pages."""
+    """Return (the text of the header, the bytes after the header). Their file has a header that is no multiple of
+    pages."""
     content, body = tensor_files.parts((folder / FILE).read_bytes())
     return tensor_files.text_of(content), body
 

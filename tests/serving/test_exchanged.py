@@ -71,7 +71,7 @@ def test_cpp_takes_one_folder(two, built, folder):
 
 
 def test_python_takes_one_folder(two, folder, monkeypatch):
-    """If the folder is renamed after its header is read, the header and the values come from the one opened."""
+    """If the folder is renamed after the read of its header, the header and the values come from the opened folder."""
     paths, batch, right = two
     own, package = _weights.read_index, fr.load_package(folder)
 

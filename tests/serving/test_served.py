@@ -101,7 +101,7 @@ STEP = fr.logged(
 
 
 def flipped(folder):
-    """Flip one bit of the folder's weights."""
+    """Flip a bit of the folder's weights."""
     with open(folder / FILE, "r+b") as file:
         file.seek(-1, os.SEEK_END)
         byte = file.read(1)[0]
@@ -111,8 +111,8 @@ def flipped(folder):
 
 
 def test_weights_that_were_changed_are_refused(path, running, built, tmp_path):
-    """One flipped bit of the weights gives 400 for /reload, and the version stays. No server starts with it unless
-    `checksums` is false."""
+    """One flipped bit of the weights gives 400 for /reload. The version stays. No server starts with such weights
+    unless `checksums` is false."""
     before = running.ask("GET", "/healthz")[2]
     flipped(shutil.copytree(path.parent / "next", path.parent / "flipped"))
     status, _, body = running.ask("POST", "/reload", {"weights": "flipped"})
@@ -236,7 +236,7 @@ def test_a_run_publishes_to_a_server(path, built, tmp_path):
         version = fr.update_server(f"http://127.0.0.1:{server.admin}", tmp_path / "published")
         assert version == max(right.keys() - {"first"}) and "step-4" in version
         want = (tmp_path / version / FILE).read_bytes()
-        first = len(want) - len(tensor_files.parts(want)[1])  # before it, of which version the file was written
+        first = len(want) - len(tensor_files.parts(want)[1])  # the bytes before the body name the version of the file
         assert answers.pages(server.process.pid)[first : len(want)] == want[first:]
         assert fr.update_server(f"http://127.0.0.1:{server.admin}", tmp_path / "published") == version
 

@@ -249,7 +249,7 @@ def test_every_damaged_file_is_refused(whole):
 
 
 def crafted(tree, *tensors):
-    """Make a file with right checksums, of tensors (dtype, shape, bytes) and then the tree."""
+    """Return a file with right checksums, of tensors (dtype, shape, bytes) and then the tree."""
     text = tree if isinstance(tree, bytes) else json.dumps(tree).encode()
     content = {"__metadata__": {"format": _format.KIND, "crc32": "0" * 8, "crc32s": ""}}
     body = bytearray()
@@ -301,7 +301,7 @@ def with_tree(content, body, tree):
 
 
 def test_crafted_headers_are_refused_or_read(whole):
-    """For a header or a tree with a right checksum but changed parts, load raises its own error or returns a tree. It
+    """For a header or a tree with a right checksum but changed parts, load raises its own error or returns a tree. load
     requests no more memory than the file's size."""
     path, good = whole
     content, body = tensor_files.parts(good)

@@ -1,4 +1,4 @@
-"""Files of named tensors: what is written is read, by the library of safetensors too; what was changed is refused."""
+"""Files of named tensors. A written file reads back, even by the library of safetensors. A changed file raises."""
 
 import io
 import random
@@ -15,7 +15,7 @@ from funcrec.files import _tensors as files
 KIND, OFFICIAL = "funcrec test 1", [n for n in files.DTYPES if n not in ("C128", "C32", "F8_E8M0")]
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
     lambda n: not n.startswith("__")
-)  # no half of a character, which no other reader takes
+)  # the names have no half of a character, which no other reader takes
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
 
 
@@ -30,7 +30,7 @@ def written(tensors, texts=(), align=64):
 
 
 def read(data):
-    """({name: tensor}, texts), every tensor held to its CRC."""
+    """Return ({name: tensor}, texts) after a check of every tensor's CRC."""
     places, texts = files.read_header(KIND, len(data), reader(data), 8)
     found = {n: files.tensor_at(bytearray(data), p) for n, p in places.items()}
     for n, p in places.items():
@@ -43,7 +43,7 @@ def bits(tensors):
 
 
 def made(name, shape, seed):
-    """A tensor of a dtype, of any bits; of bools, of ones."""
+    """Return a tensor of a dtype with random bits. A tensor of bools has only ones."""
     dtype, count = files.DTYPES[name], torch.Size(shape).numel()
     if dtype == torch.bool:
         return torch.ones(shape, dtype=dtype)
@@ -53,7 +53,7 @@ def made(name, shape, seed):
 
 @st.composite
 def contents(draw, dtypes=tuple(files.DTYPES)):
-    """{name: tensor}: few, small, plain ones first."""
+    """Return random {name: tensor}. Shrinks to few small tensors of the first dtypes."""
     names = draw(st.lists(NAMES, max_size=4, unique=True))
     return {n: made(draw(st.sampled_from(dtypes)), draw(SHAPES), i) for i, n in enumerate(names)}
 
@@ -72,8 +72,8 @@ def refused(data):
 
 @given(contents(), st.dictionaries(NAMES, NAMES, max_size=2), st.sampled_from([8, 64, 4096]))
 def test_what_is_written_is_read(tensors, texts, align):
-    """Tensors of every dtype and shape, 0-dim and empty ones too, come back bit for bit and in their order, with the
-    texts; each that has bytes begins at a multiple of the alignment."""
+    """Tensors of every dtype and shape come back bit for bit and in their order, with the texts. The law includes
+    tensors that are empty or have no dimension. Each tensor that has bytes begins at a multiple of the alignment."""
     texts = {n: x for n, x in texts.items() if n not in ("format", "crc32", "crc32s")}
     data = written(tensors, texts, align)
     found, told = read(data)
@@ -87,7 +87,8 @@ def test_what_is_written_is_read(tensors, texts, align):
 
 @given(contents(OFFICIAL), st.sampled_from([8, 64, 4096]))
 def test_the_library_of_safetensors_reads_it(tensors, align):
-    """That library reads the same bits by the same names, and besides them only padding, of zeros."""
+    """The library of safetensors reads the same bits by the same names. Its only other tensors are padding, of
+    zeros."""
     found = official(written(tensors, align=align))
     padding = {n: found.pop(n) for n in list(found) if n.startswith(files.PADDING)}
     assert bits(found) == bits(tensors)
@@ -95,7 +96,7 @@ def test_the_library_of_safetensors_reads_it(tensors, align):
 
 
 def test_texts_may_come_at_the_end():
-    """A text that follows from the tensors takes the place of one of its length; a longer one is refused."""
+    """A text that follows from the tensors takes the place of a text of the same length. A longer text raises."""
     tensors = {"a": torch.arange(5.0), "b": torch.ones(3, dtype=torch.int8)}
     specs = [(n, x.dtype, x.shape) for n, x in tensors.items()]
     write = lambda file, own: files.write_tensors(
@@ -117,7 +118,7 @@ SMALL = {"a": torch.arange(3, dtype=torch.int16), "é": torch.tensor(True), "non
 
 
 def test_each_bit_and_each_cut_is_refused():
-    """A file with any one bit turned, cut off anywhere, or longer, is refused in three parts."""
+    """A file with any flipped bit, or one that is cut off anywhere or is longer, raises an error in three parts."""
     data = written(SMALL, {"version": "1"})
     assert not refused(data)
     for at in range(len(data)):
@@ -129,7 +130,7 @@ def test_each_bit_and_each_cut_is_refused():
 
 @given(contents(), st.randoms(use_true_random=False))
 def test_edits_are_refused(tensors, rng):
-    """Bytes put in, taken out or written over are refused."""
+    """Inserted, removed and overwritten bytes each raise."""
     data = bytearray(written(tensors))
     before = bytes(data)
     at, size = rng.randrange(len(data)), rng.randrange(1, 9)
@@ -139,7 +140,7 @@ def test_edits_are_refused(tensors, rng):
 
 
 def test_another_format_is_told():
-    """A file of another format, or of another program, is refused with the format that is needed."""
+    """A file of another format, or of another program, raises with the format that is needed."""
     plain = files.header_of([], {}, 8)
     for data in (written(SMALL).replace(b"funcrec test 1", b"funcrec test 2"), plain, b"{" * 100 + bytes(200)):
         if data[:1] == b"{":
@@ -150,7 +151,7 @@ def test_another_format_is_told():
 
 
 def test_lengths_are_held_to_the_file():
-    """No more is read than a file has, whatever its header says."""
+    """A read requests no more bytes than a file has, whatever the header of the file says."""
     for length in (1, 64, 2**32, 2**63, 2**64 - 1):
         data = length.to_bytes(8, "little")
 
@@ -168,7 +169,7 @@ OTHER = [None, True, -1, 0, 1, 3, 1.5, 1 << 40, 1 << 48, (1 << 48) + 1, 1 << 63,
 
 
 def replaced(rng, node, value):
-    """The node with one of its parts, at any depth, another's, twice, or gone."""
+    """Return the node with one part, at any depth, replaced, added or removed."""
     if not isinstance(node, dict | list) or not node or rng.random() < 0.1:
         return value
     keys = list(node) if isinstance(node, dict) else range(len(node))
@@ -187,8 +188,8 @@ def replaced(rng, node, value):
 
 
 def test_hostile_headers_are_refused():
-    """A header under a CRC that fits, with one part another, is refused or the file has the tensors that it had, by
-    other names or shapes; nothing is read beyond the file."""
+    """A header with one changed part, under a right CRC, raises, or the file has its original tensors by other names or
+    shapes. Nothing outside the file is read."""
     data, rng, outcomes = written(SMALL), random.Random(0), {True: 0, False: 0}
     content, body = tensor_files.parts(data)
     sizes = sorted(x.nbytes for x in SMALL.values())
@@ -227,7 +228,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_header_is_told(name):
-    """A header that is made to mislead is refused with what is wrong in it."""
+    """A misleading header raises an error that says what is wrong in the header."""
     text, said = HOSTILE[name]
     data = tensor_files.sealed(text)
     with pytest.raises(files.FileError) as error:
@@ -236,7 +237,7 @@ def test_a_hostile_header_is_told(name):
 
 
 def test_padding_is_zeros():
-    """Padding that is not zeros is refused, whatever CRCs the header has."""
+    """Padding that is not zeros raises, whatever CRCs the header has."""
     data = bytearray(written(SMALL))
     places, _ = files.read_header(KIND, len(data), reader(bytes(data)), 8)
     data[places["é"].offset - 1] = 1

@@ -1,4 +1,4 @@
-"""evaluate_retrieval against sets in Python, over any split of the queries, any form of the items, and any groups."""
+"""evaluate_retrieval equals sets in Python, over any split of the queries, any form of the items, and any groups."""
 
 import math
 
@@ -21,7 +21,7 @@ def query(params, batch):
 
 
 def batch_of(queries, seed=0):
-    """A batch of (relevant, seen, weight) whose vectors are drawn, of whole numbers: sums are exact."""
+    """Return a batch of (relevant, seen, weight). The random vectors have whole numbers, so that sums are exact."""
     draw = torch.Generator().manual_seed(seed)
     vectors = torch.randint(-3, 4, (len(queries), D), generator=draw).float()
     wanted, seen, weights = zip(*queries, strict=True)
@@ -36,7 +36,7 @@ def judged(batches, items=ITEMS, **more):
 
 
 def by_hand(batch, queries, k, masks=(True,) * R):
-    """recall@k of the queries of a weight, from all scores and Python's sets."""
+    """Return recall@k of the queries with a weight, from all scores and Python's sets."""
     total = weights = 0.0
     for x, (wanted, seen, w) in zip(batch.dense, queries, strict=True):
         wanted = {i for i in wanted if masks[i]}
@@ -50,7 +50,7 @@ def by_hand(batch, queries, k, masks=(True,) * R):
 @settings(max_examples=40)
 @given(QUERIES, st.integers(0, 5))
 def test_lists_are_of_all_items_but_the_seen_ones(queries, seed):
-    """recall of each length is that of sorted scores without the seen items; weight 0 is padding."""
+    """The recall of each length is that of sorted scores without the seen items. A query of weight 0 is padding."""
     batch = batch_of(queries, seed)
     found = judged([batch])
     for k in (2, 5):
@@ -60,7 +60,7 @@ def test_lists_are_of_all_items_but_the_seen_ones(queries, seed):
 @settings(max_examples=20)
 @given(QUERIES, QUERIES)
 def test_batches_add_up(first, second):
-    """Two batches in either order have the numbers of one, and batches may come with positions or from a function."""
+    """Two batches in either order have the numbers of one batch. Batches may come with positions or from a function."""
     a, b = batch_of(first, 1), batch_of(second, 2)
     both = batch_of([*first, *second])
     both = fr.Batch(both.ids, dense=torch.cat([a.dense, b.dense]), weight=both.weight)
@@ -72,7 +72,7 @@ def test_batches_add_up(first, second):
 @settings(max_examples=20)
 @given(QUERIES)
 def test_groups_are_parts(queries):
-    """A group of queries has the numbers of these alone, and a group of items those of the relevant items in it."""
+    """A group of queries has the numbers of these queries alone. A group of items has those of its relevant items."""
     batch, mask = batch_of(queries), torch.arange(R) < 4
     chosen = torch.arange(len(queries)) % 2 == 0
     found = judged([batch], groups={"even": lambda b: chosen}, item_groups={"low": mask, "all": mask | True})
@@ -87,7 +87,8 @@ def test_groups_are_parts(queries):
 @settings(max_examples=20)
 @given(QUERIES, st.lists(st.integers(0, 3), min_size=R, max_size=R))
 def test_the_most_popular_are_a_baseline(queries, counts):
-    """Beside the model stand the numbers of a list that is the same for all who have seen the same."""
+    """The result also has the numbers of a baseline. The baseline's list is the same for all queries with the same seen
+    items."""
     batch, counts = batch_of(queries), torch.tensor(counts)
     found = judged([batch], counts=counts)
     total = weights = 0.0
@@ -101,7 +102,7 @@ def test_the_most_popular_are_a_baseline(queries, counts):
 
 @pytest.mark.parametrize("kind", ["hnsw", "ivf"])
 def test_an_index_that_finds_all_is_exact(kind):
-    """Seen items are left out of what an index found, and do not shorten its lists."""
+    """Seen items are left out of the rows that an index finds. They do not shorten its lists."""
     queries = [([i % R], [(i + 1) % R, (i + 2) % R][: i % 3], 1.0) for i in range(12)]
     items = torch.randint(-9, 9, (R, D), generator=torch.Generator().manual_seed(3)).float()
     index = fr.build_index(items, kind, **({"num_lists": 2} if kind == "ivf" else {}))
@@ -109,14 +110,14 @@ def test_an_index_that_finds_all_is_exact(kind):
 
 
 def test_quantized_items_have_the_numbers_of_their_values():
-    """QuantizedTables of one table are ranked as what they stand for."""
+    """QuantizedTables of one table are ranked by the values of the codes."""
     codes = fr.quantize({"items": ITEMS}, "int8")
     batch = batch_of([([1], [], 1.0), ([3, 4], [1], 1.0)])
     assert judged([batch], codes) == judged([batch], fr.dequantize(codes)["items"])
 
 
 def test_two_towers_are_judged_in_one_call():
-    """A trained pair of towers finds what popularity does not, and `fit` stops by it."""
+    """A trained pair of towers finds items that popularity does not find, and `fit` stops by the measured recall."""
     tables = (fr.TableConfig("user", 12, 8), fr.TableConfig("item", 12, 8))
     sides = (fr.FeatureConfig("user", table="user"),), (fr.FeatureConfig("item", table="item"),)
     model = fr.models.two_tower(tables, *sides, sizes=(8,))
@@ -158,7 +159,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_judged_is_refused(name):
-    """Each says what, got, need and try, before a number is made."""
+    """Each invalid call raises with what, got, need and try, before any number is computed."""
     call, kind, text = BAD[name]
     with pytest.raises(kind, match=r"funcrec\.") as error:
         call()

@@ -1,4 +1,4 @@
-"""Windows, groups, recalibration and equal weights: each against the metric itself on the examples that it is of."""
+"""Windows, groups, recalibration and equal weights: each equals the inner metric on its own examples."""
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ each_metric = pytest.mark.parametrize("name", METRICS)
 
 @st.composite
 def examples(draw, most=20):
-    """(probabilities f64[B], labels, weights, groups below 3); B from 1 to `most`, some weights 0."""
+    """Return random (probabilities f64[B], labels, weights, groups below 3), with B from 1 to `most` and some weights
+    0."""
     n, g = draw(st.integers(1, most)), torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     p = torch.randint(1, 10, (n,), generator=g).double() / 10
     y, w = torch.randint(0, 2, (n,), generator=g).double(), torch.randint(0, 3, (n,), generator=g).double()
@@ -35,7 +36,7 @@ def assert_close(a, b):
 @each_metric
 @given(batches=st.lists(examples(), min_size=1, max_size=6), n=st.integers(1, 4))
 def test_a_window_has_its_last_updates(name, batches, n):
-    """The number is that of the last n batches as one, however many came before."""
+    """The number of a window is that of the last n batches as one batch, however many batches came before."""
     metric, window = METRICS[name], metrics.windowed(METRICS[name], n)
     state = window.init()
     for p, y, w, _ in batches:
@@ -46,7 +47,7 @@ def test_a_window_has_its_last_updates(name, batches, n):
 
 @given(a=examples(), b=examples(), c=examples())
 def test_windows_of_ranks_add_up(a, b, c):
-    """The sum of two ranks' states is the window of both ranks' examples, as `psum` gives it."""
+    """The sum of two ranks' states, as `psum` gives it, is the window of the examples of both ranks."""
     window = metrics.windowed(METRICS["ne"], 2)
     whole = state_of(window, *(torch.cat(xs) for xs in zip(a[:3], b[:3], strict=True)))
     assert_close(metrics.merge(state_of(window, *a[:3]), state_of(window, *b[:3])), whole)
@@ -56,7 +57,8 @@ def test_windows_of_ranks_add_up(a, b, c):
 @each_metric
 @given(rows=examples())
 def test_a_group_has_its_examples(name, rows):
-    """Each group's number is the metric of its examples; the groups' states add up to that of all."""
+    """The number of each group is the metric of the group's examples. The states of the groups add up to that of all
+    examples."""
     p, y, w, groups = rows
     metric, each = METRICS[name], metrics.grouped(METRICS[name], 3)
     state = state_of(each, p, (y, groups), w)
@@ -68,7 +70,8 @@ def test_a_group_has_its_examples(name, rows):
 
 
 def test_a_group_that_is_not_there():
-    """It is refused where values can be read, not read in padding, and NaN for all groups where it is traced."""
+    """An unknown group raises where values can be read. In padding the group is not read. A traced call gives NaN for
+    all groups."""
     each, p, y = metrics.grouped(metrics.ctr(), 2), torch.full((2,), 0.5), torch.tensor([1.0, 0.0])
     wrong = torch.tensor([0, 2])
     with pytest.raises(ValueError, match=r"labels\[1\]\[1\] = 2"):
@@ -83,7 +86,7 @@ def test_a_group_that_is_not_there():
 
 @given(rows=examples(), coefficient=st.sampled_from([0.1, 0.5, 1.0, 3.0]))
 def test_recalibration_maps_probabilities(rows, coefficient):
-    """The metric sees p / (p + (1 - p) / c); of c = 1 it is the metric itself."""
+    """The metric sees p / (p + (1 - p) / c). With c = 1 the result is that of the metric itself."""
     p, y, w, _ = rows
     for metric in METRICS.values():
         got = state_of(metrics.recalibrated(metric, coefficient), p, y, w)
@@ -92,7 +95,7 @@ def test_recalibration_maps_probabilities(rows, coefficient):
 
 @given(rows=examples())
 def test_equal_weights_leave_padding_out(rows):
-    """A weight of any size counts once, 0 not at all."""
+    """A weight of any size above 0 counts once. A weight of 0 does not count."""
     p, y, w, _ = rows
     for metric in METRICS.values():
         got = metrics.unweighted(metric)
@@ -111,7 +114,7 @@ COMBINED = {
 
 @pytest.mark.parametrize("name", COMBINED)
 def test_they_compose_with_transforms(name):
-    """Compiled and mapped over a dimension of members they have the numbers of a call for each."""
+    """Compiled calls, and calls mapped over a dimension of members, have the numbers of a call for each member."""
     metric, takes_groups = COMBINED[name]
     g = torch.Generator().manual_seed(0)
     p, y = torch.rand(2, 30, generator=g).double(), torch.randint(0, 2, (2, 30), generator=g).double()

@@ -191,7 +191,7 @@ def version_of(folder):
 
 
 def test_versions_are_names_of_values(tmp_path):
-    """Without an explicit version, equal values get one version name, and different values another."""
+    """Without an explicit version, equal values get one version name. Different values get another name."""
     version = lambda n, x: version_of(fr.save_weights(tmp_path / n, {"w": x}))
     assert version("a", torch.ones(3)) == version("b", torch.ones(3)) != version("c", torch.zeros(3))
 
@@ -266,7 +266,7 @@ def flipped(file, at):
 
 
 def retold(key, value):
-    """Change a text of the weights, or remove it, and write the right CRCs."""
+    """Return a function that changes or removes a text of the weights and writes the right CRCs."""
 
     def change(content, _):
         content["__metadata__"] |= {key: value}
