@@ -7,7 +7,7 @@
 
 Both modes are needed. With the address sanitizer, g++ compiles undefined arithmetic differently: loops that leave their
 arrays without the sanitizer stay inside when it is on. The sanitizer also checks no masked vectors, which end AVX-512's
-loops. Its probes therefore use the smallest instruction set. Guard pages miss an access to the buffer's page.
+loops. Its probes therefore use the smallest instruction set. Guard pages miss an access within the buffer's page.
 
 Kinds: arithmetic, programs of integers drawn from a number; cells, every function under every transform in the tests'
 tables; steps, lookups and training steps that write into small tables. One program of `fr.jit` has 25 to 100 cases of
