@@ -1,7 +1,7 @@
-"""What an annotation requires of a value: `kind_of(hint)` states the requirement, tests it, and reports violations.
+"""Requirements of annotations on values: the Kind `kind_of(hint)` states one, tests it, and reports violations.
 
-An annotation is a class, a union, a Literal, a Sequence or Mapping of annotations, a Callable, or an alias of
-`_ranges`, which adds a range or a tensor's form. `PARTS` may add requirements to a class.
+An annotation is a class, a union, a Literal, a Sequence or Mapping of annotations, a Callable, or an alias from
+`_ranges`. Such an alias adds a range or a tensor's form. `PARTS` may add requirements to a class.
 """
 
 import functools
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     """The requirement on an argument.
 
     need: the requirement in words. find: (path, value) -> problems. fits: whether a value has no problem. accepts:
-    whether a value's outermost structure is right. example: an expression that fits.
+    whether the outermost structure of a value is right. example: an expression of a value that fits.
     """
 
     need: str
@@ -61,7 +61,7 @@ _CASTS = {"f": "float()", "i": "long()", "i64": "long()", "b": "bool()", "x": "r
 
 
 def kind_of(hint: Any, owner: Any = None) -> Kind:
-    """Return the Kind of a hint. An annotation in quotes is looked up in the module of `owner`, the function."""
+    """Return the Kind of an annotation. The module of `owner`, a function or class, resolves annotations in quotes."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, str | typing.ForwardRef):
         return _late(hint if isinstance(hint, str) else hint.__forward_arg__, owner)
@@ -256,7 +256,7 @@ def _sequence(origin: Any, args: tuple, owner: Any) -> Kind:
 
 
 def _late(name: str, owner: Any) -> Kind:
-    """Return the Kind of a class that is defined later. A name that is not found accepts anything."""
+    """Return the Kind of a class that is defined later. A name that does not exist accepts anything."""
 
     @functools.cache
     def resolved() -> Kind:
@@ -274,7 +274,7 @@ def _late(name: str, owner: Any) -> Kind:
 
 
 def conversion(path: str, x: Any, cls: Any) -> str:
-    """Return an expression that turns the value into what is needed; else an example."""
+    """Return an expression that converts the value to what is needed, or an example."""
     if cls is Tensor and isinstance(x, np.ndarray):
         return f"torch.from_numpy({path})"
     if cls is Tensor and isinstance(x, list | tuple) and x and all(isinstance(e, int | float) for e in x):
@@ -287,10 +287,10 @@ def conversion(path: str, x: Any, cls: Any) -> str:
         return f"{path}={FUNCTIONS[path]}"
     own, (begins, plain) = _example(path), _LOOKS.get(cls, ((), ""))
     is_other = own.startswith(f"{path}=") and not own.startswith(tuple(f"{path}={b}" for b in begins))
-    return _example(path, plain) if plain and (is_other or not own) else own  # one name may mean two arguments
+    return _example(path, plain) if plain and (is_other or not own) else own  # two arguments may have one name
 
 
-_LOOKS: dict[Any, tuple[Sequence[str], str]] = {  # class: (how its examples begin, one example)
+_LOOKS: dict[Any, tuple[Sequence[str], str]] = {  # {class: (beginnings of its examples, one example)}
     int: ("0123456789", "2"),
     float: ("0123456789", "0.5"),
     str: ('"', '"item"'),
@@ -300,5 +300,5 @@ _LOOKS: dict[Any, tuple[Sequence[str], str]] = {  # class: (how its examples beg
 
 
 def _example(path: str, text: str = "") -> str:
-    """Return `path=text`; without a text, the example of the argument with which `path` ends."""
+    """Return `path=text`, or without a text the example of the argument at the end of `path`."""
     return f"{path}={text}" if text else example_at(path.split(".")[-1])

@@ -1,4 +1,4 @@
-"""checked: run a function with its values checked; and the switch that turns value checks on.
+"""`checked`, which runs a function with checks of values, and the switch that turns these checks on.
 
 The switch is a context variable: it applies to the current thread and call only.
 """
@@ -14,15 +14,15 @@ checking: ContextVar[bool] = ContextVar("funcrec_checking", default=False)
 
 @typed
 def checked(fn: Callable) -> Callable:
-    """Return the same function, run uncompiled, which checks by value every lookup's ids and every gradient.
+    """Return a function that runs `fn` uncompiled and checks the values of every lookup's ids and of every gradient.
 
-    It reads values on the host, so use it to find faults, not on the hot path. A jitted function inside runs uncompiled
-    and does not donate.
+    The checks read values on the host, so use `checked` to find faults, not on the hot path. A jitted function that
+    `fn` calls runs uncompiled and does not donate.
 
     Raises:
-      CheckError: names the feature, bag and id, or the gradient and row.
+      CheckError: if a value is wrong. The message names the feature, bag and id, or the gradient and row.
 
-    Law: where nothing is wrong, checked(fn) == fn.
+    Law: where nothing is wrong, checked(fn) computes the same as fn.
 
     Example:
       >>> import torch, funcrec as fr
@@ -39,7 +39,7 @@ def checked(fn: Callable) -> Callable:
     @functools.wraps(fn)
     def run(*args, **kwargs):
         before = checking.get()
-        try:  # entered before the switch is on, so that an interrupt cannot leave it on
+        try:  # The `try` begins before the switch is on, so that an interrupt cannot leave the switch on.
             checking.set(True)
             return fn(*args, **kwargs)
         finally:
@@ -49,5 +49,5 @@ def checked(fn: Callable) -> Callable:
 
 
 def is_checking() -> bool:
-    """Whether the caller runs under `checked`."""
+    """Return whether the caller runs under `checked`."""
     return checking.get()

@@ -11,11 +11,14 @@ from funcrec.core._errors import Problem, check, describe
 from funcrec.kernels.memory import empty_table
 from funcrec.kernels.tracked import is_transformed
 
-RETYPED: dict[type, Callable] = {}  # class with a dtype among its static fields -> fn(value, dtype), which replaces it
+RETYPED: dict[type, Callable] = {}  # {a class with a static field that is a dtype: fn(value, new dtype) -> new value}
 
 
 def to(tree: Any, device: Any = None, dtype: Any = None) -> Any:
-    """Implement `fr.tree.to`, and the method `to` of every class made by `fr.pytree`."""
+    """Return the tree on a device, or with its floats in a dtype.
+
+    This implements `fr.tree.to`, and the method `to` of every class made by `fr.pytree`.
+    """
     check("funcrec.tree.to", target_problems(device, dtype))
     if isinstance(device, torch.dtype):
         device, dtype = None, device
@@ -41,7 +44,10 @@ def _moved(x: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def copied(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a copy, in another dtype if one is given. A plain table's copy lies in large pages, as `fr.init` uses."""
+    """Return a copy of x, in `dtype` unless that is None.
+
+    The copy of a plain table on the CPU lies in large pages, as the tables of `fr.init` do.
+    """
     is_plain = type(x) is Tensor and not torch.compiler.is_dynamo_compiling() and not is_transformed(x)
     if is_plain and x.dim() == 2 and x.is_contiguous() and x.device.type == "cpu":
         return empty_table(tuple(x.shape), dtype=dtype or x.dtype).copy_(x)
@@ -49,7 +55,7 @@ def copied(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def target_problems(device: object, dtype: object) -> Iterator[Problem]:
-    """Yield the problems of `to`'s arguments: a device, a float dtype, or both; a dtype may come first."""
+    """Yield the problems of the arguments of `to`: a device, a float dtype, or both; the dtype may come first."""
     hint = 'x.to("cpu"), x.to(torch.float16), or x.to("cpu", torch.float16)'
     if isinstance(device, torch.dtype) and dtype is None:
         device, dtype = None, device

@@ -1,7 +1,7 @@
-"""Errors that say what is wrong, what the call got, what it needs, and what to try.
+"""Errors that say what is wrong, what the call got, what the call needs, and what to try.
 
 A validator is a generator of `Problem`s that reads metadata only. `check` runs all validators of one call and raises
-every problem at once.
+one error with every problem.
 """
 
 import difflib
@@ -34,20 +34,20 @@ STAGES = {
 ROOMS = {
     "compile.backend", "data.datasets", "data.encoders", "data.readers", "loop.pipelines", "mesh.processes",
     "serve.freshness", "sharding.moves", "sharding.placement",
-}  # folders within folders, also left out of public names  # fmt: skip
+}  # folders within folders, which public names leave out, too  # fmt: skip
 HIDDEN = STAGES | {room.split(".")[1] for room in ROOMS} | {"random"}
 
 
 class DonatedError(RuntimeError):
-    """A value was used after `jit(donate=...)` took it; the message names the argument and the call."""
+    """Raised if code uses a value that `jit(donate=...)` took; the message names the argument and the call."""
 
 
 class CheckError(ValueError):
-    """A value check of `checked(fn)` failed: an id out of range, a NaN gradient, descending offsets."""
+    """Raised by `checked(fn)` for a wrong value: an id out of range, a NaN gradient, or descending offsets."""
 
 
 class MissingKeyError(KeyError):
-    """A name does not exist. The message prints as it is; a KeyError would print it in quotes."""
+    """Raised if a name does not exist. Its message prints as written; a KeyError prints its message in quotes."""
 
     def __str__(self) -> str:
         return self.args[0]
@@ -76,9 +76,9 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def describe(x: object) -> str:
-    """Return `f32[118]` for a tensor, and the type's name for anything else.
+    """Return `f32[118]` for a tensor, the value with its type for a number or string, and else the type's name.
 
-    Device and layout are named unless they are CPU and strided.
+    The text names a tensor's device unless it is the CPU, and its layout unless it is strided.
     """
     if not isinstance(x, Tensor):
         if isinstance(x, type):
@@ -94,15 +94,19 @@ def describe(x: object) -> str:
 
 
 def path_hint(path: object, hint: str) -> str:
-    """Return what to try if a file is missing. A URL is no file; it shows as `scheme:/`, since `Path` drops a slash."""
+    """Return what to try if a file is missing: `hint`, or for a URL a copy on this machine.
+
+    A URL in `path` shows as `scheme:/`, since `Path` drops a slash.
+    """
     found = re.search(r"(?:^|/)([a-z][a-z0-9+.-]+):/", str(path))
     return f"a copy on this machine: {found[1]}:// is not read, nor any URL" if found else hint
 
 
 def call_name(fn: Callable) -> str:
-    """Return the public name of a function or class: `funcrec.lookup` for one in `funcrec/tables/_lookup.py`.
+    """Return the public name of a function or class: `funcrec.lookup` for `lookup` in `funcrec/tables/_lookup.py`.
 
-    `publish` sets it. Before that, it is made from the module's path: `funcrec.optim.sgd` for `funcrec/optim/_sgd.py`.
+    `publish` sets the module's name. Before that, the public name follows from the module's path: `funcrec.optim.sgd`
+    for `sgd` in `funcrec/optim/_sgd.py`.
     """
     public = [p for p in fn.__module__.split(".") if not p.startswith("_") and p not in HIDDEN]
     return ".".join([*public, fn.__qualname__.removesuffix(".__init__")])
@@ -118,7 +122,7 @@ def message(call: str, problems: Iterable[Problem]) -> str:
 
 
 def example_of(problem: Problem) -> str:
-    """Return what to try if a problem has no hint: one of the needed names, or `name=...` with an example."""
+    """Return what to try for a problem without a hint: one of the needed names, or `name=...` with an example."""
     found = re.match(r"`([\w.]+)(\[.*?\])?`", problem.what)
     path, part = (found[1], found[2] or "") if found else ("", "")
     name, need = path.split(".")[-1], problem.need
@@ -143,9 +147,9 @@ def example_of(problem: Problem) -> str:
 
 
 def example_at(path: str) -> str:
-    """Return `path=...` with the example of its name.
+    """Return `path=...` with the example of the argument's name, or "" without an example.
 
-    If `path` is an element and the example is a container, return the whole argument.
+    If `path` is an element and the example is a container, the text shows the whole argument.
     """
     name = re.split(r"[\[.]", path)[0]
     text = EXAMPLES.get(name, "")
@@ -159,12 +163,12 @@ _IN_RANGE = re.compile(
 
 
 def nearest(got: str, names: Sequence[str]) -> str:
-    """Return the name that is most like what the call got; the first name if none is similar."""
+    """Return the name that is most like what the call got, or the first name if none is similar."""
     return next(iter(difflib.get_close_matches(got.strip("'"), names, 1)), names[0])
 
 
 def check(call: str, *validators: Iterable[Problem]) -> None:
-    """Raise all problems that the `validators` find, as one error of the first problem's kind."""
+    """Raise one error, of the first problem's kind, for all problems that the `validators` find."""
     problems = [p for validator in validators for p in validator]
     if problems:
         kind = MissingKeyError if problems[0].kind is KeyError else problems[0].kind
@@ -172,5 +176,5 @@ def check(call: str, *validators: Iterable[Problem]) -> None:
 
 
 def fail(call: str, what: str, *, got: str, need: str, hint: str = "", kind: type[Exception] = ValueError):
-    """Raise one problem."""
+    """Raise the error of one problem."""
     check(call, [Problem(what, got, need, hint, kind)])

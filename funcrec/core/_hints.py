@@ -1,4 +1,4 @@
-"""An example of each argument and class that errors name: the last line of a message reads `try   name=example`."""
+"""Examples of the arguments and classes that errors name: the last line of a message reads `try   name=example`."""
 
 EXAMPLES: dict[str, str] = {
     # classes
@@ -272,7 +272,7 @@ EXAMPLES: dict[str, str] = {
     "row_counts": "[5.0, 3.0, 1.0]",
 }
 
-# Examples of function arguments: their names have another meaning elsewhere, or no example above.
+# Examples of arguments that are functions. EXAMPLES has another meaning for the name, or no example of it.
 FUNCTIONS = {
     "batches": "lambda: iter(batches), or a list of batches",
     "blank": "lambda batch: dataclasses.replace(batch, weight=torch.zeros_like(batch.label))",

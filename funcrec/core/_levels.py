@@ -1,9 +1,9 @@
-"""All uses of torch's private levels of transforms, in one file, because torch's next release may change them.
+"""All uses of torch's private levels of transforms, in one file, because torch's next release may change the levels.
 
     x at levels 1, 2, ... of vmap, grad, jvp, ...  =
     a tensor wrapped once for each level that it belongs to; the innermost level is the outermost wrapper
 
-(The kernels, which import torch only, have their own such file: `kernels/tracked.py`.)
+The kernels import torch only. So they have such a file of their own: `kernels/tracked.py`.
 """
 
 import contextlib
@@ -30,40 +30,40 @@ outside_transforms = temporarily_clear_interpreter_stack
 
 
 def is_in_transform() -> bool:
-    """Whether a transform of torch.func runs; a forward level alone does not count."""
+    """Return whether a transform of torch.func runs; a forward level alone does not count."""
     return _functorch.peek_interpreter_stack() is not None
 
 
 def is_in_vmap() -> bool:
-    """Whether the innermost transform is a vmap."""
+    """Return whether the innermost transform is a vmap."""
     top = _functorch.peek_interpreter_stack()
     return top is not None and top.key() == _functorch.TransformType.Vmap
 
 
 def current_level() -> int:
-    """Return the number of the innermost transform; 0 outside all transforms."""
+    """Return the level of the innermost transform, or 0 outside all transforms."""
     return _functorch.maybe_current_level() or 0
 
 
 def level_of(x: Tensor) -> int:
-    """Return the innermost level that x belongs to; 0 for none."""
+    """Return the innermost level that x belongs to, or 0 if x belongs to none."""
     return _functorch.maybe_get_level(x) if is_wrapped(x) else 0
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Whether x belongs to a level."""
+    """Return whether x belongs to a level."""
     return _functorch.is_functorch_wrapped_tensor(x)
 
 
 def below(x: Tensor) -> Tensor:
-    """Return the tensor below all transforms, as autograd follows it; under vmap this is the whole batch."""
+    """Return x below all transforms, the tensor that autograd follows; under vmap this is the whole batch."""
     while is_wrapped(x):
         x = _functorch.get_unwrapped(x)
     return x
 
 
 def value_below(x: Tensor) -> Tensor:
-    """Return the tensor below all transforms, without its history."""
+    """Return x below all transforms, without autograd's history."""
     return below(x).detach()
 
 
@@ -75,9 +75,9 @@ def member_problems(x: Tensor, name: str) -> Iterator[Problem]:
 
 
 def tangents_below(x: Tensor, place: int = 1) -> dict[int, Tensor]:
-    """Return {place: tangent} of x at all levels of forward derivatives, each below all transforms.
+    """Return {place: tangent}, the tangents of x at all levels of forward derivatives, each below all transforms.
 
-    Tangents of tangents are included; the place encodes the levels that lead to a tangent.
+    The dict includes tangents of tangents. A place encodes the levels that lead to its tangent.
     """
     found = {}
     with contextlib.ExitStack() as lowered:
@@ -85,7 +85,7 @@ def tangents_below(x: Tensor, place: int = 1) -> dict[int, Tensor]:
             level = level_of(x)
             while (top := _functorch.peek_interpreter_stack()) is not None and top.level() > level:
                 lowered.enter_context(temporarily_pop_interpreter_stack())
-            if not is_wrapped(x) or not _functorch.is_batchedtensor(x):  # a batch's tangent is found at its own value
+            if not is_wrapped(x) or not _functorch.is_batchedtensor(x):  # a batch has its tangent inside
                 tangent = torch._VF._unpack_dual(x, level=0)[1]
                 own = place * 64 + level + 1
                 found |= {} if tangent is None else {own: value_below(tangent)} | tangents_below(tangent, own)
@@ -95,7 +95,7 @@ def tangents_below(x: Tensor, place: int = 1) -> dict[int, Tensor]:
 
 
 def is_differentiated_above(x: Tensor, level: int) -> bool:
-    """Whether a grad or jvp inside `level` follows x."""
+    """Return whether a grad or jvp inside `level` follows x."""
     while level_of(x) > level:
         if not _functorch.is_batchedtensor(x):
             return True
@@ -104,7 +104,7 @@ def is_differentiated_above(x: Tensor, level: int) -> bool:
 
 
 def belongs_above(x: Tensor, level: int) -> bool:
-    """Whether x is batched by a vmap inside `level`, or a grad or jvp inside it follows x."""
+    """Return whether a vmap inside `level` batches x, or a grad or jvp inside `level` follows x."""
     while level_of(x) > level:
         if _functorch.is_batchedtensor(x) or x.requires_grad or unpack_dual(x).tangent is not None:
             return True
@@ -113,7 +113,10 @@ def belongs_above(x: Tensor, level: int) -> bool:
 
 
 def vmaps_above(x: Tensor, level: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
-    """Return x below all transforms above `level`, and (level, dimension, size) of each vmap, the outermost first."""
+    """Return x below all transforms above `level`, and (level, dimension, size) of each vmap among these transforms.
+
+    The outermost vmap comes first.
+    """
     maps = []
     while level_of(x) > level:
         own, dim = level_of(x), _functorch.maybe_get_bdim(x) if _functorch.is_batchedtensor(x) else None
@@ -124,15 +127,20 @@ def vmaps_above(x: Tensor, level: int) -> tuple[Tensor, list[tuple[int, int, int
 
 
 def member_of(x: Any, dims: Sequence[int | None], member: Sequence[int]) -> Any:
-    """Return x[member]. dims, member: for each vmap, outermost first, x's dimension (None for none) and a place."""
+    """Return the part of x for one member of nested vmaps, the outermost vmap first.
+
+    dims: the dimension of x that each vmap maps, or None. member: the member's place in each vmap.
+    """
     for dim, i in zip(dims, member, strict=True):
         x = x if dim is None else x.select(dim, i)
     return x
 
 
 def members_below(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
-    """Return [(place, tree)] for each member of the surrounding vmaps: trees below all transforms, which are
-    readable."""
+    """Return (place, tree) of each member of the surrounding vmaps.
+
+    The trees lie below all transforms, so code can read their values.
+    """
     leaves, structure = tree_flatten(tree)
     below = [vmaps_above(x, 0) if isinstance(x, torch.Tensor) else (x, []) for x in leaves]
     sizes = {level: size for _, maps in below for level, _, size in maps}
@@ -144,17 +152,17 @@ def members_below(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 
 def under_vmaps(x: Tensor, levels: Sequence[int]) -> Tensor:
-    """Return x [K, ..., rest] as vmaps of these levels see it: [rest]."""
+    """Return x [K, ..., *rest] as the vmaps of these levels see it, [*rest]."""
     for level in levels:
         x = _functorch._add_batch_dim(x, 0, level)
     return x
 
 
 def by_vmap_rule(fn: Callable[..., Tensor], rule: Callable, tensors: Sequence[Tensor]) -> Tensor:
-    """Return fn(*tensors) computed below the innermost transform, which is a vmap.
+    """Return fn(*tensors), computed below the innermost transform, which is a vmap.
 
-    If a tensor is a batch of that vmap, return rule(info, dims, *tensors) -> (out, 0) instead. An
-    autograd.Function's `vmap` takes the same arguments; here no Function is needed.
+    If a tensor is a batch of that vmap, the result is the `out` of rule(info, dims, *tensors) -> (out, 0). The `vmap`
+    of an autograd.Function takes the same arguments. This function needs no autograd.Function.
     """
     level = _functorch.peek_interpreter_stack().level()
     tensors, dims = zip(*(_functorch._unwrap_batched(x, level) for x in tensors), strict=True)
@@ -167,10 +175,10 @@ def by_vmap_rule(fn: Callable[..., Tensor], rule: Callable, tensors: Sequence[Te
 
 
 def one_level_below(rule, tensors, tangents):
-    """Return rule(tensors, tangents), a tensor or a tuple of them, so that outer transforms can follow it.
+    """Return rule(tensors, tangents), a tensor or a tuple of tensors, which outer transforms can follow.
 
-    torch 2.13 runs a jvp rule at its own level, with forward derivatives off: jvp of jvp would be silently zero. So the
-    rule runs one level below, as torch.func runs `forward`.
+    torch 2.13 runs a jvp rule at the level of its jvp, with forward derivatives off: jvp of jvp would be silently zero.
+    So the rule runs one level below, as torch.func runs `forward`.
     """
     if not is_in_transform():
         return rule(tensors, tangents)

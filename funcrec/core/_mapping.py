@@ -1,4 +1,4 @@
-"""mapping: make a class a Mapping of its tensors by name, without a base class.
+"""Make a class a Mapping from names to its parts, without a base class.
 
 x[name] is parts(x)[name]        for name in x
 """
@@ -10,7 +10,10 @@ from funcrec.core._errors import describe, fail
 
 
 def mapping(parts: Callable[[Any], Mapping[str, Any]], noun: str, hint: str = "") -> Callable[[type], type]:
-    """Decorate a class to act as the Mapping parts(x). noun, hint: how errors call a part, and what they suggest."""
+    """Return a decorator that makes a class's value x act as the Mapping parts(x).
+
+    noun: what errors call a part. hint: what errors suggest.
+    """
 
     def keys(self):
         return parts(self).keys()

@@ -14,14 +14,17 @@ F = TypeVar("F", bound=Callable)
 
 
 def plain_number(x: Any) -> Any:
-    """Turn numpy's numbers, such as `df.id.max() + 1`, into Python's, also inside a tuple or list; keep the rest."""
+    """Return x with numpy's numbers, such as `df.id.max() + 1`, as Python's numbers.
+
+    A tuple or list of numbers is converted, too. Any other value is returned as it is.
+    """
     if type(x) in (tuple, list) and any(isinstance(y, np.generic) for y in x):
         return type(x)(map(plain_number, x))
     return x.item() if isinstance(x, np.number | np.bool_) else x
 
 
 def plain_numbers(fn: F) -> F:
-    """Decorate a function or a dataclass so that it receives Python's numbers in place of numpy's."""
+    """Return the function or dataclass `fn`, which then receives Python's numbers in place of numpy's numbers."""
     if isinstance(fn, type):
         fn.__init__ = plain_numbers(fn.__init__)
         return fn
@@ -40,8 +43,11 @@ def plain_numbers(fn: F) -> F:
 
 
 def signature_error(fn: Callable, error: TypeError) -> TypeError | None:
-    """Return the error of a call with unknown or missing arguments: what is wrong, and what the function takes."""
-    if error.__traceback__.tb_next is not None:  # raised in the function's body
+    """Return an error that says what the function takes, for a call with unknown or missing arguments.
+
+    Return None for an error from the function's body.
+    """
+    if error.__traceback__.tb_next is not None:  # the function's body raised it
         return None
     parameters = [p for n, p in inspect.signature(fn).parameters.items() if n != "self"]
     name, plain = call_name(fn), [p.replace(annotation=p.empty) for p in parameters]
@@ -55,7 +61,7 @@ def signature_error(fn: Callable, error: TypeError) -> TypeError | None:
 
 
 def device_problems(**tensors: Tensor) -> Iterator[Problem]:
-    """Yield a problem for each tensor that is not on the first one's device."""
+    """Yield a problem for each tensor that is not on the first tensor's device."""
     named = list(tensors.items())
     for other, x in named[1:]:
         name, first = named[0]

@@ -1,8 +1,8 @@
-"""Tuples of functions that can be pickled: a pickle holds the call that makes them again.
+"""Pickle tuples of functions: a pickle holds the call that makes the tuple again.
 
     optimizer  =  maker(*args, **kwargs)        pickle(optimizer)  =  pickle((maker, args, kwargs))
 
-Functions that close over their arguments do not pickle. The public function that made them pickles by its name.
+A function that closes over arguments does not pickle. The public function that made it pickles by name.
 """
 
 import functools
@@ -24,7 +24,10 @@ class Origin(NamedTuple):
 
 
 def remade(maker: F) -> F:
-    """Decorate a public function that makes a NamedTuple with its own function `update`: record each call."""
+    """Return the function `maker` with a record of each call on the NamedTuple that the call returns.
+
+    The NamedTuple must have a field `update`, a function of its own; the record is an attribute of that function.
+    """
 
     @functools.wraps(maker)
     def run(*args, **kwargs):
@@ -40,7 +43,10 @@ def remade(maker: F) -> F:
 
 
 def reduced(value: Any) -> tuple:
-    """Return `__reduce__` of such a NamedTuple: the call that made it, or its fields if they have changed since."""
+    """Return the result of `__reduce__` for a NamedTuple that a function decorated by `remade` made.
+
+    It holds the call that made the tuple, or the tuple's fields if `_replace` has changed one since.
+    """
     origin = getattr(value.update, "made_by", None)
     if origin is None or not all(x is y for x, y in zip(origin.made, value, strict=True)):
         return type(value), tuple(value)

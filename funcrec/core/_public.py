@@ -1,4 +1,4 @@
-"""Public modules: the names that each shows to `dir`, `help`, `import *`, pickles and messages."""
+"""Public modules: the names that each module shows to `dir`, `help`, `import *`, pickles and messages."""
 
 import dataclasses
 import importlib
@@ -16,19 +16,24 @@ ROOT = Path(__file__).parents[2]
 
 
 class Later(NamedTuple):
-    """A name that a module makes when it is first used. says: its line in the list of names; "" leaves it out."""
+    """The maker of a value that a module makes at the first use of its name.
+
+    says: the name's line in the list of names; "" leaves the name out.
+    """
 
     make: Callable[[], Any]
     says: str = ""
 
 
 def publish(face: dict[str, Any], *, later: Mapping[str, Later] | None = None, is_listed: bool = False) -> None:
-    """Make a module, given as its `globals()`, show its public names only.
+    """Make a module show its public names only.
 
-    Its classes, their methods and its functions get the module's name, which pickles, messages and `help` then show.
+    The module's classes, the methods of these classes and the module's functions get the module's name. Pickles,
+    messages and `help` then show that name.
 
     Args:
-      later: {name: a value that is made when it is first used}.
+      face: the module's `globals()`.
+      later: {name: the maker of a value that is made at the first use of the name}.
       is_listed: whether the module's docstring ends with a list of the names, one line each.
     """
     here, later = face["__name__"], later or {}
@@ -54,7 +59,7 @@ def publish(face: dict[str, Any], *, later: Mapping[str, Later] | None = None, i
 
 
 def _is_inner(x: Any) -> bool:
-    """Whether it is a folder that public names leave out."""
+    """Return whether x is the module of a folder that public names leave out."""
     return isinstance(x, ModuleType) and x.__name__.removeprefix("funcrec.") in STAGES | ROOMS
 
 
@@ -63,20 +68,21 @@ def _rename(x: type | FunctionType, here: str) -> None:
     for m in [m for m in inside if isinstance(m, FunctionType) and m.__module__ == x.__module__]:
         m.__module__ = here
     x.__module__ = here
-    if dataclasses.is_dataclass(x) and "__new__" in vars(x):  # help would show its signature in place of the fields
+    if dataclasses.is_dataclass(x) and "__new__" in vars(x):  # else `help` shows __new__'s signature, not the fields
         made = inspect.signature(x.__init__)
         x.__signature__ = made.replace(parameters=list(made.parameters.values())[1:])
 
 
 def module_later(name: str, says: str = "") -> Later:
-    """Return a module that is imported when it is first used."""
+    """Return a `Later` that imports a module at the first use of its name."""
     return Later(lambda: importlib.import_module(name), says)
 
 
 def version(root: Path = ROOT) -> str:
-    """Return the version in pyproject.toml if that lies next to the package (a source tree, an editable install).
+    """Return the version of funcrec.
 
-    Else return the version of the installed package.
+    In a source tree or an editable install, pyproject.toml lies next to the package and states the version. Else it is
+    the version of the installed package.
     """
     source = root / "pyproject.toml"
     found = re.search(r'^name = "funcrec"\nversion = "(.+)"', source.read_text(), re.M) if source.is_file() else None

@@ -1,4 +1,4 @@
-"""Parts of annotations beyond a class: the range of a number, the form of a tensor; and names for common ones."""
+"""Ranges of numbers and forms of tensors, which annotations add to a class, and names for common annotations."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class Within(NamedTuple):
-    """The range of a number, or another property. what: describes a value without the property."""
+    """The range of a number, or another property of a value. what: how errors describe a value without it."""
 
     need: str
     holds: Callable[[Any], bool]
     what: str = "is out of range"
 
-    def __repr__(self) -> str:  # as signatures show it
+    def __repr__(self) -> str:  # signatures show this text
         return self.need
 
 

@@ -1,8 +1,8 @@
-"""A tree as one buffer for each dtype, and back, so that its tensors can be sent or added together.
+"""Make one buffer for each dtype of a tree, and the tree of such buffers. One call can then send or add all tensors.
 
     ravel({"w": f32[2, 3], "n": i64[], "b": f32[3]})  =  [f32[9], i64[1]], unravel        unravel(buffers) = the tree
 
-Source: jax.flatten_util.ravel_pytree, which makes one buffer, in the dtype to which all leaves promote.
+Source: jax.flatten_util.ravel_pytree, which makes one buffer in the dtype to which all leaves promote.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ def ravel(tree: Any, lead: int = 0) -> tuple[list[Tensor], Unravel]:
     """Return one buffer of all leaves for each dtype, and the function that turns such buffers back into a tree.
 
     Args:
-      tree: of tensors [*first, *shape]. The first `lead` sizes are the same in all; `shape` has a dimension if `lead`
-        is not 0.
+      tree: tensors [*first, *shape]. `first` are the first `lead` sizes, which are the same in all tensors. `shape` has
+        a dimension if `lead` is not 0.
 
     Returns:
-      buffers [*first, N], in the order in which the dtypes first occur; and unravel(buffers [..., N]), a tree of leaves
-      [..., *shape]. Between the two, a buffer may lose or gain leading dimensions.
+      buffers [*first, N], in the order in which the dtypes first occur; and unravel(buffers [..., N]), which returns a
+      tree of leaves [..., *shape]. Before `unravel`, a buffer may lose or gain leading dimensions.
 
-    Law: unravel(ravel(tree)) = tree, bit by bit. Both are linear.
+    Law: unravel(ravel(tree)) equals tree, bit by bit. Both functions are linear.
     """
     leaves, structure = torch_tree.tree_flatten(tree)
     of_dtype: dict[torch.dtype, list[int]] = {}
@@ -45,6 +45,6 @@ def ravel(tree: Any, lead: int = 0) -> tuple[list[Tensor], Unravel]:
 
 
 def in_parts(x: Tensor, n: int) -> Tensor:
-    """Return [n, C]: all elements of x in n equal parts, with zeros after the last element."""
+    """Return n equal parts [n, C] of all elements of x, with zeros after the last element."""
     flat = x.flatten()
     return torch.cat([flat, flat.new_zeros(-flat.shape[0] % n)]).unflatten(0, (n, -1))

@@ -1,4 +1,4 @@
-"""What notebooks show for a value: an HTML table, or a figure.
+"""Make what notebooks show for a value: an HTML table, or a figure.
 
 html_table(("name", "rows"), [("item", 3)])  =  <table> ... </table>, every cell escaped
 """
@@ -11,7 +11,7 @@ from funcrec.core._errors import fail
 
 
 def html_table(head: Sequence[Any], rows: Iterable[Sequence[Any]], caption: str = "") -> str:
-    """Return an HTML table with a line of names above its rows."""
+    """Return an HTML table with a line of names above the rows."""
     line = lambda tag, cells: f"<tr>{''.join(f'<{tag}>{escape(str(x))}</{tag}>' for x in cells)}</tr>"
     above = f"<caption>{escape(caption)}</caption>" if caption else ""
     body = "".join(line("td", row) for row in rows)
@@ -22,7 +22,7 @@ def new_figure(call: str, width: float, height: float) -> Any:
     """Return an empty matplotlib Figure, which belongs to no window and to no list of figures.
 
     Raises:
-      ImportError: matplotlib is not installed.
+      ImportError: if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,7 +1,9 @@
-"""Static values: the arguments of a jitted call that are no tensors, and the keys that tell them apart.
+"""Static values, which are the arguments of a jitted call that are no tensors, and keys that tell them apart.
 
-static_key(a) == static_key(b)   only if no program can tell a from b:
-1, 1.0 and True differ, and 0.0 and -0.0; NaN is NaN of the same sign; a value of a subclass is not its base's
+    static_key(a) == static_key(b)   only if no program can tell a from b
+
+The keys of 1, 1.0 and True differ, and so do the keys of 0.0 and -0.0. Two NaNs of one sign have one key. A value of a
+subclass and an equal value of its base class have different keys.
 """
 
 import dataclasses
@@ -27,8 +29,8 @@ EXACT = {
     type, object, types.FunctionType, types.BuiltinFunctionType,
 }  # fmt: skip
 PLAIN = {int, str, bytes, type(None)}  # no value of one of these types equals a value of another
-OWN_NODES: set[type] = set()  # classes of `pytree`; `fix` makes their structures distinguishable
-HEAP_TYPE = 1 << 9  # flag of a type that a `class` statement made
+OWN_NODES: set[type] = set()  # the classes that `pytree` made; `fix` makes the structures of their values comparable
+HEAP_TYPE = 1 << 9  # the flag of a type that a `class` statement made
 # Types whose repr shows what `==` ignores: a unit, a time zone, the number of digits, an order.
 TOLD_BY_WORDS = (
     numbers.Number, np.generic, datetime.datetime, datetime.time, PurePath, types.GenericAlias, types.UnionType,
@@ -39,18 +41,18 @@ def static_key(x: Any) -> Hashable:
     """Return the value that stands for x in the key of a compilation.
 
     Raises:
-      TypeError: x cannot be told apart from other values, or from itself after a change.
+      TypeError: if `==` cannot tell x from other values, or x before a change from x after it.
     """
     kind = type(x)
     if kind in EXACT:
         return kind, x
     if kind is float:
         return (kind, repr(x)) if x == x else (kind, repr(x), math.copysign(1.0, x))
-    if isinstance(x, enum.Enum):  # a member is its name, even if it equals another value
+    if isinstance(x, enum.Enum):  # The name identifies a member, even if the member equals another value.
         return kind, x._name_, x._value_ if isinstance(x, enum.Flag) else None
     if isinstance(x, (slice, range)):
         return kind, *map(static_key, (x.start, x.stop, x.step))
-    if isinstance(x, (tuple, frozenset)):  # equal sets may iterate in different orders
+    if isinstance(x, (tuple, frozenset)):  # Equal sets may iterate in different orders.
         return kind, tuple(map(static_key, x)), *held_keys(x)
     refuse_opaque(x)
     if dataclasses.is_dataclass(x):
@@ -59,7 +61,10 @@ def static_key(x: Any) -> Hashable:
 
 
 def plain_value(x: Any) -> Hashable:
-    """Return a value without its attributes, read by Python's own methods, since a subclass may override them."""
+    """Return a key of a value without its attributes.
+
+    Methods of Python's own types read a subclass's value, since a subclass may override them.
+    """
     if isinstance(x, float):
         return float.__repr__(x), math.copysign(1.0, x), getattr(x, "dtype", None)
     if isinstance(x, (complex, np.complexfloating)):
@@ -73,7 +78,7 @@ def plain_value(x: Any) -> Hashable:
 
 
 def held_keys(x: Any) -> Iterator[Hashable]:
-    """Yield the keys of a value's attributes, which a call may read and `==` may ignore."""
+    """Yield (name, key) of each attribute of a value. A call may read attributes that `==` ignores."""
     kind = type(x)
     is_known_by_name = isinstance(x, type) or (kind.__eq__ is object.__eq__ and not callable(x))
     if (
@@ -89,7 +94,7 @@ def held_keys(x: Any) -> Iterator[Hashable]:
 
 
 def held(x: object) -> dict[str, Any]:
-    """Return {name: value} of an object's attributes and slots."""
+    """Return {name: value} for an object's attributes and slots."""
     slots = [vars(c).get("__slots__", ()) for c in type(x).__mro__]
     names = [n for s in slots for n in ((s,) if isinstance(s, str) else s) if n not in ("__dict__", "__weakref__")]
     return {**{n: getattr(x, n) for n in names if hasattr(x, n)}, **getattr(x, "__dict__", {})}
@@ -100,7 +105,7 @@ def is_of_torch(kind: type) -> bool:
 
 
 def refuse_opaque(x: object) -> None:
-    """Raise unless a static value is hashable, holds no tensors, and cannot change while it looks the same."""
+    """Raise unless a static value is hashable, holds no tensors, and cannot change while it compares equal."""
     if is_opaque(x):
         fail(
             "funcrec.jit", "a leaf is neither a tensor nor a plain static value.", got=describe(x),
@@ -117,14 +122,14 @@ def is_opaque(x: object) -> bool:
     if isinstance(x, (enum.Enum, type)):
         return False
     if kind.__eq__ is object.__eq__ and not callable(x):
-        return bool(held(x)) or not kind.__flags__ & HEAP_TYPE  # compared by identity: a generator, a lock, a box
+        return bool(held(x)) or not kind.__flags__ & HEAP_TYPE  # `==` compares identity: a generator, a lock, a box
     return not is_of_torch(kind) and any(isinstance(v, Tensor) for v in held(x).values())
 
 
 def structure_key(structure: optree.PyTreeSpec) -> Hashable:
-    """Return what `==` of structures ignores: the exact keys of dicts, and the static data of users' own classes.
+    """Return a key of what `==` of structures ignores: exact keys of dicts, and static data of users' own classes.
 
-    Return an empty tuple if all of it is plain, as in most structures.
+    The key is an empty tuple if all these data are plain, as in most structures.
     """
     odd = []
     for i, (_, _, data, _, kind, *_) in enumerate(structure.__getstate__()[0]):
@@ -140,7 +145,7 @@ def as_tuple(data: Any) -> tuple:
 
 
 class Fixed:
-    """A value's static fields in a tree's structure, compared by `static_key`."""
+    """The static fields of a value in a tree's structure. `==` compares their `static_key`."""
 
     __slots__ = ("key", "values")
 
@@ -156,7 +161,7 @@ class Fixed:
 
 
 def fix(values: tuple) -> "tuple | Fixed":
-    """Return the values themselves if `==` tells them apart, else as `Fixed`."""
+    """Return the values themselves if `==` tells them from all others; else return a `Fixed` that holds them."""
     for v in values:
         kind = type(v)
         if kind not in PLAIN and not (kind is tuple and PLAIN.issuperset(map(type, v))):

@@ -1,7 +1,8 @@
-"""torch's errors about a function that a transform cannot run, in this library's words.
+"""Rewrite torch's errors about a function that a transform cannot run.
 
-torch.func runs the functions that users pass: vmapped over rows or ranks, or differentiated. torch's errors about them
-speak of its own machinery. The errors here say what the function did, what it needs, and what to write instead.
+torch.func vmaps the functions that users pass over rows or ranks, or differentiates them. torch's errors about such a
+function speak of torch's own machinery. The errors here say what the function did, what funcrec needs, and what to
+write instead.
 """
 
 import contextlib
@@ -38,10 +39,10 @@ WORDS: tuple[tuple[str, str, str, str], ...] = (
 
 @contextlib.contextmanager
 def own_errors(call: str, fn: Callable | str, *given: object, need: str) -> Iterator[None]:
-    """Rewrite the errors of `fn`, a function that `call` received.
+    """Return a context that rewrites the errors of `fn`, a function that `call` received.
 
-    torch's errors about its transforms become this library's. Other errors get a note with the function's arguments,
-    if they do not have one.
+    torch's errors about transforms become this library's errors. Any other error gets a note with the arguments of
+    `fn`, unless it already has such a note.
     """
     try:
         yield
@@ -58,14 +59,14 @@ def own_errors(call: str, fn: Callable | str, *given: object, need: str) -> Iter
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Whether a signal's handler raised the error; then the code that it interrupted is not at fault."""
-    handlers = (getattr(h, "func", h) for h in map(signal.getsignal, signal.valid_signals()))  # func: of a partial
+    """Return whether a signal's handler raised the error; then the code that the signal interrupted is not at fault."""
+    handlers = (getattr(h, "func", h) for h in map(signal.getsignal, signal.valid_signals()))  # a partial's
     codes = [getattr(x, "__code__", None) for h in handlers for x in (h, type(h).__dict__.get("__call__"))]
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def problem_of(name: str, error: Exception) -> Problem | None:
-    """Return what the user's function `name` did, if torch's message is known; else None."""
+    """Return the Problem that says what the user's function `name` did, or None if torch's message is unknown."""
     text = str(error)
     for pattern, what, need, hint in WORDS:
         if re.search(pattern, text):

@@ -1,8 +1,9 @@
-"""Whether a derivative is wanted of a tree of values, or of the tensors that a function reads besides its arguments.
+"""Find out whether the caller wants a derivative of a tree's tensors, or of tensors that a function closes over.
 
-    tracked  =  requires grad with grad mode on, or of a level of torch.func, or with a forward tangent
+    tracked  =  requires grad with grad mode on, or belongs to a level of torch.func, or has a forward tangent
 
-A function whose input is tracked differentiates it, or raises before any work; it never returns a wrong derivative.
+A function with a tracked input differentiates that input, or raises before any work. It never returns a wrong
+derivative.
 """
 
 import operator
@@ -31,16 +32,16 @@ ADDRESSES = {
 
 
 def has_tracked(*trees: Any) -> bool:
-    """Whether a tensor among the leaves of the trees is tracked."""
+    """Return whether a tensor among the leaves of the trees is tracked."""
     return any_tracked(x for tree in trees for x in tree_leaves(tree))
 
 
 class Reading(NamedTuple):
     """A record of the operations of a function, and of the tensors that it read.
 
-    tensors: the tensors that it read besides its arguments. calls: every operation with its arguments, where a number
-    replaces each tensor. Two runs that differ in more than tensors' values differ in `calls` or `tensors`. written: the
-    part of `tensors` that it wrote to.
+    tensors: the tensors that the function read besides its arguments. calls: every operation with its arguments, where
+    a number replaces each tensor. Two runs that differ in more than tensors' values differ in `calls` or `tensors`.
+    written: the tensors among `tensors` that the function wrote to.
     """
 
     tensors: tuple[Tensor, ...]
@@ -48,12 +49,15 @@ class Reading(NamedTuple):
     written: tuple[Tensor, ...] = ()
 
     def is_same(self, other: "Reading") -> bool:
-        """Whether the same operations read the same tensors."""
+        """Return whether the same operations read the same tensors in both records."""
         return self.calls == other.calls and all(map(operator.is_, self.tensors, other.tensors))
 
 
 def _content(x: Any) -> Any:
-    """Return what torch may read of a value: bytes, elements, or its text, which need not show what it holds."""
+    """Return what torch may read of a value: its bytes, its elements, its number or its text.
+
+    The text need not show what the value holds.
+    """
     if hasattr(x, "__array__"):
         x = np.asarray(x)
         return x.dtype.str, x.shape, x.tobytes()
@@ -66,11 +70,11 @@ def _content(x: Any) -> Any:
 
 
 class _Reads(TorchFunctionMode):
-    """Records every operation, and every tensor that an operation reads and no earlier operation made."""
+    """A mode that records every operation, and every tensor that an operation reads and no earlier operation made."""
 
     def __init__(self, given: list[Tensor]):
         super().__init__()
-        self.known = {id(x): (i, x) for i, x in enumerate(given)}  # keeps tensors alive, so that no id is reused
+        self.known = {id(x): (i, x) for i, x in enumerate(given)}  # It keeps tensors alive, so that no id recurs.
         self.found: list[Tensor] = []
         self.versions: list[int] = []
         self.calls: list[tuple] = []
@@ -85,7 +89,10 @@ class _Reads(TorchFunctionMode):
         return out
 
     def mark(self, x: Any) -> Any:
-        """Return a key for a leaf: a tensor's number, with its form at the first read; else type and content."""
+        """Return a key for a leaf: a tensor's number, or another leaf's type and content.
+
+        At the first read of a tensor, the key also holds the tensor's form.
+        """
         if not isinstance(x, Tensor):
             return type(x), _content(x)
         if id(x) in self.known:
@@ -97,9 +104,9 @@ class _Reads(TorchFunctionMode):
 
 
 def reading(fn: Callable, *args: Any) -> tuple[Any, Reading]:
-    """Return (fn(*args), what it read besides `args`).
+    """Return (fn(*args), the Reading of that run).
 
-    It finds tensors in closures, dicts, objects, partials and modules.
+    The Reading has the tensors that fn finds in closures, dicts, objects, partials and modules.
     """
     with _Reads([x for x in tree_leaves(args) if isinstance(x, Tensor)]) as reads:
         out = fn(*args)
@@ -110,10 +117,11 @@ def reading(fn: Callable, *args: Any) -> tuple[Any, Reading]:
 
 
 def written(out: Tensor, at: tuple[slice, ...], part: Tensor) -> Tensor:
-    """Write part into out[at], and return the result; the caller owns `out`.
+    """Return `out` with `part` written into out[at]; the caller owns `out`.
 
-    `torch.func.linearize` (2.13) traces operations without their writes through views, and loses these writes. There
-    the result is a new tensor. (A forward level is open while it traces.)"""
+    `torch.func.linearize` (2.13) traces operations without their writes through views, and loses these writes. Under
+    `linearize` the result is a new tensor. (A forward level is open while `linearize` traces.)
+    """
     if not (is_forward() and torch._C._len_torch_dispatch_stack()):
         out[at] = part
         return out
@@ -130,12 +138,12 @@ def _replaced(out: Tensor, at: tuple[slice, ...], part: Tensor, d: int) -> Tenso
 
 
 def version_of(x: Tensor) -> int:
-    """Return how often a tensor was written to; 0 for an inference tensor, which has no count."""
+    """Return the number of writes to a tensor, or 0 for an inference tensor, which has no count."""
     return 0 if x.is_inference() else x._version
 
 
 class NoHostMemory(TorchFunctionMode):
-    """Raises `error` if code asks for a tensor's memory address: a trace on shapes has no memory."""
+    """A mode that raises `error` if code asks for a tensor's memory address: a trace on shapes has no memory."""
 
     def __init__(self, error: Callable[[str], Exception]):
         super().__init__()

@@ -1,8 +1,8 @@
-"""Values are frozen dataclasses and pytrees, in torch's registry and in optree's.
+"""Values are frozen dataclasses and pytrees, in torch's registry and in optree's registry.
 
 `unflatten(flatten(x)) == x`. torch's registry is the authority (torch.func and torch.compile use it). optree's
-registry, namespace "funcrec", gives users paths, prefixes and its tools. The two order dict keys differently, so never
-zip leaves of one with leaves of the other.
+registry, namespace "funcrec", gives users paths, prefixes and optree's tools. The two registries order dict keys
+differently, so never zip leaves of one registry with leaves of the other.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from funcrec.core._static import OWN_NODES, fix, loosen
 
 T = TypeVar("T")
 NAMESPACE = "funcrec"
-CALLS = "funcrec.jit"  # the namespace of a jitted call's arguments; values that a program tells apart differ here
+CALLS = "funcrec.jit"  # namespace of a jitted call's arguments: values that a program can tell apart differ in it
 CLASSES: dict[str, tuple[Callable, Callable]] = {}  # (flatten, unflatten) by class_name, for checkpoints
-STATIC_DEFAULTS: dict[str, tuple] = {}  # defaults of static fields, for checkpoints older than a field
+STATIC_DEFAULTS: dict[str, tuple] = {}  # defaults of static fields, for a checkpoint that is older than a field
 
-_as_written = optree.dict_insertion_ordered(True, namespace=CALLS)  # entered and never left
+_as_written = optree.dict_insertion_ordered(True, namespace=CALLS)  # a context that is never left
 _as_written.__enter__()
 
 tree_map = torch_tree.tree_map
@@ -36,13 +36,13 @@ tree_structure = torch_tree.tree_structure
 
 @dataclass_transform(frozen_default=True)
 def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> Any:
-    """Decorate a class as a frozen dataclass whose fields torch.func, torch.compile, `fr.jit` and optree can reach.
+    """Return the class as a frozen dataclass whose fields torch.func, torch.compile, `fr.jit` and optree can reach.
 
     Args:
-      static: fields kept in the tree's structure; they must be hashable and are part of the compile key.
-      optional: fields that may be None; then None is structure, not a leaf (so `vmap` does not meet it).
+      static: fields that belong to the tree's structure; they must be hashable and are part of the compile key.
+      optional: fields that may be None; then None belongs to the structure and is no leaf (so `vmap` does not meet it).
 
-    The class gets a method `x.to(device, dtype)`, which is `fr.tree.to(x, device, dtype)`, unless it has its own.
+    The class gets a method `x.to(device, dtype)`, which is `fr.tree.to(x, device, dtype)`, unless it has its own `to`.
 
     Law: unflatten(flatten(x)) has the same leaves and the same static fields.
 
@@ -117,7 +117,7 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
 
 
 def refuse_write(self: Any, name: str, *value: Any) -> NoReturn:
-    """Raise, as `__setattr__` and `__delattr__` of a value."""
+    """Raise a FrozenInstanceError: the `__setattr__` and `__delattr__` of a value."""
     what, need = f"`{name}` of a value cannot be changed.", "values stay as they are; functions return new ones"
     hint = f"dataclasses.replace(value, {name}=...)" if value else "a new value without it"
     problem = Problem(what, f"a {type(self).__name__}", need, hint)
@@ -125,10 +125,10 @@ def refuse_write(self: Any, name: str, *value: Any) -> NoReturn:
 
 
 def to_of(cls: type) -> Callable:
-    """Return the method `to` of a class."""
+    """Return a method `to` for a class."""
 
     def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None):
-        """Return the value on a device, or with its floats in a dtype: `fr.tree.to`."""
+        """Return the value on a device, or with its floats in a dtype, as `fr.tree.to` does."""
         return moved(self, device, dtype)
 
     to.__module__, to.__qualname__ = cls.__module__, f"{cls.__qualname__}.to"
@@ -159,13 +159,16 @@ replace = dataclasses.replace
 
 
 def paths(tree: Any) -> list[tuple[str, Any]]:
-    """Return `[("tables['item']", leaf), ...]` in torch's order; the paths are for people to read."""
+    """Return (path, leaf) of each leaf in torch's order, such as ("tables['item']", leaf).
+
+    The paths are for people to read.
+    """
     flat, _ = torch_tree.tree_flatten_with_path(tree)
     return [(torch_tree.keystr(path).lstrip("."), leaf) for path, leaf in flat]
 
 
 def map_with_names(fn: Callable[[str, Any], Any], tree: T) -> T:
-    """Return `tree_map` of fn(name, leaf), where the name is the last key or field on the leaf's path."""
+    """Return the tree of fn(name, leaf), where the name is the last key or field on the leaf's path."""
     return torch_tree.tree_map_with_path(lambda path, x: fn(_last_name(path), x), tree)
 
 
@@ -179,23 +182,24 @@ def _last_name(path: Sequence) -> str:
 
 
 def fast_flatten(tree: Any) -> tuple[list, optree.PyTreeSpec]:
-    """Return (leaves, structure), computed in C++ with dicts in their own order; `structure.unflatten` reverses it.
+    """Return (leaves, structure) of a tree, computed in C++. Dicts keep their own order of keys.
 
-    `==` of structures compares the order of a dict's keys and the types of static fields. Dict keys may compare equal
-    although a program can tell them apart, such as 1 and True; for these see `structure_key`.
+    `structure.unflatten(leaves)` makes the tree again. `==` of structures compares the order of a dict's keys and the
+    types of static fields. Dict keys may compare equal although a program can tell them apart, such as 1 and True.
+    `structure_key` tells such keys apart.
     """
     return optree.tree_flatten(tree, namespace=CALLS)
 
 
 def leaf_paths(structure: optree.PyTreeSpec, names: Sequence[str]) -> dict[int, tuple[str, str]]:
-    """Return {number of the leaf: (name, "name['key'].field")} of a tuple flattened by `fast_flatten`.
+    """Return {number of a leaf: (name, path)} for a tuple that `fast_flatten` flattened.
 
-    `names` are the names of the tuple's elements.
+    `names` are the names of the tuple's elements; a path reads "name['key'].field".
     """
     accessors = enumerate(structure.accessors())
     return {i: (names[a[0].entry], a[1:].codify(names[a[0].entry])) for i, a in accessors}
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: T) -> T:
-    """`tree_map` over the tensors of `tree`; other leaves stay."""
+    """Return the tree of fn(tensor) for the tensors of `tree`; other leaves stay."""
     return tree_map(lambda x: fn(x) if isinstance(x, Tensor) else x, tree)

@@ -1,11 +1,11 @@
 """Check arguments against a signature's annotations, before any work.
 
     @typed
-    def f(ids: KeyedJaggedTensor, size: Count): ...        f(3, 0) raises and reports both
+    def f(ids: KeyedJaggedTensor, size: Count): ...        f(3, 0) raises one error about both arguments
 
 Letters of forms are sizes. In `x: Form("f[B, D]"), w: Form("f[B]")` both B must be one number, if both arguments are
-given. `@typed(needs={"keep": "checkpoint"})` requires `checkpoint` with `keep`. A function's own validators check the
-rest, and can rely on the structure that annotations require.
+given. `@typed(needs={"keep": "checkpoint"})` requires `checkpoint` with `keep`. A function's own validators check
+everything else, and can rely on the structure that annotations require.
 """
 
 import functools
@@ -26,10 +26,10 @@ from funcrec.core._ranges import Form
 class Declared(NamedTuple):
     """The content of a signature.
 
-    names: of the arguments by position. rest, more: the names of *args and **kwargs, or "". kinds: the requirement on
-    each argument. forms: the forms of tensors that share a letter. needs: {argument: the argument that it requires}.
-    defaults: {argument: its default, or Parameter.empty}. torch.compile treats all of this as constants, so no
-    `inspect.Signature` may be in it.
+    names: the names of the positional arguments. rest, more: the names of *args and **kwargs, or "". kinds: {argument:
+    the requirement on it}. forms: the forms of tensors that share a letter. needs: {argument: the argument that it
+    requires}. defaults: {argument: its default, or Parameter.empty}. torch.compile treats all of this as constants, so
+    no field may hold an `inspect.Signature`.
     """
 
     names: list[str]
@@ -42,13 +42,15 @@ class Declared(NamedTuple):
 
 
 def typed(fn: Callable | None = None, *, call: str = "", needs: Mapping[str, str] | None = None) -> Callable:
-    """Return `fn` with its annotations enforced: it reports every invalid argument with its path, all at once.
+    """Return a function that checks the arguments by the annotations of `fn`, and then calls `fn`.
+
+    One error reports every invalid argument with its path.
 
     Args:
       call: the name that errors show, for a function that a public function makes; "" for the function's own name.
-      needs: {argument: another, which must not be None if the first is neither None nor its default}.
+      needs: {argument: another argument}. The second must not be None if the first is neither None nor its default.
 
-    Cost: one check of each argument, and of each element of a sequence or mapping; no tensor's value is read.
+    Cost: one check of each argument, and of each element of a sequence or mapping. No check reads a tensor's value.
     """
     if fn is None:
         return functools.partial(typed, call=call, needs=needs)
@@ -112,7 +114,7 @@ def declaration(fn: Callable, needs: Mapping[str, str]) -> Declared:
 
 
 def problems(declared: Declared, args: tuple, kwargs: dict) -> Iterator[Problem]:
-    """Yield the problems of each argument by itself."""
+    """Yield the problems of each single argument."""
     names, rest = declared.names, declared.rest
     given = [(n, n, x) for n, x in zip(names, args, strict=False)]
     given += [(rest, f"{rest}[{i}]", x) for i, x in enumerate(args[len(names) :])]
@@ -123,14 +125,14 @@ def problems(declared: Declared, args: tuple, kwargs: dict) -> Iterator[Problem]
 
 
 def forms_that_share(hints: Mapping[str, Any]) -> dict[str, Form]:
-    """Return {argument: its form} for the forms with a letter that occurs in another form, or twice."""
+    """Return {argument: its form} for each form with a letter that occurs in another form, or twice in this form."""
     found = {n: form for n, h in hints.items() if (form := form_of(h)) is not None and form.dims}
     count = lambda letter: sum(form.dims.count(letter) for form in found.values())
     return {n: form for n, form in found.items() if any(d.isalpha() and count(d) > 1 for d in form.dims)}
 
 
 def form_of(hint: Any) -> Form | None:
-    """Return the form in `Annotated[Tensor, Form(...)]`, or in a union of that with None."""
+    """Return the form in `Annotated[Tensor, Form(...)]`, or in a union with such an annotation; else None."""
     metadata = getattr(hint, "__metadata__", ())
     if metadata:
         return metadata[0] if isinstance(metadata[0], Form) else None
@@ -178,7 +180,7 @@ def letter_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Pr
 
 
 def need_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for an argument that is given without the argument that it requires."""
+    """Yield a problem for each given argument without the argument that it requires."""
     for name, other in declared.needs.items():
         x = given.get(name)
         if x is None or x is declared.defaults[name] or given.get(other) is not None:
@@ -188,7 +190,7 @@ def need_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Prob
 
 
 def typed_fields(cls: type) -> type:
-    """Make a NamedTuple's constructor enforce the annotations of its fields."""
+    """Return a NamedTuple class, whose constructor then enforces the annotations of the fields."""
     make = cls.__new__
 
     @functools.wraps(make)
@@ -204,7 +206,7 @@ def typed_fields(cls: type) -> type:
 
 
 def field_problems(value: Any) -> Iterator[Problem]:
-    """Yield the problems of the fields of a dataclass or a NamedTuple, by their annotations."""
+    """Yield the violations of the annotations of the fields of a dataclass or a NamedTuple."""
     for name, kind in _field_kinds(type(value)).items():
         yield from kind.find(name, getattr(value, name))
 

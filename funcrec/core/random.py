@@ -2,8 +2,8 @@
 
     bits(key)[i] = mix(key + (i + 1) * GAMMA)        SplitMix64, counter-based
 
-A key is an i64 scalar tensor, a leaf like any other: it enters compiled steps, checkpoints and vmap. The same key gives
-the same numbers on every device, mesh and thread count.
+A key is an i64 scalar tensor and a leaf of trees. So compiled steps, checkpoints and vmap take keys. The same key gives
+the same numbers on every device, on every mesh and with every number of threads.
 
 Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), fig. 17 for the constants.
 """
@@ -78,19 +78,19 @@ def fold_in(key: Key, data: int | Tensor) -> Tensor:
 
 
 def mix(z: Tensor) -> Tensor:
-    """Apply SplitMix64's finaliser, a bijection of i64."""
+    """Return SplitMix64's finaliser of z, a bijection of i64."""
     for shift, factor in MIX:
         z = (z ^ shift_right(z, shift)) * factor
     return z ^ shift_right(z, LAST_SHIFT)
 
 
 def shift_right(z: Tensor, by: int) -> Tensor:
-    """Shift i64 to the right and insert zeros from the left."""
+    """Return i64 numbers shifted to the right, with zeros inserted from the left."""
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
 def bits(key: Tensor, shape: tuple[int, ...], *, start: int = 0) -> Tensor:
-    """Return numbers start, start + 1, ... of the key's sequence, i64[shape]."""
+    """Return the numbers start, start + 1, ... of the key's sequence, i64[shape]."""
     count = math.prod(shape)
     counter = torch.arange(start + 1, start + count + 1, device=key.device, dtype=torch.int64)
     # = key + counter · GAMMA. The sum comes first: outside fr.jit, torch.compile folds arange · GAMMA without wrapping.
@@ -98,14 +98,16 @@ def bits(key: Tensor, shape: tuple[int, ...], *, start: int = 0) -> Tensor:
 
 
 def uniform(key: Tensor, shape: tuple[int, ...], *, start: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw f[shape] uniformly from [0, 1), with 24 random bits for f32 and 53 for f64."""
+    """Return f[shape], drawn uniformly from [0, 1). f32 has 24 random bits and f64 has 53."""
     digits = DIGITS[dtype]
     return shift_right(bits(key, shape, start=start), 64 - digits).to(dtype) * 2.0**-digits
 
 
 def normal(key: Tensor, shape: tuple[int, ...], *, start: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw f[shape] with mean 0 and variance 1: the inverse of the normal distribution's integral, at cell
-    midpoints."""
+    """Return f[shape], drawn from the normal distribution with mean 0 and variance 1.
+
+    Each number is the inverse of the distribution's integral at the midpoint of a cell.
+    """
     digits = 52 if dtype == torch.float64 else 24  # with 53, the midpoint of the last cell would round to 1
     u = shift_right(bits(key, shape, start=start), 64 - digits).to(torch.float64)
     return (math.sqrt(2) * torch.erfinv((u + 0.5) * 2.0 ** (1 - digits) - 1)).to(dtype)
