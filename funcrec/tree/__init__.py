@@ -2,8 +2,8 @@
 
     map(f, tree) = unflatten(structure(tree), [f(x) for x in leaves(tree)])
 
-The leaves are those that `fr.jit` and torch.func see, in the order in which Python shows them. None is not a leaf: it
-belongs to the structure, and so do a value's static fields (its keys, its dims).
+`fr.jit` and torch.func see the same leaves. Their order is the order in which Python shows them. None is not a leaf: it
+belongs to the structure, and so do the static fields of a value, such as keys and dims.
 
 >>> import torch, funcrec as fr
 >>> params = fr.Params(tables={"item": torch.zeros(10, 4)}, dense={"w": torch.ones(4), "b": torch.ones(())})

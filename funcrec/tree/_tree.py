@@ -16,13 +16,13 @@ def map(fn: Callable, tree: Any, *rest: Any) -> Any:
     """Return the tree of fn(leaf, *leaves in the same place of `rest`).
 
     Args:
-      rest: trees with the structure of `tree`. In the place of a leaf they may have a whole tree, which fn then
+      rest: trees with the structure of `tree`. In the place of a leaf, such a tree may have a whole tree, which fn then
         receives.
 
     Raises:
-      ValueError: a tree in `rest` has another structure than `tree`.
+      ValueError: if a tree in `rest` has another structure than `tree`.
 
-    Law: map(lambda x: x, tree) is `tree`, and map(f, map(g, tree)) is map(lambda x: f(g(x)), tree).
+    Law: map(lambda x: x, tree) equals `tree`, and map(f, map(g, tree)) equals map(lambda x: f(g(x)), tree).
 
     Example:
       >>> import torch, funcrec as fr
@@ -47,9 +47,10 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def structure(tree: Any) -> PyTreeSpec:
-    """Return the structure of a tree without its leaves. It is hashable; equal ones share a compiled program.
+    """Return the structure of a tree without its leaves.
 
-    Two structures differ in the order of a dict's keys, and in static fields (a value's keys, dims, strides).
+    A structure is hashable, and calls with equal structures share a compiled program. The order of a dict's keys
+    belongs to the structure, and so do the static fields of a value, such as keys, dims and strides.
 
     Example:
       >>> import funcrec as fr
@@ -60,7 +61,7 @@ def structure(tree: Any) -> PyTreeSpec:
 
 
 def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
-    """Return (leaves, structure); `unflatten` makes the tree again.
+    """Return (leaves, structure) of a tree, from which `unflatten` makes the tree again.
 
     Example:
       >>> import funcrec as fr
@@ -73,12 +74,12 @@ def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
 
 @typed
 def unflatten(structure: PyTreeSpec, leaves: Sequence[Any]) -> Any:
-    """Return the tree of a structure with these leaves.
+    """Return the tree with this structure and these leaves.
 
     Raises:
-      ValueError: the structure has another number of leaves.
+      ValueError: if the structure has another number of leaves.
 
-    Law: unflatten(structure(tree), leaves(tree)) is `tree`.
+    Law: unflatten(structure(tree), leaves(tree)) equals `tree`.
 
     Example:
       >>> import funcrec as fr
@@ -90,7 +91,9 @@ def unflatten(structure: PyTreeSpec, leaves: Sequence[Any]) -> Any:
 
 
 def paths(tree: Any) -> list[tuple[str, Any]]:
-    """Return each leaf with its path, as Python would reach it; errors name leaves by these paths.
+    """Return (path, leaf) of each leaf, where the path is the Python code that reaches the leaf.
+
+    Errors name leaves by these paths.
 
     Example:
       >>> import torch, funcrec as fr
@@ -105,19 +108,19 @@ def paths(tree: Any) -> list[tuple[str, Any]]:
 def to(tree: T, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> T:
     """Return the tree with its tensors on a device, or with its floats in a dtype, or both.
 
-    Ids, offsets, steps and keys stay integers; leaves that are not tensors stay. A tensor that needs no change is not
-    copied. A tensor that occurs in two places stays one tensor. Every value of funcrec, and every class made by
-    `fr.pytree`, has this as a method: `batch.to("cuda")`, `state.to(torch.float64)`.
+    Ids, offsets, steps and keys stay integers; leaves that are not tensors stay. `to` does not copy a tensor that needs
+    no change. A tensor that occurs in two places stays one tensor. Every value of funcrec, and every class made by
+    `fr.pytree`, has the same function as a method: `batch.to("cuda")`, `state.to(torch.float64)`.
 
     Args:
-      device: a device or its name; a dtype may take its place: `to(tree, torch.float16)`.
-      dtype: of floats. An optimizer's state is floats, too.
+      device: a device or its name. A dtype may stand in its place: `to(tree, torch.float16)`.
+      dtype: a dtype of floats. The floats include an optimizer's state.
 
     Raises:
-      ValueError: the device does not exist.
-      TypeError: the dtype is not a float dtype.
+      ValueError: if the device does not exist.
+      TypeError: if the dtype is not a float dtype.
 
-    Law: differentiable in the floats; `to` with the tree's own device and dtype returns its own tensors.
+    Law: `to` is differentiable in the floats. `to` with the tree's own device and dtype returns the tree's tensors.
 
     Example:
       >>> import torch, funcrec as fr
@@ -129,12 +132,12 @@ def to(tree: T, device: torch.device | str | torch.dtype | None = None, dtype: t
 
 
 def copy(tree: T) -> T:
-    """Return the same tree with every tensor copied, so that a change of one tree does not show in the other.
+    """Return the tree with a copy of every tensor, so that a change of one tree does not show in the other.
 
     Use it for values that must outlive a donated call: a moving average, the best state so far, a second run from the
     same start.
 
-    Law: equal values in memory of their own; leaves that are not tensors stay.
+    Law: the copies have equal values and memory of their own. Leaves that are not tensors stay.
 
     Example:
       >>> import torch, funcrec as fr
@@ -151,9 +154,9 @@ def copy(tree: T) -> T:
 
 
 def num_parameters(tree: Any) -> int:
-    """Count the numbers in the float tensors; a tensor that occurs in two places counts once.
+    """Return the count of numbers in the float tensors; a tensor that occurs in two places counts once.
 
-    Codes of quantised tables are not counted; `nbytes` counts them.
+    The count leaves out the codes of quantised tables; `nbytes` includes them.
 
     Example:
       >>> import torch, funcrec as fr
@@ -164,7 +167,7 @@ def num_parameters(tree: Any) -> int:
 
 
 def nbytes(tree: Any) -> int:
-    """Count the bytes of the tensors; a tensor that occurs in two places counts once.
+    """Return the count of bytes in the tensors; a tensor that occurs in two places counts once.
 
     Example:
       >>> import torch, funcrec as fr
@@ -177,11 +180,11 @@ def nbytes(tree: Any) -> int:
 
 @typed
 def allclose(a: Any, b: Any, *, rtol: NotNegative = 1e-5, atol: NotNegative = 1e-8) -> bool:
-    """Whether two trees have the same structure (in any order of dict keys), and tensors that are close.
+    """Return whether two trees have the same structure (in any order of dict keys), and tensors that are close.
 
-    Tensors must agree in dtype, shape and device, and |a - b| <= atol + rtol · |b| elementwise; NaN equals NaN. rtol=0
-    and atol=0 test for equal values. `funcrec.testing.assert_trees_close` says where two trees differ. Tensors are read
-    on the host.
+    Two tensors are close if they agree in dtype, shape and device, and |a - b| <= atol + rtol · |b| elementwise. NaN
+    equals NaN. rtol=0 and atol=0 test for equal values. `funcrec.testing.assert_trees_close` says where two trees
+    differ. `allclose` reads the tensors on the host.
 
     Example:
       >>> import torch, funcrec as fr
@@ -205,7 +208,7 @@ def _is_close(x: Any, y: Any, rtol: float, atol: float) -> bool:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """Return each tensor once."""
+    """Return the distinct tensors of a tree."""
     return list({id(x): x for x in fast_flatten(tree)[0] if isinstance(x, Tensor)}.values())
 
 
