@@ -1,4 +1,4 @@
-"""Bags of different lengths in one buffer, for one feature or many; pooled features in one tensor."""
+"""Bags of different lengths in one buffer, for one feature or several, and pooled features in one tensor."""
 
 from funcrec.jagged._buckets import bucket as bucket
 from funcrec.jagged._buckets import pad_to_bucket as pad_to_bucket

@@ -1,4 +1,4 @@
-"""Buckets: a few fixed capacities, so that a compiled step meets few shapes.
+"""Pad buffers to a few fixed capacities, the buckets, so that a compiled step meets few shapes.
 
 capacity(N) = the least of 16, 24, 32, 48, 64, 96, ... that is at least N
 """
@@ -10,9 +10,9 @@ BUCKET_MIN = 16
 
 
 def bucket(size: int, *, minimum: int = BUCKET_MIN) -> int:
-    """Return the least capacity >= size in 16, 24, 32, 48, ... (powers of two, and halfway between).
+    """Return the least capacity >= size among the buckets 16, 24, 32, 48, ...
 
-    The capacities begin at `minimum`.
+    The buckets begin at `minimum`, double, and have one more bucket halfway between each two.
     """
     power = max(minimum, 1)
     while power < size:
@@ -24,9 +24,11 @@ def bucket(size: int, *, minimum: int = BUCKET_MIN) -> int:
 
 @typed
 def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: Size = BUCKET_MIN) -> KeyedJaggedTensor:
-    """Pad to the next of a few capacities, so that a compiled step meets few shapes. Reads offsets on the host.
+    """Return the ids, padded to the least bucket that holds them, so that a compiled step meets few shapes.
 
-    Law: `pad_to_bucket(ids).to_lists() == ids.to_lists()`; above `minimum`, at most half of the buffer is padding.
+    `pad_to_bucket` reads offsets on the host.
+
+    Law: `pad_to_bucket(ids).to_lists() == ids.to_lists()`. Above `minimum`, at most half of the buffer is padding.
 
     Example:
       >>> import funcrec as fr

@@ -1,6 +1,6 @@
 """Checks of a buffer of bags: its values, weights, offsets, lengths and capacity.
 
-Shapes and dtypes are checked from metadata. Values are checked only if they lie on the host.
+The checks of shapes and dtypes read metadata. The checks of values run only if the values lie on the host.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
@@ -16,7 +16,7 @@ INT_DTYPES = (torch.int32, torch.int64)
 
 
 def bag_problems(bags: object, path: str) -> Iterator[Problem]:
-    """Yield a problem unless `bags` is a list of lists, or of other collections that have a length."""
+    """Yield a problem unless `bags` is a collection of collections, all ordered and with a length."""
     unordered = (str, bytes, bytearray, Mapping, Set)
     has_elements = lambda x: isinstance(x, Collection) and not isinstance(x, unordered) and getattr(x, "ndim", 1) > 0
     if not has_elements(bags):
@@ -36,7 +36,7 @@ def capacity_problems(capacity: int, least: int) -> Iterator[Problem]:
 
 
 def mapped_problems(values: object, path: str) -> Iterator[Problem]:
-    """Yield a problem for a vmap over a ragged value's own buffer, which would cut it into single numbers."""
+    """Yield a problem for a vmap over the buffer of a ragged value, which would cut the buffer into single numbers."""
     if isinstance(values, Tensor) and values.dim() < 1 and is_wrapped(values):
         what, need = f"`{path}` are mapped by vmap along the buffer of all bags.", "bags of one length, padded"
         hint = "ids[key].to_padded(length), i[B, length], in its place; in_dims=None, if members share the ids"
@@ -101,8 +101,8 @@ def offset_problems(values: Tensor, offsets: Tensor) -> Iterator[Problem]:
 
 
 def offset_value_problems(capacity: int, offsets: Tensor, name: str = "offsets") -> Iterator[Problem]:
-    """Yield the problems that show only by reading `offsets` on the host."""
-    falls = offsets[1:] < offsets[:-1]  # a comparison, because a difference may overflow
+    """Yield the problems of the values of `offsets`, which it reads on the host."""
+    falls = offsets[1:] < offsets[:-1]  # A difference might overflow; a comparison does not.
     if int(offsets[0]) != 0:
         hint = "torch.cat([offsets.new_zeros(1), offsets]), if it has the ends alone; or from_lengths"
         yield Problem(f"`{name}` does not begin at 0.", f"offsets[0] = {int(offsets[0])}", "offsets[0] == 0", hint)
@@ -116,7 +116,7 @@ def offset_value_problems(capacity: int, offsets: Tensor, name: str = "offsets")
 
 
 def fill_problems(fill: object, dtype: torch.dtype) -> Iterator[Problem]:
-    """Yield a problem unless `fill` is a value of the buffer's dtype, without rounding or wrapping."""
+    """Yield a problem unless the buffer's dtype holds `fill`, for integers without wrapping."""
     floats = dtype.is_floating_point or dtype.is_complex
     if not isinstance(fill, (int, float) if floats else int):
         what, need = f"`fill` is not of {short_dtype(dtype)}.", "a number" if floats else "an integer"
@@ -150,7 +150,7 @@ def padded_problems(padded: Tensor, lengths: Tensor) -> Iterator[Problem]:
 
 
 def jagged_parts(x: Any, path: str) -> Iterator[Problem]:
-    """Yield the problems of a JaggedTensor's fields, if it was made by hand or taken out of a tree."""
+    """Yield the problems of the fields of a JaggedTensor that code made by hand or took out of a tree."""
     yield from buffer_problems(x.values, x.weights, f"{path}.")
     yield from offset_form_problems(x.offsets, getattr(x.values, "device", None), f"{path}.offsets")
 

@@ -2,8 +2,8 @@
 
     bag b = values[offsets[b] : offsets[b + 1]],   0 = offsets[0] <= offsets[1] <= ... <= offsets[B] <= N
 
-The tail values[offsets[B]:] is padding. No operation reads it, and this gives static shapes. Operations here read no
-value on the host, except `to_lists`, `unpad` and the value checks of constructors on CPU tensors.
+The tail values[offsets[B]:] is padding, which keeps shapes static. No operation reads the padding. Operations here read
+no value on the host, except `to_lists`, `unpad` and the value checks of constructors on CPU tensors.
 Shapes: B bags, N capacity of the buffer, L a fixed length.
 """
 
@@ -42,7 +42,7 @@ class JaggedTensor:
 
     Args:
       values: [N, ...], the bags end to end, then padding.
-      offsets: i32|i64[B + 1], boundaries from 0.
+      offsets: i32|i64[B + 1], the boundaries of the bags, from 0.
       weights: f[N], a multiplier per value, or None.
 
     Example:
@@ -54,21 +54,22 @@ class JaggedTensor:
     values: Tensor
     offsets: Tensor
     weights: Tensor | None = None
-    part = None  # set by `as_part`: the value that this one was taken from; not a field
+    part = None  # not a field: `as_part` sets it to a record of the value from which this value was taken
 
     # -- constructors ------------------------------------------------------------------------------------------
 
     @staticmethod
     def from_lists(lists: Sequence[Sequence], *, weights: Sequence[Sequence[float]] | None = None, dtype=None):
-        """Make one bag of each list: `[[1, 2], []]` -> two bags. Bags and values may be NumPy arrays or tensors, too.
+        """Return a JaggedTensor with one bag for each list: `[[1, 2], []]` -> two bags.
 
-        Tensors and arrays keep their dtype, and tensors their derivative. Python's numbers become i64, f32 (weights
-        always) or bool, and an empty list i64, unless `dtype` is given. Lists of numbers may be mixed with arrays of
-        the same dtype: `[numpy.array([1, 2]), [3]]`.
+        Bags and values may be NumPy arrays or tensors, too. Tensors and arrays keep their dtype, and tensors keep their
+        derivative. Without `dtype`, Python's numbers become i64, f32 or bool, and an empty list becomes i64. Weights
+        from Python's numbers are f32. Lists of numbers may be mixed with arrays of the same dtype:
+        `[numpy.array([1, 2]), [3]]`.
 
         Raises:
-          TypeError: the dtypes are mixed.
-          ValueError: the dtype does not hold a number.
+          TypeError: if the dtypes are mixed.
+          ValueError: if the dtype does not hold a number.
 
         Example:
           >>> import torch, funcrec as fr
@@ -120,34 +121,37 @@ class JaggedTensor:
 
     @property
     def capacity(self) -> int:
-        """The length of the buffer, including padding."""
+        """Return the length of the buffer, including padding."""
         return self.values.shape[0]
 
     @property
     def lengths(self) -> Tensor:
-        """i[B]: the length of each bag."""
+        """Return the length of each bag, i[B]."""
         return self.offsets.diff()
 
     def bag_ids(self) -> Tensor:
-        """Return the bag of each position -> i64[N]; B for padding."""
+        """Return the bag of each position -> i64[N]. Padding has bag B."""
         return bag_ids(self.offsets, self.capacity)
 
     def to_lists(self) -> list[list]:
-        """Read the bags on the host."""
+        """Return the bags as lists, read on the host."""
         return split_list(self.values, self.offsets)
 
     @typed
     def to_padded(self, length: Size, fill: float | int = 0) -> Tensor:
-        """Cut each bag to `length`, and fill it up with `fill` -> [B, length, ...]."""
+        """Return the bags, cut to `length` and filled up with `fill` -> [B, length, ...]."""
         check("funcrec.JaggedTensor.to_padded", fill_problems(fill, self.values.dtype))
         return primitives.to_padded(self.values, self.offsets, length, fill)
 
     def __len__(self) -> int:
-        """The number of bags."""
+        """Return the number of bags."""
         return self.num_bags
 
     def __getitem__(self, bags: int | slice | Sequence[int]) -> "JaggedTensor":
-        """Take bags by position: `x[3]` (one bag), `x[2:5]`, `x[[4, 0, 4]]`; capacity N · (most repeats of a bag)."""
+        """Return the bags at these positions: `x[3]` (one bag), `x[2:5]`, `x[[4, 0, 4]]`.
+
+        The capacity is N times the number of repeats of the most frequent position.
+        """
         chosen = bag_list(bags, self.num_bags, "funcrec.JaggedTensor.__getitem__")
         return self.select(
             torch.tensor(chosen, dtype=torch.int64, device=self.offsets.device),
@@ -156,11 +160,11 @@ class JaggedTensor:
 
     @typed
     def select(self, bags: Annotated[Tensor, Form("i[K]")], *, capacity: Size) -> "JaggedTensor":
-        """Take the bags i[K], in that order and with repeats, into a buffer of `capacity` values.
+        """Return the bags at positions i[K], in that order and with repeats, in a buffer of `capacity` values.
 
         Raises:
-          ValueError: a bag does not exist, or the buffer is too small; checked for values on the CPU. If values cannot
-            be read, the caller must ensure both.
+          ValueError: if a bag does not exist, or the buffer is too small. Both checks read values on the CPU. If the
+            values cannot be read, the caller must ensure both conditions.
         """
         check("funcrec.JaggedTensor.select", select_problems(self.offsets, bags, capacity))
         starts = self.offsets[:-1].index_select(0, bags)
@@ -175,7 +179,7 @@ class JaggedTensor:
         return JaggedTensor(grow(self.values, capacity), self.offsets, grow(self.weights, capacity))
 
     def unpad(self) -> "JaggedTensor":
-        """Cut the padding off; reads offsets[-1] on the host."""
+        """Return the bags without the padding; `unpad` reads offsets[-1] on the host."""
         end = int(self.offsets[-1])
         return JaggedTensor(self.values[:end], self.offsets, None if self.weights is None else self.weights[:end])
 
@@ -187,12 +191,12 @@ class JaggedTensor:
 
 
 def bag_ids(offsets: Tensor, capacity: int) -> Tensor:
-    """Return the bag of each position, i64[capacity]; B for positions from offsets[B] on."""
+    """Return the bag of each position, i64[capacity]. Positions from offsets[B] on have bag B."""
     return place_among(offsets, torch.arange(capacity, device=offsets.device, dtype=offsets.dtype)) - 1
 
 
 def take_ranges(values: Tensor, weights: Tensor | None, starts: Tensor, lengths: Tensor, capacity: int) -> JaggedTensor:
-    """Take values[starts[k] : starts[k] + lengths[k]] as bag k of the result; padding is zero."""
+    """Return a JaggedTensor whose bag k is values[starts[k] : starts[k] + lengths[k]]; the padding is zero."""
     taken, offsets = primitives.take_ranges(values, starts, lengths, capacity)
     scale = None if weights is None else primitives.take_ranges(weights, starts, lengths, capacity)[0]
     return JaggedTensor(taken, offsets, scale)

@@ -1,10 +1,10 @@
-"""Several jagged values in one buffer, and the capacity that it needs.
+"""Join several jagged values in one buffer, and compute the capacity that this buffer needs.
 
-    capacity = Σ over buffers of min(Σ capacities of its parts, N · most repeats of a key)
+    capacity = Σ over source buffers of min(Σ capacities of its parts, N · most repeats of a key)
 
-A part (`ids["a"]`, `ids.split(...)[0]`, `ids.permute(...)`) could hold every id of the buffer that it was taken from,
-so its own buffer is as large. All parts of one buffer together hold no more ids than that buffer. So each part records
-its source, and parts are joined again in the room of one buffer. A value that a tree makes of a part (`tree_map`, an
+A part (`ids["a"]`, `ids.split(...)[0]`, `ids.permute(...)`) could hold every id of its source buffer, so its own buffer
+is as large. All parts of one source buffer together hold no more ids than that buffer. So each part records its source,
+and `join` needs the room of one source buffer for them. A value that a tree function makes of a part (`tree_map`, or an
 argument of `jit`) has no such record.
 """
 
@@ -22,7 +22,10 @@ INT32_MAX = 2**31 - 1
 
 
 class Part(NamedTuple):
-    """The keys at `positions` of the buffer that `whole` cuts into bags; `capacity` holds each of them once."""
+    """The record of a part: the keys at `positions` of the source buffer, and that buffer's size.
+
+    whole: the offsets of the source buffer. capacity: its length, which holds each key once.
+    """
 
     whole: Tensor
     capacity: int
@@ -30,14 +33,17 @@ class Part(NamedTuple):
 
 
 def as_part(taken: Any, source: Any, positions: Sequence[int]) -> Any:
-    """Return `taken`, with the record that it holds the keys at `positions` of `source`."""
+    """Return `taken` with a record that says that it holds the keys at `positions` of `source`."""
     of = source.part or Part(source.offsets, source.capacity, tuple(range(len(source.keys))))
     object.__setattr__(taken, "part", of._replace(positions=tuple(of.positions[p] for p in positions)))
     return taken
 
 
 def joined_capacity(values: Sequence[Any]) -> int:
-    """Return a capacity that holds all `values` (JaggedTensors, KeyedJaggedTensors); it depends on shapes alone."""
+    """Return a capacity that holds all `values` (JaggedTensors or KeyedJaggedTensors).
+
+    The capacity depends on shapes alone.
+    """
     sums, wholes, positions = Counter(), {}, {}
     for n, x in enumerate(values):
         of = x.part or Part(x.offsets, x.capacity, (n,))
@@ -49,7 +55,10 @@ def joined_capacity(values: Sequence[Any]) -> int:
 
 
 def join(values: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (values, offsets, weights) of one buffer with the bags of all `values` (one or more), in order."""
+    """Return (values, offsets, weights) of one buffer with the bags of all `values`, in order.
+
+    `values` has one element or more.
+    """
     capacity, room = joined_capacity(values), [x.capacity for x in values]
     lengths = torch.cat([x.offsets.diff() for x in values])
     used = torch.cat([x.offsets[-1:] for x in values])
@@ -61,6 +70,9 @@ def join(values: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _join_weights(values: Sequence[Any], take: Callable[[list[Tensor]], Tensor]) -> Tensor | None:
-    """Join the weights; values without weights get ones if others have weights."""
+    """Return the joined weights, or None if no value has weights.
+
+    A value without weights gets ones if another value has weights.
+    """
     own = next((x.weights for x in values if x.weights is not None), None)
     return None if own is None else take([own.new_ones(x.capacity) if x.weights is None else x.weights for x in values])

@@ -1,4 +1,4 @@
-"""Checks of the parts of a KeyedJaggedTensor, from metadata."""
+"""Checks of the parts of a KeyedJaggedTensor, which read metadata only."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ FIELDS = ("values", "offsets", "weights", "inverse", "keys", "strides", "unweigh
 
 
 def field_problems(fields: tuple, named: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield a problem for wrong fields of KeyedJaggedTensor itself: TorchRec's order or names, or keys not a tuple."""
+    """Yield a problem for wrong fields of KeyedJaggedTensor: TorchRec's order or names, or keys that are no tuple."""
     given, unknown = dict(zip(FIELDS, fields, strict=False)) | dict(named), [k for k in named if k not in FIELDS]
     keys, no_tensors = given.get("keys", ()), [k for k in FIELDS[:4] if type(given.get(k)) in (list, tuple, str)]
     named_keys = isinstance(keys, tuple) and all(isinstance(k, str) for k in keys)
@@ -69,7 +69,7 @@ def keyed_bag_problems(x: object, name: str) -> Iterator[Problem]:
 
 
 def same_key_problems(a: Mapping, b: Mapping, *, some: bool = False) -> Iterator[Problem]:
-    """Yield a problem unless b has the keys of a (or `some` of them), with bags of the same lengths."""
+    """Yield a problem unless b has the keys of a, or some of them with `some`, and bags of the same lengths."""
     if not isinstance(b, Mapping) or not (set(a) >= set(b) if some else set(a) == set(b)):
         got = f"{sorted(b)}" if isinstance(b, Mapping) else describe(b)
         yield Problem("the keys of the two arguments differ.", got, f"{'some of ' if some else ''}{sorted(a)}")
@@ -119,8 +119,8 @@ def inverse_problems(inverse: object, path: str) -> Iterator[Problem]:
 
 
 def keyed_hint(ids: object, path: str) -> str:
-    """Return how to make a KeyedJaggedTensor from the given value."""
-    if type(ids).__name__ == "KeyedJaggedTensor":  # TorchRec's
+    """Return a hint that says how to make a KeyedJaggedTensor from the given value."""
+    if type(ids).__name__ == "KeyedJaggedTensor":  # a value of TorchRec
         return f"fr.interop.from_torchrec({path})"
     if isinstance(ids, JaggedTensor):
         return f'fr.KeyedJaggedTensor.from_jagged({{"clicked": {path}}})'

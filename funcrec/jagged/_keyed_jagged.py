@@ -2,7 +2,7 @@
 
     bag b of key f = values[offsets[f * B + b] : offsets[f * B + b + 1]]
 
-The layout is TorchRec's. As in `JaggedTensor`, the tail is padding. Only `to_lists`, `unpad` and the constructors'
+TorchRec has the same layout. As in `JaggedTensor`, the tail is padding. Only `to_lists`, `unpad` and the constructors'
 checks of CPU tensors read values on the host.
 """
 
@@ -37,15 +37,15 @@ class KeyedJaggedTensor:
     """The ids of a batch.
 
     Args:
-      values: [N], all bags of the first key, then those of the next, then padding.
-      offsets: i32|i64[F * B + 1], boundaries from 0 (with `strides`, sum(strides) + 1).
+      values: [N], all bags of the first key, then all bags of each further key, then padding.
+      offsets: i32|i64[F * B + 1], the boundaries of the bags, from 0. With `strides`, the size is sum(strides) + 1.
       weights: f[N], a multiplier per id, or None.
-      inverse: i[F, E], for batches of E examples whose keys have different
-        numbers of bags: the bag of each example, or None.
-      keys: F names.
-      strides: the number of bags of each key if they differ, else None.
-      unweighted: the keys without weights, if other keys have weights. funcrec fills their places in `weights` with 1,
-        as TorchRec does. Nothing reads these places: they cost an f32 per id, but no time in a lookup.
+      inverse: i[F, E], the bag of each of E examples for each key, or None. Batches whose keys have different numbers
+        of bags need it.
+      keys: the names of the F features.
+      strides: the number of bags of each key if these numbers differ, else None.
+      unweighted: the keys without weights, if other keys have weights. funcrec fills the places of these keys in
+        `weights` with 1, as TorchRec does. Nothing reads these places: they cost an f32 per id, but no lookup time.
 
     Example:
       >>> import funcrec as fr
@@ -66,7 +66,7 @@ class KeyedJaggedTensor:
     keys: tuple[str, ...] = ()
     strides: tuple[int, ...] | None = None
     unweighted: tuple[str, ...] = ()
-    part = None  # set by `as_part`: the value that this one was taken from; not a field
+    part = None  # not a field: `as_part` sets it to a record of the value from which this value was taken
 
     def __new__(cls, *fields: object, **named: object) -> "KeyedJaggedTensor":
         check("funcrec.KeyedJaggedTensor", field_problems(fields, named))
@@ -76,8 +76,8 @@ class KeyedJaggedTensor:
 
     @staticmethod
     def from_lists(lists: Mapping[str, Sequence[Sequence]], *, weights=None, dtype=None) -> "KeyedJaggedTensor":
-        """Make ids from `{"clicked": [[1, 2], []]}`, and weights of the same form, for all keys or some. A bag may be a
-        list, a NumPy array or a tensor. Dtypes are chosen as in `JaggedTensor.from_lists`."""
+        """Return ids from `{"clicked": [[1, 2], []]}`, and weights of the same form for all keys or some of them.
+        A bag may be a list, a NumPy array or a tensor. `JaggedTensor.from_lists` says which dtypes the ids get."""
         call = "funcrec.KeyedJaggedTensor.from_lists"
         check(call, keyed_bag_problems(lists, "lists"))
         if (weights := given(weights)) is not None:
@@ -102,7 +102,7 @@ class KeyedJaggedTensor:
         strides: Sequence[Size] | None = None,
         unweighted: Sequence[str] = (),
     ) -> "KeyedJaggedTensor":
-        """Make ids from values [N] and lengths i[F * B] that sum to N."""
+        """Return ids from values [N] and lengths i[F * B] that sum to N."""
         keys, strides = tuple(keys), None if strides is None else tuple(strides)
         found = keyed_problems(keys, weights, tuple(unweighted), lengths.shape[0], strides)
         check("funcrec.KeyedJaggedTensor.from_lengths", found, length_problems(values, lengths))
@@ -120,7 +120,7 @@ class KeyedJaggedTensor:
         strides: Sequence[Size] | None = None,
         unweighted: Sequence[str] = (),
     ) -> "KeyedJaggedTensor":
-        """Make ids from values [N] and offsets i[F * B + 1] with offsets[-1] <= N; values beyond are padding."""
+        """Return ids from values [N] and offsets i[F * B + 1]; values from position offsets[-1] <= N on are padding."""
         keys, strides = tuple(keys), None if strides is None else tuple(strides)
         found = keyed_problems(keys, weights, tuple(unweighted), offsets.shape[0] - 1, strides)
         check("funcrec.KeyedJaggedTensor.from_offsets", found, offset_problems(values, offsets))
@@ -130,8 +130,8 @@ class KeyedJaggedTensor:
     @staticmethod
     @typed
     def from_jagged(features: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """Join one JaggedTensor per key in one buffer; some may have weights and others none.
-        The capacity is the sum of theirs, but features taken from one buffer share its capacity.
+        """Return ids from a JaggedTensor for each key, joined in one buffer. Some of the features may have no weights.
+        The capacity is the sum of the features' capacities, but features from one buffer share its capacity.
 
         Law: `from_jagged(ids.to_dict())` has the bags and the capacity of `ids`.
         """
@@ -144,8 +144,8 @@ class KeyedJaggedTensor:
     def from_padded(
         padded: Mapping[str, Tensor], lengths: Mapping[str, Tensor], *, weights: Mapping[str, Tensor] | None = None
     ):
-        """Make ids from padded {key: [B, L]} and lengths {key: i[B]}, with weights {key: f[B, L]} for all keys or some.
-        The capacity is the sum of B * L."""
+        """Return ids from padded {key: [B, L]} and lengths {key: i[B]}. weights: {key: f[B, L]}, all keys or some.
+        The capacity is the sum of B * L over the keys."""
         call = "funcrec.KeyedJaggedTensor.from_padded"
         weights = given(weights or {})
         check(call, same_key_problems(padded, lengths), same_key_problems(padded, weights, some=True))
@@ -156,7 +156,7 @@ class KeyedJaggedTensor:
 
     @property
     def num_bags(self) -> int:
-        """B, the number of bags of every key; raises if keys differ."""
+        """Return B, the number of bags of every key. Raise ValueError if `strides` is given."""
         if self.strides is not None:
             what, need, hint = "the keys have different numbers of bags.", "one number of bags", "ids.bags_of(key)"
             fail("funcrec.KeyedJaggedTensor.num_bags", what, got=f"strides={self.strides}", need=need, hint=hint)
@@ -164,21 +164,21 @@ class KeyedJaggedTensor:
 
     @property
     def capacity(self) -> int:
-        """The length of the buffer, including padding."""
+        """Return the length of the buffer, including padding."""
         return self.values.shape[0]
 
     @property
     def lengths(self) -> Tensor:
-        """i[F * B]: the length of each bag, key-major."""
+        """Return the length of each bag, key-major, i[F * B]."""
         return self.offsets.diff()
 
     @property
     def _counts(self) -> tuple[int, ...]:
-        """The number of bags of each key."""
+        """Return the number of bags of each key."""
         return (self.num_bags,) * len(self.keys) if self.strides is None else self.strides
 
     def bag_range(self, key: str) -> tuple[int, int]:
-        """Return (first, last): the bags of `key` have the boundaries offsets[first : last + 1]."""
+        """Return (first, last), so that offsets[first : last + 1] are the boundaries of the bags of `key`."""
         f = self._position(key)
         if self.strides is None:
             return f * self.num_bags, (f + 1) * self.num_bags
@@ -190,22 +190,22 @@ class KeyedJaggedTensor:
         return last - first
 
     def offsets_for(self, key: str) -> Tensor:
-        """Return the boundaries of `key`'s bags in the flat buffer -> i[B + 1] (they do not begin at 0)."""
+        """Return the boundaries of `key`'s bags in the flat buffer, which need not begin at 0 -> i[B + 1]."""
         first, last = self.bag_range(key)
         return self.offsets[first : last + 1]
 
     def to_lists(self) -> dict[str, list[list]]:
-        """Read the ids on the host."""
+        """Return the bags of each key as lists, read on the host."""
         bags = split_list(self.values, self.offsets)
         return {k: bags[slice(*self.bag_range(k))] for k in self.keys}
 
     def to_dict(self) -> dict[str, JaggedTensor]:
-        """Return {key: its bags}, each in a buffer of this one's capacity."""
+        """Return {key: its bags}, each in a buffer of the same capacity."""
         return {k: self[k] for k in self.keys}
 
     def __getitem__(self, which: str | int | slice | Sequence[int]) -> "JaggedTensor | KeyedJaggedTensor":
-        """Take one feature's JaggedTensor by its key, `ids["clicked"]`, or bags of every key by position: `ids[2:5]`,
-        `ids[3]`, `ids[[4, 0]]`."""
+        """Return one feature's JaggedTensor for a key, `ids["clicked"]`; for positions, return these bags of every key:
+        `ids[2:5]`, `ids[3]`, `ids[[4, 0]]`."""
         if isinstance(which, str):
             positions = [self._position(which)]
             return as_part(self._take_keys(positions, self.capacity), self, positions)
@@ -221,13 +221,13 @@ class KeyedJaggedTensor:
         return self.keys.index(key)
 
     def _take_bags(self, bags: Tensor, most: int, keys: tuple[str, ...], strides=None) -> "KeyedJaggedTensor":
-        """Take the bags at these positions of the flat buffer, each at most `most` times, as the bags of `keys`."""
+        """Return the bags at these positions of the flat buffer, each at most `most` times, as the bags of `keys`."""
         starts, lengths = self.offsets[:-1].index_select(0, bags), self.lengths.index_select(0, bags)
         taken = take_ranges(self.values, self.weights, starts, lengths, self.capacity * most)
         return KeyedJaggedTensor(taken.values, taken.offsets, taken.weights, None, keys, strides, self.unweighted)
 
     def _take_keys(self, positions: Sequence[int], capacity: int) -> JaggedTensor:
-        """Take the bags of these keys. Values of consecutive keys are one range, whatever their bags."""
+        """Return the bags of these keys. The values of consecutive keys form one range, so one copy takes them."""
         runs: list[list[int]] = []
         for p in positions:
             if runs and runs[-1][1] == p:
@@ -250,12 +250,12 @@ class KeyedJaggedTensor:
         return JaggedTensor(taken.values, offsets_of(own), taken.weights)
 
     def _weights_of(self, positions: Sequence[int]) -> Tensor | None:
-        """Return the weights if one of these keys has some, or if there is no key; else None."""
+        """Return the weights if one of these keys has weights, or if there is no key; else None."""
         is_bare = positions and all(self.keys[p] in self.unweighted for p in positions)
         return None if is_bare else self.weights
 
     def items(self) -> Iterator[tuple[str, JaggedTensor]]:
-        """Yield (key, its bags), as a dict does; `for key in ids`, `key in ids` and `len(ids)` use the keys, too."""
+        """Yield (key, its bags), as a dict does. `for key in ids`, `key in ids` and `len(ids)` work as in a dict."""
         return iter(self.to_dict().items())
 
     def __iter__(self) -> Iterator[str]:
@@ -271,8 +271,8 @@ class KeyedJaggedTensor:
 
     @typed
     def permute(self, keys: Sequence[str | int]) -> "KeyedJaggedTensor":
-        """Return the ids with keys in another order; keys may be left out or repeated. A key is given by name or
-        position; a name means its first place.
+        """Return the ids with keys in another order. `keys` may leave out or repeat a key, and has names or positions.
+        A name means its first place.
 
         Example:
           >>> import funcrec as fr
@@ -297,7 +297,7 @@ class KeyedJaggedTensor:
 
     @typed
     def split(self, segments: Sequence[Size]) -> list["KeyedJaggedTensor"]:
-        """Split into runs of `segments[i]` keys each; the segments sum to F."""
+        """Return one value for each segment, with the next `segments[i]` keys; the segments sum to F."""
         if sum(segments) != len(self.keys):
             call, need = "funcrec.KeyedJaggedTensor.split", f"counts that sum to {len(self.keys)}"
             hint = f"segments=[1] * {len(self.keys)}, for a part of each key"
@@ -308,9 +308,9 @@ class KeyedJaggedTensor:
     @staticmethod
     @typed
     def concat(parts: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-        """Return the keys of all parts, in order. Capacities add up; parts of one value (`split`) share its capacity.
+        """Return ids with the keys of all parts, in order. Capacities add up; parts of one value share its capacity.
 
-        Law: `concat(ids.split(segments))` has the bags and the capacity of `ids`, and `concat([a, b])` the sum of both.
+        Law: `concat(ids.split(segments))` has the bags and the capacity of `ids`.
         """
         check("funcrec.KeyedJaggedTensor.concat", concat_problems(parts))
         counts = tuple(n for part in parts for n in part._counts)
@@ -329,7 +329,7 @@ class KeyedJaggedTensor:
         return self._with_buffer(grow(self.values, capacity), grow(self.weights, capacity))
 
     def unpad(self) -> "KeyedJaggedTensor":
-        """Cut the padding off; reads offsets[-1] on the host."""
+        """Return the ids without the padding; `unpad` reads offsets[-1] on the host."""
         end = int(self.offsets[-1])
         return self._with_buffer(self.values[:end], None if self.weights is None else self.weights[:end])
 
@@ -350,8 +350,8 @@ def _joined(
     bare: Sequence[tuple[str, ...]],
     inverse: Tensor | None = None,
 ):
-    """Join the bags of `parts` in one buffer, as the bags of `keys`. `counts` is the number of bags of each key, `bare`
-    each part's keys without weights."""
+    """Return the bags of `parts`, joined in one buffer, as the bags of `keys`.
+    counts: the number of bags of each key. bare: the keys without weights in each part."""
     if not parts:
         return KeyedJaggedTensor(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     strides = None if are_equal(counts) else counts
@@ -364,7 +364,7 @@ def _joined(
 
 
 def check_ids(call: str, ids: object, path: str = "ids") -> None:
-    """Check the structure of a KeyedJaggedTensor that was built by hand or taken out of a tree."""
+    """Raise unless `ids` is a KeyedJaggedTensor with a correct structure, even if code made it by hand."""
     if not isinstance(ids, KeyedJaggedTensor):
         what, need = f"`{path}` is not a KeyedJaggedTensor.", "a funcrec.KeyedJaggedTensor"
         fail(call, what, got=describe(ids), need=need, hint=keyed_hint(ids, path), kind=TypeError)

@@ -1,4 +1,4 @@
-"""KeyedTensor: one vector per example and key, in one tensor.
+"""KeyedTensor: a vector for each example and key, in one tensor.
 
 kt[k] = values[:, start_k : start_k + dims[k]],   values [B, ΣD]
 """
@@ -15,11 +15,11 @@ from funcrec.jagged._primitives import are_equal
 
 @pytree(static=("keys", "dims"))
 class KeyedTensor:
-    """Pooled features as a dict, `kt["item"]` is [B, D], but in one tensor in memory.
+    """Pooled features in one tensor, read like a dict: `kt["item"]` is [B, D].
 
     Args:
-      values: f[B, ΣD].
-      keys: names, one per feature.
+      values: f[B, ΣD], the columns of the features side by side.
+      keys: the name of each feature.
       dims: the width of each feature.
 
     Example:
@@ -48,7 +48,7 @@ class KeyedTensor:
         return KeyedTensor(torch.cat(list(features.values()), -1), tuple(features), dims)
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return the columns of a key, as a view -> [B, D]."""
+        """Return the columns of a key, a view -> [B, D]."""
         if not isinstance(key, str) or key not in self.keys:
             need = f"one of {list(self.keys)}"
             fail("funcrec.KeyedTensor", "the key is not there.", got=f"{key!r}", need=need, kind=KeyError)
@@ -72,7 +72,7 @@ class KeyedTensor:
         return key in self.keys
 
     def stack(self) -> Tensor:
-        """Stack the features -> [B, F, D], as FM and dot interactions read them; all dims must agree."""
+        """Return the features as one tensor -> [B, F, D], which FM and dot interactions read. All dims must agree."""
         if len(set(self.dims)) > 1:
             got = f"dims {dict(zip(self.keys, self.dims, strict=True))}"
             fail("funcrec.KeyedTensor.stack", "the features differ in width.", got=got, need="one dim for all")
@@ -93,16 +93,18 @@ class KeyedTensor:
 
 @typed
 def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-    """Gather the features of several KeyedTensors into groups.
+    """Return one tensor for each group, with the columns of the group's features from several KeyedTensors.
 
-    A key may be in several groups. Like TorchRec's `KeyedTensor.regroup`.
+    A key may be in several groups.
 
     Returns:
-      [B, W] for each group, where W is the sum of its features' dims.
+      [B, W] for each group, where W is the sum of the dims of its features.
 
     Raises:
-      KeyError: no part has the key.
-      ValueError: two parts have one key, or a group has no key.
+      KeyError: if no part has a key of a group.
+      ValueError: if two parts have one key, or a group has no key.
+
+    Source: TorchRec's `KeyedTensor.regroup`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -147,7 +149,7 @@ def feature_problems(features: Mapping[str, Tensor]) -> Iterator[Problem]:
 
 
 def keyed_tensor_parts(x: KeyedTensor, path: str) -> Iterator[Problem]:
-    """Yield the problems of a KeyedTensor's fields, if it was made by hand or taken out of a tree."""
+    """Yield the problems of the fields of a KeyedTensor that code made by hand or took out of a tree."""
     hint = "KeyedTensor.from_dict({...})"
     if not isinstance(x.values, Tensor) or x.values.dim() < 1:
         yield Problem(f"`{path}.values` is not a tensor.", describe(x.values), "f[B, ΣD]", hint, TypeError)

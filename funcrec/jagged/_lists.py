@@ -1,9 +1,9 @@
-"""Python's lists, NumPy's arrays and tensors as one buffer, which keeps every value or refuses it.
+"""Make one buffer from Python's lists, NumPy's arrays and tensors, or raise for a value that its dtype does not hold.
 
-    dtype of the buffer = `dtype` if given; else that of the tensors
+    dtype of the buffer = `dtype` if given; else the dtype of the tensors
     and arrays; else i64, f32 or bool for Python's numbers
 
-Floats may be rounded to the dtype; an integer is never changed.
+A float may be rounded to the dtype. An integer never changes.
 """
 
 import itertools
@@ -24,7 +24,7 @@ def flat_list(
 ) -> tuple[Tensor, Tensor]:
     """Return (values [N, ...], lengths i64[B]) of the bags.
 
-    numbers: the dtype of Python's numbers, if not i64, f32 or bool.
+    numbers: the dtype of Python's numbers; None for i64, f32 or bool.
     """
     check(call, dtype_problems(dtype))
     bags = list(bags)
@@ -53,11 +53,11 @@ def _of_array(call: str, x: Any, path: str) -> Tensor:
 
 
 def _of_bag(call: str, bag: Any, path: str, numbers: torch.dtype | None) -> Tensor:
-    """Return a bag that is not empty as a tensor, with the dtype and the derivative of its elements."""
+    """Return a non-empty bag as a tensor, with the dtype and the derivative of its elements."""
     if _has_dtype(bag):
         return _of_array(call, bag, path)
     odd = [x for x in bag if not _has_dtype(x)]
-    if len(odd) == len(bag):  # other bags are arrays, and this bag's dtype has to be theirs
+    if len(odd) == len(bag):  # Other bags are arrays, and this bag must get the dtype of these arrays.
         return _of_numbers(call, list(bag), path, numbers)
     if odd:
         what, hint = f"`{path}` mixes numbers with tensors or arrays.", "torch.tensor(x) of the dtype that is wanted"
@@ -70,7 +70,7 @@ def _of_bag(call: str, bag: Any, path: str, numbers: torch.dtype | None) -> Tens
 
 
 def _of_numbers(call: str, flat: list, path: str, dtype: torch.dtype | None) -> Tensor:
-    """Return Python's numbers, or lists of them with one length, as a tensor."""
+    """Return Python's numbers, or lists of numbers with one length, as a tensor."""
     leaves = list(_leaves(flat))
     kinds = set(map(type, leaves))
     odd = [x for x in leaves if not isinstance(x, (bool, int, float))]
@@ -84,7 +84,7 @@ def _of_numbers(call: str, flat: list, path: str, dtype: torch.dtype | None) -> 
         need = "integers within i64, vectors of one length"
         fail(call, f"`{path}` cannot be one buffer.", got=str(error)[:120], need=need)
     dtype = dtype or (torch.float32 if float in kinds else x.dtype)
-    if float in kinds and len(kinds) > 1:  # integers among floats must keep their values, too
+    if float in kinds and len(kinds) > 1:  # Integers among floats must keep their values, too.
         _convert(call, torch.tensor([n for n in leaves if isinstance(n, int)], dtype=torch.int64), path, dtype)
     return _convert(call, x, path, dtype)
 
@@ -98,7 +98,7 @@ def _leaves(flat: Iterable) -> Iterator:
 
 
 def _convert(call: str, x: Tensor, path: str, dtype: torch.dtype) -> Tensor:
-    """Return x in `dtype`: a float becomes the nearest float, which must be finite; other values must not change."""
+    """Return x in `dtype`. A float becomes the nearest float, and may not overflow. Other values must not change."""
     out = x.to(dtype)
     if x.dtype == dtype or not is_concrete(x):
         return out
@@ -118,7 +118,7 @@ def _shown(values: Sequence[Tensor]) -> str:
 
 
 def bag_list(bags: Any, num_bags: int, call: str) -> list[int]:
-    """Return an int, slice or sequence of ints as a list of positions in [0, num_bags)."""
+    """Return the positions in [0, num_bags) that an int, a slice or a sequence of ints names."""
     if isinstance(bags, slice):
         return list(range(*bags.indices(num_bags)))
     chosen = [bags] if isinstance(bags, int) else list(bags) if isinstance(bags, Sequence) else [None]
@@ -129,7 +129,7 @@ def bag_list(bags: Any, num_bags: int, call: str) -> list[int]:
 
 
 def repeats(chosen: Sequence) -> int:
-    """Return how often the most frequent element occurs in `chosen`; at least 1."""
+    """Return how often the most frequent element occurs in `chosen`, but at least 1."""
     return max([1, *Counter(chosen).values()])
 
 
@@ -139,7 +139,7 @@ def split_list(values: Tensor, offsets: Tensor) -> list[list]:
 
 
 def show_bags(values: Tensor, offsets: Tensor, limit: int = 8) -> str:
-    """Show the first bags as a list, or only their number if the values cannot be read."""
+    """Return a text that shows the first bags, or only the number of bags if the values cannot be read."""
     num_bags = offsets.shape[0] - 1
     if not (is_concrete(values) and is_concrete(offsets)):
         return f"{num_bags} bags"
@@ -154,7 +154,7 @@ def _show_bag(bag: list, limit: int = 8) -> str:
 
 
 def show_buffer(x: Any) -> str:
-    """Return `values=i64[3]`, with `weights=` and the padding if there are any."""
+    """Return a text that describes a buffer, `values=i64[3]`, with its weights and its padding if it has any."""
     parts = [f"values={describe(x.values)}"]
     if x.weights is not None:
         parts.append(f"weights={describe(x.weights)}")

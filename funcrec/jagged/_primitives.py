@@ -1,9 +1,9 @@
-"""Kernels on jagged buffers as differentiable functions. Each is linear in the values, and its transpose is another.
+"""Kernels on jagged buffers as differentiable functions. Each is linear in the values, and its transpose is a kernel.
 
     take_ranges ↔ take_ranges_transpose          to_padded ↔ from_padded
 
 Reverse and forward rules hold under every nesting of torch.func. vmap over the values alone is one call, with the
-members side by side as columns; vmap over offsets is a loop. Integers are moved in the same way.
+members side by side as columns. vmap over offsets is a loop. The values may also be integers.
 Shapes: B bags, N values, C capacity of an output, L places of a padded bag.
 """
 
@@ -26,7 +26,10 @@ TRANSPOSES = {
 
 
 class _Map(NamedTuple):
-    """The static part of a call. size: C, N or L of the output. fill: the value that to_padded puts after a bag."""
+    """The static part of a call.
+
+    size: C, N or L of the output. fill: the value of the places that a bag leaves empty in the result of to_padded.
+    """
 
     name: str
     implementation: str
@@ -43,7 +46,7 @@ class _Map(NamedTuple):
 
 
 def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """`ops.take_ranges`, differentiable in values; the offsets have the dtype of the lengths."""
+    """Return the result of `ops.take_ranges`, differentiable in the values. The offsets have the lengths' dtype."""
     choice = _chosen(values)
     if choice == "reference" or not _is_transformed(values):
         taken, offsets = _operation("take_ranges", choice)(values, starts, lengths, capacity)
@@ -52,12 +55,12 @@ def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) 
 
 
 def to_padded(values: Tensor, offsets: Tensor, length: int, fill: float | int) -> Tensor:
-    """`ops.to_padded`, differentiable in values."""
+    """Return the result of `ops.to_padded`, differentiable in the values."""
     return _call(_Map("to_padded", _chosen(values), length, fill), values, offsets)
 
 
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
-    """`ops.from_padded`, differentiable in the block."""
+    """Return the result of `ops.from_padded`, differentiable in `padded`."""
     return _call(_Map("from_padded", _chosen(padded), capacity), padded, offsets)
 
 
@@ -68,19 +71,24 @@ def _operation(name: str, implementation: str) -> Callable:
 
 
 def _chosen(x: Tensor) -> str:
-    """Return the implementation. Under Dynamo it is the reference, because Dynamo ignores choices and our `backward`
-    rules."""
+    """Return the name of the implementation.
+
+    Under Dynamo it is the reference, because Dynamo ignores choices and our `backward` rules.
+    """
     return "reference" if torch.compiler.is_dynamo_compiling() else ops.chosen(None, x.device)
 
 
 def are_equal(sizes: Iterable) -> bool:
-    """Whether all sizes are equal. They are compared, because sizes that an export leaves open have no hash."""
+    """Return whether all sizes are equal.
+
+    The function compares sizes, because sizes that an export leaves open have no hash.
+    """
     first, *others = [*sizes] or [None]
     return all(x == first for x in others)
 
 
 def is_concrete(x: Tensor) -> bool:
-    """Whether x's values can be read without waiting for a device or breaking a trace."""
+    """Return whether code can read x's values without waiting for a device or breaking a trace."""
     if x.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return False
     plain = type(x) in (Tensor, torch.nn.Parameter)
@@ -88,7 +96,7 @@ def is_concrete(x: Tensor) -> bool:
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Return the exclusive cumulative sum, i[B] -> i[B + 1]."""
+    """Return the cumulative sums of lengths i[B] after a first 0, i[B + 1]."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
 
 
@@ -99,7 +107,7 @@ def _call(spec: _Map, x: Tensor, *ints: Tensor) -> Tensor:
 
 
 def _is_transformed(x: Tensor) -> bool:
-    """Whether a derivative of x may be wanted, or x may be batched."""
+    """Return whether the caller may want a derivative of x, or a vmap may batch x."""
     follows = x.requires_grad and torch.is_grad_enabled()
     return follows or is_transforming()
 

@@ -1,4 +1,4 @@
-"""Weights of some keys only: one buffer, in which the places of the other keys are 1 and nothing reads them."""
+"""Weights of some keys only, in one buffer: the places of the other keys are 1, and nothing reads these places."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +13,12 @@ from funcrec.jagged._lists import flat_list
 
 
 def given(weights: Any) -> Any:
-    """Return weights by key without those that are None; return any other value as it is."""
+    """Return {key: weights} without the keys whose weights are None. Any other value is returned as it is."""
     return {k: w for k, w in weights.items() if w is not None} if isinstance(weights, Mapping) else weights
 
 
 def flat_weights(call: str, lists: Mapping, weights: Mapping) -> Tensor:
-    """Return the weights of all bags, f[N], with 1 for keys that `weights` lacks, in the dtype of the given ones."""
+    """Return the weights of all bags, f[N], in the dtype of `weights`. Keys that `weights` lacks have weights 1."""
     sizes = {k: sum(map(len, bags)) for k, bags in lists.items()}
     own = [k for k in lists if k in weights]
     check(call, (p for k in own for p in list_length_problems(lists[k], weights[k])))
@@ -28,7 +28,7 @@ def flat_weights(call: str, lists: Mapping, weights: Mapping) -> Tensor:
 
 
 def unweighted_places(ids: Any) -> Tensor:
-    """Return which places of a KeyedJaggedTensor's buffer belong to keys without weights, bool[N]."""
+    """Return a mask of the places in a KeyedJaggedTensor's buffer that belong to keys without weights, bool[N]."""
     bare = [k in ids.unweighted for k, n in zip(ids.keys, ids._counts, strict=True) for _ in range(n)]
     bag = bag_ids(ids.offsets, ids.capacity)
     return torch.tensor([*bare, False], device=bag.device)[bag]
