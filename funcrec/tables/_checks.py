@@ -1,4 +1,4 @@
-"""Checks of the arguments of lookups and their transposes, by shapes and dtypes alone.
+"""Checks of the arguments of lookups and of their transposes, which read shapes and dtypes only.
 
 Shapes: B bags, N ids, R rows, D dim.
 """
@@ -55,7 +55,7 @@ def tensor_problems(t: object, path: str) -> Iterator[Problem]:
         dense = f"torch.nested.to_padded_tensor({path}, 0.0)" if t.is_nested else f"{path}.to_dense()"
         hint = f"{dense}: a table is dense memory, and its gradient is its rows"
         yield Problem(f"`{path}` is not a table.", describe(t), "f[num_embeddings, dim]", hint, TypeError)
-    elif not isinstance(t, Tensor) or t.dim() != 2 or not t.is_floating_point() or t.itemsize < 2:  # float8 has no sums
+    elif not isinstance(t, Tensor) or t.dim() != 2 or not t.is_floating_point() or t.itemsize < 2:  # float8 cannot add
         yield Problem(f"`{path}` is not a table.", describe(t), "f[num_embeddings, dim]", TABLE_HINT, TypeError)
 
 
@@ -89,10 +89,10 @@ def feature_key_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTens
 
 
 def bag_count_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTensor) -> Iterator[Problem]:
-    """Yield a problem if pooled features differ in their numbers of bags: their columns share one row per bag."""
+    """Yield a problem if pooled features have different numbers of bags: the output has one row per bag."""
     counts = {f.name: ids.bags_of(f.key) for f in features}
     first = next(iter(counts.values()), 0)
-    if any(n != first for n in counts.values()):  # no set: a size that an export leaves open has no hash
+    if any(n != first for n in counts.values()):  # A size that an export leaves open has no hash for a set.
         hint = "one lookup for each number of bags"
         yield Problem("the features have different numbers of bags.", f"{counts}", "one B for all", hint)
 

@@ -1,7 +1,7 @@
 """Configs of tables, and of the features that read them.
 
-A table is a matrix with a name; a feature is a column of ids, a table and a way of pooling. Many features may share a
-table, and one column may feed many tables. Both configs are frozen and hashable, and are part of the compile key.
+A table is a matrix with a name. A feature is a column of ids, a table and a way of pooling. Several features may read
+one table, and one column may feed several tables. Both configs are frozen, hashable and part of the compile key.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,9 @@ class Hash:
 
 
 def modulo() -> Hash:
-    """row = id mod num_embeddings, in [0, num_embeddings) for negative ids too.
+    """Return the hash row = id mod num_embeddings.
+
+    Negative ids also get rows in [0, num_embeddings).
 
     Example:
       >>> import torch, funcrec as fr
@@ -49,7 +51,9 @@ def modulo() -> Hash:
 
 @typed
 def multiply_shift(seed: int = 0) -> Hash:
-    """row = (((a·id + b) mod 2⁶⁴ >> 32) · num_embeddings) >> 32, a odd; a and b from the seed; num_embeddings < 2³¹.
+    """Return the hash row = (((a·id + b) mod 2⁶⁴ >> 32) · num_embeddings) >> 32.
+
+    The seed determines a, which is odd, and b. num_embeddings must be less than 2³¹.
 
     Example:
       >>> import torch, funcrec as fr
@@ -58,7 +62,7 @@ def multiply_shift(seed: int = 0) -> Hash:
       (tensor(0), tensor(9))
 
     Source: Dietzfelbinger, Hagerup, Katajainen, Penttonen, "A reliable randomized algorithm for the closest-pair
-    problem" (1997), §2; the last product as in Lemire, "Fast random integer generation in an interval" (2019), §4.
+    problem" (1997), §2; for the last product Lemire, "Fast random integer generation in an interval" (2019), §4.
     """
     return Hash("multiply_shift", seed)
 
@@ -69,7 +73,7 @@ class TableConfig:
     """One embedding matrix [num_embeddings, embedding_dim].
 
     Raises:
-      TypeError, ValueError: reports every invalid field.
+      TypeError, ValueError: if a field is invalid. The message reports every invalid field.
 
     Example:
       >>> import funcrec as fr
@@ -94,15 +98,15 @@ class TableConfig:
 @plain_numbers
 @dataclass(frozen=True)
 class FeatureConfig:
-    """One use of a table: a column of ids, and how their rows are pooled.
+    """One use of a table: a column of ids, and the pooling of the rows of these ids.
 
     Args:
       name: the feature's key in the output, and in the ids unless `column` is given.
       table: the table's name.
       pooling: "sum", "mean" (divides by the number of ids in the bag, weighted or not) or "none" (a sequence).
-      max_length: a promise that no bag is longer, or None. It gives lookups static shapes. Further ids in a bag are not
-        read; `checked` and `validate` report a bag that breaks the promise.
-      weighted: multiply each id's row by its weight.
+      max_length: a promise that no bag is longer, or None. The promise gives lookups static shapes. Lookups do not read
+        further ids of a bag. `checked` and `validate` report a bag that breaks the promise.
+      weighted: whether a lookup multiplies each id's row by the id's weight.
       hash: `fr.modulo()`, `fr.multiply_shift()`, or None if ids are rows.
       column: the key in the ids, if one column feeds several features.
 
@@ -127,7 +131,7 @@ class FeatureConfig:
 
     @property
     def key(self) -> str:
-        """The key of the feature's ids."""
+        """Return the key of the feature's ids."""
         return self.name if self.column is None else self.column
 
 

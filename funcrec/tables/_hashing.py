@@ -1,4 +1,4 @@
-"""ids -> rows: a pure function of the feature's config.
+"""Map ids to rows by a pure function, which the feature's config names.
 
     modulo: id mod R          multiply_shift: (((a·id + b) mod 2⁶⁴ >> 32) · R) >> 32
 
@@ -19,10 +19,10 @@ from funcrec.tables._configs import Hash
 def hash_rows(ids: Annotated[Tensor, Form("i[...]")], hash: Hash | None, num_embeddings: Count) -> Tensor:
     """Return the rows of ids i[...] -> i[...], in the same dtype.
 
-    Law: a hashed row is in [0, num_embeddings); without a hash it is the id.
+    Law: a hashed row lies in [0, num_embeddings). Without a hash, the row equals the id.
 
     Raises:
-      ValueError: num_embeddings >= 2³¹ with multiply_shift, or the ids' dtype cannot hold every row.
+      ValueError: if num_embeddings >= 2³¹ with multiply_shift, or the ids' dtype cannot hold every row.
 
     Example:
       >>> import torch, funcrec as fr
@@ -40,12 +40,14 @@ def hash_rows(ids: Annotated[Tensor, Form("i[...]")], hash: Hash | None, num_emb
 
 
 def hash_lanes(ids: Tensor, lane: Tensor, hows: Sequence[tuple[Hash | None, int]]) -> Tensor:
-    """Return the rows of ids i[N] of several features in one pass; hows[lane[i]] is id i's hash and num_embeddings.
+    """Return the rows of ids i[N] of several features, computed in one pass.
+
+    hows[lane[i]] is the hash and num_embeddings for id i.
 
     Law: hash_lanes(ids, lane, hows)[i] == hash_rows(ids, *hows[lane[i]])[i].
     """
     for hash, num_embeddings in hows:
-        if hash is not None:  # without a hash, ids are rows of any height
+        if hash is not None:  # Without a hash, ids are rows of a table of any height.
             check("funcrec.hash_rows", height_problems(ids, hash, num_embeddings))
     of_lane = lambda numbers: torch.tensor(numbers, device=ids.device)[lane]
     kinds = [None if hash is None else hash.kind for hash, _ in hows]

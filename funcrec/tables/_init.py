@@ -1,4 +1,4 @@
-"""The initial rows of tables.
+"""Draw the initial rows of tables.
 
     table[r] = initializer(fold_in(key, name), row r)
 
@@ -15,12 +15,14 @@ from funcrec.kernels.memory import empty_table
 from funcrec.tables._checks import table_list_problems
 from funcrec.tables._configs import TableConfig
 
-INIT_BLOCK = 1 << 20  # elements drawn at once; the generator's i64 counters take eight bytes per element
+INIT_BLOCK = 1 << 20  # elements of one draw; the generator's i64 counters take eight bytes per element
 
 
 @typed
 def init(key: Key, tables: Sequence[TableConfig], *, device: Device | None = None) -> dict[str, Tensor]:
-    """Make new tables -> {name: [num_embeddings, embedding_dim]}, in each config's dtype; only shapes on device meta.
+    """Return the initial tables -> {name: [num_embeddings, embedding_dim]}, each in the dtype of its config.
+
+    On device meta, the tables have shapes only.
 
     Law: row r of a table depends on the key, the table's name, r and the config only.
 
@@ -36,7 +38,7 @@ def init(key: Key, tables: Sequence[TableConfig], *, device: Device | None = Non
 
 
 def init_rows(key: Tensor, table: TableConfig, start: int, stop: int, *, device=None) -> Tensor:
-    """Return rows [start, stop) of the table that `init` makes; a shard needs no others."""
+    """Return rows [start, stop) of the table that `init` makes, without drawing the other rows."""
     shape = (stop - start, table.embedding_dim)
     device = key.device if device is None else torch.device(device)
     if device.type == "meta":
@@ -59,7 +61,7 @@ def init_rows(key: Tensor, table: TableConfig, start: int, stop: int, *, device=
 
 
 def name_number(name: str) -> int:
-    """Return FNV-1a of the name in 31 bits: the same in every process, unlike `hash`."""
+    """Return the FNV-1a hash of the name in 31 bits, which is the same in every process, unlike Python's `hash`."""
     number = 0x811C9DC5
     for byte in name.encode():
         number = (number ^ byte) * 0x01000193 % 2**32
@@ -67,14 +69,15 @@ def name_number(name: str) -> int:
 
 
 PER_WORD = 4  # columns that share the 64 bits of one random number
-BEHIND = (0, 0, torch.iinfo(torch.int64).max, 0, 0)  # a segment without rows; it ends a list of segments
+BEHIND = (0, 0, torch.iinfo(torch.int64).max, 0, 0)  # the segment without rows that ends a list of segments
 
 
 def origin_of(table: str, dim: int, row=0, column=0, begin=0) -> tuple:
-    """Return a segment: from row `begin` on, rows are those of a table [R, dim] from `row` on, columns from `column`.
+    """Return a segment, which says from which table the rows from `begin` on come.
 
-    The segment is five integers or i64[M]: the table's number, the words before the segment's row 0, `begin`, the first
-    column's place in its word, and the words of a whole row.
+    Row `begin` is row `row` of a table [R, dim], from column `column` on. The segment is five integers or i64[M]: the
+    table's number, the words before the segment's row 0, `begin`, the first column's place in its word, and the words
+    of a whole row.
     """
     words = -(-dim // PER_WORD)
     return name_number(table), (row - begin) * words + column // PER_WORD, begin, column % PER_WORD, words

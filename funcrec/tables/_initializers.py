@@ -1,4 +1,4 @@
-"""Distributions of a table's rows.
+"""Distributions of the initial rows of tables.
 
 table[r] = initializer(fold_in(key, name), row r)"""
 
@@ -18,7 +18,7 @@ from funcrec.core import Count, Key, Problem, Size, check, describe, plain_numbe
 class Initializer:
     """A distribution of rows, made by `fr.uniform()`, `fr.normal()`, `fr.xavier_normal()` or `fr.constant()`.
 
-    A table's initializer may be any hashable callable with this signature, also a user's own.
+    The initializer of a table may also be any other hashable callable with the signature of `__call__`.
 
     Example:
       >>> import funcrec as fr
@@ -34,7 +34,7 @@ class Initializer:
 
     @typed
     def __call__(self, key: Key, shape: tuple[Size, Size], start: Size, num_embeddings: Count) -> Tensor:
-        """Return elements start, start + 1, ... of the table's sequence, as f32[shape]."""
+        """Return the elements start, start + 1, ... of the table's sequence, as f32[shape]."""
         match self.kind:
             case "uniform":
                 bound = num_embeddings**-0.5 if self.scale is None else self.scale
@@ -49,7 +49,7 @@ class Initializer:
 
 @plain_numbers
 def uniform(bound: float | None = None) -> Initializer:
-    """Draw from U(-bound, bound); bound defaults to sqrt(1 / num_embeddings), as in TorchRec.
+    """Return the distribution U(-bound, bound). bound defaults to sqrt(1 / num_embeddings), as in TorchRec.
 
     Example:
       >>> import funcrec as fr
@@ -62,7 +62,7 @@ def uniform(bound: float | None = None) -> Initializer:
 
 @plain_numbers
 def normal(std: float = 1.0) -> Initializer:
-    """Draw from N(0, std²).
+    """Return the distribution N(0, std²).
 
     Example:
       >>> import funcrec as fr
@@ -74,7 +74,7 @@ def normal(std: float = 1.0) -> Initializer:
 
 
 def xavier_normal() -> Initializer:
-    """Draw from N(0, 2 / (num_embeddings + embedding_dim)), as torch.nn.init.xavier_normal_ of the table does.
+    """Return the distribution N(0, 2 / (num_embeddings + embedding_dim)), that of torch.nn.init.xavier_normal_.
 
     Example:
       >>> import funcrec as fr
@@ -87,7 +87,7 @@ def xavier_normal() -> Initializer:
 
 @plain_numbers
 def constant(value: float = 0.0) -> Initializer:
-    """Set every number to the same value.
+    """Return the initializer that sets every number to `value`.
 
     Example:
       >>> import funcrec as fr

@@ -1,15 +1,15 @@
-"""Kinds of tables: a type of tables is one row of functions, and a lookup needs one of them.
+"""Kinds of tables: each type of tables has an entry of functions, and a lookup calls the function `read` of the entry.
 
     (ids, features) -> (out, saved, transpose)          d_parts = transpose(d_out, saved)
 
-`KINDS` has an entry for each type of tables; every other Mapping is read as a dict {name: f[R, D]}. It is a dict of
-functions, neither a Protocol nor a base class. A plain dict has no method that a Protocol could require; a value stays
-data, which any function may read; and a type is in the dict or not, while an unrelated class may have an attribute
-`lookup` by chance. An entry is defined next to its type.
+`KINDS` has an entry for each type of tables. Lookups read every other Mapping as a dict {name: f[R, D]}. `KINDS` is a
+dict of functions, neither a Protocol nor a base class. A plain dict has no method that a Protocol could require. A
+value stays data, which any function may read. An unrelated class may have an attribute `lookup` by chance, but it is
+not in `KINDS`. The file of a type defines the entry.
 
-A type in `KINDS` is a pytree and a Mapping of its parts {part: f[rows, dim]}. Each part is named by the last key or
-field on its path. The parts are the tensors that get RowGrads, and that row optimizers update. One table, as features
-name it, may consist of several parts, or lie in a section of one part.
+A type in `KINDS` is a pytree and a Mapping of its parts {part: f[rows, dim]}. The last key or field on a part's path is
+its name. The parts are the tensors that get RowGrads, and that row optimizers update. A table that a feature names may
+consist of several parts, or lie in a section of one part.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ class LookupResult(NamedTuple):
     """The result of a lookup, and its transpose.
 
     out: for pooled features a KeyedTensor f[B, ΣD], keys in the features' order; for sequences {feature: JaggedTensor
-      of f[capacity, D]}, each id's row with the id's weight; `lookup_sequence` multiplies the two.
+      of f[capacity, D]} with each id's row and weight. `lookup_sequence` multiplies the rows by the weights.
     saved: () -> a tree of all tensors that `transpose` reads; called only if cotangents are wanted. `transpose` runs
       outside the vmaps between the lookup and the loss, once for each member.
     transpose: (d_out, saved) -> {part: RowGrads}; d_out is d_acts, a KeyedTensor, or {feature: f[capacity, D]}.
     overflows: i64[2] for each exchange with a capacity: how many ids found no place, and the capacity that all ids
-      would need. A caller that differentiates gets them with the gradients, and must not train on incomplete ones.
+      would need. A caller that differentiates gets overflows and gradients, and must not train on incomplete gradients.
     """
 
     out: Any
@@ -44,10 +44,10 @@ class LookupResult(NamedTuple):
 
 
 class Faked(NamedTuple):
-    """How `fake_quantize` reads tables of another kind.
+    """The functions with which `fake_quantize` reads tables of a kind.
 
-    problems: (tables, {table: dtype}) -> the reasons why it cannot. read: (FakeQuantizedTables, ids, features,
-    implementation) -> LookupResult.
+    problems: (tables, {table: dtype}) -> the reasons why `fake_quantize` cannot read them. read: (FakeQuantizedTables,
+    ids, features, implementation) -> LookupResult.
     """
 
     problems: Callable[..., Iterator[Problem]]
@@ -55,12 +55,13 @@ class Faked(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """How tables of a type lie on ranks: `ShardedTables` hold the parts, each a table [R, D] that a plan names.
+    """The functions for tables of a type on ranks. `ShardedTables` hold the parts, each a table [R, D] in a plan.
 
-    joined: (ShardedTables, {part: x}) -> whole tables of the type. x is a tensor, or stands for one that is not read.
-    shapes: as in `Kind`, of ShardedTables.
-    read: as in `Kind`, of ShardedTables that are read as a dict of the parts. None: features read the parts.
-    rest: tables -> a tree of the tensors that are no parts, by other names than theirs; each rank has all of it.
+    joined: (ShardedTables, {part: x}) -> whole tables of the type. x is a tensor, or stands for a tensor whose value is
+      not read.
+    shapes: the `shapes` of `Kind`, for ShardedTables.
+    read: the `read` of `Kind`, for ShardedTables, read as a dict of the parts. None if features read the parts.
+    rest: tables -> a tree of the tensors that are no parts, by names that no part has; each rank has the whole tree.
     """
 
     joined: Callable[[Any, dict[str, Any]], Any] = lambda sharded, parts: parts
@@ -72,19 +73,19 @@ class Placed(NamedTuple):
 class Kind(NamedTuple):
     """The functions of a type of tables; features name its tables, not its parts.
 
-    shapes: tables -> {table: (R, D)}, by the names that features use. `lookup` checks features and ids of every kind
-      against them, once.
+    shapes: tables -> {table: (R, D)}, by the names that features use. `lookup` checks the features and ids of every
+      lookup against these shapes, once.
     read: (tables, ids, features, implementation) -> LookupResult. The features are checked. All are pooled ("sum",
       "mean") or all are sequences ("none"); only plain tables get an empty list.
-    is_trained: tables, or ShardedTables of the type -> whether the parts get gradients; `value_and_grad` refuses tables
-      that do not.
-    layout: tables -> where the rows of each table lie on a mesh, as in `funcrec.sharding`; resharding, checkpoints and
-      logs use it. None for tables that are whole: then the parts are stored.
-    forms: tables -> {part: (bits, dim)} of the parts whose rows are stored as `quantize` stores them.
+    is_trained: tables, or ShardedTables of the type -> whether the parts get gradients. `value_and_grad` refuses tables
+      whose parts get none.
+    layout: tables -> where the rows of each table lie on a mesh, as in `funcrec.sharding`, or None for whole tables.
+      Resharding, checkpoints and logs use the layout; of whole tables they store the parts.
+    forms: tables -> {part: (bits, dim)} of the parts whose rows have the stored form of `quantize`.
     quantized: (tables, dtypes, key) -> the result of `quantize`; None if `quantize` refuses the type.
-    faked: None if `fake_quantize` refuses the type.
-    placed: what `shard_tables`, `gather_tables`, `reshard` and checkpoints call. A text if they refuse the type: the
-      error says to try that.
+    faked: the functions that `fake_quantize` calls; None if `fake_quantize` refuses the type.
+    placed: the functions that `shard_tables`, `gather_tables`, `reshard` and checkpoints call. If they refuse the type,
+      a text that the error shows as what to try.
     """
 
     shapes: Callable[[Any], Mapping[str, tuple[int, int]]]
@@ -105,17 +106,17 @@ def kind_of_tables(tables: object) -> Kind:
 
 
 def layout_in(tables: object) -> Any:
-    """Return where the rows of tables lie on a mesh; None for whole tables, and for values that are not tables."""
+    """Return the layout of tables on a mesh, or None for whole tables and for values that are not tables."""
     return kind_of_tables(tables).layout(tables)
 
 
 def is_plain(tables: object) -> bool:
-    """Whether the parts are the tables themselves."""
+    """Return whether the parts are the tables themselves."""
     return kind_of_tables(tables) is KINDS[dict]
 
 
 def with_parts(tables: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> Any:
-    """Return the same tables with other parts."""
+    """Return tables of the same kind with other parts."""
     return dict(parts) if is_plain(tables) else map_parts(lambda name, _: parts[name], tables)
 
 
@@ -132,13 +133,13 @@ def map_parts(fn: Callable[[str, Tensor], Any], tables: Mapping[str, Tensor]) ->
 
 
 def table_shapes(tables: Any) -> dict[str, tuple[int, int]]:
-    """Return {table: (R, D)} of tables of any kind, or of their configs."""
+    """Return {table: (R, D)}, the shapes of tables of any kind, or of the tables that configs describe."""
     if isinstance(tables, Mapping):
         return dict(kind_of_tables(tables).shapes(tables))
     return {t.name: t.shape for t in tables}
 
 
-# -- which lookups are made: what an export asks, to tell a server of each column's table -----------------------------
+# -- records of lookups: an export reads them, to tell a server the table of each column ------------------------------
 
 
 class Lookup(NamedTuple):
@@ -154,7 +155,7 @@ _seen: ContextVar[list[Lookup] | None] = ContextVar("funcrec_lookups_seen", defa
 
 @contextlib.contextmanager
 def lookups_seen() -> Iterator[list[Lookup]]:
-    """Yield a list that collects the lookups that this thread makes inside."""
+    """Yield a list that collects the lookups that this thread makes inside the context."""
     found: list[Lookup] = []
     before = _seen.set(found)
     try:

@@ -1,4 +1,4 @@
-"""Tables as lines of text: rows, dim, bytes, and the features that read each table.
+"""Show tables as lines of text: rows, dim, bytes, and the features that read each table.
 
 bytes of a table = R · D · bytes of a number
 """
@@ -12,7 +12,7 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def table_lines(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> list[list[str]]:
-    """Return a line for each table, in the columns of HEAD, and a line of their sums."""
+    """Return a line for each table, in the columns of HEAD, and a last line with the sums of rows and bytes."""
     size = lambda t: t.num_embeddings * t.embedding_dim * t.dtype.itemsize
     read = lambda t: ", ".join(f.name for f in features if f.table == t.name)
     lines = [

@@ -1,12 +1,12 @@
-"""Pooled and sequence lookup, each a linear map of the tables, with its transpose.
+"""Pooled lookup and sequence lookup, each a linear map of the tables, and the transposes of both.
 
     acts[b, f] = Σ_{i in bag (f, b)} s_i · table_f[row_i]          lookup
     d_table    = Σ_f Σ_b Σ_{i in bag (f, b)} s_i · e_{row_i} ⊗ d_acts[b, f]          lookup_transpose
 
 s_i is the id's weight (or 1), divided by the bag's length for a mean. Sums run in f32 (f64 for f64 tables). An id
-outside the table reads zeros and gets no gradient, but counts in a mean's length.
+outside the table reads zeros and gets no gradient, but counts in the bag's length.
 
-For every kind of tables (`KINDS`), this file checks the arguments once, and gives the output its tap once.
+For every kind of tables (`KINDS`), this file checks the arguments once, and adds the tap to the output once.
 Shapes: B bags, F features, N ids, D dim, M entries.
 """
 
@@ -40,24 +40,24 @@ from funcrec.tables._value_checks import check_values, room_problems, value_prob
 def lookup(
     tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], *, implementation: str | None = None
 ) -> KeyedTensor:
-    """Pool the rows of every bag, for the features whose pooling is "sum" or "mean".
+    """Return the pooled rows of every bag, for the features whose pooling is "sum" or "mean".
 
     Args:
-      tables: {name: f[R, D]}; f16 and bf16 tables stay in their dtype, and their rows are summed in f32.
+      tables: {name: f[R, D]}. f16 and bf16 tables stay in their dtype, and the sums of their rows run in f32.
       ids: i32 or i64, B bags per key.
-      features: those with pooling "none" are left to `lookup_sequence`.
-      implementation: a name from `funcrec.kernels`; None takes the device's own.
+      features: the features to look up. `lookup` skips features with pooling "none", which `lookup_sequence` reads.
+      implementation: a name from `funcrec.kernels`; None for the device's default.
 
     Returns:
       KeyedTensor f32|f64[B, ΣD] (f64 if a table is), keys in the order of `features`. Without features it is [B, 0],
       where B is the number of bags of every key (0 if the keys differ).
 
     Raises:
-      TypeError, ValueError, KeyError: reports every feature, table or key that does not fit.
+      TypeError, ValueError, KeyError: if a feature, table or key does not fit. The message reports all of them.
 
-    Law: linear in the tables; ⟨lookup(x), y⟩ = ⟨x, lookup_transpose(y)⟩.
+    Law: lookup is linear in the tables x, and ⟨lookup(x), y⟩ = ⟨x, lookup_transpose(y)⟩.
 
-    Cost: reads N ids and N · D elements of the tables, writes B · ΣD.
+    Cost: reads N ids and N · D elements of the tables, and writes B · ΣD elements.
 
     Example:
       >>> import torch, funcrec as fr
@@ -67,8 +67,8 @@ def lookup(
       tensor([[21., 42.],
               [ 0.,  0.]])
 
-    Source: torch.nn.EmbeddingBag; TorchRec's EmbeddingBagCollection. A weighted mean divides by the bag's length, as in
-    FBGEMM's inference tables.
+    Source: torch.nn.EmbeddingBag; TorchRec's EmbeddingBagCollection. A weighted mean divides by the bag's length, as
+    FBGEMM's inference tables do.
     """
     call = "funcrec.lookup"
     tables, owners = opened(call, tables, ids, features)
@@ -82,7 +82,7 @@ def lookup(
         rows, in_a_copy = read_rows(tables, ids, pooled, implementation)
         read = in_a_copy(tapped(inside, rows, "lookup of rows", pooled))
     else:
-        read_tables = kind_of_tables(tables).read if pooled else read_plain  # without features nothing is read
+        read_tables = kind_of_tables(tables).read if pooled else read_plain  # no feature, no read
         read = read_tables(tables, ids, pooled, implementation)
     check_room(call, read, owners)
     return tapped([o for o in owners if o not in inside], read, "lookup", pooled)
@@ -94,14 +94,16 @@ def lookup_transpose(
     features: Sequence[FeatureConfig],
     tables: Tables | Sequence[TableConfig],
 ) -> dict[str, RowGrads]:
-    """Return the cotangents of `lookup`'s tables, as ids and cotangents: no entry is written out or coalesced.
+    """Return the cotangents of `lookup`'s tables.
+
+    The result keeps the ids and d_acts; it neither writes out nor coalesces entries.
 
     Args:
       d_acts: f[B, ΣD], in the form that `lookup` returns.
-      tables: the configs or the tables; only shapes are read.
+      tables: the configs or the tables; only their shapes matter.
 
     Returns:
-      {table: RowGrads} for the tables of the pooled features; a bag's gradient goes to each of its ids.
+      {table: RowGrads} for the tables of the pooled features; a bag's gradient goes to each id of the bag.
 
     Example:
       >>> import torch, funcrec as fr
@@ -126,9 +128,9 @@ def lookup_sequence(
 
     Returns:
       {feature: JaggedTensor with values f32|f64[capacity, D]}, with the bags of the feature's column; padding is zero.
-      With `max_length` L the capacity is min(N, B · L), and bags are cut to L; else it is N.
+      With `max_length` L the capacity is min(N, B · L), and bags are cut to L; else the capacity is N.
 
-    Law: linear in the tables; lookup_sequence_transpose is its transpose.
+    Law: lookup_sequence is linear in the tables, and lookup_sequence_transpose is its transpose.
 
     Example:
       >>> import torch, funcrec as fr
@@ -137,7 +139,7 @@ def lookup_sequence(
       >>> fr.lookup_sequence({"item": torch.eye(3)}, ids, [history])["history"].to_lists()[0]
       [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
 
-    Source: TorchRec's EmbeddingCollection, with any dim per table.
+    Source: TorchRec's EmbeddingCollection; here each table may have its own dim.
     """
     call = "funcrec.lookup_sequence"
     tables, owners = opened(call, tables, ids, features)
@@ -159,11 +161,12 @@ def lookup_sequence_transpose(
     features: Sequence[FeatureConfig],
     tables: Tables | Sequence[TableConfig],
 ) -> dict[str, RowGrads]:
-    """Return the cotangents of `lookup_sequence`'s tables, one entry per id; padding of `d_sequences` is not read.
+    """Return the cotangents of `lookup_sequence`'s tables, with one entry per id -> {table: RowGrads}.
 
     Args:
-      d_sequences: {feature: JaggedTensor of f[capacity, D]}, in the form that `lookup_sequence` returns.
-      tables: the configs or the tables; only shapes are read.
+      d_sequences: {feature: JaggedTensor of f[capacity, D]}, in the form that `lookup_sequence` returns. The padding
+        does not matter.
+      tables: the configs or the tables; only their shapes matter.
 
     Example:
       >>> import torch, funcrec as fr
@@ -195,12 +198,12 @@ def lookup_sequence_transpose(
 
 
 def weigh(rows: Tensor, bags: JaggedTensor) -> Tensor:
-    """Return each row times its id's weight, f[N, D]; the rows themselves if there are no weights."""
+    """Return each row times its id's weight, f[N, D], or the rows themselves if there are no weights."""
     return rows if bags.weights is None else rows * bags.weights[:, None].to(rows.dtype)
 
 
 def opened(call: str, tables: Any, ids: object, features: object) -> tuple[Any, list[Owner]]:
-    """Return the checked tables of a lookup, without TableRefs, and the owners that want their cotangents."""
+    """Return the checked tables of a lookup, without TableRefs, and the owners that want cotangents of the tables."""
     tables, owners = open_tables(tables)
     if not isinstance(tables, Mapping):
         need, hint = "{name: f[R, D]}", "funcrec.init(key, tables) makes them of configs"
@@ -214,7 +217,10 @@ def opened(call: str, tables: Any, ids: object, features: object) -> tuple[Any, 
 
 
 def check_lookup(call: str, tables: Any, ids: object, features: object) -> None:
-    """Check structure, dtypes and devices of a lookup's arguments; a transpose also takes configs as tables."""
+    """Raise unless the structure, dtypes and devices of a lookup's arguments fit.
+
+    The tables of a transpose may also be configs.
+    """
     check(call, table_tensor_problems(tables) if is_plain(tables) else (), feature_list_problems(features))
     check_ids(call, ids)
     check(
@@ -230,13 +236,19 @@ def check_lookup(call: str, tables: Any, ids: object, features: object) -> None:
 
 
 def check_room(call: str, read: LookupResult, owners: Sequence[Owner]) -> None:
-    """Under `checked`, raise if ids found no place. A lookup with owners is skipped: they get its overflows."""
+    """Raise, under `checked`, if ids found no place.
+
+    The check skips a lookup with owners, because the owners get the overflows of that lookup.
+    """
     if is_checking() and not owners:
         check_values(call, room_problems, read.overflows)
 
 
 def refuse_other_kinds(call: str, tables: Any) -> None:
-    """Refuse other kinds of tables: their rows are not here to get a tap, such as when owners pool the bags."""
+    """Raise unless the tables are plain.
+
+    The rows of other kinds of tables are not here to get a tap, for example if the ranks that own them pool the bags.
+    """
     if not is_plain(tables):
         fail(
             call, f"weights of ids are differentiated inside the loss, and the tables are "

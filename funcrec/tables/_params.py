@@ -1,4 +1,4 @@
-"""The arguments of a loss: tables and dense parameters, and a batch of examples."""
+"""The arguments of a loss: parameters, which are tables and dense leaves, and a batch of examples."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from funcrec.mesh import P, is_readable
 
 @pytree
 class Params:
-    """The parameters of a loss: `tables` {name: f[R, D]} get row gradients, `dense` (a tree of floats) dense ones.
+    """The parameters of a loss. `tables` {name: f[R, D]} get row gradients; `dense`, a tree of floats, dense gradients.
 
     Example:
       >>> import torch, funcrec as fr
@@ -36,18 +36,19 @@ class Params:
 
 @pytree(optional=("label", "dense", "weight"))
 class Batch:
-    """One batch of examples, as `funcrec.data`'s loaders make it and `funcrec.models` take it.
+    """One batch of examples. The loaders of `funcrec.data` make batches, and the models of `funcrec.models` read them.
 
     Args:
       ids: B bags per key.
       label: f32[B], or f32[B, T] for T tasks; None if there is nothing to learn: `model.apply` needs no label.
       dense: f32[B, num_dense], or None.
       weight: f32[B] >= 0, how much each example counts in a loss or a metric; None counts all alike. A loss of your own
-        must read it: `fr.losses.bce(logits, batch.label, batch.weight)`. An example of weight 0 is padding: neither
-        its label nor its dense inputs are read. (The rows of its ids get gradients of zeros, and optimizers with
-        momentum move every row that occurs. Padding of empty bags has no rows.)
+        must read the weights: `fr.losses.bce(logits, batch.label, batch.weight)`. An example of weight 0 is padding:
+        neither its label nor its dense inputs are read. (The rows of its ids get gradients of zeros, and optimizers
+        with momentum move every row that occurs. Padding of empty bags has no rows.)
 
-    Law: a loss of `funcrec.models` is Σ w l / Σ w over the batch, on a mesh over the batches of all ranks.
+    Law: a loss of `funcrec.models` equals Σ w l / Σ w, with l the losses and w the weights of the batch's examples. On
+      a mesh, the sums run over the batches of all ranks.
 
     Example:
       >>> import torch, funcrec as fr
@@ -74,27 +75,31 @@ class Batch:
 def blank_padding(x: Tensor, weight: Tensor | None) -> Tensor:
     """Return x [B, ...] with zeros for the examples of weight 0.
 
-    So their values enter no sum and no derivative, although 0 · NaN is NaN. If a derivative follows the weight, no
-    example is padding: an example of weight 0 determines the derivative by its weight."""
+    So the values of these examples enter no sum and no derivative, although 0 · NaN is NaN. If a derivative follows the
+    weights, no example is padding: the derivative by a weight of 0 depends on that example.
+    """
     if weight is None or is_tracked(weight):
         return x
     return torch.where((weight == 0).reshape(-1, *(1,) * (x.dim() - 1)), 0, x)
 
 
 def jump_problems(weight: Tensor | None, what: str) -> Iterator[Problem]:
-    """Yield a problem if a derivative is wanted at weight 0, where leaving out the example has none."""
+    """Yield a problem if a derivative follows weights of which one is 0.
+
+    `blank_padding` leaves out an example of weight 0, which has no derivative by the weight.
+    """
     if weight is not None and is_tracked(weight) and holds_somewhere(weight == 0):
         got, need = "a derivative by weights of which some are 0", "weights > 0, or none that a derivative follows"
         yield Problem(f"{what} jumps where a weight is 0.", got, need, "weight.detach(), if these are padding")
 
 
 def holds_somewhere(x: Tensor) -> bool:
-    """Whether x bool[...] holds anywhere, in any member of a vmap; False if no value can be read."""
+    """Return whether x bool[...] holds anywhere, in any member of a vmap, or False if no value can be read."""
     return is_readable(x) and bool(value_below(x).any())
 
 
 def _is_spec(x: object) -> bool:
-    """Whether x stands for all tables in the arguments of a transform.
+    """Return whether x stands for all tables in the arguments of a transform.
 
     Examples are Params(0, 0) for vmap, and Params(P(), P()) for shard_map.
     """
@@ -112,7 +117,7 @@ def show_dense(dense: Any) -> str:
     return f"{count} tensor{'s' * (count != 1)}"
 
 
-_DATA = {list, dict, str, float, np.ndarray}  # types of data that is not yet tensors; placeholders have other types
+_DATA = {list, dict, str, float, np.ndarray}  # types of data that is not yet a tensor; placeholders have other types
 
 
 def data_problems(batch: Batch) -> Iterator[Problem]:
@@ -127,7 +132,7 @@ def data_problems(batch: Batch) -> Iterator[Problem]:
 
 
 def batch_parts(x: Batch, path: str) -> Iterator[Problem]:
-    """Yield the problems of a Batch's fields, if it was made by hand or taken out of a tree."""
+    """Yield the problems of the fields of a Batch that code made by hand or took out of a tree."""
     hint = "fr.Batch(ids, label, dense, weight)"
     if not isinstance(x.ids, KeyedJaggedTensor):
         got, need, how = describe(x.ids), "a KeyedJaggedTensor", keyed_hint(x.ids, "ids")

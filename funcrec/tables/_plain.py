@@ -1,4 +1,4 @@
-"""Plain tables {name: f[R, D]}: how a lookup reads them, and how its cotangents return to them.
+"""Lookups of plain tables {name: f[R, D]}, and the transposes of these lookups.
 
     acts[b, f] = Σ_{i in bag (f, b)} s_i · table_f[row_i]          pooled
     rows[i]    = table_f[row_i]                                    sequences
@@ -28,7 +28,7 @@ Tables = Mapping[str, Tensor]
 def read_plain(
     tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None = None
 ) -> LookupResult:
-    """Look up plain tables; `features` are all pooled, or all sequences."""
+    """Return the result of a lookup of plain tables. `features` are all pooled, or all sequences."""
     if features and features[0].pooling == "none":
         return read_sequences(tables, ids, features, implementation)
     shapes = table_shapes(tables)
@@ -48,7 +48,7 @@ def _pooled(
     features: Sequence[FeatureConfig],
     implementation: str | None,
 ) -> LookupResult:
-    """Pool bags of the rows of `used`, as `forms` describe; gradients are those of tables of these shapes."""
+    """Return the result of pooling the rows of `used` as `forms` describe. The transpose is for tables of `shapes`."""
     values = primitives.pooled_lookup(
         used, buffers, ids.offsets, read_weights(ids, features), forms, num_bags_of(ids, features),
         implementation=implementation,
@@ -59,7 +59,7 @@ def _pooled(
 def pooled_read(
     values: Tensor, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping[str, tuple[int, int]]
 ) -> LookupResult:
-    """Return the result of a lookup with bags f[B, C]; its gradients are those of tables of these shapes."""
+    """Return the result of a lookup whose pooled values are f[B, C]. The transpose is for tables of `shapes`."""
     out = KeyedTensor(values, tuple(f.name for f in features), tuple(shapes[f.table][1] for f in features))
     return LookupResult(out, lambda: ids, lambda d, ids: pooled_transpose(d, ids, features, shapes))
 
@@ -70,10 +70,10 @@ def pooled_transpose(
     features: Sequence[FeatureConfig],
     shapes: Mapping[str, tuple[int, int]],
 ) -> dict[str, RowGrads]:
-    """Return Σ_f Σ_b Σ_{i in bag (f, b)} s_i · e_{row_i} ⊗ d_acts[b, f], as ids and d_acts; no entry is written out."""
+    """Return Σ_f Σ_b Σ_{i in bag (f, b)} s_i · e_{row_i} ⊗ d_acts[b, f] as Bags, without writing out entries."""
     names, buffers, forms = lookup_forms(ids, features, shapes)
     terms: dict[str, list[Bags]] = {n: [] for n in names}
-    for f in forms:  # consecutive features of one table and one buffer form one term
+    for f in forms:  # Consecutive features of one table and one buffer form one term.
         of_table, own = terms[names[f.table]], (f._replace(table=0, rows=0),)
         if of_table and of_table[-1].rows is buffers[f.rows]:
             of_table[-1] = replace(of_table[-1], features=of_table[-1].features + own)
@@ -85,10 +85,10 @@ def pooled_transpose(
 def read_rows(
     tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
 ) -> tuple[LookupResult, Callable[[list[Tensor]], LookupResult]]:
-    """Return the rows that a pooled lookup reads, each apart, and the function that does the lookup in copies of them.
+    """Return the separate rows that a pooled lookup reads, and a function that does the lookup in copies of them.
 
-    It is for a derivative inside the loss that follows the weights. Such a derivative depends on the tables, so a tap
-    on the lookup's output would miss it; a tap on the rows does not.
+    The split serves a derivative inside the loss that follows the weights. Such a derivative depends on the tables. A
+    tap on the lookup's output would miss this dependence; a tap on the rows does not.
     """
     shapes = table_shapes(tables)
     names, buffers, forms = lookup_forms(ids, features, shapes)
@@ -115,7 +115,7 @@ def read_rows(
 def read_sequences(
     tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
 ) -> LookupResult:
-    """Return each id's row and its weight; the transpose covers the rows alone."""
+    """Return each id's row and weight, and the transpose of the map to the rows."""
     gather = lambda table, rows: primitives.gather_rows(tables[table], rows, implementation=implementation)
     return sequences_read(gather, ids, features, table_shapes(tables))
 
@@ -126,7 +126,7 @@ def sequences_read(
     features: Sequence[FeatureConfig],
     shapes: Mapping[str, tuple[int, int]],
 ) -> LookupResult:
-    """Return sequences of the rows gather(table, i[N]) -> f[N, D]; gradients are those of tables of these shapes."""
+    """Return sequences of the rows gather(table, i[N]) -> f[N, D]. The transpose is for tables of `shapes`."""
     heights = {f.name: shapes[f.table][0] for f in features}
     bags = {f.name: sequence_rows(ids, f, heights[f.name]) for f in features}
     out = {f.name: replace(bags[f.name], values=gather(f.table, bags[f.name].values)) for f in features}
@@ -138,7 +138,7 @@ def sequences_read(
 
 
 def sequence_rows(ids: KeyedJaggedTensor, feature: FeatureConfig, num_embeddings: int) -> JaggedTensor:
-    """Return the rows of a sequence feature, bag by bag; padding has row -1."""
+    """Return the rows of a sequence feature, bag by bag. Padding has row -1."""
     bounds = ids.offsets_for(feature.key)
     lengths, capacity = bounds.diff(), ids.capacity
     if feature.max_length is not None:
@@ -151,12 +151,12 @@ def sequence_rows(ids: KeyedJaggedTensor, feature: FeatureConfig, num_embeddings
 
 
 def marked(rows: Tensor, num_embeddings: int) -> Tensor:
-    """Return the rows, with -1 for those outside the table."""
+    """Return the rows, with -1 for each row outside the table."""
     return torch.where((rows >= 0) & (rows < num_embeddings), rows, -1)
 
 
 def num_bags_of(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> int:
-    """Return B, which is the same for all features; without features, the bags of every key (0 if they differ)."""
+    """Return B, the number of bags of all features. Without features, return that of every key (0 if keys differ)."""
     if features:
         return ids.bags_of(features[0].key)
     common = set(map(ids.bags_of, ids.keys))
@@ -171,7 +171,7 @@ def read_weights(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> T
 def lookup_forms(
     ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping[str, tuple[int, int]]
 ) -> tuple[list[str], list[Tensor], list[Feature]]:
-    """Return the tables that are read, the buffers of rows (one for each hash), and a kernel's Feature for each one."""
+    """Return the names of the tables to read, a buffer of rows per hash, and a kernel's Feature per feature."""
     names = list(dict.fromkeys(f.table for f in features))
     buffers: dict = {}
     out, column = [], 0
@@ -187,7 +187,7 @@ def lookup_forms(
 
 
 def _is_read(ids: KeyedJaggedTensor, feature: Feature, num_bags: int) -> Tensor:
-    """Return which positions of the buffer a feature reads, bool[N]."""
+    """Return a mask of the positions of the buffer that a feature reads, bool[N]."""
     bounds = ids.offsets[feature.first_bag : feature.first_bag + num_bags + 1]
     bag, place = bag_ids(bounds, ids.capacity), torch.arange(ids.capacity, device=bounds.device)
     inside = (bag >= 0) & (bag < num_bags)

@@ -1,10 +1,10 @@
-"""Kernels as differentiable functions: linear maps whose derivatives are kernels, or plain torch.
+"""Kernels of lookups as differentiable functions. Their derivatives are kernels, or plain torch.
 
     d_tables = lookupᵀ(d_out)         d_weights[i] = ⟨table[row_i], d_out[bag_i]⟩         tangents: the map on tangents
 
-A kernel has no derivative of its own (`funcrec.kernels`). Here it gets reverse and forward rules. For vmap it gets one
-call, in which the members are more tables, buffers and features. The rules hold under every nesting of torch.func. A
-table's dense gradient comes from the reference; `value_and_grad` never needs it.
+A kernel in `funcrec.kernels` has no derivative. This file gives kernels reverse and forward rules. The vmap of a kernel
+is one call, in which the members are more tables, buffers and features. The rules hold under every nesting of
+torch.func. The dense gradient of a table comes from the reference; `value_and_grad` never needs it.
 Shapes: B bags, C columns, N ids, R rows, D dim, T tables.
 """
 
@@ -22,9 +22,9 @@ from funcrec.kernels.forms import Feature, Segment, features_of, flatten
 
 @dataclasses.dataclass(frozen=True)
 class _Lookup:
-    """The static part of a pooled lookup; its tensors are the tables, the buffers of rows, offsets, and any weights.
+    """The static part of a pooled lookup, whose tensors are the tables, the buffers of rows, offsets and any weights.
 
-    It is not a tuple, because torch.func would flatten one in every call.
+    The class is no tuple, because torch.func would flatten a tuple in every call.
     """
 
     implementation: str
@@ -54,7 +54,7 @@ class _Lookup:
 def pooled_lookup(
     tables, rows, offsets, weights, features, num_bags, blocks: int = 1, *, implementation: str | None = None
 ) -> Tensor:
-    """`ops.pooled_lookup`, differentiable in tables and weights."""
+    """Return the result of `ops.pooled_lookup`, differentiable in tables and weights."""
     choice = ops.chosen(implementation, offsets.device)
     if choice == "reference":
         return ops.pooled_lookup(tables, rows, offsets, weights, features, num_bags, blocks, implementation=choice)
@@ -63,7 +63,10 @@ def pooled_lookup(
 
 
 def looked_up(spec: _Lookup, *tensors: Tensor) -> Tensor:
-    """Run the lookup. If no derivative is wanted, call the operator itself, for all members of a batch at once."""
+    """Return the result of the lookup.
+
+    If no derivative is wanted, one call of the operator computes all members of a vmap.
+    """
     is_followed = torch.compiler.is_dynamo_compiling() or any_tracked(tensors)
     if not is_followed and not is_in_transform():
         return spec.call(tensors)
@@ -74,7 +77,7 @@ def looked_up(spec: _Lookup, *tensors: Tensor) -> Tensor:
 
 
 def gather_rows(table: Tensor, rows: Tensor, *, implementation: str | None = None) -> Tensor:
-    """`ops.gather_rows`, differentiable in the table."""
+    """Return the result of `ops.gather_rows`, differentiable in the table."""
     choice = ops.chosen(implementation, table.device)
     if choice == "reference":
         return ops.gather_rows(table, rows, implementation=choice)
@@ -92,7 +95,7 @@ class _PooledLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint does not give them twice
+        saved = ctx.saved_tensors  # read only once, because torch.utils.checkpoint does not give them twice
         tables, _, _, weights = ctx.spec.parts(saved)
         needed, d_out, spec = ctx.needs_input_grad[1:], ctx.spec.joined(d_out), dataclasses.replace(ctx.spec, blocks=1)
         grads: list[Tensor | None] = [None] * len(saved)
@@ -120,7 +123,7 @@ class _PooledLookup(torch.autograd.Function):
 
 
 class _LookupWeights(torch.autograd.Function):
-    """d_weights of a pooled lookup: bilinear in d_out and the tables."""
+    """The cotangent d_weights of a pooled lookup, which is bilinear in d_out and the tables."""
 
     @staticmethod
     def forward(spec, d_out, *tensors):
@@ -153,7 +156,7 @@ class _LookupWeights(torch.autograd.Function):
             return members.parts[3].new_zeros(0, members.parts[3].shape[-1]), 0
         if not members.fit():
             return _loop(_LookupWeights, info, in_dims, spec, (d_out, *tensors))
-        # the members' columns side by side
+        # `wide` has the members' columns side by side.
         wide = d_out[:, None].expand(-1, members.num, -1) if of_d is None else d_out.movedim(of_d, 1)
         call, *rest = members.call(True, wide.shape[2])
         out = _LookupWeights.apply(dataclasses.replace(call, blocks=1), wide.flatten(1), *rest)
@@ -184,7 +187,7 @@ class _GatherRows(torch.autograd.Function):
         if of_rows is not None:
             rows = rows.movedim(of_rows, 0)
         k, num_ids = info.batch_size, rows.shape[-1]
-        if of_table is not None:  # the members' tables as one tall table
+        if of_table is not None:  # The members' tables become one tall table.
             table = table.movedim(of_table, 0)
             inside = (rows >= 0) & (rows < table.shape[1])
             first = torch.arange(k, device=rows.device)[:, None] * table.shape[1]
@@ -193,7 +196,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _Members:
-    """The members of a batch of lookups as one lookup: on stacks, or with K times the features over all tables."""
+    """The K members of a vmap of lookups as one lookup, on stacked tensors or with K times the features."""
 
     def __init__(self, spec: _Lookup, num: int, dims: Sequence[int | None], tensors: Sequence[Tensor]):
         self.spec, self.num = spec, num
@@ -210,7 +213,7 @@ class _Members:
         return stacks.no_members(tables, offsets, flatten(self.spec.features), self.spec.num_bags, self.spec.blocks)
 
     def call(self, apart: bool, width: int | None = None) -> tuple:
-        """Return the lookup and its tensors; see `stacks.lookups_together`."""
+        """Return the static part and the tensors of the one lookup, as `stacks.lookups_together` makes them."""
         spec, k = self.spec, self.num
         own = flatten(spec.features)
         tables, rows, offsets, weights, numbers = stacks.lookups_together(*self.parts, own, k, apart, width)
@@ -248,7 +251,7 @@ def _or_zeros(tensors: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> l
 
 
 def _loop(function, info, in_dims, spec, tensors):
-    """Call the function once for each member of the batch."""
+    """Return (outputs, 0), the stacked outputs of one call of the function for each member of the vmap."""
     take = lambda x, dim, i: x if dim is None else x.select(dim, i).contiguous()
     outs = [
         function.apply(spec, *(take(x, dim, i) for x, dim in zip(tensors, in_dims[1:], strict=True)))
@@ -258,7 +261,10 @@ def _loop(function, info, in_dims, spec, tensors):
 
 
 def _in_weights(spec: _Lookup, tensors: Sequence[Tensor], d_weights: Tensor) -> Tensor:
-    """Return the lookup's tangent in the weights. The lookup is affine in them, so f(d) - f(0) is its linear part."""
+    """Return the tangent of the lookup in the weights.
+
+    The lookup f is affine in the weights, so f(d) - f(0) is its linear part.
+    """
     at = lambda weights: _PooledLookup.apply(spec, *tensors[:-1], weights)
     return at(d_weights) - at(torch.zeros_like(d_weights))
 
@@ -274,7 +280,7 @@ def _dense_transpose(spec: _Lookup, d_out: Tensor, tensors: Sequence[Tensor]) ->
 
 
 def segments_of_lookup(features: Sequence[Feature], num_bags: int) -> list[Segment]:
-    """Return the cotangents of one lookup's tables as segments; each list of tensors holds this lookup's only."""
+    """Return segments of the cotangents of one lookup's tables. Each list of tensors holds one tensor of the lookup."""
     return [
         Segment(f.table, 0, f.column, f.rows, 0, f.first_bag, num_bags, f.max_length, f.mean, 0 if f.weighted else -1)
         for f in features

@@ -1,10 +1,10 @@
-"""RowGrads: a table's cotangent as the sum of the terms that its lookups send back, not written out.
+"""RowGrads: the cotangent of a table as a sum of terms, one or more from each lookup of the table.
 
     dense gradient [R, D] = Σ_terms Σ_i e_{rows[i]} ⊗ grads[i]
 
 A term is either `Entries`, each a row and a gradient, or `Bags`: a pooled lookup's ids and the gradient of its output,
 which determine the entries. Sums and factors keep the terms. `coalesce`, an update, or reading `rows` or `grads` writes
-the entries out. An entry counts if it is before `count` and its row is in [0, R).
+the entries out. An entry counts if its place is less than `count` and its row is in [0, R).
 Shapes: M entries, N ids, B bags, C columns, R rows of the table, D dim.
 """
 
@@ -35,14 +35,14 @@ from funcrec.kernels.forms import Feature, Segment, Terms, capacity_of, flatten
 from funcrec.mesh import is_readable, psum
 from funcrec.tables._primitives import dense_sum, segments_of_lookup
 
-WAITING = "pending_rows", "pending_grads"  # slots for entries of a gradient that a later step will use
+WAITING = "pending_rows", "pending_grads"  # names of the slots with a gradient's entries that a later step will use
 
 
 @pytree(optional=("count", "repeats"))
 class Entries:
-    """rows i[M] and grads f[M, D].
+    """Rows i[M] and their gradients f[M, D].
 
-    Entries from `count`, i64[], on are padding. `repeats`, i64[M], is how many ids each entry sums."""
+    Entries from place `count`, i64[], on are padding. `repeats`, i64[M], is how many ids each entry sums."""
 
     rows: Tensor
     grads: Tensor
@@ -50,7 +50,7 @@ class Entries:
     repeats: Tensor | None = None
 
     def marked(self) -> Tensor:
-        """Return the rows, with -1 from `count` on."""
+        """Return the rows, with -1 from place `count` on."""
         if self.count is None:
             return self.rows
         return torch.where(torch.arange(self.rows.shape[0], device=self.rows.device) < self.count, self.rows, -1)
@@ -58,11 +58,10 @@ class Entries:
 
 @pytree(static=("features",), optional=("weights",))
 class Bags:
-    """A pooled lookup's gradients for one table: row rows[i] gets s_i · d[b, column : column + D], for each id i of
-    bag b.
+    """The gradients of one pooled lookup for one table.
 
-    d: f[B, C], the cotangent of the lookup's output. rows: i[N]. offsets: the bags of all features. weights: f[N].
-    """
+    Row rows[i] gets s_i · d[b, column : column + D], for each id i of bag b. s_i is the id's factor, as in `lookup`.
+    d: f[B, C], the cotangent of the lookup's output. rows: i[N]. offsets: the bags of all features. weights: f[N]."""
 
     d: Tensor
     rows: Tensor
@@ -73,20 +72,20 @@ class Bags:
 
 @pytree(static=("num_embeddings", "dim", "coalesced", "axes"), optional=("first", "origin", "mark"))
 class RowGrads:
-    """The gradient of one table, row by row; `dense == grads.to_dense()`.
+    """The gradient of one table, row by row. `to_dense` returns it as a matrix.
 
     Args:
       terms: the terms of the sum.
       num_embeddings: R, the height of the table. dim: D.
-      coalesced: whether it is one term of Entries with distinct, ascending rows before its count.
-      axes: the mesh axes that cut the table, if this is one rank's part: norms are those of the whole.
-      first: i64[], for a table that holds columns [first, first + width) of rows of D columns. The gradient has all D,
-        for optimizers that read it as a whole (`RowOptimizer.is_gradient_wise`). None for a table of whole rows.
-      origin: S + 1 rows of five integers, the tables that the rows come from, if the optimizer sees them in another
+      coalesced: whether the gradient is one term of Entries, with distinct, ascending rows before its count.
+      axes: the mesh axes that cut the table, if this is one rank's part. Norms are norms of the whole table's gradient.
+      first: i64[], for a table that holds columns [first, first + width) of rows of D columns. The gradient has all D
+        columns, for optimizers that read whole rows (`RowOptimizer.is_gradient_wise`). None for a table of whole rows.
+      origin: S + 1 rows of five integers, the tables from which the rows come, if the optimizer sees them in another
         place. Each segment of rows has an `origin_of`, by ascending begin; BEHIND comes last. None for the table's own
-        rows and columns. Random rounding draws its bits by it.
+        rows and columns. The bits of random rounding depend on the origin.
       mark: i64[], 1, set where forward derivatives are taken (jvp). A tangent has the same tree, with zeros for
-        integers: its mark is 0, and its rows are lost. Code that reads rows refuses tangents; take `to_dense` inside
+        integers: its mark is 0, and its rows are lost. Code that reads rows refuses tangents. So call `to_dense` inside
         the jvp.
 
     Example:
@@ -120,14 +119,14 @@ class RowGrads:
         repeats: Annotated[Tensor, Form("i[M]")] | None = None,
         coalesced: bool = False,
     ) -> "RowGrads":
-        """Make a gradient of entries in any order, with repeats.
+        """Return the gradient with these entries, in any order and with repeated rows.
 
-        A row outside [0, num_embeddings) is padding, and so is a place from `count` on.
+        An entry with a row outside [0, num_embeddings) is padding, and so is each entry from place `count` on.
 
         Args:
           rows: i32[M] or i64[M]. grads: f[M, D].
-          count: i64[]; None for M. repeats: i64[M], how many ids each entry sums; None for one.
-          coalesced: whether the caller guarantees that the rows before `count` are distinct and ascend.
+          count: i64[]; None for M. repeats: i64[M], how many ids each entry sums; None for one id each.
+          coalesced: whether the caller guarantees that the rows before place `count` are distinct and ascend.
         """
         if num_embeddings > torch.iinfo(rows.dtype).max:
             call, got = "funcrec.RowGrads.from_entries", f"{describe(rows)}; {num_embeddings} rows"
@@ -139,29 +138,29 @@ class RowGrads:
     def zeros(
         shape: tuple[Size, Size], *, dtype: torch.dtype = torch.float32, device: Device | None = None
     ) -> "RowGrads":
-        """Make the zero gradient of a table [R, D]: no entries."""
+        """Return the zero gradient of a table [R, D], which has no entries."""
         rows = torch.zeros(0, dtype=torch.int64, device=device)
         grads = torch.zeros(0, shape[1], dtype=dtype, device=device)
         return RowGrads((Entries(rows, grads),), shape[0], shape[1], False)
 
     @property
     def capacity(self) -> int:
-        """M: the number of entries, written out."""
+        """Return M, the number of entries when written out."""
         return sum(map(_capacity, self.terms))
 
     @property
     def floats(self) -> list[Tensor]:
-        """The tensors in which the gradient is linear, and weights: a derivative can follow these."""
+        """Return the tensors that a derivative can follow: those in which the gradient is linear, and the weights."""
         own = lambda t: (t.d, t.weights) if isinstance(t, Bags) else (t.grads,)
         return [x for t in self.terms for x in own(t) if x is not None]
 
     @property
     def has_repeats(self) -> bool:
-        """Whether an entry may sum several ids."""
+        """Return whether an entry may sum several ids."""
         return any(_has_repeats(t) for t in self.terms)
 
     def entries(self) -> Entries:
-        """Write out all terms as one, in plain torch."""
+        """Return all terms, written out as one term in plain torch."""
         self = usable(self)
         if len(self.terms) == 1 and isinstance(self.terms[0], Entries):
             return self.terms[0]
@@ -175,17 +174,17 @@ class RowGrads:
 
     @property
     def rows(self) -> Tensor:
-        """i[M]: the row of each entry."""
+        """Return the row of each entry, i[M]."""
         return self.entries().rows
 
     @property
     def grads(self) -> Tensor:
-        """f[M, D]: the gradient of each entry."""
+        """Return the gradient of each entry, f[M, D]."""
         return self.entries().grads
 
     @property
     def count(self) -> Tensor:
-        """i64[]: entries from this place on are padding."""
+        """Return the place, i64[], from which on entries are padding."""
         entries = self.entries()
         if entries.count is not None:
             return entries.count
@@ -193,22 +192,22 @@ class RowGrads:
 
     @property
     def repeats(self) -> Tensor | None:
-        """i64[M]: how many ids each entry sums; None if each sums one."""
+        """Return how many ids each entry sums, i64[M], or None if each entry sums one id."""
         return self.entries().repeats
 
     @property
     def valid(self) -> Tensor:
-        """bool[M]: whether each entry counts."""
+        """Return whether each entry counts, bool[M]."""
         rows = self.entries().marked()
         return (rows >= 0) & (rows < self.num_embeddings)
 
     def coalesce(self, *, implementation: str | None = None) -> "RowGrads":
-        """Return one entry per distinct row, rows ascending; a row's gradients are summed in the order of entries."""
+        """Return the gradient with one entry per distinct row, by ascending row. Sums run in the order of entries."""
         if self.coalesced:
             return self
         shape = (self.num_embeddings, self.dim)
         rows, grads, count, repeats = ops.coalesce(terms_of([self]), [shape], implementation=implementation)[0]
-        if self.has_repeats:  # a sum of coalesced gradients: an entry may sum several ids
+        if self.has_repeats:  # In a sum of coalesced gradients, an entry may sum several ids.
             own = self.entries()
             counts = RowGrads((replace(own, grads=own.repeats.to(torch.float64)[:, None], repeats=None),), shape[0], 1)
             repeats = counts.coalesce(implementation=implementation).grads[:, 0].to(torch.int64)
@@ -255,8 +254,8 @@ class RowGrads:
 
     @typed
     def where(self, condition: Annotated[Tensor, Form("b[]")]) -> "RowGrads":
-        """Return this gradient if condition bool[] holds, else one without rows."""
-        masked: dict[int, Tensor] = {}  # terms that share a tensor keep sharing it
+        """Return this gradient if condition bool[] holds, else a gradient without rows."""
+        masked: dict[int, Tensor] = {}  # Terms that share a tensor keep sharing it.
         for t in self.terms:
             masked.setdefault(id(t.rows), torch.where(condition, t.rows, -1))
         return replace(self, terms=tuple(replace(t, rows=masked[id(t.rows)]) for t in self.terms))
@@ -268,12 +267,12 @@ class RowGrads:
 
 
 def is_stacked(term: "Entries | Bags") -> bool:
-    """Whether a term holds all members of a vmap, seen from outside it."""
+    """Return whether a term holds the gradients of all members of a vmap, as code outside the vmap sees them."""
     return (term.d if isinstance(term, Bags) else term.grads).dim() != 2
 
 
 def usable(grads: RowGrads) -> RowGrads:
-    """Return the gradient if its rows may be read; raise if it is a tangent, or holds a whole batch."""
+    """Return the gradient if code may read its rows. Raise if it is a tangent, or holds all members of a vmap."""
     what = hint = ""
     for t in grads.terms:
         if is_stacked(t):
@@ -281,7 +280,7 @@ def usable(grads: RowGrads) -> RowGrads:
             hint = "torch.func.vmap(lambda g: g.to_dense())(grads), or use them inside of the mapped function"
     if grads.mark is not None and not what:
         mark = plain(grads.mark)
-        if mark is None or not is_readable(grads.mark):  # jit or linearize is tracing a graph
+        if mark is None or not is_readable(grads.mark):  # `jit` or `linearize` is tracing a graph.
             return grads.scale(torch.where(grads.mark == 1, 1.0, torch.nan))
         if bool((mark == 0).any()):
             what, got = "these are tangents of row gradients, whose rows are not among them.", "RowGrads from a jvp"
@@ -292,7 +291,7 @@ def usable(grads: RowGrads) -> RowGrads:
 
 
 def terms_of(grads: Sequence[RowGrads]) -> Terms:
-    """Return the terms of several tables' gradients, as kernels take them; a tensor is in its list once."""
+    """Return the terms of several tables' gradients in the form that kernels take. Each list has a tensor only once."""
     out = Terms([], [], [], [], [])
     for table, g in enumerate(grads):
         for t in usable(g).terms:
@@ -311,7 +310,7 @@ def terms_of(grads: Sequence[RowGrads]) -> Terms:
 
 
 def _segments(term: Entries | Bags) -> list[Segment]:
-    """Return one segment for entries, one per feature for bags; the tensors are not numbered yet."""
+    """Return one segment for entries, or one per feature for bags. `terms_of` sets the numbers of the tensors."""
     if isinstance(term, Entries):
         return [Segment(0, 0, 0, 0, -1, 0, term.rows.shape[0], 0, False, -1)]
     return segments_of_lookup(term.features, term.d.shape[0])
@@ -336,7 +335,7 @@ def _has_repeats(term: Entries | Bags) -> bool:
 
 @typed
 def global_norm(grads: Mapping[Any, RowGrads], *more: Annotated[Tensor, Form("f[...]")]) -> Tensor:
-    """Return the norm over all tables, and over dense gradients if given -> f[].
+    """Return the norm over the gradients of all tables and over the dense gradients `more` -> f[].
 
     Example:
       >>> import torch, funcrec as fr
@@ -351,7 +350,7 @@ def global_norm(grads: Mapping[Any, RowGrads], *more: Annotated[Tensor, Form("f[
 
 
 def root(x: Tensor) -> Tensor:
-    """Return √x with derivative 0 at 0, where torch gives NaN.
+    """Return √x with derivative 0 at 0, where the derivative of torch.sqrt is not finite.
 
     0 is the central difference of ‖v‖ = √(v · v) at v = 0.
     """
@@ -361,7 +360,7 @@ def root(x: Tensor) -> Tensor:
 
 @typed
 def clip_by_global_norm(grads: Mapping[Any, RowGrads], max_norm: Positive) -> dict[str, RowGrads]:
-    """Scale all tables' gradients by min(1, max_norm / global norm).
+    """Return the gradients of all tables, coalesced and scaled by min(1, max_norm / global norm).
 
     Example:
       >>> import torch, funcrec as fr
@@ -374,4 +373,4 @@ def clip_by_global_norm(grads: Mapping[Any, RowGrads], max_norm: Positive) -> di
     return {name: g.scale(factor) for name, g in coalesced.items()}
 
 
-CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+CLIP_EPS = 1e-6  # the constant of torch.nn.utils.clip_grad_norm_

@@ -2,13 +2,13 @@
 
     acts = lookup(tables) + tap          d_loss/d_tap is the cotangent of that lookup
 
-`value_and_grad` passes its loss tables of `TableRef`s. Each lookup of refs is a site: its output gets a zero tap. Its
-transpose turns the tap's cotangent into RowGrads of the tables that the refs stand for, under any name that the lookup
-uses. A ref is not a tensor: any other use of it raises an error that says what to do. There is no global state: the
-tape travels in the refs.
+`value_and_grad` passes its loss tables of `TableRef`s. Each lookup of refs is a site: its output gets a zero tap. The
+lookup's transpose turns the tap's cotangent into RowGrads of the tables that the refs stand for. The lookup may use any
+names. A ref is not a tensor: any other use of a ref raises an error that says what to do. There is no global state: the
+refs carry the tape.
 
-A site may be inside transforms that the loss calls itself. Inside a vmap the tap has the vmap's dimensions, one
-member's tap for each. A grad or jvp inside treats the tap as a constant, as it treats the table.
+A site may be inside transforms that the loss calls itself. Inside a vmap the tap has the dimension of the vmap, with a
+tap for each member. A grad or jvp inside the loss treats the tap as a constant, as it treats the table.
 """
 
 import contextlib
@@ -50,11 +50,12 @@ _DENSE_USE = Problem(
 class Site(NamedTuple):
     """One lookup of refs.
 
-    form: the parts that must be the same in both passes: names, features, and the taps' (shape, dtype, device).
-    structure: of the taps.
+    form: the parts that must be the same in both passes: names, features, and the (shape, dtype, device) of each tap.
+    structure: the tree structure of the taps.
     saved: (what the transpose reads, overflows), below all vmaps between the loss and the lookup.
-    dims: for each leaf of `saved` its dimensions in those vmaps, the outermost first (None if all members share it).
-    sizes: of those vmaps.
+    dims: for each leaf of `saved`, the dimension that each of those vmaps maps, the outermost vmap first (None if all
+      members share the leaf).
+    sizes: the sizes of those vmaps.
     """
 
     form: tuple
@@ -65,12 +66,12 @@ class Site(NamedTuple):
     transpose: Callable[[Any, Any], dict[str, RowGrads]]
 
     def zeros(self) -> Any:
-        """Make the taps. They do not read the output, so the pass that finds the sites is dead code in a graph."""
+        """Return zero taps. They do not read the output, so the pass that finds the sites is dead code in a graph."""
         like = lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
         return tree_unflatten([like(*leaf) for leaf in self.form[-1]], self.structure)
 
     def cotangents(self, d_taps: Any, saved: Any) -> Iterator[tuple[dict[str, RowGrads], tuple[Tensor, ...]]]:
-        """Yield the tables' cotangents and the lookup's overflows, for each member of the vmaps in between."""
+        """Yield (cotangents of the tables, overflows of the lookup) for each member of the vmaps around the lookup."""
         leaves, structure = tree_flatten(saved)
         for member in itertools.product(*map(range, self.sizes)):
             mine = [member_of(x, dims, member) for x, dims in zip(leaves, self.dims, strict=True)]
@@ -80,7 +81,10 @@ class Site(NamedTuple):
 
 
 class Tape:
-    """The lookup sites of one evaluation, in order; given the sites of the pass before, each gets a tap."""
+    """The lookup sites of one evaluation of the loss, in order.
+
+    found: the sites of the first pass; None in the first pass. taps: a tap for each of these sites.
+    """
 
     def __init__(self, found: Sequence[Site] | None = None, taps: Sequence | None = None):
         self.found = found
@@ -89,8 +93,10 @@ class Tape:
         self.level = current_level()
 
     def tap(self, out: Any, saved: Any, transpose: Callable[[Any, Any], dict], what: tuple) -> Any:
-        """Add this site's tap to `out`, a pytree of tensors; `transpose(d_out, saved)` reads no other tensor's
-        value."""
+        """Return `out`, a pytree of tensors, plus this site's tap.
+
+        `transpose(d_out, saved)` may read the values of no other tensors.
+        """
         outs, structure = tree_flatten(out)
         leaves, saved_structure = tree_flatten(saved)
         maps: dict[int, int] = {}
@@ -112,7 +118,7 @@ class Tape:
         return tree_map(torch.add, out, tap)
 
     def refuse_impure(self) -> None:
-        """Raise, and name the first site that differs from the pass before."""
+        """Raise an error that names the first site that differs from the first pass."""
         show = lambda sites, i: _show(sites[i].form) if i < len(sites) else "no lookup"
         pairs = zip(self.found, self.sites, strict=False)
         first = next((i for i, (a, b) in enumerate(pairs) if a.form != b.form), min(len(self.found), len(self.sites)))
@@ -140,7 +146,7 @@ def _show(form: tuple) -> str:
 
 @contextlib.contextmanager
 def handed_over() -> Iterator[None]:
-    """Catch a transform of torch.func that received a table of the loss, and raise an error that says what to write."""
+    """Return a context that says what to write, in its error for a transform of torch.func of the loss's tables."""
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:
@@ -157,7 +163,7 @@ def handed_over() -> Iterator[None]:
 
 
 class TableRef:
-    """A table inside a differentiated loss: it can be looked up, and has a shape, a dtype and a device."""
+    """A table inside a differentiated loss. It has a shape, a dtype and a device, and only lookups can read it."""
 
     def __init__(self, table: "Tensor | TableRef", name: str, tape: Tape):
         self.table = table
@@ -186,14 +192,17 @@ class TableRef:
 
 
 class Owner(NamedTuple):
-    """A tape, and the tables of it that a lookup reads. names: (the lookup's name, the tape's name) of each."""
+    """A tape, and the tables of the tape that a lookup reads.
+
+    names: (the lookup's name, the tape's name) of each table.
+    """
 
     tape: Tape
     names: tuple[tuple[str, str], ...]
 
 
 def open_tables(tables: Any) -> tuple[Any, list[Owner]]:
-    """Return the plain tables, and the owners that want their cotangents, the outermost first.
+    """Return the plain tables, and the owners that want cotangents of these tables, the outermost first.
 
     Each of several nested losses has its own tape.
     """
@@ -219,7 +228,7 @@ def tapped(owners: Sequence[Owner], read: LookupResult, what: str, features: tup
 def _by_own_names(
     transpose: Callable[[Any, Any], dict], names: Sequence[tuple[str, str]]
 ) -> Callable[[Any, Any], dict]:
-    """Return a transpose that gives the cotangents of these tables under their owner's names."""
+    """Return a transpose that returns the cotangents of these tables by the names that their owner uses."""
 
     def run(d: Any, saved: Any) -> dict[str, RowGrads]:
         made = transpose(d, saved)
@@ -229,7 +238,7 @@ def _by_own_names(
 
 
 def summed(grads: Iterator[tuple[str, RowGrads]]) -> dict[str, RowGrads]:
-    """Return {name: the sum of its gradients}, in order."""
+    """Return {name: the sum of the gradients of that name}, added in order."""
     out: dict[str, RowGrads] = {}
     for name, g in grads:
         out[name] = out[name] + g if name in out else g
@@ -237,14 +246,14 @@ def summed(grads: Iterator[tuple[str, RowGrads]]) -> dict[str, RowGrads]:
 
 
 def plain_tables(tables: Any) -> Any:
-    """Return the tables without their owners."""
+    """Return the tables without TableRefs."""
     return tree_map(lambda t: plain_tables(t.table) if isinstance(t, TableRef) else t, tables)
 
 
 def is_followed_inside(x: Any, owner: Owner) -> bool:
-    """Whether a grad or jvp that began inside the owner's loss follows a leaf of x.
+    """Return whether a grad or jvp that began inside the owner's loss follows a leaf of x.
 
-    Then the tables also enter through that derivative.
+    Then the loss depends on the tables also through that derivative.
     """
     floats = (y for y in tree_leaves(x) if isinstance(y, Tensor) and y.is_floating_point())
     return any(is_differentiated_above(y, owner.tape.level) for y in floats)

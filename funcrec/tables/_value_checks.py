@@ -1,4 +1,4 @@
-"""validate: checks that read values, and therefore wait for the device."""
+"""`validate`, and other checks that read values and therefore wait for the device."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from funcrec.tables._configs import FeatureConfig, TableConfig
 from funcrec.tables._kinds import is_plain, table_shapes
 from funcrec.tables._params import Batch, batch_parts, blank_padding
 
-SHOWN_MAX = 3  # ids shown per feature
+SHOWN_MAX = 3  # ids per feature that a message shows
 
 
 Ids = TypeVar("Ids")
@@ -31,18 +31,18 @@ def validate(
     *,
     labels: tuple[float, float] = (0.0, 1.0),
 ) -> Ids:
-    """Return the same ids after checking every value.
+    """Return the same ids after a check of every value.
 
-    Offsets must ascend, bags keep `max_length`, and ids are rows of their table. Weights other
-    than 1 need a weighted feature that reads them.
+    Offsets must ascend, bags must keep `max_length`, and ids must be rows of the feature's table. Weights other than 1
+    need a weighted feature that reads them. `validate` reads the values on the host.
 
     Args:
-      ids: a KeyedJaggedTensor or a Batch. A Batch's labels, if it has any, are checked, too; its dense inputs must be
-        finite, its weights finite and >= 0. For an example of weight 0 only the ids are checked.
-      labels: the least and the greatest valid label; (0, 1) are the labels of clicks, (-inf, inf) any numbers.
+      ids: a KeyedJaggedTensor or a Batch. In a Batch, the labels must be valid, the dense inputs finite, and the
+        weights finite and >= 0. Of an example of weight 0, only the ids are checked.
+      labels: the least and the greatest valid label. (0, 1) is the range of clicks; (-inf, inf) allows any numbers.
 
     Raises:
-      CheckError: names feature, bag and id, or the label; values are read on the host.
+      CheckError: if a value is wrong. The message names the feature, bag and id, or the label.
 
     Example:
       >>> import funcrec as fr
@@ -122,7 +122,7 @@ def label_value_problems(
 ) -> Iterator[Problem]:
     """Yield a problem unless labels [B] or [B, T] are finite and in the range `labels`.
 
-    Examples of weight 0 are skipped. (0, 1) is the range of clicks: 0, 1, or a probability in between.
+    The check skips examples of weight 0. (0, 1) is the range of clicks: 0, 1, or a probability in between.
     """
     low, high = labels
     wrong = blank_padding(~((label >= low) & (label <= high) & torch.isfinite(label)), weight)
@@ -150,7 +150,7 @@ def weight_value_problems(weight: Tensor, path: str, kind: type[Exception] = Val
 
 
 def bounds_problems(labels: object) -> Iterator[Problem]:
-    """Yield a problem unless `labels` is (least, greatest)."""
+    """Yield a problem unless `labels` is (least, greatest), two numbers."""
     need, hint = "(least, greatest), two numbers", "labels=(0, 1), or (-math.inf, math.inf) for any"
     found = (p._replace(hint=hint) for p in kind_of(tuple[float, float]).find("labels", labels))
     if not (yield from reported(found)) and not labels[0] <= labels[1]:
@@ -187,7 +187,10 @@ def value_problems(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], sh
 
 
 def check_values(call: str, find: Callable[..., Iterator[Problem]], *trees: Any) -> None:
-    """Raise the problems that find(*trees) finds, for each member of a vmap; an emulated mesh's ranks are members."""
+    """Raise the problems that find(*trees) yields for each member of a vmap.
+
+    The ranks of an emulated mesh are members of a vmap.
+    """
     with outside_transforms():
         for place, mine in members_below(trees):
             where = f", in member {place[0] if len(place) == 1 else place} of a vmap or a mesh" if place else ""
@@ -195,7 +198,7 @@ def check_values(call: str, find: Callable[..., Iterator[Problem]], *trees: Any)
 
 
 def room_problems(overflows: Sequence[Tensor]) -> Iterator[Problem]:
-    """Yield a problem if ids found no place in an exchange with a capacity, which turns the other results into NaN."""
+    """Yield a problem if ids found no place in an exchange with a capacity. Results without these ids are NaN."""
     lost, needed = sum(int(x[0]) for x in overflows), max((int(x[1]) for x in overflows), default=0)
     if lost:
         got, hint = f"{lost} ids without a place", f"capacity={needed}, or None; a step of `train_step` counts them"
