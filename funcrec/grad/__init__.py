@@ -1,4 +1,4 @@
-"""Gradients of a loss over a whole batch or its parts: dense for dense leaves, rows for tables."""
+"""Gradients of a loss over a whole batch or its parts: dense gradients of dense leaves, row gradients of tables."""
 
 import funcrec.core as _core
 from funcrec.grad._micro_batches import accumulate_grads as accumulate_grads

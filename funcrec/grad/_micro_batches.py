@@ -1,9 +1,9 @@
-"""accumulate_grads: the gradients of a batch from its micro-batches, one after the other.
+"""accumulate_grads: compute the gradients of a batch from its micro-batches, one after the other.
 
     grads.dense = Σ_j d(loss_j / k)        grads.tables: the batch's own entries, in the batch's own order
 
-Only one micro-batch's activations exist at a time; of earlier micro-batches only the gradients are kept.
-Shapes: B examples, k micro-batches of B / k.
+The activations of only one micro-batch exist at a time. Of earlier micro-batches, only the gradients stay in memory.
+Shapes: B examples, k micro-batches of B / k examples.
 """
 
 import contextlib
@@ -43,38 +43,41 @@ CALL = "funcrec.accumulate_grads"
 
 @typed
 def accumulate_grads(loss_fn: Callable, num_micro_batches: Count, has_aux: bool = False) -> Callable:
-    """Return `value_and_grad` for a batch too large to differentiate at once: it runs k micro-batches in turn.
+    """Return a function like that of `value_and_grad`, which differentiates k micro-batches in turn.
+
+    It serves a batch that is too large to differentiate at once.
 
     Args:
       loss_fn: (params: Params, batch, *args, **kwargs) -> f[], or (f[], aux) with `has_aux`. The loss must be a mean
         over the batch's examples, plain or by `losses.weighted_mean` and the losses built on it. Anything else that
         depends on the whole batch is computed per micro-batch: statistics of a batch norm, a mean over weights of your
-        own. `in_batch_softmax` is refused, because it would have fewer candidates.
+        own. `accumulate_grads` refuses `in_batch_softmax`, because a micro-batch has fewer candidates.
       num_micro_batches: k, which divides the number B of examples. Every tensor and every jagged value of the batch has
         B examples.
 
     Returns:
-      a function of the same arguments and the same results as `value_and_grad`'s. It cuts `batch` by its examples, and
-      passes the other arguments to every micro-batch. A keyword `key` is first folded with the micro-batch's number, as
-      on ranks. aux: the mean of each float tensor over the micro-batches; a tensor [examples of a micro-batch, ...] is
-      refused. Other leaves of aux must be no tensors, and the same in all micro-batches.
+      a function with the arguments and results of the function that `value_and_grad` returns. It cuts `batch` by its
+      examples, and passes the other arguments to every micro-batch. Before each call it folds the micro-batch's number
+      into a keyword `key`, as ranks do with theirs. aux: the mean of each float tensor over the micro-batches. It
+      refuses an aux tensor [examples of a micro-batch, ...]. Other leaves of aux must be no tensors, and the same in
+      all micro-batches.
 
     Raises:
-      ValueError: k does not divide the batch, tensors differ in their number of examples, or the loss looks up other
+      ValueError: if k does not divide the batch, tensors differ in their number of examples, or the loss looks up other
         tables in some micro-batch.
-      TypeError: the weights of a loss depend on its parameters.
+      TypeError: if the weights of a loss depend on its parameters.
 
     Law: grads.tables are the batch's entries in the batch's order. Equal cotangents give equal bits, in sums and in
       every update. Cotangents are equal if k is a power of two, and the loss treats each example alone by operations
-      whose rounding does not depend on the number of examples (matrix products may break this). Otherwise they agree
-      within 1e-6, as the loss and dense gradients do. k micro-batches give the bits of k real ranks with one each, if
-      these add their gradients in order. An emulated mesh gives the same bits except in matrix products: one product
-      of all ranks may sum in another order than a rank's own.
+      whose rounding does not depend on the number of examples (matrix products may break this). Otherwise cotangents
+      agree within 1e-6, and so do the loss and dense gradients. k micro-batches give the bits of k real ranks with one
+      micro-batch each, if the ranks add their gradients in order. An emulated mesh gives the same bits except in matrix
+      products: one product of all ranks may sum in another order than the product of one rank.
 
     Cost: activations of B / k examples, besides the ids and the cotangents of all lookups. With weights the loss runs
-      once more, to sum them over the batch. Under `jit` the micro-batches are one program. It cannot read lengths, so
-      every part of a jagged value has room for all of its ids. If a batch's ids nearly fill their capacity, this costs
-      k passes over the capacity, not over B / k.
+      once more, to sum the weights over the batch. Under `jit` the micro-batches are one program. The program cannot
+      read lengths, so every part of a jagged value has room for all ids of the value. If the ids of a batch nearly fill
+      the capacity, this costs k passes over the capacity.
 
     Example:
       >>> import torch, funcrec as fr
@@ -93,7 +96,7 @@ def accumulate_grads(loss_fn: Callable, num_micro_batches: Count, has_aux: bool 
 
 
 def over_micro_batches(loss_fn: Callable, num_micro_batches: int, has_aux: bool) -> Callable:
-    """Return `value_grad_and_overflows`'s function, computed from k micro-batches."""
+    """Return a function like that of `value_grad_and_overflows`, which computes its results from k micro-batches."""
     k = num_micro_batches
 
     def run(params: Params, batch: Any, *args, **kwargs):
@@ -125,7 +128,7 @@ def over_micro_batches(loss_fn: Callable, num_micro_batches: int, has_aux: bool)
 
 
 def micro_batches(batch: Any, k: int) -> list[Any]:
-    """Cut the batch's examples into k parts, in order."""
+    """Return k parts of the batch, with its examples in order."""
     leaves, structure = flatten_parts(batch)
     check(CALL, size_problems(leaves, k))
     stacked = [cut(Part("batch", P("micro") if num_examples(x) is not None else P(), x), {"micro": k}) for x in leaves]
@@ -134,7 +137,7 @@ def micro_batches(batch: Any, k: int) -> list[Any]:
 
 
 def in_turn(part: Any, done: Any) -> Any:
-    """Return the part; in a program being traced, make it wait for `done`.
+    """Return the part, which in a traced program waits for `done`.
 
     Otherwise the compiler could run all micro-batches side by side, and keep the tensors that each derivative needs.
     """
@@ -165,7 +168,7 @@ def in_order(parts: Sequence[RowGrads]) -> RowGrads:
     if len({tuple(t.features if isinstance(t, Bags) else None for t in g.terms) for g in parts}) > 1:
         got, hint = "another structure of its gradient in some of them", "one loss for all examples"
         fail(CALL, "the micro-batches look up other tables.", got=got, need="the same lookups in all", hint=hint)
-    n = axis_size(parts[0].axes) if parts[0].axes else 1  # on a mesh, a lookup has a term for every sender
+    n = axis_size(parts[0].axes) if parts[0].axes else 1  # On a mesh, a lookup has a term for each sender.
     each = range(0, len(parts[0].terms), n)
     return replace(parts[0], terms=tuple(t for i in each for t in _by_feature([g.terms[i : i + n] for g in parts])))
 
@@ -184,7 +187,7 @@ def examples_of(part: Any) -> int:
 
 
 def mean_aux(auxs: Sequence[Any], size: int) -> Any:
-    """Return the mean of each float tensor; other leaves must be the same in all."""
+    """Return the tree of the means of each float tensor in `auxs`; other leaves must be the same in all `auxs`."""
     flat = [tree_flatten(x) for x in auxs]
     columns, structure = list(zip(*(leaves for leaves, _ in flat), strict=True)), flat[0][1]
     check(CALL, aux_problems(columns, [s for _, s in flat], size))
@@ -198,14 +201,14 @@ def mean_aux(auxs: Sequence[Any], size: int) -> Any:
 class Totals:
     """The total weights of each weighted mean in a loss, over all micro-batches.
 
-    run_all: runs the loss on all micro-batches, in order. The first weighted mean calls it, because it needs all
-    weights.
+    run_all: a function that runs the loss on all micro-batches, in order. The first weighted mean calls this function,
+    because the mean needs all weights.
     """
 
     def __init__(self, k: int, run_all: Callable[[], Any]):
         self.k, self.run_all, self.level = k, run_all, current_level()
         self.found: list[Tensor] = []
-        self.means: list[Tensor] | None = None  # of the loss's weighted means, in the order of its calls
+        self.means: list[Tensor] | None = None  # the mean total of each weighted mean, in the order of the loss's calls
         self.place, self.finding = 0, False
 
     @contextlib.contextmanager
@@ -227,7 +230,7 @@ class Totals:
         if len(self.found) % self.k:
             self.refuse_impure()
         each = len(self.found) // self.k
-        # one sum over all weights, as in the whole batch, gives the same bits
+        # One sum over all weights gives the bits of the whole batch's sum.
         self.means = [torch.cat(self.found[i::each]).sum() / self.k for i in range(each)]
 
     def mean_of(self, weights: Tensor) -> Tensor:
@@ -237,7 +240,7 @@ class Totals:
             fail(CALL, "weights of examples are not the batch's own.", got=got, need="data", hint=hint, kind=TypeError)
         if self.finding:
             self.found.append(weights)
-            return torch.ones_like(weights.sum())  # this loss is not used; a part's own sum may be 0
+            return torch.ones_like(weights.sum())  # Nothing uses this loss. A part's sum may be 0.
         if self.means is None:
             self.find()
         if self.place >= len(self.means):
@@ -254,13 +257,13 @@ _totals: ContextVar[Totals | None] = ContextVar("funcrec_totals", default=None)
 
 
 def total_weight(weights: Tensor) -> Tensor:
-    """Return the sum of weights f[B], f[]; in a micro-batch, the mean over all micro-batches of their sums."""
+    """Return the sum f[] of weights f[B]. In a micro-batch, return the mean of the sums of all micro-batches."""
     totals = _totals.get()
     return weights.sum() if totals is None else totals.mean_of(weights)
 
 
 def refuse_in_micro_batches(call: str, what: str) -> None:
-    """Refuse a loss that is not a mean of its examples' own losses, if there are several micro-batches."""
+    """Raise if there are several micro-batches, for a loss that is not a mean over examples."""
     if _totals.get() is not None and _totals.get().k > 1:
         hint = "num_micro_batches=1, or smaller batches with fr.optim.accumulate"
         fail(call, f"{what} of a micro-batch are not those of the batch.", got=f"1 of {_totals.get().k} micro-batches",
@@ -271,7 +274,7 @@ def refuse_in_micro_batches(call: str, what: str) -> None:
 
 
 def num_examples(x: Any) -> int | None:
-    """Return the number of examples in a leaf of a batch; None if it is not a tensor, -1 if it has none."""
+    """Return the number of examples in a leaf of a batch, None for a leaf that is no tensor, or -1 without examples."""
     if is_jagged(x):
         return x.num_bags if getattr(x, "strides", None) is None else -1
     return (x.shape[0] if x.dim() else -1) if isinstance(x, Tensor) else None

@@ -1,7 +1,7 @@
-"""Find trainable tensors that a loss reads without receiving them: nothing would train them.
+"""Find trainable tensors that a loss reads but does not receive as arguments, so that nothing would train them.
 
-Autograd's own graph of the loss shows them, at no cost if there are none. Tensors that are frozen, detached or read
-under torch.no_grad() are not in the graph.
+Autograd's graph of the loss shows such tensors. Without such tensors there is no graph, and the search costs nothing.
+Tensors that are frozen, detached or read under torch.no_grad() are not in the graph.
 """
 
 import warnings
@@ -18,9 +18,9 @@ TRAINED = "params.dense=dict(module.named_parameters()), and torch.func.function
 
 
 def check_constants(loss: Tensor, *given: Any) -> None:
-    """Raise if a loss reads an nn.Parameter that is not an argument; warn of another leaf that requires grad."""
+    """Raise if a loss reads an nn.Parameter that is not an argument. Warn of any other leaf that requires grad."""
     at = below(loss)
-    if at.grad_fn is None or isinstance(at, FakeTensor):  # jit does not compile a function that reads some
+    if at.grad_fn is None or isinstance(at, FakeTensor):  # `jit` compiles no function that reads such a tensor
         return
     known = [below(x) for x in tree_leaves(given) if isinstance(x, Tensor)]
     found = leaves_behind(at, known)
@@ -32,7 +32,7 @@ def check_constants(loss: Tensor, *given: Any) -> None:
 
 
 def leaves_behind(x: Tensor, known: list[Tensor]) -> list[Tensor]:
-    """Return the leaves of x's autograd graph, except `known` tensors and those that they depend on."""
+    """Return the leaves of x's autograd graph, except `known` tensors and leaves on which `known` tensors depend."""
     ids, seen, left, found = set(map(id, known)), {y.grad_fn for y in known} - {None}, [x.grad_fn], []
     while left:
         node = left.pop()

@@ -1,9 +1,9 @@
-"""value_and_grad: dense leaves get dense gradients, tables get row gradients.
+"""value_and_grad: compute dense gradients of dense leaves, and row gradients of tables.
 
     (dL/d_dense, dL/d_taps) by torch.func;   dL/d_table = Σ over sites of siteᵀ(dL/d_tap)
 
-A first pass finds the lookup sites and the shapes of their outputs. The second adds a zero tap to each and is
-differentiated. Under `jit` the first pass is dead code, and the zeros fold away.
+A first pass finds the lookup sites and the shapes of their outputs. A second pass adds a zero tap to each output, and
+torch.func differentiates this pass. Under `jit` the first pass is dead code, and the zeros fold away.
 """
 
 import contextlib
@@ -53,33 +53,34 @@ _TENSOR = object()  # stands for a tensor among the static leaves of aux
 
 @typed
 def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
-    """Return a function that computes the loss and its gradients, with lookups anywhere in the loss.
+    """Return a function that computes a loss and its gradients. The loss may call lookups anywhere.
 
     Args:
       loss_fn: (params: Params, *args, **kwargs) -> f[], or (f[], aux) with `has_aux`. It may read tables only through
         `lookup` and `lookup_sequence`, any number of times.
 
     Returns:
-      a function of the same arguments that gives (loss, grads) or ((loss, aux), grads); grads is Params with tables
-      {name: RowGrads} (not coalesced) and dense as `params.dense`.
+      a function with the arguments of the loss, which returns (loss, grads) or ((loss, aux), grads). grads is a Params
+      with tables {name: RowGrads} (not coalesced), and dense like `params.dense`.
 
     Raises:
-      TypeError: a table is used densely, a dense leaf is not a float tensor, the loss is not a scalar, or it reads an
-        nn.Parameter that is not an argument, so nothing would train it (other autograd leaves give a warning).
-      ValueError: called again with the same arguments, the loss looks up other tables or other shapes.
+      TypeError: if a table is used densely, a dense leaf is not a float tensor, the loss is not a scalar, or the loss
+        reads an nn.Parameter that is not an argument, so that nothing would train it. (Other autograd leaves give a
+        warning.)
+      ValueError: if the loss, called again with the same arguments, looks up other tables or other shapes.
 
-    Law: grads.tables[name].to_dense() is the gradient that torch.func.grad gives for the table as a dense leaf.
-    It composes with torch.func.vmap, jvp and `fr.jit`. jacrev and vjp take floats only, so apply them to `grads.dense`
-    or `to_dense()`, not to a RowGrads, which also holds row numbers. Lookups may occur inside grad, jvp, vmap and
-    value_and_grad that the loss calls itself, also on the loss's own tables. The gradient carries the table's own name,
-    even if a lookup renames the table: {"a": params.tables["b"]}.
+    Law: grads.tables[name].to_dense() equals the gradient that torch.func.grad gives for the table as a dense leaf.
+    The function composes with torch.func.vmap, jvp and `fr.jit`. jacrev and vjp take floats only, so apply them to
+    `grads.dense` or `to_dense()`, not to a RowGrads, which also holds row numbers. The loss may call grad, jvp, vmap
+    and value_and_grad of functions with lookups, also with lookups of its own tables. The gradient carries the table's
+    own name, even if a lookup renames the table: {"a": params.tables["b"]}.
 
     With a capacity (`shard_tables`), a rank whose ids find no place looks up NaN, so its loss and gradients are NaN. If
-    the loss replaces NaN by numbers (`torch.nan_to_num`, `torch.where`), loss and gradients are those of the numbers.
-    `checked` raises in either case and reports how many ids were lost; `train_step` counts them and keeps the state
-    unchanged.
+    the loss replaces NaN by numbers (`torch.nan_to_num`, `torch.where`), loss and gradients follow from these numbers.
+    `checked` raises in either case and reports how many ids were lost. `train_step` counts the lost ids and keeps the
+    state unchanged.
 
-    Cost: the forward runs twice if not compiled.
+    Cost: without `fr.jit`, the forward pass runs twice.
 
     Example:
       >>> import torch, funcrec as fr
@@ -106,9 +107,9 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
 
 def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
-    """Return `value_and_grad`'s function, which also returns the overflows of all lookups.
+    """Return a function like that of `value_and_grad`, which also returns the overflows of all lookups.
 
-    An overflow is i64[2], for each exchange with a capacity.
+    There is an overflow i64[2] for each exchange with a capacity.
     """
 
     def run(params: Params, *args, **kwargs):
@@ -124,7 +125,7 @@ def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
             _check_scalar(loss)
             leaves, structure["aux"] = tree_flatten(aux)
             structure["static"] = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
-            saved = [site.saved for site in tape.sites]  # of this pass: a loss may draw other ids in each pass
+            saved = [site.saved for site in tape.sites]  # from this pass, as a loss may draw other ids in each
             return loss, ([x for x in leaves if isinstance(x, Tensor)], saved)
 
         taps = [site.zeros() for site in sites]
@@ -141,7 +142,7 @@ def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
         made = [member for site, d, x in of_sites for member in site.cotangents(d, x)]
         tables |= summed(item for grads, _ in made for item in grads.items())
         overflows = [x for _, own in made for x in own]
-        if is_checking() and not overflows:  # with overflows the caller checks: lost ids make gradients NaN
+        if is_checking() and not overflows:  # Lost ids make gradients NaN, so the caller checks overflows.
             check_gradients(loss, Params(tables, d_dense))
         if not has_aux:
             return loss, Params(tables, d_dense), overflows
@@ -208,7 +209,7 @@ def params_problems(params: object) -> Iterator[Problem]:
 
 
 def check_gradients(loss: Tensor, grads: Params) -> None:
-    """Run the value checks of `checked`."""
+    """Raise if the loss or a gradient is not finite. `checked` runs this check."""
     check_values("funcrec.value_and_grad", gradient_problems, loss, grads.tables, grads.dense)
 
 
