@@ -1,4 +1,4 @@
-"""jit: traces, writes after a program, the surroundings that a program sees, Inductor's options, recordings."""
+"""`jit` and its parts: traces, writes after a program, surroundings of a program, Inductor's options, recordings."""
 
 import funcrec.core as _core
 from funcrec.compile._ambient import is_transformed as is_transformed

@@ -1,6 +1,6 @@
-"""Who shares the memory that a donated call will write to.
+"""Find who else shares the memory to which a donating call will write.
 
-A storage counts its holders. If a call alone has a storage, its holders are the call's leaves and the bases of leaves
+A storage counts its holders. If a call alone has a storage, the holders are the call's leaves and the bases of leaves
 that are views. One more holder is a view, a `detach()`, a numpy array or a saved graph, and would see the writes.
 """
 
@@ -23,10 +23,11 @@ _uses, _requires_grad = Tensor._use_count, operator.attrgetter("requires_grad")
 
 
 class Hold(NamedTuple):
-    """The memory of the leaves that a call writes to, and the holders that it has if the call alone has it.
+    """The memory of the leaves that a call writes to, and the counts of holders if the call alone has this memory.
 
-    written: the numbers of those leaves. views: of the leaves that are views. storages: the addresses of their
-    storages. counts: the holders of each storage, negative for memory that neither torch nor funcrec allocated.
+    written: the numbers of those leaves. views: the numbers of written leaves that are views. storages: the address of
+    each written leaf's storage. counts: the number of holders of each storage, negative for memory that neither torch
+    nor funcrec allocated.
     """
 
     written: list[int]
@@ -35,13 +36,13 @@ class Hold(NamedTuple):
     counts: list[int]
 
 
-# Storages that were found not to be foreign: one that numpy has seen would look foreign later.
+# Storages that `_is_foreign` has found not to be foreign: after numpy has seen such a storage, it would look foreign.
 _known: dict[int, weakref.ref] = {}
 MOST_KNOWN = 4096
 
 
 def hold(leaves: Sequence, written: Sequence[int]) -> Hold:
-    """Count the holders that the written leaves' memory has if only `leaves` share it."""
+    """Return the memory of the written leaves, with the counts of holders if only `leaves` share this memory."""
     out = Hold(list(written), [i for i in written if leaves[i]._base is not None], [], [])
     members: dict[int, dict[int, Tensor]] = {}
     for x in leaves if written else ():
@@ -56,11 +57,11 @@ def hold(leaves: Sequence, written: Sequence[int]) -> Hold:
 
 
 def shared_leaves(known: Hold, leaves: Sequence) -> dict[int, bool]:
-    """Return {leaf to write to, whose memory others share: whether the other holder is in this process}."""
+    """Return {leaf to write to: whether its other holder is in this process}, for leaves with another holder."""
     mine = [leaves[i] for i in known.written]
     storages = [*map(_address, mine)]
-    # Most calls share nothing new: three sweeps in C then replace all of the code below. A holder that was not counted
-    # would see the writes. So would a second user of a leaf's C++ part (a saved graph, a second Python object).
+    # Most calls share nothing new: three sweeps in C then replace all of the code below. A holder that `known` does not
+    # count would see the writes. So would a second user of a leaf's C++ part (a saved graph, a second Python object).
     if storages == known.storages and [*map(_num_holders, storages)] == known.counts and {*map(_uses, mine)} <= {1}:
         return {}
     known = hold(leaves, known.written)
@@ -70,7 +71,7 @@ def shared_leaves(known: Hold, leaves: Sequence) -> dict[int, bool]:
 
 
 def alone(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors whose C++ part has no other user, so that their memory can be taken."""
+    """Return the tensors whose C++ part has no other user, so that a call can take their memory."""
     return [
         x
         for x, uses, follows in zip(leaves, map(_uses, leaves), map(_requires_grad, leaves), strict=True)
@@ -79,11 +80,11 @@ def alone(leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _expected(mine: dict[int, Tensor]) -> int:
-    """Return a storage's count if its only holders are these tensors and their unnamed bases."""
+    """Return the count of a storage whose only holders are these tensors and the unnamed bases of these tensors."""
     views = [x for x in mine.values() if x._base is not None and id(x._base) not in mine]
     num_views = Counter(x._base._cdata for x in views)
     uses, references = _private_base()
-    # the unnamed base of a view holds the storage as well, but is visible only through the view
+    # The unnamed base of a view holds the storage as well, but code sees that base only through the view.
     private = {x._base._cdata for x in views if _base_holders(x) == (uses + num_views[x._base._cdata], references)}
     return _wrappers() + len(mine) + len(private)
 
@@ -95,7 +96,7 @@ def _base_holders(view: Tensor) -> tuple[int, int]:
 
 @functools.cache
 def _private_base() -> tuple[int, int]:
-    """Return what `_base_holders` gives for a tensor without a name, not counting its views."""
+    """Return what `_base_holders` returns for a view of a tensor without a name, less one user for the view."""
     with torch.inference_mode(False):
         uses, references = _base_holders(torch.empty(2).view(2, 1))
     return uses - 1, references
@@ -103,18 +104,18 @@ def _private_base() -> tuple[int, int]:
 
 @functools.cache
 def _wrappers() -> int:
-    """Return how many holders besides tensors a storage has after Python has seen it."""
+    """Return the number of holders, besides tensors, of a storage that Python has seen."""
     x = torch.empty(1)
     x.untyped_storage()
     return _num_holders(_address(x)) - 1
 
 
 def _is_foreign(storage: torch.UntypedStorage, address: int) -> bool:
-    """Whether the memory belongs to an array, a file or another library, whose holders cannot be counted."""
+    """Return whether the memory belongs to an array, a file or another library, whose holders no count shows."""
     seen = _known.get(address)
     if seen is not None and seen() is storage:
         return False
-    # torch can resize memory that it allocated; other memory has an owner that no count shows
+    # torch can resize memory that torch allocated. Other memory has an owner that no count shows.
     if not (storage.resizable() or is_mapped(storage.data_ptr())):
         return True
     if len(_known) >= MOST_KNOWN:

@@ -1,6 +1,6 @@
 """The surroundings that a program can see besides its arguments.
 
-They are part of a compilation's key, or a reason to run the function itself.
+Surroundings are part of a compilation's key, or a reason to run the function itself.
 
 jit(f)(x) in surroundings s  =  f(x) in s
 """
@@ -19,7 +19,7 @@ from funcrec.mesh import ambient, bound
 
 
 def _default_device() -> torch.device | None:
-    """Return the device of the innermost `with torch.device(...)`, or of `torch.set_default_device`."""
+    """Return the device of the innermost `with torch.device(...)` or of `torch.set_default_device`, or None."""
     if not torch._C._len_torch_function_stack():
         return None
     return next((m.device for m in reversed(_get_current_function_mode_stack()) if type(m) is DeviceContext), None)
@@ -33,8 +33,8 @@ def _cuda_device() -> int | None:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
-# A program may depend only on these, its arguments, and tensors that it closes over; other dependences are refused.
-# Every call reads these; each read takes about 50 ns.
+# A program may depend only on these values, its arguments, and tensors that it closes over; staging refuses anything
+# else. Every call reads these values; each read takes about 50 ns.
 SEEN: dict[str, Callable[[], Any]] = {
     "grad mode": torch.is_grad_enabled,
     "inference mode": torch.is_inference_mode_enabled,
@@ -72,13 +72,15 @@ def surroundings() -> tuple:
 
 
 def differences(before: tuple, now: tuple) -> dict[str, tuple[Any, Any]]:
-    """Return {name: (before, now)} of the values that differ."""
+    """Return {name: (before, now)} for each entry of `SEEN` that differs."""
     return {name: (a, b) for name, a, b in zip(SEEN, before, now, strict=True) if a != b}
 
 
 def is_transformed() -> bool:
-    """Whether something follows the program's operations: a transform of torch.func, forward derivatives, `checked`, or
-    a mode of torch."""
+    """Return whether something follows the program's operations.
+
+    A follower is a transform of torch.func, a forward derivative, `checked`, or a mode of torch.
+    """
     return (
         is_transforming()
         or is_checking()

@@ -1,10 +1,10 @@
-"""Work that no signal may interrupt: Inductor's, and the imports that it needs.
+"""Run work that no signal may interrupt: the work of Inductor, and the imports that Inductor needs.
 
     apart(work) == work(); a signal handler's error leaves the call at once, while the work runs to its end
 
 Python runs signal handlers in the main thread, between any two instructions. A handler that raises during an import
-leaves half a module, or a table of Inductor's with half its rows, and each later call fails. So a thread of its own
-does such work, one piece at a time. The main thread waits, and may stop waiting.
+leaves half a module, or a table of Inductor with half its rows, and each later call fails. So a separate thread does
+such work, one piece at a time. The main thread waits, and may stop waiting.
 """
 
 import contextlib
@@ -31,11 +31,14 @@ FOR_EXPORT = (
     "torch._functorch._aot_autograd.subclass_parametrization",
 )  # fmt: skip
 
-BEGUN: list[threading.Thread] = []  # the main thread's last work, which may outlive its call
+BEGUN: list[threading.Thread] = []  # the thread of the main thread's last work, which may outlive its call
 
 
 def apart(work: Callable[[], T]) -> T:
-    """Return the work's result, or raise its error. Only the main thread needs this: other threads run no handlers."""
+    """Return the result of the work, or raise its error.
+
+    Only the main thread needs a separate thread, because other threads run no signal handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
         return work()
     settle()
@@ -68,7 +71,7 @@ def settle() -> None:
 
 @functools.cache
 def imported(modules: tuple[str, ...]) -> None:
-    """Import the modules, once; a module that this torch lacks is skipped."""
+    """Import the modules once, except modules that this torch lacks."""
 
     def work() -> None:
         for name in modules:

@@ -1,4 +1,4 @@
-"""One compilation of `jit`: a function staged for the shapes of its arguments, and the course of a call.
+"""One compilation of `jit`: a function staged for the shapes of its arguments, and the steps of a call.
 
 leaves → [compiled graph] → results;   writes(results) into donated leaves;   leaves, results → outputs
 """
@@ -27,10 +27,10 @@ from funcrec.core import Problem, check, copied, fast_flatten, leaf_paths, stati
 from funcrec.mesh import has_effect
 
 _AS_IT_IS = contextlib.nullcontext()
-MOST_RECORDINGS = 4  # each holds the memory of its step; a step that swaps two leaves needs two recordings
+MOST_RECORDINGS = 4  # A recording holds memory. A step that swaps two leaves needs two recordings.
 
 
-LOCK = threading.RLock()  # torch compiles one program at a time
+LOCK = threading.RLock()  # held while torch compiles, one program at a time
 
 
 class Staged(NamedTuple):
@@ -38,7 +38,7 @@ class Staged(NamedTuple):
 
     inputs: the numbers of the leaves that the graph reads; tensors that the function closes over come after the
       arguments' leaves.
-    static: the output leaves, with the class Tensor in place of each tensor. structure: of the outputs.
+    static: the output leaves, with the class Tensor in place of each tensor. structure: the outputs' structure.
     """
 
     graph: torch.fx.GraphModule
@@ -49,7 +49,7 @@ class Staged(NamedTuple):
 
 
 class Followed(NamedTuple):
-    """Replaces a compilation if the function closes over tensors that autograd follows: such a function has none."""
+    """The entry of a function without a compilation, because it closes over tensors that autograd follows."""
 
     captured: list[Tensor]
     used = 0
@@ -59,11 +59,11 @@ class Followed(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Facts about a call's leaves, which hold for the next call's leaves if these are this call's outputs.
+    """Facts about a call's leaves, which hold for the next call's leaves if that call gets the outputs of this call.
 
-    fed: (leaf, output), the donated leaves that the call before returned. others: all other leaves. sizes: {address:
+    fed: (leaf, output) of each donated leaf that the call before returned. others: all other leaves. sizes: {address:
     bytes} of donated leaves that keep their memory. moved: (leaf, bytes) of donated leaves with new memory in every
-    call. hold: of the leaves to write to.
+    call. hold: the memory of the leaves to write to.
     """
 
     fed: list[tuple[int, int]]
@@ -76,41 +76,41 @@ class Link(NamedTuple):
 class Compiled:
     """A staged function, compiled. It takes the arguments' leaves and the captured tensors, and returns the outputs.
 
-    A state that a call returned is most often the next call's argument. `follows` recognises its leaves, so that
-    `admit` need not check them again.
+    A state that a call returned is most often the next call's argument. `follows` recognises the leaves of that state,
+    so that `admit` need not check them again.
 
-    A call takes all donated leaves, or none. First it does what may fail without harm (copies of memory that others
-    hold, compiling, the compiled code). Then it takes all leaves in one step, and then it writes.
+    A call takes all donated leaves, or none. First it does what may fail without harm (copies of memory with other
+    holders, compiling, the compiled code). Then it takes all leaves in one step, and then it writes.
     """
 
     def __init__(self, staged: Staged, donated: dict[int, str], leaves: list, captured: list[Tensor]):
         self.staged = staged
-        self.donated = donated  # input leaf -> its path
+        self.donated = donated  # {input leaf: its path}
         self.captured = captured
         self.forms = [leaf_key(x) for x in captured]
         self.used = 0  # the number of the last call
-        self.lock = threading.RLock()  # for donating calls: each compares with the outputs of the last one
+        self.lock = threading.RLock()  # for donating calls: each compares its leaves with the last call's outputs
         leaves = leaves + captured
         self.constants = [(i, leaf_key(x)) for i, x in enumerate(leaves) if not isinstance(x, Tensor)]
         self.tensor_at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.tracks = [leaves[i].requires_grad for i in self.tensor_at]
         self.guard = guard([leaves[i] for i in self.tensor_at])
-        self.shared: set[int] | None = None  # results to copy; known after the first call
+        self.shared: set[int] | None = None  # results to copy; None before the first call
         self.call: Callable | None = None
         self.is_replayed = any(is_replayed(leaves[i]) for i in donated) and all(map(is_replayed, captured))
         self.recordings: dict[tuple[int, ...], Recording] = {}
         self.writes = prepare_writes(staged.plan, len(leaves))
         self.written = list(donated) if self.is_replayed else sorted(staged.plan.written)
         self.stay = sorted({*self.written, *staged.plan.kept.values()})  # leaves that give their memory to outputs
-        self.told: set[int] = set()  # leaves whose copies a warning has named
+        self.told: set[int] = set()  # leaves that a warning about copies has named
         nothing = Link([], list(range(len(leaves))), {}, [], hold(leaves, []))
-        # the last call's link, and its outputs by weak references
+        # `last` has the last call's link, and weak references to that call's outputs.
         self.last: tuple[Link, dict[int, weakref.ref]] = (nothing, {})
 
     def admit(self, leaves: list) -> Link:
-        """Check every leaf."""
-        refuse_shared(leaves, self.donated)  # else a write to one donated leaf would change another that shares memory
-        # by identity alone: another tensor at the same address has not been checked
+        """Return the link of a call, after a check of every leaf."""
+        refuse_shared(leaves, self.donated)  # Else a write to one donated leaf would change another that shares memory.
+        # Identity alone counts: a tensor at the same address may be another, unchecked tensor.
         number = {id(x()): j for j, x in self.last[1].items()}
         fed = [(i, number[id(leaves[i])]) for i in self.donated if id(leaves[i]) in number]
         known = {i for i, _ in fed}
@@ -122,9 +122,9 @@ class Compiled:
         return Link(fed, others, sizes, moved, hold(leaves, self.written))
 
     def follows(self, leaves: list) -> Link | None:
-        """Return the link of the last call if its outputs are the donated leaves now, else None.
+        """Return the last call's link if that call's outputs are this call's donated leaves, else None.
 
-        All other leaves must have the known forms and their own memory.
+        All other leaves must have the known forms and memory of their own.
         """
         link, outputs = self.last
         if len(link.fed) < len(self.donated):
@@ -132,11 +132,12 @@ class Compiled:
         for i, j in link.fed:
             if leaves[i] is not outputs[j]():
                 return None
-        if not self.has_forms(leaves):  # compared again, in C++: strides and devices may change under one name
+        if not self.has_forms(leaves):  # C++ compares forms again: a tensor's strides and device may change.
             return None
         if not self.donated:
             return link
-        # refuse_shared has passed once, and the last call's outputs do not overlap: only other leaves can share memory
+        # `refuse_shared` has passed once, and the last call's outputs do not overlap. So only other leaves can share
+        # memory.
         sizes = link.sizes
         if link.moved:
             numbers, lengths = zip(*link.moved, strict=True)
@@ -152,20 +153,22 @@ class Compiled:
         return link
 
     def has_forms(self, leaves: list) -> bool:
-        """Whether leaves and captured tensors have the compiled forms, and no tensor occurs twice."""
+        """Return whether leaves and captured tensors have the compiled forms, and no tensor occurs twice."""
         tensors = leaves if not self.constants else [leaves[i] for i in self.tensor_at]
         if not self.guard.check(*tensors):
             return False
         if not torch.is_grad_enabled() and [x.requires_grad for x in tensors] != self.tracks:
-            return False  # the guard checks only tensors that autograd would follow
+            return False  # Without grad mode, the guard does not compare requires_grad.
         return all(leaf_key(leaves[i]) == key for i, key in self.constants)
 
     def is_current(self) -> bool:
         return [leaf_key(x) for x in self.captured] == self.forms
 
     def __call__(self, leaves: list, when: tuple[str, int], link: Link) -> Any:
-        """Return the outputs. Grad mode is restored even if a signal comes, which a `with` does not ensure at every
-        moment."""
+        """Return the outputs.
+
+        The call restores grad mode even if a signal comes, which a `with` does not ensure at every moment.
+        """
         was = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)
@@ -175,17 +178,17 @@ class Compiled:
 
     def run(self, given: list, when: tuple[str, int], link: Link) -> Any:
         plan, outputs, leaves = self.staged.plan, list(self.staged.static), given
-        # Not begun: copies, compiling, the program and a recording's memory may fail or be interrupted. Nothing is
-        # taken yet.
+        # The call has taken nothing yet. Copies, compiling, the program and a recording's memory may fail here, or a
+        # signal may interrupt them.
         foreign = shared_leaves(link.hold, leaves)
         if foreign:
             leaves = self.with_copies(leaves, foreign, when[0])
             link = self.admit(leaves)
         recording = self.recording(leaves, link) if self.is_replayed else None
         results = self.compute(leaves) if recording is None else []
-        mine = {i: leaves[i].data for i in self.stay}  # aliases but not views, because a taken tensor loses its memory
-        # Taken: all leaves by one call of C, which no signal interrupts. From here on every old name raises: the state
-        # is the outputs', or gone.
+        mine = {i: leaves[i].data for i in self.stay}  # aliases, not views: a taken tensor loses its memory
+        # One call of C takes all leaves, and no signal interrupts it. From here on every old name raises: the state
+        # belongs to the outputs, or is gone.
         if self.donated:
             left = alone([given[i] for i in self.stay if i not in foreign])
             left += [x._base for x in (given[i] for i in link.hold.views if i not in foreign) if x._base is not None]
@@ -209,12 +212,12 @@ class Compiled:
         return self.staged.structure.unflatten(outputs)
 
     def compute(self, leaves: list) -> list[Tensor]:
-        """Compute the results, and copy those that may not share memory. Nothing is written."""
+        """Return the results, with copies of those that may not share memory. It writes to no leaf."""
         mine = [leaves[i] for i in self.staged.inputs]
         casts_are_in_the_graph = torch._C._is_any_autocast_enabled()
         with torch._C._DisableAutocast() if casts_are_in_the_graph else _AS_IT_IS:
             results = list(self.code(mine)(*mine))
-        if self.shared is None:  # a result is a view of the same tensor in every call of this key
+        if self.shared is None:  # In every call of this key, a result is a view of the same tensor.
             self.shared = self.find_shared(leaves, results)
         for k in self.shared:
             results[k] = results[k].clone()
@@ -223,7 +226,7 @@ class Compiled:
     def code(self, like: list[Tensor]) -> Callable:
         """Return the graph, compiled once for arguments of these forms.
 
-        Ask for it as it is called: without grad mode and autocast.
+        Its caller must turn grad mode and autocast off, as in calls of the compiled graph.
         """
         if self.call is None:
             with LOCK, clean_surroundings():
@@ -231,7 +234,7 @@ class Compiled:
         return self.call
 
     def write(self, leaves: list, mine: dict[int, Tensor], results: list[Tensor]) -> None:
-        """Replace the rows. The donated leaves are gone if this fails."""
+        """Replace the rows of written leaves. The donated leaves are gone if this fails."""
         try:
             if self.staged.plan.writes:
                 leaves = list(leaves)
@@ -243,7 +246,7 @@ class Compiled:
             raise
 
     def with_copies(self, leaves: list, shared: dict[int, bool], name: str) -> list:
-        """Return the leaves, with `shared` ones copied; warn once if this process would see the writes to them."""
+        """Return the leaves, with copies of `shared` leaves. Warn once for each leaf with a holder in this process."""
         told = {i for i, is_held in shared.items() if is_held} - self.told
         if told:
             self.told |= told
@@ -251,22 +254,22 @@ class Compiled:
         return [copied(x) if i in shared else x for i, x in enumerate(leaves)]
 
     def step(self, leaves: list) -> list[Tensor]:
-        """Do what is recorded: compute the results, and write."""
+        """Return the results after the writes: a recording records this function."""
         results = self.compute(leaves)
         self.writes(leaves, results)
         return results
 
     def successors(self, link: Link) -> list[tuple[int, int]]:
-        """Return (leaf, output) of the outputs that a recorded call copies into their leaf's memory, free for them."""
+        """Return (leaf, output) of each output that a recorded call copies into the memory of a donated leaf."""
         plan = self.staged.plan
         return [(i, j) for i, j in link.fed if j in plan.whole and i not in plan.kept.values()]
 
     def recording(self, leaves: list, link: Link) -> Recording | None:
-        """Return the recording for a state at these addresses, made when a state returns for the first time."""
+        """Return the recording for a state at these addresses, or None if the state is not the last call's output."""
         if len(link.fed) < len(self.donated):
             return None
         fixed = [*self.donated, *range(len(leaves) - len(self.captured), len(leaves))]
-        key = tuple(leaves[i].data_ptr() for i in fixed)  # a recording identifies its leaves by address alone
+        key = tuple(leaves[i].data_ptr() for i in fixed)  # A recording identifies its leaves by address alone.
         if key not in self.recordings:
             arguments = (self.step, leaves, fixed, self.successors(link), self.staged.plan.whole)
             if len(self.recordings) == MOST_RECORDINGS:
@@ -283,14 +286,14 @@ class Compiled:
 
 
 def is_replayed(x: Tensor) -> bool:
-    """Whether calls with this tensor are recorded."""
+    """Return whether `jit` records calls with this tensor."""
     return x.is_cuda
 
 
 def guard(tensors: list[Tensor]) -> Any:
-    """Return a check of types, forms and devices of tensors, in C++; a tensor given twice does not pass.
+    """Return a check of types, forms and devices of tensors, in C++. A tensor that occurs twice does not pass.
 
-    It is torch.compile's own. torch's module is imported only when something is compiled.
+    torch.compile uses the same check. The import waits until something is compiled.
     """
     from torch._C._dynamo.guards import TensorGuards
 
@@ -306,13 +309,16 @@ def inference_problems(donated: dict[str, Tensor]) -> Iterator[Problem]:
 
 
 def clean_surroundings() -> contextlib.AbstractContextManager:
-    """Return a context for the compiler, which makes tensors of its own, without the caller's default device."""
+    """Return a context without the caller's default device, for the compiler, which makes tensors of its own."""
     return torch.device("cpu") if torch._C._len_torch_function_stack() else _AS_IT_IS
 
 
 class Traced(NamedTuple):
-    """A function's operations. places: {leaf: its input of the graph}; captured tensors come after the arguments'.
-    structure, static: as in `Staged`."""
+    """The operations of a function.
+
+    places: {leaf: its input of the graph}; captured tensors come after the arguments' leaves. structure, static: the
+    fields of `Staged`.
+    """
 
     graph: torch.fx.GraphModule | None
     captured: list[Tensor]
@@ -324,7 +330,10 @@ class Traced(NamedTuple):
 def trace(
     call: str, run: Callable[[list], Any], leaves: list, paths: Sequence[str], decompositions: Any = None
 ) -> Traced:
-    """Record run(leaves) by a run on shapes. There is no graph if autograd follows a tensor that it closes over."""
+    """Return the operations of run(leaves), recorded by a run on shapes.
+
+    There is no graph if autograd follows a tensor that the function closes over.
+    """
     tensor_at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     found: dict[str, Any] = {}
 
@@ -335,7 +344,7 @@ def trace(
         outputs, found["structure"] = fast_flatten(run(mine))
         for x in outputs:
             if not isinstance(x, Tensor):
-                static_key(x)  # raises for an object that may change: every later call would return the same object
+                static_key(x)  # It raises for an object that may change: later calls would return the same object.
             elif is_odd(x):
                 refuse_odd(call, x, "an output")
         found["static"] = [Tensor if isinstance(x, Tensor) else x for x in outputs]
@@ -347,7 +356,7 @@ def trace(
         return Traced(None, captured, {}, None, [])
     numbers = [*tensor_at, *range(len(leaves), len(leaves) + len(captured))]
     places = dict(zip(numbers, graph.graph.find_nodes(op="placeholder"), strict=True))
-    graph.graph.eliminate_dead_code(has_effect)  # the pass of `value_and_grad` that only finds lookup sites
+    graph.graph.eliminate_dead_code(has_effect)  # the first pass of `value_and_grad` is dead code
     return Traced(graph, captured, places, found["structure"], found["static"])
 
 
@@ -360,10 +369,10 @@ def compile_function(
     structure: Any,
     donate: Sequence[str],
 ) -> Compiled | Followed:
-    """Run fn once on shapes, and plan the writes to donated leaves."""
+    """Return the compilation of fn, after one run on shapes and a plan of the writes to donated leaves."""
     call, named = f"funcrec.jit({name})", leaf_paths(structure, names)
     donated = {i: path for i, (root, path) in named.items() if root in donate and isinstance(leaves[i], Tensor)}
-    # checked before `fn` runs: a call could not take these later
+    # These checks run before `fn`, because a call could not take such leaves later.
     refuse_shared(leaves, donated)
     check(call, inference_problems({path: leaves[i] for i, path in donated.items()}))
 
@@ -376,7 +385,7 @@ def compile_function(
         return Followed(traced.captured)
     graph, captured, places = traced.graph, traced.captured, traced.places
     outputs = [j for j, x in enumerate(traced.static) if x is Tensor]
-    plan = plan_writes(graph, outputs, places, donated)  # now inputs that only writes read have no user in the graph
+    plan = plan_writes(graph, outputs, places, donated)  # Inputs that only writes read now have no user.
     inputs = tuple(i for i, node in places.items() if node.users)
     for node in graph.graph.find_nodes(op="placeholder"):
         if not node.users:

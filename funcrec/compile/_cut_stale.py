@@ -1,9 +1,9 @@
-"""cut_stale: a step with tables of another time as three functions: send ids, read and send rows, and the rest.
+"""cut_stale: cut a step that reads tables of an earlier time into three functions.
 
     routed = ahead(batch);  looked = read_ahead(tables, batch, routed);  rest(state, batch, routed, looked) = step(...)
 
-`read_ahead` holds the operations that read these tables and no other part of the state, up to the last exchange in each
-line. That exchange has begun when `read_ahead` returns, and `rest` awaits it.
+`ahead` sends ids. `read_ahead` holds the operations that read these tables and no other part of the state, up to the
+last exchange on each path. That exchange has begun when `read_ahead` returns, and `rest` awaits it.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +30,11 @@ from funcrec.mesh import AWAIT, LEAVES
 
 
 class RowsAhead(NamedTuple):
-    """The values read from tables. sent: the operands of exchanges under way, kept until `begun` is awaited. given:
-    other values that were read."""
+    """The values that `read_ahead` read from tables.
+
+    sent: the operands of exchanges under way, which must live until `rest` awaits `begun`. begun: the begun exchanges.
+    given: other values.
+    """
 
     sent: list[Tensor]
     begun: list[Tensor]
@@ -43,7 +46,7 @@ class Thirds(NamedTuple):
 
     ahead: batch -> routed, a list of tensors. read_ahead: (tables, batch, routed) -> RowsAhead. rest: (state, batch,
     routed, RowsAhead) -> the step's result. read: tensors that the step closes over and the first two functions read;
-    they must not change before the third. bytes: the size of `routed` and `RowsAhead`.
+    they must not change before `rest` runs. bytes: the size of `routed` and `RowsAhead`.
     """
 
     ahead: Callable[[Any], list[Tensor]]
@@ -54,7 +57,7 @@ class Thirds(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where to cut a graph. last: exchanges that `rest` awaits. given: other values of `read_ahead` that it reads."""
+    """Where to cut a graph. last: exchanges that `rest` awaits. given: other values from `read_ahead` to `rest`."""
 
     last: list[Node]
     given: list[Node]
@@ -63,12 +66,12 @@ class Found(NamedTuple):
 def cut_stale(
     call: str, step: Callable, fn: Callable, state: Any, tables: Any, batch: Any, groups: Mapping[str, str]
 ) -> Thirds:
-    """Return the thirds of fn(state, tables, batch), for these forms; they are jitted in the same way as `step`.
+    """Return the three parts of fn(state, tables, batch) for these forms, jitted if `step` is.
 
     Args:
       groups: {process group: the group that `ahead` uses in its place}.
     """
-    apart = map_tensors(Tensor.detach, tables)  # the tables may be the state's own
+    apart = map_tensors(Tensor.detach, tables)  # The tables may be tensors of the state.
     traced = operations(call, fn, {"state": state, "tables": apart, "batch": batch})
     first, behind = len(fast_flatten(state)[0]), len(fast_flatten((state, tables))[0])
     inputs = list(traced.places.values())
@@ -106,7 +109,7 @@ def cut_stale(
     def read_ahead(tables, batch, routed):
         made = read(tables, batch, routed)
         sent, given = made[: len(operands)], made[len(operands) :]
-        # called outside any program: a program would have to await an exchange that it begins
+        # The exchanges begin outside any program, because a program would have to await an exchange that it begins.
         return RowsAhead(sent, [n.target(x, *n.args[1:]) for n, x in zip(found.last, sent, strict=True)], given)
 
     def rest(state, batch, routed, looked):
@@ -120,7 +123,7 @@ def cut_stale(
 def lines_of(
     call: str, graph: Graph, of_state: set[Node], of_tables: set[Node], known: set[Node], outputs: list[Node]
 ) -> Found:
-    """Find where values that depend on the tables alone end: at their last exchanges, or where the state enters."""
+    """Return where values that depend on the tables alone end: at their last exchanges, or where the state enters."""
     needed = needs_of(outputs, known)
     late, looked = set(of_state), set(of_tables)
     for node in (n for n in graph.nodes if n in needed):
@@ -135,7 +138,7 @@ def lines_of(
             last.add(node)
         if node.target in LEAVES or not leading.isdisjoint(node.users):
             leading.add(node)
-    for node in (n for n in graph.nodes if n in looked):  # values after an exchange that `look` does not await
+    for node in (n for n in graph.nodes if n in looked):  # values after an exchange that `read_ahead` does not await
         if not last.isdisjoint(node.all_input_nodes) or any(n in late for n in node.all_input_nodes):
             late.add(node)
             looked.discard(node)

@@ -1,6 +1,6 @@
-"""Donated values: all of a call's are taken in one step, and every later use of an old one raises.
+"""Donated values. A call takes all of them in one step, and every later use of a donated value raises.
 
-take(leaves):   leaf → Donated, whose every use raises;   the memory is the call's outputs'
+take(leaves):   leaf → Donated, whose every use raises;   the memory belongs to outputs of the call
 """
 
 import collections
@@ -18,11 +18,11 @@ _taking = threading.Lock()
 
 
 class Donated(Tensor):
-    """The type of a donated tensor: any use raises."""
+    """The type of a donated tensor, of which any use raises."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        own = [x for x in args if type(x) is Donated]  # first: a container may be half made, such as deepcopy's memo
+        own = [x for x in args if type(x) is Donated]  # A container may be half made, such as deepcopy's memo.
         raise DonatedError(
             donated_message(own[0] if own else next(x for x in tree_leaves((args, kwargs)) if type(x) is Donated))
         )
@@ -32,18 +32,19 @@ class Donated(Tensor):
 
 
 def take(given: Sequence[Tensor], paths: Iterable[str], when: tuple[str, int], emptied: Sequence[Tensor]) -> None:
-    """Make any use of the given tensors an error, which names the argument, the function and the number of the call.
+    """Take the given tensors: any later use is an error that names the argument, the function and the call's number.
 
-    All are taken or none: one call of C does it, which no signal interrupts. An audit hook may be Python, and hears of
-    each `__class__`; an error in it (or a signal) is raised here after the rest has been taken. If two threads give the
-    same tensors, one gets them. `emptied`: those of `given` whose memory now belongs to another tensor. Code that
-    knows tensors by their C++ part alone (torch.tensor) finds nothing there.
+    `take` takes all tensors or none, in one call of C, which no signal interrupts. An audit hook may be Python, and
+    hears of each `__class__`. An error in a hook, or in a signal's handler, is raised here after `take` has taken all
+    other tensors. If two threads give the same tensors, one thread gets them. emptied: the tensors of `given` whose
+    memory now belongs to another tensor. Code that reads only the C++ part of a tensor (torch.tensor) finds nothing
+    there.
     """
     named = zip(given, itertools.repeat("donated"), zip(paths, itertools.repeat(when), strict=False), strict=False)
     blank = zip(emptied, itertools.repeat("data"), itertools.repeat(GONE), strict=False)
     classes = [zip(given, itertools.repeat("__class__"), itertools.repeat(Donated), strict=False) for _ in range(4)]
     steps = itertools.starmap(setattr, itertools.chain(named, blank, classes[0]))
-    # Made here, since a signal may end a call, and a handler begins without one. One more hook's error ends each.
+    # Made here, because a signal may end a call. The error of one more hook may end each of these.
     second, third, fourth = (itertools.starmap(setattr, x) for x in classes[1:])
     with _taking:
         refuse_donated(given)
@@ -83,11 +84,11 @@ def held_message(name: str, leaves: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def refuse_shared(leaves: list, donated: dict[int, str]) -> None:
-    """Raise if memory that is donated is given twice."""
+    """Raise if two leaves share donated memory."""
     if not donated:
         return
     spans = sorted((*memory_span(x), i) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.numel())
-    before: dict[bool, tuple[int, int]] = {}  # for donated and for other leaves: (furthest end, its leaf)
+    before: dict[bool, tuple[int, int]] = {}  # {whether donated: (the furthest end, its leaf)}
     for start, end, i in spans:
         for is_donated, (reach, first) in before.items():
             if start < reach and (is_donated or i in donated):
@@ -97,7 +98,7 @@ def refuse_shared(leaves: list, donated: dict[int, str]) -> None:
 
 
 def memory_span(x: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte, and of the byte after the last element."""
+    """Return the address of the first byte of a tensor, and the address after its last element."""
     start = x.data_ptr()
     if x.is_contiguous():
         return start, start + x.nbytes

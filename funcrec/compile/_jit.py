@@ -1,10 +1,10 @@
-"""jit: a pure function staged once per shape, compiled, and with donated arguments updated in place.
+"""jit: stage a pure function once per shape, compile it, and update donated arguments in place.
 
     jit(f)(x) = f(x);     jit(f, donate=("s",))(s, x) = f(s, x), written into the memory of s
 
-A call is flattened to tensors. `make_fx` runs the function once on shapes and records its operations, and Inductor
-turns the flat graph into code. If an output is a donated leaf with some rows replaced, the code returns the rows, and
-they are written into the leaf: no table is copied.
+`jit` flattens a call to tensors. `make_fx` runs the function once on shapes and records its operations. Inductor turns
+the flat graph into code. If an output is a donated leaf with some rows replaced, the code returns the rows, and `jit`
+writes these rows into the leaf: no table is copied.
 """
 
 import functools
@@ -42,56 +42,56 @@ from funcrec.core import (
 from funcrec.mesh import alone, others_changed, staged
 from funcrec.tables import TableRef
 
-MANY, MOST = 10, 128  # compilations of one function: a warning comes from MANY on, and the last MOST are kept
+MANY, MOST = 10, 128  # compilations of one function: the MANY-th gives a warning, and `jit` keeps the last MOST
 TRANSFORM = "a transform, funcrec.checked or a mode of torch"
 
 
 @typed
 def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
-    """Compile a pure function of pytrees.
+    """Return a compiled form of `fn`, a pure function of pytrees.
 
     Args:
       fn: takes and returns pytrees of tensors. It reads no tensor's value on the host, writes to no argument and to
         nothing that it closes over, and uses no random generator of torch. Python numbers, strings and other values
         that cannot change are static: a new value means a new compilation. Each call reads the tensors that fn closes
         over. fn reads everything else from outside (a rebound variable, an attribute, a numpy array,
-        `random.random()`, the time, a module's `train()` or `eval()` mode) only when it is compiled. Its effects on
+        `random.random()`, the time, a module's `train()` or `eval()` mode) only during compilation. Its effects on
         Python's objects, such as an append to a list, also happen only then.
       donate: names of parameters that the call may use up. An output that is a donated leaf with rows replaced
         (`index_put`, as in every row optimizer) takes the leaf's memory. A leaf that is returned unchanged keeps its
-        memory. All other outputs are new, and the old leaf's memory is freed. If a call is interrupted or fails, the
-        old value is unchanged, or every part of it raises. Memory that others hold too (a view, a `detach()`, a numpy
-        array, a file) is copied before a write, with a warning, and they keep what they see; an explicit `fr.copy`
-        avoids the warning. A bare `data_ptr()` or storage is not noticed, nor another thread that reads meanwhile.
-        Under vmap, grad, jvp, another jit and `fr.checked` nothing is taken.
+        memory. All other outputs are new, and the call frees the old leaf's memory. After an interrupted or failed
+        call, the old value is unchanged, or any use of it raises. If a view, a `detach()`, a numpy array or a file also
+        holds the memory, the call copies it before a write, with a warning; an explicit `fr.copy` avoids the warning.
+        The other holder keeps the old values. A bare `data_ptr()` or storage is not noticed, nor another thread that
+        reads meanwhile. Under vmap, grad, jvp, another jit and `fr.checked` nothing is taken.
 
     Returns:
       a function of the same arguments, safe to call from several threads; it pickles if `fn` does.
-      `fn.num_compiled()` returns how often it was compiled: once for each form of the arguments (shapes, dtypes,
+      `fn.num_compiled()` returns the number of compilations: one for each form of the arguments (shapes, dtypes,
       strides, static values, order of keys) in each surroundings (grad and inference mode, autocast, default dtype and
-      device, precision of products, meshes, bound axes, threads). From the tenth on it warns, and it keeps the last
-      128. Results may share memory with arguments, as those of `fn` may, unless something is donated.
-      `fn.lower(*args)` returns the program of the call, without compiling or taking anything: `Lowered`.
+      device, precision of products, meshes, bound axes, threads). The tenth gives a warning, and the function keeps
+      the last 128. Results may share memory with arguments, as results of `fn` may, unless something is donated.
+      `fn.lower(*args)` returns the program of the call as `Lowered`, without compiling or taking anything.
 
     A follower of the call sees `fn` itself, not compiled and donating nothing: transforms of torch.func, `checked`,
     `value_and_grad`, modes of torch, torch.compile, and autograd if an argument or captured tensor requires grad (a
-    donating call then raises). Tensors made inside do not count: a result requires no grad because of them. An
-    exchange with real ranks raises if a derivative follows it, because other ranks may run the program; jit the
-    derivative instead.
+    donating call then raises). A tensor that `fn` makes is no follower: the result does not require grad because of it.
+    An exchange with real ranks raises if a derivative follows it, because other ranks may run the program. Then jit the
+    derivative.
 
     Raises:
-      DonatedError: a value is used after it was donated; names the argument and the call that took it.
-      ValueError: an unknown name, memory donated twice, a function that writes to arguments or closed-over values.
-      TypeError: a function that reads values on the host or draws random numbers without a key, a donating call that
-        autograd follows, objects that may change unnoticed, and tensors that are not dense memory (sparse, nested,
-        quantized, subclasses).
+      DonatedError: if a donated value is used. The message names the argument and the call that took the value.
+      ValueError: for an unknown name, memory donated twice, or a function that writes to arguments or captured tensors.
+      TypeError: for a function that reads values on the host or draws random numbers without a key, a donating call
+        that autograd follows, objects that may change unnoticed, and tensors without plain dense memory (sparse,
+        nested or quantized tensors, subclasses).
 
-    Cost: a small job is faster without jit. A DLRM's first step with 26 tables compiles for 5 s, or half a second if
-      an earlier process left its code (TORCHINDUCTOR_CACHE_DIR). At batch 512 a step then takes 24 ms, not 51: 200
-      steps win the time back, or 20 with kept code. Each form of the arguments compiles again: pad the last batch to
-      the shape of the others, also in evaluation.
+    Cost: a small job is faster without jit. The first step of a DLRM with 26 tables compiles for 5 s, or for 0.5 s if
+      an earlier process kept its code (TORCHINDUCTOR_CACHE_DIR). At batch 512 a step takes 24 ms with jit, 51 without:
+      200 steps win the time back, or 20 with kept code. Each form of the arguments compiles again. So pad the last
+      batch to the shape of the other batches, also in evaluation.
 
-    Law: the values of `fn`; what is not donated keeps every bit; a second call with the same shapes compiles nothing.
+    Law: jit(fn) returns the values of `fn`, keeps every bit of what is not donated, and compiles once for one form.
 
     Example:
       >>> import torch, funcrec as fr
@@ -109,7 +109,7 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
 
 
 class Jitted:
-    """A function made by `jit`. It pickles as the function and its options, and compiles again where it is loaded."""
+    """A function made by `jit`. A pickle holds `fn` and the options; a loaded function compiles again."""
 
     def __init__(self, fn: Callable, donate: tuple[str, ...]):
         _check_function(fn)
@@ -125,11 +125,11 @@ class Jitted:
             fail(f"funcrec.jit({self.name})", "`donate` names no parameter.", got=got, need=need)
         is_plain = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
         self.positional = tuple(parameters) if is_plain else None
-        self.compiled: dict[Any, Compiled | Followed] = {}  # the last MOST that were used
-        self.recent: dict[Any, Compiled] = {}  # the last used for each structure: most calls repeat its shapes
+        self.compiled: dict[Any, Compiled | Followed] = {}  # the MOST compilations that calls used last
+        self.recent: dict[Any, Compiled] = {}  # the last used for each structure: most calls repeat the shapes
         self.last: Any = None  # the key of the last compilation
         self.calls, self.compilations = itertools.count(1), 0
-        self.is_one = False  # whether it may compile one form only, as a program of `lower`
+        self.is_one = False  # whether it may compile one form only, being a program of `lower`
 
     def __call__(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
@@ -149,8 +149,8 @@ class Jitted:
             leaves = bring_to_cuda(leaves)
         when, here = (self.name, next(self.calls)), (names, structure, structure_key(structure), surroundings())
         entry = self.recent.get(here)
-        # Most calls repeat a key. Their leaves and captured tensors are compared in C++; another form finds another
-        # entry.
+        # Most calls repeat a key, and C++ compares the forms of leaves and captured tensors. `stage_call` finds the
+        # entry of another form.
         with entry.lock if entry is not None and self.donate else nullcontext():
             if entry is not None:
                 entry.used, known = when[1], leaves + entry.captured
@@ -162,26 +162,26 @@ class Jitted:
     def ran(self, entry: Compiled, known: list, when: tuple[str, int], link: Any) -> Any:
         try:
             return entry(known, when, link)
-        except RuntimeError as error:  # perhaps an exchange broke off
+        except RuntimeError as error:  # Perhaps an exchange broke off.
             said = others_changed(f"funcrec.jit({self.name})", error)
             if said is error:
                 raise
             raise said from error
 
     def stage_call(self, args: tuple, kwargs: dict, leaves: list, here: tuple, when: tuple[str, int]) -> Any:
-        """Run a call whose leaves are checked one by one."""
+        """Return the result of a call, after a check of each leaf."""
         entry, leaves = self.staged(leaves, here)
         if entry is None:
             return self.followed(args, kwargs)
         with entry.lock if self.donate else nullcontext():
             known = leaves + entry.captured
-            refuse_donated(known)  # again: another thread may have taken a leaf while this one waited
+            refuse_donated(known)  # once more, since another thread may have taken a leaf while this thread waited
             entry.used, self.recent[here] = when[1], entry
             return self.ran(entry, known, when, entry.admit(known))
 
     def followed(self, args: tuple, kwargs: dict) -> Any:
-        """Run `fn` itself, because a derivative follows it. On real ranks its exchanges raise: other ranks may run the
-        program, whose exchanges differ. (While something around it is staged, all ranks do the same.)"""
+        """Return the result of `fn` itself, because a derivative follows it. Its exchanges with real ranks raise: other
+        ranks may run the program, whose exchanges differ. (While an outer function is staged, all ranks run `fn`.)"""
         before = alone.get()
         try:
             alone.set("" if torch._C._len_torch_dispatch_stack() else self.name)
@@ -190,8 +190,8 @@ class Jitted:
             alone.set(before)
 
     def staged(self, leaves: list, here: tuple) -> tuple[Compiled | None, list]:
-        """Return the program for these leaves, and the leaves as plain memory. The program is None if something follows
-        the call; this then sees `fn` itself."""
+        """Return the program for these leaves, and the leaves as plain memory. The program is None if a follower of the
+        call must see `fn` itself."""
         refuse_donated(leaves)
         if any(isinstance(x, TableRef) for x in leaves):  # tables of a loss that value_and_grad calls
             return self.step_aside("value_and_grad"), leaves
@@ -211,7 +211,7 @@ class Jitted:
         return entry, leaves
 
     def step_aside(self, follower: str) -> None:
-        """Leave the call to `fn` itself; raise in a program of `lower`."""
+        """Return None, so that the call runs `fn` itself. Raise in a program of `lower`."""
         if self.is_one:
             what, need = "a program of `lower` has something to follow it.", "a call that nothing follows"
             hint = "fr.jit(fn) itself, which then runs `fn`"
@@ -226,8 +226,8 @@ class Jitted:
         fail(call, what, got=f"requires_grad of {which}", need=need, hint=hint, kind=TypeError)
 
     def lower(self, *args, **kwargs) -> Lowered:
-        """Return the program of a call with these arguments. It is staged again, but not compiled or run, and nothing
-        is taken. See `Lowered`."""
+        """Return the program of a call with these arguments, a `Lowered`. It stages the function again, but does not
+        compile or run the program, and takes no argument."""
         bound = self.signature.bind(*args, **kwargs)
         leaves, structure = fast_flatten(tuple(bound.arguments.values()))
         program = Jitted(self.fn, self.donate)
@@ -253,7 +253,7 @@ class Jitted:
         return lowered(entry, leaf_paths(structure, here[0]), key[1], compile)
 
     def in_memory(self, leaves: list, here: tuple) -> list:
-        """Return the leaves as plain memory: compute lazy conjugates, negatives and zeros; refuse other forms."""
+        """Return the leaves as plain memory, with lazy conjugates, negatives and zeros computed; else raise."""
         out = list(leaves)
         for i, x in enumerate(leaves):
             if isinstance(x, Tensor):
@@ -263,13 +263,13 @@ class Jitted:
         return out
 
     def find(self, leaves: list, here: tuple) -> Compiled | Followed:
-        """Return the compilation for these leaves. Compile if there is none, or if a tensor that the function closes
-        over has another form now."""
+        """Return the compilation for these leaves. It is a new one if there was none, or if a tensor that the function
+        closes over has another form now."""
         key = (here, tuple(map(leaf_key, leaves)))
         entry = self.compiled.get(key)
         if entry is not None and entry.is_current():
             return entry
-        with LOCK:  # torch stages and compiles one program at a time; a thread that waited finds it made
+        with LOCK:  # torch stages and compiles one program at a time. Another thread may have made this one meanwhile.
             entry = self.compiled.get(key)
             if entry is None or not entry.is_current():
                 if self.is_one and self.compiled:
@@ -296,14 +296,14 @@ class Jitted:
             self.recent = {k: e for k, e in self.recent.items() if e is not gone}
 
     def num_compiled(self) -> int:
-        """Return how many times the function was compiled."""
+        """Return the number of compilations of the function."""
         return self.compilations
 
     def __get__(self, owner, kind=None):
         return self if owner is None else Method(self, owner)
 
     def __getattr__(self, name: str):
-        """Return `init` if the function is a step's update; raise for any other unknown attribute."""
+        """Return `init` if the function is the update of a step; raise for any other unknown attribute."""
         if name == "init" and hasattr(self.fn, "init"):
             return self.fn.init
         if name.startswith("_"):
@@ -328,7 +328,7 @@ class Jitted:
 
 
 class Method:
-    """A jitted method, bound to an object, which becomes its first argument."""
+    """A jitted method, bound to an object, which becomes the first argument."""
 
     def __init__(self, jitted: Jitted, owner: object):
         self.__func__, self.__self__ = jitted, owner
@@ -378,7 +378,7 @@ def _signature_of(fn: Callable) -> inspect.Signature:
 
 
 def _frames_here() -> int:
-    """Return how many frames away the caller of the jitted function is."""
+    """Return the number of frames from here to the caller of the jitted function."""
     frame, count = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename == __file__:
         frame, count = frame.f_back, count + 1
@@ -386,7 +386,7 @@ def _frames_here() -> int:
 
 
 def bring_to_cuda(leaves: list) -> list:
-    """Bring leaves on the host to the CUDA device of the others, if these share one."""
+    """Return the leaves, with those on the host copied to the CUDA device if all other leaves are on one device."""
     devices = {x.device for x in leaves if isinstance(x, Tensor)}
     on_cuda = [d for d in devices if d.type == "cuda"]
     return bring(leaves, on_cuda[0]) if len(devices) > 1 and len(on_cuda) == 1 else leaves

@@ -1,6 +1,6 @@
-"""Keys of compilations: the form of arguments and surroundings for which a program was staged; how two keys differ.
+"""Make and compare keys of compilations. A key is the form of the arguments and surroundings of a program.
 
-key = ((names of the arguments, their structure, its keys, surroundings), the form of each leaf)
+key = ((names of the arguments, structure of the arguments, keys of the structure, surroundings), the form of each leaf)
 """
 
 from typing import Any
@@ -13,19 +13,19 @@ from funcrec.core import Problem, fail, leaf_paths, message, short_dtype, static
 
 
 def leaf_key(x: object) -> Any:
-    """Return the form of a leaf, on which a compilation depends."""
+    """Return the form of a leaf, which is the part of a leaf on which a compilation depends."""
     if isinstance(x, Tensor):
         return type(x), x.shape, x.dtype, x.device, x.stride(), x.requires_grad, x.is_inference()
     return static_key(x)
 
 
 def form_key(leaves: list, structure: Any) -> tuple:
-    """Return a tree's structure and the form of each leaf, on which a compilation depends."""
+    """Return a tree's structure, the structure's key, and the form of each leaf. A compilation depends on these."""
     return structure, structure_key(structure), tuple(map(leaf_key, leaves))
 
 
 def what_differs(before: tuple, now: tuple) -> tuple[str, str]:
-    """Return what differs between two keys, and what to do about it."""
+    """Return a text that says what differs between two keys, and a hint that says what to do."""
     (names, *structure, around), leaves = now
     (names_before, *structure_before, around_before), leaves_before = before
     other = differences(around_before, around)
@@ -46,14 +46,14 @@ def what_differs(before: tuple, now: tuple) -> tuple[str, str]:
 
 
 def many_compilations(name: str, count: int, most: int, before: tuple, now: tuple) -> str:
-    """Return the warning at the `count`-th compilation of a function, which keeps the last `most`."""
+    """Return the warning at the `count`-th compilation of a function. The function keeps the last `most` programs."""
     got, hint = what_differs(before, now)
     what, need = f"compiled {count} times; it keeps the last {most}.", "few different forms of arguments"
     return message(f"funcrec.jit({name})", [Problem(what, got, need, hint)])
 
 
 def refuse_other(name: str, lowered: tuple, now: tuple) -> None:
-    """Raise, because a lowered program is called with another key."""
+    """Raise the error of a call of a lowered program with another key."""
     got, _ = what_differs(lowered, now)
     what, need = "a program has one form of arguments, and this is another.", "what it was lowered with"
     hint = "`lower` once more with these arguments, or fr.jit(fn) itself"
@@ -61,7 +61,7 @@ def refuse_other(name: str, lowered: tuple, now: tuple) -> None:
 
 
 def show_key(key: tuple) -> str:
-    """Show a leaf by its key."""
+    """Return a text that shows a leaf, from the leaf's key."""
     if len(key) > 2 and isinstance(key[1], torch.Size):
         place = "" if key[3].type == "cpu" else f" on {key[3]}"
         return f"{short_dtype(key[2])}[{', '.join(map(str, key[1]))}]{place}"

@@ -1,4 +1,4 @@
-"""Lowered: the program of a call before it is compiled; it can be read, counted and compiled.
+"""Lowered: the program of a call before it is compiled, which users can read, measure and compile.
 
 jit(f).lower(x).compile()(x) = jit(f)(x)
 """
@@ -39,10 +39,10 @@ def collectives_of(graph: torch.fx.Graph) -> Iterator[Sent]:
 
 
 class Lowered(NamedTuple):
-    """The program that a call of a jitted function runs, from `fr.jit(f).lower(*args)`: what it computes, reads,
-    writes and sends.
+    """The program that a call of a jitted function runs. `fr.jit(f).lower(*args)` returns it.
 
-    Lowering runs `f` once on shapes. It compiles nothing, and takes or keeps no argument. `fr.jit(f)` does not change.
+    It shows what the call computes, reads, writes and sends. Lowering runs `f` once on shapes. It compiles nothing, and
+    takes or keeps no argument. `fr.jit(f)` does not change.
 
     Args:
       graph: flat tensors -> flat tensors, operation by operation. It writes to nothing; in-place writes follow it.
@@ -50,19 +50,19 @@ class Lowered(NamedTuple):
         arguments, then captured tensors. Then come the tensors that only the writes read: rows and values to put, and
         the tables and slots of an optimizer that updates in place.
       donated: paths of the tensors that a call uses up.
-      written: paths of the donated tensors that keep their memory and get rows replaced.
-      exchanges: what leaves this rank, in the graph's order, each (kind, shape, dtype, sent_bytes); empty for emulated
-        ranks.
+      written: paths of the donated tensors that keep their memory and get new rows.
+      exchanges: the collectives that send from this rank, in the graph's order, each (kind, shape, dtype, sent_bytes);
+        empty for emulated ranks.
       compile: () -> the program as code, a function of the same arguments. A second call returns the same code.
 
     Raises:
-      TypeError: from `lower` and from the program if the call would run `f` itself: under a transform, for tensors
-        that require grad while autograd would follow them, for tensors on the device meta. From the program also for
-        another form of arguments, or other surroundings than at lowering; from `compile` for other surroundings.
+      TypeError: from `lower` and from the program, if the call would run `f` itself: under a transform, for tensors
+        that require grad while autograd would follow them, or for tensors on the device meta. The program also raises
+        it for another form of arguments. The program and `compile` raise it in other surroundings than at lowering.
         `lower` also raises the errors that the call would raise before it runs.
 
-    Law: `fr.jit(f).lower(*args).compile()(*args)` is `fr.jit(f)(*args)`: the same values, and the same donated
-      arguments are taken.
+    Law: `fr.jit(f).lower(*args).compile()(*args)` returns the values of `fr.jit(f)(*args)`, and takes the same donated
+      arguments.
 
     Example:
       >>> import torch, funcrec as fr
@@ -87,7 +87,7 @@ class Lowered(NamedTuple):
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that leave this rank in a call."""
+        """Return the number of bytes that leave this rank in a call."""
         return sum(x.sent_bytes for x in self.exchanges)
 
     def __reduce__(self):
@@ -95,7 +95,7 @@ class Lowered(NamedTuple):
         fail("funcrec.Lowered", "a program does not pickle.", got=repr(self), need=need, hint=hint, kind=TypeError)
 
     def as_text(self) -> str:
-        """Return what it reads, writes and sends, then the graph, line by line, with the forms of its values."""
+        """Return a text with what the program reads, writes and sends, then the graph with the forms of its values."""
         return f"# {self!r}\n{self.graph.print_readable(print_output=False)}"
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ def lowered(
 ) -> Lowered:
     """Return the Lowered of a staged program.
 
-    paths: {leaf of the arguments: (argument, path)}. forms: those leaves' keys.
+    paths: {leaf of the arguments: (argument, path)}. forms: the keys of those leaves.
     """
     staged, first = entry.staged, len(paths)
     path_of = lambda i: paths[i][1] if i < first else f"captured_{i - first}"

@@ -1,8 +1,8 @@
-"""Errors in compiled loops are raised where the program is called, on one thread or several.
+"""Make the call of a program raise the errors of its compiled loops, on one thread or several.
 
     jit(f)(x) raises where f(x) raises: an index out of bounds, an integer divided by 0, counts with a wrong sum
 
-Inductor checks each index within its loop, and throws there. A C++ exception that leaves a loop on several OpenMP
+Inductor checks each index within a loop, and the loop throws. A C++ exception that leaves a loop on several OpenMP
 threads ends the process.
 Upstream: https://github.com/pytorch/pytorch/issues/195402.
 """
@@ -23,12 +23,12 @@ struct Failure {
 } failure;
 """
 CHECKED = re.compile(r"index out of bounds: 0 <= \w+ < (\d+)L?")
-# Inductor's own way for divisions by 0: a global pointer to this call's flag, which other threads' calls overwrite.
+# For divisions by 0, Inductor's own lines use a global pointer to a flag of the call. Other threads overwrite it.
 FLAG = "inductor_cpu_integer_div_error"
 
 
 def raising() -> list[tuple[Any, str, Callable]]:
-    """Return (owner, name, make) for Inductor's functions f: make(f), put in their place, makes its loops raise."""
+    """Return (owner, name, make) for functions f of Inductor. With make(f) in place of each f, loops raise."""
     from torch._inductor import compile_fx
     from torch._inductor.codegen.cpp import CppKernelProxy, KernelGroup
 
@@ -40,7 +40,7 @@ def raising() -> list[tuple[Any, str, Callable]]:
 
 
 def with_catch(gen_body: Callable) -> Callable:
-    """Make a loop's body keep an error that it throws, and go on with the next element."""
+    """Return a `gen_body` whose loops keep an error that the body throws, and go on with the next element."""
 
     def body(self: Any, code: Any) -> None:
         own = type(code)()
@@ -57,7 +57,7 @@ def with_catch(gen_body: Callable) -> Callable:
 
 
 def with_rethrow(codegen_group: Callable) -> Callable:
-    """Make a function of loops throw, after all of them, the first error that a loop kept."""
+    """Return a `codegen_group` whose function throws, after all its loops, the first error that a loop kept."""
 
     def function(self: Any, name: str | None = None) -> str:
         lines = codegen_group(self, name).splitlines()
@@ -72,8 +72,9 @@ def with_rethrow(codegen_group: Callable) -> Callable:
 
 
 def with_own_checks(table: Callable) -> Callable:
-    """Remove repeat_interleave from Inductor's decompositions, because that form skips checks of the counts.
+    """Return a function that returns Inductor's decompositions without that of repeat_interleave.
 
-    With negative counts, or counts whose sum is not the given size, it would repeat the wrong number of rows.
+    That decomposition skips checks of the counts. With negative counts, or counts whose sum is not the given size, it
+    would repeat the wrong number of rows.
     """
     return lambda: {k: f for k, f in table().items() if k is not torch.ops.aten.repeat_interleave.Tensor}

@@ -1,10 +1,10 @@
-"""cut: a step as two functions. The first needs the batch alone, and ends in exchanges between ranks.
+"""cut: cut a step into two functions, of which the first needs the batch alone and ends in exchanges between ranks.
 
     routed = ahead(batch);      rest(state, batch, routed) = step(state, batch)
 
-`ahead` holds the exchanges that do not depend on the state, their inputs, and the integers that follow from them. For a
-sharded lookup it sends the ids to the owners of their rows. Sums over ranks, and anything that reads the state, are in
-`rest`.
+`ahead` holds the exchanges that do not depend on the state, the inputs of these exchanges, and the integers that follow
+from their results. For a sharded lookup, `ahead` sends each id to the rank that owns its row. Sums over ranks, and
+anything that reads the state, are in `rest`.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ class Halves(NamedTuple):
     """A step's two functions.
 
     ahead: batch -> routed, a list of tensors. rest: (state, batch, routed) -> the step's result. read: tensors that
-    the step closes over and `ahead` reads; they must not change between the two. routed_bytes: the size of `routed`.
+    the step closes over and `ahead` reads; they must not change before `rest` runs. routed_bytes: the size of `routed`.
     """
 
     ahead: Callable[[Any], list[Tensor]]
@@ -34,7 +34,9 @@ class Halves(NamedTuple):
 
 
 def cut(call: str, step: Callable, state: Any, batch: Any, groups: Mapping[str, str]) -> Halves | None:
-    """Cut a step, plain or jitted, in halves for these forms; None if no exchange depends on the batch alone.
+    """Return the halves of a step for these forms, or None if no exchange depends on the batch alone.
+
+    The step may be plain or jitted.
 
     Args:
       groups: {process group: the group that `ahead` uses in its place}.
@@ -70,7 +72,7 @@ def cut(call: str, step: Callable, state: Any, batch: Any, groups: Mapping[str, 
 
 
 def operations(call: str, fn: Callable, arguments: Mapping[str, Any]) -> Traced:
-    """Trace the operations of fn(*arguments)."""
+    """Return the traced operations of fn(*arguments)."""
     leaves, structure = fast_flatten(tuple(arguments.values()))
     paths = [path for _, path in leaf_paths(structure, tuple(arguments)).values()]
     with LOCK:
@@ -84,7 +86,7 @@ def operations(call: str, fn: Callable, arguments: Mapping[str, Any]) -> Traced:
 def sending_part(
     call: str, whole: GraphModule, inputs: list[Node], crossing: list[Node], groups: Mapping[str, str]
 ) -> GraphModule:
-    """Return `crossing` as a function of `inputs`, which sends over the replacements of its process groups."""
+    """Return `crossing` as a function of `inputs`, which sends over the process groups that replace the step's."""
     sending = part_of(whole, inputs, crossing)
     for swap in (n for n in sending.graph.nodes if n.target in LEAVES):
         if swap.args[-1] not in groups:
@@ -97,7 +99,7 @@ def sending_part(
 
 
 def reads_of(part: GraphModule, captured: list[Tensor], behind: int = 0) -> list[Tensor]:
-    """Return the captured tensors that a part reads: its last inputs, except the `behind` inputs after them."""
+    """Return the captured tensors that a part reads. `behind` inputs come after the captured tensors."""
     inputs = part.graph.find_nodes(op="placeholder")
     first = len(inputs) - len(captured) - behind
     return [x for x, node in zip(captured, inputs[first : len(inputs) - behind], strict=True) if node.users]
@@ -108,7 +110,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def donated_names(call: str, step: Jitted) -> tuple[str, ...]:
-    """Return the names of the arguments that `rest` donates: its state, if the step donates its own."""
+    """Return the names of the arguments that `rest` donates: its state, if the step donates the step's state."""
     names = list(step.signature.parameters)
     if set(step.donate) - set(names[:1]):
         got, need = f"donate={step.donate}", "a step that uses up its state alone: the next batch is read already"
@@ -117,7 +119,7 @@ def donated_names(call: str, step: Jitted) -> tuple[str, ...]:
 
 
 def crossing_nodes(graph: Graph, of_state: set[Node]) -> list[Node]:
-    """Return the nodes that `ahead` computes and `rest` reads: they become the result of `ahead`."""
+    """Return the nodes that `ahead` computes and `rest` reads, which become the result of `ahead`."""
     late, constant, moved = set(of_state), set(), set()  # nodes that depend on the state; on no input; on an exchange
     wanted: list[Node] = []
     for node in graph.nodes:
@@ -127,7 +129,7 @@ def crossing_nodes(graph: Graph, of_state: set[Node]) -> list[Node]:
         if (node.target in LEAVES and node.target not in MOVES) or not late.isdisjoint(sources):
             late.add(node)
         elif not is_collective and constant.issuperset(sources):
-            constant.add(node)  # computed in both halves
+            constant.add(node)  # Both halves compute it.
         elif node.target is AWAIT or not moved.isdisjoint(sources):
             moved.add(node)
             wanted += [node] if node.target is AWAIT or is_integer(node) else []
@@ -148,7 +150,7 @@ def is_integer(node: Node) -> bool:
 
 
 def part_of(whole: GraphModule, inputs: list[Node], outputs: list[Node]) -> GraphModule:
-    """Return outputs as a function of inputs, which may be inner nodes."""
+    """Return a graph that computes `outputs` from `inputs`, which may be inner nodes."""
     own = Graph()
     copies = {node: own.placeholder(node.name) for node in inputs}
     needed = needs_of(outputs, set(inputs))
@@ -159,7 +161,7 @@ def part_of(whole: GraphModule, inputs: list[Node], outputs: list[Node]) -> Grap
 
 
 def needs_of(outputs: list[Node], inputs: set[Node]) -> set[Node]:
-    """Return the nodes that outputs depend on, up to the inputs."""
+    """Return the nodes on which `outputs` depend, without `inputs` and the nodes before them."""
     seen: set[Node] = set()
     left = list(outputs)
     while left:

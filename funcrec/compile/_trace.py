@@ -1,10 +1,10 @@
-"""Staging: run a function once on shapes, and record its operations as a graph of flat tensors.
+"""Stage a function: run it once on shapes, and record its operations as a graph of flat tensors.
 
     stage(f, leaves)  →  graph, captured;      graph(*leaves, *captured) = f(*leaves)
 
-Tensors that f closes over become inputs like its arguments, so that every call reads their values. A graph cannot hold
-some operations, which are refused: values read on the host, writes to arguments and to captured tensors, draws from
-torch's generators.
+Tensors that f closes over become inputs after the arguments, so that every call reads their values. Staging refuses
+operations that a graph cannot hold: reads of values on the host, writes to arguments and to captured tensors, and draws
+from torch's generators.
 """
 
 import contextlib
@@ -42,9 +42,9 @@ LIBRARY = torch.library.Library("aten", "IMPL")
 COPIES = {
     torch.ops.aten.lift_fresh_copy.default,
     torch.ops.aten.lift_fresh.default,
-}  # copies of numbers written in the function
+}  # copies of constants that the function's code holds
 SETS = {"__set__", "requires_grad_", "register_hook", "retain_grad"}  # they change a tensor, but no graph shows it
-MADE = (FakeTensor, FunctionalTensor, Donated)  # staging's own tensors, or those with their own errors
+MADE = (FakeTensor, FunctionalTensor, Donated)  # classes of tensors that staging makes, or that raise errors themselves
 PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
 HOST = Problem(
     "the function reads a tensor's value on the host.",
@@ -56,8 +56,11 @@ HOST = Problem(
 
 
 class Recorded(NamedTuple):
-    """graph: of (*leaves, *captured), without writes; None if a captured tensor requires grad and autograd would follow
-    it."""
+    """The result of staging.
+
+    graph: a function of (*leaves, *captured) without writes; None if a captured tensor requires grad and autograd would
+    follow it.
+    """
 
     graph: GraphModule | None
     captured: list[Tensor]
@@ -66,10 +69,11 @@ class Recorded(NamedTuple):
 def stage(
     call: str, flat: Callable, leaves: Sequence[Tensor], paths: Sequence[str], decompositions: Any = DECOMPOSITIONS
 ) -> Recorded:
-    """Record the operations of flat(*leaves), which returns a list of tensors.
+    """Return a record of the operations of flat(*leaves), which returns a list of tensors.
 
     Args:
-      paths: the names of the leaves in errors. decompositions: of operations that the graph's compiler gets wrong.
+      paths: the names of the leaves in errors. decompositions: replacements of operations that the graph's compiler
+        gets wrong.
     """
     imported(FOR_STAGING)
     settle()
@@ -77,28 +81,31 @@ def stage(
     with without_log_of_shapes(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         shapes = [like(x) for x in leaves]
         with _Lift(call, fake) as lift:
-            try:  # first unchanged, because functionalize does not know the rules of autograd.Function
+            try:  # First without functionalize, which does not know the rules of autograd.Function.
                 graph = make_fx(flat)(*shapes)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise TypeError(message(call, [HOST._replace(got=f"{error}")])) from error
-            except TypeError as error:  # Python's operators replace a tensor's error by their own
+            except TypeError as error:  # Python's operators replace the error of a tensor by an error of their own.
                 raise lift.refused or error from None
-        captured = lift_constants(graph, lift)  # inputs: every call reads them, and their forms are checked
+        captured = lift_constants(graph, lift)  # inputs, which every call checks and reads
         if torch.is_grad_enabled() and any(c.requires_grad for c in captured):
             return Recorded(None, captured)
         lift.refuse_gradients()
         _refuse_draws(call, graph.graph)
         _refuse_writes(call, graph.graph, [f"`{p}`" for p in paths] + [f"{describe(c)}, closed over" for c in captured])
-        # Once more, with writes to the function's own tensors replaced by values: the plan of writes and Inductor see a
-        # pure graph.
+        # The second trace replaces writes to the function's own tensors by values, so that the plan of writes and
+        # Inductor see a pure graph.
         shapes = [like(x) for x in (*leaves, *captured)]
-        with torch.no_grad(), torch._C._DisableAutocast():  # the graph already holds the effects of both
+        with torch.no_grad(), torch._C._DisableAutocast():  # The graph already holds the effects of both modes.
             return Recorded(make_fx(functionalize(graph, remove="mutations"), decompositions)(*shapes), captured)
 
 
 @contextlib.contextmanager
 def without_log_of_shapes() -> Iterator[None]:
-    """Hide the page that torch logs about an operation with wrong shapes; the error that it raises says the same."""
+    """Return a context that hides the page that torch logs about an operation with wrong shapes.
+
+    The operation's error says the same.
+    """
     log, mine = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
     is_other = lambda record: record.thread != mine or "failed while attempting to run meta" not in str(record.msg)
     log.addFilter(is_other)
@@ -110,14 +117,14 @@ def without_log_of_shapes() -> Iterator[None]:
 
 @functools.cache
 def views_of_zeros() -> None:
-    """Make views of zeros without memory visible to staging, as all views are.
+    """Make views of zeros without memory visible to staging, as all other views are.
 
-    torch registers kernels of its own for three views of such zeros. These hide the view from the modes that stage, and
-    the result was a tensor on the device "meta".
+    torch registers kernels of its own for three views of such zeros. These kernels hide the view from the modes that
+    stage, and the result would be a tensor on the device "meta".
     """
     names = [n for n in ("view", "as_strided", "_reshape_alias") if not is_passed_by(f"aten::{n}")]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel replaces one
+        warnings.simplefilter("ignore")  # torch warns that a kernel replaces another kernel.
         for n in names:
             LIBRARY.impl(n, torch.library.fallthrough_kernel, "ZeroTensor")
 
@@ -127,7 +134,10 @@ def is_passed_by(name: str) -> bool:
 
 
 def like(x: Tensor) -> Tensor:
-    """Return a new tensor of x's form for each leaf, even if two leaves are one object: the next call may pass two."""
+    """Return a new tensor of x's form.
+
+    Each leaf gets a new tensor, even if two leaves are one object: the next call may pass two objects.
+    """
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
 
@@ -135,15 +145,18 @@ def like(x: Tensor) -> Tensor:
 
 
 class _Lift(TorchFunctionMode):
-    """Gives operations a stand-in without values for each captured tensor, so that none can be read or written."""
+    """A mode that gives operations a stand-in without values for each captured tensor.
+
+    So no operation can read or write a captured tensor.
+    """
 
     def __init__(self, call: str, fake: FakeTensorMode):
         super().__init__()
         self.call, self.fake = call, fake
         self.stand_ins: dict[
             int, tuple[Tensor, FakeTensor, object]
-        ] = {}  # by id: the tensor, its stand-in, the stand-in's grad
-        self.origins: dict[int, Tensor] = {}  # the tensor, by the id of its stand-in
+        ] = {}  # {id of a tensor: (the tensor, its stand-in, the stand-in's grad)}
+        self.origins: dict[int, Tensor] = {}  # {id of a stand-in: its tensor}
         self.refused: TypeError | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -193,31 +206,35 @@ class _Lift(TorchFunctionMode):
 
 
 def is_recording() -> bool:
-    """Whether operations are the staged function's own.
+    """Return whether the staged function itself calls the operations, and not torch within an operation.
 
-    Within an operation its mode is off, and torch makes tensors for itself. If such a tensor (a result of torch's
-    kernels for shapes, on the device "meta") were lifted, it would stay the operation's result for the whole process.
+    Within an operation the modes of staging are off, and torch makes tensors for itself. If `_Lift` lifted such a
+    tensor (a result of torch's kernels for shapes, on the device "meta"), it would stay the operation's result for the
+    whole process.
     """
     keys = torch._C._TorchDispatchModeKey
     return all(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY))
 
 
 def is_closed_over(x: object) -> bool:
-    """Whether x is a tensor with memory of its own that staging did not make."""
+    """Return whether x is a tensor with memory of its own that staging did not make."""
     if not isinstance(x, Tensor) or isinstance(x, MADE):
         return False
     return not (is_wrapped(x) or torch._is_functional_tensor(x))
 
 
 def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
-    """Turn the tensors in the graph into inputs after its others, and return them; the function's own numbers stay."""
+    """Return the captured tensors in the graph, after turning them into inputs behind the graph's other inputs.
+
+    Constants that the function's code holds stay in the graph.
+    """
     captured: dict[int, tuple[Tensor, Node]] = {}
     last = next(reversed(graph.graph.find_nodes(op="placeholder")), None)
     for node in graph.graph.find_nodes(op="get_attr"):
         value = getattr(graph, node.target)
-        origin = lift.origins.get(id(value), value)  # two stand-ins of one tensor become one input
+        origin = lift.origins.get(id(value), value)  # Two stand-ins of one tensor become one input.
         if not isinstance(value, Tensor) or (node.users and all(u.target in COPIES for u in node.users)):
-            setattr(graph, node.target, origin)  # belongs to a part of a graph that was staged before (`cut`)
+            setattr(graph, node.target, origin)  # The value belongs to a part of an earlier staged graph (`cut`).
             continue
         if id(origin) not in captured:
             with (
@@ -237,7 +254,7 @@ def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
 
 
 def is_odd(x: Tensor) -> bool:
-    """Whether x is not a plain tensor of dense memory with strides."""
+    """Return whether x is not a plain tensor of dense memory with strides."""
     return type(x) not in PLAIN or x.layout != torch.strided or x.is_nested or x.is_quantized
 
 
@@ -249,7 +266,7 @@ def refuse_odd(call: str, x: Tensor, what: str) -> None:
 
 
 def _refuse_draws(call: str, graph: Graph) -> None:
-    # a generator's state is neither in the key nor an input: every call would repeat the first call's numbers
+    # The state of a generator is neither in the key nor an input, so every call would repeat the first call's numbers.
     drawn = sorted(
         {str(n.target) for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())}
     )
@@ -259,7 +276,7 @@ def _refuse_draws(call: str, graph: Graph) -> None:
 
 
 def _refuse_writes(call: str, graph: Graph, names: Sequence[str]) -> None:
-    """Raise if the graph writes to an input. names: of the graph's inputs, in order."""
+    """Raise if the graph writes to an input. names: the names of the graph's inputs, in order."""
     written = set(written_nodes(graph))
     found = [name for name, node in zip(names, graph.find_nodes(op="placeholder"), strict=True) if node in written]
     arguments = [x for x in found if not x.endswith(", closed over")]
@@ -274,7 +291,7 @@ def _refuse_writes(call: str, graph: Graph, names: Sequence[str]) -> None:
 
 
 def written_nodes(graph: Graph) -> Iterator[Node]:
-    """Yield the nodes whose memory an operation writes to, also through views."""
+    """Yield the nodes to whose memory an operation writes, directly or through views."""
     bases: dict[Node, set[Node]] = {}
     for node in graph.nodes:
         bases[node] = {node}

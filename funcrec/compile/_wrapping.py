@@ -1,9 +1,9 @@
-"""Integers in compiled code wrap as torch's do: i64 modulo 2⁶⁴, u8 modulo 2⁸.
+"""Make integers in compiled code wrap as torch's integers do: i64 modulo 2⁶⁴, u8 modulo 2⁸.
 
     compiled(x * y) = x · y mod 2ᵇ, for every integer dtype of b bits
 
 Inductor computes functions of `arange` as expressions of unbounded integers. C++ leaves an overflow of signed integers
-undefined: g++ then drops a loop's end, and the loop writes past its arrays.
+undefined: g++ then drops the end of a loop, and the loop writes past its arrays.
 Upstream: https://github.com/pytorch/pytorch/pull/191132, which does not cover expressions and vectors.
 """
 
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 LARGEST_SIZE = 1 << 48  # bound on a tensor's elements: x86-64 and aarch64 address 2⁴⁸ bytes
-DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # bits of exact integers
+DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # {dtype: bits of exact integers}
 WRAP = "fwrapv"
 QUOTIENTS = {"floordiv", "mod", "remainder"}
 ENDS = {"maximum", "minimum"}  # torch 2.13 cannot simplify an index with them: "vr must not be None for symbol q0"
-OF_SIGNED_ZEROS = {"neg", "mul"}  # on floats they may give -0, which no integer expression holds
+OF_SIGNED_ZEROS = {"neg", "mul"}  # operations on floats that may give -0, which no integer expression holds
 
 
 def wrapping() -> list[tuple[Any, str, Callable]]:
-    """Return (owner, name, make) for Inductor's functions f: make(f), put in their place, makes its integers wrap."""
+    """Return (owner, name, make) for functions f of Inductor. With make(f) in place of each f, integers wrap."""
     from torch._inductor import cpp_builder
     from torch._inductor.bounds import BoundVars
     from torch._inductor.codegen.cpp import CppOverrides, CppScheduling, CppVecKernel
@@ -31,7 +31,7 @@ def wrapping() -> list[tuple[Any, str, Callable]]:
     return [
         (cpp_builder, "_get_optimization_cflags", with_flags),
         (IndexPropagation, "propagate_sympy", within_dtype),
-        # Ranges of computed indices hold for unbounded integers only. Without ranges, no check of an index is dropped.
+        # Ranges of computed indices hold for unbounded integers only. Without ranges, Inductor keeps all index checks.
         (BoundVars, "get_bounds", lambda get_bounds: lambda loop: {}),
         (CppVecKernel, "arange", with_wide_steps),
         (CppScheduling, "try_loop_split", of_whole_parts),
@@ -46,7 +46,7 @@ def wrapping() -> list[tuple[Any, str, Callable]]:
 
 
 def with_flags(cflags: Callable) -> Callable:
-    """Return the compiler's flags, with signed overflow defined and no instructions above the requested capability."""
+    """Return a `cflags` whose flags define signed overflow, and allow no instructions above the wanted capability."""
 
     def flags(*args: Any, **kwargs: Any) -> tuple[list[str], list[str]]:
         own, links = cflags(*args, **kwargs)
@@ -58,8 +58,8 @@ def with_flags(cflags: Callable) -> Callable:
 def narrower() -> list[str]:
     """Return flags that keep 512-bit registers out of loops with shorter vectors.
 
-    g++ 12 gets AVX2's blends of i64 wrong if it may use AVX-512: that is, with `-march=native` on such a processor and
-    ATEN_CPU_CAPABILITY=avx2. `torch.where(v >= 0, v, 12)` was 12 in every full vector.
+    g++ 12 gets AVX2's blends of i64 wrong if it may use AVX-512. This happens with `-march=native` on a processor with
+    AVX-512 and ATEN_CPU_CAPABILITY=avx2. Without the flags, `torch.where(v >= 0, v, 12)` is 12 in every full vector.
     """
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -73,7 +73,10 @@ def narrower() -> list[str]:
 
 
 def within_dtype(propagate: Callable) -> Callable:
-    """Keep expressions of a loop's counters only if no value leaves its dtype; compute others as they are written."""
+    """Return a `propagate` that keeps an expression of a loop's counters only if no value leaves its dtype.
+
+    The code computes any other expression step by step.
+    """
 
     def propagated(self: Any, name: str, args: Any, kwargs: Any) -> Any:
         found = propagate(self, name, args, kwargs)
@@ -88,9 +91,9 @@ def within_dtype(propagate: Callable) -> Callable:
 
 
 def is_exact(value: Any, loop: Any) -> bool:
-    """Whether the value's dtype holds every value that its expression takes in the loop."""
+    """Return whether the dtype of `value` holds every number that its expression takes in the loop."""
     expr, dtype = value.expr, value.dtype
-    if value.is_constant():  # constant integers are wrapped already
+    if value.is_constant():  # A constant integer has wrapped already.
         return not dtype.is_floating_point or torch.tensor(float(expr), dtype=dtype).item() == float(expr)
     if dtype.is_floating_point:
         least, most = -(1 << DIGITS.get(dtype, 0)), 1 << DIGITS.get(dtype, 0)
@@ -103,7 +106,7 @@ def is_exact(value: Any, loop: Any) -> bool:
 
 
 def is_quotient(over: Any, under: Any, loop: Any) -> bool:
-    """Whether Inductor's rules for quotients hold: a dividend >= 0, and a constant divisor > 0."""
+    """Return whether Inductor's rules for quotients hold: a dividend >= 0, and a constant divisor > 0."""
     import sympy
 
     over, under = sympy.sympify(over), sympy.sympify(under)
@@ -126,10 +129,11 @@ def bounds(expr: Any, loop: Any) -> Any:
 
 
 def with_wide_steps(arange: Callable) -> Callable:
-    """Compute a vector of a counter's values with a step in i64; narrow dtypes are converted from i64.
+    """Return an `arange` that computes a vector of a counter's values with a step in i64.
 
-    In C++ a literal below 2³¹ is an int, and seven times it wraps at 32 bits. A vector of i8 has more lanes than the
-    loop has steps: `torch.arange(31).to(torch.int8).amax()` was 47.
+    Narrow dtypes are converted from i64. In C++ a literal below 2³¹ is an int, and seven times such a literal wraps at
+    32 bits. A vector of i8 has more lanes than the loop has steps: Inductor's `torch.arange(31).to(torch.int8).amax()`
+    is 47.
     """
 
     def counted(kernel: Any, index: Any, stride: Any) -> Any:
@@ -145,12 +149,18 @@ def with_wide_steps(arange: Callable) -> Callable:
 
 
 def in_own_type(op: Callable) -> Callable:
-    """Compute a scalar's operation in its operand's type, as torch does; C++ computes i16 and i8 as ints."""
+    """Return an `op` that computes a scalar's operation in the operand's type, as torch does.
+
+    C++ computes i16 and i8 as ints.
+    """
     return lambda x, *rest: f"decltype({x})({op(x, *rest)})"
 
 
 def of_whole_parts(split: Callable) -> Callable:
-    """Split loops over `x // n` into n steps only if n divides the loop's size: a rest would never be written."""
+    """Return a `split` that splits loops over `x // n` into n steps only if n divides the loop's size.
+
+    Otherwise the loop would never write the rest.
+    """
 
     def instead(self: Any, nodes: list) -> list:
         from torch._inductor.virtualized import V
@@ -168,7 +178,10 @@ def of_whole_parts(split: Callable) -> Callable:
 
 
 def with_index_vectors(store: Callable) -> Callable:
-    """Store vectors. If several threads add to one place, give each lane its index, as Inductor asserts."""
+    """Return a `store` of vectors that gives each lane an index if several threads add to one place.
+
+    Inductor asserts these indices.
+    """
 
     def instead(kernel: Any, name: str, index: Any, value: Any, mode: Any = None) -> Any:
         from torch._inductor.ops_handler import WrapperHandler
@@ -191,10 +204,10 @@ def with_index_vectors(store: Callable) -> Callable:
 
 
 def within_memory(load: Callable) -> Callable:
-    """Load lane by lane a masked vector of a loop's rest, and a masked vector of bools.
+    """Return a `load` that loads masked vectors lane by lane, if they are the rest of a loop or vectors of bools.
 
-    Inductor would load the lanes after the rest, and bools regardless of the mask; these may lie outside the tensor's
-    memory.
+    Inductor would load the lanes after the rest, and bools regardless of the mask. These lanes may lie outside the
+    tensor's memory.
     """
 
     def loaded(self: Any, name: str, index: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Rows that are written into the memory of donated inputs, after the compiled function has run.
+"""Write rows into the memory of donated inputs, after the compiled function has run.
 
     output = index_put(leaf, rows, values)   becomes   the compiled function returns (rows, values); leaf[rows] = values
     outputs = fused_update(leaves, x)        becomes   the compiled function returns x; fused_update_(leaves, x)
 
 The compiled function itself writes to nothing. The writes come after it, when all readers of the old values have run.
 (Inside the function, torch 2.13's Inductor reorders reads and writes of one buffer in half a dozen ways.) Other outputs
-have memory of their own, and the memory of their donated predecessors is freed.
+have memory of their own, and the call frees the memory of the donated leaves that they replace.
 """
 
 import operator
@@ -28,7 +28,7 @@ RESHAPES = {  # views that keep the order of the elements
 
 
 class Slot(NamedTuple):
-    """A tensor that a write needs: a result of the compiled function, or a leaf of its arguments, viewed in a shape."""
+    """A tensor that a write needs, viewed in a shape: a result of the compiled function, or a leaf of the arguments."""
 
     is_result: bool
     number: int
@@ -45,8 +45,8 @@ class Write(NamedTuple):
 class Plan(NamedTuple):
     """The use of a staged graph's results.
 
-    writes: in order. written: the leaves that the writes change. kept: {output: the donated leaf that it becomes}.
-    whole: {output: the result that it is}.
+    writes: the writes, in order. written: the leaves that the writes change. kept: {output: the donated leaf in whose
+    memory the output lies}. whole: {output: the number of the result that it equals}.
     """
 
     writes: list[Write]
@@ -56,11 +56,13 @@ class Plan(NamedTuple):
 
 
 def plan_writes(graph: GraphModule, outputs: Sequence[int], inputs: dict[int, Node], donated: Iterable[int]) -> Plan:
-    """Make the graph return what writes need, for each output that only replaces rows of a donated leaf.
+    """Return the plan of writes for a graph, and make the graph return what the writes need.
+
+    There is a write for each output that only replaces rows of a donated leaf.
 
     Args:
       outputs: the numbers of the graph's outputs, in order.
-      inputs: {number of the leaf: its placeholder}. donated: numbers of leaves.
+      inputs: {number of a leaf: its placeholder}. donated: numbers of leaves.
     """
     end = next(iter(graph.graph.find_nodes(op="output")))
     sources = dict(zip(outputs, end.args[0], strict=True))
@@ -92,7 +94,7 @@ def plan_writes(graph: GraphModule, outputs: Sequence[int], inputs: dict[int, No
         call, count = (PUT_, 1) if node.target is PUT else twin(node.target)
         rest = (*node.args[count:], *node.kwargs.values())
         writes.append(Write(call, (*map_arg(node.args[:count], written), *map_arg(rest, read))))
-    end.args = (results,)  # now the graph has no reader of the operations that write in place
+    end.args = (results,)  # Now no node reads the operations that write in place.
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return Plan(writes, changed, {j: numbers[way.leaf] for j, way in ways.items()}, whole)
@@ -106,16 +108,19 @@ class Way(NamedTuple):
 
 
 def in_place_ways(sources: dict[int, Node], leaves: set[Node]) -> dict[int, Way]:
-    """Return the outputs that are donated leaves with rows replaced, if nothing else reads the written values."""
+    """Return {output: its way} for each output that is a donated leaf with replaced rows.
+
+    Nothing else may read the written values.
+    """
     ways: dict[int, Way] = {}
     given = list(sources.values())
     for j, source in sources.items():
         leaf, nodes = trace_back(source)
-        # a leaf that is returned or written twice cannot hold both values
+        # A leaf that two outputs return, or two writes change, cannot hold both values.
         wanted = leaf in leaves and (not nodes or any(map(_replaced, nodes))) and given.count(source) == 1
         if wanted and _same_form(source, leaf) and all(way.leaf is not leaf for way in ways.values()):
             ways[j] = Way(leaf, nodes)
-    while True:  # an operation runs in place only if all of its writes do
+    while True:  # An operation runs in place only if all of its writes are in place.
         on_way = {n for way in ways.values() for n in way.nodes}
         ends = {sources[j] for j in ways}
         good = {n for n in on_way if _is_private(n, on_way, ends) and _owns(n, on_way, ways, leaves)}
@@ -126,7 +131,7 @@ def in_place_ways(sources: dict[int, Node], leaves: set[Node]) -> dict[int, Way]
 
 
 def trace_back(node: Node) -> tuple[Node, tuple[Node, ...]]:
-    """Return the leaf that `node` is with rows replaced, and the operations in between, from the last to the first."""
+    """Return the leaf of which `node` replaces rows, and the operations in between, from the last to the first."""
     way: list[Node] = []
     while node.op == "call_function":
         if node.target is operator.getitem and _replaced(node.args[0]):
@@ -141,10 +146,10 @@ def trace_back(node: Node) -> tuple[Node, tuple[Node, ...]]:
 
 
 def _owns(node: Node, on_way: set[Node], ways: dict[int, Way], leaves: set[Node]) -> bool:
-    """Whether the node writes only to donated leaves, and only this node's paths return them."""
+    """Return whether the node writes only to donated leaves, and only paths over this node return those leaves."""
     way_of = {way.leaf: way for way in ways.values()}
-    # An operation on several tables writes to all of them in place, or to none. A leaf that no output keeps is gone
-    # with the call, and may be overwritten, unless another such operation writes to it, too.
+    # An operation on several tables writes to all of them in place, or to none. A leaf that no output keeps ends with
+    # the call. So an operation may overwrite it, unless another such operation writes to that leaf, too.
     for leaf in (trace_back(x)[0] for x in _replaced(node)):
         if leaf not in leaves or (leaf in way_of and node not in way_of[leaf].nodes):
             return False
@@ -154,17 +159,17 @@ def _owns(node: Node, on_way: set[Node], ways: dict[int, Way], leaves: set[Node]
 
 
 def _is_private(node: Node, on_way: set[Node], ends: set[Node]) -> bool:
-    """Whether only the next node on its path, or the output, sees this node."""
+    """Return whether only the next node on its path, or the output, reads this node."""
     users = [u for u in node.users if u.op != "output"]
-    if isinstance(node.meta["val"], (list, tuple)):  # for several tables: a getitem reads each
+    if isinstance(node.meta["val"], (list, tuple)):  # An operation on several tables: a getitem reads each table.
         return all(u in on_way or not u.users for u in users)
-    if node in ends:  # another reader inside the graph would need a value that is written after the graph
+    if node in ends:  # Another reader inside the graph would need a value that is written after the graph.
         return not users
     return len(users) == len(node.users) == 1 and users[0] in on_way and _passes_on(node, users[0])
 
 
 def _passes_on(node: Node, user: Node) -> bool:
-    """Whether the user writes to the node or reshapes it, and does not read it otherwise."""
+    """Return whether the user writes to the node or reshapes it, and does not read it otherwise."""
     if user.target in RESHAPES:
         return True
     return node in _replaced(user) and _times(user, node) == 1
@@ -197,7 +202,7 @@ def _same_form(source: Node, leaf: Node) -> bool:
 
 
 def leaves_read(plan: Plan) -> set[int]:
-    """Return the leaves that the writes read; rows that a write overwrites without reading them do not count."""
+    """Return the leaves that the writes read. A leaf whose rows a write only overwrites does not count."""
 
     def places(x: object) -> set[int]:
         if isinstance(x, (list, tuple)) and not isinstance(x, Slot):
@@ -208,9 +213,9 @@ def leaves_read(plan: Plan) -> set[int]:
 
 
 def writes_over(write: Write) -> bool:
-    """Whether a write puts rows into its first argument without reading the old ones.
+    """Return whether a write puts rows into its first argument without reading the old rows.
 
-    Sums read them. Updates read them, too; their first arguments are lists of all tables and all slots.
+    A sum reads the old rows. So does an update, whose first arguments are lists of all tables and all slots.
     """
     is_sum = write.call is PUT_ and len(write.arguments) > 3 and write.arguments[3]
     return isinstance(write.arguments[0], Slot) and not is_sum
@@ -246,12 +251,12 @@ def prepare_writes(plan: Plan, num_leaves: int) -> Callable[[list, list], None]:
 def shared_results(
     results: Sequence[Tensor], returned: set[int], arguments: Sequence[Tensor], donated: Sequence[Tensor]
 ) -> set[int]:
-    """Return the results to copy, because a write of this call, or of the next one that takes a result, changes them.
+    """Return the results to copy, because a write of this call, or of the next call that takes a result, changes them.
 
     Returned results must have memory of their own. Results that writes read must not share a donated argument's memory.
     """
-    # A result in an argument's memory would change when the argument's owner writes to it. A result in a donated leaf
-    # would change with this call's own writes.
+    # A result in an argument's memory would change when the argument's owner writes to that memory. A result in a
+    # donated leaf would change with the writes of this call.
     memory, taken = {_memory(x) for x in arguments}, {_memory(x) for x in donated}
     shared = set()
     for k, x in enumerate(results):
@@ -263,5 +268,5 @@ def shared_results(
 
 
 def _memory(x: Tensor) -> object:
-    """Return what identifies a memory: its address, or the tensor itself if it has none."""
+    """Return a key that identifies a tensor's memory: the address, or the tensor's id if there is no memory."""
     return x.untyped_storage().data_ptr() or id(x)

@@ -1,1 +1,1 @@
-"""From a staged graph to a program: Inductor, one library per program, oneDNN, products, exchanges."""
+"""Make a program from a staged graph: Inductor, one library per program, oneDNN, products, exchanges."""

@@ -1,6 +1,6 @@
-"""Operators that torch 2.13's Inductor gets wrong; each is replaced by other operators before a graph is compiled.
+"""Replacements of the operators that torch 2.13's Inductor compiles to wrong code. Staging puts them into the graph.
 
-compiled(op(x)) = op(x) in eager mode: its values, its dtype, its rounding
+compiled(op(x)) = op(x) in eager mode: the same values, dtype and rounding
 """
 
 from collections.abc import Callable
@@ -12,9 +12,10 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 
 def add_with_product(x: torch.Tensor, y: Any, *, alpha: Any = 1) -> torch.Tensor:
-    """Compute x + alpha · y without `alpha`, which Inductor drops if y is a matrix product (both become addmm).
+    """Return x + alpha · y without the argument `alpha`.
 
-    As in eager mode both are promoted first, and 16 bits are computed in 32.
+    Inductor drops `alpha` if y is a matrix product (sum and product become addmm). As in eager mode, x and y are
+    promoted first, and the function computes 16-bit floats in 32 bits.
     """
     if alpha == 1:
         return NotImplemented
@@ -25,17 +26,20 @@ def add_with_product(x: torch.Tensor, y: Any, *, alpha: Any = 1) -> torch.Tensor
 
 
 def zeros_with_memory(size, *, dtype=None, layout=None, device=None, pin_memory=None):
-    """Make zeros in place of a tensor without memory; forward derivatives make such, and loops would read address 0."""
+    """Return zeros with memory, in place of zeros without memory.
+
+    Forward derivatives make zeros without memory, for which loops would read address 0.
+    """
     return aten.zeros.default(size, dtype=dtype, layout=layout, device=device, pin_memory=pin_memory)
 
 
 def assertion(condition: torch.Tensor) -> None:
-    """Give an assertion a message: Inductor drops one without."""
+    """Assert the condition with a message, because Inductor drops an assertion without a message."""
     aten._assert_async.msg(condition, "Expected Tensor with single nonzero value, but got zero")
 
 
 def power(x: torch.Tensor, exponent: Any) -> Any:
-    """Raise for integers to a negative power, as eager mode does."""
+    """Raise RuntimeError for integers to a negative power, as eager mode does."""
     is_whole = not (x.is_floating_point() or x.is_complex()) and isinstance(exponent, int)
     if is_whole and exponent < 0:
         raise RuntimeError("Integers to negative integer powers are not allowed.")
@@ -43,7 +47,10 @@ def power(x: torch.Tensor, exponent: Any) -> Any:
 
 
 def power_of_number(base: Any, exponent: torch.Tensor) -> torch.Tensor:
-    """Compute a number to the power of integers. Inductor expects wrong strides if the exponent is transposed."""
+    """Return a number to the power of integers.
+
+    Inductor expects wrong strides if the exponent is transposed.
+    """
     dtype = torch.result_type(base, exponent)
     if exponent.is_floating_point() or exponent.is_complex():
         return NotImplemented
@@ -51,25 +58,27 @@ def power_of_number(base: Any, exponent: torch.Tensor) -> torch.Tensor:
 
 
 def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """Compute x · 2^exponent as eager mode does: add an int32 to the exponent of a float, and round once.
+    """Return x · 2^exponent. As in eager mode, it adds an int32 to the exponent of a float, and rounds once.
 
-    Inductor returns x's dtype even if the exponent's is wider, and an infinite result if only the power is infinite.
+    Inductor returns x's dtype even if the exponent's dtype is wider. It returns an infinite result if only the power is
+    infinite.
     """
     if exponent.is_floating_point() or not x.is_floating_point():
         dtype = x.dtype if x.is_floating_point() else torch.float32
         return x * torch.pow(torch.full((), 2.0, dtype=dtype, device=x.device), exponent)
     rest, y = exponent.to(torch.int32).to(torch.int64), x.to(torch.float64)
-    for _ in range(3):  # the least and the greatest number are 2098 powers of two apart
+    for _ in range(3):  # The least and the greatest number are 2098 powers of two apart.
         part = rest.clamp(-1000, 1000)
         y, rest = y * ((part + 1023) << 52).view(torch.float64), rest - part
     return y.to(x.dtype)
 
 
 def in_more_bits(op: Callable) -> Callable:
-    """Reduce 8-bit integers in 64 bits.
+    """Return a replacement of a reduction, which reduces 8-bit integers in 64 bits.
 
-    A vector of 8-bit integers has more lanes than a loop's rest has elements, and Inductor also reduces the others.
-    Bools are also widened: their argmin gave wrong places, and masks of vectors of two sizes do not compile.
+    A vector of 8-bit integers has more lanes than the rest of a loop has elements, and Inductor also reduces the other
+    lanes. The replacement also widens bools: argmin of bools gives wrong places, and masks of vectors of two sizes do
+    not compile.
     """
 
     def reduced(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -89,16 +98,17 @@ def in_more_bits(op: Callable) -> Callable:
 
 
 def is_known(condition: Any) -> bool:
-    """Whether a condition on sizes holds for all sizes that a package leaves open."""
+    """Return whether a condition on sizes holds for all sizes that a package leaves open."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
 
 
 def vectors_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Compute x[B, N, K] @ y[B, K, P] with N = 1 or P = 1, which Inductor writes for a CPU as products and their sum.
+    """Return x[B, N, K] @ y[B, K, P] for N = 1 or P = 1.
 
-    Its integers came out as int64, and for 16-bit floats it rounded each product.
+    For a CPU, Inductor writes this as products and their sum. Then integers come out as int64, and each product of
+    16-bit floats is rounded.
     """
     is_vector = is_known(x.shape[1] == 1) or is_known(y.shape[2] == 1)
     if not is_vector or x.device.type != "cpu" or x.dtype in (torch.float32, torch.float64) or x.is_complex():
@@ -108,25 +118,31 @@ def vectors_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def floored(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Compute ⌊x / y⌋ as eager mode does, by the remainder: x / y may have been rounded to the next whole number."""
+    """Return ⌊x / y⌋, computed from the remainder, as in eager mode.
+
+    The quotient x / y itself may be rounded up to the next whole number.
+    """
     exact, rest = x / y, torch.fmod(x, y)
     quotient = (x - rest) / y
     quotient = torch.where((rest != 0) & ((rest < 0) != (y < 0)), quotient - 1, quotient)
     whole = quotient.floor()
     whole = torch.where(quotient - whole > 0.5, whole + 1, whole)
     whole = torch.where(quotient != 0, whole, torch.copysign(torch.zeros_like(whole), exact))
-    is_too_large = exact.isinf() & x.isfinite()  # there vectors have no remainder
+    is_too_large = exact.isinf() & x.isfinite()  # Vectors compute no remainder of such quotients.
     return torch.where((y == 0) | is_too_large, exact, whole)
 
 
 def remainder(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Compute x mod y with the sign of y; Inductor would write it as x - ⌊x / y⌋ y."""
+    """Return x mod y with the sign of y, which Inductor would write as x - ⌊x / y⌋ y."""
     rest = torch.fmod(x, y)
     return torch.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
 
 
 def rounded_once(fn: Callable) -> Callable:
-    """Replace an operator on floats by fn, with 16 bits computed in 32: Inductor's own form rounds after each step."""
+    """Return a replacement of an operator on floats, which computes fn, and 16-bit floats in 32 bits.
+
+    Inductor's own form rounds after each step.
+    """
 
     def instead(x: Any, y: Any, *rest: Any, rounding_mode: str = "floor") -> Any:
         dtype = torch.result_type(x, y)
@@ -144,7 +160,10 @@ def rounded_once(fn: Callable) -> Callable:
 
 
 def moments(spread: Callable) -> Callable:
-    """Make the mean of no elements NaN, as their variance or deviation is; Inductor's mean is 0."""
+    """Return a replacement of var_mean or std_mean, whose mean of no elements is NaN, as the variance is.
+
+    Inductor's mean of no elements is 0.
+    """
 
     def instead(x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
         over = [d % x.dim() for d in dim] if dim else range(x.dim())
@@ -156,8 +175,11 @@ def moments(spread: Callable) -> Callable:
 
 
 def of_bools(fn: Callable) -> Callable:
-    """Compare two bools by their bits. Inductor compares masks of vectors, whose types differ if the bools come from
-    values of two sizes; then the code does not compile."""
+    """Return a replacement of a comparison, which compares two bools by their bits.
+
+    Inductor compares masks of vectors. Their types differ if the bools come from values of two sizes, and then the code
+    does not compile.
+    """
 
     def compared(x: torch.Tensor, y: Any) -> Any:
         if x.dtype != torch.bool or (y.dtype if isinstance(y, torch.Tensor) else type(y)) not in (torch.bool, bool):
@@ -168,9 +190,9 @@ def of_bools(fn: Callable) -> Callable:
 
 
 def whole_linspace(start, end, steps, *, dtype=None, layout=None, device=None, pin_memory=None):
-    """Make whole numbers between two numbers a constant.
+    """Return whole numbers between two numbers as a constant.
 
-    Eager mode rounds product and sum once if the processor fuses them, and then truncates to a whole number.
+    Eager mode rounds product and sum once if the processor fuses both, and then truncates to a whole number.
     """
     is_whole = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
     if not is_whole or not isinstance(steps, int) or (device is not None and torch.device(device).type != "cpu"):
@@ -180,7 +202,7 @@ def whole_linspace(start, end, steps, *, dtype=None, layout=None, device=None, p
 
 
 def taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Take elements of x, flattened, by their places; a place that is a 0-dimensional tensor stays on its device."""
+    """Return the elements of x at places in the flattened x. A 0-dimensional `index` stays on its device."""
     return aten.index.Tensor(x.reshape(-1), [index])
 
 

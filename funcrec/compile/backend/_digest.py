@@ -1,4 +1,4 @@
-"""One name for everything that a graph's code depends on: graphs with one name have the same code, in any process.
+"""Compute a name from everything that a graph's code depends on. Graphs with one name have equal code in any process.
 
 digest(graph, arguments, options) = hash(operations, forms, options, surroundings, torch, funcrec, processor)
 """
@@ -21,17 +21,19 @@ from torch.fx.node import map_arg
 
 from funcrec.compile._ambient import SEEN
 
-KNOWN = {"aten", "prims", "_c10d_functional"}  # namespaces whose operators are lowered in one way per version
+KNOWN = {"aten", "prims", "_c10d_functional"}  # namespaces whose operators each version of torch lowers in one way
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 CONFIGS = ("torch._inductor.config", "torch._functorch.config", "torch._dynamo.config")
-# prefixes of variables that torch and compilers read; PLACES are paths, which do not change the code
+# VARIABLES are prefixes of variables that torch and compilers read. PLACES are paths, which do not change the code.
 VARIABLES = ("TORCH", "ATEN_", "PYTORCH_", "CXX", "CPATH", "CPLUS_", "C_INCLUDE", "CFLAGS", "CPPFLAGS", "GCC_")
 PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCHELASTIC_")
 
 
 def digest(graph: GraphModule, arguments: Sequence[Tensor], options: dict[str, Any]) -> str | None:
-    """Return the name, or None if a value without a name may change the code: other libraries' operators, passes and
-    lowerings."""
+    """Return the name of a graph's code, or None if a value without a name may change the code.
+
+    Such values are operators, passes and lowerings of other libraries.
+    """
     try:
         parts = [*operations(graph), *map(form, arguments), *surroundings(), *map(setting, sorted(options.items()))]
     except Unnamed:
@@ -40,16 +42,16 @@ def digest(graph: GraphModule, arguments: Sequence[Tensor], options: dict[str, A
 
 
 class Unnamed(Exception):
-    """A value is not determined by its text."""
+    """Raised for a value that its text does not determine."""
 
 
 def named(x: Any) -> Any:
-    """Return x with dicts sorted; raise if its text does not determine it."""
+    """Return x with sorted dicts. Raise Unnamed if the text of x does not determine x."""
     if isinstance(x, (tuple, list)):
         return [named(y) for y in x]
     if isinstance(x, dict):
         return {named(k): named(v) for k, v in sorted(x.items())}
-    if type(x) not in PLAIN or (isinstance(x, torch.device) and x.type != "cpu"):  # other devices' code is not kept
+    if type(x) not in PLAIN or (isinstance(x, torch.device) and x.type != "cpu"):  # funcrec keeps code for a CPU only
         raise Unnamed
     return x
 
@@ -61,7 +63,7 @@ def form(x: Tensor) -> str:
 
 
 def operations(graph: GraphModule) -> Iterator[str]:
-    """Yield the text of each node, which names other nodes by number."""
+    """Yield the text of each node. The text refers to other nodes by number."""
     number: dict[Node, int] = {}
     for node in graph.graph.nodes:
         number[node] = len(number)
@@ -81,7 +83,10 @@ def target(node: Node) -> str:
 
 
 def surroundings() -> Iterator[str]:
-    """Yield torch's settings and variables that change the code; meshes are left out, because the graph shows them."""
+    """Yield the texts of torch's settings and of the variables that change the code.
+
+    They leave out meshes, because the graph shows the mesh.
+    """
     yield from (f"{name} {x}" for name, x in ((n, read()) for n, read in SEEN.items()) if isinstance(x, PLAIN))
     for module in CONFIGS:
         yield from map(setting, changed(sys.modules.get(module)))
@@ -91,15 +96,18 @@ def surroundings() -> Iterator[str]:
 
 
 def changed(config: Any) -> list[tuple[str, Any]]:
-    """Return the settings that differ from torch's defaults; a module that is not imported has none."""
+    """Return the settings of a module that differ from torch's defaults.
+
+    A module that is not imported has no such settings.
+    """
     entries = {} if config is None else config._config
     now = {name: getattr(config, name) for name in sorted(entries) if not config._is_default(name)}
-    # for torch, a setting that was changed and restored is not "default"
+    # torch does not count a setting as default after a change back to its default value.
     return [(name, x) for name, x in now.items() if x != entries[name].default]
 
 
 def setting(item: tuple[str, Any]) -> str:
-    """Return the text of a setting. funcrec's functions are known by name, since the digest covers its sources."""
+    """Return the text of a setting. For a function of funcrec it is a name, since the digest covers the sources."""
     name, value = item
     own = [x for x in (value if isinstance(value, list) else [value]) if callable(x)]
     if any(not getattr(x, "__module__", "").startswith("funcrec.") or "<" in x.__qualname__ for x in own):
@@ -109,7 +117,7 @@ def setting(item: tuple[str, Any]) -> str:
 
 @functools.cache
 def system() -> tuple[str, ...]:
-    """Return torch's and Python's versions, the processor, and a digest of funcrec's sources that make code."""
+    """Return the versions of torch and Python, the processor, and a digest of the sources of funcrec that make code."""
     import funcrec.kernels
 
     text = hashlib.sha256()
@@ -122,7 +130,7 @@ def system() -> tuple[str, ...]:
 
 
 def processor() -> str:
-    """Return what a compiler sees of the processor."""
+    """Return a text with the facts about the processor that a compiler can see."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

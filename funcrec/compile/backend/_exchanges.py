@@ -1,9 +1,9 @@
-"""Cheaper exchanges in a staged graph: each of two ranks sends only the other's block, and ranks compute meanwhile.
+"""Make exchanges in a staged graph cheaper: two ranks send each other one block, and compute while the blocks travel.
 
     wait(swap(x))[own]  →  x[own]
 
-The bits are those of the unchanged graph.
-Shapes: n ranks in a group; a swap's operand is [n, ...], a block for each rank.
+The graph computes the same bits as before.
+Shapes: n ranks in a group; the operand of a swap is [n, ...], a block for each rank.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def smaller_exchanges(graph: GraphModule) -> None:
-    """Make the exchanges of a graph smaller, in place; every rank's graph changes in the same way."""
+    """Change the exchanges of a graph in place to smaller exchanges. The graphs of all ranks change in the same way."""
     if not any(True for _ in swaps_of(graph.graph)):
         return
     keep_own_blocks(graph.graph)
@@ -28,7 +28,7 @@ def smaller_exchanges(graph: GraphModule) -> None:
 
 
 def swaps_of(graph: Graph) -> Iterator[Node]:
-    """Yield the awaits of exchanges that give each rank one block of equal size."""
+    """Yield the awaits of those exchanges in which each rank gets one block of equal size from every rank."""
     for node in graph.nodes:
         if node.target is AWAIT and node.args[0].target is SWAP:
             sent, *splits, group = node.args[0].args
@@ -38,7 +38,7 @@ def swaps_of(graph: Graph) -> Iterator[Node]:
 
 
 def _call(graph: Graph, target, *args, **kwargs) -> Node:
-    """Add a node, and compute the form of its value from those of its arguments."""
+    """Return a new node of the graph, with the form of its value computed from the forms of its arguments."""
     node = graph.call_function(target, args, kwargs)
     with next(n.meta["val"].fake_mode for n in graph.nodes if hasattr(n.meta.get("val"), "fake_mode")):
         node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)
@@ -46,7 +46,10 @@ def _call(graph: Graph, target, *args, **kwargs) -> Node:
 
 
 def _whole(graph: Graph, x: Node) -> Node:
-    """Return the value as contiguous memory, as an exchange returns it and its readers may need it."""
+    """Return a node with x's value in contiguous memory.
+
+    An exchange returns contiguous memory, and readers of the result may need it.
+    """
     if x.meta["val"].is_contiguous():
         return x
     return _call(graph, aten.clone.default, x, memory_format=torch.contiguous_format)
@@ -56,13 +59,16 @@ def _whole(graph: Graph, x: Node) -> Node:
 
 
 def keep_own_blocks(graph: Graph) -> None:
-    """Take the block that stays on a rank from the operand, if an exchange of two ranks is only read block by block."""
+    """Change exchanges of two ranks so that the block that stays on a rank comes from the operand.
+
+    This changes only exchanges whose readers each read one block.
+    """
     for wait in list(swaps_of(graph)):
         swap = wait.args[0]
         x, *_, group = swap.args
         own, reads = _resolve_process_group(group).rank(), list(block_reads(wait))
         if x.meta["val"].shape[0] != 2 or None in reads or {block for _, block in reads} != {0, 1}:
-            continue  # if a block were not read, the exchange would be dead code on the rank that has the other block
+            continue  # With an unread block, the exchange would be dead code on the rank that has the other block.
         splits = [int(r != own) for r in range(2)]
         with graph.inserting_before(swap):
             sent, kept = _blocks(graph, x, own)
@@ -73,7 +79,7 @@ def keep_own_blocks(graph: Graph) -> None:
 
 
 def block_reads(node: Node) -> Iterator[tuple[Node, int] | None]:
-    """Yield (reader, block) for each use of two ranks' result; None for a use of more than a single block."""
+    """Yield (reader, block) for each use of the result of two ranks, or None for a use of more than one block."""
     for user in node.users:
         if user.target is aten.permute.default and user.args[1] == list(range(len(user.args[1]))):
             yield from block_reads(user)
@@ -86,7 +92,10 @@ def block_reads(node: Node) -> Iterator[tuple[Node, int] | None]:
 
 
 def _blocks(graph: Graph, x: Node, own: int) -> tuple[Node, Node]:
-    """Return the block to send, [1, ...], and the block that stays, [...]; if all blocks are one value, that value."""
+    """Return the block to send, [1, ...], and the block that stays, [...].
+
+    If an `expand` made all blocks from one value, both are that value.
+    """
     source = x.args[0] if x.target is aten.clone.default else None
     if source is not None and source.target is aten.expand.default and _is_repeated(source):
         kept = _whole(graph, source.args[0])
@@ -102,17 +111,18 @@ def _is_repeated(expand: Node) -> bool:
 
 
 def fill_waits(steps: list) -> list:
-    """Order the steps of the generated code so that a rank computes while values travel.
+    """Return the steps of the generated code in an order in which a rank computes while values travel.
 
-    Before an exchange come only the steps that it needs, and while it is under way the steps that the next one needs.
-    steps: Inductor's, each after its needs; this is a pass of `reorder_for_compute_comm_overlap_passes`.
+    Before an exchange come only the steps that the exchange needs. While an exchange is under way, the steps run that
+    the next exchange needs. steps: Inductor's steps, each after the steps that it needs. Inductor calls this function
+    as a pass of `reorder_for_compute_comm_overlap_passes`.
     """
     from torch._inductor.utils import contains_collective, contains_wait
 
     maker = {name: s for s in steps for name in s.get_buffer_names()}
     needs = {s: {maker[d.name] for d in s.unmet_dependencies if d.name in maker} - {s} for s in steps}
     done: dict = {}
-    exchanges = sorted(filter(contains_collective, steps), key=lambda s: s.min_order)  # as staged: alike on all ranks
+    exchanges = sorted(filter(contains_collective, steps), key=lambda s: s.min_order)  # the same on all ranks
     for goal in (*exchanges, None):
         wanted = all_needs(goal, needs) if goal else set(steps)
         left = [s for s in steps if s in wanted and s not in done]

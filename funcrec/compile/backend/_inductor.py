@@ -1,4 +1,4 @@
-"""A graph as compiled code: Inductor's options, and the parts that torch 2.13 gets wrong and are kept from it.
+"""Compile a graph with Inductor's options, and without the parts that torch 2.13 gets wrong.
 
 compile_graph(graph, x)(*x) = graph(*x)
 """
@@ -35,16 +35,17 @@ from funcrec.kernels import files
 HEADER = "torch/csrc/inductor/cpp_prefix.h"
 MANY = 8  # a process that compiles this many libraries also compiles the header
 COMPILED = itertools.count(1)
-PATCHING = threading.RLock()  # one thread at a time replaces torch's functions
-# Older versions read rows before they are written and round 16 bits late, in loops for a CPU, with any OPTIONS.
+PATCHING = threading.RLock()  # held by the one thread that replaces torch's functions
+# In loops for a CPU, older versions read rows before they are written, and round 16-bit floats late, with any OPTIONS.
 LEAST_FOR_CPU = (2, 13)
 
 
 def remember_writes(steps: list) -> list:
-    """Add, before fusion, one more dependency to each step that reads a buffer written in place; return the steps.
+    """Return the steps, with one more dependency for each step that reads a buffer written in place.
 
-    When Inductor fuses loops of different shapes, it looks up again what a step reads, and forgets that the buffer has
-    been written since. Without a dependency of this kind the step would run before the write.
+    When Inductor fuses loops of different shapes, it looks up again what a step reads, and forgets that another step
+    has written to the buffer since. Without a dependency of this kind the step would run before the write. The pass
+    runs before fusion.
     """
     from torch._inductor.dependencies import WeakDep
 
@@ -57,15 +58,15 @@ def remember_writes(steps: list) -> list:
 
 OPTIONS = {
     "_pre_fusion_custom_pass": remember_writes,
-    # that pass writes into rows that their new values, or parts of a cat, still read
+    # This pass writes into rows that the computation of new values, or of parts of a cat, still reads.
     "disabled_passes": "reinplace_inplaceable_ops",
-    "emulate_precision_casts": True,  # casts to 16 bits round as in eager mode
-    # ranks compute while values travel: exchanges start at once, and are awaited where they are read
+    "emulate_precision_casts": True,  # Casts to 16 bits round as in eager mode.
+    # Ranks compute while values travel: exchanges start at once, and a rank awaits each result where it reads it.
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": [fill_waits],
-    # inlined, a chain of key derivations would grow eightfold with each link (torch's default is 30)
+    # Without this, a chain of derived keys would be inlined and grow eightfold with each link (torch's default is 30).
     "realize_opcount_threshold": 16,
-    # funcrec keeps code itself, and compiles in this process
+    # funcrec keeps code itself, and compiles in this process.
     "fx_graph_cache": False,
     "compile_threads": 1,
 }
@@ -74,18 +75,18 @@ OPTIONS = {
 def compile_graph(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
     """Return the graph as code for arguments of these forms.
 
-    Code for a CPU is kept on disk, one file per graph, under a name for all that it depends on. A process that stages
-    the same graph loads it in milliseconds.
+    funcrec keeps code for a CPU on disk, in one file per graph. The file's name is a digest of everything that the code
+    depends on. A process that stages the same graph loads the code in milliseconds.
 
     Raises:
-      RuntimeError: loops for a CPU, with a torch whose Inductor is known to get them wrong.
+      RuntimeError: if the loops are for a CPU, and Inductor of this torch is known to make wrong loops for a CPU.
     """
     refuse_old_torch(graph)
     return apart(lambda: code_of(faster_products(graph), arguments))
 
 
 def code_of(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
-    """Return code from disk, or compile it now."""
+    """Return code for a graph, loaded from disk or compiled now."""
     opened, constants = open_constants(graph)
     arguments = [*constants, *arguments]
     name = digest(opened, arguments, OPTIONS)
@@ -96,7 +97,7 @@ def code_of(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
     except OtherCodeError as other:
         code = other.code
         call = lambda tensors: code(*tensors)
-    return lambda *tensors: call([*constants, *tensors])  # Inductor's functions empty the list that they are given
+    return lambda *tensors: call([*constants, *tensors])  # Inductor's functions empty their list of arguments.
 
 
 def refuse_old_torch(graph: torch.fx.GraphModule) -> None:
@@ -113,7 +114,7 @@ def devices(graph: torch.fx.GraphModule) -> set[str]:
 
 
 def need_compiler(call: str) -> None:
-    """Raise if there is no C++ compiler. Loops for a CPU need one; code on disk is loaded without."""
+    """Raise if there is no C++ compiler. Loops for a CPU need a compiler; code on disk needs none."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -126,8 +127,10 @@ def need_compiler(call: str) -> None:
 
 
 def open_constants(graph: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, list[Tensor]]:
-    """Return the graph with its constants as first arguments, and the constants: code must not depend on their
-    values."""
+    """Return the graph with its constants as first arguments, and the constants.
+
+    So the code does not depend on the values of the constants.
+    """
     found = {n: getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")}
     if not found or not all(type(x) is Tensor for x in found.values()):
         return graph, []
@@ -140,7 +143,7 @@ def open_constants(graph: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, l
 
 
 class OtherCodeError(Exception):
-    """Inductor made more than loops of a graph; such code is not in a file."""
+    """Raised with the code of a graph if Inductor made more than loops; a file cannot hold such code."""
 
     def __init__(self, code: Callable):
         super().__init__()
@@ -164,7 +167,7 @@ def write_code(graph: torch.fx.GraphModule, arguments: list[Tensor], path: Path)
             if code is None or len(V.graph.graph_input_names) != len(arguments):
                 return load(key, file, linemap, attrs, **rest)
             found.append(code)
-            # this function is never called; torch before 2.13 needs one here
+            # torch before 2.13 needs a function here, but nothing calls it.
             return SimpleNamespace(call=found.append, __file__=file)
 
         return instead
@@ -181,8 +184,8 @@ def write_code(graph: torch.fx.GraphModule, arguments: list[Tensor], path: Path)
 
 
 def compile_anew(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
-    """Return the graph as code that is not kept."""
-    import torch._inductor  # slow to import, and only needed to compile
+    """Return the graph as code, which no file keeps."""
+    import torch._inductor  # The import is slow, and only compiling needs it.
 
     with knowing():
         return torch._inductor.compile(graph, arguments, OPTIONS)
@@ -190,14 +193,17 @@ def compile_anew(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callab
 
 @contextlib.contextmanager
 def knowing() -> Iterator[None]:
-    """Tell Inductor facts that take it seconds to find out, and hide torch's warnings about its own old calls."""
+    """Return a context in which Inductor knows facts that it would take seconds to find out.
+
+    It also hides torch's warnings about deprecated calls in torch.
+    """
     import torch._inductor.codecache as codecache
     import torch.utils._sympy.solve as solve
     from torch._inductor.cpu_vec_isa import VecISA
     from torch._inductor.runtime import triton_compat
 
     with contextlib.ExitStack() as known:
-        known.enter_context(warnings.catch_warnings())  # no code of a user runs here
+        known.enter_context(warnings.catch_warnings())  # No code of a user runs here.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         known.enter_context(replaced(solve, "try_solve", in_integers))
@@ -205,14 +211,17 @@ def knowing() -> Iterator[None]:
             known.enter_context(replaced(*patch))
         if platform.machine() in ("x86_64", "AMD64"):
             known.enter_context(replaced(VecISA, "check_build", lambda build: runs))
-        if not torch.cuda.is_available():  # torch digests Triton's sources, but does not use the result
+        if not torch.cuda.is_available():  # torch hashes Triton's sources, but does not use the hash.
             owner = codecache if hasattr(codecache, "triton_key") else triton_compat  # torch < 2.13
             known.enter_context(replaced(owner, "triton_key", lambda key: lambda: None))
         yield
 
 
 def in_integers(solve: Callable) -> Callable:
-    """Solve with one division, without fractions: for s = 3 B + 1 Inductor would write B = s/3 - 1/3 in integers."""
+    """Return a `solve` whose solutions have one division and no fractions.
+
+    For s = 3 B + 1 Inductor would write B = s/3 - 1/3 in integers.
+    """
 
     def solved(*args, **kwargs):
         import sympy
@@ -229,10 +238,10 @@ def in_integers(solve: Callable) -> Callable:
 
 
 def runs(isa: object, code: str) -> bool:
-    """Whether the compiler knows the instructions, and torch has vector functions of this size.
+    """Return whether the compiler knows the instructions, and torch has vector functions of this size.
 
-    Inductor has already asked the processor. It would build and load a program for each of six instruction sets, which
-    takes 7 s.
+    Inductor has already asked the processor. Its own check would build and load a program for each of six instruction
+    sets, which takes 7 s.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -244,7 +253,7 @@ def runs(isa: object, code: str) -> bool:
 
 
 def build(text: str, path: Path, isa: object) -> None:
-    """Compile the text to a library, with the compiler and flags of Inductor's own loops."""
+    """Compile the C++ `text` to a library at `path`, with the compiler and flags of Inductor's own loops."""
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
 
     flags = {"vec_isa": isa, "device_type": "cpu", "include_pytorch": False, "shared": True}
@@ -261,8 +270,8 @@ def build(text: str, path: Path, isa: object) -> None:
 def compiled_header(flags: dict[str, Any]) -> str | None:
     """Return the path of the compiled header that loops include, or None.
 
-    Compiling it takes 5 s once, and saves 1.2 s per program. A process that compiles many programs makes it, and every
-    process that finds it uses it.
+    Compiling the header takes 5 s once, and saves 1.2 s per program. A process that compiles many programs compiles the
+    header, and every later process uses it.
     """
     from torch._inductor import codecache, config
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
@@ -275,7 +284,7 @@ def compiled_header(flags: dict[str, Any]) -> str | None:
     note = files.folder() / f"{name}.header"
     if next(COMPILED) < MANY and not note.exists():
         return None
-    path = compiled(HEADER, command, **flags)  # torch's own, kept under a digest of its content
+    path = compiled(HEADER, command, **flags)  # torch keeps it under a digest of its content.
     if not files.is_off():
         note.touch()
     return path
@@ -283,7 +292,7 @@ def compiled_header(flags: dict[str, Any]) -> str | None:
 
 @contextlib.contextmanager
 def replaced(owner: object, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
-    """Replace the owner's function f by make(f) for this thread only."""
+    """Return a context in which make(f) replaces the owner's function f, for this thread only."""
     mine, kept, original = threading.get_ident(), vars(owner)[name], getattr(owner, name)
     own = make(original)
 

@@ -1,9 +1,10 @@
-"""One file of code per graph: Inductor's Python, and its loops (a library each) joined in one library.
+"""Make one file of code per graph: Inductor's Python, and one library of all loops, which Inductor compiles apart.
 
 Inductor's module  →  text: Python without torch's compiler;  source: C++ of all its loops and of the text
 
 Loading a file imports nothing of Inductor, which would take a second or two. One library of seventeen loops compiles as
-fast as four libraries of one loop each, because headers take most of the time. Flags are Inductor's for a single loop.
+fast as four libraries of one loop each, because headers take most of the time. The compiler gets the flags that
+Inductor uses for a single loop.
 """
 
 import ast
@@ -18,7 +19,7 @@ from torch import Tensor
 from funcrec.kernels import files
 
 NAME = "funcrec_program"  # the library's name as a module of Python
-KERNEL = "cpp_pybinding"  # Inductor's module calls it with argument types and C++
+KERNEL = "cpp_pybinding"  # the function that Inductor's module calls with argument types and C++
 BINDING = """
 #include <Python.h>
 #include <cstring>
@@ -61,17 +62,20 @@ PyMODINIT_FUNC PyInit_{name}() {{
 
 
 class Generated(NamedTuple):
-    """text: Python that binds `call`, and needs the loops' names. kernels: {name: (types of the arguments, C++)}."""
+    """The parts of a generated module.
+
+    text: Python that binds `call`, and needs the loops by name. kernels: {name: (types of the arguments, C++)}.
+    """
 
     text: str
     kernels: dict[str, tuple[list[str], str]]
 
 
 def generated(module: str, extern: object) -> Generated | None:
-    """Split Inductor's module; None if it has more than loops for a CPU and calls of operators.
+    """Return the parts of Inductor's module, or None if it has more than loops for a CPU and calls of operators.
 
     Args:
-      extern: Inductor's `extern_kernels`, whose matrix products are torch's own.
+      extern: Inductor's `extern_kernels`, whose matrix products are torch's own functions.
     """
     body, kernels = [], {}
     for x in ast.parse(module).body:
@@ -88,7 +92,10 @@ def generated(module: str, extern: object) -> Generated | None:
 
 
 def _kernel(x: ast.stmt) -> dict[str, tuple[list[str], str]] | None:
-    """Return {name: (types of the arguments, C++)} if the statement makes a loop whose arguments are pointers."""
+    """Return {name: (types of the arguments, C++)} of the loop that a statement makes.
+
+    Return None if the statement makes no loop, or a loop with an argument that is no pointer.
+    """
     call = x.value if isinstance(x, ast.Assign) else None
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == KERNEL):
         return None
@@ -119,7 +126,10 @@ def _names(x: ast.stmt) -> list[str]:
 
 
 def source(code: Generated) -> str:
-    """Return the C++: each loop unchanged in its own namespace, then functions that Python calls, and the text."""
+    """Return the C++ of a library.
+
+    It has each loop unchanged in a namespace, then the functions that Python calls, and the text.
+    """
     included: dict[str, None] = {}
     parts, methods = [], []
     for i, (name, (types, loop)) in enumerate(code.kernels.items()):
@@ -137,7 +147,7 @@ def source(code: Generated) -> str:
 
 
 def load(path: Path) -> Callable[[list], Sequence[Tensor]]:
-    """Return `call` of the text, with the loops of the library; a program without loops is text alone."""
+    """Return `call` of the text, with the loops of the library. The file of a program without loops is text alone."""
     content = path.read_bytes()
     if not content.startswith(b"\x7fELF"):
         return _call({}, content[: -files.SIZE].decode(), path)

@@ -1,8 +1,8 @@
-"""float32 products by oneDNN, in programs for processors on which torch's MKL is half as fast.
+"""Compute float32 products with oneDNN, in programs for processors on which torch's MKL is half as fast.
 
     a b = linear(a, bᵀ)
 
-On AMD's processors MKL does not use AVX-512: it reaches 100 GFLOP/s per core, oneDNN 220.
+On AMD's processors MKL does not use AVX-512: it reaches 100 GFLOP/s per core, and oneDNN reaches 220 GFLOP/s.
 The choice depends on the processor and the shapes, never on a clock: every process and rank makes the same choice.
 Shapes: a is [M, K], b [K, N]; for members or emulated ranks [S, M, K] and [S, K, N].
 """
@@ -21,17 +21,20 @@ from funcrec.kernels import library
 
 aten = torch.ops.aten
 ADDED = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}  # number of arguments before a and b
-LEAST = 8  # least M, K and N; a narrower matrix is treated as vectors
-WORTH = 3 << 20  # least M K N, which takes MKL 60 µs; a call of oneDNN costs 15 µs more
+LEAST = 8  # the least M, K and N for oneDNN; narrower matrices are like vectors
+WORTH = 3 << 20  # the least M K N for oneDNN: it takes MKL 60 µs, and a call of oneDNN costs 15 µs more
 ROUNDS = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")  # these change oneDNN's rounding, not MKL's
 
 
 def onednn() -> Callable:
-    return torch.ops.mkldnn._linear_pointwise.default  # not in every build of torch
+    return torch.ops.mkldnn._linear_pointwise.default  # Some builds of torch lack this operator.
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b, or (bᵀ aᵀ)ᵀ if a is not row-major and this needs smaller copies; with members, member by member."""
+    """Return the product a b, computed member by member if there are members.
+
+    If a is not row-major, and (bᵀ aᵀ)ᵀ needs smaller copies, the function computes that.
+    """
     if a.dim() == 3:
         out = a.new_empty(*a.shape[:2], b.shape[2])
         for product, x, y in zip(out, a, b, strict=True):
@@ -44,15 +47,17 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b by oneDNN, which copies an `a` that is not row-major.
+    """Return the product a b, computed by oneDNN.
 
-    b must be row-major or column-major without gaps: with other strides oneDNN is a thousand times as slow.
+    oneDNN copies an `a` that is not row-major. b must be row-major or column-major without gaps: with other strides
+    oneDNN is a thousand times slower.
     """
     w = b.t()
     return onednn()(a, w if b.is_contiguous() or w.is_contiguous() else w.contiguous(), None, "none", [], "")
 
 
-# Our own operator: Inductor would fuse later operations into oneDNN's, with other bits, and requires constant weights.
+# The operator is our own, because Inductor would fuse later operations into oneDNN's operator, which changes bits.
+# Inductor also requires constant weights there.
 library.define(
     "funcrec_onednn",
     "mm",
@@ -65,7 +70,7 @@ MM = torch.ops.funcrec_onednn.mm.default
 
 
 def faster_products(graph: GraphModule) -> GraphModule:
-    """Return the graph with oneDNN's products where they are faster; the graph itself if there are none."""
+    """Return the graph with oneDNN's products where these are faster, or the graph itself if no product is."""
     products = set(large_products(graph.graph))
     if not products or not is_faster():
         return graph
@@ -76,7 +81,7 @@ def faster_products(graph: GraphModule) -> GraphModule:
             continue
         *added, a, b = map(copies.__getitem__, node.args)
         copies[node] = own.call_function(MM, (a, b))
-        for x in added:  # added in a loop, which most often also reads the product
+        for x in added:  # A loop adds x; most often it is the loop that reads the product.
             copies[node] = own.call_function(aten.add.Tensor, (copies[node], x))
     return GraphModule(graph, own)
 
@@ -94,12 +99,15 @@ def large_products(graph: Graph) -> Iterator[Node]:
 
 
 def is_faster() -> bool:
-    """Whether oneDNN has instructions that MKL does not use, and rounds as MKL does (no lower precision is set)."""
+    """Return whether oneDNN uses instructions that MKL does not use, and rounds as MKL does.
+
+    oneDNN rounds as MKL does if no setting lowers its precision.
+    """
     rounds = torch._C._get_fp32_precision_getter("mkldnn", "matmul") in ("tf32", "bf16") or any(map(os.getenv, ROUNDS))
     return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled() and not rounds and stays_away()
 
 
 @functools.cache
 def stays_away() -> bool:
-    """Whether MKL does not use this processor's AVX-512."""
+    """Return whether the processor has AVX-512 and MKL does not use it."""
     return "AuthenticAMD" in processor() and torch.backends.cpu.get_cpu_capability() == "AVX512"

@@ -1,8 +1,9 @@
-"""Products with weights in a program with an open number of rows: BLAS's for few rows, oneDNN's for many.
+"""Compute products with weights by BLAS for few rows, by oneDNN for many rows, in programs for any number of rows.
 
     x Wᵀ + b = oneDNN(x, W, b) if rows(x) >= MANY else BLAS(x, W, b)          one branch on a size in compiled code
 
-A call of oneDNN costs 10 µs more. On processors on which MKL does not use AVX-512, its products take half the time.
+A call of oneDNN costs 10 µs more than a call of BLAS. On processors on which MKL does not use AVX-512, a product by
+oneDNN takes half the time.
 Shapes: B rows, I inputs, O outputs.
 """
 
@@ -17,13 +18,16 @@ from funcrec.compile.backend._inductor import PATCHING
 from funcrec.compile.backend._onednn import onednn
 
 LINEAR = torch.ops.aten.linear.default
-MANY = 32  # the least number of rows for oneDNN; rows are padded to a multiple of it
-LEAST = 1 << 14  # least number of elements of W
+MANY = 32  # the least number of rows for oneDNN; `in_steps` pads rows to a multiple of it
+LEAST = 1 << 14  # the least number of elements of W for oneDNN
 
 
 @contextlib.contextmanager
 def two_products(exported: torch.export.ExportedProgram) -> Iterator[None]:
-    """Give the program's larger products the branch; compile it with AOTInductor inside the context."""
+    """Return a context for a program whose larger products have the branch.
+
+    AOTInductor must compile the program inside the context.
+    """
     graph = exported.graph_module
     products = [n for n in graph.graph.find_nodes(op="call_function", target=LINEAR) if is_worth_it(n)]
     if not products or not torch.backends.mkldnn.is_available():
@@ -39,7 +43,7 @@ def two_products(exported: torch.export.ExportedProgram) -> Iterator[None]:
 
 
 def is_worth_it(product: torch.fx.Node) -> bool:
-    """Whether a product is f32[B, O] of f32[B, I] with bias on the CPU, with B open and W large enough."""
+    """Return whether a product is f32[B, O] of f32[B, I] with bias on the CPU, with B open and W large enough."""
     values = [n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in product.args]
     if len(values) != 3 or not all(isinstance(x, Tensor) and x.dtype == torch.float32 for x in values):
         return False
@@ -79,7 +83,10 @@ def replace(product: torch.fx.Node) -> None:
 
 @contextlib.contextmanager
 def lowered() -> Iterator[None]:
-    """Make Inductor call oneDNN with weights that are inputs; by itself it takes only constants, which it packs."""
+    """Return a context in which Inductor calls oneDNN with weights that are inputs.
+
+    Inductor's own lowering takes only constant weights, and packs them.
+    """
     from torch._inductor import ir, mkldnn_ir
     from torch._inductor.lowering import lowerings
 
