@@ -9,10 +9,10 @@
     quantized_lookup               int_nbit_split_embedding_codegen_lookup_function, per feature
     quantize_rows, quantized_rows  FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf, and back
 
-FBGEMM has no operator that expands or coalesces row gradients into tensors, so neither has this module. FBGEMM's
-operators raise for an id outside its table; here such ids are left out. For a mean, they divide before the sum; here
-the division comes after it. Tables are f32 or f16, and 4 divides their dim. The first call imports fbgemm_gpu, not the
-import of this module.
+FBGEMM has no operator that expands or coalesces row gradients into tensors, so this module has no `expand` and no
+`coalesce`. FBGEMM's operators raise for an id outside its table; this module leaves such ids out. For a mean, FBGEMM
+divides before the sum; this module divides after the sum. Tables are f32 or f16, and 4 divides the dim. The first call
+imports fbgemm_gpu; the import of this module does not.
 Shapes: B bags, N ids of a buffer, K ids that count, R rows, D dim.
 """
 
@@ -29,21 +29,21 @@ from funcrec.kernels.forms import Segment, features_of, segments_of, width_of
 from funcrec.kernels.reference_jagged import ascending
 from torch import Tensor
 
-SUM = 0  # pooling_mode
-F32 = 0  # output_dtype
+SUM = 0  # the pooling_mode of a sum
+F32 = 0  # the output_dtype of f32
 DIM_STEP = 4
 TABLE_DTYPES = (torch.float32, torch.float16)
 PADDED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 RULES = {"sgd": ("weight_decay",), "adagrad": ("eps", "weight_decay"),
     "rowwise_adagrad": ("eps", "weight_decay", "decoupled", "max_norm")}  # fmt: skip
-UNSUPPORTED = ("weight_decay", "max_norm")  # the operators' f32 paths ignore them silently
+UNSUPPORTED = ("weight_decay", "max_norm")  # hyper-parameters that the operators' f32 paths ignore silently
 
 
 def pooled_lookup(
     tables: Sequence[Tensor], rows: Sequence[Tensor], offsets: Tensor, weights: Tensor | None,
     features: Sequence[int], num_bags: int, blocks: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Return the pooled lookup, f32[n · B, C / n], one operator call per feature."""
+    """Return the pooled rows, f32[n · B, C / n], by one operator call per feature."""
     call = "funcrec.kernels.pooled_lookup"
     ops = _operators(call, *tables, *rows, offsets, weights)
     found = features_of(features)
@@ -87,7 +87,10 @@ def pooled_lookup_weights(
 
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """Return f32[K, D]: a lookup of bags of one id. An id outside the table leaves its bag empty: a row of zeros."""
+    """Return table[rows], f32[K, D], by a lookup of bags of one id.
+
+    An id outside the table leaves its bag empty, which gives a row of zeros.
+    """
     call = "funcrec.kernels.gather_rows"
     ops = _operators(call, table, rows)
     _check_table(call, table)
@@ -99,7 +102,10 @@ def fused_update_(
     offsets: Sequence[Tensor], weights: Sequence[Tensor], segments: Sequence[int], lr: Tensor, step: Tensor,
     key: Tensor | None, rule: str, hyper: Sequence[float], first: Tensor | None = None, dims: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """Call one operator per table, on one feature that joins the bags of all of the table's segments."""
+    """Update tables and slots in place, with one operator call per table.
+
+    The call has one feature, which joins the bags of all segments of the table.
+    """
     call = "funcrec.kernels.fused_update_"
     _check_whole_rows(call, tables, dims)
     ops = _operators(call, *tables, *slots, *d, *rows, *offsets, *weights, lr)
@@ -120,7 +126,7 @@ def fused_update_(
 
 
 def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return (values [capacity, ...], offsets i64[B + 1]); values beyond the capacity are left out."""
+    """Return (values [capacity, ...], offsets i64[B + 1]), without values that exceed the capacity."""
     ops = _operators("funcrec.kernels.take_ranges", values, starts, lengths)
     offsets = _offsets(ops, lengths.clamp(min=0))
     positions = _positions(ops, starts, offsets.clamp(max=capacity))
@@ -138,13 +144,13 @@ def bucketize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (rows i[N], lengths i64[S * B], weights f[N] or empty, positions i64[N]).
 
-    Ids whose owner is beyond S are left out first, because the operator would wrap the owner around.
+    Ids whose owner is S or more are left out first, because the operator would wrap the owner around.
     """
     ops = _operators("funcrec.kernels.bucketize", rows, offsets, weights)
-    wide = num_shards * block > torch.iinfo(rows.dtype).max  # the operator multiplies them in the ids' dtype
+    wide = num_shards * block > torch.iinfo(rows.dtype).max  # the operator's product has the ids' dtype
     ids = rows.to(torch.int64) if wide else rows
     bags = _bags(ops, ids, ascending(offsets), 0, num_shards * block)
-    if bags.positions is None:  # the operator allows no padding around the bags
+    if bags.positions is None:  # The operator allows no padding around the bags.
         begin, end = int(bags.offsets[0]), int(bags.offsets[-1])
         bags = Bags(ids[begin:end], bags.offsets - begin, torch.arange(begin, end), bags.lengths)
     total, scale = bags.rows.shape[0], None if weights is None else bags.take(weights)
@@ -162,7 +168,7 @@ def bucketize(
 
 
 def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | int) -> Tensor:
-    """Return each bag cut or filled to max_length, f[B, max_length, D]."""
+    """Return the bags, cut or filled to max_length, f[B, max_length, D]."""
     call = "funcrec.kernels.to_padded"
     ops = _operators(call, values, offsets)
     _check_dtype(call, values, PADDED_DTYPES)
@@ -172,12 +178,12 @@ def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | in
 
 
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
-    """Return the places inside their bags end to end, f[capacity, D]. Raises if offsets descend."""
+    """Return the places inside their bags end to end, f[capacity, D]. Raise if offsets descend."""
     call = "funcrec.kernels.from_padded"
     ops = _operators(call, padded, offsets)
     _check_dtype(call, padded, PADDED_DTYPES)
     bounds = offsets.to(torch.int64).clamp(0, capacity)
-    if bool((bounds.diff() < 0).any()):  # bags would overlap, and their write order would be open
+    if bool((bounds.diff() < 0).any()):  # Bags would overlap, and writes would have no fixed order.
         hint = "offsets that ascend"
         _fail(call, "the offsets descend.", "offsets[b] > offsets[b + 1]", "0 <= offsets[0] <= offsets[1] ...", hint)
     out = ops.jagged_to_padded_dense_backward(_matrix(padded, 2), [bounds], capacity)
@@ -185,7 +191,7 @@ def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
 
 
 def _matrix(x: Tensor, lead: int) -> Tensor:
-    """Return x with its dimensions after the first `lead` flattened to one, D."""
+    """Return x with all dimensions after the first `lead` flattened to one dimension, D."""
     return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:])).contiguous()
 
 
@@ -207,7 +213,7 @@ def _forward(ops, table: Tensor, bags: Bags, weights: Tensor | None) -> Tensor:
 
 
 def _segment(ops, table, d, rows, offsets, weights, s: Segment) -> tuple[Bags, Tensor, Tensor | None]:
-    """Return (bags, d f32[B, D], weights f32[K] or None) of one segment; an entry is a bag of one id."""
+    """Return (bags, d f32[B, D], weights f32[K] or None) of one segment. A segment of entries has bags of one id."""
     entries = s.offsets < 0
     bounds = torch.arange(s.num_bags + 1)
     bounds = bounds if entries else ascending(offsets[s.offsets])[s.first_bag : s.first_bag + s.num_bags + 1]
@@ -218,7 +224,7 @@ def _segment(ops, table, d, rows, offsets, weights, s: Segment) -> tuple[Bags, T
 
 
 def _joined(parts: list[tuple[Bags, Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Join a table's segments in order: (rows i[K], offsets i[ΣB + 1], d f32[ΣB, D], weights f32[K] or None)."""
+    """Return (rows i[K], offsets i[ΣB + 1], d f32[ΣB, D], weights f32[K] or None): a table's segments, joined."""
     if len(parts) == 1:
         bags, d, weights = parts[0]
         return bags.rows, bags.offsets, d.contiguous(), weights
@@ -280,7 +286,7 @@ def _check_table(call: str, table: Tensor) -> None:
 
 
 def _check_rule(call: str, rule: str, hyper: Sequence[float]) -> dict[str, float]:
-    """Return {name: number} of the rule's hyper-parameters; raises if FBGEMM cannot run the rule."""
+    """Return {name: number} of the rule's hyper-parameters. Raise if FBGEMM cannot run the rule."""
     if rule not in RULES:
         got, need = f"{rule!r}", f"one of {sorted(RULES)}"
         _fail(call, "FBGEMM's CPU operators do not train this rule.", got, need, "another implementation")

@@ -15,9 +15,9 @@ class Bags(NamedTuple):
     """B bags, with only the ids that count.
 
     rows: i[K], or the whole buffer.
-    offsets: i[B + 1] into rows.
+    offsets: i[B + 1], the boundaries of the bags in `rows`.
     positions: i64[K], the buffer position of each row; None if `rows` is the whole buffer.
-    lengths: i64[B], a mean's divisor; it counts ids that were left out, too.
+    lengths: i64[B], the divisors of means; they also count ids that were left out.
     """
 
     rows: Tensor
@@ -26,7 +26,7 @@ class Bags(NamedTuple):
     lengths: Tensor
 
     def take(self, x: Tensor) -> Tensor:
-        """Return x's number for each of `rows`, in f32; x is f[N]."""
+        """Return the number of x, f[N], for each of `rows`, in f32."""
         x = x.to(torch.float32)
         return x.contiguous() if self.positions is None else x.index_select(0, self.positions)
 
@@ -35,7 +35,7 @@ class Bags(NamedTuple):
         return d / self.lengths.clamp(min=1).to(d.dtype)[:, None]
 
 
-# -- bags as FBGEMM takes them -----------------------------------------------------------------------------------
+# -- bags in FBGEMM's form ---------------------------------------------------------------------------------------
 
 
 def _ints32(*numbers: int) -> Tensor:
@@ -48,11 +48,11 @@ def _offsets(ops, lengths: Tensor) -> Tensor:
 
 
 def _positions(ops, starts: Tensor, offsets: Tensor) -> Tensor:
-    """Return i64[offsets[-1]]: starts[b], starts[b] + 1, ... for each b, end to end."""
-    if starts.shape[0] == 0:  # the operator refuses no bags
+    """Return the positions starts[b], starts[b] + 1, ... of each bag b, end to end, i64[offsets[-1]]."""
+    if starts.shape[0] == 0:  # The operator raises if there are no bags.
         return torch.zeros(0, dtype=torch.int64)
     bags = torch.arange(starts.shape[0])
-    starts = torch.cat([starts.to(torch.int64), starts.new_zeros(1, dtype=torch.int64)])  # the operator needs B + 1
+    starts = torch.cat([starts.to(torch.int64), starts.new_zeros(1, dtype=torch.int64)])  # B + 1 numbers
     return ops.expand_into_jagged_permute(bags, starts, offsets, int(offsets[-1]))
 
 
@@ -78,7 +78,7 @@ def _bags(ops, rows: Tensor, bounds: Tensor, max_length: int, num_rows: int) -> 
 
 
 def _like_rows(offsets: Tensor, rows: Tensor) -> Tensor:
-    """Return offsets in the dtype of the ids, as the operators require. Offsets are in [0, N], which must fit it."""
+    """Return offsets in the dtype of the ids, as the operators require. The dtype must hold the offsets [0, N]."""
     if rows.dtype == torch.int32 and rows.shape[0] > torch.iinfo(torch.int32).max:
         what, got = "the buffer is too long for i32 ids.", f"{rows.shape[0]} ids"
         _fail("funcrec.kernels", what, got, "i64 ids", "rows.long()")
@@ -99,7 +99,7 @@ def _load(call: str):
 
 
 def _operators(call: str, *tensors: Tensor | None):
-    """Return torch.ops.fbgemm; raises if a tensor is not on the CPU."""
+    """Return torch.ops.fbgemm. Raise if a tensor is not on the CPU."""
     elsewhere = sorted({str(x.device) for x in tensors if x is not None and x.device.type != "cpu"})
     if elsewhere:
         hint = "another implementation"

@@ -1,8 +1,8 @@
-"""Quantised rows by FBGEMM's operators, for CPU tensors.
+"""Operations on quantised rows by FBGEMM's operators, for CPU tensors.
 
-FBGEMM's quantiser puts scale and bias after the codes, its lookup reads them before. Codes must fill whole bytes, for
-the quantiser an even number of bytes. The quantiser reads NaN as 0, and takes no key to round at random. FBGEMM's
-lookup reads -1 as zeros and raises for other ids outside the table; here all such ids are left out.
+FBGEMM's quantiser writes scale and bias after the codes, and FBGEMM's lookup reads them before the codes. Codes must
+fill whole bytes. The quantiser needs an even number of bytes, reads NaN as 0, and takes no key to round at random.
+FBGEMM's lookup reads -1 as zeros and raises for other ids outside the table; this module leaves all such ids out.
 Shapes: B bags, N ids, R rows, D dim, S bytes.
 """
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 HOST, SUM, F32 = 3, 0, 0  # placement, pooling_mode, output_dtype
 WEIGHTS_TYPES = {32: 0, 16: 1, 8: 2, 4: 3, 2: 4}
-NAN = torch.tensor([0, 0x7E, 0, 0x7E], dtype=torch.uint8)  # scale and bias of a row of NaN
+NAN = torch.tensor([0, 0x7E, 0, 0x7E], dtype=torch.uint8)  # the scale and bias of a row of NaN
 
 
 def quantized_lookup(tables, rows, offsets, weights, features, num_bags, bits, dims) -> Tensor:
-    """Return the pooled lookup of quantised rows, f32[B, C]."""
+    """Return the pooled rows of a lookup in quantised tables, f32[B, C]."""
     call = "funcrec.kernels.quantized_lookup"
     check_tables("quantized_lookup", tables, bits, dims)
     ops = _operators(call, *tables, *rows, offsets, weights)
@@ -48,7 +48,7 @@ def _pooled(ops, table: Tensor, bits: int, dim: int, bags, weights: Tensor | Non
 
 
 def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
-    """Return the numbers of the rows, f32[N, D]."""
+    """Return the numbers that the rows encode, f32[N, D]."""
     call = "funcrec.kernels.quantized_rows"
     check_coded("quantized_rows", table, bits, dim)
     ops = _operators(call, table, rows)
@@ -62,7 +62,7 @@ def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor:
-    """Return the rows in codes, u8[R, S]. Raises for a key."""
+    """Return the quantised rows, u8[R, S]. Raise for a key."""
     call = "funcrec.kernels.quantize_rows"
     ops = _operators(call, table)
     _check_dtype(call, table, (torch.float32, torch.float16))
@@ -70,7 +70,7 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor
         hint = "another implementation"
         _fail(call, "FBGEMM's quantiser takes no key.", "a key", "no key: rounding to the nearest", hint)
     _check_codes(call, table, bits, table.shape[1], 16)
-    x = table.contiguous() + 0  # turns -0 into +0: FBGEMM may take either for the least number
+    x = table.contiguous() + 0  # turns -0 into +0: FBGEMM may take either as least number
     out = ops.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(x, bits).roll(HEAD_BYTES, 1)
     head = out[:, :HEAD_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float16)
     lost = ~(x.isfinite().all(1) & head.isfinite().all(1))
@@ -79,7 +79,7 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor
 
 
 def _check_codes(call: str, table: Tensor, bits: int, dim: int, multiple: int) -> None:
-    """Raise if FBGEMM cannot read the table. A row's codes must fill a multiple of `multiple` bits."""
+    """Raise if FBGEMM cannot read the table, or if the codes of a row do not fill a multiple of `multiple` bits."""
     if bits not in CODE_BITS:
         _check_dtype(call, table, (torch.float32, torch.float16))
     elif dim * bits % multiple or dim == 0:

@@ -1,11 +1,11 @@
-"""Compiled code on disk, in files that are used only if they are complete; and the C++ compiler.
+"""Keep compiled code on disk, in files that are used only if they are complete, and find the C++ compiler.
 
     load(name, make, read)  =  read(path) of the file that make(path) writes, once for all processes
 
-A file ends with the digest of the bytes before it. If a killed process or a full disk cut a file short, or it changed
-later, the digest does not match, and the file is made again. Each process writes to its own temporary name and then
-renames the file, so two processes at once are safe. The folder is Inductor's: TORCHINDUCTOR_CACHE_DIR, else
-torchinductor_<user> in the folder of temporary files.
+A file ends with a digest of all earlier bytes. If a killed process or a full disk cut a file short, or the file changed
+later, the digest does not match, and `load` makes the file again. Each process writes to a temporary name of its own
+and then renames the file, so two processes at once are safe. Inductor uses the same folder: TORCHINDUCTOR_CACHE_DIR,
+else torchinductor_<user> in the folder of temporary files.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ SIZE = hashlib.sha256().digest_size  # bytes of the digest that ends a file
 
 
 def folder() -> Path:
-    """Return the folder for compiled code, by torch's own rules; torch's own function takes a second to import."""
+    """Return the folder for compiled code, by torch's rules. The import of torch's function would take a second."""
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if not named:
         try:
@@ -39,7 +39,7 @@ def folder() -> Path:
 
 
 def is_off() -> bool:
-    """Whether torch's caches are off: by TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, or in torch's config."""
+    """Return whether TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 or torch's config turns torch's caches off."""
     config = sys.modules.get("torch._inductor.config")
     if config is not None:
         return config.force_disable_caches
@@ -47,7 +47,7 @@ def is_off() -> bool:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the file exists and holds the bytes that were written."""
+    """Return whether the file exists and holds the bytes that `write` wrote."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -61,28 +61,31 @@ def load(name: str, make: Callable[[Path], None], read: Callable[[Path], T]) -> 
     `make` writes the file to the path that it gets. It runs only if the file is missing, incomplete or unreadable.
 
     Raises:
-      OSError: the folder cannot keep a file.
+      OSError: if the folder cannot keep a file.
     """
     if is_off():
-        with tempfile.TemporaryDirectory(prefix="funcrec_") as place:  # after it is loaded, code needs its file no more
+        with tempfile.TemporaryDirectory(prefix="funcrec_") as place:  # Loaded code no longer needs its file.
             write(Path(place, name), make)
             return read(Path(place, name))
     path = folder() / name
     if is_whole(path):
-        with contextlib.suppress(OSError, ImportError):  # made on another system, which shares the folder
+        with contextlib.suppress(OSError, ImportError):  # Another system that shares the folder made it.
             return read(path)
     make_room(path)
     mine = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}{path.suffix}")
     try:
         write(mine, make)
-        mine.replace(path)  # atomic: other processes see the whole file, or none
+        mine.replace(path)  # This is atomic: other processes see the whole file, or none.
     finally:
         mine.unlink(missing_ok=True)
     return read(path)
 
 
 def make_room(path: Path) -> None:
-    """Make the folder of the path, and check that the path itself is no folder, before anything is compiled for it."""
+    """Make the folder of the path, and raise if the path itself is a folder.
+
+    This happens before anything is compiled.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -103,6 +106,6 @@ def write(path: Path, make: Callable[[Path], None]) -> None:
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler: CXX, else g++ or clang++; None if there is none."""
+    """Return the name of the C++ compiler: CXX, else g++ or clang++. Return None if there is no compiler."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
     return next((name for name in names if shutil.which(name)), None)

@@ -1,6 +1,6 @@
-"""The static arguments of the operations: as records, and as the flat integers that a torch schema can hold.
+"""The static arguments of the operations, as records and as the flat integers that a torch schema can hold.
 
-A pooled lookup takes one Feature per feature; a table's cotangent is a sum of Segments; an update has a Rule.
+A pooled lookup takes one Feature per feature. The cotangent of a table is a sum of Segments. An update has a Rule.
 """
 
 import functools
@@ -16,9 +16,9 @@ class Feature(NamedTuple):
 
     table, rows: numbers of the table and of the buffer of rows.
     first_bag: the feature's bags are offsets[first_bag : first_bag + B + 1].
-    max_length: ids read per bag, 0 for all.
-    mean, weighted: how the multiplier s_i of an id is made.
-    column: the feature's first column of the output.
+    max_length: the number of ids that a lookup reads per bag, 0 for all.
+    mean, weighted: whether the multiplier s_i of an id is divided by the bag's length, and has the id's weight.
+    column: the feature's first column in the output.
     """
 
     table: int
@@ -34,7 +34,7 @@ class Segment(NamedTuple):
     """One term of a table's cotangent: entries (rows[i], s_i · d[b, column : column + D]).
 
     table, d, rows, offsets, weights: numbers in the lists of tensors. With offsets -1, entry i belongs to d[i], and
-    there are `num_bags` entries. With weights -1, there are no weights. The other fields are as in Feature.
+    there are `num_bags` entries. With weights -1, there are no weights. The other fields have the meaning of Feature.
     """
 
     table: int
@@ -50,7 +50,7 @@ class Segment(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The cotangents of several tables, not written out: tensors, and the segments that combine them."""
+    """The cotangents of several tables, not written out: tensors, and segments that combine the tensors."""
 
     d: list[Tensor]
     rows: list[Tensor]
@@ -65,11 +65,11 @@ class Terms(NamedTuple):
 class Rule(NamedTuple):
     """A rule that implementations know (`rules.RULES`).
 
-    slots, hyper: the names of its slots and hyper-parameters, in the order of the calls.
-    wide: for each slot, whether it is f[R, D]; else it is f[R].
-    optional: (slot, hyper-parameter) of each slot that is absent if that number is 0.
+    slots, hyper: the names of the slots and hyper-parameters, in the order of the calls.
+    wide: for each slot, whether the slot is f[R, D]; else it is f[R].
+    optional: (slot, hyper-parameter) of each slot that is absent if that hyper-parameter is 0.
     is_timed: whether the formula reads the step.
-    counts_entries: whether the rule receives how many entries were summed into a row.
+    counts_entries: whether the rule receives the number of entries that were summed into a row.
     """
 
     slots: tuple[str, ...]
@@ -86,10 +86,10 @@ class Rule(NamedTuple):
 
 
 class Owners(NamedTuple):
-    """The ranks that own a feature's ids: row r < num_rows lies on rank ranks[r // part].
+    """The ranks that own a feature's rows: row r < num_rows lies on rank ranks[r // part].
 
-    There it is row r % part + starts[r // part]. part · len(ranks) >= num_rows.
-    first_bag, max_length: as in Feature.
+    On that rank it is row r % part + starts[r // part]. part · len(ranks) >= num_rows.
+    first_bag, max_length: the fields of Feature.
     """
 
     first_bag: int
@@ -108,7 +108,10 @@ def flatten(records: Sequence[NamedTuple]) -> list[int]:
 
 
 def _kept(make: Callable, static: tuple) -> tuple:
-    """Return make(static), kept for the next call. Sizes that an export leaves open have no hash, and are not kept."""
+    """Return make(static), kept for the next call.
+
+    Sizes that an export leaves open have no hash, so a result for them is not kept.
+    """
     try:
         return make(static)
     except TypeError:
@@ -128,7 +131,7 @@ def segments_of(flat: Sequence[int]) -> list[Segment]:
     return list(_segments(tuple(flat)))
 
 
-@functools.lru_cache(maxsize=1024)  # the next call most often has the same features
+@functools.lru_cache(maxsize=1024)  # The next call most often has the same features.
 def _features(flat: tuple[int, ...]) -> tuple[Feature, ...]:
     parts = (flat[i : i + 7] for i in range(0, len(flat), 7))
     return tuple(Feature(*p[:4], bool(p[4]), bool(p[5]), p[6]) for p in parts)
@@ -156,9 +159,9 @@ def width_of(features: Sequence[Feature], tables: Sequence[Tensor]) -> int:
 
 
 def in_blocks(features: Sequence[int], num_bags: int, width: int, blocks: int) -> Sequence[int]:
-    """Return the features of an output [B, width] that is written as `blocks` parts [B, width / blocks], end to end.
+    """Return the features for an output [B, width] that is written as `blocks` parts [B, width / blocks], end to end.
 
-    A feature's column then counts from the beginning of the output, as if all rows had width / blocks columns.
+    A feature's column then counts from the beginning of the output, in which all rows have width / blocks columns.
     """
     if blocks == 1:
         return features
@@ -169,19 +172,19 @@ def in_blocks(features: Sequence[int], num_bags: int, width: int, blocks: int) -
 
 
 def is_padded(segment: Segment, num_ids: int) -> bool:
-    """Whether a segment of bags is written out as `max_length` entries per bag; else as one entry per position."""
+    """Return whether a segment of bags is written out as `max_length` entries per bag, not as one per position."""
     return 0 < segment.max_length * segment.num_bags <= max(num_ids, segment.num_bags)
 
 
 def capacity_of(segment: Segment, num_ids: int) -> int:
-    """Return how many entries a segment gets, from shapes alone; `num_ids` is the length of its buffer of rows."""
+    """Return the number of entries of a segment, from shapes alone. num_ids: the length of its buffer of rows."""
     if segment.offsets < 0:
         return segment.num_bags
     return segment.max_length * segment.num_bags if is_padded(segment, num_ids) else num_ids
 
 
 def capacities(segments: Sequence[Segment], rows: Sequence[Tensor], num_tables: int) -> list[int]:
-    """Return how many entries each table gets."""
+    """Return the number of entries of each table."""
     total = [0] * num_tables
     for s in segments:
         total[s.table] += capacity_of(s, rows[s.rows].shape[0])
@@ -201,12 +204,12 @@ def widest(tensors: Sequence[Tensor]) -> torch.dtype:
 # -- quantised rows ----------------------------------------------------------------------------------------------
 
 CODE_BITS = (8, 4, 2)
-HEAD_BYTES = 4  # [scale f16][bias f16] before the codes
+HEAD_BYTES = 4  # bytes of [scale f16][bias f16] before the codes
 FLOATS_OF = {32: (torch.float32,), 16: (torch.float16, torch.bfloat16)}  # dtypes of unquantised tables, by their bits
 
 
 def row_bytes(bits: int, dim: int) -> int:
-    """Return the bytes of a quantised row: scale, bias, and `dim` codes in whole bytes."""
+    """Return the number of bytes of a quantised row: scale, bias, and `dim` codes in whole bytes."""
     return HEAD_BYTES + -(-dim * bits // 8)
 
 
@@ -241,7 +244,7 @@ def check_tables(call: str, tables: Sequence[Tensor], bits: Sequence[int], dims:
 
 
 def score_dtype(queries: Tensor, items: Tensor, bits: int) -> torch.dtype:
-    """Return the dtype in which `top_k` computes: f64 if queries or items are f64, else f32. Raises if dims differ."""
+    """Return the dtype in which `top_k` computes: f64 if queries or items are f64, else f32. Raise if dims differ."""
     dim = queries.shape[1]
     if bits:
         check_coded("top_k", items, bits, dim, "items")
@@ -254,8 +257,10 @@ def score_dtype(queries: Tensor, items: Tensor, bits: int) -> torch.dtype:
 
 
 def check_codable(table: Tensor, bits: int, key: Tensor | None) -> None:
-    """Raise unless the table is f[R, D], the codes have 8, 4 or 2 bits, and the key is i64[], or i64[R] (one per
-    row)."""
+    """Raise unless the table is f[R, D], the codes have 8, 4 or 2 bits, and the key fits.
+
+    A key is i64[], or i64[R] with a key for each row.
+    """
     if bits not in CODE_BITS:
         raise ValueError(
             f"funcrec.kernels.quantize_rows: there are no such codes.\n  got   bits={bits}\n  need  one of"

@@ -1,13 +1,14 @@
-"""A row optimizer's rule as a formula: the result of its Python code on symbols in place of tensors.
+"""Turn a row optimizer's rule into a formula: the result of the rule's Python code on symbols in place of tensors.
 
     (row f[D], grad f[D], {slot: f[D] or f[]}, hyper) → {"row": Symbol, slot: Symbol, ...}
-    an expression that occurs twice in it is one symbol
+    an expression that occurs twice in a formula is one symbol
 
 A symbol has one of three kinds, in this order. HOST: known before the update (hyper-parameters, the step), computed
-in f64. NUMBER: one number for a row. WIDE: one number for each element. NUMBER and WIDE are in the dtype of the rule;
-HOST is rounded to that dtype where they meet. An operation on two kinds gives the later one. A reduction turns WIDE
-into NUMBER and ends a level: an operation that needs the result waits for a pass over the row. `write_rules` makes the
-facts about a rule that kernels need from its formula; `write_cpp` and `write_triton` make the kernels' code.
+in f64. NUMBER: one number for a row. WIDE: one number for each element. NUMBER and WIDE are in the dtype of the rule. A
+HOST value is rounded to that dtype where it meets one of them. An operation on two kinds gives the later kind. A
+reduction turns WIDE into NUMBER and ends a level: an operation that needs the result waits for a pass over the row.
+`write_rules` derives from the formula what kernels must know about a rule. `write_cpp` and `write_triton` write the
+kernels' code.
 """
 
 import functools
@@ -20,11 +21,14 @@ Formula = dict[str, "Symbol"]
 
 
 class UnknownError(Exception):
-    """A rule does something for which there is no symbol; the message names it."""
+    """Raised if a rule does something for which there is no symbol; the message names it."""
 
 
 class Symbol:
-    """`op(*args)`; an argument is a symbol or a number. `level`: how many reductions, each of the last, come first."""
+    """The operation `op(*args)`, where an argument is a symbol or a number.
+
+    level: the length of the longest chain of reductions on which the symbol depends.
+    """
 
     def __init__(self, op: str, args: tuple, kind: int, level: int, nodes: dict):
         self.op, self.args, self.kind, self.level, self.nodes = op, args, kind, level, nodes
@@ -66,7 +70,7 @@ class Symbol:
 
 
 def applied(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Apply a torch function or method, by its name, to symbols."""
+    """Return the result of a torch function or method, given by its name, on symbols."""
     try:
         return METHODS[name](*args, **kwargs)
     except TypeError as error:
@@ -119,7 +123,10 @@ METHODS = {
 
 
 def primitive(function: Callable) -> Callable:
-    """Decorate a torch function for which kernels have their own word, its name: on symbols it returns that word."""
+    """Return a torch function that on symbols returns the symbol of its own name.
+
+    It serves functions that kernels implement under that name.
+    """
 
     @functools.wraps(function)
     def run(*args):
@@ -134,8 +141,8 @@ def formula_of(
 ) -> Formula:
     """Return what a rule computes for a row.
 
-    slots: whether each slot is as wide as the row.
-    hyper: values; a `Named()` in place of a value makes the hyper-parameter a symbol.
+    slots: {slot: whether it is as wide as the row}.
+    hyper: {hyper-parameter: value}. A `Named()` in place of a value makes the hyper-parameter a symbol.
     """
     nodes = {} if nodes is None else nodes
     leaf = lambda op, kind, *args: interned(nodes, op, args, kind)
@@ -156,8 +163,10 @@ class Named:
 
 
 def symbols_of(roots: Iterable[Symbol], until: Callable[[Symbol], bool] = lambda x: False) -> list[Symbol]:
-    """Return all symbols in the roots' expressions, arguments first. The search stops at symbols for which `until`
-    holds."""
+    """Return all symbols in the roots' expressions, arguments first.
+
+    The search stops at symbols for which `until` holds.
+    """
     found: dict[int, Symbol] = {}
 
     def visit(x: Symbol) -> None:
@@ -180,15 +189,15 @@ def reads(roots: Iterable[Symbol], *ops: str) -> bool:
 
 
 def summed(formula: Formula) -> list[Symbol]:
-    """Return the values that the rule sums over a row: the arguments of its reductions."""
+    """Return the values that a formula sums over a row, which are the arguments of its reductions."""
     return [x.args[0] for x in symbols_of(formula.values()) if x.op == "sum"]
 
 
 def is_elementwise(formula: Formula) -> bool:
-    """Whether an element's new value depends only on the same element of row, gradient and slots."""
+    """Return whether an element's new value depends only on the same element of row, gradient and slots."""
     return not summed(formula)
 
 
 def is_gradient_wise(formula: Formula) -> bool:
-    """Whether an element depends on other columns only through the gradient, and slots with one number per row."""
+    """Return whether an element depends on other columns only through the gradient and slots of one number per row."""
     return not any(x.op == "row" or (x.op == "slot" and x.kind == WIDE) for x in symbols_of(summed(formula)))

@@ -1,8 +1,8 @@
-"""Implementations as torch operators: `torch.ops.funcrec_<implementation>.<name>`, opaque to a compiler.
+"""Register implementations as torch operators `torch.ops.funcrec_<implementation>.<name>`, opaque to a compiler.
 
-An implementation is a module with some or all functions of `SCHEMAS`. Its operators compute their output shapes without
-running. vmap maps them over a batch as stacks (`stacks`) or in a loop. They have no derivative: they raise if an input
-is tracked.
+An implementation is a module with some or all functions of `SCHEMAS`. An operator computes the shapes of its outputs
+without running. vmap maps an operator over a batch as stacks (`stacks`) or in a loop. Operators have no derivative, and
+raise if an input is tracked.
 """
 
 import functools
@@ -60,7 +60,7 @@ SCHEMAS = {
     "top_k": "(Tensor queries, Tensor items, Tensor? rows, Tensor? offsets, int k, int bits=0) -> (Tensor, Tensor)",
 }
 SUMS = ("coalesce", "expand")
-STACKED = {  # the argument names of each operator that takes stacks
+STACKED = {  # {operator that takes stacks: the names of its arguments}
     "pooled_lookup": ("tables", "rows", "offsets", "weights", "features", "num_bags", "blocks"),
     **dict.fromkeys(SUMS, ("d", "rows", "offsets", "weights", "segments", "shapes")),
     "fused_update": (
@@ -68,7 +68,7 @@ STACKED = {  # the argument names of each operator that takes stacks
         "dims",
     ),
 }  # fmt: skip
-IN_PLACE = {"scatter_rows": "scatter_rows_", "fused_update": "fused_update_"}  # the pure one calls this twin on copies
+IN_PLACE = {"scatter_rows": "scatter_rows_", "fused_update": "fused_update_"}  # {pure operator: its twin for copies}
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def _top_k(queries, items, rows, offsets, k, bits=0):
 
 
 def blank(x: Tensor) -> Tensor:
-    """Return memory for x's elements, with rows end to end whatever the strides of x."""
+    """Return an uninitialised tensor of x's shape, with rows end to end for any strides of x."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -170,8 +170,8 @@ FAKES: dict[str, Callable] = {
 
 @functools.cache
 def load(implementation: str) -> object:
-    """Load the module of an implementation. The first call defines its operators; the reference has none."""
-    with _loading:  # without the lock, two threads at once would both define the operators
+    """Return the module of an implementation. The first call defines its operators; the reference has none."""
+    with _loading:  # Without the lock, two threads at once would both define the operators.
         return _loaded(implementation)
 
 
@@ -187,7 +187,7 @@ def _loaded(implementation: str) -> object:
 
 
 def operator(implementation: str, name: str) -> Callable | None:
-    """Return the reference's own function, or the implementation's operator; None if it has no such function."""
+    """Return the reference's function, or the implementation's operator, or None if there is no such function."""
     module = load(implementation)
     if implementation == "reference":
         found = getattr(module, name, None)
@@ -198,7 +198,7 @@ def operator(implementation: str, name: str) -> Callable | None:
 
 
 def function(implementation: str, name: str) -> Callable:
-    """Return the function that the operator runs, for plain tensors (`is_bare`).
+    """Return the function that the operator runs. Its arguments must be plain tensors (`is_bare`).
 
     A direct call saves the dispatcher's time, which is longer than a small call.
     """
@@ -208,12 +208,12 @@ def function(implementation: str, name: str) -> Callable:
 
 @functools.cache
 def planned(name: str) -> Callable:
-    """Return the "cpp" function for the usual arguments of an operation. It returns None for unusual ones."""
+    """Return the "cpp" function for the usual arguments of an operation. For unusual arguments it returns None."""
     return getattr(load("cpp"), f"planned_{name}")
 
 
 def check_name(call: str, implementation: str) -> str:
-    """Return the name of an implementation; raises if there is none of this name."""
+    """Return the name of an implementation. Raise if there is no implementation of this name."""
     if not isinstance(implementation, str) or implementation not in MODULES:
         raise (ValueError if isinstance(implementation, str) else TypeError)(
             f"funcrec.kernels.{call}: the implementation is unknown.\n  got   {implementation!r}\n  need  one of"
@@ -223,16 +223,16 @@ def check_name(call: str, implementation: str) -> str:
 
 
 def twin(target: object) -> tuple[Callable, int] | None:
-    """Return the in-place form of a pure operator, as a function, and how many arguments it writes to; else None."""
+    """Return (in-place form, number of arguments that it writes to) of a pure operator, or None for other targets."""
     if not isinstance(target, torch._ops.OpOverload) or not target.namespace.startswith("funcrec_"):
         return None
     return _twins.get(target._schema.name)
 
 
 def filled(to_padded: Callable) -> Callable:
-    """Return `to_padded` with the fill in two parts: a float, and the same as an int if it is whole.
+    """Return `to_padded` with the fill as a float, and also as an int if the fill is whole.
 
-    torch's stable ABI has no number that may be either.
+    torch's stable ABI has no argument that may be an int or a float.
     """
 
     def run(values, offsets, max_length, fill, whole=None):
@@ -241,7 +241,7 @@ def filled(to_padded: Callable) -> Callable:
     return run
 
 
-_libraries: dict[str, torch.library.Library] = {}  # an operator lives as long as its library
+_libraries: dict[str, torch.library.Library] = {}  # These references keep the operators alive.
 _functions: dict[str, Callable] = {}
 _twins: dict[str, tuple[Callable, int]] = {}
 
@@ -279,9 +279,9 @@ def define(
 ) -> None:
     """Define an operator `torch.ops.<namespace>.<name>`.
 
-    `in_place` takes the same arguments and writes to the first one or two, which are tensors or lists of them.
-    stacked: the names of the arguments, if the operator takes stacks. layout: what compiled programs must keep of the
-    arguments' strides.
+    in_place: a function of the same arguments that writes to the first one or two arguments, which are tensors or lists
+    of tensors. stacked: the names of the arguments, if the operator takes stacks. layout: a tag that says what compiled
+    programs must keep of the arguments' strides.
     """
     library = _libraries.get(namespace) or _libraries.setdefault(namespace, torch.library.Library(namespace, "DEF"))
     library.define(name + schema, tags=(layout, torch.Tag.pt2_compliant_tag))
@@ -300,8 +300,10 @@ def define(
 
 
 def _without_derivative(namespace: str, name: str) -> Callable:
-    """Return the kernel that autograd and each level of torch.func call: the operator, or an error if an argument's
-    derivative is wanted."""
+    """Return the kernel that autograd and each level of torch.func call.
+
+    It calls the operator, or raises if the caller wants the derivative of an argument.
+    """
     packet = getattr(getattr(torch.ops, namespace), name)
 
     def run(keyset, *args, **kwargs):
@@ -315,7 +317,7 @@ def _without_derivative(namespace: str, name: str) -> Callable:
 
 
 def refuse_derivatives(name: str, implementation: str) -> NoReturn:
-    """Raise, and name what has derivatives: the reference if it has this operation, else funcrec.optim's updates."""
+    """Raise an error that names what has derivatives: the reference if it has the operation, else funcrec.optim."""
     known = hasattr(load("reference"), name)
     hint = (
         "implementation='reference', or None, which takes it for such tensors"
@@ -331,8 +333,8 @@ def refuse_derivatives(name: str, implementation: str) -> NoReturn:
 def _pure(in_place: Callable, name: str) -> Callable:
     """Return the operation on copies of the tensors that it writes to.
 
-    The copies are contiguous: a compiled program keeps only the order of an operand's strides, and may store a table
-    that all members of a stack share with the members interleaved.
+    The copies are contiguous, because a compiled program keeps only the order of an operand's strides. The program may
+    interleave the members of a stack in a table that all members share.
     """
     copy = lambda x: x.clone(memory_format=torch.contiguous_format)
     if name == "scatter_rows":
@@ -353,13 +355,13 @@ def _pure(in_place: Callable, name: str) -> Callable:
 
 
 def _loop(op: Callable, info, in_dims, *args):
-    """Call the operator once for each member of the batch, and stack the results."""
-    dims = [None if _is_shared(d) else d for d in in_dims]  # one None for a list of numbers, which may be long
+    """Return the stacked results of one call of the operator for each member of the batch, and their dimensions."""
+    dims = [None if _is_shared(d) else d for d in in_dims]  # a single None for a list of numbers, which may be long
     size = info.batch_size
     blank = lambda x, d: _member(x, d, None)
     call = lambda pick: op(*(pick(x, d) for x, d in zip(args, dims, strict=True)))
     members = [call(lambda x, d: _member(x, d, i)) for i in range(size)] or [call(blank)]  # noqa: B023
-    stack = lambda parts: torch.stack(list(parts))[:size]  # an empty batch: no rows of the shape of one member
+    stack = lambda parts: torch.stack(list(parts))[:size]  # An empty batch has no rows, each of one member's shape.
     if isinstance(members[0], Tensor):
         return stack(members), 0
     stacked = [stack(parts) for parts in zip(*members, strict=True)]
@@ -371,7 +373,7 @@ def _is_shared(dim) -> bool:
 
 
 def _member(x, dim, index: int | None):
-    """Return member `index` of a batch; with index None, a member of zeros for an empty batch."""
+    """Return member `index` of a batch, or with index None a member of zeros for an empty batch."""
     if isinstance(x, (list, tuple)) and isinstance(dim, (list, tuple)):
         return [_member(y, d, index) for y, d in zip(x, dim, strict=True)]
     if dim is None:

@@ -1,10 +1,11 @@
 """Memory for tables on the CPU, in pages of 2 MiB if the system grants them.
 
-A lookup reads rows far apart. With pages of 4 KiB nearly each row is also a miss of the address caches (TLB), which
-costs more than the row itself (two to four times as much on a virtual machine).
+A lookup reads rows far apart. With pages of 4 KiB nearly each read of a row also misses the address caches (TLB). A
+miss costs more than the row itself (two to four times as much on a virtual machine).
 
-Large tables are mapped from the system, not taken from the allocator. Memory that the allocator reuses keeps the small
-pages of its last owner. It may also begin anywhere, so that a table loses the large page at either end.
+`empty_table` maps memory for large tables from the system, and does not take it from the allocator. Memory that the
+allocator reuses keeps the small pages of its last owner. Such memory may also begin anywhere, so that a table has no
+large page at either end.
 """
 
 import contextlib
@@ -22,9 +23,9 @@ _all_mapped: "weakref.WeakValueDictionary[int, mmap.mmap]" = weakref.WeakValueDi
 
 
 def empty_table(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-    """Return torch.empty, in huge pages if the tensor is large, on the CPU and on Linux.
+    """Return an uninitialised tensor of this shape, in huge pages for a large tensor on the CPU and on Linux.
 
-    The system grants a page when it is first written.
+    The system grants a page at the first write to it.
     """
     like = torch.empty(0, dtype=dtype, device=device)
     size = dtype.itemsize
@@ -36,22 +37,25 @@ def empty_table(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.dev
 
 
 def full_table(shape: tuple[int, ...], value: float, *, dtype: torch.dtype, device=None) -> Tensor:
-    """Return torch.full in memory from `empty_table`."""
+    """Return a tensor of this shape, filled with `value`, in memory from `empty_table`."""
     return empty_table(shape, dtype=dtype, device=device).fill_(value)
 
 
 def is_mapped(address: int) -> bool:
-    """Whether a table from this module begins at the address."""
+    """Return whether a table from this module begins at the address."""
     return address in _all_mapped
 
 
 def _mapped(size: int) -> memoryview:
-    """Map `size` bytes from a multiple of HUGE_PAGE on; the last page is huge if it is at least half full."""
+    """Return `size` bytes of mapped memory that begin at a multiple of HUGE_PAGE.
+
+    The last page is huge if it is at least half full.
+    """
     pages = (size + HUGE_PAGE // 2) // HUGE_PAGE
     memory = mmap.mmap(-1, max(size, pages * HUGE_PAGE) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     begin = -address % HUGE_PAGE
     _all_mapped[address + begin] = memory
-    with contextlib.suppress(AttributeError, OSError):  # only advice: a system without huge pages refuses
+    with contextlib.suppress(AttributeError, OSError):  # A system without huge pages refuses the advice.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[begin : begin + size]

@@ -1,32 +1,32 @@
 """The contracts of the table operations, and the choice of an implementation.
 
     pooled_lookup            out[b, column_f + j] = Σ_{i in bag (f, b)} s_i · table_f[rows_f[i], j]
-    pooled_lookup_weights    its transpose in the weights: ⟨table_f[rows_f[i]], d_out[b, f]⟩
-    expand                   its transpose in the tables: one entry (rows[i], s_i · d_out[b, f]) per id
-    coalesce                 one entry per distinct row: its gradients summed in the order of their positions
+    pooled_lookup_weights    the transpose of pooled_lookup in the weights: ⟨table_f[rows_f[i]], d_out[b, f]⟩
+    expand                   the transpose of pooled_lookup in the tables: one entry (rows[i], s_i · d_out[b, f]) per id
+    coalesce                 one entry per distinct row: the row's gradients, summed in the order of their positions
     fused_update             coalesce, then a rule on the touched rows, in one pass
     gather_rows              out[i] = table[rows[i]]
     scatter_rows             out[rows[i]] = new[i], elsewhere the table
     take_ranges              ranges of a buffer one after the other, and take_ranges_transpose
-    to_padded, from_padded   bags as a padded block and back: each other's transposes
-    bucketize                ids by the shard that owns them
-    owner_blocks             the same for many tables, as blocks of one size for each rank, with the lengths of the bags
+    to_padded, from_padded   bags as a padded block and back; each is the transpose of the other
+    bucketize                ids, grouped by the shard that owns the row
+    owner_blocks             bucketize for several tables, as blocks of one size for each rank, with the bags' lengths
     quantized_lookup         pooled_lookup of rows of 8, 4 or 2 bits
-    quantized_rows           reads such rows, and quantize_rows makes them
+    quantized_rows           the numbers of such rows, which quantize_rows makes
     top_k                    the rows whose inner products with a query are greatest
 
 where s_i is the id's weight (or 1), divided by the bag's length for a mean. Every implementation keeps five rules:
  - a row outside [0, R) is never read or written: it counts as a row of zeros and gets no gradient;
- - positions beyond offsets[-1], and beyond `max_length` in a bag, are never read;
- - offsets may hold anything: an operation reads them as their running maximum, cut to the buffer ("triton" cuts each
-   bag to the buffer by itself), and never reads or writes outside a tensor;
+ - positions from offsets[-1] on, and places from `max_length` on in a bag, are never read;
+ - offsets may hold anything: an operation reads the running maximum of the offsets, cut to the buffer ("triton" cuts
+   each bag to the buffer by itself), and never reads or writes outside a tensor;
  - sums run in f32 (f64 for f64 tables), over each bag's and each row's entries in the order of their positions;
  - output shapes depend on input shapes only.
 
-`implementation` is a static choice by name. None takes the name that `using` set, else the device's own: "cpp" for the
-CPU, "triton" for CUDA, "reference" for any other. A call with a tracked input (`tracked`) takes "reference": only it
-has derivatives, of every order and mode. To name another implementation for such a call raises, and so does an unknown
-name, or an operation that the implementation lacks: nothing falls back.
+`implementation` is a static choice by name. None takes the name that `using` set, else the device's default: "cpp" for
+the CPU, "triton" for CUDA, "reference" for any other device. A call with a tracked input (`tracked`) takes "reference",
+because only "reference" has derivatives, of every order and mode. If such a call names another implementation, it
+raises. A call also raises for an unknown name, or for an operation that the implementation lacks: nothing falls back.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ _using: ContextVar[str | None] = ContextVar("funcrec_implementation", default=No
 
 @contextlib.contextmanager
 def using(implementation: str) -> Iterator[None]:
-    """Make calls inside that name no implementation take this one. It applies to the current thread or task only.
+    """Return a context, for this thread or task only, in which calls that name no implementation take this one.
 
     Example:
       >>> import torch
@@ -85,12 +85,12 @@ def chosen(implementation: str | None, device: torch.device) -> str:
 
 
 def ambient() -> str | None:
-    """Return the name that `using` set, or None. A compiled function depends on it."""
+    """Return the name that `using` set, or None. The name is part of a compilation's key."""
     return _using.get()
 
 
 def has(name: str, implementation: str) -> bool:
-    """Whether the implementation has the operation."""
+    """Return whether the implementation has the operation."""
     return library.operator(implementation, name) is not None
 
 
@@ -105,7 +105,7 @@ def pooled_lookup(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """Return f32|f64[B, C] from tables f[R, D], rows i[N] and a flat buffer of bags.
+    """Return the pooled rows, f32|f64[B, C], from tables f[R, D], rows i[N] and a flat buffer of bags.
 
     The features cover every column once. blocks: n > 1 returns the columns in n equal parts, [n · B, C / n], one part
     after the other; no feature lies in two parts.
@@ -124,7 +124,7 @@ def pooled_lookup_weights(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """Return the gradient of the weights of `pooled_lookup`, f[N]; zero for ids that no weighted feature reads."""
+    """Return the gradient of the weights of `pooled_lookup`, f[N]. An id that no weighted feature reads has zero."""
     call = _of("pooled_lookup_weights", implementation, d_out, *tables, weights)
     return call(d_out, list(tables), list(rows), offsets, weights, flatten(features))
 
@@ -132,7 +132,7 @@ def pooled_lookup_weights(
 def expand(
     terms: Terms, shapes: Sequence[tuple[int, int]], *, implementation: str | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return (rows i64[K], grads f[K, D]) per table, segments in order; an entry that does not count has row -1."""
+    """Return (rows i64[K], grads f[K, D]), the entries of each table by segment. An entry without effect has row -1."""
     flat = _of_terms("expand", implementation, terms)(*terms.flat(), [n for s in shapes for n in s])
     return list(zip(flat[::2], flat[1::2], strict=True))
 
@@ -140,9 +140,9 @@ def expand(
 def coalesce(
     terms: Terms, shapes: Sequence[tuple[int, int]], *, implementation: str | None = None
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Return (rows i64[K] ascending, grads f[K, D], count i64[], repeats i64[K]) per table; K is at most R.
+    """Return (rows i64[K] ascending, grads f[K, D], count i64[], repeats i64[K]) of each table. K is at most R.
 
-    From place `count` on, rows are -1, grads and repeats 0. `repeats` counts the entries summed into each row.
+    From place `count` on, rows are -1, and grads and repeats are 0. `repeats` counts the entries summed into each row.
     """
     flat = _of_terms("coalesce", implementation, terms)(*terms.flat(), [n for s in shapes for n in s])
     return [tuple(flat[i : i + 4]) for i in range(0, len(flat), 4)]
@@ -165,16 +165,16 @@ def fused_update(
     """Return (tables, slots) with `rule` applied to every row that a term names.
 
     A table may hold only columns [first, first + D) of rows whose gradients have all columns. The rule then sees rows
-    and slots that are zero outside the table's columns. This is right for rules that see other columns in the gradient
-    only.
+    and slots that are zero outside the table's columns. This is right for rules that depend on other columns only
+    through the gradient.
 
     Args:
-      slots: for each table, in the order of RULES[rule].slots.
-      lr: f64[]. step: i64[], the steps taken before. hyper: in the order of RULES[rule].hyper.
+      slots: the slots of each table, in the order of RULES[rule].slots.
+      lr: f64[]. step: i64[], the number of earlier steps. hyper: numbers in the order of RULES[rule].hyper.
       key: i64[T, S + 1, 4], the source of the bits that round 16-bit tables at random; None rounds to nearest. A table
-        has up to S segments of rows, (key, begin, phase, words), by ascending `begin` from row 0; the places after them
-        have begin 2⁶³ - 1. Column c of row r takes 16 bits of number r · words + (phase + c) // 4 of its segment's key,
-        from bit 16 · ((phase + c) mod 4) on.
+        has up to S segments of rows, (key, begin, phase, words), by ascending `begin` from row 0; unused places after
+        them have begin 2⁶³ - 1. Column c of row r takes 16 bits of a random word, from bit 16 · ((phase + c) mod 4) on.
+        The word is number r · words + (phase + c) // 4 of the segment's key.
       first, dims: i64[T], the column of a table's gradients at which the table's own columns begin, and the number of
         columns of its gradients. None and () for tables of whole rows.
     """
@@ -189,14 +189,14 @@ def fused_update(
 
 
 def gather_rows(table: Tensor, rows: Tensor, *, implementation: str | None = None) -> Tensor:
-    """Return table[rows], f32|f64[K, D], with zeros for rows outside the table."""
+    """Return table[rows], f32|f64[K, D], with zeros for each row outside the table."""
     return _of("gather_rows", implementation, table)(table, rows)
 
 
 def scatter_rows(
     table: Tensor, rows: Tensor, count: Tensor, new: Tensor, *, implementation: str | None = None
 ) -> Tensor:
-    """Return the table with rows[i] replaced by new[i] for i < count; rows[:count] are distinct and in the table."""
+    """Return the table with new[i] in row rows[i] for i < count. rows[:count] must be distinct and in the table."""
     return _of("scatter_rows", implementation, table, new)(table, rows, count, new)
 
 
@@ -212,12 +212,12 @@ def quantized_lookup(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """Return f32[B, C]: the `pooled_lookup` of the numbers that quantised rows encode, with the same bits.
+    """Return the `pooled_lookup` of the numbers that quantised rows encode, f32[B, C], with the same bits.
 
     Args:
       tables: u8[R, S] with bits[t] 8, 4 or 2. A row is [scale f16][bias f16][dims[t] codes, low bits first, whole
-        bytes], and its numbers are code · scale + bias. Or f32[R, D] with bits[t] 32, f16 or bf16[R, D] with bits[t]
-        16.
+        bytes], and the row's numbers are code · scale + bias. A table may also be f32[R, D] with bits[t] 32, or f16 or
+        bf16[R, D] with bits[t] 16.
     """
     is_usual = weights is None and is_plain(implementation, offsets)
     out = library.planned("lookup")(tables, rows, offsets, features, num_bags, bits, dims) if is_usual else None
@@ -228,7 +228,7 @@ def quantized_lookup(
 
 
 def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int, *, implementation: str | None = None) -> Tensor:
-    """Return f32[N, D]: the numbers of quantised rows u8[R, S], or rows of floats; zeros for rows outside the table."""
+    """Return the numbers of quantised rows u8[R, S], or rows of floats, f32[N, D]. Rows outside the table are zeros."""
     check_coded("quantized_rows", table, bits, dim)
     if bits not in CODE_BITS:
         return gather_rows(table, rows, implementation=implementation)
@@ -236,19 +236,19 @@ def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int, *, implemen
 
 
 def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None, *, implementation: str | None = None) -> Tensor:
-    """Return u8[R, S]: the rows of f[R, D] in codes of 8, 4 or 2 bits, as `quantized_lookup` reads them.
+    """Return the rows of f[R, D] in codes of 8, 4 or 2 bits, u8[R, S], which `quantized_lookup` reads.
 
-    With L = 2^bits - 1: bias = f16(min), scale = f16((max - bias) / L), or 1 if that is 0. code = the integer nearest
-    to (x - bias) / scale, ties to even, cut to [0, L]. The bytes are those of FBGEMM's
-    `FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf`, with the scale and bias in front.
+    With L = 2^bits - 1, min and max of the row: bias = f16(min), and scale = f16((max - bias) / L), or 1 if that is 0.
+    code = the integer nearest to (x - bias) / scale, ties to even, cut to [0, L]. FBGEMM's
+    `FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf` makes the same bytes, but with scale and bias after the codes.
 
     Args:
-      key: i64[], to round up or down at random. Scale and bias are then rounded outwards, so that no number is cut off
-        and the mean over keys is the number itself. The bits depend on key, row and column only.
+      key: i64[], which rounds codes up or down at random. Scale and bias are then rounded outwards, so that no number
+        is cut off and the mean over keys is the number itself. The random bits depend on key, row and column only.
 
-    Law: |x - x'| <= max(scale / 2, |min| · 2^-11), and L · 2^-25 more if scale is below f16's normal numbers. With a
-      key, |x - x'| <= scale. A row is NaN in all columns if it holds NaN or inf, or if f16 does not hold its min or
-      scale (beyond 65504 and 65504 · L). It never becomes a finite row of other numbers.
+    Law: for the encoded number x', |x - x'| <= max(scale / 2, |min| · 2^-11), and L · 2^-25 more if scale is below
+      f16's normal numbers. With a key, |x - x'| <= scale. A row is NaN in all columns if it holds NaN or inf, or if f16
+      does not hold its min (above 65504) or its scale (range above 65504 · L). No row becomes other finite numbers.
     """
     check_codable(table, bits, key)
     if any_tracked([table]):
@@ -262,15 +262,15 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None, *, implem
 def take_ranges(
     values: Tensor, starts: Tensor, lengths: Tensor, capacity: int, *, implementation: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (values [C, ...], offsets i64[B + 1]): values[starts[b] : starts[b] + lengths[b]] end to end, then
-    zeros."""
+    """Return (values [C, ...], offsets i64[B + 1]): the ranges values[starts[b] : starts[b] + lengths[b]] end to end.
+    Zeros follow the last range."""
     return _of("take_ranges", implementation, values)(values, starts, lengths, capacity)
 
 
 def take_ranges_transpose(
     d: Tensor, starts: Tensor, lengths: Tensor, num_values: int, *, implementation: str | None = None
 ) -> Tensor:
-    """Return [num_values, ...] in d's dtype: d [C, ...] summed over the ranges that hold each position, in order."""
+    """Return the ordered sums of d [C, ...] over the ranges that hold each position, [num_values, ...] in d's dtype."""
     return _of("take_ranges_transpose", implementation, d)(d, starts, lengths, num_values)
 
 
@@ -283,11 +283,11 @@ def bucketize(
     *,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return rows grouped by their owner, row // block, then by bag, in order: the input of each row-wise shard.
+    """Return rows grouped by owner = row // block, then by bag, in order: the input of each row-wise shard.
 
     Returns:
-      rows i[N] in the owner's own numbers, lengths i64[S · B], weights f[N] (or [0]), positions i64[N]: each id's new
-      position, -1 for an id without owner. Zeros follow the last row.
+      rows i[N] in the owner's own numbers, lengths i64[S · B], weights f[N] (or [0]), and positions i64[N], each id's
+      new position, or -1 for an id without owner. Zeros follow the last row.
     """
     return _of("bucketize", implementation, rows, weights)(rows, offsets, weights, num_shards, block)
 
@@ -304,19 +304,19 @@ def owner_blocks(
     placed: bool = False,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the blocks that a rank sends to n ranks: the rows it needs there, by lane and bag, and the bags' lengths.
+    """Return the blocks that a rank sends to n ranks: the rows that it needs there, by lane and bag, and bag lengths.
 
     Args:
-      ids: i[N], and offsets, i[M + 1], their bags; lane l reads `num_bags` of them from lanes[l].first_bag on.
-      slots: for each of the n ranks, K lanes (each at most once) whose bag lengths it receives; -1 for none.
-      room: C, the rows that a rank can be sent; more are counted and left out.
+      ids: i[N]. offsets: i[M + 1], the bags of the ids. Lane l reads `num_bags` bags from lanes[l].first_bag on.
+      slots: for each of the n ranks, K lanes (each at most once) whose bag lengths the rank receives; -1 for none.
+      room: C, the number of rows that a block can hold; further rows are counted and left out.
       wide: whether to send i64. If not, i32 is sent, and the caller guarantees that rows and lengths fit.
       placed: whether to return each id's place; then no two lanes may read the same id.
 
     Returns:
-      [n, C + K · B]: C rows (numbers in the owner's bank, -1 in unused places), then B lengths for each of K slots,
-      which count all rows, also those left out. i64[n]: how many rows each rank owns. i64[N]: each id's place among the
-      n · C, -1 for none; or [0] if not `placed`. An id outside its table has no owner.
+      blocks [n, C + K · B]: C rows (numbers in the owner's bank, -1 in unused places), then B lengths for each of K
+      slots, which also count rows that are left out. Counts i64[n]: how many rows each rank owns. Places i64[N]: each
+      id's place among the n · C, or -1; [0] if not `placed`. An id outside its table has no owner.
     """
     flat, told = [n for x in lanes for n in x.flat()], [n for x in slots for n in x]
     call = _of("owner_blocks", implementation, ids)
@@ -326,13 +326,13 @@ def owner_blocks(
 def to_padded(
     values: Tensor, offsets: Tensor, max_length: int, fill: float | int = 0, *, implementation: str | None = None
 ) -> Tensor:
-    """Return [B, max_length, ...]: each bag from its beginning, then `fill`."""
+    """Return the bags as a block [B, max_length, ...]: each bag from its beginning, then `fill`."""
     whole = int(fill) if isinstance(fill, int) else None
     return _of("to_padded", implementation, values)(values, offsets, max_length, float(fill), whole)
 
 
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int, *, implementation: str | None = None) -> Tensor:
-    """Return [capacity, ...], the transpose of to_padded; zeros after offsets[-1] and where a bag exceeds L."""
+    """Return the transpose of to_padded, [capacity, ...], with zeros from offsets[-1] on and where a bag exceeds L."""
     return _of("from_padded", implementation, padded)(padded, offsets, capacity)
 
 
@@ -346,23 +346,23 @@ def top_k(
     *,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (scores f32|f64[B, k], rows i64[B, k]): the greatest ⟨query, row⟩, by descending score, then by row.
+    """Return (scores f32|f64[B, k], rows i64[B, k]), the greatest ⟨query, row⟩, by descending score, then by row.
 
     A score is summed column by column, so its bits do not depend on the other rows and queries. A row whose score is
-    NaN or -∞ is left out; if fewer than k rows are left, -∞ and -1 fill the rest.
+    NaN or -∞ is left out. If fewer than k rows remain, -∞ and -1 fill the free places.
 
     Args:
       queries: f[B, D]. items: f[N, D], or quantised rows u8[N, S] of `bits` (8, 4 or 2).
-      rows: i[L], and offsets i[B + 1], their bags: the rows to leave out for each query. None leaves out none.
+      rows: i[L], the rows to leave out. offsets: i[B + 1], a bag of these rows for each query. None leaves out none.
     """
     call = _of("top_k", implementation, queries, items, bare=[x for x in (rows, offsets) if x is not None])
     return call(queries, items, rows, offsets, k, bits)
 
 
 def _of(name: str, implementation: str | None, *tensors: Tensor | None, bare: Sequence[Tensor] | None = None):
-    """Return the function to call. The first of `tensors`, which may all be tracked, is on the call's device.
+    """Return the function to call. `tensors` are the tensors that may be tracked; the first is on the call's device.
 
-    `bare` are the other tensors, for operations that may skip the dispatcher if nothing observes the call.
+    bare: the other tensors, for operations that may skip the dispatcher if nothing observes the call.
     """
     mine = [x for x in tensors if x is not None]
     device = mine[0].device if mine else torch.device("cpu")
@@ -384,16 +384,16 @@ def _of(name: str, implementation: str | None, *tensors: Tensor | None, bare: Se
 
 
 def is_plain(implementation: str | None, x: Tensor) -> bool:
-    """Whether a call runs "cpp", no input can be tracked, and nothing observes the call."""
+    """Return whether a call runs "cpp", no input can be tracked, and nothing observes the call."""
     return implementation is None and _using.get() is None and type(x) is Tensor and x.is_cpu and is_quiet()
 
 
 def is_free(implementation: str | None) -> bool:
-    """Whether nobody named an implementation: then a call with a tracked input may take "reference"."""
+    """Return whether nobody named an implementation, so that a call with a tracked input may take "reference"."""
     return implementation is None and ambient() is None
 
 
 def _of_terms(name: str, implementation: str | None, terms: Terms) -> Callable:
-    """Return the function for terms. Without tensors it is the reference's, because an operator needs a tensor."""
+    """Return the function for terms. Without tensors it is a function of the reference: operators need a tensor."""
     tensors = (*terms.d, *terms.rows, *terms.weights)
     return _of(name, implementation if tensors else "reference", *tensors)

@@ -1,6 +1,6 @@
-"""Ids as blocks for the ranks that own their rows: `ops.owner_blocks`, built of take_ranges, bucketize and plain torch.
+"""Make blocks of ids for the ranks that own the rows: `ops.owner_blocks`, by take_ranges, bucketize and plain torch.
 
-Shapes: N ids, L lanes, B bags of a lane, n ranks, K slots of each rank, C rows that a rank can be sent.
+Shapes: N ids, L lanes, B bags of a lane, n ranks, K slots of each rank, C rows that a block can hold.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from funcrec.kernels.forms import Owners, owners_of
 from funcrec.kernels.reference_jagged import place_among
 from torch import Tensor
 
-NOWHERE = 1 << 40  # above any rank's number of rows, so that owner · NOWHERE + row identifies both
+NOWHERE = 1 << 40  # more than the rows of any rank, so that owner · NOWHERE + row identifies owner and row
 
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
@@ -18,9 +18,9 @@ def integers(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def blocks_by(take_ranges: Callable, bucketize: Callable, integers: Callable = integers) -> Callable:
-    """Return `owner_blocks` in its flat form, built of an implementation's `take_ranges` and `bucketize`.
+    """Return `owner_blocks` with flat arguments, built from an implementation's `take_ranges` and `bucketize`.
 
-    integers(values, device) makes an i64 tensor of values >= 0.
+    integers: a function (values, device) that returns an i64 tensor of values >= 0.
     """
 
     def owner_blocks(ids, offsets, lanes, slots, num_bags, num_ranks, room, wide, placed):
@@ -35,16 +35,16 @@ def blocks_by(take_ranges: Callable, bucketize: Callable, integers: Callable = i
         place = torch.where(within < counts[:, None], before[:, None] + within, grouped.shape[0])
         blocks = torch.cat([grouped, grouped.new_full((1,), -1)])[place]
         told = torch.cat([lengths, lengths.new_zeros(num_ranks, 1, num_bags)], 1)
-        slots = integers([k if k >= 0 else len(lanes) for k in slots], ids.device)  # -1 takes the zeros at the end
+        slots = integers([k if k >= 0 else len(lanes) for k in slots], ids.device)  # -1 reads the zeros at the end
         told = told[torch.arange(num_ranks, device=ids.device)[:, None], slots.view(num_ranks, len(slots) // num_ranks)]
         blocks = torch.cat([blocks, told.flatten(1)], 1).to(torch.int64 if wide else torch.int32)
         if not placed:
             return blocks, counts, counts.new_empty(0)
-        # an id at position p of the grouped ids is at (owner, p - before[owner]) in the blocks
+        # An id at position p of the grouped ids is at (owner, p - before[owner]) in the blocks.
         owner = torch.div(rows, NOWHERE, rounding_mode="floor").clamp(min=0)
         inner = positions - before[owner]
         sent = torch.where((positions >= 0) & (inner < room), owner * room + inner, -1)
-        if taken is not None:  # back to the ids' original order
+        if taken is not None:  # The places return to the original order of the ids.
             taken = torch.where(positions >= 0, taken, num_ids)
             sent = sent.new_full((num_ids + 1,), -1).scatter(0, taken, sent)[:-1]
         return blocks, counts, sent
@@ -55,7 +55,7 @@ def blocks_by(take_ranges: Callable, bucketize: Callable, integers: Callable = i
 def _lane_bags(
     ids: Tensor, offsets: Tensor, lanes: Sequence[Owners], num_bags: int, take_ranges: Callable, integers: Callable
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the positions of the ids that the lanes read, lane by lane, and the bags' bounds i64[L · B + 1].
+    """Return the positions of the ids that the lanes read, lane by lane, and the bounds i64[L · B + 1] of the bags.
 
     The positions are None if the lanes read all ids in order.
     """
@@ -71,9 +71,9 @@ def _lane_bags(
 
 
 def owned_rows(ids: Tensor, bounds: Tensor, lanes: Sequence[Owners], integers: Callable = integers) -> Tensor:
-    """Return owner · NOWHERE + the row's number on its owner, i64[N], for each id in the lanes' bags [L · B + 1].
+    """Return owner · NOWHERE + the row's number on that owner, i64[N], for each id in the bags of the lanes.
 
-    An id without a row gets -1.
+    bounds: i64[L · B + 1]. An id without a row gets -1.
     """
     most = max(len(x.ranks) for x in lanes)
     of_parts = lambda parts: integers([n for xs in parts for n in (*xs, *[0] * (most - len(xs)))], ids.device)
@@ -90,6 +90,6 @@ def owned_rows(ids: Tensor, bounds: Tensor, lanes: Sequence[Owners], integers: C
 
 
 def lane_of(bounds: Tensor, num_ids: int, num_lanes: int) -> Tensor:
-    """Return the lane of each id, i64[N]; padding belongs to the last lane."""
+    """Return the lane of each id, i64[N]. Padding belongs to the last lane."""
     ends = bounds[:: max((bounds.shape[0] - 1) // num_lanes, 1)][1:num_lanes]
     return place_among(ends.contiguous(), torch.arange(num_ids, device=ends.device))

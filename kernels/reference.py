@@ -1,7 +1,8 @@
 """Each operation of `ops` in plain torch: out of place, static shapes, no host read.
 
-The functions pass grad, jvp, vmap and hessian unchanged, and run in f64. They sum in a fixed order, eager and compiled:
-`scatter_add` over whole rows adds in the order of positions, while Inductor would turn `index_add` into atomics.
+grad, jvp, vmap and hessian apply to these functions directly, also in f64. The functions sum in a fixed order, eager
+and compiled: `scatter_add` over whole rows adds in the order of positions, while Inductor would turn `index_add` into
+atomics.
 Shapes: B bags, N buffer length, K entries, R rows, D dim.
 """
 
@@ -41,7 +42,7 @@ __all__ = [
     "scatter_rows", "take_ranges", "take_ranges_transpose", "to_padded", "top_k",
 ]  # fmt: skip
 
-UNROLL_MAX = 16  # longest bags that are summed term by term; Inductor fuses such a sum into its reader
+UNROLL_MAX = 16  # the longest bags with sums term by term; Inductor fuses such a sum into its reader
 
 
 _owner_blocks = blocks_by(take_ranges, bucketize)
@@ -55,7 +56,7 @@ def owner_blocks(ids, offsets, *how):
 
 
 class Run(NamedTuple):
-    """Neighbouring features that differ only in their place: one lookup with `width` times as many bags."""
+    """Neighbouring features that differ only in their places, as one lookup with `width` times as many bags."""
 
     feature: Feature
     width: int
@@ -66,9 +67,9 @@ class Run(NamedTuple):
 
 
 def runs_of(features: Sequence[Feature], dims: Sequence[int], num_bags: int) -> list[Run]:
-    """Return the features in the order of their columns.
+    """Return runs of the features, in the order of the features' columns.
 
-    Neighbours are joined if table, options and buffer agree and their bags follow each other.
+    A run joins neighbours if table, options and buffer agree and the bags follow each other.
     """
     runs: list[Run] = []
     for feature in sorted(features, key=lambda f: f.column):
@@ -90,7 +91,7 @@ def pooled_lookup(tables, rows, offsets, weights, features, num_bags, blocks=1) 
 
 
 def quantized_lookup(tables, rows, offsets, weights, features, num_bags, bits, dims) -> Tensor:
-    """Return the `pooled_lookup` of the numbers that the rows encode."""
+    """Return the `pooled_lookup` of the numbers that the rows encode, f32[B, C]."""
     check_tables("quantized_lookup", tables, bits, dims)
     coded = lambda t, b, dim: lambda rows: quantized_rows(t, rows, b, dim)
     every = zip(tables, bits, dims, strict=True)
@@ -99,7 +100,7 @@ def quantized_lookup(tables, rows, offsets, weights, features, num_bags, bits, d
 
 
 def _pooled(read, dims, rows, offsets, weights, features, num_bags) -> Tensor:
-    """Return f[B, C]; read[t](rows) returns rows of table t."""
+    """Return the pooled rows, f[B, C]. read[t](rows) returns rows of table t."""
     columns, offsets = [], ascending(offsets)
     for run in runs_of(features_of(features), dims, num_bags):
         feature = run.feature
@@ -114,7 +115,7 @@ def _pooled(read, dims, rows, offsets, weights, features, num_bags) -> Tensor:
 
 
 def _pool_short(read: Callable, ids: Tensor, bounds: Tensor, weights: Tensor | None, max_length: int) -> Tensor:
-    """Sum over the places 0, 1, ... of a bag."""
+    """Return the sums over the places 0, 1, ... of each bag, f[B, D]."""
     total = 0
     for place in range(max_length):
         position = bounds[:-1] + place
@@ -123,7 +124,10 @@ def _pool_short(read: Callable, ids: Tensor, bounds: Tensor, weights: Tensor | N
 
 
 def _pool_long(read: Callable, ids: Tensor, bounds: Tensor, weights: Tensor | None, max_length: int) -> Tensor:
-    """Add every position of the buffer to its bag. Positions outside all bags go to bag B, which is cut off."""
+    """Return the sums of each bag, f[B, D], by adding every position of the buffer to its bag.
+
+    Positions outside all bags go to bag B, which is cut off.
+    """
     num_bags = bounds.shape[0] - 1
     position, bag, valid = _flat_entries(bounds, ids.shape[0], max_length)
     terms = _terms(read, ids, position, valid, weights)
@@ -148,14 +152,14 @@ def _scale_at(weights: Tensor, position: Tensor, valid: Tensor) -> Tensor:
 
 
 def _take(buffer: Tensor, position: Tensor) -> Tensor:
-    """Return buffer[position], with the position clamped into the buffer; zeros if the buffer is empty."""
+    """Return buffer[position], with the position clamped into the buffer, or zeros if the buffer is empty."""
     if buffer.shape[0] == 0:
         return buffer.new_zeros(position.shape + buffer.shape[1:])
     return buffer.index_select(0, position.clamp(0, buffer.shape[0] - 1))
 
 
 def _flat_entries(bounds: Tensor, capacity: int, max_length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each position of the buffer: the position, its bag (B for none) and whether it counts."""
+    """Return (position, bag, valid) of each position of the buffer: its bag (B for none) and whether it counts."""
     num_bags = bounds.shape[0] - 1
     position = torch.arange(capacity, device=bounds.device, dtype=bounds.dtype)
     bag = place_among(bounds, position) - 1
@@ -167,7 +171,7 @@ def _flat_entries(bounds: Tensor, capacity: int, max_length: int) -> tuple[Tenso
 
 
 def _padded_entries(bounds: Tensor, max_length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (position, bag, valid) of `max_length` entries per bag."""
+    """Return (position, bag, valid) of each entry, with `max_length` entries per bag."""
     num_bags = bounds.shape[0] - 1
     place = torch.arange(max_length, device=bounds.device, dtype=bounds.dtype)
     position = (bounds[:-1, None] + place).flatten()
@@ -205,7 +209,7 @@ def expand(d, rows, offsets, weights, segments, shapes) -> list[Tensor]:
     for s in segments_of(segments):
         num_rows, dim = shapes[2 * s.table : 2 * s.table + 2]
         taken, grads = _entries(s, d[s.d][:, s.column : s.column + dim], rows[s.rows], offsets, weights)
-        taken = taken.long()  # an i32 tensor would compare with R as i32, which may be too small for R
+        taken = taken.long()  # i64, because i32 may be too small for R
         inside = (taken >= 0) & (taken < num_rows)
         wide = accumulation_dtype(grads.dtype)
         entries[s.table].append((torch.where(inside, taken, -1), torch.where(inside[:, None], grads.to(wide), 0)))
@@ -226,7 +230,7 @@ def _entries(s: Segment, d: Tensor, ids: Tensor, offsets: Sequence[Tensor], weig
         grads = d[: s.num_bags] if scale is None else d[: s.num_bags] * scale[: s.num_bags, None].to(d.dtype)
         return ids[: s.num_bags], grads
     bounds = ascending(offsets[s.offsets])[s.first_bag : s.first_bag + s.num_bags + 1].clamp(0, ids.shape[0])
-    # s_i / len is one factor, rounded once, as in the kernels: so an entry has the same bits wherever it is written out
+    # s_i / len is one factor, rounded once, as in the kernels. So an entry has the same bits in all implementations.
     lengths = bag_lengths(bounds, s.max_length).double() if s.mean else None
     if lengths is not None and scale is None:
         d = d * (1 / lengths)[:, None].to(d.dtype)
@@ -275,17 +279,17 @@ def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def scatter_rows(table: Tensor, rows: Tensor, count: Tensor, new: Tensor) -> Tensor:
-    """Write new[i] to row rows[i] for i < count.
+    """Return the table with new[i] in row rows[i] for i < count.
 
-    Entries from `count` on rewrite the old values of distinct rows that the first entries do not name, so that no
-    place is written twice.
+    Entries from `count` on rewrite the old values of distinct rows that the first entries do not name. So no place is
+    written twice.
     """
     most = min(rows.shape[0], table.shape[0])
     if most == 0:
         return table
     entry = torch.arange(most, device=rows.device)
     named = entry < count
-    # the j-th unnamed row is j + (the number of named rows that have at most j unnamed rows below them)
+    # The j-th unnamed row is j + (the number of named rows that have at most j unnamed rows below them).
     ordered = torch.sort(torch.where(named, rows[:most].long(), 2 * table.shape[0] + entry)).values
     spare = (entry - count).clamp(min=0)
     spare = (spare + torch.searchsorted(ordered - entry, spare, right=True)).clamp(max=table.shape[0] - 1)

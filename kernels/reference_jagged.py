@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def ascending(offsets: Tensor) -> Tensor:
-    """Return offsets as every operation reads them: their running maximum."""
+    """Return the running maximum of offsets, which every operation reads in place of the offsets."""
     return offsets.cummax(0).values
 
 
 def place_among(bounds: Tensor, position: Tensor, right: bool = True) -> Tensor:
-    """Return how many of the ascending bounds are at most the position (less than it, if not `right`).
+    """Return the number of ascending bounds that are at most the position (less than it, if not `right`).
 
-    Under vmap both tensors are copied to memory of their own, as torch requires.
+    Under vmap the function copies both tensors, because torch requires memory of their own.
     """
     if is_transforming():
         none = (bounds[..., :1] * 0).sum() + (position[..., :1] * 0).sum()
@@ -38,7 +38,7 @@ def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values
     wide = d.to(accumulation_dtype(d.dtype))
     sums = wide.new_zeros(
         (num_values + 1, *d.shape[1:])
-    )  # positions outside all ranges go to the last place, which is cut off
+    )  # Positions outside all ranges go to the last place, which is cut off.
     if starts.shape[0]:
         source, inside = _sources(starts, _offsets_of(lengths), d.shape[0], num_values)
         place = _like(torch.where(inside, source, num_values), wide).expand(wide.shape)
@@ -47,8 +47,8 @@ def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values
 
 
 def _sources(starts: Tensor, offsets: Tensor, capacity: int, num_values: int) -> tuple[Tensor, Tensor]:
-    """Return the buffer position from which each place of take_ranges' output is read, i64[C], and whether there is
-    one."""
+    """Return the source position in the buffer of each place of take_ranges' output, i64[C], and a mask of the places
+    that have a source."""
     place, bounds = torch.arange(capacity, device=offsets.device), ascending(offsets).clamp(0, capacity)
     bag = place_among(bounds, place) - 1
     inside = (bag >= 0) & (bag < starts.shape[0])

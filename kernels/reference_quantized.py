@@ -1,9 +1,9 @@
-"""Quantised rows in plain torch: u8[R, S], a row is [scale f16][bias f16][codes of 8, 4 or 2 bits, low bits first].
+"""Quantised rows u8[R, S] in plain torch. A row is [scale f16][bias f16][codes of 8, 4 or 2 bits, low bits first].
 
     x ~ code * scale + bias        codes 0 .. L, L = 2^bits - 1
 
-bias is the row's least number, and scale its range / L. Both are rounded to f16 before they make a code. A product
-code * scale is exact in f32, so that a value is rounded once, with or without a fused multiply-add.
+bias is the row's least number, and scale is the row's range divided by L. Both are rounded to f16 before they make a
+code. A product code * scale is exact in f32. So a value is rounded once, with or without a fused multiply-add.
 A row that holds NaN or inf, or whose bias or scale f16 does not hold, is NaN in all columns.
 Shapes: N ids, R rows, D dim, S bytes.
 """
@@ -14,17 +14,17 @@ from torch import Tensor
 
 GAMMA, GAMMA_INVERSE = -7046029254386353131, -1018231460777725123  # SplitMix64's step, and its inverse modulo 2^64
 MIX = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))
-NAN = 0x7E00  # of f16
+NAN = 0x7E00  # the bits of an f16 NaN
 
 
 def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
-    """Return f32[N, D], with zeros for rows outside [0, R)."""
+    """Return the numbers that the rows encode, f32[N, D], with zeros for rows outside [0, R)."""
     check_coded("quantized_rows", table, bits, dim)
     if table.shape[0] == 0:
         return torch.zeros(rows.shape[0], dim, device=table.device)
     inside = (rows >= 0) & (rows.long() < table.shape[0])
     taken = table.index_select(0, rows.clamp(0, table.shape[0] - 1))
-    # flatten: a single row would keep the stride of the whole row
+    # Without `flatten`, a single row would keep the stride of the whole row.
     head = taken[:, :HEAD_BYTES].flatten().view(torch.float16).unflatten(0, (-1, 2)).to(torch.float32)
     return torch.where(inside[:, None], codes_of(taken, bits, dim) * head[:, :1] + head[:, 1:], 0)
 
@@ -37,15 +37,18 @@ def codes_of(rows: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor:
-    """Return u8[R, S]. A key rounds codes at random, and scale and bias outwards, so that no number is cut off."""
+    """Return the quantised rows of a table, u8[R, S].
+
+    With a key, codes are rounded at random, and scale and bias outwards, so that no number is cut off.
+    """
     most = 2**bits - 1
     x = table.to(torch.float32)
     low, high = (x.amin(1), x.amax(1)) if x.shape[1] else (x.new_zeros(x.shape[0]),) * 2
-    low = torch.where(low == 0, 0, low)  # +0 for either zero: amin may return -0 or +0
+    low = torch.where(low == 0, 0, low)  # amin may return -0 or +0; this gives +0 for both
     bias = _to_half(low, down=True, directed=key is not None)
     reach = high - bias.to(torch.float32)
     scale = _to_half(reach / most, down=False, directed=key is not None)
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # all numbers of the row equal the bias
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # All numbers of such a row equal the bias.
     lost = ~(bias.isfinite() & scale.isfinite() & low.isfinite() & high.isfinite())
     place = x - bias.to(torch.float32)[:, None]
     if key is None:
@@ -58,9 +61,9 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor
 
 
 def _to_half(x: Tensor, *, down: bool, directed: bool) -> Tensor:
-    """Return x in f16: the nearest number, or, if `directed`, the next one below or above x.
+    """Return x in f16: the nearest number, or with `directed` the next number below or above x.
 
-    If the nearest is inf, the result is inf.
+    If the nearest number is inf, the result is inf.
     """
     near = x.to(torch.float16)
     if not directed:
@@ -72,15 +75,15 @@ def _to_half(x: Tensor, *, down: bool, directed: bool) -> Tensor:
 
 
 def _at_random(x: Tensor, key: Tensor) -> Tensor:
-    """Round x up as often as 16 random bits are below its fraction, else down.
+    """Return x rounded up with a probability equal to its fraction, else rounded down.
 
-    Row r and column c take 16 bits of a random word, from bit 16 · (c mod 4) on. The word is number
+    The element in row r and column c uses 16 bits of a random word, from bit 16 · (c mod 4) on. The word is number
     r · ceil(D / 4) + c // 4 of the key, or number c // 4 of key[r].
     """
     num_rows, dim = x.shape
     words = -(-dim // 4)
     counter = torch.arange(1, num_rows * words + 1, device=x.device, dtype=torch.int64).view(num_rows, words)
-    if key.dim():  # one key per row: each row uses the first words of its own key
+    if key.dim():  # With one key per row, each row uses the first words of its own key.
         counter = counter[:1] + torch.zeros_like(counter)
         key = key[:, None]
     z = (counter + key * GAMMA_INVERSE) * GAMMA  # = key + counter · GAMMA, in an order that compilers keep
@@ -92,7 +95,7 @@ def _at_random(x: Tensor, key: Tensor) -> Tensor:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes into u8[R, ceil(D · bits / 8)], low bits first, with zeros after the last code."""
+    """Return codes packed into u8[R, ceil(D · bits / 8)], low bits first, with zeros after the last code."""
     each = 8 // bits
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % each)).unflatten(1, (-(-codes.shape[1] // each), each))
     shifts = torch.arange(0, 8, bits, device=codes.device, dtype=torch.int32)

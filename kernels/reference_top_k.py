@@ -1,9 +1,9 @@
-"""The best rows of a table for queries, in plain torch.
+"""Find the best rows of a table for each query, in plain torch.
 
     score[b, r] = Σ_d queries[b, d] · items[r, d]        d ascending, every product and sum rounded
 
-Rows are chosen block by block, in the order of their scores and then of their row numbers. The choice has no
-derivative. The scores of the chosen rows are computed once more, and these have every derivative.
+`top_k` chooses rows block by block, by score and then by row number. The choice has no derivative. Then `top_k`
+computes the scores of the chosen rows once more, and these scores have every derivative.
 Shapes: B queries, N rows, D dim, L rows left out.
 """
 
@@ -13,7 +13,7 @@ from funcrec.kernels.reference_jagged import ascending, place_among
 from funcrec.kernels.reference_quantized import quantized_rows
 from torch import Tensor
 
-BLOCK = 4096  # rows
+BLOCK = 4096  # rows of a block
 
 
 def top_k(
@@ -26,7 +26,7 @@ def top_k(
     for begin in range(0, items.shape[0], BLOCK):
         block = _read(items[begin : begin + BLOCK].detach(), bits, dim).to(dtype)
         scores = _inner(queries.detach()[:, None], block)
-        allowed = scores > -torch.inf  # false for NaN, too
+        allowed = scores > -torch.inf  # This is False for NaN, too.
         if rows is not None and offsets is not None:
             allowed = allowed & ~_left_out(rows, offsets, begin, block.shape[0])
         number = torch.arange(begin, begin + block.shape[0], device=queries.device).expand(scores.shape)
@@ -43,7 +43,7 @@ def top_k(
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:
-    """Return Σ_d x[..., d] · y[..., d], term by term: torch's own sums choose their own order."""
+    """Return Σ_d x[..., d] · y[..., d], added term by term, because torch's own sums may use any order."""
     out = x.new_zeros(torch.broadcast_shapes(x.shape, y.shape)[:-1])
     for d in range(x.shape[-1]):
         out = out + x[..., d] * y[..., d]
@@ -57,7 +57,7 @@ def _read(items: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def _left_out(rows: Tensor, offsets: Tensor, begin: int, size: int) -> Tensor:
-    """Return b[B, size]: which of the `size` rows from `begin` on each bag holds."""
+    """Return a mask b[B, size] of the rows that each bag holds, among the `size` rows from `begin` on."""
     bounds, num_bags = ascending(offsets).clamp(0, rows.shape[0]).long(), offsets.shape[0] - 1
     bag = place_among(bounds, torch.arange(rows.shape[0], device=rows.device)) - 1
     inside = (bag >= 0) & (bag < num_bags) & (rows >= begin) & (rows < begin + size)

@@ -1,9 +1,9 @@
-"""Stacks: vmap turns a lookup, an update or a sum of row gradients into one call for all members.
+"""Make the vmap of a lookup, an update or a sum of row gradients one call for all members, with stacks of operands.
 
     fused_update(tables [K, R, D]) = stack over k of fused_update(tables[k])        pooled_lookup and coalesce likewise
 
-An operand with one extra dimension in front is a stack of K. All members share an operand without it. Nothing is
-copied: an implementation sees K times as many tables, cotangents, buffers of rows and segments.
+An operand with one extra dimension in front is a stack of K. All members share an operand without that dimension. The
+call copies nothing: an implementation sees K times as many tables, cotangents, buffers of rows and segments.
 Shapes: K members, T tables of one member.
 """
 
@@ -19,7 +19,10 @@ _TERMS = ("d", "rows", "offsets", "weights")
 
 
 def num_members(**operands: object) -> int | None:
-    """Return K if an operand (named as in RANKS: a tensor, a list of them, or None) is a stack; else None."""
+    """Return K if an operand is a stack, else None.
+
+    The operands have the names of RANKS; each is a tensor, a list of tensors, or None.
+    """
     for name, own in operands.items():
         xs = own if isinstance(own, (list, tuple)) else () if own is None else (own,)
         if max(map(Tensor.dim, xs), default=0) > RANKS[name]:
@@ -28,11 +31,11 @@ def num_members(**operands: object) -> int | None:
 
 
 def update_of_members(update: Callable, is_timed: Callable[..., bool]) -> Callable:
-    """Return an update in place that takes stacks, made of one that takes none.
+    """Return an update in place that takes stacks, made from an update that takes none.
 
     The signature is update(tables, slots, d, rows, offsets, weights, segments, lr, step, key, *rest), where `rest` is
-    the rule and its arguments. Members are called one by one if each has its own rate, or its own step under a rule
-    that reads the step.
+    the rule and the rule's arguments. There is a call for each member if each member has its own rate, or its own step
+    under a rule that reads the step.
     """
 
     def run(tables, slots, d, rows, offsets, weights, segments, lr, step, key, *rest):
@@ -56,7 +59,7 @@ def update_of_members(update: Callable, is_timed: Callable[..., bool]) -> Callab
 
 
 def lookup_of_members(lookup: Callable, reads_stacks: bool = False) -> Callable:
-    """Return a `pooled_lookup` that takes and returns stacks, made of one that takes none.
+    """Return a `pooled_lookup` that takes and returns stacks, made from a `pooled_lookup` that takes none.
 
     With `reads_stacks` the given lookup takes a stack of tables as one tensor.
     """
@@ -83,7 +86,7 @@ def lookup_of_members(lookup: Callable, reads_stacks: bool = False) -> Callable:
 
 
 def fit(rows: Sequence[Tensor], weights: Tensor | None) -> bool:
-    """Whether all buffers have one length, so that every id has a weight and every weight an id."""
+    """Return whether all buffers have one length, so that every id has a weight and every weight has an id."""
     return len({x.shape[-1] for x in (*rows, *([] if weights is None else [weights]))}) <= 1
 
 
@@ -106,14 +109,14 @@ def lookups_together(
     width: int | None = None,
     reads_stacks: bool = False,
 ) -> tuple:
-    """Return the lookups of all members as one: tables, buffers, offsets, weights, and K times the features.
+    """Return the lookups of all members as one lookup: tables, buffers, offsets, weights, and K times the features.
 
-    Stacks of tables and buffers are split into their members; a shared one is passed once.
+    Stacks of tables and buffers are split into members. A shared table or buffer occurs once.
 
     apart: whether offsets or weights are stacks. Then the members' ids lie in one buffer, member after member, and the
       offsets ascend from the first member to the last.
-    width: the number of a member's columns, if it is not that of its output.
-    reads_stacks: whether stacks of tables stay one tensor, and count as K tables.
+    width: the distance in columns from one member to the next; None for the width of a member's output.
+    reads_stacks: whether each stack of tables stays one tensor, and counts as K tables.
     """
     width = _width(features, tables) if width is None else width
     of_tables, of_rows = (tuple(x.dim() > rank for x in xs) for xs, rank in ((tables, 2), (rows, 1)))
@@ -143,7 +146,10 @@ def _one_by_one(xs: Sequence[Tensor], rank: int) -> list[Tensor]:
 def _features_of_members(
     features: tuple[int, ...], k: int, stacks: tuple[tuple[bool, ...], ...], bags: int, width: int
 ) -> tuple[int, ...]:
-    """Return each member's features, member by member. bags: the distance from one member's offsets to the next's."""
+    """Return the features of all members, member by member.
+
+    bags: the distance from the offsets of one member to the offsets of the next member.
+    """
     tables, rows = ([sum(k if s else 1 for s in own[:i]) for i in range(len(own))] for own in stacks)
     moved = (
         f._replace(
@@ -159,7 +165,7 @@ def _features_of_members(
 
 
 def sums_of_members(written_out: Callable) -> Callable:
-    """Return a `coalesce` or `expand` that takes and returns stacks, made of one that takes none."""
+    """Return a `coalesce` or `expand` that takes and returns stacks, made from a function that takes none."""
 
     def run(d, rows, offsets, weights, segments, shapes):
         k = num_members(d=d, rows=rows, offsets=offsets, weights=weights)
@@ -176,7 +182,7 @@ def sums_of_members(written_out: Callable) -> Callable:
 def spread(
     terms: Sequence[Sequence[Tensor]], segments: Sequence[int], k: int, num_tables: int
 ) -> tuple[list, list[int]]:
-    """Return the tensors and segments of all members' tables; table t of member i has number i · T + t."""
+    """Return the tensors and segments of the tables of all members. Table t of member i has number i · T + t."""
     flat, places = [], []
     for name, xs in zip(_TERMS, terms, strict=True):
         own, at = [], []
@@ -208,7 +214,7 @@ def _segments_of_members(segments: tuple[int, ...], places: tuple, k: int, num_t
 
 
 def _each(stacks: Sequence[Tensor], k: int) -> list[list[Tensor]]:
-    """Return each member's parts, as views."""
+    """Return the parts of each member, as views of the stacks."""
     parts = [x.unbind(0) for x in stacks]
     return [[xs[i] for xs in parts] for i in range(k)]
 
@@ -218,7 +224,7 @@ def _of_member(x: Tensor | None, i: int, rank: int) -> Tensor | None:
 
 
 def _rest_of_member(rest: tuple, i: int) -> tuple:
-    """Return member i's (rule, hyper, first, dims). `first` may be a stack; the last two may be absent."""
+    """Return (rule, hyper, first, dims) of member i. `first` may be a stack; `first` and `dims` may be absent."""
     return rest if len(rest) < 3 else (*rest[:2], _of_member(rest[2], i, 1), *rest[3:])
 
 
@@ -235,14 +241,14 @@ def _rest_of_all(rest: tuple, k: int) -> tuple:
 def map_of(op: Callable, names: Sequence[str], loop: Callable) -> Callable:
     """Return the vmap rule of an operator whose arguments have these names.
 
-    It makes one call on stacks; for stacks of stacks it calls `loop`.
+    The rule makes one call on stacks. For stacks of stacks it calls `loop`.
     """
 
     def rule(info, in_dims, *args):
         named = list(zip(names, args, in_dims, strict=False))
         if any(name in RANKS and _is_stack(x, dim, RANKS[name]) for name, x, dim in named):
             return loop(info, in_dims, *args)
-        must = ("tables", "slots") if "slots" in names else ()  # the update writes these
+        must = ("tables", "slots") if "slots" in names else ()  # the operands that an update writes
         made = op(*(_stacked(x, dim, info.batch_size, name in must) for name, x, dim in named))
         return made, [0] * len(made) if isinstance(made, list) else 0
 
@@ -250,14 +256,14 @@ def map_of(op: Callable, names: Sequence[str], loop: Callable) -> Callable:
 
 
 def _is_stack(x: object, dim: object, rank: int) -> bool:
-    """Whether an operand, or a tensor in a list, has an extra dimension besides the mapped one."""
+    """Return whether an operand, or a tensor in a list, has an extra dimension besides the mapped dimension."""
     if isinstance(x, (list, tuple)):
         return any(_is_stack(y, d, rank) for y, d in zip(x, _dims(x, dim), strict=True))
     return isinstance(x, Tensor) and x.dim() - (dim is not None) > rank
 
 
 def _stacked(x: object, dim: object, k: int, must: bool) -> object:
-    """Return the operand with the mapped dimension in front. With `must`, a shared operand is expanded, too."""
+    """Return the operand with the mapped dimension in front. With `must`, a shared operand is expanded to a stack."""
     if isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
         return [_stacked(y, d, k, must) for y, d in zip(x, _dims(x, dim), strict=True)]
     if not isinstance(x, Tensor) or (dim is None and not must):

@@ -1,4 +1,4 @@
-"""Whether a derivative of a value is wanted. funcrec differentiates a tracked value, or refuses it.
+"""Find out whether the caller wants a derivative of a value. funcrec differentiates a tracked value, or refuses it.
 
 A tensor is tracked if plain autograd, a level of torch.func (grad, vjp, jvp, in any nesting and under vmap), or a
 forward tangent follows it. Integers and booleans are never tracked.
@@ -29,12 +29,12 @@ _PLAIN, _is_cpu = frozenset((Tensor, torch.nn.Parameter)), operator.attrgetter("
 
 
 def is_transforming() -> bool:
-    """Whether some transform of torch.func runs, or a forward level is open."""
+    """Return whether a transform of torch.func runs, or a forward level is open."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def is_tracked(x: Tensor) -> bool:
-    """Whether a derivative of x is wanted, at any level."""
+    """Return whether a derivative of x is wanted, at any level."""
     if not (x.is_floating_point() or x.is_complex()):
         return False
     if torch.compiler.is_dynamo_compiling():
@@ -56,30 +56,30 @@ def is_tracked(x: Tensor) -> bool:
 
 
 def is_in_derivative() -> bool:
-    """Whether a grad or jvp runs, or a forward level is open, no matter which tensors it follows."""
+    """Return whether a grad or jvp runs, or a forward level is open, whichever tensors they follow."""
     derivatives = (TransformType.Grad, TransformType.Jvp)
     return forward_ad._current_level >= 0 or any(i.key() in derivatives for i in get_interpreter_stack() or ())
 
 
 def any_tracked(tensors: Iterable) -> bool:
-    """Whether a tensor is tracked; other values count as untracked."""
+    """Return whether any of the tensors is tracked; other values count as untracked."""
     if not torch.compiler.is_dynamo_compiling() and not is_transforming():
         return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
     return any(isinstance(x, Tensor) and is_tracked(x) for x in tensors)
 
 
 def is_forward() -> bool:
-    """Whether a forward level is open. Outputs then carry tangents, and those of integers are zeros."""
+    """Return whether a forward level is open. Then outputs carry tangents, and tangents of integers are zeros."""
     return forward_ad._current_level >= 0
 
 
 def is_differentiating() -> bool:
-    """Whether any tensor can be tracked now."""
+    """Return whether any tensor can be tracked now."""
     return torch.is_grad_enabled() or forward_ad._current_level >= 0
 
 
 def is_tracked_here(x: object) -> bool:
-    """Whether the current level wants the derivative of x, an argument of an operator's autograd kernel.
+    """Return whether the current level wants the derivative of x, an argument of an operator's autograd kernel.
 
     Each level calls that kernel in turn.
     """
@@ -89,12 +89,12 @@ def is_tracked_here(x: object) -> bool:
 
 
 def is_bare(tensors: Sequence[Tensor]) -> bool:
-    """Whether an operator on these tensors only computes: they are plain, on the CPU, and nothing observes the call."""
+    """Return whether all tensors are plain and on the CPU, and nothing observes the call of an operator."""
     return is_quiet() and _PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors))
 
 
 def is_quiet() -> bool:
-    """Whether no transform, mode, tracer, compiler or profiler has to see a call."""
+    """Return whether no transform, mode, tracer, compiler or profiler has to see a call."""
     return not (
         torch.compiler.is_compiling()
         or is_transforming()
@@ -107,12 +107,12 @@ def is_quiet() -> bool:
 
 
 def is_transformed(x: Tensor) -> bool:
-    """Whether x is tracked, or is batched by vmap."""
+    """Return whether x is tracked, or a vmap batches x."""
     return is_tracked(x) or is_functorch_wrapped_tensor(x)
 
 
 def is_followed(x: Tensor) -> bool:
-    """Whether a transform, or a graph being traced, sees x: then x stands for more than its value."""
+    """Return whether a transform, or a graph being traced, sees x, so that x stands for more than its value."""
     return is_transformed(x) or isinstance(x, FakeTensor)
 
 
@@ -128,17 +128,17 @@ def vmaps_of(tensors: Iterable) -> frozenset[int]:
 
 
 def plain(x: Tensor) -> Tensor | None:
-    """Return the tensor inside all levels around x (a whole batch under vmap); None if it has no value to read."""
+    """Return the tensor inside all levels around x (a whole batch under vmap), or None if it has no value to read."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return None if isinstance(x, FakeTensor) or x.is_meta else x
 
 
 def _has_tangent_at(x: Tensor, level: int) -> bool:
-    """Whether x has a tangent at a level of jvp.
+    """Return whether x has a tangent at a level of jvp.
 
-    Only that level can answer, so the levels inside it are left for the question. A tensor made inside them belongs to
-    every level, but no outer level follows it.
+    Only that level can answer, so the function leaves the levels inside it meanwhile. A tensor made inside those levels
+    belongs to every level, but no outer level follows it.
     """
     with contextlib.ExitStack() as inside:
         while peek_interpreter_stack().level() > level:

@@ -1,11 +1,11 @@
-"""Formulas as C++: csrc/formulas.h, with a struct for each rule that `update_rows` runs on a row.
+"""Write formulas as C++: csrc/formulas.h, with a struct for each rule that `update_rows` runs on a row.
 
     rules → text        v ← expression;   total(..) for a reduction;   each(..) for a pass over the row
 
 A value that depends only on the learning rate, the step and hyper-parameters is a member, computed once per update.
-Passes come level by level; the last one writes the row, which is written once. A wide value that is summed and also
-needed after the sum is recomputed if that takes few operations, else kept in the spare row. Forms of one rule (by a
-bool, a name, or a number that is 0) are branches on its members.
+Passes come level by level; the last pass writes the row, once. If a pass needs a wide value that an earlier pass
+summed, it recomputes the value in few operations, or reads it from the spare row. Forms of one rule (by a bool, a name,
+or a number that is 0) are branches on members.
 """
 
 import textwrap
@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 from funcrec.kernels.formula import HOST, NUMBER, WIDE, Formula, Symbol, UnknownError, arguments, reads, symbols_of
 
-FEW = 3  # at most so many operations are repeated rather than kept
-LINE = 100  # longest expression, in columns, that has no name of its own
+FEW = 3  # the most operations that a later pass repeats
+LINE = 100  # the longest expression, in columns, that gets no name
 BINARY = {"add": (" + ", 1), "sub": (" - ", 1), "mul": (" * ", 2), "div": (" / ", 2)}
 COMPARED = {"lt": " < ", "le": " <= ", "gt": " > ", "ge": " >= ", "eq": " == "}
-TWICE = ("maximum", "minimum")  # the C++ text contains their arguments twice
+TWICE = ("maximum", "minimum")  # operations whose C++ text has each argument twice
 ATOM = 4
 
 
 class Variant(NamedTuple):
-    """A rule's formula under conditions: hyper[name] == value, or != 0 if the value is None."""
+    """The formula of a rule under conditions hyper[name] == value, or hyper[name] != 0 for the value None."""
 
     conditions: dict[str, float | None]
     slots: dict[str, bool]
@@ -32,7 +32,10 @@ class Variant(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A rule to write: its name, its docstring's summary, its hyper-parameters in the order of calls, its forms."""
+    """A rule to write.
+
+    says: the summary of the docstring. hyper: the hyper-parameters, in the order of calls. variants: the rule's forms.
+    """
 
     name: str
     says: str
@@ -56,7 +59,7 @@ class Text(NamedTuple):
 def literal(x: float, kind: int) -> Text:
     """Return the C++ text of a number.
 
-    A vector has no arithmetic with integers. An f32 vector also has none with a double that f32 does not hold.
+    C++ has no arithmetic of a vector with an integer, or of an f32 vector with a double that f32 does not hold.
     """
     if kind != WIDE and float(x).is_integer():
         return Text(str(int(x)), ATOM)
@@ -64,9 +67,9 @@ def literal(x: float, kind: int) -> Text:
 
 
 def combined(x: Symbol, text: Callable[[Symbol], Text], number: Callable[[float, int], Text] = literal) -> Text | None:
-    """Return arithmetic, which has the same text for vectors and numbers; None for another operation.
+    """Return the text of arithmetic, which is the same for vectors and numbers, or None for another operation.
 
-    number: makes the text of a number.
+    number: a function that returns the text of a number.
     """
     own = lambda y: text(y) if isinstance(y, Symbol) else number(y, x.kind)
     if x.op in BINARY:
@@ -81,7 +84,7 @@ def combined(x: Symbol, text: Callable[[Symbol], Text], number: Callable[[float,
 
 
 def of_numbers(x: Symbol, text: Callable[..., Text]) -> Text:
-    """Return an operation on a row's numbers."""
+    """Return the text of an operation on numbers of a row."""
     args = [text(y).text if isinstance(y, Symbol) else f"A({y!r})" for y in x.args]
     word = {
         "root": "std::sqrt({0})", "exp2": "std::exp2({0})", "abs": "std::abs({0})", "like": "{0}",
@@ -95,7 +98,7 @@ def of_numbers(x: Symbol, text: Callable[..., Text]) -> Text:
 
 
 def of_elements(x: Symbol, text: Callable[..., Text]) -> Text:
-    """Return an operation on vectors of a row's elements."""
+    """Return the text of an operation on vectors of a row's elements."""
     same = combined(x, text)
     if same:
         return same
@@ -121,7 +124,7 @@ def is_shared(x: Symbol) -> bool:
 
 
 def members(rule: Written) -> dict[int, tuple[str, str]]:
-    """Return {symbol: (name, its first value)} of the shared symbols that a symbol of a row needs."""
+    """Return {id of symbol: (name, text of its first value)} of the shared symbols that a symbol of a row needs."""
     every = symbols_of(x for v in rule.variants for x in v.formula.values())
     used = {id(y): y for x in every if not is_shared(x) for y in arguments(x) if is_shared(y)}
     used |= {id(x): x for v in rule.variants for x in v.formula.values() if is_shared(x)}
@@ -140,7 +143,7 @@ def members(rule: Written) -> dict[int, tuple[str, str]]:
         return made
 
     def take(x: Symbol) -> Text:
-        """Return the member of a shared symbol."""
+        """Return the text of the member for a shared symbol."""
         if id(x) not in found:
             text = (of_numbers(x, take) if x.kind == NUMBER and x.args else host(x)).text
             name = (
@@ -161,7 +164,7 @@ def members(rule: Written) -> dict[int, tuple[str, str]]:
 
 
 class Passes:
-    """Writes the statements of one form of a rule. known: {symbol: the C++ that reads it outside a pass}."""
+    """A writer of the statements of one form of a rule. known: {id of symbol: text that reads it outside a pass}."""
 
     def __init__(self, variant: Variant, shared: dict[int, tuple[str, str]]):
         self.formula, self.lines = variant.formula, []
@@ -193,7 +196,7 @@ class Passes:
         return x.op == "row" if name == "row" else x.op == "slot" and x.args == (name,)
 
     def choose_spare(self) -> Symbol | None:
-        """Return the one value that is summed, needed after the sum, and long to recompute; None if there is none."""
+        """Return the one value that a pass needs after its sum and that is long to recompute, or None."""
         within = lambda x: symbols_of([x], lambda y: y.kind != WIDE)
         is_long = lambda x: len([y for y in within(x) if y.kind == WIDE and y.args and y.op != "slot"]) > FEW
         sums = [(x.level, {id(y) for y in within(x.args[0])}) for x in self.every if x.op == "sum"]
@@ -209,7 +212,7 @@ class Passes:
     def early(self, left: dict[str, Symbol], level: int) -> list[tuple[str, Symbol]]:
         """Return the new slots to write together with the spare row, and remove them from `left`.
 
-        Return none if a later value reads the old slots.
+        The list is empty if a later value reads the old slots.
         """
         ready = {k: x for k, x in left.items() if k != "row" and x.level <= level}
         later = [x for k, x in self.formula.items() if k not in ready]
@@ -223,7 +226,7 @@ class Passes:
     # numbers of the row
 
     def numbers(self, level: int) -> None:
-        """Write the numbers that wait for `level` sums. One read more than once, or by a pass, gets its own name."""
+        """Write the numbers that wait for `level` sums. A number that a pass or several readers read gets a name."""
         users = lambda x: [y for y in self.every if any(x is z for z in y.args)]
         for x in self.every:
             if x.kind != NUMBER or x.level != level or id(x) in self.known or x.op in ("repeats", "dim"):
@@ -263,7 +266,7 @@ class Passes:
             self.lines += ["each<A, D>(r.dim, [&](auto at) {", *(f"  {s}" for s in (*statements, *puts)), "});"]
 
     def elements(self, roots: Sequence[Symbol]) -> tuple[list[str], list[str]]:
-        """Return the statements inside a pass, and each root's expression. A value read more than once has a name."""
+        """Return the statements inside a pass, and each root's expression. A value with several readers has a name."""
         inside = [x for x in symbols_of(roots, lambda x: x.kind != WIDE or id(x) in self.known) if x.kind == WIDE]
         names: dict[int, str] = {}
         uses = lambda x: (
@@ -361,7 +364,7 @@ def struct(rule: Written, name: str, variants: list[Variant]) -> list[str]:
 
 
 def bodies(rules: Sequence[Written]) -> list[str]:
-    """Return the structs, and the function that chooses one."""
+    """Return the lines of the structs, and of the function that chooses a struct."""
     lines, cases = [], []
     for number, rule in enumerate(rules):
         made = [*layouts(rule)]
@@ -385,7 +388,7 @@ def bodies(rules: Sequence[Written]) -> list[str]:
 
 
 def version_of(rules: Sequence[Written]) -> int:
-    """Return a checksum of the text without its comments; an object reports the rules that it was built from by it."""
+    """Return a checksum of the text without comments, by which an object reports the rules of its build."""
     return zlib.crc32("\n".join(x for x in bodies(rules) if not x.startswith("//")).encode())
 
 

@@ -1,4 +1,4 @@
-"""Formulas as a table: rules.py, with the facts about each rule that callers and implementations need."""
+"""Write the table rules.py, with what callers and implementations must know about each rule."""
 
 from collections.abc import Sequence
 

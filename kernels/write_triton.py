@@ -1,8 +1,8 @@
-"""Formulas as Triton: triton/formulas.py, with a function for each rule that `update` runs on a tile of rows.
+"""Write formulas as Triton: triton/formulas.py, with a function for each rule that `update` runs on a tile of rows.
 
-Arithmetic and its order are those of the C++. Values that depend on the step (and hyper-parameters) alone are computed
-in f64 before the launch; other hyper-parameters are compiled in. A tile holds whole rows, so nothing is kept between
-passes.
+The code has the arithmetic of the C++ code, in the same order. Values that depend on the step (and hyper-parameters)
+alone are computed in f64 before the launch; other hyper-parameters are compiled in. A tile holds whole rows, so a pass
+keeps no value for a later pass.
 """
 
 import textwrap
@@ -12,7 +12,7 @@ from funcrec.kernels.formula import HOST, Symbol, UnknownError, arguments, reads
 from funcrec.kernels.write_cpp import ATOM, Text, Variant, Written, combined
 
 MOST_SLOTS = 3  # the most slots for which `update` has arguments
-LINE = 50  # longest expression, in columns, that has no name of its own
+LINE = 50  # the longest expression, in columns, that gets no name
 NAMES = {"row": "w", "grad": "g", "lr": "lr", "t": "t", "repeats": "repeats"}
 HEAD = '''"""The optimizers' rules on a tile of rows: written by `python -m funcrec.optim.write`, and not by hand.
 
@@ -46,7 +46,7 @@ def literal(x: float, kind: int = HOST) -> Text:
 
 
 class Statements:
-    """Writes one form of a rule. timed: the values of the step that are computed before the launch."""
+    """A writer of one form of a rule. timed: values that depend on the step and are computed before the launch."""
 
     def __init__(self, rule: Written, variant: Variant, timed: Sequence[Symbol]):
         self.rule, self.variant, self.lines = rule, variant, []
@@ -87,7 +87,7 @@ class Statements:
         return made or Text(WORDS[x.op].format(*args), 0 if x.op in ("and", "or", "like") else ATOM)
 
     def quotient(self, x: Symbol | float, y: Symbol | float) -> str:
-        """Return x / y rounded to nearest."""
+        """Return the text of x / y, rounded to nearest."""
         over, under = ((self.text(z) if isinstance(z, Symbol) else literal(z)).text for z in (x, y))
         is_tensor = isinstance(y, Symbol) and (id(y) in self.names or y.kind != HOST) and y.op != "dim"
         return f"divide{'' if is_tensor else '_by'}({over}, {under})"
@@ -102,7 +102,7 @@ def widest(rule: Written) -> tuple[str, ...]:
 
 
 def timed_of(rule: Written) -> list[Symbol]:
-    """Return the values that the step (with hyper-parameters) determines, at the point where they meet a tensor."""
+    """Return the largest expressions that the step and hyper-parameters alone determine, and that a tensor uses."""
     every = symbols_of(x for v in rule.variants for x in v.formula.values())
     met = {id(y): y for x in every if x.kind != HOST for y in arguments(x) if y.kind == HOST and y.op != "t"}
     return [x for x in met.values() if reads([x], "t")]
@@ -133,7 +133,7 @@ def function(rule: Written) -> list[str]:
 
 
 def scalars(rule: Written) -> str | None:
-    """Return the rule's line of `SCALARS`, or None."""
+    """Return the rule's line of `SCALARS`, or None if no value depends on the step alone."""
     spoken = {"t": "t", "hyper": ""}
 
     def text(x: Symbol) -> Text:

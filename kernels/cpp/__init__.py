@@ -1,4 +1,4 @@
-"""Kernels for the CPU in C++: the flat form of each operation. The compiled object is loaded at the first call."""
+"""The operations in C++ for the CPU, as functions of flat arguments. The first call loads the compiled object."""
 
 from funcrec.kernels.cpp._generate import UnsupportedError as UnsupportedError
 from funcrec.kernels.cpp._jagged import bucketize as bucketize
@@ -28,4 +28,4 @@ from funcrec.kernels.cpp._update import expand as expand
 from funcrec.kernels.cpp._update import fused_update_ as fused_update_
 from funcrec.kernels.cpp._update import generated_update_ as generated_update_
 
-READS_STACKS = True  # pooled_lookup takes a stack of tables as one tensor
+READS_STACKS = True  # whether pooled_lookup takes a stack of tables as one tensor

@@ -1,4 +1,4 @@
-"""The C++ formula of each aten operation in a rule, on its operands {0}, {1}, ...
+"""The C++ formula of each aten operation in a rule, on operands {0}, {1}, ...
 
 A name that ends in `_` is a function of the prelude, for f32 and f64. Formulas propagate NaN as torch does: max(NaN, 1)
 is NaN.
@@ -10,7 +10,7 @@ FUNCTIONS = (
     "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "floor", "ceil", "trunc", "nearbyint",
 )  # fmt: skip
 BINARY_FUNCTIONS = ("pow", "atan2", "fmod", "hypot", "copysign")
-# Functions for which Sleef (inside torch) has vector forms, with the suffix of their names (the error in 0.1 ulp)
+# {function with a vector form in Sleef (inside torch): the suffix of that form's name, its error in 0.1 ulp}
 SLEEF = {
     **dict.fromkeys(FUNCTIONS[1:21], "_u10"), "erf": "_u10", "erfc": "_u15", "pow": "_u10", "atan2": "_u10", "fmod": "",
     "hypot": "_u05",
@@ -49,7 +49,7 @@ INTEGRAL = {
     "relu",
     "maximum",
     "minimum",
-}  # these formulas serve integers, too
+}  # operations whose formulas serve integers, too
 POWERS = {2: "{0} * {0}", 3: "{0} * {0} * {0}", 1: "{0}", 0.5: "sqrt_({0})", -0.5: "1 / sqrt_({0})", -1: "1 / {0}"}
 
 # name: (the formula of one element, the formula of the result from n such elements)
@@ -58,7 +58,7 @@ BY_LANES = {
     "prod": ("{0}", "product({0}, {1})"),
     "amax": ("{0}", "largest({0}, {1})"), "amin": ("-{0}", "-largest({0}, {1})"),
 }  # fmt: skip
-# name: (start value, operator of `omp simd reduction`, one step from {0} by {1}); the order does not matter here
+# name: (start value, operator of `omp simd reduction`, one step from {0} by {1}), for any order of steps
 REDUCTIONS = {
     "any": ("false", "||", "{0} = {0} || {1};"),
     "all": ("true", "&&", "{0} = {0} && {1};"),

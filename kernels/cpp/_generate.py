@@ -1,12 +1,12 @@
-"""A rule for one row as C++: a graph of aten operations, written as loops over the row.
+"""Write a rule for one row as C++: a graph of aten operations becomes loops over the row.
 
     (row f[D], grad f[D], lr, t, repeats, slots...) → (row, slots...)    as    for (i < D) r1 += x[i] * x[i];   v2 = ..;
     for (i < D) w[i] = ..;
 
 A value that is one number for a whole row is a scalar. Elementwise operations of one size share a loop. A reduction, or
-a read at another index, ends the loop: an operation that needs the result belongs to the next level. Each level's
-scalars and loops follow the level before. Numbers that depend on lr, t and closed-over tensors alone are
-computed once per update, by `prepare`. The number of threads does not change the order of a sum.
+a read at another index, ends the loop: an operation that needs the result belongs to the next level. The scalars and
+loops of a level follow those of the level before. `prepare` computes numbers that depend on lr, t and closed-over
+tensors alone, once per update. The number of threads does not change the order of a sum.
 """
 
 import math
@@ -24,26 +24,26 @@ TYPES = {
 
 
 class UnsupportedError(Exception):
-    """A part of a rule has no formula; the message names it."""
+    """Raised if a part of a rule has no formula; the message names that part."""
 
 
 class Base:
     """Elements that a loop computes, or that lie in memory.
 
-    `loop` is (level, size), or None for memory; `memory` is the C++ name.
+    loop: (level, size), or None for memory. memory: the C++ name of the memory.
     """
 
     def __init__(self, text: str, dtype: torch.dtype, size: int, loop: tuple[int, int] | None, memory: str, ready: int):
         self.text, self.dtype, self.size, self.loop, self.memory = text, dtype, size, loop, memory
         self.ready = ready  # the first level that may read the memory
-        self.free = 0  # the first level at which a loop of this size may overwrite the memory
+        self.free = 0  # the first level in which a loop of this size may overwrite the memory
         self.is_kept = False  # whether a computed base has memory
 
 
 class Value(NamedTuple):
     """A node of the graph: a number, or a view of a base.
 
-    A number is its C++ text; `is_shared` holds if it is the same for all rows.
+    number: the C++ text of a number, else None. is_shared: whether the number is the same for all rows.
     Element (c₀, c₁, ..) of a view is the base's element at offset + Σ cₖ · strideₖ.
     """
 
@@ -58,7 +58,7 @@ class Value(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """for (i < size): the variables before the loop, the kinds of its reductions, its statements, its stores."""
+    """The parts of a loop over i < size: variables before the loop, kinds of reductions, statements, and stores."""
 
     before: list[str]
     kinds: list[str]
@@ -67,18 +67,18 @@ class Loop(NamedTuple):
 
 
 class Writer:
-    """Writes the C++ text of one rule."""
+    """A writer of the C++ text of one rule."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
-        self.shared: list[str] = []  # statements of `prepare`
-        self.fields = {"lr": TYPES[dtype], "t": TYPES[dtype]}  # the numbers that `prepare` gives to the rows
-        self.numbers: dict[int, list[str]] = defaultdict(list)  # the scalars of a level
+        self.shared: list[str] = []  # the statements of `prepare`
+        self.fields = {"lr": TYPES[dtype], "t": TYPES[dtype]}  # {number that `prepare` gives to the rows: its type}
+        self.numbers: dict[int, list[str]] = defaultdict(list)  # {level: the statements of its scalars}
         self.loops: dict[tuple[int, int], Loop] = defaultdict(lambda: Loop([], [], [], []))
         self.arrays: dict[str, tuple[torch.dtype, int]] = {}
         self.functions: dict[
             str, tuple[str, torch.dtype, int, int]
-        ] = {}  # C++ name of a pointer to a vector function: (symbol, element type, lanes, number of arguments)
+        ] = {}  # {C++ name of a pointer to a vector function: (symbol, element type, lanes, number of arguments)}
         self.count = 0
 
     def name(self, letter: str = "v") -> str:
@@ -98,7 +98,7 @@ class Writer:
         return whole(Base(name, dtype, loop[1], loop, f"m_{name}", level + 1), shape)
 
     def array(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Value:
-        """Return a tensor in memory as a value. A tensor of one number is read at once."""
+        """Return a tensor in memory as a value. The text reads a tensor of one number at once."""
         if math.prod(shape) == 1:
             return self.number(dtype, shape, 0, f"{name}[0]")
         return whole(Base(name, dtype, math.prod(shape), None, name, 0), shape)
@@ -106,7 +106,7 @@ class Writer:
     def pointwise(self, formula: str, operands: Sequence[Value], like: Tensor, *types: torch.dtype) -> Value:
         """Return formula(operands) as a value with the dtype and shape of `like`.
 
-        Each operand is first cast to its type in `types`, or to the result's dtype if there are none.
+        The text first casts each operand to its type in `types`, or without `types` to the result's dtype.
         """
         dtype, shape = known(like.dtype), tuple(like.shape)
         types = types or (dtype,) * len(operands)
@@ -117,7 +117,10 @@ class Writer:
         return self.elements(dtype, shape, level, text)
 
     def mapped(self, symbol: str, lanes: int, operands: Sequence[Value], like: Tensor) -> Value:
-        """Apply a vector function, named by its symbol, to all elements. Operands and result lie in memory."""
+        """Return the result of a vector function on all elements. Operands and result lie in memory.
+
+        symbol: the name of the function.
+        """
         dtype, shape, size = like.dtype, tuple(like.shape), like.numel()
         level, names = max(needs(x, shape) for x in operands), []
         for x in operands:
@@ -131,7 +134,7 @@ class Writer:
         return whole(Base(result, dtype, size, None, result, level + 1), shape)
 
     def read(self, x: Value, level: int, shape: tuple[int, ...], to: torch.dtype) -> str:
-        """Return the text of x at place i of the loop of that level and shape."""
+        """Return the text that reads x at place i of the loop with this level and shape."""
         if x.number is not None:
             return cast(x.number, x.dtype, to)
         base = x.base
@@ -141,7 +144,7 @@ class Writer:
         return cast(f"{base.memory}[{'i' if is_straight(x, shape) else place(x, shape)}]", x.dtype, to)
 
     def keep(self, base: Base, until: int) -> None:
-        """Keep a base in memory for a read: no level before `until` may overwrite the memory."""
+        """Keep a base in memory for a read, so that no level before `until` may overwrite the memory."""
         base.free = max(base.free, until)
         if base.loop and not base.is_kept:
             base.is_kept = True
@@ -149,7 +152,10 @@ class Writer:
             self.loops[base.loop].stores.append(f"{base.memory}[i] = {base.text};")
 
     def reduce(self, kind: str, x: Value, like: Tensor) -> Value:
-        """Reduce all elements of x to one number. Sums and extremes run by lanes, in an order that is written out."""
+        """Return one number, the reduction of all elements of x.
+
+        Sums, products and extremes run by lanes; the prelude writes out their order.
+        """
         dtype, size = x.dtype if kind in ("amax", "amin") else known(like.dtype), math.prod(x.shape)
         if like.numel() != 1 or (kind in ("amax", "amin") and not dtype.is_floating_point):
             raise UnsupportedError(f"{kind} of {list(x.shape)} to {like.dtype}{list(like.shape)}")
@@ -168,7 +174,7 @@ class Writer:
         return self.number(dtype, tuple(like.shape), level + 1, result)
 
     def view(self, x: Value, like: Tensor, change: Callable[[Tensor], Tensor]) -> Value:
-        """Return change(x) as a view of the same base; torch computes its strides on a tensor without data."""
+        """Return change(x) as a view of the same base. torch computes the view's strides on a tensor without data."""
         if x.number is not None:
             return x._replace(shape=tuple(like.shape))
         seen = change(torch.empty(x.base.size, device="meta").as_strided(x.shape, x.strides, x.offset))
@@ -194,9 +200,9 @@ class Writer:
         return whole(Base(name, like.dtype, like.numel(), None, name, ready), like.shape)
 
     def write(self, results: Sequence[tuple[Value, str, Value]]) -> list[str]:
-        """Write each new value into its memory after all reads of the old value; return the scalars' statements.
+        """Return the statements that write new scalars, and add stores of all other new values to the loops.
 
-        A result is (new, memory, old).
+        The store of a value follows all reads of the old value. results: (new, memory, old) of each.
         """
         last, later = [], []
         for new, name, old in results:
@@ -222,13 +228,13 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def strides_for(x: Value, shape: Sequence[int]) -> list[int]:
-    """Return the strides of x expanded to a larger shape: 0 along each repeated dimension."""
+    """Return the strides of x, expanded to a larger shape. They are 0 along each repeated dimension."""
     own = [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
     return [0] * (len(shape) - len(own)) + own
 
 
 def is_straight(x: Value, shape: Sequence[int]) -> bool:
-    """Whether place i of the shape is element i of the base of x."""
+    """Return whether place i of the shape is element i of the base of x."""
     own = zip(shape, strides_for(x, shape), contiguous(shape), strict=True)
     return x.offset == 0 and math.prod(shape) == x.base.size and all(n == 1 or s == c for n, s, c in own)
 
@@ -241,7 +247,7 @@ def needs(x: Value, shape: Sequence[int]) -> int:
 
 
 def place(x: Value, shape: Sequence[int]) -> str:
-    """Return the text of offset + Σ cₖ · strideₖ, where c are the coordinates of place i."""
+    """Return the text of offset + Σ cₖ · strideₖ, where cₖ are the coordinates of place i."""
     own = zip(shape, strides_for(x, shape), contiguous(shape), strict=True)
     return " + ".join([str(x.offset), *(f"i / {c} % {n} * {s}" for n, s, c in own if n > 1 and s)])
 

@@ -1,4 +1,4 @@
-"""Jagged buffers in C++ (csrc/jagged.h). Elements are moved as bytes: any dtype, any trailing shape."""
+"""Operations on jagged buffers in C++ (csrc/jagged.h), which move elements of any dtype and trailing shape as bytes."""
 
 import torch
 from funcrec.kernels.cpp._native import bounds, call, empty, fail, ints, matrix
@@ -24,7 +24,7 @@ def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) 
 
 
 def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values: int) -> Tensor:
-    """Return [num_values, ...]: for each position, the sum of the cotangents of the ranges that hold it, in order."""
+    """Return the sums of the cotangents of the ranges that hold each position, in order, [num_values, ...]."""
     if not d.is_floating_point():
         raise TypeError(
             f"funcrec.kernels.cpp.take_ranges_transpose: the cotangents cannot be summed.\n  got   {d.dtype}\n"
@@ -42,7 +42,7 @@ def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values
 
 
 def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | int) -> Tensor:
-    """Return [B, L, ...]: each bag cut to L = max_length and filled up with `fill`."""
+    """Return the bags, cut to L = max_length and filled up with `fill`, [B, L, ...]."""
     values, offsets = values.contiguous(), offsets.contiguous()
     described = bounds(offsets)
     out = empty((offsets.shape[0] - 1, max_length, *values.shape[1:]), values.dtype)
@@ -55,7 +55,7 @@ def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | in
 
 
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
-    """Return [C, ...]: the places of [B, L, ...] that are inside their bags, end to end; transposes `to_padded`."""
+    """Return the transpose of `to_padded`: the places of [B, L, ...] inside their bags, end to end, [C, ...]."""
     padded, offsets = padded.contiguous(), offsets.contiguous()
     described = bounds(offsets)
     _same("from_padded", "offsets", offsets.shape[0] - 1, padded.shape[0])
@@ -67,11 +67,11 @@ def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
 def bucketize(
     rows: Tensor, offsets: Tensor, weights: Tensor | None, num_shards: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Group ids by (shard, bag) with shard = row // block, and return them as rows of their shard.
+    """Return ids as rows of the shard row // block, grouped by (shard, bag).
 
     Returns:
-      rows i[N], lengths i64[S * B], weights f[N] (f32[0] without weights), positions i64[N]: each id's new position,
-        or -1.
+      rows i[N], lengths i64[S * B], weights f[N] (f32[0] without weights), and positions i64[N], each id's new
+        position, or -1.
     """
     if block < 1:
         raise ValueError(f"funcrec.kernels.cpp.bucketize: block is {block}\n  need  at least one row per shard")
@@ -101,9 +101,9 @@ def owner_blocks(
     wide: bool,
     placed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what each rank is sent, i[n, C + K * B], how many ids it owns, i64[n], and each id's place, i64[N].
+    """Return the block for each rank, i[n, C + K * B], the number of ids that it owns, i64[n], and id places, i64[N].
 
-    csrc/owners.h describes them.
+    csrc/owners.h describes the three tensors.
     """
     ids, offsets = ids.contiguous(), offsets.contiguous()
     described = (*ints(ids), *bounds(offsets))
@@ -127,7 +127,7 @@ def _same(call: str, what: str, got: object, need: object) -> None:
 
 
 def _bytes(x: Tensor, dims: int = 1) -> int:
-    """Return the bytes of one position of x; its first `dims` dimensions count positions."""
+    """Return the number of bytes of one position of x, whose first `dims` dimensions count positions."""
     if not x.is_cpu:
         fail("call", "a tensor is on another device.", x.device, "cpu", "x.cpu()", TypeError)
     return x.itemsize * x.shape[dims:].numel()

@@ -1,4 +1,4 @@
-"""Pooled lookups, the gradient of their weights, and plain rows, in C++ (csrc/lookup.h)."""
+"""Pooled lookups, the gradient of a lookup's weights, and reads and writes of rows, in C++ (csrc/lookup.h)."""
 
 import functools
 
@@ -21,8 +21,10 @@ def pooled_lookup(
     num_bags: int,
     blocks: int = 1,
 ) -> Tensor:
-    """Return f32|f64[n · B, C / n]. `features` holds seven numbers for each `forms.Feature`; a stack counts as K
-    tables."""
+    """Return the pooled rows, f32|f64[n · B, C / n].
+
+    `features` holds seven numbers for each `forms.Feature`. A stack counts as K tables.
+    """
     return pool("pooled_lookup", stacks(tables), rows, offsets, weights, features, num_bags, blocks)
 
 
@@ -36,7 +38,10 @@ def pool(
     num_bags: int,
     blocks: int = 1,
 ) -> Tensor:
-    """Call the entry point `name`; return f32|f64[n · B, C / n]. `described` holds four numbers for each table."""
+    """Return the pooled rows, f32|f64[n · B, C / n], from the entry point `name`.
+
+    `described` holds four numbers for each table.
+    """
     rows, offsets = [r.contiguous() for r in rows], offsets.contiguous()
     dtypes = described[1::4]
     width = feature_width(tuple(features), tuple(described[3::4]), len(rows), blocks)
@@ -53,8 +58,10 @@ def pool(
 def pooled_lookup_weights(
     d_out: Tensor, tables: list[Tensor], rows: list[Tensor], offsets: Tensor, weights: Tensor, features: list[int]
 ) -> Tensor:
-    """Return the gradient of the weights, f[N]: Σ <table[row], d_out[b]> over the weighted features that read the
-    id."""
+    """Return the gradient of the weights, f[N].
+
+    It is Σ ⟨table[row], d_out[b]⟩ over the weighted features that read the id.
+    """
     rows, offsets, d_out = [r.contiguous() for r in rows], offsets.contiguous(), _with_rows(d_out)
     described = described_tables(tables)
     feature_width(tuple(features), tuple(described[3::4]), len(rows), of=d_out.shape[1])
@@ -71,12 +78,12 @@ def gather_rows(table_: Tensor, rows: Tensor) -> Tensor:
 
 
 def scatter_rows_(table_: Tensor, rows: Tensor, count: Tensor, new: Tensor) -> None:
-    """Write table[rows[i]] = new[i] for i < count, rounded to nearest; the rows are distinct."""
+    """Write table[rows[i]] = new[i] for i < count, rounded to nearest. The rows must be distinct."""
     scatter_block_([table_], rows, count, [new])
 
 
 def gather_block(tables: list[Tensor], rows: Tensor) -> list[Tensor]:
-    """Run `gather_rows` on several tables with the same rows."""
+    """Return the results of `gather_rows` on several tables with the same rows."""
     rows, out, numbers = rows.contiguous(), [], [len(tables)]
     named = ints(rows)
     for x in tables:
@@ -110,7 +117,10 @@ def scatter_block_(tables: list[Tensor], rows: Tensor, count: Tensor, new: list[
 def _features(
     described: list[int], rows: list[Tensor], offsets: Tensor, features: list[int], num_bags: int
 ) -> list[int]:
-    """Return the numbers with which the arrays of both lookups begin. `described` holds four numbers for each table."""
+    """Return the numbers at the beginning of the arrays of both lookups.
+
+    `described` holds four numbers for each table.
+    """
     need = max(features[2::INTS_PER_FEATURE], default=0) + num_bags
     if features and need >= offsets.shape[0]:
         raise ValueError(
@@ -129,10 +139,10 @@ def _features(
 def feature_width(
     features: tuple[int, ...], dims: tuple[int, ...], num_buffers: int, blocks: int = 1, of: int | None = None
 ) -> int:
-    """Return the number of output columns, after checking the features.
+    """Return the number of output columns, after a check of the features.
 
-    Without `of`, the features cover each column once, and none crosses a boundary between two `blocks`. With `of`, the
-    number of columns that exist, features may cover a column any number of times.
+    of: the number of columns that exist, which features may cover any number of times. Without `of`, the features must
+    cover each column once, and no feature may cross a boundary between two `blocks`.
     """
     found = [features[i : i + INTS_PER_FEATURE] for i in range(0, len(features), INTS_PER_FEATURE)]
     for i, (t, r, first_bag, max_length, _, _, column) in enumerate(found):
@@ -156,7 +166,7 @@ def _fail_feature(i: int, feature: tuple[int, ...], there: str) -> None:
 
 
 def _multipliers(call: str, weights: Tensor | None, rows: list[Tensor], features: list[int]) -> Tensor | None:
-    """Return weights as contiguous f32 (f64 for f64). Raises if they are too short for a feature with weights."""
+    """Return the weights as contiguous f32 (f64 for f64). Raise if they are too short for a feature with weights."""
     is_weighted = features[5::7]
     need = max(rows[r].shape[0] for r, is_one in zip(features[1::7], is_weighted) if is_one) if any(is_weighted) else 0
     if need > (0 if weights is None else weights.shape[0]):
@@ -170,6 +180,6 @@ def _multipliers(call: str, weights: Tensor | None, rows: list[Tensor], features
 
 
 def _with_rows(x: Tensor) -> Tensor:
-    """Return x [M, C] in f32 (f64 for f64) with contiguous rows; the stride between rows may be any."""
+    """Return x [M, C] in f32 (f64 for f64) with contiguous rows, and any stride between rows."""
     x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     return x if x.dim() != 2 or x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

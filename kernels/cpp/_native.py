@@ -1,9 +1,9 @@
-"""The compiled object: how one is chosen and called, and the numbers that describe tensors to it.
+"""Choose and call the compiled object, and make the numbers that describe tensors to the object.
 
-    call("pooled_lookup", [*table(t), *vector(rows), ...])
+    call("pooled_lookup", [*table(t), *ints(rows), ...])
 
-Each call passes one array of i64, which `csrc/abi.h` takes apart. `call` puts the number of threads in front of it.
-FUNCREC_CPU=v4|v3|base forces an instruction set.
+Each call passes one array of i64, which `csrc/abi.h` takes apart. `call` puts the number of threads in front of the
+array. FUNCREC_CPU=v4|v3|base forces an instruction set.
 """
 
 import ctypes
@@ -21,8 +21,8 @@ import torch
 from funcrec.kernels.rules import FORMULAS
 from torch import Tensor
 
-ABI = 7  # raised together with the number in csrc/abi.h whenever an entry point's array changes
-LEVELS = {"v4": 4, "v3": 3, "base": 0}  # best first; the least value of funcrec_level() that can run the level
+ABI = 7  # the number in csrc/abi.h; both rise whenever the array of an entry point changes
+LEVELS = {"v4": 4, "v3": 3, "base": 0}  # {level, best first: the least value of funcrec_level() that can run it}
 DTYPES = {
     torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3, torch.int32: 4, torch.int64: 5,
 }  # fmt: skip
@@ -31,7 +31,7 @@ FLOATS = (*REALS, torch.float16, torch.bfloat16)
 _FLOATS, _dtype, _is_cpu = frozenset(FLOATS), operator.attrgetter("dtype"), operator.attrgetter("is_cpu")
 ABSENT = (0, 0, -1)
 HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14
-MIN_ADVISED = 4 << 20  # bytes of an output
+MIN_ADVISED = 4 << 20  # the least bytes of an output that gets huge pages
 
 
 def call(name: str, numbers: list[int]) -> None:
@@ -42,7 +42,7 @@ def call(name: str, numbers: list[int]) -> None:
 
 
 def finish(name: str, status: int) -> None:
-    """Raise the error that an entry point's status stands for; 0 is success."""
+    """Raise the error that an entry point's status stands for, or none for status 0, which is success."""
     if status == 1:
         raise MemoryError(f"funcrec.kernels.cpp.{name}: no memory")
     if status == 3:
@@ -62,7 +62,7 @@ def fail(call: str, what: str, got: object, need: str, attempt: str, error: type
 
 
 def check(x: Tensor, dims: int, dtypes: Sequence[torch.dtype]) -> int:
-    """Return the address of a tensor's numbers; raises if the compiled object cannot read them in place."""
+    """Return the address of a tensor's numbers. Raise if the compiled object cannot read the numbers in place."""
     at = x.data_ptr() if x.is_cpu else 0
     if x.dtype in dtypes and x.dim() == dims and x.is_cpu and not at % x.itemsize and (at or not x.numel()):
         return at
@@ -77,7 +77,7 @@ def check(x: Tensor, dims: int, dtypes: Sequence[torch.dtype]) -> int:
 
 
 def table(x: Tensor) -> tuple[int, int, int, int]:
-    """Describe a table [R, D]: pointer, dtype, R, D."""
+    """Return the description of a table [R, D]: pointer, dtype, R, D."""
     if not x.is_contiguous():
         raise ValueError(
             f"funcrec.kernels.cpp: a table is not contiguous.\n  got   strides {x.stride()} of shape {tuple(x.shape)}\n"
@@ -87,9 +87,9 @@ def table(x: Tensor) -> tuple[int, int, int, int]:
 
 
 def tables(xs: Sequence[Tensor], width: int = 4) -> list[int]:
-    """Describe each table as `table` does, `width` numbers apart with zeros between.
+    """Return the descriptions of tables, `width` numbers for each table: the numbers of `table`, then zeros.
 
-    The array is filled by columns, which is a sixth faster than table by table.
+    The function fills the array by columns, which is a sixth faster than table by table.
     """
     if not all(map(Tensor.is_contiguous, xs)):
         return [n for x in xs for n in (*table(x), *[0] * (width - 4))]
@@ -102,7 +102,7 @@ def tables(xs: Sequence[Tensor], width: int = 4) -> list[int]:
 
 
 def _addresses(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[int]:
-    """Run `check` on matrices of floats, all at once if every address is a multiple of 8."""
+    """Return the addresses of matrices of floats, after one check of all if every address is a multiple of 8."""
     if all(map(_is_cpu, xs)) and {*map(Tensor.dim, xs)} == {2} and _FLOATS.issuperset(dtypes):
         found = [*map(Tensor.data_ptr, xs)]
         if all(found) and not functools.reduce(operator.or_, found) % 8:
@@ -111,7 +111,7 @@ def _addresses(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[int]
 
 
 def stacks(xs: Sequence[Tensor]) -> list[int]:
-    """Describe tables as `tables` does; a stack [K, R, D] counts as K tables."""
+    """Return the descriptions of tables, as `tables` does. A stack [K, R, D] counts as K tables."""
     if not any(x.dim() == 3 for x in xs):
         return tables(xs)
     out = []
@@ -127,24 +127,27 @@ def stacks(xs: Sequence[Tensor]) -> list[int]:
 
 
 def ints(x: Tensor) -> tuple[int, int, int]:
-    """Describe a contiguous i32|i64[N]: pointer, dtype, N."""
+    """Return the description of a contiguous i32|i64[N]: pointer, dtype, N."""
     return check(x, 1, INTS), DTYPES[x.dtype], x.shape[0]
 
 
 def bounds(x: Tensor) -> tuple[int, int, int]:
-    """Describe contiguous offsets, i32|i64[B + 1]: pointer, dtype, B + 1."""
+    """Return the description of contiguous offsets, i32|i64[B + 1]: pointer, dtype, B + 1."""
     if x.shape == (0,):
         fail("call", "offsets have no boundary.", "an empty tensor", "one more than there are bags", "torch.zeros(1)")
     return ints(x)
 
 
 def reals(x: Tensor | None) -> tuple[int, int, int]:
-    """Describe a contiguous f32|f64[N] or None: pointer, dtype, N."""
+    """Return the description of a contiguous f32|f64[N] or None: pointer, dtype, N."""
     return ABSENT if x is None else (check(x, 1, REALS), DTYPES[x.dtype], x.shape[0])
 
 
 def matrix(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Describe a matrix f32|f64|i32|i64[M, C] with contiguous rows: pointer, dtype, M, C, stride between rows."""
+    """Return the description of a matrix with contiguous rows: pointer, dtype, M, C, stride between rows.
+
+    The matrix is f32|f64|i32|i64[M, C].
+    """
     return check(x, 2, (*REALS, *INTS)), DTYPES[x.dtype], *x.shape, x.stride(0)
 
 
@@ -154,9 +157,9 @@ def real(x: float) -> int:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return torch.empty for an output.
+    """Return an uninitialised tensor for an output.
 
-    Large new memory gets 2 MiB pages, because a first write to each 4 KiB page costs more.
+    Large new memory gets 2 MiB pages, because first writes to many 4 KiB pages cost more.
     """
     out = torch.empty(shape, dtype=dtype)
     if out.nbytes >= MIN_ADVISED:
@@ -165,7 +168,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _advise_huge_pages(x: Tensor) -> None:
-    """Ask for 2 MiB pages under the 2 MiB blocks of a contiguous tensor. A system without them refuses, harmlessly."""
+    """Ask the system for 2 MiB pages under the 2 MiB blocks of a contiguous tensor.
+
+    A system without such pages refuses, which is harmless.
+    """
     start = -(-x.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     size = (x.data_ptr() + x.nbytes) // HUGE_PAGE * HUGE_PAGE - start
     if sys.platform == "linux" and size > 0:
@@ -188,12 +194,12 @@ def _entry(name: str) -> Callable:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load the object for this processor."""
+    """Return the object for this processor, loaded at the first call."""
     return _load(_path(level()))
 
 
 def level() -> str:
-    """Return the best of LEVELS that was built and runs here, or the level that FUNCREC_CPU names."""
+    """Return the best level of LEVELS that was built and runs here, or the level that FUNCREC_CPU names."""
     forced, found = os.environ.get("FUNCREC_CPU") or None, usable()
     if not found:
         raise RuntimeError(
@@ -214,9 +220,10 @@ def level() -> str:
 
 
 def usable() -> list[str]:
-    """Return the LEVELS that were built and run here, best first.
+    """Return the levels of LEVELS that were built and run here, best first.
 
-    The object of the lowest level reports the processor's level: code of a higher one may crash before it can report.
+    The object of the lowest level reports the processor's level, because code of a higher level may crash before it can
+    report.
     """
     built = {name: path for name in LEVELS if (path := _path(name))}
     best = _load(next(reversed(built.values()))).funcrec_level() if built else 0
@@ -249,7 +256,7 @@ def _load(path: str) -> ctypes.CDLL:
 
 
 def torch_library() -> ctypes.CDLL:
-    """Return torch's own library, which is loaded already. Raises OSError if torch was built in another way."""
+    """Return torch's own library, which is loaded already. Raise OSError if torch was built in another way."""
     return ctypes.CDLL(os.path.join(torch.__path__[0], "lib", "libtorch_cpu.so"), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
 
 

@@ -1,9 +1,9 @@
-"""Calls that describe their tensors in C++ (csrc/objects.h): in Python, one attribute of a tensor costs about 0.3 µs.
+"""Calls whose tensors C++ describes (csrc/objects.h), because in Python one attribute of a tensor costs about 0.3 µs.
 
     ran(plan, tensors)          plan: a call without its tensors, which a caller keeps; a plan keeps no tensor
 
-A call that differs from the usual (another dtype, device or layout, a short buffer) is not run. The caller then
-describes its tensors in Python, which converts them or raises.
+`ran` does not run an unusual call (another dtype, device or layout, a short buffer). The caller then describes the
+tensors in Python, which converts them or raises.
 """
 
 import ctypes
@@ -18,19 +18,19 @@ from funcrec.kernels.cpp import _native
 from torch import Tensor
 
 ROWS, INTS, OUT = range(3)  # Slot::Form of csrc/objects.h
-KINDS = {  # DLPack's dtypes: code << 8 | bits
+KINDS = {  # {dtype: DLPack's number of it, code << 8 | bits}
     torch.uint8: 1 << 8 | 8, torch.float32: 2 << 8 | 32, torch.float64: 2 << 8 | 64, torch.float16: 2 << 8 | 16,
     torch.bfloat16: 4 << 8 | 16, torch.int64: 64,
 }  # fmt: skip
 LOOK_CLOSER = 4
-MOST = 16  # plans kept for each operation
+MOST = 16  # the most plans that `find` keeps for an operation
 
 
 class Slot(NamedTuple):
-    """The place in a call's array at which a tensor is described.
+    """A place in the array of a call that describes a tensor.
 
-    Forms: ROWS, any number of rows of `size` columns; INTS, i32 or i64 [N] with N >= size; OUT, rows, by their
-    address alone.
+    Forms: ROWS, any number of rows of `size` columns; INTS, i32 or i64 [N] with N >= size; OUT, rows that only their
+    address describes.
     """
 
     place: int
@@ -42,8 +42,8 @@ class Slot(NamedTuple):
 class Plan(NamedTuple):
     """A call without its tensors.
 
-    static: the arguments that made it; `find` compares them. name: of the entry point. shape: of the output. is_large:
-    whether the output is large enough to ask for huge pages.
+    static: the arguments that made the plan, which `find` compares. name: the name of the entry point. numbers: the
+    packed slots and array. shape: the shape of the output. is_large: whether the output is large enough for huge pages.
     """
 
     static: tuple
@@ -54,7 +54,10 @@ class Plan(NamedTuple):
 
 
 def plan_of(static: tuple, name: str, array: Sequence[int], slots: Sequence[Slot], shape: tuple[int, ...]) -> Plan:
-    """Make a plan. `array` holds the call's numbers, first the number of threads, with zeros at the slots' places."""
+    """Return a plan of a call.
+
+    array: the numbers of the call, first the number of threads, with zeros at the places of the slots.
+    """
     flat = [n for s in slots for n in (*s[:3], KINDS[s.dtype])]
     packed = len(slots), len(array), *flat, *array
     is_large = 8 * math.prod(shape) >= _native.MIN_ADVISED
@@ -62,9 +65,9 @@ def plan_of(static: tuple, name: str, array: Sequence[int], slots: Sequence[Slot
 
 
 def find(plans: list[Plan], static: tuple, make: Callable[..., Plan | None]) -> Plan | None:
-    """Return the plan in `plans` that was made of equal numbers; else keep make(*static) in place of the oldest plan.
+    """Return the plan in `plans` with equal static arguments, or make(*static), which then replaces the oldest plan.
 
-    Lists that hold the same objects, such as a caller's own lists, compare equal without a look at each number.
+    Lists that hold the same objects, such as lists that a caller keeps, compare equal without a look at each number.
     """
     for plan in plans:
         if plan.static == static:
@@ -76,7 +79,7 @@ def find(plans: list[Plan], static: tuple, make: Callable[..., Plan | None]) -> 
 
 
 def ran(plan: Plan, tensors: list[Tensor]) -> bool:
-    """Run the call and return True, or do nothing and return False."""
+    """Return True after running the call, or return False without running it."""
     run, entry = _runner(_native.library()._name, plan.name)
     if run is None:
         return False
@@ -89,11 +92,11 @@ def ran(plan: Plan, tensors: list[Tensor]) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _runner(path: str, name: str) -> tuple[Callable | None, int]:
-    """Return funcrec_planned of the compiled object, and the address of one of its entry points.
+    """Return the function funcrec_planned of the compiled object, and the address of one of the object's entry points.
 
     Return None for the function if the object is older, or torch lacks DLPack's functions.
     """
-    loaded, capsule = ctypes.PyDLL(path), getattr(Tensor, "__dlpack_c_exchange_api__", None)  # PyDLL keeps the GIL
+    loaded, capsule = ctypes.PyDLL(path), getattr(Tensor, "__dlpack_c_exchange_api__", None)  # PyDLL keeps the GIL.
     if capsule is None or not hasattr(loaded, "funcrec_planned"):
         return None, 0
     python = ctypes.pythonapi

@@ -1,4 +1,4 @@
-"""Quantised rows in C++ (csrc/quantized.h, csrc/codes.h)."""
+"""Operations on quantised rows in C++ (csrc/quantized.h, csrc/codes.h)."""
 
 import functools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from funcrec.kernels.forms import CODE_BITS, check_coded, check_tables, row_byte
 from funcrec.kernels.memory import empty_table
 from torch import Tensor
 
-CODES = {8: 6, 4: 7, 2: 8}  # DType of csrc/abi.h
+CODES = {8: 6, 4: 7, 2: 8}  # {bits of a code: DType of csrc/abi.h}
 BYTES = (torch.uint8,)
 
 
@@ -25,7 +25,7 @@ def quantized_lookup(
     bits: list[int],
     dims: list[int],
 ) -> Tensor:
-    """Return f32[B, C]: the `pooled_lookup` of the numbers that the rows encode."""
+    """Return the `pooled_lookup` of the numbers that the rows encode, f32[B, C]."""
     if weights is None:
         out = planned_lookup(tables, rows, offsets, features, num_bags, bits, dims)
         if out is not None:
@@ -42,9 +42,9 @@ def planned_lookup(
     bits: Sequence[int],
     dims: Sequence[int],
 ) -> Tensor | None:
-    """Run `quantized_lookup` for features without weights, in tables of codes only.
+    """Return the `quantized_lookup` for features without weights, in tables of codes only.
 
-    Return None if a tensor is not as the plan expects. The features are records, or their seven numbers each, end to
+    Return None if a tensor is not as the plan expects. features: records, or the seven numbers of each record, end to
     end.
     """
     plan = find(_plans, (len(tables), len(rows), num_bags, features, bits, dims), _plan)
@@ -88,7 +88,7 @@ def _plan(
 
 
 def quantized_rows(table_: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
-    """Return f32[N, D], with zeros for rows outside the table."""
+    """Return the numbers that the rows encode, f32[N, D], with zeros for rows outside the table."""
     check_coded("cpp.quantized_rows", table_, bits, dim)
     rows = rows.contiguous()
     out = empty((rows.shape[0], dim), torch.float32)
@@ -97,7 +97,7 @@ def quantized_rows(table_: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def quantize_rows(table_: Tensor, bits: int, key: Tensor | None = None) -> Tensor:
-    """Return u8[R, S], the codes of each row after its scale and bias."""
+    """Return the quantised rows, u8[R, S]: the scale, the bias and the codes of each row."""
     if bits not in CODE_BITS:
         fail("quantize_rows", "there are no such codes.", f"bits={bits}", f"bits in {CODE_BITS}", "bits=8")
     if key is not None and (key.dtype, key.dim(), key.is_cpu) != (torch.int64, 0, True):
@@ -116,7 +116,7 @@ def quantize_rows(table_: Tensor, bits: int, key: Tensor | None = None) -> Tenso
 
 
 def _described(tables: list[Tensor], bits: list[int], dims: list[int]) -> list[int]:
-    """Describe each table as `_one` does. Tables of codes only are described by columns, as in `_native.tables`."""
+    """Return the descriptions of tables that `_one` makes, filled in by columns if all tables hold codes."""
     numbers, widths = _forms(tuple(bits), tuple(dims))
     if numbers and len(tables) == len(numbers) and all(map(_is_cpu, tables)) and all(map(Tensor.is_contiguous, tables)):
         shapes = [x.shape for x in tables]
@@ -132,14 +132,14 @@ def _described(tables: list[Tensor], bits: list[int], dims: list[int]) -> list[i
 
 @functools.lru_cache(maxsize=1024)
 def _forms(bits: tuple[int, ...], dims: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (dtypes, bytes of a row) of tables that all hold codes; else two empty tuples."""
+    """Return (dtypes, bytes of a row) of tables that all hold codes, or two empty tuples for other tables."""
     if len(bits) != len(dims) or not {*bits} <= {*CODES} or min(dims, default=-1) < 0:
         return (), ()
     return tuple(CODES[b] for b in bits), tuple(map(row_bytes, bits, dims))
 
 
 def _one(x: Tensor, bits: int, dim: int) -> tuple[int, int, int, int]:
-    """Describe a table of codes or floats: pointer, dtype, R, D."""
+    """Return the description of a table of codes or floats: pointer, dtype, R, D."""
     if bits not in CODE_BITS:
         return table(x)
     if not x.is_contiguous():

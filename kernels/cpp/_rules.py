@@ -1,4 +1,4 @@
-"""A user's rule in the row loop of the fused update: its graph is translated to C++ (_generate.py), compiled, loaded.
+"""Translate the graph of a user's rule to C++ (_generate.py), compile it, and load it for the fused update's row loop.
 
 The rule is a graph of aten operations on one row: (row f[D], grad f[D], lr, t, repeats, slots...) -> [row, slots...].
 """
@@ -24,21 +24,21 @@ FLAGS = (
     "-O3", "-std=c++17", "-shared", "-fPIC", "-g0", "-w", "-fopenmp-simd", "-fwrapv", "-ffp-contract=off",
     "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
-LEVEL_FLAGS = json.loads(Path(__file__).with_name("levels.json").read_text())  # CMakeLists.txt reads it, too
-NARROW_BYTES, WIDE_BYTES = 32, 64  # sizes of the vectors for which torch has Sleef's functions
+LEVEL_FLAGS = json.loads(Path(__file__).with_name("levels.json").read_text())  # CMakeLists.txt reads this file, too.
+NARROW_BYTES, WIDE_BYTES = 32, 64  # the sizes of vectors for which torch has Sleef's functions
 LETTERS = {torch.float32: "f", torch.float64: "d"}
-MOST_ON_STACK = 1 << 16  # bytes of a row's intermediate values
+MOST_ON_STACK = 1 << 16  # the most bytes of a row's intermediate values on the stack
 GIVEN = ("row", "grad", "lr", "t", "repeats")
 
 
 class Generated(NamedTuple):
     """A compiled rule for one dim and dtype.
 
-    rule, prepare: addresses of the two functions.
-    sizes: elements of each slot in one row.
-    shared_bytes: the bytes that `prepare` writes once per update.
-    constants: tensors that the rule reads besides its arguments; each update reads their current values.
-    forms: dtype and shape of each constant.
+    rule, prepare: the addresses of the two functions.
+    sizes: the number of elements of each slot in one row.
+    shared_bytes: the number of bytes that `prepare` writes once per update.
+    constants: the tensors that the rule reads besides its arguments; each update reads their current values.
+    forms: the dtype and shape of each constant.
     """
 
     rule: int
@@ -53,7 +53,7 @@ class Generated(NamedTuple):
 
 
 def generate(graph: GraphModule) -> Generated:
-    """Translate, compile and load a rule. Raises UnsupportedError if an operation has no formula."""
+    """Return a rule, translated, compiled and loaded. Raise UnsupportedError if an operation has no formula."""
     text, constants, symbols = translate(graph)
     library = build(text)
     library.funcrec_link((ctypes.c_void_p * max(len(symbols), 1))(*map(sleef, symbols)))
@@ -94,7 +94,7 @@ def decompositions() -> dict:
 
 
 def translate(graph: GraphModule) -> tuple[str, list[Tensor], list[str]]:
-    """Return the C++ text, and the tensors and symbols that the text refers to by number."""
+    """Return the C++ text, and the tensors and symbols to which the text refers by number."""
     given = graph.graph.find_nodes(op="placeholder")
     dtype = given[0].meta["val"].dtype
     writer, values, constants = Writer(dtype), {}, []
@@ -184,7 +184,7 @@ def elementwise(writer: Writer, name: str, target, args: Sequence[Any], kwargs: 
 
 
 def is_view(target: torch._ops.OpOverload) -> bool:
-    """Whether the result shares the first argument's memory, and the operation writes to none."""
+    """Return whether the result shares the first argument's memory, and the operation writes to no memory."""
     returned = [x.alias_info for x in target._schema.returns]
     return len(returned) == 1 and returned[0] is not None and not returned[0].is_write
 
@@ -215,7 +215,7 @@ def clamp(
 
 
 def assemble(writer: Writer, last: Sequence[str], num_slots: int) -> str:
-    """Return the text of `prepare`, for the numbers of an update, and `rule`, for a row."""
+    """Return the text of the functions `prepare`, for the numbers of an update, and `rule`, for a row."""
     of = TYPES[writer.dtype]
     levels = sorted({*writer.numbers, *(level for level, _ in writer.loops)})
     lines = [f"{of}* const s{i} = slots[{i}];" for i in range(num_slots)]
@@ -258,8 +258,8 @@ extern "C" void funcrec_rule({of}* w, const {of}* x, {of}* const* slots, {of} re
 def mapping(pointer: str, symbol: str, dtype: torch.dtype, lanes: int, count: int) -> str:
     """Return the text of a pointer to a vector function, and of the loop that calls it.
 
-    If the kernels' instruction set is below the function's, only this loop is compiled for the registers that pass
-    vectors.
+    If the kernels have a lower instruction set than the function, only this loop is compiled for the registers that
+    pass vectors.
     """
     of, names = f"V_{symbol}", [f"a{k}" for k in range(count)]
     size = lanes * dtype.itemsize
@@ -278,8 +278,8 @@ def of_vectors(name: str, dtype: torch.dtype) -> tuple[str, int] | None:
     """Return the symbol of Sleef's function and its lanes, or None for the C library's function.
 
     The kernels' instruction set does not change a bit of the results. Functions with `finz` in their names give the
-    same bits for vectors of every width; if there is none, the narrower vectors serve all levels. A processor without
-    AVX2 calls the C library, whose bits differ.
+    same bits for vectors of every width. If there is no such function, the narrower vectors serve all levels. A
+    processor without AVX2 calls the C library, whose bits differ.
     """
     if _native.library().funcrec_level() < _native.LEVELS["v3"]:
         return None
@@ -292,7 +292,7 @@ def of_vectors(name: str, dtype: torch.dtype) -> tuple[str, int] | None:
 
 
 def sleef(symbol: str) -> int | None:
-    """Return the address of a vector function in torch's library, or None."""
+    """Return the address of a vector function in torch's library, or None if it has no such function."""
     try:
         return ctypes.cast(getattr(_native.torch_library(), symbol), ctypes.c_void_p).value
     except (OSError, AttributeError):
@@ -303,7 +303,10 @@ def sleef(symbol: str) -> int | None:
 
 
 def build(text: str) -> ctypes.CDLL:
-    """Compile the text for the kernels' instruction set, and keep the object under a digest of the text."""
+    """Return the text, compiled for the kernels' instruction set and loaded.
+
+    The object stays on disk under a digest of the text and the command.
+    """
     compiler = files.compiler()
     if compiler is None:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The best rows of a table for queries, in C++ (csrc/top_k.h)."""
+"""Find the best rows of a table for each query, in C++ (csrc/top_k.h)."""
 
 import torch
 from funcrec.kernels.cpp._native import ABSENT, DTYPES, FLOATS, bounds, call, check, empty, ints, matrix
@@ -10,8 +10,10 @@ from torch import Tensor
 def top_k(
     queries: Tensor, items: Tensor, rows: Tensor | None, offsets: Tensor | None, k: int, bits: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return (scores f[B, k], rows i64[B, k]): each query's greatest inner products; equal scores give the lower
-    row."""
+    """Return (scores f[B, k], rows i64[B, k]), the greatest inner products of each query.
+
+    Rows with equal scores come by ascending row.
+    """
     if rows is None and (out := planned_top_k(queries, items, k, bits)) is not None:
         return out
     dtype = score_dtype(queries, items, bits)
@@ -29,7 +31,7 @@ def top_k(
 
 
 def planned_top_k(queries: Tensor, items: Tensor, k: int, bits: int) -> tuple[Tensor, Tensor] | None:
-    """Run `top_k` of f32 queries without rows to leave out. Return None if a tensor is not as the plan expects."""
+    """Return the `top_k` of f32 queries without rows to leave out, or None if a tensor is not as the plan expects."""
     plan = find(_plans, (queries.shape, items.dtype, k, bits), _plan)
     if plan is None:
         return None

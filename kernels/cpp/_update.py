@@ -1,4 +1,4 @@
-"""Cotangents of tables, summed by row: written out (expand, coalesce), or used at once in an optimizer's update.
+"""Sum cotangents of tables by row. Write out the sums (expand, coalesce), or use them at once in an update.
 
 w[row] ← rule(w[row], Σ gradients of the row, slots[row])        for every row that occurs in an entry
 """
@@ -13,8 +13,8 @@ from funcrec.kernels.forms import accumulation_dtype, capacities, segments_of
 from funcrec.kernels.rules import RULES
 from torch import Tensor
 
-_NUMBERS = {name: i for i, name in enumerate(RULES)}  # as in csrc/formulas.h
-_GENERATED, MOST_SLOTS = len(RULES), 8  # as in csrc/formulas.h and csrc/rules.h
+_NUMBERS = {name: i for i, name in enumerate(RULES)}  # csrc/formulas.h has the same numbers
+_GENERATED, MOST_SLOTS = len(RULES), 8  # csrc/formulas.h and csrc/rules.h have the same numbers
 
 
 def fused_update_(
@@ -25,10 +25,10 @@ def fused_update_(
     """Apply `rule` (a name in rules.RULES) to every row that occurs in an entry, in place.
 
     slots: each table's slots in the rule's order, one table after the other.
-    lr f64[]; step i64[], the steps taken before.
-    key: i64[T, S + 1, 4] as in `ops.fused_update`; rounds 16-bit tables at random. None rounds to nearest.
-    first, dims: i64[T], and the columns of each table's gradients, as in `ops.fused_update`; None and () if the
-      tables hold whole rows.
+    lr: f64[]. step: i64[], the number of earlier steps.
+    key: i64[T, S + 1, 4], which rounds 16-bit tables at random, as in `ops.fused_update`. None rounds to nearest.
+    first, dims: i64[T], and the number of columns of each table's gradients, as in `ops.fused_update`; None and () if
+      the tables hold whole rows.
     """
     call = "fused_update_"
     names = _slot_names(call, rule, hyper)
@@ -47,9 +47,9 @@ def generated_update_(
     offsets: Sequence[Tensor], weights: Sequence[Tensor], segments: Sequence[int], lr: Tensor, step: Tensor,
     key: Tensor | None, rules: Sequence[Generated],
 ) -> None:  # fmt: skip
-    """Run `fused_update_` with a rule for each table, from `generate` for its dim and dtype.
+    """Run `fused_update_` with a rule for each table.
 
-    All rules have the same number of slots.
+    `generate` made each rule for the table's dim and dtype. All rules have the same number of slots.
     """
     names = tuple(str(i) for i in range(len(rules[0].sizes))) if rules else ()
     codes, kept = [], []
@@ -77,7 +77,7 @@ def generated_update_(
 def _update(
     call: str, tables, slots, terms, when, number: int, hyper, names: Sequence[str], codes=(), windows=None
 ) -> None:  # fmt: skip
-    """Pass the numbers that `fused_update` in csrc/update.h reads. `names` are those of a table's slots."""
+    """Call `fused_update` in csrc/update.h with the numbers that it reads. names: the names of a table's slots."""
     lr, step, key = when
     lr, step = lr.to(torch.float64), step.to(torch.int64)
     key = None if key is None else key.contiguous()
@@ -110,9 +110,9 @@ def _check_numbers(call: str, numbers: Sequence[Tensor], key: Tensor | None, tab
 
 
 def fits_keys(key: Tensor, num_tables: int) -> bool:
-    """Whether keys fit so many tables, and satisfy what the kernel's memory safety needs.
+    """Return whether keys fit this number of tables, and satisfy what the kernel's memory safety needs.
 
-    The last segment must end after all rows, because it stops the kernel's loop. A phase must be one of four.
+    The last segment must begin after all rows, because it stops the kernel's loop. A phase must be 0, 1, 2 or 3.
     """
     if (key.dtype, key.dim(), key.is_cpu) != (torch.int64, 3, True) or key.shape[::2] != (num_tables, 4):
         return False
@@ -121,7 +121,7 @@ def fits_keys(key: Tensor, num_tables: int) -> bool:
 
 
 def windows_of(call: str, tables: Sequence[Tensor], first: Tensor | None, dims: Sequence[int]):
-    """Return (first, dims) if tables hold some of their rows' columns, else None."""
+    """Return (first, dims) if tables hold only some columns of rows, else None."""
     if len(dims) not in (0, len(tables)) or (len(dims) > 0 and (first is None or first.shape != (len(tables),))):
         raise ValueError(
             f"funcrec.kernels.cpp.{call}: the windows do not match the tables.\n"
@@ -134,9 +134,10 @@ def windows_of(call: str, tables: Sequence[Tensor], first: Tensor | None, dims: 
 def _trained(
     tables: Sequence[Tensor], slots: Sequence[Tensor], each: int, keys: tuple[int, int], codes: Sequence, windows
 ) -> list[int]:  # fmt: skip
-    """Return the numbers that `Trained` in csrc/update.h reads, by columns.
+    """Return the numbers that `Trained` in csrc/update.h reads.
 
-    For each table: the table, `each` slots, the address of its keys or 0, its window, its code.
+    There are numbers for each table: the table, `each` slots, the address of the table's keys or 0, its window, its
+    code. The function fills them in by columns.
     """
     before = 4 + 3 * each
     width = before + 3 + (len(codes[0]) if codes else 0)
@@ -169,7 +170,7 @@ def expand(
     d: Sequence[Tensor], rows: Sequence[Tensor], offsets: Sequence[Tensor], weights: Sequence[Tensor],
     segments: Sequence[int], shapes: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
-    """Return (rows i64[K], grads f[K, D]) per table: its entries in order, with row -1 and zeros in unused places."""
+    """Return (rows i64[K], grads f[K, D]), the entries of each table in order. Unused places have row -1 and zeros."""
     return _write_out("expand", d, rows, offsets, weights, segments, shapes)
 
 
@@ -177,9 +178,9 @@ def coalesce(
     d: Sequence[Tensor], rows: Sequence[Tensor], offsets: Sequence[Tensor], weights: Sequence[Tensor],
     segments: Sequence[int], shapes: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
-    """Return (rows i64[K] ascending, grads f[K, D], count i64[], repeats i64[K]) per table.
+    """Return (rows i64[K] ascending, grads f[K, D], count i64[], repeats i64[K]) of each table.
 
-    Places from `count` on hold -1, zeros and 0.
+    From place `count` on, rows are -1, and grads and repeats are 0.
     """
     return _write_out("coalesce", d, rows, offsets, weights, segments, shapes)
 
@@ -225,7 +226,7 @@ def _terms(d, rows, offsets, weights, segments) -> tuple[list[int], object]:
 
 
 def _gradient(x: Tensor) -> Tensor:
-    """Return x in f32|f64 with contiguous rows."""
+    """Return x in f32 or f64 with contiguous rows."""
     x = x if x.dtype == torch.float64 else x.to(torch.float32)
     return x if x.dim() != 2 or x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous()
 

@@ -1,15 +1,15 @@
 """The operations on tables as Triton kernels, for CUDA (and ROCm) devices.
 
-Importing this package imports triton; nothing else in funcrec does. The functions have the flat form that every
-implementation has. All of them keep these rules:
- - sums run in f32 (f64 for f64 tables), each bag's and each row's terms in the order of their positions; no float is
-   added atomically, so the same arguments give the same bits. `group` describes one exception: runs of more than
-   `group.CHUNK` entries of one row are summed in chunks;
+The import of this package imports triton; nothing else in funcrec does. The functions take flat arguments, as in every
+implementation. All of them keep these rules:
+ - sums run in f32 (f64 for f64 tables), and the terms of each bag and each row are added in the order of positions; no
+   float is added atomically, so the same arguments give the same bits. `group` describes one exception: runs of more
+   than `group.CHUNK` entries of one row are summed in chunks;
  - nothing is read on the host and no shape depends on a value: every function can be captured in a CUDA graph;
- - one launch serves many tables: their addresses travel as kernel arguments into a small tensor (`launch.pack`).
+ - one launch serves several tables: kernel arguments carry the tables' addresses into a small tensor (`launch.pack`).
 
-If TRITON_INTERPRET=1 is set when this package is imported, the kernels run on CPU tensors in triton's interpreter,
-slowly: tests without a device use this. Otherwise CPU tensors raise.
+If TRITON_INTERPRET=1 is set at the import of this package, the kernels run on CPU tensors in triton's slow interpreter.
+Tests without a device use this. Otherwise CPU tensors raise.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """Device functions that the kernels share: searches, bags, sums, IEEE division and root, random bits.
 
-Addresses are i64 and become pointers where they are used; all positions are i64.
+Addresses are i64, and functions turn them into pointers. All positions are i64.
 """
 
 import functools
@@ -12,7 +12,7 @@ GAMMA = tl.constexpr(-7046029254386353131)  # SplitMix64's constants as i64
 MIX_1 = tl.constexpr(-4658895280553007687)
 MIX_2 = tl.constexpr(-7723592293110705685)
 
-# Arguments that are sizes of data: a kernel is not recompiled when one becomes 1 or a multiple of 16.
+# Names of arguments that are sizes of data. triton does not recompile when such a size becomes 1 or a multiple of 16.
 SIZES = (
     "size", "capacity", "steps", "slots", "num_bags", "num_rows", "num_ids", "num_values", "num_tables", "num_segments",
     "num_shards", "block", "nothing", "first_key", "behind_key", "first_bag", "behind_bag", "max_length", "mean",
@@ -33,7 +33,7 @@ def plus(a, b):
 
 @triton.jit
 def sum_columns(x):
-    """Sum the columns to f[rows], by adding neighbours again and again.
+    """Return the sums over the columns, f[rows], by adding neighbours again and again.
 
     A plain reduction adds in an order that the compiler chooses with the layout. The layout depends on the alignment of
     the loads.
@@ -52,7 +52,7 @@ def lanes(LANES: tl.constexpr):
 
 @triton.jit
 def upper_bound(array, low, high, value, steps):
-    """Return for each lane the first place in [low, high) whose element is above `value`, else high."""
+    """Return, for each lane, the first place in [low, high) whose element is greater than `value`, or high."""
     for _ in range(steps):
         searching = low < high
         middle = (low + high) // 2
@@ -64,7 +64,10 @@ def upper_bound(array, low, high, value, steps):
 
 @triton.jit
 def bag_bounds(offsets, bag, inside, num_ids, max_length):
-    """Return (begin, length) of bags within [0, num_ids], cut to max_length (0: uncut); 0 where bounds descend."""
+    """Return (begin, length) of bags within [0, num_ids], cut to max_length unless that is 0.
+
+    The length is 0 where bounds descend.
+    """
     begin = tl.load(offsets + bag, mask=inside, other=0).to(tl.int64)
     end = tl.load(offsets + bag + 1, mask=inside, other=0).to(tl.int64)
     begin = tl.minimum(tl.maximum(begin, 0), num_ids)
@@ -81,15 +84,17 @@ def pointers(address, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def rows_at(address, row, DIM: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Return pointers [rows, 1] to the first of the DIM numbers of each row; `address` is the table's, or each
-    row's."""
+    """Return pointers [rows, 1] to the first of the DIM numbers of each row.
+
+    address: the address of the table, or an address for each row.
+    """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     return pointers(address + row * (DIM * BYTES), DTYPE, ALIGN)
 
 
 @triton.jit
 def divide(x, y):
-    """Return x / y rounded to nearest; `/` on f32 only approximates. y is a tensor, x a tensor or a number."""
+    """Return x / y, rounded to nearest, because `/` on f32 only approximates. y is a tensor, x a tensor or a number."""
     if y.dtype == tl.float32:
         return tl.div_rn(x, y)
     else:
@@ -98,7 +103,7 @@ def divide(x, y):
 
 @triton.jit
 def root(x):
-    """Return √x rounded to nearest."""
+    """Return √x, rounded to nearest."""
     if x.dtype == tl.float32:
         return tl.sqrt_rn(x)
     else:
@@ -107,7 +112,10 @@ def root(x):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """Round x to DTYPE, to nearest, ties to even. bf16 is rounded by its bits: triton's interpreter would truncate."""
+    """Return x rounded to DTYPE, to nearest, ties to even.
+
+    The function rounds to bf16 by operations on bits, because triton's interpreter would truncate.
+    """
     if tl.bfloat16 == DTYPE:
         number = x.to(tl.float32).to(tl.int32, bitcast=True)
         finite = (number & 0x7F800000) != 0x7F800000
@@ -119,7 +127,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def mix(z):
-    """Apply SplitMix64's finaliser to i64; its right shifts insert zeros."""
+    """Return SplitMix64's finaliser of i64 numbers. The right shifts insert zeros."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * MIX_1
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * MIX_2
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
@@ -127,9 +135,9 @@ def mix(z):
 
 @triton.jit
 def random_bits(draws, row, column):
-    """Return i32[rows, columns] in [0, 2¹⁶) for columns i64[rows or 1, columns].
+    """Return random numbers in [0, 2¹⁶), i32[rows, columns], for columns i64[rows or 1, columns].
 
-    Four columns share one number of the key's sequence. draws: pointers to each row's segment, (key, begin, phase,
+    Four columns share one number of the key's sequence. draws: pointers to the segment of each row, (key, begin, phase,
     words).
     """
     column = column + tl.load(draws + 2)[:, None]
@@ -140,10 +148,13 @@ def random_bits(draws, row, column):
 
 @triton.jit
 def round_stochastically(x, bits, DTYPE: tl.constexpr):
-    """Round f32 to f16 or bf16, up with a probability equal to the part that is cut off; inf and NaN stay."""
+    """Return f32 numbers rounded at random to f16 or bf16; inf and NaN stay.
+
+    The probability to round up equals the part that is cut off.
+    """
     number = x.to(tl.int32, bitcast=True)
     finite = (number & 0x7F800000) != 0x7F800000
-    # the bits that the format keeps: 16 for bf16, 19 for f16 (where f16 is subnormal, it rounds once more)
+    # bf16 keeps 16 bits, and f16 keeps 19 (subnormal numbers of f16 are rounded once more).
     CUT: tl.constexpr = 0xFFFF if tl.bfloat16 == DTYPE else 0x1FFF
     cut = (number + (bits & CUT)) & (-1 - CUT)
     return tl.where(finite, cut, number).to(tl.float32, bitcast=True).to(DTYPE)

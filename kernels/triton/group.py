@@ -1,17 +1,18 @@
-"""The entries of many tables, grouped by row: shared by `coalesce` and the fused update.
+"""Group the entries of several tables by row, for `coalesce` and the fused update.
 
 An entry is (row, gradient), where the gradient s · d[b, column : column + dim] comes from one bag or one plain entry.
-Entries are never written out. Each entry writes a key (the table's first key + row; keys of tables follow each other),
-the address of d's row, and s. A stable sort of the keys puts the entries of a row side by side in their order:
+Entries are never written out. For each entry, `list_entries` writes a key (the table's first key + row; the keys of
+tables follow each other), the address of d's row, and s. A stable sort of the keys puts the entries of a row side by
+side, in order:
 
     list_entries -> sort by key -> heads and their running count -> starts[u], the first entry of distinct row u
 
 Segments that read disjoint bags of one buffer of ids share one pass over it. So F features in one buffer cost N
 entries, not F · N.
 
-A row's sum adds up to CHUNK entries one by one. A longer run is cut into chunks of CHUNK entries, counted from its own
-first entry. One program sums each chunk in order, then the chunks' sums are added in order. So the bits depend on the
-row's own entries only, and one very frequent row does not delay the step.
+The sum of a row adds up to CHUNK entries one by one. A longer run is cut into chunks of CHUNK entries, counted from the
+first entry of the run. One program sums each chunk in order, and another program adds the sums of the chunks in order.
+So the bits depend on the row's own entries only, and one very frequent row does not delay the step.
 Shapes: K entries, U distinct rows (known on the device only; at most K), T tables.
 """
 
@@ -27,12 +28,12 @@ from funcrec.kernels.triton.device import bag_bounds, divide, kernel, lanes, lar
 from torch import Tensor
 
 CHUNK = 64
-FIELDS = 10  # per segment in the packed tensor; even, so that each segment begins at a multiple of 16 bytes
-ENTRIES, PADDED, SWEPT = 0, 1, 2  # a place is an entry; one of max_length in a bag; or a position of the buffer
+FIELDS = 10  # numbers per segment in the packed tensor; even, so that each segment begins at a multiple of 16 bytes
+ENTRIES, PADDED, SWEPT = 0, 1, 2  # A place is an entry, one of max_length places of a bag, or a buffer position.
 
 
 class Pass(NamedTuple):
-    """Segments whose entries are listed together, in `capacity` places."""
+    """Segments whose entries one launch lists together, in `capacity` places."""
 
     kind: int
     segments: list[Segment]
@@ -42,11 +43,12 @@ class Pass(NamedTuple):
 class Groups(NamedTuple):
     """Entries sorted by key: keys i[K] ascending, and addresses i64[K] and scales f[K] (or None) in the same order.
 
-    segment: i32[K + 1], the number u of each place's row.
-    starts: i64[K + 2], where row u begins.
-    firsts: i64[T + 1], the number u of each table's first row.
-    bases: the tables' first keys, T + 1 of them, on the host; `packed` holds them on the device.
-    alive: keeps the tensors alive to which the addresses point.
+    segment: i32[K + 1], the number u of the row at each place.
+    starts: i64[K + 2], the place at which row u begins.
+    firsts: i64[T + 1], the number u of the first row of each table.
+    bases: T + 1 numbers on the host, the first keys of the tables; `packed` holds the same numbers on the device.
+    align: a number of bytes that divides the addresses of gradients.
+    alive: the tensors to which the addresses point, which must stay alive.
     """
 
     keys: Tensor
@@ -68,7 +70,7 @@ def kind_of(segment: Segment, num_ids: int) -> int:
 
 
 def check_segments(parts: Sequence[Segment], d, rows: Sequence[Tensor], offsets: Sequence[Tensor], weights) -> None:
-    """Raise if a segment reaches beyond its buffers."""
+    """Raise if a segment is longer than one of its buffers."""
     for i, s in enumerate(parts):
         need = {"d": (s.num_bags, d[s.d])}
         if s.offsets >= 0:
@@ -84,7 +86,7 @@ def check_segments(parts: Sequence[Segment], d, rows: Sequence[Tensor], offsets:
 
 
 def merged(parts: Sequence[Segment], rows, offsets, weights) -> list[Segment]:
-    """Return the segments with one number for each tensor, even if it occurs several times in a list."""
+    """Return the segments with one number for each distinct tensor, even if a list has the tensor several times."""
 
     def numbers(tensors: Sequence[Tensor]) -> dict[int, int]:
         first: dict = {}
@@ -95,9 +97,12 @@ def merged(parts: Sequence[Segment], rows, offsets, weights) -> list[Segment]:
 
 
 def plan_passes(parts: Sequence[Segment], rows: Sequence[Tensor]) -> list[Pass]:
-    """Arrange segments in passes. A table's entries keep their order: its passes ascend, and its bags in a pass do."""
+    """Return the segments, arranged in passes.
+
+    The entries of a table keep their order: its passes ascend, and so do its bags within a pass.
+    """
     passes: list[Pass] = []
-    last: dict[int, int] = {}  # table -> its last pass
+    last: dict[int, int] = {}  # {table: the number of its last pass}
     for s in parts:
         num_ids = rows[s.rows].shape[0]
         kind = kind_of(s, num_ids)
@@ -126,9 +131,9 @@ def group_entries(
     num_rows: Sequence[int],
     dtype: torch.dtype,
 ) -> Groups | None:
-    """Group all entries of tables with these numbers of rows; return None if there is no place for an entry.
+    """Return all entries of tables with these numbers of rows, grouped, or None if there is no place for an entry.
 
-    d is in `dtype` and its columns are contiguous. Tables follow each other in the order of their keys.
+    d is in `dtype`, with contiguous columns. Tables follow each other in the order of keys.
     """
     check_segments(parts, d, rows, offsets, weights)
     passes = plan_passes(merged(parts, rows, offsets, weights), rows)
@@ -167,7 +172,7 @@ def _numbers(passes: Sequence[Pass], d: Sequence[Tensor], bases: Sequence[int], 
 
 
 def list_entries(p: Pass, packed: Tensor, rows, offsets, weights, nothing: int, out) -> None:
-    """Write keys, addresses and scales of one pass; a place without an entry gets the key `nothing`."""
+    """Write the keys, addresses and scales of one pass. A place without an entry gets the key `nothing`."""
     first, last = p.segments[0], p.segments[-1]
     ids, scaling = rows[first.rows], max(s.weights for s in p.segments)
     bounds = offsets[first.offsets] if first.offsets >= 0 else ids
@@ -183,7 +188,7 @@ def list_entries(p: Pass, packed: Tensor, rows, offsets, weights, nothing: int, 
 
 @triton.jit
 def locate(place, offsets, first_bag, behind_bag, num_bags, max_length, num_ids, steps, KIND: tl.constexpr):
-    """Return (bag counted from first_bag, position in the buffer) of places; the bag is -1 if there is none."""
+    """Return (bag counted from first_bag, position in the buffer) of places. A place without a bag has bag -1."""
     if KIND == 0:
         return place, place
     elif KIND == 1:
@@ -193,7 +198,7 @@ def locate(place, offsets, first_bag, behind_bag, num_bags, max_length, num_ids,
         nth = place % max_length
         return tl.where(inside & (nth < length), bag, -1), begin + nth
     else:
-        # of the bags [first_bag, behind_bag), take the last whose begin is not above the position
+        # This finds, among the bags [first_bag, behind_bag), the last bag that does not begin after the position.
         zero = place * 0
         bag = upper_bound(offsets, zero + first_bag, zero + behind_bag, place, steps) - 1
         inside = (bag >= first_bag) & (place < num_ids)
@@ -267,7 +272,7 @@ def _sorted(keys, addresses, scales, bases, packed, align, alive) -> Groups:
 
 @kernel()
 def _heads(keys, heads, size, nothing, LANES: tl.constexpr):
-    """Write 1 where a run of equal keys begins. One more run, of no row, begins after the last key."""
+    """Write 1 where a run of equal keys begins, and 0 elsewhere. One more run, of no row, begins after the last key."""
     i = lanes(LANES)
     key = tl.load(keys + i, mask=i < size, other=nothing)
     before = tl.load(keys + i - 1, mask=(i > 0) & (i <= size), other=-1)
@@ -300,10 +305,10 @@ def _firsts(bases, keys, segment, firsts, size, count, steps, LANES: tl.constexp
 
 
 def chunk_sums(g: Groups, first_key: int, behind_key: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return f[2 · ⌈K / CHUNK⌉, D]: the sums of chunks, for runs longer than CHUNK of rows with keys in a range.
+    """Return the sums of chunks, f[2 · ⌈K / CHUNK⌉, D], for runs longer than CHUNK of rows with keys in a range.
 
-    At most two chunks begin in a block of CHUNK places: a run's first chunk, stored at 2 · block + 1, and a later
-    chunk, stored at 2 · block. Other places of the result are neither written nor read.
+    At most two chunks begin in a block of CHUNK places: the first chunk of a run, stored at 2 · block + 1, and a later
+    chunk, stored at 2 · block. Kernels neither write nor read other places of the result.
     """
     size = g.keys.shape[0]
     slots = 2 * on.cdiv(size, CHUNK) if size > CHUNK else 0
@@ -354,8 +359,11 @@ def sum_entries(
     addresses, scales, chunks, start, length, column, SCALED: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Return f[rows, columns]: the sums of runs, in order; runs longer than CHUNK add the sums of their chunks."""
-    AHEAD: tl.constexpr = 4  # terms that are loaded at the same time
+    """Return the sums of runs, added in order, f[rows, columns].
+
+    The sum of a run longer than CHUNK adds the sums of the run's chunks.
+    """
+    AHEAD: tl.constexpr = 4  # terms that a program loads at the same time
     terms = tl.where(length > CHUNK, (length + CHUNK - 1) // CHUNK, length)
     longest = tl.reduce(terms, 0, larger)
     sums = tl.full((TILE_ROWS, TILE_COLUMNS), 0, chunks.dtype.element_ty)
@@ -373,7 +381,7 @@ def entry(
     addresses, scales, chunks, start, length, terms, k, column, SCALED: tl.constexpr, DIM: tl.constexpr,
     CHUNK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Return f[rows, columns]: term k of each run, zeros after its last term."""
+    """Return term k of each run, f[rows, columns], with zeros after the last term of a run."""
     ACC: tl.constexpr = chunks.dtype.element_ty
     direct = k < tl.where(length > CHUNK, 0, terms)
     slot = tl.where(k == 0, start // CHUNK * 2 + 1, (start // CHUNK + k) * 2)

@@ -1,6 +1,6 @@
-"""Jagged buffers: ranges, shards, padding. Values are copied as bits, whatever their dtype.
+"""Operations on jagged buffers: ranges, shards, padding. They copy values of any dtype as bits.
 
-Bag b of a buffer is [offsets[b], offsets[b + 1]); the bag of a position is found by binary search.
+Bag b of a buffer is [offsets[b], offsets[b + 1]). A binary search finds the bag of a position.
 Shapes: B bags, N capacity of the buffer, L places per bag, S shards, W numbers per value.
 """
 
@@ -21,7 +21,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """Return (values [capacity, ...], offsets i64[B + 1]): values[starts[b] : starts[b] + lengths[b]] end to end.
 
-    Positions outside the values read as zeros. The padding is zeros. A negative length counts as 0.
+    A position outside the values gives zeros. The padding is zeros. A negative length counts as 0.
     """
     offsets = _offsets_of(lengths)
     out = torch.empty(capacity, *values.shape[1:], dtype=values.dtype, device=values.device)
@@ -67,14 +67,14 @@ def _take_ranges(
 
 
 def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values: int) -> Tensor:
-    """Return [num_values, ...] in d's dtype: d [C, ...] summed over the ranges that hold each position, in order.
+    """Return the ordered sums of d [C, ...] over the ranges that hold each position, [num_values, ...] in d's dtype.
 
     Cost: one stable sort of C positions; `coalesce` sums equal positions.
     """
     size, width = d.shape[0], math.prod(d.shape[1:])
     wide = d.to(accumulation_dtype(d.dtype)).reshape(size, width)
     numbers = torch.arange(1, num_values + 1, device=d.device)
-    source = take_ranges(numbers, starts, lengths, size)[0] - 1  # each place's source position, -1 for padding
+    source = take_ranges(numbers, starts, lengths, size)[0] - 1  # source position of each place, -1 for padding
     entries = Segment(
         table=0, d=0, column=0, rows=0, offsets=-1, first_bag=0, num_bags=size, max_length=0, mean=False, weights=-1
     )
@@ -87,10 +87,10 @@ def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values
 def bucketize(
     rows: Tensor, offsets: Tensor, weights: Tensor | None, num_shards: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Group ids by (shard, bag), in order: (rows i[N], lengths i64[S · B], weights f[N] | f[0], positions i64[N]).
+    """Return ids grouped by (shard, bag): (rows i[N], lengths i64[S · B], weights f[N] | f[0], positions i64[N]).
 
-    The owner of a row is row // block, and the row becomes row - owner · block. A row below 0 or beyond the shards is
-    left out. positions[i] is the new position of id i, or -1 if it is left out. Zeros follow the last id.
+    The owner of a row is row // block, and the row becomes row - owner · block. A row without a shard is left out.
+    positions[i] is the new position of id i, or -1 if that id is left out. Zeros follow the last id.
 
     Cost: one stable sort of N owners. The owners suffice as keys, because positions ascend with bags.
     """
@@ -127,9 +127,9 @@ def bucketize(
 
 @kernel()
 def _owners(rows, offsets, owners, lengths, size, num_bags, num_shards, block, steps, LANES: tl.constexpr):
-    """Write each id's owner (num_shards for none), and how many ids each (shard, bag) gets.
+    """Write the owner of each id (num_shards for none), and add each id to the count of its (shard, bag).
 
-    The counts are integers, so they may be added in any order.
+    The counts are integers, so any order of additions gives the same counts.
     """
     i = lanes(LANES)
     bag = upper_bound(offsets, i * 0, i * 0 + num_bags + 1, i, steps) - 1
@@ -163,7 +163,7 @@ def _to_owners(
 
 
 def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | int) -> Tensor:
-    """Return [B, L, ...]: each bag cut to max_length and filled up with `fill`."""
+    """Return the bags, cut to L = max_length and filled up with `fill`, [B, L, ...]."""
     num_bags, dim = offsets.shape[0] - 1, math.prod(values.shape[1:])
     out = torch.empty(num_bags, max_length, *values.shape[1:], dtype=values.dtype, device=values.device)
     size, t = num_bags * max_length, on.tile(dim)
@@ -200,9 +200,9 @@ def _to_padded(
 
 
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
-    """Return [capacity, ...], the transpose of to_padded: place p of bag b is padded[b, p].
+    """Return the transpose of to_padded, [capacity, ...], in which place p of bag b is padded[b, p].
 
-    Places beyond L in a bag, and after the last bag, are zeros.
+    Places from L on in a bag, and places after the last bag, are zeros.
     """
     num_bags, max_length, *trailing = padded.shape
     dim = math.prod(trailing)

@@ -1,6 +1,6 @@
 """Host functions that the kernels share: launching, integers on the device, tiles, errors.
 
-A tile is `rows` × `columns` numbers held by one program; columns is a power of two.
+A tile is `rows` × `columns` numbers that one program holds; columns is a power of two.
 """
 
 import contextlib
@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # the setting when this package's kernels were decorated
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # the setting at the decoration of this package's kernels
 DTYPES = {
     torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
     torch.int32: tl.int32, torch.int64: tl.int64,
 }  # fmt: skip
 TILE = 1024  # numbers per program: 8 per thread, two loads of 16 bytes in flight
 TILE_ROWS_MAX = 128
-BLOCK = 512  # lanes of the kernels over positions
-PACKED = 64  # integers per launch of `pack`, two arguments of 4 bytes each
+BLOCK = 512  # lanes of a program in kernels over positions
+PACKED = 64  # integers per launch of `pack`, with two arguments of 4 bytes for each integer
 HALF = 2**29 - 1
 
 
@@ -30,12 +30,12 @@ class Tile(NamedTuple):
     num_warps: int
 
     def over(self, num_rows: int) -> int:
-        """Return the number of programs that cover so many rows."""
+        """Return the number of programs that cover `num_rows` rows."""
         return cdiv(num_rows, self.rows)
 
 
 def tile(dim: int, *, whole_rows: bool = False) -> Tile:
-    """Return a tile for rows of `dim` numbers; with `whole_rows` one program holds every column."""
+    """Return a tile for rows of `dim` numbers. With `whole_rows`, one program holds all columns."""
     columns = triton.next_power_of_2(max(dim, 1))
     columns = columns if whole_rows else min(columns, TILE)
     return Tile(max(1, min(TILE // columns, TILE_ROWS_MAX)), columns, 4 if columns <= 2 * TILE else 8)
@@ -53,8 +53,8 @@ def steps(n: int) -> int:
 def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     """Run `kernel` on the device of its first tensor. An empty grid runs nothing.
 
-    Products and sums are not contracted to fused multiply-adds, so that the bits are those of plain arithmetic. This
-    costs nothing, because memory is the limit.
+    The compiler does not contract products and sums to fused multiply-adds, so the bits are those of plain arithmetic.
+    This costs no time, because memory is the limit.
     """
     if 0 in grid:
         return
@@ -67,10 +67,10 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
 
 
 def pack(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return i64[n] on `device`, from values in [0, 2⁵⁸).
+    """Return a tensor of values in [0, 2⁵⁸), at least i64[n], on `device`.
 
     In a CUDA graph, which cannot hold a copy from the host, kernel arguments carry the values. Elsewhere a copy is five
-    times as fast.
+    times faster.
     """
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
@@ -85,14 +85,14 @@ def pack(values: Sequence[int], device: torch.device) -> Tensor:
 
 @triton.jit
 def _pack(out, lows, highs):
-    # arguments are 4 · half + 3: triton would recompile for each pattern of ones and of multiples of 16
+    # Arguments are 4 · half + 3, because triton would recompile for each pattern of ones and of multiples of 16.
     for i in tl.static_range(len(lows)):
         low, high = tl.full((), lows[i], tl.int64) >> 2, tl.full((), highs[i], tl.int64) >> 2
         tl.store(out + i, high << 29 | low)
 
 
 def alignment(numbers: Sequence[int]) -> int:
-    """Return 16 if every address and stride (in bytes) is a multiple of 16, which allows 16-byte loads; else 1."""
+    """Return 16 if every number (an address or a stride in bytes) is a multiple of 16, else 1. 16 allows wide loads."""
     return 16 if all(n % 16 == 0 for n in numbers) else 1
 
 

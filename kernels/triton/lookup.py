@@ -1,10 +1,10 @@
-"""Pooled lookup, the gradient of its weights, and rows by their numbers.
+"""Pooled lookup, the gradient of its weights, and reads and writes of rows by row number.
 
     out[b, f] = Σ_{i in bag (f, b)} s_i · table_f[rows_f[i]]
 
 One program holds a tile of bags × columns and goes through the places 0, 1, ... of all its bags together. Each step
-loads one table row per bag, and every bag is summed in the order of its positions. Features of one dim and dtype share
-a launch: a small tensor on the device holds their addresses and options.
+loads one table row per bag, and the program sums every bag in the order of positions. Features of one dim and dtype
+share a launch: a small tensor on the device holds the addresses and options of these features.
 Shapes: B bags, N ids, K rows to read, R rows of a table, D dim.
 """
 
@@ -18,7 +18,7 @@ from funcrec.kernels.triton import launch as on
 from funcrec.kernels.triton.device import bag_bounds, divide, kernel, lanes, larger, rounded, rows_at, sum_columns
 from torch import Tensor
 
-FIELDS = 10  # per feature in the packed tensor; even, so that each feature begins at a multiple of 16 bytes
+FIELDS = 10  # numbers per feature in the packed tensor; even, so that each feature begins at a multiple of 16 bytes
 
 
 def pooled_lookup(
@@ -30,9 +30,9 @@ def pooled_lookup(
     num_bags: int,
     blocks: int = 1,
 ) -> Tensor:
-    """Return f32|f64[n · B, C / n]: each feature's pooled rows in its columns of its block; 7 integers per feature.
+    """Return the pooled rows, f32|f64[n · B, C / n]. `features` holds 7 integers for each `forms.Feature`.
 
-    Cost: reads N rows, N ids and B offsets per feature, writes B · C numbers.
+    Cost: reads N rows, N ids and B offsets per feature, and writes B · C numbers.
     """
     on.check_tables("funcrec.kernels.triton.pooled_lookup", tables)
     rows, offsets, weights = (
@@ -61,9 +61,10 @@ def pooled_lookup_weights(
     weights: Tensor,
     features: Sequence[int],
 ) -> Tensor:
-    """Return d_weights[i] = Σ ⟨table[row_i], d_out[b]⟩ over the weighted features that read i, f[N] in weights' dtype.
+    """Return the gradient of the weights, f[N] in the dtype of the weights.
 
-    Features that read the same positions run one after the other, in their order.
+    It is d_weights[i] = Σ ⟨table[row_i], d_out[b]⟩ over the weighted features that read id i. Features that read the
+    same positions run one after the other, in order.
     """
     on.check_tables("funcrec.kernels.triton.pooled_lookup_weights", tables)
     rows, offsets = on.contiguous(rows), offsets.contiguous()
@@ -74,7 +75,7 @@ def pooled_lookup_weights(
     out = torch.zeros(weights.shape[0], dtype=dtype, device=weights.device)
     d_out = on.with_rows(d_out, dtype)
     waves: dict = {}
-    taken: list[tuple[int, int, int]] = []  # (first bag, end of the bags, wave) of the features so far
+    taken: list[tuple[int, int, int]] = []  # (first bag, end of the bags, wave) of each feature so far
     for f in parts:
         table, end = tables[f.table], f.first_bag + num_bags
         wave = 1 + max((w for a, b, w in taken if f.first_bag < b and a < end), default=-1)
@@ -89,7 +90,7 @@ def pooled_lookup_weights(
 
 
 def checked_features(features: Sequence[int], offsets: Tensor, num_bags: int) -> list[Feature]:
-    """Return the features; raise if one reaches beyond the offsets."""
+    """Return the features. Raise if the bags of a feature end after the last offset."""
     parts = features_of(features)
     last = max((f.first_bag for f in parts), default=-1) + num_bags
     if parts and num_bags and last >= offsets.shape[0]:
@@ -105,7 +106,7 @@ def run_groups(
 ) -> None:
     """Launch the kernel once for each group of features.
 
-    `other` is the kernel's float argument; `stride` is the distance between the rows of [B, C].
+    other: the float argument of the kernel. stride: the distance between the rows of [B, C].
     """
     numbers = []
     for f in (f for group in groups.values() for f in group):
@@ -130,7 +131,7 @@ def run_groups(
 
 @triton.jit
 def feature_at(packed, ROWS: tl.constexpr, FIELDS: tl.constexpr):
-    """Load the numbers that `run_groups` packed for this program's feature."""
+    """Return the numbers that `run_groups` packed for this program's feature."""
     field = packed + tl.program_id(1) * FIELDS
     ids = tl.load(field + 2).to(tl.pointer_type(ROWS))
     table, num_rows, num_ids = tl.load(field), tl.load(field + 1), tl.load(field + 3)
@@ -216,7 +217,7 @@ def _gather(out, table, rows, size, num_rows, DIM: tl.constexpr, TILE_ROWS: tl.c
 
 
 def scatter_rows_(table: Tensor, rows: Tensor, count: Tensor, new: Tensor) -> None:
-    """Write table[rows[i]] = new[i], rounded to nearest, for i < count; rows outside the table are skipped."""
+    """Write table[rows[i]] = new[i], rounded to nearest, for i < count, except for rows outside the table."""
     on.check_tables("funcrec.kernels.triton.scatter_rows_", [table])
     dim, size = table.shape[1], rows.shape[0]
     t, new = on.tile(dim), on.with_rows(new, accumulation_dtype(table.dtype))

@@ -1,6 +1,6 @@
-"""The cotangents of tables, written out as entries, or as one gradient per distinct row.
+"""Write out the cotangents of tables as entries, or as one gradient per distinct row.
 
-A cotangent tells whether its table is f64: the result is f64 if d is, else f32.
+The dtype of a cotangent d shows whether the table is f64: the result is f64 if d is, else f32.
 Shapes: K entries, R rows, D dim, T tables.
 """
 
@@ -33,7 +33,7 @@ def expand(
     segments: Sequence[int],
     shapes: Sequence[int],
 ) -> list[Tensor]:
-    """Return (rows i64[K], grads f[K, D]) per table: its entries in order, with row -1 and zeros in empty places."""
+    """Return (rows i64[K], grads f[K, D]), the entries of each table in order. Empty places have row -1 and zeros."""
     rows, offsets, weights = on.contiguous(rows), on.contiguous(offsets), on.contiguous(weights)
     parts, out = segments_of(segments), []
     check_segments(parts, d, rows, offsets, weights)
@@ -111,9 +111,9 @@ def coalesce(
     segments: Sequence[int],
     shapes: Sequence[int],
 ) -> list[Tensor]:
-    """Return (rows i64[K'] ascending, grads f[K', D], count i64[], repeats i64[K']) per table; padding after count.
+    """Return (rows i64[K'] ascending, grads f[K', D], count i64[], repeats i64[K']) of each table.
 
-    One sort serves all tables of one dtype.
+    Places from `count` on are padding. One sort serves all tables of one dtype.
     """
     rows, offsets, weights = on.contiguous(rows), on.contiguous(offsets), on.contiguous(weights)
     parts, sizes = segments_of(segments), list(shapes[::2])

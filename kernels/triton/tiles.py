@@ -1,4 +1,4 @@
-"""Functions for the optimizers' rules: on a tile of rows f[rows, columns], and before the launch."""
+"""Functions that the optimizers' rules call, on a tile of rows f[rows, columns] or before the launch."""
 
 import math
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 @triton.jit
 def row_sum(x, column, DIM: tl.constexpr):
-    """Sum the columns before DIM, f[rows, 1]."""
+    """Return the sums of the first DIM columns, f[rows, 1]."""
     return sum_columns(tl.where((column < DIM)[None, :], x, 0))[:, None]
 
 
 @triton.jit
 def divide_by(x, NUMBER: tl.constexpr):
-    """Return x / NUMBER rounded to nearest."""
+    """Return x / NUMBER, rounded to nearest."""
     return divide(x, tl.full(x.shape, NUMBER, x.dtype))
 
 

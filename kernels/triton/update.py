@@ -1,10 +1,11 @@
-"""The fused update: one program sums a row's gradient and applies its optimizer's rule, in place.
+"""The fused update: one program sums the gradients of a tile of rows and applies the optimizer's rule, in place.
 
     (table[row], slots[row]) <- rule(table[row], Σ of the row's entries, slots[row])
 
 Tables of one dim and dtype share a launch. A program holds a tile of distinct rows, and programs after the last row
-return at once. So the grid is bounded by shapes: min(entries, rows).
-Cost: reads and writes the touched rows and their slots once, reads each entry's gradient once, and sorts the entries.
+return at once. So shapes bound the grid: min(entries, rows).
+Cost: reads and writes the touched rows and the slots of these rows once, reads each entry's gradient once, and sorts
+the entries.
 """
 
 from collections.abc import Sequence
@@ -47,15 +48,15 @@ def fused_update_(
     first: Tensor | None = None,
     dims: Sequence[int] = (),
 ) -> None:
-    """Update the rows that the segments name; every other row and its slots keep every bit.
+    """Update the rows that the segments name. All other rows, and the slots of these rows, keep every bit.
 
     Args:
       slots: the rule's slots of table 0, of table 1, ...; f32 (f64 for f64 tables), [R] or [R, D].
-      lr: f64[]. step: i64[], the steps taken before.
-      key: i64[T, S + 1, 4] as in `ops.fused_update`; rounds 16-bit tables at random. None rounds to nearest.
+      lr: f64[]. step: i64[], the number of earlier steps.
+      key: i64[T, S + 1, 4], which rounds 16-bit tables at random, as in `ops.fused_update`. None rounds to nearest.
       hyper: the rule's numbers, in the order of `RULES`; each set of numbers is compiled once.
-      first, dims: i64[T], and the columns of each table's gradients, as in `ops.fused_update`; None and () for tables
-        of whole rows.
+      first, dims: i64[T], and the number of columns of each table's gradients, as in `ops.fused_update`; None and ()
+        for tables of whole rows.
 
     `group` describes the order of sums.
     """
@@ -69,7 +70,7 @@ def fused_update_(
         mine = [s for s in parts if accumulation_dtype(tables[s.table].dtype) == acc]
         if not mine:
             continue
-        # tables of one launch get neighbouring keys
+        # Tables of one launch get neighbouring keys.
         kinds = {t: (str(tables[t].dtype), tables[t].shape[1], wide[t]) for t in {s.table for s in mine}}
         numbers = sorted(kinds, key=lambda t: (*kinds[t], t))
         local = [s._replace(table=numbers.index(s.table)) for s in mine]
@@ -89,7 +90,7 @@ def fused_update_(
 
 
 def _check(tables: Sequence[Tensor], slots: Sequence[Tensor], rule: str, hyper: Sequence[float]) -> int:
-    """Return the number of slots of each table; raise if slots or rule do not fit."""
+    """Return the number of slots of each table. Raise if slots or rule do not fit."""
     on.check_tables(CALL, tables)
     on.check_tables(CALL, slots)
     if rule not in RULES:
@@ -122,7 +123,7 @@ def _wide(tables: Sequence[Tensor], first: Tensor | None, dims: Sequence[int]) -
 
 
 def _scalars(lr: Tensor, step: Tensor, acc: torch.dtype, rule: str, hyper: Sequence[float]) -> Tensor:
-    """Return f[2 + ...] on the device: lr, t, and the rule's numbers that depend on t, computed in f64."""
+    """Return lr, t, and the rule's numbers that depend on t, computed in f64, as f[2 + ...] on the device."""
     t = (step + 1).to(torch.float64)
     more = formulas.SCALARS[rule](hyper, t) if rule in formulas.SCALARS else []
     return torch.stack([lr.to(torch.float64), t, *more]).to(acc)
@@ -133,8 +134,8 @@ def _update_tables(
 ) -> None:
     """Launch the update of tables `numbers`, which have one dim and dtype.
 
-    own: (table, slots, number in the call) of each table. window: how many columns the gradients have, and where each
-    table's columns begin among them.
+    own: (table, slots, number in the call) of each table. window: the number of columns of the gradients, and the first
+    column of each table among these columns.
     """
     table, (dim, first) = own[0][0], window
     width, acc = table.shape[1], scalars.dtype
@@ -199,7 +200,7 @@ def _update(
     if ROUND:
         first_draw = tl.load(numbers) * num_draws
         draw = upper_bound(draw_begins, first_draw, first_draw + num_draws, row, draw_steps) - 1
-        drawn = draws + 4 * tl.maximum(draw, first_draw)  # for a lane without a row any number will do
+        drawn = draws + 4 * tl.maximum(draw, first_draw)  # A lane without a row may read any segment.
         new = round_stochastically(w, random_bits(drawn, row, tl.maximum(own, 0)), TABLE)
     else:
         new = rounded(w, TABLE)
@@ -215,7 +216,7 @@ def slot_at(
     WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to slot NTH of rows; any value if the rule has no such slot."""
+    """Return pointers to slot NTH of rows, or any value if the rule has no such slot."""
     if len(BY_ROW) <= NTH:
         return row
     else:
