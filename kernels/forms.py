@@ -17,7 +17,7 @@ class Feature(NamedTuple):
     table, rows: numbers of the table and of the buffer of rows.
     first_bag: the feature's bags are offsets[first_bag : first_bag + B + 1].
     max_length: the number of ids that a lookup reads per bag, 0 for all.
-    mean, weighted: whether the multiplier s_i of an id is divided by the bag's length, and has the id's weight.
+    mean: whether the multiplier s_i of an id is divided by the bag's length. weighted: whether s_i has the id's weight.
     column: the feature's first column in the output.
     """
 

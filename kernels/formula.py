@@ -5,7 +5,7 @@
 
 A symbol has one of three kinds, in this order. HOST: known before the update (hyper-parameters, the step), computed
 in f64. NUMBER: one number for a row. WIDE: one number for each element. NUMBER and WIDE are in the dtype of the rule. A
-HOST value is rounded to that dtype where it meets one of them. An operation on two kinds gives the later kind. A
+HOST value is rounded to that dtype where it meets another kind. An operation on two kinds gives the later kind. A
 reduction turns WIDE into NUMBER and ends a level: an operation that needs the result waits for a pass over the row.
 `write_rules` derives from the formula what kernels must know about a rule. `write_cpp` and `write_triton` write the
 kernels' code.

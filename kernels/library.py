@@ -331,7 +331,7 @@ def refuse_derivatives(name: str, implementation: str) -> NoReturn:
 
 
 def _pure(in_place: Callable, name: str) -> Callable:
-    """Return the operation on copies of the tensors that it writes to.
+    """Return the pure operation, which runs `in_place` on copies of the tensors to which that function writes.
 
     The copies are contiguous, because a compiled program keeps only the order of an operand's strides. The program may
     interleave the members of a stack in a table that all members share.
@@ -355,7 +355,7 @@ def _pure(in_place: Callable, name: str) -> Callable:
 
 
 def _loop(op: Callable, info, in_dims, *args):
-    """Return the stacked results of one call of the operator for each member of the batch, and their dimensions."""
+    """Return the stacked results of a call of the operator for each batch member, and the batch dimension of each."""
     dims = [None if _is_shared(d) else d for d in in_dims]  # a single None for a list of numbers, which may be long
     size = info.batch_size
     blank = lambda x, d: _member(x, d, None)

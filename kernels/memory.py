@@ -25,7 +25,7 @@ _all_mapped: "weakref.WeakValueDictionary[int, mmap.mmap]" = weakref.WeakValueDi
 def empty_table(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
     """Return an uninitialised tensor of this shape, in huge pages for a large tensor on the CPU and on Linux.
 
-    The system grants a page at the first write to it.
+    The system grants a page at the first write to that page.
     """
     like = torch.empty(0, dtype=dtype, device=device)
     size = dtype.itemsize

@@ -20,13 +20,13 @@ where s_i is the id's weight (or 1), divided by the bag's length for a mean. Eve
  - positions from offsets[-1] on, and places from `max_length` on in a bag, are never read;
  - offsets may hold anything: an operation reads the running maximum of the offsets, cut to the buffer ("triton" cuts
    each bag to the buffer by itself), and never reads or writes outside a tensor;
- - sums run in f32 (f64 for f64 tables), over each bag's and each row's entries in the order of their positions;
+ - sums run in f32 (f64 for f64 tables), over the entries of each bag and each row in the order of positions;
  - output shapes depend on input shapes only.
 
 `implementation` is a static choice by name. None takes the name that `using` set, else the device's default: "cpp" for
 the CPU, "triton" for CUDA, "reference" for any other device. A call with a tracked input (`tracked`) takes "reference",
-because only "reference" has derivatives, of every order and mode. If such a call names another implementation, it
-raises. A call also raises for an unknown name, or for an operation that the implementation lacks: nothing falls back.
+because only "reference" has derivatives, of every order and mode. Such a call may not name another implementation. A
+call also raises for an unknown name, or for an operation that the implementation lacks: nothing falls back.
 """
 
 import contextlib

@@ -17,7 +17,7 @@ def ascending(offsets: Tensor) -> Tensor:
 def place_among(bounds: Tensor, position: Tensor, right: bool = True) -> Tensor:
     """Return the number of ascending bounds that are at most the position (less than it, if not `right`).
 
-    Under vmap the function copies both tensors, because torch requires memory of their own.
+    Under vmap the function copies both tensors, because torch requires that each tensor has its own memory.
     """
     if is_transforming():
         none = (bounds[..., :1] * 0).sum() + (position[..., :1] * 0).sum()

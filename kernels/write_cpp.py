@@ -196,7 +196,7 @@ class Passes:
         return x.op == "row" if name == "row" else x.op == "slot" and x.args == (name,)
 
     def choose_spare(self) -> Symbol | None:
-        """Return the one value that a pass needs after its sum and that is long to recompute, or None."""
+        """Return the one value that is summed, needed after that sum, and long to recompute, or None."""
         within = lambda x: symbols_of([x], lambda y: y.kind != WIDE)
         is_long = lambda x: len([y for y in within(x) if y.kind == WIDE and y.args and y.op != "slot"]) > FEW
         sums = [(x.level, {id(y) for y in within(x.args[0])}) for x in self.every if x.op == "sum"]

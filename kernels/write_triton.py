@@ -102,7 +102,7 @@ def widest(rule: Written) -> tuple[str, ...]:
 
 
 def timed_of(rule: Written) -> list[Symbol]:
-    """Return the largest expressions that the step and hyper-parameters alone determine, and that a tensor uses."""
+    """Return the values that depend only on the step and hyper-parameters, and that operations on tensors read."""
     every = symbols_of(x for v in rule.variants for x in v.formula.values())
     met = {id(y): y for x in every if x.kind != HOST for y in arguments(x) if y.kind == HOST and y.op != "t"}
     return [x for x in met.values() if reads([x], "t")]

@@ -71,7 +71,7 @@ def shared_leaves(known: Hold, leaves: Sequence) -> dict[int, bool]:
 
 
 def alone(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors whose C++ part has no other user, so that a call can take their memory."""
+    """Return the tensors whose C++ part has no other user. A call can take the memory of such tensors."""
     return [
         x
         for x, uses, follows in zip(leaves, map(_uses, leaves), map(_requires_grad, leaves), strict=True)

@@ -123,7 +123,7 @@ def cut_stale(
 def lines_of(
     call: str, graph: Graph, of_state: set[Node], of_tables: set[Node], known: set[Node], outputs: list[Node]
 ) -> Found:
-    """Return where values that depend on the tables alone end: at their last exchanges, or where the state enters."""
+    """Return where to cut values that depend on the tables alone: at last exchanges, or where the state enters."""
     needed = needs_of(outputs, known)
     late, looked = set(of_state), set(of_tables)
     for node in (n for n in graph.nodes if n in needed):
@@ -151,7 +151,7 @@ def lines_of(
 
 
 def refuse_tables(call: str, given: list[Node], of_tables: set[Node]) -> None:
-    """Raise if `rest` would read the tables themselves, which an update writes to."""
+    """Raise if `rest` would read the tables themselves, to which an update writes."""
     memory = lambda n: n.meta["val"].untyped_storage()._cdata
     held = {memory(n) for n in of_tables}
     if any(n in of_tables or memory(n) in held for n in given):

@@ -1,4 +1,4 @@
-"""Donated values. A call takes all of them in one step, and every later use of a donated value raises.
+"""Donated values. A call takes all donated values in one step, and every later use of a donated value raises.
 
 take(leaves):   leaf → Donated, whose every use raises;   the memory belongs to outputs of the call
 """

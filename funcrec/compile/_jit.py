@@ -75,7 +75,7 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
 
     A follower of the call sees `fn` itself, not compiled and donating nothing: transforms of torch.func, `checked`,
     `value_and_grad`, modes of torch, torch.compile, and autograd if an argument or captured tensor requires grad (a
-    donating call then raises). A tensor that `fn` makes is no follower: the result does not require grad because of it.
+    donating call then raises). A tensor that `fn` makes is no follower: it does not make a result require grad.
     An exchange with real ranks raises if a derivative follows it, because other ranks may run the program. Then jit the
     derivative.
 
@@ -193,7 +193,7 @@ class Jitted:
         """Return the program for these leaves, and the leaves as plain memory. The program is None if a follower of the
         call must see `fn` itself."""
         refuse_donated(leaves)
-        if any(isinstance(x, TableRef) for x in leaves):  # tables of a loss that value_and_grad calls
+        if any(isinstance(x, TableRef) for x in leaves):  # The leaves are tables of a loss.
             return self.step_aside("value_and_grad"), leaves
         if any_tracked(leaves):
             if self.donate or self.is_one:
@@ -226,8 +226,8 @@ class Jitted:
         fail(call, what, got=f"requires_grad of {which}", need=need, hint=hint, kind=TypeError)
 
     def lower(self, *args, **kwargs) -> Lowered:
-        """Return the program of a call with these arguments, a `Lowered`. It stages the function again, but does not
-        compile or run the program, and takes no argument."""
+        """Return the program of a call, a `Lowered`. `lower` stages the function again, but does not compile or run the
+        program, and takes no argument."""
         bound = self.signature.bind(*args, **kwargs)
         leaves, structure = fast_flatten(tuple(bound.arguments.values()))
         program = Jitted(self.fn, self.donate)
@@ -386,7 +386,7 @@ def _frames_here() -> int:
 
 
 def bring_to_cuda(leaves: list) -> list:
-    """Return the leaves, with those on the host copied to the CUDA device if all other leaves are on one device."""
+    """Return the leaves, with host leaves copied to the CUDA device if all other leaves are on one CUDA device."""
     devices = {x.device for x in leaves if isinstance(x, Tensor)}
     on_cuda = [d for d in devices if d.type == "cuda"]
     return bring(leaves, on_cuda[0]) if len(devices) > 1 and len(on_cuda) == 1 else leaves

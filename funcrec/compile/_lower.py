@@ -1,4 +1,4 @@
-"""Lowered: the program of a call before it is compiled, which users can read, measure and compile.
+"""Lowered: the uncompiled program of a call, which users can read, measure and compile.
 
 jit(f).lower(x).compile()(x) = jit(f)(x)
 """

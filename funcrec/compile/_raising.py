@@ -74,7 +74,7 @@ def with_rethrow(codegen_group: Callable) -> Callable:
 def with_own_checks(table: Callable) -> Callable:
     """Return a function that returns Inductor's decompositions without that of repeat_interleave.
 
-    That decomposition skips checks of the counts. With negative counts, or counts whose sum is not the given size, it
-    would repeat the wrong number of rows.
+    That decomposition skips checks of the counts. With negative counts, or counts whose sum is not the given size, the
+    decomposition would repeat the wrong number of rows.
     """
     return lambda: {k: f for k, f in table().items() if k is not torch.ops.aten.repeat_interleave.Tensor}

@@ -2,9 +2,9 @@
 
     stage(f, leaves)  →  graph, captured;      graph(*leaves, *captured) = f(*leaves)
 
-Tensors that f closes over become inputs after the arguments, so that every call reads their values. Staging refuses
-operations that a graph cannot hold: reads of values on the host, writes to arguments and to captured tensors, and draws
-from torch's generators.
+Tensors that f closes over become inputs after the arguments. So every call reads the current values of these tensors.
+Staging refuses operations that a graph cannot hold: reads of values on the host, writes to arguments and to captured
+tensors, and draws from torch's generators.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ COPIES = {
     torch.ops.aten.lift_fresh_copy.default,
     torch.ops.aten.lift_fresh.default,
 }  # copies of constants that the function's code holds
-SETS = {"__set__", "requires_grad_", "register_hook", "retain_grad"}  # they change a tensor, but no graph shows it
+SETS = {"__set__", "requires_grad_", "register_hook", "retain_grad"}  # functions with an effect that no graph shows
 MADE = (FakeTensor, FunctionalTensor, Donated)  # classes of tensors that staging makes, or that raise errors themselves
 PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
 HOST = Problem(
@@ -209,8 +209,8 @@ def is_recording() -> bool:
     """Return whether the staged function itself calls the operations, and not torch within an operation.
 
     Within an operation the modes of staging are off, and torch makes tensors for itself. If `_Lift` lifted such a
-    tensor (a result of torch's kernels for shapes, on the device "meta"), it would stay the operation's result for the
-    whole process.
+    tensor (a result of torch's kernels for shapes, on the device "meta"), that tensor would stay the operation's result
+    for the whole process.
     """
     keys = torch._C._TorchDispatchModeKey
     return all(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY))
@@ -224,7 +224,7 @@ def is_closed_over(x: object) -> bool:
 
 
 def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
-    """Return the captured tensors in the graph, after turning them into inputs behind the graph's other inputs.
+    """Return the captured tensors in the graph, which the function turns into inputs after all other inputs.
 
     Constants that the function's code holds stay in the graph.
     """

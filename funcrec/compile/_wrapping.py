@@ -17,7 +17,7 @@ LARGEST_SIZE = 1 << 48  # bound on a tensor's elements: x86-64 and aarch64 addre
 DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # {dtype: bits of exact integers}
 WRAP = "fwrapv"
 QUOTIENTS = {"floordiv", "mod", "remainder"}
-ENDS = {"maximum", "minimum"}  # torch 2.13 cannot simplify an index with them: "vr must not be None for symbol q0"
+ENDS = {"maximum", "minimum"}  # torch 2.13 fails on these in an index: "vr must not be None for symbol q0"
 OF_SIGNED_ZEROS = {"neg", "mul"}  # operations on floats that may give -0, which no integer expression holds
 
 
@@ -46,7 +46,7 @@ def wrapping() -> list[tuple[Any, str, Callable]]:
 
 
 def with_flags(cflags: Callable) -> Callable:
-    """Return a `cflags` whose flags define signed overflow, and allow no instructions above the wanted capability."""
+    """Return a `cflags` whose flags define signed overflow, and exclude instructions above the wanted capability."""
 
     def flags(*args: Any, **kwargs: Any) -> tuple[list[str], list[str]]:
         own, links = cflags(*args, **kwargs)

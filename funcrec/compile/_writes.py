@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     """The use of a staged graph's results.
 
     writes: the writes, in order. written: the leaves that the writes change. kept: {output: the donated leaf in whose
-    memory the output lies}. whole: {output: the number of the result that it equals}.
+    memory the output lies}. whole: {output: the number of the result that the output equals}.
     """
 
     writes: list[Write]
@@ -251,9 +251,10 @@ def prepare_writes(plan: Plan, num_leaves: int) -> Callable[[list, list], None]:
 def shared_results(
     results: Sequence[Tensor], returned: set[int], arguments: Sequence[Tensor], donated: Sequence[Tensor]
 ) -> set[int]:
-    """Return the results to copy, because a write of this call, or of the next call that takes a result, changes them.
+    """Return the numbers of the results to copy.
 
-    Returned results must have memory of their own. Results that writes read must not share a donated argument's memory.
+    A write of this call, or of the next call that takes a result, would change these results. Returned results must
+    have memory of their own. Results that writes read must not share a donated argument's memory.
     """
     # A result in an argument's memory would change when the argument's owner writes to that memory. A result in a
     # donated leaf would change with the writes of this call.

@@ -22,7 +22,7 @@ from funcrec.core._ranges import Form
 
 PARTS: dict[
     type, Callable[[Any, str], Iterator[Problem]]
-] = {}  # class -> function(value, path) that yields the problems of a value of the class
+] = {}  # {class: function(value, path) that yields the problems of a value of the class}
 
 
 class Kind(NamedTuple):
@@ -287,7 +287,7 @@ def conversion(path: str, x: Any, cls: Any) -> str:
         return f"{path}={FUNCTIONS[path]}"
     own, (begins, plain) = _example(path), _LOOKS.get(cls, ((), ""))
     is_other = own.startswith(f"{path}=") and not own.startswith(tuple(f"{path}={b}" for b in begins))
-    return _example(path, plain) if plain and (is_other or not own) else own  # two arguments may have one name
+    return _example(path, plain) if plain and (is_other or not own) else own  # Two arguments may have one name.
 
 
 _LOOKS: dict[Any, tuple[Sequence[str], str]] = {  # {class: (beginnings of its examples, one example)}

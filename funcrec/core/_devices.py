@@ -1,4 +1,4 @@
-"""Move trees to another device, change the dtype of their floats, and copy tensors."""
+"""Move trees to another device, change the dtype of floats in trees, and copy tensors."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +29,7 @@ def to(tree: Any, device: Any = None, dtype: Any = None) -> Any:
             return x
         if id(x) not in known:
             known[id(x)] = x, _moved(x, device or x.device, dtype if dtype and x.is_floating_point() else x.dtype)
-        return known[id(x)][1]  # a tensor that occurs twice stays one tensor
+        return known[id(x)][1]  # A tensor that occurs twice stays one tensor.
 
     out = torch_tree.tree_map(moved, tree)
     own = lambda x: type(x) in RETYPED

@@ -136,7 +136,7 @@ def example_of(problem: Problem) -> str:
         return near if is_bare else f"{path}=({near},)" if several else f"{path}={near}"
     least, is_range = re.search(r">=? (\d+)", need), _IN_RANGE.search(problem.what)
     is_number = is_range and re.match(r"[\d.]", EXAMPLES.get(name, ""))
-    if is_number and least and float(EXAMPLES[name]) < float(least[1]):  # a name with two meanings
+    if is_number and least and float(EXAMPLES[name]) < float(least[1]):  # The name has two meanings.
         return f"{name}{part}={least[1]}"
     if problem.kind is not TypeError:
         return example_at(name + part) if is_number else ""

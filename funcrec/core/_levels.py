@@ -3,7 +3,7 @@
     x at levels 1, 2, ... of vmap, grad, jvp, ...  =
     a tensor wrapped once for each level that it belongs to; the innermost level is the outermost wrapper
 
-The kernels import torch only. So they have such a file of their own: `kernels/tracked.py`.
+The kernels import torch only. So the kernels have a separate file of this kind: `kernels/tracked.py`.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def tangents_below(x: Tensor, place: int = 1) -> dict[int, Tensor]:
             level = level_of(x)
             while (top := _functorch.peek_interpreter_stack()) is not None and top.level() > level:
                 lowered.enter_context(temporarily_pop_interpreter_stack())
-            if not is_wrapped(x) or not _functorch.is_batchedtensor(x):  # a batch has its tangent inside
+            if not is_wrapped(x) or not _functorch.is_batchedtensor(x):  # A batch has its tangent inside.
                 tangent = torch._VF._unpack_dual(x, level=0)[1]
                 own = place * 64 + level + 1
                 found |= {} if tangent is None else {own: value_below(tangent)} | tangents_below(tangent, own)
@@ -139,7 +139,7 @@ def member_of(x: Any, dims: Sequence[int | None], member: Sequence[int]) -> Any:
 def members_below(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
     """Return (place, tree) of each member of the surrounding vmaps.
 
-    The trees lie below all transforms, so code can read their values.
+    The trees lie below all transforms, so code can read values.
     """
     leaves, structure = tree_flatten(tree)
     below = [vmaps_above(x, 0) if isinstance(x, torch.Tensor) else (x, []) for x in leaves]

@@ -47,7 +47,7 @@ def signature_error(fn: Callable, error: TypeError) -> TypeError | None:
 
     Return None for an error from the function's body.
     """
-    if error.__traceback__.tb_next is not None:  # the function's body raised it
+    if error.__traceback__.tb_next is not None:  # The function's body raised it.
         return None
     parameters = [p for n, p in inspect.signature(fn).parameters.items() if n != "self"]
     name, plain = call_name(fn), [p.replace(annotation=p.empty) for p in parameters]

@@ -68,7 +68,7 @@ def _rename(x: type | FunctionType, here: str) -> None:
     for m in [m for m in inside if isinstance(m, FunctionType) and m.__module__ == x.__module__]:
         m.__module__ = here
     x.__module__ = here
-    if dataclasses.is_dataclass(x) and "__new__" in vars(x):  # else `help` shows __new__'s signature, not the fields
+    if dataclasses.is_dataclass(x) and "__new__" in vars(x):  # Else `help` shows __new__'s signature, not the fields.
         made = inspect.signature(x.__init__)
         x.__signature__ = made.replace(parameters=list(made.parameters.values())[1:])
 
@@ -81,8 +81,8 @@ def module_later(name: str, says: str = "") -> Later:
 def version(root: Path = ROOT) -> str:
     """Return the version of funcrec.
 
-    In a source tree or an editable install, pyproject.toml lies next to the package and states the version. Else it is
-    the version of the installed package.
+    In a source tree or an editable install, pyproject.toml lies next to the package and states the version. Otherwise
+    the result is the version of the installed package.
     """
     source = root / "pyproject.toml"
     found = re.search(r'^name = "funcrec"\nversion = "(.+)"', source.read_text(), re.M) if source.is_file() else None

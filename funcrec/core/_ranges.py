@@ -15,7 +15,7 @@ class Within(NamedTuple):
     holds: Callable[[Any], bool]
     what: str = "is out of range"
 
-    def __repr__(self) -> str:  # signatures show this text
+    def __repr__(self) -> str:  # Signatures show this text.
         return self.need
 
 

@@ -28,7 +28,7 @@ EXACT = {
     int, bool, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format,
     type, object, types.FunctionType, types.BuiltinFunctionType,
 }  # fmt: skip
-PLAIN = {int, str, bytes, type(None)}  # no value of one of these types equals a value of another
+PLAIN = {int, str, bytes, type(None)}  # types of which no value equals a value of another type
 OWN_NODES: set[type] = set()  # the classes that `pytree` made; `fix` makes the structures of their values comparable
 HEAP_TYPE = 1 << 9  # the flag of a type that a `class` statement made
 # Types whose repr shows what `==` ignores: a unit, a time zone, the number of digits, an order.
@@ -145,7 +145,7 @@ def as_tuple(data: Any) -> tuple:
 
 
 class Fixed:
-    """The static fields of a value in a tree's structure. `==` compares their `static_key`."""
+    """The static fields of a value in a tree's structure. `==` compares the `static_key` of the fields."""
 
     __slots__ = ("key", "values")
 
@@ -161,7 +161,7 @@ class Fixed:
 
 
 def fix(values: tuple) -> "tuple | Fixed":
-    """Return the values themselves if `==` tells them from all others; else return a `Fixed` that holds them."""
+    """Return the values themselves, or a `Fixed` with the values if `==` does not tell them from all other values."""
     for v in values:
         kind = type(v)
         if kind not in PLAIN and not (kind is tuple and PLAIN.issuperset(map(type, v))):

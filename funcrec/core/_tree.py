@@ -21,7 +21,7 @@ from funcrec.core._static import OWN_NODES, fix, loosen
 T = TypeVar("T")
 NAMESPACE = "funcrec"
 CALLS = "funcrec.jit"  # namespace of a jitted call's arguments: values that a program can tell apart differ in it
-CLASSES: dict[str, tuple[Callable, Callable]] = {}  # (flatten, unflatten) by class_name, for checkpoints
+CLASSES: dict[str, tuple[Callable, Callable]] = {}  # {class_name: (flatten, unflatten)}, for checkpoints
 STATIC_DEFAULTS: dict[str, tuple] = {}  # defaults of static fields, for a checkpoint that is older than a field
 
 _as_written = optree.dict_insertion_ordered(True, namespace=CALLS)  # a context that is never left
@@ -150,7 +150,7 @@ def class_problems(cls: object, static: object, optional: object) -> Iterator[Pr
 
 
 def class_name(cls: type) -> str:
-    """Return the name of a class in checkpoints. funcrec's own classes omit their module, because files may move."""
+    """Return the name of a class in checkpoints. Names of funcrec's classes omit the module, because files may move."""
     module = "funcrec" if cls.__module__.startswith("funcrec.") else cls.__module__
     return f"{module}.{cls.__qualname__}"
 

@@ -108,7 +108,7 @@ def normal(key: Tensor, shape: tuple[int, ...], *, start: int = 0, dtype: torch.
 
     Each number is the inverse of the distribution's integral at the midpoint of a cell.
     """
-    digits = 52 if dtype == torch.float64 else 24  # with 53, the midpoint of the last cell would round to 1
+    digits = 52 if dtype == torch.float64 else 24  # With 53, the midpoint of the last cell would round to 1.
     u = shift_right(bits(key, shape, start=start), 64 - digits).to(torch.float64)
     return (math.sqrt(2) * torch.erfinv((u + 0.5) * 2.0 ** (1 - digits) - 1)).to(dtype)
 

@@ -58,9 +58,9 @@ def accumulate_grads(loss_fn: Callable, num_micro_batches: Count, has_aux: bool 
     Returns:
       a function with the arguments and results of the function that `value_and_grad` returns. It cuts `batch` by its
       examples, and passes the other arguments to every micro-batch. Before each call it folds the micro-batch's number
-      into a keyword `key`, as ranks do with theirs. aux: the mean of each float tensor over the micro-batches. It
-      refuses an aux tensor [examples of a micro-batch, ...]. Other leaves of aux must be no tensors, and the same in
-      all micro-batches.
+      into a keyword `key`, as a mesh folds in the rank. aux: the mean of each float tensor over the micro-batches. The
+      function refuses an aux tensor [examples of a micro-batch, ...]. Other leaves of aux must be no tensors, and the
+      same in all micro-batches.
 
     Raises:
       ValueError: if k does not divide the batch, tensors differ in their number of examples, or the loss looks up other

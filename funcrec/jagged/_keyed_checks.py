@@ -69,7 +69,7 @@ def keyed_bag_problems(x: object, name: str) -> Iterator[Problem]:
 
 
 def same_key_problems(a: Mapping, b: Mapping, *, some: bool = False) -> Iterator[Problem]:
-    """Yield a problem unless b has the keys of a, or some of them with `some`, and bags of the same lengths."""
+    """Yield a problem unless b has the keys of a, or with `some` a part of these keys, and bags of the same lengths."""
     if not isinstance(b, Mapping) or not (set(a) >= set(b) if some else set(a) == set(b)):
         got = f"{sorted(b)}" if isinstance(b, Mapping) else describe(b)
         yield Problem("the keys of the two arguments differ.", got, f"{'some of ' if some else ''}{sorted(a)}")

@@ -40,8 +40,8 @@ class KeyedJaggedTensor:
       values: [N], all bags of the first key, then all bags of each further key, then padding.
       offsets: i32|i64[F * B + 1], the boundaries of the bags, from 0. With `strides`, the size is sum(strides) + 1.
       weights: f[N], a multiplier per id, or None.
-      inverse: i[F, E], the bag of each of E examples for each key, or None. Batches whose keys have different numbers
-        of bags need it.
+      inverse: i[F, E], the bag of each of E examples for each key, or None. A batch needs `inverse` if its keys have
+        different numbers of bags.
       keys: the names of the F features.
       strides: the number of bags of each key if these numbers differ, else None.
       unweighted: the keys without weights, if other keys have weights. funcrec fills the places of these keys in
@@ -308,7 +308,7 @@ class KeyedJaggedTensor:
     @staticmethod
     @typed
     def concat(parts: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-        """Return ids with the keys of all parts, in order. Capacities add up; parts of one value share its capacity.
+        """Return ids with the keys of all parts, in order. Capacities add up; parts of one value share one capacity.
 
         Law: `concat(ids.split(segments))` has the bags and the capacity of `ids`.
         """

@@ -1,4 +1,4 @@
-"""Embedding tables: configs, initial rows, hashing, lookups and their transposes, row gradients."""
+"""Embedding tables: configs, initial rows, hashing, lookups, transposes of lookups, row gradients."""
 
 import funcrec.core as _core
 from funcrec.tables._checks import bag_count_problems as bag_count_problems

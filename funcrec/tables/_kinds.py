@@ -30,8 +30,8 @@ class LookupResult(NamedTuple):
 
     out: for pooled features a KeyedTensor f[B, ΣD], keys in the features' order; for sequences {feature: JaggedTensor
       of f[capacity, D]} with each id's row and weight. `lookup_sequence` multiplies the rows by the weights.
-    saved: () -> a tree of all tensors that `transpose` reads; called only if cotangents are wanted. `transpose` runs
-      outside the vmaps between the lookup and the loss, once for each member.
+    saved: () -> a tree of all tensors that `transpose` reads. A caller calls `saved` only if it wants cotangents.
+      `transpose` runs outside the vmaps between the lookup and the loss, once for each member.
     transpose: (d_out, saved) -> {part: RowGrads}; d_out is d_acts, a KeyedTensor, or {feature: f[capacity, D]}.
     overflows: i64[2] for each exchange with a capacity: how many ids found no place, and the capacity that all ids
       would need. A caller that differentiates gets overflows and gradients, and must not train on incomplete gradients.

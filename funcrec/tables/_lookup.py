@@ -43,7 +43,7 @@ def lookup(
     """Return the pooled rows of every bag, for the features whose pooling is "sum" or "mean".
 
     Args:
-      tables: {name: f[R, D]}. f16 and bf16 tables stay in their dtype, and the sums of their rows run in f32.
+      tables: {name: f[R, D]}. f16 and bf16 tables keep their dtype, and sums of rows run in f32.
       ids: i32 or i64, B bags per key.
       features: the features to look up. `lookup` skips features with pooling "none", which `lookup_sequence` reads.
       implementation: a name from `funcrec.kernels`; None for the device's default.
@@ -82,7 +82,7 @@ def lookup(
         rows, in_a_copy = read_rows(tables, ids, pooled, implementation)
         read = in_a_copy(tapped(inside, rows, "lookup of rows", pooled))
     else:
-        read_tables = kind_of_tables(tables).read if pooled else read_plain  # no feature, no read
+        read_tables = kind_of_tables(tables).read if pooled else read_plain  # Without features nothing is read.
         read = read_tables(tables, ids, pooled, implementation)
     check_room(call, read, owners)
     return tapped([o for o in owners if o not in inside], read, "lookup", pooled)

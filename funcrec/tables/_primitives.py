@@ -95,7 +95,7 @@ class _PooledLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        saved = ctx.saved_tensors  # read only once, because torch.utils.checkpoint does not give them twice
+        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint gives them only once
         tables, _, _, weights = ctx.spec.parts(saved)
         needed, d_out, spec = ctx.needs_input_grad[1:], ctx.spec.joined(d_out), dataclasses.replace(ctx.spec, blocks=1)
         grads: list[Tensor | None] = [None] * len(saved)

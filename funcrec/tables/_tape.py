@@ -1,11 +1,11 @@
-"""Tables that record their lookups.
+"""Tables that record lookups.
 
     acts = lookup(tables) + tap          d_loss/d_tap is the cotangent of that lookup
 
 `value_and_grad` passes its loss tables of `TableRef`s. Each lookup of refs is a site: its output gets a zero tap. The
-lookup's transpose turns the tap's cotangent into RowGrads of the tables that the refs stand for. The lookup may use any
-names. A ref is not a tensor: any other use of a ref raises an error that says what to do. There is no global state: the
-refs carry the tape.
+lookup's transpose turns the tap's cotangent into RowGrads of the tables that the refs stand for. The loss may give the
+tables other names. A ref is not a tensor: any other use of a ref raises an error that says what to do. There is no
+global state: the refs carry the tape.
 
 A site may be inside transforms that the loss calls itself. Inside a vmap the tap has the dimension of the vmap, with a
 tap for each member. A grad or jvp inside the loss treats the tap as a constant, as it treats the table.
@@ -228,7 +228,7 @@ def tapped(owners: Sequence[Owner], read: LookupResult, what: str, features: tup
 def _by_own_names(
     transpose: Callable[[Any, Any], dict], names: Sequence[tuple[str, str]]
 ) -> Callable[[Any, Any], dict]:
-    """Return a transpose that returns the cotangents of these tables by the names that their owner uses."""
+    """Return a transpose that returns cotangents by the names that the owner uses for the tables."""
 
     def run(d: Any, saved: Any) -> dict[str, RowGrads]:
         made = transpose(d, saved)

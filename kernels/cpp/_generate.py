@@ -154,7 +154,7 @@ class Writer:
     def reduce(self, kind: str, x: Value, like: Tensor) -> Value:
         """Return one number, the reduction of all elements of x.
 
-        Sums, products and extremes run by lanes; the prelude writes out their order.
+        Sums, products and extremes run by lanes, in the order that the prelude writes out.
         """
         dtype, size = x.dtype if kind in ("amax", "amin") else known(like.dtype), math.prod(x.shape)
         if like.numel() != 1 or (kind in ("amax", "amin") and not dtype.is_floating_point):

@@ -37,7 +37,7 @@ MIN_ADVISED = 4 << 20  # the least bytes of an output that gets huge pages
 def call(name: str, numbers: list[int]) -> None:
     """Run the entry point `funcrec_<name>` with torch's number of threads."""
     numbers = (torch.get_num_threads(), *numbers)
-    packed = struct.pack(f"{len(numbers)}q", *numbers)  # a quarter of the time of array("q", numbers)
+    packed = struct.pack(f"{len(numbers)}q", *numbers)  # This takes a quarter of the time of array("q", ...).
     finish(name, _entry(name)(packed))
 
 
@@ -220,7 +220,7 @@ def level() -> str:
 
 
 def usable() -> list[str]:
-    """Return the levels of LEVELS that were built and run here, best first.
+    """Return the levels of LEVELS that were built and that run here, best first.
 
     The object of the lowest level reports the processor's level, because code of a higher level may crash before it can
     report.

@@ -37,7 +37,7 @@ class Generated(NamedTuple):
     rule, prepare: the addresses of the two functions.
     sizes: the number of elements of each slot in one row.
     shared_bytes: the number of bytes that `prepare` writes once per update.
-    constants: the tensors that the rule reads besides its arguments; each update reads their current values.
+    constants: the tensors that the rule reads besides its arguments. Each update reads the current values.
     forms: the dtype and shape of each constant.
     """
 

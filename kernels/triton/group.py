@@ -7,7 +7,7 @@ side, in order:
 
     list_entries -> sort by key -> heads and their running count -> starts[u], the first entry of distinct row u
 
-Segments that read disjoint bags of one buffer of ids share one pass over it. So F features in one buffer cost N
+Segments that read disjoint bags of one buffer of ids share one pass over the buffer. So F features in it cost N
 entries, not F · N.
 
 The sum of a row adds up to CHUNK entries one by one. A longer run is cut into chunks of CHUNK entries, counted from the

@@ -4,7 +4,7 @@
 
 One program holds a tile of bags × columns and goes through the places 0, 1, ... of all its bags together. Each step
 loads one table row per bag, and the program sums every bag in the order of positions. Features of one dim and dtype
-share a launch: a small tensor on the device holds the addresses and options of these features.
+share a launch. A small tensor on the device holds the addresses and options of the features.
 Shapes: B bags, N ids, K rows to read, R rows of a table, D dim.
 """
 

@@ -58,7 +58,7 @@ def power_of_number(base: Any, exponent: torch.Tensor) -> torch.Tensor:
 
 
 def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """Return x · 2^exponent. As in eager mode, it adds an int32 to the exponent of a float, and rounds once.
+    """Return x · 2^exponent, computed as in eager mode: add an int32 to the exponent of a float, and round once.
 
     Inductor returns x's dtype even if the exponent's dtype is wider. It returns an infinite result if only the power is
     infinite.
@@ -107,8 +107,8 @@ def is_known(condition: Any) -> bool:
 def vectors_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return x[B, N, K] @ y[B, K, P] for N = 1 or P = 1.
 
-    For a CPU, Inductor writes this as products and their sum. Then integers come out as int64, and each product of
-    16-bit floats is rounded.
+    For a CPU, Inductor writes this product as a sum of products. Then integers become int64, and each product of 16-bit
+    floats is rounded.
     """
     is_vector = is_known(x.shape[1] == 1) or is_known(y.shape[2] == 1)
     if not is_vector or x.device.type != "cpu" or x.dtype in (torch.float32, torch.float64) or x.is_complex():
@@ -177,8 +177,8 @@ def moments(spread: Callable) -> Callable:
 def of_bools(fn: Callable) -> Callable:
     """Return a replacement of a comparison, which compares two bools by their bits.
 
-    Inductor compares masks of vectors. Their types differ if the bools come from values of two sizes, and then the code
-    does not compile.
+    Inductor compares masks of vectors. If the bools come from values of two sizes, the types of the masks differ, and
+    the code does not compile.
     """
 
     def compared(x: torch.Tensor, y: Any) -> Any:

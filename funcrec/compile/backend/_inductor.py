@@ -33,7 +33,7 @@ from funcrec.core import fail
 from funcrec.kernels import files
 
 HEADER = "torch/csrc/inductor/cpp_prefix.h"
-MANY = 8  # a process that compiles this many libraries also compiles the header
+MANY = 8  # the number of libraries after which a process also compiles the header
 COMPILED = itertools.count(1)
 PATCHING = threading.RLock()  # held by the one thread that replaces torch's functions
 # In loops for a CPU, older versions read rows before they are written, and round 16-bit floats late, with any OPTIONS.

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 ADDED = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}  # number of arguments before a and b
 LEAST = 8  # the least M, K and N for oneDNN; narrower matrices are like vectors
 WORTH = 3 << 20  # the least M K N for oneDNN: it takes MKL 60 µs, and a call of oneDNN costs 15 µs more
-ROUNDS = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")  # these change oneDNN's rounding, not MKL's
+ROUNDS = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")  # variables that change oneDNN's rounding only
 
 
 def onednn() -> Callable:
