@@ -12,7 +12,7 @@
 
 namespace funcrec {
 
-constexpr int64_t ABI = 7;  // raise it, here and in _native.py, whenever an entry point's array changes
+constexpr int64_t ABI = 7;  // raised here and in _native.py whenever the array of an entry point changes
 
 enum DType : int64_t { F32 = 0, F16 = 1, BF16 = 2, F64 = 3, I32 = 4, I64 = 5, CODES8 = 6, CODES4 = 7, CODES2 = 8 };
 
@@ -79,13 +79,13 @@ struct Reals {
 };
 
 template <class I> bool ascends(const I* x, int64_t n) {
-  I descents = 0;  // counted without a branch, in vectors
+  I descents = 0;  // The loop counts without a branch, in vectors.
   for (int64_t i = 1; i < n; i++) descents |= x[i] < x[i - 1];
   return descents == 0;
 }
 
-// Offsets as every operation reads them: their running maximum, so that bags share no position. Ascending offsets are returned unchanged;
-// others are rewritten in `memory`. Positions outside a buffer are cut off where a bag is read.
+// Returns the running maximum of offsets, which every operation reads, so that bags share no position. It returns ascending offsets
+// unchanged, and writes the maxima of other offsets to `memory`. The reader of a bag cuts off positions outside a buffer.
 inline Ints ascending(const Ints& offsets, std::vector<int64_t>& memory) {
   const int64_t n = offsets.size;
   if (offsets.wide ? ascends(static_cast<const int64_t*>(offsets.data), n) : ascends(static_cast<const int32_t*>(offsets.data), n))

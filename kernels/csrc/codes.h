@@ -1,4 +1,4 @@
-// Rows as a sum reads them: plain elements, or [scale f16][bias f16][codes], which stand for the numbers code * scale + bias.
+// Rows that a sum reads: plain elements, or [scale f16][bias f16][codes], which stand for the numbers code * scale + bias.
 // code * scale has at most 8 + 11 bits, so it is exact in f32: the result has the same bits with or without a fused multiply-add.
 #pragma once
 #include <algorithm>

@@ -1,6 +1,6 @@
 // One table's entries, grouped by row.
 //   collect   list a table's entries in order, (row, source), for one class of rows
-//   sort      sort them by row, with each row's entries in their order
+//   sort      sort the entries by row; the entries of a row keep their order
 //   coalesce  sum the gradients of every row that occurs;  expand  write out every entry
 // Rows are 32-bit numbers inside a block of 2^32 rows; a larger table is processed block by block.
 #pragma once
@@ -34,8 +34,8 @@ template <class T> class Scratch {
   int64_t size_ = 0;
 };
 
-// One term of a row's sum: x ← by · g for the first term, x + by · g for the others. No zeros are written first, and a sum of one term
-// is that term to the bit.
+// Adds one term of a row's sum: x ← by · g for the first term, x ← x + by · g for each later term. No zeros are written first, so a sum of
+// one term equals that term to the bit.
 template <class A, class G, int W, bool FIRST> FUNCREC_INLINE void add_at(A* x, const G* g, A by, int64_t i) {
   const Vec<A, W> v = convert<A, W>(load<W>(g + i)) * by;
   store<W>(x + i, FIRST ? v : Vec<A, W>(load<W>(x + i) + v));
@@ -47,7 +47,7 @@ template <class A, class G, bool FIRST> inline void add(A* x, const G* g, A by, 
   for (; i < dim; i++) add_at<A, G, 1, FIRST>(x, g, by, i);
 }
 
-struct Entry { uint32_t row, source; };  // row: number inside its block
+struct Entry { uint32_t row, source; };  // row: the row's number inside its block
 struct Source { const char* d; double scale; };
 
 // A class of rows of one table: the rows of a cluster that lie in `block` and whose number >> LINE_BITS is `part` modulo `parts`, a
@@ -76,7 +76,7 @@ class Group {
 
   // Σ scale · gradient over entries [begin, end), in order. Returns the place of a single gradient, or `memory` with the sum.
   template <class A> FUNCREC_INLINE const A* sum(int64_t begin, int64_t end, int64_t dim, A* memory) const {
-    const bool same = is_wide == (sizeof(A) == 8);  // most rows of a batch have one entry: its gradient is read in place
+    const bool same = is_wide == (sizeof(A) == 8);  // Most rows of a batch have one entry, whose gradient is read in place.
     if (same && end - begin == 1 && scale(entries[begin]) == 1)
       return reinterpret_cast<const A*>(gradient(entries[begin]));
     is_wide ? add_all<A, double>(begin, end, dim, memory) : add_all<A, float>(begin, end, dim, memory);
@@ -88,7 +88,7 @@ class Group {
     int64_t most = 0;
     for (const Segment* s : mine) most += most_positions(terms, *s);
     if (most >= int64_t(UINT32_MAX)) throw std::length_error("2^32 entries of one table");
-    Entry* out = first_.need(most + 1);  // one more: a candidate is written before it is tested
+    Entry* out = first_.need(most + 1);  // one more, because a candidate is written before the test
     // Plain: all scales are 1 and all gradients are in one matrix, so a source is a bag's number, not an address of 16 bytes.
     const bool plain = mine.size() == 1 && !mine[0]->mean && mine[0]->weights < 0;
     sources_ = plain ? nullptr : many_.need(most + 1);
@@ -118,7 +118,7 @@ class Group {
     int64_t m = size;
     positions(terms, s, [&](int64_t i, int64_t b, int64_t length) {
       const uint64_t row = uint64_t(int64_t(rows[i]));
-      // Written before it is tested, to avoid an unpredictable branch. The next candidate overwrites an entry of another class.
+      // The loop writes a candidate before the test, to avoid an unpredictable branch. The next candidate overwrites an entry of another class.
       out[m] = {uint32_t(row), uint32_t(PLAIN ? b : m)};
       if (!PLAIN) sources_[m] = {base_ + b * stride_, terms.scale(s, i, length)};
       m += (row < uint64_t(num_rows)) & ((row >> LINE_BITS & mask) == part) & (row >> BLOCK_BITS == block);

@@ -1,5 +1,5 @@
-// Jagged buffers: moving whole ranges, padding, and sorting ids by their owner. Elements are moved as bytes, so any dtype and any
-// trailing shape will do; `bytes` is the size of one position.
+// Jagged buffers: copies of whole ranges, padding, and a sort of ids by owner. The functions copy elements as bytes, of any dtype and
+// trailing shape; `bytes` is the size of one position.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -38,7 +38,7 @@ inline void zero_bytes(char* to, int64_t n) {
   else copy_bytes(to, zeros, n);
 }
 
-// The same if more than n bytes may be read and written: short ragged bags are then copied without an unpredictable branch.
+// Copies n bytes where more than n bytes may be read and written, so that short ragged bags need no unpredictable branch.
 inline void copy_bytes_within(char* to, int64_t writable, const char* from, int64_t readable, int64_t n) {
   if (n <= 64 && writable >= 64 && readable >= 64) std::memcpy(to, from, 64);
   else copy_bytes(to, from, n);

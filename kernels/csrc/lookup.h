@@ -25,7 +25,7 @@ constexpr int MAX_VECTORS = 8;       // accumulators of a panel: AVX has 16 regi
 constexpr int64_t MIN_STREAM = 8 << 20;  // bytes of output above which stores bypass the caches: a smaller output is still in them when it is read
 constexpr int64_t MIN_WORK = 32768;  // with fewer elements one thread is faster
 
-// A row outside its table reads these: a panel of zeros of any type.
+// A panel of zeros of any type, which stands for a row outside its table.
 alignas(64) inline const char ZEROS[MAX_VECTORS * VECTOR_BYTES] = {};
 
 struct Lookup;
@@ -43,7 +43,7 @@ struct Feature {
 
 // Whether x[0], x[1] ... x[n] go up by one.
 template <class I> bool counts_up(const I* x, int64_t n) {
-  I other = 0;  // found without a branch, in vectors
+  I other = 0;  // The loop works without a branch, in vectors.
   for (int64_t i = 0; i < n; i++) other |= (x[i + 1] - x[i]) ^ 1;
   return other == 0;
 }
@@ -146,7 +146,7 @@ class RowsAhead {
       }
       if (r.size()) return {f.rows.data, f.rows.wide, r.begin, r.end, uint64_t(f.table.rows), f.table.data, f.row_bytes};
     }
-    static constexpr int32_t OUTSIDE[FAR] = {};  // no table has rows here, so any number will do
+    static constexpr int32_t OUTSIDE[FAR] = {};  // No table has rows here, so the numbers do not matter.
     return {OUTSIDE, false, 0, FAR, 0, nullptr, 0};
   }
 
@@ -184,7 +184,7 @@ FUNCREC_INLINE void pool_panel(const Lookup& call, const Feature& f, Range r, in
       for (int v = 0; v < NV; v++) sums[v] += from.get(v * W);
     }
   }
-  // Divided once, at the end: (Σ s_i · row_i) / n
+  // The division comes once, at the end: (Σ s_i · row_i) / n.
   const A length = f.mean && r.size() > 1 ? A(r.size()) : A(1);
   for (int v = 0; v < NV; v++) {
     if (f.mean) sums[v] = sums[v] / length;
@@ -215,7 +215,7 @@ FUNCREC_INLINE void pool_single(const Lookup& call, const Feature& f, Range bags
   ahead.cursor = cursor, ahead.taken = taken;
 }
 
-// Bags of one feature. A row is a panel of NV vectors, then panels of FULL vectors, then one that overlaps.
+// Bags of one feature. A row is a panel of NV vectors, then panels of FULL vectors, then a panel that overlaps the last one.
 template <class E, class Out, bool WEIGHTED, int FULL, int NV, int W>
 void pool_bags(const Lookup& call, const Feature& f, Range bags, RowsAhead& ahead) {
   constexpr int FIRST = NV > 0 ? NV : FULL;

@@ -8,7 +8,7 @@
 
 namespace funcrec {
 
-// dlpack.h: a tensor that has another owner.
+// A tensor that has another owner, as in dlpack.h.
 struct Borrowed {
   void* data;
   int32_t device_type, device_id, dims;

@@ -19,7 +19,7 @@ struct OwnedPart { int64_t rank, shift, told; };
 
 struct OwnedLane {
   int64_t first_bag, max_length;
-  Owner owner;  // of the row's part
+  Owner owner;  // the owner of the row's part
   std::vector<OwnedPart> parts;
 };
 
@@ -77,7 +77,7 @@ void write_parts(const OwnerBlocks& to, const OwnedLane& lane, Range bags, int64
       const int64_t place = next[p.rank]++;
       O* block = blocks + p.rank * stride;
       if (p.told >= 0) block[p.told + b]++;
-      if (place >= room) continue;  // counted but not written: the caller sees that there were too many
+      if (place >= room) continue;  // The id is counted but not written, so the caller sees that there were too many.
       block[place] = O(row + p.shift);
       if (places) places[i] = p.rank * room + place;
     }

@@ -1,7 +1,7 @@
-// parallel_for(threads, items, f): f(item) for every item in [0, items), each once, handed out in order.
-// The threads are those of the OpenMP runtime that torch has loaded (Python passes the address of its GOMP_parallel): they are
-// already running, and do not compete with torch's for the cores. Without this runtime, and in a forked child, whose OpenMP threads
-// are gone, a small pool runs whose idle threads sleep. A caller does not wait for a pool that runs another caller's loop: it then
+// parallel_for(threads, items, f) calls f(item) once for every item in [0, items), and hands items out in order.
+// It uses the threads of the OpenMP runtime that torch has loaded (Python passes the address of GOMP_parallel). These threads are
+// already running, and do not compete with torch's threads for the cores. Without this runtime, and in a forked child, whose OpenMP threads
+// are gone, a small pool runs the loop, and its idle threads sleep. A caller does not wait for a pool that runs another caller's loop, but
 // works alone. Items must not depend on the thread that runs them.
 #pragma once
 #include <pthread.h>
@@ -89,7 +89,7 @@ class Pool {
   uint64_t generation_ = 0;
 };
 
-// Never destroyed: its threads sleep until the process ends. A forked child starts with a new pool, because a thread that the child
+// Nothing destroys the pool: its threads sleep until the process ends. A forked child starts with a new pool, because a thread that the child
 // does not have may have held a lock of the parent's pool.
 inline std::atomic<Pool*>& pool() {
   static std::atomic<Pool*> p{new Pool};
@@ -106,7 +106,7 @@ inline void after_fork() {
   pool() = new Pool;
 }
 
-// `address` is OpenMP's GOMP_parallel, 0 for none. Call it once, before any loop.
+// Sets the address of OpenMP's GOMP_parallel, or 0 for none. Python calls this function once, before any loop.
 inline void start_parallel(int64_t address) {
   pool();
   gomp_parallel() = reinterpret_cast<GompParallel>(address);
@@ -122,7 +122,7 @@ template <class F> void parallel_for(int64_t threads, int64_t items, F&& f) {
   using Body = std::remove_reference_t<F>;
   auto body = [](void* data, int64_t i) { (*static_cast<Body*>(data))(i); };
   Loop loop(items, body, const_cast<std::remove_const_t<Body>*>(&f));
-  // OpenMP would rebuild its team for another size than torch's, for both users: always `threads`, even for fewer items.
+  // For another number of threads than torch's, OpenMP would rebuild its team. So this is always `threads`, even for fewer items.
   if (GompParallel parallel = gomp_parallel()) {
     parallel([](void* data) { static_cast<Loop*>(data)->work(); }, &loop, unsigned(threads), 0);
   } else if (!pool().load()->run(int(threads), loop)) {

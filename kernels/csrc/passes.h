@@ -1,4 +1,4 @@
-// Passes over a row: `each` runs a formula over it in vectors, then in single elements; `total` sums one.
+// Passes over a row: `each` runs a formula over the row in vectors, then in single elements; `total` sums a formula.
 // A formula is a generic lambda of a position `at`: at(p) reads p's element(s) there, and at.put(p, v) writes them.
 #pragma once
 #include <cstdint>
@@ -27,7 +27,7 @@ template <class A, int N> struct Position {
 // The lanes of the vectors that follow those of N lanes.
 template <int N> constexpr int NARROWER = N > 4 ? N / 2 : 1;
 
-// f(i) for i = begin, begin + N, .. while N elements are left before end, at most MOST times; returns where it stopped. Without MOST, a
+// f(i) for i = begin, begin + N, .. while N elements are left before end, at most MOST times; returns the next i. Without MOST, a
 // compiler would make vectors of the single elements again: half of its work, for code that never runs.
 template <int N, int MOST, class F> FUNCREC_INLINE int64_t at_most(int64_t i, int64_t end, const F& f) {
   if constexpr (MOST == 1) {
@@ -39,7 +39,7 @@ template <int N, int MOST, class F> FUNCREC_INLINE int64_t at_most(int64_t i, in
   return i;
 }
 
-// f at every position of a row; D is the row's length if the compiler knows it, else 0.
+// Calls f at every position of a row. D is the row's length if the compiler knows it, else 0.
 template <class A, int D, int N = LANES<A>, int MOST = 0, class F>
 FUNCREC_INLINE void each(int64_t dim, const F& f, int64_t begin = 0) {
   const int64_t end = D ? D : dim;

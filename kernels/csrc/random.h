@@ -20,7 +20,7 @@ template <class U> FUNCREC_INLINE U mix(U z) {
   return z ^ (z >> 31);
 }
 
-// bits[phase + c]: the 16 random bits of column c of a row; `bits` has room for phase + dim, rounded up to 32.
+// Writes the 16 random bits of column c of a row to bits[phase + c]. `bits` has room for phase + dim numbers, rounded up to 32.
 inline void random_bits(const Draws& draws, uint64_t row, int64_t dim, uint16_t* bits) {
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "four columns' bits lie in a word from the least");
   constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15;

@@ -83,7 +83,7 @@ inline void gather_block(Reader in) {
   });
 }
 
-// After the rows comes count*: how many of them are written.
+// After the rows comes count*, the number of rows to write.
 inline void scatter_block(Reader in) {
   with_targets(in, [&](int64_t threads, const std::vector<Target>& targets, const Ints& ids) {
     const int64_t n = std::clamp<int64_t>(*in.pointer<int64_t>(), 0, ids.size);

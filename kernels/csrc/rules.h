@@ -20,7 +20,7 @@ template <class A, class W = A*> struct Row {
   A* s[MOST_SLOTS];  // each f[D], or f[1] for a slot with one number per row
   A* spare;      // f[D], to be overwritten
   int64_t dim;
-  A repeats;     // how many entries were summed into x
+  A repeats;     // the number of entries summed into x
 };
 
 // A user's rule, compiled from generated text for one dim and accumulator type A (kernels/cpp/_rules.py).
@@ -40,7 +40,7 @@ struct Hyper {
   double lr;          // already rounded to the accumulator type
   double t;           // 1 at the first update
   const double* h;    // the rule's own numbers, in the order of kernels/rules.py
-  const Code* code;   // of a user's rule
+  const Code* code;   // the code of a user's rule
 };
 
 constexpr int WIDE = 1, NARROW = 0;   // a slot [R, D], a slot [R]

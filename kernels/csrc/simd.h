@@ -28,7 +28,7 @@ template <class A, int W> struct VecOf { typedef A type __attribute__((vector_si
 template <class A> struct VecOf<A, 1> { using type = A; };
 template <class A, int W> using Vec = typename VecOf<A, W>::type;
 
-template <class A> constexpr int LANES = VECTOR_BYTES / int(sizeof(A));  // in the widest vector
+template <class A> constexpr int LANES = VECTOR_BYTES / int(sizeof(A));  // lanes of the widest vector
 
 template <class To, class From> FUNCREC_INLINE To bit_cast(const From& x) {
   static_assert(sizeof(To) == sizeof(From));

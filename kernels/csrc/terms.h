@@ -9,7 +9,7 @@
 
 namespace funcrec {
 
-constexpr int BLOCK_BITS = 32;  // of a row's number inside its block
+constexpr int BLOCK_BITS = 32;  // the bits of a row's number inside its block
 constexpr int LINE_BITS = 4;    // rows whose numbers differ only in these bits belong to one class: their slots share a line
 
 // One term of a table's cotangent: entries (rows[i], scale_i · d[b, column : column + D]).

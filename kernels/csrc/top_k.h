@@ -23,7 +23,7 @@ template <class A> struct Scored {
   bool operator<(const Scored& y) const { return score > y.score || (score == y.score && row < y.row); }  // ranks before y
 };
 
-// Rows of floats, or quantised ones: scale f16, bias f16, then codes of `bits`, low bits first.
+// Rows of floats, or quantised rows: scale f16, bias f16, then codes of `bits`, low bits first.
 struct Items {
   const char* data;
   int64_t dtype, rows, dim, row_bytes, bits;
@@ -111,7 +111,7 @@ template <class V> FUNCREC_INLINE bool any(const V& mask) {
 template <class A> struct Best {
   Scored<A>* at;
   int64_t size, k;
-  A least;  // a later row must exceed this score
+  A least;  // the score that a later row must exceed
   const int64_t *excluded, *excluded_end;
 
   void offer(A score, int64_t row) {

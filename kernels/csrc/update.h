@@ -8,7 +8,7 @@ namespace funcrec {
 
 constexpr int64_t LEAST_PART = 256;  // the least number of entries for an item of work
 
-// In files of their own, which are compiled in parallel.
+// Separate files define these functions, and are compiled in parallel.
 extern template void update_class<float>(const Trained&, const Group&, int64_t, int64_t, const Hyper&);
 extern template void update_class<Half>(const Trained&, const Group&, int64_t, int64_t, const Hyper&);
 extern template void update_class<Bf16>(const Trained&, const Group&, int64_t, int64_t, const Hyper&);
@@ -36,7 +36,7 @@ inline std::vector<Class> classes(const Terms& terms, const std::vector<std::vec
         for (int64_t part = 0; part < parts; part++) sized.push_back({size / parts, {t, &c, block, part, parts}});
     }
   }
-  // Items are taken in order, so the last ones, for which other threads wait, are small. Stable: ties keep their order.
+  // Threads take items in order. So the last items, for which other threads wait, are small. The sort is stable: ties keep their order.
   const auto larger = [](const auto& a, const auto& b) { return a.first > b.first; };
   if (threads > 1) std::stable_sort(sized.begin(), sized.end(), larger);
   std::vector<Class> out;
@@ -68,7 +68,7 @@ inline int64_t unfit_slot(const std::vector<Trained>& tables, int64_t number, co
   return bad;
 }
 
-// The first table whose columns are not among those of its gradients, or -1.
+// The first table whose columns are not among the columns of its gradients, or -1.
 inline int64_t unfit_window(const std::vector<Trained>& tables) {
   for (size_t i = 0; i < tables.size(); i++) {
     const Trained& t = tables[i];

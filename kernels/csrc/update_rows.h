@@ -13,8 +13,8 @@ namespace funcrec {
 constexpr int64_t FETCH_AHEAD = 32;  // entries between an entry's prefetch into L2 and its use
 constexpr int64_t TOUCH_BYTES = 2048;  // bytes of rows and slots between the touch and the use
 
-// A table, its slots, the keys of its random bits (or none), and its rule if it is a user's. Its gradients have `wide` columns; if those
-// are more than the table's own, its own begin at *first.
+// A table, the slots, the keys of random bits (or none), and a user's rule if there is one. Gradients have `wide` columns. If the table has
+// fewer columns, its columns begin at column *first of the gradients.
 struct Trained {
   Table table;
   Vector slots[MOST_SLOTS];
@@ -65,7 +65,7 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
   for (int64_t k = 0; k < FETCH_AHEAD; k++) fetch(k);
   for (int64_t k = 0, end = 0; k < g.size; k = end) {
     const int64_t row = first + e[k].row;
-    do {  // entries [k, end) belong to one row: they are sorted, so neighbours
+    do {  // Entries are sorted, so the entries [k, end) of one row are neighbours.
       fetch(end + FETCH_AHEAD);
       touch_entry(end + near);
     } while (++end < g.size && e[end].row == e[k].row);
@@ -77,7 +77,7 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
     };
     if constexpr (NARROWED) {
       if (bits) {
-        while (draws[1].begin <= row) draws++;  // rows ascend
+        while (draws[1].begin <= row) draws++;  // Rows ascend.
         random_bits(*draws, row, dim, bits);
       }
       apply(Narrow<E>{at, bits ? bits + draws->phase : nullptr});
