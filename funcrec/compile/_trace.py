@@ -189,7 +189,7 @@ class _Lift(TorchFunctionMode):
                 need, got = "plain memory", "a lazy conjugate, negative or zero"
                 hint = "resolve_conj().resolve_neg(), or clone() of a zero"
                 fail(self.call, "a tensor that is closed over is not there yet.", got=got, need=need, hint=hint)
-            # a stand-in is made outside all transforms of the staged program: it shows the tensor as it lies in memory
+            # Made outside all transforms of the staged program, a stand-in shows the tensor as it lies in memory.
             with outside_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction():
                 made = self.fake.from_tensor(x)
                 self.stand_ins[id(x)] = (x, made, made.grad)

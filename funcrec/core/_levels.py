@@ -152,7 +152,7 @@ def members_below(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 
 def under_vmaps(x: Tensor, levels: Sequence[int]) -> Tensor:
-    """Return x [K, ..., *rest] as the vmaps of these levels see it, [*rest]."""
+    """Return x [K, ..., rest] as the vmaps of these levels see it, [rest]."""
     for level in levels:
         x = _functorch._add_batch_dim(x, 0, level)
     return x

@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
     @property
     def example(self) -> str:
-        """An expression for a tensor of this form."""
+        """Return an expression for a tensor of this form."""
         sizes = ", ".join(["4"] * len(self.dims)) or "()"
         dtype = {"i": ", dtype=torch.int64", "b": ", dtype=torch.bool"}.get(self.dtype[:1], "")
         return f"torch.ones({sizes}{dtype})"

@@ -48,7 +48,7 @@ def wrap(n: int) -> int:
 
 @typed
 def split(key: Key, num: Size = 2) -> Tensor:
-    """Make independent keys, to unpack or iterate over -> i64[num].
+    """Make `num` independent keys from one key -> i64[num]. The result can be unpacked, as in the example.
 
     Example:
       >>> import funcrec as fr

@@ -88,7 +88,7 @@ class JaggedTensor:
     @staticmethod
     @typed
     def from_lengths(values: Values, lengths: Counts, *, weights: Weights | None = None) -> "JaggedTensor":
-        """Make bags from values [N, ...] and lengths i[B] that sum to N."""
+        """Return a JaggedTensor from values [N, ...] and lengths i[B] that sum to N."""
         check("funcrec.JaggedTensor.from_lengths", length_problems(values, lengths))
         return JaggedTensor(values, offsets_of(lengths), weights)
 
@@ -107,7 +107,10 @@ class JaggedTensor:
         *,
         weights: Annotated[Tensor, Form("f[B, L]")] | None = None,
     ) -> "JaggedTensor":
-        """Make bags from padded [B, L, ...] and lengths i[B] <= L; the buffer's capacity is B * L; weights f[B, L]."""
+        """Return a JaggedTensor from padded [B, L, ...], lengths i[B] <= L, and weights f[B, L] or None.
+
+        The capacity of its buffer is B * L.
+        """
         check("funcrec.JaggedTensor.from_padded", padded_problems(padded, lengths))
         offsets, capacity = offsets_of(lengths), padded.shape[0] * padded.shape[1]
         flat = lambda x: None if x is None else primitives.from_padded(x, offsets, capacity)
@@ -126,7 +129,7 @@ class JaggedTensor:
 
     @property
     def lengths(self) -> Tensor:
-        """Return the length of each bag, i[B]."""
+        """Return the length of each bag -> i[B]."""
         return self.offsets.diff()
 
     def bag_ids(self) -> Tensor:
@@ -160,7 +163,7 @@ class JaggedTensor:
 
     @typed
     def select(self, bags: Annotated[Tensor, Form("i[K]")], *, capacity: Size) -> "JaggedTensor":
-        """Return the bags at positions i[K], in that order and with repeats, in a buffer of `capacity` values.
+        """Return the bags i[K], in that order and with repeats, in a buffer of `capacity` values.
 
         Raises:
           ValueError: if a bag does not exist, or the buffer is too small. Both checks read values on the CPU. If the
@@ -174,7 +177,7 @@ class JaggedTensor:
 
     @typed
     def pad_to(self, capacity: Size) -> "JaggedTensor":
-        """Return a buffer of exactly `capacity` >= N values; the new values are zero."""
+        """Return the bags in a buffer of exactly `capacity` >= N values; the new values are zero."""
         check("funcrec.JaggedTensor.pad_to", capacity_problems(capacity, self.capacity))
         return JaggedTensor(grow(self.values, capacity), self.offsets, grow(self.weights, capacity))
 

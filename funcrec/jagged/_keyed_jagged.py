@@ -169,7 +169,7 @@ class KeyedJaggedTensor:
 
     @property
     def lengths(self) -> Tensor:
-        """Return the length of each bag, key-major, i[F * B]."""
+        """Return the length of each bag, key-major -> i[F * B]."""
         return self.offsets.diff()
 
     @property
@@ -324,7 +324,7 @@ class KeyedJaggedTensor:
 
     @typed
     def pad_to(self, capacity: Size) -> "KeyedJaggedTensor":
-        """Return a buffer of exactly `capacity` >= N ids; the new ids are zero."""
+        """Return the ids in a buffer of exactly `capacity` >= N ids; the new ids are zero."""
         check("funcrec.KeyedJaggedTensor.pad_to", capacity_problems(capacity, self.capacity))
         return self._with_buffer(grow(self.values, capacity), grow(self.weights, capacity))
 

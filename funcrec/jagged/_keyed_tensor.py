@@ -39,7 +39,7 @@ class KeyedTensor:
     @staticmethod
     @typed
     def from_dict(features: Mapping[str, Annotated[Tensor, Form("[B, D, ...]")]]) -> "KeyedTensor":
-        """Join features {key: [B, D]} -> one [B, ΣD]."""
+        """Return a KeyedTensor that joins the features {key: [B, D]} -> [B, ΣD]."""
         if not features:
             hint = "{key: torch.zeros(num_bags, embedding_dim)}"
             fail("funcrec.KeyedTensor.from_dict", "`features` are none.", got="{}", need="{key: [B, D]}", hint=hint)
@@ -81,7 +81,7 @@ class KeyedTensor:
     @staticmethod
     @typed
     def concat(parts: Sequence["KeyedTensor"]) -> "KeyedTensor":
-        """Return the keys of all parts, in order."""
+        """Return a KeyedTensor with the keys of all parts, in order."""
         found = twice_problems("a key stands in several parts.", (k for part in parts for k in part.keys))
         check("funcrec.KeyedTensor.concat", found)
         return KeyedTensor.from_dict({k: x for part in parts for k, x in part.items()})
@@ -127,7 +127,7 @@ def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> li
 
 
 def column_problems(values: object, keys: Sequence[str], dims: Sequence[int]) -> Iterator[Problem]:
-    """Yield a problem unless the dims, one for each key, sum to the columns of the values."""
+    """Yield a problem unless each key has a dim, and the dims sum to the number of columns of the values."""
     yield from twice_problems("`keys` names a feature twice.", keys)
     if len(keys) != len(dims) or (isinstance(values, Tensor) and (values.dim() < 1 or values.shape[-1] != sum(dims))):
         got = f"dims {list(dims)} of {len(keys)} keys; values is {describe(values)}"

@@ -96,7 +96,7 @@ def is_concrete(x: Tensor) -> bool:
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Return the cumulative sums of lengths i[B] after a first 0, i[B + 1]."""
+    """Return the cumulative sums of lengths, after a first 0, i[B] -> i[B + 1]."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
 
 

@@ -40,7 +40,7 @@ WAITING = "pending_rows", "pending_grads"  # names of the slots with a gradient'
 
 @pytree(optional=("count", "repeats"))
 class Entries:
-    """Rows i[M] and their gradients f[M, D].
+    """Entries of a gradient: rows i[M] and grads f[M, D].
 
     Entries from place `count`, i64[], on are padding. `repeats`, i64[M], is how many ids each entry sums."""
 
@@ -174,17 +174,17 @@ class RowGrads:
 
     @property
     def rows(self) -> Tensor:
-        """Return the row of each entry, i[M]."""
+        """Return the row of each entry -> i[M]."""
         return self.entries().rows
 
     @property
     def grads(self) -> Tensor:
-        """Return the gradient of each entry, f[M, D]."""
+        """Return the gradient of each entry -> f[M, D]."""
         return self.entries().grads
 
     @property
     def count(self) -> Tensor:
-        """Return the place, i64[], from which on entries are padding."""
+        """Return the place from which on entries are padding -> i64[]."""
         entries = self.entries()
         if entries.count is not None:
             return entries.count
@@ -192,12 +192,12 @@ class RowGrads:
 
     @property
     def repeats(self) -> Tensor | None:
-        """Return how many ids each entry sums, i64[M], or None if each entry sums one id."""
+        """Return how many ids each entry sums -> i64[M], or None if each entry sums one id."""
         return self.entries().repeats
 
     @property
     def valid(self) -> Tensor:
-        """Return whether each entry counts, bool[M]."""
+        """Return whether each entry counts -> bool[M]."""
         rows = self.entries().marked()
         return (rows >= 0) & (rows < self.num_embeddings)
 
@@ -244,7 +244,7 @@ class RowGrads:
 
     @typed
     def __add__(self, other: "RowGrads") -> "RowGrads":
-        """Return a gradient with the terms of both, this one's first."""
+        """Return the sum of both gradients, with this gradient's terms before the other's terms."""
         shape, theirs = (self.num_embeddings, self.dim), (other.num_embeddings, other.dim)
         if shape != theirs:
             got = f"{list(shape)} and {list(theirs)}"
