@@ -134,7 +134,7 @@ def _annotated(hint: Any, more: Any, owner: Any) -> Kind:
 
 def _formed(form: Form) -> Kind:
     dtype, least, is_open, holds = form.dtype, len(form.dims), form.is_open, _DTYPES[form.dtype]
-    need = form.text.removeprefix("x")  # of any dtype
+    need = form.text.removeprefix("x")  # "x" stands for any dtype
     has_rank = lambda x: x.dim() >= least if is_open else x.dim() == least
 
     def find(path: str, x: Any) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
-"""Checks that many functions make: of names against those that are there, and of the tensors in trees and dicts.
+"""Checks that several functions share: checks of names against known names, and of tensors in trees and dicts.
 
-if (yield from reported(problems)): return         the next checks need what these looked at
+if (yield from reported(problems)): return         later checks need what the earlier checks looked at
 """
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ from funcrec.core._tree import paths
 
 
 def reported(problems: Iterable[Problem]) -> Generator[Problem, None, bool]:
-    """Yields the problems, and returns whether there are any."""
+    """Yield the problems, and return whether there are any."""
     found = False
     for problem in problems:
         found = True
@@ -22,13 +22,13 @@ def reported(problems: Iterable[Problem]) -> Generator[Problem, None, bool]:
 
 
 def doubled(names: Iterable[str]) -> list[str]:
-    """Returns the names that are there more than once, sorted."""
+    """Return the names that occur more than once, sorted."""
     names = list(names)
     return sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
 
 
 def twice_problems(what: str, names: Iterable[str], hint: str = "", need: str = "distinct names") -> Iterator[Problem]:
-    """No name may be there twice. what: the first line of the error."""
+    """Yield a problem if a name occurs twice. what: the first line of the error."""
     if again := doubled(names):
         yield Problem(what, f"{again} more than once", need, hint)
 
@@ -36,7 +36,7 @@ def twice_problems(what: str, names: Iterable[str], hint: str = "", need: str = 
 def unknown_problems(
     what: str, names: Iterable[str], known: Collection[str], hint: str = "", kind: type[Exception] = ValueError
 ) -> Iterator[Problem]:
-    """All names must be known. what: the first line of the error."""
+    """Yield a problem if a name is not known. what: the first line of the error."""
     if unknown := [n for n in names if n not in known]:
         yield Problem(what, f"{unknown}", f"among {list(known)}", hint, kind)
 
@@ -44,14 +44,14 @@ def unknown_problems(
 def absent_problems(
     what: str, given: Mapping, names: Iterable[str], need: str, hint: str = "", kind: type[Exception] = KeyError
 ) -> Iterator[Problem]:
-    """Each of the names must be given. what: the first line of the error, with {} for a name."""
+    """Yield a problem for each name that is not given. what: the first line of the error, with {} for the name."""
     for n in names:
         if n not in given:
             yield Problem(what.format(repr(n)), f"{list(given)}", need, hint, kind)
 
 
 def float_leaf_problems(what: str, tree: Any, hint: str) -> Iterator[Problem]:
-    """All leaves must be float tensors. what: the first line of the error, with {} for a leaf's path."""
+    """Yield a problem for each leaf that is no float tensor. what: the first line of the error, with {} for its path."""
     for path, x in paths(tree):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             yield Problem(what.format(path), describe(x), "a float tensor", hint, TypeError)
@@ -60,8 +60,8 @@ def float_leaf_problems(what: str, tree: Any, hint: str) -> Iterator[Problem]:
 def float_dict_problems(
     what: str, given: object, name: str, shapes: Mapping[str, Iterable[int]], hint: str, *, some: bool = False
 ) -> Iterator[Problem]:
-    """A dict must have a float tensor of its shape for each name, and `some` may have others too. what: the first line
-    of the error where names differ."""
+    """Yield a problem unless a dict has, for each name, a float tensor of the given shape. With `some`, it may have
+    further names. what: the first line of the error for other names."""
     if not isinstance(given, Mapping) or not (shapes.keys() <= given.keys() if some else shapes.keys() == given.keys()):
         got = f"names {list(given)}" if isinstance(given, Mapping) else describe(given)
         yield Problem(what, got, f"a dict of {', '.join(shapes)}", hint, TypeError)

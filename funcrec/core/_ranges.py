@@ -34,13 +34,13 @@ class Form(NamedTuple):
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """The words of the dimensions before "..."."""
+        """Return the words of the dimensions before "..."."""
         inside = self.text.partition("[")[2].rstrip("]").partition("...")[0]
         return tuple(d.strip() for d in inside.split(",") if d.strip())
 
     @property
     def is_open(self) -> bool:
-        """Whether more dimensions may follow."""
+        """Return whether more dimensions may follow."""
         return "..." in self.text
 
     @property

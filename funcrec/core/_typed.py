@@ -58,7 +58,7 @@ def typed(fn: Callable | None = None, *, call: str = "", needs: Mapping[str, str
 
 
 def typed_late(fn: Callable, call: str, needs: Mapping[str, str]) -> Callable:
-    """Return typed `fn`, a function that another one makes; its annotations are read at its first call."""
+    """Return `fn`, typed. Another function makes `fn`, and the first call reads the annotations."""
     made = functools.cache(lambda: typed_now(fn, call, needs))
 
     @functools.wraps(fn)
@@ -140,12 +140,15 @@ def form_of(hint: Any) -> Form | None:
 
 
 def agree(forms: list[tuple[str, int, tuple[str, ...]]], args: tuple, kwargs: dict) -> bool:
-    """Whether one letter has one size, on one device; forms: (name, position, dimensions) of each tensor."""
+    """Return whether each letter has one size, and all tensors are on one device.
+
+    forms: (name, position, dimensions) of each tensor.
+    """
     sizes: dict[str, int] = {}
     device = None
     for name, i, dims in forms:
         x = args[i] if i < len(args) else kwargs.get(name)
-        if isinstance(x, Tensor):  # or None, or what else a union allows
+        if isinstance(x, Tensor):  # A union may allow other values.
             if device is None:
                 device = x.device
             elif x.device != device:

@@ -83,13 +83,13 @@ def list_length_problems(lists: Sequence, weights: Sequence) -> Iterator[Problem
 
 
 def length_problems(values: Tensor, lengths: Tensor) -> Iterator[Problem]:
-    """Lengths i[B], whose values are read on the host, sum to the rows of the buffer."""
+    """Yield a problem unless lengths i[B], read on the host, sum to the number of rows of the buffer."""
     if (yield from reported(device_problems(values=values, lengths=lengths))) or not is_concrete(lengths):
         return
     if lengths.numel() and int(lengths.min()) < 0:
         yield Problem("`lengths` has a negative length.", f"{int(lengths.min())}", "lengths >= 0")
     elif (lengths.numel() and int(lengths.max()) > values.shape[0]) or int(lengths.sum()) != values.shape[0]:
-        got = f"sum {sum(lengths.tolist())}; values is {describe(values)}"  # no sum within the buffer overflows
+        got = f"sum {sum(lengths.tolist())}; values is {describe(values)}"  # No sum within the buffer overflows.
         need, hint = "lengths.sum() == values.shape[0]", "from_offsets, which takes padding after the last bag"
         yield Problem("`lengths` does not sum to the number of values.", got, need, hint)
 
@@ -142,7 +142,7 @@ def select_problems(offsets: Tensor, bags: Tensor, capacity: int) -> Iterator[Pr
 
 
 def padded_problems(padded: Tensor, lengths: Tensor) -> Iterator[Problem]:
-    """What is wrong with the values of `lengths`."""
+    """Yield the problems of the values of `lengths`."""
     if lengths.numel() and is_concrete(lengths):
         low, high = int(lengths.min()), int(lengths.max())
         if low < 0 or high > padded.shape[1]:

@@ -29,7 +29,7 @@ def field_problems(fields: tuple, named: Mapping[str, object]) -> Iterator[Probl
 def keyed_problems(
     keys: tuple[str, ...], weights: object, unweighted: tuple[str, ...], num_bags: int, strides: tuple[int, ...] | None
 ) -> Iterator[Problem]:
-    """Distinct keys, some of them without weights, whose bags are `num_bags` in all."""
+    """Yield a problem unless the keys are distinct and have `num_bags` bags in all; some keys may have no weights."""
     yield from key_problems(keys)
     yield from unweighted_problems(keys, weights, unweighted)
     yield from stride_problems(keys, num_bags, strides)
@@ -132,7 +132,7 @@ def keyed_hint(ids: object, path: str) -> str:
 
 
 def buffer_form_problems(parts: Mapping[str, Any], what: str) -> Iterator[Problem]:
-    """Values that go into one buffer: of one dtype, on one device, with rows of one shape."""
+    """Yield a problem unless the values fit one buffer: one dtype, one device, rows of one shape."""
     got = ", ".join(f"{k}: {describe(x.values)}" for k, x in parts.items())
     if len({(x.values.dtype, x.values.device) for x in parts.values()}) > 1:
         yield Problem(f"{what} differ in dtype or device.", got, "one dtype on one device", kind=TypeError)

@@ -135,7 +135,7 @@ def column_problems(values: object, keys: Sequence[str], dims: Sequence[int]) ->
 
 
 def feature_problems(features: Mapping[str, Tensor]) -> Iterator[Problem]:
-    """Features that go side by side: of one dtype, on one device, of one batch."""
+    """Yield a problem unless the features have one dtype, one device and one batch."""
     if len({x.dtype for x in features.values()}) > 1:
         got, hint = ", ".join(f"{k}: {describe(x)}" for k, x in features.items()), "x.float() for each of them"
         yield Problem("the features differ in dtype.", got, "one dtype for all", hint, TypeError)
