@@ -51,7 +51,7 @@ def absent_problems(
 
 
 def float_leaf_problems(what: str, tree: Any, hint: str) -> Iterator[Problem]:
-    """Yield a problem for each leaf that is no float tensor. what: the first line of the error, with {} for its path."""
+    """Yield a problem for a leaf that is no float tensor. what: the first line of the error, with {} for its path."""
     for path, x in paths(tree):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             yield Problem(what.format(path), describe(x), "a float tensor", hint, TypeError)

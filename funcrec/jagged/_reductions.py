@@ -2,7 +2,8 @@
 
     out[b] = reduce(values[offsets[b]], ..., values[offsets[b + 1] - 1])
 
-Padding is not read. Each is made of operations of torch that all transforms know. Shapes: B bags, N capacity.
+No reduction reads the padding. All transforms know the operations of torch that reductions call.
+Shapes: B bags, N capacity.
 """
 
 from collections.abc import Iterator
@@ -19,10 +20,10 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @typed
 def bag_reduce(bags: JaggedTensor, reduce: Literal["sum", "mean", "max", "min", "prod", "logsumexp"] = "sum") -> Tensor:
-    """Reduce the values [N, ...] of each bag -> [B, ...].
+    """Return the reduction of the values [N, ...] of each bag -> [B, ...].
 
     Args:
-      bags: without weights; multiply the values by these first.
+      bags: bags without weights; multiply the values by the weights first.
       reduce: an empty bag has sum and mean 0, prod 1, logsumexp -inf, and the least or greatest number of the dtype as
         max or min. Of equal values the first is the greatest or the least, and gets the whole derivative.
 
@@ -60,11 +61,11 @@ def bag_reduce(bags: JaggedTensor, reduce: Literal["sum", "mean", "max", "min", 
 
 @typed
 def bag_softmax(bags: JaggedTensor) -> JaggedTensor:
-    """Divide e^value by the sum of e^value of its bag: bags of the same lengths, whose values sum to 1; padding is 0.
+    """Return bags in which each value x is e^x, divided by the sum of e^x over its bag. Padding is 0.
 
     bags: f[N, ...] without weights, each trailing position apart. Floats of 16 bits are computed in f32.
 
-    Law: unchanged when a number is added to all values of a bag.
+    Law: the result does not change if a number is added to all values of a bag.
 
     Example:
       >>> import funcrec as fr
@@ -99,7 +100,7 @@ def column(x: Tensor, like: Tensor) -> Tensor:
 
 
 def masked(x: Tensor, bag: Tensor, num_bags: int, fill: float | int) -> Tensor:
-    """Return x with `fill` in its padding."""
+    """Return x with `fill` in the padding."""
     return torch.where(column(bag < num_bags, x), x, torch.full((), fill, dtype=x.dtype, device=x.device))
 
 
@@ -124,7 +125,7 @@ def place_of_extremum(x: Tensor, bag: Tensor, num_bags: int, reduce: str) -> Ten
 
 
 def limit_of(dtype: torch.dtype, reduce: str) -> float | int:
-    """Return the number of the dtype that no value is less (for max) or greater (for min) than."""
+    """Return the least number of the dtype for max, and the greatest for min."""
     if dtype.is_floating_point:
         return -torch.inf if reduce == "max" else torch.inf
     return torch.iinfo(dtype).min if reduce == "max" else torch.iinfo(dtype).max
@@ -144,7 +145,7 @@ def shifts(x: Tensor, bag: Tensor, num_bags: int) -> Tensor:
 
 
 def exponentials(x: Tensor, shift: Tensor, bag: Tensor, num_bags: int) -> Tensor:
-    """Return e^(x - shift of its bag), 0 in the padding."""
+    """Return e^(x - shift of the bag), with 0 in the padding."""
     zero = torch.zeros((1, *x.shape[1:]), dtype=x.dtype, device=x.device)
     x = masked(x, bag, num_bags, 0)  # before the exponential: its derivative there is no NaN
     return masked((x - torch.cat([shift, zero]).index_select(0, bag)).exp(), bag, num_bags, 0)
@@ -159,8 +160,8 @@ def logarithm_of_sum(x: Tensor, bag: Tensor, num_bags: int) -> Tensor:
 
 
 def product(x: Tensor, bag: Tensor, bags: JaggedTensor) -> Tensor:
-    """Return the product of each bag: prefix products within bags by doubling, of which each bag's last is taken. No
-    value is divided by, so zeros have their derivative."""
+    """Return the product of each bag, which is the last of the bag's prefix products. Doubling computes these. No
+    division by a value occurs, so zeros have a derivative."""
     x, step = masked(x, bag, bags.num_bags, 1), 1
     while step < len(x):
         is_same = column(bag[step:] == bag[:-step], x)
