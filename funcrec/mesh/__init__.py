@@ -1,4 +1,4 @@
-"""A mesh names the axes of a grid of ranks; collectives exchange values over them; shard_map runs a function on all."""
+"""Ranks in a grid with named axes, collectives that exchange values along an axis, and a function run on every rank."""
 
 import funcrec.core as _core
 from funcrec.mesh._axes import Axis as Axis

@@ -37,7 +37,7 @@ bound: ContextVar[dict[str, Axis]] = ContextVar("funcrec_axes", default={})  # n
 
 
 def coordinates(rank: int, axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
-    """{axis: place on it} of the rank with this number among the ranks of these axes."""
+    """Return {axis: place on it} of the rank with this number among the ranks of these axes."""
     out = {}
     for a in reversed(axes):
         rank, out[a] = divmod(rank, sizes[a])
@@ -45,9 +45,9 @@ def coordinates(rank: int, axes: Sequence[str], sizes: Mapping[str, int]) -> dic
 
 
 def rank_at(where: Mapping[str, Any], axes: Sequence[str], sizes: Mapping[str, int]) -> Any:
-    """Return the number, among the ranks of these axes, of the rank at {axis: place}.
+    """Return the number of the rank at {axis: place} among the ranks of these axes.
 
-    The places may be tensors. The inverse of `coordinates`.
+    The places may be tensors. This function is the inverse of `coordinates`.
     """
     rank = where[axes[0]] if axes else 0
     for a in axes[1:]:
@@ -57,7 +57,10 @@ def rank_at(where: Mapping[str, Any], axes: Sequence[str], sizes: Mapping[str, i
 
 @contextlib.contextmanager
 def bind(axes: Sequence[Axis]) -> Iterator[None]:
-    """Bind the axes while the body runs; axes that are bound already stay bound."""
+    """Bind the axes while the body of the `with` statement runs.
+
+    Axes that are bound already stay bound.
+    """
     before = bound.get()
     try:
         bound.set({**before, **{a.name: a for a in axes}})
@@ -67,12 +70,12 @@ def bind(axes: Sequence[Axis]) -> Iterator[None]:
 
 
 def bound_names() -> tuple[str, ...]:
-    """The names of the axes that are bound here, outermost first."""
+    """Return the names of the axes that are bound here, outermost first."""
     return tuple(bound.get())
 
 
 def bound_axis(call: str, name: str) -> Axis:
-    """The bound axis with this name."""
+    """Return the bound axis with this name."""
     axes = bound.get()
     if not isinstance(name, str):
         fail(call, "`axis_name` is not a name.", got=describe(name), need="the name of an axis", kind=TypeError)
@@ -83,7 +86,7 @@ def bound_axis(call: str, name: str) -> Axis:
 
 
 def bound_axes(call: str, names: AxisName) -> list[Axis]:
-    """The axes of a name or of a tuple of names, the major one first."""
+    """Return the axes of a name or of a tuple of names, the major one first."""
     names = (names,) if isinstance(names, str) else names
     if not is_names(names) or not names or len(set(names)) < len(names):
         need = "a name, or a tuple of distinct names"

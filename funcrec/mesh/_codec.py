@@ -1,11 +1,11 @@
 """Codecs: vectors travel between ranks in fewer bytes than they have in memory.
 
-    y = decode(exchange(encode(x)))      d_x = decode'(exchangeᵀ(encode'(d_y)))      tangents: by y's rule
+    y = decode(exchange(encode(x)))      d_x = decode'(exchangeᵀ(encode'(d_y)))      tangents: by the rule of y
 
-A coded exchange counts as the linear map that it is up to rounding: the derivative of coding is the identity. Coding is
-an operator, so that compiled, emulated and real ranks round alike. Under emulation nothing travels: values are rounded
-before the exchange, and cotangents before its transpose.
-Shapes: n ranks, W columns of a vector, cut into K rows of `widths`.
+Derivatives treat a coded exchange as the linear map that it is without rounding: the derivative of coding is the
+identity. Coding is an operator, so that compiled, emulated and real ranks round alike. Under emulation nothing travels:
+`send` rounds values before the exchange, and cotangents before the transposed exchange.
+Shapes: n ranks; W columns of a vector, which is cut into K rows of `widths`.
 """
 
 import dataclasses
@@ -21,27 +21,28 @@ from funcrec.mesh._axes import Axis, bind, bound_axes
 from funcrec.mesh._collectives import all_gather, all_to_all
 
 Kind = Literal["float16", "bfloat16", "int8"]
-STEPS = 127  # of int8, on each side of zero
+STEPS = 127  # the steps of int8 on each side of zero
 SCALE_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """How a sharded lookup codes the vectors that ranks send.
+    """The codes of the vectors that ranks send in a sharded lookup.
 
-    `forward` codes the vectors that a table's owners send back; `backward` codes the cotangents that owners receive.
+    `forward` codes the vectors that the owners of a table's rows send back. `backward` codes the cotangents that
+    owners receive.
 
     None sends every bit. "bfloat16" and "float16" round each element with a relative error of at most 2^-8 and 2^-11.
-    In float16 a finite value beyond 65504 becomes 65504, and one below 2^-14 is rounded to a multiple of 2^-24.
+    In float16 a finite value above 65504 becomes 65504, and a value below 2^-14 is rounded to a multiple of 2^-24.
     "int8" sends each row (one bag's vector of one feature and column block, or one id's row) as whole multiples of
     max|row| / 127, together with max|row| in f32. A row of zeros stays zero; a row with an infinity or a NaN arrives as
-    NaN. Vectors of 16 bits travel as they are, unless the codec is int8. Ids, lengths, weights, dense gradients and the
+    NaN. Vectors of 16 bits travel unchanged, unless the codec is int8. Ids, lengths, weights, dense gradients and the
     exchanges between copies of a table are never coded.
 
-    Law: Codec() changes no bit. `forward` alone changes no gradient for the same cotangents; `backward` alone changes
+    Law: Codec() changes no bit. `forward` alone changes no gradient for the same cotangents. `backward` alone changes
       no lookup. Emulated meshes and real ranks give the same bits.
 
-    Example: 1.01 travels as bfloat16, and arrives as the nearest number that bfloat16 can hold.
+    Example: 1.01 travels as bfloat16. It arrives as the nearest number that bfloat16 can hold.
       >>> import torch, funcrec as fr
       >>> mesh, plan = fr.Mesh.emulated(model=2), fr.Plan({"item": fr.row_wise("model")})
       >>> tables = fr.shard_tables({"item": torch.full((3, 2), 1.01)}, plan, mesh, codec=fr.Codec(forward="bfloat16"))
@@ -63,7 +64,7 @@ class Codec:
         check("funcrec.Codec", field_problems(self))
 
     def transposed(self) -> "Codec":
-        """The codec with its two directions exchanged."""
+        """Return the codec with its two directions exchanged."""
         return Codec(self.backward, self.forward)
 
 
@@ -74,17 +75,18 @@ def send(
     codec: Codec | None,
     widths: Sequence[tuple[int, ...]],
 ) -> list[Tensor]:
-    """Run the collective on every x[..., W]: `codec.forward` codes what it sends, `codec.backward` its transpose.
+    """Return the collective's result for every x[..., W], whose vectors travel as the codec codes them.
 
-    For all_to_all, x is [n, ...]; all_gather returns [n, ...].
+    `codec.forward` codes what the collective sends, and `codec.backward` codes what the transposed collective sends.
+    For all_to_all, x is [n, ...]. all_gather returns [n, ...].
 
-    widths: for each x the widths of its rows; each row has a scale of its own, and the widths add up to W.
+    widths: for each x the widths of its rows, which add up to W. Each row has a scale of its own.
     """
     codec = Codec() if codec is None else codec
     bound = bound_axes("funcrec.lookup", axes)
     if codec == Codec():
         return list(_moved(collective, xs, axes))
-    if any(a.group is None for a in bound):  # nothing travels in one process: round as the codec would
+    if any(a.group is None for a in bound):  # nothing travels in one process, so values are rounded here
         coded = [_rounded(x, codec.forward, None, w) for x, w in zip(xs, widths, strict=True)]
         got = _moved(collective, coded, axes)
         return [_rounded(x, None, codec.backward, w) for x, w in zip(got, widths, strict=True)]
@@ -97,7 +99,7 @@ def _moved(collective: str, xs: Sequence[Tensor], axes: tuple[str, ...]) -> tupl
 
 
 def is_coded(kind: str | None, dtype: torch.dtype) -> bool:
-    """Whether the codec makes elements of that dtype narrower."""
+    """Return whether the codec makes elements of that dtype narrower."""
     return kind is not None and getattr(torch, kind).itemsize < dtype.itemsize
 
 
@@ -105,14 +107,14 @@ def is_coded(kind: str | None, dtype: torch.dtype) -> bool:
 
 
 def encode(x: Tensor, kind: str, widths: Sequence[int]) -> Tensor:
-    """i8[..., bytes]: the form in which x[..., W] travels; the rows' scales follow the elements."""
+    """Return the bytes as which x[..., W] travels, i8[..., bytes]: the elements, then the scales of the rows."""
     if kind == "bfloat16":
         return x.to(torch.bfloat16, memory_format=torch.contiguous_format).view(torch.int8)
     if kind == "float16":
         most = torch.finfo(torch.float16).max
         near = x.clamp(-most, most)
-        # an infinity comes back: `x - near` is infinite only there. A finite x
-        # adds less than 4 / tiny · tiny = 4, and 65504 + 4 is rounded to 65504
+        # This restores an infinity, because `x - near` is infinite only there. A finite x
+        # adds less than 4 / tiny · tiny = 4, and 65504 + 4 is rounded to 65504.
         near.add_(x - near, alpha=torch.finfo(x.dtype).tiny)
         return near.to(torch.float16, memory_format=torch.contiguous_format).view(torch.int8)
     x = x if x.dtype == torch.float64 else x.float()
@@ -120,18 +122,18 @@ def encode(x: Tensor, kind: str, widths: Sequence[int]) -> Tensor:
     scales = []
     for first, last, width in _runs(widths):
         rows = x[..., first:last].unflatten(-1, (-1, width))
-        scale = rows.abs().amax(-1).float()  # x ≈ scale · step / 127, step a whole number in [-127, 127]
+        scale = rows.abs().amax(-1).float()  # x ≈ scale · step / 127 for a whole number step in [-127, 127]
         scale = torch.where(scale.isfinite(), scale, torch.nan)
         steps = (
             (rows / scale[..., None]).mul_(STEPS).round_().clamp_(-STEPS, STEPS).nan_to_num_(0.0)
-        )  # 0 / 0 is a step of 0
+        )  # 0 / 0 gives step 0
         out = written(out, (*whole, slice(first, last)), steps.flatten(-2))
         scales.append(scale)
     return written(out, (*whole, slice(x.shape[-1], None)), torch.cat(scales, -1).view(torch.int8))
 
 
 def decode(coded: Tensor, kind: str, widths: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """f[..., W]: the vectors that `encode` coded, up to its rounding."""
+    """Return the vectors that `encode` coded, f[..., W], up to the rounding of `encode`."""
     if kind != "int8":
         return coded.contiguous().view(getattr(torch, kind)).to(dtype)
     wide, size = torch.float64 if dtype == torch.float64 else torch.float32, sum(widths)
@@ -147,13 +149,13 @@ def decode(coded: Tensor, kind: str, widths: Sequence[int], dtype: torch.dtype) 
 
 
 def encoded_shape(shape: Sequence[int], kind: str, widths: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the bytes that code a vector f[..., W]."""
+    """Return the shape of the encoded bytes of vectors f[..., W]."""
     *first, size = shape
     return (*first, size + SCALE_BYTES * len(widths) if kind == "int8" else 2 * size)
 
 
 def _runs(widths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first column, column after the last, width) for each run of neighbouring rows of one width."""
+    """Yield (first column, column after the last, width) for each run of neighbouring rows of one width."""
     first = row = 0
     while row < len(widths):
         count = next((i for i, w in enumerate(widths[row:]) if w != widths[row]), len(widths) - row)
@@ -184,7 +186,7 @@ _encode, _decode = torch.ops.funcrec_codec.encode, torch.ops.funcrec_codec.decod
 
 @dataclasses.dataclass(frozen=True)
 class _Rounding:
-    """The static part of `_Rounded`. It is no tuple, because torch.func would flatten one in every call."""
+    """The static part of `_Rounded`. It is not a tuple, because torch.func would flatten a tuple in every call."""
 
     there: str | None
     back: str | None
@@ -192,7 +194,10 @@ class _Rounding:
 
 
 def _rounded(x: Tensor, there: str | None, back: str | None, widths: tuple[int, ...]) -> Tensor:
-    """Round x as codec `there` does, and its cotangent as `back` does."""
+    """Return x rounded as codec `there` rounds.
+
+    Its cotangent is rounded as codec `back` rounds.
+    """
     if not (is_coded(there, x.dtype) or is_coded(back, x.dtype)):
         return x
     return _Rounded.apply(_Rounding(there, back, widths), x)
@@ -227,7 +232,7 @@ class _Rounded(torch.autograd.Function):
 
 @dataclasses.dataclass(frozen=True)
 class _Trip:
-    """The static part of `_CodedExchange`; `axes` are those of a real mesh, without their markers."""
+    """The static part of `_CodedExchange`. `axes` are the axes of a real mesh, without their markers."""
 
     collective: str
     codec: Codec
@@ -235,12 +240,15 @@ class _Trip:
     axes: tuple[Axis, ...]
 
     def transposed(self) -> "_Trip":
-        """The transpose sends every rank's part back to it; a gather's parts are then added."""
+        """Return the description of the transposed exchange.
+
+        It sends every rank's part back to that rank. Where the collective is a gather, the rank then adds the parts.
+        """
         return dataclasses.replace(self, collective="all_to_all", codec=self.codec.transposed())
 
 
 class _CodedExchange(torch.autograd.Function):
-    """Exchange encoded vectors over axes of real ranks; the tensors are the axes' markers, then the vectors."""
+    """Exchange encoded vectors over axes of real ranks. The tensors are the axes' markers, and then the vectors."""
 
     @staticmethod
     def forward(trip, *tensors):
@@ -266,7 +274,7 @@ class _CodedExchange(torch.autograd.Function):
         d_xs = _CodedExchange.apply(ctx.trip.transposed(), *ctx.saved_tensors, *d_ys)
         if (
             ctx.trip.collective == "all_gather"
-        ):  # x[r] went to all ranks s: d_x[r] = Σ_s d_y[s][r], and each term came coded
+        ):  # x[r] went to all ranks s: d_x[r] = Σ_s d_y[s][r], whose terms arrived encoded
             d_xs = [d.sum(0, dtype=d.dtype) for d in d_xs]
         return None, *(None for _ in ctx.trip.axes), *d_xs
 

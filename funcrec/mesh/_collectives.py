@@ -2,8 +2,8 @@
 
     psum(x)[r] = Σ_s x[s]      all_gather(x)[r] = (x[0], ..., x[n-1])      all_to_all(x)[r] = (x[0][r], ..., x[n-1][r])
 
-Call them inside `shard_map`, which binds the axes. All take trees. A tuple of axis names stands for the ranks of
-several axes (the first is the major one).
+Call them inside `shard_map`, which binds the axes. All of them take trees. A tuple of axis names stands for the ranks
+of several axes; the first axis is the major one.
 Shapes: n ranks on the axis; x[r] is what rank r passes.
 """
 
@@ -22,11 +22,11 @@ T = Any  # a pytree of tensors
 
 
 def psum(x: T, axis_name: AxisName) -> T:
-    """Return the sum over the ranks of an axis, on each of them.
+    """Return on each rank the sum over the ranks of an axis.
 
-    psum(x)[r] = Σ_s x[s]. One sender's x goes into every rank's sum; one receiver gets the sum of all. Its transpose is
-    psum: each rank got the sum, so the cotangents of all ranks are added. Where all ranks go on to compute the same
-    loss and it counts once, use `psum_invariant`.
+    psum(x)[r] = Σ_s x[s]. One sender's x goes into every rank's sum. One receiver gets the sum of all. The transpose is
+    psum: each rank got the sum, so the transpose adds the cotangents of all ranks. If all ranks then compute the same
+    loss and the loss counts once, use `psum_invariant`.
 
     Args:
       x: a tree of tensors, of one shape on all ranks.
@@ -47,8 +47,9 @@ def psum(x: T, axis_name: AxisName) -> T:
 
 
 def psum_invariant(x: T, axis_name: AxisName) -> T:
-    """`psum` whose result counts once, however many ranks read it: its transpose is `pvary`, each rank's own cotangent.
+    """Return the sum over the ranks of an axis as a value that counts once, however many ranks read it.
 
+    Its transpose is `pvary`, which gives each rank its own cotangent. The values are those of `psum`.
     Use it for a loss that every rank computes alike from the sum: d/dx[r] L(psum_invariant(x)) = L'(Σ x), not n · L'(Σ
     x).
 
@@ -68,10 +69,11 @@ def psum_invariant(x: T, axis_name: AxisName) -> T:
 
 
 def pvary(x: T, axis_name: AxisName) -> T:
-    """Return x as a value that each rank uses as its own copy: the transpose of `psum_invariant`, and vice versa.
+    """Return x as a value that each rank uses as its own copy.
 
-    Use it inside a differentiated function, for a parameter that is equal on all ranks and that each applies to its
-    data.
+    `pvary` and `psum_invariant` are each other's transposes.
+    Use it inside a differentiated function, for a parameter that is equal on all ranks and that each rank applies to
+    its data.
 
     Shapes: x [...] -> [...].
 
@@ -92,7 +94,9 @@ def pvary(x: T, axis_name: AxisName) -> T:
 
 
 def pmean(x: T, axis_name: AxisName) -> T:
-    """Return the mean over the ranks of an axis, on each of them: psum(x) / n, with psum's transpose.
+    """Return on each rank the mean over the ranks of an axis, psum(x) / n.
+
+    Its transpose is pmean.
 
     Shapes: x [...] -> [...].
 
@@ -120,7 +124,9 @@ def _reduce(kind: str, x: T, axis_name: AxisName) -> T:
 
 
 def pmax(x: T, axis_name: AxisName) -> T:
-    """Return the ranks' maximum, element by element, on each of them; ranks that tie share its derivative.
+    """Return on each rank the maximum over the ranks, element by element.
+
+    Ranks that tie share the derivative of the maximum.
 
     Shapes: x [...] -> [...].
 
@@ -139,7 +145,9 @@ def pmax(x: T, axis_name: AxisName) -> T:
 
 
 def pmin(x: T, axis_name: AxisName) -> T:
-    """Return the ranks' minimum, element by element, on each of them; ranks that tie share its derivative.
+    """Return on each rank the minimum over the ranks, element by element.
+
+    Ranks that tie share the derivative of the minimum.
 
     Shapes: x [...] -> [...].
 
@@ -159,10 +167,10 @@ def pmin(x: T, axis_name: AxisName) -> T:
 
 @typed
 def all_gather(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False) -> T:
-    """Return all ranks' values, on each of them, in the order of the axis.
+    """Return on each rank the values of all ranks, in the order of the axis.
 
-    One sender's x becomes element r of every rank's result. One receiver gets n values: stacked along a new dimension
-    `dim`, or joined along the existing one with `tiled`. Its transpose is `psum_scatter`.
+    Sender r's x becomes element r of every rank's result. One receiver gets n values, stacked along a new dimension
+    `dim`, or, with `tiled`, joined along the existing dimension `dim`. Its transpose is `psum_scatter`.
 
     Shapes along dim 0: x [K, ...] -> [n, K, ...], or [n · K, ...] with `tiled`.
 
@@ -177,14 +185,17 @@ def all_gather(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False) 
     """
     axes = _prepare("all_gather", x, axis_name)
     check("funcrec.all_gather", dim_problems(x, dim, extra=0 if tiled else 1))
-    for a in reversed(axes):  # each step puts its ranks in front, so the major axis comes last and ends outermost
+    for a in reversed(axes):  # each step puts its ranks in front, so the major axis comes last
         x = exchange("all_gather", x, a)
     leaves, structure = tree_flatten(x)
     return tree_unflatten([_join(y.flatten(0, len(axes) - 1), dim, tiled) for y in leaves], structure)
 
 
 def _join(x: Tensor, dim: int, tiled: bool) -> Tensor:
-    """Move the first dimension of [n, ...] to `dim`; with `tiled`, merge it with the dimension that stands there."""
+    """Return x with the first dimension of [n, ...] moved to `dim`.
+
+    With `tiled` that dimension is merged with the dimension at `dim`.
+    """
     if not tiled:
         return x.movedim(0, dim)
     dim = dim % (x.dim() - 1)
@@ -192,7 +203,7 @@ def _join(x: Tensor, dim: int, tiled: bool) -> Tensor:
 
 
 def _cut(x: Tensor, dim: int, n: int, tiled: bool) -> Tensor:
-    """Cut x into [n, ...]: the inverse of `_join`."""
+    """Return x cut into [n, ...]: the inverse of `_join`."""
     if not tiled:
         return x.movedim(dim, 0)
     dim = dim % x.dim()
@@ -201,10 +212,10 @@ def _cut(x: Tensor, dim: int, n: int, tiled: bool) -> Tensor:
 
 @typed
 def psum_scatter(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False) -> T:
-    """Sum over the ranks; each keeps its own part of the sum: psum_scatter(x)[r] = Σ_s x[s][r].
+    """Return on each rank the rank's own part of the sum over the ranks: psum_scatter(x)[r] = Σ_s x[s][r].
 
-    One sender's x is n parts along `dim`; part r goes into rank r's sum. The size of `dim` is n, and the result lacks
-    this dimension; with `tiled` it is a multiple of n, and is cut. Its transpose is `all_gather`.
+    One sender's x has n parts along `dim`. Part r goes into rank r's sum. The size of `dim` is n, and the result lacks
+    this dimension. With `tiled` the size is a multiple of n, and the dimension is cut. The transpose is `all_gather`.
 
     Shapes along dim 0: x [M, ...] -> [...], or [K, ...] with `tiled`, where M = n · K.
 
@@ -223,7 +234,7 @@ def psum_scatter(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False
     check("funcrec.psum_scatter", part_problems(x, dim, n, tiled))
     leaves, structure = tree_flatten(x)
     x = tree_unflatten([_cut(y, dim, n, tiled).unflatten(0, sizes) for y in leaves], structure)
-    for a in axes:  # [n_1, n_2, ...]: of the dimension in front, the axis summed over, each rank keeps its own place
+    for a in axes:  # [n_1, n_2, ...]: each rank keeps its own place of the dimension in front
         x = exchange("psum_scatter", x, a)
     return x
 
@@ -232,11 +243,11 @@ def psum_scatter(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False
 def all_to_all(
     x: T, axis_name: AxisName, *, split_dim: int = 0, concat_dim: int | None = None, tiled: bool = False
 ) -> T:
-    """Transpose over ranks: all_to_all(x)[r][s] = x[s][r].
+    """Return on each rank the parts that all ranks hold for it: all_to_all(x)[r][s] = x[s][r].
 
-    One sender's x is n parts along `split_dim`; part r goes to rank r. The size of `split_dim` is n; with `tiled` it is
-    a multiple of n, and is cut. One receiver places the parts of all senders, in their order, along `concat_dim`
-    (default: split_dim). Its transpose is itself.
+    One sender's x has n parts along `split_dim`. Part r goes to rank r. The size of `split_dim` is n; with `tiled` it
+    is a multiple of n, and is cut. One receiver places the parts of all senders, in their order, along `concat_dim`
+    (default: split_dim). The transpose is an all_to_all again.
 
     Shapes where `concat_dim` is `split_dim`: x [...] -> [...].
 
@@ -265,10 +276,12 @@ def all_to_all(
 
 @typed
 def ppermute(x: T, axis_name: AxisName, perm: Sequence[Sequence[int]]) -> T:
-    """Send x from rank to rank: for (source, destination) in `perm`, ppermute(x)[destination] = x[source].
+    """Return on each destination rank the x of its source rank.
 
-    A rank that is no destination gets zeros. One sender sends to one destination at most; one receiver gets from one
-    source at most. Its transpose permutes back.
+    For (source, destination) in `perm`, ppermute(x)[destination] = x[source].
+
+    A rank that is not a destination gets zeros. One sender sends to one destination at most. One receiver gets from one
+    source at most. The transpose permutes back.
 
     Shapes: x [...] -> [...].
 
@@ -287,9 +300,9 @@ def ppermute(x: T, axis_name: AxisName, perm: Sequence[Sequence[int]]) -> T:
 
 
 def axis_index(axis_name: AxisName) -> Tensor:
-    """i64[]: this rank's place on the axis.
+    """Return this rank's place on the axis -> i64[].
 
-    For several axes it is the place among their ranks, the first axis being the major one.
+    For several axes it is the place among the ranks of these axes. The first axis is the major one.
 
     Example:
       >>> import funcrec as fr
@@ -304,7 +317,7 @@ def axis_index(axis_name: AxisName) -> Tensor:
 
 
 def axis_size(axis_name: AxisName) -> int:
-    """The number of ranks on the axis, or on all axes of a tuple.
+    """Return the number of ranks on the axis, or on all axes of a tuple.
 
     Example:
       >>> import torch, funcrec as fr
@@ -321,7 +334,7 @@ def axis_size(axis_name: AxisName) -> int:
 
 
 def _prepare(name: str, x: T, axis_name: AxisName, need_float: bool = False) -> list[Axis]:
-    """The axes, after the checks of the leaves."""
+    """Return the bound axes, and check the leaves."""
     axes = bound_axes(f"funcrec.{name}", axis_name)
     check(f"funcrec.{name}", leaf_problems(x, name, need_float))
     return axes

@@ -3,8 +3,8 @@
     exchange(x)[r] = Σ_s M[r, s] x[s]          exchangeᵀ is an exchange again
 
 Under emulation an axis is a vmap level, and an exchange moves that level's dimension. On real ranks it is an operator
-of torch.distributed. No other function of a program calls these operators: their own derivatives are silently wrong
-under torch.func.
+of torch.distributed. No other function of a program calls these operators: the operators' own derivatives are silently
+wrong under torch.func.
 Shapes: n ranks on the axis; x[r] is what rank r passes.
 """
 
@@ -22,21 +22,22 @@ from funcrec.mesh._axes import Axis
 
 _c10d = torch.ops._c10d_functional
 AWAIT, SWAP = _c10d.wait_tensor.default, _c10d.all_to_all_single.default
-# bytes that leave each of n ranks for an operand of x_bytes; a sum goes round a ring; a swap's `parts` are by receiver
+# Bytes that leave each of n ranks for an operand of x_bytes. A sum goes round a ring. `parts` has a number per
+# receiver.
 LEAVES = {
     SWAP: lambda x_bytes, group, _, parts: x_bytes * (sum(parts) - parts[group.rank()]) // max(sum(parts), 1),
     _c10d.all_gather_into_tensor.default: lambda x_bytes, group, _: x_bytes * (group.size() - 1),
     _c10d.reduce_scatter_tensor.default: lambda x_bytes, group, *_: x_bytes * (group.size() - 1) // group.size(),
     _c10d.all_reduce.default: lambda x_bytes, group, _: 2 * x_bytes * (group.size() - 1) // group.size(),
 }
-MOVES = {SWAP, _c10d.all_gather_into_tensor.default}  # they send existing values, and compute nothing
+MOVES = {SWAP, _c10d.all_gather_into_tensor.default}  # these operators send existing values, and compute nothing
 
 
 def has_effect(node: torch.fx.Node) -> bool:
-    """Whether a node of a graph must stay although nothing reads its result.
+    """Return whether a node of a graph must stay although nothing reads its result.
 
-    Awaiting a collective has no effect except on its result, so it may go: all ranks have the same graph, and drop the
-    same collectives.
+    To await a collective has an effect on its result alone, so the node may go: all ranks have the same graph, and drop
+    the same collectives.
     """
     return node.target is not AWAIT and node.is_impure()
 
@@ -45,8 +46,8 @@ class Exchange(NamedTuple):
     """One linear collective over one axis.
 
     start: (x, call) -> a tensor that `wait` completes, on real ranks.
-    emulate: (x f[n, ...], call) -> (y, is_varying). y is all ranks' results, stacked, or one value for all.
-    transpose: the name of the transposed exchange; `ppermute` also inverts its pairs.
+    emulate: (x f[n, ...], call) -> (y, is_varying). y is the stacked results of all ranks, or one value for all ranks.
+    transpose: the name of the transposed exchange. `ppermute` also inverts its pairs.
     """
 
     start: Callable[[Tensor, "Call"], Tensor]
@@ -81,9 +82,10 @@ def _start_swap(x: Tensor, call: Call) -> Tensor:
 
 
 def _is_gloo(group: str) -> bool:
-    """Whether the group runs on gloo, where swaps send as many bytes as other collectives in half the time.
+    """Return whether the group runs on gloo.
 
-    There a gather copies what it receives twice, and a scatter of sums is a whole all-reduce.
+    On gloo a swap sends as many bytes as other collectives in half the time. A gather copies twice the values that it
+    receives, and a scatter of sums is a whole all-reduce.
     """
     return dist.get_backend(_resolve_process_group(group)) == "gloo"
 
@@ -95,14 +97,14 @@ def _start_gather(x: Tensor, call: Call) -> Tensor:
 
 
 def _start_scatter(x: Tensor, call: Call) -> Tensor:
-    """Start the exchange; `_finish` sums its blocks."""
+    """Return the begun exchange, whose blocks `_finish` sums."""
     return (
         _start_swap(x, call) if _is_gloo(call.group) else _c10d.reduce_scatter_tensor(x, "sum", call.size, call.group)
     )
 
 
 def _start_permute(x: Tensor, call: Call) -> Tensor:
-    """Send at most one block, and receive at most one.
+    """Return the begun exchange, which sends at most one block and receives at most one block.
 
     A rank without a source sends zeros to itself, so that its own send is never dead code.
     """
@@ -142,20 +144,20 @@ class _Exchange(torch.autograd.Function):
         start = EXCHANGES[call.kind].start
         begun = [
             start(x.contiguous(), call) for x in xs
-        ]  # all travel at once: the first is awaited after the last has started
+        ]  # all exchanges travel at once: the last has started before the first is awaited
         return tuple(_finish(y, x, call) for y, x in zip(begun, xs, strict=True))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.call = inputs[0]
-        # linear: only the marker is saved, so that the transpose
-        # and the tangent find the axis's own vmap level again
+        # The exchange is linear: only the marker is saved, so that the transpose
+        # and the tangent find the vmap level of the axis again.
         ctx.save_for_backward(inputs[1])
         ctx.save_for_forward(inputs[1])
 
     @staticmethod
     def backward(ctx, *d_ys):
-        # d_x = Mᵀ d_y: an exchange again, so derivatives of every order exist
+        # d_x = Mᵀ d_y is an exchange again, so derivatives of every order exist
         return None, None, *_Exchange.apply(ctx.call.transposed(), *ctx.saved_tensors, *d_ys)
 
     @staticmethod
@@ -165,7 +167,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, call, marker, *xs):
         own, dims = in_dims[1] is not None, in_dims[2:]
-        if own:  # this level batches the marker, so it is the axis: dimension 0 holds the x[s] of all ranks s
+        if own:  # this level batches the marker, so it is the axis: dimension 0 holds x[s] of all ranks s
             return _emulated(call, info.batch_size, xs, dims)
         # another level's batch goes last, after the dimensions that are exchanged
         xs = [x if d is None else x.movedim(d, -1) for x, d in zip(xs, dims, strict=True)]
@@ -180,7 +182,10 @@ def _tangents(call: Call, marker: Tensor, tangents: Sequence[Tensor | None]) -> 
 
 
 def _emulated(call: Call, size: int, xs: Sequence[Tensor], dims: Sequence[int | None]):
-    """Return each rank's result, stacked; a result that all ranks share is not batched, and stands for n equal ones."""
+    """Return the results of all ranks, stacked.
+
+    A result that all ranks share is not batched, and stands for n equal results.
+    """
     stack = lambda x, d: x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
     made = [EXCHANGES[call.kind].emulate(stack(x, d), call) for x, d in zip(xs, dims, strict=True)]
     return tuple(y for y, _ in made), tuple(0 if varies else None for _, varies in made)
@@ -193,7 +198,7 @@ def _alone(x: Tensor, call: Call) -> Tensor:
 
 
 def _finish(begun: Tensor, x: Tensor, call: Call) -> Tensor:
-    """The completed result, in the form that one rank sees under emulation."""
+    """Return the completed result, in the form that one rank sees under emulation."""
     if call.kind == "pvary":
         return begun
     done = _c10d.wait_tensor(begun)
@@ -203,9 +208,9 @@ def _finish(begun: Tensor, x: Tensor, call: Call) -> Tensor:
 
 
 def exchange(kind: str, tree: Any, axis: Axis, pairs: tuple = ()) -> Any:
-    """Run the collective on every leaf.
+    """Return the result of the collective for every leaf.
 
-    Integers travel apart from floats, which have derivatives, and first: they are known earlier.
+    Integers travel before floats and apart from them: floats have derivatives, and integers are known earlier.
     """
     leaves, structure = tree_flatten(tree)
     call, out = Call(kind, axis.size, axis.group, axis.index, pairs), list(leaves)
@@ -218,7 +223,7 @@ def exchange(kind: str, tree: Any, axis: Axis, pairs: tuple = ()) -> Any:
 
 
 class _Extremum(torch.autograd.Function):
-    """The maximum or minimum of all ranks' values; the ranks that attain it share its derivative."""
+    """The maximum or the minimum over the ranks. The ranks that attain it share its derivative."""
 
     @staticmethod
     def forward(call, marker, x):
@@ -233,7 +238,7 @@ class _Extremum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_y):
         marker, x, y = ctx.saved_tensors
-        # dy/dx[r] = 1 / k on the k ranks with x[r] = y; y went to all ranks, so their cotangents are added: Σ_s d_y[s]
+        # dy/dx[r] = 1 / k on the k ranks with x[r] = y. y went to all ranks, so the cotangents are added: Σ_s d_y[s].
         (total,) = _Exchange.apply(ctx.call._replace(kind="psum"), marker, d_y)
         return None, None, _share(ctx.call, marker, x, y) * total
 
@@ -256,13 +261,13 @@ class _Extremum(torch.autograd.Function):
 
 
 def _share(call: Call, marker: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """1 / k on the k ranks that attain the extremum, 0 elsewhere."""
+    """Return 1 / k on the k ranks that attain the extremum, and 0 on the other ranks."""
     has = (x == y).to(x.dtype)
     return has / _Exchange.apply(call._replace(kind="psum"), marker, has)[0]
 
 
 def extremum(kind: str, tree: Any, axis: Axis) -> Any:
-    """ "max" or "min" over the ranks of every leaf."""
+    """Return the maximum or the minimum over the ranks for every leaf, as `kind` ("max" or "min") says."""
     leaves, structure = tree_flatten(tree)
     call = Call(kind, axis.size, axis.group, axis.index)
     return tree_unflatten([_Extremum.apply(call, axis.marker, x) for x in leaves], structure)

@@ -1,8 +1,8 @@
-"""Mesh: ranks in a grid with named axes, emulated in one process or real.
+"""Mesh: ranks in a grid with named axes. The ranks are emulated in one process, or real.
 
     rank (i, j, ...) of a mesh n × m × ...;    axis "data": the ranks that differ in i only
 
-Both kinds have one type, so that a function written for named axes does not depend on the kind.
+Both kinds of mesh have one type, so that a function written for named axes does not depend on the kind.
 """
 
 import atexit
@@ -26,21 +26,21 @@ from funcrec.mesh._axes import Axis
 
 TIMEOUT_S = 300.0
 LET_GO_S = 0.25
-# one entry for each group of all ranks, so that no mesh takes the groups of a destroyed one:
+# One entry for each group of all ranks, so that no mesh takes the groups of a destroyed group of all ranks:
 # {(device, sizes, timeout): the names of the axes' groups}
 GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, list[str]]] = WeakKeyDictionary()
 
 ambient: ContextVar[tuple["Mesh", ...]] = ContextVar("funcrec_meshes", default=())
-alone: ContextVar[str] = ContextVar("funcrec_alone", default="")  # why axes of real ranks may not be bound, or ""
+alone: ContextVar[str] = ContextVar("funcrec_alone", default="")  # the reason why no axis of real ranks may be bound
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Mesh:
     """Ranks in a grid with named axes.
 
-    `Mesh.emulated(data=2, model=2)` lives in this process: vmap runs a mapped function for all ranks at once, which
-    takes and returns global values. `Mesh.distributed(data=2, model=2)` is this process's view of real ranks: each rank
-    passes its own shard, and gets its own. The last axis runs fastest over the ranks.
+    `Mesh.emulated(data=2, model=2)` lives in this process. vmap runs a mapped function for all ranks at once; the
+    function takes and returns global values. `Mesh.distributed(data=2, model=2)` is this process's view of real ranks:
+    each rank passes its own shard, and gets its own shard of the result. The last axis runs fastest over the ranks.
     Inside `with mesh:`, calls without a mesh use this one.
 
     Example:
@@ -62,7 +62,7 @@ class Mesh:
     @staticmethod
     @typed
     def emulated(**axes: Count) -> "Mesh":
-        """A mesh of any size in this process.
+        """Return an emulated mesh of any size, in this process.
 
         Example:
           >>> import funcrec as fr
@@ -81,13 +81,15 @@ class Mesh:
         debug: bool = False,
         **axes: Count,
     ) -> "Mesh":
-        """Make the mesh of the ranks that torchrun started; every rank calls it with the same arguments.
+        """Return the mesh of the ranks that torchrun started.
+
+        Every rank calls it with the same arguments.
 
         Args:
           device: "cpu" (gloo) or "cuda" (NCCL). None is "cuda" if available, else "cpu".
-          timeout_s: how long a collective waits for a missing rank before it raises.
-          debug: before every collective compare the ranks' calls, and name the rank whose collective or shape
-            differs. It is slow, and does not tell a sum from a maximum.
+          timeout_s: how long a collective waits for a missing rank before the collective raises.
+          debug: whether to compare the ranks' calls before every collective. An error names the rank whose collective
+            or shape differs. The comparison is slow, and does not tell a sum from a maximum.
 
         Raises:
           ValueError: if the sizes of the axes do not multiply to the number of ranks.
@@ -119,7 +121,7 @@ class Mesh:
 
     @property
     def shape(self) -> dict[str, int]:
-        """{axis: its number of ranks}."""
+        """Return {axis: its number of ranks}."""
         return dict(self.axes)
 
     @property
@@ -128,7 +130,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return math.prod(n for _, n in self.axes)
 
     @property
@@ -137,14 +139,14 @@ class Mesh:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """{axis: this rank's place on it}; real meshes only."""
+        """Return {axis: this rank's place on the axis}, of a real mesh."""
         if self.device_mesh is None:
             what, hint = "an emulated mesh has no rank of its own.", "fr.axis_index(name) inside shard_map"
             fail("funcrec.Mesh.coordinates", what, got=repr(self), need="Mesh.distributed(...)", hint=hint)
         return {name: self.device_mesh.get_local_rank(name) for name in self.axis_names}
 
     def bound_axes(self, names: Sequence[str], device: torch.device) -> list[Axis]:
-        """The named axes of a real mesh, for a function that runs on this rank."""
+        """Return these axes of a real mesh, as a function on this rank binds them."""
         if alone.get():
             fail(
                 f"funcrec.jit({alone.get()})",
@@ -174,7 +176,7 @@ class Mesh:
         return f"Mesh.distributed({text}) at rank {dist.get_rank()} of {self.size}"
 
 
-# An operator, so that no compiler folds this rank's place into the code:
+# This is an operator, so that no compiler folds this rank's place into the code:
 # all ranks must make the same exchanges in the same order.
 library.define(
     "funcrec_mesh",
@@ -186,14 +188,14 @@ library.define(
 
 
 def ambient_mesh() -> Mesh | None:
-    """The mesh of the innermost `with mesh:` of this thread."""
+    """Return the mesh of the innermost `with mesh:` of this thread; None outside of any."""
     return ambient.get()[-1] if ambient.get() else None
 
 
 def fresh_store() -> dict:
-    """Keyword arguments that a restarted rank needs for `init_process_group`.
+    """Return the keyword arguments that a restarted rank needs for `init_process_group`.
 
-    torchrun's store still holds the addresses of the ranks before the restart, so these use a prefix of their own.
+    torchrun's store still holds the addresses of the ranks before the restart, so a restarted rank uses a new prefix.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts == "0":
@@ -203,15 +205,15 @@ def fresh_store() -> dict:
 
 
 def _grid(kind: str, axes: dict[str, int], wait: timedelta) -> DeviceMesh:
-    """Make the ranks' grid; grids of one shape share their groups.
+    """Return the grid of the ranks. Grids of one shape share groups.
 
-    A group has threads that poll, and lives as long as the ranks do. Every rank makes the same meshes in the same
+    A group has threads that poll, and it lives as long as the ranks. Every rank makes the same meshes in the same
     order, so all ranks find, or make, the same groups.
     """
     known, sizes = GROUPS.setdefault(dist.group.WORLD, {}), tuple(axes.values())
     try:
         groups = [dist.distributed_c10d._resolve_process_group(name) for name in known[kind, sizes, wait]]
-    except (KeyError, RuntimeError, ValueError):  # not made yet, or destroyed since
+    except (KeyError, RuntimeError, ValueError):  # the groups are not made yet, or were destroyed
         made = init_device_mesh(kind, sizes, mesh_dim_names=tuple(axes))
         known[kind, sizes, wait] = [made.get_group(name).group_name for name in axes]
     else:
@@ -219,16 +221,16 @@ def _grid(kind: str, axes: dict[str, int], wait: timedelta) -> DeviceMesh:
         made = DeviceMesh.from_group(groups, kind, places, mesh_dim_names=tuple(axes))
     for name in axes:
         backend = made.get_group(name)._get_backend(torch.device(kind))
-        if hasattr(backend, "_set_default_timeout"):  # the backend that compares calls (`debug`) has none
+        if hasattr(backend, "_set_default_timeout"):  # the backend that compares calls (`debug`) has no such method
             backend._set_default_timeout(wait)
     return made
 
 
 def _let_go() -> None:
-    """Wait, at a process's end, until gloo's threads have released the last call's tensors.
+    """Wait at the end of a process until gloo's threads have released the tensors of the last call.
 
-    To release them a thread takes Python's lock. A thread that asks for it after Python has shut down aborts the
-    process (pybind11's gil_scoped_acquire before Python 3.14).
+    To release a tensor a thread takes Python's lock. A thread that asks for the lock after Python has shut down aborts
+    the process (pybind11's gil_scoped_acquire before Python 3.14).
     """
     time.sleep(LET_GO_S)
 
@@ -247,14 +249,14 @@ def size_problems(axes: dict[str, int], num_ranks: int) -> Iterator[Problem]:
 
 
 def debug_problems() -> Iterator[Problem]:
-    """`debug` must come before the first group is made: torch reads the level then."""
+    """Report `debug` after the first group is made. Torch reads the level of debugging when it makes that group."""
     if dist.is_initialized() and dist.get_debug_level() != dist.DebugLevel.DETAIL:
         hint = "make the mesh first, or TORCH_DISTRIBUTED_DEBUG=DETAIL"
         yield Problem("`debug` comes too late.", "a process group made without it", "no group yet", hint, RuntimeError)
 
 
 def world_problems(axes: dict[str, int]) -> Iterator[Problem]:
-    """A mesh needs ranks: an initialized process group, or torchrun's environment."""
+    """Report that there are no ranks: neither an initialized process group nor torchrun's environment."""
     if not (dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())):
         need, hint = "one process per rank", "torchrun --nproc-per-node N ..., or Mesh.emulated(...) in one process"
         yield Problem("there are no ranks.", "no process group, and not started by torchrun", need, hint, RuntimeError)

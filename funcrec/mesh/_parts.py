@@ -1,9 +1,9 @@
-"""Cuts global values into the ranks' parts and joins these again; a P for each value says how.
+"""Cuts global values into the ranks' parts, and joins the parts again. A P for each value says how.
 
     join(cut(x, spec), spec) == x        cut(x, P("a", None))[i] = rows i · (R/n) to (i + 1) · (R/n)
 
-A jagged value counts as one leaf, whose only dimension is its bags: P("data") gives each rank B / n bags of every key.
-All ranks' buffers have one capacity.
+A jagged value counts as one leaf with one dimension, its bags: P("data") gives each rank B / n bags of every key.
+The buffers of all ranks have one capacity.
 Shapes: n ranks on an axis; a stacked value has one leading dimension for each axis that cuts it, in the mesh's order.
 """
 
@@ -37,12 +37,15 @@ def is_jagged(x: Any) -> bool:
 
 
 def flatten_parts(tree: Any) -> tuple[list, Any]:
-    """The leaves and the structure; a jagged value is one leaf."""
+    """Return the leaves and the structure of a tree, in which a jagged value is one leaf."""
     return torch_tree.tree_flatten(tree, is_leaf=is_jagged)
 
 
 def match_specs(call: str, name: str, specs: Any, tree: Any) -> list[Part]:
-    """The leaves of `tree`, each with its P: `specs` is a prefix of `tree` whose leaves are Ps."""
+    """Return the leaves of `tree`, each with its P.
+
+    `specs` is a prefix of `tree` whose leaves are Ps.
+    """
     problems: list[Problem] = []
     parts = list(_match(specs, tree, name, problems))
     check(call, problems)
@@ -75,7 +78,10 @@ def _match(spec: Any, tree: Any, path: str, problems: list[Problem]) -> Iterator
 
 
 def cut(part: Part, sizes: Sizes) -> Any:
-    """Stack the parts: leading dimensions for the axes of the spec, in the order of `sizes`."""
+    """Return the parts of a value, stacked.
+
+    Leading dimensions stand for the axes of the spec, in the order of `sizes`.
+    """
     if (not isinstance(part.value, Tensor) and not is_jagged(part.value)) or not part.spec.axes:
         return part.value
     if is_jagged(part.value):
@@ -88,11 +94,11 @@ def cut(part: Part, sizes: Sizes) -> Any:
 
 
 def _split(x: Tensor, spec: P, sizes: Sizes) -> tuple[Tensor, tuple[str, ...]]:
-    """Split the axes off every dimension as leading dimensions, in the spec's order; returns them with the axes."""
+    """Return (x with leading dimensions for the axes that cut it, these axes), in the order of the spec."""
     front, at = [], 0
     for d, names in reversed(
         list(enumerate(spec.dims))
-    ):  # the last dimension first, so that those before it keep their numbers
+    ):  # the last dimension comes first, so that earlier dimensions keep their numbers
         if names:
             n = [sizes[a] for a in names]
             x = x.unflatten(d, (*n, x.shape[d] // prod(n)))
@@ -104,16 +110,19 @@ def _split(x: Tensor, spec: P, sizes: Sizes) -> tuple[Tensor, tuple[str, ...]]:
 
 
 def _lead(x: Tensor, axes: Sequence[str], sizes: Sizes) -> Tensor:
-    """Permute leading dimensions of `axes` into the order of `sizes`."""
+    """Return x with the leading dimensions of `axes` in the order of `sizes`."""
     order = [axes.index(a) for a in sizes if a in axes]
     return x.permute(*order, *range(len(axes), x.dim()))
 
 
 def join(stacked: Any, spec: P, sizes: Sizes) -> Any:
-    """Join a stacked value to the global one; its leading dimensions are the spec's axes in the order of `sizes`."""
+    """Return the global value of a stacked value.
+
+    The leading dimensions of `stacked` are the axes of the spec in the order of `sizes`.
+    """
     axes = spec.axes
     order = [a for a in sizes if a in axes]
-    back = lambda x: x.permute(*(order.index(a) for a in axes), *range(len(axes), x.dim()))  # the spec's order
+    back = lambda x: x.permute(*(order.index(a) for a in axes), *range(len(axes), x.dim()))  # in the spec's order
     if is_jagged(stacked):
         if not axes:
             return stacked
@@ -123,7 +132,7 @@ def join(stacked: Any, spec: P, sizes: Sizes) -> Any:
         return stacked
     x, at = back(stacked), 0
     for d, names in enumerate(spec.dims):
-        if names:  # the dimension's axes stand in front: move them before dimension d and merge
+        if names:  # the axes of dimension d stand in front: move them before d and merge
             rest = len(axes) - at - len(names)
             for _ in names:
                 x = x.movedim(0, rest + len(names) - 1 + d)
@@ -133,10 +142,10 @@ def join(stacked: Any, spec: P, sizes: Sizes) -> Any:
 
 
 def _stack_bags(x: Any, n: int) -> Any:
-    """Stack n parts of the bags.
+    """Return n parts of the bags, stacked.
 
-    Their capacity is a bucket of the ids that the fullest part of any rank needs. Where the lengths cannot be read it
-    is the whole capacity.
+    The capacity of a part is a bucket of the ids that the fullest part of any rank needs. Where the lengths cannot be
+    read it is the whole capacity.
     """
     bags = x.num_bags // n
     parts = [x[i * bags : (i + 1) * bags] for i in range(n)]
@@ -147,7 +156,10 @@ def _stack_bags(x: Any, n: int) -> Any:
 
 
 def _most_over_ranks(size: int) -> int:
-    """The greatest size on the real ranks of all bound axes: they exchange their parts in buffers of one size."""
+    """Return the greatest size on the real ranks of all bound axes.
+
+    These ranks exchange their parts in buffers of one size.
+    """
     names = tuple(a.name for a in bound.get().values() if a.group is not None)
     if not names:
         return size
@@ -156,14 +168,14 @@ def _most_over_ranks(size: int) -> int:
 
 
 def join_bags(parts: Sequence[Any]) -> Any:
-    """Join the bags of all parts, key by key; the capacities add up."""
+    """Return the bags of all parts, joined key by key, in a buffer with the sum of the capacities."""
     first = parts[0]
     weights = None if first.weights is None else torch.cat([p.weights for p in parts])
-    base = [i * first.capacity for i in range(len(parts))]  # where part i's buffer begins in the joined buffer
+    base = [i * first.capacity for i in range(len(parts))]  # where the buffer of part i begins in the joined buffer
     keys = len(first.keys) if isinstance(first, KeyedJaggedTensor) else 1
     grid = lambda xs: torch.stack(
         [x.reshape(keys, -1) for x in xs], 1
-    ).flatten()  # [keys, parts, bags]: key-major again
+    ).flatten()  # [keys, parts, bags] is key-major again
     starts = grid([p.offsets[:-1] + b for p, b in zip(parts, base, strict=True)])
     values = torch.cat([p.values for p in parts])
     out = take_ranges(values, weights, starts, grid([p.lengths for p in parts]), values.shape[0])
@@ -176,7 +188,7 @@ def join_bags(parts: Sequence[Any]) -> Any:
 
 
 def axis_problems(parts: Sequence[Part], names: Sequence[str]) -> Iterator[Problem]:
-    """Every spec names only axes of the mesh, and at most as many dimensions as its value has."""
+    """Report specs that name axes outside the mesh, or more dimensions than the value has."""
     for p in parts:
         for a in p.spec.axes:
             if a not in names:
@@ -195,7 +207,7 @@ def axis_problems(parts: Sequence[Part], names: Sequence[str]) -> Iterator[Probl
 
 
 def size_problems(parts: Sequence[Part], sizes: Sizes) -> Iterator[Problem]:
-    """The size of every dimension that is cut is a multiple of the number of its ranks."""
+    """Report cut dimensions whose size is not a multiple of the number of ranks that cut them."""
     for p in parts:
         for d, names in enumerate(p.spec.dims):
             n = prod(sizes[a] for a in names)

@@ -1,4 +1,4 @@
-"""ragged_all_to_all: every rank sends every rank any number of rows, in buffers of fixed size.
+"""ragged_all_to_all: every rank sends to every rank any number of rows, in buffers of fixed size.
 
     output[r][output_offsets[s][r] + j] = operand[s][input_offsets[s][r] + j]      for j < send_sizes[s][r]
 
@@ -31,28 +31,28 @@ def ragged_all_to_all(
     axis_name: str,
     capacity: Size | None = None,
 ) -> Tensor:
-    """Return a copy of `output` that holds the rows that all ranks send to this one.
+    """Return a copy of `output` with the rows that all ranks send to this rank.
 
-    One sender s takes, for each rank r, `send_sizes[r]` rows of its operand from `input_offsets[r]` on; they land in
-    r's output from `output_offsets[r]` on. One receiver r gets `recv_sizes[s]` rows from rank s; places that nobody
-    writes keep output's rows. The caller guarantees that sender and receiver agree (`recv_sizes ==
+    One sender s takes, for each rank r, `send_sizes[r]` rows of its operand from `input_offsets[r]` on. These rows land
+    in r's output from `output_offsets[r]` on. One receiver r gets `recv_sizes[s]` rows from rank s. Places that no rank
+    writes keep the rows of `output`. The caller guarantees that sender and receiver agree (`recv_sizes ==
     all_to_all(send_sizes)`), that all ranges are inside their buffers, and that no two ranges in one output overlap.
 
     Args:
       operand: [N, ...]. output: [M, ...], of the same dtype and trailing shape.
       input_offsets, send_sizes, output_offsets, recv_sizes: i32[n] or i64[n].
       capacity: the most rows that any pair of ranks exchanges; None for N. Every pair sends this many rows, so a
-        small one saves bytes. Rows beyond it are lost; `capacity=None` loses none.
+        small capacity saves bytes. Rows that exceed the capacity are lost. `capacity=None` loses no row.
 
     Returns:
       [M, ...].
 
-    Law: linear in operand and output; its transpose sends every row back.
+    Law: the result is linear in operand and output. The transpose sends every row back.
 
     Cost: every rank sends n · K rows.
 
-    Example: rank 0 holds [1, 2, 2] and sends one row to itself and two to rank 1.
-      Rank 1 holds [3, 4, 0] and sends one row to each.
+    Example: rank 0 holds [1, 2, 2]. It sends one row to itself and two rows to rank 1.
+      Rank 1 holds [3, 4, 0]. It sends one row to each rank.
       >>> import torch, funcrec as fr
       >>> def f(x, starts, sizes, places, received):
       ...     out = fr.ragged_all_to_all(x, torch.zeros(4), starts[0], sizes[0], places[0], received[0], axis_name="x")

@@ -1,11 +1,11 @@
-"""Checks that results are the same along an axis where out_specs promise it.
+"""Checks that results are the same along an axis where out_specs promise that they are the same.
 
     x[0] = x[1] = ... = x[n-1], bit by bit
 
-Under a vmap the values below all transforms are compared. While a function is staged there are no values; and where a
-derivative follows a result, equal values do not show equal derivatives. There a result passes only if it does not
-depend on anything cut along the axis; the axis's vmap level shows this. Real ranks have no such level: they compare
-tangents as they compare values, and a reverse derivative is that of each rank's own result.
+Under a vmap the values below all transforms are compared. While a function is staged there are no values. Where a
+derivative follows a result, equal values do not show equal derivatives. In both cases a result passes only if it does
+not depend on a value that is cut along the axis. The vmap level of the axis shows this. Real ranks have no such level.
+They compare tangents as they compare values. A reverse derivative is the derivative of each rank's own result.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,10 +25,10 @@ def unequal(
 ) -> Iterator[Problem]:
     """Report the results that differ along an axis that their spec does not name.
 
-    Where no value can be read, or a derivative follows a result, report the results that may differ.
+    Where no value can be read, or a derivative follows a result, it reports the results that may differ.
 
     stacked: each result with all axes in front, as under emulation.
-    varying: for each tensor of a result, the axes that it depends on; along the others it is one value.
+    varying: for each tensor of a result, the axes that the tensor depends on. Along the other axes it is one value.
     """
     for p, value, axes in zip(parts, stacked, varying, strict=True):
         for d, axis in enumerate(sizes):
@@ -40,7 +40,7 @@ def unequal(
 
 
 def _difference(x: Tensor, d: int) -> str:
-    """Describe what differs, or may differ, along dimension d; "" when nothing does."""
+    """Return a description of what differs, or may differ, along dimension d; "" if nothing does."""
     by_place = "follows from the rank's place, or from what is cut along the axis"
     if not is_readable(x):
         return f"a value that {by_place}"
@@ -54,7 +54,10 @@ def _difference(x: Tensor, d: int) -> str:
 
 
 def unequal_over_ranks(parts: Sequence[Part], names: Sequence[str]) -> Iterator[Problem]:
-    """`unequal` for real ranks, by checksums: if all ranks' are equal, the greatest is also the least."""
+    """Report the results of real ranks that differ along an axis that their spec does not name.
+
+    Ranks compare checksums: if all are equal, the greatest checksum is also the least.
+    """
     for axis in names:
         shared = [
             (p, x) for p in parts if axis not in p.spec.axes for x in tree_leaves(p.value) if isinstance(x, Tensor)
@@ -73,7 +76,10 @@ def unequal_over_ranks(parts: Sequence[Part], names: Sequence[str]) -> Iterator[
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether the value below x can be read here: not while a function is staged or compiled."""
+    """Return whether the value below x can be read here.
+
+    It cannot be read while a function is staged or compiled.
+    """
     return not (
         isinstance(value_below(x), FakeTensor)
         or torch.compiler.is_dynamo_compiling()
@@ -88,7 +94,7 @@ def _problem(part: Part, axis: str, got: str) -> Problem:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """i64[]: a checksum of the bits, their places and the shape."""
+    """Return a checksum of the bits, of their places and of the shape, i64[]."""
     bits = bits_of(x).flatten().to(torch.int64)
     places = torch.arange(bits.shape[0], device=x.device) * 2 + 1
     shape = sum(n * (2 * i + 3) for i, n in enumerate(x.shape))
@@ -96,7 +102,10 @@ def checksum(x: Tensor) -> Tensor:
 
 
 def sum_with_tangents(value: Tensor, tangents: Mapping[int, Tensor]) -> Tensor:
-    """i64[]: a checksum of the value and of its tangents at every level; no tangent counts as zeros."""
+    """Return a checksum of the value and of its tangents at every level, i64[].
+
+    A missing tangent counts as zeros.
+    """
     total = checksum(value)
     for place, t in tangents.items():
         total = total + (checksum(t + 0.0) - checksum(torch.zeros_like(t))) * (2 * place + 1)  # -0 + 0 = 0
@@ -104,7 +113,7 @@ def sum_with_tangents(value: Tensor, tangents: Mapping[int, Tensor]) -> Tensor:
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """The bits of x, as integers."""
+    """Return the bits of x, as integers."""
     if not x.is_floating_point():
         return x
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.int8)

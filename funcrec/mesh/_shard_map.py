@@ -1,9 +1,9 @@
-"""shard_map: one function for one rank, run for every rank of a mesh.
+"""shard_map: runs a function that is written for one rank on every rank of a mesh.
 
-    shard_map(f)(x) = join_r f(cut(x)[r])        with f's collectives between the ranks
+    shard_map(f)(x) = join_r f(cut(x)[r])        with the collectives of f between the ranks
 
-On an emulated mesh f runs once, vmapped over every axis, on global
-values. On real ranks f runs on each, on its own shard.
+On an emulated mesh f runs once, vmapped over every axis, on global values. On real ranks f runs on each rank, on the
+rank's own shard.
 """
 
 import contextlib
@@ -56,33 +56,33 @@ def shard_map(
       f: takes one rank's values and returns one rank's values. It must run the same collectives on all ranks.
       mesh: None for the mesh of the enclosing `with mesh:`.
       in_specs: a P for each positional argument (a tuple), or one P for all; each may be a prefix of its argument's
-        tree. Leaves that are no tensors go to every rank as they are, under P().
-      out_specs: a P for the result, or a prefix of its tree. Where a P does not name an axis, the value must be the
-        same all along that axis.
-      axis_names: the axes to bind; None for all that are not bound yet.
-        An enclosing or nested shard_map binds the others.
-      check: check that results are the same, bit by bit, along the axes that out_specs do not name; under vmap too.
-        On real ranks this costs two exchanges and reads on the host. One exchanges checksums; the other, of 16 bytes,
-        shows whether the same arguments come with a derivative (requires_grad, a transform) on all ranks.
+        tree. A leaf that is not a tensor goes to every rank unchanged, under P().
+      out_specs: a P for the result, or a tree of Ps that is a prefix of the result's tree. Where a P does not name an
+        axis, the value must be the same on all ranks of that axis.
+      axis_names: the axes to bind; None for all axes that are not bound yet.
+        An enclosing or nested shard_map binds the other axes.
+      check: whether to check, also under vmap, that results have equal bits along the axes that out_specs do not name.
+        On real ranks this costs two exchanges and reads on the host. One sends checksums. The other, of 16 bytes,
+        shows whether the same arguments have a derivative (requires_grad, a transform) on all ranks.
         In two cases equal values cannot be checked, or do not suffice: inside `jit`, where no value can be read, and
         on an emulated mesh where a derivative follows a result. There a result may depend only on arguments that are
         whole along the axis and on results of psum, pmean, pmax, pmin and all_gather over it. (JAX counts
-        all_gather's results as different on each rank.) If a result is the same for another reason, pass check=False,
-        which takes rank 0's. On real ranks tangents are compared as values are, and a reverse derivative is that of
+        all_gather's results as different on each rank.) If a result is the same for another reason, pass check=False:
+        the result is then rank 0's. On real ranks tangents are compared as values are. A reverse derivative is that of
         the rank's own result.
 
     Returns:
-      on an emulated mesh a function of global values; on real ranks a function of this rank's shards (`shard`,
+      On an emulated mesh a function of global values. On real ranks a function of this rank's shards (`shard`,
       `unshard`). Inside another shard_map the values are global over the new axes on both kinds of mesh.
 
     Raises:
-      TypeError, ValueError: names every argument, result, axis or size that does not fit.
-      ValueError: if a value differs along an axis where its spec promises the same, or, inside `jit` or a derivative,
+      TypeError, ValueError: if an argument, a result, an axis or a size does not fit. The error names each of them.
+      ValueError: if a value differs along an axis that its spec does not name, or, inside `jit` or a derivative,
         may differ.
 
-    Law: the same values on an emulated mesh and on real ranks.
+    Law: f computes the same values on an emulated mesh and on real ranks.
 
-    Example: a row-wise product, its columns summed over the ranks.
+    Example: each rank multiplies its rows of a matrix; psum adds the products.
       >>> import torch, funcrec as fr
       >>> f = lambda w, x: fr.psum(x @ w, "model")
       >>> g = fr.shard_map(f, mesh=fr.Mesh.emulated(model=2), in_specs=(fr.P("model"), fr.P(None, "model")),
@@ -105,10 +105,10 @@ def mapped(
     check: bool = True,
     alike: Mapping | None = None,
 ) -> Callable:
-    """`shard_map` that also compares the forms of some arguments between real ranks.
+    """Return f as each rank runs it, as `shard_map` does, and compare forms of arguments between real ranks.
 
-    alike: {number of an argument: its name} for these arguments; `check` compares their forms. An emulated mesh has one
-      form by nature.
+    alike: {number of an argument: its name}, for the arguments to compare where `check` is set. An emulated mesh has
+      one form by nature.
     """
 
     @functools.wraps(f)
@@ -129,9 +129,10 @@ def mapped(
 
 @contextlib.contextmanager
 def reported_to_ranks(mesh: Mesh | None, args: Any, names: Sequence[str] = (), is_alike: bool = True) -> Iterator[None]:
-    """Report this rank's error to the others, which then raise it, too.
+    """Report an error of this rank to the other ranks, which then also raise it.
 
-    The error comes before the exchange in which real ranks compare their arguments (`_check_alike`), and travels in it.
+    The error occurs before the exchange in which real ranks compare their arguments (`_check_alike`). It travels in
+    that exchange.
     """
     try:
         yield
@@ -140,7 +141,7 @@ def reported_to_ranks(mesh: Mesh | None, args: Any, names: Sequence[str] = (), i
         tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         if where is None or where.is_emulated or not (is_alike if staged.get() else all(map(is_readable, tensors))):
             raise
-        with contextlib.suppress(RuntimeError):  # the other ranks have failed, too, in another place
+        with contextlib.suppress(RuntimeError):  # the other ranks have failed too, in another place
             device = torch.device(where.device_mesh.device_type)
             with bind(where.bound_axes(names or where.axis_names, device)):
                 report_failure(error, names or where.axis_names, device)
@@ -151,7 +152,7 @@ def reported_to_ranks(mesh: Mesh | None, args: Any, names: Sequence[str] = (), i
 def shard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
     """Return global values in the form that `shard_map` takes.
 
-    On real ranks these are this rank's parts, on an emulated mesh the values themselves.
+    On real ranks it returns this rank's parts. On an emulated mesh it returns the values themselves.
 
     Example:
       >>> import torch, funcrec as fr
@@ -167,7 +168,9 @@ def shard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
 
 @typed
 def unshard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
-    """Return a result of `shard_map` as global values on every rank; the inverse of `shard`.
+    """Return a result of `shard_map` as global values, on every rank.
+
+    This is the inverse of `shard`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -188,7 +191,7 @@ def unshard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
 
 
 def _run_emulated(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
-    """Run f once, on cut values."""
+    """Return the result of f, which runs once, on cut values."""
     sizes = {a: mesh.shape[a] for a in names}
     raise_for(CALL, size_problems(parts, sizes))
     tree, results, whole, varying = _emulate(f, sizes, parts, [cut(p, sizes) for p in parts], args, out_specs)
@@ -199,16 +202,16 @@ def _run_emulated(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, 
 
 
 def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_specs):
-    """Run f under a vmap for each axis, the first outermost.
+    """Return the results of f, which runs under a vmap for each axis. The first axis is outermost.
 
-    Returns the tree of one rank's results, its parts, each part with all axes in front, and for each tensor of a part
-    the axes that it depends on.
+    The result is the tree of one rank's results, its parts, each part with all axes in front, and for each tensor of a
+    part the axes that it depends on.
     """
     leaves, structure = tree_flatten(stacked)
     axes_of = [p.spec.axes for p, x in zip(parts, stacked, strict=True) for _ in tree_leaves(x)]
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    # marker a holds a rank's place on axis a, and only that axis's
-    # level batches it: so a collective finds its level
+    # Marker a holds a rank's place on axis a. Only the vmap level of that
+    # axis batches it, and so a collective finds its level.
     markers = [torch.arange(n, device=_device(parts)) for n in sizes.values()]
     found: dict[str, Any] = {}
 
@@ -226,7 +229,7 @@ def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_
 
     mapped = one_rank
     for name in reversed(sizes):
-        # a value that is not cut along the axis is not batched there: P() says that it is the same on all ranks
+        # A value that is not cut along the axis is not batched there: P() says that all ranks have the same value.
         dims = [0 if name in axes_of[i] else None for i in at]
         mapped = torch.func.vmap(mapped, in_dims=([0 if a == name else None for a in sizes], *dims))
     results = iter(mapped(markers, *(leaves[i] for i in at)))
@@ -235,7 +238,7 @@ def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_
 
 
 def _drop_axes(stacked: Any, spec: P, names: Sequence[str]) -> Any:
-    """Take rank 0's value along the axes that the spec does not name."""
+    """Return the values of rank 0 along the axes that the spec does not name."""
     place = tuple(slice(None) if a in spec.axes else 0 for a in names)
     return tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, stacked)
 
@@ -244,7 +247,7 @@ def _drop_axes(stacked: Any, spec: P, names: Sequence[str]) -> Any:
 
 
 def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool, alike: Mapping = {}):
-    """Run f on this rank's shards."""
+    """Return the result of f on this rank's shards."""
     with bind(mesh.bound_axes(names, _device(parts))):
         if is_checked:
             _check_alike(CALL, parts, names, alike)
@@ -268,7 +271,7 @@ def _check_alike(call: str, parts: Sequence[Part], names: Sequence[str], alike: 
 def _unequal_in_emulation(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs) -> Iterator[Problem]:
     """Report the results that may differ between ranks, while f is staged.
 
-    Runs f for all ranks at once on shapes alone, and leaves no operation in the program.
+    It runs f for all ranks at once, on shapes alone, and adds no operation to the program.
     """
     sizes = {a: mesh.shape[a] for a in names}
     cut_by = lambda p: [sizes[a] for a in sizes if a in p.spec.axes]
@@ -279,7 +282,7 @@ def _unequal_in_emulation(f, mesh: Mesh, names, parts: Sequence[Part], args, out
 
 
 def _run_nested(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
-    """Run f on this rank's part of values that are whole along the new axes."""
+    """Return the result of f on this rank's part of values that are whole along the new axes."""
     sizes = {a: mesh.shape[a] for a in names}
     raise_for(CALL, size_problems(parts, sizes))
     out = _run_real(f, mesh, names, parts, _rebuild(args, [_own(p, mesh, sizes) for p in parts]), out_specs, is_checked)
@@ -288,13 +291,13 @@ def _run_nested(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is
 
 
 def _own(part: Part, mesh: Mesh, sizes) -> Any:
-    """This rank's part of a global value."""
+    """Return this rank's part of a global value."""
     place = tuple(mesh.coordinates[a] for a in sizes if a in part.spec.axes)
     return tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, cut(part, sizes)) if place else part.value
 
 
 def _whole(part: Part, sizes) -> Any:
-    """Gather the ranks' parts into the global value."""
+    """Return the global value, gathered from the parts of the ranks."""
     axes = tuple(a for a in sizes if a in part.spec.axes)
     if not axes:
         return part.value
@@ -315,13 +318,13 @@ def _mesh_of(call: str, mesh: Mesh | None) -> Mesh:
     if not isinstance(where, Mesh):
         got, hint = "None, and no `with mesh:`" if mesh is None else describe(mesh), "fr.Mesh.emulated(data=2)"
         fail(call, "there is no mesh.", got=got, need="a Mesh", hint=hint, kind=TypeError)
-    # `_unequal_in_emulation` emulates real ranks to check shapes: calls inside it must use the emulated axes
+    # `_unequal_in_emulation` emulates real ranks to check shapes: calls inside that function use the emulated axes.
     bound = [bound_axis(call, a) for a in where.axis_names if a in bound_names()]
     return Mesh(where.axes) if any(a.group is None for a in bound) else where
 
 
 def _mapped_axes(mesh: Mesh, axis_names: Collection[str] | None) -> tuple[str, ...]:
-    """The axes that a call binds, in the mesh's order."""
+    """Return the axes that a call binds, in the order of the mesh."""
     bound = bound_names()
     chosen = [a for a in mesh.axis_names if a not in bound] if axis_names is None else list(axis_names)
     wrong = [a for a in chosen if a not in mesh.axis_names]
@@ -356,7 +359,7 @@ def _results(out_specs: Any, out: Any, names: Sequence[str]) -> list[Part]:
 
 
 def _rebuild(tree: Any, leaves: Sequence[Any]) -> Any:
-    """Return a tree of `tree`'s structure with other leaves; a jagged value is one leaf."""
+    """Return a tree with the structure of `tree` and these leaves. A jagged value is one leaf."""
     return tree_unflatten(list(leaves), flatten_parts(tree)[1])
 
 

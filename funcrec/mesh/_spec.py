@@ -1,7 +1,7 @@
-"""P: how a tensor is cut over the axes of a mesh.
+"""P: describes how a tensor is cut over the axes of a mesh.
 
-P("a", None): dimension 0 over the ranks of axis a, dimension 1 whole
-P(("a", "b")): dimension 0 over the ranks of both axes, a being the major one
+P("a", None): dimension 0 is cut over the ranks of axis a, dimension 1 is whole
+P(("a", "b")): dimension 0 is cut over the ranks of both axes, of which a is the major one
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ from funcrec.mesh._axes import AxisName, is_names
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class P:
-    """How a tensor is cut over a mesh: for each dimension an axis, a tuple of axes, or None.
+    """The cut of a tensor over a mesh: for each dimension an axis, a tuple of axes, or None.
 
-    The first axis of a tuple is the major one. Dimensions that are not named stay whole; `P()` is the whole tensor on
+    The first axis of a tuple is the major one. A dimension without an axis stays whole. `P()` is the whole tensor on
     every rank.
 
     Example:
@@ -40,7 +40,7 @@ class P:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that the spec names."""
+        """Return all axes that the spec names."""
         return tuple(a for d in self.dims for a in d)
 
     def __repr__(self) -> str:

@@ -1,1 +1,1 @@
-"""Ranks that are processes: their groups, what they say to each other, and checks that all got the same arguments."""
+"""Ranks that are processes: groups of ranks, exchanges of values between ranks, and checks that arguments are equal."""

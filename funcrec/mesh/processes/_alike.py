@@ -1,11 +1,12 @@
-"""Checks before an exchange that all ranks have arguments of one form, and the same derivatives following them.
+"""Checks before an exchange that all ranks have arguments of one form, followed by the same derivatives.
 
     digest(forms) = max over ranks = min over ranks
 
-If one rank's buffers have another size than the others expect, the exchange crashes or hangs. Where values can be read,
-one exchange of 16 bytes compares all forms; ranks say more only if they differ. While a program is staged the ranks
-compare the forms through torchrun's store, once for each new form. A program that exists already costs nothing. The
-store is no `say`: a rank that has its program runs that program's exchanges, and a collective would pair with those.
+If the buffers of a rank have another size than other ranks expect, the exchange crashes or hangs. Where values can be
+read, one exchange of 16 bytes compares all forms. Ranks send more only if the forms differ. While a program is staged
+the ranks compare the forms through torchrun's store, once for each new form. A program that exists already costs
+nothing. The ranks use the store and not `say`, because a rank that has its program runs the exchanges of that program,
+and a collective would pair with those exchanges.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ HINT = "ids of one capacity on all ranks (`pad_to`, or `pad_to_bucket` by the lo
 
 
 class RankForm(NamedTuple):
-    """What one rank reports of an argument: its form and whether a derivative follows it; or why the rank failed."""
+    """A rank's report: the form of an argument, and whether a derivative follows it; or the reason why it failed."""
 
     path: str
     followed: str
@@ -46,7 +47,7 @@ class RankForm(NamedTuple):
 
 
 def form_of(x: Any) -> str:
-    """Class, dtypes and shapes of a leaf; for a jagged leaf its keys and capacity, too."""
+    """Return a text of the class, the dtypes and the shapes of a leaf, and of the keys of a jagged leaf."""
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
     if not is_jagged(x):
@@ -57,13 +58,13 @@ def form_of(x: Any) -> str:
 
 
 def form_text(tree: Any) -> str:
-    """The form of every leaf with its path, as text that ranks can compare; a jagged value is one leaf."""
+    """Return the form of every leaf with its path, as a text that ranks can compare. A jagged value is one leaf."""
     named = torch_tree.tree_flatten_with_path(tree, is_leaf=is_jagged)[0]
     return "; ".join(sorted(f"{torch_tree.keystr(path)} {form_of(x)}".strip() for path, x in named))
 
 
 def apart_over_ranks(told: Sequence[RankForm], axes: Sequence[str], device: torch.device) -> Iterator[Problem]:
-    """Report what differs between the ranks of the axes, where values can be read; all ranks report the same."""
+    """Report what differs between the ranks of the axes. Values can be read here, and all ranks report the same."""
     number = digest("\n".join(map("\t".join, told)))
     with outside_transforms():
         own = torch.tensor([number, -number], device=device)
@@ -83,12 +84,15 @@ def ranks_of_axes(names: Sequence[str]) -> Ranks:
 
 
 def digest(text: str) -> int:
-    """Return a number of 56 bits."""
+    """Return a hash of the text, a number of 56 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def report_failure(error: Exception, axes: Sequence[str], device: torch.device) -> None:
-    """Report a failure where other ranks call `apart_over_ranks`, or `agree_on_program` while a program is staged."""
+    """Report a failure to the other ranks.
+
+    These call `apart_over_ranks`, or `agree_on_program` while a program is staged.
+    """
     told = [RankForm("", FAILED, words_of(error))]
     if staged.get():
         dist.distributed_c10d._get_default_store().set(key_of(Met.turns, dist.get_rank()), pickle.dumps(told))
@@ -98,7 +102,10 @@ def report_failure(error: Exception, axes: Sequence[str], device: torch.device) 
 
 
 def problems_of(own: Sequence[RankForm], ranks: Sequence[Sequence[RankForm]]) -> Iterator[Problem]:
-    """Report the ranks that failed; if none did, the arguments whose forms differ, each with the ranks' forms."""
+    """Report the ranks that failed, or the arguments whose forms differ.
+
+    If no rank failed, it reports each argument with the forms of the ranks.
+    """
     failed = {r: told[0].form for r, told in enumerate(ranks) if told and told[0].followed == FAILED}
     for rank, why in failed.items():
         yield Problem(
@@ -119,7 +126,7 @@ def problems_of(own: Sequence[RankForm], ranks: Sequence[Sequence[RankForm]]) ->
 
 
 def listed(forms: Sequence[str]) -> str:
-    """Each distinct form once, with its ranks."""
+    """Return a text that names each distinct form once, with its ranks."""
     ranks = {form: [r for r, other in enumerate(forms) if other == form] for form in dict.fromkeys(forms)}
     shown = lambda own: f"rank {own[0]}" if len(own) == 1 else f"ranks {', '.join(map(str, own[:8]))}"
     return "; ".join(f"{form} on {shown(own)}{', ...' if len(own) > 8 else ''}" for form, own in ranks.items())
@@ -129,7 +136,7 @@ def listed(forms: Sequence[str]) -> str:
 
 
 class Met:
-    """The forms that this process has agreed on with the others, and how often it has compared forms."""
+    """The forms that this process has agreed on with the other ranks, and how often it has compared forms."""
 
     forms: ClassVar[list[list[RankForm]]] = []
     turns = 0
@@ -139,7 +146,10 @@ staged: ContextVar[str] = ContextVar("funcrec_staged", default="")  # the name o
 
 
 def agree_on_program(call: str, told: Sequence[RankForm], group: str) -> None:
-    """Check that every rank is about to run a program for the same forms, when forms are new to this rank."""
+    """Check that every rank is about to run a program for the same forms.
+
+    Forms that this rank has met before need no check.
+    """
     told = list(told)
     if told in Met.forms:
         return
@@ -164,7 +174,7 @@ def agree_on_program(call: str, told: Sequence[RankForm], group: str) -> None:
 
 
 def longest_wait(group: str) -> timedelta:
-    """How long a collective of the group waits for a rank."""
+    """Return the time that a collective of the group waits for a rank."""
     found = _resolve_process_group(group)
     return min(found._get_backend(d).options._timeout for d in found._device_types)
 
@@ -174,9 +184,9 @@ def key_of(turn: int, rank: int) -> str:
 
 
 def others_changed(call: str, error: RuntimeError) -> RuntimeError:
-    """The error to raise when an exchange broke off.
+    """Return the error to raise for a broken exchange.
 
-    If other ranks have new forms, and so never came to this exchange, it names the forms; else it is `error`.
+    If other ranks have new forms, they never came to this exchange: the error names the forms. Otherwise it is `error`.
     """
     if not (dist.is_initialized() and Met.forms):
         return error
@@ -184,7 +194,7 @@ def others_changed(call: str, error: RuntimeError) -> RuntimeError:
     try:
         store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
         told = {r: pickle.loads(store.get(key_of(turn, r))) for r in ranks if store.check([key_of(turn, r)])}
-    except RuntimeError:  # the store ended with its rank
+    except RuntimeError:  # the store ended with the rank that held it
         return error
     was = {t.path: t.form for t in Met.forms[-1]}
     ranks = [told.get(r, []) for r in ranks]

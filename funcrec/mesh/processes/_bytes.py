@@ -1,4 +1,4 @@
-"""Sends any number of bytes from every real rank of a mesh to every other; all ranks know the sizes.
+"""Sends any number of bytes from every real rank of a mesh to every other rank. All ranks know the sizes.
 
 swap_bytes(blocks)[r] = (what rank 0 sent to r, ..., what rank n-1 sent to r)
 """
@@ -14,9 +14,9 @@ from funcrec.mesh._mesh import Mesh
 
 
 def swap_bytes(blocks: Sequence[Tensor], coming: Sequence[int], going: Sequence[int], mesh: Mesh) -> Tensor:
-    """u8[sum(coming)]: the received bytes.
+    """Return the received bytes, u8[sum(coming)].
 
-    Rank r sends this one coming[r] bytes; `blocks` holds, for each rank in turn, going[r] bytes to send.
+    Rank r sends coming[r] bytes to this rank. `blocks` holds, for each rank r in turn, going[r] bytes to send.
     """
     device = mesh.device_mesh.device_type
     sent = torch.cat(blocks) if blocks else torch.zeros(0, dtype=torch.uint8, device=device)

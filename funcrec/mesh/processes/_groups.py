@@ -1,7 +1,7 @@
-"""Twins: process groups of the same ranks, for another thread's exchanges.
+"""Twins: process groups of the same ranks, for the exchanges of another thread.
 
-Collectives of a group pair by their order, so all of one group's must come from one thread: a second thread exchanges
-over groups of its own.
+Collectives of a group pair by their order, so all collectives of a group must come from one thread. A second thread
+exchanges values over groups of its own.
 """
 
 from typing import NamedTuple
@@ -14,14 +14,17 @@ from funcrec.mesh.processes._together import Ranks
 
 
 class Twins(NamedTuple):
-    """names: {group of an axis: its twin's name}. ranks: all ranks over a gloo group, for bytes on the host."""
+    """names: {group of an axis: the name of its twin}. ranks: all ranks over a gloo group, for bytes on the host."""
 
     names: dict[str, str]
     ranks: Ranks
 
 
 def twins_of(mesh: Mesh) -> Twins:
-    """Make the twins; they live as long as the process. All ranks make them in one order: by axis, then `world`."""
+    """Return new twins of the groups of a mesh, which live as long as the process.
+
+    All ranks make them in one order: by axis, then `world`.
+    """
     names = {}
     for axis in mesh.axis_names:
         group = mesh.device_mesh.get_group(axis)

@@ -1,4 +1,4 @@
-"""What ranks say to each other outside of programs: the value of every rank on all, and the failure of one on all.
+"""Exchanges between ranks outside of programs: all ranks get the value of every rank, and learn of a rank's failure.
 
     say(x) = [x of rank 0, ..., x of rank n-1]        together(work) = say(work()), or an error on every rank
 
@@ -27,9 +27,10 @@ MOST_WORDS = 500  # characters of an error that other ranks report
 
 
 class Ranks(NamedTuple):
-    """Processes that speak to each other; without groups this one alone.
+    """Processes that exchange values with each other; without groups, this process alone.
 
-    groups: of the axes on which they lie, the last runs fastest. device: where the bytes lie for the exchange.
+    groups: one for each axis on which the ranks lie; the last axis runs fastest. device: where the bytes lie for the
+    exchange.
     """
 
     rank: int = 0
@@ -43,7 +44,10 @@ class Ranks(NamedTuple):
 
     @staticmethod
     def of(mesh: Mesh | None, device: torch.device | str | None = None) -> "Ranks":
-        """Return the ranks of a mesh, over the groups of its axes; this process alone without real ranks."""
+        """Return the ranks of a mesh, over the groups of its axes.
+
+        Without real ranks it returns this process alone.
+        """
         if mesh is None or mesh.is_emulated:
             return Ranks()
         groups = [mesh.device_mesh.get_group(name) for name in mesh.axis_names]
@@ -51,13 +55,13 @@ class Ranks(NamedTuple):
 
     @staticmethod
     def of_group(group: dist.ProcessGroup | None) -> "Ranks":
-        """Return the ranks of a process group; all ranks of the default one for None."""
+        """Return the ranks of a process group. For None it returns all ranks of the default group."""
         group = dist.group.WORLD if group is None else group
         return Ranks(dist.get_rank(group), dist.get_world_size(group), (group,), device_of(group))
 
 
 class Failure(NamedTuple):
-    """The error of a rank, as the others report it. kind: a builtin class that it has."""
+    """The error of a rank, as the other ranks report it. kind: the name of a builtin class of the error."""
 
     kind: str
     errno: int | None
@@ -75,11 +79,13 @@ def words_of(error: BaseException) -> str:
 
 
 def say(value: T, ranks: Ranks) -> list[T]:
-    """Return every rank's value, in the order of the ranks; all must call it, each group's from one thread.
+    """Return the values of all ranks, in the order of the ranks.
 
-    Sender: pickles its value, which may have any size. Receiver: values of the types that were sent.
+    All ranks must call it, and for each group from one thread.
 
-    Cost: one collective of 256 bytes for each axis; a second one where a value takes more than 248.
+    One sender pickles its value, which may have any size. One receiver gets values of the types that were sent.
+
+    Cost: one collective of 256 bytes for each axis, and a second collective if a value takes more than 248 bytes.
     """
     if ranks.size == 1:
         return [value]
@@ -92,17 +98,18 @@ def say(value: T, ranks: Ranks) -> list[T]:
 
 
 def together(ranks: Ranks, call: str, doing: str, work: Callable[[], T]) -> list[T]:
-    """Run work() on every rank: return the results of all, in the order of the ranks.
+    """Return the results of work() of all ranks, in the order of the ranks.
 
     Raises:
-      This rank's own error if it failed; else an error of the same kind that names the rank that failed.
+      This rank's own error, if work() failed here. If work() failed on another rank, an error of the same kind that
+      names that rank.
     """
     if ranks.size == 1:
         return [work()]
     text, error = b"", None
     try:
         text = pickle.dumps(work())
-    except BaseException as raised:  # an interrupt, too: the others are not to wait for this rank
+    except BaseException as raised:  # this includes interrupts, so that no other rank waits for this rank
         error = raised
     try:
         of_all = say((text, None if error is None else Failure.of(error)), ranks)
@@ -121,9 +128,10 @@ def together(ranks: Ranks, call: str, doing: str, work: Callable[[], T]) -> list
 
 
 def called_by_all_ranks(is_of_ranks: Callable[..., bool]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Wrap a function that all ranks call, so that an error before its first `together` reaches the other ranks.
+    """Return a decorator for a function that all ranks call.
 
-    Else, if a call is wrong on one rank only, the others would wait for it there.
+    With it, an error before the first `together` of the function reaches the other ranks. Without it, if a call is
+    wrong on one rank only, the other ranks would wait in that `together`.
 
     Args:
       is_of_ranks: (arguments of a call) -> whether all running ranks make that call.
@@ -146,7 +154,7 @@ def called_by_all_ranks(is_of_ranks: Callable[..., bool]) -> Callable[[Callable[
 
 
 def apart_problems(of_all: Sequence[dict[str, str]]) -> Iterator[Problem]:
-    """Report arguments that are not the same on all ranks. of_all: each rank's, by name."""
+    """Report arguments that are not the same on all ranks. of_all: for each rank, {name: argument as text}."""
     for name, first in of_all[0].items():
         rank, other = next(((r, own[name]) for r, own in enumerate(of_all) if own[name] != first), (0, first))
         if other != first:
@@ -155,12 +163,18 @@ def apart_problems(of_all: Sequence[dict[str, str]]) -> Iterator[Problem]:
 
 
 def device_of(group: dist.ProcessGroup) -> str:
-    """Return where a group's tensors lie: on the CPU, if it takes such."""
+    """Return the device on which the tensors of a group lie.
+
+    It is the CPU if the group takes CPU tensors.
+    """
     return "cpu" if torch.device("cpu") in group._device_types else "cuda"
 
 
 def _bytes_of_all(own: bytes, group: dist.ProcessGroup, device: torch.device | str) -> list[bytes]:
-    """Return the bytes of every rank, of any length: a head of one size, and what does not fit there."""
+    """Return the bytes of every rank, of any length.
+
+    Ranks exchange heads of one size, and then the bytes that do not fit in a head.
+    """
     room = HEAD_BYTES - SIZE_BYTES
     heads = _gathered((len(own).to_bytes(SIZE_BYTES, "little") + own[:room]).ljust(HEAD_BYTES, b"\0"), group, device)
     sizes = [int.from_bytes(head[:SIZE_BYTES], "little") for head in heads]
@@ -170,7 +184,7 @@ def _bytes_of_all(own: bytes, group: dist.ProcessGroup, device: torch.device | s
 
 
 def _gathered(own: bytes, group: dist.ProcessGroup, device: torch.device | str) -> list[bytes]:
-    """Return the bytes of every rank, as many on all of them."""
+    """Return the bytes of every rank. All ranks pass the same number of bytes."""
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     out = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(out, mine, group=group)
