@@ -1,7 +1,7 @@
-"""combine: owners send rows, or bags of pooled rows, back to the ranks that hold the ids; and the transpose.
+"""combine: owners send rows, or sums of rows, back to the ranks that hold the ids. Here is also its transpose.
 
     sums:  acts[b] = 1/len_b · Σ_owners Σ_{i of b there} s_i · row_i
-    pooled at the owners, added here, divided here for a mean
+    the owners pool; this rank adds the sums, and divides for a mean
     rows:  acts[b] = 1/len_b · Σ_{i of b} s_i · row_i
     owners send single rows; this rank pools them as one process does
     d_acts[b] ─▶ every owner of rows of b ─▶ Bags: s_i / len_b · e_{row_i} ⊗ d_acts[b]
@@ -28,12 +28,15 @@ Banks = Mapping[str, Tensor]
 def pooled_there(
     banks: Banks, routed: Routed, routes: Routes, implementation: str | None, codec: Codec | None = None
 ) -> dict[int, Tensor]:
-    """{lane: f[B, width]}: this rank's bags, from the sums that owners send back."""
+    """Return {lane: f[B, width]}, the pooled bags of this rank, from the sums that owners send back."""
     return combine(pool(banks, routed, routes, implementation), routed, routes, codec)
 
 
 def pool(banks: Banks, routed: Routed, routes: Routes, implementation: str | None) -> Tensor:
-    """f[n, B, W]: for each sender, the sums of its bags' rows on this rank, slot by slot, as they are sent."""
+    """Return the sums that this rank sends back to each sender, f[n, B, W], slot by slot.
+
+    A sum adds the rows of this rank that a bag of the sender names.
+    """
     used, width = list(routes.lanes_of_banks), sum(routes.widths)
     forms = [
         form._replace(table=used.index(routes.banks[k]), column=sender * width + form.column)
@@ -41,7 +44,7 @@ def pool(banks: Banks, routed: Routed, routes: Routes, implementation: str | Non
         for k, form in enumerate(slot_forms(routed, routes, sender))
     ]
     tables = [banks[b.name] for b in used]
-    if any(b.bits for b in used):  # then all are: they come from quantised tables
+    if any(b.bits for b in used):  # then all banks come from quantised tables
         bits, dims = [b.bits for b in used], [b.dim for b in used]
         out = ops.quantized_lookup(
             tables, [routed.rows], routed.offsets, routed.weights, forms, routed.num_bags, bits, dims,
@@ -56,12 +59,12 @@ def pool(banks: Banks, routed: Routed, routes: Routes, implementation: str | Non
 
 
 def slot_forms(routed: Routed, routes: Routes, sender: int) -> list[Feature]:
-    """One sender's slots, as features of a kernel.
+    """Return the slots of one sender, as features of a kernel.
 
-    They are weighted sums: a mean is divided on the rank that has the bag.
+    The kernel computes weighted sums. For a mean, the rank that has the bag divides.
     """
     bags = routed.num_bags
-    first = sender * (len(routes.banks) * bags + 1)  # each sender's boundaries are one more than its bags
+    first = sender * (len(routes.banks) * bags + 1)  # each sender has one more boundary than bags
     is_weighted = routed.weights is not None
     return [
         Feature(0, 0, first + k * bags, _longest(routes, k), False, is_weighted, column)
@@ -70,9 +73,9 @@ def slot_forms(routed: Routed, routes: Routes, sender: int) -> list[Feature]:
 
 
 def _longest(routes: Routes, slot: int) -> int:
-    """The most ids in a bag of a slot, 0 if no feature says.
+    """Return the most ids in a bag of a slot; 0 if a feature has no `max_length`.
 
-    Bags arrive cut, so it only bounds how many entries a gradient has.
+    Bags arrive cut, so the number only bounds how many entries a gradient has.
     """
     known = [routes.lanes[x[slot]].feature.max_length for x in routes.slots if x[slot] >= 0]
     return 0 if None in known else max(known)
@@ -81,7 +84,10 @@ def _longest(routes: Routes, slot: int) -> int:
 def pooled_here(
     banks: Banks, routed: Routed, routes: Routes, implementation: str | None, codec: Codec | None = None
 ) -> dict[int, Tensor]:
-    """{lane: f[B, width]}: this rank's bags, from the rows that owners send back; the bits of one process."""
+    """Return {lane: f[B, width]}, the pooled bags of this rank, from the rows that owners send back.
+
+    They have the bits of one process.
+    """
     rows, out = fetch(banks, routed, routes, implementation, codec), {}
     for bank, lanes in routes.lanes_of_banks.items():
         pooled = pooled_lookup(
@@ -98,7 +104,10 @@ def pooled_here(
 
 
 def lane_forms(routed: Routed, routes: Routes, bank: Bank) -> list[Feature]:
-    """A bank's lanes, in adjacent columns, as features of a kernel that reads rows at `sent` for this rank's bags."""
+    """Return the lanes of a bank, in adjacent columns, as features of a kernel.
+
+    The kernel reads, for the bags of this rank, the rows at the places `sent`.
+    """
     is_weighted = routed.own_weights is not None
     return [
         Feature(0, 0, i * routed.num_bags, 0, routes.lanes[i].feature.pooling == "mean", is_weighted, c * bank.dim)
@@ -109,7 +118,10 @@ def lane_forms(routed: Routed, routes: Routes, bank: Bank) -> list[Feature]:
 def fetch(
     banks: Banks, routed: Routed, routes: Routes, implementation: str | None, codec: Codec | None = None
 ) -> dict[Bank, Tensor]:
-    """{bank: f[n · C, dim]}: each sent id's row, in the id's place; zeros for ids of other banks."""
+    """Return {bank: f[n · C, dim]}, the row of each sent id, in the place of the id.
+
+    At the places of ids of other banks it has zeros.
+    """
     rows = {
         b: rows_of(banks, b, routed.rows_of(b, routes), implementation).unflatten(0, (routes.num_ranks, -1))
         for b in routes.lanes_of_banks
@@ -121,19 +133,22 @@ def fetch(
 
 
 def rows_of(banks: Banks, bank: Bank, rows: Tensor, implementation: str | None) -> Tensor:
-    """f[N, dim]: rows of a bank; a quantised bank's rows are decoded."""
+    """Return the rows of a bank, f[N, dim]. Rows of a quantised bank are decoded."""
     if bank.bits:
         return ops.quantized_rows(banks[bank.name], rows, bank.bits, bank.dim, implementation=implementation)
     return gather_rows(banks[bank.name], rows, implementation=implementation)
 
 
 def combine(pooled: Tensor, routed: Routed, routes: Routes, codec: Codec | None = None) -> dict[int, Tensor]:
-    """{lane: f[B, width]}: this rank's bags, from the sums of all owners; means are divided here."""
+    """Return {lane: f[B, width]}, the pooled bags of this rank, from the sums of all owners.
+
+    This rank divides the means.
+    """
     back = send("all_to_all", [pooled], routes.axes, codec, [routes.widths])[0] if routes.axes else pooled
     out = {}
     for i, lane in enumerate(routes.lanes):
-        # Σ over the owners of the table's parts, in the order of the parts, not
-        # of the bag's ids: so other bits than in one process
+        # The sum runs over the owners of the table's parts, in the order of the parts, not in the order
+        # of the bag's ids. So it has other bits than in one process.
         at = [(r, routes.columns[routes.slots[r].index(i)]) for r in lane.shard.ranks]
         total = back[at[0][0], :, at[0][1] : at[0][1] + lane.bank.dim]
         for r, c in at[1:]:
@@ -145,9 +160,10 @@ def combine(pooled: Tensor, routed: Routed, routes: Routes, codec: Codec | None 
 def combine_transpose(
     d_lanes: Mapping[int, Tensor], routed: Routed, routes: Routes, codec: Codec | None = None
 ) -> dict[str, RowGrads]:
-    """{bank: RowGrads} at the owners, from the cotangents of the bags; `codec.forward` codes them.
+    """Return {bank: RowGrads} at the owners, from the cotangents of the bags.
 
-    d_acts is divided by len_b before it is sent. The terms of a weighted mean contain s_i / len_b instead (`scales`).
+    `codec.forward` codes the cotangents. d_acts is divided by len_b before it is sent. The terms of a weighted mean
+    contain s_i / len_b instead (`scales`).
     """
     d_lanes = {
         i: _scaled(d, routed, i, routes.lanes[i]) if _is_mean(routes.lanes[i]) else d for i, d in d_lanes.items()
@@ -157,15 +173,15 @@ def combine_transpose(
     to_rank = lambda slots: torch.cat([blank[k] if i < 0 else d_lanes[i] for k, i in enumerate(slots)], 1)
     if not routes.axes:
         d = to_rank(routes.slots[0])[None]
-    elif len(set(routes.slots)) == 1:  # every rank is sent the same
+    elif len(set(routes.slots)) == 1:  # all ranks get the same cotangents
         (d,) = send("all_gather", [to_rank(routes.slots[0])], routes.axes, codec, [routes.widths])
     else:
         each = torch.stack([to_rank(slots) for slots in routes.slots])
         (d,) = send("all_to_all", [each], routes.axes, codec, [routes.widths])
     slots = routes.slots_of_banks
     terms: dict[Bank, list[Bags]] = {b: [] for b in slots}
-    # one term per sender, in the order of the global batch: `coalesce` adds a row's gradients in this order
-    for sender, d_sender in enumerate(d.unbind(0)):  # one tensor for all banks: it may travel on
+    # One term per sender, in the order of the global batch: `coalesce` adds the gradients of a row in this order.
+    for sender, d_sender in enumerate(d.unbind(0)):  # one tensor for all banks, because it may be sent again
         forms = slot_forms(routed, routes, sender)
         for b, own in slots.items():
             terms[b].append(Bags(d_sender, routed.rows, routed.offsets, weights, tuple(forms[k] for k in own)))
@@ -181,6 +197,9 @@ def _is_mean(lane: Lane) -> bool:
 
 
 def _scaled(d: Tensor, routed: Routed, i: int, lane: Lane) -> Tensor:
-    """Divide d by the bags' lengths as the kernels do: by one factor, in the dtype in which rows are summed."""
+    """Return d divided by the lengths of the bags, by one factor, in the dtype in which rows are summed.
+
+    The kernels divide in the same way.
+    """
     acc = ops.accumulation_dtype(lane.bank.dtype)
     return d.to(acc) * (1 / routed.lengths(i).clamp(min=1).double())[:, None].to(acc)

@@ -11,7 +11,7 @@ from funcrec.sharding.placement._layout import Layout
 
 
 def copy_problems(layout: Layout, leaves: Mapping[str, Mapping[str, Tensor]], mesh: Mesh) -> Iterator[Problem]:
-    """Report tensors of {kind: {bank: f[rows, ...]}} that differ between copies; real ranks compare checksums."""
+    """Report tensors of {kind: {bank: f[rows, ...]}} that differ between copies. Real ranks compare checksums."""
     flat = [(kind, n, x) for kind, own in leaves.items() for n, x in own.items()]
     if layout.num_copies == 1 or not flat:
         return
@@ -23,7 +23,7 @@ def copy_problems(layout: Layout, leaves: Mapping[str, Mapping[str, Tensor]], me
         with bind(mesh.bound_axes(mesh.axis_names, sums.device)):
             of_all = all_gather(sums, layout.replicas)
             unequal = (of_all != of_all[:1]).any(0).int()
-            differ = pmax(unequal, mesh.axis_names).tolist()  # so that all ranks raise
+            differ = pmax(unequal, mesh.axis_names).tolist()  # with pmax all ranks raise
     names = [f"{kind} of {n!r}" for (kind, n, _), wrong in zip(flat, differ, strict=True) if wrong]
     if names:
         hint = "state = fr.sync_replicas(state, mesh=mesh) first"

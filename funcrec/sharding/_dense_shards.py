@@ -47,7 +47,7 @@ from funcrec.mesh import (
 )
 from funcrec.optim import DenseOptimizer
 
-PROBE = ((0, 1e-3), (1, 1e3), (10**6, 1e-3), (10**6 + 1, 1e3))  # (step, size of its gradients)
+PROBE = ((0, 1e-3), (1, 1e3), (10**6, 1e-3), (10**6 + 1, 1e3))  # (step, size of the step's gradients)
 
 
 @pytree(static=("shape", "axes"))
@@ -55,10 +55,10 @@ class DenseShard:
     """A dense parameter, cut over the ranks of `axes`; `train_step(dense_axes=...)` keeps these in `state.dense`.
 
     Args:
-      flat: f[C], the rank's elements, in the order of the whole; zeros after the last. On an emulated mesh f[n · C],
-        the elements of all ranks. In an optimizer's state a dict of such tensors, and of counters i[] or f[].
+      flat: f[C], the rank's elements, in the order of the whole, padded with zeros. On an emulated mesh f[n · C],
+        the elements of all ranks. In an optimizer's state it is a dict of such tensors and of counters i[] or f[].
       shape: the shape of the whole parameter.
-      axes: axes of the mesh, the first one the major.
+      axes: axes of the mesh; the first axis is the major one.
 
     Example:
       >>> import torch, funcrec as fr
@@ -86,19 +86,22 @@ def is_shard(x: Any) -> bool:
 
 
 def map_shards(fn, tree: Any) -> Any:
-    """Apply fn to every DenseShard; other leaves stay."""
+    """Return the tree with fn applied to every DenseShard. Other leaves stay."""
     return torch_tree.tree_map(lambda x: fn(x) if is_shard(x) else x, tree, is_leaf=is_shard)
 
 
 def cut_dense(tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-    """Cut every leaf into a DenseShard of this process's ranks; leaves without a dimension stay."""
+    """Return the tree with a DenseShard of this process's ranks for every leaf. A leaf without a dimension stays."""
     n, spec = prod(mesh.shape[a] for a in axes), P(axes)
     cut = lambda x: DenseShard(shard(in_parts(x, n).flatten(), spec, mesh=mesh).clone(), tuple(x.shape), axes)
     return tree_map(lambda x: cut(x) if x.dim() else x, tree)
 
 
 def cut_state(opt_state: Any, whole: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-    """Cut a dense optimizer's state, a dict of tensors for each leaf of `whole`, as `cut_dense` cuts; counters stay."""
+    """Return a dense optimizer's state, cut as `cut_dense` cuts the parameters `whole`.
+
+    The state has a dict of tensors for each leaf of `whole`. Counters stay whole.
+    """
     leaves, structure = tree_flatten(whole)
     out = []
     for x, own in zip(leaves, structure.flatten_up_to(opt_state), strict=True):
@@ -108,9 +111,9 @@ def cut_state(opt_state: Any, whole: Any, mesh: Mesh, axes: tuple[str, ...]) -> 
 
 
 def join_dense(tree: Any, mesh: Mesh) -> Any:
-    """Join every DenseShard to its whole, on every rank, outside a mapped function.
+    """Return the tree on every rank with the whole leaf for every DenseShard, outside a mapped function.
 
-    In an optimizer's state it joins every tensor of a shard's dict.
+    In an optimizer's state it joins every tensor of the dict of a shard.
     """
 
     def join(x: DenseShard) -> Any:
@@ -121,7 +124,7 @@ def join_dense(tree: Any, mesh: Mesh) -> Any:
 
 
 def dense_specs(tree: Any) -> Any:
-    """A P for each leaf, for `shard_map`: a shard's tensors by its axes, other leaves whole."""
+    """Return a P for each leaf, for `shard_map`. The axes of a shard cut its tensors, and other leaves are whole."""
     cut = lambda x: tree_map(lambda t: P(x.axes) if t.dim() else P(), x)
     if not any(map(is_shard, torch_tree.tree_leaves(tree, is_leaf=is_shard))):
         return P()
@@ -129,7 +132,10 @@ def dense_specs(tree: Any) -> Any:
 
 
 def gather_dense(tree: Any) -> Any:
-    """`join_dense` inside a mapped function, where every rank has its part; all leaves of a dtype travel together."""
+    """Return the tree with the whole leaf for every DenseShard, inside a mapped function.
+
+    There every rank has its part. All leaves of a dtype travel together.
+    """
     leaves, structure = torch_tree.tree_flatten(tree, is_leaf=is_shard)
     cut = [x for x in leaves if is_shard(x)]
     parts = iter(gather_as_one([x.flat for x in cut], cut[0].axes) if cut else ())
@@ -137,9 +143,9 @@ def gather_dense(tree: Any) -> Any:
 
 
 def own_dense(whole: Any, like: Any) -> Any:
-    """Cut this rank's parts from `merge`'s result, a tree of whole leaves, inside a mapped function.
+    """Return this rank's parts of the result of `merge`, a tree of whole leaves, inside a mapped function.
 
-    `like` is the tree of shards that the whole leaves were gathered from.
+    `like` is the tree of shards from which the whole leaves were gathered.
     """
     leaves, structure = torch_tree.tree_flatten(like, is_leaf=is_shard)
     try:
@@ -150,7 +156,7 @@ def own_dense(whole: Any, like: Any) -> Any:
     out = []
     for x, held in zip(found, leaves, strict=True):
         if is_shard(held):
-            # the rank as a tensor: an int would be read on the host, and the ranks' graphs would differ
+            # The rank is a tensor: an int would be read on the host, and the graphs of the ranks would differ.
             own = in_parts(x, axis_size(held.axes)).index_select(0, axis_index(held.axes)[None])[0]
             x = DenseShard(own, held.shape, held.axes)
         out.append(x)
@@ -158,15 +164,17 @@ def own_dense(whole: Any, like: Any) -> Any:
 
 
 def whole_leaves(grads: Any, like: Any) -> list[Tensor]:
-    """The gradients of the leaves that are not cut."""
+    """Return the gradients of the leaves that are not cut, in order."""
     held = torch_tree.tree_leaves(like, is_leaf=is_shard)
     return [g for g, x in zip(tree_leaves(grads), held, strict=True) if not is_shard(x)]
 
 
 def sum_dense(grads: Any, summed: Sequence[Tensor], like: Any, sizes: Mapping[str, int]) -> Any:
-    """Σ of every leaf's gradient over all ranks, added in the order of the ranks; a cut leaf's is this rank's part.
+    """Return the sum over all ranks of every leaf's gradient, added in the order of the ranks.
 
-    summed: the sums of the leaves that are not cut.
+    For a leaf that is cut, it is this rank's part of the sum.
+
+    summed: the sums for the leaves that are not cut.
     """
     held, structure = torch_tree.tree_flatten(like, is_leaf=is_shard)
     cut = [(g, x) for g, x in zip(tree_leaves(grads), held, strict=True) if is_shard(x)]
@@ -175,9 +183,9 @@ def sum_dense(grads: Any, summed: Sequence[Tensor], like: Any, sizes: Mapping[st
 
 
 def sum_to_parts(leaves: Sequence[Tensor], held: Sequence[DenseShard], sizes: Mapping[str, int]) -> list[DenseShard]:
-    """This rank's part of the sum of every leaf.
+    """Return this rank's part of the sum over all ranks, for every leaf.
 
-    It sends as many bytes as the first half of a ring's all-reduce. Over axes that do not cut the leaves it gathers
+    It sends as many bytes as the first half of a ring's all-reduce. Over axes that do not cut the leaves it gathers the
     parts.
     """
     axes = held[0].axes if held else ()
@@ -186,8 +194,8 @@ def sum_to_parts(leaves: Sequence[Tensor], held: Sequence[DenseShard], sizes: Ma
     def total(blocks: Tensor) -> Tensor:
         # d_part[r] = Σ_s d_whole[s][part r]: part r of every rank's gradient goes to r
         got = all_to_all(blocks, axes)  # [n, C]: one block from each rank s of the cutting axes
-        got = all_gather(got, others) if others else got[None]  # [other ranks, n, C]: one from each rank s of the mesh
-        # added in the order of the mesh, whichever axes cut: the bits of one process
+        got = all_gather(got, others) if others else got[None]  # [other ranks, n, C]: a block from each rank s
+        # The order of the mesh, whichever axes cut, gives the sum the bits of one process.
         return added([got[other, own] for other, own in _in_order(sizes, others, axes)])
 
     blocks, unravel = ravel([in_parts(x, axis_size(axes)) for x in leaves], lead=1)
@@ -195,7 +203,7 @@ def sum_to_parts(leaves: Sequence[Tensor], held: Sequence[DenseShard], sizes: Ma
 
 
 def _in_order(sizes: Mapping[str, int], *groups: Sequence[str]) -> Iterator[tuple[int, ...]]:
-    """For every rank of the mesh, in order, yield its place on each group of axes."""
+    """Yield the place of each rank of the mesh, in order, on each group of axes."""
     for rank in range(prod(sizes.values())):
         where = coordinates(rank, list(sizes), sizes)
         yield tuple(rank_at(where, group, sizes) for group in groups)
@@ -209,7 +217,7 @@ def _whole(flat: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def dense_axes_problems(mesh: Any, axes: Any, dense: DenseOptimizer | None = None) -> Iterator[Problem]:
-    """The axes are the mesh's, and the optimizer treats every element on its own."""
+    """Report axes that the mesh lacks, and an optimizer that does not treat every element on its own."""
     if not axes:
         return
     if not isinstance(mesh, Mesh):
@@ -220,7 +228,7 @@ def dense_axes_problems(mesh: Any, axes: Any, dense: DenseOptimizer | None = Non
     elif isinstance(dense, DenseOptimizer):
         try:
             reason = "" if is_elementwise(dense) else "parts that move otherwise than the whole"
-        except (TypeError, ValueError) as error:  # Muon: matrices only
+        except (TypeError, ValueError) as error:  # such as Muon, which takes matrices only
             reason = str(error).splitlines()[0]
         if reason:
             need, hint = "one that has the same answer for every cut", "dense_axes=(), or torch.optim.Adam"
@@ -228,7 +236,7 @@ def dense_axes_problems(mesh: Any, axes: Any, dense: DenseOptimizer | None = Non
 
 
 def leaf_problems(dense: Any, state: Any) -> Iterator[Problem]:
-    """Leaves to cut are float tensors, and each has a dict of tensors in the optimizer's state."""
+    """Report leaves to cut that are not float tensors, or have no dict of tensors in the optimizer's state."""
     hint = "the `dense` and `dense_opt` of one state: step.init(params)"
     yield from float_leaf_problems("`state.dense{}` cannot be cut.", dense, hint)
     try:
@@ -243,7 +251,7 @@ def leaf_problems(dense: Any, state: Any) -> Iterator[Problem]:
 
 
 def is_elementwise(dense: DenseOptimizer) -> bool:
-    """Whether steps with a tensor give the same as steps with its two halves.
+    """Return whether steps with a tensor give the same numbers as steps with its two halves.
 
     It tries early and late steps, with small and large gradients.
     """

@@ -2,7 +2,7 @@
 
     lookup(fake_quantize(shard_tables(tables, plan, mesh)), ids) == lookup(fake_quantize(tables), ids)
 
-Owners round a copy of these rows and read it in their place; gradients go back as those of float tables.
+Owners round a copy of these rows, and read the copy instead of the rows. Gradients travel as for float tables.
 Shapes: n ranks, C rows in a block, D dim.
 """
 
@@ -23,7 +23,7 @@ from funcrec.tables import FeatureConfig, LookupResult, gather_rows
 
 
 class Owned(NamedTuple):
-    """For N rows of a bank: whether each belongs to this table, and which row of the table it would be."""
+    """The rows of a table among N rows of a bank. is_here: bool[N]. rows: i64[N], the row of the table."""
 
     table: str
     is_here: Tensor
@@ -33,13 +33,14 @@ class Owned(NamedTuple):
 def read_fake(
     fake: FakeQuantizedTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
 ) -> LookupResult:
-    """Look up this rank's bags in tables whose rows are rounded."""
+    """Return the lookup of this rank's bags in tables whose rows are rounded."""
     dtypes, layout = dict(fake.dtypes), fake.tables.layout
 
     def rounded(routed: Any, routes: Routes, implementation: str | None) -> tuple[dict[str, Tensor], Any]:
-        """Return the rounded rows to read instead of the banks, {bank: f[n · C, D]}, one for each id that arrived.
+        """Return ({bank: f[n · C, D]}, routed): the rounded rows to read instead of the banks, and where to read them.
 
-        The second value is `routed` with rows that point into these copies: row i is the i-th id's.
+        There is a row for each id that arrived. The result's `routed` points into these copies: row i is the row of the
+        i-th id.
         """
         copies = {}
         for b in routes.lanes_of_banks:
@@ -55,7 +56,10 @@ def read_fake(
 def rounded_copy(
     x: Tensor, bank: Bank, owned: Sequence[Owned], dtypes: Mapping[str, str], key: Tensor | None
 ) -> Tensor:
-    """Round rows f[N, D] of a bank, each as its table's dtype stores it; rows of no table are zeros, in every dtype."""
+    """Return rows f[N, D] of a bank, each rounded as the dtype of its table stores it.
+
+    Rows of no table are zeros, in every dtype.
+    """
     keys = () if key is None else (torch.zeros_like(owned[0].rows),)
     for own in owned if keys else ():
         keys = (torch.where(own.is_here, *row_keys(key, own.table, own.rows, bank.dim), *keys),)
@@ -67,14 +71,14 @@ def rounded_copy(
 
 
 def owners(layout: Layout, bank: Bank, rows: Tensor) -> Iterator[Owned]:
-    """For each table with rows in the bank, on any rank, locate this rank's rows i64[N] of the bank."""
+    """Yield, for each table with rows in the bank on any rank, the table's rows among this rank's rows i64[N]."""
     of_rank = lambda x: (
         x.to(rows.device).index_select(0, axis_index(bank.axes)[None]) if bank.axes else x.to(rows.device)
     )
     for s in layout.shards:
         if layout.banks[s.bank] != bank:
             continue
-        starts, firsts = torch.full((2, bank.num_ranks), bank.rows)  # without the table: after all rows
+        starts, firsts = torch.full((2, bank.num_ranks), bank.rows)  # a rank without the table: after all rows
         for i, (r, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
             starts[r], firsts[r] = start, i * s.part
         at = rows - of_rank(starts)

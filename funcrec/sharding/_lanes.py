@@ -1,6 +1,6 @@
-"""Lanes, and the ids of a lookup before they are sent: which ids the lanes read, and where each lane's rows lie.
+"""Lanes, and the ids of a lookup before they are sent: which ids the lanes read, and where the rows of a lane lie.
 
-    a lane = a feature on a shard of its table: its bags, and the ranks and rows that hold the shard's parts (`Owners`)
+    a lane = a feature on a shard of its table: the bags, and the ranks and rows that hold the shard's parts (`Owners`)
 Shapes: B bags, L lanes, N ids, W columns that a rank sends back.
 """
 
@@ -20,7 +20,7 @@ from funcrec.tables import FeatureConfig, Hash, hash_lanes
 
 
 class Lane(NamedTuple):
-    """A feature on a shard of its table, and the bank that holds the shard; num_rows: the rows of the table."""
+    """A feature on a shard of its table, and the bank that holds the shard. num_rows: the rows of the table."""
 
     feature: FeatureConfig
     shard: Shard
@@ -32,7 +32,7 @@ class Routes(NamedTuple):
     """The static description of an exchange.
 
     lanes: ordered by bank, then by feature.
-    slots: for each rank the numbers of the lanes that it serves, -1 where it serves fewer than others; slot k belongs
+    slots: for each rank the numbers of the lanes that it serves, padded with -1 to one length. Slot k belongs
       to one bank, banks[k], on all ranks.
     columns: where slot k's columns begin among the W columns that a rank sends back for a bag.
     """
@@ -46,17 +46,20 @@ class Routes(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The columns of each slot; they add up to W."""
+        """Return the number of columns of each slot. The numbers add up to W."""
         return tuple(b.dim for b in self.banks)
 
     @property
     def lanes_of_banks(self) -> dict[Bank, list[int]]:
-        """{bank: the numbers of its lanes}, for the banks that the exchange reads, in order."""
+        """Return {bank: the numbers of its lanes}, for the banks that the exchange reads, in order."""
         return places_of(x.bank for x in self.lanes)
 
     @property
     def slots_of_banks(self) -> dict[Bank, list[int]]:
-        """{bank: the numbers of its slots}, in the same order; a bank's slots are adjacent."""
+        """Return {bank: the numbers of its slots}, in the order of `lanes_of_banks`.
+
+        The slots of a bank are adjacent.
+        """
         return places_of(self.banks)
 
 
@@ -69,7 +72,7 @@ def places_of(banks: Iterable[Bank]) -> dict[Bank, list[int]]:
 
 @functools.lru_cache(maxsize=256)
 def routes_of(layout: Layout, features: tuple[FeatureConfig, ...]) -> tuple[Routes, ...]:
-    """The exchanges of a lookup, one for each set of axes that its tables are cut over."""
+    """Return the exchanges of a lookup, one for each set of axes that its tables are cut over."""
     num_rows, lanes = {n: rows for n, (rows, _) in layout.shapes}, {}
     for f in features:
         for s in (layout.shards[i] for i in layout.shards_of(f.table)):
@@ -82,8 +85,8 @@ def _routes(axes: tuple[str, ...], lanes: Sequence[Lane]) -> Routes:
     n, banks = lanes[0].bank.num_ranks, []
     slots: list[list[int]] = [[] for _ in range(n)]
     for bank, of_bank in places_of(x.bank for x in lanes).items():
-        # Every rank runs one graph, so a bank has as many slots
-        # everywhere as the rank that serves most of its lanes needs.
+        # All ranks run one graph. So on every rank a bank has as many slots
+        # as the rank needs that serves most of its lanes.
         own = [[i for i in of_bank if r in lanes[i].shard.ranks] for r in range(n)]
         most = max(map(len, own))
         banks += [bank] * most
@@ -96,11 +99,11 @@ def _routes(axes: tuple[str, ...], lanes: Sequence[Lane]) -> Routes:
 class ReadIds(NamedTuple):
     """The ids that an exchange reads.
 
-    bags: the lanes' bags, or the bags of all keys; `lanes` say where theirs begin.
+    bags: the bags of the lanes, or of all keys; `lanes` say where the bags of each lane begin.
     num_bags: B.
     capacity: the most ids that the lanes can have.
-    bounds: i64[L · B + 1], boundaries of the lanes' cut bags, one lane after the other.
-    is_placed: whether the caller needs to know where each id went.
+    bounds: i64[L · B + 1], boundaries of the cut bags, one lane after the other.
+    is_placed: whether the caller needs the place to which each id went.
     """
 
     bags: JaggedTensor
@@ -112,7 +115,10 @@ class ReadIds(NamedTuple):
 
 
 def read_ids(ids: KeyedJaggedTensor, lanes: Sequence[Lane], *, placed: bool) -> ReadIds:
-    """Collect the ids of the lanes. If their places are not needed, no id moves: lanes read and cut bags in place."""
+    """Return the ids that the lanes read.
+
+    If their places are not needed, no id moves: lanes read and cut bags in place.
+    """
     features = [x.feature for x in lanes]
     hows = [(x.feature.hash, x.num_rows if x.feature.hash else 0) for x in lanes]
     of_key = {f.key: how for f, how in zip(features, hows, strict=True)}
@@ -120,7 +126,7 @@ def read_ids(ids: KeyedJaggedTensor, lanes: Sequence[Lane], *, placed: bool) -> 
     is_weighted = any(f.weighted for f in features)
     if (
         placed or is_weighted or not is_one_each
-    ):  # ids move: weights go with them, and one id may be hashed for several tables
+    ):  # ids move together with weights, and one id may be hashed for several tables
         bags = lane_bags(ids, features)
         num_bags = bags.num_bags // len(features)
         owners_of = lanes_of(lanes, num_bags)
@@ -137,24 +143,24 @@ def read_ids(ids: KeyedJaggedTensor, lanes: Sequence[Lane], *, placed: bool) -> 
 
 
 def lanes_of(lanes: Sequence[Lane], num_bags: int) -> list[Owners]:
-    """The Owners of lanes that read their bags one lane after the other."""
+    """Return the Owners of lanes that read their bags one lane after the other."""
     return [owners_at(i * num_bags, 0, x) for i, x in enumerate(lanes)]
 
 
 def owners_at(first_bag: int, max_length: int, lane: Lane) -> Owners:
-    """The Owners of a lane that reads the bags from `first_bag` on."""
+    """Return the Owners of a lane that reads the bags from `first_bag` on."""
     shard = lane.shard
     return Owners(first_bag, max_length, lane.num_rows, shard.part, shard.ranks, shard.starts)
 
 
 def owned_rows(bags: JaggedTensor, lanes: Sequence[Lane]) -> Tensor:
-    """i64[N]: owner · NOWHERE + row of the owner's bank, for each id of the lanes' bags; -1 for an id without a row."""
+    """Return owner · NOWHERE + row of the owner's bank, i64[N], for each id of the bags; -1 for an id without a row."""
     hows = [(x.feature.hash, x.num_rows) for x in lanes]
     return owners.owned_rows(hashed(bags, hows), bags.offsets, lanes_of(lanes, bags.num_bags // len(lanes)))
 
 
 def hashed(bags: JaggedTensor, hows: Sequence[tuple[Hash | None, int]]) -> Tensor:
-    """i[N]: the row of each id in its table.
+    """Return the row of each id in its table, i[N].
 
     hows: (hash, rows of the table) for each of as many equal runs of bags.
     """
@@ -164,7 +170,7 @@ def hashed(bags: JaggedTensor, hows: Sequence[tuple[Hash | None, int]]) -> Tenso
 
 
 def lane_of(bags: JaggedTensor, num_lanes: int) -> Tensor:
-    """i64[N]: the lane of each id; the last lane for padding."""
+    """Return the lane of each id, i64[N]; the last lane for padding."""
     return owners.lane_of(bags.offsets, bags.capacity, num_lanes)
 
 
@@ -173,8 +179,11 @@ def is_weighted_mean(feature: FeatureConfig) -> bool:
 
 
 def weight_scales(bags: JaggedTensor, features: Sequence[FeatureConfig]) -> Tensor:
-    """f64[N]: the factor of an id's gradient: its weight, divided by its bag's length for a weighted mean."""
-    # s_i / len_b is rounded once, when it is sent
+    """Return the factor of the gradient of each id, f64[N].
+
+    It is the id's weight, divided by the length of its bag for a weighted mean.
+    """
+    # s_i / len_b is rounded once, when it travels
     bag = bag_ids(bags.offsets, bags.capacity).clamp(max=bags.num_bags - 1)
     lengths = bags.lengths.clamp(min=1).double()[bag]
     is_mean = torch.tensor([is_weighted_mean(f) for f in features], device=bag.device)[lane_of(bags, len(features))]
@@ -182,9 +191,9 @@ def weight_scales(bags: JaggedTensor, features: Sequence[FeatureConfig]) -> Tens
 
 
 def lane_bags(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> JaggedTensor:
-    """Return the bags of every feature, one feature after the other, cut to its max_length.
+    """Return the bags of every feature, one feature after the other. The max_length of a feature cuts its bags.
 
-    Where nothing has to move, it is the buffer itself.
+    If no id has to move, the result has the buffer of `ids`.
     """
     keys = [f.key for f in features]
     weights = ids.weights if any(f.weighted for f in features) else None
@@ -201,7 +210,7 @@ def _is_in_order(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> b
 
 
 def _lengths(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> list[Tensor]:
-    """i[B] for each feature: the lengths of its bags, cut to max_length."""
+    """Return for each feature the lengths of its bags, i[B], cut to max_length."""
     lengths = [ids.offsets_for(f.key).diff() for f in features]
     return [x if f.max_length is None else x.clamp(max=f.max_length) for x, f in zip(lengths, features, strict=True)]
 

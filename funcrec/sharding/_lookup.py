@@ -1,4 +1,4 @@
-"""Looks up a rank's bags in sharded tables, with one exchange for each set of axes that cuts their tables.
+"""Looks up a rank's bags in sharded tables, with one exchange for each set of axes that cuts the tables.
 
     ids ─route─▶ rows at their owners ─fetch─▶ each lane's columns ─▶ acts;
     d_acts ─▶ each lane's columns ─transpose─▶ {bank: RowGrads}
@@ -32,14 +32,16 @@ def read_sharded(
     implementation: str | None = None,
     rounded: Rounded | None = None,
 ) -> LookupResult:
-    """Look up this rank's bags; the transpose sends the cotangents of all ranks' bags to the owners of the rows.
+    """Return the lookup of this rank's bags.
+
+    The transpose sends the cotangents of the bags of all ranks to the owners of the rows.
 
     tables: ShardedTables.
-    features: all pooled, or all sequences.
-    rounded: (routed, routes, implementation) -> the tensors to read instead of the banks, and `routed` with rows in
-    these.
+    features: all of them pooled, or all of them sequences.
+    rounded: (routed, routes, implementation) -> the tensors to read instead of the banks, and `routed` with rows of
+    these tensors.
     """
-    if (read := KINDS[tables.of].placed.read) is not None:  # of a type whose parts are not what features name
+    if (read := KINDS[tables.of].placed.read) is not None:  # features name other things than the parts of this type
         return read(replace(tables, of=dict), ids, features, implementation)
     is_sequence = features[0].pooling == "none"
     check_bound("funcrec.lookup_sequence" if is_sequence else "funcrec.lookup", tables.layout)
@@ -67,7 +69,7 @@ def read_pooled(
 def read_sequences(
     tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation, rounded: Rounded | None
 ) -> LookupResult:
-    check("funcrec.lookup_sequence", bag_count_problems(features, ids))  # lanes stand one after the other, B bags each
+    check("funcrec.lookup_sequence", bag_count_problems(features, ids))  # each lane has B bags
     num_rows = {n: rows for n, (rows, _) in tables.layout.shapes}
     bags = {f.name: sequence_rows(ids, f, num_rows[f.table]) for f in features}
     lanes_of = lambda rows, routed, routes: lane_rows(rows, routed, routes, {k: x.capacity for k, x in bags.items()})
@@ -92,7 +94,7 @@ def exchanged(
     implementation: str | None,
     rounded: Rounded | None,
 ) -> tuple[dict[str, list[Tensor]], list]:
-    """({feature: its blocks of columns, in order}, the `routed` of each exchange).
+    """Return ({feature: its blocks of columns, in order}, [the `routed` of each exchange]).
 
     lanes_of: (fetched, routed, routes) -> {lane: its block}.
     """
@@ -117,7 +119,7 @@ def sent_back(
     exchanges: Sequence,
     own: Callable[[Lane], Tensor],
 ) -> dict[str, RowGrads]:
-    """{bank: RowGrads} of this rank; each exchange's `routed` says where cotangents go.
+    """Return {bank: RowGrads} of this rank. The `routed` of an exchange says where cotangents go.
 
     own: a lane -> its columns of the cotangent.
     """
@@ -130,26 +132,29 @@ def sent_back(
 
 
 def has_capacity(transport: Transport, routes: Routes) -> bool:
-    """Whether an exchange may lack room for an id. Without axes it has room: the rank reads its own copies in place."""
+    """Return whether an exchange may lack room for an id.
+
+    An exchange without axes has room: the rank reads its own copies in place.
+    """
     return transport.capacity is not None and bool(routes.axes)
 
 
 def unless_lost(x: Tensor, transport: Transport, routes: Routes, routed: Any) -> Tensor:
-    """x, of a rank's own bags; NaN if an id of that rank found no room.
+    """Return x, which belongs to the rank's own bags; NaN if an id of that rank found no room.
 
-    It is linear, and so is its transpose. NaN keeps a part of a batch from passing for the whole.
+    The function is linear, and so is its transpose. NaN shows that a part of the batch was lost.
     """
     return x * torch.where(routed.overflow[0] > 0, torch.nan, 1).to(x.dtype) if has_capacity(transport, routes) else x
 
 
 def overflows_of(transport: Transport, each: Sequence[Routes], exchanges: Sequence) -> tuple[Tensor, ...]:
-    """The overflow counts of the exchanges that may lack room."""
+    """Return the overflow counts of the exchanges that may lack room."""
     both = zip(each, exchanges, strict=True)
     return tuple(x.overflow for routes, x in both if has_capacity(transport, routes))
 
 
 def whole_rows(tables: Any) -> Layout:
-    """The layout of the gradients: those of `whole` banks have all columns of their rows."""
+    """Return the layout of the gradients. Gradients of `whole` banks have all columns of their rows."""
     return tables.layout.with_whole_rows(tables.whole)
 
 

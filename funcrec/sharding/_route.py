@@ -1,10 +1,10 @@
 """route: sends ids to the ranks that hold their rows.
 
-    ids ─route─▶ rows at their owners ─lookup─▶ pooled there ─combine─▶ acts;
+    ids ─route─▶ rows at their owners ─lookup─▶ sums at the owners ─combine─▶ acts;
     d_acts ─combineᵀ─▶ d at the owners ─▶ RowGrads
 
-Every rank sends to every other a block of `capacity` rows, grouped by lane and bag, and the lanes' lengths; so no shape
-depends on an id. An owner keeps each sender's rows separate: the answer goes back to the ids' ranks.
+Every rank sends to every rank a block of `capacity` rows, grouped by lane and bag, and the lengths of the bags. So no
+shape depends on an id. An owner keeps the rows of each sender apart, because the answers go back to the senders.
 Shapes: n ranks, B bags on each, L lanes, K lanes on a rank, C rows in a block.
 """
 
@@ -22,13 +22,14 @@ from funcrec.sharding.placement._layout import Bank
 
 @pytree(static=("num_bags",), optional=("sent", "weights", "scales", "own_weights"))
 class Routed:
-    """The rows that a rank received, and where its own ids went.
+    """The rows that a rank received, and the places to which its own ids went.
 
     rows: i[n · C], rows of the banks; -1 where a block is not full.
-    offsets: i64[n · (K · B + 1)], for each sender the boundaries of its slots' bags.
+    offsets: i64[n · (K · B + 1)], for each sender the boundaries of the bags of its slots.
     weights: f[n · C].
-    scales: f[n · C], the weights, divided by the bag's length for weighted means; only if a feature is a weighted mean.
-    overflow: i64[2], how many of this rank's ids found no room, and the capacity that holds all.
+    scales: f[n · C], the weights, divided by the bag's length for weighted means. None if no feature is a weighted
+      mean.
+    overflow: i64[2], the number of this rank's ids that found no room, and the capacity that holds all ids.
     own_offsets: i64[L · B + 1], the bags of this rank's lanes.
     sent: i64[N], the place of each id of the lanes among the n · C rows that this rank sent, -1 for none; optional.
     own_weights: f[N].
@@ -45,11 +46,11 @@ class Routed:
     num_bags: int = 0
 
     def lengths(self, lane: int) -> Tensor:
-        """i64[B]: the lengths of this rank's bags of a lane, for means."""
+        """Return the lengths of this rank's bags of a lane, i64[B], for means."""
         return self.own_offsets[lane * self.num_bags : (lane + 1) * self.num_bags + 1].diff()
 
     def rows_of(self, bank: Bank, routes: Routes) -> Tensor:
-        """i[n · C]: the rows that belong to that bank, -1 for the others."""
+        """Return the rows that belong to that bank, i[n · C]; -1 for other rows."""
         n, own = routes.num_ranks, routes.slots_of_banks[bank]
         room = self.rows.shape[0] // n
         bounds = self.offsets.unflatten(0, (n, -1))
@@ -60,9 +61,9 @@ class Routed:
 
 
 def route(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None, *, placed: bool = True) -> Routed:
-    """Send this rank's ids to the owners of their rows.
+    """Send this rank's ids to the owners of their rows, and return the rows that arrive here.
 
-    capacity: C; None for all ids of a rank, which always suffices.
+    capacity: C; None for room for all ids of a rank, which always suffices.
     placed: whether the result needs `sent`.
     """
     read = read_ids(ids, routes.lanes, placed=placed)
@@ -76,13 +77,14 @@ def route(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None, *, place
         routes.slots,
         read.num_bags,
         room,
-        wide=most >= 1 << 31,  # else half the bytes
+        wide=most >= 1 << 31,  # i32 takes half the bytes
         placed=read.is_placed,
     )
     exchanged = [blocks]
     if weights is not None:
-        # An owner multiplies by s_i in the lookup. For a weighted mean the lookup divides the whole sum by the bag's
-        # length after the exchange, but the transpose divides each term: so the owner receives both.
+        # An owner multiplies each row by s_i in the lookup. For a weighted mean the lookup divides the whole sum by the
+        # bag's length after the exchange, but the transpose divides each term. So the owner receives s_i and the
+        # scales.
         exchanged.append(sent_blocks(weights, sent, n, room))
         if any(is_weighted_mean(x.feature) for x in routes.lanes):
             is_wide = any(b.dtype == torch.float64 for b in routes.banks)
@@ -91,7 +93,7 @@ def route(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None, *, place
     both, *theirs = all_to_all(tuple(exchanged), routes.axes) if routes.axes else tuple(exchanged)
     got, their_lengths = both.split(
         [room, both.shape[1] - room], 1
-    )  # a block's last K · B numbers are the lengths of its bags
+    )  # the last K · B numbers of a block are the lengths of its bags
     ends = their_lengths.cumsum(1).clamp(max=room)  # ids that found no room at their sender are in no bag here
     offsets = torch.cat([ends.new_zeros(n, 1), ends], 1) + torch.arange(n, device=device)[:, None] * room
     overflow = torch.stack([(counts - room).clamp(min=0).sum(), counts.amax()])
@@ -101,7 +103,7 @@ def route(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None, *, place
 
 
 def sent_blocks(x: Tensor, sent: Tensor, n: int, room: int) -> Tensor:
-    """[n, room, ...]: x[N, ...] in the places where it is sent; zeros elsewhere."""
+    """Return x[N, ...] in the places from which it is sent, [n, room, ...]; zeros elsewhere."""
     place = torch.where(sent < 0, n * room, sent)
     out = x.new_zeros(n * room + 1, *x.shape[1:])
     return torch.index_put(out, (place,), x)[:-1].unflatten(0, (n, room))

@@ -1,9 +1,9 @@
-"""Sends ids to the owners of their rows, each row once: the exchange of a lookup with `dedup`, and its transpose.
+"""Sends to the owners each row number once: the exchange of a lookup with `dedup`, and its transpose.
 
-    ids ─sort─▶ distinct rows ─all_to_all─▶ owners ─rows─▶ pooled here;
+    ids ─sort─▶ distinct rows ─all_to_all─▶ owners ─rows─▶ this rank, which pools them;
     d_acts ─sum over a row's ids─▶ all_to_all ─▶ Entries
 
-A rank first sends a row number and a count for each distinct row; the answer and its cotangent are one vector each.
+A rank first sends a row number and a count for each distinct row. The answer and its cotangent are one vector each.
 Weights and lengths are not sent. No shape depends on an id: blocks have room for `capacity` rows. `fetch` reads the
 answer, where several ids may share one place.
 Shapes: n ranks, B bags on each, L lanes, U banks, N ids of the lanes, C rows in a block.
@@ -27,14 +27,14 @@ from funcrec.tables import Bags, Entries, RowGrads
 
 @pytree(static=("num_bags",), optional=("own_weights",))
 class RoutedRows:
-    """`Routed` for distinct rows.
+    """The fields of `Routed`, for distinct rows.
 
-    rows: i64[n · C], ascending for each sender and bank; -1 after a sender's last.
+    rows: i64[n · C], ascending for each sender and bank; -1 after the last row of a sender.
     repeats: i64[n · C], how many of the sender's ids share each row.
-    bounds: i64[n, U + 1], where each bank's rows begin among a sender's.
-    overflow: i64[2], how many distinct rows found no room, and the capacity that holds all.
+    bounds: i64[n, U + 1], where the rows of each bank begin among the rows of a sender.
+    overflow: i64[2], the number of distinct rows that found no room, and the capacity that holds all of them.
     own_offsets: i64[L · B + 1].
-    sent: i64[N], the place of each id's row among the n · C rows that this rank sent; -1 for none.
+    sent: i64[N], the place of the row of each id among the n · C rows that this rank sent; -1 for none.
     own_weights: f[N].
     """
 
@@ -48,7 +48,7 @@ class RoutedRows:
     num_bags: int = 0
 
     def rows_of(self, bank: Bank, routes: Routes) -> Tensor:
-        """i64[n · C]: the rows that belong to that bank, -1 for the others."""
+        """Return the rows that belong to that bank, i64[n · C]; -1 for other rows."""
         k, rows = list(routes.lanes_of_banks).index(bank), self.rows.unflatten(0, (routes.num_ranks, -1))
         place = torch.arange(rows.shape[1], device=rows.device)
         return torch.where(
@@ -57,7 +57,7 @@ class RoutedRows:
 
 
 def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> RoutedRows:
-    """Send the distinct rows of this rank's ids to their owners.
+    """Send the distinct rows of this rank's ids to their owners, and return the rows that arrive here.
 
     capacity: C; None for the number of ids, which always suffices.
     """
@@ -67,9 +67,9 @@ def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> 
     room = bags.capacity if capacity is None else min(capacity, bags.capacity)
     is_id = torch.arange(bags.capacity, device=device) < bags.offsets[-1]
     owned = torch.where(is_id, owned_rows(bags, routes.lanes), -1)
-    # One number for an owner's row of a bank: owner · total + start of the bank + row. Sorting puts equal rows next to
-    # each other, and each owner's rows together, by bank. (`owned`, owner · NOWHERE + row, lacks the bank, and is
-    # large: it would take longer to sort.)
+    # An owner's row of a bank has one number: owner · total + start of the bank + row. Sorting puts equal rows next to
+    # each other, and puts the rows of each owner together, by bank. (`owned`, owner · NOWHERE + row, lacks the bank,
+    # and is larger: a sort of it would take longer.)
     starts = [sum(b.rows for b in banks[:k]) for k in range(len(banks) + 1)]
     total = starts.pop()
     of_lane = torch.tensor([starts[banks.index(x.bank)] for x in routes.lanes], device=device)
@@ -78,22 +78,22 @@ def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> 
     ordered, order = torch.sort(torch.where(owned < 0, n * total, numbers), stable=True)
     is_row = ordered < n * total  # padding and ids without a row come last
     is_first = is_row & torch.cat([torch.ones_like(is_row[:1]), ordered[1:] != ordered[:-1]])
-    nth = torch.cat([is_first.new_zeros(1), is_first]).cumsum(0)  # i64[N + 1]: distinct rows before each
+    nth = torch.cat([is_first.new_zeros(1), is_first]).cumsum(0)  # i64[N + 1]: distinct rows before each element
     edges = torch.tensor([r * total + s for r in range(n) for s in starts] + [n * total], device=device)
-    edges = edges + ordered.new_zeros(1)  # under vmap each member has its own edges, contiguous in memory
-    ends = nth[torch.searchsorted(ordered, edges)]  # before each bank of each owner
+    edges = edges + ordered.new_zeros(1)  # under vmap each member then has its own edges, contiguous in memory
+    ends = nth[torch.searchsorted(ordered, edges)]  # distinct rows before each bank of each owner
     before, counts = ends[:: len(banks)][:n], ends[:: len(banks)].diff()
-    # place of a row: the first place of its owner's block, plus the number of distinct
-    # rows of that owner before it; all ids of the row share it
+    # The place of a row is the first place of its owner's block, plus the number of distinct
+    # rows of that owner before it. All ids of the row share the place.
     owner = torch.div(ordered, total, rounding_mode="floor").clamp(max=n - 1)
     inner = nth[1:] - 1 - before[owner]
     place = torch.where(is_row & (inner < room), owner * room + inner, -1)
     sent = torch.zeros_like(order).scatter(0, order, place)
-    blank = ordered.new_full((n * room + 1,), -1)  # the last element takes rows without a place
+    blank = ordered.new_full((n * room + 1,), -1)  # rows without a place go into the last element
     rows = blank.scatter(0, torch.where(is_first & (place >= 0), place, n * room), owned[order] % NOWHERE)[:-1]
     repeats = (blank + 1).scatter_add(0, torch.where(place < 0, n * room, place), torch.ones_like(place))[:-1]
-    # repeats: optimizers that count ids need them, and the owner does not
-    # see the ids. told: how many rows of each bank
+    # Optimizers that count ids need the repeats, because the owner does not
+    # see the ids. `told` has the number of rows of each bank.
     told = ends.diff().unflatten(0, (n, len(banks)))
     narrow = torch.int32 if max(bags.capacity, *(b.rows for b in banks)) < 1 << 31 else torch.int64
     both = torch.cat([rows.unflatten(0, (n, room)), repeats.unflatten(0, (n, room)), told], 1).to(narrow)
@@ -108,9 +108,9 @@ def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> 
 def fetch_transpose(
     d_lanes: Mapping[int, Tensor], routed: RoutedRows, routes: Routes, codec: Codec | None = None
 ) -> dict[str, RowGrads]:
-    """{bank: RowGrads} at the owners, from the cotangents of bags that were pooled here.
+    """Return {bank: RowGrads} at the owners, from the cotangents of bags that were pooled here.
 
-    It is the transpose of a lookup among the rows that arrived.
+    This is the transpose of a lookup among the rows that arrived.
     """
     sums = {}
     for bank, lanes in routes.lanes_of_banks.items():
@@ -123,7 +123,7 @@ def fetch_transpose(
 def fetch_rows_transpose(
     d_lanes: Mapping[int, Tensor], routed: RoutedRows, routes: Routes, codec: Codec | None = None
 ) -> dict[str, RowGrads]:
-    """`fetch_transpose` for the rows of sequences."""
+    """Return {bank: RowGrads} at the owners, from the cotangents of the rows of sequences."""
     sums = {}
     for bank, lanes in routes.lanes_of_banks.items():
         places = torch.cat([lane_places(routed, i, d_lanes[i].shape[0]) for i in lanes])
@@ -135,10 +135,13 @@ def fetch_rows_transpose(
 def _at_owners(
     sums: Mapping[Bank, RowGrads], routed: RoutedRows, routes: Routes, codec: Codec | None
 ) -> dict[str, RowGrads]:
-    """Sum each place's gradient here and send it to the row's owner; returns Entries for each sender in turn."""
+    """Return {bank: RowGrads} at the owners, with Entries for each sender in turn.
+
+    This rank sums the gradient of each place, and sends the sum to the owner of the row.
+    """
     apart = lambda x: x.unflatten(0, (routes.num_ranks, -1))
-    # Σ over a row's ids here, then Σ over the senders at the
-    # owner: this rounds differently from one sum over the global batch
+    # This rank sums over the ids of a row, and then the owner sums over the
+    # senders. This rounds differently from one sum over the global batch.
     own = [apart(g.coalesce().to_dense()) for g in sums.values()]
     got = send("all_to_all", own, routes.axes, codec, [(x.shape[-1],) for x in own])
     repeats, out = apart(routed.repeats), {}

@@ -3,7 +3,7 @@
     ids ─route─▶ rows at their owners ─gather, all_to_all─▶ one row per id;
     d ─all_to_all─▶ Entries, sender by sender
 
-Ids travel as those of pooled features do, in blocks of one capacity; a row comes back to the place that its id had in
+Ids travel like the ids of pooled features, in blocks of one capacity. A row comes back to the place that its id had in
 the block. Weights are not sent: they multiply rows after these arrive, and gradients before they are sent.
 Shapes: n ranks, C rows in a block, N places of a sequence's buffer, D dim.
 """
@@ -22,14 +22,14 @@ from funcrec.tables import Entries, FeatureConfig, RowGrads
 
 
 def sequence_routes(layout: Layout, features: Sequence[FeatureConfig]) -> tuple[Routes, ...]:
-    """The exchanges of a lookup of sequences: they do not send weights."""
+    """Return the exchanges of a lookup of sequences, which do not send weights."""
     return routes_of(layout, tuple(replace(f, weighted=False) for f in features))
 
 
 def lane_rows(
     rows: Mapping[Bank, Tensor], routed: Routed, routes: Routes, sizes: Mapping[str, int]
 ) -> dict[int, Tensor]:
-    """{lane: f[N, width]}: the row of each id of the lane's sequence, zeros for padding.
+    """Return {lane: f[N, width]}, the row of each id of the lane's sequence; zeros for padding.
 
     sizes: N of each feature.
     """
@@ -42,7 +42,7 @@ def lane_rows(
 
 
 def lane_places(routed: Routed, lane: int, capacity: int) -> Tensor:
-    """i64[N]: the place of each id of a lane among the n · C rows that this rank sent.
+    """Return the place of each id of a lane among the n · C rows that this rank sent, i64[N].
 
     It is -1 for padding and for ids without a place.
     """
@@ -55,7 +55,10 @@ def lane_places(routed: Routed, lane: int, capacity: int) -> Tensor:
 def send_rows(
     d_lanes: Mapping[int, Tensor], routed: Routed, routes: Routes, codec: Codec | None = None
 ) -> dict[str, RowGrads]:
-    """{bank: RowGrads} at the owners, with Entries for each sender in turn: the transpose of `fetch` and `lane_rows`.
+    """Return {bank: RowGrads} at the owners, with Entries for each sender in turn.
+
+    This is the transpose of `fetch` and
+    `lane_rows`.
 
     `codec.forward` codes the gradients.
     """
@@ -64,8 +67,8 @@ def send_rows(
     for b, own in routes.lanes_of_banks.items():
         places = torch.cat([lane_places(routed, i, d_lanes[i].shape[0]) for i in own])
         d = torch.cat([d_lanes[i] for i in own])
-        # d_row of each id goes to the place that the id had in the block:
-        # its row came from there, and each place has one id
+        # d_row of each id goes to the place that the id had in the block.
+        # The row of the id came from there, and each place has one id.
         sent[b] = sent_blocks(torch.where((places >= 0)[:, None], d, 0), places, n, room)
     if routes.axes:
         got = send("all_to_all", list(sent.values()), routes.axes, codec, [(x.shape[-1],) for x in sent.values()])

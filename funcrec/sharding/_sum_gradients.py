@@ -1,4 +1,4 @@
-"""Sums the global batch's gradients: every copy of a row gets the terms of all ranks.
+"""Sums the gradients of the global batch: every copy of a row gets the terms of all ranks.
 
     grads[copy] = (terms of rank 0, ..., terms of rank n-1)
 
@@ -20,18 +20,19 @@ from funcrec.tables import Bags, Entries, RowGrads
 def sync_grads(
     grads: Mapping[str, RowGrads], layout: Layout, told: Sequence[Tensor] = ()
 ) -> tuple[dict[str, RowGrads], list[tuple[Tensor, ...]]]:
-    """Return each bank's gradient with the terms of all ranks that hold a copy of it, in the global batch's order.
+    """Return each bank's gradient with the terms of all ranks that hold a copy of the bank.
 
-    The second value is, for each tensor of `told`, the tensors of all ranks of the mesh; these travel along. Each copy
-    that trains apart gets only the terms of its own group.
+    The terms stand in the order of the global batch. The second value has, for each tensor of `told`, the tensors of
+    all ranks of the mesh, which travel in the same exchange. Each copy that trains apart gets only the terms of its own
+    group.
     """
     own = [b for b in layout.banks if b.name in grads]
     everywhere = tuple(a for a, _ in layout.mesh_shape)
     wanted: dict[tuple[str, ...], list[Tensor]] = {everywhere: list(told)}
     for b in own:
         axes, terms = copy_axes(b, layout), grads[b.name].terms
-        # only one rank holds the row if there are no axes: all its terms came to that rank through the lookup's
-        # transpose
+        # Without axes only one rank holds the row. All terms of the row came to that rank through the lookup's
+        # transpose.
         wanted.setdefault(axes, []).extend(tree_leaves(terms) if axes and grads[b.name].capacity else ())
     narrow = narrow_bounds(t for b in own for t in grads[b.name].terms)
     gathered = {axes: gather_each(xs, axes, narrow) for axes, xs in wanted.items() if xs}
@@ -40,21 +41,22 @@ def sync_grads(
 
 
 def copy_axes(bank: Bank, layout: Layout) -> tuple[str, ...]:
-    """The axes along which all ranks hold the same copy of a bank's rows."""
+    """Return the axes along which all ranks hold the same copy of a bank's rows."""
     return tuple(a for a, _ in layout.mesh_shape if a not in bank.axes and a not in layout.replicas)
 
 
 def narrow_bounds(terms: Iterable[Entries | Bags]) -> dict[int, Tensor]:
-    """{id of offsets: the offsets as i32}, for bags of fewer than 2^31 ids with i32 rows."""
+    """Return {id of offsets: the offsets as i32}, for bags of fewer than 2^31 ids with i32 rows."""
     bags = [t for t in terms if isinstance(t, Bags) and t.rows.dtype == torch.int32]
     apart = {id(t.offsets): t.offsets for t in bags if t.rows.shape[0] <= torch.iinfo(torch.int32).max}
     return {i: x.int() for i, x in apart.items()}
 
 
 def _of_all(grads: RowGrads, bank: Bank, layout: Layout, gathered: Mapping[int, tuple[Tensor, ...]]) -> RowGrads:
-    """A bank's gradient with the gathered terms of all copies, in the order of the ranks that have the bags.
+    """Return a bank's gradient with the gathered terms of all copies.
 
-    That order is the mesh's, in whatever order a placement names its axes: so a row's sum has the bits of one process.
+    The terms stand in the order of the ranks that have the bags. That is the order of the mesh, in whatever order a
+    placement names its axes: so the sum of a row has the bits of one process.
     """
     names, sizes = [a for a, _ in layout.mesh_shape], dict(layout.mesh_shape)
     others = copy_axes(bank, layout)

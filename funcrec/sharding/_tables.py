@@ -23,15 +23,16 @@ from funcrec.tables import KINDS, Faked, Kind, kind_of_tables, layout_in, row_pr
 @mapping(lambda tables: tables.banks, "bank", "fr.gather_tables(tables, mesh), for the tables by their names")
 @pytree(static=("layout", "transport", "whole", "of"))
 class ShardedTables:
-    """The tables of a plan, as their banks: `shard_tables` makes them, and `lookup` takes them inside `shard_map`.
+    """The tables of a plan, held as banks: `shard_tables` makes them, and `lookup` takes them inside `shard_map`.
 
     Args:
-      banks: {bank: f[rows, dim]}; inside a mapped function this rank's, outside on an emulated mesh those of all ranks.
-      layout: which row of which table lies where.
+      banks: {bank: f[rows, dim]}. Inside a mapped function these are the banks of this rank. Outside, on an emulated
+        mesh, they are the banks of all ranks.
+      layout: the place of each row of each table.
       transport: what exchanges send, as the keywords of `shard_tables` say.
       whole: banks of tables cut by columns whose gradients arrive with all columns of the rows; `train_step` sets it.
-      of: the type of the whole tables; its row of `funcrec.tables.KINDS` says how to read and gather them.
-      rest: the tensors of that type that are not parts, whole on every rank.
+      of: the type of the whole tables. Its entry in `funcrec.tables.KINDS` says how to read and gather them.
+      rest: the tensors of that type that are not parts. They are whole on every rank.
 
     Example:
       >>> import torch, funcrec as fr
@@ -78,27 +79,31 @@ def shard_tables(
     dedup: bool = False,
     labels: Mapping[str, Hashable] | None = None,
 ) -> ShardedTables:
-    """Place tables [R, D] as the plan says: on an emulated mesh the banks of all ranks, on real ranks this rank's.
+    """Return tables [R, D] as ShardedTables, placed as the plan says.
+
+    On an emulated mesh they hold the banks of all ranks, on real ranks the banks of this rank.
 
     Args:
-      tables: every rank passes the same. QuantizedTables too: each part of a row then has the row's scale and bias.
-      exact: whether owners send single rows instead of sums, so that row-wise sums have the bits of one process. Long
-        bags then cost more bytes.
-      capacity: the most ids that a rank may send to another; None for all that it has. If a rank has more, its lookups
-        of them, its loss and gradients from `value_and_grad` are NaN; `checked` raises and names a capacity that
-        suffices. A step with a capacity (`train_step`) counts them and does not train.
-      codec: how vectors travel, there and back; None for every bit.
-      dedup: whether a rank sends each row's number once, however many ids name it, and receives that row once. It then
-        pools the rows itself, with the bits of one process, and adds up a row's gradients before it sends them.
-        `capacity` then counts distinct rows. Without a capacity, buffers have room for every id, and no byte is saved
-        (`retry_overflow` finds one). Copies of replicated tables are looked up in place.
+      tables: every rank passes the same. They may be QuantizedTables: each part of a row then has the row's scale and
+        bias.
+      exact: whether owners send single rows instead of sums. Row-wise sums then have the bits of one process, and long
+        bags cost more bytes.
+      capacity: the most ids that a rank may send to another rank; None for all its ids. If a rank has more ids, its
+        lookups of them, its loss and its gradients from `value_and_grad` are NaN. `checked` then raises, and names a
+        capacity that suffices. A step with a capacity (`train_step`) counts the ids without room, and does not train.
+      codec: the codes of the vectors and their cotangents; None for every bit.
+      dedup: whether a rank sends the number of each row once, however many ids name it, and receives the row once. The
+        rank then pools the rows itself, with the bits of one process, and adds up the gradients of a row before it
+        sends them. `capacity` then counts distinct rows. Without a capacity, buffers have room for every id, and
+        `dedup` saves no byte (`retry_overflow` finds a capacity). Lookups in replicated tables read the copies in
+        place.
       labels: tables with different labels share no bank.
 
     Raises:
-      KeyError: a table without a placement.
-      ValueError: an axis or a rank that the mesh lacks, and both `exact` and `dedup`.
+      KeyError: if a table has no placement.
+      ValueError: if the plan names an axis or a rank that the mesh lacks, or both `exact` and `dedup` are set.
 
-    Law: gather_tables(shard_tables(tables, plan, mesh), mesh) has tables' bits.
+    Law: gather_tables(shard_tables(tables, plan, mesh), mesh) has the bits of `tables`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -120,10 +125,12 @@ def shard_tables(
 
 @typed
 def gather_tables(tables: ShardedTables, mesh: Mesh) -> Mapping[str, Tensor]:
-    """{table: [R, D]}: the whole tables on every rank, of the type that was sharded; the inverse of `shard_tables`.
+    """Return the whole tables on every rank -> {table: [R, D]}.
+
+    They have the type that was sharded. This is the inverse of `shard_tables`.
 
     Raises:
-      ValueError: if copies that trained apart (the plan's `replicas`) are not equal.
+      ValueError: if copies that trained apart (the plan's `replicas`) differ.
 
     Example:
       >>> import torch, funcrec as fr
@@ -143,7 +150,7 @@ def gather_tables(tables: ShardedTables, mesh: Mesh) -> Mapping[str, Tensor]:
 
 
 def with_banks(tables: Any, banks: dict[str, Tensor], layout: Layout, transport: Transport) -> ShardedTables:
-    """ShardedTables of the type of `tables`, whole or sharded, whose parts now lie in `banks`."""
+    """Return ShardedTables of the type of `tables`, which are whole or sharded. The parts now lie in `banks`."""
     if layout_in(tables) is not None:
         return replace(tables, banks=banks, layout=layout, transport=transport, whole=())
     of = type(tables) if type(tables) in KINDS else dict
@@ -151,12 +158,15 @@ def with_banks(tables: Any, banks: dict[str, Tensor], layout: Layout, transport:
 
 
 def join_parts(tables: ShardedTables, parts: dict[str, Any]) -> Any:
-    """Whole tables of the type of `tables`, made of whole parts or of what stands for them."""
+    """Return whole tables of the type of `tables`, made of whole parts, or of values that stand for the parts."""
     return KINDS[tables.of].placed.joined(tables, parts)
 
 
 def quantize_sharded(tables: ShardedTables, dtype: Any, key: Tensor | None) -> ShardedTables:
-    """Quantise each rank's rows in place: no row is sent, so a rank must hold whole rows."""
+    """Return the tables with the rows of each rank quantised in place.
+
+    No row is sent, so a rank must hold whole rows.
+    """
     names, layout = dict(tables.layout.shapes), tables.layout
     dtype = "int8" if dtype is None else dtype
     check("funcrec.quantize", float_problems(tables))
@@ -180,9 +190,9 @@ KINDS[ShardedTables] = Kind(
 
 
 def gather_banks(layout: Layout, banks: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """Each table [R, D], or each table's slot [R], from this rank's banks.
+    """Return {table: the table [R, D], or its slot [R]}, from the banks of this rank.
 
-    Of copies that train apart it returns this rank's, or the first.
+    Of copies that train apart it returns the copy of this rank, or on an emulated mesh the first copy.
     """
     whole = {b.name: unshard(banks[b.name], P(b.axes) if b.axes else P(), mesh=mesh) for b in layout.banks}
     return {name: unpack(layout, whole, name) for name, _ in layout.shapes}
@@ -198,7 +208,10 @@ def float_problems(tables: ShardedTables) -> Iterator[Problem]:
 
 
 def sharded_problems(tables: ShardedTables, dtype: Any, key: Tensor | None) -> Iterator[Problem]:
-    """Rows are whole on a rank, and a bank has one dtype; a key cannot round rows that lie elsewhere."""
+    """Report tables cut by columns, tables of one bank with several dtypes, and a key.
+
+    A key cannot round rows that lie on other ranks.
+    """
     hint = "fr.shard_tables(fr.quantize(tables, ...), plan, mesh)"
     named = named_dtypes(dict(tables.layout.shapes), dtype)
     yield from code_problems(tables, named, hint)
@@ -220,7 +233,7 @@ def code_problems(tables: ShardedTables, named: Mapping[str, str], hint: str) ->
 
 
 def placed_problems(tables: Any) -> Iterator[Problem]:
-    """Refuse tables whose type does not say how they lie on ranks."""
+    """Report tables whose type does not say how they lie on ranks."""
     hint = kind_of_tables(tables).placed
     if isinstance(hint, str):
         got, need = describe(tables), "{name: f[R, D]}, QuantizedTables, or a type that `KINDS` places"

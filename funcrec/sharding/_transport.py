@@ -1,11 +1,11 @@
-"""Transport: what the exchanges of a sharded lookup send, as one value.
+"""Transport: describes the values that the exchanges of a sharded lookup send.
 
     answer       an owner sends back                    a rank first sends               gradients arrive as
     "sums"       the sum of a bag's rows there          a row number for each id         d_acts of each bag
     "rows"       the row of each id                     a row number for each id         d_acts of each bag
     "distinct"   each row that was named, once          each row number once, a count    the sum over a row's ids
 
-Two tables list the functions that compute an answer: for pooled features, and for sequences, whose "sums" are
+Two dicts list the functions that compute an answer: one for pooled features, one for sequences, whose "sums" are
 "rows".
 """
 
@@ -26,11 +26,11 @@ from funcrec.sharding._sequences import send_rows
 
 
 class Transport(NamedTuple):
-    """What an exchange sends; static and hashable.
+    """A description of what an exchange sends. It is static and hashable.
 
-    answer: see above.
-    capacity: the most ids, or distinct rows, that a rank may send to another; None for all that it has.
-    codec: how vectors travel, there and back; None for every bit.
+    answer: a row of the list above.
+    capacity: the most ids, or distinct rows, that a rank may send to another rank; None for all its ids.
+    codec: the codes of the vectors and their cotangents; None for every bit.
     """
 
     answer: Literal["sums", "rows", "distinct"] = "sums"
@@ -39,14 +39,14 @@ class Transport(NamedTuple):
 
     @property
     def codec_back(self) -> Codec | None:
-        """The codec for cotangents, whose `forward` codes what a rank sends."""
+        """Return the codec for cotangents: its `forward` codes the cotangents that a rank sends."""
         return None if self.codec is None else self.codec.transposed()
 
 
 class Steps(NamedTuple):
     """The functions that compute an answer.
 
-    route: (ids, routes, capacity) -> routed: the rows that owners received, and where this rank's ids went.
+    route: (ids, routes, capacity) -> routed: the rows that this rank received, and the places to which its ids went.
     fetch: (banks, routed, routes, implementation, codec) -> {lane: f[B, width]}; for sequences {bank: f[n · C, dim]}.
     transpose: ({lane: d}, routed, routes, codec) -> {bank: RowGrads} at the owners.
     """
@@ -69,23 +69,24 @@ SEQUENCES = {
 
 
 def steps_of(answers: Mapping[str, Steps], transport: Transport, routes: Routes) -> Steps:
-    """The steps of an exchange.
+    """Return the functions that compute the answer of an exchange.
 
-    Copies of replicated tables are looked up in place: no row is sent, so "distinct" saves nothing.
+    Lookups in replicated tables read the copies in place: no row is sent, so "distinct" saves nothing.
     """
     is_local = transport.answer == "distinct" and not routes.axes
     return answers["sums" if is_local else transport.answer]
 
 
 def transport_of(exact: bool, dedup: bool, capacity: int | None = None, codec: Codec | None = None) -> Transport:
-    """The transport that the public keywords ask for."""
+    """Return the transport that the keywords of `shard_tables` describe."""
     return Transport("distinct" if dedup else "rows" if exact else "sums", capacity, codec)
 
 
 def joined_overflow(overflows: Sequence[Tensor]) -> Tensor | None:
-    """i64[2] of several exchanges: the sum of the ids without room, and the greatest capacity needed.
+    """Return the overflow of several exchanges, i64[2]: the sum of the ids without room, and the greatest needed
+    capacity.
 
-    It is None if no exchange counts them.
+    It is None if no exchange counts ids without room.
     """
     if not overflows:
         return None

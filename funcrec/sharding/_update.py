@@ -1,7 +1,7 @@
-"""Updates tables on a mesh. For a table cut by columns, three ways follow from what its optimizer reads.
+"""Updates tables on a mesh. The values that an optimizer reads decide how a table that is cut by columns is updated.
 
     single elements          each owner updates its columns as a table
-    the row's gradient       cotangents go to every owner with all columns; each updates its own (`RowGrads.first`)
+    the row's gradient       each owner gets cotangents of all columns, and updates its own columns (`RowGrads.first`)
     the whole row            every owner receives gradients, rows and slots of the touched rows, updates whole rows, and
                              keeps its columns
 
@@ -27,7 +27,7 @@ from funcrec.tables import BEHIND, RowGrads, origin_of
 
 
 def check_whole_rows(call: str, sparse: RowOptimizer, layout: Layout) -> None:
-    """An optimizer with a norm over all rows needs whole rows: no table may be cut by columns."""
+    """Raise for an optimizer with a norm over all rows if a table is cut by columns: it needs whole rows."""
     columns = column_banks(sparse, layout)
     if columns and sparse.is_joint:
         hint = "row_wise or table_wise for it, or an optimizer of single elements, such as adam"
@@ -36,9 +36,9 @@ def check_whole_rows(call: str, sparse: RowOptimizer, layout: Layout) -> None:
 
 
 def column_banks(sparse: RowOptimizer, layout: Layout) -> dict[str, list[str]]:
-    """{table: its banks}, for tables cut by columns that the optimizer must see as tables.
+    """Return {table: its banks}, for tables cut by columns that the optimizer must see as tables.
 
-    These are optimizers that read more than single elements, or label tables by name.
+    Such an optimizer reads more than single elements, or labels tables by name.
     """
     shapes = dict(layout.shapes)
     if sparse.is_elementwise and all(sparse.label(n) is None for n in shapes):
@@ -51,16 +51,16 @@ def column_banks(sparse: RowOptimizer, layout: Layout) -> dict[str, list[str]]:
 
 
 def places(layout: Layout, bank: int) -> list[list[int]]:
-    """For each rank, the numbers of the shards that it holds of a bank."""
+    """Return for each rank the numbers of the shards of a bank that the rank holds."""
     shards = [(i, s) for i, s in enumerate(layout.shards) if s.bank == bank]
     return [[i for i, s in shards if r in s.ranks] for r in range(layout.banks[bank].num_ranks)]
 
 
 def tables_in_place(sparse: RowOptimizer, columns: Mapping[str, list[str]], layout: Layout) -> list[str]:
-    """The tables of `columns` that each owner updates in place.
+    """Return the tables of `columns` that each owner updates in place.
 
-    For an optimizer that reads the gradients of rows, a rank may hold only one block of columns in a bank (a placement
-    that names a rank twice gives it two): one number, `RowGrads.first`, locates a bank's columns.
+    For an optimizer that reads the gradients of rows, a rank may hold only one block of columns in a bank, because one
+    number, `RowGrads.first`, locates the columns of a bank. (A placement that names a rank twice gives it two blocks.)
     """
     if sparse.is_elementwise:
         return list(columns)
@@ -71,22 +71,22 @@ def tables_in_place(sparse: RowOptimizer, columns: Mapping[str, list[str]], layo
 
 
 def whole_banks(sparse: RowOptimizer, layout: Layout) -> tuple[str, ...]:
-    """The banks for which cotangents go to every owner with all columns of the row; the same on all ranks."""
+    """Return the banks whose owners get cotangents of all columns of a row. All ranks return the same banks."""
     columns = column_banks(sparse, layout)
     tables = () if sparse.is_elementwise else tables_in_place(sparse, columns, layout)
     return tuple(b for t in tables for b in columns[t])
 
 
 def first_column(layout: Layout, bank: int) -> Tensor:
-    """i64[]: the first column that this rank holds of a bank's table; 0 if it holds none."""
+    """Return the first column that this rank holds of a bank's table, i64[]; 0 if it holds no column."""
     firsts = [layout.shards[own[0]].first if own else 0 for own in places(layout, bank)]
-    rank = axis_index(layout.banks[bank].axes)[None]  # indexing by a scalar tensor would read it on the host
+    rank = axis_index(layout.banks[bank].axes)[None]  # an index that is a scalar tensor would be read on the host
     return torch.tensor(firsts, device=rank.device)[rank][0]
 
 
 @functools.lru_cache(maxsize=256)
 def _origins(layout: Layout, bank: int) -> list:
-    """For each rank of the bank the segments of `RowGrads.origin`, padded to one number for all ranks."""
+    """Return for each rank of the bank the segments of `RowGrads.origin`, padded to one number on all ranks."""
     dims = {n: dim for n, (_, dim) in layout.shapes}
     own: list[list] = [[] for _ in range(layout.banks[bank].num_ranks)]
     for s in layout.shards:
@@ -97,7 +97,10 @@ def _origins(layout: Layout, bank: int) -> list:
 
 
 def with_origin(grads: RowGrads | None, table: Tensor, layout: Layout, bank: str) -> RowGrads | None:
-    """Add each row's table to a gradient, if its bank is stored in 16 bits and may be rounded at random."""
+    """Return the gradient with the table of each row.
+
+    Only banks in 16 bits need it, because they may be rounded at random.
+    """
     if grads is None or table.dtype not in (torch.float16, torch.bfloat16):
         return grads
     number = next(i for i, b in enumerate(layout.banks) if b.name == bank)
@@ -106,7 +109,10 @@ def with_origin(grads: RowGrads | None, table: Tensor, layout: Layout, bank: str
 
 
 def as_tables(banks: Mapping[str, Any], columns: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Name the banks as the optimizer does: a table cut by columns has its own name, with the first of its banks."""
+    """Return {name: bank} with the optimizer's names.
+
+    A table cut by columns has its own name, for the first of its banks.
+    """
     apart = {b for own in columns.values() for b in own}
     return {n: x for n, x in banks.items() if n not in apart} | {
         t: banks[own[0]] for t, own in columns.items() if own[0] in banks
@@ -114,10 +120,10 @@ def as_tables(banks: Mapping[str, Any], columns: Mapping[str, list[str]]) -> dic
 
 
 def init_slots(sparse: RowOptimizer, tables: ShardedTables, mesh: Mesh) -> dict:
-    """{bank: slots}: the optimizer's first slots for each bank."""
+    """Return {bank: slots}, the first slots of the optimizer for each bank."""
     columns = column_banks(sparse, tables.layout)
     base = as_tables(tables.banks, columns)
-    first = sparse.init(base)  # under the names that the optimizer knows
+    first = sparse.init(base)  # by the names that the optimizer knows
     out = {n: first[n] for n in tables.banks if n in first}
     for table, own in columns.items():
         out |= {b: sparse.init({**base, table: tables.banks[b]})[table] for b in own}
@@ -126,9 +132,9 @@ def init_slots(sparse: RowOptimizer, tables: ShardedTables, mesh: Mesh) -> dict:
 
 
 def of_ranks(slots: Mapping[str, Tensor], waiting: Sequence[str], dim: int, num_ranks: int) -> dict[str, Tensor]:
-    """Return a bank's slots, with the slots of waiting gradients repeated for each rank, as wide as gradients are.
+    """Return a bank's slots, with the slots of waiting gradients repeated for each rank, and as wide as gradients.
 
-    There i64[k, C] and f[k, C, w] become i64[n · k, C] and f[n · k, C, dim]; other slots stay.
+    For k steps with C places i64[k, C] and f[k, C, w] become i64[n · k, C] and f[n · k, C, dim]. Other slots stay.
     """
     wide = lambda x: x if x.dim() < 3 else x[..., :1].expand(*x.shape[:-1], dim)
     each = lambda x: wide(x).repeat(num_ranks, *[1] * (x.dim() - 1))
@@ -143,7 +149,9 @@ def update_banks(
     step: Tensor,
     takes: Tensor | None = None,
 ):
-    """Return (banks, slots): banks of whole rows are updated at once, tables cut by columns bank by bank, by name.
+    """Return (banks, slots) after the update.
+
+    One call updates all banks of whole rows. Tables cut by columns are updated bank by bank.
 
     takes: bool[], whether the step counts; None if it does. The gradient of a step that does not count has no entries.
     """
@@ -155,7 +163,7 @@ def update_banks(
     views = views_of(sparse, grads, slots, tables)
     new_banks, new_slots = dict(tables.banks), dict(slots)
     for turn in range(max([1, *map(len, views.values())])):
-        # an optimizer may read the names of all tables: tables whose turn is over appear without a gradient
+        # An optimizer may read the names of all tables: a table whose turn is over appears without a gradient.
         shown = {n: own[min(turn, len(own) - 1)] for n, own in views.items()}
         now = {n: v for n, v in shown.items() if turn < len(views[n])}
         given = {n: v.grads for n, v in now.items() if v.grads is not None}
@@ -175,7 +183,10 @@ def hold(
     step: Tensor,
     takes: Tensor | None,
 ) -> tuple[dict[str, RowGrads], dict[str, dict[str, Tensor]]]:
-    """(the due banks' gradients, what now waits in each bank): gradients wait on the rank that received them."""
+    """Return (the gradients of the banks that are due, the gradients that now wait in each bank).
+
+    Gradients wait on the rank that received them.
+    """
     layout, columns = tables.layout, column_banks(sparse, tables.layout)
     own = {n: _of_own_columns(g, n, tables) for n, g in grads.items()}
     due, kept = {}, {}
@@ -192,7 +203,7 @@ def hold(
 
 
 class View(NamedTuple):
-    """What an optimizer sees of a bank: a table, or its touched rows with the columns of all banks of their table.
+    """An optimizer's view of a bank: a table, or the bank's touched rows with all columns of their table.
 
     put: (the bank or a slot of it, the optimizer's new value of `table` or of that slot) -> the new bank or slot.
     """
@@ -207,7 +218,10 @@ class View(NamedTuple):
 def views_of(
     sparse: RowOptimizer, grads: Mapping[str, RowGrads], slots: Mapping, tables: ShardedTables
 ) -> dict[str, list[View]]:
-    """{name: what the optimizer sees under it, in turn}: a bank of whole rows, or a cut table's banks."""
+    """Return {name: the views that the optimizer gets in turn}.
+
+    A name stands for a bank of whole rows, or for the banks of a cut table.
+    """
     layout, banks = tables.layout, tables.banks
     columns = column_banks(sparse, layout)
     in_place = tables_in_place(sparse, columns, layout)
@@ -216,13 +230,16 @@ def views_of(
     drawn = {b: with_origin(grads.get(b), banks[b], layout, b) for b in banks}
     plain = {b: View(b, drawn[b], banks[b], slots[b]) for b in banks}
     own = {b: plain[b]._replace(grads=_of_own_columns(drawn[b], b, tables)) for t in in_place for b in columns[t]}
-    own |= {b: plain[b]._replace(grads=None) for names in together.values() for b in names}  # if no row is touched
+    own |= {b: plain[b]._replace(grads=None) for names in together.values() for b in names}  # where no row is touched
     own |= rows_together(together, grads, slots, banks, layout)
     return {b: [plain[b]] for b in banks if b not in apart} | {t: [own[b] for b in columns[t]] for t in columns}
 
 
 def _of_own_columns(grads: RowGrads | None, bank: str, tables: ShardedTables) -> RowGrads | None:
-    """Set where this rank's columns begin, in a gradient that has all columns of its table."""
+    """Return the gradient with the first column of this rank.
+
+    Only a gradient with all columns of its table needs it.
+    """
     if grads is None or grads.dim == tables.banks[bank].shape[1]:
         return grads
     number = next(i for i, b in enumerate(tables.layout.banks) if b.name == bank)
@@ -232,9 +249,9 @@ def _of_own_columns(grads: RowGrads | None, bank: str, tables: ShardedTables) ->
 def rows_together(
     columns: Mapping[str, list[str]], grads: Mapping[str, RowGrads], slots: Mapping, banks: Mapping, layout: Layout
 ) -> dict[str, View]:
-    """{bank: its touched rows as a table of M whole rows}, for tables cut by columns.
+    """Return {bank: its touched rows as a table of M whole rows}, for tables cut by columns.
 
-    All ranks' touched rows travel together. Banks without touched rows are left out.
+    The touched rows of all ranks travel together. The result lacks banks without touched rows.
     """
     own = [b for b in layout.banks if b.name in {n for names in columns.values() for n in names} and b.name in grads]
     touched = {b.name: grads[b.name].coalesce() for b in own if grads[b.name].capacity > 0}
@@ -251,7 +268,7 @@ def rows_together(
             found = [_find(rows, s, gathered[layout.banks[s.bank].name]) for s in shards]
             whole = {k: torch.cat([x[k] for x in found], 1) if own.dim() > 1 else own for k, own in taken[n].items()}
             row_slots = {k.removeprefix("slot "): x for k, x in whole.items() if k.startswith("slot ")}
-            # these rows are the optimizer's table: row i has number i, or none
+            # these rows are the optimizer's table: row i has number i, or no number
             places = torch.where(rows >= 0, torch.arange(rows.shape[0], device=rows.device), -1)
             how = {"num_embeddings": rows.shape[0], "repeats": touched[n].repeats}
             entries = RowGrads.from_entries(places, whole["grads"], **how)
@@ -262,14 +279,14 @@ def rows_together(
 
 
 def _row_origin(table: str, dim: int, rows: Tensor) -> Tensor:
-    """`RowGrads.origin` for these rows of a table, one after the other."""
+    """Return `RowGrads.origin` for these rows of a table, one after the other."""
     begin = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device)
     own = [x + 0 * begin for x in origin_of(table, dim, rows, begin=begin)]
     return torch.cat([torch.stack(own, 1), torch.tensor([BEHIND], device=rows.device)])
 
 
 def _put_rows(grads: RowGrads, which: Tensor, shards: Sequence, old: Tensor, new: Tensor) -> Tensor:
-    """The bank, or a slot of it, with the rows' own columns of `new`, [M, D] or [M].
+    """Return the bank, or a slot of it, with the touched rows of `new`, [M, D] or [M], in the bank's columns.
 
     which: the number of each row's shard.
     """
@@ -283,7 +300,7 @@ def _put_rows(grads: RowGrads, which: Tensor, shards: Sequence, old: Tensor, new
 
 
 def _take(grads: RowGrads, bank: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The numbers, gradients, values and slots of the touched rows on this rank."""
+    """Return the numbers, gradients, values and slots of the touched rows on this rank."""
     rows = torch.where(grads.valid, grads.rows, -1)
     take = lambda x: ops.gather_rows(x if x.dim() > 1 else x[:, None], rows).reshape(-1, *x.shape[1:])
     return {"rows": rows, "grads": grads.grads, "table": take(bank).to(bank.dtype)} | {
@@ -292,7 +309,7 @@ def _take(grads: RowGrads, bank: Tensor, slots: Mapping[str, Tensor]) -> dict[st
 
 
 def _table_rows(grads: RowGrads, shards: Sequence, rank: Tensor) -> tuple[Tensor, Tensor]:
-    """For each touched row of this rank's bank, the number of its shard and its row in the table; -1 for none."""
+    """Return (the shard's number, the row in the table) of each touched row of this rank's bank; -1 for none."""
     which = rows = torch.full_like(grads.rows, -1)
     for k, s in enumerate(shards):
         for i, (r, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
@@ -303,16 +320,16 @@ def _table_rows(grads: RowGrads, shards: Sequence, rank: Tensor) -> tuple[Tensor
 
 
 def _find(rows: Tensor, shard, gathered: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read the shard's columns of these rows of the table from the gathered touched rows of all ranks."""
-    # row = part · (rows of a part) + rest lies on ranks[part], at starts[part] + rest of its bank
+    """Return the shard's columns of these rows of the table, from the gathered touched rows of all ranks."""
+    # row = part · (rows of a part) + rest lies on ranks[part], at row starts[part] + rest of the bank
     part = torch.div(rows.clamp(min=0), shard.part, rounding_mode="floor")
     owner = torch.tensor(shard.ranks, device=rows.device)[part]
     row = rows.clamp(min=0) - part * shard.part + torch.tensor(shard.starts, device=rows.device)[part]
-    known = gathered["rows"]  # ascending on each rank, -1 after
+    known = gathered["rows"]  # row numbers ascend on each rank; then -1 follows
     known = torch.where(known < 0, torch.iinfo(known.dtype).max, known)
     most = known.shape[1]
-    # all owners of a row's columns received the same ids, so each has the
-    # row; -1 was clamped to row 0, and no entry reads it (`places`)
-    place = place_among(known, row.expand(known.shape[0], -1).contiguous(), right=False)  # [n, M]: on every rank
+    # All owners of a row's columns received the same ids, so each owner has the
+    # row. -1 was clamped to row 0, and no entry reads that row (`places`).
+    place = place_among(known, row.expand(known.shape[0], -1).contiguous(), right=False)  # [n, M]: on each rank
     place = place.gather(0, owner[None])[0].clamp(max=most - 1)
     return {k: x[owner, place] for k, x in gathered.items()}

@@ -1,10 +1,10 @@
-"""Converts gradients that wait on a mesh (`optim.accumulate`) to one process's form, and back.
+"""Converts gradients that wait on a mesh (`optim.accumulate`) to the form of one process, and back.
 
-    cut_waiting(gather_waiting(slots)) gives every row the terms that slots give it, in the same order
+    cut_waiting(gather_waiting(slots)) gives every row the terms that `slots` gives it, in the same order
 
-A row's entries lie with its owner, in the order of the global batch, under every plan. A part of a table holds its
-entries sorted by row, each row's in their order. With n parts of C places each, part i is places [i · C, (i + 1) · C)
-of the whole table. Owners of other columns of a part have the same entries at the same places.
+The entries of a row lie on the owner of the row, in the order of the global batch, under every plan. A part of a table
+holds its entries sorted by row; entries of one row keep their order. With n parts of C places each, part i is places [i
+· C, (i + 1) · C) of the whole table. Owners of other columns of a part have the same entries at the same places.
 Shapes: k steps whose gradients wait, C places, n parts, D dim, w columns of a bank.
 """
 
@@ -22,11 +22,11 @@ from funcrec.sharding.placement._layout import Layout, Shard, blank, own_ranks
 from funcrec.tables import WAITING
 
 ROWS, GRADS = WAITING
-NONE = torch.iinfo(torch.int64).max  # sorts after every row
+NONE = torch.iinfo(torch.int64).max  # a number that sorts after every row
 
 
 class Waiting(NamedTuple):
-    """The gradients that wait for a table or a rank's bank. rows: i64[k, C], -1 for none; grads: f[k, C, D]."""
+    """The gradients that wait for a table or a rank's bank. rows: i64[k, C], -1 for no entry. grads: f[k, C, D]."""
 
     rows: Tensor
     grads: Tensor
@@ -36,7 +36,7 @@ class Waiting(NamedTuple):
 
 
 def sorted_by_row(keys: Tensor, grads: Tensor, room: int) -> Waiting:
-    """Sort the entries whose keys are not NONE by row, into the first of `room` places."""
+    """Return the entries whose keys are not NONE, sorted by row, in the first of `room` places."""
     order = keys.argsort(dim=1, stable=True)[:, :room]
     keys, grads = keys.gather(1, order), grads.gather(1, order[..., None].expand(*order.shape, grads.shape[2]))
     is_none = keys == NONE
@@ -46,7 +46,7 @@ def sorted_by_row(keys: Tensor, grads: Tensor, room: int) -> Waiting:
 
 
 def filled(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zero the waiting gradients where there is no entry; {} for slots without waiting gradients."""
+    """Return the waiting gradients with zeros where there is no entry; {} for slots without waiting gradients."""
     return {GRADS: torch.where((slots[ROWS] >= 0)[..., None], slots[GRADS], 0)} if ROWS in slots else {}
 
 
@@ -54,7 +54,7 @@ def filled(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def part_of(shard: Shard, i: int, bank: Waiting) -> Waiting:
-    """Take part i of a shard from its owner's waiting gradients, with the table's row numbers."""
+    """Return part i of a shard from the waiting gradients of the part's owner, with the row numbers of the table."""
     start, (_, room, width) = shard.starts[i], bank.grads.shape
     inside = (bank.rows >= start) & (bank.rows < start + shard.part)
     own = slice(shard.first, shard.last) if width > shard.last - shard.first else slice(None)
@@ -62,19 +62,22 @@ def part_of(shard: Shard, i: int, bank: Waiting) -> Waiting:
 
 
 def whole_shape(layout: Layout, table: str, slots: Mapping[str, Mapping[str, Tensor]], ranks: int) -> tuple[int, ...]:
-    """(k, n · C, D) of a table. slots: {bank: its slots}, for this many ranks."""
+    """Return the shape of a table's waiting gradients, (k, n · C, D). slots: {bank: its slots}, for this many ranks."""
     shard = layout.shards[layout.shards_of(table)[0]]
     rows = slots[layout.banks[shard.bank].name][ROWS]
     return rows.shape[0] // ranks, len(shard.ranks) * rows.shape[1], dict(layout.shapes)[table][1]
 
 
 def of_rank(slots: Mapping[str, Tensor], number: int, ranks: int) -> Waiting:
-    """The waiting gradients of one of this process's banks."""
+    """Return the waiting gradients of one bank among those that this process holds."""
     return Waiting(*(slots[k].unflatten(0, (ranks, -1))[number] for k in WAITING))
 
 
 def gather_waiting(layout: Layout, table: str, slots: Mapping[str, Mapping[str, Tensor]], mesh: Mesh) -> Waiting:
-    """Gather a table's waiting gradients on every rank; of several copies the last here. slots: {bank: slots}."""
+    """Return the waiting gradients of a table on every rank.
+
+    Of several copies in this process it returns the last. slots: {bank: slots}.
+    """
     shards = [layout.shards[i] for i in layout.shards_of(table)]
     banks = [layout.banks[s.bank] for s in shards]
     own = own_ranks(banks[0], mesh)
@@ -104,7 +107,7 @@ def gather_waiting(layout: Layout, table: str, slots: Mapping[str, Mapping[str, 
 
 
 def keys_of(layout: Layout, bank: int, rank: int, table: str, rows: Tensor) -> Iterator[tuple[Shard, Tensor]]:
-    """For each part of the table in a rank's bank, yield the row of the bank for each entry; NONE for none."""
+    """Yield, for each part of the table in a rank's bank, (shard, the row of the bank for each entry, or NONE)."""
     for s in (layout.shards[i] for i in layout.shards_of(table) if layout.shards[i].bank == bank):
         for i in (i for i, owner in enumerate(s.ranks) if owner == rank):
             inside = (rows >= i * s.part) & (rows < (i + 1) * s.part)
@@ -112,7 +115,7 @@ def keys_of(layout: Layout, bank: int, rank: int, table: str, rows: Tensor) -> I
 
 
 def room_of(layout: Layout, table: str, rows: Tensor) -> int:
-    """The most entries of one step that any owner gets."""
+    """Return the largest number of entries of one step that an owner gets."""
     most = 0
     for bank in {layout.shards[i].bank for i in layout.shards_of(table)}:
         for rank in range(layout.banks[bank].num_ranks):
@@ -124,9 +127,9 @@ def room_of(layout: Layout, table: str, rows: Tensor) -> int:
 def cut_waiting(
     layout: Layout, table: str, held: Waiting, capacity: int, whole: Collection[str], mesh: Mesh
 ) -> dict[str, dict[str, Tensor]]:
-    """{bank: {slot: the gradients that wait in it}} of a table, which shares no bank with another.
+    """Return {bank: {slot: the gradients that wait in it}} of a table that shares no bank with another table.
 
-    capacity: the places of each rank; it grows where an owner's entries need more.
+    capacity: the places of each rank. It grows if the entries of an owner need more places.
     whole: the banks whose gradients have all columns.
     """
     rows, grads = held
@@ -148,7 +151,10 @@ def cut_waiting(
 def rooms_of(
     call: str, sparse: RowOptimizer, samples: Mapping[str, Tensor], steps: Mapping[str, int]
 ) -> dict[str, int]:
-    """{table: its capacity under `sparse`}. samples: tables without rows. steps: {table: how many steps wait}."""
+    """Return {table: its capacity under `sparse`}.
+
+    samples: tables without rows. steps: {table: the number of steps whose gradients wait}.
+    """
     made = sparse.init({n: x.new_zeros(1, *x.shape[1:]) for n, x in samples.items()}) if steps else {}
     found = {n: made[n][ROWS].shape if ROWS in made[n] else (0, 0) for n in steps}
     check(call, steps_problems(steps, {n: every for n, (every, _) in found.items()}))
@@ -167,7 +173,7 @@ def steps_problems(steps: Mapping[str, int], wanted: Mapping[str, int]) -> Itera
 
 
 def waiting_problems(name: str, slots: Mapping[str, Any]) -> Iterator[Problem]:
-    """A table or bank has both slots of waiting gradients or none, each with a dtype and a shape."""
+    """Report a table or bank with one of the slots of waiting gradients, or with a slot of a wrong dtype or shape."""
     if not any(k in slots for k in WAITING):
         return
     rows, grads = (slots.get(k) for k in WAITING)

@@ -1,9 +1,9 @@
-"""Moves rows between a layout's banks and whole tables, a block of rows at a time.
+"""Moves rows between the banks of a layout and whole tables, one block of rows at a time.
 
     rows_of(layout, banks, table, first, last) == table[first:last]        on every rank;
     move: that table into another layout's banks
 
-Rows travel as integers: a sum where all terms but one are zero keeps every bit, even those of a NaN or of -0.0.
+Rows travel as integers: an integer sum where all terms but one are zero keeps every bit, even of a NaN or of -0.0.
 Shapes: R rows, D dim.
 """
 
@@ -16,14 +16,14 @@ from funcrec.core import Problem, check, describe, is_tracked, outside_transform
 from funcrec.mesh import Mesh, bind, pmax, psum
 from funcrec.sharding.placement._layout import Layout, Shard, blank, own_ranks
 
-BLOCK_BYTES = 1 << 26  # the most that a rank holds besides the two states
-INTEGERS = {4: torch.int32, 8: torch.int64}  # by bytes per element; gloo sums no int16: others are bytes
+BLOCK_BYTES = 1 << 26  # the most bytes that a rank holds besides the two states
+INTEGERS = {4: torch.int32, 8: torch.int64}  # {bytes per element: dtype}; gloo cannot sum int16
 
 Rows = Callable[[int, int], Tensor]
 
 
 def places(layout: Layout, table: str, mesh: Mesh, first: int, last: int) -> Iterator[tuple[Shard, str, slice, slice]]:
-    """Yield where rows [first, last) of a table lie here: (shard, bank, slice of these rows, slice of the bank)."""
+    """Yield (shard, bank, slice of these rows, slice of the bank) for rows [first, last) of a table on this process."""
     for s in (layout.shards[i] for i in layout.shards_of(table)):
         bank = layout.banks[s.bank]
         own = own_ranks(bank, mesh)
@@ -35,7 +35,7 @@ def places(layout: Layout, table: str, mesh: Mesh, first: int, last: int) -> Ite
 
 
 def rows_of(layout: Layout, banks: Mapping[str, Tensor], table: str, mesh: Mesh, first: int, last: int) -> Tensor:
-    """Rows [first, last) of a table f[R, D], or of a slot of it, on every rank, from this rank's banks."""
+    """Return rows [first, last) of a table f[R, D], or of its slot, on every rank, from the banks of all ranks."""
     shards = [layout.shards[i] for i in layout.shards_of(table)]
     axes = layout.banks[shards[0].bank].axes
     old = banks[layout.banks[shards[0].bank].name]
@@ -57,7 +57,7 @@ def rows_of(layout: Layout, banks: Mapping[str, Tensor], table: str, mesh: Mesh,
 def blank_banks(
     layout: Layout, samples: Mapping[str, Mapping[str, Tensor]], mesh: Mesh
 ) -> dict[str, dict[str, Tensor]]:
-    """{bank: {"": the bank, slot: its slot}} of zeros; samples: for each table, its leaves without rows."""
+    """Return {bank: {"": the bank, slot: its slot}} of zeros. samples: for each table, its leaves without rows."""
     out: dict[str, dict[str, Tensor]] = {}
     for i, bank in enumerate(layout.banks):
         rows, within = len(own_ranks(bank, mesh)) * bank.rows, [s.table for s in layout.shards if s.bank == i]
@@ -68,7 +68,7 @@ def blank_banks(
 
 
 def move(layout: Layout, banks: Mapping[str, dict[str, Tensor]], table: str, leaf: str, mesh: Mesh, read: Rows) -> None:
-    """Write a table (leaf ""), or a slot of it, into `banks` in place, a block of rows at a time."""
+    """Write a table (leaf ""), or a slot of it, into `banks` in place, one block of rows at a time."""
     num_rows, dim = dict(layout.shapes)[table]
     block = max(1, BLOCK_BYTES // (8 * dim))
     for first in range(0, num_rows, block):
@@ -84,7 +84,7 @@ def move(layout: Layout, banks: Mapping[str, dict[str, Tensor]], table: str, lea
 
 
 def tracked_problems(table: str, rows: Tensor, axes: Sequence[str]) -> Iterator[Problem]:
-    """Real ranks send a row's bits, which have no derivative: if any rank's rows are tracked, all ranks refuse."""
+    """Report rows that a derivative tracks on any rank. Real ranks send bits of rows, which have no derivative."""
     followed = is_tracked(rows)
     if plain(rows) is not None:
         with outside_transforms():
@@ -100,7 +100,7 @@ def followed_problem(table: str) -> Problem:
 
 
 def bank_problems(layout: Layout, samples: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Problem]:
-    """Tables of one bank have the same slots, and a table cut by columns has slots that can be cut."""
+    """Report tables of one bank with different slots, and slots that cannot be cut with the columns of their table."""
     kinds = lambda own: {k: (x.dtype, tuple(x.shape[1:])) for k, x in own.items()}
     first: dict[int, str] = {}
     for s in layout.shards:

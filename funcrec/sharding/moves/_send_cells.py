@@ -1,9 +1,9 @@
-"""Sends rows from one layout's banks to those of a different layout, on real ranks: each row once.
+"""Sends each row once from the banks of one layout to the banks of another layout, on real ranks.
 
     cell = (rows, columns) that are contiguous in both layouts;   stream (s, d) = the cells that rank s sends to d
 
-The two layouts alone determine the cells, so every rank knows all streams. The ranks send them in rounds, one
-all-to-all each; in a round no rank sends or gets more than `_gather_rows.BLOCK_BYTES`. Rows travel as bytes.
+The two layouts alone determine the cells, so every rank knows all streams. The ranks send the cells in rounds of one
+all-to-all each. In a round no rank sends or gets more than `_gather_rows.BLOCK_BYTES`. Rows travel as bytes.
 Shapes: n ranks, R rows, D dim.
 """
 
@@ -22,20 +22,20 @@ Leaves = Mapping[str, Mapping[str, Tensor]]  # {bank: {"": the bank, slot: its s
 
 
 class Place(NamedTuple):
-    """Where a cell lies in a bank: its first row, and its columns; None for all columns."""
+    """The place of a cell in a bank: the bank, the cell's first row, and its columns (None for all columns)."""
 
     bank: str
     row: int
     columns: slice | None
 
     def of(self, leaves: Leaves, leaf: str, first: int, last: int) -> Tensor:
-        """A view of rows [first, last) of the cell in a leaf."""
+        """Return a view of rows [first, last) of the cell in a leaf."""
         rows = leaves[self.bank][leaf][self.row + first : self.row + last]
         return rows if self.columns is None else rows[:, self.columns]
 
 
 class Cell(NamedTuple):
-    """A block of a table's leaf, rows and columns, that one rank sends to another."""
+    """A block of rows and columns of a table's leaf that one rank sends to one rank."""
 
     leaf: str
     sender: int
@@ -47,7 +47,7 @@ class Cell(NamedTuple):
 
 
 class Side(NamedTuple):
-    """A layout, and which ranks hold each part: holders[axes][rank of these axes] = ranks of the mesh."""
+    """A layout, and the ranks that hold each part: holders[axes][rank of these axes] = ranks of the mesh."""
 
     layout: Layout
     holders: Mapping[tuple[str, ...], Sequence[Sequence[int]]]
@@ -68,7 +68,7 @@ def side_of(layout: Layout) -> Side:
 
 
 def parts_of(side: Side, shard: Shard, first: int, last: int) -> Iterator[tuple[int, int, int, Sequence[int]]]:
-    """For each part of a shard, yield (first row, last row, the bank's row of the first, the ranks that hold it)."""
+    """Yield (first row, last row, the bank's row of the first row, the ranks that hold it) for each part of a shard."""
     ranks = side.holders[side.layout.banks[shard.bank].axes]
     for i in range(first // shard.part, -(-last // shard.part)):
         a, b = max(first, i * shard.part), min(last, (i + 1) * shard.part)
@@ -112,7 +112,7 @@ class Piece(NamedTuple):
 
 
 def rounds_of(stream: Sequence[Cell], most_bytes: int) -> list[list[Piece]]:
-    """Cut a stream into rounds of at most that many bytes, or of one row."""
+    """Return the rounds of a stream, each of at most that many bytes, or of one row."""
     out: list[list[Piece]] = [[]]
     room = most_bytes
     for cell in stream:
@@ -129,7 +129,7 @@ def rounds_of(stream: Sequence[Cell], most_bytes: int) -> list[list[Piece]]:
 
 
 def send_rows(old: Layout, leaves: Leaves, new: Layout, banks: Leaves, mesh: Mesh) -> None:
-    """Write this rank's `leaves` of the old layout into `banks`, this rank's of the new one, in place.
+    """Write rows of all ranks' `leaves`, of the old layout, into this rank's `banks` of the new layout, in place.
 
     The caller owns `banks`.
     """
@@ -162,7 +162,7 @@ def as_bytes(x: Tensor) -> Tensor:
 def put(banks: Leaves, piece: Piece, rows: Tensor) -> None:
     """Write rows, or their bytes, to their places."""
     there = piece.cell.target.of(banks, piece.cell.leaf, piece.first, piece.last)
-    # clone: a number must begin at a multiple of its size, and in the buffer it may not
+    # A number must begin at a multiple of its size, which the buffer does not guarantee. A clone does.
     there.copy_(rows.clone().view(there.dtype).reshape(there.shape) if rows.dtype != there.dtype else rows)
 
 
@@ -170,7 +170,7 @@ def put(banks: Leaves, piece: Piece, rows: Tensor) -> None:
 
 
 def followed_problems(layout: Layout, leaves: Leaves, mesh: Mesh) -> Iterator[Problem]:
-    """Real ranks send a row's bits, which have no derivative: if any rank's rows are tracked, all ranks refuse."""
+    """Report rows that a derivative tracks on any rank. Real ranks send bits of rows, which have no derivative."""
     followed = [any(map(is_tracked, own.values())) for own in leaves.values()]
     some = next(iter(leaves.values()))[""]
     if plain(some) is not None:

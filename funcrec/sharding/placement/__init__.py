@@ -1,1 +1,1 @@
-"""Where a plan puts each table, and how ranks hold it."""
+"""Describes where a plan puts each table, and how ranks hold the table."""

@@ -1,4 +1,4 @@
-"""Layout: where a plan puts each row of each table; and functions that move tables and slots into and out of it.
+"""Layout: the place of each row of each table under a plan, and functions that pack tables and slots into banks.
 
     (table, row, columns) -> (rank, bank, row of the bank)
 
@@ -23,9 +23,9 @@ from funcrec.sharding.placement._plan import Plan, fit_problems
 
 
 class Bank(NamedTuple):
-    """A tensor [rows, dim] on each of `num_ranks` ranks of `axes`.
+    """The description of a tensor [rows, dim] on each of `num_ranks` ranks of `axes`.
 
-    There are `num_copies` of all that, over `replicas`, which train apart.
+    These tensors exist in `num_copies` copies, over `replicas`. The copies train apart.
     bits: for quantised tables, as in `QuantizedTables`; 0 for tables of floats that are trained.
     """
 
@@ -41,7 +41,7 @@ class Bank(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The elements of a stored row."""
+        """Return the number of elements of a stored row."""
         return stored_width(self.bits, self.dim)
 
     @property
@@ -62,7 +62,7 @@ class Shard(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Static and hashable: tables {name: (R, D)} as pairs, the banks, and the shards of each table, by columns."""
+    """The shapes (R, D) of the tables, by name, the banks, and the shards of the tables. It is static and hashable."""
 
     shapes: tuple[tuple[str, tuple[int, int]], ...]
     banks: tuple[Bank, ...]
@@ -72,21 +72,21 @@ class Layout(NamedTuple):
 
     @property
     def num_copies(self) -> int:
-        """How many copies of the tables train apart."""
+        """Return the number of copies of the tables that train apart."""
         return prod(dict(self.mesh_shape)[a] for a in self.replicas)
 
     @property
     def forms(self) -> tuple[tuple[str, int, int], ...]:
-        """(table, bits, dim) of each table, as `QuantizedTables` has them; 0 bits for tables of floats."""
+        """Return (table, bits, dim) of each table, as in `QuantizedTables`; 0 bits for tables of floats."""
         bits = {s.table: self.banks[s.bank].bits for s in self.shards}
         return tuple((n, bits[n], dim) for n, (_, dim) in self.shapes)
 
     def shards_of(self, table: str) -> list[int]:
-        """The numbers of the shards of a table, by columns."""
+        """Return the numbers of the shards of a table, in the order of the columns."""
         return [i for i, s in enumerate(self.shards) if s.table == table]
 
     def with_whole_rows(self, banks: Sequence[str]) -> "Layout":
-        """The layout of gradients that arrive, for these banks, with all columns of their tables."""
+        """Return the layout of gradients that have, for these banks, all columns of their tables."""
         dims = {s.bank: dict(self.shapes)[s.table][1] for s in self.shards if self.banks[s.bank].name in banks}
         return self._replace(
             banks=tuple(b._replace(dim=dims.get(i, b.dim)) for i, b in enumerate(self.banks)),
@@ -94,13 +94,13 @@ class Layout(NamedTuple):
         )
 
     def with_dtype(self, dtype: torch.dtype) -> "Layout":
-        """The same layout for banks of another dtype; banks of codes keep theirs."""
+        """Return the same layout with another dtype of the banks. Banks of codes keep their dtype."""
         size = 8 * dtype.itemsize
         retyped = lambda b: b if b.dtype == torch.uint8 else b._replace(dtype=dtype, bits=b.bits and size)
         return self._replace(banks=tuple(map(retyped, self.banks)))
 
     def specs(self) -> dict[str, P]:
-        """{bank: its P}, for `shard_map`."""
+        """Return {bank: its P}, for `shard_map`."""
         return {b.name: b.spec for b in self.banks}
 
 
@@ -113,30 +113,31 @@ def layout_of(
     labels: Mapping[str, Hashable] | None = None,
     bits: Mapping[str, int] | None = None,
 ) -> Layout:
-    """The layout of a plan; tables with different `labels` share no bank. bits: of quantised tables, by name."""
+    """Return the layout of a plan. Tables with different `labels` share no bank. bits: of quantised tables, by name."""
     check(call, fit_problems(plan, mesh, shapes))
-    filled: dict[tuple, list[int]] = {}  # a bank -> how many rows each of its ranks has
+    filled: dict[tuple, list[int]] = {}  # a bank -> the number of rows on each of its ranks
     names: dict[tuple, str] = {}
     places = []
     for table, (num_rows, dim) in shapes.items():
         placement = plan[table]
         n = prod(mesh.shape[a] for a in placement.axes)
         blocks = placement.blocks(mesh.shape, dim)
-        alone = table if len(blocks) > 1 else None  # shares no bank: the table's rows identify a row's parts
+        # A table of several blocks shares no bank: so its row numbers identify the parts of a row.
+        alone = table if len(blocks) > 1 else None
         for block in blocks:
             width = block.last - block.first
             key = (placement.axes, width, dtypes[table], (labels or {}).get(table), alone, (bits or {}).get(table, 0))
             if key not in filled:
                 filled[key] = [0] * n
                 names[key] = table if width == dim else f"{table}[{block.first}:{block.last}]"
-            # ranks[i] has rows [i · part, (i + 1) · part), the last rank fewer:
+            # ranks[i] has rows [i · part, (i + 1) · part), and the last rank has fewer:
             # so an id's owner is row // part, without a list of bounds
             part = -(-num_rows // len(block.ranks))
             starts = tuple(filled[key][r] for r in block.ranks)
             for r in block.ranks:
                 filled[key][r] += part
             places.append((key, Shard(table, 0, block.first, block.last, block.ranks, part, starts)))
-    # every rank gets as many rows as the fullest needs: one graph with fixed shapes runs on all
+    # every rank gets as many rows as the fullest rank needs: one graph with fixed shapes runs on all ranks
     keys = list(filled)
     copies = prod(mesh.shape[a] for a in plan.replicas)
     sizes = lambda k: (len(filled[k]), max(filled[k]))
@@ -146,12 +147,15 @@ def layout_of(
 
 
 def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequence[int]) -> Tensor:
-    """The bank's rows on `ranks`, one rank after the other, from tables [R, D], or from slots [R], a number per row.
+    """Return the rows of a bank on `ranks`, one rank after the other.
+
+    The rows come from tables [R, D], or from slots [R], with a number per
+    row.
 
     A rank that is named several times gets a copy for each.
     """
     own, shards = layout.banks[bank], [s for s in layout.shards if s.bank == bank]
-    parts = [tables[s.table] for s in shards]  # only of this bank: others may have another dtype
+    parts = [tables[s.table] for s in shards]  # only tables of this bank: other tables may have another dtype
     narrow = parts[0].dim() == 1
     out = blank((len(ranks) * own.rows, *([] if narrow else [own.width])), parts)
     for s in shards:
@@ -165,10 +169,10 @@ def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequenc
 
 
 def blank(shape: Sequence[int], like: Sequence[Tensor]) -> Tensor:
-    """Zeros in the dtype of `like`'s first; rows of all may be written into them.
+    """Return zeros in the dtype of the first of `like`. Rows of every tensor of `like` may be written into the result.
 
-    They are batched or tracked where one of `like` is. So autograd follows a bank on every rank, whichever ranks have
-    rows
+    The zeros are batched or tracked if one tensor of `like` is. So autograd follows a bank on every rank, whichever
+    ranks have rows
     in it: all ranks then run a derivative's exchanges.
     """
     batched = [x.new_zeros(shape) for x in like if is_wrapped(x)]
@@ -179,7 +183,10 @@ def blank(shape: Sequence[int], like: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(layout: Layout, banks: Mapping[str, Tensor], table: str) -> Tensor:
-    """A table [R, D], or a slot [R], from banks of all ranks, each [n · rows, ...]; the first of several copies."""
+    """Return a table [R, D], or a slot [R], from the banks of all ranks, each [n · rows, ...].
+
+    Of several copies it returns the first.
+    """
     num_rows, _ = dict(layout.shapes)[table]
     columns, shards = [], [layout.shards[k] for k in layout.shards_of(table)]
     for s in shards:
@@ -193,7 +200,7 @@ def unpack(layout: Layout, banks: Mapping[str, Tensor], table: str) -> Tensor:
 
 
 def own_ranks(bank: Bank, mesh: Mesh) -> list[int]:
-    """The ranks of the bank's axes that this process holds, repeated for each copy that it holds."""
+    """Return the ranks of the bank's axes that this process holds, repeated for each copy that the process holds."""
     if mesh.is_emulated:
         return list(range(bank.num_ranks)) * bank.num_copies
     return [rank_at(mesh.coordinates, bank.axes, mesh.shape)]

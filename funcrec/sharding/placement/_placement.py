@@ -2,9 +2,9 @@
 
     a placement cuts a table into blocks of columns;   a block's rows go, in equal parts, to the block's ranks
 
-All placements have this form: table-wise is one block on one rank, row-wise one block on all ranks, column-wise a block
-per rank; the others mix these over two axes. Along axes that a placement does not name the table is replicated.
-Shapes: R rows, D dim, n ranks on the placement's axes, numbered with the first axis as the major one.
+All placements have this form. Table-wise is one block on one rank, row-wise is one block on all ranks, and column-wise
+is a block per rank. The other placements mix these over two axes. The table is replicated along axes that a placement
+does not name. Shapes: R rows, D dim, n ranks on the placement's axes, numbered with the first axis as the major one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ ON_ONE_PLACE = ("table_wise", "table_row_wise", "table_column_wise")
 
 
 class Block(NamedTuple):
-    """Columns [first, last) of a table, with rows cut over `ranks`: each rank has ceil(R / len(ranks)) of them."""
+    """Columns [first, last) of a table, with rows cut over `ranks`. Each rank has ceil(R / len(ranks)) rows."""
 
     first: int
     last: int
@@ -30,15 +30,16 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a table lies.
+    """The place of a table on a mesh.
 
-    Made by `table_wise`, `row_wise`, `column_wise`, `table_row_wise`, `table_column_wise`, `grid` and `replicated`.
+    These functions make it: `table_wise`, `row_wise`, `column_wise`, `table_row_wise`, `table_column_wise`, `grid` and
+    `replicated`.
 
     Args:
       kind: the name of one of these functions.
-      axes: the mesh axes over which the table is cut; along the others it is replicated.
+      axes: the mesh axes over which the table is cut. Along other axes the table is replicated.
       ranks: the rank of the table, or of each column block; () for all ranks.
-        For placements that mix two axes, places on the first.
+        For placements that mix two axes, these are places on the first axis.
 
     Example:
       >>> import funcrec as fr
@@ -57,7 +58,7 @@ class Placement:
 
     @typed
     def blocks(self, sizes: Mapping[str, Count], dim: Count) -> list[Block]:
-        """The column blocks of a table with this dim, on a mesh of these sizes."""
+        """Return the column blocks of a table with this dim, on a mesh of these sizes."""
         missing = [a for a in self.axes if a not in sizes]
         if missing:
             got, need, hint = f"sizes of {list(sizes)}", f"{list(self.axes)}", "mesh.shape"
@@ -76,7 +77,7 @@ class Placement:
 
 
 def _columns(dim: int, owners: Sequence[tuple[int, ...]]) -> list[Block]:
-    """Cut the columns into blocks of nearly equal size, none of them empty."""
+    """Return blocks of columns of nearly equal size. No block is empty."""
     k = min(len(owners), dim)
     bounds = [dim * i // k for i in range(k + 1)]
     return [Block(a, b, owner) for a, b, owner in zip(bounds, bounds[1:], owners, strict=False)]
@@ -84,7 +85,7 @@ def _columns(dim: int, owners: Sequence[tuple[int, ...]]) -> list[Block]:
 
 @typed
 def table_wise(axis: AxisName, *, rank: Size) -> Placement:
-    """Place the whole table on one rank of the axis.
+    """Return a placement that puts the whole table on one rank of the axis.
 
     Example:
       >>> import funcrec as fr
@@ -98,7 +99,7 @@ def table_wise(axis: AxisName, *, rank: Size) -> Placement:
 
 @typed
 def row_wise(axis: AxisName) -> Placement:
-    """Cut the rows in equal parts over all ranks of the axis, or of several axes.
+    """Return a placement that cuts the rows into equal parts over all ranks of the axis, or of several axes.
 
     Example:
       >>> import funcrec as fr
@@ -112,7 +113,7 @@ def row_wise(axis: AxisName) -> Placement:
 
 @typed
 def column_wise(axis: AxisName, *, ranks: Sequence[Size] = ()) -> Placement:
-    """Cut the columns in equal parts over the ranks named, or over all of the axis.
+    """Return a placement that cuts the columns into equal parts over `ranks`, or over all ranks of the axis.
 
     A row keeps one optimizer state for the whole row.
 
@@ -128,7 +129,7 @@ def column_wise(axis: AxisName, *, ranks: Sequence[Size] = ()) -> Placement:
 
 @typed
 def table_row_wise(axes: tuple[str, str], *, rank: Size) -> Placement:
-    """Place the table on one place of the first axis, its rows in equal parts over the second.
+    """Return a placement on one place of the first axis, with the rows in equal parts over the second axis.
 
     Example:
       >>> import funcrec as fr
@@ -142,7 +143,7 @@ def table_row_wise(axes: tuple[str, str], *, rank: Size) -> Placement:
 
 @typed
 def table_column_wise(axes: tuple[str, str], *, rank: Size) -> Placement:
-    """Place the table on one place of the first axis, its columns in equal parts over the second.
+    """Return a placement on one place of the first axis, with the columns in equal parts over the second axis.
 
     Example:
       >>> import funcrec as fr
@@ -156,7 +157,9 @@ def table_column_wise(axes: tuple[str, str], *, rank: Size) -> Placement:
 
 @typed
 def grid(axes: tuple[str, str], *, ranks: Sequence[Size] = ()) -> Placement:
-    """Cut the columns over places of the first axis (those named, or all), and each part's rows over the second.
+    """Return a placement that cuts the columns over places of the first axis, and the rows over the second axis.
+
+    ranks: the places of the first axis; () for all of them.
 
     Example:
       >>> import funcrec as fr
@@ -169,7 +172,9 @@ def grid(axes: tuple[str, str], *, ranks: Sequence[Size] = ()) -> Placement:
 
 
 def replicated() -> Placement:
-    """Place the whole table on every rank; each applies the gradients of all.
+    """Return a placement that puts the whole table on every rank.
+
+    Each rank applies the gradients of all ranks.
 
     Example:
       >>> import funcrec as fr

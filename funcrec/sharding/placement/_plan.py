@@ -1,6 +1,6 @@
 """Plan: a placement for each table, with notes.
 
-plan[table] is its Placement;    a plan that `fr.plan` made has a report: estimate, bound, reasons
+plan[table] is the Placement of the table;    a plan from `fr.plan` has a report: estimate, bound, reasons
 """
 
 import hashlib
@@ -27,21 +27,20 @@ from funcrec.sharding.placement._placement import OF_TWO_AXES, ON_ONE_PLACE, Kin
 from funcrec.sharding.placement._report import Report, report_problem
 from funcrec.tables import TableConfig, table_list_problems
 
-VERSION = 1  # of the text
+VERSION = 1  # the version of the text's form
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan:
-    """Table -> placement; static, so that it is part of the compile key.
+    """A map from tables to placements. It is static, so that it is part of the compile key.
 
     Args:
-      placements: {table: Placement}. Along mesh axes that a placement does not name, its table has copies that all
+      placements: {table: Placement}. Along mesh axes that a placement does not name, the table has copies that all
         apply the same gradient at every step.
-      replicas: axes along which copies of all tables, replicated ones too, train apart. The ranks that share a place
-        on
-        these axes are a group: it trains its copy on its own bags, like a job of its own, until `sync_replicas`. No
-        placement may name these axes.
-      report: what `fr.plan` estimates of the plan, and its reasons; None for a plan made by hand.
+      replicas: axes along which copies of all tables, also of replicated tables, train apart. The ranks that share a
+        place on these axes are a group. A group trains its copy on its own bags, like a job of its own, until
+        `sync_replicas`. No placement may name these axes.
+      report: the estimates and the reasons of `fr.plan`; None for a plan made by hand.
         Plans with equal placements are equal, whatever their reports.
 
     Example:
@@ -68,24 +67,24 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """The most by which another plan could be faster, by the planner's estimate: 1 - bound / estimate."""
+        """Return the most by which another plan could be faster, by the estimate: 1 - bound / estimate."""
         return self._told("gap").gap
 
     @property
     def reasons(self) -> dict[str, str]:
-        """{table: the reason for its placement}."""
+        """Return {table: the reason for its placement}."""
         return {t.table: t.reason for t in self._told("reasons").tables}
 
     def table(self) -> str:
-        """A line for each table and each rank: placement, bytes, time."""
+        """Return a text with a line for each table and each rank: placement, bytes, time."""
         return self._told("table").text()
 
     def draw(self) -> Any:
-        """Draw a matplotlib Figure, ranks × tables."""
+        """Return a matplotlib Figure of ranks × tables."""
         return self._told("draw").draw()
 
     def _repr_html_(self) -> str:
-        """The placements as HTML for a notebook, with `fr.plan`'s estimates for each table."""
+        """Return the placements as HTML for a notebook, with `fr.plan`'s estimates for each table."""
         if self.report is None:
             where = lambda p: ", ".join([*p.axes, *(f"rank {r}" for r in p.ranks or ())])
             return html_table(("table", "placement", "on"), [(n, p.kind, where(p)) for n, p in self.placements])
@@ -99,7 +98,10 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """A hash of the placements, the same in every process and version of Python; it ignores the order of tables."""
+        """Return a hash of the placements and replicas. It does not depend on the process or the version of Python.
+
+        It ignores the order of tables.
+        """
         own = {
             "placements": sorted((n, p.kind, p.axes, p.ranks) for n, p in self.placements),
             "replicas": self.replicas,
@@ -107,7 +109,7 @@ class Plan:
         return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Write the plan and its report as JSON text.
+        """Return the plan and its report as JSON text.
 
         Law: Plan.from_json(plan.to_json()) == plan, with an equal report.
         """
@@ -120,7 +122,7 @@ class Plan:
     @staticmethod
     @typed
     def from_json(text: str) -> "Plan":
-        """Read the plan from the text of `to_json`.
+        """Return the plan that the text of `to_json` describes.
 
         Raises:
           ValueError: if the text is not such a plan.
@@ -142,16 +144,19 @@ class Plan:
     def uniform(
         kind: Kind, tables: Sequence[TableConfig] | Mapping[str, Any], mesh: Mesh, *, replicas: AxisName = ()
     ) -> "Plan":
-        """Place all tables alike, over all axes of the mesh except `replicas`; tables that lie on one place take turns.
+        """Return a plan that places all tables alike, over all axes of the mesh except `replicas`.
+
+        If a table lies on one place, the tables take the places in turn.
 
         Args:
-          tables: their configs, or a mapping by their names, such as the tables themselves.
+          tables: the configs of the tables, or a mapping by table names, such as the tables themselves.
           replicas: see Plan.
 
         Raises:
-          ValueError: if the kind needs two axes, or one, and the mesh has fewer besides `replicas`.
+          ValueError: if the kind needs two axes and the mesh has fewer or more besides `replicas`, or if it needs an
+            axis and the mesh has none.
 
-        Law: with T tables on n places, each place has floor(T / n) or ceil(T / n).
+        Law: with T tables on n places, each place has floor(T / n) or ceil(T / n) tables.
 
         Example:
           >>> import funcrec as fr
@@ -209,7 +214,7 @@ def replica_problems(replicas: tuple[str, ...], mesh: Mesh) -> Iterator[Problem]
 
 
 def fit_problems(plan: Plan, mesh: Mesh, shapes: Mapping[str, tuple[int, int]]) -> Iterator[Problem]:
-    """Every table has a placement whose axes and ranks the mesh has."""
+    """Report tables without a placement, and placements whose axes or ranks the mesh lacks."""
     placements = dict(plan.placements)
     yield from replica_problems(plan.replicas, mesh)
     need, hint = "a placement for each", "fr.replicated(), for a small table"

@@ -1,4 +1,4 @@
-"""A planner's report on a plan: its estimate, a bound on all plans, a line for each table, a line for each rank.
+"""A planner's report on a plan: the estimate, a bound on all plans, a line for each table, a line for each rank.
 
 seconds ≥ bound_s;      gap = 1 - bound_s / seconds
 """
@@ -11,9 +11,10 @@ MB = 10**6
 
 
 class TableLine(NamedTuple):
-    """ranks: those that hold some of the table. shapes: (rows, columns) of its parts, one for each block.
+    """The line of a table. ranks: the ranks that hold a part of the table. shapes: (rows, columns) of a part of each
+    block.
 
-    bytes: on all ranks, with optimizer state. seconds: on its slowest rank, with its exchange.
+    bytes: on all ranks, with optimizer state. seconds: on the slowest rank of the table, with its exchange.
     """
 
     table: str
@@ -26,13 +27,13 @@ class TableLine(NamedTuple):
 
     @property
     def parts(self) -> str:
-        """The parts' shapes, each named once: "2 of 50x8"."""
+        """Return the shapes of the parts as text, each shape once: "2 of 50x8"."""
         many = f"{len(self.shapes)} of " if len(self.shapes) > 1 else ""
         return many + ", ".join(f"{r}x{c}" for r, c in dict.fromkeys(self.shapes))
 
 
 class RankLine(NamedTuple):
-    """bytes: banks with their state, and the buffers of a step's exchanges."""
+    """The line of a rank. bytes: of the banks, of their state, and of the buffers of a step's exchanges."""
 
     bytes: int
     lookup_s: float
@@ -45,7 +46,7 @@ class RankLine(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The report on a plan made by `fr.plan`. memory_bytes: what a rank may use."""
+    """The report on a plan made by `fr.plan`. memory_bytes: the bytes that a rank may use."""
 
     mesh: tuple[tuple[str, int], ...]
     hardware: str
@@ -62,12 +63,12 @@ class Report(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """The slowest rank's own work, divided by the mean over ranks; 1 if all have the same."""
+        """Return the work of the slowest rank, divided by the mean over ranks; 1 if all ranks have the same work."""
         own = [r.lookup_s + r.update_s for r in self.ranks]
         return max(own) * len(own) / sum(own) if sum(own) > 0 else 1.0
 
     def headline(self) -> str:
-        """One line: the mesh, the estimate and the bound on all plans."""
+        """Return one line with the mesh, the estimate and the bound on all plans."""
         return (
             f"{' x '.join(f'{a}={n}' for a, n in self.mesh)} of {self.hardware}, batch {self.batch_size}: "
             f"{self.seconds * 1e3:.4g} ms, no plan below {self.bound_s * 1e3:.4g} (gap {self.gap:.2%}), "
@@ -75,7 +76,7 @@ class Report(NamedTuple):
         )
 
     def html(self) -> str:
-        """An HTML table with a row for each table."""
+        """Return an HTML table with a row for each table."""
         number = lambda x: f"{x:.4g}"
         rows = [
             (t.table, t.placement, _short(t.ranks), t.parts, number(t.bytes / MB), number(t.seconds * 1e3), t.reason)
@@ -84,7 +85,7 @@ class Report(NamedTuple):
         return html_table(("table", "placement", "ranks", "parts", "MB", "ms", "why"), rows, self.headline())
 
     def text(self) -> str:
-        """A line for each table and each rank (alike ranks share one)."""
+        """Return a text with a line for each table and each rank. Equal ranks share a line."""
         width = max([5, *(len(t.table) for t in self.tables)])
         kinds = max([9, *(len(t.placement) for t in self.tables)])
         lines = [
@@ -114,7 +115,7 @@ class Report(NamedTuple):
         return "\n".join([*lines, "", f"critical path: {path} ms, each of its slowest rank"])
 
     def draw(self) -> Any:
-        """Draw a matplotlib Figure, ranks × tables: how much of each table each rank holds."""
+        """Return a matplotlib Figure of ranks × tables, which shows how much of each table each rank holds."""
         figure = new_figure("funcrec.Plan.draw", max(5, min(16, 0.25 * len(self.tables) + 3)), 5)
         axes, times = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
         share = [[0.0] * len(self.tables) for _ in self.ranks]
@@ -136,7 +137,7 @@ class Report(NamedTuple):
         return figure
 
     def to_dict(self) -> dict:
-        """The report as a dict that JSON can hold."""
+        """Return the report as a dict that JSON can hold."""
         own = self._asdict()
         return {**own, "tables": [t._asdict() for t in self.tables], "ranks": [r._asdict() for r in self.ranks]}
 
@@ -149,7 +150,7 @@ class Report(NamedTuple):
 
 
 def report_problem(given: Any, names: list[str]) -> str | None:
-    """Say why a dict is no report of these tables; None if it is one."""
+    """Return the reason why a dict is not a report of these tables; None if it is such a report."""
     try:
         report = Report.from_dict(given)
     except (TypeError, KeyError, ValueError) as error:
@@ -169,7 +170,7 @@ def report_problem(given: Any, names: list[str]) -> str | None:
 
 
 def _short(ranks: tuple[int, ...]) -> str:
-    """0-3,6 of (0, 1, 2, 3, 6)."""
+    """Return the ranks as a short text: 0-3,6 for (0, 1, 2, 3, 6)."""
     runs: list[list[int]] = []
     for r in sorted(ranks):
         if runs and r == runs[-1][1] + 1:
