@@ -1,6 +1,6 @@
-"""Runs a step's loss on a run's first batch, and checks it by value, before the first step.
+"""Runs the loss of a step on the first batch of a run, and checks the batch by value, before the first step.
 
-checked(loss)(params, batch);      batch.weight is read by some operation of the loss, or None
+checked(loss)(params, batch);      batch.weight is None, or some operation of the loss reads it
 """
 
 import functools
@@ -22,9 +22,9 @@ ABOUT = (torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.de
 
 
 class Readers(TorchFunctionMode):
-    """Records whether an operation takes x.
+    """A mode that records whether an operation takes x.
 
-    Reading x's shape, dtype or device does not count. x.size(0) does, because `vmap` calls it.
+    To read x.shape, x.dtype or x.device does not count. x.size(0) counts, because `vmap` calls it.
     """
 
     def __init__(self, x: Tensor):
@@ -37,9 +37,9 @@ class Readers(TorchFunctionMode):
 
 
 def trial_of(step: Any) -> Callable[..., None] | None:
-    """Return (state, batch) -> None, which raises for a bad first batch.
+    """Return a function (state, batch) -> None that raises for a bad first batch.
 
-    It is None unless `step` is a `train_step` in one process, or `jit` of one.
+    Return None unless `step` is a `train_step` in one process, or `jit` of such a step.
     """
     update = update_of(step)
     alone = update is not None and update.where.mesh is None
@@ -47,9 +47,9 @@ def trial_of(step: Any) -> Callable[..., None] | None:
 
 
 def try_first_batch(recipe: Recipe, state: TrainState, batch: Any, by_value: bool = True) -> None:
-    """Raise for ids outside their table, and for batch weights that the loss does not read.
+    """Raise for ids outside their table, or for batch weights that the loss does not read.
 
-    With `by_value` it checks ids as `checked` does; without, it does not check them.
+    With `by_value` it checks ids as `checked` does. Without `by_value` it does not check ids.
     """
     if isinstance(state, Params):
         check("funcrec.fit", state_problems(state))

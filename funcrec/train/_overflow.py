@@ -1,4 +1,4 @@
-"""Steps with a small capacity that lose no id: a batch that does not fit runs again with more capacity.
+"""Steps with a small capacity that lose no id: a batch that does not fit runs again with a larger capacity.
 
 step_C(state, batch) = (state, overflow > 0)   ->   step_C'(state, batch),   C' = bucket(needed)
 """
@@ -9,29 +9,29 @@ from typing import Any, Literal
 from funcrec.core import Count, typed
 from funcrec.jagged import bucket
 
-UNBOUNDED = 1 << 62  # a step uses no more room than there are ids
-MEASURED = 4  # steps
+UNBOUNDED = 1 << 62  # a step makes no more room than there are ids
+MEASURED = 4  # the number of steps that measure a capacity
 
 
 @typed
 def retry_overflow(
     make_step: Callable[[int], Callable], *, capacity: Count | Literal["measure"] = "measure", steps: Count = MEASURED
 ) -> Callable[[Any, Any], tuple[Any, dict]]:
-    """Return (state, batch) -> (state, metrics), which trains on every whole batch with buffers as small as possible.
+    """Return a step that trains on every whole batch, with buffers as small as possible.
 
     Args:
       make_step: (capacity) -> a step, such as `lambda c: fr.jit(fr.train_step(..., capacity=c), donate=("state",))`. It
-        is called once for each capacity; capacities are buckets (16, 24, 32, 48, ...), so there are few.
-      capacity: the first one; "measure" gives the first `steps` steps room for everything, and then the room that
-        these needed.
+        is called once for each capacity. Capacities are buckets (16, 24, 32, 48, ...), so they are few.
+      capacity: the first capacity. "measure" gives the first `steps` steps room for all ids, and later steps the room
+        that the first steps needed.
 
-    If a batch does not fit, the state stays as it was, and the batch runs again with the capacity that it needs; later
+    If a batch does not fit, the state stays as it was, and the batch runs again with the capacity that it needs. Later
     batches keep this capacity.
 
     Law: the states have the bits of steps with capacity=None.
 
-    Cost: reads metrics["overflow"] on the host once per run, so a step waits for the one before it. A batch that does
-      not fit is computed twice.
+    Cost: each run of a step reads metrics["overflow"] on the host, so a step waits for the step before it. A batch that
+      does not fit is computed twice.
 
     Example:
       >>> import torch, funcrec as fr
@@ -58,7 +58,7 @@ def retry_overflow(
         return made[now]
 
     def run(state: Any, batch: Any, first: Callable | None = None) -> tuple[Any, dict]:
-        """first: the step with which a pipeline has already routed this batch."""
+        """Return (state, metrics) after the batch. first: the step for which a pipeline has routed this batch."""
         nonlocal size, most, measured
         while True:
             step, first = first or present(), None

@@ -1,7 +1,7 @@
 """train_step on a mesh: every rank reads its bags, updates its rows, and adds up all dense gradients.
 
-    grads = Σ_r d(loss_r / n);   tables: each row's owner has all its terms, in the order of the global batch;
-    dense: the same sum everywhere
+    grads = Σ_r d(loss_r / n);   tables: the owner of a row has all terms of the row, in the order of the global batch;
+    dense: all ranks have the same sum
 
 If the plan has replicas, n and Σ cover, for tables, the ranks of one group; for dense parameters they cover all ranks.
 
@@ -50,7 +50,9 @@ def shard_state(
     dense_axes: tuple[str, ...],
     **how: Any,
 ) -> TrainState:
-    """Make the first state: tables as the plan places them, slots like their rows, the rest on every rank, or cut.
+    """Return the first state.
+
+    The plan places tables and slots. Every rank has all other parts whole, or, over `dense_axes`, a part of them.
 
     how: keywords of `shard_tables`.
     """
@@ -77,7 +79,7 @@ def rank_of(
     capacity: int | None,
     codec: Codec | None,
 ) -> Stages:
-    """The stages of a step on each rank of a mesh.
+    """Return the stages of a step on each rank of a mesh.
 
     A rank differentiates its own loss divided by the number of ranks that train one copy.
     """
@@ -105,13 +107,13 @@ def rank_of(
             check_gradients(loss, grads)
         kept = grads.tables if fits is None else {n: g.where(fits) for n, g in grads.tables.items()}
         own = [*whole_leaves(grads.dense, state.dense), loss]
-        along = own if is_small(own, mesh.size) else []  # they join the rows' exchange; large ones have their own
+        along = own if is_small(own, mesh.size) else []  # small tensors join the rows' exchange
         rows, of_all = sync_grads(kept, state.tables.layout, along)
 
         def dense() -> tuple[Any, Tensor]:
             *of_whole, total = list(map(added, of_all)) if along else ordered_sum(own, mesh.axis_names)
             d_dense = sum_dense(grads.dense, of_whole, state.dense, mesh.shape)
-            # each group's loss is its own mean, but dense parameters use the bags of all groups
+            # the loss of a group is the group's mean, but dense parameters use the bags of all groups
             return tree_map(lambda x: x / copies, (d_dense, total)) if copies > 1 else (d_dense, total)
 
         return Summed(rows, dense, metrics, fits)
@@ -134,9 +136,10 @@ def rank_of(
 
 
 def settled(fits: Tensor | None, old: TrainState, new: TrainState, metrics: dict) -> tuple[TrainState, dict]:
-    """The new state; if some id found no room, the old one and a loss of NaN.
+    """Return (the state after the step, metrics).
 
-    Rows need no choice: their gradients were empty, so they have kept their bits.
+    If some id found no room, it returns the old state, and metrics with a loss of NaN. Rows need no choice between the
+    states: if an id found no room, gradients of rows were empty, and rows kept their bits.
     """
     if fits is None:
         return new, metrics
@@ -147,14 +150,17 @@ def settled(fits: Tensor | None, old: TrainState, new: TrainState, metrics: dict
 
 
 def overflow_metrics(overflows: Sequence[Tensor], axes: Sequence[str], like: Tensor) -> dict[str, Tensor]:
-    """How many ids of all ranks found no room, and the capacity that holds all."""
+    """Return {"overflow": the number of ids of all ranks without room, "needed": the capacity that holds all ids}."""
     own = joined_overflow(overflows)
     counts = all_gather(torch.zeros(2, dtype=torch.int64, device=like.device) if own is None else own, tuple(axes))
     return {"overflow": counts[:, 0].sum(), "needed": counts[:, 1].amax()}
 
 
 def state_specs(state: TrainState) -> TrainState:
-    """A P for each part of a sharded state: banks, slots and cut parameters by their axes, the rest whole."""
+    """Return a P for each part of a sharded state.
+
+    Banks, slots and cut parameters are cut over their axes. Other parts are whole.
+    """
     banks = state.tables.layout.specs()
     slots = {n: dict.fromkeys(own, banks[n]) for n, own in state.slots.items()}
     return TrainState(P(), state.tables.specs(), slots, dense_specs(state.dense), dense_specs(state.dense_opt), P())

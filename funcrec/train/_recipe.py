@@ -1,4 +1,4 @@
-"""A step's recipe, which is the same everywhere, and its stages, which differ between one process and ranks.
+"""The recipe of a step, which is the same everywhere, and its stages, which differ between one process and ranks.
 
     key, params --loss, grad--> loss_r, grads_r --summed--> grads --update-->
     tables', slots', dense', dense_opt' --settled--> state'
@@ -41,7 +41,7 @@ def takes_key(loss_fn: Callable) -> bool:
 
 
 def with_key(recipe: Recipe, state: TrainState, of_bags: Callable = lambda key: key) -> dict[str, Tensor]:
-    """The loss's keyword arguments besides params and batch."""
+    """Return the keyword arguments of the loss besides params and batch."""
     return {"key": of_bags(random.fold_in(state.key, state.step))} if recipe.takes_key else {}
 
 
@@ -49,10 +49,10 @@ class Summed(NamedTuple):
     """The gradients of the global batch.
 
     rows: gradients of the tables.
-    dense: returns the gradients of the dense parameters and the loss. It is called after the update of rows, because on
+    dense: () -> (the gradients of the dense parameters, the loss). It is called after the update of rows, because on
       ranks it may be an exchange of its own.
     metrics: the metrics of the exchange.
-    fits: bool[], whether every id found room; None if all do.
+    fits: bool[], whether every id found room; None if buffers have room for all ids.
     """
 
     rows: Mapping[str, RowGrads]
@@ -62,13 +62,13 @@ class Summed(NamedTuple):
 
 
 def update_tables(sparse: RowOptimizer, summed: Summed, state: TrainState) -> tuple[Any, Any]:
-    """(tables, slots) after the update, in one process."""
+    """Return (tables, slots) after the update, in one process."""
     tables, slots = sparse.update(summed.rows, state.slots, state.tables, state.step)
     return with_parts(state.tables, tables), slots
 
 
 class Stages(NamedTuple):
-    """The stages of a step that differ between places; the defaults are those of one process with the whole batch.
+    """The stages of a step that differ between one process and ranks. The defaults are for one process.
 
     loss_fn: recipe -> the function to differentiate.
     key: the step's key -> the key for this rank's bags.
@@ -76,7 +76,7 @@ class Stages(NamedTuple):
     summed: (loss, gradients, overflows, state) -> Summed.
     update: (sparse, Summed, state) -> (tables, slots).
     mean: aux -> the global batch's aux.
-    merged: (merge, dense, aux) -> merge's dense.
+    merged: (merge, dense, aux) -> the dense parameters that `merge` returns.
     settled: (fits, old state, new state, metrics) -> (state, metrics); the old state if some id found no room.
     """
 
@@ -91,7 +91,7 @@ class Stages(NamedTuple):
 
 
 def run(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
-    """Run one step: (state', metrics)."""
+    """Return (state', metrics) after one step."""
     extra = with_key(recipe, state, place.key)
     loss_fn, k = place.loss_fn(recipe), recipe.micro_batches
     differentiate = value_grad_and_overflows if k == 1 else functools.partial(over_micro_batches, num_micro_batches=k)

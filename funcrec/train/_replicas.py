@@ -1,6 +1,6 @@
-"""Makes copies of tables that train apart equal again: two-dimensional parallelism, groups of ranks × copies.
+"""Makes copies of tables that train apart equal again. The ranks form two dimensions: groups × ranks of a group.
 
-    sync_replicas(state).tables[c] = 1/C Σ_c' state.tables[c']        on every copy c, the same bits
+    sync_replicas(state).tables[c] = 1/C Σ_c' state.tables[c']        with the same bits on every copy c
 
 Between two calls each group of ranks trains its copy like a job of its own. So the bytes that leave a group per step do
 not grow with the number of groups.
@@ -18,7 +18,7 @@ from funcrec.mesh import Mesh, part_by_part, shard_map
 from funcrec.train._reshard import mesh_problems, of_rows, sharded_problems
 from funcrec.train._state import TrainState
 
-BUCKET = 1 << 25  # elements that travel at once; a call needs room for these besides the state and its tables
+BUCKET = 1 << 25  # elements that travel at once; a call needs room for these besides the states
 
 
 @typed
@@ -29,32 +29,32 @@ def sync_replicas(
 
         x'[c] = x[0] where all copies of the element are equal, else (x[0] + ... + x[C - 1]) / C
 
-    The call is not part of the step: the training loop calls it every k steps. `fr.jit` compiles it, and may donate the
-    state.
+    The function is not part of the step: the training loop calls it every k steps. `fr.jit` compiles it, and may
+    donate the state.
 
     Args:
-      state: made by a `train_step` whose plan has `replicas`; every rank passes its own.
-      slots: whether slots become equal, too. Without it each copy keeps its own slots, and the state cannot be
-        gathered. Gradients that wait (`optim.accumulate`) belong to each copy's batches, and stay its own.
-      greatest: slots that take the maximum instead of the mean, like all integer slots: step numbers, such as `last`
-        of `rowwise_adagrad_counter`.
+      state: made by a `train_step` whose plan has `replicas`. Every rank passes its own state.
+      slots: whether slots also become equal. If not, each copy keeps its own slots, and the state cannot be
+        gathered. Gradients that wait (`optim.accumulate`) belong to the batches of a copy, and stay with that copy.
+      greatest: slots that take the maximum instead of the mean, like all integer slots. These are step numbers, such as
+        `last` of `rowwise_adagrad_counter`.
 
     Returns:
-      TrainState; all but tables and slots is the old state's own, since it is equal on all ranks.
+      TrainState. All parts except tables and slots are the old state's own, since they are equal on all ranks.
 
     Raises:
       TypeError: if the state is not sharded.
-      ValueError: if the state's mesh is another one, or its plan has no replicas.
+      ValueError: if the state was made on another mesh, or its plan has no replicas.
 
-    Law: all copies have the same bits, on emulated and on real ranks. Rows that no copy trained keep every bit; so does
-      a second call. Under plain SGD with a call after every step, the tables equal, up to rounding, those of one copy
-      over all ranks.
+    Law: all copies have the same bits, on emulated and on real ranks. Rows that no copy trained keep every bit. A
+      second call changes no bit. Under plain SGD with a call after every step, the tables equal, up to rounding, the
+      tables of one copy that trains on all ranks.
 
     Cost: for each dtype two exchanges over the replica axes for every 2^25 elements of each rank's rows (and two more
-      for slots of `greatest`); they send as many bytes as a ring's all-reduce. Sums use the dtype in which rows are
-      summed (f32 for 16 bits). Memory holds the old and new tables, and one of them twice.
+      for slots of `greatest`). They send as many bytes as a ring's all-reduce. Sums use the dtype in which rows are
+      summed (f32 for 16 bits). Memory holds the old tables and the new tables, and one table twice.
 
-    Example: two copies, each with a batch of its own.
+    Example: two copies train, each on its own batch.
       >>> import torch, funcrec as fr
       >>> mesh, plan = fr.Mesh.emulated(copy=2), fr.Plan({"item": fr.replicated()}, replicas="copy")
       >>> loss_fn = lambda p, ids: -fr.lookup(p.tables, ids, [fr.FeatureConfig("k", table="item")]).values.sum()
@@ -90,7 +90,10 @@ def sync_replicas(
 
 
 def unite(xs: list[Tensor], is_greatest: list[bool], axes: tuple[str, ...]) -> list[Tensor]:
-    """Make every tensor equal on all copies. Each rank folds a part of every bucket, and the parts are gathered."""
+    """Return every tensor, made equal on all copies.
+
+    Each rank folds a part of every bucket, and then all ranks gather the parts.
+    """
     parts: list[list[Tensor]] = [[] for _ in xs]
     kinds = [(x.dtype, most or not x.is_floating_point()) for x, most in zip(xs, is_greatest, strict=True)]
     for kind in dict.fromkeys(kinds):
@@ -103,7 +106,7 @@ def unite(xs: list[Tensor], is_greatest: list[bool], axes: tuple[str, ...]) -> l
 
 
 def buckets(at: Sequence[int], xs: Sequence[Tensor]) -> Iterator[list[tuple[int, slice]]]:
-    """Yield the elements of xs[i], for all i of `at` in turn, as lists of (i, slice) of at most BUCKET elements."""
+    """Yield lists of (i, slice of xs[i]) of at most BUCKET elements, which cover xs[i] for all i of `at` in turn."""
     bucket: list[tuple[int, slice]] = []
     room = BUCKET
     for i in at:
@@ -120,9 +123,12 @@ def buckets(at: Sequence[int], xs: Sequence[Tensor]) -> Iterator[list[tuple[int,
 
 
 def mean_of(copies: Tensor) -> Tensor:
-    """The mean of f[C, N], added in the order of the copies; elements that are equal in all copies keep their bits.
+    """Return the mean of f[C, N], added in the order of the copies.
 
-    Where all are equal, any copy is the maximum; `amax` is read there because its derivative is the mean's.
+    Elements that are equal in all copies keep their bits.
+
+    Where all copies are equal, each of them is the maximum. The function takes `amax` there, because it has the
+    derivative of the mean.
     """
     wide = copies.to(ops.accumulation_dtype(copies.dtype))
     first, *others = wide.unbind(0)

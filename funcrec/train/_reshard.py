@@ -1,4 +1,4 @@
-"""Moves states between plans: gathers them on every rank, or sends rows from bank to bank, a block at a time.
+"""Moves states between plans: gathers a state on every rank, or sends rows from bank to bank, one block at a time.
 
     gather_state(reshard(state, plan)) == state        bit for bit
 
@@ -51,20 +51,21 @@ from funcrec.train._state import TrainState
 
 @typed
 def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
-    """Return a sharded state as one process holds it, on every rank.
+    """Return on every rank a sharded state in the form of one process.
 
-    Tables are {name: f[R, D]}, slots {name: {slot: f[R, ...]}}. The result depends on no plan; checkpoints hold this
-    form. Gradients that wait (`optim.accumulate`) lie in it row by row: those of n owners with C entries each in
-    buffers of n · C, which the optimizer takes as they are.
+    Tables are {name: f[R, D]}, slots {name: {slot: f[R, ...]}}. The result depends on no plan, and checkpoints hold
+    this form. Gradients that wait (`optim.accumulate`) are sorted by row. If n owners have C entries each, the
+    gradients lie in buffers of n · C entries, which the optimizer takes unchanged.
 
     Args:
-      state: made by a `train_step` with this mesh; every rank passes its own.
+      state: made by a `train_step` with this mesh. Every rank passes its own state.
 
     Raises:
       TypeError: if the state is not sharded.
-      ValueError: if its mesh is another one, or copies that trained apart are not equal: `sync_replicas` them first.
+      ValueError: if the state was made on another mesh, or copies that trained apart differ: call `sync_replicas`
+        first.
 
-    Law: gather_state(reshard(state, plan, mesh=mesh, sparse=sparse), mesh) has state's bits.
+    Law: gather_state(reshard(state, plan, mesh=mesh, sparse=sparse), mesh) has the bits of `state`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -106,29 +107,31 @@ def reshard(
     dedup: bool = False,
     dense_axes: Sequence[str] = (),
 ) -> TrainState:
-    """Lay out a state as a plan says, from a plain state (as `gather_state` returns) or from another plan's.
+    """Return a state, laid out as a plan says.
+
+    The given state is plain (as `gather_state` returns), or sharded under another plan.
 
     Args:
-      state: plain, the same on every rank; or sharded, each rank's own. For a Logged pass its `state`: the new step's
-        `init` begins a log with the result.
-      plan, mesh, sparse, exact, codec, dedup, dense_axes: those of the `train_step` that continues. Tables that
+      state: a plain state, the same on every rank, or each rank's own sharded state. For a Logged pass its `state`: the
+        new step's `init` begins a log with the result.
+      plan, mesh, sparse, exact, codec, dedup, dense_axes: the arguments of the `train_step` that continues. Tables that
         `sparse` updates differently share no bank.
-      from_mesh: the mesh of a sharded state, if it is not `mesh`.
+      from_mesh: the mesh of a sharded state, if that mesh is not `mesh`.
 
     Returns:
-      TrainState with ShardedTables. All but tables and slots is the old state's own.
+      TrainState with ShardedTables. All parts except tables and slots are the old state's own.
 
     Raises:
-      ValueError: if the state's mesh is another one, or copies have trained apart. Also what `train_step(...).init`
-        raises.
+      ValueError: if the state was made on another mesh, or copies have trained apart. Also the errors that
+        `train_step(...).init` raises.
 
-    Law: every bit is kept; training goes on as it would have, except for what the plan rounds.
+    Law: `reshard` keeps every bit. Training then goes on as it would have without it, except for what the plan rounds.
 
-    Cost: a row goes to each rank that needs it once, from one that has it. No rank sends or gets more than 64 MiB at a
-      time, and holds these besides the two states. Gradients that wait are first gathered on every rank, a table at a
-      time.
+    Cost: each rank that needs a row gets it once, from a rank that has it. No rank sends or gets more than 64 MiB at a
+      time. Memory holds these bytes besides the two states. Gradients that wait are first gathered on every rank, one
+      table at a time.
 
-    Example: from rows on two ranks to columns on three.
+    Example: a table moves from rows on two ranks to columns on three ranks.
       >>> import torch, funcrec as fr
       >>> two, three, sparse = fr.Mesh.emulated(x=2), fr.Mesh.emulated(y=3), fr.optim.adagrad(lr=0.1)
       >>> zero = torch.tensor(0)
@@ -169,7 +172,7 @@ def reshard(
         check(call, followed_problems(old_layout, old, source))
     if old and not any(is_wrapped(x) for own in old.values() for x in own.values()):
         send_rows(old_layout, old, layout, banks, mesh)
-    else:  # all rows are here; or they come here, under vmap those of all members
+    else:  # all rows are here, or come here; under vmap the rows of all members
         for name, own in reads.items():
             for k, read in own.items():
                 move(layout, banks, name, k, mesh, read)
@@ -187,7 +190,10 @@ def reshard(
 
 
 def readers(state: TrainState, mesh: Mesh) -> dict[str, dict[str, Rows]]:
-    """{table: {"": its rows, slot: the slot's rows}}: functions of (first, last), which every rank calls alike."""
+    """Return {table: {"": rows of the table, slot: rows of the slot}}, with functions (first, last) -> rows.
+
+    Every rank calls them in the same order.
+    """
     tables = state.tables
     layout = layout_in(tables)
     if layout is None:
@@ -203,12 +209,12 @@ def readers(state: TrainState, mesh: Mesh) -> dict[str, dict[str, Rows]]:
 
 
 def of_rows(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All slots except the gradients that wait."""
+    """Return all slots except the slots of waiting gradients."""
     return {k: s for k, s in slots.items() if k not in WAITING}
 
 
 def waiting_in(state: TrainState, mesh: Mesh) -> Iterator[tuple[str, Waiting]]:
-    """Yield (table, the whole of its waiting gradients), a table at a time."""
+    """Yield (table, all its waiting gradients) for each table with such gradients, one table at a time."""
     layout = layout_in(state.tables)
     for name in steps_of(state, mesh):
         if layout is None:
@@ -218,7 +224,7 @@ def waiting_in(state: TrainState, mesh: Mesh) -> Iterator[tuple[str, Waiting]]:
 
 
 def steps_of(state: TrainState, mesh: Mesh) -> dict[str, int]:
-    """{table: for how many steps its gradients may wait}, for tables with such gradients."""
+    """Return {table: the number of steps whose gradients may wait}, for tables whose gradients wait."""
     layout = layout_in(state.tables)
     if layout is None:
         return {n: own[WAITING[0]].shape[0] for n, own in state.slots.items() if WAITING[0] in own}
@@ -228,7 +234,7 @@ def steps_of(state: TrainState, mesh: Mesh) -> dict[str, int]:
 
 
 def leaves_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """{"table" or a slot's name: {bank: its tensor}}; waiting gradients without an entry are zeros."""
+    """Return {"table" or a slot's name: {bank: its tensor}}. Places of waiting gradients without an entry are zeros."""
     out: dict[str, dict[str, Tensor]] = {"table": dict(state.tables)}
     for n, own in state.slots.items():
         for k, s in (own | filled(own)).items():
@@ -264,7 +270,7 @@ def mesh_problems(layout: Layout, mesh: Mesh) -> Iterator[Problem]:
 
 
 def slot_problems(state: TrainState) -> Iterator[Problem]:
-    """Every table, or bank, has slots with one entry per row, except for gradients that wait."""
+    """Report tables or banks without slots, and slots without one entry per row, except slots of waiting gradients."""
     for n, t in state.tables.items():
         if not isinstance(state.slots, Mapping) or n not in state.slots:
             yield Problem(f"{n!r} has no slots.", describe(state.slots), f"{n!r} in `state.slots`, {{}} for none")

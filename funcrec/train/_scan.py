@@ -29,22 +29,25 @@ NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 @typed
 def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) -> tuple[Any, Any]:
-    """Run a step over stacked batches, without waiting for the device in between.
+    """Return the state and the stacked metrics after a step over each of k stacked batches.
+
+    It does not wait for the device between the steps.
 
     Args:
-      step: (state, batch) -> (state, metrics), such as `train_step(...)` or `jit` of it; a donating one takes `state`.
+      step: (state, batch) -> (state, metrics), such as `train_step(...)` or `jit` of it. A donating step uses up
+        `state`.
       batches: a pytree of tensors [k, ...] that stacks k batches of one shape.
 
     Returns:
-      the last state, and the metrics stacked along a new first dimension of size k; numbers become tensors i64, f64
-      or bool. Other metrics (a name, None) must be the same in every step, and come back as they are.
+      The last state, and the metrics stacked along a new first dimension of size k. Numbers become tensors i64, f64
+      or bool. Other metrics (a name, None) must be the same in every step, and are returned unchanged.
 
     Raises:
-      ValueError: if the tensors of `batches` have no common leading dimension, k is 0, a metric that is no number
-        changes, or a metric's shape changes.
-      TypeError: if `batches` holds arrays, or a metric has another class in some step.
+      ValueError: if the tensors of `batches` have no common leading dimension, if k is 0, if a metric that is not a
+        number changes, or if the shape of a metric changes.
+      TypeError: if `batches` holds arrays, or if the class of a metric changes.
 
-    Law: the same bits as k calls of `step`.
+    Law: the result has the same bits as k calls of `step`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -71,7 +74,7 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) 
 
 
 def batches_problems(batches: Any) -> Iterator[Problem]:
-    """`batches` holds tensors [k, ...], one entry per batch; other leaves are the same for all batches."""
+    """Report tensors that are not stacks [k, ...] of one k, and arrays. Other leaves are the same for all batches."""
     leaves = paths(batches)
     sizes = {x.shape[0] if x.dim() else None for _, x in leaves if isinstance(x, Tensor)}
     if len(sizes) != 1 or sizes & {None, 0}:
@@ -90,7 +93,7 @@ def batches_problems(batches: Any) -> Iterator[Problem]:
 
 
 def stack_metrics(collected: list) -> Any:
-    """Stack the metrics of all steps: tensors and numbers are stacked, other leaves are those of each step."""
+    """Return the metrics of all steps: tensors and numbers are stacked, and other leaves are the same in each step."""
     (first, structure), *others = map(torch_tree.tree_flatten, collected)
     wrong = next((i for i, (_, other) in enumerate(others, 1) if other != structure), None)
     if wrong is not None:
@@ -111,7 +114,7 @@ def _stack(xs: tuple) -> Any:
 
 
 def _mixed(path: str, xs: tuple) -> Iterator[Problem]:
-    """A metric has one form in all steps."""
+    """Report a metric whose form differs between steps."""
     x = xs[0]
     forms = [(type(y), y.shape, y.dtype, y.device) if isinstance(y, Tensor) else type(y) for y in xs]
     other = next((i for i, form in enumerate(forms) if form != forms[0]), None)
@@ -129,7 +132,7 @@ def _mixed(path: str, xs: tuple) -> Iterator[Problem]:
 
 
 def _is_equal(x: object, y: object) -> bool:
-    """Whether x == y gives a plain True; arrays do not."""
+    """Return whether x == y gives a plain True. For arrays it does not."""
     return (x == y) is True
 
 

@@ -1,6 +1,6 @@
-"""A train step that reads tables of an earlier state: the computation of a stale pipeline for one batch.
+"""A train step that reads tables of an earlier state, as a stale pipeline runs it on each batch.
 
-update(state, tables, batch):   loss and gradients at (tables, state.dense);   their update of `state`
+update(state, tables, batch):   loss and gradients at (tables, state.dense);   then the update of `state`
 """
 
 import functools
@@ -15,7 +15,7 @@ from funcrec.train._step import update_of
 
 
 class StaleStep(NamedTuple):
-    """check: (state, batch) -> None; raises.
+    """A step on tables of an earlier state. check: (state, batch) -> None; raises for bad arguments.
 
     update: (state, tables, batch) -> (state, metrics); `tables` are the `state.tables` of an earlier state.
     """
@@ -25,7 +25,7 @@ class StaleStep(NamedTuple):
 
 
 def stale_of(step: Any) -> StaleStep | None:
-    """The StaleStep of a `train_step`, or of `jit` of it; None for any other step."""
+    """Return the StaleStep of a `train_step`, or of `jit` of it; None for any other step."""
     own = update_of(step)
     if own is None:
         return None

@@ -50,7 +50,7 @@ class TrainState:
 
 
 def state_parts(x: TrainState, path: str) -> Iterator[Problem]:
-    """Report wrong fields among those that every step reads."""
+    """Report wrong fields of the state among the fields that every step reads."""
     hint = "step.init(params) makes them"
     for name in ("step", "key"):
         t = getattr(x, name)

@@ -40,7 +40,7 @@ from funcrec.train._rank_step import rank_of, shard_state, state_specs
 from funcrec.train._recipe import Recipe, Stages, run, takes_key
 from funcrec.train._state import TrainState
 
-RATE = 0.001  # of Adam, if no optimizer is given: torch's default
+RATE = 0.001  # the rate of Adam where no optimizer is given, as in torch
 
 
 @typed_fields
@@ -85,57 +85,56 @@ def train_step(
     dense_axes: Sequence[str] = (),
     micro_batches: Count = 1,
 ) -> TrainStep:
-    """Return one training step as a pure function; `fr.jit(step, donate=("state",))` compiles it and runs it in place.
+    """Return a training step, a pure function (state, batch) -> (state, metrics).
+
+    `fr.jit(step, donate=("state",))` compiles it, and runs it in place.
 
     Args:
       loss_fn: (params, batch) -> f[], or (f[], aux) with `has_aux`. If it has a parameter `key`, it gets
-        fold_in(state.key, state.step), from which dropout draws. A model stands for `fr.models.loss(model)`, two
-        towers for `fr.models.in_batch_softmax_loss(towers)`; the step then merges the statistics and returns no
+        fold_in(state.key, state.step), from which dropout draws. A model stands for `fr.models.loss(model)`, and two
+        towers stand for `fr.models.in_batch_softmax_loss(towers)`. The step then merges the statistics, and returns no
         logits.
-      sparse: updates the tables' touched rows; None for `fr.optim.adam(0.001)`.
-      dense: updates params.dense; None for torch's Adam with that rate.
-      merge: (dense, aux) -> dense, run after the optimizer: it keeps values that the loss computes and training
-        needs. It is required if `dense` holds running statistics of `nn.batch_norm`: `fr.models.merge_stats`.
-      mesh, plan: train on the mesh's ranks with the tables where the plan places them. The loss then covers one
-        rank's bags, gradients are means over the ranks, `aux` is averaged over them, and the key is folded with the
-        rank. Under a plan with `replicas` each group's tables follow the mean over that group's ranks alone, and
-        differ until `sync_replicas`; dense parameters follow the mean over all ranks at every step, and are equal on
-        all. All ranks' batches need the same shapes and dtypes, and ids the same keys and capacity (`pad_to`). If
-        they differ, every rank raises before it sends anything, and names the differences. (A compiled rank that has
-        a program
-        for its batch does not compare: it waits for a rank whose batch is new, and both raise when the mesh's
-        `timeout_s` is over. If ranks run programs that they all have for different forms, such as buckets that each
-        chose, gloo ends
-        a process without naming the forms: let the longest batch of all ranks choose the bucket.)
-      batch_axes: the axes over which a batch is cut by its bags; None for all.
+      sparse: the optimizer of the tables' touched rows; None for `fr.optim.adam(0.001)`.
+      dense: the optimizer of params.dense; None for torch's Adam with the rate 0.001.
+      merge: (dense, aux) -> dense. It runs after the optimizer, and keeps values that the loss computes and training
+        needs. If `dense` holds running statistics of `nn.batch_norm`, pass `fr.models.merge_stats`.
+      mesh, plan: the ranks that train, and the plan that places the tables on them. The loss then covers one
+        rank's bags. Gradients and `aux` are means over the ranks, and the key is folded with the number of the rank.
+        Under a plan with `replicas` the tables of a group follow the mean over the ranks of that group alone, and
+        differ between groups until `sync_replicas`. Dense parameters follow the mean over all ranks at every step, and
+        are equal on all ranks. The batches of all ranks need the same shapes and dtypes, and their ids the same keys
+        and capacity (`pad_to`). If batches differ, every rank raises before it sends anything, and names the
+        differences. (A compiled rank that has a program for its batch does not compare. It waits for a rank whose batch
+        is new, and both ranks raise when the mesh's `timeout_s` is over. If ranks run existing programs for different
+        forms, such as buckets that each rank chose, gloo
+        ends a process and does not name the forms: let the longest batch of all ranks choose the bucket.)
+      batch_axes: the axes over which a batch is cut by its bags; None for all axes.
       exact, dedup: see `shard_tables`.
-      capacity: the most ids that a rank may send to another in a step; None for all that it has. If some find no
+      capacity: the most ids that a rank may send to another rank in a step; None for all its ids. If some ids find no
         room,
-        the step leaves every bit of the state as it was, and its loss is NaN: run the batch again with more
-        (`retry_overflow`).
-      dense_axes: axes over which dense parameters and their optimizer's state are cut: each rank keeps an equal part
-        of every leaf (`DenseShard`) and gathers the whole for the loss. () keeps the whole on every rank. It needs an
-        optimizer that treats each element on its own.
-      micro_batches: k; each rank differentiates its bags in k parts, one after the other, as `accumulate_grads` does:
-        activations of one part live at a time.
-      codec: how looked up vectors and their cotangents travel; None for the codec of the state's tables
+        the step leaves every bit of the state as it was, and its loss is NaN: run the batch again with a larger
+        capacity (`retry_overflow`).
+      dense_axes: axes over which dense parameters and the state of their optimizer are cut. Each rank keeps an equal
+        part of every leaf (`DenseShard`) and gathers the whole for the loss. () keeps the whole on every rank. It needs
+        an optimizer that treats each element on its own.
+      micro_batches: k. Each rank differentiates its bags in k parts, one after the other, as `accumulate_grads` does:
+        memory holds the activations of one part at a time.
+      codec: the codes of looked up vectors and their cotangents; None for the codec of the state's tables
         (`shard_tables`, `reshard`).
 
     Returns:
       TrainStep. `init(params, key=fr.key(0)) -> TrainState` detaches each nn.Parameter, so that steps do not build
-      one long autograd graph (it follows any other tensor that requires grad). The step returns (state, metrics) with
-      metrics["loss"] and, with `has_aux`, metrics["aux"]. With a `capacity` also metrics["overflow"], how many ids of
-      all ranks found no room, and metrics["needed"], the capacity that holds all (i64[]).
+      one long autograd graph. (It follows other tensors that require grad.) The step returns (state, metrics) with
+      metrics["loss"] and, with `has_aux`, metrics["aux"]. With a `capacity` it also returns metrics["overflow"], the
+      number of ids of all ranks that found no room, and metrics["needed"], the capacity that holds all ids (i64[]).
 
     Law: the state is everything that changes. The same state and batch give the same bits on the same number of
-      threads. Given the loss's cotangents, the tables' updates give the same bits on any number. A plan changes no bit:
-      n ranks give what one process gives that adds the gradients of the same n batches (row-wise tables: with
-      exact=True; dedup rounds gradients differently). Under torch.func.vmap over states (`vmap(step.init)` makes them)
-      every member takes its own step, in one update for all members; under vmap of vmap, one update for each member of
-      the outer. Matrix
-      products of members,
-      and of emulated ranks, run as one batched product, which may sum in another order: their results agree within
-      rounding.
+      threads. For the same cotangents of the loss, updates of tables give the same bits on any number of threads. A
+      plan changes no bit: n ranks give the bits of one process that adds the gradients of the same n batches (for
+      row-wise tables with exact=True; dedup rounds gradients differently). Under torch.func.vmap over states
+      (`vmap(step.init)` makes such states) every member takes its own step, in one update for all members. Under vmap
+      of vmap there is one update for each member of the outer vmap. Matrix products of members, and of emulated ranks,
+      run as one batched product, which may sum in another order: these products agree within rounding.
 
     Example:
       >>> import torch, funcrec as fr
@@ -180,7 +179,10 @@ def train_step(
 
 
 def loss_of(model: Model | TwoTower) -> Callable:
-    """The model's loss with only its statistics as aux: each rank has its own logits, and a step would average them."""
+    """Return the model's loss with only its statistics as aux.
+
+    Each rank has its own logits, and a step would average logits in aux.
+    """
     whole = loss(model) if isinstance(model, Model) else in_batch_softmax_loss(model)
 
     def loss_fn(params: Params, batch: Any, *, key: Tensor):
@@ -191,14 +193,14 @@ def loss_of(model: Model | TwoTower) -> Callable:
 
 
 class OnMesh(NamedTuple):
-    """Where a step runs: the mesh, the axes that cut a batch, and the stages there."""
+    """The place where a step runs: the mesh, the axes that cut a batch, and the stages."""
 
     mesh: Mesh | None
     batch_axes: tuple[str, ...] | None
     place: Stages
 
     def run(self, fn: Callable, specs_of: Callable, state: Any, batch: Any) -> tuple[Any, dict]:
-        """Run fn(place, state, batch), on each rank; specs_of: state -> a P for each part."""
+        """Return the result of fn(place, state, batch), run on each rank. specs_of: state -> a P for each part."""
         if self.mesh is None:
             return fn(self.place, state, batch)
         specs = specs_of(state)
@@ -209,7 +211,7 @@ class OnMesh(NamedTuple):
 
 @dataclass(eq=False)
 class Update:
-    """(state, batch) -> (state', metrics) for a `train_step`: its recipe, and where it runs."""
+    """The function (state, batch) -> (state', metrics) of a `train_step`: its recipe, and the place where it runs."""
 
     recipe: Recipe
     where: OnMesh
@@ -228,17 +230,20 @@ class Update:
 
 
 def update_of(step: Any) -> Update | None:
-    """The Update of a `train_step`, of its `update`, or of `jit` of either; None for any other step."""
+    """Return the Update of a `train_step`, of the step's `update`, or of `jit` of either; None for any other step."""
     fn = getattr(step, "fn", step)
     found = fn.update if isinstance(fn, TrainStep) else fn
     return found if isinstance(found, Update) else None
 
 
 def own_memory(state: TrainState) -> TrainState:
-    """Under vmap, give each member its own memory for leaves that all share, so that a donated step can write."""
+    """Return the state with memory for each member of a vmap in all leaves, so that a donated step can write.
+
+    Without a vmap it returns the state itself.
+    """
     leaves = tree_leaves(state)
     levels = vmaps_of(leaves)
-    # True in all members, and no derivative follows it
+    # True in all members; no derivative follows it
     every = [x.flatten()[:0].sum() == 0 for x in leaves if vmaps_of([x])]
     own = lambda x: x if vmaps_of([x]) == levels else torch.where(functools.reduce(torch.logical_and, every), x, x)
     return map_tensors(own, state) if levels else state
@@ -268,13 +273,19 @@ def mesh_problems(mesh: Mesh | None, plan: Plan | None, batch_axes: Sequence[str
 
 
 def is_stats(x: Any) -> bool:
-    """Whether x is a batch norm's statistics, from `init_stats` or `train_apply`, or a module's buffers with some."""
+    """Return whether x holds the statistics of a batch norm.
+
+    `init_stats` or `train_apply` made them, or they are among the buffers of a module.
+    """
     ends_so = lambda k: isinstance(k, str) and k.split(".")[-1] in ("running_mean", "running_var")
     return isinstance(x, dict) and (x.keys() == {"mean", "var"} or any(map(ends_so, x)))
 
 
 def merge_problems(dense: Any, merge: Any) -> Iterator[Problem]:
-    """Running statistics among the dense parameters get no gradient: a step without `merge` would never update them."""
+    """Report running statistics among the dense parameters of a step without `merge`.
+
+    Such statistics get no gradient, so the step would never update them.
+    """
     if merge is None and any(map(is_stats, tree_leaves(dense, is_leaf=is_stats))):
         yield Problem(
             "`merge` is missing: `dense` holds running statistics, which no optimizer moves.",
