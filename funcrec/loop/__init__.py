@@ -1,4 +1,4 @@
-"""`fit` and `evaluate`, and their parts, for a loop of your own."""
+"""Training loops: `fit` and `evaluate`, and the parts of both for a loop of your own."""
 
 import funcrec.core as _core
 from funcrec.loop._callbacks import Record as Record

@@ -16,14 +16,15 @@ from funcrec.loop.pipelines._ready_batches import Ready
 from funcrec.tables import Batch, FeatureConfig, Lookup, table_shapes, value_problems
 
 CALL = "funcrec.fit"
-FREE = np.iinfo(np.int64).max  # as many rows as an id can need, for ids that no table bounds
+FREE = np.iinfo(np.int64).max  # more rows than any id needs, for ids that no table bounds
 
 
 class BadIds:
-    """What `fit` knows about ids outside their tables.
+    """The knowledge of `fit` about ids outside their tables.
 
-    features, shapes: the features that read the batches' ids, and {table: (R, D)}; None before the first batch.
-    found: {position after a batch: its bad ids}, for batches that are made and not yet taken.
+    features, shapes: the features that read the batches' ids, and {table: (R, D)}; both are None before the first
+      batch.
+    found: {position after a batch: the number of its bad ids}, for batches that are made and not yet taken.
     """
 
     def __init__(self, mode: str | None, model: Any):
@@ -32,7 +33,7 @@ class BadIds:
         self.shapes: Mapping[str, tuple[int, int]] = {}
 
     def learn(self, lookups: Sequence[Lookup], batch: Any) -> None:
-        """Take features and shapes from the model, or else from the lookups that a loss made of a batch's own ids."""
+        """Take features and shapes from the model, or else from the lookups of a loss in the batch's own ids."""
         own = [x for x in lookups if x.ids is ids_of(batch)]
         if self.model is not None:
             self.features, self.shapes = tuple(self.model.features), table_shapes(self.model.tables)
@@ -41,15 +42,18 @@ class BadIds:
             self.shapes = {n: shape for x in own for n, shape in table_shapes(x.tables).items()}
 
     def watching(self, loader: Any) -> Any:
-        """The loader; a loader of `fr.data` then checks each batch in its own thread."""
+        """Return the loader. A loader of `fr.data` then checks each batch in its own thread."""
         return replace(loader, look=self.note_bad_ids) if isinstance(loader, Loader | StreamLoader) else loader
 
     def watched(self, loader: Any, items: Iterable) -> Iterator:
-        """The items of any other loader, checked as they are taken."""
+        """Return the items.
+
+        The loop checks items as it takes them, if they come from another loader than one of `fr.data`.
+        """
         return iter(items) if isinstance(loader, Loader | StreamLoader) else map(self.note_bad_ids, items)
 
     def note_bad_ids(self, item: Any) -> Any:
-        """Note the bad ids of an item (position, batch); with "raise", raise for them."""
+        """Return the item (position, batch), and note the number of its bad ids. With "raise", raise for bad ids."""
         if self.features is not None and isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], Position):
             self.found[item[0]] = self.count(*item)
         return item
@@ -64,14 +68,17 @@ class BadIds:
         if ids is None or not (bad := outside(ids, self.features, self.shapes).sum()):
             return 0
         if self.mode != "count":
-            epoch, number = position.epoch, position.batch - 1  # `position` is that after the batch
+            epoch, number = position.epoch, position.batch - 1  # `position` is the position after the batch
             one = f"batch {number} of epoch {epoch}" if number >= 0 else f"the last batch of epoch {epoch - 1}"
             problems = value_problems(ids, self.features, self.shapes)
             check(CALL, (p._replace(got=f"{p.got}, in {one}", hint=f"{p.hint}; on_bad_ids='count'") for p in problems))
         return int(bad)
 
     def cleaned(self, batch: Any) -> Any:
-        """With "count", return the batch with row 0 for its bad ids, so that other faults can be found."""
+        """Return the batch, with id 0 in place of bad ids in the mode "count".
+
+        So other faults of the batch can be found.
+        """
         ids = ids_of(batch)
         if self.mode != "count" or self.features is None or ids is None:
             return batch
@@ -84,14 +91,17 @@ class BadIds:
 
 
 def ids_of(batch: Any) -> KeyedJaggedTensor | None:
-    """The ids of a batch, or of a batch that a pipeline made ready; None if it has none."""
+    """Return the ids of a batch, or of a batch that a pipeline made ready; None if the batch has no ids."""
     own = batch.batch if isinstance(batch, Ready) else batch
     found = own.ids if isinstance(own, Batch) else own
     return found if isinstance(found, KeyedJaggedTensor) else None
 
 
 def outside(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping) -> np.ndarray:
-    """i64[N]: for how many features each id is outside the table; padding counts 0. Reads on the host."""
+    """Return for each id the number of features whose table it is outside of, i64[N]; 0 for padding.
+
+    It reads on the host.
+    """
     offsets, values = ids.offsets.detach().cpu().numpy(), ids.values.detach().cpu().numpy()
     ends = [0, *(ids.bag_range(key)[1] for key in ids.keys)]
     bounds = offsets[ends]
@@ -116,7 +126,7 @@ def outside(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: M
 
 
 def unknown_problems(bad_ids: BadIds, batch: Any) -> Iterator[Problem]:
-    """If `on_bad_ids` is given, it must be known which features read the batches' ids."""
+    """Report an `on_bad_ids` if no feature is known to read the batches' ids."""
     if bad_ids.mode is not None and (bad_ids.features is None or ids_of(batch) is None):
         got = f"on_bad_ids={bad_ids.mode!r}, and {describe(batch)}"
         need = "a model, or the loss of a `train_step` that looks up `batch.ids`"

@@ -1,4 +1,4 @@
-"""Callbacks of `fit`: functions of a Record that print or write."""
+"""Callbacks of `fit`: functions of a Record that print or write its numbers."""
 
 import csv
 import json
@@ -17,14 +17,15 @@ from funcrec.core import Count, describe, fail, typed
 class Record(NamedTuple):
     """The argument of a callback of `fit`.
 
-    when: "begin" before the first step (after the first checkpoint is written, if there is one); "step" after each
-      step; "epoch" after each epoch and its evaluation.
-    epoch: its number.
-    step: the steps since the beginning of the run.
-    metrics: the step's metrics (tensors: reading one waits for the device), or the epoch's entry of the history.
-    state, params: their present values; params (whole) at an epoch's end only. A donating step reuses their memory:
-      copy what you keep.
-    is_best: whether the epoch is the best so far.
+    when: "begin" before the first step (if there are checkpoints, after the first checkpoint), "step" after each
+      step, "epoch" after each epoch and its evaluation.
+    epoch: the number of the epoch.
+    step: the number of steps since the beginning of the run.
+    metrics: the metrics of the step, or the epoch's entry of the history. Metrics of a step are tensors: to read one
+      waits for the device.
+    state, params: the present values. `params` are whole, and given only at the end of an epoch. A donating step reuses
+      the memory: copy what you keep.
+    is_best: whether the epoch is the best epoch so far.
     is_chief: whether this process is the one that prints and writes.
 
     Example:
@@ -46,7 +47,7 @@ class Record(NamedTuple):
 
 @typed
 def print_epoch(record: Record) -> None:
-    """Print a line for each epoch: its number, the numbers of its entry, and "best" if it is the best so far.
+    """Print a line for each epoch: its number, the numbers of its entry, and "best" for the best epoch so far.
 
     Example:
       >>> import funcrec as fr
@@ -63,7 +64,9 @@ def print_epoch(record: Record) -> None:
 
 @typed
 def json_lines(path: str | os.PathLike) -> Callable[[Record], None]:
-    """Append each epoch's entry as a line of JSON; a number that is not finite is null.
+    """Return a callback that appends the entry of each epoch to a file, as a line of JSON.
+
+    A number that is not finite becomes null.
 
     Example:
       >>> import tempfile, pathlib, funcrec as fr
@@ -86,10 +89,12 @@ def json_lines(path: str | os.PathLike) -> Callable[[Record], None]:
 
 @typed
 def csv_lines(path: str | os.PathLike) -> Callable[[Record], None]:
-    """Append each epoch's entry as a line of CSV, with a header if the file is new.
+    """Return a callback that appends the entry of each epoch to a file, as a line of CSV.
+
+    A new file gets a header.
 
     Raises:
-      ValueError: from its callback, if the file has other columns.
+      ValueError: from the callback, if the file has other columns.
 
     Example:
       >>> import tempfile, pathlib, funcrec as fr
@@ -119,12 +124,12 @@ def csv_lines(path: str | os.PathLike) -> Callable[[Record], None]:
 
 @typed
 def tensorboard(writer: Any, *, every: Count | None = None) -> Callable[[Record], None]:
-    """Write each epoch's numbers to TensorBoard, and the numbers of every `every`th step.
+    """Return a callback that writes the numbers of each epoch to TensorBoard, and the numbers of every `every`th step.
 
     Args:
-      writer: a folder, for torch.utils.tensorboard (which must be installed), or your own with
+      writer: a folder, for torch.utils.tensorboard (which must be installed), or a writer of your own with
         `add_scalar(name, number, step)`.
-      every: steps; None writes no step's numbers: reading one waits for the device.
+      every: a number of steps; None to write numbers of epochs only. To read a number of a step waits for the device.
 
     Example:
       >>> import funcrec as fr
@@ -141,7 +146,7 @@ def tensorboard(writer: Any, *, every: Count | None = None) -> Callable[[Record]
     if not isinstance(writer, str | os.PathLike) and not callable(getattr(writer, "add_scalar", None)):
         need = "a folder, or a writer with `add_scalar`"
         fail(call, "`writer` is not a writer.", got=describe(writer), need=need, hint="'runs/one'", kind=TypeError)
-    made: list = []  # made at the first record, in the process that writes
+    made: list = []  # the writer, made at the first record, in the process that writes
 
     def write(record: Record) -> None:
         is_due = record.when == "epoch" or (every is not None and record.step % every == 0)
@@ -169,7 +174,7 @@ def open_writer(writer: Any) -> Any:
 
 
 def numbers_of(metrics: Any) -> dict[str, float]:
-    """The numbers among the metrics, including tensors of one element."""
+    """Return {name: number} of the metrics that are numbers or tensors of one element."""
     entries = metrics.items() if isinstance(metrics, Mapping) else ()
     is_number = lambda x: isinstance(x, Number) or (isinstance(x, Tensor) and x.numel() == 1)
     return {str(n): x.item() if isinstance(x, Tensor) else x for n, x in entries if is_number(x)}

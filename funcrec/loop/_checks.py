@@ -1,4 +1,4 @@
-"""Checks of `fit`'s arguments, and of what its functions return."""
+"""Checks of the arguments of `fit`, and of the results of functions that `fit` calls."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from funcrec.loop._epochs import OF_AN_EPOCH
 from funcrec.loop._run_state import Work, is_sharded
 from funcrec.mesh import Mesh
 
-LESS_IS_BETTER = ("loss", "error", "entropy", "mse", "mae", "nll", "perplexity")  # in the name of a number
+LESS_IS_BETTER = ("loss", "error", "entropy", "mse", "mae", "nll", "perplexity")  # words in the name of a number
 
 
 def validate_problems(model: Any, validate: Any) -> Iterator[Problem]:
@@ -36,7 +36,7 @@ def work_problems(work: Work) -> Iterator[Problem]:
 
 
 def clock_problems(minutes: float | None, sync: Any) -> Iterator[Problem]:
-    """A clock may decide when to save a run, but `sync` changes the run, and a clock must not decide that."""
+    """Report `save_every_minutes` with `sync`: `sync` changes the run, and a clock must not decide when."""
     if minutes is not None and sync is not None:
         what = "`save_every_minutes` would have `sync` change the training when a clock says so."
         yield Problem(what, "both", "one of them, or none", "save_every_steps=1000")
@@ -65,7 +65,7 @@ def place_problems(state: Any, mesh: Mesh | None) -> Iterator[Problem]:
 
 
 def item_problems(item: Any, position: Position) -> Iterator[Problem]:
-    """A loader gives, after `position`, a pair of the next position and a batch."""
+    """Report an item of a loader that is not a pair of the position after `position` and a batch."""
     need, hint = "(Position, batch)", "fr.data.batches(data, rows, 512, position=position)"
     if item is None:
         yield Problem(f"`loader` has no batch after {position}.", "nothing", need, hint)
@@ -80,7 +80,7 @@ def item_problems(item: Any, position: Position) -> Iterator[Problem]:
 
 
 def has_loss(metrics: Any) -> bool:
-    """Whether a step's metrics have a loss: a number, or one for each member."""
+    """Return whether the metrics of a step have a loss: a number, or a number for each member."""
     loss = metrics.get("loss") if isinstance(metrics, Mapping) else None
     return isinstance(loss, int | float) or (isinstance(loss, Tensor) and loss.numel() > 0 and not loss.is_complex())
 

@@ -18,10 +18,11 @@ LARGEST_LOSS = 1e20  # the square of a larger number is infinite in f32
 class DivergedError(FloatingPointError):
     """The loss of a step of `fit` is NaN, infinite or greater than 1e20.
 
-    If a step gives a loss for each of several members, this holds for all of them.
+    If a step gives a loss for each of several members, the losses of all members are NaN, infinite or greater.
 
-    step: the number of that step since the beginning of the run. best: the parameters of the best epoch by `monitor`;
-    None if there is none. history: one dict per epoch, as in `Fitted`. The checkpoint is the last one before that step.
+    step: the number of that step since the beginning of the run. best: the parameters of the best epoch by `monitor`,
+    or None. history: one dict per epoch, as in `Fitted`. The checkpoint is the last one that `fit` wrote before that
+    step.
 
     Example:
       >>> import torch, funcrec as fr
@@ -39,13 +40,16 @@ class DivergedError(FloatingPointError):
 
 
 class Losses:
-    """The losses of an epoch that are not yet read: a CPU's are read at once, another device's a few at a time."""
+    """The losses of an epoch that are not yet read.
+
+    Losses on the CPU are read at once. Losses on another device are read a few at a time.
+    """
 
     def __init__(self):
         self.unread: list[tuple[int, Tensor]] = []
 
     def add(self, step: int, metrics: Any) -> bool:
-        """Note the loss of a step; return whether it is time to read."""
+        """Note the loss of a step, and return whether it is time to read the losses."""
         if has_loss(metrics):
             self.unread.append((step, torch.as_tensor(metrics["loss"]).detach()))
         return any(x.device.type == "cpu" for _, x in self.unread) or len(self.unread) >= STEPS_PER_QUESTION

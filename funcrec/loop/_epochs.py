@@ -1,6 +1,6 @@
 """The history of a loop's epochs, and the decisions that follow from it.
 
-best = argmax_e history[e][monitor],   the end: after `epochs` epochs, or `patience` epochs after the best
+best = argmax_e history[e][monitor],   end = after `epochs` epochs, or `patience` epochs after the best epoch
 """
 
 import math
@@ -12,7 +12,7 @@ from funcrec.core import Problem, check, html_table, new_figure, typed
 History = Sequence[Mapping[str, Any]]
 
 
-OF_AN_EPOCH = ("epoch", "loss", "steps", "seconds", "steps_per_s", "bad_ids")  # the last only if counted
+OF_AN_EPOCH = ("epoch", "loss", "steps", "seconds", "steps_per_s", "bad_ids")  # "bad_ids" only if counted
 
 
 class Limits(NamedTuple):
@@ -26,11 +26,13 @@ class Limits(NamedTuple):
 
 @typed
 def best_epoch(history: History, monitor: str, mode: Literal["max", "min"] = "max") -> int | None:
-    """Return the first epoch with the best number; None if all are NaN: NaN is never best.
+    """Return the first epoch with the best number; None if all numbers are NaN.
+
+    NaN is never best.
 
     Args:
-      history: one {name: number} per epoch.
-      mode: whether the greatest is best, "max", or the least, "min".
+      history: one {name: number} for each epoch.
+      mode: "max" if the greatest number is best, "min" if the least number is.
 
     Example:
       >>> import funcrec as fr
@@ -45,14 +47,14 @@ def best_epoch(history: History, monitor: str, mode: Literal["max", "min"] = "ma
 
 
 def history_html(history: History) -> str:
-    """An HTML table with a row for each epoch; a cell without a number is empty."""
+    """Return an HTML table with a row for each epoch. A cell without a number is empty."""
     names = list(dict.fromkeys(n for entry in history or [dict.fromkeys(OF_AN_EPOCH[:2])] for n in entry))
     shown = lambda x: f"{x:.4g}" if isinstance(x, float) else x
     return html_table(names, [[shown(entry.get(n, "")) for n in names] for entry in history])
 
 
 def history_figure(history: History) -> Any:
-    """Draw a matplotlib Figure: the loss by epoch, and in a second panel the numbers of `evaluate`."""
+    """Return a matplotlib Figure: the loss by epoch, and in a second panel the numbers of `evaluate`."""
     others = list(dict.fromkeys(n for e in history for n, x in e.items() if n not in OF_AN_EPOCH and is_number(x)))
     figure = new_figure("funcrec.Fitted.plot", 4.5 * (1 + bool(others)), 3.5)
     panels = figure.subplots(1, 1 + bool(others), squeeze=False)[0]
@@ -71,7 +73,7 @@ def is_number(x: Any) -> bool:
 
 
 def is_finished(history: History, limits: Limits) -> bool:
-    """Whether all epochs are done, or `patience` epochs since the best."""
+    """Return whether all epochs are done, or `patience` epochs have passed since the best epoch."""
     if len(history) >= limits.epochs or not history or limits.patience is None:
         return len(history) >= limits.epochs
     return len(history) - 1 - (best_epoch(history, limits.monitor, limits.mode) or 0) >= limits.patience

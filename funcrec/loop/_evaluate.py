@@ -24,15 +24,15 @@ from funcrec.metrics import Metric
 from funcrec.tables import validate
 
 AT_ONCE = ("exact_auc", "grouped_auc")  # functions of all examples, not makers of metrics
-ANY = (-math.inf, math.inf)  # numbers, or classes; a loss checks for itself which labels it takes
+ANY = (-math.inf, math.inf)  # for numbers and classes: a loss itself checks its labels
 _is_trial: ContextVar[bool] = ContextVar("funcrec_trial", default=False)
 
 
 @contextlib.contextmanager
 def one_batch() -> Iterator[None]:
-    """Inside, `evaluate` takes only this process's first batch.
+    """Make `evaluate` take only the first batch of this process while the body of the `with` statement runs.
 
-    From an iterator it takes none, since that would use it up.
+    From an iterator it takes no batch, since that would use up the iterator.
     """
     before = _is_trial.set(True)
     try:
@@ -52,23 +52,23 @@ def evaluate(
     weight: Callable[[Any], Tensor | None] = lambda batch: batch.weight,
     mesh: Mesh | None = None,
 ) -> dict[str, float]:
-    """Return the metrics of predict(params, batch) on all batches, as numbers by name.
+    """Return {name: number}, the metrics of predict(params, batch) on all batches.
 
     Args:
-      predict: (params, batch) -> a number for each example, or one for each class, such as `fr.jit(model.apply)`. It
-        compiles once if all batches have one shape: `fr.data.batches(..., pad_last=True)` pads a short last one with
-        examples of weight 0, which no metric counts.
-      batches: an iterable of batches or of (position, batch), or a function that returns one, as a loader does. For
-        several evaluations pass a list or a function, not an iterator, which one evaluation uses up.
+      predict: (params, batch) -> a number for each example, or for each class of each example, such as
+        `fr.jit(model.apply)`. It compiles once if all batches have one shape: `fr.data.batches(..., pad_last=True)`
+        pads a short last batch with examples of weight 0, which no metric counts.
+      batches: an iterable of batches or of (position, batch), or a function that returns such an iterable, as a loader
+        does. For several evaluations pass a list or a function. One evaluation uses up an iterator.
       metrics: {name: Metric}, whose states add up batch after batch (`fr.metrics.auc()`), or {name: function} of the
         predictions, labels and weights of all examples whose weight is not 0 (`fr.metrics.exact_auc`).
-      label, weight: read these from a batch; for one of several tasks, `label=lambda batch: batch.label[:, 0]`. If
-        weights are None, all examples count alike.
-      mesh: of real ranks that have different examples each, as many on every rank. The numbers then cover all of them,
-        and are the same on all. None if every process sees every example.
+      label, weight: functions that read these from a batch. For one of several tasks, `label=lambda batch:
+        batch.label[:, 0]`. If weights are None, all examples count alike.
+      mesh: a mesh of real ranks, which have different examples each, and equally many. The numbers then cover all
+        examples, and are the same on all ranks. None if every process sees every example.
 
     Raises:
-      ValueError: if there is no batch, as from an iterator that was used up, or a batch has no label.
+      ValueError: if there is no batch (an iterator may be used up), or a batch has no label.
 
     Example:
       >>> import torch, funcrec as fr
@@ -92,7 +92,7 @@ def evaluate(
             scores = predict(params, batch)
         y, w = label(batch), weight(batch)
         check(call, scores_problems(scores, y))
-        scores = scores.detach()  # no_grad around predict would compile it once more
+        scores = scores.detach()  # no_grad around `predict` would compile `predict` once more
         states = {n: m.init(scores.device) for n, m in adding.items()} if states is None else states
         states = {n: m.update(states[n], scores, y, w) for n, m in adding.items()}
         if at_once:
@@ -106,7 +106,7 @@ def evaluate(
 
 
 def batches_of(call: str, batches: Any, mesh: Mesh | None) -> tuple[Iterator | None, Mesh | None]:
-    """(the batches without their positions, the mesh); inside `one_batch` (the first one, or None, no mesh)."""
+    """Return (the batches without their positions, the mesh); inside `one_batch` (the first one, or None, no mesh)."""
     given = batches
     if callable(batches):
         with own_errors(call, batches, need="no argument"):
@@ -122,7 +122,10 @@ def batches_of(call: str, batches: Any, mesh: Mesh | None) -> tuple[Iterator | N
 def evaluation(
     model: Any, own: Callable | None, batches: Any, metrics: Mapping | None, counts_bad_ids: bool
 ) -> Callable | None:
-    """Return a function params -> numbers: the user's own, or the model's metrics on batches, whose ids it checks."""
+    """Return a function params -> {name: number}.
+
+    It is the user's own function, or computes the model's metrics on batches, whose ids it checks.
+    """
     check("funcrec.fit", validation_problems(own, batches, metrics))
     if batches is None:
         return own
@@ -136,7 +139,7 @@ def evaluation(
 
 
 def validation_problems(evaluate: Any, validation: Any, metrics: Any) -> Iterator[Problem]:
-    """`validation` needs `metrics`, excludes `evaluate`, and must be iterable again for every epoch."""
+    """Report a `validation` without `metrics`, with `evaluate`, or in an iterator, which serves one epoch only."""
     if validation is not None and not metrics:
         hint = 'metrics={"auc": fr.metrics.exact_auc}'
         yield Problem("`validation` needs `metrics`.", f"metrics={metrics!r}", "{name: metric}", hint)
@@ -149,7 +152,7 @@ def validation_problems(evaluate: Any, validation: Any, metrics: Any) -> Iterato
 
 
 def results(metrics: Mapping, states: Mapping, seen: list[tuple[Tensor, ...]], mesh: Mesh | None) -> dict[str, Any]:
-    """Compute each metric over the examples of all ranks, in the order of `metrics`."""
+    """Return {name: metric} over the examples of all ranks, in the order of `metrics`."""
     if num_processes(mesh) > 1:
         states = tree_map(lambda x: all_parts(x[None], mesh).sum(0), states)
     whole = tree_map(lambda *xs: torch.cat(xs), *seen) if seen else ()
@@ -160,7 +163,7 @@ def results(metrics: Mapping, states: Mapping, seen: list[tuple[Tensor, ...]], m
             got, need = f"{counts} examples", "as many on every rank"
             fail("funcrec.evaluate", "the ranks have different numbers of examples.", got=got, need=need, hint=hint)
         whole = tree_map(lambda x: all_parts(x, mesh), whole)
-    whole = tree_map(lambda x: x[whole[2] != 0], whole)  # examples of weight 0 fill a batch up, and do not count
+    whole = tree_map(lambda x: x[whole[2] != 0], whole)  # examples of weight 0 only fill up a batch
     found = {}
     for n, m in metrics.items():
         with own_errors("funcrec.evaluate", m, *whole, need="(predictions, labels, weights) of all examples"):
@@ -169,7 +172,7 @@ def results(metrics: Mapping, states: Mapping, seen: list[tuple[Tensor, ...]], m
 
 
 def is_pair(item: object) -> bool:
-    """Whether an item is (position, batch), as loaders give them."""
+    """Return whether an item is a pair (position, batch), as loaders give."""
     return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], tuple)
 
 

@@ -132,7 +132,7 @@ def evaluate_retrieval(
 def parts_of(
     judged_by: Judged, batch: Any, queries: Tensor, num_items: int
 ) -> tuple[list[tuple[JaggedTensor, Tensor]], JaggedTensor | None]:
-    """([(relevant rows, weights)] of all queries, of each group of queries and of each group of items, seen rows)."""
+    """Return ([(relevant rows, weights)] of all queries, of each group of queries and of each group of items, seen rows)."""
     wanted = bags_of(batch, judged_by.relevant, "relevant", queries, num_items)
     seen = None if judged_by.seen is None else bags_of(batch, judged_by.seen, "seen", queries, num_items)
     with own_errors(CALL, judged_by.weight, batch, need="a batch that it reads"):
@@ -176,14 +176,14 @@ def are_in(rows: Tensor, bags: JaggedTensor, num_items: int) -> Tensor:
 
 
 def only(bags: JaggedTensor, mask: Tensor) -> JaggedTensor:
-    """The bags with -1, which is no row, in the place of items outside the mask."""
+    """Return the bags with -1, which is no row, in the place of items outside the mask."""
     values = bags.values.long()
     is_in = mask.to(values.device)[values.clamp(0, len(mask) - 1)] & (values >= 0)
     return replace(bags, values=torch.where(is_in, values, -1))
 
 
 def usual(cutoffs: Sequence[int], num_items: int, counts: Tensor | None, num_users: int | None) -> dict[str, Metric]:
-    """The metrics that users of retrieval compare, at each length."""
+    """Return the metrics that users of retrieval compare, at each length."""
     names = ("recall", "ndcg", "hit_rate", "mrr", "mean_average_precision")
     made = {f"{n}@{k}": getattr(lists, n)(k) for k in cutoffs for n in names}
     made |= {f"coverage@{k}": lists.coverage(k, num_items) for k in cutoffs}
@@ -204,7 +204,7 @@ def count_of(items: Items) -> int:
 
 
 def bags_of(batch: Any, which: Bags, name: str, queries: Tensor, num_items: int) -> JaggedTensor:
-    """The bags that a batch has under a key, or that a function makes of it, one for each query."""
+    """Return the bags that a batch has under a key, or that a function makes of it, one for each query."""
     if isinstance(which, str):
         keys = getattr(getattr(batch, "ids", None), "keys", ())
         check(CALL, key_problems(name, which, keys))
@@ -303,7 +303,7 @@ def bag_problems(name: str, bags: object, queries: Tensor) -> Iterator[Problem]:
 
 
 def row_problems(name: str, bags: JaggedTensor, num_items: int) -> Iterator[Problem]:
-    """A row that no item has would count as one that is never found."""
+    """Yield a row that no item has would count as one that is never found."""
     own = bags.values[: int(bags.offsets[-1])]
     if own.numel() and (int(own.max()) >= num_items or int(own.min()) < 0):
         worst = int(own.max()) if int(own.max()) >= num_items else int(own.min())

@@ -1,8 +1,9 @@
-"""fit: runs epochs of steps, evaluates each, keeps the best, and saves checkpoints that resume with the same bits.
+"""fit: runs epochs of steps, evaluates each epoch, keeps the best parameters, and saves checkpoints to resume from.
 
     state, metrics = step(state, batch)   for each batch of an epoch;      history += evaluate(params);      save
 
-No step or loader depends on this file: a loop of your own can use the same parts (`fr.evaluate`, `fr.copy`,
+A resumed run has the same bits. No step or loader depends on this file: a loop of your own can use the same parts
+(`fr.evaluate`, `fr.copy`,
 `fr.save`, `fr.loop`).
 """
 
@@ -67,13 +68,13 @@ from funcrec.tree import copy
 class Fitted(NamedTuple):
     """The result of `fit`.
 
-    state: after the last step.
-    best: the parameters of the best epoch by `monitor`, whole and in memory of their own; those of `state` if there is
-      no monitor, or it never was a number.
+    state: the state after the last step.
+    best: the parameters of the best epoch by `monitor`, whole and in memory of their own. They are the parameters of
+      `state` if there is no monitor, or if its number was always NaN.
     history: one dict per epoch: "epoch", "loss", "steps", "seconds", "steps_per_s" (without the first step, which may
       compile), and the numbers of `evaluate`. "loss" is the mean over the epoch's steps, and over members if a step
-      gives a loss for each; there is none if a step gives none.
-    stopped: 0, or the number from `stop` that ended the run.
+      gives a loss for each member. If steps give no loss, it is absent.
+    stopped: the number from `stop` that ended the run, else 0.
 
     Example:
       >>> import torch, funcrec as fr
@@ -89,11 +90,11 @@ class Fitted(NamedTuple):
     stopped: int = 0
 
     def _repr_html_(self) -> str:
-        """The history, for a notebook."""
+        """Return the history as HTML for a notebook."""
         return history_html(self.history)
 
     def plot(self) -> Any:
-        """Draw a matplotlib Figure: the loss by epoch, and next to it the numbers of `evaluate`. It is not shown.
+        """Return a matplotlib Figure, which is not shown: the loss by epoch, and next to it the numbers of `evaluate`.
 
         Raises:
           ImportError: if matplotlib is not installed.
@@ -140,66 +141,73 @@ def fit(
     place: Callable[[Any], Any] | None = None,
     sync: Callable[[Any], Any] | None = None,
 ) -> Fitted:
-    """Train for some epochs: a loop over a step and a loader, with evaluation, checkpoints and early stopping.
+    """Return the state, the best parameters and the history of a run of some epochs.
+
+    The loop evaluates, writes checkpoints, and may stop early.
 
     Args:
       step: (state, batch) -> (state, metrics), such as `train_step(...)`, plain or jitted, or a `pipeline` of it. A
         step that donates its state uses up `state`.
-      loader: position -> the rest of that position's epoch, as pairs (position after the batch, batch), such as
-        `lambda position: fr.data.batches(..., position=position)`. Or a list of batches, the same in every epoch.
-      epochs: at most.
-      evaluate: params -> {name: number}, run after each epoch, such as
+      loader: position -> the rest of the epoch from that position on, as pairs (position after the batch, batch), such
+        as `lambda position: fr.data.batches(..., position=position)`. Or a list of batches, the same in every epoch.
+      epochs: the most epochs of the run.
+      evaluate: params -> {name: number}. It runs after each epoch, such as
         `lambda params: fr.evaluate(predict, params, ...)`. If it calls `fr.evaluate`, it also runs once before the
-        first step, with one batch, so that its errors come at once.
-      validation, metrics: in place of `evaluate`: fr.evaluate(model.apply, params, validation, metrics).
-      monitor, mode: the number of the history that decides which epoch is best: the greatest ("max"), or the least
-        ("min"). None takes the greatest, and is refused if the name sounds like a loss or an error. NaN is never best.
-      patience: end after this many epochs without a better one; None for never.
-      checkpoint: a file, written before the first step, after epochs, and when `stop` or a signal ends the run.
-      save_every: epochs between two checkpoints; the last epoch writes one, too.
-      save_every_steps: also write it after this many steps of an epoch each time.
-      save_every_minutes: also write it when the last one was finished that long ago, by the clock of the first rank,
-        between two steps; ranks ask it at every 16th.
-      keep: `checkpoint` is a folder with the newest `keep` checkpoints, each named by its step (`fr.latest`). Ranks
-        then write their own parts of a sharded state, and gather nothing. None: one file, of whole tables.
-      save_asynchronously: copy what this rank writes, and continue to train while a thread writes the copy. An error
-        then raises at the next checkpoint, or at the end, which waits for the last one.
-      resume: continue from the checkpoint; "auto": if there is one. The result has the bits of an uninterrupted run. In
-        the midst of an epoch a loader with an `order`, such as `fr.data.loader`, must have the order of the saved run.
-      overwrite: start again although there is a checkpoint; without it that is an error.
-      settings: plain values that go into the checkpoint; resuming with others is an error that names them.
+        first step, with one batch, so that its errors come before the first step.
+      validation, metrics: instead of `evaluate`, for fr.evaluate(model.apply, params, validation, metrics).
+      monitor, mode: the name of the number that decides which epoch is best, and whether the greatest ("max") or the
+        least ("min") is best. mode=None is "max", and raises if the name sounds like a loss or an error. NaN is never
+        best.
+      patience: the number of epochs without a better epoch after which the run ends; None for no such end.
+      checkpoint: a file. `fit` writes it before the first step, after epochs, and when `stop` or a signal ends the run.
+      save_every: the number of epochs between two checkpoints. The last epoch also writes a checkpoint.
+      save_every_steps: a number n. `fit` also writes the checkpoint after every nth step of an epoch.
+      save_every_minutes: a number n. `fit` also writes the checkpoint n minutes after the last one, by the clock of the
+        first rank, between two steps. Ranks ask the first rank at every 16th step.
+      keep: the number of newest checkpoints in the folder `checkpoint`, each named by its step (`fr.latest`). Ranks
+        then write their own parts of a sharded state, and gather nothing. None: `checkpoint` is one file of whole
+        tables.
+      save_asynchronously: whether to copy what this rank writes, and to train on while a thread writes the copy. An
+        error of the thread is raised at the next checkpoint, or at the end, which waits for the last checkpoint.
+      resume: whether to continue from the checkpoint; "auto" if there is one. The result has the bits of an
+        uninterrupted run. In the midst of an epoch a loader with an `order`, such as `fr.data.loader`, must have the
+        order of the saved run.
+      overwrite: whether to start again if there is a checkpoint. Otherwise an existing checkpoint is an error.
+      settings: plain values that go into the checkpoint. To resume with different settings is an error that names them.
       callbacks: functions of a `fr.loop.Record`, called before the first step, after each step and after each epoch;
-        an exception of one ends the run.
-      model, validate: how to check the first batch before any work. With a model, it is checked against its features
-        and tables (`fr.validate`). With or without one, it goes once through the loss of a `train_step` or `jit` of it
-        (under `fr.checked`, which names ids outside their tables); if it has weights, a loss that does not read
-        `batch.weight` is refused. The loss is not tried if the step runs on a mesh, or is a function of your own around
-        one. `validate`, a function of that batch that raises, replaces all these checks.
-      on_bad_ids: what to do about ids outside their tables, which read zeros: "raise", as None does, or "count": each
-        epoch's entry has their number as "bad_ids", and the bar shows it. The loader's thread, if it has one, looks for
-        them before the batch goes to a device. `model`, or else the lookups of `batch.ids` in the loss that the first
-        batch goes through, tell which features read the ids. If neither does, no batch is searched, and "raise" and
-        "count" are refused.
-      stop: () -> whether to end, asked between steps; on ranks any rank's answer counts. None: SIGINT and SIGTERM,
-        if there is a checkpoint: they are raised again after it is written.
+        an exception of a callback ends the run.
+      model, validate: checks of the first batch before any work. With a model, the batch is checked against the model's
+        features and tables (`fr.validate`). With or without a model, the batch goes once through the loss of a
+        `train_step`, or of `jit` of one (under `fr.checked`, which names ids outside their tables). If the batch has
+        weights, a loss that does not read `batch.weight` raises. The loss is not tried if the step runs on a mesh, or
+        is a function of your own around a `train_step`. `validate`, a function of that batch that may raise, replaces
+        all these checks.
+      on_bad_ids: the reaction to ids outside their tables, which read zeros: "raise", as None does, or "count": each
+        epoch's entry has the number of such ids as "bad_ids", and the bar shows it. If the loader has a thread, it
+        looks for such ids before the batch goes to a device. `model`, or else the lookups of `batch.ids` in the loss of
+        the first batch, show which features read the ids. If neither shows this, no batch is searched, and "raise" and
+        "count" are errors.
+      stop: () -> whether to end. `fit` calls it between steps; on ranks the answer of any rank counts. None: SIGINT and
+        SIGTERM end the run, if there is a checkpoint. The signal is raised again after the checkpoint is written.
       progress: whether to show a bar on stderr, with examples per second and the time left; None shows it on a
       terminal.
-      mesh: of a state that lies on it: `evaluate` and the checkpoint have whole tables, and the first rank writes. Real
-        ranks watch each other (`fr.loop.watch`): if one is lost, all end.
-      place: a whole state -> the state that `step` takes, for resuming on a mesh:
-        `lambda state: fr.reshard(state, ...)`. None lays it out like `state`.
-      sync: state -> state, run before a state is evaluated or saved: `fr.sync_replicas` for copies that train apart.
+      mesh: the mesh on which the state lies. `evaluate` and the checkpoint then have whole tables, and the first rank
+        writes. Real ranks watch each other (`fr.loop.watch`): if a rank is lost, all ranks end.
+      place: a whole state -> the state that `step` takes, to resume on a mesh:
+        `lambda state: fr.reshard(state, ...)`. None lays the state out like `state`.
+      sync: state -> state. It runs before a state is evaluated or saved: `fr.sync_replicas` for copies that train
+        apart.
 
     Returns:
       Fitted(state, best, history, stopped).
 
     Raises:
-      TypeError, ValueError: arguments that do not fit, before the first step.
-      CheckError: ids outside their tables.
-      DivergedError: a loss that is NaN, infinite or beyond 1e20 (`fr.loop.DivergedError`).
-      RankLost: on the other ranks, if one fails (`fr.loop.RankLost`).
+      TypeError, ValueError: if arguments do not fit; before the first step.
+      CheckError: if ids are outside their tables.
+      DivergedError: if a loss is NaN, infinite or greater than 1e20 (`fr.loop.DivergedError`).
+      RankLost: on all other ranks, if a rank fails (`fr.loop.RankLost`).
 
-    Errors of step, loader, evaluate and callbacks pass through. The checkpoint is then the last one that was written.
+    Errors of `step`, `loader`, `evaluate` and `callbacks` pass through. The last written checkpoint then stays.
 
     Law: the same arguments give the same bits, however often the run is interrupted and resumed (except for times in
       the history).
@@ -237,16 +245,16 @@ def fit(
         try:
             done = train(work, limits, load_run(work, state, found) if found and resume else begin(state), asked)
         finally:
-            finish()  # however it ends, an unfinished write completes
+            finish()  # however the run ends, an unfinished write completes
         settle()
         signum = done.stopped or (listens and max(say(asked(), Ranks.of(mesh))))
-    if listens and signum:  # also a signal that came after the last question
+    if listens and signum:  # a signal may have come after the last question
         end(signum, signal.getsignal(signum))
     return done
 
 
 def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitted:
-    """Train from the run's position to its end, or until `stop` ends it."""
+    """Return the result of training from the run's position to the end of the run, or until `stop` ends it."""
     is_due = lambda: is_chief(work.mesh) and work.clock.is_due()
     ask, stopped = questions([stop, is_due], Ranks.of(work.mesh)), 0
     at("the loader before its first step")
@@ -257,7 +265,7 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
         check_first_batch(work, run.state, first[1])
         try_evaluate(work, run)
         items = itertools.chain([first], items)
-        if run.position == Position():  # before any work: an interrupt then has a checkpoint, and a full disk is found
+        if run.position == Position():  # an interrupt then has a checkpoint
             make_room(work)
             save_run(work, run)
     done = steps_of(run.history) + run.position.batch
@@ -280,7 +288,7 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
 
 
 def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[int]], epochs: int) -> tuple[Run, int]:
-    """Train the rest of an epoch and evaluate it, or the part before `ask` says to stop: (run, its answer)."""
+    """Return (the run after an epoch and its evaluation, 0), or (the run that `ask` ends, the answer of `ask`)."""
     state, position, loss_sum, bad, losses = run.state, run.position, run.loss_sum, run.bad_ids, Losses()
     now = lambda: Run(work.sync(state), position, loss_sum, run.best, run.history, bad)
     before = steps_of(run.history)
@@ -314,7 +322,7 @@ def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[in
         else:
             got, need = f"{steps} batches, the last with {position}", f"Position({epoch + 1}, 0) with the last one"
             fail("funcrec.fit", f"`loader` ended in the midst of epoch {epoch}.", got=got, need=need)
-    loss = {"loss": float(loss_sum) / steps} if has_loss(metrics) else {}  # waits for the device
+    loss = {"loss": float(loss_sum) / steps} if has_loss(metrics) else {}  # this waits for the device
     seconds = time.perf_counter() - began
     timed = steps - run.position.batch - 1
     entry = {"epoch": epoch, **loss, "steps": steps, "seconds": seconds, "steps_per_s": timed / seconds}
@@ -324,7 +332,7 @@ def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[in
 
 
 def end_epoch(work: Work, run: Run, entry: dict[str, float]) -> Run:
-    """Add the epoch's entry to the history, and keep the parameters if they are the best."""
+    """Return the run with the epoch's entry in its history, and with the best parameters so far."""
     at(f"the evaluation of epoch {entry['epoch']}")
     params = whole_params(run.state, work.mesh) if work.evaluate or work.callbacks or work.monitor else None
     history = [*run.history, entry | measured(work.evaluate, params, entry)]
@@ -353,18 +361,18 @@ def one_step(step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
 
 
 def loss_of(metrics: Any, like: Tensor) -> Tensor:
-    """f64[]: metrics["loss"], or its mean over members; NaN if the step gives none."""
+    """Return metrics["loss"], or its mean over members, f64[]; NaN if the step gives no loss."""
     loss = metrics["loss"] if has_loss(metrics) else torch.nan
     return loss.detach().double().mean() if isinstance(loss, Tensor) else torch.full_like(like, loss)
 
 
 def rest_of_epoch(work: Work, position: Position) -> Iterator[tuple[Position, Any]]:
-    """The loader's items after `position`, watched for bad ids."""
+    """Return the loader's items after `position`, watched for bad ids."""
     return work.bad_ids.watched(work.loader, given_of_epoch(work.loader, position))
 
 
 def given_of_epoch(loader: Any, position: Position) -> Iterator[tuple[Position, Any]]:
-    """The loader's items after `position`; a list of batches serves every epoch."""
+    """Return the loader's items after `position`. A list of batches serves every epoch."""
     if callable(loader):
         with own_errors("funcrec.fit", loader, position, need="a position, of which it gives the rest of the epoch"):
             return iter(loader(position))
@@ -376,7 +384,10 @@ def given_of_epoch(loader: Any, position: Position) -> Iterator[tuple[Position, 
 
 
 def numbered(batches: Iterator, position: Position) -> Iterator[tuple[Position, Any]]:
-    """Yield each batch with the position after it; the last batch is known when no other follows."""
+    """Yield (the position after the batch, the batch) for each batch.
+
+    The last batch is known when no batch follows it.
+    """
     epoch, count = position
     last = list(itertools.islice(batches, 1))
     for batch in batches:

@@ -1,4 +1,4 @@
-"""A model's predictions for raw rows: columns in, probabilities out.
+"""Predictions of a model for raw rows: takes columns, and returns probabilities.
 
 predict(model, params, encoding, rows) = link(model.apply(params, encode(encoding, rows)))
 """
@@ -22,21 +22,21 @@ def predict(model: Model, params: Params, encoding: Encoding, rows: Any, *, batc
     """Return the model's predictions for rows of columns, in the form that `fr.data.encode` takes.
 
     Args:
-      params: the result of `fit`, `done.best`; from a GPU `done.best.to("cpu")`.
-      encoding: that of the training data. Columns of its label, weight and time are not read.
-      rows: N rows: a data frame, a dict of lists, a table of pyarrow.
-      batch_size: rows that go through the model at once.
+      params: `done.best` of the result of `fit`; from a GPU `done.best.to("cpu")`.
+      encoding: the encoding of the training data. Columns of its label, weight and time are not read.
+      rows: N rows, in a data frame, a dict of lists or a table of pyarrow.
+      batch_size: the number of rows that go through the model at once.
 
     Returns:
-      f[N], or f[N, T] for a model with T labels. The schema's kind of each label decides: probabilities for "binary",
+      f[N], or f[N, T] for a model with T labels. The schema's kind of a label decides: probabilities for "binary",
       the model's own numbers for "number". For a "class" f[N, K], probabilities that add up to 1.
 
-    Law: a row's prediction does not depend on the other rows, within the rounding of its products.
+    Law: within rounding, the prediction for a row does not depend on the other rows.
 
     Raises:
-      ValueError: if the columns are not the encoding's (`fr.data.encode`), the encoding has more ids than a table has
-        rows, or the model's scores do not match the schema's labels.
-      TypeError: within `jit`, since columns are read on the host.
+      ValueError: if the columns are not the encoding's (`fr.data.encode`), if the encoding has more ids than a table
+        has rows, or if the model's scores do not match the schema's labels.
+      TypeError: if it is called within `jit`, since columns are read on the host.
 
     Example:
       >>> import torch, funcrec as fr
@@ -60,7 +60,10 @@ def predict(model: Model, params: Params, encoding: Encoding, rows: Any, *, batc
 
 
 def linked(scores: Tensor, kinds: tuple[str, ...]) -> Tensor:
-    """Apply to each label's scores the link of its kind; without a label, the link of a binary one."""
+    """Return the scores of each label under the link of the label's kind.
+
+    Without a label it takes the link of a binary label.
+    """
     if "class" in kinds:
         return scores.softmax(1)
     if len(kinds) <= 1:
@@ -73,7 +76,7 @@ def linked(scores: Tensor, kinds: tuple[str, ...]) -> Tensor:
 
 
 def encoding_problems(encoding: Encoding, model: Model) -> Iterator[Problem]:
-    """Every id of a column must be a row of the table that reads it, unless a hash maps it to one."""
+    """Report unhashed columns with more ids than their table has rows, and a class among several labels."""
     sizes, kinds = {t.name: t.num_embeddings for t in model.tables}, encoding.schema.label_kinds
     for f in (f for f in model.features if f.hash is None):
         count = encoding.num_ids.get(f.key, 0)
@@ -87,7 +90,7 @@ def encoding_problems(encoding: Encoding, model: Model) -> Iterator[Problem]:
 
 
 def score_problems(scores: Any, count: int, kinds: tuple[str, ...]) -> Iterator[Problem]:
-    """The model must give each row a score for each label, or for each class."""
+    """Report scores of the model that do not have, for each row, a number for each label or each class."""
     is_class, several = kinds == ("class",), len(kinds) > 1
     need = f"f[{count}, K], K >= 2" if is_class else f"f[{count}, {len(kinds)}]" if several else f"f[{count}]"
     is_right = isinstance(scores, Tensor) and scores.is_floating_point() and scores.dim() == 1 + (is_class or several)

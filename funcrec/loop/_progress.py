@@ -1,6 +1,6 @@
 """A progress bar on a terminal: the steps of an epoch, examples per second, and the time left for the whole run.
 
-left = (steps left of this epoch + steps of the epochs after it) · seconds per step
+left = (steps left of this epoch + steps of later epochs) · seconds per step
 """
 
 import operator
@@ -20,7 +20,7 @@ from funcrec.tables import Batch
 class Progress:
     """The bar of one epoch. A hidden bar shows and counts nothing.
 
-    done: the steps of the epoch that an earlier run made. epochs: the most that the whole run has.
+    done: the number of steps of the epoch that an earlier run made. epochs: the most epochs of the whole run.
     """
 
     def __init__(self, work: Work, epoch: int, done: int, epochs: int):
@@ -39,7 +39,7 @@ class Progress:
         self.bar.close()
 
     def step(self, batch: Any, bad_ids: int) -> None:
-        """Count one step. The first may compile: the clock begins after it."""
+        """Count one step. The first step may compile, so the clock begins after it."""
         if self.bar.disable:
             return
         if self.began:
@@ -47,12 +47,12 @@ class Progress:
         else:
             self.done, self.began = self.done + 1, time.perf_counter()
         seconds = time.perf_counter() - self.began if self.steps else 0.0
-        self.bar.set_postfix(self.words(seconds, bad_ids), refresh=bad_ids > self.bad_ids)  # show new ones at once
+        self.bar.set_postfix(self.words(seconds, bad_ids), refresh=bad_ids > self.bad_ids)  # show new bad ids at once
         self.bad_ids = bad_ids
         self.bar.update()
 
     def words(self, seconds: float, bad_ids: int) -> dict[str, Any]:
-        """{name: text}: the text after the bar, after so many seconds."""
+        """Return {name: text}, the texts after the bar. seconds: the time since the clock began."""
         found: dict[str, Any] = {"examples/s": f"{self.examples / seconds:,.0f}"} if self.examples else {}
         if self.total is not None and self.steps:
             left = self.total * (self.epochs_left + 1) - self.done - self.steps
@@ -61,6 +61,9 @@ class Progress:
 
 
 def num_examples(batch: Any) -> int:
-    """The examples of a batch: its labels, or the rows of the first tensor of another tree; 0 if it has neither."""
+    """Return the number of examples of a batch.
+
+    It is the number of labels, or of rows of the first tensor of another tree; else 0.
+    """
     rows = [batch.label, batch.dense, batch.weight] if isinstance(batch, Batch) else tree_leaves(batch)
     return next((x.shape[0] for x in rows if isinstance(x, Tensor) and x.dim()), 0)

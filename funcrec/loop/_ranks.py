@@ -1,7 +1,7 @@
-"""Questions of a loop on ranks to its mesh: which process writes, which rows are its own, and whether all must end.
+"""Questions that a loop on ranks asks its mesh: which process writes, which rows are its own, whether all must end.
 
-All ranks run the same loop. Their decisions follow from values that are equal on all of them, so that a rank waits for
-another only in an exchange.
+All ranks run the same loop. Decisions follow from values that are equal on all ranks, so that a rank waits for
+another rank only in an exchange.
 """
 
 import itertools
@@ -12,12 +12,14 @@ from torch import Tensor
 from funcrec.core import Device, typed
 from funcrec.mesh import Mesh, P, Ranks, say, shard, unshard
 
-STEPS_PER_QUESTION = 16  # how often ranks ask whether any was interrupted: each time costs an exchange and a wait
+STEPS_PER_QUESTION = 16  # ranks ask at every 16th step whether a rank was interrupted
 
 
 @typed
 def is_chief(mesh: Mesh | None) -> bool:
-    """Return whether this process prints and writes: it is the only one, emulates all ranks, or is the first rank.
+    """Return whether this process prints and writes.
+
+    A process does so if it is the only process, emulates all ranks, or is the first rank.
 
     Example:
       >>> import funcrec as fr
@@ -29,7 +31,7 @@ def is_chief(mesh: Mesh | None) -> bool:
 
 @typed
 def num_processes(mesh: Mesh | None) -> int:
-    """Return the number of processes of a mesh; 1 for an emulated mesh, and for None.
+    """Return the number of processes of a mesh; 1 for an emulated mesh or None.
 
     Example:
       >>> import funcrec as fr
@@ -41,7 +43,9 @@ def num_processes(mesh: Mesh | None) -> int:
 
 @typed
 def own_part(x: Tensor, mesh: Mesh | None) -> Tensor:
-    """Return this process's rows of x[N, ...]; all of them if it is the only process.
+    """Return the rows of x[N, ...] that belong to this process.
+
+    If it is the only process, it has all rows.
 
     Example:
       >>> import torch, funcrec as fr
@@ -53,7 +57,9 @@ def own_part(x: Tensor, mesh: Mesh | None) -> Tensor:
 
 @typed
 def all_parts(x: Tensor, mesh: Mesh | None) -> Tensor:
-    """Return x[N, ...] with all processes' rows, in the order of the ranks; each process has as many.
+    """Return x[N, ...] with the rows of all processes, in the order of the ranks.
+
+    All processes have equally many rows.
 
     Law: all_parts(own_part(x)) = x.
 
@@ -67,9 +73,9 @@ def all_parts(x: Tensor, mesh: Mesh | None) -> Tensor:
 
 @typed
 def agreed(stop: Callable[[], int], mesh: Mesh | None, device: Device = "cpu") -> Callable[[], int]:
-    """Return `stop` of any rank, at the same call on all of them; the largest number if they differ.
+    """Return a function () -> the largest answer of `stop` of any rank, at the same call on all ranks.
 
-    Ranks exchange their answers at every 16th call; all must make the calls, between steps.
+    Ranks exchange their answers at every 16th call. All ranks must make the calls, between steps.
 
     Example:
       >>> import funcrec as fr
@@ -87,9 +93,9 @@ def agreed(stop: Callable[[], int], mesh: Mesh | None, device: Device = "cpu") -
 
 
 def questions(asked: Sequence[Callable[[], int]], ranks: Ranks) -> Callable[[], list[int]]:
-    """Return a function that gives the largest answer of any rank to each question, by one `say` at every 16th call.
+    """Return a function () -> the largest answer of any rank to each question.
 
-    At the other calls it returns zeros.
+    Ranks exchange answers in one `say` at every 16th call. At other calls the function returns zeros.
     """
     calls, every = itertools.count(1), 1 if ranks.size == 1 else STEPS_PER_QUESTION
 

@@ -1,6 +1,6 @@
 """The constants of a run of `fit`, its changing state, and the checkpoint that holds the state.
 
-load(save(run)) = run, so that a resumed run continues with the bits of one that was not interrupted.
+load(save(run)) = run, so that a resumed run has the bits of a run without an interrupt.
 """
 
 import time
@@ -29,7 +29,7 @@ PARTS = {"options", "state", "position", "loss_sum", "best", "history"}
 
 
 class Work(NamedTuple):
-    """The arguments of `fit` that stay the same throughout."""
+    """The arguments of `fit`, which stay the same throughout the run."""
 
     step: Callable
     loader: Any
@@ -46,8 +46,8 @@ class Work(NamedTuple):
     mesh: Mesh | None
     place: Callable | None
     sync: Callable
-    order: dict[str, Any]  # identifies the batches that the loader gives
-    trial: Callable[[Any, Any], None] | None  # tries the first state and batch, before any work
+    order: dict[str, Any]  # describes the batches that the loader gives
+    trial: Callable[[Any, Any], None] | None  # tries the loss on the first state and batch, before any work
     clock: "Clock"
     keep: int | None = None
     asynchronous: bool = False
@@ -56,7 +56,7 @@ class Work(NamedTuple):
 
 @dataclass
 class Clock:
-    """The time of the last checkpoint, or of the start."""
+    """The time of the last checkpoint, or of the start of the run."""
 
     minutes: float | None
     saved_s: float = field(default_factory=time.monotonic)
@@ -70,10 +70,10 @@ class Run(NamedTuple):
 
     state: Any
     position: Position
-    loss_sum: Tensor  # over this epoch's steps
-    best: Any  # the parameters of the best epoch; None before there is one
+    loss_sum: Tensor  # the sum over the steps of this epoch
+    best: Any  # the parameters of the best epoch; None before the first
     history: list[dict[str, float]]
-    bad_ids: int = 0  # of this process, in this epoch's steps
+    bad_ids: int = 0  # the number in the steps of this epoch, on this process
 
 
 def device_of(state: Any) -> torch.device:
@@ -85,9 +85,9 @@ def is_sharded(state: Any) -> bool:
 
 
 def whole_params(state: Any, mesh: Mesh | None) -> Any:
-    """The whole parameters of a state, as one process has them.
+    """Return the whole parameters of a state, as one process has them.
 
-    For a state of another kind it is its `params`, or else the state.
+    A state of another kind has its `params`, or else is itself the parameters.
     """
     if is_sharded(state):
         return Params(gather_tables(state.tables, mesh), join_dense(state.dense, mesh))
@@ -95,7 +95,7 @@ def whole_params(state: Any, mesh: Mesh | None) -> Any:
 
 
 def order_of(loader: Any) -> dict[str, Any]:
-    """A loader's description of the order of its batches; {} if it has none."""
+    """Return the loader's description of the order of its batches; {} if it has no description."""
     order = getattr(loader, "order", None)
     return dict(order) if isinstance(order, Mapping) else {}
 
@@ -106,7 +106,10 @@ def begin(state: Any) -> Run:
 
 
 def save_run(work: Work, run: Run) -> None:
-    """Write the checkpoint, which any plan can resume: whole tables, or with `keep` each rank's own parts."""
+    """Write the checkpoint, which any plan can resume.
+
+    The checkpoint has whole tables, or with `keep` each rank's own parts.
+    """
     if work.checkpoint is None:
         return
     at(f"the checkpoint of epoch {run.position.epoch}, batch {run.position.batch}")
@@ -122,14 +125,17 @@ def save_run(work: Work, run: Run) -> None:
 
 
 def make_room(work: Work) -> None:
-    """Make a folder for `keep` checkpoints, without those of another run."""
+    """Make a folder for `keep` checkpoints, and remove checkpoints of another run from it."""
     if work.keep is not None and is_chief(work.mesh):
         work.checkpoint.mkdir(exist_ok=True)
         remove_all(work.checkpoint)
 
 
 def load_run(work: Work, state: Any, path: Path) -> Run:
-    """Load what `save_run` wrote for a run with the same settings, its state laid out like `state`."""
+    """Return the run that `save_run` wrote, with a state that is laid out like `state`.
+
+    The run must have the same settings.
+    """
     call = "funcrec.fit"
     if is_sharded(state) and work.place is None:
         tree = load_as(path, state, mesh=work.mesh, device=device_of(state))
@@ -146,7 +152,10 @@ def load_run(work: Work, state: Any, path: Path) -> Run:
 
 
 def find(work: Work) -> Path | None:
-    """Return the checkpoint to resume: the first rank's choice, which all must see. Call it before any rank writes."""
+    """Return the checkpoint to resume.
+
+    The first rank chooses it, and all ranks must see it. Call the function before any rank writes.
+    """
     if work.checkpoint is None:
         return None
     check("funcrec.fit", keep_problems(work.checkpoint, work.keep))
@@ -166,7 +175,7 @@ def find(work: Work) -> Path | None:
 
 
 def appears(path: Path) -> bool:
-    """Whether the path appears within some seconds: a network disk shows others' files late."""
+    """Return whether the path appears within some seconds. A network disk may show files of other ranks late."""
     end = time.monotonic() + APPEAR_S
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)
@@ -181,7 +190,7 @@ def steps_of(history: Sequence[Mapping[str, float]]) -> int:
 
 
 def resume_problems(work: Work, found: Path | None, resume: bool | str, overwrite: bool) -> Iterator[Problem]:
-    """`resume` and `overwrite` must fit a checkpoint that is there, or is not."""
+    """Report a missing checkpoint to resume, an existing one without `overwrite`, and `resume` with `overwrite`."""
     path = work.checkpoint
     if resume and overwrite:
         yield Problem("`resume` and `overwrite` exclude each other.", "both", "one of them, or none", "overwrite=False")
@@ -194,7 +203,7 @@ def resume_problems(work: Work, found: Path | None, resume: bool | str, overwrit
 
 
 def keep_problems(path: Path, keep: int | None) -> Iterator[Problem]:
-    """One checkpoint is a file; several are in a folder."""
+    """Report a folder for one checkpoint, and a file for several checkpoints."""
     if keep is None and path.is_dir():
         yield Problem(f"`checkpoint` {path} is a folder.", "keep=None", "a file; or a number of checkpoints", "keep=3")
     elif keep is not None and path.exists() and not path.is_dir():
@@ -202,7 +211,7 @@ def keep_problems(path: Path, keep: int | None) -> Iterator[Problem]:
 
 
 def state_problems(saved: Any, state: Any) -> Iterator[Problem]:
-    """The saved state has the form of the state to train."""
+    """Report a saved state whose form differs from the form of the state to train."""
     found = list(difference_problems(saved, state))
     if found:
         got = "; ".join(f"{p.what.rstrip('.')} ({p.got} for {p.need})" for p in found[:3])
@@ -229,7 +238,7 @@ def checkpoint_problems(work: Work, tree: Any) -> Iterator[Problem]:
 
 
 def same_problems(work: Work, tree: Any) -> Iterator[Problem]:
-    """All ranks resume from one checkpoint. Another one is assumed to differ in the times of its history."""
+    """Report ranks that resume from different checkpoints, which differ in the times of their histories."""
     own = [*tree["position"], zlib.crc32(repr((float(tree["loss_sum"]), tree["history"])).encode())]
     seen = say(own, Ranks.of(work.mesh))
     if any(x != seen[0] for x in seen):
@@ -239,6 +248,6 @@ def same_problems(work: Work, tree: Any) -> Iterator[Problem]:
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe all that differ: `lr was 0.1 and is 0.2`."""
+    """Return a text of all values that differ: `lr was 0.1 and is 0.2`."""
     both = {n: (was.get(n), now.get(n)) for n in [*now, *(set(was) - set(now))]}
     return "; ".join(f"{n} was {x!r} and is {y!r}" for n, (x, y) in both.items() if x != y and repr(x) != repr(y))

@@ -1,6 +1,6 @@
 """SIGINT and SIGTERM inside a loop: the first signal requests an end between two steps, the second ends at once.
 
-Under torchrun one request may reach a rank twice: directly, and through the launcher, which received it, too.
+Under torchrun one request may reach a rank twice: directly, and through the launcher, which also received it.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ SAME_S = 5.0
 
 @contextlib.contextmanager
 def listen() -> Iterator[Callable[[], int]]:
-    """Inside the block the first signal is only noted; after it the old handlers are back.
+    """Note the first signal while the body of the `with` statement runs, and then restore the old handlers.
 
     A signal that the process ignores stays ignored.
 
     Yields:
-      asked, a function () -> the first signal's number, 0 for none. Signals do not reach other threads than the main
-      one: there it is always 0.
+      asked, a function () -> the number of the first signal, or 0. Signals reach only the main
+      thread: in other threads the number is always 0.
 
     Raises:
-      KeyboardInterrupt, SystemExit: from the second signal on; under torchrun only if it comes 5 seconds later.
+      KeyboardInterrupt, SystemExit: from the second signal on. Under torchrun only if the signal comes 5 seconds later.
 
     Example:
       >>> import os, signal, funcrec as fr
@@ -58,9 +58,9 @@ def listen() -> Iterator[Callable[[], int]]:
 
 
 def end(signum: int, handler: object) -> None:
-    """Do what the signal does in a program that does not listen.
+    """Do what the signal does in a program that does not call `listen`.
 
-    That is its own handler's work, or else KeyboardInterrupt, or SystemExit with a shell's code.
+    It calls the program's own handler, or else raises KeyboardInterrupt, or SystemExit with the exit code of a shell.
     """
     if callable(handler) and handler is not signal.default_int_handler:
         handler(signum, None)

@@ -1,10 +1,10 @@
-"""stale_pipeline: the next batch's rows travel while this one is computed; they are read before its update.
+"""stale_pipeline: the rows of the next batch are read before this batch's update, and travel while it is computed.
 
     time ─▶    read(i+1)  compute(i), update(i)      read(i+2)  compute(i+1), update(i+1)
                     └─── rows(i+1) under way ───────────▶ └─── rows(i+2) under way ──────▶
                route(i+2)                            route(i+3)            route: ids to the owners of their rows
 
-Batch i + 1 reads the tables of state i; the result updates state i + 1.
+Batch i + 1 reads the tables of state i. Its gradients update state i + 1.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,40 +30,42 @@ def stale_pipeline(
     device: Device | None = None,
     blank: Callable[[Any], Any] | None = None,
 ) -> "StalePipeline":
-    """Return a pipeline that reads each batch's rows one update early, so that they travel during the batch before.
+    """Return a pipeline that reads the rows of each batch one update early.
 
         acts_i = lookup(tables_{i-1}, batch_i);     state_{i+1} = update(state_i, gradient of the loss at acts_i)
 
-    Only the rows that lookups read are stale, by one update; the first batch of a run reads current rows. All else is
-    current: dense parameters, and the tables and slots that an update writes to.
+    So the rows travel while the step computes the earlier batch. Only the rows that lookups read are stale, by one
+    update. The first batch of a run reads current rows. All other values are
+    current: dense parameters, and the tables and slots to which an update writes.
 
     Args:
       step: `train_step(...)`, plain or jitted, donating or not.
-      depth: how many batches are ahead of the one that is computed, as in `pipeline`. Rows are one update old with any.
-      mesh: of the step. On an emulated mesh, or without one, nothing travels; the values are the same.
+      depth: how many batches are ahead of the computed batch, as in `pipeline`. With any depth rows are one update old.
+      mesh: the mesh of the step. On an emulated mesh, or without a mesh, nothing travels, and the values are the same.
       device, blank: see `pipeline`.
 
     Returns:
-      `stale.run(state, batches)` yields (state, metrics) for each batch. Programs are kept for the next run. `fr.fit`
-      does not take it, because it calls a step batch by batch. Use `fr.loop.watch` to learn which rank was lost.
+      A pipeline `stale`: `stale.run(state, batches)` yields (state, metrics) for each batch. It keeps programs for the
+      next run. `fr.fit` does not take it, because it calls a step batch by batch. Use `fr.loop.watch` to learn which
+      rank was lost.
 
     Raises:
-      TypeError: a step that `train_step` did not make (`logged`, `scan` and `retry_overflow` must read and write
+      TypeError: if `train_step` did not make the step (`logged`, `scan` and `retry_overflow` must read and write
         current tables).
-      ValueError: lookups whose ids depend on the state (a loss that draws ids by its key, `micro_batches`), and a mesh
-        of CUDA devices, where it was never run. Also the errors of `pipeline`.
+      ValueError: if the ids of a lookup depend on the state (a loss that draws ids by its key, `micro_batches`), or on
+        a mesh of CUDA devices, where it was never run. Also the errors of `pipeline`.
 
-    Law: states and metrics are those of this plain loop: compute loss and gradients at Params(tables of the state
-      before, dense of this one), and update this state with them. They agree bit for bit if that loop is compiled as
-      the step is.
-      A run holds its own state: between two steps only the loop may change it. The states that a run yields are whole;
-      a donating step uses them up with the next batch.
+    Law: states and metrics are those of this plain loop: compute the loss and its gradients at Params(tables of the
+      earlier state, dense of this state), and update this state with the gradients. They agree bit for bit if that loop
+      is compiled as the step is.
+      A run holds its own state: between two steps only the loop may change it. The states that a run yields are whole.
+      A donating step uses up a state with the next batch.
 
-    Cost: that of `pipeline`, and the rows that a batch's lookups read, both here and under way (`stale.held_bytes`
-      counts both). No copy of a table. Only the last exchange of a lookup is hidden, which is all of it if tables lie
-      on one axis. If rows do not arrive late, nothing is gained.
+    Cost: the cost of `pipeline`, and memory for the rows of a batch's lookups, both here and under way
+      (`stale.held_bytes` counts both). No table is copied. Only the last exchange of a lookup is hidden, which is the
+      whole exchange if tables lie on one axis. If rows do not arrive late, the pipeline gains nothing.
 
-    Example: from the second batch on, rows are those before the last update.
+    Example: from the second batch on, a lookup reads the rows from before the last update.
       >>> import torch, funcrec as fr
       >>> loss_fn = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("clicked", table="item")]).values.sum()
       >>> kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
@@ -80,7 +82,7 @@ def stale_pipeline(
 
 
 class StalePipeline:
-    """The result of `stale_pipeline`. pipe: makes the batches ready."""
+    """The result of `stale_pipeline`. pipe: the pipeline that makes the batches ready."""
 
     def __init__(self, step: Callable, pipe: Pipeline):
         self.step, self.pipe, self.stale = step, pipe, stale_of(step)
@@ -89,11 +91,14 @@ class StalePipeline:
 
     @property
     def init(self) -> Callable:
-        """The step's `init`."""
+        """Return the step's `init`."""
         return self.step.init
 
     def run(self, state: Any, batches: Iterable) -> Iterator[tuple[Any, Any]]:
-        """Yield (state, metrics) after each batch; ids of the next batches are exchanged, and rows read, ahead."""
+        """Yield (state, metrics) after each batch.
+
+        Ranks exchange the ids of the next batches ahead, and read their rows ahead.
+        """
         check(CALL, batches_problems(batches))
         return self.steps(state, batches)
 
@@ -110,7 +115,7 @@ class StalePipeline:
             source.begin(one, programs)
             looked = self.read_ahead(source, programs, state, one) if looked is None else looked
             following = source.following()
-            # before this batch's update, which may write to the tables
+            # The rows are read before the update of this batch, which may write to the tables.
             after = None if following is None else self.read_ahead(source, programs, state, following)
             thirds, routed, one.routed = one.halves, one.routed, None
             state, metrics = thirds.rest(state, one.batch, routed, looked)
@@ -119,7 +124,7 @@ class StalePipeline:
             yield state, metrics
 
     def read_ahead(self, source: Ahead, programs: dict, state: Any, one: Ready) -> RowsAhead:
-        """Start to read the batch's rows from this state's tables."""
+        """Return the started read of the batch's rows from the tables of this state."""
         is_sent, form = source.twins is not None, form_key(*fast_flatten(one.batch))
         if form not in programs:
             names = source.twins.names if is_sent else {}
@@ -146,7 +151,7 @@ class StalePipeline:
 
 
 def key_of(state: Any) -> tuple:
-    """The form and surroundings that programs depend on, besides the batch."""
+    """Return the form of the state and the surroundings, on which programs depend besides the batch."""
     leaves, structure = fast_flatten(state)
     refuse_followed(CALL, leaves)
     if is_checking():

@@ -1,6 +1,6 @@
-"""Trials before `fit`'s first step: of the first batch, of the loss on it, and of the evaluation.
+"""Trials before the first step of `fit`: of the first batch, of the loss on that batch, and of the evaluation.
 
-Errors that would come after an epoch raise before the first step.
+So errors that would come after an epoch are raised before the first step.
 """
 
 import functools
@@ -21,10 +21,10 @@ from funcrec.tables import lookups_seen
 
 
 def check_first_batch(work: Work, state: Any, batch: Any) -> None:
-    """Raise for faults of the first batch, before any work; learn which lookups read its ids."""
+    """Raise for faults of the first batch, before any work, and learn which lookups read its ids."""
     bad_ids = work.bad_ids
     with lookups_seen() as lookups:
-        if bad_ids.mode == "count":  # a check by value would raise for ids that are only counted
+        if bad_ids.mode == "count":  # a check by value would raise for ids that `fit` only counts
             if work.trial is not None:
                 work.trial(state, batch, by_value=False)
             bad_ids.learn(lookups, batch)
@@ -38,9 +38,9 @@ def check_first_batch(work: Work, state: Any, batch: Any) -> None:
 
 
 def try_evaluate(work: Work, run: Run) -> None:
-    """Raise the errors of an epoch's evaluation now, by running it on one batch.
+    """Run the evaluation of an epoch on one batch, so that its errors are raised now.
 
-    An evaluation that does not call `fr.evaluate` is not tried: there is no single batch to run it on.
+    An evaluation that does not call `fr.evaluate` is not tried: it cannot be run on a single batch.
     """
     if work.evaluate is None or not uses(work.evaluate, run_evaluate):
         return
@@ -53,7 +53,7 @@ def try_evaluate(work: Work, run: Run) -> None:
         if is_of_handler(error):
             raise
         failed = True
-    # one batch may lack what all together have, such as examples of each class
+    # one batch may lack what all batches together have, such as examples of each class
     if any(say(failed, Ranks.of(work.mesh))):
         found = measured(work.evaluate, params, entry)
     if work.monitor is not None:
@@ -61,7 +61,10 @@ def try_evaluate(work: Work, run: Run) -> None:
 
 
 def uses(fn: Any, used: Callable, depth: int = 4) -> bool:
-    """Whether the code of fn, or of a function that it names, uses the function `used`, by name or from a module."""
+    """Return whether the code of fn, or of a function that fn names, uses the function `used`.
+
+    The code may name `used` directly or as an attribute of a module.
+    """
     fn = fn.func if isinstance(fn, functools.partial) else fn
     own = fn if isinstance(fn, FunctionType | MethodType) else vars(type(fn)).get("__call__")
     fn = own.__func__ if isinstance(own, MethodType) else own
@@ -76,7 +79,7 @@ def uses(fn: Any, used: Callable, depth: int = 4) -> bool:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names in a function's code, and in the functions inside it."""
+    """Yield the names in the code of a function, and in the code of functions inside it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -84,7 +87,7 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def measured(evaluate: Callable | None, params: Any, entry: Mapping) -> dict[str, float]:
-    """The numbers of `evaluate`; the entry must not have their names yet."""
+    """Return {name: number}, the numbers of `evaluate`. Their names must be new to the entry."""
     found = {}
     if evaluate is not None:
         with own_errors("funcrec.fit", evaluate, params, need="the parameters that it reads"):

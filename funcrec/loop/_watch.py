@@ -1,14 +1,15 @@
-"""Ranks watch each other: if one ends, or falls silent, the others end, too, and report which, where and why.
+"""Ranks watch each other: if a rank ends, or falls silent, all other ranks end, and report which rank, where and why.
 
-    with watch(mesh) as at:     at("step 8")        what this rank does, for the others' messages
+    with watch(mesh) as at:     at("step 8")        tells the other ranks what this rank does
 
-A thread of each process writes a beat twice a second to the store of the process group. It reads the next rank's beats,
-checks the next rank's process if that is on this machine, and reads the verdict. The first thread that sees what went
-wrong writes the verdict, and all ranks end with its text. If the main thread waits in an exchange that cannot be
-interrupted, the thread ends the process. A broken exchange is never reported as the cause: the verdict names the ranks
-that did not come to it.
+A thread of each process writes a beat twice a second to the store of the process group. It reads the beats of the next
+rank, checks the next rank's process if that runs on this machine, and reads the verdict. The first thread that sees
+what went wrong writes the verdict, and all ranks end with its text. If the main thread waits in an exchange that cannot
+be interrupted, the thread ends the process. A broken exchange is never reported as the cause: the verdict names the
+ranks that did not come to that exchange.
 
-Beats do not use `say`: a lost rank would hold all others in its exchange, and no rank would know which one is lost.
+Beats do not use `say`: a lost rank would hold all other ranks in an exchange, and no rank would know which rank is
+lost.
 """
 
 import contextlib
@@ -32,17 +33,18 @@ from funcrec.loop._ranks import num_processes
 from funcrec.mesh import Mesh, Ranks, say
 
 BEAT_S = 0.5
-SILENT_S = 30.0  # without a beat, until the verdict; less if exchanges have a shorter timeout
-BROKEN_S = 5.0  # from a broken exchange until the verdict on the ranks that did not come to it
-LEAVE_S = 5.0  # from the verdict until the thread ends a process that does not end itself
-SAVE_S = 25.0  # the same while that writes a checkpoint: torchrun waits for 30
-STORE_S = 10.0  # for an answer of the store
+SILENT_S = 30.0  # the time from the last beat until the verdict; shorter if exchanges have a shorter timeout
+BROKEN_S = 5.0  # the time from a broken exchange until the verdict on the ranks that did not come to it
+LEAVE_S = 5.0  # the time from the verdict until the thread ends a process that does not end itself
+SAVE_S = 25.0  # LEAVE_S for a process that writes a checkpoint: torchrun waits for 30 s
+STORE_S = 10.0  # the longest wait for an answer of the store
 
 watched: ContextVar["Watched | None"] = ContextVar("funcrec_watched", default=None)
 
 
 class RankLost(RuntimeError):
-    """Another rank ended, or fell silent: raised on all other ranks, with the same text. None of them goes on alone.
+    """Another rank ended, or fell silent. All other ranks raise this error with the same text, and no rank goes on
+    alone.
 
     Example:
       >>> import funcrec as fr
@@ -53,46 +55,47 @@ class RankLost(RuntimeError):
 
 @dataclass
 class Watched:
-    """What the main thread and the watching thread share."""
+    """The values that the main thread and the watching thread share."""
 
     rank: int
-    processes: list[list[int]]  # for each rank its machine, its process id and its start time
+    processes: list[list[int]]  # for each rank the machine, the process id and the start time of the process
     store: dist.Store
     silent_s: float
     place: str = "its first work"
     ended: str = ""  # how the main thread ended
-    broken: str = ""  # the exchange that broke off in it
-    is_left: bool = False  # after its last step, without an error
+    broken: str = ""  # the exchange that broke off in the main thread
+    is_left: bool = False  # whether the main thread left after its last step, without an error
     verdict: str = ""
     wake: threading.Event = field(default_factory=threading.Event)
-    found: threading.Event = field(default_factory=threading.Event)  # there is a verdict
+    found: threading.Event = field(default_factory=threading.Event)  # the verdict sets this event
     main: int = field(default_factory=threading.get_ident)
 
 
 @typed
 @contextlib.contextmanager
 def watch(mesh: Mesh | None) -> Iterator[Callable[[str], None]]:
-    """Inside the block a rank that ends takes the others with it; `fit` enters one by itself.
+    """Watch all ranks while the body of the `with` statement runs. `fit` does this by itself.
 
-    Every rank enters and leaves it. Whatever ends a rank (an exception, a kill, os._exit, a machine that is gone, a
-    stopped process) ends the others with a RankLost that names the rank, what it did and what it raised. If an exchange
-    with the lost rank blocks a main thread, its process ends with exit code 1 and the same text on stderr. An uncaught
-    RankLost prints no traceback; one rank prints its full text, the others one line.
+    If a rank ends, all ranks end. Every rank enters and leaves the block. Whatever ends a rank (an exception, a kill,
+    os._exit, a machine that is gone, a stopped process) ends the other ranks with a RankLost that names the rank, what
+    it did and what it raised. If an exchange with the lost rank blocks a main thread, the process ends with exit code 1
+    and the same text on stderr. An uncaught RankLost prints no traceback. One rank prints its full text, and all other
+    ranks print one line.
 
-    All others end within these seconds after the event: 6 for an exception, and for a process on the same machine. For
-    a
+    All other ranks end within these seconds after the event: 6 for an exception, and for a process on the same machine.
+    For a
     process on another machine, or one that is stopped or cannot run Python: 30 (or the timeout of the mesh, if that is
-    less) plus 6. For one that runs and does not come to an exchange: the timeout of the mesh (`timeout_s`) plus 11. A
-    process that writes a checkpoint gets 25.
+    less) plus 6. For a process that runs and does not come to an exchange: the timeout of the mesh (`timeout_s`) plus
+    11. A process that writes a checkpoint has 25.
 
     A block inside another has no effect of its own. On CUDA, NCCL itself ends a process whose exchange waits longer
     than the timeout.
 
     Args:
-      mesh: a mesh of real ranks; for other meshes, and None, there is nothing to watch.
+      mesh: a mesh of real ranks. For other meshes, and for None, there is nothing to watch.
 
     Yields:
-      at: (text) -> None, reports what this rank begins to do; it raises the RankLost if there is one.
+      at: (text) -> None. It reports what this rank begins to do, and raises the RankLost if there is one.
 
     Example:
       >>> import funcrec as fr
@@ -142,7 +145,7 @@ def at(text: str) -> None:
 
 
 def meet(mesh: Mesh) -> Watched:
-    """Exchange the ranks' processes, and open a part of the store that no other watch uses."""
+    """Return a Watched with the processes of all ranks, and a part of the store that no other watch uses."""
     own = [this_machine(), os.getpid(), began(os.getpid()), secrets.randbits(62)]
     ranks = Ranks.of(mesh)
     processes = say(own, ranks)
@@ -153,7 +156,10 @@ def meet(mesh: Mesh) -> Watched:
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether the error comes from an exchange that another rank broke off: gloo's errors name its source files."""
+    """Return whether the error comes from an exchange that another rank broke off.
+
+    Errors of gloo name gloo's source files.
+    """
     text = f"{error}"
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in text)
 
@@ -162,14 +168,17 @@ def is_broken(error: BaseException) -> bool:
 
 
 def keep_watch(own: Watched) -> None:
-    """Write beats, look, and end the process if its main thread does not end by itself."""
+    """Write beats and look for a verdict.
+
+    After a verdict it ends the process, if the main thread does not end by itself.
+    """
     seen: dict[int, tuple[str, int]] = {}
     turns, broken_turns, end = 0, 0, float("inf")
     while not own.is_left:
         turns, broken_turns = turns + 1, broken_turns + bool(own.broken)
         try:
             own.verdict = own.verdict or verdict_of(own, seen, turns, broken_turns)
-        except Exception as error:  # any error: the store no longer answers
+        except Exception as error:  # any error means that the store no longer answers
             hint = "the launcher, or the rank that holds it, has ended"
             own.verdict = words("the store of the process group is gone.", f"{type(error).__name__}: {hint}")
         if own.verdict and not own.found.is_set():
@@ -184,9 +193,9 @@ def keep_watch(own: Watched) -> None:
 
 
 def verdict_of(own: Watched, seen: dict[int, tuple[str, int]], turns: int, broken_turns: int) -> str:
-    """Return the verdict, "" for none.
+    """Return the verdict, or "".
 
-    seen: {rank: (its last beat, this thread's turn when that was new)}. Turns do not count while this thread is
+    seen: {rank: (its last beat, this thread's turn when that beat was new)}. Turns do not count while this thread is
     stopped.
     """
     store, others = own.store, [r for r in range(len(own.processes)) if r != own.rank]
@@ -221,7 +230,7 @@ def note(store: dist.Store, rank: int, seen: dict[int, tuple[str, int]], turns: 
 
 
 def store_text(store: dist.Store, key: str) -> str:
-    """The value of the key, "" if it is not set."""
+    """Return the value of the key; "" if the key is not set."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
@@ -230,7 +239,10 @@ def place_of(seen: dict[int, tuple[str, int]], rank: int) -> str:
 
 
 def whom_they_wait_for(own: Watched, others: list[int], seen: dict[int, tuple[str, int]]) -> tuple[str, str]:
-    """Name the ranks that a broken exchange waited for, when no rank has ended."""
+    """Return (a text with the ranks for which a broken exchange waited, the broken exchange).
+
+    No rank has ended here.
+    """
     missing = [r for r in others if not own.store.check([f"broken {r}"])]
     if not missing:
         return "an exchange broke off on all ranks, and none of them ended.", own.broken
@@ -241,7 +253,7 @@ def whom_they_wait_for(own: Watched, others: list[int], seen: dict[int, tuple[st
 
 
 def judge(own: Watched, what: str, got: str) -> str:
-    """Return the verdict of all ranks: the first that was written."""
+    """Return the verdict of all ranks, which is the first written verdict."""
     return own.store.compare_set("verdict", "", words(what, got)).decode()
 
 
@@ -251,7 +263,7 @@ def words(what: str, got: str) -> str:
 
 
 def line_of(thread: int) -> str:
-    """file:line of the call that a thread is in."""
+    """Return file:line of the call that a thread is in."""
     frame = sys._current_frames().get(thread)
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "no call"
 
@@ -286,7 +298,7 @@ def print_lost(own: Watched, before: Callable, kind: type, error: BaseException,
 
 
 def text_of(error: RankLost, own: Watched) -> str:
-    """The full text for one rank's output, one line for the others'."""
+    """Return the text that this rank prints: one rank prints the full text, and all other ranks print one line."""
     notes = getattr(error, "__notes__", ())
     with contextlib.suppress(Exception):
         if own.store.add("told", 1) > 1:
@@ -295,13 +307,13 @@ def text_of(error: RankLost, own: Watched) -> str:
 
 
 def this_machine() -> int:
-    """A number that identifies the machine, or the container if that numbers its own processes."""
+    """Return a number that identifies the machine, or a container with its own numbers of processes."""
     space = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
     return zlib.crc32(f"{socket.gethostname()} {space}".encode())
 
 
 def began(pid: int) -> int:
-    """When a process began, in the machine's ticks; 0 if it does not run, and -1 if the system cannot tell."""
+    """Return the start time of a process in ticks; 0 if it does not run, -1 if the system cannot tell."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, *rest = file.read().rpartition(")")[2].split()
@@ -311,7 +323,7 @@ def began(pid: int) -> int:
 
 
 def is_running(pid: int, start: int) -> bool:
-    """Whether the process that began then still runs."""
+    """Return whether the process with this id and this start time still runs."""
     if start != -1:
         return began(pid) == start
     try:

@@ -1,1 +1,1 @@
-"""Batches that are made ready while a step computes."""
+"""Pipelines, which make batches ready while a step computes."""

@@ -4,8 +4,8 @@
                route(i+1)        route(i+2)         ...                 route: ids to the owners of their rows
                copy(i+2)         copy(i+3)          ...
 
-Routes depend on ids and the plan, and on nothing that a step changes, so routing early is exact. Rows do change, so
-they are looked up when their batch is computed. The cut is found in the step's graph.
+Routes depend on ids and the plan, and on nothing that a step changes, so early routes are exact. Rows change, so
+lookups read them when the batch is computed. `pipeline` finds the cut in the graph of the step.
 """
 
 from collections import deque
@@ -34,51 +34,55 @@ def pipeline(
     device: Device | None = None,
     blank: Callable[[Any], Any] | None = None,
 ) -> "Pipeline":
-    """Return a step whose next batches are fetched, copied to the device and routed while it computes.
+    """Return a step that fetches the next batches, copies them to the device and routes them while it computes.
 
     Args:
       step: (state, batch) -> (state, metrics): `train_step(...)`, plain or jitted, donating or not, or a similar
         function that `fr.jit` could stage.
-      depth: how many batches are ahead of the one that is computed.
-      mesh: of the step. On real ranks ids travel ahead; on an emulated mesh, or without one, batches are only fetched.
-      device: where batches are copied to, from page-locked memory on a stream of their own; None leaves them.
-      blank: a batch -> one of its form that counts for nothing, with which a rank without data goes on while others
-        have some. None: for a `Batch` with weights, one with weights 0 and bags without ids. Without a blank batch,
-        ranks with different numbers of batches raise, all at the same one.
+      depth: how many batches are ahead of the computed batch.
+      mesh: the mesh of the step. On real ranks ids travel ahead. On an emulated mesh, or without a mesh, batches are
+        only fetched.
+      device: the device to which batches are copied, from page-locked memory on a separate stream. None does not copy.
+      blank: a batch -> a batch of its form that counts for nothing. A rank without data goes on with it while other
+        ranks have data. None: for a `Batch` with weights, a batch with weights 0 and bags without ids. Without a blank
+        batch, ranks with different numbers of batches raise, all at the same batch.
 
     Returns:
-      a step: `pipe(state, batch)` is `step(state, batch)`. `pipe.run(state, batches)` yields (state, metrics) for each
-      batch; `for batch in pipe.ahead(batches): state, metrics = pipe(state, batch)` is the same, for loops that do
-      more. `fr.fit(pipe, ...)` takes it, and reports which rank is lost (in a loop of your own use `fr.loop.watch`).
+      A step `pipe`: `pipe(state, batch)` is `step(state, batch)`. `pipe.run(state, batches)` yields (state, metrics)
+      for each batch; `for batch in pipe.ahead(batches): state, metrics = pipe(state, batch)` is the same, for loops
+      that do more. `fr.fit(pipe, ...)` takes it, and reports which rank is lost. (In a loop of your own use
+      `fr.loop.watch`.)
 
     Raises:
-      RuntimeError: on the other ranks, if the loader of one rank raises; that rank raises its own error.
+      RuntimeError: on all other ranks, if the loader of a rank raises. That rank raises its own error.
       ValueError: if ranks have batches of different forms, or different numbers of batches.
       TypeError: if a ready batch is used under vmap or grad, or with a state that requires grad.
 
     However the loop ends (the last batch, `break`, an exception, an interrupt), no thread is left. (On ranks a loop
-    that ends early waits 1 s for its thread; a thread that must still exchange with other ranks ends when they do.)
+    that ends early waits 1 s for its thread. A thread that must still exchange with other ranks ends with their
+    threads.)
 
-    Law: states and metrics are those of the plain loop, bit for bit, if batches stay as they are once the loader gave
-      them. A loader that writes each batch into the same memory overwrites batches that are ahead (let it give clones).
+    Law: states and metrics are those of the plain loop, bit for bit, if batches stay unchanged after the loader gave
+      them. A loader that writes each batch into the same memory overwrites batches that are ahead: let it give clones.
 
-    Batches are made in another thread, on each rank at its own time. So a loader must not exchange over the groups of
-    the step (the mesh's, or the default one), but only over a group of its own (`dist.new_group`).
+    Another thread makes the batches, on each rank at its own time. So a loader must not exchange over the groups of
+    the step (the groups of the mesh, and the default group), but only over a group of its own (`dist.new_group`).
 
-    Cost: `depth` + 1 batches (with `device` two more under way), and what was exchanged for each. For a lookup these
-      are
-      the rows received: about as many integers as a rank's ids have room for, times the ranks (`pipe.routed_bytes` says
-      how many). A thread, and a process group for each axis, made once. The first batch of a new form is not routed
-      ahead. If the state's form changes (another plan), the step runs a batch that is under way without its routing.
+    Cost: memory for `depth` + 1 batches (with `device` two more under way), and for the exchanged values of each batch.
+      For a lookup these are
+      the received rows: about as many integers as a rank's ids have room for, times the number of ranks
+      (`pipe.routed_bytes` says how many bytes). Also a thread, and a process group for each axis, made once. The first
+      batch of a new form is not routed ahead. If the form of the state changes (another plan), the step runs a batch
+      that is under way without its routes.
 
-    No deadlock: all that the thread exchanges goes over groups of its own, from one thread, batch by batch: first a few
-    numbers (whether it has a batch, or why not), then the ids. How many batches the loop has taken decides which
-    batches these are; the loop's steps decide whether their ids are exchanged. So ranks whose loops do the same pair
-    the same exchanges, at whatever time. If a loop ends early, its thread finishes what the others' threads begin. (A
-    rank that leaves alone is out within 1 s. As in a plain loop the others wait for it until it ends, or for
-    `timeout_s`. Before it begins again on that pipeline it waits for its thread.) On CUDA the loop itself launches the
-    next batch's exchange, on a
-    stream of its own, before it computes: in one order on all ranks.
+    There is no deadlock: all exchanges of the thread go over groups of its own, from one thread, batch by batch. First
+    come a few numbers (whether the rank has a batch, or why not), then the ids. How many batches the loop has taken
+    decides which batches these are. The steps of the loop decide whether the ids are exchanged. So ranks whose loops do
+    the same pair the same exchanges, at whatever time. If a loop ends early, its thread finishes the exchanges that
+    other threads begin. (A rank that leaves alone is out within 1 s. As in a plain loop the other ranks wait for it
+    until it ends, or for `timeout_s`. Before the rank begins again on that pipeline it waits for its thread.) On CUDA
+    the loop itself launches the next batch's exchange, on a separate stream, before it computes, so that all ranks have
+    one order.
 
     Example:
       >>> import torch, funcrec as fr
@@ -94,20 +98,20 @@ def pipeline(
 
 
 class Pipeline:
-    """The result of `pipeline`; a stale pipeline makes its batches ready with one."""
+    """The result of `pipeline`. A stale pipeline also makes its batches ready with a Pipeline."""
 
     def __init__(
         self, step: Callable, depth: int, mesh: Mesh | None, device: Device | None, blank: Callable, call: str = CALL
     ):
         self.step, self.depth, self.mesh, self.device, self.blank = step, depth, mesh, device, blank
-        self.call = call  # in messages
+        self.call = call  # the name in messages
         self.fn = getattr(step, "fn", step)
         self.programs: dict[Any, dict] = {}  # {form of the state, surroundings: {form of a batch: Halves or None}}
         self.twins, self.stream, self.under_way, self.routed_bytes = None, None, None, 0
 
     @property
     def init(self) -> Callable:
-        """The step's `init`."""
+        """Return the step's `init`."""
         return self.step.init
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -118,7 +122,7 @@ class Pipeline:
         refuse_followed(self.call, leaves)
         if self.twins is None or is_checking():
             return self.step(state, one.batch)
-        present = getattr(self.step, "present", None)  # for retry_overflow: the step that it would take now
+        present = getattr(self.step, "present", None)  # retry_overflow names the step that it would run now
         step = self.step if present is None else present()
         key = id(step), form_key(leaves, structure), surroundings()
         programs = self.programs.setdefault(key, {})
@@ -140,9 +144,11 @@ class Pipeline:
         return self.step(state, one.batch, lambda state, batch: halves.rest(state, batch, routed))
 
     def ahead(self, batches: Iterable) -> Iterator[Ready]:
-        """Make the batches ready, in a thread that ends when the iterator ends, or is left, closed or dropped.
+        """Return an iterator over ready batches, which a thread makes ready.
 
-        Only one iterator is open at a time: a new one closes the one before.
+        The thread ends when the iterator ends, or when the loop leaves, closes or drops it. Only one iterator is open
+        at a
+        time: a new iterator closes the earlier iterator.
         """
         check(CALL, batches_problems(batches))
         return self.start(batches, self.blank)
@@ -175,7 +181,7 @@ class Pipeline:
 
 
 def ahead_of(step: Any, items: Iterator) -> Iterator:
-    """Pairs (position, batch), with batches made ready if the step is a pipeline."""
+    """Return the items (position, batch). Their batches are ready batches if the step is a pipeline."""
     if not isinstance(step, Pipeline):
         return items
     taken: deque = deque()

@@ -1,11 +1,12 @@
-"""Makes batches ready before the step that takes them: fetches them, agrees on them with all ranks, exchanges ids.
+"""Makes batches ready before a step takes them: fetches them, agrees on them with all ranks, and exchanges ids.
 
     thread:  fetch(j) → say(j) → ahead(batch j)        for j < taken + depth
     loop:    take(i)  → rest(state, batch i, routed i)
-On CUDA, where a launch takes no time, the loop launches ahead(batch i + 1) on a stream of its own before rest(i).
+On CUDA, where a launch takes no time, the loop launches ahead(batch i + 1) on a separate stream before rest(i).
 
-The exchanges over the thread's groups depend on what the loops did, never on timing. How many batches the loop has
-taken decides which batches may be fetched; the steps before decide which program routes a batch, or that none does.
+The exchanges over the groups of the thread depend on what the loops did, never on time. How many batches the loop has
+taken decides which batches may be fetched. The steps before decide which program routes a batch, or that no program
+does.
 """
 
 import contextlib
@@ -25,27 +26,27 @@ from funcrec.jagged import KeyedJaggedTensor
 from funcrec.mesh import Ranks, Twins, digest, form_text, say, words_of
 from funcrec.tables import Batch
 
-LEAVE_S = 1.0  # how long a leaving rank waits for the others to join its thread's exchanges
+LEAVE_S = 1.0  # how long a leaving rank waits until other ranks join its thread's exchanges
 
 
 class BatchNews(IntEnum):
-    """What a rank tells the others about its next batch."""
+    """A rank's message to the other ranks about its next batch."""
 
     HAS = 0
-    ENDED = 1  # and has no blank batch to replace it
-    BLANK = 2  # and goes on with a blank batch, if others have some
+    ENDED = 1  # the rank has no batch, and no blank batch
+    BLANK = 2  # the rank goes on with a blank batch, if other ranks have batches
     CLOSED = 3
     FAILED = 4
 
 
 class Ready:
-    """A batch that `ahead` made ready; pass it to the pipeline in the batch's place, once.
+    """A batch that `ahead` made ready. Pass it to the pipeline once, instead of the batch.
 
-    number: of the batch.
-    form: its shapes.
-    routed: the result of `Halves.ahead`, valid after `is_done`; None if nothing was exchanged, and the step takes the
-      batch as it is.
-    halves: those of the step that routed it.
+    number: the number of the batch.
+    form: the shapes of the batch.
+    routed: the result of `Halves.ahead`, valid after `is_done`. None if nothing was exchanged: the step then takes the
+      batch without routes.
+    halves: the Halves of the step that routed the batch.
     """
 
     def __init__(self, source: "Ahead", number: int, batch: Any, form: Any):
@@ -57,7 +58,7 @@ class Ready:
         return f"Ready({self.batch!r})"
 
     def __getattr__(self, name: str):
-        """Refuse other names: they would be the batch's fields, and names of this class would hide some of these."""
+        """Raise for other names. They are fields of the batch, and names of this class hide some of these fields."""
         if name.startswith("__"):
             raise AttributeError(name)
         got, need = f"`.{name}` of {type(self).__name__}", "the batch in it"
@@ -66,26 +67,29 @@ class Ready:
 
 
 class Ahead:
-    """Makes batches ready in a thread, which ends with the last of them, or when this is closed."""
+    """An iterator that makes batches ready in a thread.
+
+    The thread ends after the last batch, or when the iterator is closed.
+    """
 
     def __init__(
         self, call: str, batches: Iterable, depth: int, twins: Twins | None, blank: Callable, stream: Any = None
     ):
         self.call, self.batches, self.depth, self.twins = call, batches, depth, twins
         self.blank, self.stream = blank, stream
-        # `with self.lock` runs in C; an interrupt within the condition's own `with` would leave it held forever
+        # `with self.lock` runs in C. After an interrupt within the condition's own `with`, the lock would stay held.
         self.lock, self.thread = threading.RLock(), None
         self.changed = threading.Condition(self.lock)
         self.ready: deque[Ready] = deque()
         self.taken, self.last, self.limit = 0, None, 0
-        # {number: its programs, {form: Halves}}; None before the first step
+        # permits: {number of a batch: its programs, {form: Halves}, or None before the first step}
         self.programs, self.permits, self.skipped = None, {}, set()
         self.closing, self.ended, self.error = False, False, None
 
     # -- the loop's side -----------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Ready]:
-        """Yield the batches; closes when the loop leaves or drops it."""
+        """Yield the batches, and close the iterator when the loop leaves or drops it."""
         try:
             while (one := self.take()) is not None:
                 yield one
@@ -94,7 +98,7 @@ class Ahead:
             self.close()
 
     def take(self) -> Ready | None:
-        """Take the next batch; None after the last."""
+        """Return the next batch; None after the last batch."""
         with self.lock:
             if self.last is not None:  # no step took it, so no program has routed it
                 self.skip(self.last)
@@ -120,7 +124,7 @@ class Ahead:
         return None
 
     def begin(self, one: Ready, programs: dict) -> bool:
-        """Return whether a step of these programs routes the batch, now or once they hold its form."""
+        """Return whether a step of these programs routes the batch, now or once the programs hold its form."""
         with self.lock:
             self.programs = programs
             self.permits = {n: programs if own is None else own for n, own in self.permits.items()}
@@ -150,7 +154,10 @@ class Ahead:
         self.permits.pop(one.number, None)
 
     def following(self) -> Ready | None:
-        """Return the batch after the last one taken, on all ranks, without taking it; None if there is none."""
+        """Return the batch after the last taken batch, and do not take it; None if there is no such batch.
+
+        All ranks return the batch of one number, or None.
+        """
         with self.lock:
             self.changed.wait_for(lambda: self.ready or self.ended)
             return self.ready[0] if self.ready else None
@@ -158,15 +165,16 @@ class Ahead:
     def close(self, wait_s: float | None = LEAVE_S) -> None:
         """End the thread, after the exchanges that the other ranks' threads wait for.
 
-        These may in turn wait for this rank's loop: then the thread is left to end with theirs.
+        These exchanges may in turn wait for the loop of this rank. Then `close` returns, and the thread ends with
+        the threads of other ranks.
         """
         with self.lock:
             self.closing = True
             self.changed.notify_all()
         if self.thread is not None:
-            with contextlib.suppress(RuntimeError):  # an interrupt stopped its start: if it begins, it ends by itself
+            with contextlib.suppress(RuntimeError):  # an interrupt stopped its start: a begun thread ends by itself
                 self.thread.join(None if self.twins is None else wait_s)
-            if self.thread.is_alive():  # it reads what other threads have begun
+            if self.thread.is_alive():  # the thread still reads what other threads have begun
                 return
         self.ready.clear()
         self.permits.clear()
@@ -192,12 +200,12 @@ class Ahead:
                 self.changed.notify_all()
 
     def common_batches(self, items: Iterator) -> Iterator[Ready]:
-        """Yield the batches of this rank, for as long as all ranks have one."""
+        """Yield the batches of this rank for as long as all ranks have batches."""
         number, like = 0, None
         while True:
             with self.lock:
                 self.changed.wait_for(lambda: number < self.limit or self.closing)  # noqa: B023
-                if number >= self.limit:  # closing, and no rank waits for this one
+                if number >= self.limit:  # the iterator closes, and no rank waits for this batch
                     return
             told, batch, error = self.fetch(items, like)
             has = told in (BatchNews.HAS, BatchNews.BLANK)
@@ -227,7 +235,7 @@ class Ahead:
             return BatchNews.FAILED, None, error
 
     def is_go(self, own: BatchNews, number: int, form: str, error: BaseException | None) -> bool:
-        """Return whether all ranks go on with this batch; raises on all of them if one cannot."""
+        """Return whether all ranks go on with this batch. All ranks raise if a rank cannot."""
         ranks = Ranks() if self.twins is None else self.twins.ranks
         of_all = say((int(own), digest(form), None if error is None else words_of(error)), ranks)
         who = lambda *kinds: [r for r, (x, _, _) in enumerate(of_all) if x in kinds]
@@ -256,7 +264,7 @@ class Ahead:
         return True
 
     def route(self, one: Ready) -> None:
-        """Exchange the batch's ids, if a program for its form arrives."""
+        """Exchange the ids of the batch, for which it waits for a program for the batch's form."""
         if self.stream is not None or self.twins is None:
             return
         with self.lock:
@@ -271,16 +279,16 @@ class Ahead:
     # -- on CUDA -------------------------------------------------------------------------------------------------
 
     def launch(self, one: Ready, programs: dict) -> None:
-        """Exchange the ids of this batch and of the next on the side stream.
+        """Exchange the ids of this batch and of the next batch on the side stream.
 
-        One thread does so, in the same order on all ranks, because exchanges go over several communicators.
+        One thread exchanges them, in the same order on all ranks, because exchanges go over several communicators.
         """
         following = self.following()
         current = torch.cuda.current_stream(self.stream.device)
         for x in (one, following):
             is_next = x is not None and not x.is_done and self.permits.get(x.number) is programs and x.form in programs
             if is_next:
-                self.stream.wait_stream(current)  # after the copy of the batch, and all earlier launches
+                self.stream.wait_stream(current)  # waits for the batch's copy and all earlier launches
                 with torch.cuda.stream(self.stream):
                     send(x, programs[x.form])
                     x.sent = self.stream.record_event()
@@ -294,7 +302,10 @@ class Ahead:
 
 
 def send(one: Ready, halves: Halves | None) -> None:
-    """Exchange the batch's ids; does nothing without a program, or without ids to exchange."""
+    """Exchange the ids of the batch.
+
+    It does nothing without a program, or without ids to exchange.
+    """
     if halves is not None:
         one.halves, one.versions = halves, versions_of(halves)
         one.routed = halves.ahead(one.batch)
@@ -316,7 +327,10 @@ OTHER = Problem(
 
 
 def blank(batch: Any) -> Any:
-    """Make a batch of that form that counts for nothing: weights 0, bags without ids; None if it has no weights."""
+    """Return a batch of that form that counts for nothing, with weights 0 and bags without ids.
+
+    It is None if the batch has no weights.
+    """
     if not isinstance(batch, Batch) or not isinstance(batch.weight, Tensor):
         return None
     zeros = map_tensors(torch.zeros_like, batch)
