@@ -9,7 +9,7 @@ from funcrec.planner._constraints import TableConstraint
 from funcrec.sharding import OF_TWO_AXES
 from funcrec.tables import FeatureConfig, TableConfig, feature_list_problems, table_list_problems
 
-MOST_RANKS = 2**16  # planning time grows in proportion to the ranks: for this many it takes minutes
+MOST_RANKS = 2**16  # the search takes time in proportion to the ranks: minutes for this many
 
 
 def sizes_of(mesh: Mesh | Mapping[str, int]) -> dict[str, int]:
@@ -41,7 +41,7 @@ def together_problems(
     sizes: Mapping[str, int],
     replicas: tuple[str, ...],
 ) -> Iterator[Problem]:
-    """Places must be on the mesh, partitions in the table, counts one per row, and axes on the mesh."""
+    """Report places and axes that the mesh lacks, partitions wider than their table, and counts not one per row."""
     yield from unknown_problems("`replicas` name an axis that the mesh lacks.", replicas, sizes)
     own = {a: n for a, n in sizes.items() if a not in replicas}
     most = prod(own.values())

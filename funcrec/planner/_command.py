@@ -1,4 +1,4 @@
-"""python -m funcrec plan spec.json: plans from a file; nothing runs but the planner.
+"""python -m funcrec plan spec.json: plans from a file, and runs nothing but the planner.
 
 {"mesh": {"data": 16, "model": 8}, "batch_size": 65536, "hardware": "h100",
  "tables": [{"name": "item", "num_embeddings": 1000000, "embedding_dim": 64}],
@@ -31,7 +31,10 @@ NEEDED = ("tables", "features", "mesh", "batch_size")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Exit codes: 0; 1 if no plan fits; 2 for errors in the file or the options."""
+    """Run the command, and return its exit code.
+
+    It is 0, 1 if no plan fits, or 2 for errors in the file or the options.
+    """
     parser = argparse.ArgumentParser(prog="python -m funcrec", description="Recommendation models as pure functions.")
     commands = parser.add_subparsers(required=True, metavar="command")
     raw = argparse.RawDescriptionHelpFormatter
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read(path: Path) -> Any:
-    """Read the file: JSON, or YAML by its ending."""
+    """Return the content of a file of JSON, or of YAML by the ending of the name."""
     text = path.read_text()
     if path.suffix not in (".yaml", ".yml"):
         try:
@@ -74,7 +77,10 @@ def read(path: Path) -> Any:
 
 
 def plan_of(spec: Any) -> Plan:
-    """Plan from a specification. `optimizer` is a name of `fr.optim`; a table's `dtype` is a name of torch."""
+    """Return the plan for a specification.
+
+    `optimizer` is a name of `fr.optim`, and the `dtype` of a table is a name of torch.
+    """
     check(CALL, spec_problems(spec))
     own = dict(spec)
     own["tables"] = [TableConfig(**{**t, **_dtype(t)}) for t in own["tables"]]

@@ -1,4 +1,4 @@
-"""Constraints on a table, beyond its config: how it is used, and where it may lie."""
+"""Constraints on a table that its config does not contain: the use of the table, and the places where it may lie."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ from funcrec.core import (
 )  # fmt: skip
 from funcrec.sharding import Kind
 
-MOST_IDS = 1e9  # of a bag
+MOST_IDS = 1e9  # the most ids in a bag
 IdsOfABag = Annotated[float, Within(f"a number from 0 to {MOST_IDS:.0e}", lambda x: 0 <= x <= MOST_IDS)]
 
 
@@ -29,13 +29,13 @@ class TableConstraint:
     """Constraints on one table, for `fr.plan(constraints={table: ...})`.
 
     Args:
-      kinds: the allowed kinds of placement; () for all.
+      kinds: the allowed kinds of placement; () for all kinds.
       min_partition: the fewest columns of a block.
-      pooling_factor: average number of ids in a bag, for each of its features or {feature: ids}; None for a feature's
-        max_length, or 1.
-      zipf: exponent of the ids' distribution: row r occurs in proportion to 1 / r^zipf; 0 for all rows alike.
-      row_counts: how often each row was seen, in place of `zipf`.
-      ranks: places on the placement's axis, or on the first of two axes, where the table may lie; () for all.
+      pooling_factor: the average number of ids in a bag: one number for all features of the table, or {feature: ids};
+        None for a feature's max_length, or 1.
+      zipf: the exponent of the distribution of ids: row r occurs in proportion to 1 / r^zipf; 0 for all rows alike.
+      row_counts: the number of times that each row was seen, instead of `zipf`.
+      ranks: places on the placement's axis, or on the first of two axes, where the table may lie; () for all places.
       together: tables with the same name here get the same placement, part by part on the same ranks.
 
     Example:
@@ -61,7 +61,7 @@ class TableConstraint:
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def pooling_of(self, feature: Any) -> float:
-        """The average number of ids in a bag of the feature."""
+        """Return the average number of ids in a bag of the feature."""
         told = self.pooling_factor
         told = told.get(feature.name) if isinstance(told, Mapping) else told
         return float(told if told is not None else feature.max_length or 1)
@@ -84,7 +84,7 @@ def constraint_problems(c: TableConstraint) -> Iterator[Problem]:
 def given_problems(
     constraints: Mapping[str, Any], tables: Sequence[str], features: Mapping[str, Sequence[str]]
 ) -> Iterator[Problem]:
-    """Check `fr.plan`'s argument `constraints`; features: {table: its features}."""
+    """Report invalid `constraints` of `fr.plan`. features: {table: its features}."""
     names = [f.name for f in fields(TableConstraint)]
     yield from unknown_problems("`constraints` name a table that is not there.", constraints, tables, kind=KeyError)
     for table, c in ((table, c) for table, c in constraints.items() if table in tables):

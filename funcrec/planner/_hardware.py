@@ -1,8 +1,8 @@
-"""Hardware: a rank's memory and speeds; estimates divide by them.
+"""Hardware: the memory and the speeds of a rank. Estimates divide bytes by these speeds.
 
     seconds = latency + bytes / bytes per second
 
-It is a plain value, so that planning for a thousand devices needs none.
+Hardware is a plain value, so that a plan for a thousand devices needs no device.
 """
 
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ CUDA_LAUNCH_S = 10e-6
 @plain_numbers
 @dataclass(frozen=True)
 class Hardware:
-    """A rank's memory and links.
+    """The memory and the links of a rank.
 
     Args:
-      name: name of the kind, for messages.
-      memory_bytes: memory of a rank's device.
-      memory_bytes_per_s: speed at which it reads and writes rows.
-      link_bytes_per_s: speed from a rank to the ranks of its host, one direction.
-      host_bytes_per_s: speed from a rank to ranks of other hosts, one direction.
-      ranks_per_host: consecutive ranks, the mesh's last axis running fastest.
-      link_latency_s, host_latency_s: cost of an exchange, in addition to its bytes, within a host and between hosts.
-      launch_s: cost of a bank, in addition to its bytes: the calls that look it up and update it.
+      name: the name of the kind of hardware, for messages.
+      memory_bytes: the memory of the device of a rank.
+      memory_bytes_per_s: the speed at which the device reads and writes rows.
+      link_bytes_per_s: the speed from a rank to the ranks of its host, in one direction.
+      host_bytes_per_s: the speed from a rank to ranks of other hosts, in one direction.
+      ranks_per_host: the number of consecutive ranks on a host. The last axis of the mesh runs fastest.
+      link_latency_s, host_latency_s: the cost of an exchange in addition to its bytes, within a host and between hosts.
+      launch_s: the cost of a bank in addition to its bytes, for the calls that look up and update rows.
 
     Example:
       >>> import funcrec as fr
@@ -61,7 +61,7 @@ class Hardware:
     @staticmethod
     @typed
     def named(name: Literal["h100", "h200", "a100", "cpu"]) -> "Hardware":
-        """Return a known kind of hardware; "cpu" is one core with its share of a server.
+        """Return a known kind of hardware. "cpu" is one core with its share of a server.
 
         Example:
           >>> import funcrec as fr
@@ -73,13 +73,15 @@ class Hardware:
     @staticmethod
     @typed
     def measure(mesh: Mesh, *, memory_bytes: Count | None = None) -> "Hardware":
-        """Measure the mesh's ranks; every rank calls it, and all get the slowest rank's numbers.
+        """Return the measured hardware of the ranks of a mesh.
 
-        It looks up and updates a table of 64 MiB and one of a few rows, and exchanges 8 MiB, and one number, with all
-        ranks of the last axis. On CUDA launch_s is the H100's: calls of a recorded step cannot be timed one by one.
+        Every rank calls it, and all ranks get the numbers of the slowest rank. It looks up and updates a table of 64
+        MiB and a table of a few rows, and exchanges 8 MiB, and one number, with all
+        ranks of the last axis. On CUDA launch_s is the launch_s of the H100, because calls of a recorded step cannot be
+        timed one by one.
 
         Args:
-          memory_bytes: of a rank; None asks its device, or on CPUs takes a rank's share of the machine.
+          memory_bytes: the memory of a rank; None asks the device, or on CPUs takes a rank's share of the machine.
 
         Cost: about a second.
 
@@ -88,7 +90,7 @@ class Hardware:
           >>> fr.Hardware.measure(fr.Mesh.emulated(data=2), memory_bytes=10**9).name
           'measured'
         """
-        from funcrec.planner._measure import measured  # it counts bytes as `_costs` does
+        from funcrec.planner._measure import measured  # `_measure` counts bytes with `_costs`
 
         found = measured(mesh)
         if memory_bytes is not None:

@@ -1,4 +1,6 @@
-"""Measures the ranks' speeds: looks up a table, groups its gradients by row, exchanges blocks; the slowest rank counts.
+"""Measures the speeds of ranks: looks up a table, groups gradients by row, and exchanges blocks.
+
+The slowest rank counts.
 
 bytes per second = bytes, as `_costs` counts them, / the least of a few times;   latency = the least of a few times
 """
@@ -21,7 +23,7 @@ ROWS, DIM, IDS, BAGS, EXCHANGED, TURNS = 1 << 18, 64, 1 << 16, 1 << 13, 8 << 20,
 
 
 def measured(mesh: Mesh) -> dict:
-    """The fields of `Hardware`, except its name."""
+    """Return {field of `Hardware`: its value} for all fields except `name`."""
     device = torch.device("cpu" if mesh.is_emulated else mesh.device_mesh.device_type)
     latency, per_byte = (0.0, memory_s_per_byte(device)) if mesh.size == 1 or mesh.is_emulated else link(mesh, device)
     found = [memory_s_per_byte(device), per_byte, latency, launch_s(device)]
@@ -32,7 +34,7 @@ def measured(mesh: Mesh) -> dict:
         "memory_bytes": _memory_bytes(device, local),
         "memory_bytes_per_s": 1 / found[0],
         "link_bytes_per_s": 1 / found[1],
-        "host_bytes_per_s": 1 / found[1],  # too much if the last axis lies on one host: correct it with `replace`
+        "host_bytes_per_s": 1 / found[1],  # too large if the last axis lies on one host: correct it with `replace`
         "ranks_per_host": local,
         "link_latency_s": found[2],
         "host_latency_s": found[2],
@@ -41,9 +43,9 @@ def measured(mesh: Mesh) -> dict:
 
 
 def memory_s_per_byte(device: torch.device) -> float:
-    """Seconds per byte of memory: (lookup + coalesce) / their bytes.
+    """Return the seconds per byte of memory: (seconds of a lookup and a coalesce) / (bytes of both).
 
-    It leaves out the rest of an update, which reads and writes the rows, because here that would copy the table.
+    It leaves out the rest of an update, which reads and writes the rows, because here an update would copy the table.
     """
     weights, ids, tables, features = _table(ROWS, IDS, BAGS, device)
     grads = lookup_transpose(lookup(weights, ids, features), ids, features, tables)["t"]
@@ -55,7 +57,7 @@ def memory_s_per_byte(device: torch.device) -> float:
 
 
 def launch_s(device: torch.device) -> float:
-    """Seconds of a lookup, its transpose and an update of one id."""
+    """Return the seconds of a lookup of one id, of its transpose and of an update."""
     if device.type == "cuda":
         return CUDA_LAUNCH_S
     weights, ids, tables, features = _table(2, 1, 1, device)
@@ -87,7 +89,7 @@ def least_s(call: Callable[[], object], device: torch.device) -> float:
 
 
 def link(mesh: Mesh, device: torch.device) -> tuple[float, float]:
-    """(seconds to exchange one number, seconds per further byte)."""
+    """Return (seconds to exchange one number, seconds per further byte)."""
     axis = mesh.axis_names[-1]
     n = mesh.shape[axis]
 

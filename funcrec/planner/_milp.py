@@ -1,11 +1,12 @@
-"""Writes the packing as mixed-integer programs for HiGHS: the whole, and the choice of options alone, which bounds it.
+"""Writes the packing as two mixed-integer programs for HiGHS: the whole, and the choice of options, which bounds it.
 
     whole:    y[i, o] ∈ {0, 1}, Σ_o y = 1;   x[i, o, shard, place] ∈ {0, 1}, Σ_place x = y;   M_k ≥ load[k, rank]
-    options:  the same without places: N · M_k ≥ Σ_ranks load, M_k ≥ the largest shard + what all ranks have of others
+    options:  without places: N · M_k ≥ Σ_ranks load, M_k ≥ the largest shard + the load that all ranks have of other
+      items
     for k of `once`, in both: M_k ≥ Σ_o base · y[i, o] for each item i
 
-Every plan solves the second program, so its bound holds for all plans. Equal shards of an option are counted, not
-distinguished. Solvers stop after a number of nodes, never by a clock: the same input gives the same plan.
+Every plan solves the second program, so its bound holds for all plans. The programs count equal shards of an option,
+and do not distinguish them. Solvers stop after a number of nodes, never by a clock: the same input gives the same plan.
 """
 
 from collections.abc import Sequence
@@ -16,12 +17,15 @@ import numpy as np
 from funcrec.core import fail
 from funcrec.planner._packing import Choice, Loads, Packing, floors, peaks, totals
 
-NEAR_TOP = 64  # for each resource, the number of items whose largest shard the bound reads
-SCALE = 1000.0  # of the objective: HiGHS treats a gap of 1e-6 as zero
+NEAR_TOP = 64  # the number of items whose largest shard the bound reads, for each resource
+SCALE = 1000.0  # the factor of the objective: HiGHS treats a gap of 1e-6 as zero
 
 
 class Program(NamedTuple):
-    """Minimise cost · x with low ≤ Σ values · x ≤ high for each row; x in [0, upper], an integer where `whole`."""
+    """The program to minimise cost · x with low ≤ Σ values · x ≤ high for each row.
+
+    x lies in [0, upper], and is an integer where `whole` is set.
+    """
 
     rows: list[int]
     columns: list[int]
@@ -48,7 +52,7 @@ class Program(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """x: f[variables], or None. bound: a lower bound on every solution's objective. is_infeasible: this is proved."""
+    """x: f[variables], or None. bound: a lower bound on the objective. is_infeasible: whether this is proved."""
 
     x: np.ndarray | None
     bound: float
@@ -66,7 +70,7 @@ def scipy_optimize() -> Any:
 
 
 def solve(program: Program, nodes: int, gap: float = 0.0) -> Answer:
-    """Solve with HiGHS, which stops after so many nodes of its tree, or at the gap."""
+    """Return the answer of HiGHS, which stops after so many nodes of its tree, or at the gap."""
     scipy = scipy_optimize()
     shape = (len(program.low), len(program.cost))
     matrix = scipy.sparse.csr_array((program.values, (program.rows, program.columns)), shape=shape)
@@ -83,7 +87,7 @@ def solve(program: Program, nodes: int, gap: float = 0.0) -> Answer:
 
 
 def _resources(program: Program, packing: Packing, units: np.ndarray, scale: float, below: float | None) -> list[int]:
-    """Add the variables M_k, in units of their resource, their caps, and a cap on the objective; return the M_k."""
+    """Return the variables M_k, in units of the resources, after their caps and a cap on the objective are added."""
     costs = np.array(packing.weights) * units * scale
     most = [program.variable(np.inf, 0, float(c)) for c in costs]
     for cap in packing.caps:
@@ -95,7 +99,7 @@ def _resources(program: Program, packing: Packing, units: np.ndarray, scale: flo
 
 
 def _units(packing: Packing, floor: np.ndarray) -> np.ndarray:
-    """A unit for each resource, so that numbers are about 1: the largest load that an option puts on a rank."""
+    """Return a unit for each resource, which makes numbers about 1: the largest load that an option puts on a rank."""
     top = np.zeros(len(packing.weights))
     for own in peaks(packing):
         top = np.maximum(top, np.min(own, 0) if len(own) == 1 else np.max(own, 0))
@@ -103,14 +107,14 @@ def _units(packing: Packing, floor: np.ndarray) -> np.ndarray:
 
 
 class Relaxed(NamedTuple):
-    """options: each item's option number; None if no choice of options fits. bound: a lower bound on the objective."""
+    """options: the number of each item's option; None if no choice fits. bound: a lower bound on the objective."""
 
     options: list[int] | None
     bound: float
 
 
 def relax(packing: Packing, nodes: int, beside: bool = True) -> Relaxed:
-    """Return the best choice of options for sums over ranks and single shards only, and the bound that it proves.
+    """Return the best choice of options, for sums over ranks and single shards only, and the bound that this proves.
 
     beside: whether a shard's rank also has the loads that every rank has.
     """
@@ -143,7 +147,7 @@ def relax(packing: Packing, nodes: int, beside: bool = True) -> Relaxed:
 
 
 def _tallest(program: Program, most: int, chosen: Sequence, tops: Sequence, lows: Sequence) -> None:
-    """Add M ≥ L + Σ_o (top - low) · y[i, o], for each of the items whose top may be the largest.
+    """Add M ≥ L + Σ_o (top - low) · y[i, o] for each item i whose top may be the largest.
 
     L = Σ low · y is the load that every rank has.
     """
@@ -157,7 +161,7 @@ def _tallest(program: Program, most: int, chosen: Sequence, tops: Sequence, lows
 def _once(program: Program, most: int, users: Sequence[Sequence[int]], amount: float) -> None:
     """Add M ≥ amount · Σ_o y[i, o] for the first items i that may need it.
 
-    One row covers the other items by their mean, which is also below every plan's M.
+    One row covers all other items by their mean, which is also below the M of every plan.
     """
     users = [own for own in users if own]
     for own in users[:NEAR_TOP]:
@@ -168,7 +172,7 @@ def _once(program: Program, most: int, users: Sequence[Sequence[int]], amount: f
 
 
 class Exact(NamedTuple):
-    """choices: {item: choice} of the free items; None if the program found nothing below the objective."""
+    """choices: {item: choice} of the free items; None if the program found no plan below the objective."""
 
     choices: dict[int, Choice] | None
     bound: float
@@ -178,15 +182,16 @@ class Exact(NamedTuple):
 def place(
     packing: Packing, loads: Loads, free: Sequence[int], below: float, nodes: int, ranks: np.ndarray | None = None
 ) -> Exact:
-    """Return the best choices of the free items; the others lie as in `loads`.
+    """Return the best choices of the free items. All other items lie as in `loads`.
 
-    ranks: bool[N], the ranks that their shards may use (a place with any other rank is left out); None for all.
+    ranks: bool[N], the ranks that the shards of free items may use; None for all. A place with any other rank is left
+      out.
     """
     units = _units(packing, loads.most)
     scale = SCALE / (below or 1.0)
     program = Program([], [], [], [], [], [], [], [])
     most = _resources(program, packing, units, scale, SCALE * (1 + 1e-9))
-    on_rank: dict[tuple[int, int], list[tuple[int, float]]] = {}  # (resource, rank) -> terms of its load
+    on_rank: dict[tuple[int, int], list[tuple[int, float]]] = {}  # (resource, rank) -> terms of the load
     variables, needs = {}, {k: [] for k in packing.once}
     for i in free:
         variables[i] = _item(program, loads, i, units, on_rank, ranks)
@@ -216,7 +221,7 @@ def place(
 def _item(
     program: Program, loads: Loads, item: int, units: np.ndarray, on_rank: dict, allowed: np.ndarray | None
 ) -> dict:
-    """{option: (y, [(the numbers of equal shards, {place: x})])}; adds the loads to `on_rank`."""
+    """Return {option: (y, [(the numbers of equal shards, {place: x})])}, and add the loads to `on_rank`."""
     out: dict[int, tuple[int, list]] = {}
     for o, own in enumerate(loads.options[item]):
         fits = [p for p, r in enumerate(own.ranks) if allowed is None or allowed[r].all()]

@@ -1,11 +1,11 @@
-"""Lists every way to place a table on a mesh, with the loads of the ranks, and turns them into the solver's options.
+"""Lists every way to place a table on a mesh, with the loads of the ranks, and turns the ways into solver options.
 
-    (table, its use) × (placement, axes, number of blocks) ─▶ Way: loads of resources ─▶ Option
+    (table, use of the table) × (placement, axes, number of blocks) ─▶ Way: loads of resources ─▶ Option
 
-Parts of one width and dtype lie in a bank. It has as many rows on all ranks as on the fullest, and every rank sends
-back as many columns as the rank that serves most: so a bank's rows and columns are resources whose maximum counts. A
-table cut by columns has banks of its own. A bank's launches, and the latencies of the exchanges over some axes, are
-paid once.
+Parts of one width and dtype lie in a bank. A bank has as many rows on all ranks as on the fullest rank, and every rank
+sends back as many columns as the rank that serves most lanes. So rows and columns of a bank are resources whose maximum
+counts. A table cut by columns has banks of its own. The launches of a bank, and the latencies of the exchanges over
+some axes, are paid once.
 Shapes: n ranks on the placement's axes, N all ranks.
 """
 
@@ -25,25 +25,25 @@ from funcrec.sharding import OF_TWO_AXES, Placement
 from funcrec.tables import TableConfig
 
 Loads = dict[Hashable, float]
-# a rank's own seconds, in two phases; seconds of every rank's exchanges and launches; bytes of every rank
+# LOOKUP, UPDATE: a rank's own seconds. EXCHANGE, LAUNCH: seconds of all ranks. BYTES: bytes of every rank.
 LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES = "lookup", "update", "exchange", "launch", "bytes"
-ONCE = ("latency", "bank")  # ("latency", axes, a lookup's exchanges), ("bank", axes, width, dtype, label)
+ONCE = ("latency", "bank")  # ("latency", axes, kind of exchange), ("bank", axes, width, dtype, label)
 
 
 class Ground(NamedTuple):
-    """What all tables share.
+    """The values that all tables share.
 
-    sizes: {axis: ranks} of one copy.
-    mesh: the same, plus the axes of copies that train apart; it decides which host a rank is on.
-    slot_bytes: (table, width) -> bytes of a row's optimizer state.
-    back: columns of a block's gradients: "block" for its own, "row" for all of the row's (an optimizer that reads whole
-      rows).
+    sizes: {axis: number of ranks} of one copy.
+    mesh: {axis: number of ranks}, also of the axes of copies that train apart. It decides on which host a rank is.
+    slot_bytes: (table, width) -> bytes of the optimizer state of a row.
+    back: the columns of a block's gradients: "block" for the block's own, "row" for all columns of the row (an
+      optimizer that reads whole rows).
     """
 
     sizes: tuple[tuple[str, int], ...]
     mesh: tuple[tuple[str, int], ...]
     hardware: Hardware
-    bags: float  # on a rank
+    bags: float  # bags on a rank
     answer: str
     codec: Codec | None
     capacity_factor: float | None
@@ -68,13 +68,13 @@ class Way(NamedTuple):
 
 
 def axes_of(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Each axis with several ranks, and all of them together."""
+    """Return each axis with several ranks, and all these axes together."""
     real = [a for a, n in sizes.items() if n > 1] or list(sizes)[:1]
     return [(a,) for a in real] + ([tuple(real)] if len(real) > 1 else [])
 
 
 def places_on(axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-    """For each place on the axes, the first axis being the major one, the ranks of the mesh at that place."""
+    """Return for each place on the axes the ranks of the mesh at that place. The first axis is the major one."""
     return _places_on(tuple(axes), tuple(sizes.items()))
 
 
@@ -89,18 +89,18 @@ def _places_on(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> tupl
 
 @functools.lru_cache(maxsize=1024)
 def peer_s_per_byte(hardware: Hardware, axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> float:
-    """Seconds to send a byte to every rank that shares all other coordinates."""
+    """Return the seconds to send a byte to every rank that shares all coordinates except those on `axes`."""
     return costs.peer_s_per_byte(hardware, [p[0] for p in places_on(axes, dict(mesh))]) if axes else 0.0
 
 
 @functools.lru_cache(maxsize=1024)
 def latency_s(hardware: Hardware, axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> float:
-    """Latency of an exchange with every rank that shares all other coordinates."""
+    """Return the latency of an exchange with every rank that shares all coordinates except those on `axes`."""
     return costs.latency_s(hardware, [p[0] for p in places_on(axes, dict(mesh))]) if axes else 0.0
 
 
 def ways(table: TableConfig, use: Use, constraint: TableConstraint, ground: Ground) -> list[Way]:
-    """All ways that the mesh, the optimizer and the constraint allow."""
+    """Return all ways to place the table that the mesh, the optimizer and the constraint allow."""
     sizes, out = dict(ground.sizes), []
     pairs = list(combinations([a for a, n in sizes.items() if n > 1], 2))
     for axes in axes_of(sizes):
@@ -115,7 +115,7 @@ def ways(table: TableConfig, use: Use, constraint: TableConstraint, ground: Grou
 
 
 def num_blocks_of(kind: str, num_places: int, dim: int, constraint: TableConstraint) -> list[int]:
-    """The numbers of column blocks to try: powers of two, and the number of places."""
+    """Return the numbers of column blocks to try: powers of two, and the number of places."""
     if kind in ("table_wise", "row_wise", "table_row_wise", "replicated"):
         return [1]
     most = min(num_places, dim // constraint.min_partition)
@@ -137,7 +137,7 @@ def _of_axes(
     if constraint.ranks and kind in ("row_wise", "replicated"):
         return []
     allowed = [i for i in range(len(places)) if not constraint.ranks or i in constraint.ranks]
-    if not allowed:  # the ranks are only on other axes
+    if not allowed:  # all allowed ranks are on other axes
         return []
     out = []
     for k in num_blocks_of(
@@ -164,7 +164,7 @@ def _way(kind, axes, k, places, numbers, table: TableConfig, use: Use, ground: G
     _add(base, latencies(axes, n, use, ground))
     work = [_work(block, use, table, ground) for block in blocks]
     launch = ground.hardware.launch_s if use.all_ids else 0.0
-    if k > 1:  # its own banks, one for each width, on every rank
+    if k > 1:  # the table has its own banks, one for each width, on every rank
         for w in sorted(set(widths)):
             rows, columns = _bank(blocks[widths.index(w)], use, table, ground)
             _add(base, {BYTES: rows[1] + columns[1], EXCHANGE: columns[2], LAUNCH: launch})
@@ -176,7 +176,7 @@ def _way(kind, axes, k, places, numbers, table: TableConfig, use: Use, ground: G
     everywhere = (tuple(range(ground.num_ranks)),)
     if kind in ("row_wise", "replicated"):
         return Way((kind, axes, k, ()), tuple(work), everywhere, "fixed", base)
-    if kind == "table_column_wise":  # one place has all blocks, and each of its ranks one
+    if kind == "table_column_wise":  # one place has all blocks, and each rank of the place has one block
         most = {key: max(x[key] for x in work) for key in work[0]}
         return Way((kind, axes, k, tuple(numbers)), (most,), tuple(places), "any", base)
     how = "apart" if k > 1 else "any"
@@ -184,10 +184,10 @@ def _way(kind, axes, k, places, numbers, table: TableConfig, use: Use, ground: G
 
 
 def latencies(axes: tuple[str, ...], n: int, use: Use, ground: Ground) -> Loads:
-    """The latencies of the exchanges that a table needs.
+    """Return {resource: 1} for the latencies of the exchanges that a table needs.
 
-    Over its axes these are a lookup's exchanges, separately for pooled features and for sequences; over the other axes
-    one of gradients.
+    Over the axes of the table these are the exchanges of a lookup, separately for pooled features and for sequences.
+    Over all other axes there is one exchange, of gradients.
     """
     others = tuple(a for a, _ in ground.sizes if a not in axes)
     kinds = [kind for kind, is_read in (("pooled", use.num_pooled), ("sequences", use.sequence_ids)) if is_read]
@@ -197,7 +197,10 @@ def latencies(axes: tuple[str, ...], n: int, use: Use, ground: Ground) -> Loads:
 
 
 class Block(NamedTuple):
-    """A block of columns: n ranks on its axes; its rows are cut over num_parts of them, `part` rows each."""
+    """A block of columns with n ranks on its axes.
+
+    Its rows are cut over num_parts of these ranks, with `part` rows on each.
+    """
 
     axes: tuple[str, ...]
     n: int
@@ -207,7 +210,7 @@ class Block(NamedTuple):
 
 
 def _work(block: Block, use: Use, table: TableConfig, ground: Ground) -> Loads:
-    """Seconds of a rank that holds a part of the block."""
+    """Return the seconds of a rank that holds a part of the block."""
     copies, size = ground.num_ranks / block.n, table.dtype.itemsize
     ids = (block.n * (use.distinct_here if ground.answer == "distinct" else use.all_ids)) / block.num_parts
     back = table.embedding_dim if ground.back == "row" else block.width
@@ -220,7 +223,10 @@ def _work(block: Block, use: Use, table: TableConfig, ground: Ground) -> Loads:
 
 
 def _exchange_s(block: Block, use: Use, table: TableConfig, ground: Ground) -> float:
-    """Seconds that a block costs every rank, wherever it lies: ids, single rows, gradients sent to copies."""
+    """Return the seconds that a block costs every rank, wherever the block lies.
+
+    They cover ids, single rows, and gradients that travel to copies.
+    """
     sizes = dict(ground.sizes)
     per_byte = peer_s_per_byte(ground.hardware, block.axes, ground.mesh) if block.n > 1 else 0.0
     back = table.embedding_dim if ground.back == "row" else block.width
@@ -234,7 +240,7 @@ def _exchange_s(block: Block, use: Use, table: TableConfig, ground: Ground) -> f
 
 
 def _alone(n: int, use: Use, ground: Ground) -> tuple[float, float]:
-    """(bytes of a block's ids for one owner, number of its rows that travel singly)."""
+    """Return (bytes of a block's ids for one owner, number of rows of the block that travel as single rows)."""
     factor = ground.capacity_factor
     if ground.answer == "distinct":
         room = use.all_ids if factor is None else min(use.all_ids, factor * use.distinct_here / max(n, 1))
@@ -245,9 +251,9 @@ def _alone(n: int, use: Use, ground: Ground) -> tuple[float, float]:
 
 
 def alone_bytes(n: int, width: int, use: Use, table: TableConfig, ground: Ground) -> float:
-    """2 · n · (ids + rows · w · bytes): bytes of a block's ids and single rows, as sent and as received.
+    """Return the bytes of a block's ids and single rows, as sent and as received, 2 · n · (ids + rows · w · bytes).
 
-    On one rank these are the rows of sequences, looked up and passed on.
+    On one rank these are the rows of sequences, which are looked up and passed on.
     """
     ids, rows = _alone(n, use, ground) if n > 1 else (0.0, use.sequence_ids)
     return 2 * n * (ids + rows * width * table.dtype.itemsize)
@@ -256,7 +262,7 @@ def alone_bytes(n: int, width: int, use: Use, table: TableConfig, ground: Ground
 def _bank(
     block: Block, use: Use, table: TableConfig, ground: Ground
 ) -> tuple[tuple[float, float], tuple[float, float, float]]:
-    """((rows, their bytes), (lanes, their bytes, their seconds)) of a rank's part in a bank."""
+    """Return ((rows, bytes of rows), (lanes, bytes of lanes, seconds of lanes)) of a rank's part in a bank."""
     size = block.width * table.dtype.itemsize + ground.slot_bytes(table.name, block.width)
     lanes = float(use.num_pooled)
     memory, seconds = lane_costs(block.axes, block.width, table, ground)
@@ -264,7 +270,7 @@ def _bank(
 
 
 def lane_costs(axes: tuple[str, ...], width: int, table: TableConfig, ground: Ground) -> tuple[float, float]:
-    """(bytes, seconds) of a lane of this width, on every rank: it sends sums, and gets cotangents."""
+    """Return (bytes, seconds) of a lane of this width on every rank, which sends sums and gets cotangents."""
     n = prod(dict(ground.sizes)[a] for a in axes)
     memory = costs.activation_bytes(ground.bags, width, n)
     if n == 1 or ground.answer != "sums":
@@ -285,7 +291,7 @@ def _add(loads: Loads, more: Loads) -> None:
 def packing_of(
     groups: Mapping[str, Sequence[TableConfig]], own: Mapping[str, list[Way]], ground: Ground, limit: float
 ) -> Packing:
-    """Make the solver's packing. groups: tables placed as one; own: {table: its ways}; limit: bytes of a rank."""
+    """Return the solver's packing. groups: tables placed as one. own: {table: its ways}. limit: bytes of a rank."""
     merged = {name: _merged([own[t.name] for t in tables]) for name, tables in groups.items()}
     keys = {k: i for i, k in enumerate((LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES))}
     for way in (w for found in merged.values() for w in found):
@@ -302,7 +308,7 @@ def packing_of(
 
 
 def _price(key: Hashable, some: Mapping[tuple, TableConfig], ground: Ground) -> tuple[float, float]:
-    """(seconds, bytes) of a unit of a resource; some: {(width, dtype, label): a table in its banks}."""
+    """Return (seconds, bytes) of a unit of a resource. some: {(width, dtype, label): a table in such banks}."""
     if isinstance(key, str):
         return (0.0, 1.0) if key == BYTES else (1.0, 0.0)
     what, axes, *bank = key
@@ -317,7 +323,7 @@ def _price(key: Hashable, some: Mapping[tuple, TableConfig], ground: Ground) -> 
 
 
 def _merged(own: Sequence[list[Way]]) -> list[Way]:
-    """The ways that all tables of a group have, with their loads added shard by shard."""
+    """Return the ways that all tables of a group have, with their loads added shard by shard."""
     if len(own) == 1:
         return own[0]
     by_key = [{w.key: w for w in ways} for ways in own]
@@ -337,7 +343,7 @@ def _merged(own: Sequence[list[Way]]) -> list[Way]:
 
 
 def placement_of(key: tuple, places: Sequence[int], sizes: Mapping[str, int]) -> Placement:
-    """Turn the solver's choice into a placement."""
+    """Return the placement for the solver's choice."""
     kind, axes, _, numbers = key
     if kind in ("row_wise", "replicated"):
         return Placement(kind, axes)

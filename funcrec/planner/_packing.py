@@ -1,12 +1,12 @@
-"""Packing: the planner's problem. Each item takes one of several options, and its shards go to places of ranks.
+"""Packing: the problem of the planner. Each item takes one of several options, and its shards go to sets of ranks.
 
     M_k = max over ranks r of load[k, r], at most 1 for k of `once`;
-    minimise Σ_k weights_k · M_k    where Σ_k a_k · M_k ≤ limit, of every cap
+    minimise Σ_k weights_k · M_k    where Σ_k a_k · M_k ≤ limit holds for every cap
 
 A resource k is anything that loads ranks: seconds, bytes, rows of a bank. Seconds have weight 1, because the slowest
-rank counts. Bytes have a cap, because every rank has its own. A bank has as many rows on all ranks as on the fullest,
-so it has both. Costs that are paid once, however many items need them (an exchange's latency), are in `once`: each item
-that needs one has a base of 1.
+rank counts. Bytes have a cap, because every rank has its own memory. A bank has as many rows on all ranks as on the
+fullest rank, so it has both a weight and a cap. Costs that are paid once, however many items need them (the latency of
+an exchange), are in `once`: each item that needs such a resource has a base of 1.
 Shapes: K resources, N ranks, S shards of an option, P places.
 """
 
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-EXCESS = 100.0  # charge for a broken cap, in objectives for each whole limit of excess
+EXCESS = 100.0  # the charge for a broken cap, in objectives, for each whole limit of excess
 
 
 class Option(NamedTuple):
@@ -24,8 +24,9 @@ class Option(NamedTuple):
 
     shards: f[S, K], the loads that a shard adds on every rank of its place.
     places: the sets of ranks that a shard may lie on, all of one size.
-    how: "any": a shard may lie on any place; "apart": each on a place of its own; "fixed": shard i on place i.
-    base: f[K], the loads added on every rank wherever the shards lie.
+    how: "any": a shard may lie on any place; "apart": each shard lies on a place of its own; "fixed": shard i lies on
+      place i.
+    base: f[K], the loads that the option adds on every rank, wherever the shards lie.
     """
 
     label: Hashable
@@ -43,7 +44,7 @@ class Item(NamedTuple):
 
 
 class Cap(NamedTuple):
-    """Σ_k factors_k · M_k ≤ limit."""
+    """The condition Σ_k factors_k · M_k ≤ limit."""
 
     name: str
     factors: tuple[float, ...]
@@ -51,7 +52,7 @@ class Cap(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """A problem. weights: f[K], of the objective. once: resources that only bases load, by 1 or 0."""
+    """A problem. weights: f[K], the weights in the objective. once: resources that only bases load, by 1 or 0."""
 
     items: tuple[Item, ...]
     num_ranks: int
@@ -61,12 +62,12 @@ class Packing(NamedTuple):
 
     @property
     def ceilings(self) -> np.ndarray:
-        """f[K]: an upper bound on each M_k."""
+        """Return an upper bound on each M_k, f[K]."""
         return np.array([1.0 if k in self.once else np.inf for k in range(len(self.weights))])
 
 
 class Choice(NamedTuple):
-    """An item's choice: the number of its option, and for each shard that of its place; () if places are fixed."""
+    """The choice of an item: the number of its option, and the number of each shard's place; () for fixed places."""
 
     option: int
     places: tuple[int, ...]
@@ -76,9 +77,9 @@ class Arrays(NamedTuple):
     """An option in numpy, with the U resources that it loads.
 
     used: i[U].
-    shards: f[S, U], those with a choice of place.
+    shards: f[S, U], the loads of the shards with a choice of place.
     ranks: i[P, q], the places.
-    base: f[U, N] or f[U, 1], the loads added wherever shards go.
+    base: f[U, N] or f[U, 1], the loads that are added wherever shards go.
     """
 
     used: np.ndarray
@@ -112,21 +113,21 @@ class Loads:
         size = len(self.weights)
         self.factors = np.array([c.factors for c in packing.caps], dtype=np.float64).reshape(-1, size)
         limits = np.array([c.limit for c in packing.caps], dtype=np.float64)
-        self.factors = self.factors / np.maximum(limits, 1e-300)[:, None]  # a cap holds if this is at most 1
+        self.factors = self.factors / np.maximum(limits, 1e-300)[:, None]  # a cap holds if factors · M is at most 1
         self.ceilings = packing.ceilings
         self.options = [[arrays_of(o, size, packing.num_ranks) for o in item.options] for item in packing.items]
         self.load = np.zeros((size, packing.num_ranks))
         self.most = np.zeros(size)
         self.choices: list[Choice | None] = [None] * len(packing.items)
-        self.scale = 1.0  # an objective, so that a broken cap outweighs it
+        self.scale = 1.0  # the size of an objective, so that a broken cap outweighs it
 
     def cost(self, most: np.ndarray) -> np.ndarray:
-        """f[...] for M f[..., K]: the objective plus the charge for broken caps."""
+        """Return the objective plus the charge for broken caps, f[...], for M f[..., K]."""
         excess = np.maximum(most @ self.factors.T - 1.0 - 1e-12, 0.0).sum(-1)
         return most @ self.weights + EXCESS * self.scale * excess
 
     def copy(self) -> "Loads":
-        """A copy that changes on its own; it shares the options, which nothing changes."""
+        """Return a copy that changes apart from the original. Both share the options, which nothing changes."""
         out = copy.copy(self)
         out.load, out.most, out.choices = self.load.copy(), self.most.copy(), list(self.choices)
         return out
@@ -166,9 +167,9 @@ class Loads:
         return choice
 
     def best(self, item: int, option: int) -> tuple[float, float, Choice]:
-        """Return (cost, the load that its ranks then have, choice) of the places that suit an item which is not placed.
+        """Return (cost, load of the ranks, choice) of the best places for an item that is not placed.
 
-        Of several shards each in turn goes where it costs least; equal shards go at once if each has a place of its
+        Each shard in turn goes where it costs least. Equal shards go together if each shard has a place of its
         own.
         """
         own = self.options[item][option]
@@ -183,7 +184,7 @@ class Loads:
             there = np.minimum((load[:, own.ranks].max(-1) + shard[:, None]).T, self.ceilings[used])  # [P, U]
             costs = self._costs_with(most, used, np.maximum(there, most[used]))
             costs[~free] = np.inf
-            costs = np.maximum(costs, costs.min() * (1 + 1e-12))  # equal within rounding
+            costs = np.maximum(costs, costs.min() * (1 + 1e-12))  # costs that are equal within rounding
             pulls = there @ pull[used]
             places = (
                 np.lexsort((pulls, costs))[:num]
@@ -199,14 +200,14 @@ class Loads:
         return float(self.cost(most)), near, Choice(option, tuple(chosen))
 
     def _costs_with(self, most: np.ndarray, used: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """`cost` if the loads of the used resources are f[P, U]."""
+        """Return the `cost` that the loads f[P, U] of the used resources would give, f[P]."""
         more = after - most[used]
         excess = np.maximum(self.factors @ most - 1.0 - 1e-12 + more @ self.factors[:, used].T, 0.0).sum(-1)
         return float(most @ self.weights) + more @ self.weights[used] + EXCESS * self.scale * excess
 
     @property
     def _pull(self) -> np.ndarray:
-        """f[K]: breaks ties among places: the price of each resource that costs or is capped; 0 for those paid once."""
+        """Return the price of each resource, f[K], to break ties among places; 0 for resources that are paid once."""
         return np.where(self.ceilings < np.inf, 0.0, self.weights + self.factors.sum(0) * self.scale + 1e-300)
 
 
@@ -218,17 +219,17 @@ def loads_of(packing: Packing, choices: Sequence[Choice]) -> Loads:
 
 
 def totals(packing: Packing) -> list[list[np.ndarray]]:
-    """f[K] for each option of each item: the load of all ranks together, 0 for resources paid once."""
+    """Return the load of all ranks together, f[K], for each option of each item; 0 for resources that are paid once."""
     return [[_summed(o, packing)[0] for o in item.options] for item in packing.items]
 
 
 def peaks(packing: Packing) -> list[list[np.ndarray]]:
-    """f[K] for each option of each item: the least load that some rank must have."""
+    """Return the least load that some rank must have, f[K], for each option of each item."""
     return [[_summed(o, packing)[1] for o in item.options] for item in packing.items]
 
 
 def floors(packing: Packing) -> list[list[np.ndarray]]:
-    """f[K] for each option of each item: the least load of every rank, 0 for resources paid once."""
+    """Return the least load of every rank, f[K], for each option of each item; 0 for resources that are paid once."""
     return [[_summed(o, packing)[2] for o in item.options] for item in packing.items]
 
 
@@ -249,9 +250,9 @@ def _summed(option: Option, packing: Packing) -> tuple[np.ndarray, np.ndarray, n
 
 
 def without_dominated(packing: Packing) -> tuple[Packing, list[list[int]]]:
-    """Drop options that are never better than another with the same places.
+    """Return a packing without options that are never better than another option with the same places.
 
-    Returns (the smaller packing, for each item the numbers of the options that stay).
+    The result is (the packing, for each item the numbers of the options that stay).
     """
     items, numbers = [], []
     for item in packing.items:
@@ -266,5 +267,5 @@ def without_dominated(packing: Packing) -> tuple[Packing, list[list[int]]]:
 
 
 def _beats(costs: Sequence[np.ndarray], i: int, j: int) -> bool:
-    """Whether i is nowhere more than j; among equal ones the first wins."""
+    """Return whether option i costs nowhere more than option j. Of two equal options the first wins."""
     return bool((costs[i] <= costs[j]).all()) and (i < j or bool((costs[i] < costs[j]).any()))

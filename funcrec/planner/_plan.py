@@ -1,6 +1,6 @@
-"""plan: chooses where each table lies by the cost that it would have.
+"""plan: chooses the place of each table by the cost that the table would have there.
 
-(tables, features, mesh, batch size, hardware, constraints) ─▶ ways ─▶ packing ─▶ Solution ─▶ Plan, with its report
+(tables, features, mesh, batch size, hardware, constraints) ─▶ ways ─▶ packing ─▶ Solution ─▶ Plan with a report
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -46,34 +46,37 @@ def plan(
     reserve: Share = RESERVE,
     effort: Count = 1,
 ) -> Plan:
-    """Return the plan whose slowest rank is estimated fastest, among all that fit into memory, and a bound on others.
+    """Return the plan whose slowest rank is fastest by estimate, among all plans that fit into memory.
 
-    The estimate assumes that every rank has the same memory and speed, and holds its tables in that memory. Uneven
-    ranks, cold tables, the dense part and caches are not modelled.
+    Its report has a bound on all other plans. The estimate assumes that every rank has the same memory and speed, and
+    holds its tables in that memory. Uneven ranks, cold tables, the dense part and caches are not modelled.
 
     Args:
-      mesh: a Mesh, or its shape, {axis: ranks}: nothing is run and no device is needed. At most 65,536 ranks.
-      batch_size: examples of a step, of all ranks together.
+      mesh: a Mesh, or its shape, {axis: number of ranks}, with at most 65,536 ranks. The planner runs nothing on them,
+        and needs no device.
+      batch_size: the number of examples of a step, on all ranks together.
       hardware: a `Hardware`, or "h100", "h200", "a100", "cpu".
       constraints: {table: TableConstraint, or a dict of its fields}.
-      optimizer: of the tables. Its state takes memory; if it reads whole rows, tables cut by columns exchange more.
+      optimizer: the optimizer of the tables. Its state takes memory. If it reads whole rows, tables cut by columns
+        exchange more bytes.
       exact, dedup, codec: as for `shard_tables` or `train_step`.
-      capacity_factor: room of an exchange's blocks, relative to their average; None for room that always suffices.
-      replicas: axes along which copies train apart; each copy is planned alike.
-      memory_bytes: of a rank, in place of the hardware's.
-      reserve: the share of the memory that the plan leaves for everything else.
-      effort: how long to search, in rounds, not in seconds.
+      capacity_factor: the room of the blocks of an exchange, relative to the average need; None for room that always
+        suffices.
+      replicas: axes along which copies train apart. All copies have the same placements.
+      memory_bytes: the memory of a rank, instead of `hardware.memory_bytes`.
+      reserve: the share of the memory that the plan leaves for all other values.
+      effort: the length of the search, in rounds and not in seconds.
 
     Returns:
-      a Plan, for `train_step(plan=...)` and `shard_tables`; plan.gap, plan.reasons, plan.table(), plan.draw(),
-      plan.to_json(), plan.digest.
+      A Plan, for `train_step(plan=...)` and `shard_tables`, with plan.gap, plan.reasons, plan.table(), plan.draw(),
+      plan.to_json() and plan.digest.
 
     Raises:
-      ValueError: if no plan fits; it names the memory or constraint that is short, by how much, and a change that would
-        do.
+      ValueError: if no plan fits. The error names the memory or constraint that is short, by how much, and a change
+        that would suffice.
 
-    Law: the same arguments give the same plan, on every machine with the same SciPy. plan.gap bounds how much faster
-      any plan can be by these estimates.
+    Law: the same arguments give the same plan on every machine with the same SciPy. plan.gap bounds how much faster
+      any plan can be, by these estimates.
 
     Example:
       >>> import funcrec as fr
@@ -121,7 +124,7 @@ def plan(
 
 
 def groups_of(tables: Sequence[TableConfig], told: Mapping[str, TableConstraint]) -> dict[str, list[TableConfig]]:
-    """{name: tables that are placed as one}, by the name of the first."""
+    """Return {name of the first table: tables that are placed as one}."""
     out: dict[str, list[TableConfig]] = {}
     first: dict[str, str] = {}
     for t in tables:
@@ -132,7 +135,7 @@ def groups_of(tables: Sequence[TableConfig], told: Mapping[str, TableConstraint]
 
 
 def use_of(table: TableConfig, reads: Sequence[FeatureConfig], told: TableConstraint, ground: Ground) -> costs.Use:
-    """How a step uses a table; features that read one column count separately."""
+    """Return the use of a table in a step. Features that read one column count separately."""
     ids = lambda some: ground.bags * sum(told.pooling_of(f) for f in some)
     pooled = [f for f in reads if f.pooling != "none"]
     here = ids(reads)
@@ -146,9 +149,10 @@ def use_of(table: TableConfig, reads: Sequence[FeatureConfig], told: TableConstr
 def _of_optimizer(
     optimizer: RowOptimizer | None, tables: Sequence[TableConfig]
 ) -> tuple[Callable, str, bool, Callable[[str], Hashable]]:
-    """What the estimates need to know of the optimizer.
+    """Return the facts about the optimizer that the estimates need.
 
-    (bytes of a row's slots by (table, width), columns of a block's gradients, whether columns may not be cut, labels).
+    That is (bytes of a row's slots by (table, width), columns of a block's gradients, whether columns must not be cut,
+    labels).
     """
     if optimizer is None:
         return (lambda name, width: 0.0), "block", False, (lambda name: None)

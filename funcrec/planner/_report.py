@@ -1,6 +1,6 @@
 """The report of a plan: the memory and time of each rank, the cost of each table, and the reason for its placement.
 
-reason of a table = the change of the step's time if only that table took the next best placement
+reason of a table = the change of a step's time if only that table took the next best placement
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,12 +33,12 @@ def report_of(
     mesh: Mapping[str, int],
     batch_size: int,
 ) -> Plan:
-    """The plan, with its report."""
+    """Return the plan with its report."""
     loads = loads_of(packing, solved.choices)
     loads.scale = max(solved.objective, 1e-300)
     sizes = dict(ground.sizes)
     memory, num_banks = rank_bytes(placements, tables, uses, ground)
-    launches = ground.hardware.launch_s * num_banks  # one launch for a bank's lookup and update together
+    launches = ground.hardware.launch_s * num_banks  # a bank has one launch for its lookup and its update together
     exchange = float(loads.most @ loads.weights) - loads.most[0] - loads.most[1] - launches
     line = lambda r: RankLine(
         int(memory), float(loads.load[0, r]), max(0.0, float(exchange)), float(loads.load[1, r]) + launches
@@ -64,9 +64,9 @@ def report_of(
 def rank_bytes(
     placements: Mapping[str, Placement], tables: Sequence[TableConfig], uses: Mapping[str, Use], ground: Ground
 ) -> tuple[float, int]:
-    """(bytes that these placements take on every rank, the number of banks that a step reads).
+    """Return (bytes that these placements take on every rank, the number of banks that a step reads).
 
-    The bytes are banks, their slots, and the ids, rows and sums of a step's exchanges.
+    The bytes are those of banks, of slots, and of the ids, rows and sums in the exchanges of a step.
     """
     if not tables:
         return 0.0, 0
@@ -117,7 +117,7 @@ def _table_line(
 
 
 def reason(packing: Packing, loads: Loads, item: int) -> str:
-    """Say why an item lies as it does, while the others stay where they are."""
+    """Return the reason for the place of an item, given the places of all other items."""
     options = packing.items[item].options
     if len(options) == 1:
         return "the only placement that is allowed"
@@ -142,7 +142,7 @@ def reason(packing: Packing, loads: Loads, item: int) -> str:
         return f"no other fits: {name} would need {best[name][0]:.0%} more memory than a rank may use"
     name = min(fits, key=lambda n: (fits[n], n))
     more = fits[name] - before
-    if abs(more) > 1e-6 * before:  # negative if the search missed something: plan.gap bounds it
+    if abs(more) > 1e-6 * before:  # `more` is negative if the search missed a better plan: plan.gap bounds it
         return f"{name} instead: {more * MS:+.3g} ms"
     return f"{name} instead would cost as much"
 

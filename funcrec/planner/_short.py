@@ -1,6 +1,6 @@
 """Explains why no plan fits: which memory or constraint is short, by how much, and the nearest change that suffices.
 
-the least memory = min over plans of Σ_k factors_k · M_k, and no plan needs less than its bound
+the least memory = min over plans of Σ_k factors_k · M_k; no plan needs less than the bound on this minimum
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +12,11 @@ from funcrec.planner._packing import Packing
 from funcrec.planner._solve import solve
 from funcrec.tables import TableConfig
 
-MOST_TRIED = 40  # constraints that are lifted one at a time
+MOST_TRIED = 40  # the most constraints that are lifted, one at a time
 
 
 class NoPlanError(ValueError):
-    """No plan fits into memory; the input itself is valid."""
+    """No plan fits into memory. The input itself is valid."""
 
 
 def fail_short(
@@ -30,7 +30,7 @@ def fail_short(
     limit: int,
     share: float,
 ) -> None:
-    """Raise the error that `plan` reports."""
+    """Raise the error of `plan` if no plan fits."""
     for name, item in zip(groups, packing.items, strict=True):
         if not item.options:
             _fail_no_option(call, [t.name for t in groups[name]], found, told)
@@ -78,7 +78,7 @@ def _fail_no_option(
 
 
 def least_bytes(packing: Packing) -> tuple[float, bool]:
-    """(the least memory that a plan takes on a rank, whether this is proved)."""
+    """Return (the least memory that a plan takes on a rank, whether this minimum is proved)."""
     cap = packing.caps[0]
     solved = solve(packing._replace(weights=cap.factors, caps=()))
     return solved.objective, solved.gap < 1e-3

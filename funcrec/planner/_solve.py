@@ -1,10 +1,10 @@
-"""The search for a plan: options from the relaxed program, longest first; moves of single items; then programs.
+"""Searches a plan: takes options from the relaxed program, places the heaviest items first, then moves and solves.
 
     incumbent ≥ optimum ≥ bound;      gap = (incumbent - bound) / incumbent
 
-A small problem ends with one program of all items, which proves the optimum. A larger one ends with many programs of a
-few items each, from the slowest rank and others. Rounds and nodes limit the search, never seconds, and random draws use
-a fixed seed.
+The incumbent is the best plan found. After moves of single items, a small problem ends with one program of all items,
+which proves the optimum. A larger problem ends with many programs of a few items each, from the slowest rank and other
+ranks. Rounds and nodes limit the search, never seconds. Random draws use a fixed seed.
 """
 
 import random
@@ -16,13 +16,13 @@ import numpy as np
 from funcrec.planner._milp import place, relax
 from funcrec.planner._packing import Choice, Loads, Packing, loads_of, totals, without_dominated
 
-WHOLE = 4000  # one program takes all items up to this many choices (item, option, place)
-PART = 800  # the same for the program of a neighbourhood
+WHOLE = 4000  # the most choices (item, option, place) of one program for all items
+PART = 800  # the most choices of the program of a neighbourhood
 TIE = 1e-9
 
 
 class Solution(NamedTuple):
-    """choices: of each item; None if no plan that keeps the caps was found. bound: no plan has a smaller objective."""
+    """choices: one for each item; None if no found plan keeps the caps. bound: no plan has a smaller objective."""
 
     choices: list[Choice] | None
     objective: float
@@ -31,12 +31,12 @@ class Solution(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """(objective - bound) / objective: the most by which another plan may be better."""
+        """Return the most by which another plan may be better, (objective - bound) / objective."""
         return max(0.0, 1.0 - self.bound / self.objective) if self.objective > 0 else 0.0
 
 
 def solve(packing: Packing, effort: int = 1) -> Solution:
-    """Return the best plan found; `effort` multiplies rounds and nodes.
+    """Return the best plan that the search finds. `effort` multiplies rounds and nodes.
 
     Law: the same packing and effort give the same solution.
     """
@@ -54,7 +54,7 @@ def _search(packing: Packing, effort: int) -> Solution:
     if relaxed.options is None and relaxed.bound == np.inf:
         return Solution(None, np.inf, np.inf)
     best: Loads | None = None
-    apart = relax(packing, 100 * effort, beside=False).options  # looser: some plans from its options end lower
+    apart = relax(packing, 100 * effort, beside=False).options  # looser options: some of them lead to better plans
     for options in _starts(packing, relaxed.options, apart):
         loads = improve(longest_first(packing, options), rounds=4 * effort)
         if best is None or (not _keeps(loads), loads.value) < (not _keeps(best), best.value):
@@ -63,7 +63,7 @@ def _search(packing: Packing, effort: int) -> Solution:
     is_open = lambda: not _keeps(best) or best.value > bound * (1 + TIE)
     if is_small and is_open():
         best, bound, done = whole(packing, best, bound, 200 * effort)
-        if not done:  # a program of all items ends sooner from a better incumbent
+        if not done:  # the program of all items ends sooner with a better incumbent
             best = neighbourhoods(packing, best, bound, rounds=10 * effort)
             best, bound, done = whole(packing, best, bound, 1000 * effort)
     if not done and is_open():
@@ -71,13 +71,13 @@ def _search(packing: Packing, effort: int) -> Solution:
     if not _keeps(best):
         return Solution(None, np.inf, bound, best.excess)
     best = lean(leaner(packing, best))
-    clean = loads_of(packing, best.choices)  # without the rounding errors of moves
+    clean = loads_of(packing, best.choices)  # loads without the rounding errors of moves
     value = float(clean.most @ clean.weights)
     return Solution(list(best.choices), value, min(bound, value))
 
 
 def _keeps(loads: Loads) -> bool:
-    """Whether no cap is broken."""
+    """Return whether the loads keep all caps."""
     return loads.excess <= 1e-9
 
 
@@ -86,7 +86,7 @@ def num_choices(packing: Packing) -> int:
 
 
 def _starts(packing: Packing, *relaxed: Sequence[int] | None) -> list[list[int]]:
-    """Options to begin with: those of the relaxed programs, each item's cheapest, and each item's smallest."""
+    """Return choices of options to begin with: those of the relaxed programs, and each item's cheapest and smallest."""
     weights, sums = np.array(packing.weights), totals(packing)
     factors = np.array([c.factors for c in packing.caps]).reshape(-1, len(weights))
     cheapest = [int(np.argmin([s @ weights for s in own])) for own in sums]
@@ -99,7 +99,10 @@ def _starts(packing: Packing, *relaxed: Sequence[int] | None) -> list[list[int]]
 
 
 def longest_first(packing: Packing, options: Sequence[int]) -> Loads:
-    """Place every item in its given option, the heaviest first, each where it costs least."""
+    """Return the loads of all items in their given options.
+
+    The heaviest goes first, and each goes where it costs least.
+    """
     loads, sums = Loads(packing), [s[o] for s, o in zip(totals(packing), options, strict=True)]
     all_once = float(loads.weights[list(packing.once)].sum())
     loads.scale = max(float(np.sum([s @ loads.weights for s in sums])) / packing.num_ranks + all_once, 1e-300)
@@ -110,9 +113,9 @@ def longest_first(packing: Packing, options: Sequence[int]) -> Loads:
 
 
 def leaner(packing: Packing, best: Loads) -> Loads:
-    """Place the items that take no time again, where they take least of what is capped, the largest first.
+    """Return the loads with items that take no time moved to places with the least load of capped resources.
 
-    The objective does not depend on their places.
+    The largest item goes first. The objective does not depend on the places of these items.
     """
     bytes_of = tuple(np.sum([c.factors for c in packing.caps], 0)) if packing.caps else packing.weights
     loads, sums = loads_of(packing._replace(weights=bytes_of, caps=()), best.choices), totals(packing)
@@ -131,7 +134,10 @@ def leaner(packing: Packing, best: Loads) -> Loads:
 
 
 def lean(loads: Loads) -> Loads:
-    """Move single items to where they take less of what is capped, if the plan does not take more time."""
+    """Return the loads with single items moved to places with less load of capped resources.
+
+    An item moves only if the plan does not take more time.
+    """
     size = lambda: float((loads.factors @ loads.most).sum())
     for i in _by_weight(loads) if len(loads.factors) else ():
         value, least, best = loads.value, size(), loads.take(i)
@@ -148,7 +154,7 @@ def lean(loads: Loads) -> Loads:
 
 
 def smooth(loads: Loads) -> float:
-    """A measure that falls as loads become even: Σ over ranks of (load / most)^4, over resources with a price."""
+    """Return a measure that falls as loads become even: most · Σ over ranks of (load / most)^4, by resource price."""
     price = loads._pull
     own = (loads.load * price[:, None]).sum(0) if price.any() else loads.load.sum(0)
     top = own.max()
@@ -156,7 +162,7 @@ def smooth(loads: Loads) -> float:
 
 
 def improve(loads: Loads, rounds: int) -> Loads:
-    """Move single items to the option and places that cost least, as long as a move helps."""
+    """Return the loads with single items moved to the option and places that cost least, as long as a move helps."""
     for _ in range(rounds):
         before = (loads.value, smooth(loads))
         order = _by_weight(loads)
@@ -168,13 +174,13 @@ def improve(loads: Loads, rounds: int) -> Loads:
 
 
 def _less(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    """Whether the first is less; or equal within rounding, and the second less."""
+    """Return whether a[0] is less than b[0], or equal within rounding while a[1] is less than b[1]."""
     near = TIE * max(abs(b[0]), 1e-300)
     return a[0] < b[0] - near or (a[0] <= b[0] + near and a[1] < b[1] * (1 - 1e-7))
 
 
 def _by_weight(loads: Loads) -> list[int]:
-    """The items, those on the most loaded ranks first, then the heavier first."""
+    """Return the items, those on the most loaded ranks first, and of these the heavier first."""
     price = loads._pull
     own = (loads.load * price[:, None]).sum(0)
 
@@ -204,7 +210,10 @@ def _move(loads: Loads, item: int) -> None:
 
 
 def whole(packing: Packing, best: Loads, bound: float, nodes: int) -> tuple[Loads, float, bool]:
-    """Solve one program of all items below the incumbent: (the better plan, the better bound, whether it is proved)."""
+    """Return (the better plan, the better bound, whether the plan is proved best), from one program of all items.
+
+    The program searches below the incumbent.
+    """
     empty, is_kept = Loads(packing), _keeps(best)
     ceiling = best.value if is_kept else sum(max((s @ empty.weights) for s in own) for own in totals(packing))
     ceiling += 0.0 if is_kept else sum(empty.weights[list(packing.once)])
@@ -221,7 +230,10 @@ def whole(packing: Packing, best: Loads, bound: float, nodes: int) -> tuple[Load
 
 
 def neighbourhoods(packing: Packing, best: Loads, bound: float, rounds: int) -> Loads:
-    """Solve programs of a few items: those of the slowest rank and some others, on the ranks where they may lie."""
+    """Return the better loads from programs of a few items each.
+
+    These are items of the slowest rank and some other items, on the ranks where they may lie.
+    """
     draw, idle = random.Random(0), 0
     for turn in range(rounds):
         if (_keeps(best) and best.value <= bound * (1 + 1e-6)) or idle > max(12, rounds // 3):
@@ -243,7 +255,10 @@ def neighbourhoods(packing: Packing, best: Loads, bound: float, rounds: int) -> 
 
 
 def _neighbours(packing: Packing, loads: Loads, draw: random.Random, turn: int) -> tuple[list[int], np.ndarray]:
-    """(the items to place again, bool[N]: where): all of the slowest rank, some of the least loaded, some of any."""
+    """Return (the items to place again, the ranks where they may lie, bool[N]).
+
+    These are all items of the slowest rank, some of the least loaded rank, and some of any rank.
+    """
     price, num_ranks = loads._pull, packing.num_ranks
     own = (loads.load * price[:, None]).sum(0)
     if _keeps(loads) and turn % 2:
