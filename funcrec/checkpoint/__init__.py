@@ -1,4 +1,4 @@
-"""Checkpoints: a tree in one file that is whole or not there; with many ranks in a folder, loadable under any plan."""
+"""Checkpoints: a tree in one file that is whole or absent, or from many ranks in a folder, to load under any plan."""
 
 from funcrec.checkpoint._asynchronous import Saving as Saving
 from funcrec.checkpoint._asynchronous import finish as finish

@@ -1,8 +1,8 @@
-"""Saves during training: copies what is left to write, and writes it in a thread.
+"""Saves during training: copies the part of a state that is left to write, and writes the copy in a thread.
 
     write all but `copy_bytes` of the state, copy the rest -> the call returns -> write the copy, rename
 
-One save runs at a time: the next one waits for it and raises its error. The end of the program waits, too.
+One save runs at a time: the next save waits for it, and raises its error. The end of the program also waits.
 """
 
 import atexit
@@ -21,8 +21,9 @@ from funcrec.mesh import Ranks
 class Saving:
     """A running save, returned by `save(..., asynchronous=True)`.
 
-    path: where the checkpoint will be. wait(): waits until it is there, and returns the path. is_done: whether it is
-    written, or failed.
+    path: the path of the future checkpoint. wait(): waits until the checkpoint is there, and returns the path. is_done:
+      whether it is
+    written, or the save has failed.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -42,7 +43,7 @@ class Saving:
         try:
             run(self._wrote)
         except BaseException as error:
-            self._error = None if self._is_given_up else error  # the caller has an error already
+            self._error = None if self._is_given_up else error  # after a given up save the caller already has an error
         finally:
             self._is_copied.set()
 
@@ -54,13 +55,13 @@ class Saving:
             self._is_copied.set()
 
     def _start(self) -> "Saving":
-        """Start, and return when no memory of the caller's is read any more."""
+        """Start the thread, and return the save once it no longer reads memory of the caller."""
         if not self._left:
             self._is_copied.set()
         self._thread.start()
         try:
             self._is_copied.wait()
-        except BaseException:  # the caller may now change its memory, so there will be no checkpoint
+        except BaseException:  # the caller may now change its memory, so the save is given up
             self._is_given_up = True
             raise
         return self
@@ -73,7 +74,7 @@ class Saving:
         """Wait until the checkpoint is whole, and return its path.
 
         Raises:
-          The save's error, once: here, or at the next save.
+          The error of the save, once: either here or at the next save.
         """
         self._thread.join()
         error, self._error = self._error, None
@@ -90,26 +91,35 @@ _groups: dict[Any, Any] = {}
 
 
 def settle() -> None:
-    """Wait for the save before; raise its error if it was not raised yet."""
+    """Wait for the last save.
+
+    It raises the error of that save, unless the error was raised before.
+    """
     while _last:
         _last.pop().wait()
 
 
 def finish() -> None:
-    """Wait for the save before, whether it succeeds or not, so that a reader finds this process's files."""
+    """Wait until the last save has succeeded or failed, so that a reader finds the files of this process."""
     for saving in _last:
         saving._thread.join()
 
 
 def go_on(path: Path, run: Callable[[Callable[[], None]], Any], num_live: int) -> Saving:
-    """Call run(wrote) in a thread, which calls `wrote` after each tensor; return when num_live are written."""
+    """Return a save that calls run(wrote) in a thread, once `num_live` tensors are written.
+
+    The thread calls `wrote` after each tensor.
+    """
     saving = Saving(path, run, num_live)
     _last.append(saving)
     return saving._start()
 
 
 def ranks_beside(ranks: Ranks) -> Ranks:
-    """The same ranks with a group of their own, so that a thread's exchanges stay apart from training's. All call."""
+    """Return the same ranks with a group of their own, so that exchanges of a thread stay apart from those of training.
+
+    All ranks call it.
+    """
     if ranks.size == 1:
         return ranks
     world = dist.distributed_c10d._get_default_group()
@@ -120,7 +130,7 @@ def ranks_beside(ranks: Ranks) -> Ranks:
 
 
 def num_live(sizes: Sequence[int], copy_bytes: int | None) -> int:
-    """How many of the first tensors are written in place, so that copies of the others fit."""
+    """Return the number of first tensors to write without a copy, so that copies of all other tensors fit."""
     total = sum(sizes)
     for i, size in enumerate(sizes):
         if copy_bytes is None or total <= copy_bytes:
@@ -130,14 +140,14 @@ def num_live(sizes: Sequence[int], copy_bytes: int | None) -> int:
 
 
 def copy_of(x: Tensor) -> Tensor:
-    """A copy on the CPU with memory of its own."""
+    """Return a copy on the CPU with memory of its own."""
     plain = x.detach().cpu()
     return plain.clone() if plain.device == x.device else plain
 
 
 @atexit.register
 def _report_last() -> None:
-    """Report, at the program's end, an error that nobody waited for."""
+    """Report, at the end of the program, an error for which no call waited."""
     for saving in _last:
         if saving._error is not None:
             print(f"funcrec.save: {saving.path} was not saved: {saving._error}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Checkpoints: any tree of tensors and plain numbers, in one file or, from many ranks, in a folder.
+"""Checkpoints: any tree of tensors and plain numbers, in one file, or in a folder if many ranks write.
 
-    load(save(path, x)) == x, bit for bit        under any plan, on any number of ranks in either call
+    load(save(path, x)) == x, bit for bit        under any plan, on any numbers of ranks in the two calls
 
-Loading needs no example, and runs nothing from the file.
+`load` needs no example, and runs no code from the file.
 """
 
 import os
@@ -42,41 +42,47 @@ def save(
     asynchronous: bool = False,
     copy_bytes: Size | None = None,
 ) -> Path | Saving:
-    """Write a tree (dicts, lists, tuples, funcrec's values, tensors, numbers, strings) to one file, or to a folder.
+    """Write a tree to one file or to a folder, and return the path.
 
-    It writes a folder, with one file for each rank, if the tree contains a sharded state, or `mesh` is given.
+    The tree may contain dicts, lists, tuples, funcrec's values, tensors, numbers and strings. If it contains a sharded
+    state, or `mesh` is given, `save` writes a folder with one file for each rank.
 
-    One file: the bytes go to a temporary file next to `path`, are flushed to the disk, and then the file is renamed. An
-    interrupted save leaves the old file whole, readers never see half a file, and of several concurrent saves the one
-    that finishes last stays. If `path` is a symbolic link, the file that it names is written, and the link stays.
+    One file: `save` writes a temporary file next to `path`, flushes it to the disk, and then renames it. An
+    interrupted save leaves the old file whole. Readers never see half a file. Of several concurrent saves the one
+    that finishes last stays. If `path` is a symbolic link, `save` writes the file that the link names, and the link
+    stays.
 
-    A folder: every rank calls it with its own tree. It writes what only it has, and its share of what others also have;
-    nothing is gathered. The old content is replaced in one step, when all new files are on the disk. If one rank fails,
-    all raise, and the error names it. What is not sharded must be the same on all ranks (this is checked for tensors;
-    numbers and strings are written from the first rank).
+    A folder: every rank calls `save` with its own tree. A rank writes the parts that only it has, and its share of
+    parts that other ranks also have. No rank gathers a tensor. The old content is replaced in one step, when all new
+    files are on the disk. If one rank fails, all ranks raise, and the error names that rank. Values that are not
+    sharded must be the same on all ranks. (`save` checks this for tensors. It writes numbers and strings from the first
+    rank.)
 
-    Each tensor is written by value: a view without the rest of its memory, and one that occurs twice is written twice.
+    Each tensor is written by value: of a view only its own elements, and a tensor that occurs twice is written twice.
     Each loaded tensor is contiguous and has memory of its own.
 
     Args:
-      mesh: of a sharded tree; by default its layouts tell it. With a mesh all ranks write any tree.
-      keep: `path` is a folder of checkpoints, made if missing. This one is named by its step. When it is whole, all
-        except it and the keep - 1 others of the highest steps are removed; their steps count, not when they were saved
-        (see `latest`). Other files, and other contents of folders, stay.
-      step: the number that names it, with `keep`; by default that of the first TrainState in the tree.
-      asynchronous: return when what is to be written is copied; a thread writes it, and the state may be donated
-        meanwhile. The next save waits for it, and so does the end of the program.
-      copy_bytes: the most that the copy may take on this rank; the rest is written before the call returns. None copies
-        all that this rank writes.
+      mesh: the mesh of a sharded tree; by default the layouts in the tree show it. With a mesh all ranks write, for any
+        tree.
+      keep: the number of checkpoints to keep in the folder `path`, which is made if missing. The new checkpoint is
+        named by its step. When it is whole, all checkpoints except it and the keep - 1 others of the highest steps are
+        removed. The steps count, and not the times of the saves (see `latest`). Other files, and other contents of
+        folders, stay.
+      step: with `keep`, the number that names the checkpoint; by default the step of the first TrainState in the tree.
+      asynchronous: whether to return as soon as the values are copied. A thread then writes the copy, and the state may
+        be donated meanwhile. The next save waits for the thread, and so does the end of the program.
+      copy_bytes: the most bytes of the copy on this rank. All other values are written before the call returns. None
+        copies all values that this rank writes.
 
     Returns:
-      the path of the checkpoint; with `asynchronous` a `Saving`, whose `wait()` returns it. Errors then raise from
+      The path of the checkpoint; with `asynchronous` a `Saving`, whose `wait()` returns the path. Errors then come from
       `wait`, or from the next save.
 
     Raises:
-      TypeError: names every leaf and key that would not come back the same (a tensor that is not plain and dense, or
-        that a derivative follows, a number of numpy, an Enum), before anything is written.
-      ValueError: if copies trained apart.
+      TypeError: if a leaf or a key would not come back the same (a tensor that is not plain and dense, or
+        that a derivative follows, a number of numpy, an Enum). The error names each of them, before `save` writes
+        anything.
+      ValueError: if copies that trained apart differ.
       OSError: if the disk is full or the folder cannot be written.
 
     Example:
@@ -115,31 +121,32 @@ def load(
     dense_axes: Sequence[str] = (),
     mmap: bool = False,
 ) -> Any:
-    """Read what `save` wrote, a file or a folder.
+    """Return the tree that `save` wrote to a file or a folder.
 
     Args:
-      like: a tree to compare with; the error lists every path whose kind, shape or dtype differs, or that only one has.
-      device: where the tensors go; by default where they were saved from, or with a mesh of real ranks this rank's
+      like: a tree to compare with. The error lists every path whose kind, shape or dtype differs, or that only one tree
+        has.
+      device: the device of the tensors; by default the device that they were saved from, or with a mesh of real ranks
+        this rank's
       device.
-      plan, mesh, exact, codec, dedup, dense_axes: those of the `train_step` that continues. Every TrainState in the
-        tree is laid out accordingly, and each rank reads only its own rows of the tables. All ranks call it. With a
-        mesh but no
+      plan, mesh, exact, codec, dedup, dense_axes: the arguments of the `train_step` that continues. Every TrainState in
+        the tree is laid out as they say, and each rank reads only its own rows of the tables. All ranks call `load`.
+        With a mesh but no
         plan the tables are plain: whole on every rank, and on its device.
-      sparse: the row optimizer of that step, which decides which tables may share a bank. Without it each table has a
-        bank
-        of its own: correct under any optimizer, but with more exchanges. It is required if gradients wait
-        (`optim.accumulate`).
-      mmap: tensors on the CPU use the file's memory, which the system may drop and read again; writes to them stay in
-        this process. Not allowed with a plan, because ranks then read parts. Every byte is read once, to check its CRC.
-        A tensor that lies in several files is read as without `mmap`.
+      sparse: the row optimizer of that step, which decides which tables may share a bank. Without `sparse` each table
+        has a bank of its own, which is correct under any optimizer, but costs more exchanges. `sparse` is required if
+        gradients wait (`optim.accumulate`).
+      mmap: whether tensors on the CPU use the memory of the file, which the system may drop and read again. Writes to
+        such tensors stay in this process. `mmap` excludes a plan, because ranks then read parts. Every byte is read
+        once, to check its CRC. A tensor that lies in several files is read as without `mmap`.
 
     Raises:
-      ValueError: if a file is truncated, damaged (a CRC covers every byte) or no checkpoint, or the tree differs from
-        `like`. For a folder it names the file and the rows that are missing or damaged.
-      FileNotFoundError: if nothing is at the path.
+      ValueError: if a file is truncated, is damaged (a CRC covers every byte) or is not a checkpoint, or if the tree
+        differs from `like`. For a folder the error names the file and the rows that are missing or damaged.
+      FileNotFoundError: if there is nothing at the path.
 
-    Cost: for a folder, each file's index, and each block of 16 MiB that holds a row to read. A table in a single file
-      is read whole to check its CRC, 256 KiB at a time.
+    Cost: for a folder, reads the index of each file, and each block of 16 MiB that holds a row to read. A table in a
+      single file is read whole to check its CRC, 256 KiB at a time.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -163,7 +170,10 @@ def load(
 
 
 def load_as(path: Path, state: TrainState, *, mesh: Mesh, device: torch.device | str | None = None) -> Any:
-    """`load`, with the states in the tree laid out like a sharded one: every rank reads its own rows."""
+    """Return the tree that `save` wrote, with its states laid out like a sharded `state`.
+
+    Every rank reads its own rows.
+    """
     target = Target(None, mesh, None, False, None, False, axes_of(state), like=state)
     return read(path, target, mesh, device, None, False, {})
 
@@ -171,7 +181,7 @@ def load_as(path: Path, state: TrainState, *, mesh: Mesh, device: torch.device |
 def read(
     path: Path, target: Target | None, mesh: Mesh | None, device: Any, like: Any, mmap: bool, said: dict[str, str]
 ) -> Any:
-    """Read the tree on this rank. said: arguments that must be the same on all ranks."""
+    """Return the tree, read on this rank. said: arguments that must be the same on all ranks."""
     place = None if device is None else place_of(LOAD, device)
     if place is None and mesh is not None and not mesh.is_emulated:
         place = place_of(LOAD, mesh.device_mesh.device_type)
@@ -196,7 +206,10 @@ def read(
 
 
 def read_folder(path: Path, target: Target | None, place: torch.device | None, mmap: bool, ranks: Ranks) -> Any:
-    """Read the tree of a folder's checkpoint; if it was replaced meanwhile, the new one."""
+    """Return the tree of a folder's checkpoint.
+
+    If the checkpoint is replaced meanwhile, it returns the tree of the new checkpoint.
+    """
     last = None
     while True:
         try:
@@ -232,7 +245,7 @@ def read_file(path: Path, target: Target | None, place: torch.device | None, mma
 
 
 def made(leaves: Sequence[Any], code: Any, reader: Reader, target: Target | None) -> Any:
-    """Decode the tree, reading each tensor when it is met."""
+    """Return the decoded tree. Each tensor is read when its node is decoded."""
     tensors = iter(leaves) if target is not None else map(reader.whole, leaves)
     tree = decode(code, tensors)
     if next(tensors, None) is not None:
@@ -246,7 +259,7 @@ def damaged(path: Path, error: Exception):
 
 
 def difference_problems(tree: Any, like: Any) -> Iterator[Problem]:
-    """Report every node in which two trees differ in place, kind, shape or dtype."""
+    """Report every node that differs between two trees in place, kind, shape or dtype."""
     found, wanted = dict(_nodes(tree, "")), dict(_nodes(like, ""))
     leaves = lambda nodes: [p for p, (_, is_leaf) in nodes.items() if is_leaf]
     hint = "like=None, which loads what there is"

@@ -1,10 +1,10 @@
 """A checkpoint that many ranks write: a folder with a file for each rank, and a manifest that locates each block.
 
-    rank-0-of-2-TOKEN, rank-1-of-2-TOKEN: one-file checkpoints of the rank's blocks, under names that were never used
-    manifest: a one-file checkpoint of the tree, and of each tensor's blocks
+    rank-0-of-2-TOKEN, rank-1-of-2-TOKEN: a one-file checkpoint of each rank's blocks, under a name that was never used
+    manifest: a one-file checkpoint of the tree, and of the places of all blocks
 
-All files, and the folder, are flushed; then the manifest is renamed. Before that the folder holds the old checkpoint,
-after it the new one, and the old one's files are removed.
+First all files and the folder are flushed. Then the manifest is renamed. Before that the folder holds the old
+checkpoint, and after it the new checkpoint. Then the files of the old checkpoint are removed.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from funcrec.files import STALE_S, flush, open_file, raise_os, write_whole
 MANIFEST = "manifest"
 FORMAT = "funcrec folder 2"
 OURS = re.compile(r"rank-\d+-of-\d+-[0-9a-f]{16}")
-STEP = re.compile(r"step-(\d{10,})")  # one of the checkpoints that `keep` keeps
-BLOCK_BYTES = 1 << 24  # bytes that are read, and checked against their CRC, for one row in them
+STEP = re.compile(r"step-(\d{10,})")  # the name of a checkpoint that `keep` counts
+BLOCK_BYTES = 1 << 24  # a reader of one row reads such a block, and checks its CRC
 MOST_OPEN = 64
-ROWS = 64  # a block has a multiple of this, so that it ends where the next one may begin
+ROWS = 64  # the rows of a block are a multiple of this, so that the next block may begin at its end
 
 
 class Manifest(NamedTuple):
-    """files: {name: bytes}. leaves: the tensors. code: the code of the tree."""
+    """The content of a manifest. files: {name: bytes}. leaves: the tensors. code: the code of the tree."""
 
     files: dict[str, int]
     leaves: list[Stored]
@@ -48,7 +48,7 @@ class Manifest(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A block of leaf number `leaf`, from its first row and column on, and the leaf's device."""
+    """A block of leaf number `leaf`, with the leaf's device. `first` and `first_column` say where the block begins."""
 
     leaf: int
     first: int
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(leaves: Sequence[Tensor | Cut], where: Writers) -> dict[int, list[Piece]]:
-    """{rank: the blocks that it writes}, for this process's ranks."""
+    """Return {rank: the blocks that the rank writes}, for the ranks of this process."""
     out: dict[int, list[Piece]] = {rank: [] for rank in where.own}
     for i, x in enumerate(leaves):
         for rank, first, column, rows in x.parts(where) if isinstance(x, Cut) else whole_parts(x, where):
@@ -70,7 +70,7 @@ def pieces_of(leaves: Sequence[Tensor | Cut], where: Writers) -> dict[int, list[
 
 
 def whole_pieces(leaves: Sequence[Tensor]) -> list[Piece]:
-    """The pieces of one file: each tensor as it is."""
+    """Return the pieces of one file, which are the whole tensors."""
     return [Piece(i, 0, 0, x, str(x.device)) for i, x in enumerate(leaves)]
 
 
@@ -79,7 +79,7 @@ def file_name(rank: int, size: int, token: str) -> str:
 
 
 def write_rank(call: str, path: Path, pieces: Sequence[Piece], names: Sequence[str], wrote: Callable[[], None]) -> list:
-    """Write a rank's file, flushed; return [its name, its bytes, its blocks] in types that JSON has."""
+    """Write and flush the file of a rank, and return [name, bytes, blocks] of the file in types of JSON."""
     blocks = [[p.leaf, p.first, p.first_column, p.rows.shape[0], p.rows[:1].numel()] for p in pieces]
     label = lambda leaf, a, b, n, width: f"{names[leaf]}[{a}:{a + n}, {b}:{b + width}]"
     labels, places = [label(*b) for b in blocks], []
@@ -93,7 +93,7 @@ def write_rank(call: str, path: Path, pieces: Sequence[Piece], names: Sequence[s
 
 
 def heads_of(encoded: Encoded) -> list[list]:
-    """[name, dtype, shape, grid, device] of each leaf."""
+    """Return [name, dtype, shape, grid, device] of each leaf."""
     out = []
     for name, x in encoded.leaves.items():
         grid, held = (x.grid, x.held[0]) if isinstance(x, Cut) else (grid_of(x.shape), x)
@@ -102,7 +102,7 @@ def heads_of(encoded: Encoded) -> list[list]:
 
 
 def write_manifest(call: str, folder: Path, tree: Any, heads: Sequence[list], written: Sequence[list]) -> None:
-    """Write the manifest; from then on the folder holds the new checkpoint. tree: its code."""
+    """Write the manifest, after which the folder holds the new checkpoint. tree: the code of the tree."""
     blocks: list[list] = [[] for _ in heads]
     for i, (_, _, own) in enumerate(written):
         for leaf, *where in own:
@@ -118,7 +118,7 @@ def write_manifest(call: str, folder: Path, tree: Any, heads: Sequence[list], wr
 
 
 def files_of(folder: Path) -> set[str]:
-    """The files of the folder's checkpoint, and those that interrupted saves left."""
+    """Return the names of the files of the folder's checkpoint, and of the files that interrupted saves left."""
     held: set[str] = set()
     with contextlib.suppress(CodeError, OSError):
         held = set(read_manifest("", folder).files)
@@ -128,7 +128,10 @@ def files_of(folder: Path) -> set[str]:
 
 
 def make_folder(call: str, folder: Path) -> None:
-    """Make the folder, unless it exists; nothing but a folder may have its name."""
+    """Make the folder.
+
+    An existing folder stays. It raises if something else has the name.
+    """
     try:
         os.mkdir(folder)
         flush(folder.parent)
@@ -144,7 +147,7 @@ def make_folder(call: str, folder: Path) -> None:
 
 
 def fail_without_manifest(call: str, path: Path) -> None:
-    """Raise an error that says what a folder without a manifest is."""
+    """Raise an error about a folder without a manifest, which names the contents of the folder."""
     names = sorted(os.listdir(path))
     steps, parts = [n for n in names if STEP.fullmatch(n)], [n for n in names if OURS.fullmatch(n)]
     some = lambda own: f"{', '.join(own[:2])}{f' and {len(own) - 2} more' if len(own) > 2 else ''}"
@@ -160,7 +163,7 @@ def fail_without_manifest(call: str, path: Path) -> None:
 
 
 def fail_if_manifest(call: str, path: Path, tree: Any) -> None:
-    """Refuse the manifest of a folder, which is no checkpoint of its own."""
+    """Raise for the manifest of a folder, which is not a checkpoint of its own."""
     if isinstance(tree, dict) and tree.get("format") == FORMAT and set(tree) == {"format", "manifest"}:
         what, need = f"`{path.name}` is the manifest of a folder.", "the folder, which is the checkpoint"
         fail(call, what, got=f"`{path}`", need=need, hint=f"fr.load({str(path.parent)!r})")
@@ -173,11 +176,11 @@ def is_folder(path: Path) -> bool:
 
 
 def read_manifest(call: str, folder: Path) -> Manifest:
-    """Read the manifest.
+    """Return the content of the folder's manifest.
 
     Raises:
-      CodeError: if it is damaged or of another kind.
-      OSError: if it cannot be read.
+      CodeError: if the manifest is damaged, or is a file of another kind.
+      OSError: if the manifest cannot be read.
     """
     with open_file(call, folder / MANIFEST) as file:
         none, code = read_index(file)
@@ -221,7 +224,7 @@ def _leaf(x: Any, files: Sequence[tuple[str, int]]) -> Stored:
 
 
 def is_covered(x: Stored) -> bool:
-    """Whether the blocks form adjacent bands of columns, each of consecutive rows, and cover the tensor."""
+    """Return whether the blocks cover the tensor, in adjacent bands of columns with consecutive rows each."""
     rows, columns = x.grid
     if not rows * columns:
         return not x.blocks
@@ -240,7 +243,7 @@ def is_covered(x: Stored) -> bool:
 
 
 class Files(NamedTuple):
-    """The files of a folder, each opened when it is first read.
+    """The files of a folder. A file is opened when it is first read.
 
     checked: the files whose index, and all bytes outside of blocks, agree with their CRCs.
     """
@@ -255,13 +258,16 @@ class Files(NamedTuple):
         return self.file(block.file, block_name(x, block))
 
     def check(self, rank: int, size: int) -> None:
-        """Check that every file is there and whole, even if it holds no block; each rank checks its share."""
+        """Check that every file is there and whole, also files that hold no block.
+
+        Each rank checks its share of the files.
+        """
         for name in list(self.sizes)[rank::size]:
             if name not in self.checked:
                 self.file(name, f"`{name}`")
 
     def file(self, name: str, label: str) -> BinaryIO:
-        """Open a file. label: what is read from it, for errors."""
+        """Return the opened file. label: the value that is read from it, for errors."""
         if name not in self.opened:
             try:
                 file = open_file(self.call, self.folder / name)

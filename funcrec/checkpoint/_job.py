@@ -1,6 +1,6 @@
-"""The steps of a save, after its tree is encoded: in this process alone, or together with other ranks.
+"""The steps of a save after the tree is encoded, in this process alone or together with other ranks.
 
-describe (all ranks, before any work) -> copy what is to be copied -> run: write, and then rename
+describe (all ranks, before any work) -> copy the pieces to copy -> run: write, and then rename
 """
 
 import contextlib
@@ -34,7 +34,11 @@ CALL = "funcrec.save"
 
 
 class Job(NamedTuple):
-    """path: of the checkpoint. pieces: of each file. run(wrote, ranks): writes them, and calls `wrote` after each."""
+    """The work of a save.
+
+    path: the path of the checkpoint. pieces: the pieces of each file. run(wrote, ranks): writes the pieces, and calls
+    `wrote` after each piece.
+    """
 
     path: Path
     pieces: list[list[Piece]]
@@ -43,12 +47,12 @@ class Job(NamedTuple):
 
 
 def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int | None, asynchronous: bool) -> Job:
-    """Make the job of one file, or of a folder with a file for each rank."""
+    """Return the job that writes one file, or a folder with a file for each rank."""
     seen = Seen([], [], [])
     encoded = encode(tree, "tree", seen.see)
     if mesh is not None or seen.layouts:
         return folder_job(path, encoded, seen, where_of(mesh, seen), keep, step, asynchronous)
-    encoded = encode(tree, "tree") if seen.shards else encoded  # without a known mesh, write it by value
+    encoded = encode(tree, "tree") if seen.shards else encoded  # without a known mesh, shards are written by value
     check(CALL, encoded.problems)
     if keep is not None:
         name = step_path(path, step_of(seen, step))
@@ -67,7 +71,7 @@ def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int
 def folder_job(
     path: Path, encoded: Encoded, seen: Seen, where: Writers, keep: int | None, step: int | None, asynchronous: bool
 ) -> Job:
-    """Make the job that writes every rank's file, and then the manifest."""
+    """Return the job that writes the file of every rank, and then the manifest."""
     ranks = Ranks() if where.is_emulated else Ranks.of_group(None)
 
     def describe() -> dict:
@@ -88,7 +92,7 @@ def folder_job(
     together(ranks, CALL, "make the folder", prepare)
     files = [folder / file_name(rank, where.size, token) for rank in where.own]
     pieces, names = list(pieces_of(encoded.tensors, where).values()), list(encoded.leaves)
-    heads, code = heads_of(encoded), encoded.code  # without tensors, which the caller may donate meanwhile
+    heads, code = heads_of(encoded), encoded.code  # these hold no tensors, which the caller may donate meanwhile
 
     def run(wrote: Callable[[], None], ranks: Ranks) -> None:
         try:
@@ -107,14 +111,14 @@ def folder_job(
 
 
 def copy_rest(pieces: Sequence[list[Piece]], live: int) -> None:
-    """Replace all but the first `live` pieces by copies."""
+    """Replace all pieces after the first `live` pieces by copies, in place."""
     places = [(own, i) for own in pieces for i in range(len(own))]
     for own, i in places[live:]:
         own[i] = own[i]._replace(rows=copy_of(own[i].rows))
 
 
 def forget(folder: Path, files: Sequence[Path]) -> None:
-    """Remove the files of a save that broke off, unless the manifest names them already."""
+    """Remove the files of an interrupted save, except files that the manifest already names."""
     named: set[str] = set()
     try:
         named = set(read_manifest(CALL, folder).files)
@@ -124,9 +128,9 @@ def forget(folder: Path, files: Sequence[Path]) -> None:
         return
     for path in files:
         if path.name not in named:
-            with contextlib.suppress(OSError):  # such as a read-only disk: the save has its own error
+            with contextlib.suppress(OSError):  # such as on a read-only disk: the save raises its own error
                 path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not empty: it holds another save
+    with contextlib.suppress(OSError):  # a folder that is not empty holds another save
         os.rmdir(folder)
 
 

@@ -1,6 +1,6 @@
-"""Reads stored tensors: whole, or the rows and columns of a state that a plan gives to this process.
+"""Reads stored tensors: whole tensors, or the rows and columns of a state that a plan gives to this process.
 
-    place(state, plan).tables = shard_tables(state.tables, plan)        reading only this process's rows
+    place(state, plan).tables = shard_tables(state.tables, plan)        this process reads only its own rows
 Shapes: R rows, D dim.
 """
 
@@ -47,7 +47,7 @@ CALL = "funcrec.load"
 
 
 class Target(NamedTuple):
-    """Where the states of a checkpoint go: arguments of `train_step`."""
+    """The layout for the states of a checkpoint, as arguments of `train_step`."""
 
     plan: Plan
     mesh: Mesh
@@ -56,28 +56,31 @@ class Target(NamedTuple):
     codec: Codec | None
     dedup: bool
     dense_axes: tuple[str, ...]
-    like: TrainState | None = None  # a state with the layout to use, in place of all fields but the mesh
+    like: TrainState | None = None  # a state with the layout to use; only `mesh` then also counts
 
 
 class Reader(NamedTuple):
-    """How stored tensors are read.
+    """A reader of stored tensors.
 
-    open: (block, stored tensor) -> the block's file. device: saved device -> where the tensor goes.
+    open: (block, stored tensor) -> the file of the block. device: saved device -> the device of the tensor.
     """
 
     open: Callable
     device: Callable[[str], torch.device]
-    maps: dict[str, mmap.mmap] | None = None  # {file name: its map}; None if nothing is mapped
+    maps: dict[str, mmap.mmap] | None = None  # {file name: map of the file}; None if no file is mapped
 
     def give(self, x: Stored, wants: Sequence[Want]) -> None:
-        """Fill each Want that overlaps x."""
+        """Fill each Want that overlaps the stored tensor x."""
         for block in x.blocks:
             own = [w for w in wants if is_wanted(block, w)]
             if own:
                 fill(self.open(block, x), x, block, own)
 
     def mapped(self, x: Stored) -> Tensor:
-        """A tensor in the file's memory, read once to check its CRC; writes to it stay in this process."""
+        """Return a tensor in the memory of the file, which is read once to check the CRC.
+
+        Writes to the tensor stay in this process.
+        """
         name, count = x.blocks[0].file, prod(x.shape)
         if name not in self.maps:
             self.maps[name] = mmap.mmap(self.open(x.blocks[0], x).fileno(), 0, access=mmap.ACCESS_COPY)
@@ -101,7 +104,7 @@ class Reader(NamedTuple):
 
 
 def is_run(x: Stored) -> bool:
-    """Whether all rows lie in one file as they do in memory."""
+    """Return whether all rows lie in one file, in the order that they have in memory."""
     at = [b.offset + b.rows * b.columns * x.dtype.itemsize for b in x.blocks]
     follows = [b.offset == end for b, end in zip(x.blocks[1:], at, strict=False)]
     return (
@@ -114,13 +117,13 @@ def is_run(x: Stored) -> bool:
 
 
 def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply fn to every state and every stored tensor; other leaves stay."""
+    """Return the tree with fn applied to every state and every stored tensor. Other leaves stay."""
     own = lambda x: fn(x) if isinstance(x, TrainState | Stored) else x
     return torch_tree.tree_map(own, tree, is_leaf=lambda x: isinstance(x, TrainState | Stored))
 
 
 def placed(tree: Any, target: Target, reader: Reader) -> Any:
-    """Read a tree of stored tensors, its states as the target lays them out."""
+    """Return the tree with its stored tensors read, and with its states laid out as the target says."""
     found: list[TrainState] = []
 
     def make(x: Any) -> Any:
@@ -137,7 +140,10 @@ def placed(tree: Any, target: Target, reader: Reader) -> Any:
 
 
 def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainState:
-    """Lay out a state as `step.init` would, with the stored bits; this process reads only its own rows of tables."""
+    """Return a state with the layout of `step.init` and the stored bits.
+
+    This process reads only its own rows of tables.
+    """
     check(CALL, state_problems(state))
     mesh, sparse = target.mesh, target.sparse
     leaves = {n: {"": t, **of_rows(state.slots[n])} for n, t in state.tables.items()}
@@ -145,7 +151,7 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
     empty = lambda x: torch.empty(0, *x.shape[1:], dtype=x.dtype, device=reader.device(str(x.device)))
     samples = {n: {k: empty(x) for k, x in own.items()} for n, own in leaves.items()}
     shapes = {n: tuple(t.shape) for n, t in state.tables.items()}
-    # without an optimizer, tables share no bank: an optimizer then sees each table as its own
+    # without an optimizer, tables share no bank: any optimizer then sees each table by itself
     labels = {n: n if sparse is None else sparse.label(n) for n in shapes}
     if target.like is not None:
         check(CALL, shape_problems(shapes, target.like))
@@ -179,7 +185,7 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
 def rooms_for(
     target: Target, layout: Any, samples: Any, steps: dict[str, int]
 ) -> tuple[dict[str, int], Collection[str]]:
-    """({table: a rank's places for gradients that wait}, the banks whose waiting gradients have all columns)."""
+    """Return ({table: a rank's places for gradients that wait}, the banks whose waiting gradients have all columns)."""
     if target.like is None:
         check(CALL, sparse_problems(target.sparse, steps))
         tables = {n: own[""] for n, own in samples.items()}
@@ -193,13 +199,13 @@ def rooms_for(
 
 
 def axes_of(state: TrainState) -> tuple[str, ...]:
-    """The axes over which the state's dense parameters are cut."""
+    """Return the axes over which the state's dense parameters are cut."""
     leaves = torch_tree.tree_leaves(state.dense, is_leaf=lambda x: isinstance(x, DenseShard))
     return next((x.axes for x in leaves if isinstance(x, DenseShard)), ())
 
 
 def wants_of(layout: Any, banks: Any, table: str, slot: str, mesh: Mesh) -> Iterator[Want]:
-    """Yield a Want for each part of a table (slot ""), or of a slot of it, that this process's banks hold."""
+    """Yield a Want for each part of a table (slot ""), or of its slot, that the banks of this process hold."""
     num_rows, dim = dict(layout.shapes)[table]
     for s, bank, here, there in places(layout, table, mesh, 0, num_rows):
         into = banks[bank][slot][there]
@@ -225,7 +231,7 @@ def place_of(call: str, device: torch.device | str) -> torch.device:
 
 
 def target_problems(target: Target | None, mmap: bool, **given: Any) -> Iterator[Problem]:
-    """given: the arguments that require a plan."""
+    """Report arguments that do not fit the target. given: the arguments that require a plan."""
     hint = 'plan=fr.Plan({"item": fr.row_wise("model")}), mesh=fr.Mesh.emulated(model=2)'
     if target is None:
         for name in (n for n, x in given.items() if x):
@@ -246,7 +252,7 @@ def sparse_problems(sparse: RowOptimizer | None, steps: dict[str, int]) -> Itera
 
 
 def shape_problems(shapes: dict[str, tuple], like: TrainState) -> Iterator[Problem]:
-    """The saved tables have the names and shapes of the state whose layout is used."""
+    """Report saved tables whose names or shapes differ from those of the state with the layout."""
     wanted = dict(like.tables.layout.shapes)
     differ = [n for n in {**wanted, **shapes} if shapes.get(n) != wanted.get(n)]
     if differ:
@@ -256,7 +262,7 @@ def shape_problems(shapes: dict[str, tuple], like: TrainState) -> Iterator[Probl
 
 
 def state_problems(state: TrainState) -> Iterator[Problem]:
-    """The state has tables [R, D], each with slots for its rows."""
+    """Report a state whose tables are not [R, D], or have no slots for their rows."""
     shown = lambda x: f"{x.dtype}{list(x.shape)}" if isinstance(x, Stored) else describe(x)
     if not isinstance(state.tables, Mapping) or not isinstance(state.slots, dict):
         yield Problem("the checkpoint has a state without tables by name.", describe(state.tables), "{name: f[R, D]}")

@@ -1,9 +1,9 @@
-"""Divides a tree among the ranks that write it: each element is written once, however many ranks have copies.
+"""Divides a tree among the ranks that write it: one rank writes each element, however many ranks have copies.
 
-    tables and slots: rows and columns by their layout;    cut dense parameters: elements;    all else: rows of what
-    every rank has whole
+    tables and slots: rows and columns by their layout;    cut dense parameters: elements;    other tensors: rows, since
+    every rank has these tensors whole
 
-Copies share the work: if k ranks hold the same rows, each writes a k-th of them.
+Copies share the work: if k ranks hold the same rows, each rank writes a k-th of them.
 Shapes: R rows, D dim, n ranks on the axes of a bank, k copies of it.
 """
 
@@ -27,7 +27,7 @@ from funcrec.train import TrainState, slot_problems
 
 CALL = "funcrec.save"
 ROWS, _ = WAITING
-SPLIT_BYTES = 1 << 20  # smaller parts are written by the first rank that has them
+SPLIT_BYTES = 1 << 20  # the first rank that has a smaller part writes the whole part
 
 Parts = Iterator[tuple[int, int, int, Tensor]]
 
@@ -47,17 +47,17 @@ class Writers(NamedTuple):
         return len(self.own) == self.size
 
     def copy(self, rank: int, axes: tuple[str, ...]) -> tuple[int, int, int]:
-        """(the rank's number on the axes, the number of its copy of what they cut, the number of copies)."""
+        """Return (the rank's number on the axes, the number of its copy, the number of copies) of a tensor they cut."""
         at = coordinates(rank, list(self.sizes), self.sizes)
         others = [a for a in self.sizes if a not in axes]
         return rank_at(at, axes, self.sizes), rank_at(at, others, self.sizes), prod(self.sizes[a] for a in others)
 
 
 def where_of(mesh: Mesh | None, seen: "Seen") -> Writers:
-    """Return the ranks among which a tree is divided: those of the mesh, or of the layouts in it.
+    """Return the ranks that divide a tree: the ranks of the mesh, or of the layouts in the tree.
 
-    Without a mesh, tables that hold the rows of all ranks belong to an emulated mesh. If nothing shows it (all tables
-    are replicated), running processes are the ranks.
+    Without a mesh, tables that hold the rows of all ranks belong to an emulated mesh. If no table shows the mesh (all
+    tables are replicated), the running processes are the ranks.
     """
     check(CALL, mesh_problems(mesh, seen))
     sizes = mesh.shape if mesh is not None else dict(seen.layouts[0][0].mesh_shape)
@@ -72,12 +72,18 @@ def where_of(mesh: Mesh | None, seen: "Seen") -> Writers:
 
 
 def ranks_of(mesh: Mesh | None) -> Ranks:
-    """Return all running ranks of the default group, which a call with a wrong mesh has too; or this process alone."""
+    """Return all running ranks of the default group, or this process alone.
+
+    A call with a wrong mesh also has the default group.
+    """
     return Ranks() if mesh is None or mesh.is_emulated else Ranks.of_group(None)
 
 
 def is_of_ranks(_: Any = None, /, *trees: Any, mesh: Any = None, **kwargs: Any) -> bool:
-    """Whether all running ranks make this call, right or wrong: shown by its mesh, or by the tables in its trees."""
+    """Return whether all running ranks make this call, be it right or wrong.
+
+    The mesh of the call shows this, or the tables in its trees.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     if mesh is not None:
@@ -88,21 +94,21 @@ def is_of_ranks(_: Any = None, /, *trees: Any, mesh: Any = None, **kwargs: Any) 
 
 
 def held_kinds(layout: Layout, banks: Mapping[str, Tensor]) -> Iterator[set[str]]:
-    """For each bank, yield whether it has the rows of one rank, of all ranks, or both."""
+    """Yield for each bank whether it has the rows of "one" rank, of "all" ranks, or both."""
     for b in layout.banks:
         rows = banks[b.name].shape[0]
         yield {k for k, n in (("one", 1), ("all", b.num_ranks * b.num_copies)) if rows == n * b.rows}
 
 
 class Seen(NamedTuple):
-    """What a tree contains: layouts of tables with their banks and slots, cut dense parameters, and steps of states."""
+    """The contents of a tree: layouts of tables with banks and slots, cut dense parameters, and steps of states."""
 
     layouts: list[tuple[Layout, dict[str, dict[str, Tensor]]]]
     shards: list[DenseShard]
     steps: list[Any]
 
     def see(self, node: Any) -> Any:
-        """Return a node as one process has it, with its cut tensors as Cuts, and note what it contains."""
+        """Return a node in the form of one process, with a Cut for each cut tensor, and note its contents."""
         if isinstance(node, TrainState):
             self.steps.append(node.step)
         if isinstance(node, TrainState) and layout_in(node.tables) is not None:
@@ -137,7 +143,7 @@ class Seen(NamedTuple):
 
 
 def table_cut(layout: Layout, name: str, banks: Mapping[str, Tensor]) -> Cut:
-    """A Cut for a table, or a slot of it, that lies in banks."""
+    """Return a Cut for a table in banks, or for a slot of it."""
     shards = [layout.shards[i] for i in layout.shards_of(name)]
     held = [banks[layout.banks[s.bank].name] for s in shards]
     num_rows, dim = dict(layout.shapes)[name]
@@ -167,7 +173,7 @@ def table_parts(layout: Layout, name: str, banks: Mapping[str, Tensor], num_rows
 
 
 def waiting_cut(state: TrainState, name: str, slot: str) -> Cut:
-    """A Cut for one of the two slots of gradients that wait for a table, in one process's form."""
+    """Return a Cut for one of the two slots of a table's waiting gradients, in the form of one process."""
     layout = state.tables.layout
     banks = [layout.banks[layout.shards[i].bank] for i in layout.shards_of(name)]
     held = [state.slots[b.name][slot] for b in banks]
@@ -197,7 +203,7 @@ def waiting_parts(layout: Layout, name: str, slots: Any, is_rows: bool, ranks: i
 
 
 def shard_parts(node: DenseShard, flat: Tensor, where: Writers) -> Parts:
-    """Yield elements of a dense parameter, as one-column rows of the flattened tensor."""
+    """Yield the parts of a dense parameter, as one-column rows of the flattened tensor."""
     size, n = prod(node.shape), prod(where.sizes[a] for a in node.axes)
     part = -(-size // n)
     for rank in where.own:
@@ -217,7 +223,7 @@ def whole_parts(x: Tensor, where: Writers) -> Parts:
 
 
 def share(first: int, last: int, copy: int, copies: int, x: Tensor) -> tuple[int, int]:
-    """Of rows [first, last), which all copies have, return those that this copy writes."""
+    """Return the range of rows that this copy writes, of rows [first, last), which all copies have."""
     if (last - first) * prod(x.shape[1:]) * x.element_size() < SPLIT_BYTES:
         return (first, last) if copy == 0 else (first, first)
     rows = last - first
@@ -225,7 +231,7 @@ def share(first: int, last: int, copy: int, copies: int, x: Tensor) -> tuple[int
 
 
 def fingerprint(x: Tensor) -> int:
-    """A checksum of all bits of a tensor, computed one block at a time."""
+    """Return a checksum of all bits of a tensor, computed one block at a time."""
     flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if x.is_complex() else flat
     total = 0
@@ -238,14 +244,14 @@ def fingerprint(x: Tensor) -> int:
 
 
 def coded_problems(layout: Layout) -> Iterator[Problem]:
-    """Parts are joined again by columns, and rows of codes have no columns."""
+    """Report quantised tables: a checkpoint joins parts by columns, and rows of codes have no columns."""
     if any(b.bits for b in layout.banks):
         got, hint = f"{[b.name for b in layout.banks if b.bits]}", "fr.save(path, fr.gather_tables(tables, mesh))"
         yield Problem("`tree` has quantised tables on a mesh.", got, "the tables whole", hint, TypeError)
 
 
 def mesh_problems(mesh: Mesh | None, seen: Seen) -> Iterator[Problem]:
-    """All layouts lie on the mesh, and their banks have the rows of one rank, or of all."""
+    """Report layouts that do not lie on the mesh, and banks with the rows of neither one rank nor all ranks."""
     shapes = list(dict.fromkeys(layout.mesh_shape for layout, _ in seen.layouts))
     if mesh is not None and shapes and shapes != [mesh.axes]:
         yield Problem("`tree` lies on another mesh.", f"{mesh!r}", f"axes {[dict(s) for s in shapes]}", "its own mesh")
@@ -260,7 +266,7 @@ def mesh_problems(mesh: Mesh | None, seen: Seen) -> Iterator[Problem]:
 
 
 def equal_problems(where: Writers, seen: Seen, told: list) -> Iterator[Problem]:
-    """Whatever several ranks have is the same on all of them. told: each rank's description (`told_of`)."""
+    """Report values of several ranks that differ between these ranks. told: each rank's description (`told_of`)."""
     for layout, leaves in seen.layouts if where.is_emulated else ():
         yield from copy_problems(layout, leaves, Mesh.emulated(**where.sizes))
     first = told[0]
@@ -279,7 +285,7 @@ def equal_problems(where: Writers, seen: Seen, told: list) -> Iterator[Problem]:
             got, need = f"ranks {apart} differ from rank 0", "equal bits: what is not sharded is written once"
             yield Problem(f"`{name}` is not the same on all ranks.", got, need, "a tensor with a dimension for ranks")
     for i, (layout, _) in enumerate(seen.layouts):
-        sums: dict[int, list] = {}  # {place within one copy: checksums}
+        sums: dict[int, list] = {}  # {rank within a copy: checksums}
         for rank, other in enumerate(told if layout.replicas else ()):
             sums.setdefault(where.copy(rank, layout.replicas)[1], []).append(other["copies"][i])
         if any(x != own[0] for own in sums.values() for x in own):
@@ -288,7 +294,7 @@ def equal_problems(where: Writers, seen: Seen, told: list) -> Iterator[Problem]:
 
 
 def told_of(leaves: Mapping[str, Tensor | Cut], where: Writers, seen: Seen) -> dict[str, list]:
-    """Describe this rank's tree for the others, before any work."""
+    """Return a description of this rank's tree, which the other ranks get before any work."""
     kind = lambda x: (str(x.dtype).removeprefix("torch."), list(x.shape))
     alone = where.is_emulated
     mark = lambda x: None if alone or isinstance(x, Cut) else fingerprint(x)

@@ -1,4 +1,4 @@
-"""Checkpoints by step in one folder: finds the newest, and removes old ones.
+"""Checkpoints in one folder, named by step: finds the newest checkpoint, and removes old checkpoints.
 
 folder/step-0000001200: a file, or a folder of ranks
 """
@@ -19,9 +19,9 @@ from funcrec.files import SUFFIX, as_path, flush, open_file
 
 @typed
 def latest(folder: str | os.PathLike) -> Path | None:
-    """Return the newest whole checkpoint that `save(folder, tree, keep=n)` wrote; None if there is none.
+    """Return the path of the newest whole checkpoint that `save(folder, tree, keep=n)` wrote; None if there is none.
 
-    It is whole if the file, or all files of a folder, have all their bytes; `load` also checks their CRCs.
+    A checkpoint is whole if the file, or all files of a folder, have all bytes. `load` also checks their CRCs.
 
     Example:
       >>> import os, tempfile, funcrec as fr
@@ -42,7 +42,7 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def step_of(seen: Seen, step: int | None) -> int:
-    """The number that names a checkpoint."""
+    """Return the number that names a checkpoint."""
     if step is not None:
         return step
     if not seen.steps:
@@ -58,7 +58,7 @@ def steps_in(folder: Path) -> dict[int, Path]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether all bytes of a checkpoint are there."""
+    """Return whether all bytes of a checkpoint are there."""
     try:
         if is_folder(path):
             files = read_manifest("funcrec.latest", path).files
@@ -71,7 +71,10 @@ def is_whole(path: Path) -> bool:
 
 
 def remove_older(path: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints of a folder; `path` always stays and counts as one."""
+    """Remove old checkpoints of a folder, so that `keep` checkpoints stay.
+
+    `path` always stays, and counts as one of them.
+    """
     found = steps_in(path.parent)
     others = (found[n] for n in sorted(found, reverse=True) if found[n] != path)
     stays = list(itertools.islice(filter(is_whole, others), keep - 1))
@@ -88,7 +91,10 @@ def remove_all(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, but nothing else with such a name; the manifest goes first, so half of one is none."""
+    """Remove a checkpoint, but nothing else with such a name.
+
+    The manifest is removed first, so that half a checkpoint is not taken for a checkpoint.
+    """
     with contextlib.suppress(OSError):
         if not is_folder(path):
             with open_file("funcrec.save", path) as file:
@@ -100,7 +106,7 @@ def remove(path: Path) -> None:
         parts = [n for n in names if OURS.fullmatch(n) or n.endswith(SUFFIX)]
         if MANIFEST in names:
             os.unlink(path / MANIFEST)
-        elif parts != names:  # only parts: of a save that was killed; anything else is not ours
+        elif parts != names:  # a killed save leaves only parts; a folder with other files is not ours
             return
         for name in parts:
             os.unlink(path / name)

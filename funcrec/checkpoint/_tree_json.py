@@ -1,9 +1,9 @@
-"""Writes trees as JSON, which a checkpoint stores with its tensors, and reads the same trees back.
+"""Writes trees as JSON, which a checkpoint stores with the tensors, and reads the same trees back.
 
-    decode(encode(tree)) == tree, types and all; or encode names every leaf and key that would not come back
+    decode(encode(tree)) == tree with the same types, or encode names every leaf and key that would not come back
 
-A number, string, bool or None is itself; every other node is a list that begins with its kind. A tensor is encoded by
-its place in the order of tensors. No kind names code.
+A number, string, bool or None is itself. Every other node is a list that begins with the node's kind. The code of a
+tensor is its place in the order of tensors. No kind names a program.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ class CodeError(Exception):
 class Cut(NamedTuple):
     """A tensor of which this process has parts.
 
-    held: the tensors that they lie in. grid: its rows and columns, as it is cut.
+    held: the tensors in which the parts lie. grid: the numbers of rows and columns for the cut.
     parts: (where) -> (rank, first row, first column, [rows, ...]) of each part.
     """
 
@@ -60,9 +60,9 @@ class Cut(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """code: what JSON can write. leaves: {path: tensor, or Cut}, in order.
+    """An encoded tree. code: a value that JSON can write. leaves: {path: tensor, or Cut}, in order.
 
-    problems: why the tree cannot be saved; if there are some, do not use the code.
+    problems: the reasons why the tree cannot be saved. If there are problems, do not use the code.
     """
 
     code: Any
@@ -75,7 +75,7 @@ class Encoded(NamedTuple):
 
 
 def encode(tree: Any, name: str, see: Callable[[Any], Any] = lambda node: node) -> Encoded:
-    """Encode a tree that errors call `name`; `see` maps each node to the node to write."""
+    """Return the encoded tree. Errors call the tree `name`, and `see` maps each node to the node to write."""
     out = Encoded(None, {}, [])
     return out._replace(code=_encode(tree, name, (), out, see))
 
@@ -116,7 +116,7 @@ def _encode_class(node: Any, path: str, inside: Callable, problems: list[Problem
     parts = [inside(v, f".{n}") for n, v in zip(fields, children, strict=True)]
     before = len(problems)
     code = ["class", class_name(type(node)), list(fields), parts, inside(static, "")]
-    if problems[before:]:  # from its static fields
+    if problems[before:]:  # the static fields have problems
         hint = "numbers, strings and tuples as static fields"
         got = f"{name} with the static fields {show(static)}"
         problems[before:] = [Problem(f"`{path}` cannot be saved.", got, NEED, hint, TypeError)]
@@ -126,7 +126,7 @@ def _encode_class(node: Any, path: str, inside: Callable, problems: list[Problem
 def show(x: Any) -> str:
     try:
         return f"{x!r:.100}"
-    except Exception:  # from a user's class, or an integer with too many digits
+    except Exception:  # repr may fail: for a user's class, or an integer with too many digits
         return f"<{type(x).__name__}>"
 
 
@@ -163,7 +163,7 @@ def _key_hint(key: Any) -> str:
 
 
 def tensor_problems(x: Tensor, path: str) -> Iterator[Problem]:
-    """Report properties of a tensor that its bytes would not keep."""
+    """Report properties of a tensor that the stored bytes would not keep."""
     what, need = f"`{path}` cannot be saved.", "a dense torch.Tensor with memory of its own"
 
     def problem(got: str, hint: str) -> Problem:
@@ -190,7 +190,7 @@ def tensor_problems(x: Tensor, path: str) -> Iterator[Problem]:
 
 
 def transform_problems() -> Iterator[Problem]:
-    """Reading and making files must happen outside of transforms."""
+    """Report a call inside a transform, where files must not be read or made."""
     if is_in_transform():
         got, need = "a call inside vmap, grad or another transform of torch.func", "a call outside of them"
         yield Problem(
@@ -199,10 +199,10 @@ def transform_problems() -> Iterator[Problem]:
 
 
 def decode(code: Any, tensors: Iterator[Tensor], depth: int = 0) -> Any:
-    """Decode a tree whose tensors come in order.
+    """Return the decoded tree, whose tensors come in order.
 
     Raises:
-      CodeError: if the code is not that of a tree.
+      CodeError: if the code is not the code of a tree.
     """
     if depth > MAX_DEPTH + 1:
         raise CodeError(f"a tree that is more than {MAX_DEPTH} deep")
@@ -241,7 +241,7 @@ def _decode_dict(items: list, inside: Callable) -> dict:
     none: Iterator[Tensor] = iter(())
     try:
         found = {decode(k, none): inside(v) for k, v in items}
-    except TypeError as error:  # a key without a hash
+    except TypeError as error:  # the key has no hash
         raise CodeError(f"a dict's key: {error}") from None
     if len(found) < len(items):
         raise CodeError("a dict that has a key twice")
@@ -254,7 +254,7 @@ def _decode_class(name: str, fields: list, parts: list, static: Any) -> Any:
         raise CodeError(f"the class {name!r:.100}, which is not imported here")
     flatten, unflatten = found
     later = STATIC_DEFAULTS[name][len(static) :] if isinstance(static, tuple) else ()
-    if later and MISSING not in later:  # a field that the class got after the file was written
+    if later and MISSING not in later:  # the class got this field after the file was written
         static = (*static, *later)
     try:
         value = unflatten(parts, (tuple(fields), static))
