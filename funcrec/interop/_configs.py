@@ -1,4 +1,4 @@
-"""Converts configs of embeddings: TorchRec has one for a table and its features together, funcrec one for each.
+"""Converts configs of embeddings: TorchRec has one config for a table and its features, funcrec has a config for each.
 
 EmbeddingBagConfig(name, shape, data_type, init_fn, feature_names, pooling)
   = TableConfig(name, shape, dtype, initializer), FeatureConfig(feature, name, pooling) for each feature
@@ -15,7 +15,7 @@ from funcrec.core import Problem, check, describe, fail
 from funcrec.tables import FeatureConfig, Initializer, TableConfig, feature_list_problems, table_list_problems
 
 DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
-# Fields that change a table's values or rows and that nothing of ours represents, with the values that change nothing.
+# The fields that change values or rows of a table and have no counterpart here, with the values that change nothing.
 ELSEWHERE = {
     "num_embeddings_post_pruning": None, "need_pos": False, "input_dim": None, "total_num_buckets": None,
     "use_virtual_table": False, "virtual_table_eviction_policy": None, "enable_embedding_update": False,
@@ -26,7 +26,10 @@ ELSEWHERE = {
 def from_configs(
     call: str, configs: Sequence[Any], weighted: bool
 ) -> tuple[tuple[TableConfig, ...], tuple[FeatureConfig, ...]]:
-    """(tables, features) from the configs of one collection; features in the order of its answer."""
+    """Return (tables, features) from the configs of one collection.
+
+    Features have the order of the collection's answer.
+    """
     kinds = {type(c).__name__ for c in configs}
     if len(kinds) > 1:
         hint = "one call for each collection"
@@ -52,7 +55,10 @@ def from_configs(
 
 
 def to_configs(call: str, tables: Sequence[TableConfig], features: Sequence[FeatureConfig], weighted: bool) -> list:
-    """Make a config for each table: EmbeddingConfig if its features are sequences, else EmbeddingBagConfig."""
+    """Return a config for each table.
+
+    It is an EmbeddingConfig if the features are sequences, else an EmbeddingBagConfig.
+    """
     from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
     from torchrec.types import DataType
 
@@ -74,12 +80,18 @@ def to_configs(call: str, tables: Sequence[TableConfig], features: Sequence[Feat
 
 
 def columns_of(config: Any) -> list[str]:
-    """The columns that a table reads; without feature names it is the table's name, as in TorchRec's collections."""
+    """Return the columns that a table reads.
+
+    Without feature names it is the name of the table, as in TorchRec's collections.
+    """
     return list(config.feature_names) or [config.name]
 
 
 def answer_names(places: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """{(table, column): key of the answer}: `column@table` for a column that several tables read, else the column."""
+    """Return {(table, column): key of the answer}.
+
+    The key is `column@table` for a column that several tables read, else the column.
+    """
     columns = [column for _, column in places]
     return {(t, c): f"{c}@{t}" if columns.count(c) > 1 else c for t, c in places}
 
@@ -88,7 +100,7 @@ def answer_names(places: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str
 
 
 def initializer_of(call: str, config: Any) -> Initializer:
-    """Convert `init_fn` to an Initializer with the same distribution."""
+    """Return an Initializer with the distribution of `init_fn`."""
     fn, given = config.init_fn, {}
     if isinstance(fn, partial) and not fn.args:
         fn, given = fn.func, fn.keywords
@@ -113,7 +125,7 @@ def initializer_of(call: str, config: Any) -> Initializer:
 
 
 def init_of(initializer: Callable) -> dict[str, Any]:
-    """Return the config fields that draw the same distribution."""
+    """Return the fields of TorchRec's config that draw the distribution of the initializer."""
     own, scale = torch.nn.init, initializer.scale
     match initializer.kind:
         case "uniform":
@@ -130,7 +142,7 @@ def init_of(initializer: Callable) -> dict[str, Any]:
 
 
 def config_problems(config: Any) -> Iterator[Problem]:
-    """Report the fields of TorchRec's config that have no counterpart."""
+    """Report the fields of TorchRec's config that have no counterpart in funcrec."""
     path = f"config of table {config.name!r}"
     if config.data_type.value not in DTYPES:
         need, hint = f"one of {list(DTYPES)}", "data_type=DataType.FP32"
@@ -159,7 +171,7 @@ def table_problems(t: TableConfig) -> Iterator[Problem]:
 def feature_problems(
     tables: Sequence[TableConfig], features: Sequence[FeatureConfig], weighted: bool
 ) -> Iterator[Problem]:
-    """Report what a list of configs cannot express of these features."""
+    """Report properties of these features that a list of configs cannot express."""
     known = [t.name for t in tables]
     strange = {f.name: f.table for f in features if f.table not in known}
     if strange:
@@ -183,7 +195,7 @@ def feature_problems(
 
 
 def order_problems(known: Sequence[str], features: Sequence[FeatureConfig]) -> Iterator[Problem]:
-    """A collection's answer is ordered by table; each table has one pooling, and all features pool or none."""
+    """Report features in a wrong order, tables with two poolings or no feature, and sequences among pooled features."""
     got, need = [f.name for f in features], [f.name for t in known for f in features if f.table == t]
     if got != need:
         yield Problem("the features are in another order than TorchRec's answer.", f"{got}", f"{need}",
@@ -207,7 +219,7 @@ def order_problems(known: Sequence[str], features: Sequence[FeatureConfig]) -> I
 
 
 def pair_of(x: Any) -> tuple | None:
-    """(tables, features) if x is such a pair, else None."""
+    """Return x as (tables, features); None if x is not such a pair."""
     is_list = lambda own, kind: isinstance(own, Sequence) and all(isinstance(c, kind) for c in own)
     if isinstance(x, tuple | list) and not isinstance(x, Mapping) and len(x) == 2:
         tables, features = x

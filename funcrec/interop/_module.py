@@ -1,9 +1,9 @@
-"""Makes an nn.Module a pure function: it takes parameters and buffers, and returns the answer and the new buffers.
+"""Makes an nn.Module a pure function, which takes parameters and buffers, and returns the answer and new buffers.
 
     y, buffers' = apply(params, buffers, *args)
 
-The module's structure is copied without its numbers, once as in train() and once as in eval(). A call runs
-`torch.func.functional_call` on a copy, so it neither reads the module nor writes to it.
+`module` copies the module's structure without its numbers, once as in train() and once as in eval(). A call runs
+`torch.func.functional_call` on a copy, so the call neither reads the module nor writes to it.
 """
 
 import collections
@@ -24,37 +24,38 @@ from funcrec.jagged import is_concrete
 from funcrec.nn import dropout
 
 CALL = "funcrec.interop.module"
-# The key of the running call, and a counter of its draws.
+# the key of the running call, and a counter of the call's draws
 DRAWS: ContextVar[tuple[Tensor, Iterator[int]]] = ContextVar("draws")
-ABSENT: tuple = (object(), [])  # stands for an attribute that does not exist
+ABSENT: tuple = (object(), [])  # this stands for a missing attribute
 COLLECTIONS = (dict, list, set, collections.deque)
-OF_TORCH = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}  # the last two: an LSTM's parameters again
+OF_TORCH = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}  # the last two hold an LSTM's parameters
 
 
 def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], Callable]:
     """Return an nn.Module as (params, buffers, apply), for a loss of funcrec.
 
     Args:
-      nn_module: any module whose state is its parameters and buffers. The call does not change it, and does not see
-        later changes of it.
+      nn_module: any module whose state consists of parameters and buffers. The call does not change the module, and
+        does not see later changes of the module.
 
     Returns:
-      `params` {name: f[...]}, copies of the parameters that require grad, a tied one once; `buffers` {name: f[...]},
-      copies of the others: running statistics, frozen parameters, and integers (counters, masks) as f64, because
-      `Params.dense` is a tree of floats; and `apply(params, buffers, *args, train=False, key=None, **kwargs) ->
-      (answer, buffers)`, which passes args and kwargs to the module. With train=True it runs the module in train()
-      (parts that were set to eval() stay so): batch norm takes its statistics from the batch and the new running ones
-      come back, nn.Dropout draws from `key`. Buffers are constants to derivatives.
+      (params, buffers, apply). `params` {name: f[...]} are copies of the parameters that require grad; a tied parameter
+      occurs once. `buffers` {name: f[...]} are copies of all other tensors: running statistics, frozen parameters, and
+      integers (counters, masks) as f64, because `Params.dense` is a tree of floats. The function `apply(params,
+      buffers, *args, train=False, key=None, **kwargs) -> (answer, buffers)` passes args and kwargs to the module. With
+      train=True it runs the module in train() (parts that were set to eval() stay so): batch norm takes its statistics
+      from the batch, `apply` returns the new running statistics, and nn.Dropout draws from `key`. Buffers are constants
+      to derivatives.
 
     Raises:
-      TypeError: if `nn_module` is no module, has lazy or complex parameters, or renormalises its rows in place. From
-        apply, for params or buffers of another module, for a draw without a key or from torch's generator, and if the
-        module writes to a parameter or an attribute (a number, a tensor that is no buffer, a list or dict).
-      ValueError: if integers in buffers are beyond ±2⁵³: f64 cannot hold them.
+      TypeError: if `nn_module` is not a module, has lazy or complex parameters, or renormalises its rows in place. From
+        `apply`, for params or buffers of another module, for a draw without a key or from torch's generator, and if the
+        module writes to a parameter or an attribute (a number, a tensor that is not a buffer, a list or dict).
+      ValueError: if integers in buffers exceed ±2⁵³, which f64 cannot hold.
 
-    Law: apply returns the bits of the module's answer, and the buffers that a call of the module leaves.
+    Law: `apply` returns the bits of the module's answer, and the buffers that a call of the module leaves.
 
-    Example: batch norm and tables; `merge` keeps the buffers that the loss returns.
+    Example: a loss with batch norm and tables. `merge` keeps the buffers that the loss returns.
       >>> import torch, funcrec as fr
       >>> tables, clicked = (fr.TableConfig("item", 10, 4),), fr.FeatureConfig("clicked", table="item")
       >>> net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
@@ -83,7 +84,7 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
     if not nn_module.training:
         forms[True].train()
     draw_from_keys(forms[True])
-    lock = threading.RLock()  # a call puts its tensors into the form while it runs
+    lock = threading.RLock()  # a running call puts its tensors into the form
 
     def apply(params, buffers, *args: Any, train: bool = False, key: Tensor | None = None, **kwargs: Any):
         for name, given, own in (("params", params, shapes[0]), ("buffers", buffers, shapes[1])):
@@ -94,7 +95,8 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
             check(f"{CALL}'s apply", draw_problems(forms[True]))
         if key is not None:
             random.check_key(f"{CALL}'s apply", key)
-        # copies, because the module writes to its buffers; if it makes new ones, functional_call puts them into `state`
+        # Copies, because the module writes to its buffers. If it makes new buffers, functional_call puts them into
+        # `state`.
         own = {n: b.detach().clone().to(dtypes[n]) for n, b in buffers.items()}
         state = {**params, **own}
         before = state_of_generator(), versions(params.values())
@@ -116,7 +118,7 @@ def as_float(x: Tensor) -> Tensor:
 
 
 def hollow(nn_module: nn.Module) -> nn.Module:
-    """Copy the module with parameters and buffers on the meta device, tied as in the module.
+    """Return a copy of the module with parameters and buffers on the meta device, tied as in the module.
 
     So a tensor that a call does not replace cannot be read.
     """
@@ -134,7 +136,7 @@ def draw_from_keys(nn_module: nn.Module) -> None:
 
 
 def keyed_dropout(part: nn.Dropout) -> Callable[[Tensor], Tensor]:
-    """Return a forward for the dropout: the i-th draw of a run uses fold_in(key, i)."""
+    """Return a forward function for the dropout. The i-th draw of a run uses fold_in(key, i)."""
 
     def forward(x: Tensor) -> Tensor:
         if not part.training or part.p == 0:
@@ -146,7 +148,10 @@ def keyed_dropout(part: nn.Dropout) -> Callable[[Tensor], Tensor]:
 
 
 def state_of_generator() -> Tensor | None:
-    """torch's generator state; None while a call is staged: `jit` refuses draws itself, and a transform has none."""
+    """Return the state of torch's generator; None while a call is staged.
+
+    `jit` itself raises for draws, and a transform has no generator.
+    """
     state = None if torch.compiler.is_dynamo_compiling() else torch.default_generator.get_state()
     return state if state is not None and is_concrete(state) else None
 
@@ -157,9 +162,9 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 @contextlib.contextmanager
 def kept_attributes(nn_module: nn.Module) -> Iterator[list[str]]:
-    """Yield the names of attributes (tensors, numbers, collections) that change inside the block.
+    """Yield a list of names, which gets the attributes (tensors, numbers, collections) that change inside the block.
 
-    On exit, undo new bindings and changes of collections, so that the next call finds the same attributes.
+    On exit it undoes new bindings and changes of collections, so that the next call finds the same attributes.
     """
     before, changed = attributes(nn_module), []
     kept = {at: copy.copy(x) for at, (x, _) in before.items() if isinstance(x, COLLECTIONS)}
@@ -177,7 +182,7 @@ def kept_attributes(nn_module: nn.Module) -> Iterator[list[str]]:
 
 
 def attributes(nn_module: nn.Module) -> dict[tuple[str, str], tuple[Any, list[int]]]:
-    """{(part, name): (value, its version or contents)} for tensors, numbers and collections.
+    """Return {(part, name): (value, its version or contents)} for tensors, numbers and collections.
 
     It leaves out parameters, buffers and torch's own attributes.
     """

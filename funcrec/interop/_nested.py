@@ -1,4 +1,4 @@
-"""Converts torch's nested tensors of layout jagged, which have the same values and offsets."""
+"""Converts torch's nested tensors of layout jagged, which have the same values and offsets as a JaggedTensor."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,15 @@ from funcrec.jagged import JaggedTensor
 
 
 def from_nested(x: Tensor) -> JaggedTensor:
-    """Return the bags of a nested tensor [B, ragged, ...] of layout `torch.jagged`. Values and offsets are shared.
+    """Return the bags of a nested tensor [B, ragged, ...] of layout `torch.jagged`.
+
+    Both share values and offsets.
 
     Raises:
-      TypeError: if the layout is another one.
-      ValueError: if the ragged dimension is not the second, or has holes.
+      TypeError: if the layout is not `torch.jagged`.
+      ValueError: if the ragged dimension is not the second one, or has holes.
 
-    Law: `from_nested(to_nested(x))` is x without its padding.
+    Law: `from_nested(to_nested(x))` is x without padding.
 
     Example:
       >>> import torch, funcrec as fr
@@ -30,13 +32,16 @@ def from_nested(x: Tensor) -> JaggedTensor:
 
 @typed
 def to_nested(x: JaggedTensor) -> Tensor:
-    """Return bags as a nested tensor [B, ragged, ...] of layout `torch.jagged`. Values and offsets are shared.
+    """Return bags as a nested tensor [B, ragged, ...] of layout `torch.jagged`.
 
-    A view cuts the padding off; this reads offsets[-1] on the host.
+    Both share values and offsets.
+
+    A view cuts the padding off, for which the function reads offsets[-1] on the host.
 
     Raises:
-      ValueError: if the bags have weights: a nested tensor has no place for them.
-      TypeError: under a transform of torch.func: torch's nested tensors have no rules for them (`backward()` works).
+      ValueError: if the bags have weights, because a nested tensor has no place for weights.
+      TypeError: if it is called under a transform of torch.func, because nested tensors have no rules for transforms
+        (`backward()` works).
 
     Example:
       >>> import torch, funcrec as fr

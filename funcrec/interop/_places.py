@@ -1,9 +1,10 @@
-"""Matches the names of a TorchRec state dict to our tensors.
+"""Matches the names of a TorchRec state dict to tensors of funcrec.
 
     embedding_bags.item.weight = tables["item"]        over_arch.model.1.bias = dense["out"]["bias"]
 
-A table is found by its name. A dense tensor is found by the longest tail of its path that ends exactly one name.
-TorchRec's own models have other paths than ours; RENAMES maps them. Shapes: F features, D dim.
+The name of a table finds the table. The longest tail of a dense tensor's path that ends exactly one name finds the
+tensor. TorchRec's own models have other paths than the models of funcrec, and RENAMES maps these paths. Shapes: F
+features, D dim.
 """
 
 import math
@@ -17,8 +18,8 @@ from torch import Tensor
 from funcrec.core import Problem, paths
 
 TABLE = re.compile(r"(?:^|\.)embedding(?:_bag)?s\.([^.]+)\.weight$")
-# From paths of torchrec.models' DLRM, DLRM_DCN and SimpleDeepFMNN to those of fr.models' dlrm, dlrm_dcnv2,
-# simple_deepfm.
+# From paths of torchrec.models (DLRM, DLRM_DCN and SimpleDeepFMNN) to paths of fr.models (dlrm, dlrm_dcnv2 and
+# simple_deepfm).
 RENAMES = (
     (r"dense_arch\.model\._mlp\.(\d+)\._linear\.", r"bottom.linear.\1."),
     (r"over_arch\.model\.0\._mlp\.(\d+)\._linear\.", r"{top}.linear.\1."),
@@ -31,12 +32,12 @@ RENAMES = (
     (r"inter_arch\.deep_fm\.dense_module\.0\.", "deep.linear.0."),
     (r"over_arch\.model\.0\.(?=weight|bias)", "out."),
 )
-OF_TOP = "over_arch.model.0._mlp."  # the top's layers; in a DLRM the first reads the products of all pairs
-OF_CROSS = "inter_arch.crossnet."  # the cross network of a DLRM_DCN, where our top contains the last layer
+OF_TOP = "over_arch.model.0._mlp."  # layers of the top; in a DLRM the first layer reads the products of all pairs
+OF_CROSS = "inter_arch.crossnet."  # the cross network of a DLRM_DCN, whose last layer is in the top here
 
 
 class Place(NamedTuple):
-    """A tensor of TorchRec's and its place here: a table by its name, a dense leaf by its number."""
+    """A tensor of TorchRec and its place in funcrec: the name of a table, or the number of a dense leaf."""
 
     name: str
     path: str
@@ -48,7 +49,10 @@ class Place(NamedTuple):
 def find_places(
     names: Sequence[str], tables: Mapping[str, Tensor], dense: Any, *, all_of_dense: bool = True
 ) -> tuple[list[Place], list[Problem]]:
-    """(the place of every name, problems): names without a place, and places without a name, are problems."""
+    """Return (the place of every name, problems).
+
+    The problems are names without a place, and places without a name.
+    """
     found: list[Place] = []
     problems: list[Problem] = []
     for table, x in tables.items():
@@ -88,19 +92,22 @@ def find_places(
 
 
 def table_of(name: str, tables: Mapping[str, Tensor]) -> str | None:
-    """The table whose rows the name holds: inside a collection, or `table.weight` as in a fused optimizer."""
+    """Return the table whose rows the name holds; None if there is no such table.
+
+    The name is a path in a collection, or `table.weight` as in a fused optimizer.
+    """
     match = TABLE.search(name)
     table = match[1] if match else name.removesuffix(".weight")
     return table if table in tables else None
 
 
 def dotted(path: str) -> str:
-    """Write a path as a module does: `['over']['0.weight']` -> `over.0.weight`."""
+    """Return a path in the form of a module: `over.0.weight` for `['over']['0.weight']`."""
     return ".".join("".join(part) for part in re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.?(\w+)", path))
 
 
 def by_tail(path: str, called: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """The names that end like `path`, in as many parts as any name shares."""
+    """Return the names that share the longest tail with `path`."""
     parts = path.split(".")
     for first in range(len(parts)):
         tail = "." + ".".join(parts[first:])
@@ -111,7 +118,7 @@ def by_tail(path: str, called: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def aliases(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """{name: (the name, our models' name for it)}."""
+    """Return {name: (the name, the name in funcrec's models)}."""
     own = {"top": "mlp", "out": "out"}
     if any(OF_CROSS in n for n in names):
         own = {"top": "top", "out": f"top.linear.{sum(OF_TOP in n and n.endswith('.weight') for n in names)}"}
@@ -129,16 +136,16 @@ def aliases(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def interaction_columns(width: int, dim: int) -> Tensor | None:
-    """The columns of TorchRec's first top layer in the order of ours; None if the width does not fit.
+    """Return the columns of TorchRec's first top layer in the order of funcrec; None if the width does not fit.
 
-    Both begin with the dense vector. The products (i, j) of pairs follow: row by row of the lower triangle here, of the
-    upper triangle there.
+    Both orders begin with the dense vector. The products (i, j) of pairs follow: row by row of the lower triangle here,
+    and of the upper triangle in TorchRec.
     """
     count = (1 + math.isqrt(max(0, 1 + 8 * (width - dim)))) // 2
     if width < dim or dim + count * (count - 1) // 2 != width:
         return None
     rows, columns = torch.tril_indices(count, count, -1)
-    upper = columns * (2 * count - columns - 1) // 2 + rows - columns - 1  # index of (j, i) there, j < i
+    upper = columns * (2 * count - columns - 1) // 2 + rows - columns - 1  # index of (j, i) in TorchRec, j < i
     return torch.cat([torch.arange(dim), upper + dim])
 
 

@@ -1,10 +1,10 @@
-"""Converts rows of codes of FBGEMM and TorchRec; ours differ in the place of scale and bias, and in the padding.
+"""Converts rows of codes of FBGEMM and TorchRec, where scale, bias and padding have other places than here.
 
     "tbe"    [scale f16][bias f16][codes][padding]    IntNBitTableBatchedEmbeddingBagsCodegen, and so TorchRec
     "nbit"   [codes][scale f16][bias f16]             FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf
     "8bit"   [codes][scale f32][bias f32]             FloatToFused8BitRowwiseQuantized
 
-Shapes: R rows, D dim, W bytes of one of their rows.
+Shapes: R rows, D dim, W bytes of a row of FBGEMM, S bytes of a row of funcrec.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from funcrec.tables import FeatureConfig
 Layout = Literal["tbe", "nbit", "8bit"]
 FLOATS = {16: torch.float16, 32: torch.float32}
 BITS = {"INT8": 8, "INT4": 4, "INT2": 2, "FP16": 16, "FP32": 32}  # by TorchRec's dtype names
-ALIGNMENTS = (1, 2, 4, 8, 16, 32, 64, 128)  # of TorchRec's rows; 16 by default
+ALIGNMENTS = (1, 2, 4, 8, 16, 32, 64, 128)  # bytes for TorchRec's rows; the default is 16
 QPARAMS = ("_qscale", "_qbias")  # suffixes of a weight's name in TorchRec's split state dicts
 
 
@@ -32,7 +32,7 @@ QPARAMS = ("_qscale", "_qbias")  # suffixes of a weight's name in TorchRec's spl
 def from_fbgemm(
     rows: Mapping[str, Tensor], forms: Sequence[tuple[str, int, int]], *, layout: Layout = "tbe"
 ) -> QuantizedTables:
-    """Return FBGEMM's quantised rows as QuantizedTables. Rows are copied.
+    """Return FBGEMM's quantised rows as QuantizedTables. It copies rows.
 
     | layout | a row | of |
     | --- | --- | --- |
@@ -42,11 +42,11 @@ def from_fbgemm(
 
     Args:
       rows: {table: u8[R, W]}.
-      forms: (table, bits, dim) of each, in order, as in `QuantizedTables.forms`: 8, 4 or 2 bits; for "tbe" also 16
-        and 32, rows of f16 and f32. The bytes do not show it.
+      forms: (table, bits, dim) of each table, in order, as in `QuantizedTables.forms`: 8, 4 or 2 bits; for "tbe" also
+        16 and 32, for rows of f16 and f32. The bytes do not show the form.
 
     Raises:
-      ValueError: if a scale or a bias of "8bit" is beyond 65504, which f16 cannot hold.
+      ValueError: if a scale or a bias of "8bit" exceeds 65504, which f16 cannot hold.
 
     Law: "tbe" and "nbit" keep every bit. For "8bit", scale and bias are rounded to f16, which moves a number of the row
       by at most 2⁻¹¹ (|bias| + 255 · scale) + 2⁻¹⁷.
@@ -65,21 +65,21 @@ def from_fbgemm(
 
 @typed
 def to_fbgemm(q: QuantizedTables, *, layout: Layout = "tbe", row_alignment: int = 1) -> dict[str, Tensor]:
-    """Return quantised tables as FBGEMM's rows: the inverse of `from_fbgemm`.
+    """Return quantised tables as rows of FBGEMM. It is the inverse of `from_fbgemm`.
 
     Args:
-      row_alignment: for "tbe", pad rows with zeros to whole multiples of so many bytes, like FBGEMM's `row_alignment`,
-        which is 1 on a CPU and 16 on a GPU by default.
+      row_alignment: for "tbe", the number of bytes to whose multiples zeros pad the rows, like FBGEMM's
+        `row_alignment`, which by default is 1 on a CPU and 16 on a GPU.
 
     Returns:
       {table: u8[R, W]}, new tensors.
 
     Raises:
-      ValueError: if a dim's codes do not fill whole bytes, for codes of 4 or 2 bits as "8bit", and for floats other
-        than as "tbe".
-      TypeError: for bfloat16, which FBGEMM does not read.
+      ValueError: if the codes of a row do not fill whole bytes, if codes of 4 or 2 bits have the layout "8bit", or if
+        floats have another layout than "tbe".
+      TypeError: if rows are bfloat16, which FBGEMM does not read.
 
-    Law: `from_fbgemm(to_fbgemm(q, layout=layout), q.forms, layout=layout)` is q, bit for bit.
+    Law: `from_fbgemm(to_fbgemm(q, layout=layout), q.forms, layout=layout)` equals q, bit for bit.
 
     Example:
       >>> import torch, funcrec as fr
@@ -97,12 +97,12 @@ def to_fbgemm(q: QuantizedTables, *, layout: Layout = "tbe", row_alignment: int 
 
 
 def bytes_of(bits: int, dim: int) -> int:
-    """The bytes of a row without padding."""
+    """Return the number of bytes of a row without padding."""
     return row_bytes(bits, dim) if bits in CODE_BITS else dim * FLOATS[bits].itemsize
 
 
 def our_rows(call: str, name: str, x: Tensor, bits: int, dim: int, layout: str) -> Tensor:
-    """u8[R, S], or f[R, D]: rows in our form."""
+    """Return rows in the form of funcrec, u8[R, S] or f[R, D]."""
     size = bytes_of(bits, dim)
     if layout == "tbe":
         own = x[:, :size].clone(memory_format=torch.contiguous_format)
@@ -120,7 +120,7 @@ def our_rows(call: str, name: str, x: Tensor, bits: int, dim: int, layout: str) 
 
 
 def their_rows(x: Tensor, bits: int, layout: str, row_alignment: int) -> Tensor:
-    """u8[R, W]: rows in the form of the layout."""
+    """Return rows in the form of the layout, u8[R, W]."""
     x = x.contiguous() if bits in CODE_BITS else x.contiguous().view(torch.uint8)
     if layout == "tbe":
         return padded(x, row_alignment)
@@ -138,7 +138,7 @@ def padded(x: Tensor, alignment: int) -> Tensor:
 
 
 def is_quantised(module: Any) -> bool:
-    """Whether one of TorchRec's collections holds rows of bytes."""
+    """Return whether one of TorchRec's collections holds rows of bytes."""
     held = module.state_dict() if hasattr(module, "state_dict") else {}
     return any(n.endswith(".weight") and getattr(x, "dtype", None) == torch.uint8 for n, x in held.items())
 
@@ -146,9 +146,9 @@ def is_quantised(module: Any) -> bool:
 def from_quantised(
     call: str, module: Any, configs: Sequence[Any], weighted: bool
 ) -> tuple[QuantizedTables, tuple[FeatureConfig, ...]]:
-    """(tables, features) of a quantised collection; the tables' initializers are not kept."""
+    """Return (tables, features) of a quantised collection, without the initializers of the tables."""
     check(call, *(data_type_problems(c) for c in configs))
-    pooled = [getattr(c, "pooling", None) for c in configs]  # its answer groups tables by pooling
+    pooled = [getattr(c, "pooling", None) for c in configs]  # the collection's answer groups tables by pooling
     configs = [c for kind in dict.fromkeys(pooled) for c, own in zip(configs, pooled, strict=True) if own == kind]
     float_configs = [with_fields(c, data_type=type(c.data_type).FP32, init_fn=None) for c in configs]
     _, features = from_configs(call, float_configs, weighted)
@@ -157,7 +157,7 @@ def from_quantised(
 
 
 def load_quantised(call: str, q: QuantizedTables, state_dict: Mapping[str, Any]) -> QuantizedTables:
-    """`q` with the rows of a quantised module's state dict."""
+    """Return `q` with the rows of a quantised module's state dict."""
     new = loaded_rows(call, q.forms, state_dict)
     other = {n: (t.shape[0], new[n].shape[0]) for n, t in q.items() if t.shape[0] != new[n].shape[0]}
     for n, (ours, theirs) in other.items():
@@ -166,7 +166,10 @@ def load_quantised(call: str, q: QuantizedTables, state_dict: Mapping[str, Any])
 
 
 def quantised_like(call: str, q: QuantizedTables, like_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The rows of `q` in the form of a quantised module's state dict: padded, or split, as its rows are."""
+    """Return the rows of `q` in the form of a quantised module's state dict.
+
+    They are padded or split like the rows of that dict.
+    """
     names, made = placed_names(call, q.forms, like_dict), dict(like_dict)
     for n, bits, _ in q.forms:
         name = names[n]
@@ -185,7 +188,7 @@ def quantised_like(call: str, q: QuantizedTables, like_dict: Mapping[str, Any]) 
 
 
 def placed_names(call: str, forms: Sequence[tuple[str, int, int]], held: Mapping[str, Any]) -> dict[str, str]:
-    """{table: its name in a state dict}; ignores a TBE's own buffers."""
+    """Return {table: its name in a state dict}. It ignores buffers of a TBE."""
     tables = {n: None for n, _, _ in forms}
     names = {table_of(n, tables): n for n in held if table_of(n, tables) is not None}
     known = {n + part for n in names.values() for part in ("", *QPARAMS)}
@@ -195,14 +198,14 @@ def placed_names(call: str, forms: Sequence[tuple[str, int, int]], held: Mapping
 
 
 def loaded_rows(call: str, forms: Sequence[tuple[str, int, int]], held: Mapping[str, Any]) -> QuantizedTables:
-    """Read the tables of a state dict, whose rows are whole or have scales and biases apart."""
+    """Return the tables of a state dict, whose rows are whole, or split into codes, scales and biases."""
     names = placed_names(call, forms, held)
     whole = {n: joined_rows(names[n], held, bits) for n, bits, _ in forms}
     return QuantizedTables({n: our_rows(call, n, whole[n], b, d, "tbe") for n, b, d in forms}, tuple(forms))
 
 
 def joined_rows(name: str, held: Mapping[str, Any], bits: int) -> Tensor:
-    """u8[R, W]: rows as the TBE stores them."""
+    """Return rows in the form of the TBE, u8[R, W]."""
     x = held[name].detach().view(torch.uint8)  # the bytes of a UInt4Tensor or UInt2Tensor
     if bits not in CODE_BITS or name + QPARAMS[0] not in held:
         return x
@@ -214,7 +217,7 @@ def joined_rows(name: str, held: Mapping[str, Any], bits: int) -> Tensor:
 
 
 def layout_problems(forms: Sequence[tuple[str, int, int]], layout: str) -> Iterator[Problem]:
-    """The bits and dims must fit the layout."""
+    """Report bits and dims that do not fit the layout."""
     need = {"tbe": (*CODE_BITS, *FLOATS), "nbit": CODE_BITS, "8bit": (8,)}[layout]
     for name, bits, dim in forms:
         if bits not in need:
@@ -234,7 +237,7 @@ def row_problems(rows: Mapping[str, Tensor], forms: Sequence[tuple[str, int, int
     for name, bits, dim in forms:
         x = rows[name]
         if bits not in (*CODE_BITS, *FLOATS) or dim < 1:
-            continue  # reported by `layout_problems`
+            continue  # `layout_problems` reports these
         size = bytes_of(bits, dim)
         wide = {"tbe": (), "nbit": (size,), "8bit": (dim + 8, dim + 8 + -dim % 4)}[layout]
         fits = x.dim() == 2 and (x.shape[1] in wide if wide else x.shape[1] >= size)
@@ -283,7 +286,10 @@ def place_problems(
 
 
 def weight_problems(name: str, held: Mapping[str, Any], bits: int, dim: int) -> Iterator[Problem]:
-    """Rows are bytes, as many as the form says; the class of TorchRec's tensor shows whether codes have 4 or 2 bits."""
+    """Report rows that are not bytes, or not as many bytes as the form says, and codes of another number of bits.
+
+    The class of TorchRec's tensor shows whether codes have 4 or 2 bits.
+    """
     x, rests = held[name], [held.get(name + part) for part in QPARAMS]
     if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() != 2 or is_wrapped(x):
         hint = "fr.quantize(load_torchrec_state_dict(params, ...).tables), for tables of floats"

@@ -1,8 +1,8 @@
-"""Handles tensors cut over ranks: a ShardedTensor, a DTensor of TorchRec's LocalShardsWrapper, any DTensor.
+"""Handles tensors cut over ranks: a ShardedTensor, a DTensor of TorchRec's LocalShardsWrapper, or any DTensor.
 
-    whole(x) = the parts of all ranks in their places          like(x, whole) = x with its parts cut from a whole
+    whole(x) = the parts of all ranks in their places          like(x, whole) = x with parts cut from `whole`
 
-Each part travels once, from the rank that has it to the others.
+Each part travels once, from the rank that has it to all other ranks.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from funcrec.mesh import Ranks, say
 
 
 class Parts(NamedTuple):
-    """This rank's parts of a tensor of `shape`, each with its first index, and the group that holds the others."""
+    """This rank's parts of a tensor of `shape`, each with its first index. `group` holds the parts of all ranks."""
 
     shape: torch.Size
     own: list[tuple[tuple[int, ...], Tensor]]
@@ -33,7 +33,7 @@ class Elsewhere(NamedTuple):
 
 
 def parts_of(x: Any) -> Parts | None:
-    """This rank's parts; None for a tensor that is whole, or a DTensor that torch itself can gather."""
+    """Return the parts of this rank; None for a tensor that is whole, or for a DTensor that torch itself can gather."""
     if isinstance(x, Elsewhere):
         return Parts(x.shape, [], x.group)
     if hasattr(x, "local_shards") and hasattr(x, "metadata"):
@@ -53,7 +53,7 @@ def shape_of(x: Any) -> torch.Size:
 
 
 def whole(call: str, name: str, x: Any) -> Tensor:
-    """Return a copy of all of x, on every rank; if x has parts on other ranks, all of them must call."""
+    """Return on every rank a copy of the whole of x. If x has parts on other ranks, all ranks must call."""
     parts = parts_of(x)
     if parts is None:
         x = x.full_tensor() if hasattr(x, "full_tensor") else x
@@ -77,7 +77,7 @@ def whole(call: str, name: str, x: Any) -> Tensor:
 
 
 def like(x: Any, new: Tensor) -> Any:
-    """Return `new`, a whole tensor, in the form of x: its dtype and device, cut as x is."""
+    """Return the whole tensor `new` in the form of x: with the dtype and device of x, and cut like x."""
     parts = parts_of(x)
     if parts is None and not hasattr(x, "full_tensor"):
         return new.to(x.device, x.dtype, copy=True).reshape(x.shape)
@@ -101,7 +101,10 @@ def like(x: Any, new: Tensor) -> Any:
 
 
 def joined(theirs: dict[str, dict[str, Any]], group: Any) -> dict[str, dict[str, Any]]:
-    """Join an optimizer's state over the ranks of a group, where each rank names only tables that it has a part of."""
+    """Return an optimizer's state with the names of all ranks of a group.
+
+    Each rank names only tables of which it has a part.
+    """
     form = lambda x: (shape_of(x), x.dtype, first_device(x)) if hasattr(x, "dtype") else x
     of_all = say({n: {k: form(x) for k, x in own.items()} for n, own in theirs.items()}, Ranks.of_group(group))
     every = {n: own for rank in of_all for n, own in rank.items()}

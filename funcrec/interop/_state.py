@@ -1,7 +1,7 @@
 """Loads TorchRec's state dicts into Params and TrainState, and writes them back.
 
-    state = load_torchrec_state_dict(state, module.state_dict())
-    module.load_state_dict(to_torchrec_state_dict(state, module.state_dict()))
+    state = load_torchrec_state_dict(state, module.state_dict()) module.load_state_dict(to_torchrec_state_dict(state,
+    module.state_dict()))
 
 An optimizer's state dict works the same way: {parameter: {state: tensor}} under "state".
 """
@@ -36,8 +36,8 @@ from funcrec.kinds import QuantizedTables
 from funcrec.tables import FeatureConfig, Params, feature_list_problems
 from funcrec.train import TrainState
 
-# Our slots' names, and FBGEMM's and torch.optim's names for them. FBGEMM calls its first state momentum1, whatever it
-# is.
+# The names of funcrec's slots, and the names in FBGEMM and torch.optim. FBGEMM calls the first state momentum1,
+# whatever it is.
 FIRST = ("momentum1", "momentum_1")
 SLOTS = {
     "sum": ("sum", *FIRST),
@@ -47,7 +47,7 @@ SLOTS = {
     "counter": ("row_counter",),
     "last": ("prev_iter",),
 }
-COUNTS = ("step", "iter")  # counters of steps taken; ours is TrainState.step
+COUNTS = ("step", "iter")  # counters of steps, in place of TrainState.step
 
 
 @typed
@@ -59,39 +59,40 @@ def load_torchrec_state_dict(
     step: Size | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Params | TrainState | QuantizedTables:
-    """Return `state` with the numbers of a TorchRec state dict: a module's, or an optimizer's.
+    """Return `state` with the numbers of a TorchRec state dict, which a module or an optimizer made.
 
     Args:
-      state: Params, or a TrainState whose tables are whole. Its structure says what to load, its dtypes how to store
-        it. Tables are found by their names. Dense tensors of `torchrec.models.dlrm.DLRM` go to
-        `fr.models.dlrm(..., keep="dense")`, with the products of pairs in our order; those of its DLRM_DCN to
-        `fr.models.dlrm_dcnv2`; those of `torchrec.models.deepfm.SimpleDeepFMNN` to `fr.models.simple_deepfm`. Others
-        are found by the longest tail of a leaf's path that ends exactly one name, as for
+      state: Params, or a TrainState whose tables are whole. Its structure says which numbers to load, and its dtypes
+        how to store them. Names of tables find the tables. Dense tensors of `torchrec.models.dlrm.DLRM` go to
+        `fr.models.dlrm(..., keep="dense")`, with the products of pairs in funcrec's order. Those of DLRM_DCN go to
+        `fr.models.dlrm_dcnv2`, and those of `torchrec.models.deepfm.SimpleDeepFMNN` to `fr.models.simple_deepfm`. Other
+        dense tensors go to the leaf whose path has the longest tail that ends exactly one name, as for
         `{"over": fr.interop.module(over)[0]}`.
-        Or QuantizedTables, for a quantised collection's rows, in the forms that `from_torchrec(module)` gives: bytes do
-        not tell int8 from float16.
+        Or QuantizedTables, for the rows of a quantised collection, in the forms that `from_torchrec(module)` gives:
+        bytes do not tell int8 from float16.
       state_dict: `module.state_dict()` of an EmbeddingBagCollection, an EmbeddingCollection, or a model with one,
-        sharded (ShardedTensor or DTensor: every rank must call, and each gets whole tables) or not. For a TrainState's
-        slots and
-        dense optimizer: `module.fused_optimizer().state_dict()`, and that of a KeyedOptimizer. Numbers are copied,
-        hyper-parameters are not: the rule of the state must be the optimizer's, because the names do not tell one first
-        moment from another.
-      features: the features of the model that `state` belongs to. **Give them whenever it has dense weights**: these
-        read the features' vectors in the order of TorchRec's tables. Neither side's numbers show that order, so a model
-        of ours with another order computes something else without an error. Given features must have the order of the
-        tables in a module's state dict, as `from_torchrec` gives them. Without them the tables of `state` must, unless
-        the module is sharded.
-      step: the steps taken, for `TrainState.step`; FBGEMM's state dicts do not contain it, torch.optim's do.
-      group: the ranks, if each has only the state of its own tables, as with DistributedModelParallel's fused optimizer
-        (`torch.distributed.group.WORLD`); None if every rank has all names.
+        sharded (ShardedTensor or DTensor: every rank must call, and each rank gets whole tables) or not. For a
+        TrainState's slots and
+        dense optimizer: `module.fused_optimizer().state_dict()`, and the state dict of a KeyedOptimizer. The function
+        copies numbers, and not hyper-parameters: the state must have the rule of the optimizer, because the names do
+        not tell one first moment from another.
+      features: the features of the model of `state`. **Give them whenever the model has dense weights**: these
+        read the features' vectors in the order of TorchRec's tables. The numbers of neither library show that order, so
+        a model of funcrec with another order computes something else without an error. Given features must have the
+        order of the tables in a module's state dict, as `from_torchrec` gives them. Without features the tables of
+        `state` must have it, unless the module is sharded.
+      step: the number of steps so far, for `TrainState.step`. State dicts of torch.optim contain this number, and
+        state dicts of FBGEMM do not.
+      group: the ranks, if each rank has only the state of its own tables, as with DistributedModelParallel's fused
+        optimizer (`torch.distributed.group.WORLD`); None if every rank has all names.
 
     Raises:
-      TypeError, ValueError, KeyError: before anything is gathered: for a name without a place, a place without a name,
-        other shapes (row-wise state of column-wise shards is one number for each shard: another optimizer), optimizer
-        state that does not match the slots, and Adam's without a step.
+      TypeError, ValueError, KeyError: before any tensor is gathered, for a name without a place, a place without a
+        name, other shapes (row-wise state of column-wise shards has one number for each shard, which is another
+        optimizer), optimizer state that does not match the slots, or the state of Adam without a step.
       TypeError: if autograd follows the state dict.
 
-    Law: predictions on a batch are equal, and k more steps leave the same tables on both sides, up to rounding.
+    Law: predictions on a batch are equal, and k more steps leave the same tables in both libraries, up to rounding.
 
     Example:
       >>> import torch, funcrec as fr
@@ -130,22 +131,23 @@ def load_torchrec_state_dict(
 def to_torchrec_state_dict(
     state: Params | TrainState | QuantizedTables, like_dict: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the numbers of `state` in the form of a TorchRec state dict, which its `load_state_dict` takes strictly.
+    """Return the numbers of `state` in the form of a TorchRec state dict.
 
     Args:
-      state: Params, or a TrainState whose tables are whole (`fr.gather_state` first if they are sharded). Or
+      state: Params, or a TrainState whose tables are whole (call `fr.gather_state` first if they are sharded). Or
         QuantizedTables, for a quantised collection with the same bits.
-      like_dict: `module.state_dict()`, or the `state_dict()` of an optimizer (for a TrainState). Its names, dtypes,
-        devices and shards are kept, its numbers are not; param_groups are copied.
+      like_dict: `module.state_dict()`, or the `state_dict()` of an optimizer (for a TrainState). The result has its
+        names, dtypes, devices and shards, a copy of its param_groups, and none of its numbers.
 
     Returns:
-      a new dict of new tensors; for a sharded one each rank's own shards.
+      A new dict of new tensors, which `load_state_dict` of TorchRec takes strictly. For a sharded tensor it has each
+      rank's own shards.
 
     Raises:
-      What `load_torchrec_state_dict` raises.
+      The errors of `load_torchrec_state_dict`.
 
-    Law: `load_torchrec_state_dict(state, to_torchrec_state_dict(state, like_dict))` is `state`, up to the rounding of
-      TorchRec's dtypes.
+    Law: `load_torchrec_state_dict(state, to_torchrec_state_dict(state, like_dict))` equals `state`, up to the rounding
+      of TorchRec's dtypes.
 
     Example:
       >>> import torch, funcrec as fr
@@ -197,7 +199,7 @@ def optimizer_like(call: str, state: TrainState, theirs: Mapping[str, Any]) -> d
     for place, own, found in slots:
         ours = state.slots[place.at][own] if isinstance(place.at, str) else leaves[place.at][own]
         made[place.name][found] = like(theirs[place.name][found], to_their_columns(ours, place, dim_of(state)))
-    for name, own in made.items():  # the rest counts steps, or is None there, too
+    for name, own in made.items():  # the remaining entries count steps, or are None in both
         for found in [k for k, x in own.items() if x is None and theirs[name][k] is not None]:
             value = theirs[name][found]
             own[found] = torch.full_like(value, int(state.step)) if isinstance(value, Tensor) else int(state.step)
@@ -207,7 +209,7 @@ def optimizer_like(call: str, state: TrainState, theirs: Mapping[str, Any]) -> d
 def match_optimizer(
     call: str, state: TrainState, theirs: Mapping[str, Any], *, all_of_tables: bool = False
 ) -> tuple[list[tuple[Place, str, str]], set[int]]:
-    """((place, slot, TorchRec's name for it) of every slot, the counts of steps that the state dict gives)."""
+    """Return ([(place, slot, TorchRec's name of the slot)], the counts of steps that the state dict gives)."""
     named = {n: own for n, own in theirs.items() if own}
     mentioned = {table_of(n, state.tables) for n in named}
     wanted = {n: t for n, t in state.tables.items() if n in mentioned or (all_of_tables and state.slots.get(n))}
@@ -221,7 +223,7 @@ def match_optimizer(
         ours = state.slots[place.at] if is_table else leaves[place.at]
         left = dict.fromkeys(own)
         for slot, x in ours.items():
-            names = SLOTS.get(slot, ()) if is_table else (slot,)  # a dense leaf's slots have torch.optim's names
+            names = SLOTS.get(slot, ()) if is_table else (slot,)  # slots of a dense leaf: names of torch.optim
             found = next((k for k in left for n in names if k.split(".")[-1] == n), None)
             if found is None:
                 problems.append(Problem(f"slot {slot!r} of `{place.path}` is not in the state dict.", f"{list(own)}",
@@ -245,7 +247,7 @@ def stated(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dense_states(state: TrainState) -> tuple[list[dict[str, Tensor]], Any]:
-    """The dense optimizer's {name: tensor} for each dense leaf, and the tree's structure."""
+    """Return ({name: tensor} of the dense optimizer for each dense leaf, the structure of the tree)."""
     structure = tree_structure(state.dense)
     return structure.flatten_up_to(state.dense_opt), structure
 
@@ -254,7 +256,7 @@ def dense_states(state: TrainState) -> tuple[list[dict[str, Tensor]], Any]:
 
 
 def loaded(call: str, place: Place, theirs: Any, ours: Tensor, dim: int) -> Tensor:
-    """Gather the whole tensor, in our order, shape, dtype and device."""
+    """Return the gathered whole tensor, in the order, shape, dtype and device of funcrec's tensor."""
     return to_our_columns(whole(call, place.name, theirs), place, dim).reshape(ours.shape).to(ours.device, ours.dtype)
 
 
@@ -300,7 +302,7 @@ def is_tensor(x: object) -> bool:
 
 
 def tracked_problems(tree: Any) -> Iterator[Problem]:
-    """Copied numbers have no derivative, so none may be followed."""
+    """Report tensors that a derivative follows, because copied numbers have no derivative."""
     leaves = [x for x in tree_flatten(dict(tree) if isinstance(tree, Mapping) else tree)[0] if isinstance(x, Tensor)]
     if any(is_wrapped(x) for x in leaves) or (torch.is_grad_enabled() and has_tracked(leaves)):
         got, hint = "a tensor that requires grad, or is of a transform", "module.state_dict(), outside of torch.func"
@@ -329,12 +331,15 @@ def trained_problems(state: object) -> Iterator[Problem]:
 def order_problems(
     state_dict: Mapping[str, Any], state: Params | TrainState, features: Sequence[FeatureConfig] | None
 ) -> Iterator[Problem]:
-    """A model's dense weights read its features' vectors in the order of the collection's tables."""
+    """Report features or tables in another order than the collection's tables.
+
+    Dense weights of a model read the features' vectors in that order.
+    """
     tables = state.tables
     known = [table_of(n, tables) for n in state_dict if table_of(n, tables) is not None]
     if features is None:
         tells = bool(tree_flatten(state.dense)[0]) and all(isinstance(x, Tensor) for x in state_dict.values())
-        what, got = "tables", list(tables) if tells else known  # a sharded module's order may differ
+        what, got = "tables", list(tables) if tells else known  # the order of a sharded module may differ
     else:
         what, got = "features", [t for t, _ in itertools.groupby(f.table for f in features) if t in known]
     need = [t for t in known if t in got]

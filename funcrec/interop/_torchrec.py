@@ -1,4 +1,4 @@
-"""from_torchrec and to_torchrec: conversion by the type of the value."""
+"""from_torchrec and to_torchrec: convert values by their types."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ COLLECTIONS = ("embedding_bag_configs", "embedding_configs")  # the modules' met
 
 
 def need_torchrec(call: str) -> None:
-    """Check that TorchRec can be imported; it is no dependency of funcrec."""
+    """Raise if TorchRec cannot be imported. It is not a dependency of funcrec."""
     try:
         import torchrec  # noqa: F401
     except ImportError:
@@ -28,31 +28,31 @@ def need_torchrec(call: str) -> None:
 
 @typed
 def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
-    """Return TorchRec's value as ours. Tensors are shared, not copied.
+    """Return a value of TorchRec as a value of funcrec. Both share tensors.
 
     | theirs | ours |
     | --- | --- |
-    | KeyedJaggedTensor, with strides of its own for each key and inverse indices too | KeyedJaggedTensor |
+    | KeyedJaggedTensor, also with a stride for each key and inverse indices | KeyedJaggedTensor |
     | JaggedTensor; a dict of them | JaggedTensor; a dict |
     | KeyedTensor | KeyedTensor |
-    | a list of EmbeddingBagConfig or of EmbeddingConfig, or one | (tables, features) |
-    | an EmbeddingBagCollection or EmbeddingCollection | (tables, features); its weights: `load_torchrec_state_dict` |
-    | a quantised one, of `torchrec.quant` | (QuantizedTables, features), its rows copied |
+    | a list of EmbeddingBagConfig or of EmbeddingConfig, or one such config | (tables, features) |
+    | an EmbeddingBagCollection or EmbeddingCollection | (tables, features); for weights `load_torchrec_state_dict` |
+    | a quantised collection of `torchrec.quant` | (QuantizedTables, features) with copied rows |
 
     Args:
-      weighted: for configs, whether their collection `is_weighted`; configs do not contain it, a collection does.
+      weighted: for configs, whether the collection `is_weighted`. Configs do not contain this, a collection does.
 
     Returns:
-      Features come in the order of the collection's answer, and under its keys: `column@table` for a column that
-      several tables read. A FusedEmbeddingBagCollection of several poolings orders its columns otherwise than its
-      keys; the features have the order of its numbers. If a value has only lengths, offsets are made from them: only
-      these are copied.
+      Features come in the order of the collection's answer, and have its keys: `column@table` for a column that
+      several tables read. In a FusedEmbeddingBagCollection of several poolings the columns have another order than the
+      keys, and the features have the order of the columns. If a value has only lengths, the function makes offsets, and
+      only these are new tensors.
 
     Raises:
-      TypeError, ValueError: for values without a counterpart: batches of several ranks in one value, keys elsewhere
+      TypeError, ValueError: if a value has no counterpart: batches of several ranks in one value, keys elsewhere
         than in columns, pruned or virtual tables, an initial distribution that `fr.Initializer` cannot express.
 
-    Law: `to_torchrec(from_torchrec(x))` is x, and `from_torchrec(to_torchrec(x))` is x without its padding.
+    Law: `to_torchrec(from_torchrec(x))` equals x, and `from_torchrec(to_torchrec(x))` equals x without padding.
 
     Example:
       >>> import torch, funcrec as fr
@@ -66,7 +66,7 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
         column=None),)
     """
     call = "funcrec.interop.from_torchrec"
-    theirs = sys.modules.get("torchrec")  # whoever has one of its values has imported it
+    theirs = sys.modules.get("torchrec")  # a caller with a value of TorchRec has imported TorchRec
     if theirs is not None:
         own = theirs.sparse.jagged_tensor
         for name, made in FROM.items():
@@ -94,9 +94,9 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
 
 
 def in_order(module: Any, configs: Sequence[Any]) -> Sequence[Any]:
-    """The configs in the order of the columns of the module's answer.
+    """Return the configs in the order of the columns of the module's answer.
 
-    A FusedEmbeddingBagCollection groups tables by pooling, but names the columns in the configs' order.
+    A FusedEmbeddingBagCollection groups tables by pooling, but names the columns in the order of the configs.
     """
     fused = sys.modules.get("torchrec.modules.fused_embedding_modules")
     if fused is None or not isinstance(module, fused.FusedEmbeddingBagCollection):
@@ -108,20 +108,20 @@ def in_order(module: Any, configs: Sequence[Any]) -> Sequence[Any]:
 def to_torchrec(
     x: KeyedJaggedTensor | JaggedTensor | KeyedTensor | Mapping[str, JaggedTensor] | tuple, *, weighted: bool = False
 ) -> Any:
-    """Return our value as TorchRec's: the inverse of `from_torchrec`. Tensors are shared, not copied.
+    """Return a value of funcrec as a value of TorchRec. It is the inverse of `from_torchrec`, and both share tensors.
 
     Args:
       x: a KeyedJaggedTensor, a JaggedTensor or a dict of them, a KeyedTensor, or (tables, features).
-      weighted: for configs, whether the features are weighted; give the collection `is_weighted=True` then.
+      weighted: for configs, whether the features are weighted. If they are, give the collection `is_weighted=True`.
 
     Returns:
-      TorchRec's value. For (tables, features) it is a list of configs, for an EmbeddingCollection if the features are
-      sequences, else for an EmbeddingBagCollection. TorchRec has no padding: a view cuts it off; this reads offsets[-1]
-      on the host.
+      The value of TorchRec. For (tables, features) it is a list of configs, for an EmbeddingCollection if the features
+      are sequences, else for an EmbeddingBagCollection. TorchRec has no padding: a view cuts it off, for which the
+      function reads offsets[-1] on the host.
 
     Raises:
-      TypeError, ValueError: for what TorchRec has no counterpart of: hashed features, max_length, tables of f64, tables
-        whose features are pooled in two ways, features in another order than its answer. Also for QuantizedTables and
+      TypeError, ValueError: if TorchRec has no counterpart: of hashed features, max_length, tables of f64, tables
+        whose features are pooled in two ways, features in another order than the answer. Also for QuantizedTables and
         Params: `to_torchrec_state_dict` writes their numbers to a module of such configs.
 
     Example:

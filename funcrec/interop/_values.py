@@ -1,10 +1,10 @@
-"""Converts ids and pooled features to TorchRec's values and back; the tensors are shared.
+"""Converts ids and pooled features to values of TorchRec and back. Both share tensors.
 
-    from_torchrec(to_torchrec(x)) = x without its padding,   to_torchrec(from_torchrec(y)) = y
+    from_torchrec(to_torchrec(x)) = x without padding,   to_torchrec(from_torchrec(y)) = y
 
-Both libraries keep values, offsets and weights key-major in one buffer. TorchRec differs in three ways: it has no
-padding, may have lengths instead of offsets, and may hold batches of several ranks in one value. Shapes: B bags, N ids,
-F keys, E examples.
+Both libraries keep values, offsets and weights key-major in one buffer. TorchRec differs in three ways. It has no
+padding. It may have lengths instead of offsets. It may hold batches of several ranks in one value. Shapes: B bags, N
+ids, F keys, E examples.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, is_conc
 
 
 def from_jagged_tensor(call: str, x: Any) -> JaggedTensor:
-    """Convert TorchRec's JaggedTensor; values and weights are shared."""
+    """Return TorchRec's JaggedTensor as a JaggedTensor. Both share values and weights."""
     return JaggedTensor.from_offsets(x.values(), offsets_in(call, x), weights=x.weights_or_none())
 
 
@@ -30,9 +30,9 @@ def to_jagged_tensor(x: JaggedTensor) -> Any:
 
 
 def from_keyed_jagged_tensor(call: str, x: Any) -> KeyedJaggedTensor:
-    """Convert TorchRec's KeyedJaggedTensor, holding one rank's batch."""
+    """Return TorchRec's KeyedJaggedTensor, which holds the batch of one rank, as a KeyedJaggedTensor."""
     strides, weights = strides_in(call, x), x.weights_or_none()
-    places = [str(i) for i in range(len(x.keys()))]  # a key may be there twice, as from both libraries' `permute`
+    places = [str(i) for i in range(len(x.keys()))]  # a key may occur twice, as after `permute` of both libraries
     ids = KeyedJaggedTensor.from_offsets(places, x.values(), offsets_in(call, x), weights=weights, strides=strides)
     return replace(ids, keys=tuple(x.keys()), inverse=inverse_in(call, x))
 
@@ -67,7 +67,10 @@ def to_keyed_tensor(x: KeyedTensor) -> Any:
 
 
 def offsets_in(call: str, x: Any) -> Tensor:
-    """i[B + 1]: its offsets, or offsets made from its lengths; `x.offsets()` would keep the latter in x."""
+    """Return the offsets of x, or offsets made from the lengths of x, i[B + 1].
+
+    `x.offsets()` would store made offsets in x.
+    """
     lengths, offsets = x.lengths_or_none(), x.offsets_or_none()
     if offsets is None:
         return KeyedJaggedTensor.from_lengths(("",), x.values(), lengths).offsets
@@ -76,7 +79,7 @@ def offsets_in(call: str, x: Any) -> Tensor:
         if is_concrete(lengths) and is_concrete(offsets)
         else offsets.shape[0] == lengths.shape[0] + 1
     )
-    if not agree:  # such as a view of bags with gaps, which some of its operators make
+    if not agree:  # some operators of TorchRec make views of bags with gaps
         got, need = f"lengths {lengths.tolist()}, offsets {offsets.tolist()}", "lengths == offsets.diff()"
         hint = "KeyedJaggedTensor(keys, values, weights, lengths=lengths), without offsets"
         fail(call, "`x` has lengths that are not its offsets'.", got=got, need=need, hint=hint)
@@ -84,7 +87,7 @@ def offsets_in(call: str, x: Any) -> Tensor:
 
 
 def strides_in(call: str, x: Any) -> tuple[int, ...] | None:
-    """The number of bags of each key; None if all keys have the same."""
+    """Return the number of bags of each key; None if all keys have the same number."""
     per_rank = x.stride_per_key_per_rank() if x.variable_stride_per_key() else None
     if per_rank is None:
         return None
@@ -96,7 +99,7 @@ def strides_in(call: str, x: Any) -> tuple[int, ...] | None:
 
 
 def inverse_in(call: str, x: Any) -> Tensor | None:
-    """i[F, E]: the inverse indices in the order of the keys."""
+    """Return the inverse indices in the order of the keys, i[F, E]."""
     pair = x.inverse_indices_or_none()
     if pair is None:
         return None

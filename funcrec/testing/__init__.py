@@ -1,9 +1,9 @@
-"""Property tests for jagged operations: strategies that make values, and checkers of laws.
+"""Property tests for jagged operations: strategies that draw values, and functions that check laws.
 
     ⟨Lx, y⟩ = ⟨x, Lᵀy⟩        op(x) = op(x with garbage in its padding)
     op'(x)·t = lim (op(x + h·t) - op(x - h·t)) / 2h
 
-funcrec tests itself with these; use them for your own operations, too. The checkers need only torch. The strategies
+funcrec tests itself with these; use them also for your own operations. The checks need only torch. The strategies
 (`from funcrec.testing import strategies as frs`) need hypothesis, which no other module imports.
 
 Suppose that you have written the sum of each bag, and its transpose:
@@ -16,7 +16,7 @@ Suppose that you have written the sum of each bag, and its transpose:
 ...     d = torch.cat([d, d.new_zeros(1)]).index_select(0, x.bag_ids())
 ...     return fr.JaggedTensor(d, x.offsets)
 
-Three laws test it: it sums, it does not read padding, and each function is the transpose of the other.
+Three laws test them: bag_sums sums, it does not read padding, and each function is the transpose of the other.
 
 >>> from hypothesis import given, settings
 >>> from funcrec.testing import assert_trees_close, check_adjoint, check_grads, garbage_padding, strategies as frs

@@ -12,10 +12,10 @@ from torch import Tensor
 from funcrec.core import Count, Key, NotNegative, describe, fail, own_errors, paths, random, typed
 from funcrec.testing._trees import dense_leaves, with_floats
 
-ADJOINT_ULPS = 16  # roundings that an inner product may lose, in units of the coarsest dtype's epsilon
+ADJOINT_ULPS = 16  # the error that an inner product may have, in units of the coarsest dtype's epsilon
 
-# A central difference in f64 has a relative error of about h² + eps / h, smallest near eps^(1/3). Each order of
-# differentiation compares one first derivative, of an exact function.
+# A central difference in f64 has a relative error of about h² + eps / h, which is smallest near h = eps^(1/3). Each
+# order of differentiation compares one first derivative of an exact function.
 STEP = 6e-6
 RTOL = ATOL = 1e-6
 
@@ -31,15 +31,15 @@ def check_adjoint(
     Args:
       forward, transpose: functions of one pytree.
       x: a pytree that `forward` takes.
-      y: a pytree that `transpose` takes, or None to draw it, normal, in the form of forward(x).
-      key: y is drawn from this key; funcrec.key(0) by default.
+      y: a pytree that `transpose` takes. None draws it from a normal distribution, in the form of forward(x).
+      key: the key from which y is drawn; funcrec.key(0) by default.
 
-    Inner products run over the float tensors, by path, in f64. Padding counts as zero, and RowGrads count as their
+    Inner products run over the float tensors, path by path, in f64. Padding counts as zero, and RowGrads count as their
     dense gradient. If transpose(y) lacks a path of x, the cotangent there is zero. The tolerance is 16 roundings of
     the coarsest dtype, relative to ‖forward(x)‖·‖y‖ + ‖x‖·‖transpose(y)‖.
 
     Raises:
-      AssertionError: with both inner products; also if transpose(y) has a path that x lacks.
+      AssertionError: if the inner products differ, which the error shows, or if transpose(y) has a path that x lacks.
 
     Example:
       >>> import torch
@@ -98,15 +98,16 @@ def check_grads(
     """Assert that torch.func's derivatives of `f` at `args` agree with differences in f64, up to `order`.
 
     Args:
-      f: a function of pytrees whose answer is a pytree; float tensors are differentiated, everything else is fixed.
-      args: the point; float tensors are converted to f64.
+      f: a function of pytrees whose answer is a pytree. Float tensors are differentiated, and all other leaves are
+        fixed.
+      args: the arguments of f. The check converts float tensors to f64.
       order: 1 for the derivative, 2 also for the derivative of the derivative, ...
-      modes: "fwd" (jvp against a central difference) and "rev" (⟨y, f'·t⟩ by differences = ⟨vjp(y), t⟩); every order
-        is checked in every combination of them.
-      key: tangents and cotangents are drawn from this key; funcrec.key(0) by default.
+      modes: "fwd" (jvp against a central difference) and "rev" (⟨y, f'·t⟩ by differences = ⟨vjp(y), t⟩). Every order
+        is checked in every combination of modes.
+      key: the key from which tangents and cotangents are drawn; funcrec.key(0) by default.
 
     Raises:
-      AssertionError: names the mode, order and sizes.
+      AssertionError: if a derivative differs. The error names the mode, the order and the sizes.
 
     Example:
       >>> import torch
@@ -161,7 +162,7 @@ def _floats(tree: Any) -> list[tuple[str, Tensor]]:
 
 
 def _normal(like: Leaves, key: Tensor) -> Leaves:
-    """N(0, 1) tensors with the same shapes, dtypes and devices."""
+    """Return N(0, 1) tensors with the shapes, dtypes and devices of `like`."""
     out = {}
     for i, (path, x) in enumerate(like.items()):
         draw = random.normal(random.fold_in(key, i), tuple(x.shape), dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""RankPool: real ranks for tests, kept alive between them.
+"""RankPool: real ranks for tests, which stay alive between the tests.
 
-Starting processes costs seconds, most of it importing torch; a call on running ranks costs milliseconds.
+A start of processes costs seconds, most of them for the import of torch. A call on running ranks costs milliseconds.
 """
 
 import multiprocessing
@@ -18,23 +18,23 @@ import torch
 import torch.distributed as dist
 
 START_S = 120.0
-GRACE_S = 2.0  # for the others, once a rank has failed: they may wait in a collective that it never joins
+GRACE_S = 2.0  # the time for other ranks once a rank has failed: they may wait for that rank in a collective
 PRELOADED = ["funcrec", "torch.distributed.device_mesh"]
 
 
 class RankError(AssertionError):
-    """Says which rank failed, and how."""
+    """A rank failed. The text says which rank failed, and how."""
 
 
 class RankPool:
-    """`world` processes with a gloo group. Functions run in them as under torchrun.
+    """A pool of `world` processes with a gloo group. Functions run in them as under torchrun.
 
     Args:
       world: the number of ranks.
       timeout_s: how long a collective waits for a missing rank.
-      debug: compare the ranks' calls before every collective, as `Mesh.distributed(debug=True)` does.
+      debug: whether to compare the ranks' calls before every collective, as `Mesh.distributed(debug=True)` does.
 
-    A failing call ends the processes, and the next call starts new ones.
+    A failing call ends the processes, and the next call starts new processes.
 
     Example:
       >>> from funcrec.testing import RankPool
@@ -54,14 +54,14 @@ class RankPool:
         self.connections: list = []
 
     def run(self, fn: Callable, *args: Any, deadline_s: float | None = None) -> list:
-        """Return fn(*args) of every rank, in the order of ranks.
+        """Return the results of fn(*args) on all ranks, in the order of the ranks.
 
         Args:
-          fn: a function of a module, so that it can be sent by name.
-          deadline_s: how long to wait; None means four times `timeout_s`.
+          fn: a function of a module, which can be sent by name.
+          deadline_s: the longest wait for answers; None for four times `timeout_s`.
 
         Raises:
-          RankError: names each rank that raised, died or did not answer.
+          RankError: if a rank raised, died or did not answer. The error names each such rank.
         """
         if not self.processes:
             self._start()
@@ -90,7 +90,7 @@ class RankPool:
             raise RankError(f"the ranks did not start: {errors}")
 
     def _collect(self, end: float) -> tuple[list, dict[int, str]]:
-        """Receive one answer from each rank."""
+        """Return (results, {rank: error}), from one answer of each rank."""
         waiting = {c: rank for rank, c in enumerate(self.connections)}
         results, errors = [None] * self.world, {}
         while waiting:

@@ -32,13 +32,13 @@ JAGGED = (JaggedTensor, KeyedJaggedTensor, RowGrads)
 
 @typed
 def assert_trees_close(a: Any, b: Any, *, rtol: NotNegative = 0, atol: NotNegative = 0) -> None:
-    """Assert that two pytrees have one structure, and leaves of one dtype, shape and (within the tolerances) value.
+    """Assert that two pytrees have one structure, and that their leaves have equal dtypes, shapes and close values.
 
-    |a - b| <= atol + rtol · |b|, elementwise. NaN equals NaN. Padding is compared like the rest (`zero_padding` both
-    sides to ignore it). The structure is torch's, static fields included.
+    |a - b| <= atol + rtol · |b|, elementwise. NaN equals NaN. Padding is compared like all other elements (call
+    `zero_padding` on both trees to ignore it). The structure is the structure of torch, with static fields.
 
     Raises:
-      AssertionError: with the path and the size of the first difference.
+      AssertionError: if the trees differ. The error has the path and the size of the first difference.
 
     Example:
       >>> import torch
@@ -59,7 +59,7 @@ def assert_trees_close(a: Any, b: Any, *, rtol: NotNegative = 0, atol: NotNegati
 
 
 def _difference(x: Any, y: Any, rtol: float, atol: float) -> tuple[str, str]:
-    """(what was got, what is needed), both empty for leaves that agree."""
+    """Return (text of x and its difference, text of the need). Both are empty for leaves that agree."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         same = type(x) is type(y) and (x is y or x == y or (x != x and y != y))
         return ("", "") if same else (repr(x), repr(y))
@@ -81,9 +81,9 @@ def _difference(x: Any, y: Any, rtol: float, atol: float) -> tuple[str, str]:
 def garbage_padding(tree: T, key: Key | None = None) -> T:
     """Return `tree` with garbage as the padding of every jagged value and RowGrads.
 
-    If some keys have weights, the weights of keys without get garbage, too. Floats become NaN. Integers alternate
-    between small ones, which could be rows, and ones of any size and sign, which are out of range; `key` (an i64[], as
-    from `funcrec.key`) chooses them.
+    If only some keys have weights, the weights of all other keys also become garbage. Floats become NaN. Integers
+    alternate between small integers, which could be rows, and integers of any size and sign, which are out of range.
+    `key` (an i64[], as from `funcrec.key`) chooses them.
 
     Law: `garbage_padding(x)` and `x` are the same value, so op(garbage_padding(x)) == op(x), except for the answer's
       padding.
@@ -100,9 +100,10 @@ def garbage_padding(tree: T, key: Key | None = None) -> T:
 
 
 def zero_padding(tree: T) -> T:
-    """Return `tree` with zero padding in every jagged value; rows of RowGrads that count for nothing become -1.
+    """Return `tree` with zero padding in every jagged value. Rows of RowGrads that count for nothing become -1.
 
-    Law: assert_trees_close(zero_padding(op(garbage_padding(x))), zero_padding(op(x))) for an op with a jagged answer.
+    Law: assert_trees_close(zero_padding(op(garbage_padding(x))), zero_padding(op(x))) holds for an op with a jagged
+      answer.
     """
     out = _map_padding(torch.zeros_like, tree)
 
@@ -135,9 +136,9 @@ def _map_padding(fill: Callable[[Tensor], Tensor], tree: T) -> T:
 
 
 def _fill_term(fill: Callable[[Tensor], Tensor], x: Entries | Bags, num_embeddings: int) -> Entries | Bags:
-    """Fill entries past `count` and ids after the last bag.
+    """Return x with filled entries past `count`, and filled ids after the last bag.
 
-    An entry past `count` loses its row and gradient; an entry without a valid row loses its gradient.
+    An entry past `count` loses its row and gradient. An entry without a valid row loses its gradient.
     """
     if isinstance(x, Bags):
         used = torch.arange(x.rows.shape[0], device=x.rows.device) < x.offsets[-1]
@@ -165,13 +166,13 @@ def _garbage(x: Tensor, key: Tensor) -> Tensor:
 
 
 def dense_leaves(tree: Any) -> dict[str, Tensor]:
-    """{path: tensor} of the float tensors for inner products, with zero padding and dense RowGrads."""
+    """Return {path: tensor}, the float tensors for inner products, with zero padding and dense RowGrads."""
     plain = tree_map(lambda x: x.to_dense() if isinstance(x, RowGrads) else x, tree, is_leaf=_is_jagged)
     return {path: x for path, x in paths(zero_padding(plain)) if isinstance(x, Tensor) and x.is_floating_point()}
 
 
 def with_floats(tree: T, leaves: dict[str, Tensor]) -> T:
-    """Return `tree` with the float tensors at these paths replaced."""
+    """Return `tree` with the tensors of `leaves` at their paths."""
     flat, spec = torch_tree.tree_flatten(tree)
     named = [path for path, _ in paths(tree)]
     return torch_tree.tree_unflatten([leaves.get(path, x) for path, x in zip(named, flat, strict=True)], spec)

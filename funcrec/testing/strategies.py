@@ -1,12 +1,12 @@
 """Hypothesis strategies for funcrec's values: `from funcrec.testing import strategies as frs`.
 
-Every value is valid, padding included. They cover the cases that break jagged code: no bags, empty bags, repeated ids,
-ids outside the table, padding full of garbage, i32 and i64, one row, one dim, features that share a table,
-columns that feed several features, places named out of order and twice. All shrink to the simplest value that their
-options allow: no bags, no padding, i64, f32, no weights, one table, one feature, a plain sum, one rank, replicated
-tables.
+Every value is valid, including its padding. The strategies cover the cases that break jagged code: no bags, empty bags,
+repeated ids, ids outside the table, padding full of garbage, i32 and i64, one row, one dim, features that share a
+table, columns that feed several features, places named out of order and twice. All strategies shrink to the simplest
+value that their options allow: no bags, no padding, i64, f32, no weights, one table, one feature, a plain sum, one
+rank, replicated tables.
 
-Numbers are small multiples of 1/4: exact in every dtype here, and so are their sums.
+Numbers are small multiples of 1/4. Every dtype here holds these numbers and their sums exactly.
 Shapes: B bags, N capacity, R rows, D dim.
 """
 
@@ -39,12 +39,12 @@ class Lookup(NamedTuple):
 
 
 def floats() -> st.SearchStrategy[float]:
-    """Multiples of 1/4: -4, -3.75, ..., 4. Shrinks to 0."""
+    """Return a strategy for multiples of 1/4: -4, -3.75, ..., 4. It shrinks to 0."""
     return st.integers(-16, 16).map(lambda n: n / 4)
 
 
 def garbage(dtype: torch.dtype) -> st.SearchStrategy:
-    """Values for padding: NaN and infinities, or integers small and large, of either sign. Shrinks to NaN, or 0."""
+    """Return a strategy for padding: NaN and infinities, or integers of any size and sign. It shrinks to NaN, or 0."""
     if dtype.is_floating_point:
         return st.sampled_from([float("nan"), float("inf"), -float("inf"), 1.0])
     if dtype == torch.bool:
@@ -55,7 +55,7 @@ def garbage(dtype: torch.dtype) -> st.SearchStrategy:
 
 @st.composite
 def tensors(draw, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """f[shape] of multiples of 1/4 in [-4, 4], from a drawn seed. Shrinks to zeros."""
+    """Draw a tensor f[shape] of multiples of 1/4 in [-4, 4], from a drawn seed. It shrinks to zeros."""
     seed = draw(st.integers(0, 2**16))
     numbers = torch.randint(-16, 17, tuple(shape), generator=torch.Generator().manual_seed(seed))
     return (numbers if seed else numbers * 0).to(dtype) / 4
@@ -75,13 +75,13 @@ def jagged_tensors(
     max_length: int = 4,
     max_padding: int = 3,
 ) -> JaggedTensor:
-    """A JaggedTensor. Shrinks to no bags, no padding, no weights and the first of the dtypes.
+    """Draw a JaggedTensor. It shrinks to no bags, no padding, no weights and the first of the dtypes.
 
     Args:
       elements: the numbers in the bags; by default 0 to 9, or multiples of 1/4 for a float dtype.
-      weighted: True, False, or None for either.
+      weighted: whether there are weights; None for either.
       row_shape: values are [N, *row_shape].
-      max_padding: most positions of garbage after the last bag.
+      max_padding: the most places of garbage after the last bag.
     """
     dtype, offset_dtype = draw(st.sampled_from(dtypes)), draw(st.sampled_from(offset_dtypes))
     lengths = draw(st.lists(st.integers(0, max_length), min_size=min_bags, max_size=max_bags))
@@ -107,13 +107,15 @@ def keyed_jagged_tensors(
     max_length: int = 4,
     max_padding: int = 3,
 ) -> KeyedJaggedTensor:
-    """A KeyedJaggedTensor. Shrinks to one key without bags, no padding, no weights and the first of the dtypes.
+    """Draw a KeyedJaggedTensor.
+
+    It shrinks to one key without bags, no padding, no weights and the first of the dtypes.
 
     Args:
       keys: the keys, or None for one to three of "a", "b", "c" in any order.
-      weighted: True for all keys, False for none, None for none, all or some of them.
-      same_bags: False gives every key its own number of bags (strides).
-      The others are as in `jagged_tensors`.
+      weighted: True for weights of all keys, False for no weights, None for weights of no key, of all or of some keys.
+      same_bags: whether all keys have one number of bags; if not, every key has its own (strides).
+      All other arguments are as in `jagged_tensors`.
     """
     if keys is None:
         keys = draw(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=3, unique=True))
@@ -140,7 +142,10 @@ def keyed_tensors(
     max_dim: int = 3,
     dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
 ) -> KeyedTensor:
-    """A KeyedTensor f[B, ΣD], B <= 4 unless `num_rows` is given. Shrinks to one key of width 1, no rows, f32, zeros."""
+    """Draw a KeyedTensor f[B, ΣD].
+
+    B is `num_rows`, or drawn from 0 to 4. It shrinks to one key of width 1, no rows, f32, zeros.
+    """
     if keys is None:
         keys = draw(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=3, unique=True))
     dims = tuple(draw(st.integers(1, max_dim)) for _ in keys)
@@ -159,10 +164,10 @@ def table_configs(
     dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
     one_dim: bool = False,
 ) -> tuple[TableConfig, ...]:
-    """One to `max_tables` TableConfigs t0, t1, ... Shrinks to one f32 table of one row and dim 1.
+    """Draw one to `max_tables` TableConfigs t0, t1, ... They shrink to one f32 table of one row and dim 1.
 
     Args:
-      one_dim: give all of them the same embedding_dim.
+      one_dim: whether all tables have the same embedding_dim.
     """
     count = draw(st.integers(1, max_tables))
     shared = draw(st.integers(1, max_dim))
@@ -189,10 +194,10 @@ def feature_configs(
     max_lengths: Sequence[int | None] = (None, 1, 2, 4, 40),
     hashes: Sequence = HASHES,
 ) -> tuple[FeatureConfig, ...]:
-    """One to `max_features` FeatureConfigs f0, f1, ... on the `tables`; they share tables and columns freely.
+    """Draw one to `max_features` FeatureConfigs f0, f1, ... on the `tables`, which may share tables and columns.
 
-    Shrinks to one plain sum over the first table and column. A `max_length` may be shorter than a bag: the rest of the
-    bag is then not read.
+    They shrink to one plain sum over the first table and column. A `max_length` may be shorter than a bag: the rest of
+    the bag is then not read.
     """
     names = list(tables) if isinstance(tables, Mapping) else [t.name for t in tables]
     return tuple(
@@ -211,7 +216,7 @@ def feature_configs(
 
 @st.composite
 def tables(draw, configs: Sequence[TableConfig]) -> dict[str, Tensor]:
-    """{name: f[R, D]} of the `configs`. Shrinks to zeros."""
+    """Draw the tables of the `configs`, {name: f[R, D]}. They shrink to zeros."""
     return {t.name: draw(tensors(t.shape, dtype=t.dtype)) for t in configs}
 
 
@@ -231,14 +236,15 @@ def lookups(
     max_bags: int = 4,
     max_length: int = 4,
 ) -> Lookup:
-    """Tables, ids and features that fit together: for `lookup(*it)` if one pools, else for `lookup_sequence(*it)`.
+    """Draw tables, ids and features that fit together.
 
-    Shrinks to one f32 table of one zero row, one summed feature, no bags.
+    They are for `lookup(*it)` if a feature pools, else for `lookup_sequence(*it)`. They shrink to one f32 table of one
+    zero row, one summed feature, no bags.
 
     Args:
-      poolings: at least one feature has the first of these.
+      poolings: the poolings of features. At least one feature has the first of them.
       outside: whether ids of features without a hash may lie outside their table.
-      The others are as in `table_configs`, `feature_configs` and `keyed_jagged_tensors`.
+      All other arguments are as in `table_configs`, `feature_configs` and `keyed_jagged_tensors`.
     """
     configs = draw(table_configs(max_tables=max_tables, dtypes=dtypes))
     options = {"weighted": weighted, "hashes": hashes, "max_lengths": max_lengths}
@@ -266,7 +272,10 @@ def lookups(
 
 @st.composite
 def cotangents(draw, it: Lookup) -> KeyedTensor:
-    """A KeyedTensor in the form of `lookup(*it)`, the first argument of `lookup_transpose`. Shrinks to zeros."""
+    """Draw a KeyedTensor in the form of `lookup(*it)`, the first argument of `lookup_transpose`.
+
+    It shrinks to zeros.
+    """
     acts = lookup(*it)
     return KeyedTensor(draw(tensors(acts.values.shape, dtype=acts.values.dtype)), acts.keys, acts.dims)
 
@@ -283,10 +292,12 @@ def row_grads(
     row_dtypes: Sequence[torch.dtype] = INT_DTYPES,
     coalesced: bool | None = False,
 ) -> RowGrads:
-    """RowGrads with repeated rows, rows of no table and garbage past `count`. Shrinks to no entries of a 1 x 1 table.
+    """Draw RowGrads with repeated rows, rows of no table, and garbage past `count`.
+
+    They shrink to no entries of a 1 x 1 table.
 
     Args:
-      num_embeddings, embedding_dim: shape of the table; None for 1 to 6 and 1 to 3.
+      num_embeddings, embedding_dim: the shape of the table; None for 1 to 6 and 1 to 3.
       coalesced: False for entries in any order, True for distinct ascending rows, None for either.
     """
     num_embeddings = draw(st.integers(1, 6)) if num_embeddings is None else num_embeddings
@@ -314,7 +325,7 @@ def row_grads(
 
 @st.composite
 def meshes(draw, *, min_axes: int = 1, max_axes: int = 2, max_ranks: int = 8) -> Mesh:
-    """An emulated Mesh of axes "x", "y", ... of one to four ranks each. Shrinks to one axis of one rank."""
+    """Draw an emulated Mesh of axes "x", "y", ... of one to four ranks each. It shrinks to one axis of one rank."""
     sizes: dict[str, int] = {}
     for name in "xyzuvw"[: draw(st.integers(min_axes, max_axes))]:
         sizes[name] = draw(st.integers(1, min(4, max_ranks // prod(sizes.values()))))
@@ -330,12 +341,12 @@ def plans(
     kinds: Sequence[str] = PLACEMENTS,
     replicas: bool = False,
 ) -> Plan:
-    """A Plan in which each of the `tables` has a placement of its own on the mesh.
+    """Draw a Plan in which each of the `tables` has a placement of its own on the mesh.
 
-    Shrinks to replicated tables, without replicas; for other kinds to the first ranks of the first axes.
+    It shrinks to replicated tables, without replicas; for other kinds to the first ranks of the first axes.
 
     Args:
-      kinds: kinds of placements; kinds of two axes are left out if the mesh has fewer.
+      kinds: the kinds of placements. Kinds of two axes are left out if the mesh has fewer axes.
       replicas: whether copies may train apart along some of the axes.
     """
     names = list(tables) if isinstance(tables, Mapping) else [t.name for t in tables]
@@ -346,7 +357,7 @@ def plans(
 
 @st.composite
 def _placements(draw, sizes: Mapping[str, int], kinds: Sequence[str]) -> Placement:
-    """A Placement of one of the kinds on axes of these sizes."""
+    """Draw a Placement of one of the kinds on axes of these sizes."""
     needed = lambda kind: 2 if kind in OF_TWO_AXES else int(kind != "replicated")
     kind = draw(st.sampled_from([k for k in kinds if needed(k) <= len(sizes)]))
     most = {2: 2, 1: len(sizes), 0: 0}[needed(kind)]
@@ -361,7 +372,7 @@ def _placements(draw, sizes: Mapping[str, int], kinds: Sequence[str]) -> Placeme
 
 @st.composite
 def _buffers(draw, used: int, padding: int, elements, dtype: torch.dtype, row_shape: tuple[int, ...]) -> Tensor:
-    """[used + padding, *row_shape]: elements, then garbage."""
+    """Draw a tensor [used + padding, *row_shape] of elements, and then of garbage."""
     if elements is None:
         elements = floats() if dtype.is_floating_point else st.booleans() if dtype == torch.bool else st.integers(0, 9)
     width = torch.Size(row_shape).numel()
