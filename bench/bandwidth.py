@@ -1,11 +1,11 @@
-"""Measures memory bandwidth in the same run: other figures are given as shares of it.
+"""Measures memory bandwidth in the same run. Other figures are given as shares of this bandwidth.
 
-    copy           y[:] = x, both too large for a cache; bytes read and written
-    gather         out[i] = table[row_i], random rows of a large table; bytes of rows read, and of out written
-    gather_sorted  the same with ascending rows, so that pages and lines come in order
+    copy           y[:] = x, both too large for a cache; counts bytes read and bytes written
+    gather         out[i] = table[row_i], random rows of a large table; counts bytes of rows read and of out written
+    gather_sorted  the gather with ascending rows, so that pages and lines come in order
 
-The copy is the ceiling. The gathers are torch.index_select, the speed of a plain loop over rows; a better loop may be
-faster.
+The copy is the ceiling. The gathers are torch.index_select, which has the speed of a plain loop over rows. A better
+loop may be faster.
 """
 
 import statistics
@@ -20,7 +20,7 @@ ROUNDS = 9
 
 
 def measure(dim: int, dtype: torch.dtype, setting) -> dict[str, float]:
-    """{copy_gb_per_s, gather_gb_per_s, gather_sorted_gb_per_s}, medians."""
+    """Return {copy_gb_per_s, gather_gb_per_s, gather_sorted_gb_per_s: medians}."""
     device = setting.device
     size = TINY if setting.tiny else SIZES[torch.device(device).type]
     source = torch.ones(size // 4, device=device)
@@ -41,7 +41,7 @@ def measure(dim: int, dtype: torch.dtype, setting) -> dict[str, float]:
 
 
 def run(dim: int, setting) -> dict:
-    """This file's own case: the three speeds for f32 rows of `dim`."""
+    """Return the figures of this file's own case, the three speeds for f32 rows of `dim`."""
     return {"shape": {"dim": dim}, "law": "green", **measure(dim, torch.float32, setting)}
 
 

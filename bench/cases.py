@@ -1,6 +1,6 @@
 """The shapes to measure, and their ids.
 
-Uniform ids, or bounded Zipf with exponent `alpha`, spread over the rows.
+Ids are uniform, or have a bounded Zipf distribution with exponent `alpha`, spread over the rows.
 Shapes: T tables, R rows, D dim, B bags, L ids per bag.
 """
 
@@ -16,7 +16,7 @@ ZIPF = 1.05
 
 
 class TableCase(NamedTuple):
-    """T tables with one feature each: the shape of the lookup, and the rule of the update."""
+    """A case of T tables with one feature each: the shape of the lookup, and the rule of the update."""
 
     num_tables: int
     num_rows: int
@@ -47,14 +47,14 @@ class TableCase(NamedTuple):
         return [fr.TableConfig(n, self.num_rows, self.dim, self.table_dtype, init) for n in self.names]
 
 
-SHAPES = {  # a to e are those of the first measurements
+SHAPES = {  # a to e are the shapes of the first measurements
     "a": TableCase(26, 100_000, 64, 512, 1),
     "b": TableCase(26, 100_000, 64, 512, 20),
     "c": TableCase(26, 100_000, 64, 4096, 1),
     "d": TableCase(26, 100_000, 64, 4096, 1, alpha=ZIPF),
     "e": TableCase(8, 1_000_000, 128, 1024, 20),
 }
-# without the rule that the shapes use, and without adamw, which is like adam
+# all rules except the rule of the shapes, and except adamw, which is like adam
 RULES = tuple(n for n in fr.kernels.ops.RULES if n not in ("rowwise_adagrad", "adamw"))
 SHORT = {"f16": "float16", "bf16": "bfloat16"}
 
@@ -82,7 +82,7 @@ QUICK_UPDATES = ("a", "b", "c", "e", "b-adam", "b-bf16")
 class StepCase(NamedTuple):
     """A whole training step. model: "dlrm", or "dcnv2" with MLPerf's tables cut to `num_rows`.
 
-    precision: of the matrix products, "float32", or "bfloat16" by autocast.
+    precision: the precision of matrix products, "float32", or "bfloat16" by autocast.
     """
 
     model: str
@@ -110,7 +110,10 @@ QUICK_STEPS = ("dlrm-d64-b512-l1", "dlrm-d64-b2048-l5")
 
 
 class JaggedCase(NamedTuple):
-    """F features of B bags with 0 to L ids. op: "permute", "regroup", "bucketize", "to_padded" or "from_padded"."""
+    """A case of F features with B bags of 0 to L ids.
+
+    op: "permute", "regroup", "bucketize", "to_padded" or "from_padded".
+    """
 
     op: str
     num_features: int
@@ -130,7 +133,7 @@ JAGGED = {
 
 
 def tiny(case):
-    """A case with the same structure that takes no time, to check that everything runs."""
+    """Return a case with the same structure that takes no time, to check that all code runs."""
     small = {"num_tables": 3, "num_rows": 500, "batch": 16, "num_features": 3, "longest": 5}
     return case._replace(
         **{name: min(value, getattr(case, name)) for name, value in small.items() if hasattr(case, name)}
@@ -138,7 +141,7 @@ def tiny(case):
 
 
 def table_batches(case: TableCase, device: str) -> list[fr.KeyedJaggedTensor]:
-    """NUM_BATCHES batches of ids; one key per table, each bag full."""
+    """Return NUM_BATCHES batches of ids, with one key per table and full bags."""
     data = fr.data.random_rows(
         fr.key(0), dict.fromkeys(case.names, case.num_rows), ids_per_bag=case.ids_per_bag, alpha=case.alpha
     )
@@ -158,21 +161,25 @@ def to_device(ids: fr.KeyedJaggedTensor, device: str) -> fr.KeyedJaggedTensor:
 
 
 def make_tables(case: TableCase, device: str) -> dict[str, Tensor]:
-    """The same numbers in every call, in memory from funcrec's allocator for tables; peers copy them into their own."""
+    """Return the tables, with the same numbers in every call, in memory from funcrec's allocator for tables.
+
+    Peers copy them into their own memory.
+    """
     return {n: t.to(device) for n, t in fr.init(fr.key(0), case.configs()).items()}
 
 
 def lookup_bytes(case: TableCase) -> int:
-    """Bytes of a lookup: reads ids (and weights) and a row per id, writes the output."""
+    """Return the bytes of a lookup, which reads ids (and weights) and a row per id, and writes the output."""
     num_ids = case.num_tables * case.batch * case.ids_per_bag
     per_id = getattr(torch, case.ids).itemsize + case.dim * case.table_dtype.itemsize + 4 * case.weighted
     return num_ids * per_id + 4 * case.num_tables * case.batch * case.dim
 
 
 def update_bytes(case: TableCase, ids: fr.KeyedJaggedTensor, slots: dict[str, dict[str, Tensor]]) -> int:
-    """Bytes of a lookup and its update.
+    """Return the bytes of a lookup and its update.
 
-    They are the lookup's, the ids again, the gradient read, and each touched row with its slots read and written.
+    They are the bytes of the lookup, of the ids again, of the gradient, and of each touched row and its slots, read and
+    written.
     """
     touched = sum(len(ids[n].values.unique()) for n in case.names)
     of_slots = sum(s.element_size() * s[:1].numel() for s in slots[case.names[0]].values())

@@ -1,10 +1,12 @@
-"""Saves of tables: how long training pauses, and the memory that a save takes besides the state.
+"""Measures saves of tables: how long training pauses, and the memory that a save takes besides the state.
 
-    python bench/checkpoint.py [--gb 4]     a process for each case; a table, and a line in results/checkpoint.jsonl
+    python bench/checkpoint.py [--gb 4]     runs a process for each case, prints a table, appends to
+    results/checkpoint.jsonl
 
-"write" writes only the bytes, in system calls of that size, and flushes: no save can be faster.
-Peak: the growth of resident memory during the save, sampled every 10 ms. Pause: from the call to its return. Whole:
-until the bytes are on disk (torch.save does not flush, so an `os.sync` after it is timed, too).
+"write" writes only the bytes, in system calls of the named size, and flushes: no save can be faster.
+Peak: the growth of resident memory during the save, sampled every 10 ms. Pause: the time from the call to its return.
+  Whole:
+the time until the bytes are on disk (torch.save does not flush, so the time of an `os.sync` is added).
 """
 
 import argparse
@@ -39,7 +41,7 @@ def resident() -> int:
 
 
 def save(case: str, tables: dict[str, torch.Tensor], path: str):
-    """Save; return a function that waits for the end of it."""
+    """Save the tables, and return a function that waits for the end of the save."""
     done = lambda: None
     if case.startswith("write"):
         write(tables, path, int(case.split()[1]) << 10)

@@ -16,36 +16,39 @@ from torch import Tensor
 
 OURS = "funcrec"
 MIN_ROUNDS = 3
-CALLS = {"cpu": 1, "cuda": 10}  # calls for each time taken: on a device the host runs ahead, as in training
+CALLS = {"cpu": 1, "cuda": 10}  # calls for each measured time: on a device the host runs ahead, as in training
 
 
 class Contender(NamedTuple):
-    """first: one call on the first batch, returns its results by name. call: one call on the next batch."""
+    """A library on one case.
+
+    first: () -> the results of one call on the first batch, by name. call: makes one call on the next batch.
+    """
 
     first: Callable[[], dict[str, Tensor]]
     call: Callable[[], object]
 
 
 class Closeness(NamedTuple):
-    """|a - b| <= atol + rtol · |b|, elementwise."""
+    """The tolerances of |a - b| <= atol + rtol · |b|, elementwise."""
 
     rtol: float = 1e-4
     atol: float = 1e-5
 
 
 class Setting(NamedTuple):
-    """How to run a case. rounds: the most; `seconds` may allow fewer, but at least three."""
+    """The settings of a run. rounds: the most rounds; `seconds` may allow fewer rounds, but at least three."""
 
     device: str = "cpu"
     threads: int = 1
     rounds: int = 21
     seconds: float = 20.0
     tiny: bool = False
-    implementation: str | None = None  # of funcrec's kernels; None for the device's own
+    implementation: str | None = None  # the implementation of funcrec's kernels; None for the default of the device
 
 
 class Traffic(NamedTuple):
-    """The bytes that a call must move. num_bytes: everything once. dim, dtype: of the rows of the gather to compare."""
+    """The bytes that a call must move, each once. dim, dtype: those of the rows in the gather to compare."""
 
     num_bytes: int
     dim: int
@@ -58,10 +61,10 @@ def compete(
     close: Closeness = Closeness(),  # noqa: B008 (immutable)
     traffic: Traffic | None = None,
 ) -> dict:
-    """The figures of one case.
+    """Return the figures of one case.
 
     Args:
-      builders: {name: builder}, in the order of building; the first call follows at once. If a builder raises
+      builders: {name: builder}, in the order in which they build. The first call follows at once. If a builder raises
         ImportError, or NotImplementedError for a case that the peer cannot run, the peer is absent.
     """
     built, absent, compile_s = {}, {}, {}
@@ -84,12 +87,12 @@ def compete(
     if red:
         return {**figures, "red": red[:8]}
     firsts.clear()
-    built.pop("reference", None)  # it only judges
+    built.pop("reference", None)  # the reference only judges the law
     return {**figures, "first_call_s": compile_s, **timed(built, setting, traffic)}
 
 
 def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor], peer: str, close: Closeness) -> list[str]:
-    """How a peer's results of the first call differ from ours."""
+    """Return texts on how a peer's results of the first call differ from funcrec's results."""
     found = []
     for name in ours.keys() & theirs.keys():
         a, b = ours[name].detach().to(torch.float64), theirs[name].detach().to(ours[name].device, torch.float64)

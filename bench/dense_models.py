@@ -1,5 +1,6 @@
-"""The dense parts of DLRM and DLRM-DCNv2 as plain torch modules with funcrec's parameters, as TorchRec's users write.
+"""The dense parts of DLRM and DLRM-DCNv2 as plain torch modules, as users of TorchRec write them.
 
+The modules have funcrec's parameters.
 Shapes: B batch, F features, D dim.
 """
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 
 def layers(params: list[dict], *, last_relu: bool) -> nn.Sequential:
-    """Linear layers with copies of {"weight", "bias"}, ReLU between them."""
+    """Return linear layers with copies of {"weight", "bias"}, and ReLU between the layers."""
     out: list[nn.Module] = []
     for own in params:
         linear = nn.Linear(own["weight"].shape[1], own["weight"].shape[0], device=own["weight"].device)
@@ -20,7 +21,7 @@ def layers(params: list[dict], *, last_relu: bool) -> nn.Sequential:
 
 
 class DLRMDense(nn.Module):
-    """logits = top([x_0, (⟨x_i, x_j⟩)_{i>j}]), x_0 = bottom(dense)."""
+    """The dense part of DLRM: logits = top([x_0, (⟨x_i, x_j⟩)_{i>j}]), x_0 = bottom(dense)."""
 
     def __init__(self, params: dict, num_features: int):
         super().__init__()
@@ -37,7 +38,10 @@ class DLRMDense(nn.Module):
 
 
 class DCNDense(nn.Module):
-    """logits = top(cross([bottom(dense), pooled])), x_{l+1} = x_0 ⊙ (U_l V_l x_l + b_l) + x_l."""
+    """The dense part of DCNv2.
+
+    logits = top(cross([bottom(dense), pooled])), x_{l+1} = x_0 ⊙ (U_l V_l x_l + b_l) + x_l.
+    """
 
     def __init__(self, params: dict, num_features: int):
         super().__init__()

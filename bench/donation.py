@@ -1,9 +1,10 @@
-"""A donated step's time for tables of three sizes: it depends on the batch, not on the table.
+"""Measures a donated step for tables of three sizes. The time depends on the batch, and not on the table.
 
     python bench/donation.py
 
-One table of dim 64 and 100 k, 4 M or 16 M rows; lookup of 512 bags of 4 ids, a small MLP, row-wise Adagrad. Peak memory
-is read around the donated steps: none may allocate memory of the table's size. Needs about 12 GB of memory.
+The step looks up 512 bags of 4 ids in one table of dim 64 with 100 k, 4 M or 16 M rows, and trains a small MLP with
+row-wise Adagrad. Peak memory is read around the donated steps: no step may allocate memory of the table's size. The run
+needs about 12 GB of memory.
 """
 
 import resource

@@ -1,11 +1,11 @@
-"""An ensemble of eight by vmap, compared with eight runs: one call of each kernel serves all members.
+"""Compares an ensemble of eight by vmap with eight runs. One call of each kernel serves all members.
 
     python bench/ensemble.py
 
-Small: four tables of 1,000 rows x 16, 128 bags of 4 ids each. Large: 26 tables of 20,000 rows x 16, 512 bags of 4 ids
-each. The cases: a lookup in stacked tables and a lookup of stacked ids, of both sizes, eager and compiled; and training
-steps of the small size (an MLP, row-wise Adagrad and Adam), eager and compiled with donation.
-The law comes first: the ensemble gives the results of the eight runs.
+The small size has four tables of 1,000 rows x 16, with 128 bags of 4 ids each. The large size has 26 tables of 20,000
+rows x 16, with 512 bags of 4 ids each. The cases are a lookup in stacked tables and a lookup of stacked ids, for both
+sizes, eager and compiled. Further cases are training steps of the small size (an MLP, row-wise Adagrad and Adam),
+eager, and compiled with donation. The law comes first: the ensemble gives the results of the eight runs.
 """
 
 from typing import NamedTuple
@@ -68,7 +68,7 @@ def stack(trees):
 
 
 def lookups(size: Size) -> dict:
-    """{case: (the ensemble's lookup, one lookup per member)}; the members' tables are parts of the stacks."""
+    """Return {case: (the lookup of the ensemble, one lookup per member)}. Tables of members are parts of the stacks."""
     features = size.features
     acts = lambda tables, ids: fr.lookup(tables, ids, features).values
     all_tables = stack([fr.init(key, size.configs) for key in fr.split(fr.key(0), MEMBERS)])
@@ -88,7 +88,7 @@ def lookups(size: Size) -> dict:
 
 
 def training(step, states, batches, compiled: bool) -> tuple:
-    """(one step of the ensemble, one step of each member)."""
+    """Return (one step of the ensemble, one step of each member)."""
     together = vmap(step, in_dims=(0, None))
     one, many = (fr.jit(f, donate=("state",)) if compiled else f for f in (step, together))
     own = [tree_map(torch.clone, s) for s in states]
@@ -124,7 +124,7 @@ def measured(cases: dict, rounds: int) -> dict:
 
 
 def training_cases(size: Size) -> tuple[dict, int]:
-    """(the cases of whole steps, the number of a member's parameters)."""
+    """Return (the cases of whole steps, the number of parameters of a member)."""
     hidden = fr.nn.mlp((size.tables * size.dim, 64, 32, 1))
     step, batches = make_step(hidden, size), [make_batch(size, seed) for seed in range(16)]
     fresh = lambda key: step.init(fr.Params(fr.init(key, size.configs), hidden.init(key)), key)

@@ -1,9 +1,10 @@
-"""Time from nothing to the first step: in a fresh process without compiled code, then in another that finds it.
+"""Measures the time from nothing to the first step, without compiled code and then in a process that finds it.
 
-import torch and funcrec, make the state, the first call (staging and compiling), the second call
+The times are those to import torch and funcrec, to make the state, of the first call (staging and compiling), and of
+the second call.
 
-    .venv/bin/python bench/first_step.py                 # also counts the eager steps that pay for compiling
-    .venv/bin/python bench/first_step.py ../before       # compares another checkout's funcrec, in turn
+    .venv/bin/python bench/first_step.py                 # also counts the eager steps that pay for compilation
+    .venv/bin/python bench/first_step.py ../before       # compares funcrec of another checkout, in turn
 """
 
 import argparse
@@ -64,13 +65,13 @@ NAMES = ("import_s", "import_bench_s", "state_s", "first_call_s", "second_call_s
 
 
 def start(case: str, setting: Setting, place: str, tree: str = "", eager: bool = False) -> dict:
-    """Run one process. place: its cache of compiled code. tree: the checkout whose funcrec it imports."""
+    """Return the times of one process. place: the cache of compiled code. tree: the checkout with that funcrec."""
     tiny, implementation = "tiny" if setting.tiny else "whole", setting.implementation or ""
     tree = tree and os.path.abspath(tree)
     words = [HERE, case, str(setting.threads), setting.device, tiny, implementation, "eager" if eager else "", tree]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": place, "TMPDIR": place}
-    python = os.path.join(tree, ".venv", "bin", "python") if tree else sys.executable  # has `tree`'s funcrec
-    command = [python, "-P", "-c", PROGRAM, *words]  # -P: does not import funcrec from the working folder
+    python = os.path.join(tree, ".venv", "bin", "python") if tree else sys.executable  # has the funcrec of `tree`
+    command = [python, "-P", "-c", PROGRAM, *words]  # with -P Python does not import funcrec from the working folder
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
@@ -84,7 +85,7 @@ def start(case: str, setting: Setting, place: str, tree: str = "", eager: bool =
 
 
 def run(case: str, setting: Setting, eager: bool = False, tree: str = "") -> dict:
-    """Run without a cache, then in another process with it."""
+    """Return the figures of a process without a cache, and of another process with the cache of the first."""
     with tempfile.TemporaryDirectory() as place:
         cold, warm = (start(case, setting, place, tree, eager) for _ in range(2))
     law = "green" if cold["losses"] == warm["losses"] else "red"
@@ -92,7 +93,7 @@ def run(case: str, setting: Setting, eager: bool = False, tree: str = "") -> dic
 
 
 def compare(case: str, setting: Setting, trees: dict[str, str], rounds: int) -> dict:
-    """Medians for each tree, which take turns. The law: all have the same losses, bit for bit."""
+    """Return medians for each tree; the trees take turns. The law: all trees have the same losses, bit for bit."""
     found: dict[str, list[dict]] = {name: [] for name in trees}
     for _ in range(rounds):
         for name, tree in trees.items():

@@ -1,6 +1,7 @@
-"""Operations on jagged buffers: funcrec under jit, FBGEMM's operators, TorchRec's methods.
+"""Measures operations on jagged buffers: funcrec under jit, FBGEMM's operators, TorchRec's methods.
 
-permute: the bags of all keys in another order. regroup: gathers columns of two keyed tensors into groups. bucketize:
+permute: puts the bags of all keys in another order. regroup: gathers columns of two keyed tensors into groups.
+  bucketize:
 sorts ids by owner, for row-wise shards. to_padded, from_padded: convert bags of vectors to a padded block, and back.
 """
 
@@ -25,7 +26,7 @@ def contender(call: Callable[[], dict[str, Tensor]]) -> Contender:
 
 
 def make_ids(case: JaggedCase, device: str) -> fr.KeyedJaggedTensor:
-    """Ragged bags, i64."""
+    """Return ragged bags of i64 ids."""
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, case.longest + 1, (case.num_features * case.batch,), generator=draw)
     values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=draw)
@@ -112,7 +113,7 @@ def bucketize(case: JaggedCase, device: str) -> tuple[dict, int]:
 
 
 def vectors(case: JaggedCase, device: str) -> tuple[fr.JaggedTensor, Tensor]:
-    """Bags of vectors, and a padded block with room for the longest."""
+    """Return (bags of vectors, a padded block with room for the longest bag)."""
     ids = make_ids(case, device)
     values = torch.randn(ids.capacity, case.dim, device=device)
     padded = torch.randn(case.batch, case.longest, case.dim, device=device)

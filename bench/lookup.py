@@ -1,4 +1,4 @@
-"""Pooled lookup of T tables in one call: funcrec under jit, FBGEMM's TBE, F.embedding_bag."""
+"""Measures a pooled lookup of T tables in one call: funcrec under jit, FBGEMM's TBE, F.embedding_bag."""
 
 import itertools
 
@@ -40,7 +40,10 @@ def torch_lookup(case: TableCase, tables: dict, batches: list) -> Contender:
 
 
 def closeness(case: TableCase) -> Closeness:
-    """f32 sums differ in their roundings; a peer that pools in 16 bits rounds every term."""
+    """Return the tolerances of a case.
+
+    f32 sums differ in roundings, and a peer that pools in 16 bits rounds every term.
+    """
     if case.dtype == "float32":
         return Closeness(1e-4, 1e-6 * case.ids_per_bag)
     eps = torch.finfo(case.table_dtype).eps

@@ -1,6 +1,6 @@
-"""Interleaved timing of several functions, memory, and a place for the results.
+"""Measures several functions in interleaved rounds, measures memory, and records the results.
 
-ratio(a, b) = median over rounds of time(a) / time(b), a and b timed one after the other in each round
+ratio(a, b) = median over rounds of time(a) / time(b); in each round a and b are timed one after the other
 """
 
 import datetime
@@ -21,7 +21,7 @@ Call = Callable[[], object]
 
 
 def wait_for(device: str) -> Callable[[], None]:
-    """A function that returns when the device has finished all work."""
+    """Return a function that returns when the device has finished all work."""
     return torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
 
 
@@ -33,7 +33,7 @@ def interleave(
     wait: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """{case: seconds of each round}; every round runs every case once, and starts with the next case."""
+    """Return {case: seconds of each round}. Every round runs every case once, and starts with the next case."""
     for _ in range(warmup):
         for call in cases.values():
             call()
@@ -62,7 +62,7 @@ def median_ms(times: list[float]) -> float:
 
 
 def median_ratio(a: list[float], b: list[float]) -> float:
-    """The median of the rounds' ratios a / b."""
+    """Return the median of the rounds' ratios a / b."""
     return statistics.median(ratios(a, b))
 
 
@@ -71,19 +71,19 @@ def ratios(a: list[float], b: list[float]) -> list[float]:
 
 
 def spread(numbers: list[float], scale: float = 1.0) -> dict[str, float]:
-    """The median and the quartiles, times `scale`, to four digits."""
+    """Return the median and the quartiles, times `scale`, to four digits."""
     ends = statistics.quantiles(numbers, n=4) if len(numbers) > 1 else numbers * 3
     parts = {"median": statistics.median(numbers), "q1": ends[0], "q3": ends[2]}
     return {name: digits(x * scale) for name, x in parts.items()}
 
 
 def digits(x: float) -> float:
-    """x to four significant digits."""
+    """Return x to four significant digits."""
     return float(f"{x:.4g}")
 
 
 def peak_mb(call: Call, device: str) -> float | None:
-    """The most MiB that one call adds to the memory in use; None if the system does not tell."""
+    """Return the most MiB that one call adds to the used memory; None if the system does not report it."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -92,7 +92,7 @@ def peak_mb(call: Call, device: str) -> float | None:
         torch.cuda.synchronize()
         return digits((torch.cuda.max_memory_allocated() - before) / MB)
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
+        Path("/proc/self/clear_refs").write_text("5")  # this resets the peak of resident memory
         before = _status_kb("VmRSS")
         call()
         return digits((_status_kb("VmHWM") - before) / 1024)
@@ -106,7 +106,7 @@ def _status_kb(name: str) -> int:
 
 
 def record(name: str, figures: dict, folder: Path = RESULTS) -> None:
-    """Print the figures and append them to folder/NAME.jsonl, with machine and commit."""
+    """Print the figures, and append them to folder/NAME.jsonl, with machine and commit."""
     line = {**machine(figures.get("device", "cpu")), **figures}
     print(json.dumps(line, indent=2))
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def record(name: str, figures: dict, folder: Path = RESULTS) -> None:
 
 
 def machine(device: str = "cpu") -> dict:
-    """The date, the commit, the processor, its load before the run and the versions."""
+    """Return the date, the commit, the processor, the processor's load before the run, and the versions."""
     about = {
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
@@ -130,7 +130,7 @@ def machine(device: str = "cpu") -> dict:
 
 
 def commit() -> str:
-    """The commit of the tree, with a + if the tree has changes."""
+    """Return the commit of the tree, with a + if the tree has changes."""
     run = lambda *words: subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
     return run("rev-parse", "--short", "HEAD") + ("+" if run("status", "--porcelain", "--untracked-files=no") else "")
 

@@ -1,10 +1,11 @@
-"""A DeepFM epoch on MovieLens-1M: funcrec's compiled, donated step against plain eager torch.
+"""Measures a DeepFM epoch on MovieLens-1M: funcrec's compiled, donated step against plain eager torch.
 
     python bench/ml1m_epoch.py
 
-Data, batches of 4096, model and dropout rate are the same. The peer is nn.Module, nn.Embedding, loss.backward() and
-dense torch.optim.Adam; it indexes padded tensors and uses 2 threads. funcrec's Adam is lazy: it updates only the
-batch's rows. Both sides' times include making the batches. They take turns, 36 steps (a quarter epoch) at a time.
+Both have the same data, batches of 4096, model and dropout rate. The peer is nn.Module, nn.Embedding, loss.backward()
+and dense torch.optim.Adam. It indexes padded tensors, and uses 2 threads. funcrec's Adam is lazy: it updates only the
+rows of the batch. Both times include the time to make the batches. The two take turns, 36 steps (a quarter epoch) at a
+time.
 """
 
 import torch
@@ -19,7 +20,7 @@ FIELDS, GENRES, DIM = 10_040, 19, 16
 
 
 class PlainDeepFM(nn.Module):
-    """First-order weights, FM and an MLP of 256-256-256 over seven vectors, with a padded matrix of genres."""
+    """A DeepFM: first-order weights, FM and an MLP (256-256-256) over seven vectors and a padded matrix of genres."""
 
     def __init__(self):
         super().__init__()

@@ -1,8 +1,8 @@
-"""The host's cost of calling a jitted function, beyond the compiled code that it runs.
+"""Measures the host's cost to call a jitted function, without the cost of the compiled code.
 
     overhead = time(fr.jit(fn)(state, x)) - time(torch.compile(fn on the flat tensors)(*tensors))
 
-fn adds a number to each of the state's small tensors; the donated form reuses the state's memory.
+fn adds a number to each of the state's small tensors. The donated form reuses the memory of the state.
 """
 
 import statistics

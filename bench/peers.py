@@ -22,7 +22,7 @@ FBGEMM_RULES = {
         "partial_rowwise_adam": "PARTIAL_ROWWISE_ADAM", "lamb": "LAMB", "partial_rowwise_lamb": "PARTIAL_ROWWISE_LAMB",
     },
 }  # fmt: skip
-FBGEMM_DTYPES = {  # dtypes that both training and lookup support
+FBGEMM_DTYPES = {  # dtypes that training and lookup both support
     "cpu": {"float32": "FP32", "float16": "FP16"},
     "cuda": {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"},
 }
@@ -33,13 +33,13 @@ def installed(name: str) -> bool:
 
 
 def sparse_optimizer(rule: str) -> fr.optim.RowOptimizer:
-    """funcrec's row optimizer, with the numbers that the peers use."""
+    """Return funcrec's row optimizer with the numbers that the peers use."""
     more = {"rowwise_adagrad_counter": {"half_life": 100.0}}.get(rule, {})
     return getattr(fr.optim, rule)(lr=LR, **more)
 
 
 def fbgemm_tables(case: TableCase, tables: dict[str, Tensor], device: str, optimizer: str = "EXACT_ROWWISE_ADAGRAD"):
-    """FBGEMM's TBE with copies of `tables`; optimizer is an EmbOptimType's name."""
+    """Return FBGEMM's TBE with copies of `tables`. optimizer: the name of an EmbOptimType."""
     with quiet():
         from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
@@ -71,14 +71,14 @@ def fbgemm_tables(case: TableCase, tables: dict[str, Tensor], device: str, optim
 
 
 def fbgemm_operators():
-    """Import FBGEMM; return torch.ops.fbgemm."""
+    """Import FBGEMM, and return torch.ops.fbgemm."""
     with quiet():
         import fbgemm_gpu  # noqa: F401
     return torch.ops.fbgemm
 
 
 def fbgemm_optimizer(rule: str, device: str) -> str:
-    """FBGEMM's name of the rule that trains to the same tables."""
+    """Return FBGEMM's name of the rule that trains to the same tables."""
     known = FBGEMM_RULES[torch.device(device).type]
     if rule not in known:
         raise NotImplementedError(f"its {torch.device(device).type} operators do not train {rule}")
@@ -88,7 +88,7 @@ def fbgemm_optimizer(rule: str, device: str) -> str:
 def torch_bags(
     case: TableCase, tables: dict[str, Tensor], ids: fr.KeyedJaggedTensor, *, sparse: bool = False
 ) -> Tensor:
-    """F.embedding_bag on each table, concatenated, as EmbeddingBagCollection without FBGEMM does."""
+    """Return the results of F.embedding_bag on each table, joined, as in EmbeddingBagCollection without FBGEMM."""
     out = []
     for n in case.names:
         bags = ids[n]
@@ -104,7 +104,7 @@ def torch_ids(case: TableCase, ids: fr.KeyedJaggedTensor) -> dict[str, fr.Jagged
 
 
 def feature_ids(ids: fr.KeyedJaggedTensor, keys: list[str]) -> dict[str, fr.JaggedTensor]:
-    """Each key's ids in a buffer of its own, made once, for embedding_bag."""
+    """Return the ids of each key in a buffer of its own, made once, for embedding_bag."""
     parts = {}
     for n in keys:
         first, last = ids.bag_range(n)
@@ -115,20 +115,20 @@ def feature_ids(ids: fr.KeyedJaggedTensor, keys: list[str]) -> dict[str, fr.Jagg
 
 
 def torch_optimizer(rule: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """The torch.optim optimizer that takes sparse gradients and trains to the same tables."""
+    """Return the torch.optim optimizer that takes sparse gradients and trains to the same tables."""
     if rule == "sgd":
         return torch.optim.SGD(parameters, lr=LR)
     if rule == "adagrad":
         return torch.optim.Adagrad(parameters, lr=LR, eps=EPS)
     if rule == "adam":
-        # its eps is added to √v before the bias correction: scaled so, it equals ours in the first step, which the law
-        # compares
+        # SparseAdam adds eps to √v before the bias correction. With this scale eps equals funcrec's in the first step,
+        # which the law compares
         return torch.optim.SparseAdam(parameters, lr=LR, eps=EPS * (1 - 0.999) ** 0.5)
     raise NotImplementedError(f"torch.optim has no {rule} for sparse gradients")
 
 
 def torchrec_tables(features: list, tables: dict[str, Tensor], device: str):
-    """TorchRec's FusedEmbeddingBagCollection with copies of `tables` and row-wise Adagrad."""
+    """Return TorchRec's FusedEmbeddingBagCollection with copies of `tables` and row-wise Adagrad."""
     with quiet():
         from torchrec.modules.embedding_configs import EmbeddingBagConfig
         from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -150,7 +150,7 @@ def torchrec_tables(features: list, tables: dict[str, Tensor], device: str):
 
 
 def torchrec_ids(ids: fr.KeyedJaggedTensor):
-    """The same ids in TorchRec's type, with lengths and offsets already made."""
+    """Return the same ids in TorchRec's type, with lengths and offsets already made."""
     with quiet():
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
     return KeyedJaggedTensor(list(ids.keys), ids.values, ids.weights, lengths=ids.offsets.diff(), offsets=ids.offsets)

@@ -12,11 +12,11 @@ from peers import EPS, LR, quiet
 from steps import DENSE_LR
 from torch import Tensor, nn
 
-TYPES = {"replicated": "data_parallel", "grid": "grid_shard"}  # the other kinds have the same name there
+TYPES = {"replicated": "data_parallel", "grid": "grid_shard"}  # the other kinds have the same name in TorchRec
 
 
 def torchrec_model(features: list, params, rows: dict[str, int], dim: int) -> nn.Module:
-    """A model logits(dense, ids) whose tables are not yet allocated."""
+    """Return a model logits(dense, ids) whose tables are not yet allocated."""
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -45,7 +45,7 @@ def torchrec_model(features: list, params, rows: dict[str, int], dim: int) -> nn
 
 
 def sharded(case, model: nn.Module, names: list[str]):
-    """Wrap `model` in DistributedModelParallel."""
+    """Return `model`, wrapped in DistributedModelParallel."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -58,7 +58,7 @@ def sharded(case, model: nn.Module, names: list[str]):
     if kernel == "dense" and case.rule != "sgd":
         raise NotImplementedError("data_parallel has no fused optimizer there, and no row-wise one")
 
-    class Sharder(EmbeddingBagCollectionSharder):  # it offers fewer kinds on CPUs than work there
+    class Sharder(EmbeddingBagCollectionSharder):  # on CPUs TorchRec's sharder offers fewer kinds than work
         def sharding_types(self, compute_device_type):
             return [kind]
 
@@ -89,7 +89,7 @@ def table_parts(state: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], T
 
 
 def whole_tables(state: dict[str, Any], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """{table: f[R, D]} on every rank. If several ranks hold a part, it takes the last rank's."""
+    """Return {table: f[R, D]} on every rank. If several ranks hold a part, it takes the part of the last rank."""
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, [(n, at, x.clone()) for n, at, x in table_parts(state)])
     out = {n: torch.full_like(t, torch.nan) for n, t in like.items()}
@@ -99,7 +99,7 @@ def whole_tables(state: dict[str, Any], like: dict[str, Tensor]) -> dict[str, Te
 
 
 def torchrec_step(case, model, params, batches: list, *, compiled: bool):
-    """(call, tables): `call` runs one step and returns this rank's loss; `tables` returns the whole tables."""
+    """Return (call, tables): `call` runs one step and returns this rank's loss; `tables` returns the whole tables."""
     with quiet():
         rows = {n: t.shape[0] for n, t in params.tables.items()}
         parallel = sharded(case, torchrec_model(model.features, params, rows, case.dim), list(params.tables))

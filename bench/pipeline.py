@@ -1,11 +1,11 @@
-"""A pipelined step and the plain loop on two gloo ranks of this machine, where ids arrive late.
+"""Measures a pipelined step and the plain loop on two gloo ranks of this machine, where ids arrive late.
 
     .venv/bin/python bench/pipeline.py [--late-ms 50] [--work-ms 60] [--steps 100]
 
-Every exchange of ids is delayed by `late-ms`, and every step also waits `work-ms`, as for a device that computes. The
-law comes first: over all steps the losses, and then the state, have the plain loop's bits; if not, there is no number.
-Rounds of both alternate; each leaves out its first batches. TorchRec's pipeline and plain loop follow, with tables,
-batches and dense layers of these shapes (`pipeline_peer.py`): they wait where they await the ids.
+Every exchange of ids is late by `late-ms`, and every step also waits `work-ms`, as for a device that computes. The
+law comes first: over all steps the losses, and then the state, have the bits of the plain loop. Otherwise there is no
+number. Rounds of both alternate, and each round leaves out its first batches. TorchRec's pipeline and plain loop
+follow, with tables, batches and dense layers of these shapes (`pipeline_peer.py`). They wait where they await the ids.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from funcrec.sharding import _route
 from funcrec.testing import RankPool
 
 TABLES, ROWS, DIM, BATCH, IDS = 8, 20_000, 32, 256, 4
-ROUND = 20  # steps
+ROUND = 20  # the steps of a round
 
 
 def late(x: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -53,7 +53,7 @@ def batch_of(number: int, rank: int):
 
 
 def problem(mesh: fr.Mesh, steps: int) -> tuple[Callable, list]:
-    """(a function that makes a step and its first state, this rank's batches)."""
+    """Return (a function that makes a step and its first state, this rank's batches)."""
     plan = fr.Plan.uniform("row_wise", {c.name: (ROWS, DIM) for c in CONFIGS}, mesh)
     kind = {"sparse": fr.optim.rowwise_adagrad(0.05), "dense": fr.optim.dense(torch.optim.Adam, lr=1e-3)}
     dense = {"w": torch.linspace(-1, 1, TABLES * DIM * 64).sin().reshape(-1, 64) / 8, "v": torch.linspace(-1, 1, 64)}
@@ -100,7 +100,7 @@ def one_rank(late_s: float, work_s: float, steps: int) -> dict:
         a, losses_a, times_a = timed(plain(step, a, part))
         b, losses_b, times_b = timed(pipe.run(b, part))
         out["is_same"] &= all(map(torch.equal, losses_a, losses_b))
-        skipped = 2 if first else 4  # nothing is routed ahead of a run's first batch; the first run compiles
+        skipped = 2 if first else 4  # the first batch of a run is not routed ahead; the first run compiles
         out["plain_ms"] += [1e3 * t for t in times_a[skipped:]]
         out["pipeline_ms"] += [1e3 * t for t in times_b[skipped:]]
     out["is_same"] &= all(map(torch.equal, fr.tree.leaves(a), fr.tree.leaves(b)))
@@ -122,7 +122,10 @@ def row_of(ranks: list[dict], late_s: float, work_s: float, steps: int) -> dict:
 
 
 def main(one_rank: Callable, row_of: Callable, *, steps: int) -> None:
-    """Run one_rank(late_s, work_s, steps) on two ranks; if all report `is_same`, append row_of's row to a file."""
+    """Run one_rank(late_s, work_s, steps) on two ranks.
+
+    If all ranks report `is_same`, append the row of row_of to a file.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--late-ms", type=float, default=50.0)
     parser.add_argument("--work-ms", type=float, default=60.0)

@@ -1,4 +1,4 @@
-"""TorchRec's TrainPipelineSparseDist and its plain loop, where ids arrive late: the peer of `pipeline.py`."""
+"""Measures TorchRec's TrainPipelineSparseDist and its plain loop, where ids arrive late: the peer of `pipeline.py`."""
 
 import dataclasses
 import itertools

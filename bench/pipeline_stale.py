@@ -1,12 +1,13 @@
-"""A stale pipeline, `fr.pipeline` and the plain loop on two gloo ranks, where every all-to-all arrives late.
+"""Measures a stale pipeline, `fr.pipeline` and the plain loop on two gloo ranks, where every all-to-all arrives late.
 
     .venv/bin/python bench/pipeline_stale.py [--late-ms 50] [--work-ms 60] [--steps 60]
 
 Ids, rows and cotangents each travel for `late-ms`, and every step also waits `work-ms`, as for a device that computes.
-A step of the plain loop waits for all three, a pipeline's step for rows and cotangents, a stale one's for cotangents.
-The law comes first, bit for bit: the pipeline has the plain loop's losses and states, the stale pipeline those of a
-loop that reads the tables before the last update; if not, there is no number. Rounds of the three alternate; each
-leaves out its first batches.
+A step of the plain loop waits for all three. A step of the pipeline waits for rows and cotangents, and a step of the
+stale pipeline for cotangents.
+The law comes first, bit for bit: the pipeline has the losses and states of the plain loop, and the stale pipeline those
+of a loop that reads the tables before the last update. Otherwise there is no number. Rounds of the three alternate, and
+each round leaves out its first batches.
 """
 
 import itertools
@@ -55,7 +56,10 @@ def one_rank(late_s: float, work_s: float, steps: int) -> dict:
     start, batches = problem(mesh, steps)
 
     def written(step, state, batches):
-        """The plain loop with a stale pipeline's staleness: it reads the tables before the last update."""
+        """Yield (state, metrics) of a plain loop.
+
+        It reads the tables before the last update, as a stale pipeline does.
+        """
         stale, tables = fr.jit(stale_of(step).update), state.tables
         for batch in batches:
             before, tables = tables, state.tables
@@ -89,7 +93,7 @@ def one_rank(late_s: float, work_s: float, steps: int) -> dict:
         losses = {}
         for j, (name, run) in enumerate(runs.items()):
             states[j], losses[name], clock, cpu = timed(run(states[j], part))
-            skipped = 4 if k == 0 else 2  # nothing is routed ahead of a run's first batch; the first run compiles
+            skipped = 4 if k == 0 else 2  # the first batch of a run is not routed ahead; the first run compiles
             out[f"{name}_ms"] += clock[skipped:]
             out[f"{name}_cpu_ms"] += cpu[skipped:]
         out["is_same"] &= all(map(torch.equal, losses["plain"], losses["pipeline"]))

@@ -1,13 +1,13 @@
-"""Our solver and TorchRec's planner: its enumerator and estimators feed both, and its NoopPerfModel scores both.
+"""Compares funcrec's solver with TorchRec's planner: both get TorchRec's options, and its NoopPerfModel scores both.
 
     python bench/planner.py --sets FILE                      # DCNv2, t180, t200, t510, t7 on 8, 16 and 128 devices
     python bench/planner.py --sets FILE --tasks mlperf_dcnv2 --ranks 8
     python bench/planner.py --generated 30 --ranks 8         # tables drawn by seeds 0 to 29
-    python bench/planner.py --scale                          # 1,000 tables on 128 ranks, by fr.plan, no peer
+    python bench/planner.py --scale                          # 1,000 tables on 128 ranks, by fr.plan, without a peer
 
 Each case appends a line of JSON to results/planner.jsonl: ratings in ms of the slowest rank, the lower bound for all
 plans, the gap, CPU seconds. TorchRec's planner runs in a process of its own, which ends after --limit CPU seconds. No
-device is needed. FILE: {task: {"dim", "groups": [[how many, ids per bag, rows]]}}.
+device is needed. FILE: {task: {"dim", "groups": [[number of tables, ids per bag, rows]]}}.
 """
 
 import argparse
@@ -27,7 +27,7 @@ GB = 1024**3
 
 
 def tables_of(task: dict) -> list[tuple[str, int, int, float]]:
-    """[(name, rows, dim, ids per bag)]."""
+    """Return [(name, rows, dim, ids per bag)] of a task."""
     groups = task.get("groups") or [[1, *t] for t in task["tables"]]
     flat = [
         (rows, task["dim"] if isinstance(task["dim"], int) else 0, ids) for n, ids, rows in groups for _ in range(n)
@@ -36,7 +36,7 @@ def tables_of(task: dict) -> list[tuple[str, int, int, float]]:
 
 
 def generated(seed: int) -> list[tuple[str, int, int, float]]:
-    """10 to 60 tables with dims 4 to 128, like NeuroShard's tasks."""
+    """Return 10 to 60 tables with dims 4 to 128, like the tasks of NeuroShard."""
     draw = random.Random(seed)
     num = draw.randint(10, 60)
     rows = [int(10 ** draw.uniform(2, 7.7)) for _ in range(num)]
@@ -83,7 +83,7 @@ class Peer:
         return float(NoopPerfModel(self.topology).rate(plan))
 
     def packing(self):
-        """Return the packing of its options; the memory is what its own reservation leaves."""
+        """Return the packing of TorchRec's options, with the memory that TorchRec's own reservation leaves."""
         from funcrec.planner._packing import Cap, Item, Option, Packing
 
         planner = self.planner
@@ -105,7 +105,7 @@ class Peer:
                 return Option(o, tuple(each), single, "fixed")
             if o.partition_by == "device":
                 return Option(o, tuple(each), single)
-            # the last of a host's shards has fewer rows: each rank is charged for the largest
+            # the last shard of a host has fewer rows: each rank is charged for the largest shard
             parts = tuple(tuple(map(max, zip(*each[i : i + local]))) for i in range(0, len(each), local))
             return Option(o, parts, hosts, "any" if o.partition_by == "host" else "apart")
 
@@ -118,7 +118,7 @@ class Peer:
         return Packing(tuple(items), ranks, (1.0, 0.0, 0.0), caps)
 
     def rated(self, packing, choices) -> float:
-        """Rate our plan by TorchRec's numbers, and assert that it fits by them."""
+        """Return the rating of funcrec's plan by TorchRec's numbers, and assert that the plan fits by these numbers."""
         import copy
 
         local, plan = self.topology.local_world_size, []
@@ -142,7 +142,7 @@ class Peer:
 
 
 def torchrec_plan(tables, ranks: int, limit_s: int) -> dict:
-    """TorchRec's plan after at most so many CPU seconds."""
+    """Return the figures of TorchRec's plan, which takes at most so many CPU seconds."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_in_child, args=(there, tables, ranks, limit_s))
@@ -150,7 +150,7 @@ def torchrec_plan(tables, ranks: int, limit_s: int) -> dict:
     there.close()
     try:
         return here.recv()
-    except EOFError:  # the system killed it
+    except EOFError:  # the system killed the process
         return {"torchrec_ms": None, "torchrec_error": f"no plan in {limit_s} s"}
     finally:
         child.join()
@@ -167,7 +167,7 @@ def _in_child(pipe, tables, ranks: int, limit_s: int) -> None:
 
 
 def compare(name: str, tables, ranks: int, effort: int, peers: dict) -> dict:
-    """Make one line of figures; peers: the result of `torchrec_plan`, or {}."""
+    """Return one line of figures. peers: the result of `torchrec_plan`, or {}."""
     from funcrec.planner._solve import solve
 
     peer = Peer(tables, ranks)
@@ -189,12 +189,12 @@ def compare(name: str, tables, ranks: int, effort: int, peers: dict) -> dict:
     line |= peers
     if peers.get("torchrec_ms"):
         line["ratio"] = digits(peers["torchrec_ms"] / line["ms"])
-        line["law"] = "green" if line["ms"] <= peers["torchrec_ms"] * (1 + 1e-6) else "red"  # never worse
+        line["law"] = "green" if line["ms"] <= peers["torchrec_ms"] * (1 + 1e-6) else "red"  # never worse than the peer
     return line
 
 
 def scale(num_tables: int, ranks: int, effort: int) -> dict:
-    """Run fr.plan with its own costs."""
+    """Return one line of figures of fr.plan with its own costs."""
     import funcrec as fr
 
     draw = random.Random(0)

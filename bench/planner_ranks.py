@@ -1,18 +1,18 @@
-"""Plans on two gloo ranks of this machine: step times as fr.plan estimates them, and as measured.
+"""Compares step times of plans on two gloo ranks of this machine: the estimates of fr.plan, and measured times.
 
-    python bench/planner_ranks.py                # all figures: 20 plans of each of two sets, 10 sets against TorchRec's
+    python bench/planner_ranks.py                # all figures: 20 plans of each of two sets, 10 sets against TorchRec
     python bench/planner_ranks.py --sets 2 --of 0 --rounds 5
 
-For each set it runs a jitted donated step under four plans: fr.plan's (with `Hardware.measure` of these ranks),
-fr.plan's from costs of bytes alone, TorchRec's planner's (table-, row- and column-wise, on the ranks that it names),
-and all tables row-wise. The correlation takes 20 plans that differ in kind (`kinds_of`): Spearman's of estimated and
-measured times, for the present costs, for bytes alone at the same rates, and for `FORMER`.
+For each set it runs a jitted donated step under four plans: that of fr.plan (with `Hardware.measure` of these ranks),
+that of fr.plan from costs of bytes alone, that of TorchRec's planner (table-, row- and column-wise, on the ranks that
+it names), and all tables row-wise. The correlation takes 20 plans that differ in kind (`kinds_of`). It is Spearman's
+correlation of estimated and measured times, for the present costs, for bytes alone at the same rates, and for `FORMER`.
 
-A step's time is measured from a barrier to the slower rank's end, as medians over rounds in which every plan has its
-turn. `ms` is clock time; on a shared machine it includes the turns of others. `cpu_ms` is the processor time of the
-busier rank, over all its threads, gloo's too: the work that a plan gives a rank, with the exchange's copies, without
-waiting. On a quiet machine use `ms`; on a loaded one only `cpu_ms` tells plans apart. Lines of JSON go to
-results/planner.jsonl.
+The time of a step runs from a barrier to the end of the slower rank. Figures are medians over rounds in which every
+plan has its turn. `ms` is clock time, which on a shared machine includes the turns of other processes. `cpu_ms` is the
+processor time of the busier rank, over all its threads, also those of gloo: the work that a plan gives a rank, with
+copies of exchanges, and without waits. On a quiet machine use `ms`. On a loaded machine only `cpu_ms` tells plans
+apart. Lines of JSON go to results/planner.jsonl.
 """
 
 import argparse
@@ -35,12 +35,12 @@ from funcrec.testing import RankPool
 WORLD, BATCH, NUM_BATCHES = 2, 1024, 3
 KINDS = ("table_wise", "row_wise", "column_wise", "replicated")
 NO_LATENCY = {"link_latency_s": 0.0, "host_latency_s": 0.0, "launch_s": 0.0}
-# rates from `Hardware.measure` on two quiet ranks, when costs were of bytes alone
+# rates from `Hardware.measure` on two quiet ranks, for costs of bytes alone
 FORMER = {"memory_bytes_per_s": 4.469e9, "link_bytes_per_s": 2.269e9, "host_bytes_per_s": 2.269e9, **NO_LATENCY}
 
 
 def small_set(seed: int) -> list[tuple[str, int, int, int]]:
-    """6 to 14 tables: (name, rows, dim, ids per bag)."""
+    """Return 6 to 14 tables: (name, rows, dim, ids per bag)."""
     draw = random.Random(seed)
     return [
         (f"t{i}", int(10 ** draw.uniform(2, 5)), draw.choice([8, 16, 32, 64]), int(10 ** draw.uniform(0, 1.5)))
@@ -54,7 +54,10 @@ def configs(tables) -> tuple:
 
 
 def planned(tables, hardware: fr.Hardware, kinds: dict | None = None) -> fr.Plan:
-    """fr.plan's plan; with `kinds`, {table: (kind, ranks)}, the plan with these placements, and its estimate."""
+    """Return the plan of fr.plan.
+
+    With `kinds`, {table: (kind, ranks)}, return the plan with these placements, and its estimate.
+    """
     own, features = configs(tables)
     used = {n: {"pooling_factor": float(ids)} for n, _, _, ids in tables}
     for n, (kind, ranks) in (kinds or {}).items():
@@ -66,7 +69,7 @@ def planned(tables, hardware: fr.Hardware, kinds: dict | None = None) -> fr.Plan
 
 
 def torchrec_kinds(tables) -> dict:
-    """{table: (kind, ranks)} from TorchRec's planner for two CPU ranks."""
+    """Return {table: (kind, ranks)} from TorchRec's planner for two CPU ranks."""
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.planner.types import ParameterConstraints
@@ -82,18 +85,18 @@ def torchrec_kinds(tables) -> dict:
             min_partition=max(4, dim // WORLD))
         for n, _, dim, ids in tables
     }  # fmt: skip
-    topology = Topology(world_size=WORLD, compute_device="cuda", local_world_size=WORLD)  # on CPUs it offers fewer
+    topology = Topology(world_size=WORLD, compute_device="cuda", local_world_size=WORLD)  # "cpu" offers fewer kinds
     planner = EmbeddingShardingPlanner(topology=topology, batch_size=BATCH // WORLD, constraints=told)
     found = planner.plan(module, [EmbeddingBagCollectionSharder()]).plan["ebc"]
     out = {}
     for n, p in found.items():
-        kind = p.sharding_type if len(set(p.ranks)) > 1 else "table_wise"  # columns may all lie on one rank there
+        kind = p.sharding_type if len(set(p.ranks)) > 1 else "table_wise"  # columns may all lie on one rank
         out[n] = (kind, None if kind == "row_wise" else tuple(dict.fromkeys(p.ranks)))
     return out
 
 
 def kinds_of(tables, num_plans: int) -> dict[str, dict]:
-    """{name: {table: (kind, ranks)}}: `num_plans` plans that differ in kind; random mixtures follow these."""
+    """Return {name: {table: (kind, ranks)}} of `num_plans` plans that differ in kind, and then random mixtures."""
     names, small = [t[0] for t in tables], {t[0] for t in sorted(tables, key=lambda t: t[1])[: len(tables) // 2]}
     work = {n: dim * ids for n, _, dim, ids in tables}
     heavy = sorted(names, key=lambda n: -work[n])
@@ -139,7 +142,10 @@ def hardware() -> fr.Hardware:
 
 
 def one_rank(tables, plans: list[str], rounds: int, eager: bool) -> list[list[tuple[float, float]]]:
-    """(seconds, processor seconds) of each plan's steps on this rank, for each round; the plans take turns."""
+    """Return (seconds, processor seconds) of the steps of each plan on this rank, for each round.
+
+    The plans take turns.
+    """
     mesh = fr.Mesh.distributed(device="cpu", timeout_s=600, x=WORLD)
     calls = [step_of(tables, fr.Plan.from_json(text), mesh, eager) for text in plans]
     times: list[list[tuple[float, float]]] = [[] for _ in calls]
@@ -179,7 +185,7 @@ def step_of(tables, plan: fr.Plan, mesh: fr.Mesh, eager: bool):
 
 
 def measured(pool: RankPool, tables, plans: list[fr.Plan], rounds: int, eager: bool) -> list[dict[str, list[float]]]:
-    """For each plan {"ms": the slower rank's seconds per round, "cpu_ms": the busier rank's processor seconds}."""
+    """Return for each plan {"ms": the slower rank's seconds per round, "cpu_ms": the busier rank's CPU seconds}."""
     ranks = pool.run(one_rank, tables, [p.to_json() for p in plans], rounds, eager, deadline_s=3000)
     most = lambda own, k: [max(t[k] for t in turn) for turn in zip(*own, strict=True)]
     return [{"ms": most(own, 0), "cpu_ms": most(own, 1)} for own in zip(*ranks, strict=True)]

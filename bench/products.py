@@ -1,10 +1,10 @@
-"""Compiled training steps with oneDNN's matrix products and with BLAS's, and the products alone.
+"""Measures compiled training steps with matrix products of oneDNN and of BLAS, and the products alone.
 
     python bench/products.py [--threads 1] [--rounds 15] [--cases dlrm-d64-b512-l1 deepfm]
 
-Steps are jitted and donated, and take turns in one process; processor and clock time of each, medians of the rounds'
-ratios. The law: the losses of the first two steps agree. Products: x Wᵀ, dy W and dyᵀ x of f32, in GFLOP/s of processor
-time.
+Steps are jitted and donated, and take turns in one process. Figures are the processor time and clock time of each step,
+and medians of the rounds' ratios. The law: the losses of the first two steps agree. The products are x Wᵀ, dy W and dyᵀ
+x in f32, in GFLOP/s of processor time.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from funcrec.compile.backend import _onednn
 DEEPFM = cases.StepCase("deepfm", 100_000, 16, 2048, 1)
 CASES = {"deepfm": DEEPFM, **cases.STEPS}
 SHORT = ("dlrm-d64-b512-l1", "dlrm-d64-b2048-l5", "deepfm", "dcnv2")
-MOST_ROWS = 100_000  # of a table: its rows do not affect the products
+MOST_ROWS = 100_000  # the most rows of a table: rows do not affect the products
 KINDS = {"BLAS": False, "oneDNN": True}
 SHAPES = ((512, 13, 512), (512, 415, 512), (2048, 512, 256), (2048, 1024, 1024), (2048, 3456, 512))
 
@@ -39,7 +39,7 @@ def make_model(case: cases.StepCase) -> fr.models.Model:
 
 
 def contender(case: cases.StepCase, model: fr.models.Model, batches: list, wide: bool) -> tuple[Contender, dict]:
-    """A step compiled with oneDNN's or with BLAS's products, and the losses of its first two calls."""
+    """Return a step that is compiled with products of oneDNN or of BLAS, and the losses of its first two calls."""
     made = steps.funcrec_step(case, model, model.init(fr.key(0)), batches, "cpu")
     with mock.patch.object(_onednn, "stays_away", lambda: wide):
         return made, made.first()
@@ -62,7 +62,7 @@ def compared(case: cases.StepCase, rounds: int) -> dict:
 
 
 def turns(calls: dict[str, Callable], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """{name: (processor, clock) seconds of each round}."""
+    """Return {name: (processor, clock) seconds of each round}."""
     times: dict[str, list[tuple[float, float]]] = {n: [] for n in calls}
     for r in range(rounds + 1):
         for n in list(calls)[:: 1 - 2 * (r % 2)]:
@@ -73,7 +73,7 @@ def turns(calls: dict[str, Callable], rounds: int) -> dict[str, list[tuple[float
 
 
 def speeds(rows: int, inner: int, outer: int, rounds: int) -> dict:
-    """{product: [BLAS's GFLOP/s, oneDNN's]}."""
+    """Return {product: [GFLOP/s of BLAS, GFLOP/s of oneDNN]}."""
     x, w, dy = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(rows, outer)
     found, flop = {}, 2 * rows * inner * outer
     for name, pair in {"x Wᵀ": (x, w.t()), "dy W": (dy, w), "dyᵀ x": (dy.t(), x)}.items():

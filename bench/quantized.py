@@ -1,8 +1,8 @@
-"""Lookups of quantised tables in one call: ours and FBGEMM's int_nbit, on rows with the same bytes.
+"""Measures lookups of quantised tables in one call: funcrec's and FBGEMM's int_nbit, on rows with the same bytes.
 
-    ratio = time(FBGEMM) / time(ours), medians of interleaved calls; one thread's own CPU time
+    ratio = time(FBGEMM) / time(funcrec), medians of interleaved calls, in CPU time of one thread
 
-"fbgemm" reads a plain buffer, as its own tables do; "fbgemm, 2 MiB pages" reads one like ours.
+"fbgemm" reads a plain buffer, as FBGEMM's own tables do. "fbgemm, 2 MiB pages" reads a buffer like funcrec's.
 """
 
 import itertools
@@ -17,9 +17,9 @@ from funcrec.kernels import memory, ops
 from funcrec.kernels.forms import row_bytes
 from measure import digits, interleave, ratios, spread
 
-WEIGHTS_TYPES = {8: 2, 4: 3, 2: 4}  # FBGEMM's
+WEIGHTS_TYPES = {8: 2, 4: 3, 2: 4}  # FBGEMM's codes for the types
 HOST = 3  # FBGEMM's code for tables in host memory
-ALIGNMENT = 128  # bytes, of a table's first row
+ALIGNMENT = 128  # bytes, of the first row of a table
 
 
 class CodesCase(NamedTuple):
@@ -33,7 +33,7 @@ class CodesCase(NamedTuple):
 
 
 def rows_of(case: CodesCase) -> torch.Tensor:
-    """u8[R, S]: random codes of numbers between -0.5 and 0.5."""
+    """Return random codes of numbers between -0.5 and 0.5, u8[R, S]."""
     size = row_bytes(case.bits, case.dim)
     rows = torch.randint(0, 256, (case.num_rows, size), dtype=torch.uint8)
     rows[:, :4] = torch.tensor([1 / (2**case.bits - 1), -0.5], dtype=torch.float16).view(torch.uint8)

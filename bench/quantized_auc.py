@@ -1,8 +1,8 @@
-"""The AUC of a trained DeepFM on MovieLens-1M with quantised tables, and with floats.
+"""Measures the AUC of a trained DeepFM on MovieLens-1M, with quantised tables and with floats.
 
-    .venv/bin/python bench/quantized_auc.py runs/deepfm    # as `make train` leaves it; else it is trained first
+    .venv/bin/python bench/quantized_auc.py runs/deepfm    # a checkpoint of `make train`; without it, trains first
 
-The law: int8 within 0.0005 of float32, int4 within 0.005, on validation and test rows.
+The law: on validation and test rows int8 is within 0.0005 of float32, and int4 within 0.005.
 """
 
 import sys

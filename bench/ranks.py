@@ -1,8 +1,8 @@
-"""Whole training steps of a DLRM on two ranks of this machine (gloo): funcrec's sharded step and TorchRec's
+"""Measures whole training steps of a DLRM on two ranks of this machine (gloo): funcrec's sharded step and TorchRec's
 DistributedModelParallel.
 
-Tables, their placement, batches and dense weights are the same. The law: on every rank the losses of the first steps
-agree, each after the updates of the steps before, and so do the tables after the first two steps. Later they may
+Tables, placements, batches and dense weights are the same. The law: on every rank the losses of the first steps
+agree, each after the updates of the steps before, and so do the tables after the first two steps. Later tables may
 differ: a hidden unit that is zero within rounding may be on for one side and off for the other, and then the rows of
 that sample differ. Each round is timed from one barrier until the slower rank is done. Bytes are counted in the graph
 of the step.
@@ -33,12 +33,15 @@ WORLD = 2
 LAW_STEPS, TABLE_STEPS = 4, 2
 LIMIT_S = 1500.0
 CLOSE = Closeness(0.0, 1e-6)
-CODED_CLOSE = Closeness(0.0, 2.0**-7)  # for losses: bfloat16 rounds by 2^-8
+CODED_CLOSE = Closeness(0.0, 2.0**-7)  # for losses, because bfloat16 rounds by 2^-8
 RULES = {"rowwise_adagrad": lambda: fr.optim.rowwise_adagrad(lr=LR, eps=EPS), "sgd": lambda: fr.optim.sgd(lr=LR)}
 
 
 class RankCase(NamedTuple):
-    """All tables under one placement. With a codec, vectors travel coded both ways, against funcrec without one."""
+    """A case with all tables under one placement.
+
+    With a codec, vectors and cotangents travel coded, and the peer is funcrec without a codec.
+    """
 
     placement: str
     ids_per_bag: int
@@ -47,23 +50,23 @@ class RankCase(NamedTuple):
     num_rows: int = 100_000
     dim: int = 64
     batch: int = 2048
-    sizes: tuple[int, ...] | None = None  # of the dense part; None for DLRM's sizes
+    sizes: tuple[int, ...] | None = None  # the sizes of the dense part; None for DLRM's sizes
     codec: str | None = None
 
     @property
     def is_same_optimizer(self) -> bool:
-        """Whether both sides use the same optimizer.
+        """Return whether funcrec and TorchRec use the same optimizer.
 
-        For a row that is cut by columns TorchRec keeps a second moment for each part, funcrec one: then only the first
-        losses agree.
+        For a row that is cut by columns TorchRec keeps a second moment for each part, and funcrec keeps one. Then only
+        the first losses agree.
         """
         return self.rule == "sgd" or self.placement != "column_wise"
 
 
 class Runner(NamedTuple):
-    """call: runs one step and returns the loss, of all ranks or this rank's. tables: returns the whole {name: f[R, D]}.
+    """A library on this rank. call: runs one step, and returns the loss of all ranks or of this rank.
 
-    about: figures of the compiled step.
+    tables: returns the whole tables {name: f[R, D]}. about: figures of the compiled step.
     """
 
     call: Callable[[], torch.Tensor]
@@ -106,7 +109,7 @@ def run(case: RankCase, setting: Setting) -> dict:
 
 
 def one_rank(case: RankCase, setting: Setting) -> dict:
-    """This rank's results: the law's red lines, and the seconds and CPU seconds of each round."""
+    """Return this rank's results: the red lines of the law, and the seconds and CPU seconds of each round."""
     dims = StepCase("dlrm", case.num_rows, case.dim, case.batch, case.ids_per_bag)
     model = make_model(dims, setting.tiny)
     if case.sizes is not None:
@@ -127,7 +130,7 @@ def one_rank(case: RankCase, setting: Setting) -> dict:
         OURS: lambda: funcrec_runner(case, model, params, batches),
     }
     if case.codec is not None:
-        whole, own = case._replace(codec=None), tree_map(torch.clone, params)  # each runner's step takes its own
+        whole, own = case._replace(codec=None), tree_map(torch.clone, params)  # each runner has its own tensors
         builders = {"every bit": lambda: funcrec_runner(whole, model, own, batches), OURS: builders[OURS]}
     built, absent, firsts = {}, {}, {}
     for name, build in builders.items():
@@ -141,20 +144,20 @@ def one_rank(case: RankCase, setting: Setting) -> dict:
     red = [line for n in firsts if n != OURS for line in differences(firsts[OURS], firsts[n], n, close)]
     firsts.clear()
     num_red = torch.tensor(len(red))
-    dist.all_reduce(num_red)  # all ranks go on, or none does
+    dist.all_reduce(num_red)  # all ranks go on, or no rank does
     out = {"red": red, "absent": absent, "judged_by": sorted(set(built) - {OURS}), "about": built[OURS].about}
     return out if int(num_red) or len(built) == 1 else {**out, "times": timed(built, setting)}
 
 
 def own_part(batch: fr.Batch) -> fr.Batch:
-    """This rank's bags, in buffers of their own."""
+    """Return this rank's bags, in buffers of their own."""
     per, rank = batch.label.shape[0] // WORLD, dist.get_rank()
     own = slice(rank * per, (rank + 1) * per)
     return fr.Batch(batch.ids[own].unpad(), batch.label[own].clone(), batch.dense[own].clone())
 
 
 def first_steps(runner: Runner, case: RankCase) -> dict[str, torch.Tensor]:
-    """The global losses, and then the tables, as far as they must agree."""
+    """Return {name: tensor} of the global losses and then of the tables, as far as the law compares them."""
     losses, tables = [], {}
     for i in range(LAW_STEPS):
         losses.append(runner.call())
@@ -165,13 +168,16 @@ def first_steps(runner: Runner, case: RankCase) -> dict[str, torch.Tensor]:
         x /= WORLD
     if not case.is_same_optimizer:
         return {"loss of step 0": losses[0]}
-    if case.codec is not None:  # Adagrad moves a row as far for a gradient that nearly cancels as for any other
+    if case.codec is not None:  # Adagrad moves rows equally far for nearly cancelled gradients
         return {f"loss of step {i}": x for i, x in enumerate(losses)}
     return {**{f"loss of step {i}": x for i, x in enumerate(losses)}, **tables}
 
 
 def timed(built: dict[str, Runner], setting: Setting) -> dict[str, list[tuple[float, float]]]:
-    """{name: (seconds, CPU seconds) of each round}; all ranks run the same rounds; the first runner alternates."""
+    """Return {name: (seconds, CPU seconds) of each round}.
+
+    All ranks run the same rounds, and the first runner alternates.
+    """
     names = [OURS, *(n for n in built if n != OURS)]
     one_round = sum(min(timed_call(built[n])[0] for _ in range(2)) for n in names)
     wanted = torch.tensor(max(MIN_ROUNDS, min(setting.rounds, int(setting.seconds / one_round))))
@@ -219,10 +225,10 @@ def funcrec_runner(case: RankCase, model, params: fr.Params, batches: list) -> R
 
 
 def least_mb(ids: fr.KeyedJaggedTensor, state, model, element_bytes: int) -> float:
-    """MB that must leave a rank, the mean over ranks.
+    """Return the MB that must leave a rank, as the mean over ranks.
 
-    They are the row numbers (4 bytes) of ids that another rank holds, a vector for each of its bags there and one for
-    its gradient, and twice the dense gradients, without the part that a rank keeps.
+    They are the row numbers (4 bytes) of ids that another rank holds, a vector for each bag on that rank, a vector for
+    the bag's gradient, and twice the dense gradients, without the part that a rank keeps.
     """
     layout, features, rank = state.tables.layout, tuple(model.features), dist.get_rank()
     total = 2 * 4 * fr.models.num_parameters(fr.Params({}, state.dense)) * (WORLD - 1) / WORLD
@@ -233,7 +239,7 @@ def least_mb(ids: fr.KeyedJaggedTensor, state, model, element_bytes: int) -> flo
         bag = bag_ids(bags.offsets, bags.capacity)
         owner = owned_rows(bags, routes.lanes) // NOWHERE
         dims = torch.tensor([x.bank.dim for x in routes.lanes])
-        if not routes.axes:  # copies: every rank needs the ids and gradients of all others
+        if not routes.axes:  # copies: every rank needs the ids and gradients of all other ranks
             total += (WORLD - 1) * 4 * (len(bag) + per_lane * int(dims.sum()))
             continue
         away = (owner >= 0) & (owner != rank)
@@ -245,7 +251,7 @@ def least_mb(ids: fr.KeyedJaggedTensor, state, model, element_bytes: int) -> flo
 
 
 PLACEMENTS = ("table_wise", "row_wise", "column_wise", "replicated", "table_row_wise", "table_column_wise", "grid")
-RULE_OF = {  # TorchRec's only rule there, or, where it cuts rows in two, the rule that does not depend on it
+RULE_OF = {  # TorchRec's only rule for the placement, or, where it cuts rows, a rule that does not depend on the cut
     "replicated": "sgd",
     "table_column_wise": "sgd",
     "grid": "sgd",
@@ -259,7 +265,7 @@ CASES = {
         for p in PLACEMENTS
         for n in (5, 20)
     },
-    **{  # three tables, four bags on a rank: the cost of a step with hardly any work
+    **{  # three tables and four bags on a rank show the cost of a step with hardly any work
         f"{p}-least": RankCase(p, 2, RULE_OF.get(p, "rowwise_adagrad"), 3, 20, 8, 8, (16,)) for p in PLACEMENTS
     },
     **{f"column_wise-sgd-l{n}": RankCase("column_wise", n, "sgd") for n in (1, 5)},

@@ -1,12 +1,12 @@
-"""Rows per second and core: our readers, pyarrow's own reading of the same columns, and TorchRec's.
+"""Measures rows per second and core: funcrec's readers, pyarrow's own reader of the same columns, TorchRec's readers.
 
     python bench/readers.py [--rows 200000] [--rounds 15]
 
-A core's seconds are the process's CPU time, over all threads, so that load on the machine does not matter. Peers take
-turns in one process, and the ratios are medians over the rounds. pyarrow's own reading ends with record batches of
-the columns; ours continues to checked batches of tensors. TorchRec's Criteo pipeline reads text with Python's csv
-module into rows of integers, and .npy arrays into batches. Memory is measured in a process that streams a folder of
-Parquet files.
+The seconds of a core are the CPU time of the process, over all threads, so that load on the machine does not matter.
+Peers take turns in one process, and the ratios are medians over the rounds. pyarrow's own reader ends with record
+batches of the columns. funcrec's reader continues to checked batches of tensors. TorchRec's Criteo pipeline reads text
+with Python's csv module into rows of integers, and reads .npy arrays into batches. Memory is measured in a process that
+streams a folder of Parquet files.
 """
 
 import argparse
@@ -27,13 +27,13 @@ from pyarrow import csv, parquet
 import funcrec as fr
 from funcrec.data import Schema, batches, criteo_npy, criteo_tsv, stream_loader
 
-BATCH, FOLDERS = 4096, (4, 40)  # files
+BATCH, FOLDERS = 4096, (4, 40)  # examples; files in a folder
 DENSE, IDS = [f"x{i}" for i in range(13)], [f"c{i}" for i in range(26)]
 SCHEMA = Schema("label", dense=DENSE, categorical=IDS)
 
 
 def make(folder: Path, rows: int) -> None:
-    """Write the same rows as Criteo's text, as CSV, as Parquet, and as .npy arrays."""
+    """Write the same rows as text of Criteo, as CSV, as Parquet, and as .npy arrays."""
     rng = np.random.default_rng(0)
     columns = {"label": rng.integers(0, 2, rows)}
     columns |= {n: rng.integers(0, 10_000, rows) for n in DENSE} | {n: rng.integers(0, 2**32, rows) for n in IDS}
@@ -55,7 +55,7 @@ def drain(made) -> None:
 
 
 def cases(folder: Path) -> dict[str, dict]:
-    """{group: {reader: a function that reads all rows}}; pyarrow's own reading comes first in each group."""
+    """Return {group: {reader: a function that reads all rows}}. pyarrow's own reader comes first in each group."""
     names = ["label", *(f"int_{i}" for i in range(13)), *(f"cat_{i}" for i in range(26))]
     types = {n: pa.binary() if n.startswith("cat") else pa.int64() for n in names}
     read = lambda more: csv.ReadOptions(use_threads=False, block_size=8 << 20, **more)
@@ -94,7 +94,7 @@ def cases(folder: Path) -> dict[str, dict]:
 
 
 def row_of(row: list[str]) -> tuple[list[int], list[int], int]:
-    """Parse a line as `BinaryCriteoUtils.tsv_to_npys` does."""
+    """Return (integers, categories, label) of a line, parsed as `BinaryCriteoUtils.tsv_to_npys` does."""
     return [int(x or "0") for x in row[1:14]], [int(x or "0", 16) for x in row[14:40]], int(row[0] or "0")
 
 
@@ -114,7 +114,7 @@ print(json.dumps({"rows": rows, "grown_mb": (_status_kb("VmHWM") - before) / 102
 
 
 def memory(folder: Path, order: str) -> dict:
-    """The most that streaming a folder adds to a process's resident memory."""
+    """Return the most that a stream of a folder adds to the resident memory of a process."""
     command = [sys.executable, "-c", STREAM, str(folder), order]
     out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
     return json.loads(out.stdout)

@@ -29,7 +29,7 @@ MEAN_OF = {"lookup": ("a", "b", "c", "e"), "update": ("a", "b", "c", "e")}
 
 
 def load(folder: Path) -> list[dict]:
-    """The last line of each case, from one machine."""
+    """Return the last line of each case, from the machine of the newest line."""
     paths = [folder / f"{name}.jsonl" for name in ("bandwidth", *TABLED, "overhead", "first_step")]
     lines = [json.loads(text) for p in paths if p.exists() for text in p.read_text().splitlines()]
     lines = [x for x in lines if "case" in x]
@@ -46,7 +46,7 @@ def machine_of(line: dict) -> tuple:
 
 
 def tables(lines: list[dict]) -> str:
-    """The tables of all groups, as Markdown."""
+    """Return the tables of all groups, as Markdown."""
     parts = [header(lines)]
     for group in TABLED:
         mine = [x for x in lines if x["group"] == group]
@@ -103,7 +103,7 @@ def ratio(x: dict, peer: str) -> str:
 
 
 def notes(lines: list[dict]) -> str:
-    """Say why peers are absent, and why cases are red."""
+    """Return lines that say why peers are absent, and why cases are red."""
     absent: dict[str, list[str]] = {}
     for x in lines:
         for peer, why in x.get("absent", {}).items():
@@ -115,7 +115,7 @@ def notes(lines: list[dict]) -> str:
 
 
 def means(group: str, lines: list[dict]) -> str:
-    """The geometric mean, and the least, of the ratios over the shapes that are judged together."""
+    """Return a text of the geometric mean and the least ratio, over the shapes that are judged together."""
     said = []
     for threads in sorted({x["threads"] for x in lines}):
         mine = {x["case"]: x for x in lines if x["threads"] == threads and "ratio" in x}
@@ -162,7 +162,7 @@ def others(lines: list[dict]) -> str:
 
 
 def plot(lines: list[dict], folder: Path) -> list[Path]:
-    """One picture per group: the ratio to each peer, with quartiles."""
+    """Return the paths of one picture per group, which shows the ratio to each peer, with quartiles."""
     import matplotlib
 
     matplotlib.use("Agg")

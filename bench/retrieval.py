@@ -1,9 +1,9 @@
-"""Retrieval: exact top-k against matmul + topk and FAISS's IndexFlatIP; recall and latency of an approximate index.
+"""Measures exact top-k against matmul + topk and FAISS's IndexFlatIP, and recall and latency of an approximate index.
 
-    .venv/bin/python bench/retrieval.py            # exact: 3,700 and 100,000 items, --large 1 M too; index: 30,000
+    .venv/bin/python bench/retrieval.py            # exact: 3,700 and 100,000 items, --large: also 1 M; index: 30,000
 
-One thread, its own CPU time, interleaved calls; a batch of queries is one call. Items lie in clusters, as those of
-two-tower models do. recall@10 is relative to `fr.top_k`.
+Times are CPU times of one thread, from interleaved calls. A batch of queries is one call. Items lie in clusters, like
+items of two-tower models. recall@10 is relative to `fr.top_k`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ EFFORTS = {"hnsw": (16, 64, 256), "ivf": (4, 16, 64)}
 
 
 def drawn(num_items: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Items around 256 centres, and enough queries for all batches, around the same centres."""
+    """Return items around 256 centres, and queries around the same centres, enough for all batches."""
     generator = torch.Generator().manual_seed(num_items)
     centres = torch.randn(256, DIM, generator=generator)
 
@@ -35,7 +35,7 @@ def drawn(num_items: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def timed(calls: dict, queries: torch.Tensor, size: int, rounds: int) -> tuple[dict, dict]:
-    """Each call's ms for `size` queries at a time, and its time divided by the first call's."""
+    """Return (the ms of each call for `size` queries at a time, the ratio of its time to the first call's time)."""
     turns = {n: itertools.cycle(queries.split(size)) for n in calls}
     of = lambda name, call: lambda: call(next(turns[name]))
     times = interleave({n: of(n, c) for n, c in calls.items()}, rounds=rounds, clock=time.thread_time)
@@ -44,7 +44,7 @@ def timed(calls: dict, queries: torch.Tensor, size: int, rounds: int) -> tuple[d
 
 
 def exact(num_items: int, rounds: int) -> None:
-    """Compare `fr.top_k` on floats and on int8 with other exact searches."""
+    """Compare `fr.top_k` on floats and on int8 with other exact searches, and record the figures."""
     import faiss
 
     items, queries = drawn(num_items)
@@ -63,7 +63,7 @@ def exact(num_items: int, rounds: int) -> None:
 
 
 def approximate(num_items: int, rounds: int) -> None:
-    """Recall, and milliseconds of 1 and of 64 queries, for each effort, with the exact search for comparison."""
+    """Record recall and milliseconds of 1 query and of 64 queries, for each effort and for the exact search."""
     items, queries = drawn(num_items)
     wanted = fr.top_k(queries, items, K)[1]
     for kind, efforts in EFFORTS.items():

@@ -1,10 +1,10 @@
-"""The cost of a log for a donated step, and the cost of undoing steps: processor time, in turns, in one process.
+"""Measures the cost of a log for a donated step, and the cost to undo steps, in processor time, in one process.
 
     python bench/rewind.py [--rounds 40]
 
-A DLRM of 26 tables, compiled and donated, one thread: without a log, with a log of touched rows for `delta` (steps=0),
-and with one that can undo 20 steps. Small: 26 x 1,000 x 16, batch 128, one id a bag. Middle: 26 x 100,000 x 64, batch
-512, two ids.
+The step is that of a DLRM of 26 tables, compiled and donated, on one thread: without a log, with a log of touched rows
+for `delta` (steps=0), and with a log that can undo 20 steps. They take turns. Small: 26 x 1,000 x 16, batch 128, one id
+per bag. Middle: 26 x 100,000 x 64, batch 512, two ids per bag.
 """
 
 import argparse

@@ -1,9 +1,8 @@
-"""Runs cases, each in a process of its own, and writes the results, the tables and the plots.
+"""Runs each case in a process of its own, and writes the results, the tables and the plots.
 
     python bench/run.py                         # the short list
-    python bench/run.py --set full              # all of it
-    python bench/run.py --groups update --cases 'b*' --threads 1
-    python bench/run.py --list
+    python bench/run.py --set full              # all cases
+    python bench/run.py --groups update --cases 'b*' --threads 1 python bench/run.py --list
 
 A case runs funcrec and its peers in turn in one process. Its figures are appended to bench/results/GROUP.jsonl.
 """
@@ -29,7 +28,7 @@ from measure import RESULTS, machine, record
 GROUPS = ("bandwidth", "lookup", "quantized", "update", "jagged", "steps", "ranks", "overhead", "first_step")
 ON_HOST = ("overhead", "first_step")  # one number of threads suffices
 ON_RANKS = ("ranks",)  # one thread on each of two ranks
-CASE_LIMIT_S = 1800  # compilation included
+CASE_LIMIT_S = 1800  # includes compilation
 GPU_LIMIT_S = 120
 
 
@@ -59,7 +58,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
-    """The jobs in the order of GROUPS: each case with each number of threads; ON_HOST cases only with the last."""
+    """Return the jobs in the order of GROUPS, each case with each number of threads.
+
+    ON_HOST cases run only with the last number.
+    """
     threads = options.threads if torch.device(options.device).type == "cpu" else options.threads[:1]
     found = []
     for group in [g for g in GROUPS if g in options.groups]:
@@ -88,7 +90,7 @@ def run_one(job: Job, options: argparse.Namespace) -> None:
 
 
 def spawn(job: Job, options: argparse.Namespace) -> str | None:
-    """Run one case in a process of its own; return an error, or None."""
+    """Run one case in a process of its own, and return an error or None."""
     words = [sys.executable, __file__, "--one", job.group, job.case, str(job.threads), "--device", options.device]
     words += ["--rounds", str(options.rounds), "--seconds", str(options.seconds), "--out", str(options.out)]
     words += ["--tiny"] if options.tiny else []
@@ -96,7 +98,7 @@ def spawn(job: Job, options: argparse.Namespace) -> str | None:
     # compiled code depends on the number of threads, so each number has its own cache
     cache = Path(tempfile.gettempdir()) / f"funcrec_bench_{os.getuid()}" / f"threads{job.threads}"
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": str(job.threads)}
-    # torch and FBGEMM have an OpenMP runtime each: spinning idle threads of one would take the other's core
+    # torch and FBGEMM have an OpenMP runtime each: idle threads of one that spin would take the core of the other
     environment["OMP_WAIT_POLICY"] = "passive"
     limit = CASE_LIMIT_S if torch.device(options.device).type == "cpu" else GPU_LIMIT_S
     try:

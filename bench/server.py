@@ -1,14 +1,14 @@
-"""funcrec-serve under load, every answer compared with Python's, and a server in Python (server_peer.py).
+"""Measures funcrec-serve under load, and a server in Python (server_peer.py). Every answer is compared with Python's.
 
     .venv/bin/python bench/server.py                      # answers per second, p50, p99 at 1, 8, 32, 256 connections
     .venv/bin/python bench/server.py --swaps 100          # weights and deltas exchanged under load
-    .venv/bin/python bench/server.py --soak 240           # seconds; memory at its start, middle and end
+    .venv/bin/python bench/server.py --soak 240           # 240 seconds; memory at the start, middle and end
 
-The package is a DLRM: 26 tables of int8 rows, 13 dense inputs, 0 to 3 ids a feature. The law: no answer fails or is
-wrong; each is within 1e-6 of the package's answer in Python, for the version that it names. funcrec-load
-(kernels/serving/http/load.cpp) makes the load, with one thread; its requests to /healthz in the same turn show what
-load and HTTP can do without a model. Needs `make serving`. On a shared machine compare the server's processor time per
-answer, not only the clock's.
+The package is a DLRM: 26 tables of int8 rows, 13 dense inputs, 0 to 3 ids per feature. The law: no answer fails or is
+wrong. Each answer is within 1e-6 of the package's answer in Python, for the version that the answer names. funcrec-load
+(kernels/serving/http/load.cpp) makes the load, with one thread. Its requests to /healthz in the same turn show what
+load and HTTP can do without a model. It needs `make serving`. On a shared machine compare also the server's processor
+time per answer, and not only clock times.
 """
 
 import argparse
@@ -37,7 +37,7 @@ DIM, NUM_DENSE, NUM_TABLES = 64, 13, 26
 
 
 class Served:
-    """The package, the batches to ask for, and Python's answers to them, by version."""
+    """The package, the batches of the requests, and Python's answers to these batches, by version."""
 
     def __init__(self, folder: Path, rows: int, num_requests: int = 256, num_bags: int = 1):
         self.folder, self.path = folder, folder / "model"
@@ -82,7 +82,7 @@ class Served:
         self.learn(package)
 
     def requests(self, kind: str, name: str = "") -> Path:
-        """Write the requests of funcrec-load, with the expected answers, to a file."""
+        """Return the path of a file with the requests for funcrec-load and the expected answers."""
         lines = []
         for batch, right in zip(self.batches, self.right, strict=True):
             body = as_bytes(batch) if kind == BYTES else as_json(batch)
@@ -108,7 +108,7 @@ def message(path: str, body: bytes = b"", kind: str = JSON) -> bytes:
 
 
 def asked(status: int, sent: bytes, right: dict[str, torch.Tensor]) -> bytes:
-    """One request in the format that funcrec-load reads."""
+    """Return one request in the format that funcrec-load reads."""
     text = lambda s: struct.pack("<I", len(s)) + s
     numbers = lambda x: struct.pack(f"<I{x.numel()}f", x.numel(), *x.flatten().tolist())
     answers = b"".join(text(v.encode()) + numbers(x) for v, x in right.items())
@@ -143,7 +143,7 @@ class Running:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory_mb(self) -> float:
-        """The process's own memory in MiB, without mapped weights."""
+        """Return the own memory of the process in MiB, without mapped weights."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return digits(int(next(x.split()[1] for x in lines if x.startswith("RssAnon"))) / 1024)
 
@@ -156,7 +156,7 @@ class Running:
             return json.load(answer)
 
     def load(self, file: Path, connections: int, seconds: float, reconnect: int = 0) -> dict:
-        """Run funcrec-load and return its figures; `server_us` is the server's processor time per answer."""
+        """Run funcrec-load, and return its figures. `server_us` is the server's processor time per answer."""
         command = [BUILD / "funcrec-load", self.port, file, connections, seconds, reconnect]
         before = self.cpu_s()
         out = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
@@ -201,7 +201,10 @@ TURN = [
 
 
 def swaps(served: Served, count: int, connections: int = 16) -> dict:
-    """Exchange weights `count` times (A, a delta to C, B, and A again), while requests of both forms arrive."""
+    """Return the figures of `count` exchanges of weights (A, a delta to C, B, A again).
+
+    Requests of both forms arrive meanwhile.
+    """
     served.add_versions()
     found, each_s = {}, 0.1
     with ours(served, "--workers", 2) as server:
@@ -222,14 +225,14 @@ def swaps(served: Served, count: int, connections: int = 16) -> dict:
     under = "all" if alive else "not all: the load ended first"
     own = {name: figures(f) for name, f in found.items()}
     for f in own.values():
-        f.pop("server_us", None)  # it covers both loads together
+        f.pop("server_us", None)  # this figure covers both loads together
     return {"exchanges": count, "under_load": under, **own}
 
 
 def soak(served: Served, seconds: float, connections: int = 16, parts: int = 12) -> dict:
-    """Send good requests of both forms among wrong ones, with a new connection after every 50 answers.
+    """Return the figures of good requests of both forms among wrong requests.
 
-    Reads the server's memory after each part.
+    A new connection follows after every 50 answers. The server's memory is read after each part.
     """
     wrong = [(400, b"{}"), (400, b"["), (400, b'{"ids": 3}'), (400, b'{"ids": {"c0": [["x"]]}}')]
     broken = [asked(status, message("/predict", body), {}) for status, body in wrong]

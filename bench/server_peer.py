@@ -1,9 +1,9 @@
-"""A server in Python, the peer of bench/server.py: the same package by `fr.load_package`; batches waiting requests.
+"""A server in Python, the peer of bench/server.py. It opens the package by `fr.load_package`, and batches requests.
 
-    python bench/server_peer.py FOLDER        # prints its port; uses aiohttp if installed, else asyncio's streams
+    python bench/server_peer.py FOLDER        # prints its port; uses aiohttp if it is installed, else asyncio's streams
 
 It reads bodies and writes answers as funcrec-serve does (kernels/serving/README.md), for dense inputs and ids without
-weights. One thread reads and writes; another runs the model, with one thread of torch's.
+weights. One thread reads and writes. Another thread runs the model, with one thread of torch.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ HEAD = "HTTP/1.1 200 OK\r\nContent-Type: {}\r\nContent-Length: {}\r\n\r\n"
 
 
 def from_json(body: bytes, keys: list[str]):
-    """(bags, dense, lengths [F, bags], values)."""
+    """Return (number of bags, dense, lengths [F, bags], values)."""
     request = json.loads(body)
     bags = [bag for k in keys for bag in request["ids"][k]]
     lengths = np.array([len(bag) for bag in bags]).reshape(len(keys), -1)
@@ -73,7 +73,7 @@ class Peer:
                 begin += bags
 
     def run(self, jobs):
-        """Run all requests as one batch, key by key."""
+        """Return the version and the answers of all requests, which run as one batch, key by key."""
         torch.set_num_threads(1)
         dense, lengths = np.concatenate([j[1] for j in jobs]), np.concatenate([j[2] for j in jobs], 1)
         ends = [np.cumsum(j[2].sum(1))[:-1] for j in jobs]

@@ -1,12 +1,12 @@
-"""Packages without Python, and TorchRec's quantised, scripted DLRM: one prediction, opening, memory.
+"""Measures packages without Python, and TorchRec's quantised, scripted DLRM: one prediction, opening, memory.
 
-    x = p50(TorchScript in C++) / p50(funcrec in C++)          one process, one thread, blocks of both in turn
+    x = p50(TorchScript in C++) / p50(funcrec in C++)          in one process and thread, blocks of both in turn
 
-    .venv/bin/python bench/serving.py                          # three minutes; needs the C++ library: make serving
+    .venv/bin/python bench/serving.py                          # three minutes; needs the C++ library (make serving)
     .venv/bin/python bench/serving.py --seconds 20 --large 8   # quieter figures, 8 GB of weights
-    .venv/bin/python bench/serving.py --tiny --out /tmp/x      # only to see that everything runs
+    .venv/bin/python bench/serving.py --tiny --out /tmp/x      # only checks that all code runs
 
-Every answer is compared before the clock begins. `cpu` is the thread's own time; `clock` includes other processes.
+Every answer is compared before the clock begins. `cpu` is the CPU time of the thread. `clock` includes other processes.
 """
 
 import argparse
@@ -32,14 +32,14 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "serving"
 KEYS, DIM, DENSE = tuple(f"f{i}" for i in range(26)), 64, 13
 SIZES = {"bottom": (512, 256, DIM), "sizes": (512, 256)}
-CLOSE = 1e-5  # for probabilities, whose sums are in another order
-IDS = 300_000  # about so many in all requests of a case, so that rows come from memory, as in a server
+CLOSE = 1e-5  # for probabilities, whose sums have another order
+IDS = 300_000  # about so many ids in all requests of a case, so that rows come from memory, as in a server
 
 
 class Case(NamedTuple):
     bags: int
     ids_per_bag: int
-    block: int  # calls of one side in a row
+    block: int  # the calls of one library in a row
 
     def batches(self, rows: int) -> list[fr.Batch]:
         random = torch.Generator().manual_seed(self.bags)
@@ -59,7 +59,7 @@ class Setting(NamedTuple):
 
 
 def batch(bags: int, ids_per_bag: int, rows: int, random: torch.Generator) -> fr.Batch:
-    """Bags of up to twice as many ids, or of one id each."""
+    """Return a batch of bags with 0 to 2 · ids_per_bag ids, or with one id each."""
     count = (len(KEYS) * bags,)
     lengths = torch.randint(0, 2 * ids_per_bag + 1, count, generator=random) if ids_per_bag > 1 else torch.ones(count)
     values = torch.randint(0, rows, (int(lengths.sum()),), generator=random)
@@ -68,7 +68,7 @@ def batch(bags: int, ids_per_bag: int, rows: int, random: torch.Generator) -> fr
 
 
 def dlrm(rows: int) -> tuple[fr.models.Model, Callable]:
-    """The model, and the function that predicts with it."""
+    """Return the model, and the function that predicts with it."""
     tables = [fr.TableConfig(k, rows, DIM, initializer=fr.uniform(0.1)) for k in KEYS]
     features = [fr.FeatureConfig(k, table=k) for k in KEYS]
     model = fr.models.dlrm(tables, features, num_dense=DENSE, keep="dense", **SIZES)
@@ -76,7 +76,7 @@ def dlrm(rows: int) -> tuple[fr.models.Model, Callable]:
 
 
 def write_requests(path: Path, batches: Sequence[fr.Batch], block: int) -> Path:
-    """Write requests in the format that funcrec-latency reads."""
+    """Write requests in the format that funcrec-latency reads, and return the path."""
     parts = [struct.pack("<qq", block, len(batches))]
     for own in batches:
         parts.append(struct.pack("<q", own.ids.num_bags))
@@ -87,7 +87,7 @@ def write_requests(path: Path, batches: Sequence[fr.Batch], block: int) -> Path:
 
 
 def spoken(text: str) -> dict[str, list[float]]:
-    """Parse lines of a name and numbers."""
+    """Return {name: numbers} of lines with a name and numbers."""
     return {n: [float(x) for x in numbers] for n, *numbers in map(str.split, text.splitlines())}
 
 
@@ -145,7 +145,7 @@ def latency(setting: Setting, dtype: str, case: Case, path: Path, package: fr.Pa
 
 
 def python_times(sides: dict[str, Callable], batches: Sequence[fr.Batch], seconds: float) -> dict[str, list[float]]:
-    """Microseconds of each call; every round calls both sides, each with its next batch."""
+    """Return {side: microseconds of each call}. Every round calls both sides, each with its next batch."""
     turn = [0]
 
     def call(side: Callable) -> Callable:
@@ -172,7 +172,7 @@ def quantiles(micros: Sequence[float]) -> dict[str, float]:
 
 
 class Opened:
-    """A process with the package open; memory in MB."""
+    """A process with an open package. Memory is in MB."""
 
     def __init__(self, setting: Setting, path: Path, requests: Path):
         words = [str(setting.program), "opens", str(path), str(requests)]
@@ -185,7 +185,7 @@ class Opened:
         self.process.stdout.readline()
 
     def memory(self) -> dict[str, float]:
-        """Resident memory, and the process's share of shared memory: of the whole process, and of the weights."""
+        """Return the resident memory and the share of shared memory, of the whole process and of the weights."""
         every = Path(f"/proc/{self.process.pid}/smaps").read_text()
         weights = every[every.index("/weights.safetensors\n") :]
         whole = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text()
@@ -200,7 +200,7 @@ class Opened:
 
 
 def opening(setting: Setting) -> dict:
-    """Open a package with `large_gb` of tables: the time until it is open and has answered, and the memory of two."""
+    """Return the times until a package of `large_gb` of tables is open and answers, and the memory of two processes."""
     rows = int(setting.large_gb * 1e9 / len(KEYS) / (DIM + 4))
     _, predict = dlrm(rows)
     small, _ = dlrm(8)
@@ -234,7 +234,7 @@ def opening(setting: Setting) -> dict:
 
 
 def program() -> Path:
-    """Build funcrec-latency if its sources changed; return its path."""
+    """Build funcrec-latency if its sources changed, and return its path."""
     if not (BUILD / "CMakeCache.txt").exists():
         sys.exit("bench/serving.py: the C++ library is not built\n  try   make serving")
     subprocess.run(["cmake", "--build", str(BUILD), "--target", "funcrec-latency"], check=True, stdout=sys.stderr)

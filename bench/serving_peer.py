@@ -1,4 +1,4 @@
-"""TorchRec's way to a server: a DLRM with quantised tables, sharded on one CPU, traced and scripted
+"""Makes TorchRec's form for a server: a DLRM with quantised tables, sharded on one CPU, traced and scripted
 (torchrec.inference), with funcrec's parameters.
 
     scripted({"float_features", "id_list_features.lengths", "id_list_features.values"})["default"] = predict(params, x)
@@ -17,7 +17,7 @@ LIBRARIES = ("fbgemm_gpu_tbe_inference", "fbgemm_gpu_tbe_cache", "fbgemm_gpu_tbe
 
 
 def scripted(params: fr.Params, sample: fr.Batch, dtype: str, path: Path) -> torch.jit.ScriptModule:
-    """torch.jit.script of TorchRec's DLRM, made as DLRMPredictFactory does; also saved at `path`."""
+    """Return torch.jit.script of TorchRec's DLRM, made as DLRMPredictFactory does, and save it at `path`."""
     logging.disable(logging.WARNING)
     with quiet():
         import torchrec
@@ -68,7 +68,10 @@ def inputs(batch: fr.Batch) -> dict[str, torch.Tensor]:
 
 
 def take_parameters(dlrm: torch.nn.Module, params: fr.Params) -> None:
-    """Copy the parameters. TorchRec orders the products of pairs by triu_indices, we by tril_indices."""
+    """Copy the parameters into TorchRec's DLRM.
+
+    TorchRec orders the products of pairs by triu_indices, and funcrec by tril_indices.
+    """
     bags = dlrm.sparse_arch.embedding_bag_collection.embedding_bags
     own = [*params.dense["bottom"]["linear"], *params.dense["mlp"]["linear"], params.dense["out"]]
     linear = [m for part in (dlrm.dense_arch, dlrm.over_arch) for m in part.modules() if isinstance(m, torch.nn.Linear)]
@@ -87,7 +90,7 @@ def take_parameters(dlrm: torch.nn.Module, params: fr.Params) -> None:
 
 
 def libraries() -> list[Path]:
-    """FBGEMM's operator libraries, which a process without Python loads before the script."""
+    """Return the paths of FBGEMM's operator libraries, which a process without Python loads before the script."""
     with quiet():
         import fbgemm_gpu
 

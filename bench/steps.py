@@ -1,8 +1,8 @@
-"""Whole training steps: lookup, dense part, backward, row-wise Adagrad on the tables, SGD (DLRM) or Adagrad (DCNv2) on
-the rest.
+"""Measures whole training steps: lookup, dense part, backward, row-wise Adagrad on the tables, and SGD (DLRM) or
+Adagrad (DCNv2) on the dense part.
 
-funcrec: `train_step` under jit with donation. TorchRec: a fused EmbeddingBagCollection, its dense part eager and
-compiled. The law: the losses of the first two steps agree; the second includes the first one's update.
+funcrec runs `train_step` under jit with donation. TorchRec runs a fused EmbeddingBagCollection, with the dense part
+eager and compiled. The law: the losses of the first two steps agree. The second loss includes the first update.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import funcrec as fr
 
 NUM_TABLES, NUM_DENSE = 26, 13
 DENSE_LR = 0.01
-ADAGRAD_LR = 1e-4  # its first update is lr times signs: at 0.01 DCNv2's next loss is 327, and 0.03 from float64's
+ADAGRAD_LR = 1e-4  # its first update is lr times signs: at 0.01 DCNv2's next loss is 327, which is 0.03 from float64's
 DENSE_PARTS = {"dlrm": DLRMDense, "dcnv2": DCNDense}
 DENSE_OPTIMIZERS = {"dlrm": torch.optim.SGD, "dcnv2": torch.optim.Adagrad, "deepfm": torch.optim.SGD}
 DENSE_LRS = {"dlrm": DENSE_LR, "dcnv2": ADAGRAD_LR, "deepfm": DENSE_LR}
@@ -52,7 +52,7 @@ def make_batches(case: StepCase, model: fr.models.Model, device: str) -> list[fr
 
 
 def precision(case: StepCase, device: str):
-    """The rounding of matrix products; tables and state stay f32."""
+    """Return a context for the precision of matrix products. Tables and state stay f32."""
     if case.precision == "float32":
         return contextlib.nullcontext()
     return torch.autocast(torch.device(device).type, getattr(torch, case.precision))
@@ -68,7 +68,7 @@ def funcrec_step(
     compiled: bool = True,
     donate: tuple[str, ...] = ("state",),
 ) -> Contender:
-    """`reference`: in plain torch, not compiled."""
+    """Return funcrec's step. reference: whether it runs in plain torch, not compiled."""
     plain = fr.models.loss(model)
 
     def loss_fn(params, batch, *, key):
@@ -113,7 +113,7 @@ def torchrec_step(case: StepCase, model, params: fr.Params, batches: list, devic
 
 
 def torch_step(case: StepCase, model, params: fr.Params, batches: list, device: str, compiled: bool) -> Contender:
-    """F.embedding_bag with sparse gradients on each table, and row-wise Adagrad written in torch, which lacks it."""
+    """Return a step of plain torch: F.embedding_bag with sparse gradients, and row-wise Adagrad written in torch."""
     own = {n: t.clone().requires_grad_() for n, t in params.tables.items()}
     sums = {n: t.new_zeros(t.shape[0]) for n, t in params.tables.items()}
     dense = DENSE_PARTS[case.model](params.dense, len(model.features))
@@ -172,9 +172,9 @@ def run(case: StepCase, setting: Setting) -> dict:
             "torch, dense compiled": lambda: torch_step(case, model, params, batches, device, compiled=True),
             "funcrec, eager": ours(compiled=False), "funcrec, not donated": ours(donate=()),
         }  # fmt: skip
-    elif not installed("torchrec"):  # then the reference judges
+    elif not installed("torchrec"):  # then the reference judges the law
         builders["reference"] = lambda: funcrec_step(case, model, params, batches, device, reference=True)
-    builders[OURS] = lambda: funcrec_step(case, model, params, batches, device)  # comes last: it uses the tables up
+    builders[OURS] = lambda: funcrec_step(case, model, params, batches, device)  # last: it uses up the tables
     figures = compete(builders, setting, closeness(case))
     if "ms" in figures:
         per_s = {name: case.batch / t["median"] * 1e3 for name, t in figures["ms"].items()}
@@ -184,7 +184,7 @@ def run(case: StepCase, setting: Setting) -> dict:
 
 
 def move(params: fr.Params, fn) -> fr.Params:
-    """Apply `fn` to each tensor."""
+    """Return the parameters with `fn` applied to each tensor."""
     each = lambda tree: torch.utils._pytree.tree_map(fn, tree)
     return fr.Params(each(params.tables), each(params.dense))
 

@@ -1,7 +1,7 @@
-"""Lookup, its transpose and a fused update of T tables in one call: a training step's work on its tables.
+"""Measures a lookup, its transpose and a fused update of T tables in one call: the work of a training step on tables.
 
-funcrec under jit with donation; FBGEMM's TBE forward and backward; F.embedding_bag with sparse gradients and
-torch.optim.
+The contenders are funcrec under jit with donation, FBGEMM's TBE forward and backward, and F.embedding_bag with sparse
+gradients and torch.optim.
 """
 
 import itertools
@@ -27,7 +27,7 @@ import funcrec as fr
 
 
 def funcrec_update(case: TableCase, tables: dict, batches: list, d: Tensor, reference: bool = False) -> Contender:
-    """`reference`: in plain torch, not compiled."""
+    """Return funcrec's update. reference: whether it runs in plain torch, not compiled."""
     features, sparse = case.features(), sparse_optimizer(case.rule)
     more = {"implementation": "reference"} if reference else {}
     dims = (case.dim,) * case.num_tables
@@ -72,7 +72,7 @@ def fbgemm_update(case: TableCase, tables: dict, batches: list, d: Tensor) -> Co
 
 
 def fbgemm_slots(names: list[str], tbe) -> dict[str, Tensor]:
-    """{"t0.sum": f[R] or f[R · D]} of its Adagrads; nothing for rules with state of another form."""
+    """Return {"t0.sum": f[R] or f[R · D]} of FBGEMM's Adagrads; {} for rules with state of another form."""
     found = {}
     for name, state in zip(names, tbe.split_optimizer_states(), strict=False):
         state = state.get("sum") if isinstance(state, dict) else state[0] if len(state) == 1 else None
@@ -122,9 +122,9 @@ def run(case: TableCase, setting: Setting) -> dict:
         "fbgemm": lambda: fbgemm_update(case, tables, batches, d),
         "torch.optim": lambda: torch_update(case, tables, batches, d),
     }
-    if not (by_fbgemm or by_torch):  # the reference judges where no peer can
+    if not (by_fbgemm or by_torch):  # the reference judges the law if no peer can
         builders["reference"] = lambda: funcrec_update(case, tables, batches, d, reference=True)
-    builders[OURS] = lambda: funcrec_update(case, tables, batches, d)  # comes last: it uses the tables up
+    builders[OURS] = lambda: funcrec_update(case, tables, batches, d)  # last: it uses up the tables
     slots = sparse_optimizer(case.rule).init({case.names[0]: tables[case.names[0]][:1]})
     traffic = Traffic(cases.update_bytes(case, batches[0], slots), case.dim, case.table_dtype)
     return {"shape": case._asdict(), **compete(builders, setting, closeness(case), traffic)}
