@@ -23,7 +23,7 @@ from funcrec.mesh import Mesh, Ranks, say
 from funcrec.metrics import Metric
 from funcrec.tables import validate
 
-AT_ONCE = ("exact_auc", "grouped_auc")  # functions of all examples, not makers of metrics
+AT_ONCE = ("exact_auc", "grouped_auc")  # these are functions of all examples, and do not make metrics
 ANY = (-math.inf, math.inf)  # for numbers and classes: a loss itself checks its labels
 _is_trial: ContextVar[bool] = ContextVar("funcrec_trial", default=False)
 
@@ -106,7 +106,10 @@ def evaluate(
 
 
 def batches_of(call: str, batches: Any, mesh: Mesh | None) -> tuple[Iterator | None, Mesh | None]:
-    """Return (the batches without their positions, the mesh); inside `one_batch` (the first one, or None, no mesh)."""
+    """Return (the batches without positions, the mesh).
+
+    Inside `one_batch` these are the first batch and None. For an iterator they are None and the mesh.
+    """
     given = batches
     if callable(batches):
         with own_errors(call, batches, need="no argument"):

@@ -1,4 +1,4 @@
-"""A retrieval model on batches of held-out items: each query ranks all items.
+"""Evaluates a retrieval model on batches of held-out items: each query ranks all items.
 
     metrics(rows, relevant(b)),    rows = top_k(query(params, b), items, k, exclude=seen(b)),      summed over batches b
 
@@ -28,7 +28,7 @@ Bags = str | Callable[[Any], JaggedTensor]
 
 
 class Judged(NamedTuple):
-    """What of a batch its lists are judged by; the fields are arguments of `evaluate_retrieval`."""
+    """The values that judge the lists of a batch. The fields are arguments of `evaluate_retrieval`."""
 
     relevant: Bags
     seen: Bags | None
@@ -56,34 +56,38 @@ def evaluate_retrieval(
     effort: Count | None = None,
     mesh: Mesh | None = None,
 ) -> dict[str, float]:
-    """Rank all items for each query of the batches, and return metrics of the lists, as numbers by name.
+    """Return {name: number}, the metrics of lists that rank all items for each query of the batches.
 
     Args:
-      query: (params, batch) -> a vector of the items' dim for each query, such as `two_tower(...).query`, or `fr.jit`
-        of it.
-      batches: an iterable of batches or of (position, batch), or a function that returns one, as a loader does.
-      items: vectors f[R, D], QuantizedTables of one table, or an `Index`; row r is the item that ids call r.
-      relevant: the key of the ids, or a function of a batch that returns the bags, of the rows to be found: one bag for
-        each query. A query whose bag is empty is left out of all metrics but coverage and novelty.
+      query: (params, batch) -> a vector for each query, of the dim of the items, such as `two_tower(...).query`, or
+        `fr.jit` of it.
+      batches: an iterable of batches or of (position, batch), or a function that returns such an iterable, as a loader
+        does.
+      items: vectors f[R, D], QuantizedTables of one table, or an `Index`. Row r is the item that ids call r.
+      relevant: the key of the ids, or a function of a batch that returns bags. The bags hold the rows to be found, one
+        bag for each query. A query whose bag is empty counts only in coverage and novelty.
       seen: the rows that are never in a list, such as those of the training set (`fr.data.known_items`).
-      k: how long the lists are; several lengths give the metrics of each.
-      metrics: {name: metric of lists}, such as {"recall@5": fr.metrics.recall(5)}. None: recall, ndcg, hit_rate, mrr,
-        mean_average_precision and coverage at each k, and novelty with `counts`.
-      counts: [R], how many users took each item in training. Gives novelty, and the numbers of the list of the most
-        popular items, under "popularity ..."; items of equal counts by their rows.
-      num_users: of training, for novelty; None takes the largest of the counts.
-      groups: functions of a batch by name, each of which returns a truth for each query: the numbers of these queries
-        alone, under "... of name".
-      item_groups: truths for each item by name: the numbers of these relevant items alone, under "... of name"; the
-        lists are the same.
-      weight: of each query; None counts all alike. A query of weight 0 is padding.
-      effort: of an Index, as `search_index` takes it.
-      mesh: of real ranks that have different batches each, equally many; the numbers are of all of them.
+      k: the length of the lists. Several lengths give the metrics for each length.
+      metrics: {name: metric of lists}, such as {"recall@5": fr.metrics.recall(5)}. None gives recall, ndcg, hit_rate,
+        mrr, mean_average_precision and coverage at each k, and novelty with `counts`.
+      counts: [R], the number of users who took each item in training. It adds novelty, and the numbers of the list of
+        the most popular items, with names "popularity ...". In that list items of equal counts have the order of their
+        rows.
+      num_users: the number of users in training, for novelty; None takes the largest of the counts.
+      groups: {name: function of a batch that returns a truth for each query}. It adds the numbers of these queries
+        alone, with names "... of name".
+      item_groups: {name: a truth for each item}. It adds the numbers of these relevant items alone, with names "... of
+        name". The lists are the same.
+      weight: a function of a batch that returns the weight of each query; None counts all queries alike. A query of
+        weight 0 is padding.
+      effort: the effort of a search in an Index, as for `search_index`.
+      mesh: a mesh of real ranks, which have different batches each, and equally many. The numbers cover all batches.
 
     Raises:
-      TypeError, ValueError: bags, groups and counts that do not fit the batches or the items; no batch.
+      TypeError, ValueError: if bags, groups or counts do not fit the batches or the items, or if there is no batch.
 
-    Law: one batch or many, in any order, have the same numbers, to rounding; an `Index` that finds all items has the
+    Law: one batch or many, in any order, give the same numbers up to rounding. An `Index` that finds all items gives
+      the
     numbers of its vectors.
 
     Example:
@@ -97,7 +101,8 @@ def evaluate_retrieval(
       >>> found["recall@1"], round(found["coverage@1"], 3)
       (1.0, 0.667)
 
-    Source: Rendle et al., "On sampled metrics for item recommendation" (KDD 2020): all items are ranked, none sampled.
+    Source: Rendle et al., "On sampled metrics for item recommendation" (KDD 2020): all items are ranked, and no item is
+      sampled.
     """
     cutoffs, num_items = (k,) if isinstance(k, int) else tuple(k), count_of(items)
     check(CALL, cutoff_problems(cutoffs), counts_problems(counts, num_items), mask_problems(item_groups, num_items))
@@ -132,7 +137,10 @@ def evaluate_retrieval(
 def parts_of(
     judged_by: Judged, batch: Any, queries: Tensor, num_items: int
 ) -> tuple[list[tuple[JaggedTensor, Tensor]], JaggedTensor | None]:
-    """Return ([(relevant rows, weights)] of all queries, of each group of queries and of each group of items, seen rows)."""
+    """Return ([(relevant rows, weights)], seen rows).
+
+    The list has entries for all queries, for each group of queries and for each group of items.
+    """
     wanted = bags_of(batch, judged_by.relevant, "relevant", queries, num_items)
     seen = None if judged_by.seen is None else bags_of(batch, judged_by.seen, "seen", queries, num_items)
     with own_errors(CALL, judged_by.weight, batch, need="a batch that it reads"):
@@ -146,7 +154,7 @@ def parts_of(
 
 
 def ranked(queries: Tensor, items: Items, k: int, seen: JaggedTensor | None, effort: int | None) -> Tensor:
-    """i64[B, k]: the best items for each query that it has not seen; -1 where there are no more."""
+    """Return the best items for each query among those it has not seen, i64[B, k]; -1 after the last such item."""
     if not isinstance(items, Index):
         return top_k(queries, items, k, exclude=seen)[1]
     if seen is None:
@@ -159,13 +167,16 @@ def ranked(queries: Tensor, items: Items, k: int, seen: JaggedTensor | None, eff
 
 
 def most_popular(queries: Tensor, counts: Tensor, k: int, seen: JaggedTensor | None) -> Tensor:
-    """i64[B, k]: the items of the largest counts that a query has not seen, of equal ones the lower row first."""
+    """Return the unseen items of the largest counts for each query, i64[B, k].
+
+    Of items with equal counts the lower row comes first.
+    """
     ones = queries.new_ones((len(queries), 1), dtype=torch.float64)
     return top_k(ones, counts.double()[:, None].to(queries.device), k, exclude=seen)[1]
 
 
 def are_in(rows: Tensor, bags: JaggedTensor, num_items: int) -> Tensor:
-    """bool[B, K]: whether bag b has rows[b, j]."""
+    """Return whether bag b has rows[b, j], bool[B, K]."""
     values = bags.values[: int(bags.offsets[-1])].long()
     bag = torch.repeat_interleave(bags.offsets.diff().long(), output_size=len(values))
     keys = (bag * num_items + values).sort().values
@@ -176,14 +187,14 @@ def are_in(rows: Tensor, bags: JaggedTensor, num_items: int) -> Tensor:
 
 
 def only(bags: JaggedTensor, mask: Tensor) -> JaggedTensor:
-    """Return the bags with -1, which is no row, in the place of items outside the mask."""
+    """Return the bags with -1, which is not a row, in place of items outside the mask."""
     values = bags.values.long()
     is_in = mask.to(values.device)[values.clamp(0, len(mask) - 1)] & (values >= 0)
     return replace(bags, values=torch.where(is_in, values, -1))
 
 
 def usual(cutoffs: Sequence[int], num_items: int, counts: Tensor | None, num_users: int | None) -> dict[str, Metric]:
-    """Return the metrics that users of retrieval compare, at each length."""
+    """Return {name: metric} of the metrics that users of retrieval compare, for each length."""
     names = ("recall", "ndcg", "hit_rate", "mrr", "mean_average_precision")
     made = {f"{n}@{k}": getattr(lists, n)(k) for k in cutoffs for n in names}
     made |= {f"coverage@{k}": lists.coverage(k, num_items) for k in cutoffs}
@@ -204,7 +215,10 @@ def count_of(items: Items) -> int:
 
 
 def bags_of(batch: Any, which: Bags, name: str, queries: Tensor, num_items: int) -> JaggedTensor:
-    """Return the bags that a batch has under a key, or that a function makes of it, one for each query."""
+    """Return the bags of a batch, one for each query.
+
+    The batch has them under a key, or a function makes them from the batch.
+    """
     if isinstance(which, str):
         keys = getattr(getattr(batch, "ids", None), "keys", ())
         check(CALL, key_problems(name, which, keys))
@@ -303,7 +317,7 @@ def bag_problems(name: str, bags: object, queries: Tensor) -> Iterator[Problem]:
 
 
 def row_problems(name: str, bags: JaggedTensor, num_items: int) -> Iterator[Problem]:
-    """Yield a row that no item has would count as one that is never found."""
+    """Report rows that no item has. Such a row would count as a row that is never found."""
     own = bags.values[: int(bags.offsets[-1])]
     if own.numel() and (int(own.max()) >= num_items or int(own.min()) < 0):
         worst = int(own.max()) if int(own.max()) >= num_items else int(own.min())
