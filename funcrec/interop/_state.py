@@ -80,16 +80,16 @@ def load_torchrec_state_dict(
         read the features' vectors in the order of TorchRec's tables. The numbers of neither library show that order, so
         a model of funcrec with another order computes something else without an error. Given features must have the
         order of the tables in a module's state dict, as `from_torchrec` gives them. Without features the tables of
-        `state` must have it, unless the module is sharded.
+        `state` must have that order, unless the module is sharded.
       step: the number of steps so far, for `TrainState.step`. State dicts of torch.optim contain this number, and
         state dicts of FBGEMM do not.
       group: the ranks, if each rank has only the state of its own tables, as with DistributedModelParallel's fused
         optimizer (`torch.distributed.group.WORLD`); None if every rank has all names.
 
     Raises:
-      TypeError, ValueError, KeyError: before any tensor is gathered, for a name without a place, a place without a
-        name, other shapes (row-wise state of column-wise shards has one number for each shard, which is another
-        optimizer), optimizer state that does not match the slots, or the state of Adam without a step.
+      TypeError, ValueError, KeyError: if a name has no place, a place has no name, shapes differ (row-wise state of
+        column-wise shards has one number for each shard, which is another optimizer), optimizer state does not match
+        the slots, or the state of Adam has no step. This error comes before any tensor is gathered.
       TypeError: if autograd follows the state dict.
 
     Law: predictions on a batch are equal, and k more steps leave the same tables in both libraries, up to rounding.

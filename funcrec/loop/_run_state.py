@@ -71,7 +71,7 @@ class Run(NamedTuple):
     state: Any
     position: Position
     loss_sum: Tensor  # the sum over the steps of this epoch
-    best: Any  # the parameters of the best epoch; None before the first
+    best: Any  # the parameters of the best epoch; None before the first evaluation
     history: list[dict[str, float]]
     bad_ids: int = 0  # the number in the steps of this epoch, on this process
 

@@ -4,7 +4,7 @@
                     └─── rows(i+1) under way ───────────▶ └─── rows(i+2) under way ──────▶
                route(i+2)                            route(i+3)            route: ids to the owners of their rows
 
-Batch i + 1 reads the tables of state i. Its gradients update state i + 1.
+Batch i + 1 reads the tables of state i. The gradients of that batch update state i + 1.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -56,7 +56,7 @@ def stale_pipeline(
         a mesh of CUDA devices, where it was never run. Also the errors of `pipeline`.
 
     Law: states and metrics are those of this plain loop: compute the loss and its gradients at Params(tables of the
-      earlier state, dense of this state), and update this state with the gradients. They agree bit for bit if that loop
+      earlier state, dense of this state), and update this state with the gradients. Both agree bit for bit if that loop
       is compiled as the step is.
       A run holds its own state: between two steps only the loop may change it. The states that a run yields are whole.
       A donating step uses up a state with the next batch.

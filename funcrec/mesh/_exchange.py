@@ -135,7 +135,7 @@ EXCHANGES = {
 
 
 class _Exchange(torch.autograd.Function):
-    """A linear collective of several tensors: all are started, then all are awaited."""
+    """A linear collective of several tensors, which starts all exchanges and then awaits all of them."""
 
     @staticmethod
     def forward(call, marker, *xs):

@@ -131,8 +131,8 @@ def mapped(
 def reported_to_ranks(mesh: Mesh | None, args: Any, names: Sequence[str] = (), is_alike: bool = True) -> Iterator[None]:
     """Report an error of this rank to the other ranks, which then also raise it.
 
-    The error occurs before the exchange in which real ranks compare their arguments (`_check_alike`). It travels in
-    that exchange.
+    The error occurs before the exchange in which real ranks compare their arguments (`_check_alike`). The error travels
+    in that exchange.
     """
     try:
         yield

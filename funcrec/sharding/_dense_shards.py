@@ -5,7 +5,7 @@ A rank gathers the whole leaves for one evaluation of the loss.
     whole = all_gather(parts)        d_part[r] = Σ_s d_whole[s][part r], in the order of the ranks s
     part' = update(d_part, part)
 
-Shapes: n ranks on the axes, N elements of a leaf, C = ceil(N / n) of them on a rank.
+Shapes: n ranks on the axes, N elements of a leaf, C = ceil(N / n) elements on a rank.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

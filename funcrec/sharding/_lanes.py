@@ -117,7 +117,7 @@ class ReadIds(NamedTuple):
 def read_ids(ids: KeyedJaggedTensor, lanes: Sequence[Lane], *, placed: bool) -> ReadIds:
     """Return the ids that the lanes read.
 
-    If their places are not needed, no id moves: lanes read and cut bags in place.
+    If the places of ids are not needed, no id moves: lanes read and cut bags in place.
     """
     features = [x.feature for x in lanes]
     hows = [(x.feature.hash, x.num_rows if x.feature.hash else 0) for x in lanes]

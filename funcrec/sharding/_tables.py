@@ -29,7 +29,7 @@ class ShardedTables:
       banks: {bank: f[rows, dim]}. Inside a mapped function these are the banks of this rank. Outside, on an emulated
         mesh, they are the banks of all ranks.
       layout: the place of each row of each table.
-      transport: what exchanges send, as the keywords of `shard_tables` say.
+      transport: a description of the values that exchanges send. The keywords of `shard_tables` choose it.
       whole: banks of tables cut by columns whose gradients arrive with all columns of the rows; `train_step` sets it.
       of: the type of the whole tables. Its entry in `funcrec.tables.KINDS` says how to read and gather them.
       rest: the tensors of that type that are not parts. They are whole on every rank.

@@ -309,7 +309,7 @@ def _take(grads: RowGrads, bank: Tensor, slots: Mapping[str, Tensor]) -> dict[st
 
 
 def _table_rows(grads: RowGrads, shards: Sequence, rank: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (the shard's number, the row in the table) of each touched row of this rank's bank; -1 for none."""
+    """Return (the shard's number, the row in the table) of each touched row of this rank's bank; -1 for no row."""
     which = rows = torch.full_like(grads.rows, -1)
     for k, s in enumerate(shards):
         for i, (r, start) in enumerate(zip(s.ranks, s.starts, strict=True)):

@@ -40,7 +40,7 @@ def sync_replicas(
         `last` of `rowwise_adagrad_counter`.
 
     Returns:
-      TrainState. All parts except tables and slots are the old state's own, since they are equal on all ranks.
+      TrainState. All parts except tables and slots come from the old state, since these parts are equal on all ranks.
 
     Raises:
       TypeError: if the state is not sharded.

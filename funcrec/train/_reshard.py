@@ -119,7 +119,7 @@ def reshard(
       from_mesh: the mesh of a sharded state, if that mesh is not `mesh`.
 
     Returns:
-      TrainState with ShardedTables. All parts except tables and slots are the old state's own.
+      TrainState with ShardedTables. All parts except tables and slots come from the old state.
 
     Raises:
       ValueError: if the state was made on another mesh, or copies have trained apart. Also the errors that

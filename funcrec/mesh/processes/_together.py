@@ -130,8 +130,8 @@ def together(ranks: Ranks, call: str, doing: str, work: Callable[[], T]) -> list
 def called_by_all_ranks(is_of_ranks: Callable[..., bool]) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Return a decorator for a function that all ranks call.
 
-    With it, an error before the first `together` of the function reaches the other ranks. Without it, if a call is
-    wrong on one rank only, the other ranks would wait in that `together`.
+    With the decorator, an error before the first `together` of the function reaches the other ranks. Without the
+    decorator, if a call is wrong on one rank only, the other ranks would wait in that `together`.
 
     Args:
       is_of_ranks: (arguments of a call) -> whether all running ranks make that call.
