@@ -208,7 +208,7 @@ def read(
 def read_folder(path: Path, target: Target | None, place: torch.device | None, mmap: bool, ranks: Ranks) -> Any:
     """Return the tree of a folder's checkpoint.
 
-    If the checkpoint is replaced meanwhile, it returns the tree of the new checkpoint.
+    If the checkpoint is replaced meanwhile, the function returns the tree of the new checkpoint.
     """
     last = None
     while True:

@@ -12,7 +12,7 @@ from funcrec.jagged import JaggedTensor
 def from_nested(x: Tensor) -> JaggedTensor:
     """Return the bags of a nested tensor [B, ragged, ...] of layout `torch.jagged`.
 
-    Both share values and offsets.
+    Both objects share values and offsets.
 
     Raises:
       TypeError: if the layout is not `torch.jagged`.
@@ -34,7 +34,7 @@ def from_nested(x: Tensor) -> JaggedTensor:
 def to_nested(x: JaggedTensor) -> Tensor:
     """Return bags as a nested tensor [B, ragged, ...] of layout `torch.jagged`.
 
-    Both share values and offsets.
+    Both objects share values and offsets.
 
     A view cuts the padding off, for which the function reads offsets[-1] on the host.
 

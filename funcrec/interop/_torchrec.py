@@ -28,7 +28,7 @@ def need_torchrec(call: str) -> None:
 
 @typed
 def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
-    """Return a value of TorchRec as a value of funcrec. Both share tensors.
+    """Return a value of TorchRec as a value of funcrec. Both values share tensors.
 
     | theirs | ours |
     | --- | --- |
@@ -122,7 +122,7 @@ def to_torchrec(
     Raises:
       TypeError, ValueError: if TorchRec has no counterpart: of hashed features, max_length, tables of f64, tables
         whose features are pooled in two ways, features in another order than the answer. Also for QuantizedTables and
-        Params: `to_torchrec_state_dict` writes their numbers to a module of such configs.
+        Params: `to_torchrec_state_dict` writes the numbers of such values to a module of such configs.
 
     Example:
       >>> import funcrec as fr

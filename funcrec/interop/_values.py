@@ -1,4 +1,4 @@
-"""Converts ids and pooled features to values of TorchRec and back. Both share tensors.
+"""Converts ids and pooled features to values of TorchRec and back. Both values share tensors.
 
     from_torchrec(to_torchrec(x)) = x without padding,   to_torchrec(from_torchrec(y)) = y
 
@@ -18,7 +18,7 @@ from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, is_conc
 
 
 def from_jagged_tensor(call: str, x: Any) -> JaggedTensor:
-    """Return TorchRec's JaggedTensor as a JaggedTensor. Both share values and weights."""
+    """Return TorchRec's JaggedTensor as a JaggedTensor. Both objects share values and weights."""
     return JaggedTensor.from_offsets(x.values(), offsets_in(call, x), weights=x.weights_or_none())
 
 

@@ -100,7 +100,7 @@ def ids_of(batch: Any) -> KeyedJaggedTensor | None:
 def outside(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping) -> np.ndarray:
     """Return for each id the number of features whose table it is outside of, i64[N]; 0 for padding.
 
-    It reads on the host.
+    The function reads on the host.
     """
     offsets, values = ids.offsets.detach().cpu().numpy(), ids.values.detach().cpu().numpy()
     ends = [0, *(ids.bag_range(key)[1] for key in ids.keys)]

@@ -63,7 +63,7 @@ class Progress:
 def num_examples(batch: Any) -> int:
     """Return the number of examples of a batch.
 
-    It is the number of labels, or of rows of the first tensor of another tree; else 0.
+    The function counts labels, or rows of the first tensor of another tree; without these it returns 0.
     """
     rows = [batch.label, batch.dense, batch.weight] if isinstance(batch, Batch) else tree_leaves(batch)
     return next((x.shape[0] for x in rows if isinstance(x, Tensor) and x.dim()), 0)

@@ -45,7 +45,7 @@ def num_processes(mesh: Mesh | None) -> int:
 def own_part(x: Tensor, mesh: Mesh | None) -> Tensor:
     """Return the rows of x[N, ...] that belong to this process.
 
-    If it is the only process, it has all rows.
+    The only process has all rows.
 
     Example:
       >>> import torch, funcrec as fr

@@ -99,7 +99,7 @@ def _origins(layout: Layout, bank: int) -> list:
 def with_origin(grads: RowGrads | None, table: Tensor, layout: Layout, bank: str) -> RowGrads | None:
     """Return the gradient with the table of each row.
 
-    Only banks in 16 bits need it, because they may be rounded at random.
+    Only gradients of banks in 16 bits need the table, because such banks may be rounded at random.
     """
     if grads is None or table.dtype not in (torch.float16, torch.bfloat16):
         return grads

@@ -138,7 +138,8 @@ def rank_of(
 def settled(fits: Tensor | None, old: TrainState, new: TrainState, metrics: dict) -> tuple[TrainState, dict]:
     """Return (the state after the step, metrics).
 
-    If some id found no room, it returns the old state, and metrics with a loss of NaN. Rows need no choice between the
+    If some id found no room, the function returns the old state, and metrics with a loss of NaN. Rows need no choice
+    between the
     states: if an id found no room, gradients of rows were empty, and rows kept their bits.
     """
     if fits is None:
