@@ -31,6 +31,7 @@ from funcrec.sharding import (
     dense_axes_problems,
     layout_of,
     leaf_problems,
+    own_banks,
     placed_problems,
     places,
     rooms_of,
@@ -158,6 +159,7 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
         layout = target.like.tables.layout
     else:
         dtypes = {n: t.dtype for n, t in state.tables.items()}
+        labels = own_banks(CALL, state.tables, target.plan, labels)
         layout = layout_of(CALL, shapes, dtypes, target.plan, mesh, labels)
     if sparse is not None:
         check_whole_rows(CALL, sparse, layout)

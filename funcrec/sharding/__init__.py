@@ -17,6 +17,7 @@ from funcrec.sharding._sum_gradients import sync_grads as sync_grads
 from funcrec.sharding._tables import ShardedTables as ShardedTables
 from funcrec.sharding._tables import gather_tables as gather_tables
 from funcrec.sharding._tables import join_parts as join_parts
+from funcrec.sharding._tables import own_banks as own_banks
 from funcrec.sharding._tables import placed_problems as placed_problems
 from funcrec.sharding._tables import shard_tables as shard_tables
 from funcrec.sharding._tables import with_banks as with_banks

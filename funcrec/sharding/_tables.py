@@ -118,6 +118,7 @@ def shard_tables(
     check(call, row_problems(tables), one_device_problems(tables))
     shapes = {n: (t.shape[0], forms[n][1] if n in forms else t.shape[1]) for n, t in tables.items()}
     bits = {n: b for n, (b, _) in forms.items()}
+    labels = own_banks(call, tables, plan, labels or {})
     layout = layout_of(call, shapes, {n: t.dtype for n, t in tables.items()}, plan, mesh, labels, bits)
     banks = {b.name: pack(layout, i, tables, own_ranks(b, mesh)) for i, b in enumerate(layout.banks)}
     return with_banks(tables, banks, layout, transport_of(exact, dedup, capacity, codec))
@@ -153,8 +154,22 @@ def with_banks(tables: Any, banks: dict[str, Tensor], layout: Layout, transport:
     """Return ShardedTables of the type of `tables`, which are whole or sharded. The parts now lie in `banks`."""
     if layout_in(tables) is not None:
         return replace(tables, banks=banks, layout=layout, transport=transport, whole=())
-    of = type(tables) if type(tables) in KINDS else dict
+    of = type_placed(tables)
     return ShardedTables(banks, layout, transport, of=of, rest=KINDS[of].placed.rest(tables))
+
+
+def own_banks(call: str, tables: Any, plan: Plan, labels: Mapping[str, Hashable]) -> dict[str, Hashable]:
+    """Return the labels, with one of its own for each part that the type of `tables` reads whole."""
+    of = type_placed(tables)
+    check(call, whole_problems(of, plan))
+    return {**labels, **{n: ("whole", n, labels.get(n)) for n in KINDS[of].placed.whole}}
+
+
+def type_placed(tables: Any) -> type:
+    """Return the type whose parts tables are, whole or sharded."""
+    if layout_in(tables) is not None:
+        return tables.of
+    return type(tables) if type(tables) in KINDS else dict
 
 
 def join_parts(tables: ShardedTables, parts: dict[str, Any]) -> Any:
@@ -238,6 +253,14 @@ def placed_problems(tables: Any) -> Iterator[Problem]:
     if isinstance(hint, str):
         got, need = describe(tables), "{name: f[R, D]}, QuantizedTables, or a type that `KINDS` places"
         yield Problem(f"`tables` are {type(tables).__name__}, which are not placed.", got, need, hint, TypeError)
+
+
+def whole_problems(of: type, plan: Plan) -> Iterator[Problem]:
+    """A part that is read whole must lie whole on every rank."""
+    for n in KINDS[of].placed.whole:
+        if n in dict(plan.placements) and plan[n].kind != "replicated":
+            got, need = f"{plan[n].kind}", f"replicated: {of.__name__} reads all its rows on each rank"
+            yield Problem(f"the plan cuts {n!r}, which is read whole.", got, need, f"{{{n!r}: fr.replicated()}}")
 
 
 def one_device_problems(tables: Mapping[str, Tensor]) -> Iterator[Problem]:

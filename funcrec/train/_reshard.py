@@ -35,6 +35,7 @@ from funcrec.sharding import (
     layout_of,
     leaf_problems,
     move,
+    own_banks,
     own_ranks,
     placed_problems,
     rooms_of,
@@ -159,9 +160,8 @@ def reshard(
         check(call, copy_problems(old_layout, leaves_of(state), source))
     reads = readers(state, source)
     samples = {n: {k: read(0, 0) for k, read in own.items()} for n, own in reads.items()}
-    layout = layout_of(
-        call, shapes, {n: own[""].dtype for n, own in samples.items()}, plan, mesh, {n: sparse.label(n) for n in shapes}
-    )
+    labels = own_banks(call, state.tables, plan, {n: sparse.label(n) for n in shapes})
+    layout = layout_of(call, shapes, {n: own[""].dtype for n, own in samples.items()}, plan, mesh, labels)
     check_whole_rows(call, sparse, layout)
     check(call, bank_problems(layout, samples))
     rooms = rooms_of(call, sparse, {n: own[""] for n, own in samples.items()}, steps_of(state, source))

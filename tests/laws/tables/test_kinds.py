@@ -200,13 +200,14 @@ def test_a_third_kind_tells_how_it_is_quantised(low_rank, monkeypatch):
 MESH = fr.Mesh.emulated(x=3)
 PLAN = fr.Plan({"base": fr.row_wise("x"), "left": fr.table_wise("x", rank=1), "right": fr.replicated()})
 OTHER_MESH = fr.Mesh.emulated(y=2, z=2)
-OTHER_PLAN = fr.Plan({"base": fr.column_wise("y"), "left": fr.row_wise("y"), "right": fr.row_wise("z")})
+OTHER_PLAN = fr.Plan({"base": fr.column_wise("y"), "left": fr.row_wise("y"), "right": fr.replicated()})
 STEP = {"sparse": fr.optim.adam(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1), "mesh": MESH, "plan": PLAN}
 PLACED = Placed(
     joined=lambda sharded, parts: LowRank(**parts, **sharded.rest),
     shapes=lambda sharded: {"item": dict(sharded.layout.shapes)["base"]},
     read=read_low_rank,
     rest=lambda tables: {"scale": tables.scale},
+    whole=("right",),
 )
 
 
@@ -226,6 +227,33 @@ def test_a_third_kind_is_placed(low_rank, placed):
     back = fr.gather_tables(placed, MESH)
     assert type(back) is LowRank
     assert_trees_close(back, low_rank, rtol=0, atol=0)
+
+
+def test_a_part_that_is_read_whole_is_on_every_rank(low_rank, placed, tmp_path):
+    """It shares no bank with a table of its width, so that its name is that of its rows. A plan that cuts it is refused
+    wherever tables are placed."""
+    same = fr.Plan({n: fr.replicated() for n in low_rank})
+    wide = replace(low_rank, base=low_rank.base.float(), left=low_rank.left.float(), right=low_rank.right.float())
+    wide = replace(wide, scale=SCALE.float(), left=torch.randn(R, D), right=torch.randn(D, D))
+    read = lambda tables, ids: fr.lookup(tables, ids, POOLED).values
+    for plan in (same, OTHER_PLAN):
+        mesh = MESH if plan is same else OTHER_MESH
+        axes = fr.P(mesh.axis_names)
+        tables = fr.shard_tables(wide, plan, mesh)
+        ids = IDS if mesh is MESH else fr.KeyedJaggedTensor.from_lists({k: [[1], [2], [3], [1, 2]] for k in "ab"})
+        ids = ids if mesh is MESH else replace(ids, weights=torch.ones(ids.values.shape[0], dtype=torch.float64))
+        on_ranks = fr.shard_map(read, mesh=mesh, in_specs=(tables.specs(), axes), out_specs=axes)
+        assert_trees_close(on_ranks(tables, ids), read(wide, ids), rtol=1e-5, atol=1e-5)
+    cut = fr.Plan({"base": fr.row_wise("x"), "left": fr.row_wise("x"), "right": fr.row_wise("x")})
+    _, state = started(low_rank)
+    path = fr.save(tmp_path / "state", state)
+    for call in (
+        lambda: fr.shard_tables(low_rank, cut, MESH),
+        lambda: fr.reshard(state, cut, mesh=MESH, sparse=STEP["sparse"]),
+        lambda: fr.load(path, plan=cut, mesh=MESH, sparse=STEP["sparse"]),
+    ):
+        with pytest.raises(ValueError, match=r"the plan cuts 'right', which is read whole\.\n  got   row_wise"):
+            call()
 
 
 def test_a_third_kind_is_trained_on_a_mesh(low_rank, placed):
