@@ -226,7 +226,7 @@ class Passes:
     # numbers of the row
 
     def numbers(self, level: int) -> None:
-        """Write the numbers that wait for `level` sums. A number that a pass or several readers read gets a name."""
+        """Write the numbers that depend on a chain of `level` sums. Numbers that several places read have names."""
         users = lambda x: [y for y in self.every if any(x is z for z in y.args)]
         for x in self.every:
             if x.kind != NUMBER or x.level != level or id(x) in self.known or x.op in ("repeats", "dim"):

@@ -190,7 +190,7 @@ def loader(
     Args:
       data, rows, batch_size, key, drop_last, pad_last, bucket: as in `batches`.
       workers: threads that make batches in advance. 0 makes each batch when it is requested. Several threads call
-        `take` at once, so its result may depend on its rows only. To use processes, see `collate`.
+        `take` at the same time. Its result must depend on nothing except the rows. To use processes, see `collate`.
       depth: how many batches are ready ahead of the consumer; at least one for each worker.
       device: where the batches go, as in `prefetch`.
 

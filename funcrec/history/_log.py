@@ -213,7 +213,7 @@ def rows_named(grads: Mapping[str, RowGrads], slots: Mapping, waiting: Sequence[
 def recorded_rows(
     own: Touched, of_rows: Mapping, named: Mapping[str, Tensor], version: Tensor, at: Tensor, num_steps: int
 ) -> Touched:
-    """Return the part of the log with the rows of this step recorded, each once, in the places of its table."""
+    """Return the log's part after this step. It records each changed row once, in a place of the row's table."""
     starts, total = own.starts, own.starts[-1]
     known = {t: named[n] for t, (n, _, _) in enumerate(own.tables) if n in named}
     if not known:

@@ -306,7 +306,9 @@ def tracked_problems(tree: Any) -> Iterator[Problem]:
     leaves = [x for x in tree_flatten(dict(tree) if isinstance(tree, Mapping) else tree)[0] if isinstance(x, Tensor)]
     if any(is_wrapped(x) for x in leaves) or (torch.is_grad_enabled() and has_tracked(leaves)):
         got, hint = "a tensor that requires grad, or is of a transform", "module.state_dict(), outside of torch.func"
-        yield Problem("the numbers are followed by a derivative.", got, "numbers alone", hint, TypeError)
+        yield Problem(
+            "the state has tensors that autograd or torch.func tracks.", got, "numbers alone", hint, TypeError
+        )
 
 
 def trained_problems(state: object) -> Iterator[Problem]:

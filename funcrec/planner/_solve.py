@@ -3,8 +3,8 @@
     incumbent ≥ optimum ≥ bound;      gap = (incumbent - bound) / incumbent
 
 The incumbent is the best plan found. After moves of single items, a small problem ends with one program of all items,
-which proves the optimum. A larger problem ends with many programs of a few items each, from the slowest rank and other
-ranks. Rounds and nodes limit the search, never seconds. Random draws use a fixed seed.
+which proves the optimum. A larger problem ends with many programs. Each of them places a few items again: those of the
+slowest rank and some others. Rounds and nodes limit the search, never seconds. Random draws use a fixed seed.
 """
 
 import random

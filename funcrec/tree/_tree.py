@@ -154,9 +154,10 @@ def copy(tree: T) -> T:
 
 
 def num_parameters(tree: Any) -> int:
-    """Return the count of numbers in the float tensors; a tensor that occurs in two places counts once.
+    """Return the count of numbers in the float tensors.
 
-    The count leaves out the codes of quantised tables; `nbytes` includes them.
+    A tensor that occurs in two places counts once. The count leaves out the codes of quantised tables; `nbytes`
+    includes them.
 
     Example:
       >>> import torch, funcrec as fr
@@ -167,7 +168,9 @@ def num_parameters(tree: Any) -> int:
 
 
 def nbytes(tree: Any) -> int:
-    """Return the count of bytes in the tensors; a tensor that occurs in two places counts once.
+    """Return the count of bytes in the tensors.
+
+    A tensor that occurs in two places counts once.
 
     Example:
       >>> import torch, funcrec as fr

@@ -258,8 +258,7 @@ extern "C" void funcrec_rule({of}* w, const {of}* x, {of}* const* slots, {of} re
 def mapping(pointer: str, symbol: str, dtype: torch.dtype, lanes: int, count: int) -> str:
     """Return the text of a pointer to a vector function, and of the loop that calls it.
 
-    If the kernels have a lower instruction set than the function, only this loop is compiled for the registers that
-    pass vectors.
+    If the function requires a higher instruction set than the kernels, only this loop is compiled for the higher one.
     """
     of, names = f"V_{symbol}", [f"a{k}" for k in range(count)]
     size = lanes * dtype.itemsize

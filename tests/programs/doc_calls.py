@@ -210,8 +210,8 @@ def rare(calls: Any) -> None:
 
 
 def made_anew() -> tuple[ModuleType, ModuleType]:
-    """Return fresh executions of the modules of public calls and of their values. Modules that other modules imported
-    stay."""
+    """Return fresh executions of the modules of public calls and of their values. `sys.modules` keeps
+    those that were imported before."""
     names = [f"programs.public_{x}" for x in ("values", "calls_data", "calls_models", "calls")]
     kept = {n: sys.modules.pop(n) for n in names if n in sys.modules}
     try:

@@ -77,8 +77,8 @@ def in_more_bits(op: Callable) -> Callable:
     """Return a replacement of a reduction, which reduces 8-bit integers in 64 bits.
 
     A vector of 8-bit integers has more lanes than the rest of a loop has elements, and Inductor also reduces the other
-    lanes. The replacement also widens bools: argmin of bools gives wrong places, and masks of vectors of two sizes do
-    not compile.
+    lanes. The replacement also widens bools. Inductor's argmin of bools returns wrong places. Its masks of bools do
+    not compile if two vectors have different sizes.
     """
 
     def reduced(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

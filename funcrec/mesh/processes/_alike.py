@@ -47,7 +47,7 @@ class RankForm(NamedTuple):
 
 
 def form_of(x: Any) -> str:
-    """Return a text of the class, the dtypes and the shapes of a leaf, and of the keys of a jagged leaf."""
+    """Return a leaf's form as text: dtype and shape of a tensor, keys and parts of a jagged value, else the class."""
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
     if not is_jagged(x):

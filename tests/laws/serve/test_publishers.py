@@ -99,7 +99,7 @@ def test_a_folder_is_of_one_package(plain, tmp_path):
 
 
 def test_a_package_is_not_published_into(plain, tmp_path):
-    """The folder of a package, and a folder of weights, raise as a folder for publications. They do not change."""
+    """`publish` raises if its folder is a package or holds weights. The folder does not change."""
     other = changed_manifest(plain, tmp_path / "other", lambda found: None)
     fr.save_weights(tmp_path / "weights", held(begun().state, "plain"))
     for folder in (other, tmp_path / "weights"):

@@ -152,7 +152,7 @@ IMPURE = {
 
 @pytest.mark.parametrize("name", IMPURE)
 def test_a_loss_that_changes_between_its_passes_is_refused(name):
-    """A loss raises as impure if its second pass looks up other tables, other shapes or another number of times."""
+    """`value_and_grad` raises if a loss's second pass looks up other tables or shapes, or more or fewer times."""
     counter = itertools.count()
     with pytest.raises(ValueError, match="not a function of its arguments") as e:
         fr.value_and_grad(lambda p: IMPURE[name](p, next(counter)))(PARAMS)
