@@ -5,7 +5,7 @@ bits of an element  =  a function of (key, table, row of the table, column of th
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from programs import training
 from programs.placement_models import models
@@ -60,6 +60,7 @@ def trained(model, name, compiled=False):
 def test_random_rounding_is_the_same_under_every_plan(model, name, dtype):
     """16-bit tables, rounded at random on a mesh under any plan, have the bits of one process."""
     mesh, plan, tables, ids, features = model
+    assume(name != "by names" or "b" in tables)
     tables = {n: t.to(dtype) for n, t in tables.items()}
     assert_trees_close(*trained((mesh, plan, tables, ids, features), name))
 

@@ -66,7 +66,11 @@ class Empty(ValueError):
 
 
 def interrupt():
-    signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores the signal
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def full():
