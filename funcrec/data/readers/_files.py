@@ -243,7 +243,8 @@ def _unified(call: str, files: list, schema, schemas: list, extra: set[str]):
 
     for (path, _), other in zip(files[1:], schemas[1:], strict=True):
         names = [f.name for f in schema if f.name not in extra]
-        check(call, absent_problems(f"`{path.name}`", other.names, names), _folder_problems(path, other.names, extra))
+        absent = absent_problems(f"`{path.name}`", other.names, names) if names else ()  # partitions alone are wanted
+        check(call, absent, _folder_problems(path, other.names, extra))
         for i in [i for i, f in enumerate(schema) if f.name not in extra]:
             theirs = other.field(schema[i].name)
             if theirs.type == schema[i].type:

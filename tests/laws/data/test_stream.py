@@ -90,6 +90,20 @@ def test_parquet_is_read_as_written(tmp_path_factory, table, data):
     assert pa.Table.from_batches(got).to_pydict() == found.select(columns).to_pydict()
 
 
+@pytest.mark.parametrize("end", [".parquet", ".csv"])
+def test_partitions_alone_may_be_read(tmp_path, end):
+    """A column that stands in the folders' names is read without any column of the files, one value for each row."""
+    for day, rows in ((1, 3), (2, 2)):
+        (tmp_path / f"day={day}").mkdir()
+        table, path = pa.table({"x": list(range(rows))}), tmp_path / f"day={day}" / f"part{end}"
+        parquet.write_table(table, path) if end == ".parquet" else pa_csv.write_csv(table, path)
+    assert read(tmp_path, columns=["day"]).to_pydict() == {"day": [1, 1, 1, 2, 2]}
+    got = pa.Table.from_batches(list(stream(tmp_path, 2, columns=["day"])))
+    assert got.to_pydict() == {"day": [1, 1, 1, 2, 2]}
+    with pytest.raises(ValueError, match="`columns` are none"):
+        list(stream(tmp_path, 2, columns=[]))
+
+
 @settings(max_examples=25)
 @given(table=tables("ifsb"), data=st.data())
 def test_text_is_read_as_written(tmp_path_factory, table, data):

@@ -135,7 +135,7 @@ ONE = batch_of([([1], [2], 1.0), ([3], [], 1.0)])
 BAD = {
     "no batch": (lambda: judged([]), ValueError, "`batches` are empty"),
     "a key that is not there": (lambda: judged([ONE], seen="before"), ValueError, "`seen` names ids"),
-    "vectors of another dim": (lambda: judged([ONE], ITEMS[:, :3]), ValueError, "no dim in common"),
+    "vectors of another dim": (lambda: judged([ONE], ITEMS[:, :3]), ValueError, "`items` does not match `queries`"),
     "no vectors": (lambda: fr.evaluate_retrieval(lambda p, b: b.dense[0], 0, [ONE], ITEMS, "wanted"), TypeError,
         "`query(params, batch)` are not vectors"),
     "no bags": (lambda: judged([ONE], seen=lambda b: b.dense), TypeError, "`seen` gave no bags"),
