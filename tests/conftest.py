@@ -1,8 +1,10 @@
-"""One thread, or FUNCREC_TEST_THREADS; hypothesis profiles; and torch.empty that shows when it is read too early."""
+"""One thread, or FUNCREC_TEST_THREADS; interrupts as in a terminal; hypothesis profiles; torch.empty that shows early
+reads."""
 
 import importlib.util
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 
@@ -12,6 +14,9 @@ from hypothesis import HealthCheck, settings
 from programs.as_staged import staged_only
 
 torch.set_num_threads(int(os.environ.get("FUNCREC_TEST_THREADS", "1")))
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts what runs in its background so
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=40, database=None, suppress_health_check=[HealthCheck.too_slow]
