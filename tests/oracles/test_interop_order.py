@@ -43,7 +43,7 @@ def test_another_order_of_features_is_refused():
         assert all(
             f"\n  {part}" in str(error.value) for part in ("got   ['b', 'a', 'c']", "need  ['c', 'a', 'b']", "try ")
         )
-    with pytest.raises(TypeError, match="`features` are not feature configs"):
+    with pytest.raises(TypeError, match=r"`features\[0\]` is not a FeatureConfig"):
         fr.interop.load_torchrec_state_dict(params, held, features=["c"])
 
 
