@@ -31,7 +31,8 @@ def bag_reduce(bags: JaggedTensor, reduce: Literal["sum", "mean", "max", "min", 
       the dtype of the values; i64 for a sum or a product of integers. Floats of 16 bits are computed in f32.
 
     Raises:
-      TypeError: bools, mean or logsumexp of integers, and bags with weights.
+      TypeError: bools, floats of 8 bits, unsigned integers of 16 bits or more, mean or logsumexp of integers, and bags
+        with weights.
 
     Law: bag_reduce(bags, "sum")[b] = bags[b].values.sum(0), and so on, whatever the padding holds.
 
@@ -118,9 +119,9 @@ def place_of_extremum(x: Tensor, bag: Tensor, num_bags: int, reduce: str) -> Ten
     start = torch.full((num_bags + 1, *x.shape[1:]), worst, dtype=x.dtype, device=x.device)
     best = start.scatter_reduce(0, index, x, "a" + reduce).index_select(0, bag)
     is_best = (x == best) | ((x != x) & (best != best))
-    places = column(torch.arange(len(x), device=x.device), x).expand(x.shape)
-    places = torch.where(is_best, places, len(x))
-    last = torch.full(start.shape, len(x), dtype=torch.int64, device=x.device)
+    places = column(torch.arange(x.shape[0], device=x.device), x).expand(x.shape)
+    places = torch.where(is_best, places, x.shape[0])
+    last = torch.full(start.shape, x.shape[0], dtype=torch.int64, device=x.device)
     return last.scatter_reduce(0, index, places, "amin")[:num_bags]
 
 
@@ -163,12 +164,12 @@ def product(x: Tensor, bag: Tensor, bags: JaggedTensor) -> Tensor:
     """Return the product of each bag, which is the last of the bag's prefix products. Doubling computes these. No
     division by a value occurs, so zeros have a derivative."""
     x, step = masked(x, bag, bags.num_bags, 1), 1
-    while step < len(x):
+    while step < x.shape[0]:
         is_same = column(bag[step:] == bag[:-step], x)
         x = torch.cat([x[:step], torch.where(is_same, x[step:] * x[:-step], x[step:])])
         step *= 2
     one = torch.ones((1, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    last = torch.where(bags.lengths > 0, bags.offsets[1:].long() - 1, len(x))
+    last = torch.where(bags.lengths > 0, bags.offsets[1:].long() - 1, x.shape[0])
     return torch.cat([x, one]).index_select(0, last)
 
 
@@ -177,7 +178,8 @@ def product(x: Tensor, bag: Tensor, bags: JaggedTensor) -> Tensor:
 
 def value_problems(bags: JaggedTensor, of_floats: bool) -> Iterator[Problem]:
     values, need = bags.values, "floats" if of_floats else "floats or integers"
-    if values.dtype == torch.bool or values.is_complex() or (of_floats and not values.is_floating_point()):
+    is_number = values.dtype in INTEGERS or (values.is_floating_point() and values.itemsize > 1)
+    if not is_number or (of_floats and not values.is_floating_point()):
         hint = "bags of values.float()" if of_floats else "bags of values.long()"
         yield Problem(f"`bags.values` are not {need}.", describe(values), f"[N, ...], {need}", hint, TypeError)
     if bags.weights is not None:

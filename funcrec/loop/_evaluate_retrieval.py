@@ -21,8 +21,10 @@ from funcrec.loop._ranks import all_parts, num_processes
 from funcrec.mesh import Mesh
 from funcrec.metrics import Metric, collect
 from funcrec.retrieval import Index, search_index, top_k
+from funcrec.tables import table_shapes
 
 CALL = "funcrec.evaluate_retrieval"
+USUAL_LENGTH = 10
 Items = Tensor | QuantizedTables | Index
 Bags = str | Callable[[Any], JaggedTensor]
 
@@ -37,7 +39,7 @@ class Judged(NamedTuple):
     weight: Callable[[Any], Tensor | None]
 
 
-@typed
+@typed(needs={"metrics": "k"})
 def evaluate_retrieval(
     query: Callable[[Any, Any], Tensor],
     params: Any,
@@ -46,7 +48,7 @@ def evaluate_retrieval(
     relevant: Bags,
     *,
     seen: Bags | None = None,
-    k: Count | Sequence[Count] = 10,
+    k: Count | Sequence[Count] | None = None,
     metrics: Mapping[str, Metric] | None = None,
     counts: Tensor | None = None,
     num_users: Count | None = None,
@@ -67,7 +69,8 @@ def evaluate_retrieval(
       relevant: the key of the ids, or a function of a batch that returns bags. The bags hold the rows to be found, one
         bag for each query. A query whose bag is empty counts only in coverage and novelty.
       seen: the rows that are never in a list, such as those of the training set (`fr.data.known_items`).
-      k: the length of the lists. Several lengths give the metrics for each length.
+      k: the length of the lists. Several lengths give the metrics for each length. None is 10; with `metrics` a length
+        must be given, the largest that one of them reads.
       metrics: {name: metric of lists}, such as {"recall@5": fr.metrics.recall(5)}. None gives recall, ndcg, hit_rate,
         mrr, mean_average_precision and coverage at each k, and novelty with `counts`.
       counts: [R], the number of users who took each item in training. It adds novelty, and the numbers of the list of
@@ -104,7 +107,7 @@ def evaluate_retrieval(
     Source: Rendle et al., "On sampled metrics for item recommendation" (KDD 2020): all items are ranked, and no item is
       sampled.
     """
-    cutoffs, num_items = (k,) if isinstance(k, int) else tuple(k), count_of(items)
+    cutoffs, num_items = tuple(k) if isinstance(k, Sequence) else (k or USUAL_LENGTH,), count_of(items)
     check(CALL, cutoff_problems(cutoffs), counts_problems(counts, num_items), mask_problems(item_groups, num_items))
     check(CALL, metric_problems(metrics), name_problems(groups, item_groups))
     metrics = dict(metrics or usual(cutoffs, num_items, counts, num_users))
@@ -199,7 +202,7 @@ def usual(cutoffs: Sequence[int], num_items: int, counts: Tensor | None, num_use
     made = {f"{n}@{k}": getattr(lists, n)(k) for k in cutoffs for n in names}
     made |= {f"coverage@{k}": lists.coverage(k, num_items) for k in cutoffs}
     if counts is not None:
-        users = num_users or max(int(counts.max()), 1)
+        users = num_users or max(math.ceil(counts.max()), 1)
         made |= {f"novelty@{k}": lists.novelty(k, counts, users) for k in cutoffs}
     return made
 
@@ -207,9 +210,8 @@ def usual(cutoffs: Sequence[int], num_items: int, counts: Tensor | None, num_use
 def count_of(items: Items) -> int:
     if isinstance(items, Index):
         return items.num_items
-    if isinstance(items, QuantizedTables):
-        check(CALL, table_problems(items))
-        return next(iter(items.values())).shape[0]
+    if isinstance(items, QuantizedTables):  # of one table, or `top_k` refuses them
+        return next((rows for rows, _ in table_shapes(items).values()), 0)
     check(CALL, vector_problems("items", "R", items))
     return items.shape[0]
 
@@ -252,12 +254,6 @@ def empty_problems(states: Mapping) -> Iterator[Problem]:
     if None in states.values():
         hint = "a list, or a function: batches=lambda: fr.data.batches(data, rows, 1024, pad_last=True)"
         yield Problem("`batches` are empty.", "no batch", "a batch or more", hint)
-
-
-def table_problems(items: QuantizedTables) -> Iterator[Problem]:
-    if len(items) != 1:
-        got, hint = f"tables {list(items)}", 'fr.quantize({"items": vectors})'
-        yield Problem("`items` are not one table.", got, "QuantizedTables of the items' vectors alone", hint)
 
 
 def counts_problems(counts: Tensor | None, num_items: int) -> Iterator[Problem]:

@@ -116,19 +116,21 @@ def grouped_auc(scores: Tensor, labels: tuple[Tensor, Tensor], weights: Tensor |
     order = p.argsort()
     order = order.index_select(0, groups.index_select(0, order).argsort(stable=True))
     p, y, w, groups = (x.index_select(0, order) for x in (p, y, w, groups))
-    _, group, counts = groups.unique_consecutive(return_inverse=True, return_counts=True)
-    is_new = torch.ones_like(p, dtype=torch.bool)
-    is_new[1:] = (group[1:] != group[:-1]) | (p[1:] != p[:-1])
-    run = is_new.cumsum(0) - 1  # of one group and one score
-    num_runs, total = int(run[-1]) + 1 if len(p) else 0, lambda x, i, n: x.new_zeros(n).index_add(0, i, x)
-    negative, positive = total(w * (1 - y), run, num_runs), total(w * y, run, num_runs)
-    group_of_run = group[is_new]
-    negatives, positives, weight = (total(x, group, len(counts)) for x in (w * (1 - y), w * y, w))
+    first = torch.zeros_like(groups[:1], dtype=torch.bool)
+    is_other = torch.cat([first, groups[1:] != groups[:-1]])
+    group = is_other.cumsum(0)  # numbers from 0 on; there are at most B groups, and B runs of one group and one score
+    run = (is_other | torch.cat([first, p[1:] != p[:-1]])).cumsum(0)
+    total = lambda x, i: torch.zeros_like(x).index_add(0, i, x)
+    negative, positive = total(w * (1 - y), run), total(w * y, run)
+    group_of_run = torch.zeros_like(group).scatter(0, run, group)
+    negatives, positives, weight = (total(x, group) for x in (w * (1 - y), w * y, w))
     before = negative.cumsum(0) - negative
     before = before - (negatives.cumsum(0) - negatives).index_select(0, group_of_run)  # within the group
-    area = total(positive * (before + negative / 2), group_of_run, len(counts)) / (positives * negatives)
-    is_judged = (positives > 0) & (negatives > 0)
-    return torch.where(is_judged, weight * area, 0).sum() / torch.where(is_judged, weight, 0).sum()
+    pairs = positives * negatives
+    is_judged = pairs > 0
+    area = total(positive * (before + negative / 2), group_of_run) / torch.where(is_judged, pairs, 1)
+    used = torch.where(is_judged | pairs.isnan(), weight, 0)
+    return (used * area).sum() / used.sum()
 
 
 # -- validators --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 All stay metrics: their states add up. Shapes: B examples, G groups.
 """
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -15,7 +16,7 @@ from torch.func import vmap
 from funcrec.core import Count, PositiveMagnitude, Problem, check, describe, tree_leaves, tree_map, typed
 from funcrec.jagged import is_concrete
 from funcrec.metrics._auc import pair_problems
-from funcrec.metrics._metric import Metric
+from funcrec.metrics._metric import Metric, range_problems
 
 
 @typed
@@ -114,7 +115,8 @@ def recalibrated(metric: Metric, coefficient: PositiveMagnitude) -> Metric:
 
     def update(state, predictions, labels, weights=None):
         check("funcrec.metrics.recalibrated.update", probability_problems(predictions))
-        p = predictions.double()
+        check("funcrec.metrics.recalibrated.update", chance_problems(predictions, weights))
+        p = torch.where((predictions >= 0) & (predictions <= 1), predictions.double(), torch.nan)
         return metric.update(state, p / (p + (1 - p) / coefficient), labels, weights)
 
     return Metric(metric.init, update, metric.compute)
@@ -136,8 +138,10 @@ def unweighted(metric: Metric) -> Metric:
 
     def update(state, predictions, labels, weights=None):
         check("funcrec.metrics.unweighted.update", weights_problems(weights))
-        is_used = None if weights is None else torch.where(weights.isnan(), torch.nan, (weights != 0).double())
-        return metric.update(state, predictions, labels, is_used)
+        if weights is not None:
+            is_right = (weights >= 0) & (weights < torch.inf)
+            weights = torch.where(is_right, (weights != 0).double(), torch.nan)
+        return metric.update(state, predictions, labels, weights)
 
     return Metric(metric.init, update, metric.compute)
 
@@ -174,3 +178,12 @@ def probability_problems(predictions: object) -> Iterator[Problem]:
 def weights_problems(weights: object) -> Iterator[Problem]:
     if weights is not None and (not isinstance(weights, Tensor) or weights.is_complex()):
         yield Problem("`weights` are not numbers.", describe(weights), "[B], or None", "torch.ones(B)", TypeError)
+    elif weights is not None and weights.dim() == 1:
+        yield from range_problems(weights, "weights", 0, sys.float_info.max, "finite weights >= 0")
+
+
+def chance_problems(predictions: Tensor, weights: object) -> Iterator[Problem]:
+    """Logits have no such map: their metric is made without from_logits."""
+    if predictions.dim() == 1 and (weights is None or isinstance(weights, Tensor)):
+        need, hint = "probabilities in [0, 1], no NaN", "predictions.sigmoid(), and a metric without from_logits"
+        yield from range_problems(predictions, "predictions", 0, 1, need, weights, hint)

@@ -42,7 +42,8 @@ def precision_and_recall(negative: Tensor, positive: Tensor) -> tuple[Tensor, Te
     """(precision, recall, the part of the positives) at each bin's threshold, highest scores first."""
     negative, positive = negative.flip(0), positive.flip(0)
     hits, total = positive.cumsum(0), positive.sum()
-    return hits / (hits + negative.cumsum(0)), hits / total, positive / total
+    said = hits + negative.cumsum(0)
+    return hits / torch.where(said == 0, 1, said), hits / total, positive / total  # no quotient has a derivative of NaN
 
 
 @typed
@@ -63,7 +64,7 @@ def average_precision(num_bins: Count = 2**16, *, from_logits: bool = False) -> 
 
     def compute(negative, positive):
         precision, _, part = precision_and_recall(negative, positive)
-        return torch.where(part > 0, precision * part, part).sum()
+        return (precision * part).sum()
 
     return histogram("average_precision", num_bins, from_logits, compute)
 

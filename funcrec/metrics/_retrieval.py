@@ -7,6 +7,7 @@
 Shapes: B lists, K rows in each, N relevant rows in all lists together, R rows that there are.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from funcrec.core import PARTS, Count, Problem, check, describe, typed
 from funcrec.jagged import JaggedTensor, is_concrete
 from funcrec.kernels.reference_jagged import ascending, place_among
-from funcrec.metrics._metric import ANY, Metric, sums
+from funcrec.metrics._metric import ANY, Metric, range_problems, sums
 
 
 @typed
@@ -110,15 +111,14 @@ def coverage(k: Count, num_items: Count) -> Metric:
         return torch.zeros(num_items, dtype=torch.float64, device=device)
 
     def update(state, predictions, labels, weights=None):
-        check(f"{call}.update", list_problems(predictions, labels, weights), item_problems(predictions, num_items))
-        check(f"{call}.update", counts_problems(state, num_items))
-        is_given, rows = given(predictions[:, :k], num_items)
-        w = is_given.double() if weights is None else is_given * weights.double()[:, None]
-        return state.index_add(0, rows.flatten(), w.flatten())
+        check(f"{call}.update", list_problems(predictions, labels, weights))
+        check(f"{call}.update", item_problems(predictions, weights, num_items), counts_problems(state, num_items))
+        is_given, rows, w = given(predictions[:, :k], weights, num_items)
+        return state.index_add(0, rows.flatten(), torch.where(is_given, w[:, None], 0 * w[:, None]).flatten())
 
     def compute(state):
         check(f"{call}.compute", counts_problems(state, num_items))
-        return (state > 0).double().mean()
+        return torch.where(state.isnan().any(), torch.nan, (state > 0).double().mean())
 
     return Metric(init, update, compute)
 
@@ -128,8 +128,8 @@ def novelty(k: Count, counts: Tensor, num_users: Count) -> Metric:
     """The mean over lists of the mean surprise of their first k rows: log2(num_users / counts[row]), in bits.
 
     Args:
-      counts: [R] >= 0, how many of the users in training took each row; a row that nobody took counts as one that one
-        took.
+      counts: [R], how many of the users in training took each row, 0 to num_users; a row that nobody took counts as
+        one that one user took.
 
     Lists without a row are left out. Labels count for nothing.
 
@@ -143,19 +143,18 @@ def novelty(k: Count, counts: Tensor, num_users: Count) -> Metric:
     Source: Zhou et al., "Solving the apparent diversity-accuracy dilemma of recommender systems" (PNAS 2010); RecTools'
     MeanInvUserFreq.
     """
-    check("funcrec.metrics.novelty", popularity_problems(counts))
+    check("funcrec.metrics.novelty", popularity_problems(counts, num_users))
     num_items = counts.shape[0]
     bits = (num_users / counts.double().clamp(min=1)).log2()
     mean = sums("novelty", lambda p, y: {"value": p}, lambda s: s["value"] / s["weight"], from_logits=ANY)
 
     def update(state, predictions, labels, weights=None):
         call = "funcrec.metrics.novelty.update"
-        check(call, list_problems(predictions, labels, weights), item_problems(predictions, num_items))
-        is_given, rows = given(predictions[:, :k], num_items)
+        check(call, list_problems(predictions, labels, weights), item_problems(predictions, weights, num_items))
+        is_given, rows, w = given(predictions[:, :k], weights, num_items)
         number = is_given.sum(1)
         own = (bits.to(rows.device)[rows] * is_given).sum(1) / number.clamp(min=1)
-        weights = torch.ones_like(own) if weights is None else weights
-        return mean.update(state, own, torch.zeros_like(own), weights * (number > 0))
+        return mean.update(state, own, torch.zeros_like(own), torch.where((number > 0) | w.isnan(), w, 0))
 
     return Metric(mean.init, update, mean.compute)
 
@@ -165,10 +164,15 @@ def places(hits: Tensor) -> Tensor:
     return torch.arange(1, hits.shape[1] + 1, dtype=torch.float64, device=hits.device)
 
 
-def given(rows: Tensor, num_items: int) -> tuple[Tensor, Tensor]:
-    """(whether a place holds a row, the row or 0)."""
+def given(rows: Tensor, weights: Tensor | None, num_items: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (whether a place holds a row, the row or 0, the weight of each list).
+
+    The weight is NaN if it is out of range, or if the list has a row that no item has and is no padding.
+    """
+    w = torch.ones(rows.shape[0], dtype=torch.float64, device=rows.device) if weights is None else weights.double()
+    is_right = (w >= 0) & (w < torch.inf) & ((w == 0) | (rows < num_items).all(1))
     is_given = (rows >= 0) & (rows < num_items)
-    return is_given, torch.where(is_given, rows, 0).long()
+    return is_given, torch.where(is_given, rows, 0).long(), torch.where(is_right, w, torch.nan)
 
 
 def _of_lists(name: str, k: int, value: Callable[[Tensor, Tensor], Tensor]) -> Metric:
@@ -230,10 +234,15 @@ def list_problems(predictions: object, labels: object, weights: object) -> Itera
         yield Problem("`weights` do not match `predictions`.", describe(weights), need, "one for each list")
 
 
-def item_problems(predictions: Tensor, num_items: int) -> Iterator[Problem]:
-    """Rows must be those of the items, where values can be read."""
-    if is_concrete(predictions) and predictions.numel() and int(predictions.max()) >= num_items:
-        got, need = f"row {int(predictions.max())}", f"rows below {num_items}, the number of items"
+def item_problems(predictions: Tensor, weights: Tensor | None, num_items: int) -> Iterator[Problem]:
+    """Rows must be those of items and weights in range, if values can be read. A list of weight 0 is padding."""
+    if weights is not None:
+        yield from range_problems(weights, "weights", 0, sys.float_info.max, "finite weights >= 0")
+    if not is_concrete(predictions) or (weights is not None and not is_concrete(weights)):
+        return
+    rows = predictions if weights is None else predictions[weights != 0]
+    if rows.numel() and int(rows.max()) >= num_items:
+        got, need = f"row {int(rows.max())}", f"rows below {num_items}, the number of items"
         yield Problem("`predictions` hold rows that no item has.", got, need, "the items that were ranked")
 
 
@@ -243,8 +252,9 @@ def counts_problems(state: object, num_items: int) -> Iterator[Problem]:
         yield Problem("`state` is not this metric's.", describe(state), need, hint, TypeError)
 
 
-def popularity_problems(counts: Tensor) -> Iterator[Problem]:
+def popularity_problems(counts: Tensor, num_users: int) -> Iterator[Problem]:
     if counts.dim() != 1 or counts.is_complex() or counts.dtype == torch.bool or not counts.shape[0]:
         yield Problem("`counts` are not one number for each item.", describe(counts), "[R], R >= 1", "ids.bincount()")
-    elif is_concrete(counts) and not bool((counts >= 0).all()):
-        yield Problem("`counts` are below zero.", f"{counts.min().item()}", ">= 0", "ids.bincount()")
+    else:
+        need, hint = f"counts from 0 to num_users, {num_users}", "ids.bincount(), of users and items each once"
+        yield from range_problems(counts, "counts", 0, num_users, need, hint=hint)

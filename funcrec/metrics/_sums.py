@@ -114,7 +114,8 @@ def mean_prediction(*, from_logits: bool = False) -> Metric:
 
 
 def r2() -> Metric:
-    """1 - mse / the variance of the labels: the coefficient of determination; NaN where all labels are the same.
+    """1 - mse / the variance of the labels: the coefficient of determination. NaN if the labels vary by less than a
+    millionth of their size: take their mean off first.
 
     Any predictions and any finite labels. Source: scikit-learn's r2_score.
     """

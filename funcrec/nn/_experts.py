@@ -125,6 +125,10 @@ def ple(
         for expert, p in zip(levels, params, strict=True):
             counts = {"tasks": num_tasks, "gates": num_tasks, "shared": shared_experts}
             check(call, *(expert_problems(p, count, name) for name, count in counts.items()))
+            check(call, *(expert_problems({"tasks": es}, task_experts, "tasks") for es in p["tasks"]))
+            width = shared.shape[-1]
+            check(call, *(param_problems({"gates": g}, gates=(of_task, width)) for g in p["gates"]))
+            check(call, param_problems(p, gate=(of_all, width)) if "gate" in p else ())
             by_task = [[expert.apply(e, y) for e in experts] for experts, y in zip(p["tasks"], own, strict=True)]
             common = [expert.apply(e, shared) for e in p["shared"]]
             own = [mixed(g, y, [*es, *common]) for g, y, es in zip(p["gates"], own, by_task, strict=True)]

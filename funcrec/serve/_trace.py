@@ -177,7 +177,7 @@ def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, m
 
 def no_whole_linspace(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """Refuse linspace of whole numbers: `fr.jit` makes it a constant, which torch.export cannot decompose to."""
-    if dtype is None or dtype.is_floating_point:
+    if dtype is None or dtype.is_floating_point or dtype.is_complex:
         return NotImplemented
     what, need = "`predict` makes whole numbers by torch.linspace.", "a tensor of `params`, or torch.arange"
     return fail(CALL, what, got=f"torch.linspace(..., dtype={dtype})", need=need, hint="put the numbers in `params`")

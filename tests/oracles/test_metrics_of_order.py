@@ -70,8 +70,8 @@ def test_precision_and_recall_of_a_threshold_are_scikit_learns(rows, threshold):
     for name, theirs in (("binary_precision", sklearn.precision_score), ("binary_recall", sklearn.recall_score)):
         want = theirs(y, said, sample_weight=w, zero_division=np.nan)
         assert value(getattr(metrics, name)(threshold), p, y, w) == near(want), name
-        logits = value(getattr(metrics, name)(threshold, from_logits=True), p.logit(), y, w)
-        assert threshold not in p.tolist() or logits >= 0 or math.isnan(logits)
+        want = theirs(y, p.logit().sigmoid() >= threshold, sample_weight=w, zero_division=np.nan)
+        assert value(getattr(metrics, name)(threshold, from_logits=True), p.logit(), y, w) == near(want), name
 
 
 @given(rows=examples())
@@ -158,3 +158,29 @@ def test_evaluate_takes_labels_with_groups():
     label = lambda batch: (batch.label, batch.ids["user"].values[:4])
     found = fr.evaluate(predict, torch.ones(()), [batch, batch], {"gauc": metrics.grouped_auc}, label=label)
     assert found == {"gauc": 0.5}
+
+
+def test_derivatives_by_weights_are_numbers():
+    """A group of one class and a bin without an example give no NaN to the derivatives by the weights."""
+    p, y = torch.tensor([0.1, 0.4, 0.2, 0.8, 0.3], dtype=torch.float64), torch.tensor([0.0, 1, 1, 0, 1])
+    groups, w = torch.tensor([0, 0, 1, 1, 2]), torch.tensor([1.0, 2, 1, 3, 1], dtype=torch.float64)
+    average = metrics.average_precision(64)
+    for f in (
+        lambda w: metrics.grouped_auc(p, (y, groups), w),
+        lambda w: average.compute(average.update(average.init(), p, y, w)),
+    ):
+        eps = 1e-6 * torch.eye(5, dtype=torch.float64)
+        want = torch.stack([(f(w + e) - f(w - e)) / 2e-6 for e in eps])
+        torch.testing.assert_close(torch.func.grad(f)(w), want, rtol=1e-6, atol=1e-8)
+        assert torch.func.jacrev(torch.func.jacfwd(f))(w).isfinite().all()
+
+
+def test_grouped_auc_is_traceable():
+    """Compiled and mapped it has the numbers of single calls; no example gives NaN."""
+    p = torch.tensor([[0.1, 0.4, 0.2, 0.8], [0.5, 0.5, 0.9, 0.1]])
+    y, groups = torch.tensor([0, 1, 1, 0]), torch.tensor([[7, 7, 3, 3], [1, 2, 1, 2]])
+    f = lambda p, g: metrics.grouped_auc(p, (y, g))
+    want = torch.stack([f(*rows) for rows in zip(p, groups, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(f)(p, groups), want)
+    torch.testing.assert_close(fr.jit(f)(p[0], groups[0]), want[0])
+    assert metrics.grouped_auc(p[0, :0], (y[:0], groups[0, :0])).isnan()

@@ -98,3 +98,25 @@ def test_bad_lists_are_told(rows, bags, kind, text):
     list."""
     with pytest.raises(kind, match=text):
         of(metrics.ndcg(2), rows, bags)
+
+
+@pytest.mark.parametrize("name", ["coverage", "novelty"])
+def test_rows_and_weights_out_of_range_show(name):
+    """They are refused where values can be read, not read in padding, and make the number NaN where it is traced."""
+    none = fr.JaggedTensor.from_lists([[], []], dtype=torch.int64)
+    m = metrics.coverage(2, 4) if name == "coverage" else metrics.novelty(2, torch.tensor([4, 2, 1, 0]), 4)
+    rows, wrong = torch.tensor([[0, 1], [2, -1]]), torch.tensor([[0, 1], [2, 9]])
+    traced = fr.jit(lambda rows, w: m.compute(m.update(m.init(), rows, none, w)))
+    for lists, w, text in (
+        (wrong, torch.ones(2), "rows that no item has"),
+        (rows, torch.tensor([1.0, -1.0]), "`weights` leave their range"),
+        (rows, torch.tensor([1.0, torch.nan]), "`weights` leave their range"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            of(m, lists, none, w)
+        assert traced(lists, w).isnan()
+    padded = torch.tensor([1.0, 0.0])
+    assert of(m, wrong, none, padded) == of(m, rows, none, padded) == float(traced(wrong, padded))
+    for counts in (torch.tensor([9, 1]), torch.tensor([torch.inf, 1.0])):
+        with pytest.raises(ValueError, match="`counts` leave their range"):
+            metrics.novelty(2, counts, 4)

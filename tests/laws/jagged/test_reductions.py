@@ -144,6 +144,14 @@ BAD = {
     "bools": (lambda: fr.bag_reduce(fr.JaggedTensor(X > 0, OFFSETS)), "are not floats or integers"),
     "a mean of integers": (lambda: fr.bag_reduce(fr.JaggedTensor(X.long(), OFFSETS), "mean"), "are not floats"),
     "a softmax of integers": (lambda: fr.bag_softmax(fr.JaggedTensor(X.long(), OFFSETS)), "are not floats"),
+    "floats of 8 bits": (
+        lambda: fr.bag_reduce(fr.JaggedTensor(X.to(torch.float8_e4m3fn), OFFSETS), "max"),
+        "are not floats or integers",
+    ),
+    "unsigned integers": (
+        lambda: fr.bag_reduce(fr.JaggedTensor(X.abs().to(torch.uint16), OFFSETS)),
+        "are not floats or integers",
+    ),
     "weights": (lambda: fr.bag_reduce(fr.JaggedTensor(X, OFFSETS, X[:, 0])), "`bags` have weights"),
     "no bags": (lambda: fr.bag_reduce(X), "`bags`"),
 }

@@ -144,6 +144,8 @@ BAD = {
     "fewer items": (lambda: judged([ONE], ITEMS[:3]), ValueError, "rows that no item has"),
     "other counts": (lambda: judged([ONE], counts=torch.ones(3)), ValueError, "`counts` do not match `items`"),
     "no length": (lambda: judged([ONE], k=()), ValueError, "`k` names no length"),
+    "metrics without a length": (lambda: judged([ONE], metrics={"recall@50": metrics.recall(50)}, k=None), ValueError,
+        "`k`"),
     "no metric": (lambda: judged([ONE], metrics={}), ValueError, "`metrics` are none"),
     "a group of numbers": (lambda: judged([ONE], groups={"new": lambda b: b.weight}), ValueError,
         "does not say which queries"),
