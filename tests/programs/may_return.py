@@ -33,7 +33,6 @@ MAY_RETURN = (
         NUMBERS | {"bool[3]", "i64[17]", "()", "JaggedTensor"}),
     Row("tensors by name", r"\.save_safetensors", r"tensors\[.*", NUMBERS | {"bool[3]", "i64[17]"}),
     Row("a text", r"\.save_safetensors", r"metadata\[.*", {"'no'"}),
-    Row("as many items as there are", r"metrics\.novelty", "counts", {"i64[17]"}),
     Row("no rows have no answers", r"\.predict", r"rows\[.*", {"()", "f32[0]"}),
     Row("a log of up to 7 rows", r"\.logged", r"rows\[.*", {"7"}),
     Row("parameters are trees of floats", r"\.step_init|optim.dense_init|models.(num_parameters|summary)", r"params.*",
