@@ -85,7 +85,7 @@ def exact_auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> 
 
 
 def grouped_auc(scores: Tensor, labels: tuple[Tensor, Tensor], weights: Tensor | None = None) -> Tensor:
-    """f64[]: the mean over groups of the AUC within each, by the weight of a group; GAUC where a group is a user.
+    """Compute the mean AUC of groups, weighted by the groups' weights -> f64[]. It is GAUC if a group is a user.
 
     Args:
       scores: f[B], no NaN; only their order within a group counts.
@@ -137,7 +137,7 @@ def grouped_auc(scores: Tensor, labels: tuple[Tensor, Tensor], weights: Tensor |
 
 
 def pair_problems(labels: object, scores: object) -> Iterator[Problem]:
-    """Labels come with a whole number for the group of each."""
+    """Report labels that are not a pair of labels and groups."""
     is_pair = isinstance(labels, tuple | list) and len(labels) == 2 and all(isinstance(x, Tensor) for x in labels)
     need, hint = "([B] labels, i[B] groups)", "(batch.label, users)"
     if not is_pair:

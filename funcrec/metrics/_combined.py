@@ -21,7 +21,7 @@ from funcrec.metrics._metric import Metric, range_problems
 
 @typed
 def windowed(metric: Metric, num_updates: Count) -> Metric:
-    """The metric of the examples of the last `num_updates` updates.
+    """Make a metric: `metric` over the examples of the last `num_updates` updates.
 
     The state keeps a state for each of them, and `compute` adds them up: nothing is subtracted, so nothing drifts.
 
@@ -58,7 +58,7 @@ def windowed(metric: Metric, num_updates: Count) -> Metric:
 
 @typed
 def grouped(metric: Metric, num_groups: Count) -> Metric:
-    """The metric of each group of examples: `compute` gives f64[G].
+    """Make a metric: `metric` for each group of examples. Its `compute` returns f64[G].
 
     labels: (labels, i[B] groups), such as `label=lambda batch: (batch.label, segment)` of `fr.evaluate`. A group
     outside [0, num_groups) is refused, and where values cannot be read its example makes all groups NaN.
@@ -99,7 +99,7 @@ def grouped(metric: Metric, num_groups: Count) -> Metric:
 
 @typed
 def recalibrated(metric: Metric, coefficient: PositiveMagnitude) -> Metric:
-    """The metric of probabilities p / (p + (1 - p) / coefficient): of a model that was trained on sampled negatives.
+    """Make a metric: `metric` of p / (p + (1 - p) / coefficient), for a model that was trained on sampled negatives.
 
     coefficient: the share of the negatives that training kept. Of probabilities, not of logits.
 
@@ -124,7 +124,7 @@ def recalibrated(metric: Metric, coefficient: PositiveMagnitude) -> Metric:
 
 @typed
 def unweighted(metric: Metric) -> Metric:
-    """The metric with every weight but 0, which is padding, as 1.
+    """Make a metric: `metric` with 1 for every weight, except 0, which is padding.
 
     Example:
       >>> import torch
@@ -183,7 +183,7 @@ def weights_problems(weights: object) -> Iterator[Problem]:
 
 
 def chance_problems(predictions: Tensor, weights: object) -> Iterator[Problem]:
-    """Logits have no such map: their metric is made without from_logits."""
+    """Report predictions that are no probabilities. A metric of logits has no such map."""
     if predictions.dim() == 1 and (weights is None or isinstance(weights, Tensor)):
         need, hint = "probabilities in [0, 1], no NaN", "predictions.sigmoid(), and a metric without from_logits"
         yield from range_problems(predictions, "predictions", 0, 1, need, weights, hint)

@@ -17,7 +17,7 @@ LOGIT_RANGE = 16.0  # range of the bins; f32 probabilities end near ±16
 
 
 def histogram(name: str, num_bins: int, from_logits: bool, compute: Callable[[Tensor, Tensor], Tensor]) -> Metric:
-    """A metric compute(negative f64[num_bins], positive f64[num_bins]) of each bin's weights, lowest scores first."""
+    """Return a metric: compute(weights of the negative, of the positive examples in each bin), lowest scores first."""
 
     def init(device=None):
         return torch.zeros((2, num_bins), dtype=torch.float64, device=device)
@@ -39,7 +39,7 @@ def histogram(name: str, num_bins: int, from_logits: bool, compute: Callable[[Te
 
 
 def precision_and_recall(negative: Tensor, positive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(precision, recall, the part of the positives) at each bin's threshold, highest scores first."""
+    """Return (precision, recall, share of the positives) at each bin's threshold, highest scores first."""
     negative, positive = negative.flip(0), positive.flip(0)
     hits, total = positive.cumsum(0), positive.sum()
     said = hits + negative.cumsum(0)
@@ -48,7 +48,9 @@ def precision_and_recall(negative: Tensor, positive: Tensor) -> tuple[Tensor, Te
 
 @typed
 def average_precision(num_bins: Count = 2**16, *, from_logits: bool = False) -> Metric:
-    """The area under the steps of the precision-recall curve: the precision at each threshold, the mean over positives.
+    """Make a metric: the area under the steps of the precision-recall curve.
+
+    It is the mean, over positive examples, of the precision at their thresholds.
 
     Bins and their error are those of `auc`. NaN without a positive example.
 
@@ -71,7 +73,7 @@ def average_precision(num_bins: Count = 2**16, *, from_logits: bool = False) -> 
 
 @typed
 def recall_at_precision(target: UnitInterval, num_bins: Count = 2**16, *, from_logits: bool = False) -> Metric:
-    """The greatest recall of a threshold whose precision is at least `target`; 0 where none has it.
+    """Make a metric: the greatest recall among thresholds with a precision of at least `target`. Without one it is 0.
 
     Bins are those of `auc`. NaN without a positive example.
 

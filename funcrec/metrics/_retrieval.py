@@ -60,15 +60,15 @@ def ndcg(k: Count) -> Metric:
 
 @typed
 def precision(k: Count) -> Metric:
-    """The part of k that is relevant, the mean over lists; a list shorter than k counts as one of k. Arguments as
-    `recall`'s."""
+    """Make a metric: the number of relevant rows among the first k, divided by k, as the mean over lists. Arguments as
+    in `recall`."""
     return _of_lists("precision", k, lambda hits, count: hits.sum(1) / k)
 
 
 @typed
 def mrr(k: Count) -> Metric:
-    """The mean reciprocal rank: 1 over the place, from 1 on, of a list's first relevant row; 0 where none is among the
-    first k. Arguments as `recall`'s.
+    """Make a metric: the mean over lists of 1 / the place of the first relevant row. It is 0 if none is among the
+    first k. Arguments as in `recall`.
 
     Source: Voorhees, "The TREC-8 question answering track report" (1999).
     """
@@ -77,8 +77,8 @@ def mrr(k: Count) -> Metric:
 
 @typed
 def mean_average_precision(k: Count) -> Metric:
-    """The mean over lists of the average precision of the first k: the sum of the precision at each relevant row, over
-    min(k, the number of relevant rows). Arguments as `recall`'s.
+    """Make a metric: the mean over lists of the average precision: the sum of the precisions at relevant rows, over
+    min(k, the number of relevant rows). Arguments as in `recall`.
 
     Source: TREC's MAP, cut at k; RecTools' MAP.
     """
@@ -91,8 +91,9 @@ def mean_average_precision(k: Count) -> Metric:
 
 @typed
 def coverage(k: Count, num_items: Count) -> Metric:
-    """The part of the items that stand among the first k of a list at least once. Labels count for nothing; lists of
-    weight 0 are left out.
+    """Make a metric: the share of the items that are among the first k of at least one list.
+
+    It reads no labels, and leaves out lists of weight 0.
 
     predictions: rows below num_items; -1 stands for none.
 
@@ -125,7 +126,7 @@ def coverage(k: Count, num_items: Count) -> Metric:
 
 @typed
 def novelty(k: Count, counts: Tensor, num_users: Count) -> Metric:
-    """The mean over lists of the mean surprise of their first k rows: log2(num_users / counts[row]), in bits.
+    """Make a metric: the mean over lists of the mean of log2(num_users / counts[row]), in bits, of the first k rows.
 
     Args:
       counts: [R], how many of the users in training took each row, 0 to num_users; a row that nobody took counts as
@@ -160,7 +161,7 @@ def novelty(k: Count, counts: Tensor, num_users: Count) -> Metric:
 
 
 def places(hits: Tensor) -> Tensor:
-    """1, 2, ... of the rows in a list."""
+    """Return the places of the rows in a list, f64[K] from 1 on."""
     return torch.arange(1, hits.shape[1] + 1, dtype=torch.float64, device=hits.device)
 
 

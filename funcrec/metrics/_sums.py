@@ -59,7 +59,7 @@ def normalized_entropy(*, from_logits: bool = False) -> Metric:
 
 @typed
 def positive_normalized_entropy(*, from_logits: bool = False) -> Metric:
-    """`normalized_entropy` with the log loss of the positive examples alone, over the weight and the entropy of all.
+    """Make a metric: `normalized_entropy` whose numerator has the log loss of the positive examples alone.
 
     Source: TorchRec's NE of positives.
     """
@@ -94,28 +94,35 @@ def accuracy(threshold: UnitInterval = 0.5, *, from_logits: bool = False) -> Met
 
 @typed
 def binary_precision(threshold: UnitInterval = 0.5, *, from_logits: bool = False) -> Metric:
-    """The part of the examples with probability >= threshold whose label is >= 0.5; NaN where no example has it."""
+    """Make a metric: the share of the examples with probability >= threshold that have a label >= 0.5.
+
+    It is NaN if no example has such a probability.
+    """
     terms = lambda p, y: {"said": (said := _said(p, threshold, from_logits)), "right": said * (y >= 0.5)}
     return sums("binary_precision", terms, lambda s: s["right"] / s["said"], from_logits=from_logits)
 
 
 @typed
 def binary_recall(threshold: UnitInterval = 0.5, *, from_logits: bool = False) -> Metric:
-    """The part of the examples with label >= 0.5 whose probability is >= threshold; NaN without such a label."""
+    """Make a metric: the share of the examples with label >= 0.5 that have a probability >= threshold.
+
+    It is NaN if no example has such a label.
+    """
     terms = lambda p, y: {"positive": (y >= 0.5).double(), "right": _said(p, threshold, from_logits) * (y >= 0.5)}
     return sums("binary_recall", terms, lambda s: s["right"] / s["positive"], from_logits=from_logits)
 
 
 @typed
 def mean_prediction(*, from_logits: bool = False) -> Metric:
-    """The weighted mean of the probabilities; over `ctr` it is `calibration`."""
+    """Make a metric: the weighted mean of the probabilities. Divided by `ctr` it is `calibration`."""
     terms = lambda p, y: {"predicted": _probability(p, from_logits)}
     return sums("mean_prediction", terms, lambda s: s["predicted"] / s["weight"], from_logits=from_logits)
 
 
 def r2() -> Metric:
-    """1 - mse / the variance of the labels: the coefficient of determination. NaN if the labels vary by less than a
-    millionth of their size: take their mean off first.
+    """Make a metric: the coefficient of determination, 1 - mse / the variance of the labels.
+
+    It is NaN if the labels vary by less than a millionth of their size: subtract their mean first.
 
     Any predictions and any finite labels. Source: scikit-learn's r2_score.
     """
@@ -130,7 +137,9 @@ def r2() -> Metric:
 
 
 def nmse() -> Metric:
-    """`mse` over the mse of always predicting 1. Any predictions and any finite labels; NaN where all labels are 1.
+    """Make a metric: `mse` divided by the mse of predicting 1. It is NaN if all labels are 1.
+
+    Any predictions and any finite labels.
 
     Source: TorchRec's NMSE.
     """
@@ -168,7 +177,7 @@ def _of_errors(name: str, cost: Callable[[Tensor], Tensor], of_mean: Callable[[T
 
 
 def _over_base(s: dict[str, Tensor]) -> Tensor:
-    """The mean loss over the log loss of always saying the base rate."""
+    """Return the mean loss divided by the log loss of predicting the base rate."""
     rate = s["positive"] / s["weight"]
     base = -(torch.xlogy(rate, rate) + torch.xlogy(1 - rate, 1 - rate))
     return torch.where(base > 0, s["loss"] / s["weight"] / base, torch.nan)
