@@ -75,12 +75,18 @@ def typed_now(fn: Callable, call: str, needs: Mapping[str, str]) -> Callable:
     named = {n: k.fits for n, k in declared.kinds.items()}
     test_rest, test_more = (declared.kinds.get(n, ANYTHING).fits for n in (declared.rest, declared.more))
     forms = [(n, names.index(n) if n in names else len(names), form.dims) for n, form in declared.forms.items()]
+    trees = {n for n, kind in declared.kinds.items() if kind is ANYTHING}  # Their leaves stay as they are.
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
             return fn(*args, **kwargs)
-        args, kwargs = tuple(map(plain_number, args)), {n: plain_number(x) for n, x in kwargs.items()}
+        if trees:
+            head = tuple([x if n in trees else plain_number(x) for n, x in zip(names, args, strict=False)])
+            args = head + tuple(map(plain_number, args[len(names) :]))
+            kwargs = {n: x if n in trees else plain_number(x) for n, x in kwargs.items()}
+        else:
+            args, kwargs = tuple(map(plain_number, args)), {n: plain_number(x) for n, x in kwargs.items()}
         good = all([test(x) for test, x in zip(tests, args, strict=False)])  # noqa: C419 (a list is faster)
         if len(args) > len(names):
             good = good and all(map(test_rest, args[len(names) :]))

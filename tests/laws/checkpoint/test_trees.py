@@ -117,6 +117,13 @@ def test_what_would_not_come_back_is_refused_at_save(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("make", [np.int64, np.float64, lambda x: [np.float64(x)], lambda x: (np.bool_(x),)])
+def test_a_numpy_number_is_refused_at_the_root(make, tmp_path):
+    """save refuses a numpy number that is the tree, or lies in the list that is the tree. Nothing converts it first."""
+    with pytest.raises(TypeError, match=r"x\.item"):
+        fr.save(tmp_path / "a.pt", make(1))
+
+
 def test_every_bad_leaf_is_told_at_once(tmp_path):
     """One error names all leaves and keys that cannot be saved."""
     with pytest.raises(TypeError) as error:
