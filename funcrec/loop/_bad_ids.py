@@ -68,8 +68,7 @@ class BadIds:
         if ids is None or not (bad := outside(ids, self.features, self.shapes).sum()):
             return 0
         if self.mode != "count":
-            epoch, number = position.epoch, position.batch - 1  # `position` is the position after the batch
-            one = f"batch {number} of epoch {epoch}" if number >= 0 else f"the last batch of epoch {epoch - 1}"
+            one = batch_name(position)
             problems = value_problems(ids, self.features, self.shapes)
             check(CALL, (p._replace(got=f"{p.got}, in {one}", hint=f"{p.hint}; on_bad_ids='count'") for p in problems))
         return int(bad)
@@ -88,6 +87,12 @@ class BadIds:
         values[first : first + len(is_bad)][torch.from_numpy(is_bad).to(values.device)] = 0
         ids = replace(ids, values=values)
         return replace(batch, ids=ids) if isinstance(batch, Batch) else ids
+
+
+def batch_name(position: Position) -> str:
+    """Return a text that names a batch, from the position after it."""
+    epoch, number = position.epoch, position.batch - 1
+    return f"batch {number} of epoch {epoch}" if number >= 0 else f"the last batch of epoch {epoch - 1}"
 
 
 def ids_of(batch: Any) -> KeyedJaggedTensor | None:

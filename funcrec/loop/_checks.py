@@ -85,6 +85,12 @@ def has_loss(metrics: Any) -> bool:
     return isinstance(loss, int | float) or (isinstance(loss, Tensor) and loss.numel() > 0 and not loss.is_complex())
 
 
+def loss_of(metrics: Any, like: Tensor) -> Tensor:
+    """Return metrics["loss"], or its mean over members, f64[]; NaN if the step gives no loss."""
+    loss = metrics["loss"] if has_loss(metrics) else torch.nan
+    return loss.detach().double().mean() if isinstance(loss, Tensor) else torch.full_like(like, loss)
+
+
 def loss_problems(work: Work, metrics: Any) -> Iterator[Problem]:
     if work.monitor == "loss" and work.evaluate is None and not has_loss(metrics):
         got = f"metrics {list(metrics)}" if isinstance(metrics, Mapping) else f"metrics: {describe(metrics)}"

@@ -1,24 +1,37 @@
-"""Ends a run whose loss diverged.
+"""Ends a run whose loss or parameters diverged, or whose batch has values that the loss does not take.
 
-diverged(l) = not |l| <= 1e20
+diverged(l) = not |l| <= 1e20,   diverged(params) = a number that was finite when the run began is not finite now
+
+Shapes: M members of an ensemble.
 """
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, message
+from funcrec.core import CheckError, Problem, describe, message, paths
+from funcrec.data import Position
+from funcrec.loop._bad_ids import batch_name
 from funcrec.loop._checks import has_loss
 from funcrec.loop._ranks import STEPS_PER_QUESTION
+from funcrec.loop._run_state import Run
+from funcrec.loop.pipelines._ready_batches import Ready
+from funcrec.mesh import Mesh, Ranks, say
+from funcrec.tables import Batch, batch_value_problems
+from funcrec.train import error_of_loss
 
 LARGEST_LOSS = 1e20  # the square of a larger number is infinite in f32
 
 
 class DivergedError(FloatingPointError):
-    """The loss of a step of `fit` is NaN, infinite or greater than 1e20.
+    """The loss of a step of `fit` is NaN, infinite or greater than 1e20, or its parameters are NaN or infinite.
 
-    If a step gives a loss for each of several members, the losses of all members are NaN, infinite or greater.
+    `fit` looks at the parameters, which are `state.params`, after each epoch and before each checkpoint. Parameters
+    that were not finite when the run began do not count. If a step gives a loss for each of several members, all
+    members diverged.
 
     step: the number of that step since the beginning of the run. best: the parameters of the best epoch by `monitor`,
     or None. history: one dict per epoch, as in `Fitted`. The checkpoint is the last one that `fit` wrote before that
@@ -39,27 +52,85 @@ class DivergedError(FloatingPointError):
         self.step, self.best, self.history = step, best, list(history)
 
 
-class Losses:
-    """The losses of an epoch that are not yet read.
+class Divergence:
+    """The knowledge of `fit` about the losses and parameters of a run.
 
     Losses on the CPU are read at once. Losses on another device are read a few at a time.
+
+    unread: (step, loss, (position after the batch, batch)) of each step whose loss is not yet read.
+    finite: the paths of the parameters that were finite when the run began.
+    members: M, if a step gives a loss for each member.
     """
 
-    def __init__(self):
-        self.unread: list[tuple[int, Tensor]] = []
+    def __init__(self, step: Any, state: Any, mesh: Mesh | None):
+        self.step, self.mesh, self.unread, self.members = step, mesh, [], 1
+        self.finite = {path for path, x in floats(state) if bool(are_finite(x, 1).all())}
 
-    def add(self, step: int, metrics: Any) -> bool:
-        """Note the loss of a step, and return whether it is time to read the losses."""
+    def check(self, step: int, item: tuple[Position, Any], metrics: Any, run: Run, at_once: bool) -> None:
+        """Note the loss of a step, and raise for what diverged. With `at_once`, read all losses and the parameters."""
         if has_loss(metrics):
-            self.unread.append((step, torch.as_tensor(metrics["loss"]).detach()))
-        return any(x.device.type == "cpu" for _, x in self.unread) or len(self.unread) >= STEPS_PER_QUESTION
+            loss = torch.as_tensor(metrics["loss"]).detach()
+            self.members = loss.numel()
+            self.unread.append((step, loss, item))
+        is_ready = any(loss.device.type == "cpu" for _, loss, _ in self.unread)
+        if at_once or is_ready or len(self.unread) >= STEPS_PER_QUESTION:
+            self.check_losses(run)
+        if at_once:
+            self.check_params(run, step)
 
-    def read(self, best: Any, history: Any) -> None:
-        """Raise for the first loss that diverged."""
+    def check_losses(self, run: Run) -> None:
+        """Raise for the first loss that diverged. If the loss function does not take the batch, raise its error."""
         unread, self.unread = self.unread, []
-        for step, loss in unread:
-            if not bool((loss.abs() <= LARGEST_LOSS).any()):
-                got = f"{loss.flatten()[0].item()}" + (f" and {loss.numel() - 1} more" if loss.numel() > 1 else "")
-                what, need = f"the loss diverged in step {step}.", f"a number of at most {LARGEST_LOSS:g}"
-                hint = "a smaller lr, or fr.optim.clip(sparse, ...); the error has `best` and `history`"
-                raise DivergedError(message("funcrec.fit", [Problem(what, got, need, hint)]), step, best, history)
+        for step, loss, (position, batch) in unread:
+            if bool((loss.abs() <= LARGEST_LOSS).any()):
+                continue
+            given = batch.batch if isinstance(batch, Ready) else batch
+            if error := error_of_loss(self.step, run.state, given):
+                error.add_note(f"in {batch_name(position)}, step {step}")
+                raise error
+            got = f"{loss.flatten()[0].item()}" + (f" and {loss.numel() - 1} more" if loss.numel() > 1 else "")
+            what, need = f"the loss diverged in step {step}.", f"a number of at most {LARGEST_LOSS:g}"
+            raise diverged(what, f"{got}, in {batch_name(position)}{values_of(given)}", need, step, run)
+
+    def check_params(self, run: Run, step: int) -> None:
+        """Raise if parameters that were finite when the run began are not, on any rank."""
+        found = [(path, are_finite(x, self.members)) for path, x in floats(run.state) if path in self.finite]
+        alive = torch.ones(self.members, dtype=torch.bool)
+        for device in {x.device for _, x in found}:  # one read of each device
+            alive &= torch.stack([x.expand(self.members) for _, x in found if x.device == device]).all(0).cpu()
+        wrong = [path for path, x in found if not bool(x.all())] if not bool(alive.any()) else []
+        wrong = next(filter(None, say(wrong, Ranks.of(self.mesh))), [])
+        if wrong:
+            got = f"numbers that are NaN or infinite in {wrong[0]}" + (f" and {len(wrong) - 1} more" * (len(wrong) > 1))
+            what, need = f"the parameters diverged by step {step}.", "finite parameters"
+            raise diverged(what, got, need, step, run)
+
+
+def diverged(what: str, got: str, need: str, step: int, run: Run) -> DivergedError:
+    hint = "a smaller lr, or fr.optim.clip(sparse, ...); the error has `best` and `history`"
+    return DivergedError(message("funcrec.fit", [Problem(what, got, need, hint)]), step, run.best, run.history)
+
+
+def floats(state: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (path, x) for each tensor of floats among the parameters of a state; nothing without `state.params`."""
+    for path, x in paths(getattr(state, "params", None)):
+        if isinstance(x, Tensor) and x.is_floating_point() and x.itemsize > 1 and x.numel():
+            yield f"params.{path}", x.detach()
+
+
+def are_finite(x: Tensor, members: int) -> Tensor:
+    """Return whether all numbers of each member are finite, bool[M]; bool[1] if x has no part for each member."""
+    parts = members if members > 1 and x.dim() and x.shape[0] == members else 1
+    least, most = x.reshape(parts, -1).aminmax(dim=1)  # both are NaN if a number is
+    return least.isfinite() & most.isfinite()
+
+
+def values_of(batch: Any) -> str:
+    """Return a text of the values of a batch that make a loss NaN, and of the range of its labels."""
+    if not isinstance(batch, Batch):
+        return ""
+    found = batch_value_problems(batch, (-math.inf, math.inf))
+    wrong = [f"{p.what.rstrip('.')}: {p.got}" for p in found if p.kind is CheckError]
+    if wrong or batch.label is None or not batch.label.numel() or batch.label.dtype == torch.bool:
+        return "".join(f"; {x}" for x in wrong)
+    return f"; {describe(batch.label)} labels in [{batch.label.min().item():g}, {batch.label.max().item():g}]"

@@ -17,25 +17,25 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from funcrec.checkpoint import finish, settle
 from funcrec.core import Count, PositiveMagnitude, check, describe, fail, own_errors, typed
 from funcrec.data import Position
-from funcrec.loop._bad_ids import BadIds
+from funcrec.loop._bad_ids import BadIds, batch_name
 from funcrec.loop._callbacks import Record
 from funcrec.loop._checks import (
     clock_problems,
     has_loss,
     item_problems,
     loader_problems,
+    loss_of,
     loss_problems,
     mode_problems,
     place_problems,
     validate_problems,
     work_problems,
 )
-from funcrec.loop._diverged import Losses
+from funcrec.loop._diverged import Divergence
 from funcrec.loop._epochs import Limits, best_epoch, history_figure, history_html, is_finished, monitor_problems
 from funcrec.loop._evaluate import ANY, evaluation
 from funcrec.loop._progress import Progress
@@ -204,7 +204,10 @@ def fit(
     Raises:
       TypeError, ValueError: if arguments do not fit; before the first step.
       CheckError: if ids are outside their tables.
-      DivergedError: if a loss is NaN, infinite or greater than 1e20 (`fr.loop.DivergedError`).
+      ValueError: if a label or a weight is not one that the loss takes. Its note names the batch. With `jit`, the error
+        comes after the step, which had a loss of NaN.
+      DivergedError: if a loss is NaN, infinite or greater than 1e20, or if parameters are NaN or infinite at an epoch's
+        end or before a checkpoint (`fr.loop.DivergedError`).
       RankLost: on all other ranks, if a rank fails (`fr.loop.RankLost`).
 
     Errors of `step`, `loader`, `evaluate` and `callbacks` pass through. The last written checkpoint then stays.
@@ -268,14 +271,14 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
         if run.position == Position():  # an interrupt then has a checkpoint
             make_room(work)
             save_run(work, run)
-    done = steps_of(run.history) + run.position.batch
+    done, divergence = steps_of(run.history) + run.position.batch, Divergence(work.step, run.state, work.mesh)
     call_back(work, Record("begin", run.position.epoch, done, {}, run.state, is_chief=is_chief(work.mesh)))
     while not is_finished(run.history, limits):
         stopped, is_late = ask()
         if is_late and not stopped:
             save_run(work, run)
         if not stopped:
-            run, stopped = train_epoch(work, run, items, ask, limits.epochs)
+            run, stopped = train_epoch(work, run, items, ask, limits.epochs, divergence)
         if stopped:
             break
         if len(run.history) % work.save_every == 0 or is_finished(run.history, limits):
@@ -287,9 +290,11 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
     return Fitted(run.state, best, run.history, stopped)
 
 
-def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[int]], epochs: int) -> tuple[Run, int]:
+def train_epoch(
+    work: Work, run: Run, items: Iterable, ask: Callable[[], list[int]], epochs: int, divergence: Divergence
+) -> tuple[Run, int]:
     """Return (the run after an epoch and its evaluation, 0), or (the run that `ask` ends, the answer of `ask`)."""
-    state, position, loss_sum, bad, losses = run.state, run.position, run.loss_sum, run.bad_ids, Losses()
+    state, position, loss_sum, bad = run.state, run.position, run.loss_sum, run.bad_ids
     now = lambda: Run(work.sync(state), position, loss_sum, run.best, run.history, bad)
     before = steps_of(run.history)
     epoch, steps, began = position.epoch, position.batch, 0.0
@@ -299,7 +304,7 @@ def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[in
             position, batch = item
             bad += work.bad_ids.take(position, batch)
             at(f"step {before + steps + 1}")
-            state, metrics = one_step(work.step, state, batch)
+            state, metrics = one_step(work.step, state, batch, position)
             check("funcrec.fit", loss_problems(work, metrics))
             loss_sum = loss_sum + loss_of(metrics, loss_sum)
             steps, began = steps + 1, began or time.perf_counter()
@@ -308,8 +313,7 @@ def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[in
             is_last = position.epoch != epoch
             stopped, is_late = (0, 0) if is_last else ask()
             is_due = is_late or (work.save_every_steps and steps % work.save_every_steps == 0)
-            if losses.add(before + steps, metrics) or is_last or stopped or is_due:
-                losses.read(run.best, run.history)
+            divergence.check(before + steps, item, metrics, run._replace(state=state), is_last or stopped or is_due)
             if is_last:
                 break
             if stopped:
@@ -351,19 +355,17 @@ def call_back(work: Work, record: Record) -> None:
             callback(record)
 
 
-def one_step(step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
-    with own_errors("funcrec.fit", step, state, batch, need="the state and the batch that it reads"):
-        out = step(state, batch)
+def one_step(step: Callable, state: Any, batch: Any, position: Position) -> tuple[Any, Any]:
+    try:
+        with own_errors("funcrec.fit", step, state, batch, need="the state and the batch that it reads"):
+            out = step(state, batch)
+    except ValueError as error:
+        error.add_note(f"in {batch_name(position)}")
+        raise
     if not isinstance(out, tuple | list) or len(out) != 2:
         got, need, hint = describe(out), "(state, metrics)", "lambda state, batch: (new_state, {})"
         fail("funcrec.fit", "`step` returned no pair.", got=got, need=need, hint=hint, kind=TypeError)
     return out[0], out[1]
-
-
-def loss_of(metrics: Any, like: Tensor) -> Tensor:
-    """Return metrics["loss"], or its mean over members, f64[]; NaN if the step gives no loss."""
-    loss = metrics["loss"] if has_loss(metrics) else torch.nan
-    return loss.detach().double().mean() if isinstance(loss, Tensor) else torch.full_like(like, loss)
 
 
 def rest_of_epoch(work: Work, position: Position) -> Iterator[tuple[Position, Any]]:

@@ -79,6 +79,7 @@ from funcrec.tables._tape import handed_over as handed_over
 from funcrec.tables._tape import plain_tables as plain_tables
 from funcrec.tables._tape import summed as summed
 from funcrec.tables._value_checks import SHOWN_MAX as SHOWN_MAX
+from funcrec.tables._value_checks import batch_value_problems as batch_value_problems
 from funcrec.tables._value_checks import check_values as check_values
 from funcrec.tables._value_checks import finite_problems as finite_problems
 from funcrec.tables._value_checks import label_value_problems as label_value_problems

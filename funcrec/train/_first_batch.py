@@ -46,6 +46,22 @@ def trial_of(step: Any) -> Callable[..., None] | None:
     return functools.partial(try_first_batch, update.recipe) if alone else None
 
 
+def error_of_loss(step: Any, state: TrainState, batch: Any) -> ValueError | None:
+    """Return the error of this library that the loss of a `train_step` raises for a batch; None if there is none.
+
+    A compiled loss is NaN where the same loss raises for a label or a weight that it can read. The function returns
+    None unless `step` is a `train_step` in one process, or `jit` of such a step.
+    """
+    update = update_of(step)
+    if update is None or update.where.mesh is not None or not isinstance(state, TrainState):
+        return None
+    try:
+        update.recipe.loss_fn(state.params, batch, **with_key(update.recipe, state))
+    except ValueError as error:
+        return error if "\n  need  " in str(error) else None
+    return None
+
+
 def try_first_batch(recipe: Recipe, state: TrainState, batch: Any, by_value: bool = True) -> None:
     """Raise for ids outside their table, or for batch weights that the loss does not read.
 
