@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, describe, doubled, fail, kind_of, reported
-from funcrec.jagged import KeyedJaggedTensor, KeyedTensor
+from funcrec.core import Problem, describe, doubled, fail, kind_of, nearest, reported
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from funcrec.tables._configs import TABLE_HINT, FeatureConfig, TableConfig
-from funcrec.tables._kinds import is_plain, table_shapes
+from funcrec.tables._kinds import LookupResult, is_plain, table_shapes
+from funcrec.tables._rowgrads import RowGrads
 
 
 def duplicate_problems(configs: Sequence, what: str) -> Iterator[Problem]:
@@ -117,19 +118,58 @@ def device_problems(tables: object, ids: KeyedJaggedTensor) -> Iterator[Problem]
 ACTS = kind_of(KeyedTensor)
 
 
-def cotangent_problems(d_acts, ids, features, shapes) -> Iterator[Problem]:
-    if (yield from reported(ACTS.find("d_acts", d_acts))):
+def acts_problems(path: str, acts, ids, features, shapes) -> Iterator[Problem]:
+    """Yield a problem unless `acts` has the form that `lookup` returns for pooled features."""
+    if (yield from reported(ACTS.find(path, acts))):
         return
     dims = {f.name: shapes[f.table][1] for f in features}
-    got = dict(zip(d_acts.keys, d_acts.dims, strict=True))
-    bags = {ids.bags_of(f.key) for f in features}
-    if features and (d_acts.values.dim() != 2 or d_acts.values.shape[0] not in bags):
-        yield Problem("`d_acts` has another number of bags than the ids.", describe(d_acts.values), f"{bags} rows")
+    got = dict(zip(acts.keys, acts.dims, strict=True))
+    bags = [ids.bags_of(f.key) for f in features]
+    if features and (acts.values.dim() != 2 or acts.values.shape[0] not in bags):
+        yield Problem(f"`{path}` has another number of bags than the ids.", describe(acts.values), f"{bags[0]} rows")
     if list(got.items()) != list(dims.items()):
-        yield Problem("`d_acts` has other features than the lookup.", f"{got}", f"{dims}")
-    elif d_acts.values.shape[-1] != sum(dims.values()):
+        yield Problem(f"`{path}` has other features than the lookup.", f"{got}", f"{dims}")
+    elif acts.values.shape[-1] != sum(dims.values()):
         need = f"f[B, {sum(dims.values())}]"
-        yield Problem("`d_acts.values` does not match its dims.", describe(d_acts.values), need)
+        yield Problem(f"`{path}.values` does not match its dims.", describe(acts.values), need)
+
+
+def read_problems(kind: str, read: object, ids, features, shapes) -> Iterator[Problem]:
+    """Yield a problem unless the `read` of a kind returned rows of the features' tables."""
+    if not isinstance(read, LookupResult):
+        what = f"`read` of {kind} returned no LookupResult."
+        yield Problem(what, describe(read), "LookupResult(out, saved, transpose)", kind=TypeError)
+    elif features[0].pooling != "none":
+        yield from acts_problems(f"KINDS[{kind}].read(...).out", read.out, ids, features, shapes)
+    elif not isinstance(read.out, Mapping) or list(read.out) != [f.name for f in features]:
+        got = list(read.out) if isinstance(read.out, Mapping) else describe(read.out)
+        need = f"{{feature: JaggedTensor}} for {[f.name for f in features]}"
+        yield Problem(f"`read` of {kind} returned other features than the lookup.", f"{got}", need)
+    else:
+        for f in features:
+            x, dim = read.out[f.name], shapes[f.table][1]
+            if not isinstance(x, JaggedTensor) or x.values.shape[1:] != (dim,):
+                got = describe(x.values if isinstance(x, JaggedTensor) else x)
+                what = f"`read` of {kind} returned no rows for feature {f.name!r}."
+                yield Problem(what, got, f"JaggedTensor of f[N, {dim}]")
+
+
+def part_problems(kind: str, grads: object, heights: Mapping[str, int]) -> Iterator[Problem]:
+    """Yield a problem for each gradient of a kind's transpose that is for no part. heights: {part: rows}."""
+    if not isinstance(grads, Mapping):
+        what = f"the transpose of {kind} returned no gradients."
+        yield Problem(what, describe(grads), "{part: RowGrads}", kind=TypeError)
+        return
+    for n, g in grads.items():
+        if n not in heights:
+            what, need = (
+                f"the transpose of {kind} returned a gradient for no part.",
+                f"one of the parts {list(heights)}",
+            )
+            yield Problem(what, repr(n), need, f"{nearest(str(n), list(heights))!r}", KeyError)
+        elif not isinstance(g, RowGrads) or g.num_embeddings != heights[n]:
+            what = f"the transpose of {kind} returned no row gradient for part {n!r}."
+            yield Problem(what, describe(g), f"RowGrads of {heights[n]} rows", kind=TypeError)
 
 
 def no_feature(call: str, features: Sequence[FeatureConfig], pooling: str, other: str) -> None:

@@ -2,10 +2,10 @@
 
     (ids, features) -> (out, saved, transpose)          d_parts = transpose(d_out, saved)
 
-`KINDS` has an entry for each type of tables. Lookups read every other Mapping as a dict {name: f[R, D]}. `KINDS` is a
-dict of functions, neither a Protocol nor a base class. A plain dict has no method that a Protocol could require. A
-value stays data, which any function may read. An unrelated class may have an attribute `lookup` by chance, but it is
-not in `KINDS`. The file of a type defines the entry.
+`KINDS` has an entry for each type of tables. Subclasses of dict have the entry of dict; every other Mapping is refused.
+`KINDS` is a dict of functions, neither a Protocol nor a base class. A plain dict has no method that a Protocol could
+require. A value stays data, which any function may read. An unrelated class may have an attribute `lookup` by chance,
+but it is not in `KINDS`. The file of a type defines the entry.
 
 A type in `KINDS` is a pytree and a Mapping of its parts {part: f[rows, dim]}. The last key or field on a part's path is
 its name. The parts are the tensors that get RowGrads, and that row optimizers update. A table that a feature names may
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcrec.core import Problem, fail, leaf_names, map_with_names
+from funcrec.core import Problem, describe, fail, leaf_names, map_with_names
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.tables._configs import FeatureConfig
 from funcrec.tables._rowgrads import RowGrads
@@ -105,12 +105,21 @@ KINDS: dict[type, Kind] = {}
 
 
 def kind_of_tables(tables: object) -> Kind:
-    return KINDS.get(type(tables), KINDS[dict])
+    """Return the entry for tables. Values that are not tables have the entry of dict; their callers refuse them."""
+    kind = KINDS.get(type(tables))
+    if kind is None and isinstance(tables, Mapping) and not isinstance(tables, dict):
+        name = type(tables).__name__
+        fail(
+            "funcrec.tables.KINDS", "`tables` are of a type that is not in `KINDS`.", got=describe(tables),
+            need=f"a dict {{name: f[R, D]}}, or one of {sorted(k.__name__ for k in KINDS if k is not dict)}",
+            hint=f"dict(tables), for plain tables; KINDS[{name}] = Kind(...), for a kind of your own", kind=TypeError,
+        )  # fmt: skip
+    return kind or KINDS[dict]
 
 
 def layout_in(tables: object) -> Any:
     """Return the layout of tables on a mesh, or None for whole tables and for values that are not tables."""
-    return kind_of_tables(tables).layout(tables)
+    return KINDS.get(type(tables), KINDS[dict]).layout(tables)
 
 
 def is_plain(tables: object) -> bool:

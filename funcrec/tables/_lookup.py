@@ -18,13 +18,15 @@ from torch import Tensor
 from funcrec.core import check, describe, fail, is_checking, kind_of
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, check_ids
 from funcrec.tables._checks import (
+    acts_problems,
     bag_count_problems,
-    cotangent_problems,
     device_problems,
     feature_key_problems,
     feature_list_problems,
     feature_table_problems,
     no_feature,
+    part_problems,
+    read_problems,
     row_dtype_problems,
     row_problems,
     table_tensor_problems,
@@ -82,8 +84,7 @@ def lookup(
         rows, in_a_copy = read_rows(tables, ids, pooled, implementation)
         read = in_a_copy(tapped(inside, rows, "lookup of rows", pooled))
     else:
-        read_tables = kind_of_tables(tables).read if pooled else read_plain  # Without features nothing is read.
-        read = read_tables(tables, ids, pooled, implementation)
+        read = read_kind(call, tables, ids, pooled, implementation)
     check_room(call, read, owners)
     return tapped([o for o in owners if o not in inside], read, "lookup", pooled)
 
@@ -117,7 +118,7 @@ def lookup_transpose(
     check_lookup(call, tables, ids, features)
     pooled = [f for f in features if f.pooling != "none"]
     shapes = table_shapes(tables)
-    check(call, cotangent_problems(d_acts, ids, pooled, shapes))
+    check(call, acts_problems("d_acts", d_acts, ids, pooled, shapes))
     return pooled_transpose(d_acts, ids, pooled, shapes)
 
 
@@ -148,7 +149,7 @@ def lookup_sequence(
         no_feature(call, features, "none", "lookup")
     if not sequences:
         return {}
-    read = kind_of_tables(tables).read(tables, ids, sequences, implementation)
+    read = read_kind(call, tables, ids, sequences, implementation)
     check_room(call, read, owners)
     rows = read._replace(out={k: x.values for k, x in read.out.items()})
     rows = tapped(owners, rows, "lookup_sequence", sequences)
@@ -211,6 +212,24 @@ def opened(call: str, tables: Any, ids: object, features: object) -> tuple[Any, 
     check_lookup(call, tables, ids, features)
     see(tables, ids, features)
     return tables, owners
+
+
+def read_kind(
+    call: str, tables: Any, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
+) -> LookupResult:
+    """Return the result of a kind's `read`. Raise if it does not match the features, or its transpose the parts."""
+    if is_plain(tables) or not features:  # Without features nothing is read.
+        return read_plain(tables, ids, features, implementation)
+    kind, heights = type(tables).__name__, {n: t.shape[0] for n, t in tables.items()}
+    read = kind_of_tables(tables).read(tables, ids, features, implementation)
+    check(call, read_problems(kind, read, ids, features, table_shapes(tables)))
+
+    def transpose(d_out: Any, saved: Any) -> dict[str, RowGrads]:
+        grads = read.transpose(d_out, saved)
+        check(call, part_problems(kind, grads, heights))
+        return grads
+
+    return read._replace(transpose=transpose)
 
 
 # -- validators --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 row_i = base_i + scale · left_i @ right        the parts of one table, of which features know only the whole
 """
 
+from collections import ChainMap, OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -374,3 +375,82 @@ def test_parts_of_one_name_are_refused(monkeypatch):
     never = lambda params: pytest.fail("the loss was run")
     with pytest.raises(ValueError, match=r"the parts of Sum(.|\n)*\['item', 'item'\](.|\n)*name the parts apart"):
         fr.value_and_grad(never)(params)
+
+
+def with_read(monkeypatch, changed):
+    """Let the third kind return changed(its LookupResult)."""
+    read = lambda *args: changed(read_low_rank(*args))
+    monkeypatch.setitem(KINDS, LowRank, KINDS[LowRank]._replace(read=read))
+
+
+def changed_grads(change):
+    """Return a function that changes the row gradients that the transpose of a LookupResult returns."""
+    return lambda read: read._replace(transpose=lambda d, saved: change(read.transpose(d, saved)))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda g: {n.replace("right", "rigth"): x for n, x in g.items()},
+            r"a gradient for no part\.\n  got   'rigth'(.|\n)*try   'right'",
+        ),
+        (lambda g: g | {"right": g["left"]}, r"no row gradient for part 'right'(.|\n)*need  RowGrads of 2 rows"),
+        (lambda g: g | {"right": TABLE}, r"no row gradient for part 'right'(.|\n)*need  RowGrads of 2 rows"),
+        (lambda g: None, r"the transpose of LowRank returned no gradients(.|\n)*\{part: RowGrads\}"),
+    ],
+)
+def test_a_gradient_for_no_part_is_refused(low_rank, monkeypatch, change, words):
+    """A transpose that names a part wrongly, or returns no rows of it, raises: the part would not train."""
+    with_read(monkeypatch, changed_grads(change))
+    with pytest.raises((TypeError, KeyError), match=words):
+        fr.value_and_grad(loss_fn)(fr.Params(low_rank, DENSE), IDS)
+
+
+def test_rows_of_another_width_are_refused(low_rank, monkeypatch):
+    """A lookup whose kind returns other features, bags or columns than the call asks for raises."""
+    cut = lambda kt: fr.KeyedTensor.from_dict({k: kt[k][:, :2] for k in kt.keys})
+    cases = (
+        (lambda r: r._replace(out=cut(r.out)), "has other features than the lookup"),
+        (lambda r: r._replace(out=replace(r.out, values=r.out.values[:1])), "another number of bags than the ids"),
+        (lambda r: r._replace(out=r.out.values), "is not a KeyedTensor"),
+        (lambda r: r.out, "returned no LookupResult"),
+    )
+    for changed, words in cases:
+        with_read(monkeypatch, changed)
+        with pytest.raises((TypeError, ValueError), match=words):
+            fr.lookup(low_rank, IDS, POOLED)
+    rows = lambda r, x: r._replace(out={"seq": x(r.out["seq"])})
+    cases = (
+        (lambda r: rows(r, lambda x: replace(x, values=x.values[:, :2])), r"no rows for feature 'seq'(.|\n)*f\[N, 3\]"),
+        (lambda r: rows(r, lambda x: x.values), r"no rows for feature 'seq'(.|\n)*JaggedTensor of f\[N, 3\]"),
+        (lambda r: r._replace(out={"sek": r.out["seq"]}), r"other features than the lookup(.|\n)*\['seq'\]"),
+        (lambda r: r._replace(out=r.out["seq"]), "other features than the lookup"),
+    )
+    for changed, words in cases:
+        with_read(monkeypatch, changed)
+        with pytest.raises((TypeError, ValueError), match=words):
+            fr.lookup_sequence(low_rank, IDS, SEQUENCES)
+
+
+def test_a_type_that_is_no_kind_is_refused(low_rank, monkeypatch):
+    """A Mapping that `KINDS` lacks is not read as a dict of tables. Subclasses of dict are."""
+    item = [fr.FeatureConfig("a", table="item")]
+    monkeypatch.delitem(KINDS, LowRank)
+    for tables in (low_rank, ChainMap({"item": TABLE})):
+        for call in (
+            lambda t: fr.lookup(t, IDS, item),
+            lambda t: fr.lookup_sequence(t, IDS, SEQUENCES),
+            lambda t: fr.lookup_transpose(None, IDS, item, t),
+            lambda t: fr.value_and_grad(loss_fn)(fr.Params(t, DENSE), IDS),
+            lambda t: fr.shard_tables(t, PLAN, MESH),
+            lambda t: fr.quantize(t),
+            lambda t: fr.fake_quantize(t),
+            lambda t: fr.validate(IDS, item, t),
+        ):
+            name = type(tables).__name__
+            said = rf"not in `KINDS`\.\n  got   \S*{name}(.|\n)*try   dict\(tables\)(.|\n)*KINDS\[{name}\]"
+            with pytest.raises(TypeError, match=said):
+                call(tables)
+    plain = OrderedDict(item=TABLE)
+    assert_trees_close(fr.lookup(plain, IDS, item), fr.lookup(dict(plain), IDS, item), rtol=0, atol=0)
