@@ -15,8 +15,10 @@ from funcrec.core import split as split
 from funcrec.jagged import JaggedTensor as JaggedTensor
 from funcrec.jagged import KeyedJaggedTensor as KeyedJaggedTensor
 from funcrec.jagged import KeyedTensor as KeyedTensor
+from funcrec.jagged import bag_filter as bag_filter
 from funcrec.jagged import bag_reduce as bag_reduce
 from funcrec.jagged import bag_softmax as bag_softmax
+from funcrec.jagged import drop_ids as drop_ids
 from funcrec.jagged import pad_to_bucket as pad_to_bucket
 from funcrec.jagged import regroup as regroup
 from funcrec.mesh import all_gather as all_gather

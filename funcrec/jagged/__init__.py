@@ -4,6 +4,8 @@ from funcrec.jagged._buckets import bucket as bucket
 from funcrec.jagged._buckets import pad_to_bucket as pad_to_bucket
 from funcrec.jagged._checks import int_problems as int_problems
 from funcrec.jagged._checks import offset_value_problems as offset_value_problems
+from funcrec.jagged._filter import bag_filter as bag_filter
+from funcrec.jagged._filter import drop_ids as drop_ids
 from funcrec.jagged._jagged import JaggedTensor as JaggedTensor
 from funcrec.jagged._jagged import bag_ids as bag_ids
 from funcrec.jagged._jagged import take_ranges as take_ranges

@@ -194,6 +194,17 @@ class KeyedJaggedTensor:
         first, last = self.bag_range(key)
         return self.offsets[first : last + 1]
 
+    @property
+    def offset_per_key(self) -> Tensor:
+        """Return the place in the buffer where each key's values begin, and where the last key's end -> i[F + 1]."""
+        at = torch.tensor([0, *accumulate(self._counts)], device=self.offsets.device)
+        return self.offsets.index_select(0, at)
+
+    @property
+    def length_per_key(self) -> Tensor:
+        """Return the number of values of each key -> i[F]."""
+        return self.offset_per_key.diff()
+
     def to_lists(self) -> dict[str, list[list]]:
         """Return the bags of each key as lists, read on the host."""
         bags = split_list(self.values, self.offsets)

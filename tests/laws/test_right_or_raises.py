@@ -48,6 +48,7 @@ NOT_HERE = {
         "shard_tables", "sync_replicas",
         "unshard",
     ],
+    "bag_filter, which is here, by a mask of ids": ["drop_ids"],
     "a folder, made of what is here": ["data", "interop", "kernels", "metrics", "models", "nn", "optim"],
 }  # fmt: skip
 

@@ -39,6 +39,28 @@ def test_embedding_bag(mode, data):
     assert_trees_close(mine.to_dense(), table.grad, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@given(data=st.data())
+def test_ids_dropped_are_the_padding_of_embedding_bag(mode, data):
+    """lookup of `drop_ids` and its transpose equal embedding_bag with `padding_idx`: not counted, and no gradient."""
+    weighted = None if mode == "sum" else False
+    it = data.draw(frs.lookups(poolings=(mode,), weighted=weighted, min_bags=1, **SAFE, **F32))
+    (feature,) = it.features
+    ids, offsets, weights = bag_arguments(it, feature)
+    padding = data.draw(st.integers(0, it.tables[feature.table].shape[0] - 1))
+    table = it.tables[feature.table].clone().requires_grad_()
+    want = torch.nn.functional.embedding_bag(
+        ids, table, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True, padding_idx=padding
+    )
+    rest = fr.drop_ids(it.ids, padding)
+    assert_trees_close(fr.lookup(it.tables, rest, it.features)[feature.name], want.detach(), rtol=1e-6)
+    d = data.draw(frs.cotangents(it))
+    want.backward(d.values)
+    mine = fr.lookup_transpose(d, rest, it.features, it.tables)[feature.table].coalesce()
+    assert_trees_close(mine.to_dense(), table.grad, rtol=1e-6, atol=1e-6)
+    assert padding not in mine.rows[: int(mine.count)]
+
+
 @given(frs.lookups(poolings=("none",), weighted=False, **SAFE, **F32), st.integers(0, 99))
 def test_embedding(it, seed):
     """lookup_sequence equals torch.nn.functional.embedding. The transpose of lookup_sequence equals the gradient of
