@@ -21,14 +21,22 @@ Scalar = Annotated[Tensor, Form("f[]", "a number")]
 FiniteRate = Annotated[float, Within("a finite number >= 0", lambda x: 0 <= x < float("inf"))]
 Rate = FiniteRate | Scalar | Callable[[Tensor], float | Tensor]
 _OF = {
-    NotNegative | Scalar: "eps weight_decay eta initial_accumulator beta l1 l2 clip_ratio lower_bound",
-    Share | Scalar: "b1 b2 momentum",
-    Positive | Scalar: "half_life",
-    Positive | Scalar | None: "max_norm max_value",
+    NotNegative: "eps weight_decay eta initial_accumulator beta l1 l2 clip_ratio lower_bound",
+    Share: "b1 b2 momentum",
+    Positive: "half_life",
+    Positive | None: "max_norm max_value",
     bool: "nesterov",
     Literal["l2", "decoupled"]: "decay",
 }
-_KINDS = {"lr": kind_of(Rate)} | {name: kind_of(hint) for hint, names in _OF.items() for name in names.split()}
+
+
+def hyper_kind(hint: Any) -> Any:
+    """Return the requirement on a hyper-parameter with this annotation. A number may also be a tensor f[]."""
+    numbers = [h for h in (hint, *get_args(hint)) if h is float or float in get_args(h)]
+    return kind_of(hint | Scalar if numbers else hint)
+
+
+_KINDS = {"lr": kind_of(Rate)} | {name: hyper_kind(hint) for hint, names in _OF.items() for name in names.split()}
 _MADE = kind_of(FiniteRate | Scalar)  # values that lr(step) may return
 
 
@@ -55,7 +63,7 @@ def hyper_problems(
         elif name in _KINDS and name != "lr":
             yield from _KINDS[name].find(name, value)
         elif name in hints:
-            yield from kind_of(hints[name]).find(name, value)
+            yield from hyper_kind(hints[name]).find(name, value)
 
 
 def rate_at(call: str, lr: Any, step: Tensor) -> float | Tensor:

@@ -122,6 +122,8 @@ def test_one_file_is_an_optimizer(adadelta, tmp_path, monkeypatch):
     The other rules keep their numbers."""
     with pytest.raises(ValueError, match=r"(?s)`rho`.*0, 1"):
         adadelta(rho=2.0)
+    with pytest.raises(ValueError, match=r"(?s)`rho`.*f\[\]"):
+        adadelta(rho=torch.ones(2))
     texts, own = write.texts(), BUILTIN["adadelta"]
     rules = imported(written(tmp_path / "rules_now.py", texts["rules.py"])).RULES
     written(tmp_path / "formulas.h", texts["csrc/formulas.h"])
@@ -142,6 +144,10 @@ def test_one_file_is_an_optimizer(adadelta, tmp_path, monkeypatch):
         assert not optimizer.is_gradient_wise
         given, hyper = state(optimizer), numbers_of(form, arguments_of(own, is_cut=is_cut)[1])
         want = leaves(optimizer.update(*given, 3, implementation="reference"))
+        by_tensors = adadelta(
+            lr=0.5, rho=torch.tensor(0.9, dtype=F64), eps=torch.tensor(1e-6, dtype=F64), is_cut=is_cut
+        )
+        assert near(leaves(by_tensors.update(*given, 3)), want)
         assert is_cut or near(leaves(optimizer.update(*given, 3, implementation="cpp")), want)
         assert near(by_cpp(update, hyper, given), want)
         assert near(by_triton(imported(tmp_path / "formulas.py"), rules, monkeypatch, hyper, given), want)

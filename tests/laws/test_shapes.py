@@ -37,9 +37,10 @@ def said(tmp_path_factory):
 
 def test_calls_have_the_shapes_that_docstrings_say(said):
     """The shapes and dtypes in docstrings and annotations hold in every public call and in the examples."""
-    assert {
-        n: found for n, s in said.items() if (found := {v for c in s.calls for v in violations(s.statements, c)})
-    } == {}
+    wrong = {n: found for n, s in said.items() if (found := {v for c in s.calls for v in violations(s.statements, c)})}
+    assert wrong == {}, (
+        f"calls of tests/programs/public_calls*.py contradict the docstrings of {sorted(wrong)}: {wrong}"
+    )
     assert sum(len(s.statements) for s in said.values()) > 150
 
 
@@ -53,18 +54,24 @@ def test_no_statement_holds_whatever_a_call_has(said):
             for change in (more, other):
                 false = Statement(subject, tuple(map(change, shapes)))
                 wrong = [*s.statements[:i], false, *s.statements[i + 1 :]]
-                assert any(any(violations(wrong, call)) for call in s.calls), f"{name}: {false} for {s.statements[i]}"
+                assert any(any(violations(wrong, call)) for call in s.calls), (
+                    f"no call of {name} has the tensor of {s.statements[i]}: {false} would hold, too. Add a call that "
+                    "has it to tests/programs/public_calls*.py, or to the docstring's example"
+                )
 
 
 def test_functions_of_tensors_say_their_shapes(said):
     """Every public function or method that takes or returns a tensor states the shape of that tensor. Value classes
     state the shapes of their fields."""
     silent = {n for n, s in said.items() if has_tensors(s) and not s.statements and ": " not in n}
-    assert silent == set(SAID_ELSEWHERE)
+    new, gone = sorted(silent - set(SAID_ELSEWHERE)), sorted(set(SAID_ELSEWHERE) - silent)
+    assert not new, f"{new} take or return tensors: write `x: f[B, D]` in Args and `-> f[B]` in the first paragraph"
+    assert not gone, f"{gone} are not called, or state shapes now: strike them from SAID_ELSEWHERE in this file"
     # the calls include functions that other functions return
     for name, x in public():
-        assert "Slots: " not in doc_of(x) or f"{name}: slots" in said, name
-        assert not (name.startswith("nn.") and "] -> f[" in doc_of(x)) or {name, f"{name}: apply"} & set(said), name
+        row = f"{name} has no call: add a row for it to tests/programs/public_calls_models.py"
+        assert "Slots: " not in doc_of(x) or f"{name}: slots" in said, row
+        assert not (name.startswith("nn.") and "] -> f[" in doc_of(x)) or {name, f"{name}: apply"} & set(said), row
     values = (
         fr.JaggedTensor,
         fr.KeyedJaggedTensor,
@@ -108,7 +115,8 @@ def test_every_shape_in_a_docstring_is_read():
     for name, x in public():
         doc = doc_of(x).split("Example:")[0]
         begun = [m.start() for m in re.finditer(rf"(?<![\w\])|])(?:{'|'.join(DTYPES)})(?:\|\w+)*\[", doc)]
-        assert set(begun) <= {start for start, _, _ in shapes_in(doc)}, name
+        unread = [doc[i : i + 30] for i in sorted(set(begun) - {start for start, _, _ in shapes_in(doc)})]
+        assert not unread, f"the docstring of {name} has what begins like a shape and is none: {unread}"
 
 
 def test_what_is_no_shape_is_not_read_as_one():

@@ -1,5 +1,8 @@
 """One table of row optimizers, one list of laws. R rows, D dim, M entries."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrec as fr
 from funcrec.optim import row_optimizer
+from funcrec.optim._builtin import BUILTIN
 from funcrec.testing import assert_trees_close, garbage_padding
 
 STEPS = 6
@@ -206,9 +210,16 @@ def run_reference(opt, reference, table, grads):
         repeats = np.bincount(g.rows[g.valid].numpy(), minlength=len(w)).astype(float)
         named = repeats > 0
         new_w, new_slots = reference(w, slots, dense, step + 1, repeats)
+        assert new_slots.keys() == slots.keys(), "the reference returns the slots that the optimizer's `slots` names"
         keep = lambda new, old: np.where(named.reshape(-1, *[1] * (old.ndim - 1)), new, old)  # noqa: B023
         w, slots = keep(new_w, w), {k: keep(new_slots[k], slots[k]) for k in slots}
     return torch.tensor(w), {k: torch.tensor(s) for k, s in slots.items()}
+
+
+def test_every_optimizer_has_a_reference():
+    """Each built-in optimizer has a row in OPTIMIZERS, with a reference in numpy."""
+    missing = BUILTIN.keys() - set(re.findall(r": \(fr\.optim\.(\w+)\(", Path(__file__).read_text()))
+    assert not missing, f"add rows for {sorted(missing)} to OPTIMIZERS in this file, each with its formula in numpy"
 
 
 @every_optimizer
