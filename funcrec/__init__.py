@@ -19,6 +19,7 @@ from funcrec.jagged import bag_filter as bag_filter
 from funcrec.jagged import bag_reduce as bag_reduce
 from funcrec.jagged import bag_softmax as bag_softmax
 from funcrec.jagged import drop_ids as drop_ids
+from funcrec.jagged import jagged_attention as jagged_attention
 from funcrec.jagged import pad_to_bucket as pad_to_bucket
 from funcrec.jagged import regroup as regroup
 from funcrec.mesh import all_gather as all_gather

@@ -279,3 +279,14 @@ def check_codable(table: Tensor, bits: int, key: Tensor | None) -> None:
             f"funcrec.kernels.quantize_rows: `key` is not a key.\n  got   {key.dtype}{list(key.shape)}\n"
             f"  need  i64[], or i64[{table.shape[0]}], one for each row\n  try   fr.key(0)"
         )
+
+
+# -- attention ---------------------------------------------------------------------------------------------------
+
+TIME_STEP = 0.301  # of log |t_i - t_j|, between two buckets of time
+
+
+def time_bounds(time_bias: Tensor) -> Tensor:
+    """Return the least |t_i - t_j| of each bucket from the second on, f32[T - 1]: e^(0.301 k) for a bias f[H, T]."""
+    places = torch.arange(1, time_bias.shape[1], dtype=torch.float64, device=time_bias.device)
+    return (places * TIME_STEP).exp().float()

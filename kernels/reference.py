@@ -23,6 +23,7 @@ from funcrec.kernels.forms import (
     widest,
 )
 from funcrec.kernels.owners import blocks_by
+from funcrec.kernels.reference_attention import jagged_attention, jagged_attention_transpose
 from funcrec.kernels.reference_jagged import (
     ascending,
     bucketize,
@@ -37,9 +38,24 @@ from funcrec.kernels.reference_top_k import top_k
 from torch import Tensor
 
 __all__ = [
-    "bucketize", "coalesce", "expand", "from_padded", "gather_rows", "owner_blocks", "pooled_lookup",
-    "pooled_lookup_weights", "quantize_rows", "quantized_lookup", "quantized_rows",
-    "scatter_rows", "take_ranges", "take_ranges_transpose", "to_padded", "top_k",
+    "bucketize",
+    "coalesce",
+    "expand",
+    "from_padded",
+    "gather_rows",
+    "jagged_attention",
+    "jagged_attention_transpose",
+    "owner_blocks",
+    "pooled_lookup",
+    "pooled_lookup_weights",
+    "quantize_rows",
+    "quantized_lookup",
+    "quantized_rows",
+    "scatter_rows",
+    "take_ranges",
+    "take_ranges_transpose",
+    "to_padded",
+    "top_k",
 ]  # fmt: skip
 
 UNROLL_MAX = 16  # the longest bags with sums term by term; Inductor fuses such a sum into its reader

@@ -116,6 +116,14 @@ def is_followed(x: Tensor) -> bool:
     return is_transformed(x) or isinstance(x, FakeTensor)
 
 
+def is_concrete(x: Tensor) -> bool:
+    """Return whether code can read x's values without waiting for a device or breaking a trace."""
+    if x.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
+        return False
+    plain = type(x) in _PLAIN
+    return plain and not is_functorch_wrapped_tensor(x) and not torch._C._len_torch_dispatch_stack()
+
+
 def vmaps_of(tensors: Iterable) -> frozenset[int]:
     """Return the levels of vmap at which a tensor differs from member to member."""
     levels = set()

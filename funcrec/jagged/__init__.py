@@ -1,5 +1,6 @@
 """Bags of different lengths in one buffer, for one feature or several, and pooled features in one tensor."""
 
+from funcrec.jagged._attention import jagged_attention as jagged_attention
 from funcrec.jagged._buckets import bucket as bucket
 from funcrec.jagged._buckets import pad_to_bucket as pad_to_bucket
 from funcrec.jagged._checks import int_problems as int_problems

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import is_transforming, is_wrapped, one_level_below
+from funcrec.core import is_transforming, one_level_below
 from funcrec.kernels import ops, reference
+from funcrec.kernels.tracked import is_concrete as is_concrete
 
 TRANSPOSES = {
     "take_ranges": "take_ranges_transpose",
@@ -94,14 +95,6 @@ def are_equal(sizes: Iterable) -> bool:
     """
     first, *others = [*sizes] or [None]
     return all(x == first for x in others)
-
-
-def is_concrete(x: Tensor) -> bool:
-    """Return whether code can read x's values without waiting for a device or breaking a trace."""
-    if x.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
-        return False
-    plain = type(x) in (Tensor, torch.nn.Parameter)
-    return plain and not is_wrapped(x) and not torch._C._len_torch_dispatch_stack()
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

@@ -207,6 +207,29 @@ def jagged(values) -> fr.JaggedTensor:
     return fr.JaggedTensor.from_offsets(values, OFFSETS, weights=values[:, 0])
 
 
+def attended(**settings):
+    """Return the attention of the bags of 2, 0 and 3 positions, whose keys and values have one more position each."""
+    times = {"query_times": torch.arange(6) * 7, "key_times": torch.arange(9) * 5}
+
+    def f(queries, keys, values, position_bias, time_bias):
+        bags = fr.JaggedTensor(queries, OFFSETS), fr.JaggedTensor(keys, torch.tensor([0, 3, 4, 8]))
+        biases = {"position_bias": position_bias, "time_bias": time_bias}
+        return fr.jagged_attention(*bags, values, **biases, **times, **settings)
+
+    return f
+
+
+ATTENTION = {
+    "queries": draw("attention queries", (6, 2, 3)),
+    "keys": draw("attention keys", (9, 2, 3)),
+    "values": draw("attention values", (9, 2, 2)),
+    "position_bias": draw("position_bias", (2, 4)),
+    "time_bias": draw("time_bias", (1, 9)),
+}
+ATTENDED = {
+    "jagged_attention": attended(),
+    "jagged_attention(silu)": attended(activation="silu", normalizer=3.0, num_targets=torch.tensor([1, 0, 2])),
+}
 JAGGED = {
     "JaggedTensor.to_padded": lambda values: jagged(values).to_padded(2, fill=3.0),
     "JaggedTensor.select": lambda values: jagged(values).select(torch.tensor([2, 0]), capacity=6),
@@ -270,6 +293,7 @@ def of_values() -> list[Case]:
     }  # these functions read lengths on the host
     return [
         *(Case(n, f, {"values": VALUES}, "*" if n in host else ()) for n, f in JAGGED.items()),
+        *(Case(n, f, ATTENTION) for n, f in ATTENDED.items()),
         *(Case(n, lambda w, f=f: f(two_keys(w)), {"w": WEIGHTS}, "*" if n in host else ()) for n, f in KEYED.items()),
         Case("KeyedTensor.from_dict", lambda values: fr.KeyedTensor.from_dict(parts(values))["b"], {"values": VALUES}),
         Case("KeyedTensor.concat",
