@@ -109,7 +109,7 @@ def values() -> list[Call]:
         *rows("", bag_reduce=(fr.bag_reduce, {"bags": JT(f32(5, 2), i64(0, 2, 2, 5)), "reduce": "max"}),
             bag_softmax=(fr.bag_softmax, {"bags": JT(f32(5, 2), i64(0, 2, 2, 5))}),
             bag_filter=(fr.bag_filter, {"bags": BAGS, "mask": BAGS.values > 0}),
-            drop_ids=(fr.drop_ids, {"ids": IDS, "padding": {"x": 0}})),
+            drop_ids=(fr.drop_ids, {"ids": IDS, "padding": {"x": 0}}),
             jagged_attention=(fr.jagged_attention,
                 {"queries": JT(f32(6, 2, 3), i64(0, 2, 4)), "keys": JT(f32(6, 2, 3), i64(0, 2, 6)),
                     "values": f32(6, 2, 5), "causal": True, "activation": "silu", "scale": 0.5, "normalizer": 4.0,
