@@ -6,7 +6,7 @@ Shapes: M members of an ensemble.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class Divergence:
 
     def __init__(self, step: Any, state: Any, mesh: Mesh | None):
         self.step, self.mesh, self.unread, self.members = step, mesh, [], 1
-        self.finite = {path for path, x in floats(state) if bool(are_finite(x, 1).all())}
+        self.finite = {path for path, x in floats(state) if sums_are_finite([x]) or bool(are_finite(x, 1).all())}
 
     def check(self, step: int, item: tuple[Position, Any], metrics: Any, run: Run, at_once: bool) -> None:
         """Note the loss of a step, and raise for what diverged. With `at_once`, read all losses and the parameters."""
@@ -94,11 +94,8 @@ class Divergence:
 
     def check_params(self, run: Run, step: int) -> None:
         """Raise if parameters that were finite when the run began are not, on any rank."""
-        found = [(path, are_finite(x, self.members)) for path, x in floats(run.state) if path in self.finite]
-        alive = torch.ones(self.members, dtype=torch.bool)
-        for device in {x.device for _, x in found}:  # one read of each device
-            alive &= torch.stack([x.expand(self.members) for _, x in found if x.device == device]).all(0).cpu()
-        wrong = [path for path, x in found if not bool(x.all())] if not bool(alive.any()) else []
+        own = {path: x for path, x in floats(run.state) if path in self.finite}
+        wrong = [] if sums_are_finite(own.values()) else not_finite(own, self.members)
         wrong = next(filter(None, say(wrong, Ranks.of(self.mesh))), [])
         if wrong:
             got = f"numbers that are NaN or infinite in {wrong[0]}" + (f" and {len(wrong) - 1} more" * (len(wrong) > 1))
@@ -118,11 +115,25 @@ def floats(state: Any) -> Iterator[tuple[str, Tensor]]:
             yield f"params.{path}", x.detach()
 
 
+def sums_are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether the sum of each tensor is finite. Then all numbers are; if not, a sum may have overflowed."""
+    sums = [x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+    devices = {x.device for x in sums}  # one read of each device
+    return all(bool(torch.stack([x.double() for x in sums if x.device == d]).isfinite().all()) for d in devices)
+
+
+def not_finite(named: Mapping[str, Tensor], members: int) -> list[str]:
+    """Return the paths of tensors with numbers that are not finite; [] if some member has finite numbers only."""
+    found = {path: are_finite(x, members) for path, x in named.items()}
+    alive = torch.stack([x.expand(members) for x in found.values()]).all(0)
+    return [] if bool(alive.any()) else [path for path, x in found.items() if not bool(x.all())]
+
+
 def are_finite(x: Tensor, members: int) -> Tensor:
     """Return whether all numbers of each member are finite, bool[M]; bool[1] if x has no part for each member."""
-    parts = members if members > 1 and x.dim() and x.shape[0] == members else 1
-    least, most = x.reshape(parts, -1).aminmax(dim=1)  # both are NaN if a number is
-    return least.isfinite() & most.isfinite()
+    parts = x if members > 1 and x.dim() and x.shape[0] == members else x[None]
+    ends = [torch.stack(part.aminmax()) for part in parts]  # both are NaN if a number is
+    return torch.stack(ends).isfinite().all(1).cpu()
 
 
 def values_of(batch: Any) -> str:

@@ -155,3 +155,12 @@ def test_a_mesh_keeps_its_checkpoint_too(tmp_path):
     saved = fr.load(tmp_path / "run")["state"]
     assert saved.step == 0
     assert_trees_close(saved.tables, fr.init(fr.key(0), TABLES), rtol=0, atol=0)
+
+
+def test_large_parameters_are_no_divergence(tmp_path):
+    """Finite parameters whose sum overflows end no run."""
+    still = fr.train_step(loss_fn, sparse=fr.optim.sgd(0.0), dense=fr.optim.dense(torch.optim.SGD, lr=0.0))
+    state = still.init(fr.Params({"item": torch.full((30, 4), 1e37)}, {"b": torch.zeros(())}))
+    step = lambda state, batch: (still(state, batch)[0], {"loss": 1.0})
+    done = fr.fit(step, state, [batch()], epochs=1, checkpoint=tmp_path / "run")
+    assert done.state.tables["item"].sum() == math.inf
