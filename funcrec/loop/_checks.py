@@ -12,16 +12,35 @@ from funcrec.data import Position
 from funcrec.loop._epochs import OF_AN_EPOCH
 from funcrec.loop._run_state import Work, is_sharded
 from funcrec.mesh import Mesh
+from funcrec.tables import layout_in, table_shapes
 
 LESS_IS_BETTER = ("loss", "error", "entropy", "mse", "mae", "nll", "perplexity")  # words in the name of a number
 
 
-def validate_problems(model: Any, validate: Any) -> Iterator[Problem]:
+def model_problems(model: Any, validate: Any, state: Any) -> Iterator[Problem]:
     if model is not None and validate is not None:
         yield Problem("`model` and `validate` exclude each other.", "both", "one of them, or none", "validate=None")
     elif model is not None and not (hasattr(model, "features") and hasattr(model, "tables")):
         hint = "model=fr.models.deepfm(tables, features)"
         yield Problem("`model` has no features and tables.", describe(model), "a Model", hint, TypeError)
+    elif model is not None:
+        yield from other_model_problems(model, state)
+
+
+def other_model_problems(model: Any, state: Any) -> Iterator[Problem]:
+    """Report a model whose tables are not those of the state."""
+    tables = getattr(getattr(state, "params", None), "tables", None)
+    if not isinstance(tables, Mapping):
+        return
+    layout = layout_in(tables)
+    shapes = table_shapes(tables) if layout is None else dict(layout.shapes)
+    found = {n: tuple(shape)[-2:] for n, shape in shapes.items()}  # a stack has a table for each member
+    want = {t.name: tuple(t.shape) for t in model.tables}
+    if found != want:
+        wrong = [n for n in {**want, **found} if found.get(n) != want.get(n)]
+        got, need = ({n: x.get(n, "missing") for n in wrong[:3]} for x in (want, found))
+        hint = "the model that made the parameters of `state`"
+        yield Problem("`model` has other tables than `state`.", f"{got}", f"{need}, as in `state`", hint)
 
 
 def work_problems(work: Work) -> Iterator[Problem]:

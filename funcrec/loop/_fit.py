@@ -31,8 +31,8 @@ from funcrec.loop._checks import (
     loss_of,
     loss_problems,
     mode_problems,
+    model_problems,
     place_problems,
-    validate_problems,
     work_problems,
 )
 from funcrec.loop._diverged import Divergence
@@ -226,7 +226,7 @@ def fit(
       (3, 1.0, True)
     """
     path = None if checkpoint is None else Path(checkpoint)
-    check("funcrec.fit", validate_problems(model, validate), mode_problems(mode, monitor))
+    check("funcrec.fit", model_problems(model, validate, state), mode_problems(mode, monitor))
     evaluate = evaluation(model, evaluate, validation, metrics, on_bad_ids == "count")
     mode = mode or "max"
     held = lambda batch: validate_batch(batch, model.features, model.tables, labels=ANY) if model else batch

@@ -20,6 +20,7 @@ from funcrec.sharding._tables import join_parts as join_parts
 from funcrec.sharding._tables import own_banks as own_banks
 from funcrec.sharding._tables import placed_problems as placed_problems
 from funcrec.sharding._tables import shard_tables as shard_tables
+from funcrec.sharding._tables import tables_placed_otherwise as tables_placed_otherwise
 from funcrec.sharding._tables import with_banks as with_banks
 from funcrec.sharding._transport import Transport as Transport
 from funcrec.sharding._transport import dedup_problems as dedup_problems
@@ -34,6 +35,7 @@ from funcrec.sharding.moves._accumulated import cut_waiting as cut_waiting
 from funcrec.sharding.moves._accumulated import filled as filled
 from funcrec.sharding.moves._accumulated import gather_waiting as gather_waiting
 from funcrec.sharding.moves._accumulated import of_rank as of_rank
+from funcrec.sharding.moves._accumulated import optimizer_problems as optimizer_problems
 from funcrec.sharding.moves._accumulated import part_of as part_of
 from funcrec.sharding.moves._accumulated import rooms_of as rooms_of
 from funcrec.sharding.moves._accumulated import steps_problems as steps_problems

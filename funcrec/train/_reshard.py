@@ -35,6 +35,7 @@ from funcrec.sharding import (
     layout_of,
     leaf_problems,
     move,
+    optimizer_problems,
     own_banks,
     own_ranks,
     placed_problems,
@@ -123,8 +124,8 @@ def reshard(
       TrainState with ShardedTables. All parts except tables and slots come from the old state.
 
     Raises:
-      ValueError: if the state was made on another mesh, or copies have trained apart. Also the errors that
-        `train_step(...).init` raises.
+      ValueError: if the state was made on another mesh, copies have trained apart, or its slots are not those of
+        `sparse`. Also the errors that `train_step(...).init` raises.
 
     Law: `reshard` keeps every bit. Training then goes on as it would have without it, except for what the plan rounds.
 
@@ -164,6 +165,7 @@ def reshard(
     layout = layout_of(call, shapes, {n: own[""].dtype for n, own in samples.items()}, plan, mesh, labels)
     check_whole_rows(call, sparse, layout)
     check(call, bank_problems(layout, samples))
+    check(call, optimizer_problems(sparse, samples))
     rooms = rooms_of(call, sparse, {n: own[""] for n, own in samples.items()}, steps_of(state, source))
     banks = blank_banks(layout, samples, mesh)
     is_far = old_layout is not None and not source.is_emulated and not mesh.is_emulated

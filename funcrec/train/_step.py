@@ -34,7 +34,7 @@ from funcrec.mesh import Codec, Mesh, P, mapped, reported_to_ranks
 from funcrec.models import Model, TwoTower, in_batch_softmax_loss, loss, merge_stats
 from funcrec.optim import DenseOptimizer, RowOptimizer, adam
 from funcrec.optim import dense as optimizer
-from funcrec.sharding import Plan, dedup_problems, dense_axes_problems
+from funcrec.sharding import Plan, dedup_problems, dense_axes_problems, tables_placed_otherwise
 from funcrec.tables import Params, layout_in
 from funcrec.train._rank_step import rank_of, shard_state, state_specs
 from funcrec.train._recipe import Recipe, Stages, run, takes_key
@@ -156,7 +156,7 @@ def train_step(
     check("funcrec.train_step", dedup_problems(exact, dedup))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
     recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, takes_key(loss_fn), micro_batches)
-    where = OnMesh(mesh, mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes)), Stages())
+    where = OnMesh(mesh, plan, mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes)), Stages())
     if mesh is not None:
         copies = prod(mesh.shape[a] for a in plan.replicas)
         where = where._replace(place=rank_of(sparse, mesh, where.batch_axes, copies, capacity, codec))
@@ -193,9 +193,10 @@ def loss_of(model: Model | TwoTower) -> Callable:
 
 
 class OnMesh(NamedTuple):
-    """The place where a step runs: the mesh, the axes that cut a batch, and the stages."""
+    """The place where a step runs: the mesh, the plan, the axes that cut a batch, and the stages."""
 
     mesh: Mesh | None
+    plan: Plan | None
     batch_axes: tuple[str, ...] | None
     place: Stages
 
@@ -227,6 +228,7 @@ class Update:
             check("funcrec.train_step", merge_problems(state.dense, self.recipe.merge))
             if mesh is not None:
                 check("funcrec.train_step", sharded_problems(state))
+                check("funcrec.train_step", place_problems(state.tables, mesh, self.where.plan, self.recipe.sparse))
 
 
 def update_of(step: Any) -> Update | None:
@@ -261,6 +263,18 @@ def sharded_problems(state: TrainState) -> Iterator[Problem]:
     if layout_in(state.tables) is None:
         need, hint = "a ShardedTables", "fr.reshard(state, plan, mesh=mesh, sparse=sparse), or step.init(params)"
         yield Problem("`state.tables` are not sharded.", describe(state.tables), need, hint, TypeError)
+
+
+def place_problems(tables: Any, mesh: Mesh, plan: Plan, sparse: RowOptimizer) -> Iterator[Problem]:
+    """Report tables that lie on another mesh than the step's, or under another plan."""
+    if tables.layout.mesh_shape != mesh.axes:
+        need, hint = f"axes {dict(mesh.axes)}", "fr.reshard(state, plan, mesh=mesh, sparse=sparse, from_mesh=...)"
+        yield Problem("`state` lies on another mesh.", f"axes {dict(tables.layout.mesh_shape)}", need, hint)
+    elif others := tables_placed_otherwise(tables, mesh, plan, {n: sparse.label(n) for n, _ in tables.layout.shapes}):
+        got = f"{others[0]!r} elsewhere" + (f", and {len(others) - 1} more tables" if len(others) > 1 else "")
+        need = f"{others[0]!r}: {plan[others[0]]}" + (f", replicas={plan.replicas}" if plan.replicas else "")
+        hint = "fr.reshard(state, plan, mesh=mesh, sparse=sparse), or a step with the plan of `state`"
+        yield Problem("`state` lies under another plan.", got, need, hint)
 
 
 def mesh_problems(mesh: Mesh | None, plan: Plan | None, batch_axes: Sequence[str] | None) -> Iterator[Problem]:

@@ -32,10 +32,10 @@ STATE = fr.TrainState(torch.tensor(0), {"t": X, "u": X}, {"t": {"sum": X}, "u": 
 BY_ROWS = fr.Plan({"t": fr.row_wise("a"), "u": fr.row_wise("a")})
 BY_COLUMNS = fr.Plan({"t": fr.column_wise("a"), "u": fr.replicated()})
 IN_C = fr.Plan({"t": fr.row_wise("c"), "u": fr.row_wise("c")})
-SGD = fr.optim.sgd(lr=0.1)
+ADAGRAD = fr.optim.adagrad(lr=0.1)
 
 
-def resharded(state=STATE, plan=BY_ROWS, mesh=MESH, sparse=SGD, **kwargs):
+def resharded(state=STATE, plan=BY_ROWS, mesh=MESH, sparse=ADAGRAD, **kwargs):
     return fr.reshard(state, plan, mesh=mesh, sparse=sparse, **kwargs)
 
 
@@ -57,7 +57,7 @@ def differing():
 
 def cut_off():
     """Return a state whose banks lack a row."""
-    state = resharded(plan=IN_C, mesh=fr.Mesh.emulated(c=2), sparse=SGD)
+    state = resharded(plan=IN_C, mesh=fr.Mesh.emulated(c=2), sparse=ADAGRAD)
     state.tables.banks["t"] = state.tables.banks["t"][1:]
     return fr.core._tree.replace(state, slots={"t": {}})
 
@@ -190,6 +190,29 @@ ROWS = {
     "reshard: no axis": e(lambda: resharded(mesh=fr.Mesh.emulated(c=2)), ValueError, "an axis that the mesh lacks",
         "['a']"),
     "reshard: no slots": e(lambda: resharded(state_with(slots={"t": {}})), ValueError, "'u' has no slots"),
+    "reshard: another optimizer": e(
+        lambda: resharded(sparse=fr.optim.adam(0.1)), ValueError, "`sparse` is another optimizer", "mean f[R, 6]",
+        "one with sum f[R, 6]", "the step that made the state"
+    ),
+    "reshard: slots by row, not by column": e(
+        lambda: resharded(resharded(), IN_C, mesh=fr.Mesh.emulated(c=2), from_mesh=MESH,
+            sparse=fr.optim.rowwise_adagrad(0.1)),
+        ValueError, "`sparse` is another optimizer", "sum f[R]", "one with sum f[R, 6]"
+    ),
+    "reshard: an optimizer without slots": e(
+        lambda: resharded(sparse=fr.optim.sgd(0.1)), ValueError, "`sparse` is another optimizer", "with no slots"
+    ),
+    "step: a state of another plan": e(
+        lambda: step(mesh=MESH, plan=BY_COLUMNS)(resharded(), None), ValueError, "`state` lies under another plan",
+        "'t' elsewhere, and 1 more", "column_wise", "fr.reshard(state, plan"
+    ),
+    "step: copies that a plan lacks": e(
+        lambda: step(mesh=MESH, plan=BY_ROWS)(apart(), None), ValueError, "`state` lies under another plan",
+    ),
+    "step: a state of another mesh": e(
+        lambda: step(mesh=fr.Mesh.emulated(a=2), plan=BY_ROWS)(resharded(), None), ValueError,
+        "`state` lies on another mesh", "axes {'a': 2}"
+    ),
     "reshard: slots of other rows": e(
         lambda: resharded(state_with(slots={"t": {"s": X[:2]}, "u": {"s": X.sum()}})), ValueError,
         "slot 's' of 't' has no rows", "[4, ...]", "of 'u'"
@@ -278,7 +301,7 @@ ROWS = {
         "`a.pt` is not a safetensors file", "header", "fr.load"),
     "load_safetensors: no file": e(lambda: fr.load_safetensors("/none/x"), FileNotFoundError, "is not there"),
     "load: plan without a mesh": e(lambda: fr.load("x", plan=PLAN), ValueError, "`mesh` is missing", "emulated"),
-    "load: sparse without a plan": e(lambda: fr.load("x", sparse=SGD, exact=True), ValueError,
+    "load: sparse without a plan": e(lambda: fr.load("x", sparse=ADAGRAD, exact=True), ValueError,
         "`sparse` requires `plan`",
         "`exact` requires `plan`"),
     "load: mmap and plan": e(lambda: fr.load("x", plan=PLAN, mesh=MESH, mmap=True), ValueError,
@@ -318,8 +341,8 @@ ROWS = {
     "train_step: dense_axes twice": e(lambda: step(mesh=MESH, plan=PLAN, dense_axes=("a", "a")), ValueError,
         "each once"),
     "train_step: dense_axes and matrices": e(
-        lambda: fr.train_step(lambda p, b: 0, sparse=SGD, dense=fr.optim.dense(torch.optim.Muon), mesh=MESH, plan=PLAN,
-            dense_axes=("a",)),
+        lambda: fr.train_step(lambda p, b: 0, sparse=ADAGRAD, dense=fr.optim.dense(torch.optim.Muon), mesh=MESH,
+            plan=PLAN, dense_axes=("a",)),
         ValueError, "Muon",
     ),
     "reshard: dense_axes of another mesh": e(lambda: resharded(dense_axes=("c",)), ValueError, "not the mesh's",

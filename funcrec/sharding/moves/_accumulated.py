@@ -155,10 +155,15 @@ def rooms_of(
 
     samples: tables without rows. steps: {table: the number of steps whose gradients wait}.
     """
-    made = sparse.init({n: x.new_zeros(1, *x.shape[1:]) for n, x in samples.items()}) if steps else {}
+    made = first_slots(sparse, samples) if steps else {}
     found = {n: made[n][ROWS].shape if ROWS in made[n] else (0, 0) for n in steps}
     check(call, steps_problems(steps, {n: every for n, (every, _) in found.items()}))
     return {n: capacity for n, (_, capacity) in found.items()}
+
+
+def first_slots(sparse: RowOptimizer, samples: Mapping[str, Tensor]) -> Mapping[str, Mapping[str, Tensor]]:
+    """Return the first slots of tables of one row. samples: tables without rows."""
+    return sparse.init({n: x.new_zeros(1, *x.shape[1:]) for n, x in samples.items()})
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -170,6 +175,20 @@ def steps_problems(steps: Mapping[str, int], wanted: Mapping[str, int]) -> Itera
             got = f"optim.accumulate(every={wanted[n]})" if wanted[n] else "an optimizer of which none wait"
             need, hint = f"optim.accumulate(every={every}), of which it is", "sparse=..., of the step that made it"
             yield Problem(f"`sparse` does not go on with the gradients that wait for {n!r}.", got, need, hint)
+
+
+def optimizer_problems(sparse: RowOptimizer, samples: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Problem]:
+    """Report tables whose slots are not those that `sparse` makes. samples: {table: {"": [0, D], slot: [0, ...]}}."""
+    own = {n: x for n, x in samples.items() if x[""].is_floating_point()}
+    made = first_slots(sparse, {n: x[""] for n, x in own.items()}) if own else {}
+    of_rows = lambda slots: {k: list(x.shape[1:]) for k, x in slots.items() if k not in (*WAITING, "")}
+    for n, x in own.items():
+        was, now = of_rows(x), of_rows(made.get(n, {}))
+        if was != now:
+            what = f"`sparse` is another optimizer than that of the slots of {n!r}."
+            shown = lambda slots: ", ".join(f"{k} f{['R', *shape]}".replace("'", "") for k, shape in slots.items())
+            got, need = f"an optimizer with {shown(now) or 'no slots'}", f"one with {shown(was) or 'no slots'}"
+            yield Problem(what, got, need, "sparse=..., of the step that made the state")
 
 
 def waiting_problems(name: str, slots: Mapping[str, Any]) -> Iterator[Problem]:

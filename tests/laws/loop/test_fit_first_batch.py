@@ -111,3 +111,25 @@ def test_a_step_without_a_loss_has_none_in_the_history():
         assert [r.when for r in seen] == ["begin"]
         done = run(metrics, monitor="loss", mode="min", evaluate=lambda params: {"loss": 1.0})
         assert [h["loss"] for h in done.history] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("where", ["plain", "members", "mesh"])
+def test_a_model_that_is_not_the_states_is_refused(where, tmp_path):
+    """A `model` whose tables are not those of the state raises before any work, and names both shapes. The state's own
+    model is accepted."""
+    own, other = (fr.models.lr((fr.TableConfig("item", n, 1),), [CLICKED]) for n in (8, 9))
+    renamed = fr.models.lr((fr.TableConfig("goods", 8, 1),), [fr.FeatureConfig("clicked", table="goods")])
+    mesh = fr.Mesh.emulated(x=2) if where == "mesh" else None
+    place = {"mesh": mesh, "plan": fr.Plan({"item": fr.row_wise("x")})} if mesh else {}
+    step = fr.train_step(own, **KIND, **place)
+    batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"clicked": [[1], [2]]}), torch.tensor([0.0, 1.0]))
+    state = step.init(own.init(fr.key(0)))
+    if where == "members":
+        keys = torch.stack([fr.key(0), fr.key(1)])
+        state = torch.func.vmap(step.init)(torch.func.vmap(own.init)(keys), keys)
+        step = torch.func.vmap(step, in_dims=(0, None))
+    for wrong, words in ((other, r"\(9, 1\).*\(8, 1\)"), (renamed, "goods.*missing.*item")):
+        with pytest.raises(ValueError, match=f"(?s)`model` has other tables than `state`.*{words}"):
+            fr.fit(step, state, [batch], epochs=1, model=wrong, mesh=mesh, checkpoint=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert fr.fit(step, state, [batch], epochs=1, model=own, mesh=mesh).history[0]["steps"] == 1
