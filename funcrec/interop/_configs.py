@@ -204,6 +204,9 @@ def order_problems(known: Sequence[str], features: Sequence[FeatureConfig]) -> I
         pooled = {f.name: f.pooling for f in features}
         yield Problem("some of the features are sequences.", f"{pooled}", "all pooled, or none of them",
                       "one call for each collection")  # fmt: skip
+    if greatest := [f.name for f in features if f.pooling == "max"]:
+        yield Problem("TorchRec has no pooling of maxima.", f"{greatest}", "pooling 'sum', 'mean' or 'none'",
+                      "torch.nn.EmbeddingBag(mode='max')")  # fmt: skip
     for t in known:
         own = {f.name: f.pooling for f in features if f.table == t}
         if len(set(own.values())) > 1:

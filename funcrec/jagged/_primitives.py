@@ -68,9 +68,8 @@ def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
 def kept_places(mask: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Return (source i64[N], lengths i64[B]): the places where `mask` is true inside a bag, in order, then zeros; and
     the number of them in each bag."""
-    size = mask.shape[0]
-    places = torch.where(mask, torch.arange(size, device=mask.device), -1)  # -1 is the row of no shard
-    found, lengths, *_ = _operation("bucketize", _chosen(mask))(places, offsets, None, 1, max(size, 1))
+    places = torch.where(mask, torch.arange(mask.shape[0], device=mask.device), -1)  # -1 is the row of no shard
+    found, lengths, *_ = _operation("bucketize", _chosen(mask))(places, offsets, None, 1, 1 << 62)
     return found, lengths
 
 

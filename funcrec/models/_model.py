@@ -275,7 +275,7 @@ def pooling_problems(features: Sequence[FeatureConfig]) -> Iterator[Problem]:
         yield Problem("`features` are empty.", "no feature", "at least one pooled feature")
     for f in features:
         if f.pooling == "none":
-            need = "pooling 'sum' or 'mean'"
+            need = "pooling 'sum', 'mean' or 'max'"
             yield Problem(f"`features[{f.name!r}]` is a sequence.", "pooling 'none'", need)
 
 

@@ -137,12 +137,12 @@ def groups_of(tables: Sequence[TableConfig], told: Mapping[str, TableConstraint]
 def use_of(table: TableConfig, reads: Sequence[FeatureConfig], told: TableConstraint, ground: Ground) -> costs.Use:
     """Return the use of a table in a step. Features that read one column count separately."""
     ids = lambda some: ground.bags * sum(told.pooling_of(f) for f in some)
-    pooled = [f for f in reads if f.pooling != "none"]
+    pooled = [f for f in reads if f.pooling in ("sum", "mean")]  # maxima and sequences exchange rows
     here = ids(reads)
     weights = max((0, *(4 * (1 + (f.pooling == "mean")) for f in reads if f.weighted)))
     distinct = lambda n: min(n, costs.distinct_rows(n, table.num_embeddings, told.zipf, told.row_counts))
     all_here = distinct(here * ground.num_ranks)
-    sequence = ids([f for f in reads if f.pooling == "none"])
+    sequence = ids([f for f in reads if f not in pooled])
     return costs.Use(ground.bags * len(pooled), ids(pooled), sequence, len(pooled), weights, all_here, distinct(here))
 
 

@@ -103,7 +103,8 @@ class FeatureConfig:
     Args:
       name: the feature's key in the output, and in the ids unless `column` is given.
       table: the table's name.
-      pooling: "sum", "mean" (divides by the number of ids in the bag, weighted or not) or "none" (a sequence).
+      pooling: "sum", "mean" (divides by the number of ids in the bag, weighted or not), "max" (the greatest value of
+        each column among the bag's rows, 0 without ids) or "none" (a sequence).
       max_length: a promise that no bag is longer, or None. The promise gives lookups static shapes. Lookups do not read
         further ids of a bag. `checked` and `validate` report a bag that breaks the promise.
       weighted: whether a lookup multiplies each id's row by the id's weight.
@@ -120,7 +121,7 @@ class FeatureConfig:
 
     name: Name
     table: Name
-    pooling: Literal["sum", "mean", "none"] = "sum"
+    pooling: Literal["sum", "mean", "max", "none"] = "sum"
     max_length: Count | None = None
     weighted: bool = False
     hash: Hash | None = None

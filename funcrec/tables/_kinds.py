@@ -79,7 +79,7 @@ class Kind(NamedTuple):
     shapes: tables -> {table: (R, D)}, by the names that features use. `lookup` checks the features and ids of every
       lookup against these shapes, once.
     read: (tables, ids, features, implementation) -> LookupResult. The features are checked. All are pooled ("sum",
-      "mean") or all are sequences ("none"); only plain tables get an empty list.
+      "mean") or all are sequences ("none"; a maximum is read as one); only plain tables get an empty list.
     is_trained: tables, or ShardedTables of the type -> whether the parts get gradients. `value_and_grad` refuses tables
       whose parts get none.
     layout: tables -> where the rows of each table lie on a mesh, as in `funcrec.sharding`, or None for whole tables.

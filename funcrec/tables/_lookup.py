@@ -4,7 +4,7 @@
     d_table    = Σ_f Σ_b Σ_{i in bag (f, b)} s_i · e_{row_i} ⊗ d_acts[b, f]          lookup_transpose
 
 s_i is the id's weight (or 1), divided by the bag's length for a mean. Sums run in f32 (f64 for f64 tables). An id
-outside the table reads zeros and gets no gradient, but counts in the bag's length.
+outside the table reads zeros and gets no gradient, but counts in the bag's length. `_maxima` has the pooling "max".
 
 For every kind of tables (`KINDS`), this file checks the arguments once, and adds the tap to the output once.
 Shapes: B bags, F features, N ids, D dim, M entries.
@@ -12,8 +12,6 @@ Shapes: B bags, F features, N ids, D dim, M entries.
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from funcrec.core import check, describe, fail, is_checking, kind_of
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, check_ids
@@ -33,16 +31,17 @@ from funcrec.tables._checks import (
 )
 from funcrec.tables._configs import FeatureConfig, TableConfig
 from funcrec.tables._kinds import LookupResult, is_plain, kind_of_tables, see, table_shapes
+from funcrec.tables._maxima import as_sequences, greatest, in_order, is_max, maxima_transpose, weigh
 from funcrec.tables._plain import Tables, marked, pooled_transpose, read_plain, read_rows, sequence_rows
 from funcrec.tables._rowgrads import RowGrads
-from funcrec.tables._tape import Owner, is_followed_inside, open_tables, tapped
+from funcrec.tables._tape import Owner, is_followed_inside, open_tables, summed, tapped
 from funcrec.tables._value_checks import check_values, room_problems, value_problems
 
 
 def lookup(
     tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], *, implementation: str | None = None
 ) -> KeyedTensor:
-    """Return the pooled rows of every bag, for the features whose pooling is "sum" or "mean".
+    """Return the pooled rows of every bag, for the features whose pooling is "sum", "mean" or "max".
 
     Args:
       tables: {name: f[R, D]}. f16 and bf16 tables keep their dtype, and sums of rows run in f32.
@@ -57,9 +56,10 @@ def lookup(
     Raises:
       TypeError, ValueError, KeyError: if a feature, table or key does not fit. The message reports all of them.
 
-    Law: lookup is linear in the tables x, and ⟨lookup(x), y⟩ = ⟨x, lookup_transpose(y)⟩.
+    Law: a lookup of sums and means is linear in the tables x, and ⟨lookup(x), y⟩ = ⟨x, lookup_transpose(y)⟩. A maximum
+      is `bag_reduce(lookup_sequence(...)[name], "max")`, but 0 for an empty bag; sharded tables exchange rows for it.
 
-    Cost: reads N ids and N · D elements of the tables, and writes B · ΣD elements.
+    Cost: reads N ids and N · D elements of the tables, and writes B · ΣD elements; for a maximum also N · D.
 
     Example:
       >>> import torch, funcrec as fr
@@ -78,6 +78,18 @@ def lookup(
     if not pooled and features:
         no_feature(call, features, "sum", "lookup_sequence")
     check(call, bag_count_problems(pooled, ids))
+    sums, maxima = (tuple(f for f in pooled if is_max(f) == which) for which in (False, True))
+    if not maxima:
+        return sums_of(call, tables, owners, ids, pooled, implementation)
+    acts = sums_of(call, tables, owners, ids, sums, implementation) if sums else None
+    rows = sequences_of(call, tables, owners, ids, as_sequences(maxima), implementation)
+    return in_order(pooled, acts, {k: greatest(x) for k, x in rows.items()})
+
+
+def sums_of(
+    call: str, tables: Any, owners: list[Owner], ids: KeyedJaggedTensor, pooled: tuple, implementation: str | None
+) -> KeyedTensor:
+    """Return the lookup of sums and means, with the taps of the owners."""
     weights = ids.weights if any(f.weighted for f in pooled) else None
     if inside := [o for o in owners if is_followed_inside(weights, o)]:
         refuse_other_kinds(call, tables)
@@ -101,10 +113,11 @@ def lookup_transpose(
 
     Args:
       d_acts: f[B, ΣD], in the form that `lookup` returns.
-      tables: the configs or the tables; only their shapes matter.
+      tables: the configs or the tables; only their shapes matter. A maximum needs the tables, to see which id won.
 
     Returns:
-      {table: RowGrads} for the tables of the pooled features; a bag's gradient goes to each id of the bag.
+      {table: RowGrads} for the tables of the pooled features; a bag's gradient goes to each id of the bag. That of a
+      maximum goes to the first id with the maximum, for each column.
 
     Example:
       >>> import torch, funcrec as fr
@@ -119,7 +132,13 @@ def lookup_transpose(
     pooled = [f for f in features if f.pooling != "none"]
     shapes = table_shapes(tables)
     check(call, acts_problems("d_acts", d_acts, ids, pooled, shapes))
-    return pooled_transpose(d_acts, ids, pooled, shapes)
+    maxima = [f for f in pooled if is_max(f)]
+    if not maxima:
+        return pooled_transpose(d_acts, ids, pooled, shapes)
+    sums = [f for f in pooled if not is_max(f)]
+    d_sums = KeyedTensor.from_dict({f.name: d_acts[f.name] for f in sums}) if sums else None
+    found = pooled_transpose(d_sums, ids, sums, shapes) if sums else {}
+    return summed([*found.items(), *maxima_transpose(call, d_acts, ids, maxima, tables).items()])
 
 
 def lookup_sequence(
@@ -147,8 +166,13 @@ def lookup_sequence(
     sequences = tuple(f for f in features if f.pooling == "none")
     if not sequences and features:
         no_feature(call, features, "none", "lookup")
-    if not sequences:
-        return {}
+    return sequences_of(call, tables, owners, ids, sequences, implementation) if sequences else {}
+
+
+def sequences_of(
+    call: str, tables: Any, owners: list[Owner], ids: KeyedJaggedTensor, sequences: tuple, implementation: str | None
+) -> dict[str, JaggedTensor]:
+    """Return each id's row times its weight, with the taps of the owners on the rows."""
     read = read_kind(call, tables, ids, sequences, implementation)
     check_room(call, read, owners)
     rows = read._replace(out={k: x.values for k, x in read.out.items()})
@@ -196,11 +220,6 @@ def lookup_sequence_transpose(
         grads = RowGrads.from_entries(rows, weigh(d, bags), num_embeddings=shapes[f.table][0])
         out[f.table] = out[f.table] + grads if f.table in out else grads
     return out
-
-
-def weigh(rows: Tensor, bags: JaggedTensor) -> Tensor:
-    """Return each row times its id's weight, f[N, D], or the rows themselves if there are no weights."""
-    return rows if bags.weights is None else rows * bags.weights[:, None].to(rows.dtype)
 
 
 def opened(call: str, tables: Any, ids: object, features: object) -> tuple[Any, list[Owner]]:

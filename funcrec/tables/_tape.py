@@ -13,7 +13,7 @@ tap for each member. A grad or jvp inside the loss treats the tap as a constant,
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -237,7 +237,7 @@ def _by_own_names(
     return run
 
 
-def summed(grads: Iterator[tuple[str, RowGrads]]) -> dict[str, RowGrads]:
+def summed(grads: Iterable[tuple[str, RowGrads]]) -> dict[str, RowGrads]:
     """Return {name: the sum of the gradients of that name}, added in order."""
     out: dict[str, RowGrads] = {}
     for name, g in grads:

@@ -16,6 +16,7 @@ CLICKS = (
     fr.FeatureConfig("mean", table="t", pooling="mean", max_length=2, column="clicks"),
     fr.FeatureConfig("list", table="t", pooling="none", weighted=True, column="clicks"),
 )
+MAXIMA = (fr.FeatureConfig("max", table="t", pooling="max", weighted=True, column="clicks"), CLICKS[0])
 LENGTHS = torch.tensor([2, 0, 3])
 OFFSETS = torch.tensor([0, 2, 2, 5])
 FILLED = torch.tensor([0, 2])  # the bags that are not empty
@@ -183,6 +184,7 @@ ROW_GRADS = {
 def of_lookups() -> list[Case]:
     return [
         Case("lookup", lambda table, weights: fr.lookup({"t": table}, ids(weights), CLICKS).values, LOOKED),
+        Case("lookup of maxima", lambda table, weights: fr.lookup({"t": table}, ids(weights), MAXIMA).values, LOOKED),
         Case("lookup_sequence", lambda table,
             weights: fr.lookup_sequence({"t": table}, ids(weights), CLICKS)["list"].values, LOOKED),
         Case("lookup_transpose", transposed, {"d": D_OUT, "weights": WEIGHTS}),

@@ -11,6 +11,7 @@ draw = torch.Generator().manual_seed(0)
 PARAMS = fr.Params({"t": torch.randn(20, 4, generator=draw), "u": torch.randn(20, 4, generator=draw)}, {})
 FEATURES = (fr.FeatureConfig("a", table="t"), fr.FeatureConfig("b", table="u", pooling="mean"))
 SEQUENCE = (fr.FeatureConfig("a", table="t", pooling="none", max_length=3),)
+MAXIMA = (fr.FeatureConfig("a", table="t", pooling="max"), FEATURES[1])
 lookup = lambda params, ids: fr.lookup(params.tables, ids, FEATURES)
 rows = lambda params, batch: fr.lookup_sequence(params.tables, batch.ids, SEQUENCE)["a"]
 
@@ -42,6 +43,8 @@ OPERATIONS = {
         torch.arange(b.ids.num_bags), capacity=b.ids.capacity
     ).to_padded(3).sum(1),
     "rows added by hand": summed,
+    "the greatest of bags": lambda p, b: fr.lookup(p.tables, b.ids, MAXIMA).values,
+    "ids without those that mean nothing": lambda p, b: lookup(p, fr.drop_ids(b.ids, {"a": 3})).values,
 }  # fmt: skip
 
 
