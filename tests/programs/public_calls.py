@@ -316,6 +316,14 @@ def loops() -> list[Call]:
             "label": f32(3, 2), "weight": f32(3, 2), "reduction": "none"}),
         in_batch_softmax=(fr.losses.in_batch_softmax, {"query": f32(3, 2), "candidate": f32(3, 2), "weight": f32(3),
             "log_q": -f32(3), "temperature": 0.5, "candidate_ids": i64(1, 2, 3), "reduction": "mean"}),
+        full_softmax=(fr.losses.full_softmax, {"hidden": f32(3, 2), "items": f32(5, 2), "target": i64(0, 4, 2),
+            "weight": f32(3), "temperature": 0.5, "chunk": 2, "reduction": "mean"}),
+        sampled_softmax=(fr.losses.sampled_softmax, {"query": f32(3, 2), "candidate": f32(3, 2),
+            "negatives": f32(4, 2), "weight": f32(3), "log_q": -f32(3), "negative_log_q": -f32(4),
+            "candidate_ids": i64(1, 2, 3), "negative_ids": i64(1, 2, 3, 4), "temperature": 0.5, "reduction": "mean"}),
+        gbce=(fr.losses.gbce, {"query": f32(3, 2), "candidate": f32(3, 2), "negatives": f32(4, 2), "weight": f32(3),
+            "num_items": 9, "calibration": 0.5, "candidate_ids": i64(1, 2, 3), "negative_ids": i64(1, 2, 3, 4),
+            "reduction": "mean"}),
         weighted_mean=(fr.losses.weighted_mean, {"values": SCORES, "weight": f32(3)}),
     )  # fmt: skip
 

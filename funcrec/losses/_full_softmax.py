@@ -1,0 +1,161 @@
+"""Cross entropy over all items, fused with its product: the logits of all queries and items never exist at once.
+
+    loss_i = log Σ_r exp ⟨h_i, w_r⟩ / T - ⟨h_i, w_t⟩ / T,   t = target_i
+    d_h = (P - Y) W d / T,   d_W = (P - Y)ᵀ H d / T,   P = softmax(H Wᵀ / T), computed once more
+
+Forward and backward pass over chunks of queries. Shapes: N queries, R items, D dim.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Count, Form, PositiveMagnitude, Problem, any_tracked, check, one_level_below, typed
+from funcrec.losses import _chunks  # noqa: F401  defines the operators
+from funcrec.losses._mean import Reduction, can_be_read, reduce, weight_problems
+from funcrec.tables import blank_padding
+
+Vectors = Annotated[Tensor, Form("f[N, D]")]
+Weights = Annotated[Tensor, Form("f[N]")] | None
+Items = Annotated[Tensor, Form("f[R, D]")]
+CHUNK_NUMBERS = 2**20  # logits of a chunk: 4 MB in f32, so that they stay in a core's caches
+
+
+@typed
+def full_softmax(
+    hidden: Vectors,
+    items: Items,
+    target: Annotated[Tensor, Form("i[N]")],
+    weight: Weights = None,
+    *,
+    temperature: PositiveMagnitude = 1.0,
+    chunk: Count | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Return the cross entropy of each query's target among all items, without the logits f[N, R], f[].
+
+    Args:
+      hidden: f[N, D], a query for each example, such as the hidden vectors of all positions of a batch of histories.
+      items: f[R, D], the vectors of all items.
+      target: i[N], the row of the right item.
+      weight: f[N] >= 0, or None. An example of weight 0 is padding and is not read, unless a derivative follows the
+        weights (`weighted_mean`).
+      temperature: T > 0.
+      chunk: the number of queries whose logits exist at once, static. None takes as many as have 2²⁰ logits.
+      reduction: "mean" for `weighted_mean`, f[]; "none" for the loss of each example, f[N], 0 for padding.
+
+    Floats of 16 bits are computed in f32.
+
+    Raises:
+      TypeError, ValueError: `hidden` and `items` have different dims, or a target is not a row. If no value can be read
+        (under `jit`, on a GPU), the loss is NaN instead.
+
+    Law: the loss is `cross_entropy(hidden @ items.T / temperature, target)`, and so are all its derivatives.
+
+    Cost: two products of N · R · D for the value, and three times as many with the gradient, which computes the logits
+      once more. Memory for 2 · chunk · R numbers. A second derivative keeps the logits of all chunks.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> items = torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+      >>> fr.losses.full_softmax(torch.eye(2), items, torch.tensor([0, 2]), reduction="none")
+      tensor([0.2395, 2.2395])
+
+    Source: Klenitskiy and Vasilev, "Turning dross into gold loss" (RecSys 2023), §3.2; Wijmans et al., "Cut your
+      losses in large-vocabulary language models" (ICLR 2025).
+    """
+    call = "funcrec.losses.full_softmax"
+    check(call, weight_problems(weight))
+    check(call, target_problems(target, items.shape[0], weight))
+    h, t = blank_padding(hidden, weight), blank_padding(target, weight).long()
+    is_row = (t >= 0) & (t < items.shape[0])
+    dtype = torch.promote_types(h.dtype, items.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    size = chunk or max(1, CHUNK_NUMBERS // max(items.shape[0], 1))
+    own = _FullSoftmax.apply(h.to(wide) / temperature, items.to(wide), torch.where(is_row, t, 0), size)
+    return reduce(torch.where(is_row, own, torch.nan).to(dtype), weight, reduction)
+
+
+class _FullSoftmax(torch.autograd.Function):
+    """(hidden f[..., N, D], items f[..., R, D], target i64[..., N], chunk) -> f[..., N], with leading dims of vmaps.
+
+    A backward pass that is itself differentiated consists of plain operations, so every order follows from it."""
+
+    @staticmethod
+    def forward(hidden, items, target, chunk):
+        return torch.ops.funcrec_losses.softmax_losses(hidden, items, target, chunk)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.chunk = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx, d):
+        given = (*ctx.saved_tensors, d)
+        rule = cotangents if any_tracked(given) else torch.ops.funcrec_losses.softmax_cotangents
+        return (*rule(*given, ctx.chunk), None, None)
+
+    @staticmethod
+    def jvp(ctx, d_hidden, d_items, *no_tangents):
+        rule = lambda tensors, tangents: tangent_of(*tensors, *tangents, ctx.chunk)
+        return one_level_below(rule, ctx.saved_tensors, [d_hidden, d_items])
+
+    @staticmethod
+    def vmap(info, in_dims, hidden, items, target, chunk):
+        given = zip((hidden, items, target), in_dims, strict=False)
+        members = [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in given]
+        return _FullSoftmax.apply(*members, chunk), 0
+
+
+def chunks(size: int, *given: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Return the chunks of the tensors [..., N, K]; K may be 1, for a vector."""
+    parts = zip(*(x.split(size, -2) for x in given), strict=True)
+    return ((h, *(x[..., 0] for x in vectors)) for h, *vectors in parts)
+
+
+def cotangents(hidden: Tensor, items: Tensor, target: Tensor, d: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Return the cotangents of hidden and items, for the cotangents d f[..., N] of the losses.
+
+    It is the operator `softmax_cotangents` in plain torch, whose every derivative autograd follows."""
+    places = target[..., None].expand(*target.shape, items.shape[-1])
+    scaled = hidden * d[..., None]
+    d_items = torch.zeros_like(items).scatter_add(-2, places, -scaled)
+    if not hidden.shape[-2]:
+        return torch.zeros_like(hidden), d_items
+    parts = []
+    for h, scale in chunks(chunk, hidden, d[..., None]):
+        p = torch.softmax(h @ items.mT, -1) * scale[..., None]
+        parts.append(p @ items)
+        d_items = d_items + p.mT @ h
+    return torch.cat(parts, -2) - items.gather(-2, places) * d[..., None], d_items
+
+
+def tangent_of(
+    hidden: Tensor, items: Tensor, target: Tensor, d_hidden: Tensor | None, d_items: Tensor | None, chunk: int
+) -> Tensor:
+    """Return the tangents f[..., N] of the losses."""
+    d_hidden = torch.zeros_like(hidden) if d_hidden is None else d_hidden
+    d_items = torch.zeros_like(items) if d_items is None else d_items
+    parts = [torch.zeros_like(hidden[..., :0, 0])]
+    for (h, t), d_h in zip(chunks(chunk, hidden, target[..., None]), d_hidden.split(chunk, -2), strict=True):
+        tangent = d_h @ items.mT + h @ d_items.mT
+        mean = (torch.softmax(h @ items.mT, -1) * tangent).sum(-1)
+        parts.append(mean - tangent.gather(-1, t[..., None])[..., 0])
+    return torch.cat(parts, -1)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def target_problems(target: Tensor, num_items: int, weight: Tensor | None) -> Iterator[Problem]:
+    if not can_be_read(target, weight):
+        return
+    wrong = blank_padding(~((target >= 0) & (target < num_items)), weight)
+    if bool(wrong.any()):
+        at = int(wrong.to(torch.int8).argmax())
+        got, need = f"target[{at}] = {int(target[at])}, {int(wrong.sum())} in all", f"0 <= target < {num_items}"
+        yield Problem("`target` has values that are not rows of `items`.", got, need, "weight=0 for padding")
