@@ -20,7 +20,7 @@ from funcrec.compile._donated import held_message, memory_span, refuse_shared, t
 from funcrec.compile._keys import leaf_key
 from funcrec.compile._recording import Recording, capture_cuda, record, replay
 from funcrec.compile._trace import is_odd, refuse_odd, stage
-from funcrec.compile._writes import Plan, plan_writes, prepare_writes, shared_results
+from funcrec.compile._writes import WritePlan, plan_writes, prepare_writes, shared_results
 from funcrec.compile.backend._exchanges import smaller_exchanges
 from funcrec.compile.backend._inductor import compile_graph
 from funcrec.core import Problem, check, copied, fast_flatten, leaf_paths, static_key
@@ -45,7 +45,7 @@ class Staged(NamedTuple):
     inputs: tuple[int, ...]
     structure: Any
     static: list
-    plan: Plan
+    plan: WritePlan
 
 
 class Followed(NamedTuple):

@@ -42,7 +42,7 @@ class Write(NamedTuple):
     arguments: tuple
 
 
-class Plan(NamedTuple):
+class WritePlan(NamedTuple):
     """The use of a staged graph's results.
 
     writes: the writes, in order. written: the leaves that the writes change. kept: {output: the donated leaf in whose
@@ -55,7 +55,9 @@ class Plan(NamedTuple):
     whole: dict[int, int]
 
 
-def plan_writes(graph: GraphModule, outputs: Sequence[int], inputs: dict[int, Node], donated: Iterable[int]) -> Plan:
+def plan_writes(
+    graph: GraphModule, outputs: Sequence[int], inputs: dict[int, Node], donated: Iterable[int]
+) -> WritePlan:
     """Return the plan of writes for a graph, and make the graph return what the writes need.
 
     There is a write for each output that only replaces rows of a donated leaf.
@@ -97,7 +99,7 @@ def plan_writes(graph: GraphModule, outputs: Sequence[int], inputs: dict[int, No
     end.args = (results,)  # Now no node reads the operations that write in place.
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return Plan(writes, changed, {j: numbers[way.leaf] for j, way in ways.items()}, whole)
+    return WritePlan(writes, changed, {j: numbers[way.leaf] for j, way in ways.items()}, whole)
 
 
 class Way(NamedTuple):
@@ -201,7 +203,7 @@ def _same_form(source: Node, leaf: Node) -> bool:
     return source is leaf or (a.shape == b.shape and a.is_contiguous() and b.is_contiguous())
 
 
-def leaves_read(plan: Plan) -> set[int]:
+def leaves_read(plan: WritePlan) -> set[int]:
     """Return the leaves that the writes read. A leaf whose rows a write only overwrites does not count."""
 
     def places(x: object) -> set[int]:
@@ -221,7 +223,7 @@ def writes_over(write: Write) -> bool:
     return isinstance(write.arguments[0], Slot) and not is_sum
 
 
-def prepare_writes(plan: Plan, num_leaves: int) -> Callable[[list, list], None]:
+def prepare_writes(plan: WritePlan, num_leaves: int) -> Callable[[list, list], None]:
     """Return a function of (leaves, results) that replaces the rows, in place and in order."""
 
     def has_place(x: object) -> bool:

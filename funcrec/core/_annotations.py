@@ -1,4 +1,4 @@
-"""Requirements of annotations on values: the Kind `kind_of(hint)` states one, tests it, and reports violations.
+"""Requirements of annotations on values: the Requirement `kind_of(hint)` states one, tests it, and reports violations.
 
 An annotation is a class, a union, a Literal, a Sequence or Mapping of annotations, a Callable, or an alias from
 `_ranges`. Such an alias adds a range or a tensor's form. `PARTS` may add requirements to a class.
@@ -25,7 +25,7 @@ PARTS: dict[
 ] = {}  # {class: function(value, path) that yields the problems of a value of the class}
 
 
-class Kind(NamedTuple):
+class Requirement(NamedTuple):
     """The requirement on an argument.
 
     need: the requirement in words. find: (path, value) -> problems. fits: whether a value has no problem. accepts:
@@ -60,8 +60,8 @@ _DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
 _CASTS = {"f": "float()", "i": "long()", "i64": "long()", "b": "bool()", "x": "real", "": ""}
 
 
-def kind_of(hint: Any, owner: Any = None) -> Kind:
-    """Return the Kind of an annotation. The module of `owner`, a function or class, resolves annotations in quotes."""
+def kind_of(hint: Any, owner: Any = None) -> Requirement:
+    """Return what an annotation requires. The module of `owner`, a function or class, resolves quoted annotations."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, str | typing.ForwardRef):
         return _late(hint if isinstance(hint, str) else hint.__forward_arg__, owner)
@@ -87,15 +87,15 @@ def kind_of(hint: Any, owner: Any = None) -> Kind:
     return _of_class(hint)
 
 
-def _instance(is_one: Callable[[Any], bool], noun: str, need: str, cls: Any = None) -> Kind:
+def _instance(is_one: Callable[[Any], bool], noun: str, need: str, cls: Any = None) -> Requirement:
     def find(path: str, x: Any) -> Iterator[Problem]:
         if not is_one(x):
             yield Problem(f"`{path}` is not {noun}.", describe(x), need, conversion(path, x, cls), TypeError)
 
-    return Kind(need, find, is_one, is_one, EXAMPLES.get(getattr(cls, "__name__", ""), ""))
+    return Requirement(need, find, is_one, is_one, EXAMPLES.get(getattr(cls, "__name__", ""), ""))
 
 
-def _of_class(cls: type) -> Kind:
+def _of_class(cls: type) -> Requirement:
     need, example = f"{'an' if cls.__name__[0] in 'AEIOU' else 'a'} {cls.__name__}", EXAMPLES.get(cls.__name__, "")
 
     def find(path: str, x: Any) -> Iterator[Problem]:
@@ -105,17 +105,17 @@ def _of_class(cls: type) -> Kind:
             yield from PARTS[cls](x, path)
 
     is_one = lambda x: isinstance(x, cls)
-    return Kind(need, find, lambda x: is_one(x) and (cls not in PARTS or _is_clean(find, x)), is_one, example)
+    return Requirement(need, find, lambda x: is_one(x) and (cls not in PARTS or _is_clean(find, x)), is_one, example)
 
 
 def _is_clean(find: Callable, x: Any) -> bool:
     return not any(True for _ in find("", x))
 
 
-ANYTHING = Kind("anything", lambda path, x: iter(()), lambda x: True, lambda x: True)
+ANYTHING = Requirement("anything", lambda path, x: iter(()), lambda x: True, lambda x: True)
 
 
-def _annotated(hint: Any, more: Any, owner: Any) -> Kind:
+def _annotated(hint: Any, more: Any, owner: Any) -> Requirement:
     if isinstance(more, Form):
         return _formed(more)
     if more == "device":
@@ -129,10 +129,10 @@ def _annotated(hint: Any, more: Any, owner: Any) -> Kind:
             yield Problem(f"`{path}` {more.what}.", f"{x}" or repr(x), more.need, conversion(path, None, hint))
 
     example = inner.example or _LOOKS.get(hint, ((), ""))[1]
-    return Kind(more.need, find, lambda x: inner.fits(x) and more.holds(x), inner.accepts, example)
+    return Requirement(more.need, find, lambda x: inner.fits(x) and more.holds(x), inner.accepts, example)
 
 
-def _formed(form: Form) -> Kind:
+def _formed(form: Form) -> Requirement:
     dtype, least, is_open, holds = form.dtype, len(form.dims), form.is_open, _DTYPES[form.dtype]
     need = form.text.removeprefix("x")  # "x" stands for any dtype
     has_rank = lambda x: x.dim() >= least if is_open else x.dim() == least
@@ -153,7 +153,7 @@ def _formed(form: Form) -> Kind:
             yield Problem(what, describe(x), need, hint)
 
     fits = lambda x: isinstance(x, Tensor) and holds(x.dtype) and has_rank(x)
-    return Kind(need, find, fits, lambda x: isinstance(x, Tensor))
+    return Requirement(need, find, fits, lambda x: isinstance(x, Tensor))
 
 
 def _device_problems(path: str, x: Any) -> Iterator[Problem]:
@@ -167,13 +167,13 @@ def _device_problems(path: str, x: Any) -> Iterator[Problem]:
             yield Problem(f"`{path}` is not a device.", repr(x), need, hint)
 
 
-_DEVICE = Kind(
+_DEVICE = Requirement(
     "a device", _device_problems, functools.partial(_is_clean, _device_problems),
     lambda x: isinstance(x, str | torch.device)
 )  # fmt: skip
 
 
-def _union(args: tuple, owner: Any) -> Kind:
+def _union(args: tuple, owner: Any) -> Requirement:
     optional, members = type(None) in args, [kind_of(a, owner) for a in args if a is not type(None)]
     need = " or ".join(dict.fromkeys(m.need for m in members)) + (", or None" if optional else "")
     allowed = lambda x: optional and x is None
@@ -188,10 +188,10 @@ def _union(args: tuple, owner: Any) -> Kind:
             yield next(members[0].find(path, x))._replace(need=need, kind=TypeError)
 
     fits = lambda x: allowed(x) or any([m.fits(x) for m in members])  # noqa: C419
-    return Kind(need, find, fits, lambda x: allowed(x) or any(m.accepts(x) for m in members), members[0].example)
+    return Requirement(need, find, fits, lambda x: allowed(x) or any(m.accepts(x) for m in members), members[0].example)
 
 
-def _literal(args: tuple) -> Kind:
+def _literal(args: tuple) -> Requirement:
     need = " or ".join(map(repr, args))
     classes = tuple({type(a) for a in args if a is not None})
     fits = lambda x: any(x is a or (isinstance(x, classes) and x.__class__ is not bool and x == a) for a in args)
@@ -201,10 +201,10 @@ def _literal(args: tuple) -> Kind:
             kind = ValueError if isinstance(x, classes) else TypeError
             yield Problem(f"`{path}` is unknown.", describe(x), need, f"{path}={args[0]!r}", kind)
 
-    return Kind(need, find, fits, lambda x: isinstance(x, classes))
+    return Requirement(need, find, fits, lambda x: isinstance(x, classes))
 
 
-def _mapping(args: tuple, owner: Any) -> Kind:
+def _mapping(args: tuple, owner: Any) -> Requirement:
     of_key, of_value = (kind_of(a, owner) for a in args)
     need, example = f"{{name: {of_value.need}}}", f'{{"item": {of_value.example}}}' if of_value.example else ""
 
@@ -223,10 +223,10 @@ def _mapping(args: tuple, owner: Any) -> Kind:
 
     is_one = lambda x: isinstance(x, Mapping)
     fits = lambda x: is_one(x) and all([of_key.fits(k) and of_value.fits(v) for k, v in x.items()])  # noqa: C419
-    return Kind(need, find, fits, is_one, example)
+    return Requirement(need, find, fits, is_one, example)
 
 
-def _sequence(origin: Any, args: tuple, owner: Any) -> Kind:
+def _sequence(origin: Any, args: tuple, owner: Any) -> Requirement:
     is_fixed = origin is tuple and args != () and args[-1] is not ...
     kinds = [kind_of(a, owner) for a in args if a is not ...] or [ANYTHING]
     classes = (tuple, list) if origin is tuple else (Collection if origin is Collection else Sequence,)
@@ -252,18 +252,18 @@ def _sequence(origin: Any, args: tuple, owner: Any) -> Kind:
         fits = lambda x: is_one(x) and len(x) == len(kinds) and all([k.fits(e) for k, e in zip(kinds, x)])  # noqa: C419
     else:
         fits = lambda x: is_one(x) and all(map(kinds[0].fits, x))
-    return Kind(need, find, fits, is_one, example)
+    return Requirement(need, find, fits, is_one, example)
 
 
-def _late(name: str, owner: Any) -> Kind:
-    """Return the Kind of a class that is defined later. A name that does not exist accepts anything."""
+def _late(name: str, owner: Any) -> Requirement:
+    """Return the Requirement of a class that is defined later. A name that does not exist accepts anything."""
 
     @functools.cache
-    def resolved() -> Kind:
+    def resolved() -> Requirement:
         found = getattr(inspect.unwrap(owner), "__globals__", {}).get(name)
         return ANYTHING if found is None else kind_of(found)
 
-    return Kind(
+    return Requirement(
         f"a {name}", lambda path, x: resolved().find(path, x), lambda x: resolved().fits(x),
         lambda x: resolved().accepts(x),
         EXAMPLES.get(name, ""),

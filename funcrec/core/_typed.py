@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core._annotations import ANYTHING, Kind, kind_of
+from funcrec.core._annotations import ANYTHING, Requirement, kind_of
 from funcrec.core._errors import EXAMPLES, Problem, call_name, check, describe, example_at
 from funcrec.core._number_checks import device_problems, plain_number, signature_error
 from funcrec.core._ranges import Form
@@ -35,7 +35,7 @@ class Declared(NamedTuple):
     names: list[str]
     rest: str
     more: str
-    kinds: dict[str, Kind]
+    kinds: dict[str, Requirement]
     forms: dict[str, Form]
     needs: Mapping[str, str]
     defaults: dict[str, Any]
@@ -221,6 +221,6 @@ def field_problems(value: Any) -> Iterator[Problem]:
 
 
 @functools.cache
-def _field_kinds(cls: type) -> dict[str, Kind]:
+def _field_kinds(cls: type) -> dict[str, Requirement]:
     hints = typing.get_type_hints(cls, include_extras=True)
     return {n: kind_of(hints[n], cls) for n in getattr(cls, "_fields", None) or cls.__dataclass_fields__}

@@ -117,7 +117,7 @@ def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
         sites = _find_sites(loss_fn, params, args, kwargs)
         structure: dict[str, Any] = {}
 
-        def tapped(dense, taps):
+        def with_taps(dense, taps):
             tape = structure["tape"] = Tape(sites, taps)
             out = loss_fn(_with_refs(params.tables, dense, tape), *args, **kwargs)
             tape.finish()
@@ -131,7 +131,7 @@ def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
         taps = [site.zeros() for site in sites]
         with named_errors(loss_fn, params, args, kwargs):
             (d_dense, d_taps), (loss, (aux_tensors, saved)) = torch.func.grad_and_value(
-                tapped, argnums=(0, 1), has_aux=True
+                with_taps, argnums=(0, 1), has_aux=True
             )(params.dense, taps)
         check_constants(loss, params, args, kwargs)
         tables = {

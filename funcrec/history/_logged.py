@@ -32,15 +32,15 @@ from funcrec.mesh import Mesh, P, pmin, shard_map
 from funcrec.optim import RowOptimizer
 from funcrec.tables import Params, layout_in
 from funcrec.train import (
+    Gathered,
     Recipe,
     Stages,
-    Summed,
     TrainState,
     TrainStep,
     Update,
     mesh_problems,
     own_memory,
-    run,
+    run_recipe,
     state_problems,
     state_specs,
 )
@@ -158,11 +158,11 @@ def run_logged(recipe: Recipe, axes: tuple[str, ...], place: Stages, logged: Log
     """Return (logged state after a step, metrics of the step). The log records what the step changes."""
     seen = []
 
-    def update(sparse: RowOptimizer, summed: Summed, state: TrainState) -> tuple[Any, Any]:
-        seen.append(summed.rows)
-        return place.update(sparse, summed, state)
+    def update(sparse: RowOptimizer, gathered: Gathered, state: TrainState) -> tuple[Any, Any]:
+        seen.append(gathered.rows)
+        return place.update(sparse, gathered, state)
 
-    state, metrics = run(recipe, place._replace(update=update), logged.state, batch)
+    state, metrics = run_recipe(recipe, place._replace(update=update), logged.state, batch)
     log = recorded(logged.log, recipe.sparse.waiting, *seen, logged.state, state, axes)
     return Logged(state, log, logged.waiting), metrics
 

@@ -20,7 +20,7 @@ from funcrec.kernels import library
 from funcrec.mesh._axes import Axis, bind, bound_axes
 from funcrec.mesh._collectives import all_gather, all_to_all
 
-Kind = Literal["float16", "bfloat16", "int8"]
+Code = Literal["float16", "bfloat16", "int8"]
 STEPS = 127  # the steps of int8 on each side of zero
 SCALE_BYTES = 4
 
@@ -57,8 +57,8 @@ class Codec:
       Quantized Collective Communications", DLP-KDD 2020.
     """
 
-    forward: Kind | None = None
-    backward: Kind | None = None
+    forward: Code | None = None
+    backward: Code | None = None
 
     def __post_init__(self):
         check("funcrec.Codec", field_problems(self))

@@ -17,7 +17,7 @@ from funcrec.core import (
     twice_problems,
     unknown_problems,
 )  # fmt: skip
-from funcrec.sharding import Kind
+from funcrec.sharding import PlacementKind
 
 MOST_IDS = 1e9  # the most ids in a bag
 IdsOfABag = Annotated[float, Within(f"a number from 0 to {MOST_IDS:.0e}", lambda x: 0 <= x <= MOST_IDS)]
@@ -46,7 +46,7 @@ class TableConstraint:
     Source: TorchRec's ParameterConstraints.
     """
 
-    kinds: Sequence[Kind] = ()
+    kinds: Sequence[PlacementKind] = ()
     min_partition: Count = 1
     pooling_factor: IdsOfABag | Mapping[str, IdsOfABag] | None = None
     zipf: Magnitude = 0.0

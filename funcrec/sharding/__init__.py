@@ -13,7 +13,7 @@ from funcrec.sharding._dense_shards import leaf_problems as leaf_problems
 from funcrec.sharding._dense_shards import own_dense as own_dense
 from funcrec.sharding._dense_shards import sum_dense as sum_dense
 from funcrec.sharding._dense_shards import whole_leaves as whole_leaves
-from funcrec.sharding._sum_gradients import sync_grads as sync_grads
+from funcrec.sharding._gather_terms import gather_terms as gather_terms
 from funcrec.sharding._tables import ShardedTables as ShardedTables
 from funcrec.sharding._tables import gather_tables as gather_tables
 from funcrec.sharding._tables import join_parts as join_parts
@@ -54,8 +54,8 @@ from funcrec.sharding.placement._layout import layout_of as layout_of
 from funcrec.sharding.placement._layout import own_ranks as own_ranks
 from funcrec.sharding.placement._placement import OF_TWO_AXES as OF_TWO_AXES
 from funcrec.sharding.placement._placement import Block as Block
-from funcrec.sharding.placement._placement import Kind as Kind
 from funcrec.sharding.placement._placement import Placement as Placement
+from funcrec.sharding.placement._placement import PlacementKind as PlacementKind
 from funcrec.sharding.placement._placement import column_wise as column_wise
 from funcrec.sharding.placement._placement import grid as grid
 from funcrec.sharding.placement._placement import replicated as replicated

@@ -33,7 +33,7 @@ def pooled_there(
 
 
 def pool(banks: Banks, routed: Routed, routes: Routes, implementation: str | None) -> Tensor:
-    """Return the sums that this rank sends back to each sender, f[n, B, W], slot by slot.
+    """Return the sums that this rank sends back to each sender, f[n, B, W], place by place.
 
     A sum adds the rows of this rank that a bag of the sender names.
     """
@@ -41,7 +41,7 @@ def pool(banks: Banks, routed: Routed, routes: Routes, implementation: str | Non
     forms = [
         form._replace(table=used.index(routes.banks[k]), column=sender * width + form.column)
         for sender in range(routes.num_ranks)
-        for k, form in enumerate(slot_forms(routed, routes, sender))
+        for k, form in enumerate(place_forms(routed, routes, sender))
     ]
     tables = [banks[b.name] for b in used]
     if any(b.bits for b in used):  # then all banks come from quantised tables
@@ -58,8 +58,8 @@ def pool(banks: Banks, routed: Routed, routes: Routes, implementation: str | Non
     return out.unflatten(0, (routes.num_ranks, -1))
 
 
-def slot_forms(routed: Routed, routes: Routes, sender: int) -> list[Feature]:
-    """Return the slots of one sender, as features of a kernel.
+def place_forms(routed: Routed, routes: Routes, sender: int) -> list[Feature]:
+    """Return the places of one sender, as features of a kernel.
 
     The kernel computes weighted sums. For a mean, the rank that has the bag divides.
     """
@@ -72,12 +72,12 @@ def slot_forms(routed: Routed, routes: Routes, sender: int) -> list[Feature]:
     ]
 
 
-def _longest(routes: Routes, slot: int) -> int:
-    """Return the most ids in a bag of a slot; 0 if a feature has no `max_length`.
+def _longest(routes: Routes, place: int) -> int:
+    """Return the most ids in a bag of a place; 0 if a feature has no `max_length`.
 
     Bags arrive cut, so the number only bounds how many entries a gradient has.
     """
-    known = [routes.lanes[x[slot]].feature.max_length for x in routes.slots if x[slot] >= 0]
+    known = [routes.lanes[x[place]].feature.max_length for x in routes.served if x[place] >= 0]
     return 0 if None in known else max(known)
 
 
@@ -149,7 +149,7 @@ def combine(pooled: Tensor, routed: Routed, routes: Routes, codec: Codec | None 
     for i, lane in enumerate(routes.lanes):
         # The sum runs over the owners of the table's parts, in the order of the parts, not in the order
         # of the bag's ids. So it has other bits than in one process.
-        at = [(r, routes.columns[routes.slots[r].index(i)]) for r in lane.shard.ranks]
+        at = [(r, routes.columns[routes.served[r].index(i)]) for r in lane.shard.ranks]
         total = back[at[0][0], :, at[0][1] : at[0][1] + lane.bank.dim]
         for r, c in at[1:]:
             total = total + back[r, :, c : c + lane.bank.dim]
@@ -170,20 +170,20 @@ def combine_transpose(
     }
     weights = routed.weights if routed.scales is None else routed.scales
     blank = [torch.zeros_like(d_lanes[0][:, :1]).expand(-1, b.dim) for b in routes.banks]
-    to_rank = lambda slots: torch.cat([blank[k] if i < 0 else d_lanes[i] for k, i in enumerate(slots)], 1)
+    to_rank = lambda places: torch.cat([blank[k] if i < 0 else d_lanes[i] for k, i in enumerate(places)], 1)
     if not routes.axes:
-        d = to_rank(routes.slots[0])[None]
-    elif len(set(routes.slots)) == 1:  # all ranks get the same cotangents
-        (d,) = send("all_gather", [to_rank(routes.slots[0])], routes.axes, codec, [routes.widths])
+        d = to_rank(routes.served[0])[None]
+    elif len(set(routes.served)) == 1:  # all ranks get the same cotangents
+        (d,) = send("all_gather", [to_rank(routes.served[0])], routes.axes, codec, [routes.widths])
     else:
-        each = torch.stack([to_rank(slots) for slots in routes.slots])
+        each = torch.stack([to_rank(places) for places in routes.served])
         (d,) = send("all_to_all", [each], routes.axes, codec, [routes.widths])
-    slots = routes.slots_of_banks
-    terms: dict[Bank, list[Bags]] = {b: [] for b in slots}
+    places = routes.places_of_banks
+    terms: dict[Bank, list[Bags]] = {b: [] for b in places}
     # One term per sender, in the order of the global batch: `coalesce` adds the gradients of a row in this order.
     for sender, d_sender in enumerate(d.unbind(0)):  # one tensor for all banks, because it may be sent again
-        forms = slot_forms(routed, routes, sender)
-        for b, own in slots.items():
+        forms = place_forms(routed, routes, sender)
+        for b, own in places.items():
             terms[b].append(Bags(d_sender, routed.rows, routed.offsets, weights, tuple(forms[k] for k in own)))
     return {b.name: RowGrads(tuple(t), b.rows, b.dim, False, routes.axes) for b, t in terms.items()}
 

@@ -32,21 +32,21 @@ class Routes(NamedTuple):
     """The static description of an exchange.
 
     lanes: ordered by bank, then by feature.
-    slots: for each rank the numbers of the lanes that it serves, padded with -1 to one length. Slot k belongs
+    served: for each rank the numbers of the lanes that it serves, padded with -1 to one length. Place k belongs
       to one bank, banks[k], on all ranks.
-    columns: where slot k's columns begin among the W columns that a rank sends back for a bag.
+    columns: where the columns of place k begin among the W columns that a rank sends back for a bag.
     """
 
     axes: tuple[str, ...]
     num_ranks: int
     lanes: tuple[Lane, ...]
-    slots: tuple[tuple[int, ...], ...]
+    served: tuple[tuple[int, ...], ...]
     banks: tuple[Bank, ...]
     columns: tuple[int, ...]
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Return the number of columns of each slot. The numbers add up to W."""
+        """Return the number of columns of each place. The numbers add up to W."""
         return tuple(b.dim for b in self.banks)
 
     @property
@@ -55,10 +55,10 @@ class Routes(NamedTuple):
         return places_of(x.bank for x in self.lanes)
 
     @property
-    def slots_of_banks(self) -> dict[Bank, list[int]]:
-        """Return {bank: the numbers of its slots}, in the order of `lanes_of_banks`.
+    def places_of_banks(self) -> dict[Bank, list[int]]:
+        """Return {bank: the numbers of its places}, in the order of `lanes_of_banks`.
 
-        The slots of a bank are adjacent.
+        The places of a bank are adjacent.
         """
         return places_of(self.banks)
 
@@ -83,17 +83,17 @@ def routes_of(layout: Layout, features: tuple[FeatureConfig, ...]) -> tuple[Rout
 
 def _routes(axes: tuple[str, ...], lanes: Sequence[Lane]) -> Routes:
     n, banks = lanes[0].bank.num_ranks, []
-    slots: list[list[int]] = [[] for _ in range(n)]
+    served: list[list[int]] = [[] for _ in range(n)]
     for bank, of_bank in places_of(x.bank for x in lanes).items():
-        # All ranks run one graph. So on every rank a bank has as many slots
+        # All ranks run one graph. So on every rank a bank has as many places
         # as the rank needs that serves most of its lanes.
         own = [[i for i in of_bank if r in lanes[i].shard.ranks] for r in range(n)]
         most = max(map(len, own))
         banks += [bank] * most
         for r in range(n):
-            slots[r] += own[r] + [-1] * (most - len(own[r]))
+            served[r] += own[r] + [-1] * (most - len(own[r]))
     columns = tuple(sum(b.dim for b in banks[:k]) for k in range(len(banks)))
-    return Routes(axes, n, tuple(lanes), tuple(map(tuple, slots)), tuple(banks), columns)
+    return Routes(axes, n, tuple(lanes), tuple(map(tuple, served)), tuple(banks), columns)
 
 
 class ReadIds(NamedTuple):

@@ -25,7 +25,7 @@ class Routed:
     """The rows that a rank received, and the places to which its own ids went.
 
     rows: i[n · C], rows of the banks; -1 where a block is not full.
-    offsets: i64[n · (K · B + 1)], for each sender the boundaries of the bags of its slots.
+    offsets: i64[n · (K · B + 1)], for each sender the boundaries of the bags of its places.
     weights: f[n · C].
     scales: f[n · C], the weights, divided by the bag's length for weighted means. None if no feature is a weighted
       mean.
@@ -51,7 +51,7 @@ class Routed:
 
     def rows_of(self, bank: Bank, routes: Routes) -> Tensor:
         """Return the rows that belong to that bank, i[n · C]; -1 for other rows."""
-        n, own = routes.num_ranks, routes.slots_of_banks[bank]
+        n, own = routes.num_ranks, routes.places_of_banks[bank]
         room = self.rows.shape[0] // n
         bounds = self.offsets.unflatten(0, (n, -1))
         places = torch.arange(n * room, device=bounds.device).view(n, room)
@@ -74,7 +74,7 @@ def route(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None, *, place
         read.bags.values,
         read.bags.offsets,
         read.lanes,
-        routes.slots,
+        routes.served,
         read.num_bags,
         room,
         wide=most >= 1 << 31,  # i32 takes half the bytes

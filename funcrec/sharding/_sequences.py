@@ -52,7 +52,7 @@ def lane_places(routed: Routed, lane: int, capacity: int) -> Tensor:
     return torch.where(at < last, routed.sent[at.clamp(max=most)], -1)
 
 
-def send_rows(
+def send_cotangents(
     d_lanes: Mapping[int, Tensor], routed: Routed, routes: Routes, codec: Codec | None = None
 ) -> dict[str, RowGrads]:
     """Return {bank: RowGrads} at the owners, with Entries for each sender in turn.

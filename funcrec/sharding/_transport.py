@@ -22,7 +22,7 @@ from funcrec.sharding._combine import combine_transpose, fetch, pooled_here, poo
 from funcrec.sharding._lanes import Routes
 from funcrec.sharding._route import route
 from funcrec.sharding._route_distinct import fetch_rows_transpose, fetch_transpose, route_rows
-from funcrec.sharding._sequences import send_rows
+from funcrec.sharding._sequences import send_cotangents
 
 
 class Transport(NamedTuple):
@@ -62,8 +62,8 @@ POOLED = {
     "distinct": Steps(route_rows, pooled_here, fetch_transpose),
 }
 SEQUENCES = {
-    "sums": Steps(route, fetch, send_rows),
-    "rows": Steps(route, fetch, send_rows),
+    "sums": Steps(route, fetch, send_cotangents),
+    "rows": Steps(route, fetch, send_cotangents),
     "distinct": Steps(route_rows, fetch, fetch_rows_transpose),
 }
 

@@ -4,10 +4,10 @@ from funcrec.train._first_batch import error_of_loss as error_of_loss
 from funcrec.train._first_batch import trial_of as trial_of
 from funcrec.train._overflow import retry_overflow as retry_overflow
 from funcrec.train._rank_step import state_specs as state_specs
+from funcrec.train._recipe import Gathered as Gathered
 from funcrec.train._recipe import Recipe as Recipe
 from funcrec.train._recipe import Stages as Stages
-from funcrec.train._recipe import Summed as Summed
-from funcrec.train._recipe import run as run
+from funcrec.train._recipe import run_recipe as run_recipe
 from funcrec.train._replicas import sync_replicas as sync_replicas
 from funcrec.train._reshard import gather_state as gather_state
 from funcrec.train._reshard import mesh_problems as mesh_problems

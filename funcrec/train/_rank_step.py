@@ -25,18 +25,18 @@ from funcrec.sharding import (
     cut_dense,
     dense_specs,
     gather_dense,
+    gather_terms,
     init_slots,
     joined_overflow,
     own_dense,
     shard_tables,
     sum_dense,
-    sync_grads,
     update_banks,
     whole_banks,
     whole_leaves,
 )
 from funcrec.tables import Params
-from funcrec.train._recipe import Recipe, Stages, Summed
+from funcrec.train._recipe import Gathered, Recipe, Stages
 from funcrec.train._state import TrainState
 
 
@@ -100,7 +100,7 @@ def rank_of(
         tables = replace(state.tables, transport=transport, whole=whole_banks(sparse, state.tables.layout))
         return Params(tables, gather_dense(state.dense))
 
-    def summed(loss: Tensor, grads: Params, overflows: Sequence[Tensor], state: TrainState) -> Summed:
+    def gathered(loss: Tensor, grads: Params, overflows: Sequence[Tensor], state: TrainState) -> Gathered:
         metrics = overflow_metrics(overflows, mesh.axis_names, state.step) if capacity is not None else {}
         fits = metrics["overflow"] == 0 if metrics else None
         if fits is not None and is_checking() and bool(value_below(fits).all()):
@@ -108,7 +108,7 @@ def rank_of(
         kept = grads.tables if fits is None else {n: g.where(fits) for n, g in grads.tables.items()}
         own = [*whole_leaves(grads.dense, state.dense), loss]
         along = own if is_small(own, mesh.size) else []  # small tensors join the rows' exchange
-        rows, of_all = sync_grads(kept, state.tables.layout, along)
+        rows, of_all = gather_terms(kept, state.tables.layout, along)
 
         def dense() -> tuple[Any, Tensor]:
             *of_whole, total = list(map(added, of_all)) if along else ordered_sum(own, mesh.axis_names)
@@ -116,10 +116,10 @@ def rank_of(
             # the loss of a group is the group's mean, but dense parameters use the bags of all groups
             return tree_map(lambda x: x / copies, (d_dense, total)) if copies > 1 else (d_dense, total)
 
-        return Summed(rows, dense, metrics, fits)
+        return Gathered(rows, dense, metrics, fits)
 
-    def update(sparse: RowOptimizer, summed: Summed, state: TrainState) -> tuple[Any, Any]:
-        banks, slots = update_banks(sparse, summed.rows, state.slots, state.tables, state.step, summed.fits)
+    def update(sparse: RowOptimizer, gathered: Gathered, state: TrainState) -> tuple[Any, Any]:
+        banks, slots = update_banks(sparse, gathered.rows, state.slots, state.tables, state.step, gathered.fits)
         return replace(state.tables, banks=banks), slots
 
     is_mean = lambda x: isinstance(x, Tensor) and x.is_floating_point()
@@ -127,7 +127,7 @@ def rank_of(
         loss_fn=loss_fn,
         key=lambda key: random.fold_in(key, axis_index(batch_axes)),
         params=params,
-        summed=summed,
+        gathered=gathered,
         update=update,
         mean=lambda aux: tree_map(lambda x: pmean(x, mesh.axis_names) if is_mean(x) else x, aux),
         merged=lambda merge, dense, aux: own_dense(merge(gather_dense(dense), aux), dense),

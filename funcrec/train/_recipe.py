@@ -1,6 +1,6 @@
 """The recipe of a step, which is the same everywhere, and its stages, which differ between one process and ranks.
 
-    key, params --loss, grad--> loss_r, grads_r --summed--> grads --update-->
+    key, params --loss, grad--> loss_r, grads_r --gathered--> grads --update-->
     tables', slots', dense', dense_opt' --settled--> state'
 
 In one process each stage is the identity, or the optimizer's update; on ranks it is an exchange, or one rank's part of
@@ -45,7 +45,7 @@ def with_key(recipe: Recipe, state: TrainState, of_bags: Callable = lambda key: 
     return {"key": of_bags(random.fold_in(state.key, state.step))} if recipe.takes_key else {}
 
 
-class Summed(NamedTuple):
+class Gathered(NamedTuple):
     """The gradients of the global batch.
 
     rows: gradients of the tables.
@@ -61,9 +61,9 @@ class Summed(NamedTuple):
     fits: Tensor | None = None
 
 
-def update_tables(sparse: RowOptimizer, summed: Summed, state: TrainState) -> tuple[Any, Any]:
+def update_tables(sparse: RowOptimizer, gathered: Gathered, state: TrainState) -> tuple[Any, Any]:
     """Return (tables, slots) after the update, in one process."""
-    tables, slots = sparse.update(summed.rows, state.slots, state.tables, state.step)
+    tables, slots = sparse.update(gathered.rows, state.slots, state.tables, state.step)
     return with_parts(state.tables, tables), slots
 
 
@@ -73,8 +73,8 @@ class Stages(NamedTuple):
     loss_fn: recipe -> the function to differentiate.
     key: the step's key -> the key for this rank's bags.
     params: state -> Params, as the loss takes them.
-    summed: (loss, gradients, overflows, state) -> Summed.
-    update: (sparse, Summed, state) -> (tables, slots).
+    gathered: (loss, gradients, overflows, state) -> Gathered.
+    update: (sparse, Gathered, state) -> (tables, slots).
     mean: aux -> the global batch's aux.
     merged: (merge, dense, aux) -> the dense parameters that `merge` returns.
     settled: (fits, old state, new state, metrics) -> (state, metrics); the old state if some id found no room.
@@ -83,14 +83,14 @@ class Stages(NamedTuple):
     loss_fn: Callable = lambda recipe: recipe.loss_fn
     key: Callable = lambda key: key
     params: Callable = lambda state: state.params
-    summed: Callable = lambda loss, grads, overflows, state: Summed(grads.tables, lambda: (grads.dense, loss))
+    gathered: Callable = lambda loss, grads, overflows, state: Gathered(grads.tables, lambda: (grads.dense, loss))
     update: Callable = update_tables
     mean: Callable = lambda aux: aux
     merged: Callable = lambda merge, dense, aux: merge(dense, aux)
     settled: Callable = lambda fits, old, new, metrics: (new, metrics)
 
 
-def run(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+def run_recipe(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
     """Return (state', metrics) after one step."""
     extra = with_key(recipe, state, place.key)
     loss_fn, k = place.loss_fn(recipe), recipe.micro_batches
@@ -98,13 +98,13 @@ def run(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> tuple[T
     differentiated = differentiate(loss_fn, has_aux=recipe.has_aux)
     value, grads, overflows = differentiated(place.params(state), batch, **extra)
     loss, aux = value if recipe.has_aux else (value, None)
-    summed = place.summed(loss, grads, overflows, state)
-    tables, slots = place.update(recipe.sparse, summed, state)
-    d_dense, loss = summed.dense()
+    gathered = place.gathered(loss, grads, overflows, state)
+    tables, slots = place.update(recipe.sparse, gathered, state)
+    d_dense, loss = gathered.dense()
     dense, dense_opt = recipe.dense.update(d_dense, state.dense_opt, state.dense, state.step)
     aux = place.mean(aux)
     if recipe.merge is not None:
         dense = place.merged(recipe.merge, dense, aux)
-    metrics = {**summed.metrics, "loss": loss, **({"aux": aux} if recipe.has_aux else {})}
+    metrics = {**gathered.metrics, "loss": loss, **({"aux": aux} if recipe.has_aux else {})}
     new = TrainState(state.step + 1, tables, slots, dense, dense_opt, state.key)
-    return place.settled(summed.fits, state, new, metrics)
+    return place.settled(gathered.fits, state, new, metrics)

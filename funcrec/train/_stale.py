@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from funcrec.core import replace
 from funcrec.train._rank_step import state_specs
-from funcrec.train._recipe import Recipe, Stages, run
+from funcrec.train._recipe import Recipe, Stages, run_recipe
 from funcrec.train._state import TrainState
 from funcrec.train._step import update_of
 
@@ -42,5 +42,5 @@ def stale_of(step: Any) -> StaleStep | None:
 def run_stale(recipe: Recipe, place: Stages, both: tuple, batch: Any) -> tuple[tuple, dict]:
     state, tables = both
     read_then = place._replace(params=lambda state: place.params(replace(state, tables=tables)))
-    state, metrics = run(recipe, read_then, state, batch)
+    state, metrics = run_recipe(recipe, read_then, state, batch)
     return (state, tables), metrics

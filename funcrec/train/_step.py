@@ -37,7 +37,7 @@ from funcrec.optim import dense as optimizer
 from funcrec.sharding import Plan, dedup_problems, dense_axes_problems, tables_placed_otherwise
 from funcrec.tables import Params, layout_in
 from funcrec.train._rank_step import rank_of, shard_state, state_specs
-from funcrec.train._recipe import Recipe, Stages, run, takes_key
+from funcrec.train._recipe import Recipe, Stages, run_recipe, takes_key
 from funcrec.train._state import TrainState
 
 RATE = 0.001  # the rate of Adam where no optimizer is given, as in torch
@@ -219,7 +219,7 @@ class Update:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
         self.check(state, batch)
-        return self.where.run(functools.partial(run, self.recipe), state_specs, state, batch)
+        return self.where.run(functools.partial(run_recipe, self.recipe), state_specs, state, batch)
 
     def check(self, state: TrainState, batch: Any) -> None:
         mesh = self.where.mesh

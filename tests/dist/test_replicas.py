@@ -223,14 +223,14 @@ def test_ranks_refuse_copies_that_differ(ranks):
 
 
 WRONG = {
-    "groups share their gradients": lambda axes: (fr.train._rank_step, "sync_grads", shared),
+    "groups share their gradients": lambda axes: (fr.train._rank_step, "gather_terms", shared),
     "the mean is of all ranks": lambda axes: (fr.train._step, "prod", lambda xs: 1),
 }
 
 
 def shared(grads, layout, told):
     """Return the gradients, summed as if the replica axes were ordinary axes."""
-    return fr.sharding._sum_gradients.sync_grads(grads, layout._replace(replicas=()), told)
+    return fr.sharding._gather_terms.gather_terms(grads, layout._replace(replicas=()), told)
 
 
 @pytest.mark.parametrize("which", WRONG)

@@ -27,7 +27,8 @@ def looked_up(model, d, codec=None, exact=False):
 
 def dense(grads, held):
     """Return {bank: f[rows, dim]}, the dense gradients."""
-    made = {b: g.coalesce().to_dense() for b, g in fr.sharding._sum_gradients.sync_grads(grads, held.layout)[0].items()}
+    gathered, _ = fr.sharding._gather_terms.gather_terms(grads, held.layout)
+    made = {b: g.coalesce().to_dense() for b, g in gathered.items()}
     return {b.name: made.get(b.name, zeros_like(held[b.name])) for b in held.layout.banks}
 
 

@@ -153,7 +153,7 @@ def combine_program(layout, mine):
             row = []
             for i, lane in enumerate(routes.lanes):
                 feature, shard = lane.feature, lane.shard
-                at = lambda s, i=i: routes.columns[routes.slots[s].index(i)]
+                at = lambda s, i=i: routes.columns[routes.served[s].index(i)]
                 total = sum(x["pooled"][s, r, :, at(s) : at(s) + shard.last - shard.first] for s in range(n))
                 lengths = ids.offsets_for(feature.key).diff().clamp(min=1)[:, None]
                 row.append(total / lengths if feature.pooling == "mean" else total)

@@ -19,7 +19,7 @@ import funcrec as fr
 from funcrec.core._tree import replace
 from funcrec.mesh import _exchange as exchange
 from funcrec.mesh import _joined
-from funcrec.sharding import _combine, _sum_gradients, _update
+from funcrec.sharding import _combine, _gather_terms, _update
 from funcrec.sharding import _lanes as route_ids
 from funcrec.sharding import _route_distinct as unique
 from funcrec.sharding import _sequences as sequence
@@ -169,7 +169,7 @@ MUTATIONS = {
     "a mean's gradient is not divided": Mutation(_combine, "_scaled", lambda made: lambda d, *args: d,
         law(has_bits, "row_wise")),
     "copies keep their own gradients": Mutation(
-        _sum_gradients, "sync_grads", _kept_apart, law(has_bits, "replicated")
+        _gather_terms, "gather_terms", _kept_apart, law(has_bits, "replicated")
     ),
     "ids go to another rank": Mutation(route_ids, "owners_at", _elsewhere, law(has_bits, "row_wise")),
     "a lane begins one id late": Mutation(
@@ -200,10 +200,10 @@ MUTATIONS = {
         _rank_step, "ordered_sum", lambda made: lambda tree, axes: tree, law(trains, "adam", "row_wise", 0)
     ),
     "rows stay on their rank": Mutation(
-        _rank_step, "sync_grads", _kept_apart, law(trains, "adam", "replicated")
+        _rank_step, "gather_terms", _kept_apart, law(trains, "adam", "replicated")
     ),
     "what travels together is cut one element late": Mutation(
-        _sum_gradients, "gather_each", _cut_late, law(trains, "adam", "replicated")
+        _gather_terms, "gather_each", _cut_late, law(trains, "adam", "replicated")
     ),
     "columns in place: gradients are of the own columns": Mutation(
         _rank_step, "whole_banks", lambda made: lambda sparse, layout: (), law(trains, "partial", "column_wise")

@@ -51,7 +51,7 @@ def sharded(model, **options):
         _, grads = fr.value_and_grad(loss)(fr.Params(held, {}), ids)
         dense = {
             b: g.coalesce().to_dense()
-            for b, g in fr.sharding._sum_gradients.sync_grads(grads.tables, held.layout)[0].items()
+            for b, g in fr.sharding._gather_terms.gather_terms(grads.tables, held.layout)[0].items()
         }
         return fr.lookup(held, ids, features).values, {
             b.name: dense.get(b.name, zeros_like(held[b.name])) for b in held.layout.banks

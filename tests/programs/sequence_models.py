@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 import funcrec as fr
 from funcrec.core._tree import replace
-from funcrec.sharding import _sum_gradients, _tables
+from funcrec.sharding import _gather_terms, _tables
 from programs import lookup_transforms as lookups
 from programs.placement_models import models, zeros_like
 
@@ -42,7 +42,8 @@ def mapped(model, capacity=None, dedup=False):
 
     def one_rank(held, ids):
         _, grads = fr.value_and_grad(lambda p, ids: loss(p.tables, ids, features))(fr.Params(held, {}), ids)
-        dense = {b: g.coalesce().to_dense() for b, g in _sum_gradients.sync_grads(grads.tables, held.layout)[0].items()}
+        gathered, _ = _gather_terms.gather_terms(grads.tables, held.layout)
+        dense = {b: g.coalesce().to_dense() for b, g in gathered.items()}
         sequences = {k: (x.values[None], x.offsets[None]) for k, x in fr.lookup_sequence(held, ids, features).items()}
         return sequences, {b.name: dense.get(b.name, zeros_like(held[b.name])) for b in held.layout.banks}
 

@@ -15,7 +15,9 @@ from typing import Literal, NamedTuple
 from funcrec.core import Count, Problem, Size, check, fail, field_problems, reported, twice_problems, typed
 from funcrec.mesh import AxisName
 
-Kind = Literal["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "replicated"]
+PlacementKind = Literal[
+    "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "replicated"
+]
 OF_TWO_AXES = ("table_row_wise", "table_column_wise", "grid")
 ON_ONE_PLACE = ("table_wise", "table_row_wise", "table_column_wise")
 
@@ -47,7 +49,7 @@ class Placement:
       Placement(kind='row_wise', axes=('model',), ranks=())
     """
 
-    kind: Kind
+    kind: PlacementKind
     axes: tuple[str, ...]
     ranks: tuple[Size, ...] = ()
 

@@ -23,7 +23,7 @@ from funcrec.core import (
     unknown_problems,
 )  # fmt: skip
 from funcrec.mesh import AxisName, Mesh
-from funcrec.sharding.placement._placement import OF_TWO_AXES, ON_ONE_PLACE, Kind, Placement, axis_names
+from funcrec.sharding.placement._placement import OF_TWO_AXES, ON_ONE_PLACE, Placement, PlacementKind, axis_names
 from funcrec.sharding.placement._report import Report, report_problem
 from funcrec.tables import TableConfig, table_list_problems
 
@@ -142,7 +142,7 @@ class Plan:
     @staticmethod
     @typed
     def uniform(
-        kind: Kind, tables: Sequence[TableConfig] | Mapping[str, Any], mesh: Mesh, *, replicas: AxisName = ()
+        kind: PlacementKind, tables: Sequence[TableConfig] | Mapping[str, Any], mesh: Mesh, *, replicas: AxisName = ()
     ) -> "Plan":
         """Return a plan that places all tables alike, over all axes of the mesh except `replicas`.
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from funcrec.mesh import _codec
-from funcrec.mesh._codec import STEPS, Kind
+from funcrec.mesh._codec import STEPS, Code
 from funcrec.testing import assert_trees_close
 
 # relative half steps of bfloat16 and float16
@@ -43,7 +43,7 @@ def by_rows(x, widths):
     return torch.cat(out, -1)
 
 
-@given(vectors(), st.sampled_from(get_args(Kind)))
+@given(vectors(), st.sampled_from(get_args(Code)))
 def test_a_coded_vector_is_near(made, kind):
     """bfloat16 is within 2^-8 of the size of each element, float16 within 2^-11 (or 2^-25, if that is more). int8 is
     within half a step of its row."""
@@ -72,7 +72,7 @@ def test_int8_is_its_definition(made):
     assert (apart <= want.abs() * 2.0**-22 + 2.0**-149 + torch.where(is_tie, most / STEPS, 0)).all()
 
 
-@given(vectors(), st.sampled_from(get_args(Kind)))
+@given(vectors(), st.sampled_from(get_args(Code)))
 def test_coding_twice_is_coding_once(made, kind):
     """A second coding of a received vector adds no error. Zeros and the largest element of an int8 row keep their
     bits."""
@@ -85,7 +85,7 @@ def test_coding_twice_is_coding_once(made, kind):
             assert_trees_close(got.abs().amax(-1), row.abs().amax(-1))
 
 
-@given(vectors(), st.sampled_from(get_args(Kind)))
+@given(vectors(), st.sampled_from(get_args(Code)))
 def test_coded_bytes_are_counted(made, kind):
     """A 16-bit element takes two bytes. int8 takes one byte for each element and four bytes for each row. Strides
     change no byte. The shapes of the operators are known on meta."""
@@ -103,7 +103,7 @@ def test_coded_bytes_are_counted(made, kind):
     assert (back.shape, back.dtype) == (x.shape, x.dtype)
 
 
-@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("kind", get_args(Code))
 def test_operators_pass_torchs_checks(kind):
     """Each operator passes torch's checks of schema, shapes and aliasing."""
     x = torch.linspace(-2, 3, 10).reshape(2, 5)

@@ -14,8 +14,8 @@ from funcrec.planner._milp import relax
 from funcrec.planner._packing import Cap, Item, Option, Packing, loads_of
 from funcrec.planner._solve import longest_first, solve
 from funcrec.sharding import layout_of
+from funcrec.sharding._gather_terms import copy_axes
 from funcrec.sharding._lanes import routes_of
-from funcrec.sharding._sum_gradients import copy_axes
 
 TC, FC = fr.TableConfig, fr.FeatureConfig
 TABLES = (TC("item", 30_000, 64), TC("user", 3_001, 7), TC("tiny", 3, 64), TC("shop", 900, 64), TC("unread", 500, 16))

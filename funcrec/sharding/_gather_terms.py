@@ -1,4 +1,4 @@
-"""Sums the gradients of the global batch: every copy of a row gets the terms of all ranks.
+"""Gathers the gradients of the global batch: every copy of a row gets the terms of all ranks.
 
     grads[copy] = (terms of rank 0, ..., terms of rank n-1)
 
@@ -17,7 +17,7 @@ from funcrec.sharding.placement._layout import Bank, Layout
 from funcrec.tables import Bags, Entries, RowGrads
 
 
-def sync_grads(
+def gather_terms(
     grads: Mapping[str, RowGrads], layout: Layout, told: Sequence[Tensor] = ()
 ) -> tuple[dict[str, RowGrads], list[tuple[Tensor, ...]]]:
     """Return each bank's gradient with the terms of all ranks that hold a copy of the bank.

@@ -9,7 +9,7 @@ from programs.training import plan_of
 
 import funcrec as fr
 from funcrec.mesh import _joined
-from funcrec.sharding import _sum_gradients
+from funcrec.sharding import _gather_terms
 from funcrec.testing import assert_trees_close
 
 DTYPES = (torch.float32, torch.int32, torch.int64, torch.float64, torch.bfloat16)
@@ -59,7 +59,7 @@ def test_bounds_are_narrow_where_rows_are():
 
         def one_rank(own, dtype=dtype, is_narrow=is_narrow):
             bags = fr.tables._rowgrads.Bags(torch.zeros(2, 3), torch.zeros(4, dtype=dtype), own[0])
-            narrow = _sum_gradients.narrow_bounds([bags])
+            narrow = _gather_terms.narrow_bounds([bags])
             assert [x.dtype for x in narrow.values()] == [torch.int32] * is_narrow
             return torch.stack(_joined.gather_each([bags.offsets], ("x",), narrow)[id(bags.offsets)])
 
