@@ -18,6 +18,7 @@ from funcrec.jagged import KeyedTensor as KeyedTensor
 from funcrec.jagged import bag_filter as bag_filter
 from funcrec.jagged import bag_reduce as bag_reduce
 from funcrec.jagged import bag_softmax as bag_softmax
+from funcrec.jagged import dedup_bags as dedup_bags
 from funcrec.jagged import drop_ids as drop_ids
 from funcrec.jagged import jagged_attention as jagged_attention
 from funcrec.jagged import pad_to_bucket as pad_to_bucket
@@ -52,6 +53,7 @@ from funcrec.tables import hash_rows as hash_rows
 from funcrec.tables import init as init
 from funcrec.tables import Initializer as Initializer
 from funcrec.tables import lookup as lookup
+from funcrec.tables import lookup_each as lookup_each
 from funcrec.tables import lookup_sequence as lookup_sequence
 from funcrec.tables import lookup_sequence_transpose as lookup_sequence_transpose
 from funcrec.tables import lookup_transpose as lookup_transpose

@@ -276,6 +276,8 @@ def refuse_in_micro_batches(call: str, what: str) -> None:
 def num_examples(x: Any) -> int | None:
     """Return the number of examples in a leaf of a batch, None for a leaf that is no tensor, or -1 without examples."""
     if is_jagged(x):
+        if getattr(x, "inverse", None) is not None:
+            return x.num_examples
         return x.num_bags if getattr(x, "strides", None) is None else -1
     return (x.shape[0] if x.dim() else -1) if isinstance(x, Tensor) else None
 

@@ -41,8 +41,8 @@ def to_keyed_jagged_tensor(x: KeyedJaggedTensor) -> Any:
     from torchrec.sparse import jagged_tensor as theirs
 
     x, more = x.unpad(), {}
-    if x.strides is not None:
-        more["stride_per_key_per_rank"] = [[count] for count in x.strides]
+    if x.strides is not None or x.inverse is not None:  # else TorchRec takes the examples for the number of bags
+        more["stride_per_key_per_rank"] = [[x.bags_of(k)] for k in x.keys]
     if x.inverse is not None:
         more["inverse_indices"] = (list(x.keys), x.inverse)
     weights = x.weights if not x.unweighted else torch.where(unweighted_places(x), 1, x.weights)
@@ -95,7 +95,9 @@ def strides_in(call: str, x: Any) -> tuple[int, ...] | None:
         fail(call, "`x` holds the batches of several ranks.", got=f"strides {per_rank} by key and rank",
              need="the batch of one rank: a stride for each key",
              hint="the value before TorchRec's input exchange; fr.shard_map routes ids itself")  # fmt: skip
-    return tuple(own[0] for own in per_rank)
+    counts = tuple(own[0] for own in per_rank)
+    is_plain = x.inverse_indices_or_none() is not None and len(set(counts)) <= 1
+    return None if is_plain else counts
 
 
 def inverse_in(call: str, x: Any) -> Tensor | None:

@@ -3,8 +3,13 @@
 capacity(N) = the least of 16, 24, 32, 48, 64, 96, ... that is at least N
 """
 
-from funcrec.core import Size, typed
+from collections.abc import Sequence
+
+import torch
+
+from funcrec.core import Size, replace, typed
 from funcrec.jagged._keyed_jagged import KeyedJaggedTensor
+from funcrec.jagged._primitives import are_equal
 
 BUCKET_MIN = 16
 
@@ -26,9 +31,11 @@ def bucket(size: int, *, minimum: int = BUCKET_MIN) -> int:
 def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: Size = BUCKET_MIN) -> KeyedJaggedTensor:
     """Return the ids, padded to the least bucket that holds them, so that a compiled step meets few shapes.
 
-    `pad_to_bucket` reads offsets on the host.
+    `pad_to_bucket` reads offsets on the host. With inverse indices, the number of bags of each key becomes a bucket,
+    too, or the number of examples if that is less: empty bags that no example has follow.
 
-    Law: `pad_to_bucket(ids).to_lists() == ids.to_lists()`. Above `minimum`, at most half of the buffer is padding.
+    Law: `pad_to_bucket(ids).to_lists() == ids.to_lists()` without inverse indices; lookups are equal with them. Above
+      `minimum`, at most half of the buffer is padding.
 
     Example:
       >>> import funcrec as fr
@@ -36,4 +43,17 @@ def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: Size = BUCKET_MIN) -> Keye
       16
     """
     tight = ids.unpad()
+    if ids.inverse is not None:
+        counts = [ids.bags_of(k) for k in ids.keys]
+        most = ids.inverse.shape[1]
+        tight = with_bags(tight, [max(n, min(bucket(n, minimum=minimum), most)) for n in counts])
     return tight.pad_to(bucket(tight.capacity, minimum=minimum))
+
+
+def with_bags(ids: KeyedJaggedTensor, counts: Sequence[int]) -> KeyedJaggedTensor:
+    """Return the ids with `counts` bags of each key, no fewer than before; empty bags follow the bags of a key."""
+    bounds = [ids.offsets_for(k) for k in ids.keys]
+    more = [b[-1:].expand(n - b.shape[0] + 1) for b, n in zip(bounds, counts, strict=True)]
+    filled = [x for b, m in zip(bounds, more, strict=True) for x in (b[:-1], m)]
+    strides = None if are_equal(counts) else tuple(counts)
+    return replace(ids, offsets=torch.cat([*filled, ids.offsets[-1:]]), strides=strides)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, describe, doubled, reported
-from funcrec.jagged._checks import bag_problems, buffer_problems, mapped_problems, offset_form_problems
+from funcrec.jagged._checks import INT_DTYPES, bag_problems, buffer_problems, mapped_problems, offset_form_problems
 from funcrec.jagged._jagged import JaggedTensor
 from funcrec.jagged._primitives import are_equal
 
@@ -109,13 +109,30 @@ def keyed_parts(ids: Any, path: str) -> Iterator[Problem]:
         yield from stride_problems(ids.keys, ids.offsets.shape[0] - 1, ids.strides)
     yield from unweighted_problems(ids.keys, ids.weights, ids.unweighted, f"{path}.")
     if ids.inverse is not None:
-        yield from inverse_problems(ids.inverse, path)
+        yield from inverse_problems(ids, path)
 
 
-def inverse_problems(inverse: object, path: str) -> Iterator[Problem]:
-    if not isinstance(inverse, Tensor) or inverse.is_floating_point() or inverse.dim() != 2:
-        hint = "inverse=None, where all keys have one number of bags"
+def inverse_problems(ids: Any, path: str) -> Iterator[Problem]:
+    inverse, hint = ids.inverse, "inverse=None, where all keys have one number of bags"
+    if not isinstance(inverse, Tensor) or inverse.dtype not in INT_DTYPES or inverse.dim() != 2:
         yield Problem(f"`{path}.inverse` is not a matrix of bags.", describe(inverse), "i[F, E]", hint, TypeError)
+    elif isinstance(ids.keys, tuple) and inverse.shape[0] != len(ids.keys):
+        need = f"a row for each of {len(ids.keys)} keys"
+        yield Problem(f"`{path}.inverse` does not match the keys.", describe(inverse), need, hint)
+    elif isinstance(ids.offsets, Tensor) and inverse.device != ids.offsets.device:
+        yield Problem(f"`{path}.inverse` is on another device.", f"{inverse.device}", f"device {ids.offsets.device}")
+
+
+def inverse_value_problems(ids: Any, path: str = "ids", kind: type[Exception] = ValueError) -> Iterator[Problem]:
+    """Yield a problem for inverse indices of bags that do not exist, which it reads on the host."""
+    for f, key in enumerate(ids.keys if ids.inverse is not None else ()):
+        count, own = ids.bags_of(key), ids.inverse[f]
+        wrong = (own < 0) | (own >= count)
+        if bool(wrong.any()):
+            at = int(wrong.to(torch.int8).argmax())
+            got = f"inverse[{f}, {at}] = {int(own[at])}, {int(wrong.sum())} in all"
+            yield Problem(f"`{path}.inverse` names bags of {key!r} that do not exist.", got, f"0 <= bag < {count}",
+                          kind=kind)  # fmt: skip
 
 
 def keyed_hint(ids: object, path: str) -> str:
@@ -146,8 +163,11 @@ def concat_problems(parts: Sequence[Any]) -> Iterator[Problem]:
     bare = [i for i, p in enumerate(parts) if p.inverse is None]
     if 0 < len(bare) < len(parts):
         yield Problem("only some of `parts` have inverse indices.", f"none in parts {bare}", "all or none")
-    counts = [p.num_bags for p in parts if p.keys and p.strides is None]
-    if not are_equal(counts):
+    shared = [p.inverse.shape[1] for p in parts if p.inverse is not None]
+    counts = [p.num_bags for p in parts if p.keys and p.strides is None and p.inverse is None]
+    if not are_equal(shared):
+        yield Problem("`parts` have different numbers of examples.", f"{shared}", "one number of examples")
+    elif not are_equal(counts):
         yield Problem("`parts` have different numbers of bags.", f"{counts}", "one number of bags")
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Size, check, describe, fail, pytree, typed
+from funcrec.core import PARTS, Size, check, describe, fail, pytree, replace, typed
 from funcrec.jagged._checks import capacity_problems, length_problems, offset_problems
 from funcrec.jagged._jagged import Integers, JaggedTensor, Values, Weights, grow, take_ranges
 from funcrec.jagged._join import as_part, join
@@ -40,8 +40,8 @@ class KeyedJaggedTensor:
       values: [N], all bags of the first key, then all bags of each further key, then padding.
       offsets: i32|i64[F * B + 1], the boundaries of the bags, from 0. With `strides`, the size is sum(strides) + 1.
       weights: f[N], a multiplier per id, or None.
-      inverse: i[F, E], the bag of each of E examples for each key, or None. A batch needs `inverse` if its keys have
-        different numbers of bags.
+      inverse: i[F, E], the bag of each of E examples for each key, or None: example e has bag e. `lookup` needs
+        `inverse` if the keys have different numbers of bags. `fr.dedup_bags` computes it.
       keys: the names of the F features.
       strides: the number of bags of each key if these numbers differ, else None.
       unweighted: the keys without weights, if other keys have weights. funcrec fills the places of these keys in
@@ -163,6 +163,11 @@ class KeyedJaggedTensor:
         return (self.offsets.shape[0] - 1) // max(len(self.keys), 1)
 
     @property
+    def num_examples(self) -> int:
+        """Return E, the number of examples: the columns of `inverse`, or B."""
+        return self.num_bags if self.inverse is None else self.inverse.shape[1]
+
+    @property
     def capacity(self) -> int:
         """Return the length of the buffer, including padding."""
         return self.values.shape[0]
@@ -216,11 +221,14 @@ class KeyedJaggedTensor:
 
     def __getitem__(self, which: str | int | slice | Sequence[int]) -> "JaggedTensor | KeyedJaggedTensor":
         """Return one feature's JaggedTensor for a key, `ids["clicked"]`; for positions, return these bags of every key:
-        `ids[2:5]`, `ids[3]`, `ids[[4, 0]]`."""
+        `ids[2:5]`, `ids[3]`, `ids[[4, 0]]`. With `inverse`, positions are examples, and all distinct bags stay."""
         if isinstance(which, str):
             positions = [self._position(which)]
             return as_part(self._take_keys(positions, self.capacity), self, positions)
-        chosen = bag_list(which, self.num_bags, "funcrec.KeyedJaggedTensor.__getitem__")
+        chosen = bag_list(which, self.num_examples, "funcrec.KeyedJaggedTensor.__getitem__")
+        if self.inverse is not None:
+            examples = torch.tensor(chosen, dtype=torch.int64, device=self.inverse.device)
+            return replace(self, inverse=self.inverse.index_select(1, examples))
         firsts = torch.arange(len(self.keys), device=self.offsets.device) * self.num_bags
         bags = firsts[:, None] + torch.tensor(chosen, dtype=torch.int64, device=self.offsets.device)
         return self._take_bags(bags.flatten(), repeats(chosen), self.keys)

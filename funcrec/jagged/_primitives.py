@@ -55,6 +55,11 @@ def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) 
     return _Linear.apply(_Map("take_ranges", choice, capacity), values, starts, lengths), offsets_of(lengths)
 
 
+def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values: int) -> Tensor:
+    """Return the result of `ops.take_ranges_transpose`, differentiable in d."""
+    return _call(_Map("take_ranges_transpose", _chosen(d), num_values), d, starts, lengths)
+
+
 def to_padded(values: Tensor, offsets: Tensor, length: int, fill: float | int) -> Tensor:
     """Return the result of `ops.to_padded`, differentiable in the values."""
     return _call(_Map("to_padded", _chosen(values), length, fill), values, offsets)

@@ -223,7 +223,7 @@ def bags_of(batch: Any, which: Bags, name: str, queries: Tensor, num_items: int)
     """
     if isinstance(which, str):
         keys = getattr(getattr(batch, "ids", None), "keys", ())
-        check(CALL, key_problems(name, which, keys))
+        check(CALL, key_problems(name, which, keys), shared_problems(name, batch.ids))
         bags = batch.ids[which]
     else:
         with own_errors(CALL, which, batch, need="a batch that it reads"):
@@ -319,3 +319,9 @@ def row_problems(name: str, bags: JaggedTensor, num_items: int) -> Iterator[Prob
         worst = int(own.max()) if int(own.max()) >= num_items else int(own.min())
         got, need = f"row {worst}", f"rows from 0 to {num_items - 1}, those of `items`"
         yield Problem(f"`{name}` has rows that no item has.", got, need, "items of all ids that occur")
+
+
+def shared_problems(name: str, ids: object) -> Iterator[Problem]:
+    if getattr(ids, "inverse", None) is not None:
+        got, need = "ids with inverse indices, whose bags are not those of queries", "one bag for each query"
+        yield Problem(f"`{name}` has bags that queries share.", got, need, "the ids before `fr.dedup_bags`")

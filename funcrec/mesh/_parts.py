@@ -3,7 +3,8 @@
     join(cut(x, spec), spec) == x        cut(x, P("a", None))[i] = rows i · (R/n) to (i + 1) · (R/n)
 
 A jagged value counts as one leaf with one dimension, its bags: P("data") gives each rank B / n bags of every key.
-The buffers of all ranks have one capacity.
+The buffers of all ranks have one capacity. With inverse indices each rank gets E / n examples and B_f / n bags of each
+key f; the examples of a part have bags of that part (`fr.dedup_bags(ids, num_parts=n)`).
 Shapes: n ranks on an axis; a stacked value has one leading dimension for each axis that cuts it, in the mesh's order.
 """
 
@@ -16,7 +17,16 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, outside_transforms, tree_map
-from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bucket, is_concrete, take_ranges
+from funcrec.jagged import (
+    JaggedTensor,
+    KeyedJaggedTensor,
+    bucket,
+    is_concrete,
+    join_examples,
+    part_problems,
+    parts_of_examples,
+    take_ranges,
+)
 from funcrec.mesh._axes import bound
 from funcrec.mesh._collectives import pmax
 from funcrec.mesh._spec import P
@@ -147,8 +157,11 @@ def _stack_bags(x: Any, n: int) -> Any:
     The capacity of a part is a bucket of the ids that the fullest part of any rank needs. Where the lengths cannot be
     read it is the whole capacity.
     """
-    bags = x.num_bags // n
-    parts = [x[i * bags : (i + 1) * bags] for i in range(n)]
+    if getattr(x, "inverse", None) is not None:
+        parts = parts_of_examples(x, n)
+    else:
+        bags = x.num_bags // n
+        parts = [x[i * bags : (i + 1) * bags] for i in range(n)]
     if is_concrete(x.values) and is_concrete(x.offsets):
         capacity = min(bucket(_most_over_ranks(max(int(p.offsets[-1]) for p in parts))), x.capacity)
         parts = [p.unpad().pad_to(capacity) for p in parts]
@@ -170,6 +183,8 @@ def _most_over_ranks(size: int) -> int:
 def join_bags(parts: Sequence[Any]) -> Any:
     """Return the bags of all parts, joined key by key, in a buffer with the sum of the capacities."""
     first = parts[0]
+    if getattr(first, "inverse", None) is not None:
+        return join_examples(parts)
     weights = None if first.weights is None else torch.cat([p.weights for p in parts])
     base = [i * first.capacity for i in range(len(parts))]  # where the buffer of part i begins in the joined buffer
     keys = len(first.keys) if isinstance(first, KeyedJaggedTensor) else 1
@@ -212,7 +227,9 @@ def size_problems(parts: Sequence[Part], sizes: Sizes) -> Iterator[Problem]:
         for d, names in enumerate(p.spec.dims):
             n = prod(sizes[a] for a in names)
             if is_jagged(p.value):
-                if getattr(p.value, "strides", None) is not None:
+                if getattr(p.value, "inverse", None) is not None:
+                    yield from part_problems(p.value, p.path, n)
+                elif getattr(p.value, "strides", None) is not None:
                     got = f"strides={p.value.strides}"
                     yield Problem(f"`{p.path}` has keys with different numbers of bags.", got, "one number of bags")
                 elif p.value.num_bags % n:

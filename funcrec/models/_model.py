@@ -311,7 +311,8 @@ def input_problems(params: object, batch: object, num_dense: int) -> Iterator[Pr
         yield Problem("`batch.dense` does not match the model.", describe(batch.dense), f"f[B, {num_dense}]")
     elif batch.dense is not None and not batch.dense.is_floating_point():
         yield Problem("`batch.dense` is not a float tensor.", describe(batch.dense), "floats", kind=TypeError)
-    rows = batch.ids.num_bags if batch.ids.strides is None and batch.ids.inverse is None else None
+    has_rows = batch.ids.strides is None or batch.ids.inverse is not None
+    rows = batch.ids.num_examples if has_rows else None
     weight = batch.weight
     if weight is not None and (weight.dim() != 1 or rows not in (None, weight.shape[0])):
         yield Problem("`batch.weight` does not match its ids.", describe(weight), f"f[{rows or 'B'}]")

@@ -44,6 +44,7 @@ from funcrec.tables._lines import HEAD as HEAD
 from funcrec.tables._lines import in_units as in_units
 from funcrec.tables._lines import table_lines as table_lines
 from funcrec.tables._lookup import lookup as lookup
+from funcrec.tables._lookup import lookup_each as lookup_each
 from funcrec.tables._lookup import lookup_sequence as lookup_sequence
 from funcrec.tables._lookup import lookup_sequence_transpose as lookup_sequence_transpose
 from funcrec.tables._lookup import lookup_transpose as lookup_transpose

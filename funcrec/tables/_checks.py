@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, describe, doubled, fail, kind_of, nearest, reported
+from funcrec.core import Problem, describe, doubled, fail, kind_of, nearest, replace, reported
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from funcrec.tables._configs import TABLE_HINT, FeatureConfig, TableConfig
 from funcrec.tables._kinds import LookupResult, is_plain, table_shapes
@@ -90,11 +90,12 @@ def feature_key_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTens
 
 
 def bag_count_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTensor) -> Iterator[Problem]:
-    """Yield a problem if pooled features have different numbers of bags: the output has one row per bag."""
+    """Yield a problem if pooled features have different numbers of bags, and no inverse indices: the output has one row
+    per example."""
     counts = {f.name: ids.bags_of(f.key) for f in features}
     first = next(iter(counts.values()), 0)
-    if any(n != first for n in counts.values()):  # A size that an export leaves open has no hash for a set.
-        hint = "one lookup for each number of bags"
+    if ids.inverse is None and any(n != first for n in counts.values()):  # An open size of an export has no hash.
+        hint = "fr.lookup_each, for the rows of each feature's own bags; inverse=..., for those of examples"
         yield Problem("the features have different numbers of bags.", f"{counts}", "one B for all", hint)
 
 
@@ -124,7 +125,7 @@ def acts_problems(path: str, acts, ids, features, shapes) -> Iterator[Problem]:
         return
     dims = {f.name: shapes[f.table][1] for f in features}
     got = dict(zip(acts.keys, acts.dims, strict=True))
-    bags = [ids.bags_of(f.key) for f in features]
+    bags = [ids.bags_of(f.key) if ids.inverse is None else ids.num_examples for f in features]
     if features and (acts.values.dim() != 2 or acts.values.shape[0] not in bags):
         yield Problem(f"`{path}` has another number of bags than the ids.", describe(acts.values), f"{bags[0]} rows")
     if list(got.items()) != list(dims.items()):
@@ -140,7 +141,7 @@ def read_problems(kind: str, read: object, ids, features, shapes) -> Iterator[Pr
         what = f"`read` of {kind} returned no LookupResult."
         yield Problem(what, describe(read), "LookupResult(out, saved, transpose)", kind=TypeError)
     elif features[0].pooling != "none":
-        yield from acts_problems(f"KINDS[{kind}].read(...).out", read.out, ids, features, shapes)
+        yield from acts_problems(f"KINDS[{kind}].read(...).out", read.out, replace(ids, inverse=None), features, shapes)
     elif not isinstance(read.out, Mapping) or list(read.out) != [f.name for f in features]:
         got = list(read.out) if isinstance(read.out, Mapping) else describe(read.out)
         need = f"{{feature: JaggedTensor}} for {[f.name for f in features]}"

@@ -13,6 +13,8 @@ Shapes: B bags, F features, N ids, D dim, M entries.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from funcrec.core import check, describe, fail, is_checking, kind_of
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, check_ids
 from funcrec.tables._checks import (
@@ -30,6 +32,13 @@ from funcrec.tables._checks import (
     table_tensor_problems,
 )
 from funcrec.tables._configs import FeatureConfig, TableConfig
+from funcrec.tables._each import (
+    groups_of,
+    sequence_to_examples_transpose,
+    sequences_to_examples,
+    to_examples,
+    to_examples_transpose,
+)
 from funcrec.tables._kinds import LookupResult, is_plain, kind_of_tables, see, table_shapes
 from funcrec.tables._maxima import as_sequences, greatest, in_order, is_max, maxima_transpose, weigh
 from funcrec.tables._plain import Tables, marked, pooled_transpose, read_plain, read_rows, sequence_rows
@@ -45,7 +54,8 @@ def lookup(
 
     Args:
       tables: {name: f[R, D]}. f16 and bf16 tables keep their dtype, and sums of rows run in f32.
-      ids: i32 or i64, B bags per key.
+      ids: i32 or i64, B bags per key. With `inverse` indices of E examples the keys may have different numbers of
+        bags: each bag is pooled once, B = E, and row e of feature f is that of its bag (zeros if there is none).
       features: the features to look up. `lookup` skips features with pooling "none", which `lookup_sequence` reads.
       implementation: a name from `funcrec.kernels`; None for the device's default.
 
@@ -78,6 +88,59 @@ def lookup(
     if not pooled and features:
         no_feature(call, features, "sum", "lookup_sequence")
     check(call, bag_count_problems(pooled, ids))
+    parts = read_groups(call, tables, owners, ids, groups_of(ids, pooled), implementation)
+    return parts[0] if ids.inverse is None else to_examples(parts, ids, pooled)
+
+
+def lookup_each(
+    tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], *, implementation: str | None = None
+) -> dict[str, Tensor]:
+    """Return the pooled rows of each feature's own bags, whose numbers may differ -> {feature: f32|f64[B_f, D_f]}.
+
+    Args:
+      tables: {name: f[R, D]}. ids: i32 or i64, B_f bags of each feature's key; `inverse` is not read.
+      features: the features to look up. `lookup_each` skips features with pooling "none", as `lookup` does.
+
+    Law: lookup(tables, ids, features)[f][e] = lookup_each(tables, ids, features)[f][inverse[f, e]], bit for bit.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> tables = {"item": torch.tensor([[1.0], [10.0]])}
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"user": [[0, 1]], "item": [[0], [1], []]})
+      >>> features = [fr.FeatureConfig("user", table="item"), fr.FeatureConfig("item", table="item")]
+      >>> fr.lookup_each(tables, ids, features)
+      {'user': tensor([[11.]]), 'item': tensor([[ 1.],
+              [10.],
+              [ 0.]])}
+
+    Source: TorchRec's EmbeddingBagCollection of ids with stride_per_key_per_rank, before inverse_indices are applied.
+    """
+    call = "funcrec.lookup_each"
+    tables, owners = opened(call, tables, ids, features)
+    pooled = tuple(f for f in features if f.pooling != "none")
+    if not pooled and features:
+        no_feature(call, features, "sum", "lookup_sequence")
+    parts = read_groups(call, tables, owners, ids, groups_of(ids, pooled), implementation) if pooled else []
+    found = {k: p[k] for p in parts for k in p.keys}
+    return {f.name: found[f.name] for f in pooled}
+
+
+def read_groups(
+    call: str,
+    tables: Any,
+    owners: Sequence[Owner],
+    ids: KeyedJaggedTensor,
+    groups: Sequence[tuple[FeatureConfig, ...]],
+    implementation: str | None,
+) -> list[KeyedTensor]:
+    """Return the pooled rows of each group, f[B_g, ΣD_g]. The features of a group have one number of bags."""
+    return [pooled_of(call, tables, owners, ids, g, implementation) for g in groups]
+
+
+def pooled_of(
+    call: str, tables: Any, owners: list[Owner], ids: KeyedJaggedTensor, pooled: tuple, implementation: str | None
+) -> KeyedTensor:
+    """Return the lookup of features with one number of bags, without the expansion to examples."""
     sums, maxima = (tuple(f for f in pooled if is_max(f) == which) for which in (False, True))
     if not maxima:
         return sums_of(call, tables, owners, ids, pooled, implementation)
@@ -112,7 +175,8 @@ def lookup_transpose(
     The result keeps the ids and d_acts; it neither writes out nor coalesces entries.
 
     Args:
-      d_acts: f[B, ΣD], in the form that `lookup` returns.
+      d_acts: f[B, ΣD], in the form that `lookup` returns. With `inverse`, cotangents of one bag are added in the order
+        of the examples.
       tables: the configs or the tables; only their shapes matter. A maximum needs the tables, to see which id won.
 
     Returns:
@@ -132,7 +196,18 @@ def lookup_transpose(
     pooled = [f for f in features if f.pooling != "none"]
     shapes = table_shapes(tables)
     check(call, acts_problems("d_acts", d_acts, ids, pooled, shapes))
-    maxima = [f for f in pooled if is_max(f)]
+    if ids.inverse is None or not pooled:
+        return pooled_of_transpose(call, d_acts, ids, pooled, tables)
+    groups = groups_of(ids, pooled)
+    parts = zip(to_examples_transpose(d_acts, ids, pooled, groups), groups, strict=True)
+    return summed(x for d, g in parts for x in pooled_of_transpose(call, d, ids, g, tables).items())
+
+
+def pooled_of_transpose(
+    call: str, d_acts: KeyedTensor, ids: KeyedJaggedTensor, pooled: Sequence[FeatureConfig], tables: Any
+) -> dict[str, RowGrads]:
+    """Return the transpose of `pooled_of`."""
+    shapes, maxima = table_shapes(tables), [f for f in pooled if is_max(f)]
     if not maxima:
         return pooled_transpose(d_acts, ids, pooled, shapes)
     sums = [f for f in pooled if not is_max(f)]
@@ -142,13 +217,22 @@ def lookup_transpose(
 
 
 def lookup_sequence(
-    tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], *, implementation: str | None = None
+    tables: Tables,
+    ids: KeyedJaggedTensor,
+    features: Sequence[FeatureConfig],
+    *,
+    expand: bool = True,
+    implementation: str | None = None,
 ) -> dict[str, JaggedTensor]:
     """Return one row per id, for the features whose pooling is "none".
 
+    Args:
+      expand: with `inverse` indices, whether to return the bags of the E examples. False returns the distinct bags.
+
     Returns:
       {feature: JaggedTensor with values f32|f64[capacity, D]}, with the bags of the feature's column; padding is zero.
-      With `max_length` L the capacity is min(N, B · L), and bags are cut to L; else the capacity is N.
+      With `max_length` L the capacity is min(N, B · L), and bags are cut to L; else the capacity is N. For examples
+      the capacity is E · L; without `max_length` it is the number of their ids, which is read on the host.
 
     Law: lookup_sequence is linear in the tables, and lookup_sequence_transpose is its transpose.
 
@@ -166,7 +250,8 @@ def lookup_sequence(
     sequences = tuple(f for f in features if f.pooling == "none")
     if not sequences and features:
         no_feature(call, features, "none", "lookup")
-    return sequences_of(call, tables, owners, ids, sequences, implementation) if sequences else {}
+    out = sequences_of(call, tables, owners, ids, sequences, implementation) if sequences else {}
+    return out if ids.inverse is None or not expand else sequences_to_examples(call, out, ids, sequences)
 
 
 def sequences_of(
@@ -185,6 +270,8 @@ def lookup_sequence_transpose(
     ids: KeyedJaggedTensor,
     features: Sequence[FeatureConfig],
     tables: Tables | Sequence[TableConfig],
+    *,
+    expand: bool = True,
 ) -> dict[str, RowGrads]:
     """Return the cotangents of `lookup_sequence`'s tables, with one entry per id -> {table: RowGrads}.
 
@@ -192,6 +279,7 @@ def lookup_sequence_transpose(
       d_sequences: {feature: JaggedTensor of f[capacity, D]}, in the form that `lookup_sequence` returns. The padding
         does not matter.
       tables: the configs or the tables; only their shapes matter.
+      expand: the `expand` of `lookup_sequence`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -213,6 +301,8 @@ def lookup_sequence_transpose(
             got, need = f"{list(d_sequences)}", f"{f.name!r} among them"
             fail(call, f"`d_sequences` lacks feature {f.name!r}.", got=got, need=need, kind=KeyError)
         d = d_sequences[f.name].values
+        if expand and ids.inverse is not None and d.shape[1:] == (shapes[f.table][1],):
+            d = sequence_to_examples_transpose(d, bags, ids, f)
         if d.shape != (bags.capacity, shapes[f.table][1]):
             need = f"f[{bags.capacity}, {shapes[f.table][1]}]"
             fail(call, f"`d_sequences[{f.name!r}]` does not match the lookup.", got=describe(d), need=need)

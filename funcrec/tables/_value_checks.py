@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import CheckError, Problem, check, describe, kind_of, members_below, outside_transforms, reported
-from funcrec.jagged import KeyedJaggedTensor, check_ids, offset_value_problems
+from funcrec.jagged import KeyedJaggedTensor, check_ids, inverse_value_problems, offset_value_problems
 from funcrec.tables._checks import (
     feature_key_problems,
     feature_list_problems,
@@ -100,7 +100,8 @@ def unread_weight_problems(ids: KeyedJaggedTensor, features: Sequence[FeatureCon
 def batch_shape_problems(batch: Batch) -> Iterator[Problem]:
     is_form = {"label": lambda x: x.dim() == 1 or (x.dim() == 2 and x.shape[1] > 1), "dense": lambda x: x.dim() == 2}
     needs = {"label": "f[B], or f[B, T] of several tasks", "dense": "f[B, num_dense]", "weight": "f[B]"}
-    count = batch.ids.num_bags if batch.ids.strides is None and batch.ids.keys else None
+    has_count = batch.ids.keys and (batch.ids.strides is None or batch.ids.inverse is not None)
+    count = batch.ids.num_examples if has_count else None
     for name, need in needs.items():
         x = getattr(batch, name)
         if x is not None and not is_form.get(name, lambda x: x.dim() == 1)(x):
@@ -162,6 +163,7 @@ def value_problems(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], sh
     yield from broken
     if broken:
         return
+    yield from inverse_value_problems(ids, kind=CheckError)
     for f in features:
         bounds = ids.offsets_for(f.key)
         first, last = int(bounds[0]), int(bounds[-1])

@@ -32,6 +32,12 @@ def ids(weights: torch.Tensor) -> fr.KeyedJaggedTensor:
     return fr.KeyedJaggedTensor.from_offsets(["clicks"], ROWS.clamp(min=0), OFFSETS, weights=weights)
 
 
+def shared(weights: torch.Tensor) -> fr.KeyedJaggedTensor:
+    """Return the bags of `ids` as those of four examples, two of which share a bag."""
+    inverse = torch.tensor([[2, 0, 1, 2]])
+    return fr.KeyedJaggedTensor(ROWS.clamp(min=0), OFFSETS, weights, inverse, ("clicks",))
+
+
 def two_keys(weights: torch.Tensor) -> fr.KeyedJaggedTensor:
     return fr.KeyedJaggedTensor.from_lengths(["a", "b"], torch.arange(6), torch.tensor([2, 0, 1, 3]), weights=weights)
 
@@ -185,6 +191,9 @@ def of_lookups() -> list[Case]:
     return [
         Case("lookup", lambda table, weights: fr.lookup({"t": table}, ids(weights), CLICKS).values, LOOKED),
         Case("lookup of maxima", lambda table, weights: fr.lookup({"t": table}, ids(weights), MAXIMA).values, LOOKED),
+        Case("lookup_each", lambda table, weights: fr.lookup_each({"t": table}, ids(weights), CLICKS), LOOKED),
+        Case("lookup of shared bags",
+            lambda table, weights: fr.lookup({"t": table}, shared(weights), CLICKS).values, LOOKED),
         Case("lookup_sequence", lambda table,
             weights: fr.lookup_sequence({"t": table}, ids(weights), CLICKS)["list"].values, LOOKED),
         Case("lookup_transpose", transposed, {"d": D_OUT, "weights": WEIGHTS}),
@@ -264,6 +273,7 @@ KEYED = {
     "KeyedJaggedTensor.to": lambda x: x.to("cpu", F64),
     "KeyedJaggedTensor[bags]": lambda x: x[1:2],
     "pad_to_bucket": lambda x: fr.pad_to_bucket(x),
+    "dedup_bags": lambda x: fr.dedup_bags(x),
     "validate": lambda x: fr.validate(x, [fr.FeatureConfig("a", "t", weighted=True)], [fr.TableConfig("t", 9, 1)]),
 }
 
@@ -292,6 +302,7 @@ def of_values() -> list[Case]:
         "KeyedJaggedTensor.unpad",
         "validate",
         "pad_to_bucket",
+        "dedup_bags",
     }  # these functions read lengths on the host
     return [
         *(Case(n, f, {"values": VALUES}, "*" if n in host else ()) for n, f in JAGGED.items()),
