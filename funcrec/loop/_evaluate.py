@@ -23,7 +23,9 @@ from funcrec.mesh import Mesh, Ranks, say
 from funcrec.metrics import Metric
 from funcrec.tables import validate
 
-AT_ONCE = ("exact_auc", "grouped_auc")  # these are functions of all examples, and do not make metrics
+AT_ONCE = (  # these are functions of all examples, and do not make metrics
+    "exact_auc", "exact_average_precision", "exact_rauc", "grouped_auc", "grouped_average_precision", "grouped_rauc",
+)  # fmt: skip
 ANY = (-math.inf, math.inf)  # for numbers and classes: a loss itself checks its labels
 _is_trial: ContextVar[bool] = ContextVar("funcrec_trial", default=False)
 

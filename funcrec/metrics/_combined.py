@@ -1,9 +1,9 @@
 """Metrics made of metrics.
 
     windowed: Σ of the last n updates' states       grouped: a state for each group       recalibrated, unweighted:
-    other predictions or weights go in
+    other predictions or weights go in              labelled: no missing labels          per_task: a state for each
 
-All stay metrics: their states add up. Shapes: B examples, G groups.
+All stay metrics: their states add up. Shapes: B examples, G groups, T tasks.
 """
 
 import sys
@@ -15,7 +15,7 @@ from torch.func import vmap
 
 from funcrec.core import Count, PositiveMagnitude, Problem, check, describe, tree_leaves, tree_map, typed
 from funcrec.jagged import is_concrete
-from funcrec.metrics._auc import pair_problems
+from funcrec.metrics._groups import pair_problems
 from funcrec.metrics._metric import Metric, range_problems
 
 
@@ -146,6 +146,69 @@ def unweighted(metric: Metric) -> Metric:
     return Metric(metric.init, update, metric.compute)
 
 
+@typed
+def labelled(metric: Metric) -> Metric:
+    """Make a metric: `metric` of the examples whose label is not NaN, which stands for a missing one.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import ctr, labelled
+      >>> m = labelled(ctr())
+      >>> m.compute(m.update(m.init(), torch.full((3,), 0.5), torch.tensor([1.0, torch.nan, 0.0])))
+      tensor(0.5000, dtype=torch.float64)
+
+    Source: TorchRec's allow_missing_label_with_zero_weight.
+    """
+
+    def update(state, predictions, labels, weights=None):
+        if isinstance(labels, Tensor) and labels.is_floating_point():
+            missing = labels.isnan()
+            w = torch.ones_like(labels, dtype=torch.float64) if weights is None else weights
+            if isinstance(w, Tensor) and w.shape == labels.shape:
+                labels, weights = torch.where(missing, 0, labels), torch.where(missing, 0, w)
+        return metric.update(state, predictions, labels, weights)
+
+    return Metric(metric.init, update, metric.compute)
+
+
+@typed
+def per_task(metric: Metric, num_tasks: Count) -> Metric:
+    """Make a metric: `metric` for each of several tasks. Its `compute` returns f64[T].
+
+    predictions: f[B, T]. labels: [B, T]. weights: [B] for all tasks, [B, T], or None.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import binary_precision, per_task
+      >>> m, labels = per_task(binary_precision(), 2), torch.tensor([[1, 0], [0, 1]])
+      >>> m.compute(m.update(m.init(), torch.tensor([[0.9, 0.2], [0.8, 0.7]]), labels))
+      tensor([0.5000, 1.0000], dtype=torch.float64)
+
+    Source: TorchRec's n_tasks, and its multi-label precision, whose integers hold a label in each bit:
+    `(codes[:, None] >> torch.arange(T)) & 1`.
+    """
+
+    def init(device=None):
+        return tree_map(lambda x: x.new_zeros((num_tasks, *x.shape)), metric.init(device))
+
+    def update(state, predictions, labels, weights=None):
+        call = "funcrec.metrics.per_task.update"
+        check(call, leading_problems(state, num_tasks, "tasks"))
+        check(call, column_problems(predictions, labels, weights, num_tasks))
+        column = lambda x, t: x[:, t] if x is not None and x.dim() == 2 else x
+        each = [
+            metric.update(tree_map(lambda x: x[t], state), *(column(x, t) for x in (predictions, labels, weights)))  # noqa: B023
+            for t in range(num_tasks)
+        ]
+        return tree_map(lambda *xs: torch.stack(xs), *each)
+
+    def compute(state):
+        check("funcrec.metrics.per_task.compute", leading_problems(state, num_tasks, "tasks"))
+        return vmap(metric.compute)(state)
+
+    return Metric(init, update, compute)
+
+
 # -- validators --------------------------------------------------------------------------------------------------
 
 
@@ -187,3 +250,17 @@ def chance_problems(predictions: Tensor, weights: object) -> Iterator[Problem]:
     if predictions.dim() == 1 and (weights is None or isinstance(weights, Tensor)):
         need, hint = "probabilities in [0, 1], no NaN", "predictions.sigmoid(), and a metric without from_logits"
         yield from range_problems(predictions, "predictions", 0, 1, need, weights, hint)
+
+
+def column_problems(predictions: object, labels: object, weights: object, num_tasks: int) -> Iterator[Problem]:
+    need = f"[B, {num_tasks}], a column for each task"
+    for name, x in (("predictions", predictions), ("labels", labels)):
+        if not isinstance(x, Tensor):
+            yield Problem(f"`{name}` are not a tensor.", describe(x), need, "torch.stack(columns, 1)", TypeError)
+        elif x.dim() != 2 or x.shape[1] != num_tasks:
+            yield Problem(f"`{name}` have no column for each task.", describe(x), need, f"x.reshape(-1, {num_tasks})")
+    need = f"[B] for all tasks, [B, {num_tasks}], or None"
+    if weights is not None and not isinstance(weights, Tensor):
+        yield Problem("`weights` are not numbers.", describe(weights), need, "torch.ones(B)", TypeError)
+    elif weights is not None and (weights.dim() not in (1, 2) or weights.shape[1:] not in ((), (num_tasks,))):
+        yield Problem("`weights` do not match `labels`.", describe(weights), need, "weights[:, 0]")

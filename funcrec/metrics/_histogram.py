@@ -95,6 +95,48 @@ def recall_at_precision(target: UnitInterval, num_bins: Count = 2**16, *, from_l
     return histogram("recall_at_precision", num_bins, from_logits, compute)
 
 
+@typed
+def hindsight_target_pr(target: UnitInterval, num_bins: Count = 2**16, *, from_logits: bool = False) -> Metric:
+    """Make a metric: the lowest threshold with a precision of at least `target`, and what it reaches. Its `compute`
+    returns {"threshold", "precision", "recall"}.
+
+    threshold: a probability; an example is predicted if its own is not below. The recall is that of
+    `recall_at_precision`: no other threshold with that precision has more. Without such a threshold the recall is 0,
+    and the others are NaN.
+
+    Bins are those of `auc`. All three are NaN without a positive example.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import hindsight_target_pr
+      >>> m = hindsight_target_pr(0.6)
+      >>> found = m.compute(m.update(m.init(), torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1])))
+      >>> {name: round(float(x), 2) for name, x in found.items()}
+      {'threshold': 0.35, 'precision': 0.67, 'recall': 1.0}
+
+    Source: TorchRec's hindsight target precision and recall, of 1000 even thresholds.
+    """
+
+    def compute(negative, positive):
+        precision, recall, _ = precision_and_recall(negative, positive)
+        edges = torch.arange(num_bins - 1, -1, -1, dtype=torch.float64, device=positive.device) / num_bins
+        is_used = negative.flip(0) + positive.flip(0) > 0  # the threshold of an empty bin is that of the next full one
+        is_reached = (precision >= target) & is_used
+        last = torch.where(is_reached, torch.arange(num_bins, device=positive.device), -1).amax()
+        at = last.clamp(min=0).reshape(1)
+        has_any, has_positive = last >= 0, positive.sum() > 0
+        of = lambda x, other: torch.where(has_any, x.index_select(0, at)[0], other)
+        pick = lambda x, other: torch.where(has_positive, of(x, other), torch.nan)
+        threshold = (LOGIT_RANGE * (2 * edges - 1)).sigmoid()
+        return {
+            "threshold": pick(threshold, torch.nan),
+            "precision": pick(precision, torch.nan),
+            "recall": pick(recall, 0.0),
+        }
+
+    return histogram("hindsight_target_pr", num_bins, from_logits, compute)
+
+
 # -- validators --------------------------------------------------------------------------------------------------
 
 

@@ -39,16 +39,18 @@ class Metric(NamedTuple):
     """`init(device=None) -> state`, `update(state, predictions, labels, weights=None) -> state`,
     `compute(state) -> f64[]`.
 
-    predictions: f[B] or i[B, K]: probabilities, or logits if the metric was made with from_logits=True. mse, rmse and
-      mae take any numbers; multiclass_accuracy takes f[B, C]; recall, hit_rate and ndcg take lists of rows, i[B, K].
+    predictions: f[B] or i[B, K] or f[B, T]: probabilities, or logits if made with from_logits=True. mse,
+      rmse and mae take any numbers; per_task takes f[B, T]; multiclass_accuracy takes f[B, C]; recall, hit_rate and
+      ndcg take lists of rows, i[B, K].
     labels: one for each example: floats, integers or booleans in [0, 1]. mse, rmse and mae take any finite ones;
-      multiclass_accuracy takes classes below C; metrics of lists take bags of rows; grouped takes (labels, groups).
+      multiclass_accuracy takes classes below C; metrics of lists take bags of rows; grouped and by_session take
+      (labels, groups).
     weights: [B] >= 0 and finite, or None for ones. An example of weight 0 is padding, unless a derivative follows the
       weights.
 
     `compute` returns NaN before the first example, if all weights are 0, and if a quotient has no value: never a number
-    that could look like the best. If no value can be read (traced, on a GPU), an example out of range makes the result
-    NaN instead of an error.
+    that could look like the best. A sum, such as `sum_weights`, is then 0. If no value can be read (traced, on a GPU),
+    an example out of range makes the result NaN instead of an error.
 
     Law: the state is the sum over examples, in any order and any split (up to rounding: 1e-12 of it).
 

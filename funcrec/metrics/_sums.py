@@ -5,7 +5,9 @@
 H(q) = -q ln q - (1 - q) ln(1 - q), the log loss of always predicting q.
 """
 
+import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +30,8 @@ def cross_entropy(predictions: Tensor, labels: Tensor, from_logits: bool) -> Ten
 
 
 @typed
-def log_loss(*, from_logits: bool = False) -> Metric:
-    """Make a metric: the mean cross entropy, in nats.
+def log_loss(*, from_logits: bool = False, unit: Literal["nats", "bits"] = "nats") -> Metric:
+    """Make a metric: the mean cross entropy, in nats or in bits. TorchRec's is in bits.
 
     Probabilities are clamped 2⁻²³ away from 0 and 1, so that a certain but wrong one costs 15.9 and not infinity.
     Logits are not clamped and lose no digits: prefer from_logits=True.
@@ -41,8 +43,9 @@ def log_loss(*, from_logits: bool = False) -> Metric:
       >>> m.compute(m.update(m.init(), torch.tensor([0.5, 0.5]), torch.tensor([1, 0])))
       tensor(0.6931, dtype=torch.float64)
     """
+    nats = 1 if unit == "nats" else math.log(2)
     terms = lambda p, y: {"loss": cross_entropy(p, y, from_logits)}
-    return sums("log_loss", terms, lambda s: s["loss"] / s["weight"], from_logits=from_logits)
+    return sums("log_loss", terms, lambda s: s["loss"] / s["weight"] / nats, from_logits=from_logits)
 
 
 @typed
@@ -65,6 +68,29 @@ def positive_normalized_entropy(*, from_logits: bool = False) -> Metric:
     """
     terms = lambda p, y: {"loss": y * cross_entropy(p, torch.ones_like(y), from_logits), "positive": y}
     return sums("positive_normalized_entropy", terms, _over_base, from_logits=from_logits)
+
+
+@typed
+def cali_free_ne(*, from_logits: bool = False) -> Metric:
+    """Make a metric: log loss divided by the log loss of always predicting the mean prediction.
+
+    Below 1 is better than that constant. `normalized_entropy` compares with the base rate instead, so it also judges
+    the mean of the predictions. Here every constant prediction has 1, whatever the base rate.
+
+    Source: TorchRec's calibration-free NE. Theirs is NE divided by Σ w times our denominator in bits, so that it falls
+    as examples come.
+    """
+    terms = lambda p, y: {
+        "loss": cross_entropy(p, y, from_logits),
+        "positive": y,
+        "predicted": _probability(p, from_logits),
+    }
+
+    def compute(s):
+        rate, mean = s["positive"] / s["weight"], s["predicted"] / s["weight"]
+        return _over(s["loss"] / s["weight"], cross_entropy(mean, rate, False))
+
+    return sums("cali_free_ne", terms, compute, from_logits=from_logits)
 
 
 @typed
@@ -148,6 +174,12 @@ def nmse() -> Metric:
     return sums("nmse", terms, compute, from_logits=ANY, of_labels=FINITE)
 
 
+def nrmse() -> Metric:
+    """Make a metric: the square root of `nmse`. Source: TorchRec's NRMSE."""
+    mean = nmse()
+    return Metric(mean.init, mean.update, lambda state: mean.compute(state).sqrt())
+
+
 def mse() -> Metric:
     """Make a metric: the mean of (prediction - label)², for any predictions and any finite labels.
 
@@ -179,8 +211,11 @@ def _of_errors(name: str, cost: Callable[[Tensor], Tensor], of_mean: Callable[[T
 def _over_base(s: dict[str, Tensor]) -> Tensor:
     """Return the mean loss divided by the log loss of predicting the base rate."""
     rate = s["positive"] / s["weight"]
-    base = -(torch.xlogy(rate, rate) + torch.xlogy(1 - rate, 1 - rate))
-    return torch.where(base > 0, s["loss"] / s["weight"] / base, torch.nan)
+    return _over(s["loss"] / s["weight"], -(torch.xlogy(rate, rate) + torch.xlogy(1 - rate, 1 - rate)))
+
+
+def _over(loss: Tensor, base: Tensor) -> Tensor:
+    return torch.where(base > 0, loss / base, torch.nan)
 
 
 def _said(p: Tensor, threshold: float, from_logits: bool) -> Tensor:

@@ -98,6 +98,9 @@ def loaded(folder) -> list[Call]:
                     "encode": data.Schema("label", categorical=("cat_0",))}))  # fmt: skip
 
 
+PAIRS = (LABELS, i64(0, 0, 1))
+
+
 def measured() -> list[Call]:
     examples = {"predictions": SCORES, "labels": LABELS, "weights": f32(3)}
     return rows("metrics", Metric=(metrics.Metric, AUC._asdict()), collect=(metrics.collect, {"metrics": {"auc": AUC}}),
@@ -107,7 +110,8 @@ def measured() -> list[Call]:
         auc_error=(metrics.auc_error, {"state": AUC.init()}),
         exact_auc=(metrics.exact_auc, {"scores": SCORES, "labels": LABELS, "weights": f32(3)}),
         accuracy=(metrics.accuracy, {"threshold": 0.5, "from_logits": False}),
-        log_loss=(metrics.log_loss, {"from_logits": False}), update=(LOSS.update, {"state": LOSS.init(), **examples}),
+        log_loss=(metrics.log_loss, {"from_logits": False, "unit": "bits"}),
+        update=(LOSS.update, {"state": LOSS.init(), **examples}),
         compute=(lambda state: LOSS.compute(state), {"state": LOSS.init()}),
         init=(LOSS.init, {"device": None}), calibration=(metrics.calibration, {"from_logits": False}),
         normalized_entropy=(metrics.normalized_entropy, {"from_logits": False}),
@@ -118,14 +122,39 @@ def measured() -> list[Call]:
         average_precision=(metrics.average_precision, {"num_bins": 16, "from_logits": False}),
         recall_at_precision=(metrics.recall_at_precision, {"target": 0.5, "num_bins": 16, "from_logits": False}),
         top_k_accuracy=(metrics.top_k_accuracy, {"k": 2}),
-        grouped_auc=(metrics.grouped_auc, {"scores": SCORES, "labels": (LABELS, i64(0, 0, 1)), "weights": f32(3)}),
+        grouped_auc=(metrics.grouped_auc, {"scores": SCORES, "labels": PAIRS, "weights": f32(3), "equal": False}),
+        cali_free_ne=(metrics.cali_free_ne, {"from_logits": False}),
+        hindsight_target_pr=(metrics.hindsight_target_pr, {"target": 0.5, "num_bins": 16, "from_logits": False}),
+        exact_average_precision=(metrics.exact_average_precision, {"scores": SCORES, "labels": LABELS,
+            "weights": f32(3)}),
+        exact_rauc=(metrics.exact_rauc, {"scores": SCORES, "labels": LABELS, "weights": f32(3)}),
+        grouped_average_precision=(metrics.grouped_average_precision, {"scores": SCORES, "labels": PAIRS,
+            "weights": f32(3), "equal": True}),
+        grouped_rauc=(metrics.grouped_rauc, {"scores": SCORES, "labels": PAIRS, "weights": f32(3), "equal": True}),
+        by_session=(metrics.by_session, {"metric": AUC}),
+        by_session_update=(metrics.by_session(AUC).update, {"state": metrics.by_session(AUC).init(), **examples,
+            "labels": PAIRS}),
+        top_k_of_session=(metrics.top_k_of_session, {"metric": AUC, "k": 2, "rank_labels": False}),
+        recall_session_level=(metrics.recall_session_level, {"k": 2, "rank_labels": False}),
+        recall_session_level_update=(metrics.recall_session_level(2).update, {
+            "state": metrics.recall_session_level(2).init(), **examples, "labels": PAIRS}),
+        precision_session_level=(metrics.precision_session_level, {"k": 2, "rank_labels": False}),
+        session_ndcg=(metrics.session_ndcg, {"k": 2, "exponential": False}),
+        session_ndcg_update=(metrics.session_ndcg(2).update, {"state": metrics.session_ndcg(2).init(), **examples,
+            "labels": PAIRS}),
+        xauc_update=(metrics.xauc().update, {"state": metrics.xauc().init(), **examples}),
+        labelled=(metrics.labelled, {"metric": AUC}),
+        per_task=(metrics.per_task, {"metric": AUC, "num_tasks": 2}),
+        per_task_update=(metrics.per_task(AUC, 2).update, {"state": metrics.per_task(AUC, 2).init(),
+            "predictions": SCORES[:, None].expand(3, 2).clone(), "labels": LABELS[:, None].expand(3, 2).clone(),
+            "weights": f32(3)}),
         windowed=(metrics.windowed, {"metric": AUC, "num_updates": 2}),
         grouped=(metrics.grouped, {"metric": AUC, "num_groups": 2}),
         recalibrated=(metrics.recalibrated, {"metric": AUC, "coefficient": 0.5}),
         unweighted=(metrics.unweighted, {"metric": AUC}),
         windowed_update=(metrics.windowed(AUC, 2).update, {"state": metrics.windowed(AUC, 2).init(), **examples}),
         grouped_update=(metrics.grouped(AUC, 2).update, {"state": metrics.grouped(AUC, 2).init(), **examples,
-            "labels": (LABELS, i64(0, 0, 1))}),
+            "labels": PAIRS}),
         recall=(metrics.recall, {"k": 2}), hit_rate=(metrics.hit_rate, {"k": 2}), ndcg=(metrics.ndcg, {"k": 2}),
         precision=(metrics.precision, {"k": 2}), mrr=(metrics.mrr, {"k": 2}),
         mean_average_precision=(metrics.mean_average_precision, {"k": 2}),

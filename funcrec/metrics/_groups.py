@@ -1,0 +1,152 @@
+"""Means over groups, such as users, of what is computed of each group's examples alone.
+
+    grouped_auc = Σ_g ω_g AUC_g / Σ_g ω_g,        ω_g = Σ_b in g w_b, or 1
+
+Groups without a value are left out. Shapes: B examples.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe
+from funcrec.metrics._metric import example_problems, examples
+
+
+def grouped_auc(
+    scores: Tensor, labels: tuple[Tensor, Tensor], weights: Tensor | None = None, *, equal: bool = False
+) -> Tensor:
+    """Compute the mean AUC of groups -> f64[]. It is GAUC if a group is a user, and uAUC if each user counts alike.
+
+    Args:
+      scores: f[B], no NaN; only their order within a group counts.
+      labels: ([B] in [0, 1], i[B]): the labels, and the group of each example, any integers.
+      weights: [B] >= 0, or None.
+      equal: whether each group counts alike, and not by the sum of its weights.
+
+    Returns:
+      NaN where no group has both a positive and a negative example; others are left out of the mean.
+
+    Law: of one group, `exact_auc`.
+
+    Cost: two sorts, O(B log B).
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import grouped_auc
+      >>> labels, users = torch.tensor([0, 1, 1, 0]), torch.tensor([7, 7, 3, 3])
+      >>> grouped_auc(torch.tensor([0.1, 0.4, 0.2, 0.8]), (labels, users))
+      tensor(0.5000, dtype=torch.float64)
+
+    Source: Zhou et al., "Deep interest network for click-through rate prediction" (KDD 2018), eq. 8, with weights;
+    TorchRec's grouped AUC and GAUC, which are `equal`, and count groups of one class as ½ or not at all.
+    """
+    y, w, run, group, group_of_run = _runs("grouped_auc", scores, labels, weights, equal, descending=False)
+    negative, positive = total_of(w * (1 - y), run), total_of(w * y, run)
+    negatives, positives, weight = (total_of(x, group) for x in (w * (1 - y), w * y, w))
+    before = _within(negative.cumsum(0) - negative, negatives, group_of_run)
+    area = total_of(positive * (before + negative / 2), group_of_run)
+    return grouped_mean(area, positives * negatives, weight, equal)
+
+
+def grouped_average_precision(
+    scores: Tensor, labels: tuple[Tensor, Tensor], weights: Tensor | None = None, *, equal: bool = False
+) -> Tensor:
+    """Compute the mean average precision of groups -> f64[]. Arguments as in `grouped_auc`.
+
+    Returns:
+      NaN where no group has a positive example; groups without one are left out of the mean.
+
+    Law: of one group, `exact_average_precision`.
+
+    Cost: two sorts, O(B log B).
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import grouped_average_precision
+      >>> labels, users = torch.tensor([0, 1, 1, 0]), torch.tensor([7, 7, 3, 3])
+      >>> grouped_average_precision(torch.tensor([0.1, 0.4, 0.2, 0.8]), (labels, users))
+      tensor(0.7500, dtype=torch.float64)
+
+    Source: TorchRec's grouped AUPRC, which is `equal`.
+    """
+    y, w, run, group, group_of_run = _runs("grouped_average_precision", scores, labels, weights, equal, descending=True)
+    said, hits = total_of(w, run), total_of(w * y, run)
+    weight, positives = total_of(w, group), total_of(w * y, group)
+    all_said = said + _within(said.cumsum(0) - said, weight, group_of_run)
+    all_hits = hits + _within(hits.cumsum(0) - hits, positives, group_of_run)
+    precision = all_hits / torch.where(all_said == 0, 1, all_said)
+    return grouped_mean(total_of(hits * precision, group_of_run), positives, weight, equal)
+
+
+def grouped_mean(values: Tensor, totals: Tensor, weight: Tensor, equal: bool) -> Tensor:
+    """Return the mean of values / totals over groups, f64[B] each -> f64[]. A group whose total is 0 is left out."""
+    is_judged = totals > 0
+    mean = values / torch.where(is_judged, totals, 1)
+    counts = torch.ones_like(weight) if equal else weight
+    used = torch.where(totals.isnan(), torch.nan, torch.where(is_judged, counts, 0))
+    return (used * mean).sum() / used.sum()
+
+
+def in_order(*keys: Tensor) -> Tensor:
+    """Return the order by the last key, of equal ones by the key before it, and so on: [B] each -> i64[B]."""
+    order = keys[0].argsort(stable=True)
+    for key in keys[1:]:
+        order = order.index_select(0, key.index_select(0, order).argsort(stable=True))
+    return order
+
+
+def starts_of(x: Tensor) -> Tensor:
+    """Return whether each value differs from the one before, [B] -> bool[B]."""
+    return torch.cat([torch.ones_like(x[:1], dtype=torch.bool), x[1:] != x[:-1]])
+
+
+def total_of(x: Tensor, index: Tensor) -> Tensor:
+    """Return the sums of x by index, f64[B], i64[B] below B -> f64[B]."""
+    return torch.zeros_like(x).index_add(0, index, x)
+
+
+def _runs(
+    name: str, scores: Tensor, labels: object, weights: Tensor | None, equal: object, *, descending: bool
+) -> tuple[Tensor, ...]:
+    """Return (y, w, run, group, the group of each run) of the examples in the order of groups and scores.
+
+    A run has examples of one group and one score. Runs and groups are numbers from 0 on, at most B.
+    """
+    call = f"funcrec.metrics.{name}"
+    check(call, pair_problems(labels, scores), flag_problems(equal))
+    y, groups = labels
+    check(call, example_problems(scores, y, weights, True, "scores"))
+    p, y, w = examples(scores, y, weights, True)
+    order = in_order(-p if descending else p, groups)
+    p, y, w, groups = (x.index_select(0, order) for x in (p, y, w, groups))
+    is_new = starts_of(groups)
+    group, run = is_new.cumsum(0) - 1, (is_new | starts_of(p)).cumsum(0) - 1
+    return y, w, run, group, torch.zeros_like(group).scatter(0, run, group)
+
+
+def _within(before: Tensor, totals: Tensor, group: Tensor) -> Tensor:
+    """Return sums over all that comes before a run as sums within the run's group."""
+    return before - (totals.cumsum(0) - totals).index_select(0, group)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def pair_problems(labels: object, scores: object) -> Iterator[Problem]:
+    """Report labels that are not a pair of labels and groups."""
+    is_pair = isinstance(labels, tuple | list) and len(labels) == 2 and all(isinstance(x, Tensor) for x in labels)
+    need, hint = "([B] labels, i[B] groups)", "(batch.label, users)"
+    if not is_pair:
+        yield Problem("`labels` are not labels and groups.", describe(labels), need, hint, TypeError)
+    elif labels[1].dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        yield Problem("`labels[1]` are not groups.", describe(labels[1]), "i[B]", "users.long()", TypeError)
+    elif isinstance(scores, Tensor) and scores.dim() == 1 and labels[1].shape != scores.shape:
+        need, hint = f"i[{len(scores)}], a group for each example", "groups of the same batch"
+        yield Problem("`labels[1]` do not match the predictions.", describe(labels[1]), need, hint)
+
+
+def flag_problems(equal: object) -> Iterator[Problem]:
+    if not isinstance(equal, bool):
+        yield Problem("`equal` is not a truth value.", describe(equal), "True or False", "equal=True", TypeError)

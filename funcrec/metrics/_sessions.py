@@ -1,0 +1,212 @@
+"""Metrics within sessions, such as the items of one page, each ranked by its predictions.
+
+    by_session: Σ_s ω_s metric(s) / Σ_s ω_s,        ω_s = the greatest weight in s
+    top_k_of_session: `metric` of [fewer than k of the session have a higher prediction]
+
+An update has whole sessions: two updates that share a session number have two sessions. Weights of 0 are padding.
+Shapes: B examples.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from funcrec.core import Count, Problem, check, tree_leaves, tree_map, typed
+from funcrec.jagged import is_concrete
+from funcrec.metrics._groups import in_order, pair_problems, starts_of, total_of
+from funcrec.metrics._metric import ANY, CHANCES, FINITE, Metric, example_problems, examples, sums
+from funcrec.metrics._sums import binary_precision, binary_recall
+
+MOST_NUMBERS = 4096  # of a session's state: larger ones take B times their memory
+
+
+@typed
+def by_session(metric: Metric) -> Metric:
+    """Make a metric: the mean of `metric` over sessions, of each session's examples alone.
+
+    labels: (labels, i[B] sessions). A session counts by its greatest weight. Sessions for which `metric` is NaN are
+    left out. `metric` is one whose state is a sum over examples, of f[B] predictions, and `compute` returns a number.
+
+    Cost: B states. `auc(num_bins=256)` has 512 numbers; `grouped_auc` sorts instead.
+
+    Law: a session of weight 2 is that session twice.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import accuracy, by_session
+      >>> m, labels, sessions = by_session(accuracy()), torch.tensor([1.0, 0.0, 1.0]), torch.tensor([4, 4, 9])
+      >>> m.compute(m.update(m.init(), torch.tensor([0.9, 0.8, 0.7]), (labels, sessions)))
+      tensor(0.7500, dtype=torch.float64)
+    """
+    mean = sums("by_session", lambda p, y: {"value": p}, lambda s: s["value"] / s["weight"], from_logits=ANY)
+
+    def update(state, predictions, labels, weights=None):
+        call = "funcrec.metrics.by_session.update"
+        check(call, pair_problems(labels, predictions), size_problems(metric))
+        y, sessions = labels
+        check(call, example_problems(predictions, y, weights, ANY, of_labels=FINITE))
+        if is_concrete(predictions):
+            metric.update(metric.init(predictions.device), predictions, y, weights)  # checks the values
+        p, y, w = examples(predictions, y, weights, ANY, FINITE)
+        zero = metric.init(p.device)
+        one = lambda p, y, w: metric.update(zero, p[None], y[None], w[None])
+        session = _numbers(w, sessions)
+        each = tree_map(lambda x: torch.zeros_like(x).index_add(0, session, x), vmap(one)(p, y, w))
+        return _added(mean, state, vmap(metric.compute)(each), _greatest(w, session))
+
+    return Metric(mean.init, update, mean.compute)
+
+
+@typed
+def top_k_of_session(metric: Metric, k: Count, *, rank_labels: bool = False) -> Metric:
+    """Make a metric: `metric` of predictions that are 1 for the k highest of their session, and 0 for the others.
+
+    predictions: f[B], no NaN. labels: (labels, i[B] sessions). Equal predictions are both among the k or both not: an
+    example is if fewer than k examples of its session have a higher prediction.
+
+    rank_labels: whether labels, too, become 1 for the k highest of their session; they may then be any finite numbers.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import accuracy, top_k_of_session
+      >>> m, labels, sessions = top_k_of_session(accuracy(), 1), torch.tensor([1.0, 0.0, 1.0]), torch.tensor([4, 4, 9])
+      >>> m.compute(m.update(m.init(), torch.tensor([0.1, 0.2, 0.0]), (labels, sessions)))
+      tensor(0.3333, dtype=torch.float64)
+
+    Source: TorchRec's SessionMetricDef of top_threshold and run_ranking_of_labels.
+    """
+    of_labels = FINITE if rank_labels else CHANCES
+
+    def update(state, predictions, labels, weights=None):
+        call = "funcrec.metrics.top_k_of_session.update"
+        check(call, pair_problems(labels, predictions))
+        y, sessions = labels
+        check(call, example_problems(predictions, y, weights, ANY, of_labels=of_labels))
+        p, y, w = examples(predictions, y, weights, ANY, of_labels)
+        is_top = lambda x: (_rank(x, w, sessions) < k).double()
+        return metric.update(state, is_top(p), is_top(y) if rank_labels else y, w)
+
+    return Metric(metric.init, update, metric.compute)
+
+
+@typed
+def recall_session_level(k: Count, *, rank_labels: bool = False) -> Metric:
+    """Make a metric: the share of the positive examples that are among the k highest of their session. Arguments as in
+    `top_k_of_session`.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import recall_session_level
+      >>> m, labels, sessions = recall_session_level(1), torch.tensor([1.0, 0.0, 1.0]), torch.tensor([4, 4, 9])
+      >>> m.compute(m.update(m.init(), torch.tensor([0.1, 0.2, 0.0]), (labels, sessions)))
+      tensor(0.5000, dtype=torch.float64)
+
+    Source: TorchRec's recall on session level.
+    """
+    return top_k_of_session(binary_recall(), k, rank_labels=rank_labels)
+
+
+@typed
+def precision_session_level(k: Count, *, rank_labels: bool = False) -> Metric:
+    """Make a metric: the share of the examples among the k highest of their session that are positive. Arguments as in
+    `top_k_of_session`.
+
+    Source: TorchRec's precision on session level.
+    """
+    return top_k_of_session(binary_precision(), k, rank_labels=rank_labels)
+
+
+@typed
+def session_ndcg(k: Count | None = None, *, exponential: bool = False) -> Metric:
+    """Make a metric: the normalised discounted cumulative gain of the first k of each session, as the mean over
+    sessions, each by its greatest weight. Sessions without a gain are left out.
+
+    predictions: f[B], no NaN. labels: (gains >= 0, i[B] sessions). Of equal predictions each gets their mean discount.
+
+    k: None for all. exponential: whether a label's gain is 2^label - 1.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import session_ndcg
+      >>> m, gains, sessions = session_ndcg(), torch.tensor([3.0, 0.0, 1.0]), torch.tensor([4, 4, 9])
+      >>> m.compute(m.update(m.init(), torch.tensor([0.1, 0.2, 0.0]), (gains, sessions)))
+      tensor(0.8155, dtype=torch.float64)
+
+    Source: scikit-learn's ndcg_score; TorchRec's NDCG, which reports 1 - NDCG, breaks ties in any order, and counts a
+    session without a gain as 0.
+    """
+    mean = sums("session_ndcg", lambda p, y: {"value": p}, lambda s: s["value"] / s["weight"], from_logits=ANY)
+    of_labels = (0.0, 1000.0) if exponential else (0.0, FINITE[1])
+
+    def update(state, predictions, labels, weights=None):
+        call = "funcrec.metrics.session_ndcg.update"
+        check(call, pair_problems(labels, predictions))
+        y, sessions = labels
+        check(call, example_problems(predictions, y, weights, ANY, of_labels=of_labels))
+        p, y, w = examples(predictions, y, weights, ANY, of_labels)
+        session = _numbers(w, sessions)
+        gain = torch.where(w == 0, 0, y.exp2() - 1 if exponential else y)
+        reached, best = (total_of(gain * _discount(x, w, sessions, k), session) for x in (p, gain))
+        value = torch.where(best > 0, reached / torch.where(best > 0, best, 1), torch.nan)
+        return _added(mean, state, value, _greatest(w, session))
+
+    return Metric(mean.init, update, mean.compute)
+
+
+def _sorted(x: Tensor, w: Tensor, sessions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (the order by sessions, highest x first, and of each place in it the first of its session, of its equal
+    ones, and the place after its equal ones). All padding is one more session."""
+    at, is_padding = torch.arange(len(x), device=x.device), w == 0
+    order = in_order(-x, sessions, is_padding.to(torch.int8))
+    is_new = starts_of(sessions[order]) | starts_of(is_padding[order])
+    is_other = is_new | starts_of(x[order])
+    latest = lambda is_mark: torch.where(is_mark, at, 0).cummax(0).values
+    is_last = torch.cat([is_other[1:], torch.ones_like(is_other[:1])])
+    return order, latest(is_new), latest(is_other), len(x) - latest(is_last.flip(0)).flip(0)
+
+
+def _rank(x: Tensor, w: Tensor, sessions: Tensor) -> Tensor:
+    """Return how many examples of its session have a higher x, of each example, i64[B]."""
+    order, session, first, _ = _sorted(x, w, sessions)
+    return torch.zeros_like(order).scatter(0, order, first - session)
+
+
+def _discount(x: Tensor, w: Tensor, sessions: Tensor, k: int | None) -> Tensor:
+    """Return the mean of 1 / log2(place + 1) over the places that the examples of equal x share, f64[B]."""
+    order, session, first, last = _sorted(x, w, sessions)
+    places = torch.arange(1, len(x) + 1, device=x.device)
+    discounts = 1 / (places + 1).double().log2() * (places <= (len(x) if k is None else k))
+    upto = torch.cat([discounts.new_zeros(1), discounts.cumsum(0)])
+    mean = (upto[last - session] - upto[first - session]) / (last - first)
+    return torch.zeros_like(mean).scatter(0, order, mean)
+
+
+def _numbers(w: Tensor, sessions: Tensor) -> Tensor:
+    """Return the session of each example as a number from 0 on, below B, i64[B]. Padding has a number of its own."""
+    is_padding = w == 0
+    order = in_order(sessions, is_padding.to(torch.int8))
+    number = (starts_of(sessions[order]) | starts_of(is_padding[order])).cumsum(0) - 1
+    return torch.zeros_like(number).scatter(0, order, number)
+
+
+def _greatest(w: Tensor, session: Tensor) -> Tensor:
+    return torch.zeros_like(w).scatter_reduce(0, session, w, "amax")
+
+
+def _added(mean: Metric, state, value: Tensor, weight: Tensor):
+    """Return the state with the sessions that have a value; the others are left out."""
+    has_value = ~value.isnan() | weight.isnan()
+    used = torch.where(has_value & (weight != 0), value, 0)
+    return mean.update(state, used, torch.zeros_like(used), torch.where(has_value, weight, 0))
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def size_problems(metric: Metric) -> Iterator[Problem]:
+    size = sum(x.numel() for x in tree_leaves(metric.init("meta")))
+    if size > MOST_NUMBERS:
+        need, hint = f"at most {MOST_NUMBERS}, since each session has a state", "auc(num_bins=256), or grouped_auc"
+        yield Problem("`metric` has a large state.", f"{size} numbers", need, hint)
