@@ -127,7 +127,7 @@ def hindsight_target_pr(target: UnitInterval, num_bins: Count = 2**16, *, from_l
         has_any, has_positive = last >= 0, positive.sum() > 0
         of = lambda x, other: torch.where(has_any, x.index_select(0, at)[0], other)
         pick = lambda x, other: torch.where(has_positive, of(x, other), torch.nan)
-        threshold = (LOGIT_RANGE * (2 * edges - 1)).sigmoid()
+        threshold = torch.where(edges > 0, (LOGIT_RANGE * (2 * edges - 1)).sigmoid(), 0)  # the first bin goes down to 0
         return {
             "threshold": pick(threshold, torch.nan),
             "precision": pick(precision, torch.nan),

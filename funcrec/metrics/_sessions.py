@@ -50,11 +50,17 @@ def by_session(metric: Metric) -> Metric:
         if is_concrete(predictions):
             metric.update(metric.init(predictions.device), predictions, y, weights)  # checks the values
         p, y, w = examples(predictions, y, weights, ANY, FINITE)
+        if not len(p):
+            return mean.update(state, p, y, w)
         zero = metric.init(p.device)
         one = lambda p, y, w: metric.update(zero, p[None], y[None], w[None])
         session = _numbers(w, sessions)
         each = tree_map(lambda x: torch.zeros_like(x).index_add(0, session, x), vmap(one)(p, y, w))
-        return _added(mean, state, vmap(metric.compute)(each), _greatest(w, session))
+        has_value = ~vmap(metric.compute)(tree_map(torch.Tensor.detach, each)).isnan()
+        at = torch.arange(len(p), device=p.device)
+        with_value = torch.where(has_value, at, has_value.to(torch.int8).argmax())  # the others' NaN has no derivative
+        value = vmap(metric.compute)(tree_map(lambda x: x.index_select(0, with_value), each))
+        return _added(mean, state, torch.where(has_value, value, torch.nan), _greatest(w, session))
 
     return Metric(mean.init, update, mean.compute)
 

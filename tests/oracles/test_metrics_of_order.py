@@ -60,6 +60,44 @@ def test_recall_at_precision_is_that_of_the_best_threshold(rows, target):
         assert value(metrics.recall_at_precision(target), p, y) == pytest.approx(float(theirs), abs=1e-6)
 
 
+@given(rows=examples(), target=st.sampled_from([0.0, 0.3, 0.5, 0.75, 1.0]))
+def test_hindsight_is_the_lowest_threshold_that_reaches_the_target(rows, target):
+    """The test tries the predictions as thresholds, lowest first. All examples that are not below the threshold, and no
+    others, are predicted."""
+    p, y, w, _ = rows
+    found = {n: float(x) for n, x in metrics.hindsight_target_pr(target).compute(state_of(target, rows)).items()}
+    reached = {}
+    for threshold in p[w > 0].unique().flip(0):
+        said = p >= threshold
+        hits, all_said = float((w * y * said).sum()), float((w * said).sum())
+        if hits / all_said >= target:
+            recall = hits / float((w * y).sum()) if (w * y).sum() else math.nan
+            reached = {"threshold": float(threshold), "precision": hits / all_said, "recall": recall}
+    if not (w * y).sum():
+        assert all(math.isnan(x) for x in found.values())
+    elif not reached:
+        assert found["recall"] == 0 and math.isnan(found["precision"]) and math.isnan(found["threshold"])
+    else:
+        assert found["precision"] == near(reached["precision"]) and found["recall"] == near(reached["recall"])
+        kept = w > 0
+        assert ((p >= found["threshold"]) == (p >= reached["threshold"]))[kept].all()
+    assert found["recall"] == near(value(metrics.recall_at_precision(target), p, y, w))
+
+
+def state_of(target, rows):
+    metric = metrics.hindsight_target_pr(target)
+    return metric.update(metric.init(), *rows[:3])
+
+
+@given(rows=examples())
+def test_exact_average_precision_is_scikit_learns(rows):
+    """The average precision of a whole set is that of scikit-learn, with ties and weights, and of logits."""
+    p, y, w, _ = rows
+    want = sklearn.average_precision_score(y, p, sample_weight=w) if (w * y).sum() else math.nan
+    assert float(metrics.exact_average_precision(p, y, w)) == near(want)
+    assert float(metrics.exact_average_precision(p.logit(), y, w)) == near(want)
+
+
 @given(rows=examples(), threshold=st.sampled_from([0.25, 0.5, 0.8]))
 def test_precision_and_recall_of_a_threshold_are_scikit_learns(rows, threshold):
     """Where a quotient has no value, the metric is NaN. scikit-learn gives 0 there unless a caller asks for NaN."""

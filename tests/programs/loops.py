@@ -13,6 +13,9 @@ MODEL = fr.models.lr(TABLES, FEATURES)
 METRICS = {
     "auc": fr.metrics.auc(from_logits=True),
     "exact": fr.metrics.exact_auc,
+    "average_precision": fr.metrics.exact_average_precision,
+    "rauc": fr.metrics.exact_rauc,
+    "cali_free_ne": fr.metrics.cali_free_ne(from_logits=True),
     "loss": fr.metrics.log_loss(from_logits=True),
 }
 
