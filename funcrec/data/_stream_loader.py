@@ -75,9 +75,12 @@ class StreamLoader:
 
     @property
     def order(self) -> dict[str, Any]:
-        """Return the settings that, together with the files, determine the rows of each batch."""
+        """Return the settings and the numbers of the source that determine the rows of each batch.
+
+        A file of which only bytes in the middle changed has the same numbers.
+        """
         key = None if self.key is None else int(self.key)
-        return {"batch_size": self.batch_size, "key": key, "window": self.window}
+        return {"batch_size": self.batch_size, "key": key, "window": self.window, **self.source.content}
 
     def __reduce__(self) -> tuple:
         """Return the arguments that pickle saves. A path is saved as it is and opened again. A table is saved whole."""

@@ -52,6 +52,20 @@ def test_bad_value_beyond_the_first_block(tmp_path, monkeypatch):
     assert read(tmp_path, format=Text(types={"a": "string"}))["a"][-1].as_py() == "ten"
 
 
+@pytest.mark.parametrize(
+    ("first", "value", "kind"),
+    [("7", "2.5", "float64"), ("7", "1e3", "float64"), ("7", "nan", "float64"), ("7", "ten", "string"),
+     ("7", "9" * 30, "string"), ("2.5", "ten", "string")],
+)  # fmt: skip
+def test_the_type_for_a_value_of_a_later_file(first, value, kind, tmp_path):
+    """An error for a value of a later file proposes a type that reads all files: float64 for a number with a fraction
+    after integers, string for words."""
+    (tmp_path / "1.csv").write_text(f"y,a\n1,{first}\n")
+    (tmp_path / "2.csv").write_text(f"y,a\n0,{value}\n")
+    said(lambda: read(tmp_path), "2.csv`, line 2, column `a`", f'types={{"a": "{kind}"}}')
+    assert len(read(tmp_path, format=Text(types={"a": kind}))) == 2
+
+
 OPEN = {  # a file, and the line of its open quote (None without an open quote)
     "in the last column": ('a,b\n1,x\n2,"y\n3,z\n', 3),
     "in the last line": ('a,b\n1,x\n2,"y\n', 3),

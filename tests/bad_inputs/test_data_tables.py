@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from funcrec.data import Schema, examples
+from funcrec.data import Schema, examples, fit_encoding
 
 NAN, INF = float("nan"), float("inf")
 GOOD = {"y": [1, 0], "x": [0.5, 1.0], "a": [3, 4], "g": [[1, 2], []], "s": [[0.5, 1.0], []], "w": [1.0, 2.0]}
@@ -98,6 +98,20 @@ ROWS = [
         ("`label_kind` does not match",)),
     ("weights of no ids", lambda: Schema("y", categorical=("a",), weights={"b": "c"}), ValueError, ("['b']",)),
     ("a key twice", lambda: Schema("y", categorical=("a",), multivalued=("a",)), ValueError, ("named twice", "['a']")),
+    ("a label that is the weight", lambda: Schema("y", categorical=("a",), weight="y"), ValueError,
+        ("`weight` is a label", "'y'")),
+    ("one of the labels is the weight", lambda: Schema(("y", "z"), categorical=("a",), weight="z"), ValueError,
+        ("`weight` is a label", "'z'")),
+    ("times of the day for numbers", of(x=[datetime.time(1, 2)] * 2), TypeError,
+        ("column `x` does not hold numbers", "time64", '[60 * t.hour + t.minute for t in df["x"]]')),
+    ("times of the day for times", lambda: examples({"a": [1], "t": [datetime.time(1)]},
+        Schema(categorical=("a",), time="t")), TypeError, ("column `t` does not hold times", "t.minute for t in")),
+    ("times of the day for kinds", lambda: fit_encoding({"t": [datetime.time(1)]}, Schema(categorical=("t",))),
+        TypeError, ("column `t` has values of another kind", "t.minute for t in")),
+    ("durations for numbers", of(x=[datetime.timedelta(1)] * 2), TypeError,
+        ("duration", 'df["x"].dt.total_seconds() for a number')),
+    ("dates for numbers", of(x=[datetime.date(2020, 1, 1)] * 2), TypeError,
+        ("date32", 'pd.to_datetime(df["x"]).dt.dayofweek as categorical', 'time="x"')),
     ("label among the ids", lambda: Schema("a", categorical=("a",)), ValueError, ("learnt from", "['a']")),
 ]  # fmt: skip
 
@@ -116,3 +130,17 @@ def test_no_pyarrow(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install funcrec\[data\]"):
         examples(GOOD, ALL)
+
+
+def test_the_advice_for_times_can_be_followed():
+    """What the errors propose for times of the day, dates and durations makes columns that are read."""
+    pd = pytest.importorskip("pandas")
+    days, hours = [datetime.date(2020, 1, 1), datetime.date(2020, 1, 5)], [datetime.time(1, 2), datetime.time(3, 4)]
+    df = pd.DataFrame({"t": hours, "d": days, "l": [datetime.timedelta(hours=1), datetime.timedelta(2)]})
+    df["minutes"] = [60 * t.hour + t.minute for t in df["t"]]
+    df["age"] = (pd.to_datetime(df["d"]) - pd.to_datetime(df["d"]).min()).dt.total_seconds()
+    df["weekday"] = pd.to_datetime(df["d"]).dt.dayofweek
+    df["length"] = df["l"].dt.total_seconds()
+    found = examples(df, Schema(dense=("minutes", "age", "length"), categorical=("weekday",), time="d"))
+    assert found.dense.tolist() == [[62.0, 0.0, 3600.0], [184.0, 345600.0, 172800.0]]
+    assert found.categorical.tolist() == [[2], [6]] and found.time.diff().tolist() == [345_600_000_000]

@@ -190,7 +190,7 @@ def floats_of(values: Any, place: Place) -> np.ndarray:
     is_cast = kinds.is_boolean(kind) or kinds.is_decimal(kind) or kinds.is_null(kind)
     if not (is_cast or kinds.is_integer(kind) or kinds.is_floating(kind)):
         hint = 'vocabulary() for what is not a number; column.cast("float64") for numbers that are written as text'
-        hint = columns.time_hint(place.name) if columns.is_point_in_time(kind) else hint
+        hint = columns.time_hint(place.name, kind) if columns.is_point_in_time(kind) else hint
         place.refuse_type(kind, "integers, floats or booleans", hint)
     values = values.cast(pa.uint8()) if kinds.is_boolean(kind) else values
     return values.cast(pa.float64(), safe=False).to_numpy()

@@ -15,7 +15,7 @@ from funcrec.data._examples import Examples, examples_of
 from funcrec.data.encoders._encoders import Encoder, Place, elements
 from funcrec.data.encoders._numbers import normalize
 from funcrec.data.encoders._vocabulary import vocabulary
-from funcrec.data.readers import _columns as columns
+from funcrec.data.readers import _columns as columns_of
 from funcrec.data.readers._files import is_path, opened
 from funcrec.data.readers._schema import Schema
 from funcrec.data.readers._sources import as_table, need_pyarrow, part_chunks, table_of
@@ -100,9 +100,9 @@ def fit_encoding(
     wanted = (*schema.keys, *schema.dense)
     for table, name_of_row in _tables_of(call, source, wanted):
         unsplit = [c for c in schema.multivalued if of.get(c, c) not in (encoders or {})]
-        check(call, columns.text_list_problems(table.schema, unsplit))
-        table = columns.lists_and_ids(table, schema)
-        with columns.rows_named(name_of_row):
+        check(call, columns_of.text_list_problems(table.schema, unsplit))
+        table = columns_of.lists_and_ids(table, schema)
+        with columns_of.rows_named(name_of_row):
             for column in wanted:
                 n = of.get(column, column)
                 if n in chosen:
@@ -117,12 +117,13 @@ def fit_encoding(
 
 
 @typed
-def encode(encoding: Encoding, table: object) -> Examples:
+def encode(encoding: Encoding, table: object, *, columns: Sequence[str] | None = None) -> Examples:
     """Return the Examples of an encoded table. A value that `encoding` has not learned gets the unknown id 0.
 
     Args:
       table: as in `read`. A table for prediction may lack all labels of the schema. Such a table may also lack weight
         and time, and its batches have no label.
+      columns: the columns of ids and numbers to encode, such as those of the candidates alone. None encodes all.
 
     Law: row r of the result depends only on the encoding and row r.
 
@@ -135,20 +136,27 @@ def encode(encoding: Encoding, table: object) -> Examples:
       >>> encoding = fit_encoding({"tags": [["a", "b"], []]}, Schema(multivalued=("tags",)))
       >>> encode(encoding, {"tags": [["b", "?"]]}).take(torch.tensor([0])).ids.to_lists()
       {'tags': [[2, 0]]}
+      >>> both = fit_encoding({"user": [7, 8], "item": ["a", "b"]}, Schema(categorical=("user", "item")))
+      >>> encode(both, {"item": ["b", "a"]}, columns=["item"]).take(torch.tensor([0, 1])).ids.to_lists()
+      {'item': [[2], [1]]}
     """
     call, schema = "funcrec.data.encode", encoding.schema
+    check(call, _columns_problems(schema, columns))
     if not (is_path(table) or isinstance(table, Mapping | Sequence)):  # a source that may be readable only once
         table = as_table(call, table, None)
     names = list(table) if isinstance(table, Mapping) else opened(call, table, None).schema.names
     if not set(schema.labels) & set(names):
         absent = {n: None for n in ("weight", "time") if getattr(schema, n) not in names}
         schema = replace(schema, label=None, label_kind="binary", **absent)
-    table = columns.lists_and_ids(table_of(call, opened(call, table, schema)), schema)
+    check(call, _absent_problems(schema, names) if columns is None else ())
+    schema = schema if columns is None else _part_of(schema, columns)
+    table = columns_of.lists_and_ids(table_of(call, opened(call, table, schema)), schema)
     with outside_transforms():  # a transform would wrap the tensors that are read here on the host
-        for column, state in ({c: encoding.ids[t] for c, t in encoding.tables} | encoding.dense).items():
+        states = {c: encoding.ids[t] for c, t in encoding.tables} | encoding.dense
+        for column, state in [(c, s) for c, s in states.items() if c in (*schema.keys, *schema.dense)]:
             made = state.apply(table[column], Place(call, column))
             table = table.set_column(table.column_names.index(column), column, made)
-        return examples_of(call, table, schema, encoding.num_ids)
+        return examples_of(call, table, schema, {n: k for n, k in encoding.num_ids.items() if n in schema.keys})
 
 
 @typed
@@ -179,6 +187,12 @@ def configs(
     tables = tuple(TableConfig(n, state.num_ids, dim_of(n)) for n, state in encoding.ids.items())
     features = tuple(FeatureConfig(c, table=t, pooling=pooled(c), weighted=c in weighted) for c, t in encoding.tables)
     return tables, features
+
+
+def _part_of(schema: Schema, columns: Sequence[str]) -> Schema:
+    """Return the schema with only these columns of ids and numbers. The weights of ids stay, and label and weight."""
+    own = {n: tuple(c for c in getattr(schema, n) if c in columns) for n in ("dense", "categorical", "multivalued")}
+    return replace(schema, **own, weights=tuple((of, by) for of, by in schema.weights if of in columns))
 
 
 def _computed(call: str, name: str, encoder: Encoder, known: Any) -> Any:
@@ -222,6 +236,23 @@ def _sharing_problems(schema: Schema, share: Mapping[str, str]) -> Iterator[Prob
     if onward:
         need = "tables of their own"
         yield Problem("`share` sends a column on to a third.", f"{onward}", need, 'share={"history": "item"}')
+
+
+def _columns_problems(schema: Schema, columns: Sequence[str] | None) -> Iterator[Problem]:
+    if columns is None:
+        return
+    yield from unknown_problems("`columns` names columns that are not encoded.", columns, (*schema.keys, *schema.dense))
+    if not set(columns) & set(schema.keys):
+        hint = f"columns={list(schema.keys[:1])}"
+        yield Problem("`columns` names no column of ids.", f"{list(columns)}", f"some of {list(schema.keys)}", hint)
+
+
+def _absent_problems(schema: Schema, names: Sequence[str]) -> Iterator[Problem]:
+    """Yield a problem if a table lacks columns, with those that could be encoded alone."""
+    absent, there = ([n for n in (*schema.keys, *schema.dense) if (n in names) == has] for has in (False, True))
+    if absent and set(there) & set(schema.keys):
+        hint = f"names that it has; columns={there} encodes these alone"
+        yield Problem("the table lacks columns.", f"{list(names)}", f"{absent}", hint)
 
 
 def _role_problems(schema: Schema) -> Iterator[Problem]:

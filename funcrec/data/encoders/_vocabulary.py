@@ -16,6 +16,7 @@ from torch import Tensor
 
 from funcrec.core import GAMMA, Count, Form, Problem, Size, check, fail, mix, pytree, typed
 from funcrec.data.encoders._encoders import Encoder, Place, by_elements, fixed
+from funcrec.data.readers import _columns as columns
 from funcrec.tables import hash_rows, multiply_shift
 
 MERGE_AT = 1 << 16  # least number of waiting values before `_add_up` runs
@@ -189,6 +190,7 @@ def of_kind(values: Any, place: Place) -> tuple[str, Any]:
         hint = (
             'column.astype("Int64") in pandas, which makes floats of integers with missing ones; bucketize() of numbers'
         )
+    hint = columns.time_hint(place.name, kind) if columns.is_point_in_time(kind) else hint
     place.refuse_type(kind, KINDS, hint)
 
 

@@ -79,9 +79,18 @@ def is_point_in_time(kind) -> bool:
     return any(is_one(kind) for is_one in (kinds.is_timestamp, kinds.is_date, kinds.is_time, kinds.is_duration))
 
 
-def time_hint(name: str) -> str:
-    age = f'(df["{name}"] - df["{name}"].min()).dt.total_seconds()'
-    return f'{age} for a number; df["{name}"].dt.dayofweek as categorical; time="{name}" for split_by_time'
+def time_hint(name: str, kind) -> str:
+    """Return what makes numbers of a column of timestamps, dates, times of the day, or durations."""
+    import pyarrow.types as kinds
+
+    own = f'df["{name}"]'
+    if kinds.is_time(kind):
+        return f"[60 * t.hour + t.minute for t in {own}], the minutes since midnight, for a number or an id"
+    if kinds.is_duration(kind):
+        return f"{own}.dt.total_seconds() for a number"
+    own = f"pd.to_datetime({own})" if kinds.is_date(kind) else own
+    age = f"({own} - {own}.min()).dt.total_seconds()"
+    return f'{age} for a number; {own}.dt.dayofweek as categorical; time="{name}" for split_by_time'
 
 
 def text_list_problems(types, names: list[str]) -> Iterator[Problem]:
@@ -149,7 +158,7 @@ def _type_hint(name: str, role: str, kind) -> str:
     if is_list(kind):
         return f'multivalued=("{name}",) if these are ids; else a list of one fixed size, a column each'
     if is_point_in_time(kind):
-        return time_hint(name)
+        return time_hint(name, kind)
     return f'categorical=("{name}",) if these are kinds of something; else cast them: column.cast("float64")'
 
 

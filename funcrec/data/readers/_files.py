@@ -234,7 +234,7 @@ def _parquet_parts(call: str, files: list, wanted: Wanted, _: str) -> Source:
             rows = meta.row_group(group).num_rows
             parts.append(Part(path.name, "row", first, rows, read))
             first += rows
-    return Source(schema, parts, name)
+    return Source(schema, parts, name, tuple(path for path, _ in files))
 
 
 def _unified(call: str, files: list, schema, schemas: list, extra: set[str]):
@@ -326,7 +326,7 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
             check_quotes(call, path, form.delimiter)
 
     parts = [Part(p.name, "line", 1 + header, None, lambda p=p, by=by: read(p, by)) for p, by in files]
-    return Source(chosen, parts, f"`{path.name}`")
+    return Source(chosen, parts, f"`{path.name}`", tuple(path for path, _ in files))
 
 
 def _whole_lines(path: Path) -> int:
@@ -371,10 +371,20 @@ def _or_line(call: str, path: Path, at: int, step: Callable[[], Any], names: Cal
         if column:
             name = names()[int(re.findall(r"[0-9]+", column)[0])]
             where, need = f", column `{name}`", "a value of the column's type"
-            hint = f'Text(types={{"{name}": "string"}}), where the type was inferred from the rows before'
+            fitting = "float64" if is_fraction(got) else "string"
+            hint = f'Text(types={{"{name}": "{fitting}"}}), where the type was inferred from the rows before'
             if "invalid UTF8" in got:
                 need, hint = "text in UTF-8", 'path.write_text(path.read_text("latin-1"))'
         fail(call, f"`{path.name}`, line {number}{where} cannot be read.", got=got[:120], need=need, hint=hint)
+
+
+def is_fraction(words: str) -> bool:
+    """Return whether the words of pyarrow say that an integer was expected, and name a number that is not whole."""
+    found = re.search(r"conversion error to u?int\d+: invalid value '([^']*)'", words)
+    try:
+        return found is not None and not re.fullmatch(r"\s*[+-]?\d+\s*", found[1]) and bool(str(float(found[1])))
+    except ValueError:
+        return False
 
 
 def _form_problems(form: Text) -> Iterator[Problem]:

@@ -5,8 +5,11 @@
 A part is a row group, a file of text or a piece of a table. In errors, a part names its rows.
 """
 
+import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +19,7 @@ from funcrec.core import Problem, check, describe, fail, is_followed, is_tracked
 from funcrec.data.readers._arrow import need_pyarrow
 from funcrec.data.readers._schema import Schema
 
+END_BYTES = 1 << 12  # a Parquet file ends with what it says of its rows
 NEED = "a pandas, polars or pyarrow table, a dict of columns, a path, or paths"
 
 
@@ -39,11 +43,34 @@ class Part(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A source. schema: a pyarrow.Schema of the columns that are read. parts: see `Part`. name: its name in errors."""
+    """A source. schema: a pyarrow.Schema of the columns that are read. parts: see `Part`. name: its name in errors.
+
+    files: the paths of its files; none for a table in memory.
+    """
 
     schema: Any
     parts: list[Part]
     name: str
+    files: tuple[Path, ...] = ()
+
+    @property
+    def content(self) -> dict[str, int]:
+        """Return numbers that change if rows are added or removed.
+
+        For files these are their number, their bytes, and a CRC of their names, sizes, first and last bytes.
+        """
+        if not self.files:
+            return {"rows": sum(part.num_rows or 0 for part in self.parts)}
+        crc, size = 0, 0
+        for path in self.files:
+            with path.open("rb") as file:
+                own = file.seek(0, os.SEEK_END)
+                ends = []
+                for at in (0, max(own - END_BYTES, 0)):
+                    file.seek(at)
+                    ends.append(file.read(END_BYTES))
+            size, crc = size + own, zlib.crc32(repr((path.name, own, ends)).encode(), crc)
+        return {"files": len(self.files), "bytes": size, "crc": crc}
 
 
 def table_of(call: str, source: Source):

@@ -148,3 +148,37 @@ def test_a_vocabulary_has_an_order_of_its_own():
     values = ["b", "c", "a", "c"]
     same(fit_encoding({"x": values}, schema, few), fit_encoding({"x": values[::-1]}, schema, few))
     assert fit_encoding({"x": values}, schema, few).ids["x"].decode(torch.tensor([1, 2])).to_pylist() == ["a", "c"]
+
+
+PAIRS = pa.table({
+    "y": [1, 0, 1], "x": [0.5, 1.5, 2.0], "z": [1.0, 2.0, 4.0], "user": ["u", "v", None], "item": [3, 4, 3],
+    "tags": [["a"], [], ["b", "a"]], "w": [[0.5], [], [1.0, 2.0]],
+})  # fmt: skip
+LEARNED = fit_encoding(PAIRS, Schema("y", ("x", "z"), ("user", "item"), ("tags",), {"tags": "w"}))
+
+
+@pytest.mark.parametrize("own", [["item"], ["tags", "x"], ["z", "item", "tags"]], ids=str)
+def test_some_columns_are_encoded_alone(own):
+    """encode(columns=...) of a table with only these columns has the ids and numbers that all columns give. Weights of
+    ids come along, and the label may be absent."""
+    rows, of_ids = torch.arange(3), [n for n in ("user", "item", "tags") if n in own]
+    whole = encode(LEARNED, PAIRS).take(rows)
+    part = encode(LEARNED, PAIRS.select([*own, *(["w"] if "tags" in own else [])]), columns=own).take(rows)
+    assert part.ids.keys == tuple(of_ids) and part.label is None
+    for key in of_ids:
+        assert part.ids[key].to_lists() == whole.ids[key].to_lists()
+    if "tags" in own:
+        assert part.ids["tags"].weights[:3].tolist() == [0.5, 1.0, 2.0]
+    numbers = [i for i, n in enumerate(("x", "z")) if n in own]
+    assert (part.dense is None) if not numbers else torch.equal(part.dense, whole.dense[:, numbers])
+    assert torch.equal(encode(LEARNED, PAIRS, columns=own).take(rows).label, whole.label)
+
+
+def test_columns_that_cannot_be_encoded_alone():
+    """A column that the encoding lacks, and columns without ids, raise. For a table that lacks columns, the error
+    names the columns that could be encoded alone."""
+    for columns, words in ((["hat"], "'hat'"), (["x"], "no column of ids"), ([], "no column of ids")):
+        with pytest.raises((ValueError, KeyError), match=f"(?s)funcrec.data.encode.*{words}"):
+            encode(LEARNED, PAIRS, columns=columns)
+    with pytest.raises(ValueError, match=r"(?s)lacks columns.*\['user'.*columns=\['item', 'x'\] encodes these alone"):
+        encode(LEARNED, PAIRS.select(["item", "x"]))

@@ -360,3 +360,39 @@ def test_a_folder_larger_than_the_memory_it_takes(tmp_path):
     assert in_order[0] == shuffled[0] == 39 << 18 and in_order[1] < 40 and shuffled[1] < 40
     # this shows that the test can measure the difference
     assert whole[0] == 36 << 18 and whole[1] > 100
+
+
+def as_text(table, path):
+    pa_csv.write_csv(table, path)
+
+
+@pytest.mark.parametrize("write", [as_text, parquet.write_table], ids=["text", "parquet"])
+@pytest.mark.parametrize("change", ["cut", "longer", "another name", "a file more", "other values"])
+def test_a_run_does_not_go_on_in_other_files(write, change, tmp_path):
+    """A run that stopped in the middle of an epoch resumes from the same files, wherever they lie. It refuses files
+    that were cut, grew, or have other names, and a folder with another number of files."""
+    suffix = ".csv" if write is as_text else ".parquet"
+    data, table = tmp_path / "data", pa.table({"a": list(range(30))})
+    data.mkdir()
+    write(table, data / f"1{suffix}")
+    add, how = lambda total, batch: (total + batch.ids.values.sum(), {}), {"epochs": 1, "checkpoint": tmp_path / "run"}
+    load = lambda: stream_loader(data, Schema(categorical=("a",)), 4, key=fr.key(0))
+    stop = iter([0, 0, 1])
+    fr.fit(add, torch.tensor(0), load(), stop=lambda: next(stop, 1), **how)
+    saved = (tmp_path / "run").read_bytes()
+    data = data.rename(tmp_path / "moved")
+    assert fr.fit(add, torch.tensor(0), load(), resume=True, **how).state == sum(range(30))
+    (tmp_path / "run").write_bytes(saved)
+    if change == "another name":
+        (data / f"1{suffix}").rename(data / f"2{suffix}")
+    elif change == "a file more":
+        write(table, data / f"2{suffix}")
+    else:
+        rows = {
+            "cut": table[:20],
+            "longer": pa.concat_tables([table, table]),
+            "other values": pa.table({"a": [*range(1, 31)]}),
+        }
+        write(rows[change], data / f"1{suffix}")
+    with pytest.raises(ValueError, match=r"(?s)in the midst of an epoch of other batches.*crc was"):
+        fr.fit(add, torch.tensor(0), load(), resume=True, **how)
