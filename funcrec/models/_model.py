@@ -210,12 +210,15 @@ def build(
     call: str,
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],
-    num_dense: int,
+    num_dense: int | None,
     init_dense: Callable[[Tensor], dict[str, Any]],
     forward: Callable[[Params, Batch, Tensor | None], tuple[Tensor, Any]],
     penalty: Callable[[Any], Tensor] | None = None,
 ) -> Model:
-    """Return a Model from `forward(params, batch, key)`, where key None means evaluation."""
+    """Return a Model from `forward(params, batch, key)`, where key None means evaluation.
+
+    num_dense: the number of dense inputs; None for a model that cannot have any.
+    """
     tables = tuple(tables)
 
     def init(key: Tensor) -> Params:
@@ -297,13 +300,16 @@ def equal_dim_problems(features: Sequence[FeatureConfig], tables: Sequence[Table
 PARAMS, BATCH = kind_of(Params), kind_of(Batch)
 
 
-def input_problems(params: object, batch: object, num_dense: int) -> Iterator[Problem]:
+def input_problems(params: object, batch: object, num_dense: int | None) -> Iterator[Problem]:
     yield from PARAMS.find("params", params)
     if (yield from reported(BATCH.find("batch", batch))):
         return
     if batch.dense is None and num_dense:
         hint = "a model with num_dense=0 needs none"
         yield Problem("`batch.dense` is missing.", "None", f"f[B, {num_dense}]", hint)
+    elif batch.dense is not None and num_dense is None:
+        hint = "Batch(ids, label); fr.data.bucketize makes ids of a column of numbers"
+        yield Problem("`batch.dense` would not be read.", describe(batch.dense), "None: this model reads ids", hint)
     elif batch.dense is not None and not num_dense:
         hint = "Batch(ids, label), or a model with num_dense"
         yield Problem("`batch.dense` would not be read.", describe(batch.dense), "None: num_dense is 0", hint)

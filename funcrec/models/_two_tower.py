@@ -88,7 +88,7 @@ def two_tower(
         return {name: layers[name].init(k) for name, k in zip(sides, random.split(key), strict=True)}
 
     def tower(name: str, params: Params, batch: Batch, key: Tensor | None) -> Tensor:
-        check(f"{call}.{name}", input_problems(params, batch, 0))
+        check(f"{call}.{name}", input_problems(params, batch, None))
         acts = lookup(params.tables, batch.ids, sides[name]).values
         return F.normalize(run(layers[name], part(params.dense, name), acts, key)[0], dim=-1)
 
@@ -100,7 +100,7 @@ def two_tower(
         q, c = towers(params, batch, key)
         return (q * c).sum(-1) / temperature, {}
 
-    model = build(call, tables, (*query, *candidate), 0, init_dense, score)
+    model = build(call, tables, (*query, *candidate), None, init_dense, score)
     return TwoTower(
         model.tables,
         model.features,

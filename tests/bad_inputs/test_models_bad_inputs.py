@@ -13,6 +13,7 @@ IDS = fr.KeyedJaggedTensor.from_lists({"user": [[1], [2]], "item": [[3], [4]]})
 BATCH = fr.Batch(IDS, torch.zeros(2))
 DEEP = models.wide_deep((T4,), (USER,), sizes=(3,), num_dense=2)
 PLAIN = models.wide_deep((T4,), (USER,), sizes=(3,), dropout=0.5)
+TOWERS = models.two_tower((T4, T8), (USER,), (ITEM,))
 NORMED = nn.mlp((3, 2, 1), batch_norm=True)
 KEY, X = fr.key(0), torch.zeros(2, 3)
 
@@ -113,6 +114,18 @@ ROWS = [
         lambda: PLAIN.apply(params(PLAIN), fr.Batch(IDS, torch.zeros(2), X)),
         ValueError,
         "`batch.dense` would not be read.",
+    ),
+    (
+        "dense for two towers",
+        lambda: TOWERS.candidate(params(TOWERS), fr.Batch(IDS, torch.zeros(2), X)),
+        ValueError,
+        "need  None: this model reads ids\n  try   Batch(ids, label); fr.data.bucketize",
+    ),
+    (
+        "dense for the scores of two towers",
+        lambda: TOWERS.apply(params(TOWERS), fr.Batch(IDS, torch.zeros(2), X)),
+        ValueError,
+        "None: this model reads ids",
     ),
     ("ids for a batch", lambda: PLAIN.apply(params(PLAIN), IDS), TypeError, "`batch` is not a Batch."),
     ("no key", lambda: PLAIN.train_apply(params(PLAIN), BATCH, None), TypeError, "`key` is not a key."),
