@@ -115,8 +115,9 @@ def export(
     compare_alone(predict, params, lambda seed: probe(example, program.features, seed), min(PROBES, max_batch))
     canary = canary_of(predict, params, example, form, min(CANARY_BAGS, max_batch), min(CANARY_IDS, max_ids))
     shows = canary["finite"] or not any("float" in x["dtype"] for x in program.outputs)
-    if not shows or not canary["values"]:
-        warnings.warn(message(CALL, [canary_problem(canary)]), stacklevel=3)
+    unseen = tables_unseen(canary, program.features)
+    if not shows or not canary["values"] or unseen:
+        warnings.warn(message(CALL, [canary_problem(canary, shows, unseen)]), stacklevel=3)
     content = {
         **{"format": FORMAT, "digest": BLANK, "funcrec": own_version(), "torch": torch.__version__},
         **{"isa": isa, "needs": needs_of(isa), "inputs": form.specs(), "params": signature(tensors)},
@@ -211,10 +212,25 @@ def canary_of(predict: Callable, params: Any, example: Batch, form: Form, most_b
     return {"bags": bags, **inputs, "finite": finite}
 
 
-def canary_problem(canary: Mapping) -> Problem:
+def tables_unseen(canary: Mapping, features: Sequence[Mapping]) -> list[str]:
+    """Return the tables of which the canary has ids, and no id inside the table: such ids read zeros."""
+    inside: dict[str, bool] = {}
+    for i, feature in enumerate(features):
+        first, last = (canary["offsets"][j * canary["bags"]] for j in (i, i + 1))
+        ids, table = canary["values"][first:last], feature["table"]
+        if ids and table is not None:
+            inside[table] = inside.get(table, False) or any(0 <= x < feature["rows"] for x in ids)
+    return [table for table, shows in inside.items() if not shows]
+
+
+def canary_problem(canary: Mapping, shows: bool, unseen: Sequence[str]) -> Problem:
     """Return the problem that a server cannot recognise weights that diverged."""
     what = "`example` shows no finite answer that depends on the tables: a server will take any weights."
     got = "NaN or infinite answers" if canary["values"] else "no id in its first bags"
+    if shows and unseen:
+        what = "`example` shows no answer that depends on some tables: a server will take any weights for these."
+        got = f"only ids outside table {unseen[0]!r} in its first bags"
+        got += f", and so for {len(unseen) - 1} more tables" if len(unseen) > 1 else ""
     return Problem(
         what, got, "a bag of ids with a finite answer", "an example of the training data, and trained parameters"
     )

@@ -60,11 +60,19 @@ def route(call: str, folder: Path, version: str | None) -> list[Path]:
     deltas = {p.number: p for p in found if p.kind == DELTA and p.run == found[-1].run}
     own = piece_of(version or "")
     bases = [p for p in reversed(found) if p.kind == WEIGHTS and p.run == found[-1].run]
-    for base in ([own] if own and found and own.run == found[-1].run else []) + bases:
+    starts = ([own] if own and found and own.run == found[-1].run else []) + bases
+    for base in starts:
         behind = range(base.number + 1, found[-1].number + 1)
         if base.number <= found[-1].number and all(n in deltas for n in behind):
             first = [path_of(folder, base)] if base.kind else []
             return first + [path_of(folder, deltas[n]) for n in behind]
+    missing = [(b, n) for b in starts for n in range(b.number + 1, found[-1].number + 1) if n not in deltas]
+    if missing:
+        base, number = missing[0]
+        got = f"no delta to number {number}, and the newest is {found[-1].number}"
+        need = f"every delta after {base.version}, which is {'whole weights' if base.kind else 'the version to update'}"
+        hint = "the files that were removed; or new whole weights: fr.publish(folder, package)"
+        fail(call, f"`{folder}` lacks a delta.", got=got, need=need, hint=hint, kind=FileNotFoundError)
     need, hint = "whole weights and the deltas after them", "a publisher that has begun: fr.publish(folder, package)"
     fail(call, f"`{folder}` has no weights.", got=f"{len(found)} files", need=need, hint=hint, kind=FileNotFoundError)
 

@@ -1,12 +1,15 @@
 """export refuses functions that have no single program for all batches. The error has a reason."""
 
 import itertools
+import re
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import funcrec as fr
+from funcrec.serve import _export
 from funcrec.serve._export import compare_alone, probe
 
 HELD = torch.ones(3)
@@ -153,3 +156,28 @@ def test_a_tie_may_turn_and_not_always(draws):
         return check_alone(own)
     with pytest.raises(ValueError, match="depends on the other bags"):
         check_alone(own)
+
+
+@pytest.mark.parametrize(
+    ("bags", "unseen"),
+    [
+        ({"c": [[4]], "d": [[-1]], "h": [[9]]}, r"outside table 'item' in its first bags, and so for 1 more tables"),
+        ({"c": [[4], [7, 5]], "d": [[1], []], "h": [[9], []]}, r"only ids outside table 'item' in its first bags\n"),
+        ({"c": [[4], [7, 0]], "d": [[1], []], "h": [[9], []]}, None),
+        ({"c": [[]], "d": [[1]], "h": [[9]]}, None),
+    ],
+)
+def test_a_canary_of_ids_outside_their_tables_is_warned_of(bags, unseen, tmp_path, monkeypatch):
+    """export warns if all ids of a table in the example's first bags lie outside the table, because they read zeros.
+    Ids that are hashed lie inside."""
+    monkeypatch.setattr(_export, "compile_program", lambda *arguments: None)
+    features = [fr.FeatureConfig("c", table="item"), fr.FeatureConfig("d", table="user"),
+                fr.FeatureConfig("h", table="hashed", hash=fr.modulo())]  # fmt: skip
+    predict = lambda params, batch: fr.lookup(params.tables, batch.ids, features).values
+    params = fr.Params({n: torch.ones(4, 3) for n in ("item", "user", "hashed")}, {})
+    ids = fr.KeyedJaggedTensor.from_lists(bags, dtype=torch.int64)
+    with warnings.catch_warnings(record=True) as found, pytest.raises(FileNotFoundError):
+        warnings.simplefilter("always")
+        fr.export(predict, params, fr.Batch(ids), tmp_path / "package")
+    words = [str(w.message) for w in found if "funcrec.export" in str(w.message)]
+    assert len(words) == (unseen is not None) and (not words or re.search(unseen, words[0])), words

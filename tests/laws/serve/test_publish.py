@@ -224,6 +224,29 @@ def test_a_server_that_cannot_be_told_does_not_end_training(plain, tmp_path):
     assert len(_published.pieces(tmp_path / "published")) == 2
 
 
+def test_a_delta_that_is_missing_is_named(plain, tmp_path):
+    """If a delta between a package and the newest version is missing, and no newer whole weights are there, the error
+    names its number. A package of another run is told that weights are missing."""
+    told = Told(plain, "plain", tmp_path / "published", keep=9)
+    told.begin()
+    run = begun()
+    for n in (2, 4, 6):
+        run, _ = STEP(run, batch(n))
+        told.step(n, run)
+    folder = tmp_path / "published"
+    found = _published.pieces(folder)
+    first, *rest = [p for p in found if p.kind == _published.DELTA]
+    _published.remove(_published.path_of(folder, first))
+    words = rf"(?s)lacks a delta.*no delta to number {first.number}, and the newest is {rest[-1].number}"
+    version = _published.version_of(first.number - 1, 0, first.run)
+    with pytest.raises(FileNotFoundError, match=rf"{words}.*{version}"):
+        _published.route("call", folder, version)
+    for piece in [p for p in found if p.kind == _published.WEIGHTS]:
+        _published.remove(_published.path_of(folder, piece))
+    with pytest.raises(FileNotFoundError, match="has no weights"):
+        _published.route("call", folder, None)
+
+
 def test_what_is_damaged_is_led_around_or_told(plain, tmp_path):
     """A package refuses a damaged delta, and takes whole weights if they are newer. Otherwise the package does not
     change. An error says what is wrong. A folder without weights raises an error that says so."""
