@@ -23,6 +23,15 @@ def test_a_body_whose_end_is_disputed_ends_the_connection(server, coding):
         assert statuses(everything(s)) in ([501], [400])
 
 
+@pytest.mark.parametrize("coding", ["gzip, chunked", "chunked, gzip", "xchunked"])
+def test_a_body_whose_end_is_disputed_is_not_waited_for(server, coding):
+    """The 501 comes while the client has sent no byte of the body, and may still send some."""
+    with server.raw() as s:
+        s.settimeout(5)  # a body may take 30 s
+        s.sendall(head(Content_Length=None, Transfer_Encoding=coding))
+        assert s.recv(1 << 16).startswith(b"HTTP/1.1 501 ")
+
+
 def test_chunks_are_of_http_1_1(server):
     """A chunked message of HTTP/1.0, whose proxies do not know chunks, gets 501."""
     s = server.raw()

@@ -59,6 +59,18 @@ def test_paths_methods_and_types(server):
     assert (status, again, body) == (200, 200, b"") and headers["Content-Length"] == whole["Content-Length"] != "0"
 
 
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [("charset=latin-1", 415), ("Charset=UTF-16", 415), ('a=b; charset="iso-8859-1"', 415), ("charset=", 200),
+     ("charset=utf-8; charset=cp1252", 415), ("charset=UTF-8", 200), ('charset="utf-8"', 200),
+     ("charset=us-ascii", 200), ("xcharset=latin-1", 200), ("", 200)],
+)  # fmt: skip
+def test_a_body_of_another_charset_is_refused(server, more, code):
+    """A body of JSON in another charset than UTF-8 gets 415, and the answer names the charset."""
+    status, _, body = server.ask("POST", "/predict", ONE, f"application/json; {more}")
+    assert status == code and (code == 200 or b"of another charset" in body)
+
+
 def test_bodies_that_are_coded_are_refused(server):
     """A body with a Content-Encoding gets 415, whatever its bytes. The response says that no coding is accepted."""
     body = json.dumps(ONE).encode()

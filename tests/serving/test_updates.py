@@ -224,6 +224,22 @@ def test_wrong_settings_are_refused(program, tmp_path, words, said):
     assert out.returncode == 2 and said in out.stderr and "  need  " in out.stderr
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"queue": 1, "port": 0, "queue": 9}',
+        '{"queue": 1, "qu\\u0065ue" :1}',
+        '{"updates": "a:\\"{", "queue": 1, "queue": 2}',
+    ],
+)
+def test_a_key_twice_in_the_settings_is_refused(program, tmp_path, text):
+    """A key that stands twice in a settings file ends the program, which names the key."""
+    (tmp_path / "s.json").write_text(text)
+    given = [program, "sums", "--settings", str(tmp_path / "s.json")]
+    out = subprocess.run(given, capture_output=True, text=True, timeout=10)
+    assert out.returncode == 2 and "the key queue twice" in out.stderr and "  need  each key once" in out.stderr
+
+
 def test_settings_of_a_file(program, tmp_path):
     """A settings file uses the names of the flags. A flag in any position overrides the file. An address in use is
     reported."""

@@ -41,6 +41,25 @@ inline std::string media_type(const Ask& ask) {
   return type;
 }
 
+// The first charset of the media type that is not UTF-8 or a part of it; else nothing.
+inline std::string other_charset(const Ask& ask) {
+  std::string_view rest = ask[http::field::content_type];
+  for (size_t at = rest.find(';'); at != std::string_view::npos; at = rest.find(';')) {
+    rest.remove_prefix(at + 1);
+    std::string_view own = rest.substr(0, rest.find(';'));
+    const auto trim = [&own](std::string_view what) {
+      while (!own.empty() && what.find(own.front()) != what.npos) own.remove_prefix(1);
+      while (!own.empty() && what.find(own.back()) != what.npos) own.remove_suffix(1);
+    };
+    trim(" \t");
+    if (!beast::iequals(own.substr(0, 8), "charset=")) continue;
+    own.remove_prefix(8);
+    trim("\"");
+    if (!beast::iequals(own, "utf-8") && !beast::iequals(own, "utf8") && !beast::iequals(own, "us-ascii")) return std::string(own);
+  }
+  return {};
+}
+
 // Of a target as proxies ask, http://host/path, the host; else nothing.
 inline std::string_view host_of(std::string_view target) {
   return beast::iequals(target.substr(0, 7), "http://") ? target.substr(7, target.find_first_of("/?", 7) - 7) : std::string_view();
@@ -97,6 +116,8 @@ inline std::optional<Reply> refusal(const Ask& ask, const Hosts& hosts, bool adm
       return reply;
     }
     const std::string type = route.methods == "POST" ? media_type(ask) : JSON;
+    const std::string charset = type == JSON && route.methods == "POST" ? other_charset(ask) : std::string();
+    if (!charset.empty()) return problem(ask, 415, "the body is of another charset", "charset=" + charset, "UTF-8, as JSON has");
     if (type == JSON || (type == BYTES && route.path == "/predict")) return {};
     return problem(ask, 415, "the body is of another type", type.empty() ? "no Content-Type" : type, route.path == "/predict" ? std::string(JSON) + " or " + BYTES : JSON);
   }

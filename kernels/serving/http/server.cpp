@@ -242,7 +242,7 @@ class Server {
         co_await http::async_write(c.socket, go_on, token);
         if (error) co_return false;
       }
-      if (!error && !(waits && refused)) {
+      if (!error && !(refused && (waits || !refused->keep_alive()))) {  // a body whose connection ends after the answer need not be read
         give(c, settings_.timeout_s);
         co_await http::async_read(c.socket, c.buffer, parser, token);
       }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <set>
 #include <sstream>
 #include <variant>
 
@@ -107,6 +108,23 @@ void set(Settings& out, const Setting& s, const std::string& name, const std::st
   set_number(out, s, name, x, text.find_first_not_of("0123456789") == std::string::npos);
 }
 
+// The first key that stands twice in the outer object of a text, which is JSON; else nothing.
+std::string twice(const std::string& text) {
+  std::set<std::string> seen;
+  std::string last;
+  int depth = 0;
+  for (size_t i = 0; i < text.size(); i++) {
+    const char c = text[i];
+    depth += (c == '{' || c == '[') - (c == '}' || c == ']');
+    if (c == ':' && depth == 1 && !seen.insert(last).second) return last;
+    if (c != '"') continue;
+    const size_t begin = i++;
+    for (; text[i] != '"'; i++) i += text[i] == '\\';
+    last = std::string(json::parse(text.substr(begin, i + 1 - begin)).get_string());
+  }
+  return {};
+}
+
 void read_file(Settings& out, const std::string& path) {
   std::ifstream file(path);
   std::stringstream text;
@@ -114,6 +132,7 @@ void read_file(Settings& out, const std::string& path) {
   boost::system::error_code error;
   const json::value value = file ? json::parse(text.str(), error) : json::value();
   if (error || !value.is_object()) wrong("settings", path, "a file that holds one JSON object");
+  if (const std::string key = twice(text.str()); !key.empty()) wrong("settings", path + " with the key " + key + " twice", "each key once");
   for (const auto& [key, v] : value.get_object()) {
     const Setting* found = nullptr;
     for (const Setting& s : ALL)
