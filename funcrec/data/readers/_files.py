@@ -24,6 +24,7 @@ from funcrec.data.readers._text_faults import (
     check_quotes,
     check_text,
     ends_in_a_line_break,
+    is_fraction,
     is_utf16,
     last_column,
 )
@@ -376,15 +377,6 @@ def _or_line(call: str, path: Path, at: int, step: Callable[[], Any], names: Cal
             if "invalid UTF8" in got:
                 need, hint = "text in UTF-8", 'path.write_text(path.read_text("latin-1"))'
         fail(call, f"`{path.name}`, line {number}{where} cannot be read.", got=got[:120], need=need, hint=hint)
-
-
-def is_fraction(words: str) -> bool:
-    """Return whether the words of pyarrow say that an integer was expected, and name a number that is not whole."""
-    found = re.search(r"conversion error to u?int\d+: invalid value '([^']*)'", words)
-    try:
-        return found is not None and not re.fullmatch(r"\s*[+-]?\d+\s*", found[1]) and bool(str(float(found[1])))
-    except ValueError:
-        return False
 
 
 def _form_problems(form: Text) -> Iterator[Problem]:

@@ -98,3 +98,12 @@ def is_utf16(path: Path) -> bool:
             return file.read(2) in (b"\xff\xfe", b"\xfe\xff")
     except (pa.ArrowException, OSError):
         return False
+
+
+def is_fraction(words: str) -> bool:
+    """Return whether the words of pyarrow say that an integer was expected, and name a number that is not whole."""
+    found = re.search(r"conversion error to u?int\d+: invalid value '([^']*)'", words)
+    try:
+        return found is not None and not re.fullmatch(r"\s*[+-]?\d+\s*", found[1]) and bool(str(float(found[1])))
+    except ValueError:
+        return False
