@@ -26,7 +26,8 @@ class Origin(NamedTuple):
 def remade(maker: F) -> F:
     """Return the function `maker` with a record of each call on the NamedTuple that the call returns.
 
-    The NamedTuple must have a field `update`, a function of its own; the record is an attribute of that function.
+    The NamedTuple must have a field `update`, or else `init`, a function of its own; the record is an attribute of that
+    function.
     """
 
     @functools.wraps(maker)
@@ -36,10 +37,15 @@ def remade(maker: F) -> F:
             made = maker(*args, **kwargs)
         except TypeError as error:
             raise signature_error(maker, error) or error from None
-        made.update.made_by = Origin(run, args, kwargs, made)
+        recorded_on(made).made_by = Origin(run, args, kwargs, made)
         return made
 
     return run
+
+
+def recorded_on(made: Any) -> Callable:
+    """Return the function of a NamedTuple that holds the record of its call."""
+    return made.update if "update" in made._fields else made.init
 
 
 def reduced(value: Any) -> tuple:
@@ -47,7 +53,7 @@ def reduced(value: Any) -> tuple:
 
     It holds the call that made the tuple, or the tuple's fields if `_replace` has changed one since.
     """
-    origin = getattr(value.update, "made_by", None)
+    origin = getattr(recorded_on(value), "made_by", None)
     if origin is None or not all(x is y for x, y in zip(origin.made, value, strict=True)):
         return type(value), tuple(value)
     return functools.partial(origin.maker, *origin.args, **origin.kwargs), ()

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import Count, Draw, Magnitude, Share, Size, Sizes, check, random, typed
+from funcrec.core import Count, Draw, Magnitude, Share, Size, Sizes, check, random, remade, typed
 from funcrec.models._deep import deep_part, run, width, with_dense
 from funcrec.models._dlrm import bottom_problems
 from funcrec.models._model import Model, build, check_configs, part, used
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup, modulo
 
 
+@remade
 @typed
 def dcnv2(
     tables: Sequence[TableConfig],
@@ -70,6 +71,7 @@ def dcnv2(
     return build(call, tables, features, num_dense, init, forward, penalty if cross_penalty else None)
 
 
+@remade
 @typed
 def dlrm_dcnv2(
     tables: Sequence[TableConfig],
@@ -127,6 +129,7 @@ MLPERF_ROWS = (
 MLPERF_IDS_PER_BAG = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 
 
+@remade
 @typed
 def mlperf_dlrm_dcnv2(max_rows: Count | None = None, *, embedding_dim: Count = 128) -> Model:
     """Return the model of MLPerf training's recommendation benchmark: Criteo's 13 dense and 26 multi-hot features.

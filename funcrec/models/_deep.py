@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import Share, Size, Sizes, check, random, typed
+from funcrec.core import Share, Size, Sizes, check, random, remade, typed
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part, used
 from funcrec.models._shallow import first_order
 from funcrec.nn import Layer
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
+@remade
 @typed
 def wide_deep(
     tables: Sequence[TableConfig],
@@ -61,6 +62,7 @@ def wide_deep(
     )
 
 
+@remade
 @typed
 def deepfm(
     tables: Sequence[TableConfig],

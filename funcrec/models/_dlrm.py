@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import Count, Problem, Share, Size, Sizes, check, random, typed
+from funcrec.core import Count, Problem, Share, Size, Sizes, check, random, remade, typed
 from funcrec.models._deep import deep_part, run
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part, used
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
+@remade
 @typed
 def dlrm(
     tables: Sequence[TableConfig],

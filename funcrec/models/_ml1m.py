@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import typed
+from funcrec.core import remade, typed
 from funcrec.models._dcn import dcnv2
 from funcrec.models._deep import deepfm, wide_deep
 from funcrec.models._dlrm import dlrm
@@ -28,6 +28,7 @@ DCNV2 = {
 }  # fmt: skip
 
 
+@remade
 @typed
 def ml1m(name: Literal["lr", "fm", "dlrm", "widedeep", "deepfm", "dcnv2"]) -> Model:
     """Return the benchmark's model `name`: "lr", "fm", "dlrm" (inner-product PNN), "widedeep", "deepfm" or "dcnv2".

@@ -23,6 +23,7 @@ from funcrec.core import (
     kind_of,
     map_tensors,
     random,
+    reduced,
     reported,
     tree_leaves,
     tree_structure,
@@ -78,6 +79,9 @@ class Model(NamedTuple):
     def _repr_html_(self) -> str:
         """Return the tables of the model in HTML, for a notebook."""
         return html_table(HEAD, table_lines(self.tables, self.features))
+
+    def __reduce__(self):
+        return reduced(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         what, need = "a model is a record of functions, not a function.", "one of them"

@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import Size, check, typed
+from funcrec.core import Size, check, remade, typed
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
+@remade
 @typed
 def lr(tables: Sequence[TableConfig], features: Sequence[FeatureConfig], *, num_dense: Size = 0) -> Model:
     """Return logistic regression: a bias, a weight for each id, and a weight for each dense input.
@@ -33,6 +34,7 @@ def lr(tables: Sequence[TableConfig], features: Sequence[FeatureConfig], *, num_
     return build("funcrec.models.lr", tables, features, num_dense, init, lambda p, b, key: (term(p, b), {}))
 
 
+@remade
 @typed
 def fm(
     tables: Sequence[TableConfig],

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import Count, check, random, typed
+from funcrec.core import Count, check, random, remade, typed
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
+@remade
 @typed
 def simple_deepfm(
     tables: Sequence[TableConfig],

@@ -13,7 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcrec import losses, nn
-from funcrec.core import PositiveMagnitude, Share, Sizes, check, html_table, random, typed, typed_fields
+from funcrec.core import (
+    PositiveMagnitude,
+    Share,
+    Sizes,
+    check,
+    html_table,
+    random,
+    reduced,
+    remade,
+    typed,
+    typed_fields,
+)
 from funcrec.models._deep import run, width
 from funcrec.models._model import build, check_configs, input_problems, part
 from funcrec.tables import HEAD, Batch, FeatureConfig, Params, TableConfig, duplicate_problems, lookup, table_lines
@@ -42,11 +53,15 @@ class TwoTower(NamedTuple):
     apply: Callable[[Params, Batch], Tensor]
     temperature: PositiveMagnitude
 
+    def __reduce__(self):
+        return reduced(self)
+
     def _repr_html_(self) -> str:
         """Return the tables of the model in HTML, for a notebook."""
         return html_table(HEAD, table_lines(self.tables, self.features))
 
 
+@remade
 @typed
 def two_tower(
     tables: Sequence[TableConfig],

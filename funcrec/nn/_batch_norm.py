@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Magnitude, Problem, UnitInterval, check, describe, fail, typed
+from funcrec.core import Count, Magnitude, Problem, UnitInterval, check, describe, fail, remade, typed
 from funcrec.nn._layer import Layer, ones, param_problems, width_problems, zeros
 
 
+@remade
 @typed
 def batch_norm(dim: Count, *, momentum: UnitInterval = 0.1, eps: Magnitude = 1e-5) -> Layer:
     """Return a layer x f[B, dim] -> f[B, dim] that normalises each column over the batch.

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Count, Draw, Problem, check, describe, random, typed
+from funcrec.core import Count, Draw, Problem, check, describe, random, remade, typed
 from funcrec.nn._layer import Layer, param_problems, width_problems, xavier_normal, zeros
 
 
+@remade
 @typed
 def cross(dim: Count, rank: Count | None = None, *, weight: Draw = xavier_normal) -> Layer:
     """Return one cross layer, (x0, x f[..., dim]) -> f[..., dim].
@@ -59,6 +60,7 @@ def cross(dim: Count, rank: Count | None = None, *, weight: Draw = xavier_normal
     return Layer(init, apply)
 
 
+@remade
 @typed
 def cross_network(dim: Count, num_layers: Count, rank: Count | None = None, *, weight: Draw = xavier_normal) -> Layer:
     """Return a layer of `num_layers` cross layers on one x0 f[..., dim] -> f[..., dim]. Its params are a list.
@@ -83,6 +85,7 @@ def cross_network(dim: Count, num_layers: Count, rank: Count | None = None, *, w
     return Layer(init, apply)
 
 
+@remade
 @typed
 def vector_cross_network(dim: Count, num_layers: Count, *, weight: Draw = xavier_normal) -> Layer:
     """Make `num_layers` cross layers of one vector each, x0 f[..., dim] -> f[..., dim]; params are a list.
@@ -117,6 +120,7 @@ def vector_cross_network(dim: Count, num_layers: Count, *, weight: Draw = xavier
     return Layer(init, apply)
 
 
+@remade
 @typed
 def mixture_cross_network(
     dim: Count,

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Count, Draw, Problem, Sizes, check, describe, random, typed
+from funcrec.core import Count, Draw, Problem, Sizes, check, describe, random, remade, typed
 from funcrec.nn._layer import Layer, param_problems, width_problems, xavier_normal
 from funcrec.nn._mlp import mlp
 
 
+@remade
 @typed
 def mmoe(
     num_in: Count,
@@ -65,6 +66,7 @@ def mmoe(
     return Layer(init, apply)
 
 
+@remade
 @typed
 def ple(
     num_in: Count,

@@ -22,6 +22,7 @@ from funcrec.core import (
     describe,
     float_dict_problems,
     random,
+    reduced,
     typed,
     typed_fields,
 )
@@ -47,6 +48,9 @@ class Layer(NamedTuple):
     apply: Callable[..., Tensor]
     train_apply: Callable[..., tuple[Tensor, Any]] | None = None
     init_stats: Callable[[], Any] = list
+
+    def __reduce__(self):
+        return reduced(self)
 
 
 @typed

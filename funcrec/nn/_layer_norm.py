@@ -8,10 +8,11 @@ mean and var, over D numbers, are of the last dimension.
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Count, PositiveMagnitude, check, typed
+from funcrec.core import Count, PositiveMagnitude, check, remade, typed
 from funcrec.nn._layer import Layer, ones, param_problems, width_problems, zeros
 
 
+@remade
 @typed
 def layer_norm(dim: Count, *, eps: PositiveMagnitude = 1e-5) -> Layer:
     """Make a layer x f[..., dim] -> f[..., dim] that norms the last dimension.
@@ -30,6 +31,7 @@ def layer_norm(dim: Count, *, eps: PositiveMagnitude = 1e-5) -> Layer:
     return _normed("layer_norm", dim, eps, lambda x, y: y)
 
 
+@remade
 @typed
 def swish_layer_norm(dim: Count, *, eps: PositiveMagnitude = 1e-5) -> Layer:
     """Make a layer x f[..., dim] -> f[..., dim] that multiplies x by the sigmoid of its layer norm.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Count, Draw, Problem, Share, Sizes, Within, check, describe, random, typed
+from funcrec.core import Count, Draw, Problem, Share, Sizes, Within, check, describe, random, remade, typed
 from funcrec.nn._batch_norm import batch_norm as batch_norm_layer
 from funcrec.nn._dropout import dropout as drop
 from funcrec.nn._layer import Layer, param_problems, part_problems, width_problems, xavier_normal, zeros
@@ -21,6 +21,7 @@ from funcrec.nn._layer import Layer, param_problems, part_problems, width_proble
 Widths = Annotated[Sizes, Within("at least two sizes, an int >= 1", lambda s: len(s) >= 2, "has too few")]
 
 
+@remade
 @typed
 def linear(num_in: Count, num_out: Count, *, weight: Draw = xavier_normal, bias: Draw | None = zeros) -> Layer:
     """Return a layer x f[..., num_in] -> f[..., num_out] with {"weight": f[num_out, num_in], "bias": f[num_out]}.
@@ -51,6 +52,7 @@ def linear(num_in: Count, num_out: Count, *, weight: Draw = xavier_normal, bias:
     return Layer(init, apply)
 
 
+@remade
 @typed
 def mlp(
     sizes: Widths,

@@ -8,13 +8,14 @@ Shapes: N ids, L positions.
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, check, describe, fail, kind_of, typed
+from funcrec.core import Count, check, describe, fail, kind_of, remade, typed
 from funcrec.jagged import JaggedTensor
 from funcrec.nn._layer import Layer, ones
 
 BAGS = kind_of(JaggedTensor)
 
 
+@remade
 @typed
 def position_weights(max_length: Count) -> Layer:
     """Return a layer of weights by position: apply(params f[max_length], bags) -> f[N], for a weighted feature.
