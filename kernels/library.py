@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
-from funcrec.kernels import stacks
+from funcrec.kernels import attention, stacks
 from funcrec.kernels.forms import (
     accumulation_dtype,
     capacities,
@@ -58,6 +58,7 @@ SCHEMAS = {
     "quantized_rows": "(Tensor table, Tensor rows, int bits, int dim) -> Tensor",
     "quantize_rows": "(Tensor table, int bits, Tensor? key=None) -> Tensor",
     "top_k": "(Tensor queries, Tensor items, Tensor? rows, Tensor? offsets, int k, int bits=0) -> (Tensor, Tensor)",
+    **attention.SCHEMAS,
 }
 SUMS = ("coalesce", "expand")
 STACKED = {  # {operator that takes stacks: the names of its arguments}
@@ -161,6 +162,7 @@ FAKES: dict[str, Callable] = {
     "quantize_rows": lambda table, bits, key=None: table.new_empty(
         (table.shape[0], row_bytes(bits, table.shape[1])), dtype=torch.uint8
     ),
+    **attention.FAKES,
     "top_k": _top_k,
 }
 

@@ -14,6 +14,7 @@
     quantized_lookup         pooled_lookup of rows of 8, 4 or 2 bits
     quantized_rows           the numbers of such rows, which quantize_rows makes
     top_k                    the rows whose inner products with a query are greatest
+    jagged_attention         softmax or silu attention within bags, and jagged_attention_transpose
 
 where s_i is the id's weight (or 1), divided by the bag's length for a mean. Every implementation keeps five rules:
  - a row outside [0, R) is never read or written: it counts as a row of zeros and gets no gradient;
@@ -29,12 +30,10 @@ because only "reference" has derivatives, of every order and mode. Such a call m
 call also raises for an unknown name, or for an operation that the implementation lacks: nothing falls back.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 
-import torch
 from funcrec.kernels import library
+from funcrec.kernels.choice import IMPLEMENTATIONS, ambient, chosen, has, is_free, is_plain, operation, using
 from funcrec.kernels.forms import (
     CODE_BITS,
     Feature,
@@ -48,50 +47,13 @@ from funcrec.kernels.forms import (
     flatten,
 )
 from funcrec.kernels.rules import RULES
-from funcrec.kernels.tracked import any_tracked, is_bare, is_quiet
+from funcrec.kernels.tracked import any_tracked
 from torch import Tensor
 
-__all__ = ["RULES", "Feature", "Owners", "Rule", "Segment", "Terms", "accumulation_dtype"]
-
-IMPLEMENTATIONS = tuple(library.MODULES)
-_DEVICES = {"cpu": "cpp", "cuda": "triton"}
-_using: ContextVar[str | None] = ContextVar("funcrec_implementation", default=None)
-
-
-@contextlib.contextmanager
-def using(implementation: str) -> Iterator[None]:
-    """Return a context, for this thread or task only, in which calls that name no implementation take this one.
-
-    Example:
-      >>> import torch
-      >>> from funcrec.kernels import ops
-      >>> with ops.using("reference"):
-      ...     ops.gather_rows(torch.eye(2), torch.tensor([1, 7]))
-      tensor([[0., 1.],
-              [0., 0.]])
-    """
-    before = _using.get()
-    try:
-        _using.set(library.check_name("using", implementation))
-        yield
-    finally:
-        _using.set(before)
-
-
-def chosen(implementation: str | None, device: torch.device) -> str:
-    """Return the name of the implementation that a call on `device` takes."""
-    own = _using.get() or _DEVICES.get(device.type, "reference")
-    return library.check_name("ops", own if implementation is None else implementation)
-
-
-def ambient() -> str | None:
-    """Return the name that `using` set, or None. The name is part of a compilation's key."""
-    return _using.get()
-
-
-def has(name: str, implementation: str) -> bool:
-    """Return whether the implementation has the operation."""
-    return library.operator(implementation, name) is not None
+__all__ = [
+    "IMPLEMENTATIONS", "RULES", "Feature", "Owners", "Rule", "Segment", "Terms", "accumulation_dtype", "ambient",
+    "chosen", "has", "is_free", "is_plain", "using",
+]  # fmt: skip
 
 
 def pooled_lookup(
@@ -110,7 +72,7 @@ def pooled_lookup(
     The features cover every column once. blocks: n > 1 returns the columns in n equal parts, [n · B, C / n], one part
     after the other; no feature lies in two parts.
     """
-    call = _of("pooled_lookup", implementation, offsets, *tables, weights)
+    call = operation("pooled_lookup", implementation, offsets, *tables, weights)
     return call(list(tables), list(rows), offsets, weights, flatten(features), num_bags, blocks)
 
 
@@ -125,7 +87,7 @@ def pooled_lookup_weights(
     implementation: str | None = None,
 ) -> Tensor:
     """Return the gradient of the weights of `pooled_lookup`, f[N]. An id that no weighted feature reads has zero."""
-    call = _of("pooled_lookup_weights", implementation, d_out, *tables, weights)
+    call = operation("pooled_lookup_weights", implementation, d_out, *tables, weights)
     return call(d_out, list(tables), list(rows), offsets, weights, flatten(features))
 
 
@@ -181,7 +143,7 @@ def fused_update(
     if not tables:
         return [], []
     given = [x for s in slots for x in s]
-    call = _of("fused_update", implementation, *tables, *given, *terms.d, *terms.weights, lr)
+    call = operation("fused_update", implementation, *tables, *given, *terms.d, *terms.weights, lr)
     flat = call(list(tables), given, *terms.flat(), lr, step, key, rule, list(hyper), first, list(dims))
     each = len(slots[0]) if slots else 0
     parts = flat[len(tables) :]
@@ -190,14 +152,14 @@ def fused_update(
 
 def gather_rows(table: Tensor, rows: Tensor, *, implementation: str | None = None) -> Tensor:
     """Return table[rows], f32|f64[K, D], with zeros for each row outside the table."""
-    return _of("gather_rows", implementation, table)(table, rows)
+    return operation("gather_rows", implementation, table)(table, rows)
 
 
 def scatter_rows(
     table: Tensor, rows: Tensor, count: Tensor, new: Tensor, *, implementation: str | None = None
 ) -> Tensor:
     """Return the table with new[i] in row rows[i] for i < count. rows[:count] must be distinct and in the table."""
-    return _of("scatter_rows", implementation, table, new)(table, rows, count, new)
+    return operation("scatter_rows", implementation, table, new)(table, rows, count, new)
 
 
 def quantized_lookup(
@@ -223,7 +185,7 @@ def quantized_lookup(
     out = library.planned("lookup")(tables, rows, offsets, features, num_bags, bits, dims) if is_usual else None
     if out is not None:
         return out
-    call = _of("quantized_lookup", implementation, offsets, *tables, weights, bare=rows)
+    call = operation("quantized_lookup", implementation, offsets, *tables, weights, bare=rows)
     return call(list(tables), list(rows), offsets, weights, flatten(features), num_bags, list(bits), list(dims))
 
 
@@ -232,7 +194,7 @@ def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int, *, implemen
     check_coded("quantized_rows", table, bits, dim)
     if bits not in CODE_BITS:
         return gather_rows(table, rows, implementation=implementation)
-    return _of("quantized_rows", implementation, table)(table, rows, bits, dim)
+    return operation("quantized_rows", implementation, table)(table, rows, bits, dim)
 
 
 def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None, *, implementation: str | None = None) -> Tensor:
@@ -256,7 +218,7 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None, *, implem
             "funcrec.kernels.quantize_rows: codes have no derivative.\n  got   a table that grad or jvp follows\n"
             "  need  plain numbers\n  try   table.detach()"
         )
-    return _of("quantize_rows", implementation, table)(table, bits, key)
+    return operation("quantize_rows", implementation, table)(table, bits, key)
 
 
 def take_ranges(
@@ -264,14 +226,14 @@ def take_ranges(
 ) -> tuple[Tensor, Tensor]:
     """Return (values [C, ...], offsets i64[B + 1]): the ranges values[starts[b] : starts[b] + lengths[b]] end to end.
     Zeros follow the last range."""
-    return _of("take_ranges", implementation, values)(values, starts, lengths, capacity)
+    return operation("take_ranges", implementation, values)(values, starts, lengths, capacity)
 
 
 def take_ranges_transpose(
     d: Tensor, starts: Tensor, lengths: Tensor, num_values: int, *, implementation: str | None = None
 ) -> Tensor:
     """Return the ordered sums of d [C, ...] over the ranges that hold each position, [num_values, ...] in d's dtype."""
-    return _of("take_ranges_transpose", implementation, d)(d, starts, lengths, num_values)
+    return operation("take_ranges_transpose", implementation, d)(d, starts, lengths, num_values)
 
 
 def bucketize(
@@ -289,7 +251,7 @@ def bucketize(
       rows i[N] in the owner's own numbers, lengths i64[S · B], weights f[N] (or [0]), and positions i64[N], each id's
       new position, or -1 for an id without owner. Zeros follow the last row.
     """
-    return _of("bucketize", implementation, rows, weights)(rows, offsets, weights, num_shards, block)
+    return operation("bucketize", implementation, rows, weights)(rows, offsets, weights, num_shards, block)
 
 
 def owner_blocks(
@@ -319,7 +281,7 @@ def owner_blocks(
       id's place among the n · C, or -1; [0] if not `placed`. An id outside its table has no owner.
     """
     flat, told = [n for x in lanes for n in x.flat()], [n for x in slots for n in x]
-    call = _of("owner_blocks", implementation, ids)
+    call = operation("owner_blocks", implementation, ids)
     return call(ids, offsets, flat, told, num_bags, len(slots), room, wide, placed)
 
 
@@ -328,12 +290,12 @@ def to_padded(
 ) -> Tensor:
     """Return the bags as a block [B, max_length, ...]: each bag from its beginning, then `fill`."""
     whole = int(fill) if isinstance(fill, int) else None
-    return _of("to_padded", implementation, values)(values, offsets, max_length, float(fill), whole)
+    return operation("to_padded", implementation, values)(values, offsets, max_length, float(fill), whole)
 
 
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int, *, implementation: str | None = None) -> Tensor:
     """Return the transpose of to_padded, [capacity, ...], with zeros from offsets[-1] on and where a bag exceeds L."""
-    return _of("from_padded", implementation, padded)(padded, offsets, capacity)
+    return operation("from_padded", implementation, padded)(padded, offsets, capacity)
 
 
 def top_k(
@@ -355,45 +317,37 @@ def top_k(
       queries: f[B, D]. items: f[N, D], or quantised rows u8[N, S] of `bits` (8, 4 or 2).
       rows: i[L], the rows to leave out. offsets: i[B + 1], a bag of these rows for each query. None leaves out none.
     """
-    call = _of("top_k", implementation, queries, items, bare=[x for x in (rows, offsets) if x is not None])
+    call = operation("top_k", implementation, queries, items, bare=[x for x in (rows, offsets) if x is not None])
     return call(queries, items, rows, offsets, k, bits)
 
 
-def _of(name: str, implementation: str | None, *tensors: Tensor | None, bare: Sequence[Tensor] | None = None):
-    """Return the function to call. `tensors` are the tensors that may be tracked; the first is on the call's device.
+def jagged_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, *rest, implementation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (out f[N, H, V], logs f32|f64[N, H]): attention of each bag, and log Σ e^s of each query. Without softmax
+    the second is [0, H]. Rows of `out` outside of all bags are 0.
 
-    bare: the other tensors, for operations that may skip the dispatcher if nothing observes the call.
+    Args:
+      queries, keys, values: f[N, H, D], f[M, H, D], f[M, H, V] of one dtype.
+      rest: offsets, key_offsets i[B + 1]; position_bias f[H or 1, P] or None; time_bias f[H or 1, T] or None, and
+        query_times [N], key_times [M]; num_targets i[B] or None; scale, normalizer (numbers); softmax, causal (bools).
     """
-    mine = [x for x in tensors if x is not None]
-    device = mine[0].device if mine else torch.device("cpu")
-    choice = chosen(implementation, device)
-    if choice != "reference" and any_tracked(mine):
-        if not (is_free(implementation) and has(name, "reference")):
-            library.refuse_derivatives(name, choice)
-        choice = "reference"
-    if bare is not None and choice == "cpp" and is_bare([*mine, *bare]):
-        return library.function(choice, name)
-    call = library.operator(choice, name)
-    if call is None:
-        raise NotImplementedError(
-            f"funcrec.kernels.{name}: implementation {choice!r} has no {name}.\n  got   implementation={choice!r}\n"
-            f"  need  one of {[i for i in ('reference', 'cpp', 'triton') if i != choice]}\n  try   another for this "
-            f"call, or None for the device's own"
-        )
-    return call
+    call = operation("jagged_attention", implementation, queries, keys, values, *rest[2:4])
+    return call(queries, keys, values, *rest)
 
 
-def is_plain(implementation: str | None, x: Tensor) -> bool:
-    """Return whether a call runs "cpp", no input can be tracked, and nothing observes the call."""
-    return implementation is None and _using.get() is None and type(x) is Tensor and x.is_cpu and is_quiet()
+def jagged_attention_transpose(
+    d_out: Tensor, out: Tensor, logs: Tensor, *rest, implementation: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the cotangents of queries, keys, values, position_bias and time_bias, [0, 0] for a bias that is None.
 
-
-def is_free(implementation: str | None) -> bool:
-    """Return whether nobody named an implementation, so that a call with a tracked input may take "reference"."""
-    return implementation is None and ambient() is None
+    `out` and `logs` are the results of jagged_attention(*rest). Sums over pairs have a fixed order.
+    """
+    call = operation("jagged_attention_transpose", implementation, d_out, *rest[:3], *rest[5:7])
+    return call(d_out, out, logs, *rest)
 
 
 def _of_terms(name: str, implementation: str | None, terms: Terms) -> Callable:
     """Return the function for terms. Without tensors it is a function of the reference: operators need a tensor."""
     tensors = (*terms.d, *terms.rows, *terms.weights)
-    return _of(name, implementation if tensors else "reference", *tensors)
+    return operation(name, implementation if tensors else "reference", *tensors)

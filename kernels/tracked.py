@@ -61,6 +61,11 @@ def is_in_derivative() -> bool:
     return forward_ad._current_level >= 0 or any(i.key() in derivatives for i in get_interpreter_stack() or ())
 
 
+def is_in_jvp() -> bool:
+    """Return whether a jvp of torch.func runs, at any level."""
+    return any(i.key() == TransformType.Jvp for i in get_interpreter_stack() or ())
+
+
 def any_tracked(tensors: Iterable) -> bool:
     """Return whether any of the tensors is tracked; other values count as untracked."""
     if not torch.compiler.is_dynamo_compiling() and not is_transforming():

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Finite, Form, PositiveMagnitude, Problem, check, describe, device_problems, replace, typed
+from funcrec.jagged._attention_rules import attention
 from funcrec.jagged._jagged import JaggedTensor
-from funcrec.kernels import reference
 
 
 @typed
@@ -87,22 +87,11 @@ def jagged_attention(
         time_problems(time_bias, query_times, key_times, queries.values, keys.values),
         target_problems(num_targets, queries),
     )
-    out = reference.jagged_attention(
-        queries.values,
-        keys.values,
-        values,
-        queries.offsets,
-        keys.offsets,
-        position_bias,
-        time_bias,
-        query_times,
-        key_times,
-        num_targets,
-        queries.values.shape[2] ** -0.5 if scale is None else float(scale),
-        1.0 if normalizer is None else float(normalizer),
-        activation == "softmax",
-        bool(causal),
-    )[0]
+    tensors = queries.values, keys.values, values, position_bias, time_bias, queries.offsets, keys.offsets
+    scale = queries.values.shape[2] ** -0.5 if scale is None else float(scale)
+    divisor = 1.0 if normalizer is None else float(normalizer)
+    numbers = scale, divisor, activation == "softmax", bool(causal)
+    out = attention((*tensors, query_times, key_times, num_targets), numbers)
     return replace(queries, values=out)
 
 

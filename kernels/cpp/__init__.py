@@ -1,5 +1,7 @@
 """The operations in C++ for the CPU, as functions of flat arguments. The first call loads the compiled object."""
 
+from funcrec.kernels.cpp._attention import jagged_attention as jagged_attention
+from funcrec.kernels.cpp._attention import jagged_attention_transpose as jagged_attention_transpose
 from funcrec.kernels.cpp._generate import UnsupportedError as UnsupportedError
 from funcrec.kernels.cpp._jagged import bucketize as bucketize
 from funcrec.kernels.cpp._jagged import from_padded as from_padded

@@ -118,6 +118,21 @@ OPERATIONS = {  # {name: (f of the implementation, inputs)}
         lambda how: lambda table, queries: ops.top_k(queries, table, None, None, 2, implementation=how)[0],
         {"table": TABLE, "queries": draw("queries", (2, 3))},
     ),
+    "jagged_attention": (
+        lambda how: lambda q, k, position, time: ops.jagged_attention(
+            q, k, k.sin(), OFFSETS, OFFSETS, position, time, ROWS, ROWS * 3, None, 0.5, 1.0, True, True,
+            implementation=how,
+        )[0],
+        {"q": draw("q", (6, 1, 3)), "k": draw("k", (6, 1, 3)), "position": draw("p", (1, 2)),
+            "time": draw("t", (1, 3))},
+    ),
+    "jagged_attention_transpose": (
+        lambda how: lambda d, q, k: ops.jagged_attention_transpose(
+            d, draw("out", (6, 1, 3)), draw("logs", (0, 1)), q, k, k, OFFSETS, OFFSETS, *[None] * 5, 0.5, 2.0, False, True,
+            implementation=how,
+        )[:3],
+        {"d": draw("d", (6, 1, 3)), "q": draw("q", (6, 1, 3)), "k": draw("k", (6, 1, 3))},
+    ),
 }  # fmt: skip
 
 

@@ -1,0 +1,142 @@
+// Products of small matrices and exponentials, in the order of one thread: what attention needs of dense arithmetic.
+//
+//   C[r, c] (+)= Σ_k A[r, k] · B[k, c]        6 rows by up to 4 vectors of columns stay in registers
+//
+// Rows of B and C begin at multiples of a vector, and are padded to whole vectors. Rows of A and C are padded to multiples of 6.
+// The file is compiled with contraction to fused multiply-adds, so its bits depend on the instruction set, not on the threads.
+#pragma once
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "abi.h"
+#include "simd.h"
+#include "top_k.h"
+
+namespace funcrec {
+
+constexpr int ROWS = 6;                                       // rows of C in registers
+constexpr int VECTORS = VECTOR_BYTES == 64 ? 4 : 2;           // vectors of columns in registers
+constexpr int64_t UNIT = 48;                                  // sides of tiles are multiples of it, hence of ROWS and of any vector
+
+constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// Memory of one thread that grows and is never given back, aligned to cache lines.
+template <class A> class Scratch {
+ public:
+  A* get(int64_t n) {
+    if (n > size_) {
+      memory_.reset();
+      memory_.reset(static_cast<A*>(std::aligned_alloc(64, round_up(n * int64_t(sizeof(A)), 64))));
+      if (!memory_) { size_ = 0; throw std::bad_alloc(); }
+      size_ = n;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free { void operator()(A* p) const { std::free(p); } };
+  std::unique_ptr<A, Free> memory_;
+  int64_t size_ = 0;
+};
+
+// A[r, k] is a[r * row + k * column].
+template <class A> struct Left {
+  const A* a;
+  int64_t row, column;
+};
+
+template <class A, int NV> FUNCREC_INLINE void product_block(A* c, int64_t c_row, Left<A> left, const A* b, int64_t b_row, int64_t depth, bool add) {
+  constexpr int W = LANES<A>;
+  Vec<A, W> sums[ROWS][NV];
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < NV; v++) sums[r][v] = add ? load<W>(c + r * c_row + v * W) : Vec<A, W>{};
+  for (int64_t k = 0; k < depth; k++) {
+    Vec<A, W> x[NV];
+    for (int v = 0; v < NV; v++) x[v] = load<W>(b + k * b_row + v * W);
+    for (int r = 0; r < ROWS; r++) {
+      const A y = left.a[r * left.row + k * left.column];
+      for (int v = 0; v < NV; v++) sums[r][v] += x[v] * y;
+    }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < NV; v++) store<W>(c + r * c_row + v * W, sums[r][v]);
+}
+
+// ROWS rows of C, and columns [0, columns), rounded up to whole vectors.
+template <class A> void product(A* c, int64_t c_row, Left<A> left, const A* b, int64_t b_row, int64_t columns, int64_t depth, bool add) {
+  constexpr int W = LANES<A>;
+  int64_t vectors = (columns + W - 1) / W;
+  for (; vectors >= VECTORS; vectors -= VECTORS, c += VECTORS * W, b += VECTORS * W)
+    product_block<A, VECTORS>(c, c_row, left, b, b_row, depth, add);
+  if constexpr (VECTORS > 2) {
+    if (vectors == 3) product_block<A, 3>(c, c_row, left, b, b_row, depth, add);
+    if (vectors == 2) product_block<A, 2>(c, c_row, left, b, b_row, depth, add);
+  }
+  if (vectors == 1) product_block<A, 1>(c, c_row, left, b, b_row, depth, add);
+}
+
+// e^x to about one unit in the last place; 0 below the normal numbers, NaN for NaN.
+template <int W> FUNCREC_INLINE Vec<float, W> exponential(Vec<float, W> x) {
+  using V = Vec<float, W>;
+  const V cut = x > 88.7f ? V{} + 88.7f : x;
+  const V n = (cut * 1.44269504f + 12582912.0f) - 12582912.0f;
+  const V r = (cut - n * 0.693359375f) + n * 2.12194440e-4f;
+  V y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f, y = y * r + 4.1665795894e-2f, y = y * r + 1.6666665459e-1f, y = y * r + 5.0000001201e-1f;
+  y = y * (r * r) + r + 1.0f;
+  const auto power = bit_cast<V>(Vec<int32_t, W>((convert<int32_t, W>(n) + 127) << 23));
+  return x < -87.3f ? V{} : y * power;
+}
+
+template <int W> FUNCREC_INLINE Vec<double, W> exponential(Vec<double, W> x) {
+  using V = Vec<double, W>;
+  const V cut = x > 709.0 ? V{} + 709.0 : x;
+  const V n = (cut * 1.4426950408889634 + 6755399441055744.0) - 6755399441055744.0;
+  const V r = (cut - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;
+  V y = r * (1.0 / 6227020800.0) + 1.0 / 479001600.0;
+  for (const double c : {1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0, 1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0,
+                         1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0})
+    y = y * r + c;
+  const auto power = bit_cast<V>(Vec<int64_t, W>((convert<int64_t, W>(n) + 1023) << 52));
+  return x < -708.0 ? V{} : y * power;
+}
+
+// Rows of `dim` elements E, `stride` elements apart, as rows of A times a factor, padded by zeros to `width`; rows [rows, padded) are zeros.
+template <class A, class E> void pack_rows(A* to, int64_t width, const E* from, int64_t stride, int64_t rows, int64_t padded, int64_t dim, A factor) {
+  constexpr int W = LANES<A>;
+  for (int64_t r = 0; r < rows; r++) {
+    const E* x = from + r * stride;
+    A* y = to + r * width;
+    int64_t d = 0;
+    for (; d + W <= dim; d += W) store<W>(y + d, Vec<A, W>(load<W>(x + d) * factor));
+    for (; d < dim; d++) y[d] = A(load<1>(x + d)) * factor;
+    for (; d < width; d++) y[d] = 0;
+  }
+  std::fill(to + rows * width, to + padded * width, A(0));
+}
+
+template <class A, class E> void unpack_row(E* to, const A* from, int64_t dim, A factor) {
+  constexpr int W = LANES<A>;
+  int64_t d = 0;
+  for (; d + W <= dim; d += W) store<W>(to + d, Vec<A, W>(load<W>(from + d) * factor));
+  for (; d < dim; d++) store<1>(to + d, A(from[d] * factor));
+}
+
+// to[width × rows] = fromᵀ for rows and width that are multiples of 16; rows of `to` are `to_row` apart.
+template <class A> void transposed(A* to, int64_t to_row, const A* from, int64_t width, int64_t rows) {
+  for (int64_t j = 0; j < rows; j += 16)
+    for (int64_t d = 0; d < width; d += 16) {
+#if defined(__AVX512F__)
+      if constexpr (sizeof(A) == 4) {
+        transpose_16(to + d * to_row + j, to_row, from + j * width + d, width);
+        continue;
+      }
+#endif
+      for (int64_t x = d; x < d + 16; x++)
+        for (int64_t y = j; y < j + 16; y++) to[x * to_row + y] = from[y * width + x];
+    }
+}
+
+}  // namespace funcrec
