@@ -10,7 +10,7 @@ train: $(VENV)/.installed
 	$(RUN) -m funcrec.examples.ctr --model $(MODEL) --out runs/$(MODEL)
 
 ladder: $(VENV)/.installed
-	for model in lr fm dlrm widedeep deepfm dcnv2; do \
+	for model in lr fm dlrm widedeep deepfm dcnv2 din; do \
 	  $(RUN) -m funcrec.examples.ctr --model $$model --out runs/$$model || exit 1; done
 
 test: $(VENV)/.tested serving

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from measure import record
 
-ORDER = ("lr", "fm", "dlrm", "widedeep", "deepfm", "dcnv2")
+ORDER = ("lr", "fm", "dlrm", "widedeep", "deepfm", "dcnv2", "din")
 KEPT = (
     "num_parameters",
     "best_epoch",
@@ -33,11 +33,9 @@ def main(folder: str = "runs") -> None:
     print("| model | parameters | best epoch | valid AUC | test AUC | published test AUC | test log loss |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for model, r in results.items():
+        published = r["published_test_auc"] and f"{r['published_test_auc']:.4f}"
         counts = f"| {model} | {r['num_parameters']:,} | {r['best_epoch']} "
-        print(
-            f"{counts}| {r['valid_auc']:.4f} | {r['test_auc']:.4f} | "
-            f"{r['published_test_auc']:.4f} | {r['test_log_loss']:.4f} |"
-        )
+        print(f"{counts}| {r['valid_auc']:.4f} | {r['test_auc']:.4f} | {published or '-'} | {r['test_log_loss']:.4f} |")
 
 
 if __name__ == "__main__":

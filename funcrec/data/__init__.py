@@ -39,8 +39,11 @@ from funcrec.data.datasets._criteo import transform_dense as transform_dense
 from funcrec.data.datasets._criteo_parquet import criteo_parquet as criteo_parquet
 from funcrec.data.datasets._ctr import Column as Column
 from funcrec.data.datasets._ctr import CtrData as CtrData
+from funcrec.data.datasets._ctr import CtrHistories as CtrHistories
 from funcrec.data.datasets._ctr import CtrSplit as CtrSplit
 from funcrec.data.datasets._ctr import ctr_dataset as ctr_dataset
+from funcrec.data.datasets._histories import GeneratedHistories as GeneratedHistories
+from funcrec.data.datasets._histories import generated_histories as generated_histories
 from funcrec.data.datasets._movielens import Ratings as Ratings
 from funcrec.data.datasets._movielens import movielens_1m as movielens_1m
 from funcrec.data.datasets._random_rows import RandomColumn as RandomColumn

@@ -9,6 +9,7 @@ from funcrec.models._dcn import dlrm_dcnv2 as dlrm_dcnv2
 from funcrec.models._dcn import mlperf_dlrm_dcnv2 as mlperf_dlrm_dcnv2
 from funcrec.models._deep import deepfm as deepfm
 from funcrec.models._deep import wide_deep as wide_deep
+from funcrec.models._din import din as din
 from funcrec.models._dlrm import dlrm as dlrm
 from funcrec.models._ml1m import ml1m as ml1m
 from funcrec.models._model import Model as Model

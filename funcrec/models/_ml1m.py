@@ -1,9 +1,9 @@
-"""Six models of MovieLens-1M, as the RecBole benchmark `ml-1m_context` defines them.
+"""Models of MovieLens-1M: six as the RecBole benchmark `ml-1m_context` defines them, and DIN.
 
     z = b + Σ_f v_f [+ fm(e)] [+ mlp(e)],   7 features, dim 16
 
 Six columns of one id each share one table. So the ids of a column are offset by the vocabularies of the columns before
-it. Genres are a bag of up to six ids.
+it. Genres are a bag of up to six ids. DIN also reads the bag "history" of item ids.
 """
 
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from funcrec import nn
 from funcrec.core import remade, typed
 from funcrec.models._dcn import dcnv2
 from funcrec.models._deep import deepfm, wide_deep
+from funcrec.models._din import din
 from funcrec.models._dlrm import dlrm
 from funcrec.models._model import Model, linear_twins
 from funcrec.models._shallow import fm, lr
@@ -26,16 +27,19 @@ MAX_GENRES = 6
 DCNV2 = {
     "num_cross": 2, "dropout": 0.2, "batch_norm": True, "cross_penalty": 1.0, "cross_weight": nn.normal(1.0),
 }  # fmt: skip
+DIN = {"attention": (36,), "sizes": (256, 256, 256), "dropout": 0.1}
 
 
 @remade
 @typed
-def ml1m(name: Literal["lr", "fm", "dlrm", "widedeep", "deepfm", "dcnv2"]) -> Model:
-    """Return the benchmark's model `name`: "lr", "fm", "dlrm" (inner-product PNN), "widedeep", "deepfm" or "dcnv2".
+def ml1m(name: Literal["lr", "fm", "dlrm", "widedeep", "deepfm", "dcnv2", "din"]) -> Model:
+    """Return the benchmark's model `name`: "lr", "fm", "dlrm" (inner-product PNN), "widedeep", "deepfm" or "dcnv2"; or
+    "din", which is "widedeep" with attention to a history that the benchmark does not have.
 
     A batch has the keys "user_id", "item_id", "age", "gender", "occupation" and "release_year" (ids with offsets into
-    one table of 10,040 rows) and "genre" (ids 1 ... 18). As in RecBole, every model has the embeddings, the first-order
-    weights and the bias, even if it does not read them. The published parameter counts include all of these.
+    one table of 10,040 rows), "genre" (ids 1 ... 18), and for "din" also "history" (ids like those of "item_id"). As in
+    RecBole, every model has the embeddings, the first-order weights and the bias, even if it does not read them. The
+    published parameter counts include all of these.
 
     Raises:
       ValueError: the name is unknown.
@@ -54,6 +58,7 @@ def ml1m(name: Literal["lr", "fm", "dlrm", "widedeep", "deepfm", "dcnv2"]) -> Mo
         TableConfig("genre", ML1M_GENRES, ML1M_DIM, initializer=xavier_normal()),
     )
     wide, linear = linear_twins(deep, features)
+    history = [FeatureConfig("history", table="fields", pooling="none")]
     tables, sizes = deep + wide, (256, 256, 256)
     models = {
         "lr": lambda: lr(tables, linear),
@@ -61,6 +66,7 @@ def ml1m(name: Literal["lr", "fm", "dlrm", "widedeep", "deepfm", "dcnv2"]) -> Mo
         "dlrm": lambda: with_bias(dlrm(tables, features, sizes=sizes, dropout=0.1)),
         "widedeep": lambda: wide_deep(tables, features, linear=linear, sizes=sizes, dropout=0.2),
         "deepfm": lambda: deepfm(tables, features, linear=linear, sizes=sizes, dropout=0.1),
+        "din": lambda: din(tables, features, history=history, target=["item_id"], linear=linear, **DIN),
         "dcnv2": lambda: with_bias(dcnv2(tables, features, sizes=(256, 256), **DCNV2)),
     }
     return models[name]()

@@ -24,5 +24,6 @@ from funcrec.nn._layer_norm import swish_layer_norm as swish_layer_norm
 from funcrec.nn._mlp import linear as linear
 from funcrec.nn._mlp import mlp as mlp
 from funcrec.nn._position import position_weights as position_weights
+from funcrec.nn._target_attention import target_attention as target_attention
 
 _core.publish(globals())

@@ -33,6 +33,10 @@ from programs.public_values import (
     with_signature,
 )
 
+HISTORIES = {"num_users": 4, "num_items": 40, "num_categories": 4, "categories_per_user": 2, "num_timestamps": 2,
+    "length": 3, "num_candidates": 2, "max_history": 5, "activity": 0.5}  # fmt: skip
+MADE = data.generated_histories(KEY, **HISTORIES)
+
 
 def loaded(folder) -> list[Call]:
     """Return the calls of data sets and loaders, with files in `folder`."""
@@ -67,7 +71,11 @@ def loaded(folder) -> list[Call]:
         take=(data.take, {"data": RANDOM, "rows": i64(0, 1)}), RandomRows_take=(RANDOM.take, {"rows": i64(0, 1)}),
         RandomRows_logits=(RANDOM.logits, {"rows": i64(0, 1)}),
         ctr_dataset=(data.ctr_dataset,
-            {"ratings": RATINGS, "seed": 1, "drop": (3.0,), "threshold": 4.0, "holdout": 0.2}),
+            {"ratings": RATINGS, "seed": 1, "drop": (3.0,), "threshold": 4.0, "holdout": 0.2,
+                "history": 2}),
+        generated_histories=(data.generated_histories, {"key": KEY, **HISTORIES}),
+        histories_take=(MADE.take, {"rows": i64(0, 1)}), histories_chances=(MADE.chances, {"rows": i64(0, 1)}),
+        histories_requests=(MADE.requests, {"timestamp": 1}),
         prefetch=(first(data.prefetch), {"items": [1, 2], "depth": 2, "pin_memory": False, "device": None}),
         transform_dense=(data.transform_dense, {"x": f32(2), "transform": "log1"}),
         random_rows=(data.random_rows,

@@ -36,6 +36,8 @@ MLP_PARAMS, MLP_STATS = MLP.init(KEY), MLP.init_stats()
 MMOE, VECTOR = nn.mmoe(4, 2, num_experts=2, sizes=(3,)), nn.vector_cross_network(4, 2)
 PLE = nn.ple(4, 2, shared_experts=1, task_experts=1, sizes=((3,), (2,)))
 MIXTURE = nn.mixture_cross_network(4, 2, 2, 2)
+TARGET, VECTORS = nn.target_attention(4, sizes=(3,)), fr.JaggedTensor(f32(3, 4), i64(0, 2, 2, 3))
+HISTORY = (fr.FeatureConfig("seen", table="t", pooling="none"),)
 LAYER_NORM, SWISH = nn.layer_norm(4), nn.swish_layer_norm(4)
 LINEAR, CROSS, NORM, POSITION = nn.linear(4, 2), nn.cross(4), nn.batch_norm(4), nn.position_weights(3)
 
@@ -111,6 +113,9 @@ def layers() -> list[Call]:
         xavier_normal=(nn.xavier_normal, {"key": KEY, "shape": (2, 3)}),
         zeros=(nn.zeros, {"key": KEY, "shape": (2, 3)}),
         normal=(nn.normal, {"std": 1.0}), position_weights=(nn.position_weights, {"max_length": 3}),
+        target_attention=(nn.target_attention, {"dim": 4, "sizes": (3,), "activation": torch.sigmoid,
+            "normalize": False}),
+        target_apply=(TARGET.apply, {"params": TARGET.init(KEY), "history": VECTORS, "target": f32(3, 4)}),
         position_apply=(POSITION.apply, {"params": POSITION.init(KEY), "bags": WEIGHTED["x"]}),
         mlp=(nn.mlp,
             {"sizes": (4, 3, 1), "activation": torch.relu, "final_activation": None, "dropout": 0.1,
@@ -124,6 +129,8 @@ def layers() -> list[Call]:
         simple_deepfm=(models.simple_deepfm, {**model, "num_dense": 3, "hidden_size": 6, "deep_size": 5}),
         dlrm=(models.dlrm, {**deep, **sized, "bottom": (), "keep": "all"}),
         dcnv2=(models.dcnv2, {**deep, "sizes": (8,), "dropout": 0.1}),
+        din=(models.din, {**deep, "history": HISTORY, "target": ("x",), **sized, "linear": (),
+            "attention": (3,), "normalize": False}),
         dlrm_dcnv2=(models.dlrm_dcnv2,
             {**deep, "num_dense": 2, "bottom": (8,), "num_cross": 1, "rank": 2, "sizes": (8,)}),
         linear_twins=(models.linear_twins, model),

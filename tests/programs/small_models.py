@@ -17,6 +17,8 @@ FEATURES = (
 WIDE_TABLES, WIDE = models.linear_twins(TABLES, FEATURES)
 ALL = TABLES + WIDE_TABLES
 SIZES = {"sizes": (8, 6)}
+HISTORY = [fr.FeatureConfig("before", table="item", column="clicked", pooling="none", max_length=2)]
+DIN = {"history": HISTORY, "target": ["bought"], "attention": (5,)}
 MODELS = {
     "lr": lambda: models.lr(WIDE_TABLES, WIDE),
     "lr, dense": lambda: models.lr(WIDE_TABLES, WIDE, num_dense=3),
@@ -32,11 +34,13 @@ MODELS = {
     "simple_deepfm": lambda: models.simple_deepfm(TABLES, FEATURES, num_dense=3, hidden_size=6, deep_size=5),
     "dcnv2": lambda: models.dcnv2(TABLES, FEATURES, batch_norm=True, dropout=0.3, cross_penalty=0.1, **SIZES),
     "dcnv2, low rank": lambda: models.dcnv2(TABLES, FEATURES, num_dense=3, rank=2, **SIZES),
+    "din": lambda: models.din(TABLES, FEATURES, **DIN, **SIZES),
+    "din, dense": lambda: models.din(ALL, FEATURES, linear=WIDE, num_dense=3, normalize=True, **DIN, **SIZES),
     "dlrm_dcnv2": lambda: models.dlrm_dcnv2(TABLES, FEATURES, num_dense=3, bottom=(8, 4), rank=5, **SIZES),
 }
 READS_DENSE = {
     "lr, dense", "fm, dense", "wide_deep", "deepfm, dense", "dlrm", "dlrm, dense kept", "dcnv2, low rank", "dlrm_dcnv2",
-    "simple_deepfm",
+    "simple_deepfm", "din, dense",
 }  # fmt: skip
 EACH = pytest.mark.parametrize("name", MODELS)
 

@@ -55,6 +55,28 @@ def test_read_back(folder):
     assert all(tokens[0] == "[PAD]" for tokens in r.vocabularies.values())
 
 
+def test_a_history_is_the_clicks_before(folder):
+    """The history of a row has the last clicks that its user made before the row's time in rows to train on."""
+    ratings = movielens_1m(folder)
+    split = ctr_dataset(ratings, history=2)
+    plain = ctr_dataset(ratings)
+    kept = [n for n, r in enumerate(ratings.rating.tolist()) if r != 3]
+    for row in range(split.data.num_rows):
+        mine, at = int(split.data.user[row]), float(ratings.timestamp[kept[row]])
+        before = [
+            (float(ratings.timestamp[kept[n]]), n)
+            for n in split.train.tolist()
+            if split.data.user[n] == mine and split.data.label[n] == 1 and ratings.timestamp[kept[n]] < at
+        ]
+        want = [int(split.data.item[n]) for _, n in sorted(before)]
+        batch, other = take(split.data, torch.tensor([row])), take(plain.data, torch.tensor([row]))
+        found = batch.ids["history"].to_lists()[0]
+        offset = next(c.offset for c in split.data.columns if c.name == "history")
+        assert len(found) == min(len(want), 2) and sorted(found) == sorted(x + offset for x in want[-2:])
+        assert batch.ids.permute(other.ids.keys).to_lists() == other.ids.to_lists()
+    assert torch.equal(split.train, plain.train) and torch.equal(split.data.label, plain.data.label)
+
+
 def test_columns_may_move(folder):
     """Columns are found by name. Line ends may be LF."""
     before = movielens_1m(folder)
