@@ -128,8 +128,8 @@ OPERATIONS = {  # {name: (f of the implementation, inputs)}
     ),
     "jagged_attention_transpose": (
         lambda how: lambda d, q, k: ops.jagged_attention_transpose(
-            d, draw("out", (6, 1, 3)), draw("logs", (0, 1)), q, k, k, OFFSETS, OFFSETS, *[None] * 5, 0.5, 2.0, False, True,
-            implementation=how,
+            d, draw("out", (6, 1, 3)), draw("logs", (0, 1)), q, k, k, OFFSETS, OFFSETS, *[None] * 5, 0.5, 2.0, False,
+            True, implementation=how,
         )[:3],
         {"d": draw("d", (6, 1, 3)), "q": draw("q", (6, 1, 3)), "k": draw("k", (6, 1, 3))},
     ),
