@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from funcrec.compile._apart import FOR_STAGING, imported, settle
 from funcrec.compile._donated import Donated
-from funcrec.compile.backend._decompositions import DECOMPOSITIONS
+from funcrec.compile.backend._decompositions import DECOMPOSITIONS, SHIFTS
 from funcrec.core import ADDRESSES, Problem, describe, fail, is_wrapped, message, outside_transforms
 
 LIBRARY = torch.library.Library("aten", "IMPL")
@@ -82,7 +82,7 @@ def stage(
         shapes = [like(x) for x in leaves]
         with _Lift(call, fake) as lift:
             try:  # First without functionalize, which does not know the rules of autograd.Function.
-                graph = make_fx(flat)(*shapes)
+                graph = make_fx(flat, SHIFTS)(*shapes)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise TypeError(message(call, [HOST._replace(got=f"{error}")])) from error
             except TypeError as error:  # Python's operators replace the error of a tensor by an error of their own.

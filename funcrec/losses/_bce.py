@@ -41,5 +41,19 @@ def bce(logits: Numbers, label: Labels, weight: Weights = None, *, reduction: Re
     z, y = (blank_padding(x, weight) for x in (logits, label if label.is_floating_point() else label.float()))
     y = torch.where((y >= 0) & (y <= 1), y, torch.nan).to(z.dtype)
     if weight is None:
+        return with_logits(z, y, reduction)
+    return reduce(with_logits(z, y, "none"), weight, reduction)
+
+
+def with_logits(z: Tensor, y: Tensor, reduction: str) -> Tensor:
+    """Return torch's binary cross entropy, by a formula where torch has no derivative: for jvp of jvp.
+
+    torch's own jvp writes to a zero tensor there, and raises.
+    """
+    try:
         return F.binary_cross_entropy_with_logits(z, y, reduction=reduction)
-    return reduce(F.binary_cross_entropy_with_logits(z, y, reduction="none"), weight, reduction)
+    except RuntimeError as error:
+        if "ZeroTensors are immutable" not in str(error):
+            raise
+    values = (y - 1) * F.logsigmoid(-z) - y * F.logsigmoid(z)
+    return values.mean() if reduction == "mean" else values

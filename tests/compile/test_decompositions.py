@@ -210,3 +210,17 @@ def test_elements_are_taken_by_places_of_any_shape(shape):
     if places.numel():
         with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
             fr.jit(torch.take)(x, places + 14)
+
+
+def test_shifts_of_and_by_bools_are_those_of_eager_mode():
+    """A shift of bools by integers, or of integers by bools, has eager mode's values and dtype."""
+    bools = torch.tensor([True, False, True])
+    numbers = [torch.tensor([3, 1, 2], dtype=d) for d in (torch.int8, torch.uint8, torch.int32, torch.int64)]
+
+    def shifts(bools, numbers):
+        functions = (operator.lshift, operator.rshift, torch.bitwise_left_shift, torch.bitwise_right_shift)
+        pairs = [f(*xs) for f in functions for n in numbers for xs in ((bools, n), (n, bools), (bools[0], n))]
+        return [*pairs, bools << 2, bools >> 1, numbers[0] << True, 5 << bools, 5 >> bools]
+
+    for got, want in zip(fr.jit(shifts)(bools, numbers), shifts(bools, numbers), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)

@@ -73,6 +73,19 @@ def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     return y.to(x.dtype)
 
 
+def shifted(op: Callable) -> Callable:
+    """Return a shift that takes bools beside integers, as eager mode does. Its meta function refuses all bools."""
+
+    def instead(x: Any, y: Any) -> Any:
+        dtype = torch.result_type(x, y)
+        is_bool = [isinstance(a, torch.Tensor) and a.dtype == torch.bool for a in (x, y)]
+        if dtype == torch.bool or not any(is_bool):
+            return NotImplemented
+        return op(*(a.to(dtype) if isinstance(a, torch.Tensor) else a for a in (x, y)))
+
+    return instead
+
+
 def in_more_bits(op: Callable) -> Callable:
     """Return a replacement of a reduction, which reduces 8-bit integers in 64 bits.
 
@@ -223,6 +236,12 @@ ROUNDED = {
     floored: (aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default, aten.floor_divide.Scalar),
     remainder: (aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor),
     torch.lerp: (aten.lerp.Scalar, aten.lerp.Tensor),
+}
+SHIFTS = {  # for the first trace, whose meta functions would refuse the bools
+    getattr(op, form): shifted(getattr(op, form))
+    for op in (aten.__lshift__, aten.__rshift__, aten.bitwise_left_shift, aten.bitwise_right_shift)
+    for form in op.overloads()
+    if not form.endswith("out")
 }
 DECOMPOSITIONS = {
     aten.add.Tensor: add_with_product,

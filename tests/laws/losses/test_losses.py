@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, hessian, jvp, vmap
+from torch.func import grad, hessian, jacfwd, jvp, vmap
 
 import funcrec as fr
 from funcrec import losses
@@ -228,3 +228,15 @@ def test_bad_input(call, error, part):
         call(numbers(1, B))
     text = str(raised.value)
     assert part in text and all(f"\n  {word}" in text for word in ("got ", "need", "try "))
+
+
+@pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 0.5, 2.0])], ids=["no weights", "weights"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_bce_has_a_jvp_of_a_jvp(weight, reduction):
+    """jacfwd(jacfwd(bce)) and one more jacfwd equal forward over reverse mode, compiled or not, also at logit 0."""
+    z, y = torch.tensor([0.0, -30.0, 2.0], dtype=torch.float64), torch.tensor([0.0, 1.0, 0.3], dtype=torch.float64)
+    loss = lambda z: losses.bce(z, y, weight, reduction=reduction).sum()
+    second, third = jacfwd(jacfwd(loss)), jacfwd(jacfwd(jacfwd(loss)))
+    torch.testing.assert_close(second(z), hessian(loss)(z), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(third(z), jacfwd(hessian(loss))(z), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(fr.jit(second)(z), hessian(loss)(z), rtol=1e-12, atol=1e-15)
