@@ -1,7 +1,7 @@
 """python -m funcrec COMMAND ...
 
 plan   where tables are to lie: python -m funcrec plan --help
-serve  a package behind HTTP: python -m funcrec serve --help
+serve  a package over HTTP: python -m funcrec serve --help
 """
 
 import sys

@@ -79,9 +79,8 @@ def save(
       `wait`, or from the next save.
 
     Raises:
-      TypeError: if a leaf or a key would not come back the same (a tensor that is not plain and dense, or
-        that a derivative follows, a number of numpy, an Enum). The error names each of them, before `save` writes
-        anything.
+      TypeError: if a leaf or a key would not come back the same (a tensor that is not plain and dense, or that a
+        derivative follows, a number of numpy, an Enum). The error names each of them, before `save` writes anything.
       ValueError: if copies that trained apart differ.
       OSError: if the disk is full or the folder cannot be written.
 
@@ -131,8 +130,7 @@ def load(
       device.
       plan, mesh, exact, codec, dedup, dense_axes: the arguments of the `train_step` that continues. Every TrainState in
         the tree is laid out as they say, and each rank reads only its own rows of the tables. All ranks call `load`.
-        With a mesh but no
-        plan the tables are plain: whole on every rank, and on its device.
+        With a mesh but no plan the tables are plain: whole on every rank, and on its device.
       sparse: the row optimizer of that step, which decides which tables may share a bank. Without `sparse` each table
         has a bank of its own, which is correct under any optimizer, but costs more exchanges. `sparse` is required if
         gradients wait (`optim.accumulate`).
@@ -158,7 +156,7 @@ def load(
       ValueError: funcrec.load: `['w']` has another shape or dtype.
         got   f32[2]
         need  f32[3]
-        try   like=None, which loads what there is
+        try   like=None, which loads the file as it is
     """
     path = as_path(LOAD, path)
     finish()
@@ -262,7 +260,7 @@ def difference_problems(tree: Any, like: Any) -> Iterator[Problem]:
     """Report every node that differs between two trees in place, kind, shape or dtype."""
     found, wanted = dict(_nodes(tree, "")), dict(_nodes(like, ""))
     leaves = lambda nodes: [p for p, (_, is_leaf) in nodes.items() if is_leaf]
-    hint = "like=None, which loads what there is"
+    hint = "like=None, which loads the file as it is"
     for path in [p for p in leaves(wanted) if p not in found]:
         yield Problem(f"`{path}` is missing.", "nothing", wanted[path][0], hint)
     for path in [p for p in leaves(found) if p not in wanted]:

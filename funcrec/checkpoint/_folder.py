@@ -274,7 +274,7 @@ class Files(NamedTuple):
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     raise
-                gone = "which is not there" if error.errno == errno.ENOENT else "which cannot be read"
+                gone = "which does not exist" if error.errno == errno.ENOENT else "which cannot be read"
                 raise CodeError(f"{label}, {gone}") from error
             if len(self.opened) == MOST_OPEN:
                 self.opened.pop(next(iter(self.opened))).close()

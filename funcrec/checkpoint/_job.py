@@ -139,7 +139,8 @@ def forget(folder: Path, files: Sequence[Path]) -> None:
 
 def step_problems(keep: int | None, step: int | None) -> Iterator[Problem]:
     if step is not None and keep is None:
-        yield Problem("`step` names one of a folder's checkpoints.", "keep=None", "keep=n", "keep=3")
+        need = "keep=n, the number of checkpoints that the folder keeps"
+        yield Problem("`step` requires `keep`.", "keep=None", need, "keep=3")
 
 
 def copy_problems(asynchronous: bool, copy_bytes: int | None) -> Iterator[Problem]:

@@ -135,7 +135,7 @@ def placed(tree: Any, target: Target, reader: Reader) -> Any:
 
     out = mapped(make, tree)
     if not found:
-        need, hint = "a TrainState in it", "plan=None, which loads what there is"
+        need, hint = "a TrainState in it", "plan=None, which loads the file as it is"
         fail(CALL, "the checkpoint has no state for `plan`.", got=describe(tree), need=need, hint=hint)
     return out
 
@@ -279,5 +279,5 @@ def state_problems(state: TrainState) -> Iterator[Problem]:
             for k, s in state.slots[n].items():
                 if k not in WAITING and (not isinstance(s, Stored) or not s.shape or s.shape[0] != t.shape[0]):
                     what = f"slot {k!r} of {n!r} has no rows of its table."
-                    yield Problem(what, shown(s), f"[{t.shape[0]}, ...]", "plan=None, which loads what there is")
+                    yield Problem(what, shown(s), f"[{t.shape[0]}, ...]", "plan=None, which loads the file as it is")
             yield from waiting_problems(n, state.slots[n])

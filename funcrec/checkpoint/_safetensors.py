@@ -150,7 +150,7 @@ def metadata_problems(metadata: Mapping[str, str] | None) -> Iterator[Problem]:
 
 
 def kind_problems(tensors: Any) -> Iterator[Problem]:
-    """Tables that are more than their tensors would come back as less."""
+    """Report tables of a type that holds more than its tensors, which the file would lose."""
     is_sharded = layout_in(tensors) is not None
     if (tensors.of is not dict) if is_sharded else not is_plain(tensors):
         got, hint = describe(tensors), "fr.save, which keeps all of it; dict(tensors), for the tensors alone"
@@ -168,7 +168,7 @@ def tensors_problems(tensors: Mapping[str, Any]) -> Iterator[Problem]:
         yield from found
         if not found and x.dtype not in NAMES:
             need = f"one of {', '.join(NAMES.values())}"
-            yield Problem(f"`{path}` has a dtype that the format has not.", describe(x), need, "fr.save", TypeError)
+            yield Problem(f"`{path}` has a dtype that the format lacks.", describe(x), need, "fr.save", TypeError)
 
 
 def text_problems(text: str, path: str) -> Iterator[Problem]:

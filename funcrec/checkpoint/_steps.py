@@ -21,7 +21,7 @@ from funcrec.files import SUFFIX, as_path, flush, open_file
 def latest(folder: str | os.PathLike) -> Path | None:
     """Return the path of the newest whole checkpoint that `save(folder, tree, keep=n)` wrote; None if there is none.
 
-    A checkpoint is whole if the file, or all files of a folder, have all bytes. `load` also checks their CRCs.
+    A checkpoint is whole if its file, or every file of its folder, has its full length. `load` also checks their CRCs.
 
     Example:
       >>> import os, tempfile, funcrec as fr

@@ -34,11 +34,11 @@ class Donated(Tensor):
 def take(given: Sequence[Tensor], paths: Iterable[str], when: tuple[str, int], emptied: Sequence[Tensor]) -> None:
     """Take the given tensors: any later use is an error that names the argument, the function and the call's number.
 
-    `take` takes all tensors or none, in one call of C, which no signal interrupts. An audit hook may be Python, and
-    hears of each `__class__`. An error in a hook, or in a signal's handler, is raised here after `take` has taken all
-    other tensors. If two threads give the same tensors, one thread gets them. emptied: the tensors of `given` whose
-    memory now belongs to another tensor. Code that reads only the C++ part of a tensor (torch.tensor) finds nothing
-    there.
+    `take` takes all tensors or none, in one call of C, which no signal interrupts. An audit hook may be Python
+    code, and gets each change of `__class__`. An error in a hook, or in a signal's handler, is raised here after `take`
+    has taken all other tensors. If two threads give the same tensors, one thread gets them. emptied: the tensors of
+    `given` whose memory now belongs to another tensor. Code that reads only the C++ part of a tensor (torch.tensor)
+    finds nothing there.
     """
     named = zip(given, itertools.repeat("donated"), zip(paths, itertools.repeat(when), strict=False), strict=False)
     blank = zip(emptied, itertools.repeat("data"), itertools.repeat(GONE), strict=False)

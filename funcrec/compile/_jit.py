@@ -62,8 +62,8 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
         memory. All other outputs are new, and the call frees the old leaf's memory. After an interrupted or failed
         call, the old value is unchanged, or any use of it raises. If a view, a `detach()`, a numpy array or a file also
         holds the memory, the call copies it before a write, with a warning; an explicit `fr.copy` avoids the warning.
-        The other holder keeps the old values. A bare `data_ptr()` or storage is not noticed, nor another thread that
-        reads meanwhile. Under vmap, grad, jvp, another jit and `fr.checked` nothing is taken.
+        The other holder keeps the old values. The call does not notice a bare `data_ptr()`, a storage, or
+        another thread that reads meanwhile. Under vmap, grad, jvp, another jit and `fr.checked` nothing is taken.
 
     Returns:
       a function of the same arguments, safe to call from several threads; it pickles if `fn` does.

@@ -41,8 +41,8 @@ def collectives_of(graph: torch.fx.Graph) -> Iterator[Sent]:
 class Lowered(NamedTuple):
     """The program that a call of a jitted function runs. `fr.jit(f).lower(*args)` returns it.
 
-    It shows what the call computes, reads, writes and sends. Lowering runs `f` once on shapes. It compiles nothing, and
-    takes or keeps no argument. `fr.jit(f)` does not change.
+    It shows what the call computes, reads, writes and sends. Lowering runs `f` once on shapes. It compiles nothing. It
+    neither takes nor keeps an argument. `fr.jit(f)` does not change.
 
     Args:
       graph: flat tensors -> flat tensors, operation by operation. It writes to nothing; in-place writes follow it.

@@ -1,4 +1,4 @@
-"""Static values, which are the arguments of a jitted call that are no tensors, and keys that tell them apart.
+"""Static values, the arguments of a jitted call that are not tensors, and keys that distinguish them.
 
     static_key(a) == static_key(b)   only if no program can tell a from b
 

@@ -115,8 +115,8 @@ def batches(
 
 
 def refuse_iteration(call: str) -> NoReturn:
-    what = "a loader is called, once for each epoch, not gone through."
-    need = "a position, which says where to begin, and how the epoch is shuffled"
+    what = "a loader is called once for each epoch; it is not an iterable."
+    need = "a position, (epoch, batch), where to begin"
     hint = "for position, batch in load(position)"
     fail(call, what, got="iter(load)", need=need, hint=hint, kind=TypeError)
 

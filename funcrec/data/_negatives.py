@@ -274,7 +274,7 @@ def _known_problems(known: JaggedTensor, num_ids: int) -> Iterator[Problem]:
         yield Problem("`known` has a bag that does not ascend.", "an id again, or a smaller one", need, hint)
     elif len(values) and (int(values.min()) < 0 or int(values.max()) >= num_ids):
         got, need = f"ids from {int(values.min())} to {int(values.max())}", f"0 <= id < {num_ids}"
-        yield Problem("`known` has an id that is not there.", got, need, hint)
+        yield Problem("`known` has an id that does not exist.", got, need, hint)
 
 
 def _user_problems(negatives: Negatives, shape: Shape, user: Tensor | None) -> Iterator[Problem]:

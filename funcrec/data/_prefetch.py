@@ -150,7 +150,7 @@ def _await_copy(item, copied, device: torch.device) -> None:
 def device_problems(device: Device | None) -> Iterator[Problem]:
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         got, need = f"{str(device)!r}, and no GPU that torch can use", "a device of this machine"
-        yield Problem("`device` is not there.", got, need, "device=None, or 'cpu'")
+        yield Problem("`device` is not available.", got, need, "device=None, or 'cpu'")
 
 
 def _item_problems(items: Iterable) -> Iterator[Problem]:

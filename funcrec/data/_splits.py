@@ -53,8 +53,8 @@ def split_by_time(time: Any, fractions: Shares) -> tuple[Tensor, ...]:
     Args:
       time: a number, date or timestamp of each row: a tensor, a numpy array, a list, a column of pyarrow, pandas
         or polars.
-      fractions: the share of each part, together 1, the oldest part first. Rows with equal times stay together: a part
-        ends at the change of time nearest to its share.
+      fractions: the share of each part, together 1, the oldest part first. Rows with equal times stay in one
+        part, so a part ends where the time changes. Of these places it takes the one nearest to its share.
 
     Raises:
       ValueError: a time is missing, or a part would have no row (for instance, when all times are equal).
@@ -195,7 +195,7 @@ def parts_of(call: str, order: Tensor, bounds: Sequence[int], got: str) -> tuple
         sizes_of = f"parts of {', '.join(map(str, sizes))}"
         hint = "more rows, fewer parts, or larger shares for the small ones"
         got, need = f"{got}: {sizes_of}", "a row or more in each part"
-        fail(call, "the parts cannot all have rows.", got=got, need=need, hint=hint)
+        fail(call, "some part would have no row.", got=got, need=need, hint=hint)
     return tuple(part.sort().values for part in order.split(sizes))
 
 

@@ -1,7 +1,7 @@
 """Click-through models on MovieLens-1M, trained by one compiled, donated, pure step.
 
-    python -m funcrec.examples.ctr --model deepfm
-    torchrun --nproc-per-node 2 -m funcrec.examples.ctr --model deepfm --plan row_wise
+    python -m funcrec.examples.ctr --model deepfm torchrun --nproc-per-node 2 -m funcrec.examples.ctr --model deepfm
+    --plan row_wise
 
 The protocol, and the AUC to reach, are those of RecBole's `ml-1m_context` benchmark (`funcrec.data.ctr_dataset`). A run
 writes into --out: checkpoint.pt (before the first step, after each epoch, and on Ctrl-C and SIGTERM), result.json and

@@ -2,9 +2,9 @@
 
     length of the header, u64 | header, JSON: texts, and dtype, shape and place of each tensor | the tensors' bytes
 
-The texts begin with the file's format and a CRC of the header and its length, the CRC's own digits as zeros; then come
-the CRCs of the tensors in their order. Each tensor that has bytes begins at a multiple of an alignment. What fills the
-room before it is a tensor too, of zeros, whose name begins with PADDING.
+The texts begin with the file's format and a CRC of the header and its length. This CRC counts its own digits as zeros.
+The CRCs of the tensors follow, in the tensors' order. Each tensor that has bytes begins at a multiple of an alignment.
+A tensor of zeros, whose name begins with PADDING, fills the room before it.
 """
 
 import json
@@ -136,7 +136,7 @@ def read_header(
     """Read the header of a file of `size` bytes, which accounts for every byte; return ({name: tensor}, texts).
 
     Raises:
-      FileError: if the file is not as it was written, in the words of kernels/serving/tensors.cpp.
+      FileError: if the file differs from what was written. kernels/serving/tensors.cpp has the same messages.
     """
     head = read(0, HEAD)
     length = int.from_bytes(head, "little")

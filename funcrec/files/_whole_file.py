@@ -1,7 +1,7 @@
 """Files that are whole or not there.
 
-    write_whole(path, write): whoever opens `path` finds all of the old file or all of
-      the new one, whenever a write breaks off, and however many processes write
+    write_whole(path, write): whoever opens `path` finds all of the old file or all of the new one, whenever a write
+      breaks off, and however many processes write
 
 Each write goes to a file of its own next to `path`, locked while it is written. It is flushed to the disk and then
 renamed to `path`: the write that finishes last stays. System errors are reported in four parts, as the same kind of
@@ -99,7 +99,7 @@ def place_problems(path: Path) -> Iterator[Problem]:
     except OSError:
         if not path.parent.is_dir():
             got, hint = f"{str(path.parent)!r}", path_hint(path, "os.makedirs(folder, exist_ok=True)")
-            yield Problem(f"the folder of `{path}` is not there.", got, "a folder", hint, FileNotFoundError)
+            yield Problem(f"the folder of `{path}` does not exist.", got, "a folder", hint, FileNotFoundError)
         return
     if not stat.S_ISREG(mode):
         kind = IsADirectoryError if stat.S_ISDIR(mode) else OSError
@@ -115,7 +115,7 @@ def open_file(call: str, path: Path) -> BinaryIO:
         if isinstance(error, FileNotFoundError):
             near = sorted(p.name for p in path.parent.glob("*") if p.is_file())[:5] if path.parent.is_dir() else []
             hint = f"beside it: {', '.join(near)}" if near else "the path that save returned"
-            raise_os(call, error, f"`{path}` is not there.", "a file that save wrote", path_hint(path, hint))
+            raise_os(call, error, f"`{path}` does not exist.", "a file that save wrote", path_hint(path, hint))
         raise_os(call, error, f"`{path}` cannot be read.", "a file that this user may read", "another path")
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):

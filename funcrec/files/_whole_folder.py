@@ -76,7 +76,7 @@ def take_name(new: Path, path: Path) -> None:
 
 def place_problems(path: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator[Problem]:
     if not path.parent.is_dir():
-        what, hint = f"the folder of `{path}` is not there.", path_hint(path, "os.makedirs(folder, exist_ok=True)")
+        what, hint = f"the folder of `{path}` does not exist.", path_hint(path, "os.makedirs(folder, exist_ok=True)")
         yield Problem(what, f"{str(path.parent)!r}", "a folder", hint, FileNotFoundError)
     elif os.path.exists(path) and not overwrite:
         what = f"`{path}` is there already."

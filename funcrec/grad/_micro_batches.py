@@ -59,8 +59,8 @@ def accumulate_grads(loss_fn: Callable, num_micro_batches: Count, has_aux: bool 
       a function with the arguments and results of the function that `value_and_grad` returns. It cuts `batch` by its
       examples, and passes the other arguments to every micro-batch. Before each call it folds the micro-batch's number
       into a keyword `key`, as a mesh folds in the rank. aux: the mean of each float tensor over the micro-batches. The
-      function refuses an aux tensor [examples of a micro-batch, ...]. Other leaves of aux must be no tensors, and the
-      same in all micro-batches.
+      function refuses an aux tensor [examples of a micro-batch, ...]. Every other leaf of aux must be a value that is
+      not a tensor, equal in all micro-batches.
 
     Raises:
       ValueError: if k does not divide the batch, tensors differ in their number of examples, or the loss looks up other
@@ -274,7 +274,7 @@ def refuse_in_micro_batches(call: str, what: str) -> None:
 
 
 def num_examples(x: Any) -> int | None:
-    """Return the number of examples in a leaf of a batch, None for a leaf that is no tensor, or -1 without examples."""
+    """Return how many examples a leaf of a batch has; None if it is not a tensor, -1 if it has no examples."""
     if is_jagged(x):
         if getattr(x, "inverse", None) is not None:
             return x.num_examples

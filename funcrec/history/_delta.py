@@ -200,14 +200,14 @@ def since_problems(since: int, logged: Logged) -> Iterator[Problem]:
     now = int(logged.log.version)
     if since > now:
         hint = "the `version` of a Delta of this log; 0, for all since it was begun"
-        yield Problem("`since` is still to come.", f"{since}", f"at most {now}, the log's version", hint)
+        yield Problem("`since` is later than the log's version.", f"{since}", f"at most {now}, the log's version", hint)
 
 
 def delta_problems(tables: Mapping[str, Tensor], delta: Delta) -> Iterator[Problem]:
     for n, own in delta.tables.items():
         if n not in tables:
             need = f"all of {list(delta.tables)}"
-            yield Problem(f"table {n!r} is not there.", f"{list(tables)}", need, kind=KeyError)
+            yield Problem(f"table {n!r} does not exist.", f"{list(tables)}", need, kind=KeyError)
             continue
         if not isinstance(own, tuple | list) or not all(isinstance(part, ChangedRows) for part in own):
             got, need = describe(own), "a tuple of parts, as fr.delta makes them"

@@ -277,7 +277,8 @@ def facts_of(logged: Logged, k: int, mesh: Mesh | None) -> list[int]:
 
 def step_problems(step: TrainStep) -> Iterator[Problem]:
     if not isinstance(step.update, Update):
-        what, hint = "`step` is not of `train_step`.", "fr.jit(fr.logged(fr.train_step(...)), donate=('state',))"
+        hint = "fr.jit(fr.logged(fr.train_step(...)), donate=('state',))"
+        what = "`step` does not come from `train_step`."
         yield Problem(what, describe(step.update), "a step that train_step made", hint, TypeError)
 
 

@@ -160,7 +160,7 @@ def config_problems(config: Any) -> Iterator[Problem]:
 def table_problems(t: TableConfig) -> Iterator[Problem]:
     if t.dtype not in DTYPES.values():
         need = ", ".join(map(str, DTYPES.values()))
-        yield Problem(f"table {t.name!r} has a dtype that TorchRec has not.", f"{t.dtype}", need,
+        yield Problem(f"table {t.name!r} has a dtype that TorchRec lacks.", f"{t.dtype}", need,
                       "dtype=torch.float32", TypeError)  # fmt: skip
     if not isinstance(t.initializer, Initializer):
         yield Problem(f"`initializer` of table {t.name!r} is a function of funcrec's keys.", describe(t.initializer),
@@ -175,7 +175,7 @@ def feature_problems(
     known = [t.name for t in tables]
     strange = {f.name: f.table for f in features if f.table not in known}
     if strange:
-        yield Problem("features read tables that are not there.", f"{strange}", f"tables among {known}",
+        yield Problem("features name tables that `tables` lacks.", f"{strange}", f"one of {known}",
                       "all tables of the features", KeyError)  # fmt: skip
         return
     names = answer_names([(f.table, f.key) for f in features])

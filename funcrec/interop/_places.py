@@ -83,7 +83,8 @@ def find_places(
     spare = [n for n in names if n not in taken]
     if spare and not problems:
         hint = "Params of all of the module's tables and weights"
-        problems.append(Problem("the state dict has more than `state`.", f"{spare}", "a place for each", hint))
+        what, need = "the state dict has names that `state` lacks.", "names of tables and weights of `state`"
+        problems.append(Problem(what, f"{spare}", need, hint))
     doubled = sorted({n for n in taken if taken.count(n) > 1})
     if doubled:
         problems.append(Problem("two places have one name in the state dict.", f"{doubled}", "a name for each",

@@ -222,7 +222,7 @@ def layout_problems(forms: Sequence[tuple[str, int, int]], layout: str) -> Itera
     for name, bits, dim in forms:
         if bits not in need:
             hint = 'layout="tbe"' if bits in (*CODE_BITS, *FLOATS) else "forms=q.forms"
-            yield Problem(f"table {name!r} has bits that layout {layout!r} has not.", f"{bits}", f"one of {need}", hint)
+            yield Problem(f"table {name!r} has bits that layout {layout!r} lacks.", f"{bits}", f"one of {need}", hint)
         elif dim < 1 or dim * bits % 8:
             need_dim = f"a multiple of {max(1, 8 // bits)}, at least 1"
             got, hint = f"dim {dim} of {bits} bits", "tables whose last columns are zeros"
@@ -268,7 +268,7 @@ def bfloat_problems(q: QuantizedTables) -> Iterator[Problem]:
 
 def data_type_problems(config: Any) -> Iterator[Problem]:
     if config.data_type.value not in BITS:
-        what = f"the config of table {config.name!r} has a dtype that quantised tables have not."
+        what = f"the config of table {config.name!r} has a dtype that quantised tables lack."
         yield Problem(what, f"{config.data_type}", f"one of {list(BITS)}", "weight dtype torch.qint8", TypeError)
 
 
@@ -282,7 +282,7 @@ def place_problems(
                           KeyError)  # fmt: skip
     if spare:
         hint = "the collection's own state_dict(); dense weights by a call with fr.Params({}, dense)"
-        yield Problem("the state dict has more than the tables.", f"{list(spare)}", "a table for each", hint)
+        yield Problem("the state dict has names that no table has.", f"{list(spare)}", "a table for each", hint)
 
 
 def weight_problems(name: str, held: Mapping[str, Any], bits: int, dim: int) -> Iterator[Problem]:

@@ -72,10 +72,9 @@ def load_torchrec_state_dict(
         bytes do not tell int8 from float16.
       state_dict: `module.state_dict()` of an EmbeddingBagCollection, an EmbeddingCollection, or a model with one,
         sharded (ShardedTensor or DTensor: every rank must call, and each rank gets whole tables) or not. For a
-        TrainState's slots and
-        dense optimizer: `module.fused_optimizer().state_dict()`, and the state dict of a KeyedOptimizer. The function
-        copies numbers, and not hyper-parameters: the state must have the rule of the optimizer, because the names do
-        not tell one first moment from another.
+        TrainState's slots and dense optimizer: `module.fused_optimizer().state_dict()`, and the state dict of a
+        KeyedOptimizer. The function copies numbers, and not hyper-parameters: the state must have the rule of the
+        optimizer, because the names do not tell one first moment from another.
       features: the features of the model of `state`. **Give them whenever the model has dense weights**: these
         read the features' vectors in the order of TorchRec's tables. The numbers of neither library show that order, so
         a model of funcrec with another order computes something else without an error. Given features must have the

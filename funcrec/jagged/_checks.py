@@ -134,7 +134,7 @@ def select_problems(offsets: Tensor, bags: Tensor, capacity: int) -> Iterator[Pr
     low, high, count = int(bags.min()), int(bags.max()), offsets.shape[0] - 1
     if low < 0 or high >= count:
         got = f"bag {low if low < 0 else high}"
-        yield Problem("`bags` has a bag that is not there.", got, f"0 <= bag < {count}", "the bags of this value")
+        yield Problem("`bags` has a bag that does not exist.", got, f"0 <= bag < {count}", "the bags of this value")
         return
     total = int(offsets.diff().index_select(0, bags).sum())
     if total > capacity:

@@ -236,7 +236,7 @@ class KeyedJaggedTensor:
     def _position(self, key: str) -> int:
         if not isinstance(key, str) or key not in self.keys:
             need = f"one of {list(self.keys)}"
-            fail("funcrec.KeyedJaggedTensor", "the key is not there.", got=f"{key!r}", need=need, kind=KeyError)
+            fail("funcrec.KeyedJaggedTensor", "the key does not exist.", got=f"{key!r}", need=need, kind=KeyError)
         return self.keys.index(key)
 
     def _take_bags(self, bags: Tensor, most: int, keys: tuple[str, ...], strides=None) -> "KeyedJaggedTensor":
@@ -320,7 +320,7 @@ class KeyedJaggedTensor:
         if sum(segments) != len(self.keys):
             call, need = "funcrec.KeyedJaggedTensor.split", f"counts that sum to {len(self.keys)}"
             hint = f"segments=[1] * {len(self.keys)}, for a part of each key"
-            fail(call, "`segments` do not cut the keys.", got=f"{list(segments)}", need=need, hint=hint)
+            fail(call, "`segments` do not add up to the number of keys.", got=f"{list(segments)}", need=need, hint=hint)
         ends = list(accumulate(segments))
         return [self.permute(self.keys[e - s : e]) for s, e in zip(segments, ends, strict=True)]
 

@@ -51,7 +51,7 @@ class KeyedTensor:
         """Return the columns of a key, a view -> [B, D]."""
         if not isinstance(key, str) or key not in self.keys:
             need = f"one of {list(self.keys)}"
-            fail("funcrec.KeyedTensor", "the key is not there.", got=f"{key!r}", need=need, kind=KeyError)
+            fail("funcrec.KeyedTensor", "the key does not exist.", got=f"{key!r}", need=need, kind=KeyError)
         f = self.keys.index(key)
         return self.values.narrow(-1, sum(self.dims[:f]), self.dims[f])
 

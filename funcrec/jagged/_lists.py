@@ -1,7 +1,7 @@
 """Make one buffer from Python's lists, NumPy's arrays and tensors, or raise for a value that its dtype does not hold.
 
-    dtype of the buffer = `dtype` if given; else the dtype of the tensors
-    and arrays; else i64, f32 or bool for Python's numbers
+    dtype of the buffer = `dtype` if given; else the dtype of the tensors and arrays; else i64, f32 or bool for Python's
+    numbers
 
 A float may be rounded to the dtype. An integer never changes.
 """

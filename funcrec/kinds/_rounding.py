@@ -88,7 +88,7 @@ def by_scale(x: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor, Tens
 
 
 def half_scales(scales: Tensor, bits: int) -> Tensor:
-    """Return scales in f16, as rows of codes hold them, so that f16 holds the bias -s · 2^(bits - 1) too."""
+    """Return scales in f16, the dtype in rows of codes. They are small enough that f16 also holds -s · 2^(bits - 1)."""
     return scales.clamp(LEAST_SCALE, MOST_BIAS / 2 ** (bits - 1)).to(torch.float16)
 
 

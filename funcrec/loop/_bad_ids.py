@@ -20,7 +20,7 @@ FREE = np.iinfo(np.int64).max  # more rows than any id needs, for ids that no ta
 
 
 class BadIds:
-    """The knowledge of `fit` about ids outside their tables.
+    """Finds ids outside their tables in the batches of a run of `fit`.
 
     features, shapes: the features that read the batches' ids, and {table: (R, D)}; both are None before the first
       batch.
@@ -33,7 +33,7 @@ class BadIds:
         self.shapes: Mapping[str, tuple[int, int]] = {}
 
     def learn(self, lookups: Sequence[Lookup], batch: Any) -> None:
-        """Take features and shapes from the model, or else from the lookups of a loss in the batch's own ids."""
+        """Take features and shapes from the model, or without a model from the loss's lookups of the batch's ids."""
         own = [x for x in lookups if x.ids is ids_of(batch)]
         if self.model is not None:
             self.features, self.shapes = tuple(self.model.features), table_shapes(self.model.tables)

@@ -68,7 +68,7 @@ def mode_problems(mode: str | None, monitor: str | None) -> Iterator[Problem]:
 
 
 def loader_problems(loader: Any) -> Iterator[Problem]:
-    need = "a function of a position, or batches that can be gone through again"
+    need = "a function of a position, or batches that can be iterated again"
     hint = "loader=lambda position: fr.data.batches(data, rows, 512, key=key, position=position)"
     if callable(loader):
         return

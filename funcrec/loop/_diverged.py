@@ -53,7 +53,7 @@ class DivergedError(FloatingPointError):
 
 
 class Divergence:
-    """The knowledge of `fit` about the losses and parameters of a run.
+    """Finds losses and parameters of a run of `fit` that are not finite.
 
     Losses on the CPU are read at once. Losses on another device are read a few at a time.
 

@@ -66,7 +66,7 @@ def evaluate(
         predictions, labels and weights of all examples whose weight is not 0 (`fr.metrics.exact_auc`).
       label, weight: functions that read these from a batch. For one of several tasks, `label=lambda batch:
         batch.label[:, 0]`. If weights are None, all examples count alike.
-      mesh: a mesh of real ranks, which have different examples each, and equally many. The numbers then cover all
+      mesh: a mesh of real ranks. Each rank has its own examples, all ranks equally many. The numbers then cover all
         examples, and are the same on all ranks. None if every process sees every example.
 
     Raises:

@@ -84,7 +84,7 @@ def evaluate_retrieval(
       weight: a function of a batch that returns the weight of each query; None counts all queries alike. A query of
         weight 0 is padding.
       effort: the effort of a search in an Index, as for `search_index`.
-      mesh: a mesh of real ranks, which have different batches each, and equally many. The numbers cover all batches.
+      mesh: a mesh of real ranks. Each rank has its own batches, all ranks equally many. The numbers cover all batches.
 
     Raises:
       TypeError, ValueError: if bags, groups or counts do not fit the batches or the items, or if there is no batch.

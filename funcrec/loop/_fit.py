@@ -3,8 +3,7 @@
     state, metrics = step(state, batch)   for each batch of an epoch;      history += evaluate(params);      save
 
 A resumed run has the same bits. No step or loader depends on this file: a loop of your own can use the same parts
-(`fr.evaluate`, `fr.copy`,
-`fr.save`, `fr.loop`).
+(`fr.evaluate`, `fr.copy`, `fr.save`, `fr.loop`).
 """
 
 import contextlib
@@ -151,9 +150,9 @@ def fit(
       loader: position -> the rest of the epoch from that position on, as pairs (position after the batch, batch), such
         as `lambda position: fr.data.batches(..., position=position)`. Or a list of batches, the same in every epoch.
       epochs: the most epochs of the run.
-      evaluate: params -> {name: number}. It runs after each epoch, such as
-        `lambda params: fr.evaluate(predict, params, ...)`. If it calls `fr.evaluate`, it also runs once before the
-        first step, with one batch, so that its errors come before the first step.
+      evaluate: params -> {name: number}. It runs after each epoch, such as `lambda params: fr.evaluate(predict, params,
+        ...)`. If it calls `fr.evaluate`, it also runs once before the first step, with one batch, so that its errors
+        come before the first step.
       validation, metrics: instead of `evaluate`, for fr.evaluate(model.apply, params, validation, metrics).
       monitor, mode: the name of the number that decides which epoch is best, and whether the greatest ("max") or the
         least ("min") is best. mode=None is "max", and raises if the name sounds like a loss or an error. NaN is never

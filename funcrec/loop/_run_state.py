@@ -196,7 +196,7 @@ def resume_problems(work: Work, found: Path | None, resume: bool | str, overwrit
         yield Problem("`resume` and `overwrite` exclude each other.", "both", "one of them, or none", "overwrite=False")
     elif resume is True and not found:
         need = "a file that fit wrote"
-        yield Problem("`checkpoint` is not there.", f"{path}", need, "resume='auto' begins where none is")
+        yield Problem("`checkpoint` does not exist.", f"{path}", need, "resume='auto' begins where none is")
     elif found and not resume and not overwrite:
         hint = "resume=True goes on with it, overwrite=True starts again"
         yield Problem("`checkpoint` holds a run.", f"{path}", "a path that is free", hint)

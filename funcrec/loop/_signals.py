@@ -22,8 +22,8 @@ def listen() -> Iterator[Callable[[], int]]:
     A signal that the process ignores stays ignored.
 
     Yields:
-      asked, a function () -> the number of the first signal, or 0. Signals reach only the main
-      thread: in other threads the number is always 0.
+      asked, a function () -> the number of the first signal, or 0. Signals reach only the main thread: in other
+      threads the number is always 0.
 
     Raises:
       KeyboardInterrupt, SystemExit: from the second signal on. Under torchrun only if the signal comes 5 seconds later.

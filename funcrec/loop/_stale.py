@@ -165,7 +165,7 @@ def key_of(state: Any) -> tuple:
 
 def step_problems(step: object) -> Iterator[Problem]:
     if isinstance(step, Pipeline) or stale_of(step) is None:
-        what, need = "`step` is not of `train_step`.", "train_step(...), or jit of it"
+        what, need = "`step` does not come from `train_step`.", "train_step(...), or jit of it"
         hint = "fr.pipeline(step), which is not stale, for logged, scanned and retried steps"
         yield Problem(what, describe(step), need, hint, TypeError)
 

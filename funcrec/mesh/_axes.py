@@ -1,6 +1,6 @@
-"""Describes a named axis while a function runs, and numbers ranks by their places on axes.
+"""Binds the names of axes while a function runs, and numbers ranks by their places on the axes.
 
-    rank = (... (i_1 · n_2 + i_2) · n_3 + ...) + i_k        for axes of n_1, ..., n_k ranks: the last one runs fastest
+    rank = (... (i_1 · n_2 + i_2) · n_3 + ...) + i_k        for axes of n_1, ..., n_k ranks: the last index runs fastest
 
 Bindings are local to the thread and to the call that made them.
 """

@@ -378,7 +378,7 @@ def permutation_problems(perm: Sequence, n: int):
         yield Problem("`perm` is not a list of pairs.", f"{pairs}", "(source, destination) pairs", kind=TypeError)
         return
     if any(not 0 <= r < n for p in pairs for r in p):
-        yield Problem("`perm` names a rank that is not there.", f"{pairs}", f"0 to {n - 1}")
+        yield Problem("`perm` names a rank that does not exist.", f"{pairs}", f"0 to {n - 1}")
     for side, what in enumerate(("sends", "receives")):
         ranks = [p[side] for p in pairs]
         if len(set(ranks)) < len(ranks):

@@ -72,8 +72,7 @@ def ordered_sum(tree: Any, axes: Sequence[str]) -> Any:
     """Return the sum over the ranks for every leaf, added in the order of the ranks.
 
     So the sum has the same bits on any mesh and in one process. All leaves of a dtype travel together. Two ranks send
-    each
-    other their whole leaves: as many bytes as part by part, in one exchange.
+    each other their whole leaves. This takes one exchange, and the bytes are those of an exchange part by part.
     """
     buffers, unravel = ravel(tree)
     if axis_size(tuple(axes)) <= 2:

@@ -16,8 +16,8 @@ from funcrec.metrics._metric import Metric, example_problems, examples
 
 @typed
 def auc(num_bins: Count = 2**16, *, from_logits: bool = False) -> Metric:
-    """Make a metric: AUC from a histogram of the logits, with `num_bins` even bins
-    between -16 and 16; logits beyond fall into the outer bins.
+    """Make a metric: AUC from a histogram of the logits, with `num_bins` even bins between -16 and 16; logits beyond
+    fall into the outer bins.
 
     Scores in one bin count as ties, so the result differs from the exact one by at most ½ Σ_b P_b N_b / (P · N).
     `auc_error` computes this from the state: below 1e-4 for a model whose logits have standard deviation 1. The result

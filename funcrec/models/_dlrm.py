@@ -37,7 +37,7 @@ def dlrm(
       bottom: the hidden layers over the dense inputs, with ReLU after each layer. The last size must be the dim of the
         embeddings.
       sizes: the hidden layers over the interactions, with ReLU after each layer. An output layer follows them.
-      keep: which vectors the top reads beside the dot products: "all", or only the "dense" vector, as in the paper.
+      keep: the vectors that the top reads with the dot products: "all", or only the "dense" vector, as in the paper.
 
     Raises:
       ValueError: features have different dims, or the last size of `bottom` is another dim.
@@ -94,4 +94,4 @@ def bottom_problems(bottom: Sequence[int], num_dense: int, dim: int | None = Non
 
 def keep_problems(keep: object, num_dense: int):
     if keep == "dense" and not num_dense:
-        yield Problem("`keep` names a vector that is not there.", "'dense' with num_dense=0", "keep='all'")
+        yield Problem("`keep` names a vector that does not exist.", "'dense' with num_dense=0", "keep='all'")

@@ -2,7 +2,7 @@
 
     y_t = Σ_e p_te(x) h_e(x),    p_t(x) = softmax(G_t x),    h_e an MLP
 
-`mmoe`: all tasks mix the same experts. `ple`: each task has experts of its own beside shared ones, level after level.
+`mmoe`: all tasks mix the same experts. `ple`: each task has its own experts and the shared ones, level after level.
 Shapes: O width of the experts' outputs; t is a task, e an expert.
 """
 

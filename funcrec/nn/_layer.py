@@ -119,7 +119,7 @@ def ones(key: Key, shape: Shape) -> Tensor:
 
 def shape_problems(shape: Sequence[int], least: int) -> Iterator[Problem]:
     if len(shape) < least:
-        need = f"{least} dimensions or more, the first for what goes out"
+        need = f"{least} dimensions or more, the first for the outputs"
         yield Problem("`shape` has too few dimensions.", f"{tuple(shape)}", need, "shape=(100, 8)")
 
 

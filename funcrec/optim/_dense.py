@@ -352,7 +352,7 @@ def derivative_problems(cls: type, fixed: Mapping[str, Any]) -> Iterator[Problem
     """Yield the reasons why a tracked update has no derivative."""
     names = ", ".join(c.__name__ for c in DIFFERENTIABLE)
     if cls not in DIFFERENTIABLE:
-        hint = f"one of {names}; or detach what goes in, if no derivative of the update is meant"
+        hint = f"one of {names}; or detach the inputs, if no derivative of the update is meant"
         got = f"{cls.__name__}, and a tensor that grad or jvp follows"
         yield Problem("the update has no derivative.", got, "plain tensors", hint, TypeError)
     for name, x in fixed.items():

@@ -21,7 +21,7 @@ F16_DROPPED = 0x1FFF  # the bits of f32's fraction that f16 lacks
 
 
 def draws_of(key: Tensor, grads: Mapping[str, RowGrads], tables: Mapping[str, Tensor]) -> Tensor:
-    """Return i64[T, S + 1, 4], which states for `ops.fused_update` where the rows of each table find random bits."""
+    """Return i64[T, S + 1, 4]. From it `ops.fused_update` computes the random bits for the rows of each table."""
     own = {n: g.origin for n, g in grads.items()}
     most = max(1 if x is None else x.shape[0] - 1 for x in own.values())
     made = torch.tensor(

@@ -52,7 +52,7 @@ def parameters(own: Builtin) -> dict[str, Any]:
 def choices(own: Builtin) -> Iterator[dict[str, tuple[Any, float | None]]]:
     """Yield each choice of the values that a rule may branch on, as {name: (value, number)}.
 
-    `number` is the number that a kernel gets for the value, or None for any number but 0."""
+    A kernel gets `number` for the value. None stands for any number except 0."""
     found = {}
     for name, default in parameters(own).items():
         if default is None:
@@ -65,7 +65,7 @@ def choices(own: Builtin) -> Iterator[dict[str, tuple[Any, float | None]]]:
 
 
 def forms_of(own: Builtin, chosen: dict[str, tuple[Any, float | None]], nodes: dict) -> Iterator[Variant]:
-    """Yield the form of a choice. Before it, yield a form for each number that is 0 by default and saves reads at 0."""
+    """Yield a form for each number whose default 0 saves reads. Then yield the form of the choice itself."""
     conditions = {name: number for name, (_, number) in chosen.items()}
     plain = {name: value for name, (value, _) in chosen.items()}
     usual = variant(own, conditions, plain, nodes)

@@ -31,7 +31,7 @@ def plan_problems(tables: Sequence[TableConfig], features: Sequence[FeatureConfi
     names = [t.name for t in tables]
     for f in features:
         if f.table not in names:
-            what = f"feature {f.name!r} reads a table that is not there."
+            what = f"feature {f.name!r} reads a table that does not exist."
             yield Problem(what, repr(f.table), f"one of {names[:8]}", kind=KeyError)
 
 

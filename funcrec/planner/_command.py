@@ -33,7 +33,7 @@ NEEDED = ("tables", "features", "mesh", "batch_size")
 def main(argv: list[str] | None = None) -> int:
     """Run the command, and return its exit code.
 
-    It is 0, 1 if no plan fits, or 2 for errors in the file or the options.
+    The code is 0 for a plan, 1 if no plan fits, and 2 for errors in the file or the options.
     """
     parser = argparse.ArgumentParser(prog="python -m funcrec", description="Recommendation models as pure functions.")
     commands = parser.add_subparsers(required=True, metavar="command")

@@ -86,7 +86,7 @@ def given_problems(
 ) -> Iterator[Problem]:
     """Report invalid `constraints` of `fr.plan`. features: {table: its features}."""
     names = [f.name for f in fields(TableConstraint)]
-    yield from unknown_problems("`constraints` name a table that is not there.", constraints, tables, kind=KeyError)
+    yield from unknown_problems("`constraints` name a table that does not exist.", constraints, tables, kind=KeyError)
     for table, c in ((table, c) for table, c in constraints.items() if table in tables):
         for key in (k for k in c if k not in names) if isinstance(c, Mapping) else ():
             near = next((n for n in names if n.startswith(str(key))), None) or nearest(str(key), names)

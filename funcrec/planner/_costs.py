@@ -46,8 +46,7 @@ def update_s(
     """Return the seconds of an update: bytes / memory's bytes per second.
 
     The bytes are ids · (d_w · 4 + sorting) + 2 · rows · (w · bytes + slots). An update reads gradients and groups them
-    by row, and reads and writes the touched rows and their slots. d_w is the number of columns of
-    the gradients.
+    by row, and reads and writes the touched rows and their slots. d_w is the number of columns of the gradients.
     """
     read = ids * ((width if grad_width is None else grad_width) * F32_BYTES + SORT_PASSES * 2 * 8)
     return (read + 2 * rows * (width * element_bytes + slot_bytes)) / hardware.memory_bytes_per_s

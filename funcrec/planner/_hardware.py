@@ -76,9 +76,8 @@ class Hardware:
         """Return the measured hardware of the ranks of a mesh.
 
         Every rank calls it, and all ranks get the numbers of the slowest rank. It looks up and updates a table of 64
-        MiB and a table of a few rows, and exchanges 8 MiB, and one number, with all
-        ranks of the last axis. On CUDA launch_s is the launch_s of the H100, because calls of a recorded step cannot be
-        timed one by one.
+        MiB and a table of a few rows, and exchanges 8 MiB, and one number, with all ranks of the last axis. On CUDA
+        launch_s is the launch_s of the H100, because calls of a recorded step cannot be timed one by one.
 
         Args:
           memory_bytes: the memory of a rank; None asks the device, or on CPUs takes a rank's share of the machine.

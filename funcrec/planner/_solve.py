@@ -31,7 +31,7 @@ class Solution(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Return the most by which another plan may be better, (objective - bound) / objective."""
+        """Return the share by which another plan can be better at most, (objective - bound) / objective."""
         return max(0.0, 1.0 - self.bound / self.objective) if self.objective > 0 else 0.0
 
 
@@ -113,9 +113,10 @@ def longest_first(packing: Packing, options: Sequence[int]) -> Loads:
 
 
 def leaner(packing: Packing, best: Loads) -> Loads:
-    """Return the loads with items that take no time moved to places with the least load of capped resources.
+    """Return the loads after moves of the items that take no time.
 
-    The largest item goes first. The objective does not depend on the places of these items.
+    Each goes to the place with the least load of capped resources, the largest item first. The objective does not
+    depend on the places of these items.
     """
     bytes_of = tuple(np.sum([c.factors for c in packing.caps], 0)) if packing.caps else packing.weights
     loads, sums = loads_of(packing._replace(weights=bytes_of, caps=()), best.choices), totals(packing)

@@ -121,7 +121,7 @@ def exclude_problems(exclude: JaggedTensor | None, queries: Tensor) -> Iterator[
         yield Problem("`exclude` does not hold rows.", describe(x), need, "JaggedTensor.from_lists([[3, 5], []])", kind)
     elif exclude.offsets.shape[0] != queries.shape[0] + 1:
         got, need = f"{exclude.offsets.shape[0] - 1} bags", f"{queries.shape[0]}, one for each query"
-        yield Problem("`exclude` belongs to other queries.", got, need, "JaggedTensor.from_lists([[]] * B), of none")
+        yield Problem("`exclude` belongs to other queries.", got, need, "exclude=None, to exclude nothing")
     elif x.device != queries.device:
         got = f"{x.device} and {queries.device}"
         yield Problem("`exclude` lies on another device.", got, "that of `queries`", "exclude.to(queries.device)")

@@ -83,8 +83,8 @@ def export(
         sizes, writes to arguments, draws from torch's generators, closes over tensors (put these into `params`), or
         takes derivatives. The error is also raised if the answer of a bag depends on other bags of its batch, because a
         server joins requests. To check this, five bags are answered together and one by one, with ids of the example
-        and other ids. Numbers with a fraction must agree within 1e-4 (for f32). Whole numbers must be
-        equal in four of six draws.
+        and other ids. Numbers with a fraction must agree within 1e-4 (for f32). Whole numbers must be equal in four of
+        six draws.
       FileExistsError: if `path` exists and `overwrite` is False, or if `path` is not a package.
 
     Law: load_package(export(predict, params, batch, path))(batch) == predict(params, batch), up to rounding.
@@ -347,7 +347,7 @@ def encoding_problems(encoding: Encoding, form: Form) -> Iterator[Problem]:
 
 
 def kept_problems(params: Any) -> Iterator[Problem]:
-    """Yield a problem if tables lie on ranks: they are no tensors of one process."""
+    """Yield a problem if tables lie on ranks: one process does not have all their tensors."""
     own = lambda x: layout_in(x) is not None
     if any(own(x) for x in torch_tree.tree_leaves(params, is_leaf=own)):
         need, hint = "whole tables, or quantised ones", "fr.gather_tables(state.tables, mesh)"

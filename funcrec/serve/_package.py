@@ -234,7 +234,7 @@ def open_package(folder: Folder, threads: int, checksums: bool) -> Package:
 
 
 def own(out: Sequence[Tensor], memory: Collection[int]) -> list[Tensor]:
-    """Return answers in memory apart from weights and the batch, so that a write to an answer changes nothing else."""
+    """Return answers in memory of their own. A write to them changes neither the weights nor the batch."""
     return [x.clone(**ROWS) if memory_of(x) in memory else x.contiguous() for x in out]
 
 

@@ -53,7 +53,7 @@ class Weights(NamedTuple):
 
 
 def named(params: Any) -> dict[str, Tensor]:
-    """The tensors of a tree by their paths, in the order of these: that in which a program takes them."""
+    """Return {path: tensor} of a tree, sorted by path. A program takes the tensors in this order."""
     return dict(sorted(paths(params)))
 
 

@@ -57,8 +57,7 @@ def send_cotangents(
 ) -> dict[str, RowGrads]:
     """Return {bank: RowGrads} at the owners, with Entries for each sender in turn.
 
-    This is the transpose of `fetch` and
-    `lane_rows`.
+    This is the transpose of `fetch` and `lane_rows`.
 
     `codec.forward` codes the gradients.
     """

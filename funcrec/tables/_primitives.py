@@ -24,7 +24,7 @@ from funcrec.kernels.forms import Feature, Segment, features_of, flatten
 class _Lookup:
     """The static part of a pooled lookup, whose tensors are the tables, the buffers of rows, offsets and any weights.
 
-    The class is no tuple, because torch.func would flatten a tuple in every call.
+    The class is not a tuple, because torch.func would flatten a tuple in every call.
     """
 
     implementation: str

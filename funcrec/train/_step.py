@@ -98,21 +98,20 @@ def train_step(
       dense: the optimizer of params.dense; None for torch's Adam with the rate 0.001.
       merge: (dense, aux) -> dense. It runs after the optimizer, and keeps values that the loss computes and training
         needs. If `dense` holds running statistics of `nn.batch_norm`, pass `fr.models.merge_stats`.
-      mesh, plan: the ranks that train, and the plan that places the tables on them. The loss then covers one
-        rank's bags. Gradients and `aux` are means over the ranks, and the key is folded with the number of the rank.
-        Under a plan with `replicas` the tables of a group follow the mean over the ranks of that group alone, and
-        differ between groups until `sync_replicas`. Dense parameters follow the mean over all ranks at every step, and
-        are equal on all ranks. The batches of all ranks need the same shapes and dtypes, and their ids the same keys
-        and capacity (`pad_to`). If batches differ, every rank raises before it sends anything, and names the
-        differences. (A compiled rank that has a program for its batch does not compare. It waits for a rank whose batch
-        is new, and both ranks raise when the mesh's `timeout_s` is over. If ranks run existing programs for different
-        forms, such as buckets that each rank chose, gloo
-        ends a process and does not name the forms: let the longest batch of all ranks choose the bucket.)
+      mesh, plan: the ranks that train, and the plan that places the tables on them. The loss then covers one rank's
+        bags. Gradients and `aux` are means over the ranks, and the key is folded with the number of the rank. Under a
+        plan with `replicas` the tables of a group follow the mean over the ranks of that group alone, and differ
+        between groups until `sync_replicas`. Dense parameters follow the mean over all ranks at every step, and are
+        equal on all ranks. The batches of all ranks need the same shapes and dtypes, and their ids the same keys and
+        capacity (`pad_to`). If batches differ, every rank raises before it sends anything, and names the differences.
+        (A compiled rank that has a program for its batch does not compare. It waits for a rank whose batch is new, and
+        both ranks raise when the mesh's `timeout_s` is over. If ranks run existing programs for different forms, such
+        as buckets that each rank chose, gloo ends a process and does not name the forms: let the longest batch of all
+        ranks choose the bucket.)
       batch_axes: the axes over which a batch is cut by its bags; None for all axes.
       exact, dedup: see `shard_tables`.
       capacity: the most ids that a rank may send to another rank in a step; None for all its ids. If some ids find no
-        room,
-        the step leaves every bit of the state as it was, and its loss is NaN: run the batch again with a larger
+        room, the step leaves every bit of the state as it was, and its loss is NaN: run the batch again with a larger
         capacity (`retry_overflow`).
       dense_axes: axes over which dense parameters and the state of their optimizer are cut. Each rank keeps an equal
         part of every leaf (`DenseShard`) and gathers the whole for the loss. () keeps the whole on every rank. It needs

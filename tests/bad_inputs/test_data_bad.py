@@ -42,7 +42,7 @@ ROWS = [
         "`position[1]` is out of range",
     ),
     ("matrix of rows", lambda: take(DATA, torch.ones(2, 2).long()), ValueError, "`rows` is not a vector"),
-    ("row -1", lambda: take(DATA, torch.tensor([-1])), ValueError, "`rows` has a row that is not there"),
+    ("row -1", lambda: take(DATA, torch.tensor([-1])), ValueError, "`rows` has a row that does not exist"),
     ("row behind the last", lambda: take(DATA, torch.tensor([3, 10])), ValueError, "row 10"),
     ("mask of rows", lambda: take(DATA, torch.ones(10) > 0), TypeError, "`rows` is not an integer tensor"),
     ("own row -1", lambda: DATA.take(torch.tensor([-1])), ValueError, "0 <= row < 10"),
@@ -244,5 +244,5 @@ def test_download_fails(tmp_path, monkeypatch):
 def test_a_gpu_that_is_not_there_is_named_before_the_thread_starts(monkeypatch):
     """prefetch to a missing GPU raises at the call."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="`device` is not there"):
+    with pytest.raises(ValueError, match="`device` is not available"):
         fr.data.prefetch(iter([]), device="cuda")

@@ -125,8 +125,8 @@ ENCODERS = [
     ("column absent", lambda: fit_encoding({"item": [1]}, SCHEMA), ValueError, "['tags', 'price']"),
     ("no rows", lambda: fit_encoding({"item": []}, ITEM), ValueError, "`source` has no rows"),
     ("a generator that was read", lambda: fit_encoding(iter(()), ITEM), ValueError, "`source` has no rows"),
-    ("encoder of no column", lambda: fit({"price2": None}), ValueError, "of a column that is not encoded"),
-    ("encoder of the label", lambda: fit({"click": vocabulary()}), ValueError, "of a column that is not encoded"),
+    ("encoder of no column", lambda: fit({"price2": None}), ValueError, "to a column that is not encoded"),
+    ("encoder of the label", lambda: fit({"click": vocabulary()}), ValueError, "to a column that is not encoded"),
     ("no encoder for ids", lambda: fit({"item": None}), TypeError, "identity(num_embeddings)"),
     ("ids for a dense column", lambda: fit({"price": vocabulary()}), ValueError, "makes ids, of a dense column"),
     ("numbers for ids", lambda: fit({"item": normalize()}), ValueError, "makes numbers, of a column of ids"),
@@ -140,7 +140,7 @@ ENCODERS = [
     ("encode half", lambda: encode(ENCODING, {"item": ["a"], "price": [1.0]}), ValueError, "['tags']"),
     ("encode other text", lambda: encode(ENCODING, TABLE | {"item": [1, 2]}), TypeError, "column `item`"),
     ("encode a label 5", lambda: encode(ENCODING, TABLE | {"click": [1, 5]}), ValueError, "row 1, column `click`"),
-    ("dim of no table", lambda: configs(ENCODING, {"user": 4}), ValueError, "`embedding_dim` names what is not there"),
+    ("dim of no table", lambda: configs(ENCODING, {"user": 4}), ValueError, "`embedding_dim` names no table"),
     ("dim 0", lambda: configs(ENCODING, 0), ValueError, "`embedding_dim`"),
     ("pooling max", lambda: configs(ENCODING, pooling="max"), ValueError, "`pooling`"),
 ]
@@ -176,7 +176,7 @@ CUT = fr.JaggedTensor(torch.tensor([1]), torch.tensor([0, 2]))
 NEGATIVES = [
     ("no ids to draw", lambda: uniform_negatives(0), ValueError, "`num_ids`"),
     ("first behind the last", lambda: uniform_negatives(3, first=3), ValueError, "`first` leaves no id"),
-    ("known id 3 of 3", lambda: uniform_negatives(3, known=bags([[1, 3]])), ValueError, "an id that is not there"),
+    ("known id 3 of 3", lambda: uniform_negatives(3, known=bags([[1, 3]])), ValueError, "an id that does not exist"),
     ("known twice", lambda: uniform_negatives(3, known=bags([[0], [1, 1]])), ValueError, "does not ascend"),
     ("known behind the end", lambda: uniform_negatives(3, known=CUT), ValueError, "`known.offsets` ends beyond"),
     ("known floats", lambda: uniform_negatives(3, known=bags([[0.5]])), TypeError, "`known.values`"),

@@ -159,9 +159,9 @@ LOAD = stream_loader(TABLE, SCHEMA, 2)
 CALLS = [
     ("a folder without files", lambda at: read(at), ValueError, "there is no file in the folder"),
     ("no file", lambda at: read(at / "x.csv"), FileNotFoundError, "there is no such file"),
-    ("an unknown end", lambda at: (at / "x.abc").write_text("a\n1\n") and read(at), ValueError, "tell no format"),
+    ("an unknown end", lambda at: (at / "x.abc").write_text("a\n1\n") and read(at), ValueError, "not show the format"),
     ("two formats", lambda at: [(at / n).write_text("a\n1\n") for n in ("x.csv", "x.tsv")] and read(at), ValueError,
-        "tell two formats"),
+        "show two formats"),
     ("numbers for paths", lambda at: read([1, 2]), TypeError, "is not a table"),
     ("no paths", lambda at: read([]), TypeError, "is not a table"),
     ("a column that is not there", lambda at: read(TABLE, columns=["b"]), ValueError, "lacks columns"),

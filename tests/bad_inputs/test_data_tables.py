@@ -112,7 +112,7 @@ ROWS = [
         ("duration", 'df["x"].dt.total_seconds() for a number')),
     ("dates for numbers", of(x=[datetime.date(2020, 1, 1)] * 2), TypeError,
         ("date32", 'pd.to_datetime(df["x"]).dt.dayofweek as categorical', 'time="x"')),
-    ("label among the ids", lambda: Schema("a", categorical=("a",)), ValueError, ("learnt from", "['a']")),
+    ("label among the ids", lambda: Schema("a", categorical=("a",)), ValueError, ("also an input", "['a']")),
 ]  # fmt: skip
 
 

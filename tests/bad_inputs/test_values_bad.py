@@ -30,7 +30,7 @@ WRONG = {  # call: (kind, the part of the message that names the argument)
     "to fbgemm: bfloat16": (lambda: fr.interop.to_fbgemm(fr.quantize({"t": torch.ones(2, 3)}, "bfloat16")), TypeError,
         "a dtype that FBGEMM does not read"),
     "to fbgemm: 4 as 8": (lambda: fr.interop.to_fbgemm(fr.quantize({"t": torch.ones(2, 4)}, "int4"), layout="8bit"),
-        ValueError, "has bits that layout '8bit' has not"),
+        ValueError, "has bits that layout '8bit' lacks"),
     "to fbgemm: aligned nbit": (lambda: fr.interop.to_fbgemm(fr.quantize({"t": torch.ones(2, 4)}), layout="nbit",
         row_alignment=16), ValueError, "`row_alignment` does not fit"),
     "codes of no forms": (lambda: fr.QuantizedTables({"t": BYTES}, None), TypeError, "`tables` or `forms`"),

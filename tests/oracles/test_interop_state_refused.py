@@ -30,11 +30,11 @@ WRONG = {
     "names of numbers": (lambda: load(fresh(), {1: torch.ones(1)}), TypeError, "a name in `state_dict` is not"),
     "a value": (lambda: load(fresh(), {**HELD, "more": "x"}), TypeError, "`state_dict['more']` is not a tensor"),
     "a table less": (lambda: load(fresh(), {NAMES[0]: HELD[NAMES[0]]}), KeyError, "is not in the state dict"),
-    "a table more": (lambda: load(fresh(TABLES[:1]), HELD), ValueError, "has more than `state`"),
+    "a table more": (lambda: load(fresh(TABLES[:1]), HELD), ValueError, "has names that `state` lacks"),
     "a table twice": (lambda: load(fresh(), {**HELD, f"b.{NAMES[0]}": HELD[NAMES[0]]}), KeyError, "several times"),
     "another shape": (lambda: load(fresh((replace(TABLES[0], embedding_dim=3), TABLES[1])), HELD), ValueError,
         "has another shape"),
-    "a weight more": (lambda: load(fresh(), {**HELD, "over.weight": torch.ones(1)}), ValueError, "more than `state`"),
+    "a weight more": (lambda: load(fresh(), {**HELD, "over.weight": torch.ones(1)}), ValueError, "that `state` lacks"),
     "a weight less": (lambda: load(fresh(dense={"w": torch.ones(2)}), HELD), KeyError, "has no counterpart"),
     "two of a name": (lambda: load(fresh(dense={"w": torch.ones(2)}), {**HELD, "a.w": torch.ones(2), "b.w":
         torch.ones(2)}), KeyError, "more than one counterpart"),
@@ -64,7 +64,7 @@ WRONG = {
         lr=LR)).init(fresh(dense={"w": torch.ones(WIDTH)})), {"state": {n: {"momentum1": torch.ones(2 * len(t))} for
         n, t in HELD.items()}}), ValueError, "has another shape"),
     "back from a module": (lambda: to(fresh(), EBC), TypeError, "`like_dict` is not a mapping"),
-    "back, a table less": (lambda: to(fresh(TABLES[:1]), HELD), ValueError, "has more than `state`"),
+    "back, a table less": (lambda: to(fresh(TABLES[:1]), HELD), ValueError, "has names that `state` lacks"),
 }  # fmt: skip
 
 

@@ -229,7 +229,7 @@ WRONG = {  # call: (kind, a part of the message)
     "max_length": (lambda: pair(replace(F, max_length=3)), ValueError, "`max_length` of feature 'x'"),
     "weighted": (lambda: pair(replace(F, weighted=True)), ValueError, "feature 'x' is weighted"),
     "another name": (lambda: pair(replace(F, name="z", column="x")), ValueError, "would have another name"),
-    "f64": (lambda: pair(F, tables=(replace(T, dtype=torch.float64),)), TypeError, "dtype that TorchRec has not"),
+    "f64": (lambda: pair(F, tables=(replace(T, dtype=torch.float64),)), TypeError, "dtype that TorchRec lacks"),
     "own initializer": (lambda: pair(F, tables=(replace(T, initializer=lambda *a: 0),)), TypeError,
         "`initializer` of table 't'"),
     "two poolings": (lambda: pair(F, fr.FeatureConfig("y", "t", "mean")), ValueError, "pooled in two ways"),
@@ -239,7 +239,7 @@ WRONG = {  # call: (kind, a part of the message)
         "some of the features are sequences"),
     "another order": (lambda: pair(fr.FeatureConfig("y", "u"), F, tables=(T, U)), ValueError, "in another order"),
     "no feature": (lambda: pair(F, tables=(T, U)), ValueError, "tables have no feature"),
-    "no table": (lambda: pair(fr.FeatureConfig("x", "z")), KeyError, "read tables that are not there"),
+    "no table": (lambda: pair(fr.FeatureConfig("x", "z")), KeyError, "name tables that `tables` lacks"),
 }  # fmt: skip
 # the constructors of funcrec's values raise these errors
 BY_CONSTRUCTORS = {"offsets of another buffer", "a name twice"}

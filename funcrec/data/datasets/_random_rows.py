@@ -276,5 +276,5 @@ def _count_problems(counts: Mapping[str, tuple[int, int]]) -> Iterator[Problem]:
 
 
 def _setting_problems(name: str, setting: Mapping, vocabularies: Mapping) -> Iterator[Problem]:
-    yield from unknown_problems(f"`{name}` names columns that are not there.", setting, vocabularies)
+    yield from unknown_problems(f"`{name}` names columns that do not exist.", setting, vocabularies)
     yield from absent_problems(f"`{name}` lacks column {{}}.", setting, vocabularies, "a setting for each column")

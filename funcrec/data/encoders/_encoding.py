@@ -270,7 +270,7 @@ def _encoder_problems(encoders: Mapping, schema: Schema, of: Mapping[str, str]) 
         is_dense, at = name in schema.dense, f"encoders[{name!r}]"
         if name not in known:
             hint = f"encoders[{of[name]!r}], whose table it shares" if name in of else ""
-            yield Problem(f"`{at}` is of a column that is not encoded.", f"{name!r}", f"among {known}", hint)
+            yield Problem(f"`{at}` belongs to a column that is not encoded.", f"{name!r}", f"among {known}", hint)
         elif e is None and not is_dense:
             need = "an Encoder"
             yield Problem(f"`{at}` is not an encoder.", "None", need, "fr.data.identity(num_embeddings)", TypeError)
@@ -282,4 +282,4 @@ def _encoder_problems(encoders: Mapping, schema: Schema, of: Mapping[str, str]) 
 
 def _setting_problems(name: str, setting: object, among: list[str]) -> Iterator[Problem]:
     named, hint = setting if isinstance(setting, Mapping) else (), f"{name}={{{among[0]!r}: ...}}"
-    yield from unknown_problems(f"`{name}` names what is not there.", named, among, hint)
+    yield from unknown_problems(f"`{name}` names no table.", named, among, hint)

@@ -235,7 +235,7 @@ def _find_text(values: Any, known: Any) -> np.ndarray:
 def _id_problems(ids: Tensor, num_ids: int) -> Iterator[Problem]:
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= num_ids):
         got, hint = f"ids from {int(ids.min())} to {int(ids.max())}", "ids that this vocabulary has given"
-        yield Problem("`ids` has an id that is not there.", got, f"0 <= id < {num_ids}", hint)
+        yield Problem("`ids` has an id that does not exist.", got, f"0 <= id < {num_ids}", hint)
 
 
 # -- ids without a vocabulary ----------------------------------------------------------------------------------------

@@ -22,6 +22,6 @@ def need_file(call: str, path: str | os.PathLike) -> Path:
         fail(call, "`path` is not a path.", got=describe(path), need=need, hint=hint, kind=TypeError)
     path = Path(path).expanduser()
     if not path.is_file():
-        hint = path_hint(path, "a path from here, or a whole one")
+        hint = path_hint(path, "a path from the working directory, or an absolute path")
         fail(call, "there is no such file.", got=f"{str(path)!r}", need="a file", hint=hint, kind=FileNotFoundError)
     return path

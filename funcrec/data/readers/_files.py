@@ -100,7 +100,7 @@ def _files(call: str, source: Any) -> list[tuple[Path, dict[str, str | None]]]:
         elif root.is_file():
             files.append((root, _partitions(root.parent, ())))
         else:
-            got, hint = f"{str(root)!r}", path_hint(root, "a path from here, or a whole one")
+            got, hint = f"{str(root)!r}", path_hint(root, "a path from the working directory, or an absolute path")
             fail(call, "there is no such file.", got=got, need="a file or a folder", hint=hint, kind=FileNotFoundError)
     if not files:
         fail(call, "there is no file in the folder.", got=f"{str(source)!r}", need="files of text or Parquet")
@@ -130,7 +130,7 @@ def _format_of(call: str, files: list, form: Format) -> str | Text:
         ends[Path(name).suffix] = path.name
     if len(ends) > 1 or next(iter(ends)) not in SUFFIXES:
         need = f"one of {list(SUFFIXES)} at the end of each"
-        what = f"the names of the files tell {'two formats' if len(ends) > 1 else 'no format'}."
+        what = f"the file names {'show two formats' if len(ends) > 1 else 'do not show the format'}."
         hint = 'format="csv", "tsv", "parquet" or Text(...), the same for all'
         fail(call, what, got=f"{sorted(ends.values())[:3]}", need=need, hint=hint)
     return SUFFIXES[next(iter(ends))]
@@ -309,7 +309,7 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
 
         schema = _inferred([p for p, _ in files], lambda p: attempt(p, 1, lambda: fields(p)))
     if unknown := [n for n in types if n not in schema.names]:
-        what, need = f"`types` names a column that `{path.name}` has not.", f"among {schema.names}"
+        what, need = f"`types` names a column that `{path.name}` lacks.", f"among {schema.names}"
         fail(call, what, got=repr(unknown[0]), need=need, hint=repr(nearest(repr(unknown[0]), schema.names)))
     chosen, extra = _with_partitions(call, schema, files, wanted, f"`{path.name}`")
     own = {f.name: f.type for f in chosen if f.name not in extra}

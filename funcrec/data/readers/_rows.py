@@ -23,7 +23,7 @@ def row_problems(rows: Tensor, num_rows: int, device: torch.device | None = None
         if low < 0 or high >= num_rows:
             got, need = f"row {low if low < 0 else high}", f"0 <= row < {num_rows}, the rows of the data"
             hint = "rows=None for all, or row numbers of these data"
-            yield Problem("`rows` has a row that is not there.", got, need, hint)
+            yield Problem("`rows` has a row that does not exist.", got, need, hint)
 
 
 def there(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:

@@ -69,11 +69,10 @@ def pipeline(
     the step (the groups of the mesh, and the default group), but only over a group of its own (`dist.new_group`).
 
     Cost: memory for `depth` + 1 batches (with `device` two more under way), and for the exchanged values of each batch.
-      For a lookup these are
-      the received rows: about as many integers as a rank's ids have room for, times the number of ranks
-      (`pipe.routed_bytes` says how many bytes). Also a thread, and a process group for each axis, made once. The first
-      batch of a new form is not routed ahead. If the form of the state changes (another plan), the step runs a batch
-      that is under way without its routes.
+      For a lookup these are the received rows: about as many integers as a rank's ids have room for, times the number
+      of ranks (`pipe.routed_bytes` says how many bytes). The pipeline starts one thread, and one process group for each
+      axis. The first batch of a new form is not routed ahead. If the form of the state changes (another plan), the step
+      runs a batch that is under way without its routes.
 
     There is no deadlock: all exchanges of the thread go over groups of its own, from one thread, batch by batch. First
     come a few numbers (whether the rank has a batch, or why not), then the ids. How many batches the loop has taken
@@ -146,9 +145,8 @@ class Pipeline:
     def ahead(self, batches: Iterable) -> Iterator[Ready]:
         """Return an iterator over ready batches, which a thread makes ready.
 
-        The thread ends when the iterator ends, or when the loop leaves, closes or drops it. Only one iterator is open
-        at a
-        time: a new iterator closes the earlier iterator.
+        The thread ends when the iterator ends, or when the loop closes or drops the iterator. Only one iterator is open
+        at a time: a new iterator closes the earlier iterator.
         """
         check(CALL, batches_problems(batches))
         return self.start(batches, self.blank)

@@ -149,8 +149,7 @@ def layout_of(
 def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequence[int]) -> Tensor:
     """Return the rows of a bank on `ranks`, one rank after the other.
 
-    The rows come from tables [R, D], or from slots [R], with a number per
-    row.
+    The rows come from tables [R, D], or from slots [R], with a number per row.
 
     A rank that is named several times gets a copy for each.
     """

@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Return the most by which another plan could be faster, by the estimate: 1 - bound / estimate."""
+        """Return the share of the estimated time that another plan can save at most, 1 - bound / estimate."""
         return self._told("gap").gap
 
     @property
@@ -219,7 +219,7 @@ def fit_problems(plan: Plan, mesh: Mesh, shapes: Mapping[str, tuple[int, int]]) 
     yield from replica_problems(plan.replicas, mesh)
     need, hint = "a placement for each", "fr.replicated(), for a small table"
     yield from absent_problems("the plan lacks table {}.", placements, shapes, need, hint)
-    yield from absent_problems("the plan places table {}, which is not there.", shapes, placements, "one of them")
+    yield from absent_problems("the plan places table {}, which does not exist.", shapes, placements, "one of them")
     for name, p in placements.items():
         what = f"the placement of {name!r} names an axis that the mesh lacks."
         if (yield from reported(unknown_problems(what, p.axes, mesh.axis_names))):
@@ -228,7 +228,8 @@ def fit_problems(plan: Plan, mesh: Mesh, shapes: Mapping[str, tuple[int, int]]) 
         most = ranks[0] if p.kind in OF_TWO_AXES else prod(ranks)
         for r in p.ranks:
             if r >= most:
-                yield Problem(f"the placement of {name!r} names a rank that is not there.", f"{r}", f"0 to {most - 1}")
+                what = f"the placement of {name!r} names a rank that does not exist."
+                yield Problem(what, f"{r}", f"0 to {most - 1}")
 
 
 def text_problems(text: str) -> Iterator[Problem]:

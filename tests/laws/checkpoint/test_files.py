@@ -150,7 +150,7 @@ PLACES = {  # a function that makes a path in a folder: (save's error, load's er
     "folder": (lambda at: at, IsADirectoryError, IsADirectoryError, "is not a file"),
     "pipe": (lambda at: os.mkfifo(at / "pipe") or at / "pipe", OSError, ValueError, "is not a file"),
     "socket": (make_socket, OSError, OSError, "socket` "),
-    "no folder": (lambda at: at / "no" / "a.pt", FileNotFoundError, FileNotFoundError, "is not there"),
+    "no folder": (lambda at: at / "no" / "a.pt", FileNotFoundError, FileNotFoundError, "does not exist"),
     "a file as the folder": (lambda at: fr.save(at / "f", 1) / "a.pt", OSError, NotADirectoryError, "a.pt`"),
     "a long name": (lambda at: at / ("a" * 300), OSError, OSError, "cannot be"),
 }
@@ -404,7 +404,7 @@ def test_keep_removes_its_own_checkpoints_only(tmp_path):
         fr.save(tmp_path, {"step": step}, keep=2, step=step)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000000001", "step-0000000005", "step-0000000020"]
     assert (tmp_path / "step-0000000001").read_text() == "a user's"
-    with pytest.raises(ValueError, match="`step` names one of a folder's checkpoints"):
+    with pytest.raises(ValueError, match="`step` requires `keep`"):
         fr.save(tmp_path / "a", {}, step=3)
 
 

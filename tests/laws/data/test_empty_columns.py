@@ -136,6 +136,6 @@ def test_an_encoding_that_was_cast_is_refused(dtype):
 def test_a_label_is_no_weight_of_ids():
     """A schema whose label is a weight of ids raises, because the model sees those weights. The label may be a weight
     of examples."""
-    with pytest.raises(ValueError, match=r"`label` is among what is learnt from(.|\n)*'y'"):
+    with pytest.raises(ValueError, match=r"`label` is also an input(.|\n)*'y'"):
         Schema(label="y", categorical=("a",), weights={"a": "y"})
     assert Schema(label="y", categorical=("a",), weight="y").labels == ("y",)

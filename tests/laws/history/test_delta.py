@@ -129,14 +129,14 @@ def test_wrong_deltas_are_told():
     """A future version, the log of another state, an ensemble, and missing tables each raise."""
     step = logged("adam")
     then, run = run_of(step, 2)
-    with pytest.raises(ValueError, match=r"`since` is still to come\.\n  got   3"):
+    with pytest.raises(ValueError, match=r"`since` is later than the log's version\.\n  got   3"):
         fr.delta(run, 3)
     with pytest.raises(ValueError, match="the log belongs to another state"):
         fr.delta(replace(run, state=replace(run.state, step=run.state.step + 1)))
     many = torch.func.vmap(lambda key: step.init(params(), key))(fr.split(fr.key(0), 2))
     with pytest.raises(TypeError, match="there are several states"):
         fr.delta(many)
-    with pytest.raises(KeyError, match="'b' is not there"):
+    with pytest.raises(KeyError, match="'b' does not exist"):
         fr.apply_delta({"a": then[0][1]["a"], "c": then[0][1]["c"]}, fr.delta(run))
     with pytest.raises(ValueError, match="the rows of 'a' are not its table's"):
         fr.apply_delta({**then[0][1], "a": torch.zeros(11, 3)}, fr.delta(run))

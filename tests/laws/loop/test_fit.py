@@ -395,6 +395,6 @@ def test_checkpoints_that_are_not_this_runs(tmp_path):
     fr.save(tmp_path / "other.pt", {"x": 1})
     with pytest.raises(ValueError, match="is not a checkpoint of fit"):
         fit(checkpoint=tmp_path / "other.pt", resume=True)
-    with pytest.raises(ValueError, match="`checkpoint` is not there"):
+    with pytest.raises(ValueError, match="`checkpoint` does not exist"):
         fit(checkpoint=tmp_path / "none.pt", resume=True)
     assert len(fit(epochs=1, checkpoint=path, overwrite=True).history) == 1

@@ -287,7 +287,7 @@ def test_costs_grow_with_what_they_are_of():
 
 
 BAD = {
-    "constraints, a table": (lambda: planned({"a": 2}, constraints={"x": {}}), KeyError, "a table that is not there"),
+    "constraints, a table": (lambda: planned({"a": 2}, constraints={"x": {}}), KeyError, "a table that does not exist"),
     "constraints, a key": (
         lambda: planned({"a": 2}, constraints={"item": {"pool": 3}}),
         KeyError,
@@ -356,7 +356,7 @@ BAD = {
         TypeError,
         "is not a Hardware",
     ),
-    "a feature's table": (lambda: planned({"a": 2}, TABLES[1:]), KeyError, "reads a table that is not there"),
+    "a feature's table": (lambda: planned({"a": 2}, TABLES[1:]), KeyError, "reads a table that does not exist"),
     "both transports": (lambda: planned({"a": 2}, exact=True, dedup=True), ValueError, "exclude each other"),
     "reserve": (lambda: planned({"a": 2}, reserve=1.0), ValueError, "`reserve` is out of range"),
     "replicas": (lambda: planned({"a": 2}, replicas="b"), ValueError, "an axis that the mesh lacks"),

@@ -379,7 +379,7 @@ def test_paths_that_are_taken_are_refused(path, tmp_path):
     before = {x.name: x.stat().st_mtime_ns for x in path.iterdir()}
     with pytest.raises(FileExistsError, match="overwrite"):
         packages.export(path)
-    with pytest.raises(FileNotFoundError, match="is not there"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         packages.export(tmp_path / "no" / "model")
     with pytest.raises(FileExistsError, match="is a package"):
         fr.save_weights(path, packages.params(), overwrite=True)
