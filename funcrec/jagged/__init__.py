@@ -3,6 +3,7 @@
 from funcrec.jagged._attention import jagged_attention as jagged_attention
 from funcrec.jagged._buckets import bucket as bucket
 from funcrec.jagged._buckets import pad_to_bucket as pad_to_bucket
+from funcrec.jagged._buckets import with_bags as with_bags
 from funcrec.jagged._checks import int_problems as int_problems
 from funcrec.jagged._checks import offset_value_problems as offset_value_problems
 from funcrec.jagged._dedup import dedup_bags as dedup_bags
@@ -24,6 +25,7 @@ from funcrec.jagged._keyed_tensor import regroup as regroup
 from funcrec.jagged._parts import join_examples as join_examples
 from funcrec.jagged._parts import part_problems as part_problems
 from funcrec.jagged._parts import parts_of_examples as parts_of_examples
+from funcrec.jagged._primitives import are_equal as are_equal
 from funcrec.jagged._primitives import is_concrete as is_concrete
 from funcrec.jagged._primitives import offsets_of as offsets_of
 from funcrec.jagged._primitives import take_ranges_transpose as take_ranges_transpose

@@ -6,10 +6,12 @@
     owners send single rows; this rank pools them as one process does
     d_acts[b] ─▶ every owner of rows of b ─▶ Bags: s_i / len_b · e_{row_i} ⊗ d_acts[b]
 
-Shapes: n ranks, B bags on each, L lanes, K lanes on a rank, W their columns, C rows in a block.
+Shapes: n ranks, B bags on each, L lanes, K lanes on a rank, W their columns, C rows in a block. A group g of places has
+B_g bags, if features have different numbers of bags.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,30 +34,40 @@ def pooled_there(
     return combine(pool(banks, routed, routes, implementation), routed, routes, codec)
 
 
-def pool(banks: Banks, routed: Routed, routes: Routes, implementation: str | None) -> Tensor:
-    """Return the sums that this rank sends back to each sender, f[n, B, W], place by place.
+def pool(banks: Banks, routed: Routed, routes: Routes, implementation: str | None) -> list[Tensor]:
+    """Return the sums that this rank sends back to each sender, f[n, B_g, W_g] for each group, place by place.
 
     A sum adds the rows of this rank that a bag of the sender names.
     """
-    used, width = list(routes.lanes_of_banks), sum(routes.widths)
+    return [_pool_group(banks, routed, routes, g, implementation) for g in range(len(routes.groups))]
+
+
+def _pool_group(banks: Banks, routed: Routed, routes: Routes, group: int, implementation: str | None) -> Tensor:
+    used, width, (_, places) = list(routes.lanes_of_banks), sum(routes.widths[group]), routes.groups[group]
+    num_bags, each = _bags_of(routed, routes, group), range(routes.num_ranks)
     forms = [
-        form._replace(table=used.index(routes.banks[k]), column=sender * width + form.column)
-        for sender in range(routes.num_ranks)
-        for k, form in enumerate(place_forms(routed, routes, sender))
+        own[k]._replace(table=used.index(routes.banks[k]), column=sender * width + own[k].column)
+        for sender, own in enumerate(place_forms(routed, routes, sender) for sender in each)
+        for k in places
     ]
     tables = [banks[b.name] for b in used]
     if any(b.bits for b in used):  # then all banks come from quantised tables
         bits, dims = [b.bits for b in used], [b.dim for b in used]
         out = ops.quantized_lookup(
-            tables, [routed.rows], routed.offsets, routed.weights, forms, routed.num_bags, bits, dims,
+            tables, [routed.rows], routed.offsets, routed.weights, forms, num_bags, bits, dims,
             implementation=implementation
         )  # fmt: skip
         return out.unflatten(1, (routes.num_ranks, -1)).transpose(0, 1).contiguous()
     out = pooled_lookup(
-        tables, [routed.rows], routed.offsets, routed.weights, forms, routed.num_bags, routes.num_ranks,
+        tables, [routed.rows], routed.offsets, routed.weights, forms, num_bags, routes.num_ranks,
         implementation=implementation
     )  # fmt: skip
     return out.unflatten(0, (routes.num_ranks, -1))
+
+
+def _bags_of(routed: Routed, routes: Routes, group: int) -> int:
+    count = routes.groups[group][0]
+    return routed.num_bags if count is None else count
 
 
 def place_forms(routed: Routed, routes: Routes, sender: int) -> list[Feature]:
@@ -99,7 +111,8 @@ def pooled_here(
             routed.num_bags,
             implementation=implementation,
         )
-        out |= dict(zip(lanes, pooled.split(bank.dim, 1), strict=True))
+        each = zip(lanes, pooled.split(bank.dim, 1), strict=True)
+        out |= {i: own_bags(x, routes.lanes[i]) for i, x in each}
     return out
 
 
@@ -139,21 +152,19 @@ def rows_of(banks: Banks, bank: Bank, rows: Tensor, implementation: str | None) 
     return gather_rows(banks[bank.name], rows, implementation=implementation)
 
 
-def combine(pooled: Tensor, routed: Routed, routes: Routes, codec: Codec | None = None) -> dict[int, Tensor]:
+def combine(pooled: Sequence[Tensor], routed: Routed, routes: Routes, codec: Codec | None = None) -> dict[int, Tensor]:
     """Return {lane: f[B, width]}, the pooled bags of this rank, from the sums of all owners.
 
     This rank divides the means.
     """
-    back = send("all_to_all", [pooled], routes.axes, codec, [routes.widths])[0] if routes.axes else pooled
-    out = {}
+    back = send("all_to_all", pooled, routes.axes, codec, routes.widths) if routes.axes else pooled
+    out, group_of = {}, routes.group_of_place
     for i, lane in enumerate(routes.lanes):
         # The sum runs over the owners of the table's parts, in the order of the parts, not in the order
         # of the bag's ids. So it has other bits than in one process.
-        at = [(r, routes.columns[routes.served[r].index(i)]) for r in lane.shard.ranks]
-        total = back[at[0][0], :, at[0][1] : at[0][1] + lane.bank.dim]
-        for r, c in at[1:]:
-            total = total + back[r, :, c : c + lane.bank.dim]
-        out[i] = _divided(total, routed, i, lane.feature)
+        at = [(r, routes.served[r].index(i)) for r in lane.shard.ranks]
+        each = [own_bags(back[group_of[k]][r], lane, routes.columns[k]) for r, k in at]
+        out[i] = _divided(functools.reduce(torch.add, each), routed, i, lane.feature)
     return out
 
 
@@ -169,27 +180,50 @@ def combine_transpose(
         i: _scaled(d, routed, i, routes.lanes[i]) if _is_mean(routes.lanes[i]) else d for i, d in d_lanes.items()
     }
     weights = routed.weights if routed.scales is None else routed.scales
-    blank = [torch.zeros_like(d_lanes[0][:, :1]).expand(-1, b.dim) for b in routes.banks]
-    to_rank = lambda places: torch.cat([blank[k] if i < 0 else d_lanes[i] for k, i in enumerate(places)], 1)
     if not routes.axes:
-        d = to_rank(routes.served[0])[None]
+        d = [x[None] for x in _served(d_lanes, routes.served[0], routed, routes)]
     elif len(set(routes.served)) == 1:  # all ranks get the same cotangents
-        (d,) = send("all_gather", [to_rank(routes.served[0])], routes.axes, codec, [routes.widths])
+        own = _served(d_lanes, routes.served[0], routed, routes)
+        d = send("all_gather", own, routes.axes, codec, routes.widths)
     else:
-        each = torch.stack([to_rank(places) for places in routes.served])
-        (d,) = send("all_to_all", [each], routes.axes, codec, [routes.widths])
-    places = routes.places_of_banks
-    terms: dict[Bank, list[Bags]] = {b: [] for b in places}
-    # One term per sender, in the order of the global batch: `coalesce` adds the gradients of a row in this order.
-    for sender, d_sender in enumerate(d.unbind(0)):  # one tensor for all banks, because it may be sent again
+        each = [_served(d_lanes, lanes, routed, routes) for lanes in routes.served]
+        d = send("all_to_all", [torch.stack(x) for x in zip(*each, strict=True)], routes.axes, codec, routes.widths)
+    terms: dict[Bank, list[Bags]] = {b: [] for b in routes.places_of_banks}
+    # Terms sender by sender, in the order of the global batch: `coalesce` adds the gradients of a row in this order.
+    for sender, d_groups in enumerate(zip(*(x.unbind(0) for x in d), strict=True)):
         forms = place_forms(routed, routes, sender)
-        for b, own in places.items():
-            terms[b].append(Bags(d_sender, routed.rows, routed.offsets, weights, tuple(forms[k] for k in own)))
+        for d_sender, (_, places) in zip(d_groups, routes.groups, strict=True):  # one tensor for all banks of a group
+            for b, own in routes.places_of_banks.items():
+                if mine := tuple(forms[k] for k in own if k in places):
+                    terms[b].append(Bags(d_sender, routed.rows, routed.offsets, weights, mine))
     return {b.name: RowGrads(tuple(t), b.rows, b.dim, False, routes.axes) for b, t in terms.items()}
 
 
+def _served(d_lanes: Mapping[int, Tensor], lanes: Sequence[int], routed: Routed, routes: Routes) -> list[Tensor]:
+    """Return the cotangents of the lanes that a rank serves, f[B_g, W_g] for each group, place by place."""
+    out = []
+    for g, (_, places) in enumerate(routes.groups):
+        num_bags = _bags_of(routed, routes, g)
+        blank = lambda k, n=num_bags: torch.zeros_like(d_lanes[0][:1, :1]).expand(n, routes.banks[k].dim)
+        each = [blank(k) if lanes[k] < 0 else with_zeros(d_lanes[lanes[k]], num_bags) for k in places]
+        out.append(torch.cat(each, 1))
+    return out
+
+
+def with_zeros(d: Tensor, num_bags: int) -> Tensor:
+    """Return d f[B_f, D] with rows of zeros after it, f[B, D]."""
+    return d if d.shape[0] == num_bags else torch.cat([d, d.new_zeros(num_bags - d.shape[0], d.shape[1])])
+
+
+def own_bags(x: Tensor, lane: Lane, column: int = 0) -> Tensor:
+    """Return the bags of a lane among more bags, and its columns, f[B_f, dim]."""
+    return (x if lane.num_bags is None else x[: lane.num_bags])[:, column : column + lane.bank.dim]
+
+
 def _divided(x: Tensor, routed: Routed, lane: int, feature: FeatureConfig) -> Tensor:
-    return x / routed.lengths(lane).clamp(min=1)[:, None].to(x.dtype) if feature.pooling == "mean" else x
+    if feature.pooling != "mean":
+        return x
+    return x / routed.lengths(lane)[: x.shape[0]].clamp(min=1)[:, None].to(x.dtype)
 
 
 def _is_mean(lane: Lane) -> bool:
@@ -202,4 +236,4 @@ def _scaled(d: Tensor, routed: Routed, i: int, lane: Lane) -> Tensor:
     The kernels divide in the same way.
     """
     acc = ops.accumulation_dtype(lane.bank.dtype)
-    return d.to(acc) * (1 / routed.lengths(i).clamp(min=1).double())[:, None].to(acc)
+    return d.to(acc) * (1 / routed.lengths(i)[: d.shape[0]].clamp(min=1).double())[:, None].to(acc)

@@ -6,6 +6,7 @@ Shapes: B bags, L lanes, N ids, W columns that a rank sends back.
 
 import functools
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -20,12 +21,16 @@ from funcrec.tables import FeatureConfig, Hash, hash_lanes
 
 
 class Lane(NamedTuple):
-    """A feature on a shard of its table, and the bank that holds the shard. num_rows: the rows of the table."""
+    """A feature on a shard of its table, and the bank that holds the shard.
+
+    num_rows: the rows of the table. num_bags: the bags of the feature if features have different numbers, else None.
+    """
 
     feature: FeatureConfig
     shard: Shard
     bank: Bank
     num_rows: int
+    num_bags: int | None = None
 
 
 class Routes(NamedTuple):
@@ -34,7 +39,9 @@ class Routes(NamedTuple):
     lanes: ordered by bank, then by feature.
     served: for each rank the numbers of the lanes that it serves, padded with -1 to one length. Place k belongs
       to one bank, banks[k], on all ranks.
-    columns: where the columns of place k begin among the W columns that a rank sends back for a bag.
+    columns: where the columns of place k begin among the columns that a rank sends back for a bag of the place's group.
+    groups: (B_g, the places whose lanes have up to B_g bags) for each number of bags, the greatest first. There is one
+      group, with B_g None, if all features have one number.
     """
 
     axes: tuple[str, ...]
@@ -43,11 +50,16 @@ class Routes(NamedTuple):
     served: tuple[tuple[int, ...], ...]
     banks: tuple[Bank, ...]
     columns: tuple[int, ...]
+    groups: tuple[tuple[int | None, tuple[int, ...]], ...]
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Return the number of columns of each place. The numbers add up to W."""
-        return tuple(b.dim for b in self.banks)
+    def widths(self) -> list[tuple[int, ...]]:
+        """Return the numbers of columns of the places of each group. Those of a group add up to its W."""
+        return [tuple(self.banks[k].dim for k in places) for _, places in self.groups]
+
+    @property
+    def group_of_place(self) -> dict[int, int]:
+        return {k: g for g, (_, places) in enumerate(self.groups) for k in places}
 
     @property
     def lanes_of_banks(self) -> dict[Bank, list[int]]:
@@ -71,14 +83,20 @@ def places_of(banks: Iterable[Bank]) -> dict[Bank, list[int]]:
 
 
 @functools.lru_cache(maxsize=256)
-def routes_of(layout: Layout, features: tuple[FeatureConfig, ...]) -> tuple[Routes, ...]:
-    """Return the exchanges of a lookup, one for each set of axes that its tables are cut over."""
+def routes_of(
+    layout: Layout, features: tuple[FeatureConfig, ...], counts: tuple[int, ...] | None = None
+) -> tuple[Routes, ...]:
+    """Return the exchanges of a lookup, one for each set of axes that its tables are cut over.
+
+    counts: the number of bags of each feature; None if all have one number.
+    """
     num_rows, lanes = {n: rows for n, (rows, _) in layout.shapes}, {}
-    for f in features:
+    for f, count in zip(features, counts or [None] * len(features), strict=True):
         for s in (layout.shards[i] for i in layout.shards_of(f.table)):
-            lane = Lane(f, s, layout.banks[s.bank], num_rows[f.table])
+            lane = Lane(f, s, layout.banks[s.bank], num_rows[f.table], count)
             lanes.setdefault(lane.bank.axes, []).append(lane)
-    return tuple(_routes(axes, sorted(own, key=lambda x: x.shard.bank)) for axes, own in lanes.items())
+    order = lambda x: (x.shard.bank, -(x.num_bags or 0))  # lanes of one place then have similar numbers of bags
+    return tuple(_routes(axes, sorted(own, key=order)) for axes, own in lanes.items())
 
 
 def _routes(axes: tuple[str, ...], lanes: Sequence[Lane]) -> Routes:
@@ -92,8 +110,19 @@ def _routes(axes: tuple[str, ...], lanes: Sequence[Lane]) -> Routes:
         banks += [bank] * most
         for r in range(n):
             served[r] += own[r] + [-1] * (most - len(own[r]))
-    columns = tuple(sum(b.dim for b in banks[:k]) for k in range(len(banks)))
-    return Routes(axes, n, tuple(lanes), tuple(map(tuple, served)), tuple(banks), columns)
+    most_bags = [_most_bags(lanes[own[k]] for own in served if own[k] >= 0) for k in range(len(banks))]
+    groups, columns = [], [0] * len(banks)
+    for count in sorted(set(most_bags), key=lambda x: -(x or 0)):
+        places = [k for k, x in enumerate(most_bags) if x == count]
+        for k, first in zip(places, accumulate((banks[k].dim for k in places), initial=0), strict=False):
+            columns[k] = first
+        groups.append((count, tuple(places)))
+    return Routes(axes, n, tuple(lanes), tuple(map(tuple, served)), tuple(banks), tuple(columns), tuple(groups))
+
+
+def _most_bags(lanes: Iterable[Lane]) -> int | None:
+    counts = [x.num_bags for x in lanes]
+    return None if None in counts else max(counts)
 
 
 class ReadIds(NamedTuple):

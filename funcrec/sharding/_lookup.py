@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import check, fail, replace
-from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from funcrec.core import fail, replace
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, are_equal, with_bags
 from funcrec.mesh import bound_names
 from funcrec.sharding._lanes import Lane, Routes, routes_of
 from funcrec.sharding._sequences import lane_rows, sequence_routes
 from funcrec.sharding._transport import POOLED, SEQUENCES, Steps, Transport, steps_of
 from funcrec.sharding.placement._layout import Layout
-from funcrec.tables import KINDS, FeatureConfig, LookupResult, RowGrads, bag_count_problems, sequence_rows
+from funcrec.tables import KINDS, FeatureConfig, LookupResult, RowGrads, sequence_rows
 
+Features = tuple[FeatureConfig, ...]
 Rounded = Callable[[Any, Routes, str | None], tuple[Mapping[str, Tensor], Any]]
 
 
@@ -51,29 +52,71 @@ def read_sharded(
 def read_pooled(
     tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation, rounded: Rounded | None
 ) -> LookupResult:
-    lanes_of = lambda lanes, routed, routes: lanes
-    each = routes_of(tables.layout, features)
-    columns, exchanges = exchanged(tables, ids, features, each, POOLED, lanes_of, implementation, rounded)
-    dims = {name: sum(x.shape[1] for x in own) for name, own in columns.items()}
-    out = KeyedTensor(torch.cat([x for own in columns.values() for x in own], 1), tuple(dims), tuple(dims.values()))
-    starts = dict(zip(dims, accumulate(dims.values(), initial=0), strict=False))
+    read = read_groups(tables, ids, [features], implementation, rounded)
+    return read._replace(out=read.out[0], transpose=lambda d_acts, saved: read.transpose([d_acts], saved))
 
-    def transpose(d_acts: KeyedTensor, exchanges: Sequence) -> dict[str, RowGrads]:
-        at = lambda x: starts[x.feature.name]
-        own = lambda x: d_acts.values[:, at(x) + x.shard.first : at(x) + x.shard.last]
-        return sent_back(tables.transport, POOLED, routes_of(whole_rows(tables), features), exchanges, own)
+
+def read_each(
+    tables: Any, ids: KeyedJaggedTensor, groups: Sequence[Features], implementation: str | None = None
+) -> LookupResult | None:
+    """Return the lookup of groups of features with different numbers of bags, by the exchanges of one lookup.
+
+    It returns None for types of tables that have a `read` of their own.
+    """
+    if KINDS[tables.of].placed.read is not None:
+        return None
+    check_bound("funcrec.lookup", tables.layout)
+    return read_groups(tables, ids, groups, implementation, None)
+
+
+def read_groups(
+    tables: Any, ids: KeyedJaggedTensor, groups: Sequence[Features], implementation, rounded: Rounded | None
+) -> LookupResult:
+    """Return the lookup whose `out` has a KeyedTensor f[B_g, ΣD_g] for each group.
+
+    The ids of all groups travel together, with empty bags after those of a key. A row travels for each bag of a group.
+    """
+    features = tuple(f for g in groups for f in g)
+    counts = None if len(groups) == 1 else tuple(ids.bags_of(f.key) for f in features)
+    ids = ids if counts is None else equal_bags(ids, features)
+    each = routes_of(tables.layout, features, counts)
+    lanes_of = lambda lanes, routed, routes: lanes
+    columns, exchanges = exchanged(tables, ids, features, each, POOLED, lanes_of, implementation, rounded)
+    out, places = [], {}
+    for i, g in enumerate(groups):
+        dims = {f.name: sum(x.shape[1] for x in columns[f.name]) for f in g}
+        places |= {n: (i, at) for n, at in zip(dims, accumulate(dims.values(), initial=0), strict=False)}
+        values = torch.cat([x for name in dims for x in columns[name]], 1)
+        out.append(KeyedTensor(values, tuple(dims), tuple(dims.values())))
+
+    def transpose(d_acts: Sequence[KeyedTensor], exchanges: Sequence) -> dict[str, RowGrads]:
+        def own(x: Lane) -> Tensor:
+            group, at = places[x.feature.name]
+            return d_acts[group].values[:, at + x.shard.first : at + x.shard.last]
+
+        return sent_back(tables.transport, POOLED, routes_of(whole_rows(tables), features, counts), exchanges, own)
 
     return LookupResult(out, lambda: exchanges, transpose, overflows_of(tables.transport, each, exchanges))
+
+
+def equal_bags(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> KeyedJaggedTensor:
+    """Return the ids of the features' keys, with as many bags for each key: empty bags follow.
+
+    No id moves if the features read all keys.
+    """
+    keys = [k for k in ids.keys if any(f.key == k for f in features)]
+    used = ids if len(keys) == len(ids.keys) else ids.permute(keys)
+    return with_bags(used, [max(map(used.bags_of, used.keys))] * len(used.keys))
 
 
 def read_sequences(
     tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation, rounded: Rounded | None
 ) -> LookupResult:
-    check("funcrec.lookup_sequence", bag_count_problems(features, ids))  # each lane has B bags
     num_rows = {n: rows for n, (rows, _) in tables.layout.shapes}
     bags = {f.name: sequence_rows(ids, f, num_rows[f.table]) for f in features}
     lanes_of = lambda rows, routed, routes: lane_rows(rows, routed, routes, {k: x.capacity for k, x in bags.items()})
     each = sequence_routes(tables.layout, features)
+    ids = ids if are_equal(ids.bags_of(f.key) for f in features) else equal_bags(ids, features)
     columns, exchanges = exchanged(tables, ids, features, each, SEQUENCES, lanes_of, implementation, rounded)
     out = {k: JaggedTensor(torch.cat(columns[k], 1), x.offsets, x.weights) for k, x in bags.items()}
 

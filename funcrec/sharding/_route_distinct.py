@@ -18,7 +18,7 @@ from funcrec.core import pytree
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels.owners import NOWHERE
 from funcrec.mesh import Codec, all_to_all, send
-from funcrec.sharding._combine import lane_forms
+from funcrec.sharding._combine import lane_forms, with_zeros
 from funcrec.sharding._lanes import Routes, lane_bags, lane_of, owned_rows
 from funcrec.sharding._sequences import lane_places
 from funcrec.sharding.placement._layout import Bank
@@ -114,7 +114,8 @@ def fetch_transpose(
     """
     sums = {}
     for bank, lanes in routes.lanes_of_banks.items():
-        d, forms = torch.cat([d_lanes[i] for i in lanes], 1), tuple(lane_forms(routed, routes, bank))
+        d = torch.cat([with_zeros(d_lanes[i], routed.num_bags) for i in lanes], 1)
+        forms = tuple(lane_forms(routed, routes, bank))
         term = Bags(d, routed.sent, routed.own_offsets, routed.own_weights, forms)
         sums[bank] = RowGrads((term,), routed.rows.shape[0], bank.dim)
     return _at_owners(sums, routed, routes, codec)

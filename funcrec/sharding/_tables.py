@@ -13,7 +13,7 @@ from funcrec.kinds import CODES, QuantizedTables, bits_of, dtype_problems, named
 from funcrec.mesh import Codec, Mesh, P, codec_problems, unshard
 from funcrec.sharding._copies import copy_problems
 from funcrec.sharding._fake_quantized import read_fake
-from funcrec.sharding._lookup import read_sharded
+from funcrec.sharding._lookup import read_each, read_sharded
 from funcrec.sharding._transport import Transport, dedup_problems, transport_of
 from funcrec.sharding.placement._layout import Layout, layout_of, own_ranks, pack, unpack
 from funcrec.sharding.placement._plan import Plan
@@ -215,6 +215,7 @@ KINDS[ShardedTables] = Kind(
     read_sharded,
     lambda tables: KINDS[tables.of].is_trained(tables),
     layout=lambda tables: tables.layout,
+    read_each=read_each,
     quantized=quantize_sharded,
     faked=Faked(lambda tables, named: [*float_problems(tables)] or code_problems(tables, named, WHOLE), read_fake),
     placed="fr.gather_tables(tables, mesh) first",

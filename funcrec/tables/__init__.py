@@ -1,7 +1,6 @@
 """Embedding tables: configs, initial rows, hashing, lookups, transposes of lookups, row gradients."""
 
 import funcrec.core as _core
-from funcrec.tables._checks import bag_count_problems as bag_count_problems
 from funcrec.tables._checks import duplicate_problems as duplicate_problems
 from funcrec.tables._checks import feature_list_problems as feature_list_problems
 from funcrec.tables._checks import feature_table_problems as feature_table_problems

@@ -29,7 +29,10 @@ Features = tuple[FeatureConfig, ...]
 
 
 def groups_of(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> list[Features]:
-    """Return the features, those with one number of bags together. Without features, return one empty group."""
+    """Return the features, those with one number of bags together, the most bags first.
+
+    Without features, return one empty group.
+    """
     counts, groups = [], []
     for f in features:  # A size that an export leaves open has no hash for a dict.
         count = ids.bags_of(f.key)
@@ -38,7 +41,8 @@ def groups_of(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> list
             counts.append(count)
             groups.append([])
         groups[at].append(f)
-    return [tuple(g) for g in groups] or [()]
+    order = sorted(range(len(groups)), key=lambda i: -counts[i]) if len(groups) > 1 else range(len(groups))
+    return [tuple(groups[i]) for i in order] or [()]
 
 
 def to_examples(parts: Sequence[KeyedTensor], ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> KeyedTensor:

@@ -85,6 +85,9 @@ class Kind(NamedTuple):
     layout: tables -> where the rows of each table lie on a mesh, as in `funcrec.sharding`, or None for whole tables.
       Resharding, checkpoints and logs use the layout; of whole tables they store the parts.
     forms: tables -> {part: (bits, dim)} of the parts whose rows have the stored form of `quantize`.
+    read_each: (tables, ids, groups, implementation) -> a LookupResult of pooled features, whose `out` and `d_out` are a
+      list of a KeyedTensor for each group, or None. The features of a group have one number of bags. Without it, or if
+      it returns None, lookups call `read` for each group.
     quantized: (tables, dtypes, key) -> the result of `quantize`; None if `quantize` refuses the type.
     faked: the functions that `fake_quantize` calls; None if `fake_quantize` refuses the type.
     placed: the functions that `shard_tables`, `gather_tables`, `reshard` and checkpoints call. If they refuse the type,
@@ -96,6 +99,7 @@ class Kind(NamedTuple):
     is_trained: Callable[[Any], bool] = lambda tables: True
     layout: Callable[[Any], Any] = lambda tables: None
     forms: Callable[[Any], Mapping[str, tuple[int, int]]] = lambda tables: {}
+    read_each: Callable[..., LookupResult | None] | None = None
     quantized: Callable[..., Any] | None = None
     faked: Faked | None = None
     placed: Placed | str = ""

@@ -46,6 +46,8 @@ from funcrec.tables._rowgrads import RowGrads
 from funcrec.tables._tape import Owner, is_followed_inside, open_tables, summed, tapped
 from funcrec.tables._value_checks import check_values, room_problems, value_problems
 
+FLAG = kind_of(bool)
+
 
 def lookup(
     tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], *, implementation: str | None = None
@@ -134,7 +136,14 @@ def read_groups(
     implementation: str | None,
 ) -> list[KeyedTensor]:
     """Return the pooled rows of each group, f[B_g, ΣD_g]. The features of a group have one number of bags."""
-    return [pooled_of(call, tables, owners, ids, g, implementation) for g in groups]
+    each, every = kind_of_tables(tables).read_each, tuple(f for g in groups for f in g)
+    weights = ids.weights if any(f.weighted for f in every) else None
+    is_split = any(map(is_max, every)) or any(is_followed_inside(weights, o) for o in owners)
+    read = None if each is None or len(groups) == 1 or is_split else each(tables, ids, groups, implementation)
+    if read is None:
+        return [pooled_of(call, tables, owners, ids, g, implementation) for g in groups]
+    check_room(call, read, owners)
+    return tapped(owners, read, "lookup", every)
 
 
 def pooled_of(
@@ -246,6 +255,7 @@ def lookup_sequence(
     Source: TorchRec's EmbeddingCollection; here each table may have its own dim.
     """
     call = "funcrec.lookup_sequence"
+    check(call, FLAG.find("expand", expand))
     tables, owners = opened(call, tables, ids, features)
     sequences = tuple(f for f in features if f.pooling == "none")
     if not sequences and features:
@@ -290,7 +300,7 @@ def lookup_sequence_transpose(
       tensor([ 10.,   0., 101.])
     """
     call = "funcrec.lookup_sequence_transpose"
-    check(call, kind_of(Mapping[str, JaggedTensor]).find("d_sequences", d_sequences))
+    check(call, kind_of(Mapping[str, JaggedTensor]).find("d_sequences", d_sequences), FLAG.find("expand", expand))
     check_lookup(call, tables, ids, features)
     sequences = [f for f in features if f.pooling == "none"]
     shapes = table_shapes(tables)

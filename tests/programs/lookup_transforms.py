@@ -144,7 +144,7 @@ def combine_program(layout, mine):
     n = len(mine)
 
     def one(x, ids):
-        lanes = combine(x["pooled"], route(ids, routes, None), routes)
+        lanes = combine([x["pooled"]], route(ids, routes, None), routes)
         return torch.cat([lanes[i] for i in range(len(lanes))], 1)
 
     def whole(x):
@@ -160,7 +160,7 @@ def combine_program(layout, mine):
             out.append(torch.cat(row, 1))
         return torch.stack(out)
 
-    width = sum(routes.widths)
+    width = sum(routes.widths[0])
     pooled = (torch.arange(n * n * BAGS * width, dtype=torch.float64) * 1.1).cos().reshape(n, n, BAGS, width)
     return Program(one, whole, {"pooled": pooled}, None)
 

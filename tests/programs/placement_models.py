@@ -76,7 +76,7 @@ def direction(model):
 def whole(model):
     """Return the results of `sharded` from one process, which adds the gradients of the ranks' batches."""
     mesh, _, tables, ids, features = model
-    acts, per = fr.lookup(tables, ids, features), ids.num_bags // mesh.size
+    acts, per = fr.lookup(tables, ids, features), ids.num_examples // mesh.size
     total = None
     for r in range(mesh.size):
         mine = ids[r * per : (r + 1) * per]
