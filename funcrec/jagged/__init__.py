@@ -15,6 +15,7 @@ from funcrec.jagged._filter import drop_ids as drop_ids
 from funcrec.jagged._jagged import JaggedTensor as JaggedTensor
 from funcrec.jagged._jagged import bag_ids as bag_ids
 from funcrec.jagged._jagged import take_ranges as take_ranges
+from funcrec.jagged._joined_bags import joined_bags as joined_bags
 from funcrec.jagged._keyed_checks import inverse_value_problems as inverse_value_problems
 from funcrec.jagged._keyed_checks import keyed_hint as keyed_hint
 from funcrec.jagged._keyed_checks import keyed_parts as keyed_parts

@@ -11,6 +11,11 @@ from funcrec.models._deep import deepfm as deepfm
 from funcrec.models._deep import wide_deep as wide_deep
 from funcrec.models._din import din as din
 from funcrec.models._dlrm import dlrm as dlrm
+from funcrec.models._dlrmv3 import mlperf_dlrmv3 as mlperf_dlrmv3
+from funcrec.models._hstu import History as History
+from funcrec.models._hstu import HstuRanker as HstuRanker
+from funcrec.models._hstu import hstu_ranker as hstu_ranker
+from funcrec.models._hstu import ranker_loss as ranker_loss
 from funcrec.models._ml1m import ml1m as ml1m
 from funcrec.models._model import Model as Model
 from funcrec.models._model import linear_twins as linear_twins

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import Name, Problem, Share, Size, Sizes, check, random, typed
+from funcrec.core import Name, Problem, Share, Size, Sizes, check, random, remade, typed
 from funcrec.jagged import JaggedTensor, is_concrete
 from funcrec.models._deep import deep_part, width, with_dense
 from funcrec.models._model import Model, build, check_configs, part, used
@@ -31,6 +31,7 @@ from funcrec.tables import (
 CALL = "funcrec.models.din"
 
 
+@remade
 @typed
 def din(
     tables: Sequence[TableConfig],

@@ -12,6 +12,9 @@ from funcrec.nn._cross import vector_cross_network as vector_cross_network
 from funcrec.nn._dropout import dropout as dropout
 from funcrec.nn._experts import mmoe as mmoe
 from funcrec.nn._experts import ple as ple
+from funcrec.nn._hstu import HstuLayer as HstuLayer
+from funcrec.nn._hstu import Kept as Kept
+from funcrec.nn._hstu import hstu_layer as hstu_layer
 from funcrec.nn._interactions import dot_interaction as dot_interaction
 from funcrec.nn._interactions import factorization_machine as factorization_machine
 from funcrec.nn._layer import Layer as Layer

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, Sizes, check, describe, kind_of, typed
+from funcrec.core import Count, Problem, Sizes, check, describe, kind_of, remade, typed
 from funcrec.jagged import JaggedTensor, bag_reduce, bag_softmax
 from funcrec.nn._layer import Layer, width_problems
 from funcrec.nn._mlp import mlp
@@ -18,6 +18,7 @@ from funcrec.nn._mlp import mlp
 BAGS = kind_of(JaggedTensor)
 
 
+@remade
 @typed
 def target_attention(
     dim: Count,

@@ -45,7 +45,8 @@ MAY_RETURN = (
     Row("an item is a tree of anything", "data.prefetch", r"items.*"),
     # arguments that this function does not read
     Row("a loss reads of its batch what it likes", r"\.(grad_fn|step|step_on_mesh)", r"batch\.(label|dense|weight)"),
-    Row("a model's answer does not depend on labels", r"models.(apply|train_apply|query|towers)|Package.call",
+    Row("a model's answer does not depend on labels",
+        r"models.(apply|train_apply|query|towers|ranker_(apply|train|encode|query|score))|Package.call",
         r"batch\.(label|weight)",
         TENSORS),
     Row("dense parameters go through as they are", r"\.(gather_state|sync_replicas)", r"state\.(dense|dense_opt)"),
@@ -54,7 +55,9 @@ MAY_RETURN = (
     Row("a label is any hashable", r"\.shard_tables", r"labels\[.*"),
     Row("bags travel with values of any form", r"interop\.to_\w+", r"x\.(values|offsets)", TENSORS - {"f64[]", "meta"}),
     Row("numbers are kept in the state's dtype", r"interop\.(module_apply|\w+state_dict)", r".*", {"f64[]"}),
+    Row("None: there are no candidates", "nn.hstu_apply", "num_targets", {"None"}),
     # values that only `validate` reads
+    Row("as many offsets as zeros are empty bags", "nn.hstu_keep", r"x\.offsets", {"i64[17]"}),
     Row("whether offsets fit the values is in their values", ".*", r"(ids|bags|tree)\.(values|offsets)",
         TENSORS - {"f64[]", "meta"}),
     Row("values of a feature are of any dtype until a table is looked up", r"(Keyed)?JaggedTensor.*", "values",

@@ -38,6 +38,17 @@ PLE = nn.ple(4, 2, shared_experts=1, task_experts=1, sizes=((3,), (2,)))
 MIXTURE = nn.mixture_cross_network(4, 2, 2, 2)
 TARGET, VECTORS = nn.target_attention(4, sizes=(3,)), fr.JaggedTensor(f32(3, 4), i64(0, 2, 2, 3))
 HISTORY = (fr.FeatureConfig("seen", table="t", pooling="none"),)
+HSTU = nn.hstu_layer(4, normalizer=8.0, num_positions=3, num_times=2)
+SEQUENCE = lambda name: fr.FeatureConfig(name, table="t", pooling="none", max_length=3)
+RANKER_SETTINGS = {"tables": (TC("t", 6, 4),), "history": (SEQUENCE("seen"),), "candidates": (SEQUENCE("next"),),
+    "context": (fr.FeatureConfig("x", table="t"),), "action": "did", "time": "then", "query_time": "now",
+    "action_weights": (1, 2), "num_tasks": 1, "dim": 4, "num_layers": 1, "num_heads": 1, "qk_dim": 2, "linear_dim": 3,
+    "normalizer": 8.0, "num_positions": 3, "num_times": 2, "hidden": 3, "head": 5, "action_dim": 2, "action_std": 0.1,
+    "input_dropout": 0.1, "dropout": 0.1, "concatenate": True}  # fmt: skip
+RANKER = models.hstu_ranker(**RANKER_SETTINGS)
+RANKED = {"x": [[1]], "seen": [[1, 2]], "did": [[1, 2]], "then": [[0, 3]], "next": [[3, 4]], "now": [[9]]}
+RANK_BATCH = fr.Batch(fr.KeyedJaggedTensor.from_lists(RANKED), f32(1, 2))
+RANK_AT = {"params": RANKER.init(KEY), "batch": RANK_BATCH}
 LAYER_NORM, SWISH = nn.layer_norm(4), nn.swish_layer_norm(4)
 LINEAR, CROSS, NORM, POSITION = nn.linear(4, 2), nn.cross(4), nn.batch_norm(4), nn.position_weights(3)
 
@@ -113,6 +124,12 @@ def layers() -> list[Call]:
         xavier_normal=(nn.xavier_normal, {"key": KEY, "shape": (2, 3)}),
         zeros=(nn.zeros, {"key": KEY, "shape": (2, 3)}),
         normal=(nn.normal, {"std": 1.0}), position_weights=(nn.position_weights, {"max_length": 3}),
+        hstu_layer=(nn.hstu_layer, {"dim": 4, "normalizer": 8.0, "num_heads": 1, "qk_dim": 2, "linear_dim": 2,
+            "num_positions": 3, "num_times": 2, "concatenate": False, "dropout": 0.1}),
+        HstuLayer=(nn.HstuLayer, HSTU._asdict()),
+        hstu_apply=(HSTU.apply, {"params": HSTU.init(KEY), "x": VECTORS, "times": i64(0, 1, 2),
+            "num_targets": i64(1, 0, 0), "kept": None}),
+        hstu_keep=(HSTU.keep, {"params": HSTU.init(KEY), "x": VECTORS, "times": i64(0, 1, 2)}),
         target_attention=(nn.target_attention, {"dim": 4, "sizes": (3,), "activation": torch.sigmoid,
             "normalize": False}),
         target_apply=(TARGET.apply, {"params": TARGET.init(KEY), "history": VECTORS, "target": f32(3, 4)}),
@@ -131,6 +148,15 @@ def layers() -> list[Call]:
         dcnv2=(models.dcnv2, {**deep, "sizes": (8,), "dropout": 0.1}),
         din=(models.din, {**deep, "history": HISTORY, "target": ("x",), **sized, "linear": (),
             "attention": (3,), "normalize": False}),
+        hstu_ranker=(models.hstu_ranker, RANKER_SETTINGS), HstuRanker=(models.HstuRanker, RANKER._asdict()),
+        ranker_apply=(RANKER.apply, RANK_AT), ranker_train=(RANKER.train_apply, {**RANK_AT, "key": KEY}),
+        ranker_encode=(RANKER.encode_history, RANK_AT), ranker_query=(RANKER.query, RANK_AT),
+        ranker_score=(RANKER.score, {"params": RANK_AT["params"], "history": RANKER.encode_history(**RANK_AT),
+            "batch": RANK_BATCH}),
+        ranker_loss=(models.ranker_loss, {"model": RANKER, "losses": (fr.losses.bce,), "weights": None}),
+        ranker_loss_fn=(models.ranker_loss(RANKER), {**RANK_AT, "key": KEY}),
+        mlperf_dlrmv3=(models.mlperf_dlrmv3, {"max_rows": 10, "embedding_dim": 8, "max_history": 4,
+            "num_candidates": 2}),
         dlrm_dcnv2=(models.dlrm_dcnv2,
             {**deep, "num_dense": 2, "bottom": (8,), "num_cross": 1, "rank": 2, "sizes": (8,)}),
         linear_twins=(models.linear_twins, model),

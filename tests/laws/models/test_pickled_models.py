@@ -24,6 +24,15 @@ MODELS = {
     "dcnv2": lambda: fr.models.dcnv2(TABLES, BOTH, sizes=(3,), num_dense=1, batch_norm=True),
     "dlrm": lambda: fr.models.dlrm(TABLES, BOTH, num_dense=1, bottom=(4,), sizes=(3,)),
     "dlrm_dcnv2": lambda: fr.models.dlrm_dcnv2(TABLES, BOTH, num_dense=1, bottom=(4,), num_cross=1, rank=2, sizes=(3,)),
+    "din": lambda: fr.models.din(
+        TABLES,
+        BOTH,
+        sizes=(3,),
+        num_dense=1,
+        attention=(2,),
+        target=["item"],
+        history=[fr.FeatureConfig("seen", table="item", column="item", pooling="none")],
+    ),
     "two_tower": lambda: fr.models.two_tower(TABLES, (USER,), (ITEM,), sizes=(3,)),
 }
 LAYERS = {
