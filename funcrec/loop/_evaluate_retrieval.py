@@ -202,8 +202,8 @@ def usual(cutoffs: Sequence[int], num_items: int, counts: Tensor | None, num_use
     made = {f"{n}@{k}": getattr(lists, n)(k) for k in cutoffs for n in names}
     made |= {f"coverage@{k}": lists.coverage(k, num_items) for k in cutoffs}
     if counts is not None:
-        users = num_users or max(math.ceil(counts.max()), 1)
-        made |= {f"novelty@{k}": lists.novelty(k, counts, users) for k in cutoffs}
+        users = num_users or max(math.ceil(counts.double().max()), 1)
+        made |= {f"novelty@{k}": lists.novelty(k, counts.double(), users) for k in cutoffs}
     return made
 
 
@@ -261,6 +261,10 @@ def counts_problems(counts: Tensor | None, num_items: int) -> Iterator[Problem]:
     if counts is not None and not (is_count and counts.shape == (num_items,)):
         got, need = describe(counts), f"[{num_items}], a number for each item"
         yield Problem("`counts` do not match `items`.", got, need, "ids.bincount(minlength=R)")
+    elif counts is not None and bool((wrong := ~((numbers := counts.double()) >= 0) | numbers.isinf()).any()):
+        at = int(wrong.to(torch.int8).argmax())
+        need, hint = "finite numbers >= 0", "ids.bincount(minlength=R)"
+        yield Problem("`counts` leave their range.", f"counts[{at}] = {counts[at].item()}", need, hint)
 
 
 def mask_problems(item_groups: Mapping[str, Tensor] | None, num_items: int) -> Iterator[Problem]:

@@ -143,6 +143,11 @@ BAD = {
         "bags of other queries"),
     "fewer items": (lambda: judged([ONE], ITEMS[:3]), ValueError, "rows that no item has"),
     "other counts": (lambda: judged([ONE], counts=torch.ones(3)), ValueError, "`counts` do not match `items`"),
+    "NaN for a count": (lambda: judged([ONE], counts=torch.full((R,), float("nan"))), ValueError,
+        "`counts` leave their range"),
+    "infinite counts": (lambda: judged([ONE], counts=torch.full((R,), float("inf"))), ValueError,
+        "`counts` leave their range"),
+    "counts below 0": (lambda: judged([ONE], counts=-torch.ones(R)), ValueError, "`counts` leave their range"),
     "no length": (lambda: judged([ONE], k=()), ValueError, "`k` names no length"),
     "metrics without a length": (lambda: judged([ONE], metrics={"recall@50": metrics.recall(50)}, k=None), ValueError,
         "`k`"),
@@ -166,3 +171,9 @@ def test_what_cannot_be_judged_is_refused(name):
     with pytest.raises(kind, match=r"funcrec\.") as error:
         call()
     assert text in str(error.value) and "\n  need  " in str(error.value)
+
+
+def test_counts_of_any_dtype():
+    """Counts of 16 bits without a sign give the numbers of the same counts in 64 bits."""
+    counts = torch.arange(R)
+    assert judged([ONE], counts=counts.to(torch.uint16)) == pytest.approx(judged([ONE], counts=counts), nan_ok=True)
