@@ -7,8 +7,11 @@
 """
 
 import argparse
+import contextlib
+import ctypes
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -44,7 +47,9 @@ def main(argv: list[str] | None = None) -> int:
     own.add_argument("--picture", type=Path, help="ranks x tables, as PNG or SVG; needs matplotlib")
     options = parser.parse_args(argv)
     try:
-        made = plan_of(read(options.spec))
+        spec = read(options.spec)
+        with solver_on_stderr():
+            made = plan_of(spec)
     except WRONG as error:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, NoPlanError) else 2
@@ -58,6 +63,24 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+@contextlib.contextmanager
+def solver_on_stderr() -> Iterator[None]:
+    """Return a context in which the whole process writes to stderr instead of stdout.
+
+    HiGHS prints lines of its own, which none of its options turn off. No other thread of this process prints.
+    """
+    library = ctypes.CDLL(None)
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        library.fflush(None)  # what C holds in its buffer goes to stderr, too
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def read(path: Path) -> Any:

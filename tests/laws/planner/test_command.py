@@ -146,3 +146,29 @@ def test_it_is_a_command():
         [sys.executable, "-m", "funcrec", "plan", "--help"], capture_output=True, text=True, check=True
     )
     assert '"batch_size": 65536' in done.stdout
+
+
+LOUD = """
+import ctypes, functools, sys
+from funcrec.planner import _command
+
+quiet = _command.plan
+
+@functools.wraps(quiet)
+def loud(**arguments):
+    ctypes.CDLL(None).printf(b"a line of the solver\\n")
+    return quiet(**arguments)
+
+_command.plan = loud
+sys.exit(_command.main(["plan", sys.argv[1]]))
+"""
+
+
+def test_what_the_solver_prints_is_not_on_stdout(tmp_path):
+    """Lines that C code prints while it solves go to stderr. The stdout of the command is the plan alone."""
+    (tmp_path / "spec.json").write_text(json.dumps(SPEC))
+    done = subprocess.run(
+        [sys.executable, "-c", LOUD, str(tmp_path / "spec.json")], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and "a line of the solver" in done.stderr
+    assert done.stdout and "solver" not in done.stdout
