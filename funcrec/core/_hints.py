@@ -30,6 +30,7 @@ EXAMPLES: dict[str, str] = {
     "RowGrads": "fr.RowGrads.from_entries(torch.tensor([0]), torch.zeros(1, 8), num_embeddings=100)",
     "RowOptimizer": "fr.optim.rowwise_adagrad(lr=0.01)",
     "Schema": 'fr.data.Schema("click", categorical=("item",))',
+    "SequenceModel": 'fr.models.sasrec(tables, fr.FeatureConfig("history", table="item", pooling="none"))',
     "ShardedTables": "fr.shard_tables(tables, plan, mesh)",
     "Stage": 'fr.optim.Stage("linear", max_iters=100, value=0.0)',
     "TableConfig": 'fr.TableConfig("item", num_embeddings=100, embedding_dim=8)',

@@ -12,6 +12,8 @@ import funcrec.core as _core
 from funcrec.data._collate import collate as collate
 from funcrec.data._examples import Examples as Examples
 from funcrec.data._examples import examples as examples
+from funcrec.data._histories import Histories as Histories
+from funcrec.data._histories import histories as histories
 from funcrec.data._loader import Loader as Loader
 from funcrec.data._loader import Position as Position
 from funcrec.data._loader import RowData as RowData

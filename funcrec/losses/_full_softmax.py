@@ -12,7 +12,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Form, PositiveMagnitude, Problem, any_tracked, check, one_level_below, typed
+from funcrec.core import Count, Form, PositiveMagnitude, Problem, check, one_level_below, typed
 from funcrec.losses import _chunks  # noqa: F401  defines the operators
 from funcrec.losses._mean import Reduction, can_be_read, reduce, weight_problems
 from funcrec.tables import blank_padding
@@ -81,7 +81,7 @@ def full_softmax(
 class _FullSoftmax(torch.autograd.Function):
     """(hidden f[..., N, D], items f[..., R, D], target i64[..., N], chunk) -> f[..., N], with leading dims of vmaps.
 
-    A backward pass that is itself differentiated consists of plain operations, so every order follows from it."""
+    Its transpose is a function, too, so that torch.func, which differentiates with create_graph, keeps no logits."""
 
     @staticmethod
     def forward(hidden, items, target, chunk):
@@ -95,9 +95,7 @@ class _FullSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d):
-        given = (*ctx.saved_tensors, d)
-        rule = cotangents if any_tracked(given) else torch.ops.funcrec_losses.softmax_cotangents
-        return (*rule(*given, ctx.chunk), None, None)
+        return (*_Cotangents.apply(*ctx.saved_tensors, d, ctx.chunk), None, None)
 
     @staticmethod
     def jvp(ctx, d_hidden, d_items, *no_tangents):
@@ -106,9 +104,48 @@ class _FullSoftmax(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, hidden, items, target, chunk):
-        given = zip((hidden, items, target), in_dims, strict=False)
-        members = [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in given]
-        return _FullSoftmax.apply(*members, chunk), 0
+        return _FullSoftmax.apply(*in_front(info, in_dims, hidden, items, target), chunk), 0
+
+
+class _Cotangents(torch.autograd.Function):
+    """(hidden, items, target, d f[..., N], chunk) -> (d_hidden, d_items). Its derivatives are those of `cotangents`."""
+
+    @staticmethod
+    def forward(hidden, items, target, d, chunk):
+        return torch.ops.funcrec_losses.softmax_cotangents(hidden, items, target, d, chunk)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.chunk = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx, *d_cotangents):
+        hidden, items, target, d = ctx.saved_tensors
+        rule = lambda hidden, items, d: cotangents(hidden, items, target, d, ctx.chunk)
+        d_hidden, d_items, d_d = torch.func.vjp(rule, hidden, items, d)[1](d_cotangents)
+        return d_hidden, d_items, None, d_d, None
+
+    @staticmethod
+    def jvp(ctx, d_hidden, d_items, _, d_d, __):
+        def rule(tensors, tangents):
+            hidden, items, target, d = tensors
+            own = [torch.zeros_like(x) if t is None else t for x, t in zip((hidden, items, d), tangents, strict=True)]
+            of = lambda hidden, items, d: cotangents(hidden, items, target, d, ctx.chunk)
+            return torch.func.jvp(of, (hidden, items, d), tuple(own))[1]
+
+        return one_level_below(rule, ctx.saved_tensors, [d_hidden, d_items, d_d])
+
+    @staticmethod
+    def vmap(info, in_dims, hidden, items, target, d, chunk):
+        return _Cotangents.apply(*in_front(info, in_dims, hidden, items, target, d), chunk), (0, 0)
+
+
+def in_front(info, in_dims: tuple, *given: Tensor) -> list[Tensor]:
+    """Return the tensors with the dimension of a vmap in front, also those that all members share."""
+    pairs = zip(given, in_dims, strict=False)
+    return [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in pairs]
 
 
 def chunks(size: int, *given: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -12,6 +12,7 @@ from funcrec.models._deep import wide_deep as wide_deep
 from funcrec.models._din import din as din
 from funcrec.models._dlrm import dlrm as dlrm
 from funcrec.models._dlrmv3 import mlperf_dlrmv3 as mlperf_dlrmv3
+from funcrec.models._gru4rec import gru4rec as gru4rec
 from funcrec.models._hstu import History as History
 from funcrec.models._hstu import HstuRanker as HstuRanker
 from funcrec.models._hstu import hstu_ranker as hstu_ranker
@@ -22,6 +23,9 @@ from funcrec.models._model import linear_twins as linear_twins
 from funcrec.models._model import loss as loss
 from funcrec.models._model import merge_stats as merge_stats
 from funcrec.models._model import num_parameters as num_parameters
+from funcrec.models._next_item import next_item_loss as next_item_loss
+from funcrec.models._sasrec import sasrec as sasrec
+from funcrec.models._sequence import SequenceModel as SequenceModel
 from funcrec.models._shallow import fm as fm
 from funcrec.models._shallow import lr as lr
 from funcrec.models._simple_deepfm import simple_deepfm as simple_deepfm

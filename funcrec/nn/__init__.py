@@ -12,6 +12,7 @@ from funcrec.nn._cross import vector_cross_network as vector_cross_network
 from funcrec.nn._dropout import dropout as dropout
 from funcrec.nn._experts import mmoe as mmoe
 from funcrec.nn._experts import ple as ple
+from funcrec.nn._gru import gru as gru
 from funcrec.nn._hstu import HstuLayer as HstuLayer
 from funcrec.nn._hstu import Kept as Kept
 from funcrec.nn._hstu import hstu_layer as hstu_layer
@@ -27,6 +28,8 @@ from funcrec.nn._layer_norm import swish_layer_norm as swish_layer_norm
 from funcrec.nn._mlp import linear as linear
 from funcrec.nn._mlp import mlp as mlp
 from funcrec.nn._position import position_weights as position_weights
+from funcrec.nn._sasrec import position_embedding as position_embedding
+from funcrec.nn._sasrec import sasrec_block as sasrec_block
 from funcrec.nn._target_attention import target_attention as target_attention
 
 _core.publish(globals())

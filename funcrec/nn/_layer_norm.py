@@ -5,10 +5,11 @@
 mean and var, over D numbers, are of the last dimension.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Count, PositiveMagnitude, check, remade, typed
+from funcrec.core import Count, PositiveMagnitude, check, is_forward, remade, typed
 from funcrec.nn._layer import Layer, ones, param_problems, width_problems, zeros
 
 
@@ -50,6 +51,16 @@ def swish_layer_norm(dim: Count, *, eps: PositiveMagnitude = 1e-5) -> Layer:
     return _normed("swish_layer_norm", dim, eps, lambda x, y: x * y.sigmoid())
 
 
+def _norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return the layer norm of x. The tangent of the tangent of torch's own (2.13) is wrong, without a word."""
+    if not is_forward():
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = wide - wide.mean(-1, keepdim=True)
+    own = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (own * weight + bias).to(x.dtype)
+
+
 def _normed(name: str, dim: int, eps: float, after) -> Layer:
     def init(key: Tensor) -> dict[str, Tensor]:
         return {"weight": ones(key, (dim,)), "bias": zeros(key, (dim,))}
@@ -57,6 +68,6 @@ def _normed(name: str, dim: int, eps: float, after) -> Layer:
     def apply(params: dict[str, Tensor], x: Tensor) -> Tensor:
         needed = {"weight": (dim,), "bias": (dim,)}
         check(f"funcrec.nn.{name}", width_problems(x, dim), param_problems(params, **needed))
-        return after(x, F.layer_norm(x, (dim,), params["weight"], params["bias"], eps))
+        return after(x, _norm(x, params["weight"], params["bias"], eps))
 
     return Layer(init, apply)

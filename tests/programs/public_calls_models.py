@@ -50,6 +50,8 @@ RANKED = {"x": [[1]], "seen": [[1, 2]], "did": [[1, 2]], "then": [[0, 3]], "next
 RANK_BATCH = fr.Batch(fr.KeyedJaggedTensor.from_lists(RANKED), f32(1, 2))
 RANK_AT = {"params": RANKER.init(KEY), "batch": RANK_BATCH}
 LAYER_NORM, SWISH = nn.layer_norm(4), nn.swish_layer_norm(4)
+LISTED = fr.FeatureConfig("x", table="t", pooling="none")
+SASREC = models.sasrec((TC("t", 6, 4),), LISTED, blocks=1, max_length=3)
 LINEAR, CROSS, NORM, POSITION = nn.linear(4, 2), nn.cross(4), nn.batch_norm(4), nn.position_weights(3)
 
 
@@ -91,6 +93,7 @@ def optimizers() -> list[Call]:
 
 def layers() -> list[Call]:
     model = {"tables": (TC("t", 6, 1), TC("u", 5, 1)), "features": FEATURES}
+    listed = {"tables": (TC("t", 6, 4),), "history": LISTED}
     deep = {"tables": CONFIGS, "features": FEATURES, "num_dense": 0}
     sized = {"sizes": (8,), "dropout": 0.1, "batch_norm": True}
     at = {"params": MODEL_PARAMS, "batch": BATCH}
@@ -139,6 +142,14 @@ def layers() -> list[Call]:
                 "batch_norm": False, "weight": nn.xavier_normal, "bias": nn.zeros}),
         mlp_apply=(MLP.apply, {"params": MLP_PARAMS, "x": f32(3, 4), "stats": MLP_STATS}),
         mlp_train=(MLP.train_apply, {"params": MLP_PARAMS, "x": f32(3, 4), "key": KEY, "stats": MLP_STATS})),
+        *rows("nn", gru=(nn.gru, {"num_in": 4, "num_hidden": 3}),
+            sasrec_block=(nn.sasrec_block, {"dim": 4, "heads": 2, "dropout": 0.1}),
+            position_embedding=(nn.position_embedding, {"max_length": 3, "dim": 4, "std": 0.1})),
+        *rows("models", SequenceModel=(models.SequenceModel, SASREC._asdict()),
+            sasrec=(models.sasrec, {**listed, "blocks": 1, "heads": 2, "max_length": 3, "dropout": 0.1}),
+            gru4rec=(models.gru4rec, {**listed, "num_hidden": 3, "layers": 1, "max_length": 3, "dropout": 0.1}),
+            next_item_loss=(models.next_item_loss, {"model": SASREC, "loss": "gbce", "num_negatives": 3,
+                "temperature": 0.5, "calibration": 0.5, "chunk": 4})),
         *rows("models", Model=(models.Model, MODEL._asdict()), TwoTower=(models.TwoTower, TOWERS._asdict()),
             lr=(models.lr, {**model, "num_dense": 0}), fm=(models.fm, {**deep, "linear": ()}),
             wide_deep=(models.wide_deep, {**deep, **sized, "linear": ()}),
