@@ -62,6 +62,7 @@ from funcrec.tables import multiply_shift as multiply_shift
 from funcrec.tables import normal as normal
 from funcrec.tables import Params as Params
 from funcrec.tables import RowGrads as RowGrads
+from funcrec.tables import sequence_ids as sequence_ids
 from funcrec.tables import TableConfig as TableConfig
 from funcrec.tables import uniform as uniform
 from funcrec.tables import validate as validate

@@ -23,6 +23,7 @@ NAMESPACE = "funcrec"
 CALLS = "funcrec.jit"  # namespace of a jitted call's arguments: values that a program can tell apart differ in it
 CLASSES: dict[str, tuple[Callable, Callable]] = {}  # {class_name: (flatten, unflatten)}, for checkpoints
 STATIC_DEFAULTS: dict[str, tuple] = {}  # defaults of static fields, for a checkpoint that is older than a field
+UNPADDED: dict[type, Callable] = {}  # {class: value -> the same value without padding}, for comparisons
 
 _as_written = optree.dict_insertion_ordered(True, namespace=CALLS)  # a context that is never left
 _as_written.__enter__()

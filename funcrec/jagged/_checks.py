@@ -53,6 +53,9 @@ def buffer_problems(values: Tensor, weights: Tensor | None, path: str = "") -> I
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         need = f"a floating-point tensor f[{values.shape[0]}]"
         yield Problem(f"`{path}weights` are not floating-point numbers.", describe(weights), need, kind=TypeError)
+    elif weights.dim() > 1:
+        hint = "a JaggedTensor of these weights, with the same offsets; or values times them, and weights=None"
+        yield Problem(f"`{path}weights` have several numbers for a value.", describe(weights), "f[N]", hint)
     elif weights.shape != values.shape[:1]:
         yield Problem(
             f"`{path}weights` does not match its values.",

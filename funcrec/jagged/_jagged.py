@@ -3,17 +3,18 @@
     bag b = values[offsets[b] : offsets[b + 1]],   0 = offsets[0] <= offsets[1] <= ... <= offsets[B] <= N
 
 The tail values[offsets[B]:] is padding, which keeps shapes static. No operation reads the padding. Operations here read
-no value on the host, except `to_lists`, `unpad` and the value checks of constructors on CPU tensors.
+no value on the host, except `to_lists`, `to_tensors`, `unpad` and the value checks of constructors on CPU tensors.
 Shapes: B bags, N capacity of the buffer, L a fixed length.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Form, Size, check, pytree, typed
+from funcrec.core import PARTS, UNPADDED, Form, Size, check, pytree, typed
 from funcrec.jagged import _primitives as primitives
 from funcrec.jagged._checks import (
     bag_problems,
@@ -140,6 +141,14 @@ class JaggedTensor:
         """Return the bags as lists, read on the host."""
         return split_list(self.values, self.offsets)
 
+    def to_tensors(self) -> list[Tensor]:
+        """Return the values of each bag as a tensor [n, ...], whose boundaries are read on the host.
+
+        They are views, with the dtype and the derivative of the values. Law: `from_lists(x.to_tensors())` has the bags
+        of x, if one is not empty.
+        """
+        return [self.values[a:b] for a, b in itertools.pairwise(self.offsets.tolist())]
+
     @typed
     def to_padded(self, length: Size, fill: float | int = 0) -> Tensor:
         """Return the bags, cut to `length` and filled up with `fill` -> [B, length, ...]."""
@@ -210,3 +219,4 @@ def grow(x: Tensor | None, capacity: int) -> Tensor | None:
 
 
 PARTS[JaggedTensor] = jagged_parts
+UNPADDED[JaggedTensor] = JaggedTensor.unpad

@@ -33,6 +33,8 @@ def keyed_problems(
     yield from key_problems(keys)
     yield from unweighted_problems(keys, weights, unweighted)
     yield from stride_problems(keys, num_bags, strides)
+    if not keys and num_bags and strides is None:
+        yield Problem("there are bags of no key.", f"{num_bags} bags for 0 keys", "a name for each feature")
 
 
 def key_problems(keys: Sequence[str]) -> Iterator[Problem]:
@@ -51,7 +53,7 @@ def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int,
         elif sum(strides) != num_lengths:
             need = f"{sum(strides)} (the sum of strides {strides})"
             yield Problem("the number of bags does not match `strides`.", f"{num_lengths} bags", need)
-    elif (not keys and num_lengths) or (keys and num_lengths % len(keys)):
+    elif keys and num_lengths % len(keys):
         got, need = f"{num_lengths} bags for {len(keys)} keys", "F * B bags"
         yield Problem("the number of bags is not a multiple of the keys.", got, need, "strides=(...), if they differ")
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Size, check, describe, fail, pytree, replace, typed
+from funcrec.core import PARTS, UNPADDED, Size, check, describe, fail, pytree, replace, typed
 from funcrec.jagged._checks import capacity_problems, length_problems, offset_problems
 from funcrec.jagged._jagged import Integers, JaggedTensor, Values, Weights, grow, take_ranges
 from funcrec.jagged._join import as_part, join
@@ -29,7 +29,7 @@ from funcrec.jagged._keyed_checks import (
 )
 from funcrec.jagged._lists import bag_list, flat_list, repeats, show_bags, show_buffer, split_list
 from funcrec.jagged._primitives import are_equal, offsets_of
-from funcrec.jagged._weights import flat_weights, given
+from funcrec.jagged._weights import flat_weights, given, read_alone
 
 
 @pytree(static=("keys", "strides", "unweighted"), optional=("weights", "inverse"))
@@ -229,6 +229,8 @@ class KeyedJaggedTensor:
         if self.inverse is not None:
             examples = torch.tensor(chosen, dtype=torch.int64, device=self.inverse.device)
             return replace(self, inverse=self.inverse.index_select(1, examples))
+        if not self.keys:
+            return replace(self, offsets=self.offsets.new_zeros(len(chosen) + 1))
         firsts = torch.arange(len(self.keys), device=self.offsets.device) * self.num_bags
         bags = firsts[:, None] + torch.tensor(chosen, dtype=torch.int64, device=self.offsets.device)
         return self._take_bags(bags.flatten(), repeats(chosen), self.keys)
@@ -265,7 +267,8 @@ class KeyedJaggedTensor:
         at = lambda keys: torch.cat([bounds[p] for p in keys] or [self.offsets[:0]])
         starts = at(first for first, _ in runs)
         taken = take_ranges(self.values, weights, starts, at(last for _, last in runs) - starts, capacity)
-        own = torch.cat([lengths[p] for p in positions] or [self.offsets[:0]])
+        none = self.offsets.new_zeros(self.num_bags if self.strides is None else 0)  # B + 1 zeros if no key is left
+        own = torch.cat([lengths[p] for p in positions] or [none])
         return JaggedTensor(taken.values, offsets_of(own), taken.weights)
 
     def _weights_of(self, positions: Sequence[int]) -> Tensor | None:
@@ -335,7 +338,7 @@ class KeyedJaggedTensor:
         counts = tuple(n for part in parts for n in part._counts)
         inverses = [part.inverse for part in parts if part.inverse is not None]
         inverse = torch.cat(inverses) if inverses else None
-        parts = [p for p in parts if p.keys]
+        parts = [p for p in parts if p.keys] or parts[:1]
         bare = [p.keys if p.weights is None else p.unweighted for p in parts]
         return _joined(tuple(k for p in parts for k in p.keys), parts, counts, bare, inverse)
 
@@ -391,3 +394,4 @@ def check_ids(call: str, ids: object, path: str = "ids") -> None:
 
 
 PARTS[KeyedJaggedTensor] = keyed_parts
+UNPADDED[KeyedJaggedTensor] = read_alone

@@ -4,13 +4,14 @@ kt[k] = values[:, start_k : start_k + dims[k]],   values [B, ΣD]
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from funcrec.core import PARTS, Form, Problem, check, describe, fail, pytree, twice_problems, typed, unknown_problems
-from funcrec.jagged._primitives import are_equal
+from funcrec.jagged._lists import bag_list
+from funcrec.jagged._primitives import are_equal, is_concrete
 
 
 @pytree(static=("keys", "dims"))
@@ -27,6 +28,8 @@ class KeyedTensor:
       >>> kt = fr.KeyedTensor.from_dict({"user": torch.zeros(2, 4), "item": torch.ones(2, 8)})
       >>> kt["item"].shape, kt
       (torch.Size([2, 8]), KeyedTensor(user: 4, item: 8, values=f32[2, 12]))
+      >>> kt[:1]
+      KeyedTensor(user: 4, item: 8, values=f32[1, 12])
     """
 
     values: Tensor
@@ -47,13 +50,39 @@ class KeyedTensor:
         dims = tuple(x.shape[-1] for x in features.values())
         return KeyedTensor(torch.cat(list(features.values()), -1), tuple(features), dims)
 
-    def __getitem__(self, key: str) -> Tensor:
-        """Return the columns of a key, a view -> [B, D]."""
-        if not isinstance(key, str) or key not in self.keys:
+    def __getitem__(self, which: str | int | slice | Sequence[int]) -> "Tensor | KeyedTensor":
+        """Return the columns of a key, a view [B, D]; for positions, return these bags of every key: `kt[2:5]`,
+        `kt[3]`, `kt[[4, 0]]`."""
+        if isinstance(which, (int, slice, list, tuple)):
+            return self._bags(which)
+        if not isinstance(which, str) or which not in self.keys:
             need = f"one of {list(self.keys)}"
-            fail("funcrec.KeyedTensor", "the key does not exist.", got=f"{key!r}", need=need, kind=KeyError)
-        f = self.keys.index(key)
+            fail("funcrec.KeyedTensor", "the key does not exist.", got=f"{which!r}", need=need, kind=KeyError)
+        f = self.keys.index(which)
         return self.values.narrow(-1, sum(self.dims[:f]), self.dims[f])
+
+    def _bags(self, which: int | slice | Sequence[int]) -> "KeyedTensor":
+        call = "funcrec.KeyedTensor.__getitem__"
+        if self.values.dim() < 2:
+            fail(call, "the value has no bags.", got=describe(self.values), need="values [B, ΣD]", kind=IndexError)
+        if isinstance(which, slice) and which.step in (None, 1):
+            return KeyedTensor(self.values[..., which, :], self.keys, self.dims)
+        chosen = bag_list(which, self.values.shape[-2], call)
+        return self.select(torch.tensor(chosen, dtype=torch.int64, device=self.values.device))
+
+    @typed
+    def select(self, bags: Annotated[Tensor, Form("i[K]")]) -> "KeyedTensor":
+        """Return the bags i[K] of every key, in that order and with repeats, as a KeyedTensor [K, ΣD].
+
+        Raises:
+          IndexError: if a bag does not exist. The check reads `bags` if they are on the CPU.
+        """
+        num_bags = self.values.shape[-2] if self.values.dim() > 1 else 0
+        if is_concrete(bags) and bags.numel() and not 0 <= int(bags.min()) <= int(bags.max()) < num_bags:
+            got, need = f"{int(bags.min())} to {int(bags.max())}", f"0 <= bag < {num_bags}"
+            fail("funcrec.KeyedTensor.select", "`bags` has a bag that does not exist.", got=got, need=need,
+                 kind=IndexError)  # fmt: skip
+        return KeyedTensor(self.values.index_select(-2, bags), self.keys, self.dims)
 
     def to_dict(self) -> dict[str, Tensor]:
         """Return the columns of each key, as views -> {key: [B, D]}."""
@@ -80,8 +109,15 @@ class KeyedTensor:
 
     @staticmethod
     @typed
-    def concat(parts: Sequence["KeyedTensor"]) -> "KeyedTensor":
-        """Return a KeyedTensor with the keys of all parts, in order."""
+    def concat(parts: Sequence["KeyedTensor"], *, along: Literal["keys", "bags"] = "keys") -> "KeyedTensor":
+        """Return a KeyedTensor with the keys of all parts, in order; or with the bags of all parts, which then have the
+        same keys and dims.
+
+        Law: concat([kt[:n], kt[n:]], along="bags") equals kt.
+        """
+        if along == "bags":
+            check("funcrec.KeyedTensor.concat", bag_problems(parts))
+            return KeyedTensor(torch.cat([x.values for x in parts], -2), parts[0].keys, parts[0].dims)
         found = twice_problems("a key stands in several parts.", (k for part in parts for k in part.keys))
         check("funcrec.KeyedTensor.concat", found)
         return KeyedTensor.from_dict({k: x for part in parts for k, x in part.items()})
@@ -92,26 +128,33 @@ class KeyedTensor:
 
 
 @typed
-def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+def regroup(
+    parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]] | Mapping[str, Sequence[str]]
+) -> list[Tensor] | dict[str, Tensor]:
     """Return one tensor for each group, with the columns of the group's features from several KeyedTensors.
 
     A key may be in several groups.
 
     Returns:
-      [B, W] for each group, where W is the sum of the dims of its features.
+      [B, W] for each group, where W is the sum of the dims of its features. Groups with names, {name: keys}, give
+      {name: [B, W]}.
 
     Raises:
       KeyError: if no part has a key of a group.
       ValueError: if two parts have one key, or a group has no key.
 
-    Source: TorchRec's `KeyedTensor.regroup`.
+    Source: TorchRec's `KeyedTensor.regroup` and `KTRegroupAsDict`.
 
     Example:
       >>> import torch, funcrec as fr
       >>> a = fr.KeyedTensor.from_dict({"x": torch.zeros(1, 2), "y": torch.ones(1, 1)})
       >>> [g.tolist() for g in fr.regroup([a], [["y", "x"], ["y"]])]
       [[[1.0, 0.0, 0.0]], [[1.0]]]
+      >>> fr.regroup([a], {"deep": ["y"]})
+      {'deep': tensor([[1.]])}
     """
+    if isinstance(groups, Mapping):
+        return dict(zip(groups, regroup(parts, list(groups.values())), strict=True))
     call, names = "funcrec.regroup", [k for part in parts for k in part.keys]
     check(
         call, twice_problems("a key stands in several parts.", names, "one part for each key", "each key in one part")
@@ -146,6 +189,14 @@ def feature_problems(features: Mapping[str, Tensor]) -> Iterator[Problem]:
     if not are_equal(batches.values()):
         need = "one B for all"
         yield Problem("the features have different numbers of rows.", f"{batches}", need, "features of one batch")
+
+
+def bag_problems(parts: Sequence[KeyedTensor]) -> Iterator[Problem]:
+    """Yield a problem unless the parts have the same columns, and differ in the number of bags alone."""
+    forms = {(x.keys, x.dims, x.values.dtype, x.values.device, x.values.dim(), *x.values.shape[:-2]) for x in parts}
+    if len(forms) != 1 or any(x.values.dim() < 2 for x in parts):
+        got, hint = ", ".join(map(repr, parts)) or "none", "the same features of several batches"
+        yield Problem("`parts` differ in more than their bags.", got, "the same keys, dims and dtype", hint)
 
 
 def keyed_tensor_parts(x: KeyedTensor, path: str) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import check
+from funcrec.core import check, replace
 from funcrec.jagged._checks import list_length_problems
 from funcrec.jagged._jagged import bag_ids
 from funcrec.jagged._lists import flat_list
@@ -32,3 +32,9 @@ def unweighted_places(ids: Any) -> Tensor:
     bare = [k in ids.unweighted for k, n in zip(ids.keys, ids._counts, strict=True) for _ in range(n)]
     bag = bag_ids(ids.offsets, ids.capacity)
     return torch.tensor([*bare, False], device=bag.device)[bag]
+
+
+def read_alone(ids: Any) -> Any:
+    """Return a KeyedJaggedTensor without its padding, and with 1 in the places of weights that nothing reads."""
+    tight = ids.unpad()
+    return replace(tight, weights=tight.weights.where(~unweighted_places(tight), 1)) if ids.unweighted else tight

@@ -72,6 +72,7 @@ from funcrec.tables._rowgrads import global_norm as global_norm
 from funcrec.tables._rowgrads import is_stacked as is_stacked
 from funcrec.tables._rowgrads import root as root
 from funcrec.tables._rowgrads import terms_of as terms_of
+from funcrec.tables._sequence_ids import sequence_ids as sequence_ids
 from funcrec.tables._tape import Site as Site
 from funcrec.tables._tape import TableRef as TableRef
 from funcrec.tables._tape import Tape as Tape

@@ -97,7 +97,7 @@ def sequences_to_examples(
     for f in features:
         x = rows[f.name]
         starts, lengths = _ranges(x.offsets, _inverse_of(ids, [f])[0])
-        out[f.name] = take_ranges(x.values, None, starts, lengths, _capacity(call, f, lengths))
+        out[f.name] = take_ranges(x.values, x.weights, starts, lengths, _capacity(call, f, lengths))
     return out
 
 

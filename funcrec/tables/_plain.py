@@ -137,15 +137,20 @@ def sequences_read(
     return LookupResult(out, numbers, entries)
 
 
-def sequence_rows(ids: KeyedJaggedTensor, feature: FeatureConfig, num_embeddings: int) -> JaggedTensor:
-    """Return the rows of a sequence feature, bag by bag. Padding has row -1."""
+def sequence_bags(ids: KeyedJaggedTensor, feature: FeatureConfig) -> JaggedTensor:
+    """Return the ids of a sequence feature, bag by bag, and its weights, in a buffer of the size of its rows."""
     bounds = ids.offsets_for(feature.key)
     lengths, capacity = bounds.diff(), ids.capacity
     if feature.max_length is not None:
         lengths = lengths.clamp(max=feature.max_length)
         capacity = min(capacity, lengths.shape[0] * feature.max_length)
     weights = ids.weights if feature.weighted else None
-    bags = take_ranges(ids.values, weights, bounds[:-1], lengths, capacity)
+    return take_ranges(ids.values, weights, bounds[:-1], lengths, capacity)
+
+
+def sequence_rows(ids: KeyedJaggedTensor, feature: FeatureConfig, num_embeddings: int) -> JaggedTensor:
+    """Return the rows of a sequence feature, bag by bag. Padding has row -1."""
+    bags = sequence_bags(ids, feature)
     rows = hash_rows(bags.values, feature.hash, num_embeddings)
     return JaggedTensor(torch.where(bags.bag_ids() < bags.num_bags, rows, -1), bags.offsets, bags.weights)
 
@@ -159,7 +164,7 @@ def num_bags_of(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> in
     """Return B, the number of bags of all features. Without features, return that of every key (0 if keys differ)."""
     if features:
         return ids.bags_of(features[0].key)
-    common = set(map(ids.bags_of, ids.keys))
+    common = set(map(ids.bags_of, ids.keys)) or {ids.num_bags if ids.strides is None else 0}
     return common.pop() if len(common) == 1 else 0
 
 

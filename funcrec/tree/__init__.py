@@ -19,6 +19,7 @@ tensor([0.1000, 0.1000, 0.1000, 0.1000])
 import funcrec.core as _core
 from funcrec.tree._tree import allclose as allclose
 from funcrec.tree._tree import copy as copy
+from funcrec.tree._tree import equal as equal
 from funcrec.tree._tree import flatten as flatten
 from funcrec.tree._tree import leaves as leaves
 from funcrec.tree._tree import map as map

@@ -7,7 +7,20 @@ import torch
 from optree import PyTreeSpec
 from torch import Tensor
 
-from funcrec.core import NotNegative, Problem, T, check, copied, describe, fast_flatten, map_tensors, own_errors, typed
+from funcrec.core import (
+    UNPADDED,
+    NotNegative,
+    Problem,
+    T,
+    check,
+    copied,
+    describe,
+    fast_flatten,
+    map_tensors,
+    own_errors,
+    tree_map,
+    typed,
+)
 from funcrec.core import to as moved
 
 
@@ -201,6 +214,27 @@ def allclose(a: Any, b: Any, *, rtol: NotNegative = 1e-5, atol: NotNegative = 1e
     except ValueError:
         return False
     return all(_is_close(x, y, rtol, atol) for x, y in zip(own, others, strict=True))
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Return whether two trees have the same structure (in any order of dict keys) and equal values.
+
+    Tensors must agree in dtype, shape and device; NaN equals NaN. Jagged values are equal if their bags are, whatever
+    their padding holds and however long it is. `equal` reads the tensors on the host. `==` of jagged values and of
+    tensors is another question.
+
+    Example:
+      >>> import funcrec as fr
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"a": [[1, 2], []]})
+      >>> fr.tree.equal(ids, ids.pad_to(9)), fr.tree.equal({"x": ids}, {"x": ids[:1]})
+      (True, False)
+    """
+    return allclose(_unpadded(a), _unpadded(b), rtol=0, atol=0)
+
+
+def _unpadded(tree: Any) -> Any:
+    is_jagged = lambda x: type(x) in UNPADDED
+    return tree_map(lambda x: UNPADDED[type(x)](x) if is_jagged(x) else x, tree, is_leaf=is_jagged)
 
 
 def _is_close(x: Any, y: Any, rtol: float, atol: float) -> bool:

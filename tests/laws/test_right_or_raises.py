@@ -49,6 +49,7 @@ NOT_HERE = {
         "unshard",
     ],
     "bag_filter, which is here, by a mask of ids": ["drop_ids"],
+    "takes ranges of ids, as lookup_sequence, which is here": ["sequence_ids"],
     "a folder, made of what is here": ["data", "interop", "kernels", "metrics", "models", "nn", "optim"],
 }  # fmt: skip
 

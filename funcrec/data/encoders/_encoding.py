@@ -21,7 +21,7 @@ from funcrec.data.readers._schema import Schema
 from funcrec.data.readers._sources import as_table, need_pyarrow, part_chunks, table_of
 from funcrec.tables import FeatureConfig, TableConfig
 
-Pooling = Literal["sum", "mean", "none"]
+Pooling = Literal["sum", "mean", "max", "none"]
 
 
 @pytree(static=("schema", "tables"))
