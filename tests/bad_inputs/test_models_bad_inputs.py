@@ -54,6 +54,12 @@ ROWS = [
     ),
     ("factorization_machine of ids", lambda: nn.factorization_machine(X.long()), TypeError, "`x` is not a float"),
     ("dot_interaction of a vector", lambda: nn.dot_interaction(X[0]), ValueError, "need  f[B, F, D]"),
+    (
+        "position_weights of a key that is not there",
+        lambda: nn.position_weights({"z": 3}).apply({"z": X[0]}, fr.KeyedJaggedTensor.from_lists({"a": [[1]]})),
+        KeyError,
+        "`max_length` names keys without ids.",
+    ),
     # configs
     ("fm of two dims", lambda: models.fm((T4, T8), (USER, ITEM)), ValueError, "dims {'user': 4, 'item': 8}"),
     (

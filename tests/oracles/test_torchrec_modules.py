@@ -16,7 +16,8 @@ from torchrec.modules.activation import SwishLayerNorm
 from torchrec.modules.deepfm import FactorizationMachine
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.modules.feature_processor_ import PositionWeightedModule
+from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.mlp import MLP
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -123,6 +124,66 @@ def test_position_weights_are_their_module(bags, seed):
     d_weights = normal(seed + 1, end, dtype=torch.float32)
     want.backward(d_weights)
     assert_trees_close(transpose(d_weights)[0], module.position_weight.grad, rtol=1e-6, atol=1e-6)
+
+
+@given(
+    ids=frs.keyed_jagged_tensors(keys=("a", "b", "c"), dtypes=(torch.int64,), weighted=False, min_bags=1),
+    seed=st.integers(0, 99),
+)
+def test_position_weights_of_some_keys_are_their_collection(ids, seed):
+    """The weights and their gradients equal PositionWeightedModuleCollection's, which has no weights for key b: extra
+    keys have ones (their pull request 1299), and weighted and unweighted features mix (989)."""
+    sizes = {"a": 4, "c": 5}
+    module, layer = PositionWeightedModuleCollection(sizes), fr.nn.position_weights(sizes)
+    for i, (k, n) in enumerate(sizes.items()):
+        module.position_weights[k].data.copy_(normal(seed + i, n))
+    params = {k: w.detach().clone() for k, w in module.position_weights.items()}
+    end = int(ids.offsets[-1])
+    got, transpose = torch.func.vjp(lambda w: layer.apply(w, ids).weights[:end], params)
+    want = module(theirs(ids.unpad())).weights()
+    assert_trees_close(got, want.detach())
+    d = normal(seed + 9, end, dtype=torch.float32)
+    want.backward(d)
+    grads = {k: torch.zeros_like(w) if w.grad is None else w.grad for k, w in module.position_weights.items()}
+    assert_trees_close(transpose(d)[0], grads, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_position_weights_before_a_lookup_are_their_feature_processor(extra):
+    """FeatureProcessedEmbeddingBagCollection has the values and gradients of position_weights and lookup, also where
+    ids have a key more than the tables (1299), and where bags are as long as max_length (2090, 70)."""
+    lists = {"a": [[0, 1, 2], [3], []], "b": [[1], [2, 0], [3]]} | ({"c": [[9], [], [9, 9]]} if extra else {})
+    ids, sizes = fr.KeyedJaggedTensor.from_lists(lists), {"a": 3, "b": 2}
+    configs = [EmbeddingBagConfig(num_embeddings=4, embedding_dim=4, name=f"t_{k}", feature_names=[k]) for k in "ab"]
+    module = FeatureProcessedEmbeddingBagCollection(
+        EmbeddingBagCollection(tables=configs, is_weighted=True), PositionWeightedModuleCollection(sizes)
+    )
+    weights = module._feature_processors.position_weights
+    for i, k in enumerate(sizes):
+        weights[k].data.copy_(normal(i, sizes[k]))
+    tables = {f"t_{k}": module._embedding_bag_collection.embedding_bags[f"t_{k}"].weight for k in "ab"}
+    params = fr.Params(
+        {n: t.detach().clone() for n, t in tables.items()}, {k: w.detach().clone() for k, w in weights.items()}
+    )
+    features = [fr.FeatureConfig(k, table=f"t_{k}", weighted=True) for k in "ab"]
+    layer = fr.nn.position_weights(sizes)
+    loss = lambda p, ids: fr.lookup(p.tables, layer.apply(p.dense, ids), features).values.sin().sum()
+    value, grads = fr.value_and_grad(loss)(params, ids)
+    want = module(theirs(ids)).values().sin().sum()
+    want.backward()
+    assert_trees_close(value, want.detach(), rtol=1e-5, atol=1e-6)
+    assert_trees_close(grads.dense, {k: w.grad for k, w in weights.items()}, rtol=1e-5, atol=1e-6)
+    dense = {n: g.to_dense() for n, g in grads.tables.items()}
+    assert_trees_close(dense, {n: t.grad for n, t in tables.items()}, rtol=1e-5, atol=1e-6)
+
+
+def test_longer_bags_are_theirs_to_refuse():
+    """Bags beyond max_length break TorchRec's gather (2090); here they weigh 0."""
+    ids, sizes = fr.KeyedJaggedTensor.from_lists({"a": [[1, 2, 3]]}), {"a": 2}
+    with pytest.raises(RuntimeError):
+        PositionWeightedModuleCollection(sizes)(theirs(ids))
+    layer = fr.nn.position_weights(sizes)
+    assert layer.apply(layer.init(fr.key(0)), ids).weights.tolist() == [1.0, 1.0, 0.0]
 
 
 # -- training ----------------------------------------------------------------------------------------------------

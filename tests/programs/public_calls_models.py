@@ -136,6 +136,8 @@ def layers() -> list[Call]:
         target_attention=(nn.target_attention, {"dim": 4, "sizes": (3,), "activation": torch.sigmoid,
             "normalize": False}),
         target_apply=(TARGET.apply, {"params": TARGET.init(KEY), "history": VECTORS, "target": f32(3, 4)}),
+        position_weights_of_keys=(nn.position_weights, {"max_length": {"x": 3}}),
+        position_apply_of_keys=(nn.position_weights({"x": 3}).apply, {"params": {"x": f32(3)}, "ids": WEIGHTED}),
         position_apply=(POSITION.apply, {"params": POSITION.init(KEY), "bags": WEIGHTED["x"]}),
         mlp=(nn.mlp,
             {"sizes": (4, 3, 1), "activation": torch.relu, "final_activation": None, "dropout": 0.1,

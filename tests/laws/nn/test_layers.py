@@ -11,6 +11,8 @@ from torch.utils import _pytree as torch_tree
 
 import funcrec as fr
 from funcrec import nn
+from funcrec.testing import garbage_padding
+from funcrec.testing import strategies as frs
 
 B = 5
 
@@ -265,6 +267,77 @@ def test_position_weights_are_the_weight_of_each_place(lists, length, padding):
     out = nn.position_weights(length).apply(w, bags.pad_to(bags.capacity + padding))
     expected = [float(p + 1) if p < length else 0.0 for bag in lists for p in range(len(bag))]
     assert out.tolist() == expected + [0.0] * padding
+
+
+@given(ids=frs.keyed_jagged_tensors(keys=("a", "b", "c"), same_bags=False), lengths=st.tuples(*[st.integers(1, 4)] * 2))
+def test_position_weights_of_some_keys(ids, lengths):
+    """Named keys have w_p, times their own weights; 0 from max_length on; others keep theirs, or have none."""
+    sizes = dict(zip(("a", "c"), lengths, strict=True))
+    params = {k: torch.arange(2.0, n + 2) for k, n in sizes.items()}
+    got = nn.position_weights(sizes).apply(params, garbage_padding(ids))
+    assert got.to_lists() == ids.to_lists() and not got.weights[int(got.offsets[-1]) :].any()
+    for k in ids.keys:
+        before, after = ids[k], got[k]
+        own = None if before.weights is None else before.unpad().weights.tolist()
+        where = [p for bag in before.to_lists() for p in range(len(bag))]
+        learned = [1.0] * len(where) if k not in sizes else [p + 2.0 if p < sizes[k] else 0.0 for p in where]
+        if k not in sizes and own is None:
+            assert after.weights is None and k in got.unweighted
+        else:
+            want = [x * y for x, y in zip(learned, own or [1.0] * len(where), strict=True)]
+            assert after.unpad().weights.tolist() == want
+
+
+POSITIONS = nn.position_weights({"a": 2})
+PLACED = fr.KeyedJaggedTensor.from_lists({"a": [[0, 1, 1], [2], [], [1, 0]], "b": [[1], [2, 3], [0], []]})
+PLACED_FEATURES = (fr.FeatureConfig("a", table="t", weighted=True), fr.FeatureConfig("b", table="t", pooling="mean"))
+
+
+def position_loss(params, ids):
+    """A loss of a feature with position weights and a feature without any."""
+    return fr.lookup(params.tables, POSITIONS.apply(params.dense, ids), PLACED_FEATURES).values.sin().mean()
+
+
+def test_a_loss_of_position_weights_has_torchs_gradients():
+    """Gradients of the weights and the table, and second derivatives, are those of plain torch, also vmapped, and
+    compiled with its state donated."""
+    table, w = normal(0, 4, 3, dtype=torch.float64), normal(1, 2, dtype=torch.float64)
+    params = fr.Params({"t": table}, {"a": w})
+
+    def plain(t, w):
+        a = [w[0] * t[0] + w[1] * t[1], w[0] * t[2], 0 * t[0], w[0] * t[1] + w[1] * t[0]]
+        b = [t[1], (t[2] + t[3]) / 2, t[0], 0 * t[0]]
+        return torch.cat([torch.stack(a), torch.stack(b)], 1).sin().mean()
+
+    ours = lambda t, w: position_loss(fr.Params({"t": t}, {"a": w}), PLACED)
+    torch.testing.assert_close(ours(table, w), plain(table, w))
+    _, grads = fr.value_and_grad(position_loss)(params, PLACED)
+    torch.testing.assert_close(grads.dense["a"], torch.func.grad(plain, 1)(table, w))
+    torch.testing.assert_close(grads.tables["t"].to_dense(), torch.func.grad(plain)(table, w))
+    for k in range(2):
+        torch.testing.assert_close(torch.func.hessian(ours, k)(table, w), torch.func.hessian(plain, k)(table, w))
+    ws = torch.stack([w, -w])
+    torch.testing.assert_close(
+        torch.func.vmap(lambda w: ours(table, w))(ws), torch.stack([plain(table, w) for w in ws])
+    )
+    step = fr.train_step(
+        lambda p, b: position_loss(p, b.ids), sparse=fr.optim.sgd(lr=0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1)
+    )
+    state, _ = fr.jit(step, donate=("state",))(step.init(fr.copy(params)), fr.Batch(PLACED, torch.zeros(4)))
+    torch.testing.assert_close(state.dense["a"], w - 0.1 * torch.func.grad(plain, 1)(table, w))
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise"])
+def test_position_weights_hold_under_every_placement(kind):
+    """Positions are counted before ids travel: sharded rows and columns give one process's values and gradients."""
+    mesh, params = fr.Mesh.emulated(x=2), fr.Params({"t": normal(0, 4, 4)}, {"a": normal(1, 2)})
+    held = fr.shard_tables(params.tables, fr.Plan.uniform(kind, params.tables, mesh), mesh)
+    apart = lambda t, w, i: fr.lookup(t, POSITIONS.apply({"a": w}, i), PLACED_FEATURES).values
+    f = fr.shard_map(apart, mesh=mesh, in_specs=(held.specs(), fr.P(), fr.P("x")), out_specs=fr.P("x"))
+    total = lambda f, t: lambda w: f(t, w, PLACED).sin().sum()
+    torch.testing.assert_close(f(held, params.dense["a"], PLACED), apart(params.tables, params.dense["a"], PLACED))
+    got, want = (torch.func.grad(total(g, t))(params.dense["a"]) for g, t in ((f, held), (apart, params.tables)))
+    torch.testing.assert_close(got, want)
 
 
 def test_position_weights_get_gradients():
