@@ -112,7 +112,8 @@ QUICK_STEPS = ("dlrm-d64-b512-l1", "dlrm-d64-b2048-l5")
 class JaggedCase(NamedTuple):
     """A case of F features with B bags of 0 to L ids.
 
-    op: "permute", "regroup", "bucketize", "to_padded" or "from_padded".
+    op: "permute", "regroup", "bucketize", "to_padded", "from_padded", "bag_sum", "bag_max", "bag_softmax" or
+    "lookup_max".
     """
 
     op: str
@@ -129,6 +130,10 @@ JAGGED = {
     "bucketize": JaggedCase("bucketize", 26, 4096, 20),
     "to_padded": JaggedCase("to_padded", 1, 4096, 50, 64),
     "from_padded": JaggedCase("from_padded", 1, 4096, 50, 64),
+    "bag_sum": JaggedCase("bag_sum", 1, 4096, 50, 64),
+    "bag_max": JaggedCase("bag_max", 1, 4096, 50, 64),
+    "bag_softmax": JaggedCase("bag_softmax", 1, 4096, 50, 64),
+    "lookup_max": JaggedCase("lookup_max", 1, 4096, 50, 64),
 }
 
 

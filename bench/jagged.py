@@ -3,6 +3,8 @@
 permute: puts the bags of all keys in another order. regroup: gathers columns of two keyed tensors into groups.
   bucketize:
 sorts ids by owner, for row-wise shards. to_padded, from_padded: convert bags of vectors to a padded block, and back.
+bag_sum, bag_max, bag_softmax: reduce bags of vectors, beside torch.segment_reduce. lookup_max: a lookup that pools by
+maximum, beside torch's embedding_bag.
 """
 
 from collections.abc import Callable
@@ -148,14 +150,65 @@ def from_padded(case: JaggedCase, device: str) -> tuple[dict, int]:
     return {OURS: lambda: contender(ours), "fbgemm": fbgemm}, 2 * bags.values.nbytes
 
 
-OPS = {f.__name__: f for f in (permute, regroup, bucketize, to_padded, from_padded)}
+def bag_sum(case: JaggedCase, device: str) -> tuple[dict, int]:
+    return reduction(case, device, "sum")
+
+
+def bag_max(case: JaggedCase, device: str) -> tuple[dict, int]:
+    return reduction(case, device, "max")
+
+
+def reduction(case: JaggedCase, device: str, how: str) -> tuple[dict, int]:
+    bags, _ = vectors(case, device)
+    reduce = fr.jit(lambda bags: fr.bag_reduce(bags, how))
+    plain = lambda: {"bags": torch.segment_reduce(bags.values, how, offsets=bags.offsets)}
+    builders = {OURS: lambda: contender(lambda: {"bags": reduce(bags)}), "torch": lambda: contender(plain)}
+    return builders, bags.values.nbytes + case.batch * case.dim * 4
+
+
+def bag_softmax(case: JaggedCase, device: str) -> tuple[dict, int]:
+    bags, _ = vectors(case, device)
+    shared = fr.jit(fr.bag_softmax)
+
+    def plain():
+        lengths, size = bags.offsets.diff(), bags.capacity
+        spread = lambda x: x.repeat_interleave(lengths, 0, output_size=size)
+        greatest = torch.segment_reduce(bags.values, "max", offsets=bags.offsets)
+        raised = (bags.values - spread(greatest)).exp()
+        return {"values": raised / spread(torch.segment_reduce(raised, "sum", offsets=bags.offsets))}
+
+    ours = lambda: {"values": shared(bags).values}
+    return {OURS: lambda: contender(ours), "torch": lambda: contender(plain)}, 2 * bags.values.nbytes
+
+
+def lookup_max(case: JaggedCase, device: str) -> tuple[dict, int]:
+    ids = make_ids(case, device)
+    table = torch.randn(ROWS // 8, case.dim, device=device)
+    ids = fr.KeyedJaggedTensor(ids.values % len(table), ids.offsets, None, None, ids.keys)
+    features = [fr.FeatureConfig(ids.keys[0], table="t", pooling="max")]
+    look = fr.jit(lambda table, ids: fr.lookup({"t": table}, ids, features).values)
+    embedding_bag = torch.nn.functional.embedding_bag
+    plain = lambda: embedding_bag(ids.values, table, ids.offsets, mode="max", include_last_offset=True)
+    builders = {
+        OURS: lambda: contender(lambda: {"bags": look(table, ids)}),
+        "torch": lambda: contender(torch.no_grad()(lambda: {"bags": plain()})),
+    }
+    return builders, ids.values.nbytes + ids.capacity * case.dim * 4 + case.batch * case.dim * 4
+
+
+OPS = {
+    f.__name__: f
+    for f in (permute, regroup, bucketize, to_padded, from_padded, bag_sum, bag_max, bag_softmax, lookup_max)
+}
+CLOSE = Closeness(1e-5, 1e-6)
 
 
 def run(case: JaggedCase, setting: Setting) -> dict:
     case = cases.tiny(case) if setting.tiny else case
     builders, moved = OPS[case.op](case, setting.device)
     traffic = Traffic(moved, max(case.dim, 16), torch.float32)
-    return {"shape": case._asdict(), **compete(builders, setting, EXACT, traffic)}
+    closeness = CLOSE if case.op in ("bag_sum", "bag_softmax") else EXACT
+    return {"shape": case._asdict(), **compete(builders, setting, closeness, traffic)}
 
 
 CASES, QUICK = cases.JAGGED, ("permute", "to_padded")

@@ -1,6 +1,6 @@
 """Kernels on jagged buffers as differentiable functions. Each is linear in the values, and its transpose is a kernel.
 
-    take_ranges ↔ take_ranges_transpose          to_padded ↔ from_padded
+    take_ranges ↔ take_ranges_transpose          to_padded ↔ from_padded          bag_sums ↔ bag_spread
 
 Reverse and forward rules hold under every nesting of torch.func. vmap over the values alone is one call, with the
 members side by side as columns. vmap over offsets is a loop. The values may also be integers.
@@ -8,6 +8,7 @@ Shapes: B bags, N values, C capacity of an output, L places of a padded bag.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from funcrec.core import is_transforming, one_level_below
 from funcrec.kernels import ops, reference
+from funcrec.kernels.forms import Feature
+from funcrec.kernels.reference_jagged import place_among
 from funcrec.kernels.tracked import is_concrete as is_concrete
 
 TRANSPOSES = {
@@ -23,13 +26,16 @@ TRANSPOSES = {
     "take_ranges_transpose": "take_ranges",
     "to_padded": "from_padded",
     "from_padded": "to_padded",
+    "bag_sums": "bag_spread",
+    "bag_spread": "bag_sums",
 }
 
 
 class _Map(NamedTuple):
     """The static part of a call.
 
-    size: C, N or L of the output. fill: the value of the places that a bag leaves empty in the result of to_padded.
+    size: C, N or L of the output; bag_sums does not read it. fill: the value of the places that a bag leaves empty in
+    the result of to_padded.
     """
 
     name: str
@@ -38,6 +44,10 @@ class _Map(NamedTuple):
     fill: float | int = 0
 
     def run(self, x: Tensor, *ints: Tensor) -> Tensor:
+        if self.name in ("bag_sums", "bag_spread"):
+            flat = x.reshape(x.shape[0], math.prod(x.shape[1:])).contiguous()
+            out = (_sums if self.name == "bag_sums" else _spread)(flat, *ints, self.size, self.implementation)
+            return out.reshape(out.shape[0], *x.shape[1:])
         fill = (self.fill,) if self.name == "to_padded" else ()
         out = _operation(self.name, self.implementation)(x, *ints, self.size, *fill)
         return out[0] if self.name == "take_ranges" else out
@@ -49,7 +59,7 @@ class _Map(NamedTuple):
 def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """Return the result of `ops.take_ranges`, differentiable in the values. The offsets have the lengths' dtype."""
     choice = _chosen(values)
-    if choice == "reference" or not _is_transformed(values):
+    if choice == "reference" or not is_transformed(values):
         taken, offsets = _operation("take_ranges", choice)(values, starts, lengths, capacity)
         return taken, offsets.to(lengths.dtype)
     return _Linear.apply(_Map("take_ranges", choice, capacity), values, starts, lengths), offsets_of(lengths)
@@ -68,6 +78,29 @@ def to_padded(values: Tensor, offsets: Tensor, length: int, fill: float | int) -
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
     """Return the result of `ops.from_padded`, differentiable in `padded`."""
     return _call(_Map("from_padded", _chosen(padded), capacity), padded, offsets)
+
+
+def bag_sums(values: Tensor, offsets: Tensor) -> Tensor:
+    """Return the sum of each bag of f32|f64[N, ...] -> [B, ...], differentiable in the values."""
+    return _call(_Map("bag_sums", _chosen(values), 0), values, offsets)
+
+
+def bag_spread(x: Tensor, offsets: Tensor, capacity: int) -> Tensor:
+    """Return its bag's row for each position, f32|f64[B, ...] -> [N, ...], differentiable in x. Padding is 0."""
+    return _call(_Map("bag_spread", _chosen(x), capacity), x, offsets)
+
+
+def _sums(x: Tensor, offsets: Tensor, size: int, implementation: str) -> Tensor:
+    """The values are a table, each position an id, and the kernel of lookups adds them in order."""
+    whole = [Feature(0, 0, 0, 0, False, False, 0)]
+    rows = torch.arange(x.shape[0], device=x.device)
+    return _operation("pooled_lookup", implementation)([x], [rows], offsets, None, whole, offsets.shape[0] - 1)
+
+
+def _spread(x: Tensor, offsets: Tensor, size: int, implementation: str) -> Tensor:
+    """The padding has the row B, which no table of B rows has."""
+    bag = place_among(offsets, torch.arange(size, device=x.device, dtype=offsets.dtype)) - 1
+    return _operation("gather_rows", implementation)(x, bag)
 
 
 def kept_places(mask: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,12 +140,12 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def _call(spec: _Map, x: Tensor, *ints: Tensor) -> Tensor:
-    if spec.implementation == "reference" or not _is_transformed(x):
+    if spec.implementation == "reference" or not is_transformed(x):
         return spec.run(x, *ints)
     return _Linear.apply(spec, x, *ints)
 
 
-def _is_transformed(x: Tensor) -> bool:
+def is_transformed(x: Tensor) -> bool:
     """Return whether the caller may want a derivative of x, or a vmap may batch x."""
     follows = x.requires_grad and torch.is_grad_enabled()
     return follows or is_transforming()

@@ -2,7 +2,8 @@
 
     out[b] = reduce(values[offsets[b]], ..., values[offsets[b + 1] - 1])
 
-No reduction reads the padding. All transforms know the operations of torch that reductions call.
+No reduction reads the padding. Sums of floats run on the kernel of lookups. All transforms know it, and the operations
+of torch that other reductions call.
 Shapes: B bags, N capacity.
 """
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, replace, typed
-from funcrec.jagged._jagged import JaggedTensor, bag_ids
+from funcrec.jagged._jagged import JaggedTensor
+from funcrec.jagged._primitives import bag_spread, bag_sums, is_transformed
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -36,7 +38,7 @@ def bag_reduce(bags: JaggedTensor, reduce: Literal["sum", "mean", "max", "min", 
 
     Law: bag_reduce(bags, "sum")[b] = bags[b].values.sum(0), and so on, whatever the padding holds.
 
-    Cost: two passes over the values; prod takes log2 N passes.
+    Cost: one pass over the values for sum and mean; more for the others, and log2 N for prod.
 
     Example:
       >>> import funcrec as fr
@@ -48,16 +50,16 @@ def bag_reduce(bags: JaggedTensor, reduce: Literal["sum", "mean", "max", "min", 
     """
     call, values = "funcrec.bag_reduce", bags.values
     check(call, value_problems(bags, reduce in ("mean", "logsumexp")))
-    bag, wide = bag_ids(bags.offsets, bags.capacity), wide_of(values, reduce)
+    wide = wide_of(values, reduce)
     if reduce in ("sum", "mean"):
-        total = added(values.to(wide), bag, bags.num_bags)
+        total = added(values.to(wide), bags)
         counts = column(bags.lengths.clamp(min=1), total)
         return (total / counts.to(wide) if reduce == "mean" else total).to(result_of(values, reduce))
     if reduce == "prod":
-        return product(values.to(wide), bag, bags).to(result_of(values, reduce))
+        return product(values.to(wide), bags).to(result_of(values, reduce))
     if reduce == "logsumexp":
-        return logarithm_of_sum(values.to(wide), bag, bags.num_bags).to(values.dtype)
-    return extremum(values, bag, bags.num_bags, reduce)
+        return logarithm_of_sum(values.to(wide), bags).to(values.dtype)
+    return extremum(values, bags, reduce)
 
 
 @typed
@@ -76,13 +78,11 @@ def bag_softmax(bags: JaggedTensor) -> JaggedTensor:
     Source: FBGEMM's jagged_softmax; jraph's segment_softmax.
     """
     check("funcrec.bag_softmax", value_problems(bags, True))
-    values, bag = bags.values, bag_ids(bags.offsets, bags.capacity)
-    x = values.to(wide_of(values, "softmax"))
-    raised = exponentials(x, shifts(x, bag, bags.num_bags), bag, bags.num_bags)
-    total = added(raised, bag, bags.num_bags)
-    one = torch.ones((1, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    parts = raised / torch.cat([total, one]).index_select(0, bag)
-    return replace(bags, values=parts.to(values.dtype))
+    x = bags.values.to(wide_of(bags.values, "softmax"))
+    raised = exponentials(x, shifts(x, bags), bags)
+    total = bag_sums(raised, bags.offsets)
+    parts = raised * bag_spread(1 / total, bags.offsets, bags.capacity)
+    return replace(bags, values=parts.to(bags.values.dtype))
 
 
 def wide_of(values: Tensor, reduce: str) -> torch.dtype:
@@ -100,29 +100,37 @@ def column(x: Tensor, like: Tensor) -> Tensor:
     return x.view(-1, *[1] * (like.dim() - 1))
 
 
-def masked(x: Tensor, bag: Tensor, num_bags: int, fill: float | int) -> Tensor:
+def masked(x: Tensor, bags: JaggedTensor, fill: float | int) -> Tensor:
     """Return x with `fill` in the padding."""
-    return torch.where(column(bag < num_bags, x), x, torch.full((), fill, dtype=x.dtype, device=x.device))
+    inside = torch.arange(bags.capacity, device=x.device) < bags.offsets[-1]
+    return torch.where(column(inside, x), x, torch.full((), fill, dtype=x.dtype, device=x.device))
 
 
-def added(x: Tensor, bag: Tensor, num_bags: int) -> Tensor:
-    """Return the sum of each bag [B, ...]; the last row of the buffer takes the padding."""
-    zeros = torch.zeros((num_bags + 1, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    return zeros.index_add(0, bag, masked(x, bag, num_bags, 0))[:num_bags]
+def added(x: Tensor, bags: JaggedTensor) -> Tensor:
+    """Return the sum of each bag [B, ...]. torch adds integers; the last row of its buffer takes the padding."""
+    if x.is_floating_point():
+        return bag_sums(x, bags.offsets)
+    zeros = torch.zeros((bags.num_bags + 1, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    return zeros.index_add(0, bags.bag_ids(), masked(x, bags, 0))[: bags.num_bags]
+
+
+def best_of(x: Tensor, bag: Tensor, num_bags: int, reduce: str) -> Tensor:
+    """Return the greatest or least value of each bag, and of the padding, [B + 1, ...]. A NaN is greater and less than
+    all numbers."""
+    start = torch.full((num_bags + 1, *x.shape[1:]), limit_of(x.dtype, reduce), dtype=x.dtype, device=x.device)
+    return start.scatter_reduce(0, column(bag, x).expand(x.shape), x, "a" + reduce)
 
 
 def place_of_extremum(x: Tensor, bag: Tensor, num_bags: int, reduce: str) -> Tensor:
-    """Return the position of the first greatest or least value of each bag, i64[B, ...]; N for an empty bag. A NaN is
-    greater and less than all numbers."""
-    x, index = x.detach(), column(bag, x).expand(x.shape)
-    worst = limit_of(x.dtype, reduce)
-    start = torch.full((num_bags + 1, *x.shape[1:]), worst, dtype=x.dtype, device=x.device)
-    best = start.scatter_reduce(0, index, x, "a" + reduce).index_select(0, bag)
-    is_best = (x == best) | ((x != x) & (best != best))
-    places = column(torch.arange(x.shape[0], device=x.device), x).expand(x.shape)
-    places = torch.where(is_best, places, x.shape[0])
-    last = torch.full(start.shape, x.shape[0], dtype=torch.int64, device=x.device)
-    return last.scatter_reduce(0, index, places, "amin")[:num_bags]
+    """Return the position of the first greatest or least value of each bag, i64[B, ...]; N for an empty bag."""
+    x, size = x.detach(), x.shape[0]
+    best = best_of(x, bag, num_bags, reduce).index_select(0, bag)
+    is_best = (x == best) | (x != x)  # beside a NaN, nothing equals the best
+    dtype = torch.float32 if isinstance(size, int) and size < 1 << 24 else torch.int64  # f32 holds these positions
+    places = column(torch.arange(size, dtype=dtype, device=x.device), x).expand(x.shape)
+    places = torch.where(is_best, places, torch.full((), size, dtype=dtype, device=x.device))
+    last = torch.full((num_bags + 1, *x.shape[1:]), size, dtype=dtype, device=x.device)
+    return last.scatter_reduce(0, column(bag, x).expand(x.shape), places, "amin")[:num_bags].long()
 
 
 def limit_of(dtype: torch.dtype, reduce: str) -> float | int:
@@ -132,38 +140,39 @@ def limit_of(dtype: torch.dtype, reduce: str) -> float | int:
     return torch.iinfo(dtype).min if reduce == "max" else torch.iinfo(dtype).max
 
 
-def extremum(x: Tensor, bag: Tensor, num_bags: int, reduce: str) -> Tensor:
-    """Return the greatest or least value of each bag, by its position, which gets the derivative."""
-    place = place_of_extremum(x, bag, num_bags, reduce)
+def extremum(x: Tensor, bags: JaggedTensor, reduce: str) -> Tensor:
+    """Return the greatest or least value of each bag. For a derivative, find its position, which gets the whole."""
+    bag = bags.bag_ids()
+    if not torch.compiler.is_dynamo_compiling() and not is_transformed(x):
+        return best_of(x, bag, bags.num_bags, reduce)[: bags.num_bags]
+    place = place_of_extremum(x, bag, bags.num_bags, reduce)
     limit = torch.full((1, *x.shape[1:]), limit_of(x.dtype, reduce), dtype=x.dtype, device=x.device)
     return torch.cat([x, limit]).gather(0, place)
 
 
-def shifts(x: Tensor, bag: Tensor, num_bags: int) -> Tensor:
+def shifts(x: Tensor, bags: JaggedTensor) -> Tensor:
     """Return the greatest value of each bag [B, ...], 0 where it is not finite: what exponents are made smaller by."""
-    greatest = extremum(x.detach(), bag, num_bags, "max")
+    greatest = best_of(x.detach(), bags.bag_ids(), bags.num_bags, "max")[: bags.num_bags]
     return torch.where(greatest.isfinite(), greatest, 0)
 
 
-def exponentials(x: Tensor, shift: Tensor, bag: Tensor, num_bags: int) -> Tensor:
-    """Return e^(x - shift of the bag), with 0 in the padding."""
-    zero = torch.zeros((1, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    x = masked(x, bag, num_bags, 0)  # before the exponential: its derivative there is no NaN
-    return masked((x - torch.cat([shift, zero]).index_select(0, bag)).exp(), bag, num_bags, 0)
+def exponentials(x: Tensor, shift: Tensor, bags: JaggedTensor) -> Tensor:
+    """Return e^(x - shift of the bag), with 1 in the padding, whatever it holds: its derivative there is no NaN."""
+    return (masked(x, bags, 0) - bag_spread(shift, bags.offsets, bags.capacity)).exp()
 
 
-def logarithm_of_sum(x: Tensor, bag: Tensor, num_bags: int) -> Tensor:
+def logarithm_of_sum(x: Tensor, bags: JaggedTensor) -> Tensor:
     """Return log Σ e^x of each bag; -inf, which has no derivative, where the sum is 0."""
-    shift = shifts(x, bag, num_bags)
-    total = added(exponentials(x, shift, bag, num_bags), bag, num_bags)
+    shift = shifts(x, bags)
+    total = bag_sums(exponentials(x, shift, bags), bags.offsets)
     is_zero = total == 0
     return torch.where(is_zero, -torch.inf, torch.where(is_zero, 1, total).log() + shift)
 
 
-def product(x: Tensor, bag: Tensor, bags: JaggedTensor) -> Tensor:
+def product(x: Tensor, bags: JaggedTensor) -> Tensor:
     """Return the product of each bag, which is the last of the bag's prefix products. Doubling computes these. No
     division by a value occurs, so zeros have a derivative."""
-    x, step = masked(x, bag, bags.num_bags, 1), 1
+    bag, x, step = bags.bag_ids(), masked(x, bags, 1), 1
     while step < x.shape[0]:
         is_same = column(bag[step:] == bag[:-step], x)
         x = torch.cat([x[:step], torch.where(is_same, x[step:] * x[:-step], x[step:])])

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 import funcrec as fr
+from funcrec.jagged import _primitives as primitives
 from funcrec.testing import garbage_padding
 from funcrec.testing import strategies as frs
 
@@ -109,6 +110,21 @@ def test_derivatives_are_torchs(how):
     if how in ("max", "min"):
         tied = grad(lambda x: ours(how)(x).sum())(torch.ones_like(X))
         assert tied[:, 0].tolist() == [1, 0, 1, 0, 0, 0]
+
+
+@given(bags=frs.jagged_tensors(weighted=False, dtypes=(torch.float64,), row_shape=(2,)), dtype=st.sampled_from([4, 8]))
+def test_sums_and_spreads_are_transposes(bags, dtype):
+    """⟨sums(x), y⟩ = ⟨x, spread(y)⟩; each is the vjp of the other. Neither reads the padding; spread writes 0 there."""
+    x = garbage_padding(bags, fr.key(0)).values
+    x, offsets = x.double() if dtype == 8 else x.float(), bags.offsets
+    y = torch.arange(2.0 * bags.num_bags, dtype=x.dtype).view(-1, 2) - 1
+    spread = primitives.bag_spread(y, offsets, len(x))
+    sums, pull = torch.func.vjp(lambda x: primitives.bag_sums(x, offsets), x)
+    assert torch.equal(pull(y)[0], spread) and not spread[int(offsets[-1]) :].any()
+    back = torch.func.vjp(lambda y: primitives.bag_spread(y, offsets, len(x)), y)[1]
+    assert torch.equal(back(x)[0], sums)
+    torch.testing.assert_close((sums * y).sum(), (x[: int(offsets[-1])] * spread[: int(offsets[-1])]).sum())
+    assert primitives.bag_sums(torch.ones(5, 3, 0), OFFSETS).shape == (3, 3, 0)
 
 
 def test_an_empty_bag_has_no_derivative_and_no_nan():
