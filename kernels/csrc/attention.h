@@ -90,25 +90,23 @@ template <class A> struct Biases {
   }
 
   // The buckets of the times from query i to keys [j, j + n).
-  void find_buckets(int32_t* found, int64_t i, int64_t j, int64_t n) const {
+  void find_buckets(int32_t* __restrict found, int64_t i, int64_t j, int64_t n) const {
     const double now = query_times[i];
     const float top = float(buckets - 1);
     for (int64_t c = 0; c < n; c++) {
       const float apart = float(std::fabs(now - key_times[j + c]));
       uint32_t bits;
       std::memcpy(&bits, &apart, 4);
-      // log2 of the time with an error below 0.09, which is less than a bucket
-      float near = (float(int32_t(bits)) * 0x1p-23f - 127.0f) * float(0.6931471805599453 / 0.301);
+      // The exponent and the fraction are at most log2 of the time, and at least that less 0.09: at most one bucket too low.
+      float near = (float(int32_t(bits)) * 0x1p-23f - 127.0f) * float(0.6931471805599453 / 0.301) - 1e-3f;
       near = near > 0 ? near : 0.0f;
-      int32_t at = int32_t(near < top ? near : top);
-      at += apart >= bounds[at + 1];
-      at -= apart < bounds[at];
-      found[c] = at;
+      const int32_t at = int32_t(near < top ? near : top);
+      found[c] = at + (apart >= bounds[at + 1]);
     }
   }
 
   // Adds the biases to the scores of query i and keys [j, j + n); `found` gets the buckets.
-  void add(A* scores, int32_t* found, int64_t i, int64_t position, int64_t j, int64_t n) const {
+  void add(A* __restrict scores, int32_t* found, int64_t i, int64_t position, int64_t j, int64_t n) const {
     if (by_distance) {
       const A* x = by_distance + middle + j - position;
       for (int64_t c = 0; c < n; c++) scores[c] += x[c];
