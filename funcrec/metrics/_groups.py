@@ -102,6 +102,17 @@ def starts_of(x: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(x[:1], dtype=torch.bool), x[1:] != x[:-1]])
 
 
+def latest(is_mark: Tensor) -> Tensor:
+    """Return the last marked place up to each place, bool[B] -> i64[B]; the first place is marked."""
+    return torch.where(is_mark, torch.arange(len(is_mark), device=is_mark.device), 0).cummax(0).values
+
+
+def ends_of(is_start: Tensor) -> Tensor:
+    """Return the next start after each place, or B, bool[B] -> i64[B]."""
+    is_last = torch.cat([is_start[1:], torch.ones_like(is_start[:1])])
+    return len(is_start) - latest(is_last.flip(0)).flip(0)
+
+
 def total_of(x: Tensor, index: Tensor) -> Tensor:
     """Return the sums of x by index, f64[B], i64[B] below B -> f64[B]."""
     return torch.zeros_like(x).index_add(0, index, x)

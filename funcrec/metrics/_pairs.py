@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from funcrec.core import check
-from funcrec.metrics._groups import flag_problems, grouped_mean, in_order, pair_problems, starts_of, total_of
+from funcrec.metrics._groups import (
+    ends_of,
+    flag_problems,
+    grouped_mean,
+    in_order,
+    latest,
+    pair_problems,
+    starts_of,
+    total_of,
+)
 from funcrec.metrics._metric import ANY, FINITE, Metric, example_problems, examples, sums
 
 
@@ -117,21 +126,21 @@ def pairs_of(scores: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) ->
     num, at = len(scores), torch.arange(len(scores), device=scores.device)
     order = in_order(labels, groups)
     is_new = starts_of(groups[order])
-    start = _latest(is_new, at)
-    same = _latest(is_new | starts_of(labels[order]), at)
+    start = latest(is_new)
+    same = latest(is_new | starts_of(labels[order]))
     group, rank = (torch.zeros_like(at).scatter(0, order, x) for x in (is_new.cumsum(0) - 1, same - start))
     upto = _sums_before(weights[order])
     pairs = weights * torch.zeros_like(weights).scatter(0, order, upto[same] - upto[start])
     order = in_order(rank, scores, groups)  # examples of equal scores have the lower label first
     is_new = starts_of(groups[order])
     run = (is_new | starts_of(scores[order])).cumsum(0)
-    start, end = _latest(is_new, at), num - _latest(_ends_of(is_new).flip(0), at).flip(0)
+    start, end = latest(is_new), ends_of(is_new)
     rank, w, agreeing = rank[order], weights[order], torch.zeros_like(weights)
     for bit in reversed(range(max(num - 1, 0).bit_length())):
         is_one = ((rank >> bit) & 1).bool()
         zeros = _sums_before((~is_one).long())
         lower = _sums_before(torch.where(is_one, 0, w))
-        first, tie = zeros[start], _latest(starts_of(run) | (at == start), at)
+        first, tie = zeros[start], latest(starts_of(run) | (at == start))
         share = torch.where(is_one, (lower[tie] + lower[:-1]) / 2 - lower[start], 0)
         agreeing = agreeing.index_add(0, order, share)
         before, middle = zeros[:-1] - first, start + zeros[end] - first
@@ -145,13 +154,3 @@ def pairs_of(scores: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) ->
 def _sums_before(x: Tensor) -> Tensor:
     """Return the sum of the first i values, for i from 0 on, [B] -> [B + 1]."""
     return torch.cat([x.new_zeros(1), x.cumsum(0)])
-
-
-def _latest(is_mark: Tensor, at: Tensor) -> Tensor:
-    """Return the last marked position up to each position, i64[B]."""
-    return torch.where(is_mark, at, 0).cummax(0).values
-
-
-def _ends_of(is_start: Tensor) -> Tensor:
-    """Return whether each position is the last before a start."""
-    return torch.cat([is_start[1:], torch.ones_like(is_start[:1])])

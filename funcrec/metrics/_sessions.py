@@ -15,7 +15,7 @@ from torch.func import vmap
 
 from funcrec.core import Count, Problem, check, tree_leaves, tree_map, typed
 from funcrec.jagged import is_concrete
-from funcrec.metrics._groups import in_order, pair_problems, starts_of, total_of
+from funcrec.metrics._groups import ends_of, in_order, latest, pair_problems, starts_of, total_of
 from funcrec.metrics._metric import ANY, CHANCES, FINITE, Metric, example_problems, examples, sums
 from funcrec.metrics._sums import binary_precision, binary_recall
 
@@ -164,13 +164,11 @@ def session_ndcg(k: Count | None = None, *, exponential: bool = False) -> Metric
 def _sorted(x: Tensor, w: Tensor, sessions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (the order by sessions, highest x first, and of each place in it the first of its session, of its equal
     ones, and the place after its equal ones). All padding is one more session."""
-    at, is_padding = torch.arange(len(x), device=x.device), w == 0
+    is_padding = w == 0
     order = in_order(-x, sessions, is_padding.to(torch.int8))
     is_new = starts_of(sessions[order]) | starts_of(is_padding[order])
     is_other = is_new | starts_of(x[order])
-    latest = lambda is_mark: torch.where(is_mark, at, 0).cummax(0).values
-    is_last = torch.cat([is_other[1:], torch.ones_like(is_other[:1])])
-    return order, latest(is_new), latest(is_other), len(x) - latest(is_last.flip(0)).flip(0)
+    return order, latest(is_new), latest(is_other), ends_of(is_other)
 
 
 def _rank(x: Tensor, w: Tensor, sessions: Tensor) -> Tensor:

@@ -90,6 +90,22 @@ def test_means_over_groups(rows):
         assert float(of_groups(p, (labels, groups * 0), w)) == near(whole(p, labels, w))
 
 
+@given(rows=examples())
+def test_an_example_of_weight_2_is_two(rows):
+    """Weights count examples: an example of weight n is n examples, in RAUC, XAUC and the means over groups. A pair of
+    an example and its copy has equal labels, and does not count."""
+    p, y, w, groups = rows
+    each = [x.repeat_interleave(w.long()) for x in (p, y, groups)]
+    assert float(metrics.exact_rauc(p, y, w)) == near(metrics.exact_rauc(*each[:2]))
+    m = metrics.xauc()
+    assert float(m.compute(m.update(m.init(), p, y, w))) == near(m.compute(m.update(m.init(), *each[:2])))
+    p_all, y_all, g_all = each
+    assert float(metrics.grouped_rauc(p, (y, groups), w)) == near(metrics.grouped_rauc(p_all, (y_all, g_all)))
+    clicks = (y > 0).double(), (y_all > 0).double()
+    for f in (metrics.grouped_auc, metrics.grouped_average_precision):
+        assert float(f(p, (clicks[0], groups), w, equal=True)) == near(f(p_all, (clicks[1], g_all), equal=True))
+
+
 @given(batches=st.lists(examples(), min_size=1, max_size=4))
 def test_xauc_is_that_of_the_pairs_within_batches(batches):
     """xauc adds the pairs of each batch, and no pair of two batches. States of batches add up."""
