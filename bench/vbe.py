@@ -4,8 +4,8 @@
 
 26 tables of 20,000 rows x 64, 2048 examples, bags of 10 ids. B_f / B is the share of distinct bags: 1, 1/2, 1/8. The
 cases are a compiled lookup and a donated step of SGD. TorchRec's are EmbeddingBagCollection, without a gradient, and
-with its dense gradients and torch.optim.SGD. Times are of the processor, one
-thread. The law comes first: all outputs agree.
+with its dense gradients and torch.optim.SGD. Times are of the processor, with one thread. The law comes first: all
+outputs agree.
 """
 
 import argparse
