@@ -299,3 +299,20 @@ def test_what_does_not_fit_is_refused(text):
     with pytest.raises((TypeError, ValueError)) as error:
         WRONG[text]()
     assert text in str(error.value) and "\n  need  " in str(error.value)
+
+
+def test_a_gradient_runs_the_kernels():
+    """On a CPU, a gradient of first order calls the kernel and its transpose once each, eager, under vmap and staged."""
+    off, x = torch.tensor([0, 2, 5]), drawn(5, 2, 3)
+    total = lambda x: fr.jagged_attention(JT(x, off), JT(x, off), x).values.square().sum()
+    stack = torch.stack([x, x.flip(0)])
+    calls = {"eager": lambda: grad(total)(x), "vmap": lambda: vmap(grad(total))(stack)}
+    for call in calls.values():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            call()
+        names = [e.name for e in seen.events()]
+        assert names.count("funcrec_cpp::jagged_attention") == 1
+        assert names.count("funcrec_cpp::jagged_attention_transpose") == 1
+    staged = str(fr.jit(grad(total)).lower(x).graph)
+    assert staged.count("funcrec_cpp.jagged_attention.default") == 1
+    assert staged.count("funcrec_cpp.jagged_attention_transpose.default") == 1
