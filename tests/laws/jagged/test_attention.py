@@ -302,7 +302,7 @@ def test_what_does_not_fit_is_refused(text):
 
 
 def test_a_gradient_runs_the_kernels():
-    """On a CPU, a gradient of first order calls the kernel and its transpose once each, eager, under vmap and staged."""
+    """On a CPU, a gradient of first order calls kernel and transpose once each, eager, in vmap and staged."""
     off, x = torch.tensor([0, 2, 5]), drawn(5, 2, 3)
     total = lambda x: fr.jagged_attention(JT(x, off), JT(x, off), x).values.square().sum()
     stack = torch.stack([x, x.flip(0)])
