@@ -336,7 +336,8 @@ def _encode(columns: Columns, layers: Layers, params: Params, batch: Batch) -> H
 
 
 def _score(columns: Columns, layers: Layers, params: Params, history: History, batch: Batch) -> JaggedTensor:
-    check(f"{CALL}.score", HISTORY.find("history", history))
+    hint = "history=model.encode_history(params, batch)"
+    check(f"{CALL}.score", (p._replace(hint=hint) for p in HISTORY.find("history", history)))
     _check(columns, params, batch, "score")
     check(f"{CALL}.score", kept_problems(history.layers, len(layers.hstu), batch.ids.num_bags))
     candidates, item = candidates_of(columns, layers, params, batch)

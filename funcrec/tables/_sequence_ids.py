@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 
-from funcrec.core import check
+from funcrec.core import check, kind_of
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, check_ids
 from funcrec.tables._checks import feature_key_problems, feature_list_problems, no_feature
 from funcrec.tables._configs import FeatureConfig
 from funcrec.tables._each import sequences_to_examples
 from funcrec.tables._plain import sequence_bags
+
+FLAG = kind_of(bool)
 
 
 def sequence_ids(
@@ -31,7 +33,7 @@ def sequence_ids(
     Source: `need_indices` of TorchRec's EmbeddingCollection.
     """
     call = "funcrec.sequence_ids"
-    check(call, feature_list_problems(features))
+    check(call, FLAG.find("expand", expand), feature_list_problems(features))
     check_ids(call, ids)
     check(call, feature_key_problems(features, ids))
     sequences = [f for f in features if f.pooling == "none"]
