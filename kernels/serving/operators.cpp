@@ -3,6 +3,7 @@
 #include "describe.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
 
@@ -255,6 +256,75 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize(Tensor rows, Tensor offsets
   return {out, lengths, moved, positions};
 }
 
+// -- attention --------------------------------------------------------------------------------------------------------
+
+constexpr double TIME_STEP = 0.301;  // kernels/forms.py: of log |t_i - t_j|, between two buckets of time
+
+// The least |t_i - t_j| of each bucket, between -inf and NaN, f32[T + 1].
+Tensor time_edges(int64_t buckets) {
+  const Tensor out = empty({buckets + 1}, ScalarType::Float);
+  float* edge = reinterpret_cast<float*>(address(out));
+  edge[0] = -INFINITY;
+  for (int64_t k = 1; k < buckets; k++) edge[k] = float(std::exp(double(k) * TIME_STEP));
+  edge[buckets] = NAN;
+  return out;
+}
+
+int64_t bits_of(double x) {
+  int64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+std::tuple<Tensor, Tensor> jagged_attention(
+    Tensor queries, Tensor keys, Tensor values, Tensor offsets, Tensor key_offsets, std::optional<Tensor> position_bias,
+    std::optional<Tensor> time_bias, std::optional<Tensor> query_times, std::optional<Tensor> key_times, std::optional<Tensor> num_targets,
+    double scale, double normalizer, bool softmax, bool causal) {
+  static const Entry entry = Object::get().entry("jagged_attention");
+  Call call("jagged_attention");
+  const ScalarType dtype = queries.scalar_type(), wide = dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  if (const int64_t number = number_of(dtype); number < 0 || number > F64) call.fail("`queries` are no floats", queries, "f32, f64, f16 or bf16");
+  for (const Tensor* x : {&queries, &keys, &values})
+    if (x->dim() != 3 || x->scalar_type() != dtype || !x->is_cpu()) call.fail("queries, keys and values do not fit each other", *x, "[N, H, D] of one dtype, on the CPU");
+  const int64_t heads = queries.size(1), dim = queries.size(2);
+  if (keys.size(1) != heads || keys.size(2) != dim || values.size(0) != keys.size(0) || values.size(1) != heads)
+    call.fail("queries, keys and values do not fit each other", keys, "the heads and dim of the queries, and a value for each key");
+  same("jagged_attention", "key_offsets", key_offsets.numel(), offsets.numel());
+  queries = packed(queries), keys = packed(keys), values = packed(values), offsets = packed(offsets), key_offsets = packed(key_offsets);
+  call.pointer(queries).pointer(keys).pointer(values).add({number_of(dtype), queries.size(0), keys.size(0), heads, dim, values.size(2)});
+  call.bounds(offsets).bounds(key_offsets);
+  for (std::optional<Tensor>* bias : {&position_bias, &time_bias}) {
+    if (!*bias) {
+      call.add({0, 0, 0});
+      continue;
+    }
+    if ((*bias)->dim() != 2 || ((*bias)->size(0) != 1 && (*bias)->size(0) != heads) || (*bias)->size(1) < 1) call.fail("a bias does not fit the heads", **bias, "[1 or H, 1 or more]");
+    *bias = packed((*bias)->scalar_type() == wide ? **bias : torch::stable::to(**bias, wide));
+    call.pointer(**bias).add({(*bias)->size(1), (*bias)->size(0)});
+  }
+  std::optional<Tensor> edges;
+  if (time_bias) {
+    if (!query_times || !key_times) call.fail("there is a time_bias, and there are no times", *time_bias, "query_times and key_times");
+    edges = time_edges(time_bias->size(1));
+    query_times = packed(torch::stable::to(*query_times, ScalarType::Double)), key_times = packed(torch::stable::to(*key_times, ScalarType::Double));
+    same("jagged_attention", "query_times", query_times->numel(), queries.size(0));
+    same("jagged_attention", "key_times", key_times->numel(), keys.size(0));
+    call.pointer(*edges).pointer(*query_times).pointer(*key_times);
+  } else {
+    call.add({0, 0, 0});
+  }
+  if (num_targets) {
+    num_targets = packed(*num_targets);
+    same("jagged_attention", "num_targets", num_targets->numel(), offsets.size(0) - 1);
+    call.ints(*num_targets);
+  } else {
+    call.add({0, 0, -1});
+  }
+  const Tensor out = empty({queries.size(0), heads, values.size(2)}, dtype), logs = empty({softmax ? queries.size(0) : 0, heads}, wide);
+  call.add({bits_of(scale), bits_of(normalizer), int64_t(softmax), int64_t(causal)}).pointer(out).pointer(logs).run(entry);
+  return {out, logs};
+}
+
 }  // namespace
 
 // The schemas are those of kernels/library.py; a test compares them.
@@ -267,6 +337,8 @@ STABLE_TORCH_LIBRARY(funcrec_cpp, m) {
   m.def("take_ranges(Tensor values, Tensor starts, Tensor lengths, SymInt capacity) -> (Tensor, Tensor)");
   m.def("bucketize(Tensor rows, Tensor offsets, Tensor? weights, int num_shards, int block) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("to_padded(Tensor values, Tensor offsets, SymInt max_length, float fill, int? whole=None) -> Tensor");
+  m.def("jagged_attention(Tensor queries, Tensor keys, Tensor values, Tensor offsets, Tensor key_offsets, Tensor? position_bias, Tensor? time_bias, "
+        "Tensor? query_times, Tensor? key_times, Tensor? num_targets, float scale, float normalizer, bool softmax, bool causal) -> (Tensor, Tensor)");
   m.def("from_padded(Tensor padded, Tensor offsets, SymInt capacity) -> Tensor");
 }
 
@@ -279,6 +351,7 @@ STABLE_TORCH_LIBRARY_IMPL(funcrec_cpp, CPU, m) {
   m.impl("take_ranges", TORCH_BOX(&take_ranges));
   m.impl("bucketize", TORCH_BOX(&bucketize));
   m.impl("to_padded", TORCH_BOX(&to_padded));
+  m.impl("jagged_attention", TORCH_BOX(&jagged_attention));
   m.impl("from_padded", TORCH_BOX(&from_padded));
 }
 

@@ -45,8 +45,23 @@ def calls() -> Iterator[tuple]:
         yield "take_ranges", (values, torch.tensor([5, 0, 3]), torch.tensor([2, 9, 1]), 8)
         yield "from_padded", (values[:6].view(3, 2, *values.shape[1:]), OFFSETS[:4], 6)
     yield "to_padded", (ROWS, OFFSETS, 2, 0.0, 2**63 - 1)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        x, times = torch.rand(7, 2, 3, dtype=torch.float64).to(dtype), torch.tensor([0, 9, 1, 5, 99, 3, 3])
+        whole = x, x + 1, torch.rand(7, 2, 4).to(dtype), OFFSETS, OFFSETS.int()
+        yield "jagged_attention", (*whole, None, None, None, None, None, 0.5, 1.0, True, True)
+        biases = torch.rand(2, 3), torch.rand(1, 4), times, times.double()
+        yield "jagged_attention", (*whole, *biases, torch.tensor([1, 0, 2, 9, 0]), 0.5, 7.0, False, True)
+        kept = x[:3], x, x, torch.tensor([0, 1, 1, 2, 3, 3]), OFFSETS
+        yield "jagged_attention", (*kept, biases[0], None, None, None, None, 2.0, 1.0, True, False)
     yield "bucketize", (ROWS, OFFSETS, None, 3, 2)
     yield "bucketize", (ROWS.clamp(-2, 30).int(), OFFSETS, torch.rand(7), 2, 3)
+
+
+def attention(**other: torch.Tensor) -> tuple[str, list]:
+    """Return a call of attention of 6 queries over themselves, with other tensors in place of some."""
+    x, none = TABLE.view(6, 1, 5), ("position_bias", "time_bias", "query_times", "key_times", "num_targets")
+    whole = {"queries": x, "keys": x, "values": x, "offsets": OFFSETS, "key_offsets": OFFSETS, **dict.fromkeys(none)}
+    return "jagged_attention", [*(whole | other).values(), 1.0, 1.0, True, True]
 
 
 WRONG = {
@@ -67,6 +82,11 @@ WRONG = {
     "codes of floats": ("quantized_rows", (torch.rand(6, 9), ROWS, 8, 5)),
     "too many columns": ("quantized_rows", (TABLE.byte(), ROWS, 8, 2**60)),
     "one dim for two": ("quantized_lookup", ([TABLE, TABLE], [ROWS], OFFSETS, None, [0] * 7, 5, [32, 32], [5])),
+    "heads that differ": attention(values=TABLE.view(3, 2, 5)),
+    "attention to fewer bags": attention(key_offsets=OFFSETS[:3]),
+    "a bias without times": attention(time_bias=torch.rand(1, 2)),
+    "a bias of three heads": attention(position_bias=torch.rand(3, 2)),
+    "queries of ints": attention(queries=ROWS[:6].view(6, 1, 1)),
     "a matrix of offsets": ("to_padded", (ROWS, OFFSETS.view(2, 3), 2, 0.0)),
     "a negative length": ("to_padded", (ROWS, OFFSETS, -1, 0.0)),
     "other bags": ("from_padded", (ROWS[:6].view(3, 2), OFFSETS, 6)),
