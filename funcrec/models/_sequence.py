@@ -128,10 +128,8 @@ def shifted(bags: JaggedTensor, length: int) -> tuple[JaggedTensor, JaggedTensor
 
 def last_of(bags: JaggedTensor) -> Tensor:
     """Return the last vector of each bag, f[B, D]; 0 for an empty bag."""
-    if not bags.capacity:
-        return bags.values.new_zeros((bags.num_bags, *bags.values.shape[1:]))
-    at = (bags.offsets[1:] - 1).clamp(min=0)
-    return torch.where((bags.lengths > 0)[:, None], bags.values.index_select(0, at), 0)
+    padded = torch.cat([bags.values, bags.values.new_zeros((1, *bags.values.shape[1:]))])
+    return padded.index_select(0, torch.where(bags.lengths > 0, bags.offsets[1:] - 1, bags.capacity))
 
 
 # -- validators --------------------------------------------------------------------------------------------------

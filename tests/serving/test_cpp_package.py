@@ -54,6 +54,20 @@ def test_cpp_answers_as_python_does(running, folder, num_bags, most):
     assert (got.ids_out_of_range, got.version) == (outside, "first")
 
 
+def test_a_history_is_answered_without_python(program, tmp_path):
+    """The queries of SASRec, with attention within bags, are in C++ what they are in Python, for any lengths, none among
+    them."""
+    tables, history = (fr.TableConfig("item", 30, 8),), fr.FeatureConfig("history", table="item", pooling="none")
+    model = fr.models.sasrec(tables, history, max_length=6)
+    params = model.init(fr.key(0))
+    batch = lambda bags: fr.Batch(fr.KeyedJaggedTensor.from_lists({"history": bags}))
+    fr.export(model.query, params, batch([[1, 2], [3]]), path=tmp_path / "model")
+    with answers.Answers(program, tmp_path / "model") as process:
+        for bags in ([[]], [[4]], [[1, 2, 3, 4, 5, 6], [7], [29, 0, 2]], [[9, 9]] * 20):
+            got = ask(process, batch(bags)).outputs[0]
+            torch.testing.assert_close(got, model.query(params, batch(bags)), rtol=1e-5, atol=1e-5)
+
+
 def wrong(offsets=None, values=7, bags=2, dense=6, weights=None):
     offsets = [0, 1, 2, 3, 4, 5, 7] if offsets is None else offsets
     weights = values if weights is None else weights
