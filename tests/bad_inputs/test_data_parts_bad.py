@@ -142,7 +142,7 @@ ENCODERS = [
     ("encode a label 5", lambda: encode(ENCODING, TABLE | {"click": [1, 5]}), ValueError, "row 1, column `click`"),
     ("dim of no table", lambda: configs(ENCODING, {"user": 4}), ValueError, "`embedding_dim` names no table"),
     ("dim 0", lambda: configs(ENCODING, 0), ValueError, "`embedding_dim`"),
-    ("pooling max", lambda: configs(ENCODING, pooling="max"), ValueError, "`pooling`"),
+    ("pooling median", lambda: configs(ENCODING, pooling="median"), ValueError, "`pooling`"),
 ]
 DATA = random_rows(KEY, {"item": 9}, num_rows=5)
 NO_BATCH = SimpleNamespace(num_rows=5, take=lambda rows: rows)

@@ -17,10 +17,14 @@ SAID_ELSEWHERE = {
         ("save", "load", "shard", "unshard", "save_safetensors", "load_safetensors"), "any tree of tensors"
     ),
     **dict.fromkeys(("Layer.init", "Layer.init_stats", "Layer.apply", "Layer.train_apply"), "by what makes the layer"),
-    **dict.fromkeys(("Model.init", "TwoTower.init", "models.merge_stats"), "each model's own parameters"),
+    **dict.fromkeys(("HstuLayer.init", "HstuLayer.train_apply", "HstuLayer.keep"), "by what makes the layer"),
+    **dict.fromkeys(
+        ("Model.init", "TwoTower.init", "HstuRanker.init", "models.merge_stats"), "each model's parameters"
+    ),
     **dict.fromkeys(("TrainStep.init", "TrainStep.update"), "fields of a TrainState; metrics by train_step"),
     "Metric.init": "each metric's own sums",
     **dict.fromkeys(("fit", "Fitted"), "by the functions that they run"),
+    "KeyedTensor.__getitem__": "the columns of a key, or bags of every key",
     "RowGrads.floats": "of all terms, of any shapes",
     "ShardedTables.__getitem__": "by the field `banks`",
     "QuantizedTables.__getitem__": "by the field `tables`",

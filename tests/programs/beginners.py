@@ -138,7 +138,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
     "features": [
         ("fr.FeatureConfig('clicked')",),
         ("fr.FeatureConfig('clicked', table=item)",),
-        ("fr.FeatureConfig('clicked', table='item', pooling='max')",),
+        ("fr.FeatureConfig('clicked', table='item', pooling='median')",),
         ("fr.FeatureConfig('clicked', table='item', pooling=torch.sum)",),
         ("fr.FeatureConfig('clicked', table='item', max_length=0)",),
         ("fr.FeatureConfig('clicked', table='item', max_length='50')",),

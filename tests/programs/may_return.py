@@ -110,7 +110,7 @@ MAY_RETURN = (
     Row("one tensor without a table", r"\.global_norm", "more", NUMBERS),
     Row("a sum in another float dtype", "metrics.*", r"(a|b|state)\[.*", {"f64[]"}),
     # positions, names, defaults
-    Row("positions count from both ends; none is none", r"(Keyed)?JaggedTensor.(getitem|bags)", r"which.*",
+    Row("positions count from both ends; none is none", r"(Keyed)?(Jagged)?Tensor.(getitem|bags)", r"which.*",
         {"-1", "0", "()"}),
     Row("None is the default", r".*", r"weights(\['x'\])?|dtype|device|axis_names|capacity|like|y|a|b", {"None"}),
     Row("a name of an axis or a column", r"\.P|\.Plan|\.sync_replicas|data.criteo_npy",

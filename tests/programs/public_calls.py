@@ -140,6 +140,7 @@ def trees() -> list[Call]:
         to=(fr.tree.to, {"tree": tree, "device": "cpu", "dtype": torch.float64}, own("tree")),
         unflatten=(fr.tree.unflatten, {"structure": form, "leaves": [1, 2]}, ("leaves[0]", "leaves[1]")),
         allclose=(fr.tree.allclose, {"a": tree, "b": tree, "rtol": 0.0, "atol": 0.0}, (*own("a"), *own("b"))),
+        equal=(fr.tree.equal, {"a": tree, "b": tree}, (*own("a"), *own("b"))),
         jagged_to=(BAGS.to, {"device": "cpu", "dtype": torch.float64}))  # fmt: skip
 
 

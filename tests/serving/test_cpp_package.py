@@ -55,8 +55,7 @@ def test_cpp_answers_as_python_does(running, folder, num_bags, most):
 
 
 def test_a_history_is_answered_without_python(program, tmp_path):
-    """The queries of SASRec, with attention within bags, are in C++ what they are in Python, for any lengths, none among
-    them."""
+    """SASRec's queries, with attention within bags, are in C++ what they are in Python, for lengths from 0."""
     tables, history = (fr.TableConfig("item", 30, 8),), fr.FeatureConfig("history", table="item", pooling="none")
     model = fr.models.sasrec(tables, history, max_length=6)
     params = model.init(fr.key(0))
