@@ -20,7 +20,6 @@ from funcrec.sharding._tables import join_parts as join_parts
 from funcrec.sharding._tables import own_banks as own_banks
 from funcrec.sharding._tables import placed_problems as placed_problems
 from funcrec.sharding._tables import shard_tables as shard_tables
-from funcrec.sharding._tables import tables_placed_otherwise as tables_placed_otherwise
 from funcrec.sharding._tables import with_banks as with_banks
 from funcrec.sharding._transport import Transport as Transport
 from funcrec.sharding._transport import dedup_problems as dedup_problems

@@ -165,23 +165,6 @@ def own_banks(call: str, tables: Any, plan: Plan, labels: Mapping[str, Hashable]
     return {**labels, **{n: ("whole", n, labels.get(n)) for n in KINDS[of].placed.whole}}
 
 
-def tables_placed_otherwise(
-    tables: ShardedTables, mesh: Mesh, plan: Plan, labels: Mapping[str, Hashable]
-) -> tuple[str, ...]:
-    """Return the names of the tables that lie elsewhere than the plan says."""
-    layout = tables.layout
-    dtypes = {s.table: layout.banks[s.bank].dtype for s in layout.shards}
-    own = own_banks("funcrec.train_step", tables, plan, labels)
-    bits = {s.table: layout.banks[s.bank].bits for s in layout.shards}
-    want = layout_of("funcrec.train_step", dict(layout.shapes), dtypes, plan, mesh, own, bits)
-    if want == layout:
-        return ()
-    place = lambda x, s: (x.banks[s.bank].axes, s.first, s.last, s.ranks, s.part)
-    places = lambda x: {n: [place(x, s) for s in x.shards if s.table == n] for n, _ in x.shapes}
-    was, now = places(layout), places(want)
-    return tuple(n for n in was if was[n] != now[n]) or tuple(was)  # only banks or copies may differ
-
-
 def type_placed(tables: Any) -> type:
     """Return the type whose parts tables are, whole or sharded."""
     if layout_in(tables) is not None:

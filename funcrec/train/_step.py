@@ -34,7 +34,7 @@ from funcrec.mesh import Codec, Mesh, P, mapped, reported_to_ranks
 from funcrec.models import Model, TwoTower, in_batch_softmax_loss, loss, merge_stats
 from funcrec.optim import DenseOptimizer, RowOptimizer, adam
 from funcrec.optim import dense as optimizer
-from funcrec.sharding import Plan, dedup_problems, dense_axes_problems, tables_placed_otherwise
+from funcrec.sharding import Plan, dedup_problems, dense_axes_problems
 from funcrec.tables import Params, layout_in
 from funcrec.train._rank_step import rank_of, shard_state, state_specs
 from funcrec.train._recipe import Recipe, Stages, run_recipe, takes_key
@@ -98,8 +98,9 @@ def train_step(
       dense: the optimizer of params.dense; None for torch's Adam with the rate 0.001.
       merge: (dense, aux) -> dense. It runs after the optimizer, and keeps values that the loss computes and training
         needs. If `dense` holds running statistics of `nn.batch_norm`, pass `fr.models.merge_stats`.
-      mesh, plan: the ranks that train, and the plan that places the tables on them. The loss then covers one rank's
-        bags. Gradients and `aux` are means over the ranks, and the key is folded with the number of the rank. Under a
+      mesh, plan: the ranks that train, and the plan by which `init` places the tables on them. A state that `reshard`
+        moved to another plan is trained where it lies. The loss covers one rank's bags.
+        Gradients and `aux` are means over the ranks, and the key is folded with the number of the rank. Under a
         plan with `replicas` the tables of a group follow the mean over the ranks of that group alone, and differ
         between groups until `sync_replicas`. Dense parameters follow the mean over all ranks at every step, and are
         equal on all ranks. The batches of all ranks need the same shapes and dtypes, and their ids the same keys and
@@ -155,7 +156,7 @@ def train_step(
     check("funcrec.train_step", dedup_problems(exact, dedup))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
     recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, takes_key(loss_fn), micro_batches)
-    where = OnMesh(mesh, plan, mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes)), Stages())
+    where = OnMesh(mesh, mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes)), Stages())
     if mesh is not None:
         copies = prod(mesh.shape[a] for a in plan.replicas)
         where = where._replace(place=rank_of(sparse, mesh, where.batch_axes, copies, capacity, codec))
@@ -192,10 +193,9 @@ def loss_of(model: Model | TwoTower) -> Callable:
 
 
 class OnMesh(NamedTuple):
-    """The place where a step runs: the mesh, the plan, the axes that cut a batch, and the stages."""
+    """The place where a step runs: the mesh, the axes that cut a batch, and the stages."""
 
     mesh: Mesh | None
-    plan: Plan | None
     batch_axes: tuple[str, ...] | None
     place: Stages
 
@@ -227,7 +227,7 @@ class Update:
             check("funcrec.train_step", merge_problems(state.dense, self.recipe.merge))
             if mesh is not None:
                 check("funcrec.train_step", sharded_problems(state))
-                check("funcrec.train_step", place_problems(state.tables, mesh, self.where.plan, self.recipe.sparse))
+                check("funcrec.train_step", place_problems(state.tables, mesh))
 
 
 def update_of(step: Any) -> Update | None:
@@ -264,16 +264,11 @@ def sharded_problems(state: TrainState) -> Iterator[Problem]:
         yield Problem("`state.tables` are not sharded.", describe(state.tables), need, hint, TypeError)
 
 
-def place_problems(tables: Any, mesh: Mesh, plan: Plan, sparse: RowOptimizer) -> Iterator[Problem]:
-    """Report tables that lie on another mesh than the step's, or under another plan."""
+def place_problems(tables: Any, mesh: Mesh) -> Iterator[Problem]:
+    """Report tables that lie on another mesh than the step's. A state under another plan is trained where it lies."""
     if tables.layout.mesh_shape != mesh.axes:
         need, hint = f"axes {dict(mesh.axes)}", "fr.reshard(state, plan, mesh=mesh, sparse=sparse, from_mesh=...)"
         yield Problem("`state` lies on another mesh.", f"axes {dict(tables.layout.mesh_shape)}", need, hint)
-    elif others := tables_placed_otherwise(tables, mesh, plan, {n: sparse.label(n) for n, _ in tables.layout.shapes}):
-        got = f"{others[0]!r} elsewhere" + (f", and {len(others) - 1} more tables" if len(others) > 1 else "")
-        need = f"{others[0]!r}: {plan[others[0]]}" + (f", replicas={plan.replicas}" if plan.replicas else "")
-        hint = "fr.reshard(state, plan, mesh=mesh, sparse=sparse), or a step with the plan of `state`"
-        yield Problem("`state` lies under another plan.", got, need, hint)
 
 
 def mesh_problems(mesh: Mesh | None, plan: Plan | None, batch_axes: Sequence[str] | None) -> Iterator[Problem]:

@@ -199,13 +199,6 @@ ROWS = {
     "reshard: an optimizer without slots": e(
         lambda: resharded(sparse=fr.optim.sgd(0.1)), ValueError, "`sparse` is another optimizer", "with no slots"
     ),
-    "step: a state of another plan": e(
-        lambda: step(mesh=MESH, plan=BY_COLUMNS)(resharded(), None), ValueError, "`state` lies under another plan",
-        "'t' elsewhere, and 1 more", "column_wise", "fr.reshard(state, plan"
-    ),
-    "step: copies that a plan lacks": e(
-        lambda: step(mesh=MESH, plan=BY_ROWS)(apart(), None), ValueError, "`state` lies under another plan",
-    ),
     "step: a state of another mesh": e(
         lambda: step(mesh=fr.Mesh.emulated(a=2), plan=BY_ROWS)(resharded(), None), ValueError,
         "`state` lies on another mesh", "axes {'a': 2}"
