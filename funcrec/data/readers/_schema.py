@@ -110,9 +110,6 @@ def _set_problems(schema: Schema) -> Iterator[Problem]:
         hint = "a column of another name, if a copy of the label is wanted"
         need = "a label apart from ids, dense and weights"
         yield Problem("`label` is also an input.", f"{leaked}", need, hint)
-    if schema.weight is not None and schema.weight in schema.labels:
-        hint = "weight=None, or a column that says how much a row counts"
-        yield Problem("`weight` is a label.", f"{schema.weight!r}", "a column besides the labels", hint)
     of = [of for of, _ in schema.weights]
     unknown = [n for n in of if n not in schema.keys]
     if unknown or len(set(of)) < len(of):

@@ -185,7 +185,7 @@ def test_the_first_batch_is_looked_at(name, folder, tmp_path, monkeypatch):
     written."""
     change, fragment = FIRST[name]
     make = fr.data.ctr_dataset
-    monkeypatch.setattr(fr.data, "ctr_dataset", lambda r: (s := make(r))._replace(data=change(s.data)))
+    monkeypatch.setattr(fr.data, "ctr_dataset", lambda r, **kw: (s := make(r, **kw))._replace(data=change(s.data)))
     with pytest.raises(SystemExit, match=re.escape(fragment)):
         ctr.main([*OPTIONS, "--data", str(folder), "--out", str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
