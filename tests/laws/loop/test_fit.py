@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -275,12 +276,15 @@ def test_tensorboard_is_asked_for_late(monkeypatch, tmp_path):
 
 
 def test_the_first_batch_is_looked_at(tmp_path):
-    """Ids outside their table, or a batch that `validate` refuses, end the run before a step and before a
-    checkpoint."""
+    """Ids outside their table, a model of other tables than the state's, or a batch that `validate` refuses, end the
+    run before a step and before a checkpoint."""
     steps, path = [], tmp_path / "run.pt"
     small = MODEL._replace(tables=(fr.TableConfig("item", 3, 4), TABLES[1]))
     refuse = lambda batch: (_ for _ in ()).throw(Stop())
-    for how, error in (({"model": small}, fr.CheckError), ({"model": None, "validate": refuse}, Stop)):
+    moved = lambda batch: replace(batch, ids=replace(batch.ids, values=batch.ids.values + 100))
+    outside = lambda position: ((after, moved(batch)) for after, batch in loader(position))
+    ways = ({"loader": outside}, fr.CheckError), ({"model": small}, ValueError)
+    for how, error in (*ways, ({"model": None, "validate": refuse}, Stop)):
         with pytest.raises(error):
             fit(lambda state, batch: steps.append(1), **how, checkpoint=path)
     assert steps == [] and not path.exists()
