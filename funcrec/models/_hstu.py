@@ -170,7 +170,7 @@ def hstu_ranker(
       ...     candidates=[feature("next")])
       >>> params = model.init(fr.key(0))
       >>> batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"seen": [[1, 2], [3]], "next": [[4], [5, 6]]}))
-      >>> model.apply(params, batch).values.shape
+      >>> model.apply(params, batch).unpad().values.shape
       torch.Size([3, 1])
       >>> kept = model.encode_history(params, batch)
       >>> torch.allclose(model.score(params, kept, batch).values, model.apply(params, batch).values, atol=1e-5)
@@ -250,8 +250,8 @@ def ranker_loss(
       >>> ids = fr.KeyedJaggedTensor.from_lists({"seen": [[1, 2], [3]], "next": [[4], [5, 6]]})
       >>> batch = fr.Batch(ids, torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
       >>> loss, aux = fr.models.ranker_loss(model)(model.init(fr.key(0)), batch, key=fr.key(1))
-      >>> loss.shape, aux["weight"]
-      (torch.Size([]), tensor([1., 1., 1.]))
+      >>> loss.shape, aux["weight"]  # three candidates, and padding
+      (torch.Size([]), tensor([1., 1., 1., 0., 0., 0.]))
     """
     count = model.num_tasks
     together = all_losses.multi_task(list(losses) * (count if len(losses) == 1 else 1), weights=weights)
