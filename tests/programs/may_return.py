@@ -89,6 +89,7 @@ MAY_RETURN = (
     Row("known ids that ascend", "data.(uniform|popularity)_negatives", r"known\.values", {"i64[17]"}),
     Row("a mask is any booleans", r"\.bag_filter", "mask", {"bool[3]"}),
     Row("an id is any integer", r"\.drop_ids", r"padding\['x'\]", {"7", "-1", "0"}),
+    Row("a length of 7", r"nn.position_weights_of_keys", r"max_length\['x'\]", {"7"}),
     Row("a shape", "data.draw", r"shape\[1\]", {"7", "0"}),
     Row("a core of 7", "data.k_core", r"k\[.*", {"7"}),
     Row("0 of a range that begins there, and a larger bound", "data.random_rows", r"ids_per_bag.*", {"0", "7"}),
