@@ -90,8 +90,7 @@ def evaluate_retrieval(
       TypeError, ValueError: if bags, groups or counts do not fit the batches or the items, or if there is no batch.
 
     Law: one batch or many, in any order, give the same numbers up to rounding. An `Index` that finds all items gives
-      the
-    numbers of its vectors.
+      the numbers of its vectors.
 
     Example:
       >>> import torch, funcrec as fr

@@ -8,6 +8,7 @@ Shapes: B examples.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ def by_session(metric: Metric) -> Metric:
     """Make a metric: the mean of `metric` over sessions, of each session's examples alone.
 
     labels: (labels, i[B] sessions). A session counts by its greatest weight. Sessions for which `metric` is NaN are
-    left out. `metric` is one whose state is a sum over examples, of f[B] predictions, and `compute` returns a number.
+    left out. `metric` is one whose state is a sum over examples, of f[B] predictions, and `compute` returns a number. A
+    metric of pairs, such as `xauc`, raises, unless the values cannot be read (under `jit`): its sessions are then NaN.
 
     Cost: B states. `auc(num_bins=256)` has 512 numbers; `grouped_auc` sorts instead.
 
@@ -47,8 +49,9 @@ def by_session(metric: Metric) -> Metric:
         check(call, pair_problems(labels, predictions), size_problems(metric))
         y, sessions = labels
         check(call, example_problems(predictions, y, weights, ANY, of_labels=FINITE))
+        whole = None
         if is_concrete(predictions):
-            metric.update(metric.init(predictions.device), predictions, y, weights)  # checks the values
+            whole = metric.update(metric.init(predictions.device), predictions, y, weights)  # checks the values
         p, y, w = examples(predictions, y, weights, ANY, FINITE)
         if not len(p):
             return mean.update(state, p, y, w)
@@ -56,6 +59,8 @@ def by_session(metric: Metric) -> Metric:
         one = lambda p, y, w: metric.update(zero, p[None], y[None], w[None])
         session = _numbers(w, sessions)
         each = tree_map(lambda x: torch.zeros_like(x).index_add(0, session, x), vmap(one)(p, y, w))
+        if whole is not None:
+            check(call, sum_problems(tree_map(lambda x: x.detach().sum(0), each), whole))
         has_value = ~vmap(metric.compute)(tree_map(torch.Tensor.detach, each)).isnan()
         at = torch.arange(len(p), device=p.device)
         with_value = torch.where(has_value, at, has_value.to(torch.int8).argmax())  # the others' NaN has no derivative
@@ -207,6 +212,14 @@ def _added(mean: Metric, state, value: Tensor, weight: Tensor):
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def sum_problems(total: Any, whole: Any) -> Iterator[Problem]:
+    pairs = zip(tree_leaves(total), tree_leaves(whole), strict=True)
+    if not all(torch.allclose(x, y.detach().to(x.dtype), rtol=1e-6, atol=1e-6, equal_nan=True) for x, y in pairs):
+        got, need = "a metric of pairs, or of what is not a sum", "a metric whose state is a sum over examples"
+        hint = "accuracy(), normalized_entropy() or another sum; grouped_auc, grouped_rauc and session_ndcg sort"
+        yield Problem("`metric` does not add up over examples.", got, need, hint)
 
 
 def size_problems(metric: Metric) -> Iterator[Problem]:

@@ -67,6 +67,7 @@ ROWS = [
         ValueError,
         "num_bins=256",
     ),
+    ("pairs of sessions", lambda: update(metrics.by_session(metrics.xauc()), P, (Y, Y)), ValueError, "does not add up"),
     ("a session's NaN", lambda: update(metrics.by_session(metrics.ctr()), P / 0 * 0, (Y, Y)), ValueError, "= nan"),
     ("no column", lambda: update(metrics.per_task(metrics.ctr(), 2), P, Y), ValueError, "column for each task"),
     (
