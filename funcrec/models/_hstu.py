@@ -62,7 +62,7 @@ class History:
     Args:
       layers: the keys and values of each layer.
       last: f[B, D], the normed output of the last position; 0 for a user without any.
-      fits: whether the columns of the history fit each other, a tensor if that could not be read; else None.
+      fits: bool[B], whether the columns of a user's history fit each other, if that could not be read; else None.
     """
 
     layers: list[nn.Kept]
@@ -159,7 +159,8 @@ def hstu_ranker(
 
     Raises:
       ValueError: from its functions, if the bags of two columns of the history, or of two columns of the candidates,
-        differ. If their offsets cannot be read (under `jit`, on a GPU), the results are NaN instead.
+        differ. If their offsets cannot be read (under `jit`, on a GPU, in a package), the answers of such a user are
+        NaN instead, and those of the others are not.
 
     Law: `apply` gives each candidate the logits that it has as the only candidate, and those of `score`.
 
@@ -349,7 +350,7 @@ def _score(columns: Columns, layers: Layers, params: Params, history: History, b
 
 def _query(columns: Columns, layers: Layers, params: Params, batch: Batch) -> Tensor:
     history = _encode(columns, layers, params, batch)
-    return history.last if history.fits is None else torch.where(history.fits, history.last, torch.nan)
+    return history.last if history.fits is None else torch.where(history.fits[:, None], history.last, torch.nan)
 
 
 def _before(columns: Columns, layers: Layers, params: Params, batch: Batch) -> Positions:
@@ -369,11 +370,11 @@ def _join(before: Positions, candidates: Positions) -> Tensor:
 
 
 def _logits(layers: Layers, params: Params, y: JaggedTensor, item: Tensor, fits: list) -> JaggedTensor:
-    """Return the logits of candidates from their outputs f[M, D], NaN where the columns do not fit each other."""
+    """Return the logits of candidates from their outputs f[M, D], NaN in bags whose columns do not fit each other."""
     normed = layers.norm.apply(part(params.dense, "norm"), y.values)
     z = layers.head.apply(part(params.dense, "head"), normed * item)
-    for fits_one in fits:
-        z = z if fits_one is None else torch.where(fits_one, z, torch.nan)
+    for own in fits:
+        z = z if own is None else torch.where(by_bag(~own, y)[:, None], torch.nan, z)
     return JaggedTensor(z, y.offsets)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcrec import nn
 from funcrec.core import check, random
-from funcrec.jagged import JaggedTensor, is_concrete, take_ranges
+from funcrec.jagged import JaggedTensor, is_concrete, offsets_of, take_ranges
 from funcrec.models._hstu_checks import CALL, equal_problems
 from funcrec.models._model import part
 from funcrec.nn import HstuLayer, Layer
@@ -47,7 +47,8 @@ class Layers(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """Vectors of positions, x f[N, D] in bags; their times [N] or None; whether their columns fit, or None if so."""
+    """Vectors of positions, x f[N, D] in bags; their times [N] or None; in which bags their columns fit each other,
+    bool[B], or None if in all."""
 
     x: JaggedTensor
     times: Tensor | None
@@ -92,27 +93,36 @@ def init_dense(columns: Columns, layers: Layers, action_dim: int, action_std: fl
 def vectors(params: Params, batch: Batch, features: Sequence[FeatureConfig]) -> tuple[JaggedTensor, list[Tensor]]:
     """Return the concatenated vectors of sequences f[N, ΣD], zero in the padding, and the offsets of each sequence."""
     found = lookup_sequence(params.tables, batch.ids, features)
-    bags = [found[f.name] for f in features]
-    return JaggedTensor(torch.cat([x.values for x in bags], 1), bags[0].offsets), [x.offsets for x in bags]
+    first, *others = (found[f.name] for f in features)
+    rows = [first.values, *(in_places(x, first).values for x in others)]
+    return JaggedTensor(torch.cat(rows, 1), first.offsets), [first.offsets, *(x.offsets for x in others)]
 
 
-def column(batch: Batch, name: str, like: JaggedTensor, most: int | None) -> JaggedTensor:
-    """Return the integers of a column, cut to `most` a bag like the vectors of the sequence."""
+def in_places(x: JaggedTensor, like: JaggedTensor) -> JaggedTensor:
+    """Return bags in the places of `like`, so that a bag of another length in x does not move the bags after it."""
+    if is_concrete(x.offsets) and is_concrete(like.offsets):
+        return x  # `fit` compares them
+    return take_ranges(x.values, None, x.offsets[:-1], like.lengths, like.capacity)
+
+
+def column(batch: Batch, name: str, like: JaggedTensor, most: int | None) -> tuple[Tensor, Tensor]:
+    """Return the integers of a column in the places of `like`, [N], and the offsets of its bags, cut to `most` each."""
     bags = batch.ids[name]
     lengths = bags.lengths if most is None else bags.lengths.clamp(max=most)
-    return take_ranges(bags.values, None, bags.offsets[:-1], lengths, like.capacity)
+    return take_ranges(bags.values, None, bags.offsets[:-1], like.lengths, like.capacity).values, offsets_of(lengths)
 
 
 def fit(offsets: Sequence[Tensor]) -> Tensor | None:
-    """Return whether all offsets are equal; None if they are, or if there is nothing to compare. Raise if they can be
-    read and differ."""
+    """Return in which bags all lengths are equal, bool[B]; None if in all of them, or if there is nothing to compare.
+    Raise if they can be read and differ."""
     first, *others = offsets
     if not others:
         return None
-    is_equal = torch.stack([(first == x).all() for x in others]).all()
-    if not is_concrete(is_equal):
-        return is_equal
-    check(CALL, equal_problems(bool(is_equal)))
+    lengths = first.diff()
+    fits = torch.stack([lengths == x.diff() for x in others]).all(0)
+    if not is_concrete(fits):
+        return fits
+    check(CALL, equal_problems(bool(fits.all())))
     return None
 
 
@@ -132,12 +142,12 @@ def history_of(columns: Columns, layers: Layers, params: Params, batch: Batch) -
     bags, offsets = vectors(params, batch, columns.history)
     most, x = columns.history[0].max_length, layers.content.apply(part(params.dense, "content"), bags.values)
     if columns.action:
-        actions = column(batch, columns.action, bags, most)
-        x = x + action_vectors(columns, layers, part(params.dense, "action"), actions.values)
-        offsets.append(actions.offsets)
-    times = column(batch, columns.time, bags, most) if columns.time else None
-    offsets += [] if times is None else [times.offsets]
-    return Positions(JaggedTensor(x, bags.offsets), None if times is None else times.values, fit(offsets))
+        actions, bounds = column(batch, columns.action, bags, most)
+        x = x + action_vectors(columns, layers, part(params.dense, "action"), actions)
+        offsets.append(bounds)
+    times, bounds = column(batch, columns.time, bags, most) if columns.time else (None, None)
+    offsets += [] if times is None else [bounds]
+    return Positions(JaggedTensor(x, bags.offsets), times, fit(offsets))
 
 
 def action_vectors(columns: Columns, layers: Layers, own: Mapping, actions: Tensor) -> Tensor:

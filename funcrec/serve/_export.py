@@ -20,7 +20,7 @@ from torch import Tensor
 
 from funcrec.checkpoint import save
 from funcrec.compile import OPTIONS, apart, knowing, need_compiler, two_products
-from funcrec.core import Count, Problem, check, describe, fail, has_tracked, message, typed
+from funcrec.core import Count, Problem, check, describe, fail, has_tracked, is_of_handler, message, typed
 from funcrec.core import version as own_version
 from funcrec.data import Encoding
 from funcrec.files import folder_path, write_folder
@@ -84,7 +84,7 @@ def export(
         takes derivatives. The error is also raised if the answer of a bag depends on other bags of its batch, because a
         server joins requests. To check this, five bags are answered together and one by one, with ids of the example
         and other ids. Numbers with a fraction must agree within 1e-4 (for f32). Whole numbers must be equal in four of
-        six draws.
+        six draws. If `predict` refuses keys of different lengths, those with equal bags in the example keep them equal.
       FileExistsError: if `path` exists and `overwrite` is False, or if `path` is not a package.
 
     Law: load_package(export(predict, params, batch, path))(batch) == predict(params, batch), up to rounding.
@@ -112,7 +112,8 @@ def export(
     check(CALL, encoding_problems(encoding, form) if encoding is not None else ())
     with STAGING:
         program = trace(predict, params, form, max_batch, max_ids)
-    compare_alone(predict, params, lambda seed: probe(example, program.features, seed), min(PROBES, max_batch))
+    count = min(PROBES, max_batch)
+    compare_alone(predict, params, probes(predict, params, example, program.features, count), count)
     canary = canary_of(predict, params, example, form, min(CANARY_BAGS, max_batch), min(CANARY_IDS, max_ids))
     shows = canary["finite"] or not any("float" in x["dtype"] for x in program.outputs)
     unseen = tables_unseen(canary, program.features)
@@ -272,11 +273,32 @@ def compare_alone(predict: Callable, params: Any, draw: Callable[[int], Callable
             return
 
 
-def probe(example: Batch, features: Sequence[Mapping], seed: int) -> Callable[[slice], Batch]:
+def probes(predict: Callable, params: Any, example: Batch, features: Sequence[Mapping], count: int) -> Callable:
+    """Return a function from a seed to a `probe` that `predict` takes.
+
+    Each key has bags of other lengths. If `predict` refuses these, keys whose bags are equal in the example have equal
+    bags: they may be columns of one sequence.
+    """
+    try:
+        with torch.no_grad():
+            predict(params, probe(example, features, 0)(slice(count)))
+    except ValueError as error:
+        if is_of_handler(error):
+            raise
+        lengths = [tuple(example.ids[feature["name"]].lengths.tolist()) for feature in features]
+        turns = [lengths.index(own) for own in lengths]
+        return lambda seed: probe(example, features, seed, turns)
+    return lambda seed: probe(example, features, seed)
+
+
+def probe(
+    example: Batch, features: Sequence[Mapping], seed: int, turns: Sequence[int] | None = None
+) -> Callable[[slice], Batch]:
     """Return a function from a slice to a batch of these bags, of PROBES bags that all differ.
 
     A bag has 0 to 3 ids for each key: ids of the example and, if the rows of the table are known, other ids. Dense
-    inputs are those of the example plus a fraction that keeps the floors of whole numbers.
+    inputs are those of the example plus a fraction that keeps the floors of whole numbers. Keys of one number in
+    `turns` have equal bags; by default each has its own.
     """
     random = torch.Generator().manual_seed(seed)
     draw = lambda n: int(torch.randint(n, (), generator=random))
@@ -286,7 +308,11 @@ def probe(example: Batch, features: Sequence[Mapping], seed: int) -> Callable[[s
         known = example.ids[name]
         found = known.values[int(known.offsets[0]) : int(known.offsets[-1])][:PROBES].tolist()
         found += [draw(rows) for _ in range(PROBES if 0 < rows < ANY_ROW else 0)]
-        ids[name] = [[found[draw(len(found))] for _ in range((i + k + 1) % 4 if found else 0)] for i in range(PROBES)]
+        turn = k if turns is None else turns[k]
+        found = [0] if turns is not None and not found else found
+        ids[name] = [
+            [found[draw(len(found))] for _ in range((i + turn + 1) % 4 if found else 0)] for i in range(PROBES)
+        ]
         if feature["weighted"]:
             weights[name] = [[(j + 1) / 4 for j in range(len(bag))] for bag in ids[name]]
     dense = example.dense

@@ -1,5 +1,6 @@
 """Packages give the same outputs in a process without Python (kernels/serving) as in Python."""
 
+import functools
 import hashlib
 import json
 import shutil
@@ -65,6 +66,33 @@ def test_a_history_is_answered_without_python(program, tmp_path):
         for bags in ([[]], [[4]], [[1, 2, 3, 4, 5, 6], [7], [29, 0, 2]], [[9, 9]] * 20):
             got = ask(process, batch(bags)).outputs[0]
             torch.testing.assert_close(got, model.query(params, batch(bags)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_request_of_history_and_candidates_is_answered_without_python(program, tmp_path):
+    """One request has context, history and candidates: the HSTU ranker scores all candidates in one pass, in C++ as in
+    Python. A bag whose columns differ in their lengths answers NaN, and the bags that came with it do not."""
+    feature = functools.partial(fr.FeatureConfig, pooling="none", max_length=6)
+    model = fr.models.hstu_ranker(
+        [fr.TableConfig("item", 50, 6), fr.TableConfig("user", 7, 4)], history=[feature("seen", table="item")],
+        candidates=[feature("next", table="item")], context=[fr.FeatureConfig("user", table="user", max_length=1)],
+        action="action", time="time", query_time="now", dim=8, hidden=5, head=7, num_positions=4, num_times=8,
+    )  # fmt: skip
+    params, predict = model.init(fr.key(0)), lambda params, batch: model.apply(params, batch).to_padded(6)[:, :, 0]
+    one = {"user": [1], "seen": [4, 5, 6], "action": [1, 2, 16], "time": [0, 5, 60], "next": [12, 13], "now": [100]}
+    two = {"user": [2], "seen": [], "action": [], "time": [], "next": [14, 3, 49, 0, 1, 2], "now": [2000]}
+    cold = {"user": [], "seen": [50], "action": [0], "time": [7], "next": [], "now": []}
+    wrong = {**two, "seen": [9, 8], "action": [1, 2, 3], "time": [5, 6]}
+    batch = lambda *bags: fr.Batch(
+        fr.KeyedJaggedTensor.from_lists({k: [bag[k] for bag in bags] for k in one}, dtype=torch.int64)
+    )
+    fr.export(predict, params, batch(one, two), path=tmp_path / "model")
+    with answers.Answers(program, tmp_path / "model") as process:
+        for bags in ([one], [two, one], [cold, two, two, one] * 9):
+            got, want = ask(process, batch(*bags)).outputs[0], predict(params, batch(*bags))
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        got = ask(process, batch(one, wrong, two)).outputs[0]
+        assert got[1].isnan().all()
+        torch.testing.assert_close(got[::2], predict(params, batch(one, two)), rtol=1e-5, atol=1e-5)
 
 
 def wrong(offsets=None, values=7, bags=2, dense=6, weights=None):

@@ -251,7 +251,8 @@ def test_empty_batches():
 
 
 def test_columns_that_differ_are_refused():
-    """Columns of one sequence with other bags raise; where they cannot be read, the logits are NaN."""
+    """Columns of one sequence with other bags raise. Where they cannot be read, the logits of such bags are NaN, and
+    those of the other bags are what they are without them."""
     model, params = make()
     wrong = {**LISTS, "action": [[1], [], [4, 1, 8, 8, 3, 3, 3]]}
     with pytest.raises(ValueError, match="differ in their bags"):
@@ -259,8 +260,13 @@ def test_columns_that_differ_are_refused():
     with pytest.raises(ValueError, match="lacks column 'now'"):
         model.apply(params, batch({k: x for k, x in LISTS.items() if k != "now"}))
     fast = fr.jit(model.apply)
-    assert fast(params, batch(wrong)).values.isnan().all()
-    torch.testing.assert_close(fast(params, batch()).unpad().values, model.apply(params, batch()).unpad().values)
+    want = model.apply(params, batch()).unpad().values
+    torch.testing.assert_close(fast(params, batch()).unpad().values, want)
+    for column, bag, bags in [("action", 0, [1]), ("time", 1, [7] * 9), ("category", 0, []), ("next_category", 1, [])]:
+        got = fast(params, batch({**LISTS, column: [bags if b == bag else x for b, x in enumerate(LISTS[column])]}))
+        is_wrong = got.bag_ids()[: len(want)] == bag
+        assert got.unpad().values[is_wrong].isnan().all()
+        torch.testing.assert_close(got.unpad().values[~is_wrong], want[~is_wrong])
 
 
 @pytest.mark.parametrize(

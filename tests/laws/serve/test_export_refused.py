@@ -10,7 +10,7 @@ import torch
 
 import funcrec as fr
 from funcrec.serve import _export
-from funcrec.serve._export import compare_alone, probe
+from funcrec.serve._export import compare_alone, probe, probes
 
 HELD = torch.ones(3)
 EXAMPLE = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2]]}), label=torch.ones(2), dense=torch.ones(2, 3))
@@ -144,6 +144,32 @@ def check_alone(predict):
 def test_whole_numbers_of_a_bag_are_its_own(name):
     """Whole numbers that depend on one bag alone are not confused with numbers that depend on several bags."""
     check_alone(OWN[name])
+
+
+PAIRS = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2, 0]], "b": [[7], [8, 9]], "c": [[5], [5]]}))
+KEYS = [{"name": name, "rows": 2**63 - 1, "weighted": False} for name in "abc"]
+
+
+def equal(batch, *names):
+    """Return the sum of each bag's ids, if the bags of these keys have equal lengths."""
+    if len({tuple(batch.ids[name].lengths.tolist()) for name in names}) > 1:
+        raise ValueError(f"{names} differ")
+    return fr.bag_reduce(fr.JaggedTensor(batch.ids["a"].values.float()[:, None], batch.ids["a"].offsets), "sum")
+
+
+def test_columns_of_one_sequence_are_drawn_together():
+    """If a function refuses keys of different lengths, keys that are equal in the example are drawn with equal bags,
+    and other keys are not. A function that refuses these too raises its own error."""
+    alone = lambda predict: compare_alone(predict, {}, probes(predict, {}, PAIRS, KEYS, 5), 5)
+    lengths = []
+    alone(lambda params, batch: lengths.append(batch.ids["c"].lengths.tolist()) or equal(batch, "a", "b"))
+    assert len(lengths) > 1 and lengths[1] != [1] * 5
+    bags = probes(lambda params, batch: equal(batch, "a", "b"), {}, PAIRS, KEYS, 5)(0)(slice(5)).ids
+    assert bags["a"].lengths.equal(bags["b"].lengths) and not bags["a"].lengths.equal(bags["c"].lengths)
+    with pytest.raises(ValueError, match=r"'c'\) differ"):
+        alone(lambda params, batch: equal(batch, "a", "b", "c"))
+    with pytest.raises(ValueError, match="depends on the other bags"):
+        alone(lambda params, batch: equal(batch, "a", "b").cumsum(0))
 
 
 @pytest.mark.parametrize("draws", [2, 3])
