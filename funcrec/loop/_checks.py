@@ -117,15 +117,18 @@ def loss_problems(work: Work, metrics: Any) -> Iterator[Problem]:
         yield Problem(what, got, 'metrics["loss"], a number', hint, TypeError)
 
 
-def measure_problems(found: Any, entry: Mapping) -> Iterator[Problem]:
-    hint = "evaluate=lambda params: fr.evaluate(predict, params, batches, metrics)"
+def mapping_problems(found: Any) -> Iterator[Problem]:
+    """Report a result of `evaluate` that has no names."""
     if not isinstance(found, Mapping):
-        yield Problem("`evaluate` gave no numbers by name.", describe(found), "{name: number}", hint, TypeError)
-        return
-    for name, x in found.items():
-        is_number = isinstance(x, int | float) or (isinstance(x, Tensor) and x.numel() == 1 and x.dtype != torch.bool)
-        if not isinstance(name, str) or not is_number:
-            yield Problem(f"`evaluate` gave no number for {name!r}.", describe(x), "a number", hint, TypeError)
-        elif name in entry:
+        got, hint = describe(found), "evaluate=lambda params: fr.evaluate(predict, params, batches, metrics)"
+        yield Problem("`evaluate` gave no numbers by name.", got, "{name: number}", hint, TypeError)
+    elif wrong := [n for n in found if not isinstance(n, str)]:
+        yield Problem("`evaluate` gave a name that is not a string.", describe(wrong[0]), "strings", kind=TypeError)
+
+
+def known_problems(numbers: Mapping[str, float], entry: Mapping) -> Iterator[Problem]:
+    """Report names of numbers that the entry of the epoch has already."""
+    for name in numbers:
+        if name in entry:
             need = f"other names than {list(entry)}"
             yield Problem("`evaluate` gave a name that the history has.", f"{name!r}", need, f"valid_{name}")

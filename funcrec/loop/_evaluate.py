@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, own_errors, tree_map, typed
+from funcrec.loop._numbers import named_numbers
 from funcrec.loop._ranks import all_parts, num_processes
 from funcrec.mesh import Mesh, Ranks, say
 from funcrec.metrics import Metric
@@ -55,6 +56,9 @@ def evaluate(
     mesh: Mesh | None = None,
 ) -> dict[str, float]:
     """Return {name: number}, the metrics of predict(params, batch) on all batches.
+
+    A metric of several values gives a number for each: "auc.0" and "auc.1" for a tensor [2], "auc.click" for a dict
+    with the key "click". `fr.metrics.named` gives names to the entries of a tensor.
 
     Args:
       predict: (params, batch) -> a number for each example, or for each class of each example, such as
@@ -102,9 +106,7 @@ def evaluate(
     if states is None:
         hint = "a list, or a function: batches=lambda: fr.data.batches(data, rows, 8192, pad_last=True)"
         fail(call, "`batches` are empty.", got="no batch", need="a batch or more", hint=hint)
-    found = results(metrics, states, seen, mesh)
-    check(call, number_problems(found))
-    return {n: float(x) for n, x in found.items()}
+    return named_numbers(call, results(metrics, states, seen, mesh), "`metrics[{name}]` gave no number.")
 
 
 def batches_of(call: str, batches: Any, mesh: Mesh | None) -> tuple[Iterator | None, Mesh | None]:
@@ -168,7 +170,9 @@ def results(metrics: Mapping, states: Mapping, seen: list[tuple[Tensor, ...]], m
             got, need = f"{counts} examples", "as many on every rank"
             fail("funcrec.evaluate", "the ranks have different numbers of examples.", got=got, need=need, hint=hint)
         whole = tree_map(lambda x: all_parts(x, mesh), whole)
-    whole = tree_map(lambda x: x[whole[2] != 0], whole)  # examples of weight 0 only fill up a batch
+    if whole:
+        is_used = (whole[2] != 0).flatten(1).any(1) if whole[2].dim() > 1 else whole[2] != 0
+        whole = tree_map(lambda x: x[is_used], whole)  # examples of weight 0 only fill up a batch
     found = {}
     for n, m in metrics.items():
         with own_errors("funcrec.evaluate", m, *whole, need="(predictions, labels, weights) of all examples"):
@@ -198,13 +202,6 @@ def batches_problems(batches: object) -> Iterator[Problem]:
     if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | str):
         need, hint = "an iterable of batches, or a function that gives one", "[batch]"
         yield Problem("`batches` cannot be iterated.", describe(batches), need, hint, TypeError)
-
-
-def number_problems(found: Mapping[str, Any]) -> Iterator[Problem]:
-    for n, x in found.items():
-        if not isinstance(x, int | float) and not (isinstance(x, Tensor) and x.numel() == 1 and not x.is_complex()):
-            need = "a number"
-            yield Problem(f"`metrics[{n!r}]` gave no number.", describe(x), need, "fr.metrics.exact_auc", TypeError)
 
 
 def scores_problems(scores: object, label: object) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from funcrec.core import Count, Problem, check, describe, fail, own_errors, repl
 from funcrec.jagged import JaggedTensor
 from funcrec.kinds import QuantizedTables
 from funcrec.loop._evaluate import batches_of
+from funcrec.loop._numbers import named_numbers
 from funcrec.loop._ranks import all_parts, num_processes
 from funcrec.mesh import Mesh
 from funcrec.metrics import Metric, collect
@@ -133,7 +134,8 @@ def evaluate_retrieval(
         check(CALL, empty_problems(states))
         states = tree_map(lambda x: all_parts(x[None], mesh).sum(0), states) if num_processes(mesh) > 1 else states
     values = {key: dict.fromkeys(metrics, math.nan) if s is None else metric.compute(s) for key, s in states.items()}
-    return {f"{before}{n}{end}": float(x) for (before, end), own in values.items() for n, x in own.items()}
+    numbers = {key: named_numbers(CALL, own, "`metrics[{name}]` gave no number.") for key, own in values.items()}
+    return {f"{before}{n}{end}": x for (before, end), own in numbers.items() for n, x in own.items()}
 
 
 def parts_of(

@@ -4,16 +4,18 @@ So errors that would come after an epoch are raised before the first step.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from funcrec.core import check, is_of_handler, own_errors
 from funcrec.loop._bad_ids import unknown_problems
-from funcrec.loop._checks import measure_problems
+from funcrec.loop._checks import known_problems, mapping_problems
 from funcrec.loop._epochs import OF_AN_EPOCH, monitor_problems
 from funcrec.loop._evaluate import evaluate as run_evaluate
 from funcrec.loop._evaluate import one_batch
+from funcrec.loop._numbers import named_numbers
 from funcrec.loop._run_state import Run, Work, whole_params
 from funcrec.loop._watch import at
 from funcrec.mesh import Ranks, say
@@ -56,8 +58,16 @@ def try_evaluate(work: Work, run: Run) -> None:
     # one batch may lack what all batches together have, such as examples of each class
     if any(say(failed, Ranks.of(work.mesh))):
         found = measured(work.evaluate, params, entry)
-    if work.monitor is not None:
+    if work.monitor is not None and not is_part_of_unread(work.monitor, found):
         check("funcrec.fit", monitor_problems(dict.fromkeys(OF_AN_EPOCH) | found, work.monitor, run.position.epoch))
+
+
+def is_part_of_unread(monitor: str, found: Mapping[str, float]) -> bool:
+    """Return whether the trial has NaN for a metric that may have several values, of which `monitor` names one.
+
+    The trial takes no batch of an iterator, so that the names of these values are not yet known.
+    """
+    return any(math.isnan(x) and monitor.startswith(f"{n}.") for n, x in found.items())
 
 
 def uses(fn: Any, used: Callable, depth: int = 4) -> bool:
@@ -92,5 +102,7 @@ def measured(evaluate: Callable | None, params: Any, entry: Mapping) -> dict[str
     if evaluate is not None:
         with own_errors("funcrec.fit", evaluate, params, need="the parameters that it reads"):
             found = evaluate(params)
-    check("funcrec.fit", measure_problems(found, entry))
-    return {n: float(x) for n, x in found.items()}
+    check("funcrec.fit", mapping_problems(found))
+    numbers = named_numbers("funcrec.fit", found, "`evaluate` gave no number for {name}.", "evaluate")
+    check("funcrec.fit", known_problems(numbers, entry))
+    return numbers

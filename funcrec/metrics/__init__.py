@@ -9,6 +9,7 @@ from funcrec.metrics._classes import multiclass_accuracy as multiclass_accuracy
 from funcrec.metrics._classes import top_k_accuracy as top_k_accuracy
 from funcrec.metrics._combined import grouped as grouped
 from funcrec.metrics._combined import labelled as labelled
+from funcrec.metrics._combined import named as named
 from funcrec.metrics._combined import per_task as per_task
 from funcrec.metrics._combined import recalibrated as recalibrated
 from funcrec.metrics._combined import unweighted as unweighted

@@ -2,12 +2,13 @@
 
     windowed: Σ of the last n updates' states       grouped: a state for each group       recalibrated, unweighted:
     other predictions or weights go in              labelled: no missing labels          per_task: a state for each
+    named: values by name
 
 All stay metrics: their states add up. Shapes: B examples, G groups, T tasks.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -209,6 +210,32 @@ def per_task(metric: Metric, num_tasks: Count) -> Metric:
     return Metric(init, update, compute)
 
 
+@typed
+def named(metric: Metric, names: Sequence[str]) -> Metric:
+    """Make a metric: `metric`, whose `compute` returns a dict {name: value} in place of a tensor of several values.
+
+    The names are those of the tensors' first dimension: tasks of `per_task`, groups of `grouped`. `fr.evaluate` then
+    gives the numbers "auc.click" and "auc.buy" in place of "auc.0" and "auc.1".
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import ctr, named, per_task
+      >>> m = named(per_task(ctr(), 2), ["click", "buy"])
+      >>> state = m.update(m.init(), torch.full((2, 2), 0.5), torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+      >>> {name: float(x) for name, x in m.compute(state).items()}
+      {'click': 1.0, 'buy': 0.5}
+    """
+    names = tuple(names)
+    check("funcrec.metrics.named", unlike_problems(names))
+
+    def compute(state):
+        found = metric.compute(state)
+        check("funcrec.metrics.named.compute", value_problems(found, names))
+        return {name: tree_map(lambda x: x[i], found) for i, name in enumerate(names)}  # noqa: B023
+
+    return Metric(metric.init, metric.update, compute)
+
+
 # -- validators --------------------------------------------------------------------------------------------------
 
 
@@ -217,6 +244,19 @@ def leading_problems(state: object, count: int, of: str) -> Iterator[Problem]:
     if not leaves or not all(isinstance(x, Tensor) and x.dim() and x.shape[0] == count for x in leaves):
         need, hint = f"tensors [{count}, ...], of {count} {of}", "state = metric.init()"
         yield Problem("`state` is not this metric's.", describe(state), need, hint, TypeError)
+
+
+def unlike_problems(names: Sequence[str]) -> Iterator[Problem]:
+    if not names or len({*names}) < len(names):
+        need, hint = "a name for each value, all different", '["click", "buy"]'
+        yield Problem("`names` are none, or not all different.", f"{[*names]}", need, hint)
+
+
+def value_problems(found: object, names: Sequence[str]) -> Iterator[Problem]:
+    leaves = tree_leaves(found)
+    if not leaves or not all(isinstance(x, Tensor) and x.dim() and x.shape[0] == len(names) for x in leaves):
+        got, need = describe(found), f"tensors [{len(names)}, ...], a value for each of {[*names]}"
+        yield Problem("`metric` has not a value for each name.", got, need, "per_task(metric, len(names))")
 
 
 def group_problems(groups: Tensor, weights: object, num_groups: int) -> Iterator[Problem]:

@@ -37,7 +37,7 @@ CHANCES, FINITE = (0.0, 1.0), (-sys.float_info.max, sys.float_info.max)  # range
 @typed_fields
 class Metric(NamedTuple):
     """`init(device=None) -> state`, `update(state, predictions, labels, weights=None) -> state`,
-    `compute(state) -> f64[]`.
+    `compute(state) -> f64[]`, or a tensor or a dict of several values, as of `per_task`, `grouped`, `named`, `collect`.
 
     predictions: f[B] or i[B, K] or f[B, T]: probabilities, or logits if made with from_logits=True. mse,
       rmse and mae take any numbers; per_task takes f[B, T]; multiclass_accuracy takes f[B, C]; recall, hit_rate and

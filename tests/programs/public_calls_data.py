@@ -152,6 +152,7 @@ def measured() -> list[Call]:
             "labels": PAIRS}),
         xauc_update=(metrics.xauc().update, {"state": metrics.xauc().init(), **examples}),
         labelled=(metrics.labelled, {"metric": AUC}),
+        named=(metrics.named, {"metric": metrics.per_task(AUC, 2), "names": ["click", "buy"]}),
         per_task=(metrics.per_task, {"metric": AUC, "num_tasks": 2}),
         per_task_update=(metrics.per_task(AUC, 2).update, {"state": metrics.per_task(AUC, 2).init(),
             "predictions": SCORES[:, None].expand(3, 2).clone(), "labels": LABELS[:, None].expand(3, 2).clone(),
