@@ -163,9 +163,9 @@ def in_blocks(features: Sequence[int], num_bags: int, width: int, blocks: int) -
 
     A feature's column then counts from the beginning of the output, in which all rows have width / blocks columns.
     """
-    if blocks == 1:
-        return features
     part = width // blocks
+    if blocks == 1 or not part:
+        return features
     moved = list(features)
     moved[6::7] = [c // part * num_bags * part + c % part for c in moved[6::7]]
     return moved

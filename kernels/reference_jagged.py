@@ -20,7 +20,7 @@ def place_among(bounds: Tensor, position: Tensor, right: bool = True) -> Tensor:
     Under vmap the function copies both tensors, because torch requires that each tensor has its own memory.
     """
     if is_transforming():
-        none = (bounds[..., :1] * 0).sum() + (position[..., :1] * 0).sum()
+        none = sum((x[..., :1] > x[..., :1]).sum() for x in (bounds, position))  # 0, for NaN and infinity too
         bounds, position = (bounds + none).contiguous(), (position + none).contiguous()
     return torch.searchsorted(bounds, position, right=right)
 

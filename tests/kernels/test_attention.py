@@ -175,3 +175,25 @@ def test_what_is_no_number_stays_in_its_bag():
         same = reference.jagged_attention(q, moved, v, *rest, *numbers)[0]
         assert torch.equal(out[:4], want[:4]) and torch.equal(out[:, 1], want[:, 1])
         assert torch.equal(out[5:9].isnan().any(2), same[5:9].isnan().any(2))
+
+
+@pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
+def test_a_time_that_is_no_number_leaves_other_pairs(odd):
+    """A time of infinity or NaN puts the pairs of its row into the last bucket, and no other pairs. This holds for the
+    outputs and the cotangents, under vmap too."""
+    (q, k, v), d, rest = drawn("short", "both")
+    numbers = 0.4, 7.0, False, True
+    rest[4], rest[5] = rest[4].double() % 20, rest[5] % 20
+    rest[4][1] = odd
+    far = [*rest[:4], rest[4].clone(), *rest[5:]]
+    far[4][1] = 1e30
+    want = reference.jagged_attention(q, k, v, *far, *numbers)
+    need = ops.jagged_attention_transpose(d, *want, q, k, v, *far, *numbers)
+    for implementation in ("reference", "cpp"):
+        got = ops.jagged_attention(q, k, v, *rest, *numbers, implementation=implementation)
+        near(got[0], want[0], 1e-11)
+        given = (d, *got, q, k, v, *rest, *numbers)
+        for x, y in zip(ops.jagged_attention_transpose(*given, implementation=implementation), need, strict=True):
+            near(x, y, 1e-10)
+    two = torch.func.vmap(lambda q: reference.jagged_attention(q, k, v, *rest, *numbers)[0])(torch.stack([q, q]))
+    near(two[1], want[0], 1e-11)

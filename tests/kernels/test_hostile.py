@@ -3,12 +3,15 @@
 `make sanitize` makes many more of these calls, with sanitizers built into the kernels.
 """
 
+import inspect
 import re
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from funcrec.kernels import cpp
+from funcrec.kernels import cpp, library
+from funcrec.kernels.cpp import _native, _planned
 from programs import hostile
 from programs.guarded import Guards, outputs
 
@@ -19,6 +22,9 @@ FEW = {
     "empty_update": 40,
     "pooled_lookup": 150,
     "quantized_lookup": 150,
+    "stacked_lookup": 150,
+    "jagged_attention": 100,
+    "jagged_attention_transpose": 60,
 }
 
 
@@ -39,6 +45,42 @@ def test_any_offsets_and_ids(operation, monkeypatch):
     assert (compiled.call_count > 0) == (operation == "generated_update")
 
 
+# Names of the C++ implementation that are no operation of their own.
+OTHER_NAMES = {
+    "planned_lookup": "quantized_lookup without weights",
+    "planned_top_k": "top_k without rows to leave out",
+    "fused_update_": "fused_update, in place",
+    "generated_update_": "generated_update, in place",
+    "scatter_rows_": "scatter_rows, in place",
+    "scatter_block_": "scatter_block, in place",
+    "generate": "returns the C++ text of a rule",
+    "decompositions": "returns a table of operators",
+}
+
+
+def test_every_operation_has_hostile_calls():
+    """Each function of the C++ implementation and each of its operators has hostile calls, or a reason for none."""
+    functions = {n for n, x in vars(cpp).items() if inspect.isfunction(x) and not n.startswith("_")}
+    assert functions - set(OTHER_NAMES) <= set(hostile.OPERATIONS)
+    assert set(OTHER_NAMES) <= functions
+    operators = {n for n in library.SCHEMAS if not n.endswith("_") and library.operator("cpp", n)}
+    assert operators <= set(hostile.OPERATIONS)
+
+
+def test_every_entry_point_is_called(monkeypatch):
+    """The hostile calls run each compiled function that takes an array of numbers."""
+    text = "".join(path.read_text() for path in (Path(hostile.__file__).parents[2] / "kernels/csrc").glob("*.cpp"))
+    entries = {*re.findall(r"FUNCREC_ENTRY\((\w+)\)", text)}
+    entries |= {*re.findall(r"FUNCREC_EXPORT int64_t funcrec_(\w+)\(const int64_t\* numbers\)", text)}
+    called, entry, runner = set(), _native._entry, _planned._runner
+    monkeypatch.setattr(_native, "_entry", lambda name: (called.add(name), entry(name))[1])
+    monkeypatch.setattr(_planned, "_runner", lambda path, name: (called.add(name), runner(path, name))[1])
+    for operation in set(hostile.OPERATIONS) - {"generated_update"}:
+        for seed in range(3):
+            hostile.check(operation, seed)
+    assert len(entries) >= 18 and called == entries
+
+
 def test_to_padded_does_not_read_foreign_memory():
     """Offsets that descend to the least integer are read as their running maximum. Memory around the buffer is never
     returned."""
@@ -53,7 +95,24 @@ def test_to_padded_does_not_read_foreign_memory():
 ROWS, OFFSETS, TABLE, FEATURE = torch.zeros(4, dtype=torch.int64), torch.tensor([0, 2, 4]), torch.ones(3, 2), [0] * 7
 LINE = [0, 0, 4, 4, 1, 0, 0]
 e = lambda fn, *args, **kwargs: (fn, args, kwargs)
+ROOM, NO_BIAS = torch.ones(4, 1, 2), [None] * 5 + [1.0, 1.0, True, True]
+TIMED = [None, torch.ones(1, 3), ROWS[:3], ROWS, None, *NO_BIAS[5:]]
 MISFITS = [
+    (e(cpp.jagged_attention, ROOM, ROOM, ROOM[:3], OFFSETS, OFFSETS, *NO_BIAS), ValueError, "keys and values"),
+    (e(cpp.jagged_attention, ROOM, ROOM, ROOM.double(), OFFSETS, OFFSETS, *NO_BIAS), ValueError, "keys and values"),
+    (e(cpp.jagged_attention, *[ROOM.long()] * 3, OFFSETS, OFFSETS, *NO_BIAS), TypeError, "int64"),
+    (e(cpp.jagged_attention, *[ROOM] * 3, OFFSETS, OFFSETS[:2], *NO_BIAS), ValueError, "key_offsets"),
+    (e(cpp.jagged_attention, *[ROOM] * 3, OFFSETS[:0], OFFSETS[:0], *NO_BIAS), ValueError, "no boundary"),
+    (e(cpp.jagged_attention, *[ROOM] * 3, OFFSETS, OFFSETS, TABLE, *NO_BIAS[1:]), ValueError, "heads"),
+    (e(cpp.jagged_attention, *[ROOM] * 3, OFFSETS, OFFSETS, TABLE[:1, :0], *NO_BIAS[1:]), ValueError, "heads"),
+    (e(cpp.jagged_attention, *[ROOM] * 3, OFFSETS, OFFSETS, *TIMED), ValueError, "times"),
+    (e(cpp.jagged_attention, *[ROOM] * 3, OFFSETS, OFFSETS, *NO_BIAS[:4], ROWS, *NO_BIAS[5:]), ValueError, "targets"),
+    (e(cpp.jagged_attention_transpose, *[ROOM] * 2, ROOM, *[ROOM] * 3, OFFSETS, OFFSETS, *NO_BIAS), ValueError, "logs"),
+    (
+        e(cpp.jagged_attention_transpose, ROOM[:3], ROOM, ROOM[..., 0], *[ROOM] * 3, OFFSETS, OFFSETS, *NO_BIAS),
+        ValueError,
+        "d_out",
+    ),
     (e(cpp.pooled_lookup, [TABLE], [ROWS.float()], OFFSETS, None, FEATURE, 2), TypeError, "float32"),
     (e(cpp.pooled_lookup, [TABLE], [ROWS], OFFSETS.half(), None, FEATURE, 2), TypeError, "float16"),
     (e(cpp.pooled_lookup, [TABLE.long()], [ROWS], OFFSETS, None, FEATURE, 2), TypeError, "int64.*need.*float32"),

@@ -25,6 +25,7 @@ from funcrec.testing import assert_trees_close
 from funcrec.testing import strategies as frs
 
 F64 = torch.float64
+FEATURE = ops.Feature(0, 0, 0, 0, False, False, 0)
 
 
 class Counted(TorchDispatchMode):
@@ -232,6 +233,12 @@ def test_nothing_to_map_over():
         assert_trees_close(vmap(of_weights)(many[3]), of_weights(args[3]).expand(k, -1))
     empty = [args[0], args[1][:0], torch.zeros_like(args[2]), args[3][:0]]
     assert_trees_close(vmap(plainly)(*[stack([x, x]) for x in empty]), plainly(*empty).expand(2, -1, -1))
+
+
+def test_stacks_of_tables_without_columns():
+    """A lookup in stacks of tables of no columns returns no columns for each member."""
+    lookup = lambda t: ops.pooled_lookup([t], [torch.tensor([0, 1])], torch.tensor([0, 2]), None, [FEATURE], 1)
+    assert vmap(lookup)(torch.zeros(3, 4, 0)).shape == (3, 1, 0)
 
 
 # -- sums and updates --------------------------------------------------------------------------------------------

@@ -14,11 +14,12 @@ Shapes: B bags, N ids, R rows, D dim.
 from collections.abc import Callable
 
 import torch
-from funcrec.kernels import library, ops, reference
+from funcrec.kernels import cpp, library, ops, reference
 from funcrec.kernels.forms import accumulation_dtype, row_bytes
 from torch import Tensor
 
 from programs import surroundings
+from programs.hostile_attention import ATTENTION
 from programs.hostile_draw import (
     BF16,
     DIMS,
@@ -71,6 +72,23 @@ def pooled_lookup(draw: Draw) -> Result:
     return Result(run, [call(*wide(given), *how)], [call(*size(given), *how)], given[1][0].shape[0], acc)
 
 
+def stacked_lookup(draw: Draw) -> Result:
+    """Return the result of a lookup for K members in one call, in stacks of their tables."""
+    _, rows, offsets, weights, features, num_bags, _ = lookup_inputs(draw, draw.one(F32, F64))
+    k, tables, column = draw.one(1, 2, 3), [], 0
+    for i, f in enumerate(features):
+        tables.append(draw.place(draw.noise(k, draw.one(0, 1, 7, 50), draw.one(*DIMS), dtype=draw.one(F32, BF16))))
+        features[i], column = f._replace(table=i, column=column), column + tables[i].shape[2]
+    if not tables:
+        tables = [draw.place(draw.noise(k, 7, 3))]
+    flat = [int(x) for f in features for x in f]
+    one = torch.func.vmap(lambda xs: torch.ops.funcrec_cpp.pooled_lookup(xs, rows, offsets, weights, flat, num_bags))
+    call = lambda to: torch.stack([
+        reference.pooled_lookup(*to(([x[i] for x in tables], rows, offsets, weights)), flat, num_bags) for i in range(k)
+    ])  # fmt: skip
+    return Result(lambda: [one(tables)], [call(wide)], [call(size)], rows[0].shape[0], F32)
+
+
 def pooled_lookup_weights(draw: Draw) -> Result:
     tables, rows, offsets, weights, features, num_bags, columns = lookup_inputs(draw, draw.one(*FLOATS))
     d = draw.noise(columns, num_bags, dtype=draw.one(F32, F64, BF16)).t()
@@ -90,17 +108,42 @@ def gather_rows(draw: Draw) -> Result:
 
 
 def scatter_rows(draw: Draw) -> Result:
-    table = draw.table()
-    num_rows, dim = table.shape
+    (table,), rows, count, (new,), want = written(draw, 1)
+    return Result(lambda: [torch.ops.funcrec_cpp.scatter_rows(table, rows, count, new)], want)
+
+
+def gather_block(draw: Draw) -> Result:
+    """Return the result of reads of the same rows in several tables of one height."""
+    num_rows, n = draw.one(0, 1, 7, 300), draw.size()
+    tables = [draw.place(draw.noise(num_rows, draw.one(*DIMS), dtype=draw.one(*FLOATS))) for _ in range(draw.one(1, 3))]
+    rows = draw.ids(n, num_rows)
+    return Result(lambda: cpp.gather_block(tables, rows), [reference.gather_rows(x, rows) for x in tables])
+
+
+def scatter_block(draw: Draw) -> Result:
+    tables, rows, count, new, want = written(draw, draw.one(1, 2, 3))
+
+    def run() -> list[Tensor]:
+        own = [draw.place(x) for x in tables]
+        cpp.scatter_block_(own, rows, count, new)
+        return own
+
+    return Result(run, want)
+
+
+def written(draw: Draw, num_tables: int):
+    """Return (tables, rows, count, new, the tables with these rows written)."""
+    num_rows = draw.one(0, 1, 2, 7, 50, 300)
+    tables = [draw.place(draw.noise(num_rows, draw.one(*DIMS), dtype=draw.one(*FLOATS))) for _ in range(num_tables)]
     n = min(draw.size(), num_rows)
     rows = draw.mix(torch.randperm(num_rows, generator=draw.generator)[:n].to(draw.one(I32, I64)), 0.2, num_rows)
     count = draw.one(0, n, n // 2, -1, n + 1, *EXTREMES)
-    new, want = draw.noise(n, dim, dtype=draw.one(F32, F64)), table.clone()
+    new, want = [draw.noise(n, x.shape[1], dtype=draw.one(F32, F64)) for x in tables], [x.clone() for x in tables]
     for i, row in enumerate(rows.tolist()[: max(count, 0)]):
-        if 0 <= row < num_rows:
-            want[row] = new[i].to(accumulation_dtype(new.dtype)).to(table.dtype)
-    given = (table, draw.put(rows), draw.place(torch.tensor(count)), draw.place(new))
-    return Result(lambda: [torch.ops.funcrec_cpp.scatter_rows(*given)], [want])
+        for x, y in zip(want, new):
+            if 0 <= row < num_rows:
+                x[row] = y[i].to(accumulation_dtype(y.dtype)).to(x.dtype)
+    return tables, draw.put(rows), draw.place(torch.tensor(count)), [*map(draw.place, new)], want
 
 
 # -- quantised rows ----------------------------------------------------------------------------------------------
@@ -240,8 +283,9 @@ def owner_blocks(draw: Draw) -> Result:
 OPERATIONS = {
     f.__name__: f
     for f in (
-        pooled_lookup, pooled_lookup_weights, gather_rows, scatter_rows, take_ranges, take_ranges_transpose, to_padded,
-        from_padded, bucketize, owner_blocks, quantized_lookup, quantized_rows, quantize_rows, top_k, *UPDATES,
+        pooled_lookup, stacked_lookup, pooled_lookup_weights, gather_rows, gather_block, scatter_rows, scatter_block,
+        take_ranges, take_ranges_transpose, to_padded, from_padded, bucketize, owner_blocks, quantized_lookup,
+        quantized_rows, quantize_rows, top_k, *ATTENTION, *UPDATES,
     )
 }  # fmt: skip
 
