@@ -17,6 +17,7 @@ from funcrec.models._hstu import History as History
 from funcrec.models._hstu import HstuRanker as HstuRanker
 from funcrec.models._hstu import hstu_ranker as hstu_ranker
 from funcrec.models._hstu import ranker_loss as ranker_loss
+from funcrec.models._hstu_next import hstu as hstu
 from funcrec.models._ml1m import ml1m as ml1m
 from funcrec.models._model import Model as Model
 from funcrec.models._model import linear_twins as linear_twins

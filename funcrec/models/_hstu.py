@@ -62,7 +62,7 @@ class History:
     Args:
       layers: the keys and values of each layer.
       last: f[B, D], the normed output of the last position; 0 for a user without any.
-      fits: bool[B], whether the columns of a user's history fit each other, if that could not be read; else None.
+      fits: whether the columns of each user's history fit each other, B bools, if that could not be read; else None.
     """
 
     layers: list[nn.Kept]

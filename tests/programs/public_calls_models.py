@@ -150,6 +150,8 @@ def layers() -> list[Call]:
         *rows("models", SequenceModel=(models.SequenceModel, SASREC._asdict()),
             sasrec=(models.sasrec, {**listed, "blocks": 1, "heads": 2, "max_length": 3, "dropout": 0.1}),
             gru4rec=(models.gru4rec, {**listed, "num_hidden": 3, "layers": 1, "max_length": 3, "dropout": 0.1}),
+            hstu=(models.hstu, {**listed, "layers": 1, "heads": 2, "qk_dim": 2, "linear_dim": 2, "max_length": 3,
+                "dropout": 0.1}),
             next_item_loss=(models.next_item_loss, {"model": SASREC, "loss": "gbce", "num_negatives": 3,
                 "temperature": 0.5, "calibration": 0.5, "chunk": 4})),
         *rows("models", Model=(models.Model, MODEL._asdict()), TwoTower=(models.TwoTower, TOWERS._asdict()),

@@ -17,6 +17,7 @@ BAGS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9, 10, 0, 1], [2, 2]]
 MODELS = {
     "sasrec": fr.models.sasrec(TABLES, HISTORY, heads=2, max_length=L, dropout=0.0),
     "gru4rec": fr.models.gru4rec(TABLES, HISTORY, num_hidden=6, layers=2, max_length=L),
+    "hstu": fr.models.hstu(TABLES, HISTORY, heads=2, qk_dim=3, max_length=L, dropout=0.0),
 }
 EACH = pytest.mark.parametrize("name", MODELS)
 
@@ -72,7 +73,30 @@ class PaddedGRU4Rec(nn.Module):
         return F.linear(x, self.p["out"]["weight"])
 
 
-PADDED = {"sasrec": PaddedSASRec, "gru4rec": PaddedGRU4Rec}
+class PaddedHSTU(nn.Module):
+    """HSTU of the source: right padding, a mask of L x L weights without softmax, poisoned padding."""
+
+    def __init__(self, params):
+        super().__init__()
+        self.p, self.item = params.dense, params.tables["item"]
+
+    def forward(self, padded, lengths):
+        n = padded.shape[1]
+        inside = (torch.arange(n) < lengths[:, None])[..., None]
+        x = self.item[padded.clamp(0)] * D**0.5 + self.p["position"]["weight"][:n]
+        norm = lambda x, own, eps=1e-5: F.layer_norm(x, x.shape[-1:], own["weight"], own["bias"], eps)
+        apart = torch.arange(n)[:, None] - torch.arange(n)
+        for own in self.p["layers"]:
+            x = torch.where(inside, x, 1e3)  # padding is after all that a query sees
+            mixed = F.silu(F.linear(norm(x, own["norm"]), own["project"]["weight"], own["project"]["bias"]))
+            u, v, q, k = (y.unflatten(2, (2, -1)) for y in mixed.split([8, 8, 6, 6], 2))
+            scores = torch.einsum("bnhd,bmhd->bhnm", q, k) / 3**0.5 + own["position_bias"][:, apart.clamp(0)]
+            seen = torch.einsum("bhnm,bmhd->bnhd", F.silu(scores) * (apart >= 0) / L, v)
+            x = x + F.linear(u.flatten(2) * norm(seen.flatten(2), own["out_norm"]), own["out"]["weight"])
+        return norm(x, self.p["norm"], 1e-6)
+
+
+PADDED = {"sasrec": PaddedSASRec, "gru4rec": PaddedGRU4Rec, "hstu": PaddedHSTU}
 
 
 def padded_of(bags, length=L):
@@ -115,6 +139,18 @@ def test_it_is_causal(name):
     of_table = lambda t: model.hidden(fr.Params({"item": t}, params.dense), batch_of([[1, 2, 3]]).ids["history"]).values
     jacobian = torch.func.jacrev(of_table)(params.tables["item"])[:2]
     assert jacobian[:, :, 3].eq(0).all() and jacobian[:, :, 1].ne(0).any()
+
+
+@EACH
+def test_second_derivatives(name):
+    """The product of the Hessian of a score with a vector is the same forward over reverse and reverse over reverse."""
+    model, params = MODELS[name], params_of(name)
+    score = lambda dense: model.query(fr.Params(params.tables, dense), batch_of(BAGS, 1)).sin().sum()
+    along = fr.tree.map(lambda x: torch.cos(torch.arange(x.numel(), dtype=x.dtype)).view(x.shape), params.dense)
+    gradient = torch.func.grad(score)
+    product = torch.func.jvp(gradient, (params.dense,), (along,))[1]
+    assert_trees_close(product, torch.func.vjp(gradient, params.dense)[1](along)[0], rtol=1e-8, atol=1e-10)
+    assert max(float(x.abs().max()) for x in fr.tree.leaves(product)) > 1e-6
 
 
 def padded_loss(name, params, bags):
@@ -231,12 +267,10 @@ def test_bad_input():
         fr.models.next_item_loss(MODELS["sasrec"])(params_of("sasrec"), batch_of(BAGS))
 
 
-def test_a_served_history(tmp_path):
+@pytest.mark.parametrize("name", ["sasrec", "hstu"])
+def test_a_served_history(tmp_path, name):
     """An exported query and the items' vectors give, from a package, the rows that top_k gives without one."""
-    model, params = (
-        fr.models.sasrec(TABLES, HISTORY, max_length=L),
-        fr.tree.to(params_of("sasrec"), dtype=torch.float32),
-    )
+    model, params = MODELS[name], fr.tree.to(params_of(name), dtype=torch.float32)
     batch = batch_of([b for b in BAGS if b])
     fr.export(model.query, params, batch, path=tmp_path / "model")
     query = fr.load_package(tmp_path / "model")
