@@ -9,6 +9,9 @@ tensors. For other ids, `fit_encoding` learns how columns become ids and numbers
 """
 
 import funcrec.core as _core
+from funcrec.data._augment import crop as crop
+from funcrec.data._augment import mask as mask
+from funcrec.data._augment import reorder as reorder
 from funcrec.data._collate import collate as collate
 from funcrec.data._examples import Examples as Examples
 from funcrec.data._examples import examples as examples

@@ -2,6 +2,7 @@
 
 import funcrec.core as _core
 from funcrec.losses._bce import bce as bce
+from funcrec.losses._classes import contrastive as contrastive
 from funcrec.losses._classes import cross_entropy as cross_entropy
 from funcrec.losses._classes import in_batch_softmax as in_batch_softmax
 from funcrec.losses._full_softmax import full_softmax as full_softmax

@@ -1,6 +1,7 @@
 """Cross entropy over classes, and over the candidates of a batch.
 
 cross_entropy: log Σ_c exp z_c - z_y          in_batch_softmax: this loss of z_ij = ⟨q_i, c_j⟩ / T - log Q_j, y_i = i
+contrastive: in_batch_softmax of two views of each example, both ways, without a view's score with itself
 
 Q_j is the probability that the batch holds candidate j. Without this correction, popular items get lower scores.
 Shapes: B batch, C classes, D dim.
@@ -117,6 +118,46 @@ def in_batch_softmax(
         logits = torch.where((weight == 0) & other, -torch.inf, logits)
     own = -torch.log_softmax(logits, 1).diagonal()
     return reduce(own if weight is None else where_it_jumps(own, weight), weight, reduction)
+
+
+@typed
+def contrastive(
+    one: Vectors,
+    other: Vectors,
+    weight: Weights = None,
+    *,
+    temperature: PositiveMagnitude = 1.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Return the mean cross entropy of each vector's other view among the views of all examples, f[].
+
+    Args:
+      one, other: f[B, D]. Row i of `one` and row i of `other` are two views of example i. For cosines, pass
+        `F.normalize(one, dim=-1)`.
+      weight, reduction: as in `in_batch_softmax`. With "none", an example's loss is the mean of its two views, f[B].
+      temperature: T > 0.
+
+    The 2 B - 2 views of other examples are the negatives. On a mesh they are those in the rank's part of the batch. In
+    micro-batches (`accumulate_grads`) the loss raises.
+
+    Law: it is the mean of -log(e^⟨z_i, z_j⟩ / Σ_{k ≠ i} e^⟨z_i, z_k⟩) over all 2 B views i, whose other views are j.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.losses.contrastive(torch.eye(2), torch.eye(2))
+      tensor(0.5514)
+
+    Source: Chen et al., "A simple framework for contrastive learning of visual representations" (ICML 2020), eq. 1;
+      Xie et al., "Contrastive learning for sequential recommendation" (ICDE 2022), eq. 3.
+    """
+    count = one.shape[0]
+    twice = lambda x, y: torch.cat([x, y])
+    example = torch.arange(count, device=one.device)
+    each = in_batch_softmax(
+        twice(one, other), twice(other, one), None if weight is None else twice(weight, weight), log_q=None,
+        temperature=temperature, candidate_ids=twice(example, example), reduction=reduction,
+    )  # fmt: skip
+    return each if reduction == "mean" else (each[:count] + each[count:]) / 2
 
 
 # -- validators --------------------------------------------------------------------------------------------------

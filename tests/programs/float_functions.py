@@ -264,6 +264,8 @@ JAGGED = {
     "JaggedTensor.from_lists": lambda values: fr.JaggedTensor.from_lists([list(values[:2]), [], list(values[2:])]),
     "JaggedTensor.from_padded": lambda values: fr.JaggedTensor.from_padded(values.view(2, 3, 2), torch.tensor([2, 3])),
     "bag_filter": lambda values: fr.bag_filter(jagged(values), torch.tensor([True, False, True, True, True, True])),
+    "crop": lambda values: fr.data.crop(fr.JaggedTensor(values, OFFSETS), fr.key(0)),
+    "reorder": lambda values: fr.data.reorder(fr.JaggedTensor(values, OFFSETS), fr.key(0)),
     "bag_softmax": lambda values: fr.bag_softmax(fr.JaggedTensor(values, OFFSETS)),
     **{
         f"bag_reduce({how})": lambda values, how=how: fr.bag_reduce(fr.JaggedTensor(values, OFFSETS), how)[FILLED]

@@ -322,6 +322,8 @@ def loops() -> list[Call]:
             "label": f32(3, 2), "weight": f32(3, 2), "reduction": "none"}),
         in_batch_softmax=(fr.losses.in_batch_softmax, {"query": f32(3, 2), "candidate": f32(3, 2), "weight": f32(3),
             "log_q": -f32(3), "temperature": 0.5, "candidate_ids": i64(1, 2, 3), "reduction": "mean"}),
+        contrastive=(fr.losses.contrastive, {"one": f32(3, 2), "other": f32(3, 2), "weight": f32(3),
+            "temperature": 0.5, "reduction": "mean"}),
         full_softmax=(fr.losses.full_softmax, {"hidden": f32(3, 2), "items": f32(5, 2), "target": i64(0, 4, 2),
             "weight": f32(3), "temperature": 0.5, "chunk": 2, "reduction": "mean"}),
         sampled_softmax=(fr.losses.sampled_softmax, {"query": f32(3, 2), "candidate": f32(3, 2),

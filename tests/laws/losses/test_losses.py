@@ -1,5 +1,7 @@
 """fr.losses: one table of losses, one list of laws, and torch's own losses as oracles."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,15 @@ CLICKS, CLASSES = torch.tensor([0.0, 1.0, 1.0, 0.25, 0.0, 1.0]), torch.tensor([0
 TASKS = losses.multi_task([losses.bce, losses.mse], weights=(1.0, 0.5))
 BOTH = torch.stack([CLICKS, CLICKS * 3], 1)
 _paired = lambda **how: lambda x, y, w=None, **more: losses.in_batch_softmax(x, y, w, **how, **more)
+
+
+def nt_xent(x, y):
+    """Return the loss of each example, the mean of its two views, from the matrix of all views."""
+    views, n = torch.cat([x, y]), len(x)
+    logits = (views @ views.T / 0.5).fill_diagonal_(-torch.inf)
+    return F.cross_entropy(logits, torch.arange(2 * n).roll(n), reduction="none").view(2, n).mean(0)
+
+
 # name: (loss, predictions' shape, label, the loss of each example in torch, an invalid label)
 LOSSES = {
     "bce": (losses.bce, (B,), CLICKS, lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none"), 5.0),
@@ -37,9 +48,10 @@ LOSSES = {
     "in_batch_softmax, log_q": (_paired(log_q=-numbers(8, B).abs()), (B, D), numbers(9, B, D),
         lambda x, y: F.cross_entropy(
             x @ y.T + numbers(8, B).abs()[: len(x)], torch.arange(len(x)), reduction="none"), None),
+    "contrastive": (functools.partial(losses.contrastive, temperature=0.5), (B, D), numbers(9, B, D), nt_xent, None),
 }  # fmt: skip
 EACH = pytest.mark.parametrize("name", LOSSES)
-SOFTMAX = ("in_batch_softmax", "in_batch_softmax, log_q")
+SOFTMAX = ("in_batch_softmax", "in_batch_softmax, log_q", "contrastive")
 
 
 def make(name, dtype=torch.float64):
@@ -113,7 +125,7 @@ def test_a_small_loss_of_large_logits_keeps_its_digits(dtype):
     assert losses.in_batch_softmax(q, c, log_q=None, reduction="none").equal(own)
 
 
-@pytest.mark.parametrize("name", ["bce", "cross_entropy", "multi_task", "in_batch_softmax"])
+@pytest.mark.parametrize("name", ["bce", "cross_entropy", "multi_task", "in_batch_softmax", "contrastive"])
 def test_compiled_it_is_the_same(name):
     """Under jit the value equals the eager value."""
     loss, x, y, _, _ = make(name, torch.float32)

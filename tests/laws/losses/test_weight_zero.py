@@ -197,6 +197,7 @@ REFUSED = {
     "all weights 0": (lambda w: losses.mse(Z, Y, w.clamp(max=0)), "all weights are 0"),
     "each example's": (lambda w: (w * losses.bce(Z, Y, w, reduction="none")).sum(), "jumps where a weight is 0"),
     "candidates": (lambda w: losses.in_batch_softmax(CLASSES, CLASSES, w, log_q=None), "jumps where a weight is 0"),
+    "views": (lambda w: losses.contrastive(CLASSES, CLASSES, w), "jumps where a weight is 0"),
 }  # fmt: skip
 
 
