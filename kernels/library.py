@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
-from funcrec.kernels import attention, stacks
+from funcrec.kernels import attention, extrema, stacks
 from funcrec.kernels.forms import (
     accumulation_dtype,
     capacities,
@@ -59,6 +59,7 @@ SCHEMAS = {
     "quantize_rows": "(Tensor table, int bits, Tensor? key=None) -> Tensor",
     "top_k": "(Tensor queries, Tensor items, Tensor? rows, Tensor? offsets, int k, int bits=0) -> (Tensor, Tensor)",
     **attention.SCHEMAS,
+    **extrema.SCHEMAS,
 }
 SUMS = ("coalesce", "expand")
 STACKED = {  # {operator that takes stacks: the names of its arguments}
@@ -163,6 +164,7 @@ FAKES: dict[str, Callable] = {
         (table.shape[0], row_bytes(bits, table.shape[1])), dtype=torch.uint8
     ),
     **attention.FAKES,
+    **extrema.FAKES,
     "top_k": _top_k,
 }
 

@@ -9,6 +9,7 @@
     scatter_rows             out[rows[i]] = new[i], elsewhere the table
     take_ranges              ranges of a buffer one after the other, and take_ranges_transpose
     to_padded, from_padded   bags as a padded block and back; each is the transpose of the other
+    bag_extrema              the greatest or least value of each bag, and bag_extrema_transpose
     bucketize                ids, grouped by the shard that owns the row
     owner_blocks             bucketize for several tables, as blocks of one size for each rank, with the bags' lengths
     quantized_lookup         pooled_lookup of rows of 8, 4 or 2 bits
@@ -296,6 +297,24 @@ def to_padded(
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int, *, implementation: str | None = None) -> Tensor:
     """Return the transpose of to_padded, [capacity, ...], with zeros from offsets[-1] on and where a bag exceeds L."""
     return operation("from_padded", implementation, padded)(padded, offsets, capacity)
+
+
+def bag_extrema(
+    values: Tensor, offsets: Tensor, greatest: bool, placed: bool, *, implementation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (the greatest or least value of each bag [B, ...], the first place of that value i64[B, ...]).
+
+    A NaN is better than any number, and 0 equals -0. An empty bag has the least or greatest number of the dtype, and
+    place N. If not `placed`, the places are [0], and a zero may have either sign.
+    """
+    return operation("bag_extrema", implementation, values)(values, offsets, greatest, placed)
+
+
+def bag_extrema_transpose(
+    d: Tensor, offsets: Tensor, places: Tensor, num_values: int, *, implementation: str | None = None
+) -> Tensor:
+    """Return d[b, j] at places[b, j], and zeros elsewhere, [N, ...]. A place outside its bag is left out."""
+    return operation("bag_extrema_transpose", implementation, d)(d, offsets, places, num_values)
 
 
 def top_k(

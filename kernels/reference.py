@@ -24,6 +24,7 @@ from funcrec.kernels.forms import (
 )
 from funcrec.kernels.owners import blocks_by
 from funcrec.kernels.reference_attention import jagged_attention, jagged_attention_transpose
+from funcrec.kernels.reference_extrema import bag_extrema, bag_extrema_transpose
 from funcrec.kernels.reference_jagged import (
     ascending,
     bucketize,
@@ -38,6 +39,8 @@ from funcrec.kernels.reference_top_k import top_k
 from torch import Tensor
 
 __all__ = [
+    "bag_extrema",
+    "bag_extrema_transpose",
     "bucketize",
     "coalesce",
     "expand",

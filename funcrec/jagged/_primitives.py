@@ -1,6 +1,7 @@
 """Kernels on jagged buffers as differentiable functions. Each is linear in the values, and its transpose is a kernel.
 
     take_ranges ↔ take_ranges_transpose          to_padded ↔ from_padded          bag_sums ↔ bag_spread
+    bag_pick ↔ bag_put, of places that bag_extrema finds
 
 Reverse and forward rules hold under every nesting of torch.func. vmap over the values alone is one call, with the
 members side by side as columns. vmap over offsets is a loop. The values may also be integers.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import is_transforming, one_level_below
-from funcrec.kernels import ops, reference
+from funcrec.kernels import ops, reference, reference_extrema
 from funcrec.kernels.forms import Feature
 from funcrec.kernels.reference_jagged import place_among
 from funcrec.kernels.tracked import is_concrete as is_concrete
@@ -28,14 +29,16 @@ TRANSPOSES = {
     "from_padded": "to_padded",
     "bag_sums": "bag_spread",
     "bag_spread": "bag_sums",
+    "bag_pick": "bag_put",
+    "bag_put": "bag_pick",
 }
 
 
 class _Map(NamedTuple):
     """The static part of a call.
 
-    size: C, N or L of the output; bag_sums does not read it. fill: the value of the places that a bag leaves empty in
-    the result of to_padded.
+    size: C, N or L of the output; bag_sums and bag_pick do not read it. fill: the value of the places that a bag leaves
+    empty in the result of to_padded, and of an empty bag in that of bag_pick.
     """
 
     name: str
@@ -48,6 +51,10 @@ class _Map(NamedTuple):
             flat = x.reshape(x.shape[0], math.prod(x.shape[1:])).contiguous()
             out = (_sums if self.name == "bag_sums" else _spread)(flat, *ints, self.size, self.implementation)
             return out.reshape(out.shape[0], *x.shape[1:])
+        if self.name == "bag_pick":
+            return _pick(x, *ints, self.fill)
+        if self.name == "bag_put":
+            return _operation("bag_extrema_transpose", self.implementation)(x, *ints, self.size)
         fill = (self.fill,) if self.name == "to_padded" else ()
         out = _operation(self.name, self.implementation)(x, *ints, self.size, *fill)
         return out[0] if self.name == "take_ranges" else out
@@ -88,6 +95,34 @@ def bag_sums(values: Tensor, offsets: Tensor) -> Tensor:
 def bag_spread(x: Tensor, offsets: Tensor, capacity: int) -> Tensor:
     """Return its bag's row for each position, f32|f64[B, ...] -> [N, ...], differentiable in x. Padding is 0."""
     return _call(_Map("bag_spread", _chosen(x), capacity), x, offsets)
+
+
+def bag_extrema(values: Tensor, offsets: Tensor, greatest: bool) -> Tensor:
+    """Return the greatest or least value of each bag of [N, ...] -> [B, ...], differentiable in the values.
+
+    A value's place, the first of equal ones, gets the whole derivative.
+    """
+    choice = _with_extrema(values)
+    if not torch.compiler.is_dynamo_compiling() and not is_transformed(values):
+        return _operation("bag_extrema", choice)(values, offsets, greatest, False)[0]
+    places = _Places.apply(choice, greatest, values.detach(), offsets)
+    limit = reference_extrema.limit_of(values.dtype, greatest)
+    return _call(_Map("bag_pick", choice, 0, limit), values, offsets, places)
+
+
+def _with_extrema(x: Tensor) -> str:
+    """Return the name of the implementation: the reference on a device whose own one has no extrema."""
+    choice = _chosen(x)
+    return choice if ops.ambient() is not None or ops.has("bag_extrema", choice) else "reference"
+
+
+def _pick(x: Tensor, offsets: Tensor, places: Tensor, fill: float | int) -> Tensor:
+    """Return x[places[b, j], j], or `fill` at place N."""
+    size = x.shape[0]
+    none = torch.full((), fill, dtype=x.dtype, device=x.device)
+    if isinstance(size, int) and not size:
+        return none.expand(places.shape).clone()
+    return torch.where(places < size, x.gather(0, places.clamp(max=size - 1)), none)
 
 
 def _sums(x: Tensor, offsets: Tensor, size: int, implementation: str) -> Tensor:
@@ -176,6 +211,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, spec, x, *ints):
         _, dim, *int_dims = in_dims
+        if spec.name in ("bag_pick", "bag_put") and int_dims[0] is None:  # the members' places are columns, too
+            aside = lambda t, d: _aside(t, d, info.batch_size)
+            return _Linear.apply(spec, aside(x, dim), ints[0], aside(ints[1], int_dims[1])), 1
         if all(d is None for d in int_dims):
             column = 2 if spec.name == "from_padded" else 1
             return _Linear.apply(spec, x.movedim(dim, column), *ints), 2 if spec.name == "to_padded" else 1
@@ -185,3 +223,40 @@ class _Linear(torch.autograd.Function):
             for i in range(info.batch_size)
         ]
         return torch.stack(outs), 0
+
+
+class _Places(torch.autograd.Function):
+    """The places of the extrema of bags, which have no derivative."""
+
+    @staticmethod
+    def forward(implementation, greatest, x, offsets):
+        return _operation("bag_extrema", implementation)(x, offsets, greatest, True)[1]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx, _):
+        return None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, *no_tangents):
+        return None
+
+    @staticmethod
+    def vmap(info, in_dims, implementation, greatest, x, offsets):
+        *_, dim, offsets_dim = in_dims
+        if offsets_dim is None:
+            return _Places.apply(implementation, greatest, x.movedim(dim, 1), offsets), 1
+        member = lambda t, d, i: t if d is None else t.select(d, i)
+        outs = [
+            _Places.apply(implementation, greatest, member(x, dim, i), member(offsets, offsets_dim, i))
+            for i in range(info.batch_size)
+        ]
+        return torch.stack(outs), 0
+
+
+def _aside(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """Return x with the members of a vmap as its dimension 1."""
+    return x.unsqueeze(1).expand(-1, size, *x.shape[1:]) if dim is None else x.movedim(dim, 1)

@@ -2,8 +2,8 @@
 
     out[b] = reduce(values[offsets[b]], ..., values[offsets[b + 1] - 1])
 
-No reduction reads the padding. Sums of floats run on the kernel of lookups. All transforms know it, and the operations
-of torch that other reductions call.
+No reduction reads the padding. Sums of floats run on the kernel of lookups, and extrema on their own kernel. All
+transforms know both, and the operations of torch that other reductions call.
 Shapes: B bags, N capacity.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcrec.core import Problem, check, describe, replace, typed
 from funcrec.jagged._jagged import JaggedTensor
-from funcrec.jagged._primitives import bag_spread, bag_sums, is_transformed
+from funcrec.jagged._primitives import bag_extrema, bag_spread, bag_sums
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -38,7 +38,7 @@ def bag_reduce(bags: JaggedTensor, reduce: Literal["sum", "mean", "max", "min", 
 
     Law: bag_reduce(bags, "sum")[b] = bags[b].values.sum(0), and so on, whatever the padding holds.
 
-    Cost: one pass over the values for sum and mean; more for the others, and log2 N for prod.
+    Cost: one pass over the values for sum, mean, max and min; more for the others, and log2 N for prod.
 
     Example:
       >>> import funcrec as fr
@@ -59,7 +59,7 @@ def bag_reduce(bags: JaggedTensor, reduce: Literal["sum", "mean", "max", "min", 
         return product(values.to(wide), bags).to(result_of(values, reduce))
     if reduce == "logsumexp":
         return logarithm_of_sum(values.to(wide), bags).to(values.dtype)
-    return extremum(values, bags, reduce)
+    return bag_extrema(values, bags.offsets, reduce == "max")
 
 
 @typed
@@ -114,45 +114,9 @@ def added(x: Tensor, bags: JaggedTensor) -> Tensor:
     return zeros.index_add(0, bags.bag_ids(), masked(x, bags, 0))[: bags.num_bags]
 
 
-def best_of(x: Tensor, bag: Tensor, num_bags: int, reduce: str) -> Tensor:
-    """Return the greatest or least value of each bag, and of the padding, [B + 1, ...]. A NaN is greater and less than
-    all numbers."""
-    start = torch.full((num_bags + 1, *x.shape[1:]), limit_of(x.dtype, reduce), dtype=x.dtype, device=x.device)
-    return start.scatter_reduce(0, column(bag, x).expand(x.shape), x, "a" + reduce)
-
-
-def place_of_extremum(x: Tensor, bag: Tensor, num_bags: int, reduce: str) -> Tensor:
-    """Return the position of the first greatest or least value of each bag, i64[B, ...]; N for an empty bag."""
-    x, size = x.detach(), x.shape[0]
-    best = best_of(x, bag, num_bags, reduce).index_select(0, bag)
-    is_best = (x == best) | (x != x)  # beside a NaN, nothing equals the best
-    dtype = torch.float32 if isinstance(size, int) and size < 1 << 24 else torch.int64  # f32 holds these positions
-    places = column(torch.arange(size, dtype=dtype, device=x.device), x).expand(x.shape)
-    places = torch.where(is_best, places, torch.full((), size, dtype=dtype, device=x.device))
-    last = torch.full((num_bags + 1, *x.shape[1:]), size, dtype=dtype, device=x.device)
-    return last.scatter_reduce(0, column(bag, x).expand(x.shape), places, "amin")[:num_bags].long()
-
-
-def limit_of(dtype: torch.dtype, reduce: str) -> float | int:
-    """Return the least number of the dtype for max, and the greatest for min."""
-    if dtype.is_floating_point:
-        return -torch.inf if reduce == "max" else torch.inf
-    return torch.iinfo(dtype).min if reduce == "max" else torch.iinfo(dtype).max
-
-
-def extremum(x: Tensor, bags: JaggedTensor, reduce: str) -> Tensor:
-    """Return the greatest or least value of each bag. For a derivative, find its position, which gets the whole."""
-    bag = bags.bag_ids()
-    if not torch.compiler.is_dynamo_compiling() and not is_transformed(x):
-        return best_of(x, bag, bags.num_bags, reduce)[: bags.num_bags]
-    place = place_of_extremum(x, bag, bags.num_bags, reduce)
-    limit = torch.full((1, *x.shape[1:]), limit_of(x.dtype, reduce), dtype=x.dtype, device=x.device)
-    return torch.cat([x, limit]).gather(0, place)
-
-
 def shifts(x: Tensor, bags: JaggedTensor) -> Tensor:
     """Return the greatest value of each bag [B, ...], 0 where it is not finite: what exponents are made smaller by."""
-    greatest = best_of(x.detach(), bags.bag_ids(), bags.num_bags, "max")[: bags.num_bags]
+    greatest = bag_extrema(x.detach(), bags.offsets, True)
     return torch.where(greatest.isfinite(), greatest, 0)
 
 

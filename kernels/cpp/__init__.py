@@ -2,6 +2,8 @@
 
 from funcrec.kernels.cpp._attention import jagged_attention as jagged_attention
 from funcrec.kernels.cpp._attention import jagged_attention_transpose as jagged_attention_transpose
+from funcrec.kernels.cpp._extrema import bag_extrema as bag_extrema
+from funcrec.kernels.cpp._extrema import bag_extrema_transpose as bag_extrema_transpose
 from funcrec.kernels.cpp._generate import UnsupportedError as UnsupportedError
 from funcrec.kernels.cpp._jagged import bucketize as bucketize
 from funcrec.kernels.cpp._jagged import from_padded as from_padded

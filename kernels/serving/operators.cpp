@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <map>
 
 namespace funcrec::operators {
 namespace {
@@ -236,6 +237,22 @@ Tensor from_padded(Tensor padded, Tensor offsets, int64_t capacity) {
   return out;
 }
 
+std::tuple<Tensor, Tensor> bag_extrema(Tensor values, Tensor offsets, bool greatest, bool placed) {
+  static const Entry entry = Object::get().entry("bag_extrema");
+  static const std::map<ScalarType, int64_t> kinds{{ScalarType::Float, 0}, {ScalarType::Half, 1}, {ScalarType::BFloat16, 2}, {ScalarType::Double, 3}, {ScalarType::Int, 4},
+                                                   {ScalarType::Long, 5}, {ScalarType::Short, 6}, {ScalarType::Char, 7}, {ScalarType::Byte, 8}};
+  values = packed(values), offsets = packed(offsets);
+  Call call("bag_extrema");
+  const auto kind = kinds.find(values.scalar_type());
+  if (kind == kinds.end()) call.fail("`values` have no extrema", values, "floats, or integers of at most 64 bits with a sign or u8");
+  const int64_t width = bytes_of(values) / int64_t(values.element_size());
+  call.pointer(values).add({kind->second, values.size(0), width, width}).bounds(offsets);
+  const Numbers shape = shape_of({offsets.size(0) - 1}, values, 1);
+  const Tensor out = empty(shape, values.scalar_type()), places = empty(placed ? shape : Numbers{0}, ScalarType::Long);
+  call.add(greatest).pointer(out).add(placed).pointer(places).run(entry);
+  return {out, places};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize(Tensor rows, Tensor offsets, std::optional<Tensor> weights, int64_t num_shards, int64_t block) {
   static const Entry entry = Object::get().entry("bucketize");
   if (block < 1 || num_shards < 0 || num_shards > INT32_MAX)
@@ -339,6 +356,7 @@ STABLE_TORCH_LIBRARY(funcrec_cpp, m) {
   m.def("to_padded(Tensor values, Tensor offsets, SymInt max_length, float fill, int? whole=None) -> Tensor");
   m.def("jagged_attention(Tensor queries, Tensor keys, Tensor values, Tensor offsets, Tensor key_offsets, Tensor? position_bias, Tensor? time_bias, "
         "Tensor? query_times, Tensor? key_times, Tensor? num_targets, float scale, float normalizer, bool softmax, bool causal) -> (Tensor, Tensor)");
+  m.def("bag_extrema(Tensor values, Tensor offsets, bool greatest, bool placed) -> (Tensor, Tensor)");
   m.def("from_padded(Tensor padded, Tensor offsets, SymInt capacity) -> Tensor");
 }
 
@@ -352,6 +370,7 @@ STABLE_TORCH_LIBRARY_IMPL(funcrec_cpp, CPU, m) {
   m.impl("bucketize", TORCH_BOX(&bucketize));
   m.impl("to_padded", TORCH_BOX(&to_padded));
   m.impl("jagged_attention", TORCH_BOX(&jagged_attention));
+  m.impl("bag_extrema", TORCH_BOX(&bag_extrema));
   m.impl("from_padded", TORCH_BOX(&from_padded));
 }
 

@@ -26,6 +26,7 @@ MAPPED = {  # the positions of the arguments, and of their list members, that vm
     "take_ranges_transpose": [(0, None)], "bucketize": [(2, None), (0, None)], "owner_blocks": [(0, None)],
     "to_padded": [(0, None)], "from_padded": [(0, None)], "quantized_lookup": [(1, 0), (3, None)],
     "quantized_rows": [(1, None)], "quantize_rows": [(0, None)], "top_k": [(0, None), (1, None)],
+    "bag_extrema": [(0, None)], "bag_extrema_transpose": [(0, None)],
     "jagged_attention": [(0, None), (2, None), (5, None)], "jagged_attention_transpose": [(0, None), (4, None)],
 }  # fmt: skip
 
@@ -73,6 +74,8 @@ def samples(dim: int = 4, num_rows: int = 9) -> dict[str, tuple]:
         "to_padded": (tables[1], offsets[:3], 3, 0.5),
         "from_padded": (floats(2, 4, dim), offsets[:3], 9),
         "top_k": (floats(4, dim), tables[0], rows, offsets, 5),
+        "bag_extrema": (tables[1], offsets[:3], True, True),
+        "bag_extrema_transpose": (floats(2, dim), offsets[:3], torch.tensor([[3], [-1]]).expand(2, dim), 9),
         "jagged_attention": pairs,
         "jagged_attention_transpose": (floats(20, 2, 3), *reference.jagged_attention(*pairs), *pairs),
     }
@@ -162,6 +165,8 @@ def huge(name: str) -> tuple[tuple, list[tuple]]:
         "quantized_rows": ((empty(num_rows, 36, dtype=torch.uint8), rows[0], 4, 64), [(n, 64)]),
         "quantize_rows": ((tables[0], 2), [(num_rows, 20)]),
         "from_padded": ((empty(many, 9, 64), offsets, n), [(n, 64)]),
+        "bag_extrema": ((empty(n, 64), offsets, True, True), [(many, 64), (many, 64)]),
+        "bag_extrema_transpose": ((d, offsets, empty(many, 64, dtype=I64), n), [(n, 64)]),
         "top_k": ((empty(many, 64), tables[0], rows[0], offsets, 9), [(many, 9), (many, 9)]),
     }[name]
 

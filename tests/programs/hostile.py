@@ -33,6 +33,7 @@ from programs.hostile_draw import (
     MOVED,
     Draw,
     Result,
+    bounds_of,
     padded_weights,
     size,
     wide,
@@ -252,6 +253,40 @@ def from_padded(draw: Draw) -> Result:
     return Result(lambda: [torch.ops.funcrec_cpp.from_padded(*given)], [reference.from_padded(*given)])
 
 
+def bag_extrema(draw: Draw) -> Result:
+    dtype, n = draw.one(*FLOATS, I32, I64, torch.int16, torch.int8, torch.uint8), draw.size()
+    values = draw.noise(n, *draw.one((), (draw.one(*DIMS),), (2, 3)), dtype=F64) * draw.one(1, 50)
+    values = (
+        values.round().clamp(0 if dtype == torch.uint8 else -128, 127) if draw.one(0, 1) else values
+    )  # many are equal
+    values = values if dtype.is_floating_point else values.clamp(0 if dtype == torch.uint8 else -128, 127)
+    wild = torch.rand(values.shape, generator=draw.generator)
+    if dtype.is_floating_point and draw.one(0, 1):
+        for i, x in enumerate((torch.nan, torch.inf, -torch.inf, -0.0, 0.0)):
+            values = torch.where((wild >= 0.02 * i) & (wild < 0.02 * (i + 1)), x, values)
+    values, offsets, greatest = draw.place(values.to(dtype)), draw.offsets(draw.size(), n), draw.one(False, True)
+    run = lambda: [
+        *torch.ops.funcrec_cpp.bag_extrema(values, offsets, greatest, True),
+        torch.ops.funcrec_cpp.bag_extrema(values, offsets, greatest, False)[0],
+    ]
+    best, places = reference.bag_extrema(values, offsets, greatest, True)
+    return Result(run, [best, places, best])
+
+
+def bag_extrema_transpose(draw: Draw) -> Result:
+    num_bags, n = draw.size(), draw.size()
+    shape = num_bags, *draw.one((), (draw.one(*DIMS),), (2, 3))
+    offsets = draw.offsets(num_bags, n)
+    bounds = torch.tensor(bounds_of(offsets, n))
+    lengths = bounds.diff().reshape(-1, *[1] * (len(shape) - 1))
+    places = bounds[:-1].reshape(lengths.shape) + (torch.rand(shape, generator=draw.generator) * (lengths + 1)).long()
+    wild = torch.rand(shape, generator=draw.generator) < draw.one(0, 0, 0.1)
+    places = draw.place(torch.where(wild, draw.one(*EXTREMES), places))
+    given = (draw.place(draw.noise(*shape, dtype=draw.one(*FLOATS))), offsets, places, n)
+    run = lambda: [torch.ops.funcrec_cpp.bag_extrema_transpose(*given)]
+    return Result(run, [reference.bag_extrema_transpose(*given)])
+
+
 def bucketize(draw: Draw) -> Result:
     n, block = draw.size() * (5 if draw.is_large else 1), draw.one(1, 3, 8, 2**20, 2**33, 2**62, 2**63 - 1)
     rows = torch.randint(0, 3 * min(block, 2**40), (n,), generator=draw.generator)
@@ -284,8 +319,8 @@ OPERATIONS = {
     f.__name__: f
     for f in (
         pooled_lookup, stacked_lookup, pooled_lookup_weights, gather_rows, gather_block, scatter_rows, scatter_block,
-        take_ranges, take_ranges_transpose, to_padded, from_padded, bucketize, owner_blocks, quantized_lookup,
-        quantized_rows, quantize_rows, top_k, *ATTENTION, *UPDATES,
+        take_ranges, take_ranges_transpose, to_padded, from_padded, bag_extrema, bag_extrema_transpose, bucketize,
+        owner_blocks, quantized_lookup, quantized_rows, quantize_rows, top_k, *ATTENTION, *UPDATES,
     )
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ import torch
 OFFSETS = torch.tensor([0, 2, 2, 5, 7, 7])
 ROWS = torch.tensor([3, -1, 0, 9, 2, 2, 2**62])
 TABLE = torch.arange(30.0).view(6, 5)
+ORDERED = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def calls() -> Iterator[tuple]:
@@ -53,6 +54,10 @@ def calls() -> Iterator[tuple]:
         yield "jagged_attention", (*whole, *biases, torch.tensor([1, 0, 2, 9, 0]), 0.5, 7.0, False, True)
         kept = x[:3], x, x, torch.tensor([0, 1, 1, 2, 3, 3]), OFFSETS
         yield "jagged_attention", (*kept, biases[0], None, None, None, None, 2.0, 1.0, True, False)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, *ORDERED):
+        x = torch.tensor([[3, 1], [3, 0], [2, 5], [7, 7], [7, 9], [0, 1], [4, 2]]).to(dtype)
+        yield "bag_extrema", (x, OFFSETS, True, True)
+        yield "bag_extrema", (x[:, :1].contiguous(), OFFSETS.int(), False, False)
     yield "bucketize", (ROWS, OFFSETS, None, 3, 2)
     yield "bucketize", (ROWS.clamp(-2, 30).int(), OFFSETS, torch.rand(7), 2, 3)
 
@@ -90,6 +95,7 @@ WRONG = {
     "a matrix of offsets": ("to_padded", (ROWS, OFFSETS.view(2, 3), 2, 0.0)),
     "a negative length": ("to_padded", (ROWS, OFFSETS, -1, 0.0)),
     "other bags": ("from_padded", (ROWS[:6].view(3, 2), OFFSETS, 6)),
+    "the greatest bool": ("bag_extrema", (ROWS > 0, OFFSETS, True, True)),
     "fewer lengths": ("take_ranges", (ROWS, OFFSETS, OFFSETS[:2], 6)),
     "a negative capacity": ("take_ranges", (ROWS, OFFSETS, OFFSETS, -6)),
     "queries of another dim": ("top_k", (torch.rand(2, 4), TABLE, None, None, 3)),
