@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Count, Problem, check, describe, kind_of, remade, replace, typed, unknown_problems
-from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bag_ids, check_ids
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bag_ids, check_ids, take_ranges
 from funcrec.nn._layer import Layer, ones
 
 BAGS = kind_of(JaggedTensor)
 CALL = "funcrec.nn.position_weights"
+NEAR_ZEROS = 64  # numbers; a range that lies inside of a buffer is copied faster than one beyond
 
 
 @remade
@@ -57,9 +58,8 @@ def position_weights(max_length: Count | Mapping[str, Count]) -> Layer:
 
     def apply(params: Tensor, bags: JaggedTensor) -> Tensor:
         check(CALL, BAGS.find("bags", bags), param_problems(params, max_length, "params"))
-        place, bag = places(bags.offsets, bags.capacity)
-        inside = (bag < bags.num_bags) & (place < max_length)
-        return torch.where(inside, params.index_select(0, torch.where(inside, place, 0)), 0)
+        starts = torch.zeros_like(bags.offsets[1:])  # ranges beyond the params are 0
+        return take_ranges(params, None, starts, bags.offsets.diff(), bags.capacity).values
 
     return Layer(lambda key: ones(key, (max_length,)), apply)
 
@@ -76,31 +76,37 @@ def weights_of_keys(sizes: Mapping[str, int]) -> Layer:
     return Layer(init, apply)
 
 
-def places(offsets: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return the position of each value in its bag, and its bag, i64[N]; padding has the number of bags."""
-    bag = bag_ids(offsets, capacity)
-    return torch.arange(capacity, device=offsets.device) - offsets.index_select(0, bag), bag
-
-
 def with_weights(sizes: Mapping[str, int], params: Mapping[str, Tensor], ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return the ids with the weights of their positions, from one gather for all keys.
+    """Return the ids with the weights of their positions, from one copy of two ranges for each bag.
 
-    The numbers to gather are all keys' weights, then a 0 for far positions and padding, then a 1 for other keys.
+    The first range is of the key's weights, or of ones for a key without. The second, from a bag's position L on, is of
+    zeros, which lie behind these numbers and beyond.
     """
-    numbers = torch.cat([params[k] for k in sizes])
-    numbers = torch.cat([numbers, numbers.new_tensor([0, 1])])
-    zero, starts = sum(sizes.values()), dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-    of_key = lambda own: torch.tensor(own, device=ids.offsets.device).index_select(0, key)
-    (place, _), key = places(ids.offsets, ids.capacity), bag_ids(ids.offset_per_key, ids.capacity)
-    first = of_key([starts.get(k, zero + 1) for k in ids.keys] + [zero])
-    size = of_key([sizes.get(k, 0) for k in ids.keys] + [0])
-    far = torch.where(first == zero + 1, zero + 1, zero)
-    weights = numbers.index_select(0, torch.where(place < size, first + place, far))
+    numbers, total = [params[k] for k in sizes], sum(sizes.values())
+    ones = ids.capacity if any(k not in sizes for k in ids.keys) else 0
+    numbers = torch.cat([*numbers, numbers[0].new_ones(ones), numbers[0].new_zeros(NEAR_ZEROS)])
+    starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    shaped = lambda x: for_bags(ids, torch.tensor(x, dtype=ids.offsets.dtype, device=ids.offsets.device))
+    lengths = ids.offsets.diff()
+    lengths = lengths.unflatten(0, (len(ids.keys), -1)) if ids.strides is None else lengths
+    near = lengths.minimum(shaped([sizes.get(k, ids.capacity) for k in ids.keys]))
+    starts = shaped([[starts.get(k, total), total + ones] for k in ids.keys])
+    ranges = torch.stack([near, lengths - near], -1)
+    starts = starts.expand(ranges.shape).reshape(-1)
+    weights = take_ranges(numbers, None, starts, ranges.view(-1), ids.capacity).values
     own = () if ids.weights is None else tuple(k for k in ids.keys if k not in ids.unweighted)
     if own:
-        has = of_key([k in own for k in ids.keys] + [False])
+        key = bag_ids(ids.offset_per_key, ids.capacity)
+        has = torch.tensor([k in own for k in ids.keys] + [False], device=key.device).index_select(0, key)
         weights = weights * torch.where(has, ids.weights, 1).to(weights.dtype)
     return replace(ids, weights=weights, unweighted=tuple(k for k in ids.keys if k not in own and k not in sizes))
+
+
+def for_bags(ids: KeyedJaggedTensor, x: Tensor) -> Tensor:
+    """Return the row of its key for each bag, [F · B, ...], or [F, 1, ...] to be broadcast over equally many bags."""
+    if ids.strides is None:
+        return x[:, None]
+    return x.repeat_interleave(torch.tensor(ids.strides, device=x.device), 0, output_size=sum(ids.strides))
 
 
 # -- validators --------------------------------------------------------------------------------------------------
