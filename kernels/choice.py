@@ -53,6 +53,15 @@ def has(name: str, implementation: str) -> bool:
     return library.operator(implementation, name) is not None
 
 
+def available(name: str, device: torch.device) -> str:
+    """Return the implementation of a call on `device`: the reference if the device's own one lacks the operation.
+
+    A name that `using` set stays.
+    """
+    choice = chosen(None, device)
+    return choice if ambient() is not None or has(name, choice) else "reference"
+
+
 def operation(
     name: str, implementation: str | None, *tensors: Tensor | None, bare: Sequence[Tensor] | None = None
 ) -> Callable:

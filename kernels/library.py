@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
-from funcrec.kernels import attention, extrema, stacks
+from funcrec.kernels import attention, extrema, stacks, vocabulary
 from funcrec.kernels.forms import (
     accumulation_dtype,
     capacities,
@@ -60,6 +60,7 @@ SCHEMAS = {
     "top_k": "(Tensor queries, Tensor items, Tensor? rows, Tensor? offsets, int k, int bits=0) -> (Tensor, Tensor)",
     **attention.SCHEMAS,
     **extrema.SCHEMAS,
+    **vocabulary.SCHEMAS,
 }
 SUMS = ("coalesce", "expand")
 STACKED = {  # {operator that takes stacks: the names of its arguments}
@@ -70,7 +71,14 @@ STACKED = {  # {operator that takes stacks: the names of its arguments}
         "dims",
     ),
 }  # fmt: skip
-IN_PLACE = {"scatter_rows": "scatter_rows_", "fused_update": "fused_update_"}  # {pure operator: its twin for copies}
+IN_PLACE = {  # {pure operator: its twin for copies}
+    "scatter_rows": "scatter_rows_", "fused_update": "fused_update_", "settle_ids": "settle_ids_",
+}  # fmt: skip
+WRITTEN = {
+    "scatter_rows": 1,
+    "fused_update": 2,
+    "settle_ids": 1,
+}  # how many arguments from the first the twin writes to
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------
@@ -165,6 +173,7 @@ FAKES: dict[str, Callable] = {
     ),
     **attention.FAKES,
     **extrema.FAKES,
+    **vocabulary.FAKES,
     "top_k": _top_k,
 }
 
@@ -295,7 +304,7 @@ def define(
     library.impl(name, fake, "Meta")
     library.impl(name, _without_derivative(namespace, name), "Autograd", with_keyset=True)
     if in_place is not None:
-        _twins[f"{namespace}::{name}"] = in_place, 1 if name == "scatter_rows" else 2
+        _twins[f"{namespace}::{name}"] = in_place, WRITTEN.get(name, 2)
     if not name.endswith("_"):
         op = getattr(getattr(torch.ops, namespace), name).default
         loop = functools.partial(_loop, op)
@@ -341,21 +350,14 @@ def _pure(in_place: Callable, name: str) -> Callable:
     interleave the members of a stack in a table that all members share.
     """
     copy = lambda x: x.clone(memory_format=torch.contiguous_format)
-    if name == "scatter_rows":
+    count = WRITTEN[name]
 
-        def scatter_rows(table, *rest):
-            out = copy(table)
-            in_place(out, *rest)
-            return out
+    def run(*args):
+        copies = [copy(x) if isinstance(x, Tensor) else [copy(y) for y in x] for x in args[:count]]
+        in_place(*copies, *args[count:])
+        return copies[0] if isinstance(copies[0], Tensor) else [y for x in copies for y in x]
 
-        return scatter_rows
-
-    def fused_update(tables, slots, *rest):
-        new_tables, new_slots = [copy(t) for t in tables], [copy(s) for s in slots]
-        in_place(new_tables, new_slots, *rest)
-        return new_tables + new_slots
-
-    return fused_update
+    return run
 
 
 def _loop(op: Callable, info, in_dims, *args):

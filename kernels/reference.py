@@ -36,14 +36,17 @@ from funcrec.kernels.reference_jagged import (
 )
 from funcrec.kernels.reference_quantized import quantize_rows, quantized_rows
 from funcrec.kernels.reference_top_k import top_k
+from funcrec.kernels.reference_vocabulary import admit_ids, find_ids, settle_ids
 from torch import Tensor
 
 __all__ = [
+    "admit_ids",
     "bag_extrema",
     "bag_extrema_transpose",
     "bucketize",
     "coalesce",
     "expand",
+    "find_ids",
     "from_padded",
     "gather_rows",
     "jagged_attention",
@@ -55,6 +58,7 @@ __all__ = [
     "quantized_lookup",
     "quantized_rows",
     "scatter_rows",
+    "settle_ids",
     "take_ranges",
     "take_ranges_transpose",
     "to_padded",

@@ -86,12 +86,22 @@ def _at_random(x: Tensor, key: Tensor) -> Tensor:
     if key.dim():  # With one key per row, each row uses the first words of its own key.
         counter = counter[:1] + torch.zeros_like(counter)
         key = key[:, None]
-    z = (counter + key * GAMMA_INVERSE) * GAMMA  # = key + counter · GAMMA, in an order that compilers keep
-    for shift, factor in MIX:
-        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    z = mix((counter + key * GAMMA_INVERSE) * GAMMA)  # of key + counter · GAMMA, in an order that compilers keep
     parts = (z[:, :, None] >> torch.arange(0, 64, 16, device=x.device)) & 0xFFFF
     drawn = (parts.reshape(num_rows, words * 4)[:, :dim].to(torch.float32) + 0.5) / 65536
     return x.floor() + (drawn < x - x.floor())
+
+
+def mix(z: Tensor) -> Tensor:
+    """Return SplitMix64's finaliser of z, a bijection of i64."""
+    for shift, factor in MIX:
+        z = (z ^ shift_right(z, shift)) * factor
+    return z
+
+
+def shift_right(z: Tensor, by: int) -> Tensor:
+    """Return i64 numbers shifted to the right, with zeros inserted from the left."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:

@@ -52,8 +52,7 @@ def _chosen(x: Tensor) -> str:
     """Return the name of the implementation: the reference on a device whose own one has no attention."""
     if torch.compiler.is_dynamo_compiling():
         return "reference"
-    choice = ops.chosen(None, x.device)
-    return choice if ops.ambient() is not None or ops.has("jagged_attention", choice) else "reference"
+    return ops.available("jagged_attention", x.device)
 
 
 class _Attention(torch.autograd.Function):

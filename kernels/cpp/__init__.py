@@ -31,5 +31,8 @@ from funcrec.kernels.cpp._update import coalesce as coalesce
 from funcrec.kernels.cpp._update import expand as expand
 from funcrec.kernels.cpp._update import fused_update_ as fused_update_
 from funcrec.kernels.cpp._update import generated_update_ as generated_update_
+from funcrec.kernels.cpp._vocabulary import admit_ids as admit_ids
+from funcrec.kernels.cpp._vocabulary import find_ids as find_ids
+from funcrec.kernels.cpp._vocabulary import settle_ids_ as settle_ids_
 
 READS_STACKS = True  # whether pooled_lookup takes a stack of tables as one tensor

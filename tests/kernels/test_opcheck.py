@@ -27,8 +27,16 @@ MAPPED = {  # the positions of the arguments, and of their list members, that vm
     "to_padded": [(0, None)], "from_padded": [(0, None)], "quantized_lookup": [(1, 0), (3, None)],
     "quantized_rows": [(1, None)], "quantize_rows": [(0, None)], "top_k": [(0, None), (1, None)],
     "bag_extrema": [(0, None)], "bag_extrema_transpose": [(0, None)],
+    "find_ids": [(0, None), (1, None)], "admit_ids": [(0, 0), (2, None)], "settle_ids": [(0, 1), (2, None)],
     "jagged_attention": [(0, None), (2, None), (5, None)], "jagged_attention_transpose": [(0, None), (4, None)],
 }  # fmt: skip
+
+
+def vocabulary_of(generator: torch.Generator) -> list[Tensor]:
+    """Return the tensors of a vocabulary of 128 rows, half of them free."""
+    tags = torch.randint(0, 256, (128,), generator=generator) * (torch.arange(128) % 2)
+    entries = torch.stack([torch.arange(128), torch.arange(128) << 32 >> 4], 1)
+    return [tags.to(torch.uint8), entries, torch.randint(0, 3, (128,), generator=generator).to(torch.uint8)]
 
 
 def samples(dim: int = 4, num_rows: int = 9) -> dict[str, tuple]:
@@ -45,6 +53,8 @@ def samples(dim: int = 4, num_rows: int = 9) -> dict[str, tuple]:
     rule = (torch.tensor(0.1, dtype=F64), torch.tensor(3), None, "rowwise_adagrad", [1e-8, 0.0, 0.0, 0.0])
     pairs = (floats(20, 2, dim), floats(20, 2, dim), floats(20, 2, 3), offsets, offsets, floats(2, 5), floats(1, 6))
     pairs += (rows * 7, rows * 5, torch.tensor([1, 0, 2, 9]), 0.5, 1.0, True, True)
+    vocabulary, now, ids = vocabulary_of(generator), torch.tensor(9), torch.randint(0, 30, (20,), generator=generator)
+    changes = reference.admit_ids(vocabulary, now, ids, torch.tensor(15), None, 1, 3, 2, 1 << 53, 3, 5)
     coded = [reference.quantize_rows(x, bits) for x, bits in zip(tables, (8, 4))]
     return {
         "quantized_lookup": (coded, [rows], offsets, weights, features, 2, [8, 4], [dim, 2 * dim]),
@@ -76,6 +86,9 @@ def samples(dim: int = 4, num_rows: int = 9) -> dict[str, tuple]:
         "top_k": (floats(4, dim), tables[0], rows, offsets, 5),
         "bag_extrema": (tables[1], offsets[:3], True, True),
         "bag_extrema_transpose": (floats(2, dim), offsets[:3], torch.tensor([[3], [-1]]).expand(2, dim), 9),
+        "find_ids": (*vocabulary[:2], ids, torch.tensor(15), 3, 5),
+        "admit_ids": (vocabulary, now, ids, torch.tensor(15), None, 1, 3, 2, 1 << 53, 3, 5),
+        "settle_ids": (vocabulary, now, ids, *(changes[i] for i in (0, 6, 1, 2, 5, 7)), 2, 5),
         "jagged_attention": pairs,
         "jagged_attention_transpose": (floats(20, 2, 3), *reference.jagged_attention(*pairs), *pairs),
     }
@@ -113,7 +126,7 @@ def test_opcheck(implementation, device, operation, call):
 
 
 @pytest.mark.needs("fused_update")
-@pytest.mark.parametrize("name", ["scatter_rows", "fused_update"])
+@pytest.mark.parametrize("name", library.IN_PLACE)
 def test_the_form_in_place_writes_what_the_pure_one_returns(implementation, device, name):
     """`name_` leaves in its first arguments the bits that `name` returns. No other argument changes."""
     call, args, before = (
@@ -127,8 +140,8 @@ def test_the_form_in_place_writes_what_the_pure_one_returns(implementation, devi
     want = call(*args)
     assert_trees_close(args, before)
     assert in_place(implementation, name)(*args) is None
-    rest = 1 if name == "scatter_rows" else 2
-    assert_trees_close(args[0] if rest == 1 else [*args[0], *args[1]], want)
+    rest = library.WRITTEN[name]
+    assert_trees_close([*args[0], *args[1]] if rest == 2 else args[0], want)
     assert_trees_close(args[rest:], before[rest:])
 
 
@@ -138,6 +151,7 @@ def huge(name: str) -> tuple[tuple, list[tuple]]:
     num_rows, n, many = 2**33, 2**32, 2**31 + 7
     tables, rows, offsets = [empty(num_rows, 64)], [empty(n, dtype=I64)], empty(many + 1, dtype=I64)
     weights, d, step = empty(n), empty(many, 64), empty((), dtype=I64)
+    vocabulary = [empty(num_rows, dtype=torch.uint8), empty(num_rows, 2, dtype=I64), empty(num_rows, dtype=torch.uint8)]
     terms = ([d], rows, [offsets], [weights], flatten([Segment(0, 0, 0, 0, 0, 0, many, 0, True, 0)]))
     lookup = (rows, offsets, weights, flatten([Feature(0, 0, 0, 0, True, True, 0)]))
     rule = (empty((), dtype=F64), step, None, "rowwise_adagrad", [1e-8, 0.0, 0.0, 0.0])
@@ -145,6 +159,12 @@ def huge(name: str) -> tuple[tuple, list[tuple]]:
     attended = empty(n, 2, 64), empty(n, 2)
     return {
         "jagged_attention": (pairs, [(n, 2, 64), (n, 2)]),
+        "find_ids": ((*vocabulary[:2], rows[0], step, 3, 5), [(n,)]),
+        "admit_ids": ((vocabulary, step, rows[0], step, None, 1, 3, 2, 1 << 53, 3, 5), [*[(n,)] * 7, (4,)]),
+        "settle_ids": (
+            (vocabulary, step, *[rows[0]] * 6, empty(4, dtype=I64), 2, 5),
+            [(num_rows,), (num_rows, 2), (num_rows,)],
+        ),
         "jagged_attention_transpose": ((attended[0], *attended, *pairs), [(n, 2, 64)] * 3 + [(2, 9), (0, 0)]),
         "pooled_lookup": ((tables, *lookup, many), [(many, 64)]),
         "pooled_lookup_weights": ((d, tables, *lookup), [(n,)]),

@@ -39,6 +39,7 @@ from programs.hostile_draw import (
     wide,
 )
 from programs.hostile_updates import UPDATES
+from programs.hostile_vocabularies import VOCABULARIES
 
 library.load("cpp")  # defines torch.ops.funcrec_cpp
 
@@ -320,7 +321,8 @@ OPERATIONS = {
     for f in (
         pooled_lookup, stacked_lookup, pooled_lookup_weights, gather_rows, gather_block, scatter_rows, scatter_block,
         take_ranges, take_ranges_transpose, to_padded, from_padded, bag_extrema, bag_extrema_transpose, bucketize,
-        owner_blocks, quantized_lookup, quantized_rows, quantize_rows, top_k, *ATTENTION, *UPDATES,
+        owner_blocks, quantized_lookup, quantized_rows, quantize_rows, top_k, *ATTENTION, *VOCABULARIES,
+        *UPDATES,
     )
 }  # fmt: skip
 

@@ -1,0 +1,48 @@
+"""The contracts of the operations on vocabularies, as in `ops`. reference_vocabulary.py describes tags and entries.
+
+Shapes: N ids, R rows.
+"""
+
+from collections.abc import Sequence
+
+from funcrec.kernels.choice import operation
+from torch import Tensor
+
+
+def find_ids(
+    tags: Tensor, entries: Tensor, ids: Tensor, valid: Tensor, shared: int, salt: int, *, implementation=None
+) -> Tensor:
+    """Return the row of each id of i[N] in a vocabulary, i64[N].
+
+    An unknown id has one of `shared` rows from R on, or -1 if `shared` is 0. Ids from `valid` (i64[]) on are not read
+    and have row -1. R is a multiple of 128, and not 0.
+    """
+    return operation("find_ids", implementation, tags, bare=[entries, ids, valid])(
+        tags, entries, ids, valid, shared, salt
+    )
+
+
+def admit_ids(state: Sequence[Tensor], *rest, implementation: str | None = None) -> tuple[Tensor, ...]:
+    """Return what a step's ids change in a vocabulary. The result depends on the multiset of valid ids alone.
+
+    Args:
+      state: tags u8[R], entries i64[R, 2] and, if `least` is not 0, sketch u8[R].
+      rest: now (i64[], the step), ids (i[N]), valid (i64[]), scores (i64[R] for policy SCORED, else None), policy, ttl
+        (0 for none), least (of the sketch's count, 0 for none), share (of 2⁵³ draws that admit), shared, salt.
+
+    Returns:
+      rows i64[N] of the ids, after admission, as from `find_ids`; changed i64[N], the rows of admitted ids by
+        descending frequency in each bucket, then -1; their new_ids i64[N], the old_ids i64[N] that they evict, evicted
+        b[N], and counts i64[N] from which theirs begin; missed b[N], whether an id had no row before; numbers i64[4]:
+        distinct ids admitted, evicted, found, refused.
+    """
+    return operation("admit_ids", implementation, state[0])(list(state), *rest)
+
+
+def settle_ids(state: Sequence[Tensor], *rest, implementation: str | None = None) -> list[Tensor]:
+    """Return the state after admission: new ids written, and each seen row with stamp `now` and its count raised.
+
+    Args:
+      rest: now, ids, the rows, missed, changed, new_ids, counts and numbers of `admit_ids`, least, salt.
+    """
+    return operation("settle_ids", implementation, state[0])(list(state), *rest)
