@@ -38,7 +38,9 @@ EXAMPLES: dict[str, str] = {
     "Tensor": "torch.zeros(2, 8)",
     "TrainState": "step.init(params)",
     "TrainStep": "fr.train_step(loss_fn, sparse=sparse, dense=dense)",
+    "Turnover": "fr.admit(fr.vocabulary(1000), torch.tensor([7, 9]))[2]",
     "TwoTower": "fr.models.two_tower(tables, features[:1], features[1:], sizes=(64, 32))",
+    "Vocabulary": "fr.vocabulary(1000)",
     # arguments with one meaning everywhere
     "activation": "torch.relu",
     "address": '"http://127.0.0.1:8080"',

@@ -89,21 +89,31 @@ def shift_right(z: Tensor, by: int) -> Tensor:
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
-def bits(key: Tensor, shape: tuple[int, ...], *, start: int = 0) -> Tensor:
-    """Return the numbers start, start + 1, ... of the key's sequence, i64[shape]."""
-    count = math.prod(shape)
-    counter = torch.arange(start + 1, start + count + 1, device=key.device, dtype=torch.int64)
+def bits(key: Tensor, shape: tuple[int, ...], *, start: int | Tensor = 0) -> Tensor:
+    """Return the numbers start, start + 1, ... of the key's sequence, i64[shape].
+
+    With start i64[M] and shape (M, D), row i has the numbers start[i], start[i] + 1, ...
+    """
+    each = isinstance(start, Tensor)
+    first, count = (0, shape[1]) if each else (start, math.prod(shape))
+    counter = torch.arange(first + 1, first + count + 1, device=key.device, dtype=torch.int64)
+    if each:
+        counter = start[:, None] + counter
     # = key + counter · GAMMA. The sum comes first: outside fr.jit, torch.compile folds arange · GAMMA without wrapping.
     return mix((counter + key * GAMMA_INVERSE) * GAMMA).reshape(shape)
 
 
-def uniform(key: Tensor, shape: tuple[int, ...], *, start: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def uniform(
+    key: Tensor, shape: tuple[int, ...], *, start: int | Tensor = 0, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Return f[shape], drawn uniformly from [0, 1). f32 has 24 random bits and f64 has 53."""
     digits = DIGITS[dtype]
     return shift_right(bits(key, shape, start=start), 64 - digits).to(dtype) * 2.0**-digits
 
 
-def normal(key: Tensor, shape: tuple[int, ...], *, start: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(
+    key: Tensor, shape: tuple[int, ...], *, start: int | Tensor = 0, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Return f[shape], drawn from the normal distribution with mean 0 and variance 1.
 
     Each number is the inverse of the distribution's integral at the midpoint of a cell.

@@ -1,6 +1,9 @@
-"""Tables in few bits: tables stored as codes, to serve a model, and float tables that are trained for such codes."""
+"""Tables that are not plain: stored as codes, trained for such codes, or with rows for ids that come and go."""
 
 import funcrec.core as _core
+from funcrec.kinds._admission import Turnover as Turnover
+from funcrec.kinds._admission import admit as admit
+from funcrec.kinds._admission import expire as expire
 from funcrec.kinds._codes import CODES as CODES
 from funcrec.kinds._codes import bits_of as bits_of
 from funcrec.kinds._codes import dtype_problems as dtype_problems
@@ -11,10 +14,15 @@ from funcrec.kinds._quantized import QuantizedTables as QuantizedTables
 from funcrec.kinds._quantized import dequantize as dequantize
 from funcrec.kinds._quantized import quantize as quantize
 from funcrec.kinds._quantized import stored as stored
+from funcrec.kinds._renewal import grow as grow
+from funcrec.kinds._renewal import renew as renew
 from funcrec.kinds._rounding import as_stored as as_stored
 from funcrec.kinds._rounding import row_keys as row_keys
 from funcrec.kinds._stored_rows import cut_columns as cut_columns
 from funcrec.kinds._stored_rows import join_columns as join_columns
 from funcrec.kinds._stored_rows import stored_width as stored_width
+from funcrec.kinds._vocabulary import Vocabulary as Vocabulary
+from funcrec.kinds._vocabulary import find as find
+from funcrec.kinds._vocabulary import vocabulary as vocabulary
 
 _core.publish(globals())

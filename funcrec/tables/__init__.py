@@ -18,6 +18,7 @@ from funcrec.tables._hashing import hash_lanes as hash_lanes
 from funcrec.tables._hashing import hash_rows as hash_rows
 from funcrec.tables._init import BEHIND as BEHIND
 from funcrec.tables._init import PER_WORD as PER_WORD
+from funcrec.tables._init import id_rows as id_rows
 from funcrec.tables._init import init as init
 from funcrec.tables._init import name_number as name_number
 from funcrec.tables._init import origin_of as origin_of

@@ -60,6 +60,16 @@ def init_rows(key: Tensor, table: TableConfig, start: int, stop: int, *, device=
     return out
 
 
+def id_rows(key: Tensor, table: TableConfig, ids: Tensor) -> Tensor:
+    """Return the rows `ids` of the table that `init` would make, had it a row for each number of 64 bits, [M, D].
+
+    The config has one of funcrec's initializers.
+    """
+    own = random.fold_in(key, name_number(table.name)).to(ids.device)
+    shape = ids.shape[0], table.embedding_dim
+    return table.initializer(own, shape, ids * table.embedding_dim, table.num_embeddings).to(table.dtype)
+
+
 def name_number(name: str) -> int:
     """Return the FNV-1a hash of the name in 31 bits, which is the same in every process, unlike Python's `hash`."""
     number = 0x811C9DC5

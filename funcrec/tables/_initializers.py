@@ -5,12 +5,12 @@ table[r] = initializer(fold_in(key, name), row r)"""
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Key, Problem, Size, check, describe, plain_numbers, random, typed
+from funcrec.core import Count, Form, Key, Problem, Size, check, describe, plain_numbers, random, typed
 
 
 @plain_numbers
@@ -33,8 +33,14 @@ class Initializer:
         check(f"funcrec.{self.kind}", _initializer_problems(self.kind, self.scale))
 
     @typed
-    def __call__(self, key: Key, shape: tuple[Size, Size], start: Size, num_embeddings: Count) -> Tensor:
-        """Return the elements start, start + 1, ... of the table's sequence, as f32[shape]."""
+    def __call__(
+        self, key: Key, shape: tuple[Size, Size], start: Size | Annotated[Tensor, Form("i64[M]")], num_embeddings: Count
+    ) -> Tensor:
+        """Return the elements start, start + 1, ... of the table's sequence, as f32[shape].
+
+        With start i64[M], row i has the elements from start[i] on.
+        """
+        check(f"funcrec.{self.kind}", start_problems(shape, start))
         match self.kind:
             case "uniform":
                 bound = num_embeddings**-0.5 if self.scale is None else self.scale
@@ -98,6 +104,13 @@ def constant(value: float = 0.0) -> Initializer:
 
 
 SCALES = {"uniform": "bound", "normal": "std", "constant": "value", "xavier_normal": ""}
+
+
+def start_problems(shape: tuple[int, int], start: int | Tensor) -> Iterator[Problem]:
+    if isinstance(start, Tensor) and start.shape[0] != shape[0]:
+        yield Problem(
+            "`start` is not one number for each row.", describe(start), f"an int, or i64[{shape[0]}]", "start=0"
+        )
 
 
 def _initializer_problems(kind: object, scale: object) -> Iterator[Problem]:

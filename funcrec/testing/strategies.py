@@ -20,6 +20,7 @@ from torch import Tensor
 
 from funcrec.core import replace
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from funcrec.kinds import Vocabulary, vocabulary
 from funcrec.mesh import Mesh
 from funcrec.sharding import OF_TWO_AXES, Placement, Plan
 from funcrec.tables import FeatureConfig, RowGrads, TableConfig, lookup, modulo, multiply_shift
@@ -278,6 +279,16 @@ def cotangents(draw, it: Lookup) -> KeyedTensor:
     """
     acts = lookup(*it)
     return KeyedTensor(draw(tensors(acts.values.shape, dtype=acts.values.dtype)), acts.keys, acts.dims)
+
+
+@st.composite
+def vocabularies(draw, *, policies: Sequence = ("lru", "lfu", "distance_lfu"), max_buckets: int = 2) -> Vocabulary:
+    """Draw an empty vocabulary. It shrinks to 128 rows, the first policy, and the defaults of other settings."""
+    one, rows = lambda *choices: draw(st.sampled_from(choices)), 128 * draw(st.integers(1, max_buckets))
+    unknown, seed = one("zeros", 1, 3), draw(st.integers(0, 9))
+    return vocabulary(
+        rows, policy=one(*policies), ttl=one(None, 2), admit=one(None, 2, 0.5), unknown=unknown, seed=seed
+    )
 
 
 @st.composite

@@ -88,6 +88,7 @@ MAY_RETURN = (
     Row("one of theirs", r"interop\.from_torchrec", "x", {"torchrec"}),
     Row("known ids that ascend", "data.(uniform|popularity)_negatives", r"known\.values", {"i64[17]"}),
     Row("a mask is any booleans", r"\.bag_filter", "mask", {"bool[3]"}),
+    Row("ids are any integers", r"\.(find|admit)", "ids", {"i64[17]"}),
     Row("an id is any integer", r"\.drop_ids", r"padding\['x'\]", {"7", "-1", "0"}),
     Row("a length of 7", r"nn.position_weights_of_keys", r"max_length\['x'\]", {"7"}),
     Row("a shape", "data.draw", r"shape\[1\]", {"7", "0"}),

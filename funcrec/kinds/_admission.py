@@ -1,0 +1,199 @@
+"""Admit new ids to a vocabulary, and remove old ones.
+
+    vocabulary', rows, turnover = admit(vocabulary, ids)
+
+The result is a function of the step's multiset of ids. It does not depend on their order, on threads or on ranks.
+Shapes: N ids, R rows, M entries of a turnover.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Form, Problem, Size, check, describe, own_errors, pytree, replace, typed
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
+from funcrec.kernels import ops
+from funcrec.kernels.reference_vocabulary import LOWER, halves
+from funcrec.kernels.vocabulary import EVERYONE, SCORED
+from funcrec.kinds._vocabulary import (
+    POLICIES,
+    Ids,
+    Vocabulary,
+    as_bags,
+    flat_ids,
+    id_problems,
+    least_of,
+    vocabulary_problems,
+)
+
+
+@pytree
+class Turnover:
+    """What a step changed in a vocabulary: which rows passed to which ids. The first `count` places hold it.
+
+    Args:
+      rows: i64[M], rows whose id changed; -1 from `count` on.
+      new_ids: i64[M], the row's new id, where `admitted` is true.
+      old_ids: i64[M], the id that had the row before, where `evicted` is true.
+      admitted: b[M], whether the row has a new id.
+      evicted: b[M], whether an id had the row before.
+      count: i64[], the number of changed rows.
+      hits: i64[], how many distinct ids of the step had a row.
+      refused: i64[], how many distinct ids of the step got none.
+
+    Law: hits + admitted.sum() + refused is the number of distinct ids of the step. To replay turnovers in order, from
+      an empty vocabulary, gives the row of each id.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> _, rows, turnover = fr.admit(fr.vocabulary(128), torch.tensor([3, 3, 5]))
+      >>> int(turnover.count), turnover.admitted, sorted(turnover.new_ids[:2].tolist())
+      (2, tensor([ True,  True, False]), [3, 5])
+    """
+
+    rows: Tensor
+    new_ids: Tensor
+    old_ids: Tensor
+    admitted: Tensor
+    evicted: Tensor
+    count: Tensor
+    hits: Tensor
+    refused: Tensor
+
+
+@typed
+def admit(
+    vocabulary: Vocabulary, ids: Ids, *, now: Size | Annotated[Tensor, Form("i64[]")] | None = None
+) -> tuple[Vocabulary, Tensor | JaggedTensor | KeyedJaggedTensor, Turnover]:
+    """Return the vocabulary after a step with these ids, the row of each id, and what changed.
+
+    Ids that have a row keep it: their stamp becomes `now`, and their count rises by the number of their occurrences. Of
+    the others, those that pass `admit` are candidates. In each bucket the candidates come by descending number of
+    occurrences, and take free slots, then slots of ids beyond `ttl`, then slots by the policy. A row that this step
+    reads is never taken. A candidate that finds no slot is refused, and has the row of an unknown id.
+
+    Args:
+      ids: i32 or i64[N], or bags of ids, as in `find`.
+      now: the number of this step, or any clock of whole numbers. None is one more than the last. The clock does not go
+        back: a lower number counts as the last one. Ages are exact below 2³².
+
+    Returns:
+      the new vocabulary; the rows, in the form of `ids`; and a Turnover with N places. A new row holds the numbers of
+      the id that had it before: pass the turnover to `renew` before a lookup.
+
+    Raises:
+      TypeError, ValueError: the ids are not integers, or the vocabulary's tensors do not fit each other.
+
+    Law: a permutation of the ids gives the same vocabulary and turnover, and permuted rows. An id keeps its row until
+      it is evicted. If no bucket ever has more than 128 ids, none is evicted.
+
+    Cost: two lines of memory for each id; for each bucket with new ids and no free slot, its 2 KB. `fr.jit` with the
+      vocabulary donated writes in place. Otherwise the vocabulary is copied.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> users = fr.vocabulary(128)
+      >>> users, rows, turnover = fr.admit(users, torch.tensor([900, 17, 900]))
+      >>> users, again, turnover = fr.admit(users, torch.tensor([17, 900]))
+      >>> bool(rows[0] == again[1]), int(turnover.hits), int(turnover.count)
+      (True, 2, 0)
+    """
+    check("funcrec.admit", vocabulary_problems(vocabulary), id_problems(ids, vocabulary))
+    values, valid = flat_ids(ids)
+    step = vocabulary.now + 1 if now is None else torch.maximum(vocabulary.now, as_step(now, vocabulary.now))
+    given, scores = state_of(vocabulary), scores_of(vocabulary, step)
+    least, salt, policy = least_of(vocabulary.admit), vocabulary.salt, POLICIES.get(vocabulary.policy, SCORED)
+    share = int(vocabulary.admit * EVERYONE) if isinstance(vocabulary.admit, float) else EVERYONE
+    how = policy, vocabulary.ttl or 0, least, share, vocabulary.num_shared, salt
+    choice = ops.available("admit_ids", values.device)
+    found = ops.admit_ids(given, step, values, valid, scores, *how, implementation=choice)
+    rows, changed, new_ids, old_ids, evicted, counts, missed, numbers = found
+    after = ops.settle_ids(
+        given, step, values, rows, missed, changed, new_ids, counts, numbers, least, salt, implementation=choice
+    )
+    admitted = torch.arange(changed.shape[0], device=changed.device) < numbers[0]
+    turnover = Turnover(changed, new_ids, old_ids, admitted, evicted, numbers[0], numbers[2], numbers[3])
+    return with_state(vocabulary, after, step), as_bags(ids, rows), turnover
+
+
+@typed
+def expire(vocabulary: Vocabulary) -> tuple[Vocabulary, Turnover]:
+    """Return the vocabulary without the ids that were not seen for more than `ttl` steps, and their rows.
+
+    Raises:
+      ValueError: the vocabulary has no `ttl`.
+
+    Returns:
+      the new vocabulary, and a Turnover with R places, in which no row has a new id.
+
+    Law: an id stays if now - (the step in which it was last seen) <= ttl.
+
+    Cost: it reads the whole vocabulary.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> users, _, _ = fr.admit(fr.vocabulary(128, ttl=10), torch.tensor([4, 5]))
+      >>> users, _, _ = fr.admit(users, torch.tensor([5]), now=12)
+      >>> users, turnover = fr.expire(users)
+      >>> int(users.num_ids), turnover.old_ids[turnover.evicted]
+      (1, tensor([4]))
+    """
+    check("funcrec.expire", vocabulary_problems(vocabulary), ttl_problems(vocabulary))
+    tags, entries = vocabulary.tags, vocabulary.entries
+    age = (vocabulary.now - halves(entries[:, 1])[0]) & LOWER
+    gone = (tags != 0) & (age > vocabulary.ttl)
+    order = (~gone).to(torch.uint8).argsort(dim=0, stable=True)
+    evicted, none = gone[order], torch.zeros((), dtype=torch.int64, device=tags.device)
+    rows, old_ids = torch.where(evicted, order, -1), torch.where(evicted, entries[:, 0][order], 0)
+    blank = torch.zeros_like(old_ids)
+    turnover = Turnover(rows, blank, old_ids, torch.zeros_like(evicted), evicted, gone.sum(), none, none)
+    tags, entries = torch.where(gone, 0, tags).to(torch.uint8), torch.where(gone[:, None], 0, entries)
+    return replace(vocabulary, tags=tags, entries=entries), turnover
+
+
+def state_of(vocabulary: Vocabulary) -> list[Tensor]:
+    """Return the tensors that a step writes to."""
+    given = [vocabulary.tags, vocabulary.entries]
+    return given if vocabulary.sketch is None else [*given, vocabulary.sketch]
+
+
+def with_state(vocabulary: Vocabulary, state: list[Tensor], now: Tensor) -> Vocabulary:
+    return replace(vocabulary, **dict(zip(("tags", "entries", "sketch"), state, strict=False)), now=now)
+
+
+def as_step(now: int | Tensor, like: Tensor) -> Tensor:
+    return now if isinstance(now, Tensor) else torch.full_like(like, now)
+
+
+def scores_of(vocabulary: Vocabulary, now: Tensor) -> Tensor | None:
+    """Return the scores of a policy that is a function, as i64[R] in the order of its numbers; NaN is the least."""
+    if not callable(vocabulary.policy):
+        return None
+    stamp, count = halves(vocabulary.entries[:, 1])
+    age = (now - stamp) & LOWER
+    with own_errors("funcrec.admit", "policy", age, count, need="(age i64[R], count i64[R]) -> numbers [R]"):
+        x = vocabulary.policy(age, count)
+    check("funcrec.admit", score_problems(x, age))
+    if not x.is_floating_point():
+        return x.to(torch.int64)
+    bits = (x.detach().double() + 0.0).view(torch.int64)  # + 0.0 makes -0.0 equal to 0.0
+    least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    return torch.where(x.isnan(), least, torch.where(bits < 0, bits ^ most, bits))
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def ttl_problems(vocabulary: Vocabulary) -> Iterator[Problem]:
+    if vocabulary.ttl is None:
+        yield Problem("`vocabulary` has no ttl.", f"{vocabulary!r}", "an age after which an id leaves",
+                      "fr.vocabulary(capacity, ttl=1000)")  # fmt: skip
+
+
+def score_problems(x: object, age: Tensor) -> Iterator[Problem]:
+    is_real = isinstance(x, Tensor) and not x.is_complex() and x.dtype != torch.bool
+    if not is_real or x.shape != age.shape or x.device != age.device:
+        need, hint = f"numbers {list(age.shape)}, a score for each row", "policy=lambda age, count: count - age"
+        yield Problem("`policy` returns no score for each row.", describe(x), need, hint, TypeError)

@@ -1,0 +1,177 @@
+"""Rows of tables that follow a vocabulary: new rows for new ids, and rows that move when the vocabulary grows.
+
+    table[row(id)] = initializer(fold_in(key, name), row `id`)        the numbers that `init` gives to row `id`
+
+So the initial numbers of an id depend on the id, the key, the table's name and config, and not on its row or on when it
+came. Shapes: R rows, D dim, M entries of a turnover.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Count, Key, Problem, check, describe, mix, random, replace, typed
+from funcrec.kernels import ops
+from funcrec.kernels.reference_vocabulary import bucket_of
+from funcrec.kernels.vocabulary import SLOTS
+from funcrec.kinds._admission import Turnover
+from funcrec.kinds._vocabulary import MOST_ROWS, Vocabulary, vocabulary_problems
+from funcrec.tables import Initializer, TableConfig, id_rows
+
+Tables = dict[str, Tensor]
+Slots = dict[str, dict[str, Tensor]]
+
+
+@typed
+def renew(
+    tables: Mapping[str, Tensor],
+    slots: Mapping[str, Mapping[str, Tensor]],
+    turnover: Turnover,
+    optimizer: Any,
+    key: Key,
+    configs: Sequence[TableConfig],
+) -> tuple[Tables, Slots]:
+    """Return the tables and slots with initial numbers in the rows that passed to new ids.
+
+    Args:
+      tables: {table: f[R, D]}. Tables without a config in `configs` stay as they are.
+      slots: {table: {slot: f[R, ...]}}, those of `optimizer.init(tables)`.
+      turnover: what `admit` returned. Rows without a new id stay as they are.
+      optimizer: a `RowOptimizer`, whose `init` gives the slots of a new row.
+      key: the key with which `init` made the tables.
+      configs: the tables that follow the vocabulary. Each has one of funcrec's initializers.
+
+    Raises:
+      TypeError, ValueError: a table has no config that fits, another initializer, or slots that belong to no row.
+
+    Law: a new row holds the numbers of row `id` of `init(key, configs)`, if that table has so many rows. Whoever had
+      the row before leaves nothing in it.
+
+    Cost: it draws M rows, and writes the rows that changed. `fr.jit` with tables and slots donated writes in place.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> config = fr.TableConfig("user", num_embeddings=128, embedding_dim=2, initializer=fr.uniform(0.1))
+      >>> sparse = fr.optim.rowwise_adagrad(lr=0.1)
+      >>> tables = {"user": torch.zeros(128, 2)}
+      >>> users, rows, turnover = fr.admit(fr.vocabulary(128), torch.tensor([5]))
+      >>> tables, slots = fr.renew(tables, sparse.init(tables), turnover, sparse, fr.key(0), [config])
+      >>> bool((tables["user"][rows[0]] == fr.init(fr.key(0), [config])["user"][5]).all())
+      True
+    """
+    check("funcrec.renew", renew_problems(tables, slots, turnover, optimizer, configs))
+    random.check_key("funcrec.renew", key)
+    new_tables, new_slots = dict(tables), {n: dict(own) for n, own in slots.items()}
+    count = turnover.admitted.sum()
+    for config in configs:
+        name, table = config.name, tables[config.name]
+        fresh = id_rows(key, config, turnover.new_ids)
+        put = lambda x, new: ops.scatter_rows(x, turnover.rows, count, new)
+        wide = fresh.to(ops.accumulation_dtype(table.dtype))
+        new_tables[name] = put(table, wide)
+        for slot, x in optimizer.init({name: fresh}).get(name, {}).items():
+            old = slots[name][slot]
+            new_slots[name][slot] = put(old.reshape(old.shape[0], -1), x.reshape(x.shape[0], -1)).reshape(old.shape)
+    return new_tables, new_slots
+
+
+@typed
+def grow(
+    vocabulary: Vocabulary, tables: Mapping[str, Tensor], slots: Mapping[str, Mapping[str, Tensor]], times: Count = 2
+) -> tuple[Vocabulary, Tables, Slots]:
+    """Return a vocabulary of `times` times as many rows, with the same ids, and its tables and slots.
+
+    Each bucket becomes `times` buckets, and an id keeps its slot's number within the bucket. Rows without an id are
+    zero. The rows of unknown ids stay the last ones.
+
+    Args:
+      tables: {table: f[V, D]}, all of which follow the vocabulary: V is its `num_embeddings`.
+      slots: {table: {slot: f[V, ...]}}.
+
+    Raises:
+      ValueError: a table or slot has another number of rows, or the vocabulary would be too large.
+
+    Law: lookups of find(v, ids) give the same numbers before and after, and so do later steps, while no bucket was
+      full. Growth by a and then by b is growth by a · b.
+
+    Cost: it reads and writes everything. The shapes change, so compiled steps compile again.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> users, rows, _ = fr.admit(fr.vocabulary(128), torch.arange(100))
+      >>> tables = {"user": torch.randn(128, 2)}
+      >>> larger, grown, _ = fr.grow(users, tables, {})
+      >>> moved = fr.find(larger, torch.arange(100))
+      >>> larger.capacity, bool((grown["user"][moved] == tables["user"][rows]).all())
+      (256, True)
+    """
+    check("funcrec.grow", vocabulary_problems(vocabulary))
+    check("funcrec.grow", size_problems(vocabulary, times), row_problems(vocabulary, tables, slots))
+    num_rows = vocabulary.capacity * times
+    row, live = torch.arange(vocabulary.capacity, device=vocabulary.tags.device), vocabulary.tags != 0
+    bucket = bucket_of(mix(vocabulary.entries[:, 0] ^ vocabulary.salt), num_rows)
+    to = torch.where(live, bucket * SLOTS + row % SLOTS, num_rows)  # rows without an id go to a place that is cut off
+
+    def moved(x: Tensor) -> Tensor:
+        own, shared = x[: vocabulary.capacity], x[vocabulary.capacity :]
+        out = x.new_zeros((num_rows + 1, *x.shape[1:])).index_put((to,), own)[:-1]
+        return torch.cat([out, shared]) if shared.shape[0] else out
+
+    sketch = vocabulary.sketch
+    if sketch is not None:  # Both halves of a bucket may have seen what the bucket saw.
+        sketch = sketch.view(-1, 1, SLOTS).expand(-1, times, SLOTS).flatten()
+    larger = replace(vocabulary, tags=moved(vocabulary.tags), entries=moved(vocabulary.entries), sketch=sketch)
+    grown = {n: {k: moved(x) for k, x in own.items()} for n, own in slots.items()}
+    return larger, {n: moved(t) for n, t in tables.items()}, grown
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def size_problems(vocabulary: Vocabulary, times: int) -> Iterator[Problem]:
+    if vocabulary.capacity * times > MOST_ROWS:
+        yield Problem("`times` is too large.", f"{times}", f"at most {MOST_ROWS} rows", "several vocabularies")
+
+
+def row_problems(vocabulary: Vocabulary, tables: Mapping, slots: Mapping) -> Iterator[Problem]:
+    num_rows = vocabulary.num_embeddings
+    each = [(f"tables[{n!r}]", t) for n, t in tables.items()]
+    each += [(f"slots[{n!r}][{k!r}]", x) for n, own in slots.items() for k, x in own.items()]
+    for path, x in each:
+        if not x.dim() or x.shape[0] != num_rows:
+            got, need = describe(x), f"{num_rows} rows, those of the vocabulary"
+            yield Problem(f"`{path}` does not follow the vocabulary.", got, need, "tables of `num_embeddings` rows")
+
+
+def renew_problems(
+    tables: Mapping, slots: Mapping, turnover: Turnover, optimizer: Any, configs: Sequence[TableConfig]
+) -> Iterator[Problem]:
+    if not callable(getattr(optimizer, "init", None)):
+        yield Problem("`optimizer` does not make slots.", describe(optimizer), "a RowOptimizer",
+                      "fr.optim.rowwise_adagrad(lr=0.1)", TypeError)  # fmt: skip
+    elif waiting := getattr(optimizer, "waiting", ()):
+        need, hint = "slots of one row each", "an optimizer without `accumulate`"
+        yield Problem("`optimizer` keeps gradients for later steps.", f"slots {list(waiting)}", need, hint)
+    rows = turnover.rows
+    if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
+        yield Problem("`turnover.rows` are not rows.", describe(rows), "i64[M], from `admit`", "", TypeError)
+    for config in configs:
+        table = tables.get(config.name)
+        if table is None:
+            got, need = f"tables {list(tables)}", "a table for each config"
+            yield Problem(f"`tables` has no {config.name!r}.", got, need, "configs=those of the vocabulary")
+            continue
+        if table.dim() != 2 or table.shape[1] != config.embedding_dim or table.dtype != config.dtype:
+            got, need = describe(table), f"{config.dtype}[R, {config.embedding_dim}]"
+            yield Problem(f"`tables[{config.name!r}]` is not that of its config.", got, need, "fr.init(key, configs)")
+            continue
+        if not isinstance(config.initializer, Initializer):
+            need = "one of funcrec's initializers, which draw the row of any id"
+            yield Problem(f"The initializer of {config.name!r} is not known.", f"{config.initializer!r}", need,
+                          "fr.uniform(), fr.normal(), fr.xavier_normal() or fr.constant()", TypeError)  # fmt: skip
+        for slot, x in slots.get(config.name, {}).items():
+            if not x.dim() or x.shape[0] != table.shape[0]:
+                got, need = describe(x), f"{table.shape[0]} rows, as the table"
+                yield Problem(f"`slots[{config.name!r}][{slot!r}]` does not belong to rows.", got, need)
