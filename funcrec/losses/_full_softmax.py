@@ -1,9 +1,11 @@
 """Cross entropy over all items, fused with its product: the logits of all queries and items never exist at once.
 
     loss_i = log Σ_r exp ⟨h_i, w_r⟩ / T - ⟨h_i, w_t⟩ / T,   t = target_i
-    d_h = (P - Y) W d / T,   d_W = (P - Y)ᵀ H d / T,   P = softmax(H Wᵀ / T), computed once more
+    d_h = (P - Y) W d / T,   d_W = (P - Y)ᵀ H d / T,   P = softmax(H Wᵀ / T)
 
-Forward and backward pass over chunks of queries. Shapes: N queries, R items, D dim.
+Forward and backward pass over chunks of queries, and compute the logits twice. The cotangents of a weighted sum of
+losses are known up to a factor before its derivative is asked for, so `_SoftmaxSum` computes them with the sum, from
+the same logits. Shapes: N queries, R items, D dim.
 """
 
 from collections.abc import Iterator
@@ -12,15 +14,27 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Form, PositiveMagnitude, Problem, check, one_level_below, typed
+from funcrec.core import (
+    Count,
+    Form,
+    PositiveMagnitude,
+    Problem,
+    any_tracked,
+    check,
+    is_forward,
+    is_in_jvp,
+    is_tracked,
+    one_level_below,
+    typed,
+)
 from funcrec.losses import _chunks  # noqa: F401  defines the operators
-from funcrec.losses._mean import Reduction, can_be_read, reduce, weight_problems
+from funcrec.losses._mean import Reduction, can_be_read, reduce, weight_problems, weights_and_total
 from funcrec.tables import blank_padding
 
 Vectors = Annotated[Tensor, Form("f[N, D]")]
 Weights = Annotated[Tensor, Form("f[N]")] | None
 Items = Annotated[Tensor, Form("f[R, D]")]
-CHUNK_NUMBERS = 2**20  # logits of a chunk: 4 MB in f32, so that they stay in a core's caches
+CHUNK_NUMBERS, CHUNK_QUERIES = 2**18, 64  # logits of a chunk: 1 MB in f32, in a core's second cache; but 64 queries
 
 
 @typed
@@ -43,7 +57,8 @@ def full_softmax(
       weight: f[N] >= 0, or None. An example of weight 0 is padding and is not read, unless a derivative follows the
         weights (`weighted_mean`).
       temperature: T > 0.
-      chunk: the number of queries whose logits exist at once, static. None takes as many as have 2²⁰ logits.
+      chunk: the number of queries whose logits exist at once, static. None takes as many as have 2¹⁸ logits, at least
+        64.
       reduction: "mean" for `weighted_mean`, f[]; "none" for the loss of each example, f[N], 0 for padding.
 
     Floats of 16 bits are computed in f32.
@@ -54,8 +69,9 @@ def full_softmax(
 
     Law: the loss is `cross_entropy(hidden @ items.T / temperature, target)`, and so are all its derivatives.
 
-    Cost: two products of N · R · D for the value, and three times as many with the gradient, which computes the logits
-      once more. Memory for 2 · chunk · R numbers. A second derivative keeps the logits of all chunks.
+    Cost: one product of N · R · D for the value, three for the value and gradient of a mean, and four with
+      reduction="none", where the gradient computes the logits once more. Memory for chunk · R numbers. A second
+      derivative keeps the logits of all chunks.
 
     Example:
       >>> import torch, funcrec as fr
@@ -73,9 +89,29 @@ def full_softmax(
     is_row = (t >= 0) & (t < items.shape[0])
     dtype = torch.promote_types(h.dtype, items.dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    size = chunk or max(1, CHUNK_NUMBERS // max(items.shape[0], 1))
-    own = _FullSoftmax.apply(h.to(wide) / temperature, items.to(wide), torch.where(is_row, t, 0), size)
+    size = chunk or max(CHUNK_QUERIES, CHUNK_NUMBERS // max(items.shape[0], 1))
+    given = h.to(wide) / temperature, items.to(wide), torch.where(is_row, t, 0)
+    if reduction == "mean" and is_sum_enough(hidden, items, weight):
+        return mean_of(*given, is_row, weight, size).to(dtype)
+    own = _FullSoftmax.apply(*given, size)
     return reduce(torch.where(is_row, own, torch.nan).to(dtype), weight, reduction)
+
+
+def is_sum_enough(hidden: Tensor, items: Tensor, weight: Tensor | None) -> bool:
+    """Return whether gradients of the queries or items are wanted, and neither tangents nor gradients of weights."""
+    of_weight = weight is not None and is_tracked(weight)
+    return any_tracked([hidden, items]) and not (of_weight or is_in_jvp() or is_forward())
+
+
+def mean_of(hidden: Tensor, items: Tensor, target: Tensor, is_row: Tensor, weight: Tensor | None, chunk: int) -> Tensor:
+    """Return the weighted mean of the losses, f[]; NaN if the target of an example with weight is no row."""
+    if weight is None:
+        share, total = torch.ones_like(hidden[:, 0]), hidden.shape[0]
+    else:
+        share, total = weights_and_total(weight, hidden.dtype)
+        total = torch.where(total == 0, 1, total)
+    out = _SoftmaxSum.apply(hidden, items, target, torch.where(is_row, share, 0), chunk)[0]
+    return out / total + torch.where(is_row.all(), 0.0, torch.nan)
 
 
 class _FullSoftmax(torch.autograd.Function):
@@ -95,7 +131,7 @@ class _FullSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d):
-        return (*_Cotangents.apply(*ctx.saved_tensors, d, ctx.chunk), None, None)
+        return (*_Cotangents.apply(*ctx.saved_tensors, d, ctx.chunk, None, None, None), None, None)
 
     @staticmethod
     def jvp(ctx, d_hidden, d_items, *no_tangents):
@@ -107,16 +143,47 @@ class _FullSoftmax(torch.autograd.Function):
         return _FullSoftmax.apply(*in_front(info, in_dims, hidden, items, target), chunk), 0
 
 
-class _Cotangents(torch.autograd.Function):
-    """(hidden, items, target, d f[..., N], chunk) -> (d_hidden, d_items). Its derivatives are those of `cotangents`."""
+class _SoftmaxSum(torch.autograd.Function):
+    """(hidden f[..., N, D], items f[..., R, D], target i64[..., N], share f[..., N], chunk) -> (Σ_i share_i loss_i
+    f[...], and what belongs to its transpose: its derivatives by hidden and items)."""
 
     @staticmethod
-    def forward(hidden, items, target, d, chunk):
-        return torch.ops.funcrec_losses.softmax_cotangents(hidden, items, target, d, chunk)
+    def forward(hidden, items, target, share, chunk):
+        return torch.ops.funcrec_losses.softmax_sum(hidden, items, target, share, chunk)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         *tensors, ctx.chunk = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output[1:])
+
+    @staticmethod
+    def backward(ctx, d, *_):
+        hidden, items, target, share, *known = ctx.saved_tensors
+        d = hidden.new_zeros(hidden.shape[:-2]) if d is None else d
+        return (*_Cotangents.apply(hidden, items, target, share * d[..., None], ctx.chunk, d.detach(), *known),) + (
+            None,
+        ) * 3
+
+    @staticmethod
+    def vmap(info, in_dims, hidden, items, target, share, chunk):
+        return _SoftmaxSum.apply(*in_front(info, in_dims, hidden, items, target, share), chunk), (0, 0, 0)
+
+
+class _Cotangents(torch.autograd.Function):
+    """(hidden, items, target, d f[..., N], chunk, factor f[...], known) -> (d_hidden, d_items). Its derivatives are
+    those of `cotangents`. known: two tensors that, times the factor, are the results; or None."""
+
+    @staticmethod
+    def forward(hidden, items, target, d, chunk, factor, *known):
+        if factor is not None:
+            return tuple(x * factor[..., None, None] for x in known)
+        return torch.ops.funcrec_losses.softmax_cotangents(hidden, items, target, d, chunk)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.chunk = inputs[:5]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
@@ -125,10 +192,10 @@ class _Cotangents(torch.autograd.Function):
         hidden, items, target, d = ctx.saved_tensors
         rule = lambda hidden, items, d: cotangents(hidden, items, target, d, ctx.chunk)
         d_hidden, d_items, d_d = torch.func.vjp(rule, hidden, items, d)[1](d_cotangents)
-        return d_hidden, d_items, None, d_d, None
+        return d_hidden, d_items, None, d_d, *(None,) * 4
 
     @staticmethod
-    def jvp(ctx, d_hidden, d_items, _, d_d, __):
+    def jvp(ctx, d_hidden, d_items, _, d_d, *others):
         def rule(tensors, tangents):
             hidden, items, target, d = tensors
             own = [torch.zeros_like(x) if t is None else t for x, t in zip((hidden, items, d), tangents, strict=True)]
@@ -138,8 +205,10 @@ class _Cotangents(torch.autograd.Function):
         return one_level_below(rule, ctx.saved_tensors, [d_hidden, d_items, d_d])
 
     @staticmethod
-    def vmap(info, in_dims, hidden, items, target, d, chunk):
-        return _Cotangents.apply(*in_front(info, in_dims, hidden, items, target, d), chunk), (0, 0)
+    def vmap(info, in_dims, hidden, items, target, d, chunk, *known):
+        front = in_front(info, in_dims, hidden, items, target, d)
+        known = [None if x is None else in_front(info, (at,), x)[0] for x, at in zip(known, in_dims[5:], strict=True)]
+        return _Cotangents.apply(*front, chunk, *known), (0, 0)
 
 
 def in_front(info, in_dims: tuple, *given: Tensor) -> list[Tensor]:

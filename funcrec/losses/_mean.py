@@ -52,13 +52,18 @@ def weighted_mean(values: Numbers, weight: Weights = None) -> Tensor:
     check(call, weight_problems(weight))
     if weight is None:
         return values.mean()
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    w = torch.where((weight >= 0) & (weight < torch.inf), weight, torch.nan).to(dtype)
-    total, ranks = total_weight(w), bound_names()
-    total = pmean(total, ranks) if ranks else total
+    w, total = weights_and_total(weight, torch.promote_types(values.dtype, torch.float32))
     check(call, no_derivative_problems(values, weight, total))
     total = total if is_tracked(weight) else torch.where(total == 0, 1, total)
     return ((w * blank_padding(values, weight)).sum() / total).to(values.dtype)
+
+
+def weights_and_total(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the weights f[B] in a dtype, NaN where one is negative or infinite, and their sum over all ranks and
+    micro-batches as the local mean divides by it, f[]."""
+    w = torch.where((weight >= 0) & (weight < torch.inf), weight, torch.nan).to(dtype)
+    total, ranks = total_weight(w), bound_names()
+    return w, pmean(total, ranks) if ranks else total
 
 
 def reduce(values: Tensor, weight: Tensor | None, reduction: str) -> Tensor:

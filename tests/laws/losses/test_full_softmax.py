@@ -95,6 +95,57 @@ def test_no_tensor_has_all_logits():
     assert sizes.most == n * r
 
 
+class Products(TorchDispatchMode):
+    """The operators of the losses that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "funcrec_losses":
+            self.names.append(func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_value_and_gradient_share_the_logits():
+    """A mean with its gradient makes the logits once. Without a gradient, with tangents, with gradients of weights and
+    without a mean, the value makes them by itself."""
+    ones = torch.ones(N, dtype=torch.float64)
+    either = lambda h, w: full(h, W, weight=w)
+    calls = {
+        ("softmax_sum",): lambda: torch.func.grad_and_value(full, argnums=(0, 1))(H, W),
+        ("softmax_sum", "softmax_sum"): lambda: [grad(either)(H, k * ones) for k in (1, 2)],
+        ("softmax_losses",): lambda: full(H, W),
+        ("softmax_losses", "softmax_cotangents"): lambda: grad(either, argnums=(0, 1))(H, ones),
+    }
+    for want, call in calls.items():
+        with Products() as products:
+            call()
+        assert tuple(products.names) == want
+    with Products() as products:
+        jvp(lambda h: full(h, W), (H,), (H,))
+    assert products.names[:1] == ["softmax_losses"]
+
+
+@given(st.integers(0, 6), st.integers(1, 4), st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_weighted_means_of_any_weights(first, chunk, seed):
+    """The gradients of a weighted mean are those of the whole logits, whatever weights are 0, for cotangents of any
+    size, by plain autograd and mapped over weights."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.rand(3, N, generator=g, dtype=torch.float64) * torch.randint(0, 2, (3, N), generator=g)
+    w[:, first:] = 0
+    w[0, 0] = 1
+    f = lambda h, i, w: full(h, i, weight=w, chunk=chunk).exp()
+    each = lambda h, i, w: (F.cross_entropy(h @ i.T, TARGET, reduction="none") * w).sum() / w.sum().clamp(min=1e-300)
+    want = [grad(lambda h, i, x=x: each(h, i, x).exp(), argnums=(0, 1))(H, W) for x in w]
+    got = vmap(lambda x: grad(lambda h, i: f(h, i, x), argnums=(0, 1))(H, W))(w)
+    torch.testing.assert_close(got, tuple(map(torch.stack, zip(*want))), rtol=1e-12, atol=1e-12)
+    h, i = H.clone().requires_grad_(), W.clone().requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(f(h, i, w[0]), (h, i)), want[0], rtol=1e-12, atol=1e-12)
+
+
 def test_weights_and_padding():
     """A query of weight 0 is not read, whatever it and its target hold. Without any weight the loss is 0."""
     w = torch.tensor([1.0, 2.0, 0.0, 0.5, 0.0, 1.0, 1.0], dtype=torch.float64)
