@@ -24,6 +24,7 @@ if importlib.util.find_spec("triton") is None:
 
 from funcrec.kernels.owners import blocks_by
 from funcrec.kernels.triton import launch
+from funcrec.kernels.triton.attention import jagged_attention, jagged_attention_transpose
 from funcrec.kernels.triton.jagged import bucketize, from_padded, take_ranges, take_ranges_transpose, to_padded
 from funcrec.kernels.triton.lookup import gather_rows, pooled_lookup, pooled_lookup_weights, scatter_rows_
 from funcrec.kernels.triton.segments import coalesce, expand
@@ -32,6 +33,7 @@ from funcrec.kernels.triton.update import fused_update_
 owner_blocks = blocks_by(take_ranges, bucketize, lambda values, device: launch.pack(values, device)[: len(values)])
 
 __all__ = [
-    "bucketize", "coalesce", "expand", "from_padded", "fused_update_", "gather_rows", "owner_blocks", "pooled_lookup",
-    "pooled_lookup_weights", "scatter_rows_", "take_ranges", "take_ranges_transpose", "to_padded",
+    "bucketize", "coalesce", "expand", "from_padded", "fused_update_", "gather_rows", "jagged_attention",
+    "jagged_attention_transpose", "owner_blocks", "pooled_lookup", "pooled_lookup_weights", "scatter_rows_",
+    "take_ranges", "take_ranges_transpose", "to_padded",
 ]  # fmt: skip

@@ -68,7 +68,12 @@ def wide(xs):
 def test_results_are_the_references(ask, known, dtype, shape):
     """Outputs, logarithms and all cotangents agree with the reference in float64, for every mixture of settings, with
     NaN in the padding."""
-    for causal, softmax, mixture in SETTINGS[:: 5 if known.slow else 1]:
+    settings = SETTINGS[:: 5 if known.slow else 1]
+    if known.slow and sum(SHAPES[shape][0]) > 20:
+        if (dtype, shape) != (torch.float32, "kept"):
+            pytest.skip("takes minutes in triton's interpreter")
+        settings = settings[-1:]
+    for causal, softmax, mixture in settings:
         floats, d, rest = drawn(shape, mixture, dtype)
         numbers = 0.4, 7.0, softmax, causal
         out, logs = ask("jagged_attention", *floats, *rest, *numbers)

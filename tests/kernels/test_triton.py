@@ -280,6 +280,13 @@ counts = torch.ones(3, dtype=torch.int64)
 kernels.take_ranges(weights, counts, counts, 8)
 kernels.bucketize(rows[0], offsets, weights, 2, 5)
 kernels.from_padded(kernels.to_padded(d[0], counts, 6, 0.5), counts, 50)
+for dtype, how in ((torch.float32, (True, True)), (torch.bfloat16, (False, True)), (torch.float64, (True, False))):
+    x, at = torch.zeros(40, 2, 24, dtype=dtype), torch.tensor([0, 40])
+    own = [torch.zeros(2, 9, dtype=dtype), torch.zeros(1, 14), *[torch.arange(40)] * 2, torch.tensor([3])]
+    for rest in ([None] * 5, own):
+        given = x, x, x, at, at, *rest, 0.5, 3.0, *how
+        out = kernels.jagged_attention(*given)
+        kernels.jagged_attention_transpose(x, *out, *given)
 print(*sorted(wide))
 """
 
