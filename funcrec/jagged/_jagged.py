@@ -29,7 +29,6 @@ from funcrec.jagged._checks import (
 )
 from funcrec.jagged._lists import bag_list, flat_list, repeats, show_bags, show_buffer, split_list
 from funcrec.jagged._primitives import offsets_of
-from funcrec.kernels.reference_jagged import place_among
 
 Values = Annotated[Tensor, Form("[N, ...]")]
 Weights = Annotated[Tensor, Form("f[N]")]
@@ -204,7 +203,7 @@ class JaggedTensor:
 
 def bag_ids(offsets: Tensor, capacity: int) -> Tensor:
     """Return the bag of each position, i64[capacity]. Positions from offsets[B] on have bag B."""
-    return place_among(offsets, torch.arange(capacity, device=offsets.device, dtype=offsets.dtype)) - 1
+    return primitives.bag_ids(offsets, capacity)
 
 
 def take_ranges(values: Tensor, weights: Tensor | None, starts: Tensor, lengths: Tensor, capacity: int) -> JaggedTensor:

@@ -152,7 +152,8 @@ def sequence_rows(ids: KeyedJaggedTensor, feature: FeatureConfig, num_embeddings
     """Return the rows of a sequence feature, bag by bag. Padding has row -1."""
     bags = sequence_bags(ids, feature)
     rows = hash_rows(bags.values, feature.hash, num_embeddings)
-    return JaggedTensor(torch.where(bags.bag_ids() < bags.num_bags, rows, -1), bags.offsets, bags.weights)
+    inside = torch.arange(bags.capacity, device=rows.device) < bags.offsets[-1]
+    return JaggedTensor(torch.where(inside, rows, -1), bags.offsets, bags.weights)
 
 
 def marked(rows: Tensor, num_embeddings: int) -> Tensor:
