@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 def bag_extrema(values: Tensor, offsets: Tensor, greatest: bool, placed: bool) -> tuple[Tensor, Tensor]:
-    num_bags, size = offsets.shape[0] - 1, values.shape[0]
+    num_bags, size, given = offsets.shape[0] - 1, values.shape[0], values
+    values = values.detach() if placed else values  # the choice has no derivative
     bag, how = _bags(offsets, size), "amax" if greatest else "amin"
     index = _column(bag, values).expand(values.shape)
     start = values.new_full((num_bags + 1, *values.shape[1:]), limit_of(values.dtype, greatest))
@@ -22,7 +23,7 @@ def bag_extrema(values: Tensor, offsets: Tensor, greatest: bool, placed: bool) -
     place = torch.where(is_best, place, torch.full((), size, dtype=dtype, device=values.device))
     last = torch.full((num_bags + 1, *values.shape[1:]), size, dtype=dtype, device=values.device)
     places = last.scatter_reduce(0, index, place, "amin")[:num_bags].long()
-    return picked(values, places, greatest), places
+    return picked(given, places, greatest), places
 
 
 def bag_extrema_transpose(d: Tensor, offsets: Tensor, places: Tensor, num_values: int) -> Tensor:

@@ -29,6 +29,8 @@ from funcrec.jagged._parts import parts_of_examples as parts_of_examples
 from funcrec.jagged._primitives import are_equal as are_equal
 from funcrec.jagged._primitives import is_concrete as is_concrete
 from funcrec.jagged._primitives import offsets_of as offsets_of
+from funcrec.jagged._primitives import placed_extrema as placed_extrema
+from funcrec.jagged._primitives import put_extrema as put_extrema
 from funcrec.jagged._primitives import take_ranges_transpose as take_ranges_transpose
 from funcrec.jagged._reductions import bag_reduce as bag_reduce
 from funcrec.jagged._reductions import bag_softmax as bag_softmax

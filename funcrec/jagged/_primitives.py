@@ -101,17 +101,33 @@ def bag_extrema(values: Tensor, offsets: Tensor, greatest: bool) -> Tensor:
 
     A value's place, the first of equal ones, gets the whole derivative.
     """
+    if not torch.compiler.is_dynamo_compiling() and not is_transformed(values):
+        return _operation("bag_extrema", _with_extrema(values))(values, offsets, greatest, False)[0]
+    return placed_extrema(values, offsets, greatest)[0]
+
+
+def placed_extrema(values: Tensor, offsets: Tensor, greatest: bool) -> tuple[Tensor, Tensor]:
+    """Return (`bag_extrema`, the first place of each such value i64[B, ...], which is N for an empty bag)."""
     choice = _with_extrema(values)
     if not torch.compiler.is_dynamo_compiling() and not is_transformed(values):
-        return _operation("bag_extrema", choice)(values, offsets, greatest, False)[0]
+        return _operation("bag_extrema", choice)(values, offsets, greatest, True)
+    if choice == "reference":
+        return reference.bag_extrema(values, offsets, greatest, True)
     places = _Places.apply(choice, greatest, values.detach(), offsets)
     limit = reference_extrema.limit_of(values.dtype, greatest)
-    return _call(_Map("bag_pick", choice, 0, limit), values, offsets, places)
+    return _call(_Map("bag_pick", choice, 0, limit), values, offsets, places), places
+
+
+def put_extrema(d: Tensor, offsets: Tensor, places: Tensor, num_values: int) -> Tensor:
+    """Return d [B, ...] at its places, and zeros elsewhere, [N, ...], differentiable in d."""
+    return _call(_Map("bag_put", _with_extrema(d), num_values), d, offsets, places)
 
 
 def _with_extrema(x: Tensor) -> str:
     """Return the name of the implementation: the reference on a device whose own one has no extrema."""
     choice = _chosen(x)
+    if choice == "reference":
+        return choice
     return choice if ops.ambient() is not None or ops.has("bag_extrema", choice) else "reference"
 
 

@@ -4,6 +4,7 @@ Shapes: B bags, N ids, R rows, D dim.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -176,3 +177,19 @@ def part_problems(kind: str, grads: object, heights: Mapping[str, int]) -> Itera
 def no_feature(call: str, features: Sequence[FeatureConfig], pooling: str, other: str) -> None:
     got, need = f"poolings {sorted({f.pooling for f in features})}", f"a feature with pooling={pooling!r}"
     fail(call, "no feature is for this lookup.", got=got, need=need, hint=f"funcrec.{other}")
+
+
+def refuse_other_kinds(call: str, tables: Any) -> None:
+    """Raise unless the tables are plain.
+
+    The rows of other kinds of tables are not here to get a tap, for example if the ranks that own them pool the bags.
+    """
+    if not is_plain(tables):
+        fail(
+            call, f"weights of ids are differentiated inside the loss, and the tables are "
+            f"{type(tables).__name__}: their gradient would be lost.",
+            got="`ids.weights` that a grad or jvp inside the loss follows",
+            need="weights that only the loss as a whole is differentiated by",
+            hint="lookup_sequence, then times the weights and a sum over each bag; or tables in one process",
+            kind=TypeError,
+        )  # fmt: skip

@@ -27,6 +27,7 @@ from funcrec.tables._checks import (
     no_feature,
     part_problems,
     read_problems,
+    refuse_other_kinds,
     row_dtype_problems,
     row_problems,
     table_tensor_problems,
@@ -40,7 +41,7 @@ from funcrec.tables._each import (
     to_examples_transpose,
 )
 from funcrec.tables._kinds import LookupResult, is_plain, kind_of_tables, see, table_shapes
-from funcrec.tables._maxima import as_sequences, greatest, in_order, is_max, maxima_transpose, weigh
+from funcrec.tables._maxima import as_sequences, greatest, in_order, is_max, maxima_read, maxima_transpose, weigh
 from funcrec.tables._plain import Tables, marked, pooled_transpose, read_plain, read_rows, sequence_rows
 from funcrec.tables._rowgrads import RowGrads
 from funcrec.tables._tape import Owner, is_followed_inside, open_tables, summed, tapped
@@ -154,8 +155,12 @@ def pooled_of(
     if not maxima:
         return sums_of(call, tables, owners, ids, pooled, implementation)
     acts = sums_of(call, tables, owners, ids, sums, implementation) if sums else None
-    rows = sequences_of(call, tables, owners, ids, as_sequences(maxima), implementation)
-    return in_order(pooled, acts, {k: greatest(x) for k, x in rows.items()})
+    if any(is_followed_inside(ids.weights, o) for o in owners):  # a derivative of the choice's weights needs the rows
+        rows = sequences_of(call, tables, owners, ids, as_sequences(maxima), implementation)
+        return in_order(pooled, acts, {k: greatest(x) for k, x in rows.items()})
+    read = maxima_read(read_kind(call, tables, ids, as_sequences(maxima), implementation))
+    check_room(call, read, owners)
+    return in_order(pooled, acts, tapped(owners, read, "lookup of maxima", maxima))
 
 
 def sums_of(
@@ -380,19 +385,3 @@ def check_room(call: str, read: LookupResult, owners: Sequence[Owner]) -> None:
     """
     if is_checking() and not owners:
         check_values(call, room_problems, read.overflows)
-
-
-def refuse_other_kinds(call: str, tables: Any) -> None:
-    """Raise unless the tables are plain.
-
-    The rows of other kinds of tables are not here to get a tap, for example if the ranks that own them pool the bags.
-    """
-    if not is_plain(tables):
-        fail(
-            call, f"weights of ids are differentiated inside the loss, and the tables are "
-            f"{type(tables).__name__}: their gradient would be lost.",
-            got="`ids.weights` that a grad or jvp inside the loss follows",
-            need="weights that only the loss as a whole is differentiated by",
-            hint="lookup_sequence, then times the weights and a sum over each bag; or tables in one process",
-            kind=TypeError,
-        )  # fmt: skip

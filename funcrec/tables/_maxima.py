@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from funcrec.core import describe, fail, replace
-from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, bag_reduce
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, bag_reduce, placed_extrema, put_extrema
 from funcrec.tables._configs import FeatureConfig
-from funcrec.tables._kinds import is_plain
+from funcrec.tables._kinds import LookupResult, is_plain
 from funcrec.tables._plain import read_plain
 from funcrec.tables._rowgrads import RowGrads
 
@@ -39,7 +39,11 @@ def greatest(rows: JaggedTensor) -> Tensor:
 
 def weigh(rows: Tensor, bags: JaggedTensor) -> Tensor:
     """Return each row times its id's weight, f[N, D], or the rows themselves if there are no weights."""
-    return rows if bags.weights is None else rows * bags.weights[:, None].to(rows.dtype)
+    return times(rows, bags.weights)
+
+
+def times(rows: Tensor, weights: Tensor | None) -> Tensor:
+    return rows if weights is None else rows * weights[:, None].to(rows.dtype)
 
 
 def in_order(features: Sequence[FeatureConfig], sums: KeyedTensor | None, maxima: Mapping[str, Tensor]) -> KeyedTensor:
@@ -49,6 +53,24 @@ def in_order(features: Sequence[FeatureConfig], sums: KeyedTensor | None, maxima
     return KeyedTensor.from_dict({f.name: found[f.name].to(wide) for f in features})
 
 
+def maxima_read(read: LookupResult) -> LookupResult:
+    """Return the lookup of maxima {feature: f[B, D]} that reads the rows of `read`, a lookup of sequences."""
+    sizes, offsets, places, out = {}, {}, {}, {}
+    weights = {k: x.weights for k, x in read.out.items() if x.weights is not None}
+    for k, x in read.out.items():
+        best, places[k] = placed_extrema(weigh(x.values, x), x.offsets, True)
+        sizes[k], offsets[k] = x.values.shape[0], x.offsets
+        out[k] = torch.where((x.lengths > 0)[:, None], best, torch.zeros((), dtype=best.dtype, device=best.device))
+    dtypes = {k: x.dtype for k, x in out.items()}
+
+    def transpose(d_acts: Mapping[str, Tensor] | KeyedTensor, saved: Any) -> dict[str, RowGrads]:
+        of_rows, weights, offsets, places = saved
+        put = lambda k: put_extrema(d_acts[k].to(dtypes[k]), offsets[k], places[k], sizes[k])
+        return read.transpose({k: times(put(k), weights.get(k)) for k in sizes}, of_rows)
+
+    return LookupResult(out, lambda: (read.saved(), weights, offsets, places), transpose, read.overflows)
+
+
 def maxima_transpose(
     call: str, d_acts: KeyedTensor, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], tables: Any
 ) -> dict[str, RowGrads]:
@@ -56,8 +78,5 @@ def maxima_transpose(
     if not isinstance(tables, Mapping) or not is_plain(tables):
         need, hint = "{name: f[R, D]}, whose rows say which id won", "the tables; or value_and_grad of a loss"
         fail(call, "a maximum has no transpose without its tables.", got=describe(tables), need=need, hint=hint)
-    read = read_plain(tables, ids, as_sequences(features))
-    pool = lambda rows: {k: greatest(JaggedTensor(weigh(x, read.out[k]), read.out[k].offsets)) for k, x in rows.items()}
-    acts, pull = torch.func.vjp(pool, {k: x.values for k, x in read.out.items()})
-    (d_rows,) = pull({k: d_acts[k].to(x.dtype) for k, x in acts.items()})
-    return read.transpose(d_rows, read.saved())
+    read = maxima_read(read_plain(tables, ids, as_sequences(features)))
+    return read.transpose(d_acts, read.saved())

@@ -109,6 +109,16 @@ def test_a_compiled_gradient_is_the_eager_one(how):
         assert torch.equal(fr.jit(f)(x), f(x))
 
 
+def test_torch_compile_has_the_eager_gradient():
+    """torch.compile without graph breaks gives the eager value and gradient of bag_reduce."""
+    x, f = points()[0].float(), lambda x: fr.bag_reduce(fr.JaggedTensor(x, OFFSETS), "max")[torch.tensor([0, 2, 3])]
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    outs = [g(y) for g, y in zip((torch.compile(f, fullgraph=True), f), given, strict=True)]
+    for out in outs:
+        out.sum().backward()
+    assert torch.equal(*outs) and torch.equal(given[0].grad, given[1].grad)
+
+
 def test_wrong_arguments_are_refused_before_any_work():
     """Dtypes without an order, and places of another shape, raise in four parts."""
     with pytest.raises(TypeError, match="no extrema"):
