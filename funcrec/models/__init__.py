@@ -13,10 +13,10 @@ from funcrec.models._din import din as din
 from funcrec.models._dlrm import dlrm as dlrm
 from funcrec.models._dlrmv3 import mlperf_dlrmv3 as mlperf_dlrmv3
 from funcrec.models._gru4rec import gru4rec as gru4rec
-from funcrec.models._hstu import History as History
 from funcrec.models._hstu import HstuRanker as HstuRanker
 from funcrec.models._hstu import hstu_ranker as hstu_ranker
 from funcrec.models._hstu import ranker_loss as ranker_loss
+from funcrec.models._hstu_history import History as History
 from funcrec.models._hstu_next import hstu as hstu
 from funcrec.models._ml1m import ml1m as ml1m
 from funcrec.models._model import Model as Model

@@ -26,9 +26,7 @@ from funcrec.core import (
     check,
     fail,
     html_table,
-    kind_of,
     map_tensors,
-    pytree,
     random,
     reduced,
     remade,
@@ -39,6 +37,7 @@ from funcrec.core import (
 from funcrec.jagged import JaggedTensor, joined_bags, take_ranges
 from funcrec.models._deep import width
 from funcrec.models._hstu_checks import CALL, column_problems, hstu_problems, kept_problems
+from funcrec.models._hstu_history import HISTORY, History
 from funcrec.models._hstu_parts import (
     Columns,
     Layers,
@@ -53,24 +52,6 @@ from funcrec.models._hstu_parts import (
 )
 from funcrec.models._model import input_problems, part
 from funcrec.tables import HEAD, Batch, FeatureConfig, Params, TableConfig, init, table_lines
-
-
-@pytree(optional=("fits",))
-class History:
-    """What `encode_history` keeps of each user.
-
-    Args:
-      layers: the keys and values of each layer.
-      last: f[B, D], the normed output of the last position; 0 for a user without any.
-      fits: whether the columns of each user's history fit each other, B bools, if that could not be read; else None.
-    """
-
-    layers: list[nn.Kept]
-    last: Tensor
-    fits: Tensor | None = None
-
-
-HISTORY = kind_of(History)
 
 
 @typed_fields
@@ -163,6 +144,10 @@ def hstu_ranker(
         NaN instead, and those of the others are not.
 
     Law: `apply` gives each candidate the logits that it has as the only candidate, and those of `score`.
+
+    A package takes and answers tensors with a row for each user. `model.apply(params, batch).to_padded(C)` answers a
+    request of history and candidates. `History.to_padded` and `History.from_padded` let one package keep a history, and
+    another score candidates by it.
 
     Example:
       >>> import torch, funcrec as fr

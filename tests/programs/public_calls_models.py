@@ -49,6 +49,7 @@ RANKER = models.hstu_ranker(**RANKER_SETTINGS)
 RANKED = {"x": [[1]], "seen": [[1, 2]], "did": [[1, 2]], "then": [[0, 3]], "next": [[3, 4]], "now": [[9]]}
 RANK_BATCH = fr.Batch(fr.KeyedJaggedTensor.from_lists(RANKED), f32(1, 2))
 RANK_AT = {"params": RANKER.init(KEY), "batch": RANK_BATCH}
+RANKED_KEPT = RANKER.encode_history(**RANK_AT)
 LAYER_NORM, SWISH = nn.layer_norm(4), nn.swish_layer_norm(4)
 LISTED = fr.FeatureConfig("x", table="t", pooling="none")
 SASREC = models.sasrec((TC("t", 6, 4),), LISTED, blocks=1, max_length=3)
@@ -166,8 +167,11 @@ def layers() -> list[Call]:
         hstu_ranker=(models.hstu_ranker, RANKER_SETTINGS), HstuRanker=(models.HstuRanker, RANKER._asdict()),
         ranker_apply=(RANKER.apply, RANK_AT), ranker_train=(RANKER.train_apply, {**RANK_AT, "key": KEY}),
         ranker_encode=(RANKER.encode_history, RANK_AT), ranker_query=(RANKER.query, RANK_AT),
-        ranker_score=(RANKER.score, {"params": RANK_AT["params"], "history": RANKER.encode_history(**RANK_AT),
+        ranker_score=(RANKER.score, {"params": RANK_AT["params"], "history": RANKED_KEPT,
             "batch": RANK_BATCH}),
+        history_to_padded=(RANKED_KEPT.to_padded, {"length": 5}),
+        history_from_padded=(models.History.from_padded, {"keys": f32(2, 1, 3, 1, 2), "values": f32(2, 1, 3, 1, 4),
+            "lengths": i64(3, 0), "time": i64(0, 1, 2, 3, 4, 5).view(2, 3)}),
         ranker_loss=(models.ranker_loss, {"model": RANKER, "losses": (fr.losses.bce,), "weights": None}),
         ranker_loss_fn=(models.ranker_loss(RANKER), {**RANK_AT, "key": KEY}),
         mlperf_dlrmv3=(models.mlperf_dlrmv3, {"max_rows": 10, "embedding_dim": 8, "max_history": 4,

@@ -68,31 +68,79 @@ def test_a_history_is_answered_without_python(program, tmp_path):
             torch.testing.assert_close(got, model.query(params, batch(bags)), rtol=1e-5, atol=1e-5)
 
 
+SEQUENCE = functools.partial(fr.FeatureConfig, pooling="none", max_length=6)
+RANKER = fr.models.hstu_ranker(
+    [fr.TableConfig("item", 50, 6), fr.TableConfig("user", 7, 4)], history=[SEQUENCE("seen", table="item")],
+    candidates=[SEQUENCE("next", table="item")], context=[fr.FeatureConfig("user", table="user", max_length=1)],
+    action="action", time="time", query_time="now", dim=8, hidden=5, head=7, num_positions=4, num_times=8,
+    qk_dim=4, linear_dim=3,
+)  # fmt: skip
+ONE = {"user": [1], "seen": [4, 5, 6], "action": [1, 2, 16], "time": [0, 5, 60], "next": [12, 13], "now": [100]}
+TWO = {"user": [2], "seen": [], "action": [], "time": [], "next": [14, 3, 49, 0, 1, 2], "now": [2000]}
+COLD = {"user": [], "seen": [50], "action": [0], "time": [7], "next": [], "now": []}
+scores = lambda params, batch: RANKER.apply(params, batch).to_padded(6)[:, :, 0]
+
+
+def requests(*bags, keys=tuple(ONE), dense=None):
+    lists = {k: [bag[k] for bag in bags] for k in keys}
+    return fr.Batch(fr.KeyedJaggedTensor.from_lists(lists, dtype=torch.int64), dense=dense)
+
+
 def test_a_request_of_history_and_candidates_is_answered_without_python(program, tmp_path):
     """One request has context, history and candidates: the HSTU ranker scores all candidates in one pass, in C++ as in
     Python. A bag whose columns differ in their lengths answers NaN, and the bags that came with it do not."""
-    feature = functools.partial(fr.FeatureConfig, pooling="none", max_length=6)
-    model = fr.models.hstu_ranker(
-        [fr.TableConfig("item", 50, 6), fr.TableConfig("user", 7, 4)], history=[feature("seen", table="item")],
-        candidates=[feature("next", table="item")], context=[fr.FeatureConfig("user", table="user", max_length=1)],
-        action="action", time="time", query_time="now", dim=8, hidden=5, head=7, num_positions=4, num_times=8,
-    )  # fmt: skip
-    params, predict = model.init(fr.key(0)), lambda params, batch: model.apply(params, batch).to_padded(6)[:, :, 0]
-    one = {"user": [1], "seen": [4, 5, 6], "action": [1, 2, 16], "time": [0, 5, 60], "next": [12, 13], "now": [100]}
-    two = {"user": [2], "seen": [], "action": [], "time": [], "next": [14, 3, 49, 0, 1, 2], "now": [2000]}
-    cold = {"user": [], "seen": [50], "action": [0], "time": [7], "next": [], "now": []}
-    wrong = {**two, "seen": [9, 8], "action": [1, 2, 3], "time": [5, 6]}
-    batch = lambda *bags: fr.Batch(
-        fr.KeyedJaggedTensor.from_lists({k: [bag[k] for bag in bags] for k in one}, dtype=torch.int64)
-    )
-    fr.export(predict, params, batch(one, two), path=tmp_path / "model")
+    params, wrong = RANKER.init(fr.key(0)), {**TWO, "seen": [9, 8], "action": [1, 2, 3], "time": [5, 6]}
+    fr.export(scores, params, requests(ONE, TWO), path=tmp_path / "model")
     with answers.Answers(program, tmp_path / "model") as process:
-        for bags in ([one], [two, one], [cold, two, two, one] * 9):
-            got, want = ask(process, batch(*bags)).outputs[0], predict(params, batch(*bags))
+        for bags in ([ONE], [TWO, ONE], [COLD, TWO, TWO, ONE] * 9):
+            got, want = ask(process, requests(*bags)).outputs[0], scores(params, requests(*bags))
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-        got = ask(process, batch(one, wrong, two)).outputs[0]
+        got = ask(process, requests(ONE, wrong, TWO)).outputs[0]
         assert got[1].isnan().all()
-        torch.testing.assert_close(got[::2], predict(params, batch(one, two)), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got[::2], scores(params, requests(ONE, TWO)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_kept_history_is_scored_without_python(program, tmp_path):
+    """One package answers the keys and values of a history, which a client keeps. Another scores candidates by them, as
+    often as candidates come, and answers what one package of both does. A length outside the keys answers NaN."""
+    params, size = RANKER.init(fr.key(0)), 2 * 7 * 2  # layers, positions and heads; keys have 4 numbers, values 3
+
+    def keep(params, batch):
+        return RANKER.encode_history(params, batch).to_padded(7)
+
+    def score(params, batch):
+        keys, values = batch.dense.split([size * 4, size * 3], 1)
+        keys, values = keys.unflatten(1, (2, 7, 2, 4)), values.unflatten(1, (2, 7, 2, 3))
+        times = batch.ids["kept"]  # its lengths are the numbers of positions
+        history = fr.models.History.from_padded(keys, values, times.lengths, times.to_padded(7))
+        return RANKER.score(params, history, fr.Batch(batch.ids)).to_padded(6)[:, :, 0]
+
+    def second(kept, *bags):
+        keys, values, length, time = kept
+        times = [t[:n].tolist() for t, n in zip(time, length.tolist(), strict=True)]
+        bags = [{**bag, "kept": own} for bag, own in zip(bags, times, strict=True)]
+        dense = torch.cat([keys.flatten(1), values.flatten(1)], 1)
+        return requests(*bags, keys=("next", "now", "kept"), dense=dense)
+
+    first = lambda *bags: requests(*bags, keys=("user", "seen", "action", "time"))
+    kept = tuple(keep(params, first(ONE, TWO)).values())
+    fr.export(keep, params, first(ONE, TWO), path=tmp_path / "keep")
+    fr.export(score, params, second(kept, ONE, TWO), path=tmp_path / "score")
+    with answers.Answers(program, tmp_path / "keep") as keeps, answers.Answers(program, tmp_path / "score") as process:
+        kept = ask(keeps, first(ONE, COLD, TWO)).outputs
+        assert [x.shape for x in kept] == [(3, 2, 7, 2, 4), (3, 2, 7, 2, 3), (3,), (3, 7)]
+        assert ask(keeps, first(ONE, {**ONE, "seen": [1]})).outputs[2].tolist() == [4, -1]
+        for candidates in ([12, 13], [], [49, 48, 47, 1, 0, 12]):
+            bags = [{**bag, "next": candidates} for bag in (ONE, COLD, TWO)]
+            got, want = ask(process, second(kept, *bags)).outputs[0], scores(params, requests(*bags))
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        long = second(kept, ONE, COLD, TWO)
+        long = fr.Batch(
+            fr.KeyedJaggedTensor.from_lists({**long.ids.to_lists(), "kept": [[0] * 4, [0] * 9, [0] * 9]}),
+            dense=long.dense,
+        )
+        got = ask(process, long).outputs[0]
+        assert got[2].isnan().all() and got[0].isfinite().all()
 
 
 def wrong(offsets=None, values=7, bags=2, dense=6, weights=None):

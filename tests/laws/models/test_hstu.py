@@ -80,6 +80,46 @@ def test_a_kept_history_serves_other_candidates():
     torch.testing.assert_close(got.unpad().values, want.unpad().values)
 
 
+@pytest.mark.parametrize("changes", [{}, {"time": None, "query_time": None, "context": [], "num_layers": 3}])
+def test_a_kept_history_is_padded_and_read_again(changes):
+    """A history that went through padded tensors scores candidates with the same bits. A user with more positions than
+    fit raises; where that cannot be read, the scores of this user are NaN, and those of the others are not."""
+    model, params = make(**changes)
+    kept = model.encode_history(params, batch())
+    padded = kept.to_padded(7)
+    assert padded["lengths"].tolist() == kept.layers[0].keys.lengths.tolist() and ("time" in padded) == (not changes)
+    again = fr.models.History.from_padded(**padded)
+    want = model.score(params, kept, batch()).unpad().values
+    assert model.score(params, again, batch()).unpad().values.equal(want)
+    with pytest.raises(ValueError, match="longer than `length`"):
+        kept.to_padded(5 if not changes else 4)
+    with pytest.raises(ValueError, match="lengths"):
+        fr.models.History.from_padded(**{**padded, "lengths": padded["lengths"] + 5})
+
+    def through(params, ids, length, more):
+        padded = model.encode_history(params, fr.Batch(ids)).to_padded(length)
+        history = fr.models.History.from_padded(**{**padded, "lengths": padded["lengths"] + more})
+        return model.score(params, history, fr.Batch(ids))
+
+    fast = fr.jit(through)
+    for length, more in ((4, [0, 0, 0]), (7, [0, 0, 9]), (7, [0, 0, -9])):
+        got = fast(params, batch().ids, length, torch.tensor(more)).unpad().values
+        assert got[3:].isnan().all()
+        torch.testing.assert_close(got[:3], want[:3])
+
+
+def test_a_history_that_does_not_fit_is_not_kept():
+    """Under jit, a user whose columns differ has length -1 and keys of NaN, also with no position; a later call that
+    can read the length raises."""
+    model, params = make(context=[])
+    keep = fr.jit(lambda params, ids: model.encode_history(params, fr.Batch(ids)).to_padded(6))
+    padded = keep(params, batch({**LISTS, "action": [LISTS["action"][0], [1, 2], LISTS["action"][2]]}).ids)
+    assert padded["lengths"].tolist() == [3, -1, 5] and padded["keys"][1].isnan().all()
+    assert padded["keys"][::2].isfinite().all()
+    with pytest.raises(ValueError, match="lengths"):
+        fr.models.History.from_padded(**padded)
+
+
 def test_later_positions_move_nothing_before():
     """The model is causal: a history that goes on leaves the keys, values and outputs of its beginning unchanged."""
     model, params = make()
@@ -243,6 +283,8 @@ def test_empty_batches():
     model, params = make()
     none = {k: [] for k in LISTS}
     assert model.apply(params, batch(none, label=None)).unpad().values.shape == (0, 1)
+    kept = fr.models.History.from_padded(**model.encode_history(params, batch(none)).to_padded(3))
+    assert model.score(params, kept, batch(none, label=None)).unpad().values.shape == (0, 1)
     bare = {k: [[], [], []] if k not in ("user", "now") else x for k, x in LISTS.items()}
     assert model.apply(params, batch(bare, garbage=0)).unpad().values.shape == (0, 1)
     cold = {**bare, "next": LISTS["next"], "next_category": LISTS["next_category"]}
