@@ -43,6 +43,9 @@ from funcrec.mesh import shard as shard
 from funcrec.mesh import shard_map as shard_map
 from funcrec.mesh import unshard as unshard
 from funcrec.grad import accumulate_grads as accumulate_grads
+from funcrec.stores import ColdStore as ColdStore
+from funcrec.stores import file_store as file_store
+from funcrec.stores import memory_store as memory_store
 from funcrec.tables import Batch as Batch
 from funcrec.tables import clip_by_global_norm as clip_by_global_norm
 from funcrec.tables import constant as constant

@@ -21,9 +21,11 @@ from funcrec.files._tensors import write_tensors as write_tensors
 from funcrec.files._whole_file import STALE_S as STALE_S
 from funcrec.files._whole_file import SUFFIX as SUFFIX
 from funcrec.files._whole_file import as_path as as_path
+from funcrec.files._whole_file import fcntl as fcntl
 from funcrec.files._whole_file import flush as flush
 from funcrec.files._whole_file import open_file as open_file
 from funcrec.files._whole_file import raise_os as raise_os
+from funcrec.files._whole_file import raise_unwritten as raise_unwritten
 from funcrec.files._whole_file import write_whole as write_whole
 from funcrec.files._whole_folder import folder_path as folder_path
 from funcrec.files._whole_folder import write_folder as write_folder

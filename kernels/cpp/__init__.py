@@ -21,6 +21,7 @@ from funcrec.kernels.cpp._quantized import planned_lookup as planned_lookup
 from funcrec.kernels.cpp._quantized import quantize_rows as quantize_rows
 from funcrec.kernels.cpp._quantized import quantized_lookup as quantized_lookup
 from funcrec.kernels.cpp._quantized import quantized_rows as quantized_rows
+from funcrec.kernels.cpp._records import move_records as move_records
 from funcrec.kernels.cpp._rules import Generated as Generated
 from funcrec.kernels.cpp._rules import decompositions as decompositions
 from funcrec.kernels.cpp._rules import generate as generate

@@ -5,6 +5,7 @@
 #include "objects.h"
 #include "owners.h"
 #include "parallel.h"
+#include "records.h"
 #include "rows.h"
 #include "top_k.h"
 #include "update.h"
@@ -57,4 +58,5 @@ FUNCREC_ENTRY(owner_blocks)
 FUNCREC_ENTRY(top_k)
 FUNCREC_ENTRY(fused_update)
 FUNCREC_ENTRY(write_out)
+FUNCREC_ENTRY(records)
 FUNCREC_ENTRY(quantized_lookup)

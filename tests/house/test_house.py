@@ -22,7 +22,7 @@ ORDER = (
     ("kernels",),
     ("core",),
     ("tree", "files"),
-    ("jagged",),
+    ("jagged", "stores"),
     ("mesh",),
     ("tables",),
     ("grad",),

@@ -1,0 +1,191 @@
+"""The contract of stores, and the store in memory, which every other store has to equal.
+
+    read(rows) ─▶ records        write(rows, records)        commit(step)  |  rollback() ─▶ step of the last commit
+
+A store is the one value here that changes: it stands outside of programs, and functions get what was read from it.
+
+Shapes: N rows of a call, R rows of the store, W numbers of a record.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Count, Problem, check, fail, is_tracked, is_wrapped, typed
+
+Init = Callable[[Tensor], Tensor]
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+
+
+class ColdStore(NamedTuple):
+    """R records of W numbers each, outside of programs: functions that read, write, commit and take back.
+
+    Fields:
+      read: (rows i[N]) -> the records [N, W], in new memory.
+      write: (rows i[N], records [N, W]) -> None. Of a row that comes twice, the last record stays.
+      commit: (step, an int >= 0) -> None. What was written before is kept, whatever happens afterwards.
+      rollback: () -> the step of the last commit, 0 before the first. What was written after it is undone.
+      close: () -> None. It undoes nothing and commits nothing; no other function may be called afterwards.
+      num_rows, width, dtype: R, W and the dtype of the records.
+
+    Calls from several threads take turns.
+
+    Law: read gives the record that was written last, and for a row that was never written the record of `init`, or
+      zeros. After rollback, all records are those of the last commit.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> store = fr.memory_store(5, 2)
+      >>> store.write(torch.tensor([3, 1]), torch.tensor([[3.0, 3.0], [1.0, 1.0]]))
+      >>> store.commit(10)
+      >>> store.write(torch.tensor([3]), torch.tensor([[0.0, 9.0]]))
+      >>> store.rollback(), store.read(torch.tensor([3, 0]))
+      (10, tensor([[3., 3.],
+              [0., 0.]]))
+    """
+
+    read: Callable[[Tensor], Tensor]
+    write: Callable[[Tensor, Tensor], None]
+    commit: Callable[[int], None]
+    rollback: Callable[[], int]
+    close: Callable[[], None]
+    num_rows: int
+    width: int
+    dtype: torch.dtype
+
+
+@typed
+def memory_store(
+    num_rows: Count, width: Count, *, dtype: torch.dtype = torch.float32, init: Callable[[Tensor], Tensor] | None = None
+) -> ColdStore:
+    """Return a store whose records are in memory. It holds what other stores have to hold, and is their oracle.
+
+    Args:
+      num_rows, width: R and W.
+      dtype: of the records: a float, int64, int32 or uint8.
+      init: (rows i64[N], ascending) -> the records [N, W] of rows that were never written; None for zeros. The record
+        of a row must not depend on the other rows, and is made again whenever such a row is read.
+
+    Raises:
+      ValueError, TypeError: from the functions of the store, for rows outside [0, R), or records of another dtype or
+        shape. Nothing is then written.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> store = fr.memory_store(5, 2, init=lambda rows: rows[:, None].float().expand(-1, 2))
+      >>> store.read(torch.tensor([4, 2]))
+      tensor([[4., 4.],
+              [2., 2.]])
+    """
+    check("funcrec.memory_store", dtype_problems(dtype))
+    kept, is_written, lock = (
+        torch.zeros(num_rows, width, dtype=dtype),
+        torch.zeros(num_rows, dtype=torch.bool),
+        threading.Lock(),
+    )
+    saved = [kept.clone(), is_written.clone(), 0]
+
+    def read(rows: Tensor) -> Tensor:
+        rows = checked_rows("ColdStore.read", rows, num_rows)
+        with lock:
+            new = torch.unique(rows[~is_written[rows]])
+            found = kept.clone() if new.numel() else kept
+            found[new] = first_records(init, new, width, dtype)
+            return found[rows]
+
+    def write(rows: Tensor, records: Tensor) -> None:
+        rows, records = checked_records("ColdStore.write", rows, records, num_rows, width, dtype)
+        with lock:
+            kept[rows], is_written[rows] = records, True
+
+    def commit(step: int) -> None:
+        check("ColdStore.commit", step_problems(step))
+        with lock:
+            saved[:] = kept.clone(), is_written.clone(), step
+
+    def rollback() -> int:
+        with lock:
+            kept.copy_(saved[0])
+            is_written.copy_(saved[1])
+            return saved[2]
+
+    return ColdStore(read, write, commit, rollback, lambda: None, num_rows, width, dtype)
+
+
+def first_records(init: Init | None, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Return the records of rows that were never written."""
+    if init is None or not rows.numel():
+        return torch.zeros(len(rows), width, dtype=dtype)
+    made = init(rows)
+    if not isinstance(made, Tensor) or made.shape != (len(rows), width) or made.dtype != dtype:
+        got = f"{made.dtype}{list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+        fail("ColdStore.read", "`init(rows)` are not the records.", got=got, need=f"{dtype}[{len(rows)}, {width}]")
+    return made.detach().contiguous()
+
+
+def checked_rows(call: str, rows: Tensor, num_rows: int) -> Tensor:
+    """Return rows as i64[N]."""
+    check(call, row_problems(rows, num_rows))
+    return rows.to(torch.int64)
+
+
+def checked_records(
+    call: str, rows: Tensor, records: Tensor, num_rows: int, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return (rows i64[N], ascending, none twice; their records [N, W]). The last one of a row stays."""
+    check(call, row_problems(rows, num_rows), record_problems(rows, records, width, dtype))
+    rows, order = rows.to(torch.int64).sort(stable=True)
+    is_last = torch.ones_like(rows, dtype=torch.bool)
+    is_last[:-1] = rows[1:] != rows[:-1]
+    return rows[is_last], records[order[is_last]]
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def dtype_problems(dtype: torch.dtype) -> Iterator[Problem]:
+    if dtype not in DTYPES:
+        yield Problem("`dtype` is not one of records.", str(dtype), ", ".join(map(str, DTYPES)))
+
+
+def step_problems(step: int) -> Iterator[Problem]:
+    if type(step) is not int or step < 0:
+        yield Problem(
+            "`step` is not a step.", repr(step), "an int >= 0", kind=TypeError if type(step) is not int else ValueError
+        )
+
+
+def plain_problems(name: str, x: Tensor) -> Iterator[Problem]:
+    """A store takes values: no tensor that a transform follows, and none on another device."""
+    if not isinstance(x, Tensor):
+        yield Problem(f"`{name}` is no tensor.", type(x).__name__, "a tensor", kind=TypeError)
+    elif is_wrapped(x) or is_tracked(x):
+        hint = f"{name}.detach(), outside of grad, vmap and jit"
+        yield Problem(f"`{name}` is followed by a transform.", "a tensor that is not a plain value", "values", hint)
+    elif x.device.type != "cpu":
+        yield Problem(f"`{name}` is on another device.", str(x.device), "cpu", f"{name}.cpu()")
+
+
+def row_problems(rows: Tensor, num_rows: int) -> Iterator[Problem]:
+    if found := list(plain_problems("rows", rows)):
+        yield from found
+    elif rows.dtype not in (torch.int64, torch.int32) or rows.dim() != 1:
+        yield Problem("`rows` are not rows.", f"{rows.dtype}{list(rows.shape)}", "i64[N]", kind=TypeError)
+    elif rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
+        yield Problem(
+            "`rows` lie outside the store.",
+            f"{int(rows.min())} to {int(rows.max())}",
+            f"[0, {num_rows})",
+            kind=IndexError,
+        )
+
+
+def record_problems(rows: Tensor, records: Tensor, width: int, dtype: torch.dtype) -> Iterator[Problem]:
+    if found := list(plain_problems("records", records)):
+        yield from found
+    elif isinstance(rows, Tensor) and (records.shape != (*rows.shape, width) or records.dtype != dtype):
+        need = f"{dtype}[{', '.join(map(str, (*rows.shape, width)))}]"
+        yield Problem("`records` do not fit the rows.", f"{records.dtype}{list(records.shape)}", need, kind=TypeError)
