@@ -31,7 +31,8 @@ NOT_HERE = {
     ],
     "writes and reads files": [
         "save", "load", "latest", "Saving", "save_safetensors", "load_safetensors", "write_delta",
-        "export", "load_package", "save_weights", "Package", "publish", "update_server",
+        "export", "load_package", "save_weights", "Package", "publish", "update_server", "ColdStore", "file_store",
+        "memory_store",
     ],
     "runs what it is given, and says numbers": ["fit", "Fitted", "evaluate", "evaluate_retrieval"],
     "stages a function: tests/compile has its laws of tracked inputs": ["jit", "Lowered"],

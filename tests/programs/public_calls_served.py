@@ -13,7 +13,7 @@ import torch
 
 import funcrec as fr
 from funcrec.serve import _export, _manifest, _weights
-from programs.public_values import IDS, LOGGED, MESH, PARAMS, TABLES, Call, f32, rows, with_signature
+from programs.public_values import IDS, LOGGED, MESH, PARAMS, TABLES, Call, f32, i64, rows, with_signature
 
 VERSION = "1"
 BATCH = fr.Batch(IDS, dense=f32(4, 2))
@@ -110,6 +110,12 @@ def served_calls(folder) -> list[Call]:
             "overwrite": True}),
         write_delta=(fr.write_delta, {"path": str(folder / "2.delta"), "delta": fr.delta(LOGGED), **changed}),
         publish=(fr.publish, {"folder": "published", "package": str(there), **told}),
+        file_store=(fr.file_store, {"path": str(folder / "store"), "num_rows": 3, "width": 2, "dtype": torch.float32,
+            "durable": True}),
+        memory_store=(fr.memory_store, {"num_rows": 3, "width": 2, "dtype": torch.float32}),
+        store_read=(fr.memory_store(3, 2).read, {"rows": i64(1, 2)}),
+        store_write=(fr.memory_store(3, 2).write, {"rows": i64(1, 2), "records": f32(2, 2)}),
+        store_commit=(fr.memory_store(3, 2).commit, {"step": 1}),
         update_server=(fr.update_server, {"address": f"http://127.0.0.1:{server.server_port}",
             "folder": str(published), "timeout_s": 1.0}),
     ) + rows("Package",
