@@ -49,7 +49,7 @@ def _move(fd: int, rows: Tensor, records: Tensor, writes: bool, workers: int, im
     if not rows.numel() or not size:
         return
     move = _reference if chosen(implementation, rows.device) == "reference" else cpp.move_records
-    status = move(fd, rows, records, size, writes, workers)
+    status = move(fd, rows.contiguous(), records, size, writes, workers)
     if status < 0:
         raise EOFError("funcrec.kernels.records: the file ends before a record")
     if status:

@@ -23,6 +23,7 @@ STAGES = {
     "grad",
     "compile",
     "kinds",
+    "stores",
     "sharding",
     "planner",
     "train",

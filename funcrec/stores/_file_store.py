@@ -315,7 +315,7 @@ def _about(folder: Path, form: dict[str, Any]) -> dict[str, Any]:
     try:
         text, crc = path.read_bytes().split(b"\n")[:2]
     except OSError as error:
-        raise_os(CALL, error, f"`{folder}` is no store.", f"a folder with {ABOUT}", "a new folder")
+        raise_os(CALL, error, f"`{folder}` is not a store.", f"a folder with {ABOUT}", "a new folder")
     except ValueError:
         text, crc = b"", b""
     if crc != b"%08x" % zlib.crc32(text):

@@ -161,7 +161,7 @@ def step_problems(step: int) -> Iterator[Problem]:
 def plain_problems(name: str, x: Tensor) -> Iterator[Problem]:
     """A store takes values: no tensor that a transform follows, and none on another device."""
     if not isinstance(x, Tensor):
-        yield Problem(f"`{name}` is no tensor.", type(x).__name__, "a tensor", kind=TypeError)
+        yield Problem(f"`{name}` is not a tensor.", type(x).__name__, "a tensor", kind=TypeError)
     elif is_wrapped(x) or is_tracked(x):
         hint = f"{name}.detach(), outside of grad, vmap and jit"
         yield Problem(f"`{name}` is followed by a transform.", "a tensor that is not a plain value", "values", hint)

@@ -87,7 +87,7 @@ def blocks_of(call: str, path: Path, size: int) -> Iterator[tuple[Tensor, Tensor
             return  # the process stopped before the head was written, and so before any block
         magic, start, is_durable = HEAD.unpack(head)
         if magic != MAGIC:
-            fail(call, f"`{path}` is no journal.", got=repr(magic), need=repr(MAGIC), hint="another folder")
+            fail(call, f"`{path}` is not a journal.", got=repr(magic), need=repr(MAGIC), hint="another folder")
         if not is_durable and start.rstrip(b"\0").decode() != machine_start():
             what = "the machine stopped while the store had writes that were not committed."
             hint = "a copy of the folder, or a checkpoint; with durable=True a store survives this"

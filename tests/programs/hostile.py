@@ -11,11 +11,13 @@ sum must be as near to the reference in f64 as their precision allows. Two threa
 Shapes: B bags, N ids, R rows, D dim.
 """
 
+import os
 from collections.abc import Callable
 
 import torch
 from funcrec.kernels import cpp, library, ops, reference
 from funcrec.kernels.forms import accumulation_dtype, row_bytes
+from funcrec.kernels.records import read_records, write_records
 from torch import Tensor
 
 from programs import surroundings
@@ -316,12 +318,32 @@ def owner_blocks(draw: Draw) -> Result:
     return Result(lambda: [*torch.ops.funcrec_cpp.owner_blocks(*given)], [*reference.owner_blocks(*given)])
 
 
+def move_records(draw: Draw) -> Result:
+    """Write records to a file in memory, and read all of them."""
+    count, width, workers = draw.one(1, 64, 65, 300), draw.one(1, 3, 260), draw.one(1, 2, 16)
+    rows = torch.randint(count, (draw.size(),), generator=draw.generator).unique()
+    rows, every = draw.put(rows.to(draw.one(I32, I64))), draw.put(torch.arange(count))
+    records = draw.put(torch.randint(256, (len(rows), width), generator=draw.generator, dtype=torch.uint8))
+
+    def run() -> list[Tensor]:
+        fd, found = os.memfd_create("records"), torch.empty(count, width, dtype=torch.uint8)
+        try:
+            os.truncate(fd, count * width)
+            write_records(fd, rows, records, workers=workers, implementation="cpp")
+            read_records(fd, every, found, workers=workers, implementation="cpp")
+        finally:
+            os.close(fd)
+        return [found]
+
+    return Result(run, [torch.zeros(count, width, dtype=torch.uint8).index_copy(0, rows.long(), records)])
+
+
 OPERATIONS = {
     f.__name__: f
     for f in (
         pooled_lookup, stacked_lookup, pooled_lookup_weights, gather_rows, gather_block, scatter_rows, scatter_block,
         take_ranges, take_ranges_transpose, to_padded, from_padded, bag_extrema, bag_extrema_transpose, bucketize,
-        owner_blocks, quantized_lookup, quantized_rows, quantize_rows, top_k, *ATTENTION, *VOCABULARIES,
+        owner_blocks, quantized_lookup, quantized_rows, quantize_rows, top_k, move_records, *ATTENTION, *VOCABULARIES,
         *UPDATES,
     )
 }  # fmt: skip

@@ -155,7 +155,7 @@ def test_bad_calls_are_refused_and_change_nothing(tmp_path):
             torch.func.vmap(lambda r, store=store: store.read(r[None]))(row)
         with refused(TypeError, "not rows"):
             store.read(torch.tensor([1.0]))
-        with refused(TypeError, "no tensor"):
+        with refused(TypeError, "not a tensor"):
             store.read([1])
         with refused(ValueError, ">= 0"):
             store.commit(-1)
@@ -179,7 +179,7 @@ def test_a_folder_of_another_store_is_refused(tmp_path):
     with refused(ValueError, "was changed"):
         fr.file_store(path, 5, 3, init=init)
     (tmp_path / "other").mkdir()
-    with refused(FileNotFoundError, "is no store"):
+    with refused(FileNotFoundError, "is not a store"):
         fr.file_store(tmp_path / "other", 5, 3)
 
 
