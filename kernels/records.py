@@ -13,11 +13,12 @@ from funcrec.kernels import cpp
 from funcrec.kernels.choice import chosen
 from torch import Tensor, uint8
 
-WORKERS = 16  # a disk answers so many requests at once faster than one after the other
+READERS = 16  # a disk answers so many requests at once faster than one after the other
+WRITERS = 1  # the system writes to one file for one thread at a time
 
 
 def read_records(
-    fd: int, rows: Tensor, records: Tensor, *, workers: int = WORKERS, implementation: str | None = None
+    fd: int, rows: Tensor, records: Tensor, *, workers: int = READERS, implementation: str | None = None
 ) -> None:
     """Read the records of ascending rows into `records`.
 
@@ -28,7 +29,7 @@ def read_records(
 
 
 def write_records(
-    fd: int, rows: Tensor, records: Tensor, *, workers: int = WORKERS, implementation: str | None = None
+    fd: int, rows: Tensor, records: Tensor, *, workers: int = WRITERS, implementation: str | None = None
 ) -> None:
     """Write `records` as the records of ascending rows, none of them twice.
 
