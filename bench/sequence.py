@@ -6,15 +6,19 @@ plain torch and against RecTools.
 The step is that of `python -m funcrec.examples.sequence`: 128 users, 200 positions, dim 64, two blocks, one head, Adam.
 "padded" has a row of 200 places for each user and logits for all of them; "packed" computes logits for the positions
 that have a next item only. Each runs in eager torch and under torch.compile, with fused Adam and
-scaled_dot_product_attention. RecTools' SASRec and HSTU are what its trainer calls, without the trainer. Calls take
-turns in one process, on the same batches; times are CPU times of the process. The law: without dropout, ours, padded
-and packed have the same loss in three steps of training.
+scaled_dot_product_attention. RecTools' SASRec and HSTU are what its trainer calls, without the trainer; its HSTU has
+biases of positions and none of times. Calls take turns in one process, on the same batches; times are CPU times of the
+process. A second process measures memory. The law: without dropout, ours, padded and packed have the same loss in three
+steps of training.
 
 `--rectools` names the site-packages of an environment with RecTools.
 """
 
 import argparse
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -138,6 +142,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rectools", type=Path)
+    parser.add_argument("--memory", action="store_true", help="print only the memory of a call, as JSON")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.rectools:
@@ -164,6 +169,10 @@ def main() -> None:
         return run
 
     calls = {name: next_of(name) for name in cases}
+    if options.memory:
+        interleave(calls, rounds=0, warmup=1)
+        print(json.dumps({name: peak_mb(call, "cpu") for name, call in calls.items()}))
+        return
     times = interleave(calls, rounds=options.rounds, warmup=len(batches), clock=time.process_time)
     lengths = [int(b.ids.offsets[-1]) - b.ids.num_bags for b in batches]
     record("sequence", {
@@ -172,8 +181,18 @@ def main() -> None:
         "threads": options.threads, "law": "green", "worst": digits(worst),
         "cpu_ms": {n: spread(x, 1e3) for n, x in times.items()},
         "ratio": {n: spread(ratios(x, times["funcrec"])) for n, x in times.items() if n != "funcrec"},
-        "call_peak_mb": {name: peak_mb(call, "cpu") for name, call in calls.items()}, "absent": absent,
+        "call_peak_mb": memory(), "absent": absent,
     })  # fmt: skip
+
+
+def memory() -> dict[str, float]:
+    """Return the most MiB that a step of each case adds, measured in a process whose allocator keeps no freed memory
+    above 64 KiB."""
+    run = subprocess.run(
+        [sys.executable, *sys.argv, "--memory"], env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
