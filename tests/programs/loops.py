@@ -17,6 +17,8 @@ METRICS = {
     "rauc": fr.metrics.exact_rauc,
     "cali_free_ne": fr.metrics.cali_free_ne(from_logits=True),
     "loss": fr.metrics.log_loss(from_logits=True),
+    "both": fr.metrics.collect({"mse": fr.metrics.mse(), "mae": fr.metrics.mae()}),
+    "sums": lambda scores, labels, weights: torch.stack([scores.sum(), (labels * weights).sum()]),
 }
 
 
