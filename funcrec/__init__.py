@@ -87,6 +87,8 @@ from funcrec.kinds import renew as renew
 from funcrec.kinds import Turnover as Turnover
 from funcrec.kinds import Vocabulary as Vocabulary
 from funcrec.kinds import vocabulary as vocabulary
+from funcrec.kinds import vocabulary_items as vocabulary_items
+from funcrec.kinds import vocabulary_of as vocabulary_of
 from funcrec.retrieval import build_index as build_index
 from funcrec.retrieval import Index as Index
 from funcrec.retrieval import search_index as search_index

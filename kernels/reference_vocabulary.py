@@ -47,7 +47,7 @@ def admit_ids(
     pinned = _times(rows, hit, num_rows) > 0
     # The distinct missed ids, ascending by h, and how often each was missed.
     h = mix(ids ^ salt)
-    order = _order(_unsigned(h), ~missed)
+    order = order_by(unsigned(h), ~missed)
     sorted_h, place = h[order], torch.arange(n, device=ids.device)
     is_first = missed[order] & ((sorted_h != sorted_h.roll(1)) | (place == 0))
     group = is_first.cumsum(0) - 1
@@ -58,12 +58,14 @@ def admit_ids(
     seen = times if least == 0 else times + _sketched(state[2], new_h)
     drawn = shift_right(mix(new_h + GAMMA * (now + 1)), 11)
     fits = is_new & (seen >= least) & (drawn < share)
-    by = _order(-seen, bucket, ~fits)
+    by = order_by(-seen, bucket, ~fits)
     fits, bucket, seen = fits[by], bucket[by], seen[by]
     starts = torch.where((bucket != bucket.roll(1)) | (place == 0), place, 0).cummax(0).values
     rank = place - starts
     slot, kind, old_score = _slots(tags, entries, pinned, now, scores, policy, ttl, bucket, rank)
-    wins = (kind < LIVE) | (_score(policy, torch.zeros_like(seen), seen, seen) > old_score) | (policy in (LRU, SCORED))
+    wins = (
+        (kind < LIVE) | (score_of(policy, torch.zeros_like(seen), seen, seen) > old_score) | (policy in (LRU, SCORED))
+    )
     admitted = fits & (rank < SLOTS) & (kind < PINNED) & wins
     taken = bucket * SLOTS + slot
     # A missed id's row is the row that it got, or that of unknown ids.
@@ -71,7 +73,7 @@ def admit_ids(
     row_of = torch.zeros_like(row_of).scatter(0, by, row_of)[group.clamp(0)]
     rows = torch.where(hit, rows, torch.where(missed, torch.zeros_like(rows).scatter(0, order, row_of), -1))
     # The admitted ones in front.
-    front = _order(~admitted)
+    front = order_by(~admitted)
     admitted, taken, new_ids = admitted[front], taken[front], new_ids[by][front]
     evicted = admitted & (tags[taken] != 0)
     counts = torch.where(admitted, (seen - times[by])[front], 0)
@@ -97,7 +99,7 @@ def settle_ids(
     num_rows, place = tags.shape[0], torch.arange(changed.shape[0], device=changed.device)
     is_new = (place < numbers[0]) & (changed >= 0) & (changed < num_rows)
     put = lambda x, new: _put(x, changed, is_new, new)
-    tags, keys = put(tags, _tag(mix(new_ids ^ salt))), put(entries[:, 0], new_ids)
+    tags, keys = put(tags, tag_of(mix(new_ids ^ salt))), put(entries[:, 0], new_ids)
     stamp, count = halves(entries[:, 1])
     stamp, count = put(stamp, (now & LOWER).expand(changed.shape)), put(count, counts.clamp(0, LOWER))
     times = _times(rows, (rows >= 0) & (rows < num_rows), num_rows)
@@ -125,7 +127,7 @@ def _find(tags: Tensor, entries: Tensor, ids: Tensor, salt: int) -> Tensor:
     h = mix(ids ^ salt)
     slots = torch.arange(SLOTS, device=ids.device)
     rows = bucket_of(h, tags.shape[0])[:, None] * SLOTS + slots
-    same = (tags[rows] == _tag(h)[:, None]) & (entries[:, 0][rows] == ids[:, None])
+    same = (tags[rows] == tag_of(h)[:, None]) & (entries[:, 0][rows] == ids[:, None])
     return torch.where(same.any(1), torch.where(same, rows, tags.shape[0]).amin(1), -1)
 
 
@@ -134,7 +136,8 @@ def bucket_of(h: Tensor, num_rows: int) -> Tensor:
     return shift_right(shift_right(h, 32) * (num_rows // SLOTS), 32)
 
 
-def _tag(h: Tensor) -> Tensor:
+def tag_of(h: Tensor) -> Tensor:
+    """Return the tag of each hashed id, u8."""
     return (h & 255).clamp(min=1).to(torch.uint8)
 
 
@@ -159,7 +162,7 @@ def _sketched(sketch: Tensor, h: Tensor) -> Tensor:
     return torch.minimum(sketch[first], sketch[second]).long()
 
 
-def _score(policy: int, age: Tensor, count: Tensor, scores: Tensor) -> Tensor:
+def score_of(policy: int, age: Tensor, count: Tensor, scores: Tensor) -> Tensor:
     """Return what a policy compares, i64. The live row with the least score goes first, among equal ones the oldest."""
     if policy == LRU:
         return torch.zeros_like(age)
@@ -176,13 +179,13 @@ def _slots(tags, entries, pinned, now, scores, policy, ttl, bucket, rank) -> tup
     age = (now - stamp) & LOWER
     kind = torch.where((age > ttl) & (ttl > 0), EXPIRED, LIVE)
     kind = torch.where(tags[rows] == 0, FREE, torch.where(pinned[rows], PINNED, kind))
-    score = torch.where(kind == LIVE, _score(policy, age, count, age if scores is None else scores[rows]), 0)
-    order = _order(torch.where(kind == FREE, 0, -age), score, kind)
+    score = torch.where(kind == LIVE, score_of(policy, age, count, age if scores is None else scores[rows]), 0)
+    order = order_by(torch.where(kind == FREE, 0, -age), score, kind)
     at = order.gather(1, rank.clamp(max=SLOTS - 1)[:, None])
     return at[:, 0], kind.gather(1, at)[:, 0], score.gather(1, at)[:, 0]
 
 
-def _order(*keys: Tensor) -> Tensor:
+def order_by(*keys: Tensor) -> Tensor:
     """Return the stable order of the last dimension by the last key, then by the key before it, and so on."""
     order = keys[0].argsort(dim=-1, stable=True)
     for key in keys[1:]:
@@ -190,7 +193,7 @@ def _order(*keys: Tensor) -> Tensor:
     return order
 
 
-def _unsigned(h: Tensor) -> Tensor:
+def unsigned(h: Tensor) -> Tensor:
     """Return numbers that are ordered as h is without a sign."""
     return h ^ torch.iinfo(torch.int64).min
 

@@ -24,5 +24,7 @@ from funcrec.kinds._stored_rows import stored_width as stored_width
 from funcrec.kinds._vocabulary import Vocabulary as Vocabulary
 from funcrec.kinds._vocabulary import find as find
 from funcrec.kinds._vocabulary import vocabulary as vocabulary
+from funcrec.kinds._vocabulary_items import vocabulary_items as vocabulary_items
+from funcrec.kinds._vocabulary_items import vocabulary_of as vocabulary_of
 
 _core.publish(globals())

@@ -6,7 +6,7 @@ The result is a function of the step's multiset of ids. It does not depend on th
 Shapes: N ids, R rows, M entries of a turnover.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import torch
@@ -168,13 +168,17 @@ def as_step(now: int | Tensor, like: Tensor) -> Tensor:
 
 
 def scores_of(vocabulary: Vocabulary, now: Tensor) -> Tensor | None:
-    """Return the scores of a policy that is a function, as i64[R] in the order of its numbers; NaN is the least."""
+    """Return the scores of all rows by a policy that is a function, i64[R], or None for the other policies."""
     if not callable(vocabulary.policy):
         return None
     stamp, count = halves(vocabulary.entries[:, 1])
-    age = (now - stamp) & LOWER
+    return scores_at(vocabulary.policy, (now - stamp) & LOWER, count)
+
+
+def scores_at(policy: Callable, age: Tensor, count: Tensor) -> Tensor:
+    """Return the numbers of a function of ages and counts, as i64 in the same order; NaN is the least."""
     with own_errors("funcrec.admit", "policy", age, count, need="(age i64[R], count i64[R]) -> numbers [R]"):
-        x = vocabulary.policy(age, count)
+        x = policy(age, count)
     check("funcrec.admit", score_problems(x, age))
     if not x.is_floating_point():
         return x.to(torch.int64)

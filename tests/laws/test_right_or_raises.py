@@ -50,7 +50,9 @@ NOT_HERE = {
         "unshard",
     ],
     "bag_filter, which is here, by a mask of ids": ["drop_ids"],
-    "of ids, which have no derivative": ["vocabulary", "Vocabulary", "find", "admit", "expire", "Turnover"],
+    "of ids, which have no derivative": [
+        "vocabulary", "Vocabulary", "vocabulary_items", "vocabulary_of", "find", "admit", "expire", "Turnover",
+    ],
     "puts drawn or moved rows into tables: test_vocabulary_rows": ["renew", "grow"],
     "takes ranges of ids, as lookup_sequence, which is here": ["sequence_ids"],
     "a folder, made of what is here": ["data", "interop", "kernels", "metrics", "models", "nn", "optim"],

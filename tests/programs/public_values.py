@@ -26,6 +26,7 @@ ACTS = fr.lookup(TABLES, IDS, FEATURES)
 ROWS = fr.lookup_sequence(TABLES, IDS, SEQUENCES)
 DENSE = {"w": f32(8), "b": f32()}
 USERS, _, TURNOVER = fr.admit(fr.vocabulary(128, ttl=5, unknown=1), i64(1, 2, 3))
+USER_ITEMS = {k: x for k, x in fr.vocabulary_items(USERS).items() if k != "rows"}
 USER_TABLES = {"user": f32(129, 2)}
 QUANTIZED, FAKE = fr.quantize(TABLES), fr.fake_quantize(TABLES, scales="learned")
 PARAMS = fr.Params(TABLES, DENSE)

@@ -194,3 +194,36 @@ def test_what_does_not_fit_is_refused(message, call):
     """Tables, configs, optimizers and factors that do not fit raise an error that names them."""
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+@given(frs.vocabularies(policies=("lru", "lfu", "distance_lfu", lambda age, count: count - age)), st.integers(0, 99))
+def test_a_list_makes_the_vocabulary_again(it, seed):
+    """The list of a vocabulary makes one of any size with the same ids, ages and counts, whatever the list's order,
+    and the vocabulary goes on from it."""
+    draws = torch.Generator().manual_seed(seed)
+    for _ in range(3):
+        it, *_ = fr.admit(it, torch.randint(-99, 99, (150,), generator=draws))
+    items = fr.vocabulary_items(it)
+    n = int(items["count"])
+    assert n == int(it.num_ids) and torch.equal(fr.find(it, items["ids"][:n]), items["rows"][:n])
+    garbage = {k: torch.cat([x[:n].flip(0), torch.full((4,), -7)]) if x.dim() else x for k, x in items.items()}
+    for capacity in (it.capacity, 1024):
+        empty = fr.vocabulary(capacity, policy=it.policy, ttl=it.ttl, unknown=it.unknown, seed=it.seed)
+        made, rows = fr.vocabulary_of(empty, items)
+        same(fr.vocabulary_of(empty, garbage), (made, torch.cat([rows[:n].flip(0), torch.full((4,), -1)])))
+        assert torch.equal(fr.find(made, items["ids"][:n]), rows[:n])
+        again = fr.vocabulary_items(made)
+        same([again[k][:n] for k in ("ids", "ages", "counts")], [items[k][:n] for k in ("ids", "ages", "counts")])
+        assert int(again["count"]) == n and int(made.now) == int(it.now)
+        _, _, turnover = fr.admit(made, items["ids"][:n])
+        assert int(turnover.hits) == n and int(turnover.count) == 0
+
+
+def test_of_too_many_ids_the_policy_keeps_its_own():
+    """A smaller vocabulary keeps the ids that its policy would keep, and says that the others have no row."""
+    it, *_ = fr.admit(fr.vocabulary(1024), torch.arange(200).repeat_interleave(torch.arange(200) + 1))
+    items = fr.vocabulary_items(it)
+    made, rows = fr.vocabulary_of(fr.vocabulary(128, policy="lfu"), items)
+    assert sorted(items["ids"][rows >= 0].tolist()) == [*range(72, 200)] and int(made.num_ids) == 128
+    twice = {k: torch.cat([x[:200], x[:200]]) if x.dim() else x * 2 if k == "count" else x for k, x in items.items()}
+    assert int(fr.vocabulary_of(fr.vocabulary(1024), twice)[0].num_ids) == 200
