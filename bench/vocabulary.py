@@ -1,0 +1,144 @@
+"""Measures vocabularies: ids found and admitted a second, beside TorchRec's and FBGEMM's managed collision.
+
+    .venv/bin/python bench/vocabulary.py           # 1 M rows; --large: also 16 M
+
+find: rows of ids, without a change. admit: a step of training, with stamps, counts and new ids. Times are CPU times of
+one thread, from interleaved calls; a call has 262,144 ids, drawn uniformly from those that have a row (80 % of all
+rows), except a share that is new. searchsorted is torch's binary search among the same ids. TorchRec's MCH module
+makes room once in EVERY steps, FBGEMM's operator only reads on a CPU.
+"""
+
+import argparse
+import itertools
+import time
+import warnings
+
+import torch
+from measure import digits, interleave, ratios, record, spread
+
+import funcrec as fr
+
+NUM_IDS, LOAD, EVERY, WARMUP = 2**18, 0.8, 8, 2
+LAST = 2**62
+
+
+def drawn(num_rows: int, new: float, count: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the ids that have a row, and `count` batches of ids, of which a share was never seen."""
+    generator = torch.Generator().manual_seed(num_rows)
+    held = torch.randint(0, LAST, (int(LOAD * num_rows),), generator=generator).unique()
+
+    def batch() -> torch.Tensor:
+        ids = held[torch.randint(0, held.shape[0], (NUM_IDS,), generator=generator)]
+        fresh = torch.randint(0, LAST, (NUM_IDS,), generator=generator)
+        return torch.where(torch.rand(NUM_IDS, generator=generator) < new, fresh, ids)
+
+    return held, [batch() for _ in range(count)]
+
+
+# -- contenders --------------------------------------------------------------------------------------------------
+
+
+def searchsorted(held: torch.Tensor):
+    rows = torch.randperm(held.shape[0])
+
+    def find(ids):
+        at = torch.searchsorted(held, ids).clamp(max=held.shape[0] - 1)
+        return torch.where(held[at] == ids, rows[at], -1)
+
+    return find
+
+
+def zero_collision_hash(held: torch.Tensor, num_rows: int):
+    """Return FBGEMM's reading of a table of identities, which ids fill here by the probe that its operator makes."""
+    import fbgemm_gpu.sparse_ops  # noqa: F401 (registers the operators)
+
+    identities, _ = torch.ops.fbgemm.create_zch_buffer(num_rows, long_type=True)
+    read = lambda ids, most: torch.ops.fbgemm.zero_collision_hash(
+        ids, identities, most, circular_probe=True, readonly=True
+    )[0]
+    table = [-1] * num_rows
+    for i, place in zip(held.tolist(), read(held, 1).tolist(), strict=True):
+        while table[place] >= 0:
+            place = (place + 1) % num_rows
+        table[place] = i
+    identities.copy_(torch.tensor(table)[:, None])
+    return lambda ids: read(ids, 128)
+
+
+def mch_module(held: torch.Tensor, num_rows: int):
+    """Return TorchRec's module, in which the ids have a row."""
+    from torchrec import JaggedTensor
+    from torchrec.modules.mc_modules import LRU_EvictionPolicy, MCHManagedCollisionModule
+
+    policy = LRU_EvictionPolicy(decay_exponent=1.0)
+    module = MCHManagedCollisionModule(num_rows, torch.device("cpu"), policy, eviction_interval=EVERY)
+    lengths = torch.ones(1, dtype=torch.int64)
+    run = lambda ids: module({"f": JaggedTensor(ids, lengths=lengths * ids.shape[0])})["f"].values()
+    for part in held.split(NUM_IDS):
+        for _ in range(EVERY):  # the first batch's size times EVERY is all that its history holds
+            run(part)
+    return module, run
+
+
+def funcrec_state(held: torch.Tensor, num_rows: int) -> fr.Vocabulary:
+    return fr.admit(fr.vocabulary(num_rows), held)[0]
+
+
+# -- cases -------------------------------------------------------------------------------------------------------
+
+
+def find(num_rows: int, new: float, rounds: int) -> None:
+    """Record the speed of readings of known ids, and of ids of which a share is unknown."""
+    held, batches = drawn(num_rows, new, rounds + WARMUP)
+    it = funcrec_state(held, num_rows)
+    module, mch = mch_module(held, num_rows)
+    module.eval()
+    calls = {"funcrec": lambda ids: fr.find(it, ids), "searchsorted": searchsorted(held), "TorchRec MCH": mch}
+    calls["FBGEMM zero_collision_hash"] = zero_collision_hash(held, num_rows)
+    refused = int((fr.find(it, held) < 0).sum())
+    kept = held[fr.find(it, held) >= 0]
+    told = {name: call(kept).unique().numel() / kept.shape[0] for name, call in calls.items()}  # 1: no collision
+    write("find", num_rows, new, calls, batches, rounds, {"refused": refused, "distinct_rows": told})
+
+
+def admit(num_rows: int, new: float, rounds: int) -> None:
+    """Record the speed of steps, EVERY of them in a call."""
+    held, batches = drawn(num_rows, new, EVERY * (rounds + WARMUP))
+    step, state = fr.jit(fr.admit, donate=("vocabulary",)), [funcrec_state(held, num_rows)]
+    _, mch = mch_module(held, num_rows)
+
+    def ours(ids):
+        state[0], rows, _ = step(state[0], ids)
+        return rows
+
+    write("admit", num_rows, new, {"funcrec": ours, "TorchRec MCH": mch}, batches, rounds, {}, EVERY)
+
+
+def write(case: str, num_rows: int, new: float, calls: dict, batches: list, rounds: int, more: dict, steps: int = 1):
+    turns = {n: itertools.cycle(batches) for n in calls}
+    of = lambda name, call: lambda: [call(next(turns[name])) for _ in range(steps)]
+    timed = {n: of(n, c) for n, c in calls.items()}
+    times = interleave(timed, rounds=rounds, warmup=WARMUP, clock=time.thread_time)
+    speeds = {n: spread([steps * NUM_IDS / x for x in t], 1e-6) for n, t in times.items()}
+    first, *others = times
+    ratio = {n: spread(ratios(times[n], times[first])) for n in others}
+    shape = {"rows": num_rows, "ids": NUM_IDS, "load": LOAD, "new": digits(new)}
+    record("vocabulary", {"case": case, "threads": 1, "shape": shape, "m_ids_per_s": speeds, "ratio": ratio, **more})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--large", action="store_true", help="16 M rows too")
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for num_rows in (2**20, *([2**24] if options.large else [])):
+        for new in (0.0, 1.0):
+            find(num_rows, new, options.rounds)
+        for new in (0.0, 0.01, 0.1):
+            admit(num_rows, new, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
