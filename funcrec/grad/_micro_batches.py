@@ -34,6 +34,7 @@ from funcrec.core import (
     typed,
 )
 from funcrec.grad._value_and_grad import loss_and_aux, value_grad_and_overflows
+from funcrec.jagged import part_problems
 from funcrec.kernels import library
 from funcrec.mesh import P, Part, axis_size, cut, flatten_parts, is_jagged
 from funcrec.tables import Bags, Params, RowGrads
@@ -297,6 +298,10 @@ def size_problems(leaves: Sequence[Any], k: int) -> Iterator[Problem]:
     elif sizes[0] % k:
         hint = "pad with examples of weight 0 (fr.data.loader(pad_last=True)), or another `num_micro_batches`"
         yield Problem("`batch` is not cut evenly.", f"{sizes[0]} examples", f"a multiple of {k}", hint)
+    else:
+        for x in leaves:
+            if is_jagged(x) and getattr(x, "inverse", None) is not None:
+                yield from part_problems(x, "batch", k)
 
 
 def aux_problems(columns: Sequence[tuple], structures: Sequence[Any], size: int) -> Iterator[Problem]:

@@ -54,7 +54,7 @@ def windowed(metric: Metric, num_updates: Count) -> Metric:
         check("funcrec.metrics.windowed.compute", leading_problems(state, num_updates, "updates"))
         return metric.compute(tree_map(lambda x: x.sum(0), state))
 
-    return Metric(init, update, compute)
+    return metric._replace(init=init, update=update, compute=compute)
 
 
 @typed
@@ -95,7 +95,7 @@ def grouped(metric: Metric, num_groups: Count) -> Metric:
         check("funcrec.metrics.grouped.compute", leading_problems(state, num_groups, "groups"))
         return vmap(metric.compute)(state)
 
-    return Metric(init, update, compute)
+    return metric._replace(init=init, update=update, compute=compute)
 
 
 @typed
@@ -114,13 +114,15 @@ def recalibrated(metric: Metric, coefficient: PositiveMagnitude) -> Metric:
     Source: He et al., "Practical lessons from predicting clicks on ads at Facebook" (ADKDD 2014), §6.3; TorchRec.
     """
 
+    check("funcrec.metrics.recalibrated", logit_problems(metric))
+
     def update(state, predictions, labels, weights=None):
         check("funcrec.metrics.recalibrated.update", probability_problems(predictions))
         check("funcrec.metrics.recalibrated.update", chance_problems(predictions, weights))
         p = torch.where((predictions >= 0) & (predictions <= 1), predictions.double(), torch.nan)
         return metric.update(state, p / (p + (1 - p) / coefficient), labels, weights)
 
-    return Metric(metric.init, update, metric.compute)
+    return metric._replace(update=update)
 
 
 @typed
@@ -144,7 +146,7 @@ def unweighted(metric: Metric) -> Metric:
             weights = torch.where(is_right, (weights != 0).double(), torch.nan)
         return metric.update(state, predictions, labels, weights)
 
-    return Metric(metric.init, update, metric.compute)
+    return metric._replace(update=update)
 
 
 @typed
@@ -169,7 +171,7 @@ def labelled(metric: Metric) -> Metric:
                 labels, weights = torch.where(missing, 0, labels), torch.where(missing, 0, w)
         return metric.update(state, predictions, labels, weights)
 
-    return Metric(metric.init, update, metric.compute)
+    return metric._replace(update=update)
 
 
 @typed
@@ -207,7 +209,7 @@ def per_task(metric: Metric, num_tasks: Count) -> Metric:
         check("funcrec.metrics.per_task.compute", leading_problems(state, num_tasks, "tasks"))
         return vmap(metric.compute)(state)
 
-    return Metric(init, update, compute)
+    return metric._replace(init=init, update=update, compute=compute)
 
 
 @typed
@@ -233,7 +235,7 @@ def named(metric: Metric, names: Sequence[str]) -> Metric:
         check("funcrec.metrics.named.compute", value_problems(found, names))
         return {name: tree_map(lambda x: x[i], found) for i, name in enumerate(names)}  # noqa: B023
 
-    return Metric(metric.init, metric.update, compute)
+    return metric._replace(compute=compute)
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -290,6 +292,12 @@ def chance_problems(predictions: Tensor, weights: object) -> Iterator[Problem]:
     if predictions.dim() == 1 and (weights is None or isinstance(weights, Tensor)):
         need, hint = "probabilities in [0, 1], no NaN", "predictions.sigmoid(), and a metric without from_logits"
         yield from range_problems(predictions, "predictions", 0, 1, need, weights, hint)
+
+
+def logit_problems(metric: Metric) -> Iterator[Problem]:
+    if metric.from_logits is not False:
+        got = "from_logits=True" if metric.from_logits else "some with from_logits=True"
+        yield Problem("`metric` takes logits.", got, "probabilities", "the metric without from_logits")
 
 
 def column_problems(predictions: object, labels: object, weights: object, num_tasks: int) -> Iterator[Problem]:

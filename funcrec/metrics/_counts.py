@@ -103,4 +103,4 @@ def _of_missing(name: str, total: str) -> Metric:
             labels = torch.isnan(labels).to(torch.float64)
         return inner.update(state, predictions, labels, weights)
 
-    return Metric(inner.init, update, inner.compute)
+    return inner._replace(update=update)

@@ -35,7 +35,7 @@ def histogram(name: str, num_bins: int, from_logits: bool, compute: Callable[[Te
         check(f"funcrec.metrics.{name}.compute", histogram_problems(state, num_bins))
         return compute(*state)
 
-    return Metric(init, update, checked_compute)
+    return Metric(init, update, checked_compute, from_logits)
 
 
 def precision_and_recall(negative: Tensor, positive: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,6 +45,7 @@ class Metric(NamedTuple):
     labels: one for each example: floats, integers or booleans in [0, 1]. mse, rmse and mae take any finite ones;
       multiclass_accuracy takes classes below C; metrics of lists take bags of rows; grouped and by_session take
       (labels, groups).
+    from_logits: whether predictions are logits. None: several metrics, only some of which take logits.
     weights: [B] >= 0 and finite, or None for ones. An example of weight 0 is padding, unless a derivative follows the
       weights.
 
@@ -66,6 +67,7 @@ class Metric(NamedTuple):
     init: Callable[..., State]
     update: Callable[..., State]
     compute: Callable[[State], Any]
+    from_logits: bool | None = False
 
 
 def collect(metrics: Mapping[str, Metric]) -> Metric:
@@ -91,7 +93,8 @@ def collect(metrics: Mapping[str, Metric]) -> Metric:
     def compute(state):
         return {name: m.compute(state[name]) for name, m in metrics.items()}
 
-    return Metric(init, update, compute)
+    of_each = {m.from_logits for m in metrics.values()}
+    return Metric(init, update, compute, of_each.pop() if len(of_each) == 1 else None)
 
 
 def merge(a: State, b: State) -> State:
@@ -131,7 +134,7 @@ def sums(
         check(f"funcrec.metrics.{name}.compute", state_problems(state, names))
         return compute(state)
 
-    return Metric(init, update, checked_compute)
+    return Metric(init, update, checked_compute, from_logits is True)
 
 
 def as_doubles(

@@ -67,12 +67,14 @@ def by_session(metric: Metric) -> Metric:
         value = vmap(metric.compute)(tree_map(lambda x: x.index_select(0, with_value), each))
         return _added(mean, state, torch.where(has_value, value, torch.nan), _greatest(w, session))
 
-    return Metric(mean.init, update, mean.compute)
+    return mean._replace(update=update, from_logits=metric.from_logits)
 
 
 @typed
 def top_k_of_session(metric: Metric, k: Count, *, rank_labels: bool = False) -> Metric:
     """Make a metric: `metric` of predictions that are 1 for the k highest of their session, and 0 for the others.
+
+    A metric of logits gets the logits of 1 and 0, which are infinite.
 
     predictions: f[B], no NaN. labels: (labels, i[B] sessions). Equal predictions are both among the k or both not: an
     example is if fewer than k examples of its session have a higher prediction.
@@ -89,6 +91,7 @@ def top_k_of_session(metric: Metric, k: Count, *, rank_labels: bool = False) -> 
     Source: TorchRec's SessionMetricDef of top_threshold and run_ranking_of_labels.
     """
     of_labels = FINITE if rank_labels else CHANCES
+    check("funcrec.metrics.top_k_of_session", mixed_problems(metric))
 
     def update(state, predictions, labels, weights=None):
         call = "funcrec.metrics.top_k_of_session.update"
@@ -96,10 +99,11 @@ def top_k_of_session(metric: Metric, k: Count, *, rank_labels: bool = False) -> 
         y, sessions = labels
         check(call, example_problems(predictions, y, weights, ANY, of_labels=of_labels))
         p, y, w = examples(predictions, y, weights, ANY, of_labels)
-        is_top = lambda x: (_rank(x, w, sessions) < k).double()
-        return metric.update(state, is_top(p), is_top(y) if rank_labels else y, w)
+        is_top = lambda x: _rank(x, w, sessions) < k
+        top = torch.where(is_top(p), torch.inf, -torch.inf) if metric.from_logits else is_top(p).double()
+        return metric.update(state, top, is_top(y).double() if rank_labels else y, w)
 
-    return Metric(metric.init, update, metric.compute)
+    return metric._replace(update=update)
 
 
 @typed
@@ -163,7 +167,7 @@ def session_ndcg(k: Count | None = None, *, exponential: bool = False) -> Metric
         value = torch.where(best > 0, reached / torch.where(best > 0, best, 1), torch.nan)
         return _added(mean, state, value, _greatest(w, session))
 
-    return Metric(mean.init, update, mean.compute)
+    return mean._replace(update=update)
 
 
 def _sorted(x: Tensor, w: Tensor, sessions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -212,6 +216,12 @@ def _added(mean: Metric, state, value: Tensor, weight: Tensor):
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def mixed_problems(metric: Metric) -> Iterator[Problem]:
+    if metric.from_logits is None:
+        need, hint = "all of logits or all of probabilities", "top_k_of_session of each, then collect"
+        yield Problem("`metric` joins metrics of logits and of probabilities.", "both", need, hint)
 
 
 def sum_problems(total: Any, whole: Any) -> Iterator[Problem]:

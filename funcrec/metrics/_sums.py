@@ -177,7 +177,7 @@ def nmse() -> Metric:
 def nrmse() -> Metric:
     """Make a metric: the square root of `nmse`. Source: TorchRec's NRMSE."""
     mean = nmse()
-    return Metric(mean.init, mean.update, lambda state: mean.compute(state).sqrt())
+    return mean._replace(compute=lambda state: mean.compute(state).sqrt())
 
 
 def mse() -> Metric:

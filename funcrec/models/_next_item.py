@@ -15,7 +15,7 @@ from funcrec import losses
 from funcrec.core import Count, PositiveMagnitude, Problem, UnitInterval, check, random, typed
 from funcrec.jagged import JaggedTensor
 from funcrec.models._model import input_problems
-from funcrec.models._sequence import SequenceModel, looked_up, shifted
+from funcrec.models._sequence import SequenceModel, history_of, looked_up, shifted
 from funcrec.tables import Batch, Params
 
 
@@ -68,7 +68,7 @@ def next_item_loss(
         random.check_key(call, key)
         check(call, input_problems(params, batch, 0))
         for_model, for_draw = random.split(key)
-        inputs, targets = shifted(batch.ids[history.key], model.max_length)
+        inputs, targets = shifted(history_of(batch, history), model.max_length)
         h = model.train_hidden(params, inputs, for_model).values
         weight = weight_of(inputs, batch.weight, h.dtype)
         if num_negatives is None:

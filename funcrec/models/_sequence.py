@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, html_table, random, reduced, replace, typed_fields
+from funcrec.core import Count, Problem, check, html_table, random, reduced, tree_leaves, typed_fields
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, take_ranges
 from funcrec.models._model import input_problems
 from funcrec.nn import Layer
@@ -26,6 +26,7 @@ from funcrec.tables import (
     feature_list_problems,
     feature_table_problems,
     lookup_sequence,
+    sequence_ids,
     table_lines,
     table_list_problems,
 )
@@ -87,12 +88,13 @@ def sequence_model(
 
     def query(params: Params, batch: Batch) -> Tensor:
         check(f"{call}.query", input_problems(params, batch, 0))
-        return last_of(hidden(params, batch.ids[history.key], None))
+        return last_of(hidden(params, history_of(batch, history), None))
 
     def items(params: Params) -> Tensor:
-        rows = torch.arange(table.num_embeddings, device=params.tables[table.name].device)
-        bag = JaggedTensor(rows, torch.tensor([0, len(rows)], device=rows.device))
-        return looked_up(params.tables, replace(history, max_length=None), bag).values
+        device = next(x.device for x in tree_leaves(params.dense) if isinstance(x, Tensor))
+        rows = torch.arange(table.num_embeddings, device=device)
+        bag = JaggedTensor(rows, torch.tensor([0, len(rows)], device=device))
+        return looked_up(params.tables, history, bag).values
 
     return SequenceModel(
         tuple(tables),
@@ -104,6 +106,11 @@ def sequence_model(
         hidden,
         max_length,
     )
+
+
+def history_of(batch: Batch, history: FeatureConfig) -> JaggedTensor:
+    """Return the history of each example, i[N]."""
+    return sequence_ids(batch.ids, (history,))[history.name]
 
 
 def looked_up(tables: Any, feature: FeatureConfig, bags: JaggedTensor) -> JaggedTensor:
@@ -143,3 +150,6 @@ def history_problems(history: FeatureConfig) -> Iterator[Problem]:
         got = "a hash" if history.hash is not None else "weighted=True"
         need, hint = "ids that are rows, without weights", "rows by fr.data.vocabulary(); the next item is a row, too"
         yield Problem("the feature of the history does not name rows of items.", got, need, hint)
+    if history.max_length is not None:
+        what, got = "the feature of the history cuts off the latest items.", f"max_length={history.max_length}"
+        yield Problem(what, got, "a feature without max_length", "max_length of the model, which keeps the latest")

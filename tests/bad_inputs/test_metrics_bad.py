@@ -43,6 +43,12 @@ ROWS = [
     ("a group of 2", lambda: update(metrics.grouped(metrics.ctr(), 2), P, (Y, Y + 1)), ValueError, "labels[1][1] = 2"),
     ("a coefficient of 0", lambda: metrics.recalibrated(metrics.ctr(), 0.0), ValueError, "`coefficient` is out of"),
     (
+        "a metric of logits is not recalibrated",
+        lambda: metrics.recalibrated(metrics.log_loss(from_logits=True), 0.1),
+        ValueError,
+        "`metric` takes logits",
+    ),
+    (
         "recalibrated logits",
         lambda: update(metrics.recalibrated(metrics.ctr(), 0.1), P + 3, Y),
         ValueError,

@@ -167,3 +167,20 @@ def test_each_task_has_its_column(weights):
         torch.testing.assert_close(f(*rows), want)
         torch.testing.assert_close(vmap(f)(*(x[None] for x in rows))[0], want)
         torch.testing.assert_close(fr.jit(f)(*rows), want)
+
+
+@given(rows=examples(), k=st.integers(1, 4))
+def test_the_top_of_a_session_as_logits(rows, k):
+    """top_k_of_session of a metric of logits equals that of the metric of probabilities. Metrics of both kinds, joined
+    by collect, raise."""
+    p, y, w, sessions = rows
+    y = (y > 1).double()
+    for metric in (metrics.binary_precision, metrics.accuracy, metrics.binary_recall):
+        got, want = (
+            value(metrics.top_k_of_session(metric(from_logits=is_logit), k), p, (y, sessions), w)
+            for is_logit in (True, False)
+        )
+        assert float(got) == near(want)
+    both = metrics.collect({"a": metrics.accuracy(), "b": metrics.accuracy(from_logits=True)})
+    with pytest.raises(ValueError, match="logits and of probabilities"):
+        metrics.top_k_of_session(both, k)

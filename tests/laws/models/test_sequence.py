@@ -219,6 +219,14 @@ def test_a_step(name, how):
     assert_trees_close(both, fr.tree.map(lambda *xs: torch.stack(xs), *news), rtol=1e-6, atol=1e-8)
 
 
+PLACEMENTS = {
+    "rows": fr.row_wise("data"),
+    "columns": fr.column_wise("data"),
+    "whole": fr.table_wise("data", rank=1),
+    "replicas": fr.replicated(),
+}
+
+
 @EACH
 def test_on_ranks(name):
     """On two ranks, with the item table cut by rows, a step equals that of one process on the whole batch."""
@@ -234,6 +242,37 @@ def test_on_ranks(name):
     torch.testing.assert_close(on_ranks["loss"], metrics["loss"])
     torch.testing.assert_close(fr.gather_tables(got.tables, mesh)["item"], want.tables["item"])
     assert_trees_close(got.dense, want.dense, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_on_ranks_with_another_table(place):
+    """On two ranks all placements of the item table, after another table of its dim, give the step of one process."""
+    tables = (fr.TableConfig("user", 7, D, dtype=torch.float64), *TABLES)
+    model = fr.models.gru4rec(tables, HISTORY, num_hidden=6, max_length=L)
+    how = {"sparse": fr.optim.sgd(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+    loss_fn, batch = fr.models.next_item_loss(model), batch_of([*BAGS, [3, 4]])
+    params = fr.tree.to(model.init(fr.key(0)), dtype=torch.float64)
+    plain, mesh = fr.train_step(loss_fn, **how), fr.Mesh.emulated(data=2)
+    want, metrics = plain(plain.init(params), batch)
+    plan = fr.Plan({"user": fr.replicated() if place == "replicas" else fr.row_wise("data"), "item": PLACEMENTS[place]})
+    step = fr.train_step(loss_fn, **how, mesh=mesh, plan=plan)
+    got, on_ranks = step(step.init(params), batch)
+    torch.testing.assert_close(on_ranks["loss"], metrics["loss"])
+    torch.testing.assert_close(fr.gather_tables(got.tables, mesh)["item"], want.tables["item"])
+
+
+@EACH
+def test_shared_histories_are_those_of_examples(name):
+    """Histories that `dedup_bags` stores once give the queries and the weighted loss of histories stored for each
+    example."""
+    model, params, key = MODELS[name], params_of(name), fr.key(1)
+    bags, weight = [[1, 2, 3], [4, 5], [1, 2, 3], [], [4, 5]], torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0]).double()
+    each = weighed(bags, weight)
+    shared = fr.core.replace(each, ids=fr.dedup_bags(each.ids))
+    assert shared.ids.num_bags < 5
+    torch.testing.assert_close(model.query(params, shared), model.query(params, each))
+    loss_fn = fr.models.next_item_loss(model)
+    torch.testing.assert_close(loss_fn(params, shared, key=key), loss_fn(params, each, key=key))
 
 
 @EACH
@@ -256,7 +295,14 @@ def test_bad_input():
     """A pooled or hashed history, a dim that the heads do not divide and losses without negatives raise."""
     pooled, hashed = fr.FeatureConfig("h", table="item"), fr.FeatureConfig("h", "item", "none", hash=fr.modulo())
     weighted = fr.FeatureConfig("h", "item", "none", weighted=True)
-    for feature, part in ((pooled, "is pooled"), (hashed, "does not name rows"), (weighted, "does not name rows")):
+    cut = fr.FeatureConfig("h", "item", "none", max_length=3)
+    wrong = {
+        pooled: "is pooled",
+        hashed: "does not name rows",
+        weighted: "does not name rows",
+        cut: "cuts off the latest",
+    }
+    for feature, part in wrong.items():
         with pytest.raises(ValueError, match=part):
             fr.models.sasrec(TABLES, feature)
     with pytest.raises(ValueError, match="`heads` does not divide"):

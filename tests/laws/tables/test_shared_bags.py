@@ -220,6 +220,21 @@ def test_an_unknown_number_of_ids_is_refused():
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
+def test_micro_batches_share_no_bag():
+    """Micro-batches of examples that share bags across them raise. With num_parts they give the gradients of the
+    batch."""
+    ids = fr.KeyedJaggedTensor.from_lists({"a": [[1], [2], [3], [4]] * 2})
+    params, feature = fr.Params({"t": torch.randn(5, 2)}, {}), fr.FeatureConfig("a", table="t")
+    loss = lambda params, ids: fr.lookup(params.tables, ids, [feature]).values.square().mean()
+    with pytest.raises(ValueError, match=r"(?s)share a bag across 4 parts.*num_parts=4"):
+        fr.accumulate_grads(loss, 4)(params, fr.dedup_bags(ids))
+    (got, grads), (want, plain) = (
+        fr.accumulate_grads(loss, k)(params, fr.dedup_bags(ids, num_parts=4)) for k in (4, 1)
+    )
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(grads.tables["t"].to_dense(), plain.tables["t"].to_dense())
+
+
 def test_strides_need_an_inverse():
     """Features with different numbers of bags and no inverse indices raise an error that names lookup_each."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[1], [0]]})
