@@ -80,6 +80,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="compile the step")
     parser.add_argument("--out", type=Path, default=Path("runs/hstu"), help="a folder for result.json")
     options = parser.parse_args(argv)
+    for name in ("users", "items", "length", "candidates", "history", "eval_users", "batch_size"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if options.timestamps <= HELD_OUT:
         parser.error(f"--timestamps must be more than {HELD_OUT}, the held-out ones")
     options.out.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,9 @@ def bag_reduce(bags: JaggedTensor, reduce: Literal["sum", "mean", "max", "min", 
 
     Args:
       bags: bags without weights; multiply the values by the weights first.
-      reduce: an empty bag has sum and mean 0, prod 1, logsumexp -inf, and the least or greatest number of the dtype as
-        max or min. Of equal values the first is the greatest or the least, and gets the whole derivative.
+      reduce: an empty bag has sum and mean 0, prod 1, logsumexp -inf, and as max or min the least or greatest number of
+        the dtype, which is infinite for floats. Of equal values the first is the greatest or the least, and gets the
+        whole derivative.
 
     Returns:
       the dtype of the values; i64 for a sum or a product of integers. Floats of 16 bits are computed in f32.

@@ -290,6 +290,9 @@ def vector_problems(name: str, count: str, x: object) -> Iterator[Problem]:
     if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
         need, hint = f"f[{count}, D]", "model.query and model.candidate, of fr.models.two_tower"
         yield Problem(f"`{name}` are not vectors.", describe(x), need, hint, TypeError)
+    elif bool(x.isnan().any()):
+        at, hint = int(x.isnan().any(1).to(torch.int8).argmax()), "parameters of a run that did not diverge"
+        yield Problem(f"`{name}` have NaN.", f"NaN in row {at}", "numbers", hint)
 
 
 def weight_problems(w: object, queries: Tensor) -> Iterator[Problem]:

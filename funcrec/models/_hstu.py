@@ -36,7 +36,14 @@ from funcrec.core import (
 )
 from funcrec.jagged import JaggedTensor, joined_bags, take_ranges
 from funcrec.models._deep import width
-from funcrec.models._hstu_checks import CALL, column_problems, hstu_problems, kept_problems
+from funcrec.models._hstu_checks import (
+    CALL,
+    column_problems,
+    count_problems,
+    hstu_problems,
+    kept_problems,
+    time_problems,
+)
 from funcrec.models._hstu_history import HISTORY, History
 from funcrec.models._hstu_parts import (
     Columns,
@@ -119,8 +126,9 @@ def hstu_ranker(
     """Return a ranker of HSTU layers (hierarchical sequential transduction units), the model of MLPerf's DLRMv3.
 
     Args:
-      history: sequences (pooling "none") of equal bags, such as items and their categories. With `max_length` they are
-        cut, and buffers are smaller.
+      history: sequences (pooling "none") of equal bags, such as items and their categories. With one `max_length`
+        for all of them bags are cut at their end, and buffers are smaller: give the latest positions
+        (`fr.data.histories(max_length=...)`).
       candidates: a sequence of the candidates for each feature of `history`, with the same table.
       context: pooled features of the user, one position each, before the history.
       action: the column of integers, one for each position of the history, whose bits say what the user did. None means
@@ -225,8 +233,8 @@ def ranker_loss(
       candidate do not count. Candidates have the weight of their example in `batch.weight`, and padding has weight 0.
 
     Raises:
-      ValueError: from loss_fn, if the batch has no label, or one that does not fit the tasks. A bag with more
-        candidates than C has labels of NaN for the others, which losses refuse.
+      ValueError: from loss_fn, if the batch has no label, or one that does not fit the tasks, or if a bag has more
+        than C candidates. If no value can be read (under `jit`), the loss of such a bag is NaN.
 
     Example:
       >>> import torch, funcrec as fr
@@ -238,6 +246,7 @@ def ranker_loss(
       >>> loss, aux = fr.models.ranker_loss(model)(model.init(fr.key(0)), batch, key=fr.key(1))
       >>> loss.shape, aux["weight"]  # three candidates, and padding
       (torch.Size([]), tensor([1., 1., 1., 0., 0., 0.]))
+      >>> step = fr.train_step(fr.models.ranker_loss(model), sparse=fr.optim.adam(0.01), has_aux=True)
     """
     count = model.num_tasks
     together = all_losses.multi_task(list(losses) * (count if len(losses) == 1 else 1), weights=weights)
@@ -262,6 +271,8 @@ def labels_of(batch: Batch, candidates: JaggedTensor, num_tasks: int) -> tuple[T
     label = label[:, :, None] if label.dim() == 2 else label
     if label.shape[2] != num_tasks:
         fail(call, "`batch.label` does not match the tasks.", got=f"{list(label.shape)}", need=f"{num_tasks} tasks")
+    check(call, count_problems(candidates, label.shape[1]))
+    label = label if label.is_floating_point() else label.to(torch.float32)
     bag = candidates.bag_ids()
     inside = bag < candidates.num_bags
     own = torch.where(inside, bag, 0)
@@ -366,4 +377,4 @@ def _logits(layers: Layers, params: Params, y: JaggedTensor, item: Tensor, fits:
 def _check(columns: Columns, params: Params, batch: Batch, name: str, *names: str | None) -> None:
     check(f"{CALL}.{name}", input_problems(params, batch, 0))
     asked = () if name == "encode_history" else (columns.query_time,)
-    check(f"{CALL}.{name}", column_problems(batch, [*names, *asked]))
+    check(f"{CALL}.{name}", column_problems(batch, [*names, *asked]), *(time_problems(batch, n) for n in asked))

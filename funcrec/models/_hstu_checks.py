@@ -2,9 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from funcrec.core import Problem, describe, reported
+from funcrec.jagged import JaggedTensor, is_concrete
 from funcrec.nn import Kept
 from funcrec.tables import (
+    Batch,
     FeatureConfig,
     TableConfig,
     feature_list_problems,
@@ -35,6 +39,9 @@ def hstu_problems(
             if f.pooling != "none":
                 need = "pooling 'none'"
                 yield Problem(f"`{name}[{f.name!r}]` is not a sequence.", f"pooling {f.pooling!r}", need)
+    if len({f.max_length for f in history}) > 1:
+        got, need = {f.name: f.max_length for f in history}, "one for all of them"
+        yield Problem("`history` has several `max_length`.", str(got), need, "the same max_length in each feature")
     for f in context:
         if f.pooling == "none":
             need = "pooling 'sum' or 'mean'"
@@ -74,3 +81,20 @@ def kept_problems(layers: object, count: int, num_bags: int) -> Iterator[Problem
     elif any(x.keys.num_bags != num_bags for x in layers):
         got, need = f"{layers[0].keys.num_bags} and {num_bags} bags", "a bag of candidates for each history"
         yield Problem("`history` is of other users than the candidates.", got, need, hint)
+
+
+def count_problems(candidates: JaggedTensor, most: int) -> Iterator[Problem]:
+    """Yield a problem if a bag has more candidates than labels, and this can be read."""
+    if is_concrete(candidates.offsets) and candidates.num_bags and int(candidates.lengths.max()) > most:
+        got, hint = f"labels for {most} candidates", "a column for each candidate of the longest bag"
+        yield Problem("`batch.label` is too narrow.", got, f"{int(candidates.lengths.max())} for each bag", hint)
+
+
+def time_problems(batch: Batch, name: str | None) -> Iterator[Problem]:
+    """Yield a problem unless each bag has one time, if this can be read."""
+    if name is None or name not in batch.ids.keys or not is_concrete(batch.ids.offsets):
+        return
+    lengths = batch.ids[name].lengths
+    if bool((lengths != 1).any()):
+        at = int((lengths != 1).to(torch.int8).argmax())
+        yield Problem(f"bag {at} of `{name}` is not one time.", f"{int(lengths[at])} ids", "one id in each bag")

@@ -36,7 +36,8 @@ def next_item_loss(
 
     Args:
       loss: "full_softmax" ranks each next item among all items. "sampled_softmax" and "gbce" rank it among
-        `num_negatives` items, drawn uniformly by the key, the same for all positions of the batch.
+        `num_negatives` items, drawn uniformly by the key, the same for all positions of the batch;
+        ranks of a mesh draw their own.
       num_negatives: K, which the losses of drawn items require.
       temperature: of "full_softmax" and "sampled_softmax". calibration: of "gbce". chunk: of "full_softmax".
 
@@ -55,7 +56,7 @@ def next_item_loss(
     Source: Klenitskiy and Vasilev, "Turning dross into gold loss" (RecSys 2023), section 3.
     """
     call = "funcrec.models.next_item_loss"
-    check(call, negative_problems(loss, num_negatives))
+    check(call, negative_problems(loss, num_negatives), unread_problems(loss, temperature, calibration, chunk))
     history = model.features[0]
     num_items = next(t.num_embeddings for t in model.tables if t.name == history.table)
 
@@ -101,3 +102,12 @@ def negative_problems(loss: str, num_negatives: int | None) -> Iterator[Problem]
         need = "a number for the losses of drawn items, None for full_softmax"
         got = f"loss={loss!r}, num_negatives={num_negatives}"
         yield Problem("`num_negatives` does not match `loss`.", got, need, 'loss="sampled_softmax", num_negatives=256')
+
+
+def unread_problems(loss: str, temperature: float, calibration: float, chunk: int | None) -> Iterator[Problem]:
+    """Yield a problem for an argument that the loss does not read."""
+    given = {"temperature": temperature != 1.0, "calibration": calibration != 0.75, "chunk": chunk is not None}
+    read = {"full_softmax": {"temperature", "chunk"}, "sampled_softmax": {"temperature"}, "gbce": {"calibration"}}
+    for name in sorted(n for n in given if given[n] and n not in read[loss]):
+        need = f"arguments of this loss: {', '.join(sorted(read[loss]))}"
+        yield Problem(f"`{name}` is not an argument of this loss.", f"loss={loss!r}", need, "another loss")

@@ -29,7 +29,7 @@ def gru(num_in: Count, num_hidden: Count) -> Layer:
       uniformly from ±1/√H. Padding is not read, and becomes 0.
 
     Raises:
-      TypeError: a second derivative inside `jit`, where lengths cannot be read.
+      TypeError: a second derivative, or one in forward mode, inside `jit`, where lengths cannot be read.
 
     Law: the state at a position does not depend on later vectors, nor on other bags.
 

@@ -109,7 +109,8 @@ def generated_histories(
 
     Returns:
       data, with `num_rows` and `take(rows)` like all data of `fr.data`. A batch has the columns "user" (one id);
-      "item", "category", "action" (1, 2, 4, 8 or 16, for ratings from 1 to 5) and "time", the history before;
+      "item", "category", "action" (1, 2, 4, 8 or 16, for ratings from 1 to 5, half ratings rounded
+      down) and "time", the history before;
       "candidate_item", "candidate_category" (C ids each); and "query_time" (one). The label is f32[B, C]. Times count
       from 0 at the samples before the first timestamp. `data.requests(t)` has the rows of a timestamp; `data.chances`
       the probability of each label.
