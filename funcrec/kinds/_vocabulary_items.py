@@ -37,7 +37,7 @@ def vocabulary_items(vocabulary: Vocabulary) -> dict[str, Tensor]:
       >>> users, rows, _ = fr.admit(fr.vocabulary(128), torch.tensor([4, 5, 4]))
       >>> items = fr.vocabulary_items(users)
       >>> items["ids"][: items["count"]], items["counts"][: items["count"]]
-      (tensor([4, 5]), tensor([2, 1]))
+      (tensor([5, 4]), tensor([1, 2]))
     """
     check("funcrec.vocabulary_items", vocabulary_problems(vocabulary))
     live = vocabulary.tags != 0
