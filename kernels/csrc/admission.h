@@ -28,11 +28,14 @@ struct Change {
 // A slot that an id may take. The order in which slots are taken: free, expired, then by score; among equal ones the oldest.
 struct Place {
   int64_t score;
-  uint32_t kind, age, slot;
+  uint64_t next;  // kind, ~age and slot, from the highest bits
+  Place(int64_t score, uint32_t kind, uint32_t age, int64_t slot)
+      : score(score), next(uint64_t(kind) << 40 | uint64_t(~age) << 8 | uint64_t(slot)) {}
+  uint32_t kind() const { return next >> 40; }
+  int64_t slot() const { return next & 255; }
   bool operator<(const Place& b) const {
-    if (kind != b.kind) return kind < b.kind;
-    if (score != b.score) return score < b.score;
-    return age != b.age ? age > b.age : slot < b.slot;
+    if (kind() != b.kind()) return kind() < b.kind();
+    return score != b.score ? score < b.score : next < b.next;
   }
 };
 enum Kind : uint32_t { FREE = 0, EXPIRED = 1, LIVE = 2 };
@@ -67,22 +70,23 @@ inline void places_of(const Admission& a, const Seen& seen, int64_t b, size_t mo
   const uint8_t* tags = a.v.tags + b * SLOTS;
   out.clear();
   match(tags, 0).each([&](int64_t slot) {
-    out.push_back({0, FREE, 0, uint32_t(slot)});
+    out.push_back({0, FREE, 0, slot});
     return out.size() < most;
   });
   if (out.size() >= most) return;
   const size_t free = out.size();
-  for (int64_t slot = 0; slot < SLOTS; slot++) {
+  const Slots read = seen.of_bucket(b), none = match(tags, 0);
+  Slots{{~(read.words[0] | none.words[0]), ~(read.words[1] | none.words[1])}}.each([&](int64_t slot) {
     const int64_t row = b * SLOTS + slot;
-    if (!tags[slot] || seen.has(row)) continue;
     const Entry e = a.v.entries[row];
     const uint32_t age = uint32_t(a.now) - e.stamp;
     const bool expired = a.ttl > 0 && int64_t(age) > a.ttl;
-    out.push_back({expired ? 0 : a.score(age, e.count, row), expired ? EXPIRED : LIVE, age, uint32_t(slot)});
-  }
+    out.push_back({expired ? 0 : a.score(age, e.count, row), expired ? EXPIRED : LIVE, age, slot});
+    return true;
+  });
   const size_t kept = std::min(out.size(), most);
   std::partial_sort(out.begin() + free, out.begin() + kept, out.end());
-  out.resize(kept);
+  out.erase(out.begin() + kept, out.end());
 }
 
 struct Part {
@@ -114,18 +118,22 @@ inline void admit_part(const Admission& a, const Seen& seen, Missed* missed, int
       else write(c, a.v.unknown(c.hash)), part.refused++;
     }
     if (candidates.empty()) continue;
+    if (i < end && !places.empty() && places.back().kind() != FREE) {  // the next bucket is probably full, too
+      const char* next = reinterpret_cast<const char*>(a.v.entries + a.v.bucket(missed[i].hash) * SLOTS);
+      for (int64_t at = 0; at < SLOTS * int64_t(sizeof(Entry)); at += 64) __builtin_prefetch(next + at);
+    }
     std::stable_sort(candidates.begin(), candidates.end(), [](const Candidate& x, const Candidate& y) { return x.seen > y.seen; });
     places_of(a, seen, b, std::min<size_t>(candidates.size(), SLOTS), places);
     for (size_t j = 0; j < candidates.size(); j++) {
       const Candidate& c = candidates[j];
       const bool compares = a.policy == LFU || a.policy == DISTANCE_LFU;
-      if (j >= places.size() || (compares && places[j].kind == LIVE && a.score(0, c.seen, -1) <= places[j].score)) {
+      if (j >= places.size() || (compares && places[j].kind() == LIVE && a.score(0, c.seen, -1) <= places[j].score)) {
         write(c, a.v.unknown(c.hash)), part.refused++;
         continue;
       }
-      const int64_t row = b * SLOTS + places[j].slot, first = missed[c.begin].place;
+      const int64_t row = b * SLOTS + places[j].slot(), first = missed[c.begin].place;
       const int64_t id = a.ids.dtype == I32 ? a.ids.as<int32_t>()[first] : a.ids.as<int64_t>()[first];
-      const bool evicted = places[j].kind != FREE;
+      const bool evicted = places[j].kind() != FREE;
       part.changes.push_back({row, id, evicted ? a.v.entries[row].id : 0, c.seen - (c.end - c.begin), evicted});
       write(c, row);
     }

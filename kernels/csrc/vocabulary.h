@@ -138,7 +138,7 @@ inline void find_ids(Reader r) {
 // The rows that a step reads. For a vocabulary far larger than the step it is a hash table, so that the cost follows the step.
 class Seen {
  public:
-  Seen(int64_t rows, int64_t most) : is_map_(rows / 64 <= 4 * most + 1024) {
+  Seen(int64_t rows, int64_t most) : is_map_(rows / 64 <= most) {
     int64_t size = 1;
     if (is_map_) size = (rows + 63) / 64;
     else
@@ -157,8 +157,13 @@ class Seen {
     at = uint64_t(row);
     return is_new;
   }
-  bool has(int64_t row) const {
-    return is_map_ ? words_[row >> 6] >> (row & 63) & 1 : words_[place(row)] == uint64_t(row);
+  // The slots of bucket b that are rows here.
+  Slots of_bucket(int64_t b) const {
+    if (is_map_) return {{words_[2 * b], words_[2 * b + 1]}};
+    Slots out{{0, 0}};
+    const auto is_in = [&](int64_t row) { return uint64_t(words_[place(row)] == uint64_t(row)); };
+    for (int64_t slot = 0; slot < SLOTS; slot++) out.words[slot >> 6] |= is_in(b * SLOTS + slot) << (slot & 63);
+    return out;
   }
 
  private:
