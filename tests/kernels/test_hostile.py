@@ -53,6 +53,7 @@ OTHER_NAMES = {
     "generated_update_": "generated_update, in place",
     "scatter_rows_": "scatter_rows, in place",
     "scatter_block_": "scatter_block, in place",
+    "settle_ids_": "settle_ids, in place",
     "generate": "returns the C++ text of a rule",
     "decompositions": "returns a table of operators",
 }
