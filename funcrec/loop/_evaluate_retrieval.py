@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcrec import metrics as lists
 from funcrec.core import Count, Problem, check, describe, fail, own_errors, replace, tree_map, typed
-from funcrec.jagged import JaggedTensor
+from funcrec.jagged import JaggedTensor, is_concrete
 from funcrec.kinds import QuantizedTables
 from funcrec.loop._evaluate import batches_of
 from funcrec.loop._numbers import named_numbers
@@ -290,7 +290,7 @@ def vector_problems(name: str, count: str, x: object) -> Iterator[Problem]:
     if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
         need, hint = f"f[{count}, D]", "model.query and model.candidate, of fr.models.two_tower"
         yield Problem(f"`{name}` are not vectors.", describe(x), need, hint, TypeError)
-    elif bool(x.isnan().any()):
+    elif is_concrete(x) and bool(x.isnan().any()):
         at, hint = int(x.isnan().any(1).to(torch.int8).argmax()), "parameters of a run that did not diverge"
         yield Problem(f"`{name}` have NaN.", f"NaN in row {at}", "numbers", hint)
 

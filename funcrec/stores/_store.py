@@ -158,10 +158,10 @@ def step_problems(step: int) -> Iterator[Problem]:
         )
 
 
-def plain_problems(name: str, x: Tensor) -> Iterator[Problem]:
+def plain_problems(name: str, x: Tensor, hint: str) -> Iterator[Problem]:
     """A store takes values: no tensor that a transform follows, and none on another device."""
     if not isinstance(x, Tensor):
-        yield Problem(f"`{name}` is not a tensor.", type(x).__name__, "a tensor", kind=TypeError)
+        yield Problem(f"`{name}` is not a tensor.", type(x).__name__, "a tensor", hint, TypeError)
     elif is_wrapped(x) or is_tracked(x):
         hint = f"{name}.detach(), outside of grad, vmap and jit"
         yield Problem(f"`{name}` is followed by a transform.", "a tensor that is not a plain value", "values", hint)
@@ -170,7 +170,7 @@ def plain_problems(name: str, x: Tensor) -> Iterator[Problem]:
 
 
 def row_problems(rows: Tensor, num_rows: int) -> Iterator[Problem]:
-    if found := list(plain_problems("rows", rows)):
+    if found := list(plain_problems("rows", rows, "torch.tensor([0, 1])")):
         yield from found
     elif rows.dtype not in (torch.int64, torch.int32) or rows.dim() != 1:
         yield Problem("`rows` are not rows.", f"{rows.dtype}{list(rows.shape)}", "i64[N]", kind=TypeError)
@@ -184,8 +184,14 @@ def row_problems(rows: Tensor, num_rows: int) -> Iterator[Problem]:
 
 
 def record_problems(rows: Tensor, records: Tensor, width: int, dtype: torch.dtype) -> Iterator[Problem]:
-    if found := list(plain_problems("records", records)):
+    if found := list(plain_problems("records", records, f"torch.zeros(len(rows), {width})")):
         yield from found
     elif isinstance(rows, Tensor) and (records.shape != (*rows.shape, width) or records.dtype != dtype):
         need = f"{dtype}[{', '.join(map(str, (*rows.shape, width)))}]"
-        yield Problem("`records` do not fit the rows.", f"{records.dtype}{list(records.shape)}", need, kind=TypeError)
+        yield Problem(
+            "`records` do not fit the rows.",
+            f"{records.dtype}{list(records.shape)}",
+            need,
+            "records.to(dtype)",
+            TypeError,
+        )
