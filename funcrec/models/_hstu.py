@@ -36,14 +36,7 @@ from funcrec.core import (
 )
 from funcrec.jagged import JaggedTensor, joined_bags, take_ranges
 from funcrec.models._deep import width
-from funcrec.models._hstu_checks import (
-    CALL,
-    column_problems,
-    count_problems,
-    hstu_problems,
-    kept_problems,
-    time_problems,
-)
+from funcrec.models._hstu_checks import CALL, column_problems, count_problems, hstu_problems, kept_problems
 from funcrec.models._hstu_history import HISTORY, History
 from funcrec.models._hstu_parts import (
     Columns,
@@ -133,8 +126,8 @@ def hstu_ranker(
       context: pooled features of the user, one position each, before the history.
       action: the column of integers, one for each position of the history, whose bits say what the user did. None means
         no actions.
-      time, query_time: the columns of the history's times, and of the time of each request (one id a bag). None means
-        that times are not read.
+      time, query_time: the columns of the history's times, and of the time of each request (one id a bag: more are not
+        read, and an empty bag counts as 0). None means that times are not read.
       action_weights: the bits, one embedding each.
       num_tasks: T, the logits of each candidate.
       dim, num_layers, num_heads, qk_dim, linear_dim, normalizer, num_positions, num_times, concatenate, dropout: of the
@@ -377,4 +370,4 @@ def _logits(layers: Layers, params: Params, y: JaggedTensor, item: Tensor, fits:
 def _check(columns: Columns, params: Params, batch: Batch, name: str, *names: str | None) -> None:
     check(f"{CALL}.{name}", input_problems(params, batch, 0))
     asked = () if name == "encode_history" else (columns.query_time,)
-    check(f"{CALL}.{name}", column_problems(batch, [*names, *asked]), *(time_problems(batch, n) for n in asked))
+    check(f"{CALL}.{name}", column_problems(batch, [*names, *asked]))

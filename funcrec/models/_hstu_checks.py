@@ -2,13 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from funcrec.core import Problem, describe, reported
 from funcrec.jagged import JaggedTensor, is_concrete
 from funcrec.nn import Kept
 from funcrec.tables import (
-    Batch,
     FeatureConfig,
     TableConfig,
     feature_list_problems,
@@ -88,13 +85,3 @@ def count_problems(candidates: JaggedTensor, most: int) -> Iterator[Problem]:
     if is_concrete(candidates.offsets) and candidates.num_bags and int(candidates.lengths.max()) > most:
         got, hint = f"labels for {most} candidates", "a column for each candidate of the longest bag"
         yield Problem("`batch.label` is too narrow.", got, f"{int(candidates.lengths.max())} for each bag", hint)
-
-
-def time_problems(batch: Batch, name: str | None) -> Iterator[Problem]:
-    """Yield a problem unless each bag has one time, if this can be read."""
-    if name is None or name not in batch.ids.keys or not is_concrete(batch.ids.offsets):
-        return
-    lengths = batch.ids[name].lengths
-    if bool((lengths != 1).any()):
-        at = int((lengths != 1).to(torch.int8).argmax())
-        yield Problem(f"bag {at} of `{name}` is not one time.", f"{int(lengths[at])} ids", "one id in each bag")

@@ -329,14 +329,12 @@ def test_settings_that_do_not_fit_are_named(changes, told):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
 def test_labels_may_be_bools_or_integers(dtype):
     """Labels of bools or integers give the loss of the same labels as floats. Labels for fewer candidates than a bag
-    has raise, and so do bags without one time of the request, and columns of a history with several `max_length`."""
+    has raise, and so do columns of a history with several `max_length`."""
     model, params = make()
     loss_fn, label = fr.models.ranker_loss(model), LABEL == 1
     got, want = (loss_fn(params, batch(label=x), key=fr.key(1))[0] for x in (label.to(dtype), label.double()))
     torch.testing.assert_close(got, want)
     with pytest.raises(ValueError, match="is too narrow"):
         loss_fn(params, batch(label=label[:, :1]), key=fr.key(1))
-    with pytest.raises(ValueError, match="bag 1 of `now` is not one time"):
-        model.apply(params, batch({**LISTS, "now": [[100], [], [2000]]}))
     with pytest.raises(ValueError, match="several `max_length`"):
         make(history=[SETTINGS["history"][0], SEQUENCE("category", table="category", max_length=3)])
