@@ -15,7 +15,7 @@ import triton.language as tl
 from funcrec.kernels.forms import accumulation_dtype, time_bounds
 from funcrec.kernels.reference_jagged import ascending
 from funcrec.kernels.triton import launch as on
-from funcrec.kernels.triton.device import kernel, rounded, upper_bound
+from funcrec.kernels.triton.device import kernel, larger, plus, rounded, smaller, upper_bound
 from torch import Tensor
 
 TILE = 32  # queries and keys of a tile
@@ -141,7 +141,7 @@ def _product(x, y, ACC: tl.constexpr):
 @triton.jit
 def _bucket(bounds, apart, buckets, steps):
     """Return the number of the ascending bounds f32[buckets - 1] that are at most `apart`; all for NaN."""
-    low = tl.zeros(apart.shape, tl.int32)
+    low = tl.full(apart.shape, 0, tl.int32)
     high = low + (buckets - 1)
     for _ in range(steps):
         searching = low < high
@@ -214,10 +214,10 @@ def _slopes(s, g, sees, log, middle, normalizer, SOFTMAX: tl.constexpr):
 def _sums_at(sums, place, slopes, sees, BINS: tl.constexpr):
     """Return sums f[BINS] with the slopes of each place added, in the order of places."""
     bins = tl.arange(0, BINS)
-    first = tl.min(tl.min(tl.where(sees, place, BINS), 1), 0)
-    last = tl.max(tl.max(tl.where(sees, place, -1), 1), 0)
+    first = tl.reduce(tl.reduce(tl.where(sees, place, BINS), 1, smaller), 0, smaller)
+    last = tl.reduce(tl.reduce(tl.where(sees, place, -1), 1, larger), 0, larger)
     for b in range(first, last + 1):
-        own = tl.sum(tl.sum(tl.where(sees & (place == b), slopes, 0.0), 1), 0)
+        own = tl.reduce(tl.reduce(tl.where(sees & (place == b), slopes, 0.0), 1, plus), 0, plus)
         sums = tl.where(bins == b, sums + own, sums)
     return sums
 
@@ -241,9 +241,9 @@ def _forward(
         i = tile * SIDE + tl.arange(0, SIDE)
         x = _rows(q, i, begin, i < n, head, heads, dim, D_PAD, ACC) * tl.load(numbers)
         normalizer = tl.load(numbers + 1)
-        sums = tl.zeros((SIDE, V_PAD), ACC)
-        top, total = tl.full((SIDE,), float("-inf"), ACC), tl.zeros((SIDE,), ACC)
-        count = tl.zeros((SIDE,), tl.int32)
+        sums = tl.full((SIDE, V_PAD), 0, ACC)
+        top, total = tl.full((SIDE,), float("-inf"), ACC), tl.full((SIDE,), 0, ACC)
+        count = tl.full((SIDE,), 0, tl.int32)
         end = tl.minimum(m, tile * SIDE + SIDE + m - n) if CAUSAL else m
         for first in range(0, end, SIDE):
             j = first + tl.arange(0, SIDE)
@@ -256,11 +256,11 @@ def _forward(
             s = _product(x, tl.trans(y), ACC) + bias
             if SOFTMAX:
                 s = tl.where(sees, s, float("-inf"))
-                best = tl.maximum(top, tl.max(s, 1))
+                best = tl.maximum(top, tl.reduce(s, 1, larger))
                 shift = tl.where(best == float("-inf"), 0.0, best)
                 p, shrink = tl.where(sees, tl.exp(s - shift[:, None]), 0.0), tl.exp(top - shift)
-                total, sums, top = total * shrink + tl.sum(p, 1), sums * shrink[:, None], best
-                count += tl.sum(sees.to(tl.int32), 1)
+                total, sums, top = total * shrink + tl.reduce(p, 1, plus), sums * shrink[:, None], best
+                count += tl.reduce(sees.to(tl.int32), 1, plus)
             else:
                 p = tl.where(sees, s / (1 + tl.exp(-s)) / normalizer, 0.0)
             sums += _product(p, values, ACC)
@@ -291,9 +291,9 @@ def _of_queries(
         d = _rows(d_out, i, begin, i < n, head, heads, width, V_PAD, ACC)
         log, middle = _kept(logs, out, d, i, begin, n, head, heads, width, V_PAD, ACC, SOFTMAX)
         sums, of_distance, of_time = (
-            tl.zeros((SIDE, D_PAD), ACC),
-            tl.zeros((DISTANCES,), ACC),
-            tl.zeros((BUCKETS,), ACC),
+            tl.full((SIDE, D_PAD), 0, ACC),
+            tl.full((DISTANCES,), 0, ACC),
+            tl.full((BUCKETS,), 0, ACC),
         )
         end = tl.minimum(m, tile * SIDE + SIDE + m - n) if CAUSAL else m
         for first in range(0, end, SIDE):
@@ -324,10 +324,10 @@ def _of_queries(
 @triton.jit
 def _kept(logs, out, d, i, begin, n, head, heads, width, V_PAD: tl.constexpr, ACC: tl.constexpr, SOFTMAX: tl.constexpr):
     """Return the logarithm of each query's denominator, and the product of its result and cotangent."""
-    log, middle = tl.zeros(i.shape, ACC), tl.zeros(i.shape, ACC)
+    log, middle = tl.full(i.shape, 0, ACC), tl.full(i.shape, 0, ACC)
     if SOFTMAX:
         log = tl.load(logs + (begin + i) * heads + head, mask=i < n, other=0)
-        middle = tl.sum(d * _rows(out, i, begin, i < n, head, heads, width, V_PAD, ACC), 1)
+        middle = tl.reduce(d * _rows(out, i, begin, i < n, head, heads, width, V_PAD, ACC), 1, plus)
     return log, middle
 
 
@@ -348,7 +348,7 @@ def _of_keys(
         scale, normalizer = tl.load(numbers), tl.load(numbers + 1)
         y = _rows(k, j, key_begin, j < m, head, heads, dim, D_PAD, ACC)
         values = _rows(v, j, key_begin, j < m, head, heads, width, V_PAD, ACC)
-        of_key, of_value = tl.zeros((SIDE, D_PAD), ACC), tl.zeros((SIDE, V_PAD), ACC)
+        of_key, of_value = tl.full((SIDE, D_PAD), 0, ACC), tl.full((SIDE, V_PAD), 0, ACC)
         start = tl.maximum(tile * SIDE + n - m, 0) // SIDE * SIDE if CAUSAL else tile * 0
         for first in range(start, n, SIDE):
             i = first + tl.arange(0, SIDE)

@@ -27,6 +27,11 @@ def larger(a, b):
 
 
 @triton.jit
+def smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
 def plus(a, b):
     return a + b
 
