@@ -68,7 +68,7 @@ from funcrec.data.encoders._encoding import fit_encoding as fit_encoding
 from funcrec.data.encoders._numbers import bucketize as bucketize
 from funcrec.data.encoders._numbers import log1p as log1p
 from funcrec.data.encoders._numbers import normalize as normalize
-from funcrec.data.encoders._vocabulary import Vocabulary as Vocabulary
+from funcrec.data.encoders._vocabulary import FittedVocabulary as FittedVocabulary
 from funcrec.data.encoders._vocabulary import hashed as hashed
 from funcrec.data.encoders._vocabulary import identity as identity
 from funcrec.data.encoders._vocabulary import vocabulary as vocabulary

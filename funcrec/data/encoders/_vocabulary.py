@@ -38,7 +38,7 @@ class Seen(NamedTuple):
 
 
 @pytree(static=("kind",))
-class Vocabulary:
+class FittedVocabulary:
     """Values that have ids: 1, 2, ... in the order of the values. All other values have id 0.
 
     Args:
@@ -75,7 +75,7 @@ class Vocabulary:
         """Return the values of ids i64[N], as a pyarrow array. The value of id 0 is missing."""
         import pyarrow as pa
 
-        check("funcrec.data.Vocabulary.decode", _id_problems(ids, self.num_ids))
+        check("funcrec.data.FittedVocabulary.decode", _id_problems(ids, self.num_ids))
         places = pa.array(ids.cpu().numpy() - 1, mask=(ids == 0).cpu().numpy())
         return self._known().take(places)
 
@@ -90,7 +90,7 @@ class Vocabulary:
         return pa.Array.from_buffers(kind, self.num_ids - 1, buffers)
 
     def __repr__(self) -> str:
-        return f"Vocabulary({self.num_ids} ids of {self.kind})"
+        return f"FittedVocabulary({self.num_ids} ids of {self.kind})"
 
 
 @typed
@@ -146,13 +146,13 @@ def _add_up(seen: Seen) -> Seen:
     return seen._replace(counted=(coded.dictionary, sums), waiting=(), size=0)
 
 
-def _vocabulary_of(seen: Seen, min_count: int, max_size: int | None) -> Vocabulary:
+def _vocabulary_of(seen: Seen, min_count: int, max_size: int | None) -> FittedVocabulary:
     import pyarrow as pa
     import pyarrow.compute as pc
 
     if not seen.waiting and seen.counted is None:
         nothing = torch.zeros(0, dtype=torch.int64)
-        return Vocabulary(nothing, nothing, torch.tensor([seen.missing]), "none")
+        return FittedVocabulary(nothing, nothing, torch.tensor([seen.missing]), "none")
     values, counts = _add_up(seen).counted
     order = pc.sort_indices(values).to_numpy()
     counts = counts[order]
@@ -164,9 +164,9 @@ def _vocabulary_of(seen: Seen, min_count: int, max_size: int | None) -> Vocabula
     counts = torch.from_numpy(np.concatenate([[unknown], counts[kept]]))
     if seen.kind in ("int", "uint"):
         bits = torch.from_numpy(values.to_numpy().view(np.int64).copy())
-        return Vocabulary(bits, torch.zeros(0, dtype=torch.int64), counts, seen.kind)
+        return FittedVocabulary(bits, torch.zeros(0, dtype=torch.int64), counts, seen.kind)
     ends, data = text_buffers(values)
-    return Vocabulary(torch.from_numpy(data.copy()), torch.from_numpy(ends - ends[0]), counts, seen.kind)
+    return FittedVocabulary(torch.from_numpy(data.copy()), torch.from_numpy(ends - ends[0]), counts, seen.kind)
 
 
 def of_kind(values: Any, place: Place) -> tuple[str, Any]:
