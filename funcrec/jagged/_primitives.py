@@ -125,10 +125,7 @@ def put_extrema(d: Tensor, offsets: Tensor, places: Tensor, num_values: int) -> 
 
 def _with_extrema(x: Tensor) -> str:
     """Return the name of the implementation: the reference on a device whose own one has no extrema."""
-    choice = _chosen(x)
-    if choice == "reference":
-        return choice
-    return choice if ops.ambient() is not None or ops.has("bag_extrema", choice) else "reference"
+    return "reference" if torch.compiler.is_dynamo_compiling() else ops.available("bag_extrema", x.device)
 
 
 def _pick(x: Tensor, offsets: Tensor, places: Tensor, fill: float | int) -> Tensor:

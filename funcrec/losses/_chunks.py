@@ -53,7 +53,8 @@ def softmax_sum(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (Σ_i share_i loss_i, the cotangents of hidden and items for the cotangents share) from the same logits.
 
-    On the CPU, queries behind the last one whose share is not 0 are not read."""
+    On the CPU it does not read the queries after the last one whose share is not 0.
+    """
     out, d_hidden, d_columns = hidden.new_zeros(hidden.shape[:-2]), torch.zeros_like(hidden), zeros_of_columns(items)
     used = share.shape[-1]
     if share.is_cpu and share.numel():
@@ -74,7 +75,7 @@ def zeros_of_columns(items: Tensor) -> Tensor:
 def add_slopes(
     z: Tensor, total: Tensor, hidden: Tensor, items: Tensor, d: Tensor, at: slice, d_hidden: Tensor, d_columns: Tensor
 ) -> None:
-    """Add the part of the raised logits z of a chunk to d_hidden [..., N, D] and d_columns [..., D, R]. Scaled are the
+    """Add the part of the raised logits z of a chunk to d_hidden [..., N, D] and d_columns [..., D, R]. It scales the
     rows of hidden, which are shorter than those of z."""
     scale = d[..., at, None] / total
     torch.matmul(z, items, out=d_hidden[..., at, :])

@@ -1,6 +1,6 @@
 """The journal that takes writes back: the old records of all rows that were written since the last commit.
 
-    file   =  head ‖ block ‖ block ‖ ...        head: what the machine's start is called, and whether blocks are flushed
+    file   =  head ‖ block ‖ block ‖ ...        head: the name of the machine's start, and whether blocks are flushed
     block  =  [magic, CRC, n rows, m old records] ‖ rows ‖ old records of the first m rows; the others had none
 
 A block is whole in the file before its rows are written. A block that a killed process left unfinished is the last one,
