@@ -41,22 +41,25 @@ docs: $(VENV)/.installed
 	$(RUN) -m pip install --quiet -c .ci/constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --config-file funcrec/guide/mkdocs.yml
 
-# The C++ kernels with the compiler's sanitizers: 100,000 generated calls, then data races; the server: 100,000 hostile requests to sums and to
-# a package, then runs, swaps and deltas at once; compiled programs in buffers between pages without access, and with the address sanitizer;
-# torch's operators, compiled beside eager. Not part of `test`: it builds the kernels twice.
+# The C++ kernels with the compiler's sanitizers, then data races; the server: hostile requests to sums and to a package, then runs, swaps and
+# deltas at once; compiled programs in buffers between pages without access, and with the address sanitizer; torch's operators, compiled beside
+# eager. Not part of `test`: it builds the kernels twice. A fifth of the calls by default; SHARE=100 is all of them, some four hours on two cores.
+SHARE ?= 20
+OF = $$(($(SHARE) * $(1) / 100))
+
 sanitize: $(VENV)/.tested
 	command -v cmake && command -v ninja || $(RUN) -m pip install --quiet cmake ninja
-	PYTHONPATH=tests $(RUN) -m programs.sanitize --mode address
-	PYTHONPATH=tests $(RUN) -m programs.sanitize --mode thread
-	PYTHONPATH=tests $(RUN) -m programs.fuzz_server
-	PYTHONPATH=tests $(RUN) -m programs.fuzz_server --package
+	PYTHONPATH=tests $(RUN) -m programs.sanitize --mode address --count $(call OF,100000)
+	PYTHONPATH=tests $(RUN) -m programs.sanitize --mode thread --count $(call OF,8000)
+	PYTHONPATH=tests $(RUN) -m programs.fuzz_server --count $(call OF,100000)
+	PYTHONPATH=tests $(RUN) -m programs.fuzz_server --package --count $(call OF,100000)
 	PYTHONPATH=tests $(RUN) -m programs.at_once --mode address
 	PYTHONPATH=tests $(RUN) -m programs.at_once --mode thread
-	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode guard --count 10000
-	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode guard --kind cells --count 200
-	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode guard --kind steps --count 100
-	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode address --count 500
-	PYTHONPATH=tests $(RUN) -m programs.operators --seconds 600
+	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode guard --count $(call OF,10000)
+	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode guard --kind cells --count $(call OF,200)
+	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode guard --kind steps --count $(call OF,100)
+	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode address --count $(call OF,500)
+	PYTHONPATH=tests $(RUN) -m programs.operators --seconds $(call OF,600)
 
 # The laws that speak of bits and of compiled values on 1, 2 and 4 threads, with the kernels' base level, with MKL's Intel kernels, as on an AVX2
 # machine, and with products whose bits follow from their shape: a table. Needs a C compiler.

@@ -11,7 +11,8 @@ loops. Its probes therefore use the smallest instruction set. Guard pages miss a
 
 Kinds: arithmetic, programs of integers drawn from a number; cells, every function under every transform in the tests'
 tables; steps, lookups and training steps that write into small tables. One program of `fr.jit` has 25 to 100 cases of
-arithmetic, or 3 to 8 cases of another kind. It runs on 1, 2 or 4 threads. Inductor's instruction sets here take turns.
+arithmetic (15 to 25 with the address sanitizer), or 3 to 8 cases of another kind. It runs on 1, 2 or 4 threads.
+Inductor's instruction sets here take turns.
 
 First, deliberate faults must be found: a loop one step too long, and arithmetic without funcrec's replacements. A
 failing batch is halved, in new processes, and the failing case's shell command is printed. Then the exit status is 1.
@@ -107,11 +108,11 @@ def watch(net: Net, batches: list[Batch], probe: str = "") -> Outcome:
         process = subprocess.Popen(
             [*command, "--probe", probe], env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
         )
-        timer = None
+        timer, is_late = None, threading.Event()
         for line in process.stdout:
             if timer is not None:
                 timer.cancel()
-            timer = threading.Timer(LIMIT_S, process.kill)
+            timer = threading.Timer(LIMIT_S, lambda: (is_late.set(), process.kill()))
             timer.daemon = True
             timer.start()
             name, *rest = json.loads(line)
@@ -126,7 +127,8 @@ def watch(net: Net, batches: list[Batch], probe: str = "") -> Outcome:
         errors.seek(0)
         said = errors.read()
     is_found = status or done < len(batches) or FINDING.search(said)
-    return Outcome(done, [*wrong.items()], f"exit {status}\n{excerpt(said)}" if is_found else "", refused)
+    how = f"no line in {LIMIT_S} s, ended from outside" if is_late.is_set() else f"exit {status}"
+    return Outcome(done, [*wrong.items()], f"{how}\n{excerpt(said)}" if is_found else "", refused)
 
 
 def excerpt(said: str, most: int = 30) -> str:
@@ -203,9 +205,11 @@ def capabilities() -> list[str]:
     return known[known.index(best) :] if best in known else ["default"]
 
 
-def batches_of(kind: str, numbers: list[int], size: int, threads: int, kinds: list[str]) -> list[Batch]:
+def batches_of(mode: str, kind: str, numbers: list[int], size: int, threads: int, kinds: list[str]) -> list[Batch]:
     """Return the numbers split into batches. The first number draws the size and threads of a batch."""
     out, least, most = [], *((25, 100) if kind == "arithmetic" else (3, 8))
+    if mode == "address":  # g++ takes minutes for a long program with its checks
+        least, most = min(least, 15), min(most, 25)
     while numbers:
         draw = random.Random(numbers[0])
         count, drawn = size or draw.randint(least, most), draw.choice([1, 1, 2, 4])
@@ -218,7 +222,9 @@ def launch(asked: argparse.Namespace) -> int:
     """Run the probes, then all batches in `jobs` processes at once."""
     begin, kinds = time.monotonic(), [asked.capability] if asked.capability else capabilities()
     numbers = [int(n) for n in asked.only.split(",")] if asked.only else range(asked.first, asked.first + asked.count)
-    batches = batches_of(asked.kind, list(numbers), len(numbers) if asked.only else asked.batch, asked.threads, kinds)
+    batches = batches_of(
+        asked.mode, asked.kind, list(numbers), len(numbers) if asked.only else asked.batch, asked.threads, kinds
+    )
     with net(asked.mode) as own, ThreadPoolExecutor(asked.jobs) as pool:
         if not asked.only and (missed := probes(own, kinds)):
             print(f"{asked.mode}: faults made on purpose are not found: {', '.join(missed)}")
