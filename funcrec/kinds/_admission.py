@@ -3,7 +3,7 @@
     vocabulary', rows, turnover = admit(vocabulary, ids)
 
 The result is a function of the step's multiset of ids. It does not depend on their order, on threads or on ranks.
-Shapes: N ids, R rows, M entries of a turnover.
+Shapes: N ids, R rows, M places of a turnover.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ from funcrec.kinds._vocabulary import (
 
 @pytree
 class Turnover:
-    """What a step changed in a vocabulary: which rows passed to which ids. The first `count` places hold it.
+    """What a step changed in a vocabulary: which rows passed to which ids. Only the first `count` places are used.
 
     Args:
       rows: i64[M], rows whose id changed; -1 from `count` on.
@@ -41,10 +41,10 @@ class Turnover:
       evicted: b[M], whether an id had the row before.
       count: i64[], the number of changed rows.
       hits: i64[], how many distinct ids of the step had a row.
-      refused: i64[], how many distinct ids of the step got none.
+      refused: i64[], how many distinct ids of the step got no row.
 
-    Law: hits + admitted.sum() + refused is the number of distinct ids of the step. To replay turnovers in order, from
-      an empty vocabulary, gives the row of each id.
+    Law: hits + admitted.sum() + refused is the number of distinct ids of the step. Turnovers replayed in order, from an
+      empty vocabulary, give the row of each id.
 
     Example:
       >>> import torch, funcrec as fr
@@ -70,14 +70,14 @@ def admit(
     """Return the vocabulary after a step with these ids, the row of each id, and what changed.
 
     Ids that have a row keep it: their stamp becomes `now`, and their count rises by the number of their occurrences. Of
-    the others, those that pass `admit` are candidates. In each bucket the candidates come by descending number of
-    occurrences, and take free slots, then slots of ids beyond `ttl`, then slots by the policy. A row that this step
+    the other ids, those that pass `admit` are candidates. In each bucket the candidates with the most occurrences come
+    first. They take free slots, then slots of ids older than `ttl`, then slots by the policy. A row that this step
     reads is never taken. A candidate that finds no slot is refused, and has the row of an unknown id.
 
     Args:
       ids: i32 or i64[N], or bags of ids, as in `find`.
-      now: the number of this step, or any clock of whole numbers. None is one more than the last. The clock does not go
-        back: a lower number counts as the last one. Ages are exact below 2³².
+      now: the number of this step, or any clock of whole numbers. None means one more than the last. The clock does not
+        go back: a lower number counts as the last one. Ages are exact below 2³².
 
     Returns:
       the new vocabulary; the rows, in the form of `ids`; and a Turnover with N places. A new row holds the numbers of
@@ -89,8 +89,8 @@ def admit(
     Law: a permutation of the ids gives the same vocabulary and turnover, and permuted rows. An id keeps its row until
       it is evicted. If no bucket ever has more than 128 ids, none is evicted.
 
-    Cost: two lines of memory for each id; for each bucket with new ids and no free slot, its 2 KB. `fr.jit` with the
-      vocabulary donated writes in place. Otherwise the vocabulary is copied.
+    Cost: two cache lines of memory for each id; and 2 KB for each bucket that has new ids and no free slot. `fr.jit`
+      with the vocabulary donated writes in place. Otherwise the vocabulary is copied.
 
     Example:
       >>> import torch, funcrec as fr

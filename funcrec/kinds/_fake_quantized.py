@@ -2,8 +2,8 @@
 
     acts = lookup(dequantize(quantize(tables)))        d_tables = lookupᵀ(d_acts), straight through the rounding
 
-A lookup rounds a copy of the rows that ids name. It changes no table. A learned scale s of each row rounds the row by
-x̂, and is trained by its gradient d_s:
+A lookup rounds a copy of the rows that ids name. It changes no table. A learned scale s of a row gives the rounded
+numbers x̂, and s has the gradient d_s:
 
     x̂ = s · clip(round(x / s), -n, p)      d_s = g · Σ_j d_j · (round(x_j / s) - x_j / s; -n below the range; p above)
 
@@ -99,8 +99,8 @@ def fake_quantize(
     Gradients go straight through the rounding. `quantize` of the trained tables gives the numbers that training saw.
 
     Call it inside a loss, `fr.lookup(fr.fake_quantize(params.tables, "int4"), ids, features)`. The state then has plain
-    tables, or sharded tables whose owners round the rows before they send them. Or store its result in the state. Then
-    learned scales are parts of the state, which row optimizers train.
+    tables, or sharded tables whose owners round the rows before they send them. Or store the result of `fake_quantize`
+    in the state. Then learned scales are parts of the state, which row optimizers train.
 
     Args:
       dtype: one dtype for all tables, or {table: dtype}, as in `quantize`; "float32" leaves a table as it is.
@@ -111,12 +111,12 @@ def fake_quantize(
         `fold_in(key, step)`. On a mesh the owner of the rows rounds by its key, so pass the same key on every rank.
 
     Raises:
-      TypeError, ValueError: tables are not floats; or sharded tables are asked to have learned scales, or to have codes
-        while they are cut by columns (a row has one scale).
+      TypeError, ValueError: tables are not floats; or `tables` are sharded and scales are learned; or tables cut by
+        columns have a dtype of codes (a row has one scale).
 
     Law: lookups have the same bits as lookups of quantize(tables, dtype, key=key). Gradients are those of float tables
-      that hold the rounded numbers. All derivatives treat the rounding as the identity. Learned scales have the
-      gradients of `value_and_grad` only. Other derivatives raise a TypeError.
+      that hold the rounded numbers. All derivatives treat the rounding as the identity. Learned scales have gradients
+      in `value_and_grad` only. Other derivatives raise a TypeError.
 
     Cost: it rounds min(N, B · max_length) rows for each feature.
 
@@ -196,12 +196,13 @@ def pooled(
 
 
 def rounded_rows(tables: FakeQuantizedTables, table: str, rows: Tensor, implementation: str | None) -> Tensor:
-    """Return f[N, D]: rows of a table as its codes hold them, in the dtype of its sums; zeros for rows outside it."""
+    """Return f[N, D]: rows of a table as its codes hold them, in the dtype of sums; zeros for rows outside the
+    table."""
     t, dtype = tables.tables[table], dict(tables.dtypes)[table]
     x = gather_rows(t, rows, implementation=implementation)
     if table + SCALE in tables.scales:
         scales = tables.scales[table + SCALE]
-        if any_tracked((t, scales)) and not is_forward():  # in forward mode every tensor may have a tangent
+        if any_tracked((t, scales)) and not is_forward():  # in forward mode any tensor may have a tangent
             refuse_learned(table)
         return ByScale.apply(table, CODES[dtype], x, gather_rows(scales, rows, implementation=implementation))
     return as_stored(x, dtype, *row_keys(tables.rounding, table, rows, t.shape[1]))

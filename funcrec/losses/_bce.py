@@ -21,8 +21,8 @@ def bce(logits: Numbers, label: Labels, weight: Weights = None, *, reduction: Re
     Args:
       logits: f[B].
       label: [B] in [0, 1], of any real dtype.
-      weight: f[B] >= 0, or None. An example of weight 0 is padding: its logit and label are not read, unless a
-        derivative follows the weights (`weighted_mean`).
+      weight: f[B] >= 0, or None. An example of weight 0 is padding: its logit and label are not read, unless the
+        weights are differentiated (`weighted_mean`).
       reduction: "mean" for `weighted_mean`, f[]; "none" for the loss of each example, f[B], 0 for padding.
 
     Raises:
@@ -46,7 +46,7 @@ def bce(logits: Numbers, label: Labels, weight: Weights = None, *, reduction: Re
 
 
 def with_logits(z: Tensor, y: Tensor, reduction: str) -> Tensor:
-    """Return torch's binary cross entropy, by a formula where torch has no derivative: for jvp of jvp.
+    """Return torch's binary cross entropy. For jvp of jvp, where torch has no derivative, it uses a formula.
 
     torch's own jvp writes to a zero tensor there, and raises.
     """

@@ -18,8 +18,9 @@ NAMESPACE = "funcrec_losses"
 
 
 def products(hidden: Tensor, items: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (the queries of a chunk, their logits [..., chunk, R]), in a buffer that the next chunk overwrites."""
-    count, columns = hidden.shape[-2], items.mT.contiguous()  # a fifth faster than to read the rows as columns
+    """Yield (the queries of a chunk, their logits [..., chunk, R]). The logits lie in a buffer that the next chunk
+    overwrites."""
+    count, columns = hidden.shape[-2], items.mT.contiguous()  # a fifth faster than reading the rows as columns
     buffer = hidden.new_empty((*hidden.shape[:-2], min(chunk, count), items.shape[-2]))
     for first in range(0, count, chunk):
         at = slice(first, min(first + chunk, count))
@@ -27,7 +28,7 @@ def products(hidden: Tensor, items: Tensor, chunk: int) -> Iterator[tuple[slice,
 
 
 def raised(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Make z [..., n, R] e^(z - its row's greatest) in place, and return (greatest, sums) of the rows, [..., n, 1]."""
+    """Replace z [..., n, R] by e^(z - greatest of its row), and return (greatest, sums) of the rows, [..., n, 1]."""
     greatest = z.amax(-1, keepdim=True)
     return greatest, z.sub_(greatest).exp_().sum(-1, keepdim=True)
 
@@ -75,8 +76,8 @@ def zeros_of_columns(items: Tensor) -> Tensor:
 def add_slopes(
     z: Tensor, total: Tensor, hidden: Tensor, items: Tensor, d: Tensor, at: slice, d_hidden: Tensor, d_columns: Tensor
 ) -> None:
-    """Add the part of the raised logits z of a chunk to d_hidden [..., N, D] and d_columns [..., D, R]. It scales the
-    rows of hidden, which are shorter than those of z."""
+    """Add the part of a chunk, whose logits `raised` has replaced by z, to d_hidden [..., N, D] and d_columns
+    [..., D, R]. It scales the rows of hidden, which are shorter than those of z."""
     scale = d[..., at, None] / total
     torch.matmul(z, items, out=d_hidden[..., at, :])
     d_hidden[..., at, :] *= scale
@@ -85,7 +86,7 @@ def add_slopes(
 
 
 def less_targets(hidden: Tensor, items: Tensor, target: Tensor, d: Tensor, d_hidden: Tensor, d_items: Tensor):
-    """Return the cotangents with those of the targets' own logits taken off."""
+    """Return the cotangents minus the parts of the targets' own logits."""
     places, d_items = target[..., None].expand(*target.shape, items.shape[-1]), d_items.contiguous()
     d_items.scatter_add_(-2, places, hidden * -d[..., None])
     return d_hidden.sub_(items.gather(-2, places).mul_(d[..., None])), d_items

@@ -39,8 +39,8 @@ def cross_entropy(logits: Scores, label: Labels, weight: Weights = None, *, redu
     Args:
       logits: f[B, C].
       label: [B], the classes as numbers, 0 <= label < C: integers, or whole floats.
-      weight: f[B] >= 0, or None. An example of weight 0 is padding and is not read, unless a derivative follows the
-        weights (`weighted_mean`).
+      weight: f[B] >= 0, or None. An example of weight 0 is padding and is not read, unless the weights are
+        differentiated (`weighted_mean`).
       reduction: "mean" for `weighted_mean`, f[]; "none" for the loss of each example, f[B], 0 for padding.
 
     Raises:
@@ -77,10 +77,10 @@ def in_batch_softmax(
 
     Args:
       query, candidate: f[B, D]. Row i of `query` and row i of `candidate` belong together.
-      weight: f[B] >= 0, or None. An example of weight 0 is padding, and no negative of other examples. At weight 0 the
-        loss jumps, so a derivative by the weights raises there.
+      weight: f[B] >= 0, or None. An example of weight 0 is padding, and is not a negative of other examples. At weight
+        0 the loss is not continuous, so a derivative with respect to the weights raises there.
       log_q: f[B], the logarithm of the probability that each candidate is in a batch. `fr.data.log_q` computes it from
-        counts. None leaves the correction out. This is right if all candidates are equally likely; otherwise popular
+        counts. None means no correction. This is right if all candidates are equally likely. Otherwise popular
         candidates get lower scores.
       temperature: T > 0.
       candidate_ids: i[B]. Another row with the same candidate is left out of the sum, and does not count as a negative.
@@ -181,7 +181,7 @@ def class_problems(label: Tensor, num_classes: int, weight: Tensor | None) -> It
 
 
 def log_q_problems(log_q: Tensor | None, weight: Tensor | None) -> Iterator[Problem]:
-    """Yield a problem if a value is no logarithm of a probability, such as a count or a probability."""
+    """Yield a problem if a value is not the logarithm of a probability, such as a count or a probability."""
     if log_q is None or not is_concrete(log_q):
         return
     wrong = ~((log_q <= 0) & (log_q > -torch.inf))

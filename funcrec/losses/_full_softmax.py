@@ -1,11 +1,11 @@
-"""Cross entropy over all items, fused with its product: the logits of all queries and items never exist at once.
+"""Cross entropy over all items, fused with the product of queries and items: all logits never exist at once.
 
     loss_i = log Σ_r exp ⟨h_i, w_r⟩ / T - ⟨h_i, w_t⟩ / T,   t = target_i
     d_h = (P - Y) W d / T,   d_W = (P - Y)ᵀ H d / T,   P = softmax(H Wᵀ / T)
 
-Forward and backward pass over chunks of queries, and compute the logits twice. The cotangents of a weighted sum of
-losses are known up to a factor before its derivative is asked for, so `_SoftmaxSum` computes them with the sum, from
-the same logits. Shapes: N queries, R items, D dim.
+The forward and the backward pass each compute the logits of one chunk of queries at a time. The gradient of a weighted
+sum of losses is known up to a factor in the forward pass. So `_SoftmaxSum` computes it there, from the same logits.
+Shapes: N queries, R items, D dim.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ from funcrec.tables import blank_padding
 Vectors = Annotated[Tensor, Form("f[N, D]")]
 Weights = Annotated[Tensor, Form("f[N]")] | None
 Items = Annotated[Tensor, Form("f[R, D]")]
-CHUNK_NUMBERS, CHUNK_QUERIES = 2**18, 64  # logits of a chunk: 1 MB in f32, in a core's second cache; but 64 queries
+CHUNK_NUMBERS, CHUNK_QUERIES = 2**18, 64  # logits of a chunk: 1 MB in f32 fits in a core's L2; at least 64 queries
 
 
 @typed
@@ -48,17 +48,17 @@ def full_softmax(
     chunk: Count | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Return the cross entropy of each query's target among all items, without the logits f[N, R], f[].
+    """Return the cross entropy of each query's target among all items, f[]. The logits f[N, R] are never stored.
 
     Args:
       hidden: f[N, D], a query for each example, such as the hidden vectors of all positions of a batch of histories.
       items: f[R, D], the vectors of all items.
       target: i[N], the row of the right item.
-      weight: f[N] >= 0, or None. An example of weight 0 is padding and is not read, unless a derivative follows the
-        weights (`weighted_mean`).
+      weight: f[N] >= 0, or None. An example of weight 0 is padding and is not read, unless the weights are
+        differentiated (`weighted_mean`).
       temperature: T > 0.
-      chunk: the number of queries whose logits exist at once, static. None takes as many as have 2¹⁸ logits, at least
-        64.
+      chunk: the number of queries whose logits exist at once, static. None chooses as many as have 2¹⁸ logits, but at
+        least 64.
       reduction: "mean" for `weighted_mean`, f[]; "none" for the loss of each example, f[N], 0 for padding.
 
     Floats of 16 bits are computed in f32.
@@ -98,13 +98,13 @@ def full_softmax(
 
 
 def is_sum_enough(hidden: Tensor, items: Tensor, weight: Tensor | None) -> bool:
-    """Return whether gradients of the queries or items are wanted, and neither tangents nor gradients of weights."""
+    """Return whether gradients of the queries or items are wanted, but no tangents and no gradients of weights."""
     of_weight = weight is not None and is_tracked(weight)
     return any_tracked([hidden, items]) and not (of_weight or is_in_jvp() or is_forward())
 
 
 def mean_of(hidden: Tensor, items: Tensor, target: Tensor, is_row: Tensor, weight: Tensor | None, chunk: int) -> Tensor:
-    """Return the weighted mean of the losses, f[]; NaN if the target of an example with weight is no row."""
+    """Return the weighted mean of the losses, f[]; NaN if the target of an example with weight is not a row."""
     if weight is None:
         share, total = torch.ones_like(hidden[:, 0]), hidden.shape[0]
     else:
@@ -145,7 +145,7 @@ class _FullSoftmax(torch.autograd.Function):
 
 class _SoftmaxSum(torch.autograd.Function):
     """(hidden f[..., N, D], items f[..., R, D], target i64[..., N], share f[..., N], chunk) -> (Σ_i share_i loss_i
-    f[...], and what belongs to its transpose: its derivatives by hidden and items)."""
+    f[...], and for its transpose the derivatives by hidden and items)."""
 
     @staticmethod
     def forward(hidden, items, target, share, chunk):
@@ -212,7 +212,7 @@ class _Cotangents(torch.autograd.Function):
 
 
 def in_front(info, in_dims: tuple, *given: Tensor) -> list[Tensor]:
-    """Return the tensors with the dimension of a vmap in front, also those that all members share."""
+    """Return the tensors with the dimension of a vmap in front, also the tensors that all members share."""
     pairs = zip(given, in_dims, strict=False)
     return [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in pairs]
 

@@ -29,8 +29,8 @@ def weighted_mean(values: Numbers, weight: Weights = None) -> Tensor:
 
     Args:
       values: f[B], a loss of each example.
-      weight: f[B] >= 0, or None for the plain mean. A value of weight 0 is not read, unless a derivative follows the
-        weights. Then the derivative by its weight includes the value, which must be finite.
+      weight: f[B] >= 0, or None for the plain mean. A value of weight 0 is not read, unless the weights are
+        differentiated. Then the derivative by its weight includes the value, which must be finite.
 
     Inside `shard_map`, and so in a step on a mesh, the weights are summed over all ranks. Ranks train on the mean of
     their losses. So this mean is the weighted mean over the examples of all ranks, whatever weights each rank has. (In
@@ -59,8 +59,8 @@ def weighted_mean(values: Numbers, weight: Weights = None) -> Tensor:
 
 
 def weights_and_total(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the weights f[B] in a dtype, NaN where one is negative or infinite, and their sum over all ranks and
-    micro-batches as the local mean divides by it, f[]."""
+    """Return the weights f[B] in a dtype, NaN where one is negative or infinite, and the divisor of the local mean,
+    f[]: the mean over ranks of the sum of all weights."""
     w = torch.where((weight >= 0) & (weight < torch.inf), weight, torch.nan).to(dtype)
     total, ranks = total_weight(w), bound_names()
     return w, pmean(total, ranks) if ranks else total
@@ -75,7 +75,7 @@ def reduce(values: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
 
 
 def where_it_jumps(values: Tensor, weight: Tensor | None) -> Tensor:
-    """Return values f[B], 0 for padding. If a derivative follows a weight of 0 that cannot be read, return NaN."""
+    """Return values f[B], 0 for padding. Where a weight of 0 is differentiated and cannot be read, the value is NaN."""
     if weight is None or not is_tracked(weight):
         return blank_padding(values, weight)
     return torch.where(weight == 0, torch.nan, values)
@@ -96,7 +96,7 @@ def weight_problems(weight: Tensor | None) -> Iterator[Problem]:
 
 
 def no_derivative_problems(values: Tensor, weight: Tensor, total: Tensor) -> Iterator[Problem]:
-    """Yield a problem if a derivative follows the weights and the mean has no derivative by them."""
+    """Yield a problem if the weights are differentiated, but the mean has no derivative with respect to them."""
     if not is_tracked(weight):
         return
     got = "a derivative by the weights"

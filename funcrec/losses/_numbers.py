@@ -23,8 +23,8 @@ def mse(predictions: Numbers, label: Labels, weight: Weights = None, *, reductio
     Args:
       predictions: f[B].
       label: [B], finite, of any real dtype.
-      weight: f[B] >= 0, or None. An example of weight 0 is padding and is not read, unless a derivative follows the
-        weights (`weighted_mean`).
+      weight: f[B] >= 0, or None. An example of weight 0 is padding and is not read, unless the weights are
+        differentiated (`weighted_mean`).
       reduction: "mean" for `weighted_mean`, f[]; "none" for the loss of each example, f[B], 0 for padding.
 
     Raises:
@@ -49,7 +49,8 @@ def huber(
     delta: PositiveMagnitude = 1.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Return the mean of a square that becomes a line at distance δ. So no label pulls harder than a label at δ does.
+    """Return the mean of a loss that is a square up to distance δ and a line beyond. So the gradient of a distant label
+    is at most that of a label at distance δ.
 
     Args:
       predictions, label, weight, reduction: as in `mse`.

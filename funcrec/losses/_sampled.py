@@ -49,12 +49,12 @@ def sampled_softmax(
     Args:
       query, candidate: f[N, D]. Row i of `query` and row i of `candidate` belong together.
       negatives: f[K, D] for all queries, or f[N, K, D], each query's own.
-      weight: f[N] >= 0, or None. An example of weight 0 is padding and is not read, unless a derivative follows the
-        weights (`weighted_mean`).
+      weight: f[N] >= 0, or None. An example of weight 0 is padding and is not read, unless the weights are
+        differentiated (`weighted_mean`).
       log_q: f[N], the logarithm of the probability with which each candidate is drawn; `fr.data.log_q` computes it from
-        counts. None, for both, leaves the correction out, which is right if all items are equally likely.
-      negative_log_q: the same of the negatives, f[K] or f[N, K].
-      candidate_ids: i[N], with `negative_ids`. A negative that is the query's own candidate is left out of the sum.
+        counts. If both are None, nothing is corrected, which is right if all items are equally likely.
+      negative_log_q: the same for the negatives, f[K] or f[N, K].
+      candidate_ids: i[N], with `negative_ids`. A negative that is the query's own candidate does not count.
       negative_ids: the ids of the negatives, i[K] or i[N, K].
       temperature: T > 0.
       reduction: "mean" for `weighted_mean`, f[]; "none" for the loss of each example, f[N], 0 for padding.
@@ -105,7 +105,7 @@ def gbce(
     Args:
       query, candidate, negatives, weight, candidate_ids, negative_ids, reduction: as in `sampled_softmax`.
       num_items: R, the number of items that the negatives are drawn from, uniformly.
-      calibration: t. 0 is plain binary cross entropy.
+      calibration: t. With 0 it is plain binary cross entropy.
 
     Floats of 16 bits are computed in f32.
 
@@ -136,7 +136,8 @@ def scores(
     negative_ids: Tensor | None,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the scores of the own candidates f[N] and of the negatives f[N, K]; -∞ for a negative that is the own."""
+    """Return the scores of the own candidates f[N] and of the negatives f[N, K]; -∞ for a negative that is the own
+    candidate."""
     dtype = torch.promote_types(torch.promote_types(query.dtype, candidate.dtype), torch.float32)
     dtype = torch.promote_types(dtype, negatives.dtype)
     q, c = (blank_padding(x, weight).to(dtype) for x in (query, candidate))

@@ -79,7 +79,7 @@ def task_problems(losses: Sequence[Callable], weights: Sequence[float] | None) -
 def takes_reduction(loss: Callable) -> bool:
     try:
         given = inspect.signature(loss).parameters
-    except (TypeError, ValueError):  # a call will show whether it takes `reduction`
+    except (TypeError, ValueError):  # a call shows whether it takes `reduction`
         return True
     return "reduction" in given or any(p.kind is p.VAR_KEYWORD for p in given.values())
 

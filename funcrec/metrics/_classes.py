@@ -16,9 +16,11 @@ from funcrec.metrics._metric import ANY, RANGES, Metric, example_problems, range
 
 
 def multiclass_accuracy() -> Metric:
-    """Make a metric: the share of the examples whose highest logit is their class's. Among equal ones the first counts.
+    """Make a metric: the share of the examples whose highest logit is their class's. Of equal logits the first counts
+    as the highest.
 
-    predictions: f[B, C], logits or probabilities, no NaN. labels: [B], classes 0 <= label < C, integers or whole.
+    predictions: f[B, C], logits or probabilities, no NaN. labels: [B], classes 0 <= label < C, integers or whole
+    floats.
 
     Example:
       >>> import torch
@@ -32,8 +34,8 @@ def multiclass_accuracy() -> Metric:
 
 @typed
 def top_k_accuracy(k: Count) -> Metric:
-    """The part of the examples whose class has one of the k highest logits; of equal ones the first counts. Arguments
-    as `multiclass_accuracy`'s, which is this with k = 1.
+    """Make a metric: the share of the examples whose class has one of the k highest logits; of equal logits the first
+    counts. Arguments as in `multiclass_accuracy`, which is this metric with k = 1.
 
     Source: scikit-learn's top_k_accuracy_score; TorchRec's multiclass recall.
     """
@@ -73,7 +75,7 @@ def logit_problems(predictions: object) -> Iterator[Problem]:
 
 
 def row_problems(predictions: Tensor, labels: Tensor, weights: Tensor | None) -> Iterator[Problem]:
-    """Check values that can be read: no NaN among the logits, and whole labels; rows of weight 0 are not checked."""
+    """Check values that can be read: logits are not NaN, and labels are whole. Rows of weight 0 are not checked."""
     if is_concrete(predictions):
         worst = torch.where(predictions.isnan().any(1), torch.nan, torch.zeros_like(predictions[:, 0]))
         yield from range_problems(worst, "predictions", *RANGES[ANY], "numbers, no NaN", weights)

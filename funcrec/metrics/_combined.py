@@ -4,7 +4,7 @@
     other predictions or weights go in              labelled: no missing labels          per_task: a state for each
     named: values by name
 
-All stay metrics: their states add up. Shapes: B examples, G groups, T tasks.
+All are metrics too: their states add up. Shapes: B examples, G groups, T tasks.
 """
 
 import sys
@@ -24,7 +24,8 @@ from funcrec.metrics._metric import Metric, range_problems
 def windowed(metric: Metric, num_updates: Count) -> Metric:
     """Make a metric: `metric` over the examples of the last `num_updates` updates.
 
-    The state keeps a state for each of them, and `compute` adds them up: nothing is subtracted, so nothing drifts.
+    The state holds one state per update, and `compute` adds them. Nothing is subtracted, so no rounding error
+    accumulates.
 
     Cost: the memory of num_updates states, moved at each update.
 
@@ -62,9 +63,9 @@ def grouped(metric: Metric, num_groups: Count) -> Metric:
     """Make a metric: `metric` for each group of examples. Its `compute` returns f64[G].
 
     labels: (labels, i[B] groups), such as `label=lambda batch: (batch.label, segment)` of `fr.evaluate`. A group
-    outside [0, num_groups) is refused, and where values cannot be read its example makes all groups NaN.
+    outside [0, num_groups) raises. Where values cannot be read, such an example makes all groups NaN.
 
-    Cost: num_groups updates of B examples; of many groups `grouped_auc` sorts instead.
+    Cost: num_groups updates of B examples. For many groups use `grouped_auc`, which sorts.
 
     Example:
       >>> import torch
@@ -102,7 +103,7 @@ def grouped(metric: Metric, num_groups: Count) -> Metric:
 def recalibrated(metric: Metric, coefficient: PositiveMagnitude) -> Metric:
     """Make a metric: `metric` of p / (p + (1 - p) / coefficient), for a model that was trained on sampled negatives.
 
-    coefficient: the share of the negatives that training kept. Of probabilities, not of logits.
+    coefficient: the share of the negatives that training kept. It is for probabilities, not for logits.
 
     Example:
       >>> import torch
@@ -127,7 +128,7 @@ def recalibrated(metric: Metric, coefficient: PositiveMagnitude) -> Metric:
 
 @typed
 def unweighted(metric: Metric) -> Metric:
-    """Make a metric: `metric` with 1 for every weight, except 0, which is padding.
+    """Make a metric: `metric` with weight 1 for every example, except those of weight 0, which are padding.
 
     Example:
       >>> import torch
@@ -151,7 +152,7 @@ def unweighted(metric: Metric) -> Metric:
 
 @typed
 def labelled(metric: Metric) -> Metric:
-    """Make a metric: `metric` of the examples whose label is not NaN, which stands for a missing one.
+    """Make a metric: `metric` of the examples that have a label; NaN means that the label is missing.
 
     Example:
       >>> import torch
@@ -288,7 +289,7 @@ def weights_problems(weights: object) -> Iterator[Problem]:
 
 
 def chance_problems(predictions: Tensor, weights: object) -> Iterator[Problem]:
-    """Report predictions that are no probabilities. A metric of logits has no such map."""
+    """Report predictions that are no probabilities. A metric of logits cannot be recalibrated."""
     if predictions.dim() == 1 and (weights is None or isinstance(weights, Tensor)):
         need, hint = "probabilities in [0, 1], no NaN", "predictions.sigmoid(), and a metric without from_logits"
         yield from range_problems(predictions, "predictions", 0, 1, need, weights, hint)

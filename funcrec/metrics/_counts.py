@@ -1,4 +1,4 @@
-"""Metrics that are sums and means of what was seen, without a comparison.
+"""Metrics that are sums and means of labels, predictions or weights, without a comparison.
 
     Σ w,   Σ w y,   Σ w p,   Σ w [y is missing],   Σ w p / Σ w,   Σ w y / Σ w
 
@@ -86,7 +86,8 @@ def weighted_avg() -> Metric:
 
 
 def mean_label() -> Metric:
-    """Make a metric: the weighted mean of the labels, which may be any finite numbers. Of labels in [0, 1] it is `ctr`.
+    """Make a metric: the weighted mean of the labels, which may be any finite numbers. If labels are in [0, 1], it is
+    `ctr`.
 
     Source: TorchRec's label average, and its scalar, which is `windowed(unweighted(mean_label()), 1)`.
     """
@@ -95,7 +96,7 @@ def mean_label() -> Metric:
 
 
 def _of_missing(name: str, total: str) -> Metric:
-    """Return a metric of which labels are missing. Its labels may be NaN."""
+    """Return a metric that counts by which labels are missing. Its labels may be NaN."""
     inner = sums(name, lambda p, y: {"missing": y}, lambda s: s[total], from_logits=ANY)
 
     def update(state, predictions, labels, weights=None):

@@ -1,8 +1,8 @@
-"""Means over groups, such as users, of what is computed of each group's examples alone.
+"""Means over groups, such as users, of a value that each group's examples give alone.
 
     grouped_auc = Σ_g ω_g AUC_g / Σ_g ω_g,        ω_g = Σ_b in g w_b, or 1
 
-Groups without a value are left out. Shapes: B examples.
+Groups that have no value are left out. Shapes: B examples.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,19 @@ from funcrec.metrics._metric import example_problems, examples
 def grouped_auc(
     scores: Tensor, labels: tuple[Tensor, Tensor], weights: Tensor | None = None, *, equal: bool = False
 ) -> Tensor:
-    """Compute the mean AUC of groups -> f64[]. It is GAUC if a group is a user, and uAUC if each user counts alike.
+    """Compute the mean AUC of groups -> f64[]. It is GAUC if a group is a user. With `equal` it is uAUC, in which each
+    user counts alike.
 
     Args:
       scores: f[B], no NaN; only their order within a group counts.
       labels: ([B] in [0, 1], i[B]): the labels, and the group of each example, any integers.
       weights: [B] >= 0, or None.
-      equal: whether each group counts alike, and not by the sum of its weights.
+      equal: whether each group counts alike. False weights a group by the sum of its weights.
 
     Returns:
-      NaN where no group has both a positive and a negative example; others are left out of the mean.
+      NaN if no group has both a positive and a negative example. Groups that lack one of them are left out of the mean.
 
-    Law: of one group, `exact_auc`.
+    Law: with one group it is `exact_auc`.
 
     Cost: two sorts, O(B log B).
 
@@ -56,9 +57,9 @@ def grouped_average_precision(
     """Compute the mean average precision of groups -> f64[]. Arguments as in `grouped_auc`.
 
     Returns:
-      NaN where no group has a positive example; groups without one are left out of the mean.
+      NaN if no group has a positive example. Groups without one are left out of the mean.
 
-    Law: of one group, `exact_average_precision`.
+    Law: with one group it is `exact_average_precision`.
 
     Cost: two sorts, O(B log B).
 
@@ -90,7 +91,7 @@ def grouped_mean(values: Tensor, totals: Tensor, weight: Tensor, equal: bool) ->
 
 
 def in_order(*keys: Tensor) -> Tensor:
-    """Return the order by the last key, of equal ones by the key before it, and so on: [B] each -> i64[B]."""
+    """Return the order of a sort by the last key, then by the key before it, and so on: [B] each -> i64[B]."""
     order = keys[0].argsort(stable=True)
     for key in keys[1:]:
         order = order.index_select(0, key.index_select(0, order).argsort(stable=True))
@@ -103,12 +104,13 @@ def starts_of(x: Tensor) -> Tensor:
 
 
 def latest(is_mark: Tensor) -> Tensor:
-    """Return the last marked place up to each place, bool[B] -> i64[B]; the first place is marked."""
+    """Return for each place the last marked place that is not after it, bool[B] -> i64[B]; the first place is
+    marked."""
     return torch.where(is_mark, torch.arange(len(is_mark), device=is_mark.device), 0).cummax(0).values
 
 
 def ends_of(is_start: Tensor) -> Tensor:
-    """Return the next start after each place, or B, bool[B] -> i64[B]."""
+    """Return for each place the next marked place after it, or B, bool[B] -> i64[B]."""
     is_last = torch.cat([is_start[1:], torch.ones_like(is_start[:1])])
     return len(is_start) - latest(is_last.flip(0)).flip(0)
 
@@ -138,7 +140,7 @@ def _runs(
 
 
 def _within(before: Tensor, totals: Tensor, group: Tensor) -> Tensor:
-    """Return sums over all that comes before a run as sums within the run's group."""
+    """Return sums over all that precedes a run, as sums over what precedes it within its group."""
     return before - (totals.cumsum(0) - totals).index_select(0, group)
 
 

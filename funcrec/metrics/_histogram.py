@@ -73,7 +73,8 @@ def average_precision(num_bins: Count = 2**16, *, from_logits: bool = False) -> 
 
 @typed
 def recall_at_precision(target: UnitInterval, num_bins: Count = 2**16, *, from_logits: bool = False) -> Metric:
-    """Make a metric: the greatest recall among thresholds with a precision of at least `target`. Without one it is 0.
+    """Make a metric: the greatest recall among thresholds with a precision of at least `target`. It is 0 if no
+    threshold has that precision.
 
     Bins are those of `auc`. NaN without a positive example.
 
@@ -100,9 +101,9 @@ def hindsight_target_pr(target: UnitInterval, num_bins: Count = 2**16, *, from_l
     """Make a metric: the lowest threshold with a precision of at least `target`, and what it reaches. Its `compute`
     returns {"threshold", "precision", "recall"}.
 
-    threshold: a probability; an example is predicted if its own is not below. The recall is that of
-    `recall_at_precision`: no other threshold with that precision has more. Without such a threshold the recall is 0,
-    and the others are NaN.
+    threshold: a probability. An example is predicted positive if its probability is at least this. The recall is that
+    of `recall_at_precision`: no other threshold with enough precision has a greater recall. Without such a threshold
+    the recall is 0, and the others are NaN.
 
     Bins are those of `auc`. All three are NaN without a positive example.
 

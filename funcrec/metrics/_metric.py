@@ -3,7 +3,8 @@
     update(update(s, a), b) = update(s, a then b),   merge(update(0, a), update(0, b)) = update(0, a then b)
 
 A state is a tree of f64 sums. Their shapes do not depend on the data, so it passes through `jit`, `vmap` and `psum`.
-All functions here are traceable; they check the values of CPU tensors unless they are traced. Shapes: B examples.
+All functions here are traceable. They check the values of CPU tensors, except while they are traced. Shapes: B
+examples.
 """
 
 import math
@@ -37,7 +38,8 @@ CHANCES, FINITE = (0.0, 1.0), (-sys.float_info.max, sys.float_info.max)  # range
 @typed_fields
 class Metric(NamedTuple):
     """`init(device=None) -> state`, `update(state, predictions, labels, weights=None) -> state`,
-    `compute(state) -> f64[]`, or a tensor or a dict of several values, as of `per_task`, `grouped`, `named`, `collect`.
+    `compute(state) -> f64[]`, or a tensor or a dict of several values, as for `per_task`, `grouped`, `named`,
+    `collect`.
 
     predictions: f[B] or i[B, K] or f[B, T]: probabilities, or logits if made with from_logits=True. mse,
       rmse and mae take any numbers; per_task takes f[B, T]; multiclass_accuracy takes f[B, C]; recall, hit_rate and
@@ -46,14 +48,14 @@ class Metric(NamedTuple):
       multiclass_accuracy takes classes below C; metrics of lists take bags of rows; grouped and by_session take
       (labels, groups).
     from_logits: whether predictions are logits. None: several metrics, only some of which take logits.
-    weights: [B] >= 0 and finite, or None for ones. An example of weight 0 is padding, unless a derivative follows the
-      weights.
+    weights: [B] >= 0 and finite, or None for ones. An example of weight 0 is padding, unless the weights are
+      differentiated.
 
-    `compute` returns NaN before the first example, if all weights are 0, and if a quotient has no value: never a number
-    that could look like the best. A sum, such as `sum_weights`, is then 0. If no value can be read (traced, on a GPU),
-    an example out of range makes the result NaN instead of an error.
+    `compute` returns NaN before the first example, if all weights are 0, or if a quotient has no value, so that no such
+    result looks like the best. A sum, such as `sum_weights`, is then 0. If values cannot be read (traced, on a GPU), an
+    example out of range makes the result NaN; no error is raised.
 
-    Law: the state is the sum over examples, in any order and any split (up to rounding: 1e-12 of it).
+    Law: the state is the sum over examples in any order and any split, up to a relative rounding error of 1e-12.
 
     Example:
       >>> import torch
@@ -98,7 +100,8 @@ def collect(metrics: Mapping[str, Metric]) -> Metric:
 
 
 def merge(a: State, b: State) -> State:
-    """Add two states, a, b [...] -> [...]: the state of the examples of both. On a mesh `psum(state)` adds the ranks'.
+    """Add two states, a, b [...] -> [...]: the state of the examples of both. On a mesh `psum(state)` adds the states
+    of all ranks.
 
     Law: commutative, associative up to rounding, and `init()` is its zero.
     """
@@ -114,7 +117,8 @@ def sums(
     from_logits: bool | object = False,
     of_labels: tuple[float, float] = CHANCES,
 ) -> Metric:
-    """Make a metric of weighted sums: `terms(predictions, labels) -> {sum: f64[B]}`; the weights' sum is "weight".
+    """Make a metric of weighted sums: `terms(predictions, labels) -> {sum: f64[B]}`; the sum of the weights is
+    "weight".
 
     from_logits: ANY takes any predictions. of_labels: the range of labels.
     """
@@ -140,7 +144,7 @@ def sums(
 def as_doubles(
     call: str, predictions, labels, weights, from_logits: bool | object, of_labels: tuple[float, float] = CHANCES
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Check the three, and return them as `examples` does."""
+    """Check the predictions, labels and weights, and return them as `examples` does."""
     check(call, example_problems(predictions, labels, weights, from_logits, of_labels=of_labels))
     return examples(predictions, labels, weights, from_logits, of_labels)
 
@@ -149,7 +153,7 @@ def examples(
     predictions, labels, weights, from_logits: bool | object, of_labels: tuple[float, float] = CHANCES
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return f64[B] each: 0 with weight 0 for padding, and 0 with weight NaN for an example out of range, so that
-    every sum shows it. If a derivative follows the weights, no example is padding."""
+    every sum shows it. If the weights are differentiated, no example is padding."""
     p, y = predictions.double(), labels.double()
     w = torch.ones_like(p) if weights is None else weights.double()
     low, high = RANGES[from_logits]

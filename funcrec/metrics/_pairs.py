@@ -2,8 +2,8 @@
 
     RAUC = Σ_i<j w_i w_j [y_i != y_j] ([s_i, s_j ordered as y_i, y_j] + ½ [s_i = s_j])  /  Σ_i<j w_i w_j [y_i != y_j]
 
-A pair of equal labels has no order and does not count; a pair of equal scores counts half. So of labels 0 and 1 it is
-the AUC, and it is (1 + D) / 2 for Somers' D. Shapes: B examples.
+A pair of equal labels has no order and does not count; a pair of equal scores counts half. So for labels 0 and 1 it is
+the AUC. It is (1 + D) / 2 for Somers' D. Shapes: B examples.
 """
 
 import torch
@@ -32,7 +32,7 @@ def exact_rauc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) ->
       weights: [B] >= 0, or None.
 
     Returns:
-      NaN if all labels are equal. A pair of equal labels does not count; one of equal scores counts half.
+      NaN if all labels are equal. A pair of equal labels does not count; a pair of equal scores counts half.
 
     Law: `exact_auc` if labels are 0 and 1; exact_rauc(-scores) = 1 - exact_rauc(scores).
 
@@ -55,7 +55,7 @@ def exact_rauc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) ->
 def grouped_rauc(
     scores: Tensor, labels: tuple[Tensor, Tensor], weights: Tensor | None = None, *, equal: bool = False
 ) -> Tensor:
-    """Compute the mean RAUC of groups -> f64[]: pairs of two groups do not count.
+    """Compute the mean RAUC of groups -> f64[]. Pairs across two groups do not count.
 
     Args:
       scores: f[B], no NaN; only their order within a group counts.
@@ -64,9 +64,9 @@ def grouped_rauc(
       equal: whether each group counts alike, and not by the sum of its weights.
 
     Returns:
-      NaN where no group has different labels; groups of equal labels are left out of the mean.
+      NaN if no group has different labels. Groups of equal labels are left out of the mean.
 
-    Law: of one group, `exact_rauc`.
+    Law: with one group it is `exact_rauc`.
 
     Example:
       >>> import torch
@@ -90,8 +90,8 @@ def grouped_rauc(
 def xauc() -> Metric:
     """Make a metric: the share of the pairs within each update's batch that predictions and labels order alike.
 
-    Any predictions but NaN and any finite labels. Pairs count as those of `exact_rauc`, by the product of their
-    weights. The result depends on which examples share a batch; states of batches add up.
+    Predictions may be any numbers but NaN, and labels any finite numbers. Pairs count as in `exact_rauc`, weighted by
+    the product of their weights. The result depends on which examples share a batch; states of batches add up.
 
     Example:
       >>> import torch
@@ -116,12 +116,13 @@ def xauc() -> Metric:
 
 
 def pairs_of(scores: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, of each example, (the weight of the pairs with a lower label that the scores order alike, the weight of
-    all of these pairs, its group as a number from 0 on), f64[B], f64[B], i64[B]. Pairs of two groups do not count.
+    """Return (right, all, group) of each example, f64[B], f64[B], i64[B]. all: the weight of its pairs with a lower
+    label. right: the weight of those that the scores order alike. group: its group as a number from 0 on. Pairs across
+    two groups do not count.
 
-    Labels become ranks r within a group. Two ranks have a highest bit in which they differ, and it says which is lower.
-    So examples are parted by the bits from the highest on, in the order of the scores: in a part, each example whose
-    bit is 1 forms pairs with those whose bit is 0, and no pair is formed twice.
+    Labels become ranks r within a group. Two ranks have a highest bit in which they differ; this bit says which rank is
+    lower. So examples are parted by the bits, from the highest on, in the order of the scores. In a part, each example
+    whose bit is 1 forms pairs with those whose bit is 0. No pair is formed twice.
     """
     num, at = len(scores), torch.arange(len(scores), device=scores.device)
     order = in_order(labels, groups)

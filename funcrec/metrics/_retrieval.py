@@ -4,7 +4,7 @@
     NDCG = Σ_j [given_j relevant] / log2(j + 2)  /  Σ_{j < min(k, |relevant|)} 1 / log2(j + 2),         j = 0 .. k - 1
     MAP  = Σ_j [given_j relevant] · precision(j + 1)  /  min(k, |relevant|),     MRR = 1 / (1 + the least j with a hit)
 
-Shapes: B lists, K rows in each, N relevant rows in all lists together, R rows that there are.
+Shapes: B lists, K rows in each, N relevant rows in all lists together, R rows of the item table.
 """
 
 import sys
@@ -25,7 +25,7 @@ def recall(k: Count) -> Metric:
     relevant rows are left out.
 
     predictions: i[B, K], rows with the best first, each at most once in a list, as `fr.top_k` returns them; -1 for no
-    row. labels: a JaggedTensor of B bags of relevant rows; a row that is there twice counts once. weights: [B].
+    row. labels: a JaggedTensor of B bags of relevant rows; a repeated row counts once. weights: [B].
 
     Example:
       >>> import torch, funcrec as fr
@@ -129,10 +129,9 @@ def novelty(k: Count, counts: Tensor, num_users: Count) -> Metric:
     """Make a metric: the mean over lists of the mean of log2(num_users / counts[row]), in bits, of the first k rows.
 
     Args:
-      counts: [R], how many of the users in training took each row, 0 to num_users; a row that nobody took counts as
-        one that one user took.
+      counts: [R], how many of the users in training took each row, 0 to num_users; a row with count 0 counts as 1.
 
-    Lists without a row are left out. Labels count for nothing.
+    Lists without a row are left out. Labels are not read.
 
     Example:
       >>> import torch, funcrec as fr
@@ -168,7 +167,7 @@ def places(hits: Tensor) -> Tensor:
 def given(rows: Tensor, weights: Tensor | None, num_items: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return (whether a place holds a row, the row or 0, the weight of each list).
 
-    The weight is NaN if it is out of range, or if the list has a row that no item has and is no padding.
+    The weight is NaN if it is out of range, or if the list has a row that is neither an item nor padding.
     """
     w = torch.ones(rows.shape[0], dtype=torch.float64, device=rows.device) if weights is None else weights.double()
     is_right = (w >= 0) & (w < torch.inf) & ((w == 0) | (rows < num_items).all(1))
@@ -236,7 +235,7 @@ def list_problems(predictions: object, labels: object, weights: object) -> Itera
 
 
 def item_problems(predictions: Tensor, weights: Tensor | None, num_items: int) -> Iterator[Problem]:
-    """Rows must be those of items and weights in range, if values can be read. A list of weight 0 is padding."""
+    """If values can be read, rows must be items, and weights in range. A list of weight 0 is padding."""
     if weights is not None:
         yield from range_problems(weights, "weights", 0, sys.float_info.max, "finite weights >= 0")
     if not is_concrete(predictions) or (weights is not None and not is_concrete(weights)):

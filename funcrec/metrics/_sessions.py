@@ -1,9 +1,9 @@
-"""Metrics within sessions, such as the items of one page, each ranked by its predictions.
+"""Metrics within sessions, such as the items of one page, which are ranked by their predictions.
 
     by_session: Σ_s ω_s metric(s) / Σ_s ω_s,        ω_s = the greatest weight in s
     top_k_of_session: `metric` of [fewer than k of the session have a higher prediction]
 
-An update has whole sessions: two updates that share a session number have two sessions. Weights of 0 are padding.
+An update has whole sessions: a session number in two updates stands for two sessions. Weights of 0 are padding.
 Shapes: B examples.
 """
 
@@ -25,13 +25,13 @@ MOST_NUMBERS = 4096  # of a session's state: larger ones take B times their memo
 
 @typed
 def by_session(metric: Metric) -> Metric:
-    """Make a metric: the mean of `metric` over sessions, of each session's examples alone.
+    """Make a metric: the mean over sessions of `metric` of the session's examples.
 
-    labels: (labels, i[B] sessions). A session counts by its greatest weight. Sessions for which `metric` is NaN are
-    left out. `metric` is one whose state is a sum over examples, of f[B] predictions, and `compute` returns a number. A
-    metric of pairs, such as `xauc`, raises, unless the values cannot be read (under `jit`): its sessions are then NaN.
+    labels: (labels, i[B] sessions). A session has the weight of its heaviest example. Sessions for which `metric` is
+    NaN are left out. `metric` reads predictions f[B], its state is a sum over examples, and its `compute` returns a
+    number. A metric of pairs, such as `xauc`, raises. If values cannot be read (under `jit`), its sessions are NaN.
 
-    Cost: B states. `auc(num_bins=256)` has 512 numbers; `grouped_auc` sorts instead.
+    Cost: B states. The state of `auc(num_bins=256)` has 512 numbers for each session; `grouped_auc` sorts instead.
 
     Law: a session of weight 2 is that session twice.
 
@@ -63,7 +63,7 @@ def by_session(metric: Metric) -> Metric:
             check(call, sum_problems(tree_map(lambda x: x.detach().sum(0), each), whole))
         has_value = ~vmap(metric.compute)(tree_map(torch.Tensor.detach, each)).isnan()
         at = torch.arange(len(p), device=p.device)
-        with_value = torch.where(has_value, at, has_value.to(torch.int8).argmax())  # the others' NaN has no derivative
+        with_value = torch.where(has_value, at, has_value.to(torch.int8).argmax())  # no derivative of NaN
         value = vmap(metric.compute)(tree_map(lambda x: x.index_select(0, with_value), each))
         return _added(mean, state, torch.where(has_value, value, torch.nan), _greatest(w, session))
 
@@ -76,8 +76,8 @@ def top_k_of_session(metric: Metric, k: Count, *, rank_labels: bool = False) -> 
 
     A metric of logits gets the logits of 1 and 0, which are infinite.
 
-    predictions: f[B], no NaN. labels: (labels, i[B] sessions). Equal predictions are both among the k or both not: an
-    example is if fewer than k examples of its session have a higher prediction.
+    predictions: f[B], no NaN. labels: (labels, i[B] sessions). An example is among the k if fewer than k examples of
+    its session have a higher prediction. So examples with equal predictions are all among the k, or none is.
 
     rank_labels: whether labels, too, become 1 for the k highest of their session; they may then be any finite numbers.
 
@@ -136,9 +136,10 @@ def precision_session_level(k: Count, *, rank_labels: bool = False) -> Metric:
 @typed
 def session_ndcg(k: Count | None = None, *, exponential: bool = False) -> Metric:
     """Make a metric: the normalised discounted cumulative gain of the first k of each session, as the mean over
-    sessions, each by its greatest weight. Sessions without a gain are left out.
+    sessions. A session has the weight of its heaviest example. Sessions without a gain are left out.
 
-    predictions: f[B], no NaN. labels: (gains >= 0, i[B] sessions). Of equal predictions each gets their mean discount.
+    predictions: f[B], no NaN. labels: (gains >= 0, i[B] sessions). Examples of equal predictions get the mean of their
+    discounts.
 
     k: None for all. exponential: whether a label's gain is 2^label - 1.
 
@@ -171,8 +172,8 @@ def session_ndcg(k: Count | None = None, *, exponential: bool = False) -> Metric
 
 
 def _sorted(x: Tensor, w: Tensor, sessions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (the order by sessions, highest x first, and of each place in it the first of its session, of its equal
-    ones, and the place after its equal ones). All padding is one more session."""
+    """Return (the order by sessions, highest x first; and for each place in it the first place of its session, the
+    first place of equal x, and the place after the last of equal x). All padding forms one more session."""
     is_padding = w == 0
     order = in_order(-x, sessions, is_padding.to(torch.int8))
     is_new = starts_of(sessions[order]) | starts_of(is_padding[order])
@@ -181,7 +182,7 @@ def _sorted(x: Tensor, w: Tensor, sessions: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _rank(x: Tensor, w: Tensor, sessions: Tensor) -> Tensor:
-    """Return how many examples of its session have a higher x, of each example, i64[B]."""
+    """Return for each example how many examples of its session have a higher x, i64[B]."""
     order, session, first, _ = _sorted(x, w, sessions)
     return torch.zeros_like(order).scatter(0, order, first - session)
 
@@ -209,7 +210,7 @@ def _greatest(w: Tensor, session: Tensor) -> Tensor:
 
 
 def _added(mean: Metric, state, value: Tensor, weight: Tensor):
-    """Return the state with the sessions that have a value; the others are left out."""
+    """Return the state with the sessions that have a value, without the others."""
     has_value = ~value.isnan() | weight.isnan()
     used = torch.where(has_value & (weight != 0), value, 0)
     return mean.update(state, used, torch.zeros_like(used), torch.where(has_value, weight, 0))

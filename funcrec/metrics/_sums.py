@@ -16,7 +16,7 @@ from torch import Tensor
 from funcrec.core import UnitInterval, typed
 from funcrec.metrics._metric import ANY, FINITE, Metric, sums
 
-ROUNDING = 1e-12  # of a sum of squares, below which its variance is none
+ROUNDING = 1e-12  # of a sum of squares: if the variance is below this share, it counts as none
 PROBABILITY_EPS = torch.finfo(torch.float32).eps
 
 
@@ -33,7 +33,7 @@ def cross_entropy(predictions: Tensor, labels: Tensor, from_logits: bool) -> Ten
 def log_loss(*, from_logits: bool = False, unit: Literal["nats", "bits"] = "nats") -> Metric:
     """Make a metric: the mean cross entropy, in nats or in bits. TorchRec's is in bits.
 
-    Probabilities are clamped 2⁻²³ away from 0 and 1, so that a certain but wrong one costs 15.9 and not infinity.
+    Probabilities are clamped 2⁻²³ away from 0 and 1, so that one that is certain but wrong costs 15.9 and not infinity.
     Logits are not clamped and lose no digits: prefer from_logits=True.
 
     Example:
@@ -50,9 +50,10 @@ def log_loss(*, from_logits: bool = False, unit: Literal["nats", "bits"] = "nats
 
 @typed
 def normalized_entropy(*, from_logits: bool = False) -> Metric:
-    """Make a metric: log loss divided by the log loss of the base rate. Below 1 is better than predicting that rate.
+    """Make a metric: log loss divided by the log loss of the base rate. A result below 1 is better than predicting that
+    rate.
 
-    It is NaN while all labels are equal: no model is then better than another, and NaN is below no best value.
+    It is NaN while all labels are equal: then no model is better than another, and a comparison with NaN is false.
 
     Source: He et al., "Practical lessons from predicting clicks on ads at Facebook" (ADKDD 2014), §3; TorchRec's NE.
     """
@@ -62,7 +63,7 @@ def normalized_entropy(*, from_logits: bool = False) -> Metric:
 
 @typed
 def positive_normalized_entropy(*, from_logits: bool = False) -> Metric:
-    """Make a metric: `normalized_entropy` whose numerator has the log loss of the positive examples alone.
+    """Make a metric: `normalized_entropy` with only the log loss of the positive examples in the numerator.
 
     Source: TorchRec's NE of positives.
     """
@@ -74,8 +75,9 @@ def positive_normalized_entropy(*, from_logits: bool = False) -> Metric:
 def cali_free_ne(*, from_logits: bool = False) -> Metric:
     """Make a metric: log loss divided by the log loss of always predicting the mean prediction.
 
-    Below 1 is better than that constant. `normalized_entropy` compares with the base rate instead, so it also judges
-    the mean of the predictions. Here every constant prediction has 1, whatever the base rate.
+    A result below 1 is better than that constant prediction. `normalized_entropy` compares with the base rate instead,
+    so it also judges the mean of the predictions. Here every constant prediction has the result 1, whatever the base
+    rate.
 
     Source: TorchRec's calibration-free NE. Theirs is NE divided by Σ w times our denominator in bits, so that it falls
     as examples come.
@@ -95,7 +97,7 @@ def cali_free_ne(*, from_logits: bool = False) -> Metric:
 
 @typed
 def calibration(*, from_logits: bool = False) -> Metric:
-    """Make a metric: predicted clicks divided by clicks. 1 is right, above 1 is too many.
+    """Make a metric: predicted clicks divided by clicks. 1 is right, and above 1 is too many.
     It is NaN without a click. Source: TorchRec's calibration."""
     terms = lambda p, y: {"predicted": _probability(p, from_logits), "positive": y}
     return sums(
@@ -150,7 +152,7 @@ def r2() -> Metric:
 
     It is NaN if the labels vary by less than a millionth of their size: subtract their mean first.
 
-    Any predictions and any finite labels. Source: scikit-learn's r2_score.
+    Predictions may be any numbers but NaN, and labels any finite numbers. Source: scikit-learn's r2_score.
     """
     terms = lambda p, y: {"error": (p - y).square(), "label": y, "square": y.square()}
 
@@ -165,7 +167,7 @@ def r2() -> Metric:
 def nmse() -> Metric:
     """Make a metric: `mse` divided by the mse of predicting 1. It is NaN if all labels are 1.
 
-    Any predictions and any finite labels.
+    Predictions may be any numbers but NaN, and labels any finite numbers.
 
     Source: TorchRec's NMSE.
     """

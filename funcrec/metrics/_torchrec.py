@@ -1,4 +1,4 @@
-"""The names of TorchRec's metrics, and what answers to them here.
+"""The names of TorchRec's metrics, and the call that computes each here.
 
 `tests/oracles/test_torchrec_names.py` runs each call next to TorchRec's computation, and checks that the table of
 interop/README.md is this one.
@@ -10,11 +10,9 @@ from typing import NamedTuple
 class Answer(NamedTuple):
     """A metric for a name of TorchRec's.
 
-    call: the call, of names of `fr.metrics`; numbers in it are examples. A function of a whole set stands without
-      parentheses.
-    formula: what it computes; w, y, p are weights, labels, predictions.
-    oracle: what its tests compare it with.
-    differs: where TorchRec's number is another, or "".
+    call: the call, in names of `fr.metrics`; numbers in it are examples. A function of a whole set stands without
+      parentheses. formula: what it computes; w, y, p are weights, labels, predictions. oracle: what its tests compare
+      it with. differs: where TorchRec's number differs, or "".
     """
 
     call: str

@@ -59,8 +59,8 @@ def din(
       sizes: the hidden layers of the MLP, each with ReLU. An output layer follows them.
 
     Raises:
-      ValueError: from apply, if the bags of two sequences differ. If their offsets cannot be read (under `jit`, on a
-        GPU), the logits are NaN instead.
+      ValueError: from apply, if the bags of two sequences differ. Under `jit` or on a GPU the offsets cannot be read;
+        there the logits are NaN instead.
 
     Example:
       >>> import torch, funcrec as fr
@@ -101,7 +101,7 @@ def din(
 def joined(sequences: dict[str, JaggedTensor], history: Sequence[FeatureConfig]) -> tuple[JaggedTensor, Tensor | None]:
     """Return the concatenated vectors of sequences with equal bags, and whether the bags are equal.
 
-    The second is None if it need not be asked, or was read on the host."""
+    The second is None for one sequence, or if it was checked on the host."""
     first, *others = [sequences[f.name] for f in history]
     if not others:
         return first, None

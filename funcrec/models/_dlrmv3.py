@@ -19,8 +19,8 @@ def mlperf_dlrmv3(
 ) -> HstuRanker:
     """Return the ranker of MLPerf inference v6.0, DLRMv3, over the columns of `fr.data.generated_histories`.
 
-    Positions and times are biases of the attention here; the reference adds vectors for them to the input, and has two
-    MLPs for items and categories where this model has one of both.
+    Here positions and times are biases of the attention; the reference adds vectors for them to the input. The
+    reference has an MLP for items and one for categories; this model has one for both.
 
     Args:
       max_rows: larger tables are cut to this many rows, and their ids hashed by modulo. None keeps 1,010,000,128 rows.

@@ -31,8 +31,8 @@ def gru4rec(
 
     Args:
       tables, history, max_length: as in `sasrec`.
-      num_hidden: the dim of the states. If it is not that of the items, a linear layer without bias follows; None takes
-        the items' dim.
+      num_hidden: the dim of the states. If it differs from the items' dim, a linear layer without bias follows. None
+        takes the items' dim.
       layers: the number of `fr.nn.gru`, one after the other.
       dropout: the rate after the embeddings, and between two recurrent layers.
 

@@ -3,8 +3,8 @@
     s_b = [context_b, history_b, candidates_b],   x = content(e) + action,   y = layers(x)
     logits of candidate c = head(norm(y_c) ⊙ item(e_c)) ∈ R^T
 
-Each candidate sees the context, the history and itself. So one pass scores all candidates, and what it computes of the
-history serves other candidates too (M-FALCON). Shapes: B bags, N capacity of the history, M capacity of the
+Each candidate sees the context, the history and itself. So one pass scores all candidates, and the keys and values of
+the history serve other candidates too (M-FALCON). Shapes: B bags, N capacity of the history, M capacity of the
 candidates, C candidates of a label, T tasks, D dim of the sequence.
 """
 
@@ -63,10 +63,9 @@ class HstuRanker(NamedTuple):
     init: (key) -> Params.
     apply: (params, batch) -> bags f[M, T], the logits of the candidates, as in evaluation.
     train_apply: (params, batch, key) -> bags f[M, T], with dropout.
-    encode_history: (params, batch) -> History. It does not read the candidates.
-    score: (params, History, batch) -> bags f[M, T], those of `apply`. It reads only the candidates of the batch.
-    query: (params, batch) -> f[B, D], a vector of the user after the history, for retrieval.
-    num_tasks: T.
+    encode_history: (params, batch) -> History. This does not read the candidates. score: (params, History, batch)
+    -> bags f[M, T], those of `apply`. This reads only the candidates of the batch. query: (params, batch) -> f[B, D], a
+    vector of the user after the history, for retrieval. num_tasks: T.
     """
 
     tables: tuple[TableConfig, ...]
@@ -119,8 +118,8 @@ def hstu_ranker(
     """Return a ranker of HSTU layers (hierarchical sequential transduction units), the model of MLPerf's DLRMv3.
 
     Args:
-      history: sequences (pooling "none") of equal bags, such as items and their categories. With one `max_length`
-        for all of them bags are cut at their end, and buffers are smaller: give the latest positions
+      history: sequences (pooling "none") of equal bags, such as items and their categories. If all have one
+        `max_length`, bags are cut at their end and buffers are smaller; then give the latest positions
         (`fr.data.histories(max_length=...)`).
       candidates: a sequence of the candidates for each feature of `history`, with the same table.
       context: pooled features of the user, one position each, before the history.
@@ -131,9 +130,9 @@ def hstu_ranker(
       action_weights: the bits, one embedding each.
       num_tasks: T, the logits of each candidate.
       dim, num_layers, num_heads, qk_dim, linear_dim, normalizer, num_positions, num_times, concatenate, dropout: of the
-        layers, as in `nn.hstu_layer`. num_times counts if `time` is given.
-      hidden, head: the hidden sizes of the MLPs before the layers and after.
-      action_dim, action_std: the dim and the first deviation of the actions' embeddings.
+      layers, as in `nn.hstu_layer`. num_times is read only if `time` is given. hidden, head: the hidden sizes of the
+      MLPs before the layers and after. action_dim, action_std: the dim and the first deviation of the actions'
+      embeddings.
       input_dropout: the rate before the first layer.
 
     Returns:
@@ -142,9 +141,9 @@ def hstu_ranker(
     Raises:
       ValueError: from its functions, if the bags of two columns of the history, or of two columns of the candidates,
         differ. If their offsets cannot be read (under `jit`, on a GPU, in a package), the answers of such a user are
-        NaN instead, and those of the others are not.
+        NaN. The answers of other users are right.
 
-    Law: `apply` gives each candidate the logits that it has as the only candidate, and those of `score`.
+    Law: `apply` gives each candidate the logits that it has alone, and so does `score`.
 
     A package takes and answers tensors with a row for each user. `model.apply(params, batch).to_padded(C)` answers a
     request of history and candidates. `History.to_padded` and `History.from_padded` let one package keep a history, and

@@ -53,7 +53,7 @@ def hstu_problems(
 
 
 def column_problems(batch, names: Sequence[str | None]) -> Iterator[Problem]:
-    """Yield problems unless the batch has these columns, and the same bags for all columns."""
+    """Yield problems unless the batch has these columns, and all columns have the same bags."""
     ids = batch.ids
     if ids.strides is not None or ids.inverse is not None:
         hint = "a batch without inverse indices"
@@ -81,7 +81,7 @@ def kept_problems(layers: object, count: int, num_bags: int) -> Iterator[Problem
 
 
 def count_problems(candidates: JaggedTensor, most: int) -> Iterator[Problem]:
-    """Yield a problem if a bag has more candidates than labels, and this can be read."""
+    """Yield a problem if a bag has more candidates than labels and its lengths can be read."""
     if is_concrete(candidates.offsets) and candidates.num_bags and int(candidates.lengths.max()) > most:
         got, hint = f"labels for {most} candidates", "a column for each candidate of the longest bag"
         yield Problem("`batch.label` is too narrow.", got, f"{int(candidates.lengths.max())} for each bag", hint)

@@ -26,8 +26,8 @@ class History:
 
     Args:
       layers: the keys and values of each layer.
-      last: f[B, D], the normed output of the last position; 0 for a user without any. None if it is not kept.
-      fits: whether the columns of each user's history fit each other, B bools, if that could not be read; else None.
+      last: f[B, D], the normed output of the last position; 0 for a user without positions. None if it is not kept.
+      fits: whether the columns of each user's history fit each other, B bools. None if `encode_history` has checked it.
     """
 
     layers: list[Kept]
@@ -48,7 +48,7 @@ class History:
 
         Raises:
           ValueError: a user has more positions. If that cannot be read (under `jit`, in a package), the user has length
-            -1 and keys of NaN instead, as a user whose columns do not fit each other.
+            -1 and keys of NaN instead. So has a user whose columns do not fit each other.
 
         Example:
           >>> import torch, funcrec as fr

@@ -37,7 +37,8 @@ def hstu(
     Args:
       tables, history, max_length: as in `sasrec`.
       layers, heads: the number of `fr.nn.hstu_layer`, and of their heads.
-      qk_dim, linear_dim: of each head, as in `fr.nn.hstu_layer`. None takes the items' dim by the number of heads.
+      qk_dim, linear_dim: of each head, as in `fr.nn.hstu_layer`. None takes the items' dim divided by the number of
+        heads.
       dropout: the rate after the embeddings and within the layers.
 
     Example:

@@ -47,8 +47,8 @@ class Layers(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """Vectors of positions, x f[N, D] in bags; their times [N] or None; in which bags their columns fit each other,
-    bool[B], or None if in all."""
+    """Vectors x f[N, D] of positions in bags, and their times [N] or None. fits: bool[B], in which bags the columns fit
+    each other; None means in all."""
 
     x: JaggedTensor
     times: Tensor | None
@@ -56,7 +56,8 @@ class Positions(NamedTuple):
 
 
 def tower(num_in: int, hidden: int, num_out: int, normed: bool = True) -> Layer:
-    """Return a layer of linear, swish layer norm, linear and layer norm. The last is left out without `normed`."""
+    """Return a layer of linear, swish layer norm, linear and layer norm. Without `normed` there is no layer norm at the
+    end."""
     stages = [nn.linear(num_in, hidden), nn.swish_layer_norm(hidden), nn.linear(hidden, num_out)]
     stages += [nn.layer_norm(num_out)] if normed else []
 
@@ -99,14 +100,16 @@ def vectors(params: Params, batch: Batch, features: Sequence[FeatureConfig]) -> 
 
 
 def in_places(x: JaggedTensor, like: JaggedTensor) -> JaggedTensor:
-    """Return bags in the places of `like`, so that a bag of another length in x does not move the bags after it."""
+    """Return the bags of x with the offsets of `like`, so that a bag of another length does not move the bags after
+    it."""
     if is_concrete(x.offsets) and is_concrete(like.offsets):
         return x  # `fit` compares them
     return take_ranges(x.values, None, x.offsets[:-1], like.lengths, like.capacity)
 
 
 def column(batch: Batch, name: str, like: JaggedTensor, most: int | None) -> tuple[Tensor, Tensor]:
-    """Return the integers of a column in the places of `like`, [N], and the offsets of its bags, cut to `most` each."""
+    """Return the integers of a column with the offsets of `like`, [N], and the offsets of its bags, cut to `most`
+    each."""
     bags = batch.ids[name]
     lengths = bags.lengths if most is None else bags.lengths.clamp(max=most)
     return take_ranges(bags.values, None, bags.offsets[:-1], like.lengths, like.capacity).values, offsets_of(lengths)
@@ -114,7 +117,7 @@ def column(batch: Batch, name: str, like: JaggedTensor, most: int | None) -> tup
 
 def fit(offsets: Sequence[Tensor]) -> Tensor | None:
     """Return in which bags all lengths are equal, bool[B]; None if in all of them, or if there is nothing to compare.
-    Raise if they can be read and differ."""
+    Raise if the lengths can be read and differ."""
     first, *others = offsets
     if not others:
         return None

@@ -38,7 +38,7 @@ def ml1m(name: Literal["lr", "fm", "dlrm", "widedeep", "deepfm", "dcnv2", "din"]
 
     A batch has the keys "user_id", "item_id", "age", "gender", "occupation" and "release_year" (ids with offsets into
     one table of 10,040 rows), "genre" (ids 1 ... 18), and for "din" also "history" (ids like those of "item_id"). As in
-    RecBole, every model has the embeddings, the first-order weights and the bias, even if it does not read them. The
+    RecBole, every model has the embeddings, the first-order weights and the bias, even those that it does not read. The
     published parameter counts include all of these.
 
     Raises:
@@ -73,7 +73,8 @@ def ml1m(name: Literal["lr", "fm", "dlrm", "widedeep", "deepfm", "dcnv2", "din"]
 
 
 def with_bias(model: Model) -> Model:
-    """Return the model with dense["bias"], which it does not read. RecBole's models without first order have it too."""
+    """Return the model with a parameter dense["bias"], which the model does not read. RecBole's models without first
+    order have it too."""
 
     def init(key: Tensor) -> Params:
         params = model.init(key)

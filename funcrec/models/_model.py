@@ -248,14 +248,14 @@ def build(
 
 
 def used(batch: Batch) -> Tensor | None:
-    """Return which examples are no padding, bool[B]; None if no example is padding."""
+    """Return which examples are not padding, bool[B]; None if no example is padding."""
     return None if batch.weight is None else batch.weight != 0
 
 
 def without_padding(batch: Batch) -> Batch:
     """Return the batch with zeros for the numbers of examples of weight 0.
 
-    In a gradient, zero times a number need not be zero. If a derivative follows the weights, no example is padding."""
+    In a gradient, zero times a number need not be zero. If the weights are differentiated, no example is padding."""
     if batch.weight is None or is_tracked(batch.weight):
         return batch
     ids, dense = batch.ids, None if batch.dense is None else blank_padding(batch.dense, batch.weight)

@@ -41,8 +41,8 @@ def next_item_loss(
       num_negatives: K, which the losses of drawn items require.
       temperature: of "full_softmax" and "sampled_softmax". calibration: of "gbce". chunk: of "full_softmax".
 
-    Law: every position counts alike, whatever batch its history is in. The gradient of the item table has the rows that
-      the loss read: with "full_softmax" all of them, so a row optimizer then equals a dense one.
+    Law: every position counts alike, whatever history and batch it is in. The gradient of the item table has the rows
+      that the loss read: with "full_softmax" all of them, so a row optimizer then equals a dense one.
 
     Example:
       >>> import funcrec as fr

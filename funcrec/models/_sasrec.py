@@ -35,8 +35,8 @@ def sasrec(
       history: the feature of the history, with pooling "none", items in time order, latest last.
       blocks, heads: the number of `fr.nn.sasrec_block`, and of their heads.
       max_length: the number of latest items that the model reads. Positions count from the first of these.
-      dropout: the rate after the embeddings and within the blocks. The source also drops weights of the attention;
-        `jagged_attention` never holds these as a tensor, and has no dropout.
+      dropout: the rate after the embeddings and within the blocks. The paper also drops weights of the attention;
+        `jagged_attention` stores no tensor of them, so it has no dropout.
 
     Example:
       >>> import funcrec as fr

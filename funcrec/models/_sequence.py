@@ -3,8 +3,8 @@
     hidden = encoder(E[history]),   score of item r after position p = ⟨hidden_p, E_r⟩,   query = hidden of the last p
 
 One table E is both the input and the output. It is always in `params.tables`, never among the dense parameters. `items`
-looks up all its rows, so its gradient is rows, and tables may be sharded, quantised and updated by row optimizers as
-everywhere. Shapes: B histories, N items of all histories, D dim, R rows of the item table.
+looks up all its rows, so its gradient is rows. The tables may be sharded or quantised, and row optimizers update them.
+Shapes: B histories, N items of all histories, D dim, R rows of the item table.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -126,7 +126,8 @@ def latest(bags: JaggedTensor, length: int) -> JaggedTensor:
 
 
 def shifted(bags: JaggedTensor, length: int) -> tuple[JaggedTensor, JaggedTensor]:
-    """Return (the inputs, their next items): for each bag at most `length` positions, the latest that have a next."""
+    """Return (the inputs, their next items): of each bag the latest positions that have a next item, at most
+    `length`."""
     lengths = (bags.lengths - 1).clamp(min=0, max=length)
     starts = bags.offsets[1:] - lengths
     taken = lambda starts: take_ranges(bags.values, None, starts, lengths, bags.capacity)

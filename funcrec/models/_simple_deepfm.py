@@ -1,4 +1,5 @@
-"""TorchRec's SimpleDeepFMNN. The vector of a bottom network joins the embeddings, and one layer weighs three parts.
+"""TorchRec's SimpleDeepFMNN. A model in which the vector of a bottom network joins the embeddings, and one layer weighs
+three parts.
 
     d = bottom(dense);  x = [d, e_1 ... e_F];  z = out([d, relu(W x), Σ_{i<j} x_i x_j])
 

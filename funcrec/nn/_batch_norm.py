@@ -23,8 +23,8 @@ def batch_norm(dim: Count, *, momentum: UnitInterval = 0.1, eps: Magnitude = 1e-
     Returns:
       Layer with params {"scale", "shift"} and stats {"mean", "var"}, f[dim] each. Its functions are
       apply(params, x, stats) and train_apply(params, x, key, stats, mask=None) -> (y, stats), which does not use its
-      key. mask: bool[B], False for rows of padding, which no statistic counts. With fewer than two rows of data, the
-      stats stay as they are.
+      key. mask: bool[B], False for rows of padding, which do not count in the statistics. With fewer than two rows of
+      data, the stats stay as they are.
 
     Raises:
       ValueError: a training batch has one row, so its variance is unknown.

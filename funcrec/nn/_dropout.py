@@ -13,7 +13,7 @@ from funcrec.core import Form, Key, Share, check, device_problems, random, typed
 
 @typed
 def dropout(x: Annotated[Tensor, Form("f[...]")], key: Key, rate: Share) -> Tensor:
-    """Return x with each element zeroed with probability `rate` (static), and the others times 1 / (1 - rate).
+    """Return x with each element zeroed with probability `rate` (static), and the others divided by 1 - rate.
 
     Args:
       x: f[...].

@@ -2,7 +2,7 @@
 
     y_t = Σ_e p_te(x) h_e(x),    p_t(x) = softmax(G_t x),    h_e an MLP
 
-`mmoe`: all tasks mix the same experts. `ple`: each task has its own experts and the shared ones, level after level.
+`mmoe`: all tasks mix the same experts. `ple`: each task has its own experts and the shared ones, in several levels.
 Shapes: O width of the experts' outputs; t is a task, e an expert.
 """
 
@@ -37,7 +37,7 @@ def mmoe(
     Returns:
       Layer with params {"experts": [an MLP's for each], "gate": a matrix for each task}.
 
-    Law: of one expert, every task has that expert's output.
+    Law: with one expert, every task has that expert's output.
 
     Example:
       >>> import torch, funcrec as fr
@@ -80,7 +80,7 @@ def ple(
 ) -> Layer:
     """Make a layer x f[..., num_in] -> f[..., num_tasks, O] of levels of experts, some of one task, some shared by all.
 
-    At each level a task's gate mixes its own experts with the shared ones, and another gate mixes all experts to the
+    At each level a task's gate mixes its own experts with the shared ones, and another gate mixes all experts into the
     shared input of the next level.
 
     Args:

@@ -26,15 +26,15 @@ def gru(num_in: Count, num_hidden: Count) -> Layer:
 
     Returns:
       Layer with params {"weight_ih", "weight_hh", "bias_ih", "bias_hh"}, in torch.nn.GRU's layout, drawn as there:
-      uniformly from ±1/√H. Padding is not read, and becomes 0.
+      uniformly from ±1/√H. Padding is not read; the states there are 0.
 
     Raises:
       TypeError: a second derivative, or one in forward mode, inside `jit`, where lengths cannot be read.
 
     Law: the state at a position does not depend on later vectors, nor on other bags.
 
-    Cost: one product over all positions, and one product of the running bags for each step. Forward and
-      higher derivatives keep the states of all steps.
+    Cost: one product over all positions, and for each step one product over the bags that are longer than it. Forward
+      and higher derivatives keep the states of all steps.
 
     Example:
       >>> import torch, funcrec as fr

@@ -1,4 +1,4 @@
-"""The recurrence of a GRU over bags, step by step, for the bags that are still running; nothing is padded.
+"""The recurrence of a GRU over bags, step by step. Nothing is padded: a step computes the bags that are still running.
 
     r, z = σ(x + h W + b)_r,z    n = tanh(x_n + r · (h W + b)_n)    h' = (1 - z) n + z h        x: the input's gates
 
@@ -21,7 +21,7 @@ NAMESPACE = "funcrec_nn"
 
 def steps_of(offsets: Tensor, capacity: int) -> list[Tensor]:
     """Return the positions of each step, i64[S][running bags], the longest bags first."""
-    bounds = torch.cummax(offsets.long().clamp(0, capacity), 0).values  # of garbage, too, positions are in the buffer
+    bounds = torch.cummax(offsets.long().clamp(0, capacity), 0).values  # also garbage gives positions in the buffer
     lengths = bounds.diff()
     order = lengths.argsort(descending=True, stable=True)
     starts, counts = bounds[:-1][order], lengths[order]
@@ -30,7 +30,7 @@ def steps_of(offsets: Tensor, capacity: int) -> list[Tensor]:
 
 
 def cell(x: Tensor, recurrent: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (r, z, n, h') of the input's gates f[n, 3H], those of the state, and the state f[n, H]."""
+    """Return (r, z, n, h') from the gates f[n, 3H] of the input, the gates of the state, and the state f[n, H]."""
     (x_r, x_z, x_n), (h_r, h_z, h_n) = x.chunk(3, -1), recurrent.chunk(3, -1)
     r, z = torch.sigmoid(x_r + h_r), torch.sigmoid(x_z + h_z)
     n = torch.tanh(x_n + r * h_n)
@@ -49,7 +49,7 @@ def gru_states(gates: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor) -> 
         h = h[: len(at)]
         h = cell(gates.index_select(0, at), torch.nn.functional.linear(h, weight, bias), h)[-1]
         made.append(h)
-    out = gates.new_zeros((gates.shape[0], weight.shape[1])) + 0 * weight[0]  # tracked as the states are
+    out = gates.new_zeros((gates.shape[0], weight.shape[1])) + 0 * weight[0]  # tracked like the states
     return out.index_copy(0, torch.cat(steps), torch.cat(made)) if steps else out
 
 
@@ -66,7 +66,8 @@ def gru_forward(gates: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor) ->
 def gru_backward(
     d: Tensor, states: Tensor, gates: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cotangents of gates, weight and bias. All products but one of each step are over all positions."""
+    """Return the cotangents of gates, weight and bias. All products except one per step run over all positions at
+    once."""
     steps = steps_of(offsets, gates.shape[0])
     before = torch.zeros_like(states)
     for at in steps[1:]:

@@ -101,7 +101,7 @@ def hstu_layer(
       dropout: the rate before the output product.
 
     Returns:
-      HstuLayer. Its `times` are the times [N] of the positions, which a layer with num_times requires. `num_targets`
+      HstuLayer. `times` [N] are the times of the positions, which a layer with num_times requires. `num_targets`
       i[B] marks the last positions of each bag as candidates: each sees the positions before them all, and itself.
 
     Law: y at a position depends on the positions before it and on itself. `apply` of the positions after x, with what
@@ -165,7 +165,7 @@ def hstu_layer(
 
 
 def joined(kept: Kept, own: Kept) -> Kept:
-    """Return the keys, values and times of the kept positions, followed by the own ones, bag by bag."""
+    """Return the keys, values and times of the kept positions, followed by those of x, bag by bag."""
     like = lambda x, of: JaggedTensor(x, of.keys.offsets)
     values = joined_bags([like(x.values, x) for x in (kept, own)]).values
     times = None if own.times is None else joined_bags([like(x.times, x) for x in (kept, own)]).values

@@ -25,8 +25,8 @@ def factorization_machine(x: Tensor) -> Tensor:
       >>> fr.nn.factorization_machine(torch.tensor([[[1.0], [2.0], [3.0]]]))
       tensor([11.])
 
-    Source: Rendle, "Factorization Machines" (2010), lemma 3.1. (The module of this name in TorchRec treats the F · D
-    numbers as vectors of one dimension.)
+    Source: Rendle, "Factorization Machines" (2010), lemma 3.1. (TorchRec's module of this name treats the F · D numbers
+    as vectors of one dimension.)
     """
     check("funcrec.nn.factorization_machine", stack_problems(x))
     return 0.5 * (x.sum(-2).square() - x.square().sum(-2)).sum(-1)

@@ -30,7 +30,7 @@ from funcrec.core import (
 
 @typed_fields
 class Layer(NamedTuple):
-    """A layer, which stores only sizes.
+    """A layer's functions and sizes; its parameters are outside of it.
 
     init: (key) -> params, a plain tree of f32 tensors, which you may convert to f64 or move to another device.
     apply: (params, x, ...) -> y, as in evaluation: without dropout, with running statistics.

@@ -1,4 +1,4 @@
-"""Layer norm, and its gate of the input.
+"""Layer norm, and swish layer norm, which multiplies the input by a gate.
 
     layer norm: y = (x - mean) / √(var + eps) ⊙ weight + bias          swish layer norm: x ⊙ sigmoid(layer norm(x))
 
@@ -52,7 +52,8 @@ def swish_layer_norm(dim: Count, *, eps: PositiveMagnitude = 1e-5) -> Layer:
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Return the layer norm of x. The tangent of the tangent of torch's own (2.13) is wrong, without a word."""
+    """Return the layer norm of x. The tangent of the tangent of torch's own layer norm (2.13) is wrong, without an
+    error."""
     if not is_forward():
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -17,7 +17,7 @@ from funcrec.nn._layer import Layer, ones
 
 BAGS = kind_of(JaggedTensor)
 CALL = "funcrec.nn.position_weights"
-NEAR_ZEROS = 64  # numbers; a range that lies inside of a buffer is copied faster than one beyond
+NEAR_ZEROS = 64  # a range that lies inside the buffer is copied faster than one beyond its end
 
 
 @remade
@@ -37,7 +37,7 @@ def position_weights(max_length: Count | Mapping[str, Count]) -> Layer:
       `weighted=True`. Where a key already has weights, the result has the products. Other keys keep their weights, or
       have none.
 
-    Law: a lookup of the result is the lookup of ids whose weights were gathered by hand, on any mesh and under every
+    Law: a lookup of the result is the lookup of ids whose weights the caller gathered, on any mesh and under every
       placement: positions are counted before ids travel.
 
     Example:
@@ -79,8 +79,8 @@ def weights_of_keys(sizes: Mapping[str, int]) -> Layer:
 def with_weights(sizes: Mapping[str, int], params: Mapping[str, Tensor], ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return the ids with the weights of their positions, from one copy of two ranges for each bag.
 
-    The first range is of the key's weights, or of ones for a key without. The second, from a bag's position L on, is of
-    zeros, which lie behind these numbers and beyond.
+    The first range has the key's weights, or ones for a key that has no weights here. The second, from a bag's position
+    L on, has zeros, which stand after the weights and beyond the buffer.
     """
     numbers, total = [params[k] for k in sizes], sum(sizes.values())
     ones = ids.capacity if any(k not in sizes for k in ids.keys) else 0
@@ -103,7 +103,8 @@ def with_weights(sizes: Mapping[str, int], params: Mapping[str, Tensor], ids: Ke
 
 
 def for_bags(ids: KeyedJaggedTensor, x: Tensor) -> Tensor:
-    """Return the row of its key for each bag, [F · B, ...], or [F, 1, ...] to be broadcast over equally many bags."""
+    """Return for each bag the row of its key, [F · B, ...]; or [F, 1, ...] to broadcast, if all keys have equally many
+    bags."""
     if ids.strides is None:
         return x[:, None]
     return x.repeat_interleave(torch.tensor(ids.strides, device=x.device), 0, output_size=sum(ids.strides))

@@ -33,7 +33,7 @@ from funcrec.nn._layer_norm import layer_norm
 from funcrec.nn._mlp import linear
 
 BAGS = kind_of(JaggedTensor)
-STD, EPS = 0.02, 1e-8  # of the source's parameters, and of its layer norms
+STD, EPS = 0.02, 1e-8  # like the source's parameters and its layer norms
 
 
 @remade
@@ -77,7 +77,7 @@ def sasrec_block(dim: Count, *, heads: Count = 1, dropout: Share = 0.0) -> Layer
     Args:
       heads: H, which divides dim.
       dropout: the rate after the attention and after each linear layer of the second part. (The source also drops
-        weights of the attention, which never exist here.)
+        weights of the attention; here they are never stored.)
 
     Returns:
       Layer with apply(params, bags) -> bags and train_apply(params, bags, key) -> (bags, []). Its result has the bags'
@@ -130,7 +130,7 @@ def sasrec_block(dim: Count, *, heads: Count = 1, dropout: Share = 0.0) -> Layer
 
 
 def attention(call: str, q: Tensor, x: Tensor, params: Any, bags: JaggedTensor, heads: int) -> Tensor:
-    """Return the attention f[N, D] of q over the keys and values of x, whose weights and biases lie end to end."""
+    """Return the attention f[N, D] of q over the keys and values of x; the weights and biases are concatenated."""
     dim = x.shape[1]
     check(call, param_problems(params, weight=(3 * dim, dim), bias=(3 * dim,)))
     (w_q, w), (b_q, b) = (params[n].split([dim, 2 * dim]) for n in ("weight", "bias"))

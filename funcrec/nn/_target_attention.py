@@ -30,7 +30,7 @@ def target_attention(
     """Return a layer of a JaggedTensor f[N, dim] and targets f[B, dim] -> f[B, dim], the weighted sum of each bag.
 
     Args:
-      sizes: the hidden layers of the MLP that makes the weights. An output layer of size 1 follows them.
+      sizes: the hidden layers of the MLP that computes the weights. An output layer of size 1 follows them.
       activation: follows each hidden layer.
       normalize: whether the weights of a bag are the softmax of the MLP's outputs. With False they are the outputs
         themselves, as in the paper, so that their sum measures the strength of the interest.

@@ -75,8 +75,8 @@ class Batch:
 def blank_padding(x: Tensor, weight: Tensor | None) -> Tensor:
     """Return x [B, ...] with zeros for the examples of weight 0.
 
-    So the values of these examples enter no sum and no derivative, although 0 · NaN is NaN. If a derivative follows the
-    weights, no example is padding: the derivative by a weight of 0 depends on that example.
+    So the values of these examples enter no sum and no derivative, although 0 · NaN is NaN. If the weights are
+    differentiated, no example is padding: the derivative by a weight of 0 depends on that example.
     """
     if weight is None or is_tracked(weight):
         return x
