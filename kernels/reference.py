@@ -65,7 +65,7 @@ __all__ = [
     "top_k",
 ]  # fmt: skip
 
-UNROLL_MAX = 16  # the longest bags with sums term by term; Inductor fuses such a sum into its reader
+UNROLL_MAX = 16  # the longest bags with sums term by term; Inductor fuses such a sum into its consumer
 
 
 _owner_blocks = blocks_by(take_ranges, bucketize)

@@ -131,8 +131,8 @@ def _whole(bounds: Tensor, size: int) -> _Layout:
 def _pairs(query: _Layout, key: _Layout, num_targets: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
     """Return whether a query sees a key, b[G, n, m], and the distance of their positions, i64[G, n, m].
 
-    The last query and the last key of a bag have the same position. The position of a target is the first one after the
-    history, which it sees besides itself.
+    The last query and the last key of a bag have the same position. A target sees the history and itself; its position
+    is the first after the history.
     """
     lengths = key.bounds.diff()
     position = (query.place + query.of_bags(lengths - query.bounds.diff()))[:, :, None]

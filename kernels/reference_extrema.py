@@ -43,7 +43,8 @@ def picked(values: Tensor, places: Tensor, greatest: bool) -> Tensor:
 
 
 def limit_of(dtype: torch.dtype, greatest: bool) -> float | int:
-    """Return the extremum of no values: the least number as the greatest, and the greatest number as the least."""
+    """Return the extremum of no values: the dtype's least number for the maximum, its greatest number for the
+    minimum."""
     if dtype.is_floating_point:
         return -torch.inf if greatest else torch.inf
     return torch.iinfo(dtype).min if greatest else torch.iinfo(dtype).max

@@ -47,8 +47,8 @@ def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values
 
 
 def _sources(starts: Tensor, offsets: Tensor, capacity: int, num_values: int) -> tuple[Tensor, Tensor]:
-    """Return the source position in the buffer of each place of take_ranges' output, i64[C], and a mask of the places
-    that have a source."""
+    """Return for each place of take_ranges' output its source position in the buffer, i64[C], and a mask of the places
+    that have one."""
     place, bounds = torch.arange(capacity, device=offsets.device), ascending(offsets).clamp(0, capacity)
     bag = place_among(bounds, place) - 1
     inside = (bag >= 0) & (bag < starts.shape[0])

@@ -2,9 +2,9 @@
 
     x ~ code * scale + bias        codes 0 .. L, L = 2^bits - 1
 
-bias is the row's least number, and scale is the row's range divided by L. Both are rounded to f16 before they make a
-code. A product code * scale is exact in f32. So a value is rounded once, with or without a fused multiply-add.
-A row that holds NaN or inf, or whose bias or scale f16 does not hold, is NaN in all columns.
+bias is the row's least number, and scale is the row's range divided by L. Both are rounded to f16 before codes are
+computed. A product code * scale is exact in f32. So a value is rounded once, with or without a fused multiply-add. A
+row that holds NaN or inf, or whose bias or scale f16 does not hold, is NaN in all columns.
 Shapes: N ids, R rows, D dim, S bytes.
 """
 

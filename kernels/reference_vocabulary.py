@@ -72,7 +72,7 @@ def admit_ids(
     row_of = torch.where(admitted, taken, _unknown(new_h[by], num_rows, shared))
     row_of = torch.zeros_like(row_of).scatter(0, by, row_of)[group.clamp(0)]
     rows = torch.where(hit, rows, torch.where(missed, torch.zeros_like(rows).scatter(0, order, row_of), -1))
-    # The admitted ones in front.
+    # The admitted ids come first.
     front = order_by(~admitted)
     admitted, taken, new_ids = admitted[front], taken[front], new_ids[by][front]
     evicted = admitted & (tags[taken] != 0)
@@ -163,7 +163,8 @@ def _sketched(sketch: Tensor, h: Tensor) -> Tensor:
 
 
 def score_of(policy: int, age: Tensor, count: Tensor, scores: Tensor) -> Tensor:
-    """Return what a policy compares, i64. The live row with the least score goes first, among equal ones the oldest."""
+    """Return the scores that a policy compares, i64. The live row with the least score goes first, among equal ones the
+    oldest."""
     if policy == LRU:
         return torch.zeros_like(age)
     if policy == LFU:

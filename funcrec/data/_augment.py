@@ -24,8 +24,8 @@ def crop(bags: JaggedTensor, key: Key, *, share: UnitInterval = 0.6) -> JaggedTe
     """Return for each bag a run of its values, drawn by the key.
 
     Args:
-      bags: histories, with values [N, ...]. Weights are cut along.
-      share: η. Of n values, ⌊η n⌋ stay, and of a bag that is not empty at least one. All runs are equally likely.
+      bags: histories, with values [N, ...]. Weights are cut too.
+      share: η. Of n values ⌊η n⌋ stay, but at least one if the bag is not empty. All runs are equally likely.
 
     Returns:
       bags of the same capacity. The padding is zero.
@@ -56,7 +56,7 @@ def mask(bags: JaggedTensor, key: Key, *, item: int, share: UnitInterval = 0.3) 
 
     Args:
       bags: histories of ids i[N].
-      item: the id that takes their places: a row of its own in the table; or -1, which reads zeros.
+      item: the id that replaces them: one with a row of its own in the table; or -1, which is read as zeros.
       share: γ. Of n ids, ⌊γ n⌋ are replaced. All choices of places are equally likely.
 
     Raises:
@@ -123,7 +123,7 @@ def counts_of(lengths: Tensor, share: float) -> Tensor:
 
 
 def first_of(lengths: Tensor, sizes: Tensor, key: Tensor) -> Tensor:
-    """Return for each bag the first place of a run of its size, drawn uniformly from those that exist."""
+    """Return for each bag the first place of a run of its size, drawn uniformly from all such places."""
     drawn = random.shift_right(random.bits(key, (lengths.shape[0],)), 1)
     return (drawn % (lengths - sizes + 1).long()).to(lengths.dtype)
 

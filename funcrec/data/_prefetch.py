@@ -33,7 +33,7 @@ def prefetch(
     Returns:
       an iterator. Its thread starts with the first item. The thread ends with the last item, or when the iterator is
       closed or dropped. An exception of `items` is raised in place of its item. Only one thread at a time may take
-      items: a second thread that asks meanwhile gets ValueError, as with any generator.
+      items: a second thread that takes items meanwhile gets ValueError, as with any generator.
 
     Raises:
       TypeError, ValueError: an argument does not fit, or the GPU is not there. The call raises before a thread starts.

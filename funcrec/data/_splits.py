@@ -157,7 +157,7 @@ def k_core(user: Any, item: Any, k: Count | tuple[Count, Count]) -> Tensor:
 
     Law: every user and every item of the returned rows has at least k of these rows. No larger set has this property.
 
-    Cost: each round passes once over the rows that are left. Data of people take few rounds, a chain takes N / 4.
+    Cost: each round passes once over the rows that are left. Real data take few rounds; a chain takes N / 4.
 
     Example:
       >>> import torch, funcrec as fr

@@ -1,4 +1,4 @@
-"""What makes pages of the guide complete when they are built: texts that stand elsewhere, and links to the reference.
+"""Hooks that complete pages of the guide when mkdocs builds them: included texts, and links to the reference.
 
     {include funcrec/README.md names}   =  the text between `<!-- names -->` and `<!-- names: end -->` of that file
     `fr.lookup`                         =  a link to its docstring on pdoc's page
@@ -20,7 +20,7 @@ FILE = re.compile(r"\[(`?[^\]]+`?)\]\((?!https?:|#)[^)]*\.(?:py|md)(?:#[^)]*)?\)
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
-    """The page's text with what it includes, and names that are links."""
+    """Return the page's text with the texts that it includes, and with links at names."""
     text = INCLUDE.sub(lambda found: included(found[1], found[2]), markdown)
     bare = page.file.src_uri == "reference.md"  # where names stand without `fr.`
     parts = FENCE.split(text)
@@ -29,7 +29,7 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
 
 
 def included(path: str, section: str | None) -> str:
-    """A file of the repository, or a section; links to its files become their names."""
+    """Return the text of a file of the repository, or of a section; links to its files become their names."""
     text = (ROOT / path).read_text()
     if section is not None:
         text = text.split(f"<!-- {section} -->")[1].split(f"<!-- {section}: end -->")[0].strip()
@@ -37,14 +37,14 @@ def included(path: str, section: str | None) -> str:
 
 
 def linked(found: re.Match, bare: bool) -> str:
-    """A link to the docstring, where the code is a public name or its call."""
+    """Return a link to the docstring, if the code is a public name or its call."""
     whole, name = found[0], found[1]
     address = address_of(name) if bare or whole.startswith("`fr.") else None
     return whole if address is None else f"[{whole}]({address})"
 
 
 def address_of(name: str) -> str | None:
-    """Where pdoc has a public name: the page of its module, and its anchor."""
+    """Return where pdoc has a public name: the page of its module, and its anchor."""
     value, module, own = fr, "funcrec", []
     for part in name.removesuffix(".").split("."):
         if part.startswith("_") or not hasattr(value, part) or (value is fr and part not in dir(fr)):
@@ -60,7 +60,7 @@ def address_of(name: str) -> str | None:
 
 
 def on_post_build(config) -> None:
-    """pdoc's pages, next to the guide's."""
+    """Write pdoc's pages next to the guide's."""
     import pdoc
 
     names = ["funcrec", "!funcrec.kernels", "!funcrec.guide", "!.*[.]_", "funcrec.kernels.ops"]

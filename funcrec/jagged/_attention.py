@@ -40,8 +40,8 @@ def jagged_attention(
 
     Args:
       queries: values f[N, H, D], without weights.
-      keys: values f[M, H, D] of as many bags, without weights. A bag of m keys and n queries may have m > n: the keys
-        and values of a kept history, and then those of the n new positions. Query i has position i + m - n.
+      keys: values f[M, H, D] of as many bags, without weights. A bag of m keys and n queries may have m > n: then the
+        first m - n keys are a kept history, and the last n belong to the queries. Query i has position i + m - n.
       values: f[M, H, V], a value for each key, in the dtype of queries and keys.
       causal: whether a query sees only the keys up to its own position. If not, it sees all keys of its bag.
       activation: "softmax"; or "silu", the attention of HSTU, where each weight is silu(s) / `normalizer`.
@@ -54,8 +54,8 @@ def jagged_attention(
       query_times, key_times: [N] and [M], the times of queries and keys, integers or floats; read as f64. The time
         between two is rounded to f32.
       num_targets: i[B]: the last queries and keys of each bag are targets, also called candidates. A target sees the
-        keys before the targets, and itself. The distance of a target to the history is that of a next position, for
-        each target. Numbers are cut to [0, m].
+        keys before the targets, and itself. Each target has the distances to the history that the next position would
+        have. Numbers are cut to [0, m].
 
     Returns:
       the attention, in the dtype of the queries.
@@ -64,7 +64,7 @@ def jagged_attention(
       TypeError, ValueError: tensors, settings and dtypes that do not fit each other.
 
     Law: the attention of one bag depends on that bag alone. With `causal`, query i does not depend on keys and values
-      after its position. A bag of targets gives each target the row that it has as the only target.
+      after its position. Each target has the row that it would have as the only target of its bag.
 
     Cost: B times H products of n · m · (D + V) numbers; memory of the order of the operands.
 

@@ -2,8 +2,8 @@
 
     d_queries, d_keys, d_values, d_biases = attentionᵀ(d_out)
 
-The transpose's own derivative is that of the reference. A forward level takes the reference from the beginning. vmap is
-one call, in which the members are more heads, unless it maps offsets, times or targets: then it is the reference.
+The transpose's own derivative is that of the reference. A forward level uses the reference from the start. A vmap is
+one call with the members as further heads; if it maps offsets, times or targets, it uses the reference.
 Shapes: B bags, N queries, M keys, H heads, D dim of queries and keys, V dim of values, K members of a vmap.
 """
 
@@ -21,7 +21,7 @@ NUM_FLOATS = 5  # queries, keys, values and two biases; then six tensors without
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """The static part of a call; no tuple, because torch.func would flatten a tuple."""
+    """The static part of a call. It is not a tuple, because torch.func would flatten a tuple."""
 
     implementation: str
     numbers: tuple
@@ -49,7 +49,7 @@ def attention(tensors: Sequence[Tensor | None], numbers: tuple) -> Tensor:
 
 
 def _chosen(x: Tensor) -> str:
-    """Return the name of the implementation: the reference on a device whose own one has no attention."""
+    """Return the name of the implementation. It is the reference on a device whose default has no attention."""
     if torch.compiler.is_dynamo_compiling():
         return "reference"
     return ops.available("jagged_attention", x.device)

@@ -31,8 +31,8 @@ def bucket(size: int, *, minimum: int = BUCKET_MIN) -> int:
 def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: Size = BUCKET_MIN) -> KeyedJaggedTensor:
     """Return the ids, padded to the least bucket that holds them, so that a compiled step meets few shapes.
 
-    `pad_to_bucket` reads offsets on the host. With inverse indices, the number of bags of each key becomes a bucket,
-    too, or the number of examples if that is less: empty bags that no example has follow.
+    `pad_to_bucket` reads offsets on the host. With inverse indices, the number of bags of each key is also padded to a
+    bucket, or to the number of examples if that is less. The new bags are empty, and no example has them.
 
     Law: `pad_to_bucket(ids).to_lists() == ids.to_lists()` without inverse indices; lookups are equal with them. Above
       `minimum`, at most half of the buffer is padding.

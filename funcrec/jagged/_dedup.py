@@ -43,7 +43,7 @@ def dedup_bags(ids: KeyedJaggedTensor, keys: Sequence[str] | None = None, *, num
 
     Raises:
       KeyError: a key does not exist.
-      TypeError: weights are differentiated: the bags of several examples have one weight after it.
+      TypeError: weights are differentiated, but examples that share a bag share its weights.
       ValueError: the values cannot be read here, the parts are not equal, or the keys have different numbers of bags
         and no inverse indices.
 
@@ -149,7 +149,7 @@ def _first_of_each(which: Tensor) -> Tensor:
 
 
 def _first_of_each_exactly(parts: Sequence[Tensor], offsets: Tensor) -> Tensor:
-    """Return the same for bags whose hashes collide, by the bags themselves."""
+    """Return the same for bags whose hashes collide, by comparing the bags."""
     found: dict = {}
     contents = (tuple(x[a:b].numpy().tobytes() for x in parts) for a, b in pairwise(offsets.tolist()))
     return torch.tensor([found.setdefault(x, i) for i, x in enumerate(contents)], dtype=torch.int64)

@@ -25,7 +25,7 @@ class Columns(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """The ranges of one buffer that the rows of the output are made of, in units of `unit` numbers.
+    """The ranges of one buffer that form the rows of the output, in units of `unit` numbers.
 
     starts, lengths: i64[E · F]. total: the units of the buffer.
     """

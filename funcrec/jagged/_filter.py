@@ -58,16 +58,16 @@ def bag_filter(bags: JaggedTensor | KeyedJaggedTensor, mask: Annotated[Tensor, F
 
 @typed
 def drop_ids(ids: JaggedTensor | KeyedJaggedTensor, padding: int | Mapping[str, int]) -> Bags:
-    """Return the same bags without the ids that equal `padding`: the ids that say that there is nothing.
+    """Return the same bags without the ids that equal `padding`, which stand for a missing value.
 
     `lookup` of the result has the semantics of `padding_idx` in torch.nn.EmbeddingBag: such an id adds nothing, does
-    not count in a mean, and its row gets no gradient. The operation is apart from lookups, so it holds for every kind
-    of tables, hash, placement and kernel. A hash, where a feature has one, comes later: `padding` is the raw id.
-    Sequences get shorter by these ids.
+    not count in a mean, and its row gets no gradient. It is separate from lookups, so it works with every kind of
+    tables, hash, placement and kernel. A hash, where a feature has one, comes later: `padding` is the raw id. Sequences
+    get shorter by these ids.
 
     Args:
       ids: JaggedTensor or KeyedJaggedTensor of i32 or i64.
-      padding: the id, often 0 or -1; {key: id} if only some keys have one, or not the same.
+      padding: the id, often 0 or -1; or {key: id} if keys have different ones, or none.
 
     Example:
       >>> import torch, funcrec as fr

@@ -144,7 +144,7 @@ class JaggedTensor:
         """Return the values of each bag as a tensor [n, ...], whose boundaries are read on the host.
 
         They are views, with the dtype and the derivative of the values. Law: `from_lists(x.to_tensors())` has the bags
-        of x, if one is not empty.
+        of x, if at least one is not empty.
         """
         return [self.values[a:b] for a, b in itertools.pairwise(self.offsets.tolist())]
 

@@ -15,7 +15,7 @@ FIELDS = ("values", "offsets", "weights", "inverse", "keys", "strides", "unweigh
 
 
 def field_problems(fields: tuple, named: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield a problem for wrong fields of KeyedJaggedTensor: TorchRec's order or names, or keys in a list."""
+    """Yield a problem for wrong fields of KeyedJaggedTensor: in TorchRec's order, with its names, or keys in a list."""
     given, unknown = dict(zip(FIELDS, fields, strict=False)) | dict(named), [k for k in named if k not in FIELDS]
     keys, no_tensors = given.get("keys", ()), [k for k in FIELDS[:4] if type(given.get(k)) in (list, tuple, str)]
     named_keys = isinstance(keys, tuple) and all(isinstance(k, str) for k in keys)

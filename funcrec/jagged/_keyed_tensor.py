@@ -192,7 +192,7 @@ def feature_problems(features: Mapping[str, Tensor]) -> Iterator[Problem]:
 
 
 def bag_problems(parts: Sequence[KeyedTensor]) -> Iterator[Problem]:
-    """Yield a problem unless the parts have the same columns, and differ in the number of bags alone."""
+    """Yield a problem unless the parts have the same columns; only their numbers of bags may differ."""
     forms = {(x.keys, x.dims, x.values.dtype, x.values.device, x.values.dim(), *x.values.shape[:-2]) for x in parts}
     if len(forms) != 1 or any(x.values.dim() < 2 for x in parts):
         got, hint = ", ".join(map(repr, parts)) or "none", "the same features of several batches"

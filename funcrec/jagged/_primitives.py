@@ -36,8 +36,8 @@ TRANSPOSES = {
 class _Map(NamedTuple):
     """The static part of a call.
 
-    size: C, N or L of the output; bag_sums and bag_pick do not read it. fill: the value of the places that a bag leaves
-    empty in the result of to_padded, and of an empty bag in that of bag_pick.
+    size: C, N or L of the output; bag_sums and bag_pick do not read it. fill: the value of empty places in the result
+    of to_padded, and of empty bags in the result of bag_pick.
     """
 
     name: str
@@ -99,7 +99,7 @@ def bag_spread(x: Tensor, offsets: Tensor, capacity: int) -> Tensor:
 def bag_extrema(values: Tensor, offsets: Tensor, greatest: bool) -> Tensor:
     """Return the greatest or least value of each bag of [N, ...] -> [B, ...], differentiable in the values.
 
-    A value's place, the first of equal ones, gets the whole derivative.
+    The whole derivative goes to the place of the value; of equal values, to the first.
     """
     if not torch.compiler.is_dynamo_compiling() and not is_transformed(values):
         return _operation("bag_extrema", _with_extrema(values))(values, offsets, greatest, False)[0]
@@ -124,7 +124,7 @@ def put_extrema(d: Tensor, offsets: Tensor, places: Tensor, num_values: int) -> 
 
 
 def _with_extrema(x: Tensor) -> str:
-    """Return the name of the implementation: the reference on a device whose own one has no extrema."""
+    """Return the name of the implementation. It is the reference on a device whose default has no extrema."""
     return "reference" if torch.compiler.is_dynamo_compiling() else ops.available("bag_extrema", x.device)
 
 
@@ -138,7 +138,7 @@ def _pick(x: Tensor, offsets: Tensor, places: Tensor, fill: float | int) -> Tens
 
 
 def _sums(x: Tensor, offsets: Tensor, size: int, implementation: str) -> Tensor:
-    """The values are a table, each position an id, and the kernel of lookups adds them in order."""
+    """The values serve as a table and each position as an id; the kernel of lookups adds them in order."""
     whole = [Feature(0, 0, 0, 0, False, False, 0)]
     rows = torch.arange(x.shape[0], device=x.device)
     return _operation("pooled_lookup", implementation)([x], [rows], offsets, None, whole, offsets.shape[0] - 1)

@@ -3,7 +3,7 @@
     out[b] = reduce(values[offsets[b]], ..., values[offsets[b + 1] - 1])
 
 No reduction reads the padding. Sums of floats run on the kernel of lookups, and extrema on their own kernel. All
-transforms know both, and the operations of torch that other reductions call.
+transforms work with both, and with torch's operations, which the other reductions use.
 Shapes: B bags, N capacity.
 """
 
@@ -26,9 +26,9 @@ def bag_reduce(bags: JaggedTensor, reduce: Literal["sum", "mean", "max", "min", 
 
     Args:
       bags: bags without weights; multiply the values by the weights first.
-      reduce: an empty bag has sum and mean 0, prod 1, logsumexp -inf, and as max or min the least or greatest number of
-        the dtype, which is infinite for floats. Of equal values the first is the greatest or the least, and gets the
-        whole derivative.
+      reduce: an empty bag has sum and mean 0, prod 1, logsumexp -inf, max the least and min the greatest number of the
+        dtype (infinite for floats). If several values are the greatest or the least, the first of them gets the whole
+        derivative.
 
     Returns:
       the dtype of the values; i64 for a sum or a product of integers. Floats of 16 bits are computed in f32.
@@ -116,13 +116,14 @@ def added(x: Tensor, bags: JaggedTensor) -> Tensor:
 
 
 def shifts(x: Tensor, bags: JaggedTensor) -> Tensor:
-    """Return the greatest value of each bag [B, ...], 0 where it is not finite: what exponents are made smaller by."""
+    """Return the shift of exponents: the greatest value of each bag [B, ...], or 0 where that is not finite."""
     greatest = bag_extrema(x.detach(), bags.offsets, True)
     return torch.where(greatest.isfinite(), greatest, 0)
 
 
 def exponentials(x: Tensor, shift: Tensor, bags: JaggedTensor) -> Tensor:
-    """Return e^(x - shift of the bag), with 1 in the padding, whatever it holds: its derivative there is no NaN."""
+    """Return e^(x - shift of the bag). It is 1 in the padding, whatever that holds, so that no derivative is NaN
+    there."""
     return (masked(x, bags, 0) - bag_spread(shift, bags.offsets, bags.capacity)).exp()
 
 

@@ -162,7 +162,8 @@ def quantize(
     Raises:
       KeyError: a table has no dtype.
       TypeError: tables are differentiated (use `fake_quantize`).
-      ValueError: ShardedTables get a key, or get codes while they are cut by columns (a row has one scale).
+      ValueError: `tables` are sharded and there is a key, or tables cut by columns have a dtype of codes (a row has one
+        scale).
 
     Law: for every number x of a row, and r = max - min of the row,
       codes of 8, 4, 2 bits:  |x - x̂| <= scale / 2 + 2⁻¹¹ (|min| + r) + 2⁻¹⁷, with scale <= (r + 2⁻¹¹ |min|) / L · 1.001

@@ -2,8 +2,8 @@
 
     table[row(id)] = initializer(fold_in(key, name), row `id`)        the numbers that `init` gives to row `id`
 
-So the initial numbers of an id depend on the id, the key, the table's name and config, and not on its row or on when it
-came. Shapes: R rows, D dim, M entries of a turnover.
+So the initial numbers of an id depend on the id, the key, and the table's name and config. They do not depend on its
+row, or on the step in which it came. Shapes: R rows, D dim, M entries of a turnover.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,8 +46,8 @@ def renew(
     Raises:
       TypeError, ValueError: a table has no config that fits, another initializer, or slots that belong to no row.
 
-    Law: a new row holds the numbers of row `id` of `init(key, configs)`, if that table has so many rows. Whoever had
-      the row before leaves nothing in it.
+    Law: a new row holds the numbers of row `id` of `init(key, configs)`, if that table has so many rows. The row keeps
+      nothing of the id that had it before.
 
     Cost: it draws M rows, and writes the rows that changed. `fr.jit` with tables and slots donated writes in place.
 
@@ -93,8 +93,8 @@ def grow(
     Raises:
       ValueError: a table or slot has another number of rows, or the vocabulary would be too large.
 
-    Law: lookups of find(v, ids) give the same numbers before and after, and so do later steps, while no bucket was
-      full. Growth by a and then by b is growth by a · b.
+    Law: lookups of find(v, ids) give the same numbers before and after. So do later steps, if no bucket was full.
+      Growth by a and then by b is growth by a · b.
 
     Cost: it reads and writes everything. The shapes change, so compiled steps compile again.
 
@@ -120,7 +120,7 @@ def grow(
         return torch.cat([out, shared]) if shared.shape[0] else out
 
     sketch = vocabulary.sketch
-    if sketch is not None:  # Both halves of a bucket may have seen what the bucket saw.
+    if sketch is not None:  # Each new bucket gets the bucket's whole sketch.
         sketch = sketch.view(-1, 1, SLOTS).expand(-1, times, SLOTS).flatten()
     larger = replace(vocabulary, tags=moved(vocabulary.tags), entries=moved(vocabulary.entries), sketch=sketch)
     grown = {n: {k: moved(x) for k, x in own.items()} for n, own in slots.items()}

@@ -2,7 +2,7 @@
 
     x̂ = s · clip(round(x / s), -n, p)        n = 2^(bits - 1), p = n - 1
 
-Shapes: N rows of a table or R of it, D dim.
+Shapes: N gathered rows, R rows of a table, D dim.
 
 Source: see `_fake_quantized`.
 """
@@ -30,7 +30,8 @@ def as_stored(x: Tensor, dtype: str, *keys: Tensor) -> Tensor:
 
 
 def row_keys(key: Tensor | None, table: str, rows: Tensor, dim: int) -> tuple[Tensor, ...]:
-    """Return (keys i64[N],), or () without a key. They round a copy of rows as `quantize` rounds them in the table."""
+    """Return (keys i64[N],), or () without a key. With them, rows in a copy are rounded as `quantize` rounds them in
+    the table."""
     return () if key is None else (table_key(key, table) + rows.long() * -(-dim // 4) * GAMMA,)
 
 

@@ -99,19 +99,20 @@ def vocabulary(
 ) -> Vocabulary:
     """Return an empty vocabulary of at least `capacity` rows, a multiple of 128.
 
-    Each row takes 17 bytes, with a count of misses 18. Make it a quarter larger than the number of ids that are alive
-    at once. At 80 % of the rows in use, one id in 5,000 finds its bucket full; at 90 % one in 200.
+    A row takes 17 bytes, or 18 if misses are counted. Choose a capacity a quarter above the number of ids in use at
+    once. If 80 % of the rows are in use, one id in 5,000 finds its bucket full; at 90 % it is one in 200.
 
     Args:
       policy: which id leaves a full bucket. "lru": the one that was not seen for longest. "lfu": the one that was seen
-        least. "distance_lfu": the one with the least count / (age + 1). For "lfu" and "distance_lfu" a new id must be
-        above it, else it is refused. A function of all rows' ages and counts, two tensors of integers, gives each row a
-        score, and the least leaves; it reads the whole vocabulary in each step. Ties go to the oldest, then the first.
+        least. "distance_lfu": the one with the least count / (age + 1). With "lfu" and "distance_lfu" a new id must
+        have a greater value than that id; otherwise it gets no row. A function of (ages, counts) of all rows, two
+        tensors of integers, returns a score for each row, and the least leaves. It reads the whole vocabulary in each
+        step. Ties go to the oldest, then the first.
       ttl: an id that was not seen for more than `ttl` steps leaves before all others. `expire` removes such ids.
-      admit: which new ids get a row. None: all. An int k <= 255: ids that were missed k times lately, by a sketch of
-        two counters in one line of 128 for each bucket, which forgets. Collisions may admit an id early, never late
-        within a window. A float p: each id with probability p in each step in which it occurs; the draw depends on
-        seed, id and step.
+      admit: which new ids get a row. None: all. An int k <= 255 admits ids that were missed k times recently. A sketch
+        counts the misses: 128 counters for each bucket, two for an id, halved from time to time. Collisions may admit
+        an id early, never late within a window. A float p admits an id with probability p in each step in which it
+        occurs; the draw depends on seed, id and step.
       unknown: "zeros": ids without a row have row -1, which lookups read as zeros. An int n: they share n further rows
         of the table, from R on.
       seed: another seed puts ids into other buckets, and makes other draws.
@@ -150,7 +151,7 @@ def find(vocabulary: Vocabulary, ids: Ids) -> Tensor | JaggedTensor | KeyedJagge
 
     Law: two ids never have the same row below R. find(v, ids) == the rows of admit(v, ids), for ids that v holds.
 
-    Cost: two lines of memory for each id.
+    Cost: two cache lines of memory for each id.
 
     Example:
       >>> import torch, funcrec as fr
@@ -167,7 +168,7 @@ def find(vocabulary: Vocabulary, ids: Ids) -> Tensor | JaggedTensor | KeyedJagge
 
 
 def flat_ids(ids: Tensor | JaggedTensor | KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
-    """Return the ids i[N], and how many of them are no padding, i64[]."""
+    """Return the ids i[N], and how many of them are not padding, i64[]."""
     if isinstance(ids, Tensor):
         return ids, torch.full((), ids.shape[0], dtype=torch.int64, device=ids.device)
     return ids.values, ids.offsets[-1].to(torch.int64)
@@ -178,7 +179,7 @@ def as_bags(ids: Tensor | JaggedTensor | KeyedJaggedTensor, rows: Tensor) -> Ten
 
 
 def least_of(admit: int | float | None) -> int:
-    """Return how often an id must have been missed before it is admitted, or 0 if the sketch has nothing to count."""
+    """Return how often an id must have been missed before it is admitted, or 0 if misses are not counted."""
     return admit if isinstance(admit, int) and admit > 1 else 0
 
 

@@ -1,6 +1,6 @@
 """A vocabulary as a list of its ids, and a vocabulary made from such a list, with any number of rows.
 
-A list names no bucket. So it is what a checkpoint keeps, and what a larger, a smaller or another vocabulary is made of.
+A list names no bucket. So checkpoints keep a list, and vocabularies of any size are made from it.
 Shapes: R rows, L places of a list.
 """
 
@@ -22,12 +22,12 @@ FIELDS = ("ids", "rows", "ages", "counts")
 def vocabulary_items(vocabulary: Vocabulary) -> dict[str, Tensor]:
     """Return the ids of a vocabulary, in the order of their hashes, as a dict of tensors.
 
-    The name says "items" and not "dump", since it writes no file: `save` writes its result, as it writes any tree.
+    It writes no file: `save` writes its result like any tree.
 
     Returns:
-      "ids", "rows", "ages" and "counts", with a place for each row, and the numbers "count" and "now", all in i64. The
-        first `count` places hold ids, with their rows, the steps since each was last seen, and how often each was seen;
-        zeros follow.
+      "ids", "rows", "ages" and "counts", with a place for each row, and the numbers "count" and "now", all in i64.
+      Places below `count` hold ids, their rows, the steps since each was last seen, and how often it was seen. Later
+      places are 0.
 
     Law: the list depends on what the vocabulary holds, and not on the order in which ids came. `vocabulary_of` makes a
       vocabulary of it. The sketch of missed ids is not part of it.

@@ -1,4 +1,4 @@
-"""Records outside of programs, such as the rows of tables larger than memory: written, committed, taken back."""
+"""Stores of records outside of programs, such as the rows of tables larger than memory, with commit and rollback."""
 
 import funcrec.core as _core
 from funcrec.stores._file_store import file_store as file_store

@@ -1,4 +1,4 @@
-"""Records in a file, whole at the last commit whenever the process or the machine stops.
+"""A store in a file. After its process or the machine stops, its records are those of the last commit.
 
 records      record r at bytes [r · size, (r + 1) · size)
 written      u8[R]: 1 for a row that was written
@@ -54,16 +54,16 @@ def file_store(
 ) -> ColdStore:
     """Return a store whose records are in a file of the folder `path`. The folder is made, or opened if it is there.
 
-    The room for all records is reserved when the folder is made. Opening a folder takes back what was written after the
-    last commit, whenever and wherever its process was killed.
+    The room for all records is reserved when the folder is made. Opening a folder undoes the writes after the last
+    commit, wherever its process was killed.
 
     Args:
       path: the folder. One process at a time can open it.
-      num_rows, width, dtype: R, W and the dtype of the records. A folder that is there must have the same.
+      num_rows, width, dtype: R, W and the dtype of the records. An existing folder must have the same.
       init: (rows i64[N], ascending) -> the records of rows that were never written; None for zeros, as for
-        `memory_store`. A folder that is opened must get the same function: some of its rows are compared.
-      durable: whether the store also survives if the machine stops, by a flush before each write. Otherwise a store
-        with writes that were not committed is refused after such a stop.
+        `memory_store`. An existing folder requires the same function; some of its rows are compared.
+      durable: whether the store also survives if the machine stops, by a flush before each write. Without it, a store
+        that had uncommitted writes at such a stop cannot be opened.
 
     Memory: a byte for each row. Reads and writes go through the system's page cache.
 
@@ -143,7 +143,7 @@ class _FileStore:
         return torch.empty_like(found).index_copy_(0, order, found)
 
     def _stored(self, rows: Tensor, is_old: Tensor) -> Tensor:
-        """Return the records of ascending rows: those of the file where `is_old`, else first ones."""
+        """Return the records of ascending rows: from the file where `is_old`, else those of `init`."""
         if is_old.all():
             return self._read(rows)
         records = torch.empty(len(rows), self.width, dtype=self.dtype)
@@ -178,7 +178,7 @@ class _FileStore:
             self.is_torn = False
 
     def _keep_old(self, rows: Tensor, flags: Tensor) -> None:
-        """Add rows to the journal, those that have a record first."""
+        """Add rows to the journal; rows with an old record come first."""
         if not len(rows):
             return
         had = rows[flags & WAS_WRITTEN != 0]
@@ -287,7 +287,7 @@ class _FileStore:
 
 
 def close_all(files: dict[str, int]) -> None:
-    """Close the files, which gives the folder to the next store."""
+    """Close the files, so that another store can open the folder."""
     while files:
         os.close(files.popitem()[1])
 

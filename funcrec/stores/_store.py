@@ -1,8 +1,8 @@
-"""The contract of stores, and the store in memory, which every other store has to equal.
+"""The contract of stores, and the store in memory, which every other store must equal.
 
     read(rows) ─▶ records        write(rows, records)        commit(step)  |  rollback() ─▶ step of the last commit
 
-A store is the one value here that changes: it stands outside of programs, and functions get what was read from it.
+A store is the one value here that changes. It stays outside of programs; functions get what was read from it.
 
 Shapes: N rows of a call, R rows of the store, W numbers of a record.
 """
@@ -21,13 +21,13 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 class ColdStore(NamedTuple):
-    """R records of W numbers each, outside of programs: functions that read, write, commit and take back.
+    """R records of W numbers each, outside of programs: functions that read, write, commit and roll back.
 
     Fields:
       read: (rows i[N]) -> the records [N, W], in new memory.
-      write: (rows i[N], records [N, W]) -> None. Of a row that comes twice, the last record stays.
-      commit: (step, an int >= 0) -> None. What was written before is kept, whatever happens afterwards.
-      rollback: () -> the step of the last commit, 0 before the first. What was written after it is undone.
+      write: (rows i[N], records [N, W]) -> None. If a row comes twice, its last record stays.
+      commit: (step, an int >= 0) -> None. Earlier writes are kept, whatever happens afterwards.
+      rollback: () -> the step of the last commit, 0 before the first. Later writes are undone.
       close: () -> None. It undoes nothing and commits nothing; no other function may be called afterwards.
       num_rows, width, dtype: R, W and the dtype of the records.
 
@@ -61,13 +61,13 @@ class ColdStore(NamedTuple):
 def memory_store(
     num_rows: Count, width: Count, *, dtype: torch.dtype = torch.float32, init: Callable[[Tensor], Tensor] | None = None
 ) -> ColdStore:
-    """Return a store whose records are in memory. It holds what other stores have to hold, and is their oracle.
+    """Return a store whose records are in memory. Other stores must hold the same; tests compare them with it.
 
     Args:
       num_rows, width: R and W.
       dtype: of the records: a float, int64, int32 or uint8.
       init: (rows i64[N], ascending) -> the records [N, W] of rows that were never written; None for zeros. The record
-        of a row must not depend on the other rows, and is made again whenever such a row is read.
+        of a row must not depend on the other rows, and is computed again whenever such a row is read.
 
     Raises:
       ValueError, TypeError: from the functions of the store, for rows outside [0, R), or records of another dtype or
@@ -135,7 +135,8 @@ def checked_rows(call: str, rows: Tensor, num_rows: int) -> Tensor:
 def checked_records(
     call: str, rows: Tensor, records: Tensor, num_rows: int, width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return (rows i64[N], ascending, none twice; their records [N, W]). The last one of a row stays."""
+    """Return (rows i64[N], ascending, none twice; their records [N, W]). If a row comes twice, its last
+    record stays."""
     check(call, row_problems(rows, num_rows), record_problems(rows, records, width, dtype))
     rows, order = rows.to(torch.int64).sort(stable=True)
     is_last = torch.ones_like(rows, dtype=torch.bool)
@@ -159,7 +160,7 @@ def step_problems(step: int) -> Iterator[Problem]:
 
 
 def plain_problems(name: str, x: Tensor, hint: str) -> Iterator[Problem]:
-    """A store takes values: no tensor that a transform follows, and none on another device."""
+    """Yield a problem unless `x` is a plain tensor on the CPU that no transform tracks."""
     if not isinstance(x, Tensor):
         yield Problem(f"`{name}` is not a tensor.", type(x).__name__, "a tensor", hint, TypeError)
     elif is_wrapped(x) or is_tracked(x):

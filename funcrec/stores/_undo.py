@@ -1,10 +1,10 @@
-"""The journal that takes writes back: the old records of all rows that were written since the last commit.
+"""The undo journal: the old records of all rows that were written since the last commit.
 
     file   =  head ‖ block ‖ block ‖ ...        head: the name of the machine's start, and whether blocks are flushed
     block  =  [magic, CRC, n rows, m old records] ‖ rows ‖ old records of the first m rows; the others had none
 
 A block is whole in the file before its rows are written. A block that a killed process left unfinished is the last one,
-and its rows were not written. Blocks are taken back from the last to the first: the oldest record of a row stays.
+and its rows were not written. Blocks are undone from the last to the first, so the oldest record of a row stays.
 """
 
 import os
@@ -67,7 +67,7 @@ class Undo:
         self.fd, self.end = fd, end
 
     def remove(self) -> None:
-        """Remove the file, after which its blocks are not taken back."""
+        """Remove the file; its blocks are then never undone."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -62,12 +62,12 @@ class GeneratedHistories:
     def take(self, rows: Tensor) -> Batch:
         """Return the batch of row numbers i64[B], whose shapes depend on B only.
 
-        A row may also be taken of a user who is not active at its time."""
+        Rows of users who are not active at their time may be taken too."""
         return _take(self, rows)[0]
 
     def chances(self, rows: Tensor) -> Tensor:
-        """Return the probability of each label, f64[B, C], of one who knows the user's order of categories, the item's
-        own rating and the time. No model can know more."""
+        """Return the probability of each label, f64[B, C], given the user's order of categories, the item's own rating
+        and the time. No model can know more."""
         check("funcrec.data.GeneratedHistories.chances", row_problems(rows, self.num_rows, self.key.device))
         inside = there(rows, self.num_rows)[1]
         return marked(_take(self, rows)[1], inside if inside is None else inside[:, None])
@@ -100,7 +100,7 @@ def generated_histories(
     """Return generated requests to rank candidates, in order of time; the defaults are those of DLRMv3.
 
     Args:
-      num_items: each category has num_items // num_categories of them, end to end.
+      num_items: each category has num_items // num_categories of them, in one range.
       length: the mean number of samples of an active user at a timestamp. The number is normal with a deviation of a
         quarter, and at least num_candidates + 1.
       num_candidates: C, how many of a request's samples are its candidates.

@@ -218,7 +218,7 @@ class Chained:
 
 @typed
 def chain(*encoders: Encoder) -> Encoder:
-    """Return an encoder that applies these encoders in order. One encoder may learn, from the values it gets.
+    """Return an encoder that applies these encoders in order. One encoder may learn, from the values that it gets.
 
     Raises:
       ValueError: two of the encoders learn. The second of these would have to read the rows again.

@@ -70,7 +70,7 @@ def fit_encoding(
     """Return the encoding of all columns, learned in one pass over the rows to train on.
 
     Args:
-      source: a source as in `read`, or an iterable of tables and record batches. No source must fit in memory.
+      source: a source as in `read`, or an iterable of tables and record batches. No source needs to fit in memory.
       schema: the columns and their roles. Its label, weights and time are not encoded.
       encoders: {column: Encoder}. By default ids get `vocabulary()` and dense columns get `normalize()`. None leaves a
         dense column as it is.
@@ -190,7 +190,8 @@ def configs(
 
 
 def _part_of(schema: Schema, columns: Sequence[str]) -> Schema:
-    """Return the schema with only these columns of ids and numbers. The weights of ids stay, and label and weight."""
+    """Return the schema with only these columns of ids and numbers. The label, the weight and the weights of ids
+    stay."""
     own = {n: tuple(c for c in getattr(schema, n) if c in columns) for n in ("dense", "categorical", "multivalued")}
     return replace(schema, **own, weights=tuple((of, by) for of, by in schema.weights if of in columns))
 
@@ -248,7 +249,7 @@ def _columns_problems(schema: Schema, columns: Sequence[str] | None) -> Iterator
 
 
 def _absent_problems(schema: Schema, names: Sequence[str]) -> Iterator[Problem]:
-    """Yield a problem if a table lacks columns, with those that could be encoded alone."""
+    """Yield a problem if a table lacks columns, and name those that could be encoded alone."""
     absent, there = ([n for n in (*schema.keys, *schema.dense) if (n in names) == has] for has in (False, True))
     if absent and set(there) & set(schema.keys):
         hint = f"names that it has; columns={there} encodes these alone"

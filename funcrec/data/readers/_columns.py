@@ -1,6 +1,6 @@
 """Columns of pyarrow as numbers: ids, bags of ids, floats, times. Each value is exact, or an error names its row.
 
-dictionaries, run ends and views are the values that they stand for;   a missing list is an empty bag
+dictionaries, run ends and views count as the values that they stand for; a missing list is an empty bag
 
 Shapes: N rows, M ids of all bags.
 """
@@ -80,7 +80,7 @@ def is_point_in_time(kind) -> bool:
 
 
 def time_hint(name: str, kind) -> str:
-    """Return what makes numbers of a column of timestamps, dates, times of the day, or durations."""
+    """Return the hint how to make numbers from a column of timestamps, dates, times of the day, or durations."""
     import pyarrow.types as kinds
 
     own = f'df["{name}"]'

@@ -19,7 +19,7 @@ from funcrec.core import Problem, check, describe, fail, is_followed, is_tracked
 from funcrec.data.readers._arrow import need_pyarrow
 from funcrec.data.readers._schema import Schema
 
-END_BYTES = 1 << 12  # a Parquet file ends with what it says of its rows
+END_BYTES = 1 << 12  # a Parquet file ends with the metadata of its rows
 NEED = "a pandas, polars or pyarrow table, a dict of columns, a path, or paths"
 
 
