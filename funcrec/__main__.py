@@ -1,7 +1,7 @@
 """python -m funcrec COMMAND ...
 
-plan   where tables are to lie: python -m funcrec plan --help
-serve  a package over HTTP: python -m funcrec serve --help
+plan   places tables on ranks: python -m funcrec plan --help
+serve  serves a package over HTTP: python -m funcrec serve --help
 """
 
 import sys
@@ -11,7 +11,7 @@ from funcrec.serve import main as serve
 
 
 def main(words: list[str]) -> int:
-    """The command's exit code; 2 where there is no such command."""
+    """Return the command's exit code; 2 for an unknown command."""
     if words[:1] == ["plan"]:
         return plan(words)
     if words[:1] == ["serve"]:

@@ -79,8 +79,8 @@ def save(
       `wait`, or from the next save.
 
     Raises:
-      TypeError: if a leaf or a key would not come back the same (a tensor that is not plain and dense, or that a
-        derivative follows, a number of numpy, an Enum). The error names each of them, before `save` writes anything.
+      TypeError: if a leaf or a key would not come back the same (a tensor that is not plain and dense, or that is
+        differentiated, a number of numpy, an Enum). The error names each of them, before `save` writes anything.
       ValueError: if copies that trained apart differ.
       OSError: if the disk is full or the folder cannot be written.
 

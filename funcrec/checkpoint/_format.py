@@ -1,6 +1,6 @@
 """The one-file checkpoint: a file of named tensors, the last of them the tree, as JSON in UTF-8.
 
-Nothing in a file is run, and all sizes are held against the file's before memory is asked for.
+Nothing in a file is run, and all sizes are compared with the file's size before memory is allocated.
 """
 
 import json
@@ -18,7 +18,7 @@ from funcrec.core import fail
 from funcrec.files import CHUNK, HEAD, FileError, Placed, beginning, chunks, crc_of, read_header, write_tensors
 from funcrec.kernels.memory import empty_table
 
-KIND, ALIGN = "funcrec checkpoint 4", 64  # bytes: a mapped tensor lies as one of the allocator's does
+KIND, ALIGN = "funcrec checkpoint 4", 64  # bytes: a mapped tensor is aligned like one of the allocator's
 TREE = "__tree__"
 MAX_SIZE = 2**63
 
@@ -47,7 +47,7 @@ class Stored(NamedTuple):
 
 
 def block_name(x: Stored, b: Block) -> str:
-    """What a block is called in errors: of a tensor in several blocks its rows and its file, too."""
+    """Return the name of a block in errors; for a tensor in several blocks it includes its rows and its file."""
     return f"{x.name}, rows {b.first} to {b.first + b.rows - 1}, in `{b.file}`" if b.file else x.name
 
 
@@ -60,7 +60,7 @@ class Want(NamedTuple):
 
 
 def grid_of(shape: Sequence[int]) -> tuple[int, int]:
-    """A shape seen as rows and columns."""
+    """Return a shape as (rows, columns)."""
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
@@ -90,7 +90,7 @@ def write_file(
 
 
 def is_checkpoint(file: BinaryIO) -> bool:
-    """Return whether a file begins as a checkpoint."""
+    """Return whether a file begins like a checkpoint."""
     file.seek(HEAD)
     start = beginning(KIND)
     return file.read(len(start)) == start
@@ -132,7 +132,7 @@ def is_size(n: Any) -> bool:
 
 
 def check_tensor(dtype: Any, shape: Any, device: Any) -> None:
-    """A tensor that torch can have."""
+    """Raise unless torch can have such a tensor."""
     good = isinstance(dtype, str) and dtype in DTYPES and isinstance(shape, list) and all(map(is_size, shape))
     if not good or not isinstance(device, str):
         raise CodeError(f"a tensor that cannot be: {show((dtype, shape, device))}")
@@ -143,7 +143,7 @@ def check_tensor(dtype: Any, shape: Any, device: Any) -> None:
 
 
 def fill(file: BinaryIO, x: Stored, block: Block, wants: Sequence[Want]) -> None:
-    """Read a block, hold it to its CRC, and write what of it is wanted to where it is wanted."""
+    """Read a block, check its CRC, and copy the wanted parts to their places."""
     width = block.columns * x.dtype.itemsize
     step = max(1, CHUNK // max(1, width)) if width else max(1, block.rows)
     direct = _direct(x, block, wants)
@@ -166,7 +166,7 @@ def fill(file: BinaryIO, x: Stored, block: Block, wants: Sequence[Want]) -> None
 
 
 def check_block(x: Stored, block: Block, held: Tensor) -> None:
-    """Hold a block that is in memory to its CRC."""
+    """Check the CRC of a block that is in memory."""
     if crc_of(held) != block.crc:
         raise CodeError(f"{block_name(x, block)} with a wrong checksum")
     if x.dtype == torch.bool and int(held.view(torch.uint8).amax()) > 1:
@@ -174,7 +174,7 @@ def check_block(x: Stored, block: Block, held: Tensor) -> None:
 
 
 def _direct(x: Stored, block: Block, wants: Sequence[Want]) -> Tensor | None:
-    """Memory that wants just this block, if so."""
+    """Return the memory of the only Want, if it wants just this block; else None."""
     if len(wants) != 1:
         return None
     (want,) = wants
@@ -186,7 +186,7 @@ def _direct(x: Stored, block: Block, wants: Sequence[Want]) -> Tensor | None:
 
 
 def scatter(rows: Tensor, first: int, first_column: int, wants: Sequence[Want]) -> None:
-    """rows[n, columns] of a tensor, from (first, first_column) on, to where they are wanted."""
+    """Copy rows[n, columns] of a tensor, from (first, first_column) on, to their places."""
     for w in wants:
         (n, columns), (a, b) = w.into.shape, (w.first - first, w.first_column - first_column)
         here = rows[max(0, a) : max(0, a + n), max(0, b) : max(0, b + columns)]
@@ -201,7 +201,7 @@ def is_wanted(block: Block, want: Want) -> bool:
 
 
 def blank(nbytes: int) -> Tensor:
-    """u8[nbytes] where rows are read fast, as those of `init`."""
+    """Return u8[nbytes] in memory where rows are read fast, like the tables of `init`."""
     try:
         return empty_table((nbytes,), dtype=torch.uint8, device="cpu")
     except (RuntimeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Named tensors in the safetensors format, for those who read that.
+"""Named tensors in the safetensors format, for other libraries.
 
 length of the header, u64 | header, JSON: dtype, shape and place of each | their bytes, the widest dtypes first
 """
@@ -37,20 +37,21 @@ def save_safetensors(
 ) -> Path:
     """Write tables, or dense parameters, to a safetensors file, which other libraries read.
 
-    As `save` does, the file takes its name when all of it is on the disk. The format has no checksums and no trees:
-    what goes on training is for `save`.
+    As `save` does, the file takes its name when all of it is on the disk. The format has no checksums and no trees: use
+    `save` for states that training continues from.
 
     Args:
       tensors: {name: tensor}; or a state's sharded tables, written whole.
       mesh: of sharded tables. On real ranks every rank calls it; each gathers the tables whole, and the first one
-        writes. Tables that no rank has room for: `save` them, and give one process's `load(folder, mmap=True)`.
+        writes. For tables that no rank has room for, use `save`, and pass the result of one process's
+        `load(folder, mmap=True)`.
       metadata: texts for the header.
 
     Returns:
       the path.
 
     Raises:
-      TypeError: what the format has not: a dict in the dict, complex numbers, a tensor of which a derivative is wanted.
+      TypeError: the format lacks something: a dict in the dict, complex numbers, a tensor that is differentiated.
       OSError.
 
     Example:
@@ -75,7 +76,7 @@ def save_safetensors(
 
 
 def write_tensors(file: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Laid out as the format's own library does."""
+    """Write the tensors in the layout of the format's own library."""
     order = sorted(tensors, key=lambda n: (list(NAMES).index(tensors[n].dtype), n))
     header = header_of(lay([(n, tensors[n].dtype, tensors[n].shape) for n in order], 1), metadata, HEAD)
     if len(header) - HEAD > MOST_HEADER:
@@ -90,16 +91,16 @@ def write_tensors(file: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str
 def load_safetensors(
     path: str | os.PathLike, *, device: torch.device | str | None = None, mmap: bool = False
 ) -> dict[str, Tensor]:
-    """Read a safetensors file, whoever wrote it: {name: tensor}, by name. Needs the package `safetensors`.
+    """Read a safetensors file of any library: {name: tensor}, sorted by name. Needs the package `safetensors`.
 
     Args:
       device: where the tensors go; by default the CPU.
-      mmap: the tensors have the file's memory, which the system may take back and read again; what is written to them
-        is in this process alone.
+      mmap: whether tensors use the memory of the file, which the system may drop and read again. Writes to them stay in
+        this process.
 
     Raises:
       ModuleNotFoundError: without the package.
-      ValueError: a file that is damaged where its header tells it (the format has no checksums).
+      ValueError: the header shows that the file is damaged (the format has no checksums).
       FileNotFoundError.
 
     Example:
@@ -158,7 +159,7 @@ def kind_problems(tensors: Any) -> Iterator[Problem]:
 
 
 def tensors_problems(tensors: Mapping[str, Any]) -> Iterator[Problem]:
-    """Plain tensors by name, of the format's dtypes."""
+    """Report tensors without a plain name or a dtype of the format."""
     for n, x in tensors.items():
         path = f"tensors[{n!r}]"
         yield from text_problems(n, path)

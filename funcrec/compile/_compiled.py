@@ -49,7 +49,7 @@ class Staged(NamedTuple):
 
 
 class Followed(NamedTuple):
-    """The entry of a function without a compilation, because it closes over tensors that autograd follows."""
+    """The entry of a function without a compilation, because it closes over tensors that autograd tracks."""
 
     captured: list[Tensor]
     used = 0
@@ -332,7 +332,7 @@ def trace(
 ) -> Traced:
     """Return the operations of run(leaves), recorded by a run on shapes.
 
-    There is no graph if autograd follows a tensor that the function closes over.
+    There is no graph if autograd tracks a tensor that the function closes over.
     """
     tensor_at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     found: dict[str, Any] = {}

@@ -76,19 +76,19 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
     A follower of the call sees `fn` itself, not compiled and donating nothing: transforms of torch.func, `checked`,
     `value_and_grad`, modes of torch, torch.compile, and autograd if an argument or captured tensor requires grad (a
     donating call then raises). A tensor that `fn` makes is no follower: it does not make a result require grad.
-    An exchange with real ranks raises if a derivative follows it, because other ranks may run the program. Then jit the
+    An exchange with real ranks raises if it is differentiated, because other ranks may run the program. Then jit the
     derivative.
 
     Raises:
       DonatedError: if a donated value is used. The message names the argument and the call that took the value.
       ValueError: for an unknown name, memory donated twice, or a function that writes to arguments or captured tensors.
       TypeError: for a function that reads values on the host or draws random numbers without a key, a donating call
-        that autograd follows, objects that may change unnoticed, and tensors without plain dense memory (sparse,
+        that autograd tracks, objects that may change unnoticed, and tensors without plain dense memory (sparse,
         nested or quantized tensors, subclasses).
 
     Cost: a small job is faster without jit. The first step of a DLRM with 26 tables compiles for 5 s, or for 0.5 s if
       an earlier process kept its code (TORCHINDUCTOR_CACHE_DIR). At batch 512 a step takes 24 ms with jit, 51 without:
-      200 steps win the time back, or 20 with kept code. Each form of the arguments compiles again. So pad the last
+      200 steps repay the compilation, or 20 with kept code. Each form of the arguments compiles again. So pad the last
       batch to the shape of the other batches, also in evaluation.
 
     Law: jit(fn) returns the values of `fn`, keeps every bit of what is not donated, and compiles once for one form.
@@ -180,7 +180,7 @@ class Jitted:
             return self.ran(entry, known, when, entry.admit(known))
 
     def followed(self, args: tuple, kwargs: dict) -> Any:
-        """Return the result of `fn` itself, because a derivative follows it. Its exchanges with real ranks raise: other
+        """Return the result of `fn` itself, because it is differentiated. Its exchanges with real ranks raise: other
         ranks may run the program, whose exchanges differ. (While an outer function is staged, all ranks run `fn`.)"""
         before = alone.get()
         try:

@@ -57,7 +57,7 @@ class Lowered(NamedTuple):
 
     Raises:
       TypeError: from `lower` and from the program, if the call would run `f` itself: under a transform, for tensors
-        that require grad while autograd would follow them, or for tensors on the device meta. The program also raises
+        that require grad while autograd would track them, or for tensors on the device meta. The program also raises
         it for another form of arguments. The program and `compile` raise it in other surroundings than at lowering.
         `lower` also raises the errors that the call would raise before it runs.
 

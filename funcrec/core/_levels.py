@@ -56,7 +56,7 @@ def is_wrapped(x: Tensor) -> bool:
 
 
 def below(x: Tensor) -> Tensor:
-    """Return x below all transforms, the tensor that autograd follows; under vmap this is the whole batch."""
+    """Return x below all transforms, the tensor that autograd tracks; under vmap this is the whole batch."""
     while is_wrapped(x):
         x = _functorch.get_unwrapped(x)
     return x
@@ -95,7 +95,7 @@ def tangents_below(x: Tensor, place: int = 1) -> dict[int, Tensor]:
 
 
 def is_differentiated_above(x: Tensor, level: int) -> bool:
-    """Return whether a grad or jvp inside `level` follows x."""
+    """Return whether a grad or jvp inside `level` tracks x."""
     while level_of(x) > level:
         if not _functorch.is_batchedtensor(x):
             return True
@@ -104,7 +104,7 @@ def is_differentiated_above(x: Tensor, level: int) -> bool:
 
 
 def belongs_above(x: Tensor, level: int) -> bool:
-    """Return whether a vmap inside `level` batches x, or a grad or jvp inside `level` follows x."""
+    """Return whether a vmap inside `level` batches x, or a grad or jvp inside `level` tracks x."""
     while level_of(x) > level:
         if _functorch.is_batchedtensor(x) or x.requires_grad or unpack_dual(x).tangent is not None:
             return True
@@ -175,7 +175,7 @@ def by_vmap_rule(fn: Callable[..., Tensor], rule: Callable, tensors: Sequence[Te
 
 
 def one_level_below(rule, tensors, tangents):
-    """Return rule(tensors, tangents), a tensor or a tuple of tensors, which outer transforms can follow.
+    """Return rule(tensors, tangents), a tensor or a tuple of tensors, which outer transforms can differentiate.
 
     torch 2.13 runs a jvp rule at the level of its jvp, with forward derivatives off: jvp of jvp would be silently zero.
     So the rule runs one level below, as torch.func runs `forward`.

@@ -111,7 +111,7 @@ def plan_of(
 
 
 def sync_of(mesh: fr.Mesh | None, replicas: tuple[str, ...]) -> Callable[[fr.TrainState], fr.TrainState] | None:
-    """Return a compiled function that makes copies of tables equal in the state's memory; None without copies."""
+    """Return a compiled function that makes the copies of tables equal, in the state's memory; None without copies."""
     return fr.jit(lambda state: fr.sync_replicas(state, mesh=mesh), donate=("state",)) if replicas else None
 
 

@@ -5,10 +5,10 @@
 
 The protocol, and the AUC to reach, are those of RecBole's `ml-1m_context` benchmark (`funcrec.data.ctr_dataset`). A run
 writes into --out: checkpoint.pt (before the first step, after each epoch, and on Ctrl-C and SIGTERM), result.json and
-curve.png. With --resume a run continues to the same bits as without the interruption. On other ranks or under another
-plan, it continues to equal results, up to rounding. With --replicas, copies of the tables train separately. They become
-equal every --sync-every steps of an epoch, at its end, and when a run is interrupted. Exit codes: 130 after Ctrl-C, 143
-after SIGTERM, 1 for an error, 2 for wrong options.
+curve.png. With --resume a run ends with the same bits as without the interruption. On other ranks or under another
+plan, its results are equal up to rounding. With --replicas, copies of the tables train separately. They become equal
+every --sync-every steps of an epoch, at its end, and when a run is interrupted. Exit codes: 130 after Ctrl-C, 143 after
+SIGTERM, 1 for an error, 2 for wrong options.
 """
 
 import argparse

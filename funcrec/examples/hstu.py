@@ -4,7 +4,7 @@
 
 Each timestamp brings the requests of its active users; a request has candidates that its user then rates. The program
 trains once on each request of the first timestamps, in order of time, and then scores the requests of the last ten. It
-prints normalised entropy, accuracy and AUC beside those of the share of likes, of two counts, and of the generator,
+prints normalised entropy, accuracy and AUC of the ranker, of the share of likes, of two counts, and of the generator,
 which knows the probability of each label. It writes result.json.
 """
 
@@ -142,7 +142,7 @@ class Counts(NamedTuple):
         )
 
     def predict(self, batch: fr.Batch) -> dict[str, Tensor]:
-        """Return the share of likes of each candidate's category and item, pulled to the share of all."""
+        """Return the share of likes of each candidate's category and item, shrunk towards the share of all."""
         share = self.category[0].sum() / self.category[1].sum()
         out = {"share of likes": share.expand(batch.label.shape)}
         for name, (likes, ratings) in zip(self._fields, self, strict=True):
@@ -152,7 +152,7 @@ class Counts(NamedTuple):
 
 
 def scores_of(data, model, params: fr.Params, counts: Counts, options: argparse.Namespace) -> Scores:
-    """Return the predictions of all held-out candidates, whose histories grow to the day before."""
+    """Return the predictions of all held-out candidates, each from the history up to the timestamp before."""
     found, labels = {}, []
     for t in range(options.timestamps - HELD_OUT, options.timestamps):
         for batch in requests(data, t, options, options.eval_users):

@@ -5,8 +5,8 @@
 The protocol, and the numbers to reach, are those of Klenitskiy and Vasilev (RecSys 2023): 6,040 users, the 3,416 items
 with 5 ratings or more, 999,611 ratings in time order (ratings of equal times in the order of the file). The last item
 of each user is the test, the one before it the validation. All items are ranked except those that the user has seen.
-With --min-count 1 it is that of eSASRec (RecSys 2025), whose number for HSTU counts: all 3,706 items and 1,000,209
-ratings. A run writes checkpoint.pt and result.json into --out; with --resume it continues to the same bits.
+With --min-count 1 it is that of eSASRec (RecSys 2025), which published HSTU's number: all 3,706 items and 1,000,209
+ratings. A run writes checkpoint.pt and result.json into --out; with --resume it continues, and ends with the same bits.
 """
 
 import argparse

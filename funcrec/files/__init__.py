@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, folders that are opened once, tensors in files with CRCs."""
+"""Files and folders that are complete or absent, folders that are opened once, tensors in files with CRCs."""
 
 from funcrec.files._opened import Folder as Folder
 from funcrec.files._opened import OpenFile as OpenFile

@@ -23,12 +23,12 @@ class OpenFile:
 
     @property
     def own_path(self) -> Path:
-        """A path that leads to this file, in this process, while it is open."""
+        """Return a path that leads to this open file, in this process."""
         way = Path(f"/proc/self/fd/{self.fd}")
         return way if way.exists() else self.path
 
     def size(self) -> int:
-        """The size in bytes; -1 if it is no regular file."""
+        """Return the size in bytes; -1 if it is not a regular file."""
         about = os.fstat(self.fd)
         return about.st_size if stat.S_ISREG(about.st_mode) else -1
 
@@ -66,7 +66,7 @@ class Folder:
         return self.error is None and os.access(name, os.F_OK, dir_fd=self.fd)
 
     def is_current(self) -> bool:
-        """Whether the path still names this folder."""
+        """Return whether the path still names this folder."""
         try:
             return self.error is not None or os.path.samestat(os.stat(self.path), os.fstat(self.fd))
         except OSError:
@@ -76,8 +76,8 @@ class Folder:
 def read_folder(path: str | os.PathLike, read: Callable[[Folder], T]) -> T:
     """Return read(folder) for the folder at a path.
 
-    It may fail because the path meanwhile names another folder, whose writer removed the old one's files. Then it tries
-    again with the present folder.
+    It may fail because the path now names another folder, whose writer removed the files of the old folder. Then it
+    tries again with the present folder.
     """
     tries = TRIES
     while True:

@@ -1,4 +1,4 @@
-"""Files of named tensors in the layout of safetensors, every byte of them under a check.
+"""Files of named tensors in the layout of safetensors, with a check of every byte.
 
     length of the header, u64 | header, JSON: texts, and dtype, shape and place of each tensor | the tensors' bytes
 
@@ -38,7 +38,7 @@ Spec = tuple[str, torch.dtype, Sequence[int]]
 
 
 class FileError(Exception):
-    """A file that is not as it was written: what is wrong with it, what came and what is needed."""
+    """Raised for a file that differs from what was written: what is wrong, what it has and what is needed."""
 
 
 class Placed(NamedTuple):
@@ -86,7 +86,7 @@ def header_of(places: Iterable[Placed], texts: Mapping[str, str], align: int) ->
 
 
 def beginning(kind: str) -> bytes:
-    """Return what a header of a format begins with, before the digits of its CRC."""
+    """Return the beginning of a header of a format, up to the digits of its CRC."""
     return f'{{"{TEXTS}":{{"format":"{kind}","crc32":"'.encode()
 
 

@@ -1,4 +1,4 @@
-"""Files that are whole or not there.
+"""Files that are complete or absent.
 
     write_whole(path, write): whoever opens `path` finds all of the old file or all of the new one, whenever a write
       breaks off, and however many processes write
@@ -93,7 +93,7 @@ def kept(path: Path, kind: str) -> str:
 
 
 def place_problems(path: Path) -> Iterator[Problem]:
-    """A file can be at `path`: its folder exists, and nothing but a file has its name."""
+    """Raise unless a file can be at `path`: its folder exists, and only a file may have its name."""
     try:
         mode = path.stat().st_mode
     except OSError:

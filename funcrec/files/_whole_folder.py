@@ -1,4 +1,4 @@
-"""Folders that are whole or not there.
+"""Folders that are complete or absent.
 
 write_folder(path, write): whoever opens `path` finds all of the old folder or all of the new one
 """

@@ -44,8 +44,8 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
       integers (counters, masks) as f64, because `Params.dense` is a tree of floats. The function `apply(params,
       buffers, *args, train=False, key=None, **kwargs) -> (answer, buffers)` passes args and kwargs to the module. With
       train=True it runs the module in train() (parts that were set to eval() stay so): batch norm takes its statistics
-      from the batch, `apply` returns the new running statistics, and nn.Dropout draws from `key`. Buffers are constants
-      to derivatives.
+      from the batch, `apply` returns the new running statistics, and nn.Dropout draws from `key`. Derivatives treat
+      buffers as constants.
 
     Raises:
       TypeError: if `nn_module` is not a module, has lazy or complex parameters, or renormalises its rows in place. From
@@ -84,7 +84,7 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
     if not nn_module.training:
         forms[True].train()
     draw_from_keys(forms[True])
-    lock = threading.RLock()  # a running call puts its tensors into the form
+    lock = threading.RLock()  # a running call puts its tensors into a copy of the module
 
     def apply(params, buffers, *args: Any, train: bool = False, key: Tensor | None = None, **kwargs: Any):
         for name, given, own in (("params", params, shapes[0]), ("buffers", buffers, shapes[1])):

@@ -2,8 +2,8 @@
 
     embedding_bags.item.weight = tables["item"]        over_arch.model.1.bias = dense["out"]["bias"]
 
-The name of a table finds the table. The longest tail of a dense tensor's path that ends exactly one name finds the
-tensor. TorchRec's own models have other paths than the models of funcrec, and RENAMES maps these paths. Shapes: F
+The name of a table finds the table. For a dense tensor, the longest tail of its path that is the end of exactly one
+name decides. TorchRec's own models have other paths than the models of funcrec, and RENAMES maps these paths. Shapes: F
 features, D dim.
 """
 

@@ -68,8 +68,8 @@ def to_fbgemm(q: QuantizedTables, *, layout: Layout = "tbe", row_alignment: int 
     """Return quantised tables as rows of FBGEMM. It is the inverse of `from_fbgemm`.
 
     Args:
-      row_alignment: for "tbe", the number of bytes to whose multiples zeros pad the rows, like FBGEMM's
-        `row_alignment`, which by default is 1 on a CPU and 16 on a GPU.
+      row_alignment: for "tbe", rows are padded with zeros to a multiple of this number of bytes, as by FBGEMM's
+        `row_alignment` (by default 1 on a CPU and 16 on a GPU).
 
     Returns:
       {table: u8[R, W]}, new tensors.

@@ -65,16 +65,15 @@ def load_torchrec_state_dict(
       state: Params, or a TrainState whose tables are whole. Its structure says which numbers to load, and its dtypes
         how to store them. Names of tables find the tables. Dense tensors of `torchrec.models.dlrm.DLRM` go to
         `fr.models.dlrm(..., keep="dense")`, with the products of pairs in funcrec's order. Those of DLRM_DCN go to
-        `fr.models.dlrm_dcnv2`, and those of `torchrec.models.deepfm.SimpleDeepFMNN` to `fr.models.simple_deepfm`. Other
-        dense tensors go to the leaf whose path has the longest tail that ends exactly one name, as for
-        `{"over": fr.interop.module(over)[0]}`.
-        Or QuantizedTables, for the rows of a quantised collection, in the forms that `from_torchrec(module)` gives:
-        bytes do not tell int8 from float16.
+        `fr.models.dlrm_dcnv2`, and those of `torchrec.models.deepfm.SimpleDeepFMNN` to `fr.models.simple_deepfm`. For
+        other dense tensors, the longest tail of a leaf's path that is the end of exactly one name decides, as for
+        `{"over": fr.interop.module(over)[0]}`. Or QuantizedTables, for the rows of a quantised collection, in the forms
+        that `from_torchrec(module)` gives: bytes do not tell int8 from float16.
       state_dict: `module.state_dict()` of an EmbeddingBagCollection, an EmbeddingCollection, or a model with one,
         sharded (ShardedTensor or DTensor: every rank must call, and each rank gets whole tables) or not. For a
         TrainState's slots and dense optimizer: `module.fused_optimizer().state_dict()`, and the state dict of a
-        KeyedOptimizer. The function copies numbers, and not hyper-parameters: the state must have the rule of the
-        optimizer, because the names do not tell one first moment from another.
+        KeyedOptimizer. The function copies numbers but no hyper-parameters. So the state must have the rule of the
+        optimizer: the names do not tell one first moment from another.
       features: the features of the model of `state`. **Give them whenever the model has dense weights**: these
         read the features' vectors in the order of TorchRec's tables. The numbers of neither library show that order, so
         a model of funcrec with another order computes something else without an error. Given features must have the
@@ -89,7 +88,7 @@ def load_torchrec_state_dict(
       TypeError, ValueError, KeyError: if a name has no place, a place has no name, shapes differ (row-wise state of
         column-wise shards has one number for each shard, which is another optimizer), optimizer state does not match
         the slots, or the state of Adam has no step. This error comes before any tensor is gathered.
-      TypeError: if autograd follows the state dict.
+      TypeError: if autograd tracks the state dict.
 
     Law: predictions on a batch are equal, and k more steps leave the same tables in both libraries, up to rounding.
 
@@ -301,7 +300,7 @@ def is_tensor(x: object) -> bool:
 
 
 def tracked_problems(tree: Any) -> Iterator[Problem]:
-    """Report tensors that a derivative follows, because copied numbers have no derivative."""
+    """Report tensors that are differentiated, because copied numbers have no derivative."""
     leaves = [x for x in tree_flatten(dict(tree) if isinstance(tree, Mapping) else tree)[0] if isinstance(x, Tensor)]
     if any(is_wrapped(x) for x in leaves) or (torch.is_grad_enabled() and has_tracked(leaves)):
         got, hint = "a tensor that requires grad, or is of a transform", "module.state_dict(), outside of torch.func"

@@ -120,7 +120,7 @@ def to_torchrec(
       function reads offsets[-1] on the host.
 
     Raises:
-      TypeError, ValueError: if TorchRec has no counterpart: of hashed features, max_length, tables of f64, tables
+      TypeError, ValueError: if TorchRec has no counterpart: for hashed features, max_length, tables of f64, tables
         whose features are pooled in two ways, features in another order than the answer. Also for QuantizedTables and
         Params: `to_torchrec_state_dict` writes the numbers of such values to a module of such configs.
 

@@ -41,7 +41,7 @@ def to_keyed_jagged_tensor(x: KeyedJaggedTensor) -> Any:
     from torchrec.sparse import jagged_tensor as theirs
 
     x, more = x.unpad(), {}
-    if x.strides is not None or x.inverse is not None:  # else TorchRec takes the examples for the number of bags
+    if x.strides is not None or x.inverse is not None:  # else TorchRec takes the number of examples as that of bags
         more["stride_per_key_per_rank"] = [[x.bags_of(k)] for k in x.keys]
     if x.inverse is not None:
         more["inverse_indices"] = (list(x.keys), x.inverse)

@@ -250,7 +250,7 @@ def fit(
             finish()  # however the run ends, an unfinished write completes
         settle()
         signum = done.stopped or (listens and max(say(asked(), Ranks.of(mesh))))
-    if listens and signum:  # a signal may have come after the last question
+    if listens and signum:  # a signal may have come after the last check
         end(signum, signal.getsignal(signum))
     return done
 

@@ -65,7 +65,7 @@ def try_evaluate(work: Work, run: Run) -> None:
 def is_part_of_unread(monitor: str, found: Mapping[str, float]) -> bool:
     """Return whether the trial has NaN for a metric that may have several values, of which `monitor` names one.
 
-    The trial takes no batch of an iterator, so that the names of these values are not yet known.
+    The trial takes no batch of an iterator, so the names of these values are not yet known.
     """
     return any(math.isnan(x) and monitor.startswith(f"{n}.") for n, x in found.items())
 

@@ -226,7 +226,7 @@ def chunks(size: int, *given: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def cotangents(hidden: Tensor, items: Tensor, target: Tensor, d: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """Return the cotangents of hidden and items, for the cotangents d f[..., N] of the losses.
 
-    It is the operator `softmax_cotangents` in plain torch, whose every derivative autograd follows."""
+    It is the operator `softmax_cotangents` in plain torch, which autograd differentiates to any order."""
     places = target[..., None].expand(*target.shape, items.shape[-1])
     scaled = hidden * d[..., None]
     d_items = torch.zeros_like(items).scatter_add(-2, places, -scaled)

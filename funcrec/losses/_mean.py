@@ -38,8 +38,8 @@ def weighted_mean(values: Numbers, weight: Weights = None) -> Tensor:
     micro-batches. Without weights nothing is sent.
 
     Raises:
-      ValueError: a weight is negative or not finite. Or a derivative follows the weights, and all weights are 0, or an
-        example of weight 0 has no finite value. If no value can be read (under `jit`, on a GPU), the mean is NaN.
+      ValueError: a weight is negative or not finite. Or the weights are differentiated, and all are 0, or an example of
+        weight 0 has no finite value. If no value can be read (under `jit`, on a GPU), the mean is NaN.
 
     Law: a weight of 2 counts as the example twice. An example of weight 0 changes neither value nor gradient.
 

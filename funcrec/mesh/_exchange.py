@@ -36,8 +36,8 @@ MOVES = {SWAP, _c10d.all_gather_into_tensor.default}  # these operators send exi
 def has_effect(node: torch.fx.Node) -> bool:
     """Return whether a node of a graph must stay although nothing reads its result.
 
-    To await a collective has an effect on its result alone, so the node may go: all ranks have the same graph, and drop
-    the same collectives.
+    Awaiting a collective has an effect on its result alone, so the node may be removed: all ranks have the same graph,
+    and drop the same collectives.
     """
     return node.target is not AWAIT and node.is_impure()
 

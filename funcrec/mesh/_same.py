@@ -2,10 +2,10 @@
 
     x[0] = x[1] = ... = x[n-1], bit by bit
 
-Under a vmap the values below all transforms are compared. While a function is staged there are no values. Where a
-derivative follows a result, equal values do not show equal derivatives. In both cases a result passes only if it does
-not depend on a value that is cut along the axis. The vmap level of the axis shows this. Real ranks have no such level.
-They compare tangents as they compare values. A reverse derivative is the derivative of each rank's own result.
+Under a vmap the values below all transforms are compared. While a function is staged there are no values. If a result
+is differentiated, equal values do not show equal derivatives. In both cases a result passes only if it does not depend
+on a value that is cut along the axis. The vmap level of the axis shows this. Real ranks have no such level. They
+compare tangents as they compare values. A reverse derivative is the derivative of each rank's own result.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ def unequal(
 ) -> Iterator[Problem]:
     """Report the results that differ along an axis that their spec does not name.
 
-    Where no value can be read, or a derivative follows a result, it reports the results that may differ.
+    Where no value can be read, or a result is differentiated, it reports the results that may differ.
 
     stacked: each result with all axes in front, as under emulation.
     varying: for each tensor of a result, the axes that the tensor depends on. Along the other axes it is one value.

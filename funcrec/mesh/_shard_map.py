@@ -64,12 +64,11 @@ def shard_map(
       check: whether to check, also under vmap, that results have equal bits along the axes that out_specs do not name.
         On real ranks this costs two exchanges and reads on the host. One sends checksums. The other, of 16 bytes,
         shows whether the same arguments have a derivative (requires_grad, a transform) on all ranks.
-        In two cases equal values cannot be checked, or do not suffice: inside `jit`, where no value can be read, and
-        on an emulated mesh where a derivative follows a result. There a result may depend only on arguments that are
-        whole along the axis and on results of psum, pmean, pmax, pmin and all_gather over it. (JAX counts
-        all_gather's results as different on each rank.) If a result is the same for another reason, pass check=False:
-        the result is then rank 0's. On real ranks tangents are compared as values are. A reverse derivative is that of
-        the rank's own result.
+        In two cases equal values cannot be checked, or do not suffice: inside `jit`, where no value can be read, and on
+        an emulated mesh if a result is differentiated. There a result may depend only on arguments that are whole along
+        the axis and on results of psum, pmean, pmax, pmin and all_gather over it. (JAX counts all_gather's results as
+        different on each rank.) If a result is the same for another reason, pass check=False: the result is then rank
+        0's. On real ranks tangents are compared as values are. A reverse derivative is that of the rank's own result.
 
     Returns:
       On an emulated mesh a function of global values. On real ranks a function of this rank's shards (`shard`,

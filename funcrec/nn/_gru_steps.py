@@ -3,7 +3,7 @@
     r, z = σ(x + h W + b)_r,z    n = tanh(x_n + r · (h W + b)_n)    h' = (1 - z) n + z h        x: the input's gates
 
 At step t only bags longer than t are computed. The lengths are read on the host: inside two operators that are opaque
-to a compiler, and in `gru_states`, whose every derivative autograd follows.
+to a compiler, and in `gru_states`, which autograd differentiates to any order.
 Shapes: B bags, N positions, H hidden, S steps.
 """
 

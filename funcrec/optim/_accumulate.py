@@ -55,7 +55,7 @@ def accumulate(optimizer: RowOptimizer, *, every: Count, capacity: Count | Mappi
     On a mesh each gradient waits with the owner of its row, which receives the entries of all ranks, with padding.
       So the capacity counts all entries that one owner receives. If these are more, the first step raises an error that
       states the number. Tables share no bank. A state that is gathered, saved, or laid out by another plan has larger
-      buffers where the entries of several owners come together. Training continues from this state to the same bits.
+      buffers where the entries of several owners come together. Training from this state ends with the same bits.
 
     Law: k steps equal one update with the mean of their gradients, bit for bit. Between updates no row or inner slot
       changes a bit.

@@ -52,8 +52,8 @@ BUILTIN: dict[str, Builtin] = {}
 def builtin(*, rule: Callable, slots: Callable) -> Callable[[Callable[P, RowOptimizer]], Callable[P, RowOptimizer]]:
     """Return a decorator of functions without a body, whose arguments are lr and hyper-parameters.
 
-    The decorated function returns the optimizer of the rule. The rule runs as a rule of a user until its kernels are
-    written and built, and if a hyper-parameter is a tensor.
+    The decorated function returns the optimizer of the rule. The rule runs like a user's rule until its kernels are
+    written and built, or if a hyper-parameter is a tensor.
     """
 
     def decorate(declare: Callable[P, RowOptimizer]) -> Callable[P, RowOptimizer]:

@@ -35,7 +35,7 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
     """Return an optimizer with a row optimizer for each table. `default` updates the tables that are not named.
 
     Raises:
-      KeyError: a name in `optimizers` is the name of no table.
+      KeyError: a name in `optimizers` is not the name of a table.
       ValueError: a table is not named and there is no default.
 
     Law: each optimizer updates its tables as it would alone.

@@ -82,7 +82,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
     Law: k updates equal k steps of the class, up to rounding: counters and bias corrections are in f64. Staged and
       eager updates give the same bits. Compiled updates may round once more where eager torch fuses a product and a
       sum. SGD, Adam, AdamW, Adagrad and RMSprop have derivatives by parameters, gradients, state and lr, of any order
-      and mode. Other classes raise a TypeError if one of these is tracked (requires grad, or followed by torch.func).
+      and mode. Other classes raise a TypeError if one of these is tracked (requires grad, or wrapped by torch.func).
 
     Example:
       >>> import torch, funcrec as fr

@@ -65,7 +65,7 @@ class RowOptimizer(NamedTuple):
       before this step. A table without a gradient comes back as the same tensor. `implementation` names one of
       `funcrec.kernels`; None chooses the default of the device. `key` rounds 16-bit tables stochastically
       (`stochastic_rounding`); None rounds to the nearest number.
-      Derivatives: any input may be tracked (requires grad, or followed by torch.func): gradients, slots, tables, lr, a
+      Derivatives: any input may be tracked (requires grad, or wrapped by torch.func): gradients, slots, tables, lr, a
       tensor among the hyper-parameters, or a tensor that the rule reads. The rule then runs in plain torch
       ("reference"), and the update is differentiated to any order and in any mode. If another implementation was
       chosen, by argument or by `ops.using`, the update raises a TypeError before any work.

@@ -1,4 +1,4 @@
-"""Plans where tables lie, from hardware, constraints and costs: searches the plan whose slowest rank is fastest."""
+"""Plans where tables lie, from hardware, constraints and costs: searches for the plan whose slowest rank is fastest."""
 
 import funcrec.core as _core
 from funcrec.planner._command import main as main

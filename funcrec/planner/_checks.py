@@ -41,7 +41,8 @@ def together_problems(
     sizes: Mapping[str, int],
     replicas: tuple[str, ...],
 ) -> Iterator[Problem]:
-    """Report places and axes that the mesh lacks, partitions wider than their table, and counts not one per row."""
+    """Report places and axes that the mesh lacks, partitions wider than their table, and counts that are not one per
+    row."""
     yield from unknown_problems("`replicas` name an axis that the mesh lacks.", replicas, sizes)
     own = {a: n for a, n in sizes.items() if a not in replicas}
     most = prod(own.values())

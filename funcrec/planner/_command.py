@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m funcrec", description="Recommendation models as pure functions.")
     commands = parser.add_subparsers(required=True, metavar="command")
     raw = argparse.RawDescriptionHelpFormatter
-    own = commands.add_parser("plan", help="where tables are to lie", description=__doc__, formatter_class=raw)
+    own = commands.add_parser("plan", help="places tables on ranks", description=__doc__, formatter_class=raw)
     own.add_argument("spec", type=Path, help="a JSON file, or YAML where PyYAML is installed: the arguments of fr.plan")
     own.add_argument("--out", type=Path, help="the plan as JSON, for fr.Plan.from_json")
     own.add_argument("--picture", type=Path, help="ranks x tables, as PNG or SVG; needs matplotlib")
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 def solver_on_stderr() -> Iterator[None]:
     """Return a context in which the whole process writes to stderr instead of stdout.
 
-    HiGHS prints lines of its own, which none of its options turn off. No other thread of this process prints.
+    HiGHS prints lines of its own, which no option turns off. No other thread of this process prints.
     """
     library = ctypes.CDLL(None)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Searches a plan: takes options from the relaxed program, places the heaviest items first, then moves and solves.
+"""Searches for a plan: takes options from the relaxed program, places the heaviest items first, then moves and solves.
 
     incumbent ≥ optimum ≥ bound;      gap = (incumbent - bound) / incumbent
 

@@ -84,7 +84,8 @@ def export(
         takes derivatives. The error is also raised if the answer of a bag depends on other bags of its batch, because a
         server joins requests. To check this, five bags are answered together and one by one, with ids of the example
         and other ids. Numbers with a fraction must agree within 1e-4 (for f32). Whole numbers must be equal in four of
-        six draws. If `predict` refuses keys of different lengths, those with equal bags in the example keep them equal.
+        six draws. If `predict` refuses keys of different lengths, keys whose bags are equal in the example keep equal
+        bags.
       FileExistsError: if `path` exists and `overwrite` is False, or if `path` is not a package.
 
     Law: load_package(export(predict, params, batch, path))(batch) == predict(params, batch), up to rounding.
@@ -238,7 +239,7 @@ def canary_problem(canary: Mapping, shows: bool, unseen: Sequence[str]) -> Probl
 
 
 def compare(predict: Callable, params: Any, example: Batch, package: Package) -> None:
-    """Raise if the program answers otherwise than `predict`, on the example or on its first bag alone."""
+    """Raise if the answers of the program differ from those of `predict`, on the example or on its first bag alone."""
     most = min(example.ids.num_bags, package.manifest["max_batch"])
     for count in sorted({min(1, most), most} - {0}):
         batch = Batch(example.ids[:count], dense=None if example.dense is None else example.dense[:count])

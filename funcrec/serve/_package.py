@@ -1,4 +1,4 @@
-"""Packages in Python. A package is opened, runs on batches by names of keys, and gets other weights while it runs.
+"""Packages in Python. Opens a package, runs it on batches by names of keys, and replaces its weights while it runs.
 
 package(batch) = predict(params, batch)          with the params of `package.version`
 """

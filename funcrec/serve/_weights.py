@@ -30,19 +30,19 @@ from funcrec.serve._json_forms import text_of
 
 KIND, PAGE = "funcrec weights 2", 4096
 FILE = "weights.safetensors"
-UNNAMED = "0" * 12  # in the place of a name of the values
-OWN = "__"  # what names that files have of their own begin with
+UNNAMED = "0" * 12  # stands for the version until the values are hashed
+OWN = "__"  # the beginning of names that the file reserves
 DTYPES = {
     str(x).removeprefix("torch."): x
     for x in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
               torch.int8, torch.uint8, torch.bool)
 }  # fmt: skip
 NAMES = {x: n for n, x in DTYPES.items()}
-STORED = {DTYPE_NAMES[x]: x for x in NAMES}  # by what files call them
+STORED = {DTYPE_NAMES[x]: x for x in NAMES}  # by their names in files
 
 
 class Weights(NamedTuple):
-    """Tensors by name, the version that they are of, whence they are, and where their memory begins."""
+    """Tensors by name, their version, their file, their places in it, and the addresses of their memory."""
 
     tensors: dict[str, Tensor]
     version: str
@@ -62,7 +62,7 @@ def signature(tensors: Mapping[str, Tensor]) -> list[dict]:
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], version: str | None) -> None:
-    """Write the file; without a version it gets a name made from the values."""
+    """Write the file. Without a version, the version is a hash of the values."""
     specs = [(n, x.dtype, x.shape) for n, x in tensors.items()]
     values = lambda places: hashlib.sha256(json.dumps(places, default=str).encode()).hexdigest()
     late = lambda places: {} if version else {"version": values(places)[: len(UNNAMED)]}
@@ -71,7 +71,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], version: str | No
 
 
 def read_weights(call: str, folder: Folder, wanted: Sequence[dict], *, checksums: bool) -> Weights:
-    """The weights of a folder, mapped; what they are must be what a package wants."""
+    """Return the mapped weights of a folder, which must have the names, dtypes and shapes that the package wants."""
     file, found, version = read_index(call, folder)
     check(call, signature_problems(file.path, found, wanted))
     places = [found[e["name"]] for e in wanted]  # in the order in which a program takes them
@@ -113,12 +113,12 @@ def fail_damaged(
 
 
 def memory_of(x: Tensor) -> int:
-    """Where the storage of a tensor begins."""
+    """Return the address of a tensor's storage."""
     return x.untyped_storage().data_ptr()
 
 
 def mapped(file: OpenFile, places: Sequence[Placed]) -> dict[str, Tensor]:
-    """Tensors whose memory is the file's: what is written to them stays in this mapping."""
+    """Return tensors in the memory of the mapped file. Writes to them stay in this mapping."""
     memory = mmap.mmap(file.fd, 0, access=mmap.ACCESS_COPY)
     return {p.name: tensor_at(memory, p) for p in places}
 
@@ -127,7 +127,7 @@ def mapped(file: OpenFile, places: Sequence[Placed]) -> dict[str, Tensor]:
 
 
 def params_problems(params: Any) -> Iterator[Problem]:
-    """Every leaf is a tensor that bytes tell."""
+    """Report leaves that are not plain tensors on the CPU, or whose dtype or name the file cannot hold."""
     leaves = paths(params)
     if not leaves:
         hint = "fr.Params(tables=fr.init(fr.key(0), tables), dense={})"
@@ -152,7 +152,7 @@ def version_problems(version: str | None) -> Iterator[Problem]:
 
 
 def signature_problems(path: Path, found: Mapping[str, Placed], wanted: Sequence[dict]) -> Iterator[Problem]:
-    """The same names, each with its dtype and shape."""
+    """Report names, dtypes and shapes that differ from those of the package."""
     got = {n: text_of({"dtype": NAMES[p.dtype], "shape": p.shape}) for n, p in found.items()}
     want = {e["name"]: text_of(e) for e in wanted}
     hint = "fr.save_weights of the parameters that the package was exported with, trained further"

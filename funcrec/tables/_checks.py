@@ -95,7 +95,7 @@ def bag_count_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTensor
     per example."""
     counts = {f.name: ids.bags_of(f.key) for f in features}
     first = next(iter(counts.values()), 0)
-    if ids.inverse is None and any(n != first for n in counts.values()):  # An open size of an export has no hash.
+    if ids.inverse is None and any(n != first for n in counts.values()):  # A size left open by an export has no hash.
         hint = "fr.lookup_each, for the rows of each feature's own bags; inverse=..., for those of examples"
         yield Problem("the features have different numbers of bags.", f"{counts}", "one B for all", hint)
 
@@ -182,7 +182,7 @@ def no_feature(call: str, features: Sequence[FeatureConfig], pooling: str, other
 def refuse_other_kinds(call: str, tables: Any) -> None:
     """Raise unless the tables are plain.
 
-    The rows of other kinds of tables are not here to get a tap, for example if the ranks that own them pool the bags.
+    Rows of other kinds may be on other ranks, which pool the bags, so they cannot get a tap.
     """
     if not is_plain(tables):
         fail(

@@ -2,9 +2,9 @@
 
     acts[b, j] = max_{i in bag b} s_i · table[row_i, j],   0 for an empty bag
 
-A maximum is not linear in the tables, and partial maxima have no sum, so it is a sequence lookup and a reduction here:
-every kind of tables and every placement that has sequences has it, and ranks exchange rows. The first of equal values
-gets the derivative.
+A maximum is not linear in the tables, and partial maxima cannot be added. So it is a sequence lookup and a reduction
+here, and ranks exchange rows. It works for every kind of tables and every placement that has sequences. The first of
+equal values gets the derivative.
 Shapes: B bags, N ids, D dim.
 """
 

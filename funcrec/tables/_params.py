@@ -14,7 +14,8 @@ from funcrec.mesh import P, is_readable
 
 @pytree
 class Params:
-    """The parameters of a loss. `tables` {name: f[R, D]} get row gradients; `dense`, a tree of floats, dense gradients.
+    """The parameters of a loss. `tables` {name: f[R, D]} get row gradients; `dense`, a tree of floats, gets dense
+    gradients.
 
     Example:
       >>> import torch, funcrec as fr
@@ -84,7 +85,7 @@ def blank_padding(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def jump_problems(weight: Tensor | None, what: str) -> Iterator[Problem]:
-    """Yield a problem if a derivative follows weights of which one is 0.
+    """Yield a problem if weights are differentiated and one of them is 0.
 
     `blank_padding` leaves out an example of weight 0, which has no derivative by the weight.
     """
@@ -94,7 +95,7 @@ def jump_problems(weight: Tensor | None, what: str) -> Iterator[Problem]:
 
 
 def holds_somewhere(x: Tensor) -> bool:
-    """Return whether x bool[...] holds anywhere, in any member of a vmap, or False if no value can be read."""
+    """Return whether x bool[...] is true anywhere, in any member of a vmap, or False if no value can be read."""
     return is_readable(x) and bool(value_below(x).any())
 
 

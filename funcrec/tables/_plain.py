@@ -87,8 +87,8 @@ def read_rows(
 ) -> tuple[LookupResult, Callable[[list[Tensor]], LookupResult]]:
     """Return the separate rows that a pooled lookup reads, and a function that does the lookup in copies of them.
 
-    The split serves a derivative inside the loss that follows the weights. Such a derivative depends on the tables. A
-    tap on the lookup's output would miss this dependence; a tap on the rows does not.
+    The split serves a derivative inside the loss with respect to the weights. Such a derivative depends on the tables.
+    A tap on the lookup's output would miss this dependence; a tap on the rows does not.
     """
     shapes = table_shapes(tables)
     names, buffers, forms = lookup_forms(ids, features, shapes)

@@ -150,7 +150,7 @@ class RowGrads:
 
     @property
     def floats(self) -> list[Tensor]:
-        """Return the tensors that a derivative can follow: those in which the gradient is linear, and the weights."""
+        """Return the tensors that can be differentiated: those in which the gradient is linear, and the weights."""
         own = lambda t: (t.d, t.weights) if isinstance(t, Bags) else (t.grads,)
         return [x for t in self.terms for x in own(t) if x is not None]
 

@@ -146,7 +146,7 @@ def _show(form: tuple) -> str:
 
 @contextlib.contextmanager
 def handed_over() -> Iterator[None]:
-    """Return a context that says what to write, in its error for a transform of torch.func of the loss's tables."""
+    """Return a context whose error for a transform of torch.func over the loss's tables says what to write instead."""
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:
@@ -251,7 +251,7 @@ def plain_tables(tables: Any) -> Any:
 
 
 def is_followed_inside(x: Any, owner: Owner) -> bool:
-    """Return whether a grad or jvp that began inside the owner's loss follows a leaf of x.
+    """Return whether a grad or jvp that began inside the owner's loss tracks a leaf of x.
 
     Then the loss depends on the tables also through that derivative.
     """

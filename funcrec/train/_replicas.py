@@ -1,4 +1,5 @@
-"""Makes copies of tables that train apart equal again. The ranks form two dimensions: groups × ranks of a group.
+"""Makes the copies of tables that groups train separately equal again. The ranks form two dimensions: groups × ranks of
+a group.
 
     sync_replicas(state).tables[c] = 1/C Σ_c' state.tables[c']        with the same bits on every copy c
 
@@ -36,7 +37,7 @@ def sync_replicas(
       state: made by a `train_step` whose plan has `replicas`. Every rank passes its own state.
       slots: whether slots also become equal. If not, each copy keeps its own slots, and the state cannot be
         gathered. Gradients that wait (`optim.accumulate`) belong to the batches of a copy, and stay with that copy.
-      greatest: slots that take the maximum instead of the mean, like all integer slots. These are step numbers, such as
+      greatest: slots that take the maximum instead of the mean, like all integer slots. Pass step numbers, such as
         `last` of `rowwise_adagrad_counter`.
 
     Returns:

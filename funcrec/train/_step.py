@@ -124,7 +124,7 @@ def train_step(
 
     Returns:
       TrainStep. `init(params, key=fr.key(0)) -> TrainState` detaches each nn.Parameter, so that steps do not build
-      one long autograd graph. (It follows other tensors that require grad.) The step returns (state, metrics) with
+      one long autograd graph. (Other tensors that require grad stay tracked.) The step returns (state, metrics) with
       metrics["loss"] and, with `has_aux`, metrics["aux"]. With a `capacity` it also returns metrics["overflow"], the
       number of ids of all ranks that found no room, and metrics["needed"], the capacity that holds all ids (i64[]).
 
@@ -244,7 +244,7 @@ def own_memory(state: TrainState) -> TrainState:
     """
     leaves = tree_leaves(state)
     levels = vmaps_of(leaves)
-    # True in all members; no derivative follows it
+    # True in all members; it is not differentiated
     every = [x.flatten()[:0].sum() == 0 for x in leaves if vmaps_of([x])]
     own = lambda x: x if vmaps_of([x]) == levels else torch.where(functools.reduce(torch.logical_and, every), x, x)
     return map_tensors(own, state) if levels else state

@@ -250,7 +250,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _in_places(form: PyTreeSpec, tree: Any, name: str) -> list[Any]:
-    """Return the parts of `tree` in the places of the leaves of `form`."""
+    """Return the parts of `tree` that stand in the places of the leaves of `form`."""
     try:
         return form.flatten_up_to(tree)
     except ValueError as error:

@@ -74,7 +74,8 @@ def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
 
 
 def shifted(op: Callable) -> Callable:
-    """Return a shift that takes bools beside integers, as eager mode does. Its meta function refuses all bools."""
+    """Return a shift that takes bools together with integers, as eager mode does. Its meta function refuses all
+    bools."""
 
     def instead(x: Any, y: Any) -> Any:
         dtype = torch.result_type(x, y)

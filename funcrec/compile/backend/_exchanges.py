@@ -94,7 +94,7 @@ def block_reads(node: Node) -> Iterator[tuple[Node, int] | None]:
 def _blocks(graph: Graph, x: Node, own: int) -> tuple[Node, Node]:
     """Return the block to send, [1, ...], and the block that stays, [...].
 
-    If an `expand` made all blocks from one value, both are that value.
+    Both are the same value if an `expand` made all blocks from one.
     """
     source = x.args[0] if x.target is aten.clone.default else None
     if source is not None and source.target is aten.expand.default and _is_repeated(source):

@@ -75,13 +75,13 @@ def pipeline(
       runs a batch that is under way without its routes.
 
     There is no deadlock: all exchanges of the thread go over groups of its own, from one thread, batch by batch. First
-    come a few numbers (whether the rank has a batch, or why not), then the ids. How many batches the loop has taken
-    decides which batches these are. The steps of the loop decide whether the ids are exchanged. So ranks whose loops do
-    the same pair the same exchanges, at whatever time. If a loop ends early, its thread finishes the exchanges that
-    other threads begin. (A rank that leaves alone is out within 1 s. As in a plain loop the other ranks wait for it
-    until it ends, or for `timeout_s`. Before the rank begins again on that pipeline it waits for its thread.) On CUDA
-    the loop itself launches the next batch's exchange, on a separate stream, before it computes, so that all ranks have
-    one order.
+    come a few numbers (whether the rank has a batch, or why not), then the ids. The number of batches that the loop has
+    taken decides which batches these are. The steps of the loop decide whether the ids are exchanged. If the loops of
+    all ranks do the same, their exchanges match, at whatever time. If a loop ends early, its thread finishes the
+    exchanges that other threads begin. (A rank that alone ends early waits at most 1 s. As in a plain loop the other
+    ranks wait for it until it ends, or for `timeout_s`. Before the rank begins again on that pipeline it waits for its
+    thread.) On CUDA the loop itself launches the next batch's exchange, on a separate stream, before it computes, so
+    that all ranks have one order.
 
     Example:
       >>> import torch, funcrec as fr

@@ -4,9 +4,9 @@
     loop:    take(i)  → rest(state, batch i, routed i)
 On CUDA, where a launch takes no time, the loop launches ahead(batch i + 1) on a separate stream before rest(i).
 
-The exchanges over the groups of the thread depend on what the loops did, never on time. How many batches the loop has
-taken decides which batches may be fetched. The steps before decide which program routes a batch, or that no program
-does.
+The exchanges over the groups of the thread depend on what the loops did, never on time. The number of batches that the
+loop has taken decides which batches may be fetched. The steps before decide which program routes a batch, or that no
+program does.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Checks before an exchange that all ranks have arguments of one form, followed by the same derivatives.
+"""Checks before an exchange that all ranks have arguments of one form, with the same derivatives.
 
     digest(forms) = max over ranks = min over ranks
 
@@ -34,7 +34,7 @@ HINT = "ids of one capacity on all ranks (`pad_to`, or `pad_to_bucket` by the lo
 
 
 class RankForm(NamedTuple):
-    """A rank's report: the form of an argument, and whether a derivative follows it; or the reason why it failed."""
+    """A rank's report: the form of an argument, and whether it is differentiated; or the reason why it failed."""
 
     path: str
     followed: str

@@ -1,9 +1,9 @@
 """Delta files: what changed of a package's weights from one version to the next.
 
-weights(to) = weights(from) with whole tensors, and rows of others, in place of their own          bit for bit
+weights(to) = weights(from) with some tensors, and some rows of others, replaced bit for bit
 
-A file of named tensors, whose texts are the package's `manifest` (its digest), `from` and `to`. Of a parameter X that
-changes it has whole/X; or rows/X i64[n], ascending, and values/X, n rows.
+A delta is a file of named tensors, with the texts `manifest` (the package's digest), `from` and `to`. A changed
+parameter X is stored as whole/X; or as rows/X i64[n], ascending, and values/X with n rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ AGAIN = "fr.write_delta again, or the file's own copy"
 
 
 class Change(NamedTuple):
-    """Of one tensor: its rows i64[n], ascending, None for all of it; and their values."""
+    """The change of one tensor: its rows i64[n], ascending (None for all rows), and their values."""
 
     rows: Tensor | None
     values: Tensor
@@ -42,7 +42,8 @@ def write_file(call: str, path: Path, digest: str, since: str, version: str, cha
 def read_changes(
     call: str, path: Path, params: Sequence[dict], digest: str, version: str
 ) -> tuple[dict[str, Change], str]:
-    """({parameter: what changes}, the version that it makes), all of the file held to what a package is."""
+    """Return ({parameter: its change}, the version that it makes), after a check of the whole file against the
+    package."""
     data, wanted = _read(call, path), {p["name"]: p for p in params}
     try:
         places, texts = read_header(KIND, len(data), lambda at, n: bytes(data[at : at + n]), ALIGN, STORED)
@@ -85,7 +86,8 @@ def place_problems(path: Path, texts: Mapping[str, str], digest: str, version: s
 
 
 def form_problems(path: Path, found: Mapping[str, Placed], params: Mapping[str, dict]) -> Iterator[Problem]:
-    """Each is a parameter of the package, whole, or rows of it, or values of as many rows; no parameter is both."""
+    """Yield problems unless each tensor is a whole parameter of the package, or its rows, or values of as many rows. No
+    parameter is both."""
     for name, x in found.items():
         own = name.partition("/")[2]
         p, rows, is_whole = params.get(own), found.get(ROWS + own), WHOLE + own in found

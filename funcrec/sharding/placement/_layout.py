@@ -170,9 +170,8 @@ def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequenc
 def blank(shape: Sequence[int], like: Sequence[Tensor]) -> Tensor:
     """Return zeros in the dtype of the first of `like`. Rows of every tensor of `like` may be written into the result.
 
-    The zeros are batched or tracked if one tensor of `like` is. So autograd follows a bank on every rank, whichever
-    ranks have rows
-    in it: all ranks then run a derivative's exchanges.
+    The zeros are batched or tracked if one tensor of `like` is. So autograd tracks a bank on every rank, whichever
+    ranks have rows in it: all ranks then run a derivative's exchanges.
     """
     batched = [x.new_zeros(shape) for x in like if is_wrapped(x)]
     none = [x.flatten()[:0].sum() for x in like if is_tracked(x)]
