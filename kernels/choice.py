@@ -54,7 +54,7 @@ def has(name: str, implementation: str) -> bool:
 
 
 def available(name: str, device: torch.device) -> str:
-    """Return the implementation of a call on `device`: the reference if the device's own one lacks the operation.
+    """Return the implementation of a call on `device`: the reference if the device's default lacks the operation.
 
     A name that `using` set stays.
     """

@@ -369,6 +369,7 @@ def jagged_attention_transpose(
 
 
 def _of_terms(name: str, implementation: str | None, terms: Terms) -> Callable:
-    """Return the function for terms. Without tensors it is a function of the reference: operators need a tensor."""
+    """Return the function of an operation on terms. Without tensors it is a function of the reference: operators need a
+    tensor."""
     tensors = (*terms.d, *terms.rows, *terms.weights)
     return operation(name, implementation if tensors else "reference", *tensors)

@@ -56,7 +56,7 @@ def is_tracked(x: Tensor) -> bool:
 
 
 def is_in_derivative() -> bool:
-    """Return whether a grad or jvp runs, or a forward level is open, whichever tensors they follow."""
+    """Return whether a grad or jvp runs, or a forward level is open, whichever tensors they track."""
     derivatives = (TransformType.Grad, TransformType.Jvp)
     return forward_ad._current_level >= 0 or any(i.key() in derivatives for i in get_interpreter_stack() or ())
 
@@ -151,7 +151,7 @@ def _has_tangent_at(x: Tensor, level: int) -> bool:
     """Return whether x has a tangent at a level of jvp.
 
     Only that level can answer, so the function leaves the levels inside it meanwhile. A tensor made inside those levels
-    belongs to every level, but no outer level follows it.
+    belongs to every level, but no outer level tracks it.
     """
     with contextlib.ExitStack() as inside:
         while peek_interpreter_stack().level() > level:

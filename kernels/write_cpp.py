@@ -164,7 +164,7 @@ def members(rule: Written) -> dict[int, tuple[str, str]]:
 
 
 class Passes:
-    """A writer of the statements of one form of a rule. known: {id of symbol: text that reads it outside a pass}."""
+    """Writes the statements of one form of a rule. known: {id of symbol: text that reads it outside a pass}."""
 
     def __init__(self, variant: Variant, shared: dict[int, tuple[str, str]]):
         self.formula, self.lines = variant.formula, []

@@ -46,7 +46,7 @@ def literal(x: float, kind: int = HOST) -> Text:
 
 
 class Statements:
-    """A writer of one form of a rule. timed: values that depend on the step and are computed before the launch."""
+    """Writes one form of a rule. timed: values that depend on the step and are computed before the launch."""
 
     def __init__(self, rule: Written, variant: Variant, timed: Sequence[Symbol]):
         self.rule, self.variant, self.lines = rule, variant, []

@@ -67,7 +67,7 @@ class Loop(NamedTuple):
 
 
 class Writer:
-    """A writer of the C++ text of one rule."""
+    """Writes the C++ text of one rule."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype

@@ -5,7 +5,7 @@
 //   'o' i64 n and a folder's name         open another package, and close it
 //
 // An answer: i64 0, then of a run i64 ids out of range, the version, i64 outputs, and of each i64 dtype, its shape and its bytes;
-// or i64 1 (Bad) or 2 (Failed) and what was said. Text, a shape and bytes are i64 n and n elements.
+// or i64 1 (Bad) or 2 (Failed) and the message. Text, a shape and bytes are i64 n and n elements.
 #include <cstdio>
 #include <cstdlib>
 

@@ -1,5 +1,6 @@
-// funcrec-at-once PACKAGE OTHER-WEIGHTS SECONDS DELTA..: runs, swaps and deltas from several threads at once; each answer has to be, bit
-// for bit, the one of the version that it names. Then the weights alone, which a sanitizer sees being read (a model's program it does not).
+// funcrec-at-once PACKAGE OTHER-WEIGHTS SECONDS DELTA..: runs, swaps and deltas from several threads at once. Each
+// answer must equal, bit for bit, the answer of the version that it names. Then the weights are read without a program,
+// because a sanitizer sees only these reads.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -41,7 +42,7 @@ std::string bytes(const Answer& a) {
   return out;
 }
 
-// `read` in READERS threads, `change` in two more, until the time is over.
+// Runs `read` in READERS threads and `change` in two more, until the time is over.
 template <class R, class C> void at_once(double seconds, R&& read, C&& change) {
   std::atomic<bool> over = false;
   std::vector<std::thread> threads;
@@ -75,7 +76,7 @@ int main(int count, char** words) {
     std::lock_guard alone(seeing);
     seen[a.version]++;
   };
-  const auto change = [&](auto&& swap, auto&& apply) {  // a delta that comes after another thread's swap is not the next one
+  const auto change = [&](auto&& swap, auto&& apply) {  // a delta after another thread's swap does not fit
     swap();
     for (const std::string& d : deltas) {
       try {

@@ -17,21 +17,22 @@ namespace {
 constexpr int64_t ALIGN = 8;
 const std::string KIND = "funcrec delta 2", WHOLE = "whole/", ROWS = "rows/", VALUES = "values/";
 
-// What one tensor is given: `rows` of it from `values` on, or all of it.
+// The change of one tensor: `rows` of it, with numbers from `values` on, or all of it.
 struct Change {
   const Placed* tensor;
   bool is_whole;
   int64_t count, row_bytes;
   const char *rows, *values;
 
-  int64_t row(int64_t i) const {  // numbers of a file need not lie at their alignment
+  int64_t row(int64_t i) const {  // numbers in a file need not be aligned
     int64_t r;
     std::memcpy(&r, rows + 8 * i, 8);
     return r;
   }
 };
 
-// Each tensor of the file is a parameter, whole, or rows of it, or as many values; no parameter is both.
+// Each tensor of the file is a whole parameter, or rows of a parameter, or values of as many rows; no parameter is
+// both.
 std::vector<Change> changes_of(const std::string& path, const std::vector<Placed>& found, const std::vector<Placed>& params, const char* bytes) {
   std::map<std::string, const Placed*> named;
   for (const Placed& p : found) named[p.spec.name] = &p;
@@ -61,8 +62,8 @@ std::vector<Change> changes_of(const std::string& path, const std::vector<Placed
   return out;
 }
 
-// The pages of this process's own that a write to [data, data + size) is going to need: the values stay, and what has no room, or a file
-// that was cut short meanwhile, is found here. (EINVAL: Linux before 5.14, where the write makes them.)
+// Makes the private pages that a write to [data, data + size) needs; the values stay. So a lack of memory, or a file
+// that was cut short, shows before the write. (EINVAL: on Linux before 5.14 the write makes the pages.)
 class Pages {
  public:
   void add(const char* data, int64_t size) {
@@ -83,7 +84,7 @@ class Pages {
   uintptr_t begin_ = 0, end_ = 0;
 };
 
-// Memory that may be written to while this lives.
+// Makes memory writable while this object lives.
 class Writable {
  public:
   Writable(char* base, size_t size) : base_(base), size_(size) {
@@ -113,7 +114,7 @@ void Weights::apply(const File& file, const Manifest& manifest, const std::funct
   if (from != version) throw Bad("`" + path + "` is not the next delta.", "from " + from + " to " + to, "from " + version + ", the version that runs");
   for (const Placed& p : header.tensors) check_crc(path, p, content.data() + p.offset);
   const auto changes = changes_of(path, header.tensors, tensors(), content.data());
-  // write(to, from, size) for each piece of the weights that changes, in the order of their addresses within a tensor.
+  // Calls write(to, from, size) for each piece of the weights that changes, by ascending address within a tensor.
   const auto each = [&](auto&& write) {
     for (const Change& c : changes) {
       char* at = address(*c.tensor);
@@ -123,7 +124,7 @@ void Weights::apply(const File& file, const Manifest& manifest, const std::funct
   };
   std::string name = to, before;
   const Writable writable(base_, size_);
-  Pages pages;  // made while runs go on, so that they wait for the copy alone
+  Pages pages;  // made during runs, so that runs wait for the copy only
   each([&](char* at, const char*, int64_t n) { pages.add(at, n); });
   pages.make();
   if (accept) each([&](char* at, const char*, int64_t n) { if (n) before.append(at, size_t(n)); });

@@ -1,5 +1,5 @@
-// Tensors as the numbers that the kernels' entry points take (csrc/abi.h), through torch's stable ABI: what is built against one
-// torch of 2.11 or later runs in the others.
+// Tensors as the numbers that the kernels' entry points take (csrc/abi.h), through torch's stable ABI: a build with
+// torch 2.11 or later runs with all of these.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -22,7 +22,7 @@ inline std::string text(const Tensor& x) {
   return out + ']';
 }
 
-// The number that csrc/abi.h has for a dtype, -1 for none.
+// Returns the number of a dtype in csrc/abi.h, or -1.
 inline int64_t number_of(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Float: return F32;
@@ -65,7 +65,7 @@ class Call {
   }
   Call& pointer(const Tensor& x) { return add(reinterpret_cast<int64_t>(address(x))); }
 
-  // Contiguous [R, D] of floats; with a member, it or that one of a stack of them.
+  // Contiguous floats [R, D]; with `member`, that member of a stack, or the table itself if it is no stack.
   Call& table(const Tensor& x, int64_t member = -1) {
     const int64_t dims = x.dim(), number = number_of(x.scalar_type());
     if (!is_of_rank(x, 2, member) || number < 0 || number > F64 || !x.is_contiguous() || !x.is_cpu())
@@ -75,7 +75,7 @@ class Call {
     return add({reinterpret_cast<int64_t>(address(x)) + skipped, number, rows, dim});
   }
 
-  // Contiguous u8[R, S] of rows of `dim` codes of `bits`, or [R, dim] of floats of so many.
+  // Contiguous rows u8[R, S] of `dim` codes of `bits` bits, or floats [R, dim] of `bits` bits.
   Call& coded(const Tensor& x, int64_t bits, int64_t dim) {
     const bool codes = bits == 8 || bits == 4 || bits == 2;
     if (x.dim() != 2 || dim < 0 || dim > INT32_MAX || x.size(1) != (codes ? HEAD_BYTES + (dim * bits + 7) / 8 : dim))

@@ -22,7 +22,7 @@ class Sha256 {
     }
   }
 
-  // 64 digits; nothing may be added behind it.
+  // Returns 64 digits; after this call nothing may be added.
   std::string hex() {
     const uint64_t bits = 8 * size_;
     add(std::string_view("\x80", 1));
@@ -75,7 +75,7 @@ inline std::string sha256(std::string_view bytes) {
   return s.hex();
 }
 
-// Eight bytes at a time, by eight tables.
+// Takes eight bytes at a time, by eight tables.
 inline uint32_t crc32(std::span<const char> bytes) {
   static const auto tables = [] {
     std::array<std::array<uint32_t, 256>, 8> t{};

@@ -21,7 +21,7 @@ namespace {
 
 std::string own_path(int number) { return "/proc/self/fd/" + std::to_string(number); }
 
-// Where the kernel has it now: what is open is looked at, not a name that may lead elsewhere the next time.
+// Returns the path that an open file has now, even if the name that opened it leads elsewhere.
 std::string real_path(const Descriptor& d) {
   char out[4096];
   const ssize_t size = readlink(own_path(d.number()).c_str(), out, sizeof out);
@@ -29,9 +29,9 @@ std::string real_path(const Descriptor& d) {
   return std::string(out, size_t(size));
 }
 
-// With `top` what is opened is looked at first, by a descriptor that reads nothing and waits for nobody.
+// With `top`, the place of the file is checked first, by a descriptor that reads nothing and does not wait.
 Descriptor open_at(int folder, const std::string& name, const Descriptor* top, int flags) {
-  flags |= O_RDONLY | O_CLOEXEC | O_NONBLOCK;  // a pipe is opened at once
+  flags |= O_RDONLY | O_CLOEXEC | O_NONBLOCK;  // does not wait for a pipe
   if (!top) return Descriptor(openat(folder, name.c_str(), flags));
   if (name.find('\0') != std::string::npos) outside(name);
   const Descriptor found(openat(folder, name.c_str(), O_PATH | O_CLOEXEC));

@@ -1,4 +1,4 @@
-// Files by descriptor. A folder is opened once: what is read of it is of that folder, whatever its path names later.
+// Files by descriptor. A folder is opened once: all reads use that folder, even if its path names another one later.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -27,31 +27,32 @@ struct File {
   int64_t bytes;
 };
 
-std::string read(const File&);  // what there is of it, should it have been cut short meanwhile
+std::string read(const File&);  // the rest is missing if the file was cut short
 std::string read(const File&, int64_t at, int64_t count);
-std::string own_path(const File&);  // one that leads to this file, in this process, while it is open
+std::string own_path(const File&);  // a path to this open file, in this process
 
 class Folder {
  public:
-  // The folder at a path; or, with `below`, the one of this name below that folder, which neither the name nor a link leads out of, nor
-  // what is read of it. Bad if there is none. Errors then call it by its name alone.
+  // Opens the folder at a path; or, with `below`, the folder of this name below that one. Neither the name nor a link
+  // leads out of `below`, and neither do the files in the folder. Bad if there is none. Errors then show the name only.
   Folder(const std::string& name, const std::string& below = "");
 
-  File file(const std::string& name) const;  // Bad if it cannot be read, or is none: a pipe, say, that nobody may ever write to
+  File file(const std::string& name) const;  // Bad if it cannot be read or is not a file: a read of a pipe may never end
   bool has(const std::string& name) const;
   bool is_same(const Folder& other) const;
   const std::string& path() const { return path_; }
 
  private:
   std::string path_;
-  std::shared_ptr<const Descriptor> top_;  // what is opened lies below it; null: anywhere
+  std::shared_ptr<const Descriptor> top_;  // all files must lie below it; null for no limit
   Descriptor descriptor_;
 };
 
-// A file of its own, with the same two arguments.
+// Opens a file that is in no such folder, with the same two arguments.
 File open_file(const std::string& name, const std::string& below = "");
 
-// f(folder); again, where that fails because the folder's name was another's meanwhile, who may have removed what it held.
+// Returns f(folder). If it fails because the path now names another folder, whose writer removed the old files, it
+// tries again.
 template <class F> auto read_folder(const std::string& name, const std::string& below, F&& f) {
   for (int tries = 3;; tries--) {
     const Folder folder(name, below);

@@ -1,12 +1,13 @@
-// funcrec-latency: what bench/serving.py times in a process without Python.
+// funcrec-latency: the measurements of bench/serving.py in a process without Python.
 //
 //   funcrec-latency runs PACKAGE REQUESTS SECONDS [SCRIPT LIBRARY..]     Package::run beside the forward of a TorchScript
 //   funcrec-latency opens PACKAGE REQUESTS                               Package::open, its first answer, its memory
 //
 // REQUESTS: i64 rounds in a block and i64 requests, then for each i64 bags and dense f32, values i64, offsets i64, lengths i32, each as
-// i64 n and n elements. The script takes TorchRec's dict {float_features, id_list_features.lengths, id_list_features.values}; its
-// inputs are tensors before the clock begins, ours are checked and made while it runs. Blocks of both take turns, each call on the
-// next request. Written to the standard output: lines of a name and numbers.
+// i64 n and n elements. The script takes TorchRec's dict {float_features, id_list_features.lengths,
+// id_list_features.values}; its inputs become tensors before the clock starts, and ours are checked and converted while
+// it runs. Blocks of both take turns, and each call takes the next request. Written to the standard output: lines of a
+// name and numbers.
 #include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
 #include <dlfcn.h>
@@ -63,7 +64,7 @@ double now(clockid_t clock) {
 
 struct Side {
   std::string name;
-  std::function<std::vector<float>(size_t)> answer;  // to a request, copied
+  std::function<std::vector<float>(size_t)> answer;  // the answer to a request, copied
   std::function<void(size_t)> run;                   // without the copy
   std::vector<double> clock{}, cpu{};
   size_t next = 0;
@@ -141,7 +142,7 @@ void opens(char** words) {
   const auto asked = read_requests(words[3], block);
   at::set_num_threads(1);
   Options options;
-  options.checksums = false;  // as far as the mapping goes
+  options.checksums = false;  // only the mapping is measured
   const double begin = now(CLOCK_MONOTONIC), cpu = now(CLOCK_PROCESS_CPUTIME_ID);
   const auto package = Package::open(words[2], options);
   const double opened = now(CLOCK_MONOTONIC), opened_cpu = now(CLOCK_PROCESS_CPUTIME_ID);
@@ -149,7 +150,7 @@ void opens(char** words) {
   const double answered = now(CLOCK_MONOTONIC);
   say("open.clock", {opened - begin}), say("open.cpu", {opened_cpu - cpu}), say("answer.clock", {answered - begin});
   std::fflush(stdout);
-  for (int command; (command = std::getchar()) != EOF;) {  // a line: all requests, so that their pages are there
+  for (int command; (command = std::getchar()) != EOF;) {  // for each line it answers all requests, so that their pages are in memory
     for (const Asked& a : asked) package->run(a.view());
     if (command == '\n') say("done", {}), std::fflush(stdout);
   }

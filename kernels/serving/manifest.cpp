@@ -12,7 +12,7 @@ namespace funcrec::serving {
 namespace {
 
 constexpr int64_t FORMAT = 2, PAGE = 4096;
-constexpr int64_t ANY_ROW = std::numeric_limits<int64_t>::max();  // the rows of a column that is hashed, or not looked up
+constexpr int64_t ANY_ROW = std::numeric_limits<int64_t>::max();  // the rows of a column that is hashed or not looked up
 constexpr size_t DIGITS = 64;
 const std::string WEIGHTS = "funcrec weights 2";
 
@@ -47,7 +47,7 @@ std::vector<Spec> specs_of(const Entry& e) {
   return out;
 }
 
-// The text with the digits behind these keys as zeros: what a digest in the text itself is made of.
+// Returns the text with zeros for the digits of these keys, from which the digest in the text is computed.
 std::string blanked(std::string text, std::initializer_list<const char*> keys) {
   const auto is_digit = [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); };
   for (const std::string key : keys) {
@@ -66,7 +66,7 @@ std::string minor(const std::string& version) {
   return dot == std::string::npos ? version : version.substr(0, std::min(version.find_first_of(".+", dot + 1), version.size()));
 }
 
-// What Linux calls the instruction sets of this processor.
+// Returns the instruction sets of this processor, by their names in Linux.
 std::vector<std::string> processor_flags() {
   std::ifstream file("/proc/cpuinfo");
   std::vector<std::string> flags;
@@ -105,7 +105,7 @@ Example example_of(const Entry& e) {
   return out;
 }
 
-// The inputs are of dense, values, offsets and weights those that there are, in this order and of these kinds.
+// The inputs are dense, values, offsets and weights, as far as the package has them, in this order and of these kinds.
 void check_inputs(Manifest& m) {
   const std::vector<Spec> whole = {{"dense", DType::f32, {BAGS, 0}}, {"values", DType::i64, {IDS}}, {"offsets", DType::i64, {OFFSETS}}, {"weights", DType::f32, {IDS}}};
   std::vector<Spec> expected;
@@ -205,7 +205,7 @@ Manifest read_manifest(const Folder& folder, const std::string& torch) {
   m.max_ids = top["max_ids"].number(0, MOST);
   if (top.has("example")) try {
     m.example = example_of(top["example"]);
-  } catch (const Bad&) {  // it was changed, and with it the digest, which is not the program's then: that is what is told
+  } catch (const Bad&) {  // a changed manifest has another digest than the program: the error says this
   }
   for (const Entry& e : top["features"].items()) {
     Feature f{e["name"].text(), e["table"].is_null() ? "" : e["table"].text(), e["rows"].number(0, ANY_ROW), e["weighted"].truth()};
@@ -219,7 +219,7 @@ Manifest read_manifest(const Folder& folder, const std::string& torch) {
   const std::string model = files["model.pt2"].text();
   const bool encodes = files.has("encoding.frc");
   if (files.size() != (encodes ? 2 : 1)) files.fail("other files", "model.pt2 and encoding.frc");
-  if (encodes) files["encoding.frc"].text();  // what it holds is Python's
+  if (encodes) files["encoding.frc"].text();  // only Python reads its content
   const std::string now = folder.has("model.pt2") ? "sha256 " + sha256(read(folder.file("model.pt2"))) : "no file";
   if (now != "sha256 " + model) throw Bad("`" + folder.path() + "/model.pt2` was changed.", now, model);
   return m;

@@ -1,4 +1,4 @@
-// What a package says of itself, read with every entry checked: manifest.json, and the header of its weights.
+// Readers of a package's manifest.json and of the header of its weights, which check every entry.
 #pragma once
 #include <boost/json.hpp>
 #include <string>
@@ -15,7 +15,7 @@ struct Index {
   std::vector<Placed> tensors;
 };
 
-// A value of a JSON text and where it lies in it; what is not there or of another kind is Bad.
+// A value of a JSON text, and its place there. Access throws Bad for a missing value or another kind.
 class Entry {
  public:
   Entry(std::string path, const boost::json::value& value) : path_(std::move(path)), value_(&value) {}
@@ -39,21 +39,22 @@ class Entry {
 
 boost::json::value parse(const std::string& path, const std::string& text);
 
-// The manifest of a package that this process can run; `torch`: the version that it has.
+// Returns the manifest of a package that this process can run. torch: the version of this process.
 Manifest read_manifest(const Folder& folder, const std::string& torch);
 
-// Inputs and outputs are those that requests and answers have.
+// Checks that inputs and outputs fit requests and answers.
 void check_program(Manifest& manifest);
 
-// A folder of weights that is a package is one of this program: another's is not taken with them, and they may mean something else.
+// Checks that a folder of weights, if it is a package, has this program: its own program is not loaded, and weights of
+// another one may mean something else.
 void check_same_program(const Folder& folder, const Manifest& manifest);
 
-// The header of weights: the tensors in the manifest's order, of its dtypes and shapes.
+// Reads the header of weights: the tensors in the order of the manifest, with its dtypes and shapes.
 Index read_index(const File& file, const Manifest& manifest);
 
 constexpr int64_t MOST = int64_t(1) << 48;            // no size is larger
-DType dtype_of(const Entry& e, bool stored = false);  // stored: by the name that files of tensors have for it
+DType dtype_of(const Entry& e, bool stored = false);  // stored: by its name in files of tensors
 std::string text_of(const Spec& spec);                // f32[B, 13]
-int64_t bytes_of(const Spec& spec);                   // of one without sizes that a request chooses
+int64_t bytes_of(const Spec& spec);                   // only for a Spec whose sizes no request chooses
 
 }  // namespace funcrec::serving

@@ -1,5 +1,5 @@
-// The kernels' object for this processor, as cpp/_native.py picks it: the best of _v4.so, _v3.so, _base.so that lies beside this
-// library and runs here, or the one that FUNCREC_CPU names.
+// The kernels' object for this processor, chosen as in cpp/_native.py: the best of _v4.so, _v3.so and _base.so that
+// lies next to this library and runs here, or the one that FUNCREC_CPU names.
 #pragma once
 #include <dlfcn.h>
 
@@ -20,7 +20,7 @@ using Entry = int64_t (*)(const int64_t*);
 
 class Object {
  public:
-  // The one of this process; it is never closed.
+  // Returns the object of this process, which is never closed.
   static const Object& get() {
     static const Object one;
     return one;
@@ -73,7 +73,7 @@ class Object {
     reinterpret_cast<void (*)(int64_t)>(dlsym(handle_, "funcrec_start"))(gomp_parallel());
   }
 
-  // Where torch's OpenMP has GOMP_parallel, or 0: a loop then runs on threads of the kernels' own.
+  // Returns the address of GOMP_parallel in torch's OpenMP, or 0: loops then run on the kernels' own threads.
   static int64_t gomp_parallel() {
     void* torch = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
     return torch ? reinterpret_cast<int64_t>(dlsym(torch, "GOMP_parallel")) : 0;

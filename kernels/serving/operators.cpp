@@ -1,5 +1,6 @@
-// The operators of a prediction, torch.ops.funcrec_cpp.*, for a process without Python: schemas of kernels/library.py, functions of
-// kernels/cpp, on the same compiled kernels. What Python's check, these check: no number that is passed on reaches foreign memory.
+// The operators of a prediction, torch.ops.funcrec_cpp.*, for a process without Python: with the schemas of
+// kernels/library.py, and the functions of kernels/cpp on the same compiled kernels. They check what Python's functions
+// check, so no number leads to memory outside the tensors.
 #include "describe.h"
 
 #include <algorithm>
@@ -31,7 +32,7 @@ std::string text_of(const int64_t* feature) {
   return out + ')';
 }
 
-// The columns of features that cover them without gaps, none across two of `blocks`.
+// Returns the number of columns, which the features must cover without gaps; no feature may lie in two of the `blocks`.
 int64_t width_of(const Numbers& features, const Numbers& dims, int64_t buffers, int64_t blocks) {
   struct Span { int64_t begin, end; size_t feature; };
   std::vector<Span> spans;
@@ -54,7 +55,7 @@ int64_t width_of(const Numbers& features, const Numbers& dims, int64_t buffers, 
   return width;
 }
 
-// Weights as f32, f64 for f64; enough of them for every feature that has weights.
+// Returns weights in f32 (f64 for f64), after a check that every feature with weights has enough of them.
 std::optional<Tensor> multipliers(const std::optional<Tensor>& weights, const Tensors& rows, const Numbers& features) {
   int64_t need = 0;
   for (size_t i = 0; i < features.size(); i += PER_FEATURE)
@@ -66,7 +67,7 @@ std::optional<Tensor> multipliers(const std::optional<Tensor>& weights, const Te
   return packed(dtype == ScalarType::Float || dtype == ScalarType::Double ? *weights : torch::stable::to(*weights, ScalarType::Float));
 }
 
-// The features of an output as of `blocks` parts [bags, width / blocks], one after the other (forms.in_blocks).
+// Returns the features for an output of `blocks` parts [bags, width / blocks], one after the other (forms.in_blocks).
 Numbers in_blocks(Numbers features, int64_t num_bags, int64_t width, int64_t blocks) {
   const int64_t part = width / blocks;
   if (blocks > 1 && part > 0)
@@ -74,7 +75,7 @@ Numbers in_blocks(Numbers features, int64_t num_bags, int64_t width, int64_t blo
   return features;
 }
 
-// What a lookup is told of its tables: each one's columns, whether one is of f64, and how it is added to a call.
+// The tables of a lookup: the columns of each, whether one is f64, and how it is added to a call.
 struct Told {
   const char* name;
   Entry entry;
@@ -163,7 +164,7 @@ std::tuple<Tensor, Tensor> top_k(Tensor queries, Tensor items, std::optional<Ten
   if (queries.dim() != 2 || k < 0 || k > INT32_MAX) call.fail("`queries` are no matrix, or k is out of range", queries, "f[B, D], and k of 0 to 2^31 - 1");
   if (bits && bits != 8 && bits != 4 && bits != 2) call.fail("there are no such codes", items, "bits of 8, 4 or 2, or 0 for floats");
   items = packed(items);
-  bits ? table.coded(items, bits, queries.size(1)) : table.table(items);  // for what it refuses
+  bits ? table.coded(items, bits, queries.size(1)) : table.table(items);  // only to check the table
   if (!bits && items.size(1) != queries.size(1)) call.fail("`items` are of another dim", items, "that of the queries");
   const bool wide = queries.scalar_type() == ScalarType::Double || (!bits && items.scalar_type() == ScalarType::Double);
   const ScalarType dtype = wide ? ScalarType::Double : ScalarType::Float;
@@ -182,7 +183,7 @@ std::tuple<Tensor, Tensor> top_k(Tensor queries, Tensor items, std::optional<Ten
   return {scores, found};
 }
 
-// Bytes of one position of x, whose first `dims` dimensions count positions.
+// Returns the bytes of one position of x, whose first `dims` dimensions count positions.
 int64_t bytes_of(const Tensor& x, int64_t dims = 1) {
   if (x.dim() < dims || !x.is_cpu()) fail("call", "a tensor has too few dimensions.", text(x), std::to_string(dims) + " or more, on the CPU");
   int64_t bytes = int64_t(x.element_size());
@@ -190,7 +191,7 @@ int64_t bytes_of(const Tensor& x, int64_t dims = 1) {
   return bytes;
 }
 
-// The shape of x with `front` for its first `dims` dimensions.
+// Returns the shape of x with `front` in place of its first `dims` dimensions.
 Numbers shape_of(Numbers front, const Tensor& x, int64_t dims) {
   for (int64_t n : front) if (n < 0) fail("call", "a size is negative.", std::to_string(n), "0 or more");
   for (int64_t i = dims; i < x.dim(); i++) front.push_back(x.size(i));
@@ -209,7 +210,7 @@ std::tuple<Tensor, Tensor> take_ranges(Tensor values, Tensor starts, Tensor leng
   return {out, offsets};
 }
 
-// whole: the filling, if it is a whole number, exact.
+// whole: the exact fill, if it is a whole number.
 Tensor to_padded(Tensor values, Tensor offsets, int64_t max_length, double fill, std::optional<int64_t> whole) {
   static const Entry entry = Object::get().entry("to_padded");
   values = packed(values), offsets = packed(offsets);
@@ -277,7 +278,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize(Tensor rows, Tensor offsets
 
 constexpr double TIME_STEP = 0.301;  // kernels/forms.py: of log |t_i - t_j|, between two buckets of time
 
-// The least |t_i - t_j| of each bucket, between -inf and NaN, f32[T + 1].
+// Returns the least |t_i - t_j| of each bucket, after -inf and before NaN, f32[T + 1].
 Tensor time_edges(int64_t buckets) {
   const Tensor out = empty({buckets + 1}, ScalarType::Float);
   float* edge = reinterpret_cast<float*>(address(out));

@@ -43,8 +43,8 @@ at::Tensor view(const void* data, at::IntArrayRef shape, at::ScalarType dtype) {
   return at::from_blob(const_cast<void*>(data), shape, at::TensorOptions().dtype(dtype));
 }
 
-// A program tells std::cerr of an error, with paths of the machine that compiled it, before it throws one that has the reason. The
-// first is kept from a thread while it runs one.
+// A program writes an error to std::cerr, with paths of the machine that compiled it, and then throws an error with the
+// reason. A thread hides the first while it runs a program.
 class Hush {
  public:
   Hush() {
@@ -67,7 +67,7 @@ class Hush {
   static inline thread_local int hushed = 0;
 };
 
-// What torch says of an error, without the calls that led there: their addresses are no client's.
+// Returns torch's message of an error without its stack, whose addresses no client should see.
 std::string reason(const std::string& what) { return what.substr(0, what.find("\nException raised from ")); }
 
 template <class F> auto of_torch(const char* what, F&& f) {
@@ -94,27 +94,27 @@ struct Parameters {
   }
 };
 
-// `n` things are `needed`, else the request is Bad.
+// Throws Bad unless the request has `needed` of `n` things.
 void count(const char* what, size_t n, int64_t needed) {
   if (n != size_t(needed)) throw Bad(std::string("`") + what + "` has another size.", std::to_string(n), std::to_string(needed));
 }
 
-// Ids of [0, rows) that are not, written so that it is vectors.
+// Returns the number of ids outside [0, rows), by a loop that compiles to vectors.
 int64_t outside(std::span<const int64_t> ids, int64_t rows) {
   int64_t n = 0;
   for (int64_t id : ids) n += uint64_t(id) >= uint64_t(rows);
   return n;
 }
 
-// The weights that the next run takes. No std::atomic: libstdc++ 12 unlocks its load in relaxed order, so that nothing keeps the read of
-// the pointer before the next store.
+// The weights that the next run takes. It is not a std::atomic: libstdc++ 12 unlocks its load in relaxed order, so the
+// read of the pointer may move behind the next store.
 class Current {
  public:
   std::shared_ptr<Parameters> load() const {
     std::lock_guard alone(one_);
     return now_;
   }
-  void operator=(std::shared_ptr<Parameters> next) {  // what was before ends after the lock
+  void operator=(std::shared_ptr<Parameters> next) {  // the old weights are freed after the lock
     std::lock_guard alone(one_);
     now_.swap(next);
   }
@@ -129,18 +129,19 @@ class Current {
 struct Package::Inside {
   Manifest manifest;
   Options options;
-  mutable std::optional<Loader> loader;  // runs by any number of threads
+  mutable std::optional<Loader> loader;  // any number of threads may run it
   Current now;
   std::mutex one_change;  // swaps and deltas, one at a time
 
   static std::unique_ptr<Inside> open(const Folder& folder, const Options& options);
 
-  void set_threads() const {  // torch keeps the number for each thread
+  void set_threads() const {  // torch keeps a number for each thread
     thread_local int set = 0;
     if (set != options.threads) at::set_num_threads(set = options.threads);
   }
 
-  // What a program of these weights answers to a request that has been checked; `answer_now`: by whoever holds their gate.
+  // Returns the answer of the program with these weights to a checked request. The caller of `answer_now` holds their
+  // gate.
   Answer answer(const Request& request, const Parameters& p) const {
     std::shared_lock reading(p.weights.gate);
     return answer_now(request, p, "the program failed");
@@ -148,8 +149,9 @@ struct Package::Inside {
   Answer answer_now(const Request& request, const Parameters& p, const char* failure) const;
   std::vector<Output> outputs_of(std::vector<at::Tensor> results, const Request& request, const Parameters& p) const;
 
-  // Weights answer one bag without ids, and the example with finite numbers, before anybody asks them: what no request could be answered
-  // with, kernels without an operator, say, or weights of a run that diverged, is refused. `others`: the program has run with some before.
+  // Before weights serve, they must answer one bag without ids, and the example with finite numbers. This refuses
+  // weights that could answer no request (for example, kernels that lack an operator) and weights of a run that
+  // diverged. others: whether the program has run with other weights.
   void try_out(const Parameters& p, bool others) const;
   void try_example(const Parameters& p) const;
 };
@@ -231,7 +233,7 @@ Answer Package::Inside::answer_now(const Request& r, const Parameters& p, const 
   set_threads();
   Answer answer;
   answer.version = p.weights.version;
-  if (r.bags == 0) {  // programs are made for one bag or more
+  if (r.bags == 0) {  // programs need one bag or more
     for (const Spec& spec : manifest.outputs) {
       answer.outputs.push_back({spec.dtype, spec.shape, nullptr, nullptr});
       answer.outputs.back().shape[0] = 0;

@@ -4,9 +4,9 @@
 //   Answer a = package->run({.bags = 2, .dense = dense, .values = ids, .offsets = offsets});
 //   package->swap("model-of-today");      // other weights of the same signature, while other threads run
 //
-// No torch header is needed to call it. All functions may be called by any number of threads at once; an answer is of one
-// version of the weights. What they throw is `Bad` when what was given is wrong (a request, a folder, a file), `Failed` when
-// something else is.
+// It needs no torch header. Any number of threads may call all functions at once; each answer uses one version of the
+// weights. The functions throw `Bad` for a wrong argument (a request, a folder, a file), and `Failed` for any other
+// error.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -17,7 +17,7 @@
 
 namespace funcrec::serving {
 
-// What was given does not fit: what() is the whole message, in the lines of Python's errors.
+// An argument does not fit. what() is the whole message, in the lines of Python's errors.
 struct Bad : std::runtime_error {
   std::string problem, got, need;
   Bad(std::string problem, std::string got, std::string need)
@@ -25,23 +25,23 @@ struct Bad : std::runtime_error {
         problem(std::move(problem)), got(std::move(got)), need(std::move(need)) {}
 };
 
-// Something that no caller can mend: no memory, an operator that failed.
+// An error that no caller can fix: no memory, an operator that failed.
 struct Failed : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 struct Options {
-  int threads = 1;         // that one run uses
-  int runners = 1;         // runs at the same time: as many as there are threads that call
+  int threads = 1;         // of one run
+  int runners = 1;         // runs at the same time: the number of threads that call
   bool checksums = true;   // whether to read all weights once, here and in each swap, and compare their checksums
-  bool canary = true;      // whether weights, here and in each swap and delta, have to answer the manifest's example with finite numbers
-  std::string operators;   // a library with operators of others, to be opened first; "" for none
+  bool canary = true;      // whether weights, here and in each swap and delta, must answer the manifest's example with finite numbers
+  std::string operators;   // a library with further operators, which is opened first; "" for none
 };
 
 enum class DType { u8, i8, i16, i32, i64, f16, bf16, f32, f64, boolean };
 int64_t size_of(DType);
 
-// A size that the request chooses: as many as bags, ids, offsets.
+// A size that the request chooses: the number of bags, ids or offsets.
 constexpr int64_t BAGS = -1, IDS = -2, OFFSETS = -3;
 
 struct Spec {
@@ -50,10 +50,11 @@ struct Spec {
   std::vector<int64_t> shape;
 };
 
-// A column of ids, in the order in which their bags lie in `offsets`: bag b of feature f is number f * bags + b.
+// A column of ids. Its place in the list is the order of the bags in `offsets`: bag b of feature f has number f * bags
+// + b.
 struct Feature {
   std::string name, table;
-  int64_t rows;   // ids are 0 .. rows - 1; -1: any id is one, which the model brings to a row
+  int64_t rows;   // ids are 0 .. rows - 1; -1 if any id is valid, because the model maps ids to rows
   bool weighted;  // whether its ids' weights are read
 };
 
@@ -62,7 +63,7 @@ struct TableOf {
   int64_t rows, dim, bits;
 };
 
-// A batch that other weights have to answer with finite numbers, in these outputs; of no bags in packages from before.
+// A batch that other weights must answer with finite numbers in these outputs; older packages have one without bags.
 struct Example {
   int64_t bags = 0;
   std::vector<float> dense;
@@ -73,7 +74,7 @@ struct Example {
 
 struct Manifest {
   std::string digest, funcrec, torch, isa;
-  std::vector<Spec> inputs, params, outputs;  // inputs: those of them that there are of dense, values, offsets, weights, in that order
+  std::vector<Spec> inputs, params, outputs;  // inputs: dense, values, offsets and weights, as far as there are such, in that order
   std::vector<Feature> features;
   std::vector<TableOf> tables;
   int64_t max_batch, max_ids;
@@ -83,11 +84,11 @@ struct Manifest {
   bool has_dense = false, has_ids = false, has_weights = false;
 };
 
-// One batch, key-major as a KeyedJaggedTensor; the memory is the caller's and is only read while `run` runs.
+// One batch, key-major as a KeyedJaggedTensor; the caller owns the memory, which is read only while `run` runs.
 struct Request {
   int64_t bags = 0;
   std::span<const float> dense;      // [bags, dense_columns]
-  std::span<const int64_t> values;   // [N] ids; one that is not in its table (-1, say) counts for nothing
+  std::span<const int64_t> values;   // [N] ids; an id outside its table (such as -1) reads zeros
   std::span<const int64_t> offsets;  // [F * bags + 1], ascending from 0 to N
   std::span<const float> weights;    // [N] if the model has weights, else nothing
 };
@@ -98,7 +99,7 @@ struct Output {
   std::vector<int64_t> shape;  // [bags, ...]
   const void* data = nullptr;
   std::shared_ptr<const void> memory;
-  template <class T> std::span<const T> as() const;  // its elements; Bad if T is not of its dtype
+  template <class T> std::span<const T> as() const;  // its elements; Bad if T is another dtype
   int64_t row_bytes() const;  // of one bag
 };
 
@@ -116,17 +117,17 @@ class Package {
   Package& operator=(const Package&) = delete;
 
   const Manifest& manifest() const;
-  std::string version() const;  // of the weights that the next run takes
+  std::string version() const;  // the version that the next run takes
 
-  // How many ids are not in their tables; Bad if the request does not fit the manifest. What a caller does with each of several
-  // requests before it joins them.
+  // Returns how many ids are not in their tables; Bad if the request does not fit the manifest. Call it for each
+  // request before you join several.
   int64_t check(const Request&) const;
   Answer run(const Request&) const;
 
-  // weights.safetensors of a folder, no package of another program; runs that have begun end with those they have. With `below`
-  // the folder is one of this name below that one, which neither the name nor a link in it leads out of.
+  // Loads weights.safetensors of a folder, which is not a package of another program. Runs that have begun keep their
+  // weights. With `below`, the folder lies below that one, and neither its name nor a link leads out of it.
   void swap(const std::string& folder, const std::string& below = "");
-  // A file of funcrec.write_delta: all of it, or Bad and every bit is as it was.
+  // Applies a file of funcrec.write_delta: all of it, or it throws Bad and changes no bit.
   void apply(const std::string& file, const std::string& below = "");
 
  private:
@@ -135,7 +136,8 @@ class Package {
   std::unique_ptr<Inside> in_;
 };
 
-// Should a file of weights be cut short under this process, or its disk fail, the signal that ends it (SIGBUS) first names the file to stderr.
+// If a file of weights is cut short under this process, or its disk fails, SIGBUS ends the process; after this call it
+// first writes the name of the file to stderr.
 void name_bus_errors();
 
 template <class T> constexpr DType dtype_of() {

@@ -26,7 +26,7 @@ bool is_padding(const Placed& p) { return p.spec.name.starts_with(PADDING); }
 Placed placed(const std::string& name, const Entry& e) {
   const auto shape = e["shape"].items(), at = e["data_offsets"].items();
   if (e.size() != 3 || at.size() != 2) e.fail("other entries", "dtype, shape and data_offsets");
-  Placed out;  // not one initializer: g++ 12 destroys `spec` twice where a number after it throws
+  Placed out;  // not one initializer: g++ 12 destroys `spec` twice if a later number throws
   out.spec.name = name, out.spec.dtype = dtype_of(e["dtype"], true);
   for (const Entry& n : shape) out.spec.shape.push_back(n.number(0, MOST));
   out.offset = at[0].number(0, MOST), out.nbytes = at[1].number(0, MOST) - out.offset;

@@ -1,4 +1,4 @@
-// Files of named tensors (funcrec/files/_tensors.py) in the layout of safetensors, every byte of them under a check.
+// Files of named tensors (funcrec/files/_tensors.py) in the layout of safetensors, with a check of every byte.
 #pragma once
 #include <functional>
 #include <map>
@@ -22,11 +22,11 @@ struct Header {
   std::map<std::string, std::string> texts;
 };
 
-// The header of a file of `size` bytes, which it accounts for, every one, and whose tensors begin at multiples of `align`; Bad in the words
-// of Python's. read(at, n): bytes of the file, or as many as there are.
+// Reads the header of a file of `size` bytes, which accounts for every byte; tensors begin at multiples of `align`. Bad
+// has Python's message. read(at, n): n bytes of the file, or as many as there are.
 Header read_header(const std::string& path, const std::string& kind, int64_t size, int64_t align, const std::function<std::string(int64_t, int64_t)>& read);
 
-// Bad where a tensor has another CRC.
+// Throws Bad if a tensor has another CRC.
 void check_crc(const std::string& path, const Placed& tensor, const char* data);
 
 }  // namespace funcrec::serving

@@ -12,7 +12,8 @@
 namespace funcrec::serving {
 namespace {
 
-// Mapped files, for a handler of signals: nothing in it allocates or waits. A file beyond the last place has no name there.
+// The names of mapped files, for a signal handler, which may not allocate or wait. A file beyond the last place is not
+// named.
 struct Mapped {
   std::atomic<const char*> begin = nullptr;
   size_t size = 0;
@@ -70,7 +71,7 @@ Weights::Weights(const Folder& folder, const Manifest& manifest, bool checksums)
   const File file = folder.file("weights.safetensors");
   index_ = read_index(file, manifest);
   version = index_.version;
-  size_ = size_t(file.bytes);  // private: its pages are the file's, shared, until this process writes to one
+  size_ = size_t(file.bytes);  // private: pages are shared with the file until this process writes to them
   void* at = mmap(nullptr, size_, PROT_READ, MAP_PRIVATE | MAP_NORESERVE, file.descriptor.number(), 0);
   if (at == MAP_FAILED) throw Failed("`" + file.path + "` cannot be mapped: " + std::strerror(errno));
   base_ = static_cast<char*>(at);

@@ -1,5 +1,5 @@
-// The weights of a package: a file mapped into memory, whose pages all processes that map it share. What a delta writes, it writes
-// to pages of this process's own.
+// The weights of a package: a file mapped into memory. All processes that map it share its pages; a delta writes to
+// private pages of this process.
 #pragma once
 #include <pthread.h>
 
@@ -11,7 +11,7 @@
 
 namespace funcrec::serving {
 
-// One that writes waits for those that read now, and those that come after it wait for it: many readers cannot keep it out.
+// A writer waits for present readers, and later readers wait for the writer, so many readers cannot keep it out.
 class Gate {
  public:
   Gate();
@@ -38,12 +38,12 @@ class Weights {
   char* address(const Placed& tensor) const { return tensor.nbytes ? base_ + tensor.offset : nullptr; }
   bool holds(const void* p) const { return p >= base_ && p < base_ + size_; }
 
-  // Held while a run reads them, and for itself while `apply` writes.
+  // A run holds it while it reads the weights; `apply` holds it alone while it writes.
   mutable Gate gate;
   std::string version;  // changed under the gate
 
-  // All rows of a delta file for the version that these are of: validated whole, then written while nobody reads. What `accept`, which is
-  // called before anybody reads, throws leaves every bit as it was.
+  // Applies a delta file for the version of these weights: the file is checked as a whole, and then written while no
+  // run reads. `accept` is called before other runs read; if it throws, every bit stays as it was.
   void apply(const File& file, const Manifest& manifest, const std::function<void()>& accept = nullptr);
 
  private:

@@ -22,7 +22,7 @@ TILE = 32  # queries and keys of a tile
 
 
 class Call(NamedTuple):
-    """What all kernels are told. tensors: q, k, v, bounds of queries and keys, biases, times, targets, numbers.
+    """The values that all kernels get. tensors: q, k, v, bounds of queries and keys, biases, times, targets, numbers.
 
     sizes: H, D, V, P, T, B, steps of the searches for a bag and a bucket. flags: compile-time choices. dtype: of sums.
     """

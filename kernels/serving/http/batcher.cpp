@@ -125,7 +125,7 @@ void Batcher::run(Jobs& jobs) {
       job->outcome = Part{answer, first, job->bags.bags, job->ids_out_of_range};
       first += job->bags.bags;
     }
-  } catch (const std::exception&) {  // one of them, or all: each by itself shows which
+  } catch (const std::exception&) {  // run one by one, to find out which fail
     metrics_.ran_one_by_one();
     for (auto& job : jobs) run_alone(*job);
   }

@@ -1,5 +1,5 @@
-// Requests wait in one queue; each worker takes whatever is there as one batch and runs it, without waiting for more: what comes
-// in while a batch runs is the next one. A timer would only add to the time of the first.
+// Requests wait in one queue. Each worker takes all waiting requests as one batch, and does not wait for more: requests
+// that come while a batch runs form the next batch. A timer would only delay the first request.
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -20,7 +20,7 @@ using Outcome = std::variant<Problem, Part>;
 struct Job {
   Bags bags;
   int64_t ids_out_of_range = 0;
-  std::chrono::steady_clock::time_point queued = {}, deadline = std::chrono::steady_clock::time_point::max();  // then nobody waits for it
+  std::chrono::steady_clock::time_point queued = {}, deadline = std::chrono::steady_clock::time_point::max();  // after the deadline no client waits
   std::function<void(Outcome)> done;
   Outcome outcome;
 };
@@ -29,15 +29,15 @@ using Jobs = std::vector<std::unique_ptr<Job>>;
 struct Limits {
   int workers = 1;
   size_t queue = 1024;  // requests that may wait
-  int64_t bags = 4096;  // of one batch; a request that has more is a batch of its own
+  int64_t bags = 4096;  // of one batch; a request with more is a batch by itself
 };
 
 class Batcher {
  public:
-  // `deliver` is called by a worker with each batch that has ended; each job's outcome is set.
+  // A worker calls `deliver` with each batch that has ended; each job then has its outcome.
   Batcher(const Model&, Metrics&, Limits, std::function<void(Jobs)> deliver);
-  ~Batcher();                           // what is queued is run first
-  bool push(std::unique_ptr<Job>&);     // false, and the job stays the caller's, if too many wait
+  ~Batcher();                           // runs all queued jobs first
+  bool push(std::unique_ptr<Job>&);     // returns false and leaves the job to the caller if too many wait
   size_t waiting() const;
   bool is_full() const { return waiting() >= limits_.queue; }
 
@@ -45,7 +45,7 @@ class Batcher {
   void work();
   Jobs take();
   void run(Jobs&);
-  Jobs without_late(Jobs&);  // those that are not late; what is left has its outcome
+  Jobs without_late(Jobs&);  // returns the jobs that are not late; the others get their outcome
   void run_alone(Job&);
 
   const Model& model_;
@@ -59,7 +59,7 @@ class Batcher {
   std::vector<std::thread> threads_;
 };
 
-// Several requests as one, feature by feature.
+// Joins several requests to one, feature by feature.
 Bags merge(const Jobs&, const Manifest&);
 
 }  // namespace funcrec::serving

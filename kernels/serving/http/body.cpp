@@ -1,4 +1,4 @@
-// Bodies of JSON, read event by event into the memory that a batch takes: no value is made of them first.
+// JSON bodies, read event by event into the memory of a batch, without a JSON value in between.
 #include <algorithm>
 #include <boost/json.hpp>
 #include <boost/json/basic_parser_impl.hpp>
@@ -13,7 +13,7 @@ namespace {
 
 std::string number(int64_t n) { return std::to_string(n); }
 
-// What the parser sees, told to T: objects and lists that begin and end, whole keys and strings, numbers, and what else there is.
+// Passes the parser's events to T: begin and end of objects and lists, whole keys and strings, numbers, and all others.
 template <class T> struct Events {
   static constexpr size_t max_object_size = size_t(-1), max_array_size = size_t(-1), max_key_size = size_t(-1), max_string_size = size_t(-1);
   using Error = boost::system::error_code;
@@ -58,7 +58,7 @@ template <class T, class... X> T read(std::string_view body, X&&... x) {
   return std::move(parser.handler().to);
 }
 
-// Lists of bags, one after the other as they came; those of column c, if it came, are bags [begin, end).
+// Lists of bags, in the order in which they came; column c, if it came, has bags [begin, end).
 template <class T> struct Lists {
   struct Column {
     int64_t begin = -1, end = -1;
@@ -91,7 +91,7 @@ struct Body {
     numbers[0].columns.resize(m.features.size()), numbers[1].columns.resize(1);
   }
 
-  // Rows of no columns may be given to any package.
+  // Any package accepts rows without columns.
   bool takes(Group g) const { return g == IDS ? manifest.has_ids : g == WEIGHTS ? manifest.has_weights : true; }
   bool needs(Group g) const { return g == DENSE ? manifest.dense_columns > 0 : takes(g); }
 
@@ -126,7 +126,7 @@ struct Body {
     }
     const auto& all = manifest.features;
     const auto is = [&](const Feature& f) { return f.name == name && (f.weighted || group == IDS); };
-    if (feature + 1 < all.size() && is(all[feature + 1])) feature++;  // mostly they come in the manifest's order
+    if (feature + 1 < all.size() && is(all[feature + 1])) feature++;  // most clients send the order of the manifest
     else feature = size_t(std::find_if(all.begin(), all.end(), is) - all.begin());
     if (feature == all.size()) {
       std::string names;
@@ -158,7 +158,7 @@ struct Body {
     depth = depth == 4 ? 3 : group == DENSE ? 1 : 2;
   }
 
-  // For one more beside so many ids, or weights of them.
+  // Throws Bad unless there may be one more id or weight.
   void room(size_t count) const {
     if (int64_t(count) >= manifest.max_ids) throw Bad("there are too many ids", "more", "at most " + number(manifest.max_ids));
   }
@@ -171,7 +171,7 @@ struct Body {
   }
   void real(double x, const char* kind = "a number that is no integer of 64 bits") {
     if (depth != 4 || group == IDS) other(kind);
-    if (!(std::abs(x) < 0x1.ffffffp127)) other("a larger number");  // from there on it is rounded to infinity
+    if (!(std::abs(x) < 0x1.ffffffp127)) other("a larger number");  // larger numbers round to infinity
     if (group == WEIGHTS) room(numbers[0].values.size());
     numbers[group - 1].values.push_back(float(x));
   }
@@ -195,13 +195,13 @@ void add_weights(const Body& body, size_t f, Many<float>& out) {
   out.insert(out.end(), all.values.begin() + all.start(own.begin), all.values.begin() + all.start(own.end));
 }
 
-// How many bags a request has: once it is known, all else has to have as many.
+// The number of bags of a request: the first list sets it, and all others must have as many.
 void count(int64_t& bags, int64_t n, const std::string& where) {
   if (bags >= 0 && bags != n) throw Bad("`" + where + "` has another number of bags", number(n), number(bags));
   bags = n;
 }
 
-// All features in the manifest's order, whatever theirs was.
+// Puts all features into the order of the manifest.
 void add_ids(Body& body, int64_t& bags, Bags& out) {
   const auto& features = body.manifest.features;
   bool in_order = true;
@@ -230,7 +230,7 @@ void add_ids(Body& body, int64_t& bags, Bags& out) {
 struct OneString {
   const std::string& name;
   std::string found{};
-  int seen = 0;  // what there is besides an object
+  int seen = 0;  // whether there is more than the object
 
   void must(bool it_is) const {
     if (!it_is) throw Bad("the body is not of this request", "other keys or values", "{\"" + name + "\": a string}");

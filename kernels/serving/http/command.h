@@ -1,4 +1,4 @@
-// What `main` of a server does, whatever its model is.
+// The `main` of a server, for any model.
 #pragma once
 #include <csignal>
 #include <cstdio>
@@ -10,7 +10,7 @@ namespace funcrec::serving {
 
 inline int command(int count, char** words, const std::function<Model(const Settings&)>& open) {
   try {
-    std::signal(SIGPIPE, SIG_IGN);  // nobody may read what is said of a failed run
+    std::signal(SIGPIPE, SIG_IGN);  // stderr may have no reader
     const Settings settings = settings_of({words + 1, words + count});
     if (settings.help) return std::fputs(usage().c_str(), stdout) < 0;
     if (settings.package.empty()) throw Bad("funcrec-serve: no package", "no PATH", "the folder that funcrec.export wrote");

@@ -7,7 +7,7 @@
 namespace funcrec::serving {
 namespace {
 
-// Without the port, the dot at its end, and capitals.
+// Returns the host without its port and final dot, in lower case.
 std::string plain(std::string_view host) {
   const size_t colon = host.rfind(':');
   if (colon != std::string_view::npos && host.find(']', colon) == std::string_view::npos && host.find_first_not_of("0123456789", colon + 1) == std::string_view::npos)

@@ -29,7 +29,7 @@ tcp::endpoint tcp_of(const Stream::endpoint& end) {
 
 bool is_local(const Stream::endpoint& end) { return end.protocol().family() == AF_UNIX; }
 
-// A socket that nobody listens at any more.
+// Whether a socket has no listener any more.
 bool is_left(const std::string& path) {
   struct stat about {};
   if (lstat(path.c_str(), &about) != 0 || !S_ISSOCK(about.st_mode)) return false;
@@ -77,7 +77,7 @@ Acceptor listen_at(net::io_context& io, const Place& place) {
   const Stream::endpoint end = local ? Stream::endpoint(Local::endpoint(place.path)) : Stream::endpoint(tcp::endpoint(net::ip::make_address(place.host, error), place.port));
   if (!error) acceptor.open(end.protocol(), error);
   if (!error && !local) acceptor.set_option(Acceptor::reuse_address(true), error);
-  if (!error && local && fchmod(acceptor.native_handle(), 0600) != 0) error = error_code(errno, boost::system::system_category());  // what bind makes has it
+  if (!error && local && fchmod(acceptor.native_handle(), 0600) != 0) error = error_code(errno, boost::system::system_category());  // the file that bind makes gets this mode
   if (!error) acceptor.bind(end, error);
   if (!error) acceptor.listen(1024, error);
   if (error) throw Failed("cannot listen on " + (local ? place.path : place.host + ":" + std::to_string(place.port)) + ": " + error.message());

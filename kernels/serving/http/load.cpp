@@ -1,12 +1,14 @@
-// funcrec-load PORT FILE CONNECTIONS SECONDS [RECONNECT]: asks a server for a time, over so many connections that each send the next
-// request when they have their answer, and compares every answer. RECONNECT: answers after which a connection is made anew.
+// funcrec-load PORT FILE CONNECTIONS SECONDS [RECONNECT]: sends requests to a server for some seconds, and compares
+// every answer. Each connection sends its next request when it has its answer. RECONNECT: the number of answers after
+// which a connection is closed and opened again.
 //
 // FILE is requests in turn, little-endian:  u32 status; u32 n and the n bytes of a whole HTTP message; u32 V; and for each of V
-// versions u32 n and its name, u32 n and the n f32 of all outputs. An answer has to be of `status` and, if that is 200, of a version
-// that is named and within 1e-6 of that version's numbers. V = 0: any body.
+// versions u32 n and its name, u32 n and the n f32 of all outputs. An answer must have `status` and, if that is 200,
+// one of these versions, and agree with its numbers to within 1e-6. V = 0: any body.
 //
-// Prints one JSON object: answers, wrong ones and what was wrong with the first, answers by version, quantiles of seconds from the
-// first byte sent to the last one read, this program's processor seconds, the seconds in all.
+// Prints one JSON object: the number of answers, of wrong ones and what was wrong with the first, answers by version,
+// quantiles of the seconds from the first byte sent to the last byte read, this program's processor seconds, and the
+// seconds in all.
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
@@ -78,7 +80,7 @@ void flatten(const json::value& v, std::vector<float>& out) {
   for (const json::value& each : v.get_array()) flatten(each, out);
 }
 
-// The version and all numbers of an answer, of bytes or of JSON; outputs of bytes are f32.
+// Returns the version and all numbers of an answer in bytes or JSON; outputs in bytes are f32.
 std::pair<std::string, std::vector<float>> numbers(std::string_view body) {
   std::vector<float> out;
   if (body.substr(0, 4) != "FRA1") {
@@ -124,7 +126,7 @@ struct Load {
 
   void fail(std::string why) {
     for (char& c : why)
-      if (c < ' ') c = '?';  // bytes, and no JSON
+      if (c < ' ') c = '?';  // a message in bytes, not JSON
     if (!wrong++) first_wrong = std::move(why);
   }
 
@@ -147,7 +149,7 @@ struct Load {
     send_more(c);
   }
 
-  // What the socket does not take at once goes when it can be written to.
+  // Sends the rest later if the socket does not take all bytes at once.
   void send_more(Connection& c) {
     const std::string& m = c.of->message;
     const ssize_t n = send(c.socket, m.data() + c.sent, m.size() - c.sent, MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -159,7 +161,7 @@ struct Load {
     epoll_ctl(poll, EPOLL_CTL_MOD, c.socket, &e);
   }
 
-  // Whether a whole answer is there; it has been compared then.
+  // Returns whether a whole answer has come, which is then compared.
   bool has_answer(Connection& c) {
     const size_t top = c.got.find("\r\n\r\n"), field = c.got.find("Content-Length: ");
     if (top == std::string::npos) return false;
@@ -180,7 +182,7 @@ struct Load {
     bool same = want != c.of->right.end() && want->second.size() == got.size();
     for (size_t i = 0; same && i < got.size(); i++) same = std::abs(got[i] - want->second[i]) <= WITHIN;
     if (!same) fail(std::string(body.substr(0, 400)));
-  } catch (const std::exception& e) {  // no answer of either form
+  } catch (const std::exception& e) {  // the answer has neither form
     fail(e.what() + std::string(": ") + std::string(body.substr(0, 400)));
   }
 

@@ -7,7 +7,7 @@ using namespace funcrec::serving;
 
 namespace {
 
-// To the operator of the server: why a run failed, the first time for each reason in turn. The client is told, too.
+// Tells the operator of the server why a run failed, when the reason differs from the last one. The client is told too.
 Answer run(const Package& package, const Request& request) {
   static std::mutex one;
   static std::string last;

@@ -1,4 +1,4 @@
-// The memory of all bodies, and of what is parsed of them: counted where it is allocated, and refused where there would be too much.
+// The memory of all bodies and of parsed requests: it is counted at each allocation, and refused above a limit.
 #pragma once
 #include <atomic>
 #include <boost/beast/core/buffers_range.hpp>
@@ -11,7 +11,7 @@
 
 namespace funcrec::serving {
 
-// There is no room now: whoever asks again later may find some.
+// Thrown if there is no room now; there may be room later.
 struct Busy : std::exception {
   const char* what() const noexcept override { return "the memory for bodies is in use"; }
 };
@@ -34,7 +34,7 @@ class Memory {
   std::atomic<int64_t> used_ = 0;
 };
 
-// An allocator that counts; without a memory it does not.
+// An allocator that counts its bytes, if it has a Memory.
 template <class T> struct Counted {
   using value_type = T;
   using propagate_on_container_move_assignment = std::true_type;
@@ -62,7 +62,8 @@ template <class T> struct Counted {
 template <class T> using Many = std::vector<T, Counted<T>>;
 using Text = std::basic_string<char, std::char_traits<char>, Counted<char>>;
 
-// A body of a request: `no_buffer_space` where there is no room for it, before any of it is read if its length is told.
+// The body of a request. Without room the error is `no_buffer_space`; if the header states the length, nothing is read
+// then.
 struct CountedBody {
   using value_type = Text;
   static uint64_t size(const value_type& body) { return body.size(); }
@@ -85,7 +86,7 @@ struct CountedBody {
     Error reserve(size_t bytes) try {
       body_.reserve(bytes);
       return {};
-    } catch (const std::exception&) {  // Busy, or there is no memory at all
+    } catch (const std::exception&) {  // Busy, or the process has no memory
       const Memory* memory = body_.get_allocator().memory;
       if (memory && bytes > size_t(memory->most())) return boost::beast::http::error::body_limit;
       return make_error_code(boost::system::errc::no_buffer_space);

@@ -1,4 +1,4 @@
-// What /metrics tells, in Prometheus' text format.
+// The numbers of /metrics, in Prometheus' text format.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -17,20 +17,20 @@ struct Histogram {
   void add(double x);
 };
 
-// What the server holds now.
+// The present load of the server.
 struct Now {
   size_t queue, connections, parsing;
   int64_t memory;  // bytes
   std::string version;
 };
 
-std::string process_text();  // process_*, as all processes have them
+std::string process_text();  // process_*, as Prometheus' clients report them
 
-// All functions may be called by any thread.
+// Any thread may call all functions.
 class Metrics {
  public:
   void answered(unsigned code);
-  void predicted(double seconds);  // from a body that is whole to its answer
+  void predicted(double seconds);  // from the whole body to its answer
   void ran(size_t requests, int64_t bags, double seconds, int64_t ids_out_of_range);
   void ran_one_by_one();
   void waited(double seconds);  // for a worker

@@ -1,4 +1,4 @@
-// What the server needs of a model: functions, so that it is tested with one that needs no package and no torch.
+// The functions of a model that the server needs. So tests can use a model without a package and without torch.
 #pragma once
 #include <functional>
 #include <memory>
@@ -12,13 +12,13 @@ namespace funcrec::serving {
 
 struct Model {
   Manifest manifest;
-  std::function<int64_t(const Request&)> check;  // ids that are not in their tables; Bad if the request does not fit
-  std::function<Answer(const Request&)> run;     // of one version; called by several workers at once
+  std::function<int64_t(const Request&)> check;  // returns the number of ids outside their tables; Bad if the request does not fit
+  std::function<Answer(const Request&)> run;     // uses one version; several workers call it at once
   std::function<std::string()> version;
-  std::function<void(const std::string&)> swap, apply;  // a folder of weights, a file of changed rows, by their names below `updates`; one at a time
+  std::function<void(const std::string&)> swap, apply;  // take a folder of weights, or a file of changed rows, by its name below `updates`; one call at a time
 };
 
-// A request with memory of its own.
+// A request that owns its memory.
 struct Bags {
   int64_t bags = 0;
   Many<float> dense;
@@ -28,13 +28,13 @@ struct Bags {
   Request view() const { return {bags, dense, values, offsets, weights}; }
 };
 
-// Why there is no answer, as a client is told.
+// The reason why there is no answer, for the client.
 struct Problem {
   unsigned code = 500;
   std::string problem, got, need;
 };
 
-// The part of a batch's answer that is of one request: rows [first, first + bags) of each output.
+// Returns one request's part of a batch's answer: rows [first, first + bags) of each output.
 struct Part {
   std::shared_ptr<const Answer> answer;
   int64_t first = 0, bags = 0, ids_out_of_range = 0;

@@ -1,4 +1,4 @@
-// What Prometheus' clients tell of any process: process_*.
+// The numbers process_* that Prometheus' clients report for any process.
 #include <sys/resource.h>
 #include <unistd.h>
 

@@ -13,7 +13,7 @@ static_assert(std::endian::native == std::endian::little, "bodies of bytes are c
 
 namespace {
 
-constexpr size_t MOST_TOLD = 1000;  // bytes of what came, in the answer that refuses it: a key may be as long as a body
+constexpr size_t MOST_TOLD = 1000;  // the most bytes of a wrong value that an error shows: a key may be as long as a body
 
 std::string number(int64_t n) { return std::to_string(n); }
 
@@ -24,7 +24,7 @@ std::string told(const std::string& got) {
   return got.substr(0, n) + " .. of " + std::to_string(got.size()) + " bytes";
 }
 
-// Values one after the other, each of which must be there.
+// Reads values one after the other, each of which must be there.
 struct Cursor {
   std::string_view rest;
   Memory* memory;
@@ -88,7 +88,7 @@ void append(std::string& out, DType t, const void* data, int64_t i) {
   }
 }
 
-// Elements [i, i + n) as lists in lists, the innermost `shape.back()` long.
+// Writes elements [i, i + n) as nested lists, the innermost with `shape.back()` elements.
 void append_lists(std::string& out, const Output& output, std::span<const int64_t> shape, int64_t& i) {
   if (shape.empty()) return append(out, output.dtype, output.data, i++);
   out += '[';

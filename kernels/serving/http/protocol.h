@@ -1,4 +1,4 @@
-// Bodies of POST /predict and of its answers, as JSON and as bytes: README.md has both, byte by byte.
+// Bodies of POST /predict and of its answers, as JSON and as bytes: README.md describes both, byte by byte.
 #pragma once
 #include <string>
 #include <string_view>
@@ -7,21 +7,21 @@
 
 namespace funcrec::serving {
 
-// What a body says; Bad, with what is wrong with it, if it does not fit the manifest. Nothing is read beyond the body.
-// Busy if there is no room for it.
+// Returns the request of a body. Throws Bad with the reason if it does not fit the manifest, and Busy if there is no
+// room. Nothing beyond the body is read.
 Bags from_json(std::string_view body, const Manifest&, Memory* = nullptr);
 Bags from_bytes(std::string_view body, const Manifest&, Memory* = nullptr);
 
 std::string to_json(const Part&, const Manifest&);
 std::string to_bytes(const Part&, const Manifest&);
 
-// What a client has to know of a package, and which weights it has.
+// Returns the facts about a package that clients need, with the version of its weights.
 std::string to_json(const Manifest&, const std::string& version);
 
-// The one string that an object {key: string} holds; Bad if the body is another.
+// Returns the string of an object {key: string}; Bad for any other body.
 std::string one_string(std::string_view body, const std::string& key);
 
-std::string json_string(std::string_view text);  // as a JSON string; in a text that is not UTF-8 every byte beyond ASCII becomes `?`
+std::string json_string(std::string_view text);  // a JSON string; in a text that is not UTF-8, bytes above ASCII become `?`
 std::string to_json(const Problem&);        // {"error": {"problem", "got", "need"}}
 
 }  // namespace funcrec::serving

@@ -1,4 +1,4 @@
-// What is asked where, and what a header alone decides.
+// The paths of requests, and the decisions that need only a header.
 #pragma once
 #include <boost/beast/core.hpp>
 #include <boost/beast/http.hpp>
@@ -41,7 +41,7 @@ inline std::string media_type(const Ask& ask) {
   return type;
 }
 
-// The first charset of the media type that is not UTF-8 or a part of it; else nothing.
+// Returns the first charset of the media type that is neither UTF-8 nor a part of it, or nothing.
 inline std::string other_charset(const Ask& ask) {
   std::string_view rest = ask[http::field::content_type];
   for (size_t at = rest.find(';'); at != std::string_view::npos; at = rest.find(';')) {
@@ -60,7 +60,7 @@ inline std::string other_charset(const Ask& ask) {
   return {};
 }
 
-// Of a target as proxies ask, http://host/path, the host; else nothing.
+// Returns the host of a target in a proxy's form, http://host/path, or nothing.
 inline std::string_view host_of(std::string_view target) {
   return beast::iequals(target.substr(0, 7), "http://") ? target.substr(7, target.find_first_of("/?", 7) - 7) : std::string_view();
 }
@@ -73,16 +73,16 @@ inline std::string_view path_of(const Ask& ask) {
 
 struct Route {
   std::string_view path, methods;
-  bool updates = false;  // taken where the operator asks, and nowhere else
+  bool updates = false;  // accepted at the operator's address only
   bool has(http::verb verb) const { return verb == http::verb::post ? methods == "POST" : methods != "POST" && (verb == http::verb::get || verb == http::verb::head); }
 };
 inline const Route ROUTES[] = {{"/predict", "POST"}, {"/reload", "POST", true}, {"/delta", "POST", true}, {"/healthz", "GET, HEAD"}, {"/livez", "GET, HEAD"},
                         {"/readyz", "GET, HEAD"}, {"/manifest", "GET, HEAD"}, {"/metrics", "GET, HEAD"}};
 
-// A request of HTTP/1.1 names one host, which is this server.
+// A request of HTTP/1.1 must name one host, which is this server.
 inline std::optional<Reply> refused_host(const Ask& ask, const Hosts& hosts) {
   const size_t count = ask.count(http::field::host);
-  if (count > 1 || (ask[http::field::host].empty() && ask.version() >= 11)) {  // of two, whoever passed it on may have read the other
+  if (count > 1 || (ask[http::field::host].empty() && ask.version() >= 11)) {  // of two hosts, a proxy may have read the other
     Reply reply = problem(ask, 400, "the request does not name one host", std::to_string(count) + " fields Host", "one");
     reply.keep_alive(false);
     return reply;
@@ -92,10 +92,10 @@ inline std::optional<Reply> refused_host(const Ask& ask, const Hosts& hosts) {
   return {};
 }
 
-// What a header alone already decides. admin: whether the operator asks.
+// Returns the answer if the header alone decides it. admin: whether the request came to the operator's address.
 inline std::optional<Reply> refusal(const Ask& ask, const Hosts& hosts, bool admin) {
   const auto framing = ask.find(http::field::transfer_encoding);
-  if (framing != ask.end() && (ask.version() < 11 || !beast::iequals(framing->value(), "chunked"))) {  // whoever passed it on may see its end elsewhere
+  if (framing != ask.end() && (ask.version() < 11 || !beast::iequals(framing->value(), "chunked"))) {  // a proxy may see another end of the body
     Reply reply = problem(ask, 501, "the body's end is not known", "Transfer-Encoding: " + std::string(framing->value()), "a Content-Length, or chunks of HTTP/1.1");
     reply.keep_alive(false);
     return reply;

@@ -24,25 +24,25 @@ template <class T = void> using Task = net::awaitable<T>;
 namespace {
 
 constexpr auto FOREVER = Clock::time_point::max();
-constexpr auto TICK = std::chrono::milliseconds(25);       // how late a deadline may be noticed
-constexpr auto YIELDS = std::chrono::seconds(1);           // that a connection has been idle before it gives way to a new one
-constexpr auto LINGER = std::chrono::seconds(2);           // that a client may go on to send after its last answer
-constexpr size_t ADMINS = 64;                              // connections where updates are taken: those elsewhere keep none out
+constexpr auto TICK = std::chrono::milliseconds(25);       // the delay with which a deadline may be noticed
+constexpr auto YIELDS = std::chrono::seconds(1);           // the time that a connection must be idle before a new one replaces it
+constexpr auto LINGER = std::chrono::seconds(2);           // the time in which a client may still send after its last answer
+constexpr size_t ADMINS = 64;                              // connections for updates, which other connections do not use up
 constexpr size_t LINGER_BYTES = 64 << 20;
-constexpr size_t SHORT = 1 << 14;                          // bytes of a body, and numbers of an answer, that no other thread need read or write
-constexpr size_t UNREAD = 1 << 16;                         // bytes of a header, of a chunk's, or of what follows chunks: no parser's limit holds for these
+constexpr size_t SHORT = 1 << 14;                          // bytes of a body, and numbers of an answer, up to which this thread reads and writes them
+constexpr size_t UNREAD = 1 << 16;                         // bytes of a header, of a chunk's header or of trailers, for which the parser has no limit
 
 Clock::duration seconds(double s) { return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s)); }
 
-// Where it listens, and the connections that were let in there.
+// A place where the server listens, and its connections.
 struct Listener {
   Place place;
-  bool admin;  // whether updates are taken here
+  bool admin;  // whether it accepts updates
   size_t most;
   Hosts hosts;
   Acceptor acceptor;
   size_t open = 0;
-  std::map<std::string, size_t> from = {};  // open ones by their address; those of a unix socket have none
+  std::map<std::string, size_t> from = {};  // open connections by address; those of a unix socket have none
 };
 
 struct Connection {
@@ -50,8 +50,8 @@ struct Connection {
   Listener& from;
   std::string address;
   beast::flat_buffer buffer = beast::flat_buffer(UNREAD);
-  Clock::time_point deadline = FOREVER, since = {};  // for what the socket is doing now, and when it began that
-  bool idle = false, yields = false, late = false;  // yields: no request of it has come in, so that a new one may take its place
+  Clock::time_point deadline = FOREVER, since = {};  // the deadline of the present operation, and its begin
+  bool idle = false, yields = false, late = false;  // yields: it has no request, so a new connection may replace it
 };
 
 int64_t numbers_of(const Part& part) {
@@ -60,7 +60,7 @@ int64_t numbers_of(const Part& part) {
   return n;
 }
 
-// What is said to a client whose message cannot be read; 0: nothing, it has gone.
+// The status for a client whose message cannot be read; 0 if the client has gone.
 unsigned code_of(error_code error, bool late) {
   if (late) return 408;
   if (error == http::error::header_limit || error == http::error::buffer_overflow) return 431;
@@ -87,7 +87,7 @@ class Server {
     for (bool over = false; !over;) try {
       io_.run();
       over = true;
-    } catch (const std::exception&) {  // a connection's, which went with it: there was no memory for a body, say
+    } catch (const std::exception&) {  // of a connection, which has ended: for example, no memory for a body
     }
     updater_.join(), parsers_.join();
   }
@@ -119,14 +119,14 @@ class Server {
         begin(std::move(socket), l);
       } catch (const std::exception&) {  // no memory for this one
       }
-      else if (error != net::error::operation_aborted) {  // no more descriptors, say
+      else if (error != net::error::operation_aborted) {  // for example, no more descriptors
         close_an_idle_one(l);
         co_await pause(TICK);
       }
     }
   }
 
-  // Whether an address may have one more; one of its own that asks for nothing gives way.
+  // Returns whether an address may have one more connection; an idle connection of the address then gives way.
   bool has_room(Listener& l, const std::string& address) {
     const auto own = l.from.find(address);
     return !settings_.per_address || address.empty() || own == l.from.end() || own->second < size_t(settings_.per_address) || close_an_idle_one(l, &address);
@@ -140,7 +140,7 @@ class Server {
     metrics_.answered(429);
   }
 
-  // The one that has asked for nothing for longest, so that a new one has room.
+  // Closes the connection that has been idle for longest, to make room for a new one.
   bool close_an_idle_one(const Listener& l, const std::string* address = nullptr) {
     Connection* found = nullptr;
     for (Connection& c : connections_)
@@ -161,7 +161,7 @@ class Server {
   }
 
   Task<> live(std::list<Connection>::iterator c) {
-    struct Entry {  // goes with the coroutine, however that ends
+    struct Entry {  // ends with the coroutine, however it ends
       std::list<Connection>& all;
       std::list<Connection>::iterator at;
       ~Entry() {
@@ -172,11 +172,11 @@ class Server {
     } const entry{connections_, c};
     try {
       if (co_await converse(*c)) co_await linger(*c);
-    } catch (const std::exception&) {  // no memory for this one: the others go on
+    } catch (const std::exception&) {  // no memory for this connection; the others go on
     }
   }
 
-  // Ends what has taken too long, by its deadline; returns when the server has drained.
+  // Ends operations whose deadline has passed; returns when the server has drained.
   Task<> watch() {
     while (!draining_ || !connections_.empty()) {
       co_await pause(TICK);
@@ -194,13 +194,13 @@ class Server {
 
   Task<> wait_for_signal() {
     co_await signals_.async_wait(net::use_awaitable);
-    signals_.clear();  // a second one ends the process at once
+    signals_.clear();  // a second signal ends the process at once
     draining_ = true;
     drained_ = Clock::now() + seconds(settings_.drain_s);
     for (Listener& l : listeners_) {
       error_code error;
       l.acceptor.non_blocking(true, error);
-      while (l.open < l.most) {  // those that were let in before
+      while (l.open < l.most) {  // connections that the system had accepted before
         Stream::socket socket(io_);
         if (l.acceptor.accept(socket, error)) break;
         begin(std::move(socket), l);
@@ -217,7 +217,7 @@ class Server {
     c.late = false;
   }
 
-  // Requests one after the other until the connection ends; whether the client may still be sending.
+  // Serves requests one after the other until the connection ends; returns whether the client may still be sending.
   Task<bool> converse(Connection& c) {
     for (;;) {
       error_code error;
@@ -225,7 +225,7 @@ class Server {
       if (c.buffer.size() == 0) {
         give(c, settings_.idle_s, true);
         co_await c.socket.async_wait(Stream::socket::wait_read, token);
-        if (error && c.socket.available(error) == 0) co_return false;  // what came in meanwhile is answered
+        if (error && c.socket.available(error) == 0) co_return false;  // requests that have come are answered
       }
       http::request_parser<CountedBody> parser;
       parser.get().body() = Text(Counted<char>(&bodies_));
@@ -242,7 +242,7 @@ class Server {
         co_await http::async_write(c.socket, go_on, token);
         if (error) co_return false;
       }
-      if (!error && !(refused && (waits || !refused->keep_alive()))) {  // a body whose connection ends after the answer need not be read
+      if (!error && !(refused && (waits || !refused->keep_alive()))) {  // the body is not read if the connection ends after the answer
         give(c, settings_.timeout_s);
         co_await http::async_read(c.socket, c.buffer, parser, token);
       }
@@ -280,7 +280,8 @@ class Server {
     else co_await http::async_write(c.socket, serializer, token);
   }
 
-  // A socket that is closed while bytes come in takes back what it sent last: so we read on for a while.
+  // A socket that is closed while bytes come in may lose the bytes that it sent last, so the server reads on for a
+  // while.
   Task<> linger(Connection& c) {
     error_code error;
     c.socket.shutdown(Stream::socket::shutdown_send, error);
@@ -322,7 +323,7 @@ class Server {
     return reply_of(ask, away ? 503 : 200, body);
   }
 
-  // f() of what takes long, by a thread of its own: all others are answered meanwhile.
+  // Runs f(), which takes long, in another thread, so that other requests are answered meanwhile.
   template <class F> Task<std::invoke_result_t<F>> aside(bool is_long, F f) {
     if (!is_long) co_return f();
     auto work = [&]() -> Task<std::invoke_result_t<F>> { co_return f(); };
@@ -339,7 +340,7 @@ class Server {
     const bool bytes = media_type(ask) == BYTES;
     const auto parse = [&] {
       auto job = std::make_unique<Job>();
-      const Text body = std::move(ask.body());  // it goes before the job waits
+      const Text body = std::move(ask.body());  // freed before the job waits
       job->bags = (bytes ? from_bytes : from_json)(body, model_.manifest, &parsed_);
       job->ids_out_of_range = model_.check(job->bags.view());
       return job;
@@ -357,7 +358,7 @@ class Server {
     co_return reply_of(ask, 200, std::move(written), bytes ? BYTES : JSON);
   }
 
-  // How long the client waits, by Timeout-Ms.
+  // Returns how long the client waits, from Timeout-Ms.
   static std::optional<Clock::duration> time_of(const Ask& ask) {
     const std::string text(ask["Timeout-Ms"]);
     if (ask.find("Timeout-Ms") == ask.end()) return {};
@@ -367,7 +368,7 @@ class Server {
     return std::chrono::milliseconds(std::stol(text));
   }
 
-  // The outcome of a job: of a batch that it is in, or that the queue is full.
+  // Returns the outcome of a job: that of its batch, or that the queue is full.
   Task<Outcome> wait(std::unique_ptr<Job>& job) {
     auto begin = [this, &job](auto handler) {
       auto done = std::make_shared<decltype(handler)>(std::move(handler));
@@ -379,7 +380,7 @@ class Server {
     return net::async_initiate<const net::use_awaitable_t<>, void(Outcome)>(begin, net::use_awaitable);
   }
 
-  // In a thread of its own, one after the other.
+  // Runs updates in another thread, one after the other.
   Task<Reply> update(const Ask& ask, const std::string name, bool reload) {
     auto work = [this, name, reload]() -> Task<std::optional<Problem>> {
       try {
@@ -405,7 +406,7 @@ class Server {
   const Model& model_;
   const Settings& settings_;
   Metrics metrics_;
-  Memory bodies_{settings_.memory / 2}, parsed_{settings_.memory / 2};  // of its own each: what came in finds room to be parsed
+  Memory bodies_{settings_.memory / 2}, parsed_{settings_.memory / 2};  // separate, so that a body that came in finds room to be parsed
   size_t parsing_ = 0;
   net::io_context io_{1};
   net::thread_pool updater_{1}, parsers_{std::clamp(std::thread::hardware_concurrency() / 2, 1u, 8u)};

@@ -6,8 +6,9 @@
 
 namespace funcrec::serving {
 
-// Serves until SIGTERM, SIGINT or SIGHUP (unless that one is ignored, as by nohup); then takes no more connections, answers what it has been asked, and returns. `ready` is told
-// where it listens: for requests, and, unless it is "", for updates. Failed if it cannot listen.
+// Serves until SIGTERM, SIGINT or SIGHUP (unless it is ignored, as by nohup). Then it takes no more connections,
+// answers the requests that it has, and returns. `ready` gets the addresses for requests and for updates ("" for none).
+// Failed if it cannot listen.
 void serve(const Model&, const Settings&, const std::function<void(const std::string& url, const std::string& admin)>& ready);
 
 }  // namespace funcrec::serving

@@ -16,7 +16,7 @@ namespace json = boost::json;
 namespace {
 
 struct Setting {
-  const char* name;  // of the file; the flag has - for _
+  const char* name;  // in the file; the flag has - for _
   std::variant<std::string Settings::*, int64_t Settings::*, double Settings::*, bool Settings::*> field;
   const char* help;
   double least = 0, most = 0;
@@ -108,7 +108,7 @@ void set(Settings& out, const Setting& s, const std::string& name, const std::st
   set_number(out, s, name, x, text.find_first_not_of("0123456789") == std::string::npos);
 }
 
-// The first key that stands twice in the outer object of a text, which is JSON; else nothing.
+// Returns the first key that occurs twice in the outer object of a JSON text, or nothing.
 std::string twice(const std::string& text) {
   std::set<std::string> seen;
   std::string last;

@@ -9,21 +9,22 @@ namespace funcrec::serving {
 struct Settings {
   std::string package;  // the folder
   std::string host = "127.0.0.1";
-  int64_t port = 8080;  // 0: a free one, which is printed
+  int64_t port = 8080;  // 0 for a free port, which is printed
   int64_t workers = 1, threads = 1;
-  int64_t max_batch = 0;  // 0: the package's
+  int64_t max_batch = 0;  // 0 for the package's
   int64_t max_body = 16 << 20, max_header = 8192, memory = 512 << 20;
   int64_t queue = 1024, connections = 1024, per_address = 512;
   double head_s = 5, timeout_s = 10, idle_s = 60, drain_s = 0.5;
-  bool checksums = true;  // all weights are read once, at the start and at /reload
-  bool canary = true;     // and they answer the package's example with finite numbers; a delta's, too
-  std::string updates;    // the folder below which weights and deltas lie; "": neither is taken
-  std::string admin;      // where /reload and /delta are taken: listen.h has what may stand here
+  bool checksums = true;  // whether to read all weights once, at the start and at /reload
+  bool canary = true;     // whether weights, also after a delta, must answer the example with finite numbers
+  std::string updates;    // the folder of weights and deltas; "" refuses both
+  std::string admin;      // the address for /reload and /delta, in a form of listen.h
   std::string allowed_hosts;
   bool help = false;
 };
 
-// Of a command line, and of the file that its --settings names; a flag rules over the file. Bad for what is unknown or out of range.
+// Returns the settings of a command line, and of the file that its --settings names; a flag overrides the file. Bad for
+// an unknown name or a value out of range.
 Settings settings_of(const std::vector<std::string>& arguments);
 std::string usage();
 

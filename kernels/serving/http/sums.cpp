@@ -1,10 +1,11 @@
-// funcrec-serve-sums: the server with a model that needs no package: what it answers is known without running it, it fails and
-// dawdles when told to, and it is small enough for a build with sanitizers. PATH is a word: `bare` has no dense columns, others have 3.
+// funcrec-serve-sums: the server with a model that needs no package. Its answers are known without running it, it fails
+// or waits on request, and it is small enough for a build with sanitizers. PATH is a word: `bare` has no dense columns,
+// any other word has 3.
 //
 //   score[b] = version + sum over dense of x + sum over features f and ids i of (f + 1) * weight * id     f32
 //   ids[b]   = how many ids the bag has in all features                                                  i64[B, 2]: twice
 //
-// Rows of every table: 1000; ids outside count for nothing. An id of 900 makes a run fail, one of 901 makes it take 50 ms.
+// Every table has 1000 rows; ids outside are not counted. Id 900 makes a run fail, and id 901 makes it take 50 ms.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -66,7 +67,7 @@ Answer run(const Request& r, int64_t version, int64_t columns) {
   return out;
 }
 
-// A folder's `version`, or a file of changes: one number.
+// Reads one number: a folder's `version`, or a file of changes.
 int64_t number_in(const File& file) {
   int64_t n = -1;
   if (!(std::istringstream(read(file)) >> n) || n < 0) throw Bad("there is no version in it", file.path, "a file that holds a number");
