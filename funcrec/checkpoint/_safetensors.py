@@ -81,7 +81,7 @@ def write_tensors(file: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str
     header = header_of(lay([(n, tensors[n].dtype, tensors[n].shape) for n in order], 1), metadata, HEAD)
     if len(header) - HEAD > MOST_HEADER:
         got, need = f"{len(header) - HEAD:,} bytes", f"at most {MOST_HEADER:,} bytes"
-        fail(SAVE, "the names do not fit into a header.", got=got, need=need, hint="several files")
+        fail(SAVE, "the names do not fit into the header.", got=got, need=need, hint="several files")
     file.write(header)
     for n in order:
         write_bytes(file, tensors[n])

@@ -176,7 +176,7 @@ def tensor_problems(x: Tensor, path: str) -> Iterator[Problem]:
         is_parameter = isinstance(x, torch.nn.Parameter)
         yield problem(f"a {type(x).__name__}", "x.detach()" if is_parameter else "the plain tensors that it is made of")
     elif x.requires_grad or is_tracked(x):
-        yield problem(f"{describe(x)} of which a derivative is wanted", "x.detach()")
+        yield problem(f"{describe(x)} that is differentiated", "x.detach()")
     elif x.is_nested:
         yield problem("a nested tensor", "fr.JaggedTensor")
     elif x.is_quantized:

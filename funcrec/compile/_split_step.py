@@ -79,7 +79,7 @@ def operations(call: str, fn: Callable, arguments: Mapping[str, Any]) -> Traced:
         traced = trace(call, lambda mine: fn(*structure.unflatten(mine)), leaves, paths, decompositions={})
     if traced.graph is None:
         got, need = "requires_grad of a tensor that the step closes over", "values that nothing is differentiated by"
-        fail(call, "the step is followed by autograd.", got=got, need=need, hint="`.detach()`", kind=TypeError)
+        fail(call, "autograd tracks the step.", got=got, need=need, hint="`.detach()`", kind=TypeError)
     return traced
 
 

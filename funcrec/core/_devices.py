@@ -70,7 +70,7 @@ def target_problems(device: object, dtype: object) -> Iterator[Problem]:
         except (AssertionError, NotImplementedError, RuntimeError) as error:  # an unknown name, or a missing device
             need = "a device of this machine and of this torch"
             got = f"{str(device)!r}: {str(error).splitlines()[0]:.80}"
-            yield Problem("`device` is not to be had.", got, need, hint)
+            yield Problem("`device` is not available.", got, need, hint)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         yield Problem("`dtype` is not a dtype.", describe(dtype), "a torch.dtype of floats", hint, TypeError)
     elif dtype is not None and not dtype.is_floating_point:

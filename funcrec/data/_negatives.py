@@ -246,14 +246,14 @@ def count_vector_problems(counts: Tensor) -> Iterator[Problem]:
     elif is_concrete(counts):
         counts = counts.detach()
         if not bool(counts.isfinite().all()) or float(counts.min()) < 0:
-            yield Problem("`counts` has one that is none.", f"{float(counts.min()):g}", need, hint)
+            yield Problem("`counts` has a value that is not a count.", f"{float(counts.min()):g}", need, hint)
         elif float(counts.max()) == 0:
             yield Problem("`counts` are all 0.", describe(counts), need, hint)
 
 
 def _drawn_problems(counts: Tensor) -> Iterator[Problem]:
     if is_tracked(counts):
-        got = f"{describe(counts)} of which a derivative is wanted"
+        got = f"{describe(counts)} that is differentiated"
         need = "counts; which ids are drawn has no derivative"
         yield Problem("`counts` cannot be differentiated.", got, need, "counts.detach()", TypeError)
 
@@ -295,14 +295,14 @@ def _user_problems(negatives: Negatives, shape: Shape, user: Tensor | None) -> I
         count, (low, high) = negatives.known.offsets.shape[0] - 1, (int(x) for x in user.aminmax())
         if low < 0 or high >= count:
             got, hint = f"user {low if low < 0 else high}", "known_items(user, item, num_users=...)"
-            yield Problem("`user` has one of whom nothing is known.", got, f"0 <= user < {count}", hint)
+            yield Problem("`user` has a user without a bag of known ids.", got, f"0 <= user < {count}", hint)
 
 
 def _free_problems(free: Tensor, user: Tensor) -> Iterator[Problem]:
     none = free.flatten() <= 0
     if bool(none.any()):
         got, hint = f"user {int(user[int(none.int().argmax())])}", "leave such users out: no id is a negative of theirs"
-        yield Problem("`user` has one who knows all ids.", got, "an id or more that is not known", hint)
+        yield Problem("`user` has a user who knows all ids.", got, "at least one id that is not known", hint)
 
 
 def _pair_problems(user: Tensor, item: Tensor, num_users: int | None) -> Iterator[Problem]:

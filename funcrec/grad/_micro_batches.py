@@ -315,6 +315,6 @@ def aux_problems(columns: Sequence[tuple], structures: Sequence[Any], size: int)
                 yield Problem("`aux` has no mean.", describe(xs[0]), "float tensors", hint, TypeError)
             elif len(xs) > 1 and xs[0].shape[:1] == (size,):
                 got, hint = f"{describe(xs[0])}, micro-batches of {size} examples", "x.mean(0); of no example: x[None]"
-                yield Problem("`aux` has a value for each example.", got, "one that a mean may be taken of", hint)
+                yield Problem("`aux` has a value for each example.", got, "a value that has a mean", hint)
         elif any(type(x) is not type(xs[0]) or x != xs[0] for x in xs):
             yield Problem("`aux` differs between micro-batches.", f"{xs[0]!r} and others", "one value", "a tensor")

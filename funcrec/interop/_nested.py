@@ -76,5 +76,5 @@ def bag_problems(x: JaggedTensor) -> Iterator[Problem]:
         yield Problem("`x` has weights.", describe(x.weights), "none: a nested tensor has no place for them",
                       "to_nested(fr.JaggedTensor(x.values, x.offsets)), and one of (x.weights, x.offsets)")  # fmt: skip
     if is_wrapped(x.values) or is_wrapped(x.offsets):
-        yield Problem("`x` is of a transform of torch.func.", describe(x.values), "values of no transform",
+        yield Problem("`x` is inside a transform of torch.func.", describe(x.values), "values of no transform",
                       "x.to_padded(length), or to_nested outside of it", TypeError)  # fmt: skip

@@ -88,7 +88,7 @@ def find_places(
     doubled = sorted({n for n in taken if taken.count(n) > 1})
     if doubled:
         problems.append(Problem("two places have one name in the state dict.", f"{doubled}", "a name for each",
-                                "one leaf for what the module has once"))  # fmt: skip
+                                "one leaf for a tensor that the module has once"))  # fmt: skip
     return found, problems
 
 

@@ -283,8 +283,8 @@ def dict_problems(x: Mapping[str, Any], name: str) -> Iterator[Problem]:
         wrong = {k: v for k, v in x.items() if not is_tensor(v)}
     elif not all(isinstance(k, str) for k in x["state"]):
         keyed = "torchrec.optim.keyed.KeyedOptimizerWrapper(dict(module.named_parameters()), make)"
-        yield Problem(f"`{name}` is of an optimizer without names.", f"keys {list(x['state'])}", "names of parameters",
-                      keyed, TypeError)  # fmt: skip
+        yield Problem(f"`{name}` belongs to an optimizer without names.", f"keys {list(x['state'])}",
+                      "names of parameters", keyed, TypeError)  # fmt: skip
         return
     else:
         states = {k: own for k, own in x["state"].items() if isinstance(own, Mapping)}
@@ -312,7 +312,7 @@ def tracked_problems(tree: Any) -> Iterator[Problem]:
 def trained_problems(state: object) -> Iterator[Problem]:
     if not isinstance(state, TrainState):
         need = "a TrainState"
-        yield Problem("the state dict is of an optimizer.", describe(state), need, "step.init(params)", TypeError)
+        yield Problem("the state dict belongs to an optimizer.", describe(state), need, "step.init(params)", TypeError)
         return
     try:
         leaves, _ = dense_states(state)
@@ -351,14 +351,14 @@ def order_problems(
 
 def step_problems(state: object, step: object) -> Iterator[Problem]:
     if step is not None and not isinstance(state, TrainState):
-        yield Problem("`step` is of a TrainState.", describe(state), "a TrainState", "step.init(params)", TypeError)
+        yield Problem("`step` requires a TrainState.", describe(state), "a TrainState", "step.init(params)", TypeError)
 
 
 def rest_problems(features: object, step: object, group: object) -> Iterator[Problem]:
     for name, x in {"features": features, "step": step, "group": group}.items():
         if x is not None:
             hint = "load_torchrec_state_dict(q, state_dict)"
-            yield Problem(f"`{name}` is not of quantised tables.", describe(x), "None", hint, TypeError)
+            yield Problem(f"`{name}` does not belong to quantised tables.", describe(x), "None", hint, TypeError)
 
 
 def count_problems(state: TrainState, said: set[int], step: int | None) -> Iterator[Problem]:

@@ -82,7 +82,7 @@ def offsets_in(call: str, x: Any) -> Tensor:
     if not agree:  # some operators of TorchRec make views of bags with gaps
         got, need = f"lengths {lengths.tolist()}, offsets {offsets.tolist()}", "lengths == offsets.diff()"
         hint = "KeyedJaggedTensor(keys, values, weights, lengths=lengths), without offsets"
-        fail(call, "`x` has lengths that are not its offsets'.", got=got, need=need, hint=hint)
+        fail(call, "`x` has lengths that differ from its offsets.", got=got, need=need, hint=hint)
     return offsets
 
 

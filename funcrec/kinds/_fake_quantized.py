@@ -316,4 +316,4 @@ def learned_problems(tables: Mapping[str, Any], key: Tensor | None) -> Iterator[
         if n + SCALE in tables:
             yield Problem(f"`tables` has a table named {n + SCALE!r}.", f"{list(tables)}", "another name", "'scales'")
     if key is not None:
-        yield Problem("`key` goes with scales of rows.", "a key, and learned scales", "one of both", "key=None")
+        yield Problem("`key` requires scales of rows.", "a key, and learned scales", "one of both", "key=None")

@@ -90,7 +90,7 @@ def item_problems(item: Any, position: Position) -> Iterator[Problem]:
         yield Problem(f"`loader` has no batch after {position}.", "nothing", need, hint)
     elif not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], Position):
         got = describe(item[0]) if isinstance(item, tuple) and item else describe(item)
-        yield Problem("`loader` does not tell positions.", got, need, hint, TypeError)
+        yield Problem("`loader` gives no positions.", got, need, hint, TypeError)
     elif item[0] not in (Position(position.epoch, position.batch + 1), Position(position.epoch + 1, 0)):
         want = (
             f"{Position(position.epoch, position.batch + 1)}, or {Position(position.epoch + 1, 0)} with the last batch"

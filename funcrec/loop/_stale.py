@@ -137,7 +137,7 @@ class StalePipeline:
         if versions_of(one.halves) != one.versions:
             got = "a write to " + ", ".join(map(describe, one.halves.read))
             need = "tensors that stay as they are while batches are under way"
-            fail(CALL, "what the step's ids are made with changed after the exchange.", got=got, need=need)
+            fail(CALL, "the values that give the step's ids changed after the exchange.", got=got, need=need)
         self.held_bytes = one.halves.bytes
         return one.halves.read_ahead(state.tables, one.batch, one.routed)
 
@@ -173,4 +173,4 @@ def step_problems(step: object) -> Iterator[Problem]:
 def mesh_problems(mesh: Mesh | None) -> Iterator[Problem]:
     if mesh is not None and not mesh.is_emulated and mesh.device_mesh.device_type != "cpu":
         got, hint = mesh.device_mesh.device_type, "fr.pipeline(step, mesh=mesh)"
-        yield Problem("`mesh` is not of CPUs, where alone this was run.", got, "a mesh of processes on CPUs", hint)
+        yield Problem("`mesh` has devices other than CPUs.", got, "a mesh of processes on CPUs", hint)

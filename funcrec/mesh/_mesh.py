@@ -150,7 +150,7 @@ class Mesh:
         if alone.get():
             fail(
                 f"funcrec.jit({alone.get()})",
-                "a derivative follows a jitted function that exchanges with other ranks.",
+                "a jitted function that exchanges with other ranks is differentiated.",
                 got="requires_grad, or a grad or jvp around it, on this rank",
                 need="what all ranks run alike: where nothing follows the function they run its program",
                 hint="fr.jit of the derivative, such as fr.jit(torch.func.grad(f)); or f without jit", kind=TypeError,
@@ -252,7 +252,7 @@ def debug_problems() -> Iterator[Problem]:
     """Report `debug` after the first group is made. Torch reads the level of debugging when it makes that group."""
     if dist.is_initialized() and dist.get_debug_level() != dist.DebugLevel.DETAIL:
         hint = "make the mesh first, or TORCH_DISTRIBUTED_DEBUG=DETAIL"
-        yield Problem("`debug` comes too late.", "a process group made without it", "no group yet", hint, RuntimeError)
+        yield Problem("`debug` is set too late.", "a process group made without it", "no group yet", hint, RuntimeError)
 
 
 def world_problems(axes: dict[str, int]) -> Iterator[Problem]:

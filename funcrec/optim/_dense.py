@@ -334,7 +334,7 @@ def class_problems(cls: object, hyper: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(what, cls.__name__, need, "tables are trained by a RowOptimizer: fr.optim.adam", TypeError)
     for name in ("foreach", "fused", "capturable", "differentiable"):
         if hyper.get(name):
-            yield Problem(f"`{name}` is not yours to choose.", f"{name}={hyper[name]}", f"no {name}: `fr.jit` fuses")
+            yield Problem(f"`{name}` cannot be set.", f"{name}={hyper[name]}", f"no {name}: `fr.jit` fuses")
     yield from row_hyper_problems(hyper.get("lr", 0.0), {})
     for name, x in hyper.items():
         if name != "lr" and isinstance(x, Tensor) and x.dim():

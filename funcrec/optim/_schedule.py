@@ -126,7 +126,7 @@ def interpolation_problems(s: Stage) -> Iterator[Problem]:
     if s.policy == "interpolate" and (start is None or s.end_value is None):
         got = f"start_interpolating_iters={start}, end_value={s.end_value}"
         need, hint = "an int >= 0 and a number", "start_interpolating_iters=10, end_value=0.0"
-        yield Problem("`interpolate` does not know from where to where.", got, need, hint)
+        yield Problem("`interpolate` lacks its start or its end value.", got, need, hint)
     elif s.policy == "interpolate" and start >= s.max_iters:
         yield Problem("`start_interpolating_iters` is too late.", f"{start}", f"< max_iters = {s.max_iters}")
 

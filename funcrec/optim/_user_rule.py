@@ -75,7 +75,7 @@ def changing_message(call: str, before: "UserRule", now: "UserRule") -> str:
     name = lambda x: getattr(x[0], "__name__", "what it gives")
     differ = next((f"in {name(y)}" for a, b in both for x, y in zip(a, b, strict=False) if x != y), "")
     problem = Problem(
-        "the rule does something else again and again, and is compiled for each.",
+        "the rule changes again and again, and is compiled each time.",
         f"{MANY} compilations; another Python number or branch {differ}".rstrip(),
         "a rule whose numbers stay, or are tensors",
         "lr=a function of the step; hyper.step; a slot; a tensor f[] that the rule closes over in place of a number",

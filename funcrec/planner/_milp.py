@@ -65,7 +65,7 @@ def scipy_optimize() -> Any:
         import scipy.sparse
     except ImportError:
         got, hint = "no module scipy", "pip install 'funcrec[plan]'"
-        fail("funcrec.plan", "plans are solved by SciPy.", got=got, need="scipy >= 1.9", hint=hint, kind=ImportError)
+        fail("funcrec.plan", "a plan requires SciPy.", got=got, need="scipy >= 1.9", hint=hint, kind=ImportError)
     return scipy
 
 

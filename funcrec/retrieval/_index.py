@@ -158,8 +158,8 @@ def imported(call: str) -> ModuleType:
     try:
         import faiss
     except ImportError:
-        hint = "pip install 'funcrec[retrieval]', or `top_k`, which is exact"
-        fail(call, "an index is FAISS's.", got="no module faiss", need="faiss-cpu >= 1.8", hint=hint, kind=ImportError)
+        need, hint = "faiss-cpu >= 1.8", "pip install 'funcrec[retrieval]', or `top_k`, which is exact"
+        fail(call, "an index requires FAISS.", got="no module faiss", need=need, hint=hint, kind=ImportError)
     faiss.omp_set_num_threads(torch.get_num_threads())
     return faiss
 

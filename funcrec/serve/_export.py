@@ -390,4 +390,4 @@ def package_problems(path: Path) -> Iterator[Problem]:
 def isa_problems(isa: str) -> Iterator[Problem]:
     if isa == "portable" and platform.machine() not in ("x86_64", "AMD64"):
         need, hint = "an x86-64 processor", 'isa="native"'
-        yield Problem("`isa` is of another kind of processor.", platform.machine(), need, hint)
+        yield Problem("`isa` does not fit this kind of processor.", platform.machine(), need, hint)

@@ -139,11 +139,11 @@ def params_problems(params: Any) -> Iterator[Problem]:
             yield Problem(f"{at} is not a tensor.", describe(x), "a tree of tensors", hint, TypeError)
         elif x.device.type != "cpu" or x.layout != torch.strided or x.is_nested:
             hint = 'params.to("cpu")'
-            yield Problem(f"{at} is not a tensor of this memory.", describe(x), "strided tensors on the CPU", hint)
+            yield Problem(f"{at} is not a strided tensor on the CPU.", describe(x), "strided tensors on the CPU", hint)
         elif x.dtype not in NAMES:
             yield Problem(f"{at} has a dtype that packages have not.", describe(x), f"{list(DTYPES)}", kind=TypeError)
         elif path.startswith(OWN):
-            yield Problem(f"{at} has a name of the file's own.", path, f"a name that does not begin with {OWN}")
+            yield Problem(f"{at} has a reserved name.", path, f"a name that does not begin with {OWN}")
 
 
 def version_problems(version: str | None) -> Iterator[Problem]:

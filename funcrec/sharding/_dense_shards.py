@@ -232,7 +232,7 @@ def dense_axes_problems(mesh: Any, axes: Any, dense: DenseOptimizer | None = Non
             reason = str(error).splitlines()[0]
         if reason:
             need, hint = "one that has the same answer for every cut", "dense_axes=(), or torch.optim.Adam"
-            yield Problem("`dense` looks at more than one element at a time.", reason, need, hint)
+            yield Problem("`dense` does not update each element on its own.", reason, need, hint)
 
 
 def leaf_problems(dense: Any, state: Any) -> Iterator[Problem]:

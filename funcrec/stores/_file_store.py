@@ -84,7 +84,7 @@ def file_store(
     """
     check(CALL, dtype_problems(dtype))
     if not durable and not machine_start():
-        fail(CALL, "this system does not tell when it started.", got="durable=False", need="durable=True")
+        fail(CALL, "this system does not report its start time.", got="durable=False", need="durable=True")
     folder = Path(os.path.realpath(as_path(CALL, path, "folder", '"runs/rows"')))
     first = _first(init, num_rows, width, dtype)
     form = {"num_rows": num_rows, "width": width, "dtype": str(dtype).removeprefix("torch."), "first": first}

@@ -149,7 +149,7 @@ def checked_records(
 
 def dtype_problems(dtype: torch.dtype) -> Iterator[Problem]:
     if dtype not in DTYPES:
-        yield Problem("`dtype` is not one of records.", str(dtype), ", ".join(map(str, DTYPES)))
+        yield Problem("`dtype` is not a dtype of records.", str(dtype), ", ".join(map(str, DTYPES)))
 
 
 def step_problems(step: int) -> Iterator[Problem]:
@@ -165,7 +165,7 @@ def plain_problems(name: str, x: Tensor, hint: str) -> Iterator[Problem]:
         yield Problem(f"`{name}` is not a tensor.", type(x).__name__, "a tensor", hint, TypeError)
     elif is_wrapped(x) or is_tracked(x):
         hint = f"{name}.detach(), outside of grad, vmap and jit"
-        yield Problem(f"`{name}` is followed by a transform.", "a tensor that is not a plain value", "values", hint)
+        yield Problem(f"`{name}` is tracked by a transform.", "a tensor that is not a plain value", "values", hint)
     elif x.device.type != "cpu":
         yield Problem(f"`{name}` is on another device.", str(x.device), "cpu", f"{name}.cpu()")
 

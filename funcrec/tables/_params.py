@@ -91,7 +91,9 @@ def jump_problems(weight: Tensor | None, what: str) -> Iterator[Problem]:
     """
     if weight is not None and is_tracked(weight) and holds_somewhere(weight == 0):
         got, need = "a derivative by weights of which some are 0", "weights > 0, or none that a derivative follows"
-        yield Problem(f"{what} jumps where a weight is 0.", got, need, "weight.detach(), if these are padding")
+        yield Problem(
+            f"{what} is discontinuous where a weight is 0.", got, need, "weight.detach(), if these are padding"
+        )
 
 
 def holds_somewhere(x: Tensor) -> bool:

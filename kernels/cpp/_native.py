@@ -73,7 +73,7 @@ def check(x: Tensor, dims: int, dtypes: Sequence[torch.dtype]) -> int:
         fail("call", "a tensor has another number of dimensions.", got, str(dims), "see its contract in ops")
     if not at:
         fail("call", "a tensor's memory was given away.", got, "memory", "a tensor whose storage was not resized")
-    fail("call", "numbers lie across their addresses.", f"{got} at {at}", f"a multiple of {x.itemsize}", "x.clone()")
+    fail("call", "an address is not aligned.", f"{got} at {at}", f"a multiple of {x.itemsize}", "x.clone()")
 
 
 def table(x: Tensor) -> tuple[int, int, int, int]:

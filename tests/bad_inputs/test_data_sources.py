@@ -176,7 +176,7 @@ CALLS = [
         and read(at), ValueError, "text in UTF-8"),
     ("a tensor that is followed", lambda at: read({"a": torch.ones(2, requires_grad=True)}), TypeError, "a.detach()"),
     ("one of a jvp", lambda at: torch.func.jvp(lambda x: read({"a": x}), (torch.ones(2),), (torch.ones(2),)), TypeError,
-        "a derivative is wanted"),
+        "is differentiated"),
     ("one of a vmap", lambda at: torch.func.vmap(lambda x: read({"a": x}))(torch.ones(2, 3)), TypeError, "a.detach()"),
     ("a tensor on meta", lambda at: read({"a": torch.ones(2, device="meta")}), TypeError, "column `a` cannot be read"),
     ("a sparse tensor", lambda at: read({"a": torch.eye(2).to_sparse()}), TypeError, "column `a` cannot be read"),

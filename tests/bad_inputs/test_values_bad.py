@@ -85,7 +85,7 @@ WRONG = {  # call: (kind, the part of the message that names the argument)
     "no model": (lambda: fr.models.ml1m(["lr"]), TypeError, "`name` is unknown"),
     "moved nowhere": (lambda: fr.tree.to({}), ValueError, "`device` and `dtype` are both None"),
     "moved to integers": (lambda: fr.tree.to({}, torch.int32), TypeError, "`dtype` is not of floats"),
-    "no such device": (lambda: fr.Batch(None, IDS).to("nowhere"), ValueError, "`device` is not to be had"),
+    "no such device": (lambda: fr.Batch(None, IDS).to("nowhere"), ValueError, "`device` is not available"),
     "map over two forms": (lambda: fr.tree.map(max, {"a": 1}, {"b": 1}), ValueError, "`rest[0]` is not of the"),
     "a leaf too many": (lambda: fr.tree.unflatten(fr.tree.structure(1), [1, 2]), ValueError, "`leaves` have another"),
     "closer than 0": (lambda: fr.tree.allclose(1, 1, rtol=-1.0), ValueError, "`rtol` is out of range"),

@@ -64,7 +64,7 @@ def modules(module: ModuleType = fr):
 
 
 def test_every_public_name_has_a_place(site):
-    """Each public name of each public module has an anchor on the module's page; no page is of a private module."""
+    """Each public name of each public module has an anchor on the module's page. Private modules have no page."""
     pages, _ = site
     reference = {".".join(p.with_suffix("").parts[1:]): x for p, x in pages.items() if p.parts[0] == "reference"}
     found = dict(modules())
@@ -85,7 +85,8 @@ def test_every_public_name_is_found_by_task(site):
 
 
 def test_every_link_leads_somewhere(site):
-    """Each link within the site leads to a file, and its fragment to an id there; nothing is fetched from elsewhere."""
+    """Each link within the site leads to a file, and its fragment to an id there. No page loads anything from
+    elsewhere."""
     pages, out = site
     for path, page in pages.items():
         for link in page.links:
@@ -100,7 +101,7 @@ def test_every_link_leads_somewhere(site):
 
 
 def test_no_page_names_a_private_module(site):
-    """What a reader sees, sources apart, calls everything by its public name."""
+    """The text that a reader sees, apart from sources, calls everything by its public name."""
     for path, page in site[0].items():
         said = re.findall(r"funcrec(?:\.\w+)*\._[a-z]\w*", " ".join(page.text))
         assert not said, f"{path}: {set(said)}"

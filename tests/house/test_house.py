@@ -115,13 +115,13 @@ def own_imports(name, *, lazy):
 
 
 def test_every_folder_has_a_place():
-    """The order and the listing agree, and beside the folders stands nothing but funcrec's own face and its command."""
+    """The order and the listing agree. Besides the folders, the package has only its face and its command."""
     assert {folder_of(n) for n in MODULES} == set(FLOORS)
     assert sorted(p.name for p in PACKAGE.glob("*.py")) == ["__init__.py", "__main__.py"]
 
 
 def test_laws_stand_in_the_folders_that_they_are_of():
-    """A folder of tests/laws is named as the folder of funcrec whose laws it has."""
+    """A folder of tests/laws has the name of the folder of funcrec whose laws it tests."""
     found = {path.parent.name for path in (ROOT / "tests" / "laws").glob("*/test_*.py")}
     assert found <= set(FLOORS) and len(found) > 15
 
@@ -141,7 +141,8 @@ def test_folders_import_from_those_above(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_folders_are_imported_by_their_faces(name):
-    """What a module imports from another folder has no underscore: it is of the folder's face, or a public module."""
+    """A name that a module imports from another folder has no underscore: it comes from the folder's face or from a
+    public module."""
     for module, what in imported(name):
         if folder_of(module or what or "") != folder_of(name):
             hidden = [part for part in (*module.split("."), what or "") if part.startswith("_")]
@@ -149,7 +150,7 @@ def test_folders_are_imported_by_their_faces(name):
 
 
 def test_faces_export_what_others_import():
-    """A folder that is no public namespace exports only what some module outside of it imports."""
+    """A folder that is not a public namespace exports only names that a module outside of it imports."""
     public = {what for module, what in imported("__init__") if not module}
     used = {(module, what) for name in FILES for module, what in imported(name) if folder_of(module) != folder_of(name)}
     for folder in set(FLOORS) - public - {"kernels", "testing", "examples", "guide", "__main__"}:
@@ -174,8 +175,8 @@ def test_a_module_says_what_it_is_for(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_are_of_what_is_installed(name):
-    """At its top a module imports the standard library, torch, optree,
-    numpy, tqdm and funcrec; kernels torch and their peer."""
+    """At its top, a module imports only the standard library, torch, optree, numpy, tqdm and funcrec. A kernel module
+    imports only torch and its peer."""
     allowed = THIRD_PARTY | OPTIONAL.get(name, set()) | {"funcrec"}
     if name.startswith("kernels"):
         allowed = {"torch", "funcrec"} | {own for own, folder in PEERS.items() if name.startswith(folder)}
@@ -186,8 +187,7 @@ def test_imports_are_of_what_is_installed(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_torchs_private_levels_are_asked_in_one_place(name):
-    """`torch._functorch` and `torch._C._functorch` are named in core/_levels.py
-    alone, and for the kernels in their tracked.py."""
+    """Only core/_levels.py names `torch._functorch` and `torch._C._functorch`, and for the kernels only tracked.py."""
     named = [f"{m}.{what}" for m, what in imports(TREES[name], lazy=True)]
     named += [ast.unparse(node) for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)]
     found = [x for x in named if re.match(r"torch\.(_C\.)?_functorch\b", x)]
@@ -202,7 +202,7 @@ def test_files_are_short(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_functions_are_short(name):
-    """No function is longer than 60 lines, docstring apart."""
+    """No function is longer than 60 lines, without its docstring."""
     for node in ast.walk(TREES[name]):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             documented = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
@@ -212,15 +212,14 @@ def test_functions_are_short(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_sections_of_docstrings_have_a_line_for_their_name(name):
-    """What a call takes, returns and raises stands below the section's name, where pdoc reads it."""
+    """Args, returns and errors stand below the name of their section, where pdoc reads them."""
     found = re.findall(r"^\s+(?:Args|Returns|Yields|Raises): \S.*$", FILES[name].read_text(), re.M)
     assert found == []
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_there_are_no_class_hierarchies(name):
-    """A class has no base but those that make a record, a protocol,
-    an enumeration, an error or a differentiable function."""
+    """A class has no base except those of records, protocols, enumerations, errors and differentiable functions."""
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.ClassDef):
             bases = {ast.unparse(b).split("[")[0].split(".")[-1] for b in node.bases}
@@ -229,8 +228,8 @@ def test_there_are_no_class_hierarchies(name):
 
 
 def test_importing_funcrec_is_light():
-    """`import funcrec` in a fresh process loads no optional package and no compiler;
-    its tests and examples come when they are first asked for."""
+    """`import funcrec` in a fresh process loads no optional package and no compiler. Tests and examples are imported at
+    their first use."""
     own = ["funcrec.testing", "funcrec.testing.strategies", "funcrec.examples"]
     code = f"import sys, funcrec as fr; print([m for m in {HEAVY + own} if m in sys.modules]); "
     code += "print(fr.testing.check_grads.__module__, fr.examples.__name__, 'hypothesis' in sys.modules); "
@@ -254,7 +253,7 @@ def public_names():
 
 @pytest.mark.parametrize("name", public_names())
 def test_public_names_are_documented(name):
-    """Every public name has a docstring; functions and values that hold tensors have an example, errors none."""
+    """Every public name has a docstring. Functions and values that hold tensors have an example; errors have none."""
     value = getattr(fr, name)
     doc = inspect.getdoc(value)
     assert doc
@@ -270,7 +269,7 @@ def test_public_names_are_in_the_readme():
 
 
 def test_exports_are_explicit():
-    """`X as X` for every public name, and none begins with an underscore."""
+    """Each public name is exported as `X as X`, and none begins with an underscore."""
     for node in TREES["__init__"].body:
         if isinstance(node, ast.ImportFrom):
             assert all(a.asname == a.name and not a.name.startswith("_") for a in node.names)
@@ -278,7 +277,7 @@ def test_exports_are_explicit():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda p: p.stem)
 def test_tests_say_their_law(path):
-    """The first line of every test's docstring is the law in words; test files do not import one another."""
+    """The first line of every test's docstring is the law in words. Test files do not import one another."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
@@ -288,7 +287,8 @@ def test_tests_say_their_law(path):
 
 
 def test_what_tests_share_is_a_package():
-    """Files of tests are tests, or stand in `tests/programs`, which is on the path; none changes the path."""
+    """Files in the folders of tests are tests, or stand in `tests/programs`, which is on the path. No file changes the
+    path."""
     files = [p for p in (ROOT / "tests").rglob("*.py") if p.parent.name != "programs"]
     assert [p.name for p in files if not re.match(r"test_|conftest", p.name)] == []
     assert [p.name for p in (ROOT / "tests").rglob("*.py") if "sys" + ".path" in p.read_text()] == []
@@ -302,8 +302,8 @@ def test_errors_have_one_word_for_no(name):
 
 
 def test_every_test_file_is_collected(request):
-    """pytest, as `make test` calls it, passes by no folder and no file of tests; "dist"
-    and "build" stand on its own list of those it does."""
+    """pytest, as `make test` calls it, skips no folder and no file of tests, also none whose name is on pytest's own
+    list, such as "dist" and "build"."""
     config = request.config
     ignored = lambda path: config.hook.pytest_ignore_collect(collection_path=path, config=config)
     files = sorted((ROOT / "tests").rglob("test_*.py"))

@@ -23,7 +23,8 @@ PRIVATE = r"funcrec(?:\.\w+)*\._\w+"
 
 @pytest.mark.parametrize("face", FACES)
 def test_a_face_shows_its_public_names(face):
-    """dir of a public module is its public names and Python's own, each of which is there; `import *` gives these."""
+    """dir of a public module returns its public names and Python's own, and each of them exists. `import *` imports
+    these."""
     module = FACES[face]
     shown = [n for n in dir(module) if not n.startswith("__")]
     assert set(module.__all__) <= set(shown) and all(hasattr(module, n) for n in dir(module))
@@ -36,8 +37,8 @@ def test_a_face_shows_its_public_names(face):
 
 @pytest.mark.parametrize("face", FACES)
 def test_public_names_say_where_they_are(face):
-    """A public function or class is found where it says that it is: so it pickles, and messages name what users know
-    it by."""
+    """A public function or class is found at the name that it reports. So it pickles, and messages use the name that
+    users know."""
     for name in FACES[face].__all__:
         x = getattr(FACES[face], name)
         if isinstance(x, type | types.FunctionType):
@@ -48,8 +49,8 @@ def test_public_names_say_where_they_are(face):
 
 @pytest.mark.parametrize("face", FACES)
 def test_messages_call_a_function_by_its_shortest_name(face):
-    """A call with an argument that a public function or class has not is answered with the name that it has in funcrec,
-    or in the public module of those that have it: or by Python itself, with its bare one."""
+    """For an unknown argument, a public function or class raises an error with its name in funcrec, or in its public
+    module; only Python itself uses the bare name."""
     for name in FACES[face].__all__:
         x = getattr(FACES[face], name)
         is_class = isinstance(x, type) and not issubclass(x, BaseException) and not getattr(x, "_is_protocol", False)
@@ -62,7 +63,7 @@ def test_messages_call_a_function_by_its_shortest_name(face):
 
 @pytest.mark.parametrize("face", FACES)
 def test_help_names_no_private_module(face):
-    """help of a public module and of each of its names has no name that begins with an underscore on its paths."""
+    """The paths in help of a public module, and of each of its names, have no name that begins with an underscore."""
     module = FACES[face]
     for x in (module, *(getattr(module, n) for n in module.__all__)):
         text = pydoc.render_doc(x, renderer=pydoc.plaintext)
@@ -86,7 +87,7 @@ def test_help_lists_the_public_names():
 
 
 def test_the_version_is_that_of_pyproject(tmp_path):
-    """`__version__` is what pyproject.toml says: the one beside the package, else the one that was installed."""
+    """`__version__` is the version in pyproject.toml next to the package, or else that of the installed package."""
     said = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert fr.__version__ == version() == said and "__version__" in dir(fr)
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "funcrec"\nversion = "9.8"\n')
@@ -96,7 +97,7 @@ def test_the_version_is_that_of_pyproject(tmp_path):
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
-    """What funcrec does not have raises AttributeError with the module's name, and hasattr is False."""
+    """A missing name raises AttributeError with the module's name, and hasattr returns False."""
     with pytest.raises(AttributeError, match="module 'funcrec' has no attribute 'embedding'"):
         fr.embedding  # noqa: B018
     assert not hasattr(fr, "_private") and hasattr(fr.testing, "strategies") and hasattr(fr.examples, "ctr")

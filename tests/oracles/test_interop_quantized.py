@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_refused():
         load(q, {n: x for n, x in held.items() if ".b." not in n})
     with pytest.raises(ValueError, match="another number of rows"):
         load(fr.quantize({n: t[:3] for n, t in fr.dequantize(q).items()}, "int4"), held)
-    with pytest.raises(TypeError, match="`step` is not of quantised tables"):
+    with pytest.raises(TypeError, match="`step` does not belong to quantised tables"):
         load(q, held, step=3)
 
 

@@ -46,14 +46,14 @@ WRONG = {
         torch.ones(7, 4)), TypeError, "torch.func tracks"),
     "back in grad": (lambda: torch.func.grad(lambda x: to(fr.Params({"item": x, "user": torch.ones(5, 4)}, {}),
         HELD)[NAMES[0]].sum())(torch.ones(7, 4)), TypeError, "torch.func tracks"),
-    "step of params": (lambda: load(fresh(), HELD, step=3), TypeError, "`step` is of a TrainState"),
+    "step of params": (lambda: load(fresh(), HELD, step=3), TypeError, "`step` requires a TrainState"),
     "step in words": (lambda: load(STATE, MOMENTS, step="3"), TypeError, "`step` is not an integer"),
     "step below 0": (lambda: load(STATE, MOMENTS, step=-1), ValueError, "`step` is out of range"),
     "no step": (lambda: load(STATE, MOMENTS), ValueError, "how many steps were taken"),
     "two steps": (lambda: load(STATE, {"state": {n: {**own, "step": torch.tensor(float(i))} for i, (n, own) in
         enumerate(MOMENTS["state"].items())}}), ValueError, "counts of steps differ"),
     "no group": (lambda: load(STATE, MOMENTS, step=1, group="world"), TypeError, "`group` is not a ProcessGroup"),
-    "optimizer of params": (lambda: load(fresh(), MOMENTS), TypeError, "is of an optimizer"),
+    "optimizer of params": (lambda: load(fresh(), MOMENTS), TypeError, "belongs to an optimizer"),
     "optimizer without names": (lambda: load(STATE, {"state": {0: {"exp_avg": torch.ones(1)}}}), TypeError,
         "an optimizer without names"),
     "a slot less": (lambda: load(STATE, {"state": {n: {"exp_avg": own["exp_avg"]} for n, own in

@@ -61,9 +61,9 @@ NO_BAGS = {
     "nested already": (lambda: to_nested(NESTED), TypeError, "`x` is not a JaggedTensor"),
     "weighted": (lambda: to_nested(fr.JaggedTensor.from_lists([[1]], weights=[[0.5]])), ValueError, "has weights"),
     "in grad": (lambda: torch.func.grad(lambda v: to_nested(fr.JaggedTensor(v, JAGGED.offsets)).values().sum())(
-        JAGGED.values), TypeError, "of a transform of torch.func"),
+        JAGGED.values), TypeError, "a transform of torch.func"),
     "in vmap": (lambda: torch.func.vmap(lambda v: to_nested(fr.JaggedTensor(v, JAGGED.offsets)).values())(
-        torch.ones(2, 3)), TypeError, "of a transform of torch.func"),
+        torch.ones(2, 3)), TypeError, "a transform of torch.func"),
 }  # fmt: skip
 
 

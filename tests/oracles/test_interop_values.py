@@ -201,7 +201,7 @@ WRONG = {  # call: (kind, a part of the message)
         stride_per_key_per_rank=[[2], [2]], inverse_indices=(["a", "z"], torch.zeros(2, 3, dtype=torch.int64)))),
         ValueError, "inverse indices of other keys"),
     "gaps": (lambda: from_torchrec(tr.JaggedTensor(VALUES, lengths=LENGTHS - 1, offsets=torch.tensor([0, 2, 2, 3, 4]))),
-        ValueError, "lengths that are not its offsets'"),
+        ValueError, "lengths that differ from its offsets"),
     "offsets of another buffer": (lambda: from_torchrec(tr.JaggedTensor(VALUES, offsets=torch.tensor([1, 2]))),
         ValueError, "`offsets` does not begin at 0"),
     "keys in rows": (lambda: from_torchrec(tr.KeyedTensor(["a"], [2], torch.ones(2, 3), key_dim=0)), ValueError,

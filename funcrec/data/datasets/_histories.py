@@ -296,7 +296,7 @@ def timestamp_problems(timestamp: object, num_timestamps: int) -> Iterator[Probl
     if not isinstance(timestamp, int) or isinstance(timestamp, bool):
         yield Problem("`timestamp` is not an integer.", describe(timestamp), need, hint, TypeError)
     elif not 0 <= timestamp < num_timestamps:
-        yield Problem("`timestamp` is not there.", f"{timestamp}", need, hint)
+        yield Problem("`timestamp` does not exist.", f"{timestamp}", need, hint)
 
 
 def category_problems(num_items: int, num_categories: int, per_user: int, num_timestamps: int) -> Iterator[Problem]:
@@ -306,4 +306,4 @@ def category_problems(num_items: int, num_categories: int, per_user: int, num_ti
         yield Problem("`num_items` are too few.", got, need)
     if per_user > num_categories:
         got = f"{per_user} of {num_categories}"
-        yield Problem("`categories_per_user` are more than there are.", got, "at most num_categories")
+        yield Problem("`categories_per_user` is more than `num_categories`.", got, "at most num_categories")

@@ -49,7 +49,7 @@ def values_of(call: str, x: Tensor, name: str) -> np.ndarray:
     """Return the values of a tensor. The tensor must be on the CPU and must not be differentiated."""
     if not is_concrete(x) or is_tracked(x):
         got, need = describe(x), "a tensor on the CPU, outside of transforms, that needs no gradient"
-        got = f"{got} of which a derivative is wanted" if is_tracked(x) else got
+        got = f"{got} that is differentiated" if is_tracked(x) else got
         fail(call, f"`{name}` has no values that can be read.", got=got, need=need, hint=f"{name}.detach().cpu()")
     return (x.float() if x.dtype == torch.bfloat16 else x).detach().numpy()
 

@@ -236,7 +236,7 @@ def _sharing_problems(schema: Schema, share: Mapping[str, str]) -> Iterator[Prob
     onward = [n for n in share.values() if share.get(n, n) != n]
     if onward:
         need = "tables of their own"
-        yield Problem("`share` sends a column on to a third.", f"{onward}", need, 'share={"history": "item"}')
+        yield Problem("`share` names a table that shares another.", f"{onward}", need, 'share={"history": "item"}')
 
 
 def _columns_problems(schema: Schema, columns: Sequence[str] | None) -> Iterator[Problem]:
@@ -262,7 +262,7 @@ def _role_problems(schema: Schema) -> Iterator[Problem]:
     twice = [n for n in schema.keys if n in {*others, *schema.dense}] + [n for n in schema.dense if n in others]
     if twice:
         hint = f'a copy: table.append_column("{twice[0]}_2", table["{twice[0]}"])'
-        yield Problem("columns are to be encoded and something else.", f"{twice}", "one use of each", hint)
+        yield Problem("columns to encode have a second role.", f"{twice}", "one use of each", hint)
 
 
 def _encoder_problems(encoders: Mapping, schema: Schema, of: Mapping[str, str]) -> Iterator[Problem]:

@@ -114,7 +114,7 @@ def _set_problems(schema: Schema) -> Iterator[Problem]:
     unknown = [n for n in of if n not in schema.keys]
     if unknown or len(set(of)) < len(of):
         need = f"among {list(schema.keys)}, each once"
-        yield Problem("`weights` are of columns that are not ids.", f"{unknown or of}", need)
+        yield Problem("`weights` belong to columns that are not ids.", f"{unknown or of}", need)
 
 
 def _kind_problems(schema: Schema) -> Iterator[Problem]:

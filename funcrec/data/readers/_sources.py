@@ -147,7 +147,7 @@ def as_table(call: str, source: Any, wanted: Wanted):
         got = f"{describe(source)}: {'; '.join(map(str, error.args))}"[:200]
         if isinstance(source, Mapping):
             need = "columns of one length"
-            fail(call, "the columns of the table do not stand side by side.", got=got, need=need, hint=hint)
+            fail(call, "the columns of the table differ in length.", got=got, need=need, hint=hint)
         need = "columns of numbers, text, times or lists, each of one kind and one name"
         hint = "df.dtypes tells their kinds"
         hint = f"{hint}; df.iloc[[0]] for one row, series.to_frame() for one column"
@@ -167,7 +167,7 @@ def _column(call: str, name: str, x: Any):
     if isinstance(x, str | bytes | Mapping):
         fail(call, what, got=describe(x), need=need, hint=hint, kind=TypeError)
     if isinstance(x, torch.Tensor) and is_followed(x):
-        got = f"{describe(x)} of which a derivative is wanted" if is_tracked(x) else describe(x)
+        got = f"{describe(x)} that is differentiated" if is_tracked(x) else describe(x)
         need = "a tensor outside of transforms, that needs no gradient"
         fail(call, what, got=got, need=need, hint=f"{name}.detach()", kind=TypeError)
     try:

@@ -137,7 +137,7 @@ class Pipeline:
         if versions_of(halves) != one.versions:
             got = "a write to " + ", ".join(map(describe, halves.read))
             need = "tensors that stay as they are while batches are under way"
-            fail(CALL, "what the step's ids are made with changed after the exchange.", got=got, need=need)
+            fail(CALL, "the values that give the step's ids changed after the exchange.", got=got, need=need)
         if present is None:
             return halves.rest(state, one.batch, routed)
         return self.step(state, one.batch, lambda state, batch: halves.rest(state, batch, routed))

@@ -139,7 +139,7 @@ def rows_of(parts: Sequence[ChangedRows], table: Mapping) -> Change:
 def path_problems(path: str | os.PathLike) -> Iterator[Problem]:
     found = Path(path)
     if not found.name or found.is_dir():
-        yield Problem("`path` is not a file's.", f"{os.fspath(path)!r}", "the name of a file", '"runs/000001.delta"')
+        yield Problem("`path` does not name a file.", repr(os.fspath(path)), "the name of a file", '"runs/1.delta"')
     elif not found.parent.is_dir():
         hint = path_hint(path, "os.makedirs(folder, exist_ok=True)")
         yield Problem(
@@ -150,7 +150,7 @@ def path_problems(path: str | os.PathLike) -> Iterator[Problem]:
 def step_problems(since: str, version: str) -> Iterator[Problem]:
     if since == version:
         need = "another name for the newer weights"
-        yield Problem("`version` is the one that the package has.", repr(version), need, 'version="2"')
+        yield Problem("`version` is already the package's.", repr(version), need, 'version="2"')
 
 
 def shared_problems(manifest: Mapping, names: Collection[str]) -> Iterator[Problem]:
@@ -174,7 +174,7 @@ def cover_problems(wanted: Mapping, tables: Mapping, rest: Mapping[str, Tensor] 
     if absent := [n for n in wanted if n not in tables and n not in (rest if rest is not None else wanted)]:
         hint = "fr.Params({}, state.dense), with all but the tables; None to leave them as they are"
         yield Problem(
-            "`params` lack what `delta` has no rows of.", f"no {absent[:5]}", "a tree as it was exported", hint
+            "`params` lack parameters without rows in `delta`.", f"no {absent[:5]}", "a tree as it was exported", hint
         )
     for n, x in (rest or {}).items():
         form = lambda dtype, shape: f"{dtype}{list(shape)}"

@@ -239,16 +239,16 @@ def folder_problems(folder: str | os.PathLike) -> Iterator[Problem]:
         path = Path(os.path.abspath(text))
         first = next(x for x in (path, *path.parents) if os.path.lexists(x))
         if not first.is_dir():
-            yield Problem("`folder` is a file's, or below one.", repr(str(first)), need, hint, NotADirectoryError)
+            yield Problem("`folder` is a file, or lies below one.", repr(str(first)), need, hint, NotADirectoryError)
         elif any((path / x).exists() for x in (MANIFEST, FILE)):
             need = "a folder of its own, which servers read as their updates"
-            yield Problem("`folder` is a package's, or holds weights.", repr(str(path)), need, hint)
+            yield Problem("`folder` is a package, or holds weights.", repr(str(path)), need, hint)
 
 
 def record_problems(record: Any) -> Iterator[Problem]:
     if not all(hasattr(record, x) for x in ("when", "step", "state", "is_chief")):
         hint = 'fr.loop.Record("step", epoch, step, {}, state)'
-        yield Problem("the callback is not given a Record.", describe(record), "what fit gives", hint, TypeError)
+        yield Problem("the callback did not get a Record.", describe(record), "what fit gives", hint, TypeError)
 
 
 def state_problems(state: Any, mesh: Mesh | None) -> Iterator[Problem]:

@@ -93,7 +93,7 @@ class Plan:
     def _told(self, name: str) -> Report:
         if self.report is None:
             got, need = "a plan made by hand", "a plan that fr.plan made, which keeps its report"
-            fail(f"funcrec.Plan.{name}", "nobody has estimated this plan.", got=got, need=need, hint="fr.plan(...)")
+            fail(f"funcrec.Plan.{name}", "the plan has no estimate.", got=got, need=need, hint="fr.plan(...)")
         return self.report
 
     @property
@@ -255,4 +255,4 @@ def text_problems(text: str) -> Iterator[Problem]:
         elif own["report"] is not None:
             wrong = report_problem(own["report"], list(own["placements"]))
             if wrong:
-                yield Problem("`text` has a report that is none.", wrong, need, hint)
+                yield Problem("`text` has an invalid report.", wrong, need, hint)

@@ -34,7 +34,8 @@ def pairs(bags):
 @settings(max_examples=100, deadline=None)
 @given(frs.jagged_tensors(max_length=9), SEEDS, SHARES)
 def test_crop_keeps_a_run(bags, seed, share):
-    """Each bag becomes a run of ⌊share · n⌋ of its values with their weights, of at least one if it has any."""
+    """Each bag becomes a run of ⌊share · n⌋ of its values with their weights, but of at least one value if it is not
+    empty."""
     for own, got in zip(pairs(bags), pairs(crop(bags, fr.key(seed), share=share)), strict=True):
         size = max(math.floor(share * len(own)), 1) if own else 0
         assert got in [own[a : a + size] for a in range(len(own) - size + 1)]
@@ -54,7 +55,7 @@ def test_mask_replaces_its_share(bags, seed, share):
 @settings(max_examples=100, deadline=None)
 @given(frs.jagged_tensors(max_length=9), SEEDS, SHARES)
 def test_reorder_shuffles_a_run(bags, seed, share):
-    """Each bag keeps its values with their weights. All of them stay in their places but for a run of ⌊share · n⌋."""
+    """Each bag keeps its values with their weights. Only the values in a run of ⌊share · n⌋ change their places."""
     for own, got in zip(pairs(bags), pairs(reorder(bags, fr.key(seed), share=share)), strict=True):
         size = math.floor(share * len(own))
         assert sorted(got) == sorted(own)

@@ -73,7 +73,7 @@ def test_a_long_history_keeps_the_newest():
 
 
 def test_items_come_with_time():
-    """At timestamp t a category has its first items_per_category (t + 1) / T items, of which the last do occur."""
+    """At timestamp t a category has its first items_per_category (t + 1) / T items, and the last of these occur."""
     seen = dict.fromkeys(range(10), 0)
     for t in range(10):
         batch = DATA.take(torch.arange(40) + t * 40)
@@ -108,7 +108,7 @@ def test_categories_follow_their_counts():
 
 
 def test_ratings_follow_their_quarter_and_time():
-    """A rating is the mean of the item's own and of one that the category's quarter may have at that time."""
+    """A rating is the mean of the item's own rating and a rating that the category's quarter may have at that time."""
     data = fr.data.generated_histories(fr.key(7), **{**SIZES, "num_users": 2000})
     users = torch.arange(2000)
     zeros = torch.zeros(2000, 4, dtype=torch.int64)
@@ -134,7 +134,7 @@ def test_items_have_the_stated_ratings():
 
 
 def test_labels_have_the_stated_chances():
-    """Among labels with equal chances the share of ones is the chance, so that no model has a lower log loss."""
+    """Among labels with equal chances, the share of ones equals the chance, so no model has a lower log loss."""
     data = fr.data.generated_histories(fr.key(5), **{**SIZES, "num_users": 500})
     rows = torch.cat([data.requests(t) for t in (0, 3, 6, 9)])
     label, chances = data.take(rows).label, data.chances(rows)

@@ -205,7 +205,7 @@ def test_what_cannot_be_trained_so_is_refused(tmp_path):
     inside = lambda p, ids: fr.lookup(fr.fake_quantize(p.tables, scales="learned"), ids, FEATURES).values.sum()
     with pytest.raises(TypeError, match=r"the scales of `tables\['a'\]` would not be parameters"):
         fr.value_and_grad(inside)(fr.Params(TABLES, {}), IDS)
-    with pytest.raises(ValueError, match=r"`key` goes with scales of rows"):
+    with pytest.raises(ValueError, match=r"`key` requires scales of rows"):
         fr.fake_quantize(TABLES, scales="learned", key=fr.key(0))
     for tables in (fake, fr.quantize(TABLES)):
         with pytest.raises(TypeError, match=r"`tables` are not plain tables"):

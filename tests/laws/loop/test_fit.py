@@ -352,7 +352,7 @@ def test_the_bar_is_for_terminals(monkeypatch, capsys):
     ({"mode": "most"}, ValueError, "`mode` is unknown"), ({"monitor": "acc"}, KeyError, "among ['epoch', 'loss'"),
     ({"loader": iter([1])}, TypeError, "an iterator, which one epoch uses up"),
     ({"loader": 3}, TypeError, "a function or an iterable"), ({"loader": []}, ValueError, "`loader` has no batch"),
-    ({"loader": lambda position: [3]}, TypeError, "`loader` does not tell positions"),
+    ({"loader": lambda position: [3]}, TypeError, "`loader` gives no positions"),
     ({"loader": lambda _: [(Position(0, 1), next(loader(Position()))[1])]}, ValueError, "in the midst of epoch 0"),
     ({"loader": lambda position: [(Position(3, 1), 3)]}, ValueError, "to another position than the next"),
     ({"callbacks": [3]}, TypeError, "`callbacks[0]` is not a function"),

@@ -200,7 +200,7 @@ def test_fit_takes_a_pipeline():
     with pytest.raises(fr.CheckError, match="has ids outside table"):
         fr.fit(fr.pipeline(step), state, loader, epochs=1)
     bad = lambda position: iter([3])
-    with pytest.raises(TypeError, match="does not tell positions"):
+    with pytest.raises(TypeError, match="gives no positions"):
         fr.fit(fr.pipeline(add), torch.tensor(0.0), bad, epochs=1)
 
 

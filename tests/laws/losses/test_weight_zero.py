@@ -187,7 +187,7 @@ def test_a_models_padding_is_read_where_its_weight_is_followed():
     want = grad(value)(torch.where(w == 0, 1e-7, w))
     torch.testing.assert_close(grad(value)(w), want, rtol=1e-4, atol=1e-5)
     assert value(w, True).isfinite() and grad(lambda w: value(w, True))(w + 1).isfinite().all()
-    with pytest.raises(ValueError, match="batch norm jumps where a weight is 0"):
+    with pytest.raises(ValueError, match="batch norm is discontinuous where a weight is 0"):
         grad(lambda w: value(w, True))(w)
 
 
@@ -195,9 +195,9 @@ REFUSED = {
     "no finite loss": (
         lambda w: losses.mse(torch.where(w == 0, torch.nan, Z), Y, w), "an example of weight 0 has no finite loss"),
     "all weights 0": (lambda w: losses.mse(Z, Y, w.clamp(max=0)), "all weights are 0"),
-    "each example's": (lambda w: (w * losses.bce(Z, Y, w, reduction="none")).sum(), "jumps where a weight is 0"),
-    "candidates": (lambda w: losses.in_batch_softmax(CLASSES, CLASSES, w, log_q=None), "jumps where a weight is 0"),
-    "views": (lambda w: losses.contrastive(CLASSES, CLASSES, w), "jumps where a weight is 0"),
+    "each example's": (lambda w: (w * losses.bce(Z, Y, w, reduction="none")).sum(), "discontinuous where"),
+    "candidates": (lambda w: losses.in_batch_softmax(CLASSES, CLASSES, w, log_q=None), "discontinuous where"),
+    "views": (lambda w: losses.contrastive(CLASSES, CLASSES, w), "discontinuous where"),
 }  # fmt: skip
 
 

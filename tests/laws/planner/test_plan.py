@@ -360,7 +360,7 @@ BAD = {
     "both transports": (lambda: planned({"a": 2}, exact=True, dedup=True), ValueError, "exclude each other"),
     "reserve": (lambda: planned({"a": 2}, reserve=1.0), ValueError, "`reserve` is out of range"),
     "replicas": (lambda: planned({"a": 2}, replicas="b"), ValueError, "an axis that the mesh lacks"),
-    "a plan by hand": (lambda: fr.Plan({}).gap, ValueError, "nobody has estimated this plan"),
+    "a plan by hand": (lambda: fr.Plan({}).gap, ValueError, "the plan has no estimate"),
     "a text": (lambda: fr.Plan.from_json("{"), ValueError, "is not JSON"),
     "another text": (lambda: fr.Plan.from_json("[]"), ValueError, "is not a plan"),
     "another version": (

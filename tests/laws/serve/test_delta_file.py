@@ -140,7 +140,7 @@ def test_what_is_left_as_it_is_is_said(plain, first, tmp_path):
     """Dense parameters are part of a delta. Without them the delta raises, unless params=None says that they stay."""
     package = fr.load_package(plain)
     run, _ = STEP(first, batch(1))
-    with pytest.raises(ValueError, match="lack what `delta` has no rows of") as error:
+    with pytest.raises(ValueError, match="lack parameters without rows in `delta`") as error:
         fr.write_delta(tmp_path / "1", fr.delta(run), package, fr.Params({}, {"w": run.state.dense["w"]}), version="1")
     assert "dense['b']" in str(error.value)
     dense = {n: x for n, x in bits(package.params).items() if "dense" in n}
@@ -171,11 +171,11 @@ def test_a_name_of_two_tables_is_refused(plain, first, tmp_path):
 
 
 BAD = {
-    "the version it has": ({"version": "0"}, ValueError, "`version` is the one"),
+    "the version it has": ({"version": "0"}, ValueError, "`version` is already"),
     "another shape": ({"params": fr.Params({}, {"w": torch.ones(3), "b": torch.zeros(())})}, ValueError, "is not the"),
-    "a folder": ({"path": "."}, ValueError, "`path` is not a file's"),
+    "a folder": ({"path": "."}, ValueError, "`path` does not name a file"),
     "no delta": ({"delta": 3}, TypeError, "`delta`"),
-    "another table": ({"delta": fr.Delta({"int8": ()}, torch.tensor(1))}, ValueError, "lack what `delta`"),
+    "another table": ({"delta": fr.Delta({"int8": ()}, torch.tensor(1))}, ValueError, "lack parameters without rows"),
 }
 
 

@@ -371,8 +371,8 @@ def test_servers_are_told_directly(plain, tmp_path, monkeypatch):
 BAD = {
     "no name": ({"folder": ""}, ValueError, "`folder` names no folder"),
     "a null byte": ({"folder": "a\0b"}, ValueError, "`folder` names no folder"),
-    "a file": ({"folder": __file__}, NotADirectoryError, "`folder` is a file's"),
-    "below a file": ({"folder": __file__ + "/a/b"}, NotADirectoryError, "`folder` is a file's, or below one"),
+    "a file": ({"folder": __file__}, NotADirectoryError, "`folder` is a file, or"),
+    "below a file": ({"folder": __file__ + "/a/b"}, NotADirectoryError, "`folder` is a file, or lies below one"),
     "no address": ({"servers": ["localhost:80"]}, ValueError, "`servers` has no address"),
     "one address": ({"servers": "http://localhost"}, TypeError, "`servers`"),
     "a port beyond": ({"servers": ["http://localhost:65536"]}, ValueError, "`servers` has no address"),
@@ -401,7 +401,7 @@ def test_states_that_are_none_are_told(plain, tmp_path):
     tell = fr.publish(tmp_path / "published", plain, every_steps=1)
     with pytest.raises(TypeError, match="is not a training state"):
         tell(record("step", 1, {"w": torch.ones(2)}))
-    with pytest.raises(TypeError, match="is not given a Record"):
+    with pytest.raises(TypeError, match="did not get a Record"):
         tell(begun())
     several = torch.func.vmap(functools.partial(STEP.init, begun().params))(fr.split(fr.key(0), 2))
     for state in (several, several.state):

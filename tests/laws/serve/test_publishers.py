@@ -104,7 +104,7 @@ def test_a_package_is_not_published_into(plain, tmp_path):
     fr.save_weights(tmp_path / "weights", held(begun().state, "plain"))
     for folder in (other, tmp_path / "weights"):
         there = os.listdir(folder)
-        with pytest.raises(ValueError, match="is a package's, or holds weights"):
+        with pytest.raises(ValueError, match="is a package, or holds weights"):
             fr.publish(folder, plain, every_steps=1)
         assert os.listdir(folder) == there
 

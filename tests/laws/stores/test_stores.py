@@ -149,9 +149,9 @@ def test_bad_calls_are_refused_and_change_nothing(tmp_path):
             store.write(row, record.double())
         with refused(TypeError, "do not fit"):
             store.write(row, torch.ones(2, 3))
-        with refused(ValueError, "followed by a transform", "detach"):
+        with refused(ValueError, "tracked by a transform", "detach"):
             store.write(row, record.clone().requires_grad_())
-        with refused(ValueError, "followed by a transform"):
+        with refused(ValueError, "tracked by a transform"):
             torch.func.vmap(lambda r, store=store: store.read(r[None]))(row)
         with refused(TypeError, "not rows"):
             store.read(torch.tensor([1.0]))
