@@ -76,6 +76,8 @@ from funcrec.compile import jit as jit
 from funcrec.compile import Lowered as Lowered
 from funcrec.kinds import admit as admit
 from funcrec.kinds import dequantize as dequantize
+from funcrec.kinds import dynamic_tables as dynamic_tables
+from funcrec.kinds import DynamicTables as DynamicTables
 from funcrec.kinds import expire as expire
 from funcrec.kinds import fake_quantize as fake_quantize
 from funcrec.kinds import FakeQuantizedTables as FakeQuantizedTables
@@ -87,6 +89,7 @@ from funcrec.kinds import renew as renew
 from funcrec.kinds import Turnover as Turnover
 from funcrec.kinds import Vocabulary as Vocabulary
 from funcrec.kinds import vocabulary as vocabulary
+from funcrec.kinds import VocabularyConfig as VocabularyConfig
 from funcrec.kinds import vocabulary_items as vocabulary_items
 from funcrec.kinds import vocabulary_of as vocabulary_of
 from funcrec.retrieval import build_index as build_index

@@ -100,10 +100,10 @@ from funcrec.core._tree import UNPADDED as UNPADDED
 from funcrec.core._tree import T as T
 from funcrec.core._tree import class_name as class_name
 from funcrec.core._tree import fast_flatten as fast_flatten
-from funcrec.core._tree import leaf_names as leaf_names
 from funcrec.core._tree import leaf_paths as leaf_paths
 from funcrec.core._tree import map_tensors as map_tensors
 from funcrec.core._tree import map_with_names as map_with_names
+from funcrec.core._tree import named_leaves as named_leaves
 from funcrec.core._tree import paths as paths
 from funcrec.core._tree import pytree as pytree
 from funcrec.core._tree import refuse_write as refuse_write

@@ -173,9 +173,9 @@ def map_with_names(fn: Callable[[str, Any], Any], tree: T) -> T:
     return torch_tree.tree_map_with_path(lambda path, x: fn(_last_name(path), x), tree)
 
 
-def leaf_names(tree: Any) -> list[str]:
-    """Return the last key or field on the path of each leaf."""
-    return [_last_name(path) for path, _ in torch_tree.tree_flatten_with_path(tree)[0]]
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Return (the last key or field on its path, the leaf) for each leaf."""
+    return [(_last_name(path), x) for path, x in torch_tree.tree_flatten_with_path(tree)[0]]
 
 
 def _last_name(path: Sequence) -> str:

@@ -38,6 +38,7 @@ from funcrec.train import (
     TrainState,
     TrainStep,
     Update,
+    dynamic_problems,
     mesh_problems,
     own_memory,
     run_recipe,
@@ -131,6 +132,7 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
         if isinstance(params, TrainState):
             check(call, state_problems(params), laid_out_problems(params, where.mesh))
         state = params if isinstance(params, TrainState) else step.init(params, key)
+        check(call, dynamic_problems(state.tables, "a log keeps no vocabularies."))
         check(call, log_problems(state, recipe.sparse, steps, rows), tracked_problems(state))
         begin = functools.partial(
             begin_log, waiting=recipe.sparse.waiting, num_steps=steps, room=room_of(state, rows if steps else 1)

@@ -8,6 +8,11 @@ from funcrec.kinds._codes import CODES as CODES
 from funcrec.kinds._codes import bits_of as bits_of
 from funcrec.kinds._codes import dtype_problems as dtype_problems
 from funcrec.kinds._codes import named_dtypes as named_dtypes
+from funcrec.kinds._dynamic import DynamicTables as DynamicTables
+from funcrec.kinds._dynamic import VocabularyConfig as VocabularyConfig
+from funcrec.kinds._dynamic import admit_batch as admit_batch
+from funcrec.kinds._dynamic import configs_of as configs_of
+from funcrec.kinds._dynamic import dynamic_tables as dynamic_tables
 from funcrec.kinds._fake_quantized import FakeQuantizedTables as FakeQuantizedTables
 from funcrec.kinds._fake_quantized import fake_quantize as fake_quantize
 from funcrec.kinds._quantized import QuantizedTables as QuantizedTables

@@ -13,7 +13,7 @@ from funcrec.core import CheckError, Problem, check, describe, replace
 from funcrec.data import Loader, Position, StreamLoader
 from funcrec.jagged import KeyedJaggedTensor, offset_value_problems
 from funcrec.loop.pipelines._ready_batches import Ready
-from funcrec.tables import Batch, FeatureConfig, Lookup, table_shapes, value_problems
+from funcrec.tables import Batch, FeatureConfig, Lookup, bounded, table_shapes, value_problems
 
 CALL = "funcrec.fit"
 FREE = np.iinfo(np.int64).max  # more rows than any id needs, for ids that no table bounds
@@ -37,8 +37,10 @@ class BadIds:
         own = [x for x in lookups if x.ids is ids_of(batch)]
         if self.model is not None:
             self.features, self.shapes = tuple(self.model.features), table_shapes(self.model.tables)
+            for x in own:
+                self.features = tuple(bounded(self.features, x.tables))
         elif self.features is None and own:
-            self.features = tuple(dict.fromkeys(f for x in own for f in x.features))
+            self.features = tuple(dict.fromkeys(f for x in own for f in bounded(x.features, x.tables)))
             self.shapes = {n: shape for x in own for n, shape in table_shapes(x.tables).items()}
 
     def watching(self, loader: Any) -> Any:

@@ -30,7 +30,7 @@ from funcrec.core import (
 )
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.serve._weights import NAMES
-from funcrec.tables import Batch, kind_of_tables, lookups_seen, table_shapes
+from funcrec.tables import Batch, bounded, kind_of_tables, lookups_seen, table_shapes
 
 CALL = "funcrec.export"
 ANY_ROW = 2**63 - 1  # the rows of a column that is hashed, or that no lookup reads: every id is valid
@@ -195,7 +195,7 @@ def features_of(ids: KeyedJaggedTensor, lookups: Sequence) -> list[dict]:
     read: dict[str, list[tuple[str, int]]] = {key: [] for key in ids.keys}
     for tables, given, features in lookups:
         shapes = table_shapes(tables)
-        for f in features if given.values is ids.values and given.keys == ids.keys else ():
+        for f in bounded(features, tables) if given.values is ids.values and given.keys == ids.keys else ():
             read[f.key].append((f.table, ANY_ROW if f.hash is not None else shapes[f.table][0]))
     return [
         {

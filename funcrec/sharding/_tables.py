@@ -192,11 +192,21 @@ def quantize_sharded(tables: ShardedTables, dtype: Any, key: Tensor | None) -> S
     return ShardedTables(banks, layout._replace(banks=tuple(told)), tables.transport, of=QuantizedTables)
 
 
+def rows_of_parts(tables: ShardedTables, ids: Any, features: Any) -> tuple[ShardedTables, Any]:
+    """Return (sharded tables that are read by rows, the ids as rows), by the tensors that every rank has."""
+    if not KINDS[tables.of].any_ids(tables.rest):
+        return tables, ids
+    rows = KINDS[tables.of].as_rows(tables.rest, ids, features)[1]
+    return replace(tables, of=dict, rest=()), rows
+
+
 WHOLE = 'fr.fake_quantize of rows that are whole on a rank: row_wise, table_wise, replicated; or "float32" for this one'
 KINDS[ShardedTables] = Kind(
     lambda tables: KINDS[tables.of].placed.shapes(tables),
     read_sharded,
     lambda tables: KINDS[tables.of].is_trained(tables),
+    any_ids=lambda tables: KINDS[tables.of].any_ids(tables.rest),
+    as_rows=rows_of_parts,
     layout=lambda tables: tables.layout,
     read_each=read_each,
     quantized=quantize_sharded,

@@ -33,6 +33,7 @@ from funcrec.tables._kinds import Kind as Kind
 from funcrec.tables._kinds import Lookup as Lookup
 from funcrec.tables._kinds import LookupResult as LookupResult
 from funcrec.tables._kinds import Placed as Placed
+from funcrec.tables._kinds import bounded as bounded
 from funcrec.tables._kinds import is_plain as is_plain
 from funcrec.tables._kinds import kind_of_tables as kind_of_tables
 from funcrec.tables._kinds import layout_in as layout_in

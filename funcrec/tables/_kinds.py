@@ -13,15 +13,15 @@ consist of several parts, or lie in a section of one part.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcrec.core import Problem, describe, fail, leaf_names, map_with_names
+from funcrec.core import Problem, describe, fail, map_with_names, named_leaves, replace
 from funcrec.jagged import KeyedJaggedTensor
-from funcrec.tables._configs import FeatureConfig
+from funcrec.tables._configs import FeatureConfig, modulo
 from funcrec.tables._rowgrads import RowGrads
 
 
@@ -92,6 +92,8 @@ class Kind(NamedTuple):
     faked: the functions that `fake_quantize` calls; None if `fake_quantize` refuses the type.
     placed: the functions that `shard_tables`, `gather_tables`, `reshard` and checkpoints call. If they refuse the type,
       a text that the error shows as what to try.
+    any_ids: tables -> the names of the tables whose ids may be any numbers, because `as_rows` finds their rows.
+    as_rows: (tables, ids, features) -> the tables and the ids that a lookup reads instead; the new ids are rows.
     """
 
     shapes: Callable[[Any], Mapping[str, tuple[int, int]]]
@@ -103,6 +105,8 @@ class Kind(NamedTuple):
     quantized: Callable[..., Any] | None = None
     faked: Faked | None = None
     placed: Placed | str = ""
+    any_ids: Callable[[Any], Collection[str]] = lambda tables: ()
+    as_rows: Callable[..., tuple[Any, KeyedJaggedTensor]] = lambda tables, ids, features: (tables, ids)
 
 
 KINDS: dict[type, Kind] = {}
@@ -138,14 +142,21 @@ def with_parts(tables: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> Any
 
 def map_parts(fn: Callable[[str, Tensor], Any], tables: Mapping[str, Tensor]) -> Any:
     """Return tables of the same kind, with fn(part, tensor) for each part."""
-    names = () if is_plain(tables) else [n for n in leaf_names(tables) if n in tables]
+    is_part = lambda name, x: name in tables and x is tables[name]  # another tensor may have a part's name
+    names = () if is_plain(tables) else [n for n, x in named_leaves(tables) if is_part(n, x)]
     if not is_plain(tables) and sorted(names) != sorted(tables):
         fail(
             "funcrec.tables.KINDS", f"the parts of {type(tables).__name__} are not its tensors' names.",
             got=f"parts {list(tables)} of tensors named {names}", need="each tensor's last key or field once",
             hint="two dicts keyed by table: name the parts apart, as in {'item.base': ..., 'item.delta': ...}",
         )  # fmt: skip
-    return map_with_names(lambda name, x: fn(name, x) if name in tables else x, tables)
+    return map_with_names(lambda name, x: fn(name, x) if is_plain(tables) or is_part(name, x) else x, tables)
+
+
+def bounded(features: Sequence[FeatureConfig], tables: Any) -> list[FeatureConfig]:
+    """Return the features, with a hash for those whose ids may be any numbers: checks of values let their ids pass."""
+    free = kind_of_tables(tables).any_ids(tables) if isinstance(tables, Mapping) else ()
+    return [replace(f, hash=modulo()) if f.table in free and f.hash is None else f for f in features]
 
 
 def table_shapes(tables: Any) -> dict[str, tuple[int, int]]:

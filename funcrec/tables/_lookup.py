@@ -40,7 +40,7 @@ from funcrec.tables._each import (
     to_examples,
     to_examples_transpose,
 )
-from funcrec.tables._kinds import LookupResult, is_plain, kind_of_tables, see, table_shapes
+from funcrec.tables._kinds import LookupResult, bounded, is_plain, kind_of_tables, see, table_shapes
 from funcrec.tables._maxima import as_sequences, greatest, in_order, is_max, maxima_read, maxima_transpose, weigh
 from funcrec.tables._plain import Tables, marked, pooled_transpose, read_plain, read_rows, sequence_rows
 from funcrec.tables._rowgrads import RowGrads
@@ -86,7 +86,7 @@ def lookup(
     FBGEMM's inference tables do.
     """
     call = "funcrec.lookup"
-    tables, owners = opened(call, tables, ids, features)
+    tables, ids, owners = opened(call, tables, ids, features)
     pooled = tuple(f for f in features if f.pooling != "none")
     if not pooled and features:
         no_feature(call, features, "sum", "lookup_sequence")
@@ -119,7 +119,7 @@ def lookup_each(
     Source: TorchRec's EmbeddingBagCollection of ids with stride_per_key_per_rank, before inverse_indices are applied.
     """
     call = "funcrec.lookup_each"
-    tables, owners = opened(call, tables, ids, features)
+    tables, ids, owners = opened(call, tables, ids, features)
     pooled = tuple(f for f in features if f.pooling != "none")
     if not pooled and features:
         no_feature(call, features, "sum", "lookup_sequence")
@@ -206,7 +206,7 @@ def lookup_transpose(
       tensor([ 1.,  0., 11.])
     """
     call = "funcrec.lookup_transpose"
-    check_lookup(call, tables, ids, features)
+    tables, ids = checked_rows(call, tables, ids, features)
     pooled = [f for f in features if f.pooling != "none"]
     shapes = table_shapes(tables)
     check(call, acts_problems("d_acts", d_acts, ids, pooled, shapes))
@@ -261,7 +261,7 @@ def lookup_sequence(
     """
     call = "funcrec.lookup_sequence"
     check(call, FLAG.find("expand", expand))
-    tables, owners = opened(call, tables, ids, features)
+    tables, ids, owners = opened(call, tables, ids, features)
     sequences = tuple(f for f in features if f.pooling == "none")
     if not sequences and features:
         no_feature(call, features, "none", "lookup")
@@ -306,7 +306,7 @@ def lookup_sequence_transpose(
     """
     call = "funcrec.lookup_sequence_transpose"
     check(call, kind_of(Mapping[str, JaggedTensor]).find("d_sequences", d_sequences), FLAG.find("expand", expand))
-    check_lookup(call, tables, ids, features)
+    tables, ids = checked_rows(call, tables, ids, features)
     sequences = [f for f in features if f.pooling == "none"]
     shapes = table_shapes(tables)
     out: dict[str, RowGrads] = {}
@@ -327,15 +327,21 @@ def lookup_sequence_transpose(
     return out
 
 
-def opened(call: str, tables: Any, ids: object, features: object) -> tuple[Any, list[Owner]]:
-    """Return the checked tables of a lookup, without TableRefs, and the owners that want cotangents of the tables."""
+def opened(call: str, tables: Any, ids: object, features: object) -> tuple[Any, KeyedJaggedTensor, list[Owner]]:
+    """Return checked tables without TableRefs, ids that are rows, and the owners that want cotangents of the tables."""
     tables, owners = open_tables(tables)
     if not isinstance(tables, Mapping):
         need, hint = "{name: f[R, D]}", "funcrec.init(key, tables) makes them of configs"
         fail(call, "`tables` is not a mapping.", got=describe(tables), need=need, hint=hint, kind=TypeError)
-    check_lookup(call, tables, ids, features)
+    rows = checked_rows(call, tables, ids, features)
     see(tables, ids, features)
-    return tables, owners
+    return *rows, owners
+
+
+def checked_rows(call: str, tables: Any, ids: Any, features: Any) -> tuple[Any, KeyedJaggedTensor]:
+    """Check the arguments, and return the tables and the ids, which are rows, that a lookup reads in their place."""
+    check_lookup(call, tables, ids, features)
+    return kind_of_tables(tables).as_rows(tables, ids, features) if isinstance(tables, Mapping) else (tables, ids)
 
 
 def read_kind(
@@ -375,7 +381,7 @@ def check_lookup(call: str, tables: Any, ids: object, features: object) -> None:
         row_dtype_problems(tables, ids, features),
     )
     if is_checking():
-        check_values(call, lambda ids: value_problems(ids, features, table_shapes(tables)), ids)
+        check_values(call, lambda ids: value_problems(ids, bounded(features, tables), table_shapes(tables)), ids)
 
 
 def check_room(call: str, read: LookupResult, owners: Sequence[Owner]) -> None:

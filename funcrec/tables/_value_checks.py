@@ -15,7 +15,7 @@ from funcrec.tables._checks import (
     table_tensor_problems,
 )
 from funcrec.tables._configs import FeatureConfig, TableConfig
-from funcrec.tables._kinds import is_plain, table_shapes
+from funcrec.tables._kinds import bounded, is_plain, table_shapes
 from funcrec.tables._params import Batch, batch_parts, blank_padding
 
 SHOWN_MAX = 3  # ids per feature that a message shows
@@ -63,7 +63,7 @@ def validate(
     check(call, feature_table_problems(features, tables), feature_key_problems(features, found))
     check(call, bounds_problems(labels))
     rest = batch_value_problems(ids, labels) if isinstance(ids, Batch) else ()
-    check(call, value_problems(found, features, table_shapes(tables)), rest)
+    check(call, value_problems(found, bounded(features, tables), table_shapes(tables)), rest)
     check(call, unread_weight_problems(found, features))
     return ids
 

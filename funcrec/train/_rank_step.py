@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import describe, fail, is_checking, random, replace, tree_map, value_below
+from funcrec.core import check, describe, fail, is_checking, random, replace, tree_map, value_below
 from funcrec.grad import check_gradients, loss_and_aux
+from funcrec.kinds import admit_batch, configs_of
 from funcrec.mesh import Codec, Mesh, P, added, all_gather, axis_index, is_small, ordered_sum, pmean
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import (
@@ -29,6 +30,7 @@ from funcrec.sharding import (
     init_slots,
     joined_overflow,
     own_dense,
+    renew_banks,
     shard_tables,
     sum_dense,
     update_banks,
@@ -36,6 +38,7 @@ from funcrec.sharding import (
     whole_leaves,
 )
 from funcrec.tables import Params
+from funcrec.train._admission import admission_problems, counts_of, is_dynamic
 from funcrec.train._recipe import Gathered, Recipe, Stages
 from funcrec.train._state import TrainState
 
@@ -124,6 +127,7 @@ def rank_of(
 
     is_mean = lambda x: isinstance(x, Tensor) and x.is_floating_point()
     return Stages(
+        admitted=functools.partial(admitted, batch_axes=batch_axes, capacity=capacity),
         loss_fn=loss_fn,
         key=lambda key: random.fold_in(key, axis_index(batch_axes)),
         params=params,
@@ -133,6 +137,24 @@ def rank_of(
         merged=lambda merge, dense, aux: own_dense(merge(gather_dense(dense), aux), dense),
         settled=settled,
     )
+
+
+def admitted(
+    sparse: RowOptimizer, state: TrainState, batch: Any, *, batch_axes: tuple[str, ...], capacity: int | None
+) -> tuple[TrainState, dict]:
+    """Return (the state with a row for each admitted id of all ranks' batches, metrics)."""
+    if not is_dynamic(state.tables):
+        return state, {}
+    check("funcrec.train_step", admission_problems(sparse, capacity))
+    of_all = lambda x: all_gather(x, batch_axes).flatten(0, 1) if batch_axes else x
+    dynamic, turnovers = admit_batch(state.tables.rest, batch, of_all)
+    tables, slots, layout = state.tables, state.slots, state.tables.layout
+    forms = {s.table: (dict(layout.shapes)[s.table], layout.banks[s.bank].dtype) for s in layout.shards}
+    for name, turnover in turnovers.items():
+        configs = configs_of(dynamic, name, forms)
+        banks, slots = renew_banks(sparse, tables, slots, turnover, dynamic.first_key, configs)
+        tables = replace(tables, banks=banks)
+    return replace(state, tables=replace(tables, rest=dynamic), slots=slots), counts_of(turnovers)
 
 
 def settled(fits: Tensor | None, old: TrainState, new: TrainState, metrics: dict) -> tuple[TrainState, dict]:

@@ -1,6 +1,6 @@
 """The recipe of a step, which is the same everywhere, and its stages, which differ between one process and ranks.
 
-    key, params --loss, grad--> loss_r, grads_r --gathered--> grads --update-->
+    batch --admitted--> rows for its ids;  key, params --loss, grad--> loss_r, grads_r --gathered--> grads --update-->
     tables', slots', dense', dense_opt' --settled--> state'
 
 In one process each stage is the identity, or the optimizer's update; on ranks it is an exchange, or one rank's part of
@@ -18,6 +18,7 @@ from funcrec.core import random
 from funcrec.grad import over_micro_batches, value_grad_and_overflows
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.tables import RowGrads, with_parts
+from funcrec.train._admission import admitted
 from funcrec.train._state import TrainState
 
 
@@ -70,6 +71,7 @@ def update_tables(sparse: RowOptimizer, gathered: Gathered, state: TrainState) -
 class Stages(NamedTuple):
     """The stages of a step that differ between one process and ranks. The defaults are for one process.
 
+    admitted: (sparse, state, batch) -> (state, metrics); the state has a row for each admitted id of the batch.
     loss_fn: recipe -> the function to differentiate.
     key: the step's key -> the key for this rank's bags.
     params: state -> Params, as the loss takes them.
@@ -80,6 +82,7 @@ class Stages(NamedTuple):
     settled: (fits, old state, new state, metrics) -> (state, metrics); the old state if some id found no room.
     """
 
+    admitted: Callable = admitted
     loss_fn: Callable = lambda recipe: recipe.loss_fn
     key: Callable = lambda key: key
     params: Callable = lambda state: state.params
@@ -92,6 +95,8 @@ class Stages(NamedTuple):
 
 def run_recipe(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
     """Return (state', metrics) after one step."""
+    old = state
+    state, of_ids = place.admitted(recipe.sparse, old, batch)
     extra = with_key(recipe, state, place.key)
     loss_fn, k = place.loss_fn(recipe), recipe.micro_batches
     differentiate = value_grad_and_overflows if k == 1 else functools.partial(over_micro_batches, num_micro_batches=k)
@@ -105,6 +110,6 @@ def run_recipe(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> 
     aux = place.mean(aux)
     if recipe.merge is not None:
         dense = place.merged(recipe.merge, dense, aux)
-    metrics = {**gathered.metrics, "loss": loss, **({"aux": aux} if recipe.has_aux else {})}
+    metrics = {**gathered.metrics, **of_ids, "loss": loss, **({"aux": aux} if recipe.has_aux else {})}
     new = TrainState(state.step + 1, tables, slots, dense, dense_opt, state.key)
-    return place.settled(gathered.fits, state, new, metrics)
+    return place.settled(gathered.fits, old, new, metrics)

@@ -7,7 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from funcrec.core import replace
+from funcrec.core import check, replace
+from funcrec.train._admission import dynamic_problems
 from funcrec.train._rank_step import state_specs
 from funcrec.train._recipe import Recipe, Stages, run_recipe
 from funcrec.train._state import TrainState
@@ -32,6 +33,7 @@ def stale_of(step: Any) -> StaleStep | None:
 
     def update(state: TrainState, tables: Any, batch: Any) -> tuple[TrainState, dict]:
         own.check(state, batch)
+        check("funcrec.train_step", dynamic_problems(state.tables, "a stale pipeline would train rows of other ids."))
         specs = lambda both: (state_specs(both[0]), both[0].tables.specs())
         (state, _), metrics = own.where.run(functools.partial(run_stale, own.recipe), specs, (state, tables), batch)
         return state, metrics

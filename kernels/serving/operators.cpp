@@ -274,6 +274,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize(Tensor rows, Tensor offsets
   return {out, lengths, moved, positions};
 }
 
+constexpr int64_t SLOTS = 128;  // kernels/vocabulary.py: rows of a bucket
+
+Tensor find_ids(Tensor tags, Tensor entries, Tensor ids, Tensor valid, int64_t shared, int64_t salt) {
+  static const Entry entry = Object::get().entry("find_ids");
+  tags = packed(tags), entries = packed(entries), ids = packed(ids);
+  Call call("find_ids");
+  const int64_t num_rows = tags.dim() == 1 ? tags.size(0) : 0;
+  if (tags.scalar_type() != ScalarType::Byte || num_rows < 1 || num_rows % SLOTS) call.fail("`tags` are not those of a vocabulary", tags, "u8[R], R a multiple of 128");
+  if (entries.scalar_type() != ScalarType::Long || entries.dim() != 2 || entries.size(0) != num_rows || entries.size(1) != 2)
+    call.fail("`entries` do not fit `tags`", entries, "i64[R, 2]");
+  if (valid.scalar_type() != ScalarType::Long || valid.numel() != 1) call.fail("`valid` is not a number", valid, "i64[]");
+  if (shared < 0 || shared > INT32_MAX) fail("find_ids", "`shared` is out of range.", std::to_string(shared), "0 to 2^31 - 1");
+  const Tensor rows = empty({ids.dim() ? ids.size(0) : 0}, ScalarType::Long);
+  call.pointer(tags).pointer(entries).add({num_rows, shared, salt}).ints(ids).pointer(valid).pointer(rows).run(entry);
+  return rows;
+}
+
 // -- attention --------------------------------------------------------------------------------------------------------
 
 constexpr double TIME_STEP = 0.301;  // kernels/forms.py: of log |t_i - t_j|, between two buckets of time
@@ -358,6 +375,7 @@ STABLE_TORCH_LIBRARY(funcrec_cpp, m) {
   m.def("jagged_attention(Tensor queries, Tensor keys, Tensor values, Tensor offsets, Tensor key_offsets, Tensor? position_bias, Tensor? time_bias, "
         "Tensor? query_times, Tensor? key_times, Tensor? num_targets, float scale, float normalizer, bool softmax, bool causal) -> (Tensor, Tensor)");
   m.def("bag_extrema(Tensor values, Tensor offsets, bool greatest, bool placed) -> (Tensor, Tensor)");
+  m.def("find_ids(Tensor tags, Tensor entries, Tensor ids, Tensor valid, int shared, int salt) -> Tensor");
   m.def("from_padded(Tensor padded, Tensor offsets, SymInt capacity) -> Tensor");
 }
 
@@ -372,6 +390,7 @@ STABLE_TORCH_LIBRARY_IMPL(funcrec_cpp, CPU, m) {
   m.impl("to_padded", TORCH_BOX(&to_padded));
   m.impl("jagged_attention", TORCH_BOX(&jagged_attention));
   m.impl("bag_extrema", TORCH_BOX(&bag_extrema));
+  m.impl("find_ids", TORCH_BOX(&find_ids));
   m.impl("from_padded", TORCH_BOX(&from_padded));
 }
 

@@ -52,8 +52,10 @@ NOT_HERE = {
     "bag_filter, which is here, by a mask of ids": ["drop_ids"],
     "of ids, which have no derivative": [
         "vocabulary", "Vocabulary", "vocabulary_items", "vocabulary_of", "find", "admit", "expire", "Turnover",
+        "VocabularyConfig",
     ],
     "puts drawn or moved rows into tables: test_vocabulary_rows": ["renew", "grow"],
+    "tables with the ids that have their rows: test_dynamic": ["dynamic_tables", "DynamicTables"],
     "takes ranges of ids, as lookup_sequence, which is here": ["sequence_ids"],
     "a folder, made of what is here": ["data", "interop", "kernels", "metrics", "models", "nn", "optim"],
 }  # fmt: skip

@@ -30,6 +30,7 @@ SAID_ELSEWHERE = {
     "ShardedTables.__getitem__": "by the field `banks`",
     "QuantizedTables.__getitem__": "by the field `tables`",
     "FakeQuantizedTables.__getitem__": "by the fields",
+    "DynamicTables.__getitem__": "by the field `tables`",
 }
 
 

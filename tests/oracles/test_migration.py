@@ -1,6 +1,5 @@
 """Every line of the migration table runs in both libraries. The results are equal."""
 
-import importlib
 import re
 from pathlib import Path
 
@@ -28,7 +27,6 @@ PAGE = (Path(fr.interop.__file__).parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 LINES = [line for line in PAGE.splitlines() if line.startswith("| `")]
 ROWS = [m.groups() for line in LINES if (m := re.fullmatch(r"\| `([^`]+)` \| `([^`]+)` \|", line))]
-YET = [m.groups() for line in LINES if (m := re.fullmatch(r"\| `([^`]+)` \| not there yet: `fr\.(\w+)`.* \|", line))]
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -51,7 +49,7 @@ def one_rank():
 
 def test_the_page_has_enough_rows():
     """The table has at least sixty lines that are run. The parser skips no line."""
-    assert len(ROWS) >= 60 and len(ROWS) + len(YET) == len(LINES)
+    assert len(ROWS) >= 60 and len(ROWS) == len(LINES)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[left[:60] for left, _ in ROWS])
@@ -62,14 +60,6 @@ def test_both_sides_are_the_same(row, names, request):
         request.getfixturevalue("one_rank")
     theirs, ours = eval(left, names), eval(right, names)
     compare(theirs, ours, names)
-
-
-@pytest.mark.parametrize(("theirs", "ours"), YET)
-def test_what_is_not_there_yet_is_not_there(theirs, ours):
-    """A line of missing features names a feature that TorchRec has and funcrec does not have."""
-    module, name = theirs.rsplit(".", 1)
-    assert hasattr(importlib.import_module(module), name)
-    assert not hasattr(fr, ours)
 
 
 def test_a_wrong_line_is_seen(names):

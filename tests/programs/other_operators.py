@@ -13,6 +13,8 @@ import torch
 OFFSETS = torch.tensor([0, 2, 2, 5, 7, 7])
 ROWS = torch.tensor([3, -1, 0, 9, 2, 2, 2**62])
 TABLE = torch.arange(30.0).view(6, 5)
+TAGS = torch.arange(1, 129).to(torch.uint8)  # a vocabulary of one bucket
+ENTRIES = torch.tensor([3, 7]).repeat(128, 1)
 ORDERED = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -58,6 +60,10 @@ def calls() -> Iterator[tuple]:
         x = torch.tensor([[3, 1], [3, 0], [2, 5], [7, 7], [7, 9], [0, 1], [4, 2]]).to(dtype)
         yield "bag_extrema", (x, OFFSETS, True, True)
         yield "bag_extrema", (x[:, :1].contiguous(), OFFSETS.int(), False, False)
+    for ids in (ROWS, ROWS.clamp(-2, 30).int(), torch.arange(200) - 50, ROWS[:0]):
+        for tags in (TAGS, TAGS + 127):  # id 3 is in every row, and one row of the two has its tag
+            yield "find_ids", (tags, ENTRIES, ids, torch.tensor(len(ids)), 3, 0)
+        yield "find_ids", (TAGS, ENTRIES, ids, torch.tensor(len(ids) // 2), 0, 5)
     yield "bucketize", (ROWS, OFFSETS, None, 3, 2)
     yield "bucketize", (ROWS.clamp(-2, 30).int(), OFFSETS, torch.rand(7), 2, 3)
 
@@ -96,6 +102,10 @@ WRONG = {
     "a negative length": ("to_padded", (ROWS, OFFSETS, -1, 0.0)),
     "other bags": ("from_padded", (ROWS[:6].view(3, 2), OFFSETS, 6)),
     "the greatest bool": ("bag_extrema", (ROWS > 0, OFFSETS, True, True)),
+    "tags of half a bucket": ("find_ids", (TAGS[:64], ENTRIES[:64], ROWS, torch.tensor(7), 0, 0)),
+    "fewer entries": ("find_ids", (TAGS, ENTRIES[:64], ROWS, torch.tensor(7), 0, 0)),
+    "ids of floats": ("find_ids", (TAGS, ENTRIES, ROWS.double(), torch.tensor(7), 0, 0)),
+    "several numbers of ids": ("find_ids", (TAGS, ENTRIES, ROWS, torch.tensor([7, 7]), 0, 0)),
     "fewer lengths": ("take_ranges", (ROWS, OFFSETS, OFFSETS[:2], 6)),
     "a negative capacity": ("take_ranges", (ROWS, OFFSETS, OFFSETS, -6)),
     "queries of another dim": ("top_k", (torch.rand(2, 4), TABLE, None, None, 3)),

@@ -1,0 +1,326 @@
+"""Tables whose rows belong to ids that come and go: tables, and vocabularies that say which ids have a row now.
+
+    lookup(dynamic, ids) == lookup(dynamic.tables, find(vocabulary, ids))
+
+A lookup finds rows, and changes nothing. A training step first admits the ids of its batch (`admit_batch`), and draws
+the rows of new ids. So everything that reads tables reads these: models, evaluation, exports.
+Shapes: N ids of a column, V rows of a table.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.core import (
+    Key,
+    Problem,
+    check,
+    describe,
+    map_tensors,
+    mapping,
+    pytree,
+    random,
+    replace,
+    reported,
+    tree_leaves,
+    typed,
+    typed_fields,
+)
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
+from funcrec.kinds._admission import Turnover, admit
+from funcrec.kinds._quantized import quantize
+from funcrec.kinds._vocabulary import Vocabulary, find, vocabulary_problems
+from funcrec.tables import (
+    KINDS,
+    FeatureConfig,
+    Initializer,
+    Kind,
+    Placed,
+    TableConfig,
+    is_plain,
+    kind_of_tables,
+    table_shapes,
+    table_tensor_problems,
+)
+
+Gather = Callable[[Tensor], Tensor]
+
+
+@typed_fields
+class VocabularyConfig(NamedTuple):
+    """A vocabulary, the columns whose ids it holds, and the tables that have a row for each of its ids.
+
+    Args:
+      vocabulary: the ids before the first step, as `fr.vocabulary` returns it.
+      columns: keys of the batches' ids. All of them share the vocabulary.
+      tables: configs of `vocabulary.num_embeddings` rows each. The rows of new ids are drawn by them.
+
+    Example:
+      >>> import funcrec as fr
+      >>> users = fr.vocabulary(1000, policy="lfu", unknown=1)
+      >>> config = fr.VocabularyConfig(users, ("user",), (fr.TableConfig("user", users.num_embeddings, 8),))
+      >>> config.vocabulary
+      Vocabulary(1024 rows, policy='lfu', unknown=1)
+    """
+
+    vocabulary: Vocabulary
+    columns: tuple[str, ...]
+    tables: tuple[TableConfig, ...]
+
+
+class First(NamedTuple):
+    """How the rows of a table are drawn: the fields of its TableConfig that its tensor does not show, as plain values,
+    which a checkpoint can write."""
+
+    table: str
+    vocabulary: str
+    kind: str
+    scale: float | None
+
+
+@mapping(lambda dynamic: dynamic.tables, "part")
+@pytree(static=("columns", "first"))
+class DynamicTables:
+    """Tables whose rows belong to the ids of vocabularies. `dynamic_tables` makes them, and lookups take ids.
+
+    Args:
+      tables: {table: f[V, D]}. Tables that follow no vocabulary are among them; their ids are rows, as usual.
+      vocabularies: {name: Vocabulary}.
+      first_key: the key that draws the rows of new ids, i64[].
+      columns: (column, vocabulary) of each column whose ids a vocabulary holds.
+      first: (table, vocabulary, kind, scale) of each table that follows one; kind and scale are its initializer.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> users = fr.vocabulary(128)
+      >>> config = fr.VocabularyConfig(users, ("user",), (fr.TableConfig("user", 128, 2),))
+      >>> fr.dynamic_tables(fr.init(fr.key(0), config.tables), {"users": config}, key=fr.key(0))
+      DynamicTables({user: f32[128, 2] of users}, {users: Vocabulary(128 rows, policy='lru')})
+    """
+
+    tables: dict[str, Tensor]
+    vocabularies: dict[str, Vocabulary]
+    first_key: Tensor
+    columns: tuple[tuple[str, str], ...]
+    first: tuple[tuple[str, str, str, float | None], ...]
+
+    def __repr__(self) -> str:
+        of = {x[0]: f" of {x[1]}" for x in self.first}
+        tables = ", ".join(f"{n}: {describe(t)}{of.get(n, '')}" for n, t in self.tables.items())
+        return f"DynamicTables({{{tables}}}, {{{', '.join(f'{n}: {v!r}' for n, v in self.vocabularies.items())}}})"
+
+
+@typed
+def dynamic_tables(
+    tables: Mapping[str, Tensor], vocabularies: Mapping[str, VocabularyConfig], *, key: Key
+) -> DynamicTables:
+    """Return tables whose rows belong to the ids of vocabularies, for `fr.Params`.
+
+    Lookups in them take ids in place of rows: ids of a column in `columns` are found in its vocabulary. An id without a
+    row reads zeros, or a row of unknown ids. A `train_step` first admits all ids of these columns in its batch, draws
+    the rows of new ids with fresh slots of the optimizer, and counts in metrics["vocabularies"].
+
+    Args:
+      tables: {table: f[V, D]}, as `init` makes them. Those without a config stay as they are.
+      vocabularies: {name: its vocabulary, columns and tables}.
+      key: draws the rows of new ids; the key of `init`, say.
+
+    Raises:
+      KeyError, TypeError, ValueError: a table is missing, or has another number of rows, dim or dtype than its config;
+        its initializer is not one of funcrec's; two vocabularies have the same column or table.
+
+    Law: with room for all ids, training gives the losses of a table that has a row for each id, bit for bit: id i has
+      row i of init(key, ...), whenever it came. Evaluation changes no vocabulary.
+
+    Cost: a lookup finds the ids once more than a step admits them, two lines of memory each.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> users, read = fr.vocabulary(128), [fr.FeatureConfig("user", table="user")]
+      >>> config = fr.VocabularyConfig(users, ("user",), (fr.TableConfig("user", users.num_embeddings, 2),))
+      >>> tables = fr.dynamic_tables(fr.init(fr.key(0), config.tables), {"users": config}, key=fr.key(0))
+      >>> loss = lambda params, ids: (fr.lookup(params.tables, ids, read).values - 1).square().mean()
+      >>> step = fr.train_step(loss, sparse=fr.optim.sgd(0.5))
+      >>> state, metrics = step(step.init(fr.Params(tables, {})),
+      ...                       fr.KeyedJaggedTensor.from_lists({"user": [[10**15], [-3], [10**15]]}))
+      >>> int(metrics["vocabularies"]["users"]["admitted"]), int(state.tables.vocabularies["users"].num_ids)
+      (2, 2)
+
+    Source: TorchRec's ManagedCollisionEmbeddingBagCollection, whose modules change themselves when they are called.
+    """
+    check("funcrec.dynamic_tables", part_problems(tables, vocabularies), owner_problems(vocabularies))
+    random.check_key("funcrec.dynamic_tables", key)
+    columns = tuple((c, n) for n, config in vocabularies.items() for c in config.columns)
+    first = tuple(
+        First(t.name, n, t.initializer.kind, t.initializer.scale)[:]
+        for n, config in vocabularies.items()
+        for t in config.tables
+    )
+    own = {n: map_tensors(Tensor.clone, config.vocabulary) for n, config in vocabularies.items()}  # a step may donate
+    return DynamicTables(dict(tables), own, key.clone(), columns, first)
+
+
+def configs_of(
+    dynamic: DynamicTables, vocabulary: str, forms: Mapping[str, tuple[tuple[int, int], torch.dtype]]
+) -> list[TableConfig]:
+    """Return the configs of the tables that follow a vocabulary. forms: {table: (its shape, its dtype)}."""
+    following = [x for x in map(First._make, dynamic.first) if x.vocabulary == vocabulary]
+    as_config = lambda x, shape, dtype: TableConfig(x.table, *shape, dtype, Initializer(x.kind, x.scale))
+    return [as_config(x, *forms[x.table]) for x in following]
+
+
+# -- ids of columns --------------------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """The ids of some columns, in one bag, and where in their batch they are.
+
+    at: the place of each position of the batch in the bag, i64[N]. is_theirs: whether it is in one of the columns.
+    """
+
+    bag: JaggedTensor
+    at: Tensor
+    is_theirs: Tensor
+
+
+def ids_of_columns(values: Tensor, is_theirs: Tensor) -> Found:
+    """Return the ids values[is_theirs], in order, in one bag of N places."""
+    at = is_theirs.cumsum(0) - 1
+    place = torch.where(is_theirs, at, values.shape[0])
+    # the last place is for all other ids
+    packed = values.new_zeros(values.shape[0] + 1).scatter(0, place, values)[: values.shape[0]]
+    count = is_theirs.sum()
+    return Found(JaggedTensor(packed, torch.stack([count * 0, count])), at, is_theirs)
+
+
+def is_in_columns(ids: KeyedJaggedTensor, columns: Sequence[str]) -> Tensor:
+    """Return which positions of the values belong to one of the columns, b[N]. The padding belongs to none."""
+    place, bounds = torch.arange(ids.capacity, device=ids.values.device), ids.offset_per_key
+    own = [(place >= bounds[i]) & (place < bounds[i + 1]) for i, k in enumerate(ids.keys) if k in columns]
+    return torch.stack(own).any(0) if own else torch.zeros_like(place, dtype=torch.bool)
+
+
+def as_rows(dynamic: DynamicTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> tuple[Any, Any]:
+    """Return the plain tables, and ids with the rows of the features' columns in place of the vocabularies' ids."""
+    of_column, of_table = dict(dynamic.columns), {x[0]: x[1] for x in dynamic.first}
+    check("funcrec.lookup", feature_problems(features, of_column, of_table))
+    values = ids.values
+    for name in dict.fromkeys(of_column[f.key] for f in features if f.key in of_column):
+        vocabulary, columns = dynamic.vocabularies[name], [c for c, v in dynamic.columns if v == name]
+        if set(ids.keys) <= set(columns):
+            return dynamic.tables, find(vocabulary, ids)
+        found = ids_of_columns(ids.values, is_in_columns(ids, columns))
+        rows = find(vocabulary, found.bag).values
+        values = torch.where(found.is_theirs, rows[found.at.clamp(min=0)], values)
+    return dynamic.tables, replace(ids, values=values)
+
+
+def admit_batch(
+    dynamic: DynamicTables, batch: Any, gather: Gather = lambda x: x
+) -> tuple[DynamicTables, dict[str, Turnover]]:
+    """Return the tables after their vocabularies admitted the ids of a batch, and each turnover.
+
+    The rows of new ids still hold the numbers of the ids before: `renew` them.
+
+    batch: any tree; all its KeyedJaggedTensors count.
+    gather: on ranks, a tensor -> that of all ranks, one after the other.
+    """
+    is_ids = lambda x: isinstance(x, KeyedJaggedTensor)
+    each = [x for x in tree_leaves(batch, is_leaf=is_ids) if is_ids(x)]
+    vocabularies, turnovers = dict(dynamic.vocabularies), {}
+    for name, vocabulary in dynamic.vocabularies.items():
+        columns = [c for c, v in dynamic.columns if v == name]
+        own = [x for x in each if any(c in x.keys for c in columns)]
+        check("funcrec.train_step", batch_problems(own, name, columns))
+        values = gather(torch.cat([x.values.long() for x in own]))
+        theirs = gather(torch.cat([is_in_columns(x, columns) for x in own]))
+        vocabularies[name], _, turnovers[name] = admit(vocabulary, ids_of_columns(values, theirs).bag)
+    return replace(dynamic, vocabularies=vocabularies), turnovers
+
+
+def without_parts(dynamic: DynamicTables) -> DynamicTables:
+    """Return what every rank has whole."""
+    check("funcrec.shard_tables", plain_problems("tables.tables", dynamic.tables))
+    return replace(dynamic, tables={})
+
+
+KINDS[DynamicTables] = Kind(
+    lambda dynamic: table_shapes(dynamic.tables),
+    lambda dynamic, *lookup: kind_of_tables(dynamic.tables).read(dynamic.tables, *lookup),
+    is_trained=lambda tables: not isinstance(tables, DynamicTables) or is_plain(tables.tables),
+    forms=lambda dynamic: kind_of_tables(dynamic.tables).forms(dynamic.tables),
+    quantized=lambda dynamic, dtypes, key: replace(dynamic, tables=quantize(dynamic.tables, dtypes, key=key)),
+    any_ids=lambda dynamic: [x[0] for x in dynamic.first],
+    as_rows=as_rows,
+    placed=Placed(lambda sharded, parts: replace(sharded.rest, tables=parts), rest=without_parts),
+)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def plain_problems(path: str, tables: Any) -> Iterator[Problem]:
+    if not is_plain(tables):
+        need, hint = "{table: f[V, D]}", "fr.init(key, configs)"
+        yield Problem(f"`{path}` are not plain.", describe(tables), need, hint, TypeError)
+
+
+def part_problems(tables: Mapping[str, Any], vocabularies: Mapping[str, VocabularyConfig]) -> Iterator[Problem]:
+    if (yield from reported(plain_problems("tables", tables))):
+        return
+    yield from table_tensor_problems(tables)
+    for name, config in vocabularies.items():
+        yield from vocabulary_problems(config.vocabulary)
+        num_rows = config.vocabulary.num_embeddings
+        for t in config.tables:
+            x = tables.get(t.name)
+            if x is None:
+                got = f"tables {list(tables)}"
+                yield Problem(f"`tables` has no {t.name!r}.", got, "a table for each config", "fr.init", KeyError)
+            elif tuple(x.shape) != (num_rows, t.embedding_dim) or x.dtype != t.dtype or t.num_embeddings != num_rows:
+                got, need = f"{describe(x)}, and {t.num_embeddings} rows in its config", f"{num_rows} rows, as {name!r}"
+                hint = f"fr.TableConfig({t.name!r}, vocabulary.num_embeddings, {t.embedding_dim})"
+                yield Problem(f"table {t.name!r} does not follow its vocabulary.", got, need, hint)
+            if not isinstance(t.initializer, Initializer):
+                need = "one of funcrec's initializers, which draw the row of any id"
+                hint = "fr.uniform(), fr.normal(), fr.xavier_normal() or fr.constant()"
+                yield Problem(
+                    f"The initializer of {t.name!r} is not known.", f"{t.initializer!r}", need, hint, TypeError
+                )
+
+
+def owner_problems(vocabularies: Mapping[str, VocabularyConfig]) -> Iterator[Problem]:
+    """Report columns and tables that belong to two vocabularies, and vocabularies without any."""
+    owners: dict[tuple[str, str], str] = {}
+    for name, config in vocabularies.items():
+        if not config.columns or not config.tables:
+            got = f"columns {list(config.columns)}, tables {[t.name for t in config.tables]}"
+            yield Problem(f"vocabulary {name!r} has no column or no table.", got, "one of each, or more")
+        for what, n in [*(("column", c) for c in config.columns), *(("table", t.name) for t in config.tables)]:
+            if (what, n) in owners:
+                got, need = f"{owners[what, n]!r} and {name!r}", "one vocabulary for each"
+                yield Problem(f"{what} {n!r} is named twice.", got, need, "one VocabularyConfig with all its columns")
+            owners[what, n] = name
+
+
+def feature_problems(
+    features: Sequence[FeatureConfig], of_column: Mapping[str, str], of_table: Mapping[str, str]
+) -> Iterator[Problem]:
+    """Report features whose column and table do not belong together, or whose ids would be hashed."""
+    for f in features:
+        column, table = of_column.get(f.key), of_table.get(f.table)
+        if column != table:
+            got = f"column {f.key!r} of vocabulary {column!r}, table {f.table!r} of {table!r}"
+            hint = "the column in `columns` and the table in `tables` of one fr.VocabularyConfig"
+            yield Problem(f"feature {f.name!r} reads a table of other ids.", got, "one vocabulary, or none", hint)
+        elif table is not None and f.hash is not None:
+            hint = "hash=None: a vocabulary takes any id"
+            yield Problem(f"feature {f.name!r} hashes ids of a vocabulary.", f"{f.hash}", "ids", hint)
+
+
+def batch_problems(own: Sequence[KeyedJaggedTensor], name: str, columns: Sequence[str]) -> Iterator[Problem]:
+    if not own:
+        need, hint = f"a KeyedJaggedTensor with one of {list(columns)}", "columns=the keys of the batch's ids"
+        yield Problem(f"the batch has no ids for vocabulary {name!r}.", "none of its columns", need, hint, KeyError)

@@ -1,0 +1,61 @@
+"""Before a step reads its tables, vocabularies admit the ids of its batch, and the rows of new ids are drawn.
+
+state, batch --admit--> vocabularies', turnovers --renew--> tables', slots'
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from funcrec.core import Problem, check, replace
+from funcrec.kinds import DynamicTables, Turnover, admit_batch, configs_of, renew
+from funcrec.optim import RowOptimizer
+from funcrec.tables import layout_in
+from funcrec.train._state import TrainState
+
+
+def admitted(sparse: RowOptimizer, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+    """Return (the state with a row for each admitted id of the batch, metrics), in one process."""
+    if not is_dynamic(state.tables):
+        return state, {}
+    check("funcrec.train_step", admission_problems(sparse))
+    dynamic, turnovers = admit_batch(state.tables, batch)
+    tables, slots = dynamic.tables, state.slots
+    forms = {n: (tuple(t.shape), t.dtype) for n, t in tables.items()}
+    for name, turnover in turnovers.items():
+        configs = configs_of(dynamic, name, forms)
+        tables, slots = renew(tables, slots, turnover, sparse, dynamic.first_key, configs)
+    return replace(state, tables=replace(dynamic, tables=tables), slots=slots), counts_of(turnovers)
+
+
+def is_dynamic(tables: Any) -> bool:
+    """Return whether tables, whole or sharded, follow vocabularies."""
+    return (type(tables) if layout_in(tables) is None else tables.of) is DynamicTables
+
+
+def counts_of(turnovers: Mapping[str, Turnover]) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """Return {"vocabularies": {name: numbers of distinct ids, i64[]}}, metrics of a step."""
+    each = lambda t: {
+        "hits": t.hits, "admitted": t.admitted.sum(), "evicted": t.evicted.sum(), "refused": t.refused,
+    }  # fmt: skip
+    return {"vocabularies": {n: each(t) for n, t in turnovers.items()}} if turnovers else {}
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def admission_problems(sparse: RowOptimizer, capacity: int | None = None) -> Iterator[Problem]:
+    """Report arguments of a step that cannot train tables of vocabularies."""
+    if sparse.waiting:
+        what, got = "`sparse` keeps gradients for rows that may pass to other ids.", f"slots {list(sparse.waiting)}"
+        yield Problem(what, got, "slots of one row each", "an optimizer without `accumulate`")
+    if capacity is not None:
+        what = "`capacity` does not go with vocabularies: a step without room would already have admitted its ids."
+        yield Problem(what, f"{capacity}", "capacity=None", "dedup=False, capacity=None")
+
+
+def dynamic_problems(tables: Any, what: str) -> Iterator[Problem]:
+    """Report tables of vocabularies. what: a sentence that says what cannot take them."""
+    if is_dynamic(tables):
+        yield Problem(what, "DynamicTables", "tables whose rows keep their ids")

@@ -1,0 +1,221 @@
+"""Tables whose rows belong to ids that come and go are trained, read, saved and exported as other tables are."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import daily_ids as daily
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+SPARSE = {
+    "sgd": fr.optim.sgd(0.3), "adam": fr.optim.adam(0.1), "rowwise_adagrad": fr.optim.rowwise_adagrad(lr=0.3),
+}  # fmt: skip
+ROOMY = {"users": fr.vocabulary(1024), "items": fr.vocabulary(1024, policy="lfu", unknown=2)}
+LARGE = lambda i: i * 10**14 - 7  # ids far beyond any table, and a negative one
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@settings(max_examples=8)
+@given(seed=st.integers(0, 2**30))
+def test_with_room_for_all_ids_training_is_that_of_static_tables(name, seed):
+    """With room for all ids, losses are those of tables with a row for each id, bit for bit."""
+    step = daily.step(SPARSE[name])
+    wanted, _, _ = daily.run(step, daily.static(), daily.batches(seed, 4))
+    got, state, _ = daily.run(step, daily.dynamic(**ROOMY), daily.batches(seed, 4))
+    assert torch.equal(got, wanted)
+    assert int(state.tables.vocabularies["users"].num_ids) > 50
+
+
+@settings(max_examples=6)
+@given(seed=st.integers(0, 2**30), size=st.sampled_from([16, 96]))
+def test_a_step_admits_renews_and_trains(seed, size):
+    """A step is `admit` of each vocabulary's columns, `renew` of its tables, and a step of plain tables with rows in
+    place of ids. It is so when rows change hands, and when ids are refused."""
+    sparse = SPARSE["adam"]
+    step, plain = daily.step(sparse), None
+    dynamic = step.init(fr.Params(daily.dynamic(), torch.ones(())))
+    plain = step.init(fr.Params(dict(daily.dynamic().tables), torch.ones(())))
+    held, seen = {"users": daily.USERS, "items": daily.ITEMS}, {"evicted": 0, "refused": 0}
+    user, item, _ = daily.configs(daily.USERS.num_embeddings, daily.ITEMS.num_embeddings)
+    for batch in daily.batches(seed, 5, size):
+        tables, slots, rows = plain.tables, plain.slots, {}
+        for name, keys, config in (("users", ["user", "friends"], user), ("items", ["item"], item)):
+            held[name], rows[name], turnover = fr.admit(held[name], batch.ids.permute(keys))
+            tables, slots = fr.renew(tables, slots, turnover, sparse, daily.KEY, [config])
+            for n in seen:
+                seen[n] += int(getattr(turnover, n).sum())
+        ids = fr.KeyedJaggedTensor.concat([rows["users"], rows["items"], batch.ids.permute(["day"])])
+        given_rows = dataclasses.replace(batch, ids=ids.permute(batch.ids.keys).unpad().pad_to(batch.ids.capacity))
+        plain, wanted = step(dataclasses.replace(plain, tables=tables, slots=slots), given_rows)
+        dynamic, got = step(dynamic, batch)
+        assert torch.equal(got["loss"], wanted["loss"])
+        assert int(got["vocabularies"]["users"]["hits"]) >= 0
+    assert_trees_close(dynamic.tables.tables, plain.tables, rtol=0, atol=0)
+    assert_trees_close(dynamic.slots, plain.slots, rtol=0, atol=0)
+    assert_trees_close(dynamic.tables.vocabularies, held, rtol=0, atol=0)
+    assert seen["refused"] and (size == 16 or seen["evicted"])
+
+
+@pytest.mark.parametrize("donate", [(), ("state",)])
+def test_a_compiled_step_is_the_step(donate):
+    """A compiled step, donated or not, gives the vocabularies of the eager step bit for bit, and close tables."""
+    step, given = daily.step(SPARSE["adam"]), list(daily.batches(3, 4))
+    wanted, eager, _ = daily.run(step, daily.dynamic(), given)
+    compiled = fr.jit(step, donate=donate)
+    state, losses = step.init(fr.Params(daily.dynamic(), torch.ones(()))), []
+    for batch in given:
+        state, metrics = compiled(state, batch)
+        losses.append(metrics["loss"])
+    assert_trees_close(state.tables.vocabularies, eager.tables.vocabularies, rtol=0, atol=0)
+    assert_trees_close((torch.stack(losses), state.tables.tables), (wanted, eager.tables.tables), rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_finds_and_changes_nothing():
+    """A lookup gives the rows that `find` gives, zeros or shared rows for other ids, and no new vocabulary."""
+    _, state, _ = daily.run(daily.step(SPARSE["sgd"]), daily.dynamic(), daily.batches(0, 3, ids_of=LARGE))
+    tables, ids = state.tables, fr.KeyedJaggedTensor.from_lists({"user": [[LARGE(1)], [5], []], "item": [[], [5], [6]]})
+    before = fr.copy(tables)
+    read = [fr.FeatureConfig("user", table="user"), fr.FeatureConfig("item", table="item")]
+    got = fr.lookup(tables, ids, read)
+    known = fr.find(tables.vocabularies["users"], torch.tensor([LARGE(1), 5]))
+    assert torch.equal(got["user"][:2], tables["user"][known])
+    assert known[1] == daily.USERS.capacity  # the row of unknown ids
+    assert not got["item"].any()
+    assert_trees_close(tables, before, rtol=0, atol=0)
+    metrics = {"mse": fr.metrics.mse()}
+    assert fr.evaluate(daily.predict, state.params, list(daily.batches(0, 2, ids_of=LARGE)), metrics)["mse"] > 0
+
+
+def test_every_number_is_an_id():
+    """`checked`, `validate` and `fit` take any number as an id of a vocabulary, and refuse it as a row elsewhere."""
+    step, given = daily.step(SPARSE["sgd"]), list(daily.batches(1, 2, ids_of=LARGE))
+    _, state, _ = daily.run(step, daily.dynamic(), given)
+    assert torch.equal(fr.checked(daily.predict)(state.params, given[0]), daily.predict(state.params, given[0]))
+    fr.validate(given[0].ids, daily.FEATURES, state.tables)
+    first = step.init(fr.Params(daily.dynamic(), torch.ones(())))
+    done = fr.fit(step, first, given, epochs=1, progress=False, on_bad_ids="raise")
+    assert done.history[0]["steps"] == 2
+    wrong = fr.KeyedJaggedTensor.from_lists({"user": [[1]], "friends": [[1]], "item": [[1]], "day": [[9]]})
+    with pytest.raises(fr.CheckError, match="feature 'day' has ids outside table 'day'"):
+        fr.validate(wrong, daily.FEATURES, state.tables)
+
+
+def test_transposes_and_gradients_name_rows():
+    """`lookup_transpose` and `value_and_grad` give gradients of the rows that the ids have."""
+    _, state, _ = daily.run(daily.step(SPARSE["sgd"]), daily.dynamic(), daily.batches(2, 2))
+    ids, read = next(daily.batches(2, 1)).ids, [daily.FEATURES[0], daily.FEATURES[3]]
+    d = fr.lookup(state.tables, ids, read)
+    loss = lambda params, ids: (fr.lookup(params.tables, ids, read).values * d.values).sum()
+    by_loss = fr.value_and_grad(loss)(state.params, ids)[1].tables
+    by_hand = fr.lookup_transpose(d, ids, read, state.tables)
+    rows = fr.find(state.tables.vocabularies["users"], ids.permute(["user"]))
+    wanted = fr.lookup_transpose(fr.KeyedTensor.from_dict({"user": d["user"]}), rows, read[:1], dict(state.tables))
+    for found in (by_loss, by_hand):
+        assert torch.equal(found["user"].to_dense(), wanted["user"].to_dense())
+
+
+def test_several_steps_members_and_parts():
+    """`scan`, `vmap` over states and micro-batches give what single steps, single states and whole batches give."""
+    step, given = daily.step(SPARSE["adam"]), list(daily.batches(5, 2))
+    losses, last, _ = daily.run(step, daily.dynamic(), given)
+    first = step.init(fr.Params(daily.dynamic(), torch.ones(())))
+    scanned, metrics = fr.scan(step, first, fr.tree.map(lambda *x: torch.stack(x), *given))
+    assert torch.equal(metrics["loss"], losses)
+    assert_trees_close(scanned, last, rtol=0, atol=0)
+    parts = daily.step(SPARSE["adam"], micro_batches=2)
+    assert_trees_close(daily.run(parts, daily.dynamic(), given)[0], losses, rtol=1e-4, atol=1e-6)
+    of_key = lambda key: step.init(fr.Params(daily.dynamic(), torch.ones(())), key)
+    members = torch.func.vmap(of_key)(fr.split(fr.key(1), 2))
+    for batch in given:
+        members, metrics = torch.func.vmap(step, in_dims=(0, None))(members, batch)
+    assert_trees_close(metrics["loss"], losses[-1].expand(2), rtol=1e-5, atol=1e-6)
+    assert torch.equal(members.tables.vocabularies["users"].entries[1], last.tables.vocabularies["users"].entries)
+
+
+def test_states_are_saved_and_continued(tmp_path):
+    """A state that was saved and loaded goes on to the same bits."""
+    step, given = daily.step(SPARSE["rowwise_adagrad"]), list(daily.batches(6, 4))
+    _, wanted, _ = daily.run(step, daily.dynamic(), given)
+    _, state, _ = daily.run(step, daily.dynamic(), given[:2])
+    fr.save(tmp_path / "state.pt", state)
+    state = fr.load(tmp_path / "state.pt")
+    for batch in given[2:]:
+        state, _ = step(state, batch)
+    assert_trees_close(state, wanted, rtol=0, atol=0)
+
+
+def test_quantised_tables_keep_their_vocabularies():
+    """`quantize` gives tables of codes whose lookups take ids, with the bits of codes looked up by rows."""
+    _, state, _ = daily.run(daily.step(SPARSE["sgd"]), daily.dynamic(), daily.batches(7, 2))
+    codes, batch = fr.quantize(state.tables, "int8"), next(daily.batches(7, 1))
+    read, rows = [daily.FEATURES[0]], fr.find(state.tables.vocabularies["users"], batch.ids.permute(["user"]))
+    wanted = fr.lookup(fr.quantize(dict(state.tables), "int8"), rows, read)
+    assert torch.equal(fr.lookup(codes, batch.ids, read).values, wanted.values)
+
+
+@pytest.mark.parametrize("num_users", [0, 1])
+def test_batches_without_ids(num_users):
+    """A batch without ids, or without examples, admits nothing."""
+    step = daily.step(SPARSE["sgd"])
+    lists = {c: [[]] * num_users for c in daily.COLUMNS}
+    batch = fr.Batch(fr.KeyedJaggedTensor.from_lists(lists), torch.zeros(num_users))
+    state, metrics = step(step.init(fr.Params(daily.dynamic(), torch.ones(()))), batch)
+    assert {k: int(x) for k, x in metrics["vocabularies"]["users"].items()} == dict.fromkeys(
+        ("hits", "admitted", "evicted", "refused"), 0
+    )
+    assert int(state.tables.vocabularies["users"].num_ids) == 0
+
+
+MISTAKES = {
+    "a table of other ids": (
+        lambda t, ids: fr.lookup(t, ids, [fr.FeatureConfig("item", table="user")]), "reads a table of other ids",
+    ),
+    "ids that are hashed": (
+        lambda t, ids: fr.lookup(t, ids, [fr.FeatureConfig("user", table="user", hash=fr.modulo())]), "hashes ids of",
+    ),
+    "no column": (
+        lambda t, ids: daily.step(SPARSE["sgd"]).update(
+            daily.step(SPARSE["sgd"]).init(fr.Params(t, torch.ones(()))), fr.Batch(ids.permute(["day"]))
+        ),
+        "the batch has no ids for vocabulary 'users'",
+    ),
+    "gradients that wait": (
+        lambda t, ids: daily.run(
+            daily.step(fr.optim.accumulate(SPARSE["sgd"], every=2, capacity=64)), t, daily.batches(0, 1)
+        ),
+        "keeps gradients for rows that may pass to other ids",
+    ),
+    "a log": (lambda t, ids: fr.logged(daily.step(SPARSE["sgd"]), steps=0).init(fr.Params(t, {})), "keeps no vocab"),
+    "rounding": (lambda t, ids: fr.fake_quantize(t), "are not plain tables"),
+    "two in one": (lambda t, ids: fr.dynamic_tables(t, {}, key=daily.KEY), "`tables` are not plain"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_vocabularies_do_not_take_is_refused(name):
+    """What does not go with vocabularies raises before any work, and says what does."""
+    call, words = MISTAKES[name]
+    with pytest.raises((TypeError, ValueError, KeyError), match=words):
+        call(daily.dynamic(), next(daily.batches(0, 1)).ids)
+
+
+def test_configs_that_do_not_fit_are_named():
+    """Missing tables, other numbers of rows, unknown initializers and shared columns are all named."""
+    user, item, _ = daily.configs(daily.USERS.num_embeddings, 5)
+    tables = fr.init(daily.KEY, (user, item))
+    own = lambda *tables, columns=("user",): fr.VocabularyConfig(daily.USERS, columns, tables)
+    odd = dataclasses.replace(user, initializer=lambda key, shape, start, num_embeddings: torch.zeros(shape))
+    cases = {
+        "has no 'away'": {"a": own(dataclasses.replace(user, name="away"))},
+        "table 'item' does not follow its vocabulary": {"a": own(item)},
+        "initializer of 'user' is not known": {"a": own(odd)},
+        "column 'user' is named twice": {"a": own(user), "b": own(user)},
+        "vocabulary 'a' has no column": {"a": own(user, columns=())},
+    }
+    for words, given_configs in cases.items():
+        with pytest.raises((TypeError, ValueError, KeyError), match=words):
+            fr.dynamic_tables(tables, given_configs, key=daily.KEY)

@@ -1,0 +1,75 @@
+"""A model whose ids come and go, for the tests of vocabularies, on ranks too: tables, a loss and batches."""
+
+import torch
+
+import funcrec as fr
+
+KEY, DIM = fr.key(0), 3
+USERS, ITEMS = fr.vocabulary(256, unknown=1), fr.vocabulary(128, policy="lfu", admit=2)
+FEATURES = (
+    fr.FeatureConfig("user", table="user"),
+    fr.FeatureConfig("friends", table="user", pooling="mean"),
+    fr.FeatureConfig("closest", table="user", pooling="max", column="friends"),
+    fr.FeatureConfig("item", table="item"),
+    fr.FeatureConfig("day", table="day"),
+)
+COLUMNS = {"user": 400, "friends": 400, "item": 300, "day": 7}  # the ids of each column lie below the number
+
+
+def configs(num_users, num_items):
+    """Return the configs of tables with so many rows."""
+    normal = fr.normal(0.5)
+    return (
+        fr.TableConfig("user", num_users, DIM, initializer=normal),
+        fr.TableConfig("item", num_items, DIM, initializer=normal),
+        fr.TableConfig("day", 7, DIM),
+    )
+
+
+def dynamic(users=USERS, items=ITEMS):
+    """Return tables of which two follow a vocabulary each."""
+    user, item, day = configs(users.num_embeddings, items.num_embeddings)
+    following = {
+        "users": fr.VocabularyConfig(users, ("user", "friends"), (user,)),
+        "items": fr.VocabularyConfig(items, ("item",), (item,)),
+    }
+    return fr.dynamic_tables(fr.init(KEY, (user, item, day)), following, key=KEY)
+
+
+def static():
+    """Return tables with a row for each id."""
+    return fr.init(KEY, configs(COLUMNS["user"], COLUMNS["item"]))
+
+
+def loss_fn(params, batch):
+    return (predict(params, batch) - batch.label).square().mean()
+
+
+def predict(params, batch):
+    return fr.lookup(params.tables, batch.ids, FEATURES).values.sum(1) * params.dense
+
+
+def batches(seed, count, size=16, ids_of=lambda ids: ids):
+    """Return batches with 0 to 2 ids a bag, padded to one capacity."""
+    g = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        lists = {
+            c: [torch.randint(n, (k,), generator=g).tolist() for k in torch.randint(3, (size,), generator=g).tolist()]
+            for c, n in COLUMNS.items()
+        }
+        lists |= {c: [[ids_of(x) for x in bag] for bag in lists[c]] for c in ("user", "friends", "item")}
+        ids = fr.KeyedJaggedTensor.from_lists(lists).pad_to(8 * size)
+        yield fr.Batch(ids, torch.rand(size, generator=g))
+
+
+def step(sparse, **where):
+    return fr.train_step(loss_fn, sparse=sparse, dense=fr.optim.dense(torch.optim.SGD, lr=0.01), **where)
+
+
+def run(step, tables, given):
+    """Return (losses f[steps], the last state, the last metrics) of a training."""
+    state, losses = step.init(fr.Params(tables, torch.ones(()))), []
+    for batch in given:
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+    return torch.stack(losses), state, metrics
