@@ -91,7 +91,7 @@ CONDS = {
 
 @pytest.mark.parametrize("name", CONDS)
 def test_torch_cond_in_a_loss(name):
-    """torch.cond in a loss raises. The error has its name, and code to write in its place."""
+    """torch.cond in a loss raises. The error names it, and shows code to write instead."""
     with pytest.raises(TypeError, match=four(r"calls torch\.cond.*torch\.where\(condition, a, b\)")):
         CONDS[name]()
 

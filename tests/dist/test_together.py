@@ -137,7 +137,7 @@ def halves_said():
 
 
 def test_arguments_that_differ_are_named():
-    """Of each argument that differs from that of rank 0, the problem has the first other rank and both values."""
+    """For each argument that differs from that of rank 0, the problem names the first other rank and both values."""
     same, other = {"plan": "a", "mesh": "m"}, {"plan": "b", "mesh": "m"}
     assert list(apart_problems([same, same])) == []
     (problem,) = apart_problems([same, same, other])

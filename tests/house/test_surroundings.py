@@ -13,8 +13,8 @@ TESTS = Path(__file__).parents[1]
 
 
 def test_ranks_and_fresh_processes_are_in_the_surroundings_of_their_test():
-    """Products have the same bits in a test, its ranks and its fresh processes, and the kernels the same level; ranks
-    have one thread."""
+    """Products have the same bits in a test, its ranks and its fresh processes. The kernels have the same level, and
+    ranks have one thread."""
     here = surroundings.facts()
     with RankPool(2) as ranks:
         assert ranks.run(surroundings.facts, deadline_s=120) == [here | {"threads": 1}] * 2

@@ -32,8 +32,8 @@ def loop(x, offsets, greatest):
 @pytest.mark.parametrize("greatest", [True, False])
 @pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 33, 64, 257, 300])
 def test_the_first_of_equal_values_wins_and_nan_beats_all(implementation, greatest, columns):
-    """The value and its place are those of a loop over bags, in every column of any width: the first NaN, else the
-    first of the best. The padding, which holds NaN or the best number, is not read."""
+    """The value and its place are those of a loop over bags, in every column of any width: the first NaN, or else the
+    first best value. The padding, which holds NaN or the best number, is not read."""
     generator = torch.Generator().manual_seed(columns)
     x = COLUMN[torch.randint(0, len(COLUMN), (12, columns), generator=generator)]
     x[9:] = COLUMN[torch.randint(6, 9, (3, columns), generator=generator)]
@@ -47,7 +47,8 @@ def test_the_first_of_equal_values_wins_and_nan_beats_all(implementation, greate
 
 @pytest.mark.parametrize("implementation", ["reference", "cpp"])
 def test_the_transpose_is_of_the_choice(implementation):
-    """⟨x[places], d⟩ = ⟨x, put(d)⟩. A place outside its bag, of an empty bag or beyond the buffer, gets nothing."""
+    """⟨x[places], d⟩ = ⟨x, put(d)⟩. Nothing is added at a place outside its bag, of an empty bag or beyond the
+    buffer."""
     x, d = torch.arange(24.0).reshape(12, 2), torch.arange(1.0, 9).reshape(4, 2)
     places = torch.tensor([[2, 0], [12, 12], [3, 3], [8, 4]])
     pick = lambda x: x.gather(0, places.clamp(max=11)) * (places < 12)
@@ -89,7 +90,8 @@ def test_a_map_over_members_is_each_members_own(how):
 
 @pytest.mark.parametrize("how", EXTREMUM)
 def test_derivatives_of_any_order_and_mode(how):
-    """Forward and reverse derivatives agree with each other and, with derivatives of them, with the reference's."""
+    """Forward and reverse derivatives agree with each other, and they and their derivatives agree with the
+    reference's."""
     x, t = points()
     f = lambda x: EXTREMUM[how](x).sin()
     with ops.using("reference"):

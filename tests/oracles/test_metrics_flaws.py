@@ -48,7 +48,8 @@ def test_auc_of_one_prediction_for_all():
 
 
 def test_auc_without_a_value():
-    """Of one class, or of no example, AUC is NaN. TorchRec reports ½, which a mean over groups takes for a value."""
+    """With one class, or without examples, AUC is NaN. TorchRec reports ½, which a mean over groups takes for a
+    value."""
     p, ones = f64(0.1, 0.9), torch.ones(2).double()
     assert float(compute_auc(1, [p[None]], [ones[None]], [ones[None]])) == 0.5
     assert metrics.exact_auc(p, ones).isnan() and value(metrics.auc(), p, ones).isnan()
@@ -67,7 +68,7 @@ def test_rauc_and_xauc_of_one_prediction_for_all():
 
 
 def test_cali_free_ne_of_the_same_examples_again():
-    """The examples of a batch, seen ten times, have the same number. TorchRec's is a tenth of what it was."""
+    """A batch that is seen ten times has the same number. TorchRec's is a tenth of what it was."""
     p, y = f64(0.1, 0.4, 0.7, 0.8), f64(0, 1, 0, 1)
     once, tenfold = (theirs_of(CaliFreeNEMetricComputation, [(p, y)] * n)["cali_free_ne"] for n in (1, 10))
     assert tenfold == pytest.approx(once / 10)
@@ -96,7 +97,8 @@ def test_a_window_smaller_than_a_batch():
 
 
 def test_a_window_after_a_large_value():
-    """A window has the value of its own updates. TorchRec subtracts what leaves, and keeps the rounding of it."""
+    """A window has the value of its own updates. TorchRec subtracts the updates that leave, and keeps their rounding
+    errors."""
     from torchrec.metrics.mse import MSEMetricComputation
 
     large, small = (f64(1e9, 1e9), f64(0, 0)), (f64(1e-3, 0), f64(0, 0))
@@ -158,7 +160,7 @@ def test_gauc_of_a_tie():
 
 
 def test_missing_labels():
-    """A NaN label is refused unless a metric says what it does with it: no sum is NaN without a word."""
+    """A NaN label raises unless the metric defines it, so no sum becomes NaN silently."""
     p, y = f64(0.5, 0.5), f64(1, math.nan)
     with pytest.raises(ValueError, match=r"`labels` leave their range"):
         value(metrics.ctr(), p, y)

@@ -214,7 +214,7 @@ def test_derivatives_by_weights_are_numbers():
 
 
 def test_grouped_auc_is_traceable():
-    """Compiled and mapped it has the numbers of single calls; no example gives NaN."""
+    """A compiled or mapped call has the numbers of single calls; without examples the result is NaN."""
     p = torch.tensor([[0.1, 0.4, 0.2, 0.8], [0.5, 0.5, 0.9, 0.1]])
     y, groups = torch.tensor([0, 1, 1, 0]), torch.tensor([[7, 7, 3, 3], [1, 2, 1, 2]])
     f = lambda p, g: metrics.grouped_auc(p, (y, g))

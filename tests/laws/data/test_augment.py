@@ -82,7 +82,7 @@ def chances(name):
 
 @EACH
 def test_all_draws_are_equally_likely(name):
-    """Over many keys, each run, each choice of places and each order is drawn as often as another."""
+    """Over many keys, all runs, all choices of places and all orders are drawn equally often."""
     bags, count = fr.JaggedTensor.from_lists([[1, 2, 3, 4, 5]]), 6000
     share = 0.4 if name == "mask" else 0.6
     drawn = vmap(lambda key: VIEWS[name](bags, key, share=share).values)(fr.split(fr.key(3), count))
@@ -93,8 +93,8 @@ def test_all_draws_are_equally_likely(name):
 
 @EACH
 def test_a_bag_draws_alone(name):
-    """The same key gives the same view, another key another one. The view of a bag does not depend on the other bags,
-    on the padding or on the dtype of the offsets."""
+    """The same key gives the same view, and another key gives another view. The view of a bag does not depend on the
+    other bags, on the padding or on the dtype of the offsets."""
     view = lambda bags, seed=5: VIEWS[name](bags, fr.key(seed), share=0.8)
     long = [list(range(20)), list(range(20, 50))]
     assert view(fr.JaggedTensor.from_lists(long)).to_lists() == view(fr.JaggedTensor.from_lists(long)).to_lists()
@@ -136,7 +136,7 @@ def test_views_of_vectors_are_linear(view):
 
 @EACH
 def test_empty_histories(name):
-    """No bag, empty bags and an empty buffer remain what they are."""
+    """A value without bags, with empty bags or with an empty buffer does not change."""
     for lists in ([], [[], []]):
         none = fr.JaggedTensor.from_lists(lists, dtype=torch.int64)
         assert VIEWS[name](none, fr.key(0)).to_lists() == lists

@@ -64,7 +64,7 @@ def test_a_history_holds_the_rows_before():
 
 
 def test_a_long_history_keeps_the_newest():
-    """With a small max_history the last samples remain."""
+    """A small max_history keeps the last samples."""
     short = fr.data.generated_histories(fr.key(3), **{**SIZES, "max_history": 7})
     for row in (0, 211, 399):
         (whole, labels), (cut, same) = columns(DATA, row), columns(short, row)
@@ -178,7 +178,7 @@ def test_traced_rows_are_eager_ones():
 
 
 def test_large_data_take_no_memory():
-    """The data of DLRMv3 itself, a billion items and five million users, yield a row of an early timestamp."""
+    """The data of DLRMv3 itself, a billion items and five million users, can return a row of an early timestamp."""
     data = fr.data.generated_histories(fr.key(0))
     batch = data.take(torch.tensor([5_000_000 * 2 + 4_999_999]))
     assert data.num_rows == 500_000_000 and int(batch.ids["item"].unpad().values.max()) < 1_000_000_000

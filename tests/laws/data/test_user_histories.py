@@ -71,8 +71,8 @@ def test_leave_one_out_of_histories():
 
 
 def test_a_loader_takes_them():
-    """Histories are row data: a loader shuffles users, pads ids to buckets and the last batch to its size. A row that
-    does not exist raises; inside jit its bags are empty."""
+    """Histories are row data: a loader shuffles users, pads ids to buckets, and pads the last batch to the full size. A
+    row that does not exist raises; inside jit its bags are empty."""
     made = histories(USER, ITEM, TIME)
     assert repr(made) == "Histories(3 users, 6 items)"
     load = loader(made, None, 2, key=fr.key(0), pad_last=True, bucket=True)

@@ -131,7 +131,7 @@ def test_a_query_does_not_depend_on_what_comes_later(activation):
 
 @each_activation
 def test_batches_together_are_batches_apart(activation):
-    """The attention of two batches, joined, is that of each one."""
+    """The attention of two joined batches is the attention of each."""
     one, other = case([3, 0]), case([5, 1, 2], dim=4)
     both = [
         torch.cat([x[: len(x) - 2], y]) for x, y in zip(*([*(z.values for z in c[:2]), c[2]] for c in (one, other)))
@@ -144,7 +144,7 @@ def test_batches_together_are_batches_apart(activation):
 
 @each_activation
 def test_a_kept_history_gives_the_rows_of_the_whole_sequence(activation):
-    """The last queries of each bag, with all keys, have the rows that they have among all queries."""
+    """The last queries of each bag alone, with all keys, have the same rows as among all queries."""
     lengths, new = [6, 3, 4], [2, 3, 0]
     q, k, v = case(lengths)
     more = biases(2, lengths, lengths)
@@ -157,8 +157,8 @@ def test_a_kept_history_gives_the_rows_of_the_whole_sequence(activation):
 
 @each_activation
 def test_targets_together_are_targets_one_by_one(activation):
-    """Each target of a bag has the row that it has behind the history alone, without `num_targets`; and so with the
-    history kept."""
+    """Each target of a bag has the row that it has as the only one after the history, without `num_targets`. The same
+    holds for a kept history."""
     history, count = 5, 3
     q, k, v = case([history + count])
     more = biases(2, [8], [8])
@@ -189,7 +189,7 @@ def dense(activation, more, causal=True):
 @each_activation
 @each_causal
 def test_derivatives_are_those_of_the_definition(activation, causal):
-    """First and second derivatives by queries, keys, values and both biases; padding has none."""
+    """First and second derivatives by queries, keys, values and both biases are right, and 0 in the padding."""
     q, k, v = drawn(7, 2, 3), drawn(8, 2, 3, seed=1), drawn(8, 2, 2, seed=2)
     x = q, k, v, drawn(1, 3, seed=3), drawn(2, 6, seed=4)
     times = torch.arange(7) * 11 % 13, torch.arange(8) * 5 % 17
@@ -218,7 +218,7 @@ def test_derivatives_are_those_of_the_definition(activation, causal):
 
 @each_activation
 def test_transforms_compose(activation):
-    """vmap, jit, hessians and Jacobians are those of single calls; no bag and no position are sizes as others."""
+    """vmap, jit, hessians and Jacobians equal those of single calls, also for 0 bags and 0 positions."""
     off = torch.tensor([0, 2, 2, 5])
     f = lambda x: fr.jagged_attention(JT(x, off), JT(x * 2, off), x.sin(), **HOW[activation]).values
     x = drawn(6, 2, 3)
@@ -295,7 +295,7 @@ WRONG = {
 
 @pytest.mark.parametrize("text", WRONG)
 def test_what_does_not_fit_is_refused(text):
-    """The error says what is wrong, what was got and what is needed."""
+    """The error has what, got and need."""
     with pytest.raises((TypeError, ValueError)) as error:
         WRONG[text]()
     assert text in str(error.value) and "\n  need  " in str(error.value)

@@ -16,7 +16,7 @@ ANY = (torch.int64, torch.int32, torch.float16, torch.float64, torch.bool)
 
 @given(bags=frs.jagged_tensors(dtypes=ANY, weighted=False, row_shape=(2,)))
 def test_bags_as_tensors_and_back(bags):
-    """to_tensors gives a view of each bag, and from_lists of them has the bags and the dtype again."""
+    """to_tensors gives a view of each bag, and from_lists of these views has the same bags and dtype."""
     tensors = garbage_padding(bags).to_tensors()
     assert [x.tolist() for x in tensors] == bags.to_lists() and {x.dtype for x in tensors} <= {bags.values.dtype}
     if any(len(x) for x in tensors):
@@ -24,7 +24,7 @@ def test_bags_as_tensors_and_back(bags):
 
 
 def test_bags_as_tensors_keep_the_derivative():
-    """The gradient of a function of the bags is that of the buffer; padding has none."""
+    """The gradient of a function of the bags is that of the buffer, and 0 in the padding."""
     offsets, x = torch.tensor([0, 2, 2, 3]), torch.tensor([1.0, 2.0, 3.0, 9.0])
     f = lambda x: sum((i + 1) * b.square().sum() for i, b in enumerate(JT(x, offsets).to_tensors()))
     assert grad(f)(x).tolist() == [2.0, 4.0, 18.0, 0.0]
@@ -44,7 +44,7 @@ def test_counts_and_places_of_keys(ids):
 
 @given(ids=frs.keyed_jagged_tensors(min_bags=1))
 def test_a_value_without_keys_keeps_its_bags(ids):
-    """An empty part of a split has B bags, also after a choice of bags, and joins what it came from."""
+    """An empty part of a split has B bags, also after a choice of bags, and can be joined with the other parts."""
     none, rest = ids.split([0, len(ids.keys)])
     assert none.keys == () and none.num_bags == ids.num_bags and none.to_lists() == {}
     assert ids.permute([]).num_bags == ids.num_bags == none.unpad().num_bags
@@ -92,7 +92,7 @@ def test_bags_of_an_ensemble_and_under_transforms():
 
 
 def test_features_without_columns():
-    """A dim of 0 is a dim: the key stays, reads [B, 0], and groups, bags and concat keep it."""
+    """A dim may be 0: its key reads [B, 0], and groups, bags and concat keep the key."""
     x = KT.from_dict({"a": torch.ones(2, 0), "b": torch.ones(2, 3)})
     assert x["a"].shape == (2, 0) and x[:1]["a"].shape == (1, 0)
     assert [g.shape for g in fr.regroup([x], [["a"], ["a", "b"]])] == [(2, 0), (2, 3)]
@@ -110,7 +110,7 @@ def test_groups_with_names():
 
 @given(ids=frs.keyed_jagged_tensors(), more=st.integers(0, 3))
 def test_values_are_equal_if_their_bags_are(ids, more):
-    """Padding does not count, nor do weights that nothing reads; ids, weights, keys, dtypes and bags do."""
+    """Equality ignores padding and weights that nothing reads. It compares ids, weights, keys, dtypes and bags."""
     other = garbage_padding(ids.pad_to(ids.capacity + more))
     assert fr.tree.equal(ids, other) and fr.tree.equal({"x": [ids, 1]}, {"x": [other, 1]})
     assert not fr.tree.equal(ids, KJT.concat([ids, KJT.from_lists({"z": [[]] * ids.num_bags}, dtype=ids.values.dtype)]))
@@ -128,7 +128,7 @@ def test_values_are_equal_if_their_bags_are(ids, more):
 
 @given(it=frs.lookups(poolings=("none",)))
 def test_the_ids_of_sequences_are_those_of_their_rows(it):
-    """They have the rows' bags and capacity, and the table's rows of these ids are the rows."""
+    """sequence_ids has the bags and capacity of the rows, and the table's rows of these ids are the rows."""
     rows, ids = fr.lookup_sequence(*it), fr.sequence_ids(garbage_padding(it.ids), it.features)
     assert list(rows) == list(ids)
     for f in it.features:
@@ -142,7 +142,8 @@ def test_the_ids_of_sequences_are_those_of_their_rows(it):
 
 
 def test_the_ids_of_examples_and_of_distinct_bags():
-    """With inverse indices they are those of the examples, as the rows are; without expansion, of the distinct bags."""
+    """With inverse indices the ids are those of the examples, like the rows; without expansion they are those of the
+    distinct bags."""
     lists, weights = [[1, 2], [3], [1, 2]], [[0.5, 2.0], [1.0], [0.5, 2.0]]
     ids = fr.dedup_bags(KJT.from_lists({"a": lists}, weights={"a": weights}))
     features = [fr.FeatureConfig("a", table="t", pooling="none", weighted=True, max_length=2)]
@@ -173,7 +174,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_does_not_fit_is_refused(name):
-    """The error says what was got and what is needed."""
+    """The error has got and need."""
     call, text = BAD[name]
     with pytest.raises((TypeError, ValueError, IndexError)) as error:
         call()

@@ -28,8 +28,8 @@ def weights_of(x):
 
 @given(SMALL, st.integers(0, 9))
 def test_the_examples_keep_their_bags(ids, seed):
-    """The bag of each example is the bag it had, the distinct bags differ, and come in the order of their first
-    examples, whatever the padding holds."""
+    """Each example keeps its bag. The distinct bags differ, and come in the order of their first examples, whatever the
+    padding holds."""
     dirty = garbage_padding(ids, fr.key(seed))
     got = fr.dedup_bags(dirty)
     assert got.num_examples == ids.num_bags and got.capacity == int(got.offsets[-1])

@@ -37,7 +37,7 @@ def test_what_is_kept_is_a_comprehension(data, dtype):
 
 @given(ids=frs.keyed_jagged_tensors(same_bags=False), padding=st.integers(-1, 9), some=st.booleans())
 def test_ids_are_dropped_from_all_keys_or_some(ids, padding, some):
-    """No other id goes, keys and numbers of bags stay, and each weight stays with its id."""
+    """No other id is removed, keys and numbers of bags stay, and each weight stays with its id."""
     own = {k: padding + i for i, k in enumerate(ids.keys[:2])} if some else dict.fromkeys(ids.keys, padding)
     got = fr.drop_ids(garbage_padding(ids), own if some else padding)
     assert (got.keys, got.strides, got.unweighted) == (ids.keys, ids.strides, ids.unweighted)
@@ -66,7 +66,7 @@ def test_derivatives_are_those_of_the_kept_places(part):
 
 
 def test_transforms_compose():
-    """vmap over values, over masks and over both, and jit, have the numbers of single calls; nothing is a size, too."""
+    """vmap over values, over masks and over both, and jit, have the numbers of single calls, also for size 0."""
     f = lambda x, m: fr.bag_filter(JT(x, OFFSETS), m)
     xs, masks = torch.stack([X, X * 2, -X]), torch.stack([MASK, ~MASK, MASK.flip(0)])
     pairs = {(0, None): (xs, MASK), (None, 0): (X, masks), (0, 0): (xs, masks)}
@@ -116,7 +116,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_does_not_fit_is_refused(name):
-    """The error says what was got and what is needed."""
+    """The error has got and need."""
     call, text = BAD[name]
     with pytest.raises((TypeError, ValueError, KeyError)) as error:
         call()

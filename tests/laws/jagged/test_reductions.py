@@ -35,7 +35,8 @@ def floats(dtypes=(torch.float32, torch.float64, torch.float16, torch.bfloat16))
 @each_reduction
 @given(bags=floats())
 def test_a_reduction_is_torchs_of_each_bag(how, bags):
-    """The values and the dtype, with garbage in the padding; 16 bits are computed in f32 and rounded once."""
+    """Values and dtype are right, with garbage in the padding. Floats of 16 bits are computed in f32 and rounded
+    once."""
     wide = lambda x: x.to(torch.promote_types(x.dtype, torch.float32))
     want = [HOW[how](wide(x)).to(x.dtype) for x in parts(bags)]
     got = fr.bag_reduce(garbage_padding(bags, fr.key(0)), how)
@@ -47,7 +48,8 @@ def test_a_reduction_is_torchs_of_each_bag(how, bags):
 
 @given(bags=floats(), shift=st.floats(-3, 3))
 def test_a_softmax_sums_to_one_in_each_bag(bags, shift):
-    """It is torch's of each bag, has zeros as padding, and does not change when a number is added to a bag."""
+    """bag_softmax is torch's softmax of each bag, has zeros as padding, and does not change when a number is added to a
+    bag."""
     got = fr.bag_softmax(garbage_padding(bags, fr.key(0)))
     close = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(bags.values.dtype, 1e-5)
     for x, y in zip(parts(got), parts(bags), strict=True):
@@ -74,7 +76,7 @@ def test_integers_keep_every_bit(how, dtype):
 
 @pytest.mark.parametrize("how", ["max", "min", "sum", "mean", "prod", "logsumexp"])
 def test_what_is_no_number_stays_in_its_bag(how):
-    """A NaN or an infinity makes its own bag's result what torch makes it, and no other's."""
+    """A NaN or an infinity changes only the result of its own bag, to the result of torch."""
     for odd in (torch.nan, torch.inf, -torch.inf):
         values = X.clone()
         values[3, 0] = odd
@@ -95,7 +97,8 @@ def ours(how):
 
 @each_reduction
 def test_derivatives_are_torchs(how):
-    """First and second derivatives, forward and reverse; padding has none. Of equal values the first has all of it."""
+    """First and second derivatives are right, forward and reverse, and 0 in the padding. Of equal extrema, the first
+    gets the whole derivative."""
     x = X.clone()
     if how in ("max", "min"):
         x[1, 0] = 0.25  # torch shares a derivative among equal values
@@ -128,7 +131,7 @@ def test_sums_and_spreads_are_transposes(bags, dtype):
 
 
 def test_an_empty_bag_has_no_derivative_and_no_nan():
-    """Every reduction of bags of which one is empty has finite gradients of the values."""
+    """If one bag is empty, the gradients of every reduction by the values are finite."""
     for how in HOW:
         total = lambda x, how=how: fr.bag_reduce(fr.JaggedTensor(x, OFFSETS), how).nan_to_num(0, 0, 0).sum()
         assert grad(total)(X).isfinite().all(), how
@@ -140,7 +143,7 @@ def test_an_empty_bag_has_no_derivative_and_no_nan():
 
 @pytest.mark.parametrize("how", [*HOW, "softmax"])
 def test_transforms_compose(how):
-    """vmap, jit, both, and a jvp inside have the numbers of single calls; no bag and no value are sizes as others."""
+    """vmap, jit, both, and a jvp inside have the numbers of single calls, also for 0 bags and 0 values."""
     reduce = lambda x: fr.bag_softmax(x).values if how == "softmax" else fr.bag_reduce(x, how)
     f = lambda x: reduce(fr.JaggedTensor(x, OFFSETS))
     stack = torch.stack([X, X * 2 - 1, X.flip(0)])
@@ -175,7 +178,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_reduced_is_refused(name):
-    """It is a TypeError that says what was got and what is needed."""
+    """The error is a TypeError with got and need."""
     call, text = BAD[name]
     with pytest.raises(TypeError) as error:
         call()

@@ -122,7 +122,7 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_every_step_equals_the_model(implementation):
-    """Any program of steps, removals and readings equals the model of dicts, in rows, turnovers and every entry."""
+    """Any sequence of steps, removals and reads equals a model made of dicts, in rows, turnovers and every entry."""
     few = settings(max_examples=25, stateful_step_count=12)
     with ops.using(implementation) if implementation else contextlib.nullcontext():
         run_state_machine_as_test(Machine, settings=few)
@@ -177,7 +177,7 @@ def test_a_full_vocabulary_has_a_place_for_all_that_fit():
 
 
 def test_ids_beyond_a_bucket_in_one_step_are_refused_and_counted():
-    """A step with more ids than a bucket holds refuses the rest, which read the rows of unknown ids."""
+    """If a step has more ids than a bucket holds, the rest is refused and reads the rows of unknown ids."""
     it, rows, turnover = fr.admit(fr.vocabulary(128, unknown=3), torch.arange(300))
     assert int(turnover.count) == 128 and int(turnover.refused) == 172
     assert ((rows >= 128) == ~torch.isin(torch.arange(300), turnover.new_ids[:128])).all()
@@ -306,7 +306,7 @@ def test_a_vocabulary_travels():
 
 
 def test_lookups_read_rows_of_a_vocabulary():
-    """A lookup of the rows reads a table of R rows and the shared ones; an unknown id of "zeros" reads zeros."""
+    """A lookup of the rows reads a table of R rows and the shared rows. With "zeros", an unknown id reads zeros."""
     it, ids, _ = fr.admit(fr.vocabulary(128), fr.JaggedTensor.from_lists([[3, 4], [5]]))
     unknown = fr.find(it, fr.JaggedTensor.from_lists([[3, 99], [99]]))
     table, feature = {"user": torch.randn(it.num_embeddings, 2)}, fr.FeatureConfig("u", table="user")

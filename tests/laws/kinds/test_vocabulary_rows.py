@@ -36,8 +36,8 @@ def garbage(tables, slots):
 @pytest.mark.parametrize("optimizer", SPARSE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_rows_are_those_of_init(kind, optimizer):
-    """A new row holds the numbers of row `id` of init, and slots as init gives them, whoever had the row before. Other
-    rows keep their bits."""
+    """A new row holds the numbers of row `id` of init, and slots as init makes them, whatever id had the row before.
+    Other rows keep their bits."""
     config, sparse = KINDS[kind], SPARSE[optimizer]
     it, rows, turnover = fr.admit(fr.vocabulary(256), torch.arange(0, 4000, 29))
     whole = fr.init(KEY, [config])
@@ -101,8 +101,8 @@ def test_training_equals_that_of_a_table_of_all_ids(optimizer):
 
 
 def test_a_row_that_changed_hands_keeps_nothing():
-    """An id that comes back after it was evicted begins anew, and no id ever reads another one's numbers: each row's
-    numbers are those of its id, in a run with many evictions."""
+    """An id that returns after its eviction begins again. In a run with many evictions, each row holds the numbers of
+    its own id."""
     config, sparse = fr.TableConfig("user", 4096, DIM, initializer=fr.uniform(0.3)), SPARSE["rowwise_adagrad"]
     it, tables = fr.vocabulary(256), {"user": torch.zeros(256, DIM)}
     slots, whole, evicted = sparse.init(tables), fr.init(KEY, [config])["user"], 0
@@ -198,8 +198,8 @@ def test_what_does_not_fit_is_refused(message, call):
 
 @given(frs.vocabularies(policies=("lru", "lfu", "distance_lfu", lambda age, count: count - age)), st.integers(0, 99))
 def test_a_list_makes_the_vocabulary_again(it, seed):
-    """The list of a vocabulary makes one of any size with the same ids, ages and counts, whatever the list's order,
-    and the vocabulary goes on from it."""
+    """A list, in any order, makes a vocabulary of any size with the same ids, ages and counts, which continues like the
+    first one."""
     draws = torch.Generator().manual_seed(seed)
     for _ in range(3):
         it, *_ = fr.admit(it, torch.randint(-99, 99, (150,), generator=draws))

@@ -90,7 +90,7 @@ VALUES = st.recursive(
 @settings(max_examples=40)
 @given(st.dictionaries(st.sampled_from("xyz"), VALUES, min_size=1))
 def test_a_name_is_the_path_to_its_number(values):
-    """Following the parts of a name, split at the dots, from the value that the metric gave leads to the number."""
+    """The parts of a name, split at the dots, lead from the metric's value to the number."""
     got = named_numbers("call", values, "{name}")
     for name, x in got.items():
         found = values
@@ -111,13 +111,13 @@ def test_what_holds_numbers(value):
 @pytest.mark.parametrize("value", ["good", None, torch.ones(2, dtype=torch.complex64), torch.ones(0), {}, [],
                                    {"a": "high"}, [1.0, None], np.array(["a"]), torch.ones(2, 0)])  # fmt: skip
 def test_what_holds_no_number(value):
-    """A value without numbers, or with an entry that is none, is refused by the name of its metric."""
+    """A value without numbers, or with an entry that is not a number, raises with the name of its metric."""
     with pytest.raises(TypeError, match=r"(?s)`metrics\['m'\]` gave no number.*\n  need  a number"):
         evaluate({"m": lambda p, y, w: value})
 
 
 def test_two_numbers_never_have_one_name():
-    """A value's name that another metric has is refused, so that no number is lost."""
+    """If two metrics give one name to two values, an error is raised, so that no number is lost."""
     with pytest.raises(ValueError, match=r"one name to two numbers.\n  got   \['m.0'\]"):
         evaluate({"m": lambda p, y, w: [1.0], "m.0": lambda p, y, w: 2.0})
 
@@ -149,7 +149,7 @@ def test_named_is_mapped_and_compiled():
 
 
 def test_lists_at_several_lengths():
-    """evaluate_retrieval names the values of a metric that has several, with the ends of groups behind them."""
+    """evaluate_retrieval names each value of a metric that has several, followed by the name of the group."""
     bags = {"user": [[0], [1]], "bought": [[2], [0]]}
     batch = fr.Batch(fr.KeyedJaggedTensor.from_lists(bags))
     query = lambda params, batch: fr.lookup(params, batch.ids, [fr.FeatureConfig("user", table="user")]).values
@@ -182,7 +182,7 @@ def test_fit_keeps_each_value_and_follows_one():
 
 
 def test_a_checkpoint_keeps_each_value(tmp_path):
-    """A run that goes on from a checkpoint has the values of the epochs before it."""
+    """A run that continues from a checkpoint has the values of earlier epochs."""
     how = {"evaluate": judge, "monitor": "mse.down", "mode": "min", "checkpoint": tmp_path / "run"}
     fr.fit(STEP, torch.tensor(0.0), [None], epochs=2, **how)
     done = fr.fit(STEP, torch.tensor(0.0), [None], epochs=3, resume="auto", **how)

@@ -56,8 +56,8 @@ def test_a_bad_label_or_weight_is_named_with_its_batch(bad, step, tmp_path):
 
 @pytest.mark.parametrize("bad", BAD)
 def test_a_bad_label_or_weight_of_a_step_of_ones_own_is_named(bad):
-    """For a step whose loss is unknown, the divergence error names the batch, and each of its values that is no
-    weight and no finite label, or else the range of its labels."""
+    """For a step whose loss is unknown, the divergence error names the batch and its invalid weights and labels, or the
+    range of its labels if all are valid."""
     how, _ = BAD[bad]
     step = lambda state, batch: (state, {"loss": torch.tensor(math.nan if batch is wrong else 1.0)})
     wrong = batch(**how)
@@ -111,7 +111,7 @@ def test_a_stop_writes_no_parameters_that_diverged(tmp_path):
 
 
 def test_numbers_that_were_not_finite_at_first_do_not_count(tmp_path):
-    """Parameters that are infinite or NaN when the run begins, such as a mask, end no run."""
+    """Parameters that are infinite or NaN when the run begins, such as a mask, do not end the run."""
 
     def masked(params, batch):
         return loss_fn(params, batch) + params.dense["mask"].clamp(0, 1).sum()
@@ -124,7 +124,7 @@ def test_numbers_that_were_not_finite_at_first_do_not_count(tmp_path):
 
 
 def test_a_member_whose_parameters_diverge_does_not_end_the_others():
-    """An ensemble goes on while the parameters of one member are finite, and ends when no member's are."""
+    """An ensemble continues while the parameters of at least one member are finite."""
     members = torch.func.vmap(STEP.init)(
         fr.Params({"item": torch.rand(3, 30, 4)}, {"b": torch.zeros(3)}), torch.stack([fr.key(i) for i in range(3)])
     )
@@ -158,7 +158,7 @@ def test_a_mesh_keeps_its_checkpoint_too(tmp_path):
 
 
 def test_large_parameters_are_no_divergence(tmp_path):
-    """Finite parameters whose sum overflows end no run."""
+    """Finite parameters whose sum overflows do not end the run."""
     still = fr.train_step(loss_fn, sparse=fr.optim.sgd(0.0), dense=fr.optim.dense(torch.optim.SGD, lr=0.0))
     state = still.init(fr.Params({"item": torch.full((30, 4), 1e37)}, {"b": torch.zeros(())}))
     step = lambda state, batch: (still(state, batch)[0], {"loss": 1.0})

@@ -109,8 +109,8 @@ class Products(TorchDispatchMode):
 
 
 def test_value_and_gradient_share_the_logits():
-    """A mean with its gradient makes the logits once. Without a gradient, with tangents, with gradients of weights and
-    without a mean, the value makes them by itself."""
+    """A mean with its gradient makes the logits once. Without a gradient, with tangents, with gradients of weights or
+    without a mean, the value makes them separately."""
     ones = torch.ones(N, dtype=torch.float64)
     either = lambda h, w: full(h, W, weight=w)
     calls = {
@@ -174,7 +174,7 @@ def test_a_target_that_is_none():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(dtype):
-    """The result has the dtype of the vectors. It is that of f32 vectors, rounded once."""
+    """The result has the dtype of the vectors. It equals the result of f32 vectors, rounded once."""
     h, w = H.to(dtype), W.to(dtype)
     got = full(h, w)
     assert got.dtype == dtype

@@ -44,7 +44,8 @@ def test_they_are_torchs(negatives):
 
 
 def test_with_all_items_it_is_the_full_softmax():
-    """Negatives that are all items, without the own one, give full_softmax. So does a correction by equal chances."""
+    """If the negatives are all items except the own one, the loss is full_softmax. A correction by equal chances
+    changes nothing."""
     items = numbers(7, R, D)
     given = {"candidate_ids": IDS, "negative_ids": torch.arange(R)}
     want = losses.full_softmax(Q, items, IDS)

@@ -38,7 +38,7 @@ METRICS = {**BINARY, **IN_GROUPS, "xauc": metrics.xauc(), "per_task": metrics.pe
 @given(ranks=st.sampled_from([1, 2, 4]), num=st.integers(0, 6), seed=st.integers(0, 999))
 def test_the_sum_of_ranks_is_the_whole(name, ranks, num, seed):
     """Each rank updates a state by its part, in two batches, and `psum` adds them. The number is that of one process,
-    whatever the ties, classes and weights. Sessions are whole on a rank. Of xauc, the pairs within each batch count."""
+    whatever the ties, classes and weights. Sessions are whole on a rank. For xauc, only pairs within a batch count."""
     metric, g = METRICS[name], torch.Generator().manual_seed(seed)
     size = 2 * num * ranks
     p, y = torch.randint(1, 8, (size,), generator=g).double() / 8, torch.randint(0, 2, (size,), generator=g).double()

@@ -70,7 +70,8 @@ def test_candidates_are_scored_alike_in_three_ways(changes):
 
 
 def test_a_kept_history_serves_other_candidates():
-    """`score` reads only the candidates and the time of the request: another number of them, and empty bags."""
+    """`score` reads only the candidates and the time of the request, also for another number of candidates and for
+    empty bags."""
     model, params = make()
     kept = model.encode_history(params, batch({k: x for k, x in LISTS.items() if not k.startswith(("next", "now"))}))
     others = {"next": [[], [1, 2, 3, 4], [5]], "next_category": [[], [1, 2, 3, 4], [5]], "now": LISTS["now"]}
@@ -83,7 +84,7 @@ def test_a_kept_history_serves_other_candidates():
 @pytest.mark.parametrize("changes", [{}, {"time": None, "query_time": None, "context": [], "num_layers": 3}])
 def test_a_kept_history_is_padded_and_read_again(changes):
     """A history that went through padded tensors scores candidates with the same bits. A user with more positions than
-    fit raises; where that cannot be read, the scores of this user are NaN, and those of the others are not."""
+    fit raises; where that cannot be read, only the scores of this user are NaN."""
     model, params = make(**changes)
     kept = model.encode_history(params, batch())
     padded = kept.to_padded(7)
@@ -121,7 +122,7 @@ def test_a_history_that_does_not_fit_is_not_kept():
 
 
 def test_later_positions_move_nothing_before():
-    """The model is causal: a history that goes on leaves the keys, values and outputs of its beginning unchanged."""
+    """The model is causal: a longer history has the same keys, values and outputs in its beginning."""
     model, params = make()
     cut = {k: [x[:2] for x in v] if k in ("item", "category", "action", "time") else v for k, v in LISTS.items()}
     whole, short = (model.encode_history(params, batch(x)) for x in (LISTS, cut))
@@ -279,7 +280,7 @@ def test_a_ranker_pickles():
 
 
 def test_empty_batches():
-    """No user, no candidates and no history yield logits of no rows, or of the context alone."""
+    """Without users, candidates or histories, there are no logits, or logits from the context alone."""
     model, params = make()
     none = {k: [] for k in LISTS}
     assert model.apply(params, batch(none, label=None)).unpad().values.shape == (0, 1)
@@ -294,7 +295,7 @@ def test_empty_batches():
 
 def test_columns_that_differ_are_refused():
     """Columns of one sequence with other bags raise. Where they cannot be read, the logits of such bags are NaN, and
-    those of the other bags are what they are without them."""
+    the logits of other bags do not change."""
     model, params = make()
     wrong = {**LISTS, "action": [[1], [], [4, 1, 8, 8, 3, 3, 3]]}
     with pytest.raises(ValueError, match="differ in their bags"):
@@ -321,7 +322,7 @@ def test_columns_that_differ_are_refused():
     ],
 )
 def test_settings_that_do_not_fit_are_named(changes, told):
-    """Features that make no sequence, or no pair, are named."""
+    """For features that are not a sequence, or have no partner, the error names them."""
     with pytest.raises(ValueError, match=told):
         make(**changes)
 

@@ -79,7 +79,7 @@ def test_a_layer_pickles(name):
 
 @pytest.mark.parametrize("name", ["deepfm", "dcnv2", "two_tower"])
 def test_a_step_of_a_model_pickles(name):
-    """A pickled `train_step(model)` makes the same state and the same next state, also of a model that was pickled."""
+    """A pickled `train_step(model)` makes the same state and the same next state, also for a pickled model."""
     model = MODELS[name]()
     batch = BATCH if name != "two_tower" else fr.core.replace(BATCH, dense=None)
     step = fr.train_step(model, sparse=fr.optim.adagrad(0.1))

@@ -185,7 +185,7 @@ def test_it_pickles(name):
 
 @EACH
 def test_histories_are_weighted(name):
-    """A history of weight 0 is not there, and one of weight 2 counts twice. Without any next item the loss is 0."""
+    """A history of weight 0 does not count, and one of weight 2 counts twice. Without any next item the loss is 0."""
     loss_fn, params = fr.models.next_item_loss(MODELS[name]), params_of(name)
     at = lambda bags, w=None: loss_fn(params, weighed(bags, w), key=fr.key(1))
     w = torch.tensor([2.0, 1.0, 1.0, 0.0, 1.0], dtype=torch.float64)

@@ -37,7 +37,7 @@ EACH = pytest.mark.parametrize("name", LAYERS)
 
 @EACH
 def test_padding_is_not_read(name):
-    """NaN in the padding changes neither the vectors nor a gradient. Bags alone give what they give together."""
+    """NaN in the padding changes neither the vectors nor a gradient. A bag alone has the same result as in a batch."""
     layer, dim = LAYERS[name]
     params, plain, padded = params_of(layer), bags_of(dim), bags_of(dim, 3)
     loss = lambda params, bags: layer.apply(params, bags).values[:8].sin().sum()
@@ -110,7 +110,8 @@ def test_dtypes(name, dtype):
 
 
 def test_dropout_of_a_block():
-    """In training a block drops by the key: the same key gives the same bits, and rate 0 gives the evaluation's."""
+    """In training the key decides a block's dropout: the same key gives the same bits, and rate 0 gives the result of
+    evaluation."""
     block, bags = nn.sasrec_block(4, dropout=0.5), bags_of(4)
     params = params_of(block)
     once, again, other = (block.train_apply(params, bags, fr.key(k))[0].values for k in (1, 1, 2))

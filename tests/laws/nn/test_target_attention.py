@@ -67,7 +67,7 @@ def test_it_composes_with_transforms(normalize):
 
 
 def test_it_refuses_what_does_not_fit():
-    """Another width, and targets of another number, are named."""
+    """For another width or another number of targets, the error names them."""
     layer, params = make(False)
     with pytest.raises(ValueError, match="another width"):
         layer.apply(params, fr.JaggedTensor(X[:, :1], OFFSETS), TARGET)
@@ -103,7 +103,7 @@ def test_din_refuses_sequences_of_other_bags():
     ],
 )
 def test_din_names_settings_that_do_not_fit(changes, told):
-    """A history without sequences, and a target that is not there or of another width, are named."""
+    """For a history without sequences, and for a target that is missing or has another width, the error names them."""
     tables = (fr.TableConfig("item", 9, 2), fr.TableConfig("user", 9, 3))
     features = (fr.FeatureConfig("item", table="item"), fr.FeatureConfig("user", table="user"))
     good = {"history": [fr.FeatureConfig("seen", table="item", pooling="none")], "target": ["item"]}

@@ -55,8 +55,8 @@ class Disk:
 @pytest.mark.parametrize("durable", [True, False], ids=["durable", "not durable"])
 @pytest.mark.parametrize("part", [0.0, 0.4, 1.0])
 def test_a_store_that_stops_at_any_change_is_the_last_commit(tmp_path, part, durable):
-    """A store whose process ends at its n-th change of a file, before, in the midst or after it, has the records of its
-    last commit when it is opened again, for every n. A commit whose call did not return may have happened."""
+    """If a process ends at its n-th change of a file, before, during or after it, the store has the records of its last
+    commit when it is opened again, for every n. A commit whose call did not return may have happened."""
     for last in range(1, 200):
         path, done = tmp_path / str(last), 0
         store = fr.file_store(path, NUM_ROWS, 3, durable=durable)
@@ -81,8 +81,8 @@ def test_a_store_that_stops_at_any_change_is_the_last_commit(tmp_path, part, dur
 
 
 def test_an_opening_that_stops_is_repeated(tmp_path):
-    """A store whose process ends while it takes writes back, at any change, is the last commit when it is opened once
-    more."""
+    """If a process ends during a rollback, at any change, the store has the records of its last commit when it is
+    opened again."""
     for last in range(1, 50):
         path = tmp_path / str(last)
         store = fr.file_store(path, NUM_ROWS, 3)
@@ -106,7 +106,7 @@ def test_an_opening_that_stops_is_repeated(tmp_path):
 
 
 def test_an_interrupted_call_is_taken_back(tmp_path):
-    """After a call that was interrupted in its midst a store refuses further calls until it is rolled back."""
+    """After an interrupted call a store refuses further calls until it is rolled back."""
     store = fr.file_store(tmp_path / "rows", NUM_ROWS, 3)
     done = steps(store)
     assert next(done) == 1
@@ -218,7 +218,7 @@ class Cache:
 
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.7, 1.0])
 def test_a_durable_store_survives_a_machine_that_stops(tmp_path, chance):
-    """A durable store is the last commit, whichever of the changes that were not flushed reached the disk."""
+    """A durable store has the records of its last commit, whichever unflushed changes reached the disk."""
     for seed in range(12):
         path = tmp_path / str(seed)
         store = fr.file_store(path, NUM_ROWS, 3)

@@ -75,8 +75,7 @@ def test_a_file_holds_what_memory_holds(tmp_path):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**30), st.integers(0, 200), st.sampled_from([1, 3, 16]))
 def test_both_implementations_move_the_same_bytes(tmp_path_factory, seed, count, workers):
-    """Records that one implementation writes are those that the other reads, in runs and alone, by any number of
-    workers."""
+    """One implementation reads the records that the other writes, in runs and alone, with any number of workers."""
     from funcrec.kernels.records import read_records, write_records
 
     rows, records = generated(seed, count)
@@ -102,7 +101,7 @@ def test_records_of_each_dtype_keep_their_bits(dtype, tmp_path):
 
 
 def test_no_row_reads_and_writes_nothing(tmp_path):
-    """Calls without rows are calls: they return no record, and change none."""
+    """Calls without rows return no record and change none."""
     for store in (fr.memory_store(9, 5), fr.file_store(tmp_path / "rows", 9, 5)):
         store.write(torch.empty(0, dtype=torch.int64), torch.empty(0, 5))
         assert store.read(torch.empty(0, dtype=torch.int64)).shape == (0, 5)
@@ -140,7 +139,7 @@ def refused(kind, *words):
 
 
 def test_bad_calls_are_refused_and_change_nothing(tmp_path):
-    """Rows outside the store, records of another form and tensors that are followed are refused before any write."""
+    """Rows outside the store, records of another form and tracked tensors are refused before any write."""
     row, record = torch.tensor([1]), torch.ones(1, 3)
     for store in (fr.memory_store(5, 3), fr.file_store(tmp_path / "rows", 5, 3)):
         with refused(IndexError, "outside the store", "[0, 5)"):
@@ -197,7 +196,7 @@ def test_a_forked_process_is_refused(tmp_path):
 
 
 def test_a_full_disk_changes_nothing(tmp_path, monkeypatch):
-    """If there is no room for the journal, the write raises, and the store goes on with what it had."""
+    """If there is no room for the journal, the write raises, and the store keeps its records."""
     store = fr.file_store(tmp_path / "rows", NUM_ROWS, 3)
     store.write(*generated(1, 30))
     before = store.read(EVERY)

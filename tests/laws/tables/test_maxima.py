@@ -40,8 +40,8 @@ def by_hand(it, feature):
 
 @given(it=frs.lookups(poolings=POOLINGS))
 def test_a_maximum_is_that_of_a_loop(it):
-    """With hashes, weights, max_length, ids outside the table and features of other poolings beside it; an id outside
-    the table is a row of zeros, and the columns stand in the features' order."""
+    """Maxima are right with hashes, weights, max_length, ids outside the table and features of other poolings. An id
+    outside the table is a row of zeros, and columns have the order of the features."""
     got = fr.lookup(it.tables, garbage_padding(it.ids), it.features)
     assert got.keys == tuple(f.name for f in it.features if f.pooling != "none")
     for f in it.features:
@@ -87,7 +87,7 @@ def weighted(w):
 
 
 def test_derivatives_in_tables_and_weights_are_torchs():
-    """First and second derivatives, forward and reverse, in every table and in the weights, where no values are
+    """First and second derivatives by every table and the weights are right, forward and reverse, where no values are
     equal."""
     w = IDS.weights.double()
     f = lambda t, u, w: (acts({"t": t, "u": u}, weighted(w)).sin()).sum()
@@ -157,7 +157,8 @@ def test_a_step_trains(how):
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float16"])
 def test_quantised_tables_have_the_maxima_of_their_numbers(dtype):
-    """The lookup of codes equals the lookup of the decoded rows, and fake-quantised tables have the quantised ones'."""
+    """The lookup of codes equals the lookup of the decoded rows, and fake-quantised tables give the lookup of quantised
+    tables."""
     tables = {n: t.float() for n, t in TABLES.items()}
     q = fr.quantize(tables, dtype)
     want = acts(fr.dequantize(q))

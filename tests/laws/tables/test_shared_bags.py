@@ -248,7 +248,7 @@ def test_strides_need_an_inverse():
 
 
 def test_checked_names_an_index_of_no_bag():
-    """`checked` and `validate` raise for an inverse index outside, which a plain lookup reads as zeros."""
+    """`checked` and `validate` raise for an inverse index out of range, which a plain lookup reads as zeros."""
     ids = with_inverse(fr.KeyedJaggedTensor.from_lists({"a": [[1]]}), torch.tensor([[0, 7, -1]]))
     features, table = [fr.FeatureConfig("a", table="t")], {"t": torch.ones(2, 1)}
     assert fr.lookup(table, ids, features)["a"].tolist() == [[1.0], [0.0], [0.0]]
