@@ -57,18 +57,28 @@ def float_leaf_problems(what: str, tree: Any, hint: str) -> Iterator[Problem]:
             yield Problem(what.format(path), describe(x), "a float tensor", hint, TypeError)
 
 
-def float_dict_problems(
-    what: str, given: object, name: str, shapes: Mapping[str, Iterable[int]], hint: str, *, some: bool = False
-) -> Iterator[Problem]:
-    """Yield a problem unless a dict has, for each name, a float tensor of the given shape. With `some`, it may have
-    further names. what: the first line of the error for other names."""
-    if not isinstance(given, Mapping) or not (shapes.keys() <= given.keys() if some else shapes.keys() == given.keys()):
-        got = f"names {list(given)}" if isinstance(given, Mapping) else describe(given)
-        yield Problem(what, got, f"a dict of {', '.join(shapes)}", hint, TypeError)
-        return
-    for n, shape in shapes.items():
-        x, need = given[n], f"f{list(shape)}"
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            yield Problem(f"`{name}[{n!r}]` is not a float tensor.", describe(x), need, hint, TypeError)
-        elif tuple(x.shape) != tuple(shape):
-            yield Problem(f"`{name}[{n!r}]` has another shape.", describe(x), need, hint)
+def tree_problems(given: Any, name: str, form: Any, owner: str, hint: str, *, some: bool = False) -> Iterator[Problem]:
+    """Yield a problem for each part of `given` that lacks its form: {name: form}, [form], ... for any value, or the
+    shape of a float tensor. With `some`, a dict may have further names. owner: as in "not this layer's"."""
+    if isinstance(form, dict | list):
+        kind, is_dict = (Mapping, True) if isinstance(form, dict) else (list | tuple, False)
+        is_one, got, need = isinstance(given, kind), describe(given), f"a list of {len(form)}"
+        if is_one:
+            got = f"names {list(given)}" if is_dict else f"{len(given)} of them"
+        if is_dict:
+            need = f"a dict of {', '.join(form)}"
+            fits = is_one and (form.keys() <= given.keys() if some else form.keys() == given.keys())
+        else:
+            fits = is_one and len(form) == len(given)
+        if not fits:
+            error = TypeError if is_dict or not is_one else ValueError
+            yield Problem(f"`{name}` are not {owner}.", got, need, hint, error)
+            return
+        for n, own in form.items() if is_dict else enumerate(form):
+            yield from tree_problems(given[n], f"{name}[{n!r}]", own, owner, hint, some=some)
+    elif form is not ...:
+        need = f"f{list(form)}"
+        if not isinstance(given, Tensor) or not given.is_floating_point():
+            yield Problem(f"`{name}` is not a float tensor.", describe(given), need, hint, TypeError)
+        elif tuple(given.shape) != tuple(form):
+            yield Problem(f"`{name}` has another shape.", describe(given), need, hint)

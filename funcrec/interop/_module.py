@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from funcrec.core import Problem, check, describe, float_dict_problems, kind_of, random
+from funcrec.core import Problem, check, describe, kind_of, random, tree_problems
 from funcrec.jagged import is_concrete
 from funcrec.nn import dropout
 
@@ -88,8 +88,8 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
 
     def apply(params, buffers, *args: Any, train: bool = False, key: Tensor | None = None, **kwargs: Any):
         for name, given, own in (("params", params, shapes[0]), ("buffers", buffers, shapes[1])):
-            what, hint = f"`{name}` are not this module's.", f"`{name}` as fr.interop.module gave them"
-            check(f"{CALL}'s apply", float_dict_problems(what, given, name, own, hint))
+            hint = f"`{name}` as fr.interop.module gave them"
+            check(f"{CALL}'s apply", tree_problems(given, name, own, "this module's", hint))
         check(f"{CALL}'s apply", kind_of(bool).find("train", train))
         if train and key is None:
             check(f"{CALL}'s apply", draw_problems(forms[True]))

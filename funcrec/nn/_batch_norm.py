@@ -41,7 +41,9 @@ def batch_norm(dim: Count, *, momentum: UnitInterval = 0.1, eps: Magnitude = 1e-
     """
     call = "funcrec.nn.batch_norm"
 
-    stats_problems = lambda stats: param_problems(stats, "stats", mean=(dim,), var=(dim,))
+    def check_call(params: object, x: object, stats: object) -> None:
+        found = param_problems(params, {"scale": (dim,), "shift": (dim,)})
+        check(call, width_problems(x, dim), found, param_problems(stats, {"mean": (dim,), "var": (dim,)}, "stats"))
 
     def init(key: Tensor) -> dict[str, Tensor]:
         return {"scale": ones(key, (dim,)), "shift": zeros(key, (dim,))}
@@ -53,11 +55,11 @@ def batch_norm(dim: Count, *, momentum: UnitInterval = 0.1, eps: Magnitude = 1e-
         return (x - mean) * (torch.rsqrt(var + eps) * params["scale"]) + params["shift"]
 
     def apply(params: dict[str, Tensor], x: Tensor, stats: dict[str, Tensor]) -> Tensor:
-        check(call, width_problems(x, dim), param_problems(params, scale=(dim,), shift=(dim,)), stats_problems(stats))
+        check_call(params, x, stats)
         return normalise(params, x, stats["mean"], stats["var"])
 
     def train_apply(params, x: Tensor, key, stats, mask: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        check(call, width_problems(x, dim), param_problems(params, scale=(dim,), shift=(dim,)), stats_problems(stats))
+        check_call(params, x, stats)
         count = x.shape[0]
         if count < 2:
             need = "at least two rows, for a variance"

@@ -5,14 +5,14 @@
 Shapes: B batch, d width, r rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Count, Draw, Problem, check, describe, random, remade, typed
+from funcrec.core import Count, Draw, check, random, remade, typed
 from funcrec.nn._layer import Layer, param_problems, width_problems, xavier_normal, zeros
 
 
@@ -50,9 +50,7 @@ def cross(dim: Count, rank: Count | None = None, *, weight: Draw = xavier_normal
         return {"u": weight(first, (dim, rank)), "v": weight(second, (rank, dim)), "bias": bias}
 
     def apply(params: dict[str, Tensor], x0: Tensor, x: Tensor) -> Tensor:
-        check(
-            "funcrec.nn.cross", width_problems(x0, dim, "x0"), width_problems(x, dim), param_problems(params, **needed)
-        )
+        check("funcrec.nn.cross", width_problems(x0, dim, "x0"), width_problems(x, dim), param_problems(params, needed))
         if rank is None:
             return x0 * F.linear(x, params["weight"], params["bias"]) + x
         return x0 * F.linear(F.linear(x, params["v"]), params["u"], params["bias"]) + x
@@ -77,6 +75,7 @@ def cross_network(dim: Count, num_layers: Count, rank: Count | None = None, *, w
         return [layer.init(k) for k in random.split(key, num_layers)]
 
     def apply(params: list[Any], x0: Tensor) -> Tensor:
+        check("funcrec.nn.cross_network", param_problems(params, [...] * num_layers))
         x = x0
         for own in params:
             x = layer.apply(own, x0, x)
@@ -110,10 +109,10 @@ def vector_cross_network(dim: Count, num_layers: Count, *, weight: Draw = xavier
         return [{"weight": weight(k, (1, dim)), "bias": zeros(k, (dim,))} for k in keys]
 
     def apply(params: list[dict[str, Tensor]], x0: Tensor) -> Tensor:
-        check("funcrec.nn.vector_cross_network", width_problems(x0, dim, "x0"), layer_problems(params, num_layers))
+        found = param_problems(params, [needed] * num_layers)
+        check("funcrec.nn.vector_cross_network", width_problems(x0, dim, "x0"), found)
         x = x0
         for own in params:
-            check("funcrec.nn.vector_cross_network", param_problems(own, **needed))
             x = x0 * F.linear(x, own["weight"]) + own["bias"] + x
         return x
 
@@ -147,7 +146,6 @@ def mixture_cross_network(
 
     Source: Wang et al., "DCN V2" (WWW 2021), §3.4; TorchRec's LowRankMixtureCrossNet.
     """
-    call = "funcrec.nn.mixture_cross_network"
     shapes = {"u": (num_experts, dim, rank), "c": (num_experts, rank, rank), "v": (num_experts, rank, dim)}
 
     def init(key: Tensor) -> dict[str, Any]:
@@ -158,11 +156,10 @@ def mixture_cross_network(
         return {"gate": weight(for_gate, (num_experts, dim)), "layers": layers}
 
     def apply(params: dict[str, Any], x0: Tensor) -> Tensor:
-        check(call, width_problems(x0, dim, "x0"), param_problems(params, gate=(num_experts, dim)))
-        check(call, layer_problems(params.get("layers"), num_layers))
+        form = {"gate": (num_experts, dim), "layers": [{**shapes, "bias": (dim,)}] * num_layers}
+        check("funcrec.nn.mixture_cross_network", width_problems(x0, dim, "x0"), param_problems(params, form))
         x = x0
         for own in params["layers"]:
-            check(call, param_problems(own, **shapes, bias=(dim,)))
             inner = activation(torch.einsum("krd,...d->...kr", own["v"], x))
             inner = activation(torch.einsum("kqr,...kr->...kq", own["c"], inner))
             crossed = x0.unsqueeze(-2) * (torch.einsum("kdr,...kr->...kd", own["u"], inner) + own["bias"])
@@ -171,12 +168,3 @@ def mixture_cross_network(
         return x
 
     return Layer(init, apply)
-
-
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def layer_problems(params: object, num_layers: int) -> Iterator[Problem]:
-    if not isinstance(params, list | tuple) or len(params) != num_layers:
-        need, hint = f"a list of {num_layers} layers' parameters", "net.init(key)"
-        yield Problem("`params` are not this network's.", describe(params), need, hint, TypeError)

@@ -6,16 +6,18 @@
 Shapes: O width of the experts' outputs; t is a task, e an expert.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Count, Draw, Problem, Sizes, check, describe, random, remade, typed
+from funcrec.core import Count, Draw, Sizes, Within, check, random, remade, typed
 from funcrec.nn._layer import Layer, param_problems, width_problems, xavier_normal
 from funcrec.nn._mlp import mlp
+
+Levels = Annotated[Sequence[Sizes], Within("the layers of a level or more", len, "is empty")]
 
 
 @remade
@@ -57,8 +59,8 @@ def mmoe(
 
     def apply(params: dict[str, Any], x: Tensor) -> Tensor:
         call = "funcrec.nn.mmoe"
-        check(call, width_problems(x, num_in), param_problems(params, gate=(num_tasks, num_experts, num_in)))
-        check(call, expert_problems(params, num_experts, "experts"))
+        form = {"experts": [...] * num_experts, "gate": (num_tasks, num_experts, num_in)}
+        check(call, width_problems(x, num_in), param_problems(params, form))
         found = torch.stack([expert.apply(own, x) for own in params["experts"]], -2)
         share = torch.einsum("tei,...i->...te", params["gate"], x).softmax(-1)
         return share @ found
@@ -74,7 +76,7 @@ def ple(
     *,
     shared_experts: Count,
     task_experts: Count,
-    sizes: Sequence[Sizes],
+    sizes: Levels,
     activation: Callable[[Tensor], Tensor] = torch.relu,
     weight: Draw = xavier_normal,
 ) -> Layer:
@@ -98,14 +100,15 @@ def ple(
 
     Source: Tang et al., "Progressive layered extraction" (RecSys 2020), §4.1 and §4.2.
     """
-    call = "funcrec.nn.ple"
-    check(call, level_problems(sizes))
     widths = [num_in, *(own[-1] for own in sizes)]
     levels = [
         mlp((before, *own), activation=activation, final_activation=activation, weight=weight)
         for before, own in zip(widths, sizes, strict=False)
     ]
     of_task, of_all = task_experts + shared_experts, num_tasks * task_experts + shared_experts
+    experts = {"tasks": [[...] * task_experts] * num_tasks, "shared": [...] * shared_experts}
+    forms: list[dict] = [{**experts, "gates": [(of_task, n)] * num_tasks, "gate": (of_all, n)} for n in widths[:-1]]
+    del forms[-1]["gate"]
 
     def init_level(key: Tensor, level: int) -> dict[str, Any]:
         for_tasks, for_shared, for_gates, for_gate = random.split(key, 4)
@@ -122,15 +125,9 @@ def ple(
         return [init_level(k, i) for i, k in enumerate(random.split(key, len(levels)))]
 
     def apply(params: list[dict[str, Any]], x: Tensor) -> Tensor:
-        check(call, width_problems(x, num_in), list_problems(params, len(levels)))
+        check("funcrec.nn.ple", width_problems(x, num_in), param_problems(params, forms))
         own, shared = [x] * num_tasks, x
         for expert, p in zip(levels, params, strict=True):
-            counts = {"tasks": num_tasks, "gates": num_tasks, "shared": shared_experts}
-            check(call, *(expert_problems(p, count, name) for name, count in counts.items()))
-            check(call, *(expert_problems({"tasks": es}, task_experts, "tasks") for es in p["tasks"]))
-            width = shared.shape[-1]
-            check(call, *(param_problems({"gates": g}, gates=(of_task, width)) for g in p["gates"]))
-            check(call, param_problems(p, gate=(of_all, width)) if "gate" in p else ())
             by_task = [[expert.apply(e, y) for e in experts] for experts, y in zip(p["tasks"], own, strict=True)]
             common = [expert.apply(e, shared) for e in p["shared"]]
             own = [mixed(g, y, [*es, *common]) for g, y, es in zip(p["gates"], own, by_task, strict=True)]
@@ -145,24 +142,3 @@ def mixed(gate: Tensor, x: Tensor, experts: Sequence[Tensor]) -> Tensor:
     """Return Σ_e softmax(gate x)_e experts[e], f[..., O]."""
     share = F.linear(x, gate).softmax(-1)
     return (share.unsqueeze(-2) @ torch.stack(list(experts), -2)).squeeze(-2)
-
-
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def expert_problems(params: object, count: int, name: str) -> Iterator[Problem]:
-    own = params.get(name) if isinstance(params, dict) else None
-    if not isinstance(own, list | tuple) or len(own) != count:
-        need, hint = f"a list of {count} under {name!r}", "layer.init(key)"
-        yield Problem("`params` are not this layer's.", describe(params), need, hint, TypeError)
-
-
-def list_problems(params: object, count: int) -> Iterator[Problem]:
-    if not isinstance(params, list | tuple) or len(params) != count:
-        need, hint = f"a list of {count} levels' parameters", "layer.init(key)"
-        yield Problem("`params` are not this layer's.", describe(params), need, hint, TypeError)
-
-
-def level_problems(sizes: Sequence) -> Iterator[Problem]:
-    if not sizes:
-        yield Problem("`sizes` name no level.", "()", "the layers of a level or more", "sizes=((64,), (64, 32))")

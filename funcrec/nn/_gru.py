@@ -54,7 +54,7 @@ def gru(num_in: Count, num_hidden: Count) -> Layer:
         return {name: draw(k, shape) for (name, shape), k in zip(shapes.items(), keys, strict=True)}
 
     def apply(params: dict[str, Tensor], bags: JaggedTensor) -> JaggedTensor:
-        check("funcrec.nn.gru", vector_problems(bags, num_in), param_problems(params, **shapes))
+        check("funcrec.nn.gru", vector_problems(bags, num_in), param_problems(params, shapes))
         x = without_padding(bags.values, bags.bag_ids(), bags)
         gates = torch.nn.functional.linear(x, params["weight_ih"], params["bias_ih"])
         return replace(bags, values=Gru.apply(gates, params["weight_hh"], params["bias_hh"], bags.offsets))

@@ -6,7 +6,7 @@
 Shapes: B bags, N capacity, H heads, D dim of queries and keys, V dim of values.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from funcrec.core import (
 )
 from funcrec.jagged import JaggedTensor, jagged_attention, joined_bags
 from funcrec.nn._dropout import dropout as drop
-from funcrec.nn._layer import normal, width_problems
+from funcrec.nn._layer import normal, param_problems, width_problems
 from funcrec.nn._layer_norm import layer_norm
 from funcrec.nn._mlp import linear
 
@@ -128,10 +128,11 @@ def hstu_layer(
         learned = {name: normal(0.02)(keys[name], (num_heads, size)) for name, size in biases.items() if size}
         return {**params, "out_norm": after.init(key), **learned}
 
-    names = ("norm", "project", "out", "out_norm", *(name for name, size in biases.items() if size))
+    form = dict.fromkeys(("norm", "project", "out", "out_norm"), ...)
+    form |= {name: (num_heads, size) for name, size in biases.items() if size}
 
     def forward(params, x: JaggedTensor, key, times, num_targets, kept: Kept | None):
-        check(call, BAGS.find("x", x), KEPT.find("kept", kept), own_problems(params, names))
+        check(call, BAGS.find("x", x), KEPT.find("kept", kept), param_problems(params, form))
         check(call, width_problems(x.values, dim, "x.values"), time_problems(times, num_times, x))
         inside = (x.bag_ids() < x.num_bags)[:, None]
         values = torch.where(inside, x.values, 0)
@@ -173,17 +174,6 @@ def joined(kept: Kept, own: Kept) -> Kept:
 
 
 # -- validators --------------------------------------------------------------------------------------------------
-
-
-def own_problems(params: object, names: Sequence[str]) -> Iterator[Problem]:
-    if not isinstance(params, Mapping) or any(name not in params for name in names):
-        got = f"names {list(params)}" if isinstance(params, Mapping) else describe(params)
-        yield Problem("`params` are not this layer's.", got, f"names {list(names)}", "layer.init(key)", TypeError)
-        return
-    for name in names:
-        if name.endswith("bias") and not isinstance(params[name], Tensor):
-            got = describe(params[name])
-            yield Problem(f"`params[{name!r}]` is not a tensor.", got, "f[H, P]", "layer.init(key)", TypeError)
 
 
 def time_problems(times: object, num_times: int, x: JaggedTensor) -> Iterator[Problem]:

@@ -6,8 +6,8 @@ A draw is a function (key, shape) -> f32[shape]. A matrix is [out, in], as in to
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +18,18 @@ from funcrec.core import (
     Magnitude,
     Problem,
     Shape,
-    check,
+    Within,
     describe,
-    float_dict_problems,
     random,
     reduced,
+    tree_problems,
     typed,
     typed_fields,
 )
+
+FEW = "has too few dimensions"
+OutputShape = Annotated[Shape, Within("1 dimension or more, the first for the outputs", lambda s: len(s) >= 1, FEW)]
+MatrixShape = Annotated[Shape, Within("2 dimensions or more, the first for the outputs", lambda s: len(s) >= 2, FEW)]
 
 
 @typed_fields
@@ -54,7 +58,7 @@ class Layer(NamedTuple):
 
 
 @typed
-def xavier_normal(key: Key, shape: Shape) -> Tensor:
+def xavier_normal(key: Key, shape: MatrixShape) -> Tensor:
     """Return a matrix [out, in] drawn from N(0, 2 / (in + out)): (key, shape) -> f32[shape].
 
     torch.nn.init.xavier_normal_ draws the same way, and so do the weights of DLRM's MLPs.
@@ -64,12 +68,11 @@ def xavier_normal(key: Key, shape: Shape) -> Tensor:
       >>> round(fr.nn.xavier_normal(fr.key(0), (100, 300)).std().item(), 3)
       0.07
     """
-    check("funcrec.nn.xavier_normal", shape_problems(shape, 2))
     return random.normal(key, shape) * math.sqrt(2 / max(shape[0] + shape[1], 1))
 
 
 @typed
-def fan_out_normal(key: Key, shape: Shape) -> Tensor:
+def fan_out_normal(key: Key, shape: OutputShape) -> Tensor:
     """Return numbers drawn from N(0, 1 / out), like the biases of DLRM's MLPs: (key, shape) -> f32[shape].
 
     Example:
@@ -80,7 +83,6 @@ def fan_out_normal(key: Key, shape: Shape) -> Tensor:
 
     Source: facebookresearch/dlrm, dlrm_s_pytorch.py, create_mlp.
     """
-    check("funcrec.nn.fan_out_normal", shape_problems(shape, 1))
     return random.normal(key, shape) * math.sqrt(1 / max(shape[0], 1))
 
 
@@ -117,12 +119,6 @@ def ones(key: Key, shape: Shape) -> Tensor:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def shape_problems(shape: Sequence[int], least: int) -> Iterator[Problem]:
-    if len(shape) < least:
-        need = f"{least} dimensions or more, the first for the outputs"
-        yield Problem("`shape` has too few dimensions.", f"{tuple(shape)}", need, "shape=(100, 8)")
-
-
 def width_problems(x: object, width: int, name: str = "x") -> Iterator[Problem]:
     """Yield a problem unless x is f[..., width]."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -133,16 +129,7 @@ def width_problems(x: object, width: int, name: str = "x") -> Iterator[Problem]:
         yield Problem(f"`{name}` has another width than the layer.", describe(x), f"f[..., {width}]", hint)
 
 
-def param_problems(params: object, name: str = "params", **needed: tuple[int, ...]) -> Iterator[Problem]:
-    """Yield problems unless `params` holds a tensor of the needed shape under each needed name."""
-    hint = "layer.init(key)" if name == "params" else "layer.init_stats()"
-    yield from float_dict_problems(f"`{name}` are not this layer's.", params, name, needed, hint, some=True)
-
-
-def part_problems(params: object, part: str, count: int) -> Iterator[Problem]:
-    """Yield a problem unless `params[part]` is a list of the parameters of `count` layers."""
-    own = params.get(part) if isinstance(params, Mapping) else None
-    if not isinstance(own, list | tuple) or len(own) != count:
-        got = describe(own) if isinstance(params, Mapping) else describe(params)
-        what, need = f"`params[{part!r}]` are not this layer's.", f"{count} layers' parameters"
-        yield Problem(what, got, need, "layer.init(key)", TypeError)
+def param_problems(params: object, form: Any, name: str = "params", *, some: bool = True) -> Iterator[Problem]:
+    """Yield problems unless `params` has the form that `tree_problems` takes."""
+    hint = "stats=layer.init_stats()" if name == "stats" else "layer.init(key)"
+    yield from tree_problems(params, name, form, "this layer's", hint, some=some)

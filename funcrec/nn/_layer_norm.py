@@ -68,7 +68,7 @@ def _normed(name: str, dim: int, eps: float, after) -> Layer:
 
     def apply(params: dict[str, Tensor], x: Tensor) -> Tensor:
         needed = {"weight": (dim,), "bias": (dim,)}
-        check(f"funcrec.nn.{name}", width_problems(x, dim), param_problems(params, **needed))
+        check(f"funcrec.nn.{name}", width_problems(x, dim), param_problems(params, needed))
         return after(x, _norm(x, params["weight"], params["bias"], eps))
 
     return Layer(init, apply)

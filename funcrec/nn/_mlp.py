@@ -6,17 +6,17 @@ d is dropout, n is batch norm, and a is the activation.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Count, Draw, Problem, Share, Sizes, Within, check, describe, random, remade, typed
+from funcrec.core import Count, Draw, Share, Sizes, Within, check, random, remade, typed
 from funcrec.nn._batch_norm import batch_norm as batch_norm_layer
 from funcrec.nn._dropout import dropout as drop
-from funcrec.nn._layer import Layer, param_problems, part_problems, width_problems, xavier_normal, zeros
+from funcrec.nn._layer import Layer, param_problems, width_problems, xavier_normal, zeros
 
 Widths = Annotated[Sizes, Within("at least two sizes, an int >= 1", lambda s: len(s) >= 2, "has too few")]
 
@@ -46,7 +46,7 @@ def linear(num_in: Count, num_out: Count, *, weight: Draw = xavier_normal, bias:
         return params if bias is None else {**params, "bias": bias(for_bias, (num_out,))}
 
     def apply(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        check("funcrec.nn.linear", width_problems(x, num_in), param_problems(params, **needed))
+        check("funcrec.nn.linear", width_problems(x, num_in), param_problems(params, needed))
         return F.linear(x, params["weight"], params.get("bias"))
 
     return Layer(init, apply)
@@ -84,17 +84,16 @@ def mlp(
       >>> y.shape, stats
       (torch.Size([4, 1]), [])
     """
-    call = "funcrec.nn.mlp"
     count = len(sizes) - 1
     layers = [linear(a, b, weight=weight, bias=bias) for a, b in itertools.pairwise(sizes)]
     activations = [activation] * (count - 1) + [final_activation]
     norms = [batch_norm_layer(n) for n, a in zip(sizes[1:], activations, strict=True) if batch_norm and a is not None]
     stages = [(layer, i < len(norms), a) for i, (layer, a) in enumerate(zip(layers, activations, strict=True))]
 
-    def own_problems(params: object) -> Iterator[Problem]:
-        yield from part_problems(params, "linear", count)
-        if norms:
-            yield from part_problems(params, "norm", len(norms))
+    form = {"linear": [...] * count} | ({"norm": [...] * len(norms)} if norms else {})
+
+    def check_parts(params: object, stats: object) -> None:
+        check("funcrec.nn.mlp", param_problems(stats, [...] * len(norms), "stats"), param_problems(params, form))
 
     def init(key: Tensor) -> dict[str, Any]:
         keys = random.split(key, count)
@@ -102,14 +101,14 @@ def mlp(
         return {**params, "norm": [n.init(key) for n in norms]} if norms else params
 
     def apply(params: dict[str, Any], x: Tensor, stats: Sequence = ()) -> Tensor:
-        check(call, stat_problems(stats, len(norms)), own_problems(params))
+        check_parts(params, stats)
         norm = lambda i, x: norms[i].apply(params["norm"][i], x, stats[i])
         return _stack(stages, params["linear"], x, lambda i, x: x, norm)
 
     def train_apply(
         params: dict[str, Any], x: Tensor, key: Tensor, stats: Sequence = (), mask: Tensor | None = None
     ) -> tuple[Tensor, list]:
-        check(call, stat_problems(stats, len(norms)), own_problems(params))
+        check_parts(params, stats)
         keys, new = random.split(key, count) if dropout else None, []
 
         def norm(i: int, x: Tensor) -> Tensor:
@@ -130,14 +129,3 @@ def _stack(stages: Sequence, params: Sequence, x: Tensor, before: Callable, norm
         x = norm(i, x) if normed else x
         x = x if active is None else active(x)
     return x
-
-
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def stat_problems(stats: Sequence, count: int) -> Iterator[Problem]:
-    if not isinstance(stats, list | tuple) or len(stats) != count:
-        is_list = isinstance(stats, list | tuple)
-        got, kind = (f"{len(stats)} of them", ValueError) if is_list else (describe(stats), TypeError)
-        need, hint = f"{count}, one per batch norm", "stats=layer.init_stats()"
-        yield Problem("`stats` are not this layer's.", got, need, hint, kind)

@@ -5,15 +5,15 @@
 Shapes: N ids, L positions, F features.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, describe, kind_of, remade, replace, typed, unknown_problems
+from funcrec.core import Count, check, kind_of, remade, replace, typed, unknown_problems
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bag_ids, check_ids, take_ranges
-from funcrec.nn._layer import Layer, ones
+from funcrec.nn._layer import Layer, ones, param_problems
 
 BAGS = kind_of(JaggedTensor)
 CALL = "funcrec.nn.position_weights"
@@ -57,7 +57,7 @@ def position_weights(max_length: Count | Mapping[str, Count]) -> Layer:
         return weights_of_keys(dict(max_length))
 
     def apply(params: Tensor, bags: JaggedTensor) -> Tensor:
-        check(CALL, BAGS.find("bags", bags), param_problems(params, max_length, "params"))
+        check(CALL, BAGS.find("bags", bags), param_problems(params, (max_length,)))
         starts = torch.zeros_like(bags.offsets[1:])  # ranges beyond the params are 0
         return take_ranges(params, None, starts, bags.offsets.diff(), bags.capacity).values
 
@@ -70,7 +70,8 @@ def weights_of_keys(sizes: Mapping[str, int]) -> Layer:
 
     def apply(params: Mapping[str, Tensor], ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
         check_ids(CALL, ids)
-        check(CALL, keyed_problems(sizes, params, ids))
+        unknown = unknown_problems("`max_length` names keys without ids.", sizes, ids.keys, kind=KeyError)
+        check(CALL, unknown, param_problems(params, {k: (n,) for k, n in sizes.items()}, some=False))
         return with_weights(sizes, params, ids) if sizes else ids
 
     return Layer(init, apply)
@@ -108,23 +109,3 @@ def for_bags(ids: KeyedJaggedTensor, x: Tensor) -> Tensor:
     if ids.strides is None:
         return x[:, None]
     return x.repeat_interleave(torch.tensor(ids.strides, device=x.device), 0, output_size=sum(ids.strides))
-
-
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def param_problems(params: object, size: int, path: str) -> Iterator[Problem]:
-    if not isinstance(params, Tensor) or not params.is_floating_point() or params.shape != (size,):
-        kind = ValueError if isinstance(params, Tensor) else TypeError
-        yield Problem(f"`{path}` are not this layer's.", describe(params), f"f[{size}]", "layer.init(key)", kind)
-
-
-def keyed_problems(sizes: Mapping[str, int], params: object, ids: KeyedJaggedTensor) -> Iterator[Problem]:
-    yield from unknown_problems("`max_length` names keys without ids.", sizes, ids.keys, kind=KeyError)
-    if not isinstance(params, Mapping) or set(params) != set(sizes):
-        got = f"{list(params)}" if isinstance(params, Mapping) else describe(params)
-        need = f"{{key: f[L]}} for {list(sizes)}"
-        yield Problem("`params` are not this layer's.", got, need, "layer.init(key)", TypeError)
-        return
-    for k, n in sizes.items():
-        yield from param_problems(params[k], n, f"params[{k!r}]")

@@ -61,7 +61,7 @@ def position_embedding(max_length: Count, dim: Count, *, std: Magnitude = STD) -
     call = "funcrec.nn.position_embedding"
 
     def apply(params: dict[str, Tensor], bags: JaggedTensor) -> JaggedTensor:
-        check(call, vector_problems(bags, dim), param_problems(params, weight=(max_length, dim)))
+        check(call, vector_problems(bags, dim), param_problems(params, {"weight": (max_length, dim)}))
         bag, start = places_of(bags)
         at = (torch.arange(bags.capacity, device=start.device) - start).clamp(0, max_length - 1)
         return replace(bags, values=without_padding(bags.values + params["weight"].index_select(0, at), bag, bags))
@@ -113,7 +113,7 @@ def sasrec_block(dim: Count, *, heads: Count = 1, dropout: Share = 0.0) -> Layer
         }
 
     def run(params: dict[str, Any], bags: JaggedTensor, key: Tensor | None) -> JaggedTensor:
-        check(call, vector_problems(bags, dim), name_problems(params, parts))
+        check(call, vector_problems(bags, dim), param_problems(params, dict.fromkeys(parts, ...), some=False))
         keys = None if key is None else random.split(key, 3)
         dropped = lambda x, i: x if keys is None else drop(x, keys[i], dropout)
         of = lambda name, x: parts[name].apply(params[name], x)
@@ -132,7 +132,7 @@ def sasrec_block(dim: Count, *, heads: Count = 1, dropout: Share = 0.0) -> Layer
 def attention(call: str, q: Tensor, x: Tensor, params: Any, bags: JaggedTensor, heads: int) -> Tensor:
     """Return the attention f[N, D] of q over the keys and values of x; the weights and biases are concatenated."""
     dim = x.shape[1]
-    check(call, param_problems(params, weight=(3 * dim, dim), bias=(3 * dim,)))
+    check(call, param_problems(params, {"weight": (3 * dim, dim), "bias": (3 * dim,)}))
     (w_q, w), (b_q, b) = (params[n].split([dim, 2 * dim]) for n in ("weight", "bias"))
     split = lambda y: y.unflatten(-1, (-1, heads, dim // heads))
     queries = split(torch.nn.functional.linear(q, w_q, b_q))[:, 0]
@@ -167,9 +167,3 @@ def vector_problems(bags: object, dim: int) -> Iterator[Problem]:
 def head_problems(dim: int, heads: int) -> Iterator[Problem]:
     if dim % heads:
         yield Problem("`heads` does not divide `dim`.", f"dim {dim}, heads {heads}", "a divisor of dim", "heads=1")
-
-
-def name_problems(params: object, parts: dict) -> Iterator[Problem]:
-    if not isinstance(params, dict) or set(params) != set(parts):
-        got = list(params) if isinstance(params, dict) else describe(params)
-        yield Problem("`params` are not this layer's.", f"{got}", f"{list(parts)}", "layer.init(key)", TypeError)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, Sizes, check, describe, kind_of, remade, typed
+from funcrec.core import Count, Sizes, check, kind_of, remade, tree_problems, typed
 from funcrec.jagged import JaggedTensor, bag_reduce, bag_softmax
 from funcrec.nn._layer import Layer, width_problems
 from funcrec.nn._mlp import mlp
@@ -54,7 +54,8 @@ def target_attention(
 
     def apply(params, history: JaggedTensor, target: Tensor) -> Tensor:
         check(call, BAGS.find("history", history))
-        check(call, width_problems(history.values, dim, "history.values"), target_problems(target, history, dim))
+        found = tree_problems(target, "target", (history.num_bags, dim), "", "a row for each bag")
+        check(call, width_problems(history.values, dim, "history.values"), found)
         bag, last = history.bag_ids(), max(history.num_bags - 1, 0)
         if not history.num_bags:
             return target
@@ -66,14 +67,3 @@ def target_attention(
         return bag_reduce(JaggedTensor(weights * h, history.offsets), "sum")
 
     return Layer(weigh.init, apply)
-
-
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def target_problems(target: object, history: JaggedTensor, dim: int):
-    if not isinstance(target, Tensor) or not target.is_floating_point():
-        yield Problem("`target` is not a float tensor.", describe(target), f"f[B, {dim}]", "target.float()", TypeError)
-    elif target.shape != (history.num_bags, dim):
-        need = f"f[{history.num_bags}, {dim}], a row for each bag"
-        yield Problem("`target` does not match the history.", describe(target), need)

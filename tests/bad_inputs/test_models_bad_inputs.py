@@ -52,6 +52,12 @@ ROWS = [
         ValueError,
         "`x` has another width than the layer.",
     ),
+    (
+        "cross_network of fewer layers",
+        lambda: nn.cross_network(3, 2).apply(nn.cross_network(3, 2).init(KEY)[:1], X),
+        ValueError,
+        "got   1 of them",
+    ),
     ("factorization_machine of ids", lambda: nn.factorization_machine(X.long()), TypeError, "`x` is not a float"),
     ("dot_interaction of a vector", lambda: nn.dot_interaction(X[0]), ValueError, "need  f[B, F, D]"),
     (

@@ -71,7 +71,7 @@ def test_it_refuses_what_does_not_fit():
     layer, params = make(False)
     with pytest.raises(ValueError, match="another width"):
         layer.apply(params, fr.JaggedTensor(X[:, :1], OFFSETS), TARGET)
-    with pytest.raises(ValueError, match="does not match the history"):
+    with pytest.raises(ValueError, match="has another shape"):
         layer.apply(params, fr.JaggedTensor(X, OFFSETS), TARGET[:2])
 
 
