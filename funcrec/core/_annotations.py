@@ -55,9 +55,10 @@ _DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
     "i64": lambda d: d == torch.int64,
     "b": lambda d: d == torch.bool,
     "x": lambda d: not d.is_complex,
+    "n": lambda d: not d.is_complex and d != torch.bool,
     "": lambda d: True,
 }
-_CASTS = {"f": "float()", "i": "long()", "i64": "long()", "b": "bool()", "x": "real", "": ""}
+_CASTS = {"f": "float()", "i": "long()", "i64": "long()", "b": "bool()", "x": "real", "n": "long()", "": ""}
 
 
 def kind_of(hint: Any, owner: Any = None) -> Requirement:
@@ -117,7 +118,7 @@ ANYTHING = Requirement("anything", lambda path, x: iter(()), lambda x: True, lam
 
 def _annotated(hint: Any, more: Any, owner: Any) -> Requirement:
     if isinstance(more, Form):
-        return _formed(more)
+        return _formed(more) if hint is Tensor else _jagged(more, kind_of(hint, owner))
     if more == "device":
         return _DEVICE
     inner = kind_of(hint, owner)
@@ -133,8 +134,10 @@ def _annotated(hint: Any, more: Any, owner: Any) -> Requirement:
 
 
 def _formed(form: Form) -> Requirement:
-    dtype, least, is_open, holds = form.dtype, len(form.dims), form.is_open, _DTYPES[form.dtype]
-    need = form.text.removeprefix("x")  # "x" stands for any dtype
+    dtype, least, is_open, need = form.dtype, len(form.dims), form.is_open, form.need
+    of_kind, least_bytes = _DTYPES[dtype], 2 if form.is_wide else 0
+    holds = lambda d: of_kind(d) and d.itemsize >= least_bytes
+    is_dense = lambda x: not least_bytes or (x.layout == torch.strided and not x.is_nested)
     has_rank = lambda x: x.dim() >= least if is_open else x.dim() == least
 
     def find(path: str, x: Any) -> Iterator[Problem]:
@@ -147,13 +150,30 @@ def _formed(form: Form) -> Requirement:
             hint = f"{path}.{_CASTS[dtype]}" if form.noun == "a tensor" else _example(path)
             hint = f"{path}.nonzero()[:, 0], where the mask is True" if is_mask else hint
             yield Problem(f"`{path}` is not {form.noun} of this dtype.", describe(x), need, hint, TypeError)
+        elif not is_dense(x):
+            yield Problem(f"`{path}` is not dense.", describe(x), need, f"{path}.to_dense()", TypeError)
         elif not has_rank(x):
             what, is_column = f"`{path}` is not {form.noun} of these dimensions.", x.dim() == least + 1
             hint = f"{path}.squeeze(-1)" if is_column and x.shape[-1] == 1 else _example(path, form.example)
             yield Problem(what, describe(x), need, hint)
 
-    fits = lambda x: isinstance(x, Tensor) and holds(x.dtype) and has_rank(x)
+    fits = lambda x: isinstance(x, Tensor) and holds(x.dtype) and has_rank(x) and is_dense(x)
     return Requirement(need, find, fits, lambda x: isinstance(x, Tensor))
+
+
+def _jagged(form: Form, whole: Requirement) -> Requirement:
+    """Return the Requirement on a JaggedTensor whose values have the form. whole: the Requirement of its class."""
+    inner, needs_none = _formed(form), not form.weights
+
+    def find(path: str, x: Any) -> Iterator[Problem]:
+        found = list(whole.find(path, x)) or list(inner.find(f"{path}.values", x.values))
+        yield from found
+        if not found and needs_none and x.weights is not None:
+            hint = "JaggedTensor(values, offsets)"
+            yield Problem(f"`{path}` have weights.", describe(x.weights), "weights=None", hint, TypeError)
+
+    fits = lambda x: whole.fits(x) and inner.fits(x.values) and not (needs_none and x.weights is not None)
+    return Requirement(f"{whole.need} of {inner.need}", find, fits, whole.accepts, whole.example)
 
 
 def _device_problems(path: str, x: Any) -> Iterator[Problem]:

@@ -20,23 +20,42 @@ class Within(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The form of a tensor: a kind of dtype (f, i, i64, b, x for real numbers, "" for any), then its dimensions.
+    """The form of a tensor, or of a JaggedTensor's values: a kind of dtype, then the dimensions.
 
-    Examples are `i[N]`, `f[...]` and `f[B, ...]`; "..." stands for any dimensions. noun: what errors call the tensor.
+    Kinds are f, i, i64, b, x for real numbers and truths, n for real numbers, and "" for any dtype. After f or n, 16+
+    means at least 16 bits, in a strided tensor. Examples are `i[N]`, `f16+[...]` and `f[B, ...]`; "..." stands for any
+    dimensions.
+
+    noun: what errors call the tensor. bags: the letter of the number of a JaggedTensor's bags. weights: whether a
+    JaggedTensor may have weights.
     """
 
     text: str
     noun: str = "a tensor"
+    bags: str = ""
+    weights: bool = True
 
     @property
     def dtype(self) -> str:
-        return self.text.partition("[")[0]
+        return self.text.partition("[")[0].removesuffix("16+")
 
     @property
     def dims(self) -> tuple[str, ...]:
         """Return the words of the dimensions before "..."."""
         inside = self.text.partition("[")[2].rstrip("]").partition("...")[0]
         return tuple(d.strip() for d in inside.split(",") if d.strip())
+
+    @property
+    def is_wide(self) -> bool:
+        """Return whether numbers have at least 16 bits, and memory is strided."""
+        return "16+[" in self.text
+
+    @property
+    def need(self) -> str:
+        """Return the form in words: "x" and "n" are dtypes without a name."""
+        dims = "[" + self.text.partition("[")[2]
+        words = f"{self.dtype.strip('xn')}{dims}" + (", numbers" if self.dtype == "n" else "")
+        return words + (" of 16 bits or more, strided" if self.is_wide else "")
 
     @property
     def is_open(self) -> bool:

@@ -74,7 +74,8 @@ def typed_now(fn: Callable, call: str, needs: Mapping[str, str]) -> Callable:
     tests = [declared.kinds.get(n, ANYTHING).fits for n in names]
     named = {n: k.fits for n, k in declared.kinds.items()}
     test_rest, test_more = (declared.kinds.get(n, ANYTHING).fits for n in (declared.rest, declared.more))
-    forms = [(n, names.index(n) if n in names else len(names), form.dims) for n, form in declared.forms.items()]
+    at = lambda n: names.index(n) if n in names else len(names)
+    forms = [(n, at(n), form.dims, form.bags) for n, form in declared.forms.items()]
     trees = {n for n, kind in declared.kinds.items() if kind is ANYTHING}  # Their leaves stay as they are.
 
     @functools.wraps(fn)
@@ -132,9 +133,10 @@ def problems(declared: Declared, args: tuple, kwargs: dict) -> Iterator[Problem]
 
 def forms_that_share(hints: Mapping[str, Any]) -> dict[str, Form]:
     """Return {argument: its form} for each form with a letter that occurs in another form, or twice in this form."""
-    found = {n: form for n, h in hints.items() if (form := form_of(h)) is not None and form.dims}
-    count = lambda letter: sum(form.dims.count(letter) for form in found.values())
-    return {n: form for n, form in found.items() if any(d.isalpha() and count(d) > 1 for d in form.dims)}
+    found = {n: form for n, h in hints.items() if (form := form_of(h)) is not None}
+    letters = {n: (*form.dims, *filter(None, [form.bags])) for n, form in found.items()}
+    count = lambda letter: sum(own.count(letter) for own in letters.values())
+    return {n: form for n, form in found.items() if any(d.isalpha() and count(d) > 1 for d in letters[n])}
 
 
 def form_of(hint: Any) -> Form | None:
@@ -145,21 +147,31 @@ def form_of(hint: Any) -> Form | None:
     return next((f for a in typing.get_args(hint) if (f := form_of(a)) is not None), None)
 
 
-def agree(forms: list[tuple[str, int, tuple[str, ...]]], args: tuple, kwargs: dict) -> bool:
+def measured(x: Any, dims: tuple[str, ...], bags: str) -> tuple[Tensor | None, list[tuple[str, int]]]:
+    """Return a tensor, or the values of a JaggedTensor, with the sizes of the letters. A union may allow other
+    values."""
+    values = x if isinstance(x, Tensor) else getattr(x, "values", None)
+    if not isinstance(values, Tensor):
+        return None, []
+    sizes = list(zip(dims, values.shape))
+    return values, [*sizes, (bags, x.offsets.shape[0] - 1)] if bags else sizes
+
+
+def agree(forms: list[tuple[str, int, tuple[str, ...], str]], args: tuple, kwargs: dict) -> bool:
     """Return whether each letter has one size, and all tensors are on one device.
 
-    forms: (name, position, dimensions) of each tensor.
+    forms: (name, position, dimensions, letter of the bags) of each tensor.
     """
     sizes: dict[str, int] = {}
     device = None
-    for name, i, dims in forms:
-        x = args[i] if i < len(args) else kwargs.get(name)
-        if isinstance(x, Tensor):  # A union may allow other values.
+    for name, i, dims, bags in forms:
+        x, own = measured(args[i] if i < len(args) else kwargs.get(name), dims, bags)
+        if x is not None:
             if device is None:
                 device = x.device
             elif x.device != device:
                 return False
-            for d, n in zip(dims, x.shape):
+            for d, n in own:
                 if sizes.setdefault(d, n) != n and d.isalpha():
                     return False
     return True
@@ -167,25 +179,26 @@ def agree(forms: list[tuple[str, int, tuple[str, ...]]], args: tuple, kwargs: di
 
 def letter_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for dimensions with one letter and different sizes, and for tensors on other devices."""
-    yield from device_problems(**{n: x for n in declared.forms if isinstance(x := given.get(n), Tensor)})
+    found = {n: measured(given.get(n), form.dims, form.bags) for n, form in declared.forms.items()}
+    found = {n: (x, sizes) for n, (x, sizes) in found.items() if x is not None}
+    yield from device_problems(**{n: x for n, (x, _) in found.items()})
     first: dict[str, tuple[str, int]] = {}
-    for name, form in declared.forms.items():
-        x, dims = given.get(name), form.dims
-        if not isinstance(x, Tensor):
-            continue
-        for i, d in enumerate(dims):
+    for name, (x, sizes) in found.items():
+        form = declared.forms[name]
+        for d, n in sizes:
             if d.isalpha():
-                first.setdefault(d, (name, x.shape[i]))
-        known = {d: first[d] for d in dims if d in first}
-        other = next((known[d][0] for i, d in enumerate(dims) if d in known and x.shape[i] != known[d][1]), None)
+                first.setdefault(d, (name, n))
+        known = {d: first[d] for d, _ in sizes if d in first}
+        other = next((known[d][0] for d, n in sizes if d in known and n != known[d][1]), None)
         if other is not None:
-            sizes = [str(known[d][1]) if d in known else d for d in dims] + ["..."] * form.is_open
-            need = (
-                f"{form.dtype.removeprefix('x')}[{', '.join(sizes)}], as `{other}`, which is {describe(given[other])}"
-            )
+            in_bags = lambda text, n: text if n is None else f"{text} in {n} bags"
+            shape = [str(known[d][1]) if d in known else d for d in form.dims] + ["..."] * form.is_open
+            wanted = in_bags(f"{form.dtype.strip('xn')}[{', '.join(shape)}]", known.get(form.bags, (name, None))[1])
+            theirs = in_bags(describe(found[other][0]), dict(found[other][1]).get(declared.forms[other].bags))
             hint = f"{name}=None, or " if declared.defaults.get(name, "") is None else ""
             hint += f"`{name}` and `{other}` of the same {'examples' if 'B' in known else 'sizes'}"
-            yield Problem(f"`{name}` does not match `{other}`.", describe(x), need, hint)
+            got, need = in_bags(describe(x), dict(sizes).get(form.bags)), f"{wanted}, as `{other}`, which is {theirs}"
+            yield Problem(f"`{name}` does not match `{other}`.", got, need, hint)
 
 
 def need_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Problem]:

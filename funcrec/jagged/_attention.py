@@ -9,28 +9,27 @@ Shapes: B bags, N queries, M keys, H heads, D dim of queries and keys, V dim of 
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-import torch
 from torch import Tensor
 
-from funcrec.core import Finite, Form, PositiveMagnitude, Problem, check, describe, device_problems, replace, typed
+from funcrec.core import Finite, Form, PositiveMagnitude, Problem, check, describe, replace, typed
 from funcrec.jagged._attention_rules import attention
 from funcrec.jagged._jagged import JaggedTensor
 
 
 @typed
 def jagged_attention(
-    queries: JaggedTensor,
-    keys: JaggedTensor,
-    values: Annotated[Tensor, Form("f[M, H, V]")],
+    queries: Annotated[JaggedTensor, Form("f16+[N, H, D]", bags="B", weights=False)],
+    keys: Annotated[JaggedTensor, Form("f16+[M, H, D]", bags="B", weights=False)],
+    values: Annotated[Tensor, Form("f16+[M, H, V]")],
     *,
     causal: bool = True,
     activation: Literal["softmax", "silu"] = "softmax",
     scale: Finite | None = None,
     normalizer: PositiveMagnitude | None = None,
-    position_bias: Annotated[Tensor, Form("f[K, P]")] | None = None,
-    time_bias: Annotated[Tensor, Form("f[L, T]")] | None = None,
-    query_times: Annotated[Tensor, Form("x[N]")] | None = None,
-    key_times: Annotated[Tensor, Form("x[M]")] | None = None,
+    position_bias: Annotated[Tensor, Form("f16+[K, P]")] | None = None,
+    time_bias: Annotated[Tensor, Form("f16+[L, T]")] | None = None,
+    query_times: Annotated[Tensor, Form("n16+[N]")] | None = None,
+    key_times: Annotated[Tensor, Form("n16+[M]")] | None = None,
     num_targets: Annotated[Tensor, Form("i[B]")] | None = None,
 ) -> JaggedTensor:
     """Return the attention of each bag's queries over the bag's keys, a JaggedTensor of values -> f[N, H, V].
@@ -79,14 +78,9 @@ def jagged_attention(
       RelativeBucketedTimeAndPositionBasedBias and M-FALCON.
     """
     call = "funcrec.jagged_attention"
-    check(call, buffer_problems(queries, keys, values))
-    check(
-        call,
-        setting_problems(activation, normalizer),
-        bias_problems(position_bias, time_bias, queries.values),
-        time_problems(time_bias, query_times, key_times, queries.values, keys.values),
-        target_problems(num_targets, queries),
-    )
+    check(call, dtype_problems(queries.values, keys.values, values), setting_problems(activation, normalizer))
+    heads = queries.values.shape[1]
+    check(call, bias_problems(position_bias, time_bias, heads), time_problems(time_bias, query_times, key_times))
     tensors = queries.values, keys.values, values, position_bias, time_bias, queries.offsets, keys.offsets
     scale = queries.values.shape[2] ** -0.5 if scale is None else float(scale)
     divisor = 1.0 if normalizer is None else float(normalizer)
@@ -98,38 +92,13 @@ def jagged_attention(
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def buffer_problems(queries: JaggedTensor, keys: JaggedTensor, values: Tensor) -> Iterator[Problem]:
-    q, k = queries.values, keys.values
-    for name, x in (("queries.values", q), ("keys.values", k), ("values", values)):
-        if not x.is_floating_point() or x.itemsize < 2:
-            hint = f"{name}.float()"
-            yield Problem(f"`{name}` are not floats of 16 bits or more.", describe(x), "f[N, H, D]", hint, TypeError)
-        elif x.dim() != 3:
-            yield Problem(f"`{name}` have no heads.", describe(x), "f[N, H, D]", f"{name}.unflatten(-1, (H, -1))")
-        elif x.dtype != q.dtype:
-            got = f"{describe(x)} and {describe(q)}"
+def dtype_problems(queries: Tensor, keys: Tensor, values: Tensor) -> Iterator[Problem]:
+    for name, x in (("keys.values", keys), ("values", values)):
+        if x.dtype != queries.dtype:
+            got = f"{describe(x)} and {describe(queries)}"
             yield Problem(f"`{name}` has another dtype.", got, "the dtype of `queries`", f"{name}.to(dtype)", TypeError)
-    for name, bags in (("queries", queries), ("keys", keys)):
-        if bags.weights is not None:
-            hint = "JaggedTensor(values, offsets)"
-            yield Problem(f"`{name}` have weights.", describe(bags.weights), "weights=None", hint, TypeError)
-    if q.dim() == k.dim() == values.dim() == 3:
-        yield from size_problems(queries, keys, values)
-
-
-def size_problems(queries: JaggedTensor, keys: JaggedTensor, values: Tensor) -> Iterator[Problem]:
-    q, k = queries.values, keys.values
-    if q.shape[1:] != k.shape[1:] or not q.shape[2]:
-        got, need = f"{describe(q)} and {describe(k)}", "f[N, H, D] and f[M, H, D], D >= 1"
-        yield Problem("`queries` and `keys` have no heads or dim in common.", got, need, "one number of heads for both")
-    if values.shape[:2] != k.shape[:2]:
-        got, need = f"{describe(values)}; keys are {describe(k)}", "f[M, H, V], a value for each key"
-        yield Problem("`values` do not match `keys`.", got, need, "values of the keys' positions and heads")
-    if queries.num_bags != keys.num_bags:
-        got, need = f"{queries.num_bags} and {keys.num_bags} bags", "as many bags"
-        hint = "keys with an empty bag, where there is none"
-        yield Problem("`queries` and `keys` have different numbers of bags.", got, need, hint)
-    yield from device_problems(queries=q, keys=k, values=values)
+    if not queries.shape[2]:
+        yield Problem("`queries` have no dim.", describe(queries), "f[N, H, D], D >= 1", "vectors of a model")
 
 
 def setting_problems(activation: str, normalizer: float | None) -> Iterator[Problem]:
@@ -141,43 +110,16 @@ def setting_problems(activation: str, normalizer: float | None) -> Iterator[Prob
         yield Problem("`softmax` takes no `normalizer`.", f"normalizer={normalizer}", "None", hint)
 
 
-def bias_problems(position_bias: Tensor | None, time_bias: Tensor | None, queries: Tensor) -> Iterator[Problem]:
-    heads = queries.shape[1]
+def bias_problems(position_bias: Tensor | None, time_bias: Tensor | None, heads: int) -> Iterator[Problem]:
     for name, bias in (("position_bias", position_bias), ("time_bias", time_bias)):
-        if bias is None:
-            continue
-        if bias.shape[0] not in (1, heads) or not bias.shape[1]:
+        if bias is not None and (bias.shape[0] not in (1, heads) or not bias.shape[1]):
             need, hint = f"f[{heads}, P] or f[1, P], P >= 1", f"torch.zeros({heads}, 200)"
             yield Problem(f"`{name}` does not fit the heads.", describe(bias), need, hint)
-        if bias.itemsize < 2:
-            need = "floats of 16 bits or more"
-            yield Problem(f"`{name}` is of 8 bits.", describe(bias), need, f"{name}.float()", TypeError)
-        yield from device_problems(**{"queries": queries, name: bias})
 
 
-def time_problems(
-    bias: Tensor | None, query_times: Tensor | None, key_times: Tensor | None, queries: Tensor, keys: Tensor
-) -> Iterator[Problem]:
-    show = lambda x: "None" if x is None else describe(x)
-    given = {"query_times": (query_times, queries), "key_times": (key_times, keys)}
-    for name, (times, owner) in given.items():
-        if (times is None) != (bias is None):
-            got = f"{name}={show(times)}, time_bias={show(bias)}"
-            hint = "both times, or no time_bias"
-            yield Problem("`time_bias` and times come together.", got, "time_bias, query_times and key_times", hint)
-        elif times is not None and times.shape != owner.shape[:1]:
-            yield Problem(f"`{name}` does not match its rows.", describe(times), f"[{owner.shape[0]}]")
-        elif times is not None:
-            yield from device_problems(**{"queries": queries, name: times})
-            if times.dtype == torch.bool or times.itemsize < 2:
-                need = "integers or floats of 16 bits or more"
-                yield Problem(f"`{name}` are not times.", describe(times), need, f"{name}.long()", TypeError)
-
-
-def target_problems(num_targets: Tensor | None, queries: JaggedTensor) -> Iterator[Problem]:
-    if num_targets is None:
-        return
-    if num_targets.shape[0] != queries.num_bags:
-        got, need = describe(num_targets), f"i[{queries.num_bags}], a number for each bag"
-        yield Problem("`num_targets` does not match the bags.", got, need, "torch.ones(B, dtype=torch.int64)")
-    yield from device_problems(queries=queries.values, num_targets=num_targets)
+def time_problems(bias: Tensor | None, query_times: Tensor | None, key_times: Tensor | None) -> Iterator[Problem]:
+    given = {"time_bias": bias, "query_times": query_times, "key_times": key_times}
+    if 0 < sum(x is None for x in given.values()) < 3:
+        got = ", ".join(f"{name}={'None' if x is None else describe(x)}" for name, x in given.items())
+        hint = "both times, or no time_bias"
+        yield Problem("`time_bias` and times come together.", got, "time_bias, query_times and key_times", hint)

@@ -8,12 +8,12 @@ Shapes: B bags, N capacity.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, replace, typed
+from funcrec.core import Form, Problem, check, describe, replace, typed
 from funcrec.jagged._jagged import JaggedTensor
 from funcrec.jagged._primitives import bag_extrema, bag_spread, bag_sums
 
@@ -21,7 +21,10 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @typed
-def bag_reduce(bags: JaggedTensor, reduce: Literal["sum", "mean", "max", "min", "prod", "logsumexp"] = "sum") -> Tensor:
+def bag_reduce(
+    bags: Annotated[JaggedTensor, Form("[N, ...]", weights=False)],
+    reduce: Literal["sum", "mean", "max", "min", "prod", "logsumexp"] = "sum",
+) -> Tensor:
     """Return the reduction of the values [N, ...] of each bag -> [B, ...].
 
     Args:
@@ -50,7 +53,7 @@ def bag_reduce(bags: JaggedTensor, reduce: Literal["sum", "mean", "max", "min", 
     Source: torch.segment_reduce; jax.ops.segment_sum and its relatives.
     """
     call, values = "funcrec.bag_reduce", bags.values
-    check(call, value_problems(bags, reduce in ("mean", "logsumexp")))
+    check(call, value_problems(values, reduce in ("mean", "logsumexp")))
     wide = wide_of(values, reduce)
     if reduce in ("sum", "mean"):
         total = added(values.to(wide), bags)
@@ -64,7 +67,7 @@ def bag_reduce(bags: JaggedTensor, reduce: Literal["sum", "mean", "max", "min", 
 
 
 @typed
-def bag_softmax(bags: JaggedTensor) -> JaggedTensor:
+def bag_softmax(bags: Annotated[JaggedTensor, Form("f16+[N, ...]", weights=False)]) -> JaggedTensor:
     """Return bags in which each value x is e^x, divided by the sum of e^x over its bag. Padding is 0.
 
     bags: f[N, ...] without weights, each trailing position apart. Floats of 16 bits are computed in f32.
@@ -78,7 +81,6 @@ def bag_softmax(bags: JaggedTensor) -> JaggedTensor:
 
     Source: FBGEMM's jagged_softmax; jraph's segment_softmax.
     """
-    check("funcrec.bag_softmax", value_problems(bags, True))
     x = bags.values.to(wide_of(bags.values, "softmax"))
     raised = exponentials(x, shifts(x, bags), bags)
     total = bag_sums(raised, bags.offsets)
@@ -151,12 +153,9 @@ def product(x: Tensor, bags: JaggedTensor) -> Tensor:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def value_problems(bags: JaggedTensor, of_floats: bool) -> Iterator[Problem]:
-    values, need = bags.values, "floats" if of_floats else "floats or integers"
+def value_problems(values: Tensor, of_floats: bool) -> Iterator[Problem]:
+    need = "floats" if of_floats else "floats or integers"
     is_number = values.dtype in INTEGERS or (values.is_floating_point() and values.itemsize > 1)
     if not is_number or (of_floats and not values.is_floating_point()):
         hint = "bags of values.float()" if of_floats else "bags of values.long()"
         yield Problem(f"`bags.values` are not {need}.", describe(values), f"[N, ...], {need}", hint, TypeError)
-    if bags.weights is not None:
-        hint = "JaggedTensor(values * weights, offsets)"
-        yield Problem("`bags` have weights.", describe(bags.weights), "weights=None", hint, TypeError)

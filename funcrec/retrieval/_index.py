@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Count, Form, Problem, Within, check, describe, fail, is_followed, typed
-from funcrec.retrieval._top_k import k_problems, matrix_problems
+from funcrec.retrieval._top_k import NumItems
 
 LEAST_EFFORT = {"hnsw": 64, "ivf": 8}
 MIN_PER_LIST = 39  # the least number of vectors that FAISS expects in each list
 # FAISS counts in C ints without a check. It divides by log(links), and doubles the links.
 Links = Annotated[int, Within("2 to 4096", lambda n: 2 <= n <= 4096)]
 BuildEffort = Annotated[int, Within("an int in [1, 2³¹)", lambda n: 1 <= n < 2**31)]
-Queries = Annotated[Tensor, Form("f[B, D]")]
+Queries = Annotated[Tensor, Form("f16+[B, D]")]
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,7 +50,7 @@ class Index:
 
 @typed
 def build_index(
-    items: Annotated[Tensor, Form("f[R, D]")],
+    items: Annotated[Tensor, Form("f16+[R, D]")],
     kind: Literal["hnsw", "ivf"] = "hnsw",
     *,
     links: Links = 32,
@@ -89,7 +89,7 @@ def build_index(
     small world graphs" (arXiv:1603.09320), and FAISS's IndexHNSWFlat and IndexIVFFlat.
     """
     call = "funcrec.build_index"
-    check(call, matrix_problems("items", items), list_problems(items, kind, num_lists))
+    check(call, list_problems(items, kind, num_lists))
     check(call, value_problems("items", items))
     faiss = imported(call)
     (num_items, dim), metric = items.shape, faiss.METRIC_INNER_PRODUCT
@@ -108,7 +108,7 @@ def build_index(
 
 
 @typed
-def search_index(index: Index, queries: Queries, k: Count, *, effort: Count | None = None) -> tuple[Tensor, Tensor]:
+def search_index(index: Index, queries: Queries, k: NumItems, *, effort: Count | None = None) -> tuple[Tensor, Tensor]:
     """Return nearly the k best items for each query, in the form of `top_k`: their scores, and their rows.
 
     Args:
@@ -133,7 +133,7 @@ def search_index(index: Index, queries: Queries, k: Count, *, effort: Count | No
     Source: FAISS's IndexHNSW.search and IndexIVF.search.
     """
     call = "funcrec.search_index"
-    check(call, query_problems(index, queries), k_problems(k))
+    check(call, query_problems(index, queries))
     check(call, value_problems("queries", queries))
     faiss, count = imported(call), queries.shape[0]
     if not count or not index.num_items:
@@ -174,7 +174,6 @@ def list_problems(items: Tensor, kind: str, num_lists: int | None) -> Iterator[P
 
 
 def query_problems(index: Index, queries: Tensor) -> Iterator[Problem]:
-    yield from matrix_problems("queries", queries)
     if queries.shape[1] != index.dim:
         got, need = describe(queries), f"f[B, {index.dim}], as {index!r}"
         yield Problem("`queries` have another dim than the index.", got, need, "the query tower of the same model")

@@ -11,22 +11,22 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Form, Problem, any_tracked, check, describe, device_problems, typed
+from funcrec.core import Form, Problem, Within, any_tracked, check, describe, device_problems, typed
 from funcrec.jagged import JaggedTensor
 from funcrec.kernels import library, ops
 from funcrec.kernels.forms import CODE_BITS
 from funcrec.kinds import QuantizedTables
 
-MOST_K = 2**31 - 1
+NumItems = Annotated[int, Within("an int in [1, 2³¹)", lambda k: 1 <= k < 2**31)]
 
 
 @typed
 def top_k(
-    queries: Annotated[Tensor, Form("f[B, D]")],
-    items: Annotated[Tensor, Form("f[R, D]")] | QuantizedTables,
-    k: Count,
+    queries: Annotated[Tensor, Form("f16+[B, D]")],
+    items: Annotated[Tensor, Form("f16+[R, D]")] | QuantizedTables,
+    k: NumItems,
     *,
-    exclude: JaggedTensor | None = None,
+    exclude: Annotated[JaggedTensor, Form("i[L]", bags="B")] | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the k rows of `items` that score highest with each query, and their scores, without an f[B, R].
@@ -71,30 +71,18 @@ def top_k(
         ((_, bits, dim),), (items,) = items.forms, items.values()
         bits = bits if bits in CODE_BITS else 0
         fits = queries.shape[1:] == (dim,)  # rows of codes may have equal bytes and different dims
-    is_usual = fits and exclude is None and k <= MOST_K and ops.is_plain(implementation, queries)
+    is_usual = fits and exclude is None and ops.is_plain(implementation, queries)
     if is_usual and not any_tracked((queries, items)):
         found = library.planned("top_k")(queries, items, k, bits)  # it gives None if the vectors do not fit
         if found is not None:
             return found
     vectors = items.new_empty((0, dim), dtype=torch.float32) if bits else items
-    check("funcrec.top_k", vector_problems(queries, vectors), k_problems(k), exclude_problems(exclude, queries))
+    check("funcrec.top_k", vector_problems(queries, vectors))
     rows, offsets = (None, None) if exclude is None else (exclude.values, exclude.offsets)
     return ops.top_k(queries, items, rows, offsets, k, bits, implementation=implementation)
 
 
 # -- validators --------------------------------------------------------------------------------------------------
-
-
-def matrix_problems(name: str, x: Tensor) -> Iterator[Problem]:
-    if x.layout != torch.strided:
-        yield Problem(f"`{name}` are not dense.", describe(x), "f[N, D], strided", f"{name}.to_dense()", TypeError)
-    elif x.itemsize < 2:
-        yield Problem(f"`{name}` are of 8 bits.", describe(x), "floats of 16 or more", f"{name}.float()", TypeError)
-
-
-def k_problems(k: int) -> Iterator[Problem]:
-    if k > MOST_K:
-        yield Problem("`k` is too large.", f"{k}", f"an int in [1, {MOST_K}]", "k=10")
 
 
 def table_problems(items: QuantizedTables) -> Iterator[Problem]:
@@ -104,24 +92,7 @@ def table_problems(items: QuantizedTables) -> Iterator[Problem]:
 
 
 def vector_problems(queries: Tensor, items: Tensor) -> Iterator[Problem]:
-    yield from matrix_problems("queries", queries)
-    yield from matrix_problems("items", items)
     if queries.shape[1] != items.shape[1] or not items.shape[1]:
         got, need = f"{describe(queries)} and {describe(items)}", "f[B, D] and f[R, D], D >= 1"
         yield Problem("`queries` and `items` have no dim in common.", got, need, "vectors of one model's two towers")
     yield from device_problems(queries=queries, items=items)
-
-
-def exclude_problems(exclude: JaggedTensor | None, queries: Tensor) -> Iterator[Problem]:
-    if exclude is None:
-        return
-    x = exclude.values
-    if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1:
-        need, kind = "i[L], row numbers", TypeError if x.is_floating_point() else ValueError
-        yield Problem("`exclude` does not hold rows.", describe(x), need, "JaggedTensor.from_lists([[3, 5], []])", kind)
-    elif exclude.offsets.shape[0] != queries.shape[0] + 1:
-        got, need = f"{exclude.offsets.shape[0] - 1} bags", f"{queries.shape[0]}, one for each query"
-        yield Problem("`exclude` belongs to other queries.", got, need, "exclude=None, to exclude nothing")
-    elif x.device != queries.device:
-        got = f"{x.device} and {queries.device}"
-        yield Problem("`exclude` lies on another device.", got, "that of `queries`", "exclude.to(queries.device)")

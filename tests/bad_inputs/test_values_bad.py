@@ -55,7 +55,7 @@ WRONG = {  # call: (kind, the part of the message that names the argument)
     "a table of float8": (lambda: fr.lookup({"t": torch.ones(5, 4).to(torch.float8_e4m3fn)}, KEYED, F), TypeError,
         "`tables['t']` is not a table"),
     "queries of float8": (lambda: fr.top_k(torch.ones(5, 4).to(torch.float8_e4m3fn), torch.ones(5, 4), 1), TypeError,
-        "`queries` are of 8 bits"),
+        "need  f[B, D] of 16 bits or more"),
     "weighted in words": (lambda: feature(weighted="no"), TypeError, "`weighted` is not a truth value"),
     "weighted 1": (lambda: feature(weighted=1), TypeError, "`weighted` is not a truth value"),
     "max_length True": (lambda: feature(max_length=True), TypeError, "`max_length` is not an integer"),

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import funcrec as fr
 from funcrec.core import Count, Form, Sizes, Within, typed
 
 SIZE = st.integers(0, 3)
 Pair = Annotated[Sizes, Within("two sizes", lambda sizes: len(sizes) == 2)]
+Rows = Annotated[Tensor, Form("f[B, D]")]
 
 
 @typed(call="funcrec.product", needs={"keep": "path", "late": "path"})
@@ -111,3 +113,45 @@ def test_a_letter_that_stands_twice_in_a_form_is_one_size():
     assert trace(torch.eye(3)) == 3
     with pytest.raises(ValueError, match=r"does not match(.|\n)*need  f\[2, 2\]"):
         trace(torch.ones(2, 3))
+
+
+@given(d=SIZE, bags=SIZE, weighted=st.booleans(), dtype=st.sampled_from([torch.float16, torch.int64]))
+def test_a_form_of_bags_is_of_their_values(d, bags, weighted, dtype):
+    """A form of a JaggedTensor states its values, its weights, and the letter of its number of bags."""
+
+    @typed
+    def scale(
+        x: Annotated[fr.JaggedTensor, Form("f16+[N, D]", bags="B", weights=False)], by: Rows | None = None
+    ) -> int:
+        return x.num_bags
+
+    offsets = torch.tensor([0, 2, 2])
+    x = fr.JaggedTensor(torch.ones(2, 3, dtype=dtype), offsets, torch.ones(2) if weighted else None)
+    call = lambda: scale(x, torch.ones(bags, d))
+    if dtype == torch.int64 or weighted:
+        words = (
+            r"`x.values` is not a tensor of this dtype(.|\n)*16 bits" if dtype == torch.int64 else "`x` have weights"
+        )
+        with pytest.raises(TypeError, match=words):
+            call()
+    elif (bags, d) == (2, 3):
+        assert call() == scale(x) == 2
+    else:
+        with pytest.raises(ValueError, match=r"`by` does not match `x`(.|\n)*as `x`, which is f16\[2, 3\] in 2 bags"):
+            call()
+
+
+def test_a_wide_form_is_of_strided_numbers():
+    """Floats of 8 bits and sparse tensors raise where a form has 16+. `n` takes no truth values."""
+
+    @typed
+    def total(x: Annotated[Tensor, Form("f16+[B]")], w: Annotated[Tensor, Form("n[B]")] | None = None) -> float:
+        return float(x.sum())
+
+    assert total(torch.ones(2), torch.ones(2, dtype=torch.int8)) == 2
+    with pytest.raises(TypeError, match="16 bits or more"):
+        total(torch.ones(2).to(torch.float8_e4m3fn))
+    with pytest.raises(TypeError, match="is not dense"):
+        total(torch.ones(2).to_sparse())
+    with pytest.raises(TypeError, match=r"need  \[B\], numbers"):
+        total(torch.ones(2), torch.ones(2) > 0)

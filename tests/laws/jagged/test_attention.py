@@ -272,24 +272,24 @@ def test_padding_changes_nothing(seed):
 
 Q, V = JT(torch.ones(3, 2, 4), torch.tensor([0, 1, 3])), torch.ones(3, 2, 5)
 WRONG = {
-    "`queries.values` are not floats": lambda: fr.jagged_attention(JT(Q.values.long(), Q.offsets), Q, V),
-    "`queries.values` have no heads": lambda: fr.jagged_attention(JT(Q.values[:, 0], Q.offsets), Q, V),
+    "`queries.values` is not a tensor of this dtype": lambda: fr.jagged_attention(JT(Q.values.long(), Q.offsets), Q, V),
+    "`queries.values` is not a tensor of these": lambda: fr.jagged_attention(JT(Q.values[:, 0], Q.offsets), Q, V),
     "`values` has another dtype": lambda: fr.jagged_attention(Q, Q, V.double()),
     "`keys` have weights": lambda: fr.jagged_attention(Q, JT(Q.values, Q.offsets, V[:, 0, 0]), V),
-    "have no heads or dim in common": lambda: fr.jagged_attention(Q, JT(V, Q.offsets), V),
-    "`values` do not match `keys`": lambda: fr.jagged_attention(Q, Q, V[:2]),
-    "different numbers of bags": lambda: fr.jagged_attention(Q, JT(Q.values, torch.tensor([0, 3])), V),
+    "`keys` does not match `queries`": lambda: fr.jagged_attention(Q, JT(V, Q.offsets), V),
+    "`values` does not match `keys`": lambda: fr.jagged_attention(Q, Q, V[:2]),
+    "`queries`, which is f32[3, 2, 4] in 2 bags": lambda: fr.jagged_attention(Q, JT(Q.values, torch.tensor([0, 3])), V),
     "`silu` requires `normalizer`": lambda: fr.jagged_attention(Q, Q, V, activation="silu"),
     "`softmax` takes no `normalizer`": lambda: fr.jagged_attention(Q, Q, V, normalizer=2.0),
     "`position_bias` does not fit the heads": lambda: fr.jagged_attention(Q, Q, V, position_bias=torch.ones(3, 2)),
     "`time_bias` and times come together": lambda: fr.jagged_attention(Q, Q, V, time_bias=torch.ones(1, 2)),
-    "`key_times` does not match `values`": lambda: fr.jagged_attention(
+    "`key_times` does not match `keys`": lambda: fr.jagged_attention(
         Q, Q, V, time_bias=torch.ones(1, 2), query_times=torch.ones(3), key_times=torch.ones(2)
     ),
-    "`query_times` does not match its rows": lambda: fr.jagged_attention(
+    "`query_times` does not match `queries`": lambda: fr.jagged_attention(
         Q, Q, V, time_bias=torch.ones(1, 2), query_times=torch.ones(2), key_times=torch.ones(3)
     ),
-    "`num_targets` does not match the bags": lambda: fr.jagged_attention(Q, Q, V, num_targets=torch.ones(3).long()),
+    "`num_targets` does not match `queries`": lambda: fr.jagged_attention(Q, Q, V, num_targets=torch.ones(3).long()),
 }
 
 

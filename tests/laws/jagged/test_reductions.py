@@ -162,7 +162,7 @@ def test_transforms_compose(how):
 BAD = {
     "bools": (lambda: fr.bag_reduce(fr.JaggedTensor(X > 0, OFFSETS)), "are not floats or integers"),
     "a mean of integers": (lambda: fr.bag_reduce(fr.JaggedTensor(X.long(), OFFSETS), "mean"), "are not floats"),
-    "a softmax of integers": (lambda: fr.bag_softmax(fr.JaggedTensor(X.long(), OFFSETS)), "are not floats"),
+    "a softmax of integers": (lambda: fr.bag_softmax(fr.JaggedTensor(X.long(), OFFSETS)), "need  f[N, ...]"),
     "floats of 8 bits": (
         lambda: fr.bag_reduce(fr.JaggedTensor(X.to(torch.float8_e4m3fn), OFFSETS), "max"),
         "are not floats or integers",

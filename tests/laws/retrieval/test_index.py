@@ -96,11 +96,11 @@ BAD = {
     "links beyond": (lambda: fr.build_index(ITEMS[:3], links=2**31), ValueError, "`links` is out of range"),
     "effort beyond": (lambda: fr.build_index(ITEMS[:3], build_effort=2**31), ValueError, "`build_effort` is out of"),
     "more lists than items": (lambda: fr.build_index(ITEMS[:3], "ivf", num_lists=4), ValueError, "more lists"),
-    "k beyond": (lambda: fr.search_index(SMALL(), QUERIES, 2**31), ValueError, "`k` is too large"),
+    "k beyond": (lambda: fr.search_index(SMALL(), QUERIES, 2**31), ValueError, "`k` is out of range"),
     "queries beyond f32": (
         lambda: fr.search_index(SMALL(), QUERIES.double() * 1e300, 2), ValueError, "`queries` are not finite in f32",
     ),
-    "sparse items": (lambda: fr.build_index(ITEMS[:3].to_sparse()), TypeError, "`items` are not dense"),
+    "sparse items": (lambda: fr.build_index(ITEMS[:3].to_sparse()), TypeError, "`items` is not dense"),
     "inf": (lambda: fr.search_index(SMALL(), QUERIES[:1] / 0, 2), ValueError, "`queries` are not finite"),
     "k = 0": (lambda: fr.search_index(SMALL(), QUERIES, 0), ValueError, "`k`"),
     "grad": (
