@@ -7,8 +7,10 @@ from funcrec.core._checked import checked as checked
 from funcrec.core._checked import is_checking as is_checking
 from funcrec.core._checks import absent_problems as absent_problems
 from funcrec.core._checks import doubled as doubled
+from funcrec.core._checks import element_problems as element_problems
 from funcrec.core._checks import float_leaf_problems as float_leaf_problems
 from funcrec.core._checks import reported as reported
+from funcrec.core._checks import stray as stray
 from funcrec.core._checks import tree_problems as tree_problems
 from funcrec.core._checks import twice_problems as twice_problems
 from funcrec.core._checks import unknown_problems as unknown_problems

@@ -57,6 +57,22 @@ def float_leaf_problems(what: str, tree: Any, hint: str) -> Iterator[Problem]:
             yield Problem(what.format(path), describe(x), "a float tensor", hint, TypeError)
 
 
+def element_problems(
+    what: str, name: str, x: Tensor, wrong: Tensor, need: str, hint: str = "", kind: type[Exception] = ValueError
+) -> Iterator[Problem]:
+    """Yield a problem with the first element of x that is wrong. It reads values, and so waits for a device."""
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        got = f"{name}{at} = {x[tuple(at)].item()}, {int(wrong.sum())} in all"
+        yield Problem(what, got, need, hint, kind)
+
+
+def stray(x: Tensor, size: int) -> int | None:
+    """Return a number of x that is not in [0, size), or None. It reads values, and so waits for a device."""
+    low, high = (int(n) for n in x.aminmax()) if x.numel() else (0, -1)
+    return low if low < 0 else high if high >= size else None
+
+
 def tree_problems(given: Any, name: str, form: Any, owner: str, hint: str, *, some: bool = False) -> Iterator[Problem]:
     """Yield a problem for each part of `given` that lacks its form: {name: form}, [form], ... for any value, or the
     shape of a float tensor. With `some`, a dict may have further names. owner: as in "not this layer's"."""

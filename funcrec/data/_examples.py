@@ -5,13 +5,14 @@
 Shapes: N rows, B rows of a batch, C categorical columns, D dense numbers, T labels.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, pytree, typed
+from funcrec.core import Within, check, pytree, typed
 from funcrec.data.readers import _columns as columns
 from funcrec.data.readers._files import opened
 from funcrec.data.readers._rows import Vocabularies, need_ids, row_problems, there, vocabulary_problems
@@ -125,9 +126,12 @@ def _unweighted(keys: tuple[str, ...], schema: Schema) -> tuple[str, ...]:
     return tuple(k for k in keys if k not in weighted) if any(k in weighted for k in keys) else ()
 
 
+MissingId = Annotated[int, Within("an int of 64 bits", lambda n: -(2**63) <= n < 2**63, "is not an id")]
+
+
 @typed
 def examples(
-    table: object, schema: Schema, *, vocabularies: Vocabularies = None, missing: int | None = None
+    table: object, schema: Schema, *, vocabularies: Vocabularies = None, missing: MissingId | None = None
 ) -> Examples:
     """Return the Examples of a table whose ids are integers. For other ids, use `fit_encoding` and `encode`.
 
@@ -159,14 +163,9 @@ def examples(
       >>> [batch.ids.to_lists() for _, batch in batches(examples(table, schema), None, 2)]
       [{'item': [[7], [8]], 'genres': [[1, 2], []]}, {'item': [[7]], 'genres': [[3]]}]
     """
-    check(CALL, vocabulary_problems(vocabularies, schema.keys), missing_problems(missing))
+    check(CALL, vocabulary_problems(vocabularies, schema.keys))
     found = table_of(CALL, opened(CALL, table, schema))
     return examples_of(CALL, found, schema, vocabularies or {}, missing)
-
-
-def missing_problems(missing: int | None) -> Iterator[Problem]:
-    if missing is not None and not -(2**63) <= missing < 2**63:
-        yield Problem("`missing` is not an id.", f"{missing}", "an int of 64 bits")
 
 
 def examples_of(

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Form, Problem, check, pytree, typed
+from funcrec.core import Count, Form, Problem, check, pytree, stray, typed
 from funcrec.data.encoders._codes import codes_of, length_problems
 from funcrec.data.readers._rows import row_problems, there
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, is_concrete, offsets_of, take_ranges
@@ -143,6 +143,6 @@ def _kept(bags: JaggedTensor, kept: Tensor) -> JaggedTensor:
 
 
 def part_problems(part: Tensor | None, num_rows: int, name: str) -> Iterator[Problem]:
-    if part is not None and len(part) and not (int(part.min()) >= 0 and int(part.max()) < num_rows):
-        got, need = f"rows {int(part.min())} to {int(part.max())}", f"0 <= row < {num_rows}"
-        yield Problem(f"`{name}` has rows that the table lacks.", got, need, "a part of fr.data.leave_one_out")
+    if part is not None and (row := stray(part, num_rows)) is not None:
+        need, hint = f"0 <= row < {num_rows}", "a part of fr.data.leave_one_out"
+        yield Problem(f"`{name}` has rows that the table lacks.", f"row {row}", need, hint)

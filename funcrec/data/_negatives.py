@@ -31,6 +31,7 @@ from funcrec.core import (
     pytree,
     random,
     reported,
+    stray,
     typed,
 )
 from funcrec.jagged import JaggedTensor, int_problems, is_concrete, offset_value_problems, offsets_of
@@ -39,7 +40,7 @@ TOTAL = 2.0**42  # sum of the masses by popularity: a share of 1e-8 is right to 
 
 Users = Annotated[Tensor, Form("i[B]")]
 Ids = Annotated[Tensor, Form("i[N]")]
-Counts = Annotated[Tensor, Form("x[V]")]
+Counts = Annotated[Tensor, Form("n[V]")]
 
 
 @pytree(static=("first", "num_ids"), optional=("ends", "known", "taken"))
@@ -239,9 +240,7 @@ def _bag_of(known: JaggedTensor, user: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def count_vector_problems(counts: Tensor) -> Iterator[Problem]:
     need, hint = "counts >= 0, i[V] or f[V], some above 0", 'encoding.ids["item"].counts'
-    if counts.dtype == torch.bool:
-        yield Problem("`counts` are not counts.", describe(counts), need, hint, TypeError)
-    elif counts.shape[0] == 0:
+    if counts.shape[0] == 0:
         yield Problem("`counts` are none.", describe(counts), need, hint)
     elif is_concrete(counts):
         counts = counts.detach()
@@ -272,9 +271,8 @@ def _known_problems(known: JaggedTensor, num_ids: int) -> Iterator[Problem]:
     if bool(((values[1:] <= values[:-1]) & ~begins[1:-1]).any()):
         need = "each once, ascending"
         yield Problem("`known` has a bag that does not ascend.", "an id again, or a smaller one", need, hint)
-    elif len(values) and (int(values.min()) < 0 or int(values.max()) >= num_ids):
-        got, need = f"ids from {int(values.min())} to {int(values.max())}", f"0 <= id < {num_ids}"
-        yield Problem("`known` has an id that does not exist.", got, need, hint)
+    elif (wrong := stray(values, num_ids)) is not None:
+        yield Problem("`known` has an id that does not exist.", f"id {wrong}", f"0 <= id < {num_ids}", hint)
 
 
 def _user_problems(negatives: Negatives, shape: Shape, user: Tensor | None) -> Iterator[Problem]:
@@ -291,11 +289,11 @@ def _user_problems(negatives: Negatives, shape: Shape, user: Tensor | None) -> I
     if tuple(shape[:1]) != tuple(user.shape):
         need = f"({user.shape[0]}, ...)"
         yield Problem("`shape` does not match `user`.", f"{tuple(shape)}", need, f"shape=({user.shape[0]}, 4)")
-    elif (is_concrete(user) or is_checking()) and user.numel():
-        count, (low, high) = negatives.known.offsets.shape[0] - 1, (int(x) for x in user.aminmax())
-        if low < 0 or high >= count:
-            got, hint = f"user {low if low < 0 else high}", "known_items(user, item, num_users=...)"
-            yield Problem("`user` has a user without a bag of known ids.", got, f"0 <= user < {count}", hint)
+    elif is_concrete(user) or is_checking():
+        count, hint = negatives.known.offsets.shape[0] - 1, "known_items(user, item, num_users=...)"
+        if (wrong := stray(user, count)) is not None:
+            what = "`user` has a user without a bag of known ids."
+            yield Problem(what, f"user {wrong}", f"0 <= user < {count}", hint)
 
 
 def _free_problems(free: Tensor, user: Tensor) -> Iterator[Problem]:

@@ -7,18 +7,21 @@ its law how the parts are separated. Shapes: N rows, P parts.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Key, Problem, Size, Within, check, fail, member_problems, typed
+from funcrec.core import Count, Key, Size, Within, check, fail, member_problems, typed
 from funcrec.data.datasets._ctr import random_order
 from funcrec.data.encoders._codes import codes_of, length_problems
 
 Part = Annotated[float, Within("a number above 0, at most 1", lambda x: 0 < x <= 1)]
-Shares = Annotated[Sequence[Part], Within("a share for each part", bool, "is empty")]
+Parts = Annotated[Sequence[Part], Within("a share for each part", len, "is empty")]
+Shares = Annotated[
+    Parts, Within("shares of all rows, together 1", lambda s: abs(math.fsum(s) - 1) <= 1e-9, "do not sum to 1")
+]
 
 
 @typed
@@ -41,7 +44,6 @@ def random_split(num_rows: Size, fractions: Shares, *, key: Key) -> tuple[Tensor
       (8, 1, 1)
     """
     call = "funcrec.data.random_split"
-    check(call, fraction_problems(fractions))
     order, bounds = random_order(key, num_rows), bounds_of(num_rows, fractions)
     return parts_of(call, order, bounds, f"{num_rows} rows")
 
@@ -67,7 +69,6 @@ def split_by_time(time: Any, fractions: Shares) -> tuple[Tensor, ...]:
       (tensor([1, 2, 3]), tensor([0, 4]))
     """
     call = "funcrec.data.split_by_time"
-    check(call, fraction_problems(fractions))
     codes = codes_of(call, time, "time", is_time=True)
     *ends, count = torch.bincount(codes).cumsum(0).tolist()  # number of rows up to each time, inclusive
     near = lambda b: min(ends, key=lambda end: abs(end - b), default=count)
@@ -95,7 +96,6 @@ def split_by_group(group: Any, fractions: Shares, *, key: Key) -> tuple[Tensor, 
     """
     call = "funcrec.data.split_by_group"
     check(call, member_problems(key, "key"))
-    check(call, fraction_problems(fractions))
     codes = codes_of(call, group, "group")
     count = int(codes.max()) + 1
     place = torch.empty(count, dtype=torch.int64)
@@ -197,9 +197,3 @@ def parts_of(call: str, order: Tensor, bounds: Sequence[int], got: str) -> tuple
         got, need = f"{got}: {sizes_of}", "a row or more in each part"
         fail(call, "some part would have no row.", got=got, need=need, hint=hint)
     return tuple(part.sort().values for part in order.split(sizes))
-
-
-def fraction_problems(fractions: Sequence[float]) -> Iterator[Problem]:
-    if abs(math.fsum(fractions) - 1) > 1e-9:
-        got, hint = f"{tuple(fractions)}, together {math.fsum(fractions):g}", "fractions=(0.8, 0.1, 0.1)"
-        yield Problem("`fractions` do not sum to 1.", got, "shares of all rows", hint)

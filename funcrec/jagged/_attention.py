@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from torch import Tensor
 
-from funcrec.core import Finite, Form, PositiveMagnitude, Problem, check, describe, replace, typed
+from funcrec.core import Finite, Form, PositiveMagnitude, Problem, check, describe, device_problems, replace, typed
 from funcrec.jagged._attention_rules import attention
 from funcrec.jagged._jagged import JaggedTensor
 
@@ -81,6 +81,8 @@ def jagged_attention(
     check(call, dtype_problems(queries.values, keys.values, values), setting_problems(activation, normalizer))
     heads = queries.values.shape[1]
     check(call, bias_problems(position_bias, time_bias, heads), time_problems(time_bias, query_times, key_times))
+    biases = {name: x for name, x in (("position_bias", position_bias), ("time_bias", time_bias)) if x is not None}
+    check(call, device_problems(queries=queries.values, **biases))
     tensors = queries.values, keys.values, values, position_bias, time_bias, queries.offsets, keys.offsets
     scale = queries.values.shape[2] ** -0.5 if scale is None else float(scale)
     divisor = 1.0 if normalizer is None else float(normalizer)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, describe, device_problems, is_wrapped, reported, short_dtype
+from funcrec.core import Problem, describe, device_problems, is_wrapped, reported, short_dtype, stray
 from funcrec.jagged._primitives import is_concrete
 
 INT_DTYPES = (torch.int32, torch.int64)
@@ -132,12 +132,11 @@ def fill_problems(fill: object, dtype: torch.dtype) -> Iterator[Problem]:
 
 
 def select_problems(offsets: Tensor, bags: Tensor, capacity: int) -> Iterator[Problem]:
-    if not (is_concrete(bags) and is_concrete(offsets)) or not bags.numel():
+    if not (is_concrete(bags) and is_concrete(offsets)):
         return
-    low, high, count = int(bags.min()), int(bags.max()), offsets.shape[0] - 1
-    if low < 0 or high >= count:
-        got = f"bag {low if low < 0 else high}"
-        yield Problem("`bags` has a bag that does not exist.", got, f"0 <= bag < {count}", "the bags of this value")
+    if (wrong := stray(bags, count := offsets.shape[0] - 1)) is not None:
+        need, hint = f"0 <= bag < {count}", "the bags of this value"
+        yield Problem("`bags` has a bag that does not exist.", f"bag {wrong}", need, hint)
         return
     total = int(offsets.diff().index_select(0, bags).sum())
     if total > capacity:

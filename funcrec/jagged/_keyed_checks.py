@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, describe, doubled, reported
+from funcrec.core import Problem, describe, doubled, element_problems, reported
 from funcrec.jagged._checks import INT_DTYPES, bag_problems, buffer_problems, mapped_problems, offset_form_problems
 from funcrec.jagged._jagged import JaggedTensor
 from funcrec.jagged._primitives import are_equal
@@ -130,11 +130,8 @@ def inverse_value_problems(ids: Any, path: str = "ids", kind: type[Exception] = 
     for f, key in enumerate(ids.keys if ids.inverse is not None else ()):
         count, own = ids.bags_of(key), ids.inverse[f]
         wrong = (own < 0) | (own >= count)
-        if bool(wrong.any()):
-            at = int(wrong.to(torch.int8).argmax())
-            got = f"inverse[{f}, {at}] = {int(own[at])}, {int(wrong.sum())} in all"
-            yield Problem(f"`{path}.inverse` names bags of {key!r} that do not exist.", got, f"0 <= bag < {count}",
-                          kind=kind)  # fmt: skip
+        what, name = f"`{path}.inverse` names bags of {key!r} that do not exist.", f"inverse[{f}]"
+        yield from element_problems(what, name, own, wrong, f"0 <= bag < {count}", kind=kind)
 
 
 def keyed_hint(ids: object, path: str) -> str:

@@ -7,13 +7,28 @@ Shapes: B queries, R items, D dim.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcrec import metrics as lists
-from funcrec.core import Count, Problem, check, describe, fail, own_errors, replace, tree_map, typed
+from funcrec.core import (
+    Count,
+    Form,
+    Problem,
+    Sizes,
+    Within,
+    check,
+    describe,
+    element_problems,
+    fail,
+    own_errors,
+    replace,
+    stray,
+    tree_map,
+    typed,
+)
 from funcrec.jagged import JaggedTensor, is_concrete
 from funcrec.kinds import QuantizedTables
 from funcrec.loop._evaluate import batches_of
@@ -40,6 +55,9 @@ class Judged(NamedTuple):
     weight: Callable[[Any], Tensor | None]
 
 
+Metrics = Annotated[Mapping[str, Metric], Within("{name: metric of lists}", len, "are none")]
+
+
 @typed(needs={"metrics": "k"})
 def evaluate_retrieval(
     query: Callable[[Any, Any], Tensor],
@@ -49,12 +67,12 @@ def evaluate_retrieval(
     relevant: Bags,
     *,
     seen: Bags | None = None,
-    k: Count | Sequence[Count] | None = None,
-    metrics: Mapping[str, Metric] | None = None,
-    counts: Tensor | None = None,
+    k: Count | Sizes | None = None,
+    metrics: Metrics | None = None,
+    counts: Annotated[Tensor, Form("n[R]")] | None = None,
     num_users: Count | None = None,
     groups: Mapping[str, Callable[[Any], Tensor]] | None = None,
-    item_groups: Mapping[str, Tensor] | None = None,
+    item_groups: Mapping[str, Annotated[Tensor, Form("b[R]")]] | None = None,
     weight: Callable[[Any], Tensor | None] = lambda batch: batch.weight,
     effort: Count | None = None,
     mesh: Mesh | None = None,
@@ -108,8 +126,7 @@ def evaluate_retrieval(
       sampled.
     """
     cutoffs, num_items = tuple(k) if isinstance(k, Sequence) else (k or USUAL_LENGTH,), count_of(items)
-    check(CALL, cutoff_problems(cutoffs), counts_problems(counts, num_items), mask_problems(item_groups, num_items))
-    check(CALL, metric_problems(metrics), name_problems(groups, item_groups))
+    check(CALL, count_problems(counts, item_groups, num_items), name_problems(groups, item_groups))
     metrics = dict(metrics or usual(cutoffs, num_items, counts, num_users))
     metric, judged_by = collect(metrics), Judged(relevant, seen, groups or {}, item_groups or {}, weight)
     rankings = {"": lambda vectors, bags: ranked(vectors, items, max(cutoffs), bags, effort)}
@@ -246,38 +263,20 @@ def group_of(batch: Any, name: str, fn: Callable, w: Tensor) -> Tensor:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def cutoff_problems(cutoffs: Sequence[int]) -> Iterator[Problem]:
-    if not cutoffs:
-        yield Problem("`k` names no length.", "()", "a length or more", "k=(1, 10)")
-
-
 def empty_problems(states: Mapping) -> Iterator[Problem]:
     if None in states.values():
         hint = "a list, or a function: batches=lambda: fr.data.batches(data, rows, 1024, pad_last=True)"
         yield Problem("`batches` are empty.", "no batch", "a batch or more", hint)
 
 
-def counts_problems(counts: Tensor | None, num_items: int) -> Iterator[Problem]:
-    is_count = counts is not None and counts.dtype != torch.bool and not counts.is_complex()
-    if counts is not None and not (is_count and counts.shape == (num_items,)):
-        got, need = describe(counts), f"[{num_items}], a number for each item"
-        yield Problem("`counts` do not match `items`.", got, need, "ids.bincount(minlength=R)")
-    elif counts is not None and bool((wrong := ~((numbers := counts.double()) >= 0) | numbers.isinf()).any()):
-        at = int(wrong.to(torch.int8).argmax())
-        need, hint = "finite numbers >= 0", "ids.bincount(minlength=R)"
-        yield Problem("`counts` leave their range.", f"counts[{at}] = {counts[at].item()}", need, hint)
-
-
-def mask_problems(item_groups: Mapping[str, Tensor] | None, num_items: int) -> Iterator[Problem]:
-    for name, mask in (item_groups or {}).items():
-        if mask.dtype != torch.bool or mask.shape != (num_items,):
-            need, hint = f"bool[{num_items}], a truth for each item", "counts < 5"
-            yield Problem(f"`item_groups[{name!r}]` does not say which items.", describe(mask), need, hint)
-
-
-def metric_problems(metrics: Mapping[str, Metric] | None) -> Iterator[Problem]:
-    if metrics is not None and not metrics:
-        yield Problem("`metrics` are none.", "{}", "{name: metric of lists}", '{"recall@10": fr.metrics.recall(10)}')
+def count_problems(counts: Tensor | None, item_groups: Mapping | None, num_items: int) -> Iterator[Problem]:
+    for name, x in {"counts": counts, **{f"item_groups[{n!r}]": x for n, x in (item_groups or {}).items()}}.items():
+        if x is not None and len(x) != num_items:
+            yield Problem(f"`{name}` do not match `items`.", describe(x), f"[{num_items}], one for each item")
+    if counts is not None:
+        wrong = ~((numbers := counts.double()) >= 0) | numbers.isinf()
+        hint = "ids.bincount(minlength=R)"
+        yield from element_problems("`counts` leave their range.", "counts", counts, wrong, "finite numbers >= 0", hint)
 
 
 def name_problems(groups: Mapping | None, item_groups: Mapping | None) -> Iterator[Problem]:
@@ -323,10 +322,9 @@ def bag_problems(name: str, bags: object, queries: Tensor) -> Iterator[Problem]:
 def row_problems(name: str, bags: JaggedTensor, num_items: int) -> Iterator[Problem]:
     """Report rows that no item has. Such a row would count as a row that is never found."""
     own = bags.values[: int(bags.offsets[-1])]
-    if own.numel() and (int(own.max()) >= num_items or int(own.min()) < 0):
-        worst = int(own.max()) if int(own.max()) >= num_items else int(own.min())
-        got, need = f"row {worst}", f"rows from 0 to {num_items - 1}, those of `items`"
-        yield Problem(f"`{name}` has rows that no item has.", got, need, "items of all ids that occur")
+    if (row := stray(own, num_items)) is not None:
+        need, hint = f"rows from 0 to {num_items - 1}, those of `items`", "items of all ids that occur"
+        yield Problem(f"`{name}` has rows that no item has.", f"row {row}", need, hint)
 
 
 def shared_problems(name: str, ids: object) -> Iterator[Problem]:

@@ -13,27 +13,18 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, PositiveMagnitude, Problem, check, describe, typed
+from funcrec.core import Form, PositiveMagnitude, Problem, check, element_problems, typed
 from funcrec.grad import refuse_in_micro_batches
-from funcrec.jagged import is_concrete
-from funcrec.losses._mean import (
-    Labels,
-    Numbers,
-    Reduction,
-    Weights,
-    can_be_read,
-    reduce,
-    weight_problems,
-    where_it_jumps,
-)
+from funcrec.losses._mean import Numbers, Reduction, Weights, can_be_read, reduce, weight_problems, where_it_jumps
 from funcrec.tables import blank_padding, jump_problems
 
 Scores = Annotated[Tensor, Form("f[B, C]")]
+Classes = Annotated[Tensor, Form("n[B]")]
 Vectors = Annotated[Tensor, Form("f[B, D]")]
 
 
 @typed
-def cross_entropy(logits: Scores, label: Labels, weight: Weights = None, *, reduction: Reduction = "mean") -> Tensor:
+def cross_entropy(logits: Scores, label: Classes, weight: Weights = None, *, reduction: Reduction = "mean") -> Tensor:
     """Return the cross entropy with logits. Each example has one class.
 
     Args:
@@ -54,8 +45,7 @@ def cross_entropy(logits: Scores, label: Labels, weight: Weights = None, *, redu
     Source: torch.nn.functional.cross_entropy, whose weight is one number for each class.
     """
     call = "funcrec.losses.cross_entropy"
-    check(call, label_problems(label), weight_problems(weight))
-    check(call, class_problems(label, logits.shape[1], weight))
+    check(call, weight_problems(weight), class_problems(label, logits.shape[1], weight))
     z, y = blank_padding(logits, weight), blank_padding(label, weight)
     is_class = (y >= 0) & (y < z.shape[1]) & (y == y.floor() if y.is_floating_point() else True)
     own = torch.log_softmax(z, 1).gather(1, torch.where(is_class, y, 0).long()[:, None])[:, 0]
@@ -163,33 +153,17 @@ def contrastive(
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def label_problems(label: Tensor) -> Iterator[Problem]:
-    if label.dtype == torch.bool:
-        need, hint = "[B], the class of each example", "label=torch.zeros(4, dtype=torch.int64)"
-        yield Problem("`label` is not a tensor of classes.", describe(label), need, hint, TypeError)
-
-
 def class_problems(label: Tensor, num_classes: int, weight: Tensor | None) -> Iterator[Problem]:
-    if not can_be_read(label, weight):
-        return
-    is_whole = label == label.floor() if label.is_floating_point() else torch.ones_like(label, dtype=torch.bool)
-    wrong = blank_padding(~((label >= 0) & (label < num_classes) & is_whole), weight)
-    if bool(wrong.any()):
-        at = int(wrong.to(torch.int8).argmax())
-        got, need = f"label[{at}] = {label[at].item()}, {int(wrong.sum())} in all", f"0 <= label < {num_classes}"
-        yield Problem("`label` has values that are not classes.", got, need, "logits f[B, C] of more classes")
+    if can_be_read(label, weight):
+        is_whole = label == label.floor() if label.is_floating_point() else True
+        wrong = blank_padding(~((label >= 0) & (label < num_classes) & is_whole), weight)
+        what, hint = "`label` has values that are not classes.", "logits f[B, C] of more classes"
+        yield from element_problems(what, "label", label, wrong, f"0 <= label < {num_classes}", hint)
 
 
-def log_q_problems(log_q: Tensor | None, weight: Tensor | None) -> Iterator[Problem]:
+def log_q_problems(log_q: Tensor | None, weight: Tensor | None, name: str = "log_q") -> Iterator[Problem]:
     """Yield a problem if a value is not the logarithm of a probability, such as a count or a probability."""
-    if log_q is None or not is_concrete(log_q):
-        return
-    wrong = ~((log_q <= 0) & (log_q > -torch.inf))
-    if weight is not None and is_concrete(weight):
-        wrong = wrong & (weight != 0)
-    elif weight is not None:
-        return
-    if bool(wrong.any()):
-        at = int(wrong.to(torch.int8).argmax())
-        what, need = "`log_q` is not the logarithm of a probability.", "finite numbers <= 0"
-        yield Problem(what, f"log_q[{at}] = {log_q[at].item():g}", need, "fr.data.log_q(counts)[ids], of counts")
+    if log_q is not None and can_be_read(log_q, weight):
+        wrong = ~((log_q <= 0) & (log_q > -torch.inf)) & (True if weight is None else weight != 0)
+        what, hint = f"`{name}` is not the logarithm of a probability.", "fr.data.log_q(counts)[ids], of counts"
+        yield from element_problems(what, name, log_q, wrong, "finite numbers <= 0", hint)

@@ -21,6 +21,7 @@ from funcrec.core import (
     Problem,
     any_tracked,
     check,
+    element_problems,
     is_forward,
     is_in_jvp,
     is_tracked,
@@ -258,10 +259,7 @@ def tangent_of(
 
 
 def target_problems(target: Tensor, num_items: int, weight: Tensor | None) -> Iterator[Problem]:
-    if not can_be_read(target, weight):
-        return
-    wrong = blank_padding(~((target >= 0) & (target < num_items)), weight)
-    if bool(wrong.any()):
-        at = int(wrong.to(torch.int8).argmax())
-        got, need = f"target[{at}] = {int(target[at])}, {int(wrong.sum())} in all", f"0 <= target < {num_items}"
-        yield Problem("`target` has values that are not rows of `items`.", got, need, "weight=0 for padding")
+    if can_be_read(target, weight):
+        wrong = blank_padding(~((target >= 0) & (target < num_items)), weight)
+        what, need = "`target` has values that are not rows of `items`.", f"0 <= target < {num_items}"
+        yield from element_problems(what, "target", target, wrong, need, "weight=0 for padding")

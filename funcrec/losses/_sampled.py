@@ -78,7 +78,7 @@ def sampled_softmax(
     """
     call = "funcrec.losses.sampled_softmax"
     check(call, weight_problems(weight), fit_problems(query, candidate, negatives, negative_log_q, negative_ids))
-    check(call, log_q_problems(log_q, weight), negative_log_q_problems(negative_log_q))
+    check(call, log_q_problems(log_q, weight), log_q_problems(negative_log_q, None, "negative_log_q"))
     own, others = scores(query, candidate, negatives, weight, candidate_ids, negative_ids, temperature)
     if log_q is not None:
         own = own - chances(blank_padding(log_q, weight))
@@ -169,9 +169,3 @@ def fit_problems(
         if x is not None and x.shape != negatives.shape[:-1]:
             need = f"{list(negatives.shape[:-1])}, one for each negative"
             yield Problem(f"`{name}` do not match the negatives.", describe(x), need, "one draw for both")
-
-
-def negative_log_q_problems(log_q: Tensor | None) -> Iterator[Problem]:
-    for problem in log_q_problems(None if log_q is None else log_q.flatten(), None):
-        what, got = problem.what.replace("`log_q`", "`negative_log_q`"), f"negative_{problem.got}"
-        yield problem._replace(what=what, got=got)

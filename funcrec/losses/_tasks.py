@@ -13,14 +13,16 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, Magnitude, Problem, check, describe, own_errors, typed
+from funcrec.core import Form, Magnitude, Problem, Within, check, describe, own_errors, typed
 from funcrec.losses._mean import Reduction
 
 CALL = "funcrec.losses.multi_task"
 
+Losses = Annotated[Sequence[Callable[..., Tensor]], Within("a sequence of losses, one per task", len, "are none")]
+
 
 @typed
-def multi_task(losses: Sequence[Callable[..., Tensor]], *, weights: Sequence[Magnitude] | None = None) -> Callable:
+def multi_task(losses: Losses, *, weights: Sequence[Magnitude] | None = None) -> Callable:
     """Return a loss of T columns, made from T losses of one column.
 
     Args:
@@ -62,9 +64,6 @@ def _loss_of_tasks(
 
 
 def task_problems(losses: Sequence[Callable], weights: Sequence[float] | None) -> Iterator[Problem]:
-    if not losses:
-        need, hint = "a sequence of losses, one per task", "losses=[fr.losses.bce, fr.losses.mse]"
-        yield Problem("`losses` are none.", describe(losses), need, hint)
     for t, loss in enumerate(losses):
         if not takes_reduction(loss):
             name, need = getattr(loss, "__name__", type(loss).__name__), "(predictions, label, weight, *, reduction)"

@@ -9,12 +9,24 @@ All are metrics too: their states add up. Shapes: B examples, G groups, T tasks.
 
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
-from funcrec.core import Count, PositiveMagnitude, Problem, check, describe, tree_leaves, tree_map, typed
+from funcrec.core import (
+    Count,
+    PositiveMagnitude,
+    Problem,
+    Within,
+    check,
+    describe,
+    element_problems,
+    tree_leaves,
+    tree_map,
+    typed,
+)
 from funcrec.jagged import is_concrete
 from funcrec.metrics._groups import pair_problems
 from funcrec.metrics._metric import Metric, range_problems
@@ -213,8 +225,14 @@ def per_task(metric: Metric, num_tasks: Count) -> Metric:
     return metric._replace(init=init, update=update, compute=compute)
 
 
+differ = lambda names: 0 < len(set(names)) == len(names)
+Names = Annotated[
+    Sequence[str], Within("a name for each value, all different", differ, "are none, or not all different")
+]
+
+
 @typed
-def named(metric: Metric, names: Sequence[str]) -> Metric:
+def named(metric: Metric, names: Names) -> Metric:
     """Make a metric: `metric`, whose `compute` returns a dict {name: value} in place of a tensor of several values.
 
     The names are those of the tensors' first dimension: tasks of `per_task`, groups of `grouped`. `fr.evaluate` then
@@ -229,7 +247,6 @@ def named(metric: Metric, names: Sequence[str]) -> Metric:
       {'click': 1.0, 'buy': 0.5}
     """
     names = tuple(names)
-    check("funcrec.metrics.named", unlike_problems(names))
 
     def compute(state):
         found = metric.compute(state)
@@ -249,12 +266,6 @@ def leading_problems(state: object, count: int, of: str) -> Iterator[Problem]:
         yield Problem("`state` is not this metric's.", describe(state), need, hint, TypeError)
 
 
-def unlike_problems(names: Sequence[str]) -> Iterator[Problem]:
-    if not names or len({*names}) < len(names):
-        need, hint = "a name for each value, all different", '["click", "buy"]'
-        yield Problem("`names` are none, or not all different.", f"{[*names]}", need, hint)
-
-
 def value_problems(found: object, names: Sequence[str]) -> Iterator[Problem]:
     leaves = tree_leaves(found)
     if not leaves or not all(isinstance(x, Tensor) and x.dim() and x.shape[0] == len(names) for x in leaves):
@@ -269,10 +280,8 @@ def group_problems(groups: Tensor, weights: object, num_groups: int) -> Iterator
     elif is_concrete(groups) and (weights is None or is_concrete(weights)):
         wrong = (groups < 0) | (groups >= num_groups)
         wrong = wrong if weights is None else wrong & (weights != 0)
-        if bool(wrong.any()):
-            at = int(wrong.to(torch.int8).argmax())
-            need, hint = f"groups in [0, {num_groups})", f"grouped(metric, {int(groups.max()) + 1})"
-            yield Problem("`labels[1]` leave their range.", f"labels[1][{at}] = {int(groups[at])}", need, hint)
+        need, hint = f"groups in [0, {num_groups})", "grouped(metric, num_groups), with a larger num_groups"
+        yield from element_problems("`labels[1]` leave their range.", "labels[1]", groups, wrong, need, hint)
 
 
 def probability_problems(predictions: object) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from funcrec.core import (
     Problem,
     check,
     describe,
+    element_problems,
     is_tracked,
     tree_leaves,
     tree_map,
@@ -201,9 +202,7 @@ def range_problems(x: Tensor, name: str, low: float, high: float, need: str, wei
     wrong = ~((x >= low) & (x <= high))
     if isinstance(weights, Tensor) and weights.shape == x.shape:
         wrong = wrong & (weights != 0)
-    if bool(wrong.any()):
-        at = int(wrong.to(torch.int8).argmax())
-        yield Problem(f"`{name}` leave their range.", f"{name}[{at}] = {x[at].item()}", need, hint)
+    yield from element_problems(f"`{name}` leave their range.", name, x, wrong, need, hint)
 
 
 def _mapping_problems(metrics: object) -> Iterator[Problem]:

@@ -9,11 +9,12 @@ Shapes: B lists, K rows in each, N relevant rows in all lists together, R rows o
 
 import sys
 from collections.abc import Callable, Iterator
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Count, Problem, check, describe, typed
+from funcrec.core import PARTS, Count, Form, Problem, check, describe, typed
 from funcrec.jagged import JaggedTensor, is_concrete
 from funcrec.kernels.reference_jagged import ascending, place_among
 from funcrec.metrics._metric import ANY, Metric, range_problems, sums
@@ -125,7 +126,7 @@ def coverage(k: Count, num_items: Count) -> Metric:
 
 
 @typed
-def novelty(k: Count, counts: Tensor, num_users: Count) -> Metric:
+def novelty(k: Count, counts: Annotated[Tensor, Form("n[R]")], num_users: Count) -> Metric:
     """Make a metric: the mean over lists of the mean of log2(num_users / counts[row]), in bits, of the first k rows.
 
     Args:
@@ -253,7 +254,7 @@ def counts_problems(state: object, num_items: int) -> Iterator[Problem]:
 
 
 def popularity_problems(counts: Tensor, num_users: int) -> Iterator[Problem]:
-    if counts.dim() != 1 or counts.is_complex() or counts.dtype == torch.bool or not counts.shape[0]:
+    if not counts.shape[0]:
         yield Problem("`counts` are not one number for each item.", describe(counts), "[R], R >= 1", "ids.bincount()")
     else:
         need, hint = f"counts from 0 to num_users, {num_users}", "ids.bincount(), of users and items each once"

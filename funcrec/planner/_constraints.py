@@ -14,13 +14,15 @@ from funcrec.core import (
     field_problems,
     nearest,
     plain_numbers,
-    twice_problems,
     unknown_problems,
 )  # fmt: skip
 from funcrec.sharding import PlacementKind
 
 MOST_IDS = 1e9  # the most ids in a bag
 IdsOfABag = Annotated[float, Within(f"a number from 0 to {MOST_IDS:.0e}", lambda x: 0 <= x <= MOST_IDS)]
+
+
+Places = Annotated[Sequence[Size], Within("distinct ints >= 0", lambda r: len(set(r)) == len(r), "are not places")]
 
 
 @plain_numbers
@@ -51,7 +53,7 @@ class TableConstraint:
     pooling_factor: IdsOfABag | Mapping[str, IdsOfABag] | None = None
     zipf: Magnitude = 0.0
     row_counts: Sequence[Magnitude] | None = None
-    ranks: Sequence[Size] = ()
+    ranks: Places = ()
     together: str | None = None
 
     def __post_init__(self):
@@ -78,7 +80,6 @@ def constraint_problems(c: TableConstraint) -> Iterator[Problem]:
     if c.row_counts is not None and not sum(c.row_counts) > 0:
         got = f"{len(c.row_counts)} numbers"
         yield Problem("`row_counts` are out of range.", got, "numbers >= 0, not all 0", "row_counts=[5, 3, 1]")
-    yield from twice_problems("`ranks` are not places.", c.ranks, "ranks=(0, 1)", "distinct ints >= 0")
 
 
 def given_problems(

@@ -28,7 +28,7 @@ from funcrec.jagged import KeyedJaggedTensor
 from funcrec.serve._manifest import BLANK, ENCODING, FORMAT, MANIFEST, MODEL, digest_of, needs_of, sha256_of, text_of
 from funcrec.serve._package import Package, load_package
 from funcrec.serve._trace import ANY_ROW, CALL, SINGLE, Form, Program, example_problems, form_of, trace
-from funcrec.serve._weights import FILE, named, params_problems, signature, version_problems, write_weights
+from funcrec.serve._weights import FILE, Version, named, params_problems, signature, write_weights
 from funcrec.tables import Batch, layout_in
 
 ISA = {"native": {}, "portable": {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}}
@@ -51,7 +51,7 @@ def export(
     path: str | os.PathLike,
     *,
     encoding: Encoding | None = None,
-    version: str | None = None,
+    version: Version | None = None,
     max_batch: Count = 4096,
     max_ids: Count = 1 << 24,
     isa: Literal["native", "portable"] = "native",
@@ -101,7 +101,7 @@ def export(
       >>> package(batch)
       tensor([2., 0.])
     """
-    check(CALL, params_problems(params), example_problems(example), version_problems(version))
+    check(CALL, params_problems(params), example_problems(example))
     check(CALL, kept_problems(params), isa_problems(isa))
     path = folder_path(CALL, path, overwrite=overwrite, marks=(MANIFEST,))
     example = Batch(example.ids, dense=example.dense)
@@ -143,7 +143,9 @@ def export(
 
 
 @typed
-def save_weights(path: str | os.PathLike, params: Any, *, version: str | None = None, overwrite: bool = False) -> Path:
+def save_weights(
+    path: str | os.PathLike, params: Any, *, version: Version | None = None, overwrite: bool = False
+) -> Path:
     """Return a folder of parameters that a package can load in place of its own: `package.swap(path)`.
 
     Args:
@@ -162,7 +164,7 @@ def save_weights(path: str | os.PathLike, params: Any, *, version: str | None = 
       ['weights.safetensors']
     """
     call = "funcrec.save_weights"
-    check(call, params_problems(params), kept_problems(params), version_problems(version))
+    check(call, params_problems(params), kept_problems(params))
     path = folder_path(call, path, overwrite=overwrite, marks=(FILE,))
     check(call, package_problems(path))
     write_folder(call, path, lambda folder: write_weights(folder, named(params), version))

@@ -9,12 +9,12 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, fail, paths
+from funcrec.core import Problem, Within, check, describe, fail, paths
 from funcrec.files import (
     DTYPE_NAMES,
     FileError,
@@ -29,6 +29,8 @@ from funcrec.files import (
 from funcrec.serve._json_forms import text_of
 
 KIND, PAGE = "funcrec weights 2", 4096
+is_name = lambda text: bool(text) and text.isprintable()
+Version = Annotated[str, Within("printable text", is_name, "is not a name")]
 FILE = "weights.safetensors"
 UNNAMED = "0" * 12  # stands for the version until the values are hashed
 OWN = "__"  # the beginning of names that the file reserves
@@ -144,11 +146,6 @@ def params_problems(params: Any) -> Iterator[Problem]:
             yield Problem(f"{at} has a dtype that packages have not.", describe(x), f"{list(DTYPES)}", kind=TypeError)
         elif path.startswith(OWN):
             yield Problem(f"{at} has a reserved name.", path, f"a name that does not begin with {OWN}")
-
-
-def version_problems(version: str | None) -> Iterator[Problem]:
-    if version is not None and not (version and version.isprintable()):
-        yield Problem("`version` is not a name.", repr(version), "printable text", 'version="2026-11-22"')
 
 
 def signature_problems(path: Path, found: Mapping[str, Placed], wanted: Sequence[dict]) -> Iterator[Problem]:

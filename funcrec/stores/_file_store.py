@@ -28,9 +28,9 @@ from funcrec.kernels.records import read_records, write_records
 from funcrec.stores._store import (
     ColdStore,
     Init,
+    RecordDtype,
     checked_records,
     checked_rows,
-    dtype_problems,
     first_records,
     step_problems,
 )
@@ -48,7 +48,7 @@ def file_store(
     num_rows: Count,
     width: Count,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: RecordDtype = torch.float32,
     init: Callable[[Tensor], Tensor] | None = None,
     durable: bool = True,
 ) -> ColdStore:
@@ -82,7 +82,6 @@ def file_store(
       >>> fr.file_store(folder, 1000, 2).read(torch.tensor([7]))
       tensor([[1., 1.]])
     """
-    check(CALL, dtype_problems(dtype))
     if not durable and not machine_start():
         fail(CALL, "this system does not report its start time.", got="durable=False", need="durable=True")
     folder = Path(os.path.realpath(as_path(CALL, path, "folder", '"runs/rows"')))
@@ -343,6 +342,5 @@ def form_problems(about: dict[str, Any], form: dict[str, Any]) -> Iterator[Probl
         if about[name] != form[name]:
             yield Problem(f"`{name}` is not that of the store.", str(form[name]), str(about[name]), "another folder")
     if about["first"] != form["first"] and all(about[n] == form[n] for n in ("num_rows", "width", "dtype")):
-        yield Problem(
-            "`init` is not that of the store.", "other first records", "the same function", "the init it was made with"
-        )
+        hint = "the init it was made with"
+        yield Problem("`init` is not that of the store.", "other first records", "the same function", hint)

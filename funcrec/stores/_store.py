@@ -9,15 +9,17 @@ Shapes: N rows of a call, R rows of the store, W numbers of a record.
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, fail, is_tracked, is_wrapped, typed
+from funcrec.core import Count, Problem, Within, check, fail, is_tracked, is_wrapped, stray, typed
 
 Init = Callable[[Tensor], Tensor]
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+_known = Within(", ".join(map(str, DTYPES)), DTYPES.__contains__, "is not a dtype of records")
+RecordDtype = Annotated[torch.dtype, _known]
 
 
 class ColdStore(NamedTuple):
@@ -59,7 +61,7 @@ class ColdStore(NamedTuple):
 
 @typed
 def memory_store(
-    num_rows: Count, width: Count, *, dtype: torch.dtype = torch.float32, init: Callable[[Tensor], Tensor] | None = None
+    num_rows: Count, width: Count, *, dtype: RecordDtype = torch.float32, init: Callable[[Tensor], Tensor] | None = None
 ) -> ColdStore:
     """Return a store whose records are in memory. Other stores must hold the same; tests compare them with it.
 
@@ -80,7 +82,6 @@ def memory_store(
       tensor([[4., 4.],
               [2., 2.]])
     """
-    check("funcrec.memory_store", dtype_problems(dtype))
     kept, is_written, lock = (
         torch.zeros(num_rows, width, dtype=dtype),
         torch.zeros(num_rows, dtype=torch.bool),
@@ -147,16 +148,10 @@ def checked_records(
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def dtype_problems(dtype: torch.dtype) -> Iterator[Problem]:
-    if dtype not in DTYPES:
-        yield Problem("`dtype` is not a dtype of records.", str(dtype), ", ".join(map(str, DTYPES)))
-
-
 def step_problems(step: int) -> Iterator[Problem]:
     if type(step) is not int or step < 0:
-        yield Problem(
-            "`step` is not a step.", repr(step), "an int >= 0", kind=TypeError if type(step) is not int else ValueError
-        )
+        kind = TypeError if type(step) is not int else ValueError
+        yield Problem("`step` is not a step.", repr(step), "an int >= 0", kind=kind)
 
 
 def plain_problems(name: str, x: Tensor, hint: str) -> Iterator[Problem]:
@@ -175,13 +170,8 @@ def row_problems(rows: Tensor, num_rows: int) -> Iterator[Problem]:
         yield from found
     elif rows.dtype not in (torch.int64, torch.int32) or rows.dim() != 1:
         yield Problem("`rows` are not rows.", f"{rows.dtype}{list(rows.shape)}", "i64[N]", kind=TypeError)
-    elif rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
-        yield Problem(
-            "`rows` lie outside the store.",
-            f"{int(rows.min())} to {int(rows.max())}",
-            f"[0, {num_rows})",
-            kind=IndexError,
-        )
+    elif (row := stray(rows, num_rows)) is not None:
+        yield Problem("`rows` lie outside the store.", f"row {row}", f"0 <= row < {num_rows}", kind=IndexError)
 
 
 def record_problems(rows: Tensor, records: Tensor, width: int, dtype: torch.dtype) -> Iterator[Problem]:
@@ -189,10 +179,5 @@ def record_problems(rows: Tensor, records: Tensor, width: int, dtype: torch.dtyp
         yield from found
     elif isinstance(rows, Tensor) and (records.shape != (*rows.shape, width) or records.dtype != dtype):
         need = f"{dtype}[{', '.join(map(str, (*rows.shape, width)))}]"
-        yield Problem(
-            "`records` do not fit the rows.",
-            f"{records.dtype}{list(records.shape)}",
-            need,
-            "records.to(dtype)",
-            TypeError,
-        )
+        got = f"{records.dtype}{list(records.shape)}"
+        yield Problem("`records` do not fit the rows.", got, need, "records.to(dtype)", TypeError)

@@ -6,11 +6,11 @@ one table, and one column may feed several tables. Both configs are frozen, hash
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
-from funcrec.core import Count, Name, Problem, check, field_problems, plain_numbers, refuse_write, typed
+from funcrec.core import Count, Name, Problem, Within, check, field_problems, plain_numbers, refuse_write, typed
 from funcrec.tables._initializers import Initializer
 
 TABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -30,10 +30,10 @@ class Hash:
     """
 
     kind: Literal["modulo", "multiply_shift"]
-    seed: int = 0
+    seed: Annotated[int, Within("an int between -2⁶¹ and 2⁶¹", lambda n: -SEED_MAX < n < SEED_MAX, "is too large")] = 0
 
     def __post_init__(self):
-        check("funcrec.Hash", field_problems(self), seed_problems(self.seed))
+        check("funcrec.Hash", field_problems(self))
 
 
 def modulo() -> Hash:
@@ -146,11 +146,6 @@ def dtype_problems(dtype: object) -> Iterator[Problem]:
     if isinstance(dtype, torch.dtype) and dtype not in TABLE_DTYPES:
         need = ", ".join(map(str, TABLE_DTYPES))
         yield Problem("`dtype` cannot be trained.", f"{dtype}", need, "`quantize` for integer rows", TypeError)
-
-
-def seed_problems(seed: object) -> Iterator[Problem]:
-    if isinstance(seed, int) and not -SEED_MAX < seed < SEED_MAX:
-        yield Problem("`seed` is too large.", f"{seed}", "an int between -2⁶¹ and 2⁶¹")
 
 
 for _config in (Hash, TableConfig, FeatureConfig):

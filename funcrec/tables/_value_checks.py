@@ -6,7 +6,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcrec.core import CheckError, Problem, check, describe, kind_of, members_below, outside_transforms, reported
+from funcrec.core import (
+    CheckError,
+    Problem,
+    check,
+    describe,
+    element_problems,
+    kind_of,
+    members_below,
+    outside_transforms,
+    reported,
+)
 from funcrec.jagged import KeyedJaggedTensor, check_ids, inverse_value_problems, offset_value_problems
 from funcrec.tables._checks import (
     feature_key_problems,
@@ -127,27 +137,22 @@ def label_value_problems(
     """
     low, high = labels
     wrong = blank_padding(~((label >= low) & (label <= high) & torch.isfinite(label)), weight)
-    if bool(wrong.any()):
-        at = wrong.nonzero()[0].tolist()
-        got = f"{path}{at} = {label[tuple(at)].item()}, {int(wrong.sum())} in all"
-        if tuple(labels) == (0, 1):
-            other = "; fr.validate(..., labels=(1, 5)) for labels of another range" if kind is CheckError else ""
-            need, hint = "labels in [0, 1]", f"label >= 4, say, if these are ratings{other}"
-            if bool(((label == -1) | (label == 1)).all()):
-                hint = "(label > 0).float(): -1 is not a label, 0 says that there was no click"
-            yield Problem(f"`{path}` are not labels of clicks.", got, need, hint, kind)
-        else:
-            yield Problem(f"`{path}` has labels out of range.", got, f"finite labels in [{low}, {high}]", kind=kind)
+    what, need, hint = f"`{path}` has labels out of range.", f"finite labels in [{low}, {high}]", ""
+    if tuple(labels) == (0, 1):
+        other = "; fr.validate(..., labels=(1, 5)) for labels of another range" if kind is CheckError else ""
+        what, need = f"`{path}` are not labels of clicks.", "labels in [0, 1]"
+        hint = f"label >= 4, say, if these are ratings{other}"
+    for problem in element_problems(what, path, label, wrong, need, hint, kind):
+        if hint and bool(((label == -1) | (label == 1)).all()):
+            problem = problem._replace(hint="(label > 0).float(): -1 is not a label, 0 says that there was no click")
+        yield problem
 
 
 def weight_value_problems(weight: Tensor, path: str, kind: type[Exception] = ValueError) -> Iterator[Problem]:
     """Yield a problem unless the weights f[B] of examples are finite and >= 0."""
     wrong = ~((weight >= 0) & (weight < torch.inf))
-    if bool(wrong.any()):
-        at = int(wrong.to(torch.int8).argmax())
-        got = f"{path}[{at}] = {weight[at].item()}, {int(wrong.sum())} in all"
-        hint = "0 for an example that is not to count"
-        yield Problem(f"`{path}` has numbers that are not weights.", got, "finite weights >= 0", hint, kind)
+    what, hint = f"`{path}` has numbers that are not weights.", "0 for an example that is not to count"
+    yield from element_problems(what, path, weight, wrong, "finite weights >= 0", hint, kind)
 
 
 def bounds_problems(labels: object) -> Iterator[Problem]:

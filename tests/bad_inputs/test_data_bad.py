@@ -65,7 +65,7 @@ ROWS = [
     ("prefetch depth 0", lambda: prefetch([], depth=0), ValueError, "`depth` is out of range"),
     ("no vocabularies", lambda: random_rows(KEY, {}), ValueError, "`vocabularies` are none"),
     ("empty vocabulary", lambda: random_rows(KEY, {"a": 0}), ValueError, "`vocabularies['a']` is out of range"),
-    ("huge vocabulary", lambda: random_rows(KEY, {"a": 2**40}), ValueError, "`vocabularies['a']` is too large"),
+    ("huge vocabulary", lambda: random_rows(KEY, {"a": 2**40}), ValueError, "`vocabularies['a']` is out of range"),
     ("descending bag", lambda: random_rows(KEY, VOCABULARY, ids_per_bag=(3, 1)), ValueError, "`ids_per_bag` of 'a'"),
     (
         "column without bag",

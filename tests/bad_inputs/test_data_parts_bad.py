@@ -41,7 +41,7 @@ ROWS = torch.tensor([1, 1, 2, 2])
 HALVES = (0.5, 0.5)
 TRACKED = torch.tensor([1.0, 2.0], requires_grad=True)
 SPLITS = [
-    ("shares of 0.9", lambda: random_split(9, (0.8, 0.1), key=KEY), ValueError, "together 0.9"),
+    ("shares of 0.9", lambda: random_split(9, (0.8, 0.1), key=KEY), ValueError, "do not sum to 1"),
     ("no shares", lambda: random_split(9, (), key=KEY), ValueError, "`fractions` is empty"),
     ("share 0", lambda: random_split(9, (1.0, 0.0), key=KEY), ValueError, "`fractions[1]` is out of range"),
     ("share NaN", lambda: split_by_time(ROWS, (float("nan"), 0.5)), ValueError, "`fractions[0]` is out of range"),
@@ -88,8 +88,8 @@ fit = lambda encoders, schema=SCHEMA, **more: fit_encoding(TABLE, schema, encode
 ENCODERS = [
     ("nothing is kept", lambda: vocabulary(min_count=0), ValueError, "`min_count`"),
     ("size 0", lambda: vocabulary(max_size=0), ValueError, "`max_size`"),
-    ("one row to hash to", lambda: hashed(1), ValueError, "2 <= num_embeddings"),
-    ("huge hash", lambda: hashed(2**31), ValueError, "2 <= num_embeddings"),
+    ("one row to hash to", lambda: hashed(1), ValueError, "need  an int in [2, 2³¹)"),
+    ("huge hash", lambda: hashed(2**31), ValueError, "need  an int in [2, 2³¹)"),
     ("no ids", lambda: identity(0), ValueError, "`num_embeddings`"),
     ("neither edges nor quantiles", lambda: bucketize(), ValueError, "neither"),
     ("edges and quantiles", lambda: bucketize((1.0,), num_quantiles=2), ValueError, "both"),

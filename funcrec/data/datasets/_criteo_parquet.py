@@ -6,7 +6,7 @@ columns int_0, int_1, ... -> dense;   cat_0, cat_1, ... -> ids, one id or a list
 from collections.abc import Iterator, Sequence
 
 from funcrec.core import Count, Problem, Size, check, replace, twice_problems, typed
-from funcrec.data._examples import examples_of, missing_problems, whole
+from funcrec.data._examples import MissingId, examples_of, whole
 from funcrec.data._stream_loader import to_batch
 from funcrec.data.datasets._criteo import Transform, transform_dense
 from funcrec.data.readers._columns import is_list, type_problems, value_kind
@@ -28,7 +28,7 @@ def criteo_parquet(
     dense: Sequence[str] | None = None,
     sparse: Sequence[str] | None = None,
     transform: Transform = None,
-    missing: int | None = None,
+    missing: MissingId | None = None,
     bucket: bool = False,
     skip: Size = 0,
     drop_last: bool = False,
@@ -64,7 +64,7 @@ def criteo_parquet(
     begins = lambda start: [n for n in types.names if n.startswith(start)]
     dense, sparse = (begins(n) if given is None else list(given) for n, given in (("int_", dense), ("cat_", sparse)))
     named = [label, *dense, *sparse]
-    check(CALL, _name_problems(named, sparse), missing_problems(missing))
+    check(CALL, _name_problems(named, sparse))
     source = opened(CALL, path, named, "parquet")
     lists = {n for n in sparse if is_list(value_kind(source.schema.field(n).type))}
     single = tuple(n for n in sparse if n not in lists)

@@ -13,7 +13,7 @@ generate variates from monotone discrete distributions" (1996), without the reje
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,9 @@ from funcrec.core import (
     Problem,
     Shape,
     Size,
+    Within,
     absent_problems,
     check,
-    describe,
     pytree,
     random,
     replace,
@@ -50,6 +50,8 @@ from funcrec.tables import (
 HEAD = 1024
 LABEL_SCALE = 2.0  # s, which gives logits with standard deviation 2
 Counts = Size | tuple[Size, Size]
+NumIds = Annotated[int, Within("an int in [1, 2³¹)", lambda n: 1 <= n < 2**31)]
+Vocabularies = Annotated[Mapping[str, NumIds], Within("{column: V}", len, "are none")]
 
 
 class RandomColumn(NamedTuple):
@@ -90,7 +92,7 @@ class RandomRows:
 @typed
 def random_rows(
     key: Key,
-    vocabularies: Mapping[str, Count],
+    vocabularies: Vocabularies,
     *,
     num_rows: Count = 2**31,
     ids_per_bag: Counts | Mapping[str, Counts] = 1,
@@ -119,7 +121,6 @@ def random_rows(
       (('item', 'tags'), 4, 16)
     """
     call = "funcrec.data.random_rows"
-    check(call, _vocabulary_problems(vocabularies))
     each = {"ids_per_bag": ids_per_bag, "alpha": alpha}
     each = {n: x if isinstance(x, Mapping) else dict.fromkeys(vocabularies, x) for n, x in each.items()}
     check(call, *(_setting_problems(n, x, vocabularies) for n, x in each.items()))
@@ -257,15 +258,6 @@ def _pack(columns: tuple[RandomColumn, ...], parts: list[tuple[Tensor, Tensor]])
 
 
 # -- validators --------------------------------------------------------------------------------------------------
-
-
-def _vocabulary_problems(vocabularies: Mapping[str, int]) -> Iterator[Problem]:
-    if not vocabularies:
-        hint = "vocabularies_of(tables, features)"
-        yield Problem("`vocabularies` are none.", describe(vocabularies), "{column: V}", hint)
-    for name, size in vocabularies.items():
-        if size >= 2**31:
-            yield Problem(f"`vocabularies[{name!r}]` is too large.", f"{size}", "fewer than 2³¹ ids")
 
 
 def _count_problems(counts: Mapping[str, tuple[int, int]]) -> Iterator[Problem]:

@@ -8,15 +8,16 @@ moments of blocks of a fixed number of rows, and quantiles of counted values. Sh
 """
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, fail, pytree, typed
+from funcrec.core import Problem, Within, check, describe, fail, pytree, typed
 from funcrec.data.encoders._encoders import Encoder, Place, by_elements, fixed, floats_of
 
 BLOCK = 1 << 16  # values in one block of moments
@@ -64,8 +65,14 @@ class Counted(NamedTuple):
     digits: int = 0
 
 
+ascend = lambda edges: all(a < b for a, b in itertools.pairwise((-math.inf, *edges, math.inf)))
+SomeEdges = Annotated[Sequence[float], Within("one edge or more", len, "are none")]
+Edges = Annotated[SomeEdges, Within("finite numbers, each above the last", ascend, "do not ascend")]
+NumQuantiles = Annotated[int, Within("an int >= 2", lambda n: n >= 2, "is too small")]
+
+
 @typed
-def bucketize(edges: Sequence[float] | None = None, *, num_quantiles: int | None = None) -> Encoder:
+def bucketize(edges: Edges | None = None, *, num_quantiles: NumQuantiles | None = None) -> Encoder:
     """Return an encoder of numbers into ids of buckets: 1 below the first edge, k + 1 from the k-th edge.
 
     A missing number gets id 0.
@@ -296,14 +303,7 @@ def _bucket_problems(edges: object, num_quantiles: object) -> Iterator[Problem]:
     if (edges is None) == (num_quantiles is None):
         got, need = "neither" if edges is None else "both", "one of them"
         yield Problem("one of `edges` and `num_quantiles` is needed.", got, need, "bucketize(num_quantiles=10)")
-    elif edges is not None and not all(a < b for a, b in zip((-math.inf, *edges), (*edges, math.inf))):
-        need = "finite numbers, each above the last"
-        yield Problem("`edges` do not ascend.", f"{tuple(edges)}"[:60], need, "edges=(0.0, 1.0)")
     elif edges is not None and not all(float(x) == x for x in edges):
         wrong = next(x for x in edges if float(x) != x)
         need = f"one that it holds: {int(float(wrong))}"
         yield Problem("`edges` has an integer that f64 does not hold.", f"{wrong}", need)
-    elif edges is not None and not edges:
-        yield Problem("`edges` are none.", f"{describe(edges)}", "one or more", "edges=(0.0, 1.0)")
-    elif num_quantiles is not None and num_quantiles < 2:
-        yield Problem("`num_quantiles` is too small.", f"{num_quantiles}", "an int >= 2", "num_quantiles=10")

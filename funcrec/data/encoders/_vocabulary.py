@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import GAMMA, Count, Form, Problem, Size, check, fail, mix, pytree, typed
+from funcrec.core import GAMMA, Count, Form, Problem, Size, Within, check, mix, pytree, stray, typed
 from funcrec.data.encoders._encoders import Encoder, Place, by_elements, fixed
 from funcrec.data.readers import _columns as columns
 from funcrec.tables import hash_rows, multiply_shift
@@ -233,9 +233,9 @@ def _find_text(values: Any, known: Any) -> np.ndarray:
 
 
 def _id_problems(ids: Tensor, num_ids: int) -> Iterator[Problem]:
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= num_ids):
-        got, hint = f"ids from {int(ids.min())} to {int(ids.max())}", "ids that this vocabulary has given"
-        yield Problem("`ids` has an id that does not exist.", got, f"0 <= id < {num_ids}", hint)
+    if (wrong := stray(ids, num_ids)) is not None:
+        hint = "ids that this vocabulary has given"
+        yield Problem("`ids` has an id that does not exist.", f"id {wrong}", f"0 <= id < {num_ids}", hint)
 
 
 # -- ids without a vocabulary ----------------------------------------------------------------------------------------
@@ -270,8 +270,11 @@ class Hashed:
         return np.where(values.is_null().to_numpy(), 0, rows)
 
 
+NumHashed = Annotated[int, Within("an int in [2, 2³¹)", lambda n: 2 <= n < 2**31)]
+
+
 @typed
-def hashed(num_embeddings: Count, *, seed: Size = 0) -> Encoder:
+def hashed(num_embeddings: NumHashed, *, seed: Size = 0) -> Encoder:
     """Return an encoder that hashes integers, text, bytes or booleans to ids in [1, num_embeddings).
 
     A missing value gets id 0.
@@ -286,9 +289,6 @@ def hashed(num_embeddings: Count, *, seed: Size = 0) -> Encoder:
       >>> hashed(1000).fit(["a"]).apply(["a", "b", None]).to_pylist()
       [940, 240, 0]
     """
-    if not 2 <= num_embeddings < 2**31:
-        need, hint = "2 <= num_embeddings < 2³¹", "num_embeddings=100_000"
-        fail("funcrec.data.hashed", "`num_embeddings` is out of range.", got=f"{num_embeddings}", need=need, hint=hint)
 
     def update(known: str, values: Any, place: Place) -> str:
         kind = of_kind(values, place)[0]

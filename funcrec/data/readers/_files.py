@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import unquote
 
-from funcrec.core import Problem, check, describe, fail, nearest, path_hint, typed_fields
+from funcrec.core import Problem, Within, check, describe, fail, nearest, path_hint, typed_fields
 from funcrec.data.readers._arrow import need_pyarrow
 from funcrec.data.readers._columns import first_true, plain
 from funcrec.data.readers._sources import NEED, Part, Source, Wanted, absent_problems, as_table, wanted_names
@@ -56,7 +56,7 @@ class Text(NamedTuple):
       '|'
     """
 
-    delimiter: str = ","
+    delimiter: Annotated[str, Within("one character", lambda s: len(s) == 1, "is not one character")] = ","
     names: Sequence[str] | None = None
     types: Mapping[str, Any] = {}
     nulls: Sequence[str] = ("",)
@@ -382,9 +382,6 @@ def _or_line(call: str, path: Path, at: int, step: Callable[[], Any], names: Cal
 def _form_problems(form: Text) -> Iterator[Problem]:
     import pyarrow as pa
 
-    if len(form.delimiter) != 1:
-        hint = 'Text(delimiter="\\t")'
-        yield Problem("`delimiter` is not one character.", f"{form.delimiter!r}", "one character", hint)
     for name, kind in form.types.items():
         try:
             pa.type_for_alias(kind) if isinstance(kind, str) else pa.field(name, kind)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, reported, unknown_problems
+from funcrec.core import Count, Problem, reported, stray, unknown_problems
 from funcrec.jagged import int_problems, is_concrete
 
 Vocabularies = Mapping[str, Count] | None
@@ -18,12 +18,10 @@ Refuse = Callable[[int, str, str, str], None]  # it raises for (row of the batch
 
 def row_problems(rows: Tensor, num_rows: int, device: torch.device | None = None) -> Iterator[Problem]:
     """Yield problems of row numbers. Their values are read only if the read waits for no device."""
-    if not (yield from reported(int_problems(rows, "rows", device))) and is_concrete(rows) and rows.numel():
-        low, high = (int(x) for x in rows.aminmax())
-        if low < 0 or high >= num_rows:
-            got, need = f"row {low if low < 0 else high}", f"0 <= row < {num_rows}, the rows of the data"
-            hint = "rows=None for all, or row numbers of these data"
-            yield Problem("`rows` has a row that does not exist.", got, need, hint)
+    is_form = not (yield from reported(int_problems(rows, "rows", device)))
+    if is_form and is_concrete(rows) and (row := stray(rows, num_rows)) is not None:
+        need, hint = f"0 <= row < {num_rows}, the rows of the data", "rows=None for all, or row numbers of these data"
+        yield Problem("`rows` has a row that does not exist.", f"row {row}", need, hint)
 
 
 def there(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:

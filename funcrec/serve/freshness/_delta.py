@@ -17,7 +17,7 @@ from funcrec.history import ChangedRows, Delta
 from funcrec.kernels import ops
 from funcrec.serve._manifest import read_manifest
 from funcrec.serve._package import Package
-from funcrec.serve._weights import DTYPES, named, params_problems, read_index, version_problems
+from funcrec.serve._weights import DTYPES, Version, named, params_problems, read_index
 from funcrec.serve.freshness._delta_file import Change, write_file
 
 CALL = "funcrec.write_delta"
@@ -30,8 +30,8 @@ def write_delta(
     package: Package | str | os.PathLike,
     params: Any,
     *,
-    version: str,
-    since: str | None = None,
+    version: Version,
+    since: Version | None = None,
 ) -> Path:
     """Return the path of a file with the changes of a package's weights, for `package.apply` here or in a server.
 
@@ -76,7 +76,6 @@ def write_delta(
       >>> package(batch), package.version
       (tensor([-3., -2.]), '1')
     """
-    check(CALL, version_problems(version), version_problems(since))
     manifest, now = described(CALL, package)
     since = now if since is None else since
     check(CALL, path_problems(path), step_problems(since, version))

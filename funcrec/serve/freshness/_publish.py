@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, describe, is_wrapped, typed
+from funcrec.core import Count, PositiveMagnitude, Problem, check, describe, is_wrapped, typed
 from funcrec.files import write_folder
 from funcrec.history import ChangedRows, Delta, Logged, delta
 from funcrec.mesh import Mesh, P, pmax, shard_map, unshard
@@ -26,7 +26,7 @@ from funcrec.serve.freshness._delta import changes_of, described, shared_problem
 from funcrec.serve.freshness._delta_file import write_file
 from funcrec.serve.freshness._lock import Hold
 from funcrec.serve.freshness._published import DELTA, WEIGHTS, pieces, tidy, version_of
-from funcrec.serve.freshness._push import address_problems, timeout_problems, update_server
+from funcrec.serve.freshness._push import address_problems, update_server
 from funcrec.sharding import gather_tables
 from funcrec.tables import Params, layout_in
 from funcrec.train import TrainState
@@ -64,7 +64,7 @@ def publish(
     every_steps: Count,
     keep: Count = 16,
     servers: Sequence[str] = (),
-    timeout_s: float = 10.0,
+    timeout_s: PositiveMagnitude = 10.0,
     mesh: Mesh | None = None,
 ) -> Callable[[Any], None]:
     """Return a callback of `fit` that publishes the weights of a step, so that servers get them soon after this step.
@@ -128,7 +128,7 @@ def publish(
     check(CALL, folder_problems(folder))
     manifest, _ = described(CALL, package)
     names = [t["name"] for t in manifest["tables"]]
-    check(CALL, address_problems("servers", servers), timeout_problems(timeout_s), shared_problems(manifest, names))
+    check(CALL, address_problems("servers", servers), shared_problems(manifest, names))
     there, run = Folder(Path(os.path.abspath(folder)), manifest, keep, secrets.token_hex(3)), []
     hold, seen = Hold(CALL, there.path, there.run, manifest["digest"]), []
 

@@ -4,14 +4,13 @@ GET /healthz returns the version of the server. POST /reload and /delta send the
 """
 
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from funcrec.core import Problem, check, describe, fail, typed
+from funcrec.core import PositiveMagnitude, Problem, check, describe, fail, typed
 from funcrec.serve.freshness._published import follow
 
 CALL = "funcrec.update_server"
@@ -20,7 +19,7 @@ UNIX = "unix:"
 
 
 @typed
-def update_server(address: str, folder: str | os.PathLike, *, timeout_s: float = 10.0) -> str:
+def update_server(address: str, folder: str | os.PathLike, *, timeout_s: PositiveMagnitude = 10.0) -> str:
     """Return the version of a running `funcrec-serve` after it gets the files of `publish` that it lacks.
 
     These are the deltas after its version, in their order, or whole weights and the deltas after them.
@@ -50,7 +49,7 @@ def update_server(address: str, folder: str | os.PathLike, *, timeout_s: float =
         need  a running server
         try   python -m funcrec serve PATH --updates FOLDER --admin PORT
     """
-    check(CALL, address_problems("address", [address]), timeout_problems(timeout_s))
+    check(CALL, address_problems("address", [address]))
     address = address.rstrip("/")
 
     def take(path: Path) -> None:
@@ -143,8 +142,3 @@ def is_address(text: str) -> bool:
         return False
     is_bare = not (found.query or found.fragment or "@" in found.netloc)
     return is_server and is_bare and text.isprintable() and " " not in text
-
-
-def timeout_problems(timeout_s: float) -> Iterator[Problem]:
-    if not (timeout_s > 0 and math.isfinite(timeout_s)):
-        yield Problem("`timeout_s` is not a time.", f"{timeout_s}", "seconds, more than 0", "timeout_s=10.0")

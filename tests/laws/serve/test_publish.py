@@ -380,7 +380,7 @@ BAD = {
     "a user": ({"servers": ["http://me:word@localhost"]}, ValueError, "`servers` has no address"),
     "a query": ({"servers": ["http://localhost/?x=1"]}, ValueError, "`servers` has no address"),
     "no host": ({"servers": ["http://:80"]}, ValueError, "`servers` has no address"),
-    "no time": ({"timeout_s": 0.0}, ValueError, "`timeout_s` is not a time"),
+    "no time": ({"timeout_s": 0.0}, ValueError, "`timeout_s` is out of range"),
     "no steps": ({"every_steps": 0}, ValueError, "`every_steps`"),
     "no package": ({"package": "nowhere"}, FileNotFoundError, "is not a package"),
 }

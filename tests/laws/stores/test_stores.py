@@ -142,7 +142,7 @@ def test_bad_calls_are_refused_and_change_nothing(tmp_path):
     """Rows outside the store, records of another form and tracked tensors are refused before any write."""
     row, record = torch.tensor([1]), torch.ones(1, 3)
     for store in (fr.memory_store(5, 3), fr.file_store(tmp_path / "rows", 5, 3)):
-        with refused(IndexError, "outside the store", "[0, 5)"):
+        with refused(IndexError, "outside the store", "0 <= row < 5"):
             store.write(torch.tensor([1, 5]), torch.ones(2, 3))
         with refused(TypeError, "do not fit"):
             store.write(row, record.double())
