@@ -1,6 +1,6 @@
 """Recommendation models as pure functions on torch.
 
-`help(fr.lookup)` tells of one name, `help(fr.optim)` of those of a namespace, `fr.__version__` which funcrec it is.
+`help(fr.lookup)` explains one name, `help(fr.optim)` the names of a namespace; `fr.__version__` is the version.
 """
 
 # ruff: noqa: I001 (in the order of the data flow)

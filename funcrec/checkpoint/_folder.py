@@ -215,7 +215,7 @@ def _leaf(x: Any, files: Sequence[tuple[str, int]]) -> Stored:
             raise CodeError(f"a block of {name} that cannot be: {show(b)}")
         file, at, first, column, n, width, crc = b
         if at + n * width * DTYPES[dtype].itemsize > files[file][1] or not n * width:
-            raise CodeError(f"a block of {name} that its file has not: {show(b)}")
+            raise CodeError(f"a block of {name} that is not in its file: {show(b)}")
         found.append(Block(files[file][0], at, first, column, n, width, crc))
     out = Stored(name, DTYPES[dtype], tuple(shape), (rows, columns), device, tuple(found))
     if not is_covered(out):

@@ -56,7 +56,7 @@ def split_by_time(time: Any, fractions: Shares) -> tuple[Tensor, ...]:
       time: a number, date or timestamp of each row: a tensor, a numpy array, a list, a column of pyarrow, pandas
         or polars.
       fractions: the share of each part, together 1, the oldest part first. Rows with equal times stay in one
-        part, so a part ends where the time changes. Of these places it takes the one nearest to its share.
+        part, so a part ends where the time changes, as near to its share as possible.
 
     Raises:
       ValueError: a time is missing, or a part would have no row (for instance, when all times are equal).

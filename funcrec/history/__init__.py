@@ -1,4 +1,4 @@
-"""Logs of what steps changed. A log undoes steps, and tells which rows a server lacks."""
+"""Logs of what steps changed. A log can undo steps, and knows which rows a server lacks."""
 
 import funcrec.core as _core
 from funcrec.history._delta import ChangedRows as ChangedRows

@@ -1,4 +1,4 @@
-"""A log of what each step is about to change, kept next to the state. It undoes steps, and tells which rows changed.
+"""A log of what each step is about to change, kept next to the state. It can undo steps, and knows which rows changed.
 
 log[t mod K] = (rows, tables[rows], slots[rows], dense, dense_opt)      as they are before step t
 undo:  tables[rows], slots[rows], dense, dense_opt = log[t mod K]        last[row] = number of its last change

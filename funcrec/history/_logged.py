@@ -297,7 +297,7 @@ def log_problems(state: TrainState, sparse: RowOptimizer, steps: int, rows: Any)
     if layout is not None and layout.replicas:
         hint = "a plan without `replicas`; fr.copy(state), or fr.save, to go back to"
         what = "copies that train apart have no log: `sync_replicas` changes rows that no step names."
-        yield Problem(what, f"replicas={layout.replicas}", "tables of which there is one", hint)
+        yield Problem(what, f"replicas={layout.replicas}", "tables that exist once", hint)
     if isinstance(rows, Mapping):
         names = table_names(state)
         yield from absent_problems("`rows[{}]` is missing.", rows, names if steps else (), "one for each table")

@@ -55,7 +55,7 @@ class VocabularyConfig(NamedTuple):
     Args:
       vocabulary: the ids before the first step, as `fr.vocabulary` returns it.
       columns: keys of the batches' ids. All of them share the vocabulary.
-      tables: configs of `vocabulary.num_embeddings` rows each. The rows of new ids are drawn by them.
+      tables: configs of `vocabulary.num_embeddings` rows each. Their initializers draw the rows of new ids.
 
     Example:
       >>> import funcrec as fr
@@ -86,7 +86,7 @@ class DynamicTables:
     """Tables whose rows belong to the ids of vocabularies. `dynamic_tables` makes them, and lookups take ids.
 
     Args:
-      tables: {table: f[V, D]}. Tables that follow no vocabulary are among them; their ids are rows, as usual.
+      tables: {table: f[V, D]}. Tables that follow no vocabulary may be among them; their ids are rows, as usual.
       vocabularies: {name: Vocabulary}.
       first_key: the key that draws the rows of new ids, i64[].
       columns: (column, vocabulary) of each column whose ids a vocabulary holds.
@@ -120,12 +120,12 @@ def dynamic_tables(
 
     Lookups in them take ids in place of rows: ids of a column in `columns` are found in its vocabulary. An id without a
     row reads zeros, or a row of unknown ids. A `train_step` first admits all ids of these columns in its batch, draws
-    the rows of new ids with fresh slots of the optimizer, and counts in metrics["vocabularies"].
+    the rows of new ids with fresh slots of the optimizer, and reports counts in metrics["vocabularies"].
 
     Args:
       tables: {table: f[V, D]}, as `init` makes them. Those without a config stay as they are.
       vocabularies: {name: its vocabulary, columns and tables}.
-      key: draws the rows of new ids; the key of `init`, say.
+      key: the key that draws the rows of new ids, such as that of `init`.
 
     Raises:
       KeyError, TypeError, ValueError: a table is missing, or has another number of rows, dim or dtype than its config;
@@ -134,7 +134,7 @@ def dynamic_tables(
     Law: with room for all ids, training gives the losses of a table that has a row for each id, bit for bit: id i has
       row i of init(key, ...), whenever it came. Evaluation changes no vocabulary.
 
-    Cost: a lookup finds the ids once more than a step admits them, two lines of memory each.
+    Cost: a step searches each id twice, to admit it and to look it up, in two cache lines of memory.
 
     Example:
       >>> import torch, funcrec as fr
@@ -177,7 +177,7 @@ def configs_of(
 class Found(NamedTuple):
     """The ids of some columns, in one bag, and where in their batch they are.
 
-    at: the place of each position of the batch in the bag, i64[N]. is_theirs: whether it is in one of the columns.
+    at: each position's place in the bag, i64[N]. is_theirs: whether the position belongs to one of the columns.
     """
 
     bag: JaggedTensor
@@ -222,10 +222,10 @@ def admit_batch(
 ) -> tuple[DynamicTables, dict[str, Turnover]]:
     """Return the tables after their vocabularies admitted the ids of a batch, and each turnover.
 
-    The rows of new ids still hold the numbers of the ids before: `renew` them.
+    The rows of new ids still hold the numbers of their previous ids, until `renew`.
 
     batch: any tree; all its KeyedJaggedTensors count.
-    gather: on ranks, a tensor -> that of all ranks, one after the other.
+    gather: on ranks, joins a tensor of each rank, in the order of ranks.
     """
     is_ids = lambda x: isinstance(x, KeyedJaggedTensor)
     each = [x for x in tree_leaves(batch, is_leaf=is_ids) if is_ids(x)]
@@ -241,7 +241,7 @@ def admit_batch(
 
 
 def without_parts(dynamic: DynamicTables) -> DynamicTables:
-    """Return what every rank has whole."""
+    """Return the part that every rank holds whole: all but the tables."""
     check("funcrec.shard_tables", plain_problems("tables.tables", dynamic.tables))
     return replace(dynamic, tables={})
 

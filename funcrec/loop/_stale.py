@@ -151,7 +151,7 @@ class StalePipeline:
 
 
 def key_of(state: Any) -> tuple:
-    """Return the form of the state and the surroundings, on which programs depend besides the batch."""
+    """Return what programs depend on besides the batch: the form of the state, and the surroundings."""
     leaves, structure = fast_flatten(state)
     refuse_followed(CALL, leaves)
     if is_checking():

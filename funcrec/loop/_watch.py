@@ -43,7 +43,7 @@ watched: ContextVar["Watched | None"] = ContextVar("funcrec_watched", default=No
 
 
 class RankLost(RuntimeError):
-    """Another rank ended, or fell silent. All other ranks raise this error with the same text, and no rank goes on
+    """Another rank ended or does not answer. All other ranks raise this error with the same text, so none continues
     alone.
 
     Example:
@@ -259,7 +259,7 @@ def judge(own: Watched, what: str, got: str) -> str:
 
 def words(what: str, got: str) -> str:
     hint = "the run again with resume='auto', which `torchrun --max-restarts=N` does"
-    return message("funcrec.loop.watch", [Problem(what, got, "all ranks: none of them goes on alone", hint)])
+    return message("funcrec.loop.watch", [Problem(what, got, "all ranks: none of them continues alone", hint)])
 
 
 def line_of(thread: int) -> str:

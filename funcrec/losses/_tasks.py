@@ -86,7 +86,7 @@ def takes_reduction(loss: Callable) -> bool:
 def column_problems(predictions: Tensor, weight: Tensor | None, num_tasks: int) -> Iterator[Problem]:
     if predictions.shape[1] != num_tasks:
         need = f"[B, {num_tasks}], a column for each loss"
-        yield Problem("`predictions` have not one column for each task.", describe(predictions), need, "as many losses")
+        yield Problem("`predictions` do not match the tasks.", describe(predictions), need, "as many losses")
     if weight is not None and weight.shape not in (predictions.shape, predictions.shape[:1]):
         need = f"f{list(predictions.shape[:1])}, or f{list(predictions.shape)}"
         yield Problem("`weight` does not match the examples.", describe(weight), need, "weight=None")

@@ -270,7 +270,7 @@ def value_problems(found: object, names: Sequence[str]) -> Iterator[Problem]:
     leaves = tree_leaves(found)
     if not leaves or not all(isinstance(x, Tensor) and x.dim() and x.shape[0] == len(names) for x in leaves):
         got, need = describe(found), f"tensors [{len(names)}, ...], a value for each of {[*names]}"
-        yield Problem("`metric` has not a value for each name.", got, need, "per_task(metric, len(names))")
+        yield Problem("`metric` does not have a value for each name.", got, need, "per_task(metric, len(names))")
 
 
 def group_problems(groups: Tensor, weights: object, num_groups: int) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
     layer norm: y = (x - mean) / √(var + eps) ⊙ weight + bias          swish layer norm: x ⊙ sigmoid(layer norm(x))
 
-mean and var, over D numbers, are of the last dimension.
+mean and var are over the D numbers of the last dimension.
 """
 
 import torch

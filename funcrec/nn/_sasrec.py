@@ -76,8 +76,8 @@ def sasrec_block(dim: Count, *, heads: Count = 1, dropout: Share = 0.0) -> Layer
 
     Args:
       heads: H, which divides dim.
-      dropout: the rate after the attention and after each linear layer of the second part. (The source also drops
-        weights of the attention; here they are never stored.)
+      dropout: the rate after the attention and after each linear layer of the second part. (The source also applies
+        dropout to attention weights, which are never stored here.)
 
     Returns:
       Layer with apply(params, bags) -> bags and train_apply(params, bags, key) -> (bags, []). Its result has the bags'

@@ -176,7 +176,7 @@ def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, m
 
 
 def no_whole_linspace(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """Refuse linspace of whole numbers: `fr.jit` makes it a constant, which torch.export cannot decompose to."""
+    """Refuse linspace of whole numbers: `fr.jit` makes it a constant, and torch.export has no such decomposition."""
     if dtype is None or dtype.is_floating_point or dtype.is_complex:
         return NotImplemented
     what, need = "`predict` makes whole numbers by torch.linspace.", "a tensor of `params`, or torch.arange"
@@ -255,7 +255,7 @@ def output_problems(out: Any, num_bags: Any) -> Iterator[Problem]:
             yield Problem(f"{at} is not a tensor.", describe(x), need, hint, TypeError)
         elif x.dtype not in NAMES:
             need = f"{list(NAMES.values())}"
-            yield Problem(f"{at} has a dtype that packages have not.", describe(x), need, "x.float()")
+            yield Problem(f"{at} has a dtype that packages lack.", describe(x), need, "x.float()")
         elif not x.dim() or x.shape[0] != num_bags:
             got = f"[{', '.join(map(str, x.shape))}] of a batch of {num_bags}"
             hint = "the logits of each bag, not their loss"

@@ -143,7 +143,7 @@ def params_problems(params: Any) -> Iterator[Problem]:
             hint = 'params.to("cpu")'
             yield Problem(f"{at} is not a strided tensor on the CPU.", describe(x), "strided tensors on the CPU", hint)
         elif x.dtype not in NAMES:
-            yield Problem(f"{at} has a dtype that packages have not.", describe(x), f"{list(DTYPES)}", kind=TypeError)
+            yield Problem(f"{at} has a dtype that packages lack.", describe(x), f"{list(DTYPES)}", kind=TypeError)
         elif path.startswith(OWN):
             yield Problem(f"{at} has a reserved name.", path, f"a name that does not begin with {OWN}")
 

@@ -22,9 +22,8 @@ def gather_terms(
 ) -> tuple[dict[str, RowGrads], list[tuple[Tensor, ...]]]:
     """Return each bank's gradient with the terms of all ranks that hold a copy of the bank.
 
-    The terms stand in the order of the global batch. The second value has, for each tensor of `told`, the tensors of
-    all ranks of the mesh, which travel in the same exchange. Each copy that trains apart gets only the terms of its own
-    group.
+    The terms stand in the order of the global batch. The second value has, for each tensor of `told`, this tensor of
+    every rank of the mesh, from the same exchange. Each copy that trains apart gets only the terms of its own group.
     """
     own = [b for b in layout.banks if b.name in grads]
     everywhere = tuple(a for a, _ in layout.mesh_shape)

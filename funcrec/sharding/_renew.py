@@ -1,4 +1,4 @@
-"""On ranks, the rows that passed to new ids hold their initial numbers: each rank writes those that it owns.
+"""Initial numbers for rows that passed to new ids, on ranks: each rank writes the rows that it owns.
 
 All ranks know the turnover, and a row depends on its id and a key alone. So nothing is sent.
 Shapes: M entries of a turnover.

@@ -160,7 +160,7 @@ def bounds_problems(labels: object) -> Iterator[Problem]:
     need, hint = "(least, greatest), two numbers", "labels=(0, 1), or (-math.inf, math.inf) for any"
     found = (p._replace(hint=hint) for p in kind_of(tuple[float, float]).find("labels", labels))
     if not (yield from reported(found)) and not labels[0] <= labels[1]:
-        yield Problem("`labels` are bounds of nothing.", f"{tuple(labels)}", need, hint)
+        yield Problem("`labels` is not a range.", f"{tuple(labels)}", need, hint)
 
 
 def value_problems(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping) -> Iterator[Problem]:

@@ -219,7 +219,7 @@ def cut_problems(at: str, blocks: Sequence[tuple[int, Tensor, Tensor]], t: Mappi
     if blocks and not (is_whole and all(torch.equal(rows, blocks[0][1]) for _, rows, _ in blocks)):
         got = ", ".join(f"{rows.shape[0]} rows' columns {f} to {f + x.shape[1]}" for f, rows, x in blocks)
         need, hint = f"the same rows of columns 0 to {t['dim']}", "the parts of all ranks, as fr.publish gathers them"
-        yield Problem(f"{at} has not all columns of its rows.", got, need, hint)
+        yield Problem(f"{at} does not have all columns of its rows.", got, need, hint)
 
 
 def tracked_problems(delta: Delta, rest: Mapping) -> Iterator[Problem]:

@@ -34,7 +34,7 @@ def test_with_room_for_all_ids_training_is_that_of_static_tables(name, seed):
 @given(seed=st.integers(0, 2**30), size=st.sampled_from([16, 96]))
 def test_a_step_admits_renews_and_trains(seed, size):
     """A step is `admit` of each vocabulary's columns, `renew` of its tables, and a step of plain tables with rows in
-    place of ids. It is so when rows change hands, and when ids are refused."""
+    place of ids. This also holds when rows change hands, and when ids are refused."""
     sparse = SPARSE["adam"]
     step, plain = daily.step(sparse), None
     dynamic = step.init(fr.Params(daily.dynamic(), torch.ones(())))
@@ -197,7 +197,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_vocabularies_do_not_take_is_refused(name):
-    """What does not go with vocabularies raises before any work, and says what does."""
+    """A call that vocabularies do not support raises before any work, and suggests another."""
     call, words = MISTAKES[name]
     with pytest.raises((TypeError, ValueError, KeyError), match=words):
         call(daily.dynamic(), next(daily.batches(0, 1)).ids)

@@ -133,7 +133,7 @@ def test_names_are_all_different(names):
 def test_a_name_for_each_value(metric):
     """named refuses a metric that has another number of values than names."""
     m = metrics.named(metric, ["click", "buy"])
-    with pytest.raises(ValueError, match="has not a value for each name"):
+    with pytest.raises(ValueError, match="does not have a value for each name"):
         m.compute(m.init())
 
 

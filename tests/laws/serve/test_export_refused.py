@@ -61,7 +61,7 @@ FUNCTIONS = {
     "a number for a parameter": (lambda p, b: b.dense[:, 0], {"w": 3.0}, "is not a tensor"),
     "a parameter that is followed": (lambda p, b: b.dense @ p["w"], {"w": torch.ones(3, requires_grad=True)},
         "being differentiated"),
-    "complex parameters": (lambda p, b: b.dense[:, 0], {"w": torch.ones(3) * 1j}, "dtype that packages have not"),
+    "complex parameters": (lambda p, b: b.dense[:, 0], {"w": torch.ones(3) * 1j}, "dtype that packages lack"),
     "parameters on no device": (lambda p, b: b.dense[:, 0], {"w": torch.ones(3, device="meta")}, "strided tensor on"),
     "sharded tables": (lambda p, b: b.dense[:, 0], fr.shard_tables({"t": torch.ones(4, 2)},
         fr.Plan({"t": fr.row_wise("m")}), fr.Mesh.emulated(m=2)), "sharded tables"),
