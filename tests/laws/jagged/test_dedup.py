@@ -135,7 +135,7 @@ BAD = {
         lambda: fr.dedup_bags(KJT.from_lists({"a": [[1]], "b": [[1], [2]]})), ValueError, "strides=(1, 2)"
     ),
     "an index of no bag": e(
-        lambda: fr.dedup_bags(with_inverse(IDS, torch.tensor([[0], [9]]))), ValueError, "'b'", "inverse[1, 0] = 9"
+        lambda: fr.dedup_bags(with_inverse(IDS, torch.tensor([[0], [9]]))), ValueError, "'b'", "inverse[1][0] = 9"
     ),
     "under vmap": e(
         lambda: torch.func.vmap(lambda x: fr.dedup_bags(KJT(x, IDS.offsets, keys=IDS.keys)))(IDS.values[None]),
