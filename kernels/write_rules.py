@@ -8,7 +8,7 @@ from funcrec.kernels.write_cpp import Written, version_of
 
 HEAD = '''"""The rules of the built-in row optimizers: written by `python -m funcrec.optim.write`, and not by hand.
 
-A rule's number is its place in the table; it keeps it for good.
+A rule's number is its place in the table, and never changes.
 """
 
 from funcrec.kernels.forms import Rule

@@ -3,7 +3,7 @@
     decode(encode(tree)) == tree with the same types, or encode names every leaf and key that would not come back
 
 A number, string, bool or None is itself. Every other node is a list that begins with the node's kind. The code of a
-tensor is its place in the order of tensors. No kind names a program.
+tensor is its place in the order of tensors. No kind names code to run.
 """
 
 from collections.abc import Callable, Iterator

@@ -23,7 +23,7 @@ from funcrec.files._tensor_bytes import crc_of, write_bytes
 
 HEAD, DIGITS, MOST = 8, 8, 1 << 48  # bytes of the length; digits of a CRC; no size is larger
 PADDING, TEXTS, BLANK = "__padding__", "__metadata__", "0" * DIGITS
-DTYPE_NAMES = {  # in the order in which safetensors lays them; its library does not read the last two
+DTYPE_NAMES = {  # in the order in which safetensors lays them out; its library does not read the last two
     torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64", torch.float32: "F32",
     torch.uint32: "U32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16",
     torch.int16: "I16", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",

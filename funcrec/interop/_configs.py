@@ -154,7 +154,7 @@ def config_problems(config: Any) -> Iterator[Problem]:
             yield Problem(what, f"{value!r}", f"{plain!r}", f"{field}={plain}")
     if getattr(getattr(config, "pooling", None), "value", "") == "NONE":
         hint = "EmbeddingConfig, for sequences"
-        yield Problem(f"`pooling` of the {path} pools nothing.", "PoolingType.NONE", "SUM or MEAN", hint)
+        yield Problem(f"`pooling` of the {path} is NONE.", "PoolingType.NONE", "SUM or MEAN", hint)
 
 
 def table_problems(t: TableConfig) -> Iterator[Problem]:

@@ -63,7 +63,7 @@ def load_torchrec_state_dict(
 
     Args:
       state: Params, or a TrainState whose tables are whole. Its structure says which numbers to load, and its dtypes
-        how to store them. Names of tables find the tables. Dense tensors of `torchrec.models.dlrm.DLRM` go to
+        how to store them. Tables are found by name. Dense tensors of `torchrec.models.dlrm.DLRM` go to
         `fr.models.dlrm(..., keep="dense")`, with the products of pairs in funcrec's order. Those of DLRM_DCN go to
         `fr.models.dlrm_dcnv2`, and those of `torchrec.models.deepfm.SimpleDeepFMNN` to `fr.models.simple_deepfm`. For
         other dense tensors, the longest tail of a leaf's path that is the end of exactly one name decides, as for

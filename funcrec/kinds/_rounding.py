@@ -127,7 +127,7 @@ class ByScale(torch.autograd.Function):
 
 def refuse_learned(table: str) -> NoReturn:
     fail(
-        "funcrec.lookup", f"table {table!r}, or its learned scales, is differentiated otherwise than by rows.",
+        "funcrec.lookup", f"table {table!r} and its learned scales have gradients by rows only.",
         got="a table that torch.func or autograd follows", need="gradients by `fr.value_and_grad`",
         hint='scales="row", whose lookups have every derivative', kind=TypeError,
     )  # fmt: skip

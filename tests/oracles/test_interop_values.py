@@ -211,7 +211,7 @@ WRONG = {  # call: (kind, a part of the message)
     "pruned": (lambda: from_torchrec(bag_config(num_embeddings_post_pruning=3)), ValueError,
         "`num_embeddings_post_pruning`"),
     "bags that pool nothing": (lambda: from_torchrec(bag_config(pooling=PoolingType.NONE)), ValueError,
-        "pools nothing"),
+        "is NONE"),
     "one-sided": (lambda: from_torchrec(bag_config(weight_init_min=0.0, weight_init_max=1.0)), ValueError,
         "`init_fn` of table 't' has no counterpart"),
     "own init_fn": (lambda: from_torchrec(bag_config(init_fn=lambda w: w.fill_(3))), ValueError, "`init_fn` of table"),
