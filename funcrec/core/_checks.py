@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcrec.core._errors import Problem, describe
+from funcrec.core._errors import Problem, describe, short_dtype
 from funcrec.core._tree import paths
 
 
@@ -73,9 +73,10 @@ def stray(x: Tensor, size: int) -> int | None:
     return low if low < 0 else high if high >= size else None
 
 
-def tree_problems(given: Any, name: str, form: Any, owner: str, hint: str, *, some: bool = False) -> Iterator[Problem]:
-    """Yield a problem for each part of `given` that lacks its form: {name: form}, [form], ... for any value, or the
-    shape of a float tensor. With `some`, a dict may have further names. owner: as in "not this layer's"."""
+def tree_problems(given: Any, name: str, form: Any, other: str, hint: str, *, some: bool = False) -> Iterator[Problem]:
+    """Yield a problem for each part of `given` that lacks its form: {name: form}, [form], ... for any value, the shape
+    of a float tensor, or a tensor of the shape and dtype. With `some`, a dict may have further names. other: what
+    errors say of another dict or list, as in "are not this layer's"."""
     if isinstance(form, dict | list):
         kind, is_dict = (Mapping, True) if isinstance(form, dict) else (list | tuple, False)
         is_one, got, need = isinstance(given, kind), describe(given), f"a list of {len(form)}"
@@ -87,14 +88,17 @@ def tree_problems(given: Any, name: str, form: Any, owner: str, hint: str, *, so
         else:
             fits = is_one and len(form) == len(given)
         if not fits:
-            error = TypeError if is_dict or not is_one else ValueError
-            yield Problem(f"`{name}` are not {owner}.", got, need, hint, error)
+            error = ValueError if is_one else TypeError
+            yield Problem(f"`{name}` {other}.", got, need, hint, error)
             return
         for n, own in form.items() if is_dict else enumerate(form):
-            yield from tree_problems(given[n], f"{name}[{n!r}]", own, owner, hint, some=some)
+            yield from tree_problems(given[n], f"{name}[{n!r}]", own, other, hint, some=some)
     elif form is not ...:
-        need = f"f{list(form)}"
-        if not isinstance(given, Tensor) or not given.is_floating_point():
-            yield Problem(f"`{name}` is not a float tensor.", describe(given), need, hint, TypeError)
-        elif tuple(given.shape) != tuple(form):
+        is_like = isinstance(form, Tensor)
+        shape, dtype = (form.shape, short_dtype(form.dtype)) if is_like else (form, "f")
+        need = f"{dtype}{list(shape)}"
+        if not isinstance(given, Tensor) or not (given.dtype == form.dtype if is_like else given.is_floating_point()):
+            noun = f"a tensor of {dtype}" if is_like else "a float tensor"
+            yield Problem(f"`{name}` is not {noun}.", describe(given), need, hint, TypeError)
+        elif tuple(given.shape) != tuple(shape):
             yield Problem(f"`{name}` has another shape.", describe(given), need, hint)

@@ -165,7 +165,11 @@ def agree(forms: list[tuple[str, int, tuple[str, ...], str]], args: tuple, kwarg
     sizes: dict[str, int] = {}
     device = None
     for name, i, dims, bags in forms:
-        x, own = measured(args[i] if i < len(args) else kwargs.get(name), dims, bags)
+        x = args[i] if i < len(args) else kwargs.get(name)
+        if isinstance(x, Tensor):
+            own = zip(dims, x.shape)
+        else:
+            x, own = measured(x, dims, bags)
         if x is not None:
             if device is None:
                 device = x.device

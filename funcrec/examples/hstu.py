@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"timestamp {t:3d}  loss {trained[-1]['loss']:.4f}  {len(losses)} steps in {elapsed:.0f} s", flush=True)
     params = fr.Params(state.tables, state.dense)
     found = judge(scores_of(data, model, params, counts, options))
-    report(options, model, params, trained, tokens / seconds, found)
+    report(options, params, trained, tokens / seconds, found)
     return 0
 
 
@@ -177,7 +177,7 @@ def judge(scores: Scores) -> dict[str, dict[str, float]]:
     return found
 
 
-def report(options, model, params: fr.Params, trained: list, tokens_per_s: float, found: dict) -> None:
+def report(options, params: fr.Params, trained: list, tokens_per_s: float, found: dict) -> None:
     print(f"{'':16}{'NE':>8}{'accuracy':>10}{'AUC':>8}")
     for name, x in found.items():
         print(f"{name:16}{x['ne']:8.4f}{x['accuracy']:10.4f}{x['auc']:8.4f}")

@@ -6,11 +6,12 @@ Shapes: M changed rows of a table, w columns of a part of it, D columns of the t
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, Size, check, describe, is_wrapped, plain, pytree, typed
+from funcrec.core import Form, Problem, Size, check, describe, is_wrapped, plain, pytree, typed
 from funcrec.history._log import Touched
 from funcrec.history._logged import Logged, form_problems, laid_out_problems, stamp_problems
 from funcrec.mesh import Mesh, coordinates, rank_at
@@ -58,7 +59,9 @@ class Delta:
 
 
 @typed
-def delta(logged: Logged, since: Size | Tensor | Delta = 0, *, mesh: Mesh | None = None) -> Delta:
+def delta(
+    logged: Logged, since: Size | Annotated[Tensor, Form("i[]")] | Delta = 0, *, mesh: Mesh | None = None
+) -> Delta:
     """Return a Delta: the rows of all tables that changed since a version, with their present values.
 
     Args:
@@ -94,7 +97,6 @@ def delta(logged: Logged, since: Size | Tensor | Delta = 0, *, mesh: Mesh | None
     call = "funcrec.delta"
     check(call, member_problems(logged), origin_problems(since, logged))
     since = since.version if isinstance(since, Delta) else since
-    check(call, version_problems(since))
     check(call, laid_out_problems(logged.state, mesh), form_problems(logged))
     check(call, stamp_problems(logged, mesh))
     since = int(since)
@@ -178,16 +180,6 @@ def member_problems(logged: Logged) -> Iterator[Problem]:
         yield Problem(what, describe(version), need, "fr.tree.map(lambda x: x[0], logged)", TypeError)
 
 
-def version_problems(since: int | Tensor) -> Iterator[Problem]:
-    if isinstance(since, Tensor):
-        is_integer = not (since.dtype.is_floating_point or since.dtype.is_complex or since.dtype == torch.bool)
-        if since.dim() or not is_integer:
-            got, hint = describe(since), "the `version` of a Delta"
-            yield Problem("`since` is not a version.", got, "i64[]", hint, ValueError if is_integer else TypeError)
-        elif since < 0:
-            yield Problem("`since` is negative.", f"{int(since)}", ">= 0", "0, for all since the log was begun")
-
-
 def origin_problems(since: int | Tensor | Delta, logged: Logged) -> Iterator[Problem]:
     if isinstance(since, Delta) and since.origin is not None and logged.log.origin is not None:
         got, need = int(since.origin), int(logged.log.origin)
@@ -198,6 +190,8 @@ def origin_problems(since: int | Tensor | Delta, logged: Logged) -> Iterator[Pro
 
 def since_problems(since: int, logged: Logged) -> Iterator[Problem]:
     now = int(logged.log.version)
+    if since < 0:
+        yield Problem("`since` is negative.", f"{since}", ">= 0", "0, for all since the log was begun")
     if since > now:
         hint = "the `version` of a Delta of this log; 0, for all since it was begun"
         yield Problem("`since` is later than the log's version.", f"{since}", f"at most {now}, the log's version", hint)

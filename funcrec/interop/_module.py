@@ -89,7 +89,7 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
     def apply(params, buffers, *args: Any, train: bool = False, key: Tensor | None = None, **kwargs: Any):
         for name, given, own in (("params", params, shapes[0]), ("buffers", buffers, shapes[1])):
             hint = f"`{name}` as fr.interop.module gave them"
-            check(f"{CALL}'s apply", tree_problems(given, name, own, "this module's", hint))
+            check(f"{CALL}'s apply", tree_problems(given, name, own, "are not this module's", hint))
         check(f"{CALL}'s apply", kind_of(bool).find("train", train))
         if train and key is None:
             check(f"{CALL}'s apply", draw_problems(forms[True]))

@@ -125,12 +125,12 @@ def inverse_problems(ids: Any, path: str) -> Iterator[Problem]:
         yield Problem(f"`{path}.inverse` is on another device.", f"{inverse.device}", f"device {ids.offsets.device}")
 
 
-def inverse_value_problems(ids: Any, path: str = "ids", kind: type[Exception] = ValueError) -> Iterator[Problem]:
+def inverse_value_problems(ids: Any, kind: type[Exception] = ValueError) -> Iterator[Problem]:
     """Yield a problem for inverse indices of bags that do not exist, which it reads on the host."""
     for f, key in enumerate(ids.keys if ids.inverse is not None else ()):
         count, own = ids.bags_of(key), ids.inverse[f]
         wrong = (own < 0) | (own >= count)
-        what, name = f"`{path}.inverse` names bags of {key!r} that do not exist.", f"inverse[{f}]"
+        what, name = f"`ids.inverse` names bags of {key!r} that do not exist.", f"inverse[{f}]"
         yield from element_problems(what, name, own, wrong, f"0 <= bag < {count}", kind=kind)
 
 

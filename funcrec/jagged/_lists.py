@@ -18,6 +18,8 @@ from torch import Tensor
 from funcrec.core import Problem, check, describe, fail, short_dtype
 from funcrec.jagged._primitives import are_equal, is_concrete
 
+MOST_SHOWN = 8  # bags, and values of a bag
+
 
 def flat_list(
     call: str, bags: Iterable, path: str, dtype: torch.dtype | None, numbers: torch.dtype | None = None
@@ -138,19 +140,19 @@ def split_list(values: Tensor, offsets: Tensor) -> list[list]:
     return [values[a:b].tolist() for a, b in itertools.pairwise(bounds)]
 
 
-def show_bags(values: Tensor, offsets: Tensor, limit: int = 8) -> str:
+def show_bags(values: Tensor, offsets: Tensor) -> str:
     """Return a text that shows the first bags, or only the number of bags if the values cannot be read."""
     num_bags = offsets.shape[0] - 1
     if not (is_concrete(values) and is_concrete(offsets)):
         return f"{num_bags} bags"
-    shown = split_list(values, offsets[: limit + 1]) if values.dim() == 1 else offsets.diff()[:limit].tolist()
+    shown = split_list(values, offsets[: MOST_SHOWN + 1]) if values.dim() == 1 else offsets.diff()[:MOST_SHOWN].tolist()
     text = ", ".join(map(str, shown)) if values.dim() > 1 else ", ".join(_show_bag(bag) for bag in shown)
-    more = f", ... {num_bags} bags" if num_bags > limit else ""
+    more = f", ... {num_bags} bags" if num_bags > MOST_SHOWN else ""
     return f"[{text}{more}]" if values.dim() == 1 else f"lengths=[{text}{more}]"
 
 
-def _show_bag(bag: list, limit: int = 8) -> str:
-    return str(bag) if len(bag) <= limit else f"[{', '.join(map(str, bag[:limit]))}, ... {len(bag)} values]"
+def _show_bag(bag: list) -> str:
+    return str(bag) if len(bag) <= MOST_SHOWN else f"[{', '.join(map(str, bag[:MOST_SHOWN]))}, ... {len(bag)} values]"
 
 
 def show_buffer(x: Any) -> str:

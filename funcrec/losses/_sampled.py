@@ -77,7 +77,7 @@ def sampled_softmax(
       target vocabulary for neural machine translation" (ACL 2015).
     """
     call = "funcrec.losses.sampled_softmax"
-    check(call, weight_problems(weight), fit_problems(query, candidate, negatives, negative_log_q, negative_ids))
+    check(call, weight_problems(weight), fit_problems(query, negatives, negative_log_q, negative_ids))
     check(call, log_q_problems(log_q, weight), log_q_problems(negative_log_q, None, "negative_log_q"))
     own, others = scores(query, candidate, negatives, weight, candidate_ids, negative_ids, temperature)
     if log_q is not None:
@@ -119,7 +119,7 @@ def gbce(
     Source: Petrov and Macdonald, "gSASRec" (RecSys 2023), eq. 20 to 22.
     """
     call = "funcrec.losses.gbce"
-    check(call, weight_problems(weight), fit_problems(query, candidate, negatives, None, negative_ids))
+    check(call, weight_problems(weight), fit_problems(query, negatives, None, negative_ids))
     own, others = scores(query, candidate, negatives, weight, candidate_ids, negative_ids, 1.0)
     count = others.shape[1]
     power = 1 - calibration * (1 - count / max(num_items - 1, 1))
@@ -157,9 +157,7 @@ def chances(log_q: Tensor) -> Tensor:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def fit_problems(
-    query: Tensor, candidate: Tensor, negatives: Tensor, log_q: Tensor | None, ids: Tensor | None
-) -> Iterator[Problem]:
+def fit_problems(query: Tensor, negatives: Tensor, log_q: Tensor | None, ids: Tensor | None) -> Iterator[Problem]:
     n, d = query.shape
     if negatives.dim() not in (2, 3) or negatives.shape[-1] != d or (negatives.dim() == 3 and negatives.shape[0] != n):
         hint = "fr.lookup_sequence of drawn ids, fr.data.uniform_negatives"

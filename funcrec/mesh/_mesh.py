@@ -102,7 +102,7 @@ class Mesh:
         Source: torch.distributed.device_mesh.init_device_mesh.
         """
         call = "funcrec.Mesh.distributed"
-        check(call, axes_problems(axes), world_problems(axes))
+        check(call, axes_problems(axes), world_problems())
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         wait = timedelta(seconds=timeout_s)
         if debug:
@@ -255,7 +255,7 @@ def debug_problems() -> Iterator[Problem]:
         yield Problem("`debug` is set too late.", "a process group made without it", "no group yet", hint, RuntimeError)
 
 
-def world_problems(axes: dict[str, int]) -> Iterator[Problem]:
+def world_problems() -> Iterator[Problem]:
     """Report that there are no ranks: neither an initialized process group nor torchrun's environment."""
     if not (dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())):
         need, hint = "one process per rank", "torchrun --nproc-per-node N ..., or Mesh.emulated(...) in one process"

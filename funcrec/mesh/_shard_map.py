@@ -115,7 +115,7 @@ def mapped(
         where = _mesh_of(CALL, mesh)
         names = _mapped_axes(where, axis_names)
         with reported_to_ranks(where if check else None, args, names, bool(alike)):
-            parts = _arguments(f, in_specs, args, alike or {})
+            parts = _arguments(in_specs, args, alike or {})
             raise_for(CALL, axis_problems(parts, names))
         if where.is_emulated:
             return _run_emulated(f, where, names, parts, args, out_specs, check)
@@ -340,7 +340,7 @@ def _is_nested(mesh: Mesh) -> bool:
     return any(a in bound_names() for a in mesh.axis_names)
 
 
-def _arguments(f: Callable, in_specs: Any, args: tuple, called: Mapping[int, str]) -> list[Part]:
+def _arguments(in_specs: Any, args: tuple, called: Mapping[int, str]) -> list[Part]:
     if isinstance(in_specs, P):
         in_specs = (in_specs,) * len(args)
     if not isinstance(in_specs, tuple) or len(in_specs) != len(args):

@@ -6,13 +6,16 @@ Shapes: B examples, C classes.
 """
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, describe, typed
+from funcrec.core import Count, Form, Problem, check, describe, kind_of, reported, typed
 from funcrec.jagged import is_concrete
 from funcrec.metrics._metric import ANY, RANGES, Metric, example_problems, range_problems, sums
+
+LOGITS = kind_of(Annotated[Tensor, Form("f[B, C]")])
 
 
 def multiclass_accuracy() -> Metric:
@@ -66,12 +69,10 @@ def _of_rank(name: str, k: int) -> Metric:
 
 
 def logit_problems(predictions: object) -> Iterator[Problem]:
-    need = "f[B, C], a number for each class"
-    if not isinstance(predictions, Tensor) or not predictions.is_floating_point():
-        what = "`predictions` are not floating-point numbers."
-        yield Problem(what, describe(predictions), need, "the logits, not their argmax", TypeError)
-    elif predictions.dim() != 2 or not predictions.shape[1]:
-        yield Problem("`predictions` have no column for each class.", describe(predictions), need, "accuracy(), of one")
+    hint = "the logits, not their argmax"
+    found = (p._replace(hint=hint) for p in LOGITS.find("predictions", predictions))
+    if not (yield from reported(found)) and not predictions.shape[1]:
+        yield Problem("`predictions` have no column for each class.", describe(predictions), "f[B, C]", "accuracy()")
 
 
 def row_problems(predictions: Tensor, labels: Tensor, weights: Tensor | None) -> Iterator[Problem]:

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe
+from funcrec.core import Problem, check, describe, kind_of
 from funcrec.metrics._metric import example_problems, examples
+
+FLAG = kind_of(bool)
 
 
 def grouped_auc(
@@ -128,7 +130,7 @@ def _runs(
     A run has examples of one group and one score. Runs and groups are numbers from 0 on, at most B.
     """
     call = f"funcrec.metrics.{name}"
-    check(call, pair_problems(labels, scores), flag_problems(equal))
+    check(call, pair_problems(labels, scores), FLAG.find("equal", equal))
     y, groups = labels
     check(call, example_problems(scores, y, weights, True, "scores"))
     p, y, w = examples(scores, y, weights, True)
@@ -158,8 +160,3 @@ def pair_problems(labels: object, scores: object) -> Iterator[Problem]:
     elif isinstance(scores, Tensor) and scores.dim() == 1 and labels[1].shape != scores.shape:
         need, hint = f"i[{len(scores)}], a group for each example", "groups of the same batch"
         yield Problem("`labels[1]` do not match the predictions.", describe(labels[1]), need, hint)
-
-
-def flag_problems(equal: object) -> Iterator[Problem]:
-    if not isinstance(equal, bool):
-        yield Problem("`equal` is not a truth value.", describe(equal), "True or False", "equal=True", TypeError)

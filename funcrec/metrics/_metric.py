@@ -9,7 +9,7 @@ examples.
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from funcrec.core import (
     is_tracked,
     tree_leaves,
     tree_map,
+    tree_problems,
     tree_structure,
     typed,
     typed_fields,
@@ -211,25 +212,15 @@ def _mapping_problems(metrics: object) -> Iterator[Problem]:
         yield Problem("`metrics` are not metrics by name.", describe(metrics), need, "auc(), not auc", TypeError)
 
 
-def state_problems(state: object, names: tuple[str, ...]) -> Iterator[Problem]:
+def state_problems(state: object, names: Sequence[str]) -> Iterator[Problem]:
     """Check that `init` or `update` of the same metric made `state`."""
-    if not isinstance(state, Mapping) or set(state) != set(names):
-        got, hint = f"{list(state)}" if isinstance(state, Mapping) else describe(state), "state = metric.init()"
-        yield Problem("`state` is not this metric's.", got, f"a dict of {', '.join(names)}", hint, TypeError)
-        return
-    for n in names:
-        if not isinstance(state[n], Tensor) or not state[n].is_floating_point() or state[n].dim():
-            yield Problem(
-                f"`state[{n!r}]` is not a sum.", describe(state[n]), "f64[]", "state = metric.init()", TypeError
-            )
+    form = dict.fromkeys(names, ())
+    yield from tree_problems(state, "state", form, "is not this metric's", "state = metric.init()")
 
 
 def _structure_problems(a: State, b: State) -> Iterator[Problem]:
     shapes = [[x.shape if isinstance(x, Tensor) else None for x in tree_leaves(s)] for s in (a, b)]
     if tree_structure(a) != tree_structure(b) or shapes[0] != shapes[1]:
         got = f"{tree_structure(a)} and {tree_structure(b)}, {shapes[0]} and {shapes[1]}"
-        what, hint = (
-            "`a` and `b` are states of different metrics.",
-            "states of one `metric`: metric.init(), or what its `update` gave",
-        )
+        what, hint = "`a` and `b` are states of different metrics.", "states of one `metric`: metric.init(), or updated"
         yield Problem(what, got, "two states of one metric", hint, TypeError)

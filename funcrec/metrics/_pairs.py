@@ -10,16 +10,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import check
-from funcrec.metrics._groups import (
-    ends_of,
-    flag_problems,
-    grouped_mean,
-    in_order,
-    latest,
-    pair_problems,
-    starts_of,
-    total_of,
-)
+from funcrec.metrics._groups import FLAG, ends_of, grouped_mean, in_order, latest, pair_problems, starts_of, total_of
 from funcrec.metrics._metric import ANY, FINITE, Metric, example_problems, examples, sums
 
 
@@ -78,7 +69,7 @@ def grouped_rauc(
     Source: TorchRec's grouped RAUC, which is `equal`.
     """
     call = "funcrec.metrics.grouped_rauc"
-    check(call, pair_problems(labels, scores), flag_problems(equal))
+    check(call, pair_problems(labels, scores), FLAG.find("equal", equal))
     y, groups = labels
     check(call, example_problems(scores, y, weights, ANY, "scores", FINITE))
     p, y, w = examples(scores, y, weights, ANY, FINITE)

@@ -14,10 +14,13 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Count, Form, Problem, check, describe, typed
+from funcrec.core import Count, Form, Problem, check, describe, kind_of, reported, tree_problems, typed
 from funcrec.jagged import JaggedTensor, is_concrete
 from funcrec.kernels.reference_jagged import ascending, place_among
 from funcrec.metrics._metric import ANY, Metric, range_problems, sums
+
+LISTS = kind_of(Annotated[Tensor, Form("i[B, K]", "lists of rows")])
+ROWS = kind_of(Annotated[JaggedTensor, Form("i[N]", "rows")])
 
 
 @typed
@@ -114,12 +117,16 @@ def coverage(k: Count, num_items: Count) -> Metric:
 
     def update(state, predictions, labels, weights=None):
         check(f"{call}.update", list_problems(predictions, labels, weights))
-        check(f"{call}.update", item_problems(predictions, weights, num_items), counts_problems(state, num_items))
+        check(
+            f"{call}.update",
+            item_problems(predictions, weights, num_items),
+            tree_problems(state, "state", (num_items,), "", "state = metric.init()"),
+        )
         is_given, rows, w = given(predictions[:, :k], weights, num_items)
         return state.index_add(0, rows.flatten(), torch.where(is_given, w[:, None], 0 * w[:, None]).flatten())
 
     def compute(state):
-        check(f"{call}.compute", counts_problems(state, num_items))
+        check(f"{call}.compute", tree_problems(state, "state", (num_items,), "", "state = metric.init()"))
         return torch.where(state.isnan().any(), torch.nan, (state > 0).double().mean())
 
     return Metric(init, update, compute)
@@ -212,21 +219,13 @@ def hits_of(rows: Tensor, relevant: JaggedTensor) -> tuple[Tensor, Tensor]:
 
 
 def list_problems(predictions: object, labels: object, weights: object) -> Iterator[Problem]:
-    is_rows = isinstance(predictions, Tensor) and predictions.dtype in (torch.int32, torch.int64)
-    if not is_rows or predictions.dim() != 2:
-        kind = ValueError if is_rows else TypeError
-        what, hint = "`predictions` are not lists of rows.", "fr.top_k(...)[1]"
-        yield Problem(what, describe(predictions), "i[B, K]", hint, kind)
+    hint = "fr.top_k(...)[1]"
+    if (yield from reported(p._replace(hint=hint) for p in LISTS.find("predictions", predictions))):
         return
-    values = labels.values if isinstance(labels, JaggedTensor) else None
-    if not isinstance(values, Tensor) or values.dtype not in (torch.int32, torch.int64):
-        got = describe(values if isinstance(labels, JaggedTensor) else labels)
-        hint = "fr.JaggedTensor.from_lists([[3], [5, 1]])"
-        yield Problem("`labels` are not bags of rows.", got, "a JaggedTensor of integers", hint, TypeError)
-    elif found := list(PARTS[JaggedTensor](labels, "labels")):
-        yield from found
-    elif values.dim() != 1 or labels.offsets.shape[0] != predictions.shape[0] + 1:
-        got, need = f"{labels.offsets.shape[0] - 1} bags", f"{predictions.shape[0]}, one for each list"
+    hint = "fr.JaggedTensor.from_lists([[3], [5, 1]])"
+    are_rows = not (yield from reported(p._replace(hint=hint) for p in ROWS.find("labels", labels)))
+    if are_rows and labels.num_bags != predictions.shape[0]:
+        got, need = f"{labels.num_bags} bags", f"{predictions.shape[0]}, one for each list"
         yield Problem("`labels` have other lists.", got, need, "the same batch's relevant rows")
     if weights is not None and not isinstance(weights, Tensor):
         yield Problem("`weights` are not numbers.", describe(weights), "a tensor, or None", "torch.tensor", TypeError)
@@ -245,12 +244,6 @@ def item_problems(predictions: Tensor, weights: Tensor | None, num_items: int) -
     if rows.numel() and int(rows.max()) >= num_items:
         got, need = f"row {int(rows.max())}", f"rows below {num_items}, the number of items"
         yield Problem("`predictions` hold rows that no item has.", got, need, "the items that were ranked")
-
-
-def counts_problems(state: object, num_items: int) -> Iterator[Problem]:
-    if not isinstance(state, Tensor) or state.shape != (num_items,) or not state.is_floating_point():
-        need, hint = f"f64[{num_items}]", "state = metric.init()"
-        yield Problem("`state` is not this metric's.", describe(state), need, hint, TypeError)
 
 
 def popularity_problems(counts: Tensor, num_users: int) -> Iterator[Problem]:

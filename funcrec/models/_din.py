@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import Name, Problem, Share, Size, Sizes, check, random, remade, typed
+from funcrec.core import Name, Problem, Share, Size, Sizes, check, random, remade, reported, typed, unknown_problems
 from funcrec.jagged import JaggedTensor, is_concrete
 from funcrec.models._deep import deep_part, width, with_dense
-from funcrec.models._model import Model, build, check_configs, part, used
+from funcrec.models._model import Model, build, check_configs, equal_bag_problems, part, sequence_problems, used
 from funcrec.models._shallow import first_order
 from funcrec.tables import (
     Batch,
@@ -107,7 +107,7 @@ def joined(sequences: dict[str, JaggedTensor], history: Sequence[FeatureConfig])
         return first, None
     is_equal = torch.stack([(first.offsets == x.offsets).all() for x in others]).all()
     if is_concrete(is_equal):
-        check(CALL, equal_problems(bool(is_equal)))
+        check(CALL, equal_bag_problems(bool(is_equal)))
         is_equal = None
     capacity = min(x.capacity for x in (first, *others))
     values = torch.cat([x.values[:capacity] for x in (first, *others)], 1)
@@ -117,24 +117,12 @@ def joined(sequences: dict[str, JaggedTensor], history: Sequence[FeatureConfig])
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def equal_problems(is_equal: bool) -> Iterator[Problem]:
-    if not is_equal:
-        need, hint = "bags of the same lengths", "one max_length for all of `history`"
-        yield Problem("the sequences of `history` differ in their bags.", "other offsets", need, hint)
-
-
 def history_problems(tables, features, history, target) -> Iterator[Problem]:
     dims, named = {t.name: t.embedding_dim for t in tables}, {f.name: f for f in features}
-    if not history:
-        yield Problem("`history` is empty.", "no feature", "at least one feature with pooling 'none'")
-    for f in history:
-        if f.pooling != "none":
-            need = "pooling 'none'"
-            yield Problem(f"`history[{f.name!r}]` is not a sequence.", f"pooling {f.pooling!r}", need)
-    unknown = [name for name in target if name not in named]
-    if unknown:
-        yield Problem("`target` names features that are not there.", f"{unknown}", f"of {list(named)}")
-    elif len(target) != len(history):
+    yield from sequence_problems("history", history)
+    if (yield from reported(unknown_problems("`target` names features that are not there.", target, named))):
+        return
+    if len(target) != len(history):
         need = "a feature for each sequence"
         yield Problem("`target` does not match `history`.", f"{len(target)} and {len(history)}", need)
     else:

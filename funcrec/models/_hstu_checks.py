@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from funcrec.core import Problem, describe, reported
 from funcrec.jagged import JaggedTensor, is_concrete
+from funcrec.models._model import sequence_problems
 from funcrec.nn import Kept
 from funcrec.tables import (
     FeatureConfig,
@@ -29,13 +30,8 @@ def hstu_problems(
     yield from found
     if found or (yield from reported(feature_table_problems(every, tables))):
         return
-    for name, features in (("history", history), ("candidates", candidates)):
-        if not features:
-            yield Problem(f"`{name}` is empty.", "no feature", "at least one feature with pooling 'none'")
-        for f in features:
-            if f.pooling != "none":
-                need = "pooling 'none'"
-                yield Problem(f"`{name}[{f.name!r}]` is not a sequence.", f"pooling {f.pooling!r}", need)
+    yield from sequence_problems("history", history)
+    yield from sequence_problems("candidates", candidates)
     if len({f.max_length for f in history}) > 1:
         got, need = {f.name: f.max_length for f in history}, "one for all of them"
         yield Problem("`history` has several `max_length`.", str(got), need, "the same max_length in each feature")
@@ -62,12 +58,6 @@ def column_problems(batch, names: Sequence[str | None]) -> Iterator[Problem]:
         if name is not None and name not in ids.keys:
             need = f"a column {name!r}"
             yield Problem(f"`batch.ids` lacks column {name!r}.", f"{list(ids.keys)}", need)
-
-
-def equal_problems(is_equal: bool) -> Iterator[Problem]:
-    if not is_equal:
-        need, hint = "bags of the same lengths", "one max_length for all of the sequences"
-        yield Problem("the columns of one sequence differ in their bags.", "other offsets", need, hint)
 
 
 def kept_problems(layers: object, count: int, num_bags: int) -> Iterator[Problem]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from funcrec import nn
 from funcrec.core import check, random
 from funcrec.jagged import JaggedTensor, is_concrete, offsets_of, take_ranges
-from funcrec.models._hstu_checks import CALL, equal_problems
-from funcrec.models._model import part
+from funcrec.models._hstu_checks import CALL
+from funcrec.models._model import equal_bag_problems, part
 from funcrec.nn import HstuLayer, Layer
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup, lookup_sequence
 
@@ -125,7 +125,7 @@ def fit(offsets: Sequence[Tensor]) -> Tensor | None:
     fits = torch.stack([lengths == x.diff() for x in others]).all(0)
     if not is_concrete(fits):
         return fits
-    check(CALL, equal_problems(bool(fits.all())))
+    check(CALL, equal_bag_problems(bool(fits.all())))
     return None
 
 

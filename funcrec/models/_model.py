@@ -286,6 +286,21 @@ def pooling_problems(features: Sequence[FeatureConfig]) -> Iterator[Problem]:
             yield Problem(f"`features[{f.name!r}]` is a sequence.", "pooling 'none'", need)
 
 
+def sequence_problems(name: str, features: Sequence[FeatureConfig]) -> Iterator[Problem]:
+    if not features:
+        yield Problem(f"`{name}` is empty.", "no feature", "at least one feature with pooling 'none'")
+    for f in features:
+        if f.pooling != "none":
+            what, got = f"`{name}[{f.name!r}]` is not a sequence.", f"pooling {f.pooling!r}"
+            yield Problem(what, got, "pooling 'none'")
+
+
+def equal_bag_problems(is_equal: bool) -> Iterator[Problem]:
+    if not is_equal:
+        need, hint = "bags of the same lengths", "one max_length for all of the sequences"
+        yield Problem("the sequences differ in their bags.", "other offsets", need, hint)
+
+
 def dim_problems(features, tables, dim: int, hint: str) -> Iterator[Problem]:
     dims = {t.name: t.embedding_dim for t in tables}
     wrong = {f.name: dims[f.table] for f in features if dims[f.table] != dim}

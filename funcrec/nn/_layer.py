@@ -132,4 +132,4 @@ def width_problems(x: object, width: int, name: str = "x") -> Iterator[Problem]:
 def param_problems(params: object, form: Any, name: str = "params", *, some: bool = True) -> Iterator[Problem]:
     """Yield problems unless `params` has the form that `tree_problems` takes."""
     hint = "stats=layer.init_stats()" if name == "stats" else "layer.init(key)"
-    yield from tree_problems(params, name, form, "this layer's", hint, some=some)
+    yield from tree_problems(params, name, form, "are not this layer's", hint, some=some)

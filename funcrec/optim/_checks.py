@@ -13,7 +13,20 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, NotNegative, Positive, Problem, Share, Within, check, describe, kind_of, message, nearest
+from funcrec.core import (
+    Form,
+    NotNegative,
+    Positive,
+    Problem,
+    Share,
+    Within,
+    check,
+    describe,
+    kind_of,
+    message,
+    nearest,
+    tree_problems,
+)
 from funcrec.tables import TABLE_HINT, RowGrads, is_stacked, table_tensor_problems
 
 Tables = Mapping[str, Tensor]
@@ -208,14 +221,4 @@ def slot_problems(slots: object, tables: Tables, slot_shapes: Callable | None) -
             yield Problem(f"`slots[{n!r}]` is missing.", f"slots for {list(slots)}", "slots for each table", hint)
         elif slot_shapes is not None:
             got, need = slots[n], slot_shapes(tuple(tables[n].shape), tables[n].dtype)
-            if not isinstance(got, Mapping) or set(got) != set(need):
-                what, found = (
-                    f"`slots[{n!r}]` are another optimizer's.",
-                    list(got) if isinstance(got, Mapping) else None,
-                )
-                yield Problem(what, describe(got) if found is None else f"{found}", f"{sorted(need)}", hint)
-                continue
-            for k, shape in need.items():
-                if not isinstance(got[k], Tensor) or tuple(got[k].shape) != shape:
-                    what = f"`slots[{n!r}][{k!r}]` does not match its table {describe(tables[n])}."
-                    yield Problem(what, describe(got[k]), f"f{list(shape)}", hint)
+            yield from tree_problems(got, f"slots[{n!r}]", need, "are another optimizer's", hint)

@@ -32,9 +32,9 @@ from funcrec.core import (
     paths,
     reduced,
     remade,
-    short_dtype,
     tree_flatten,
     tree_leaves,
+    tree_problems,
     tree_structure,
     tree_unflatten,
     typed_fields,
@@ -315,13 +315,8 @@ def hyper_problems(cls: type, hyper: dict) -> Iterator[Problem]:
         got = ", ".join(f"{k}={describe(v) if isinstance(v, Tensor) else repr(v)}" for k, v in hyper.items())
         what, need = f"torch.optim.{cls.__name__} does not take these hyper-parameters.", str(error).splitlines()[0]
         hint = f"what torch.optim.{cls.__name__}([torch.zeros(1)], ...) takes"
-        yield Problem(
-            what,
-            got[:200],
-            need or type(error).__name__,
-            hint,
-            type(error) if isinstance(error, ValueError) else TypeError,
-        )
+        kind = type(error) if isinstance(error, ValueError) else TypeError
+        yield Problem(what, got[:200], need or type(error).__name__, hint, kind)
 
 
 def class_problems(cls: object, hyper: Mapping[str, Any]) -> Iterator[Problem]:
@@ -387,12 +382,5 @@ def state_problems(state: Any, params: Any, first_state: Callable) -> Iterator[P
         yield Problem("`state` has other parameters.", f"leaves {got}", f"a dict of tensors at each of {need}", hint)
         return
     for (path, p), held in zip(paths(params), states, strict=True):
-        need = first_state(p.shape, p.dtype)
-        if not isinstance(held, Mapping) or sorted(held) != sorted(need):
-            got = f"{sorted(held)}" if isinstance(held, Mapping) else describe(held)
-            yield Problem(f"`state{path}` is another optimizer's.", got, f"{sorted(need)}", hint)
-            continue
-        for k, x in need.items():
-            if not isinstance(held[k], Tensor) or (held[k].shape, held[k].dtype) != (x.shape, x.dtype):
-                what = f"`state{path}[{k!r}]` does not match its parameter {describe(p)}."
-                yield Problem(what, describe(held[k]), f"{short_dtype(x.dtype)}{list(x.shape)}", hint)
+        need = dict(first_state(p.shape, p.dtype))
+        yield from tree_problems(held, f"state{path}", need, "is another optimizer's", hint)

@@ -34,7 +34,7 @@ ROWS = [
     ("NaN probability", lambda: update(metrics.log_loss(), P * torch.nan, Y), ValueError, "predictions[0] = nan"),
     ("NaN score", lambda: metrics.exact_auc(P * torch.nan, Y), ValueError, "scores[0] = nan"),
     ("scores of another shape", lambda: metrics.exact_auc(P, Y[:1]), ValueError, "`labels` do not match `scores`"),
-    ("classes of no columns", lambda: update(metrics.multiclass_accuracy(), P, Y), ValueError, "for each class"),
+    ("classes of no columns", lambda: update(metrics.multiclass_accuracy(), P, Y), ValueError, "need  f[B, C]"),
     ("class 2 of 2", lambda: update(metrics.multiclass_accuracy(), P[:, None] * P, Y * 2), ValueError, "labels[1] = 2"),
     ("no target of 2", lambda: metrics.recall_at_precision(2.0), ValueError, "`target` is out of range"),
     ("labels without groups", lambda: metrics.grouped_auc(P, Y), TypeError, "`labels` are not labels and groups"),

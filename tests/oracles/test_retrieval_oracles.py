@@ -90,7 +90,7 @@ def test_states_add_up_and_weights_count():
 @pytest.mark.parametrize("rows, bags, kind, text", [
     (torch.ones(2, 3), fr.JaggedTensor.from_lists([[1], [2]]), TypeError, "not lists of rows"),
     (torch.tensor([1]), fr.JaggedTensor.from_lists([[1]]), ValueError, "not lists of rows"),
-    (torch.tensor([[1]]), fr.JaggedTensor.from_lists([[0.5]]), TypeError, "not bags of rows"),
+    (torch.tensor([[1]]), fr.JaggedTensor.from_lists([[0.5]]), TypeError, "`labels.values` is not rows"),
     (torch.tensor([[1]]), fr.JaggedTensor.from_lists([[1], [2]]), ValueError, "have other lists"),
 ])  # fmt: skip
 def test_bad_lists_are_told(rows, bags, kind, text):

@@ -150,9 +150,9 @@ def test_wrong_deltas_are_told():
 @pytest.mark.parametrize(
     "since, kind, told",
     [
-        (torch.tensor([1, 2]), ValueError, "`since` is not a version"),
-        (torch.tensor(1.5), TypeError, "`since` is not a version"),
-        (torch.tensor(True), TypeError, "`since` is not a version"),
+        (torch.tensor([1, 2]), ValueError, "need  an int >= 0 or i"),
+        (torch.tensor(1.5), TypeError, "need  an int >= 0 or i"),
+        (torch.tensor(True), TypeError, "need  an int >= 0 or i"),
         (torch.tensor(-3), ValueError, "`since` is negative"),
     ],
 )
