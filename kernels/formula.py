@@ -58,14 +58,14 @@ class Symbol:
 
     def __getattr__(self, name: str) -> Callable:
         if name not in METHODS:
-            raise UnknownError(f"a rule has .{name}(), of which there is no formula")
+            raise UnknownError(f"a rule has .{name}(), which has no formula")
         return functools.partial(applied, name, self)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", str(function))
         if name not in METHODS:
-            raise UnknownError(f"a rule has torch.{name}, of which there is no formula")
+            raise UnknownError(f"a rule has torch.{name}, which has no formula")
         return applied(name, *args, **(kwargs or {}))
 
 

@@ -14,7 +14,7 @@ def bag_extrema(values: Tensor, offsets: Tensor, greatest: bool, placed: bool) -
     bag, how = _bags(offsets, size), "amax" if greatest else "amin"
     index = _column(bag, values).expand(values.shape)
     start = values.new_full((num_bags + 1, *values.shape[1:]), limit_of(values.dtype, greatest))
-    best = start.scatter_reduce(0, index, values, how)  # the last row takes what is in no bag
+    best = start.scatter_reduce(0, index, values, how)  # the last row is for positions in no bag
     if not placed:
         return best[:num_bags], torch.empty(0, dtype=torch.int64, device=values.device)
     is_best = (values == best.index_select(0, bag)) | (values != values)  # next to a NaN, nothing equals the best

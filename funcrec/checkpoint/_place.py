@@ -250,7 +250,7 @@ def target_problems(target: Target | None, mmap: bool, **given: Any) -> Iterator
 def sparse_problems(sparse: RowOptimizer | None, steps: dict[str, int]) -> Iterator[Problem]:
     if steps and sparse is None:
         got, hint = f"sparse=None, gradients of {list(steps)} that wait", "sparse=fr.optim.accumulate(...)"
-        yield Problem("`sparse` is missing.", got, "the optimizer that goes on with them", hint)
+        yield Problem("`sparse` is missing.", got, "the optimizer that uses them", hint)
 
 
 def shape_problems(shapes: dict[str, tuple], like: TrainState) -> Iterator[Problem]:

@@ -193,9 +193,7 @@ def transform_problems() -> Iterator[Problem]:
     """Report a call inside a transform, where files must not be read or made."""
     if is_in_transform():
         got, need = "a call inside vmap, grad or another transform of torch.func", "a call outside of them"
-        yield Problem(
-            "a file cannot be part of what is transformed.", got, need, "return the value, and save it then", TypeError
-        )
+        yield Problem("a transform cannot include a file.", got, need, "return the value, and save it then", TypeError)
 
 
 def decode(code: Any, tensors: Iterator[Tensor], depth: int = 0) -> Any:

@@ -50,7 +50,7 @@ def _problem(which: str, frozen: str, found: list[Tensor]) -> Problem:
     return Problem(
         f"the loss reads {which} it was not given: nothing trains it.",
         f"{shown}, closed over",
-        "in `params.dense` what is trained; else plain tensors",
+        "trained tensors in `params.dense`; all others plain",
         f"{TRAINED}; {frozen}, if it is to stay; an argument of the loss, to differentiate by it",
         TypeError,
     )

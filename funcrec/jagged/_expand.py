@@ -27,7 +27,7 @@ class Columns(NamedTuple):
 class Ranges(NamedTuple):
     """The ranges of one buffer that form the rows of the output, in units of `unit` numbers.
 
-    starts, lengths: i64[E · F]. total: the units of the buffer.
+    starts, lengths: i64[E · F]. total: the length of the buffer in units.
     """
 
     starts: Tensor

@@ -154,7 +154,7 @@ def join(stacked: Any, spec: P, sizes: Sizes) -> Any:
 def _stack_bags(x: Any, n: int) -> Any:
     """Return n parts of the bags, stacked.
 
-    The capacity of a part is a bucket of the ids that the fullest part of any rank needs. Where the lengths cannot be
+    The capacity of a part is the bucket for the ids of the fullest part of all ranks. Where the lengths cannot be
     read it is the whole capacity.
     """
     if getattr(x, "inverse", None) is not None:

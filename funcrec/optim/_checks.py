@@ -140,7 +140,7 @@ def outcome_problems(out: object, written: Sequence[Tensor]) -> Iterator[Problem
         yield Problem("`rule` did not return a pair.", describe(out), need, hint, TypeError)
     for x in written:
         got, need = f"a write to {describe(x)}", "a function of row, grad, slots and hyper"
-        yield Problem("`rule` writes to a tensor that it closes over.", got, need, "a slot holds what a rule keeps")
+        yield Problem("`rule` writes to a tensor that it closes over.", got, need, "keep such values in a slot")
 
 
 def rule_result_problems(row: object, slots: object, old_row: Tensor, old_slots: dict) -> Iterator[Problem]:

@@ -166,7 +166,7 @@ def own_banks(call: str, tables: Any, plan: Plan, labels: Mapping[str, Hashable]
 
 
 def type_placed(tables: Any) -> type:
-    """Return the type whose parts tables are, whole or sharded."""
+    """Return the type of whole tables, or the type from which tables were sharded."""
     if layout_in(tables) is not None:
         return tables.of
     return type(tables) if type(tables) in KINDS else dict

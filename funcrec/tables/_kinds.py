@@ -5,7 +5,7 @@
 `KINDS` has an entry for each type of tables. Subclasses of dict have the entry of dict; every other Mapping is refused.
 `KINDS` is a dict of functions, neither a Protocol nor a base class. A plain dict has no method that a Protocol could
 require. A value stays data, which any function may read. An unrelated class may have an attribute `lookup` by chance,
-but it is not in `KINDS`. The file of a type defines the entry.
+but it is not in `KINDS`. The file that defines a type defines its entry.
 
 A type in `KINDS` is a pytree and a Mapping of its parts {part: f[rows, dim]}. The last key or field on a part's path is
 its name. The parts are the tensors that get RowGrads, and that row optimizers update. A table that a feature names may

@@ -50,7 +50,7 @@ def finish(name: str, status: int) -> None:
             name,
             "the numbers do not fit each other.",
             "those of this call",
-            "lanes, bags, ranks that are there",
+            "existing lanes, bags and ranks",
             "see ops",
         )
     if status:

@@ -172,9 +172,9 @@ def first_slots(sparse: RowOptimizer, samples: Mapping[str, Tensor]) -> Mapping[
 def steps_problems(steps: Mapping[str, int], wanted: Mapping[str, int]) -> Iterator[Problem]:
     for n, every in steps.items():
         if wanted[n] != every:
-            got = f"optim.accumulate(every={wanted[n]})" if wanted[n] else "an optimizer of which none wait"
+            got = f"optim.accumulate(every={wanted[n]})" if wanted[n] else "an optimizer without `accumulate`"
             need, hint = f"optim.accumulate(every={every}), of which it is", "sparse=..., of the step that made it"
-            yield Problem(f"`sparse` does not go on with the gradients that wait for {n!r}.", got, need, hint)
+            yield Problem(f"`sparse` does not use the gradients that wait for {n!r}.", got, need, hint)
 
 
 def optimizer_problems(sparse: RowOptimizer, samples: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Problem]:

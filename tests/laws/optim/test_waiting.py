@@ -119,8 +119,8 @@ def test_copies_that_train_apart_keep_what_waits():
 
 WRONG = {
     "another every": ("reshard", lambda: optimizer("elements", every=2), r"optim.accumulate\(every=3\), of which"),
-    "no accumulate": ("reshard", RULES["elements"], "an optimizer of which none wait"),
-    "load no accumulate": ("load", RULES["elements"], "an optimizer of which none wait"),
+    "no accumulate": ("reshard", RULES["elements"], "an optimizer without `accumulate`"),
+    "load no accumulate": ("load", RULES["elements"], "an optimizer without `accumulate`"),
     "load without": ("load", lambda: None, "`sparse` is missing"),
 }
 
