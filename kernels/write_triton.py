@@ -97,7 +97,7 @@ def widest(rule: Written) -> tuple[str, ...]:
     """Return the names of all slots of a rule."""
     found = tuple(max((v.slots for v in rule.variants), key=len))
     if len(found) > MOST_SLOTS:
-        raise UnknownError(f"{rule.name} has {len(found)} slots, and a tile of rows room for {MOST_SLOTS}")
+        raise UnknownError(f"{rule.name} has {len(found)} slots, and a tile of rows has room for {MOST_SLOTS}")
     return found
 
 

@@ -125,7 +125,7 @@ def equal_bags(ids: KeyedJaggedTensor, key: str) -> Tensor:
     bag = bag_ids(offsets, end - begin)
     place = torch.arange(end - begin) - offsets[bag]
     firsts = _first_of_each(_hashes(parts, bag, place, offsets.diff()))
-    twin = offsets[firsts[bag]] + place  # where the number at each place lies in the first bag of its group
+    twin = offsets[firsts[bag]] + place  # the same place in the first bag of the group
     is_twin = offsets.diff() == offsets.diff()[firsts]
     inside = is_twin[bag]
     for x in parts:

@@ -81,7 +81,7 @@ def with_weights(sizes: Mapping[str, int], params: Mapping[str, Tensor], ids: Ke
     """Return the ids with the weights of their positions, from one copy of two ranges for each bag.
 
     The first range has the key's weights, or ones for a key that has no weights here. The second, from a bag's position
-    L on, has zeros, which stand after the weights and beyond the buffer.
+    L on, has zeros: those after the weights, then those read outside the buffer.
     """
     numbers, total = [params[k] for k in sizes], sum(sizes.values())
     ones = ids.capacity if any(k not in sizes for k in ids.keys) else 0

@@ -300,8 +300,8 @@ def probe(
     """Return a function from a slice to a batch of these bags, of PROBES bags that all differ.
 
     A bag has 0 to 3 ids for each key: ids of the example and, if the rows of the table are known, other ids. Dense
-    inputs are those of the example plus a fraction that keeps the floors of whole numbers. Keys of one number in
-    `turns` have equal bags; by default each has its own.
+    inputs are those of the example plus a fraction that keeps the floors of whole numbers. Keys with the same number in
+    `turns` have equal bags; by default each key has its own.
     """
     random = torch.Generator().manual_seed(seed)
     draw = lambda n: int(torch.randint(n, (), generator=random))
