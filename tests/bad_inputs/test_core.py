@@ -82,18 +82,13 @@ ROWS = {
     "JaggedTensor[...]: float": e(lambda: JT.from_lists([[1]])[[0.5]], IndexError, "[0.5]"),
     "JaggedTensor.pad_to: smaller": e(lambda: JT.from_lists([[1, 2]]).pad_to(1), ValueError, "`capacity` is smaller",
         "capacity >= 2", "unpad"),
-    "JaggedTensor.pad_to: text": e(lambda: JT.from_lists([[1, 2]]).pad_to("4"), TypeError,
-        "`capacity` is not an integer", "str '4'"),
     "JaggedTensor.pad_to: negative": e(lambda: JT.from_lists([]).pad_to(-1), ValueError,
         "`capacity` is out of range", "an int >= 0"),
     "JaggedTensor.to_padded: negative": e(lambda: JT.from_lists([[1, 2]]).to_padded(-1), ValueError,
         "`length` is out of range", "-1", "an int >= 0"),
-    "JaggedTensor.to_padded: float": e(lambda: JT.from_lists([[1, 2]]).to_padded(2.0), TypeError,
-        "`length` is not an integer", "float 2.0"),
     # Batch, features
     "Batch: labels in a list": e(lambda: fr.Batch(IDS, [0, 1]), TypeError, "`label` is not a tensor",
         "torch.tensor(label"),
-    "Batch: a number": e(lambda: fr.Batch(IDS, 1.0), TypeError, "`label` is not a tensor", "got   float 1.0"),
     "Batch: ids in a dict": e(lambda: fr.Batch({"a": [[0]]}), TypeError, "`ids` are not ids", "from_lists"),
     "lookup: features by name": e(lambda: fr.lookup(TABLES, IDS, ["a"]), TypeError, "got   list with str 'a'",
         "[fr.FeatureConfig('a', table=\"item\")]"),
@@ -112,7 +107,6 @@ ROWS = {
         "lengths: i64[1]", "fr.interop.from_torchrec"),
     "KeyedJaggedTensor: listed keys": e(lambda: KJT(i64(2), i64(2), keys=["a"]), TypeError, "a tuple of names"),
     "KeyedJaggedTensor: keys third": e(lambda: KJT(i64(2), i64(2), ["a"]), TypeError, "weights: list"),
-    "KeyedJaggedTensor.from_lists: list": e(lambda: KJT.from_lists([[1]]), TypeError, "`lists` is not a mapping"),
     "KeyedJaggedTensor.from_lists: no bags": e(lambda: KJT.from_lists({"a": [[0]], "b": [1, 2]}), TypeError,
         "`lists['b'][0]` is not a bag", "int 1", "a bag [id]"),
     "KeyedJaggedTensor.from_lists: a number": e(lambda: KJT.from_lists({"a": 3}), TypeError,
@@ -153,8 +147,6 @@ ROWS = {
                 unweighted=["b"]), ValueError, "`unweighted` names other keys", "('b',)", "some of ['a']"),
     "KeyedJaggedTensor.from_lengths: unweighted, no weights": e(lambda: KJT.from_lengths(["a"], i64(1), i64(1),
                 unweighted=["a"]), ValueError, "`unweighted` names keys, and none has weights"),
-    "KeyedJaggedTensor.from_lengths: unweighted in words": e(lambda: KJT.from_lengths(["a"], i64(1), i64(1),
-                unweighted="a"), TypeError, "`unweighted` is not a sequence"),
     "KeyedJaggedTensor.from_jagged: dtypes": e(lambda: KJT.from_jagged({"a": JT.from_lists([[1]]),
                 "b": JT.from_lists([[1.0]])}), TypeError, "differ in dtype", "b: f32[1]"),
     "KeyedJaggedTensor.from_padded: keys": e(lambda: KJT.from_padded({"a": f32(1, 1)}, {"b": i64(1)}), ValueError,
@@ -171,7 +163,6 @@ ROWS = {
     "KeyedJaggedTensor.concat: type": e(lambda: KJT.concat([IDS, 3]), TypeError,
         "`parts[1]` is not a KeyedJaggedTensor", "int 3"),
     "KeyedJaggedTensor.pad_to: smaller": e(lambda: IDS.pad_to(1), ValueError, "capacity >= 4"),
-    "KeyedJaggedTensor.pad_to: text": e(lambda: IDS.pad_to("4"), TypeError, "`capacity` is not an integer", "str '4'"),
     # KeyedTensor
     "KeyedTensor.from_dict: empty": e(lambda: KT.from_dict({}), ValueError, "`features` are none"),
     "KeyedTensor.from_dict: vector": e(lambda: KT.from_dict({"a": f32(2)}), ValueError,
@@ -196,7 +187,6 @@ ROWS = {
     # configs
     "TableConfig: name": e(lambda: TC("", 1, 1), ValueError, "`name` is empty"),
     "TableConfig: rows": e(lambda: TC("t", 0, 1), ValueError, "`num_embeddings` is out of range"),
-    "TableConfig: dim": e(lambda: TC("t", 1, 1.5), TypeError, "`embedding_dim` is not an integer", "1.5"),
     "TableConfig: dtype": e(lambda: TC("t", 1, 1, dtype=torch.int8), TypeError, "`dtype` cannot be trained",
         "quantize"),
     "FeatureConfig: pooling": e(lambda: FC("f", table="t", pooling="min"), ValueError, "`pooling` is unknown", "'min'",
@@ -205,9 +195,7 @@ ROWS = {
         "`max_length` is out of range"),
     "FeatureConfig: hash": e(lambda: FC("f", table="t", hash="modulo"), TypeError, "`hash` is not a Hash",
         "fr.modulo()"),
-    "FeatureConfig: table": e(lambda: FC("f", table=None), TypeError, "`table` is not a string"),
     "init: twice": e(lambda: fr.init(fr.key(0), [TC("t", 1, 1)] * 2), ValueError, "`tables` has a name twice", "['t']"),
-    "split: key": e(lambda: fr.split(torch.tensor(0.5)), TypeError, "`key` is not a key", "f32[]"),
     "hash_rows: tall": e(lambda: fr.hash_rows(i64(1), fr.multiply_shift(), 2**31), ValueError, "cannot reach every row",
         "modulo()"),
     # lookups
@@ -314,26 +302,16 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_bad_input_is_named(name):
-    """The error has the right type and says what was wrong."""
+    """The error has the right type and says what was wrong. A message has funcrec.<call> and the problem first, then
+    lines for got and need, even in a KeyError."""
     call, kind, fragments = ROWS[name]
     with pytest.raises(kind) as error:
         call()
     text = str(error.value)
-    for fragment in fragments:
-        assert fragment in text, text
-
-
-@pytest.mark.parametrize(
-    "name", [n for n, row in ROWS.items() if row[1] in (ValueError, TypeError, KeyError, IndexError)]
-)
-def test_a_message_has_its_parts(name):
-    """A message has funcrec.<call> and the problem first, then lines for got and need, even in a KeyError."""
-    call, kind, _ = ROWS[name]
-    with pytest.raises(kind) as error:
-        call()
-    first, *rest = str(error.value).splitlines()
-    assert first.startswith("funcrec.") and ": " in first
-    assert any(line.startswith("  got   ") for line in rest) and any(line.startswith("  need  ") for line in rest)
+    assert [fragment for fragment in fragments if fragment not in text] == [], text
+    if kind in (ValueError, TypeError, KeyError, IndexError):
+        assert text.startswith("funcrec.") and ": " in text.splitlines()[0]
+        assert "\n  got   " in text and "\n  need  " in text
 
 
 ALL_AT_ONCE = {

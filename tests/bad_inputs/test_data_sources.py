@@ -189,7 +189,6 @@ CALLS = [
     ("no rows", lambda at: list(stream({"a": []}, 4)), ValueError, "does not make a batch"),
     ("skip beyond the end", lambda at: list(stream(TABLE, 2, skip=3)), ValueError, "at least 3 batches"),
     ("position behind the end", lambda at: next(LOAD(Position(0, 2))), ValueError, "past the end of its epoch"),
-    ("no position", lambda at: next(LOAD(3)), TypeError, "`position` is not a sequence"),
     ("encode to a table", lambda at: next(stream_loader(TABLE, lambda t: t, 2)()), TypeError, "did not make examples"),
     ("no last batch to fill up", lambda at: stream_loader(TABLE, SCHEMA, 2, drop_last=True, pad_last=True), ValueError,
         "`pad_last` has no last batch"),

@@ -92,7 +92,6 @@ ROWS = [
         ("is not a table",)),
     ("row behind the last", lambda: examples(GOOD, ALL).take(torch.tensor([2])), ValueError, ("row 2", "0 <= row < 2")),
     ("no ids", lambda: Schema("y", ("x",)), ValueError, ("`categorical` and `multivalued` are empty",)),
-    ("name for names", lambda: Schema("y", categorical="a"), TypeError, ("`categorical` is not a sequence", "['a']")),
     ("unknown kind", lambda: Schema("y", categorical=("a",), label_kind="regression"), ValueError, ("'number'",)),
     ("kinds of other labels", lambda: Schema("y", categorical=("a",), label_kind=("binary",) * 2), ValueError,
         ("`label_kind` does not match",)),

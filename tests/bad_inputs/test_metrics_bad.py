@@ -60,8 +60,6 @@ ROWS = [
     ("counts of no item", lambda: metrics.novelty(2, Y[:0], 2), ValueError, "not one number for each item"),
     ("infinite label", lambda: update(metrics.rmse(), P, Y / 0), ValueError, "finite labels"),
     ("NaN label of a pair", lambda: metrics.exact_rauc(P, Y / 0), ValueError, "labels[0] = nan"),
-    ("a share of groups", lambda: metrics.grouped_rauc(P, (Y, Y), equal=1), TypeError, "`equal` is not a truth value"),
-    ("equal of 1", lambda: metrics.grouped_auc(P, (Y, Y), equal=1), TypeError, "`equal` is not a truth value"),
     ("pairs of labels without groups", lambda: metrics.grouped_rauc(P, Y), TypeError, "labels and groups"),
     ("sessions of others", lambda: update(metrics.session_ndcg(), P, (Y, Y[:1])), ValueError, "`labels[1]` do not"),
     ("no sessions", lambda: update(metrics.recall_session_level(1), P, Y), TypeError, "labels and groups"),
