@@ -26,7 +26,7 @@ from funcrec.serve.freshness._delta import changes_of, described, shared_problem
 from funcrec.serve.freshness._delta_file import write_file
 from funcrec.serve.freshness._lock import Hold
 from funcrec.serve.freshness._published import DELTA, WEIGHTS, pieces, tidy, version_of
-from funcrec.serve.freshness._push import address_problems, update_server
+from funcrec.serve.freshness._push import Address, update_server
 from funcrec.sharding import gather_tables
 from funcrec.tables import Params, layout_in
 from funcrec.train import TrainState
@@ -63,7 +63,7 @@ def publish(
     *,
     every_steps: Count,
     keep: Count = 16,
-    servers: Sequence[str] = (),
+    servers: Sequence[Address] = (),
     timeout_s: PositiveMagnitude = 10.0,
     mesh: Mesh | None = None,
 ) -> Callable[[Any], None]:
@@ -128,7 +128,7 @@ def publish(
     check(CALL, folder_problems(folder))
     manifest, _ = described(CALL, package)
     names = [t["name"] for t in manifest["tables"]]
-    check(CALL, address_problems("servers", servers), shared_problems(manifest, names))
+    check(CALL, shared_problems(manifest, names))
     there, run = Folder(Path(os.path.abspath(folder)), manifest, keep, secrets.token_hex(3)), []
     hold, seen = Hold(CALL, there.path, there.run, manifest["digest"]), []
 

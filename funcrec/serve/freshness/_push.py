@@ -5,21 +5,22 @@ GET /healthz returns the version of the server. POST /reload and /delta send the
 
 import json
 import os
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from funcrec.core import PositiveMagnitude, Problem, check, describe, fail, typed
+from funcrec.core import PositiveMagnitude, Within, fail, typed
 from funcrec.serve.freshness._published import follow
 
 CALL = "funcrec.update_server"
 MOST = 1 << 20  # the most bytes of an answer that are read
 UNIX = "unix:"
+FORMS = "http:// or https://, a host, and a port below 65536, or unix: and the path of a socket"
+Address = Annotated[str, Within(FORMS, lambda text: is_address(text), "is not an address")]
 
 
 @typed
-def update_server(address: str, folder: str | os.PathLike, *, timeout_s: PositiveMagnitude = 10.0) -> str:
+def update_server(address: Address, folder: str | os.PathLike, *, timeout_s: PositiveMagnitude = 10.0) -> str:
     """Return the version of a running `funcrec-serve` after it gets the files of `publish` that it lacks.
 
     These are the deltas after its version, in their order, or whole weights and the deltas after them.
@@ -49,7 +50,6 @@ def update_server(address: str, folder: str | os.PathLike, *, timeout_s: Positiv
         need  a running server
         try   python -m funcrec serve PATH --updates FOLDER --admin PORT
     """
-    check(CALL, address_problems("address", [address]))
     address = address.rstrip("/")
 
     def take(path: Path) -> None:
@@ -113,19 +113,6 @@ def over_unix(path: str, name: str, timeout_s: float, body: bytes | None, head: 
         return reply.status, reply.read(MOST)
     finally:
         connection.close()
-
-
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def address_problems(name: str, addresses: Sequence[str]) -> Iterator[Problem]:
-    for x in addresses if not isinstance(addresses, str) else [addresses]:
-        if isinstance(addresses, str) or not isinstance(x, str):
-            need = f'a list of addresses: {name}=["http://127.0.0.1:8080"]'
-            yield Problem(f"`{name}` is not a list of addresses.", describe(x), need, kind=TypeError)
-        elif not is_address(x):
-            need = "http:// or https://, a host, and a port below 65536, or unix: and the path of a socket"
-            yield Problem(f"`{name}` has no address.", repr(x), need, '"http://127.0.0.1:8080"')
 
 
 def is_address(text: str) -> bool:
