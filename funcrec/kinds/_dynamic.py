@@ -8,6 +8,7 @@ Shapes: N ids of a column, V rows of a table.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from funcrec.core import (
     typed_fields,
 )
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
+from funcrec.kernels import ops
 from funcrec.kinds._admission import Turnover, admit
 from funcrec.kinds._quantized import quantize
 from funcrec.kinds._vocabulary import Vocabulary, find, vocabulary_problems
@@ -50,24 +52,25 @@ Gather = Callable[[Tensor], Tensor]
 
 @typed_fields
 class VocabularyConfig(NamedTuple):
-    """A vocabulary, the columns whose ids it holds, and the tables that have a row for each of its ids.
+    """A vocabulary, the tables that have a row for each of its ids, and the features that read them.
 
     Args:
       vocabulary: the ids before the first step, as `fr.vocabulary` returns it.
-      columns: keys of the batches' ids. All of them share the vocabulary.
       tables: configs of `vocabulary.num_embeddings` rows each. Their initializers draw the rows of new ids.
+      features: the features whose columns hold the ids. With `max_length` a step admits only so many ids of each bag,
+        and its buffers have places for these alone.
 
     Example:
       >>> import funcrec as fr
       >>> users = fr.vocabulary(1000, policy="lfu", unknown=1)
-      >>> config = fr.VocabularyConfig(users, ("user",), (fr.TableConfig("user", users.num_embeddings, 8),))
-      >>> config.vocabulary
+      >>> table, read = fr.TableConfig("user", users.num_embeddings, 8), fr.FeatureConfig("user", table="user")
+      >>> fr.VocabularyConfig(users, [table], [read]).vocabulary
       Vocabulary(1024 rows, policy='lfu', unknown=1)
     """
 
     vocabulary: Vocabulary
-    columns: tuple[str, ...]
-    tables: tuple[TableConfig, ...]
+    tables: Sequence[TableConfig]
+    features: Sequence[FeatureConfig]
 
 
 class First(NamedTuple):
@@ -89,13 +92,14 @@ class DynamicTables:
       tables: {table: f[V, D]}. Tables that follow no vocabulary may be among them; their ids are rows, as usual.
       vocabularies: {name: Vocabulary}.
       first_key: the key that draws the rows of new ids, i64[].
-      columns: (column, vocabulary) of each column whose ids a vocabulary holds.
+      columns: (column, vocabulary, the most ids of a bag or None) of each column whose ids a vocabulary holds.
       first: (table, vocabulary, kind, scale) of each table that follows one; kind and scale are its initializer.
 
     Example:
       >>> import torch, funcrec as fr
       >>> users = fr.vocabulary(128)
-      >>> config = fr.VocabularyConfig(users, ("user",), (fr.TableConfig("user", 128, 2),))
+      >>> read = fr.FeatureConfig("user", table="user")
+      >>> config = fr.VocabularyConfig(users, [fr.TableConfig("user", 128, 2)], [read])
       >>> fr.dynamic_tables(fr.init(fr.key(0), config.tables), {"users": config}, key=fr.key(0))
       DynamicTables({user: f32[128, 2] of users}, {users: Vocabulary(128 rows, policy='lru')})
     """
@@ -103,7 +107,7 @@ class DynamicTables:
     tables: dict[str, Tensor]
     vocabularies: dict[str, Vocabulary]
     first_key: Tensor
-    columns: tuple[tuple[str, str], ...]
+    columns: tuple[tuple[str, str, int | None], ...]
     first: tuple[tuple[str, str, str, float | None], ...]
 
     def __repr__(self) -> str:
@@ -118,13 +122,13 @@ def dynamic_tables(
 ) -> DynamicTables:
     """Return tables whose rows belong to the ids of vocabularies, for `fr.Params`.
 
-    Lookups in them take ids in place of rows: ids of a column in `columns` are found in its vocabulary. An id without a
-    row reads zeros, or a row of unknown ids. A `train_step` first admits all ids of these columns in its batch, draws
-    the rows of new ids with fresh slots of the optimizer, and reports counts in metrics["vocabularies"].
+    Lookups in them take ids in place of rows, and find their rows in the vocabulary of the table. An id without a row
+    reads zeros, or a row of unknown ids. A `train_step` first admits the ids of the features' columns in its batch,
+    draws the rows of new ids with fresh slots of the optimizer, and reports counts in metrics["vocabularies"].
 
     Args:
       tables: {table: f[V, D]}, as `init` makes them. Those without a config stay as they are.
-      vocabularies: {name: its vocabulary, columns and tables}.
+      vocabularies: {name: its vocabulary, tables and features}.
       key: the key that draws the rows of new ids, such as that of `init`.
 
     Raises:
@@ -134,12 +138,13 @@ def dynamic_tables(
     Law: with room for all ids, training gives the losses of a table that has a row for each id, bit for bit: id i has
       row i of init(key, ...), whenever it came. Evaluation changes no vocabulary.
 
-    Cost: a step searches each id twice, to admit it and to look it up, in two cache lines of memory.
+    Cost: a step searches each id twice, to admit it and to look it up, in two cache lines of memory. A compiled step
+      also copies the tables and vocabularies once, donated or not, because its lookups read the rows that it renews.
 
     Example:
       >>> import torch, funcrec as fr
       >>> users, read = fr.vocabulary(128), [fr.FeatureConfig("user", table="user")]
-      >>> config = fr.VocabularyConfig(users, ("user",), (fr.TableConfig("user", users.num_embeddings, 2),))
+      >>> config = fr.VocabularyConfig(users, [fr.TableConfig("user", users.num_embeddings, 2)], read)
       >>> tables = fr.dynamic_tables(fr.init(fr.key(0), config.tables), {"users": config}, key=fr.key(0))
       >>> loss = lambda params, ids: (fr.lookup(params.tables, ids, read).values - 1).square().mean()
       >>> step = fr.train_step(loss, sparse=fr.optim.sgd(0.5))
@@ -152,7 +157,7 @@ def dynamic_tables(
     """
     check("funcrec.dynamic_tables", part_problems(tables, vocabularies), owner_problems(vocabularies))
     random.check_key("funcrec.dynamic_tables", key)
-    columns = tuple((c, n) for n, config in vocabularies.items() for c in config.columns)
+    columns = tuple((c, n, k) for n, config in vocabularies.items() for c, k in columns_of(config.features).items())
     first = tuple(
         First(t.name, n, t.initializer.kind, t.initializer.scale)[:]
         for n, config in vocabularies.items()
@@ -174,46 +179,47 @@ def configs_of(
 # -- ids of columns --------------------------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
-    """The ids of some columns, in one bag, and where in their batch they are.
+def columns_of(features: Sequence[FeatureConfig]) -> dict[str, int | None]:
+    """Return {column: the most ids of a bag that one of the features reads, or None}."""
+    out: dict[str, int | None] = {}
+    for f in features:
+        both = out.get(f.key, 0), f.max_length
+        out[f.key] = None if None in both else max(both)
+    return out
 
-    at: each position's place in the bag, i64[N]. is_theirs: whether the position belongs to one of the columns.
+
+def ids_of_columns(ids: KeyedJaggedTensor, columns: Mapping[str, int | None]) -> tuple[JaggedTensor, Tensor]:
+    """Return (the ids of these columns in one bag of C places, their places in the values i64[C]).
+
+    columns: {column: the most ids of a bag, or None}. The place of padding is N, the size of the values.
     """
-
-    bag: JaggedTensor
-    at: Tensor
-    is_theirs: Tensor
-
-
-def ids_of_columns(values: Tensor, is_theirs: Tensor) -> Found:
-    """Return the ids values[is_theirs], in order, in one bag of N places."""
-    at = is_theirs.cumsum(0) - 1
-    place = torch.where(is_theirs, at, values.shape[0])
-    # the last place is for all other ids
-    packed = values.new_zeros(values.shape[0] + 1).scatter(0, place, values)[: values.shape[0]]
-    count = is_theirs.sum()
-    return Found(JaggedTensor(packed, torch.stack([count * 0, count])), at, is_theirs)
-
-
-def is_in_columns(ids: KeyedJaggedTensor, columns: Sequence[str]) -> Tensor:
-    """Return which positions of the values belong to one of the columns, b[N]. The padding belongs to none."""
-    place, bounds = torch.arange(ids.capacity, device=ids.values.device), ids.offset_per_key
-    own = [(place >= bounds[i]) & (place < bounds[i + 1]) for i, k in enumerate(ids.keys) if k in columns]
-    return torch.stack(own).any(0) if own else torch.zeros_like(place, dtype=torch.bool)
+    starts, lengths, room = [], [], 0
+    for column, most in columns.items():
+        bounds = ids.offsets_for(column).long()
+        first, last = (bounds[:1], bounds[-1:]) if most is None else (bounds[:-1], bounds[1:])
+        starts.append(first)
+        lengths.append(last - first if most is None else (last - first).clamp(max=most))
+        room += ids.capacity if most is None else min(ids.capacity, ids.bags_of(column) * most)
+    ranges = torch.cat(starts), torch.cat(lengths), min(room, ids.capacity)
+    every = torch.arange(ids.capacity, device=ids.values.device)
+    (values, ends), (at, _) = (ops.take_ranges(x, *ranges) for x in (ids.values.long(), every))
+    at = torch.where(torch.arange(at.shape[0], device=at.device) < ends[-1], at, ids.capacity)
+    return JaggedTensor(values, torch.stack([ends[0], ends[-1]])), at
 
 
 def as_rows(dynamic: DynamicTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> tuple[Any, Any]:
     """Return the plain tables, and ids with the rows of the features' columns in place of the vocabularies' ids."""
-    of_column, of_table = dict(dynamic.columns), {x[0]: x[1] for x in dynamic.first}
+    of_column, of_table = {c: v for c, v, _ in dynamic.columns}, {x[0]: x[1] for x in dynamic.first}
     check("funcrec.lookup", feature_problems(features, of_column, of_table))
-    values = ids.values
-    for name in dict.fromkeys(of_column[f.key] for f in features if f.key in of_column):
-        vocabulary, columns = dynamic.vocabularies[name], [c for c, v in dynamic.columns if v == name]
-        if set(ids.keys) <= set(columns):
-            return dynamic.tables, find(vocabulary, ids)
-        found = ids_of_columns(ids.values, is_in_columns(ids, columns))
-        rows = find(vocabulary, found.bag).values
-        values = torch.where(found.is_theirs, rows[found.at.clamp(min=0)], values)
+    found = []
+    for name in dict.fromkeys(of_table[f.table] for f in features if f.table in of_table):
+        bag, at = ids_of_columns(ids, columns_of([f for f in features if of_table.get(f.table) == name]))
+        found.append((at, find(dynamic.vocabularies[name], bag).values))
+    if not found:
+        return dynamic.tables, ids
+    places, rows = map(torch.cat, zip(*found, strict=True))
+    room = ids.values.new_zeros(1, dtype=torch.int64)  # for the padding of each vocabulary
+    values = torch.cat([ids.values.long(), room]).scatter(0, places, rows)[: ids.capacity]
     return dynamic.tables, replace(ids, values=values)
 
 
@@ -222,22 +228,33 @@ def admit_batch(
 ) -> tuple[DynamicTables, dict[str, Turnover]]:
     """Return the tables after their vocabularies admitted the ids of a batch, and each turnover.
 
-    The rows of new ids still hold the numbers of their previous ids, until `renew`.
+    The rows of new ids still hold the numbers of the ids before: `renew` them.
 
     batch: any tree; all its KeyedJaggedTensors count.
-    gather: on ranks, joins a tensor of each rank, in the order of ranks.
+    gather: on ranks, a tensor -> that of all ranks, one after the other.
     """
     is_ids = lambda x: isinstance(x, KeyedJaggedTensor)
     each = [x for x in tree_leaves(batch, is_leaf=is_ids) if is_ids(x)]
     vocabularies, turnovers = dict(dynamic.vocabularies), {}
     for name, vocabulary in dynamic.vocabularies.items():
-        columns = [c for c, v in dynamic.columns if v == name]
-        own = [x for x in each if any(c in x.keys for c in columns)]
+        columns = {c: most for c, v, most in dynamic.columns if v == name}
+        own = [(x, {c: n for c, n in columns.items() if c in x.keys}) for x in each]
         check("funcrec.train_step", batch_problems(own, name, columns))
-        values = gather(torch.cat([x.values.long() for x in own]))
-        theirs = gather(torch.cat([is_in_columns(x, columns) for x in own]))
-        vocabularies[name], _, turnovers[name] = admit(vocabulary, ids_of_columns(values, theirs).bag)
+        bags = [ids_of_columns(x, mine)[0] for x, mine in own if mine]
+        whole = joined([gather(b.values) for b in bags], [gather(b.offsets[1:]) for b in bags])
+        vocabularies[name], _, turnovers[name] = admit(vocabulary, whole)
     return replace(dynamic, vocabularies=vocabularies), turnovers
+
+
+def joined(values: Sequence[Tensor], counts: Sequence[Tensor]) -> JaggedTensor:
+    """Return one bag of the first counts[k][r] ids of each block r of values[k], i64[n · C] with counts i64[n]."""
+    if len(values) == 1 and counts[0].shape[0] == 1:
+        return JaggedTensor(values[0], torch.cat([counts[0] * 0, counts[0]]))
+    before = [0, *accumulate(x.shape[0] for x in values)]
+    blocks = lambda x, n: torch.arange(n.shape[0], device=x.device) * (x.shape[0] // n.shape[0])
+    starts = torch.cat([blocks(x, n) + at for x, n, at in zip(values, counts, before, strict=False)])
+    packed, ends = ops.take_ranges(torch.cat(list(values)), starts, torch.cat(list(counts)), before[-1])
+    return JaggedTensor(packed, torch.stack([ends[0], ends[-1]]))
 
 
 def without_parts(dynamic: DynamicTables) -> DynamicTables:
@@ -295,13 +312,16 @@ def owner_problems(vocabularies: Mapping[str, VocabularyConfig]) -> Iterator[Pro
     """Report columns and tables that belong to two vocabularies, and vocabularies without any."""
     owners: dict[tuple[str, str], str] = {}
     for name, config in vocabularies.items():
-        if not config.columns or not config.tables:
-            got = f"columns {list(config.columns)}, tables {[t.name for t in config.tables]}"
-            yield Problem(f"vocabulary {name!r} has no column or no table.", got, "one of each, or more")
-        for what, n in [*(("column", c) for c in config.columns), *(("table", t.name) for t in config.tables)]:
+        tables = [t.name for t in config.tables]
+        if not config.features or not tables:
+            got = f"features {[f.name for f in config.features]}, tables {tables}"
+            yield Problem(f"vocabulary {name!r} has no feature or no table.", got, "one of each, or more")
+        of_table = {**dict.fromkeys((f.table for f in config.features), None), **dict.fromkeys(tables, name)}
+        yield from feature_problems(config.features, dict.fromkeys(columns_of(config.features), name), of_table)
+        for what, n in [*(("column", c) for c in columns_of(config.features)), *(("table", n) for n in tables)]:
             if (what, n) in owners:
                 got, need = f"{owners[what, n]!r} and {name!r}", "one vocabulary for each"
-                yield Problem(f"{what} {n!r} is named twice.", got, need, "one VocabularyConfig with all its columns")
+                yield Problem(f"{what} {n!r} is named twice.", got, need, "one VocabularyConfig with all its features")
             owners[what, n] = name
 
 
@@ -313,14 +333,14 @@ def feature_problems(
         column, table = of_column.get(f.key), of_table.get(f.table)
         if column != table:
             got = f"column {f.key!r} of vocabulary {column!r}, table {f.table!r} of {table!r}"
-            hint = "the column in `columns` and the table in `tables` of one fr.VocabularyConfig"
+            hint = "one fr.VocabularyConfig with the feature in `features` and its table in `tables`"
             yield Problem(f"feature {f.name!r} reads a table of other ids.", got, "one vocabulary, or none", hint)
         elif table is not None and f.hash is not None:
             hint = "hash=None: a vocabulary takes any id"
             yield Problem(f"feature {f.name!r} hashes ids of a vocabulary.", f"{f.hash}", "ids", hint)
 
 
-def batch_problems(own: Sequence[KeyedJaggedTensor], name: str, columns: Sequence[str]) -> Iterator[Problem]:
-    if not own:
-        need, hint = f"a KeyedJaggedTensor with one of {list(columns)}", "columns=the keys of the batch's ids"
+def batch_problems(own: Sequence[tuple[Any, Mapping]], name: str, columns: Mapping) -> Iterator[Problem]:
+    if not any(mine for _, mine in own):
+        need, hint = f"a KeyedJaggedTensor with one of {list(columns)}", "features=those that read the batch's ids"
         yield Problem(f"the batch has no ids for vocabulary {name!r}.", "none of its columns", need, hint, KeyError)

@@ -30,8 +30,8 @@ def dynamic(users=USERS, items=ITEMS):
     """Return tables of which two follow a vocabulary each."""
     user, item, day = configs(users.num_embeddings, items.num_embeddings)
     following = {
-        "users": fr.VocabularyConfig(users, ("user", "friends"), (user,)),
-        "items": fr.VocabularyConfig(items, ("item",), (item,)),
+        "users": fr.VocabularyConfig(users, (user,), FEATURES[:3]),
+        "items": fr.VocabularyConfig(items, (item,), FEATURES[3:4]),
     }
     return fr.dynamic_tables(fr.init(KEY, (user, item, day)), following, key=KEY)
 

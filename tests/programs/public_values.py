@@ -28,7 +28,7 @@ DENSE = {"w": f32(8), "b": f32()}
 USERS, _, TURNOVER = fr.admit(fr.vocabulary(128, ttl=5, unknown=1), i64(1, 2, 3))
 USER_ITEMS = {k: x for k, x in fr.vocabulary_items(USERS).items() if k != "rows"}
 USER_TABLES = {"user": f32(129, 2)}
-USER_CONFIG = fr.VocabularyConfig(USERS, ("x",), (TC("user", 129, 2),))
+USER_CONFIG = fr.VocabularyConfig(USERS, (TC("user", 129, 2),), (FC("x", table="user"),))
 QUANTIZED, FAKE = fr.quantize(TABLES), fr.fake_quantize(TABLES, scales="learned")
 PARAMS = fr.Params(TABLES, DENSE)
 BATCH = fr.Batch(IDS, f32(4))

@@ -207,14 +207,16 @@ def test_configs_that_do_not_fit_are_named():
     """Missing tables, other numbers of rows, unknown initializers and shared columns are all named."""
     user, item, _ = daily.configs(daily.USERS.num_embeddings, 5)
     tables = fr.init(daily.KEY, (user, item))
-    own = lambda *tables, columns=("user",): fr.VocabularyConfig(daily.USERS, columns, tables)
+    read = lambda table: fr.FeatureConfig("user", table=table)
+    own = lambda *tables: fr.VocabularyConfig(daily.USERS, tables, [read(t.name) for t in tables])
     odd = dataclasses.replace(user, initializer=lambda key, shape, start, num_embeddings: torch.zeros(shape))
     cases = {
         "has no 'away'": {"a": own(dataclasses.replace(user, name="away"))},
         "table 'item' does not follow its vocabulary": {"a": own(item)},
         "initializer of 'user' is not known": {"a": own(odd)},
         "column 'user' is named twice": {"a": own(user), "b": own(user)},
-        "vocabulary 'a' has no column": {"a": own(user, columns=())},
+        "vocabulary 'a' has no feature": {"a": fr.VocabularyConfig(daily.USERS, (user,), ())},
+        "reads a table of other ids": {"a": fr.VocabularyConfig(daily.USERS, (user,), [read("item")])},
     }
     for words, given_configs in cases.items():
         with pytest.raises((TypeError, ValueError, KeyError), match=words):
