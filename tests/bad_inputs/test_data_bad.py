@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from programs.refused import assert_refused
 
 import funcrec as fr
 from funcrec.data import (
@@ -95,15 +96,7 @@ ROWS = [
 @pytest.mark.parametrize("name, call, kind, fragment", ROWS, ids=[r[0] for r in ROWS])
 def test_bad_data_call(name, call, kind, fragment):
     """A bad call fails at the call, and names the argument in four parts."""
-    with pytest.raises(kind) as error:
-        call()
-    check_text(error, fragment)
-
-
-def check_text(error, *fragments):
-    # str() of a KeyError is its repr, so that the test reads args
-    text = error.value.args[0]
-    assert all(f in text for f in (*fragments, "funcrec", "\n  got   ", "\n  need  ")), text
+    assert_refused(call, kind, fragment)
 
 
 # -- Criteo ------------------------------------------------------------------------------------------------------
@@ -130,18 +123,14 @@ def test_bad_line(tmp_path, bad, before):
     """A corrupt line raises with the file's name and the line's number. The batches before the line are right."""
     path = tmp_path / "train.txt"
     path.write_text("\n".join([GOOD] * before + [BAD_LINES[bad], GOOD]) + "\n")
-    with pytest.raises(ValueError) as error:
-        list(criteo_tsv(path, 10))
-    check_text(error, "train.txt")
-    assert re.search(rf"line {before + 1}\b", error.value.args[0])
+    text = assert_refused(lambda: list(criteo_tsv(path, 10)), ValueError, "train.txt")
+    assert re.search(rf"line {before + 1}\b", text)
 
 
 def test_empty_tsv(tmp_path):
     """A file without a line raises an error that names the file."""
     (tmp_path / "train.txt").write_text("")
-    with pytest.raises(ValueError) as error:
-        list(criteo_tsv(tmp_path / "train.txt", 10))
-    check_text(error, "train.txt")
+    assert_refused(lambda: list(criteo_tsv(tmp_path / "train.txt", 10)), ValueError, "train.txt")
 
 
 def test_bad_npy(tmp_path):
@@ -149,16 +138,14 @@ def test_bad_npy(tmp_path):
     save = lambda name, x: np.save(tmp_path / name, x) or tmp_path / name
     dense = save("dense.npy", np.zeros((4, 13), np.float32))
     sparse, label = save("sparse.npy", np.zeros((4, 26), np.int32)), save("label.npy", np.zeros(3))
-    with pytest.raises(ValueError) as error:
-        criteo_npy(dense, sparse, label)
-    check_text(error, "`label` does not match `sparse`", "float64[3]")
-    with pytest.raises(TypeError) as error:
-        criteo_npy(dense, dense, label)
-    check_text(error, "`sparse` does not hold ids")
+    assert_refused(
+        lambda: criteo_npy(dense, sparse, label), ValueError, "`label` does not match `sparse`", "float64[3]"
+    )
+    assert_refused(lambda: criteo_npy(dense, dense, label), TypeError, "`sparse` does not hold ids")
     dense.write_bytes(dense.read_bytes()[:150])
-    with pytest.raises(ValueError) as error:
-        criteo_npy(dense, sparse, label)
-    check_text(error, "`dense.npy` is not a whole .npy file", "150 bytes")
+    assert_refused(
+        lambda: criteo_npy(dense, sparse, label), ValueError, "`dense.npy` is not a whole .npy file", "150 bytes"
+    )
 
 
 def test_bad_parquet(tmp_path):
@@ -177,21 +164,15 @@ def test_bad_parquet(tmp_path):
     ]
     for columns, kind, fragments in cases:
         write(**columns)
-        with pytest.raises(kind) as error:
-            list(criteo_parquet(path, 10))
-        check_text(error, *fragments)
+        assert_refused(lambda: list(criteo_parquet(path, 10)), kind, *fragments)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError) as error:
-        criteo_parquet(path, 10)
-    check_text(error, "`x.parquet` is not a whole parquet file")
+    assert_refused(lambda: criteo_parquet(path, 10), ValueError, "`x.parquet` is not a whole parquet file")
 
 
 def test_no_pyarrow(monkeypatch):
     """Without pyarrow the error says what to install."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ModuleNotFoundError) as error:
-        criteo_tsv("x", 2)
-    check_text(error, "pip install funcrec[data]")
+    assert_refused(lambda: criteo_tsv("x", 2), ModuleNotFoundError, "pip install funcrec[data]")
 
 
 # -- MovieLens ---------------------------------------------------------------------------------------------------
@@ -217,27 +198,21 @@ def test_bad_movielens(tmp_path, name, text, fragments):
     """A line that cannot be read raises with its file and number. A missing column raises with its name."""
     for file, good in [("ml-1m.user", USER), ("ml-1m.item", ITEM), ("ml-1m.inter", INTER)]:
         (tmp_path / file).write_text(text if file == name else good)
-    with pytest.raises(ValueError) as error:
-        movielens_1m(tmp_path)
-    check_text(error, *fragments)
+    assert_refused(lambda: movielens_1m(tmp_path), ValueError, *fragments)
 
 
 def test_too_few_ratings(tmp_path):
     """A split of a single rating into three parts raises."""
     for file, good in [("ml-1m.user", USER), ("ml-1m.item", ITEM), ("ml-1m.inter", INTER)]:
         (tmp_path / file).write_text(good)
-    with pytest.raises(ValueError) as error:
-        ctr_dataset(movielens_1m(tmp_path))
-    check_text(error, "too few rows")
+    assert_refused(lambda: ctr_dataset(movielens_1m(tmp_path)), ValueError, "too few rows")
 
 
 def test_download_fails(tmp_path, monkeypatch):
     """A failed download raises with the message of pip and says what to do instead."""
     failed = fetching.subprocess.CompletedProcess([], 1, "", "ERROR: Could not find a version\n")
     monkeypatch.setattr(fetching.subprocess, "run", lambda *args, **kwargs: failed)
-    with pytest.raises(OSError) as error:
-        movielens_1m(cache=tmp_path)
-    check_text(error, "ERROR: Could not find a version", "data_dir=...")
+    assert_refused(lambda: movielens_1m(cache=tmp_path), OSError, "ERROR: Could not find a version", "data_dir=...")
 
 
 def test_a_gpu_that_is_not_there_is_named_before_the_thread_starts(monkeypatch):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from programs.refused import assert_refused
 
 import funcrec as fr
 
@@ -71,8 +72,4 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_does_not_fit_is_named(name):
     """A foreign state dict, or one for which the state has no place, raises before any work, in four parts."""
-    call, kind, fragment = WRONG[name]
-    with pytest.raises(kind) as error:
-        call()
-    text = str(error.value)
-    assert all(f in text for f in (fragment, "funcrec", "\n  got   ", "\n  need  ", "\n  try   ")), text
+    assert_refused(*WRONG[name], parts=("got", "need", "try"))
