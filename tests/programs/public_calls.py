@@ -211,7 +211,7 @@ def functions() -> list[Call]:
         accumulate_grads=(fr.accumulate_grads, {"loss_fn": loss_fn, "num_micro_batches": 2, "has_aux": False}),
         logged=(fr.logged, {"step": STEP, "steps": 2, "rows": {"t": 4, "u": 4}}),
         rewind=(fr.rewind, {"logged": LOGGED, "k": 0, "mesh": None, "donate": False}),
-        delta=(fr.delta, {"logged": LOGGED, "since": 0, "mesh": None}),
+        delta=(fr.delta, {"logged": LOGGED, "since": LOGGED.log.version, "mesh": None}),
         apply_delta=(fr.apply_delta, {"tables": TABLES, "delta": fr.delta(LOGGED)}),
         pipeline=(fr.pipeline, {"step": STEP, "depth": 2, "mesh": MESH, "device": "cpu", "blank": len}),
         pipeline_run=(first(fr.pipeline(STEP).run), {"state": STATE, "batches": [BATCH]}, ("batches[0]",)),
