@@ -10,7 +10,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 R, N, B = 5_000, 60_000, 4_001
 to_cuda = lambda tree: tree_map(lambda x: x.cuda() if isinstance(x, torch.Tensor) else x, tree)
-to_cpu = lambda tree: tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, tree)
 
 
 def draw_ids(draw, ints=torch.int64):

@@ -172,10 +172,6 @@ def test_lists_are_their_dense(x):
 # -- KeyedTensor -------------------------------------------------------------------------------------------------
 
 
-def keyed_tensor(x):
-    return tr.KeyedTensor(list(x.keys), list(x.dims), x.values)
-
-
 @given(frs.keyed_tensors(dtypes=FLOATS))
 def test_keyed_tensor_is_theirs(x):
     """from_dict, [key] and to_dict equal from_tensor_list, [key] and to_dict."""

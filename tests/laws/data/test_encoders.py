@@ -19,7 +19,6 @@ from funcrec.data.encoders import _vocabulary as vocabularies
 from funcrec.testing import assert_trees_close
 
 TEXTS = st.one_of(st.none(), st.sampled_from(["", "a", "b", "ab", "é", "日", "a\0", "zz", "z"]))
-BYTES = st.one_of(st.none(), st.binary(max_size=1))
 WHOLE = st.one_of(st.none(), st.integers(-5, 9))
 REAL = st.one_of(st.none(), st.floats(-1e6, 1e6, width=32), st.sampled_from([0.0, -0.0, 1.0, 2.5]))
 same = lambda a, b: assert_trees_close(a, b, rtol=0, atol=0)

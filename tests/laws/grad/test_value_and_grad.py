@@ -17,10 +17,6 @@ F64 = {"dtypes": (torch.float64,), "max_tables": 2, "max_features": 3}
 MIXED = frs.lookups(poolings=("none", "sum", "mean"), **F64)
 
 
-def has_pooled(it):
-    return any(f.pooling != "none" for f in it.features)
-
-
 def read(tables, ids, features):
     """Return all numbers of the lookups of the features in one vector."""
     parts = [x.values.flatten() for x in fr.lookup_sequence(tables, ids, features).values()]
