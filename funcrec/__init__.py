@@ -115,6 +115,7 @@ from funcrec.history import delta as delta
 from funcrec.planner import Hardware as Hardware
 from funcrec.planner import plan as plan
 from funcrec.planner import TableConstraint as TableConstraint
+from funcrec.train import admission as admission
 from funcrec.train import gather_state as gather_state
 from funcrec.history import Logged as Logged
 from funcrec.history import logged as logged

@@ -139,7 +139,8 @@ def dynamic_tables(
       row i of init(key, ...), whenever it came. Evaluation changes no vocabulary.
 
     Cost: a step searches each id twice, to admit it and to look it up, in two cache lines of memory. A compiled step
-      also copies the tables and vocabularies once, donated or not, because its lookups read the rows that it renews.
+      also copies the tables and vocabularies once, donated or not, because its lookups read the rows that it renews;
+      `admission` avoids the copies.
 
     Example:
       >>> import torch, funcrec as fr

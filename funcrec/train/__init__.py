@@ -21,6 +21,7 @@ from funcrec.train._stale import stale_of as stale_of
 from funcrec.train._state import TrainState as TrainState
 from funcrec.train._step import TrainStep as TrainStep
 from funcrec.train._step import Update as Update
+from funcrec.train._step import admission as admission
 from funcrec.train._step import own_memory as own_memory
 from funcrec.train._step import state_problems as state_problems
 from funcrec.train._step import train_step as train_step

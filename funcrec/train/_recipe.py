@@ -32,6 +32,7 @@ class Recipe(NamedTuple):
     merge: Callable | None
     takes_key: bool  # whether the loss has a parameter `key`
     micro_batches: int = 1
+    admits: bool = True  # whether the step admits the ids of its batch
 
 
 def takes_key(loss_fn: Callable) -> bool:
@@ -96,7 +97,7 @@ class Stages(NamedTuple):
 def run_recipe(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
     """Return (state', metrics) after one step."""
     old = state
-    state, of_ids = place.admitted(recipe.sparse, old, batch)
+    state, of_ids = place.admitted(recipe.sparse, old, batch) if recipe.admits else (old, {})
     extra = with_key(recipe, state, place.key)
     loss_fn, k = place.loss_fn(recipe), recipe.micro_batches
     differentiate = value_grad_and_overflows if k == 1 else functools.partial(over_micro_batches, num_micro_batches=k)

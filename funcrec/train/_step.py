@@ -84,6 +84,7 @@ def train_step(
     dedup: bool = False,
     dense_axes: Sequence[str] = (),
     micro_batches: Count = 1,
+    admit: bool = True,
 ) -> TrainStep:
     """Return a training step, a pure function (state, batch) -> (state, metrics).
 
@@ -119,6 +120,8 @@ def train_step(
         an optimizer that treats each element on its own.
       micro_batches: k. Each rank differentiates its bags in k parts, one after the other, as `accumulate_grads` does:
         memory holds the activations of one part at a time.
+      admit: whether the step admits the ids of its batch to the vocabularies of `dynamic_tables`. Without it they stay
+        as they are, or `admission` admits the ids before.
       codec: the codes of looked up vectors and their cotangents; None for the codec of the state's tables
         (`shard_tables`, `reshard`).
 
@@ -155,7 +158,7 @@ def train_step(
     check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes))
     check("funcrec.train_step", dedup_problems(exact, dedup))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
-    recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, takes_key(loss_fn), micro_batches)
+    recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, takes_key(loss_fn), micro_batches, admit)
     where = OnMesh(mesh, mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes)), Stages())
     if mesh is not None:
         copies = prod(mesh.shape[a] for a in plan.replicas)
@@ -176,6 +179,42 @@ def train_step(
         return own_memory(TrainState(step, params.tables, slots, params.dense, dense_opt, key.to(device, copy=True)))
 
     return TrainStep(init, Update(recipe, where))
+
+
+@typed
+def admission(step: TrainStep) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
+    """Return the function (state, batch) -> (state, counts) that admits the ids of a batch, as `step` does it.
+
+    It comes before a step of `train_step(..., admit=False)`. A compiled step cannot write rows in place that its own
+    lookups read. Apart, `fr.jit(..., donate=("state",))` of both writes in place.
+
+    Args:
+      step: the step that `train_step` returned, not yet jitted.
+
+    Law: admission and then the step without `admit` give the states and metrics of the step that admits, bit for bit.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> users, read = fr.vocabulary(128), [fr.FeatureConfig("user", table="user")]
+      >>> config = fr.VocabularyConfig(users, [fr.TableConfig("user", 128, 2)], read)
+      >>> tables = fr.dynamic_tables(fr.init(fr.key(0), config.tables), {"users": config}, key=fr.key(0))
+      >>> step = fr.train_step(lambda p, ids: fr.lookup(p.tables, ids, read).values.sum(), admit=False)
+      >>> admit, state = fr.admission(step), step.init(fr.Params(tables, {}))
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"user": [[7], [-9]]})
+      >>> state, counts = admit(state, ids)
+      >>> state, metrics = step(state, ids)
+      >>> int(counts["vocabularies"]["users"]["admitted"]), int(state.step), list(metrics)
+      (2, 1, ['loss'])
+    """
+    own = update_of(step)
+    check("funcrec.admission", step_problems(step, own))
+
+    def admit(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+        own.check(state, batch)
+        alone = lambda place, state, batch: place.admitted(own.recipe.sparse, state, batch)
+        return own.where.run(alone, state_specs, state, batch)
+
+    return admit
 
 
 def loss_of(model: Model | TwoTower) -> Callable:
@@ -256,6 +295,13 @@ STATE = kind_of(TrainState)
 def state_problems(state: object) -> Iterator[Problem]:
     if not (yield from reported(STATE.find("state", state))):
         yield from member_problems(state.step, "state.step")
+
+
+def step_problems(step: TrainStep, own: Any) -> Iterator[Problem]:
+    if own is None:
+        yield Problem(
+            "`step` is not a step of `train_step`.", describe(step), "the result of fr.train_step", "", TypeError
+        )
 
 
 def sharded_problems(state: TrainState) -> Iterator[Problem]:

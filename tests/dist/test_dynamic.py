@@ -85,6 +85,18 @@ def test_a_state_moves_to_another_plan(tmp_path):
     assert_trees_close(fr.gather_state(state, mesh), fr.gather_state(wanted, mesh), rtol=0, atol=0)
 
 
+def test_admission_apart_is_that_of_the_step():
+    """On a mesh, `admission` and a step with admit=False give the state of the step that admits, bit for bit."""
+    mesh, given = fr.Mesh.emulated(x=2), list(daily.batches(14, 3))
+    where = {"mesh": mesh, "plan": plan_of(ONE_AXIS["row_wise"])}
+    _, wanted, _ = daily.run(daily.step(SPARSE["adam"], **where), daily.dynamic(), given)
+    apart = daily.step(SPARSE["adam"], **where, admit=False)
+    admit, state = fr.admission(apart), apart.init(fr.Params(daily.dynamic(), torch.ones(())))
+    for batch in given:
+        state, _ = apart(admit(state, batch)[0], batch)
+    assert_trees_close(fr.gather_state(state, mesh), fr.gather_state(wanted, mesh), rtol=0, atol=0)
+
+
 def test_a_capacity_is_refused():
     """A step with a capacity raises: without room it would have admitted ids that it does not train."""
     mesh = fr.Mesh.emulated(x=2)

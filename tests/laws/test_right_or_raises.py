@@ -55,7 +55,7 @@ NOT_HERE = {
         "VocabularyConfig",
     ],
     "puts drawn or moved rows into tables: test_vocabulary_rows": ["renew", "grow"],
-    "tables with the ids that have their rows: test_dynamic": ["dynamic_tables", "DynamicTables"],
+    "tables with the ids that have their rows: test_dynamic": ["dynamic_tables", "DynamicTables", "admission"],
     "takes ranges of ids, as lookup_sequence, which is here": ["sequence_ids"],
     "a folder, made of what is here": ["data", "interop", "kernels", "metrics", "models", "nn", "optim"],
 }  # fmt: skip

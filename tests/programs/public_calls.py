@@ -186,6 +186,7 @@ def functions() -> list[Call]:
         vocabulary_of=(fr.vocabulary_of, {"empty": fr.vocabulary(256), "items": USER_ITEMS}),
         VocabularyConfig=(fr.VocabularyConfig,
             {"vocabulary": USERS, "tables": (TC("user", 129, 2),), "features": (FC("x", table="user", max_length=2),)}),
+        admission=(fr.admission, {"step": STEP}),
         dynamic_tables=(fr.dynamic_tables, {"tables": USER_TABLES, "vocabularies": {"users": USER_CONFIG}, "key": KEY}),
         renew=(fr.renew, {"tables": USER_TABLES, "slots": SPARSE.init(USER_TABLES), "turnover": TURNOVER,
             "optimizer": SPARSE, "key": KEY, "configs": (TC("user", 129, 2),)}),

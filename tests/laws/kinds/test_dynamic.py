@@ -74,6 +74,27 @@ def test_a_compiled_step_is_the_step(donate):
     assert_trees_close((torch.stack(losses), state.tables.tables), (wanted, eager.tables.tables), rtol=1e-4, atol=1e-5)
 
 
+def test_admission_apart_is_that_of_the_step():
+    """`admission` and a step with admit=False give the states and metrics of the step that admits, bit for bit.
+    Compiled and donated, both write in place. Without `admission` the vocabularies stay as they are."""
+    step, given = daily.step(SPARSE["adam"]), list(daily.batches(8, 3))
+    _, wanted, last = daily.run(step, daily.dynamic(), given)
+    apart = daily.step(SPARSE["adam"], admit=False)
+    admit, first = fr.admission(apart), lambda: apart.init(fr.Params(daily.dynamic(), torch.ones(())))
+    for is_compiled in (False, True):
+        one, two = (fr.jit(f, donate=("state",)) for f in (admit, apart)) if is_compiled else (admit, apart)
+        state, close = first(), {"rtol": 1e-4, "atol": 1e-5} if is_compiled else {"rtol": 0, "atol": 0}
+        for batch in given:
+            at = state.tables["user"].data_ptr()
+            state, counts = one(state, batch)
+            state, metrics = two(state, batch)
+            assert not is_compiled or state.tables["user"].data_ptr() == at
+        assert_trees_close(state, wanted, **close)
+        assert_trees_close({**counts, **metrics}, last, **close)
+    frozen, _ = apart(first(), given[0])
+    assert_trees_close(frozen.tables.vocabularies, first().tables.vocabularies, rtol=0, atol=0)
+
+
 def test_evaluation_finds_and_changes_nothing():
     """A lookup gives the rows that `find` gives, zeros or shared rows for other ids, and no new vocabulary."""
     _, state, _ = daily.run(daily.step(SPARSE["sgd"]), daily.dynamic(), daily.batches(0, 3, ids_of=LARGE))
