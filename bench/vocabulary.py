@@ -1,6 +1,7 @@
 """Measures vocabularies: ids found and admitted a second, beside TorchRec's and FBGEMM's managed collision.
 
     .venv/bin/python bench/vocabulary.py           # 1 M rows; --large: also 16 M
+    .venv/bin/python bench/vocabulary.py --step    # a training step whose 26 tables follow a vocabulary each
 
 find: rows of ids, without a change. admit: a step of training, with stamps, counts and new ids. Times are CPU times of
 one thread, from interleaved calls; a call has 262,144 ids, drawn uniformly from those that have a row (80 % of all
@@ -114,6 +115,50 @@ def admit(num_rows: int, new: float, rounds: int) -> None:
     write("admit", num_rows, new, {"funcrec": ours, "TorchRec MCH": mch}, batches, rounds, {}, EVERY)
 
 
+TABLES, BAGS, DIM, ROWS = 26, 512, 16, 2**16
+
+
+def train(rounds: int) -> None:
+    """Record the CPU time of a compiled, donated step of plain tables, and of tables that follow vocabularies, with the
+    admission in the step and apart. The ids of the latter are some 10¹⁰ apart."""
+    names = [f"t{i}" for i in range(TABLES)]
+    configs = [fr.TableConfig(n, ROWS, DIM) for n in names]
+    features = [fr.FeatureConfig(n, table=n, max_length=1) for n in names]
+    generator = torch.Generator().manual_seed(0)
+    weights = [0.02 * torch.randn(*shape, generator=generator) for shape in ((TABLES * DIM, 256), (256, 1))]
+    head = lambda x, dense: ((x @ dense[0]).relu() @ dense[1])[:, 0]
+    loss = lambda p, b: fr.losses.bce(head(fr.lookup(p.tables, b.ids, features).values, p.dense), b.label)
+
+    def batches(apart: int):
+        while True:
+            ids = (torch.rand(TABLES * BAGS, generator=generator) ** 4 * 50_000).long() * apart
+            keyed = fr.KeyedJaggedTensor.from_lengths(names, ids, torch.ones_like(ids))
+            yield fr.Batch(keyed, torch.randint(0, 2, (BAGS,), generator=generator).float())
+
+    def trained(is_dynamic: bool, is_apart: bool):
+        tables, empty = fr.init(fr.key(0), configs), fr.vocabulary(ROWS)
+        following = {n: fr.VocabularyConfig(empty, [c], [f]) for n, c, f in zip(names, configs, features, strict=True)}
+        step = fr.train_step(loss, sparse=fr.optim.rowwise_adagrad(lr=0.05), admit=not is_apart)
+        tables = fr.dynamic_tables(tables, following, key=fr.key(0)) if is_dynamic else tables
+        state = [step.init(fr.Params(tables, [x.clone() for x in weights]))]
+        parts = [fr.jit(f, donate=("state",)) for f in ([fr.admission(step)] if is_apart else []) + [step]]
+        given = batches(10**10 if is_dynamic else 1)
+
+        def call():
+            batch = next(given)
+            for part in parts:
+                state[0], _ = part(state[0], batch)
+
+        return call
+
+    calls = {"plain": trained(False, False), "apart": trained(True, True), "in the step": trained(True, False)}
+    times = interleave(calls, rounds=rounds, warmup=10, clock=time.thread_time)
+    shape = {"tables": TABLES, "bags": BAGS, "dim": DIM, "rows": ROWS}
+    ms = {n: spread(t, 1e3) for n, t in times.items()}
+    ratio = {n: spread(ratios(times[n], times["plain"])) for n in ("apart", "in the step")}
+    record("vocabulary", {"case": "train_step", "threads": 1, "shape": shape, "ms": ms, "ratio": ratio})
+
+
 def write(case: str, num_rows: int, new: float, calls: dict, batches: list, rounds: int, more: dict, steps: int = 1):
     turns = {n: itertools.cycle(batches) for n in calls}
     of = lambda name, call: lambda: [call(next(turns[name])) for _ in range(steps)]
@@ -129,10 +174,13 @@ def write(case: str, num_rows: int, new: float, calls: dict, batches: list, roun
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--large", action="store_true", help="16 M rows too")
+    parser.add_argument("--step", action="store_true", help="a training step in place of single calls")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if options.step:
+        return train(options.rounds)
     for num_rows in (2**20, *([2**24] if options.large else [])):
         for new in (0.0, 1.0):
             find(num_rows, new, options.rounds)
