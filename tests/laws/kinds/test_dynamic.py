@@ -157,6 +157,57 @@ def test_several_steps_members_and_parts():
     assert torch.equal(members.tables.vocabularies["users"].entries[1], last.tables.vocabularies["users"].entries)
 
 
+def test_lookups_under_transforms():
+    """vmap over batches, derivatives by a table of first and second order, and `jit` give what plain lookups give."""
+    given = list(daily.batches(9, 2))
+    _, state, _ = daily.run(daily.step(SPARSE["sgd"]), daily.dynamic(), given[:1])
+    wanted = torch.stack([daily.predict(state.params, batch) for batch in given])
+    both, read = fr.tree.map(lambda *x: torch.stack(x), *given), lambda batch: daily.predict(state.params, batch)
+    assert torch.equal(torch.func.vmap(read)(both), wanted)
+    assert_trees_close(fr.jit(torch.func.vmap(read))(both), wanted, rtol=1e-5, atol=1e-6)
+
+    def cubed(a):
+        scaled = {n: t * a for n, t in state.tables.tables.items()}
+        tables = dataclasses.replace(state.tables, tables=scaled)
+        return daily.predict(fr.Params(tables, state.dense), given[0]).pow(3).sum()
+
+    one, total = torch.ones(()), wanted[0].pow(3).sum()
+    assert_trees_close(torch.func.grad(cubed)(one), 3 * total, rtol=1e-4)
+    assert_trees_close(torch.func.grad(torch.func.grad(cubed))(one), 6 * total, rtol=1e-4)
+    assert_trees_close(torch.func.jvp(cubed, (one,), (one,))[1], 3 * total, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["i32 ids", "shared bags", "f64", "bf16"])
+def test_other_forms_of_a_batch_and_of_tables(form):
+    """Ids of 32 bits and shared bags give the same step, tables of other dtypes a step in their dtype."""
+    step, batch = daily.step(SPARSE["sgd"]), next(daily.batches(10, 1))
+    dtype = {"f64": torch.float64, "bf16": torch.bfloat16}.get(form, torch.float32)
+    tables, ids = fr.tree.to(daily.dynamic(), dtype), batch.ids
+    if form == "shared bags":
+        ids = fr.dedup_bags(ids)
+    elif form == "i32 ids":
+        ids = dataclasses.replace(ids, values=ids.values.int())
+    state, metrics = step(step.init(fr.Params(tables, torch.ones(()))), dataclasses.replace(batch, ids=ids))
+    _, wanted, last = daily.run(step, daily.dynamic(), [batch])
+    close = {"f64": 1e-6, "bf16": 0.05}.get(form, 0.0)
+    assert_trees_close(metrics["loss"].float(), last["loss"], rtol=close, atol=close)
+    assert state.tables["user"].dtype == dtype
+    assert torch.equal(state.tables.vocabularies["users"].tags, wanted.tables.vocabularies["users"].tags)
+
+
+def test_a_table_may_have_the_name_of_a_vocabularys_tensor():
+    """A table named "tags", as a tensor of vocabularies is named, is trained with them."""
+    config, read = fr.TableConfig("tags", 128, 2), fr.FeatureConfig("day", table="tags")
+    follows = {"days": fr.VocabularyConfig(fr.vocabulary(128), [config], [read])}
+    tables = fr.dynamic_tables(fr.init(daily.KEY, [config]), follows, key=daily.KEY)
+    step = fr.train_step(lambda p, b: fr.lookup(p.tables, b.ids, [read]).values.sum(), sparse=SPARSE["sgd"])
+    batch = next(daily.batches(0, 1))
+    state, metrics = step(step.init(fr.Params(tables, {})), batch)
+    rows = fr.find(state.tables.vocabularies["days"], batch.ids["day"]).values.unique()
+    assert int(metrics["vocabularies"]["days"]["admitted"]) == 7
+    assert not torch.equal(state.tables["tags"][rows[-1]], tables["tags"][rows[-1]])
+
+
 def test_states_are_saved_and_continued(tmp_path):
     """A state that was saved and loaded goes on to the same bits."""
     step, given = daily.step(SPARSE["rowwise_adagrad"]), list(daily.batches(6, 4))
