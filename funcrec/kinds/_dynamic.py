@@ -33,6 +33,7 @@ from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
 from funcrec.kernels import ops
 from funcrec.kinds._admission import Turnover, admit
 from funcrec.kinds._quantized import quantize
+from funcrec.kinds._renewal import initializer_problems
 from funcrec.kinds._vocabulary import Vocabulary, find, vocabulary_problems
 from funcrec.tables import (
     KINDS,
@@ -301,12 +302,7 @@ def part_problems(tables: Mapping[str, Any], vocabularies: Mapping[str, Vocabula
                 got, need = f"{describe(x)}, and {t.num_embeddings} rows in its config", f"{num_rows} rows, as {name!r}"
                 hint = f"fr.TableConfig({t.name!r}, vocabulary.num_embeddings, {t.embedding_dim})"
                 yield Problem(f"table {t.name!r} does not follow its vocabulary.", got, need, hint)
-            if not isinstance(t.initializer, Initializer):
-                need = "one of funcrec's initializers, which draw the row of any id"
-                hint = "fr.uniform(), fr.normal(), fr.xavier_normal() or fr.constant()"
-                yield Problem(
-                    f"The initializer of {t.name!r} is not known.", f"{t.initializer!r}", need, hint, TypeError
-                )
+            yield from initializer_problems(t)
 
 
 def owner_problems(vocabularies: Mapping[str, VocabularyConfig]) -> Iterator[Problem]:

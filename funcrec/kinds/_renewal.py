@@ -167,11 +167,16 @@ def renew_problems(
             got, need = describe(table), f"{config.dtype}[R, {config.embedding_dim}]"
             yield Problem(f"`tables[{config.name!r}]` is not that of its config.", got, need, "fr.init(key, configs)")
             continue
-        if not isinstance(config.initializer, Initializer):
-            need = "one of funcrec's initializers, which draw the row of any id"
-            yield Problem(f"The initializer of {config.name!r} is not known.", f"{config.initializer!r}", need,
-                          "fr.uniform(), fr.normal(), fr.xavier_normal() or fr.constant()", TypeError)  # fmt: skip
+        yield from initializer_problems(config)
         for slot, x in slots.get(config.name, {}).items():
             if not x.dim() or x.shape[0] != table.shape[0]:
                 got, need = describe(x), f"{table.shape[0]} rows, as the table"
                 yield Problem(f"`slots[{config.name!r}][{slot!r}]` does not belong to rows.", got, need)
+
+
+def initializer_problems(config: TableConfig) -> Iterator[Problem]:
+    if not isinstance(config.initializer, Initializer):
+        need = "one of funcrec's initializers, which draw the row of any id"
+        hint = "fr.uniform(), fr.normal(), fr.xavier_normal() or fr.constant()"
+        what = f"The initializer of {config.name!r} is not known."
+        yield Problem(what, f"{config.initializer!r}", need, hint, TypeError)
