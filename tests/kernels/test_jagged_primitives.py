@@ -12,6 +12,7 @@ import pytest
 import torch
 from funcrec.kernels import ops
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import funcrec as fr
@@ -54,7 +55,8 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
 # vmap allows no random numbers inside, so the constants are cached
 @functools.cache
 def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    with temporarily_clear_interpreter_stack():  # the first call may be inside a vmap
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 def point(seed: int = 0) -> Tensor:

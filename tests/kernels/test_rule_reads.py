@@ -46,7 +46,7 @@ def test_a_rule_whose_number_changes_says_so_once():
     warning suggests a tensor, which each update reads."""
     held = [0]
     update = update_by(lambda row, grad, slots, hyper: (row - held[0] * grad, slots))
-    with pytest.warns(UserWarning, match="compiled for each(.|\n)*mul(.|\n)*a tensor f") as said:
+    with pytest.warns(UserWarning, match="compiled each time(.|\n)*mul(.|\n)*a tensor f") as said:
         for held[0] in range(1, 12):
             assert update().tolist() == [-held[0]] * 2
     assert len(said) == 1
