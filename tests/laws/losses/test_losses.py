@@ -231,7 +231,7 @@ def test_a_model_of_two_tasks_is_trained():
     (lambda x: losses.multi_task([]), ValueError, "`losses` are none"),
     (lambda x: losses.multi_task([losses.mse, lambda p, y, w: (p - y).mean()]), TypeError, "takes no `reduction`"),
     (lambda x: losses.multi_task([losses.mse], weights=(1.0, 2.0)), ValueError, "do not match the tasks"),
-    (lambda x: TASKS(numbers(1, B, 3), numbers(2, B, 3)), ValueError, "not one column for each task"),
+    (lambda x: TASKS(numbers(1, B, 3), numbers(2, B, 3)), ValueError, "`predictions` do not match the tasks"),
     (lambda x: TASKS(x, CLICKS), ValueError, "`predictions` is not a tensor of these dimensions"),
 ])  # fmt: skip
 def test_bad_input(call, error, part):
