@@ -161,7 +161,7 @@ def dynamic_tables(
     random.check_key("funcrec.dynamic_tables", key)
     columns = tuple((c, n, k) for n, config in vocabularies.items() for c, k in columns_of(config.features).items())
     first = tuple(
-        First(t.name, n, t.initializer.kind, t.initializer.scale)[:]
+        tuple(First(t.name, n, t.initializer.kind, t.initializer.scale))
         for n, config in vocabularies.items()
         for t in config.tables
     )

@@ -142,8 +142,9 @@ def with_parts(tables: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> Any
 
 def map_parts(fn: Callable[[str, Tensor], Any], tables: Mapping[str, Tensor]) -> Any:
     """Return tables of the same kind, with fn(part, tensor) for each part."""
+    # a tensor of integers may have the name of a part, as the tags of a vocabulary may
     is_other = lambda name, x: isinstance(x, Tensor) and not x.is_floating_point() and x is not tables[name]
-    is_part = lambda name, x: name in tables and not is_other(name, x)  # such as the ids of a vocabulary
+    is_part = lambda name, x: name in tables and not is_other(name, x)
     names = () if is_plain(tables) else [n for n, x in named_leaves(tables) if is_part(n, x)]
     if not is_plain(tables) and sorted(names) != sorted(tables):
         fail(
