@@ -2,12 +2,13 @@
 
 records      record r at bytes [r · size, (r + 1) · size)
 written      u8[R]: 1 for a row that was written
-undo.<c>     the old records of rows written since commit c (`_undo`)
-store.json   the number c of the last commit, its step, and the form of the records
+undo.<c>     the old records of rows written after commit c (`_undo`)
+store.json   the number c of the last commit, its step, that of the commit before, and the form of the records
 
-write    old records to undo.<c>  ─▶  records, written
-commit   flush records, written   ─▶  store.json with c + 1  ─▶  remove undo.<c>
-open     take undo.<c> back       ─▶  remove every other journal
+write    old records to undo.<c>         ─▶  records, written
+commit   flush records, written, undo.<c>  ─▶  store.json with c + 1  ─▶  remove undo.<c - 1>
+open     take undo.<c> back              ─▶  remove it
+return   store.json with c - 1           ─▶  take undo.<c> and undo.<c - 1> back
 """
 
 import json
@@ -31,6 +32,7 @@ from funcrec.stores._store import (
     RecordDtype,
     checked_records,
     checked_rows,
+    commit_problems,
     first_records,
     step_problems,
 )
@@ -38,7 +40,7 @@ from funcrec.stores._undo import Undo, blocks_of, machine_start
 
 CALL = "funcrec.file_store"
 RECORDS, WRITTEN, ABOUT, JOURNAL = "records", "written", "store.json", "undo."
-FORMAT = 1
+FORMAT = 2
 WAS_WRITTEN, IS_KEPT = 1, 2  # bits of a row's flags
 
 
@@ -201,29 +203,36 @@ class _FileStore:
         check(call, step_problems(step))
         with self.lock:
             self._check(call)
+            if step == self.step and not self.since:
+                return
             self._flush()
-            about = {"format": FORMAT, "commits": self.commits + 1, "step": step, **self.form}
+            about = {"format": FORMAT, "commits": self.commits + 1, "step": step, "before": self.step, **self.form}
             self.is_torn = True
             try:
                 write_whole(call, self.folder / ABOUT, lambda file: file.write(_text(about)))
             except Exception:
                 self.is_torn = _about(self.folder, self.form)["commits"] != self.commits
                 raise
-            self.undo.remove()
+            self._remove_before(self.commits)
             for rows in self.since:
                 self.flags[rows] &= WAS_WRITTEN
             self._begin(about)
 
-    def rollback(self) -> int:
+    def rollback(self, step: int | None = None) -> int:
+        call = "ColdStore.rollback"
         with self.lock:
-            self._check_open("ColdStore.rollback")
-            self.is_torn = True
+            self._check_open(call)
             about = _about(self.folder, self.form)
-            journal = self.folder / f"{JOURNAL}{about['commits']}"
-            if journal.exists():
-                self._take_back(journal)
-            for path in self.folder.glob(f"{JOURNAL}*"):
-                path.unlink()
+            steps = [x for x in (about["step"], about["before"]) if x is not None]
+            check(call, commit_problems(step, steps))
+            self.is_torn = True
+            if step not in (None, about["step"]):
+                about |= {"commits": about["commits"] - 1, "step": about["before"], "before": None}
+                write_whole(call, self.folder / ABOUT, lambda file: file.write(_text(about)))
+            for number in sorted(self._journals(), reverse=True):
+                if number >= about["commits"]:
+                    self._take_back(self.folder / f"{JOURNAL}{number}")
+            self._remove_before(about["commits"] - 1)
             self.flags = torch.empty(self.num_rows, dtype=torch.uint8)
             read_records(self.files[WRITTEN], torch.arange(1), self.flags[None])
             self._begin(about)
@@ -235,6 +244,17 @@ class _FileStore:
             self._write(RECORDS, had.values, old[had.indices])
             self._write(WRITTEN, new, torch.zeros(len(new), 1, dtype=torch.uint8))
         self._flush()
+        journal.unlink()
+
+    def _journals(self) -> list[int]:
+        """Return the numbers of the journals in the folder."""
+        return [int(path.suffix[1:]) for path in self.folder.glob(f"{JOURNAL}*")]
+
+    def _remove_before(self, number: int) -> None:
+        """Remove the journals before this one."""
+        for k in self._journals():
+            if k < number:
+                (self.folder / f"{JOURNAL}{k}").unlink()
 
     def _begin(self, about: dict[str, Any]) -> None:
         """Begin at a commit, without a journal."""
@@ -248,6 +268,8 @@ class _FileStore:
         try:
             for fd in self.files.values():
                 os.fdatasync(fd)
+            if self.undo is not None:
+                self.undo.flush()
         except OSError as error:
             raise_os(
                 "ColdStore.commit", error, "the records cannot be flushed.", "a disk that can be written", "a copy"
@@ -299,7 +321,7 @@ def _make(folder: Path, form: dict[str, Any], size: int) -> None:
             os.posix_fallocate(fd, 0, count)
         finally:
             os.close(fd)
-    (folder / ABOUT).write_bytes(_text({"format": FORMAT, "commits": 0, "step": 0, **form}))
+    (folder / ABOUT).write_bytes(_text({"format": FORMAT, "commits": 0, "step": 0, "before": None, **form}))
 
 
 def _text(about: dict[str, Any]) -> bytes:

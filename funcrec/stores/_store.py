@@ -1,6 +1,7 @@
 """The contract of stores, and the store in memory, which every other store must equal.
 
     read(rows) ─▶ records        write(rows, records)        commit(step)  |  rollback() ─▶ step of the last commit
+                                                                              rollback(step of the commit before)
 
 A store is the one value here that changes. It stays outside of programs; functions get what was read from it.
 
@@ -8,7 +9,7 @@ Shapes: N rows of a call, R rows of the store, W numbers of a record.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, NamedTuple
 
 import torch
@@ -28,15 +29,17 @@ class ColdStore(NamedTuple):
     Fields:
       read: (rows i[N]) -> the records [N, W], in new memory.
       write: (rows i[N], records [N, W]) -> None. If a row comes twice, its last record stays.
-      commit: (step, an int >= 0) -> None. Earlier writes are kept, whatever happens afterwards.
-      rollback: () -> the step of the last commit, 0 before the first. Later writes are undone.
+      commit: (step, an int >= 0) -> None. Earlier writes are kept, whatever happens afterwards. A commit of the same
+        step without a write in between is the last commit.
+      rollback: (step=None) -> the step of the last commit, 0 before the first. Later writes are undone. With the step
+        of the commit before, the last commit is undone, too.
       close: () -> None. It undoes nothing and commits nothing; no other function may be called afterwards.
       num_rows, width, dtype: R, W and the dtype of the records.
 
     Calls from several threads take turns.
 
     Law: read gives the record that was written last, and for a row that was never written the record of `init`, or
-      zeros. After rollback, all records are those of the last commit.
+      zeros. After rollback, all records are those of the last commit, or of the one before.
 
     Example:
       >>> import torch, funcrec as fr
@@ -52,7 +55,7 @@ class ColdStore(NamedTuple):
     read: Callable[[Tensor], Tensor]
     write: Callable[[Tensor, Tensor], None]
     commit: Callable[[int], None]
-    rollback: Callable[[], int]
+    rollback: Callable[..., int]
     close: Callable[[], None]
     num_rows: int
     width: int
@@ -87,7 +90,7 @@ def memory_store(
         torch.zeros(num_rows, dtype=torch.bool),
         threading.Lock(),
     )
-    saved = [kept.clone(), is_written.clone(), 0]
+    commits: list[tuple[int, Tensor, Tensor]] = [(0, kept.clone(), is_written.clone())]  # the last, and the one before
 
     def read(rows: Tensor) -> Tensor:
         rows = checked_rows("ColdStore.read", rows, num_rows)
@@ -105,15 +108,26 @@ def memory_store(
     def commit(step: int) -> None:
         check("ColdStore.commit", step_problems(step))
         with lock:
-            saved[:] = kept.clone(), is_written.clone(), step
+            last, *of_rows = commits[0]
+            if step != last or not all(map(is_same, of_rows, (kept, is_written))):
+                commits[:] = (step, kept.clone(), is_written.clone()), commits[0]
 
-    def rollback() -> int:
+    def rollback(step: int | None = None) -> int:
         with lock:
-            kept.copy_(saved[0])
-            is_written.copy_(saved[1])
-            return saved[2]
+            check("ColdStore.rollback", commit_problems(step, [c[0] for c in commits]))
+            if step not in (None, commits[0][0]):
+                del commits[0]
+            last, *of_rows = commits[0]
+            kept.copy_(of_rows[0])
+            is_written.copy_(of_rows[1])
+            return last
 
     return ColdStore(read, write, commit, rollback, lambda: None, num_rows, width, dtype)
+
+
+def is_same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one form have the same bytes."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def first_records(init: Init | None, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -152,6 +166,13 @@ def step_problems(step: int) -> Iterator[Problem]:
     if type(step) is not int or step < 0:
         kind = TypeError if type(step) is not int else ValueError
         yield Problem("`step` is not a step.", repr(step), "an int >= 0", kind=kind)
+
+
+def commit_problems(step: int | None, commits: Sequence[int]) -> Iterator[Problem]:
+    """Report a step that no commit has, to which the store could return. commits: the last first."""
+    if step is not None and step not in commits:
+        need = f"the step of the last commit or of the one before: {' or '.join(map(str, commits))}"
+        yield Problem("`step` is not the step of a commit.", repr(step), need, "rollback(), for the last commit")
 
 
 def plain_problems(name: str, x: Tensor, hint: str) -> Iterator[Problem]:

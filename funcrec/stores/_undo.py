@@ -1,4 +1,4 @@
-"""The undo journal: the old records of all rows that were written since the last commit.
+"""The undo journal: the old records of all rows that were written between a commit and the next.
 
     file   =  head ‖ block ‖ block ‖ ...        head: the name of the machine's start, and whether blocks are flushed
     block  =  [magic, CRC, n rows, m old records] ‖ rows ‖ old records of the first m rows; the others had none
@@ -66,12 +66,13 @@ class Undo:
             raise
         self.fd, self.end = fd, end
 
-    def remove(self) -> None:
-        """Remove the file; its blocks are then never undone."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-        self.path.unlink(missing_ok=True)
+    def flush(self) -> None:
+        """Put all blocks on the disk. The head then says that they are there, and later blocks are flushed, too."""
+        if self.fd >= 0 and not self.is_durable:
+            os.fdatasync(self.fd)
+            self.is_durable = True
+            _write(self.fd, [HEAD.pack(MAGIC, machine_start().encode(), True)], 0)
+            os.fdatasync(self.fd)
 
     def close(self) -> None:
         if self.fd >= 0:

@@ -105,6 +105,37 @@ def test_an_opening_that_stops_is_repeated(tmp_path):
     raise AssertionError("the opening did not end")
 
 
+def test_a_return_that_stops_is_repeated(tmp_path):
+    """If a process ends while its store returns to the commit before, at any change, the store has the records of that
+    commit or of the last, whole, when it is opened again. It can still return."""
+    seen = set()
+    for last in range(1, 50):
+        path = tmp_path / str(last)
+        store = fr.file_store(path, NUM_ROWS, 3)
+        for _ in steps(store):
+            pass
+        with pytest.MonkeyPatch.context() as patch:
+            Disk(patch, last, 0.4 if last % 2 else 1.0)
+            try:
+                store.rollback(2)
+            except Stop:
+                is_over = False
+            else:
+                is_over = True
+        store.close()
+        again = fr.file_store(path, NUM_ROWS, 3)
+        step = again.rollback()
+        is_same(again.read(EVERY), after(step))
+        assert again.rollback(2) == 2
+        is_same(again.read(EVERY), after(2))
+        again.close()
+        seen.add(step)
+        if is_over:
+            assert seen == {2, 3}
+            return
+    raise AssertionError("the return did not end")
+
+
 def test_an_interrupted_call_is_taken_back(tmp_path):
     """After an interrupted call a store refuses further calls until it is rolled back."""
     store = fr.file_store(tmp_path / "rows", NUM_ROWS, 3)

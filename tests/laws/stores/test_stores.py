@@ -35,7 +35,7 @@ class Calls(RuleBasedStateMachine):
         for store in (self.memory, self.file):
             store.write(*generated(seed, count))
 
-    @rule(step=st.integers(0, 1000))
+    @rule(step=st.integers(0, 3))
     def commit(self, step):
         self.memory.commit(step)
         self.file.commit(step)
@@ -43,6 +43,17 @@ class Calls(RuleBasedStateMachine):
     @rule()
     def rollback(self):
         assert self.memory.rollback() == self.file.rollback()
+
+    @rule(step=st.sampled_from([0, 1]))
+    def return_to_a_step(self, step):
+        """Both return to the commit of a step, or neither has it."""
+        done = []
+        for store in (self.memory, self.file):
+            try:
+                done.append(store.rollback(step))
+            except ValueError:
+                done.append(None)
+        assert done[0] == done[1]
 
     @rule()
     def open_again(self):
@@ -126,6 +137,29 @@ def test_threads_take_turns(tmp_path):
     for t in readers:
         t.join()
     assert len(seen) == 120 and all(seen)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_store_returns_to_the_commit_before(tmp_path, durable):
+    """The step of the commit before undoes the last commit, in an open store and after it was closed. Earlier steps are
+    refused, and so is a second return; both change nothing."""
+    opened = lambda: fr.file_store(tmp_path / "rows", NUM_ROWS, 3, durable=durable)
+    for store, is_file in ((fr.memory_store(NUM_ROWS, 3), False), (opened(), True)):
+        for _ in steps(store):
+            pass
+        store.close()
+        store = opened() if is_file else store
+        with refused(ValueError, "is not the step of a commit", "3 or 2"):
+            store.rollback(1)
+        assert store.rollback(2) == 2
+        is_same(store.read(EVERY), after(2))
+        for step in (3, 1):
+            with refused(ValueError, "is not the step of a commit"):
+                store.rollback(step)
+        store.write(*generated(5, 30))
+        assert store.rollback(2) == store.rollback() == 2
+        is_same(store.read(EVERY), after(2))
+        store.close()
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
