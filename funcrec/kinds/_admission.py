@@ -100,6 +100,31 @@ def admit(
       >>> bool(rows[0] == again[1]), int(turnover.hits), int(turnover.count)
       (True, 2, 0)
     """
+    choice = choose(vocabulary, ids, now)
+    return settled(vocabulary, choice), as_bags(ids, choice.rows), turnover_of(choice)
+
+
+@pytree
+class Choice:
+    """What a step with some ids changes in a vocabulary, before it is written.
+
+    The fields are those that `admit_ids` of `funcrec.kernels.ops` returns for the ids i[N]; step: i64[].
+    """
+
+    step: Tensor
+    ids: Tensor
+    rows: Tensor
+    changed: Tensor
+    new_ids: Tensor
+    old_ids: Tensor
+    evicted: Tensor
+    counts: Tensor
+    missed: Tensor
+    numbers: Tensor
+
+
+def choose(vocabulary: Vocabulary, ids: Ids, now: int | Tensor | None = None) -> Choice:
+    """Return what `admit` would change. The vocabulary stays as it is, and is not copied."""
     check("funcrec.admit", vocabulary_problems(vocabulary), id_problems(ids, vocabulary))
     values, valid = flat_ids(ids)
     step = vocabulary.now + 1 if now is None else torch.maximum(vocabulary.now, as_step(now, vocabulary.now))
@@ -108,14 +133,22 @@ def admit(
     share = int(vocabulary.admit * EVERYONE) if isinstance(vocabulary.admit, float) else EVERYONE
     how = policy, vocabulary.ttl or 0, least, share, vocabulary.num_shared, salt
     choice = ops.available("admit_ids", values.device)
-    found = ops.admit_ids(given, step, values, valid, scores, *how, implementation=choice)
-    rows, changed, new_ids, old_ids, evicted, counts, missed, numbers = found
-    after = ops.settle_ids(
-        given, step, values, rows, missed, changed, new_ids, counts, numbers, least, salt, implementation=choice
-    )
-    admitted = torch.arange(changed.shape[0], device=changed.device) < numbers[0]
-    turnover = Turnover(changed, new_ids, old_ids, admitted, evicted, numbers[0], numbers[2], numbers[3])
-    return with_state(vocabulary, after, step), as_bags(ids, rows), turnover
+    return Choice(step, values, *ops.admit_ids(given, step, values, valid, scores, *how, implementation=choice))
+
+
+def settled(vocabulary: Vocabulary, choice: Choice) -> Vocabulary:
+    """Return the vocabulary after the step of a choice."""
+    c, how = choice, (least_of(vocabulary.admit), vocabulary.salt)
+    given = c.step, c.ids, c.rows, c.missed, c.changed, c.new_ids, c.counts, c.numbers
+    implementation = ops.available("settle_ids", c.ids.device)
+    after = ops.settle_ids(state_of(vocabulary), *given, *how, implementation=implementation)
+    return with_state(vocabulary, after, c.step)
+
+
+def turnover_of(choice: Choice) -> Turnover:
+    admitted = torch.arange(choice.changed.shape[0], device=choice.changed.device) < choice.numbers[0]
+    of_rows = choice.changed, choice.new_ids, choice.old_ids, admitted, choice.evicted
+    return Turnover(*of_rows, choice.numbers[0], choice.numbers[2], choice.numbers[3])
 
 
 @typed

@@ -232,20 +232,28 @@ def admit_batch(
 
     The rows of new ids still hold the numbers of the ids before: `renew` them.
 
-    batch: any tree; all its KeyedJaggedTensors count.
     gather: on ranks, a tensor -> that of all ranks, one after the other.
     """
+    vocabularies, turnovers = {}, {}
+    for name, ids in ids_of_batch(dynamic, batch, gather).items():
+        vocabularies[name], _, turnovers[name] = admit(dynamic.vocabularies[name], ids)
+    return replace(dynamic, vocabularies=vocabularies), turnovers
+
+
+def ids_of_batch(dynamic: DynamicTables, batch: Any, gather: Gather = lambda x: x) -> dict[str, JaggedTensor]:
+    """Return {vocabulary: the ids of a batch that it has to hold, in one bag}.
+
+    batch: any tree; all its KeyedJaggedTensors count.
+    """
     is_ids = lambda x: isinstance(x, KeyedJaggedTensor)
-    each = [x for x in tree_leaves(batch, is_leaf=is_ids) if is_ids(x)]
-    vocabularies, turnovers = dict(dynamic.vocabularies), {}
-    for name, vocabulary in dynamic.vocabularies.items():
+    each, out = [x for x in tree_leaves(batch, is_leaf=is_ids) if is_ids(x)], {}
+    for name in dynamic.vocabularies:
         columns = {c: most for c, v, most in dynamic.columns if v == name}
         own = [(x, {c: n for c, n in columns.items() if c in x.keys}) for x in each]
         check("funcrec.train_step", batch_problems(own, name, columns))
         bags = [ids_of_columns(x, mine)[0] for x, mine in own if mine]
-        whole = joined([gather(b.values) for b in bags], [gather(b.offsets[1:]) for b in bags])
-        vocabularies[name], _, turnovers[name] = admit(vocabulary, whole)
-    return replace(dynamic, vocabularies=vocabularies), turnovers
+        out[name] = joined([gather(b.values) for b in bags], [gather(b.offsets[1:]) for b in bags])
+    return out
 
 
 def joined(values: Sequence[Tensor], counts: Sequence[Tensor]) -> JaggedTensor:
