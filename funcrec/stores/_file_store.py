@@ -30,6 +30,7 @@ from funcrec.stores._store import (
     ColdStore,
     Init,
     RecordDtype,
+    as_values,
     checked_records,
     checked_rows,
     commit_problems,
@@ -42,6 +43,7 @@ CALL = "funcrec.file_store"
 RECORDS, WRITTEN, ABOUT, JOURNAL = "records", "written", "store.json", "undo."
 FORMAT = 2
 WAS_WRITTEN, IS_KEPT = 1, 2  # bits of a row's flags
+MOST_BYTES = 2**63 - 1
 
 
 @typed
@@ -86,6 +88,7 @@ def file_store(
     """
     if not durable and not machine_start():
         fail(CALL, "this system does not report its start time.", got="durable=False", need="durable=True")
+    check(CALL, size_problems(num_rows, width * dtype.itemsize))
     folder = Path(os.path.realpath(as_path(CALL, path, "folder", '"runs/rows"')))
     first = _first(init, num_rows, width, dtype)
     form = {"num_rows": num_rows, "width": width, "dtype": str(dtype).removeprefix("torch."), "first": first}
@@ -148,9 +151,10 @@ class _FileStore:
         if is_old.all():
             return self._read(rows)
         records = torch.empty(len(rows), self.width, dtype=self.dtype)
-        records[is_old] = self._read(rows[is_old])
+        put = lambda which, x: records.index_copy_(0, which.nonzero()[:, 0], x)  # records[mask] = x changes bits of NaN
+        put(is_old, self._read(rows[is_old]))
         new, place = torch.unique_consecutive(rows[~is_old], return_inverse=True)
-        records[~is_old] = first_records(self.init, new, self.width, self.dtype)[place]
+        put(~is_old, first_records(self.init, new, self.width, self.dtype)[place])
         return records
 
     def _read(self, rows: Tensor) -> Tensor:
@@ -198,6 +202,7 @@ class _FileStore:
             need, hint = "a disk that can be written", "rollback(), which gives the last commit"
             raise_os("ColdStore.write", error, "the records cannot be written.", need, hint)
 
+    @as_values()
     def commit(self, step: int) -> None:
         call = "ColdStore.commit"
         check(call, step_problems(step))
@@ -205,9 +210,9 @@ class _FileStore:
             self._check(call)
             if step == self.step and not self.since:
                 return
-            self._flush()
             about = {"format": FORMAT, "commits": self.commits + 1, "step": step, "before": self.step, **self.form}
-            self.is_torn = True
+            self.is_torn = True  # a second flush would not report what the first one lost
+            self._flush()
             try:
                 write_whole(call, self.folder / ABOUT, lambda file: file.write(_text(about)))
             except Exception:
@@ -218,6 +223,7 @@ class _FileStore:
                 self.flags[rows] &= WAS_WRITTEN
             self._begin(about)
 
+    @as_values()
     def rollback(self, step: int | None = None) -> int:
         call = "ColdStore.rollback"
         with self.lock:
@@ -235,6 +241,9 @@ class _FileStore:
             self._remove_before(about["commits"] - 1)
             self.flags = torch.empty(self.num_rows, dtype=torch.uint8)
             read_records(self.files[WRITTEN], torch.arange(1), self.flags[None])
+            if self.flags.max() > WAS_WRITTEN:
+                got, need = "bytes above 1", "the file as it was written"
+                fail(CALL, f"`{self.folder / WRITTEN}` was changed.", got=got, need=need, hint="a copy of the folder")
             self._begin(about)
             return self.step
 
@@ -348,6 +357,7 @@ def _about(folder: Path, form: dict[str, Any]) -> dict[str, Any]:
     return about
 
 
+@as_values()
 def _first(init: Init | None, num_rows: int, width: int, dtype: torch.dtype) -> int | None:
     """Return the CRC of a few first records, which recognises `init`."""
     if init is None:
@@ -357,6 +367,12 @@ def _first(init: Init | None, num_rows: int, width: int, dtype: torch.dtype) -> 
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def size_problems(num_rows: int, size: int) -> Iterator[Problem]:
+    if num_rows * size > MOST_BYTES:
+        need = f"at most {MOST_BYTES} bytes in a file"
+        yield Problem("`num_rows` is too large.", f"{num_rows} records of {size} bytes", need, "several stores")
 
 
 def form_problems(about: dict[str, Any], form: dict[str, Any]) -> Iterator[Problem]:

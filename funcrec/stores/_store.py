@@ -8,6 +8,7 @@ A store is the one value here that changes. It stays outside of programs; functi
 Shapes: N rows of a call, R rows of the store, W numbers of a record.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, NamedTuple
@@ -15,7 +16,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, Within, check, fail, is_tracked, is_wrapped, stray, typed
+from funcrec.core import Count, Problem, Within, check, fail, is_tracked, is_wrapped, outside_transforms, stray, typed
 
 Init = Callable[[Tensor], Tensor]
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
@@ -85,12 +86,10 @@ def memory_store(
       tensor([[4., 4.],
               [2., 2.]])
     """
-    kept, is_written, lock = (
-        torch.zeros(num_rows, width, dtype=dtype),
-        torch.zeros(num_rows, dtype=torch.bool),
-        threading.Lock(),
-    )
-    commits: list[tuple[int, Tensor, Tensor]] = [(0, kept.clone(), is_written.clone())]  # the last, and the one before
+    with as_values():
+        kept, is_written = torch.zeros(num_rows, width, dtype=dtype), torch.zeros(num_rows, dtype=torch.bool)
+        commits = [(0, kept.clone(), is_written.clone())]  # the last, and the one before
+    lock, is_changed = threading.Lock(), [False]  # since the last commit
 
     def read(rows: Tensor) -> Tensor:
         rows = checked_rows("ColdStore.read", rows, num_rows)
@@ -103,15 +102,17 @@ def memory_store(
     def write(rows: Tensor, records: Tensor) -> None:
         rows, records = checked_records("ColdStore.write", rows, records, num_rows, width, dtype)
         with lock:
-            kept[rows], is_written[rows] = records, True
+            kept[rows], is_written[rows], is_changed[0] = records, True, is_changed[0] or len(rows) > 0
 
+    @as_values()
     def commit(step: int) -> None:
         check("ColdStore.commit", step_problems(step))
         with lock:
-            last, *of_rows = commits[0]
-            if step != last or not all(map(is_same, of_rows, (kept, is_written))):
+            if step != commits[0][0] or is_changed[0]:
                 commits[:] = (step, kept.clone(), is_written.clone()), commits[0]
+            is_changed[0] = False
 
+    @as_values()
     def rollback(step: int | None = None) -> int:
         with lock:
             check("ColdStore.rollback", commit_problems(step, [c[0] for c in commits]))
@@ -120,14 +121,17 @@ def memory_store(
             last, *of_rows = commits[0]
             kept.copy_(of_rows[0])
             is_written.copy_(of_rows[1])
+            is_changed[0] = False
             return last
 
     return ColdStore(read, write, commit, rollback, lambda: None, num_rows, width, dtype)
 
 
-def is_same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one form have the same bytes."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+@contextlib.contextmanager
+def as_values() -> Iterator[None]:
+    """Make plain tensors, also inside of transforms and of inference mode."""
+    with outside_transforms(), torch.inference_mode(False):
+        yield
 
 
 def first_records(init: Init | None, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ A block is whole in the file before its rows are written. A block that a killed 
 and its rows were not written. Blocks are undone from the last to the first, so the oldest record of a row stays.
 """
 
+import mmap
 import os
 import struct
 import zlib
@@ -75,9 +76,9 @@ class Undo:
             os.fdatasync(self.fd)
 
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1  # first, so that an interrupt does not close the number twice
+        if fd >= 0:
+            os.close(fd)
 
 
 def blocks_of(call: str, path: Path, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -96,6 +97,9 @@ def blocks_of(call: str, path: Path, size: int) -> Iterator[tuple[Tensor, Tensor
         places = []
         while (place := _whole_block(file, size)) is not None:
             places.append(place)
+        if _is_block_after(file, HEAD.size if not places else _end(places[-1], size), size):
+            got, need = "a changed block, and a whole one after it", "the file as it was written"
+            fail(call, f"`{path}` was changed.", got=got, need=need, hint="a copy of the folder")
         for at, count, count_old in reversed(places):
             file.seek(at)
             rows = torch.frombuffer(bytearray(file.read(8 * count)) or bytearray(8), dtype=torch.int64)[:count]
@@ -118,6 +122,22 @@ def _whole_block(file, size: int) -> tuple[int, int, int] | None:
         if not part:
             return None
     return (at, count, count_old) if crc == want else None
+
+
+def _end(place: tuple[int, int, int], size: int) -> int:
+    at, count, count_old = place
+    return at + 8 * count + size * count_old
+
+
+def _is_block_after(file, at: int, size: int) -> bool:
+    """Return whether a whole block begins after the place `at`. A process that stops leaves none after an unfinished
+    one."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+        while (at := whole.find(struct.pack("<Q", MARK), at + 1)) >= 0:
+            file.seek(at)
+            if _whole_block(file, size) is not None:
+                return True
+    return False
 
 
 def _write(fd: int, parts: list, at: int) -> int:
