@@ -125,7 +125,7 @@ class Choice:
 
 def choose(vocabulary: Vocabulary, ids: Ids, now: int | Tensor | None = None) -> Choice:
     """Return what `admit` would change. The vocabulary stays as it is, and is not copied."""
-    check("funcrec.admit", vocabulary_problems(vocabulary), id_problems(ids, vocabulary))
+    check("funcrec.admit", vocabulary_problems(vocabulary), id_problems(ids, vocabulary), clock_problems(now))
     values, valid = flat_ids(ids)
     step = vocabulary.now + 1 if now is None else torch.maximum(vocabulary.now, as_step(now, vocabulary.now))
     given, scores = state_of(vocabulary), scores_of(vocabulary, step)
@@ -221,6 +221,11 @@ def scores_at(policy: Callable, age: Tensor, count: Tensor) -> Tensor:
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def clock_problems(now: int | Tensor | None) -> Iterator[Problem]:
+    if isinstance(now, int) and now >= 2**63:
+        yield Problem("`now` is too large.", f"{now}", "a number of 64 bits, below 2⁶³", "now=None, which counts steps")
 
 
 def ttl_problems(vocabulary: Vocabulary) -> Iterator[Problem]:

@@ -128,7 +128,7 @@ def vocabulary(
     Source: TorchRec's managed collision modules; HierarchicalKV (arXiv:2603.17168) for buckets of 128 slots with tags;
       TinyLFU (arXiv:1512.00727), section 3.4, for the sketch that halves.
     """
-    check("funcrec.vocabulary", setting_problems(capacity, policy, admit, unknown))
+    check("funcrec.vocabulary", setting_problems(capacity, ttl, admit, unknown))
     num_rows = -(-capacity // SLOTS) * SLOTS
     zeros = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=device)
     bytes_of = lambda: zeros(num_rows, dtype=torch.uint8)
@@ -186,9 +186,12 @@ def least_of(admit: int | float | None) -> int:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def setting_problems(capacity: int, policy: object, admit: object, unknown: object) -> Iterator[Problem]:
+def setting_problems(capacity: int, ttl: int | None, admit: object, unknown: object) -> Iterator[Problem]:
     if capacity > MOST_ROWS:
         yield Problem("`capacity` is too large.", f"{capacity}", f"at most {MOST_ROWS}", "several vocabularies")
+    if ttl is not None and ttl >= 2**32:
+        need, hint = "fewer than 2³² steps: ages are exact below that", "a clock with longer steps"
+        yield Problem("`ttl` is too large.", f"{ttl}", need, hint)
     if isinstance(unknown, int) and unknown >= 2**31:
         yield Problem("`unknown` is too large.", f"{unknown}", "fewer than 2³¹ shared rows", "unknown=1")
     if isinstance(admit, bool):

@@ -53,20 +53,21 @@ def vocabulary_of(empty: Vocabulary, items: Mapping[str, Tensor]) -> tuple[Vocab
     """Return a vocabulary that holds the ids of a list, with the settings and the size of `empty`, and their rows.
 
     Args:
-      empty: a vocabulary without ids, such as `vocabulary` returns. Its size and settings may differ from those of the
-        vocabulary that the list came from.
+      empty: a vocabulary, such as `vocabulary` returns, whose size and settings count. They may differ from those of
+        the vocabulary that the list came from. Ids that it holds are not kept.
       items: what `vocabulary_items` returned: "ids", "ages" and "counts" of L places, and numbers "count" and "now",
         all i64. Places from `count` on are not read. "rows" is not read.
 
     Returns:
-      the vocabulary, and the row of each id, i64[L], or -1. An id has no row if its bucket is full: the policy of
-        `empty` chooses who stays. Rows of tables move by it: new[rows[k]] = old[items["rows"][k]] for k < count.
+      the vocabulary, and the row of each id, i64[L], or -1. An id has no row if its bucket is full: ids older than
+        the `ttl` of `empty` leave first, then its policy chooses. Rows of tables move by it:
+        new[rows[k]] = old[items["rows"][k]] for k < count.
 
     Raises:
       TypeError, ValueError: `empty` or the list does not have these tensors.
 
     Law: the order of the list changes nothing. vocabulary_items(vocabulary_of(empty, items)) has the same ids, ages and
-      counts, if no bucket has more than 128. An id that is listed twice has one row.
+      counts, if no bucket has more than 128. An id that is listed twice has one row, and its least age.
 
     Example:
       >>> import torch, funcrec as fr
@@ -80,22 +81,25 @@ def vocabulary_of(empty: Vocabulary, items: Mapping[str, Tensor]) -> tuple[Vocab
     ids, ages, counts, num_rows = items["ids"], items["ages"], items["counts"].clamp(0, LOWER), empty.capacity
     place = torch.arange(ids.shape[0], device=ids.device)
     h = mix(ids ^ empty.salt)
-    by_id = order_by(ages, unsigned(h), place >= items["count"])
+    by_id = order_by(-counts, ages, unsigned(h), place >= items["count"])
     again = (h[by_id] == h[by_id].roll(1)) & (place > 0)
     listed = torch.zeros_like(again).scatter(0, by_id, (place < items["count"]) & ~again)
     known = POLICIES.get(empty.policy)
     score = scores_at(empty.policy, ages, counts) if known is None else score_of(known, ages, counts, ages)
-    bucket = bucket_of(h, num_rows)
-    order = order_by(unsigned(h), ages, ~score, bucket, ~listed)  # ~score descends, and has no overflow as -score has
+    bucket, is_old = bucket_of(h, num_rows), torch.zeros_like(listed) if empty.ttl is None else ages > empty.ttl
+    score = torch.where(is_old, 0, score)
+    order = order_by(unsigned(h), ages, ~score, is_old, bucket, ~listed)  # ~score descends; -score may overflow
     own = bucket[order]
     rank = place - torch.where((own != own.roll(1)) | (place == 0), place, 0).cummax(0).values
     rows = torch.zeros_like(order).scatter(0, order, own * SLOTS + rank)
     fits = listed & (torch.zeros_like(order).scatter(0, order, rank) < SLOTS)
     at = torch.where(fits, rows, num_rows)
-    put = lambda x, new: torch.cat([x, x[:1]]).index_put((at,), new.to(x.dtype))[:-1]
+    put = lambda x, new: x.new_zeros(num_rows + 1, *x.shape[1:]).index_put((at,), new.to(x.dtype))[:-1]
     words = ((items["now"] - ages) & LOWER) << 32 | counts
-    made = replace(empty, tags=put(empty.tags, tag_of(h)), entries=put(empty.entries, torch.stack([ids, words], 1)))
-    return replace(made, now=torch.maximum(empty.now, items["now"])), torch.where(fits, rows, -1)
+    own = put(empty.tags, tag_of(h)), put(empty.entries, torch.stack([ids, words], 1)), items["now"].clone()
+    sketch = None if empty.sketch is None else torch.zeros_like(empty.sketch)
+    made = replace(empty, tags=own[0], entries=own[1], now=own[2], sketch=sketch)
+    return made, torch.where(fits, rows, -1)
 
 
 # -- validators --------------------------------------------------------------------------------------------------

@@ -321,6 +321,8 @@ WRONG = [
     e("`admit`", fr.vocabulary, 128, admit=True),
     e("`capacity` is too large", fr.vocabulary, 2**40),
     e("`unknown` is too large", fr.vocabulary, 128, unknown=2**31),
+    e("`ttl` is too large", fr.vocabulary, 128, ttl=2**32),
+    e("`now` is too large", fr.admit, fr.vocabulary(128), torch.arange(3), now=2**63),
     e("`policy`", fr.vocabulary, 128, policy="fifo"),
     e("`ids` is not a tensor of this dtype.*f32", fr.admit, fr.vocabulary(128), torch.ones(3)),
     e("`ids.values` are not ids", fr.find, fr.vocabulary(128), fr.JaggedTensor.from_lists([[1.5]])),

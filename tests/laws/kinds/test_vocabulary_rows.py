@@ -227,3 +227,42 @@ def test_of_too_many_ids_the_policy_keeps_its_own():
     assert sorted(items["ids"][rows >= 0].tolist()) == [*range(72, 200)] and int(made.num_ids) == 128
     twice = {k: torch.cat([x[:200], x[:200]]) if x.dim() else x * 2 if k == "count" else x for k, x in items.items()}
     assert int(fr.vocabulary_of(fr.vocabulary(1024), twice)[0].num_ids) == 200
+
+
+def listed(*rows):
+    """Return a list of vocabulary_of: (id, age, count) of each place."""
+    ids, ages, counts = torch.tensor(rows).unbind(1)
+    return {"ids": ids, "ages": ages, "counts": counts, "count": torch.tensor(len(rows)), "now": torch.tensor(500)}
+
+
+def test_ids_past_their_ttl_leave_a_list_first():
+    """If a bucket is full, ids older than `ttl` leave first, whatever their count."""
+    old, young = [(i, 90, 1000) for i in range(100)], [(i, 3, 1) for i in range(200, 300)]
+    for policy in ("lru", "lfu", "distance_lfu", lambda age, count: count):
+        made, _ = fr.vocabulary_of(fr.vocabulary(128, policy=policy, ttl=50), listed(*old, *young))
+        assert (fr.find(made, torch.arange(200, 300)) >= 0).all() and int(made.num_ids) == 128
+        gone = [i for i in range(100) if int(fr.find(made, torch.tensor([i]))) < 0]
+        _, _, turnover = fr.admit(made, torch.arange(1000, 1028), now=500)
+        assert sorted(gone + turnover.old_ids[turnover.evicted].tolist()) == [*range(100)]
+
+
+def test_a_list_alone_says_which_ids_a_vocabulary_has():
+    """Ids, counts and the clock of the vocabulary that gives the settings do not matter."""
+    fresh = fr.vocabulary(128, policy="lfu", admit=2)
+    used = fresh
+    for _ in range(3):
+        used, *_ = fr.admit(used, torch.arange(40), now=9000)
+    items = listed((3, 4, 7), (1000, 0, 1))
+    same(fr.vocabulary_of(used, items), fr.vocabulary_of(fresh, items))
+    again = fr.vocabulary_items(fr.vocabulary_of(used, items)[0])
+    assert sorted(again["ages"].tolist())[-1] == 4 and int(again["count"]) == 2
+
+
+def test_the_order_of_an_id_that_is_listed_twice_changes_nothing():
+    """An id that is listed twice has its least age, and of equal ages the greatest count, in any order."""
+    rows = [(7, 4, 9), (7, 2, 1), (7, 2, 5), (8, 0, 1)]
+    made, _ = fr.vocabulary_of(fr.vocabulary(128), listed(*rows))
+    same(fr.vocabulary_of(fr.vocabulary(128), listed(*rows[::-1]))[0], made)
+    found = fr.vocabulary_items(made)
+    at = found["ids"].tolist().index(7)
+    assert (int(found["ages"][at]), int(found["counts"][at])) == (2, 5)
