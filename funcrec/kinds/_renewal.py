@@ -71,7 +71,9 @@ def renew(
         put = lambda x, new: ops.scatter_rows(x, turnover.rows, count, new)
         wide = fresh.to(ops.accumulation_dtype(table.dtype))
         new_tables[name] = put(table, wide)
-        for slot, x in optimizer.init({name: fresh}).get(name, {}).items():
+        made = optimizer.init({name: fresh}).get(name, {})
+        check("funcrec.renew", slot_problems(name, slots.get(name, {}), made))
+        for slot, x in made.items():
             old = slots[name][slot]
             new_slots[name][slot] = put(old.reshape(old.shape[0], -1), x.reshape(x.shape[0], -1)).reshape(old.shape)
     return new_tables, new_slots
@@ -172,6 +174,13 @@ def renew_problems(
             if not x.dim() or x.shape[0] != table.shape[0]:
                 got, need = describe(x), f"{table.shape[0]} rows, as the table"
                 yield Problem(f"`slots[{config.name!r}][{slot!r}]` does not belong to rows.", got, need)
+
+
+def slot_problems(table: str, slots: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> Iterator[Problem]:
+    """Report slots that are not those of the optimizer: they would keep the numbers of the ids before."""
+    if slots.keys() != made.keys():
+        got, need = f"slots {sorted(slots)}", f"slots {sorted(made)}, those of `optimizer`"
+        yield Problem(f"`slots[{table!r}]` are not those of `optimizer`.", got, need, "optimizer.init(tables)")
 
 
 def initializer_problems(config: TableConfig) -> Iterator[Problem]:

@@ -181,6 +181,8 @@ renew = lambda **change: fr.renew(**(GIVEN | {"key": KEY, "configs": [UNIFORM]} 
 WRONG = [
     ("keeps gradients for later", lambda: renew(optimizer=fr.optim.accumulate(SPARSE["adam"], every=2, capacity=9))),
     ("does not make slots", lambda: renew(optimizer=3)),
+    ("are not those of `optimizer`", lambda: renew(optimizer=fr.optim.sgd(0.1))),
+    (r"are not those of `optimizer`.\s*got   slots \[\]", lambda: renew(slots={})),
     ("has no 'item'", lambda: renew(configs=[fr.TableConfig("item", 128, 2)])),
     ("is not that of its config", lambda: renew(configs=[fr.TableConfig("user", 128, 7)])),
     ("initializer of 'user' is not known", lambda: renew(configs=[fr.TableConfig("user", 9, DIM, initializer=max)])),
