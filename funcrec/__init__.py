@@ -115,6 +115,11 @@ from funcrec.history import delta as delta
 from funcrec.planner import Hardware as Hardware
 from funcrec.planner import plan as plan
 from funcrec.planner import TableConstraint as TableConstraint
+from funcrec.cached import CacheConfig as CacheConfig
+from funcrec.cached import cached_step as cached_step
+from funcrec.cached import cached_tables as cached_tables
+from funcrec.cached import table_store as table_store
+from funcrec.cached import TableStore as TableStore
 from funcrec.train import admission as admission
 from funcrec.train import gather_state as gather_state
 from funcrec.history import Logged as Logged

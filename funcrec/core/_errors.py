@@ -27,6 +27,7 @@ STAGES = {
     "sharding",
     "planner",
     "train",
+    "cached",
     "history",
     "checkpoint",
     "retrieval",

@@ -3,6 +3,7 @@
 EXAMPLES: dict[str, str] = {
     # classes
     "Batch": "fr.Batch(ids, label=torch.zeros(ids.num_bags))",
+    "CacheConfig": "fr.CacheConfig(fr.table_store(tables, sparse, key=fr.key(0)), capacity=128, features=features)",
     "Codec": 'fr.Codec(forward="bfloat16", backward="bfloat16")',
     "Delta": "fr.delta(fr.logged(step, steps=0).init(params))",
     "DenseOptimizer": "fr.optim.dense(torch.optim.Adam, lr=1e-3)",
@@ -35,6 +36,7 @@ EXAMPLES: dict[str, str] = {
     "Stage": 'fr.optim.Stage("linear", max_iters=100, value=0.0)',
     "TableConfig": 'fr.TableConfig("item", num_embeddings=100, embedding_dim=8)',
     "TableConstraint": "fr.TableConstraint(pooling_factor=20.0)",
+    "TableStore": "fr.table_store(tables, sparse, key=fr.key(0))",
     "Tensor": "torch.zeros(2, 8)",
     "TrainState": "step.init(params)",
     "TrainStep": "fr.train_step(loss_fn, sparse=sparse, dense=dense)",

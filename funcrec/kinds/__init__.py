@@ -1,18 +1,28 @@
 """Tables that are not plain: stored as codes, trained for such codes, or with rows for ids that come and go."""
 
 import funcrec.core as _core
+from funcrec.kinds._admission import Choice as Choice
 from funcrec.kinds._admission import Turnover as Turnover
 from funcrec.kinds._admission import admit as admit
+from funcrec.kinds._admission import choose as choose
 from funcrec.kinds._admission import expire as expire
+from funcrec.kinds._admission import settled as settled
 from funcrec.kinds._codes import CODES as CODES
 from funcrec.kinds._codes import bits_of as bits_of
 from funcrec.kinds._codes import dtype_problems as dtype_problems
 from funcrec.kinds._codes import named_dtypes as named_dtypes
+from funcrec.kinds._dynamic import STORED as STORED
 from funcrec.kinds._dynamic import DynamicTables as DynamicTables
 from funcrec.kinds._dynamic import VocabularyConfig as VocabularyConfig
 from funcrec.kinds._dynamic import admit_batch as admit_batch
+from funcrec.kinds._dynamic import columns_of as columns_of
 from funcrec.kinds._dynamic import configs_of as configs_of
 from funcrec.kinds._dynamic import dynamic_tables as dynamic_tables
+from funcrec.kinds._dynamic import ids_of_batch as ids_of_batch
+from funcrec.kinds._dynamic import ids_of_columns as ids_of_columns
+from funcrec.kinds._dynamic import owner_problems as owner_problems
+from funcrec.kinds._dynamic import plain_problems as plain_problems
+from funcrec.kinds._dynamic import stored_problems as stored_problems
 from funcrec.kinds._fake_quantized import FakeQuantizedTables as FakeQuantizedTables
 from funcrec.kinds._fake_quantized import fake_quantize as fake_quantize
 from funcrec.kinds._quantized import QuantizedTables as QuantizedTables
@@ -20,6 +30,7 @@ from funcrec.kinds._quantized import dequantize as dequantize
 from funcrec.kinds._quantized import quantize as quantize
 from funcrec.kinds._quantized import stored as stored
 from funcrec.kinds._renewal import grow as grow
+from funcrec.kinds._renewal import initializer_problems as initializer_problems
 from funcrec.kinds._renewal import renew as renew
 from funcrec.kinds._rounding import as_stored as as_stored
 from funcrec.kinds._rounding import row_keys as row_keys

@@ -49,6 +49,7 @@ from funcrec.tables import (
 )
 
 Gather = Callable[[Tensor], Tensor]
+STORED = "stored"  # `kind` of rows that a store has, and no initializer draws
 
 
 @typed_fields
@@ -76,7 +77,7 @@ class VocabularyConfig(NamedTuple):
 
 class First(NamedTuple):
     """How the rows of a table are drawn: the fields of its TableConfig that its tensor does not show, as plain values,
-    which a checkpoint can write."""
+    which a checkpoint can write. kind STORED: they are read from a store, of `scale` rows."""
 
     table: str
     vocabulary: str
@@ -94,7 +95,8 @@ class DynamicTables:
       vocabularies: {name: Vocabulary}.
       first_key: the key that draws the rows of new ids, i64[].
       columns: (column, vocabulary, the most ids of a bag or None) of each column whose ids a vocabulary holds.
-      first: (table, vocabulary, kind, scale) of each table that follows one; kind and scale are its initializer.
+      first: (table, vocabulary, kind, scale) of each table that follows one; kind and scale are its initializer, or
+        "stored" and the number of rows of its store.
 
     Example:
       >>> import torch, funcrec as fr
@@ -269,17 +271,29 @@ def joined(values: Sequence[Tensor], counts: Sequence[Tensor]) -> JaggedTensor:
 
 def without_parts(dynamic: DynamicTables) -> DynamicTables:
     """Return the part that every rank holds whole: all but the tables."""
-    check("funcrec.shard_tables", plain_problems("tables.tables", dynamic.tables))
+    check("funcrec.shard_tables", plain_problems("tables.tables", dynamic.tables), stored_problems(dynamic))
     return replace(dynamic, tables={})
 
 
+def quantized(dynamic: DynamicTables, dtypes: Any, key: Any) -> DynamicTables:
+    """Return the tables with codes for numbers, and the same vocabularies."""
+    check("funcrec.quantize", stored_problems(dynamic))
+    return replace(dynamic, tables=quantize(dynamic.tables, dtypes, key=key))
+
+
+def shapes_of(dynamic: DynamicTables) -> dict[str, tuple[int, int]]:
+    """Return {table: its shape}. A table whose rows are in a store has the rows of the store."""
+    rows = {x[0]: int(x[3]) for x in dynamic.first if x[2] == STORED}
+    return {n: (rows.get(n, shape[0]), *shape[1:]) for n, shape in table_shapes(dynamic.tables).items()}
+
+
 KINDS[DynamicTables] = Kind(
-    lambda dynamic: table_shapes(dynamic.tables),
+    shapes_of,
     lambda dynamic, *lookup: kind_of_tables(dynamic.tables).read(dynamic.tables, *lookup),
     is_trained=lambda tables: not isinstance(tables, DynamicTables) or is_plain(tables.tables),
     forms=lambda dynamic: kind_of_tables(dynamic.tables).forms(dynamic.tables),
-    quantized=lambda dynamic, dtypes, key: replace(dynamic, tables=quantize(dynamic.tables, dtypes, key=key)),
-    any_ids=lambda dynamic: [x[0] for x in dynamic.first],
+    quantized=quantized,
+    any_ids=lambda dynamic: [x[0] for x in dynamic.first if x[2] != STORED],
     as_rows=as_rows,
     placed=Placed(lambda sharded, parts: replace(sharded.rest, tables=parts), rest=without_parts),
 )
@@ -292,6 +306,13 @@ def plain_problems(path: str, tables: Any) -> Iterator[Problem]:
     if not is_plain(tables):
         need, hint = "{table: f[V, D]}", "fr.init(key, configs)"
         yield Problem(f"`{path}` are not plain.", describe(tables), need, hint, TypeError)
+
+
+def stored_problems(dynamic: DynamicTables) -> Iterator[Problem]:
+    """Report tables of which stores hold rows, too."""
+    if of_stores := [x[0] for x in dynamic.first if x[2] == STORED]:
+        need, hint = "tables that are whole in memory", "fr.cached_step(...), or tables of the rows of its stores"
+        yield Problem("some rows of `tables` are in stores.", f"cached tables {of_stores}", need, hint)
 
 
 def part_problems(tables: Mapping[str, Any], vocabularies: Mapping[str, VocabularyConfig]) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrec.cached import CachedStep
 from funcrec.core import Problem, check, describe, fail, own_errors, tree_map, typed
 from funcrec.loop._numbers import named_numbers
 from funcrec.loop._ranks import all_parts, num_processes
@@ -127,7 +128,7 @@ def batches_of(call: str, batches: Any, mesh: Mesh | None) -> tuple[Iterator | N
 
 
 def evaluation(
-    model: Any, own: Callable | None, batches: Any, metrics: Mapping | None, counts_bad_ids: bool
+    step: Any, model: Any, own: Callable | None, batches: Any, metrics: Mapping | None, counts_bad_ids: bool
 ) -> Callable | None:
     """Return a function params -> {name: number}.
 
@@ -140,8 +141,9 @@ def evaluation(
     def predict(params: Any, batch: Any) -> Tensor:
         if not counts_bad_ids:
             validate(batch, model.features, model.tables, labels=ANY)
-        return model.apply(params, batch)
+        return model.apply(*read(params, batch))
 
+    read = step.read if isinstance(step, CachedStep) else lambda params, batch: (params, batch)
     return functools.partial(evaluate, predict, batches=batches, metrics=metrics)
 
 

@@ -146,7 +146,7 @@ def fit(
 
     Args:
       step: (state, batch) -> (state, metrics), such as `train_step(...)`, plain or jitted, or a `pipeline` of it. A
-        step that donates its state uses up `state`.
+        step that donates its state uses up `state`. A `cached_step` commits its stores before each checkpoint.
       loader: position -> the rest of the epoch from that position on, as pairs (position after the batch, batch), such
         as `lambda position: fr.data.batches(..., position=position)`. Or a list of batches, the same in every epoch.
       epochs: the most epochs of the run.
@@ -226,7 +226,7 @@ def fit(
     """
     path = None if checkpoint is None else Path(checkpoint)
     check("funcrec.fit", model_problems(model, validate, state), mode_problems(mode, monitor))
-    evaluate = evaluation(model, evaluate, validation, metrics, on_bad_ids == "count")
+    evaluate = evaluation(step, model, evaluate, validation, metrics, on_bad_ids == "count")
     mode = mode or "max"
     held = lambda batch: validate_batch(batch, model.features, model.tables, labels=ANY) if model else batch
     check_batch = validate or held
@@ -298,7 +298,7 @@ def train_epoch(
     before = steps_of(run.history)
     epoch, steps, began = position.epoch, position.batch, 0.0
     with Progress(work, epoch, steps, epochs) as bar:
-        for item in ahead_of(work.step, items):
+        for item in ahead_of(work.step, items, state):
             check("funcrec.fit", item_problems(item, position))
             position, batch = item
             bad += work.bad_ids.take(position, batch)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcrec.cached import CachedStep
 from funcrec.checkpoint import difference_problems, latest, load, load_as, remove_all, save
 from funcrec.core import Problem, check, describe, fail, tree_leaves
 from funcrec.data import Position
@@ -114,6 +115,8 @@ def save_run(work: Work, run: Run) -> None:
         return
     at(f"the checkpoint of epoch {run.position.epoch}, batch {run.position.batch}")
     more = {"options": work.settings, "monitor": [work.monitor, work.mode], "order": work.order}
+    if isinstance(work.step, CachedStep):
+        work.step.commit(run.state)
     tree = {**more, **run._asdict(), "position": tuple(run.position)}
     in_parts = is_sharded(run.state) and work.keep is not None
     if is_sharded(run.state) and not in_parts:
@@ -147,6 +150,8 @@ def load_run(work: Work, state: Any, path: Path) -> Run:
     if is_sharded(state) and work.place is not None:
         saved = work.place(saved)
     check(call, state_problems(saved, state))
+    if isinstance(work.step, CachedStep):
+        work.step.rollback(saved)
     run = Run(**{name: tree[name] for name in Run._fields if name in tree})
     return run._replace(state=saved, position=Position(*tree["position"]))
 

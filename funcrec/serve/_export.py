@@ -25,6 +25,7 @@ from funcrec.core import version as own_version
 from funcrec.data import Encoding
 from funcrec.files import folder_path, write_folder
 from funcrec.jagged import KeyedJaggedTensor
+from funcrec.kinds import DynamicTables, stored_problems
 from funcrec.serve._manifest import BLANK, ENCODING, FORMAT, MANIFEST, MODEL, digest_of, needs_of, sha256_of, text_of
 from funcrec.serve._package import Package, load_package
 from funcrec.serve._trace import ANY_ROW, CALL, SINGLE, Form, Program, example_problems, form_of, trace
@@ -376,11 +377,14 @@ def encoding_problems(encoding: Encoding, form: Form) -> Iterator[Problem]:
 
 
 def kept_problems(params: Any) -> Iterator[Problem]:
-    """Yield a problem if tables lie on ranks: one process does not have all their tensors."""
+    """Yield a problem if tables lie on ranks or in stores: this process does not have all their rows."""
     own = lambda x: layout_in(x) is not None
     if any(own(x) for x in torch_tree.tree_leaves(params, is_leaf=own)):
         need, hint = "whole tables, or quantised ones", "fr.gather_tables(state.tables, mesh)"
         yield Problem("`params` have sharded tables.", "ShardedTables", need, hint, TypeError)
+    is_dynamic = lambda x: isinstance(x, DynamicTables)
+    for x in torch_tree.tree_leaves(params, is_leaf=is_dynamic):
+        yield from stored_problems(x) if is_dynamic(x) else ()
 
 
 def package_problems(path: Path) -> Iterator[Problem]:

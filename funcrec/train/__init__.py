@@ -25,3 +25,4 @@ from funcrec.train._step import admission as admission
 from funcrec.train._step import own_memory as own_memory
 from funcrec.train._step import state_problems as state_problems
 from funcrec.train._step import train_step as train_step
+from funcrec.train._step import update_of as update_of

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from funcrec.core import Problem, check, replace
-from funcrec.kinds import DynamicTables, Turnover, admit_batch, configs_of, renew
+from funcrec.kinds import DynamicTables, Turnover, admit_batch, configs_of, renew, stored_problems
 from funcrec.optim import RowOptimizer
 from funcrec.tables import layout_in
 from funcrec.train._state import TrainState
@@ -19,7 +19,7 @@ def admitted(sparse: RowOptimizer, state: TrainState, batch: Any) -> tuple[Train
     """Return (the state with a row for each admitted id of the batch, metrics), in one process."""
     if not is_dynamic(state.tables):
         return state, {}
-    check("funcrec.train_step", admission_problems(sparse))
+    check("funcrec.train_step", admission_problems(sparse), unserved_problems(state.tables))
     dynamic, turnovers = admit_batch(state.tables, batch)
     tables, slots = dynamic.tables, state.slots
     forms = {n: (tuple(t.shape), t.dtype) for n, t in tables.items()}
@@ -53,6 +53,12 @@ def admission_problems(sparse: RowOptimizer, capacity: int | None = None) -> Ite
     if capacity is not None:
         what = "`capacity` does not go with vocabularies: a step without room would already have admitted its ids."
         yield Problem(what, f"{capacity}", "capacity=None", "dedup=False, capacity=None")
+
+
+def unserved_problems(dynamic: DynamicTables) -> Iterator[Problem]:
+    """Report tables of stores: the rows of new ids come from there."""
+    for p in stored_problems(dynamic):
+        yield p._replace(hint="fr.cached_step(fr.train_step(..., admit=False), stores)")
 
 
 def dynamic_problems(tables: Any, what: str) -> Iterator[Problem]:

@@ -56,6 +56,9 @@ NOT_HERE = {
     ],
     "puts drawn or moved rows into tables: test_vocabulary_rows": ["renew", "grow"],
     "tables with the ids that have their rows: test_dynamic": ["dynamic_tables", "DynamicTables", "admission"],
+    "moves rows between memory and stores, and refuses tracked states: laws/cached": [
+        "table_store", "TableStore", "CacheConfig", "cached_tables", "cached_step",
+    ],
     "takes ranges of ids, as lookup_sequence, which is here": ["sequence_ids"],
     "a folder, made of what is here": ["data", "interop", "kernels", "metrics", "models", "nn", "optim"],
 }  # fmt: skip

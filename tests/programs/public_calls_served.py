@@ -13,11 +13,28 @@ import torch
 
 import funcrec as fr
 from funcrec.serve import _export, _manifest, _weights
-from programs.public_values import IDS, LOGGED, MESH, PARAMS, TABLES, Call, f32, i64, rows, with_signature
+from programs.public_values import (
+    IDS,
+    KEY,
+    LOGGED,
+    MESH,
+    PARAMS,
+    SPARSE,
+    TABLES,
+    Call,
+    f32,
+    i64,
+    loss_fn,
+    rows,
+    with_signature,
+)
 
 VERSION = "1"
 BATCH = fr.Batch(IDS, dense=f32(4, 2))
 RAW = {"x": [["a"], []], "y": [["b"], ["b"]], "age": [1.0, 2.0], "price": [3.0, 4.0]}
+STORED, STORED_FEATURES = (fr.TableConfig("user", 300, 2),), (fr.FeatureConfig("x", table="user"),)
+USER_STORE = fr.table_store(STORED, SPARSE, key=KEY)
+CACHES = {"users": fr.CacheConfig(USER_STORE, 128, STORED_FEATURES)}
 ENCODING = fr.data.fit_encoding(RAW, fr.data.Schema(multivalued=("x", "y"), dense=("age", "price")))
 
 
@@ -116,6 +133,13 @@ def served_calls(folder) -> list[Call]:
         store_read=(fr.memory_store(3, 2).read, {"rows": i64(1, 2)}),
         store_write=(fr.memory_store(3, 2).write, {"rows": i64(1, 2), "records": f32(2, 2)}),
         store_commit=(fr.memory_store(3, 2).commit, {"step": 1}),
+        table_store=(fr.table_store, {"configs": STORED, "sparse": SPARSE, "key": KEY, "path": str(folder / "rows"),
+            "durable": True}),
+        CacheConfig=(fr.CacheConfig, {"store": USER_STORE, "capacity": 128, "features": STORED_FEATURES,
+            "policy": "lru"}),
+        cached_tables=(fr.cached_tables, {"tables": {"t": TABLES["t"]}, "caches": CACHES}),
+        cached_step=(fr.cached_step, {"step": fr.train_step(loss_fn, sparse=SPARSE, admit=False),
+            "stores": {"users": USER_STORE}, "depth": 2}),
         update_server=(fr.update_server, {"address": f"http://127.0.0.1:{server.server_port}",
             "folder": str(published), "timeout_s": 1.0}),
     ) + rows("Package",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrec.cached import CachedStep
 from funcrec.compile import cut, form_key, is_transformed, surroundings
 from funcrec.core import Count, Device, Problem, any_tracked, check, describe, fail, fast_flatten, is_checking, typed
 from funcrec.data import prefetch
@@ -178,15 +179,16 @@ class Pipeline:
         return f"<funcrec.pipeline of {self.step!r}, depth={self.depth}>"
 
 
-def ahead_of(step: Any, items: Iterator) -> Iterator:
-    """Return the items (position, batch). Their batches are ready batches if the step is a pipeline."""
-    if not isinstance(step, Pipeline):
+def ahead_of(step: Any, items: Iterator, state: Any) -> Iterator:
+    """Return the items (position, batch). Their batches are ready batches if the step is a pipeline or has caches."""
+    if not isinstance(step, Pipeline | CachedStep):
         return items
     taken: deque = deque()
     is_pair = lambda item: isinstance(item, tuple) and len(item) == 2
     batches = (taken.append(item) or (item[1] if is_pair(item) else item) for item in items)
     both = lambda item, one: (item[0], one) if is_pair(item) else item
-    return (both(taken.popleft(), one) for one in step.start(batches, lambda batch: None))
+    ready = step.ahead(state, batches) if isinstance(step, CachedStep) else step.start(batches, lambda batch: None)
+    return (both(taken.popleft(), one) for one in ready)
 
 
 def refuse_followed(call: str, leaves: list) -> None:

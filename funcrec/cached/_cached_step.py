@@ -1,0 +1,259 @@
+"""A step whose tables are larger than memory: rows that its batch reads enter memory before, and others leave it.
+
+    state, batch --fetched--> rows that leave are written  ─▶  rows that enter  ─▶  step  ─▶  state', metrics
+
+A store changes, so it belongs to one state: the last. A step with any other state is refused.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.cached._fetched import CALL, Fetched, entered, fetched, fresh_rows, write_evicted
+from funcrec.cached._records import packed
+from funcrec.cached._rows_read import ids_in, rows_read
+from funcrec.cached._table_store import TableStore
+from funcrec.compile import is_transformed, jit
+from funcrec.core import Count, Problem, any_tracked, check, describe, map_tensors, replace, tree_leaves, typed
+from funcrec.data import prefetch
+from funcrec.kernels.reference_vocabulary import LOWER, halves
+from funcrec.kinds import DynamicTables, Vocabulary, settled
+from funcrec.tables import Params
+from funcrec.train import TrainState, update_of
+
+CHUNK = 1 << 16  # rows that a commit writes at once
+
+
+@typed
+def cached_step(step: Callable, stores: Mapping[str, TableStore], *, depth: Count = 1) -> "CachedStep":
+    """Return a step that trains `cached_tables`: (state, batch) -> (state, metrics).
+
+    Rows that the batch reads are brought into memory, and rows that leave are written to their stores. Then `step`
+    runs, and does not know of it.
+
+    Args:
+      step: `train_step(..., admit=False)`, plain or jitted, on no mesh. If it donates its state, caches change in
+        place.
+      stores: {name of the cache: its store}, as in `cached_tables`.
+      depth: how many batches `ahead` reads before they are taken.
+
+    Returns:
+      A step `cached`: `cached(state, batch)`; `cached.init(params)`.
+      `for batch in cached.ahead(state, batches): state, metrics = cached(state, batch)` reads the stores for the next
+        batches in a thread while a step computes; `cached.run(state, batches)` yields the (state, metrics).
+      `cached.read(params, batch)` returns params and a batch with all rows that the batch reads, from memory or from
+        the stores, as plain tables: `evaluate(lambda params, batch: predict(*cached.read(params, batch)), ...)`. It
+        changes no cache and no store.
+      `cached.commit(state)` writes the rows that changed since the last commit, and commits the stores. Save the state
+        afterwards. `cached.rollback(state)` returns the stores to the commit of a loaded state: that of the last
+        commit, or of the one before.
+
+    Raises:
+      IndexError: an id is not a row of its store. Nothing is written.
+      ValueError: a state is not the one that the stores belong to, or a cache has no room for the ids of a step.
+        Nothing is written.
+      TypeError: a state is tracked by a transform.
+
+    Law: any capacity, policy and depth give the losses, rows and slots of training with whole tables in memory, bit for
+      bit. If a process is killed, the stores and the last saved state go on as if it had not been, after `rollback`.
+
+    Cost: `commit` and evictions write the rows that changed, each once; a step reads the rows that enter. A cache takes
+      17 bytes of memory for a row besides the row and its slots; `ahead` takes them twice.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> users, read = fr.TableConfig("user", 10_000, 2), [fr.FeatureConfig("user", table="user")]
+      >>> sparse = fr.optim.sgd(0.5)
+      >>> store = fr.table_store([users], sparse, key=fr.key(0))
+      >>> tables = fr.cached_tables({}, {"users": fr.CacheConfig(store, capacity=128, features=read)})
+      >>> loss = lambda params, ids: (fr.lookup(params.tables, ids, read).values - 1).square().mean()
+      >>> cached = fr.cached_step(fr.train_step(loss, sparse=sparse, admit=False), {"users": store})
+      >>> state = cached.init(fr.Params(tables, {}))
+      >>> for first in (0, 5000, 0):
+      ...     ids = fr.KeyedJaggedTensor.from_lists({"user": [[first + i] for i in range(100)]})
+      ...     state, metrics = cached(state, ids)
+      >>> cached.commit(state)
+      >>> state.tables, store.progress.committed
+      (DynamicTables({user: f32[129, 2] of users}, {users: Vocabulary(128 rows, policy='lru', unknown=1)}), 3)
+    """
+    check(CALL, step_problems(step), store_problems(stores))
+    return CachedStep(step, dict(stores), depth)
+
+
+class CachedStep:
+    """The result of `cached_step`."""
+
+    def __init__(self, step: Callable, stores: dict[str, TableStore], depth: int):
+        self.step, self.stores, self.depth = step, stores, depth
+        donates = bool(getattr(step, "donate", ()))
+        self.enter = jit(entered, donate=("state",)) if donates else entered
+        self.settle = jit(settled, donate=("vocabulary",))
+        self.waiting: deque[dict[str, Tensor]] = deque()  # for each step not taken yet the ids that leave in it
+        self.lock = threading.Lock()
+
+    @property
+    def init(self) -> Callable:
+        """Return the step's `init`."""
+        return self.step.init
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+        self._check(state)
+        is_ahead = isinstance(batch, Fetched)
+        check(CALL, tracked_problems({"state": state, "batch": batch}), level_problems())
+        one = batch if is_ahead else fetched(state.tables, self.stores, batch)
+        check(CALL, batch_problems(one, self.stores))
+        write_evicted(state, self.stores, one.caches)
+        if is_ahead:
+            with self.lock:
+                self.waiting.popleft()
+        fresh = fresh_rows(self.stores, one.caches, state.step.device)
+        out = self.step(self.enter(state, {n: x.choice for n, x in one.caches.items()}, fresh), one.batch)
+        for name, own in one.caches.items():
+            self.stores[name].progress.now = own.before + 1
+        return out
+
+    def ahead(self, state: TrainState, batches: Iterable) -> Iterator[Fetched]:
+        """Return an iterator over batches with what their steps read, which a thread reads `depth` batches ahead.
+
+        state: that of the first step; each following step takes the state of the step before.
+        """
+        self._check(state)
+        self.waiting.clear()
+        return prefetch(self._fetch_all(state.tables, batches), depth=self.depth)
+
+    def _fetch_all(self, dynamic: DynamicTables, batches: Iterable) -> Iterator[Fetched]:
+        vocabularies = map_tensors(Tensor.clone, dynamic.vocabularies)
+        for batch in batches:
+            one = fetched(replace(dynamic, vocabularies=vocabularies), self.stores, batch, self._leave)
+            with self.lock:
+                self.waiting.append({n: x.old_ids for n, x in one.caches.items()})
+            vocabularies = {n: self.settle(vocabularies[n], x.choice) for n, x in one.caches.items()}
+            yield one
+
+    def _leave(self, name: str, ids: Tensor) -> Tensor:
+        """Return whether each id leaves memory in a step that was not taken yet."""
+        with self.lock:
+            others = [x[name] for x in self.waiting]
+        return torch.isin(ids, torch.cat(others)) if others else torch.zeros(len(ids), dtype=torch.bool)
+
+    def run(self, state: TrainState, batches: Iterable) -> Iterator[tuple[TrainState, dict]]:
+        """Yield (state, metrics) after each batch."""
+        for batch in self.ahead(state, batches):
+            state, metrics = self(state, batch)
+            yield state, metrics
+
+    def read(self, params: Params, batch: Any) -> tuple[Params, Any]:
+        """Return (params with plain tables of the rows that the batch reads, the batch with rows of these tables)."""
+        check(CALL, tracked_problems({"params.tables": params.tables, "ids": ids_in(batch)}), level_problems())
+        check(CALL, tables_problems(params.tables, self.stores), owner_problems(params.tables, self.stores))
+        tables, of_rows = rows_read(params.tables, self.stores, batch)
+        return replace(params, tables=tables), of_rows
+
+    def commit(self, state: TrainState) -> None:
+        """Write the rows that changed since the last commit, and commit the stores."""
+        self._check(state)
+        for name, store in self.stores.items():
+            vocabulary, progress = state.tables.vocabularies[name], store.progress
+            for rows in seen_after(vocabulary, progress.committed).split(CHUNK):
+                records = packed(store.fields, state.tables, state.slots, rows)
+                store.store.write(vocabulary.entries[rows, 0].cpu(), records.cpu())
+            store.store.commit(progress.now)
+            progress.committed = progress.now
+
+    def rollback(self, state: TrainState) -> None:
+        """Return the stores to the commit of a state, which was saved after it."""
+        check(CALL, state_problems(state, self.stores))
+        for name, store in self.stores.items():
+            last = store.store.rollback(int(state.tables.vocabularies[name].now))
+            store.progress.now = store.progress.committed = last
+
+    def _check(self, state: TrainState) -> None:
+        check(CALL, state_problems(state, self.stores))
+        check(CALL, owner_problems(state.tables, self.stores))
+
+    def __repr__(self) -> str:
+        return f"<funcrec.cached_step of {self.step!r}, {', '.join(self.stores)}>"
+
+
+def seen_after(vocabulary: Vocabulary, step: int) -> Tensor:
+    """Return the rows whose ids were seen after a step, i64[M]."""
+    age = (vocabulary.now - halves(vocabulary.entries[:, 1])[0]) & LOWER
+    return ((vocabulary.tags != 0) & (age < vocabulary.now - step)).nonzero().flatten()
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def step_problems(step: Callable) -> Iterator[Problem]:
+    own = update_of(step)
+    if own is None:
+        need = "the result of fr.train_step, or jit of it"
+        yield Problem("`step` is not a step of `train_step`.", describe(step), need, kind=TypeError)
+    elif own.recipe.admits:
+        got, need = "admit=True, which draws the rows of new ids", "a step that admits no ids"
+        yield Problem("`step` admits ids itself.", got, need, "fr.train_step(..., admit=False)")
+    elif own.where.mesh is not None:
+        yield Problem("`step` runs on a mesh.", describe(own.where.mesh), "a step in one process", "mesh=None")
+
+
+def store_problems(stores: Mapping[str, TableStore]) -> Iterator[Problem]:
+    if not stores:
+        yield Problem("`stores` are empty.", "{}", "a store for each cache", '{"users": fr.table_store(...)}')
+
+
+def tracked_problems(trees: Mapping[str, Any]) -> Iterator[Problem]:
+    """Report trees that a transform follows: stores hold plain values."""
+    for name, tree in trees.items():
+        if any_tracked(tree_leaves(tree)):
+            got, hint = "a value that requires grad, or that a transform wraps", "the step itself, on whole tables"
+            yield Problem(f"`{name}` is tracked by a transform.", got, "plain values", hint, TypeError)
+
+
+def level_problems() -> Iterator[Problem]:
+    if is_transformed():
+        what, need = "rows are read under a transform.", "a call outside of grad, vmap and jit"
+        hint = "params, batch = cached.read(params, batch), and then the transform"
+        yield Problem(what, "torch.func, or a mode of torch", need, hint, TypeError)
+
+
+def tables_problems(tables: Any, stores: Mapping[str, TableStore]) -> Iterator[Problem]:
+    """Report tables that are not those of the stores."""
+    need = f"cached tables of {list(stores)}"
+    if not isinstance(tables, DynamicTables):
+        yield Problem("`state.tables` are not cached.", describe(tables), need, "fr.cached_tables", TypeError)
+    elif set(tables.vocabularies) != set(stores):
+        yield Problem("`stores` are not those of the tables.", f"{list(stores)}", f"{list(tables.vocabularies)}")
+    else:
+        names = {c.name for store in stores.values() for c in store.configs}
+        if missing := names - set(tables):
+            yield Problem("`state.tables` are not those of the stores.", f"{list(tables)}", f"also {sorted(missing)}")
+
+
+def state_problems(state: Any, stores: Mapping[str, TableStore]) -> Iterator[Problem]:
+    if not isinstance(state, TrainState):
+        yield Problem("`state` is not a state.", describe(state), "a TrainState", "cached.init(params)", TypeError)
+    else:
+        yield from tables_problems(state.tables, stores)
+
+
+def owner_problems(tables: DynamicTables, stores: Mapping[str, TableStore]) -> Iterator[Problem]:
+    """Report a state to which a store does not belong."""
+    for name, store in stores.items():
+        at, now = int(tables.vocabularies[name].now), store.progress.now
+        if at != now:
+            need = f"the state after step {now}, or a store that was rolled back"
+            hint = f"cached.rollback(state), if the store has a commit of step {at}"
+            yield Problem(f"`state` is not the one that store {name!r} belongs to.", f"step {at}", need, hint)
+
+
+def batch_problems(one: Fetched, stores: Mapping[str, TableStore]) -> Iterator[Problem]:
+    for name, own in one.caches.items():
+        if own.before != stores[name].progress.now:
+            got, need = f"a batch for step {own.before + 1}", f"the batch for step {stores[name].progress.now + 1}"
+            yield Problem(
+                "a batch that was read ahead is taken out of its order.", got, need, "cached.ahead(state, ...)"
+            )

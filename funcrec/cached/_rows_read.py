@@ -1,0 +1,76 @@
+"""Tables with the rows of one batch alone, read from caches and stores: for evaluation, which changes neither.
+
+fn(params, batch) of the whole tables == fn(params', batch') of the read rows
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.cached._records import field_in, unpacked
+from funcrec.cached._table_store import TableStore
+from funcrec.core import Problem, check, replace, tree_leaves, tree_map
+from funcrec.jagged import KeyedJaggedTensor
+from funcrec.kinds import DynamicTables, find, ids_of_columns
+
+CALL = "funcrec.cached_step"
+
+
+def rows_read(dynamic: DynamicTables, stores: Mapping[str, TableStore], batch: Any) -> tuple[dict[str, Tensor], Any]:
+    """Return (plain tables, the batch with rows of these tables in place of the ids of caches).
+
+    A table has a row for each place of the batch's ids, so batches of one form give tables of one form.
+    """
+    bags = ids_in(batch)
+    values = [x.values.long().clone() for x in bags]
+    tables = dict(dynamic.tables)
+    for name, store in stores.items():
+        columns = {c: most for c, v, most in dynamic.columns if v == name}
+        places = [places_of(x, {c: n for c, n in columns.items() if c in x.keys}) for x in bags]
+        ids = torch.cat([x.values[at].long() for x, at in zip(bags, places, strict=True)])
+        distinct, rows = ids.unique(return_inverse=True)
+        tables |= tables_of(dynamic, name, store, distinct, sum(x.capacity for x in bags))
+        for x, at, own in zip(values, places, rows.split([len(at) for at in places]), strict=True):
+            x[at] = own
+    read = {id(x): replace(x, values=v) for x, v in zip(bags, values, strict=True)}
+    return tables, tree_map(lambda x: read[id(x)] if is_ids(x) else x, batch, is_leaf=is_ids)
+
+
+def is_ids(x: Any) -> bool:
+    return isinstance(x, KeyedJaggedTensor)
+
+
+def ids_in(batch: Any) -> list[KeyedJaggedTensor]:
+    """Return all bags of ids in a tree."""
+    return [x for x in tree_leaves(batch, is_leaf=is_ids) if is_ids(x)]
+
+
+def places_of(ids: KeyedJaggedTensor, columns: Mapping[str, int | None]) -> Tensor:
+    """Return the places of the columns' ids in `ids.values`, i64[n]."""
+    if not columns:
+        return torch.zeros(0, dtype=torch.int64, device=ids.values.device)
+    bag, at = ids_of_columns(ids, columns)
+    return at[: int(bag.offsets[-1])]
+
+
+def tables_of(dynamic: DynamicTables, name: str, store: TableStore, ids: Tensor, room: int) -> dict[str, Tensor]:
+    """Return {table: f[room, D]}: its row `ids[i]` in row i, from the cache, or else from the store."""
+    num_rows = store.store.num_rows
+    stray = ids[(ids < 0) | (ids >= num_rows)]
+    if len(stray):
+        what, got = f"ids of cache {name!r} are not rows of its store.", f"id {int(stray[0])}"
+        check(CALL, [Problem(what, got, f"0 <= id < {num_rows}", kind=IndexError)])
+    rows = find(dynamic.vocabularies[name], ids)
+    is_here = rows < dynamic.vocabularies[name].capacity
+    others, _ = unpacked(store.fields, store.store.read(ids[~is_here].cpu()).to(ids.device))
+    out = {}
+    for f in store.fields:
+        if f.slot is None:
+            table = field_in(f, dynamic.tables, {})
+            new = table.new_zeros(max(room, 1), *f.shape)
+            new[: len(ids)][is_here] = table[rows[is_here]]
+            new[: len(ids)][~is_here] = others[f.table]
+            out[f.table] = new
+    return out

@@ -1,0 +1,128 @@
+"""A store of the rows of tables and of their slots: the tables that a cache holds a part of.
+
+record(row) = the row of `init` and its first slots, until it is written
+
+Shapes: R rows of the tables, W bytes of a record.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.cached._records import fields_of, packed
+from funcrec.core import Key, Problem, check, random, typed
+from funcrec.kinds import initializer_problems
+from funcrec.optim import RowOptimizer
+from funcrec.stores import ColdStore, file_store, memory_store
+from funcrec.tables import TableConfig, id_rows
+
+
+@dataclass
+class Progress:
+    """The step whose state the store belongs to, and that of its last commit. Steps are numbers of a vocabulary."""
+
+    now: int
+    committed: int
+
+
+@dataclass(frozen=True, eq=False)
+class TableStore:
+    """A store with a record for each row of some tables: the row, and its slots. `table_store` opens it.
+
+    Args:
+      store: the records, R rows of W bytes.
+      configs: the tables, of R rows each.
+      fields: the parts of a record: table, slot or None, shape and dtype of each.
+      progress: `now` and `committed`, the numbers of the step whose state the store belongs to, and of the last
+        commit. They change as the store does.
+
+    Example:
+      >>> import funcrec as fr
+      >>> users = fr.TableConfig("user", num_embeddings=10**6, embedding_dim=4)
+      >>> fr.table_store([users], fr.optim.rowwise_adagrad(), key=fr.key(0))
+      TableStore(user, 1000000 rows of 20 bytes)
+    """
+
+    store: ColdStore
+    configs: tuple[TableConfig, ...]
+    fields: tuple[Any, ...]
+    progress: Any
+
+    def __repr__(self) -> str:
+        names = ", ".join(c.name for c in self.configs)
+        return f"TableStore({names}, {self.store.num_rows} rows of {self.store.width} bytes)"
+
+    def close(self) -> None:
+        """Close the store. What was not committed is undone when it is opened again."""
+        self.store.close()
+
+
+@typed
+def table_store(
+    configs: Sequence[TableConfig],
+    sparse: RowOptimizer,
+    *,
+    key: Key,
+    path: str | os.PathLike | None = None,
+    durable: bool = True,
+) -> TableStore:
+    """Return a store with a record for each row of some tables, for `cached_tables`. Rows are drawn when they are read.
+
+    Args:
+      configs: tables of one number of rows, which the same ids read. Each has one of funcrec's initializers.
+      sparse: the optimizer that will train them; its slots are parts of the records.
+      key: the key that draws the rows, such as that of `init`.
+      path: a folder, which is made or opened, as in `file_store`; None keeps the records in memory.
+      durable: as in `file_store`.
+
+    Raises:
+      ValueError, TypeError: the tables differ in their numbers of rows, an initializer is not one of funcrec's, a slot
+        belongs to no row, or the folder holds another store.
+
+    Law: before its first write, row r of a table is row r of `init(key, configs)`, and its slots are those that
+      `sparse.init` gives to it.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> users, key = fr.TableConfig("user", 1000, 2, initializer=fr.normal(0.1)), fr.key(0)
+      >>> store = fr.table_store([users], fr.optim.sgd(), key=key)
+      >>> record = store.store.read(torch.tensor([7]))
+      >>> bool((record.view(torch.float32) == fr.init(key, [users])["user"][7]).all())
+      True
+    """
+    check("funcrec.table_store", config_problems(configs))
+    random.check_key("funcrec.table_store", key)
+    fields, own = fields_of(configs, sparse), key.detach().cpu().clone()
+
+    def first(rows: Tensor) -> Tensor:
+        tables = {c.name: id_rows(own, c, rows) for c in configs}
+        return packed(fields, tables, sparse.init(tables))
+
+    form: dict[str, Any] = {"dtype": torch.uint8, "init": first}
+    num_rows, width = configs[0].num_embeddings, sum(f.size for f in fields)
+    if path is None:
+        store = memory_store(num_rows, width, **form)
+    else:
+        store = file_store(path, num_rows, width, durable=durable, **form)
+    last = store.rollback()
+    return TableStore(store, tuple(configs), fields, Progress(last, last))
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def config_problems(configs: Sequence[TableConfig]) -> Iterator[Problem]:
+    if not configs:
+        yield Problem("`configs` are empty.", "no table", "one table or more", 'fr.TableConfig("user", 1000, 8)')
+        return
+    sizes = {c.name: c.num_embeddings for c in configs}
+    if len(set(sizes.values())) > 1:
+        yield Problem("`configs` differ in their numbers of rows.", f"{sizes}", "one number", "a store for each number")
+    if len(sizes) < len(configs):
+        yield Problem("`configs` name a table twice.", f"{[c.name for c in configs]}", "one config for each table")
+    for config in configs:
+        yield from initializer_problems(config)

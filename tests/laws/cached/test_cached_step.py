@@ -1,0 +1,318 @@
+"""Tables of few rows in memory, whose other rows are in stores, train as whole tables in memory."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs.cached_users import CAPACITY, KEY, NUM_ROWS, OPTIMIZERS, Both, batches_of, loss_fn, rare
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**30),
+    name=st.sampled_from(list(OPTIMIZERS)),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    policy=st.sampled_from(["lru", rare]),
+    depth=st.sampled_from([None, 1, 3]),
+    is_file=st.booleans(),
+)
+def test_a_cache_changes_no_bit(tmp_path_factory, seed, name, dtype, policy, depth, is_file):
+    """Training with 128 rows in memory, the others in a store, gives the losses, rows and slots of training with whole
+    tables, bit for bit, whatever the optimizer, the dtype, the policy, the store and the depth of reading ahead."""
+    path = tmp_path_factory.mktemp("store") / "rows" if is_file else None
+    both = Both(name, dtype, policy, depth or 1, path=path)
+    batches = batches_of(seed, 7)
+    seen = batches if depth is None else both.cached.ahead(both.state, batches)
+    for batch, one in zip(batches, seen, strict=True):
+        both.whole, want = both.step(both.whole, batch)
+        both.state, got = both.cached(both.state, one)
+        assert torch.equal(got["loss"], want["loss"])
+    both.check_all()
+    both.store.close()
+
+
+@pytest.mark.parametrize("depth", [None, 2])
+def test_a_compiled_donated_step_changes_no_bit(depth):
+    """A jitted step that donates its state trains the same bits, in place."""
+    both = Both("rowwise_adagrad", depth=depth or 1, jitted=True)
+    batches = batches_of(3, 8)
+    at = both.state.tables["user"].data_ptr(), both.state.tables.vocabularies["users"].entries.data_ptr()
+    for batch, one in zip(batches, batches if depth is None else both.cached.ahead(both.state, batches), strict=True):
+        both.whole, want = both.step(both.whole, batch)
+        both.state, got = both.cached(both.state, one)
+        assert torch.equal(got["loss"], want["loss"])
+    assert at == (both.state.tables["user"].data_ptr(), both.state.tables.vocabularies["users"].entries.data_ptr())
+    both.check_all()
+
+
+def test_rows_that_leave_before_they_are_read_are_read_late():
+    """A row that leaves memory in a step that was not taken yet, and enters again later, has its last numbers."""
+    both = Both(depth=4)
+    ids = [[first + i for i in range(120)] for first in (0, 200, 0, 200, 0)]
+    batches = [fr.Batch(fr.KeyedJaggedTensor.from_lists({"user": [x], "item": [[0]]}), torch.ones(1)) for x in ids]
+    ahead, late = list(both.cached.ahead(both.state, batches)), 0
+    for batch, one in zip(batches, ahead, strict=True):
+        late += len(one.caches["users"].late)
+        both.whole, want = both.step(both.whole, batch)
+        both.state, got = both.cached(both.state, one)
+        assert torch.equal(got["loss"], want["loss"])
+    assert late > 100
+    both.check_all()
+
+
+def test_evaluation_reads_memory_and_stores_and_changes_neither():
+    """`read` gives the rows of a batch, from memory or from the store: predictions are those of whole tables, bit for
+    bit, compiled too, and neither the state nor the store changes."""
+    both = Both()
+    for batch in batches_of(1, 5):
+        both.whole, _ = both.step(both.whole, batch)
+        both.state, _ = both.cached(both.state, batch)
+    before, records = fr.copy(both.state), both.store.store.read(torch.arange(NUM_ROWS))
+    for batch in batches_of(2, 4):
+        for fn in (loss_fn, fr.jit(loss_fn)):
+            assert torch.equal(fn(*both.cached.read(both.state.params, batch)), fn(both.whole.params, batch))
+    assert_trees_close(both.state, before, rtol=0, atol=0)
+    assert torch.equal(both.store.store.read(torch.arange(NUM_ROWS)), records)
+
+
+def test_rows_that_are_not_in_memory_read_nan():
+    """Without `cached_step` a lookup of rows that are not in memory gives NaN, also compiled."""
+    both = Both()
+    batch = batches_of(1, 1)[0]
+    for fn in (loss_fn, fr.jit(loss_fn)):
+        assert fn(both.state.params, batch).isnan()
+
+
+def test_empty_batches_train():
+    """A batch without ids, and one without bags, change no row of a cache."""
+    both = Both()
+    for users in ([[], []], [[]]):
+        ids = fr.KeyedJaggedTensor.from_lists({"user": users, "item": [[1]] * len(users)})
+        batch = fr.Batch(ids, torch.ones(len(users)))
+        both.whole, want = both.step(both.whole, batch)
+        both.state, got = both.cached(both.state, batch)
+        assert_trees_close(got["loss"], want["loss"], rtol=0, atol=0)
+    both.check_all()
+
+
+# -- interrupted calls -------------------------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    """What a loss raises."""
+
+
+def test_a_step_that_fails_leaves_the_state_and_the_store():
+    """If the loss raises, the old state goes on with the store, although rows were written to it."""
+    both, batches = Both(), batches_of(4, 6)
+
+    def fails(params, batch):
+        raise Stop
+
+    failing = fr.cached_step(fr.train_step(fails, sparse=OPTIMIZERS["adam"], admit=False), {"users": both.store})
+    for batch in batches:
+        with pytest.raises(Stop):
+            failing(both.state, batches_of(9, 1)[0])
+        both.whole, want = both.step(both.whole, batch)
+        both.state, got = both.cached(both.state, batch)
+        assert torch.equal(got["loss"], want["loss"])
+    both.check_all()
+
+
+def test_a_loop_that_ends_early_goes_on():
+    """Batches that were read ahead and not taken change nothing: another loop begins at the state."""
+    both, batches = Both(depth=3), batches_of(6, 9)
+    at = 0
+    while at < 9:
+        for one in both.cached.ahead(both.state, batches[at:]):
+            both.whole, want = both.step(both.whole, batches[at])
+            both.state, got = both.cached(both.state, one)
+            assert torch.equal(got["loss"], want["loss"])
+            at += 1
+            if at % 2:
+                break
+    both.check_all()
+
+
+PROGRAM = """
+import sys, torch, funcrec as fr
+from programs.cached_users import Both, batches_of
+torch.set_num_threads(1)
+folder, both = sys.argv[1], Both("rowwise_adagrad", path=sys.argv[1] + "/rows")
+if (newest := fr.latest(folder + "/states")) is not None:
+    both.state = fr.load(newest, like=both.state)
+    both.cached.rollback(both.state)
+for batch in batches_of(8, 40)[int(both.state.step):]:
+    both.state, _ = both.cached(both.state, batch)
+    if int(both.state.step) % 3 == 0:
+        both.cached.commit(both.state)
+        fr.save(folder + "/states", both.state, step=int(both.state.step), keep=2)
+        print(int(both.state.step), flush=True)
+both.cached.commit(both.state)
+fr.save(folder + "/end", both.state)
+"""
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(tmp_path):
+    """A run that SIGKILL ends at random moments, and that goes on each time from its last saved state, ends with the
+    bits of whole tables."""
+    (tmp_path / "states").mkdir()
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    for moment in range(6):
+        child = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, env=env)
+        for _ in range(1 + moment % 2):
+            child.stdout.readline()
+        if moment < 5:
+            child.send_signal(signal.SIGKILL)
+        assert child.wait() == (-signal.SIGKILL if moment < 5 else 0)
+    both = Both("rowwise_adagrad", path=tmp_path / "rows")
+    for batch in batches_of(8, 40):
+        both.whole, _ = both.step(both.whole, batch)
+    state = fr.load(tmp_path / "end", like=both.state)
+    assert torch.equal(state.dense, both.whole.dense)
+    assert torch.equal(both.store.store.read(torch.arange(NUM_ROWS)), both.records())
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_store_belongs_to_the_last_state():
+    """A step, a reading and a commit with an older state are refused, and the last state goes on."""
+    both, batches = Both(), batches_of(5, 5)
+    old = both.state
+    for batch in batches[:3]:
+        both.whole, _ = both.step(both.whole, batch)
+        both.state, _ = both.cached(both.state, batch)
+    for call in (
+        lambda: both.cached(old, batches[3]),
+        lambda: both.cached.read(old.params, batches[3]),
+        lambda: both.cached.commit(old),
+        lambda: both.cached.ahead(old, batches),
+    ):
+        with pytest.raises(ValueError, match=r"(?s)not the one that store 'users' belongs to.*step 0.*after step 3"):
+            call()
+    for batch in batches[3:]:
+        both.whole, _ = both.step(both.whole, batch)
+        both.state, _ = both.cached(both.state, batch)
+    both.check_all()
+
+
+def test_a_rollback_returns_to_a_state():
+    """After `rollback` a state of the last commit, or of the one before, trains again with the same bits. A state
+    between two commits is refused."""
+    both, batches = Both(), batches_of(7, 8)
+    states = []
+    for k, batch in enumerate(batches, 1):
+        both.state, _ = both.cached(both.state, batch)
+        states.append(fr.copy(both.state))
+        if k in (2, 4, 6):
+            both.cached.commit(both.state)
+    for k in (1, 2, 5, 7):
+        with pytest.raises(ValueError, match="is not the step of a commit"):
+            both.cached.rollback(states[k - 1])
+    for k in (6, 4):
+        both.cached.rollback(states[k - 1])
+        state = states[k - 1]
+        for batch in batches[k:]:
+            state, _ = both.cached(state, batch)
+        assert_trees_close(state, states[-1], rtol=0, atol=0)
+        both.cached.rollback(states[k - 1])
+
+
+def test_batches_ahead_are_taken_in_their_order():
+    """A batch that was read ahead for another step is refused, and changes nothing."""
+    both, batches = Both(depth=3), batches_of(5, 4)
+    ahead = list(both.cached.ahead(both.state, batches))
+    with pytest.raises(ValueError, match="out of its order"):
+        both.cached(both.state, ahead[1])
+    for batch, one in zip(batches, ahead, strict=True):
+        both.whole, _ = both.step(both.whole, batch)
+        both.state, _ = both.cached(both.state, one)
+    both.check_all()
+
+
+@pytest.mark.parametrize("ids", [[NUM_ROWS], [-1], [2**63 - 1]])
+def test_ids_outside_the_store_are_refused(ids):
+    """An id that is not a row raises before anything is written, in a step, ahead, and in a reading."""
+    both = Both()
+    good, bad = (
+        batches_of(1, 1)[0],
+        fr.Batch(fr.KeyedJaggedTensor.from_lists({"user": [[1, *ids]], "item": [[0]]}), torch.ones(1)),
+    )
+    for call in (
+        lambda: both.cached(both.state, bad),
+        lambda: next(both.cached.ahead(both.state, [bad])),
+        lambda: both.cached.read(both.state.params, bad),
+    ):
+        with pytest.raises(IndexError, match="cache 'users' are not rows of its store"):
+            call()
+    both.whole, _ = both.step(both.whole, good)
+    both.state, _ = both.cached(both.state, good)
+    both.check_all()
+
+
+def test_a_step_whose_ids_do_not_fit_is_refused():
+    """If a step has more ids of a bucket of the cache than the bucket has rows, it raises, and nothing changes."""
+    both = Both()
+    ids = fr.KeyedJaggedTensor.from_lists({"user": [list(range(CAPACITY + 1))], "item": [[0]]})
+    with pytest.raises(ValueError, match=r"(?s)no room for the ids of a step.*capacity="):
+        both.cached(both.state, fr.Batch(ids, torch.ones(1)))
+    batch = batches_of(1, 1)[0]
+    both.whole, _ = both.step(both.whole, batch)
+    both.state, _ = both.cached(both.state, batch)
+    both.check_all()
+
+
+def test_what_cannot_hold_a_part_of_its_rows_is_refused():
+    """Steps that admit ids, run on a mesh or draw rows, followed states, codes and shards are refused in words."""
+    both, batch = Both(), batches_of(1, 1)[0]
+    stores, sparse = {"users": both.store}, OPTIMIZERS["adam"]
+    with pytest.raises(ValueError, match="admits ids itself"):
+        fr.cached_step(fr.train_step(loss_fn, sparse=sparse), stores)
+    mesh = fr.Mesh.emulated(a=2)
+    plan = fr.Plan({c.name: fr.row_wise("a") for c in both.configs})
+    with pytest.raises(ValueError, match="runs on a mesh"):
+        fr.cached_step(fr.train_step(loss_fn, sparse=sparse, mesh=mesh, plan=plan, admit=False), stores)
+    with pytest.raises(TypeError, match="not a step"):
+        fr.cached_step(lambda state, batch: (state, {}), stores)
+    with pytest.raises(ValueError, match=r"(?s)in stores.*cached_step"):
+        fr.train_step(loss_fn, sparse=sparse)(both.state, batch)
+    with pytest.raises(ValueError, match="in stores"):
+        fr.quantize(both.state.tables)
+    with pytest.raises(ValueError, match="in stores"):
+        fr.export(loss_fn, both.state.params, batch, "package")
+    with pytest.raises(ValueError, match="in stores"):
+        fr.shard_tables(both.state.tables, plan, mesh)
+    tracked = fr.tree.map(lambda x: x.requires_grad_() if x.is_floating_point() else x, fr.copy(both.state.params))
+    with pytest.raises(TypeError, match="tracked by a transform"):
+        both.cached.read(tracked, batch)
+    with pytest.raises(TypeError, match="tracked by a transform"):
+        both.cached(dataclasses.replace(both.state, dense=tracked.dense), batch)
+    with pytest.raises(TypeError, match="read under a transform"):
+        torch.func.grad(lambda d: loss_fn(*both.cached.read(fr.Params(both.state.tables, d), batch)))(both.state.dense)
+    with pytest.raises(TypeError, match="not cached"):
+        both.cached(both.whole, batch)
+    with pytest.raises(ValueError, match="belongs to no row"):
+        fr.table_store(both.configs[:1], fr.optim.accumulate(sparse, every=2, capacity=8), key=KEY)
+    with pytest.raises(ValueError, match="differ in their numbers of rows"):
+        fr.table_store(both.configs, sparse, key=KEY)
+
+
+def test_read_rows_are_differentiated():
+    """A loss of the rows that were read has the derivatives of the loss on whole tables."""
+    both, batch = Both(), batches_of(1, 1)[0]
+    both.state, _ = both.cached(both.state, batch)
+    both.whole, _ = both.step(both.whole, batch)
+    params, of_rows = both.cached.read(both.state.params, batch)
+    of = lambda params, batch: torch.func.hessian(lambda d: loss_fn(fr.Params(params.tables, d), batch))(params.dense)
+    assert torch.equal(of(params, of_rows), of(both.whole.params, batch))
