@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from funcrec.cached._table_store import TableStore
-from funcrec.core import Count, Problem, check, random, reported, typed, typed_fields
+from funcrec.core import Count, Device, Problem, check, random, reported, typed, typed_fields
 from funcrec.kinds import STORED, DynamicTables, Vocabulary, columns_of, owner_problems, plain_problems, vocabulary
 from funcrec.tables import FeatureConfig, table_tensor_problems
 
@@ -48,15 +48,18 @@ class CacheConfig(NamedTuple):
 
 
 @typed
-def cached_tables(tables: Mapping[str, Tensor], caches: Mapping[str, CacheConfig]) -> DynamicTables:
+def cached_tables(
+    tables: Mapping[str, Tensor], caches: Mapping[str, CacheConfig], *, device: Device | None = None
+) -> DynamicTables:
     """Return tables, some of which are in stores and have only a part of their rows in memory, for `fr.Params`.
 
     `cached_step` trains them: it brings the rows of a batch's ids into memory before the step reads them. A row that is
     not in memory reads NaN, so that a loss or a prediction without `cached_step` is NaN, and not wrong unnoticed.
 
     Args:
-      tables: {table: f[V, D]}, those that are whole in memory.
+      tables: {table: f[V, D]}, those that are whole in memory, on `device`.
       caches: {name: a store and its part in memory}.
+      device: where the parts in memory are; None for torch's default device. Stores are read on the CPU.
 
     Raises:
       TypeError, ValueError: two caches have the same column or table, or a table is in memory and in a store.
@@ -69,20 +72,21 @@ def cached_tables(tables: Mapping[str, Tensor], caches: Mapping[str, CacheConfig
       >>> fr.lookup(tables, fr.KeyedJaggedTensor.from_lists({"user": [[7]]}), read).values
       tensor([[nan, nan]])
     """
-    check("funcrec.cached_tables", owner_problems(caches), cache_problems(tables, caches))
+    device = torch.empty(0, device=device).device
+    check("funcrec.cached_tables", owner_problems(caches), cache_problems(tables, caches, device))
     held, vocabularies = dict(tables), {}
     for name, cache in caches.items():
-        vocabularies[name] = own = vocabulary(cache.capacity, policy=cache.policy, unknown=1)
+        vocabularies[name] = own = vocabulary(cache.capacity, policy=cache.policy, unknown=1, device=device)
         held |= {c.name: blank_rows(own, c.embedding_dim, c.dtype) for c in cache.store.configs}
     columns = tuple((c, n, k) for n, cache in caches.items() for c, k in columns_of(cache.features).items())
     of_store = lambda config, name: (config.name, name, STORED, float(config.num_embeddings))
     first = tuple(of_store(c, n) for n, cache in caches.items() for c in cache.store.configs)
-    return DynamicTables(held, vocabularies, random.key(0), columns, first)
+    return DynamicTables(held, vocabularies, random.key(0).to(device), columns, first)
 
 
 def blank_rows(vocabulary: Vocabulary, dim: int, dtype: torch.dtype) -> Tensor:
     """Return a table without rows in use: zeros, and NaN in the row that ids without a row read."""
-    table = torch.zeros(vocabulary.num_embeddings, dim, dtype=dtype)
+    table = torch.zeros(vocabulary.num_embeddings, dim, dtype=dtype, device=vocabulary.tags.device)
     table[vocabulary.capacity :] = torch.nan
     return table
 
@@ -90,10 +94,16 @@ def blank_rows(vocabulary: Vocabulary, dim: int, dtype: torch.dtype) -> Tensor:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def cache_problems(tables: Mapping[str, Tensor], caches: Mapping[str, CacheConfig]) -> Iterator[Problem]:
+def cache_problems(
+    tables: Mapping[str, Tensor], caches: Mapping[str, CacheConfig], device: torch.device
+) -> Iterator[Problem]:
     if (yield from reported(plain_problems("tables", tables))):
         return
     yield from table_tensor_problems(tables)
+    for name, x in tables.items():
+        if x.device != device:
+            got, hint = f"{x.device}, and caches on {device}", f"device={str(x.device)!r}, or tables on {device}"
+            yield Problem(f"`tables[{name!r}]` lies on another device.", got, "one device", hint)
     for name, cache in caches.items():
         for config in cache.store.configs:
             if config.name in tables:

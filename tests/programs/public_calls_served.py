@@ -137,7 +137,7 @@ def served_calls(folder) -> list[Call]:
             "durable": True}),
         CacheConfig=(fr.CacheConfig, {"store": USER_STORE, "capacity": 128, "features": STORED_FEATURES,
             "policy": "lru"}),
-        cached_tables=(fr.cached_tables, {"tables": {"t": TABLES["t"]}, "caches": CACHES}),
+        cached_tables=(fr.cached_tables, {"tables": {"t": TABLES["t"]}, "caches": CACHES, "device": "cpu"}),
         cached_step=(fr.cached_step, {"step": fr.train_step(loss_fn, sparse=SPARSE, admit=False),
             "stores": {"users": USER_STORE}, "depth": 2}),
         update_server=(fr.update_server, {"address": f"http://127.0.0.1:{server.server_port}",
