@@ -139,7 +139,9 @@ def dynamic_tables(
         its initializer is not one of funcrec's; two vocabularies have the same column or table.
 
     Law: with room for all ids, training gives the losses of a table that has a row for each id, bit for bit: id i has
-      row i of init(key, ...), whenever it came. Evaluation changes no vocabulary.
+      row i of init(key, ...), whenever it came. Three things follow the rows instead: the scale of an initializer
+      without one (the number of rows), `stochastic_rounding` (the row of a draw), and the norm of `clip` (the order of
+      its sum). Evaluation changes no vocabulary.
 
     Cost: a step searches each id twice, to admit it and to look it up, in two cache lines of memory. A compiled step
       also copies the tables and vocabularies once, donated or not, because its lookups read the rows that it renews;
@@ -175,6 +177,7 @@ def configs_of(
     dynamic: DynamicTables, vocabulary: str, forms: Mapping[str, tuple[tuple[int, int], torch.dtype]]
 ) -> list[TableConfig]:
     """Return the configs of the tables that follow a vocabulary. forms: {table: (its shape, its dtype)}."""
+    check("funcrec.train_step", follow_problems(dynamic, {n: shape[0] for n, (shape, _) in forms.items()}))
     following = [x for x in map(First._make, dynamic.first) if x.vocabulary == vocabulary]
     as_config = lambda x, shape, dtype: TableConfig(x.table, *shape, dtype, Initializer(x.kind, x.scale))
     return [as_config(x, *forms[x.table]) for x in following]
@@ -214,7 +217,8 @@ def ids_of_columns(ids: KeyedJaggedTensor, columns: Mapping[str, int | None]) ->
 def as_rows(dynamic: DynamicTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> tuple[Any, Any]:
     """Return the plain tables, and ids with the rows of the features' columns in place of the vocabularies' ids."""
     of_column, of_table = {c: v for c, v, _ in dynamic.columns}, {x[0]: x[1] for x in dynamic.first}
-    check("funcrec.lookup", feature_problems(features, of_column, of_table))
+    sizes = {n: rows for n, (rows, _) in KINDS[DynamicTables].shapes(dynamic).items()}
+    check("funcrec.lookup", follow_problems(dynamic, sizes), feature_problems(features, of_column, of_table))
     found = []
     for name in dict.fromkeys(of_table[f.table] for f in features if f.table in of_table):
         bag, at = ids_of_columns(ids, columns_of([f for f in features if of_table.get(f.table) == name]))
@@ -332,6 +336,19 @@ def part_problems(tables: Mapping[str, Any], vocabularies: Mapping[str, Vocabula
                 hint = f"fr.TableConfig({t.name!r}, vocabulary.num_embeddings, {t.embedding_dim})"
                 yield Problem(f"table {t.name!r} does not follow its vocabulary.", got, need, hint)
             yield from initializer_problems(t)
+
+
+def follow_problems(dynamic: DynamicTables, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """Report vocabularies that are missing, or have another number of rows than their tables. sizes: {table: rows}."""
+    hint = "fr.vocabulary_of and moved rows, or fr.grow"
+    for x in map(First._make, dynamic.first):
+        vocabulary, num_rows = dynamic.vocabularies.get(x.vocabulary), sizes.get(x.table)
+        if vocabulary is None:
+            got, need = f"vocabularies {list(dynamic.vocabularies)}", f"the vocabulary of table {x.table!r}"
+            yield Problem(f"`tables.vocabularies` has no {x.vocabulary!r}.", got, need, hint, KeyError)
+        elif num_rows not in (None, vocabulary.num_embeddings):
+            got, need = f"{num_rows} rows", f"{vocabulary.num_embeddings} rows, those of {x.vocabulary!r}"
+            yield Problem(f"table {x.table!r} does not follow its vocabulary.", got, need, hint)
 
 
 def owner_problems(vocabularies: Mapping[str, VocabularyConfig]) -> Iterator[Problem]:

@@ -269,6 +269,12 @@ def test_batches_without_ids(num_users):
     assert int(state.tables.vocabularies["users"].num_ids) == 0
 
 
+def with_users(tables, **others):
+    """Return tables with others in place of the vocabulary of users."""
+    kept = {n: v for n, v in tables.vocabularies.items() if n != "users"}
+    return dataclasses.replace(tables, vocabularies={**kept, **others})
+
+
 MISTAKES = {
     "a table of other ids": (
         lambda t, ids: fr.lookup(t, ids, [fr.FeatureConfig("item", table="user")]), "reads a table of other ids",
@@ -287,6 +293,18 @@ MISTAKES = {
             daily.step(fr.optim.accumulate(SPARSE["sgd"], every=2, capacity=64)), t, daily.batches(0, 1)
         ),
         "keeps gradients for rows that may pass to other ids",
+    ),
+    "a vocabulary of another size": (
+        lambda t, ids: fr.lookup(with_users(t, users=fr.vocabulary(256)), ids, daily.FEATURES), "follow its vocabulary",
+    ),
+    "a step of another size": (
+        lambda t, ids: daily.run(
+            daily.step(SPARSE["sgd"]), with_users(t, users=fr.vocabulary(256)), daily.batches(0, 1)
+        ),
+        "follow its vocabulary",
+    ),
+    "a vocabulary of another name": (
+        lambda t, ids: fr.lookup(with_users(t, user=fr.vocabulary(128)), ids, daily.FEATURES), "has no 'users'",
     ),
     "a log": (lambda t, ids: fr.logged(daily.step(SPARSE["sgd"]), steps=0).init(fr.Params(t, {})), "keeps no vocab"),
     "rounding": (lambda t, ids: fr.fake_quantize(t), "are not plain tables"),
