@@ -15,7 +15,7 @@ from funcrec import losses
 from funcrec.core import Count, PositiveMagnitude, Problem, UnitInterval, check, random, typed
 from funcrec.jagged import JaggedTensor
 from funcrec.models._model import input_problems
-from funcrec.models._sequence import SequenceModel, history_of, looked_up, shifted
+from funcrec.models._sequence import SequenceModel, history_of, listed_problems, looked_up, shifted
 from funcrec.tables import Batch, Params
 
 
@@ -61,6 +61,7 @@ def next_item_loss(
     num_items = next(t.num_embeddings for t in model.tables if t.name == history.table)
 
     def drawn(params: Params, key: Tensor) -> tuple[Tensor, Tensor]:
+        check(call, listed_problems(params.tables, history.table))
         rows = random.shift_right(random.bits(key, (num_negatives,)), 1) % num_items
         bag = JaggedTensor(rows, torch.tensor([0, num_negatives], device=rows.device))
         return rows, looked_up(params.tables, history, bag).values

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, html_table, random, reduced, tree_leaves, typed_fields
+from funcrec.core import Count, Problem, check, describe, html_table, random, reduced, tree_leaves, typed_fields
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, take_ranges
 from funcrec.models._model import input_problems
 from funcrec.nn import Layer
@@ -25,6 +25,7 @@ from funcrec.tables import (
     TableConfig,
     feature_list_problems,
     feature_table_problems,
+    kind_of_tables,
     lookup_sequence,
     sequence_ids,
     table_lines,
@@ -91,6 +92,7 @@ def sequence_model(
         return last_of(hidden(params, history_of(batch, history), None))
 
     def items(params: Params) -> Tensor:
+        check(f"{call}.items", listed_problems(params.tables, history.table))
         device = next(x.device for x in tree_leaves(params.dense) if isinstance(x, Tensor))
         rows = torch.arange(table.num_embeddings, device=device)
         bag = JaggedTensor(rows, torch.tensor([0, len(rows)], device=device))
@@ -141,6 +143,14 @@ def last_of(bags: JaggedTensor) -> Tensor:
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def listed_problems(tables: Any, name: str) -> Iterator[Problem]:
+    """Report a table whose rows do not have the numbers of its items."""
+    if name in kind_of_tables(tables).any_ids(tables):
+        what = f"the items of table {name!r} are those of a vocabulary, and not the numbers of its rows."
+        hint = "a table of all items beside the dynamic ones; or fr.models.two_tower with losses of the batch's items"
+        yield Problem(what, describe(tables), "a table with a row for each item", hint)
 
 
 def history_problems(history: FeatureConfig) -> Iterator[Problem]:

@@ -326,3 +326,20 @@ def test_a_served_history(tmp_path, name):
         seen = fr.JaggedTensor.from_lists(bags)
         rows = fr.top_k(own, model.items(params), 3, exclude=seen)[1]
         assert rows.equal(fr.top_k(model.query(params, batch_of(bags)), model.items(params), 3, exclude=seen)[1])
+
+
+@pytest.mark.parametrize("how", [{}, {"loss": "sampled_softmax", "num_negatives": 4}], ids=["all", "drawn"])
+@EACH
+def test_items_of_a_vocabulary_are_refused(name, how):
+    """A table that follows a vocabulary has no row for each item: losses over all or drawn items refuse it, and so does
+    the list of all items. Queries read it."""
+    items, table = fr.vocabulary(128), fr.TableConfig("item", 128, D, dtype=torch.float64, initializer=fr.normal(0.3))
+    follows = {"items": fr.VocabularyConfig(items, [table], [HISTORY])}
+    tables = fr.dynamic_tables(fr.init(fr.key(0), [table]), follows, key=fr.key(0))
+    params = fr.Params(tables, params_of(name).dense)
+    step = fr.train_step(fr.models.next_item_loss(MODELS[name], **how), sparse=fr.optim.sgd(0.1))
+    with pytest.raises(ValueError, match="are those of a vocabulary"):
+        step(step.init(params), batch_of(BAGS))
+    with pytest.raises(ValueError, match="are those of a vocabulary"):
+        MODELS[name].items(params)
+    assert MODELS[name].query(params, batch_of(BAGS)).shape == (len(BAGS), D)
