@@ -1,11 +1,13 @@
 """The contracts of the operations on vocabularies, as in `ops`. reference_vocabulary.py describes tags and entries.
 
-Shapes: N ids, R rows.
+Shapes: N ids, R rows, V vocabularies, P places of their changes.
 """
 
 from collections.abc import Sequence
 
 from funcrec.kernels.choice import operation
+from funcrec.kernels.forms import flatten
+from funcrec.kernels.vocabulary import Admission, Column
 from torch import Tensor
 
 
@@ -46,3 +48,63 @@ def settle_ids(state: Sequence[Tensor], *rest, implementation: str | None = None
       rest: now, ids, the rows, missed, changed, new_ids, counts and numbers of `admit_ids`, least, salt.
     """
     return operation("settle_ids", implementation, state[0])(list(state), *rest)
+
+
+def find_columns(
+    state: Sequence[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    how: Sequence[tuple[int, int]],
+    columns: Sequence[Column],
+    *,
+    implementation: str | None = None,
+) -> Tensor:
+    """Return the ids i[N] of a buffer with rows in place of the ids of `columns`, i64[N], as by `find_ids` on each.
+
+    Args:
+      state: tags and entries of each vocabulary. how: (shared, salt) of each.
+      columns: no two have the same bag.
+    """
+    call = operation("find_columns", implementation, state[0], bare=[*state[1:], ids, offsets])
+    return call(list(state), ids, offsets, flatten(how), flatten(columns))
+
+
+def admit_columns(
+    state: Sequence[Tensor],
+    scores: Sequence[Tensor],
+    ids: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    how: Sequence[Admission],
+    columns: Sequence[Column],
+    *,
+    implementation: str | None = None,
+) -> tuple[Tensor, ...]:
+    """Return what a step's ids change in several vocabularies: `admit_ids` of each at the step `now + 1`.
+
+    Args:
+      state: tags, entries, now and, if `least` is not 0, a sketch of each vocabulary.
+      scores: those of the vocabularies whose policy is SCORED, in order.
+      ids, offsets: i[N_k] and i[B_k + 1] of each buffer. columns: no two have the same bag.
+
+    Returns:
+      rows i64[N] and missed b[N] of the ids of all buffers, end to end; -1 and False outside the columns. changed,
+        new_ids, counts i64[P], one vocabulary after the other; each has `vocabulary.places_of` places. numbers
+        i64[V, 4].
+    """
+    call = operation("admit_columns", implementation, state[0])
+    return call(list(state), list(scores), list(ids), list(offsets), flatten(how), flatten(columns))
+
+
+def settle_columns(
+    state: Sequence[Tensor],
+    ids: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    found: Sequence[Tensor],
+    how: Sequence[Admission],
+    columns: Sequence[Column],
+    *,
+    implementation: str | None = None,
+) -> list[Tensor]:
+    """Return the state after an admission. found: what `admit_columns` returned; the other arguments are the same."""
+    call = operation("settle_columns", implementation, state[0])
+    return call(list(state), list(ids), list(offsets), list(found), flatten(how), flatten(columns))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
-from funcrec.kernels import attention, extrema, stacks, vocabulary
+from funcrec.kernels import attention, draws, extrema, stacks, vocabulary
 from funcrec.kernels.forms import (
     accumulation_dtype,
     capacities,
@@ -59,6 +59,7 @@ SCHEMAS = {
     "quantize_rows": "(Tensor table, int bits, Tensor? key=None) -> Tensor",
     "top_k": "(Tensor queries, Tensor items, Tensor? rows, Tensor? offsets, int k, int bits=0) -> (Tensor, Tensor)",
     **attention.SCHEMAS,
+    **draws.SCHEMAS,
     **extrema.SCHEMAS,
     **vocabulary.SCHEMAS,
 }
@@ -71,14 +72,9 @@ STACKED = {  # {operator that takes stacks: the names of its arguments}
         "dims",
     ),
 }  # fmt: skip
-IN_PLACE = {  # {pure operator: its twin for copies}
-    "scatter_rows": "scatter_rows_", "fused_update": "fused_update_", "settle_ids": "settle_ids_",
-}  # fmt: skip
-WRITTEN = {
-    "scatter_rows": 1,
-    "fused_update": 2,
-    "settle_ids": 1,
-}  # how many arguments from the first the twin writes to
+# {pure operator: how many arguments from the first its twin for copies writes to}
+WRITTEN = {"scatter_rows": 1, "fused_update": 2, "draw_rows": 1, "settle_ids": 1, "settle_columns": 1}
+IN_PLACE = {name: f"{name}_" for name in WRITTEN}
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------
@@ -172,6 +168,7 @@ FAKES: dict[str, Callable] = {
         (table.shape[0], row_bytes(bits, table.shape[1])), dtype=torch.uint8
     ),
     **attention.FAKES,
+    **draws.FAKES,
     **extrema.FAKES,
     **vocabulary.FAKES,
     "top_k": _top_k,

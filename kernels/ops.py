@@ -16,7 +16,9 @@
     quantized_rows           the numbers of such rows, which quantize_rows makes
     top_k                    the rows whose inner products with a query are greatest
     jagged_attention         softmax or silu attention within bags, and jagged_attention_transpose
-    find_ids                 the row of each id in a vocabulary; admit_ids chooses rows for new ids, settle_ids writes
+    find_ids                 the row of each id in a vocabulary; admit_ids chooses rows for new ids, settle_ids writes;
+                             find_columns, admit_columns and settle_columns do so for several vocabularies
+    initial_rows             the first numbers of rows, from a key; draw_rows writes them to rows of tables
 
 where s_i is the id's weight (or 1), divided by the bag's length for a mean. Every implementation keeps five rules:
  - a row outside [0, R) is never read or written: it counts as a row of zeros and gets no gradient;
@@ -35,8 +37,9 @@ call also raises for an unknown name, or for an operation that the implementatio
 from collections.abc import Callable, Sequence
 
 from funcrec.kernels import library
-from funcrec.kernels.admission import admit_ids, find_ids, settle_ids
+from funcrec.kernels.admission import admit_columns, admit_ids, find_columns, find_ids, settle_columns, settle_ids
 from funcrec.kernels.choice import IMPLEMENTATIONS, ambient, available, chosen, has, is_free, is_plain, operation, using
+from funcrec.kernels.first_rows import draw_rows, initial_rows
 from funcrec.kernels.forms import (
     CODE_BITS,
     Feature,
@@ -54,8 +57,9 @@ from funcrec.kernels.tracked import any_tracked
 from torch import Tensor
 
 __all__ = [
-    "IMPLEMENTATIONS", "RULES", "Feature", "Owners", "Rule", "Segment", "Terms", "accumulation_dtype", "admit_ids",
-    "ambient", "available", "chosen", "find_ids", "has", "is_free", "is_plain", "settle_ids", "using",
+    "IMPLEMENTATIONS", "RULES", "Feature", "Owners", "Rule", "Segment", "Terms", "accumulation_dtype", "admit_columns",
+    "admit_ids", "ambient", "available", "chosen", "draw_rows", "find_columns", "find_ids", "has", "initial_rows",
+    "is_free", "is_plain", "settle_columns", "settle_ids", "using",
 ]  # fmt: skip
 
 

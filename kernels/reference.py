@@ -24,6 +24,8 @@ from funcrec.kernels.forms import (
 )
 from funcrec.kernels.owners import blocks_by
 from funcrec.kernels.reference_attention import jagged_attention, jagged_attention_transpose
+from funcrec.kernels.reference_columns import admit_columns, find_columns, settle_columns
+from funcrec.kernels.reference_draws import draw_rows, initial_rows
 from funcrec.kernels.reference_extrema import bag_extrema, bag_extrema_transpose
 from funcrec.kernels.reference_jagged import (
     ascending,
@@ -40,15 +42,19 @@ from funcrec.kernels.reference_vocabulary import admit_ids, find_ids, settle_ids
 from torch import Tensor
 
 __all__ = [
+    "admit_columns",
     "admit_ids",
     "bag_extrema",
     "bag_extrema_transpose",
     "bucketize",
     "coalesce",
+    "draw_rows",
     "expand",
+    "find_columns",
     "find_ids",
     "from_padded",
     "gather_rows",
+    "initial_rows",
     "jagged_attention",
     "jagged_attention_transpose",
     "owner_blocks",
@@ -58,6 +64,7 @@ __all__ = [
     "quantized_lookup",
     "quantized_rows",
     "scatter_rows",
+    "settle_columns",
     "settle_ids",
     "take_ranges",
     "take_ranges_transpose",

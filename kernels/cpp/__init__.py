@@ -2,6 +2,11 @@
 
 from funcrec.kernels.cpp._attention import jagged_attention as jagged_attention
 from funcrec.kernels.cpp._attention import jagged_attention_transpose as jagged_attention_transpose
+from funcrec.kernels.cpp._columns import admit_columns as admit_columns
+from funcrec.kernels.cpp._columns import find_columns as find_columns
+from funcrec.kernels.cpp._columns import settle_columns_ as settle_columns_
+from funcrec.kernels.cpp._draws import draw_rows_ as draw_rows_
+from funcrec.kernels.cpp._draws import initial_rows as initial_rows
 from funcrec.kernels.cpp._extrema import bag_extrema as bag_extrema
 from funcrec.kernels.cpp._extrema import bag_extrema_transpose as bag_extrema_transpose
 from funcrec.kernels.cpp._generate import UnsupportedError as UnsupportedError

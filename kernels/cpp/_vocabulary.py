@@ -13,7 +13,7 @@ _I64, _U8, _BOOL = (torch.int64,), (torch.uint8,), (torch.bool,)
 def find_ids(tags: Tensor, entries: Tensor, ids: Tensor, valid: Tensor, shared: int, salt: int) -> Tensor:
     """Return the row of each id, i64[N]."""
     ids, rows = ids.contiguous(), empty((ids.shape[0],), torch.int64)
-    vocabulary, _ = _described([tags.contiguous(), entries.contiguous()], shared, salt)
+    vocabulary, _ = described([tags.contiguous(), entries.contiguous()], shared, salt)
     call("find_ids", [*vocabulary, *ints(ids), check(valid, 0, _I64), rows.data_ptr()])
     return rows
 
@@ -34,7 +34,7 @@ def admit_ids(
     """Return the rows of a step's ids, and what the step changes."""
     ids, state, n = ids.contiguous(), [x.contiguous() for x in state], ids.shape[0]
     scores = None if scores is None else scores.contiguous()
-    vocabulary, sketch = _described(state, shared, salt)
+    vocabulary, sketch = described(state, shared, salt)
     kinds = [torch.int64] * 4 + [torch.bool, torch.int64, torch.bool]
     out = (*(empty((n,), kind) for kind in kinds), torch.empty(4, dtype=torch.int64))
     at = 0 if scores is None else check(scores, 1, _I64)
@@ -58,7 +58,7 @@ def settle_ids_(
     salt: int,
 ) -> None:
     """Write the changes of a step to the state."""
-    vocabulary, sketch = _described(state, 0, salt)
+    vocabulary, sketch = described(state, 0, salt)
     ids, rows, missed, changed, new_ids, counts = (
         x.contiguous() for x in (ids, rows, missed, changed, new_ids, counts)
     )
@@ -69,7 +69,7 @@ def settle_ids_(
     call("settle_ids", [*given, changed.shape[0], check(numbers, 1, _I64), least])
 
 
-def _described(state: Sequence[Tensor], shared: int, salt: int) -> tuple[tuple[int, ...], int]:
+def described(state: Sequence[Tensor], shared: int, salt: int) -> tuple[tuple[int, ...], int]:
     """Return the description of a vocabulary, and the address of its sketch or 0."""
     tags, entries, *sketch = state
     num_rows = tags.shape[0]

@@ -155,6 +155,52 @@ inline std::vector<int64_t> partition(const Vocabulary& v, std::vector<Missed>& 
   return begins;
 }
 
+// What an admission writes. old_ids and evicted may be null.
+struct Admitted {
+  int64_t *rows, *changed, *new_ids, *old_ids;
+  uint8_t* evicted;
+  int64_t* counts;
+  uint8_t* missed;
+  int64_t* numbers;
+};
+
+// Admits the first `valid` ids.
+inline void admit(int64_t threads, const Admission& a, int64_t valid, const Admitted& out) {
+  const int64_t n = a.ids.size;
+  std::vector<Missed> missed;
+  Seen seen(a.v.rows, valid);
+  int64_t hits = 0;
+  with_ids(a.ids, [&](const auto* ids) {
+    for_chunks(threads, valid, [&](int64_t begin, int64_t end) { find_rows(a.v, ids, begin, end, out.rows); });
+    for (int64_t i = 0; i < valid; i++) {
+      out.missed[i] = out.rows[i] < 0;
+      if (out.rows[i] >= 0) hits += seen.add(out.rows[i]);
+      else missed.push_back({a.v.hash(ids[i]), i});
+    }
+  });
+  std::fill(out.rows + valid, out.rows + n, int64_t(-1));
+  std::fill(out.missed + valid, out.missed + n, uint8_t(0));
+  const std::vector<int64_t> begins = partition(a.v, missed);
+  std::vector<Part> parts(begins.size() - 1);
+  parallel_for(threads, int64_t(parts.size()), [&](int64_t p) {
+    admit_part(a, seen, missed.data(), begins[p], begins[p + 1], out.rows, parts[p]);
+  });
+  int64_t at = 0, num_evicted = 0, refused = 0;
+  for (const Part& part : parts) {
+    refused += part.refused;
+    for (const Change& c : part.changes) {
+      out.changed[at] = c.row, out.new_ids[at] = c.new_id, out.counts[at] = c.count;
+      if (out.old_ids) out.old_ids[at] = c.old_id, out.evicted[at] = c.evicted;
+      at++, num_evicted += c.evicted;
+    }
+  }
+  std::fill(out.changed + at, out.changed + n, int64_t(-1));
+  for (int64_t* x : {out.new_ids, out.old_ids, out.counts})
+    if (x) std::fill(x + at, x + n, int64_t(0));
+  if (out.evicted) std::fill(out.evicted + at, out.evicted + n, uint8_t(0));
+  out.numbers[0] = at, out.numbers[1] = num_evicted, out.numbers[2] = hits, out.numbers[3] = refused;
+}
+
 // What Python passes: [threads, tags, entries, R, shared, salt, sketch u8[R] or 0, now i64[], ids i[N], valid i64[], scores i64[R] or 0,
 // policy, ttl, least, share; rows, changed, new_ids, old_ids i64[N], evicted b[N], counts i64[N], missed b[N], numbers i64[4]]
 inline void admit_ids(Reader r) {
@@ -162,44 +208,11 @@ inline void admit_ids(Reader r) {
   Admission a;
   a.v = {r.pointer<uint8_t>(), r.pointer<Entry>(), r.number(), uint64_t(r.number()), uint64_t(r.number())};
   a.sketch = r.pointer<const uint8_t>(), a.now = *r.pointer<const int64_t>(), a.ids = r.vector();
-  const int64_t n = a.ids.size, valid = cut(*r.pointer<const int64_t>(), 0, n);
+  const int64_t valid = cut(*r.pointer<const int64_t>(), 0, a.ids.size);
   a.scores = r.pointer<const int64_t>(), a.policy = r.number(), a.ttl = r.number(), a.least = r.number(), a.share = r.number();
-  int64_t *rows = r.pointer<int64_t>(), *changed = r.pointer<int64_t>(), *new_ids = r.pointer<int64_t>(), *old_ids = r.pointer<int64_t>();
-  uint8_t* evicted = r.pointer<uint8_t>();
-  int64_t* counts = r.pointer<int64_t>();
-  uint8_t* is_missed = r.pointer<uint8_t>();
-  int64_t* numbers = r.pointer<int64_t>();
-
-  std::vector<Missed> missed;
-  Seen seen(a.v.rows, valid);
-  int64_t hits = 0;
-  with_ids(a.ids, [&](const auto* ids) {
-    for_chunks(threads, valid, [&](int64_t begin, int64_t end) { find_rows(a.v, ids, begin, end, rows); });
-    for (int64_t i = 0; i < valid; i++) {
-      is_missed[i] = rows[i] < 0;
-      if (rows[i] >= 0) hits += seen.add(rows[i]);
-      else missed.push_back({a.v.hash(ids[i]), i});
-    }
-  });
-  std::fill(rows + valid, rows + n, int64_t(-1));
-  std::fill(is_missed + valid, is_missed + n, uint8_t(0));
-  const std::vector<int64_t> begins = partition(a.v, missed);
-  std::vector<Part> parts(begins.size() - 1);
-  parallel_for(threads, int64_t(parts.size()), [&](int64_t p) {
-    admit_part(a, seen, missed.data(), begins[p], begins[p + 1], rows, parts[p]);
-  });
-  int64_t at = 0, num_evicted = 0, refused = 0;
-  for (const Part& part : parts) {
-    refused += part.refused;
-    for (const Change& c : part.changes) {
-      changed[at] = c.row, new_ids[at] = c.new_id, old_ids[at] = c.old_id, evicted[at] = c.evicted, counts[at] = c.count, at++;
-      num_evicted += c.evicted;
-    }
-  }
-  std::fill(changed + at, changed + n, int64_t(-1));
-  for (int64_t* x : {new_ids, old_ids, counts}) std::fill(x + at, x + n, int64_t(0));
-  std::fill(evicted + at, evicted + n, uint8_t(0));
-  numbers[0] = at, numbers[1] = num_evicted, numbers[2] = hits, numbers[3] = refused;
+  Admitted out{r.pointer<int64_t>(), r.pointer<int64_t>(), r.pointer<int64_t>(), r.pointer<int64_t>(), r.pointer<uint8_t>()};
+  out.counts = r.pointer<int64_t>(), out.missed = r.pointer<uint8_t>(), out.numbers = r.pointer<int64_t>();
+  admit(threads, a, valid, out);
 }
 
 // One part of the sketch: counts the missed ids of buckets [first, last), and halves each line that became full.
@@ -227,36 +240,50 @@ inline void count_missed(const Vocabulary& v, uint8_t* sketch, int64_t least, co
   }
 }
 
-// What Python passes: [threads, tags, entries, R, shared, salt, sketch or 0, now i64[], ids i[N], rows i64[N], missed b[N], changed i64[M],
-// new_ids, counts i64[M], M, numbers i64[4], least]. Each part has a range of buckets, so that rows are written in the order of ids.
-inline void settle_ids(Reader r) {
-  const int64_t threads = r.number();
-  Vocabulary v{r.pointer<uint8_t>(), r.pointer<Entry>(), r.number(), uint64_t(r.number()), uint64_t(r.number())};
-  uint8_t* const sketch = r.pointer<uint8_t>();
-  const uint32_t now = uint32_t(*r.pointer<const int64_t>());
-  const Vector ids = r.vector();
-  const int64_t* rows = r.pointer<const int64_t>();
-  const uint8_t* missed = r.pointer<const uint8_t>();
-  const int64_t *changed = r.pointer<const int64_t>(), *new_ids = r.pointer<const int64_t>(), *counts = r.pointer<const int64_t>();
-  const int64_t places = r.number(), num_changed = cut(*r.pointer<const int64_t>(), 0, places), least = r.number();
-  const int64_t buckets = v.rows / SLOTS, parts = ids.size < CHUNK || threads < 2 ? 1 : std::min(threads, buckets);
+// What `admit` found. changed, new_ids, counts: `num_changed` each.
+struct Found {
+  Vector ids;
+  const int64_t* rows;
+  const uint8_t* missed;
+  const int64_t *changed, *new_ids, *counts;
+  int64_t num_changed;
+};
+
+// Each part has a range of buckets, so that rows are written in the order of ids. sketch: null without one.
+inline void settle(int64_t threads, const Vocabulary& v, uint8_t* sketch, uint32_t now, const Found& f, int64_t least) {
+  const int64_t n = f.ids.size, buckets = v.rows / SLOTS, parts = n < CHUNK || threads < 2 ? 1 : std::min(threads, buckets);
   parallel_for(threads, parts, [&](int64_t p) {
     const int64_t first = buckets * p / parts, last = buckets * (p + 1) / parts;
     const uint64_t begin = first * SLOTS, size = (last - first) * SLOTS;
-    for (int64_t i = 0; i < num_changed; i++) {
-      if (uint64_t(changed[i]) - begin >= size) continue;
-      v.tags[changed[i]] = tag_of(v.hash(new_ids[i]));
-      v.entries[changed[i]] = {new_ids[i], uint32_t(cut(counts[i], 0, 0xffffffff)), now};
+    for (int64_t i = 0; i < f.num_changed; i++) {
+      const int64_t row = f.changed[i];
+      if (uint64_t(row) - begin >= size) continue;
+      v.tags[row] = tag_of(v.hash(f.new_ids[i]));
+      v.entries[row] = {f.new_ids[i], uint32_t(cut(f.counts[i], 0, 0xffffffff)), now};
     }
-    for (int64_t i = 0; i < ids.size; i++) {
-      if (i + AHEAD < ids.size && uint64_t(rows[i + AHEAD]) - begin < size) __builtin_prefetch(v.entries + rows[i + AHEAD], 1);
-      if (uint64_t(rows[i]) - begin >= size) continue;
-      Entry& e = v.entries[rows[i]];
+    for (int64_t i = 0; i < n; i++) {
+      if (i + AHEAD < n && uint64_t(f.rows[i + AHEAD]) - begin < size) __builtin_prefetch(v.entries + f.rows[i + AHEAD], 1);
+      if (uint64_t(f.rows[i]) - begin >= size) continue;
+      Entry& e = v.entries[f.rows[i]];
       e.stamp = now;
       e.count += e.count != 0xffffffffu;
     }
-    if (least) count_missed(v, sketch, least, ids, missed, first, last);
+    if (least) count_missed(v, sketch, least, f.ids, f.missed, first, last);
   });
+}
+
+// What Python passes: [threads, tags, entries, R, shared, salt, sketch or 0, now i64[], ids i[N], rows i64[N], missed b[N], changed i64[M],
+// new_ids, counts i64[M], M, numbers i64[4], least]
+inline void settle_ids(Reader r) {
+  const int64_t threads = r.number();
+  const Vocabulary v{r.pointer<uint8_t>(), r.pointer<Entry>(), r.number(), uint64_t(r.number()), uint64_t(r.number())};
+  uint8_t* const sketch = r.pointer<uint8_t>();
+  const uint32_t now = uint32_t(*r.pointer<const int64_t>());
+  Found f{r.vector(), r.pointer<const int64_t>(), r.pointer<const uint8_t>()};
+  f.changed = r.pointer<const int64_t>(), f.new_ids = r.pointer<const int64_t>(), f.counts = r.pointer<const int64_t>();
+  const int64_t places = r.number();
+  f.num_changed = cut(*r.pointer<const int64_t>(), 0, places);
+  settle(threads, v, sketch, now, f, r.number());
 }
 
 }  // namespace funcrec

@@ -238,7 +238,14 @@ template <class A, int W> FUNCREC_INLINE Vec<A, W> square_root(const Vec<A, W>& 
     if constexpr (sizeof v == 16 && sizeof(A) == 8) return bit_cast<Vec<A, W>>(_mm_sqrt_pd(bit_cast<__m128d>(v)));
 #endif
     Vec<A, W> r;
-    for (int i = 0; i < W; i++) r[i] = std::sqrt(v[i]);
+    if constexpr (int(sizeof v) > VECTOR_BYTES) {
+      Vec<A, W / 2> half[2];
+      std::memcpy(half, &v, sizeof v);
+      for (auto& x : half) x = square_root<A, W / 2>(x);
+      std::memcpy(&r, half, sizeof v);
+    } else {
+      for (int i = 0; i < W; i++) r[i] = std::sqrt(v[i]);
+    }
     return r;
   }
 }

@@ -276,18 +276,39 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize(Tensor rows, Tensor offsets
 
 constexpr int64_t SLOTS = 128;  // kernels/vocabulary.py: rows of a bucket
 
-Tensor find_ids(Tensor tags, Tensor entries, Tensor ids, Tensor valid, int64_t shared, int64_t salt) {
-  static const Entry entry = Object::get().entry("find_ids");
-  tags = packed(tags), entries = packed(entries), ids = packed(ids);
-  Call call("find_ids");
+void add_vocabulary(Call& call, const Tensor& tags, const Tensor& entries, int64_t shared, int64_t salt) {
   const int64_t num_rows = tags.dim() == 1 ? tags.size(0) : 0;
   if (tags.scalar_type() != ScalarType::Byte || num_rows < 1 || num_rows % SLOTS) call.fail("`tags` are not those of a vocabulary", tags, "u8[R], R a multiple of 128");
   if (entries.scalar_type() != ScalarType::Long || entries.dim() != 2 || entries.size(0) != num_rows || entries.size(1) != 2)
     call.fail("`entries` do not fit `tags`", entries, "i64[R, 2]");
-  if (valid.scalar_type() != ScalarType::Long || valid.numel() != 1) call.fail("`valid` is not a number", valid, "i64[]");
   if (shared < 0 || shared > INT32_MAX) fail("find_ids", "`shared` is out of range.", std::to_string(shared), "0 to 2^31 - 1");
+  call.pointer(tags).pointer(entries).add({num_rows, shared, salt});
+}
+
+Tensor find_ids(Tensor tags, Tensor entries, Tensor ids, Tensor valid, int64_t shared, int64_t salt) {
+  static const Entry entry = Object::get().entry("find_ids");
+  tags = packed(tags), entries = packed(entries), ids = packed(ids);
+  Call call("find_ids");
+  if (valid.scalar_type() != ScalarType::Long || valid.numel() != 1) call.fail("`valid` is not a number", valid, "i64[]");
+  add_vocabulary(call, tags, entries, shared, salt);
   const Tensor rows = empty({ids.dim() ? ids.size(0) : 0}, ScalarType::Long);
-  call.pointer(tags).pointer(entries).add({num_rows, shared, salt}).ints(ids).pointer(valid).pointer(rows).run(entry);
+  call.ints(ids).pointer(valid).pointer(rows).run(entry);
+  return rows;
+}
+
+// how: (shared, salt) of each vocabulary. columns: vocabulary, buffer (0), first_bag, num_bags and max_length of each.
+Tensor find_columns(Tensors state, Tensor ids, Tensor offsets, Numbers how, Numbers columns) {
+  static const Entry entry = Object::get().entry("find_columns");
+  ids = packed(ids), offsets = packed(offsets);
+  for (Tensor& x : state) x = packed(x);
+  Call call("find_columns");
+  same("find_columns", "how", how.size(), state.size());
+  if (how.size() % 2 || columns.size() % 5) fail("find_columns", "the numbers do not fit.", std::to_string(how.size()) + " and " + std::to_string(columns.size()), "2 of each vocabulary, 5 of each column");
+  call.add(int64_t(state.size() / 2));
+  for (size_t i = 0; i < state.size(); i += 2) add_vocabulary(call, state[i], state[i + 1], how[i], how[i + 1]);
+  call.add(1).ints(ids).bounds(offsets).add(int64_t(columns.size() / 5)).add(columns);
+  const Tensor rows = empty({ids.dim() ? ids.size(0) : 0}, ScalarType::Long);
+  call.pointer(rows).run(entry);
   return rows;
 }
 
@@ -376,6 +397,7 @@ STABLE_TORCH_LIBRARY(funcrec_cpp, m) {
         "Tensor? query_times, Tensor? key_times, Tensor? num_targets, float scale, float normalizer, bool softmax, bool causal) -> (Tensor, Tensor)");
   m.def("bag_extrema(Tensor values, Tensor offsets, bool greatest, bool placed) -> (Tensor, Tensor)");
   m.def("find_ids(Tensor tags, Tensor entries, Tensor ids, Tensor valid, int shared, int salt) -> Tensor");
+  m.def("find_columns(Tensor[] state, Tensor ids, Tensor offsets, int[] how, SymInt[] columns) -> Tensor");
   m.def("from_padded(Tensor padded, Tensor offsets, SymInt capacity) -> Tensor");
 }
 
@@ -391,6 +413,7 @@ STABLE_TORCH_LIBRARY_IMPL(funcrec_cpp, CPU, m) {
   m.impl("jagged_attention", TORCH_BOX(&jagged_attention));
   m.impl("bag_extrema", TORCH_BOX(&bag_extrema));
   m.impl("find_ids", TORCH_BOX(&find_ids));
+  m.impl("find_columns", TORCH_BOX(&find_columns));
   m.impl("from_padded", TORCH_BOX(&from_padded));
 }
 

@@ -54,6 +54,8 @@ OTHER_NAMES = {
     "scatter_rows_": "scatter_rows, in place",
     "scatter_block_": "scatter_block, in place",
     "settle_ids_": "settle_ids, in place",
+    "settle_columns_": "settle_columns, in place",
+    "draw_rows_": "draw_rows, in place",
     "generate": "returns the C++ text of a rule",
     "decompositions": "returns a table of operators",
 }
@@ -98,6 +100,9 @@ LINE = [0, 0, 4, 4, 1, 0, 0]
 e = lambda fn, *args, **kwargs: (fn, args, kwargs)
 ROOM, NO_BIAS = torch.ones(4, 1, 2), [None] * 5 + [1.0, 1.0, True, True]
 TIMED = [None, torch.ones(1, 3), ROWS[:3], ROWS, None, *NO_BIAS[5:]]
+TAGS = torch.zeros(128, dtype=torch.uint8)
+VOCABULARY, HOW = [TAGS, torch.zeros(128, 2, dtype=torch.int64), torch.tensor(0)], [0, 0, 0, 1 << 53, 0, 0]
+GIVEN = [0, 3, 0, 0, 0, 0, 0, 4, 0, 0]  # one entry of four rows that are given
 MISFITS = [
     (e(cpp.jagged_attention, ROOM, ROOM, ROOM[:3], OFFSETS, OFFSETS, *NO_BIAS), ValueError, "keys and values"),
     (e(cpp.jagged_attention, ROOM, ROOM, ROOM.double(), OFFSETS, OFFSETS, *NO_BIAS), ValueError, "keys and values"),
@@ -144,6 +149,24 @@ MISFITS = [
     (e(cpp.owner_blocks, ROWS, OFFSETS, [0, 0, 4, 4, 9, 0, 0], [0], 2, 1, 4, True, False), ValueError, "fit"),
     (e(cpp.owner_blocks, ROWS, OFFSETS, [2**63 - 1, *LINE[1:]], [0], 2, 1, 4, True, False), ValueError, "fit"),
     (e(cpp.owner_blocks, ROWS, OFFSETS, LINE * 2, [0], 2, 1, 4, True, True), ValueError, "fit"),
+    (e(cpp.initial_rows, ROWS[0], ROWS, 2, 3, 1.0, torch.float32), ValueError, "no such rows"),
+    (e(cpp.initial_rows, ROWS, ROWS, 2, 1, 1.0, torch.float32), ValueError, "dimensions"),
+    (e(cpp.draw_rows_, [TABLE], [], ROWS, ROWS, ROWS, ROWS, [0] * 10, []), ValueError, "scales"),
+    (e(cpp.draw_rows_, [TABLE], [], ROWS, ROWS, ROWS, ROWS, [0] * 9 + [4], [1.0]), ValueError, "entry 0.*4 keys"),
+    (e(cpp.draw_rows_, [TABLE], [], ROWS, ROWS, ROWS, ROWS, [1] + [0] * 9, [1.0]), ValueError, "fit each other"),
+    (e(cpp.draw_rows_, [TABLE], [], ROWS, ROWS, ROWS, ROWS, [0] * 7 + [5, 0, 0], [1.0]), ValueError, "fit each other"),
+    (e(cpp.draw_rows_, [TABLE], [TABLE[:3]], ROWS, ROWS, ROWS, ROWS, GIVEN, [1.0]), ValueError, "fit each other"),
+    (e(cpp.find_columns, VOCABULARY[:2], ROWS, OFFSETS, [0, 0], [0, 0, 0, 9, 0]), ValueError, "fit each other"),
+    (e(cpp.find_columns, VOCABULARY[:2], ROWS, OFFSETS, [0, 0], [1, 0, 0, 1, 0]), ValueError, "fit each other"),
+    (e(cpp.find_columns, VOCABULARY[:2], ROWS, OFFSETS, [0], []), ValueError, "the numbers do not fit"),
+    (e(cpp.find_columns, [TAGS[:64], VOCABULARY[1]], ROWS, OFFSETS, [0, 0], []), ValueError, "not a vocabulary"),
+    (e(cpp.admit_columns, VOCABULARY, [], [ROWS], [OFFSETS], HOW, [0, 1, 0, 1, 0]), ValueError, "a column does not"),
+    (e(cpp.admit_columns, VOCABULARY, [], [ROWS], [OFFSETS], HOW, [0, 0, 0, 9, 0]), ValueError, "fit each other"),
+    (e(cpp.admit_columns, VOCABULARY, [], [ROWS], [OFFSETS], HOW, [0, 0, 0, 2, 0] * 2), ValueError, "fit each other"),
+    (e(cpp.admit_columns, VOCABULARY, [], [ROWS], [], HOW, []), ValueError, "one for each buffer"),
+    (e(cpp.admit_columns, VOCABULARY[:2], [], [ROWS], [OFFSETS], HOW, []), ValueError, "number of tensors"),
+    (e(cpp.admit_columns, VOCABULARY, [], [ROWS], [OFFSETS], [3, *HOW[1:]], []), ValueError, "scores"),
+    (e(cpp.settle_columns_, VOCABULARY, [ROWS], [OFFSETS], [ROWS] * 6, HOW, []), ValueError, "found"),
 ]
 
 

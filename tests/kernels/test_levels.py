@@ -9,14 +9,16 @@ import warnings
 
 import pytest
 import torch
-from funcrec.kernels import cpp, ops
+from funcrec.kernels import cpp, ops, reference
 from funcrec.kernels.cpp import _formulas, _native
+from funcrec.kernels.draws import CONSTANT, NORMAL, UNIFORM
 from programs.update_calls import CASES, make, numbers
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
 import funcrec as fr
 from funcrec.optim import _row
+from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.skipif(not any(map(_native._path, _native.LEVELS)), reason="the C++ kernels are not built")
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
@@ -288,6 +290,15 @@ def test_quantised_rows(bits_of_codes, on_every_level):
         return out
 
     assert differences(on_every_level(run)) == []
+
+
+def test_initial_rows(on_every_level):
+    """Initial rows have the same bits, which are the reference's: the drawing rounds in one way only."""
+    starts = torch.cat([torch.arange(300) * 64, torch.randint(-(2**62), 2**62, (200,))])
+    given = [(fr.key(1), starts, dim, kind, 0.7) for dim in DIMS for kind in (UNIFORM, NORMAL, CONSTANT)]
+    run = lambda: [cpp.initial_rows(*x, dtype) for x in given for dtype in (F32, F64, F16, BF16)]
+    assert differences(on_every_level(run)) == []
+    assert_trees_close(run(), [reference.initial_rows(*x, dtype) for x in given for dtype in (F32, F64, F16, BF16)])
 
 
 @pytest.mark.parametrize("bits_of_codes", [0, 8, 4, 2])

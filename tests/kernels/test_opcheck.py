@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from funcrec.kernels import library, ops, reference
+from funcrec.kernels.draws import Fresh
 from funcrec.kernels.forms import Feature, Segment, flatten
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,8 @@ MAPPED = {  # the positions of the arguments, and of their list members, that vm
     "quantized_rows": [(1, None)], "quantize_rows": [(0, None)], "top_k": [(0, None), (1, None)],
     "bag_extrema": [(0, None)], "bag_extrema_transpose": [(0, None)],
     "find_ids": [(0, None), (1, None)], "admit_ids": [(0, 0), (2, None)], "settle_ids": [(0, 1), (2, None)],
+    "find_columns": [(0, 0), (1, None)], "admit_columns": [(0, 0), (2, 0)], "settle_columns": [(0, 1), (1, 0)],
+    "initial_rows": [(0, None), (1, None)], "draw_rows": [(0, 0), (1, 0), (3, None)],
     "jagged_attention": [(0, None), (2, None), (5, None)], "jagged_attention_transpose": [(0, None), (4, None)],
 }  # fmt: skip
 
@@ -55,6 +58,10 @@ def samples(dim: int = 4, num_rows: int = 9) -> dict[str, tuple]:
     pairs += (rows * 7, rows * 5, torch.tensor([1, 0, 2, 9]), 0.5, 1.0, True, True)
     vocabulary, now, ids = vocabulary_of(generator), torch.tensor(9), torch.randint(0, 30, (20,), generator=generator)
     changes = reference.admit_ids(vocabulary, now, ids, torch.tensor(15), None, 1, 3, 2, 1 << 53, 3, 5)
+    step = [*vocabulary[:2], now, *vocabulary[2:], *vocabulary_of(generator)[:2], now + 1]
+    how, columns = [1, 3, 2, 1 << 53, 3, 5, 0, 0, 0, 1 << 53, 0, 5], [0, 0, 0, 2, 0, 1, 0, 3, 1, 2]
+    admitted = [*reference.admit_columns(step, [], [ids], [offsets], how, columns)]
+    fresh = flatten([Fresh(0, 1, 0, dim, 0, 0, 0, 3, 0, 1), Fresh(1, 3, 0, 0, 0, 1, 0, 2, 1, 0)])
     coded = [reference.quantize_rows(x, bits) for x, bits in zip(tables, (8, 4))]
     return {
         "quantized_lookup": (coded, [rows], offsets, weights, features, 2, [8, 4], [dim, 2 * dim]),
@@ -89,6 +96,20 @@ def samples(dim: int = 4, num_rows: int = 9) -> dict[str, tuple]:
         "find_ids": (*vocabulary[:2], ids, torch.tensor(15), 3, 5),
         "admit_ids": (vocabulary, now, ids, torch.tensor(15), None, 1, 3, 2, 1 << 53, 3, 5),
         "settle_ids": (vocabulary, now, ids, *(changes[i] for i in (0, 6, 1, 2, 5, 7)), 2, 5),
+        "find_columns": (vocabulary[:2] + step[4:6], ids, offsets, [3, 5, 0, 7], columns),
+        "admit_columns": (step, [], [ids], [offsets], how, columns),
+        "settle_columns": (step, [ids], [offsets], admitted, how, columns),
+        "initial_rows": (torch.tensor(7), rows, dim, 1, 0.5, F32),
+        "draw_rows": (
+            tables,
+            [floats(2, 2 * dim)],
+            torch.tensor([3, 1, 5]),
+            rows,
+            torch.tensor([2, 1]),
+            rows[:2],
+            fresh,
+            [0.5, 0.0],
+        ),
         "jagged_attention": pairs,
         "jagged_attention_transpose": (floats(20, 2, 3), *reference.jagged_attention(*pairs), *pairs),
     }
@@ -164,6 +185,20 @@ def huge(name: str) -> tuple[tuple, list[tuple]]:
         "settle_ids": (
             (vocabulary, step, *[rows[0]] * 6, empty(4, dtype=I64), 2, 5),
             [(num_rows,), (num_rows, 2), (num_rows,)],
+        ),
+        "find_columns": ((vocabulary[:2], rows[0], offsets, [3, 5], [0, 0, 0, many, 2]), [(n,)]),
+        "admit_columns": (
+            ([*vocabulary[:2], step], [], rows, [offsets], [0, 0, 0, 1 << 53, 3, 5], [0, 0, 0, many, 2]),
+            [*[(n,)] * 5, (1, 4)],
+        ),
+        "settle_columns": (
+            ([*vocabulary[:2], step], rows, [offsets], [*rows * 5, empty(1, 4, dtype=I64)], [0, 0, 0, 1, 3, 5], []),
+            [(num_rows,), (num_rows, 2), ()],
+        ),
+        "initial_rows": ((step, rows[0], 64, 1, 0.5, F32), [(n, 64)]),
+        "draw_rows": (
+            (tables, [], rows[0], rows[0], offsets, offsets, [0, 1, 0, 64, 0, 0, 0, n, 0, 0], [0.5]),
+            [(num_rows, 64)],
         ),
         "jagged_attention_transpose": ((attended[0], *attended, *pairs), [(n, 2, 64)] * 3 + [(2, 9), (0, 0)]),
         "pooled_lookup": ((tables, *lookup, many), [(many, 64)]),

@@ -5,9 +5,10 @@ Shapes: N ids, R rows, M changed rows.
 
 import torch
 from funcrec.kernels import reference
+from funcrec.kernels.forms import flatten
 from funcrec.kernels.reference_quantized import mix
 from funcrec.kernels.reference_vocabulary import bucket_of
-from funcrec.kernels.vocabulary import EVERYONE, SCORED, SLOTS
+from funcrec.kernels.vocabulary import EVERYONE, SCORED, SLOTS, Admission, Column, columns_of
 from torch import Tensor
 
 from programs.hostile_draw import EXTREMES, I32, I64, Draw, Result
@@ -84,4 +85,67 @@ def settle_ids(draw: Draw) -> Result:
     return Result(lambda: [*torch.ops.funcrec_cpp.settle_ids(*given)], [*reference.settle_ids(*given)])
 
 
-VOCABULARIES = (find_ids, admit_ids, settle_ids)
+# -- several vocabularies ----------------------------------------------------------------------------------------
+
+
+def buffers_of(draw: Draw, pools: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Return buffers of ids, their offsets, and columns, no two with the same bag. Ids are of any vocabulary's pool."""
+    ids, offsets, columns = [], [], []
+    for k in range(draw.one(1, 1, 2, 3)):
+        bags = draw.size() // (4 if draw.is_large else 1)
+        buffer, _ = ids_of(draw, torch.cat(pools))
+        ids.append(buffer)
+        at = 0
+        while at < bags and draw.random.random() < 0.8:
+            first, last = sorted(draw.random.randint(at, bags) for _ in range(2))
+            columns.append(Column(draw.random.randrange(len(pools)), k, first, last - first, draw.one(0, 0, 1, 3)))
+            at = last
+        offsets.append(draw.offsets(bags, buffer.shape[0]))
+    return ids, offsets, flatten(columns)
+
+
+def find_columns(draw: Draw) -> Result:
+    salts = [settings(draw)[0] for _ in range(draw.one(1, 2, 4))]
+    made = [state(draw, salt, 0) for salt in salts]
+    ids, offsets, columns = buffers_of(draw, [pool for _, pool in made])
+    columns = flatten([c for c in columns_of(columns) if c.buffer == 0])
+    how = [n for salt in salts for n in (draw.one(0, 1, 7, 2**31 - 1), salt)]
+    given = [x for own, _ in made for x in own], ids[0], offsets[0], how, columns
+    return Result(lambda: [torch.ops.funcrec_cpp.find_columns(*given)], [reference.find_columns(*given)])
+
+
+def step_of(draw: Draw):
+    """Return (state, scores, buffers, offsets, settings, columns) of a step."""
+    tensors, scores, how, pools = [], [], [], []
+    for _ in range(draw.one(1, 2, 3)):
+        salt, least, now = settings(draw)
+        vocabulary, pool = state(draw, salt, least)
+        policy = draw.random.randrange(4)
+        if policy == SCORED:
+            made = torch.randint(-3, 4, vocabulary[0].shape, generator=draw.generator)
+            scores.append(draw.place(draw.mix(made, draw.one(0, 0.5))))
+        tensors += [*vocabulary[:2], now, *vocabulary[2:]]
+        share = draw.one(EVERYONE, EVERYONE, EVERYONE // 3, 0)
+        how.append(Admission(policy, draw.one(0, 3, 2**40), least, share, draw.one(0, 2), salt))
+        pools.append(pool)
+    ids, offsets, columns = buffers_of(draw, pools)
+    return tensors, scores, ids, offsets, flatten(how), columns
+
+
+def admit_columns(draw: Draw) -> Result:
+    given = step_of(draw)
+    return Result(lambda: [*torch.ops.funcrec_cpp.admit_columns(*given)], [*reference.admit_columns(*given)])
+
+
+def settle_columns(draw: Draw) -> Result:
+    tensors, scores, ids, offsets, how, columns = step_of(draw)
+    found = [*reference.admit_columns(tensors, scores, ids, offsets, how, columns)]
+    if draw.one(0, 1):  # rows and numbers of no admission
+        found[0] = draw.mix(found[0], 0.2, SLOTS)
+        found[-1] = draw.mix(found[-1].flatten(), 0.3).view(found[-1].shape)
+        found[4] = draw.mix(found[4], 0.2)
+    given = tensors, ids, offsets, [draw.place(x) for x in found], how, columns
+    return Result(lambda: torch.ops.funcrec_cpp.settle_columns(*given), reference.settle_columns(*given))
+
+
+VOCABULARIES = (find_ids, admit_ids, settle_ids, find_columns, admit_columns, settle_columns)

@@ -64,6 +64,7 @@ def calls() -> Iterator[tuple]:
         for tags in (TAGS, TAGS + 127):  # id 3 is in every row, and one row of the two has its tag
             yield "find_ids", (tags, ENTRIES, ids, torch.tensor(len(ids)), 3, 0)
         yield "find_ids", (TAGS, ENTRIES, ids, torch.tensor(len(ids) // 2), 0, 5)
+        yield "find_columns", ([TAGS, ENTRIES] * 2, ids, OFFSETS, [3, 0, 0, 5], [0, 0, 0, 2, 1, 1, 0, 2, 3, 0])
     yield "bucketize", (ROWS, OFFSETS, None, 3, 2)
     yield "bucketize", (ROWS.clamp(-2, 30).int(), OFFSETS, torch.rand(7), 2, 3)
 
@@ -106,6 +107,9 @@ WRONG = {
     "fewer entries": ("find_ids", (TAGS, ENTRIES[:64], ROWS, torch.tensor(7), 0, 0)),
     "ids of floats": ("find_ids", (TAGS, ENTRIES, ROWS.double(), torch.tensor(7), 0, 0)),
     "several numbers of ids": ("find_ids", (TAGS, ENTRIES, ROWS, torch.tensor([7, 7]), 0, 0)),
+    "bags that are not there": ("find_columns", ([TAGS, ENTRIES], ROWS, OFFSETS, [0, 0], [0, 0, 0, 6, 0])),
+    "no such vocabulary": ("find_columns", ([TAGS, ENTRIES], ROWS, OFFSETS, [0, 0], [1, 0, 0, 1, 0])),
+    "a number of two": ("find_columns", ([TAGS, ENTRIES], ROWS, OFFSETS, [0], [])),
     "fewer lengths": ("take_ranges", (ROWS, OFFSETS, OFFSETS[:2], 6)),
     "a negative capacity": ("take_ranges", (ROWS, OFFSETS, OFFSETS, -6)),
     "queries of another dim": ("top_k", (torch.rand(2, 4), TABLE, None, None, 3)),
