@@ -31,10 +31,10 @@ from funcrec.core import (
 )
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
 from funcrec.kernels import ops
-from funcrec.kinds._admission import Turnover, admit
+from funcrec.kinds._columns import Columns, admit_columns, buffers_of, buffers_of_bags, columns_of, find_columns
 from funcrec.kinds._quantized import quantize
-from funcrec.kinds._renewal import initializer_problems
-from funcrec.kinds._vocabulary import Vocabulary, find, vocabulary_problems
+from funcrec.kinds._renewal import NewRows, initializer_problems
+from funcrec.kinds._vocabulary import Vocabulary, id_problems, vocabulary_problems
 from funcrec.tables import (
     KINDS,
     FeatureConfig,
@@ -186,15 +186,6 @@ def configs_of(
 # -- ids of columns --------------------------------------------------------------------------------------------------
 
 
-def columns_of(features: Sequence[FeatureConfig]) -> dict[str, int | None]:
-    """Return {column: the most ids of a bag that one of the features reads, or None}."""
-    out: dict[str, int | None] = {}
-    for f in features:
-        both = out.get(f.key, 0), f.max_length
-        out[f.key] = None if None in both else max(both)
-    return out
-
-
 def ids_of_columns(ids: KeyedJaggedTensor, columns: Mapping[str, int | None]) -> tuple[JaggedTensor, Tensor]:
     """Return (the ids of these columns in one bag of C places, their places in the values i64[C]).
 
@@ -219,31 +210,37 @@ def as_rows(dynamic: DynamicTables, ids: KeyedJaggedTensor, features: Sequence[F
     of_column, of_table = {c: v for c, v, _ in dynamic.columns}, {x[0]: x[1] for x in dynamic.first}
     sizes = {n: rows for n, (rows, _) in KINDS[DynamicTables].shapes(dynamic).items()}
     check("funcrec.lookup", follow_problems(dynamic, sizes), feature_problems(features, of_column, of_table))
-    found = []
-    for name in dict.fromkeys(of_table[f.table] for f in features if f.table in of_table):
-        bag, at = ids_of_columns(ids, columns_of([f for f in features if of_table.get(f.table) == name]))
-        found.append((at, find(dynamic.vocabularies[name], bag).values))
-    if not found:
+    names = list(dict.fromkeys(of_table[f.table] for f in features if f.table in of_table))
+    if not names:
         return dynamic.tables, ids
-    places, rows = map(torch.cat, zip(*found, strict=True))
-    room = ids.values.new_zeros(1, dtype=torch.int64)  # for the padding of each vocabulary
-    values = torch.cat([ids.values.long(), room]).scatter(0, places, rows)[: ids.capacity]
-    return dynamic.tables, replace(ids, values=values)
+    vocabularies = [dynamic.vocabularies[n] for n in names]
+    check("funcrec.lookup", *map(vocabulary_problems, vocabularies), id_problems(ids, vocabularies[0]))
+    columns = [columns_of([f for f in features if of_table.get(f.table) == n]) for n in names]
+    return dynamic.tables, replace(ids, values=find_columns(vocabularies, ids, columns))
 
 
 def admit_batch(
-    dynamic: DynamicTables, batch: Any, gather: Gather = lambda x: x
-) -> tuple[DynamicTables, dict[str, Turnover]]:
-    """Return the tables after their vocabularies admitted the ids of a batch, and each turnover.
+    dynamic: DynamicTables, batch: Any, gather: Gather | None = None
+) -> tuple[DynamicTables, NewRows | None, Tensor]:
+    """Return the tables after their vocabularies admitted the ids of a batch, the new rows, and the numbers of
+    `admit_columns`. There are no new rows without vocabularies.
 
-    The rows of new ids still hold the numbers of the ids before: `renew` them.
+    The rows of new ids still hold the numbers of the ids before: `with_new_rows` renews them.
 
     gather: on ranks, a tensor -> that of all ranks, one after the other.
     """
-    vocabularies, turnovers = {}, {}
-    for name, ids in ids_of_batch(dynamic, batch, gather).items():
-        vocabularies[name], _, turnovers[name] = admit(dynamic.vocabularies[name], ids)
-    return replace(dynamic, vocabularies=vocabularies), turnovers
+    if not dynamic.vocabularies:
+        return dynamic, None, dynamic.first_key.new_zeros(0, 4)
+    own = list(dynamic.vocabularies.values())
+    if gather is None:
+        each, columns = keyed_in(batch), columns_by_vocabulary(dynamic)
+        check("funcrec.train_step", *(batch_problems(each, n, mine) for n, mine in columns.items()))
+        given = buffers_of(each, list(columns.values()))
+    else:
+        given = buffers_of_bags(list(ids_of_batch(dynamic, batch, gather).values()))
+    check("funcrec.train_step", *map(vocabulary_problems, own), *(id_problems(x, own[0]) for x in given.ids))
+    after, new, numbers = admit_columns(own, given)
+    return replace(dynamic, vocabularies=dict(zip(dynamic.vocabularies, after, strict=True))), new, numbers
 
 
 def ids_of_batch(dynamic: DynamicTables, batch: Any, gather: Gather = lambda x: x) -> dict[str, JaggedTensor]:
@@ -251,15 +248,22 @@ def ids_of_batch(dynamic: DynamicTables, batch: Any, gather: Gather = lambda x: 
 
     batch: any tree; all its KeyedJaggedTensors count.
     """
-    is_ids = lambda x: isinstance(x, KeyedJaggedTensor)
-    each, out = [x for x in tree_leaves(batch, is_leaf=is_ids) if is_ids(x)], {}
-    for name in dynamic.vocabularies:
-        columns = {c: most for c, v, most in dynamic.columns if v == name}
+    each, out = keyed_in(batch), {}
+    for name, columns in columns_by_vocabulary(dynamic).items():
+        check("funcrec.train_step", batch_problems(each, name, columns))
         own = [(x, {c: n for c, n in columns.items() if c in x.keys}) for x in each]
-        check("funcrec.train_step", batch_problems(own, name, columns))
         bags = [ids_of_columns(x, mine)[0] for x, mine in own if mine]
         out[name] = joined([gather(b.values) for b in bags], [gather(b.offsets[1:]) for b in bags])
     return out
+
+
+def keyed_in(batch: Any) -> list[KeyedJaggedTensor]:
+    is_ids = lambda x: isinstance(x, KeyedJaggedTensor)
+    return [x for x in tree_leaves(batch, is_leaf=is_ids) if is_ids(x)]
+
+
+def columns_by_vocabulary(dynamic: DynamicTables) -> dict[str, Columns]:
+    return {n: {c: most for c, v, most in dynamic.columns if v == n} for n in dynamic.vocabularies}
 
 
 def joined(values: Sequence[Tensor], counts: Sequence[Tensor]) -> JaggedTensor:
@@ -383,7 +387,7 @@ def feature_problems(
             yield Problem(f"feature {f.name!r} hashes ids of a vocabulary.", f"{f.hash}", "ids", hint)
 
 
-def batch_problems(own: Sequence[tuple[Any, Mapping]], name: str, columns: Mapping) -> Iterator[Problem]:
-    if not any(mine for _, mine in own):
+def batch_problems(each: Sequence[KeyedJaggedTensor], name: str, columns: Mapping) -> Iterator[Problem]:
+    if not any(c in x.keys for x in each for c in columns):
         need, hint = f"a KeyedJaggedTensor with one of {list(columns)}", "features=those that read the batch's ids"
         yield Problem(f"the batch has no ids for vocabulary {name!r}.", "none of its columns", need, hint, KeyError)

@@ -7,18 +7,19 @@ row, or on the step in which it came. Shapes: R rows, D dim, M entries of a turn
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Key, Problem, check, describe, mix, random, replace, typed
+from funcrec.core import Count, Key, Problem, any_tracked, check, describe, mix, random, replace, typed
 from funcrec.kernels import ops
+from funcrec.kernels.draws import GIVEN, Fresh
 from funcrec.kernels.reference_vocabulary import bucket_of
 from funcrec.kernels.vocabulary import SLOTS
 from funcrec.kinds._admission import Turnover
 from funcrec.kinds._vocabulary import MOST_ROWS, Vocabulary, vocabulary_problems
-from funcrec.tables import Initializer, TableConfig, id_rows
+from funcrec.tables import Initializer, TableConfig, id_rows, table_keys
 
 Tables = dict[str, Tensor]
 Slots = dict[str, dict[str, Tensor]]
@@ -49,7 +50,8 @@ def renew(
     Law: a new row holds the numbers of row `id` of `init(key, configs)`, if that table has so many rows. The row keeps
       nothing of the id that had it before.
 
-    Cost: it draws M rows, and writes the rows that changed. `fr.jit` with tables and slots donated writes in place.
+    Cost: it draws and writes the rows that changed. If slots depend on the row's numbers (`has_equal_slots` of the
+      optimizer is false), it also draws M rows. `fr.jit` with tables and slots donated writes in place.
 
     Example:
       >>> import torch, funcrec as fr
@@ -63,20 +65,94 @@ def renew(
     """
     check("funcrec.renew", renew_problems(tables, slots, turnover, optimizer, configs))
     random.check_key("funcrec.renew", key)
+    new = NewRows(turnover.rows, turnover.new_ids, turnover.admitted.sum()[None], (turnover.rows.shape[0],))
+    return with_new_rows(tables, slots, new, [(0, c) for c in configs], optimizer, key)
+
+
+class NewRows(NamedTuple):
+    """The rows that passed to new ids, of several vocabularies one after the other.
+
+    rows, ids: i64[P], rows and their new ids. counts: i64[...], how many of a vocabulary's places are used, from its
+    first on. places: the number of places of each vocabulary, in all P. every: the distance of their counts.
+    """
+
+    rows: Tensor
+    ids: Tensor
+    counts: Tensor
+    places: tuple[int, ...]
+    every: int = 1
+
+    def of(self, vocabulary: int) -> dict[str, int]:
+        """Return the fields of `Fresh` for the rows of a vocabulary."""
+        begin = sum(self.places[:vocabulary])
+        return {"rows": begin, "ids": begin, "places": self.places[vocabulary], "number": vocabulary * self.every}
+
+
+def with_new_rows(
+    tables: Mapping[str, Tensor],
+    slots: Mapping[str, Mapping[str, Tensor]],
+    new: NewRows,
+    configs: Sequence[tuple[int, TableConfig]],
+    optimizer: Any,
+    key: Tensor,
+) -> tuple[Tables, Slots]:
+    """Return the tables and slots with initial numbers in new rows, in one call of the kernels.
+
+    configs: (vocabulary, config) of each table.
+    """
     new_tables, new_slots = dict(tables), {n: dict(own) for n, own in slots.items()}
-    count = turnover.admitted.sum()
-    for config in configs:
-        name, table = config.name, tables[config.name]
-        fresh = id_rows(key, config, turnover.new_ids)
-        put = lambda x, new: ops.scatter_rows(x, turnover.rows, count, new)
-        wide = fresh.to(ops.accumulation_dtype(table.dtype))
-        new_tables[name] = put(table, wide)
-        made = optimizer.init({name: fresh}).get(name, {})
+    targets, given, fresh, scales = [], [], [], []
+
+    def add(target: Tensor, kind: int, scale: float = 0.0, **fields: int) -> int:
+        fresh.append(Fresh(len(targets), kind, **fields))
+        scales.append(scale)
+        targets.append(matrix_of(target))
+        return len(targets) - 1
+
+    keys = table_keys(key, [c for _, c in configs], new.rows.device)
+    at: list[tuple[dict, str, int]] = []
+    for i, (vocabulary, config) in enumerate(configs):
+        name, dim, own = config.name, config.embedding_dim, new.of(vocabulary)
+        kind, scale = config.initializer.draw(config.num_embeddings, dim)
+        at.append((new_tables, name, add(tables[name], kind, scale, dim=dim, key=i, **own)))
+        made = first_slots(optimizer, config, tables[name], key, new, own)
         check("funcrec.renew", slot_problems(name, slots.get(name, {}), made))
         for slot, x in made.items():
-            old = slots[name][slot]
-            new_slots[name][slot] = put(old.reshape(old.shape[0], -1), x.reshape(x.shape[0], -1)).reshape(old.shape)
+            given.append(matrix_of(x))
+            at.append((new_slots[name], slot, add(slots[name][slot], GIVEN, given=len(given) - 1, **own)))
+    if targets:
+        written = draw(targets, given, new, keys, fresh, scales)
+        for where, name, i in at:
+            where[name] = written[i].reshape(where[name].shape)
     return new_tables, new_slots
+
+
+def draw(
+    targets: Sequence[Tensor], given: Sequence[Tensor], new: NewRows, keys: Tensor, fresh: list[Fresh], scales: list
+) -> list[Tensor]:
+    choice = None if any_tracked([*targets, *given]) else ops.available("draw_rows", new.rows.device)
+    return ops.draw_rows(targets, given, new.rows, new.ids, new.counts, keys, fresh, scales, implementation=choice)
+
+
+def matrix_of(x: Tensor) -> Tensor:
+    """Return f[R] or f[R, ...] as a matrix of R rows."""
+    return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+
+
+def first_slots(
+    optimizer: Any, config: TableConfig, like: Tensor, key: Tensor, new: NewRows, own: Mapping[str, int], first: int = 0
+) -> dict[str, Tensor]:
+    """Return {slot: the first numbers of new rows}, of one row if they are those of all rows.
+
+    like: f[..., C], a table of columns [first, first + C). own: `new.of` the table's vocabulary.
+    """
+    num_columns = like.shape[1]
+    if getattr(optimizer, "has_equal_slots", False):
+        fresh = like.new_zeros(1, num_columns)
+    else:
+        ids = new.ids[own["ids"] : own["ids"] + own["places"]]
+        fresh = id_rows(key, config, ids)[:, first : first + num_columns]
+    return optimizer.init({config.name: fresh}).get(config.name, {})
 
 
 @typed

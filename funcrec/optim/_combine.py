@@ -98,7 +98,8 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
     waiting = tuple(dict.fromkeys(k for o in own for k in o.waiting))
     halves = (waiting, hold, due) if waiting else ()
     facts = of_all("is_elementwise"), of_any("is_joint"), of_all("is_gradient_wise")
-    return RowOptimizer(init, update, label, *facts, *halves, counts_entries=of_any("counts_entries"))
+    more = {"counts_entries": of_any("counts_entries"), "has_equal_slots": of_all("has_equal_slots")}
+    return RowOptimizer(init, update, label, *facts, *halves, **more)
 
 
 @remade

@@ -39,7 +39,7 @@ def numbers_of(form: ops.Rule, hyper: Mapping[str, Any]) -> list[float]:
 def facts_of(kernel: Kernel | None) -> dict[str, bool]:
     """Return the fields of RowOptimizer that state its facts. A rule without a formula gets the safe values."""
     if kernel is None:
-        return {"is_elementwise": False, "is_gradient_wise": False, "counts_entries": True}
+        return {"is_elementwise": False, "is_gradient_wise": False, "counts_entries": True, "has_equal_slots": False}
     counts = kernel.form is None or kernel.form.counts_entries
     own = {"is_elementwise": kernel.is_elementwise, "is_gradient_wise": kernel.is_gradient_wise}
-    return {**own, "counts_entries": counts}
+    return {**own, "counts_entries": counts, "has_equal_slots": True}

@@ -82,6 +82,7 @@ class RowOptimizer(NamedTuple):
       step) -> (the gradients that are due now, slots). due: (these gradients, slots, tables, step) -> (tables, slots).
       So on a mesh, gradients wait on the rank that received them. `hold` gets `takes`, b[]: whether the step counts.
     counts_entries: whether the update of a row may depend on how many entries its gradient sums.
+    has_equal_slots: whether `init` gives all rows of a table the same numbers, whatever numbers the rows have.
 
     Law: `update` writes to no argument. Rows and slots that no entry names keep every bit. A row that is named with a
       zero gradient is updated (a lazy Adam changes it).
@@ -111,6 +112,7 @@ class RowOptimizer(NamedTuple):
     hold: Callable[..., tuple[dict[str, RowGrads], Slots]] | None = None
     due: Callable[..., tuple[dict[str, Tensor], Slots]] | None = None
     counts_entries: bool = False
+    has_equal_slots: bool = False
 
     def __reduce__(self):
         return reduced(self)

@@ -1,7 +1,7 @@
 """Initial numbers for rows that passed to new ids, on ranks: each rank writes the rows that it owns.
 
-All ranks know the turnover, and a row depends on its id and a key alone. So nothing is sent.
-Shapes: M entries of a turnover.
+All ranks know the new rows, and a row depends on its id and a key alone. So nothing is sent.
+Shapes: P places of new rows, D dim.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,45 +10,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.kernels import ops
-from funcrec.kinds import Turnover
+from funcrec.kernels.draws import GIVEN, Fresh
+from funcrec.kinds import NewRows, draw, first_slots, matrix_of
 from funcrec.mesh import axis_index
 from funcrec.optim import RowOptimizer
 from funcrec.sharding._tables import ShardedTables
 from funcrec.sharding.placement._layout import Bank, Shard
-from funcrec.tables import TableConfig, id_rows
+from funcrec.tables import TableConfig, table_keys
 
 
 def renew_banks(
     sparse: RowOptimizer,
     tables: ShardedTables,
     slots: Mapping[str, Mapping[str, Tensor]],
-    turnover: Turnover,
+    new: NewRows,
     key: Tensor,
-    configs: Sequence[TableConfig],
+    configs: Sequence[tuple[int, TableConfig]],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return this rank's (banks, slots) with initial numbers in its rows of new ids."""
+    """Return this rank's (banks, slots) with initial numbers in its rows of new ids.
+
+    configs: (vocabulary, config) of each table.
+    """
     layout, banks, made = tables.layout, dict(tables.banks), {b: dict(own) for b, own in slots.items()}
-    for config in configs:
-        fresh = id_rows(key, config, turnover.new_ids)
+    at: dict[tuple[str, str | None], int] = {}  # {(bank, slot or None): the number of its tensor}
+    number = lambda bank, slot=None: at.setdefault((bank, slot), len(at))
+    value = lambda bank, slot: banks[bank] if slot is None else made[bank][slot]
+    rows, given, fresh, scales, begin = [], [], [], [], 0
+    for i, (vocabulary, config) in enumerate(configs):
+        own = new.of(vocabulary)
+        drawn = config.initializer.draw(config.num_embeddings, config.embedding_dim)
         for s in (layout.shards[k] for k in layout.shards_of(config.name)):
             bank = layout.banks[s.bank]
-            rows, order, count = own_rows(turnover, s, bank)
-            part = fresh[order, s.first : s.last]
-            wide = part.to(ops.accumulation_dtype(part.dtype))
-            banks[bank.name] = ops.scatter_rows(banks[bank.name], rows, count, wide)
-            for slot, x in sparse.init({config.name: part}).get(config.name, {}).items():
-                old = made[bank.name][slot]
-                flat = lambda x: x.reshape(x.shape[0], -1)
-                made[bank.name][slot] = ops.scatter_rows(flat(old), rows, count, flat(x)).reshape(old.shape)
+            rows.append(bank_rows(new.rows[own["rows"] : own["rows"] + own["places"]], s, bank))
+            mine, begin = {**own, "rows": begin}, begin + own["places"]
+            row = {"dim": config.embedding_dim, "first": s.first, "key": i, **mine}
+            fresh.append(Fresh(number(bank.name), drawn[0], **row))
+            scales.append(drawn[1])
+            like = tables.banks[bank.name].new_zeros(1, s.last - s.first)
+            for slot, x in first_slots(sparse, config, like, key, new, own, s.first).items():
+                given.append(matrix_of(x))
+                fresh.append(Fresh(number(bank.name, slot), GIVEN, given=len(given) - 1, **mine))
+                scales.append(0.0)
+    if fresh:
+        keys = table_keys(key, [c for _, c in configs], new.rows.device)
+        targets = [matrix_of(value(*x)) for x in at]
+        written = draw(targets, given, new._replace(rows=torch.cat(rows)), keys, fresh, scales)
+        for (bank, slot), i in at.items():
+            x = written[i].reshape(value(bank, slot).shape)
+            (banks if slot is None else made[bank])[bank if slot is None else slot] = x
     return banks, made
 
 
-def own_rows(turnover: Turnover, shard: Shard, bank: Bank) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (rows of this rank's bank i64[M], the order that puts them first i64[M], their number i64[])."""
-    rows = turnover.rows.clamp(min=0)
-    each = torch.div(rows, shard.part, rounding_mode="floor")
+def bank_rows(rows: Tensor, shard: Shard, bank: Bank) -> Tensor:
+    """Return the numbers of a table's rows in this rank's bank, or -1 for rows of other ranks, i64[P]."""
+    each = torch.div(rows.clamp(min=0), shard.part, rounding_mode="floor")
     owner, start = (torch.tensor(x, device=rows.device)[each] for x in (shard.ranks, shard.starts))
-    is_own = turnover.admitted & (owner == (axis_index(bank.axes) if bank.axes else 0))
-    order = (~is_own).to(torch.uint8).argsort(stable=True)
-    return (start + rows - each * shard.part)[order], order, is_own.sum()
+    is_own = (rows >= 0) & (owner == (axis_index(bank.axes) if bank.axes else 0))
+    return torch.where(is_own, start + rows - each * shard.part, -1)

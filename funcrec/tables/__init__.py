@@ -22,6 +22,7 @@ from funcrec.tables._init import id_rows as id_rows
 from funcrec.tables._init import init as init
 from funcrec.tables._init import name_number as name_number
 from funcrec.tables._init import origin_of as origin_of
+from funcrec.tables._init import table_keys as table_keys
 from funcrec.tables._initializers import Initializer as Initializer
 from funcrec.tables._initializers import constant as constant
 from funcrec.tables._initializers import normal as normal

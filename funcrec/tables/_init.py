@@ -14,6 +14,7 @@ from funcrec.core import Device, Key, check, random, typed, written
 from funcrec.kernels.memory import empty_table
 from funcrec.tables._checks import table_list_problems
 from funcrec.tables._configs import TableConfig
+from funcrec.tables._initializers import Initializer, drawing, drawn
 
 INIT_BLOCK = 1 << 20  # elements of one draw; the generator's i64 counters take eight bytes per element
 
@@ -44,20 +45,28 @@ def init_rows(key: Tensor, table: TableConfig, start: int, stop: int, *, device=
     if device.type == "meta":
         return torch.empty(shape, dtype=table.dtype, device=device)
     own = random.fold_in(key, name_number(table.name)).to(device)
-
-    def draw(first: int, last: int) -> Tensor:
-        begin = first * table.embedding_dim
-        rows = table.initializer(own, (last - first, table.embedding_dim), begin, table.num_embeddings)
-        return rows.to(table.dtype)
-
-    step = max(INIT_BLOCK // table.embedding_dim, 1)
+    step = shape[0] if draws_whole(table, device) else max(INIT_BLOCK // table.embedding_dim, 1)
     if shape[0] <= step:
-        return draw(start, stop)
+        return drawn_rows(own, table, start, stop)
     out = empty_table(shape, dtype=table.dtype, device=device)
     for first in range(start, stop, step):
         last = min(first + step, stop)
-        out = written(out, (slice(first - start, last - start),), draw(first, last))
+        out = written(out, (slice(first - start, last - start),), drawn_rows(own, table, first, last))
     return out
+
+
+def drawn_rows(own: Tensor, table: TableConfig, first: int, last: int) -> Tensor:
+    """Return rows [first, last) in one draw. own: the table's key."""
+    dim = table.embedding_dim
+    if isinstance(table.initializer, Initializer):
+        starts = torch.arange(first, last, device=own.device) * dim
+        return drawn(table.initializer, own, starts, dim, table.num_embeddings, table.dtype)
+    return table.initializer(own, (last - first, dim), first * dim, table.num_embeddings).to(table.dtype)
+
+
+def draws_whole(table: TableConfig, device: torch.device) -> bool:
+    """Return whether a draw takes no more memory than its rows."""
+    return isinstance(table.initializer, Initializer) and drawing(device) == "cpp"
 
 
 def id_rows(key: Tensor, table: TableConfig, ids: Tensor) -> Tensor:
@@ -65,9 +74,14 @@ def id_rows(key: Tensor, table: TableConfig, ids: Tensor) -> Tensor:
 
     The config has one of funcrec's initializers.
     """
-    own = random.fold_in(key, name_number(table.name)).to(ids.device)
-    shape = ids.shape[0], table.embedding_dim
-    return table.initializer(own, shape, ids * table.embedding_dim, table.num_embeddings).to(table.dtype)
+    own, dim = random.fold_in(key, name_number(table.name)).to(ids.device), table.embedding_dim
+    return drawn(table.initializer, own, ids * dim, dim, table.num_embeddings, table.dtype)
+
+
+def table_keys(key: Tensor, tables: Sequence[TableConfig], device: torch.device) -> Tensor:
+    """Return the keys that draw the rows of tables, i64[T]."""
+    numbers = torch.tensor([name_number(t.name) for t in tables], dtype=torch.int64, device=device)
+    return random.fold_in(key.to(device), numbers)
 
 
 def name_number(name: str) -> int:

@@ -10,7 +10,9 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Form, Key, Problem, Size, check, describe, plain_numbers, random, typed
+from funcrec.core import Count, Form, Key, Problem, Size, check, describe, plain_numbers, typed
+from funcrec.kernels import ops
+from funcrec.kernels.draws import CONSTANT, NORMAL, UNIFORM
 
 
 @plain_numbers
@@ -41,16 +43,35 @@ class Initializer:
         With start i64[M], row i has the elements from start[i] on.
         """
         check(f"funcrec.{self.kind}", start_problems(shape, start))
+        starts = start
+        if not isinstance(start, Tensor):
+            starts = start + torch.arange(shape[0], device=key.device) * shape[1]
+        return drawn(self, key, starts, shape[1], num_embeddings, torch.float32)
+
+    def draw(self, num_embeddings: int, dim: int) -> tuple[int, float]:
+        """Return the kind and scale of `ops.initial_rows` for rows of a table."""
         match self.kind:
             case "uniform":
-                bound = num_embeddings**-0.5 if self.scale is None else self.scale
-                return (random.uniform(key, shape, start=start) * 2 - 1) * bound
+                return UNIFORM, num_embeddings**-0.5 if self.scale is None else self.scale
             case "normal":
-                return random.normal(key, shape, start=start) * self.scale
+                return NORMAL, self.scale
             case "xavier_normal":
-                return random.normal(key, shape, start=start) * math.sqrt(2 / (num_embeddings + shape[1]))
+                return NORMAL, math.sqrt(2 / (num_embeddings + dim))
             case "constant":
-                return torch.full(shape, self.scale, device=key.device)
+                return CONSTANT, self.scale
+
+
+def drawn(
+    initializer: Initializer, key: Tensor, starts: Tensor, dim: int, num_embeddings: int, dtype: torch.dtype
+) -> Tensor:
+    """Return rows of the elements from starts i64[M] on, rounded once to `dtype` -> f[M, D]."""
+    how = initializer.draw(num_embeddings, dim)
+    return ops.initial_rows(key, starts, dim, *how, dtype, implementation=drawing(key.device))
+
+
+def drawing(device: torch.device) -> str:
+    """Return the implementation that draws rows on a device."""
+    return ops.available("initial_rows", device)
 
 
 @plain_numbers

@@ -3,13 +3,13 @@
 state, batch --admit--> vocabularies', turnovers --renew--> tables', slots'
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from funcrec.core import Problem, check, replace
-from funcrec.kinds import DynamicTables, Turnover, admit_batch, configs_of, renew, stored_problems
+from funcrec.kinds import DynamicTables, admit_batch, configs_of, stored_problems, with_new_rows
 from funcrec.optim import RowOptimizer
 from funcrec.tables import layout_in
 from funcrec.train._state import TrainState
@@ -20,13 +20,13 @@ def admitted(sparse: RowOptimizer, state: TrainState, batch: Any) -> tuple[Train
     if not is_dynamic(state.tables):
         return state, {}
     check("funcrec.train_step", admission_problems(sparse), unserved_problems(state.tables))
-    dynamic, turnovers = admit_batch(state.tables, batch)
+    dynamic, new, numbers = admit_batch(state.tables, batch)
     tables, slots = dynamic.tables, state.slots
-    forms = {n: (tuple(t.shape), t.dtype) for n, t in tables.items()}
-    for name, turnover in turnovers.items():
-        configs = configs_of(dynamic, name, forms)
-        tables, slots = renew(tables, slots, turnover, sparse, dynamic.first_key, configs)
-    return replace(state, tables=replace(dynamic, tables=tables), slots=slots), counts_of(turnovers)
+    if new is not None:
+        forms = {n: (tuple(t.shape), t.dtype) for n, t in tables.items()}
+        configs = [(i, c) for i, n in enumerate(dynamic.vocabularies) for c in configs_of(dynamic, n, forms)]
+        tables, slots = with_new_rows(tables, slots, new, configs, sparse, dynamic.first_key)
+    return replace(state, tables=replace(dynamic, tables=tables), slots=slots), counts_of(dynamic, numbers)
 
 
 def is_dynamic(tables: Any) -> bool:
@@ -34,12 +34,16 @@ def is_dynamic(tables: Any) -> bool:
     return (type(tables) if layout_in(tables) is None else tables.of) is DynamicTables
 
 
-def counts_of(turnovers: Mapping[str, Turnover]) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """Return {"vocabularies": {name: numbers of distinct ids, i64[]}}, metrics of a step."""
-    each = lambda t: {
-        "hits": t.hits, "admitted": t.admitted.sum(), "evicted": t.evicted.sum(), "refused": t.refused,
+def counts_of(dynamic: DynamicTables, numbers: Tensor) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """Return {"vocabularies": {name: numbers of distinct ids, i64[]}}, metrics of a step.
+
+    numbers: i64[V, 4], those of `admit_batch`.
+    """
+    each = lambda admitted, evicted, hits, refused: {
+        "hits": hits, "admitted": admitted, "evicted": evicted, "refused": refused,
     }  # fmt: skip
-    return {"vocabularies": {n: each(t) for n, t in turnovers.items()}} if turnovers else {}
+    made = {n: each(*own.unbind()) for n, own in zip(dynamic.vocabularies, numbers.unbind(), strict=True)}
+    return {"vocabularies": made} if made else {}
 
 
 # -- validators --------------------------------------------------------------------------------------------------

@@ -146,15 +146,15 @@ def admitted(
     if not is_dynamic(state.tables):
         return state, {}
     check("funcrec.train_step", admission_problems(sparse, capacity))
-    of_all = lambda x: all_gather(x, batch_axes).flatten(0, 1) if batch_axes else x
-    dynamic, turnovers = admit_batch(state.tables.rest, batch, of_all)
+    of_all = (lambda x: all_gather(x, batch_axes).flatten(0, 1)) if batch_axes else None
+    dynamic, new, numbers = admit_batch(state.tables.rest, batch, of_all)
     tables, slots, layout = state.tables, state.slots, state.tables.layout
-    forms = {s.table: (dict(layout.shapes)[s.table], layout.banks[s.bank].dtype) for s in layout.shards}
-    for name, turnover in turnovers.items():
-        configs = configs_of(dynamic, name, forms)
-        banks, slots = renew_banks(sparse, tables, slots, turnover, dynamic.first_key, configs)
+    if new is not None:
+        forms = {s.table: (dict(layout.shapes)[s.table], layout.banks[s.bank].dtype) for s in layout.shards}
+        configs = [(i, c) for i, n in enumerate(dynamic.vocabularies) for c in configs_of(dynamic, n, forms)]
+        banks, slots = renew_banks(sparse, tables, slots, new, dynamic.first_key, configs)
         tables = replace(tables, banks=banks)
-    return replace(state, tables=replace(tables, rest=dynamic), slots=slots), counts_of(turnovers)
+    return replace(state, tables=replace(tables, rest=dynamic), slots=slots), counts_of(dynamic, numbers)
 
 
 def settled(fits: Tensor | None, old: TrainState, new: TrainState, metrics: dict) -> tuple[TrainState, dict]:

@@ -1,0 +1,99 @@
+"""The ids of several vocabularies in the columns of a batch: all of them found, or admitted, in one call.
+
+    rows = find_columns(vocabularies, ids)      vocabularies', new rows = admit_columns(vocabularies, ids)
+
+Shapes: N ids, V vocabularies, P places of their changes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
+from funcrec.kernels import ops
+from funcrec.kernels.vocabulary import EVERYONE, SCORED, Admission, Column, places_of
+from funcrec.kinds._admission import scores_of, state_of, with_state
+from funcrec.kinds._renewal import NewRows
+from funcrec.kinds._vocabulary import POLICIES, Vocabulary, least_of
+from funcrec.tables import FeatureConfig
+
+Columns = Mapping[str, int | None]  # {column: the most ids of a bag, or None}
+
+
+def columns_of(features: Sequence[FeatureConfig]) -> dict[str, int | None]:
+    """Return {column: the most ids of a bag that one of the features reads, or None}."""
+    out: dict[str, int | None] = {}
+    for f in features:
+        both = out.get(f.key, 0), f.max_length
+        out[f.key] = None if None in both else max(both)
+    return out
+
+
+def bags_in(ids: KeyedJaggedTensor, columns: Columns, vocabulary: int, buffer: int = 0) -> list[Column]:
+    """Return the bags of the columns, as the kernels take them."""
+    of = lambda column: (ids.bag_range(column)[0], ids.bags_of(column))
+    return [Column(vocabulary, buffer, *of(c), most or 0) for c, most in columns.items()]
+
+
+def find_columns(vocabularies: Sequence[Vocabulary], ids: KeyedJaggedTensor, columns: Sequence[Columns]) -> Tensor:
+    """Return the values of the ids with rows in place of the ids of each vocabulary's columns, i64[N]."""
+    state = [x for v in vocabularies for x in (v.tags, v.entries)]
+    how = [(v.num_shared, v.salt) for v in vocabularies]
+    bags = [bag for i, own in enumerate(columns) for bag in bags_in(ids, own, i)]
+    choice = ops.available("find_columns", ids.values.device)
+    return ops.find_columns(state, ids.values, ids.offsets, how, bags, implementation=choice)
+
+
+class Buffers(NamedTuple):
+    """Buffers of ids i[N_k] with the boundaries of their bags, and the bags of each vocabulary."""
+
+    ids: list[Tensor]
+    offsets: list[Tensor]
+    bags: list[Column]
+
+
+def buffers_of(batch: Sequence[KeyedJaggedTensor], columns: Sequence[Columns]) -> Buffers:
+    """Return the columns of each vocabulary in a batch, whose ids need not have all of them."""
+    used = [x for x in batch if any(c in x.keys for own in columns for c in own)]
+    present = lambda x, own: {c: n for c, n in own.items() if c in x.keys}
+    bags = [b for k, x in enumerate(used) for v, own in enumerate(columns) for b in bags_in(x, present(x, own), v, k)]
+    return Buffers([x.values for x in used], [x.offsets for x in used], bags)
+
+
+def buffers_of_bags(bags: Sequence[JaggedTensor]) -> Buffers:
+    """Return one bag of ids for each vocabulary as buffers."""
+    every = [Column(v, v, 0, 1, 0) for v in range(len(bags))]
+    return Buffers([x.values for x in bags], [x.offsets for x in bags], every)
+
+
+def admit_columns(vocabularies: Sequence[Vocabulary], given: Buffers) -> tuple[list[Vocabulary], NewRows, Tensor]:
+    """Return the vocabularies after a step, its new rows, and numbers i64[V, 4] of distinct ids: admitted, evicted,
+    found, refused."""
+    how, state = [admission_of(v) for v in vocabularies], [x for v in vocabularies for x in timed_state_of(v)]
+    scores = [scores_of(v, v.now + 1) for v in vocabularies if callable(v.policy)]
+    choice = ops.available("admit_columns", vocabularies[0].tags.device)
+    found = ops.admit_columns(state, scores, *given[:2], how, given.bags, implementation=choice)
+    after = iter(ops.settle_columns(state, *given[:2], found, how, given.bags, implementation=choice))
+    new = [with_timed_state(v, [next(after) for _ in timed_state_of(v)]) for v in vocabularies]
+    _, _, changed, new_ids, _, numbers = found
+    places = places_of(how, given.bags, [x.shape[0] for x in given.ids])
+    return new, NewRows(changed, new_ids, numbers.flatten(), tuple(places), every=numbers.shape[1]), numbers
+
+
+def admission_of(vocabulary: Vocabulary) -> Admission:
+    """Return the settings of a vocabulary's admission."""
+    share = int(vocabulary.admit * EVERYONE) if isinstance(vocabulary.admit, float) else EVERYONE
+    policy = POLICIES.get(vocabulary.policy, SCORED)
+    how = policy, vocabulary.ttl or 0, least_of(vocabulary.admit), share
+    return Admission(*how, vocabulary.num_shared, vocabulary.salt)
+
+
+def timed_state_of(vocabulary: Vocabulary) -> list[Tensor]:
+    tags, entries, *sketch = state_of(vocabulary)
+    return [tags, entries, vocabulary.now, *(sketch if least_of(vocabulary.admit) else [])]
+
+
+def with_timed_state(vocabulary: Vocabulary, state: Sequence[Tensor]) -> Vocabulary:
+    tags, entries, now, *sketch = state
+    return with_state(vocabulary, [tags, entries, *sketch], now)
