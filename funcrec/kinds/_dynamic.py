@@ -208,7 +208,7 @@ def ids_of_columns(ids: KeyedJaggedTensor, columns: Mapping[str, int | None]) ->
 def as_rows(dynamic: DynamicTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> tuple[Any, Any]:
     """Return the plain tables, and ids with the rows of the features' columns in place of the vocabularies' ids."""
     of_column, of_table = {c: v for c, v, _ in dynamic.columns}, {x[0]: x[1] for x in dynamic.first}
-    sizes = {n: rows for n, (rows, _) in KINDS[DynamicTables].shapes(dynamic).items()}
+    sizes = {n: shape[0] for n, shape in table_shapes(dynamic.tables).items()}  # in memory; a store may have more
     check("funcrec.lookup", follow_problems(dynamic, sizes), feature_problems(features, of_column, of_table))
     names = list(dict.fromkeys(of_table[f.table] for f in features if f.table in of_table))
     if not names:
