@@ -223,8 +223,9 @@ def tables_unseen(canary: Mapping, features: Sequence[Mapping]) -> list[str]:
     for i, feature in enumerate(features):
         first, last = (canary["offsets"][j * canary["bags"]] for j in (i, i + 1))
         ids, table = canary["values"][first:last], feature["table"]
+        rows = feature["rows"]
         if ids and table is not None:
-            inside[table] = inside.get(table, False) or any(0 <= x < feature["rows"] for x in ids)
+            inside[table] = inside.get(table, False) or rows == ANY_ROW or any(0 <= x < rows for x in ids)
     return [table for table, shows in inside.items() if not shows]
 
 

@@ -191,11 +191,12 @@ def test_a_tie_may_turn_and_not_always(draws):
         ({"c": [[4], [7, 5]], "d": [[1], []], "h": [[9], []]}, r"only ids outside table 'item' in its first bags\n"),
         ({"c": [[4], [7, 0]], "d": [[1], []], "h": [[9], []]}, None),
         ({"c": [[]], "d": [[1]], "h": [[9]]}, None),
+        ({"c": [[0]], "d": [[1]], "h": [[-9]]}, None),
     ],
 )
 def test_a_canary_of_ids_outside_their_tables_is_warned_of(bags, unseen, tmp_path, monkeypatch):
     """export warns if all ids of a table in the example's first bags lie outside the table, because they read zeros.
-    Ids that are hashed lie inside."""
+    Ids that are hashed lie inside, also negative ones."""
     monkeypatch.setattr(_export, "compile_program", lambda *arguments: None)
     features = [fr.FeatureConfig("c", table="item"), fr.FeatureConfig("d", table="user"),
                 fr.FeatureConfig("h", table="hashed", hash=fr.modulo())]  # fmt: skip
