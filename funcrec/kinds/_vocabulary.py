@@ -107,7 +107,7 @@ def vocabulary(
         least. "distance_lfu": the one with the least count / (age + 1). With "lfu" and "distance_lfu" a new id must
         have a greater value than that id; otherwise it gets no row. A function of (ages, counts) of all rows, two
         tensors of integers, returns a score for each row, and the least leaves. It reads the whole vocabulary in each
-        step. Ties go to the oldest, then the first.
+        step, and `save` refuses it, because a checkpoint holds no code. Ties go to the oldest, then the first.
       ttl: an id that was not seen for more than `ttl` steps leaves before all others. `expire` removes such ids.
       admit: which new ids get a row. None: all. An int k <= 255 admits ids that were missed k times recently. A sketch
         counts the misses: 128 counters for each bucket, two for an id, halved from time to time. Collisions may admit
