@@ -21,7 +21,7 @@ from funcrec.compile import is_transformed, jit
 from funcrec.core import Count, Problem, any_tracked, check, describe, map_tensors, replace, tree_leaves, typed
 from funcrec.data import prefetch
 from funcrec.kernels.reference_vocabulary import LOWER, halves
-from funcrec.kinds import DynamicTables, Vocabulary, settled
+from funcrec.kinds import Choice, DynamicTables, Vocabulary, settled
 from funcrec.tables import Params
 from funcrec.train import TrainState, update_of
 
@@ -42,7 +42,8 @@ def cached_step(step: Callable, stores: Mapping[str, TableStore], *, depth: Coun
       depth: how many batches `ahead` reads before they are taken.
 
     Returns:
-      A step `cached`: `cached(state, batch)`; `cached.init(params)`.
+      A step `cached`: `cached(state, batch)`; `cached.init(params)`. metrics["vocabularies"] has for each cache the
+        numbers of the batch's distinct ids: hits, admitted, evicted.
       `for batch in cached.ahead(state, batches): state, metrics = cached(state, batch)` reads the stores for the next
         batches in a thread while a step computes; `cached.run(state, batches)` yields the (state, metrics).
       `cached.read(params, batch)` returns params and a batch with all rows that the batch reads, from memory or from
@@ -111,10 +112,10 @@ class CachedStep:
             with self.lock:
                 self.waiting.popleft()
         fresh = fresh_rows(self.stores, one.caches, state.step.device)
-        out = self.step(self.enter(state, {n: x.choice for n, x in one.caches.items()}, fresh), one.batch)
+        state, metrics = self.step(self.enter(state, {n: x.choice for n, x in one.caches.items()}, fresh), one.batch)
         for name, own in one.caches.items():
             self.stores[name].progress.now = own.before + 1
-        return out
+        return state, metrics | {"vocabularies": {n: counts_of(x.choice) for n, x in one.caches.items()}}
 
     def ahead(self, state: TrainState, batches: Iterable) -> Iterator[Fetched]:
         """Return an iterator over batches with what their steps read, which a thread reads `depth` batches ahead.
@@ -177,6 +178,11 @@ class CachedStep:
 
     def __repr__(self) -> str:
         return f"<funcrec.cached_step of {self.step!r}, {', '.join(self.stores)}>"
+
+
+def counts_of(choice: Choice) -> dict[str, Tensor]:
+    """Return the numbers of distinct ids of a step, i64[], by the names that a step with vocabularies gives them."""
+    return dict(zip(("admitted", "evicted", "hits", "refused"), choice.numbers.unbind(), strict=True))
 
 
 def seen_after(vocabulary: Vocabulary, step: int) -> Tensor:

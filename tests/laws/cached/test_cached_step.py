@@ -35,8 +35,12 @@ def test_a_cache_changes_no_bit(tmp_path_factory, seed, name, dtype, policy, dep
     seen = batches if depth is None else both.cached.ahead(both.state, batches)
     for batch, one in zip(batches, seen, strict=True):
         both.whole, want = both.step(both.whole, batch)
+        held = both.state.tables.vocabularies["users"].num_ids
         both.state, got = both.cached(both.state, one)
         assert torch.equal(got["loss"], want["loss"])
+        counts, own = got["vocabularies"]["users"], batch.ids["user"].values[: int(batch.ids["user"].offsets[-1])]
+        assert counts["hits"] + counts["admitted"] == len(own.unique()) and counts["refused"] == 0
+        assert held + counts["admitted"] - counts["evicted"] == both.state.tables.vocabularies["users"].num_ids
     both.check_all()
     both.store.close()
 

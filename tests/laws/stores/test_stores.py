@@ -84,9 +84,10 @@ def test_a_file_holds_what_memory_holds(tmp_path):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**30), st.integers(0, 200), st.sampled_from([1, 3, 16]))
-def test_both_implementations_move_the_same_bytes(tmp_path_factory, seed, count, workers):
-    """One implementation reads the records that the other writes, in runs and alone, with any number of workers."""
+@given(st.integers(0, 2**30), st.integers(0, 200), st.sampled_from([1, 3, 16]), st.booleans())
+def test_both_implementations_move_the_same_bytes(tmp_path_factory, seed, count, workers, is_dropped):
+    """One implementation reads the records that the other writes, in runs and alone, by any number of workers, from
+    the page cache and from the disk."""
     from funcrec.kernels.records import read_records, write_records
 
     rows, records = generated(seed, count)
@@ -97,6 +98,9 @@ def test_both_implementations_move_the_same_bytes(tmp_path_factory, seed, count,
         os.truncate(fd, NUM_ROWS * 12)
         write_records(fd, rows, records[place], workers=workers, implementation=name)
         found = torch.full((NUM_ROWS, 3), torch.nan)
+        if is_dropped:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         read_records(fd, EVERY, found, workers=workers, implementation=other)
         os.close(fd)
         is_same(found, torch.zeros(NUM_ROWS, 3).index_copy(0, rows, records[place]))

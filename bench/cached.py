@@ -1,0 +1,201 @@
+"""Measures training with a part of a table in memory, beside training with the whole table in memory.
+
+    .venv/bin/python bench/cached.py             # 2 M rows of 32; 1, 5, 10 and 25 % of them in memory
+    .venv/bin/python bench/cached.py --large     # a table of 40 GB in a file, a fiftieth of it in memory
+
+A table [rows, 32] with row-wise Adagrad, its store in a file (132 bytes a row); batches of 1,024 bags of 8 ids, drawn
+by a Zipf law (exponent 1.05) over shuffled rows; two dense layers. Both steps are compiled and donated. Steps take
+turns; times are medians of wall clock, two threads. "dropped": the page cache holds nothing of the file at the first
+measured step of a round. Hit rates are shares of distinct ids a batch: of the cache, of a list of the least recently
+used ids, and of Belady's rule, which knows the future.
+"""
+
+import argparse
+import heapq
+import os
+import statistics
+import tempfile
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from measure import record
+
+import funcrec as fr
+
+DIM, BAGS, IDS, EXPONENT = 32, 1024, 8, 1.05
+SHARES = (0.01, 0.05, 0.1, 0.25)
+READ = [fr.FeatureConfig("user", table="user", pooling="mean")]
+
+
+def drawn(rows: int, count: int, seed: int = 0) -> list[torch.Tensor]:
+    """Return the ids of `count` batches, i64[BAGS · IDS] each."""
+    g = torch.Generator().manual_seed(seed)
+    # the inverse of the continuous law's distribution function, to the nearest rank
+    u = torch.rand(count, BAGS * IDS, generator=g, dtype=torch.float64)
+    top = float(rows) ** (1 - EXPONENT)
+    rank = (1 - u * (1 - top)).pow(1 / (1 - EXPONENT)).long().clamp(1, rows) - 1
+    spread = 2_654_435_761  # a prime: a permutation of the rows, whose number it does not divide
+    return list(rank * spread % rows)
+
+
+def batch_of(ids: torch.Tensor) -> fr.Batch:
+    lengths = torch.full((BAGS,), IDS)
+    return fr.Batch(fr.KeyedJaggedTensor.from_lengths(["user"], ids, lengths), (ids[::IDS] % 2).float())
+
+
+def loss_fn(params, batch):
+    x = fr.lookup(params.tables, batch.ids, READ)["user"]
+    hidden = torch.relu(x @ params.dense["a"])
+    return fr.losses.bce((hidden @ params.dense["b"])[:, 0], batch.label)
+
+
+def model_of():
+    g = torch.Generator().manual_seed(0)
+    return {"a": torch.randn(DIM, 64, generator=g) / 8, "b": torch.randn(64, 1, generator=g) / 8}
+
+
+def steps_of(sparse):
+    dense = fr.optim.dense(torch.optim.SGD, lr=0.01)
+    return fr.jit(fr.train_step(loss_fn, sparse=sparse, dense=dense, admit=False), donate=("state",))
+
+
+# -- hit rates ---------------------------------------------------------------------------------------------------------
+
+
+def rates(batches: list[torch.Tensor], capacity: int, skip: int) -> dict[str, float]:
+    """Return {rule: the share of distinct ids of the batches after `skip` that were in memory}."""
+    distinct = [x.unique().tolist() for x in batches]
+    return {"lru": lru(distinct, capacity, skip), "belady": belady(distinct, capacity, skip)}
+
+
+def lru(distinct: list[list[int]], capacity: int, skip: int) -> float:
+    held, hits, total = OrderedDict(), 0, 0
+    for k, ids in enumerate(distinct):
+        found = sum(i in held for i in ids)
+        hits, total = (hits + found, total + len(ids)) if k >= skip else (hits, total)
+        for i in ids:
+            held[i] = True
+            held.move_to_end(i)
+        while len(held) > capacity:
+            held.popitem(last=False)
+    return hits / total
+
+
+def belady(distinct: list[list[int]], capacity: int, skip: int) -> float:
+    never, following, after = len(distinct), {}, [None] * len(distinct)
+    for k in range(len(distinct) - 1, -1, -1):
+        after[k] = {i: following.get(i, never) for i in distinct[k]}
+        following.update(dict.fromkeys(distinct[k], k))
+    held, order, hits, total = {}, [], 0, 0
+    for k, ids in enumerate(distinct):
+        found = sum(i in held for i in ids)
+        hits, total = (hits + found, total + len(ids)) if k >= skip else (hits, total)
+        for i in ids:
+            held[i] = after[k][i]
+            heapq.heappush(order, (-after[k][i], i))
+        while len(held) > capacity:
+            use, i = heapq.heappop(order)
+            if held.get(i) == -use:
+                del held[i]
+    return hits / total
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+class Cached:
+    """Training with some rows in memory; the store is in a file."""
+
+    def __init__(self, folder: Path, rows: int, capacity: int, depth: int):
+        sparse, config = fr.optim.rowwise_adagrad(0.05), fr.TableConfig("user", rows, DIM)
+        self.path = folder / f"{capacity}-{depth}"
+        self.store = fr.table_store([config], sparse, key=fr.key(0), path=self.path, durable=False)
+        tables = fr.cached_tables({}, {"users": fr.CacheConfig(self.store, capacity, READ)})
+        self.step = fr.cached_step(steps_of(sparse), {"users": self.store}, depth=max(depth, 1))
+        self.state, self.depth, self.counts = self.step.init(fr.Params(tables, model_of())), depth, []
+
+    def seconds(self, batches: list[fr.Batch]) -> list[float]:
+        """Train on batches, and return the time of each step."""
+        times, began = [], time.perf_counter()
+        for batch in self.step.ahead(self.state, batches) if self.depth else batches:
+            self.state, metrics = self.step(self.state, batch)
+            times.append(time.perf_counter() - began)
+            self.counts.append({n: int(x) for n, x in metrics["vocabularies"]["users"].items()})
+            began = time.perf_counter()
+        return times
+
+    def hit_rate(self, skip: int) -> float:
+        hits, new = (sum(x[n] for x in self.counts[skip:]) for n in ("hits", "admitted"))
+        return hits / (hits + new)
+
+    def drop(self) -> None:
+        """Take the file's pages out of the page cache."""
+        os.sync()
+        fd = os.open(self.path / "records", os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+class Whole:
+    """Training with the whole table in memory."""
+
+    def __init__(self, rows: int):
+        sparse = fr.optim.rowwise_adagrad(0.05)
+        self.step = steps_of(sparse)
+        tables = fr.init(fr.key(0), [fr.TableConfig("user", rows, DIM)])
+        self.state = self.step.init(fr.Params(tables, model_of()))
+
+    def seconds(self, batches: list[fr.Batch]) -> list[float]:
+        times = []
+        for batch in batches:
+            began = time.perf_counter()
+            self.state, _ = self.step(self.state, batch)
+            times.append(time.perf_counter() - began)
+        return times
+
+    def drop(self) -> None:
+        pass
+
+
+def measured(rows: int, warm: int, rounds: int, each: int) -> None:
+    """Print and record the times of steps by the share of rows in memory."""
+    ids = drawn(rows, warm + rounds * each)
+    batches = list(map(batch_of, ids))
+    with tempfile.TemporaryDirectory(dir="build") as folder:
+        cases = {"whole": Whole(rows)}
+        for share in SHARES:
+            for depth in (0, 2):
+                cases[f"{share:.0%}, depth {depth}"] = Cached(Path(folder), rows, int(share * rows), depth)
+        for case in cases.values():
+            case.seconds(batches[:warm])
+        times = {n: [] for n in cases}
+        dropped = {n: [] for n in cases}
+        for r in range(rounds):
+            part = batches[warm + r * each : warm + (r + 1) * each]
+            for n, case in cases.items():
+                into = dropped if r % 2 else times
+                if r % 2:
+                    case.drop()
+                into[n] += case.seconds(part)[1:]
+        found = {}
+        for share in SHARES:
+            capacity = int(share * rows)
+            own = cases[f"{share:.0%}, depth 0"].hit_rate(warm)
+            found[f"{share:.0%}"] = {"cache": own, **rates(ids, capacity, warm)}
+    ms = lambda x: {n: round(statistics.median(t) * 1e3, 3) for n, t in x.items()}
+    figures = {"case": "cached", "shape": {"rows": rows, "dim": DIM, "bags": BAGS, "ids": IDS, "zipf": EXPONENT}}
+    record(
+        "cached", {**figures, "steps": warm + rounds * each, "ms": ms(times), "ms, dropped": ms(dropped), "hits": found}
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument("--warm", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--each", type=int, default=30)
+    args = parser.parse_args()
+    measured(args.rows, args.warm, args.rounds, args.each)
