@@ -118,9 +118,10 @@ def admit(num_rows: int, new: float, rounds: int) -> None:
 TABLES, BAGS, DIM, ROWS = 26, 512, 16, 2**16
 
 
-def train(rounds: int) -> None:
+def train(held: int, new: float, rounds: int) -> None:
     """Record the CPU time of a compiled, donated step of plain tables, and of tables that follow vocabularies, with the
-    admission in the step and apart. The ids of the latter are some 10¹⁰ apart."""
+    admission in the step and apart. The latter have a row for ids i · 10¹⁰ with i < `held`. Of their ids, 50,000 such
+    numbers that are drawn by a power law, a share `new` was never seen."""
     names = [f"t{i}" for i in range(TABLES)]
     configs = [fr.TableConfig(n, ROWS, DIM) for n in names]
     features = [fr.FeatureConfig(n, table=n, max_length=1) for n in names]
@@ -132,12 +133,15 @@ def train(rounds: int) -> None:
     def batches(apart: int):
         while True:
             ids = (torch.rand(TABLES * BAGS, generator=generator) ** 4 * 50_000).long() * apart
+            if apart > 1:
+                fresh = torch.randint(0, LAST, ids.shape, generator=generator)
+                ids = torch.where(torch.rand(ids.shape, generator=generator) < new, fresh, ids)
             keyed = fr.KeyedJaggedTensor.from_lengths(names, ids, torch.ones_like(ids))
             yield fr.Batch(keyed, torch.randint(0, 2, (BAGS,), generator=generator).float())
 
     def trained(is_dynamic: bool, is_apart: bool):
-        tables, empty = fr.init(fr.key(0), configs), fr.vocabulary(ROWS)
-        following = {n: fr.VocabularyConfig(empty, [c], [f]) for n, c, f in zip(names, configs, features, strict=True)}
+        tables, first = fr.init(fr.key(0), configs), fr.admit(fr.vocabulary(ROWS), torch.arange(held) * 10**10)[0]
+        following = {n: fr.VocabularyConfig(first, [c], [f]) for n, c, f in zip(names, configs, features, strict=True)}
         step = fr.train_step(loss, sparse=fr.optim.rowwise_adagrad(lr=0.05), admit=not is_apart)
         tables = fr.dynamic_tables(tables, following, key=fr.key(0)) if is_dynamic else tables
         state = [step.init(fr.Params(tables, [x.clone() for x in weights]))]
@@ -153,7 +157,7 @@ def train(rounds: int) -> None:
 
     calls = {"plain": trained(False, False), "apart": trained(True, True), "in the step": trained(True, False)}
     times = interleave(calls, rounds=rounds, warmup=10, clock=time.thread_time)
-    shape = {"tables": TABLES, "bags": BAGS, "dim": DIM, "rows": ROWS}
+    shape = {"tables": TABLES, "bags": BAGS, "dim": DIM, "rows": ROWS, "held": held, "new": new}
     ms = {n: spread(t, 1e3) for n, t in times.items()}
     ratio = {n: spread(ratios(times[n], times["plain"])) for n in ("apart", "in the step")}
     record("vocabulary", {"case": "train_step", "threads": 1, "shape": shape, "ms": ms, "ratio": ratio})
@@ -180,7 +184,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if options.step:
-        return train(options.rounds)
+        train(50_000, 0.01, options.rounds)
+        return train(0, 0.0, options.rounds)
     for num_rows in (2**20, *([2**24] if options.large else [])):
         for new in (0.0, 1.0):
             find(num_rows, new, options.rounds)

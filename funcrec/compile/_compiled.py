@@ -4,7 +4,6 @@ leaves → [compiled graph] → results;   writes(results) into donated leaves; 
 """
 
 import bisect
-import contextlib
 import inspect
 import threading
 import warnings
@@ -17,35 +16,15 @@ from torch import Tensor
 
 from funcrec.compile._aliases import Hold, alone, hold, shared_leaves
 from funcrec.compile._donated import held_message, memory_span, refuse_shared, take
+from funcrec.compile._early import cut_early
 from funcrec.compile._keys import leaf_key
+from funcrec.compile._program import Staged, planned, staged_first
 from funcrec.compile._recording import Recording, capture_cuda, record, replay
 from funcrec.compile._trace import is_odd, refuse_odd, stage
-from funcrec.compile._writes import WritePlan, plan_writes, prepare_writes, shared_results
-from funcrec.compile.backend._exchanges import smaller_exchanges
-from funcrec.compile.backend._inductor import compile_graph
 from funcrec.core import Problem, check, copied, fast_flatten, leaf_paths, static_key
 from funcrec.mesh import has_effect
 
-_AS_IT_IS = contextlib.nullcontext()
 MOST_RECORDINGS = 4  # A recording holds memory. A step that swaps two leaves needs two recordings.
-
-
-LOCK = threading.RLock()  # held while torch compiles, one program at a time
-
-
-class Staged(NamedTuple):
-    """A function on flat tensors as a graph, and the form of its outputs.
-
-    inputs: the numbers of the leaves that the graph reads; tensors that the function closes over come after the
-      arguments' leaves.
-    static: the output leaves, with the class Tensor in place of each tensor. structure: the outputs' structure.
-    """
-
-    graph: torch.fx.GraphModule
-    inputs: tuple[int, ...]
-    structure: Any
-    static: list
-    plan: WritePlan
 
 
 class Followed(NamedTuple):
@@ -80,7 +59,8 @@ class Compiled:
     so that `admit` need not check them again.
 
     A call takes all donated leaves, or none. First it does what may fail without harm (copies of memory with other
-    holders, compiling, the compiled code). Then it takes all leaves in one step, and then it writes.
+    holders, compiling, the compiled code). Then it takes all leaves in one step, and then it writes. A program in two
+    parts (`_early`) runs the second part after the first writes.
     """
 
     def __init__(self, staged: Staged, donated: dict[int, str], leaves: list, captured: list[Tensor]):
@@ -95,13 +75,14 @@ class Compiled:
         self.tensor_at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.tracks = [leaves[i].requires_grad for i in self.tensor_at]
         self.guard = guard([leaves[i] for i in self.tensor_at])
-        self.shared: set[int] | None = None  # results to copy; None before the first call
-        self.call: Callable | None = None
+        self.first, self.crossing, self.rest = staged.programs(len(leaves), donated)
         self.is_replayed = any(is_replayed(leaves[i]) for i in donated) and all(map(is_replayed, captured))
         self.recordings: dict[tuple[int, ...], Recording] = {}
-        self.writes = prepare_writes(staged.plan, len(leaves))
-        self.written = list(donated) if self.is_replayed else sorted(staged.plan.written)
+        early = set() if self.first is None else self.first.plan.written
+        self.written = list(donated) if self.is_replayed else sorted(staged.plan.written | early)
         self.stay = sorted({*self.written, *staged.plan.kept.values()})  # leaves that give their memory to outputs
+        # The rest of a program in two parts runs when all leaves are taken.
+        self.read = [] if self.first is None else sorted({*donated}.intersection(staged.inputs) - {*self.stay})
         self.told: set[int] = set()  # leaves that a warning about copies has named
         nothing = Link([], list(range(len(leaves))), {}, [], hold(leaves, []))
         # `last` has the last call's link, and weak references to that call's outputs.
@@ -186,7 +167,7 @@ class Compiled:
             link = self.admit(leaves)
         recording = self.recording(leaves, link) if self.is_replayed else None
         results = self.compute(leaves) if recording is None else []
-        mine = {i: leaves[i].data for i in self.stay}  # aliases, not views: a taken tensor loses its memory
+        mine = {i: leaves[i].data for i in (*self.stay, *self.read)}  # aliases: a taken tensor loses its memory
         # One call of C takes all leaves, and no signal interrupts it. From here on every old name raises: the state
         # belongs to the outputs, or is gone.
         if self.donated:
@@ -194,7 +175,7 @@ class Compiled:
             left += [x._base for x in (given[i] for i in link.hold.views if i not in foreign) if x._base is not None]
             take([given[i] for i in self.donated], self.donated.values(), when, left)
         if recording is None:
-            self.write(leaves, mine, results)
+            results = self.write(leaves, mine, results)
             returned, kept = (
                 zip(plan.whole, map(results.__getitem__, plan.whole.values()), strict=True),
                 plan.kept.items(),
@@ -212,38 +193,38 @@ class Compiled:
         return self.staged.structure.unflatten(outputs)
 
     def compute(self, leaves: list) -> list[Tensor]:
-        """Return the results, with copies of those that may not share memory. It writes to no leaf."""
-        mine = [leaves[i] for i in self.staged.inputs]
-        casts_are_in_the_graph = torch._C._is_any_autocast_enabled()
-        with torch._C._DisableAutocast() if casts_are_in_the_graph else _AS_IT_IS:
-            results = list(self.code(mine)(*mine))
-        if self.shared is None:  # In every call of this key, a result is a view of the same tensor.
-            self.shared = self.find_shared(leaves, results)
-        for k in self.shared:
-            results[k] = results[k].clone()
+        """Return the results of the part before the first writes. It writes to no leaf."""
+        if self.first is None:
+            return self.rest.compute(leaves)
+        results = self.first.compute(leaves)
+        pool = [*leaves, *(results[k] for k in self.crossing)]
+        self.rest.code([pool[i] for i in self.rest.inputs])  # compiled before anything is taken
         return results
 
     def code(self, like: list[Tensor]) -> Callable:
-        """Return the graph, compiled once for arguments of these forms.
+        """Return the compiled graph of a program in one part."""
+        return self.rest.code(like)
 
-        Its caller must turn grad mode and autocast off, as in calls of the compiled graph.
-        """
-        if self.call is None:
-            with LOCK, clean_surroundings():
-                self.call = self.call or compile_graph(self.staged.graph, like)
-        return self.call
-
-    def write(self, leaves: list, mine: dict[int, Tensor], results: list[Tensor]) -> None:
-        """Replace the rows of written leaves. The donated leaves are gone if this fails."""
+    def write(self, leaves: list, mine: dict[int, Tensor], results: list[Tensor]) -> list[Tensor]:
+        """Replace the rows of written leaves, and return the results. The donated leaves are gone if this fails."""
         try:
-            if self.staged.plan.writes:
-                leaves = list(leaves)
-                for i, x in mine.items():
-                    leaves[i] = x
-                self.writes(leaves, results)
+            leaves = list(leaves)
+            for i, x in mine.items():
+                leaves[i] = x
+            return self.finish(leaves, results)
         except BaseException as error:
             error.add_note("funcrec.jit: the call had begun to write to what was donated to it, which is gone.")
             raise
+
+    def finish(self, leaves: list, results: list[Tensor]) -> list[Tensor]:
+        """Return the results after all writes. results: those of `compute`."""
+        if self.first is not None:
+            self.first.writes(leaves, results)
+            leaves = [*leaves, *(results[k] for k in self.crossing)]
+            results = self.rest.compute(leaves)
+        if self.rest.plan.writes:
+            self.rest.writes(leaves, results)
+        return results
 
     def with_copies(self, leaves: list, shared: dict[int, bool], name: str) -> list:
         """Return the leaves, with copies of `shared` leaves. Warn once for each leaf with a holder in this process."""
@@ -255,9 +236,7 @@ class Compiled:
 
     def step(self, leaves: list) -> list[Tensor]:
         """Return the results after the writes: a recording records this function."""
-        results = self.compute(leaves)
-        self.writes(leaves, results)
-        return results
+        return self.finish(leaves, self.compute(leaves))
 
     def successors(self, link: Link) -> list[tuple[int, int]]:
         """Return (leaf, output) of each output that a recorded call copies into the memory of a donated leaf."""
@@ -276,13 +255,6 @@ class Compiled:
                 self.recordings.clear()
             self.recordings[key] = record(*arguments, capture_cuda)
         return self.recordings[key]
-
-    def find_shared(self, leaves: list, results: list[Tensor]) -> set[int]:
-        own = [leaves[i] for i in self.donated]
-        if not own:
-            return set()
-        arguments = [x for x in leaves if isinstance(x, Tensor)]
-        return shared_results(results, set(self.staged.plan.whole.values()), arguments, own)
 
 
 def is_replayed(x: Tensor) -> bool:
@@ -306,11 +278,6 @@ def inference_problems(donated: dict[str, Tensor]) -> Iterator[Problem]:
         if x.is_inference() and not torch.is_inference_mode_enabled():
             what, got = f"donated `{path}` is an inference tensor.", "torch writes to none outside of inference mode"
             yield Problem(what, got, "a tensor that may be written to", "`.clone()`", TypeError)
-
-
-def clean_surroundings() -> contextlib.AbstractContextManager:
-    """Return a context without the caller's default device, for the compiler, which makes tensors of its own."""
-    return torch.device("cpu") if torch._C._len_torch_function_stack() else _AS_IT_IS
 
 
 class Traced(NamedTuple):
@@ -368,8 +335,12 @@ def compile_function(
     leaves: list,
     structure: Any,
     donate: Sequence[str],
+    in_parts: bool = True,
 ) -> Compiled | Followed:
-    """Return the compilation of fn, after one run on shapes and a plan of the writes to donated leaves."""
+    """Return the compilation of fn, after one run on shapes and a plan of the writes to donated leaves.
+
+    in_parts: whether rows may be written before all of the program has run.
+    """
     call, named = f"funcrec.jit({name})", leaf_paths(structure, names)
     donated = {i: path for i, (root, path) in named.items() if root in donate and isinstance(leaves[i], Tensor)}
     # These checks run before `fn`, because a call could not take such leaves later.
@@ -385,11 +356,9 @@ def compile_function(
         return Followed(traced.captured)
     graph, captured, places = traced.graph, traced.captured, traced.places
     outputs = [j for j, x in enumerate(traced.static) if x is Tensor]
-    plan = plan_writes(graph, outputs, places, donated)  # Inputs that only writes read now have no user.
-    inputs = tuple(i for i, node in places.items() if node.users)
-    for node in graph.graph.find_nodes(op="placeholder"):
-        if not node.users:
-            graph.graph.erase_node(node)
-    graph.recompile()
-    smaller_exchanges(graph)
-    return Compiled(Staged(graph, inputs, traced.structure, traced.static, plan), donated, leaves, captured)
+    first, cut = None, cut_early(graph, places, donated, len(leaves) + len(captured)) if in_parts else None
+    if cut is not None:
+        first = staged_first(cut, donated)
+        graph, places = (cut.rest, cut.rest_inputs) if first is not None else (graph, places)
+    plan, inputs = planned(graph, outputs, places, donated)
+    return Compiled(Staged(graph, inputs, traced.structure, traced.static, plan, first), donated, leaves, captured)

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from funcrec.compile._ambient import is_transformed, surroundings
-from funcrec.compile._compiled import LOCK, Compiled, Followed, compile_function
+from funcrec.compile._compiled import Compiled, Followed, compile_function
 from funcrec.compile._donated import refuse_donated
 from funcrec.compile._keys import leaf_key, many_compilations, refuse_other
 from funcrec.compile._lower import Lowered, lowered
+from funcrec.compile._program import LOCK
 from funcrec.compile._recording import bring
 from funcrec.compile._trace import is_odd, refuse_odd
 from funcrec.core import (
@@ -277,7 +278,8 @@ class Jitted:
                 names, structure, *_ = here
                 before = staged.set("" if self.is_one else self.name)
                 try:
-                    entry = compile_function(self.fn, self.name, self.signature, names, leaves, structure, self.donate)
+                    given = self.fn, self.name, self.signature, names, leaves, structure, self.donate
+                    entry = compile_function(*given, in_parts=not self.is_one)
                 finally:
                     staged.reset(before)
                 self.keep(key, entry)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from funcrec.compile._compiled import LOCK, Traced, trace
+from funcrec.compile._compiled import Traced, trace
 from funcrec.compile._jit import Jitted, jit
+from funcrec.compile._program import LOCK
 from funcrec.core import fail, fast_flatten, leaf_paths
 from funcrec.mesh import AWAIT, LEAVES, MOVES
 

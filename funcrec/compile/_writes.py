@@ -5,7 +5,8 @@
 
 The compiled function itself writes to nothing. The writes come after it, when all readers of the old values have run.
 (Inside the function, torch 2.13's Inductor reorders reads and writes of one buffer in half a dozen ways.) Other outputs
-have memory of their own, and the call frees the memory of the donated leaves that they replace.
+have memory of their own, and the call frees the memory of the donated leaves that they replace. `_early` cuts a
+function that reads what it has written.
 """
 
 import operator
@@ -90,7 +91,7 @@ def plan_writes(
         changed.add(numbers[leaf])
         return Slot(False, numbers[leaf], None if shape == leaf.meta["val"].shape else tuple(shape))
 
-    on_way = {n for way in ways.values() for n in way.nodes if _replaced(n)}
+    on_way = {n for way in ways.values() for n in way.nodes if replaced_by(n)}
     writes = []
     for node in (n for n in graph.graph.nodes if n in on_way):
         call, count = (PUT_, 1) if node.target is PUT else twin(node.target)
@@ -119,7 +120,7 @@ def in_place_ways(sources: dict[int, Node], leaves: set[Node]) -> dict[int, Way]
     for j, source in sources.items():
         leaf, nodes = trace_back(source)
         # A leaf that two outputs return, or two writes change, cannot hold both values.
-        wanted = leaf in leaves and (not nodes or any(map(_replaced, nodes))) and given.count(source) == 1
+        wanted = leaf in leaves and (not nodes or any(map(replaced_by, nodes))) and given.count(source) == 1
         if wanted and _same_form(source, leaf) and all(way.leaf is not leaf for way in ways.values()):
             ways[j] = Way(leaf, nodes)
     while True:  # An operation runs in place only if all of its writes are in place.
@@ -136,10 +137,10 @@ def trace_back(node: Node) -> tuple[Node, tuple[Node, ...]]:
     """Return the leaf of which `node` replaces rows, and the operations in between, from the last to the first."""
     way: list[Node] = []
     while node.op == "call_function":
-        if node.target is operator.getitem and _replaced(node.args[0]):
+        if node.target is operator.getitem and replaced_by(node.args[0]):
             way += [node, node.args[0]]
-            node = _replaced(node.args[0])[node.args[1]]
-        elif node.target in RESHAPES or len(_replaced(node)) == 1:
+            node = replaced_by(node.args[0])[node.args[1]]
+        elif node.target in RESHAPES or len(replaced_by(node)) == 1:
             way.append(node)
             node = node.args[0]
         else:
@@ -152,10 +153,10 @@ def _owns(node: Node, on_way: set[Node], ways: dict[int, Way], leaves: set[Node]
     way_of = {way.leaf: way for way in ways.values()}
     # An operation on several tables writes to all of them in place, or to none. A leaf that no output keeps ends with
     # the call. So an operation may overwrite it, unless another such operation writes to that leaf, too.
-    for leaf in (trace_back(x)[0] for x in _replaced(node)):
+    for leaf in (trace_back(x)[0] for x in replaced_by(node)):
         if leaf not in leaves or (leaf in way_of and node not in way_of[leaf].nodes):
             return False
-        if leaf not in way_of and any(leaf is trace_back(x)[0] for n in on_way - {node} for x in _replaced(n)):
+        if leaf not in way_of and any(leaf is trace_back(x)[0] for n in on_way - {node} for x in replaced_by(n)):
             return False
     return True
 
@@ -174,7 +175,7 @@ def _passes_on(node: Node, user: Node) -> bool:
     """Return whether the user writes to the node or reshapes it, and does not read it otherwise."""
     if user.target in RESHAPES:
         return True
-    return node in _replaced(user) and _times(user, node) == 1
+    return node in replaced_by(user) and _times(user, node) == 1
 
 
 def _times(user: Node, node: Node) -> int:
@@ -184,7 +185,7 @@ def _times(user: Node, node: Node) -> int:
     return found.count(node)
 
 
-def _replaced(node: Node) -> tuple[Node, ...]:
+def replaced_by(node: Node) -> tuple[Node, ...]:
     """Return the arguments whose rows the operation replaces, in the order of its outputs."""
     if not isinstance(node, Node) or node.op != "call_function":
         return ()

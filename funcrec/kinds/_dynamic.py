@@ -143,9 +143,8 @@ def dynamic_tables(
       without one (the number of rows), `stochastic_rounding` (the row of a draw), and the norm of `clip` (the order of
       its sum). Evaluation changes no vocabulary.
 
-    Cost: a step searches each id twice, to admit it and to look it up, in two cache lines of memory. A compiled step
-      also copies the tables and vocabularies once, donated or not, because its lookups read the rows that it renews;
-      `admission` avoids the copies.
+    Cost: a step searches each id twice, to admit it and to look it up, in two cache lines of memory. It draws the rows
+      of new ids only. A compiled step whose state is donated writes in place; else it copies tables and vocabularies.
 
     Example:
       >>> import torch, funcrec as fr

@@ -97,7 +97,7 @@ def run_steps(name: str, kind: str, implementation: str, is_compiled: bool = Tru
     state, out, places = first_state(name), [], []
     with ops.using(implementation), pytest.MonkeyPatch.context() as patch:
         if not is_compiled:
-            patch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph)
+            patch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
         for i in range(CALLS):
             state, metrics = step(state, make_batch(i))
             out.append(copied((state, metrics)))
@@ -271,7 +271,7 @@ def program_runs(donate: tuple[str, ...] | None, is_compiled: bool = True):
     """Return ([(tables, slots, extra)] of three calls, the tables' addresses)."""
     with pytest.MonkeyPatch.context() as patch:
         if not is_compiled:
-            patch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph)
+            patch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
         return run_programs(donate)
 
 

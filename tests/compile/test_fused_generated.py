@@ -80,7 +80,7 @@ def test_generated_programs(program):
     """jit(program, donate) equals the program over three calls, with the plan of writes and an interpreted graph."""
     fn = functools.partial(run_program, program)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph)
+        patch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
         same_as_eager(fn, fr.jit(fn, donate=("state",)), start())
 
 

@@ -49,7 +49,7 @@ def test_lowering_compiles_and_takes_nothing(monkeypatch):
     change the graph."""
     fn, given = fr.jit(rows, donate=("s",)), state()
     with monkeypatch.context() as patch:
-        patch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: 1 / 0)
+        patch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: 1 / 0)
         lowered = fn.lower(given, SHIFT)
         with pytest.raises(ZeroDivisionError):
             lowered.compile()

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from programs import daily_ids as daily
 from programs import interrupts
 
 import funcrec as fr
@@ -223,3 +224,16 @@ def test_cuda_records_a_fresh_state_anew():
         states[k], _ = step(states[k], batch)
         needs[k], _ = STEP(needs[k], batch)
     assert_trees_close(states, needs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_that_renews_rows_is_replayed(recordings, interpreted):
+    """A replayed step that draws the rows of new ids before it reads them is the eager step, and keeps its memory."""
+    own, given = daily.step(fr.optim.adam(0.1)), list(daily.batches(5, CALLS))
+    make = lambda: fr.copy(own.init(fr.Params(daily.dynamic(), torch.ones(()))))
+    step, state, eager, where = fr.jit(own, donate=("state",)), make(), make(), []
+    for batch in given:
+        state, metrics = step(state, batch)
+        eager, wanted = own(eager, batch)
+        assert_trees_close((state, metrics), (eager, wanted), rtol=0, atol=0)
+        where.append(places(state))
+    assert all(p == where[1] for p in where[1:]) and len(recordings) == 1

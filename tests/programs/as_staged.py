@@ -10,7 +10,7 @@ from unittest import mock
 @contextlib.contextmanager
 def staged_only() -> Iterator[None]:
     """Compile no graph that is staged within the context."""
-    with mock.patch("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph):
+    with mock.patch("funcrec.compile._program.compile_graph", lambda graph, arguments: graph):
         yield
 
 

@@ -5,7 +5,7 @@ from unittest import mock
 import torch
 
 import funcrec as fr
-from funcrec.compile import _compiled
+from funcrec.compile import _program
 from funcrec.compile.backend import _inductor
 
 OVERLAP = "reorder_for_compute_comm_overlap_passes"
@@ -44,10 +44,10 @@ def compiled(programs):
                     lambda x: run(steps, x), mesh=mesh, in_specs=fr.P(), out_specs=fr.P("x"), check=False
                 )(x)
             )
-            smaller = _compiled.smaller_exchanges if passes else lambda graph: None
+            smaller = _program.smaller_exchanges if passes else lambda graph: None
             options = _inductor.OPTIONS if passes else _inductor.OPTIONS | {OVERLAP: []}
             with (
-                mock.patch.object(_compiled, "smaller_exchanges", smaller),
+                mock.patch.object(_program, "smaller_exchanges", smaller),
                 mock.patch.object(_inductor, "OPTIONS", options),
             ):
                 lowered = f.lower(x)

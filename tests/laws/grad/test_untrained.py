@@ -96,7 +96,7 @@ def test_what_is_not_to_be_trained_is_let_be(how):
 def test_a_module_s_parameters_are_trained_as_plain_ones(compiled, monkeypatch):
     """Params(tables, dict(module.named_parameters())) trains in the same way as the detached values, eager and donated.
     The new state has no autograd history."""
-    monkeypatch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph)
+    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
     net = module()
     own = dict(net.named_parameters())
     step = fr.train_step(given(net), **OPTIMIZERS)

@@ -265,12 +265,12 @@ def test_a_call_that_fails_has_begun_or_not(interpreted, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(entry, "call", fail)
+        patch.setattr(entry.rest, "call", fail)
         with pytest.raises(KeyboardInterrupt):
             fast(run, BATCHES[2])
     same(fr.rewind(run, 2).state, before[0])
     with monkeypatch.context() as patch:
-        patch.setattr(entry, "writes", fail)
+        patch.setattr(entry.rest, "writes", fail)
         with pytest.raises(KeyboardInterrupt):
             fast(run, BATCHES[2])
     for x in fr.tree.leaves(run):

@@ -66,7 +66,7 @@ def test_scan_of_a_jitted_donating_step():
 
 def test_a_jitted_scan(monkeypatch):
     """jit(scan) with a donated state stages all k steps in one graph, with the eager bits."""
-    monkeypatch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph)
+    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
     whole = fr.jit(lambda state, batches: fr.scan(STEP, state, batches), donate=("state",))
     assert_trees_close(whole(first_state(), BATCHES), calls())
 
