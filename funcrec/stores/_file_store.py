@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Count, Problem, check, fail, typed
-from funcrec.files import as_path, crc_of, fcntl, raise_os, raise_unwritten, write_folder, write_whole
+from funcrec.files import as_path, crc_of, fcntl, flush, raise_os, raise_unwritten, write_folder, write_whole
 from funcrec.kernels.records import read_records, write_records
 from funcrec.stores._store import (
     ColdStore,
@@ -254,6 +254,7 @@ class _FileStore:
             self._write(WRITTEN, new, torch.zeros(len(new), 1, dtype=torch.uint8))
         self._flush()
         journal.unlink()
+        flush(self.folder)  # before an earlier journal goes: this one must not come back alone
 
     def _journals(self) -> list[int]:
         """Return the numbers of the journals in the folder."""

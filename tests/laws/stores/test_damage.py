@@ -2,12 +2,14 @@
 
 import errno
 import os
+import pathlib
 
 import pytest
 import torch
 from programs.store_calls import EVERY, NUM_ROWS, after, generated, is_same, steps
 
 import funcrec as fr
+from funcrec.stores import _file_store
 
 
 def opened(folder, **how):
@@ -133,6 +135,24 @@ def test_stores_are_made_and_committed_anywhere(tmp_path):
         store.write(row, record * 2)
         assert store.rollback() == 6
         is_same(store.read(row), record)
+
+
+def test_a_return_removes_journals_one_after_the_other(tmp_path, monkeypatch):
+    """A return to the commit before removes the later journal for good before it undoes the earlier one. If the later
+    one came back alone after a stop of the machine, it would undo what is not there."""
+    store, seen = opened(tmp_path), []
+    for step in (1, 2, 3):
+        store.write(*generated(step, 30))
+        if step < 3:
+            store.commit(step)
+    unlink, write = pathlib.Path.unlink, _file_store.write_records
+    monkeypatch.setattr(_file_store, "flush", lambda folder: seen.append("flush"))
+    monkeypatch.setattr(_file_store, "write_records", lambda *a: (seen.append("undo"), write(*a)))
+    monkeypatch.setattr(pathlib.Path, "unlink", lambda path, **how: (seen.append("remove"), unlink(path, **how)))
+    assert store.rollback(1) == 1
+    of_journals = seen[seen.index("undo") :]  # before comes store.json
+    changes = [x for x, before in zip(of_journals, ["", *of_journals], strict=False) if x != before]
+    assert changes == ["undo", "remove", "flush"] * 2
 
 
 def test_a_file_too_large_is_refused(tmp_path):
