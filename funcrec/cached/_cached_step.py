@@ -6,7 +6,6 @@ A store changes, so it belongs to one state: the last. A step with any other sta
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -93,7 +92,7 @@ class CachedStep:
         donates = bool(getattr(step, "donate", ()))
         self.enter = jit(entered, donate=("state",)) if donates else entered
         self.settle = jit(settled, donate=("vocabulary",))
-        self.waiting: deque[dict[str, Tensor]] = deque()  # for each step not taken yet the ids that leave in it
+        self.waiting: dict[int, dict[str, Tensor]] = {}  # for each step not taken yet the ids that leave in it
         self.lock = threading.Lock()
 
     @property
@@ -110,7 +109,7 @@ class CachedStep:
         write_evicted(state, self.stores, one.caches)
         if is_ahead:
             with self.lock:
-                self.waiting.popleft()
+                self.waiting.pop(number_of(one), None)  # a step that failed is taken again
         fresh = fresh_rows(self.stores, one.caches, state.step.device)
         state, metrics = self.step(self.enter(state, {n: x.choice for n, x in one.caches.items()}, fresh), one.batch)
         for name, own in one.caches.items():
@@ -131,14 +130,14 @@ class CachedStep:
         for batch in batches:
             one = fetched(replace(dynamic, vocabularies=vocabularies), self.stores, batch, self._leave)
             with self.lock:
-                self.waiting.append({n: x.old_ids for n, x in one.caches.items()})
+                self.waiting[number_of(one)] = {n: x.old_ids for n, x in one.caches.items()}
             vocabularies = {n: self.settle(vocabularies[n], x.choice) for n, x in one.caches.items()}
             yield one
 
     def _leave(self, name: str, ids: Tensor) -> Tensor:
         """Return whether each id leaves memory in a step that was not taken yet."""
         with self.lock:
-            others = [x[name] for x in self.waiting]
+            others = [x[name] for x in self.waiting.values()]
         return torch.isin(ids, torch.cat(others)) if others else torch.zeros(len(ids), dtype=torch.bool)
 
     def run(self, state: TrainState, batches: Iterable) -> Iterator[tuple[TrainState, dict]]:
@@ -183,6 +182,11 @@ class CachedStep:
 def counts_of(choice: Choice) -> dict[str, Tensor]:
     """Return the numbers of distinct ids of a step, i64[], by the names that a step with vocabularies gives them."""
     return dict(zip(("admitted", "evicted", "hits", "refused"), choice.numbers.unbind(), strict=True))
+
+
+def number_of(one: Fetched) -> int:
+    """Return the number of the step of a batch."""
+    return next(iter(one.caches.values())).before + 1
 
 
 def seen_after(vocabulary: Vocabulary, step: int) -> Tensor:
