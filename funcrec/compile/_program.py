@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcrec.compile._donated import Donated
 from funcrec.compile._early import Cut
 from funcrec.compile._writes import WritePlan, plan_writes, prepare_writes, shared_results
 from funcrec.compile.backend._exchanges import smaller_exchanges
@@ -63,10 +64,11 @@ class Program:
         return self.call
 
     def find_shared(self, leaves: list, results: list[Tensor]) -> set[int]:
-        own = [leaves[i] for i in self.donated]
+        left = lambda x: isinstance(x, Tensor) and type(x) is not Donated  # no result is in what was taken, and unread
+        own = [x for x in (leaves[i] for i in self.donated) if left(x)]
         if not own:
             return set()
-        arguments = [x for x in leaves if isinstance(x, Tensor)]
+        arguments = [x for x in leaves if left(x)]
         return shared_results(results, set(self.plan.whole.values()), arguments, own)
 
 
