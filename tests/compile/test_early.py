@@ -172,3 +172,27 @@ def test_compiled_it_is_close_to_the_eager_step():
             eager, wanted = STEP(eager, batch)
     assert_trees_close((state, metrics), (eager, wanted), rtol=1e-4, atol=1e-5)
     assert memory(state) == where and step.num_compiled() == 1
+
+
+def test_rows_renewed_by_hand(staged):
+    """A donated function that admits, renews and reads gives the eager bits. The first part alone reads some leaves."""
+    config, sparse, key = fr.TableConfig("t", 128, 2, initializer=fr.normal()), fr.optim.adam(), fr.key(0)
+
+    def by_hand(state, ids):
+        vocabulary, rows, turnover = fr.admit(state["vocabulary"], ids)
+        tables, slots = fr.renew(state["tables"], state["slots"], turnover, sparse, key, [config])
+        new = {"vocabulary": vocabulary, "tables": tables, "slots": slots, "seen": ids.sum() + state["seen"]}
+        return new, tables["t"][rows].sum()
+
+    def make():
+        tables = fr.init(key, [config])
+        return {
+            "vocabulary": fr.vocabulary(128), "tables": tables, "slots": sparse.init(tables), "seen": torch.tensor(0),
+        }  # fmt: skip
+
+    step, state, eager = fr.jit(by_hand, donate=("state",)), make(), make()
+    for ids in torch.tensor([[3, 5, 3], [5, -7, 9], [10**15, 3, 1]]):
+        state, got = step(state, ids)
+        eager, want = by_hand(eager, ids)
+        assert_trees_close((state, got), (eager, want), rtol=0, atol=0)
+    assert parts(step) == [True]
