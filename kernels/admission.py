@@ -5,7 +5,7 @@ Shapes: N ids, R rows, V vocabularies, P places of their changes.
 
 from collections.abc import Sequence
 
-from funcrec.kernels.choice import operation
+from funcrec.kernels.choice import available, has, operation
 from funcrec.kernels.forms import flatten
 from funcrec.kernels.vocabulary import Admission, Column
 from torch import Tensor
@@ -39,6 +39,16 @@ def admit_ids(state: Sequence[Tensor], *rest, implementation: str | None = None)
         distinct ids admitted, evicted, found, refused.
     """
     return operation("admit_ids", implementation, state[0])(list(state), *rest)
+
+
+def settle_ids_(state: Sequence[Tensor], *rest) -> None:
+    """Write what `settle_ids` returns to the state itself."""
+    choice = available("settle_ids_", state[0].device)
+    if has("settle_ids_", choice):
+        operation("settle_ids_", choice, state[0])(list(state), *rest)
+    else:
+        for x, new in zip(state, settle_ids(state, *rest, implementation="reference"), strict=True):
+            x.copy_(new)
 
 
 def settle_ids(state: Sequence[Tensor], *rest, implementation: str | None = None) -> list[Tensor]:

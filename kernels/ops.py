@@ -37,7 +37,15 @@ call also raises for an unknown name, or for an operation that the implementatio
 from collections.abc import Callable, Sequence
 
 from funcrec.kernels import library
-from funcrec.kernels.admission import admit_columns, admit_ids, find_columns, find_ids, settle_columns, settle_ids
+from funcrec.kernels.admission import (
+    admit_columns,
+    admit_ids,
+    find_columns,
+    find_ids,
+    settle_columns,
+    settle_ids,
+    settle_ids_,
+)
 from funcrec.kernels.choice import IMPLEMENTATIONS, ambient, available, chosen, has, is_free, is_plain, operation, using
 from funcrec.kernels.first_rows import draw_rows, initial_rows
 from funcrec.kernels.forms import (
@@ -59,7 +67,7 @@ from torch import Tensor
 __all__ = [
     "IMPLEMENTATIONS", "RULES", "Feature", "Owners", "Rule", "Segment", "Terms", "accumulation_dtype", "admit_columns",
     "admit_ids", "ambient", "available", "chosen", "draw_rows", "find_columns", "find_ids", "has", "initial_rows",
-    "is_free", "is_plain", "settle_columns", "settle_ids", "using",
+    "is_free", "is_plain", "settle_columns", "settle_ids", "settle_ids_", "using",
 ]  # fmt: skip
 
 

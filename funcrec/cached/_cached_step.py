@@ -17,14 +17,26 @@ from funcrec.cached._records import packed
 from funcrec.cached._rows_read import ids_in, rows_read
 from funcrec.cached._table_store import TableStore
 from funcrec.compile import is_transformed, jit
-from funcrec.core import Count, Problem, any_tracked, check, describe, map_tensors, replace, tree_leaves, typed
+from funcrec.core import (
+    Count,
+    Problem,
+    any_tracked,
+    check,
+    describe,
+    map_tensors,
+    replace,
+    reported,
+    tree_leaves,
+    typed,
+)
 from funcrec.data import prefetch
 from funcrec.kernels.reference_vocabulary import LOWER, halves
-from funcrec.kinds import Choice, DynamicTables, Vocabulary, settled
+from funcrec.kinds import Choice, DynamicTables, Vocabulary, settle
 from funcrec.tables import Params
 from funcrec.train import TrainState, update_of
 
 CHUNK = 1 << 16  # rows that a commit writes at once
+SAMPLE = 1024  # rows that a rollback compares with the store
 
 
 @typed
@@ -91,7 +103,6 @@ class CachedStep:
         self.step, self.stores, self.depth = step, stores, depth
         donates = bool(getattr(step, "donate", ()))
         self.enter = jit(entered, donate=("state",)) if donates else entered
-        self.settle = jit(settled, donate=("vocabulary",))
         self.waiting: dict[int, dict[str, Tensor]] = {}  # for each step not taken yet the ids that leave in it
         self.lock = threading.Lock()
 
@@ -101,9 +112,9 @@ class CachedStep:
         return self.step.init
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
-        self._check(state)
         is_ahead = isinstance(batch, Fetched)
-        check(CALL, tracked_problems({"state": state, "batch": batch}), level_problems())
+        check(CALL, tracked_problems({"batch": batch}))
+        self._check(state)
         one = batch if is_ahead else fetched(state.tables, self.stores, batch)
         check(CALL, batch_problems(one, self.stores))
         write_evicted(state, self.stores, one.caches)
@@ -131,7 +142,7 @@ class CachedStep:
             one = fetched(replace(dynamic, vocabularies=vocabularies), self.stores, batch, self._leave)
             with self.lock:
                 self.waiting[number_of(one)] = {n: x.old_ids for n, x in one.caches.items()}
-            vocabularies = {n: self.settle(vocabularies[n], x.choice) for n, x in one.caches.items()}
+            vocabularies = {n: settle(vocabularies[n], x.choice) for n, x in one.caches.items()}
             yield one
 
     def _leave(self, name: str, ids: Tensor) -> Tensor:
@@ -170,8 +181,10 @@ class CachedStep:
         for name, store in self.stores.items():
             last = store.store.rollback(int(state.tables.vocabularies[name].now))
             store.progress.now = store.progress.committed = last
+            check(CALL, sample_problems(name, store, state))
 
     def _check(self, state: TrainState) -> None:
+        check(CALL, tracked_problems({"state": state}), level_problems())
         check(CALL, state_problems(state, self.stores))
         check(CALL, owner_problems(state.tables, self.stores))
 
@@ -247,7 +260,24 @@ def state_problems(state: Any, stores: Mapping[str, TableStore]) -> Iterator[Pro
     if not isinstance(state, TrainState):
         yield Problem("`state` is not a state.", describe(state), "a TrainState", "cached.init(params)", TypeError)
     else:
-        yield from tables_problems(state.tables, stores)
+        if (yield from reported(tables_problems(state.tables, stores))):
+            return
+        for name in stores:
+            # a plain step changes rows, and leaves no stamp by which a commit finds them
+            if (at := int(state.tables.vocabularies[name].now)) != int(state.step):
+                got, need = f"{int(state.step)} steps, {at} of them by `cached_step`", "one step for all"
+                yield Problem("another step trained `state`.", got, need, "cached(state, batch) alone")
+
+
+def sample_problems(name: str, store: TableStore, state: TrainState) -> Iterator[Problem]:
+    """Report a store whose records differ from the rows in memory: it was committed with another state."""
+    vocabulary = state.tables.vocabularies[name]
+    rows = seen_after(vocabulary, 0)
+    rows = rows[:: -(-len(rows) // SAMPLE) or 1]
+    found = store.store.read(vocabulary.entries[rows, 0].cpu())
+    if not torch.equal(found, packed(store.fields, state.tables, state.slots, rows).cpu()):
+        got, need = "other records than the rows in memory", "the state that was saved after the commit"
+        yield Problem(f"store {name!r} was committed with another state.", got, need, "that state, or a new store")
 
 
 def owner_problems(tables: DynamicTables, stores: Mapping[str, TableStore]) -> Iterator[Problem]:

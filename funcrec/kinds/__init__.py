@@ -6,6 +6,7 @@ from funcrec.kinds._admission import Turnover as Turnover
 from funcrec.kinds._admission import admit as admit
 from funcrec.kinds._admission import choose as choose
 from funcrec.kinds._admission import expire as expire
+from funcrec.kinds._admission import settle as settle
 from funcrec.kinds._admission import settled as settled
 from funcrec.kinds._codes import CODES as CODES
 from funcrec.kinds._codes import bits_of as bits_of

@@ -138,11 +138,21 @@ def choose(vocabulary: Vocabulary, ids: Ids, now: int | Tensor | None = None) ->
 
 def settled(vocabulary: Vocabulary, choice: Choice) -> Vocabulary:
     """Return the vocabulary after the step of a choice."""
-    c, how = choice, (least_of(vocabulary.admit), vocabulary.salt)
-    given = c.step, c.ids, c.rows, c.missed, c.changed, c.new_ids, c.counts, c.numbers
-    implementation = ops.available("settle_ids", c.ids.device)
-    after = ops.settle_ids(state_of(vocabulary), *given, *how, implementation=implementation)
-    return with_state(vocabulary, after, c.step)
+    implementation = ops.available("settle_ids", choice.ids.device)
+    after = ops.settle_ids(state_of(vocabulary), *settling(vocabulary, choice), implementation=implementation)
+    return with_state(vocabulary, after, choice.step)
+
+
+def settle(vocabulary: Vocabulary, choice: Choice) -> Vocabulary:
+    """Return the vocabulary after the step of a choice, in the memory of `vocabulary`, which nobody else may read."""
+    ops.settle_ids_(state_of(vocabulary), *settling(vocabulary, choice))
+    return replace(vocabulary, now=choice.step)
+
+
+def settling(vocabulary: Vocabulary, c: Choice) -> tuple:
+    """Return the arguments of `settle_ids` besides the state."""
+    of_choice = c.step, c.ids, c.rows, c.missed, c.changed, c.new_ids, c.counts, c.numbers
+    return *of_choice, least_of(vocabulary.admit), vocabulary.salt
 
 
 def turnover_of(choice: Choice) -> Turnover:

@@ -233,6 +233,34 @@ def test_a_rollback_returns_to_a_state():
         both.cached.rollback(states[k - 1])
 
 
+def test_a_store_of_another_run_is_refused():
+    """Two runs that committed the same number of steps have different records: the state of one does not take the
+    other's store."""
+    both, batches = Both(), batches_of(7, 6)
+    first = both.state
+    ends = []
+    for part in (batches[:3], batches[3:]):
+        both.state = first
+        both.cached.rollback(first)
+        for batch in part:
+            both.state, _ = both.cached(both.state, batch)
+        both.cached.commit(both.state)
+        ends.append(both.state)
+    with pytest.raises(ValueError, match="was committed with another state"):
+        both.cached.rollback(ends[0])
+    both.cached.rollback(ends[1])
+
+
+def test_a_state_that_another_step_trained_is_refused():
+    """A plain step on a cached state leaves no mark at the rows that it changes, so a commit is refused."""
+    both, batch = Both(), batches_of(1, 1)[0]
+    both.state, _ = both.cached(both.state, batch)
+    other, _ = both.step(both.state, batch)
+    for call in (lambda: both.cached.commit(other), lambda: both.cached(other, batch)):
+        with pytest.raises(ValueError, match="another step trained"):
+            call()
+
+
 def test_batches_ahead_are_taken_in_their_order():
     """A batch that was read ahead for another step is refused, and changes nothing."""
     both, batches = Both(depth=3), batches_of(5, 4)
