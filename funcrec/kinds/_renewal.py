@@ -19,7 +19,7 @@ from funcrec.kernels.reference_vocabulary import bucket_of
 from funcrec.kernels.vocabulary import SLOTS
 from funcrec.kinds._admission import Turnover
 from funcrec.kinds._vocabulary import MOST_ROWS, Vocabulary, vocabulary_problems
-from funcrec.tables import Initializer, TableConfig, id_rows, table_keys
+from funcrec.tables import Initializer, TableConfig, draw_of, id_rows, table_keys
 
 Tables = dict[str, Tensor]
 Slots = dict[str, dict[str, Tensor]]
@@ -113,7 +113,7 @@ def with_new_rows(
     at: list[tuple[dict, str, int]] = []
     for i, (vocabulary, config) in enumerate(configs):
         name, dim, own = config.name, config.embedding_dim, new.of(vocabulary)
-        kind, scale = config.initializer.draw(config.num_embeddings, dim)
+        kind, scale = draw_of(config.initializer, config.num_embeddings, dim)
         at.append((new_tables, name, add(tables[name], kind, scale, dim=dim, key=i, **own)))
         made = first_slots(optimizer, config, tables[name], key, new, own)
         check("funcrec.renew", slot_problems(name, slots.get(name, {}), made))

@@ -48,24 +48,26 @@ class Initializer:
             starts = start + torch.arange(shape[0], device=key.device) * shape[1]
         return drawn(self, key, starts, shape[1], num_embeddings, torch.float32)
 
-    def draw(self, num_embeddings: int, dim: int) -> tuple[int, float]:
-        """Return the kind and scale of `ops.initial_rows` for rows of a table."""
-        match self.kind:
-            case "uniform":
-                return UNIFORM, num_embeddings**-0.5 if self.scale is None else self.scale
-            case "normal":
-                return NORMAL, self.scale
-            case "xavier_normal":
-                return NORMAL, math.sqrt(2 / (num_embeddings + dim))
-            case "constant":
-                return CONSTANT, self.scale
+
+def draw_of(initializer: Initializer, num_embeddings: int, dim: int) -> tuple[int, float]:
+    """Return the kind and scale with which `ops.initial_rows` draws rows of a table."""
+    scale = initializer.scale
+    match initializer.kind:
+        case "uniform":
+            return UNIFORM, num_embeddings**-0.5 if scale is None else scale
+        case "normal":
+            return NORMAL, scale
+        case "xavier_normal":
+            return NORMAL, math.sqrt(2 / (num_embeddings + dim))
+        case "constant":
+            return CONSTANT, scale
 
 
 def drawn(
     initializer: Initializer, key: Tensor, starts: Tensor, dim: int, num_embeddings: int, dtype: torch.dtype
 ) -> Tensor:
     """Return rows of the elements from starts i64[M] on, rounded once to `dtype` -> f[M, D]."""
-    how = initializer.draw(num_embeddings, dim)
+    how = draw_of(initializer, num_embeddings, dim)
     return ops.initial_rows(key, starts, dim, *how, dtype, implementation=drawing(key.device))
 
 

@@ -12,7 +12,7 @@ from torch.func import grad, jvp, vmap
 
 import funcrec as fr
 from funcrec import P
-from funcrec.compile import _compiled
+from funcrec.compile import _program
 from funcrec.testing import assert_trees_close
 
 WANTED = json.loads((Path(__file__).parent / "jax_programs.json").read_text())
@@ -92,7 +92,7 @@ def test_what_may_be_called_the_same_is_what_jax_lets_be(name):
     them."""
     staged = fr.jit(mapped(DECIDED[name], out=P()))
     # the staged graph itself runs
-    with mock.patch.object(_compiled, "compile_graph", lambda graph, args: graph):
+    with mock.patch.object(_program, "compile_graph", lambda graph, args: graph):
         if WANTED[f"decide {name}"] == "refused":
             with pytest.raises(ValueError, match="is not the same along axis"):
                 staged(X)

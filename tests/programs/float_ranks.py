@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import funcrec as fr
-from funcrec.compile import _compiled
+from funcrec.compile import _program
 from funcrec.core._tree import replace, tree_leaves, tree_map
 from programs import differences
 from programs.differences import BATCH, H2, RAISED, ZERO, Case, H, along, draw
@@ -233,7 +233,7 @@ BITS = ("gather_state", "reshard")  # these raise between real ranks, where rows
 SHARED = ("train_step", "train_step, all options")
 FEW = ("grad", "autograd", "jvp", "vmap", "vmap of grad", "jvp of grad")
 # jit runs the staged graph itself
-STAGED = mock.patch.object(_compiled, "compile_graph", lambda graph, args: graph)
+STAGED = mock.patch.object(_program, "compile_graph", lambda graph, args: graph)
 
 
 def case_of(name: str, mesh: fr.Mesh) -> Case:

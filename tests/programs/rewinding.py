@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec.compile import _compiled
+from funcrec.compile import _program
 from funcrec.optim._builtin import BUILTIN
 from funcrec.serve.freshness._publish import gathered
 from programs import training
@@ -60,7 +60,7 @@ def sharded(name, axes, kind, compiled=False, is_real=True):
     step = logged(name, steps=3, mesh=mesh, plan=training.plan_of(kind, axes))
     batches = [own(training.batch(i, 8), mesh) for i in range(4)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_compiled, "compile_graph", lambda graph, arguments: graph)
+        patch.setattr(_program, "compile_graph", lambda graph, arguments: graph)
         before, run = states(fr.jit(step, donate=("state",)) if compiled else step, step.init(params()), batches)
         pairs = [(bits(fr.copy(fr.rewind(run, k, mesh=mesh).state)), bits(before[4 - k])) for k in range(4)]
         try:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec.compile import _compiled
+from funcrec.compile import _program
 from funcrec.core._tree import map_tensors
 
 F64 = torch.float64
@@ -192,7 +192,7 @@ def test_meta_gradients_are_compiled():
     for how, cls in (("scan", torch.optim.SGD), ("eager", torch.optim.Adam)):
         grad = torch.func.grad(learnt(how, cls))
         # the staged graph itself runs
-        with mock.patch.object(_compiled, "compile_graph", lambda graph, args: graph):
+        with mock.patch.object(_program, "compile_graph", lambda graph, args: graph):
             torch.testing.assert_close(fr.jit(grad)(AT), grad(AT), rtol=1e-10, atol=1e-12)
 
 
