@@ -5,7 +5,7 @@
 
 A table [rows, 32] with row-wise Adagrad, its store in a file (132 bytes a row); batches of 1,024 bags of 8 ids, drawn
 by a Zipf law (exponent 1.05) over shuffled rows; two dense layers. Both steps are compiled and donated. Steps take
-turns; times are medians of wall clock, two threads. "dropped": the page cache holds nothing of the file at the first
+turns; times are medians of wall clock; torch has one thread, and reading ahead another. "dropped": the page cache holds nothing of the file at the first
 measured step of a round. Hit rates are shares of distinct ids a batch: of the cache, of a list of the least recently
 used ids, and of Belady's rule, which knows the future.
 """
@@ -198,4 +198,5 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--each", type=int, default=30)
     args = parser.parse_args()
+    torch.set_num_threads(1)
     measured(args.rows, args.warm, args.rounds, args.each)

@@ -1,5 +1,7 @@
 """Initial rows of tables in plain torch.
 
+    row `id` of a table of D columns: elements id · D to id · D + D - 1 of its key, for 0 <= id < 2^40; else mix(id) is
+      the first, because id · D would wrap at 64 bits
     element e of a key: the upper 24 bits u of mix(key + (e + 1) · GAMMA), which stand for p = (u + 1/2) / 2^24
     uniform: (2 · u / 2^24 - 1) · scale        normal: Φ⁻¹(p) · scale
 
@@ -18,6 +20,7 @@ from funcrec.kernels.reference_quantized import GAMMA, GAMMA_INVERSE, mix, shift
 from torch import Tensor
 
 DIGITS = 24  # random bits of an element
+PLAIN = 1 << 40  # ids below are places of rows
 MIDDLE_OVER = (
     3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3, 1.3731693765509461125e4,
     4.5921953931549871457e4, 6.7265770927008700853e4, 3.3430575583588128105e4, 2.5090809287301226727e3,
@@ -45,6 +48,11 @@ def initial_rows(key: Tensor, starts: Tensor, dim: int, kind: int, scale: float,
     return _drawn(key, counter, kind, scale).to(dtype)
 
 
+def starts_of(ids: Tensor, dim: int) -> Tensor:
+    """Return the first element of each row, i64[M]."""
+    return torch.where((ids >= 0) & (ids < PLAIN), ids * dim, mix(ids))
+
+
 def draw_rows(
     tables: list[Tensor],
     given: list[Tensor],
@@ -65,7 +73,7 @@ def draw_rows(
         elif f.kind == CONSTANT:
             new = table.new_full((f.places, table.shape[1]), scale, dtype=torch.float32)
         else:
-            starts = ids[f.ids : f.ids + f.places].long() * f.dim + f.first
+            starts = starts_of(ids[f.ids : f.ids + f.places].long(), f.dim) + f.first
             new = initial_rows(keys[f.key], starts, table.shape[1], f.kind, scale, torch.float32)
         at = torch.where(is_new, at, table.shape[0])  # a row after the last one takes what is not new
         longer = torch.cat([table, table.new_zeros(1, table.shape[1])])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcrec.core import Device, Key, check, random, typed, written
 from funcrec.kernels.memory import empty_table
+from funcrec.kernels.reference_draws import starts_of
 from funcrec.tables._checks import table_list_problems
 from funcrec.tables._configs import TableConfig
 from funcrec.tables._initializers import Initializer, drawing, drawn
@@ -70,12 +71,12 @@ def draws_whole(table: TableConfig, device: torch.device) -> bool:
 
 
 def id_rows(key: Tensor, table: TableConfig, ids: Tensor) -> Tensor:
-    """Return the rows `ids` of the table that `init` would make, had it a row for each number of 64 bits, [M, D].
+    """Return rows [M, D] of the table that `init` would make, had it 2^40 rows; other ids have rows of their own.
 
     The config has one of funcrec's initializers.
     """
     own, dim = random.fold_in(key, name_number(table.name)).to(ids.device), table.embedding_dim
-    return drawn(table.initializer, own, ids * dim, dim, table.num_embeddings, table.dtype)
+    return drawn(table.initializer, own, starts_of(ids.long(), dim), dim, table.num_embeddings, table.dtype)
 
 
 def table_keys(key: Tensor, tables: Sequence[TableConfig], device: torch.device) -> Tensor:

@@ -128,6 +128,7 @@ inline void draw_row(const Drawing& d, uint64_t first, int64_t n, const Table& t
   }
 }
 
+constexpr uint64_t PLAIN = uint64_t(1) << 40;  // the products of other ids and dims would wrap, and ids share elements
 constexpr int64_t DRAWN_ROWS = 64;  // rows of one item of a loop
 
 // What Python passes: [threads, out [M, D], the first elements i[M], key i64[], kind, scale]
@@ -193,7 +194,7 @@ inline void draw_rows(Reader in) {
       char* const to = t.data + row * bytes;
       if (f.kind != GIVEN) {
         const uint64_t id = f.kind == CONSTANT ? 0 : uint64_t(ids[f.ids_begin + j]);
-        draw_row(d, id * uint64_t(f.dim) + uint64_t(f.first), t.dim, t, to);
+        draw_row(d, (id < PLAIN ? id * uint64_t(f.dim) : mix(id)) + uint64_t(f.first), t.dim, t, to);
         continue;
       }
       const Matrix& from = given[f.given];

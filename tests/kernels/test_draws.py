@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 from funcrec.kernels import ops, reference
-from funcrec.kernels.draws import CONSTANT, NORMAL, UNIFORM
+from funcrec.kernels.draws import CONSTANT, NORMAL, UNIFORM, Fresh
 from funcrec.kernels.reference_draws import DIGITS, quantiles
 from scipy import special, stats
 
 import funcrec as fr
 from funcrec.core import random
+from funcrec.tables import id_rows, name_number
 from funcrec.testing import assert_trees_close
 
 
@@ -73,3 +74,19 @@ def test_the_reference_draws_row_by_row():
     rows = reference.initial_rows(fr.key(0), starts, 5, NORMAL, 1.0, torch.float32)
     one = [reference.initial_rows(fr.key(0), s[None], 5, NORMAL, 1.0, torch.float32) for s in starts]
     assert_trees_close(rows, torch.cat(one))
+
+
+@pytest.mark.parametrize("implementation", ["cpp", "reference"])
+def test_ids_of_all_64_bits_have_rows_of_their_own(implementation):
+    """Ids that differ in their upper bits alone, whose product with the dim would be the same in 64 bits, get different
+    first rows. `draw_rows` gives a table the rows of `id_rows`."""
+    config = fr.TableConfig("t", 64, 64, initializer=fr.normal(0.1))
+    ids = torch.cat([torch.arange(32) << 58 | 12345, torch.tensor([0, 2**40 - 1, 2**40, -1, 2**63 - 1, -(2**63)])])
+    key = random.fold_in(fr.key(3), name_number("t"))
+    table, rows = torch.zeros(64, 64), torch.arange(len(ids))
+    fresh = [Fresh(0, NORMAL, 0, 64, 0, 0, 0, len(ids), 0, 0)]
+    given = rows, ids, torch.tensor([len(ids)]), key[None], fresh, [0.1]
+    (drawn,) = ops.draw_rows([table], [], *given, implementation=implementation)
+    assert torch.equal(drawn[: len(ids)], id_rows(fr.key(3), config, ids))
+    assert len(drawn[: len(ids)].unique(dim=0)) == len(ids)
+    assert torch.equal(drawn[32], fr.init(fr.key(3), [config])["t"][0])
