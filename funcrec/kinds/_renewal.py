@@ -19,7 +19,7 @@ from funcrec.kernels.reference_vocabulary import bucket_of
 from funcrec.kernels.vocabulary import SLOTS
 from funcrec.kinds._admission import Turnover
 from funcrec.kinds._vocabulary import MOST_ROWS, Vocabulary, vocabulary_problems
-from funcrec.tables import Initializer, TableConfig, draw_of, id_rows, table_keys
+from funcrec.tables import Initializer, TableConfig, draw_of, drawing, id_rows, table_keys
 
 Tables = dict[str, Tensor]
 Slots = dict[str, dict[str, Tensor]]
@@ -130,7 +130,7 @@ def with_new_rows(
 def draw(
     targets: Sequence[Tensor], given: Sequence[Tensor], new: NewRows, keys: Tensor, fresh: list[Fresh], scales: list
 ) -> list[Tensor]:
-    choice = None if any_tracked([*targets, *given]) else ops.available("draw_rows", new.rows.device)
+    choice = None if any_tracked([*targets, *given]) else drawing(new.rows.device, "draw_rows")
     return ops.draw_rows(targets, given, new.rows, new.ids, new.counts, keys, fresh, scales, implementation=choice)
 
 

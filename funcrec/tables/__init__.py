@@ -26,6 +26,7 @@ from funcrec.tables._init import table_keys as table_keys
 from funcrec.tables._initializers import Initializer as Initializer
 from funcrec.tables._initializers import constant as constant
 from funcrec.tables._initializers import draw_of as draw_of
+from funcrec.tables._initializers import drawing as drawing
 from funcrec.tables._initializers import normal as normal
 from funcrec.tables._initializers import uniform as uniform
 from funcrec.tables._initializers import xavier_normal as xavier_normal

@@ -71,9 +71,11 @@ def drawn(
     return ops.initial_rows(key, starts, dim, *how, dtype, implementation=drawing(key.device))
 
 
-def drawing(device: torch.device) -> str:
-    """Return the implementation that draws rows on a device."""
-    return ops.available("initial_rows", device)
+def drawing(device: torch.device, name: str = "initial_rows") -> str:
+    """Return the implementation that draws rows on a device: the chosen one, or the reference if that one lacks the
+    operation. All draw the same bits."""
+    choice = ops.chosen(None, device)
+    return choice if ops.has(name, choice) else "reference"
 
 
 @plain_numbers
