@@ -159,12 +159,12 @@ def class_name(cls: type) -> str:
 replace = dataclasses.replace
 
 
-def paths(tree: Any) -> list[tuple[str, Any]]:
+def paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """Return (path, leaf) of each leaf in torch's order, such as ("tables['item']", leaf).
 
     The paths are for people to read.
     """
-    flat, _ = torch_tree.tree_flatten_with_path(tree)
+    flat, _ = torch_tree.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [(torch_tree.keystr(path).lstrip("."), leaf) for path, leaf in flat]
 
 

@@ -92,6 +92,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--batch-size", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/days"), help="a folder for result.json and auc.png")
     options = parser.parse_args(argv)
     for name in ("users", "items", "days", "examples", "dim", "batch_size"):
@@ -166,11 +167,16 @@ def logits(params: fr.Params, batch: fr.Batch, features=FEATURES) -> Tensor:
 
 
 def trained(options: argparse.Namespace, features=FEATURES, **how: Any) -> tuple[Any, Callable, Callable]:
-    """Return the optimizer of the tables, a compiled step, and compiled predictions."""
+    """Return the optimizer of the tables, a step, and predictions."""
     loss = lambda params, batch: fr.losses.bce(logits(params, batch, features), batch.label, batch.weight)
     sparse = fr.optim.rowwise_adagrad(options.lr)
     step = fr.train_step(loss, sparse=sparse, dense=fr.optim.dense(torch.optim.SGD, lr=0.01), **how)
-    return sparse, fr.jit(step, donate=("state",)), fr.jit(lambda params, batch: logits(params, batch, features))
+    predict = lambda params, batch: logits(params, batch, features)
+    return sparse, compiled(step, options, donate=("state",)), compiled(predict, options)
+
+
+def compiled(fn: Callable, options: argparse.Namespace, **how: Any) -> Callable:
+    return fn if options.eager else fr.jit(fn, **how)
 
 
 def configs_of(options: argparse.Namespace, rows: dict[str, int]) -> list[fr.TableConfig]:
@@ -194,7 +200,7 @@ def following(options: argparse.Namespace, sizes: dict[str, int]) -> Contender:
         c.name: fr.VocabularyConfig(vocabularies[c.name], [c], [f]) for c, f in zip(configs, FEATURES, strict=True)
     }
     _, step, predict = trained(options, admit=False)
-    admit = fr.jit(fr.admission(step.fn), donate=("state",))
+    admit = compiled(fr.admission(step if options.eager else step.fn), options, donate=("state",))
     state = step.init(fr.Params(fr.dynamic_tables(fr.init(key, configs), follow, key=key), torch.zeros(())))
     rows = sum(v.capacity for v in vocabularies.values())
     run = lambda state, batch: step(admit(state, batch)[0], batch)

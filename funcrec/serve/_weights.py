@@ -26,6 +26,7 @@ from funcrec.files import (
     tensor_at,
     write_tensors,
 )  # fmt: skip
+from funcrec.kinds import Vocabulary
 from funcrec.serve._json_forms import text_of
 
 KIND, PAGE = "funcrec weights 2", 4096
@@ -55,8 +56,14 @@ class Weights(NamedTuple):
 
 
 def named(params: Any) -> dict[str, Tensor]:
-    """Return {path: tensor} of a tree, sorted by path. A program takes the tensors in this order."""
-    return dict(sorted(paths(params)))
+    """Return {path: tensor} of a tree, sorted by path. A program takes the tensors in this order.
+
+    The path of a vocabulary's ids ends with its seed, which the program holds: weights of another seed do not fit it.
+    """
+    is_vocabulary = lambda x: isinstance(x, Vocabulary)
+    seeds = {p: x.seed for p, x in paths(params, is_leaf=is_vocabulary) if is_vocabulary(x) and x.seed}
+    ends = {f"{p}.entries": f" of seed {seed}" for p, seed in seeds.items()}
+    return {n + ends.get(n, ""): x for n, x in sorted(paths(params))}
 
 
 def signature(tensors: Mapping[str, Tensor]) -> list[dict]:

@@ -7,7 +7,7 @@ from programs import small_movielens
 
 from funcrec.examples import days
 
-SMALL = ["--batch-size", "128", "--dim", "4"]
+SMALL = ["--batch-size", "128", "--dim", "4", "--eager"]
 
 
 def test_it_judges_four_tables(tmp_path, capsys):
