@@ -165,7 +165,10 @@ class CachedStep:
         return replace(params, tables=tables), of_rows
 
     def commit(self, state: TrainState) -> None:
-        """Write the rows that changed since the last commit, and commit the stores."""
+        """Write the rows that changed since the last commit, and commit the stores.
+
+        The save of the state at the commit before must be whole by now: a store returns by one commit at most.
+        """
         self._check(state)
         for name, store in self.stores.items():
             vocabulary, progress = state.tables.vocabularies[name], store.progress

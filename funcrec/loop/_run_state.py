@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from funcrec.cached import CachedStep
-from funcrec.checkpoint import difference_problems, latest, load, load_as, remove_all, save
+from funcrec.checkpoint import difference_problems, latest, load, load_as, remove_all, save, settle
 from funcrec.core import Problem, check, describe, fail, tree_leaves
 from funcrec.data import Position
 from funcrec.loop._bad_ids import BadIds
@@ -116,6 +116,7 @@ def save_run(work: Work, run: Run) -> None:
     at(f"the checkpoint of epoch {run.position.epoch}, batch {run.position.batch}")
     more = {"options": work.settings, "monitor": [work.monitor, work.mode], "order": work.order}
     if isinstance(work.step, CachedStep):
+        settle()  # stores return by one commit at most, to the state of the last checkpoint that is whole
         work.step.commit(run.state)
     tree = {**more, **run._asdict(), "position": tuple(run.position)}
     in_parts = is_sharded(run.state) and work.keep is not None

@@ -47,14 +47,16 @@ def numbers(done):
     return [{k: h[k] for k in ("epoch", "loss", "auc")} for h in done.history]
 
 
-@pytest.mark.parametrize("end", [None, 2, 5, 10, 16, 20])
-def test_fit_gives_the_numbers_of_whole_tables(tmp_path, end):
+@pytest.mark.parametrize(
+    ("end", "asynchronous"), [(None, False), (2, False), (5, True), (10, False), (16, True), (20, False)]
+)
+def test_fit_gives_the_numbers_of_whole_tables(tmp_path, end, asynchronous):
     """Losses and metrics are those of whole tables, also when the run ends with an error after any step and goes on
     from its checkpoint."""
     (tmp_path / "whole").mkdir()
     want = trained(tmp_path / "whole", cached=False)
     if end is not None:
         with pytest.raises(Stop):
-            trained(tmp_path, cached=True, end=end)
-    done = trained(tmp_path, cached=True, resume="auto")
+            trained(tmp_path, cached=True, end=end, save_asynchronously=asynchronous)
+    done = trained(tmp_path, cached=True, resume="auto", save_asynchronously=asynchronous)
     assert numbers(done) == numbers(want)
