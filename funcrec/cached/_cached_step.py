@@ -71,7 +71,9 @@ def cached_step(step: Callable, stores: Mapping[str, TableStore], *, depth: Coun
       TypeError: a state is tracked by a transform.
 
     Law: any capacity, policy and depth give the losses, rows and slots of training with whole tables in memory, bit for
-      bit. If a process is killed, the stores and the last saved state go on as if it had not been, after `rollback`.
+      bit. (Not with `stochastic_rounding`, which draws by the row in memory, nor with `clip(max_norm=)`, whose norm
+      sums the rows in their order.) If a process is killed, the stores and the last saved state go on as if it had not
+      been, after `rollback`.
 
     Cost: `commit` and evictions write the rows that changed, each once; a step reads the rows that enter. A cache takes
       17 bytes of memory for a row besides the row and its slots; `ahead` takes them twice.
