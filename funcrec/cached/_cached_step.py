@@ -5,6 +5,7 @@
 A store changes, so it belongs to one state: the last. A step with any other state is refused.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.cached._fetched import CALL, Fetched, entered, fetched, fresh_rows, write_evicted
+from funcrec.cached._fetched import CALL, Fetched, Waiting, entered, fetched, fresh_rows, write_evicted
 from funcrec.cached._records import packed
 from funcrec.cached._rows_read import ids_in, rows_read
 from funcrec.cached._table_store import TableStore
@@ -32,6 +33,7 @@ from funcrec.core import (
 from funcrec.data import prefetch
 from funcrec.kernels.reference_vocabulary import LOWER, halves
 from funcrec.kinds import Choice, DynamicTables, Vocabulary, settle
+from funcrec.optim import RowOptimizer
 from funcrec.tables import Params
 from funcrec.train import TrainState, update_of
 
@@ -95,6 +97,7 @@ def cached_step(step: Callable, stores: Mapping[str, TableStore], *, depth: Coun
       (DynamicTables({user: f32[129, 2] of users}, {users: Vocabulary(128 rows, policy='lru', unknown=1)}), 3)
     """
     check(CALL, step_problems(step), store_problems(stores))
+    check(CALL, sparse_problems(update_of(step).recipe.sparse, stores))
     return CachedStep(step, dict(stores), depth)
 
 
@@ -105,7 +108,7 @@ class CachedStep:
         self.step, self.stores, self.depth = step, stores, depth
         donates = bool(getattr(step, "donate", ()))
         self.enter = jit(entered, donate=("state",)) if donates else entered
-        self.waiting: dict[int, dict[str, Tensor]] = {}  # for each step not taken yet the ids that leave in it
+        self.waiting: Waiting = {}  # that of the open `ahead`; any other step ends it
         self.lock = threading.Lock()
 
     @property
@@ -118,7 +121,9 @@ class CachedStep:
         check(CALL, tracked_problems({"batch": batch}))
         self._check(state)
         one = batch if is_ahead else fetched(state.tables, self.stores, batch)
-        check(CALL, batch_problems(one, self.stores))
+        check(CALL, batch_problems(one, self.stores, is_ahead and one.waiting is not self.waiting))
+        if not is_ahead:
+            self.waiting = {}  # batches that were read ahead know nothing of this step
         write_evicted(state, self.stores, one.caches)
         if is_ahead:
             with self.lock:
@@ -135,22 +140,24 @@ class CachedStep:
         state: that of the first step; each following step takes the state of the step before.
         """
         self._check(state)
-        self.waiting.clear()
-        return prefetch(self._fetch_all(state.tables, batches), depth=self.depth)
+        self.waiting = waiting = {}
+        return prefetch(self._fetch_all(state.tables, batches, waiting), depth=self.depth)
 
-    def _fetch_all(self, dynamic: DynamicTables, batches: Iterable) -> Iterator[Fetched]:
+    def _fetch_all(self, dynamic: DynamicTables, batches: Iterable, waiting: Waiting) -> Iterator[Fetched]:
+        leaving = functools.partial(self._leave, waiting)
         vocabularies = map_tensors(Tensor.clone, dynamic.vocabularies)
         for batch in batches:
-            one = fetched(replace(dynamic, vocabularies=vocabularies), self.stores, batch, self._leave)
+            one = fetched(replace(dynamic, vocabularies=vocabularies), self.stores, batch, leaving)
+            one = one._replace(waiting=waiting)
             with self.lock:
-                self.waiting[number_of(one)] = {n: x.old_ids for n, x in one.caches.items()}
+                waiting[number_of(one)] = {n: x.old_ids for n, x in one.caches.items()}
             vocabularies = {n: settle(vocabularies[n], x.choice) for n, x in one.caches.items()}
             yield one
 
-    def _leave(self, name: str, ids: Tensor) -> Tensor:
+    def _leave(self, waiting: Waiting, name: str, ids: Tensor) -> Tensor:
         """Return whether each id leaves memory in a step that was not taken yet."""
         with self.lock:
-            others = [x[name] for x in self.waiting.values()]
+            others = [x[name] for x in waiting.values()]
         return torch.isin(ids, torch.cat(others)) if others else torch.zeros(len(ids), dtype=torch.bool)
 
     def run(self, state: TrainState, batches: Iterable) -> Iterator[tuple[TrainState, dict]]:
@@ -183,6 +190,7 @@ class CachedStep:
     def rollback(self, state: TrainState) -> None:
         """Return the stores to the commit of a state, which was saved after it."""
         check(CALL, state_problems(state, self.stores))
+        self.waiting = {}
         for name, store in self.stores.items():
             last = store.store.rollback(int(state.tables.vocabularies[name].now))
             store.progress.now = store.progress.committed = last
@@ -295,7 +303,25 @@ def owner_problems(tables: DynamicTables, stores: Mapping[str, TableStore]) -> I
             yield Problem(f"`state` is not the one that store {name!r} belongs to.", f"step {at}", need, hint)
 
 
-def batch_problems(one: Fetched, stores: Mapping[str, TableStore]) -> Iterator[Problem]:
+def sparse_problems(sparse: RowOptimizer, stores: Mapping[str, TableStore]) -> Iterator[Problem]:
+    """Report stores whose records have other slots, or other first slots, than the optimizer of the step."""
+    for name, store in stores.items():
+        rows = {c.name: torch.ones(2, c.embedding_dim, dtype=c.dtype) for c in store.configs}
+        own, other = sparse.init(rows), store.sparse.init(rows)
+        slots = lambda x: {(t, s): v for t, each in x.items() for s, v in each.items()}
+        a, b = slots(own), slots(other)
+        is_same = lambda x, y: x.dtype == y.dtype and torch.equal(x, y)
+        if a.keys() != b.keys() or not all(is_same(a[k], b[k]) for k in a):
+            got, need = f"slots {sorted(a)}", f"slots {sorted(b)} with the same first numbers, those of the store"
+            hint = "one optimizer for fr.table_store and fr.train_step"
+            yield Problem(f"`step` has another optimizer than store {name!r}.", got, need, hint)
+
+
+def batch_problems(one: Fetched, stores: Mapping[str, TableStore], is_ended: bool) -> Iterator[Problem]:
+    if is_ended:
+        what, need = "a batch was read ahead by a loop that ended.", "a batch of the last `ahead`, without other steps"
+        yield Problem(what, "a later `ahead`, a step or a rollback", need, "cached.ahead(state, ...)")
+        return
     for name, own in one.caches.items():
         if own.before != stores[name].progress.now:
             got, need = f"a batch for step {own.before + 1}", f"the batch for step {stores[name].progress.now + 1}"

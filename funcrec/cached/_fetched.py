@@ -6,7 +6,6 @@ Shapes: N ids of a vocabulary's columns, n of which enter; W bytes of a record.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from funcrec.cached._records import packed, unpacked
 from funcrec.cached._table_store import TableStore
 from funcrec.core import Problem, check, replace
 from funcrec.kernels import ops
-from funcrec.kinds import Choice, DynamicTables, Vocabulary, choose, ids_of_batch, settled
+from funcrec.kinds import Choice, DynamicTables, Vocabulary, choose, ids_of_batch, matrix_of, settled
 from funcrec.train import TrainState
 
 CALL = "funcrec.cached_step"
@@ -40,11 +39,15 @@ class Entering(NamedTuple):
     old_ids: Tensor
 
 
+Waiting = dict[int, dict[str, Tensor]]  # {number of a step that was not taken yet: the ids that leave in it}
+
+
 class Fetched(NamedTuple):
-    """A batch, and what its step changes in each cache."""
+    """A batch, and what its step changes in each cache. waiting: that of the `ahead` that read it."""
 
     batch: Any
     caches: dict[str, Entering]
+    waiting: Waiting | None = None
 
 
 def fetched(
@@ -113,13 +116,8 @@ def entered(state: TrainState, choices: Mapping[str, Choice], fresh: Mapping[str
             tables[table] = put(tables[table], wide)
             for slot, x in new_slots[table].items():
                 old = slots[table][slot]
-                slots[table][slot] = put(flat(old), flat(x)).reshape(old.shape)
+                slots[table][slot] = put(matrix_of(old), matrix_of(x)).reshape(old.shape)
     return replace(state, tables=replace(dynamic, tables=tables, vocabularies=vocabularies), slots=slots)
-
-
-def flat(x: Tensor) -> Tensor:
-    """Return f[M, ...] as f[M, numbers of a row]."""
-    return x.reshape(x.shape[0], prod(x.shape[1:]))
 
 
 # -- validators --------------------------------------------------------------------------------------------------

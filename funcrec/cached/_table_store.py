@@ -36,6 +36,7 @@ class TableStore:
     Args:
       store: the records, R rows of W bytes.
       configs: the tables, of R rows each.
+      sparse: the optimizer whose slots the records have.
       fields: the parts of a record: table, slot or None, shape and dtype of each.
       progress: `now` and `committed`, the numbers of the step whose state the store belongs to, and of the last
         commit. They change as the store does.
@@ -49,6 +50,7 @@ class TableStore:
 
     store: ColdStore
     configs: tuple[TableConfig, ...]
+    sparse: RowOptimizer
     fields: tuple[Any, ...]
     progress: Any
 
@@ -109,7 +111,7 @@ def table_store(
     else:
         store = file_store(path, num_rows, width, durable=durable, **form)
     last = store.rollback()
-    return TableStore(store, tuple(configs), fields, Progress(last, last))
+    return TableStore(store, tuple(configs), sparse, fields, Progress(last, last))
 
 
 # -- validators --------------------------------------------------------------------------------------------------

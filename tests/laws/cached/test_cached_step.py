@@ -261,6 +261,36 @@ def test_a_state_that_another_step_trained_is_refused():
             call()
 
 
+def test_batches_of_a_loop_that_ended_are_refused():
+    """A batch that was read ahead knows the steps of its own loop alone: after a step with another batch, another loop,
+    or a rollback it is refused, although its number is the next one. The state goes on."""
+    for end in ("step", "loop", "rollback"):
+        both, batches = Both(depth=3), batches_of(5, 5)
+        first = both.state
+        ahead = list(both.cached.ahead(both.state, batches))
+        if end == "rollback":
+            both.state, _ = both.cached(both.state, ahead[0])
+            both.cached.rollback(first)
+            both.state = first
+        else:
+            one = batches[4] if end == "step" else next(both.cached.ahead(both.state, [batches[4]]))
+            both.whole, _ = both.step(both.whole, batches[4])
+            both.state, _ = both.cached(both.state, one)
+        with pytest.raises(ValueError, match="read ahead by a loop that ended"):
+            both.cached(both.state, ahead[0 if end == "rollback" else 1])
+        both.whole, _ = both.step(both.whole, batches[1])
+        both.state, _ = both.cached(both.state, batches[1])
+        both.check_all()
+
+
+def test_a_store_of_another_optimizer_is_refused():
+    """Records have the slots of one optimizer, with its first numbers: a step with another one is refused."""
+    both = Both("adagrad")
+    for other in (OPTIMIZERS["sgd"], OPTIMIZERS["adam"], fr.optim.adagrad(0.1, initial_accumulator=0.5)):
+        with pytest.raises(ValueError, match="another optimizer than store 'users'"):
+            fr.cached_step(fr.train_step(loss_fn, sparse=other, admit=False), {"users": both.store})
+
+
 def test_batches_ahead_are_taken_in_their_order():
     """A batch that was read ahead for another step is refused, and changes nothing."""
     both, batches = Both(depth=3), batches_of(5, 4)
