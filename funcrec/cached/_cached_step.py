@@ -194,12 +194,18 @@ class CachedStep:
         for name, store in self.stores.items():
             last = store.store.rollback(int(state.tables.vocabularies[name].now))
             store.progress.now = store.progress.committed = last
+            store.progress.is_known = False
             check(CALL, sample_problems(name, store, state))
+            store.progress.is_known = True
 
     def _check(self, state: TrainState) -> None:
         check(CALL, tracked_problems({"state": state}), level_problems())
         check(CALL, state_problems(state, self.stores))
         check(CALL, owner_problems(state.tables, self.stores))
+        for name, store in self.stores.items():
+            if not store.progress.is_known:
+                check(CALL, sample_problems(name, store, state))
+                store.progress.is_known = True
 
     def __repr__(self) -> str:
         return f"<funcrec.cached_step of {self.step!r}, {', '.join(self.stores)}>"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from funcrec.cached._records import packed, unpacked
-from funcrec.cached._table_store import TableStore
-from funcrec.core import Problem, check, replace
+from funcrec.cached._table_store import TableStore, stray_problems
+from funcrec.core import Problem, check, replace, reported
 from funcrec.kernels import ops
 from funcrec.kinds import Choice, DynamicTables, Vocabulary, choose, ids_of_batch, matrix_of, settled
 from funcrec.train import TrainState
@@ -126,12 +126,9 @@ def entered(state: TrainState, choices: Mapping[str, Choice], fresh: Mapping[str
 def entering_problems(
     name: str, store: TableStore, vocabulary: Vocabulary, new_ids: Tensor, refused: int
 ) -> Iterator[Problem]:
-    num_rows = store.store.num_rows
-    stray = new_ids[(new_ids < 0) | (new_ids >= num_rows)]
-    if len(stray):
-        got, need = f"id {int(stray[0])}", f"0 <= id < {num_rows}"
-        yield Problem(f"ids of cache {name!r} are not rows of its store.", got, need, kind=IndexError)
-    elif refused:
+    if (yield from reported(stray_problems(name, store, new_ids))):
+        return
+    if refused:
         got = f"{vocabulary.capacity} rows in memory, of which the step needs {refused} more in some bucket"
         hint = f"capacity={4 * (vocabulary.capacity + refused)}"
         yield Problem(f"cache {name!r} has no room for the ids of a step.", got, "room for all its ids", hint)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from funcrec.cached._records import field_in, unpacked
-from funcrec.cached._table_store import TableStore
-from funcrec.core import Problem, check, replace, tree_leaves, tree_map
+from funcrec.cached._table_store import TableStore, stray_problems
+from funcrec.core import check, replace, tree_leaves, tree_map
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kinds import DynamicTables, find, ids_of_columns
 
@@ -57,11 +57,7 @@ def places_of(ids: KeyedJaggedTensor, columns: Mapping[str, int | None]) -> Tens
 
 def tables_of(dynamic: DynamicTables, name: str, store: TableStore, ids: Tensor, room: int) -> dict[str, Tensor]:
     """Return {table: f[room, D]}: its row `ids[i]` in row i, from the cache, or else from the store."""
-    num_rows = store.store.num_rows
-    stray = ids[(ids < 0) | (ids >= num_rows)]
-    if len(stray):
-        what, got = f"ids of cache {name!r} are not rows of its store.", f"id {int(stray[0])}"
-        check(CALL, [Problem(what, got, f"0 <= id < {num_rows}", kind=IndexError)])
+    check(CALL, stray_problems(name, store, ids))
     rows = find(dynamic.vocabularies[name], ids)
     is_here = rows < dynamic.vocabularies[name].capacity
     others, _ = unpacked(store.fields, store.store.read(ids[~is_here].cpu()).to(ids.device))

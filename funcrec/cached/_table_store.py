@@ -27,6 +27,7 @@ class Progress:
 
     now: int
     committed: int
+    is_known: bool = False  # whether a state was compared with the records since the store was opened
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +116,15 @@ def table_store(
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def stray_problems(name: str, store: TableStore, ids: Tensor) -> Iterator[Problem]:
+    """Report ids that are not rows of a store."""
+    num_rows = store.store.num_rows
+    stray = ids[(ids < 0) | (ids >= num_rows)]
+    if len(stray):
+        got, need = f"id {int(stray[0])}", f"0 <= id < {num_rows}"
+        yield Problem(f"ids of cache {name!r} are not rows of its store.", got, need, kind=IndexError)
 
 
 def config_problems(configs: Sequence[TableConfig]) -> Iterator[Problem]:

@@ -248,6 +248,9 @@ def test_a_store_of_another_run_is_refused():
         ends.append(both.state)
     with pytest.raises(ValueError, match="was committed with another state"):
         both.cached.rollback(ends[0])
+    with pytest.raises(ValueError, match="was committed with another state"):
+        both.cached(ends[0], batches[0])
+    both.cached(ends[1], batches[0])
     both.cached.rollback(ends[1])
 
 
