@@ -373,6 +373,18 @@ def test_what_cannot_hold_a_part_of_its_rows_is_refused():
         fr.table_store(both.configs, sparse, key=KEY)
 
 
+def test_a_loss_over_all_items_is_refused():
+    """A sequence model scores every item, and a cache has some: its loss says so."""
+    items, history = fr.TableConfig("item", 300, 4), fr.FeatureConfig("seen", table="item", pooling="none")
+    model = fr.models.sasrec([items], history, max_length=3)
+    store = fr.table_store([items], OPTIMIZERS["adam"], key=KEY)
+    tables = fr.cached_tables({}, {"items": fr.CacheConfig(store, CAPACITY, [history])})
+    step = fr.cached_step(fr.train_step(fr.models.next_item_loss(model), admit=False), {"items": store})
+    state = step.init(fr.Params(tables, model.init(fr.key(0)).dense))
+    with pytest.raises(ValueError, match="a table with a row for each item"):
+        step(state, fr.Batch(fr.KeyedJaggedTensor.from_lists({"seen": [[1, 2, 3]]})))
+
+
 def test_read_rows_are_differentiated():
     """A loss of the rows that were read has the derivatives of the loss on whole tables."""
     both, batch = Both(), batches_of(1, 1)[0]
