@@ -7,6 +7,7 @@ An optimizer's state dict works the same way: {parameter: {state: tensor}} under
 """
 
 import copy
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -29,10 +30,11 @@ from funcrec.core import (
     typed,
 )
 from funcrec.grad import params_problems
+from funcrec.interop._managed import load_managed, managed_like, unmanaged_problems
 from funcrec.interop._places import Place, find_places, shape_problems, table_of, to_our_columns, to_their_columns
 from funcrec.interop._quantized import load_quantised, quantised_like
 from funcrec.interop._shards import joined, like, shape_of, whole
-from funcrec.kinds import QuantizedTables
+from funcrec.kinds import DynamicTables, QuantizedTables
 from funcrec.tables import FeatureConfig, Params, feature_list_problems
 from funcrec.train import TrainState
 
@@ -108,8 +110,13 @@ def load_torchrec_state_dict(
     if isinstance(state, QuantizedTables):
         check(call, dict_problems(state_dict, "state_dict"), rest_problems(features, step, group))
         return load_quantised(call, state, state_dict)
-    check(call, state_problems(state), dict_problems(state_dict, "state_dict"))
-    check(call, step_problems(state, step), tracked_problems(state_dict))
+    check(call, dict_problems(state_dict, "state_dict"))
+    if isinstance(state.tables, DynamicTables):
+        check(call, managed_optimizer_problems(state_dict), tracked_problems(state_dict))
+        load = functools.partial(load_torchrec_state_dict, features=features, step=step, group=group)
+        return load_managed(call, state, state_dict, load)
+    check(call, state_problems(state), step_problems(state, step), tracked_problems(state_dict))
+    check(call, unmanaged_problems(state_dict))
     check(call, () if features is None else feature_list_problems(features))
     if is_optimizer(state_dict):
         check(call, trained_problems(state))
@@ -135,7 +142,8 @@ def to_torchrec_state_dict(
       state: Params, or a TrainState whose tables are whole (call `fr.gather_state` first if they are sharded). Or
         QuantizedTables, for a quantised collection with the same bits.
       like_dict: `module.state_dict()`, or the `state_dict()` of an optimizer (for a TrainState). The result has its
-        names, dtypes, devices and shards, a copy of its param_groups, and none of its numbers.
+        names, dtypes, devices and shards, a copy of its param_groups, and none of its numbers. For managed collision
+        modules, an id that `like_dict` has keeps its row there, and rows without an id keep its numbers.
 
     Returns:
       A new dict of new tensors, which `load_state_dict` of TorchRec takes strictly. For a sharded tensor it has each
@@ -161,7 +169,11 @@ def to_torchrec_state_dict(
     if isinstance(state, QuantizedTables):
         check(call, dict_problems(like_dict, "like_dict"))
         return quantised_like(call, state, like_dict)
-    check(call, state_problems(state), dict_problems(like_dict, "like_dict"), tracked_problems(state))
+    check(call, dict_problems(like_dict, "like_dict"), tracked_problems(state))
+    if isinstance(state.tables, DynamicTables):
+        check(call, managed_optimizer_problems(like_dict))
+        return managed_like(call, state, like_dict, to_torchrec_state_dict)
+    check(call, state_problems(state), unmanaged_problems(like_dict))
     if is_optimizer(like_dict):
         check(call, trained_problems(state))
         made = {"state": optimizer_like(call, state, like_dict["state"])}
@@ -297,6 +309,13 @@ def dict_problems(x: Mapping[str, Any], name: str) -> Iterator[Problem]:
 
 def is_tensor(x: object) -> bool:
     return isinstance(x, Tensor) or hasattr(x, "local_shards")
+
+
+def managed_optimizer_problems(state_dict: Mapping[str, Any]) -> Iterator[Problem]:
+    if is_optimizer(state_dict):
+        need, hint = "the state dict of a module", "step.init(load_torchrec_state_dict(params, module.state_dict()))"
+        yield Problem("an optimizer's state dict does not say the ids of its rows.", "tables with vocabularies", need,
+                      hint)  # fmt: skip
 
 
 def tracked_problems(tree: Any) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from funcrec.core import PARTS, check, describe, fail, kind_of, typed
 from funcrec.interop._configs import from_configs, pair_of, to_configs
+from funcrec.interop._managed import from_managed, is_managed
 from funcrec.interop._quantized import from_quantised, is_quantised
 from funcrec.interop._values import FROM, TO, is_all
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -37,6 +38,7 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
     | KeyedTensor | KeyedTensor |
     | a list of EmbeddingBagConfig or of EmbeddingConfig, or one such config | (tables, features) |
     | an EmbeddingBagCollection or EmbeddingCollection | (tables, features); for weights `load_torchrec_state_dict` |
+    | a ManagedCollisionEmbeddingBagCollection or ManagedCollisionEmbeddingCollection | {table: VocabularyConfig} |
     | a quantised collection of `torchrec.quant` | (QuantizedTables, features) with copied rows |
 
     Args:
@@ -46,11 +48,13 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
       Features come in the order of the collection's answer, and have its keys: `column@table` for a column that
       several tables read. In a FusedEmbeddingBagCollection of several poolings the columns have another order than the
       keys, and the features have the order of the columns. If a value has only lengths, the function makes offsets, and
-      only these are new tensors.
+      only these are new tensors. For managed collisions each table has a vocabulary without ids, as `fr.dynamic_tables`
+      takes it, with room for the ids of the module. `load_torchrec_state_dict` loads ids and rows.
 
     Raises:
       TypeError, ValueError: if a value has no counterpart: batches of several ranks in one value, keys elsewhere
-        than in columns, pruned or virtual tables, an initial distribution that `fr.Initializer` cannot express.
+        than in columns, pruned or virtual tables, an initial distribution that `fr.Initializer` cannot express; managed
+        collision modules that hash ids, filter them by a threshold, or have a policy of their own.
 
     Law: `to_torchrec(from_torchrec(x))` equals x, and `from_torchrec(to_torchrec(x))` equals x without padding.
 
@@ -80,6 +84,8 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
             return from_configs(call, [x], weighted)
         if isinstance(x, Sequence) and x and all(isinstance(c, kinds) for c in x):
             return from_configs(call, x, weighted)
+        if is_managed(x):
+            return from_managed(call, x)
         for name in COLLECTIONS:
             if hasattr(x, name):
                 is_weighted = x.is_weighted() if hasattr(x, "is_weighted") else False
