@@ -1,6 +1,7 @@
 """One thread, or FUNCREC_TEST_THREADS; interrupts as in a terminal; hypothesis profiles; torch.empty that shows early
-reads."""
+reads; few passes of the garbage collector; bytecode on disk."""
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -12,6 +13,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from programs.as_staged import staged_only
+
+gc.disable()  # while tests are collected: a pass reads all that is collected and frees next to nothing
+# Without bytecode on disk each fresh interpreter would compile funcrec's source again.
+sys.dont_write_bytecode = os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is None and sys.dont_write_bytecode
 
 torch.set_num_threads(int(os.environ.get("FUNCREC_TEST_THREADS", "1")))
 
@@ -71,6 +76,14 @@ def pytest_runtest_makereport(item, call):
     if call.when == "teardown":
         REFUSED.clear()
     return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session):
+    """The collector leaves out what was collected, over a million objects, and looks less often at what tests make."""
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
