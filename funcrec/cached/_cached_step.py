@@ -7,33 +7,37 @@ A store changes, so it belongs to one state: the last. A step with any other sta
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcrec.cached._fetched import CALL, Fetched, Waiting, entered, fetched, fresh_rows, write_evicted
-from funcrec.cached._records import packed
+from funcrec.cached._checks import (
+    batch_problems,
+    level_problems,
+    owner_problems,
+    sample_problems,
+    sparse_problems,
+    state_problems,
+    step_problems,
+    store_problems,
+    tables_problems,
+    tracked_problems,
+)
+from funcrec.cached._fetched import Fetched, Waiting, entered, exchanged, fetched
+from funcrec.cached._place import CALL, Place, dynamic_of, entered_on_ranks, joined_ids, own_ids, records_at
 from funcrec.cached._rows_read import ids_in, rows_read
 from funcrec.cached._table_store import TableStore
-from funcrec.compile import is_transformed, jit
-from funcrec.core import (
-    Count,
-    Problem,
-    any_tracked,
-    check,
-    describe,
-    map_tensors,
-    replace,
-    reported,
-    tree_leaves,
-    typed,
-)
+from funcrec.compile import jit
+from funcrec.core import Count, check, map_tensors, replace, typed
 from funcrec.data import prefetch
+from funcrec.jagged import JaggedTensor
 from funcrec.kernels.reference_vocabulary import LOWER, halves
 from funcrec.kinds import Choice, DynamicTables, Vocabulary, settle
-from funcrec.optim import RowOptimizer
+from funcrec.sharding import gather_tables
 from funcrec.tables import Params
 from funcrec.train import TrainState, update_of
 
@@ -49,8 +53,8 @@ def cached_step(step: Callable, stores: Mapping[str, TableStore], *, depth: Coun
     runs, and does not know of it.
 
     Args:
-      step: `train_step(..., admit=False)`, plain or jitted, on no mesh. If it donates its state, caches change in
-        place.
+      step: `train_step(..., admit=False)`, plain or jitted. If it donates its state, caches change in place. On a mesh
+        its plan places the rows in memory, and each rank has a part of every store.
       stores: {name of the cache: its store}, as in `cached_tables`.
       depth: how many batches `ahead` reads before they are taken.
 
@@ -61,7 +65,7 @@ def cached_step(step: Callable, stores: Mapping[str, TableStore], *, depth: Coun
         batches in a thread while a step computes; `cached.run(state, batches)` yields the (state, metrics).
       `cached.read(params, batch)` returns params and a batch with all rows that the batch reads, from memory or from
         the stores, as plain tables: `evaluate(lambda params, batch: predict(*cached.read(params, batch)), ...)`. It
-        changes no cache and no store.
+        changes no cache and no store. On real ranks all call it.
       `cached.commit(state)` writes the rows that changed since the last commit, and commits the stores. Save the state
         afterwards. `cached.rollback(state)` returns the stores to the commit of a loaded state: that of the last
         commit, or of the one before.
@@ -77,8 +81,13 @@ def cached_step(step: Callable, stores: Mapping[str, TableStore], *, depth: Coun
       sums the rows in their order.) If a process is killed, the stores and the last saved state go on as if it had not
       been, after `rollback`.
 
+      On a mesh, by one plan and with `exact=True`, they are those of whole tables on the mesh; stores do not depend on
+      the plan.
+
     Cost: `commit` and evictions write the rows that changed, each once; a step reads the rows that enter. A cache takes
-      17 bytes of memory for a row besides the row and its slots; `ahead` takes them twice.
+      17 bytes of memory for a row besides the row and its slots; `ahead` takes them twice. On a mesh every rank has the
+      whole vocabulary, gets the ids of all ranks, and the records that enter or leave; `read` gathers all tables, once
+      for each state.
 
     Example:
       >>> import torch, funcrec as fr
@@ -96,7 +105,8 @@ def cached_step(step: Callable, stores: Mapping[str, TableStore], *, depth: Coun
       >>> state.tables, store.progress.committed
       (DynamicTables({user: f32[129, 2] of users}, {users: Vocabulary(128 rows, policy='lru', unknown=1)}), 3)
     """
-    check(CALL, step_problems(step), store_problems(stores))
+    check(CALL, step_problems(step))
+    check(CALL, store_problems(stores, place_of(step)))
     check(CALL, sparse_problems(update_of(step).recipe.sparse, stores))
     return CachedStep(step, dict(stores), depth)
 
@@ -106,9 +116,11 @@ class CachedStep:
 
     def __init__(self, step: Callable, stores: dict[str, TableStore], depth: int):
         self.step, self.stores, self.depth = step, stores, depth
-        donates = bool(getattr(step, "donate", ()))
-        self.enter = jit(entered, donate=("state",)) if donates else entered
+        self.place = place_of(step)
+        own = entered if self.place.mesh is None else functools.partial(entered_on_ranks, self.place)
+        self.enter = jit(own, donate=("state",)) if getattr(step, "donate", ()) else own
         self.waiting: Waiting = {}  # that of the open `ahead`; any other step ends it
+        self.whole: tuple[Any, DynamicTables] | None = None  # sharded tables that were read, and the same gathered
         self.lock = threading.Lock()
 
     @property
@@ -118,41 +130,58 @@ class CachedStep:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
         is_ahead = isinstance(batch, Fetched)
-        check(CALL, tracked_problems({"batch": batch}))
-        self._check(state)
-        one = batch if is_ahead else fetched(state.tables, self.stores, batch)
-        check(CALL, batch_problems(one, self.stores, is_ahead and one.waiting is not self.waiting))
-        if not is_ahead:
-            self.waiting = {}  # batches that were read ahead know nothing of this step
-        write_evicted(state, self.stores, one.caches)
+
+        def taken() -> Any:
+            check(CALL, tracked_problems({"batch": batch}))
+            if is_ahead:
+                return check(CALL, batch_problems(batch, self.stores, batch.waiting is not self.waiting))
+            return own_ids(self.place, dynamic_of(state.tables), batch)
+
+        found = self._checked(state, taken)
+        one = batch if is_ahead else self._fetched(state, batch, found)
         if is_ahead:
             with self.lock:
                 self.waiting.pop(number_of(one), None)  # a step that failed is taken again
-        fresh = fresh_rows(self.stores, one.caches, state.step.device)
+        else:
+            self.waiting = {}  # batches that were read ahead know nothing of this step
+        self.whole = None
+        fresh = exchanged(self.place, state, self.stores, one.caches)
         state, metrics = self.step(self.enter(state, {n: x.choice for n, x in one.caches.items()}, fresh), one.batch)
         for name, own in one.caches.items():
             self.stores[name].progress.now = own.before + 1
         return state, metrics | {"vocabularies": {n: counts_of(x.choice) for n, x in one.caches.items()}}
+
+    def _fetched(self, state: TrainState, batch: Any, of_ranks: Sequence[Any]) -> Fetched:
+        ids, found = joined_ids(self.place, of_ranks, state.step.device), []
+        read = lambda: found.append(fetched(dynamic_of(state.tables), self.stores, batch, ids))
+        self.place.together("read its store", read)
+        return found[0]
 
     def ahead(self, state: TrainState, batches: Iterable) -> Iterator[Fetched]:
         """Return an iterator over batches with what their steps read, which a thread reads `depth` batches ahead.
 
         state: that of the first step; each following step takes the state of the step before.
         """
-        self._check(state)
+        self._checked(state)
         self.waiting = waiting = {}
-        return prefetch(self._fetch_all(state.tables, batches, waiting), depth=self.depth)
+        dynamic, device = dynamic_of(state.tables), state.step.device
+        fetch = self._fetcher(dynamic, waiting)
+        if self.place.ranks.size > 1:
+            return read_ahead(self.place, dynamic, fetch, batches, self.depth, device)
+        return prefetch((fetch(x, own_ids(self.place, dynamic, x)) for x in batches), depth=self.depth)
 
-    def _fetch_all(self, dynamic: DynamicTables, batches: Iterable, waiting: Waiting) -> Iterator[Fetched]:
-        leaving = functools.partial(self._leave, waiting)
-        vocabularies = map_tensors(Tensor.clone, dynamic.vocabularies)
-        for batch in batches:
-            one = fetched(replace(dynamic, vocabularies=vocabularies), self.stores, batch, leaving)
-            one = one._replace(waiting=waiting)
+    def _fetcher(self, dynamic: DynamicTables, waiting: Waiting) -> Callable[[Any, Any], Fetched]:
+        """Return a function (batch, ids) -> Fetched, for calls in the order of the steps."""
+        leaving, held = functools.partial(self._leave, waiting), map_tensors(Tensor.clone, dynamic.vocabularies)
+
+        def fetch(batch: Any, ids: Mapping[str, JaggedTensor]) -> Fetched:
+            one = fetched(replace(dynamic, vocabularies=dict(held)), self.stores, batch, ids, leaving)
             with self.lock:
                 waiting[number_of(one)] = {n: x.old_ids for n, x in one.caches.items()}
-            vocabularies = {n: settle(vocabularies[n], x.choice) for n, x in one.caches.items()}
-            yield one
+            held.update({n: settle(held[n], x.choice) for n, x in one.caches.items()})
+            return one._replace(waiting=waiting)
+
+        return fetch
 
     def _leave(self, waiting: Waiting, name: str, ids: Tensor) -> Tensor:
         """Return whether each id leaves memory in a step that was not taken yet."""
@@ -168,9 +197,20 @@ class CachedStep:
 
     def read(self, params: Params, batch: Any) -> tuple[Params, Any]:
         """Return (params with plain tables of the rows that the batch reads, the batch with rows of these tables)."""
-        check(CALL, tracked_problems({"params.tables": params.tables, "ids": ids_in(batch)}), level_problems())
-        check(CALL, tables_problems(params.tables, self.stores), owner_problems(params.tables, self.stores))
-        tables, of_rows = rows_read(params.tables, self.stores, batch)
+
+        def taken() -> list[Tensor]:
+            check(CALL, tracked_problems({"params.tables": params.tables, "ids": ids_in(batch)}), level_problems())
+            check(
+                CALL,
+                tables_problems(params.tables, self.stores, self.place),
+                owner_problems(params.tables, self.stores),
+            )
+
+        self.place.together("read rows", taken)
+        if self.place.mesh is not None and (self.whole is None or self.whole[0] is not params.tables):
+            self.whole = params.tables, gather_tables(params.tables, self.place.mesh)
+        dynamic = params.tables if self.place.mesh is None else self.whole[1]
+        tables, of_rows = rows_read(self.place, dynamic, self.stores, batch)
         return replace(params, tables=tables), of_rows
 
     def commit(self, state: TrainState) -> None:
@@ -178,37 +218,89 @@ class CachedStep:
 
         The save of the state at the commit before must be whole by now: a store returns by one commit at most.
         """
-        self._check(state)
+        self._checked(state)
         for name, store in self.stores.items():
-            vocabulary, progress = state.tables.vocabularies[name], store.progress
+            vocabulary, progress = dynamic_of(state.tables).vocabularies[name], store.progress
             for rows in seen_after(vocabulary, progress.committed).split(CHUNK):
-                records = packed(store.fields, state.tables, state.slots, rows)
-                store.store.write(vocabulary.entries[rows, 0].cpu(), records.cpu())
-            store.store.commit(progress.now)
-            progress.committed = progress.now
+                ids, records = vocabulary.entries[rows, 0].cpu(), records_at(self.place, store, state, rows)
+                self.place.together("write to its store", functools.partial(store.write, ids, records))
+        self.place.together("commit its store", self._commit)
+
+    def _commit(self) -> None:
+        for store in self.stores.values():
+            store.store.commit(store.progress.now)
+            store.progress.committed = store.progress.now
 
     def rollback(self, state: TrainState) -> None:
         """Return the stores to the commit of a state, which was saved after it."""
-        check(CALL, state_problems(state, self.stores))
-        self.waiting = {}
-        for name, store in self.stores.items():
-            last = store.store.rollback(int(state.tables.vocabularies[name].now))
-            store.progress.now = store.progress.committed = last
-            store.progress.is_known = False
-            check(CALL, sample_problems(name, store, state))
-            store.progress.is_known = True
 
-    def _check(self, state: TrainState) -> None:
-        check(CALL, tracked_problems({"state": state}), level_problems())
-        check(CALL, state_problems(state, self.stores))
-        check(CALL, owner_problems(state.tables, self.stores))
+        def on_one_rank() -> None:
+            check(CALL, state_problems(state, self.stores, self.place))
+            self.waiting = {}
+            for name, store in self.stores.items():
+                last = store.store.rollback(int(dynamic_of(state.tables).vocabularies[name].now))
+                store.progress.now = store.progress.committed = last
+                store.progress.is_known = False
+
+        self.place.together("return to a commit", on_one_rank)
+        self._compare(state)
+
+    def _checked(self, state: TrainState, more: Callable[[], Any] = lambda: None) -> list[Any]:
+        """Return the results of more() of all ranks, after checks of the state."""
+
+        def on_one_rank() -> Any:
+            check(CALL, tracked_problems({"state": state}), level_problems())
+            check(CALL, state_problems(state, self.stores, self.place))
+            check(CALL, owner_problems(state.tables, self.stores))
+            return more()
+
+        found = self.place.together("take the state", on_one_rank)
+        self._compare(state)
+        return found
+
+    def _compare(self, state: TrainState) -> None:
+        """Compare the rows in memory with the stores that no state was compared with yet."""
         for name, store in self.stores.items():
-            if not store.progress.is_known:
-                check(CALL, sample_problems(name, store, state))
-                store.progress.is_known = True
+            if store.progress.is_known:
+                continue
+            vocabulary = dynamic_of(state.tables).vocabularies[name]
+            rows = seen_after(vocabulary, 0)
+            rows = rows[:: -(-len(rows) // SAMPLE) or 1]
+            ids, records = vocabulary.entries[rows, 0].cpu(), records_at(self.place, store, state, rows)
+            compare = lambda: check(CALL, sample_problems(name, store, ids, records))  # noqa: B023
+            self.place.together("compare its store", compare)
+            store.progress.is_known = True
 
     def __repr__(self) -> str:
         return f"<funcrec.cached_step of {self.step!r}, {', '.join(self.stores)}>"
+
+
+def read_ahead(
+    place: Place, dynamic: DynamicTables, fetch: Callable, batches: Iterable, depth: int, device: torch.device
+) -> Iterator[Fetched]:
+    """Yield what fetch(batch, ids of all ranks) returns. A thread calls it, and this one exchanges the ids: ranks send
+    in one order."""
+    with ThreadPoolExecutor(1) as thread:
+        begun: deque[Future] = deque()
+
+        def done() -> Fetched:
+            found: list[Fetched] = []
+            place.together("read its store", lambda: found.append(begun.popleft().result()))
+            return found[0]
+
+        for batch in batches:
+            of_ranks = place.together("read its batch", functools.partial(own_ids, place, dynamic, batch))
+            begun.append(thread.submit(fetch, batch, joined_ids(place, of_ranks, device)))
+            if len(begun) > depth:
+                yield done()
+        while begun:
+            yield done()
+
+
+def place_of(step: Callable) -> Place:
+    """Return the place where a step of `train_step` runs."""
+    where = update_of(step).where
+    return Place(where.mesh, where.batch_axes)
 
 
 def counts_of(choice: Choice) -> dict[str, Tensor]:
@@ -225,112 +317,3 @@ def seen_after(vocabulary: Vocabulary, step: int) -> Tensor:
     """Return the rows whose ids were seen after a step, i64[M]."""
     age = (vocabulary.now - halves(vocabulary.entries[:, 1])[0]) & LOWER
     return ((vocabulary.tags != 0) & (age < vocabulary.now - step)).nonzero().flatten()
-
-
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def step_problems(step: Callable) -> Iterator[Problem]:
-    own = update_of(step)
-    if own is None:
-        need = "the result of fr.train_step, or jit of it"
-        yield Problem("`step` is not a step of `train_step`.", describe(step), need, kind=TypeError)
-    elif own.recipe.admits:
-        got, need = "admit=True, which draws the rows of new ids", "a step that admits no ids"
-        yield Problem("`step` admits ids itself.", got, need, "fr.train_step(..., admit=False)")
-    elif own.where.mesh is not None:
-        yield Problem("`step` runs on a mesh.", describe(own.where.mesh), "a step in one process", "mesh=None")
-
-
-def store_problems(stores: Mapping[str, TableStore]) -> Iterator[Problem]:
-    if not stores:
-        yield Problem("`stores` are empty.", "{}", "a store for each cache", '{"users": fr.table_store(...)}')
-
-
-def tracked_problems(trees: Mapping[str, Any]) -> Iterator[Problem]:
-    """Report trees that a transform follows: stores hold plain values."""
-    for name, tree in trees.items():
-        if any_tracked(tree_leaves(tree)):
-            got, hint = "a value that requires grad, or that a transform wraps", "the step itself, on whole tables"
-            yield Problem(f"`{name}` is tracked by a transform.", got, "plain values", hint, TypeError)
-
-
-def level_problems() -> Iterator[Problem]:
-    if is_transformed():
-        what, need = "rows are read under a transform.", "a call outside of grad, vmap and jit"
-        hint = "params, batch = cached.read(params, batch), and then the transform"
-        yield Problem(what, "torch.func, or a mode of torch", need, hint, TypeError)
-
-
-def tables_problems(tables: Any, stores: Mapping[str, TableStore]) -> Iterator[Problem]:
-    """Report tables that are not those of the stores."""
-    need = f"cached tables of {list(stores)}"
-    if not isinstance(tables, DynamicTables):
-        yield Problem("`state.tables` are not cached.", describe(tables), need, "fr.cached_tables", TypeError)
-    elif set(tables.vocabularies) != set(stores):
-        yield Problem("`stores` are not those of the tables.", f"{list(stores)}", f"{list(tables.vocabularies)}")
-    else:
-        names = {c.name for store in stores.values() for c in store.configs}
-        if missing := names - set(tables):
-            yield Problem("`state.tables` are not those of the stores.", f"{list(tables)}", f"also {sorted(missing)}")
-
-
-def state_problems(state: Any, stores: Mapping[str, TableStore]) -> Iterator[Problem]:
-    if not isinstance(state, TrainState):
-        yield Problem("`state` is not a state.", describe(state), "a TrainState", "cached.init(params)", TypeError)
-    else:
-        if (yield from reported(tables_problems(state.tables, stores))):
-            return
-        for name in stores:
-            # a plain step changes rows, and leaves no stamp by which a commit finds them
-            if (at := int(state.tables.vocabularies[name].now)) != int(state.step):
-                got, need = f"{int(state.step)} steps, {at} of them by `cached_step`", "one step for all"
-                yield Problem("another step trained `state`.", got, need, "cached(state, batch) alone")
-
-
-def sample_problems(name: str, store: TableStore, state: TrainState) -> Iterator[Problem]:
-    """Report a store whose records differ from the rows in memory: it was committed with another state."""
-    vocabulary = state.tables.vocabularies[name]
-    rows = seen_after(vocabulary, 0)
-    rows = rows[:: -(-len(rows) // SAMPLE) or 1]
-    found = store.store.read(vocabulary.entries[rows, 0].cpu())
-    if not torch.equal(found, packed(store.fields, state.tables, state.slots, rows).cpu()):
-        got, need = "other records than the rows in memory", "the state that was saved after the commit"
-        yield Problem(f"store {name!r} was committed with another state.", got, need, "that state, or a new store")
-
-
-def owner_problems(tables: DynamicTables, stores: Mapping[str, TableStore]) -> Iterator[Problem]:
-    """Report a state to which a store does not belong."""
-    for name, store in stores.items():
-        at, now = int(tables.vocabularies[name].now), store.progress.now
-        if at != now:
-            need = f"the state after step {now}, or a store that was rolled back"
-            hint = f"cached.rollback(state), if the store has a commit of step {at}"
-            yield Problem(f"`state` is not the one that store {name!r} belongs to.", f"step {at}", need, hint)
-
-
-def sparse_problems(sparse: RowOptimizer, stores: Mapping[str, TableStore]) -> Iterator[Problem]:
-    """Report stores whose records have other slots, or other first slots, than the optimizer of the step."""
-    for name, store in stores.items():
-        rows = {c.name: torch.ones(2, c.embedding_dim, dtype=c.dtype) for c in store.configs}
-        own, other = sparse.init(rows), store.sparse.init(rows)
-        slots = lambda x: {(t, s): v for t, each in x.items() for s, v in each.items()}
-        a, b = slots(own), slots(other)
-        is_same = lambda x, y: x.dtype == y.dtype and torch.equal(x, y)
-        if a.keys() != b.keys() or not all(is_same(a[k], b[k]) for k in a):
-            got, need = f"slots {sorted(a)}", f"slots {sorted(b)} with the same first numbers, those of the store"
-            hint = "one optimizer for fr.table_store and fr.train_step"
-            yield Problem(f"`step` has another optimizer than store {name!r}.", got, need, hint)
-
-
-def batch_problems(one: Fetched, stores: Mapping[str, TableStore], is_ended: bool) -> Iterator[Problem]:
-    if is_ended:
-        what, need = "a batch was read ahead by a loop that ended.", "a batch of the last `ahead`, without other steps"
-        yield Problem(what, "a later `ahead`, a step or a rollback", need, "cached.ahead(state, ...)")
-        return
-    for name, own in one.caches.items():
-        if own.before != stores[name].progress.now:
-            got, need = f"a batch for step {own.before + 1}", f"the batch for step {stores[name].progress.now + 1}"
-            yield Problem(
-                "a batch that was read ahead is taken out of its order.", got, need, "cached.ahead(state, ...)"
-            )

@@ -11,28 +11,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.cached._records import packed, unpacked
+from funcrec.cached._place import CALL, Place, joined_records, records_at
+from funcrec.cached._records import unpacked
 from funcrec.cached._table_store import TableStore, stray_problems
 from funcrec.core import Problem, check, replace, reported
+from funcrec.jagged import JaggedTensor
 from funcrec.kernels import ops
-from funcrec.kinds import Choice, DynamicTables, Vocabulary, choose, ids_of_batch, matrix_of, settled
+from funcrec.kinds import Choice, DynamicTables, Vocabulary, choose, matrix_of, settled
 from funcrec.train import TrainState
-
-CALL = "funcrec.cached_step"
 
 
 class Entering(NamedTuple):
     """The change of one cache.
 
     choice: which ids get which rows. before: the number of the last step.
-    new_ids: i64[n], the rows of the store that enter. records: u8[n, W]; those of `late` are not read yet.
-    late: i64[L], places in `new_ids` of rows that leave in an earlier step that was not taken yet.
+    new_ids: i64[n], the rows of the store that enter. own: i64[p], places in `new_ids` of rows that this process has.
+    records: u8[p, W], their records; those of `late` are not read yet.
+    late: i64[L], places in `own` of rows that leave in an earlier step that was not taken yet.
     evicted, old_ids: i64[m], the rows of memory that other rows of the store leave, and those rows of the store.
     """
 
     choice: Choice
     before: int
     new_ids: Tensor
+    own: Tensor
     records: Tensor
     late: Tensor
     evicted: Tensor
@@ -54,55 +56,60 @@ def fetched(
     dynamic: DynamicTables,
     stores: Mapping[str, TableStore],
     batch: Any,
+    ids: Mapping[str, JaggedTensor],
     leaving: Callable[[str, Tensor], Tensor] = lambda name, ids: torch.zeros(len(ids), dtype=torch.bool),
 ) -> Fetched:
     """Return what a step with the batch changes. It reads the stores, and writes nothing.
 
+    ids: {cache: the ids of the batch, or of all ranks' batches, in one bag}.
     leaving: (vocabulary, ids i64[n]) -> b[n], whether the store's record of an id is not the last one yet.
     """
     caches = {}
-    for name, ids in ids_of_batch(dynamic, batch).items():
-        vocabulary, store = dynamic.vocabularies[name], stores[name].store
-        choice = choose(vocabulary, ids)
+    for name, of_cache in ids.items():
+        vocabulary, store = dynamic.vocabularies[name], stores[name]
+        choice = choose(vocabulary, of_cache)
         count, _, _, refused = choice.numbers.tolist()
         new_ids = choice.new_ids[:count].cpu()
-        check(CALL, entering_problems(name, stores[name], vocabulary, new_ids, refused))
-        evicted = choice.evicted[:count]
-        is_late = leaving(name, new_ids)
+        check(CALL, entering_problems(name, store, vocabulary, new_ids, refused))
+        evicted, own = choice.evicted[:count], store.has(new_ids).nonzero().flatten()
+        is_late = leaving(name, new_ids[own])
         late, early = is_late.nonzero().flatten(), (~is_late).nonzero().flatten()
-        records = store.read(new_ids[early])
+        records = store.read(new_ids[own[early]])
         if len(late):
-            records = records.new_zeros(count, store.width).index_copy_(0, early, records)
+            records = records.new_zeros(len(own), store.store.width).index_copy_(0, early, records)
         leave = choice.changed[:count][evicted], choice.old_ids[:count][evicted].cpu()
-        caches[name] = Entering(choice, int(vocabulary.now), new_ids, records, late, *leave)
+        caches[name] = Entering(choice, int(vocabulary.now), new_ids, own, records, late, *leave)
     return Fetched(batch, caches)
 
 
-def write_evicted(state: TrainState, stores: Mapping[str, TableStore], caches: Mapping[str, Entering]) -> None:
-    """Write the records of rows that leave memory."""
-    for name, own in caches.items():
-        if len(own.old_ids):
-            records = packed(stores[name].fields, state.tables, state.slots, own.evicted)
-            stores[name].store.write(own.old_ids, records.cpu())
+def exchanged(
+    place: Place, state: TrainState, stores: Mapping[str, TableStore], caches: Mapping[str, Entering]
+) -> dict[str, Any]:
+    """Write the records of rows that leave memory. Return {cache: (tables, slots)}, the rows that enter memory, padded
+    to the N places of the choice."""
+    old = {n: records_at(place, stores[n], state, x.evicted) for n, x in caches.items() if len(x.old_ids)}
 
+    def on_one_rank() -> dict[str, Tensor]:
+        for name, own in caches.items():
+            if name in old:
+                stores[name].write(own.old_ids, old[name])
+            if len(own.late):  # they were written by now
+                own.records.index_copy_(0, own.late, stores[name].read(own.new_ids[own.own[own.late]]))
+        return {n: x.records for n, x in caches.items()}
 
-def fresh_rows(stores: Mapping[str, TableStore], caches: Mapping[str, Entering], device: torch.device) -> dict:
-    """Return {vocabulary: (tables, slots)}, the rows that enter memory, padded to the N places of the choice."""
-    out = {}
+    of_ranks, out = place.together("exchange rows with its store", on_one_rank), {}
     for name, own in caches.items():
-        records = own.records
-        if len(own.late):
-            records.index_copy_(0, own.late, stores[name].store.read(own.new_ids[own.late]))
+        records = joined_records(stores[name], own.new_ids, [x[name] for x in of_ranks])
         padded = records.new_zeros(own.choice.changed.shape[0], records.shape[1])
         padded[: len(records)] = records
-        out[name] = unpacked(stores[name].fields, padded.to(device))
+        out[name] = unpacked(stores[name].fields, padded.to(state.step.device))
     return out
 
 
 def entered(state: TrainState, choices: Mapping[str, Choice], fresh: Mapping[str, Any]) -> TrainState:
     """Return the state whose caches hold the rows of a batch.
 
-    fresh: {vocabulary: (tables, slots)} with N rows each, as `fresh_rows` returns it.
+    fresh: {vocabulary: (tables, slots)} with N rows each, as `exchanged` returns it.
     """
     dynamic = state.tables
     tables, slots = dict(dynamic.tables), {n: dict(own) for n, own in state.slots.items()}

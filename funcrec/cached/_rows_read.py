@@ -9,19 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrec.cached._place import CALL, Place, read_records
 from funcrec.cached._records import field_in, unpacked
 from funcrec.cached._table_store import TableStore, stray_problems
 from funcrec.core import check, replace, tree_leaves, tree_map
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kinds import DynamicTables, find, ids_of_columns
 
-CALL = "funcrec.cached_step"
 
-
-def rows_read(dynamic: DynamicTables, stores: Mapping[str, TableStore], batch: Any) -> tuple[dict[str, Tensor], Any]:
+def rows_read(
+    place: Place, dynamic: DynamicTables, stores: Mapping[str, TableStore], batch: Any
+) -> tuple[dict[str, Tensor], Any]:
     """Return (plain tables, the batch with rows of these tables in place of the ids of caches).
 
-    A table has a row for each place of the batch's ids, so batches of one form give tables of one form.
+    A table has a row for each place of the ids of all ranks' batches, so batches of one form give tables of one form.
+    dynamic: the tables of the state, gathered if it lies on a mesh.
     """
     bags = ids_in(batch)
     values = [x.values.long().clone() for x in bags]
@@ -30,8 +32,12 @@ def rows_read(dynamic: DynamicTables, stores: Mapping[str, TableStore], batch: A
         columns = {c: most for c, v, most in dynamic.columns if v == name}
         places = [places_of(x, {c: n for c, n in columns.items() if c in x.keys}) for x in bags]
         ids = torch.cat([x.values[at].long() for x, at in zip(bags, places, strict=True)])
-        distinct, rows = ids.unique(return_inverse=True)
-        tables |= tables_of(dynamic, name, store, distinct, sum(x.capacity for x in bags))
+        check_rows = lambda: check(CALL, stray_problems(name, store, ids)) or ids.cpu()  # noqa: B023
+        of_ranks = place.together("read rows", check_rows)
+        distinct = torch.cat(of_ranks).unique().to(ids.device)
+        rows = torch.searchsorted(distinct, ids)
+        room = len(of_ranks) * sum(x.capacity for x in bags)
+        tables |= tables_of(place, dynamic, name, store, distinct, room)
         for x, at, own in zip(values, places, rows.split([len(at) for at in places]), strict=True):
             x[at] = own
     read = {id(x): replace(x, values=v) for x, v in zip(bags, values, strict=True)}
@@ -55,12 +61,13 @@ def places_of(ids: KeyedJaggedTensor, columns: Mapping[str, int | None]) -> Tens
     return at[: int(bag.offsets[-1])]
 
 
-def tables_of(dynamic: DynamicTables, name: str, store: TableStore, ids: Tensor, room: int) -> dict[str, Tensor]:
+def tables_of(
+    place: Place, dynamic: DynamicTables, name: str, store: TableStore, ids: Tensor, room: int
+) -> dict[str, Tensor]:
     """Return {table: f[room, D]}: its row `ids[i]` in row i, from the cache, or else from the store."""
-    check(CALL, stray_problems(name, store, ids))
     rows = find(dynamic.vocabularies[name], ids)
     is_here = rows < dynamic.vocabularies[name].capacity
-    others, _ = unpacked(store.fields, store.store.read(ids[~is_here].cpu()).to(ids.device))
+    others, _ = unpacked(store.fields, read_records(place, store, ids[~is_here].cpu()).to(ids.device))
     out = {}
     for f in store.fields:
         if f.slot is None:

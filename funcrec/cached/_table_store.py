@@ -8,6 +8,7 @@ Shapes: R rows of the tables, W bytes of a record.
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from funcrec.cached._records import fields_of, packed
 from funcrec.core import Key, Problem, check, random, typed
+from funcrec.files import as_path, raise_os
 from funcrec.kinds import initializer_problems
+from funcrec.mesh import Mesh, Ranks
 from funcrec.optim import RowOptimizer
 from funcrec.stores import ColdStore, file_store, memory_store
 from funcrec.tables import TableConfig, id_rows
@@ -41,6 +44,7 @@ class TableStore:
       fields: the parts of a record: table, slot or None, shape and dtype of each.
       progress: `now` and `committed`, the numbers of the step whose state the store belongs to, and of the last
         commit. They change as the store does.
+      part: (i, n): the store has the records of rows i, i + n, i + 2 n, ...; (0, 1) for all rows.
 
     Example:
       >>> import funcrec as fr
@@ -54,10 +58,30 @@ class TableStore:
     sparse: RowOptimizer
     fields: tuple[Any, ...]
     progress: Any
+    part: tuple[int, int] = (0, 1)
 
     def __repr__(self) -> str:
-        names = ", ".join(c.name for c in self.configs)
-        return f"TableStore({names}, {self.store.num_rows} rows of {self.store.width} bytes)"
+        names, (i, n) = ", ".join(c.name for c in self.configs), self.part
+        own = "" if n == 1 else f", of which it has every {n}th from {i} on"
+        return f"TableStore({names}, {self.num_rows} rows of {self.store.width} bytes{own})"
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows of the tables."""
+        return self.configs[0].num_embeddings
+
+    def has(self, rows: Tensor) -> Tensor:
+        """Return whether the store has the record of each row, b[M]."""
+        return rows % self.part[1] == self.part[0]
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Return the records of rows that the store has, u8[M, W]."""
+        return self.store.read(rows // self.part[1])
+
+    def write(self, rows: Tensor, records: Tensor) -> None:
+        """Write the records u8[M, W] of those of the rows that the store has."""
+        own = self.has(rows)
+        self.store.write(rows[own] // self.part[1], records[own])
 
     def close(self) -> None:
         """Close the store. What was not committed is undone when it is opened again."""
@@ -72,6 +96,7 @@ def table_store(
     key: Key,
     path: str | os.PathLike | None = None,
     durable: bool = True,
+    mesh: Mesh | None = None,
 ) -> TableStore:
     """Return a store with a record for each row of some tables, for `cached_tables`. Rows are drawn when they are read.
 
@@ -81,6 +106,8 @@ def table_store(
       key: the key that draws the rows, such as that of `init`.
       path: a folder, which is made or opened, as in `file_store`; None keeps the records in memory.
       durable: as in `file_store`.
+      mesh: that of the step. Each of n real ranks gets a store of every n-th row, in a folder of its own within `path`:
+        "part-0-of-4" and so on. An emulated mesh has one store, as one process has.
 
     Raises:
       ValueError, TypeError: the tables differ in their numbers of rows, an initializer is not one of funcrec's, a slot
@@ -97,22 +124,35 @@ def table_store(
       >>> bool((record.view(torch.float32) == fr.init(key, [users])["user"][7]).all())
       True
     """
-    check("funcrec.table_store", config_problems(configs))
+    ranks = Ranks.of(mesh)
+    part = number, count = ranks.rank, ranks.size
+    check("funcrec.table_store", config_problems(configs), part_problems(configs, count))
     random.check_key("funcrec.table_store", key)
-    fields, own = fields_of(configs, sparse), key.detach().cpu().clone()
+    fields, first_key = fields_of(configs, sparse), key.detach().cpu().clone()
 
     def first(rows: Tensor) -> Tensor:
-        tables = {c.name: id_rows(own, c, rows) for c in configs}
+        tables = {c.name: id_rows(first_key, c, rows * count + number) for c in configs}
         return packed(fields, tables, sparse.init(tables))
 
     form: dict[str, Any] = {"dtype": torch.uint8, "init": first}
-    num_rows, width = configs[0].num_embeddings, sum(f.size for f in fields)
+    num_rows, width = -(-(configs[0].num_embeddings - number) // count), sum(f.size for f in fields)
     if path is None:
         store = memory_store(num_rows, width, **form)
     else:
-        store = file_store(path, num_rows, width, durable=durable, **form)
+        own = path if count == 1 else part_of(path, number, count)
+        store = file_store(own, num_rows, width, durable=durable, **form)
     last = store.rollback()
-    return TableStore(store, tuple(configs), sparse, fields, Progress(last, last))
+    return TableStore(store, tuple(configs), sparse, fields, Progress(last, last), part)
+
+
+def part_of(path: str | os.PathLike, number: int, count: int) -> Path:
+    """Return the folder of a rank's store within `path`, which is made."""
+    folder = as_path("funcrec.table_store", path, "folder", '"runs/rows"')
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise_os("funcrec.table_store", error, f"`{folder}` cannot be made.", "a folder", "another path")
+    return folder / f"part-{number}-of-{count}"
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -120,11 +160,18 @@ def table_store(
 
 def stray_problems(name: str, store: TableStore, ids: Tensor) -> Iterator[Problem]:
     """Report ids that are not rows of a store."""
-    num_rows = store.store.num_rows
+    num_rows = store.num_rows
     stray = ids[(ids < 0) | (ids >= num_rows)]
     if len(stray):
         got, need = f"id {int(stray[0])}", f"0 <= id < {num_rows}"
         yield Problem(f"ids of cache {name!r} are not rows of its store.", got, need, kind=IndexError)
+
+
+def part_problems(configs: Sequence[TableConfig], count: int) -> Iterator[Problem]:
+    """Report tables with fewer rows than there are ranks."""
+    if configs and configs[0].num_embeddings < count:
+        got, need = f"{configs[0].num_embeddings} rows", f"at least {count}, one for each rank"
+        yield Problem("a rank has no row of the tables.", got, need, "the tables whole in memory")
 
 
 def config_problems(configs: Sequence[TableConfig]) -> Iterator[Problem]:

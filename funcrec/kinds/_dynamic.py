@@ -278,7 +278,7 @@ def joined(values: Sequence[Tensor], counts: Sequence[Tensor]) -> JaggedTensor:
 
 def without_parts(dynamic: DynamicTables) -> DynamicTables:
     """Return the part that every rank holds whole: all but the tables."""
-    check("funcrec.shard_tables", plain_problems("tables.tables", dynamic.tables), stored_problems(dynamic))
+    check("funcrec.shard_tables", plain_problems("tables.tables", dynamic.tables))
     return replace(dynamic, tables={})
 
 
@@ -288,10 +288,11 @@ def quantized(dynamic: DynamicTables, dtypes: Any, key: Any) -> DynamicTables:
     return replace(dynamic, tables=quantize(dynamic.tables, dtypes, key=key))
 
 
-def shapes_of(dynamic: DynamicTables) -> dict[str, tuple[int, int]]:
-    """Return {table: its shape}. A table whose rows are in a store has the rows of the store."""
-    rows = {x[0]: int(x[3]) for x in dynamic.first if x[2] == STORED}
-    return {n: (rows.get(n, shape[0]), *shape[1:]) for n, shape in table_shapes(dynamic.tables).items()}
+def shapes_of(dynamic: DynamicTables, held: Mapping[str, tuple[int, int]] | None = None) -> dict[str, tuple[int, int]]:
+    """Return {table: its shape}. A table whose rows are in a store has the rows of the store. held: the shapes in
+    memory."""
+    rows, held = {x[0]: int(x[3]) for x in dynamic.first if x[2] == STORED}, held or table_shapes(dynamic.tables)
+    return {n: (rows.get(n, shape[0]), *shape[1:]) for n, shape in held.items()}
 
 
 KINDS[DynamicTables] = Kind(
@@ -301,8 +302,13 @@ KINDS[DynamicTables] = Kind(
     forms=lambda dynamic: kind_of_tables(dynamic.tables).forms(dynamic.tables),
     quantized=quantized,
     any_ids=lambda dynamic: [x[0] for x in dynamic.first if x[2] != STORED],
+    follows=lambda dynamic: [x[0] for x in dynamic.first],
     as_rows=as_rows,
-    placed=Placed(lambda sharded, parts: replace(sharded.rest, tables=parts), rest=without_parts),
+    placed=Placed(
+        lambda sharded, parts: replace(sharded.rest, tables=parts),
+        lambda sharded: shapes_of(sharded.rest, dict(sharded.layout.shapes)),
+        rest=without_parts,
+    ),
 )
 
 

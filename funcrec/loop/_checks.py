@@ -12,7 +12,7 @@ from funcrec.data import Position
 from funcrec.loop._epochs import OF_AN_EPOCH
 from funcrec.loop._run_state import Work, is_sharded
 from funcrec.mesh import Mesh
-from funcrec.tables import layout_in, table_shapes
+from funcrec.tables import table_shapes
 
 LESS_IS_BETTER = ("loss", "error", "entropy", "mse", "mae", "nll", "perplexity")  # words in the name of a number
 
@@ -32,9 +32,7 @@ def other_model_problems(model: Any, state: Any) -> Iterator[Problem]:
     tables = getattr(getattr(state, "params", None), "tables", None)
     if not isinstance(tables, Mapping):
         return
-    layout = layout_in(tables)
-    shapes = table_shapes(tables) if layout is None else dict(layout.shapes)
-    found = {n: tuple(shape)[-2:] for n, shape in shapes.items()}  # a stack has a table for each member
+    found = {n: tuple(shape)[-2:] for n, shape in table_shapes(tables).items()}  # a stack has a table for each member
     want = {t.name: tuple(t.shape) for t in model.tables}
     if found != want:
         wrong = [n for n in {**want, **found} if found.get(n) != want.get(n)]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from funcrec.core import Count, Problem, check, describe, html_table, random, reduced, tree_leaves, typed_fields
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, take_ranges
-from funcrec.kinds import DynamicTables
 from funcrec.models._model import input_problems
 from funcrec.nn import Layer
 from funcrec.tables import (
@@ -148,10 +147,7 @@ def last_of(bags: JaggedTensor) -> Tensor:
 
 def listed_problems(tables: Any, name: str) -> Iterator[Problem]:
     """Report a table whose rows do not have the numbers of its items."""
-    follows = (
-        [x[0] for x in tables.first] if isinstance(tables, DynamicTables) else kind_of_tables(tables).any_ids(tables)
-    )
-    if name in follows:
+    if name in kind_of_tables(tables).follows(tables):
         what = f"the items of table {name!r} are those of a vocabulary, and not the numbers of its rows."
         hint = "a table of all items beside the dynamic ones; or fr.models.two_tower with losses of the batch's items"
         yield Problem(what, describe(tables), "a table with a row for each item", hint)

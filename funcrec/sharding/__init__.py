@@ -1,6 +1,8 @@
 """Tables on a mesh: placements and layouts, the exchanges of lookups, the update of rows and of dense parameters."""
 
 import funcrec.core as _core
+from funcrec.sharding._chosen_rows import put_chosen as put_chosen
+from funcrec.sharding._chosen_rows import read_chosen as read_chosen
 from funcrec.sharding._copies import copy_problems as copy_problems
 from funcrec.sharding._dense_shards import DenseShard as DenseShard
 from funcrec.sharding._dense_shards import cut_dense as cut_dense

@@ -194,7 +194,7 @@ def quantize_sharded(tables: ShardedTables, dtype: Any, key: Tensor | None) -> S
 
 def rows_of_parts(tables: ShardedTables, ids: Any, features: Any) -> tuple[ShardedTables, Any]:
     """Return (sharded tables that are read by rows, the ids as rows), by the tensors that every rank has."""
-    if not KINDS[tables.of].any_ids(tables.rest):
+    if not KINDS[tables.of].follows(tables.rest):
         return tables, ids
     rows = KINDS[tables.of].as_rows(tables.rest, ids, features)[1]
     return replace(tables, of=dict, rest=()), rows
@@ -206,6 +206,7 @@ KINDS[ShardedTables] = Kind(
     read_sharded,
     lambda tables: KINDS[tables.of].is_trained(tables),
     any_ids=lambda tables: KINDS[tables.of].any_ids(tables.rest),
+    follows=lambda tables: KINDS[tables.of].follows(tables.rest),
     as_rows=rows_of_parts,
     layout=lambda tables: tables.layout,
     read_each=read_each,

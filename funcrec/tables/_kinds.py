@@ -92,7 +92,8 @@ class Kind(NamedTuple):
     faked: the functions that `fake_quantize` calls; None if `fake_quantize` refuses the type.
     placed: the functions that `shard_tables`, `gather_tables`, `reshard` and checkpoints call. If they refuse the type,
       a text that the error shows as what to try.
-    any_ids: tables -> the names of the tables whose ids may be any numbers, because `as_rows` finds their rows.
+    any_ids: tables -> the names of the tables whose ids may be any numbers.
+    follows: tables -> the names of the tables whose ids are not rows: `as_rows` finds their rows.
     as_rows: (tables, ids, features) -> the tables and the ids that a lookup reads instead; the new ids are rows.
     """
 
@@ -106,6 +107,7 @@ class Kind(NamedTuple):
     faked: Faked | None = None
     placed: Placed | str = ""
     any_ids: Callable[[Any], Collection[str]] = lambda tables: ()
+    follows: Callable[[Any], Collection[str]] = lambda tables: ()
     as_rows: Callable[..., tuple[Any, KeyedJaggedTensor]] = lambda tables, ids, features: (tables, ids)
 
 

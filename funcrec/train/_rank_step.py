@@ -38,7 +38,7 @@ from funcrec.sharding import (
     whole_leaves,
 )
 from funcrec.tables import Params
-from funcrec.train._admission import admission_problems, counts_of, is_dynamic
+from funcrec.train._admission import admission_problems, counts_of, is_dynamic, unserved_problems
 from funcrec.train._recipe import Gathered, Recipe, Stages
 from funcrec.train._state import TrainState
 
@@ -145,7 +145,7 @@ def admitted(
     """Return (the state with a row for each admitted id of all ranks' batches, metrics)."""
     if not is_dynamic(state.tables):
         return state, {}
-    check("funcrec.train_step", admission_problems(sparse, capacity))
+    check("funcrec.train_step", admission_problems(sparse, capacity), unserved_problems(state.tables.rest))
     of_all = (lambda x: all_gather(x, batch_axes).flatten(0, 1)) if batch_axes else None
     dynamic, new, numbers = admit_batch(state.tables.rest, batch, of_all)
     tables, slots, layout = state.tables, state.slots, state.tables.layout

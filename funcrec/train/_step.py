@@ -159,7 +159,8 @@ def train_step(
     check("funcrec.train_step", dedup_problems(exact, dedup))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
     recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, takes_key(loss_fn), micro_batches, admit)
-    where = OnMesh(mesh, mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes)), Stages())
+    cutting = mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes))
+    where = OnMesh(mesh, cutting, Stages(), capacity)
     if mesh is not None:
         copies = prod(mesh.shape[a] for a in plan.replicas)
         where = where._replace(place=rank_of(sparse, mesh, where.batch_axes, copies, capacity, codec))
@@ -232,11 +233,12 @@ def loss_of(model: Model | TwoTower) -> Callable:
 
 
 class OnMesh(NamedTuple):
-    """The place where a step runs: the mesh, the axes that cut a batch, and the stages."""
+    """The place where a step runs: the mesh, the axes that cut a batch, the stages, and the room of an exchange."""
 
     mesh: Mesh | None
     batch_axes: tuple[str, ...] | None
     place: Stages
+    capacity: int | None = None
 
     def run(self, fn: Callable, specs_of: Callable, state: Any, batch: Any) -> tuple[Any, dict]:
         """Return the result of fn(place, state, batch), run on each rank. specs_of: state -> a P for each part."""

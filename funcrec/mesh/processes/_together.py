@@ -20,7 +20,7 @@ from funcrec.core import Problem, message
 from funcrec.mesh._mesh import Mesh
 
 T = TypeVar("T")
-KINDS = {k.__name__: k for k in (OSError, ValueError, TypeError, KeyError, MemoryError, RuntimeError)}
+KINDS = {k.__name__: k for k in (OSError, ValueError, TypeError, KeyError, IndexError, MemoryError, RuntimeError)}
 NUM_SAID: Counter[int] = Counter()  # how often each thread has called `say`
 SIZE_BYTES, HEAD_BYTES = 8, 256  # a value of at most 248 bytes travels in one collective
 MOST_WORDS = 500  # characters of an error that other ranks report

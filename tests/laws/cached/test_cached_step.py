@@ -339,15 +339,18 @@ def test_a_step_whose_ids_do_not_fit_is_refused():
 
 
 def test_what_cannot_hold_a_part_of_its_rows_is_refused():
-    """Steps that admit ids, run on a mesh or draw rows, followed states, codes and shards are refused in words."""
+    """Steps that admit ids, have a capacity or draw rows, followed states, codes, other meshes: refused in words."""
     both, batch = Both(), batches_of(1, 1)[0]
     stores, sparse = {"users": both.store}, OPTIMIZERS["adam"]
     with pytest.raises(ValueError, match="admits ids itself"):
         fr.cached_step(fr.train_step(loss_fn, sparse=sparse), stores)
     mesh = fr.Mesh.emulated(a=2)
     plan = fr.Plan({c.name: fr.row_wise("a") for c in both.configs})
-    with pytest.raises(ValueError, match="runs on a mesh"):
-        fr.cached_step(fr.train_step(loss_fn, sparse=sparse, mesh=mesh, plan=plan, admit=False), stores)
+    on_mesh = {"sparse": sparse, "mesh": mesh, "plan": plan, "admit": False}
+    with pytest.raises(ValueError, match="`capacity` does not go with caches"):
+        fr.cached_step(fr.train_step(loss_fn, **on_mesh, capacity=8), stores)
+    with pytest.raises(ValueError, match="does not lie on the mesh"):
+        fr.cached_step(fr.train_step(loss_fn, **on_mesh), stores)(both.state, batch)
     with pytest.raises(TypeError, match="not a step"):
         fr.cached_step(lambda state, batch: (state, {}), stores)
     with pytest.raises(ValueError, match=r"(?s)in stores.*cached_step"):
@@ -356,8 +359,6 @@ def test_what_cannot_hold_a_part_of_its_rows_is_refused():
         fr.quantize(both.state.tables)
     with pytest.raises(ValueError, match="in stores"):
         fr.export(loss_fn, both.state.params, batch, "package")
-    with pytest.raises(ValueError, match="in stores"):
-        fr.shard_tables(both.state.tables, plan, mesh)
     tracked = fr.tree.map(lambda x: x.requires_grad_() if x.is_floating_point() else x, fr.copy(both.state.params))
     with pytest.raises(TypeError, match="tracked by a transform"):
         both.cached.read(tracked, batch)
