@@ -5,6 +5,7 @@ from funcrec.history._delta import ChangedRows as ChangedRows
 from funcrec.history._delta import Delta as Delta
 from funcrec.history._delta import apply_delta as apply_delta
 from funcrec.history._delta import delta as delta
+from funcrec.history._ids import ChangedIds as ChangedIds
 from funcrec.history._logged import Logged as Logged
 from funcrec.history._logged import logged as logged
 from funcrec.history._logged import rewind as rewind

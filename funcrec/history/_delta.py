@@ -11,9 +11,12 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, Problem, Size, check, describe, is_wrapped, plain, pytree, typed
+from funcrec.core import Form, Problem, Size, check, describe, is_wrapped, plain, pytree, replace, typed
+from funcrec.history._ids import ChangedIds, changed_ids, entries_of, id_rows, sketch_of, vocabularies_in
 from funcrec.history._log import Touched
 from funcrec.history._logged import Logged, form_problems, laid_out_problems, stamp_problems
+from funcrec.kernels.vocabulary import SLOTS
+from funcrec.kinds import DynamicTables, Vocabulary, vocabulary_problems
 from funcrec.mesh import Mesh, coordinates, rank_at
 from funcrec.sharding import own_ranks
 from funcrec.tables import layout_in, table_tensor_problems
@@ -32,7 +35,7 @@ class ChangedRows:
     shape: tuple[int, int]
 
 
-@pytree(optional=("origin",))
+@pytree(optional=("origin", "vocabularies"))
 class Delta:
     """The rows that changed, with their values. `delta` returns it, `apply_delta` applies it, and `fr.save` saves it.
 
@@ -42,6 +45,8 @@ class Delta:
       version: i64[], the version of the log. The next `delta` takes this version as `since`.
       origin: i64[], the origin of the log, or None in a Delta made by hand. A `delta` since a Delta checks that both
         have the same origin.
+      vocabularies: {vocabulary: the entries that changed}, if the tables follow vocabularies: rows that passed to new
+        ids, and ids that the steps saw. The rows of new ids are among `tables`.
 
     Example: a Delta without tables.
       >>> import torch, funcrec as fr
@@ -52,9 +57,11 @@ class Delta:
     tables: dict[str, tuple]
     version: Tensor
     origin: Tensor | None = None
+    vocabularies: dict[str, ChangedIds] | None = None
 
     def __repr__(self) -> str:
-        counts = (f"{n}: {sum(x.rows.shape[0] for x in own)} rows" for n, own in self.tables.items())
+        counts = [f"{n}: {sum(x.rows.shape[0] for x in own)} rows" for n, own in self.tables.items()]
+        counts += [f"{n}: {x.rows.shape[0]} entries" for n, x in (self.vocabularies or {}).items()]
         return f"Delta({', '.join(counts)}; version {describe(self.version)})"
 
 
@@ -105,14 +112,30 @@ def delta(
     state, out = logged.state, {}
     for n, found in (pair for own in logged.log.touched for pair in parts_of(own, state, since, mesh)):
         out.setdefault(n, []).append(found)
+    slots = {n: rows for own in logged.log.touched for n, rows in slots_of(own, state, since)}
+    found_ids = {
+        n: changed_ids(v, slots[entries_of(n)], slots.get(sketch_of(n)))
+        for n, v in vocabularies_in(state.tables).items()
+    }
     whole = [n for n, _ in state.tables.layout.shapes] if mesh is not None else state.tables
     origin = None if logged.log.origin is None else logged.log.origin.clone()
-    return Delta({n: tuple(out.get(n, ())) for n in whole}, logged.log.version.clone(), origin)
+    tables = {n: tuple(out.get(n, ())) for n in whole}
+    return Delta(tables, logged.log.version.clone(), origin, found_ids or None)
+
+
+def slots_of(own: Touched, state: TrainState, since: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, rows that changed, i64[M]) of the entries and sketches of vocabularies."""
+    for (n, num_rows, _), start in zip(own.tables, own.starts, strict=False):
+        if n in id_rows(state.tables):
+            yield n, (own.last[start : start + num_rows] > since).nonzero()[:, 0]
 
 
 def parts_of(own: Touched, state: TrainState, since: int, mesh: Mesh | None) -> Iterator[tuple[str, ChangedRows]]:
     """Yield (table, its changed rows) for each part of a table that lies in this process."""
+    ids = id_rows(state.tables)
     for (n, num_rows, _), start in zip(own.tables, own.starts, strict=False):
+        if n in ids:
+            continue
         x = state.tables[n]
         layout = layout_in(state.tables)
         if layout is None:
@@ -137,15 +160,16 @@ def parts_of(own: Touched, state: TrainState, since: int, mesh: Mesh | None) -> 
 
 
 @typed
-def apply_delta(tables: Mapping[str, Tensor], delta: Delta) -> dict[str, Tensor]:
+def apply_delta(tables: Mapping[str, Tensor], delta: Delta) -> dict[str, Tensor] | DynamicTables:
     """Return the tables with the rows of a Delta in place of the old rows. Other tables stay as they are.
 
     Args:
-      tables: {table: f[R, D]}, whole, such as `params.tables` of a checkpoint.
+      tables: {table: f[R, D]}, whole, such as `params.tables` of a checkpoint. Or DynamicTables, whose vocabularies
+        also take the entries of the Delta: new ids are then found, and evicted ids are unknown.
       delta: the result of `fr.delta`. Apply the Deltas of real ranks one after the other, in any order.
 
     Raises:
-      KeyError: the Delta names a table that `tables` lacks.
+      KeyError: the Delta names a table or a vocabulary that `tables` lacks.
       ValueError: a table has another shape.
       TypeError: a table has another dtype. For tables in 16 bits, pass `delta.to(torch.float16)`.
 
@@ -158,7 +182,8 @@ def apply_delta(tables: Mapping[str, Tensor], delta: Delta) -> dict[str, Tensor]
               [0.]])}
     """
     call = "funcrec.apply_delta"
-    check(call, table_tensor_problems(tables), delta_problems(tables, delta))
+    own_ids = vocabularies_in(tables)
+    check(call, table_tensor_problems(tables), delta_problems(tables, delta), ids_problems(own_ids, delta))
     out = dict(tables)
     for n, own in delta.tables.items():
         for part in own:
@@ -167,7 +192,10 @@ def apply_delta(tables: Mapping[str, Tensor], delta: Delta) -> dict[str, Tensor]
             columns = () if whole else (torch.arange(first, last, device=part.rows.device),)
             rows = part.rows if whole else part.rows[:, None]
             out[n] = out[n].index_put((rows, *columns), part.values)
-    return out
+    if not own_ids:
+        return out
+    changed = {n: x.put(own_ids[n]) for n, x in (delta.vocabularies or {}).items()}
+    return replace(tables, tables=out, vocabularies=own_ids | changed)
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -209,6 +237,29 @@ def delta_problems(tables: Mapping[str, Tensor], delta: Delta) -> Iterator[Probl
             continue
         for part in own:
             yield from part_problems(n, tables[n], part)
+
+
+def ids_problems(own: Mapping[str, Vocabulary], delta: Delta) -> Iterator[Problem]:
+    """Yield problems of the entries of a Delta with the vocabularies that take them."""
+    for n, x in (delta.vocabularies or {}).items():
+        if n not in own:
+            need, hint = f"all of {list(delta.vocabularies)}", "the DynamicTables that were trained"
+            yield Problem(f"vocabulary {n!r} does not exist.", f"{list(own)}", need, hint, KeyError)
+            continue
+        v = own[n]
+        yield from vocabulary_problems(v)
+        if (x.capacity, x.seed, x.misses is None) != (v.capacity, v.seed, v.sketch is None):
+            got, need = f"{v!r}", f"{x.capacity} rows, seed={x.seed}{'' if x.misses is None else ', admit=k'}"
+            yield Problem(f"the entries of {n!r} are not its vocabulary's.", got, need, "the same fr.vocabulary(...)")
+        for place, most in ((x.rows, x.capacity), (x.buckets, x.capacity // SLOTS)):
+            if (
+                place is not None
+                and place.numel()
+                and plain(place) is not None
+                and not 0 <= place.min() <= place.max() < most
+            ):
+                yield Problem(f"the entries of {n!r} are not among its vocabulary's.",
+                              f"{int(place.min())} to {int(place.max())}", f"0 to {most - 1}")  # fmt: skip
 
 
 def part_problems(n: str, t: Tensor, part: ChangedRows) -> Iterator[Problem]:

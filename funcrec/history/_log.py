@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from funcrec.core import mix, pytree, ravel, replace, tree_flatten, tree_leaves, tree_unflatten
+from funcrec.history._ids import id_rows, ids_named, latest, vocabularies_in, with_id_rows
+from funcrec.kinds import NewRows
 from funcrec.mesh import Mesh, P, bits_of, pmin, psum
 from funcrec.tables import RowGrads, with_parts
 from funcrec.train import TrainState
@@ -72,20 +74,23 @@ class DeltaLog:
 
 
 def rows_and_whole(state: TrainState, waiting: Sequence[str]) -> tuple[dict[str, dict[str, Tensor]], Any]:
-    """Return ({table: {"": the table, slot: its tensor}}, a tree of all other parts that a step may change)."""
+    """Return ({table: {"": the table, slot: its tensor}}, a tree of all other parts that a step may change).
+
+    Vocabularies are among the tables."""
     of_rows = {
         n: {"": t} | {k: s for k, s in state.slots.get(n, {}).items() if k not in waiting}
         for n, t in state.tables.items()
     }
     others = {n: {k: s for k, s in own.items() if k in waiting} for n, own in state.slots.items()}
-    return of_rows, (state.dense, state.dense_opt, others)
+    nows = {n: v.now for n, v in vocabularies_in(state.tables).items()}
+    return of_rows | id_rows(state.tables), (state.dense, state.dense_opt, others, nows)
 
 
 def with_rows_and_whole(state: TrainState, of_rows: Mapping[str, Mapping[str, Tensor]], whole: Any) -> TrainState:
-    dense, dense_opt, others = whole
-    tables = {n: own[""] for n, own in of_rows.items()}
+    dense, dense_opt, others, nows = whole
+    tables = {n: of_rows[n][""] for n in state.tables}
     slots = {n: {k: others[n][k] if k in others[n] else of_rows[n][k] for k in own} for n, own in state.slots.items()}
-    made = with_parts(state.tables, tables)
+    made = with_id_rows(with_parts(state.tables, tables), of_rows, nows)
     return replace(state, tables=made, slots=slots, dense=dense, dense_opt=dense_opt)
 
 
@@ -108,7 +113,7 @@ def typed_bits(bits: Tensor, like: Tensor) -> Tensor:
 
 def row_bits(own: Mapping[str, Tensor], rows: Tensor) -> tuple[list[Tensor], Any]:
     """Return buffers [C, W] of rows of a table and its slots, and the function that splits the buffers again."""
-    return ravel({k: bits_of(x)[rows].reshape(rows.shape[0], -1) for k, x in own.items()}, 1)
+    return ravel({k: bits_of(x)[rows].reshape(rows.shape[0], x.shape[1:].numel()) for k, x in own.items()}, 1)
 
 
 def form_of(own: Mapping[str, Tensor]) -> list[tuple[torch.dtype, int]]:
@@ -167,8 +172,11 @@ def recorded(
     old: TrainState,
     new: TrainState,
     axes: Sequence[str] = (),
+    admitted: tuple[TrainState, NewRows] | None = None,
 ) -> DeltaLog:
     """Return the log with the step from `old` to `new`, whose rows are in `grads`.
+
+    admitted: the state after the ids of the batch were admitted, and the new rows, if the tables follow vocabularies.
 
     A step that did nothing is not recorded. If the log belongs to another state than `old`, it forgets its steps and
     starts again with this step."""
@@ -179,8 +187,15 @@ def recorded(
     stamp = torch.where(took == 0, log.stamp, stamp_of(new))
     of_rows, whole = rows_and_whole(old, waiting)
     named = rows_named(grads, old.slots, waiting)
-    at = log.place[None]
-    touched = tuple(recorded_rows(t, of_rows, named, version, at, log.num_steps) for t in log.touched)
+    at, drawn = log.place[None], {}
+    if admitted is not None:
+        after, new_rows = admitted
+        changed, fresh = ids_named(old.tables, new_rows)
+        drawn = {n: (rows, row_bits(of_rows[n], rows.clamp(min=0))[0]) for n, rows in fresh.items()}
+        named = named | changed | {n: torch.cat([named[n], fresh[n]]) if n in named else fresh[n] for n in fresh}
+        # A new row is read before it is drawn, and any other row afterwards: then a compiled step writes in place.
+        of_rows = rows_and_whole(after, waiting)[0] | id_rows(old.tables)
+    touched = tuple(recorded_rows(t, of_rows, named, drawn, version, at, log.num_steps) for t in log.touched)
     if log.num_steps == 0:
         return replace(log, version=version, begun=begun, stamp=stamp, touched=touched)
     now = flat_bits((old.step, whole))
@@ -211,9 +226,18 @@ def rows_named(grads: Mapping[str, RowGrads], slots: Mapping, waiting: Sequence[
 
 
 def recorded_rows(
-    own: Touched, of_rows: Mapping, named: Mapping[str, Tensor], version: Tensor, at: Tensor, num_steps: int
+    own: Touched,
+    of_rows: Mapping,
+    named: Mapping[str, Tensor],
+    drawn: Mapping[str, tuple[Tensor, list[Tensor]]],
+    version: Tensor,
+    at: Tensor,
+    num_steps: int,
 ) -> Touched:
-    """Return the log's part after this step. It records each changed row once, in a place of the row's table."""
+    """Return the log's part after this step. It records each changed row once, in a place of the row's table.
+
+    drawn: {table: (rows that were drawn, their bits before)}.
+    """
     starts, total = own.starts, own.starts[-1]
     known = {t: named[n] for t, (n, _, _) in enumerate(own.tables) if n in named}
     if not known:
@@ -226,6 +250,8 @@ def recorded_rows(
     table = torch.cat([torch.full(r.shape, t, device=ids.device) for t, r in known.items()])
     rows, over = places_of(ids, table, own)
     taken = [row_bits(of_rows[n], rows[seat].clamp(min=0))[0] for (n, _, _), seat in zip(own.tables, own.seats)]
+    for i, ((n, _, _), seat) in enumerate(zip(own.tables, own.seats)):
+        taken[i] = latest(rows[seat], taken[i], *drawn[n]) if n in drawn else taken[i]
     old = tuple(x.index_put((at,), torch.cat(b)[None]) for x, b in zip(own.old, zip(*taken, strict=True), strict=True))
     return replace(
         own, rows=own.rows.index_put((at,), rows[None]), old=old, over=own.over.index_put((at,), over[None]), last=last
@@ -255,11 +281,11 @@ def undone(state: TrainState, log: DeltaLog, waiting: Sequence[str], k: int) -> 
     at = (log.place - 1 - torch.arange(k, device=log.place.device)) % log.num_steps  # the newest step first
     of_rows, whole = rows_and_whole(state, waiting)
     version, touched = log.version + 1, []
-    new = dict(of_rows)
+    new, now = dict(of_rows), rows_and_whole(state, waiting)[0]  # A write in place needs views that nothing reads.
     for own in log.touched:
         marked = [own.last]
         for (n, _, _), seat, start in zip(own.tables, own.seats, own.starts, strict=False):
-            new[n], rows = put_back(of_rows[n], own.rows[at][:, seat], [x[at][:, seat] for x in own.old])
+            new[n], rows = put_back(of_rows[n], now[n], own.rows[at][:, seat], [x[at][:, seat] for x in own.old])
             marked.append(torch.where(rows < 0, own.starts[-1], rows + start))
         last, *numbers = marked
         touched.append(replace(own, last=last.index_put((torch.cat(numbers),), version)))
@@ -271,8 +297,12 @@ def undone(state: TrainState, log: DeltaLog, waiting: Sequence[str], k: int) -> 
     return made, log
 
 
-def put_back(own: Mapping[str, Tensor], rows: Tensor, old: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """Return (a table and its slots with rows i64[k, C] put back to their oldest records, these rows)."""
+def put_back(
+    own: Mapping[str, Tensor], now: Mapping[str, Tensor], rows: Tensor, old: Sequence[Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return (a table and its slots with rows i64[k, C] put back to their oldest records, these rows).
+
+    now: other views of the same table and slots, which are read."""
     if rows.shape[1] == 0:
         return dict(own), rows[0]
     flat = rows.flatten()
@@ -284,10 +314,10 @@ def put_back(own: Mapping[str, Tensor], rows: Tensor, old: Sequence[Tensor]) -> 
     first = torch.where(flat[order] < 0, 0, first)  # padding repeats the first entry
     is_any = flat[order[:1]] >= 0
     source, row = order[first], torch.where(is_any, ordered[first], 0)
-    now, back = row_bits(own, row)
-    taken = [torch.where(is_any[:, None], x.flatten(0, 1)[source], y) for x, y in zip(old, now, strict=True)]
+    present, back = row_bits(now, row)
+    taken = [torch.where(is_any[:, None], x.flatten(0, 1)[source], y) for x, y in zip(old, present, strict=True)]
     values = back(taken)
-    put = {k: x.index_put((row,), typed_bits(values[k], x[row])) for k, x in own.items()}
+    put = {k: x.index_put((row,), typed_bits(values[k], now[k][row])) for k, x in own.items()}
     return put, torch.where(is_any, row, -1)
 
 

@@ -27,7 +27,9 @@ from funcrec.core import (
     unknown_problems,
     value_below,
 )
+from funcrec.history._ids import dynamic_log_problems, followed, id_rows
 from funcrec.history._log import begin_log, form_of, log_specs, recorded, rows_and_whole, stamp_of, undone
+from funcrec.kinds import NewRows
 from funcrec.mesh import Mesh, P, pmin, shard_map
 from funcrec.optim import RowOptimizer
 from funcrec.tables import Params, layout_in
@@ -38,7 +40,6 @@ from funcrec.train import (
     TrainState,
     TrainStep,
     Update,
-    dynamic_problems,
     mesh_problems,
     own_memory,
     run_recipe,
@@ -94,7 +95,7 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
       steps: K, the number of steps that can be undone; 0 for `delta` alone.
       rows: the largest number of distinct rows of a table that a step touches, for all tables or {table: n}. On a mesh,
         it is the number of any single rank. A step that touches more rows is not held, and a `rewind` over it raises.
-        With steps=0 pass None.
+        In a table that follows a vocabulary, a step touches the rows of all ids of its columns. With steps=0 pass None.
 
     Returns:
       TrainStep over `Logged`. `init` takes either Params, as `step.init` does, or a TrainState to begin a log with.
@@ -105,11 +106,14 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
       ValueError: the plan has replicas.
       KeyError: a table has no entry in `rows`.
       TypeError: the state is differentiated: a log keeps bits, which have no derivative.
+      ValueError: the tables follow vocabularies, and lie on a mesh, or the step has admit=False.
 
-    Law: the states and metrics are those of `step`, bit for bit.
+    Law: the states and metrics are those of `step`, bit for bit. The log of tables that follow vocabularies keeps the
+      entries of their ids, so `rewind` also brings evicted ids back, and `delta` has the new ids.
 
     Cost: each step sorts N ids, reads and writes C rows and their slots once more (C = Σ `rows`), and copies the dense
-    parts with their optimizer's state. Memory: K times these rows and parts, and 8 bytes for each row of the tables.
+    parts with their optimizer's state. Memory: K times these rows and parts, and 8 bytes for each row of the tables
+    and of the vocabularies.
 
     Example: two steps are taken, and the second is undone.
       >>> import torch, funcrec as fr
@@ -132,7 +136,7 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
         if isinstance(params, TrainState):
             check(call, state_problems(params), laid_out_problems(params, where.mesh))
         state = params if isinstance(params, TrainState) else step.init(params, key)
-        check(call, dynamic_problems(state.tables, "a log keeps no vocabularies."))
+        check(call, dynamic_log_problems(state, recipe.admits))
         check(call, log_problems(state, recipe.sparse, steps, rows), tracked_problems(state))
         begin = functools.partial(
             begin_log, waiting=recipe.sparse.waiting, num_steps=steps, room=room_of(state, rows if steps else 1)
@@ -158,14 +162,20 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
 
 def run_logged(recipe: Recipe, axes: tuple[str, ...], place: Stages, logged: Logged, batch: Any) -> tuple[Logged, dict]:
     """Return (logged state after a step, metrics of the step). The log records what the step changes."""
-    seen = []
+    seen, new = [], []
+
+    def admitted(sparse: RowOptimizer, state: TrainState, batch: Any) -> tuple[TrainState, dict, NewRows | None]:
+        out = place.admitted(sparse, state, batch)
+        new.extend([(out[0], out[2])] if out[2] is not None else [])
+        return out
 
     def update(sparse: RowOptimizer, gathered: Gathered, state: TrainState) -> tuple[Any, Any]:
         seen.append(gathered.rows)
         return place.update(sparse, gathered, state)
 
-    state, metrics = run_recipe(recipe, place._replace(update=update), logged.state, batch)
-    log = recorded(logged.log, recipe.sparse.waiting, *seen, logged.state, state, axes)
+    stages = place._replace(update=update, admitted=admitted)
+    state, metrics = run_recipe(recipe, stages, logged.state, batch)
+    log = recorded(logged.log, recipe.sparse.waiting, *seen, logged.state, state, axes, *new)
     return Logged(state, log, logged.waiting), metrics
 
 
@@ -239,9 +249,10 @@ def specs_of(logged: Logged, mesh: Mesh) -> Logged:
 def room_of(state: TrainState, rows: int | Mapping[str, int]) -> dict[str, int]:
     """Return {table or bank: the number of its rows that a step may touch}."""
     of = lambda n: rows[n] if isinstance(rows, Mapping) else rows
+    of_ids = {n: max(map(of, own), default=1) for n, own in followed(state.tables).items()}
     layout = layout_in(state.tables)
     if layout is None:
-        return {n: of(n) for n in state.tables}
+        return {n: of(n) for n in state.tables} | of_ids
     return {b.name: sum(of(s.table) for s in layout.shards if s.bank == i) for i, b in enumerate(layout.banks)}
 
 
@@ -298,6 +309,8 @@ def log_problems(state: TrainState, sparse: RowOptimizer, steps: int, rows: Any)
         hint = "a plan without `replicas`; fr.copy(state), or fr.save, to go back to"
         what = "copies that train apart have no log: `sync_replicas` changes rows that no step names."
         yield Problem(what, f"replicas={layout.replicas}", "tables that exist once", hint)
+    if both := [n for n in id_rows(state.tables) if n in state.tables]:
+        yield Problem("a table has the name of a vocabulary's entries.", f"{both}", "another name for the table")
     if isinstance(rows, Mapping):
         names = table_names(state)
         yield from absent_problems("`rows[{}]` is missing.", rows, names if steps else (), "one for each table")

@@ -12,6 +12,7 @@ from funcrec.kinds._codes import CODES as CODES
 from funcrec.kinds._codes import bits_of as bits_of
 from funcrec.kinds._codes import dtype_problems as dtype_problems
 from funcrec.kinds._codes import named_dtypes as named_dtypes
+from funcrec.kinds._columns import changed_slots as changed_slots
 from funcrec.kinds._columns import columns_of as columns_of
 from funcrec.kinds._dynamic import STORED as STORED
 from funcrec.kinds._dynamic import DynamicTables as DynamicTables
@@ -46,6 +47,7 @@ from funcrec.kinds._stored_rows import stored_width as stored_width
 from funcrec.kinds._vocabulary import Vocabulary as Vocabulary
 from funcrec.kinds._vocabulary import find as find
 from funcrec.kinds._vocabulary import vocabulary as vocabulary
+from funcrec.kinds._vocabulary import vocabulary_problems as vocabulary_problems
 from funcrec.kinds._vocabulary_items import vocabulary_items as vocabulary_items
 from funcrec.kinds._vocabulary_items import vocabulary_of as vocabulary_of
 

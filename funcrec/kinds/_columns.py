@@ -6,12 +6,16 @@ Shapes: N ids, V vocabularies, P places of their changes.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from funcrec.core import mix
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
 from funcrec.kernels import ops
+from funcrec.kernels.reference_vocabulary import bucket_of
 from funcrec.kernels.vocabulary import EVERYONE, SCORED, Admission, Column, places_of
 from funcrec.kinds._admission import scores_of, state_of, with_state
 from funcrec.kinds._renewal import NewRows
@@ -76,9 +80,36 @@ def admit_columns(vocabularies: Sequence[Vocabulary], given: Buffers) -> tuple[l
     found = ops.admit_columns(state, scores, *given[:2], how, given.bags, implementation=choice)
     after = iter(ops.settle_columns(state, *given[:2], found, how, given.bags, implementation=choice))
     new = [with_timed_state(v, [next(after) for _ in timed_state_of(v)]) for v in vocabularies]
-    _, _, changed, new_ids, _, numbers = found
+    rows, missed, changed, new_ids, _, numbers = found
     places = places_of(how, given.bags, [x.shape[0] for x in given.ids])
-    return new, NewRows(changed, new_ids, numbers.flatten(), tuple(places), every=numbers.shape[1]), numbers
+    seen = Seen(given, rows, missed)
+    return new, NewRows(changed, new_ids, numbers.flatten(), tuple(places), numbers.shape[1], seen), numbers
+
+
+class Seen(NamedTuple):
+    """The ids of a step, the row of each, i64[N], and whether it is a miss that a sketch counts, b[N]."""
+
+    given: Buffers
+    rows: Tensor
+    missed: Tensor
+
+
+def changed_slots(vocabularies: Sequence[Vocabulary], seen: Seen) -> list[tuple[Tensor, Tensor | None]]:
+    """Return for each vocabulary (the rows whose entries a step changes, i64[N], the buckets whose sketch it changes,
+    i64[N] or None). A row may come several times. Other places have -1, or the row of unknown ids."""
+    ids = torch.cat([x.long() for x in seen.given.ids])
+    place, begin = torch.arange(ids.shape[0], device=ids.device), [0, *accumulate(map(len, seen.given.ids))]
+    out: list[tuple[Tensor, Tensor | None]] = []
+    for i, v in enumerate(vocabularies):
+        is_own = torch.zeros_like(place, dtype=torch.bool)
+        for c in (c for c in seen.given.bags if c.vocabulary == i):
+            bounds = seen.given.offsets[c.buffer].long() + begin[c.buffer]
+            is_own = is_own | ((place >= bounds[c.first_bag]) & (place < bounds[c.first_bag + c.num_bags]))
+        buckets = None
+        if v.sketch is not None:
+            buckets = torch.where(is_own & seen.missed, bucket_of(mix(ids ^ v.salt), v.capacity), -1)
+        out.append((torch.where(is_own, seen.rows, -1), buckets))
+    return out
 
 
 def admission_of(vocabulary: Vocabulary) -> Admission:

@@ -73,7 +73,8 @@ class NewRows(NamedTuple):
     """The rows that passed to new ids, of several vocabularies one after the other.
 
     rows, ids: i64[P], rows and their new ids. counts: i64[...], how many of a vocabulary's places are used, from its
-    first on. places: the number of places of each vocabulary, in all P. every: the distance of their counts.
+    first on. places: the number of places of each vocabulary, in all P. every: the distance of their counts. seen: the
+    ids of the step (`Seen`), if `admit_columns` returned these rows.
     """
 
     rows: Tensor
@@ -81,11 +82,19 @@ class NewRows(NamedTuple):
     counts: Tensor
     places: tuple[int, ...]
     every: int = 1
+    seen: Any = None
 
     def of(self, vocabulary: int) -> dict[str, int]:
         """Return the fields of `Fresh` for the rows of a vocabulary."""
         begin = sum(self.places[:vocabulary])
         return {"rows": begin, "ids": begin, "places": self.places[vocabulary], "number": vocabulary * self.every}
+
+    def used(self, vocabulary: int) -> Tensor:
+        """Return the new rows of a vocabulary, with -1 in places without one."""
+        begin = sum(self.places[:vocabulary])
+        own = self.rows[begin : begin + self.places[vocabulary]]
+        place = torch.arange(own.shape[0], device=own.device)
+        return torch.where(place < self.counts[vocabulary * self.every], own, -1)
 
 
 def with_new_rows(

@@ -9,16 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from funcrec.core import Problem, check, replace
-from funcrec.kinds import DynamicTables, admit_batch, configs_of, stored_problems, with_new_rows
+from funcrec.kinds import DynamicTables, NewRows, admit_batch, configs_of, stored_problems, with_new_rows
 from funcrec.optim import RowOptimizer
 from funcrec.tables import layout_in
 from funcrec.train._state import TrainState
 
 
-def admitted(sparse: RowOptimizer, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
-    """Return (the state with a row for each admitted id of the batch, metrics), in one process."""
+def admitted(sparse: RowOptimizer, state: TrainState, batch: Any) -> tuple[TrainState, dict, NewRows | None]:
+    """Return (the state with a row for each admitted id of the batch, metrics, the new rows), in one process."""
     if not is_dynamic(state.tables):
-        return state, {}
+        return state, {}, None
     check("funcrec.train_step", admission_problems(sparse), unserved_problems(state.tables))
     dynamic, new, numbers = admit_batch(state.tables, batch)
     tables, slots = dynamic.tables, state.slots
@@ -26,7 +26,7 @@ def admitted(sparse: RowOptimizer, state: TrainState, batch: Any) -> tuple[Train
         forms = {n: (tuple(t.shape), t.dtype) for n, t in tables.items()}
         configs = [(i, c) for i, n in enumerate(dynamic.vocabularies) for c in configs_of(dynamic, n, forms)]
         tables, slots = with_new_rows(tables, slots, new, configs, sparse, dynamic.first_key)
-    return replace(state, tables=replace(dynamic, tables=tables), slots=slots), counts_of(dynamic, numbers)
+    return replace(state, tables=replace(dynamic, tables=tables), slots=slots), counts_of(dynamic, numbers), new
 
 
 def is_dynamic(tables: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from funcrec.core import check, describe, fail, is_checking, random, replace, tree_map, value_below
 from funcrec.grad import check_gradients, loss_and_aux
-from funcrec.kinds import admit_batch, configs_of
+from funcrec.kinds import NewRows, admit_batch, configs_of
 from funcrec.mesh import Codec, Mesh, P, added, all_gather, axis_index, is_small, ordered_sum, pmean
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import (
@@ -141,10 +141,10 @@ def rank_of(
 
 def admitted(
     sparse: RowOptimizer, state: TrainState, batch: Any, *, batch_axes: tuple[str, ...], capacity: int | None
-) -> tuple[TrainState, dict]:
-    """Return (the state with a row for each admitted id of all ranks' batches, metrics)."""
+) -> tuple[TrainState, dict, NewRows | None]:
+    """Return (the state with a row for each admitted id of all ranks' batches, metrics, the new rows)."""
     if not is_dynamic(state.tables):
-        return state, {}
+        return state, {}, None
     check("funcrec.train_step", admission_problems(sparse, capacity), unserved_problems(state.tables.rest))
     of_all = (lambda x: all_gather(x, batch_axes).flatten(0, 1)) if batch_axes else None
     dynamic, new, numbers = admit_batch(state.tables.rest, batch, of_all)
@@ -154,7 +154,7 @@ def admitted(
         configs = [(i, c) for i, n in enumerate(dynamic.vocabularies) for c in configs_of(dynamic, n, forms)]
         banks, slots = renew_banks(sparse, tables, slots, new, dynamic.first_key, configs)
         tables = replace(tables, banks=banks)
-    return replace(state, tables=replace(tables, rest=dynamic), slots=slots), counts_of(dynamic, numbers)
+    return replace(state, tables=replace(tables, rest=dynamic), slots=slots), counts_of(dynamic, numbers), new
 
 
 def settled(fits: Tensor | None, old: TrainState, new: TrainState, metrics: dict) -> tuple[TrainState, dict]:

@@ -72,7 +72,8 @@ def update_tables(sparse: RowOptimizer, gathered: Gathered, state: TrainState) -
 class Stages(NamedTuple):
     """The stages of a step that differ between one process and ranks. The defaults are for one process.
 
-    admitted: (sparse, state, batch) -> (state, metrics); the state has a row for each admitted id of the batch.
+    admitted: (sparse, state, batch) -> (state, metrics, NewRows or None); the state has a row for each admitted id of
+      the batch.
     loss_fn: recipe -> the function to differentiate.
     key: the step's key -> the key for this rank's bags.
     params: state -> Params, as the loss takes them.
@@ -97,7 +98,7 @@ class Stages(NamedTuple):
 def run_recipe(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
     """Return (state', metrics) after one step."""
     old = state
-    state, of_ids = place.admitted(recipe.sparse, old, batch) if recipe.admits else (old, {})
+    state, of_ids, _ = place.admitted(recipe.sparse, old, batch) if recipe.admits else (old, {}, None)
     extra = with_key(recipe, state, place.key)
     loss_fn, k = place.loss_fn(recipe), recipe.micro_batches
     differentiate = value_grad_and_overflows if k == 1 else functools.partial(over_micro_batches, num_micro_batches=k)

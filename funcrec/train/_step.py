@@ -212,7 +212,7 @@ def admission(step: TrainStep) -> Callable[[TrainState, Any], tuple[TrainState, 
 
     def admit(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
         own.check(state, batch)
-        alone = lambda place, state, batch: place.admitted(own.recipe.sparse, state, batch)
+        alone = lambda place, state, batch: place.admitted(own.recipe.sparse, state, batch)[:2]
         return own.where.run(alone, state_specs, state, batch)
 
     return admit

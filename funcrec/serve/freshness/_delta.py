@@ -13,8 +13,9 @@ from torch import Tensor
 
 from funcrec.core import Problem, check, describe, has_tracked, path_hint, typed
 from funcrec.files import read_folder
-from funcrec.history import ChangedRows, Delta
+from funcrec.history import ChangedIds, ChangedRows, Delta
 from funcrec.kernels import ops
+from funcrec.kernels.vocabulary import SLOTS
 from funcrec.serve._manifest import read_manifest
 from funcrec.serve._package import Package
 from funcrec.serve._weights import DTYPES, Version, named, params_problems, read_index
@@ -38,11 +39,12 @@ def write_delta(
     Args:
       path: the path of the file. It is written whole or not at all.
       delta: `fr.delta(logged, since=...)`, where `since` is the step of the package's parameters. It holds the changed
-        rows of tables. The file stores them as the package does, in the dtype of `fr.quantize`, rounded to the nearest
-        number.
+        rows of tables, and changed entries of vocabularies. The file stores rows as the package does, in the dtype of
+        `fr.quantize`, rounded to the nearest number.
       package: a Package, or the folder of a package.
       params: a tree like the exported tree, for every parameter without rows in `delta`: dense parameters change at
-        every step. Leaves that are tables of `delta` are not read, so `fr.Params({}, state.dense)` suffices. With None,
+        every step. Leaves that are tables of `delta` are not read, so `fr.Params({}, state.dense)` suffices. Tables
+        with vocabularies also have a key: pass `state.params`. With None,
         the server keeps every parameter without rows in `delta`, and so combines new rows with old dense weights.
       version: the name of the new weights.
       since: the name of the weights before. The default is the version of `package`.
@@ -97,18 +99,37 @@ def changes_of(call: str, manifest: Mapping, delta: Delta, params: Any) -> dict[
     They are rows for the tables of `delta`, and whole tensors for other parameters.
     """
     check(call, shared_problems(manifest, delta.tables))
+    check(call, shared_id_problems(manifest, delta.vocabularies or {}))
     wanted, tables = {p["name"]: p for p in manifest["params"]}, {}
     for table in manifest["tables"]:
         if table["param"] is not None and table["name"] in delta.tables:
             tables[table["param"]] = {**table, "dtype": wanted[table["param"]]["dtype"]}
     given = {} if params is None else named(params)
-    rest = {n: x for n, x in given.items() if n in wanted and n not in tables}
+    ids: dict[str, Change] = {}
+    for n, own in (delta.vocabularies or {}).items():
+        ids |= id_changes(n, own, wanted)
+    rest = {n: x for n, x in given.items() if n in wanted and n not in tables and n not in ids}
     check(call, () if params is None else params_problems(rest) if rest else ())
-    check(call, cover_problems(wanted, tables, None if params is None else rest))
-    check(call, tables_problems(delta, tables), tracked_problems(delta, rest))
-    changes = {n: Change(None, x) for n, x in rest.items()}
+    check(call, cover_problems(wanted, tables.keys() | ids.keys(), None if params is None else rest))
+    check(call, tables_problems(delta, tables), tracked_problems(delta, rest), id_problems(delta, ids, wanted))
+    changes = {n: Change(None, x) for n, x in rest.items()} | ids
     changes |= {n: rows_of(delta.tables[t["name"]], t) for n, t in tables.items()}
     return dict(sorted(changes.items()))
+
+
+def params_of(vocabulary: str, seed: int, field: str, names: Collection[str]) -> list[str]:
+    """Return the parameters that hold this tensor of a vocabulary."""
+    path = f"vocabularies[{vocabulary!r}].{field}{f' of seed {seed}' if seed and field == 'entries' else ''}"
+    return [n for n in names if n == path or n.endswith(f".{path}")]
+
+
+def id_changes(vocabulary: str, own: ChangedIds, names: Collection[str]) -> dict[str, Change]:
+    """Return the changes of a vocabulary's parameters."""
+    made = {"entries": Change(own.rows, own.entries), "tags": Change(own.rows, own.tags), "now": Change(None, own.now)}
+    if own.misses is not None:
+        rows = own.buckets[:, None] * SLOTS + torch.arange(SLOTS, device=own.buckets.device)
+        made["sketch"] = Change(rows.flatten(), own.misses.flatten())
+    return {n: change for field, change in made.items() for n in params_of(vocabulary, own.seed, field, names)}
 
 
 def blocks_of(parts: Sequence[ChangedRows]) -> list[tuple[int, Tensor, Tensor]]:
@@ -165,7 +186,31 @@ def shared_problems(manifest: Mapping, names: Collection[str]) -> Iterator[Probl
             yield Problem(f"several parameters are tables called {n!r}.", got, need, hint)
 
 
-def cover_problems(wanted: Mapping, tables: Mapping, rest: Mapping[str, Tensor] | None) -> Iterator[Problem]:
+def shared_id_problems(manifest: Mapping, changed: Mapping[str, ChangedIds]) -> Iterator[Problem]:
+    """Yield problems if several parameters are one vocabulary's: a delta names one."""
+    names = [p["name"] for p in manifest["params"]]
+    for n, x in changed.items():
+        own = params_of(n, x.seed, "entries", names)
+        if len(own) > 1:
+            need, hint = "one parameter, whose entries these are", "fr.save_weights of all parameters"
+            yield Problem(f"several parameters are vocabularies called {n!r}.", ", ".join(own), need, hint)
+
+
+def id_problems(delta: Delta, ids: Mapping[str, Change], wanted: Mapping[str, Mapping]) -> Iterator[Problem]:
+    """Yield problems if entries do not fit the vocabularies of the package."""
+    for n, x in (delta.vocabularies or {}).items():
+        own = [wanted[p]["shape"][0] for p in params_of(n, x.seed, "entries", ids)]
+        if own and own != [x.capacity]:
+            hint = "fr.delta(logged) of the model that was exported"
+            yield Problem(
+                f"`delta.vocabularies[{n!r}]` is of another vocabulary.", f"{x.capacity} rows", f"{own[0]}", hint
+            )
+    for n, c in ids.items():
+        if c.values.device.type != "cpu":
+            yield Problem(f"the entries of {n!r} are not on the CPU.", describe(c.values), "the CPU", 'delta.to("cpu")')
+
+
+def cover_problems(wanted: Mapping, tables: Collection[str], rest: Mapping[str, Tensor] | None) -> Iterator[Problem]:
     if not tables and not rest:
         got, need = "neither rows nor parameters of it", f"some of {list(wanted)[:5]}"
         yield Problem("nothing of the package changes.", got, need, "fr.delta(logged) of the model that was exported")

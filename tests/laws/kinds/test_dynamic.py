@@ -306,7 +306,6 @@ MISTAKES = {
     "a vocabulary of another name": (
         lambda t, ids: fr.lookup(with_users(t, user=fr.vocabulary(128)), ids, daily.FEATURES), "has no 'users'",
     ),
-    "a log": (lambda t, ids: fr.logged(daily.step(SPARSE["sgd"]), steps=0).init(fr.Params(t, {})), "keeps no vocab"),
     "rounding": (lambda t, ids: fr.fake_quantize(t), "are not plain tables"),
     "two in one": (lambda t, ids: fr.dynamic_tables(t, {}, key=daily.KEY), "`tables` are not plain"),
 }  # fmt: skip

@@ -1,0 +1,137 @@
+"""Vocabularies in a log: the entry of an id is a row, and so is the sketch of a bucket.
+
+    rows[v] = (entries, tags) of R rows        rows[v's sketch] = R / 128 rows of 128 counts
+
+So the log of a vocabulary is that of a table, and a Delta has the entries that changed.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, pytree, replace
+from funcrec.kernels.vocabulary import SLOTS
+from funcrec.kinds import DynamicTables, NewRows, Vocabulary, changed_slots, stored_problems
+from funcrec.train import TrainState, dynamic_problems
+
+Rows = Mapping[str, Mapping[str, Tensor]]  # {table: {"": its rows, slot: rows}}
+
+
+@pytree(static=("capacity", "seed"), optional=("buckets", "misses"))
+class ChangedIds:
+    """The entries of a vocabulary of `capacity` rows that changed. `seed` is the vocabulary's.
+
+    rows: i64[M], ascending. tags: u8[M]. entries: i64[M, 2]. now: i64[]. buckets: i64[m], ascending, and misses:
+    u8[m, 128], the sketches of these buckets; None for a vocabulary without a sketch."""
+
+    rows: Tensor
+    tags: Tensor
+    entries: Tensor
+    now: Tensor
+    buckets: Tensor | None
+    misses: Tensor | None
+    capacity: int
+    seed: int
+
+    def put(self, v: Vocabulary) -> Vocabulary:
+        """Return the vocabulary with these entries."""
+        sketch = v.sketch
+        if self.misses is not None:
+            sketch = sketch.view(-1, SLOTS).index_put((self.buckets,), self.misses).view(-1)
+        put = lambda x, new: x.index_put((self.rows,), new)
+        tags, entries = put(v.tags, self.tags), put(v.entries, self.entries)
+        return replace(v, tags=tags, entries=entries, now=self.now, sketch=sketch)
+
+
+def vocabularies_in(tables: Any) -> dict[str, Vocabulary]:
+    return tables.vocabularies if isinstance(tables, DynamicTables) else {}
+
+
+def entries_of(vocabulary: str) -> str:
+    """Return the name of a vocabulary's entries among the tables of a log."""
+    return f"vocabularies[{vocabulary!r}]"
+
+
+def sketch_of(vocabulary: str) -> str:
+    return f"{entries_of(vocabulary)}.sketch"
+
+
+def id_rows(tables: Any) -> dict[str, dict[str, Tensor]]:
+    """Return the rows of all vocabularies, as those of tables."""
+    out = {}
+    for n, v in vocabularies_in(tables).items():
+        out[entries_of(n)] = {"": v.entries, "tags": v.tags}
+        if v.sketch is not None:
+            out[sketch_of(n)] = {"": v.sketch.view(-1, SLOTS)}
+    return out
+
+
+def with_id_rows(tables: Any, rows: Rows, nows: Mapping[str, Tensor]) -> Any:
+    """Return the tables with the rows of their vocabularies, and with the numbers of their last steps."""
+    own = vocabularies_in(tables)
+    if not own:
+        return tables
+    made = {}
+    for n, v in own.items():
+        sketch = None if v.sketch is None else rows[sketch_of(n)][""].view(-1)
+        at = rows[entries_of(n)]
+        made[n] = replace(v, tags=at["tags"], entries=at[""], now=nows[n], sketch=sketch)
+    return replace(tables, vocabularies=made)
+
+
+def ids_named(tables: Any, new: NewRows) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return ({vocabulary's name in the log: the rows that a step changes}, {table: its new rows}), -1 for none.
+
+    new: what the step drew."""
+    own, of_table = vocabularies_in(tables), {x[0]: x[1] for x in tables.first}
+    changed = {}
+    for (n, v), (rows, buckets) in zip(own.items(), changed_slots(list(own.values()), new.seen), strict=True):
+        changed[entries_of(n)] = rows
+        if v.sketch is not None:
+            changed[sketch_of(n)] = buckets
+    return changed, {t: new.used(list(own).index(v)) for t, v in of_table.items()}
+
+
+def followed(tables: Any) -> dict[str, list[str]]:
+    """Return {vocabulary's name in the log: the tables that follow it}."""
+    out = {}
+    for n in vocabularies_in(tables):
+        out[entries_of(n)] = [x[0] for x in tables.first if x[1] == n]
+        out[sketch_of(n)] = out[entries_of(n)]
+    return out
+
+
+def changed_ids(v: Vocabulary, rows: Tensor, buckets: Tensor | None) -> ChangedIds:
+    """Return these entries of a vocabulary, and the sketches of these buckets."""
+    misses = None if buckets is None else v.sketch.view(-1, SLOTS)[buckets]
+    return ChangedIds(rows, v.tags[rows], v.entries[rows], v.now.clone(), buckets, misses, v.capacity, v.seed)
+
+
+def latest(rows: Tensor, old: list[Tensor], new_rows: Tensor, before: list[Tensor]) -> list[Tensor]:
+    """Return records of rows i64[C], with those of new rows i64[P] as they were `before` the rows were drawn.
+
+    old: bits [C, W] after that, of each width; before: bits [P, W]."""
+    if not new_rows.shape[0]:
+        return old
+    ordered, order = new_rows.sort()
+    at = torch.searchsorted(ordered, rows).clamp(max=new_rows.shape[0] - 1)
+    is_new = (ordered[at] == rows) & (rows >= 0)
+    return [torch.where(is_new[:, None], y[order[at]], x) for x, y in zip(old, before, strict=True)]
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def dynamic_log_problems(state: TrainState, admits: bool) -> Iterator[Problem]:
+    """Report vocabularies whose changes the log would not see. admits: whether the step admits ids."""
+    if not isinstance(state.tables, DynamicTables):
+        hint = "a log in one process; fr.copy(state), or fr.save, to go back to"
+        for p in dynamic_problems(state.tables, "a log on a mesh keeps no vocabularies."):
+            yield p._replace(hint=hint)
+    elif not admits:
+        what, got = "the step admits no ids, and a log does not see those of `admission`.", "admit=False"
+        yield Problem(what, got, "a step that admits the ids of its batch", "fr.train_step(..., admit=True)")
+    else:
+        yield from stored_problems(state.tables)
