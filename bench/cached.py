@@ -2,6 +2,7 @@
 
     .venv/bin/python bench/cached.py             # 2 M rows of 32; 1, 5, 10 and 25 % of them in memory
     .venv/bin/python bench/cached.py --large     # a table of 40 GB in a file, a fiftieth of it in memory
+    .venv/bin/python bench/cached.py --package   # a package of 8 GB, served (after make serving)
 
 A table [rows, 32] with row-wise Adagrad, its store in a file (132 bytes a row); batches of 1,024 bags of 8 ids, drawn
 by a Zipf law (exponent 1.05) over shuffled rows; two dense layers. Both steps are compiled and donated. Steps take
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 from measure import record
+from server import Running
 
 import funcrec as fr
 
@@ -103,6 +105,15 @@ def belady(distinct: list[list[int]], capacity: int, skip: int) -> float:
     return hits / total
 
 
+def drop_caches(*paths: Path) -> None:
+    """Take the files' pages out of the page cache."""
+    os.sync()
+    for path in (x for x in paths if x.is_file()):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
@@ -132,11 +143,7 @@ class Cached:
         return hits / (hits + new)
 
     def drop(self) -> None:
-        """Take the file's pages out of the page cache."""
-        os.sync()
-        fd = os.open(self.path / "records", os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
+        drop_caches(self.path / "records")
 
 
 class Whole:
@@ -217,8 +224,59 @@ def large(bytes_of_table: float, steps: int) -> None:
     record("cached", {"case": "large", "shape": shape, "steps": steps, **figures})
 
 
+def packaged(bytes_of_table: float, steps: int, asked: int) -> None:
+    """Train a table in a file, export all its rows, and serve them: seconds of each, the server's memory and answers.
+
+    Run it within a limit of memory, such as a control group of 1 GiB, to see a package that is larger than memory.
+    """
+    rows = int(bytes_of_table) // (4 * DIM)
+    with tempfile.TemporaryDirectory(dir="build") as folder:
+        params, seconds = gathered(Path(folder), rows, steps)
+        clock = time.perf_counter()
+        fr.export(answer, params, batch_of(drawn(rows, 1)[0]), f"{folder}/package")
+        seconds["export"] = time.perf_counter() - clock
+        ids = torch.randint(rows, (asked, 2), generator=torch.Generator().manual_seed(1))
+        want = params.tables["user"][ids].mean(1)
+        del params
+        drop_caches(*Path(folder).rglob("*"))
+        clock, times, right = time.perf_counter(), [], 0
+        with Running("-m", "funcrec", "serve", f"{folder}/package", "--port", 0) as server:
+            seconds["open"] = time.perf_counter() - clock
+            for each, row in zip(ids.tolist(), want, strict=True):
+                clock = time.perf_counter()
+                found = server.post("/predict", {"ids": {"user": [each]}})
+                times.append((time.perf_counter() - clock) * 1e3)
+                right += torch.allclose(torch.tensor(found["outputs"]["user"][0]), row, rtol=1e-5, atol=1e-7)
+            own = server.memory_mb()
+    shape = {"rows": rows, "gb": bytes_of_table / 1e9, "asked": asked}
+    part = lambda q: round(sorted(times)[int(q * (len(times) - 1))], 3)
+    ms = {"first tenth": round(statistics.median(times[: asked // 10]), 3), "p50": part(0.5), "p99": part(0.99)}
+    s = {n: round(x, 2) for n, x in seconds.items()}
+    record("cached", {"case": "package", "shape": shape, "s": s, "ms": ms, "right": right, "server MiB": own})
+
+
+def gathered(folder: Path, rows: int, steps: int) -> tuple[fr.Params, dict[str, float]]:
+    """Train a table in a file, and return all its rows, mapped from another file, and the seconds that it took."""
+    config = fr.TableConfig("user", rows, DIM, initializer=fr.normal(0.1))
+    store = fr.table_store([config], fr.optim.sgd(0.1), key=fr.key(0), path=folder / "rows", durable=False)
+    tables = fr.cached_tables({}, {"users": fr.CacheConfig(store, 200_000, READ)})
+    step = fr.cached_step(fr.train_step(loss_fn, sparse=store.sparse, admit=False), {"users": store}, depth=2)
+    state = step.init(fr.Params(tables, model_of()))
+    for batch in step.ahead(state, map(batch_of, drawn(rows, steps))):
+        state, _ = step(state, batch)
+    clock = time.perf_counter()
+    params = step.gather(state.params, folder / "whole")
+    store.close()
+    return params, {"gather": time.perf_counter() - clock}
+
+
+def answer(params, batch):
+    return {"user": fr.lookup(params.tables, batch.ids, READ)["user"]}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("--package", type=float, nargs="?", const=8.0, help="the GB of a package")
     parser.add_argument("--large", action="store_true", help="a table of 40 GB")
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--warm", type=int, default=300)
@@ -228,5 +286,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if args.large:
         large(40e9, 600)
+    elif args.package:
+        packaged(args.package * 1e9, 30, 2000)
     else:
         measured(args.rows, args.warm, args.rounds, args.each)

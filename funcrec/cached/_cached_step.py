@@ -6,6 +6,7 @@ A store changes, so it belongs to one state: the last. A step with any other sta
 """
 
 import functools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,15 +29,15 @@ from funcrec.cached._checks import (
     tracked_problems,
 )
 from funcrec.cached._fetched import Fetched, Waiting, entered, exchanged, fetched
-from funcrec.cached._place import CALL, Place, dynamic_of, entered_on_ranks, joined_ids, own_ids, records_at
+from funcrec.cached._place import CALL, Place, dynamic_of, entered_on_ranks, joined_ids, own_ids, records_at, seen_after
 from funcrec.cached._rows_read import ids_in, rows_read
 from funcrec.cached._table_store import TableStore
+from funcrec.cached._whole_tables import whole_tables
 from funcrec.compile import jit
 from funcrec.core import Count, check, map_tensors, replace, typed
 from funcrec.data import prefetch
 from funcrec.jagged import JaggedTensor
-from funcrec.kernels.reference_vocabulary import LOWER, halves
-from funcrec.kinds import Choice, DynamicTables, Vocabulary, settle
+from funcrec.kinds import Choice, DynamicTables, settle
 from funcrec.sharding import gather_tables
 from funcrec.tables import Params
 from funcrec.train import TrainState, update_of
@@ -69,6 +70,8 @@ def cached_step(step: Callable, stores: Mapping[str, TableStore], *, depth: Coun
       `cached.commit(state)` writes the rows that changed since the last commit, and commits the stores. Save the state
         afterwards. `cached.rollback(state)` returns the stores to the commit of a loaded state: that of the last
         commit, or of the one before.
+      `cached.gather(params, path)` returns params with plain tables of all rows, mapped from new files if there is a
+        path: for `export`. On real ranks each needs a path of its own.
 
     Raises:
       IndexError: an id is not a row of its store. Nothing is written.
@@ -207,11 +210,31 @@ class CachedStep:
             )
 
         self.place.together("read rows", taken)
-        if self.place.mesh is not None and (self.whole is None or self.whole[0] is not params.tables):
-            self.whole = params.tables, gather_tables(params.tables, self.place.mesh)
-        dynamic = params.tables if self.place.mesh is None else self.whole[1]
-        tables, of_rows = rows_read(self.place, dynamic, self.stores, batch)
+        tables, of_rows = rows_read(self.place, self._gathered(params.tables), self.stores, batch)
         return replace(params, tables=tables), of_rows
+
+    def gather(self, params: Params, path: str | os.PathLike | None = None) -> Params:
+        """Return params with plain tables of all rows, in memory or mapped from new files in the folder `path`.
+
+        They are for `export`, `save_safetensors` or an evaluation over all items. The files must stay while the tables
+        are used, and nobody may write to them.
+        """
+
+        def taken() -> None:
+            check(CALL, tracked_problems({"params.tables": params.tables}), level_problems())
+            check(CALL, tables_problems(params.tables, self.stores, self.place))
+            check(CALL, owner_problems(params.tables, self.stores))
+
+        self.place.together("read rows", taken)
+        return replace(params, tables=whole_tables(self.place, self._gathered(params.tables), self.stores, path))
+
+    def _gathered(self, tables: Any) -> DynamicTables:
+        """Return the tables, gathered if they lie on a mesh; those of one state are gathered once."""
+        if self.place.mesh is None:
+            return tables
+        if self.whole is None or self.whole[0] is not tables:
+            self.whole = tables, gather_tables(tables, self.place.mesh)
+        return self.whole[1]
 
     def commit(self, state: TrainState) -> None:
         """Write the rows that changed since the last commit, and commit the stores.
@@ -311,9 +334,3 @@ def counts_of(choice: Choice) -> dict[str, Tensor]:
 def number_of(one: Fetched) -> int:
     """Return the number of the step of a batch."""
     return next(iter(one.caches.values())).before + 1
-
-
-def seen_after(vocabulary: Vocabulary, step: int) -> Tensor:
-    """Return the rows whose ids were seen after a step, i64[M]."""
-    age = (vocabulary.now - halves(vocabulary.entries[:, 1])[0]) & LOWER
-    return ((vocabulary.tags != 0) & (age < vocabulary.now - step)).nonzero().flatten()

@@ -16,7 +16,8 @@ from funcrec.cached._records import packed
 from funcrec.cached._table_store import TableStore
 from funcrec.core import map_tensors, replace
 from funcrec.jagged import JaggedTensor
-from funcrec.kinds import Choice, DynamicTables, ids_of_batch, settled
+from funcrec.kernels.reference_vocabulary import LOWER, halves
+from funcrec.kinds import Choice, DynamicTables, Vocabulary, ids_of_batch, settled
 from funcrec.mesh import Mesh, P, Ranks, bind, coordinates, mapped, psum, together
 from funcrec.sharding import put_chosen, read_chosen
 from funcrec.tables import layout_in
@@ -116,6 +117,12 @@ def joined_records(store: TableStore, rows: Tensor, of_ranks: Sequence[Tensor]) 
     for rank, own in enumerate(of_ranks):
         records[replace(store, part=(rank, len(of_ranks))).has(rows)] = own
     return records
+
+
+def seen_after(vocabulary: Vocabulary, step: int) -> Tensor:
+    """Return the rows whose ids were seen after a step, i64[M]."""
+    age = (vocabulary.now - halves(vocabulary.entries[:, 1])[0]) & LOWER
+    return ((vocabulary.tags != 0) & (age < vocabulary.now - step)).nonzero().flatten()
 
 
 def entered_on_ranks(

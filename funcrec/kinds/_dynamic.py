@@ -324,7 +324,7 @@ def plain_problems(path: str, tables: Any) -> Iterator[Problem]:
 def stored_problems(dynamic: DynamicTables) -> Iterator[Problem]:
     """Report tables of which stores hold rows, too."""
     if of_stores := [x[0] for x in dynamic.first if x[2] == STORED]:
-        need, hint = "tables that are whole in memory", "fr.cached_step(...), or tables of the rows of its stores"
+        need, hint = "tables that are whole in memory", "fr.cached_step(...), or its gather(params) for all rows"
         yield Problem("some rows of `tables` are in stores.", f"cached tables {of_stores}", need, hint)
 
 

@@ -6,6 +6,7 @@ from math import prod
 from funcrec.core import Problem, unknown_problems
 from funcrec.mesh import Mesh, axes_problems
 from funcrec.planner._constraints import TableConstraint
+from funcrec.planner._hardware import Hardware
 from funcrec.sharding import OF_TWO_AXES
 from funcrec.tables import FeatureConfig, TableConfig, feature_list_problems, table_list_problems
 
@@ -33,6 +34,19 @@ def plan_problems(tables: Sequence[TableConfig], features: Sequence[FeatureConfi
         if f.table not in names:
             what = f"feature {f.name!r} reads a table that does not exist."
             yield Problem(what, repr(f.table), f"one of {names[:8]}", kind=KeyError)
+
+
+def disk_problems(told: Mapping[str, TableConstraint], hardware: Hardware) -> Iterator[Problem]:
+    """Report tables whose rows are partly in stores, on hardware without a disk, and a disk of which one number is
+    missing."""
+    size, speed = hardware.disk_bytes, hardware.disk_records_per_s
+    if (size == 0) != (speed == 0):
+        got, need = f"disk_bytes={size}, disk_records_per_s={speed}", "both, or neither"
+        yield Problem("`hardware` has half of a disk.", got, need, "disk_bytes=10**12, disk_records_per_s=1e5")
+    for name, c in told.items():
+        if not size and c.in_memory not in (None, 1.0):
+            got, hint = f"in_memory={c.in_memory}", "fr.Hardware(..., disk_bytes=10**12, disk_records_per_s=1e5)"
+            yield Problem(f"table {name!r} needs a disk.", got, "hardware with a disk, or in_memory=1", hint)
 
 
 def together_problems(

@@ -22,6 +22,7 @@ MOST_IDS = 1e9  # the most ids in a bag
 IdsOfABag = Annotated[float, Within(f"a number from 0 to {MOST_IDS:.0e}", lambda x: 0 <= x <= MOST_IDS)]
 
 
+Part = Annotated[float, Within("a number from 0 to 1, without 0", lambda x: 0 < x <= 1)]
 Places = Annotated[Sequence[Size], Within("distinct ints >= 0", lambda r: len(set(r)) == len(r), "are not places")]
 
 
@@ -38,6 +39,8 @@ class TableConstraint:
       zipf: the exponent of the distribution of ids: row r occurs in proportion to 1 / r^zipf; 0 for all rows alike.
       row_counts: the number of times that each row was seen, instead of `zipf`.
       ranks: places on the placement's axis, or on the first of two axes, where the table may lie; () for all places.
+      in_memory: the share of the table's rows that are in memory, the others in a store, as `cached_tables` has them; 1
+        for all. None: the planner chooses, if the hardware has a disk and no other table reads the table's columns.
       together: tables with the same name here get the same placement, part by part on the same ranks.
 
     Example:
@@ -54,6 +57,7 @@ class TableConstraint:
     zipf: Magnitude = 0.0
     row_counts: Sequence[Magnitude] | None = None
     ranks: Places = ()
+    in_memory: Part | None = None
     together: str | None = None
 
     def __post_init__(self):

@@ -5,9 +5,9 @@
 Each phase of a step ends for all ranks at an exchange, so the slowest rank of each phase counts. An exchange costs its
 latency and its bytes. A bank costs a launch and its bytes. Tables that share an exchange or a bank pay for it once.
 The model leaves out the dense part, costs that all plans share, differences of a batch from the averages, caches,
-latencies that grow with the ranks, cold tables (outside the memory of a rank), and ranks that differ in memory or
-speed. Shapes: B bags on each rank, I ids of a table on each rank, n ranks on the placement's axes, of which m share a
-block's rows, N all ranks, g = N / n copies, R rows, w columns of a block, D of the table, U distinct rows.
+latencies that grow with the ranks, and ranks that differ in memory or speed. Shapes: B bags on each rank, I ids of a
+table on each rank, n ranks on the placement's axes, of which m share a block's rows, N all ranks, g = N / n copies,
+R rows, w columns of a block, D of the table, U distinct rows.
 """
 
 import math
@@ -24,6 +24,7 @@ F32_BYTES = 4
 EXCHANGES = 3  # a step exchanges ids, vectors and cotangents for each lookup
 SORT_PASSES = 4  # passes over ids and their places that group gradients by row
 POINTS = 4096  # cells that group the rows of a Zipf distribution
+ALONE = 512  # the rows that are drawn most, each in a cell of its own
 
 
 def lookup_s(hardware: Hardware, ids: float, bags: float, width: int, element_bytes: int) -> float:
@@ -104,26 +105,29 @@ def activation_bytes(bags: float, width: int, num_ranks: int) -> float:
     return 2 * num_ranks * bags * width * F32_BYTES
 
 
-def distinct_rows(ids: float, rows: int, zipf: float = 0.0, counts: Sequence[float] | None = None) -> float:
+def distinct_rows(
+    ids: float, rows: int, zipf: float = 0.0, counts: Sequence[float] | None = None, held: int = 0
+) -> float:
     """Return the expected number of distinct rows among independent draws, Σ_r 1 - (1 - p_r)^ids.
 
     p_r is 1 / R, or in proportion to 1 / r^zipf, or in proportion to measured `counts` of rows. `dedup` sends this many
-    rows, and an update touches as many rows.
+    rows, and an update touches as many rows. The `held` rows that are drawn most do not count: they are in memory.
     """
     if ids <= 0:
         return 0.0
     if counts is not None:
         p = np.asarray(counts, dtype=np.float64)
-        p = p[p > 0] / p.sum()
+        p = np.sort(p[p > 0] / p.sum())[::-1][held:]
         return float(-np.expm1(ids * np.log1p(-np.minimum(p, 1 - 1e-16))).sum())
     if zipf == 0:
-        return rows * -math.expm1(ids * math.log1p(-1 / rows)) if rows > 1 else 1.0
+        return (rows - held) * -math.expm1(ids * math.log1p(-1 / rows)) if rows > 1 else 1.0
     # Group the rows into cells whose size grows with r. All rows of a cell have one p.
-    edges = np.unique(np.floor(np.geomspace(1, rows + 1, min(rows + 1, POINTS))))
+    first, rest = np.arange(1.0, min(rows, ALONE) + 2), np.floor(np.geomspace(1, rows + 1, min(rows + 1, POINTS)))
+    edges = np.unique(np.concatenate([first, rest, [held + 1.0]]))
     edges = np.append(edges, rows + 1) if edges[-1] < rows + 1 else edges
     sizes, middle = np.diff(edges), (edges[:-1] + edges[1:] - 1) / 2
     p = middle**-zipf
-    p = p / (p * sizes).sum()
+    p, sizes = p / (p * sizes).sum(), np.where(edges[:-1] > held, sizes, 0.0)
     return float((sizes * -np.expm1(ids * np.log1p(-np.minimum(p, 1 - 1e-16)))).sum())
 
 

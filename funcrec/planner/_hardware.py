@@ -8,7 +8,7 @@ Hardware is a plain value, so that a plan for a thousand devices needs no device
 from dataclasses import dataclass
 from typing import Literal
 
-from funcrec.core import Count, Magnitude, PositiveMagnitude, check, field_problems, plain_numbers, typed
+from funcrec.core import Count, Magnitude, PositiveMagnitude, Size, check, field_problems, plain_numbers, typed
 from funcrec.mesh import Mesh
 
 GB = 10**9
@@ -29,6 +29,9 @@ class Hardware:
       ranks_per_host: the number of consecutive ranks on a host. The last axis of the mesh runs fastest.
       link_latency_s, host_latency_s: the cost of an exchange in addition to its bytes, within a host and between hosts.
       launch_s: the cost of a bank in addition to its bytes, for the calls that look up and update rows.
+      disk_bytes, disk_records_per_s: the size of a rank's disk for the stores of tables larger than memory, and the
+        number of records that the rank reads there, each with one that it writes back, in a second. 0 for no disk:
+        all tables are whole in memory.
 
     Example:
       >>> import funcrec as fr
@@ -54,6 +57,8 @@ class Hardware:
     link_latency_s: Magnitude = 0.0
     host_latency_s: Magnitude = 0.0
     launch_s: Magnitude = 0.0
+    disk_bytes: Size = 0
+    disk_records_per_s: Magnitude = 0.0
 
     def __post_init__(self):
         check("funcrec.Hardware", field_problems(self))

@@ -25,8 +25,8 @@ from funcrec.sharding import OF_TWO_AXES, Placement
 from funcrec.tables import TableConfig
 
 Loads = dict[Hashable, float]
-# LOOKUP, UPDATE: a rank's own seconds. EXCHANGE, LAUNCH: seconds of all ranks. BYTES: bytes of every rank.
-LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES = "lookup", "update", "exchange", "launch", "bytes"
+# LOOKUP, UPDATE: a rank's own seconds. EXCHANGE, LAUNCH: seconds of all ranks. BYTES, DISK: bytes of every rank.
+LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES, DISK = "lookup", "update", "exchange", "launch", "bytes", "disk"
 ONCE = ("latency", "bank")  # ("latency", axes, kind of exchange), ("bank", axes, width, dtype, label)
 
 
@@ -58,7 +58,8 @@ class Ground(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One way to place a table, like `Option` with {resource: load}. key: (kind, axes, number of blocks, places)."""
+    """One way to place a table, like `Option` with {resource: load}. key: (kind, axes, number of blocks, places, share
+    of the rows in memory)."""
 
     key: tuple
     shards: tuple[Loads, ...]
@@ -175,12 +176,12 @@ def _way(kind, axes, k, places, numbers, table: TableConfig, use: Use, ground: G
         work = [{**work[0], ("rows", *bank): rows[0], ("columns", *bank): columns[0]}]
     everywhere = (tuple(range(ground.num_ranks)),)
     if kind in ("row_wise", "replicated"):
-        return Way((kind, axes, k, ()), tuple(work), everywhere, "fixed", base)
+        return Way((kind, axes, k, (), 1.0), tuple(work), everywhere, "fixed", base)
     if kind == "table_column_wise":  # one place has all blocks, and each rank of the place has one block
         most = {key: max(x[key] for x in work) for key in work[0]}
-        return Way((kind, axes, k, tuple(numbers)), (most,), tuple(places), "any", base)
+        return Way((kind, axes, k, tuple(numbers), 1.0), (most,), tuple(places), "any", base)
     how = "apart" if k > 1 else "any"
-    return Way((kind, axes, k, tuple(numbers)), tuple(work), tuple(places), how, base)
+    return Way((kind, axes, k, tuple(numbers), 1.0), tuple(work), tuple(places), how, base)
 
 
 def latencies(axes: tuple[str, ...], n: int, use: Use, ground: Ground) -> Loads:
@@ -293,7 +294,7 @@ def packing_of(
 ) -> Packing:
     """Return the solver's packing. groups: tables placed as one. own: {table: its ways}. limit: bytes of a rank."""
     merged = {name: _merged([own[t.name] for t in tables]) for name, tables in groups.items()}
-    keys = {k: i for i, k in enumerate((LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES))}
+    keys = {k: i for i, k in enumerate((LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES, DISK))}
     for way in (w for found in merged.values() for w in found):
         for loads in (*way.shards, way.base):
             for k in loads:
@@ -304,13 +305,16 @@ def packing_of(
     vector = lambda loads: tuple(loads.get(k, 0.0) for k in keys)
     option = lambda w: Option(w.key, tuple(map(vector, w.shards)), w.places, w.how, vector(w.base))
     items = tuple(Item(name, tuple(map(option, found))) for name, found in merged.items())
-    return Packing(items, ground.num_ranks, weights, (Cap("memory", factors, limit),), once)
+    caps = [Cap("memory", factors, limit)]
+    if ground.hardware.disk_bytes:
+        caps.append(Cap("disk", tuple(float(k == DISK) for k in keys), ground.hardware.disk_bytes))
+    return Packing(items, ground.num_ranks, weights, tuple(caps), once)
 
 
 def _price(key: Hashable, some: Mapping[tuple, TableConfig], ground: Ground) -> tuple[float, float]:
     """Return (seconds, bytes) of a unit of a resource. some: {(width, dtype, label): a table in such banks}."""
     if isinstance(key, str):
-        return (0.0, 1.0) if key == BYTES else (1.0, 0.0)
+        return (0.0, 1.0) if key == BYTES else (0.0, 0.0) if key == DISK else (1.0, 0.0)
     what, axes, *bank = key
     if what == "latency":
         return (1 if bank == ["copies"] else costs.EXCHANGES) * latency_s(ground.hardware, axes, ground.mesh), 0.0
@@ -344,7 +348,7 @@ def _merged(own: Sequence[list[Way]]) -> list[Way]:
 
 def placement_of(key: tuple, places: Sequence[int], sizes: Mapping[str, int]) -> Placement:
     """Return the placement for the solver's choice."""
-    kind, axes, _, numbers = key
+    kind, axes, _, numbers, _ = key
     if kind in ("row_wise", "replicated"):
         return Placement(kind, axes)
     if kind in ("table_wise", "table_row_wise", "table_column_wise"):

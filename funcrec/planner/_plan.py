@@ -13,10 +13,11 @@ from funcrec.core import Count, NotNegative, Share, check, typed
 from funcrec.mesh import AxisName, Codec, Mesh
 from funcrec.optim import RowOptimizer
 from funcrec.planner import _costs as costs
-from funcrec.planner._checks import mesh_problems, plan_problems, sizes_of, together_problems
+from funcrec.planner._cached import all_ways, whole_where_shared
+from funcrec.planner._checks import disk_problems, mesh_problems, plan_problems, sizes_of, together_problems
 from funcrec.planner._constraints import TableConstraint, constraint_of, given_problems
 from funcrec.planner._hardware import Hardware
-from funcrec.planner._options import Ground, packing_of, placement_of, ways
+from funcrec.planner._options import Ground, packing_of, placement_of
 from funcrec.planner._report import report_of
 from funcrec.planner._short import fail_short
 from funcrec.planner._solve import solve
@@ -48,8 +49,9 @@ def plan(
 ) -> Plan:
     """Return the plan whose slowest rank is fastest by estimate, among all plans that fit into memory.
 
-    Its report has a bound on all other plans. The estimate assumes that every rank has the same memory and speed, and
-    holds its tables in that memory. Uneven ranks, cold tables, the dense part and caches are not modelled.
+    Its report has a bound on all other plans. The estimate assumes that every rank has the same memory and speed. If
+    the hardware has a disk, tables may have a part of their rows in memory: `plan.cached` says how many. Uneven ranks,
+    the dense part and caches of processors are not modelled.
 
     Args:
       mesh: a Mesh, or its shape, {axis: number of ranks}, with at most 65,536 ranks. The planner runs nothing on them,
@@ -98,6 +100,7 @@ def plan(
     told = {t.name: constraint_of(given.get(t.name, {})) for t in tables}
     check(CALL, together_problems(tables, told, sizes, named))
     hardware = Hardware.named(hardware) if isinstance(hardware, str) else hardware
+    check(CALL, disk_problems(told, hardware))
     sizes = {a: n for a, n in sizes.items() if a not in named}
     bags, answer = batch_size / prod(sizes_of(mesh).values()), transport_of(exact, dedup).answer
     state = _of_optimizer(optimizer, tables)
@@ -106,12 +109,13 @@ def plan(
     )
     limit = max(1, int((memory_bytes or hardware.memory_bytes) * (1 - reserve)))
     uses = {t.name: use_of(t, reads[t.name], told[t.name], ground) for t in tables}
-    found = {t.name: ways(t, uses[t.name], told[t.name], ground) for t in tables}
+    allowed = whole_where_shared(told, features)
+    found = {t.name: all_ways(t, uses[t.name], allowed[t.name], ground) for t in tables}
     groups = groups_of(tables, told)
     packing = packing_of(groups, found, ground, limit)
     solved = solve(packing, effort) if all(i.options for i in packing.items) else None
     if solved is None or solved.choices is None:
-        free = lambda name: ways(_named(tables, name), uses[name], TableConstraint(), ground)
+        free = lambda name: all_ways(_named(tables, name), uses[name], TableConstraint(), ground)
         fail_short(CALL, packing, groups, found, told, free, ground, limit, 1 - reserve)
     placements = {}
     for own, item, choice in zip(groups.values(), packing.items, solved.choices, strict=True):

@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 
 from funcrec.mesh import Mesh
+from funcrec.planner._cached import ROW_BYTES, part_of
 from funcrec.planner._costs import Use, activation_bytes
 from funcrec.planner._options import EXCHANGE, LAUNCH, LOOKUP, UPDATE, Ground, Way, alone_bytes, places_on
 from funcrec.planner._packing import Loads, Packing, loads_of
@@ -37,22 +38,24 @@ def report_of(
     loads = loads_of(packing, solved.choices)
     loads.scale = max(solved.objective, 1e-300)
     sizes = dict(ground.sizes)
-    memory, num_banks = rank_bytes(placements, tables, uses, ground)
+    chosen = {
+        t.name: packing.items[i].options[c.option].label
+        for (i, c), own in zip(enumerate(solved.choices), groups.values())
+        for t in own
+    }
+    parts = {t.name: part_of(t, chosen[t.name][4]) for t in tables}
+    memory, num_banks = rank_bytes(placements, list(parts.values()), uses, ground)
+    memory += sum(ROW_BYTES * parts[t.name].num_embeddings for t in tables if chosen[t.name][4] < 1)
     launches = ground.hardware.launch_s * num_banks  # a bank has one launch for its lookup and its update together
     exchange = float(loads.most @ loads.weights) - loads.most[0] - loads.most[1] - launches
     line = lambda r: RankLine(
         int(memory), float(loads.load[0, r]), max(0.0, float(exchange)), float(loads.load[1, r]) + launches
     )
     reasons = {t.name: why for i, own in enumerate(groups.values()) for why in [reason(packing, loads, i)] for t in own}
-    chosen = {
-        t.name: packing.items[i].options[c.option].label
-        for (i, c), own in zip(enumerate(solved.choices), groups.values())
-        for t in own
-    }
     lines = []
     for t in tables:
         way = next(w for w in found[t.name] if w.key == chosen[t.name])
-        lines.append(_table_line(t, placements[t.name], way, reasons[t.name], ground, sizes))
+        lines.append(_table_line(parts[t.name], placements[t.name], way, reasons[t.name], ground, sizes))
     seconds = solved.objective
     report = Report(
         tuple(mesh.items()), ground.hardware.name, batch_size, limit, seconds, solved.bound, tuple(lines),
@@ -113,7 +116,8 @@ def _table_line(
     )
     work = max(s[LOOKUP] + s[UPDATE] for s in way.shards)
     seconds = work + way.base.get(EXCHANGE, 0.0) + way.base.get(LAUNCH, 0.0)
-    return TableLine(table.name, placement.kind, tuple(ranks), shapes, int(size * copies), float(seconds), why)
+    rows = None if way.key[4] == 1 else table.num_embeddings
+    return TableLine(table.name, placement.kind, tuple(ranks), shapes, int(size * copies), float(seconds), why, rows)
 
 
 def reason(packing: Packing, loads: Loads, item: int) -> str:
@@ -124,8 +128,9 @@ def reason(packing: Packing, loads: Loads, item: int) -> str:
     chosen, before = loads.choices[item], loads.value
     loads.take(item)
     best: dict[str, tuple[float, float]] = {}
+    named = lambda label: (*label[:3], label[4])
     for i, o in enumerate(options):
-        if i == chosen.option or o.label[:3] == options[chosen.option].label[:3]:
+        if i == chosen.option or named(o.label) == named(options[chosen.option].label):
             continue
         _, _, other = loads.best(item, i)
         loads.put(item, other)
@@ -148,6 +153,7 @@ def reason(packing: Packing, loads: Loads, item: int) -> str:
 
 
 def _name(label: tuple) -> str:
-    kind, axes, k, _ = label
+    kind, axes, k, _, share = label
     parts = f" in {k}" if k > 1 else ""
-    return f"{kind}{parts}({', '.join(axes)})" if axes else kind
+    held = f" with {share:.0%} in memory" if share < 1 else ""
+    return f"{kind}{parts}({', '.join(axes)}){held}" if axes else f"{kind}{held}"

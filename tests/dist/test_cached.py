@@ -82,6 +82,8 @@ def on_ranks(kind, folder, sizes):
     own = fr.shard(batches_of(9, 1)[0], fr.P(mesh.axis_names), mesh=mesh)
     predicted = loss_fn(*both.cached.read(both.state.params, own))
     assert torch.equal(predicted, loss_fn(fr.gather_state(both.whole, mesh).params, own))
+    whole, want = both.cached.gather(both.state.params).tables, fr.gather_state(both.whole, mesh).tables
+    assert all(torch.equal(whole[n], want[n]) for n in want)
     records = both.store.read(torch.arange(both.store.part[0], NUM_ROWS, both.store.part[1]))
     both.store.close()
     return torch.cat([first, last]), records

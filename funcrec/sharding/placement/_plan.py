@@ -75,6 +75,14 @@ class Plan:
         """Return {table: the reason for its placement}."""
         return {t.table: t.reason for t in self._told("reasons").tables}
 
+    @property
+    def cached(self) -> dict[str, int]:
+        """Return {table: its rows in memory} of the tables whose other rows are in stores, as `cached_tables` has them.
+
+        The number is the `capacity` of a `CacheConfig`.
+        """
+        return {t.table: t.cached for t in self._told("cached").tables if t.cached is not None}
+
     def table(self) -> str:
         """Return a text with a line for each table and each rank: placement, bytes, time."""
         return self._told("table").text()

@@ -15,6 +15,7 @@ class TableLine(NamedTuple):
     block.
 
     bytes: on all ranks, with optimizer state. seconds: on the slowest rank of the table, with its exchange.
+    cached: how many rows are in memory, if the others are in a store; else None. The shapes are those of these rows.
     """
 
     table: str
@@ -24,12 +25,13 @@ class TableLine(NamedTuple):
     bytes: int
     seconds: float
     reason: str
+    cached: int | None = None
 
     @property
     def parts(self) -> str:
-        """Return the shapes of the parts as text, each shape once: "2 of 50x8"."""
+        """Return the shapes of the parts as text, each shape once: "2 of 50x8", "2 of 50x8 cached"."""
         many = f"{len(self.shapes)} of " if len(self.shapes) > 1 else ""
-        return many + ", ".join(f"{r}x{c}" for r, c in dict.fromkeys(self.shapes))
+        return many + ", ".join(f"{r}x{c}" for r, c in dict.fromkeys(self.shapes)) + " cached" * bool(self.cached)
 
 
 class RankLine(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs.cached_users import CAPACITY, KEY, NUM_ROWS, OPTIMIZERS, Both, batches_of, loss_fn, rare
+from programs.cached_users import CAPACITY, FEATURES, KEY, NUM_ROWS, OPTIMIZERS, Both, batches_of, loss_fn, rare
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close
@@ -87,6 +87,30 @@ def test_evaluation_reads_memory_and_stores_and_changes_neither():
             assert torch.equal(fn(*both.cached.read(both.state.params, batch)), fn(both.whole.params, batch))
     assert_trees_close(both.state, before, rtol=0, atol=0)
     assert torch.equal(both.store.store.read(torch.arange(NUM_ROWS)), records)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_tables_are_gathered_into_memory_or_files(tmp_path, dtype):
+    """`gather` gives all rows, those in memory and those in the store, and changes neither. Its files map to the same
+    bits, and an export of them answers as whole tables do."""
+    both = Both(dtype=dtype)
+    for batch in batches_of(1, 4):
+        both.whole, _ = both.step(both.whole, batch)
+        both.state, _ = both.cached(both.state, batch)
+    before = fr.copy(both.state)
+    for params in (both.cached.gather(both.state.params), both.cached.gather(both.state.params, tmp_path / "rows")):
+        assert all(torch.equal(params.tables[n], x) for n, x in both.whole.tables.items())
+    predict = lambda params, batch: {"vectors": fr.lookup(params.tables, batch.ids, FEATURES).values}
+    if dtype == torch.float32:
+        fr.export(predict, params, batches_of(1, 1)[0], tmp_path / "package")
+        batch = batches_of(2, 1)[0]
+        got = fr.load_package(tmp_path / "package")(batch)
+        assert_trees_close(got, predict(both.whole.params, batch), rtol=0, atol=0)
+    assert_trees_close(both.state, before, rtol=0, atol=0)
+    with pytest.raises(FileExistsError, match="rows` cannot be made"):
+        both.cached.gather(both.state.params, tmp_path / "rows")
+    with pytest.raises(ValueError, match="not the one that store"):
+        both.cached.gather(both.cached.init(fr.Params(both.first, torch.ones(()))).params)
 
 
 def test_rows_that_are_not_in_memory_read_nan():

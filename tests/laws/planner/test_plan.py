@@ -159,7 +159,7 @@ def test_a_plan_goes_into_a_step(mesh, kwargs):
 
 def test_reasons_say_what_another_placement_would_cost():
     """The reason for a placement states the signed cost of another placement, or that both placements cost the same."""
-    one = lambda name, seconds: Option((name, (), 1, ()), ((seconds,),), ((0,), (1,)))
+    one = lambda name, seconds: Option((name, (), 1, (), 1.0), ((seconds,),), ((0,), (1,)))
     said = lambda *seconds: reason(p := Packing((Item("t", tuple(map(one, "ab", seconds))),), 2, (1.0,)),
         loads_of(p, [Choice(0, (0,))]), 0)  # fmt: skip
     assert said(2e-3, 5e-3) == "b instead: +3 ms" and said(5e-3, 2e-3) == "b instead: -3 ms"
