@@ -84,7 +84,7 @@ def test_a_kept_history_serves_other_candidates():
 @pytest.mark.parametrize("changes", [{}, {"time": None, "query_time": None, "context": [], "num_layers": 3}])
 def test_a_kept_history_is_padded_and_read_again(changes):
     """A history that went through padded tensors scores candidates with the same bits. A user with more positions than
-    fit raises; where that cannot be read, only the scores of this user are NaN."""
+    fit raises."""
     model, params = make(**changes)
     kept = model.encode_history(params, batch())
     padded = kept.to_padded(7)
@@ -97,23 +97,34 @@ def test_a_kept_history_is_padded_and_read_again(changes):
     with pytest.raises(ValueError, match="lengths"):
         fr.models.History.from_padded(**{**padded, "lengths": padded["lengths"] + 5})
 
-    def through(params, ids, length, more):
-        padded = model.encode_history(params, fr.Batch(ids)).to_padded(length)
-        history = fr.models.History.from_padded(**{**padded, "lengths": padded["lengths"] + more})
-        return model.score(params, history, fr.Batch(ids))
 
-    fast = fr.jit(through)
-    short = [] if changes else [(4, [0, 0, 0])]  # a program of its own
-    for length, more in (*short, (7, [0, 0, 9]), (7, [0, 0, -9])):
-        got = fast(params, batch().ids, length, torch.tensor(more)).unpad().values
-        assert got[3:].isnan().all()
-        torch.testing.assert_close(got[:3], want[:3])
+def test_a_compiled_history_that_does_not_fit_has_no_score():
+    """Under jit, scores by padded histories are those of the model. A user with more positions than fit, or with a
+    length outside the keys, has scores of NaN."""
+    model, params = make(num_layers=1)
+
+    @fr.jit
+    def through(params, ids, more):
+        def padded(length, more):
+            padded = kept.to_padded(length)
+            history = fr.models.History.from_padded(**{**padded, "lengths": padded["lengths"] + more})
+            return model.score(params, history, fr.Batch(ids))
+
+        kept = model.encode_history(params, fr.Batch(ids))
+        return padded(4, 0), padded(7, more)
+
+    want = model.apply(params, batch()).unpad().values
+    for more in ([0, 0, 9], [0, 0, -9]):
+        for got in (x.unpad().values for x in through(params, batch().ids, torch.tensor(more))):
+            assert got[3:].isnan().all()
+            torch.testing.assert_close(got[:3], want[:3])
+    assert through.num_compiled() == 1
 
 
 def test_a_history_that_does_not_fit_is_not_kept():
     """Under jit, a user whose columns differ has length -1 and keys of NaN, also with no position; a later call that
     can read the length raises."""
-    model, params = make(context=[])
+    model, params = make(context=[], num_layers=1)
     keep = fr.jit(lambda params, ids: model.encode_history(params, fr.Batch(ids)).to_padded(6))
     padded = keep(params, batch({**LISTS, "action": [LISTS["action"][0], [1, 2], LISTS["action"][2]]}).ids)
     assert padded["lengths"].tolist() == [3, -1, 5] and padded["keys"][1].isnan().all()
@@ -258,6 +269,7 @@ def test_ensembles_and_compiled_steps():
     torch.testing.assert_close(
         vmap(logits)(stacked), torch.stack([logits(params), logits(other)]), rtol=1e-4, atol=1e-5
     )
+    model, params = make(torch.float32, num_layers=1)
     step = fr.train_step(
         fr.models.ranker_loss(model), sparse=fr.optim.sgd(lr=0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1),
         has_aux=True, merge=fr.models.merge_stats,
@@ -297,7 +309,7 @@ def test_empty_batches():
 def test_columns_that_differ_are_refused():
     """Columns of one sequence with other bags raise. Where they cannot be read, the logits of such bags are NaN, and
     the logits of other bags do not change."""
-    model, params = make()
+    model, params = make(num_layers=1)
     wrong = {**LISTS, "action": [[1], [], [4, 1, 8, 8, 3, 3, 3]]}
     with pytest.raises(ValueError, match="differ in their bags"):
         model.apply(params, batch(wrong))
