@@ -17,6 +17,7 @@ from funcrec.compile._writes import RESHAPES, replaced_by, trace_back
 from funcrec.kernels.library import twin
 
 EARLY = ("draw_rows", "settle_columns")
+VIEWS = RESHAPES | {torch.ops.aten.view.dtype}
 
 
 class Cut(NamedTuple):
@@ -100,10 +101,15 @@ def followers(nodes: Iterable[Node]) -> set[Node]:
 def needed_first(writers: list[Node], written: set[Node], late: set[Node]) -> set[Node] | None:
     """Return the nodes that run before the writes: what the writes need, and what reads the leaves that they overwrite.
     None if something reads the old rows and needs the new ones."""
-    # A view of a leaf that crosses is copied before the writes (`Program.find_shared`). So its readers may come later.
     old = {u for leaf in written for u in leaf.users if u not in writers}
     if any(u in late or u.op == "output" for u in old):
         return None
+    # Readers of a view come first, too. A view that also crosses is copied before the writes (`Program.find_shared`).
+    views = [n for n in old if n.target in VIEWS]
+    while views:
+        readers = {u for u in views.pop().users if u not in late and u.op != "output" and u not in writers} - old
+        old |= readers
+        views += [n for n in readers if n.target in VIEWS]
     out: set[Node] = set()
     left = [*old, *(x for w in writers for x in w.all_input_nodes)]
     while left:

@@ -89,6 +89,31 @@ def test_old_rows_are_read_before_they_are_overwritten(staged):
     assert parts(step) == [True]
 
 
+def test_rows_of_a_view_of_an_old_table_are_read_first(staged, monkeypatch):
+    """Rows that are read through a view of an old table, such as its bits, are read before the writes. No table crosses
+    from one part to the other."""
+
+    def both(state, batch):
+        bits = state.tables.tables["user"].view(torch.int32)
+        state, metrics = STEP(state, batch)
+        return state, {**metrics, "bits": bits[torch.tensor([5, 3])]}
+
+    step, state, eager = fr.jit(both, donate=("state",)), first_state(), first_state()
+    compute, made = _program.Program.compute, []
+
+    def run(self, leaves: list) -> list[Tensor]:
+        made.append(compute(self, leaves))
+        return made[-1]
+
+    monkeypatch.setattr(_program.Program, "compute", run)
+    for batch in GIVEN[:2]:
+        state, metrics = step(state, batch)
+        eager, wanted = both(eager, batch)
+        assert_trees_close((state, metrics), (eager, wanted), rtol=0, atol=0)
+    assert parts(step) == [True] and len(made) == 4
+    assert max(x.numel() for x in made[2]) < state.tables.tables["user"].numel()
+
+
 @pytest.mark.parametrize(
     "also",
     [

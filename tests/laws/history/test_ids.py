@@ -106,6 +106,35 @@ def test_rows_that_no_gradient_names_come_back():
     same(fr.apply_delta(tables, fr.delta(run, 2)), run.state.tables)
 
 
+@pytest.mark.parametrize("shape", ["cut bags", "shared bags", "two batches"])
+def test_other_forms_of_a_batch_are_undone(shape):
+    """Ids beyond `max_length`, which no step admits, ids of shared bags, and columns in several values are undone. A
+    Delta has the entries of the ids that the steps saw, and no others."""
+    v, most = fr.vocabulary(128, admit=2), 1 if shape == "cut bags" else None
+    config, read = fr.TableConfig("user", 128, 2), [
+        fr.FeatureConfig(c, table="user", max_length=most) for c in ("user", "friends")
+    ]  # fmt: skip
+    follows = {"users": fr.VocabularyConfig(v, [config], read)}
+    tables = fr.dynamic_tables(fr.init(daily.KEY, [config]), follows, key=daily.KEY)
+    apart = lambda ids: [ids.permute(["user"]), ids.permute(["friends"])] if shape == "two batches" else [ids]
+    loss = lambda p, each: sum(
+        fr.lookup(p.tables, x, [f for f in read if f.key in x.keys]).values.square().sum() for x in each
+    )
+    step = fr.logged(fr.train_step(loss, sparse=fr.optim.sgd(0.1)), steps=6, rows=128)
+    run = step.init(fr.Params(tables, {}))
+    given = [apart(fr.dedup_bags(b.ids) if shape == "shared bags" else b.ids) for b in daily.batches(3, 6, 60)]
+    before = [fr.copy(run.state)]
+    for each in given:
+        run, _ = step(run, each)
+        before.append(fr.copy(run.state))
+    for k in range(7):
+        same(fr.rewind(run, k).state, before[6 - k])
+        same(fr.apply_delta(before[6 - k].tables, fr.delta(run, 6 - k)), run.state.tables)
+    was, now = (x.tables.vocabularies["users"] for x in before[5:7])
+    changed = (was.entries != now.entries).any(1).nonzero()[:, 0]
+    assert torch.equal(fr.delta(run, 5).vocabularies["users"].rows, changed)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_come_back(dtype):
     """Tables of f64 and bf16 are undone bit for bit."""
