@@ -8,7 +8,7 @@ A table [rows, 32] with row-wise Adagrad, its store in a file (132 bytes a row);
 by a Zipf law (exponent 1.05) over shuffled rows; two dense layers. Both steps are compiled and donated. Steps take
 turns; times are medians of wall clock; torch has one thread, and reading ahead another. "dropped": the page cache holds
 nothing of the file at the first measured step of a round. Hit rates are shares of distinct ids a batch: of the cache,
-of a list of the least recently used ids, and of Belady's rule, which knows the future.
+that looks 16 batches ahead, of a list of the least recently used ids, and of Belady's rule, which knows the future.
 """
 
 import argparse
@@ -29,6 +29,7 @@ import funcrec as fr
 
 DIM, BAGS, IDS, EXPONENT = 32, 1024, 8, 1.05
 SHARES = (0.01, 0.05, 0.1, 0.25)
+LOOK_AHEAD = 16  # batches
 READ = [fr.FeatureConfig("user", table="user", pooling="mean")]
 
 
@@ -120,12 +121,13 @@ def drop_caches(*paths: Path) -> None:
 class Cached:
     """Training with some rows in memory; the store is in a file."""
 
-    def __init__(self, folder: Path, rows: int, capacity: int, depth: int):
+    def __init__(self, folder: Path, rows: int, capacity: int, depth: int, look_ahead: int = 0):
         sparse, config = fr.optim.rowwise_adagrad(0.05), fr.TableConfig("user", rows, DIM)
-        self.path = folder / f"{capacity}-{depth}"
+        self.path = folder / f"{capacity}-{depth}-{look_ahead}"
         self.store = fr.table_store([config], sparse, key=fr.key(0), path=self.path, durable=False)
         tables = fr.cached_tables({}, {"users": fr.CacheConfig(self.store, capacity, READ)})
-        self.step = fr.cached_step(steps_of(sparse), {"users": self.store}, depth=max(depth, 1))
+        how = {"depth": max(depth, 1), "look_ahead": look_ahead}
+        self.step = fr.cached_step(steps_of(sparse), {"users": self.store}, **how)
         self.state, self.depth, self.counts = self.step.init(fr.Params(tables, model_of())), depth, []
 
     def seconds(self, batches: list[fr.Batch]) -> list[float]:
@@ -176,6 +178,7 @@ def measured(rows: int, warm: int, rounds: int, each: int) -> None:
         for share in SHARES:
             for depth in (0, 2):
                 cases[f"{share:.0%}, depth {depth}"] = Cached(Path(folder), rows, int(share * rows), depth)
+            cases[f"{share:.0%}, looks ahead"] = Cached(Path(folder), rows, int(share * rows), 2, LOOK_AHEAD)
         for case in cases.values():
             case.seconds(batches[:warm])
         times = {n: [] for n in cases}
@@ -191,7 +194,8 @@ def measured(rows: int, warm: int, rounds: int, each: int) -> None:
         for share in SHARES:
             capacity = int(share * rows)
             own = cases[f"{share:.0%}, depth 0"].hit_rate(warm)
-            found[f"{share:.0%}"] = {"cache": own, **rates(ids, capacity, warm)}
+            ahead = cases[f"{share:.0%}, looks ahead"].hit_rate(warm)
+            found[f"{share:.0%}"] = {"cache": own, "looks ahead": ahead, **rates(ids, capacity, warm)}
     ms = lambda x: {n: round(statistics.median(t) * 1e3, 3) for n, t in x.items()}
     figures = {"case": "cached", "shape": {"rows": rows, "dim": DIM, "bags": BAGS, "ids": IDS, "zipf": EXPONENT}}
     record(

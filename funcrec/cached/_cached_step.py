@@ -20,6 +20,7 @@ from funcrec.cached._checks import (
     batch_problems,
     level_problems,
     owner_problems,
+    policy_problems,
     sample_problems,
     sparse_problems,
     state_problems,
@@ -29,12 +30,13 @@ from funcrec.cached._checks import (
     tracked_problems,
 )
 from funcrec.cached._fetched import Fetched, Waiting, entered, exchanged, fetched
+from funcrec.cached._look_ahead import keeping, windowed
 from funcrec.cached._place import CALL, Place, dynamic_of, entered_on_ranks, joined_ids, own_ids, records_at, seen_after
 from funcrec.cached._rows_read import ids_in, rows_read
 from funcrec.cached._table_store import TableStore
 from funcrec.cached._whole_tables import whole_tables
 from funcrec.compile import jit
-from funcrec.core import Count, check, map_tensors, replace, typed
+from funcrec.core import Count, Size, check, map_tensors, replace, typed
 from funcrec.data import prefetch
 from funcrec.jagged import JaggedTensor
 from funcrec.kinds import Choice, DynamicTables, settle
@@ -47,7 +49,9 @@ SAMPLE = 1024  # rows that a rollback compares with the store
 
 
 @typed
-def cached_step(step: Callable, stores: Mapping[str, TableStore], *, depth: Count = 1) -> "CachedStep":
+def cached_step(
+    step: Callable, stores: Mapping[str, TableStore], *, depth: Count = 1, look_ahead: Size = 0
+) -> "CachedStep":
     """Return a step that trains `cached_tables`: (state, batch) -> (state, metrics).
 
     Rows that the batch reads are brought into memory, and rows that leave are written to their stores. Then `step`
@@ -58,6 +62,8 @@ def cached_step(step: Callable, stores: Mapping[str, TableStore], *, depth: Coun
         its plan places the rows in memory, and each rank has a part of every store.
       stores: {name of the cache: its store}, as in `cached_tables`.
       depth: how many batches `ahead` reads before they are taken.
+      look_ahead: how many more batches `ahead` takes before, to keep the rows that they read: Belady's rule. It raises
+        the hit rate, and costs a search of all their ids in each step. The caches' policy must be "lru".
 
     Returns:
       A step `cached`: `cached(state, batch)`; `cached.init(params)`. metrics["vocabularies"] has for each cache the
@@ -111,14 +117,14 @@ def cached_step(step: Callable, stores: Mapping[str, TableStore], *, depth: Coun
     check(CALL, step_problems(step))
     check(CALL, store_problems(stores, place_of(step)))
     check(CALL, sparse_problems(update_of(step).recipe.sparse, stores))
-    return CachedStep(step, dict(stores), depth)
+    return CachedStep(step, dict(stores), depth, look_ahead)
 
 
 class CachedStep:
     """The result of `cached_step`."""
 
-    def __init__(self, step: Callable, stores: dict[str, TableStore], depth: int):
-        self.step, self.stores, self.depth = step, stores, depth
+    def __init__(self, step: Callable, stores: dict[str, TableStore], depth: int, look_ahead: int):
+        self.step, self.stores, self.depth, self.look_ahead = step, stores, depth, look_ahead
         self.place = place_of(step)
         own = entered if self.place.mesh is None else functools.partial(entered_on_ranks, self.place)
         self.enter = jit(own, donate=("state",)) if getattr(step, "donate", ()) else own
@@ -165,20 +171,24 @@ class CachedStep:
 
         state: that of the first step; each following step takes the state of the step before.
         """
-        self._checked(state)
+        self._checked(state, lambda: check(CALL, policy_problems(state.tables, self.look_ahead)))
         self.waiting = waiting = {}
-        dynamic, device = dynamic_of(state.tables), state.step.device
+        dynamic, place = dynamic_of(state.tables), self.place
         fetch = self._fetcher(dynamic, waiting)
-        if self.place.ranks.size > 1:
-            return read_ahead(self.place, dynamic, fetch, batches, self.depth, device)
-        return prefetch((fetch(x, own_ids(self.place, dynamic, x)) for x in batches), depth=self.depth)
+        if place.ranks.size > 1:
+            pairs = windowed(ids_of_ranks(place, dynamic, batches, state.step.device), self.look_ahead)
+            return read_ahead(place, fetch, pairs, self.depth)
+        pairs = windowed(((x, own_ids(place, dynamic, x)) for x in batches), self.look_ahead)
+        return prefetch((fetch(*pair, later) for pair, later in pairs), depth=self.depth)
 
-    def _fetcher(self, dynamic: DynamicTables, waiting: Waiting) -> Callable[[Any, Any], Fetched]:
-        """Return a function (batch, ids) -> Fetched, for calls in the order of the steps."""
+    def _fetcher(self, dynamic: DynamicTables, waiting: Waiting) -> Callable[..., Fetched]:
+        """Return a function (batch, ids, [(batch, ids) of later steps]) -> Fetched, for calls in the order of the
+        steps."""
         leaving, held = functools.partial(self._leave, waiting), map_tensors(Tensor.clone, dynamic.vocabularies)
 
-        def fetch(batch: Any, ids: Mapping[str, JaggedTensor]) -> Fetched:
-            one = fetched(replace(dynamic, vocabularies=dict(held)), self.stores, batch, ids, leaving)
+        def fetch(batch: Any, ids: Mapping[str, JaggedTensor], later: Sequence[tuple]) -> Fetched:
+            kept = {n: keeping(v, [x[n] for _, x in later]) for n, v in held.items()}
+            one = fetched(replace(dynamic, vocabularies=kept), self.stores, batch, ids, leaving)
             with self.lock:
                 waiting[number_of(one)] = {n: x.old_ids for n, x in one.caches.items()}
             held.update({n: settle(held[n], x.choice) for n, x in one.caches.items()})
@@ -298,11 +308,18 @@ class CachedStep:
         return f"<funcrec.cached_step of {self.step!r}, {', '.join(self.stores)}>"
 
 
-def read_ahead(
-    place: Place, dynamic: DynamicTables, fetch: Callable, batches: Iterable, depth: int, device: torch.device
-) -> Iterator[Fetched]:
-    """Yield what fetch(batch, ids of all ranks) returns. A thread calls it, and this one exchanges the ids: ranks send
-    in one order."""
+def ids_of_ranks(
+    place: Place, dynamic: DynamicTables, batches: Iterable, device: torch.device
+) -> Iterator[tuple[Any, dict[str, JaggedTensor]]]:
+    """Yield (batch, ids of all ranks' batches)."""
+    for batch in batches:
+        of_ranks = place.together("read its batch", functools.partial(own_ids, place, dynamic, batch))
+        yield batch, joined_ids(place, of_ranks, device)
+
+
+def read_ahead(place: Place, fetch: Callable, pairs: Iterable[tuple], depth: int) -> Iterator[Fetched]:
+    """Yield what fetch(batch, ids, later) returns. A thread calls it, and this one exchanges the ids: ranks send in one
+    order."""
     with ThreadPoolExecutor(1) as thread:
         begun: deque[Future] = deque()
 
@@ -311,9 +328,8 @@ def read_ahead(
             place.together("read its store", lambda: found.append(begun.popleft().result()))
             return found[0]
 
-        for batch in batches:
-            of_ranks = place.together("read its batch", functools.partial(own_ids, place, dynamic, batch))
-            begun.append(thread.submit(fetch, batch, joined_ids(place, of_ranks, device)))
+        for pair, later in pairs:
+            begun.append(thread.submit(fetch, *pair, later))
             if len(begun) > depth:
                 yield done()
         while begun:

@@ -95,6 +95,14 @@ def state_problems(state: Any, stores: Mapping[str, TableStore], place: Place) -
                 yield Problem("another step trained `state`.", got, need, "cached(state, batch) alone")
 
 
+def policy_problems(tables: Any, look_ahead: int) -> Iterator[Problem]:
+    """Report caches with a policy of their own, which `look_ahead` would replace."""
+    for name, own in dynamic_of(tables).vocabularies.items():
+        if look_ahead and own.policy != "lru":
+            got, need = f"policy={own.policy!r}, look_ahead={look_ahead}", 'policy="lru"'
+            yield Problem(f"cache {name!r} has a policy besides `look_ahead`.", got, need, "look_ahead=0")
+
+
 def sample_problems(name: str, store: TableStore, ids: Tensor, records: Tensor) -> Iterator[Problem]:
     """Report a store whose records differ from the rows in memory: it was committed with another state."""
     own = store.has(ids)

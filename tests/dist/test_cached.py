@@ -66,7 +66,7 @@ def test_a_state_goes_on_by_another_plan():
 def on_ranks(kind, folder, sizes):
     """Train on real ranks, stop, go on from the saved state, and return what every rank has."""
     mesh = fr.Mesh.distributed(**sizes)
-    both, batches = Both(mesh=mesh, plan=plan_of(kind), path=f"{folder}/rows", depth=2), batches_of(8, 6)
+    both, batches = Both(mesh=mesh, plan=plan_of(kind), path=f"{folder}/rows", depth=2, look_ahead=1), batches_of(8, 6)
     first = train(both, batches[:3])
     both.cached.commit(both.state)
     fr.save(f"{folder}/state", both.state)

@@ -63,7 +63,16 @@ class Both:
     """
 
     def __init__(
-        self, name="adam", dtype=torch.float32, policy="lru", depth=1, jitted=False, path=None, mesh=None, plan=None
+        self,
+        name="adam",
+        dtype=torch.float32,
+        policy="lru",
+        depth=1,
+        jitted=False,
+        path=None,
+        mesh=None,
+        plan=None,
+        look_ahead=0,
     ):
         sparse, self.configs, self.mesh = OPTIMIZERS[name], configs_of(dtype), mesh
         tables = fr.init(KEY, self.configs)
@@ -75,7 +84,9 @@ class Both:
         self.store = fr.table_store(self.configs[:2], sparse, key=KEY, path=path, durable=False, mesh=mesh)
         config = fr.CacheConfig(self.store, CAPACITY, FEATURES[:2], policy)
         self.first = fr.cached_tables({"item": tables["item"].clone()}, {"users": config})
-        self.cached = fr.cached_step(wrap(fr.train_step(loss_fn, **how)), {"users": self.store}, depth=depth)
+        self.cached = fr.cached_step(
+            wrap(fr.train_step(loss_fn, **how)), {"users": self.store}, depth=depth, look_ahead=look_ahead
+        )
         self.state = self.cached.init(fr.Params(self.first, torch.ones((), dtype=torch.float64)))
 
     def records(self):

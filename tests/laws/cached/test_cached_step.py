@@ -25,12 +25,13 @@ from funcrec.testing import assert_trees_close
     policy=st.sampled_from(["lru", rare]),
     depth=st.sampled_from([None, 1, 3]),
     is_file=st.booleans(),
+    look_ahead=st.sampled_from([0, 0, 2, 9]),
 )
-def test_a_cache_changes_no_bit(tmp_path_factory, seed, name, dtype, policy, depth, is_file):
+def test_a_cache_changes_no_bit(tmp_path_factory, seed, name, dtype, policy, depth, is_file, look_ahead):
     """Training with 128 rows in memory, the others in a store, gives the losses, rows and slots of training with whole
     tables, bit for bit, whatever the optimizer, the dtype, the policy, the store and the depth of reading ahead."""
     path = tmp_path_factory.mktemp("store") / "rows" if is_file else None
-    both = Both(name, dtype, policy, depth or 1, path=path)
+    both = Both(name, dtype, policy, depth or 1, path=path, look_ahead=look_ahead if policy == "lru" else 0)
     batches = batches_of(seed, 7)
     seen = batches if depth is None else both.cached.ahead(both.state, batches)
     for batch, one in zip(batches, seen, strict=True):
@@ -72,6 +73,33 @@ def test_rows_that_leave_before_they_are_read_are_read_late():
         assert torch.equal(got["loss"], want["loss"])
     assert late > 100
     both.check_all()
+
+
+def belady(steps, capacity):
+    """Return for each step how many of its ids are in memory, if the ids leave that are used last again, or never."""
+    held, hits = set(), []
+    after = lambda i, k: next((j for j in range(k + 1, len(steps)) if i in steps[j]), len(steps))
+    for k, ids in enumerate(steps):
+        hits.append(len(held & ids))
+        free = sorted(held - ids, key=lambda i: -after(i, k))
+        held = (held | ids) - set(free[: max(0, len(held | ids) - capacity)])
+    return hits
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_looking_ahead_over_all_batches_is_beladys_rule(depth):
+    """With all batches known, the hits of a cache of one bucket are those of Belady's rule, and more than those of the
+    rule that knows none."""
+    batches, of_rules = batches_of(7, 12), []
+    steps = [set(b.ids["user"].values[: int(b.ids["user"].offsets[-1])].tolist()) for b in batches]
+    for look_ahead in (12, 0):
+        both = Both("sgd", depth=depth, look_ahead=look_ahead)
+        run = both.cached.run(both.state, batches)
+        of_rules.append([int(metrics["vocabularies"]["users"]["hits"]) for _, metrics in run])
+    assert of_rules[0] == belady(steps, CAPACITY) and sum(of_rules[0]) > sum(of_rules[1])
+    with pytest.raises(ValueError, match="has a policy besides `look_ahead`"):
+        both = Both(policy=rare, look_ahead=2)
+        both.cached.ahead(both.state, batches)
 
 
 def test_evaluation_reads_memory_and_stores_and_changes_neither():
