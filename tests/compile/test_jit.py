@@ -73,14 +73,25 @@ PURE = {
 }
 
 
-@pytest.mark.parametrize("fn", PURE.values(), ids=PURE.keys())
-def test_donated_equals_undonated_equals_eager(fn):
-    """jit(f, donate=...)(s) == jit(f)(s) == f(s), however outputs and donated leaves share memory."""
-    expected = copy.deepcopy(fn(state()))
-    given = state()
+def assert_pure(fn, make):
+    """Check jit(f, donate=...)(s) == jit(f)(s) == f(s)."""
+    expected = copy.deepcopy(fn(make()))
+    given = make()
     assert_trees_close(fr.jit(fn)(given), expected)
-    assert_trees_close(given, state())
+    assert_trees_close(given, make())
     assert_trees_close(fr.jit(fn, donate=("s",))(given), expected)
+
+
+@pytest.mark.parametrize("fn", PURE.values(), ids=PURE.keys())
+def test_donated_equals_undonated_equals_eager(fn, interpreted):
+    """jit(f, donate=...)(s) == jit(f)(s) == f(s), however outputs and donated leaves share memory, for staged
+    graphs."""
+    assert_pure(fn, state)
+
+
+def test_compiled_donated_equals_undonated_equals_eager():
+    """The law above for compiled code, of all functions in one program."""
+    assert_pure(lambda s: {n: fn(s[n]) for n, fn in PURE.items()}, lambda: {n: state() for n in PURE})
 
 
 def test_leaves_that_change_places_are_updated_in_place():
@@ -198,17 +209,18 @@ def test_one_tensor_in_two_places_is_two_arguments():
     assert float(subtract(x, y)) == -9
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.int32])
-@pytest.mark.parametrize("shape", [(), (1,), (3,)])
-def test_donated_counters_count(dtype, shape):
+def test_donated_counters_count():
     """A donated counter of any dtype counts every call, even when other leaves are computed from the counter."""
-    step = fr.jit(lambda s: {"t": s["t"] + 1, "w": s["w"] + (s["t"].sum() + 1).float()}, donate=("s",))
-    given = {"t": torch.zeros(shape, dtype=dtype), "w": torch.zeros(5)}
+    of_one = lambda s: {"t": s["t"] + 1, "w": s["w"] + (s["t"].sum() + 1).float()}
+    step = fr.jit(lambda s: {n: of_one(own) for n, own in s.items()}, donate=("s",))
+    dtypes = (torch.float64, torch.float32, torch.int64, torch.int32)
+    counters = {f"{d} {shape}": torch.zeros(shape, dtype=d) for d in dtypes for shape in ((), (1,), (3,))}
+    given = {n: {"t": t.clone(), "w": torch.zeros(5)} for n, t in counters.items()}
     for _ in range(3):
         given = step(given)
-    size = max(given["t"].numel(), 1)
-    assert_trees_close(given["t"], torch.full(shape, 3, dtype=dtype))
-    assert_trees_close(given["w"], torch.full((5,), 3.0 + 3 * size))
+    for n, t in counters.items():
+        assert_trees_close(given[n]["t"], t + 3)
+        assert_trees_close(given[n]["w"], torch.full((5,), 3.0 + 3 * t.numel()))
 
 
 def test_rows_of_donated_leaves_are_written_in_place():
@@ -242,7 +254,7 @@ def test_second_call_compiles_nothing(no_recompile):
         assert_trees_close(step(state(), torch.ones(4)), {"w": torch.arange(4.0) + 2, "t": torch.zeros(4)})
 
 
-def test_new_shapes_compile_anew():
+def test_new_shapes_compile_anew(interpreted):
     """Each shape has its own code. A large number of shapes raises no error."""
     double = fr.jit(lambda x: x * 2)
     for n in range(1, 13):

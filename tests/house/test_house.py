@@ -74,7 +74,11 @@ def name_of(path):
 FILES = {name_of(p): p for folder in (PACKAGE, KERNELS) for p in sorted(folder.rglob("*.py"))}
 MODULES = {n: p for n, p in FILES.items() if n != "__init__"}
 TEXTS = {n: p.read_text() for n, p in FILES.items()}
-TREES = {n: ast.parse(text) for n, text in TEXTS.items()}
+
+
+@functools.cache
+def tree_of(name):
+    return ast.parse(TEXTS[name])
 
 
 def of_each(things):
@@ -119,7 +123,7 @@ def imports(node, *, lazy):
 
 @functools.cache
 def found_imports(name, lazy):
-    return list(imports(TREES[name], lazy=lazy))
+    return list(imports(tree_of(name), lazy=lazy))
 
 
 def imported(name):
@@ -181,7 +185,7 @@ def test_faces_export_what_others_import():
     public = {what for module, what in imported("__init__") if not module}
     used = {(module, what) for name in FILES for module, what in imported(name) if folder_of(module) != folder_of(name)}
     for folder in set(FLOORS) - public - {"kernels", "testing", "examples", "guide", "__main__"}:
-        exported = {a.asname for n in TREES[folder].body if isinstance(n, ast.ImportFrom) for a in n.names}
+        exported = {a.asname for n in tree_of(folder).body if isinstance(n, ast.ImportFrom) for a in n.names}
         face = {"publish", "Later", "module_later", "version"}  # asked for as `_core.publish`
         named = {"Axis", "Block", "Sent", "Transport"}  # fields of public values: `help` calls them by their folder
         spare = {n for n in exported if (folder, n) not in used} - face - named
@@ -197,7 +201,7 @@ def test_imports_have_no_cycle():
 @of_each(MODULES)
 def test_a_module_says_what_it_is_for(name):
     """A module has a docstring."""
-    assert ast.get_docstring(TREES[name])
+    assert ast.get_docstring(tree_of(name))
 
 
 @of_each(MODULES)
@@ -218,7 +222,7 @@ def test_torchs_private_levels_are_asked_in_one_place(name):
     if "_functorch" not in TEXTS[name]:
         return
     named = [f"{m}.{what}" for m, what in found_imports(name, True)]
-    named += [ast.unparse(node) for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)]
+    named += [ast.unparse(node) for node in ast.walk(tree_of(name)) if isinstance(node, ast.Attribute)]
     found = [x for x in named if re.match(r"torch\.(_C\.)?_functorch\b", x)]
     assert not found or name in ("core._levels", "kernels.tracked")
 
@@ -232,7 +236,7 @@ def test_files_are_short(name):
 @of_each(FILES)
 def test_functions_are_short(name):
     """No function is longer than 60 lines, without its docstring."""
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             documented = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
             doc = node.body[0].end_lineno - node.body[0].lineno + 1 if documented else 0
@@ -249,7 +253,7 @@ def test_sections_of_docstrings_have_a_line_for_their_name(name):
 @of_each(FILES)
 def test_there_are_no_class_hierarchies(name):
     """A class has no base except those of records, protocols, enumerations, errors and differentiable functions."""
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.ClassDef):
             bases = {ast.unparse(b).split("[")[0].split(".")[-1] for b in node.bases}
             bad = {b for b in bases if b not in BASES and not b.endswith("Error") and SUBCLASSES.get(node.name) != b}
@@ -276,7 +280,7 @@ def test_checkers_need_no_hypothesis():
 
 def public_names():
     """What `funcrec/__init__.py` exports, as X as X."""
-    nodes = [n for n in TREES["__init__"].body if isinstance(n, ast.ImportFrom)]
+    nodes = [n for n in tree_of("__init__").body if isinstance(n, ast.ImportFrom)]
     return sorted({alias.asname for n in nodes for alias in n.names})
 
 
@@ -299,7 +303,7 @@ def test_public_names_are_in_the_readme():
 
 def test_exports_are_explicit():
     """Each public name is exported as `X as X`, and none begins with an underscore."""
-    for node in TREES["__init__"].body:
+    for node in tree_of("__init__").body:
         if isinstance(node, ast.ImportFrom):
             assert all(a.asname == a.name and not a.name.startswith("_") for a in node.names)
 
@@ -328,7 +332,7 @@ def test_errors_have_one_word_for_no(name):
     """An error says "is not a name", never "is no name"."""
     if not re.search(NO, re.sub(r'"\s+f?"', "", TEXTS[name])):  # strings on two lines are one
         return
-    spoken = ast.walk(TREES[name])
+    spoken = ast.walk(tree_of(name))
     texts = [ast.unparse(n) for n in spoken if isinstance(n, ast.Call | ast.Assign | ast.Raise)]
     assert [t[:200] for t in texts if re.search(NO, t)] == []
 

@@ -135,7 +135,8 @@ EVERY = {**MODES, **JITTED}
 
 
 def outcome(s: Callable, mode: str, needs: dict, smooth: Callable, rtol: float = 0.0) -> str:
-    """Return RIGHT, RAISED, or the two numbers. smooth: the function from which the differences are computed."""
+    """Return RIGHT, RAISED, or the two numbers. smooth: the function from which the differences are computed. needs
+    keeps the differences, and the size of s at 0, for the next mode."""
     derivative, difference = EVERY[mode]
     try:
         got = derivative(s)
@@ -143,12 +144,18 @@ def outcome(s: Callable, mode: str, needs: dict, smooth: Callable, rtol: float =
         return f"{RAISED}: {type(error).__name__} {str(error)[:400]}"
     if difference not in needs:
         needs[difference] = difference(smooth)
-    return compared(got.detach(), needs[difference], smooth, mode, rtol)
+    if "size" not in needs:
+        needs["size"] = size_of(smooth)
+    return compared(got.detach(), needs[difference], needs["size"], mode, rtol)
 
 
-def compared(got: Tensor, need: Tensor, s: Callable, mode: str, rtol: float = 0.0) -> str:
-    """Return RIGHT, or the two numbers if they differ by more than the error of the differences."""
-    size = max(1.0, float(s(ZERO).detach().abs()))
+def size_of(s: Callable) -> float:
+    return max(1.0, float(s(ZERO).detach().abs()))
+
+
+def compared(got: Tensor, need: Tensor, size: float, mode: str, rtol: float = 0.0) -> str:
+    """Return RIGHT, or the two numbers if they differ by more than the error of the differences of an s of this
+    size."""
     tolerance = (rtol or (RTOL2 if mode in SECOND else RTOL)) * (size + float(need.abs()))
     return RIGHT if bool((got - need).abs() <= tolerance) else f"got {float(got):.8g}, difference {float(need):.8g}"
 

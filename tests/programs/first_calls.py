@@ -1,9 +1,9 @@
 """Interrupt a first fr.jit or fr.export by a signal when torch begins to import a module, then call again.
 
-    PYTHONPATH=tests python -m programs.first_calls jit|export NUMBER [main]
+    PYTHONPATH=tests python -m programs.first_calls jit|export NUMBER
 
-NUMBER: which import gets the signal, counted from the call on. main: count only imports by the main thread. The program
-prints JSON: whether a signal came, what the first call raised, and the result of the first call, or else of the second.
+NUMBER: which import gets the signal, counted from the call on. The program prints JSON: whether a signal came, what the
+first call raised, the result of the first call, or else of the second, and what the main thread imported in both.
 """
 
 import json
@@ -47,15 +47,20 @@ def export() -> list[float]:
 
 
 class Interrupter:
-    """An import finder that finds no module, and sends a signal at the chosen import."""
+    """An import finder that finds no module, sends a signal at the chosen import, and notes what the main thread
+    imports."""
 
-    def __init__(self, number: int, is_main_alone: bool):
-        self.left, self.is_main_alone, self.sent = number, is_main_alone, ""
+    def __init__(self, number: int):
+        self.left, self.sent, self.by_main = number, "", []
         self.handled = threading.Event()
 
     def find_spec(self, name, path=None, target=None):
         on_main = threading.current_thread() is threading.main_thread()
-        if self.sent or name.startswith(OURS) or (self.is_main_alone and not on_main):
+        if name.startswith(OURS):
+            return
+        if on_main:
+            self.by_main.append(name)
+        if self.sent:
             return
         self.left -= 1
         if self.left == 0:
@@ -70,7 +75,7 @@ class Interrupter:
 
 
 def main() -> None:
-    call, interrupter = {"jit": jit, "export": export}[sys.argv[1]], Interrupter(int(sys.argv[2]), "main" in sys.argv)
+    call, interrupter = {"jit": jit, "export": export}[sys.argv[1]], Interrupter(int(sys.argv[2]))
     signal.signal(signal.SIGALRM, interrupter.handle)
     sys.meta_path.insert(0, interrupter)
     said, given = "", None
@@ -78,8 +83,9 @@ def main() -> None:
         given = call()
     except BaseException as error:
         said = "".join([repr(error), *getattr(error, "__notes__", ())])
+    then = call() if said else given
     sys.meta_path.remove(interrupter)
-    print(json.dumps({"sent": interrupter.sent, "said": said, "then": call() if said else given}))
+    print(json.dumps({"sent": interrupter.sent, "said": said, "then": then, "by_main": interrupter.by_main}))
 
 
 if __name__ == "__main__":

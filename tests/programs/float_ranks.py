@@ -307,5 +307,7 @@ def outcomes(name: str, modes: tuple[str, ...], compiled: bool = False) -> dict[
         if key not in needs:
             needs[key] = need_of(smooth)
         got = over_ranks(got) if added else got
-        found["x", mode] = differences.compared(got, needs[key], smooth, mode, case.rtol)
+        if "size" not in needs:
+            needs["size"] = differences.size_of(smooth)
+        found["x", mode] = differences.compared(got, needs[key], needs["size"], mode, case.rtol)
     return found

@@ -24,24 +24,24 @@ LR = number(0.1)
 UPDATED = {"table": TABLE, "grads": GRADS, "lr": LR}
 
 
-def updated(optimizer, table, grads, slot=None, **how):
+def updated(optimizer, table, grads, slot=None, names="tu", **how):
     """Return the results of two updates, the first with repeated rows. slot: a number added to every slot that has more
-    than one element."""
-    tables = {"t": table, "u": table[:, :2] * 1.0}
+    than one element. names: of the tables."""
+    tables = {n: x for n, x in {"t": table, "u": table[:, :2] * 1.0}.items() if n in names}
     slots = optimizer.init(tables)
     if slot is not None:
         slots = {
             n: {k: s + slot.square() if s.is_floating_point() else s for k, s in own.items()}
             for n, own in slots.items()
         }
-    g = {"t": row_grads(grads), "u": row_grads(grads[:, :2])}
+    g = {n: row_grads(x) for n, x in {"t": grads, "u": grads[:, :2]}.items() if n in names}
     tables, slots = optimizer.update(g, slots, tables, 0, **how)
     return optimizer.update({n: x.scale(0.7) for n, x in g.items()}, slots, tables, 1, **how)
 
 
-def of_rule(name, table, grads, lr, slot, implementation=None, **numbers):
+def of_rule(name, table, grads, lr, slot, implementation=None, names="tu", **numbers):
     optimizer = getattr(fr.optim, name)(lr=lr, **{**RULES[name], **numbers})
-    return updated(optimizer, table, grads, slot, implementation=implementation)
+    return updated(optimizer, table, grads, slot, names, implementation=implementation)
 
 
 def numbers_of(name):
@@ -81,7 +81,7 @@ def of_rows() -> list[Case]:
     slot, small = {"slot": number(0.6)}, {"inner": draw("inner", (4,)), "outer": draw("outer", (4,))}
     # without "reference", kernels would be compiled for each rule: see `test_generated`
     as_tensor = {"implementation": "reference"}
-    of_numbers = lambda n: functools.partial(of_rule, n, TABLE, GRADS, LR, number(0.6), **as_tensor)
+    of_numbers = lambda n: functools.partial(of_rule, n, TABLE, GRADS, LR, number(0.6), names="t", **as_tensor)
     return [
         *(Case(f"optim.{n}", functools.partial(of_rule, n), {**UPDATED, **slot}) for n in RULES),
         *(Case(f"optim.{n}", of_numbers(n), numbers_of(n)) for n in RULES if numbers_of(n)),
