@@ -124,10 +124,10 @@ def delta(
 
 
 def slots_of(own: Touched, state: TrainState, since: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, rows that changed, i64[M]) of the entries and sketches of vocabularies."""
+    """Yield (name, rows that changed, i64[M]) of the entries and sketches of vocabularies, which all ranks have."""
     for (n, num_rows, _), start in zip(own.tables, own.starts, strict=False):
         if n in id_rows(state.tables):
-            yield n, (own.last[start : start + num_rows] > since).nonzero()[:, 0]
+            yield n, (own.last[start : start + num_rows] > since).nonzero()[:, 0]  # the first rank's come first
 
 
 def parts_of(own: Touched, state: TrainState, since: int, mesh: Mesh | None) -> Iterator[tuple[str, ChangedRows]]:

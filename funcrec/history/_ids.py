@@ -14,7 +14,9 @@ from torch import Tensor
 from funcrec.core import Problem, pytree, replace
 from funcrec.kernels.vocabulary import SLOTS
 from funcrec.kinds import DynamicTables, NewRows, Vocabulary, changed_slots, stored_problems
-from funcrec.train import TrainState, dynamic_problems
+from funcrec.sharding import in_banks
+from funcrec.tables import layout_in
+from funcrec.train import TrainState
 
 Rows = Mapping[str, Mapping[str, Tensor]]  # {table: {"": its rows, slot: rows}}
 
@@ -45,8 +47,15 @@ class ChangedIds:
         return replace(v, tags=tags, entries=entries, now=self.now, sketch=sketch)
 
 
+def dynamic_in(tables: Any) -> DynamicTables | None:
+    """Return the tables with vocabularies, or None. On a mesh they have no rows, and every rank has all the rest."""
+    found = tables if layout_in(tables) is None else tables.rest
+    return found if isinstance(found, DynamicTables) else None
+
+
 def vocabularies_in(tables: Any) -> dict[str, Vocabulary]:
-    return tables.vocabularies if isinstance(tables, DynamicTables) else {}
+    found = dynamic_in(tables)
+    return {} if found is None else found.vocabularies
 
 
 def entries_of(vocabulary: str) -> str:
@@ -70,35 +79,35 @@ def id_rows(tables: Any) -> dict[str, dict[str, Tensor]]:
 
 def with_id_rows(tables: Any, rows: Rows, nows: Mapping[str, Tensor]) -> Any:
     """Return the tables with the rows of their vocabularies, and with the numbers of their last steps."""
-    own = vocabularies_in(tables)
-    if not own:
+    found, made = dynamic_in(tables), {}
+    if found is None:
         return tables
-    made = {}
-    for n, v in own.items():
+    for n, v in found.vocabularies.items():
         sketch = None if v.sketch is None else rows[sketch_of(n)][""].view(-1)
         at = rows[entries_of(n)]
         made[n] = replace(v, tags=at["tags"], entries=at[""], now=nows[n], sketch=sketch)
-    return replace(tables, vocabularies=made)
+    found = replace(found, vocabularies=made)
+    return found if layout_in(tables) is None else replace(tables, rest=found)
 
 
 def ids_named(tables: Any, new: NewRows) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return ({vocabulary's name in the log: the rows that a step changes}, {table: its new rows}), -1 for none.
+    """Return ({vocabulary's name in the log: the rows that a step changes}, {table or bank: its new rows}).
 
-    new: what the step drew."""
-    own, of_table = vocabularies_in(tables), {x[0]: x[1] for x in tables.first}
-    changed = {}
+    Places without a row have -1. new: what the step drew."""
+    own, changed = vocabularies_in(tables), {}
     for (n, v), (rows, buckets) in zip(own.items(), changed_slots(list(own.values()), new.seen), strict=True):
         changed[entries_of(n)] = rows
         if v.sketch is not None:
             changed[sketch_of(n)] = buckets
-    return changed, {t: new.used(list(own).index(v)) for t, v in of_table.items()}
+    drawn = {x[0]: new.used(list(own).index(x[1])) for x in dynamic_in(tables).first}
+    return changed, drawn if layout_in(tables) is None else in_banks(tables, drawn)
 
 
 def followed(tables: Any) -> dict[str, list[str]]:
     """Return {vocabulary's name in the log: the tables that follow it}."""
     out = {}
     for n in vocabularies_in(tables):
-        out[entries_of(n)] = [x[0] for x in tables.first if x[1] == n]
+        out[entries_of(n)] = [x[0] for x in dynamic_in(tables).first if x[1] == n]
         out[sketch_of(n)] = out[entries_of(n)]
     return out
 
@@ -115,8 +124,8 @@ def latest(rows: Tensor, old: list[Tensor], new_rows: Tensor, before: list[Tenso
     old: bits [C, W] after that, of each width; before: bits [P, W]."""
     if not new_rows.shape[0]:
         return old
-    ordered, order = new_rows.sort()
-    at = torch.searchsorted(ordered, rows).clamp(max=new_rows.shape[0] - 1)
+    ordered, order = new_rows.sort()  # a slice under vmap is not contiguous, and its clone is
+    at = torch.searchsorted(ordered, rows.clone()).clamp(max=new_rows.shape[0] - 1)
     is_new = (ordered[at] == rows) & (rows >= 0)
     return [torch.where(is_new[:, None], y[order[at]], x) for x, y in zip(old, before, strict=True)]
 
@@ -126,12 +135,8 @@ def latest(rows: Tensor, old: list[Tensor], new_rows: Tensor, before: list[Tenso
 
 def dynamic_log_problems(state: TrainState, admits: bool) -> Iterator[Problem]:
     """Report vocabularies whose changes the log would not see. admits: whether the step admits ids."""
-    if not isinstance(state.tables, DynamicTables):
-        hint = "a log in one process; fr.copy(state), or fr.save, to go back to"
-        for p in dynamic_problems(state.tables, "a log on a mesh keeps no vocabularies."):
-            yield p._replace(hint=hint)
-    elif not admits:
+    found = dynamic_in(state.tables)
+    if found is not None and not admits:
         what, got = "the step admits no ids, and a log does not see those of `admission`.", "admit=False"
         yield Problem(what, got, "a step that admits the ids of its batch", "fr.train_step(..., admit=True)")
-    else:
-        yield from stored_problems(state.tables)
+    yield from stored_problems(found) if found is not None else ()

@@ -4,6 +4,7 @@ rewind(logged_k+n, n) = logged_k        bit for bit, at the cost of the rows tha
 """
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -106,7 +107,7 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
       ValueError: the plan has replicas.
       KeyError: a table has no entry in `rows`.
       TypeError: the state is differentiated: a log keeps bits, which have no derivative.
-      ValueError: the tables follow vocabularies, and lie on a mesh, or the step has admit=False.
+      ValueError: the tables follow vocabularies, and the step has admit=False.
 
     Law: the states and metrics are those of `step`, bit for bit. The log of tables that follow vocabularies keeps the
       entries of their ids, so `rewind` also brings evicted ids back, and `delta` has the new ids.
@@ -249,11 +250,12 @@ def specs_of(logged: Logged, mesh: Mesh) -> Logged:
 def room_of(state: TrainState, rows: int | Mapping[str, int]) -> dict[str, int]:
     """Return {table or bank: the number of its rows that a step may touch}."""
     of = lambda n: rows[n] if isinstance(rows, Mapping) else rows
-    of_ids = {n: max(map(of, own), default=1) for n, own in followed(state.tables).items()}
     layout = layout_in(state.tables)
+    num_ranks = 1 if layout is None else math.prod(size for _, size in layout.mesh_shape)  # a vocabulary sees all ids
+    of_ids = {n: num_ranks * max(map(of, own), default=1) for n, own in followed(state.tables).items()}
     if layout is None:
         return {n: of(n) for n in state.tables} | of_ids
-    return {b.name: sum(of(s.table) for s in layout.shards if s.bank == i) for i, b in enumerate(layout.banks)}
+    return of_ids | {b.name: sum(of(s.table) for s in layout.shards if s.bank == i) for i, b in enumerate(layout.banks)}
 
 
 def table_names(state: TrainState) -> list[str]:

@@ -16,6 +16,7 @@ from funcrec.sharding._dense_shards import own_dense as own_dense
 from funcrec.sharding._dense_shards import sum_dense as sum_dense
 from funcrec.sharding._dense_shards import whole_leaves as whole_leaves
 from funcrec.sharding._gather_terms import gather_terms as gather_terms
+from funcrec.sharding._renew import in_banks as in_banks
 from funcrec.sharding._renew import renew_banks as renew_banks
 from funcrec.sharding._tables import ShardedTables as ShardedTables
 from funcrec.sharding._tables import gather_tables as gather_tables

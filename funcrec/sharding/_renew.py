@@ -61,6 +61,19 @@ def renew_banks(
     return banks, made
 
 
+def in_banks(tables: ShardedTables, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return {bank: the numbers of rows in this rank's bank, or -1 for rows of other ranks, i64[P]}.
+
+    rows: {table: numbers of its rows, or -1}.
+    """
+    layout, out = tables.layout, {}
+    for n, own in rows.items():
+        for s in (layout.shards[k] for k in layout.shards_of(n)):
+            bank = layout.banks[s.bank]
+            out.setdefault(bank.name, []).append(bank_rows(own, s, bank))
+    return {bank: torch.cat(own) for bank, own in out.items()}
+
+
 def bank_rows(rows: Tensor, shard: Shard, bank: Bank) -> Tensor:
     """Return the numbers of a table's rows in this rank's bank, or -1 for rows of other ranks, i64[P]."""
     each = torch.div(rows.clamp(min=0), shard.part, rounding_mode="floor")

@@ -1,6 +1,5 @@
 """Training: the state, a step, a step on ranks, k steps in one call, and functions that move states between plans."""
 
-from funcrec.train._admission import dynamic_problems as dynamic_problems
 from funcrec.train._first_batch import error_of_loss as error_of_loss
 from funcrec.train._first_batch import trial_of as trial_of
 from funcrec.train._overflow import retry_overflow as retry_overflow

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, PositiveMagnitude, Problem, check, describe, is_wrapped, typed
+from funcrec.core import Count, PositiveMagnitude, Problem, check, describe, is_wrapped, replace, typed
 from funcrec.files import write_folder
 from funcrec.history import ChangedRows, Delta, Logged, delta
+from funcrec.kinds import DynamicTables
 from funcrec.mesh import Mesh, P, pmax, shard_map, unshard
 from funcrec.serve._manifest import MANIFEST
 from funcrec.serve._package import Package
@@ -167,7 +168,7 @@ def publications(there: Folder, record: Any, last: Last | None, mesh: Mesh | Non
     if not is_whole:
         changed = gathered(delta(logged, last.log[0], mesh=mesh), state.tables, mesh)
         if record.is_chief:
-            tables = {} if mesh is not None else state.tables
+            tables = without_rows(state.tables) if mesh is not None else state.tables
             changes = changes_of(CALL, there.manifest, changed.to("cpu"), Params(tables, state.dense).to("cpu"))
             path = there.path / (version + DELTA)
             write_file(CALL, path, there.manifest["digest"], last.version, version, changes)
@@ -202,6 +203,11 @@ def whole(tables: Mapping[str, Tensor]) -> Delta:
     return Delta({n: (part(x),) for n, x in tables.items()}, torch.tensor(0))
 
 
+def without_rows(tables: Any) -> Mapping:
+    """Return what sharded tables have besides their rows."""
+    return tables.rest if isinstance(tables.rest, DynamicTables) else {}
+
+
 def gathered(changed: Delta, tables: Any, mesh: Mesh | None) -> Delta:
     """Return the Delta with the changed rows of all real ranks, each row once, on every rank."""
     if mesh is None or mesh.is_emulated:
@@ -221,7 +227,7 @@ def gathered(changed: Delta, tables: Any, mesh: Mesh | None) -> Delta:
         is_first = (ordered >= 0) & torch.cat([ordered[:1] >= 0, ordered[1:] != ordered[:-1]])
         kept = order[is_first]
         out[s.table].append(ChangedRows(rows[kept], values[kept], s.first, dict(tables.layout.shapes)[s.table]))
-    return Delta({n: tuple(x) for n, x in out.items()}, changed.version)
+    return replace(changed, tables={n: tuple(x) for n, x in out.items()})
 
 
 # -- validators --------------------------------------------------------------------------------------------------

@@ -258,13 +258,6 @@ def test_a_donated_delta_is_written_in_place():
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-def on_mesh():
-    mesh = fr.Mesh.emulated(x=2)
-    plan = fr.Plan(dict.fromkeys(("user", "item"), fr.row_wise("x")) | {"day": fr.replicated()})
-    step = logged(mesh=mesh, plan=plan)
-    step.init(fr.Params(daily.dynamic(users=fr.vocabulary(256), items=fr.vocabulary(256)), torch.ones(())))
-
-
 def of_a_name():
     entry = "vocabularies['users']"
     tables = daily.dynamic(**KINDS["full buckets"])
@@ -291,7 +284,6 @@ def without_rows():
 
 other_users = lambda v: lambda t: dataclasses.replace(t, vocabularies={**t.vocabularies, "users": v})
 REFUSED = {
-    "a mesh": (on_mesh, "a log on a mesh keeps no vocabularies"),
     "admission apart": (lambda: begun(logged(admit=False)), "does not see those of `admission`"),
     "a table's name": (of_a_name, "has the name of a vocabulary's entries"),
     "plain tables": (delta_to(dict), "vocabulary 'users' does not exist"),

@@ -1,0 +1,90 @@
+"""Logs of tables whose ids come and go, on a mesh: ranks undo vocabularies and their own rows, and send new ids."""
+
+import pytest
+import torch
+from programs import daily_ids as daily
+
+import funcrec as fr
+from funcrec.serve.freshness._publish import gathered
+from funcrec.testing import assert_trees_close
+
+ONE_AXIS = {
+    "row_wise": fr.row_wise("x"), "table_wise": fr.table_wise("x", rank=1), "column_wise": fr.column_wise("x"),
+    "replicated": fr.replicated(),
+}  # fmt: skip
+TWO_AXES = {
+    "table_row_wise": fr.table_row_wise(("x", "y"), rank=1),
+    "table_column_wise": fr.table_column_wise(("x", "y"), rank=0), "grid": fr.grid(("x", "y")),
+}  # fmt: skip
+SPARSE = {"adam": fr.optim.adam(0.1), "rowwise_adagrad": fr.optim.rowwise_adagrad(lr=0.3)}
+
+
+def logged(mesh, kind, name="adam", steps=4):
+    plan = fr.Plan({"user": (ONE_AXIS | TWO_AXES)[kind], "item": fr.row_wise("x"), "day": fr.replicated()})
+    step = daily.step(SPARSE[name], mesh=mesh, plan=plan)
+    return step, fr.logged(step, steps=steps, rows=260 if steps else None)
+
+
+def history(kind, name, axes, is_real):
+    """Return ([(the state after a rewind by k, the earlier state), ...], [(tables then with the Delta, tables now)],
+    the counts of the last step)."""
+    mesh = (fr.Mesh.distributed if is_real else fr.Mesh.emulated)(**axes)
+    plain, step = logged(mesh, kind, name)
+    own = lambda x: fr.shard(x, fr.P("x"), mesh=mesh) if is_real else x
+    run = step.init(fr.Params(daily.dynamic(), torch.ones(())))
+    state, before, then = fr.copy(run.state), [], []
+    for batch in map(own, daily.batches(12, 6, size=64)):
+        before.append(fr.copy(run.state))
+        then.append((int(run.log.version), fr.gather_tables(run.state.tables, mesh)))
+        run, metrics = step(run, batch)
+        state, _ = plain(state, batch)
+        assert_trees_close(run.state, state, rtol=0, atol=0)
+    pairs = [(fr.rewind(run, k, mesh=mesh).state, before[6 - k]) for k in range(1, 5)]
+    sent = []
+    for now in (run, fr.rewind(run, 2, mesh=mesh)):
+        tables = fr.gather_tables(now.state.tables, mesh)
+        for version, old in then:
+            changed = gathered(fr.delta(now, version, mesh=mesh), now.state.tables, mesh)
+            sent.append((fr.apply_delta(old, changed), tables))
+    return pairs, sent, {k: int(x) for k, x in metrics["vocabularies"]["users"].items()}
+
+
+def assert_history(pairs, sent, counts):
+    assert counts["admitted"] and counts["evicted"]
+    for got, want in [*pairs, *sent]:
+        assert_trees_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("kind", [*ONE_AXIS, *TWO_AXES])
+def test_steps_on_an_emulated_mesh_are_undone(kind, name):
+    """Under every placement, rewind gives the sharded state k steps ago bit for bit, and a Delta since any version
+    gives the whole tables and vocabularies of now."""
+    assert_history(*history(kind, name, {"x": 2} if kind in ONE_AXIS else {"x": 2, "y": 2}, is_real=False))
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise", "replicated"])
+def test_steps_on_ranks_are_undone(kind, ranks):
+    """On gloo ranks the same holds, and all ranks' rows make one Delta."""
+    for got in ranks(2).run(history, kind, "adam", {"x": 2}, True, deadline_s=300):
+        assert_history(*got)
+
+
+def test_a_mesh_publishes_new_ids(tmp_path):
+    """What `publish` writes from a sharded state leads to the weights of the whole state, vocabularies included."""
+    mesh = fr.Mesh.emulated(x=2)
+    _, step = logged(mesh, "row_wise", steps=0)
+    run = step.init(fr.Params(daily.dynamic(), torch.ones(())))
+    whole = lambda run: fr.Params(fr.gather_tables(run.state.tables, mesh), run.state.dense)
+    given = list(daily.batches(12, 4, size=64))
+    package = fr.load_package(fr.export(daily.predict, whole(run), fr.Batch(given[0].ids), tmp_path / "m", version="0"))
+    tell = fr.publish(tmp_path / "published", package, every_steps=1, mesh=mesh)
+    for i, batch in enumerate(given, 1):
+        run, metrics = step(run, batch)
+        tell(fr.loop.Record("step", 0, i, {}, run))
+    package.follow(tmp_path / "published")
+    wanted = fr.load_package(tmp_path / "m")
+    wanted.swap(fr.save_weights(tmp_path / "w", whole(run), version="x"))
+    assert_trees_close(package.params, wanted.params, rtol=0, atol=0)
+    assert len([x for x in (tmp_path / "published").iterdir() if x.suffix == ".delta"]) == 3
+    assert int(metrics["vocabularies"]["users"]["evicted"])
