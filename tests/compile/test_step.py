@@ -1,6 +1,7 @@
 """train_step is one function: eager, compiled and donated. The cost of a step follows the batch."""
 
 import copy
+import functools
 import gc
 import inspect
 import resource
@@ -60,13 +61,18 @@ def run(step, state, num_steps: int, first: int = 0):
     return state, losses
 
 
+@functools.cache
+def compiled_step(donate=()):
+    return fr.jit(make_step(), donate=donate)
+
+
 def test_compiled_and_donated_steps_equal_eager_ones():
     """jit(step) and jit(step, donate) give the same bits over five steps, and the values of eager mode within f32
     rounding."""
     step = make_step()
     eager, eager_losses = run(step, first_state(step), 5)
-    compiled, losses = run(fr.jit(step), first_state(step), 5)
-    donated, donated_losses = run(fr.jit(step, donate=("state",)), first_state(step), 5)
+    compiled, losses = run(compiled_step(), first_state(step), 5)
+    donated, donated_losses = run(compiled_step(("state",)), first_state(step), 5)
     assert_trees_close(donated, compiled)
     assert_trees_close(donated_losses, losses)
     assert_trees_close(losses, eager_losses, rtol=1e-5)
@@ -77,7 +83,7 @@ def test_compiled_and_donated_steps_equal_eager_ones():
 def test_a_step_is_pure():
     """Neither the state nor the batch of an undonated step changes, in eager or compiled calls."""
     step = make_step()
-    for function in (step, fr.jit(step)):
+    for function in (step, compiled_step()):
         state, batch = first_state(step), make_batch(0)
         function(state, batch)
         assert_trees_close(state, first_state(step))
@@ -86,8 +92,7 @@ def test_a_step_is_pure():
 
 def test_a_step_compiles_once():
     """Batches of one capacity share one compilation."""
-    step = make_step()
-    fast = fr.jit(step, donate=("state",))
+    step, fast = make_step(), compiled_step(("state",))
     with torch._dynamo.config.patch(error_on_recompile=True):
         run(fast, first_state(step), 4)
     assert fast.num_compiled() == 1
@@ -95,8 +100,7 @@ def test_a_step_compiles_once():
 
 def test_a_saved_state_goes_on_to_the_same_bits(tmp_path):
     """Six steps equal three steps, a checkpoint, and three steps."""
-    step = make_step()
-    fast = fr.jit(step, donate=("state",))
+    step, fast = make_step(), compiled_step(("state",))
     whole, _ = run(fast, first_state(step), 6)
     half, _ = run(fast, first_state(step), 3)
     resumed, _ = run(fast, fr.load(fr.save(tmp_path / "state.pt", half)), 3, first=3)
@@ -170,18 +174,20 @@ def test_bad_input(call, kind, fragment):
         call()
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adamax"])
-def test_dense_updates_of_matrices_compile(name):
+def test_dense_updates_of_matrices_compile():
     """A compiled update of a weight matrix, whose gradient is a matrix product, equals the eager update."""
-    opt = fr.optim.dense(getattr(torch.optim, name), lr=0.1, weight_decay=0.01)
+    names = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adamax")
+    opts = {n: fr.optim.dense(getattr(torch.optim, n), lr=0.1, weight_decay=0.01) for n in names}
     draw = torch.Generator().manual_seed(0)
-    w, x = torch.randn(4, 3, generator=draw), torch.randn(5, 4, generator=draw)
+    ws, xs = ({n: torch.randn(*shape, generator=draw) for n in names} for shape in ((4, 3), (5, 4)))
+    states = {n: opt.init(ws[n]) for n, opt in opts.items()}
 
-    def step(w, state, x):
+    def step(w, state, x, opt):
         d = torch.func.grad(lambda w: (x @ w).square().mean())(w)
         return opt.update(d, state, w, 0)
 
-    assert_trees_close(fr.jit(step)(w, opt.init(w), x), step(w, opt.init(w), x), rtol=1e-5, atol=1e-6)
+    every = lambda ws, states, xs: {n: step(ws[n], states[n], xs[n], opt) for n, opt in opts.items()}
+    assert_trees_close(fr.jit(every)(ws, states, xs), every(ws, states, xs), rtol=1e-5, atol=1e-6)
 
 
 def test_an_optimizer_may_be_made_inside_the_compiled_function():
@@ -239,9 +245,9 @@ def test_compiled_members_begin_with_one_table(rule):
         return own.update(grads, own.init(tables), tables, 1)
 
     rates = torch.tensor([0.1, 0.2], dtype=torch.float64)
-    for f in (
-        lambda rates, d: torch.func.vmap(run, in_dims=(None, 0))(rates[0], d),
-        lambda rates, d: torch.func.vmap(run, in_dims=(0, None))(rates, d[0]),
-        lambda rates, d: torch.func.vmap(run, in_dims=(0, 2))(rates, d.permute(1, 2, 0)),
-    ):
-        assert_trees_close(fr.jit(f)(rates, d), f(rates, d), rtol=1e-12, atol=1e-12)
+    every = lambda rates, d: (
+        torch.func.vmap(run, in_dims=(None, 0))(rates[0], d),
+        torch.func.vmap(run, in_dims=(0, None))(rates, d[0]),
+        torch.func.vmap(run, in_dims=(0, 2))(rates, d.permute(1, 2, 0)),
+    )
+    assert_trees_close(fr.jit(every)(rates, d), every(rates, d), rtol=1e-12, atol=1e-12)
