@@ -16,11 +16,12 @@ from torch import Tensor
 
 from funcrec.core import Problem, check, describe, replace
 from funcrec.interop._configs import from_configs
-from funcrec.interop._places import table_of
+from funcrec.interop._places import is_optimizer, table_of
 from funcrec.kinds import (
     DynamicTables,
     Vocabulary,
     VocabularyConfig,
+    find,
     stored_problems,
     vocabulary,
     vocabulary_items,
@@ -36,7 +37,7 @@ FREE = torch.iinfo(torch.int64).max  # the id of a place without one
 KNOWN = {"lru": (LAST,), "lfu": (COUNTS,), "distance_lfu": (COUNTS, LAST)}  # what the policies need
 POLICIES = {"LRU_EvictionPolicy": "lru", "LFU_EvictionPolicy": "lfu", "DistanceLFU_EvictionPolicy": "distance_lfu"}
 
-Load = Callable[[Any, Mapping[str, Any]], Any]
+Load = Callable[..., Any]  # a state and a state dict -> a state, or a state dict
 
 
 def is_managed(module: Any) -> bool:
@@ -67,48 +68,106 @@ def vocabulary_config(t: TableConfig, module: Any, features: list[FeatureConfig]
     return VocabularyConfig(made, [replace(t, num_embeddings=made.num_embeddings, initializer=initializer)], features)
 
 
-def load_managed(call: str, state: Any, state_dict: Mapping[str, Any], load: Load) -> Any:
+def load_managed(call: str, state: Any, state_dict: Mapping[str, Any], module: Mapping | None, load: Load) -> Any:
     """Return `state`, whose tables are dynamic, with the numbers and ids of a state dict. load: as for plain tables."""
+    if is_optimizer(state_dict):
+        return load_managed_slots(call, state, state_dict, module, load)
     tables, (managed, rest) = state.tables, apart(state_dict)
-    check(call, managed_problems(tables, managed, rest), known_problems(state))
+    check(call, given_problems(module), managed_problems(tables, managed, rest), known_problems(state))
     check(call, metadata_problems(tables, managed))
-    sizes = {n: own[IDS].shape[0] for n, own in managed.items()}
-    plain = {n: t.new_empty(()).expand(sizes.get(n, t.shape[0]), t.shape[1]) for n, t in tables.tables.items()}
-    loaded = load(replace(state, tables=plain), rest)
+    loaded = load(as_theirs(state, managed), rest)
     made, held, of_table = dict(loaded.tables), dict(tables.vocabularies), vocabularies_of(tables)
     for n, own in managed.items():
-        t, theirs, old = tables.tables[n], loaded.tables[n], held[of_table[n]]
-        items = items_of(own, t.device)
+        old, items = held[of_table[n]], items_of(own, tables.tables[n].device)
         held[of_table[n]], rows = vocabulary_of(old, items)
-        count = int(items["count"])
-        rows, source = rows[:count], items["rows"][:count]
-        check(call, room_problems(n, old, int((rows < 0).sum()), count))
-        at = torch.cat([rows, rows.new_full((1,), old.capacity)]), torch.cat([source, own[ROWS][-1:].to(t.device)])
-        made[n] = t.index_put((at[0],), theirs[at[1]])
-    return replace(loaded, tables=replace(tables, tables=made, vocabularies=held))
+        check(call, room_problems(n, old, int((rows[: items["count"]] < 0).sum()), int(items["count"])))
+        at, source = pairs_of(held[of_table[n]], own)
+        made[n] = tables.tables[n].index_put((at,), loaded.tables[n][source])
+    out = replace(loaded, tables=replace(tables, tables=made, vocabularies=held))
+    return replace(out, slots=state.slots) if hasattr(state, "slots") else out
 
 
-def managed_like(call: str, state: Any, like_dict: Mapping[str, Any], to: Load) -> dict[str, Any]:
-    """Return the numbers and ids of `state`, whose tables are dynamic, in the form of a state dict. to: as for plain
-    tables."""
+def load_managed_slots(call: str, state: Any, state_dict: Mapping[str, Any], module: Mapping | None, load: Load) -> Any:
+    """Return `state` with an optimizer's state. module: the state dict that has the ids of its rows."""
+    managed = of_module(call, state, module)
+    loaded, slots = load(as_theirs(state, managed), state_dict), {}
+    of_table = vocabularies_of(state.tables)
+    for n, old in state.slots.items():
+        slots[n] = dict(loaded.slots[n])
+        if n in managed:
+            at, source = pairs_of(state.tables.vocabularies[of_table[n]], managed[n])
+            slots[n] = {k: x.index_put((at,), loaded.slots[n][k][source]) for k, x in old.items()}
+    return replace(loaded, tables=state.tables, slots=slots)
+
+
+def managed_like(
+    call: str, state: Any, like_dict: Mapping[str, Any], module: Mapping | None, load: Load, to: Load
+) -> dict[str, Any]:
+    """Return the numbers and ids of `state`, whose tables are dynamic, in the form of a state dict. load, to: as for
+    plain tables."""
+    if is_optimizer(like_dict):
+        return managed_slots_like(call, state, like_dict, module, load, to)
     tables, (managed, rest) = state.tables, apart(like_dict)
-    check(call, managed_problems(tables, managed, rest))
+    check(call, given_problems(module), managed_problems(tables, managed, rest))
     of_table, plain, new = vocabularies_of(tables), dict(tables.tables), {}
     for n, own in managed.items():
         v, t = tables.vocabularies[of_table[n]], tables.tables[n]
         items = sorted_items(v)
         check(call, written_problems(n, items["ids"], own[IDS].shape[0]))
-        new[n], rows = written(items, {k: x.to(t.device) for k, x in own.items()})
+        new[n] = written(items, {k: x.to(t.device) for k, x in own.items()})
         theirs = next(x for k, x in rest.items() if table_of(k, tables.tables) == n).to(t.device, t.dtype)
-        source = torch.cat([items["rows"], rows.new_full((1,), v.capacity)])
-        plain[n] = theirs.index_put((rows,), t[source])
+        at, source = pairs_of(v, new[n])
+        plain[n] = theirs.index_put((source,), t[at])
     out = to(replace(state, tables=plain), rest)
     return {k: out[k] if k in out else new[part[1]][part[2]].to(x.device, copy=True)
             for k, x in like_dict.items() for part in [STATE.search(k)]}  # fmt: skip
 
 
-def written(items: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """Return (the state of a module with these ids, the row of each id and that of unknown ids).
+def managed_slots_like(
+    call: str, state: Any, like_dict: Mapping[str, Any], module: Mapping | None, load: Load, to: Load
+) -> dict[str, Any]:
+    """Return an optimizer's state in the form of a state dict. Rows without an id keep their numbers."""
+    managed = of_module(call, state, module)
+    plain, of_table = load(as_theirs(state, managed), like_dict, step=int(state.step)), vocabularies_of(state.tables)
+    slots = dict(state.slots)
+    for n in [n for n in managed if n in slots]:
+        at, source = pairs_of(state.tables.vocabularies[of_table[n]], managed[n])
+        slots[n] = {k: plain.slots[n][k].index_put((source,), x[at]) for k, x in slots[n].items()}
+    return to(replace(plain, slots=slots, dense_opt=state.dense_opt), like_dict)
+
+
+def of_module(call: str, state: Any, module: Mapping | None) -> dict[str, dict[str, Any]]:
+    """Return {table: the state of its module}, which has exactly the ids of the vocabularies of `state`."""
+    check(call, optimizer_problems(state, module))
+    managed, rest = apart(module)
+    check(call, managed_problems(state.tables, managed, rest))
+    of_table = vocabularies_of(state.tables)
+    for n, own in managed.items():
+        v = state.tables.vocabularies[of_table[n]]
+        check(call, same_problems(n, sorted_items(v)["ids"], own[IDS].to(v.tags.device)))
+    return managed
+
+
+def as_theirs(state: Any, managed: Mapping[str, Mapping[str, Tensor]]) -> Any:
+    """Return the state with plain tables, and slots, of as many rows as TorchRec's. They have no numbers."""
+    sizes = {n: own[IDS].shape[0] for n, own in managed.items()}
+    sized = lambda n, x: x.new_empty(()).expand(sizes[n], *x.shape[1:]) if n in sizes else x
+    plain = replace(state, tables={n: sized(n, t) for n, t in state.tables.items()})
+    if not hasattr(state, "slots"):
+        return plain
+    return replace(plain, slots={n: {k: sized(n, x) for k, x in own.items()} for n, own in state.slots.items()})
+
+
+def pairs_of(v: Vocabulary, own: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return (the rows of a module's ids here, their rows there). The row of unknown ids is the last pair."""
+    ids, rows = own[IDS].to(v.tags.device), own[ROWS].to(v.tags.device)
+    is_id = ids != FREE
+    at = torch.cat([find(v, ids[is_id]), rows.new_full((1,), v.capacity)])
+    return at, torch.cat([rows[is_id], rows[-1:]])
+
+
+def written(items: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state of a module with these ids.
 
     An id that the module holds already keeps its row there. Places without an id keep their order."""
     ids, known = items["ids"], own[IDS][:-1]
@@ -126,8 +185,7 @@ def written(items: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dic
         IDS: filled(ids, FREE, last.new_full((1,), FREE)), ROWS: torch.cat([rows, rest, last]), SEGMENTS: own[SEGMENTS],
         NOW: items["now"][None],
     }  # fmt: skip
-    made |= {k: filled(items[n], 0, own[k][-1:]) for k, n in ((COUNTS, "counts"), (LAST, "last")) if k in own}
-    return made, torch.cat([rows, last])
+    return made | {k: filled(items[n], 0, own[k][-1:]) for k, n in ((COUNTS, "counts"), (LAST, "last")) if k in own}
 
 
 # -- lists of ids ----------------------------------------------------------------------------------------------------
@@ -227,8 +285,33 @@ def managed_problems(
         yield from state_problems(n, own)
 
 
-def unmanaged_problems(state_dict: Mapping[str, Any]) -> Iterator[Problem]:
+def given_problems(module: Mapping | None) -> Iterator[Problem]:
+    if module is not None:
+        need, hint = "None: the state dict has its own ids", "module=..., for the state dict of an optimizer"
+        yield Problem("`module` belongs to an optimizer's state dict.", describe(module), need, hint)
+
+
+def optimizer_problems(state: Any, module: Mapping | None) -> Iterator[Problem]:
+    if module is None:
+        need, hint = "the ids of its rows", "module=module.state_dict()"
+        yield Problem("an optimizer's state dict does not say the ids of its rows.", "module=None", need, hint)
+    elif not hasattr(state, "slots"):
+        need = "a TrainState"
+        yield Problem("the state dict belongs to an optimizer.", describe(state), need, "step.init(params)", TypeError)
+
+
+def same_problems(n: str, ids: Tensor, theirs: Tensor) -> Iterator[Problem]:
+    theirs = theirs[theirs != FREE]
+    if not torch.equal(ids, theirs):
+        got, need = f"{theirs.shape[0]} ids", f"the {ids.shape[0]} ids of its vocabulary"
+        hint = "state = load_torchrec_state_dict(state, module), or module=to_torchrec_state_dict(state, module)"
+        yield Problem(f"`module` has other ids of table {n!r} than `state`.", got, need, hint)
+
+
+def unmanaged_problems(state_dict: Mapping[str, Any], module: Mapping | None) -> Iterator[Problem]:
     """Report ids of rows, for which plain tables have no place."""
+    if module is not None:
+        yield Problem("`module` requires tables with vocabularies.", describe(module), "None", "fr.dynamic_tables")
     if managed := apart(state_dict)[0]:
         hint = "fr.dynamic_tables(tables, fr.interop.from_torchrec(module), key=key)"
         need = "tables with vocabularies"

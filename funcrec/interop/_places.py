@@ -102,6 +102,10 @@ def table_of(name: str, tables: Mapping[str, Tensor]) -> str | None:
     return table if table in tables else None
 
 
+def is_optimizer(state_dict: Mapping[str, Any]) -> bool:
+    return isinstance(state_dict.get("state"), Mapping)
+
+
 def dotted(path: str) -> str:
     """Return a path in the form of a module: `over.0.weight` for `['over']['0.weight']`."""
     return ".".join("".join(part) for part in re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.?(\w+)", path))

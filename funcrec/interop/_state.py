@@ -31,7 +31,15 @@ from funcrec.core import (
 )
 from funcrec.grad import params_problems
 from funcrec.interop._managed import load_managed, managed_like, unmanaged_problems
-from funcrec.interop._places import Place, find_places, shape_problems, table_of, to_our_columns, to_their_columns
+from funcrec.interop._places import (
+    Place,
+    find_places,
+    is_optimizer,
+    shape_problems,
+    table_of,
+    to_our_columns,
+    to_their_columns,
+)
 from funcrec.interop._quantized import load_quantised, quantised_like
 from funcrec.interop._shards import joined, like, shape_of, whole
 from funcrec.kinds import DynamicTables, QuantizedTables
@@ -60,6 +68,7 @@ def load_torchrec_state_dict(
     features: Sequence[FeatureConfig] | None = None,
     step: Size | None = None,
     group: dist.ProcessGroup | None = None,
+    module: Mapping[str, Any] | None = None,
 ) -> Params | TrainState | QuantizedTables:
     """Return `state` with the numbers of a TorchRec state dict, which a module or an optimizer made.
 
@@ -85,6 +94,8 @@ def load_torchrec_state_dict(
         state dicts of FBGEMM do not.
       group: the ranks, if each rank has only the state of its own tables, as with DistributedModelParallel's fused
         optimizer (`torch.distributed.group.WORLD`); None if every rank has all names.
+      module: for an optimizer's state dict and dynamic tables, the state dict of the module, which has the ids of the
+        rows. Load it into `state` first.
 
     Raises:
       TypeError, ValueError, KeyError: if a name has no place, a place has no name, shapes differ (row-wise state of
@@ -112,11 +123,11 @@ def load_torchrec_state_dict(
         return load_quantised(call, state, state_dict)
     check(call, dict_problems(state_dict, "state_dict"))
     if isinstance(state.tables, DynamicTables):
-        check(call, managed_optimizer_problems(state_dict), tracked_problems(state_dict))
+        check(call, tracked_problems(state_dict))
         load = functools.partial(load_torchrec_state_dict, features=features, step=step, group=group)
-        return load_managed(call, state, state_dict, load)
+        return load_managed(call, state, state_dict, module, load)
+    check(call, unmanaged_problems(state_dict, module))
     check(call, state_problems(state), step_problems(state, step), tracked_problems(state_dict))
-    check(call, unmanaged_problems(state_dict))
     check(call, () if features is None else feature_list_problems(features))
     if is_optimizer(state_dict):
         check(call, trained_problems(state))
@@ -134,7 +145,10 @@ def load_torchrec_state_dict(
 
 @typed
 def to_torchrec_state_dict(
-    state: Params | TrainState | QuantizedTables, like_dict: Mapping[str, Any]
+    state: Params | TrainState | QuantizedTables,
+    like_dict: Mapping[str, Any],
+    *,
+    module: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the numbers of `state` in the form of a TorchRec state dict.
 
@@ -171,9 +185,9 @@ def to_torchrec_state_dict(
         return quantised_like(call, state, like_dict)
     check(call, dict_problems(like_dict, "like_dict"), tracked_problems(state))
     if isinstance(state.tables, DynamicTables):
-        check(call, managed_optimizer_problems(like_dict))
-        return managed_like(call, state, like_dict, to_torchrec_state_dict)
-    check(call, state_problems(state), unmanaged_problems(like_dict))
+        both = load_torchrec_state_dict, to_torchrec_state_dict
+        return managed_like(call, state, like_dict, module, *both)
+    check(call, state_problems(state), unmanaged_problems(like_dict, module))
     if is_optimizer(like_dict):
         check(call, trained_problems(state))
         made = {"state": optimizer_like(call, state, like_dict["state"])}
@@ -274,10 +288,6 @@ def dim_of(state: Params | TrainState) -> int:
     return next((t.shape[1] for t in state.tables.values()), 0)
 
 
-def is_optimizer(state_dict: Mapping[str, Any]) -> bool:
-    return isinstance(state_dict.get("state"), Mapping)
-
-
 # -- validators --------------------------------------------------------------------------------------------------------
 
 
@@ -309,13 +319,6 @@ def dict_problems(x: Mapping[str, Any], name: str) -> Iterator[Problem]:
 
 def is_tensor(x: object) -> bool:
     return isinstance(x, Tensor) or hasattr(x, "local_shards")
-
-
-def managed_optimizer_problems(state_dict: Mapping[str, Any]) -> Iterator[Problem]:
-    if is_optimizer(state_dict):
-        need, hint = "the state dict of a module", "step.init(load_torchrec_state_dict(params, module.state_dict()))"
-        yield Problem("an optimizer's state dict does not say the ids of its rows.", "tables with vocabularies", need,
-                      hint)  # fmt: skip
 
 
 def tracked_problems(tree: Any) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 CPU, KEY = torch.device("cpu"), fr.key(0)
 load, to, read = fr.interop.load_torchrec_state_dict, fr.interop.to_torchrec_state_dict, fr.interop.from_torchrec
@@ -164,6 +165,78 @@ def test_rows_of_ids_that_a_module_has_stay():
     assert torch.equal(after[weight][others], before[weight][others])
 
 
+def optimizer_of(theirs):
+    named = dict(theirs._embedding_module.named_parameters())
+    return KeyedOptimizerWrapper(named, lambda ps: torch.optim.Adagrad(ps, lr=0.1, eps=1e-8))
+
+
+def stepped(theirs, optimizer, given):
+    for kjt in given:
+        optimizer.zero_grad()
+        values_of(theirs(kjt)[0]).square().sum().backward()
+        optimizer.step()
+
+
+def known(seed, count):
+    """Return batches whose ids are few, so that a module soon has all of them."""
+    return list(batches(seed, count, num_ids=6))
+
+
+def test_training_goes_on_with_the_optimizers_state():
+    """The state of Adagrad moves with the ids: k more steps leave the same tables in both libraries, up to rounding. On
+    the way back the optimizer has the bits of its own state."""
+    theirs, sparse = module("lfu", sizes=(60, 60)), fr.optim.adagrad(0.1, eps=1e-8)
+    optimizer = optimizer_of(theirs)
+    stepped(theirs, optimizer, known(1, 4))
+    params, features = fresh(theirs)
+    loss = lambda p, ids: fr.lookup(p.tables, ids, features).values.square().sum()
+    step, held = fr.train_step(loss, sparse=sparse), copied(theirs)
+    state = step.init(load(params, held))
+    assert_trees_close(load(step.init(params), held), state, rtol=0, atol=0)
+    before = fr.tree.map(torch.clone, {n: dict(own) for n, own in optimizer.state_dict()["state"].items()})
+    state = load(state, optimizer.state_dict(), module=held, step=4)
+    assert int(state.step) == 4
+    back = to(state, optimizer.state_dict(), module=to(state, held))
+    for n, own in before.items():
+        assert torch.equal(back["state"][n]["sum"], own["sum"])
+    for kjt in known(2, 3):
+        stepped(theirs, optimizer, [kjt])
+        state, metrics = step(state, read(kjt))
+        assert not int(metrics["vocabularies"]["item"]["admitted"])
+    after = to(state, copied(theirs))
+    # the module's buffer has room for 1.25 times the ids of the first batch, and it does not count the others
+    of_rows = lambda own: {k: x for k, x in own.items() if "weight" in k or IDS in k or ROWS in k}
+    assert_trees_close(of_rows(after), of_rows(copied(theirs)), rtol=1e-5, atol=1e-6)
+    slots = to(state, optimizer.state_dict(), module=after)["state"]
+    for n, own in optimizer.state_dict()["state"].items():
+        assert_trees_close(slots[n]["sum"], own["sum"], rtol=1e-5, atol=1e-6)
+    other = module("lfu", sizes=(60, 60))
+    anew = optimizer_of(other)
+    stepped(other, anew, known(9, 1))
+    other.load_state_dict(after)
+    anew.load_state_dict(to(state, anew.state_dict(), module=after))
+    stepped(other, anew, known(3, 1))
+    stepped(theirs, optimizer, known(3, 1))
+    same_lookups(other, load(params, theirs.state_dict()), features, known(3, 1))
+
+
+def slots_of(change):
+    """Return a call that loads an optimizer's state with the module's state dict, changed."""
+
+    def call():
+        theirs = module("lfu", sizes=(60, 60))
+        optimizer = optimizer_of(theirs)
+        stepped(theirs, optimizer, known(1, 2))
+        params, _ = fresh(theirs)
+        held = copied(theirs)
+        step = fr.train_step(lambda p, b: 0.0, sparse=fr.optim.adagrad(0.1))
+        state = step.init(load(params, held))
+        stepped(theirs, optimizer, batches(5, 1, num_ids=30))
+        load(state, optimizer.state_dict(), module=change(held, copied(theirs)))
+
+    return call
+
+
 PREFIX = "_managed_collision_collection._managed_collision_modules."
 IDS, ROWS = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"
 
@@ -285,6 +358,17 @@ REFUSED = {
     ),
     "an optimizer": (
         other_state(lambda m: load(fresh(m)[0], {"state": {}})), "an optimizer's state dict does not say the ids",
+    ),
+    "ids of a later step": (slots_of(lambda then, now: now), "has other ids of table 'item' than `state`"),
+    "slots of Params": (
+        other_state(lambda m: load(fresh(m)[0], {"state": {}}, module=m.state_dict())), "belongs to an optimizer",
+    ),
+    "a module beside a module": (
+        other_state(lambda m: load(fresh(m)[0], m.state_dict(), module=m.state_dict())), "belongs to an optimizer's",
+    ),
+    "a module for plain tables": (
+        lambda: load(fr.Params({"item": torch.zeros(12, 3)}, {}), {"item.weight": torch.zeros(12, 3)}, module={}),
+        "requires tables with vocabularies",
     ),
 }  # fmt: skip
 

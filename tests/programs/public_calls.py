@@ -295,9 +295,11 @@ def others() -> list[Call]:
         module=(interop.module, {"nn_module": torch.nn.Linear(2, 1)}),
         module_apply=(module_apply, {"params": params, "buffers": buffers, "train": True, "key": KEY}),
         load_torchrec_state_dict=(interop.load_torchrec_state_dict, {"state": PARAMS, "state_dict": held}),
-        load_slots=(interop.load_torchrec_state_dict, {"state": STATE, "state_dict": sums, "step": 3, "group": None}),
+        load_slots=(interop.load_torchrec_state_dict, {"state": STATE, "state_dict": sums, "step": 3, "group": None,
+            "module": None}),
         to_torchrec_state_dict=(interop.to_torchrec_state_dict, {"state": PARAMS, "like_dict": held}),
-        slots_to_torchrec=(interop.to_torchrec_state_dict, {"state": STATE, "like_dict": sums}))  # fmt: skip
+        slots_to_torchrec=(interop.to_torchrec_state_dict, {"state": STATE, "like_dict": sums, "module": None}),
+    )  # fmt: skip
 
 
 def loops() -> list[Call]:
