@@ -242,6 +242,9 @@ def delta_problems(tables: Mapping[str, Tensor], delta: Delta) -> Iterator[Probl
 def ids_problems(own: Mapping[str, Vocabulary], delta: Delta) -> Iterator[Problem]:
     """Yield problems of the entries of a Delta with the vocabularies that take them."""
     for n, x in (delta.vocabularies or {}).items():
+        if found := [*entry_problems(f"`delta.vocabularies[{n!r}]`", x)]:
+            yield from found
+            continue
         if n not in own:
             need, hint = f"all of {list(delta.vocabularies)}", "the DynamicTables that were trained"
             yield Problem(f"vocabulary {n!r} does not exist.", f"{list(own)}", need, hint, KeyError)
@@ -260,6 +263,22 @@ def ids_problems(own: Mapping[str, Vocabulary], delta: Delta) -> Iterator[Proble
             ):
                 yield Problem(f"the entries of {n!r} are not among its vocabulary's.",
                               f"{int(place.min())} to {int(place.max())}", f"0 to {most - 1}")  # fmt: skip
+
+
+def entry_problems(at: str, x: object) -> Iterator[Problem]:
+    """Report entries that `fr.delta` does not make."""
+    if not isinstance(x, ChangedIds):
+        yield Problem(f"{at} has no entries.", describe(x), "ChangedIds", "fr.delta(logged)", TypeError)
+        return
+    forms = [("rows", torch.int64, ()), ("tags", torch.uint8, ()), ("entries", torch.int64, (2,))]
+    sketch = [("buckets", torch.int64, ()), ("misses", torch.uint8, (SLOTS,))]
+    for own in [forms, sketch] if x.misses is not None or x.buckets is not None else [forms]:
+        count = getattr(getattr(x, own[0][0]), "shape", ())[:1]
+        for name, dtype, rest in own:
+            y = getattr(x, name)
+            if not isinstance(y, Tensor) or not count or (y.dtype, y.shape) != (dtype, (*count, *rest)):
+                need = f"{dtype}{[*count, *rest]}"
+                yield Problem(f"{at}.{name} does not fit.", describe(y), need, "fr.delta(logged)", TypeError)
 
 
 def part_problems(n: str, t: Tensor, part: ChangedRows) -> Iterator[Problem]:

@@ -56,10 +56,10 @@ class Logged:
     Args:
       state: the state of the step without a log, to evaluate, gather or move to another plan.
       log: the log of this state only. The log recognises its state by a stamp of step, key and dense parameters. The
-        stamp does not notice tables and slots that are changed by hand between two steps. Nor does it distinguish
-        states that differ only there (without dense parameters, two trainings of one key). For such a state, begin
-        a log: `logged.init(state)`. A step from a state with another stamp, such as a restored state, starts a new log.
-        `log.version` is the number of changes so far, which are steps and calls of `rewind`.
+        stamp does not notice tables, slots and vocabularies that are changed by hand between two steps. Nor does it
+        distinguish states that differ only there (without dense parameters, two trainings of one key). For such a
+        state, begin a log: `logged.init(state)`. A step from a state with another stamp, such as a restored state,
+        starts a new log. `log.version` is the number of changes so far, which are steps and calls of `rewind`.
       waiting: `RowOptimizer.waiting` of the row optimizer.
 
     Example:

@@ -276,6 +276,17 @@ def delta_to(make):
     return call
 
 
+def with_entries(**fields):
+    def call():
+        step = logged(steps=0)
+        run, _ = step(begun(step), next(daily.batches(0, 1)))
+        delta = fr.delta(run)
+        other = {n: dataclasses.replace(x, **fields) if fields else 3 for n, x in delta.vocabularies.items()}
+        fr.apply_delta(run.state.tables, dataclasses.replace(delta, vocabularies=other))
+
+    return call
+
+
 def without_rows():
     step = logged(rows=2)
     run, _ = step(begun(step), next(daily.batches(0, 1)))
@@ -290,6 +301,17 @@ REFUSED = {
     "another size": (delta_to(other_users(fr.vocabulary(256, unknown=2))), "are not its vocabulary's"),
     "another seed": (delta_to(other_users(fr.vocabulary(128, unknown=2, seed=1))), "are not its vocabulary's"),
     "a sketch": (delta_to(other_users(fr.vocabulary(128, unknown=2, admit=2))), "are not its vocabulary's"),
+    "no entries": (with_entries(), "has no entries"),
+    "rows of floats": (with_entries(rows=torch.ones(3)), "rows does not fit"),
+    "no tags": (with_entries(tags=torch.zeros(1, dtype=torch.uint8)), "tags does not fit"),
+    "rows outside": (
+        with_entries(
+            rows=torch.tensor([128]),
+            tags=torch.zeros(1, dtype=torch.uint8),
+            entries=torch.zeros(1, 2, dtype=torch.int64),
+        ),
+        "are not among its vocabulary's",
+    ),
     "too many rows": (without_rows, "a step touched more rows than were kept"),
 }
 
