@@ -120,18 +120,28 @@ def test_whole_sessions_add_up(name, a, b, junk):
     assert [float(x) for x in tree_leaves(again)] == pytest.approx(want, rel=1e-10, abs=1e-12)
 
 
+def two_batches(name, seed=0):
+    """Return (predictions, labels, weights, sessions) of two batches of 12 examples."""
+    g, top = torch.Generator().manual_seed(seed), OF_SESSIONS[name][1]
+    p, y = torch.rand(2, 12, generator=g).round(decimals=1), torch.randint(0, 4, (2, 12), generator=g).clamp(max=top)
+    return p, y, torch.randint(1, 3, (2, 12), generator=g).double(), torch.randint(0, 4, (2, 12), generator=g)
+
+
+def test_compiled_calls_are_single_calls():
+    """Compiled calls have the numbers of single calls."""
+    rows = {n: [x[1] for x in two_batches(n, seed)] for seed, n in enumerate(OF_SESSIONS)}
+    every = lambda rows: {n: value(OF_SESSIONS[n][0], p, (y, s), w) for n, (p, y, w, s) in rows.items()}
+    torch.testing.assert_close(fr.jit(every)(rows), every(rows))
+
+
 @each_session
 def test_sessions_compose_with_transforms(name):
-    """Compiled and mapped calls have the numbers of single calls, of every dtype. Derivatives by the weights are
-    numbers. A NaN that cannot be read makes the result NaN, and no example gives NaN."""
-    metric, top = OF_SESSIONS[name]
-    g = torch.Generator().manual_seed(0)
-    p, y = torch.rand(2, 12, generator=g).round(decimals=1), torch.randint(0, 4, (2, 12), generator=g).clamp(max=top)
-    w, s = torch.randint(1, 3, (2, 12), generator=g).double(), torch.randint(0, 4, (2, 12), generator=g)
+    """Mapped calls have the numbers of single calls, of every dtype. Derivatives by the weights are numbers. A NaN that
+    cannot be read makes the result NaN, and no example gives NaN."""
+    metric, (p, y, w, s) = OF_SESSIONS[name][0], two_batches(name)
     f = lambda p, y, w, s: value(metric, p, (y, s), w)
     want = torch.stack([f(*rows) for rows in zip(p, y, w, s, strict=True)])
     torch.testing.assert_close(vmap(f)(p, y, w, s), want)
-    torch.testing.assert_close(fr.jit(f)(p[0], y[0], w[0], s[0]), want[0])
     for dtype in (torch.float16, torch.bfloat16):
         torch.testing.assert_close(f(p[0].to(dtype), y[0], w[0], s[0]), f(p[0].to(dtype).double(), y[0], w[0], s[0]))
     assert grad(lambda w: f(p[0], y[0], w, s[0]))(w[0]).isfinite().all()
@@ -158,15 +168,16 @@ def test_each_task_has_its_column(weights):
     g = torch.Generator().manual_seed(0)
     p, y = torch.rand(20, 3, generator=g), torch.randint(0, 2, (20, 3), generator=g)
     w = {"none": None, "of examples": torch.rand(20, generator=g), "of tasks": torch.rand(20, 3, generator=g)}[weights]
-    for metric in (metrics.auc(64), metrics.calibration()):
-        m = metrics.per_task(metric, 3)
+    rows = (p, y) if w is None else (p, y, w)
+    every = [metrics.per_task(metric, 3) for metric in (metrics.auc(64), metrics.calibration())]
+    compiled = fr.jit(lambda *rows: [value(m, *rows) for m in every])(*rows)
+    for metric, m, got in zip((metrics.auc(64), metrics.calibration()), every, compiled, strict=True):
         of = lambda x, t: x[:, t] if x is not None and x.dim() == 2 else x
         want = torch.stack([value(metric, p[:, t], y[:, t], of(w, t)) for t in range(3)])
         f = lambda *rows: value(m, *rows)  # noqa: B023
-        rows = (p, y) if w is None else (p, y, w)
         torch.testing.assert_close(f(*rows), want)
         torch.testing.assert_close(vmap(f)(*(x[None] for x in rows))[0], want)
-        torch.testing.assert_close(fr.jit(f)(*rows), want)
+        torch.testing.assert_close(got, want)
 
 
 @given(rows=examples(), k=st.integers(1, 4))

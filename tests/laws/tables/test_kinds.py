@@ -257,8 +257,8 @@ def test_a_part_that_is_read_whole_is_on_every_rank(low_rank, placed, tmp_path):
             call()
 
 
-def test_a_third_kind_is_trained_on_a_mesh(low_rank, placed):
-    """A step on ranks moves each part as a step of one process does, even compiled and donated."""
+def test_a_third_kind_is_trained_on_a_mesh(low_rank, placed, interpreted):
+    """A step on ranks moves each part as a step of one process does, even staged and donated."""
     _, whole_state = started(low_rank)
     step = fr.train_step(loss_fn, **STEP)
     for run in (step, fr.jit(step, donate=("state",))):
