@@ -59,7 +59,7 @@ def test_cpp_answers_as_python_does(running, folder, num_bags, most):
 def test_a_history_is_answered_without_python(program, tmp_path):
     """SASRec's queries, with attention within bags, are in C++ what they are in Python, for lengths from 0."""
     tables, history = (fr.TableConfig("item", 30, 8),), fr.FeatureConfig("history", table="item", pooling="none")
-    model = fr.models.sasrec(tables, history, max_length=6)
+    model = fr.models.sasrec(tables, history, blocks=1, max_length=6)
     params = model.init(fr.key(0))
     batch = lambda bags: fr.Batch(fr.KeyedJaggedTensor.from_lists({"history": bags}))
     fr.export(model.query, params, batch([[1, 2], [3]]), path=tmp_path / "model")
@@ -90,7 +90,7 @@ RANKER = fr.models.hstu_ranker(
     [fr.TableConfig("item", 50, 6), fr.TableConfig("user", 7, 4)], history=[SEQUENCE("seen", table="item")],
     candidates=[SEQUENCE("next", table="item")], context=[fr.FeatureConfig("user", table="user", max_length=1)],
     action="action", time="time", query_time="now", dim=8, hidden=5, head=7, num_positions=4, num_times=8,
-    qk_dim=4, linear_dim=3,
+    qk_dim=4, linear_dim=3, num_layers=1,
 )  # fmt: skip
 ONE = {"user": [1], "seen": [4, 5, 6], "action": [1, 2, 16], "time": [0, 5, 60], "next": [12, 13], "now": [100]}
 TWO = {"user": [2], "seen": [], "action": [], "time": [], "next": [14, 3, 49, 0, 1, 2], "now": [2000]}
@@ -98,36 +98,42 @@ COLD = {"user": [], "seen": [50], "action": [0], "time": [7], "next": [], "now":
 scores = lambda params, batch: RANKER.apply(params, batch).to_padded(6)[:, :, 0]
 
 
+@pytest.fixture(scope="module")
+def ranker(program, tmp_path_factory):
+    """Return (params, a process that answers a request's scores and what to keep of its history)."""
+    params, place = RANKER.init(fr.key(0)), tmp_path_factory.mktemp("ranker") / "model"
+    kept = lambda params, batch: RANKER.encode_history(params, batch).to_padded(7)
+    both = lambda params, batch: {"scores": scores(params, batch), **kept(params, batch)}
+    fr.export(both, params, requests(ONE, TWO), path=place)
+    with answers.Answers(program, place) as process:
+        yield params, process
+
+
 def requests(*bags, keys=tuple(ONE), dense=None):
     lists = {k: [bag[k] for bag in bags] for k in keys}
     return fr.Batch(fr.KeyedJaggedTensor.from_lists(lists, dtype=torch.int64), dense=dense)
 
 
-def test_a_request_of_history_and_candidates_is_answered_without_python(program, tmp_path):
+def test_a_request_of_history_and_candidates_is_answered_without_python(ranker):
     """One request has context, history and candidates: the HSTU ranker scores all candidates in one pass, in C++ as in
     Python. A bag whose columns differ in their lengths answers NaN, and the bags that came with it do not."""
-    params, wrong = RANKER.init(fr.key(0)), {**TWO, "seen": [9, 8], "action": [1, 2, 3], "time": [5, 6]}
-    fr.export(scores, params, requests(ONE, TWO), path=tmp_path / "model")
-    with answers.Answers(program, tmp_path / "model") as process:
-        for bags in ([ONE], [TWO, ONE], [COLD, TWO, TWO, ONE] * 9):
-            got, want = ask(process, requests(*bags)).outputs[0], scores(params, requests(*bags))
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-        got = ask(process, requests(ONE, wrong, TWO)).outputs[0]
-        assert got[1].isnan().all()
-        torch.testing.assert_close(got[::2], scores(params, requests(ONE, TWO)), rtol=1e-5, atol=1e-5)
+    (params, process), wrong = ranker, {**TWO, "seen": [9, 8], "action": [1, 2, 3], "time": [5, 6]}
+    for bags in ([ONE], [TWO, ONE], [COLD, TWO, TWO, ONE] * 9):
+        got, want = ask(process, requests(*bags)).outputs[0], scores(params, requests(*bags))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    got = ask(process, requests(ONE, wrong, TWO)).outputs[0]
+    assert got[1].isnan().all()
+    torch.testing.assert_close(got[::2], scores(params, requests(ONE, TWO)), rtol=1e-5, atol=1e-5)
 
 
-def test_a_kept_history_is_scored_without_python(program, tmp_path):
+def test_a_kept_history_is_scored_without_python(ranker, program, tmp_path):
     """One package answers the keys and values of a history, which a client keeps. Another scores candidates by them, as
     often as candidates come, and answers what one package of both does. A length outside the keys answers NaN."""
-    params, size = RANKER.init(fr.key(0)), 2 * 7 * 2  # layers, positions and heads; keys have 4 numbers, values 3
-
-    def keep(params, batch):
-        return RANKER.encode_history(params, batch).to_padded(7)
+    (params, keeps), size = ranker, 7 * 2  # positions and heads; keys have 4 numbers, values 3
 
     def score(params, batch):
         keys, values = batch.dense.split([size * 4, size * 3], 1)
-        keys, values = keys.unflatten(1, (2, 7, 2, 4)), values.unflatten(1, (2, 7, 2, 3))
+        keys, values = keys.unflatten(1, (1, 7, 2, 4)), values.unflatten(1, (1, 7, 2, 3))
         times = batch.ids["kept"]  # its lengths are the numbers of positions
         history = fr.models.History.from_padded(keys, values, times.lengths, times.to_padded(7))
         return RANKER.score(params, history, fr.Batch(batch.ids)).to_padded(6)[:, :, 0]
@@ -139,14 +145,13 @@ def test_a_kept_history_is_scored_without_python(program, tmp_path):
         dense = torch.cat([keys.flatten(1), values.flatten(1)], 1)
         return requests(*bags, keys=("next", "now", "kept"), dense=dense)
 
-    first = lambda *bags: requests(*bags, keys=("user", "seen", "action", "time"))
-    kept = tuple(keep(params, first(ONE, TWO)).values())
-    fr.export(keep, params, first(ONE, TWO), path=tmp_path / "keep")
+    first = lambda *bags: requests(*({**bag, "next": [], "now": []} for bag in bags))
+    kept = tuple(RANKER.encode_history(params, first(ONE, TWO)).to_padded(7).values())
     fr.export(score, params, second(kept, ONE, TWO), path=tmp_path / "score")
-    with answers.Answers(program, tmp_path / "keep") as keeps, answers.Answers(program, tmp_path / "score") as process:
-        kept = ask(keeps, first(ONE, COLD, TWO)).outputs
-        assert [x.shape for x in kept] == [(3, 2, 7, 2, 4), (3, 2, 7, 2, 3), (3,), (3, 7)]
-        assert ask(keeps, first(ONE, {**ONE, "seen": [1]})).outputs[2].tolist() == [4, -1]
+    with answers.Answers(program, tmp_path / "score") as process:
+        kept = ask(keeps, first(ONE, COLD, TWO)).outputs[1:]
+        assert [x.shape for x in kept] == [(3, 1, 7, 2, 4), (3, 1, 7, 2, 3), (3,), (3, 7)]
+        assert ask(keeps, first(ONE, {**ONE, "seen": [1]})).outputs[3].tolist() == [4, -1]
         for candidates in ([12, 13], [], [49, 48, 47, 1, 0, 12]):
             bags = [{**bag, "next": candidates} for bag in (ONE, COLD, TWO)]
             got, want = ask(process, second(kept, *bags)).outputs[0], scores(params, requests(*bags))
