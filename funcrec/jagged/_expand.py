@@ -37,7 +37,10 @@ class Ranges(NamedTuple):
 
 
 def expand_columns(groups: Sequence[Tensor], columns: Sequence[Columns], inverse: Tensor) -> Tensor:
-    """Return the columns of the features for each example, f[E, ΣD]. An inverse index of no bag gives zeros.
+    """Return the columns of the features for each example, f[E, ΣD].
+
+    An inverse index of no bag gives zeros. Where the indices cannot be read (under `jit` or `vmap`), it gives NaN: a
+    part of examples may name bags of other parts, which is an error where they can be read.
 
     groups: f[B_g, W_g], whose columns are those of the features. inverse: i[F, E], one row for each of `columns`.
     """
@@ -47,7 +50,12 @@ def expand_columns(groups: Sequence[Tensor], columns: Sequence[Columns], inverse
     flat = [x.reshape(-1, r.unit) for x in groups]
     buffer, width = torch.cat(flat) if len(flat) > 1 else flat[0], sum(c.dim for c in columns)
     out, _ = primitives.take_ranges(buffer, r.starts, r.lengths, inverse.shape[1] * width // r.unit)
-    return out.reshape(inverse.shape[1], width)
+    out = out.reshape(inverse.shape[1], width)
+    if primitives.is_concrete(inverse):
+        return out
+    of_column = torch.tensor([f for f, c in enumerate(columns) for _ in range(c.dim)], device=inverse.device)
+    is_bag = (r.starts < r.total).view(inverse.shape[1], len(columns)).index_select(1, of_column)
+    return torch.where(is_bag, out, torch.nan)
 
 
 def expand_columns_transpose(

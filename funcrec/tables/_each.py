@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check
+from funcrec.core import Problem, check, replace
 from funcrec.jagged import (
     Columns,
     JaggedTensor,
@@ -96,8 +96,13 @@ def sequences_to_examples(
     out = {}
     for f in features:
         x = rows[f.name]
-        starts, lengths = _ranges(x.offsets, _inverse_of(ids, [f])[0])
-        out[f.name] = take_ranges(x.values, x.weights, starts, lengths, _capacity(call, f, lengths))
+        inverse = _inverse_of(ids, [f])[0]
+        starts, lengths = _ranges(x.offsets, inverse)
+        own = take_ranges(x.values, x.weights, starts, lengths, _capacity(call, f, lengths))
+        if not is_concrete(inverse):  # what an error says where the indices can be read
+            is_bag = ((inverse >= 0) & (inverse < x.offsets.shape[0] - 1)).all()
+            own = replace(own, values=torch.where(is_bag, own.values, torch.nan))
+        out[f.name] = own
     return out
 
 

@@ -235,6 +235,28 @@ def test_micro_batches_share_no_bag():
     torch.testing.assert_close(grads.tables["t"].to_dense(), plain.tables["t"].to_dense())
 
 
+@pytest.mark.parametrize("pooling", ["sum", "none"])
+def test_shared_bags_of_a_compiled_cut_give_nan(pooling):
+    """Where the indices cannot be read, examples of a part that name bags of another part make the loss NaN: within
+    `jit` for micro-batches, and for the ranks of a mesh. Parts that share no bag have their numbers."""
+    ids = fr.KeyedJaggedTensor.from_lists({"a": [[1], [2], [3], [4]] * 2})
+    params, feature = fr.Params({"t": torch.randn(5, 2)}, {}), fr.FeatureConfig("a", "t", pooling, max_length=1)
+    read = lambda params, ids: (fr.lookup if pooling == "sum" else fr.lookup_sequence)(params.tables, ids, [feature])
+    loss = lambda params, ids: read(params, ids)["a"].values.square().mean() if pooling == "none" else (
+        read(params, ids).values.square().mean()
+    )  # fmt: skip
+    mesh = fr.Mesh.emulated(x=2)
+    of_ranks = fr.shard_map(
+        lambda params, ids: fr.pmean(loss(params, ids), "x"), mesh=mesh, in_specs=(fr.P(), fr.P("x")), out_specs=fr.P()
+    )
+    for fn in (lambda params, ids: fr.accumulate_grads(loss, 2)(params, ids)[0], of_ranks):
+        wrong, right = fr.dedup_bags(ids), fr.dedup_bags(ids, num_parts=2)
+        with pytest.raises(ValueError, match="share a bag across 2 parts"):
+            fn(params, wrong)
+        assert fr.jit(fn)(params, wrong).isnan()
+        torch.testing.assert_close(fr.jit(fn)(params, right), loss(params, ids))
+
+
 def test_strides_need_an_inverse():
     """Features with different numbers of bags and no inverse indices raise an error that names lookup_each."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[1], [0]]})
