@@ -67,12 +67,12 @@ def wide(xs):
 @pytest.mark.parametrize("dtype", BUDGET)
 def test_results_are_the_references(ask, known, dtype, shape):
     """Outputs, logarithms and all cotangents agree with the reference in float64, for every mixture of settings, with
-    NaN in the padding."""
-    settings = SETTINGS[:: 5 if known.slow else 1]
+    NaN in the padding. A slow implementation has two of four mixtures in a cell, and all four with each dtype."""
+    settings = SETTINGS[::5][list(SHAPES).index(shape) // 4 :: 2] if known.slow else SETTINGS
     if known.slow and sum(SHAPES[shape][0]) > 20:
         if (dtype, shape) != (torch.float32, "kept"):
             pytest.skip("takes minutes in triton's interpreter")
-        settings = settings[-1:]
+        settings = SETTINGS[-1:]
     for causal, softmax, mixture in settings:
         floats, d, rest = drawn(shape, mixture, dtype)
         numbers = 0.4, 7.0, softmax, causal
