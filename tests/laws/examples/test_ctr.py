@@ -125,8 +125,8 @@ def test_two_ranks_train_what_one_process_trains(folder, tmp_path, alone):
     assert assert_same_run(tmp_path, alone)["mesh"] is None
 
 
-def test_emulated_ranks_go_on_from_a_lone_process(folder, tmp_path, alone):
-    """The second epoch on an emulated mesh with another plan ends as in one process."""
+def test_emulated_ranks_go_on_from_a_lone_process(folder, tmp_path, alone, interpreted):
+    """The second epoch on an emulated mesh with another plan ends as in one process. Its step is staged."""
     (tmp_path / "checkpoint.pt").write_bytes((alone[0] / "first" / "checkpoint.pt").read_bytes())
     ranks = ["--emulate", "data=2,model=2", "--plan", "grid"]
     assert run(folder, tmp_path, *SLOWLY, "--epochs", "2", "--resume", *ranks) == 0
@@ -134,9 +134,9 @@ def test_emulated_ranks_go_on_from_a_lone_process(folder, tmp_path, alone):
     assert (result["mesh"], result["plan"]) == ({"data": 2, "model": 2}, "grid")
 
 
-def test_copies_train_apart_and_go_on_in_one_process(folder, tmp_path, alone):
+def test_copies_train_apart_and_go_on_in_one_process(folder, tmp_path, alone, interpreted):
     """An epoch of two emulated copies, synchronized every 5 steps, differs from plain training. One process can resume
-    from the epoch's checkpoint and continues to learn."""
+    from the epoch's checkpoint and continues to learn. The steps are staged."""
     ranks = ["--emulate", "replica=2,model=1", "--replicas", "replica", "--sync-every", "5"]
     assert run(folder, tmp_path, *SLOWLY, "--epochs", "1", *ranks) == 0
     first = json.loads((tmp_path / "result.json").read_text())
