@@ -3,7 +3,7 @@
 Shapes: N ids, C places for the ids of a vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from funcrec.kernels.reference_jagged import ascending, take_ranges
@@ -12,14 +12,22 @@ from funcrec.kernels.vocabulary import SCORED, Column, admissions_of, columns_of
 from torch import Tensor
 
 
-def find_columns(state: list[Tensor], ids: Tensor, offsets: Tensor, how: list[int], columns: list[int]) -> Tensor:
-    out, places = ids.long(), columns_of(columns)
-    for v, (tags, entries) in enumerate(zip(state[::2], state[1::2], strict=True)):
-        own = [c for c in places if c.vocabulary == v]
-        at, valid = _places([ids], [offsets], own, ids.shape[0])
-        rows = find_ids(tags, entries, _at(ids, at), valid, *how[2 * v : 2 * v + 2])
-        out = _put(out, at, rows)
-    return out
+def columns_by(find_ids: Callable) -> Callable:
+    """Return `find_columns` that finds the ids of each vocabulary by `find_ids`."""
+
+    def find_columns(state: list[Tensor], ids: Tensor, offsets: Tensor, how: list[int], columns: list[int]) -> Tensor:
+        out, places = ids.long(), columns_of(columns)
+        for v, (tags, entries) in enumerate(zip(state[::2], state[1::2], strict=True)):
+            own = [c for c in places if c.vocabulary == v]
+            at, valid = _places([ids], [offsets], own, ids.shape[0])
+            rows = find_ids(tags, entries, _at(ids, at), valid, *how[2 * v : 2 * v + 2])
+            out = _put(out, at, rows)
+        return out
+
+    return find_columns
+
+
+find_columns = columns_by(find_ids)
 
 
 def admit_columns(

@@ -29,11 +29,12 @@ from funcrec.kernels.triton.jagged import bucketize, from_padded, take_ranges, t
 from funcrec.kernels.triton.lookup import gather_rows, pooled_lookup, pooled_lookup_weights, scatter_rows_
 from funcrec.kernels.triton.segments import coalesce, expand
 from funcrec.kernels.triton.update import fused_update_
+from funcrec.kernels.triton.vocabulary import find_columns, find_ids
 
 owner_blocks = blocks_by(take_ranges, bucketize, lambda values, device: launch.pack(values, device)[: len(values)])
 
 __all__ = [
-    "bucketize", "coalesce", "expand", "from_padded", "fused_update_", "gather_rows", "jagged_attention",
-    "jagged_attention_transpose", "owner_blocks", "pooled_lookup", "pooled_lookup_weights", "scatter_rows_",
-    "take_ranges", "take_ranges_transpose", "to_padded",
+    "bucketize", "coalesce", "expand", "find_columns", "find_ids", "from_padded", "fused_update_", "gather_rows",
+    "jagged_attention", "jagged_attention_transpose", "owner_blocks", "pooled_lookup", "pooled_lookup_weights",
+    "scatter_rows_", "take_ranges", "take_ranges_transpose", "to_padded",
 ]  # fmt: skip

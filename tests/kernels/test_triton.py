@@ -287,6 +287,8 @@ for dtype, how in ((torch.float32, (True, True)), (torch.bfloat16, (False, True)
         given = x, x, x, at, at, *rest, 0.5, 3.0, *how
         out = kernels.jagged_attention(*given)
         kernels.jagged_attention_transpose(x, *out, *given)
+entries, number = torch.zeros(256, 2, dtype=torch.int64), torch.tensor(200)
+kernels.find_ids(torch.zeros(256, dtype=torch.uint8), entries, rows[0], number, 1, 2**62)
 print(*sorted(wide))
 """
 
