@@ -33,7 +33,7 @@ from funcrec.cached._fetched import Fetched, Waiting, entered, exchanged, fetche
 from funcrec.cached._look_ahead import keeping, windowed
 from funcrec.cached._place import CALL, Place, dynamic_of, entered_on_ranks, joined_ids, own_ids, records_at, seen_after
 from funcrec.cached._rows_read import ids_in, rows_read
-from funcrec.cached._table_store import TableStore
+from funcrec.cached._table_store import TableStore, write_own
 from funcrec.cached._whole_tables import whole_tables
 from funcrec.compile import jit
 from funcrec.core import Count, Size, check, map_tensors, replace, typed
@@ -256,7 +256,7 @@ class CachedStep:
             vocabulary, progress = dynamic_of(state.tables).vocabularies[name], store.progress
             for rows in seen_after(vocabulary, progress.committed).split(CHUNK):
                 ids, records = vocabulary.entries[rows, 0].cpu(), records_at(self.place, store, state, rows)
-                self.place.together("write to its store", functools.partial(store.write, ids, records))
+                self.place.together("write to its store", functools.partial(write_own, store, ids, records))
         self.place.together("commit its store", self._commit)
 
     def _commit(self) -> None:

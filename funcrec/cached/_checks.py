@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcrec.cached._fetched import Fetched
 from funcrec.cached._place import Place, dynamic_of
-from funcrec.cached._table_store import TableStore
+from funcrec.cached._table_store import TableStore, has, read_own
 from funcrec.compile import is_transformed
 from funcrec.core import Problem, any_tracked, describe, reported, tree_leaves
 from funcrec.kinds import DynamicTables
@@ -105,8 +105,7 @@ def policy_problems(tables: Any, look_ahead: int) -> Iterator[Problem]:
 
 def sample_problems(name: str, store: TableStore, ids: Tensor, records: Tensor) -> Iterator[Problem]:
     """Report a store whose records differ from the rows in memory: it was committed with another state."""
-    own = store.has(ids)
-    if not torch.equal(store.read(ids[own]), records[own]):
+    if not torch.equal(read_own(store, ids), records[has(store, ids)]):
         got, need = "other records than the rows in memory", "the state that was saved after the commit"
         yield Problem(f"store {name!r} was committed with another state.", got, need, "that state, or a new store")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcrec.cached._place import CALL, Place, joined_records, records_at
 from funcrec.cached._records import unpacked
-from funcrec.cached._table_store import TableStore, stray_problems
+from funcrec.cached._table_store import TableStore, has, read_own, stray_problems, write_own
 from funcrec.core import Problem, check, replace, reported
 from funcrec.jagged import JaggedTensor
 from funcrec.kernels import ops
@@ -71,10 +71,10 @@ def fetched(
         count, _, _, refused = choice.numbers.tolist()
         new_ids = choice.new_ids[:count].cpu()
         check(CALL, entering_problems(name, store, vocabulary, new_ids, refused))
-        evicted, own = choice.evicted[:count], store.has(new_ids).nonzero().flatten()
+        evicted, own = choice.evicted[:count], has(store, new_ids).nonzero().flatten()
         is_late = leaving(name, new_ids[own])
         late, early = is_late.nonzero().flatten(), (~is_late).nonzero().flatten()
-        records = store.read(new_ids[own[early]])
+        records = read_own(store, new_ids[own[early]])
         if len(late):
             records = records.new_zeros(len(own), store.store.width).index_copy_(0, early, records)
         leave = choice.changed[:count][evicted], choice.old_ids[:count][evicted].cpu()
@@ -92,9 +92,9 @@ def exchanged(
     def on_one_rank() -> dict[str, Tensor]:
         for name, own in caches.items():
             if name in old:
-                stores[name].write(own.old_ids, old[name])
+                write_own(stores[name], own.old_ids, old[name])
             if len(own.late):  # they were written by now
-                own.records.index_copy_(0, own.late, stores[name].read(own.new_ids[own.own[own.late]]))
+                own.records.index_copy_(0, own.late, read_own(stores[name], own.new_ids[own.own[own.late]]))
         return {n: x.records for n, x in caches.items()}
 
     of_ranks, out = place.together("exchange rows with its store", on_one_rank), {}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funcrec.cached._records import packed
-from funcrec.cached._table_store import TableStore
+from funcrec.cached._table_store import TableStore, has, read_own
 from funcrec.core import map_tensors, replace
 from funcrec.jagged import JaggedTensor
 from funcrec.kernels.reference_vocabulary import LOWER, halves
@@ -105,8 +105,8 @@ def records_at(place: Place, store: TableStore, state: TrainState, rows: Tensor)
 
 def read_records(place: Place, store: TableStore, rows: Tensor) -> Tensor:
     """Return the records of rows of the store, u8[M, W], read by the ranks that have them."""
-    own = lambda: store.read(rows[store.has(rows)])
-    return joined_records(store, rows, place.together("read its store", own))
+    of_ranks = place.together("read its store", lambda: read_own(store, rows))
+    return joined_records(store, rows, of_ranks)
 
 
 def joined_records(store: TableStore, rows: Tensor, of_ranks: Sequence[Tensor]) -> Tensor:
@@ -115,7 +115,7 @@ def joined_records(store: TableStore, rows: Tensor, of_ranks: Sequence[Tensor]) 
         return of_ranks[0]
     records = torch.empty(len(rows), store.store.width, dtype=torch.uint8)
     for rank, own in enumerate(of_ranks):
-        records[replace(store, part=(rank, len(of_ranks))).has(rows)] = own
+        records[has(replace(store, part=(rank, len(of_ranks))), rows)] = own
     return records
 
 

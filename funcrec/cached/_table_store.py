@@ -70,19 +70,6 @@ class TableStore:
         """Return the number of rows of the tables."""
         return self.configs[0].num_embeddings
 
-    def has(self, rows: Tensor) -> Tensor:
-        """Return whether the store has the record of each row, b[M]."""
-        return rows % self.part[1] == self.part[0]
-
-    def read(self, rows: Tensor) -> Tensor:
-        """Return the records of rows that the store has, u8[M, W]."""
-        return self.store.read(rows // self.part[1])
-
-    def write(self, rows: Tensor, records: Tensor) -> None:
-        """Write the records u8[M, W] of those of the rows that the store has."""
-        own = self.has(rows)
-        self.store.write(rows[own] // self.part[1], records[own])
-
     def close(self) -> None:
         """Close the store. What was not committed is undone when it is opened again."""
         self.store.close()
@@ -143,6 +130,22 @@ def table_store(
         store = file_store(own, num_rows, width, durable=durable, **form)
     last = store.rollback()
     return TableStore(store, tuple(configs), sparse, fields, Progress(last, last), part)
+
+
+def has(store: TableStore, rows: Tensor) -> Tensor:
+    """Return whether the store has the record of each row, b[M]."""
+    return rows % store.part[1] == store.part[0]
+
+
+def read_own(store: TableStore, rows: Tensor) -> Tensor:
+    """Return the records of those of the rows that the store has, in their order, u8[m, W]."""
+    return store.store.read(rows[has(store, rows)] // store.part[1])
+
+
+def write_own(store: TableStore, rows: Tensor, records: Tensor) -> None:
+    """Write the records u8[M, W] of those of the rows that the store has."""
+    own = has(store, rows)
+    store.store.write(rows[own] // store.part[1], records[own])
 
 
 def part_of(path: str | os.PathLike, number: int, count: int) -> Path:

@@ -5,6 +5,7 @@ import torch
 from programs.cached_users import FEATURES, NUM_ROWS, Both, batches_of, loss_fn
 
 import funcrec as fr
+from funcrec.cached._table_store import read_own
 from funcrec.testing import assert_trees_close
 
 PLACEMENTS = {
@@ -84,7 +85,7 @@ def on_ranks(kind, folder, sizes):
     assert torch.equal(predicted, loss_fn(fr.gather_state(both.whole, mesh).params, own))
     whole, want = both.cached.gather(both.state.params).tables, fr.gather_state(both.whole, mesh).tables
     assert all(torch.equal(whole[n], want[n]) for n in want)
-    records = both.store.read(torch.arange(both.store.part[0], NUM_ROWS, both.store.part[1]))
+    records = read_own(both.store, torch.arange(NUM_ROWS))
     both.store.close()
     return torch.cat([first, last]), records
 
@@ -99,7 +100,7 @@ def test_gloo_ranks_have_the_emulations_bits(kind, sizes, ranks, tmp_path):
     found = ranks(len(both.mesh.axes) * 2).run(on_ranks, kind, tmp_path, sizes)
     for rank, (losses, records) in enumerate(found):
         assert torch.equal(losses, wanted)
-        assert torch.equal(records, both.store.read(torch.arange(rank, NUM_ROWS, len(found))))
+        assert torch.equal(records, both.store.store.read(torch.arange(rank, NUM_ROWS, len(found))))
 
 
 def compiled():
@@ -116,7 +117,7 @@ def compiled():
     both.cached.commit(both.state)
     rows = torch.arange(both.store.part[0], NUM_ROWS, 2)
     numbers = lambda records: records.contiguous().view(torch.float32)
-    torch.testing.assert_close(numbers(both.store.read(rows)), numbers(both.records()[rows]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(numbers(read_own(both.store, rows)), numbers(both.records()[rows]), rtol=1e-5, atol=1e-6)
     return before == both.state.tables.banks["user_bias"].data_ptr()
 
 

@@ -3,6 +3,7 @@
 import torch
 
 import funcrec as fr
+from funcrec.cached._table_store import has, read_own
 
 NUM_ROWS, CAPACITY = 700, 128
 KEY = fr.key(5)
@@ -100,8 +101,7 @@ class Both:
         """Every row and slot in the store, after a commit, and the rest of the state, has the bits of whole tables."""
         self.cached.commit(self.state)
         rows = torch.arange(NUM_ROWS)
-        own = rows[self.store.has(rows)]
-        assert torch.equal(self.store.read(own), self.records()[own])
+        assert torch.equal(read_own(self.store, rows), self.records()[has(self.store, rows)])
         assert torch.equal(self.state.dense, self.whole.dense)
         items = lambda x: (x if self.mesh is None else fr.gather_state(x, self.mesh)).tables["item"]
         assert torch.equal(items(self.state), items(self.whole))
