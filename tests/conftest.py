@@ -78,12 +78,14 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session):
-    """The collector leaves out what was collected, over a million objects, and looks less often at what tests make."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session):
+    """While tests run, also in the process that has workers, garbage is collected again: without the tests themselves,
+    which are over a million objects, and less often than by Python's thresholds."""
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
     gc.enable()
+    return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,9 +33,9 @@ def planned(mesh, tables=TABLES, features=FEATURES, constraints=USED, **kwargs):
 
 
 def test_small_problems_are_solved_to_the_optimum():
-    """On 200 generated problems, the solution is the best of all plans. The bound proves that it is the best. For a
+    """On 100 generated problems, the solution is the best of all plans. The bound proves that it is the best. For a
     problem without a solution, the solver finds none."""
-    for seed in range(200):
+    for seed in range(100):
         p = packing(seed)
         found, best = solve(p), best_of_all(p)
         if math.isinf(best):
