@@ -106,17 +106,25 @@ def test_a_bag_draws_alone(name):
     assert view(garbage).to_lists()[1] == alone
 
 
+def viewed(values, key, **how):
+    return {name: view(values, key, **how) for name, view in VIEWS.items()}
+
+
 @EACH
-def test_transforms(name):
-    """vmap over keys and over bags is a loop, and a compiled call has the bits of the plain one."""
+def test_vmap(name):
+    """vmap over keys and over bags is a loop."""
     view = lambda key, values: VIEWS[name](fr.JaggedTensor(values, BAGS.offsets), key, share=0.5).values
     keys, values = fr.split(fr.key(0), 3), torch.stack([BAGS.values, BAGS.values + 10, BAGS.values + 20])
-    want = torch.stack([view(k, v) for k, v in zip(keys, values, strict=True)])
-    assert vmap(view)(keys, values).equal(want)
-    assert fr.jit(view)(keys[1], values[1]).equal(want[1])
-    jitted = fr.jit(lambda bags, key: VIEWS[name](bags, key))
-    for bags in (BAGS, fr.JaggedTensor.from_lists([[3, 4], [8]])):
-        assert jitted(bags, keys[0]).to_lists() == VIEWS[name](bags, keys[0]).to_lists()
+    assert vmap(view)(keys, values).equal(torch.stack([view(k, v) for k, v in zip(keys, values, strict=True)]))
+
+
+def test_jit():
+    """A compiled call has the bits of the plain one."""
+    jitted, keys = fr.jit(viewed), fr.split(fr.key(0), 3)
+    few = fr.JaggedTensor.from_lists([[3, 4], [8]])
+    for bags, key, how in ((BAGS, keys[0], {}), (BAGS, keys[1], {"share": 0.5}), (few, keys[0], {})):
+        got, want = jitted(bags, key, **how), viewed(bags, key, **how)
+        assert {n: x.to_lists() for n, x in got.items()} == {n: x.to_lists() for n, x in want.items()}
 
 
 @pytest.mark.parametrize("view", [crop, reorder])

@@ -17,6 +17,7 @@ from funcrec.examples import ctr
 from funcrec.testing import assert_trees_close
 
 OPTIONS = ["--model", "fm", "--batch-size", "64", "--patience", "9", "--lr", "0.05"]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}  # code on disk is that of as many threads as here
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_ctrl_c_leaves_a_checkpoint_in_the_middle_of_an_epoch(folder, tmp_path):
         "--out",
         str(tmp_path / "cut"),
     ]
-    process = subprocess.Popen([*command, "--epochs", "100"], stdout=subprocess.PIPE, text=True, env={**os.environ})
+    process = subprocess.Popen([*command, "--epochs", "100"], stdout=subprocess.PIPE, text=True, env=ENV)
     assert "epoch   0" in process.stdout.readline()
     time.sleep(0.02)
     process.send_signal(signal.SIGINT)
@@ -111,11 +112,7 @@ def test_two_ranks_train_what_one_process_trains(folder, tmp_path, alone):
     one process."""
     words = [*OPTIONS, *SLOWLY, "--data", str(folder), "--out", str(tmp_path), "--epochs", "1", "--plan", "row_wise"]
     done = subprocess.run(
-        [*TORCHRUN, "-m", "funcrec.examples.ctr", *words],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [*TORCHRUN, "-m", "funcrec.examples.ctr", *words], capture_output=True, text=True, timeout=900, env=ENV
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch   0") == done.stdout.count("test AUC") == 1, "one rank prints"

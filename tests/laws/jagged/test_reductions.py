@@ -142,16 +142,25 @@ def test_an_empty_bag_has_no_derivative_and_no_nan():
     torch.testing.assert_close(jacfwd(grad(first))(X), jacfwd(grad(want))(X))
 
 
-@pytest.mark.parametrize("how", [*HOW, "softmax"])
+EVERY = {how: (lambda x, how=how: fr.bag_reduce(x, how)) for how in HOW}
+EVERY["softmax"] = lambda x: fr.bag_softmax(x).values
+STACK = torch.stack([X, X * 2 - 1, X.flip(0)])
+
+
+def test_compiled_reductions():
+    """jit, and jit of vmap, have the numbers of single calls."""
+    every = lambda x: {how: reduce(fr.JaggedTensor(x, OFFSETS)) for how, reduce in EVERY.items()}
+    torch.testing.assert_close(fr.jit(every)(X), every(X))
+    torch.testing.assert_close(fr.jit(vmap(every))(STACK), vmap(every)(STACK))
+
+
+@pytest.mark.parametrize("how", EVERY)
 def test_transforms_compose(how):
-    """vmap, jit, both, and a jvp inside have the numbers of single calls, also for 0 bags and 0 values."""
-    reduce = lambda x: fr.bag_softmax(x).values if how == "softmax" else fr.bag_reduce(x, how)
+    """vmap, and a jvp inside, have the numbers of single calls, also for 0 bags and 0 values."""
+    reduce, stack = EVERY[how], STACK
     f = lambda x: reduce(fr.JaggedTensor(x, OFFSETS))
-    stack = torch.stack([X, X * 2 - 1, X.flip(0)])
     want = torch.stack([f(x) for x in stack])
     torch.testing.assert_close(vmap(f)(stack), want)
-    torch.testing.assert_close(fr.jit(f)(X), f(X))
-    torch.testing.assert_close(fr.jit(vmap(f))(stack), want)
     slope = lambda x: jvp(f, (x,), (torch.ones_like(x),))[1]
     torch.testing.assert_close(vmap(slope)(stack), torch.stack([slope(x) for x in stack]))
     assert reduce(fr.JaggedTensor(X[:0], torch.zeros(1, dtype=torch.int64))).shape == (0, 2)
