@@ -148,13 +148,12 @@ class CachedStep:
 
         found = self._checked(state, taken)
         one = batch if is_ahead else self._fetched(state, batch, found)
-        if is_ahead:
-            with self.lock:
-                self.waiting.pop(number_of(one), None)  # a step that failed is taken again
-        else:
+        if not is_ahead:
             self.waiting = {}  # batches that were read ahead know nothing of this step
         self.whole = None
         fresh = exchanged(self.place, state, self.stores, one.caches)
+        with self.lock:  # not before: the thread would read records that are still to be written
+            self.waiting.pop(number_of(one), None)  # a step that failed is taken again
         state, metrics = self.step(self.enter(state, {n: x.choice for n, x in one.caches.items()}, fresh), one.batch)
         for name, own in one.caches.items():
             self.stores[name].progress.now = own.before + 1
