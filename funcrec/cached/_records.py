@@ -69,7 +69,8 @@ def unpacked(fields: Sequence[Field], records: Tensor) -> tuple[dict[str, Tensor
     slots: dict[str, dict[str, Tensor]] = {}
     columns = records.split([f.size for f in fields], 1)
     for f, x in zip(fields, columns, strict=True):
-        rows = x.contiguous().view(f.dtype).reshape(x.shape[0], *f.shape)
+        own = x.clone(memory_format=torch.contiguous_format)  # a part of one record may begin at an odd byte
+        rows = own.view(f.dtype).reshape(x.shape[0], *f.shape)
         if f.slot is None:
             tables[f.table] = rows
             slots.setdefault(f.table, {})
