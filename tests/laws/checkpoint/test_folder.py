@@ -44,11 +44,11 @@ LOADS = {
 @pytest.mark.parametrize(("which", "how"), [*(("state", how) for how in LOADS), ("one", "whole"), ("one", "mapped")])
 def test_every_flipped_bit_of_a_folder_is_refused(which, how, folder):
     """load refuses a flipped bit in any byte of any file of a folder, and names the file. This covers tensors, gaps
-    between tensors, a rank's index, and files without tensors."""
+    between tensors, a rank's index, and files without tensors. Mapped and planned loads try every third byte."""
     path, draw = folder.parent / which, random.Random(0)
     for name in sorted(p.name for p in path.iterdir()):
         good = (path / name).read_bytes()
-        for i in range(len(good)):
+        for i in range(0, len(good), 1 if how == "whole" else 3):
             (path / name).write_bytes(good[:i] + bytes([good[i] ^ 1 << draw.randrange(8)]) + good[i + 1 :])
             assert name in refusal(lambda: LOADS[how](path)) or name == "manifest", (name, i)
         for bad in (good[:-1], good + b"\0", b""):

@@ -1,5 +1,7 @@
 """Windows, groups, recalibration and equal weights: each equals the inner metric on its own examples."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given
@@ -112,18 +114,30 @@ COMBINED = {
 }
 
 
-@pytest.mark.parametrize("name", COMBINED)
-def test_they_compose_with_transforms(name):
-    """Compiled calls, and calls mapped over a dimension of members, have the numbers of a call for each member."""
+def combined(name, p, y, w, groups):
+    """Return the combined metric of two updates by these examples."""
     metric, takes_groups = COMBINED[name]
-    g = torch.Generator().manual_seed(0)
+    state = state_of(metric, p, (y, groups) if takes_groups else y, w)
+    return metric.compute(metric.update(state, p, (y, groups) if takes_groups else y, w))
+
+
+def two_of(seed=0):
+    """Return (predictions, labels, weights, groups) of two members of 30 examples."""
+    g = torch.Generator().manual_seed(seed)
     p, y = torch.rand(2, 30, generator=g).double(), torch.randint(0, 2, (2, 30), generator=g).double()
-    w, groups = torch.randint(0, 3, (2, 30), generator=g).double(), torch.randint(0, 3, (2, 30), generator=g)
+    return p, y, torch.randint(0, 3, (2, 30), generator=g).double(), torch.randint(0, 3, (2, 30), generator=g)
 
-    def run(p, y, w, groups):
-        state = state_of(metric, p, (y, groups) if takes_groups else y, w)
-        return metric.compute(metric.update(state, p, (y, groups) if takes_groups else y, w))
 
-    want = torch.stack([run(*rows) for rows in zip(p, y, w, groups, strict=True)])
-    assert_close(vmap(run)(p, y, w, groups), want)
-    assert_close(fr.jit(run)(p[0], y[0], w[0], groups[0]), want[0])
+@pytest.mark.parametrize("name", COMBINED)
+def test_they_are_mapped(name):
+    """Calls mapped over a dimension of members have the numbers of a call for each member."""
+    run, rows = functools.partial(combined, name), two_of()
+    assert_close(vmap(run)(*rows), torch.stack([run(*own) for own in zip(*rows, strict=True)]))
+
+
+def test_they_are_compiled():
+    """Compiled calls have the numbers of plain calls."""
+    every = lambda rows: {name: combined(name, *own) for name, own in rows.items()}
+    rows = {name: [x[0] for x in two_of(seed)] for seed, name in enumerate(COMBINED)}
+    for name, got in fr.jit(every)(rows).items():
+        assert_close(got, combined(name, *rows[name]))
