@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("every_dtype")
 
 BLANK, PAGE = "0" * 64, 4096
 # the number of tried changes per entry
-SHARE = {"manifest.json": 2, FILE: 15}
+SHARE = {"manifest.json": 1, FILE: 10}
 if os.environ.get("HYPOTHESIS_PROFILE") == "long":
     SHARE = dict.fromkeys(SHARE, 1000)
 
