@@ -284,7 +284,7 @@ def test_handlers_are_given_back(folder, tmp_path):
 
 def test_interrupts_at_random_moments_lose_nothing():
     """After SIGINT, SIGTERM or SIGKILL at random moments, every run resumes to the bits of an uninterrupted run."""
-    command = [sys.executable, "-m", "programs.ctr_interrupts", "--count", "3"]
+    command = [sys.executable, "-m", "programs.ctr_interrupts", "--count", "2"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stdout + done.stderr

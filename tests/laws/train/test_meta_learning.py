@@ -189,7 +189,7 @@ def test_meta_gradients_are_compiled():
     for x in (AT, AT * 0.9):
         torch.testing.assert_close(compiled(x), grad(x), rtol=1e-10, atol=1e-12)
     assert compiled.num_compiled() == 1
-    for how, cls in (("scan", torch.optim.SGD), ("eager", torch.optim.Adam)):
+    for how, cls in (("scan", torch.optim.SGD), ("once", torch.optim.Adam)):
         grad = torch.func.grad(learnt(how, cls))
         # the staged graph itself runs
         with mock.patch.object(_program, "compile_graph", lambda graph, args: graph):
