@@ -1,4 +1,5 @@
-"""The HSTU ranker: DLRMv3 at its full size on the meta device, and candidates a second by three ways of scoring.
+"""The HSTU ranker: DLRMv3 at its full size on the meta device, candidates a second by three ways of scoring, and tokens
+a second of its layers beside the same layers padded in plain torch.
 
     .venv/bin/python bench/hstu.py [runs/hstu]
 
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from measure import interleave, record
 
 import funcrec as fr
@@ -68,6 +70,70 @@ def scored(users: int = 4, history: int = 512, candidates: int = 128) -> dict[st
     }  # fmt: skip
 
 
+def layers(users: int = 8, history: int = 512, candidates: int = 128) -> dict[str, float]:
+    """Return tokens a second of HSTU layers over bags, and of the same layers in plain torch, compiled, where bags are
+    padded to the longest: forward, and with the gradient of the parameters; and the share of the rate of a product."""
+    data = fr.data.generated_histories(
+        fr.key(0), num_users=100, num_items=12_800, num_timestamps=20, length=200, num_candidates=candidates,
+        max_history=history, activity=0.5,
+    )  # fmt: skip
+    batch = data.take(data.requests(1)[:users])
+    lengths = 1 + batch.ids["item"].lengths + candidates
+    heads, dim, inner, count = 4, 64, 32, 3
+    layer = fr.nn.hstu_layer(
+        dim, normalizer=float(history), num_heads=heads, qk_dim=inner, linear_dim=inner, concatenate=True
+    )
+    params = [layer.init(k) for k in fr.split(fr.key(1), count)]
+    x = fr.JaggedTensor.from_lengths(torch.randn(int(lengths.sum()), dim), lengths)
+    targets, padded, most = torch.full((users,), candidates), x.to_padded(int(lengths.max())), int(lengths.max())
+    place, valid = torch.arange(most), torch.arange(most) < lengths[:, None]
+    is_target = (place >= lengths[:, None] - candidates) & valid
+    seen = (place[:, None] > place) & ~is_target[:, None] | (place[:, None] == place)
+    mask = (seen & valid[:, None])[:, None]
+
+    def ours(params, x):
+        for own in params:
+            x = layer.apply(own, x, None, targets)
+        return x
+
+    def theirs(params, x):
+        for own in params:
+            normed = F.layer_norm(x, (dim,), *(own["norm"][n] for n in ("weight", "bias")))
+            u, v, q, k = F.silu(F.linear(normed, own["project"]["weight"], own["project"]["bias"])).split(
+                heads * inner, 2
+            )
+            cut = lambda y: y.unflatten(2, (heads, -1)).transpose(1, 2)
+            scores = F.silu(cut(q) @ cut(k).mT / inner**0.5) / history * mask
+            a = (scores @ cut(v)).transpose(1, 2).flatten(2)
+            gated = u * F.layer_norm(a, (heads * inner,), *(own["out_norm"][n] for n in ("weight", "bias")))
+            x = x + F.linear(torch.cat([u, a, gated], 2), own["out"]["weight"])
+        return x
+
+    apart = (ours(params, x).to_padded(most) - theirs(params, padded))[valid].abs().max()
+    of_ours = lambda params, x: ours(params, x).values.square().mean()
+    of_theirs = lambda params, x: theirs(params, x)[valid].square().mean()
+    fast, peer = fr.jit(ours), torch.compile(theirs)
+    grads, peer_grads = (wrap(torch.func.grad(f)) for wrap, f in ((fr.jit, of_ours), (torch.compile, of_theirs)))
+    square = torch.randn(1024, 1024)
+    cases = {
+        "forward": lambda: fast(params, x), "forward, padded": lambda: peer(params, padded),
+        "gradient": lambda: grads(params, x), "gradient, padded": lambda: peer_grads(params, padded),
+        "product": lambda: square @ square,
+    }  # fmt: skip
+    with torch.no_grad():
+        times = {n: statistics.median(t) for n, t in interleave(cases, rounds=9, warmup=2).items()}
+    own = lengths.double()
+    before = own - candidates
+    pairs = (before * (before + 1) / 2 + candidates * (before + 1)).sum()
+    flops = count * float(pairs * heads * 4 * inner + own.sum() * 2 * dim * heads * inner * 7)
+    rate = 2 * 1024**3 / times.pop("product")
+    return {
+        "lengths": {"mean": float(own.mean()), "most": most}, "heads": heads, "dim": dim, "layers": count,
+        "apart": float(apart), "tokens_per_s": {n: round(float(own.sum()) / t) for n, t in times.items()},
+        "share_of_a_product's_rate": round(flops / times["forward"] / rate, 3),
+    }  # fmt: skip
+
+
 def one(batch: fr.Batch, place: int, count: int) -> fr.Batch:
     """Return the batch with one candidate for each user."""
     ids = batch.ids.to_dict()
@@ -78,10 +144,10 @@ def one(batch: fr.Batch, place: int, count: int) -> fr.Batch:
 
 
 def main(folder: str | None = None) -> None:
-    results = {"staged": staged(), "scored": scored()}
+    results = {"staged": staged(), "scored": scored(), "layers": layers()}
     if folder is not None:
         results["trained"] = json.loads((Path(folder) / "result.json").read_text())
-    print(json.dumps({k: results[k] for k in ("staged", "scored")}, indent=1))
+    print(json.dumps({k: results[k] for k in ("staged", "scored", "layers")}, indent=1))
     record("hstu", results)
 
 
