@@ -72,7 +72,7 @@ def cached_step(
         batches in a thread while a step computes; `cached.run(state, batches)` yields the (state, metrics).
       `cached.read(params, batch)` returns params and a batch with all rows that the batch reads, from memory or from
         the stores, as plain tables: `evaluate(lambda params, batch: predict(*cached.read(params, batch)), ...)`. It
-        changes no cache and no store. On real ranks all call it.
+        changes no cache and no store. Only the features of `CacheConfig` may read these tables. On real ranks all call.
       `cached.commit(state)` writes the rows that changed since the last commit, and commits the stores. Save the state
         afterwards. `cached.rollback(state)` returns the stores to the commit of a loaded state: that of the last
         commit, or of the one before.

@@ -23,6 +23,7 @@ def rows_read(
     """Return (plain tables, the batch with rows of these tables in place of the ids of caches).
 
     A table has a row for each place of the ids of all ranks' batches, so batches of one form give tables of one form.
+    Its last row is NaN: ids after the `max_length` of a cache's features, which no step admits, have it.
     dynamic: the tables of the state, gathered if it lies on a mesh.
     """
     bags = ids_in(batch)
@@ -31,6 +32,7 @@ def rows_read(
     for name, store in stores.items():
         columns = {c: most for c, v, most in dynamic.columns if v == name}
         places = [places_of(x, {c: n for c, n in columns.items() if c in x.keys}) for x in bags]
+        of_columns = [places_of(x, {c: None for c in columns if c in x.keys}) for x in bags]
         ids = torch.cat([x.values[at].long() for x, at in zip(bags, places, strict=True)])
         check_rows = lambda: check(CALL, stray_problems(name, store, ids)) or ids.cpu()  # noqa: B023
         of_ranks = place.together("read rows", check_rows)
@@ -38,7 +40,10 @@ def rows_read(
         rows = torch.searchsorted(distinct, ids)
         room = len(of_ranks) * sum(x.capacity for x in bags)
         tables |= tables_of(place, dynamic, name, store, distinct, room)
-        for x, at, own in zip(values, places, rows.split([len(at) for at in places]), strict=True):
+        for x, of_column, at, own in zip(
+            values, of_columns, places, rows.split([len(at) for at in places]), strict=True
+        ):
+            x[of_column] = room
             x[at] = own
     read = {id(x): replace(x, values=v) for x, v in zip(bags, values, strict=True)}
     return tables, tree_map(lambda x: read[id(x)] if is_ids(x) else x, batch, is_leaf=is_ids)
@@ -64,7 +69,8 @@ def places_of(ids: KeyedJaggedTensor, columns: Mapping[str, int | None]) -> Tens
 def tables_of(
     place: Place, dynamic: DynamicTables, name: str, store: TableStore, ids: Tensor, room: int
 ) -> dict[str, Tensor]:
-    """Return {table: f[room, D]}: its row `ids[i]` in row i, from the cache, or else from the store."""
+    """Return {table: f[room + 1, D]}: its row `ids[i]` in row i, from the cache, or else from the store; NaN in the
+    last."""
     rows = find(dynamic.vocabularies[name], ids)
     is_here = rows < dynamic.vocabularies[name].capacity
     others, _ = unpacked(store.fields, read_records(place, store, ids[~is_here].cpu()).to(ids.device))
@@ -72,7 +78,8 @@ def tables_of(
     for f in store.fields:
         if f.slot is None:
             table = field_in(f, dynamic.tables, {})
-            new = table.new_zeros(max(room, 1), *f.shape)
+            new = table.new_zeros(room + 1, *f.shape)
+            new[room] = torch.nan
             new[: len(ids)][is_here] = table[rows[is_here]]
             new[: len(ids)][~is_here] = others[f.table]
             out[f.table] = new

@@ -117,6 +117,21 @@ def test_evaluation_reads_memory_and_stores_and_changes_neither():
     assert torch.equal(both.store.store.read(torch.arange(NUM_ROWS)), records)
 
 
+def test_ids_after_max_length_are_not_read():
+    """An id after the `max_length` of a cache's features reads NaN in a lookup without it, as in a step; a lookup with
+    it has the bits of whole tables."""
+    of = lambda most: [fr.FeatureConfig("user", table="user", max_length=most)]
+    config, sparse = fr.TableConfig("user", NUM_ROWS, 2), fr.optim.sgd(0.1)
+    store = fr.table_store([config], sparse, key=KEY)
+    tables = fr.cached_tables({}, {"users": fr.CacheConfig(store, CAPACITY, of(1))})
+    ids = fr.KeyedJaggedTensor.from_lists({"user": [[500, 0], [7]]})
+    read = lambda most: lambda params, ids: fr.lookup(params.tables, ids, of(most)).values
+    step = fr.train_step(lambda *given: read(1)(*given).sum(), sparse=sparse, admit=False)
+    found = fr.cached_step(step, {"users": store}).read(fr.Params(tables, {}), ids)
+    assert torch.equal(read(1)(*found), read(1)(fr.Params(fr.init(KEY, [config]), {}), ids))
+    assert read(2)(*found).isnan().tolist() == [[True, True], [False, False]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_tables_are_gathered_into_memory_or_files(tmp_path, dtype):
     """`gather` gives all rows, those in memory and those in the store, and changes neither. Its files map to the same
