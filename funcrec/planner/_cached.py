@@ -9,7 +9,6 @@ misses more.
 Shapes: C rows in memory, R rows of the table, W bytes of a record, n ranks.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -67,13 +66,13 @@ def misses_of(
     }
 
 
-def whole_where_shared(
-    told: Mapping[str, TableConstraint], features: Sequence[FeatureConfig]
+def whole_in_memory(
+    told: Mapping[str, TableConstraint], features: Sequence[FeatureConfig], replicas: Sequence[str]
 ) -> dict[str, TableConstraint]:
-    """Return the constraints, by which tables that share a column are whole in memory unless a constraint says else:
-    a column has one cache."""
+    """Return the constraints, by which tables that share a column, and all with `replicas`, are whole in memory unless
+    a constraint says else: a column has one cache, and a store one row for all copies."""
     of_column: dict[str, set[str]] = {}
     for f in features:
         of_column.setdefault(f.key, set()).add(f.table)
-    shared = Counter(n for tables in of_column.values() if len(tables) > 1 for n in tables)
+    shared = set(told) if replicas else {n for tables in of_column.values() if len(tables) > 1 for n in tables}
     return {n: replace(c, in_memory=1.0) if n in shared and c.in_memory is None else c for n, c in told.items()}

@@ -49,6 +49,23 @@ def disk_problems(told: Mapping[str, TableConstraint], hardware: Hardware) -> It
             yield Problem(f"table {name!r} needs a disk.", got, "hardware with a disk, or in_memory=1", hint)
 
 
+def cache_problems(
+    told: Mapping[str, TableConstraint], features: Sequence[FeatureConfig], replicas: tuple[str, ...]
+) -> Iterator[Problem]:
+    """Report caches that `cached_step` refuses: of copies that train apart, and of a part of a column's tables."""
+    for name, c in told.items():
+        if replicas and c.in_memory not in (None, 1.0):
+            got, need = f"in_memory={c.in_memory}, replicas={replicas}", "tables of copies whole in memory"
+            yield Problem(f"table {name!r} has copies that train apart, and a store has one row.", got, need)
+    of_column: dict[str, dict[str, float]] = {}
+    for f in features:
+        of_column.setdefault(f.key, {})[f.table] = told[f.table].in_memory or 1.0
+    for column, shares in of_column.items():
+        if len(set(shares.values())) > 1:
+            what = f"tables of column {column!r} differ in their shares in memory, and a column has one cache."
+            yield Problem(what, f"{shares}", "one share for all of them", f"in_memory={min(shares.values())}")
+
+
 def together_problems(
     tables: Sequence[TableConfig],
     told: Mapping[str, TableConstraint],

@@ -41,6 +41,7 @@ class TableConstraint:
       ranks: places on the placement's axis, or on the first of two axes, where the table may lie; () for all places.
       in_memory: the share of the table's rows that are in memory, the others in a store, as `cached_tables` has them; 1
         for all. None: the planner chooses, if the hardware has a disk and no other table reads the table's columns.
+        Tables that read one column have one share. With `replicas` all tables are whole.
       together: tables with the same name here get the same placement, part by part on the same ranks.
 
     Example:

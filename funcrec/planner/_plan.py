@@ -13,8 +13,15 @@ from funcrec.core import Count, NotNegative, Share, check, typed
 from funcrec.mesh import AxisName, Codec, Mesh
 from funcrec.optim import RowOptimizer
 from funcrec.planner import _costs as costs
-from funcrec.planner._cached import all_ways, whole_where_shared
-from funcrec.planner._checks import disk_problems, mesh_problems, plan_problems, sizes_of, together_problems
+from funcrec.planner._cached import all_ways, whole_in_memory
+from funcrec.planner._checks import (
+    cache_problems,
+    disk_problems,
+    mesh_problems,
+    plan_problems,
+    sizes_of,
+    together_problems,
+)
 from funcrec.planner._constraints import TableConstraint, constraint_of, given_problems
 from funcrec.planner._hardware import Hardware
 from funcrec.planner._options import Ground, packing_of, placement_of
@@ -100,7 +107,7 @@ def plan(
     told = {t.name: constraint_of(given.get(t.name, {})) for t in tables}
     check(CALL, together_problems(tables, told, sizes, named))
     hardware = Hardware.named(hardware) if isinstance(hardware, str) else hardware
-    check(CALL, disk_problems(told, hardware))
+    check(CALL, disk_problems(told, hardware), cache_problems(told, features, named))
     sizes = {a: n for a, n in sizes.items() if a not in named}
     bags, answer = batch_size / prod(sizes_of(mesh).values()), transport_of(exact, dedup).answer
     state = _of_optimizer(optimizer, tables)
@@ -109,7 +116,7 @@ def plan(
     )
     limit = max(1, int((memory_bytes or hardware.memory_bytes) * (1 - reserve)))
     uses = {t.name: use_of(t, reads[t.name], told[t.name], ground) for t in tables}
-    allowed = whole_where_shared(told, features)
+    allowed = whole_in_memory(told, features, named)
     found = {t.name: all_ways(t, uses[t.name], allowed[t.name], ground) for t in tables}
     groups = groups_of(tables, told)
     packing = packing_of(groups, found, ground, limit)

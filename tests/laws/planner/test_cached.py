@@ -64,6 +64,22 @@ def test_tables_of_one_column_are_whole_or_as_told():
     assert plan.cached["user"] == plan.cached["bias"]
 
 
+def test_plans_that_cached_steps_refuse_are_not_made():
+    """Tables of one column have one share in memory, or raise. Copies that train apart are whole in memory, or raise:
+    a store has one row for all."""
+    bias = fr.TableConfig("bias", 20_000_000, 1)
+    shared = [*READ, fr.FeatureConfig("bias", table="bias", column="user")]
+    for told in ({"user": {"in_memory": 0.05}}, {"user": {"in_memory": 0.05}, "bias": {"in_memory": 0.1}}):
+        with pytest.raises(ValueError, match="column 'user' differ in their shares"):
+            planned(tables=(LARGE, SMALL, bias), features=shared, constraints=told)
+    copies = {"tables": (SMALL, LARGE), "replicas": "x"}
+    with pytest.raises(ValueError, match="do not fit into memory"):
+        planned(**copies)
+    with pytest.raises(ValueError, match="'user' has copies that train apart"):
+        planned(**copies, constraints={"user": {"in_memory": 0.01}})
+    assert planned(dataclasses.replace(DISK, memory_bytes=10**11), **copies).cached == {}
+
+
 def test_half_of_a_disk_is_refused():
     """A disk has a size and a speed, and a share of rows in memory needs a disk."""
     for half in ({"disk_bytes": 10**9}, {"disk_records_per_s": 1e5}):
