@@ -122,7 +122,8 @@ def plan(
     packing = packing_of(groups, found, ground, limit)
     solved = solve(packing, effort) if all(i.options for i in packing.items) else None
     if solved is None or solved.choices is None:
-        free = lambda name: all_ways(_named(tables, name), uses[name], TableConstraint(), ground)
+        freed = whole_in_memory(dict.fromkeys(told, TableConstraint()), features, named)
+        free = lambda name: all_ways(_named(tables, name), uses[name], freed[name], ground)
         fail_short(CALL, packing, groups, found, told, free, ground, limit, 1 - reserve)
     placements = {}
     for own, item, choice in zip(groups.values(), packing.items, solved.choices, strict=True):

@@ -35,6 +35,8 @@ def fail_short(
         if not item.options:
             _fail_no_option(call, [t.name for t in groups[name]], found, told)
     least, is_proved = least_bytes(packing)
+    if least <= limit:
+        _fail_disk(call, packing)
     hint = f"memory_bytes={int(least * 1.001 / share) + 1}, more ranks, or a narrower dtype"
     constrained = [n for n in told if told[n] != TableConstraint()]
     if constrained:
@@ -75,6 +77,17 @@ def _fail_no_option(
     got = "; ".join(f"{n}: {sorted({w.key[0] for w in found[n]})}" for n in names[:4])
     need, hint = "one kind with equally many blocks on the same places", "the same `kinds` and `ranks` for each"
     fail(call, f"tables that go together have no placement in common: {names}.", got=got, need=need, hint=hint)
+
+
+def _fail_disk(call: str, packing: Packing) -> None:
+    """Raise an error if every plan that was found within memory needs a larger disk."""
+    for i, cap in enumerate(packing.caps[1:], 1):
+        others = (*packing.caps[:i], *packing.caps[i + 1 :])
+        solved = solve(packing._replace(weights=cap.factors, caps=others))
+        if solved.choices is not None and solved.objective > cap.limit:
+            need = f"{_mb(solved.objective)} on every rank's disk, for the stores of tables larger than memory"
+            hint = f"disk_bytes={int(solved.objective * 1.001) + 1}, more ranks, or more memory"
+            fail(call, "the stores do not fit on the disk.", got=_mb(cap.limit), need=need, hint=hint, kind=NoPlanError)
 
 
 def least_bytes(packing: Packing) -> tuple[float, bool]:

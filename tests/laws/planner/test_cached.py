@@ -1,6 +1,7 @@
 """The planner keeps a part of a table's rows in memory, and the others in a store, where the hardware has a disk."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_plans_that_cached_steps_refuse_are_not_made():
         with pytest.raises(ValueError, match="column 'user' differ in their shares"):
             planned(tables=(LARGE, SMALL, bias), features=shared, constraints=told)
     copies = {"tables": (SMALL, LARGE), "replicas": "x"}
-    with pytest.raises(ValueError, match="do not fit into memory"):
+    with pytest.raises(ValueError, match=r"(?s)do not fit into memory.*try   memory_bytes="):
         planned(**copies)
     with pytest.raises(ValueError, match="'user' has copies that train apart"):
         planned(**copies, constraints={"user": {"in_memory": 0.01}})
@@ -87,8 +88,14 @@ def test_half_of_a_disk_is_refused():
             planned(dataclasses.replace(CPU, **half))
     with pytest.raises(ValueError, match="table 'user' needs a disk"):
         planned(CPU, constraints={"user": {"in_memory": 0.1}})
-    with pytest.raises(ValueError, match="do not fit"):
+
+
+def test_a_disk_that_is_too_small_is_named():
+    """Stores that do not fit on the disk raise an error with the size that they need, which suffices."""
+    with pytest.raises(ValueError, match="the stores do not fit on the disk") as raised:
         planned(dataclasses.replace(DISK, disk_bytes=10**6))
+    size = int(re.search(r"disk_bytes=(\d+)", str(raised.value))[1])
+    assert planned(dataclasses.replace(DISK, disk_bytes=size)).cached
 
 
 @given(
