@@ -170,7 +170,7 @@ class CachedStep:
 
         state: that of the first step; each following step takes the state of the step before.
         """
-        self._checked(state, lambda: check(CALL, policy_problems(state.tables, self.look_ahead)))
+        self._checked(state, lambda: check(CALL, policy_problems(state.tables, self.look_ahead)), "read ahead")
         self.waiting = waiting = {}
         dynamic, place = dynamic_of(state.tables), self.place
         fetch = self._fetcher(dynamic, waiting)
@@ -234,7 +234,7 @@ class CachedStep:
             check(CALL, tables_problems(params.tables, self.stores, self.place))
             check(CALL, owner_problems(params.tables, self.stores))
 
-        self.place.together("read rows", taken)
+        self.place.together("gather rows", taken)
         return replace(params, tables=whole_tables(self.place, self._gathered(params.tables), self.stores, path))
 
     def _gathered(self, tables: Any) -> DynamicTables:
@@ -250,7 +250,7 @@ class CachedStep:
 
         The save of the state at the commit before must be whole by now: a store returns by one commit at most.
         """
-        self._checked(state)
+        self._checked(state, doing="commit")
         for name, store in self.stores.items():
             vocabulary, progress = dynamic_of(state.tables).vocabularies[name], store.progress
             for rows in seen_after(vocabulary, progress.committed).split(CHUNK):
@@ -277,7 +277,9 @@ class CachedStep:
         self.place.together("return to a commit", on_one_rank)
         self._compare(state)
 
-    def _checked(self, state: TrainState, more: Callable[[], Any] = lambda: None) -> list[Any]:
+    def _checked(
+        self, state: TrainState, more: Callable[[], Any] = lambda: None, doing: str = "take a step"
+    ) -> list[Any]:
         """Return the results of more() of all ranks, after checks of the state."""
 
         def on_one_rank() -> Any:
@@ -286,7 +288,7 @@ class CachedStep:
             check(CALL, owner_problems(state.tables, self.stores))
             return more()
 
-        found = self.place.together("take the state", on_one_rank)
+        found = self.place.together(doing, on_one_rank)
         self._compare(state)
         return found
 

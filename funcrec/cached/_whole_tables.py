@@ -28,9 +28,15 @@ def whole_tables(
     place: Place, dynamic: DynamicTables, stores: Mapping[str, TableStore], path: str | os.PathLike | None
 ) -> dict[str, Tensor]:
     """Return {table: f[R, D]}, with all rows of the stores. dynamic: the tables of the state, gathered."""
-    folder, tables = None if path is None else new_folder(path), dict(dynamic.tables)
+    tables, folder = dict(dynamic.tables), None
+    if path is not None:
+        made: list[Path] = []
+        place.together("make its folder", lambda: made.append(new_folder(path)))
+        folder = made[0]
     for name, store in stores.items():
-        whole = {c.name: new_table(c, folder) for c in store.configs}
+        new: list[dict[str, Tensor]] = []
+        place.together("make its files", lambda: new.append({c.name: new_table(c, folder) for c in store.configs}))  # noqa: B023
+        whole = new[0]
         for rows in torch.arange(store.num_rows).split(CHUNK):
             found, _ = unpacked(store.fields, read_records(place, store, rows))
             for table, x in whole.items():

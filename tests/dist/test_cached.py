@@ -164,6 +164,37 @@ def test_an_error_of_one_rank_is_raised_on_all(ranks):
         assert all(part in text for text, part in zip(said, parts, strict=True)), said
 
 
+def doing_different_things(folder):
+    """Return what each rank raises where one of them does another thing than the other."""
+    mesh = fr.Mesh.distributed(x=2)
+    is_last, said = mesh.coordinates["x"] == 1, []
+
+    def uneven(both, parts):
+        for batch in parts[: 1 if is_last else 2]:
+            both.state, _ = both.cached(both.state, batch)
+        both.cached.commit(both.state)
+
+    def uneven_ahead(both, parts):
+        for one in both.cached.ahead(both.state, parts[: 1 if is_last else 2]):
+            both.state, _ = both.cached(both.state, one)
+
+    for call in (uneven, uneven_ahead, lambda both, parts: both.cached.gather(both.state.params, f"{folder}/rows")):
+        both = Both(mesh=mesh, plan=plan_of("row_wise"))
+        try:
+            call(both, [fr.shard(x, fr.P("x"), mesh=mesh) for x in batches_of(1, 2)])
+            said.append("nothing")
+        except (ValueError, OSError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_that_do_different_things_raise(ranks, tmp_path):
+    """Ranks with different numbers of batches, or that gather into one folder, raise on every rank and do not wait."""
+    parts = ("do different things", "do different things", "cannot be made")
+    for said in ranks(2).run(doing_different_things, tmp_path):
+        assert all(part in text for text, part in zip(said, parts, strict=True)), said
+
+
 def test_copies_that_train_apart_are_refused():
     """A store has one record for a row, and a plan with replicas several rows."""
     mesh = fr.Mesh.emulated(group=2, x=2)

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from funcrec.core import Problem, message
+from funcrec.core import Problem, fail, message
 from funcrec.mesh._mesh import Mesh
 
 T = TypeVar("T")
@@ -103,6 +103,7 @@ def together(ranks: Ranks, call: str, doing: str, work: Callable[[], T]) -> list
     Raises:
       This rank's own error, if work() failed here. If work() failed on another rank, an error of the same kind that
       names that rank.
+      ValueError: the ranks do different things: one of them steps, say, and another one saves.
     """
     if ranks.size == 1:
         return [work()]
@@ -112,11 +113,11 @@ def together(ranks: Ranks, call: str, doing: str, work: Callable[[], T]) -> list
     except BaseException as raised:  # this includes interrupts, so that no other rank waits for this rank
         error = raised
     try:
-        of_all = say((text, None if error is None else Failure.of(error)), ranks)
+        of_all = say((text, None if error is None else Failure.of(error), doing), ranks)
     finally:
         if error is not None:
             raise error
-    failed = {rank: failure for rank, (_, failure) in enumerate(of_all) if failure is not None}
+    failed = {rank: failure for rank, (_, failure, _) in enumerate(of_all) if failure is not None}
     if failed:
         first, need, hint = next(iter(failed.values())), "every rank to", "what that rank says"
         problems = [Problem(f"rank {r} could not {doing}.", x.words, need, hint) for r, x in failed.items()]
@@ -124,7 +125,11 @@ def together(ranks: Ranks, call: str, doing: str, work: Callable[[], T]) -> list
         if first.errno is not None:
             made.errno = first.errno
         raise made
-    return [pickle.loads(text) for text, _ in of_all]
+    other = next((r for r, (_, _, its) in enumerate(of_all) if its != of_all[0][2]), None)
+    if other is not None:
+        got, need = f"rank 0 is to {of_all[0][2]}, rank {other} to {of_all[other][2]}", "the same calls on every rank"
+        fail(call, "the ranks do different things.", got=got, need=need, hint="as many batches on every rank")
+    return [pickle.loads(text) for text, _, _ in of_all]
 
 
 def called_by_all_ranks(is_of_ranks: Callable[..., bool]) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -145,7 +150,7 @@ def called_by_all_ranks(is_of_ranks: Callable[..., bool]) -> Callable[[Callable[
                 return fn(*args, **kwargs)
             except BaseException as error:
                 if NUM_SAID[threading.get_ident()] == before and is_of_ranks(*args, **kwargs):
-                    say((b"", Failure.of(error)), Ranks.of_group(None))
+                    say((b"", Failure.of(error), ""), Ranks.of_group(None))
                 raise
 
         return run
