@@ -9,9 +9,10 @@ misses more.
 Shapes: C rows in memory, R rows of the table, W bytes of a record, n ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from funcrec.core import Problem
 from funcrec.planner import _costs as costs
 from funcrec.planner._constraints import TableConstraint
 from funcrec.planner._options import BYTES, DISK, EXCHANGE, Ground, Loads, Way, peer_s_per_byte, ways
@@ -46,6 +47,18 @@ def all_ways(table: TableConfig, use: costs.Use, constraint: TableConstraint, gr
         more = lambda way: {k: way.base.get(k, 0.0) + base.get(k, 0.0) for k in way.base | base}  # noqa: B023
         out += [w._replace(key=(*w.key[:4], share), base=more(w)) for w in found]
     return out
+
+
+def room_problems(
+    tables: Sequence[TableConfig], told: Mapping[str, TableConstraint], uses: Mapping[str, costs.Use]
+) -> Iterator[Problem]:
+    """Report shares of rows in memory that have no room for the ids of a step."""
+    for t in tables:
+        share, ids = told[t.name].in_memory, uses[t.name].distinct
+        if share not in (None, 1.0) and (rows := rows_in_memory(t, share)) < ids:
+            got, need = f"in_memory={share}: {rows} rows", f"room for the {ids:.0f} rows that a step reads"
+            hint = f"in_memory={min(1.0, ROOM * ids / t.num_embeddings):.3g}"
+            yield Problem(f"table {t.name!r} has too few rows in memory.", got, need, hint)
 
 
 def misses_of(

@@ -13,7 +13,7 @@ from funcrec.core import Count, NotNegative, Share, check, typed
 from funcrec.mesh import AxisName, Codec, Mesh
 from funcrec.optim import RowOptimizer
 from funcrec.planner import _costs as costs
-from funcrec.planner._cached import all_ways, whole_in_memory
+from funcrec.planner._cached import all_ways, room_problems, whole_in_memory
 from funcrec.planner._checks import (
     cache_problems,
     disk_problems,
@@ -116,6 +116,7 @@ def plan(
     )
     limit = max(1, int((memory_bytes or hardware.memory_bytes) * (1 - reserve)))
     uses = {t.name: use_of(t, reads[t.name], told[t.name], ground) for t in tables}
+    check(CALL, room_problems(tables, told, uses))
     allowed = whole_in_memory(told, features, named)
     found = {t.name: all_ways(t, uses[t.name], allowed[t.name], ground) for t in tables}
     groups = groups_of(tables, told)

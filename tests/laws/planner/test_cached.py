@@ -81,6 +81,15 @@ def test_plans_that_cached_steps_refuse_are_not_made():
     assert planned(dataclasses.replace(DISK, memory_bytes=10**11), **copies).cached == {}
 
 
+def test_a_share_without_room_for_a_step_is_refused():
+    """A given share of rows in memory holds the rows that a step reads, or raises."""
+    tight = {"constraints": {"user": {"in_memory": 1e-9}}}
+    with pytest.raises(ValueError, match=r"(?s)'user' has too few rows in memory.*in_memory=0\.000"):
+        planned(**tight)
+    table = fr.TableConfig("user", 100, 8)  # a step reads all rows, which fit into 128
+    assert planned(tables=(table, SMALL), constraints={"user": {"in_memory": 0.5}}).cached["user"] == 128
+
+
 def test_half_of_a_disk_is_refused():
     """A disk has a size and a speed, and a share of rows in memory needs a disk."""
     for half in ({"disk_bytes": 10**9}, {"disk_records_per_s": 1e5}):
