@@ -78,6 +78,7 @@ def memory_store(
     Raises:
       ValueError, TypeError: from the functions of the store, for rows outside [0, R), or records of another dtype or
         shape. Nothing is then written.
+      MemoryError: the records do not fit into memory.
 
     Example:
       >>> import torch, funcrec as fr
@@ -86,9 +87,16 @@ def memory_store(
       tensor([[4., 4.],
               [2., 2.]])
     """
-    with as_values():
-        kept, is_written = torch.zeros(num_rows, width, dtype=dtype), torch.zeros(num_rows, dtype=torch.bool)
-        commits = [(0, kept.clone(), is_written.clone())]  # the last, and the one before
+    try:
+        with as_values():
+            kept, is_written = torch.zeros(num_rows, width, dtype=dtype), torch.zeros(num_rows, dtype=torch.bool)
+            commits = [(0, kept.clone(), is_written.clone())]  # the last, and the one before
+    except RuntimeError as error:  # torch has no class for it
+        got, need = f"{2 * num_rows * width * dtype.itemsize} bytes", "memory for the records and those of the commit"
+        what, hint = "the records do not fit into memory.", "a path, as of fr.file_store or fr.table_store"
+        fail(
+            "funcrec.memory_store", what, got=f"{got}: {error}".splitlines()[0], need=need, hint=hint, kind=MemoryError
+        )
     lock, is_changed = threading.Lock(), [False]  # since the last commit
 
     def read(rows: Tensor) -> Tensor:

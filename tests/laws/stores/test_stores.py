@@ -233,6 +233,12 @@ def test_a_forked_process_is_refused(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+def test_records_larger_than_memory_are_refused():
+    """A store in memory whose records do not fit raises a MemoryError that names their bytes, and a file."""
+    with pytest.raises(MemoryError, match=r"(?s)do not fit into memory.*2251799813685248 bytes.*fr.file_store"):
+        fr.memory_store(2**40, 256)
+
+
 def test_a_full_disk_changes_nothing(tmp_path, monkeypatch):
     """If there is no room for the journal, the write raises, and the store keeps its records."""
     store = fr.file_store(tmp_path / "rows", NUM_ROWS, 3)
