@@ -63,7 +63,8 @@ def cached_step(
       stores: {name of the cache: its store}, as in `cached_tables`.
       depth: how many batches `ahead` reads before they are taken.
       look_ahead: how many more batches `ahead` takes before, to keep the rows that they read: Belady's rule. It raises
-        the hit rate, and costs a search of all their ids in each step. The caches' policy must be "lru".
+        the hit rate, and costs a search of all their ids in each step. The caches' policy must be "lru". An error of
+        the batches' iterator comes so many batches earlier.
 
     Returns:
       A step `cached`: `cached(state, batch)`; `cached.init(params)`. metrics["vocabularies"] has for each cache the

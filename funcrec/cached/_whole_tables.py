@@ -8,6 +8,7 @@ Shapes: R rows of a store, D dim.
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import quote
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def new_table(config: TableConfig, folder: Path | None) -> Tensor:
     """Return a table f[R, D] to write to, in memory or mapped from a file of the folder."""
     if folder is None:
         return torch.empty(config.shape, dtype=config.dtype)
-    file, size = folder / f"{config.name.replace('/', '_')}.rows", config.num_embeddings * config.embedding_dim
+    file, size = folder / f"{quote(config.name, safe='')}.rows", config.num_embeddings * config.embedding_dim
     try:
         with open(file, "xb") as made:
             os.posix_fallocate(made.fileno(), 0, size * config.dtype.itemsize)

@@ -18,7 +18,7 @@ from funcrec.planner._constraints import TableConstraint
 from funcrec.planner._options import BYTES, DISK, EXCHANGE, Ground, Loads, Way, peer_s_per_byte, ways
 from funcrec.tables import FeatureConfig, TableConfig
 
-SHARES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.01)  # of a table's rows in memory, that the planner tries
+SHARES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.01, 0.003, 0.001)  # of a table's rows in memory, that the planner tries
 BUCKET = 128  # rows: a cache has whole buckets
 ROOM = 4  # rows in memory for each distinct id of a step
 ROW_BYTES = 17  # the vocabulary's bytes of a row

@@ -156,6 +156,19 @@ def test_whole_tables_are_gathered_into_memory_or_files(tmp_path, dtype):
         both.cached.gather(both.cached.init(fr.Params(both.first, torch.ones(()))).params)
 
 
+def test_gathered_tables_of_like_names_have_files_of_their_own(tmp_path):
+    """Tables whose names differ in a character that no file name has are gathered into different files."""
+    configs = [fr.TableConfig(name, 200, 2, initializer=fr.normal(1.0)) for name in ("a/b", "a_b", "a%2Fb")]
+    read = [fr.FeatureConfig(c.name, table=c.name, column="id") for c in configs]
+    store = fr.table_store(configs, OPTIMIZERS["sgd"], key=KEY)
+    tables = fr.cached_tables({}, {"ids": fr.CacheConfig(store, CAPACITY, read)})
+    loss = lambda params, ids: fr.lookup(params.tables, ids, read).values.sum()
+    step = fr.cached_step(fr.train_step(loss, sparse=OPTIMIZERS["sgd"], admit=False), {"ids": store})
+    found = step.gather(step.init(fr.Params(tables, {})).params, tmp_path / "rows").tables
+    want = fr.init(KEY, configs)
+    assert all(torch.equal(found[n], want[n]) for n in want)
+
+
 def test_rows_that_are_not_in_memory_read_nan():
     """Without `cached_step` a lookup of rows that are not in memory gives NaN, also compiled."""
     both = Both()
