@@ -72,8 +72,9 @@ def cached_step(
       `for batch in cached.ahead(state, batches): state, metrics = cached(state, batch)` reads the stores for the next
         batches in a thread while a step computes; `cached.run(state, batches)` yields the (state, metrics).
       `cached.read(params, batch)` returns params and a batch with all rows that the batch reads, from memory or from
-        the stores, as plain tables: `evaluate(lambda params, batch: predict(*cached.read(params, batch)), ...)`. It
-        changes no cache and no store. Only the features of `CacheConfig` may read these tables. On real ranks all call.
+        the stores: `evaluate(lambda params, batch: predict(*cached.read(params, batch)), ...)`. It changes no cache and
+        no store. The tables have the rows of this batch alone: other columns, losses over all items, exports and
+        `shard_tables` refuse them. On real ranks all call it.
       `cached.commit(state)` writes the rows that changed since the last commit, and commits the stores. Save the state
         afterwards. `cached.rollback(state)` returns the stores to the commit of a loaded state: that of the last
         commit, or of the one before.
@@ -209,7 +210,7 @@ class CachedStep:
             yield state, metrics
 
     def read(self, params: Params, batch: Any) -> tuple[Params, Any]:
-        """Return (params with plain tables of the rows that the batch reads, the batch with rows of these tables)."""
+        """Return (params with tables of the rows that the batch reads, the batch with rows of these tables)."""
 
         def taken() -> list[Tensor]:
             check(CALL, tracked_problems({"params.tables": params.tables, "ids": ids_in(batch)}), level_problems())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcrec.cached._place import CALL, Place, read_records
+from funcrec.cached._read_tables import ReadTables, read_of
 from funcrec.cached._records import field_in, unpacked
 from funcrec.cached._table_store import TableStore, stray_problems
 from funcrec.core import check, replace, tree_leaves, tree_map
@@ -19,8 +20,8 @@ from funcrec.kinds import DynamicTables, find, ids_of_columns
 
 def rows_read(
     place: Place, dynamic: DynamicTables, stores: Mapping[str, TableStore], batch: Any
-) -> tuple[dict[str, Tensor], Any]:
-    """Return (plain tables, the batch with rows of these tables in place of the ids of caches).
+) -> tuple[ReadTables, Any]:
+    """Return (tables of the read rows, the batch with rows of these tables in place of the ids of caches).
 
     A table has a row for each place of the ids of all ranks' batches, so batches of one form give tables of one form.
     Its last row is NaN: ids after the `max_length` of a cache's features, which no step admits, have it.
@@ -46,7 +47,7 @@ def rows_read(
             x[of_column] = room
             x[at] = own
     read = {id(x): replace(x, values=v) for x, v in zip(bags, values, strict=True)}
-    return tables, tree_map(lambda x: read[id(x)] if is_ids(x) else x, batch, is_leaf=is_ids)
+    return read_of(dynamic, tables), tree_map(lambda x: read[id(x)] if is_ids(x) else x, batch, is_leaf=is_ids)
 
 
 def is_ids(x: Any) -> bool:

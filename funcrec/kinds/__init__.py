@@ -20,6 +20,7 @@ from funcrec.kinds._dynamic import VocabularyConfig as VocabularyConfig
 from funcrec.kinds._dynamic import admit_batch as admit_batch
 from funcrec.kinds._dynamic import configs_of as configs_of
 from funcrec.kinds._dynamic import dynamic_tables as dynamic_tables
+from funcrec.kinds._dynamic import feature_problems as feature_problems
 from funcrec.kinds._dynamic import ids_of_batch as ids_of_batch
 from funcrec.kinds._dynamic import ids_of_columns as ids_of_columns
 from funcrec.kinds._dynamic import owner_problems as owner_problems

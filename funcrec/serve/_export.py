@@ -30,7 +30,7 @@ from funcrec.serve._manifest import BLANK, ENCODING, FORMAT, MANIFEST, MODEL, di
 from funcrec.serve._package import Package, load_package
 from funcrec.serve._trace import ANY_ROW, CALL, SINGLE, Form, Program, example_problems, form_of, trace
 from funcrec.serve._weights import FILE, Version, named, params_problems, signature, write_weights
-from funcrec.tables import Batch, layout_in
+from funcrec.tables import KINDS, Batch, kind_of_tables, layout_in
 
 ISA = {"native": {}, "portable": {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}}
 # The tolerance for outputs that are computed in another order, by dtype.
@@ -378,14 +378,14 @@ def encoding_problems(encoding: Encoding, form: Form) -> Iterator[Problem]:
 
 
 def kept_problems(params: Any) -> Iterator[Problem]:
-    """Yield a problem if tables lie on ranks or in stores: this process does not have all their rows."""
-    own = lambda x: layout_in(x) is not None
-    if any(own(x) for x in torch_tree.tree_leaves(params, is_leaf=own)):
-        need, hint = "whole tables, or quantised ones", "fr.gather_tables(state.tables, mesh)"
-        yield Problem("`params` have sharded tables.", "ShardedTables", need, hint, TypeError)
-    is_dynamic = lambda x: isinstance(x, DynamicTables)
-    for x in torch_tree.tree_leaves(params, is_leaf=is_dynamic):
-        yield from stored_problems(x) if is_dynamic(x) else ()
+    """Yield a problem if tables lie on ranks or in stores, or have a batch's rows: they are not all rows."""
+    is_kind = lambda x: type(x) in KINDS and type(x) is not dict
+    for x in filter(is_kind, torch_tree.tree_leaves(params, is_leaf=is_kind)):
+        if isinstance(x, DynamicTables):
+            yield from stored_problems(x)
+        elif layout_in(x) is not None or kind_of_tables(x).follows(x):
+            what, hint = "`params` have sharded tables, or rows of one batch.", "fr.gather_tables, or cached.gather"
+            yield Problem(what, type(x).__name__, "whole tables, or quantised ones", hint, TypeError)
 
 
 def package_problems(path: Path) -> Iterator[Problem]:

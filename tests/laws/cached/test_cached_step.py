@@ -169,6 +169,24 @@ def test_gathered_tables_of_like_names_have_files_of_their_own(tmp_path):
     assert all(torch.equal(found[n], want[n]) for n in want)
 
 
+def test_read_rows_are_for_their_batch_alone(tmp_path):
+    """Tables of a batch's rows refuse other columns, losses over all items, exports and meshes: their rows are not
+    those of ids."""
+    both, batch = Both(), batches_of(1, 1)[0]
+    params, of_rows = both.cached.read(both.state.params, batch)
+    other = [fr.FeatureConfig("other", table="user", column="item")]
+    with pytest.raises(ValueError, match="reads a table of other ids"):
+        fr.lookup(params.tables, of_rows.ids, other)
+    with pytest.raises(TypeError, match="rows of one batch"):
+        fr.export(lambda p, b: fr.lookup(p.tables, b.ids, FEATURES).values, params, of_rows, tmp_path / "package")
+    plan = fr.Plan({c.name: fr.row_wise("x") for c in both.configs})
+    with pytest.raises(TypeError, match="are not placed"):
+        fr.shard_tables(params.tables, plan, fr.Mesh.emulated(x=2))
+    items = fr.models.sasrec([both.configs[0]], fr.FeatureConfig("user", table="user", pooling="none"), max_length=3)
+    with pytest.raises(ValueError, match="a table with a row for each item"):
+        items.items(params)
+
+
 def test_rows_that_are_not_in_memory_read_nan():
     """Without `cached_step` a lookup of rows that are not in memory gives NaN, also compiled."""
     both = Both()
