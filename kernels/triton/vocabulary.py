@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from funcrec.kernels.reference_columns import columns_by
 from funcrec.kernels.triton import launch as on
-from funcrec.kernels.triton.device import kernel, lanes, mix
+from funcrec.kernels.triton.device import kernel, lanes, mix, smaller
 from funcrec.kernels.vocabulary import SLOTS
 from torch import Tensor
 
@@ -40,6 +40,6 @@ def _find(
     row = (bucket * TILE_SLOTS)[:, None] + tl.arange(0, TILE_SLOTS)[None, :]
     near = given[:, None] & (tl.load(tags + row, mask=given[:, None], other=0).to(tl.int64) == tag[:, None])
     same = near & (tl.load(entries + 2 * row, mask=near, other=0) == id[:, None])
-    found = tl.min(tl.where(same, row, num_rows), axis=1)
+    found = tl.reduce(tl.where(same, row, num_rows), 1, smaller)
     unknown = tl.where(shared > 0, num_rows + (((h & 0xFFFFFFFF) * shared) >> 32), -1)
     tl.store(out + place, tl.where(given, tl.where(found < num_rows, found, unknown), -1), mask=place < num_ids)
