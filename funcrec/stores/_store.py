@@ -97,24 +97,25 @@ def memory_store(
         fail(
             "funcrec.memory_store", what, got=f"{got}: {error}".splitlines()[0], need=need, hint=hint, kind=MemoryError
         )
-    lock, is_changed = threading.Lock(), [False]  # since the last commit
+    lock, is_changed, is_open = threading.Lock(), [False], [True]  # changed since the last commit
 
     def read(rows: Tensor) -> Tensor:
         rows = checked_rows("ColdStore.read", rows, num_rows)
         with lock:
-            new = torch.unique(rows[~is_written[rows]])
-            found = kept.clone() if new.numel() else kept
-            found[new] = first_records(init, new, width, dtype)
-            return found[rows]
+            check("ColdStore.read", open_problems(is_open[0]))
+            found, place = kept[rows], (~is_written[rows]).nonzero()[:, 0]
+            new, of_place = torch.unique(rows[place], return_inverse=True)
+            return found.index_copy_(0, place, first_records(init, new, width, dtype)[of_place])
 
     def write(rows: Tensor, records: Tensor) -> None:
         rows, records = checked_records("ColdStore.write", rows, records, num_rows, width, dtype)
         with lock:
+            check("ColdStore.write", open_problems(is_open[0]))
             kept[rows], is_written[rows], is_changed[0] = records, True, is_changed[0] or len(rows) > 0
 
     @as_values()
     def commit(step: int) -> None:
-        check("ColdStore.commit", step_problems(step))
+        check("ColdStore.commit", step_problems(step), open_problems(is_open[0]))
         with lock:
             if step != commits[0][0] or is_changed[0]:
                 commits[:] = (step, kept.clone(), is_written.clone()), commits[0]
@@ -123,7 +124,7 @@ def memory_store(
     @as_values()
     def rollback(step: int | None = None) -> int:
         with lock:
-            check("ColdStore.rollback", commit_problems(step, [c[0] for c in commits]))
+            check("ColdStore.rollback", open_problems(is_open[0]), commit_problems(step, [c[0] for c in commits]))
             if step not in (None, commits[0][0]):
                 del commits[0]
             last, *of_rows = commits[0]
@@ -132,7 +133,10 @@ def memory_store(
             is_changed[0] = False
             return last
 
-    return ColdStore(read, write, commit, rollback, lambda: None, num_rows, width, dtype)
+    def close() -> None:
+        is_open[0] = False
+
+    return ColdStore(read, write, commit, rollback, close, num_rows, width, dtype)
 
 
 @contextlib.contextmanager
@@ -185,6 +189,11 @@ def commit_problems(step: int | None, commits: Sequence[int]) -> Iterator[Proble
     if step is not None and step not in commits:
         need = f"the step of the last commit or of the one before: {' or '.join(map(str, commits))}"
         yield Problem("`step` is not the step of a commit.", repr(step), need, "rollback(), for the last commit")
+
+
+def open_problems(is_open: bool) -> Iterator[Problem]:
+    if not is_open:
+        yield Problem("the store is closed.", "a closed store in memory", "an open one", "fr.memory_store")
 
 
 def plain_problems(name: str, x: Tensor, hint: str) -> Iterator[Problem]:

@@ -151,8 +151,9 @@ def test_a_store_returns_to_the_commit_before(tmp_path, durable):
     for store, is_file in ((fr.memory_store(NUM_ROWS, 3), False), (opened(), True)):
         for _ in steps(store):
             pass
-        store.close()
-        store = opened() if is_file else store
+        if is_file:
+            store.close()
+            store = opened()
         with refused(ValueError, "is not the step of a commit", "3 or 2"):
             store.rollback(1)
         assert store.rollback(2) == 2
@@ -197,6 +198,18 @@ def test_bad_calls_are_refused_and_change_nothing(tmp_path):
         with refused(ValueError, ">= 0"):
             store.commit(-1)
         assert not store.read(torch.arange(5)).any()
+
+
+def test_a_closed_store_is_refused(tmp_path):
+    """No function of a closed store works, in memory as in a file."""
+    rows, records = torch.tensor([0]), torch.ones(1, 3)
+    for store in (fr.memory_store(5, 3), fr.file_store(tmp_path / "rows", 5, 3)):
+        store.close()
+        calls = (store.read, rows), (store.write, rows, records), (store.commit, 1), (store.rollback,)
+        for call, *words in calls:
+            with refused(ValueError, "closed"):
+                call(*words)
+        store.close()
 
 
 def test_a_folder_of_another_store_is_refused(tmp_path):
