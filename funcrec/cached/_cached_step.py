@@ -62,9 +62,9 @@ def cached_step(
         its plan places the rows in memory, and each rank has a part of every store.
       stores: {name of the cache: its store}, as in `cached_tables`.
       depth: how many batches `ahead` reads before they are taken.
-      look_ahead: how many more batches `ahead` takes before, to keep the rows that they read: Belady's rule. It raises
-        the hit rate, and costs a search of all their ids in each step. The caches' policy must be "lru". An error of
-        the batches' iterator comes so many batches earlier.
+      look_ahead: the number of later batches whose rows a cache keeps: Belady's rule. `ahead` takes these batches from
+        their iterator first, so an error of the iterator comes earlier. It raises the hit rate, and costs a search of
+        all their ids in each step. The caches' policy must be "lru".
 
     Returns:
       A step `cached`: `cached(state, batch)`; `cached.init(params)`. metrics["vocabularies"] has for each cache the

@@ -101,7 +101,8 @@ def sequences_to_examples(
         own = take_ranges(x.values, x.weights, starts, lengths, _capacity(call, f, lengths))
         if not is_concrete(inverse):  # what an error says where the indices can be read
             is_bag = ((inverse >= 0) & (inverse < x.offsets.shape[0] - 1)).all()
-            own = replace(own, values=torch.where(is_bag, own.values, torch.nan))
+            wrong = torch.nan if own.values.is_floating_point() else -1  # an id of no row
+            own = replace(own, values=torch.where(is_bag, own.values, wrong))
         out[f.name] = own
     return out
 

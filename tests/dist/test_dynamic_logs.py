@@ -3,20 +3,11 @@
 import pytest
 import torch
 from programs import daily_ids as daily
+from programs.daily_ids import ONE_AXIS, SPARSE, TWO_AXES
 
 import funcrec as fr
 from funcrec.serve.freshness._publish import gathered
 from funcrec.testing import assert_trees_close
-
-ONE_AXIS = {
-    "row_wise": fr.row_wise("x"), "table_wise": fr.table_wise("x", rank=1), "column_wise": fr.column_wise("x"),
-    "replicated": fr.replicated(),
-}  # fmt: skip
-TWO_AXES = {
-    "table_row_wise": fr.table_row_wise(("x", "y"), rank=1),
-    "table_column_wise": fr.table_column_wise(("x", "y"), rank=0), "grid": fr.grid(("x", "y")),
-}  # fmt: skip
-SPARSE = {"adam": fr.optim.adam(0.1), "rowwise_adagrad": fr.optim.rowwise_adagrad(lr=0.3)}
 
 
 def logged(mesh, kind, name="adam", steps=4):

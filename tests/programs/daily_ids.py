@@ -15,6 +15,16 @@ FEATURES = (
 )
 COLUMNS = {"user": 400, "friends": 400, "item": 300, "day": 7}  # the ids of each column lie below the number
 
+ONE_AXIS = {
+    "row_wise": fr.row_wise("x"), "table_wise": fr.table_wise("x", rank=1), "column_wise": fr.column_wise("x"),
+    "replicated": fr.replicated(),
+}  # fmt: skip
+TWO_AXES = {
+    "table_row_wise": fr.table_row_wise(("x", "y"), rank=1),
+    "table_column_wise": fr.table_column_wise(("x", "y"), rank=0), "grid": fr.grid(("x", "y")),
+}  # fmt: skip
+SPARSE = {"adam": fr.optim.adam(0.1), "rowwise_adagrad": fr.optim.rowwise_adagrad(lr=0.3)}
+
 
 def configs(num_users, num_items):
     """Return the configs of tables with so many rows."""

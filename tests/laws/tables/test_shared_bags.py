@@ -257,6 +257,22 @@ def test_shared_bags_of_a_compiled_cut_give_nan(pooling):
         torch.testing.assert_close(fr.jit(fn)(params, right), loss(params, ids))
 
 
+def test_ids_of_a_compiled_cut_are_no_rows():
+    """Where the indices cannot be read, the ids of sequences keep their dtype, and are -1 if examples name bags of
+    another part."""
+    ids, feature = fr.KeyedJaggedTensor.from_lists({"a": [[1], [2], [3], [4]] * 2}), fr.FeatureConfig(
+        "a", table="t", pooling="none", max_length=1
+    )  # fmt: skip
+    mesh = fr.Mesh.emulated(x=2)
+    read = fr.jit(fr.shard_map(
+        lambda ids: fr.sequence_ids(ids, [feature])["a"].values, mesh=mesh, in_specs=fr.P("x"),
+        out_specs=fr.P("x"),
+    ))  # fmt: skip
+    right = read(fr.dedup_bags(ids, num_parts=2))
+    assert right.dtype == torch.int64 and right.tolist() == [1, 2, 3, 4] * 2
+    assert read(fr.dedup_bags(ids)).tolist() == [-1] * 8
+
+
 def test_strides_need_an_inverse():
     """Features with different numbers of bags and no inverse indices raise an error that names lookup_each."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[1], [0]]})
