@@ -6,7 +6,9 @@ from funcrec.jagged._buckets import pad_to_bucket as pad_to_bucket
 from funcrec.jagged._buckets import with_bags as with_bags
 from funcrec.jagged._checks import int_problems as int_problems
 from funcrec.jagged._checks import offset_value_problems as offset_value_problems
+from funcrec.jagged._dedup import bags_of_examples as bags_of_examples
 from funcrec.jagged._dedup import dedup_bags as dedup_bags
+from funcrec.jagged._dedup import expand_bags as expand_bags
 from funcrec.jagged._expand import Columns as Columns
 from funcrec.jagged._expand import expand_columns as expand_columns
 from funcrec.jagged._expand import expand_columns_transpose as expand_columns_transpose

@@ -79,14 +79,31 @@ def dedup_bags(ids: KeyedJaggedTensor, keys: Sequence[str] | None = None, *, num
 def _with_bags(
     ids: KeyedJaggedTensor, bags: Sequence[Tensor], inverses: Sequence[Tensor], counts: tuple[int, ...]
 ) -> KeyedJaggedTensor:
-    """Return ids of the bags at these positions of the flat buffer; position -1 is an empty bag."""
+    """Return ids of these bags of each key; position -1 is an empty bag."""
     at = torch.cat(bags) if bags else torch.zeros(0, dtype=torch.int64)
+    inverse = torch.stack(inverses) if inverses else torch.zeros(0, ids.num_examples, dtype=torch.int64)
+    return _at(ids, at, inverse, None if are_equal(counts) else counts)
+
+
+def bags_of_examples(ids: KeyedJaggedTensor) -> Tensor:
+    """Return the position in the flat buffer of each example's bag, key-major, i64[F · E]."""
+    firsts = torch.tensor([ids.bag_range(k)[0] for k in ids.keys], dtype=torch.int64, device=ids.inverse.device)
+    return (firsts[:, None] + ids.inverse).flatten()
+
+
+def expand_bags(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return ids without inverse indices, with a bag for each example; it reads lengths on the host.
+
+    Law: expand_bags(dedup_bags(ids)).to_lists() = ids.to_lists()."""
+    return _at(ids, bags_of_examples(ids), None, None)
+
+
+def _at(ids: KeyedJaggedTensor, at: Tensor, inverse: Tensor | None, strides: tuple[int, ...] | None):
+    """Return ids of the bags at these positions of the flat buffer; position -1 is an empty bag."""
     used = at.clamp(min=0)
     starts, lengths = ids.offsets[:-1].index_select(0, used), ids.lengths.index_select(0, used)
     lengths = torch.where(at < 0, 0, lengths)
     taken = take_ranges(ids.values, ids.weights, starts, lengths, int(lengths.sum()))
-    inverse = torch.stack(inverses) if inverses else torch.zeros(0, ids.num_examples, dtype=torch.int64)
-    strides = None if are_equal(counts) else counts
     return replace(
         ids, values=taken.values, offsets=taken.offsets, weights=taken.weights, inverse=inverse, strides=strides
     )

@@ -4,7 +4,6 @@ load_package(export(predict, params, example, path))(batch) = predict(params, ba
 """
 
 import os
-import platform
 import shutil
 import tempfile
 import threading
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec.checkpoint import save
@@ -24,13 +22,13 @@ from funcrec.core import Count, Problem, check, describe, fail, has_tracked, is_
 from funcrec.core import version as own_version
 from funcrec.data import Encoding
 from funcrec.files import folder_path, write_folder
-from funcrec.jagged import KeyedJaggedTensor
-from funcrec.kinds import DynamicTables, stored_problems
+from funcrec.jagged import KeyedJaggedTensor, dedup_bags, expand_bags
+from funcrec.serve._export_checks import encoding_problems, isa_problems, kept_problems, package_problems
 from funcrec.serve._manifest import BLANK, ENCODING, FORMAT, MANIFEST, MODEL, digest_of, needs_of, sha256_of, text_of
 from funcrec.serve._package import Package, load_package
 from funcrec.serve._trace import ANY_ROW, CALL, SINGLE, Form, Program, example_problems, form_of, trace
 from funcrec.serve._weights import FILE, Version, named, params_problems, signature, write_weights
-from funcrec.tables import KINDS, Batch, kind_of_tables, layout_in
+from funcrec.tables import Batch
 
 ISA = {"native": {}, "portable": {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}}
 # The tolerance for outputs that are computed in another order, by dtype.
@@ -67,6 +65,8 @@ def export(
         tables.
       example: any batch with the keys, dense inputs and weights of ids that requests have. Its sizes do not matter. The
         package keeps its first four bags. A server refuses weights that do not answer these bags with finite numbers.
+        With inverse indices, as `dedup_bags` makes them, the program pools a bag once that many examples have: a
+        user's bags, for one of 100 candidates each. Such a package runs in Python only.
       path: a folder that does not exist yet. It is written whole or not at all.
       encoding: the encoding of raw rows, for `Package.encode`.
       version: a name of the parameters. The default is made from their values.
@@ -114,9 +114,11 @@ def export(
     check(CALL, encoding_problems(encoding, form) if encoding is not None else ())
     with STAGING:
         program = trace(predict, params, form, max_batch, max_ids)
-    count = min(PROBES, max_batch)
-    compare_alone(predict, params, probes(predict, params, example, program.features, count), count)
-    canary = canary_of(predict, params, example, form, min(CANARY_BAGS, max_batch), min(CANARY_IDS, max_ids))
+    count, plain = min(PROBES, max_batch), example
+    if form.shared:
+        plain = Batch(expand_bags(example.ids), dense=example.dense)
+    compare_alone(predict, params, probes(predict, params, plain, program.features, count), count)
+    canary = canary_of(predict, params, plain, form, min(CANARY_BAGS, max_batch), min(CANARY_IDS, max_ids))
     shows = canary["finite"] or not any("float" in x["dtype"] for x in program.outputs)
     unseen = tables_unseen(canary, program.features)
     if not shows or not canary["values"] or unseen:
@@ -137,7 +139,7 @@ def export(
         compile_program(program, folder / MODEL, isa, content["digest"])
         content["files"] = {n: sha256_of(folder / n) for n in content["files"]}
         (folder / MANIFEST).write_text(text_of(content))
-        compare(predict, params, example, load_package(folder, checksums=False))
+        compare(predict, params, plain, load_package(folder, checksums=False), form.shared)
 
     write_folder(CALL, path, write)
     return path
@@ -213,6 +215,7 @@ def canary_of(predict: Callable, params: Any, example: Batch, form: Form, most_b
         with torch.no_grad():
             out = predict(params, batch)
         finite = [name for name, x, _ in outputs(out, out) if x.is_floating_point() and bool(x.isfinite().all())]
+    form = form._replace(shared=False)  # a bag for each example
     inputs = {spec["name"]: x.reshape(-1).tolist() for spec, x in zip(form.specs(), form.inputs(batch), strict=True)}
     return {"bags": bags, **inputs, "finite": finite}
 
@@ -242,11 +245,12 @@ def canary_problem(canary: Mapping, shows: bool, unseen: Sequence[str]) -> Probl
     )
 
 
-def compare(predict: Callable, params: Any, example: Batch, package: Package) -> None:
+def compare(predict: Callable, params: Any, example: Batch, package: Package, is_shared: bool) -> None:
     """Raise if the answers of the program differ from those of `predict`, on the example or on its first bag alone."""
     most = min(example.ids.num_bags, package.manifest["max_batch"])
     for count in sorted({min(1, most), most} - {0}):
-        batch = Batch(example.ids[:count], dense=None if example.dense is None else example.dense[:count])
+        ids = dedup_bags(example.ids[:count]) if is_shared else example.ids[:count]
+        batch = Batch(ids, dense=None if example.dense is None else example.dense[:count])
         with torch.no_grad():
             want = predict(params, batch)
         got = package(batch)
@@ -357,44 +361,3 @@ def whole_differences(got: Tensor | Mapping, want: Tensor | Mapping) -> Iterator
     for name, x, y in outputs(got, want):
         if y.dtype not in TOLERANCE and not torch.equal(x, y):
             yield called(name), f"{describe(x)}, {int((x != y).sum())} of its numbers others"
-
-
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def encoding_problems(encoding: Encoding, form: Form) -> Iterator[Problem]:
-    """Yield problems if batches of the encoding have another form than the example."""
-    schema, columns = encoding.schema, [column for column, _ in encoding.tables]
-    hint = "fr.data.fit_encoding(table, schema) of the data that `example` is of"
-    if absent := [k for k in form.keys if k not in columns]:
-        yield Problem("`encoding` lacks keys of `example`.", f"{columns}", f"{absent} among them", hint)
-    if form.dense is not None and len(schema.dense) != form.dense:
-        need = f"{form.dense}, as in `example.dense`"
-        yield Problem("`encoding` has other dense columns.", f"{len(schema.dense)}", need, hint)
-    weighted, wanted = [k for k in form.keys if k in dict(schema.weights)], form.weighted_keys
-    if weighted != wanted:
-        need = f"of {wanted}, as in `example.ids`"
-        yield Problem("`encoding` has weights of other keys.", f"of {weighted}", need, hint)
-
-
-def kept_problems(params: Any) -> Iterator[Problem]:
-    """Yield a problem if tables lie on ranks or in stores, or have a batch's rows: they are not all rows."""
-    is_kind = lambda x: type(x) in KINDS and type(x) is not dict
-    for x in filter(is_kind, torch_tree.tree_leaves(params, is_leaf=is_kind)):
-        if isinstance(x, DynamicTables):
-            yield from stored_problems(x)
-        elif layout_in(x) is not None or kind_of_tables(x).follows(x):
-            what, hint = "`params` have sharded tables, or rows of one batch.", "fr.gather_tables, or cached.gather"
-            yield Problem(what, type(x).__name__, "whole tables, or quantised ones", hint, TypeError)
-
-
-def package_problems(path: Path) -> Iterator[Problem]:
-    if os.path.exists(path / MANIFEST):
-        need, hint = "a folder of weights", "another path, and package.swap(path)"
-        yield Problem(f"`{path}` is a package.", "a folder with a program", need, hint, FileExistsError)
-
-
-def isa_problems(isa: str) -> Iterator[Problem]:
-    if isa == "portable" and platform.machine() not in ("x86_64", "AMD64"):
-        need, hint = "an x86-64 processor", 'isa="native"'
-        yield Problem("`isa` does not fit this kind of processor.", platform.machine(), need, hint)

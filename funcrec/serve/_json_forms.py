@@ -10,7 +10,7 @@ BRIEF = {
     "uint8": "u8", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "float16": "f16", "bfloat16": "bf16",
     "float32": "f32", "float64": "f64", "bool": "bool",
 }  # fmt: skip
-LENGTHS = ("B", "N", "F*B+1")
+LENGTHS = ("B", "N", "F*B+1", "F*U+1")
 
 
 class Whole(NamedTuple):
@@ -69,7 +69,7 @@ def form_problems(at: str, x: Any, form: Any) -> Iterator[Problem]:
     elif form == DTYPE and x not in BRIEF:
         yield wrong(at, f'"{x}"', "a dtype that packages have")
     elif form == LENGTH and x not in LENGTHS:
-        yield wrong(at, f'"{x}"', 'a number, "B", "N" or "F*B+1"')
+        yield wrong(at, f'"{x}"', 'a number, "B", "N", "F*B+1" or "F*U+1"')
 
 
 def entry_problems(at: str, entry: tuple | str) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ package(batch) = predict(params, batch)          with the params of `package.ver
 """
 
 import json
+import operator
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from funcrec.checkpoint import load
 from funcrec.core import Count, Problem, check, describe, fail, has_tracked, is_wrapped, tree_leaves, typed
 from funcrec.data import Encoding, encode
 from funcrec.files import Folder, OpenFile, read_folder
-from funcrec.jagged import KeyedJaggedTensor
+from funcrec.jagged import KeyedJaggedTensor, bags_of_examples, inverse_value_problems
 from funcrec.kernels import library
 from funcrec.kernels.tracked import is_bare
 from funcrec.serve._manifest import AGAIN, ENCODING, MANIFEST, MODEL, read_manifest, sha256_of
@@ -54,7 +55,9 @@ class Package:
     """A model that `export` wrote: a function of batches, whose weights can be replaced while other threads call it.
 
     Columns of ids go by their names, in any order. An id that is not in its table (-1, say) reads zeros. Each answer
-    uses one version of the weights. `load_package` returns a package.
+    uses one version of the weights. Examples may share bags, as `dedup_bags` stores them: the answers are the bits of a
+    bag for each example. A package whose example had inverse indices pools shared bags once; others copy their ids.
+    `load_package` returns a package.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -107,7 +110,7 @@ class Package:
             check(CALL, batch_problems(batch, manifest, form))
         ids = batch.ids if batch.ids.keys == form.keys else batch.ids.permute(form.keys)
         tensors = form.inputs(Batch(ids, dense=batch.dense))
-        if ids.num_bags == 0:  # a program takes one bag or more
+        if ids.num_examples == 0:  # a program takes one bag or more
             out = [torch.empty(0, *x["shape"][1:], dtype=DTYPES[x["dtype"]]) for x in manifest["outputs"]]
         else:
             weights = self._weights  # the weights of one version
@@ -243,7 +246,8 @@ def form_of_manifest(manifest: Mapping) -> Form:
     features = manifest["features"]
     weighted = "weights" in shapes
     bare = tuple(f["name"] for f in features if not f["weighted"]) if weighted else ()
-    return Form(tuple(f["name"] for f in features), shapes["dense"][1] if "dense" in shapes else None, weighted, bare)
+    dense = shapes["dense"][1] if "dense" in shapes else None
+    return Form(tuple(f["name"] for f in features), dense, weighted, bare, "inverse" in shapes)
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -285,18 +289,33 @@ def is_usual(batch: Any, manifest: Mapping, form: Form) -> bool:
     ids, dense = getattr(batch, "ids", None), getattr(batch, "dense", None)
     if type(batch) is not Batch or type(ids) is not KeyedJaggedTensor or ids.keys != form.keys or form.weighted:
         return False
-    if ids.unweighted or any(x is not None for x in (ids.weights, ids.inverse, ids.strides, batch.label, batch.weight)):
+    if ids.unweighted or any(x is not None for x in (ids.weights, batch.label, batch.weight)):
         return False
-    values, offsets = ids.values, ids.offsets
-    if not is_bare([values, offsets] if dense is None else [values, offsets, dense]):
+    values, offsets, inverse = ids.values, ids.offsets, ids.inverse
+    if not is_bare([x for x in (values, offsets, inverse, dense) if x is not None]):
         return False
     if not (values.dtype in INTS and offsets.dtype in INTS and values.dim() == offsets.dim() == 1):
         return False
     bags, rest = divmod(offsets.shape[0] - 1, len(form.keys))
+    if inverse is not None or ids.strides is not None:
+        counts = ids.strides or (bags,) * len(form.keys)
+        if not form.shared or sum(counts) != offsets.shape[0] - 1 or max(counts) > manifest["max_batch"]:
+            return False
+        if inverse is None or not names_bags(inverse, counts):
+            return False
+        bags, rest = inverse.shape[1], 0
     if rest or not 0 <= bags <= manifest["max_batch"] or values.shape[0] > manifest["max_ids"]:
         return False
     got = None if dense is None else (dense.dtype, dense.shape, dense.requires_grad)
     return got == (None if form.dense is None else (torch.float32, (bags, form.dense), False))
+
+
+def names_bags(inverse: Tensor, counts: tuple[int, ...]) -> bool:
+    """Return whether there are indices i[F, E] of examples, each of a bag of its key."""
+    if inverse.dtype not in INTS or inverse.dim() != 2 or inverse.shape[0] != len(counts) or not inverse.shape[1]:
+        return False
+    least, most = inverse.aminmax(dim=1)
+    return min(least.tolist()) >= 0 and all(map(operator.lt, most.tolist(), counts))
 
 
 def batch_problems(batch: Any, manifest: Mapping, form: Form) -> Iterator[Problem]:
@@ -309,7 +328,7 @@ def batch_problems(batch: Any, manifest: Mapping, form: Form) -> Iterator[Proble
     yield from found
     if found:
         return
-    ids, dense, bags = batch.ids, batch.dense, batch.ids.num_bags
+    ids, dense, bags = batch.ids, batch.dense, batch.ids.num_examples
     if form.dense is None and dense is not None:
         yield Problem("`batch.dense` would not be read.", describe(dense), "None", "fr.Batch(ids)")
     elif form.dense is not None and dense is None:
@@ -319,7 +338,11 @@ def batch_problems(batch: Any, manifest: Mapping, form: Form) -> Iterator[Proble
         yield Problem("`batch.dense` does not fit.", describe(dense), f"f32[{bags}, {form.dense}]", hint)
     elif dense is not None and dense.dtype != torch.float32:
         yield Problem("`batch.dense` is not f32.", describe(dense), "f32", "dense.float()", TypeError)
-    for name, most, n in (("bags", manifest["max_batch"], bags), ("ids", manifest["max_ids"], ids.capacity)):
+    most_bags = max([bags, *map(ids.bags_of, ids.keys)] if form.shared else [bags])
+    num_ids = ids.capacity
+    if ids.inverse is not None and not form.shared:  # they are expanded
+        num_ids = int(ids.lengths.index_select(0, bags_of_examples(ids)).sum())
+    for name, most, n in (("bags", manifest["max_batch"], most_bags), ("ids", manifest["max_ids"], num_ids)):
         if n > most:
             hint = f"parts of it, or fr.export(..., max_{'batch' if name == 'bags' else 'ids'}={n})"
             yield Problem(f"the batch has too many {name}.", f"{n}", f"at most {most}", hint)
@@ -354,8 +377,10 @@ def key_problems(batch: Batch, form: Form) -> Iterator[Problem]:
     if more := [k for k in ids.keys if k not in form.keys]:
         hint = f"ids.permute({list(form.keys)})"
         yield Problem("`batch.ids` has keys that the package does not read.", f"{more}", need, hint, KeyError)
-    if ids.strides is not None or ids.inverse is not None:
-        yield Problem("the keys have different numbers of bags.", f"{ids!r:.60}", "B bags per key", "[] for none")
+    if ids.strides is not None and ids.inverse is None:
+        hint = "[] for a bag without ids; or inverse indices, as `fr.dedup_bags` makes them"
+        yield Problem("the keys have different numbers of bags.", f"{ids!r:.60}", "B bags per key", hint)
+    yield from inverse_value_problems(ids)
     weighted = [k for k in ids.keys if ids.weights is not None and k not in ids.unweighted]
     if sorted(weighted) != sorted(form.weighted_keys) and not absent and not more:
         hint = "KeyedJaggedTensor.from_lists(ids, weights={key: ...}) of these keys"

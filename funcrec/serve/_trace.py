@@ -1,10 +1,10 @@
 """Traces of a function of parameters and a batch, as a program for any batch size and any number of ids.
 
-    program(*params, dense?, values, offsets, weights?) = predict(params, batch)          for every B and N
+    program(*params, dense?, values, offsets, inverse?, weights?) = predict(params, batch)     for every B, U and N
 
 The function is traced twice. First `fr.jit` stages it for one size. This refuses what no program can hold: branches on
 values, writes, draws, and tensors that are closed over. Then torch.export traces it for all sizes.
-Shapes: B bags of each of F keys, N ids.
+Shapes: B examples, F keys, N ids; without inverse indices B bags of each key, with them U.
 """
 
 import warnings
@@ -28,7 +28,7 @@ from funcrec.core import (
     tree_leaves,
     tree_unflatten,
 )
-from funcrec.jagged import KeyedJaggedTensor
+from funcrec.jagged import KeyedJaggedTensor, expand_bags, inverse_value_problems, with_bags
 from funcrec.serve._weights import NAMES
 from funcrec.tables import Batch, bounded, kind_of_tables, lookups_seen, table_shapes
 
@@ -36,20 +36,21 @@ CALL = "funcrec.export"
 ANY_ROW = 2**63 - 1  # the rows of a column that is hashed, or that no lookup reads: every id is valid
 LINSPACE = torch.ops.aten.linspace.default
 SINGLE = "output"  # the name of an output without a name
-SAMPLE_BAGS, SAMPLE_IDS = 5, 7  # sizes that no other dimension of a program is likely to have
+SAMPLE_BAGS, SAMPLE_IDS, SAMPLE_SHARED = 5, 7, 9  # sizes that no other dimension of a program is likely to have
 
 
 class Form(NamedTuple):
     """The form of all batches.
 
     dense: the number of columns of `dense`, or None. weighted: whether ids have weights. Ids of `unweighted` keys have
-    none.
+    none. shared: whether examples share bags by inverse indices. Every key then has U >= 2 bags, some of them empty.
     """
 
     keys: tuple[str, ...]
     dense: int | None
     weighted: bool
     unweighted: tuple[str, ...]
+    shared: bool = False
 
     @property
     def weighted_keys(self) -> list[str]:
@@ -58,34 +59,47 @@ class Form(NamedTuple):
     def batch(self, inputs: Sequence[Tensor]) -> Batch:
         left = list(inputs)
         dense = None if self.dense is None else left.pop(0)
-        values, offsets, *weights = left
-        more = {"weights": weights[0], "unweighted": self.unweighted} if weights else {}
-        return Batch(KeyedJaggedTensor.from_offsets(self.keys, values, offsets, **more), dense=dense)
+        values, offsets = left[:2]
+        more = {"weights": left[-1], "unweighted": self.unweighted} if self.weighted else {}
+        ids = KeyedJaggedTensor.from_offsets(self.keys, values, offsets, **more)
+        return Batch(replace(ids, inverse=left[2]) if self.shared else ids, dense=dense)
+
+    def bags(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return ids with the bags that a program takes: those of each example, or U of each key."""
+        if not self.shared:
+            return ids if ids.inverse is None else expand_bags(ids)
+        if ids.inverse is None:
+            ids = replace(ids, inverse=torch.arange(ids.num_bags).expand(len(ids.keys), -1))
+        most = max(2, *map(ids.bags_of, ids.keys))
+        return ids if ids.strides is None and ids.num_bags == most else with_bags(ids, [most] * len(ids.keys))
 
     def inputs(self, batch: Batch) -> list[Tensor]:
         """Return the tensors of a batch, as a program takes them."""
-        ids = batch.ids
+        ids = self.bags(batch.ids)
         dense = [] if self.dense is None else [batch.dense.contiguous()]
         weights = [ids.weights.float().contiguous()] if self.weighted else []
-        return [*dense, ids.values.long().contiguous(), ids.offsets.long().contiguous(), *weights]
+        whole = [ids.values, ids.offsets, ids.inverse] if self.shared else [ids.values, ids.offsets]
+        return [*dense, *(x.long().contiguous() for x in whole), *weights]
 
     def specs(self) -> list[dict]:
         dense = [] if self.dense is None else [("dense", "float32", ["B", self.dense])]
         weights = [("weights", "float32", ["N"])] if self.weighted else []
-        ids = [("values", "int64", ["N"]), ("offsets", "int64", ["F*B+1"])]
+        ids = [("values", "int64", ["N"]), ("offsets", "int64", ["F*U+1" if self.shared else "F*B+1"])]
+        ids += [("inverse", "int64", [len(self.keys), "B"])] if self.shared else []
         return [{"name": n, "dtype": d, "shape": s} for n, d, s in (*dense, *ids, *weights)]
 
     def sample(self) -> list[Tensor]:
         dense = [] if self.dense is None else [torch.zeros(SAMPLE_BAGS, self.dense)]
-        offsets = torch.zeros(len(self.keys) * SAMPLE_BAGS + 1, dtype=torch.int64)
-        weights = [torch.ones(SAMPLE_IDS)] if self.weighted else []
-        return [*dense, torch.zeros(SAMPLE_IDS, dtype=torch.int64), offsets, *weights]
+        zeros = lambda *size: torch.zeros(size, dtype=torch.int64)
+        ids = [zeros(SAMPLE_IDS), zeros(len(self.keys) * (SAMPLE_SHARED if self.shared else SAMPLE_BAGS) + 1)]
+        ids += [zeros(len(self.keys), SAMPLE_BAGS)] if self.shared else []
+        return [*dense, *ids, *([torch.ones(SAMPLE_IDS)] if self.weighted else [])]
 
 
 def form_of(example: Batch) -> Form:
     ids = example.ids
     dense = None if example.dense is None else example.dense.shape[1]
-    return Form(ids.keys, dense, ids.weights is not None, ids.unweighted)
+    return Form(ids.keys, dense, ids.weights is not None, ids.unweighted, ids.inverse is not None)
 
 
 class Program(NamedTuple):
@@ -110,7 +124,7 @@ def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: i
         batch = form.batch(xs[len(order) :])
         with lookups_seen() as lookups:
             out = called(predict, tree_unflatten([own[i] for i in range(len(order))], structure), batch)
-        check(CALL, output_problems(out, batch.ids.num_bags))
+        check(CALL, output_problems(out, batch.ids.num_examples))
         seen[:] = [xs, batch, out, lookups]
         return tuple(out.values()) if isinstance(out, Mapping) else (out,)
 
@@ -140,7 +154,7 @@ def called(predict: Callable, params: Any, batch: Batch) -> Any:
 
 def reads_examples(predict: Callable, params: Any, batch: Batch) -> bool:
     """Return whether a call that failed without label and weight works with them."""
-    ones = torch.ones(batch.ids.num_bags)
+    ones = torch.ones(batch.ids.num_examples)
     try:
         predict(params, replace(batch, label=ones, weight=ones))
     except Exception as error:
@@ -154,8 +168,9 @@ def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, m
     """Return a program of flat tensors, exported by torch.export without known faults of Inductor."""
     bags = torch.export.Dim("B", min=1, max=max(max_batch, 2 * SAMPLE_BAGS))
     num_ids = torch.export.Dim("N", min=0, max=max(max_ids, 2 * SAMPLE_IDS))
-    sizes = {"B": bags, "N": num_ids, "F*B+1": len(form.keys) * bags + 1}
-    open_sizes = [{0: sizes[spec["shape"][0]]} for spec in form.specs()]
+    shared = torch.export.Dim("U", min=1, max=max(max_batch, 2 * SAMPLE_SHARED))
+    sizes = {"B": bags, "N": num_ids, "F*B+1": len(form.keys) * bags + 1, "F*U+1": len(form.keys) * shared + 1}
+    open_sizes = [{i: sizes[n] for i, n in enumerate(spec["shape"]) if n in sizes} for spec in form.specs()]
     shapes = (None,) * (len(inputs) - len(open_sizes)) + tuple(open_sizes)
     module = torch.nn.Module()
     module.forward = run
@@ -231,8 +246,9 @@ def example_problems(example: Batch) -> Iterator[Problem]:
     if not ids.keys:
         what = "`example.ids` has no key."
         yield Problem(what, "no key", "one key or more", 'fr.KeyedJaggedTensor.from_lists({"item": [[1]]})')
-    if ids.strides is not None or ids.inverse is not None:
+    if ids.strides is not None and ids.inverse is None:
         yield Problem("`example.ids` has another number of bags for each key.", f"{ids!r:.60}", "B bags per key", hint)
+    yield from inverse_value_problems(ids)
     if example.dense is not None and (example.dense.dim() != 2 or example.dense.dtype != torch.float32):
         got = describe(example.dense)
         yield Problem("`example.dense` is not f32[B, D].", got, "f32[B, D]", "dense.float()", TypeError)

@@ -34,7 +34,8 @@ std::vector<int64_t> shape_of(const Entry& e) {
     else if (size.text() == "B") out.push_back(BAGS);
     else if (size.text() == "N") out.push_back(IDS);
     else if (size.text() == "F*B+1") out.push_back(OFFSETS);
-    else size.fail('"' + size.text() + '"', "a number, \"B\", \"N\" or \"F*B+1\"");
+    else if (size.text() == "F*U+1") out.push_back(SHARED_OFFSETS);
+    else size.fail('"' + size.text() + '"', "a number, \"B\", \"N\", \"F*B+1\" or \"F*U+1\"");
   }
   return out;
 }
@@ -272,7 +273,7 @@ std::string text_of(const Spec& spec) {
   std::string out = named(spec.dtype).brief;
   for (size_t i = 0; i < spec.shape.size(); i++) {
     const int64_t n = spec.shape[i];
-    out += (i ? ", " : "[") + (n == BAGS ? "B" : n == IDS ? "N" : n == OFFSETS ? "F*B+1" : std::to_string(n));
+    out += (i ? ", " : "[") + (n == BAGS ? "B" : n == IDS ? "N" : n == OFFSETS ? "F*B+1" : n == SHARED_OFFSETS ? "F*U+1" : std::to_string(n));
   }
   return out + (spec.shape.empty() ? "[]" : "]");
 }

@@ -42,7 +42,7 @@ enum class DType { u8, i8, i16, i32, i64, f16, bf16, f32, f64, boolean };
 int64_t size_of(DType);
 
 // A size that the request chooses: the number of bags, ids or offsets.
-constexpr int64_t BAGS = -1, IDS = -2, OFFSETS = -3;
+constexpr int64_t BAGS = -1, IDS = -2, OFFSETS = -3, SHARED_OFFSETS = -4;
 
 struct Spec {
   std::string name;

@@ -39,6 +39,7 @@ def test_the_examples_keep_their_bags(ids, seed):
         assert found[key] == list(dict.fromkeys(want[key]))
         assert [found[key][i] for i in got.inverse[f].tolist()] == want[key]
     assert_trees_close(fr.dedup_bags(got), got)
+    assert lists(_dedup.expand_bags(got)) == want and _dedup.expand_bags(got).inverse is None
 
 
 @given(SMALL)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from programs.shared_bags import with_inverse
 
 import funcrec as fr
 from funcrec.serve import _export
@@ -80,6 +81,7 @@ def test_what_is_not_one_program_is_refused(name, tmp_path):
 
 EXAMPLES = {
     "keys of different bags": fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[1], [2]]})),
+    "shared bags that do not exist": fr.Batch(with_inverse(EXAMPLE.ids, torch.full((1, 2), 2))),
     "no key": fr.Batch(fr.KeyedJaggedTensor.from_lists({})),
     "dense of f64": fr.Batch(EXAMPLE.ids, dense=torch.ones(2, 3).double()),
     "no numbers": fr.Batch(EXAMPLE.ids, dense=torch.ones(2, 3, device="meta")),
@@ -89,7 +91,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_that_stand_for_no_batches_are_refused(name, tmp_path):
     """An example whose form no request can have raises."""
-    with pytest.raises((TypeError, ValueError), match=r"`example"):
+    with pytest.raises((TypeError, ValueError), match=r"`(example|ids\.inverse)"):
         fr.export(lambda p, b: b.dense @ p["w"], W, EXAMPLES[name], tmp_path / "model")
 
 

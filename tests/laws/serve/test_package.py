@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from programs import packages, tensor_files
+from programs.shared_bags import with_inverse
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import funcrec as fr
@@ -50,6 +51,20 @@ def test_one_program_takes_every_batch(package, num_bags, most):
     """For any number of bags and ids, some outside their tables, the package gives the outputs of `predict`."""
     batch = packages.batch(num_bags, seed=num_bags + most, most=most)
     same(package(batch), packages.predict(packages.params(), batch))
+
+
+def test_shared_bags_have_the_answers_of_whole_ones(package):
+    """Examples that share bags get the bits of a bag for each example: with weights, i32 indices, other orders of keys,
+    one example and none."""
+    few, which = packages.batch(6, seed=3), [0, 1, 1, 2, 2, 2, 5, 0]
+    whole = fr.Batch(few.ids[which], dense=torch.randn(8, 3))
+    for count in (8, 1, 0):
+        batch = fr.Batch(whole.ids[:count], dense=whole.dense[:count])
+        once = fr.dedup_bags(batch.ids, ["user", "seen"])
+        turned = fr.dedup_bags(batch.ids).permute(["seen", "user", "item"])
+        for ids in (once, turned, with_inverse(once, once.inverse.int())):
+            got, want = package(fr.Batch(ids, dense=batch.dense)), package(batch)
+            assert all(torch.equal(got[n], want[n]) for n in want)
 
 
 def test_columns_go_by_their_names(package):
@@ -128,15 +143,29 @@ def test_a_package_is_small_and_opens_fast(path):
 
 def test_quantised_tables_are_parameters_as_others(tmp_path):
     """Tables of 8 and 4 bits and of f16, read in one lookup, are exported unchanged. The manifest has the bits of each
-    table."""
+    table. The example has inverse indices, so the program pools shared bags once. All batches get the same bits."""
     clicked, seen, last = (fr.FeatureConfig(n, table=t) for n, t in (("clicked", "a"), ("seen", "b"), ("last", "c")))
     tables = fr.init(fr.key(0), [fr.TableConfig(n, 20, dim) for n, dim in (("a", 5), ("b", 8), ("c", 3))])
     params = {"q": fr.quantize(tables, {"a": "int8", "b": "int4", "c": "float16"}), "w": torch.randn(16)}
-    predict = lambda p, b: fr.lookup(p["q"], b.ids, (clicked, seen, last)).values @ p["w"]
-    lists = {"clicked": [[1, 2], [], [19, 20]], "seen": [[3], [-1], []], "last": [[0, 0], [1], []]}
+    rows = fr.FeatureConfig("rows", table="b", column="seen", pooling="none", max_length=2)
+
+    def predict(p, b):
+        pooled = fr.lookup(p["q"], b.ids, (clicked, seen, last)).values @ p["w"]
+        return {"x": pooled, "rows": fr.lookup_sequence(p["q"], b.ids, [rows])["rows"].to_padded(2)}
+
+    lists = {"clicked": [[1, 2], [], [19, 20]], "seen": [[3], [-1, 4], [3]], "last": [[0, 0]] * 3}
     batch = fr.Batch(fr.KeyedJaggedTensor.from_lists(lists))
-    package = fr.load_package(fr.export(predict, params, batch, tmp_path / "model"))
-    assert (package(batch) - predict(params, batch)).abs().max() <= 1e-6
+    once = fr.Batch(fr.dedup_bags(batch.ids))
+    package = fr.load_package(fr.export(predict, params, once, tmp_path / "model"))
+    assert [x["shape"] for x in package.manifest["inputs"]] == [["N"], ["F*U+1"], [3, "B"]] and once.ids.strides
+    same(package(batch), predict(params, batch))
+    for own in (batch, fr.Batch(batch.ids[:1]), fr.Batch(batch.ids[:0]), fr.Batch(batch.ids[[2, 0, 0, 1] * 9])):
+        want = package(own)
+        for ids in (fr.dedup_bags(own.ids), fr.dedup_bags(own.ids, ["last"]), fr.pad_to_bucket(fr.dedup_bags(own.ids))):
+            got = package(fr.Batch(ids))
+            assert all(torch.equal(got[n], want[n]) for n in want)
+    with pytest.raises(ValueError, match=r"`ids\.inverse` names bags"):
+        package(fr.Batch(with_inverse(once.ids, once.ids.inverse + 1)))
     found = {x["name"]: (x["bits"], x["dim"], x["rows"], x["param"]) for x in package.manifest["tables"]}
     at = lambda n: f"['q'].tables['{n}']"
     assert found == {"a": (8, 5, 20, at("a")), "b": (4, 8, 20, at("b")), "c": (16, 3, 20, at("c"))}
@@ -359,6 +388,11 @@ BATCHES = {
     "narrow dense": (lambda: fr.Batch(ids(), dense=DENSE[:, :2]), ValueError, "`batch.dense` does not fit"),
     "short dense": (lambda: fr.Batch(ids(), dense=DENSE[:1]), ValueError, "`batch.dense` does not fit"),
     "dense of f64": (lambda: fr.Batch(ids(), dense=DENSE.double()), TypeError, "is not f32"),
+    "bags of no example": (lambda: fr.Batch(ids(user=[[1]]), dense=DENSE), ValueError, "different numbers of bags"),
+    "shared bags that do not exist": (lambda: fr.Batch(with_inverse(ids(), torch.full((3, 2), 2)), dense=DENSE),
+        ValueError, "names bags of 'user' that do not exist"),
+    "shared bags of too many ids": (lambda: fr.Batch(with_inverse(ids(user=[[1] * 9000, [2]]), torch.zeros(3, 2000,
+        dtype=torch.int64)), dense=torch.zeros(2000, 3)), ValueError, "too many ids"),
     "too many bags": (lambda: packages.batch(4097, most=0), ValueError, "too many bags"),
     "tracked": (lambda: fr.Batch(ids(), dense=torch.zeros(2, 3, requires_grad=True)), TypeError, "under a transform"),
     "without memory": (lambda: fr.tree.map(FakeTensorMode().from_tensor, packages.batch(2)), TypeError, "being traced"),
