@@ -121,7 +121,8 @@ def generated_histories(
     Law: row r depends only on the key, on r and on the settings. The history of a row contains the samples of the same
       user's earlier rows.
 
-    Cost: a batch takes time in proportion to the latest timestamp of its rows.
+    Cost: a batch takes time and memory in proportion to the latest timestamp of its rows. Each timestamp adds operators
+      to the program of `fr.jit(data.take)`, which is slow to compile and hardly faster than `take` itself.
 
     Example:
       >>> import torch, funcrec as fr
@@ -152,15 +153,13 @@ def chance(data: GeneratedHistories, purpose: str, at: Tensor) -> Tensor:
     return uniform_of(random.mix(key + (at + 1) * random.GAMMA))
 
 
-def visit(data: GeneratedHistories, users: Tensor, timestamp: int) -> Tensor:
-    """Return the number i64[B] of a user's visit. Timestamp -1 is before the first one."""
-    return users * (data.num_timestamps + 1) + timestamp + 1
+def visit(data: GeneratedHistories, users: Tensor, time: Tensor | int) -> Tensor:
+    """Return the number i64 of a user's visit. Timestamp -1 is before the first one."""
+    return users * (data.num_timestamps + 1) + time + 1
 
 
-def is_active(data: GeneratedHistories, users: Tensor, timestamp: int) -> Tensor:
-    if timestamp < 0:
-        return torch.ones_like(users, dtype=torch.bool)
-    return chance(data, "active", visit(data, users, timestamp)) < data.activity
+def is_active(data: GeneratedHistories, users: Tensor, time: Tensor | int) -> Tensor:
+    return (chance(data, "active", visit(data, users, time)) < data.activity) | (time < 0)
 
 
 def categories_of(data: GeneratedHistories, users: Tensor) -> Tensor:
@@ -169,10 +168,9 @@ def categories_of(data: GeneratedHistories, users: Tensor) -> Tensor:
     return chance(data, "user", at).argsort(1)[:, : data.categories_per_user]
 
 
-def lengths_at(data: GeneratedHistories, users: Tensor, timestamp: int) -> Tensor:
-    """Return the number of samples of users at a timestamp, i64[B]."""
-    u = chance(data, "length", visit(data, users, timestamp))
-    z = math.sqrt(2) * torch.erfinv((u + 2.0**-54) * 2 - 1)
+def lengths_at(data: GeneratedHistories, at: Tensor) -> Tensor:
+    """Return the number of samples of visits, i64."""
+    z = math.sqrt(2) * torch.erfinv((chance(data, "length", at) + 2.0**-54) * 2 - 1)
     drawn = (data.length + (data.length // 4) * z).round().long()
     return drawn.clamp(min=data.num_candidates + 1, max=data.most)
 
@@ -194,82 +192,111 @@ def quarter_of(data: GeneratedHistories, place: Tensor) -> Tensor:
     return (place >= k // 4).long() + (place >= k // 2) + (place >= k // 4 * 3)
 
 
-def category_ratings(timestamp: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the ratings that categories of each quarter may have at a time, and their probabilities, f64[4, 3].
+def category_ratings(num_times: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the ratings f64[num_times, 4, 3] that categories of each quarter may have at timestamps -1, 0, ...; and
+    their probabilities f64[4, 3].
 
     The first, second and third rating of a quarter move with the first, second and third cosine. The ratings 4.5, 4.0
     and 3.5 of the first two quarters, and those of the others, come in this order."""
-    waves = torch.tensor([math.cos((timestamp + shift) * math.pi / 4) for shift in (0, 2, 4)], dtype=torch.float64)
-    ratings = torch.tensor(CATEGORY_RATINGS, dtype=torch.float64) + 0.5 * waves
+    waves = [[[math.cos((t - 1 + shift) * math.pi / 4) for shift in (0, 2, 4)]] for t in range(num_times)]
+    ratings = torch.tensor(CATEGORY_RATINGS, dtype=torch.float64) + 0.5 * torch.tensor(waves, dtype=torch.float64)
     return ratings.to(device), torch.tensor(CATEGORY_CHANCES, dtype=torch.float64, device=device)
 
 
-def samples_at(data: GeneratedHistories, users: Tensor, categories: Tensor, counts: Tensor, timestamp: int):
-    """Return (place, item, rating), [B, S] each: the samples of all users at a timestamp, active or not."""
-    k, nth = data.categories_per_user, torch.arange(data.most, device=users.device)
-    at = visit(data, users, timestamp)
+def draws_of(data: GeneratedHistories, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (α i64, uniform numbers f64[..., S] that draw the samples' categories) of visits."""
+    nth = torch.arange(data.most, device=at.device)
     alpha = 1 + (chance(data, "alpha", at) * MOST_ALPHA).long()
-    p = (alpha[:, None] / k + counts) / (alpha + counts.sum(1))[:, None]
-    at = at[:, None] * data.most + nth
-    place = (chance(data, "category", at)[:, :, None] >= p.cumsum(1)[:, None, :-1]).sum(2)
+    return alpha, chance(data, "category", at[..., None] * data.most + nth)
+
+
+def bounds_of(share: Tensor, counts: Tensor, total: Tensor) -> Tensor:
+    """Return the probabilities f64[B, K - 1] that a sample's category is among the first k, for k = 1 .. K - 1.
+
+    share: α / K · k. counts: i64[B, K - 1], the samples so far in the first k categories. total: i64[B, 1], α + Σ n."""
+    return (share + counts) / total
+
+
+def places_of(u: Tensor, bounds: Tensor) -> Tensor:
+    """Return the places i64[..., S] of the categories that u f64[..., S] draws, by bounds f64[..., K - 1]."""
+    return sum(((u >= bound[..., None]) for bound in bounds.unbind(-1)), torch.zeros_like(u, dtype=torch.int64))
+
+
+def samples_of(data: GeneratedHistories, users: Tensor, categories: Tensor, places: Tensor, which: Tensor):
+    """Return (item i64, category i64, rating f64, chance f64 that the rating is at least 3.5), each [B, n], of samples.
+
+    places: i64[B, T · S], of all samples. which: i64[B, n], t · S + s for sample s of timestamp t - 1."""
+    time, place = which // data.most - 1, places.gather(1, which)
+    at = visit(data, users[:, None], time) * data.most + which % data.most
+    category = categories.gather(1, place)
     per_category = data.num_items // data.num_categories
-    available = per_category * max(timestamp + 1, 1) // data.num_timestamps
-    item = categories.gather(1, place) * per_category + (chance(data, "item", at) * available).long()
-    ratings, chances = category_ratings(timestamp, users.device)
-    quarter = quarter_of(data, place)
-    which = (chance(data, "rating", at)[:, :, None] >= chances.cumsum(1)[quarter][:, :, :-1]).sum(2)
-    rating = (ratings[quarter].gather(2, which[:, :, None])[:, :, 0] + own_rating(data, item)) / 2
-    return place, item, rating
+    available = per_category * (time + 1).clamp(min=1) // data.num_timestamps
+    item = category * per_category + (chance(data, "item", at) * available).long()
+    ratings, chances = category_ratings(data.num_timestamps + 1, users.device)
+    quarter, own = quarter_of(data, place), own_rating(data, item)
+    drawn = (chance(data, "rating", at)[:, :, None] >= chances.cumsum(1)[quarter][:, :, :-1]).sum(2)
+    rated = (ratings[time + 1, quarter] + own[:, :, None]) / 2
+    rating = rated.gather(2, drawn[:, :, None])[:, :, 0]
+    return item, category, rating, (chances[quarter] * (rated >= LIKED)).sum(2)
 
 
-def liked_chance(data: GeneratedHistories, place: Tensor, item: Tensor, timestamp: int) -> Tensor:
-    """Return the probability that the rating is at least 3.5, f64[B, S]."""
-    ratings, chances = category_ratings(timestamp, item.device)
-    quarter = quarter_of(data, place)
-    is_liked = (ratings[quarter] + own_rating(data, item)[:, :, None]) / 2 >= LIKED
-    return (chances[quarter] * is_liked).sum(2)
+def all_places(data: GeneratedHistories, users: Tensor, when: Tensor, num_times: int) -> tuple[Tensor, Tensor]:
+    """Return (the place of each sample's category i64[B, T, S], whether it is in the history bool[B, T, S]).
+
+    T timestamps from -1 on. Counts of a timestamp depend on the places before, so this is a loop over T; all else is
+    computed at once, which keeps the graph of a compiled `take` small."""
+    times = torch.arange(-1, num_times - 1, device=users.device)
+    at = visit(data, users[:, None], times)
+    is_past = is_active(data, users[:, None], times) & (when[:, None] > times)
+    lengths = torch.where(is_past, lengths_at(data, at), 0)
+    valid = torch.arange(data.most, device=users.device) < lengths[:, :, None]
+    alpha, u = draws_of(data, at)
+    k = torch.arange(1, data.categories_per_user, device=users.device)
+    share = (alpha.double() / data.categories_per_user)[:, :, None] * k
+    total = (alpha + lengths.cumsum(1) - lengths)[:, :, None]
+    parts = share, total, u[:, :, :, None], valid[:, :, :, None]
+    counts, bounds = torch.zeros_like(users)[:, None].expand(-1, k.shape[0]), []
+    for own_share, own_total, drawn, is_there in zip(*(x.unbind(1) for x in parts), strict=True):
+        bounds.append(bounds_of(own_share, counts, own_total))
+        counts = counts + ((drawn < bounds[-1][:, None]) & is_there).sum(1)
+    return places_of(u, torch.stack(bounds, 1)), valid
 
 
 def _take(data: GeneratedHistories, rows: Tensor) -> tuple[Batch, Tensor]:
     """Return the batch of `rows`, and the probability of each label."""
     call = "funcrec.data.take"
     check(call, row_problems(rows, data.num_rows, data.key.device))
-    last = int(rows.max()) // data.num_users if is_concrete(rows) and rows.numel() else data.num_timestamps - 1
+    last = data.num_timestamps - 1
+    if is_concrete(rows):
+        last = int(rows.max()) // data.num_users if rows.numel() else 0
     rows, inside = there(rows.long(), data.num_rows)
     users, when = rows % data.num_users, rows // data.num_users
     categories = categories_of(data, users)
-    counts = torch.zeros_like(categories)
-    nth = torch.arange(data.most, device=rows.device)
-    candidates = [torch.zeros(rows.shape[0], data.num_candidates, dtype=d, device=rows.device) for d in
-                  (torch.int64, torch.int64, torch.float64, torch.float64)]  # fmt: skip
-    history = []
-    for t in range(-1, last + 1):
-        place, item, rating = samples_at(data, users, categories, counts, t)
-        category = categories.gather(1, place)
-        is_past = is_active(data, users, t) & (when > t)
-        valid = is_past[:, None] & (nth < lengths_at(data, users, t)[:, None])
-        counts = counts + torch.zeros_like(counts).scatter_add(1, place, valid.long())
-        history.append((item, category, rating, torch.full_like(item, t + 1), valid))
-        if t >= 0:
-            found = item, category, rating, liked_chance(data, place, item, t)
-            own = (when == t)[:, None]
-            candidates = [
-                torch.where(own, new[:, : data.num_candidates], old) for new, old in zip(found, candidates, strict=True)
-            ]
-    item, category, rating, chances = candidates
-    ids = _packed(data, users, when, history, item, category)
-    return Batch(ids, marked((rating >= LIKED).float(), inside if inside is None else inside[:, None])), chances
+    places, valid = all_places(data, users, when, last + 2)
+    kept, lengths = newest(valid.flatten(1), data.max_history)
+    own = (when[:, None] + 1) * data.most + torch.arange(data.num_candidates, device=rows.device)
+    item, category, rating, chances = samples_of(data, users, categories, places.flatten(1), torch.cat([kept, own], 1))
+    cut = lambda x: x.split([data.max_history, data.num_candidates], 1)
+    action = torch.bitwise_left_shift(torch.ones_like(kept), cut(rating)[0].floor().long() - 1)
+    columns = cut(item)[0], cut(category)[0], action, kept // data.most
+    ids = _packed(data, users, when, lengths, columns, (cut(item)[1], cut(category)[1]))
+    label = (cut(rating)[1] >= LIKED).float()
+    return Batch(ids, marked(label, inside if inside is None else inside[:, None])), cut(chances)[1]
 
 
-def _packed(data: GeneratedHistories, users: Tensor, when: Tensor, history: list, *candidates: Tensor):
-    """Return the ids of all columns in one buffer, with the last L samples of each history."""
-    item, category, rating, time, valid = (torch.cat(parts, 1) for parts in zip(*history, strict=True))
-    action = torch.bitwise_left_shift(torch.ones_like(item), rating.floor().long() - 1)
+def newest(valid: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return (the places i64[B, most] of each row's last valid elements, in order; their number i64[B])."""
     rank = valid.flip(1).cumsum(1).flip(1) - 1  # 0 for the newest
-    valid = valid & (rank < data.max_history)
+    valid = valid & (rank < most)
     lengths = valid.sum(1)
-    place, num_rows = (lengths[:, None] - 1 - rank).clamp(min=0), users.shape[0]
-    ones = torch.ones_like(users)
+    to = torch.where(valid, lengths[:, None] - 1 - rank, most)
+    place = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
+    return torch.zeros_like(to[:, :1]).expand(-1, most + 1).scatter(1, to, place)[:, :most], lengths
+
+
+def _packed(data: GeneratedHistories, users: Tensor, when: Tensor, lengths: Tensor, history: tuple, candidates: tuple):
+    """Return the ids of all columns in one buffer, with L places of each history, of which `lengths` are filled."""
+    num_rows, ones = users.shape[0], torch.ones_like(users)
     counts = [ones, *[lengths] * len(HISTORY), *[ones * data.num_candidates] * len(CANDIDATES), ones]
     offsets = offsets_of(torch.cat(counts))
     capacity = num_rows * (2 + len(HISTORY) * data.max_history + len(CANDIDATES) * data.num_candidates)
@@ -277,8 +304,9 @@ def _packed(data: GeneratedHistories, users: Tensor, when: Tensor, history: list
     buffer = torch.zeros(capacity + 1, dtype=torch.int64, device=users.device)
     at = [starts[0], starts[-1]]
     put = [users, when + 1]
-    for i, column in enumerate((item, category, action, time)):
-        at.append(torch.where(valid, starts[1 + i][:, None] + place, capacity))
+    place = torch.arange(data.max_history, device=users.device)
+    for i, column in enumerate(history):
+        at.append(torch.where(place < lengths[:, None], starts[1 + i][:, None] + place, capacity))
         put.append(column)
     for i, column in enumerate(candidates):
         at.append(starts[1 + len(HISTORY) + i][:, None] + torch.arange(data.num_candidates, device=users.device))

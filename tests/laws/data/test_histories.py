@@ -33,6 +33,14 @@ def within(found, chance):
     return abs(float((found - chance).sum())) <= 5 * float(deviation)
 
 
+def samples(data, users, timestamp):
+    """Return (place, item, rating) of all samples of users at a timestamp, each [B, S]."""
+    places, _ = law.all_places(data, users, torch.full_like(users, timestamp), timestamp + 2)
+    which = ((timestamp + 1) * data.most + torch.arange(data.most)).expand(users.shape[0], -1)
+    item, _, rating, _ = law.samples_of(data, users, law.categories_of(data, users), places.flatten(1), which)
+    return places[:, -1], item, rating
+
+
 @given(st.lists(st.integers(0, 399), max_size=3))
 def test_a_row_is_its_own(rows):
     """A row is the same alone and in every batch. The shapes depend on the number of rows only."""
@@ -95,11 +103,10 @@ def test_users_have_categories_without_repeats():
 
 def test_categories_follow_their_counts():
     """A sample has category c with probability (α / K + n_c) / (α + n), α uniform in 1 .. 500."""
-    users = torch.arange(40).repeat(20)
-    counts = torch.tensor([[0, 5, 100, 300]]).expand(800, -1)
     data = fr.data.generated_histories(fr.key(7), **{**SIZES, "num_users": 800})
-    users = torch.arange(800)
-    place = law.samples_at(data, users, law.categories_of(data, users), counts, 4)[0]
+    drawn, u = law.draws_of(data, law.visit(data, torch.arange(800), 4))
+    share = drawn[:, None] / 4 * torch.arange(1, 4)
+    place = law.places_of(u, law.bounds_of(share, torch.tensor([0, 5, 105]), drawn[:, None] + 405))
     alpha = torch.arange(1, 501).double()
     for c, n in enumerate((0, 5, 100, 300)):
         chance = ((alpha / 4 + n) / (alpha + 405)).mean()
@@ -111,9 +118,8 @@ def test_ratings_follow_their_quarter_and_time():
     """A rating is the mean of the item's own rating and a rating that the category's quarter may have at that time."""
     data = fr.data.generated_histories(fr.key(7), **{**SIZES, "num_users": 2000})
     users = torch.arange(2000)
-    zeros = torch.zeros(2000, 4, dtype=torch.int64)
     for t in (0, 1, 5):
-        place, item, rating = law.samples_at(data, users, law.categories_of(data, users), zeros, t)
+        place, item, rating = samples(data, users, t)
         own = law.own_rating(data, item)
         waves = [0.5 * math.cos((t + shift) * math.pi / 4) for shift in (0, 2, 4)]
         for quarter, (base, chances) in enumerate(zip(law.CATEGORY_RATINGS, law.CATEGORY_CHANCES, strict=True)):
@@ -148,8 +154,7 @@ def test_actions_are_the_floors_of_ratings():
     """A history has action 2^(floor(rating) - 1)."""
     now, _ = columns(DATA, 399)
     assert set(now["action"]) <= {1, 2, 4, 8, 16} and len(set(now["action"])) > 2
-    users = torch.tensor([39])
-    start = law.samples_at(DATA, users, law.categories_of(DATA, users), torch.zeros(1, 4, dtype=torch.int64), -1)
+    start = samples(DATA, torch.tensor([39]), -1)
     for item, rating in zip(start[1][0].tolist()[:4], start[2][0].tolist()[:4], strict=True):
         assert now["action"][now["item"].index(item)] == 2 ** (math.floor(rating) - 1)
 
@@ -164,11 +169,16 @@ def test_users_are_active_at_their_rate():
 
 
 def test_traced_rows_are_eager_ones():
-    """A traced `take` has the rows of the eager one; a row that the data lack has NaN as its labels."""
+    """A traced `take` has the rows of the eager one; a row that the data lack has NaN as its labels. A timestamp adds
+    few operators to the graph, so that many timestamps can be compiled."""
     data = fr.data.generated_histories(fr.key(3), **{**SIZES, "num_timestamps": 2, "max_history": 20})
-    flat = lambda rows: torch_tree.tree_leaves(data.take(rows))
     rows = torch.tensor([5, 79, 80])
-    *ids, label = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(rows)(rows)
+    trace = lambda data: make_fx(
+        lambda rows: torch_tree.tree_leaves(data.take(rows)), tracing_mode="fake", _allow_non_fake_inputs=True
+    )(rows)
+    graph, more = trace(data), trace(fr.data.generated_histories(fr.key(3), **SIZES))
+    assert len(more.graph.nodes) - len(graph.graph.nodes) <= 8 * 13
+    *ids, label = graph(rows)
     want = data.take(rows[:2])
     batch = fr.Batch(fr.KeyedJaggedTensor(*ids, keys=want.ids.keys), label)
     assert batch.ids[:2].to_lists() == want.ids.to_lists()
