@@ -122,7 +122,8 @@ def generated_histories(
       user's earlier rows.
 
     Cost: a batch takes time and memory in proportion to the latest timestamp of its rows. Each timestamp adds operators
-      to the program of `fr.jit(data.take)`, which is slow to compile and hardly faster than `take` itself.
+      to the program of `fr.jit(data.take)`: it compiles for 13 s with 2 timestamps and for 43 s with 100, and runs
+      hardly faster than `take` itself.
 
     Example:
       >>> import torch, funcrec as fr
