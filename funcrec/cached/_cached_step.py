@@ -88,9 +88,8 @@ def cached_step(
       TypeError: a state is tracked by a transform.
 
     Law: any capacity, policy and depth give the losses, rows and slots of training with whole tables in memory, bit for
-      bit. (Not with `stochastic_rounding`, which draws by the row in memory, nor with `clip(max_norm=)`, whose norm
-      sums the rows in their order.) If a process is killed, the stores and the last saved state go on as if it had not
-      been, after `rollback`.
+      bit, also with `stochastic_rounding` and `clip`. If a process is killed, the stores and the last saved state go on
+      as if it had not been, after `rollback`.
 
       On a mesh, by one plan and with `exact=True`, they are those of whole tables on the mesh; stores do not depend on
       the plan.

@@ -42,6 +42,11 @@ from funcrec.kinds._renewal import renew as renew
 from funcrec.kinds._renewal import with_new_rows as with_new_rows
 from funcrec.kinds._rounding import as_stored as as_stored
 from funcrec.kinds._rounding import row_keys as row_keys
+from funcrec.kinds._row_ids import HALF as HALF
+from funcrec.kinds._row_ids import ids_of_rows as ids_of_rows
+from funcrec.kinds._row_ids import origin_of_ids as origin_of_ids
+from funcrec.kinds._row_ids import touched_rows as touched_rows
+from funcrec.kinds._row_ids import with_ids as with_ids
 from funcrec.kinds._stored_rows import cut_columns as cut_columns
 from funcrec.kinds._stored_rows import join_columns as join_columns
 from funcrec.kinds._stored_rows import stored_width as stored_width

@@ -139,9 +139,9 @@ def dynamic_tables(
         its initializer is not one of funcrec's; two vocabularies have the same column or table.
 
     Law: with room for all ids, training gives the losses of a table that has a row for each id, bit for bit: id i has
-      row i of init(key, ...), whenever it came. Three things follow the rows instead: the scale of an initializer
-      without one (the number of rows), `stochastic_rounding` (the row of a draw), and the norm of `clip` (the order of
-      its sum). Evaluation changes no vocabulary.
+      row i of init(key, ...), whenever it came. `stochastic_rounding` draws by the id, too, and the norm of `clip` does
+      not depend on the order of rows. Only the scale of an initializer without one follows the number of rows.
+      Evaluation changes no vocabulary.
 
     Cost: a step searches each id twice, to admit it and to look it up, in two cache lines of memory. It draws the rows
       of new ids only. A compiled step whose state is donated writes in place; else it copies tables and vocabularies.

@@ -98,7 +98,7 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
     waiting = tuple(dict.fromkeys(k for o in own for k in o.waiting))
     halves = (waiting, hold, due) if waiting else ()
     facts = of_all("is_elementwise"), of_any("is_joint"), of_all("is_gradient_wise")
-    more = {"counts_entries": of_any("counts_entries"), "has_equal_slots": of_all("has_equal_slots")}
+    more = {n: of_all(n) for n in ("has_equal_slots", "ignores_origin")} | {"counts_entries": of_any("counts_entries")}
     return RowOptimizer(init, update, label, *facts, *halves, **more)
 
 
@@ -108,8 +108,8 @@ def clip(optimizer: RowOptimizer, *, max_norm: Bound | None = None, max_value: B
     """Return an optimizer that clips gradients before its update, by element and by norm.
 
     First each element is clipped to [-max_value, max_value]. Then one factor scales all gradients to a
-    norm of at most `max_norm`. The norm is over the gradients of all tables in the update. An element is an element of
-    the sum over the ids of a row.
+    norm of at most `max_norm`. The norm is over the gradients of all tables in the update, and its bits are those of
+    `global_norm`. An element is an element of the sum over the ids of a row.
 
     Example:
       >>> import torch, funcrec as fr
@@ -186,7 +186,8 @@ def stochastic_rounding(optimizer: RowOptimizer, *, key: Key) -> RowOptimizer:
 
     Law: the mean of a rounded value over keys is the value. A value that the dtype holds is never changed. NaN and
       infinities stay. f16 values below 2⁻¹⁴ in size are rounded to the nearest number. The bits depend only on the key,
-      the step, and the table, row and column of the element. Every plan gives the bits of one process.
+      the step, and the table, row and column of the element. Every plan gives the bits of one process. In the
+      `train_step` of tables that follow a vocabulary, the id counts as the row, in whatever row it is.
 
     Example:
       >>> import torch, funcrec as fr
@@ -205,7 +206,8 @@ def stochastic_rounding(optimizer: RowOptimizer, *, key: Key) -> RowOptimizer:
         return of(row_grads, slots, tables, step, **{"key": random.fold_in(key, step), **kernel})
 
     due = functools.partial(rounded, optimizer.due) if optimizer.waiting else None
-    return optimizer._replace(update=functools.partial(rounded, optimizer.update), due=due)
+    update = functools.partial(rounded, optimizer.update)
+    return optimizer._replace(update=update, due=due, ignores_origin=False)
 
 
 def due_of(optimizer: RowOptimizer) -> Callable:

@@ -4,7 +4,7 @@
 
 So small updates add up, which rounding to the nearest would lose. The bits depend only on the key, the name of the
 table, the row and the column. They are the same on every device and mesh, for every plan and number of threads. On a
-mesh, `RowGrads.origin` tells an optimizer from which table each row comes.
+mesh, `RowGrads.origin` tells an optimizer from which table each row comes, and for a vocabulary, which id it has.
 Shapes: M rows, D dim, T tables, S segments of rows.
 """
 

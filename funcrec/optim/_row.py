@@ -83,6 +83,7 @@ class RowOptimizer(NamedTuple):
       So on a mesh, gradients wait on the rank that received them. `hold` gets `takes`, b[]: whether the step counts.
     counts_entries: whether the update of a row may depend on how many entries its gradient sums.
     has_equal_slots: whether `init` gives all rows of a table the same numbers, whatever numbers the rows have.
+    ignores_origin: whether updates never depend on where the rows come from (`RowGrads.origin`).
 
     Law: `update` writes to no argument. Rows and slots that no entry names keep every bit. A row that is named with a
       zero gradient is updated (a lazy Adam changes it).
@@ -113,6 +114,7 @@ class RowOptimizer(NamedTuple):
     due: Callable[..., tuple[dict[str, Tensor], Slots]] | None = None
     counts_entries: bool = False
     has_equal_slots: bool = False
+    ignores_origin: bool = False
 
     def __reduce__(self):
         return reduced(self)
@@ -228,7 +230,7 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
             changed = update_rows(call, of, named, slots, tables, key, choice)
         return {**tables, **changed[0]}, {**slots, **changed[1]}
 
-    return RowOptimizer(init_slots, update, **facts)
+    return RowOptimizer(init_slots, update, **facts, ignores_origin=True)
 
 
 def update_fused(kernel: Callable, slot_names: Sequence[str], grads: Mapping, slots: Slots, tables: Tables, numbers):

@@ -19,6 +19,7 @@ from torch import Tensor
 from funcrec.core import fail, replace
 from funcrec.kernels import ops
 from funcrec.kernels.reference_jagged import place_among
+from funcrec.kinds import HALF, DynamicTables, ids_of_rows, origin_of_ids, touched_rows
 from funcrec.mesh import Mesh, axis_index, gather_as_one
 from funcrec.optim import RowOptimizer
 from funcrec.sharding._tables import ShardedTables
@@ -96,16 +97,40 @@ def _origins(layout: Layout, bank: int) -> list:
     return [sorted(x, key=lambda o: o[2]) + [BEHIND] * (most - len(x)) for x in own]
 
 
-def with_origin(grads: RowGrads | None, table: Tensor, layout: Layout, bank: str) -> RowGrads | None:
-    """Return the gradient with the table of each row.
+def with_origin(sparse: RowOptimizer, grads: RowGrads | None, tables: ShardedTables, bank: str) -> RowGrads | None:
+    """Return the gradient with the table of each row, and its id if a vocabulary says it.
 
     Only gradients of banks in 16 bits need the table, because such banks may be rounded at random.
     """
-    if grads is None or table.dtype not in (torch.float16, torch.bfloat16):
+    layout, table = tables.layout, tables.banks[bank]
+    if grads is None or table.dtype not in HALF or sparse.ignores_origin:
         return grads
     number = next(i for i, b in enumerate(layout.banks) if b.name == bank)
-    axes, origins = layout.banks[number].axes, torch.tensor(_origins(layout, number), device=table.device)
+    axes = layout.banks[number].axes
+    own = {s.table for s in layout.shards if s.bank == number}
+    if tables.of is DynamicTables and any(x[0] in own for x in tables.rest.first):
+        return replace(grads, origin=_id_origin(grads, tables, number))
+    origins = torch.tensor(_origins(layout, number), device=table.device)
     return replace(grads, origin=origins[axis_index(axes)[None]][0] if axes else origins[0])
+
+
+def ids_on_ranks(tables: ShardedTables, table: str, rows: Tensor) -> Tensor:
+    """Return the ids of these rows of a table, or the rows if it follows no vocabulary."""
+    return ids_of_rows(tables.rest, table, rows) if tables.of is DynamicTables else rows
+
+
+def _id_origin(grads: RowGrads, tables: ShardedTables, bank: int) -> Tensor:
+    """Return `RowGrads.origin` with a segment for each touched row of this rank's bank."""
+    layout, (touched,) = tables.layout, touched_rows([grads])
+    dims, shards = dict(layout.shapes), [s for s in layout.shards if s.bank == bank]
+    axes = layout.banks[bank].axes
+    which, rows = _table_rows(touched, shards, axis_index(axes) if axes else touched.new_zeros(()))
+    out = torch.tensor([BEHIND], device=touched.device).expand(len(touched) + 1, -1)
+    at = torch.cat([which, which.new_full((1,), -1)])[:, None]
+    for k, s in enumerate(shards):
+        ids = ids_on_ranks(tables, s.table, rows)
+        out = torch.where(at == k, origin_of_ids(s.table, dims[s.table][1], touched, ids, s.first), out)
+    return out
 
 
 def as_tables(banks: Mapping[str, Any], columns: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -227,11 +252,11 @@ def views_of(
     in_place = tables_in_place(sparse, columns, layout)
     together = {t: own for t, own in columns.items() if t not in in_place}
     apart = {b for own in columns.values() for b in own}
-    drawn = {b: with_origin(grads.get(b), banks[b], layout, b) for b in banks}
+    drawn = {b: with_origin(sparse, grads.get(b), tables, b) for b in banks}
     plain = {b: View(b, drawn[b], banks[b], slots[b]) for b in banks}
     own = {b: plain[b]._replace(grads=_of_own_columns(drawn[b], b, tables)) for t in in_place for b in columns[t]}
     own |= {b: plain[b]._replace(grads=None) for names in together.values() for b in names}  # where no row is touched
-    own |= rows_together(together, grads, slots, banks, layout)
+    own |= rows_together(together, grads, slots, tables)
     return {b: [plain[b]] for b in banks if b not in apart} | {t: [own[b] for b in columns[t]] for t in columns}
 
 
@@ -247,12 +272,13 @@ def _of_own_columns(grads: RowGrads | None, bank: str, tables: ShardedTables) ->
 
 
 def rows_together(
-    columns: Mapping[str, list[str]], grads: Mapping[str, RowGrads], slots: Mapping, banks: Mapping, layout: Layout
+    columns: Mapping[str, list[str]], grads: Mapping[str, RowGrads], slots: Mapping, tables: ShardedTables
 ) -> dict[str, View]:
     """Return {bank: its touched rows as a table of M whole rows}, for tables cut by columns.
 
     The touched rows of all ranks travel together. The result lacks banks without touched rows.
     """
+    layout, banks = tables.layout, tables.banks
     own = [b for b in layout.banks if b.name in {n for names in columns.values() for n in names} and b.name in grads]
     touched = {b.name: grads[b.name].coalesce() for b in own if grads[b.name].capacity > 0}
     taken = {n: _take(g, banks[n], slots[n]) for n, g in touched.items()}
@@ -264,7 +290,8 @@ def rows_together(
         shards = [layout.shards[k] for k in layout.shards_of(table)]
         for n in (n for n in dict.fromkeys(layout.banks[s.bank].name for s in shards) if n in touched):
             mine = [s for s in shards if layout.banks[s.bank].name == n]
-            which, rows = _table_rows(touched[n], mine, axis_index(layout.banks[shards[0].bank].axes))
+            known = torch.where(touched[n].valid, touched[n].rows, -1)
+            which, rows = _table_rows(known, mine, axis_index(layout.banks[shards[0].bank].axes))
             found = [_find(rows, s, gathered[layout.banks[s.bank].name]) for s in shards]
             whole = {k: torch.cat([x[k] for x in found], 1) if own.dim() > 1 else own for k, own in taken[n].items()}
             row_slots = {k.removeprefix("slot "): x for k, x in whole.items() if k.startswith("slot ")}
@@ -272,17 +299,11 @@ def rows_together(
             places = torch.where(rows >= 0, torch.arange(rows.shape[0], device=rows.device), -1)
             how = {"num_embeddings": rows.shape[0], "repeats": touched[n].repeats}
             entries = RowGrads.from_entries(places, whole["grads"], **how)
-            entries = replace(entries, origin=_row_origin(table, whole["table"].shape[1], rows))
+            dim, ids = whole["table"].shape[1], ids_on_ranks(tables, table, rows)
+            entries = replace(entries, origin=origin_of_ids(table, dim, torch.arange(len(ids)).to(ids), ids))
             put = functools.partial(_put_rows, touched[n], which, mine)
             out[n] = View(n, entries, whole["table"], row_slots, put)
     return out
-
-
-def _row_origin(table: str, dim: int, rows: Tensor) -> Tensor:
-    """Return `RowGrads.origin` for these rows of a table, one after the other."""
-    begin = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device)
-    own = [x + 0 * begin for x in origin_of(table, dim, rows, begin=begin)]
-    return torch.cat([torch.stack(own, 1), torch.tensor([BEHIND], device=rows.device)])
 
 
 def _put_rows(grads: RowGrads, which: Tensor, shards: Sequence, old: Tensor, new: Tensor) -> Tensor:
@@ -308,13 +329,13 @@ def _take(grads: RowGrads, bank: Tensor, slots: Mapping[str, Tensor]) -> dict[st
     }
 
 
-def _table_rows(grads: RowGrads, shards: Sequence, rank: Tensor) -> tuple[Tensor, Tensor]:
+def _table_rows(touched: Tensor, shards: Sequence, rank: Tensor) -> tuple[Tensor, Tensor]:
     """Return (the shard's number, the row in the table) of each touched row of this rank's bank; -1 for no row."""
-    which = rows = torch.full_like(grads.rows, -1)
+    which = rows = torch.full_like(touched, -1)
     for k, s in enumerate(shards):
         for i, (r, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
-            inside = grads.valid & (rank == r) & (grads.rows >= start) & (grads.rows < start + s.part)
-            rows = torch.where(inside, grads.rows - start + i * s.part, rows)
+            inside = (rank == r) & (touched >= max(start, 0)) & (touched < start + s.part)
+            rows = torch.where(inside, touched - start + i * s.part, rows)
             which = torch.where(inside, k, which)
     return which, rows
 

@@ -25,6 +25,7 @@ from funcrec.core import (
     device_problems,
     fail,
     is_forward,
+    is_tracked,
     plain,
     pytree,
     replace,
@@ -32,7 +33,8 @@ from funcrec.core import (
 )
 from funcrec.kernels import ops, reference
 from funcrec.kernels.forms import Feature, Segment, Terms, capacity_of, flatten
-from funcrec.mesh import is_readable, psum
+from funcrec.mesh import is_readable
+from funcrec.tables._exact_sum import exact_sum
 from funcrec.tables._primitives import dense_sum, segments_of_lookup
 
 WAITING = "pending_rows", "pending_grads"  # names of the slots with a gradient's entries that a later step will use
@@ -83,7 +85,7 @@ class RowGrads:
         columns, for optimizers that read whole rows (`RowOptimizer.is_gradient_wise`). None for a table of whole rows.
       origin: S + 1 rows of five integers, the tables from which the rows come, if the optimizer sees them in another
         place. Each segment of rows has an `origin_of`, by ascending begin; BEHIND comes last. None for the table's own
-        rows and columns. The bits of random rounding depend on the origin.
+        rows and columns. The bits of random rounding depend on the origin. Ids of a vocabulary are rows of an origin.
       mark: i64[], 1, set where forward derivatives are taken (jvp). A tangent has the same tree, with zeros for
         integers: its mark is 0, and its rows are lost. Code that reads rows refuses tangents. So call `to_dense` inside
         the jvp.
@@ -233,10 +235,16 @@ class RowGrads:
         return replace(out, terms=(replace(out.terms[0], grads=out.grads.clamp(-max_value, max_value)),))
 
     def squared_norm(self) -> Tensor:
-        """Return the sum of squares of the coalesced gradient -> f[]."""
+        """Return the sum of squares of the coalesced gradient -> f[]. Its bits do not depend on the rows' numbers."""
+        return exact_sum([self.row_squares()])
+
+    def row_squares(self) -> tuple[Tensor, tuple[str, ...]]:
+        """Return (the sum of squares of each row f[M], the axes whose ranks have other rows)."""
         out = self.coalesce()
-        own = torch.where(out.valid[:, None], out.grads, 0).square().sum()
-        return psum(own, self.axes) if self.axes else own
+        valid, grads = out.valid, out.grads
+        if is_tracked(grads):  # the derivative by garbage in the padding is 0
+            grads = torch.where(valid[:, None], grads, 0)
+        return torch.where(valid, grads.square().sum(1), 0), self.axes
 
     def norm(self) -> Tensor:
         """Return the Euclidean norm of the dense gradient -> f[]."""
@@ -337,6 +345,8 @@ def _has_repeats(term: Entries | Bags) -> bool:
 def global_norm(grads: Mapping[Any, RowGrads], *more: Annotated[Tensor, Form("f[...]")]) -> Tensor:
     """Return the norm over the gradients of all tables and over the dense gradients `more` -> f[].
 
+    Law: its bits depend on the gradients of rows alone, not on the order of rows, their tables, or their ranks.
+
     Example:
       >>> import torch, funcrec as fr
       >>> g = fr.RowGrads.from_entries(torch.tensor([1]), torch.tensor([[3.0]]), num_embeddings=2)
@@ -345,8 +355,8 @@ def global_norm(grads: Mapping[Any, RowGrads], *more: Annotated[Tensor, Form("f[
     """
     named = {f"grads[{n!r}]": g.grads for n, g in grads.items()} | {f"more[{i}]": g for i, g in enumerate(more)}
     check("funcrec.global_norm", device_problems(**named))
-    squares = [g.squared_norm() for g in grads.values()] + [g.square().sum() for g in more]
-    return root(torch.stack(squares).sum()) if squares else torch.zeros(())
+    squares = [g.row_squares() for g in grads.values()] + [(g.square().sum(), ()) for g in more]
+    return root(exact_sum(squares)) if squares else torch.zeros(())
 
 
 def root(x: Tensor) -> Tensor:

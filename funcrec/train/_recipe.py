@@ -16,6 +16,7 @@ from torch import Tensor
 
 from funcrec.core import random
 from funcrec.grad import over_micro_batches, value_grad_and_overflows
+from funcrec.kinds import with_ids
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.tables import RowGrads, with_parts
 from funcrec.train._admission import admitted
@@ -65,7 +66,8 @@ class Gathered(NamedTuple):
 
 def update_tables(sparse: RowOptimizer, gathered: Gathered, state: TrainState) -> tuple[Any, Any]:
     """Return (tables, slots) after the update, in one process."""
-    tables, slots = sparse.update(gathered.rows, state.slots, state.tables, state.step)
+    rows = gathered.rows if sparse.ignores_origin else with_ids(gathered.rows, state.tables)
+    tables, slots = sparse.update(rows, state.slots, state.tables, state.step)
     return with_parts(state.tables, tables), slots
 
 

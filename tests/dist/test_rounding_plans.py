@@ -20,7 +20,9 @@ RULES = {
     "by whole rows": lambda: fr.optim.rowwise_adagrad(lr=0.1, max_norm=1.0),
     "by names": lambda: fr.optim.by_table({"b": fr.optim.adam(lr=0.1)}, default=fr.optim.sgd(lr=0.1)),
     "clipped": lambda: fr.optim.clip(fr.optim.sgd(lr=0.1), max_value=0.5),
+    "by the norm of all rows": lambda: fr.optim.clip(fr.optim.sgd(lr=0.1), max_norm=0.5),
 }
+WHOLE_ROWS = ("row_wise", "table_wise", "table_row_wise", "replicated")
 HALF = (torch.bfloat16, torch.float16)
 STEPS = 2
 
@@ -58,9 +60,13 @@ def trained(model, name, compiled=False):
 @settings(max_examples=25)
 @given(models(), st.sampled_from(list(RULES)), st.sampled_from(HALF))
 def test_random_rounding_is_the_same_under_every_plan(model, name, dtype):
-    """16-bit tables, rounded at random on a mesh under any plan, have the bits of one process."""
+    """16-bit tables, rounded at random on a mesh under any plan, have the bits of one process. So do 32-bit tables
+    whose gradients are clipped by the norm of all rows, under any plan of whole rows."""
     mesh, plan, tables, ids, features = model
     assume(name != "by names" or "b" in tables)
+    if name == "by the norm of all rows":
+        assume(all(p.kind in WHOLE_ROWS for _, p in plan.placements))
+        dtype = torch.float32
     tables = {n: t.to(dtype) for n, t in tables.items()}
     assert_trees_close(*trained((mesh, plan, tables, ids, features), name))
 

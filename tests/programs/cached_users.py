@@ -54,6 +54,9 @@ OPTIMIZERS = {
     "adam": fr.optim.adam(0.05),
     "rowwise_adagrad": fr.optim.rowwise_adagrad(0.1),
     "adagrad": fr.optim.adagrad(0.1),
+    "rounded": fr.optim.stochastic_rounding(fr.optim.adam(0.05), key=fr.key(3)),
+    "rounded by whole rows": fr.optim.stochastic_rounding(fr.optim.rowwise_adagrad(0.1, max_norm=1.0), key=fr.key(3)),
+    "clipped": fr.optim.stochastic_rounding(fr.optim.clip(fr.optim.rowwise_adagrad(0.1), max_norm=0.5), key=fr.key(3)),
 }
 
 

@@ -26,19 +26,19 @@ TWO_AXES = {
 SPARSE = {"adam": fr.optim.adam(0.1), "rowwise_adagrad": fr.optim.rowwise_adagrad(lr=0.3)}
 
 
-def configs(num_users, num_items):
+def configs(num_users, num_items, dtype=torch.float32):
     """Return the configs of tables with so many rows."""
     normal = fr.normal(0.5)
     return (
-        fr.TableConfig("user", num_users, DIM, initializer=normal),
-        fr.TableConfig("item", num_items, DIM, initializer=normal),
-        fr.TableConfig("day", 7, DIM),
+        fr.TableConfig("user", num_users, DIM, dtype, normal),
+        fr.TableConfig("item", num_items, DIM, dtype, normal),
+        fr.TableConfig("day", 7, DIM, dtype),
     )
 
 
-def dynamic(users=USERS, items=ITEMS):
+def dynamic(users=USERS, items=ITEMS, dtype=torch.float32):
     """Return tables of which two follow a vocabulary each."""
-    user, item, day = configs(users.num_embeddings, items.num_embeddings)
+    user, item, day = configs(users.num_embeddings, items.num_embeddings, dtype)
     following = {
         "users": fr.VocabularyConfig(users, (user,), FEATURES[:3]),
         "items": fr.VocabularyConfig(items, (item,), FEATURES[3:4]),
@@ -46,9 +46,9 @@ def dynamic(users=USERS, items=ITEMS):
     return fr.dynamic_tables(fr.init(KEY, (user, item, day)), following, key=KEY)
 
 
-def static():
+def static(dtype=torch.float32):
     """Return tables with a row for each id."""
-    return fr.init(KEY, configs(COLUMNS["user"], COLUMNS["item"]))
+    return fr.init(KEY, configs(COLUMNS["user"], COLUMNS["item"], dtype))
 
 
 def loss_fn(params, batch):

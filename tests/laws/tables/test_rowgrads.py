@@ -1,5 +1,7 @@
 """RowGrads: entries that represent a dense gradient."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -91,6 +93,22 @@ def test_norms_are_those_of_dense_gradients(g):
     same(g.norm(), want)
     same(g.squared_norm(), want**2)
     same(fr.global_norm({"a": g, "b": g}, torch.tensor([2.0])), np.sqrt(2 * want**2 + 4))
+
+
+@given(st.lists(st.floats(-(2.0**60), 2.0**60, width=32), max_size=60), st.randoms())
+def test_norms_have_the_same_bits_in_any_order(numbers, random):
+    """A norm has the bits of the norm of the same rows in any order, with rows of zeros among them, in one table or in
+    two. It is the rounded norm of the exact sum. NaN and infinities stay."""
+    of = lambda xs: fr.RowGrads.from_entries(
+        torch.arange(len(xs)), torch.tensor(xs).reshape(-1, 1), num_embeddings=len(xs)
+    )
+    want, moved = fr.global_norm({"t": of(numbers)}), random.sample([*numbers, 0.0, 0.0], len(numbers) + 2)
+    assert torch.equal(fr.global_norm({"t": of(moved)}), want)
+    assert torch.equal(fr.global_norm({"a": of(moved[:5]), "b": of(moved[5:])}), want)
+    squares = torch.tensor(numbers).square().double().tolist()
+    assert torch.equal(want, torch.tensor(math.fsum(squares), dtype=torch.float32).sqrt())
+    for odd in (torch.inf, torch.nan):
+        assert_trees_close(fr.global_norm({"t": of([*moved, odd])}), torch.tensor(odd))
 
 
 def test_global_norm_of_mixed_dtypes():
