@@ -43,6 +43,12 @@ from funcrec.mesh import shard as shard
 from funcrec.mesh import shard_map as shard_map
 from funcrec.mesh import unshard as unshard
 from funcrec.grad import accumulate_grads as accumulate_grads
+from funcrec.grad import example_dots as example_dots
+from funcrec.grad import example_norms as example_norms
+from funcrec.grad import gradient_noise_scale as gradient_noise_scale
+from funcrec.grad import per_example_grads as per_example_grads
+from funcrec.grad import private_grads as private_grads
+from funcrec.grad import sum_examples as sum_examples
 from funcrec.stores import ColdStore as ColdStore
 from funcrec.stores import file_store as file_store
 from funcrec.stores import memory_store as memory_store

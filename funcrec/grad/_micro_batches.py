@@ -104,7 +104,8 @@ def over_micro_batches(loss_fn: Callable, num_micro_batches: int, has_aux: bool)
         parts = micro_batches(batch, k)
         own = [{**kwargs, "key": random.fold_in(kwargs["key"], j)} if "key" in kwargs else kwargs for j in range(k)]
         each = list(zip(parts, own, strict=True))
-        totals = Totals(k, lambda: [loss_fn(params, part, *args, **more) for part, more in each])
+        run_all = lambda: [loss_fn(params, part, *args, **more) for part, more in each]
+        totals = Totals(k, functools.partial(means_over_parts, run_all))
 
         def share(params, batch, *args, **kwargs):
             with totals.one_call():
@@ -200,14 +201,15 @@ def mean_aux(auxs: Sequence[Any], size: int) -> Any:
 
 
 class Totals:
-    """The total weights of each weighted mean in a loss, over all micro-batches.
+    """The total weights of each weighted mean in a loss that is called on k parts of a batch.
 
-    run_all: a function that runs the loss on all micro-batches, in order. The first weighted mean calls this function,
-    because the mean needs all weights.
+    measure: a function of these totals that runs the loss on all parts, and returns the mean total of each weighted
+    mean, in the order of the loss's calls. The first weighted mean calls it, because the mean needs all weights. None
+    if each weight counts as it is: then every total is 1.
     """
 
-    def __init__(self, k: int, run_all: Callable[[], Any]):
-        self.k, self.run_all, self.level = k, run_all, current_level()
+    def __init__(self, k: int, measure: Callable[["Totals"], list[Tensor]] | None):
+        self.k, self.measure, self.level = k, measure, current_level()
         self.found: list[Tensor] = []
         self.means: list[Tensor] | None = None  # the mean total of each weighted mean, in the order of the loss's calls
         self.place, self.finding = 0, False
@@ -223,22 +225,20 @@ class Totals:
             self.refuse_impure()
 
     def find(self) -> None:
-        self.finding = True
+        self.finding, place = True, self.place
         try:
-            self.run_all()
+            means = self.measure(self)
         finally:
             self.finding = False
-        if len(self.found) % self.k:
-            self.refuse_impure()
-        each = len(self.found) // self.k
-        # One sum over all weights gives the bits of the whole batch's sum.
-        self.means = [torch.cat(self.found[i::each]).sum() / self.k for i in range(each)]
+        self.means, self.place = means, place
 
     def mean_of(self, weights: Tensor) -> Tensor:
         if belongs_above(weights, self.level):
             got = "weights that follow from parameters"
             hint = "weight.detach(), or fr.value_and_grad of the whole batch"
             fail(CALL, "weights of examples are not the batch's own.", got=got, need="data", hint=hint, kind=TypeError)
+        if self.measure is None:
+            return torch.ones_like(weights.sum())
         if self.finding:
             self.found.append(weights)
             return torch.ones_like(weights.sum())  # Nothing uses this loss. A part's sum may be 0.
@@ -252,6 +252,16 @@ class Totals:
     def refuse_impure(self) -> None:
         got, need = "another number of weighted means in some call", "the same ones for every micro-batch"
         fail(CALL, "the loss is not a function of its arguments.", got=got, need=need, hint="one loss for all examples")
+
+
+def means_over_parts(run_all: Callable[[], Any], totals: Totals) -> list[Tensor]:
+    """Return the mean totals after run_all(), which runs the loss on all parts, in order."""
+    run_all()
+    if len(totals.found) % totals.k:
+        totals.refuse_impure()
+    each = len(totals.found) // totals.k
+    # One sum over all weights gives the bits of the whole batch's sum.
+    return [torch.cat(totals.found[i::each]).sum() / totals.k for i in range(each)]
 
 
 _totals: ContextVar[Totals | None] = ContextVar("funcrec_totals", default=None)

@@ -36,4 +36,6 @@ from funcrec.jagged._primitives import put_extrema as put_extrema
 from funcrec.jagged._primitives import take_ranges_transpose as take_ranges_transpose
 from funcrec.jagged._reductions import bag_reduce as bag_reduce
 from funcrec.jagged._reductions import bag_softmax as bag_softmax
+from funcrec.jagged._stacked import ranges_of_parts as ranges_of_parts
+from funcrec.jagged._stacked import stack_bags as stack_bags
 from funcrec.jagged._weights import unweighted_places as unweighted_places

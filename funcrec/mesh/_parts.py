@@ -25,6 +25,8 @@ from funcrec.jagged import (
     join_examples,
     part_problems,
     parts_of_examples,
+    ranges_of_parts,
+    stack_bags,
     take_ranges,
 )
 from funcrec.mesh._axes import bound
@@ -159,13 +161,14 @@ def _stack_bags(x: Any, n: int) -> Any:
     """
     if getattr(x, "inverse", None) is not None:
         parts = parts_of_examples(x, n)
-    else:
-        bags = x.num_bags // n
-        parts = [x[i * bags : (i + 1) * bags] for i in range(n)]
+        if is_concrete(x.values) and is_concrete(x.offsets):
+            capacity = min(bucket(_most_over_ranks(max(int(p.offsets[-1]) for p in parts))), x.capacity)
+            parts = [p.unpad().pad_to(capacity) for p in parts]
+        return tree_map(lambda *xs: torch.stack(xs), *parts)
+    ranges, capacity = ranges_of_parts(x, n), x.capacity
     if is_concrete(x.values) and is_concrete(x.offsets):
-        capacity = min(bucket(_most_over_ranks(max(int(p.offsets[-1]) for p in parts))), x.capacity)
-        parts = [p.unpad().pad_to(capacity) for p in parts]
-    return tree_map(lambda *xs: torch.stack(xs), *parts)
+        capacity = min(bucket(_most_over_ranks(int(ranges.offsets[:, -1].max()))), x.capacity)
+    return stack_bags(x, ranges, capacity)
 
 
 def _most_over_ranks(size: int) -> int:

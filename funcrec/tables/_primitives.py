@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import any_tracked, by_vmap_rule, is_in_transform, is_in_vmap, one_level_below
+from funcrec.jagged import offsets_of, take_ranges
 from funcrec.kernels import ops, reference, stacks
 from funcrec.kernels.forms import Feature, Segment, features_of, flatten
 
@@ -112,6 +113,8 @@ class _PooledLookup(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, spec, *tensors):
         members = _Members(spec, info.batch_size, in_dims[1:], tensors)
+        if members.are_one_batch():
+            return looked_up(*members.one_batch()).unflatten(0, (members.num, spec.num_bags)), 0
         if not is_in_transform() and not any_tracked(tensors):
             return spec.call(members.stacks), 0
         if members.num == 0:
@@ -207,6 +210,31 @@ class _Members:
 
     def fit(self) -> bool:
         return stacks.fit(self.parts[1], self.parts[3])
+
+    def are_one_batch(self) -> bool:
+        """Return whether only the ids differ: members that share their tables are the examples of one batch."""
+        tables, rows, offsets, weights = self.dims
+        own = [*rows, offsets, *([] if self.parts[3] is None else [weights])]
+        if self.num == 0 or self.spec.blocks > 1 or any(d is not None for d in tables) or None in own:
+            return False
+        b = self.spec.num_bags
+        keys_are_alike = b and all(f.first_bag % b == 0 for f in self.spec.features)
+        return bool(keys_are_alike) and (self.parts[2].shape[1] - 1) % b == 0
+
+    def one_batch(self) -> tuple:
+        """Return the static part and the tensors of one lookup of K · B bags: for each key those of all members."""
+        spec, k = self.spec, self.num
+        tables, rows, offsets, weights = self.parts
+        grid = lambda x: x.unflatten(1, (-1, spec.num_bags)).transpose(0, 1).flatten().long()
+        starts, lengths = grid(offsets[:, :-1]), grid(torch.diff(offsets, dim=1))
+        member = torch.arange(k, device=offsets.device).repeat_interleave(spec.num_bags)
+        first = member.repeat(lengths.shape[0] // max(member.shape[0], 1))
+        taken = lambda x: take_ranges(x.flatten(), None, starts + first * x.shape[1], lengths, x.numel())
+        moved, scale = [taken(x) for x in rows], None if weights is None else taken(weights).values
+        ends = (moved[0].offsets if moved else offsets_of(lengths)).to(offsets.dtype)
+        features = tuple(f._replace(first_bag=f.first_bag * k) for f in spec.features)
+        flat = [*tables, *(x.values for x in moved), ends, *([] if scale is None else [scale])]
+        return dataclasses.replace(spec, features=features, num_bags=spec.num_bags * k), *flat
 
     def no_output(self) -> Tensor:
         tables, _, offsets, _ = self.parts

@@ -7,8 +7,6 @@ In one process each stage is the identity, or the optimizer's update; on ranks i
 the work.
 """
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -34,13 +32,16 @@ class Recipe(NamedTuple):
     takes_key: bool  # whether the loss has a parameter `key`
     micro_batches: int = 1
     admits: bool = True  # whether the step admits the ids of its batch
+    grad: Callable | None = None  # the transform that gives the gradients; None for `value_and_grad`
 
-
-def takes_key(loss_fn: Callable) -> bool:
-    try:
-        return "key" in inspect.signature(loss_fn).parameters
-    except ValueError:  # a builtin has no signature
-        return False
+    def differentiated(self, loss_fn: Callable) -> Callable:
+        """Return the function (params, batch, **extra) -> (value, gradients, overflows) of the loss."""
+        if self.grad is not None:
+            fn = self.grad(loss_fn, has_aux=True) if self.has_aux else self.grad(loss_fn)
+            return lambda *args, **kwargs: (*fn(*args, **kwargs), [])
+        if self.micro_batches == 1:
+            return value_grad_and_overflows(loss_fn, self.has_aux)
+        return over_micro_batches(loss_fn, self.micro_batches, self.has_aux)
 
 
 def with_key(recipe: Recipe, state: TrainState, of_bags: Callable = lambda key: key) -> dict[str, Tensor]:
@@ -102,10 +103,7 @@ def run_recipe(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> 
     old = state
     state, of_ids, _ = place.admitted(recipe.sparse, old, batch) if recipe.admits else (old, {}, None)
     extra = with_key(recipe, state, place.key)
-    loss_fn, k = place.loss_fn(recipe), recipe.micro_batches
-    differentiate = value_grad_and_overflows if k == 1 else functools.partial(over_micro_batches, num_micro_batches=k)
-    differentiated = differentiate(loss_fn, has_aux=recipe.has_aux)
-    value, grads, overflows = differentiated(place.params(state), batch, **extra)
+    value, grads, overflows = recipe.differentiated(place.loss_fn(recipe))(place.params(state), batch, **extra)
     loss, aux = value if recipe.has_aux else (value, None)
     gathered = place.gathered(loss, grads, overflows, state)
     tables, slots = place.update(recipe.sparse, gathered, state)

@@ -29,7 +29,7 @@ from funcrec.core import (
     typed_fields,
     vmaps_of,
 )
-from funcrec.grad import params_problems
+from funcrec.grad import params_problems, takes_key
 from funcrec.mesh import Codec, Mesh, P, mapped, reported_to_ranks
 from funcrec.models import Model, TwoTower, in_batch_softmax_loss, loss, merge_stats
 from funcrec.optim import DenseOptimizer, RowOptimizer, adam
@@ -37,7 +37,7 @@ from funcrec.optim import dense as optimizer
 from funcrec.sharding import Plan, dedup_problems, dense_axes_problems
 from funcrec.tables import Params, layout_in
 from funcrec.train._rank_step import rank_of, shard_state, state_specs
-from funcrec.train._recipe import Recipe, Stages, run_recipe, takes_key
+from funcrec.train._recipe import Recipe, Stages, run_recipe
 from funcrec.train._state import TrainState
 
 RATE = 0.001  # the rate of Adam where no optimizer is given, as in torch
@@ -85,6 +85,7 @@ def train_step(
     dense_axes: Sequence[str] = (),
     micro_batches: Count = 1,
     admit: bool = True,
+    grad: Callable | None = None,
 ) -> TrainStep:
     """Return a training step, a pure function (state, batch) -> (state, metrics).
 
@@ -122,6 +123,10 @@ def train_step(
         memory holds the activations of one part at a time.
       admit: whether the step admits the ids of its batch to the vocabularies of `dynamic_tables`. Without it they stay
         as they are, or `admission` admits the ids before.
+      grad: the transform that gives the loss's gradients, called as grad(loss_fn), or grad(loss_fn, has_aux=True); None
+        for `value_and_grad`. `functools.partial(fr.private_grads, max_norm=1.0, noise_multiplier=1.1)` trains with
+        differential privacy. If the function that it returns has a parameter `key`, it gets the step's key. It is for
+        one process.
       codec: the codes of looked up vectors and their cotangents; None for the codec of the state's tables
         (`shard_tables`, `reshard`).
 
@@ -158,7 +163,9 @@ def train_step(
     check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes))
     check("funcrec.train_step", dedup_problems(exact, dedup))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
-    recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, takes_key(loss_fn), micro_batches, admit)
+    check("funcrec.train_step", grad_problems(grad, mesh, micro_batches))
+    keyed = takes_key(loss_fn) or (grad is not None and takes_key(grad(loss_fn), own=True))
+    recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, keyed, micro_batches, admit, grad)
     cutting = mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes))
     where = OnMesh(mesh, cutting, Stages(), capacity)
     if mesh is not None:
@@ -326,6 +333,16 @@ def mesh_problems(mesh: Mesh | None, plan: Plan | None, batch_axes: Sequence[str
         yield Problem(f"`{missing}` is missing.", f"`{there}` alone", "both, or neither", hint, TypeError)
     elif mesh is not None and [a for a in batch_axes or () if a not in mesh.axis_names]:
         yield Problem("`batch_axes` are not the mesh's.", f"{batch_axes}", f"among {list(mesh.axis_names)}")
+
+
+def grad_problems(grad: Callable | None, mesh: Mesh | None, micro_batches: int) -> Iterator[Problem]:
+    if grad is not None and mesh is not None:
+        yield Problem(
+            "`grad` is for one process.", "grad= and mesh=", "one of them", "a step without a mesh", TypeError
+        )
+    if grad is not None and micro_batches > 1:
+        got, hint = f"grad= and micro_batches={micro_batches}", "fr.private_grads(..., chunk_size=...)"
+        yield Problem("`grad` differentiates the whole batch.", got, "micro_batches=1", hint, TypeError)
 
 
 def is_stats(x: Any) -> bool:

@@ -36,6 +36,9 @@ NOT_HERE = {
     ],
     "runs what it is given, and says numbers": ["fit", "Fitted", "evaluate", "evaluate_retrieval"],
     "stages a function: tests/compile has its laws of tracked inputs": ["jit", "Lowered"],
+    "gradients of examples: per_example_grads, which is here, calls them all": [
+        "sum_examples", "example_norms", "example_dots", "gradient_noise_scale", "private_grads",
+    ],
     "runs a step or a loss, which is here": ["retry_overflow", "pipeline", "stale_pipeline", "accumulate_grads"],
     "holds no tensor: build_index and search_index are here": ["Index"],
     "puts rows back, bit for bit: test_rewind and test_delta": [

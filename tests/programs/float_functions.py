@@ -174,6 +174,17 @@ def gradients(table, w, b, weights):
     return loss, grads.tables["t"].to_dense(), grads.dense
 
 
+def of_examples(table, w, b, weights):
+    """Return what is computed from the gradients of three examples, and private gradients of them."""
+    params, own = fr.Params({"t": table}, {"w": w, "b": b}), ids(weights)
+    losses, grads = fr.per_example_grads(loss_fn)(params, own)
+    total, other = fr.sum_examples(grads, losses), fr.value_and_grad(loss_fn)(params, own)[1]
+    private = fr.private_grads(loss_fn, max_norm=0.3, noise_multiplier=0.1)(params, own, key=fr.key(0))[1]
+    dense = [x for g in (total, private) for x in (g.tables["t"].to_dense(), g.dense)]
+    numbers = fr.example_norms(grads), fr.example_dots(grads, other), fr.gradient_noise_scale(grads)
+    return losses, dense, numbers
+
+
 LOOKED = {"table": TABLE, "weights": WEIGHTS}
 LOSS = {"table": TABLE, **DENSE, "weights": WEIGHTS}
 
@@ -214,6 +225,7 @@ def of_lookups() -> list[Case]:
         Case("lookup_transpose", transposed, {"d": D_OUT, "weights": WEIGHTS}),
         Case("lookup_sequence_transpose", sequence_transposed, {"d": draw("lists", (6, 3)), "weights": WEIGHTS}),
         Case("value_and_grad", gradients, LOSS),
+        Case("per_example_grads", of_examples, LOSS),
         Case("checked", fr.checked(lambda table, weights: fr.lookup({"t": table}, ids(weights), CLICKS[:1]).values),
             LOOKED, "*"),
         *(Case(n, lambda grads, f=f: f(row_grads(grads)), {"grads": GRADS}) for n, f in ROW_GRADS.items()),

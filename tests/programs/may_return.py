@@ -44,7 +44,9 @@ MAY_RETURN = (
     Row("leaves may be anything", r"tree\.(map|unflatten)", "fn|leaves", {"function", "[1.5, 'a']"}),
     Row("an item is a tree of anything", "data.prefetch", r"items.*"),
     # arguments that this function does not read
-    Row("a loss reads of its batch what it likes", r"\.(grad_fn|step|step_on_mesh)", r"batch\.(label|dense|weight)"),
+    Row("a loss reads of its batch what it likes", r"\.((example_|private_)?grad_fn|step|step_on_mesh)",
+        r"batch\.(label|dense|weight)"),
+    Row("no dense leaves", r"\.(sum_examples|example_norms|gradient_noise_scale)", r"grads\.dense", {"()"}),
     Row("a model's answer does not depend on labels",
         r"models.(apply|train_apply|query|towers|ranker_(apply|train|encode|query|score))|Package.call",
         r"batch\.(label|weight)",

@@ -42,6 +42,7 @@ def loss_fn(params, batch):
     return (z - batch.label).square().mean()
 
 
+EXAMPLES = fr.per_example_grads(loss_fn)(PARAMS, BATCH)[1]
 STEP = fr.train_step(loss_fn, sparse=SPARSE, dense=OPT)
 STATE = STEP.init(PARAMS)
 ON_MESH = fr.train_step(loss_fn, sparse=SPARSE, dense=OPT, mesh=MESH, plan=PLAN)
