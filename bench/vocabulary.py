@@ -2,6 +2,7 @@
 
     .venv/bin/python bench/vocabulary.py           # 1 M rows; --large: also 16 M
     .venv/bin/python bench/vocabulary.py --step    # a training step whose 26 tables follow a vocabulary each
+    .venv/bin/python bench/vocabulary.py --dlrm 2048    # a DLRM's step
 
 find: rows of ids, without a change. admit: a step of training, with stamps, counts and new ids. Times are CPU times of
 one thread, from interleaved calls; a call has 262,144 ids, drawn uniformly from those that have a row (80 % of all
@@ -14,14 +15,18 @@ import argparse
 import itertools
 import time
 import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from cases import ZIPF
 from flat_map import FlatMap
 from measure import digits, interleave, ratios, record, spread
 
 import funcrec as fr
+from funcrec.data.datasets._random_rows import zipf_ranks
 
-NUM_IDS, LOAD, EVERY, WARMUP = 2**18, 0.8, 8, 2
+NUM_IDS, LOAD, EVERY, WARMUP, TRAIN_WARMUP = 2**18, 0.8, 8, 2, 10
 LAST = 2**62
 
 
@@ -119,38 +124,81 @@ def admit(num_rows: int, new: float, rounds: int) -> None:
     write("admit", num_rows, new, calls, batches, rounds, {}, EVERY)
 
 
-TABLES, BAGS, DIM, ROWS = 26, 512, 16, 2**16
+class Job(NamedTuple):
+    """A step to measure: its tables and features, its loss, and its dense parameters.
+
+    bags: the bags of a batch, of one id each. ids: how many ids each table has rows for, of which `draw` draws.
+    """
+
+    name: str
+    bags: int
+    ids: int
+    configs: list[fr.TableConfig]
+    features: list[fr.FeatureConfig]
+    loss: Callable | fr.models.Model
+    dense: Any
+    draw: Callable[[torch.Generator, int], torch.Tensor]
+    num_dense: int = 0
+    optimizer: Any = None
 
 
-def train(held: int, new: float, rounds: int) -> None:
-    """Record the CPU time of a compiled, donated step of plain tables, and of tables that follow vocabularies, with the
-    admission in the step and apart. The latter have a row for ids i · 10¹⁰ with i < `held`. Of their ids, 50,000 such
-    numbers that are drawn by a power law, a share `new` was never seen."""
-    names = [f"t{i}" for i in range(TABLES)]
-    configs = [fr.TableConfig(n, ROWS, DIM) for n in names]
-    features = [fr.FeatureConfig(n, table=n, max_length=1) for n in names]
+def tables_of(count: int, rows: int, dim: int) -> tuple[list[fr.TableConfig], list[fr.FeatureConfig]]:
+    names = [f"t{i}" for i in range(count)]
+    configs = [fr.TableConfig(n, rows, dim) for n in names]
+    return configs, [fr.FeatureConfig(n, table=n, max_length=1) for n in names]
+
+
+def small() -> Job:
+    """Return a small step: two layers on rows of 16, 512 bags, ids of a power law."""
+    configs, features = tables_of(26, 2**16, 16)
     generator = torch.Generator().manual_seed(0)
-    weights = [0.02 * torch.randn(*shape, generator=generator) for shape in ((TABLES * DIM, 256), (256, 1))]
+    weights = [0.02 * torch.randn(*shape, generator=generator) for shape in ((26 * 16, 256), (256, 1))]
     head = lambda x, dense: ((x @ dense[0]).relu() @ dense[1])[:, 0]
     loss = lambda p, b: fr.losses.bce(head(fr.lookup(p.tables, b.ids, features).values, p.dense), b.label)
+    draw = lambda generator, count: (torch.rand(count, generator=generator) ** 4 * 50_000).long()
+    return Job("train_step", 512, 50_000, configs, features, loss, weights, draw)
+
+
+def dlrm(bags: int, dim: int = 64) -> Job:
+    """Return the DLRM of `steps.py`, with 100,000 ids for each table in 131,072 rows, drawn as Zipf numbers."""
+    configs, features = tables_of(26, 2**17, dim)
+    model = fr.models.dlrm(configs, features, num_dense=13, bottom=(512, 256, dim), sizes=(512, 256), keep="dense")
+    params, spread_out = model.init(fr.key(0)), torch.randperm(100_000, generator=torch.Generator().manual_seed(1))
+    draw = lambda generator, count: spread_out[
+        zipf_ranks(torch.rand(count, generator=generator).double(), 100_000, ZIPF)
+    ]
+    sgd = fr.optim.dense(torch.optim.SGD, lr=0.01)
+    return Job(f"dlrm-d{dim}", bags, 100_000, configs, features, model, params.dense, draw, 13, sgd)
+
+
+def train(job: Job, held: int, new: float, rounds: int) -> None:
+    """Record the CPU time of a compiled, donated step of plain tables, and of tables that follow vocabularies, with the
+    admission in the step and apart. The latter have a row for ids i · 10¹⁰ with i < `held`. Of their ids, such numbers,
+    a share `new` was never seen."""
+    names, generator = [c.name for c in job.configs], torch.Generator().manual_seed(0)
+    count = len(names) * job.bags
 
     def batches(apart: int):
-        while True:
-            ids = (torch.rand(TABLES * BAGS, generator=generator) ** 4 * 50_000).long() * apart
+        for _ in range(rounds + TRAIN_WARMUP):
+            ids = job.draw(generator, count) * apart
             if apart > 1:
                 fresh = torch.randint(0, LAST, ids.shape, generator=generator)
                 ids = torch.where(torch.rand(ids.shape, generator=generator) < new, fresh, ids)
             keyed = fr.KeyedJaggedTensor.from_lengths(names, ids, torch.ones_like(ids))
-            yield fr.Batch(keyed, torch.randint(0, 2, (BAGS,), generator=generator).float())
+            label = torch.randint(0, 2, (job.bags,), generator=generator).float()
+            yield fr.Batch(keyed, label, torch.rand(job.bags, job.num_dense, generator=generator))
 
     def trained(is_dynamic: bool, is_apart: bool):
-        tables, first = fr.init(fr.key(0), configs), fr.admit(fr.vocabulary(ROWS), torch.arange(held) * 10**10)[0]
-        following = {n: fr.VocabularyConfig(first, [c], [f]) for n, c, f in zip(names, configs, features, strict=True)}
-        step = fr.train_step(loss, sparse=fr.optim.rowwise_adagrad(lr=0.05), admit=not is_apart)
+        first = fr.admit(fr.vocabulary(job.configs[0].num_embeddings), torch.arange(held) * 10**10)[0]
+        each = zip(names, job.configs, job.features, strict=True)
+        following = {n: fr.VocabularyConfig(first, [c], [f]) for n, c, f in each}
+        sparse = fr.optim.rowwise_adagrad(lr=0.05)
+        step = fr.train_step(job.loss, sparse=sparse, dense=job.optimizer, admit=not is_apart)
+        tables = fr.init(fr.key(0), job.configs)
         tables = fr.dynamic_tables(tables, following, key=fr.key(0)) if is_dynamic else tables
-        state = [step.init(fr.Params(tables, [x.clone() for x in weights]))]
+        state = [step.init(fr.Params(tables, fr.copy(job.dense)))]
         parts = [fr.jit(f, donate=("state",)) for f in ([fr.admission(step)] if is_apart else []) + [step]]
-        given = batches(10**10 if is_dynamic else 1)
+        given = iter(list(batches(10**10 if is_dynamic else 1)))
 
         def call():
             batch = next(given)
@@ -160,11 +208,12 @@ def train(held: int, new: float, rounds: int) -> None:
         return call
 
     calls = {"plain": trained(False, False), "apart": trained(True, True), "in the step": trained(True, False)}
-    times = interleave(calls, rounds=rounds, warmup=10, clock=time.thread_time)
-    shape = {"tables": TABLES, "bags": BAGS, "dim": DIM, "rows": ROWS, "held": held, "new": new}
+    times = interleave(calls, rounds=rounds, warmup=TRAIN_WARMUP, clock=time.thread_time)
+    rows, dim = job.configs[0].shape
+    shape = {"tables": len(names), "bags": job.bags, "dim": dim, "rows": rows, "held": held, "new": new}
     ms = {n: spread(t, 1e3) for n, t in times.items()}
     ratio = {n: spread(ratios(times[n], times["plain"])) for n in ("apart", "in the step")}
-    record("vocabulary", {"case": "train_step", "threads": 1, "shape": shape, "ms": ms, "ratio": ratio})
+    record("vocabulary", {"case": job.name, "threads": 1, "shape": shape, "ms": ms, "ratio": ratio})
 
 
 def write(case: str, num_rows: int, new: float, calls: dict, batches: list, rounds: int, more: dict, steps: int = 1):
@@ -183,13 +232,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--large", action="store_true", help="16 M rows too")
     parser.add_argument("--step", action="store_true", help="a training step in place of single calls")
+    parser.add_argument("--dlrm", type=int, default=0, help="a step of a DLRM with batches of so many bags")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if options.step:
-        train(50_000, 0.01, options.rounds)
-        return train(0, 0.0, options.rounds)
+        train(small(), 50_000, 0.01, options.rounds)
+        return train(small(), 0, 0.0, options.rounds)
+    if options.dlrm:
+        return train(job := dlrm(options.dlrm), job.ids, 0.01, options.rounds)
     for num_rows in (2**20, *([2**24] if options.large else [])):
         for new in (0.0, 1.0):
             find(num_rows, new, options.rounds)

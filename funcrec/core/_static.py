@@ -29,6 +29,9 @@ EXACT = {
     type, object, types.FunctionType, types.BuiltinFunctionType,
 }  # fmt: skip
 PLAIN = {int, str, bytes, type(None)}  # types of which no value equals a value of another type
+FIXED: dict[tuple[int, ...], "Fixed"] = {}  # {ids of the static fields of a value: the `Fixed` that holds them}
+MOST_FIXED = 1024
+UNCHANGING = PLAIN | {bool, float, torch.dtype, torch.device}
 OWN_NODES: set[type] = set()  # the classes that `pytree` made; `fix` makes the structures of their values comparable
 HEAP_TYPE = 1 << 9  # the flag of a type that a `class` statement made
 # Types whose repr shows what `==` ignores: a unit, a time zone, the number of digits, an order.
@@ -147,17 +150,18 @@ def as_tuple(data: Any) -> tuple:
 class Fixed:
     """The static fields of a value in a tree's structure. `==` compares the `static_key` of the fields."""
 
-    __slots__ = ("key", "values")
+    __slots__ = ("code", "key", "values")
 
     def __init__(self, values: tuple):
         self.values = values
         self.key = static_key(values)
+        self.code = hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is Fixed and self.key == other.key
+        return self is other or (type(other) is Fixed and self.key == other.key)
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return self.code
 
 
 def fix(values: tuple) -> "tuple | Fixed":
@@ -165,8 +169,25 @@ def fix(values: tuple) -> "tuple | Fixed":
     for v in values:
         kind = type(v)
         if kind not in PLAIN and not (kind is tuple and PLAIN.issuperset(map(type, v))):
-            return Fixed(values)
+            return fixed(values)
     return values
+
+
+def fixed(values: tuple) -> Fixed:
+    """Return the `Fixed` of the values. Values that cannot change have one, which holds them: their ids name it."""
+    ids = tuple(map(id, values))
+    found = FIXED.get(ids)
+    if found is None:
+        found = Fixed(values)
+        if all(map(cannot_change, values)):
+            if len(FIXED) >= MOST_FIXED:
+                FIXED.clear()
+            FIXED[ids] = found
+    return found
+
+
+def cannot_change(x: Any) -> bool:
+    return all(map(cannot_change, x)) if type(x) is tuple else type(x) in UNCHANGING
 
 
 def loosen(values: "tuple | Fixed") -> tuple:

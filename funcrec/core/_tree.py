@@ -6,7 +6,9 @@ differently, so never zip leaves of one registry with leaves of the other.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, NoReturn, TypeVar, dataclass_transform
 
 import optree
@@ -68,25 +70,11 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
     if "to" not in names and not hasattr(cls, "to"):
         cls.to = to_of(cls)
 
-    def present(value) -> tuple[str, ...]:
-        return tuple(n for n in children if n not in optional or getattr(value, n) is not None)
-
-    def flatten(value):
-        fields = present(value)
-        return [getattr(value, n) for n in fields], (fields, tuple(getattr(value, n) for n in static))
+    present, flatten, unflatten = converters(cls, children, static, optional)
 
     def flatten_with_keys(value):
         leaves, context = flatten(value)
         return [(torch_tree.GetAttrKey(n), x) for n, x in zip(context[0], leaves, strict=True)], context
-
-    def unflatten(leaves, context):
-        fields, fixed = context
-        value = object.__new__(cls)  # without __init__, because leaves may be placeholders of any kind
-        for n in children:
-            object.__setattr__(value, n, None)
-        for n, x in (*zip(fields, leaves, strict=True), *zip(static, fixed, strict=True)):
-            object.__setattr__(value, n, x)
-        return value
 
     CLASSES[class_name(cls)] = (flatten, unflatten)
     STATIC_DEFAULTS[class_name(cls)] = tuple(cls.__dataclass_fields__[n].default for n in static)
@@ -123,6 +111,52 @@ def refuse_write(self: Any, name: str, *value: Any) -> NoReturn:
     hint = f"dataclasses.replace(value, {name}=...)" if value else "a new value without it"
     problem = Problem(what, f"a {type(self).__name__}", need, hint)
     raise dataclasses.FrozenInstanceError(message("funcrec", [problem]))
+
+
+def converters(
+    cls: type, children: tuple[str, ...], static: tuple[str, ...], optional: tuple[str, ...]
+) -> tuple[Callable, Callable, Callable]:
+    """Return functions that turn a class's values into trees: present, flatten, unflatten."""
+    parts_of, static_of, own_dict = getter(children), getter(static), has_dict(cls, (*children, *static))
+
+    def present(value) -> tuple[str, ...]:
+        for n in optional:
+            if getattr(value, n) is None:
+                return tuple([n for n in children if n not in optional or getattr(value, n) is not None])
+        return children
+
+    def flatten(value):
+        fields = present(value)
+        parts = parts_of(value) if fields is children else [getattr(value, n) for n in fields]
+        return [*parts], (fields, static_of(value))
+
+    def unflatten(leaves, context):
+        fields, fixed = context
+        value = object.__new__(cls)  # without __init__, because leaves may be placeholders of any kind
+        if own_dict:
+            absent = () if len(fields) == len(children) else zip(children, repeat(None), strict=False)
+            for pairs in (absent, zip(fields, leaves, strict=True), zip(static, fixed, strict=True)):
+                value.__dict__.update(pairs)
+            return value
+        for n in children:
+            object.__setattr__(value, n, None)
+        for n, x in (*zip(fields, leaves, strict=True), *zip(static, fixed, strict=True)):
+            object.__setattr__(value, n, x)
+        return value
+
+    return present, flatten, unflatten
+
+
+def getter(names: tuple[str, ...]) -> Callable[[Any], tuple]:
+    """Return a function from a value to the tuple of these attributes."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return (lambda value: (getattr(value, names[0]),)) if names else lambda value: ()
+
+
+def has_dict(cls: type, names: tuple[str, ...]) -> bool:
+    """Return whether a value's `__dict__` holds all of these fields."""
+    return cls.__dictoffset__ != 0 and not any(hasattr(getattr(cls, n, None), "__set__") for n in names)
 
 
 def to_of(cls: type) -> Callable:

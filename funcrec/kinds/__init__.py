@@ -14,6 +14,7 @@ from funcrec.kinds._codes import dtype_problems as dtype_problems
 from funcrec.kinds._codes import named_dtypes as named_dtypes
 from funcrec.kinds._columns import changed_slots as changed_slots
 from funcrec.kinds._columns import columns_of as columns_of
+from funcrec.kinds._columns import known as known
 from funcrec.kinds._dynamic import STORED as STORED
 from funcrec.kinds._dynamic import DynamicTables as DynamicTables
 from funcrec.kinds._dynamic import VocabularyConfig as VocabularyConfig

@@ -5,7 +5,9 @@
 Shapes: N ids, V vocabularies, P places of their changes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -42,6 +44,8 @@ def bags_in(ids: KeyedJaggedTensor, columns: Columns, vocabulary: int, buffer: i
 
 def find_columns(vocabularies: Sequence[Vocabulary], ids: KeyedJaggedTensor, columns: Sequence[Columns]) -> Tensor:
     """Return the values of the ids with rows in place of the ids of each vocabulary's columns, i64[N]."""
+    if (rows := known_rows(vocabularies, ids, columns)) is not None:
+        return rows
     state = [x for v in vocabularies for x in (v.tags, v.entries)]
     how = [(v.num_shared, v.salt) for v in vocabularies]
     bags = [bag for i, own in enumerate(columns) for bag in bags_in(ids, own, i)]
@@ -71,6 +75,17 @@ def buffers_of_bags(bags: Sequence[JaggedTensor]) -> Buffers:
     return Buffers([x.values for x in bags], [x.offsets for x in bags], every)
 
 
+def joined(values: Sequence[Tensor], counts: Sequence[Tensor]) -> JaggedTensor:
+    """Return one bag of the first counts[k][r] ids of each block r of values[k], i64[n · C] with counts i64[n]."""
+    if len(values) == 1 and counts[0].shape[0] == 1:
+        return JaggedTensor(values[0], torch.cat([counts[0] * 0, counts[0]]))
+    before = [0, *accumulate(x.shape[0] for x in values)]
+    blocks = lambda x, n: torch.arange(n.shape[0], device=x.device) * (x.shape[0] // n.shape[0])
+    starts = torch.cat([blocks(x, n) + at for x, n, at in zip(values, counts, before, strict=False)])
+    packed, ends = ops.take_ranges(torch.cat(list(values)), starts, torch.cat(list(counts)), before[-1])
+    return JaggedTensor(packed, torch.stack([ends[0], ends[-1]]))
+
+
 def admit_columns(vocabularies: Sequence[Vocabulary], given: Buffers) -> tuple[list[Vocabulary], NewRows, Tensor]:
     """Return the vocabularies after a step, its new rows, and numbers i64[V, 4] of distinct ids: admitted, evicted,
     found, refused."""
@@ -82,16 +97,60 @@ def admit_columns(vocabularies: Sequence[Vocabulary], given: Buffers) -> tuple[l
     new = [with_timed_state(v, [next(after) for _ in timed_state_of(v)]) for v in vocabularies]
     rows, missed, changed, new_ids, _, numbers = found
     places = places_of(how, given.bags, [x.shape[0] for x in given.ids])
-    seen = Seen(given, rows, missed)
+    seen = Seen(given, rows, missed, [v.entries for v in new])
     return new, NewRows(changed, new_ids, numbers.flatten(), tuple(places), numbers.shape[1], seen), numbers
 
 
 class Seen(NamedTuple):
-    """The ids of a step, the row of each, i64[N], and whether it is a miss that a sketch counts, b[N]."""
+    """The ids of a step, the row of each, i64[N], and whether it is a miss that a sketch counts, b[N].
+
+    entries: those of each vocabulary after the step.
+    """
 
     given: Buffers
     rows: Tensor
     missed: Tensor
+    entries: list[Tensor]
+
+
+KNOWN: ContextVar[Seen | None] = ContextVar("KNOWN", default=None)  # the ids that the running step has admitted
+
+
+@contextmanager
+def known(seen: Seen | None) -> Iterator[None]:
+    """Keep the rows of a step's ids for its lookups, which then do not search them again."""
+    before = KNOWN.set(seen)
+    try:
+        yield
+    finally:
+        KNOWN.reset(before)
+
+
+def known_rows(vocabularies: Sequence[Vocabulary], ids: KeyedJaggedTensor, columns: Sequence[Columns]) -> Tensor | None:
+    """Return what `find_columns` returns, if the running step admitted these very ids to these vocabularies."""
+    seen = KNOWN.get()
+    if seen is None:
+        return None
+    place_in = lambda xs, x: next((i for i, y in enumerate(xs) if y is x), None)
+    buffer, numbers = place_in(seen.given.ids, ids.values), [place_in(seen.entries, v.entries) for v in vocabularies]
+    if buffer is None or seen.given.offsets[buffer] is not ids.offsets or None in numbers:
+        return None
+    read = [c for v, own in zip(numbers, columns, strict=True) for c in bags_in(ids, own, v, buffer)]
+    if not {*seen.given.bags}.issuperset(read):
+        return None
+    begin = sum(map(len, seen.given.ids[:buffer]))
+    rows, offsets = seen.rows[begin : begin + len(ids.values)], ids.offsets.long()
+    place = torch.arange(len(rows), device=rows.device)
+    for first, last in gaps([c for c in seen.given.bags if c.buffer == buffer], len(offsets) - 1):
+        rows = torch.where((place >= offsets[first]) & (place < offsets[last]), ids.values.long(), rows)
+    return rows
+
+
+def gaps(bags: Sequence[Column], num_bags: int) -> list[tuple[int, int]]:
+    """Return the ranges of bags that no column has."""
+    ends = sorted((c.first_bag, c.first_bag + c.num_bags) for c in bags)
+    pairs = zip([0, *accumulate((b for _, b in ends), max)], [*(a for a, _ in ends), num_bags], strict=True)
+    return [(a, b) for a, b in pairs if a < b]
 
 
 def changed_slots(vocabularies: Sequence[Vocabulary], seen: Seen) -> list[tuple[Tensor, Tensor | None]]:

@@ -8,7 +8,6 @@ Shapes: N ids of a column, V rows of a table.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ from funcrec.core import (
 )
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
 from funcrec.kernels import ops
-from funcrec.kinds._columns import Columns, admit_columns, buffers_of, buffers_of_bags, columns_of, find_columns
+from funcrec.kinds._columns import Columns, admit_columns, buffers_of, buffers_of_bags, columns_of, find_columns, joined
 from funcrec.kinds._quantized import quantize
 from funcrec.kinds._renewal import NewRows, initializer_problems
 from funcrec.kinds._vocabulary import Vocabulary, id_problems, vocabulary_problems
@@ -263,17 +262,6 @@ def keyed_in(batch: Any) -> list[KeyedJaggedTensor]:
 
 def columns_by_vocabulary(dynamic: DynamicTables) -> dict[str, Columns]:
     return {n: {c: most for c, v, most in dynamic.columns if v == n} for n in dynamic.vocabularies}
-
-
-def joined(values: Sequence[Tensor], counts: Sequence[Tensor]) -> JaggedTensor:
-    """Return one bag of the first counts[k][r] ids of each block r of values[k], i64[n · C] with counts i64[n]."""
-    if len(values) == 1 and counts[0].shape[0] == 1:
-        return JaggedTensor(values[0], torch.cat([counts[0] * 0, counts[0]]))
-    before = [0, *accumulate(x.shape[0] for x in values)]
-    blocks = lambda x, n: torch.arange(n.shape[0], device=x.device) * (x.shape[0] // n.shape[0])
-    starts = torch.cat([blocks(x, n) + at for x, n, at in zip(values, counts, before, strict=False)])
-    packed, ends = ops.take_ranges(torch.cat(list(values)), starts, torch.cat(list(counts)), before[-1])
-    return JaggedTensor(packed, torch.stack([ends[0], ends[-1]]))
 
 
 def without_parts(dynamic: DynamicTables) -> DynamicTables:

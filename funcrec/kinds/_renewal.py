@@ -118,17 +118,26 @@ def with_new_rows(
         targets.append(matrix_of(target))
         return len(targets) - 1
 
+    def add_given(config: TableConfig, own: Mapping[str, int]) -> dict[str, int]:
+        """Return {slot: its place in `given`}."""
+        made = first_slots(optimizer, config, tables[config.name], key, new, own)
+        given.extend(map(matrix_of, made.values()))
+        return dict(zip(made, range(len(given) - len(made), len(given)), strict=True))
+
     keys = table_keys(key, [c for _, c in configs], new.rows.device)
     at: list[tuple[dict, str, int]] = []
+    alike: dict[tuple, dict[str, int]] = {}  # tables that are updated alike, and have equal slots, share these
+    has_equal_slots = getattr(optimizer, "has_equal_slots", False)
     for i, (vocabulary, config) in enumerate(configs):
         name, dim, own = config.name, config.embedding_dim, new.of(vocabulary)
         kind, scale = draw_of(config.initializer, config.num_embeddings, dim)
         at.append((new_tables, name, add(tables[name], kind, scale, dim=dim, key=i, **own)))
-        made = first_slots(optimizer, config, tables[name], key, new, own)
-        check("funcrec.renew", slot_problems(name, slots.get(name, {}), made))
-        for slot, x in made.items():
-            given.append(matrix_of(x))
-            at.append((new_slots[name], slot, add(slots[name][slot], GIVEN, given=len(given) - 1, **own)))
+        form = (optimizer.label(name), dim, config.dtype) if has_equal_slots else (name,)
+        if form not in alike:
+            alike[form] = add_given(config, own)
+        check("funcrec.renew", slot_problems(name, slots.get(name, {}), alike[form]))
+        for slot, place in alike[form].items():
+            at.append((new_slots[name], slot, add(slots[name][slot], GIVEN, given=place, **own)))
     if targets:
         written = draw(targets, given, new, keys, fresh, scales)
         for where, name, i in at:
@@ -261,7 +270,7 @@ def renew_problems(
                 yield Problem(f"`slots[{config.name!r}][{slot!r}]` does not belong to rows.", got, need)
 
 
-def slot_problems(table: str, slots: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> Iterator[Problem]:
+def slot_problems(table: str, slots: Mapping[str, Tensor], made: Mapping[str, int]) -> Iterator[Problem]:
     """Report slots that are not those of the optimizer: they would keep the numbers of the ids before."""
     if slots.keys() != made.keys():
         got, need = f"slots {sorted(slots)}", f"slots {sorted(made)}, those of `optimizer`"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcrec.core import Problem, check, replace
+from funcrec.core import Problem, check, mapping, pytree, replace
 from funcrec.kinds import DynamicTables, NewRows, admit_batch, configs_of, stored_problems, with_new_rows
 from funcrec.optim import RowOptimizer
 from funcrec.tables import layout_in
@@ -34,16 +34,29 @@ def is_dynamic(tables: Any) -> bool:
     return (type(tables) if layout_in(tables) is None else tables.of) is DynamicTables
 
 
-def counts_of(dynamic: DynamicTables, numbers: Tensor) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """Return {"vocabularies": {name: numbers of distinct ids, i64[]}}, metrics of a step.
+@mapping(lambda counts: dict(zip(counts.names, map(named, counts.numbers.unbind(-2)), strict=True)), "vocabulary")
+@pytree(static=("names",))
+class Counts:
+    """{vocabulary: the numbers of distinct ids of a step}, read like a dict. One tensor holds all of them.
 
-    numbers: i64[V, 4], those of `admit_batch`.
+    numbers: i64[V, 4], those of `admit_batch`. names: the vocabularies.
     """
-    each = lambda admitted, evicted, hits, refused: {
-        "hits": hits, "admitted": admitted, "evicted": evicted, "refused": refused,
-    }  # fmt: skip
-    made = {n: each(*own.unbind()) for n, own in zip(dynamic.vocabularies, numbers.unbind(), strict=True)}
-    return {"vocabularies": made} if made else {}
+
+    numbers: Tensor
+    names: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return repr(dict(self.items()))
+
+
+def named(numbers: Tensor) -> dict[str, Tensor]:
+    admitted, evicted, hits, refused = numbers.unbind(-1)
+    return {"hits": hits, "admitted": admitted, "evicted": evicted, "refused": refused}
+
+
+def counts_of(dynamic: DynamicTables, numbers: Tensor) -> dict[str, Counts]:
+    """Return {"vocabularies": numbers of distinct ids}, metrics of a step. numbers: i64[V, 4]."""
+    return {"vocabularies": Counts(numbers, tuple(dynamic.vocabularies))} if dynamic.vocabularies else {}
 
 
 # -- validators --------------------------------------------------------------------------------------------------

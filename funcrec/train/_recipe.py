@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcrec.core import random
 from funcrec.grad import over_micro_batches, value_grad_and_overflows
-from funcrec.kinds import with_ids
+from funcrec.kinds import known, with_ids
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.tables import RowGrads, with_parts
 from funcrec.train._admission import admitted
@@ -101,9 +101,10 @@ class Stages(NamedTuple):
 def run_recipe(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
     """Return (state', metrics) after one step."""
     old = state
-    state, of_ids, _ = place.admitted(recipe.sparse, old, batch) if recipe.admits else (old, {}, None)
+    state, of_ids, new = place.admitted(recipe.sparse, old, batch) if recipe.admits else (old, {}, None)
     extra = with_key(recipe, state, place.key)
-    value, grads, overflows = recipe.differentiated(place.loss_fn(recipe))(place.params(state), batch, **extra)
+    with known(new.seen if new is not None else None):
+        value, grads, overflows = recipe.differentiated(place.loss_fn(recipe))(place.params(state), batch, **extra)
     loss, aux = value if recipe.has_aux else (value, None)
     gathered = place.gathered(loss, grads, overflows, state)
     tables, slots = place.update(recipe.sparse, gathered, state)

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from funcrec.kernels import ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import daily_ids as daily
@@ -59,7 +60,7 @@ def test_a_step_admits_renews_and_trains(seed, size):
         plain, wanted = step(dataclasses.replace(plain, tables=tables, slots=slots), given_rows)
         dynamic, got = step(dynamic, batch)
         assert torch.equal(got["loss"], wanted["loss"])
-        assert_trees_close(got["vocabularies"], counts, rtol=0, atol=0)
+        assert_trees_close(dict(got["vocabularies"]), counts, rtol=0, atol=0)
     assert_trees_close(dynamic.tables.tables, plain.tables, rtol=0, atol=0)
     assert_trees_close(dynamic.slots, plain.slots, rtol=0, atol=0)
     assert_trees_close(dynamic.tables.vocabularies, held, rtol=0, atol=0)
@@ -99,6 +100,29 @@ def test_admission_apart_is_that_of_the_step():
         assert_trees_close({**counts, **metrics}, last, **close)
     frozen, _ = apart(first(), given[0])
     assert_trees_close(frozen.tables.vocabularies, first().tables.vocabularies, rtol=0, atol=0)
+
+
+def test_a_step_searches_its_ids_once(monkeypatch):
+    """The lookups of a step take the rows that it admitted. Lookups of other ids, or in vocabularies that the step did
+    not change, search them. The losses are the same, bit for bit."""
+    every, searches, search = {}, [], ops.find_columns
+    monkeypatch.setattr(ops, "find_columns", lambda *given, **how: searches.append(given) or search(*given, **how))
+    copied = lambda batch: dataclasses.replace(batch, ids=dataclasses.replace(batch.ids, values=batch.ids.values + 0))
+    before = daily.dynamic()
+    losses = {
+        "its own ids": daily.loss_fn,
+        "copied ids": lambda params, batch: daily.loss_fn(params, copied(batch)),
+        "both vocabularies": lambda params, batch: (
+            daily.loss_fn(params, batch) + 0 * daily.loss_fn(dataclasses.replace(params, tables=before), batch)
+        ),
+    }
+    for name, loss_fn in losses.items():
+        searches.clear()
+        step = fr.train_step(loss_fn, sparse=SPARSE["adam"], dense=fr.optim.dense(torch.optim.SGD, lr=0.01))
+        got, *_ = daily.run(step, daily.dynamic(), daily.batches(3, 2))
+        assert bool(searches) == (name != "its own ids")
+        every[name] = got
+    assert all(torch.equal(x, every["its own ids"]) for x in every.values())
 
 
 def test_evaluation_finds_and_changes_nothing():
