@@ -168,6 +168,7 @@ from funcrec import metrics as metrics
 from funcrec import models as models
 from funcrec import nn as nn
 from funcrec import optim as optim
+from funcrec import random as random
 from funcrec import tree as tree
 
 import funcrec.core as _core

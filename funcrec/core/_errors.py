@@ -37,7 +37,7 @@ ROOMS = {
     "compile.backend", "data.datasets", "data.encoders", "data.readers", "loop.pipelines", "mesh.processes",
     "serve.freshness", "sharding.moves", "sharding.placement",
 }  # folders within folders, which public names leave out, too  # fmt: skip
-HIDDEN = STAGES | {room.split(".")[1] for room in ROOMS} | {"random"}
+HIDDEN = STAGES | {room.split(".")[1] for room in ROOMS}
 
 
 class DonatedError(RuntimeError):
@@ -110,7 +110,8 @@ def call_name(fn: Callable) -> str:
     `publish` sets the module's name. Before that, the public name follows from the module's path: `funcrec.optim.sgd`
     for `sgd` in `funcrec/optim/_sgd.py`.
     """
-    public = [p for p in fn.__module__.split(".") if not p.startswith("_") and p not in HIDDEN]
+    module = fn.__module__.removeprefix("funcrec.core.random")  # the keys of fr.random are fr's own
+    public = [p for p in (module or "funcrec").split(".") if not p.startswith("_") and p not in HIDDEN]
     return ".".join([*public, fn.__qualname__.removesuffix(".__init__")])
 
 

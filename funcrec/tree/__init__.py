@@ -23,9 +23,11 @@ from funcrec.tree._tree import equal as equal
 from funcrec.tree._tree import flatten as flatten
 from funcrec.tree._tree import leaves as leaves
 from funcrec.tree._tree import map as map
+from funcrec.tree._tree import map_with_path as map_with_path
 from funcrec.tree._tree import nbytes as nbytes
 from funcrec.tree._tree import num_parameters as num_parameters
 from funcrec.tree._tree import paths as paths
+from funcrec.tree._tree import reduce as reduce
 from funcrec.tree._tree import structure as structure
 from funcrec.tree._tree import to as to
 from funcrec.tree._tree import unflatten as unflatten

@@ -48,6 +48,41 @@ def map(fn: Callable, tree: Any, *rest: Any) -> Any:
         return form.unflatten([fn(*xs) for xs in zip(own, *others, strict=True)])
 
 
+@typed
+def map_with_path(fn: Callable, tree: Any, *rest: Any) -> Any:
+    """Return the tree of fn(path, leaf, *leaves in the same place of `rest`), with the paths of `paths`.
+
+    rest: trees with the structure of `tree`, as in `map`. Other errors and laws are those of `map`.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> params = {"w": torch.ones(2), "norm": {"scale": torch.ones(2)}}
+      >>> fr.tree.map_with_path(lambda path, x: "norm" not in path, params)  # which leaves decay
+      {'w': True, 'norm': {'scale': False}}
+    """
+    own, form = fast_flatten(tree)
+    others = [_in_places(form, x, f"rest[{i}]") for i, x in enumerate(rest)]
+    names = [path for path, _ in paths(tree)]
+    with own_errors("funcrec.tree.map_with_path", fn, tree, *rest, need="a path, and leaves that it takes"):
+        return form.unflatten([fn(*xs) for xs in zip(names, own, *others, strict=True)])
+
+
+@typed
+def reduce(fn: Callable, tree: Any, initial: Any) -> Any:
+    """Return fn(... fn(fn(initial, leaf 0), leaf 1) ..., last leaf), or `initial` for a tree without leaves.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.tree.reduce(lambda total, x: total + x.square().sum(), [torch.ones(3), {"b": torch.ones(2)}], 0)
+      tensor(5.)
+    """
+    total = initial
+    with own_errors("funcrec.tree.reduce", fn, tree, need="a value and a leaf"):
+        for leaf in fast_flatten(tree)[0]:
+            total = fn(total, leaf)
+    return total
+
+
 def leaves(tree: Any) -> list[Any]:
     """Return the leaves in their order; None is not a leaf.
 

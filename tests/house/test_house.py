@@ -20,7 +20,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 ORDER = (
     ("kernels",),
     ("core",),
-    ("tree", "files"),
+    ("tree", "files", "random"),
     ("jagged", "stores"),
     ("mesh",),
     ("tables",),

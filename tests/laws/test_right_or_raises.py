@@ -63,6 +63,7 @@ NOT_HERE = {
         "table_store", "TableStore", "CacheConfig", "cached_tables", "cached_step",
     ],
     "takes ranges of ids, as lookup_sequence, which is here": ["sequence_ids"],
+    "draws integers, truths, or numbers of a key: tests/laws/random": ["random"],
     "a folder, made of what is here": ["data", "interop", "kernels", "metrics", "models", "nn", "optim"],
 }  # fmt: skip
 

@@ -46,6 +46,12 @@ MAY_RETURN = (
     # arguments that this function does not read
     Row("a loss reads of its batch what it likes", r"\.((example_|private_)?grad_fn|step|step_on_mesh)",
         r"batch\.(label|dense|weight)"),
+    Row("a reduction begins with anything", "tree.reduce", "initial", None),
+    Row("sizes are any integers >= 0", "random.bernoulli", r"shape\[0\]", {"7", "0"}),
+    Row("one probability", "random.bernoulli", "p", {"f64[]"}),
+    Row("rows of any tensor are put in another order", "random.permutation", "x",
+        {"f32[1, 1, 1, 1]", "bool[3]", "c64[2]", "i64[17]", "f32[0]", "meta"}),
+    Row("classes are the last dimension", "random.categorical", "logits", {"f32[1, 1, 1, 1]"}),
     Row("no dense leaves", r"\.(sum_examples|example_norms|gradient_noise_scale)", r"grads\.dense", {"()"}),
     Row("a model's answer does not depend on labels",
         r"models.(apply|train_apply|query|towers|ranker_(apply|train|encode|query|score))|Package.call",

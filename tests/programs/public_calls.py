@@ -135,6 +135,17 @@ def values() -> list[Call]:
     ]  # fmt: skip
 
 
+def draws() -> list[Call]:
+    r, key = fr.random, {"key": KEY}
+    return rows("random",
+        uniform=(r.uniform, {**key, "shape": (2, 3), "low": 0.0, "high": 2.0, "dtype": torch.float32}),
+        normal=(r.normal, {**key, "shape": (2, 3), "dtype": torch.float32}),
+        bernoulli=(r.bernoulli, {**key, "p": f32(3).abs().clamp(max=1), "shape": (2, 3)}),
+        randint=(r.randint, {**key, "shape": (2, 3), "low": 0, "high": 9, "dtype": torch.int64}),
+        permutation=(r.permutation, {**key, "x": f32(3, 2)}), categorical=(r.categorical, {**key, "logits": f32(2, 3)}),
+    )  # fmt: skip
+
+
 def trees() -> list[Call]:
     """Return the calls of functions on trees. A tree may be anything. Only the operations on a tree can be wrong."""
     tree, form = {"w": f32(2), "n": 3}, fr.tree.structure([0, 0])
@@ -143,6 +154,8 @@ def trees() -> list[Call]:
     read = ("copy", "flatten", "leaves", "nbytes", "num_parameters", "paths", "structure")
     return rows("tree", **{n: (getattr(fr.tree, n), {"tree": tree}) for n in read},
         map=(add, {"fn": lambda x, y: x, "tree": tree}, own("tree")),
+        map_with_path=(fr.tree.map_with_path, {"fn": lambda path, x: x, "tree": tree}, own("tree")),
+        reduce=(fr.tree.reduce, {"fn": lambda x, y: x, "tree": tree, "initial": 0}, own("tree")),
         to=(fr.tree.to, {"tree": tree, "device": "cpu", "dtype": torch.float64}, own("tree")),
         unflatten=(fr.tree.unflatten, {"structure": form, "leaves": [1, 2]}, ("leaves[0]", "leaves[1]")),
         allclose=(fr.tree.allclose, {"a": tree, "b": tree, "rtol": 0.0, "atol": 0.0}, (*own("a"), *own("b"))),
@@ -373,6 +386,7 @@ def public_calls(folder) -> list[Call]:
     return [
         *values(),
         *trees(),
+        *draws(),
         *functions(),
         *meshes(),
         *model_calls(),
