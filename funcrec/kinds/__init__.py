@@ -45,7 +45,7 @@ from funcrec.kinds._rounding import as_stored as as_stored
 from funcrec.kinds._rounding import row_keys as row_keys
 from funcrec.kinds._row_ids import HALF as HALF
 from funcrec.kinds._row_ids import ids_of_rows as ids_of_rows
-from funcrec.kinds._row_ids import origin_of_ids as origin_of_ids
+from funcrec.kinds._row_ids import origins_of as origins_of
 from funcrec.kinds._row_ids import touched_rows as touched_rows
 from funcrec.kinds._row_ids import with_ids as with_ids
 from funcrec.kinds._stored_rows import cut_columns as cut_columns

@@ -21,12 +21,16 @@ HALF = torch.float16, torch.bfloat16  # the dtypes that are rounded at random
 
 def with_ids(grads: Mapping[str, RowGrads], tables: object) -> dict[str, RowGrads]:
     """Return the gradients, with the ids of their rows as origin where a vocabulary says them and 16 bits need them."""
-    if not isinstance(tables, DynamicTables):
+    names = [x[0] for x in tables.first if x[0] in grads] if isinstance(tables, DynamicTables) else []
+    names = [n for n in names if tables.tables[n].dtype in HALF]
+    if not names:
         return dict(grads)
-    names = [x[0] for x in tables.first if x[0] in grads and tables.tables[x[0]].dtype in HALF]
-    touched = dict(zip(names, touched_rows([grads[n] for n in names]), strict=True))
-    of = lambda n, rows: origin_of_ids(n, tables.tables[n].shape[1], rows, ids_of_rows(tables, n, rows))
-    return {n: replace(g, origin=of(n, touched[n])) if n in touched else g for n, g in grads.items()}
+    touched = touched_rows([grads[n] for n in names])
+    most = max(map(len, touched))
+    rows = torch.stack([torch.nn.functional.pad(x, (0, most - len(x)), value=-1) for x in touched])
+    ids = torch.stack([ids_of_rows(tables, n, own) for n, own in zip(names, rows.unbind(), strict=True)])
+    of_tables = origins_of([(n, tables.tables[n].shape[1], 0) for n in names], rows, ids).unbind()
+    return {**grads, **{n: replace(grads[n], origin=x) for n, x in zip(names, of_tables, strict=True)}}
 
 
 def touched_rows(grads: Sequence[RowGrads]) -> list[Tensor]:
@@ -53,9 +57,15 @@ def ids_of_rows(dynamic: DynamicTables, table: str, rows: Tensor) -> Tensor:
     return torch.where(rows < vocabulary.capacity, own, rows - vocabulary.capacity + torch.iinfo(torch.int64).min)
 
 
-def origin_of_ids(table: str, dim: int, rows: Tensor, ids: Tensor, column: int = 0) -> Tensor:
-    """Return `RowGrads.origin` of rows i64[M], ascending before -1, as rows `ids` of a table from a column on,
-    i64[M + 1, 5]."""
-    own = torch.stack([x + torch.zeros_like(rows) for x in origin_of(table, dim, ids, column, rows)], 1)
-    behind = torch.tensor([BEHIND], device=rows.device)
-    return torch.cat([torch.where((rows >= 0)[:, None], own, behind), behind])
+def origins_of(tables: Sequence[tuple[str, int, int]], rows: Tensor, ids: Tensor) -> Tensor:
+    """Return `RowGrads.origin` of rows i64[T, M], ascending before -1, as rows `ids` of T tables, i64[T, M + 1, 5].
+
+    tables: (name, dim, first column) of each.
+    """
+    facts = torch.tensor([origin_of(name, dim, column=column) for name, dim, column in tables], device=rows.device)
+    number, before, _, phase, words = facts[..., None].unbind(1)
+    parts = torch.broadcast_tensors(number, before + (ids - rows) * words, rows, phase, words)
+    parts = [x.contiguous() for x in parts]  # torch.stack takes ten times as long without it
+    behind = torch.tensor(BEHIND, device=rows.device)
+    own = torch.where((rows >= 0)[..., None], torch.stack(parts, -1), behind)
+    return torch.cat([own, behind.expand(len(tables), 1, -1)], 1)

@@ -22,15 +22,13 @@ F16_DROPPED = 0x1FFF  # the bits of f32's fraction that f16 lacks
 
 def draws_of(key: Tensor, grads: Mapping[str, RowGrads], tables: Mapping[str, Tensor]) -> Tensor:
     """Return i64[T, S + 1, 4]. From it `ops.fused_update` computes the random bits for the rows of each table."""
-    own = {n: g.origin for n, g in grads.items()}
-    most = max(1 if x is None else x.shape[0] - 1 for x in own.values())
-    made = torch.tensor(
-        [[origin_of(n, tables[n].shape[1]), *[BEHIND] * most] for n in own], dtype=torch.int64, device=key.device
-    )
-    if any(x is not None for x in own.values()):
-        given = zip(made, own.values(), strict=True)
-        made = torch.stack([x if o is None else torch.cat([o, x[o.shape[0] :]]) for x, o in given])
-    number, words_before, *rest = made.unbind(-1)
+    plain = [[origin_of(n, tables[n].shape[1]), BEHIND] for n in grads]
+    made = torch.tensor(plain, dtype=torch.int64, device=key.device)
+    if any(g.origin is not None for g in grads.values()):
+        own = [x if g.origin is None else g.origin for x, g in zip(made, grads.values(), strict=True)]
+        most, behind = max(map(len, own)), made[:1, 1]
+        made = torch.stack([x if len(x) == most else torch.cat([x, behind.expand(most - len(x), -1)]) for x in own])
+    number, words_before, *rest = (x.contiguous() for x in made.unbind(-1))
     return torch.stack([random.fold_in(key, number) + random.GAMMA * words_before, *rest], -1)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from funcrec.core import fail, replace
 from funcrec.kernels import ops
 from funcrec.kernels.reference_jagged import place_among
-from funcrec.kinds import HALF, DynamicTables, ids_of_rows, origin_of_ids, touched_rows
+from funcrec.kinds import HALF, DynamicTables, ids_of_rows, origins_of, touched_rows
 from funcrec.mesh import Mesh, axis_index, gather_as_one
 from funcrec.optim import RowOptimizer
 from funcrec.sharding._tables import ShardedTables
@@ -129,7 +129,8 @@ def _id_origin(grads: RowGrads, tables: ShardedTables, bank: int) -> Tensor:
     at = torch.cat([which, which.new_full((1,), -1)])[:, None]
     for k, s in enumerate(shards):
         ids = ids_on_ranks(tables, s.table, rows)
-        out = torch.where(at == k, origin_of_ids(s.table, dims[s.table][1], touched, ids, s.first), out)
+        own = origins_of([(s.table, dims[s.table][1], s.first)], touched[None], ids[None])[0]
+        out = torch.where(at == k, own, out)
     return out
 
 
@@ -299,8 +300,9 @@ def rows_together(
             places = torch.where(rows >= 0, torch.arange(rows.shape[0], device=rows.device), -1)
             how = {"num_embeddings": rows.shape[0], "repeats": touched[n].repeats}
             entries = RowGrads.from_entries(places, whole["grads"], **how)
-            dim, ids = whole["table"].shape[1], ids_on_ranks(tables, table, rows)
-            entries = replace(entries, origin=origin_of_ids(table, dim, torch.arange(len(ids)).to(ids), ids))
+            ids, every = ids_on_ranks(tables, table, rows), torch.arange(rows.shape[0], device=rows.device)
+            origins = origins_of([(table, whole["table"].shape[1], 0)], every[None], ids[None])
+            entries = replace(entries, origin=origins[0])
             put = functools.partial(_put_rows, touched[n], which, mine)
             out[n] = View(n, entries, whole["table"], row_slots, put)
     return out
