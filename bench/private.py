@@ -16,7 +16,7 @@ from sklearn.metrics import roc_auc_score
 
 import funcrec as fr
 
-STEPS, BATCH, DELTA, MAX_NORM, RATE = 600, 8192, 1e-6, 1.0, 4.0
+STEPS, BATCH, DELTA, MAX_NORM, RATE = 600, 8192, 1e-6, 1.0, 32.0
 
 
 def noise_for(epsilon: float, examples: int) -> float:

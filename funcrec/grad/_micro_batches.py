@@ -18,6 +18,7 @@ from torch import Tensor
 from funcrec.core import (
     Count,
     Problem,
+    any_tracked,
     belongs_above,
     check,
     current_level,
@@ -148,6 +149,8 @@ def in_turn(part: Any, done: Any) -> Any:
     leaves, structure = tree_flatten(part)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     before = [x for x in tree_leaves(done) if isinstance(x, Tensor)]
+    if any_tracked([*(leaves[i] for i in at), *before]):  # the operator that waits has no derivative
+        return part
     for i, x in zip(at, torch.ops.funcrec_tables.after([leaves[i] for i in at], before), strict=True):
         leaves[i] = x
     return tree_unflatten(leaves, structure)

@@ -43,6 +43,9 @@ from funcrec.testing._calculus import check_adjoint as check_adjoint
 from funcrec.testing._calculus import check_grads as check_grads
 from funcrec.testing._ranks import RankError as RankError
 from funcrec.testing._ranks import RankPool as RankPool
+from funcrec.testing._transforms import TRANSFORMS as TRANSFORMS
+from funcrec.testing._transforms import check_transforms as check_transforms
+from funcrec.testing._transforms import transform_cells as transform_cells
 from funcrec.testing._trees import assert_trees_close as assert_trees_close
 from funcrec.testing._trees import garbage_padding as garbage_padding
 from funcrec.testing._trees import zero_padding as zero_padding

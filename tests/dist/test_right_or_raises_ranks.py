@@ -6,10 +6,10 @@ import functools
 
 import pytest
 import torch
-from programs.differences import JITTED, MODES, RAISED, RIGHT, sweep
 from programs.float_ranks import BITS, CASES, CODED, FEW, STAGED, TRAINED, at_once, case_of, outcomes, trained
 
 import funcrec as fr
+from funcrec.testing._modes import JITTED, MODES, RAISED, RIGHT, sweep
 
 SHORT = ("collectives", "gather_tables", "gather_state", "reshard")
 

@@ -9,12 +9,12 @@ from collections import Counter
 import pytest
 import torch
 from funcrec.kernels import library
-from programs.differences import MODES, RAISED, RIGHT, Case, count, draw, sweep
 from programs.float_functions import ROWS, of_kernels, of_lookups, of_values
 from programs.float_updates import of_dense, of_rows, of_steps
 from torch.autograd import forward_ad
 
 import funcrec as fr
+from funcrec.testing._modes import MODES, RAISED, RIGHT, Case, count, draw, sweep
 
 CASES = [*of_kernels(), *of_lookups(), *of_values(), *of_rows(), *of_dense(), *of_steps()]
 COVERED = {c.name.split(" ")[0].split(".")[0] for c in CASES} | {c.name.split(" ")[0].split("(")[0] for c in CASES}

@@ -7,7 +7,7 @@ from funcrec.kernels import library, ops
 from funcrec.kernels.forms import Feature, Segment, Terms
 
 import funcrec as fr
-from programs.differences import Case, draw
+from funcrec.testing._modes import Case, draw
 
 F64 = torch.float64
 ROWS = torch.tensor([2, 0, 2, -1, 3, 0])  # repeated rows and one padding row

@@ -15,8 +15,8 @@ from torch import Tensor
 import funcrec as fr
 from funcrec.compile import _program
 from funcrec.core._tree import replace, tree_leaves, tree_map
-from programs import differences
-from programs.differences import BATCH, H2, RAISED, ZERO, Case, H, along, draw
+from funcrec.testing import _modes as differences
+from funcrec.testing._modes import BATCH, H2, RAISED, ZERO, Case, H, along, draw
 
 SHAPES = {"a": (5, 2), "b": (4, 2), "c": (3, 3), "d": (5, 2)}  # no bag has id 3 for d
 PLAN = fr.Plan({"a": fr.row_wise("x"), "b": fr.column_wise("x"), "c": fr.table_wise("x", rank=1), "d": fr.replicated()})

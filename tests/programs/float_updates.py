@@ -7,7 +7,7 @@ import torch
 import funcrec as fr
 from funcrec.core._tree import tree_map
 from funcrec.optim._builtin import BUILTIN, arguments_of
-from programs.differences import Case, draw
+from funcrec.testing._modes import Case, draw
 from programs.float_functions import DENSE, GRADS, LOSS, TABLE, WEIGHTS, ids, loss_fn, number, row_grads
 
 # The built-in optimizers. Hyper-parameters replace the defaults where a rule is hardly smooth or leaves out some of its

@@ -14,9 +14,9 @@ import torch
 
 import funcrec as fr
 from funcrec.core._tree import replace
+from funcrec.testing._modes import EVERY, ZERO, along
 from programs import lookup_transforms as lookups
 from programs import transforms
-from programs.differences import EVERY, ZERO, along
 from programs.float_functions import of_kernels, of_lookups, of_values
 from programs.float_updates import RULES, of_dense, of_rows, of_steps
 from programs.sanitize_jit import Case

@@ -9,18 +9,18 @@ names. If a mode silently drops a gradient, the mode's s' is 0 and the differenc
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
-from torch.func import grad, jvp, vmap
+from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
-import funcrec as fr
-from funcrec.core._tree import tree_leaves
-from funcrec.tables._init import name_number
+from funcrec.compile import jit
+from funcrec.core import outside_transforms, tree_leaves
+from funcrec.tables import name_number
 
 H, H2 = 1e-5, 3e-4  # step sizes of first and second differences
 # tolerances relative to the derivative, and relative to s, from which differences are computed
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 @functools.cache
 def draw(name: str, shape) -> Tensor:
     generator = torch.Generator().manual_seed(name_number(name) % 2**31)
-    with temporarily_clear_interpreter_stack():
+    with outside_transforms():
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
@@ -128,10 +128,23 @@ SECOND: dict[str, tuple[Callable, Callable]] = {
 MODES = {**FIRST, **SECOND}
 # For numbers without requires_grad: the staged function differentiates.
 JITTED: dict[str, tuple[Callable, Callable]] = {
-    "jit of grad": (lambda s: fr.jit(grad(s))(ZERO), first),
-    "jit of jvp": (lambda s: fr.jit(pushed(s))(ZERO), first),
+    "jit of grad": (lambda s: jit(grad(s))(ZERO), first),
+    "jit of jvp": (lambda s: jit(pushed(s))(ZERO), first),
 }
-EVERY = {**MODES, **JITTED}
+AT = torch.tensor(0.01, dtype=torch.float64)
+value = lambda s: s(AT).detach()
+# What follows from the modes above where torch's transforms are right, and programs of the function.
+MORE: dict[str, tuple[Callable, Callable]] = {
+    "vjp": (lambda s: vjp(s, ZERO)[1](ONE)[0], first),
+    "linearize": (lambda s: linearize(s, ZERO)[1](ONE), first),
+    "jacrev": (lambda s: jacrev(s)(ZERO), first),
+    "jacfwd": (lambda s: jacfwd(s)(ZERO), first),
+    "hessian": (lambda s: hessian(s)(ZERO), second),
+    "functionalize": (lambda s: functionalize(s)(AT), value),
+    "make_fx": (lambda s: make_fx(s)(ZERO)(AT), value),
+}
+COMPILED: dict[str, tuple[Callable, Callable]] = {"jit": (lambda s: jit(s)(AT), value), **JITTED}
+EVERY = {**MODES, **MORE, **COMPILED}
 
 
 def outcome(s: Callable, mode: str, needs: dict, smooth: Callable, rtol: float = 0.0) -> str:
@@ -140,7 +153,7 @@ def outcome(s: Callable, mode: str, needs: dict, smooth: Callable, rtol: float =
     derivative, difference = EVERY[mode]
     try:
         got = derivative(s)
-    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         return f"{RAISED}: {type(error).__name__} {str(error)[:400]}"
     if difference not in needs:
         needs[difference] = difference(smooth)
@@ -156,11 +169,11 @@ def size_of(s: Callable) -> float:
 def compared(got: Tensor, need: Tensor, size: float, mode: str, rtol: float = 0.0) -> str:
     """Return RIGHT, or the two numbers if they differ by more than the error of the differences of an s of this
     size."""
-    tolerance = (rtol or (RTOL2 if mode in SECOND else RTOL)) * (size + float(need.abs()))
+    tolerance = (rtol or (RTOL2 if mode in SECOND or mode == "hessian" else RTOL)) * (size + float(need.abs()))
     return RIGHT if bool((got - need).abs() <= tolerance) else f"got {float(got):.8g}, difference {float(need):.8g}"
 
 
-def sweep(case: Case, modes=tuple(MODES)) -> dict[tuple[str, str], str]:
+def sweep(case: Case, modes: Sequence[str] = tuple(MODES)) -> dict[tuple[str, str], str]:
     """Return {(input, mode): outcome} for all inputs of the case."""
     found = {}
     with warnings.catch_warnings():

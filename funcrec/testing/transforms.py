@@ -1,0 +1,178 @@
+"""The library's functions under every transform, as a table: `python -m funcrec.testing.transforms [row ...]`.
+
+    rows: functions; columns: modes; cells: right, raises, or WRONG, against central differences in f64
+
+With --jit it has the columns that compile, some minutes more. A cell that raises names what is not supported; the text
+of its error stands below the table.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.core import replace, split, tree_map
+from funcrec.grad import accumulate_grads, example_norms, per_example_grads, value_and_grad
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bag_reduce, bag_softmax, dedup_bags, jagged_attention
+from funcrec.kinds import fake_quantize
+from funcrec.losses import bce, contrastive, cross_entropy, full_softmax, huber, mse
+from funcrec.mesh import Mesh, P, psum, shard_map
+from funcrec.models import deepfm, dlrm, fm, loss
+from funcrec.optim import adagrad, adam, dense, lamb, sgd
+from funcrec.retrieval import top_k
+from funcrec.tables import Batch, FeatureConfig, Params, RowGrads, TableConfig, lookup, lookup_sequence
+from funcrec.testing._modes import COMPILED, RAISED, RIGHT
+from funcrec.testing._transforms import TRANSFORMS, UNCOMPILED, transform_cells
+from funcrec.train import scan, train_step
+
+
+class Row(NamedTuple):
+    """A function, and example arguments whose floats are its inputs."""
+
+    f: Callable
+    args: tuple
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+LENGTHS = torch.tensor([2, 0, 3, 1])
+IDS = KeyedJaggedTensor.from_lengths(["a"], torch.tensor([0, 2, 1, 1, 3, 2]), LENGTHS)
+TABLE, WEIGHTS, LABEL = drawn(4, 3), drawn(6, seed=1).abs() + 0.1, torch.tensor([1.0, 0.0, 1.0, 0.0]).double()
+BAGS = JaggedTensor.from_lengths(drawn(6, seed=2), LENGTHS)
+SGD = dense(torch.optim.SGD, lr=0.1)
+
+
+def read(pooling: str, ids=IDS, **how) -> Callable:
+    feature = [FeatureConfig("a", table="t", pooling=pooling, **how)]
+    if pooling == "none":
+        return lambda table: lookup_sequence({"t": table}, ids, feature)["a"].values
+    return lambda table: lookup({"t": table}, ids, feature).values
+
+
+def weighted(table: Tensor, weights: Tensor) -> Tensor:
+    ids = KeyedJaggedTensor(IDS.values, IDS.offsets, weights, None, IDS.keys)
+    return lookup({"t": table}, ids, [FeatureConfig("a", table="t", weighted=True)]).values
+
+
+def attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    bags = lambda x: JaggedTensor(x, IDS.offsets)
+    return jagged_attention(bags(queries), bags(keys), values).values
+
+
+def small_loss(params: Params, batch: Batch) -> Tensor:
+    x = lookup(params.tables, batch.ids, [FeatureConfig("a", table="t")]).values @ params.dense
+    return bce(x, batch.label)
+
+
+def of_model(make: Callable) -> Row:
+    model = make([TableConfig("t", 4, 3)], [FeatureConfig("a", table="t"), FeatureConfig("b", table="t", column="a")])
+    # Biases of 0 and an empty bag would meet in the kink of a ReLU, where differences are no derivatives.
+    params = tree_map(lambda x: x.double() + 0.1, model.init(split(torch.tensor(3), 1)[0]))
+    whole = loss(model)
+    return Row(lambda params: whole(params, Batch(IDS, LABEL), key=torch.tensor(5))[0], (params,))
+
+
+def step_of(optimizer: Callable, **how) -> Row:
+    step = train_step(small_loss, sparse=optimizer(lr=0.1), dense=SGD, **how)
+    state = step.init(Params({"t": TABLE}, drawn(3)))
+    return Row(lambda tables, dense: step(replace(state, tables=tables, dense=dense), Batch(IDS, LABEL))[0],
+               (state.tables, state.dense))  # fmt: skip
+
+
+def taken(grad: Callable) -> Callable:
+    """Return a function of (table, dense): the gradients that a transform of the loss gives, with dense tables."""
+
+    def f(table, dense):
+        value, grads = grad(small_loss)(Params({"t": table}, dense), Batch(IDS, LABEL))
+        if grads.dense.dim() > 1:
+            return value, grads.dense, example_norms(grads)
+        return value, grads.dense, grads.tables["t"].to_dense()
+
+    return f
+
+
+def updated(optimizer: Callable) -> Row:
+    def f(table, grads):
+        rule, g = optimizer(lr=0.1), RowGrads.from_entries(torch.tensor([1, 3, 1]), grads, num_embeddings=4)
+        return rule.update({"t": g}, rule.init({"t": table}), {"t": table}, torch.tensor(0))
+
+    return Row(f, (TABLE, drawn(3, 3)))
+
+
+def rows() -> dict[str, Row]:
+    """Return the rows by name."""
+    both = (TABLE, drawn(3))
+    scores = drawn(4, seed=4)
+    mesh = Mesh.emulated(data=2)
+    on_ranks = shard_map(lambda x: psum(x.sin().sum(), "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+    shared = dedup_bags(KeyedJaggedTensor.from_lists({"a": [[1, 2], [3], [1, 2]]}))
+    found = {
+        "lookup, sum": Row(read("sum"), (TABLE,)), "lookup, mean": Row(read("mean", max_length=2), (TABLE,)),
+        "lookup, max": Row(read("max"), (TABLE,)), "lookup, weighted": Row(weighted, (TABLE, WEIGHTS)),
+        "lookup of shared bags": Row(read("sum", shared), (TABLE,)), "lookup_sequence": Row(read("none"), (TABLE,)),
+        "lookup as if quantised": Row(lambda t: read("sum")(fake_quantize({"t": t}, "float16")["t"]), (TABLE,)),
+        **{f"bag_reduce, {r}": Row(lambda x, r=r: bag_reduce(x, r)[[0, 2, 3]], (BAGS,))
+           for r in ("sum", "mean", "max", "prod", "logsumexp")},
+        "bag_softmax": Row(lambda x: bag_softmax(x).values, (BAGS,)),
+        "jagged_attention": Row(attended, (drawn(6, 2, 3, seed=5), drawn(6, 2, 3, seed=6), drawn(6, 2, 3, seed=7))),
+        "bce": Row(lambda x, w: bce(x, LABEL, w.abs() + 0.1), (scores, drawn(4, seed=8))),
+        "mse": Row(lambda x: mse(x, LABEL), (scores,)), "huber": Row(lambda x: huber(x, LABEL), (scores,)),
+        "cross_entropy": Row(lambda x: cross_entropy(x, torch.tensor([0, 2])), (drawn(2, 3, seed=9),)),
+        "full_softmax": Row(lambda q, t: full_softmax(q, t, torch.tensor([1, 3])), (drawn(2, 3, seed=9), TABLE)),
+        "contrastive": Row(lambda x, y: contrastive(x, y), (drawn(3, 2, seed=1), drawn(3, 2, seed=2))),
+        "fm": of_model(fm), "deepfm": of_model(lambda *a: deepfm(*a, sizes=(4,))),
+        "dlrm": of_model(lambda *a: dlrm(*a, sizes=(4,))),
+        "update, sgd": updated(sgd), "update, adagrad": updated(adagrad), "update, adam": updated(adam),
+        "update, lamb": updated(lamb),
+        "value_and_grad": Row(taken(value_and_grad), both),
+        "per_example_grads": Row(taken(lambda f: per_example_grads(f, max_ids=3)), both),
+        "accumulate_grads": Row(taken(lambda f: accumulate_grads(f, 2)), both),
+        "train_step": step_of(adagrad), "train_step, micro-batches": step_of(sgd, micro_batches=2),
+        "scan": Row(lambda x, b: scan(lambda s, b: ((s * b).sin(), {"s": s}), x, b), (drawn(2), drawn(3, 2, seed=1))),
+        "top_k": Row(lambda q, t: top_k(q, t, 2)[0], (drawn(2, 3, seed=3), TABLE)),
+        "shard_map": Row(on_ranks, (drawn(4),)),
+    }  # fmt: skip
+    return found
+
+
+def cell(outcomes: Mapping[str, str]) -> str:
+    """Return the cell of a row and a mode, from the outcomes by the row's inputs."""
+    if any(o != RIGHT and not o.startswith(RAISED) for o in outcomes.values()):
+        return "WRONG"
+    return "raises" if any(o != RIGHT for o in outcomes.values()) else "right"
+
+
+def lines(named: Mapping[str, Row], modes: tuple[str, ...]) -> Iterator[str]:
+    """Yield the lines of the table, each row when it is done, then what the cells say that are not right."""
+    width, notes = max(map(len, named)), []
+    yield " " * width + "  " + "  ".join(f"{m:>{max(len(m), 6)}}" for m in modes)
+    for name, row in named.items():
+        found = transform_cells(row.f, *row.args, modes=modes)
+        by_mode = {m: {path: o for (path, mode), o in found.items() if mode == m} for m in modes}
+        yield f"{name:<{width}}  " + "  ".join(f"{cell(o):>{max(len(m), 6)}}" for m, o in by_mode.items())
+        notes += [
+            f"{name}, {path} under {m}: {' '.join(o.split())[:160]}" for (path, m), o in found.items() if o != RIGHT
+        ]
+    yield from notes
+
+
+def main(args: list[str] | None = None) -> Any:
+    parser = argparse.ArgumentParser(prog="python -m funcrec.testing.transforms", description=__doc__.split("\n")[0])
+    parser.add_argument("rows", nargs="*", help="names of rows; all by default")
+    parser.add_argument("--jit", action="store_true", help=f"the columns that compile, too: {', '.join(COMPILED)}")
+    options, found = parser.parse_args(args), rows()
+    unknown = [n for n in options.rows if n not in found]
+    if unknown:
+        parser.error(f"no row {unknown}; the rows are {', '.join(found)}")
+    chosen = {n: found[n] for n in options.rows or found}
+    for line in lines(chosen, TRANSFORMS if options.jit else UNCOMPILED):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
