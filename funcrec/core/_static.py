@@ -20,6 +20,7 @@ import numpy as np
 import optree
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from funcrec.core._errors import describe, fail
 
@@ -135,8 +136,8 @@ def structure_key(structure: optree.PyTreeSpec) -> Hashable:
     The key is an empty tuple if all these data are plain, as in most structures.
     """
     odd = []
-    for i, (_, _, data, _, kind, *_) in enumerate(structure.__getstate__()[0]):
-        if data is None or kind in OWN_NODES or isinstance(data, type):
+    for i, node in enumerate(structure.__getstate__()[0]):
+        if (data := node[2]) is None or node[4] in OWN_NODES or isinstance(data, type):
             continue
         if type(data) is not list or not PLAIN.issuperset(map(type, data)):
             odd.append((i, tuple(static_key(tuple(d) if type(d) is list else d) for d in as_tuple(data))))
@@ -166,15 +167,18 @@ class Fixed:
 
 def fix(values: tuple) -> "tuple | Fixed":
     """Return the values themselves, or a `Fixed` with the values if `==` does not tell them from all other values."""
-    for v in values:
-        kind = type(v)
-        if kind not in PLAIN and not (kind is tuple and PLAIN.issuperset(map(type, v))):
-            return fixed(values)
+    if not PLAIN.issuperset(map(type, values)):
+        for v in values:
+            kind = type(v)
+            if kind not in PLAIN and not (kind is tuple and PLAIN.issuperset(map(type, v))):
+                return fixed(values)
     return values
 
 
 def fixed(values: tuple) -> Fixed:
     """Return the `Fixed` of the values. Values that cannot change have one, which holds them: their ids name it."""
+    if is_dynamo_compiling():
+        return Fixed(values)
     ids = tuple(map(id, values))
     found = FIXED.get(ids)
     if found is None:

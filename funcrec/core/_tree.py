@@ -8,13 +8,13 @@ differently, so never zip leaves of one registry with leaves of the other.
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
 from typing import Any, NoReturn, TypeVar, dataclass_transform
 
 import optree
 import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from funcrec.core._devices import to as moved
 from funcrec.core._errors import Problem, check, describe, message
@@ -70,11 +70,25 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
     if "to" not in names and not hasattr(cls, "to"):
         cls.to = to_of(cls)
 
-    present, flatten, unflatten = converters(cls, children, static, optional)
+    def present(value) -> tuple[str, ...]:
+        return tuple(n for n in children if n not in optional or getattr(value, n) is not None)
+
+    def flatten(value):
+        fields = present(value)
+        return [getattr(value, n) for n in fields], (fields, tuple(getattr(value, n) for n in static))
 
     def flatten_with_keys(value):
         leaves, context = flatten(value)
         return [(torch_tree.GetAttrKey(n), x) for n, x in zip(context[0], leaves, strict=True)], context
+
+    def unflatten(leaves, context):
+        fields, fixed = context
+        value = object.__new__(cls)  # without __init__, because leaves may be placeholders of any kind
+        for n in children:
+            object.__setattr__(value, n, None)
+        for n, x in (*zip(fields, leaves, strict=True), *zip(static, fixed, strict=True)):
+            object.__setattr__(value, n, x)
+        return value
 
     CLASSES[class_name(cls)] = (flatten, unflatten)
     STATIC_DEFAULTS[class_name(cls)] = tuple(cls.__dataclass_fields__[n].default for n in static)
@@ -90,18 +104,8 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
     )
 
     OWN_NODES.add(cls)
-
-    def flatten_call(value):
-        leaves, (fields, fixed) = flatten(value)
-        return leaves, (fields, fix(fixed)), fields
-
-    optree.register_pytree_node(
-        cls,
-        flatten_call,
-        lambda context, leaves: unflatten(leaves, (context[0], loosen(context[1]))),
-        path_entry_type=optree.GetAttrEntry,
-        namespace=CALLS,
-    )
+    fast = converters(cls, children, static, optional) if has_dict(cls, names) else (flatten, unflatten)
+    register_call(cls, (flatten, unflatten), fast)
     return cls
 
 
@@ -113,11 +117,24 @@ def refuse_write(self: Any, name: str, *value: Any) -> NoReturn:
     raise dataclasses.FrozenInstanceError(message("funcrec", [problem]))
 
 
+def register_call(cls: type, plain: tuple[Callable, Callable], fast: tuple[Callable, Callable]) -> None:
+    """Register a class in the namespace of calls, with pairs (flatten, unflatten). torch.compile traces `plain`."""
+
+    def flatten_call(value):
+        leaves, (fields, fixed) = (plain if is_dynamo_compiling() else fast)[0](value)
+        return leaves, (fields, fix(fixed)), fields
+
+    def unflatten_call(context, leaves):
+        return (plain if is_dynamo_compiling() else fast)[1](leaves, (context[0], loosen(context[1])))
+
+    optree.register_pytree_node(cls, flatten_call, unflatten_call, path_entry_type=optree.GetAttrEntry, namespace=CALLS)
+
+
 def converters(
     cls: type, children: tuple[str, ...], static: tuple[str, ...], optional: tuple[str, ...]
-) -> tuple[Callable, Callable, Callable]:
-    """Return functions that turn a class's values into trees: present, flatten, unflatten."""
-    parts_of, static_of, own_dict = getter(children), getter(static), has_dict(cls, (*children, *static))
+) -> tuple[Callable, Callable]:
+    """Return (flatten, unflatten) that take half the time. torch.compile cannot trace them."""
+    parts_of, static_of, blank = getter(children), getter(static), dict.fromkeys(children)
 
     def present(value) -> tuple[str, ...]:
         for n in optional:
@@ -132,19 +149,14 @@ def converters(
 
     def unflatten(leaves, context):
         fields, fixed = context
-        value = object.__new__(cls)  # without __init__, because leaves may be placeholders of any kind
-        if own_dict:
-            absent = () if len(fields) == len(children) else zip(children, repeat(None), strict=False)
-            for pairs in (absent, zip(fields, leaves, strict=True), zip(static, fixed, strict=True)):
-                value.__dict__.update(pairs)
-            return value
-        for n in children:
-            object.__setattr__(value, n, None)
-        for n, x in (*zip(fields, leaves, strict=True), *zip(static, fixed, strict=True)):
-            object.__setattr__(value, n, x)
+        value = object.__new__(cls)
+        own = value.__dict__
+        if len(fields) < len(children):
+            own.update(blank)
+        own.update(zip((*fields, *static), (*leaves, *fixed), strict=True))
         return value
 
-    return present, flatten, unflatten
+    return flatten, unflatten
 
 
 def getter(names: tuple[str, ...]) -> Callable[[Any], tuple]:
