@@ -78,6 +78,7 @@ from funcrec.tables import validate as validate
 from funcrec.grad import value_and_grad as value_and_grad
 from funcrec.tables import xavier_normal as xavier_normal
 from funcrec.tree import copy as copy
+from funcrec.compile import eval_shape as eval_shape
 from funcrec.compile import jit as jit
 from funcrec.compile import Lowered as Lowered
 from funcrec.kinds import admit as admit

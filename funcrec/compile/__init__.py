@@ -10,6 +10,7 @@ from funcrec.compile._cut_stale import RowsAhead as RowsAhead
 from funcrec.compile._cut_stale import cut_stale as cut_stale
 from funcrec.compile._donated import Donated as Donated
 from funcrec.compile._donated import donated_message as donated_message
+from funcrec.compile._eval_shape import eval_shape as eval_shape
 from funcrec.compile._jit import jit as jit
 from funcrec.compile._keys import form_key as form_key
 from funcrec.compile._lower import Lowered as Lowered

@@ -35,7 +35,7 @@ NOT_HERE = {
         "memory_store",
     ],
     "runs what it is given, and says numbers": ["fit", "Fitted", "evaluate", "evaluate_retrieval"],
-    "stages a function: tests/compile has its laws of tracked inputs": ["jit", "Lowered"],
+    "stages a function: tests/compile has its laws of tracked inputs": ["jit", "Lowered", "eval_shape"],
     "gradients of examples: per_example_grads, which is here, calls them all": [
         "sum_examples", "example_norms", "example_dots", "gradient_noise_scale", "private_grads",
     ],

@@ -221,6 +221,7 @@ def functions() -> list[Call]:
         step_init=(STEP.init, {"params": PARAMS, "key": KEY}), step=(STEP, {"state": STATE, "batch": BATCH}),
         step_on_mesh=(ON_MESH, {"state": HELD, "batch": BATCH}),
         TrainStep=(fr.TrainStep, {"init": STEP.init, "update": STEP.update}),
+        eval_shape=(lambda fn, x: fr.eval_shape(fn, x), {"fn": torch.sin, "x": f32(2)}),
         jit=(fr.jit, {"fn": loss_fn, "donate": ("params",)}),
         scan=(fr.scan, {"step": lambda s, x: (s + x.sum(), {"m": s}), "state": f32(), "batches": f32(3, 2)}),
         accumulate_grads=(fr.accumulate_grads, {"loss_fn": loss_fn, "num_micro_batches": 2, "has_aux": False}),
