@@ -236,15 +236,7 @@ class RowGrads:
 
     def squared_norm(self) -> Tensor:
         """Return the sum of squares of the coalesced gradient -> f[]. Its bits do not depend on the rows' numbers."""
-        return exact_sum([self.row_squares()])
-
-    def row_squares(self) -> tuple[Tensor, tuple[str, ...]]:
-        """Return (the sum of squares of each row f[M], the axes whose ranks have other rows)."""
-        out = self.coalesce()
-        valid, grads = out.valid, out.grads
-        if is_tracked(grads):  # the derivative by garbage in the padding is 0
-            grads = torch.where(valid[:, None], grads, 0)
-        return torch.where(valid, grads.square().sum(1), 0), self.axes
+        return exact_sum([row_squares(self)])
 
     def norm(self) -> Tensor:
         """Return the Euclidean norm of the dense gradient -> f[]."""
@@ -272,6 +264,15 @@ class RowGrads:
         state = "coalesced" if self.coalesced else "entries"
         shape = f"[{self.capacity}, {self.dim}]"
         return f"RowGrads({state}, at most {shape}, of {self.num_embeddings} rows)"
+
+
+def row_squares(grads: RowGrads) -> tuple[Tensor, tuple[str, ...]]:
+    """Return (the sum of squares of each row of the coalesced gradient f[M], the axes whose ranks have other rows)."""
+    out = grads.coalesce()
+    valid, x = out.valid, out.grads
+    if is_tracked(x):  # the derivative by garbage in the padding is 0
+        x = torch.where(valid[:, None], x, 0)
+    return torch.where(valid, x.square().sum(1), 0), out.axes
 
 
 def is_stacked(term: "Entries | Bags") -> bool:
@@ -355,7 +356,7 @@ def global_norm(grads: Mapping[Any, RowGrads], *more: Annotated[Tensor, Form("f[
     """
     named = {f"grads[{n!r}]": g.grads for n, g in grads.items()} | {f"more[{i}]": g for i, g in enumerate(more)}
     check("funcrec.global_norm", device_problems(**named))
-    squares = [g.row_squares() for g in grads.values()] + [(g.square().sum(), ()) for g in more]
+    squares = [row_squares(g) for g in grads.values()] + [(g.square().sum(), ()) for g in more]
     return root(exact_sum(squares)) if squares else torch.zeros(())
 
 
