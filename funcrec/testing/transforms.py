@@ -8,6 +8,7 @@ of its error stands below the table.
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -149,16 +150,15 @@ def cell(outcomes: Mapping[str, str]) -> str:
 
 def lines(named: Mapping[str, Row], modes: tuple[str, ...]) -> Iterator[str]:
     """Yield the lines of the table, each row when it is done, then what the cells say that are not right."""
-    width, notes = max(map(len, named)), []
+    width, notes = max(map(len, named)), Counter()
     yield " " * width + "  " + "  ".join(f"{m:>{max(len(m), 6)}}" for m in modes)
     for name, row in named.items():
         found = transform_cells(row.f, *row.args, modes=modes)
         by_mode = {m: {path: o for (path, mode), o in found.items() if mode == m} for m in modes}
         yield f"{name:<{width}}  " + "  ".join(f"{cell(o):>{max(len(m), 6)}}" for m, o in by_mode.items())
-        notes += [
-            f"{name}, {path} under {m}: {' '.join(o.split())[:160]}" for (path, m), o in found.items() if o != RIGHT
-        ]
-    yield from notes
+        notes.update((m, " ".join(o.split())[:200]) for (_, m), o in found.items() if o != RIGHT)
+    for (mode, text), count in notes.items():
+        yield f"{mode}, {count} inputs: {text}"
 
 
 def main(args: list[str] | None = None) -> Any:
