@@ -135,8 +135,8 @@ def test_they_are_mapped(name):
     assert_close(vmap(run)(*rows), torch.stack([run(*own) for own in zip(*rows, strict=True)]))
 
 
-def test_they_are_compiled():
-    """Compiled calls have the numbers of plain calls."""
+def test_they_are_staged(interpreted):
+    """Staged calls have the numbers of plain calls."""
     every = lambda rows: {name: combined(name, *own) for name, own in rows.items()}
     rows = {name: [x[0] for x in two_of(seed)] for seed, name in enumerate(COMBINED)}
     for name, got in fr.jit(every)(rows).items():

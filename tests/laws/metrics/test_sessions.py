@@ -7,6 +7,7 @@ import sklearn.metrics as sklearn
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from programs.as_staged import staged_only
 from torch.func import grad, vmap
 
 import funcrec as fr
@@ -128,10 +129,13 @@ def two_batches(name, seed=0):
 
 
 def test_compiled_calls_are_single_calls():
-    """Compiled calls have the numbers of single calls."""
+    """Staged calls have the numbers of single calls, and so does a compiled one."""
     rows = {n: [x[1] for x in two_batches(n, seed)] for seed, n in enumerate(OF_SESSIONS)}
     every = lambda rows: {n: value(OF_SESSIONS[n][0], p, (y, s), w) for n, (p, y, w, s) in rows.items()}
-    torch.testing.assert_close(fr.jit(every)(rows), every(rows))
+    with staged_only():
+        torch.testing.assert_close(fr.jit(every)(rows), every(rows))
+    one = {"session_ndcg": rows["session_ndcg"]}
+    torch.testing.assert_close(fr.jit(every)(one), every(one))
 
 
 @each_session
@@ -163,8 +167,8 @@ def test_missing_labels_are_left_out(rows, lost):
 
 
 @pytest.mark.parametrize("weights", ["none", "of examples", "of tasks"])
-def test_each_task_has_its_column(weights):
-    """per_task has the metric of each column, mapped and compiled too."""
+def test_each_task_has_its_column(weights, interpreted):
+    """per_task has the metric of each column, mapped and staged too."""
     g = torch.Generator().manual_seed(0)
     p, y = torch.rand(20, 3, generator=g), torch.randint(0, 2, (20, 3), generator=g)
     w = {"none": None, "of examples": torch.rand(20, generator=g), "of tasks": torch.rand(20, 3, generator=g)}[weights]

@@ -98,7 +98,7 @@ def test_a_kept_history_is_padded_and_read_again(changes):
         fr.models.History.from_padded(**{**padded, "lengths": padded["lengths"] + 5})
 
 
-def test_a_compiled_history_that_does_not_fit_has_no_score():
+def test_a_compiled_history_that_does_not_fit_has_no_score(interpreted):
     """Under jit, scores by padded histories are those of the model. A user with more positions than fit, or with a
     length outside the keys, has scores of NaN."""
     model, params = make(num_layers=1)
@@ -269,7 +269,8 @@ def test_ensembles_and_compiled_steps():
     torch.testing.assert_close(
         vmap(logits)(stacked), torch.stack([logits(params), logits(other)]), rtol=1e-4, atol=1e-5
     )
-    model, params = make(torch.float32, num_layers=1)
+    model, params = make(torch.float32, num_layers=1, context=[], candidates=[SEQUENCE("next", table="item")],
+                         history=[SEQUENCE("item", table="item")])  # fmt: skip
     step = fr.train_step(
         fr.models.ranker_loss(model), sparse=fr.optim.sgd(lr=0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1),
         has_aux=True, merge=fr.models.merge_stats,
@@ -306,7 +307,7 @@ def test_empty_batches():
     assert not model.query(fr.Params(params.tables, params.dense), batch(LISTS))[0].isnan().any()
 
 
-def test_columns_that_differ_are_refused():
+def test_columns_that_differ_are_refused(interpreted):
     """Columns of one sequence with other bags raise. Where they cannot be read, the logits of such bags are NaN, and
     the logits of other bags do not change."""
     model, params = make(num_layers=1)

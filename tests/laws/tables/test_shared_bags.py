@@ -161,7 +161,8 @@ def test_a_jitted_lookup_is_the_lookup(it):
 
 
 def test_a_donated_step_trains_to_the_same_numbers():
-    """train_step takes shared bags as they are: jitted and donated, it trains like the plain ids."""
+    """train_step takes shared bags as they are: jitted and donated, it trains like an eager step on the plain
+    ids."""
     draw = torch.Generator().manual_seed(0)
     bags = {k: [[int(x) for x in torch.randint(0, 3, (2,), generator=draw)] for _ in range(32)] for k in "ab"}
     ids, features = fr.KeyedJaggedTensor.from_lists(bags), [fr.FeatureConfig(k, table="t") for k in "ab"]
@@ -169,8 +170,8 @@ def test_a_donated_step_trains_to_the_same_numbers():
     loss = lambda p, ids: (fr.lookup(p.tables, ids, features).values.sin() @ p.dense).square().mean()
     step = fr.train_step(loss, sparse=fr.optim.rowwise_adagrad(lr=0.1), dense=fr.optim.dense(torch.optim.Adam, lr=0.01))
     params, ends = fr.Params(tables, torch.ones(8, dtype=torch.float64)), []
-    for batch in (ids, fr.pad_to_bucket(fr.dedup_bags(ids))):
-        fast, state = fr.jit(step, donate=("state",)), step.init(fr.copy(params))
+    for fast, batch in ((step, ids), (fr.jit(step, donate=("state",)), fr.pad_to_bucket(fr.dedup_bags(ids)))):
+        state = step.init(fr.copy(params))
         for _ in range(3):
             state, _ = fast(state, batch)
         ends.append((state.tables, state.slots, state.dense))
@@ -236,7 +237,7 @@ def test_micro_batches_share_no_bag():
 
 
 @pytest.mark.parametrize("pooling", ["sum", "none"])
-def test_shared_bags_of_a_compiled_cut_give_nan(pooling):
+def test_shared_bags_of_a_compiled_cut_give_nan(pooling, interpreted):
     """Where the indices cannot be read, examples of a part that name bags of another part make the loss NaN: within
     `jit` for micro-batches, and for the ranks of a mesh. Parts that share no bag have their numbers."""
     ids = fr.KeyedJaggedTensor.from_lists({"a": [[1], [2], [3], [4]] * 2})

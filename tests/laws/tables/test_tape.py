@@ -261,7 +261,7 @@ def test_they_agree_with_differences(name):
     check_grads(value, (TABLES, PARAMS.dense), order=1)
 
 
-def test_they_are_compiled_and_mapped():
+def test_they_are_staged_and_mapped(interpreted):
     """The gradients of these losses are the same under jit, and under vmap over stacked parameters."""
     names = ("inner grad of weights", "vmap over ids", "grad of vmap of weights over ids")
     of_one = lambda name, p: (lambda v, g: (v, g.dense, {n: t.to_dense() for n, t in g.tables.items()}))(
