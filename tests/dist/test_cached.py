@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from programs.as_staged import as_staged
 from programs.cached_users import FEATURES, NUM_ROWS, Both, batches_of, loss_fn
 
 import funcrec as fr
@@ -110,7 +111,7 @@ def test_gloo_ranks_have_the_emulations_bits(kind, sizes, ranks, tmp_path):
         assert torch.equal(records, both.store.store.read(torch.arange(rank, NUM_ROWS, len(found))))
 
 
-def compiled():
+def jitted():
     """Train by a jitted step that donates its state, and return whether it changed rows in place."""
     both = Both(mesh=fr.Mesh.distributed(x=2), plan=plan_of("column_wise"), depth=2)
     both.cached = fr.cached_step(fr.jit(both.cached.step, donate=("state",)), both.cached.stores, depth=2)
@@ -128,10 +129,10 @@ def compiled():
     return before == both.state.tables.banks["user_bias"].data_ptr()
 
 
-def test_compiled_donated_steps_of_ranks_write_in_place(ranks):
+def test_jitted_donated_steps_of_ranks_write_in_place(ranks):
     """On gloo ranks a jitted step that donates its state trains what the plain step trains, in place, with batches read
     ahead."""
-    assert ranks(2).run(compiled) == [True, True]
+    assert ranks(2).run(as_staged, jitted) == [True, True]
 
 
 def with_errors():

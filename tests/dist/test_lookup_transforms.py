@@ -5,6 +5,7 @@ The sharded lookups are emulated or on gloo ranks."""
 import pytest
 import torch
 from programs import lookup_transforms as lookups
+from programs.as_staged import staged_only
 from programs.lookup_transforms import names
 
 import funcrec as fr
@@ -14,16 +15,18 @@ from funcrec.testing import assert_trees_close
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 MESHES = [{"x": 1}, {"x": 2}, {"x": 4}, {"x": 2, "y": 2}]
 CASES = [(axes, name) for axes in MESHES for name in names(axes)]
+ON_FOUR = ("row_wise", "row_wise, dedup", "table_row_wise", "grid, exact")  # on two gloo ranks, all
 
 
 @pytest.mark.parametrize("axes, name", CASES, ids=str)
 def test_a_sharded_lookup_is_the_lookup_under_every_transform(axes, name, ranks):
     """A sharded lookup, and every transform of it by banks and weights, equals the plain lookup of all ranks' bags.
-    Coded lookups agree up to rounding. Each gloo rank has the same values as under emulation."""
+    Coded lookups agree up to rounding. Each gloo rank, of two for all lookups and of four for some, has the same values
+    as under emulation."""
     close, size = lookups.ROUNDED if "coded" in name else EXACT, torch.Size(axes.values()).numel()
     emulated = lookups.cells(fr.Mesh.emulated(**axes), name)
     assert_trees_close(emulated, lookups.wanted(axes, name), **close)
-    for got in ranks(size).run(lookups.real_cells, axes, name) if size > 1 else ():
+    for got in ranks(size).run(lookups.real_cells, axes, name) if size == 2 or (size == 4 and name in ON_FOUR) else ():
         assert_trees_close(got, emulated, **EXACT)
 
 
@@ -44,10 +47,13 @@ def test_tables_read_as_if_quantised_are_so_under_every_transform(axes, name, ra
 
 @pytest.mark.parametrize("axes, name", [({"x": 2}, "row_wise")], ids=str)
 def test_compiled_lookups_are_lookups(axes, name):
-    """jit of an emulated sharded lookup, and of its gradient, changes no value. `transforms.py` prints all these
-    values."""
-    got = lookups.compiled_cells(fr.Mesh.emulated(**axes), [name])
-    want = lookups.cells(fr.Mesh.emulated(**axes), name, ("fwd", "grad"))
+    """jit of the gradient of an emulated sharded lookup changes no value, compiled; nor does jit of the lookup, staged.
+    `transforms.py` prints all these values."""
+    mesh = fr.Mesh.emulated(**axes)
+    with staged_only():
+        got = lookups.compiled_cells(mesh, [name], ("fwd",))
+    got |= lookups.compiled_cells(mesh, [name], ("grad",))
+    want = lookups.cells(mesh, name, ("fwd", "grad"))
     assert_trees_close({"fwd": got["jit"][name], "grad": got["jit_grad"][name]}, want, **EXACT)
 
 

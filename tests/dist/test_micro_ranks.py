@@ -26,8 +26,9 @@ def assert_looped(made, kinds, pooling, n, k, **dense):
 @pytest.mark.parametrize("n", MESHES)
 def test_ranks_in_micro_batches_are_a_loop_over_parts(n, pooling, k, ranks):
     """Under every placement, n ranks with k micro-batches give the tables and dense parameters of one process that
-    loops over all parts, bit for bit. The parts of each rank may have any number of ids."""
-    for kind in KINDS if n == 4 else KINDS[:4]:
+    loops over all parts, bit for bit. The parts of each rank may have any number of ids. On a grid, each placement has
+    one k."""
+    for kind in KINDS[k // 4 :: 2] if n == 4 else KINDS[:4]:
         for made in ranks(n).run(micro_ranks.stepped, kind, pooling, SEEDS, MESHES[n], k, True):
             assert_looped(made, kind, pooling, n, k)
 
@@ -36,7 +37,7 @@ def test_ranks_in_micro_batches_are_a_loop_over_parts(n, pooling, k, ranks):
 def test_staged_ranks_in_micro_batches_are_a_loop_over_parts(n, kinds, ranks):
     """Staged ranks in micro-batches also give the result of the loop, with another placement for each table. The staged
     step may sum dense gradients in another order."""
-    for made in ranks(n).run(as_staged, micro_ranks.stepped, kinds, "sum", SEEDS, MESHES[n], 2, True, True):
+    for made in ranks(n).run(as_staged, micro_ranks.stepped, kinds, "sum", SEEDS[:1], MESHES[n], 2, True, True):
         assert_looped(made, kinds, "sum", n, 2, rtol=1e-6, atol=1e-6)
 
 

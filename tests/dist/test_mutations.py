@@ -5,6 +5,8 @@ import functools
 import pytest
 from programs.mutations import MUTATIONS, changed, why_red
 
+pytestmark = pytest.mark.xdist_group("mutations")  # an unchanged law is run once
+
 
 @functools.cache
 def why_red_unchanged(law, args):

@@ -116,7 +116,7 @@ def shared_out(pooling, capacity, wrap=lambda f: f, kept=lambda acts: acts, **ho
 
 @pytest.mark.parametrize("pooling", ["sum", "none"])
 @pytest.mark.parametrize("how", [{}, {"exact": True}, {"dedup": True}, {"codec": fr.Codec("int8", "int8")}], ids=str)
-def test_what_lost_an_id_is_nan(pooling, how):
+def test_what_lost_an_id_is_nan(pooling, how, interpreted):
     """If ids find no place, the lookup on that rank is NaN, and so are the loss and the gradients of the rank's other
     ids. This holds by value_and_grad, plainly, and in a jitted function. With enough capacity the bits equal those
     without capacity."""

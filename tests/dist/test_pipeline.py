@@ -2,6 +2,7 @@
 
 import pytest
 from programs import piped, training
+from programs.as_staged import as_staged
 
 import funcrec as fr
 from funcrec.testing import RankPool
@@ -23,8 +24,8 @@ def test_a_pipeline_on_ranks_is_the_plain_loop(kind, how, ranks):
 
 
 def test_a_jitted_step_that_donates_its_state(ranks):
-    """A compiled step whose states are donated to the next step also has the bits of the plain loop."""
-    for same, ahead_bytes, threads in ranks(2).run(piped.donated, deadline_s=300):
+    """A staged step whose states are donated to the next step also has the bits of the plain loop."""
+    for same, ahead_bytes, threads in ranks(2).run(as_staged, piped.donated, deadline_s=300):
         assert same and ahead_bytes > 0 and not threads
 
 

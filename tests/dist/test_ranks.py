@@ -69,12 +69,12 @@ def real_grid(x):
 
 
 def test_a_grid_of_ranks_is_the_emulated_grid(ranks):
-    """Axes of a real mesh, tuples of axes and nested calls give the values of the emulated mesh, even compiled."""
+    """Axes of a real mesh, tuples of axes and nested calls give the values of the emulated mesh, even staged."""
     x = torch.arange(8, dtype=torch.float64)
     want = grid(fr.Mesh.emulated(data=2, model=2), x)
-    for got, compiled in ranks(4).run(real_grid, x):
+    for got, staged in ranks(4).run(as_staged, real_grid, x):
         assert_trees_close(got, want)
-        assert_trees_close(compiled, want)
+        assert_trees_close(staged, want)
 
 
 def bags(ids, mesh):
