@@ -46,6 +46,7 @@ def ids(size, bad=None):
 T = torch.arange(1000.0)
 
 
+# a program of each size is compiled once
 @functools.cache
 def all_loops(size):
     """Return (a program of all loops, each of ids of its own; the results for valid ids)."""
@@ -53,6 +54,7 @@ def all_loops(size):
     return program, {name: f(T, ids(size)) for name, (f, *_) in RAISES.items()}
 
 
+@pytest.mark.xdist_group("loops")
 @pytest.mark.parametrize("name", RAISES)
 def test_a_loop_raises(name):
     """jit(f)(x) raises where f(x) raises, even in a loop of several threads. The next call is right."""

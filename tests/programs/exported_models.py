@@ -35,17 +35,23 @@ def batch(name: str, num_bags: int) -> fr.Batch:
     return fr.Batch(ids, dense=torch.randn(num_bags, COLUMNS, generator=random) if name in ("dlrm", "dcnv2") else None)
 
 
-def difference(name: str) -> float:
-    """Return the greatest difference over all batch sizes, or inf if a shape or a dtype differs."""
-    model = MODELS[name]
-    params, worst = model.init(fr.key(0)), 0.0
+def difference(*names: str) -> float:
+    """Return the greatest difference over all batch sizes of a package of these models, or inf if a shape or a dtype
+    differs. The first model has the batch, and the others its ids."""
+    params, worst = {n: MODELS[n].init(fr.key(0)) for n in names}, 0.0
+
+    def predict(params, batch):
+        parts = {n: batch if n == names[0] else fr.Batch(batch.ids) for n in names}
+        return {n: MODELS[n].apply(params[n], parts[n]) for n in names}
+
     with tempfile.TemporaryDirectory() as folder:
-        package = fr.load_package(fr.export(model.apply, params, batch(name, 3), f"{folder}/model"))
+        package = fr.load_package(fr.export(predict, params, batch(names[0], 3), f"{folder}/model"))
     for n in SIZES:
-        got, want = package(batch(name, n)), model.apply(params, batch(name, n))
-        if (got.shape, got.dtype) != (want.shape, want.dtype):
-            return float("inf")
-        worst = max(worst, float((got - want).abs().max()) if n else 0.0)
+        made, wanted = package(batch(names[0], n)), predict(params, batch(names[0], n))
+        for got, want in ((made[name], wanted[name]) for name in names):
+            if (got.shape, got.dtype) != (want.shape, want.dtype):
+                return float("inf")
+            worst = max(worst, float((got - want).abs().max()) if n else 0.0)
     return worst
 
 

@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 from programs import answers, every_dtype, tensor_files
-from programs import daily_ids as daily
 
 import funcrec as fr
 from funcrec.serve._weights import FILE
@@ -67,22 +66,6 @@ def test_a_history_is_answered_without_python(program, tmp_path):
         for bags in ([[]], [[4]], [[1, 2, 3, 4, 5, 6], [7], [29, 0, 2]], [[9, 9]] * 20):
             got = ask(process, batch(bags)).outputs[0]
             torch.testing.assert_close(got, model.query(params, batch(bags)), rtol=1e-5, atol=1e-5)
-
-
-def test_ids_of_vocabularies_are_found_without_python(program, tmp_path):
-    """An exported program of tables that follow vocabularies takes ids, known and unknown, and answers in C++ as in
-    Python."""
-    params = fr.Params(daily.dynamic(), torch.ones(()))
-    step = daily.step(fr.optim.sgd(0.1))
-    state, _ = step(step.init(params), next(daily.batches(0, 1)))
-    fr.export(daily.predict, state.params, next(daily.batches(0, 1)), path=tmp_path / "model")
-    with answers.Answers(program, tmp_path / "model") as process:
-        for seed, ids_of in ((0, int), (1, int), (2, lambda i: i * 10**14 - 7)):
-            batch = next(daily.batches(seed, 1, ids_of=ids_of))
-            batch = fr.Batch(batch.ids.unpad(), batch.label)
-            got = ask(process, batch)
-            torch.testing.assert_close(got.outputs[0], daily.predict(state.params, batch), rtol=1e-5, atol=1e-5)
-            assert got.ids_out_of_range == 0
 
 
 SEQUENCE = functools.partial(fr.FeatureConfig, pooling="none", max_length=6)

@@ -44,6 +44,8 @@ def test_deltas_of_ids_in_cpp_are_pythons(seed, built, path, first, tmp_path):
     """A package in C++ with the deltas of a history has the bytes of weights saved at its end, and Python's answers.
     New ids read their rows there, and evicted ids the row of unknown ids."""
     package, run, batches = fr.load_package(path), first, [asked(1), asked(seed + 10), asked(seed + 11)]
+    far = next(daily_ids.batches(seed, 1, ids_of=lambda i: i * 10**14 - 7)).ids  # known to no version
+    batches.append(fr.Batch(far.unpad()))
     with answers.Answers(built / "funcrec-answers", path) as running:
         for i in range(1, 4):
             sent = run.log.version
@@ -57,7 +59,8 @@ def test_deltas_of_ids_in_cpp_are_pythons(seed, built, path, first, tmp_path):
         assert own[begin : len(content)] == content[begin:]
         for batch in batches:
             got = running.run(batch.ids.num_bags, None, batch.ids.values, batch.ids.offsets)
-            assert got.version == "3" and torch.equal(got.outputs[0], package(batch))
+            assert got.version == "3" and got.ids_out_of_range == 0
+            assert torch.equal(got.outputs[0], package(batch))
             want = daily_ids.predict(run.state.params, batch)
             torch.testing.assert_close(got.outputs[0], want, rtol=1e-5, atol=1e-6)
 

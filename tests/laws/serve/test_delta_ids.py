@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import daily_ids as daily
+from programs import packages
 from programs.fresh import bits
 
 import funcrec as fr
@@ -85,11 +86,10 @@ def test_evicted_ids_are_unknown_after_a_delta(first, folders, tmp_path):
     assert len(gone) > 20
 
 
-def test_a_publisher_sends_new_ids(first, tmp_path):
+def test_a_publisher_sends_new_ids(first, folders, tmp_path):
     """`publish` writes deltas with the vocabularies, and whole weights that have them. Either leads to the weights of
     the state."""
-    example = ids_of(next(daily.batches(1, 1, 8)))
-    path = fr.export(daily.predict, first.state.params, example, tmp_path / "model", version="0")
+    path = folders["plain"]
     package = fr.load_package(path)
     tell = fr.publish(tmp_path / "published", package, every_steps=1, keep=2)
     done = fr.fit(LOGGED, first, list(daily.batches(2, 5, 40)), epochs=1, callbacks=[tell], progress=False)
@@ -126,8 +126,44 @@ def test_entries_that_do_not_fit_are_refused(name, first, folders, tmp_path):
     assert not (tmp_path / "d").exists()
 
 
-def test_several_vocabularies_of_a_name_are_refused(first, tmp_path):
-    """A package of a model and its average has two vocabularies of one name. A delta of it raises."""
+def test_a_mesh_publishes_new_ids(folders, tmp_path):
+    """What `publish` writes from a sharded state leads to the weights of the whole state, vocabularies included."""
+    mesh = fr.Mesh.emulated(x=2)
+    plan = fr.Plan({"user": fr.row_wise("x"), "item": fr.row_wise("x"), "day": fr.replicated()})
+    step = fr.logged(daily.step(fr.optim.adam(0.1), mesh=mesh, plan=plan), steps=0)
+    run = step.init(fr.Params(daily.dynamic(), torch.ones(())))
+    whole = lambda run: fr.Params(fr.gather_tables(run.state.tables, mesh), run.state.dense)
+    package, wanted = (fr.load_package(folders["plain"]) for _ in range(2))
+    package.swap(fr.save_weights(tmp_path / "begun", whole(run), version="0"))
+    tell = fr.publish(tmp_path / "published", package, every_steps=1, mesh=mesh)
+    for i, batch in enumerate(daily.batches(12, 4, size=64), 1):
+        run, metrics = step(run, batch)
+        tell(fr.loop.Record("step", 0, i, {}, run))
+    package.follow(tmp_path / "published")
+    wanted.swap(fr.save_weights(tmp_path / "w", whole(run), version="x"))
+    assert bits(package.params) == bits(wanted.params)
+    assert len([x for x in (tmp_path / "published").iterdir() if x.suffix == ".delta"]) == 3
+    assert int(metrics["vocabularies"]["users"]["evicted"])
+
+
+def test_weights_of_a_vocabulary_with_another_seed_are_refused(folders, tmp_path):
+    """A program holds the seed that finds the ids of its vocabulary. Weights with another seed, which would give rows
+    of other ids, are refused. Weights with the same seed are taken, and answer as the parameters do."""
+    package, weights = fr.load_package(folders["plain"]), torch.ones(())
+    tables = lambda seed: daily.dynamic(fr.vocabulary(256, unknown=1, seed=seed))
+    for seed in (1, 2):
+        fr.save_weights(tmp_path / f"{seed}", fr.Params(tables(seed), weights))
+        with pytest.raises(ValueError, match="of other parameters than the package"):
+            package.swap(tmp_path / f"{seed}")
+    package.swap(fr.save_weights(tmp_path / "same", fr.Params(tables(0), 2 * weights)))
+    asked = ids_of(next(daily.batches(1, 1, 8)))
+    assert torch.allclose(package(asked), daily.predict(fr.Params(tables(0), 2 * weights), asked), rtol=1e-5, atol=1e-6)
+
+
+def test_several_vocabularies_of_a_name_are_refused(first, tmp_path, monkeypatch):
+    """A package of a model and its average has two vocabularies of one name. A delta of it raises. The package is not
+    compiled, since a delta reads its manifest."""
+    packages.uncompiled(monkeypatch)
     both = {"now": first.state.tables, "average": fr.copy(first.state.tables)}
     predict = lambda params, batch: sum(
         fr.lookup(t, batch.ids, daily.FEATURES[:1]).values.sum(1) for t in params.values()

@@ -432,24 +432,3 @@ def test_a_package_without_a_canary_is_warned_of(bags, scale, tmp_path, monkeypa
     with pytest.warns(UserWarning, match="shows no finite answer"), pytest.raises(FileNotFoundError):
         ids = fr.KeyedJaggedTensor.from_lists({"c": bags}, dtype=torch.int64)
         fr.export(predict, params, fr.Batch(ids), tmp_path / "package")
-
-
-def test_weights_of_a_vocabulary_with_another_seed_are_refused(tmp_path):
-    """A program holds the seed that finds the ids of its vocabulary. Weights with another seed, which would give rows
-    of other ids, are refused. Weights with the same seed are taken, and answer as the parameters do."""
-    read, configs = [fr.FeatureConfig("u", table="user")], [fr.TableConfig("user", 128, 4)]
-
-    def params(seed, key):
-        users, _, _ = fr.admit(fr.vocabulary(128, seed=seed), torch.tensor([5, 3, 9]))
-        tables = fr.init(fr.key(key), configs)
-        return fr.Params(fr.dynamic_tables(tables, {"v": fr.VocabularyConfig(users, configs, read)}, key=fr.key(0)), {})
-
-    predict = lambda params, batch: fr.lookup(params.tables, batch.ids, read).values.sum(1)
-    batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"u": [[5], [3, 9]]}))
-    package = fr.load_package(fr.export(predict, params(1, 0), batch, tmp_path / "package"))
-    for seed in (0, 2):
-        fr.save_weights(tmp_path / f"{seed}", params(seed, 1))
-        with pytest.raises(ValueError, match="of other parameters than the package"):
-            package.swap(tmp_path / f"{seed}")
-    package.swap(fr.save_weights(tmp_path / "same", params(1, 1)))
-    assert torch.equal(package(batch), predict(params(1, 1), batch))
