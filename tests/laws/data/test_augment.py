@@ -118,8 +118,8 @@ def test_vmap(name):
     assert vmap(view)(keys, values).equal(torch.stack([view(k, v) for k, v in zip(keys, values, strict=True)]))
 
 
-def test_jit():
-    """A compiled call has the bits of the plain one."""
+def test_jit(interpreted):
+    """A staged call has the bits of the plain one."""
     jitted, keys = fr.jit(viewed), fr.split(fr.key(0), 3)
     few = fr.JaggedTensor.from_lists([[3, 4], [8]])
     for bags, key, how in ((BAGS, keys[0], {}), (BAGS, keys[1], {"share": 0.5}), (few, keys[0], {})):

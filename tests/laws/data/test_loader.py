@@ -98,7 +98,7 @@ def test_take_is_row_wise():
     assert part.label.tolist() == whole.label[chosen].tolist()
 
 
-def test_rows_that_are_not_there_show_when_traced():
+def test_rows_that_are_not_there_show_when_traced(interpreted):
     """In a traced call, which cannot check rows, a row that is out of range has label NaN. The other labels do not
     change."""
     rows = torch.tensor([3, -1, 22, 23])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from programs.as_staged import staged_only
 from programs.refused import assert_refused
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
@@ -151,7 +152,8 @@ def test_compiled_reductions():
     """jit, and jit of vmap, have the numbers of single calls."""
     every = lambda x: {how: reduce(fr.JaggedTensor(x, OFFSETS)) for how, reduce in EVERY.items()}
     torch.testing.assert_close(fr.jit(every)(X), every(X))
-    torch.testing.assert_close(fr.jit(vmap(every))(STACK), vmap(every)(STACK))
+    with staged_only():
+        torch.testing.assert_close(fr.jit(vmap(every))(STACK), vmap(every)(STACK))
 
 
 @pytest.mark.parametrize("how", EVERY)

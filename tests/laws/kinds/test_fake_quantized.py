@@ -162,7 +162,7 @@ def test_scales_get_lsqs_gradient(dtype):
 
 
 @pytest.mark.parametrize("scales", ["row", "learned"])
-def test_a_step_trains_them(scales):
+def test_a_step_trains_them(scales, interpreted):
     """A step moves each part along its gradient, even jitted and donated. vmap trains several values."""
     step = fr.train_step(loss_fn, sparse=fr.optim.sgd(0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1))
     fresh = lambda: step.init(fr.Params(fr.fake_quantize(fr.copy(TABLES), "int4", scales=scales), DENSE.clone()))

@@ -1,10 +1,12 @@
 """fr.losses: one table of losses, one list of laws, and torch's own losses as oracles."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from programs.as_staged import staged_only
 from torch.func import grad, hessian, jacfwd, jvp, vmap
 
 import funcrec as fr
@@ -125,12 +127,15 @@ def test_a_small_loss_of_large_logits_keeps_its_digits(dtype):
     assert losses.in_batch_softmax(q, c, log_q=None, reduction="none").equal(own)
 
 
-@pytest.mark.parametrize("name", ["bce", "cross_entropy", "multi_task", "in_batch_softmax", "contrastive"])
-def test_compiled_it_is_the_same(name):
-    """Under jit the value equals the eager value."""
-    loss, x, y, _, _ = make(name, torch.float32)
+def test_compiled_it_is_the_same():
+    """Under jit the values equal the eager values."""
     w = torch.tensor([1.0, 2.0, 0.5, 1.0, 0.0, 3.0])
-    torch.testing.assert_close(fr.jit(lambda x, y, w: loss(x, y, w))(x, y, w), loss(x, y, w))
+    made = {
+        n: make(n, torch.float32)[:3] for n in ("bce", "cross_entropy", "multi_task", "in_batch_softmax", "contrastive")
+    }
+    every = lambda xs, w: {n: made[n][0](x, y, w) for n, (x, y) in xs.items()}
+    xs = {n: (x.clone(), y.clone()) for n, (_, x, y) in made.items()}
+    torch.testing.assert_close(fr.jit(every)(xs, w), every(xs, w))
 
 
 @pytest.mark.parametrize("name", [n for n in LOSSES if n not in SOFTMAX])
@@ -245,10 +250,12 @@ def test_bad_input(call, error, part):
 @pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 0.5, 2.0])], ids=["no weights", "weights"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_bce_has_a_jvp_of_a_jvp(weight, reduction):
-    """jacfwd(jacfwd(bce)) and one more jacfwd equal forward over reverse mode, compiled or not, also at logit 0."""
+    """jacfwd(jacfwd(bce)) and one more jacfwd equal forward over reverse mode, also at logit 0, and compiled for one
+    of the losses."""
     z, y = torch.tensor([0.0, -30.0, 2.0], dtype=torch.float64), torch.tensor([0.0, 1.0, 0.3], dtype=torch.float64)
     loss = lambda z: losses.bce(z, y, weight, reduction=reduction).sum()
     second, third = jacfwd(jacfwd(loss)), jacfwd(jacfwd(jacfwd(loss)))
     torch.testing.assert_close(second(z), hessian(loss)(z), rtol=1e-12, atol=1e-15)
     torch.testing.assert_close(third(z), jacfwd(hessian(loss))(z), rtol=1e-12, atol=1e-15)
-    torch.testing.assert_close(fr.jit(second)(z), hessian(loss)(z), rtol=1e-12, atol=1e-15)
+    with contextlib.nullcontext() if reduction == "none" and weight is not None else staged_only():
+        torch.testing.assert_close(fr.jit(second)(z), hessian(loss)(z), rtol=1e-12, atol=1e-15)

@@ -61,7 +61,7 @@ def test_one_expert_is_that_expert():
 
 
 @pytest.mark.parametrize("name", ["mmoe", "ple"])
-def test_they_compose_with_transforms(name):
+def test_they_compose_with_transforms(name, interpreted):
     """vmap over the batch, jit and gradients have the numbers of the plain call; an empty batch has no rows."""
     layers = {
         "mmoe": nn.mmoe(4, 2, num_experts=3, sizes=(5,), activation=ACTIVE),

@@ -54,7 +54,7 @@ def test_it_is_a_loop_over_bags(normalize):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_it_composes_with_transforms(normalize):
+def test_it_composes_with_transforms(normalize, interpreted):
     """vmap over members, jit and an empty batch agree with the plain call."""
     layer, params = make(normalize)
     bags = fr.JaggedTensor(GARBAGE, OFFSETS)

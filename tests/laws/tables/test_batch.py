@@ -97,7 +97,7 @@ def test_a_weight_of_two_is_the_example_twice():
     close(loss(weighted(torch.ones(B))), loss(batch))
 
 
-def test_all_weights_zero():
+def test_all_weights_zero(interpreted):
     """A batch of padding alone has loss 0 and zero gradients, not NaN. Invalid weights raise."""
     model, params, batch = make("dcnv2, low rank")
     nothing = fr.Batch(batch.ids, batch.label * torch.nan, batch.dense * torch.nan, torch.zeros(B))

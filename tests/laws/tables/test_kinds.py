@@ -131,8 +131,8 @@ def test_a_third_kind_is_differentiated(low_rank):
     assert_trees_close((got, made, grads.dense), (loss, d_parts, d_dense), rtol=1e-12, atol=1e-12)
 
 
-def test_a_third_kind_is_trained(low_rank):
-    """The tables of a step keep their kind. Each part moves along its gradient, even compiled and donated."""
+def test_a_third_kind_is_trained(low_rank, interpreted):
+    """The tables of a step keep their kind. Each part moves along its gradient, even staged and donated."""
     loss, d_parts, d_dense = by_autograd(low_rank)
     want = {n: t - 0.1 * d_parts[n] for n, t in low_rank.items()}
     step = fr.train_step(loss_fn, sparse=fr.optim.sgd(0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1))

@@ -46,7 +46,7 @@ def addresses(state):
 
 
 @pytest.mark.parametrize(("how", "each"), [("eager", True), ("eager", False), ("donated", True)])
-def test_an_ensemble_with_batch_norm_is_its_members(how, each):
+def test_an_ensemble_with_batch_norm_is_its_members(how, each, interpreted):
     """Steps of three members by vmap, with running statistics and dropout, equal three runs. Donated steps stay in
     place from the first call on."""
     step, params = with_batch_norm()
