@@ -19,6 +19,8 @@ gc.disable()  # while tests are collected: a pass reads all that is collected an
 sys.dont_write_bytecode = os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is None and sys.dont_write_bytecode
 
 torch.set_num_threads(int(os.environ.get("FUNCREC_TEST_THREADS", "1")))
+# Otherwise a first torch.compile starts a pool of processes, each of which imports torch. fr.jit starts none.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts what runs in its background so
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -176,7 +176,7 @@ def test_bad_input(call, kind, fragment):
 
 def test_dense_updates_of_matrices_compile():
     """A compiled update of a weight matrix, whose gradient is a matrix product, equals the eager update."""
-    names = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adamax")
+    names = ("SGD", "AdamW", "RMSprop", "NAdam")
     opts = {n: fr.optim.dense(getattr(torch.optim, n), lr=0.1, weight_decay=0.01) for n in names}
     draw = torch.Generator().manual_seed(0)
     ws, xs = ({n: torch.randn(*shape, generator=draw) for n in names} for shape in ((4, 3), (5, 4)))

@@ -4,6 +4,7 @@ succeeds."""
 import pytest
 import torch
 from programs import moving, saving, training
+from programs.as_staged import as_staged
 from programs.moving import bits
 from programs.training import plan_of
 
@@ -108,6 +109,6 @@ def test_copies_that_trained_apart_are_refused(ranks, tmp_path):
 def test_ranks_train_on_while_they_save(copy_bytes, ranks, tmp_path):
     """A save in the background of donated steps and their exchanges has the bits of the given state, for any limit of
     copied bytes."""
-    for wants, loaded in ranks(2).run(saving.saved_beside, tmp_path / "a", copy_bytes):
+    for wants, loaded in ranks(2).run(as_staged, saving.saved_beside, tmp_path / "a", copy_bytes):
         for want, got in zip(wants, loaded, strict=True):
             assert_trees_close(bits(got), bits(want))

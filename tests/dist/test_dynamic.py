@@ -3,7 +3,7 @@
 import pytest
 import torch
 from programs import daily_ids as daily
-from programs.daily_ids import ONE_AXIS, SPARSE, TWO_AXES
+from programs.daily_ids import ONE_AXIS, PAIRS, SPARSE, TWO_AXES
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close
@@ -23,8 +23,7 @@ def trained(mesh, placement, tables, sparse, count=3):
     return losses, fr.gather_state(state, mesh), metrics.get("vocabularies")
 
 
-@pytest.mark.parametrize("name", SPARSE)
-@pytest.mark.parametrize("kind", [*ONE_AXIS, *TWO_AXES])
+@pytest.mark.parametrize(("kind", "name"), PAIRS)
 def test_with_room_for_all_ids_training_is_that_of_static_tables(kind, name):
     """Under every placement, with room for all ids, losses are those of sharded tables with a row for each id, bit for
     bit."""

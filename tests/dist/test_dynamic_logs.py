@@ -3,7 +3,7 @@
 import pytest
 import torch
 from programs import daily_ids as daily
-from programs.daily_ids import ONE_AXIS, SPARSE, TWO_AXES
+from programs.daily_ids import ONE_AXIS, PAIRS, SPARSE, TWO_AXES
 
 import funcrec as fr
 from funcrec.serve.freshness._publish import gathered
@@ -46,11 +46,7 @@ def assert_history(pairs, sent, counts):
         assert_trees_close(got, want, rtol=0, atol=0)
 
 
-# the optimizers take turns; of columns the row-wise one needs the whole row
-EACH = [("row_wise", "adam"), *zip([*ONE_AXIS, *TWO_AXES], ["rowwise_adagrad", "adam"] * 4)]
-
-
-@pytest.mark.parametrize(("kind", "name"), EACH)
+@pytest.mark.parametrize(("kind", "name"), PAIRS)
 def test_steps_on_an_emulated_mesh_are_undone(kind, name):
     """Under every placement, rewind gives the sharded state k steps ago bit for bit, and a Delta since any version
     gives the whole tables and vocabularies of now."""

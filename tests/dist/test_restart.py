@@ -37,16 +37,16 @@ def begun(folder):
     return [tuple(map(int, line.split())) for line in (folder / "began0").read_text().splitlines()]
 
 
-def test_killed_five_times_it_ends_with_the_same_bits(folder):
-    """Kill -9 hits one of two ranks five times at random moments, sent by that rank or by the other rank. The agent
+def test_killed_three_times_it_ends_with_the_same_bits(folder):
+    """Kill -9 hits one of two ranks three times at random moments, sent by that rank or by the other rank. The agent
     restarts both ranks from the last checkpoint. The final bits are those of an uninterrupted run."""
     tree, steps, history = end_of(folder / "killed")
     want, of_alone, alone = end_of(folder / "alone")
     assert_trees_close(tree, want, rtol=0, atol=0)
     assert steps == of_alone and [h["loss"] for h in history] == [h["loss"] for h in alone]
-    assert len((folder / "killed" / "killed").read_text().split()) == 5
+    assert len((folder / "killed" / "killed").read_text().split()) == 3
     starts = [step for step, _ in begun(folder / "killed")]
-    assert len(starts) == 6 and starts == sorted(starts) and starts[-1] > 9, starts
+    assert len(starts) == 4 and starts == sorted(starts) and starts[-1] > 9, starts
     assert not any(Path(f"/proc/{pid}").exists() for name in ("alone", "killed") for _, pid in begun(folder / name))
 
 

@@ -25,7 +25,7 @@ import funcrec as fr
 from funcrec.examples import ctr
 from programs import small_movielens
 
-WORDS = ["--model", "deepfm", "--batch-size", "64", "--patience", "9", "--lr", "0.01", "--epochs", "3", "--resume=auto"]
+WORDS = ["--model", "fm", "--batch-size", "64", "--patience", "9", "--lr", "0.05", "--epochs", "3", "--resume=auto"]
 KEYS = ("state", "best", "position", "loss_sum")
 
 

@@ -24,6 +24,8 @@ TWO_AXES = {
     "table_column_wise": fr.table_column_wise(("x", "y"), rank=0), "grid": fr.grid(("x", "y")),
 }  # fmt: skip
 SPARSE = {"adam": fr.optim.adam(0.1), "rowwise_adagrad": fr.optim.rowwise_adagrad(lr=0.3)}
+# placements and optimizers in turn; rows have both
+PAIRS = [("row_wise", "adam"), *zip([*ONE_AXIS, *TWO_AXES], ["rowwise_adagrad", "adam"] * 4, strict=False)]
 
 
 def configs(num_users, num_items, dtype=torch.float32):

@@ -1,14 +1,13 @@
 """Programs of exchanges, and their compiled results on this process's ranks."""
 
+import contextlib
 from unittest import mock
 
 import torch
 
 import funcrec as fr
 from funcrec.compile import _program
-from funcrec.compile.backend import _inductor
-
-OVERLAP = "reorder_for_compute_comm_overlap_passes"
+from programs.as_staged import staged_only
 
 # What one exchange of a program does with the exchange's operand f[n, SIZE, ...].
 KINDS = {
@@ -32,7 +31,8 @@ def run(steps, x):
 
 
 def compiled(programs):
-    """Return, for each program, (its values without the passes, with them, the bytes sent without them, with them)."""
+    """Return, for each program, (its values staged and without the passes, compiled with them, the bytes sent without
+    them, with them)."""
     n = torch.distributed.get_world_size()
     mesh, out = fr.Mesh.distributed(x=n), []
     for steps in programs:
@@ -45,10 +45,9 @@ def compiled(programs):
                 )(x)
             )
             smaller = _program.smaller_exchanges if passes else lambda graph: None
-            options = _inductor.OPTIONS if passes else _inductor.OPTIONS | {OVERLAP: []}
             with (
                 mock.patch.object(_program, "smaller_exchanges", smaller),
-                mock.patch.object(_inductor, "OPTIONS", options),
+                contextlib.nullcontext() if passes else staged_only(),
             ):
                 lowered = f.lower(x)
                 both.append((lowered.compile()(x), lowered.exchanges))

@@ -88,6 +88,6 @@ def main(folder):
         (folder / name).mkdir()
     launch(folder, "alone", 2)
     draw = random.Random(0)
-    steps = sorted(draw.sample(range(2, NUM_STEPS * EPOCHS - 3), 5))
+    steps = sorted(draw.sample(range(2, NUM_STEPS * EPOCHS - 3), 3))
     launch(folder, "killed", 2, [(s, draw.randrange(2), draw.randrange(2), draw.uniform(0, 0.01)) for s in steps])
     launch(folder, "three", 3)

@@ -320,9 +320,11 @@ def test_ranks_that_are_killed_go_on_and_those_that_are_asked_save(folder, tmp_p
     """When a rank is killed, the other rank reports which rank it was and how to resume. --max-restarts with
     --resume=auto resumes. SIGTERM to the launcher saves."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    # the step is that of the ranks in test_ctr, whose code on disk these ranks load
+    same = ["--model", "fm", "--batch-size", "64", "--lr", "0.003", "--plan", "row_wise"]
     words = ["--data", str(folder), "--out", str(tmp_path), "--epochs", "9999", "--patience", "9999", "--resume=auto"]
     process = subprocess.Popen(
-        [sys.executable, *launcher, "-m", "funcrec.examples.ctr", *OPTIONS, *words], text=True,
+        [sys.executable, *launcher, "-m", "funcrec.examples.ctr", *same, *words], text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT,
     )  # fmt: skip
     read_until(process, "epoch   0 ")

@@ -335,21 +335,6 @@ def test_bad_input():
         fr.models.next_item_loss(MODELS["sasrec"])(params_of("sasrec"), batch_of(BAGS))
 
 
-@pytest.mark.parametrize("name", ["hstu"])
-def test_a_served_history(tmp_path, name):
-    """An exported query and the items' vectors give, from a package, the rows that top_k gives without one."""
-    model, params = SHALLOW[name], fr.tree.to(params_of(name, models=SHALLOW), dtype=torch.float32)
-    batch = batch_of([b for b in BAGS if b])
-    fr.export(model.query, params, batch, path=tmp_path / "model")
-    query = fr.load_package(tmp_path / "model")
-    for bags in ([b for b in BAGS if b], [[1], [3, 3, 3]]):
-        own = query(batch_of(bags))
-        torch.testing.assert_close(own, model.query(params, batch_of(bags)))
-        seen = fr.JaggedTensor.from_lists(bags)
-        rows = fr.top_k(own, model.items(params), 3, exclude=seen)[1]
-        assert rows.equal(fr.top_k(model.query(params, batch_of(bags)), model.items(params), 3, exclude=seen)[1])
-
-
 @pytest.mark.parametrize("how", [{}, {"loss": "sampled_softmax", "num_negatives": 4}], ids=["all", "drawn"])
 @EACH
 def test_items_of_a_vocabulary_are_refused(name, how):

@@ -183,11 +183,19 @@ def test_meta_gradients_of_jitted_and_scanned_steps():
 
 def test_meta_gradients_are_compiled():
     """jit of all these gradients, which makes an optimizer with a learned rate inside, compiles once and gives the
-    values of the gradients."""
+    values of the gradients: compiled for the rates of SGD, staged for all."""
+    rates = torch.tensor([0.3, 0.1], dtype=F64)
+    small = lambda x: loss_fn(
+        by_step(step_of(fr.optim.sgd(lr=x[0]), x[1], dense=torch.optim.SGD), fr.Params(TABLES, DENSE), SUPPORT, 1),
+        QUERY,
+    )
+    by_rates = torch.func.grad(small)
+    torch.testing.assert_close(fr.jit(by_rates)(rates), by_rates(rates), rtol=1e-10, atol=1e-12)
     grad = torch.func.grad(learnt("once"))
-    compiled = fr.jit(grad)
-    for x in (AT, AT * 0.9):
-        torch.testing.assert_close(compiled(x), grad(x), rtol=1e-10, atol=1e-12)
+    with mock.patch.object(_program, "compile_graph", lambda graph, args: graph):
+        compiled = fr.jit(grad)
+        for x in (AT, AT * 0.9):
+            torch.testing.assert_close(compiled(x), grad(x), rtol=1e-10, atol=1e-12)
     assert compiled.num_compiled() == 1
     for how, cls in (("scan", torch.optim.SGD), ("once", torch.optim.Adam)):
         grad = torch.func.grad(learnt(how, cls))
