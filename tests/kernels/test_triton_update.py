@@ -268,11 +268,7 @@ def assert_near(got: Tensor, truth: Tensor, same: Tensor, old: Tensor) -> None:
     assert ((got.double() - truth).abs() <= 2 * (lost + eps * size) + rounding).all()
 
 
-RULE_CASES = [
-    (rule, options, (F32, F64, BF16, F16)[i % 4] if k else F32)
-    for i, (rule, options) in enumerate(CASES)
-    for k in range(1 + (i % 4 > 0))
-]
+RULE_CASES = [(rule, options, (F32, F64, BF16, F16)[i % 4]) for i, (rule, options) in enumerate(CASES)]
 
 
 @pytest.mark.parametrize(("rule", "options", "dtype"), RULE_CASES, ids=str)
