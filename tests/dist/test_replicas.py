@@ -37,7 +37,7 @@ def batches(mesh, steps):
     return [training.batch(i, 2 * mesh.size) for i in range(steps)]
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(plans(), st.sampled_from(NAMES), st.booleans())
 def test_a_group_trains_as_if_it_were_alone(where, name, exact):
     """Between synchronizations, each copy's tables and slots have the bits of its group alone. The group's mesh gets

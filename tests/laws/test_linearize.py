@@ -72,7 +72,7 @@ CASES = {
     "value_and_grad": differentiated,
     "float16 vectors": lambda x, lr: coded(x * lr, "float16"),
     "int8 vectors": lambda x, lr: coded(x * lr, "int8") * lr,
-    **{n: lambda x, lr, n=n: updated(n, x, lr) for n in ("sgd", "adam", "rowwise_adagrad", "lion", "lamb", "ftrl")},
+    **{n: lambda x, lr, n=n: updated(n, x, lr) for n in ("adam", "rowwise_adagrad", "lion")},
 }
 
 
