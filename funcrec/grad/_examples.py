@@ -39,7 +39,7 @@ def sum_examples(grads: Params, weights: Annotated[Tensor, Form("f[B]")] | None 
 
     Args:
       grads: the gradients of B examples, from `per_example_grads`.
-      weights: f[B]; None for 1, or for a mean `torch.full((B,), 1 / B)`.
+      weights: f[B]; None for 1. They have the dtype of the gradients: f32 weights of 1 / B cost f64 gradients digits.
 
     Law: with weights 1 / B, it is the batch's gradient within rounding; its entries come in the batch's order.
 
@@ -65,7 +65,8 @@ def example_norms(grads: Params) -> Tensor:
 
     grads: the gradients of B examples, from `per_example_grads`. Rows that an example reads twice are added first.
 
-    Law: member e is `fr.global_norm` of example e's gradients, within rounding. Its derivative is 0 at 0.
+    Law: member e is `fr.global_norm(tables, *dense leaves)` of example e's gradients, within rounding. Its derivative
+      is 0 at 0.
 
     Example:
       >>> import torch, funcrec as fr
@@ -75,7 +76,8 @@ def example_norms(grads: Params) -> Tensor:
       tensor([5., 1.])
     """
     count = checked_count("funcrec.example_norms", grads)
-    squares = [_dot(x.reshape(count, -1), x.reshape(count, -1)) for x in _tensors(grads.dense)]
+    wide = lambda x: x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # whose squares may overflow
+    squares = [_dot(y := wide(x).reshape(count, -1), y) for x in _tensors(grads.dense)]
     height = max(sum(g.num_embeddings for g in grads.tables.values()), 1)
     for example, row, values in written_out(grads.tables):
         own = torch.where(row < 0, -1, example * height + row)
@@ -95,7 +97,8 @@ def example_dots(grads: Params, other: Params) -> Tensor:
 
     Args:
       grads: the gradients of B examples, from `per_example_grads`.
-      other: the gradient of one loss, from `value_and_grad`, for the same parameters.
+      other: the gradient of one loss, from `value_and_grad`, for the same parameters. For K others, stacked by
+        `per_example_grads`: `torch.func.vmap(lambda o: fr.example_dots(grads, o))(others)`, f[K, B].
 
     Law: the inner product of the dense forms, within rounding. Rows that only one of the two reads add nothing.
 
@@ -111,8 +114,8 @@ def example_dots(grads: Params, other: Params) -> Tensor:
     """
     count = checked_count("funcrec.example_dots", grads)
     check("funcrec.example_dots", other_problems(grads, other, count))
-    pairs = zip(_tensors(grads.dense), _tensors(other.dense), strict=True)
-    out = [x.reshape(count, -1) @ y.flatten() for x, y in pairs]
+    named = dict(paths(other.dense))
+    out = [x.reshape(count, -1) @ named[path].flatten() for path, x in paths(grads.dense)]
     first = first_rows(grads.tables)
     coalesced = {name: g.coalesce() for name, g in other.tables.items()}
     for example, row, values in written_out(grads.tables):
@@ -150,9 +153,9 @@ def gradient_noise_scale(grads: Params) -> Tensor:
     count = checked_count(call, grads)
     if count < 2:
         fail(call, "one example has no spread.", got=f"{count} example", need="at least 2 examples")
-    mean = sum_examples(grads, torch.full((count,), 1 / count, device=tree_leaves(grads)[0].device))
-    squares = [x.square().sum() for x in _tensors(mean.dense)]
-    of_mean = torch.stack(squares + [g.squared_norm() for g in mean.tables.values()]).sum()
+    total = sum_examples(grads)
+    squares = [x.square().sum() for x in _tensors(total.dense)]
+    of_mean = torch.stack(squares + [g.squared_norm() for g in total.tables.values()]).sum() / count**2
     of_each = example_norms(grads).square().mean()
     return count * (of_each - of_mean) / (count * of_mean - of_each)
 
@@ -258,14 +261,19 @@ def size_problems(sizes: Sequence[int], weights: Tensor | None) -> Iterator[Prob
 def other_problems(grads: Params, other: Params, count: int) -> Iterator[Problem]:
     if (yield from reported(table_problems(other.tables, "other"))):
         return
-    yield from float_leaf_problems("`other.dense{}` is not a gradient.", other.dense, "fr.value_and_grad(loss_fn)")
+    if (
+        yield from reported(
+            float_leaf_problems("`other.dense{}` is not a gradient.", other.dense, "fr.value_and_grad(loss_fn)")
+        )
+    ):
+        return
     shapes = lambda p: {n: (g.num_embeddings, g.dim) for n, g in p.tables.items()}
     if any(any(map(is_stacked, g.terms)) for g in other.tables.values()):
         got, hint = "gradients of examples", "fr.value_and_grad, or torch.func.vmap over `other`"
         yield Problem("`other` is not one gradient.", got, "the gradient of one loss", hint, TypeError)
     elif shapes(grads) != shapes(other):
         yield Problem("`other` has other tables.", f"{shapes(other)}", f"{shapes(grads)}")
-    mine = [x.shape[1:] for x in _tensors(grads.dense)]
-    theirs = [x.shape for x in _tensors(other.dense)]
+    mine = {path: list(x.shape[1:]) for path, x in paths(grads.dense)}
+    theirs = {path: list(x.shape) for path, x in paths(other.dense)}
     if mine != theirs:
-        yield Problem("`other` has other dense leaves.", f"{[list(s) for s in theirs]}", f"{[list(s) for s in mine]}")
+        yield Problem("`other` has other dense leaves.", f"{theirs}", f"{mine}")

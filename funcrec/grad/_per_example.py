@@ -42,16 +42,19 @@ def per_example_grads(loss_fn: Callable, has_aux: bool = False, *, max_ids: Coun
       (losses f[B], grads) or ((losses, aux), grads), each leaf with a leading dimension B: `grads` is a Params whose
       dense leaves are f[B, ...], and whose row gradients are those of all examples, stacked. Read them by
       `torch.func.vmap` (`vmap(lambda g: g.to_dense())(grads.tables["item"])`), or by `sum_examples`, `example_norms`
-      and `example_dots`, which are fast.
+      and `example_dots`; `fr.tree.map(lambda x: x[chosen], grads)` takes some of the examples.
 
     Raises:
       ValueError: if a leaf of the batch has another number of examples, or an example has more than `max_ids` ids.
-      TypeError: if weights of a loss depend on its parameters, or the loss needs the other examples, as
-        `in_batch_softmax` does.
+        Or the loss is one of `funcrec.losses` that needs the other examples, as `in_batch_softmax` does.
+      TypeError: if weights of a loss depend on its parameters, or `max_ids` is missing in a program of `fr.jit`.
 
-    Law: member e has the loss and the gradients of `value_and_grad` for the batch of example e alone, times its weight
-      over the mean weight if the loss has weights of examples. The mean over e is the loss and the gradient of the
-      whole batch. Both hold within rounding.
+    A loss of your own that mixes examples (negatives from the batch, a mean over the batch) sees one example alone, and
+    so differs in silence. So does data of examples in another argument than `batch`: every example sees all of it.
+
+    Law: if the loss draws nothing by a key, member e has the loss and the gradients of `value_and_grad` for the batch
+      of example e alone, times its weight over the mean weight if the loss has weights of examples. The mean over e is
+      the loss and the gradient of the whole batch. Both hold within rounding.
 
     Cost: gradients of dense leaves are B times as large as the leaves. Gradients of tables are the cotangents of the
       lookups, f[B, ΣD] where bags are pooled, and B · C row numbers.
@@ -105,11 +108,11 @@ class Examples(NamedTuple):
 _TENSOR = object()  # stands for a tensor of the example
 
 
-def stacked_examples(call: str, batch: Any, max_ids: int | None) -> Examples:
+def stacked_examples(call: str, batch: Any, max_ids: int | None, *, may_be_empty: bool = False) -> Examples:
     """Return the examples of a batch. Bags that examples share are copied to each of them."""
     leaves, structure = flatten_parts(batch)
     check(call, size_problems(leaves, 1))
-    check(call, example_problems(leaves, max_ids))
+    check(call, example_problems(leaves, max_ids, may_be_empty))
     count = next(n for n in map(num_examples, leaves) if n is not None)
     fits, made = [], []
     for x in leaves:
@@ -183,10 +186,11 @@ def _sums(totals: Totals, call: Callable[[], Any]) -> list[Tensor]:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def example_problems(leaves: Sequence[Any], max_ids: int | None) -> Iterator[Problem]:
+def example_problems(leaves: Sequence[Any], max_ids: int | None, may_be_empty: bool) -> Iterator[Problem]:
     """Report a batch without examples, and examples with more ids than `max_ids`, or than a program can know."""
     if next(n for n in map(num_examples, leaves) if n is not None) == 0:
-        yield Problem("`batch` has no examples.", describe(leaves), "at least one example")
+        if not may_be_empty:
+            yield Problem("`batch` has no examples.", describe(leaves), "at least one example")
         return
     for x in filter(is_jagged, leaves):
         if not is_concrete(x.offsets):
@@ -195,6 +199,6 @@ def example_problems(leaves: Sequence[Any], max_ids: int | None) -> Iterator[Pro
                     f"max_ids=None for {describe(x)}, whose lengths cannot be read",
                     "the most ids of an example",
                 )
-                yield Problem("`max_ids` is missing in a compiled function.", got, need, "max_ids=512", TypeError)
+                yield Problem("`max_ids` is missing where lengths cannot be read.", got, need, "max_ids=512", TypeError)
         elif max_ids is not None and (most := int(ranges_of_parts(x, num_examples(x)).offsets[:, -1].max())) > max_ids:
             yield Problem("`batch` has an example with too many ids.", f"{most} ids", f"at most max_ids={max_ids}")

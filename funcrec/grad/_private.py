@@ -21,18 +21,22 @@ from funcrec.core import (
     Problem,
     check,
     describe,
+    member_problems,
+    paths,
     random,
-    replace,
-    tree_flatten,
     tree_leaves,
     tree_map,
-    tree_unflatten,
     typed,
 )
 from funcrec.grad._examples import example_norms, sum_examples
+from funcrec.grad._micro_batches import num_examples
+from funcrec.grad._noise import with_noise
 from funcrec.grad._per_example import over_examples, stacked_examples
+from funcrec.grad._value_and_grad import params_problems
 from funcrec.jagged import is_concrete
-from funcrec.tables import Entries, Params, RowGrads, name_number
+from funcrec.kernels import ops
+from funcrec.mesh import bound_names, flatten_parts
+from funcrec.tables import Params, RowGrads
 
 CALL = "funcrec.private_grads"
 
@@ -52,12 +56,14 @@ def private_grads(
     """Return a function (params, batch, *args, key, **kwargs) -> (loss f[], grads), whose gradients are private.
 
     Each example's gradient, over all tables and dense leaves, is scaled to a norm of at most C = `max_norm`. Normal
-    noise of standard deviation `noise_multiplier` · C is added to every number of their sum.
+    noise of standard deviation `noise_multiplier` · C is added to every number of their sum. An example whose gradient
+    is not finite (also one with more than `max_ids` ids in a program) adds nothing. A batch without examples, as
+    drawing each with a chance may give, has the gradient 0 and gets noise alone.
 
     Args:
-      loss_fn: (params, batch, ...) -> f[], a mean over the batch's examples. An example of weight w counts w times its
-        loss before it is scaled; the weights of other examples change nothing. With `has_aux` it returns (f[], aux),
-        and aux holds no tensor: a tensor could show an example.
+      loss_fn: (params, batch, ...) -> f[], a mean over the batch's examples, all of whose data is in `batch`. An
+        example of weight w counts w times its loss before it is scaled; the weights of other examples change nothing.
+        With `has_aux` it returns (f[], aux), and aux holds no tensor: a tensor could show an example.
       max_norm: C > 0. noise_multiplier: σ >= 0.
       rows: the rows of tables that get noise. "all": every row of every table, so a step costs as much as its tables
         are large; the guarantee of DP-SGD holds. "touched": the rows that the batch reads. This is fast, but shows
@@ -69,10 +75,16 @@ def private_grads(
     Returns:
       the function. Its `key` i64[] makes the noise: a step needs a key of its own, such as fold_in(state.key,
       state.step). `loss_fn` gets another key, folded with the example's number, if it has a parameter `key`. The loss
-      is the mean of the examples' own losses, without noise: it is not private.
+      is the mean of the examples' own losses, without noise: it is not private. Of a model, it is
+      `private_grads(lambda p, b, *, key: fr.models.loss(model)(p, b, key=key)[0])`; a step takes the model itself.
+
+    Raises:
+      TypeError: without a key; for tables that are not a dict in one process; for dense leaves of 16 bits, in which
+        noise would round away; for data of examples outside of the batch.
 
     Law: without noise, the mean of the examples' clipped gradients, whatever the chunks are, within rounding. The noise
-      of a row is a function of the key, the table's name and the row: not of the batch, its order, or other tables.
+      of a row is a function of the key, the table's name and the row: not of the batch, its order, or other tables. The
+      noise of a dense leaf follows the key and the leaf's place. It is drawn in f64, up to 8.1 deviations.
 
     Example:
       >>> import torch, funcrec as fr
@@ -85,77 +97,52 @@ def private_grads(
     """
 
     @functools.wraps(loss_fn)
-    def run(params: Params, batch: Any, *args, key: Tensor, **kwargs):
-        random.check_key(CALL, key)
-        check(CALL, table_problems(params))
+    def run(params: Params, batch: Any, *args, key: Tensor | None = None, **kwargs):
+        check(CALL, key_problems(key))
+        check(CALL, table_problems(params), argument_problems(args, batch))
         for_noise, for_loss = random.split(key)
         if takes_key(loss_fn):
             kwargs["key"] = for_loss
-        examples = stacked_examples(CALL, batch, max_ids)
-        size, total, losses, aux = chunk_size or examples.count, None, [], None
-        for begin in range(0, examples.count, size):
+        check("funcrec.value_and_grad", params_problems(params))
+        examples = stacked_examples(CALL, batch, max_ids, may_be_empty=True)
+        size, total, losses, aux = chunk_size or examples.count, nothing(params), [], None
+        for begin in range(0, examples.count, max(size, 1)):
             part = examples.part(begin, min(begin + size, examples.count))
             value, grads = over_examples(loss_fn, has_aux, part, own_weights=True)(params, *args, **kwargs)
             loss, aux = value if has_aux else (value, None)
             check(CALL, aux_problems(aux))
-            factors = max_norm / example_norms(grads).clamp(min=max_norm)
-            total = added(total, sum_examples(grads, factors))
+            total = added(total, clipped_sum(grads, max_norm))
             losses.append(loss)
-        scale, divisor = noise_multiplier * max_norm, batch_size or examples.count
+        scale, divisor = noise_multiplier * max_norm, batch_size or max(examples.count, 1)
         noisy = with_noise(total, for_noise, scale, rows) if noise_multiplier else total
         mean = Params({n: g.scale(1 / divisor) for n, g in noisy.tables.items()},
                       tree_map(lambda x: x / divisor, noisy.dense))  # fmt: skip
-        loss = torch.cat(losses).mean()
+        loss = torch.cat(losses).mean() if losses else torch.full((), torch.nan, device=key.device)
         return ((loss, aux) if has_aux else loss), mean
 
     return run
 
 
-def added(total: Params | None, grads: Params) -> Params:
-    if total is None:
-        return grads
+def nothing(params: Params) -> Params:
+    """Return the gradient of no example."""
+    zeros = lambda t: RowGrads.zeros(t.shape, dtype=ops.accumulation_dtype(t.dtype), device=t.device)
+    dense = tree_map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, params.dense)
+    return Params({n: zeros(t) for n, t in params.tables.items()}, dense)
+
+
+def clipped_sum(grads: Params, max_norm: float) -> Params:
+    """Return the sum of the examples' gradients, each scaled to the norm. One that is not finite adds nothing."""
+    norms = example_norms(grads)
+    counts = norms.isfinite()
+    if not (is_concrete(counts) and bool(counts.all())):
+        own = lambda x: torch.where(counts.reshape(-1, *(1,) * (x.dim() - 1)), x, 0)
+        grads = tree_map(lambda x: own(x) if isinstance(x, Tensor) and x.is_floating_point() else x, grads)
+    return sum_examples(grads, torch.where(counts, max_norm / norms.clamp(min=max_norm), 0))
+
+
+def added(total: Params, grads: Params) -> Params:
     tables = {n: g + grads.tables[n] for n, g in total.tables.items()}
     return Params(tables, tree_map(torch.add, total.dense, grads.dense))
-
-
-def with_noise(grads: Params, key: Tensor, scale: float, rows: str) -> Params:
-    """Return the gradients with normal noise of standard deviation `scale` for each dense number and each row."""
-    leaves, structure = tree_flatten(grads.dense)
-    for_dense, for_tables = random.split(key)
-    noise = lambda i, x: random.normal(random.fold_in(for_dense, i), tuple(x.shape), dtype=_drawn(x.dtype)).to(x.dtype)
-    dense = [x + scale * noise(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(leaves)]
-    tables = {
-        n: _noisy_rows(g, random.fold_in(for_tables, name_number(n)), scale, rows) for n, g in grads.tables.items()
-    }
-    return Params(tables, tree_unflatten(dense, structure))
-
-
-def _noisy_rows(grads: RowGrads, key: Tensor, scale: float, rows: str) -> RowGrads:
-    if rows == "touched":
-        out = grads.coalesce()
-        term, dtype = out.terms[0], out.grads.dtype
-        if is_concrete(out.count):  # else noise is made for padding, too
-            own = slice(int(out.count))
-            term = Entries(term.rows[own], term.grads[own], out.count, None)
-            out = replace(out, terms=(term,))
-        noise = row_noise(key, term.rows, grads.dim, dtype)
-        made = torch.where(out.valid[:, None], term.grads + scale * noise, term.grads)
-        return replace(out, terms=(replace(term, grads=made),))
-    dtype = grads.floats[0].dtype
-    every = torch.arange(grads.num_embeddings, device=key.device)
-    return grads + RowGrads.from_entries(
-        every, scale * row_noise(key, every, grads.dim, dtype), num_embeddings=grads.num_embeddings
-    )
-
-
-def row_noise(key: Tensor, rows: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return normal numbers f[M, D] of rows i[M]: those of a row are the same in whatever place it stands."""
-    return random.normal(key, (rows.shape[0], dim), start=rows.long() * dim, dtype=_drawn(dtype)).to(dtype)
-
-
-def _drawn(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which noise is drawn: floats of 16 bits would have few distinct numbers."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def takes_key(fn: Callable, *, own: bool = False) -> bool:
@@ -169,12 +156,37 @@ def takes_key(fn: Callable, *, own: bool = False) -> bool:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
+def key_problems(key: Any) -> Iterator[Problem]:
+    if key is None:
+        need, hint = "i64[], a key of its own for each step", "key=fr.fold_in(state.key, state.step)"
+        yield Problem("`key` is missing, which the noise is made from.", "no keyword", need, hint, TypeError)
+    elif not isinstance(key, Tensor) or key.dtype != torch.int64 or key.dim() != 0:
+        yield Problem("`key` is not a key.", describe(key), "i64[], from funcrec.key(seed)", kind=TypeError)
+    else:
+        yield from member_problems(key, "key")
+
+
 def table_problems(params: Params) -> Iterator[Problem]:
     if not isinstance(params, Params):
         yield Problem("`params` is not Params.", describe(params), "Params(tables=..., dense=...)", kind=TypeError)
-    elif type(params.tables) is not dict:
-        got, hint = describe(params.tables), "a dict of tables in one process"
+    elif type(params.tables) is not dict or bound_names():
+        got = describe(params.tables) + (", on ranks" if bound_names() else "")
+        hint = "a dict of tables in one process"
         yield Problem("`params.tables` cannot get private gradients.", got, "{name: f[R, D]}", hint, TypeError)
+    else:
+        for path, x in paths(params.dense):
+            if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float32, torch.float64):
+                what, hint = f"`params.dense{path}` is too coarse for noise.", "x.float(); tables may have 16 bits"
+                yield Problem(what, describe(x), "f32 or f64", hint, TypeError)
+
+
+def argument_problems(args: tuple, batch: Any) -> Iterator[Problem]:
+    """Report data of examples that is not in the batch: every example would see all of it."""
+    sizes = {n for n in map(num_examples, flatten_parts(batch)[0]) if n is not None and n > 1}
+    for i, arg in enumerate(args):
+        if any(num_examples(x) in sizes for x in flatten_parts(arg)[0] if num_examples(x) is not None):
+            need, hint = "all data of examples in `batch`", "fr.Batch(ids, label), or a tuple of tensors"
+            yield Problem(f"argument {i + 3} has a value for each example.", describe(arg), need, hint, TypeError)
 
 
 def aux_problems(aux: Any) -> Iterator[Problem]:

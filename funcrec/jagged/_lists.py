@@ -142,7 +142,9 @@ def split_list(values: Tensor, offsets: Tensor) -> list[list]:
 
 def show_bags(values: Tensor, offsets: Tensor) -> str:
     """Return a text that shows the first bags, or only the number of bags if the values cannot be read."""
-    num_bags = offsets.shape[0] - 1
+    num_bags = offsets.shape[-1] - 1
+    if offsets.dim() != 1:  # the members of a vmap, as code outside of it sees them
+        return "stacked bags"
     if not (is_concrete(values) and is_concrete(offsets)):
         return f"{num_bags} bags"
     shown = split_list(values, offsets[: MOST_SHOWN + 1]) if values.dim() == 1 else offsets.diff()[:MOST_SHOWN].tolist()
@@ -160,7 +162,7 @@ def show_buffer(x: Any) -> str:
     parts = [f"values={describe(x.values)}"]
     if x.weights is not None:
         parts.append(f"weights={describe(x.weights)}")
-    if is_concrete(x.offsets) and int(x.offsets[-1]) != x.values.shape[0]:
+    if x.offsets.dim() == 1 and is_concrete(x.offsets) and int(x.offsets[-1]) != x.values.shape[0]:
         parts.append(f"{int(x.offsets[-1])} used of capacity {x.values.shape[0]}")
     return ", ".join(parts)
 

@@ -5,6 +5,7 @@
 Inside `shard_map`, ranks that have one key draw the same numbers; fold_in(key, axis_index(name)) gives each its own.
 """
 
+import operator
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -46,13 +47,23 @@ def uniform(
     """
     call = "funcrec.random.uniform"
     check(call, member_problems(key, "key"))
-    check(call, float_problems(dtype), bound_problems(low, high))
+    check(call, float_problems(dtype))
+    check(call, bound_problems(low, high, dtype))
     unit = random.uniform(key, tuple(shape), dtype=dtype)
     if (low, high) == (0.0, 1.0):
         return unit
-    out = low + (high - low) * unit.to(torch.float64)
-    bound = lambda x: torch.tensor(x, dtype=dtype, device=key.device)
-    return torch.minimum(out.to(dtype), torch.nextafter(bound(high), bound(-torch.inf)))  # rounding could give `high`
+    least, most = ends_of(low, high, dtype)  # rounding could leave the range
+    return (low + (high - low) * unit.to(torch.float64)).to(dtype).clamp(least, most)
+
+
+def ends_of(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the least number of the dtype from `low` on, and the greatest below `high`."""
+    least, most = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
+    if float(least) < low:
+        least = torch.nextafter(least, torch.full_like(least, torch.inf))
+    if float(most) >= high:
+        most = torch.nextafter(most, torch.full_like(most, -torch.inf))
+    return float(least), float(most)
 
 
 @typed
@@ -141,7 +152,8 @@ def permutation(key: Key, x: int | Tensor) -> Tensor:
 def categorical(key: Key, logits: Annotated[Tensor, Form("f[..., C]")]) -> Tensor:
     """Return i64[...], one of C classes with the probabilities softmax(logits), for each row of logits.
 
-    key: i64[]. A class of logit -inf is never drawn. The draw is the argmax of logits plus Gumbel noise.
+    key: i64[]. A class of logit -inf is never drawn, so a row needs another one. The draw is the argmax of logits plus
+    Gumbel noise.
 
     Example:
       >>> import torch, funcrec as fr
@@ -164,9 +176,13 @@ def float_problems(dtype: torch.dtype) -> Iterator[Problem]:
         yield Problem("`dtype` is not a float dtype.", f"{dtype}", "f64, f32, f16 or bf16", "torch.float32", TypeError)
 
 
-def bound_problems(low: float, high: float) -> Iterator[Problem]:
-    if not low < high or high - low == float("inf") or abs(low) == float("inf"):
-        yield Problem("`low` and `high` are not the bounds of a range.", f"{low}, {high}", "finite low < high")
+def bound_problems(low: float, high: float, dtype: torch.dtype) -> Iterator[Problem]:
+    ends = torch.finfo(dtype)
+    if not (low < high and ends.min <= low and high <= ends.max and high - low < float("inf")):
+        need = f"finite low < high of {dtype}"
+        yield Problem("`low` and `high` are not the bounds of a range.", f"{low}, {high}", need)
+    elif not operator.le(*ends_of(low, high, dtype)):
+        yield Problem("`low` and `high` have no number between them.", f"{low}, {high}", f"a number of {dtype}")
 
 
 def integer_problems(low: int, high: int, dtype: torch.dtype) -> Iterator[Problem]:
@@ -175,7 +191,8 @@ def integer_problems(low: int, high: int, dtype: torch.dtype) -> Iterator[Proble
         return
     info = torch.iinfo(dtype)
     if not info.min <= low < high <= info.max + 1 or high - low > 2**53:
-        yield Problem("`low` and `high` are not the bounds of a range.", f"{low}, {high}", f"low < high, of {dtype}")
+        need = f"low < high of {dtype}, at most 2⁵³ apart"
+        yield Problem("`low` and `high` are not the bounds of a range.", f"{low}, {high}", need)
 
 
 def probability_problems(p: float | Tensor) -> Iterator[Problem]:
@@ -200,3 +217,7 @@ def row_problems(x: int | Tensor) -> Iterator[Problem]:
 def class_problems(logits: Tensor) -> Iterator[Problem]:
     if not logits.dim() or not logits.shape[-1]:
         yield Problem("`logits` has no classes.", describe(logits), "f[..., C] with C >= 1")
+        return
+    value = plain(logits)
+    if value is not None and not bool((~value.isnan().any(-1) & (value.amax(-1) > -torch.inf)).all()):
+        yield Problem("`logits` has a row without a distribution.", "NaN, or -inf alone", "a logit above -inf, no NaN")

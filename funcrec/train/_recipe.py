@@ -7,16 +7,17 @@ In one process each stage is the identity, or the optimizer's update; on ranks i
 the work.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcrec.core import random
+from funcrec.core import Problem, check, describe, random
 from funcrec.grad import over_micro_batches, value_grad_and_overflows
 from funcrec.kinds import known, with_ids
 from funcrec.optim import DenseOptimizer, RowOptimizer
-from funcrec.tables import RowGrads, with_parts
+from funcrec.tables import Params, RowGrads, with_parts
 from funcrec.train._admission import admitted
 from funcrec.train._state import TrainState
 
@@ -38,10 +39,29 @@ class Recipe(NamedTuple):
         """Return the function (params, batch, **extra) -> (value, gradients, overflows) of the loss."""
         if self.grad is not None:
             fn = self.grad(loss_fn, has_aux=True) if self.has_aux else self.grad(loss_fn)
-            return lambda *args, **kwargs: (*fn(*args, **kwargs), [])
+            return functools.partial(own_gradients, fn)
         if self.micro_batches == 1:
             return value_grad_and_overflows(loss_fn, self.has_aux)
         return over_micro_batches(loss_fn, self.micro_batches, self.has_aux)
+
+
+def own_gradients(fn: Callable, params: Any, *args, **kwargs) -> tuple[Any, Any, list]:
+    """Return (value, gradients, no overflows) of a user's transform of the loss, after a check of their form."""
+    out = fn(params, *args, **kwargs)
+    check("funcrec.train_step", gradient_form_problems(out, params))
+    return *out, []
+
+
+def gradient_form_problems(out: Any, params: Any) -> Iterator[Problem]:
+    need, hint = (
+        "(loss, Params of gradients), as fr.value_and_grad returns",
+        "grad=lambda loss: fr.value_and_grad(loss)",
+    )
+    if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], Params):
+        yield Problem("the function of `grad` gave no gradients.", describe(out), need, hint, TypeError)
+    elif set(out[1].tables) != set(params.tables):
+        got, need = f"gradients of {sorted(out[1].tables)}", f"those of {sorted(params.tables)}"
+        yield Problem("the function of `grad` gave gradients of other tables.", got, need, hint)
 
 
 def with_key(recipe: Recipe, state: TrainState, of_bags: Callable = lambda key: key) -> dict[str, Tensor]:

@@ -61,7 +61,7 @@ def map_with_path(fn: Callable, tree: Any, *rest: Any) -> Any:
       {'w': True, 'norm': {'scale': False}}
     """
     own, form = fast_flatten(tree)
-    others = [_in_places(form, x, f"rest[{i}]") for i, x in enumerate(rest)]
+    others = [_in_places(form, x, f"rest[{i}]", "funcrec.tree.map_with_path") for i, x in enumerate(rest)]
     names = [path for path, _ in paths(tree)]
     with own_errors("funcrec.tree.map_with_path", fn, tree, *rest, need="a path, and leaves that it takes"):
         return form.unflatten([fn(*xs) for xs in zip(names, own, *others, strict=True)])
@@ -284,12 +284,12 @@ def _tensors(tree: Any) -> list[Tensor]:
     return list({id(x): x for x in fast_flatten(tree)[0] if isinstance(x, Tensor)}.values())
 
 
-def _in_places(form: PyTreeSpec, tree: Any, name: str) -> list[Any]:
+def _in_places(form: PyTreeSpec, tree: Any, name: str, call: str = "funcrec.tree.map") -> list[Any]:
     """Return the parts of `tree` that stand in the places of the leaves of `form`."""
     try:
         return form.flatten_up_to(tree)
     except ValueError as error:
-        check("funcrec.tree.map", [structure_problem(form, tree, name, error)])
+        check(call, [structure_problem(form, tree, name, error)])
 
 
 def structure_problem(form: PyTreeSpec, tree: Any, name: str, error: ValueError) -> Problem:

@@ -56,6 +56,7 @@ MAY_RETURN = (
         {"f32[1, 1, 1, 1]", "f32[0]", "f64[]", "function"}),
     Row("no transform at all", r"testing.(check_transforms|transform_cells)", "modes|may_raise", {"()"}),
     Row("a function takes what it takes", r"\.eval_shape", "x|fn", TENSORS | {"function", "f64[]", "meta"}),
+    Row("a batch of no examples gets noise alone", r"\.private_grad_fn", "batch", {"f32[0]"}),
     Row("no dense leaves", r"\.(sum_examples|example_norms|gradient_noise_scale)", r"grads\.dense", {"()"}),
     Row("a model's answer does not depend on labels",
         r"models.(apply|train_apply|query|towers|ranker_(apply|train|encode|query|score))|Package.call",

@@ -139,7 +139,7 @@ def test_a_staged_program_knows_the_room_of_an_example(interpreted):
     most = int(counts.sort().values[2])
     losses, _, norms, _ = fr.jit(functools.partial(in_all, max_ids=most))(params, batch)
     assert torch.equal(losses.isnan(), counts > most) and torch.equal(norms.isnan(), counts > most)
-    with pytest.raises(TypeError, match="`max_ids` is missing in a compiled function"):
+    with pytest.raises(TypeError, match="`max_ids` is missing where lengths cannot be read"):
         fr.jit(fr.per_example_grads(plain))(params, batch)
 
 
@@ -209,6 +209,32 @@ def test_losses_over_the_batch_are_refused():
     weights = lambda p, x: fr.losses.weighted_mean(x[:, 0], p.dense[0] * x[:, 0])
     with pytest.raises(TypeError, match="weights of examples are not the batch's own"):
         fr.per_example_grads(weights)(fr.Params({}, torch.ones(2)), torch.ones(3, 2))
+
+
+def test_inner_products_pair_leaves_by_name():
+    """The order of a dict's keys changes nothing; other names are refused."""
+    loss_fn = lambda p, x: (p.dense["w"] * x).sum(-1).mean()
+    params = lambda names: fr.Params({}, {n: torch.zeros(2) for n in names})
+    grads = fr.per_example_grads(loss_fn)(params("wv"), torch.tensor([[1.0, 2.0]]))[1]
+    for names in ("wv", "vw"):
+        other = fr.value_and_grad(loss_fn)(params(names), torch.tensor([[1.0, 2.0]]))[1]
+        assert fr.example_dots(grads, other).tolist() == [5.0]
+    with pytest.raises(ValueError, match="other dense leaves"):
+        fr.example_dots(grads, fr.Params({}, {"no": torch.ones(2), "such": torch.ones(2)}))
+
+
+def test_norms_of_sixteen_bits_do_not_overflow():
+    """Squares of f16 gradients are summed in f32."""
+    loss_fn = lambda p, x: (p.dense * x).sum(-1).mean()
+    grads = fr.per_example_grads(loss_fn)(fr.Params({}, torch.ones(40).half()), torch.full((1, 40), 300.0).half())[1]
+    assert torch.allclose(fr.example_norms(grads), torch.tensor(300.0 * 40**0.5))
+
+
+def test_stacked_ids_are_shown():
+    """The ids of all examples, as aux holds them, have a text."""
+    loss_fn = lambda p, ids: (p.dense.sum(), ids)
+    aux = fr.per_example_grads(loss_fn, True)(fr.Params({}, torch.ones(1)), IDS)[0][1]
+    assert "stacked bags" in repr(aux)
 
 
 def test_gradients_that_are_not_of_examples_are_refused():

@@ -145,12 +145,63 @@ def test_any_transform_of_a_loss_can_be_the_gradient():
     assert torch.allclose(new.dense["w"], params.dense["w"] - 0.1 * ascent(plain)(params, batch)[1].dense["w"])
 
 
+def test_an_example_that_is_not_finite_adds_nothing(interpreted):
+    """A NaN or infinite gradient, or ids beyond `max_ids` in a program, leave the sum of the others, finite."""
+    params, batch = drawn(5)
+    loss_fn = lambda p, b: (errors(p, b) * b.weight).mean()
+    with_weights = lambda x: fr.Batch(
+        batch.ids, batch.label, weight=batch.weight.index_fill(0, torch.tensor([2, 4]), x)
+    )
+    call = lambda b: dense_of(private(loss_fn, batch_size=7)(params, b, key=fr.key(0))[1])
+    for x in (torch.nan, torch.inf):
+        assert_trees_close(call(with_weights(x)), call(with_weights(0.0)), rtol=1e-9, atol=1e-12)
+    short = functools.partial(fr.private_grads, max_norm=0.7, noise_multiplier=1.0, max_ids=3)
+    step = fr.train_step(plain, sparse=fr.optim.sgd(lr=0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1), grad=short)
+    state, _ = fr.jit(step, donate=("state",))(step.init(params), batch)
+    assert all(bool(x.isfinite().all()) for x in fr.tree.leaves((state.tables, state.dense)))
+
+
+def test_a_batch_without_examples_gets_noise_alone():
+    """The noise is that of any other batch with this key."""
+    params, batch = drawn(0)
+    none = fr.Batch(batch.ids[0:0], batch.label[:0])
+    loss, grads = private(noise_multiplier=2.0, batch_size=7)(params, none, key=fr.key(5))
+    assert bool(loss.isnan())
+    noise = fr.tree.map(lambda x: x * 7 / 1.4, dense_of(grads))
+    assert_trees_close(noise, noise_of(params, batch), atol=1e-9)
+
+
+def test_tables_have_noise_of_their_own():
+    """Two names whose numbers of 31 bits are equal have other noise."""
+    a, b = "ad_cat_1401", "ctx_hist_966"
+    read = [fr.FeatureConfig("x", table=a), fr.FeatureConfig("y", table=b, column="x")]
+    loss_fn = lambda p, ids: fr.lookup(p.tables, ids, read).values.sum() * 0
+    params = fr.Params({n: torch.zeros(3, 2) for n in (a, b)}, {})
+    ids = fr.KeyedJaggedTensor.from_lists({"x": [[0], [1]]})
+    made = private(loss_fn, noise_multiplier=1.0)(params, ids, key=fr.key(0))[1].tables
+    assert not bool((made[a].to_dense() == made[b].to_dense()).any())
+
+
 def test_bad_input():
     """What cannot be private is refused before any work."""
     params, batch = drawn(0)
     quantised = fr.Params(fr.fake_quantize(params.tables), params.dense)
     with pytest.raises(TypeError, match="cannot get private gradients"):
         private()(quantised, batch, key=fr.key(0))
+    with pytest.raises(TypeError, match="`key` is missing"):
+        private()(params, batch)
+    with pytest.raises(TypeError, match="too coarse for noise"):
+        private()(fr.Params(params.tables, {"w": params.dense["w"].bfloat16()}), batch, key=fr.key(0))
+    with pytest.raises(TypeError, match="argument 3 has a value for each example"):
+        private(lambda p, b, y: plain(p, b))(params, batch, batch.label, key=fr.key(0))
+    inside = lambda x: private()(params, batch, key=fr.key(0))[0] + x.sum()
+    with pytest.raises(TypeError, match="on ranks"):
+        fr.shard_map(inside, mesh=fr.Mesh.emulated(a=2), in_specs=fr.P("a"), out_specs=fr.P())(torch.ones(2))
+    without = lambda f: lambda p, b: (f(p, b), fr.Params({}, p.dense))
+    for wrong, words in ((without, "gradients of other tables"), (lambda f: f, "gave no gradients")):
+        step = fr.train_step(plain, grad=wrong)
+        with pytest.raises((TypeError, ValueError), match=words):
+            step(step.init(params), batch)
     with pytest.raises(TypeError, match="could show an example"):
         private(lambda p, b: (plain(p, b), b.label), has_aux=True)(params, batch, key=fr.key(0))
     with pytest.raises(TypeError, match="`key` is not a key"):

@@ -89,6 +89,11 @@ def test_sizes_of_zero_and_scalars():
     [
         (lambda r: r.uniform(KEY, (2,), low=1.0, high=1.0), "not the bounds of a range"),
         (lambda r: r.uniform(KEY, (2,), high=float("inf")), "not the bounds of a range"),
+        (lambda r: r.uniform(KEY, (2,), high=1e300), "not the bounds of a range"),
+        (lambda r: r.uniform(KEY, (2,), low=16777217.0, high=16777218.0), "no number between them"),
+        (lambda r: r.uniform(KEY, (2,), low=1.001, high=1.002, dtype=torch.bfloat16), "no number between them"),
+        (lambda r: r.categorical(KEY, torch.full((4,), -torch.inf)), "without a distribution"),
+        (lambda r: r.categorical(KEY, torch.tensor([0.0, torch.nan])), "without a distribution"),
         (lambda r: r.uniform(KEY, (2,), dtype=torch.int64), "not a float dtype"),
         (lambda r: r.uniform(fr.split(KEY, 2), (2,)), "key"),
         (lambda r: r.bernoulli(KEY, 1.5), "not a probability"),
