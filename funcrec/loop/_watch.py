@@ -179,8 +179,7 @@ def keep_watch(own: Watched) -> None:
         try:
             own.verdict = own.verdict or verdict_of(own, seen, turns, broken_turns)
         except Exception as error:  # any error means that the store no longer answers
-            hint = "the launcher, or the rank that holds it, has ended"
-            own.verdict = words("the store of the process group is gone.", f"{type(error).__name__}: {hint}")
+            own.verdict = words(*without_store(own, seen, error))
         if own.verdict and not own.found.is_set():
             end = time.monotonic() + (SAVE_S if "checkpoint" in own.place else LEAVE_S)
             own.found.set()
@@ -223,6 +222,21 @@ def verdict_of(own: Watched, seen: dict[int, tuple[str, int]], turns: int, broke
     return ""
 
 
+def without_store(own: Watched, seen: dict[int, tuple[str, int]], error: Exception) -> tuple[str, str]:
+    """Return (the ranks of this machine that have ended, why), or that the store is gone if none of them has."""
+    machine = own.processes[own.rank][0]
+    ended = [r for r, (m, pid, start) in enumerate(own.processes) if m == machine and not is_running(pid, start)]
+    if not ended:
+        hint = "the launcher, or the rank that holds it, has ended"
+        return "the store of the process group is gone.", f"{type(error).__name__}: {hint}"
+    told = [f"rank {r} (process {own.processes[r][1]})" for r in ended]
+    at = " or ".join(dict.fromkeys(place_of(seen, r) for r in ended))
+    return (
+        f"{' and '.join(told)} ended, last seen in {at}.",
+        "no exception here; the store of the process group is gone",
+    )
+
+
 def note(store: dist.Store, rank: int, seen: dict[int, tuple[str, int]], turns: int) -> None:
     beat = store_text(store, f"beat {rank}")
     if rank not in seen or seen[rank][0] != beat:
@@ -235,7 +249,8 @@ def store_text(store: dist.Store, key: str) -> str:
 
 
 def place_of(seen: dict[int, tuple[str, int]], rank: int) -> str:
-    return seen[rank][0].partition(" ")[2].rpartition(", ")[0] or "its first work"
+    beat = seen[rank][0] if rank in seen else ""
+    return beat.partition(" ")[2].rpartition(", ")[0] or "its first work"
 
 
 def whom_they_wait_for(own: Watched, others: list[int], seen: dict[int, tuple[str, int]]) -> tuple[str, str]:

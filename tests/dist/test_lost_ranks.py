@@ -1,8 +1,12 @@
 """A rank that is lost during `fit` ends the other ranks soon. One message names the lost rank and says why."""
 
+import os
+
 import pytest
 from programs import lost_ranks
 from programs.lost_ranks import LEAVE_S, SLACK_S, TIMEOUT_S
+
+from funcrec.loop import _watch
 
 pytestmark = pytest.mark.xdist_group("ranks")
 GONE = "no exception: it was killed, or called os._exit"
@@ -31,6 +35,17 @@ def test_a_rank_lost_within_a_stale_pipeline_ends_the_others():
     batch's rows are being fetched."""
     told, rank, took = lost_ranks.lost("kill", "step", lost_ranks.run_stale)
     hold_to(told, rank, took, "ended, last seen in ", GONE, 1.0)
+
+
+def test_ranks_that_ended_are_named_without_the_store():
+    """If the store goes before a verdict, the error names the ranks of this machine that have ended; else the store."""
+    beats = {0: ("7 step 3, fit.py:9", 7)}
+    at = lambda *processes: _watch.Watched(2, [["here", *p] for p in processes], None, 1.0)
+    here = (os.getpid(), _watch.began(os.getpid()))
+    what, why = _watch.without_store(at((2**22 - 1, 1), here, here), beats, RuntimeError("no answer"))
+    assert what == f"rank 0 (process {2**22 - 1}) ended, last seen in step 3." and "store" in why
+    what, why = _watch.without_store(at(here, here, here), beats, RuntimeError("no answer"))
+    assert what == "the store of the process group is gone." and "RuntimeError: " in why
 
 
 def hold_to(told, rank, took, where, why, within_s):
