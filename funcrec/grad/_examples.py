@@ -97,8 +97,8 @@ def example_dots(grads: Params, other: Params) -> Tensor:
 
     Args:
       grads: the gradients of B examples, from `per_example_grads`.
-      other: the gradient of one loss, from `value_and_grad`, for the same parameters. For K others, stacked by
-        `per_example_grads`: `torch.func.vmap(lambda o: fr.example_dots(grads, o))(others)`, f[K, B].
+      other: the gradient of one loss, from `value_and_grad`, for the same parameters. For several others, stacked by
+        `per_example_grads`: `torch.func.vmap(lambda o: fr.example_dots(grads, o))(others)`, a row for each.
 
     Law: the inner product of the dense forms, within rounding. Rows that only one of the two reads add nothing.
 

@@ -22,6 +22,7 @@ SAID_ELSEWHERE = {
         ("Model.init", "TwoTower.init", "HstuRanker.init", "models.merge_stats"), "each model's parameters"
     ),
     **dict.fromkeys(("TrainStep.init", "TrainStep.update"), "fields of a TrainState; metrics by train_step"),
+    "eval_shape": "what the function returns",
     "vocabulary_items": "a list of as many places as rows, and two numbers",
     "Metric.init": "each metric's own sums",
     **dict.fromkeys(("fit", "Fitted"), "by the functions that they run"),

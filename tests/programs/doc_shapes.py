@@ -207,6 +207,9 @@ def size_fits(dim: str, size: int, scope: dict) -> bool:
     value = lambda: eval(re.sub(r"[^\W\d]\w*", lambda m: str(scope[m[0]]), dim.replace("·", "*")))
     if not unknown:
         return value() == size
+    if dim == unknown[0]:
+        scope[dim] = size
+        return True
     return any(value() == size for scope[unknown[0]] in range(size + 2))  # the least size that fits
 
 
