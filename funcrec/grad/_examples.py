@@ -166,10 +166,11 @@ def in_one(grads: RowGrads, weights: Tensor | None, shared: dict) -> RowGrads:
     shared: a dict for the calls of one Params. Terms that share a tensor keep sharing it, so that kernels read it once.
     """
 
-    def once(x: Tensor | None, make: Callable) -> Any:
-        if x is not None and id(x) not in shared:
-            shared[id(x)] = (x, make(x))  # with x, so that no other tensor gets its id
-        return None if x is None else shared[id(x)][1]
+    def once(x: Tensor | None, bags: Tensor | None, make: Callable) -> Any:
+        key = id(x), id(bags)  # one buffer may have other bags in another lookup
+        if x is not None and key not in shared:
+            shared[key] = (x, bags, make(x))  # with both, so that no other tensor gets their ids
+        return None if x is None else shared[key][2]
 
     scaled = lambda x: x if weights is None else x * weights.to(x.dtype)[:, None, None]
     terms = []
@@ -180,10 +181,11 @@ def in_one(grads: RowGrads, weights: Tensor | None, shared: dict) -> RowGrads:
             terms.append(Entries(rows.flatten(), scaled(t.grads).flatten(0, 1), None, repeats))
             continue
         take = functools.partial(_taken, *_places(t))
-        rows, scale = once(t.rows, take), once(t.weights, take)
-        d = once(t.d, lambda x: scaled(x).flatten(0, 1))
+        rows, scale = once(t.rows, t.offsets, take), once(t.weights, t.offsets, take)
+        d = once(t.d, None, lambda x: scaled(x).flatten(0, 1))
         features = tuple(f._replace(first_bag=f.first_bag * t.d.shape[0]) for f in t.features)
-        terms.append(Bags(d, rows.values, rows.offsets, scale and scale.values, features))
+        weights_of_ids = None if scale is None else scale.values
+        terms.append(Bags(d, rows.values, rows.offsets, weights_of_ids, features))
     return replace(grads, terms=tuple(terms), coalesced=False)
 
 

@@ -99,7 +99,7 @@ def private_grads(
     @functools.wraps(loss_fn)
     def run(params: Params, batch: Any, *args, key: Tensor | None = None, **kwargs):
         check(CALL, key_problems(key))
-        check(CALL, table_problems(params), argument_problems(args, batch))
+        check(CALL, table_problems(params), argument_problems(args, kwargs, batch))
         for_noise, for_loss = random.split(key)
         if takes_key(loss_fn):
             kwargs["key"] = for_loss
@@ -180,13 +180,14 @@ def table_problems(params: Params) -> Iterator[Problem]:
                 yield Problem(what, describe(x), "f32 or f64", hint, TypeError)
 
 
-def argument_problems(args: tuple, batch: Any) -> Iterator[Problem]:
+def argument_problems(args: tuple, kwargs: dict[str, Any], batch: Any) -> Iterator[Problem]:
     """Report data of examples that is not in the batch: every example would see all of it."""
     sizes = {n for n in map(num_examples, flatten_parts(batch)[0]) if n is not None and n > 1}
-    for i, arg in enumerate(args):
+    named = {f"argument {i + 3}": arg for i, arg in enumerate(args)} | {f"`{k}`": arg for k, arg in kwargs.items()}
+    for name, arg in named.items():
         if any(num_examples(x) in sizes for x in flatten_parts(arg)[0] if num_examples(x) is not None):
             need, hint = "all data of examples in `batch`", "fr.Batch(ids, label), or a tuple of tensors"
-            yield Problem(f"argument {i + 3} has a value for each example.", describe(arg), need, hint, TypeError)
+            yield Problem(f"{name} has a value for each example.", describe(arg), need, hint, TypeError)
 
 
 def aux_problems(aux: Any) -> Iterator[Problem]:

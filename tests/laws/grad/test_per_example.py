@@ -94,6 +94,21 @@ def test_entries_of_a_sum_are_in_the_batchs_order():
         assert torch.equal(ours.to_dense(), theirs.to_dense())
 
 
+def test_two_lookups_of_one_buffer_keep_their_bags():
+    """The same ids cut into other bags by a second lookup give the batch's gradient."""
+    params, batch = drawn(4)
+    read = [fr.FeatureConfig("a", table="item")]
+
+    def loss_fn(params, batch):
+        ids, first = batch.ids, lambda ids: fr.lookup(params.tables, ids, read).values.tanh().sum()
+        none = fr.KeyedJaggedTensor(ids.values, ids.offsets.clamp(max=1), None, None, ids.keys)
+        return first(none) + 2 * first(fr.KeyedJaggedTensor(ids.values, ids.offsets, None, None, ids.keys))
+
+    grads = fr.per_example_grads(loss_fn)(params, batch)[1]
+    alone = [fr.value_and_grad(loss_fn)(params, one(batch, e))[1].tables["item"].to_dense() for e in range(6)]
+    assert torch.allclose(fr.sum_examples(grads).tables["item"].to_dense(), sum(alone))
+
+
 def test_examples_may_share_bags():
     """Bags stored once for several examples give the gradients of the bags written out."""
     params, batch = drawn(5)

@@ -194,6 +194,8 @@ def test_bad_input():
         private()(fr.Params(params.tables, {"w": params.dense["w"].bfloat16()}), batch, key=fr.key(0))
     with pytest.raises(TypeError, match="argument 3 has a value for each example"):
         private(lambda p, b, y: plain(p, b))(params, batch, batch.label, key=fr.key(0))
+    with pytest.raises(TypeError, match="`y` has a value for each example"):
+        private(lambda p, b, y: plain(p, b))(params, batch, y=batch.label, key=fr.key(0))
     inside = lambda x: private()(params, batch, key=fr.key(0))[0] + x.sum()
     with pytest.raises(TypeError, match="on ranks"):
         fr.shard_map(inside, mesh=fr.Mesh.emulated(a=2), in_specs=fr.P("a"), out_specs=fr.P())(torch.ones(2))
