@@ -4,6 +4,7 @@ capacity(N) = the least of 16, 24, 32, 48, 64, 96, ... that is at least N
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -44,7 +45,7 @@ def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: Size = BUCKET_MIN) -> Keye
     """
     tight = ids.unpad()
     if ids.inverse is not None:
-        counts = [ids.bags_of(k) for k in ids.keys]
+        counts = ids._counts
         most = ids.inverse.shape[1]
         tight = with_bags(tight, [max(n, min(bucket(n, minimum=minimum), most)) for n in counts])
     return tight.pad_to(bucket(tight.capacity, minimum=minimum))
@@ -52,8 +53,8 @@ def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: Size = BUCKET_MIN) -> Keye
 
 def with_bags(ids: KeyedJaggedTensor, counts: Sequence[int]) -> KeyedJaggedTensor:
     """Return the ids with `counts` bags of each key, no fewer than before; empty bags follow the bags of a key."""
-    bounds = [ids.offsets_for(k) for k in ids.keys]
-    more = [b[-1:].expand(n - b.shape[0] + 1) for b, n in zip(bounds, counts, strict=True)]
-    filled = [x for b, m in zip(bounds, more, strict=True) for x in (b[:-1], m)]
+    ends, filled = [0, *accumulate(ids._counts)], []  # a key may stand twice, with a place of its own each time
+    for first, end, n in zip(ends, ends[1:], counts, strict=False):
+        filled += [ids.offsets[first:end], ids.offsets[end : end + 1].expand(n - end + first)]
     strides = None if are_equal(counts) else tuple(counts)
     return replace(ids, offsets=torch.cat([*filled, ids.offsets[-1:]]), strides=strides)

@@ -51,7 +51,7 @@ def joined_capacity(values: Sequence[Any]) -> int:
         sums[name] += x.capacity
         wholes[name] = max(of.capacity, wholes.get(name, 0))
         positions.setdefault(name, Counter()).update(of.positions)
-    return sum(min(sums[name], wholes[name] * max(positions[name].values(), default=0)) for name in sums)
+    return sum(min(sums[name], wholes[name] * max(positions[name].values(), default=1)) for name in sums)
 
 
 def join(values: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -263,7 +263,8 @@ class KeyedJaggedTensor:
             starts = own[:1]
             taken = take_ranges(self.values, weights, starts, own[-1:] - starts, capacity)
             return JaggedTensor(taken.values, own - starts, taken.weights)
-        bounds, lengths = [self.offsets.narrow(0, n, 1) for n in ends], self.lengths.split(counts)
+        bounds = [self.offsets.narrow(0, n, 1) for n in ends]
+        lengths = self.lengths.split(counts) if counts else ()
         at = lambda keys: torch.cat([bounds[p] for p in keys] or [self.offsets[:0]])
         starts = at(first for first, _ in runs)
         taken = take_ranges(self.values, weights, starts, at(last for _, last in runs) - starts, capacity)
@@ -325,7 +326,7 @@ class KeyedJaggedTensor:
             hint = f"segments=[1] * {len(self.keys)}, for a part of each key"
             fail(call, "`segments` do not add up to the number of keys.", got=f"{list(segments)}", need=need, hint=hint)
         ends = list(accumulate(segments))
-        return [self.permute(self.keys[e - s : e]) for s, e in zip(segments, ends, strict=True)]
+        return [self.permute(range(e - s, e)) for s, e in zip(segments, ends, strict=True)]
 
     @staticmethod
     @typed

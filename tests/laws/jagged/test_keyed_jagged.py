@@ -214,6 +214,23 @@ def test_no_keys_and_no_bags():
     assert bare.num_bags == 0 and bare["b"].to_lists() == [] and bare.permute(["b", "a"]).keys == ("b", "a")
 
 
+def test_a_value_without_keys_keeps_its_bags_and_its_room():
+    """Without keys, a value with bags is permuted, split and joined as any other, in its own capacity."""
+    x = fr.KeyedJaggedTensor.from_lists({"a": [[1, 2], [3]]}).permute([])
+    for same in (x, x.permute([]), x.split([0, 0])[1], fr.KeyedJaggedTensor.concat(x.split([0])), x.pad_to(3)):
+        assert (same.keys, same.num_bags, same.capacity) == ((), 2, 3)
+
+
+def test_a_key_that_stands_twice_has_two_places():
+    """Where a key stands twice, split and pad_to_bucket take each place, even if the places differ."""
+    x = fr.KeyedJaggedTensor.from_lists({"a": [[1, 2]]}).permute(["a", "a"])
+    x = fr.bag_filter(x, torch.tensor([True, True, False, True]))
+    assert [[*bags.to_lists().values()] for bags in x.split([1, 1])] == [[[[1, 2]]], [[[2]]]]
+    once = fr.dedup_bags(fr.KeyedJaggedTensor.from_lists({"a": [[1, 2], [3]]})).permute(["a", "a"])
+    padded = fr.pad_to_bucket(once, minimum=1)
+    assert padded.lengths.tolist() == [2, 1, 2, 1] and padded.unpad().values.tolist() == [1, 2, 3, 1, 2, 3]
+
+
 def test_work_on_keys_is_linear_in_the_bags():
     """Twenty-six keys of 4096 bags are permuted and sliced in less than a second."""
     x = fr.KeyedJaggedTensor.from_lengths(
