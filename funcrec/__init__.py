@@ -116,6 +116,9 @@ from funcrec.sharding import ShardedTables as ShardedTables
 from funcrec.sharding import table_column_wise as table_column_wise
 from funcrec.sharding import table_row_wise as table_row_wise
 from funcrec.sharding import table_wise as table_wise
+from funcrec.sharding import Tower as Tower
+from funcrec.sharding import tower_placements as tower_placements
+from funcrec.sharding import towers as towers
 from funcrec.history import apply_delta as apply_delta
 from funcrec.history import Delta as Delta
 from funcrec.history import delta as delta

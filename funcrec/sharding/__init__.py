@@ -70,5 +70,8 @@ from funcrec.sharding.placement._plan import Plan as Plan
 from funcrec.sharding.placement._report import RankLine as RankLine
 from funcrec.sharding.placement._report import Report as Report
 from funcrec.sharding.placement._report import TableLine as TableLine
+from funcrec.sharding.towers._tower_placements import tower_placements as tower_placements
+from funcrec.sharding.towers._towers import Tower as Tower
+from funcrec.sharding.towers._towers import towers as towers
 
 _core.publish(globals())

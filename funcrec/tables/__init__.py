@@ -47,6 +47,7 @@ from funcrec.tables._kinds import with_parts as with_parts
 from funcrec.tables._lines import HEAD as HEAD
 from funcrec.tables._lines import in_units as in_units
 from funcrec.tables._lines import table_lines as table_lines
+from funcrec.tables._lookup import checked_rows as checked_rows
 from funcrec.tables._lookup import lookup as lookup
 from funcrec.tables._lookup import lookup_each as lookup_each
 from funcrec.tables._lookup import lookup_sequence as lookup_sequence

@@ -51,6 +51,8 @@ LOGGED = fr.logged(STEP, steps=1, rows=4).init(STATE)
 COPIES = fr.Plan({"t": fr.replicated(), "u": fr.replicated()}, replicas="b")
 APART = fr.reshard(STATE, COPIES, mesh=MESH, sparse=SPARSE)
 SHARDED = fr.shard_tables(TABLES, PLAN, MESH)
+PARTS = {f.table: fr.Tower([f], fr.nn.mlp((4, 2), dropout=0.1)) for f in FEATURES}
+BOTH = fr.towers(PARTS)
 MODEL = models.lr((TC("t", 6, 1), TC("u", 5, 1)), FEATURES)
 MODEL_PARAMS = MODEL.init(KEY)
 TOWERS = models.two_tower(CONFIGS, FEATURES[:1], FEATURES[1:], sizes=(8, 3))
