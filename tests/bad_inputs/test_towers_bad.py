@@ -55,6 +55,10 @@ ROWS = {
     "Tower: one name twice": e(lambda: fr.Tower([F["t"], F["t"]], LINEAR), ValueError, "`features`"),
     "towers: nothing": e(lambda: fr.towers({}), ValueError, "`towers` are empty"),
     "towers: a list": e(lambda: fr.towers([EACH["t"]]), TypeError, "`towers`"),
+    "towers: two features of one name": e(
+        lambda: fr.towers({**EACH, "other": fr.Tower([fr.FeatureConfig("t", table="u")], LINEAR)}),
+        ValueError, "different features of `towers` have one name", "['t'] more than once",
+    ),
     "towers: params of others": e(plain(EACH, {"t": {}}), ValueError, "`params` are not these towers'", "names ['t']"),
     "towers: another output": e(plain({"t": fr.Tower([F["t"]], fr.nn.Layer(lambda key: {}, lambda p, x: x.sum(0)))}),
         ValueError, "returned no row for each bag", "f32[2]"),

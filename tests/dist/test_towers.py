@@ -2,6 +2,8 @@
 
 They are also those of one process in steps, staged, and on gloo ranks, and send fewer bytes between nodes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,6 +58,26 @@ def test_exchanges_of_towers_may_be_others(how):
     """Deduplicated exchanges, exchanges with room for all ids, and towers without nodes give the same."""
     model = towers_of(2, 2, [SHARED] * 4)
     assert_trees_close(on_mesh(model, **how), whole(model), **CLOSE)
+
+
+@settings(max_examples=8)
+@given(models(dtypes=((torch.float32, torch.float64),)))
+def test_tables_may_have_several_dtypes(model):
+    """A layer gets f64 vectors if a table of its tower is f64, else f32 vectors, whatever tables other towers have."""
+    (mesh, plan, tables, ids, towers), met = model, {}
+    seen = lambda n, x: x._replace(apply=lambda p, v: (met.setdefault(n, v.dtype), x.apply(p, v))[1], train_apply=None)
+    own = {n: replace(t, layer=seen(n, t.layer)) for n, t in towers.items()}
+    is_wide = {n: any(tables[f.table].dtype == torch.float64 for f in t.features) for n, t in own.items()}
+    wanted = {n: torch.float64 if wide else torch.float32 for n, wide in is_wide.items()}
+    params = {n: fr.tree.to(t.layer.init(fr.key(1)), dtype=wanted[n]) for n, t in own.items()}
+    want = fr.towers(own).apply(params, tables, ids)
+    held, ax = fr.shard_tables(tables, plan, mesh), fr.P(mesh.axis_names)
+    for axis in ("node", None):
+        met.clear()
+        f = fr.towers(own, axis=axis).apply
+        got = fr.shard_map(f, mesh=mesh, in_specs=(fr.P(), held.specs(), ax), out_specs=ax)(params, held, ids)
+        assert met == wanted
+        assert_trees_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("code, unit", [("bfloat16", 2**-7), ("int8", 1 / 60)])

@@ -8,7 +8,7 @@ On a mesh, only ids and outputs travel between nodes; pooled vectors stay on the
 Shapes: B bags on a rank, T towers, N nodes, W columns of a tower's output.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from funcrec.core import (
     reported,
     tree_flatten,
     tree_problems,
+    twice_problems,
     typed,
 )
 from funcrec.jagged import KeyedJaggedTensor, are_equal
@@ -85,7 +86,7 @@ def towers(towers: Mapping[str, Tower], *, axis: str | None = "node") -> Layer:
     """Return the layer of several towers: its parameters are {tower: those of the tower's layer}.
 
     Args:
-      towers: {name: Tower}. A feature may be in several towers.
+      towers: {name: Tower}. Towers may share features; different features have different names.
       axis: the axis of the mesh whose places are nodes, for ShardedTables of a plan on such a mesh. All tables of a
         tower must lie on one node, as those of `tower_placements` do. None: every rank runs all towers on its own bags,
         after lookups as usual, under any plan.
@@ -109,6 +110,7 @@ def towers(towers: Mapping[str, Tower], *, axis: str | None = "node") -> Layer:
       (one object), parameters of the same shapes and equally wide inputs. Other towers do not share: every node runs
       each layer as often as the node that has most towers with it, and drops the outputs that are not its own. So T
       different towers cost each of N nodes the work of all T towers; the bytes between nodes do not grow.
+      A step adds up the gradients of all layers over all ranks, as those of other dense parameters.
 
     Example:
       >>> import torch, funcrec as fr
@@ -140,16 +142,20 @@ def towers(towers: Mapping[str, Tower], *, axis: str | None = "node") -> Layer:
         check(
             CALL, tree_problems(params, "params", dict.fromkeys(names, ...), "are not these towers'", "layer.init(key)")
         )
-        each = [params[n] for n in names]
+        mine = [params[n] for n in names]
         keys = [()] * len(names) if key is None else list(random.split(key, len(names)))
-        pairs = list(zip(each, keys, strict=True))
+        pairs = list(zip(mine, keys, strict=True))
         read = plain_tables(tables)
-        layout = layout_in(read) if axis is not None else None
-        if layout is None and axis is not None and isinstance(getattr(read, "tables", None), ShardedTables):
-            check(CALL, kind_problems(read))  # sharded tables in tables of another kind
+        layout = layout_in(read)
         if layout is None:
-            return torch.cat([plain_tower(t, p, tables, ids) for t, p in zip(own, pairs, strict=True)], 1)
-        return on_nodes(own, pairs, tables, ids, layout, axis)
+            if axis is not None and isinstance(getattr(read, "tables", None), ShardedTables):
+                check(CALL, kind_problems(read))  # sharded tables in tables of another kind
+            each = [lookup(tables, ids, t.features).values for t in own]
+        elif axis is not None:
+            return on_nodes(own, pairs, tables, ids, layout, axis)
+        else:
+            each = of_one_lookup(own, tables, ids, layout)
+        return torch.cat([interaction(t, p, x) for t, p, x in zip(own, pairs, each, strict=True)], 1)
 
     def apply(params: dict[str, Any], tables: Any, ids: KeyedJaggedTensor) -> Tensor:
         return run(params, tables, ids, None)
@@ -163,9 +169,16 @@ def towers(towers: Mapping[str, Tower], *, axis: str | None = "node") -> Layer:
     return Layer(init, apply, train_apply)
 
 
-def plain_tower(tower: Tower, params: tuple[Any, Any], tables: Any, ids: KeyedJaggedTensor) -> Tensor:
-    """Return the output of one tower for this rank's bags, f[B, W]."""
-    return interaction(tower, params, lookup(tables, ids, tower.features).values)
+def of_one_lookup(towers: Sequence[Tower], tables: Any, ids: KeyedJaggedTensor, layout: Layout) -> Iterator[Tensor]:
+    """Yield the pooled vectors of each tower for this rank's bags, f[B, ΣD], from the exchanges of one lookup."""
+    found = lookup(tables, ids, features_of(towers))
+    for t in towers:
+        yield torch.cat([found[f.name] for f in t.features], 1).to(dtype_of(t, layout))
+
+
+def features_of(towers: Iterable[Tower]) -> list[FeatureConfig]:
+    """Return the features of all towers, each once."""
+    return list(dict.fromkeys(f for t in towers for f in t.features))
 
 
 def interaction(tower: Tower, params: tuple[Any, Any], x: Tensor) -> Tensor:
@@ -188,7 +201,7 @@ def on_nodes(
     axis: str,
 ) -> Tensor:
     """Return the outputs of all towers for this rank's bags, each computed on the tower's node."""
-    held, rows = checked_rows(CALL, plain_tables(tables), ids, [*dict.fromkeys(f for t in own for f in t.features)])
+    held, rows = checked_rows(CALL, plain_tables(tables), ids, features_of(own))
     check(CALL, kind_problems(held), axis_problems(layout, axis))
     check_bound(CALL, layout)
     check(CALL, bag_problems(ids, own))
@@ -216,13 +229,17 @@ class Form(NamedTuple):
 
 
 def form_of(tower: Tower, params: Any, layout: Layout) -> Form:
-    shapes, dtype = dict(layout.shapes), torch.float32
-    for f in tower.features:
-        bank = layout.banks[layout.shards[layout.shards_of(f.table)[0]].bank]
-        dtype = torch.promote_types(dtype, ops.accumulation_dtype(bank.dtype))
-    leaves, structure = tree_flatten(params)
+    shapes, (leaves, structure) = dict(layout.shapes), tree_flatten(params)
     forms = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-    return Form(tower.layer, structure, forms, sum(shapes[f.table][1] for f in tower.features), dtype)
+    width = sum(shapes[f.table][1] for f in tower.features)
+    return Form(tower.layer, structure, forms, width, dtype_of(tower, layout))
+
+
+def dtype_of(tower: Tower, layout: Layout) -> torch.dtype:
+    """Return the dtype of a lookup of the tower's tables: f64 if one of them is."""
+    banks = (layout.banks[layout.shards[layout.shards_of(f.table)[0]].bank] for f in tower.features)
+    is_wide = any(ops.accumulation_dtype(b.dtype) == torch.float64 for b in banks)
+    return torch.float64 if is_wide else torch.float32
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -245,6 +262,8 @@ def tower_problems(tower: Tower) -> Iterator[Problem]:
 def name_problems(towers: Mapping[str, Tower]) -> Iterator[Problem]:
     if not towers:
         yield Problem("`towers` are empty.", "{}", "{name: fr.Tower(features, layer)}")
+    names, hint = (f.name for f in features_of(towers.values())), "another name with column=..."
+    yield from twice_problems("different features of `towers` have one name.", names, hint)
 
 
 def kind_problems(tables: Any) -> Iterator[Problem]:
