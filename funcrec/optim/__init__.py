@@ -19,12 +19,15 @@ from funcrec.optim._adam import adamw as adamw
 from funcrec.optim._adam import lamb as lamb
 from funcrec.optim._adam import partial_rowwise_adam as partial_rowwise_adam
 from funcrec.optim._adam import partial_rowwise_lamb as partial_rowwise_lamb
+from funcrec.optim._by_path import by_path as by_path
 from funcrec.optim._combine import by_table as by_table
 from funcrec.optim._combine import clip as clip
 from funcrec.optim._combine import freeze as freeze
 from funcrec.optim._combine import stochastic_rounding as stochastic_rounding
 from funcrec.optim._dense import DenseOptimizer as DenseOptimizer
 from funcrec.optim._dense import dense as dense
+from funcrec.optim._ema import averaged as averaged
+from funcrec.optim._ema import ema as ema
 from funcrec.optim._row import RowOptimizer as RowOptimizer
 from funcrec.optim._row import row_optimizer as row_optimizer
 from funcrec.optim._schedule import Stage as Stage

@@ -1,5 +1,7 @@
 """Row optimizers made from row optimizers: by table, with clipping, with frozen tables, with stochastic rounding.
 
+`clip` and `freeze` also take dense optimizers.
+
 by_table({a: f}, default=g)  =  f on table a, g on the other tables        clip(f)(g) = f(min(1, c / ‖g‖) · g)
 
 Each result keeps the contract of RowOptimizer, so combinators nest.
@@ -22,7 +24,9 @@ from funcrec.core import (
     typed,
     unknown_problems,
 )  # fmt: skip
+from funcrec.optim._by_path import clip_dense, freeze_dense
 from funcrec.optim._checks import Scalar, check_update, tables_problems
+from funcrec.optim._dense import DenseOptimizer
 from funcrec.optim._row import RowOptimizer
 from funcrec.tables import clip_by_global_norm
 
@@ -104,12 +108,15 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
 
 @remade
 @typed
-def clip(optimizer: RowOptimizer, *, max_norm: Bound | None = None, max_value: Bound | None = None) -> RowOptimizer:
+def clip(
+    optimizer: RowOptimizer | DenseOptimizer, *, max_norm: Bound | None = None, max_value: Bound | None = None
+) -> RowOptimizer | DenseOptimizer:
     """Return an optimizer that clips gradients before its update, by element and by norm.
 
     First each element is clipped to [-max_value, max_value]. Then one factor scales all gradients to a
-    norm of at most `max_norm`. The norm is over the gradients of all tables in the update, and its bits are those of
-    `global_norm`. An element is an element of the sum over the ids of a row.
+    norm of at most `max_norm`. The norm is over the gradients of all tables, or of all dense parameters, in the update,
+    and its bits are those of `global_norm`. An element is an element of the sum over the ids of a row. For one norm
+    over tables and dense parameters together, use `train_step(max_norm=...)`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -124,6 +131,8 @@ def clip(optimizer: RowOptimizer, *, max_norm: Bound | None = None, max_value: B
     call = "funcrec.optim.clip"
     if max_norm is None and max_value is None:
         fail(call, "nothing is clipped.", got="max_norm=None, max_value=None", need="one of them or both")
+    if isinstance(optimizer, DenseOptimizer):
+        return clip_dense(optimizer, max_norm, max_value)
 
     def clipped(of, row_grads, slots, tables, step, **kernel):
         check_update(f"{call}.update", row_grads, slots, tables, step)
@@ -140,8 +149,14 @@ def clip(optimizer: RowOptimizer, *, max_norm: Bound | None = None, max_value: B
 
 @remade
 @typed
-def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
-    """Return an optimizer that leaves the named `tables` as they are: they have no slots, and get no updates.
+def freeze(
+    optimizer: RowOptimizer | DenseOptimizer, *, tables: Sequence[str] | None = None, paths: Sequence[str] | None = None
+) -> RowOptimizer | DenseOptimizer:
+    """Return an optimizer that leaves some parameters as they are: they have no slots, and get no updates.
+
+    Args:
+      tables: the names of tables that a row optimizer freezes.
+      paths: patterns of parameters that a dense optimizer freezes, as in `by_path`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -149,7 +164,11 @@ def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
       >>> sparse.init({"user": torch.zeros(3, 2), "item": torch.zeros(1, 2)})
       {'user': {}, 'item': {'sum': tensor([[0., 0.]])}}
     """
-    call = "funcrec.optim.freeze"
+    call, is_dense = "funcrec.optim.freeze", isinstance(optimizer, DenseOptimizer)
+    check(call, frozen_problems(is_dense, tables, paths))
+    if is_dense:
+        check(call, twice_problems("`paths` has a pattern twice.", paths))
+        return freeze_dense(optimizer, tuple(paths))
     check(call, twice_problems("`tables` has a name twice.", tables))
     frozen = tuple(tables)
 
@@ -225,3 +244,12 @@ def _without(x: Mapping, names) -> dict:
 
 def name_problems(what: str, names: Iterable[str], tables: Mapping) -> Iterator[Problem]:
     return unknown_problems(f"`{what}` names no table.", names, tables, kind=KeyError)
+
+
+def frozen_problems(is_dense: bool, tables: Sequence[str] | None, paths: Sequence[str] | None) -> Iterator[Problem]:
+    """Yield a problem unless a row optimizer gets `tables`, and a dense optimizer gets `paths`."""
+    given = [n for n, x in (("tables", tables), ("paths", paths)) if x is not None]
+    kind, own, hint = ("dense", "paths", 'paths=["*.bias"]') if is_dense else ("row", "tables", 'tables=["user"]')
+    if given != [own]:
+        got = " and ".join(f"`{n}`" for n in given) or "neither `tables` nor `paths`"
+        yield Problem(f"a {kind} optimizer takes `{own}`.", got, f"`{own}` alone", hint, TypeError)

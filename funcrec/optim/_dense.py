@@ -55,12 +55,16 @@ class DenseOptimizer(NamedTuple):
     init: (params) -> state, a tree like `params` with a dict of tensors at each leaf.
     update: (grads, state, params, step) -> (params, state), leaf by leaf, for grads, params f[...]. `step`, int or
       i64[], is the number of steps taken before.
+    parts: the optimizers that it is made of, () for none.
+    is_joint: whether the gradient of one parameter acts on another parameter, as a norm over all parameters does.
 
     Law: `update` writes to no argument, and keeps structure, shapes and dtypes.
     """
 
     init: Callable[[Any], State]
     update: Callable[[Any, State, Any, int | Tensor], tuple[Any, State]]
+    parts: tuple = ()
+    is_joint: bool = False
 
     def __reduce__(self):
         return reduced(self)

@@ -9,6 +9,7 @@ from funcrec.sharding._dense_shards import cut_dense as cut_dense
 from funcrec.sharding._dense_shards import cut_state as cut_state
 from funcrec.sharding._dense_shards import dense_axes_problems as dense_axes_problems
 from funcrec.sharding._dense_shards import dense_specs as dense_specs
+from funcrec.sharding._dense_shards import dense_terms as dense_terms
 from funcrec.sharding._dense_shards import gather_dense as gather_dense
 from funcrec.sharding._dense_shards import join_dense as join_dense
 from funcrec.sharding._dense_shards import leaf_problems as leaf_problems

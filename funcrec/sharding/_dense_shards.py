@@ -169,6 +169,12 @@ def whole_leaves(grads: Any, like: Any) -> list[Tensor]:
     return [g for g, x in zip(tree_leaves(grads), held, strict=True) if not is_shard(x)]
 
 
+def dense_terms(grads: Any) -> list[tuple[Tensor, tuple[str, ...]]]:
+    """Return (gradient, the mesh axes whose ranks hold other parts of it) for each dense parameter."""
+    held = torch_tree.tree_leaves(grads, is_leaf=is_shard)
+    return [(x.flat, x.axes) if is_shard(x) else (x, ()) for x in held]
+
+
 def sum_dense(grads: Any, summed: Sequence[Tensor], like: Any, sizes: Mapping[str, int]) -> Any:
     """Return the sum over all ranks of every leaf's gradient, added in the order of the ranks.
 
@@ -253,8 +259,10 @@ def leaf_problems(dense: Any, state: Any) -> Iterator[Problem]:
 def is_elementwise(dense: DenseOptimizer) -> bool:
     """Return whether steps with a tensor give the same numbers as steps with its two halves.
 
-    It tries early and late steps, with small and large gradients.
+    It tries early and late steps, with small and large gradients. A combinator does if its parts do.
     """
+    if dense.parts or dense.is_joint:
+        return not dense.is_joint and all(map(is_elementwise, dense.parts))
     x, g = torch.linspace(-1, 2, 6), torch.linspace(3, -2, 6)
     whole, first, last = (_moved(dense, x[at], g[at]) for at in (slice(0, 6), slice(0, 3), slice(3, 6)))
     differ = (whole - torch.cat([first, last])).abs() > 1e-4 * (whole - x).abs().max()

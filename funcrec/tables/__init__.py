@@ -14,6 +14,7 @@ from funcrec.tables._configs import Hash as Hash
 from funcrec.tables._configs import TableConfig as TableConfig
 from funcrec.tables._configs import modulo as modulo
 from funcrec.tables._configs import multiply_shift as multiply_shift
+from funcrec.tables._exact_sum import root as root
 from funcrec.tables._hashing import hash_lanes as hash_lanes
 from funcrec.tables._hashing import hash_rows as hash_rows
 from funcrec.tables._init import BEHIND as BEHIND
@@ -53,6 +54,11 @@ from funcrec.tables._lookup import lookup_each as lookup_each
 from funcrec.tables._lookup import lookup_sequence as lookup_sequence
 from funcrec.tables._lookup import lookup_sequence_transpose as lookup_sequence_transpose
 from funcrec.tables._lookup import lookup_transpose as lookup_transpose
+from funcrec.tables._norms import clip_by_global_norm as clip_by_global_norm
+from funcrec.tables._norms import clip_factor as clip_factor
+from funcrec.tables._norms import global_norm as global_norm
+from funcrec.tables._norms import norm_over as norm_over
+from funcrec.tables._norms import scaled_leaves as scaled_leaves
 from funcrec.tables._params import Batch as Batch
 from funcrec.tables._params import Params as Params
 from funcrec.tables._params import batch_parts as batch_parts
@@ -73,10 +79,7 @@ from funcrec.tables._rowgrads import WAITING as WAITING
 from funcrec.tables._rowgrads import Bags as Bags
 from funcrec.tables._rowgrads import Entries as Entries
 from funcrec.tables._rowgrads import RowGrads as RowGrads
-from funcrec.tables._rowgrads import clip_by_global_norm as clip_by_global_norm
-from funcrec.tables._rowgrads import global_norm as global_norm
 from funcrec.tables._rowgrads import is_stacked as is_stacked
-from funcrec.tables._rowgrads import root as root
 from funcrec.tables._rowgrads import terms_of as terms_of
 from funcrec.tables._sequence_ids import sequence_ids as sequence_ids
 from funcrec.tables._tape import Site as Site

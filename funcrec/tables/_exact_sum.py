@@ -49,3 +49,12 @@ def parts_of(x: Tensor, unit: Tensor) -> Tensor:
     y = x / unit
     high = y.floor()
     return torch.stack([high.to(torch.int64).sum(), ((y - high) * SCALE).round().to(torch.int64).sum()])
+
+
+def root(x: Tensor) -> Tensor:
+    """Return √x with derivative 0 at 0, where the derivative of torch.sqrt is not finite.
+
+    0 is the central difference of ‖v‖ = √(v · v) at v = 0.
+    """
+    is_zero = x == 0
+    return torch.where(is_zero, 0, torch.where(is_zero, 1, x).sqrt())

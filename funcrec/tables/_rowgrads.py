@@ -8,8 +8,8 @@ the entries out. An entry counts if its place is less than `count` and its row i
 Shapes: M entries, N ids, B bags, C columns, R rows of the table, D dim.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -18,11 +18,8 @@ from funcrec.core import (
     Device,
     Form,
     NotNegative,
-    Positive,
     Size,
-    check,
     describe,
-    device_problems,
     fail,
     is_forward,
     is_tracked,
@@ -34,7 +31,7 @@ from funcrec.core import (
 from funcrec.kernels import ops, reference
 from funcrec.kernels.forms import Feature, Segment, Terms, capacity_of, flatten
 from funcrec.mesh import is_readable
-from funcrec.tables._exact_sum import exact_sum
+from funcrec.tables._exact_sum import exact_sum, root
 from funcrec.tables._primitives import dense_sum, segments_of_lookup
 
 WAITING = "pending_rows", "pending_grads"  # names of the slots with a gradient's entries that a later step will use
@@ -340,48 +337,3 @@ def _place(tensors: list[Tensor], x: Tensor) -> int:
 
 def _has_repeats(term: Entries | Bags) -> bool:
     return isinstance(term, Entries) and term.repeats is not None
-
-
-@typed
-def global_norm(grads: Mapping[Any, RowGrads], *more: Annotated[Tensor, Form("f[...]")]) -> Tensor:
-    """Return the norm over the gradients of all tables and over the dense gradients `more` -> f[].
-
-    Law: its bits depend on the gradients of rows alone, not on the order of rows, their tables, or their ranks.
-
-    Example:
-      >>> import torch, funcrec as fr
-      >>> g = fr.RowGrads.from_entries(torch.tensor([1]), torch.tensor([[3.0]]), num_embeddings=2)
-      >>> fr.global_norm({"item": g}, torch.tensor([4.0]))
-      tensor(5.)
-    """
-    named = {f"grads[{n!r}]": g.grads for n, g in grads.items()} | {f"more[{i}]": g for i, g in enumerate(more)}
-    check("funcrec.global_norm", device_problems(**named))
-    squares = [row_squares(g) for g in grads.values()] + [(g.square().sum(), ()) for g in more]
-    return root(exact_sum(squares)) if squares else torch.zeros(())
-
-
-def root(x: Tensor) -> Tensor:
-    """Return √x with derivative 0 at 0, where the derivative of torch.sqrt is not finite.
-
-    0 is the central difference of ‖v‖ = √(v · v) at v = 0.
-    """
-    is_zero = x == 0
-    return torch.where(is_zero, 0, torch.where(is_zero, 1, x).sqrt())
-
-
-@typed
-def clip_by_global_norm(grads: Mapping[Any, RowGrads], max_norm: Positive) -> dict[str, RowGrads]:
-    """Return the gradients of all tables, coalesced and scaled by min(1, max_norm / global norm).
-
-    Example:
-      >>> import torch, funcrec as fr
-      >>> g = fr.RowGrads.from_entries(torch.tensor([0]), torch.tensor([[3.0, 4.0]]), num_embeddings=1)
-      >>> fr.clip_by_global_norm({"t": g}, 1.0)["t"].to_dense()
-      tensor([[0.6000, 0.8000]])
-    """
-    coalesced = {name: g.coalesce() for name, g in grads.items()}
-    factor = (max_norm / (global_norm(coalesced) + CLIP_EPS)).clamp(max=1)
-    return {name: g.scale(factor) for name, g in coalesced.items()}
-
-
-CLIP_EPS = 1e-6  # the constant of torch.nn.utils.clip_grad_norm_

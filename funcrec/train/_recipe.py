@@ -17,7 +17,8 @@ from funcrec.core import Problem, check, describe, random
 from funcrec.grad import over_micro_batches, value_grad_and_overflows
 from funcrec.kinds import known, with_ids
 from funcrec.optim import DenseOptimizer, RowOptimizer
-from funcrec.tables import Params, RowGrads, with_parts
+from funcrec.sharding import dense_terms
+from funcrec.tables import Params, RowGrads, clip_factor, norm_over, scaled_leaves, with_parts
 from funcrec.train._admission import admitted
 from funcrec.train._state import TrainState
 
@@ -34,6 +35,7 @@ class Recipe(NamedTuple):
     micro_batches: int = 1
     admits: bool = True  # whether the step admits the ids of its batch
     grad: Callable | None = None  # the transform that gives the gradients; None for `value_and_grad`
+    max_norm: float | Tensor | None = None  # the bound on the norm over all gradients
 
     def differentiated(self, loss_fn: Callable) -> Callable:
         """Return the function (params, batch, **extra) -> (value, gradients, overflows) of the loss."""
@@ -85,6 +87,15 @@ class Gathered(NamedTuple):
     fits: Tensor | None = None
 
 
+def clipped(gathered: Gathered, max_norm: float | Tensor) -> Gathered:
+    """Return the gradients scaled to a norm of at most `max_norm`, over tables and dense parameters of all ranks."""
+    d_dense, loss = gathered.dense()
+    rows = {n: g.coalesce() for n, g in gathered.rows.items()}
+    factor = clip_factor(norm_over(rows, dense_terms(d_dense)), max_norm)
+    scaled = scaled_leaves(d_dense, factor)
+    return gathered._replace(rows={n: g.scale(factor) for n, g in rows.items()}, dense=lambda: (scaled, loss))
+
+
 def update_tables(sparse: RowOptimizer, gathered: Gathered, state: TrainState) -> tuple[Any, Any]:
     """Return (tables, slots) after the update, in one process."""
     rows = gathered.rows if sparse.ignores_origin else with_ids(gathered.rows, state.tables)
@@ -127,6 +138,7 @@ def run_recipe(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> 
         value, grads, overflows = recipe.differentiated(place.loss_fn(recipe))(place.params(state), batch, **extra)
     loss, aux = value if recipe.has_aux else (value, None)
     gathered = place.gathered(loss, grads, overflows, state)
+    gathered = gathered if recipe.max_norm is None else clipped(gathered, recipe.max_norm)
     tables, slots = place.update(recipe.sparse, gathered, state)
     d_dense, loss = gathered.dense()
     dense, dense_opt = recipe.dense.update(d_dense, state.dense_opt, state.dense, state.step)

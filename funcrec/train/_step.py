@@ -7,13 +7,15 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcrec.core import (
     Count,
+    Form,
+    Positive,
     Problem,
     check,
     describe,
@@ -34,7 +36,7 @@ from funcrec.mesh import Codec, Mesh, P, mapped, reported_to_ranks
 from funcrec.models import Model, TwoTower, in_batch_softmax_loss, loss, merge_stats
 from funcrec.optim import DenseOptimizer, RowOptimizer, adam
 from funcrec.optim import dense as optimizer
-from funcrec.sharding import Plan, dedup_problems, dense_axes_problems
+from funcrec.sharding import Plan, check_whole_rows, dedup_problems, dense_axes_problems
 from funcrec.tables import Params, layout_in
 from funcrec.train._rank_step import rank_of, shard_state, state_specs
 from funcrec.train._recipe import Recipe, Stages, run_recipe
@@ -86,6 +88,7 @@ def train_step(
     micro_batches: Count = 1,
     admit: bool = True,
     grad: Callable | None = None,
+    max_norm: Positive | Annotated[Tensor, Form("f[]", "a number")] | None = None,
 ) -> TrainStep:
     """Return a training step, a pure function (state, batch) -> (state, metrics).
 
@@ -127,6 +130,9 @@ def train_step(
         for `value_and_grad`. `functools.partial(fr.private_grads, max_norm=1.0, noise_multiplier=1.1)` trains with
         differential privacy. If the function that it returns has a parameter `key`, it gets the step's key. It is for
         one process.
+      max_norm: scales all gradients of a step to a norm of at most this number, a number > 0 or a tensor f[]. The norm
+        is over tables and dense parameters together, and over all ranks, as in `clip_by_global_norm`. (For the norm of
+        tables alone, or of dense parameters alone, use `fr.optim.clip`.)
       codec: the codes of looked up vectors and their cotangents; None for the codec of the state's tables
         (`shard_tables`, `reshard`).
 
@@ -163,9 +169,9 @@ def train_step(
     check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes))
     check("funcrec.train_step", dedup_problems(exact, dedup))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
-    check("funcrec.train_step", grad_problems(grad, mesh, micro_batches))
+    check("funcrec.train_step", grad_problems(grad, mesh, micro_batches), norm_problems(max_norm, plan))
     keyed = takes_key(loss_fn) or (grad is not None and takes_key(grad(loss_fn), own=True))
-    recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, keyed, micro_batches, admit, grad)
+    recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, keyed, micro_batches, admit, grad, max_norm)
     cutting = mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes))
     where = OnMesh(mesh, cutting, Stages(), capacity)
     if mesh is not None:
@@ -276,6 +282,9 @@ class Update:
             if mesh is not None:
                 check("funcrec.train_step", sharded_problems(state))
                 check("funcrec.train_step", place_problems(state.tables, mesh))
+                if self.recipe.max_norm is not None:
+                    joint = self.recipe.sparse._replace(is_joint=True)
+                    check_whole_rows("funcrec.train_step", joint, state.tables.layout)
 
 
 def update_of(step: Any) -> Update | None:
@@ -343,6 +352,13 @@ def grad_problems(grad: Callable | None, mesh: Mesh | None, micro_batches: int) 
     if grad is not None and micro_batches > 1:
         got, hint = f"grad= and micro_batches={micro_batches}", "fr.private_grads(..., chunk_size=...)"
         yield Problem("`grad` differentiates the whole batch.", got, "micro_batches=1", hint, TypeError)
+
+
+def norm_problems(max_norm: Any, plan: Plan | None) -> Iterator[Problem]:
+    if max_norm is not None and plan is not None and plan.replicas:
+        got, hint = f"max_norm= and replicas={plan.replicas}", "sparse=fr.optim.clip(...), dense=fr.optim.clip(...)"
+        what = "groups of ranks have gradients of their own, and no common norm."
+        yield Problem(what, got, "`max_norm`, or a plan without replicas", hint, TypeError)
 
 
 def is_stats(x: Any) -> bool:

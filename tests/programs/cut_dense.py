@@ -11,6 +11,13 @@ DENSE = {
         torch.optim.AdamW, lr=fr.optim.schedule([fr.optim.Stage("linear", max_iters=3, value=0.0)], lr=0.01)
     ),
     "adagrad": lambda: fr.optim.dense(torch.optim.Adagrad, lr=0.1),
+    "groups": lambda: fr.optim.ema(
+        fr.optim.by_path(
+            {"scale": fr.optim.dense(torch.optim.SGD, lr=0.1)},
+            default=fr.optim.freeze(fr.optim.dense(torch.optim.AdamW, lr=0.01), paths=["running"]),
+        ),
+        decay=0.9,
+    ),
 }
 
 

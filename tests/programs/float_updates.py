@@ -120,7 +120,21 @@ def of_dense() -> list[Case]:
         Case(f"optim.dense({n})", functools.partial(dense_updated, n), {**PARAMS, **(moment if n in known else {})},
             () if n in known else "*")
         for n in CLASSES
-    ]  # fmt: skip
+    ] + [Case(f"optim.{n}", functools.partial(grouped, make), PARAMS) for n, make in GROUPED.items()]  # fmt: skip
+
+
+GROUPED = {
+    "by_path": lambda opt: fr.optim.by_path({"w": fr.optim.clip(opt, max_norm=0.5)}),
+    "ema": lambda opt: fr.optim.ema(opt, decay=0.7),
+    "averaged": lambda opt: fr.optim.ema(fr.optim.freeze(opt, paths=["b"]), decay=0.7),
+}
+
+
+def grouped(make, w, grads, lr):
+    optimizer = make(fr.optim.dense(torch.optim.SGD, lr=lr, momentum=0.5))
+    params = {"w": w, "b": grads} if make is GROUPED["averaged"] else {"w": w}
+    new, state = optimizer.update(tree_map(lambda x: grads, params), optimizer.init(params), params, 0)
+    return (new, fr.optim.averaged(new, state)) if make is GROUPED["averaged"] else (new, state)
 
 
 # -- steps ---------------------------------------------------------------------------------------------------------

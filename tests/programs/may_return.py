@@ -107,6 +107,8 @@ MAY_RETURN = (
     Row("a shape", "data.draw", r"shape\[1\]", {"7", "0"}),
     Row("a core of 7", "data.k_core", r"k\[.*", {"7"}),
     Row("0 of a range that begins there, and a larger bound", "data.random_rows", r"ids_per_bag.*", {"0", "7"}),
+    Row("tables and parameters are known at `init`", "optim.freeze.*", r"(tables|paths)\[0\]", {"'no'"}),
+    Row("a parameter may have no average", "optim.averaged", r"state\[.*", {"{'q': 1}"}),
     Row("torch's own classes take what they take", "optim.dense", "lr|weight_decay",
         {"7", "0", "True", "function", "class"}),
     Row("a table on the meta device has its shape, and so have its codes", r"\.(fake_)?quantize", r"tables\[.*",

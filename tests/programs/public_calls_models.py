@@ -61,6 +61,7 @@ def optimizers() -> list[Call]:
     update = lambda opt: (opt.update, {**step, "slots": opt.init(TABLES)})
     own = optim.row_optimizer(init=lambda table: {}, rule=lambda row, grad, slots, hyper: (row - grad, {}))
     dense = {"grads": DENSE, "state": STATE.dense_opt, "params": DENSE, "step": 3}
+    frozen = optim.freeze(OPT, paths=["w"])
     stage = {
         "policy": "interpolate",
         "max_iters": 9,
@@ -81,6 +82,15 @@ def optimizers() -> list[Call]:
         clip=(optim.clip, {"optimizer": SPARSE, "max_norm": 1.0, "max_value": 1.0}),
         update_clip=update(optim.clip(SPARSE, max_norm=1.0)),
         freeze=(optim.freeze, {"optimizer": SPARSE, "tables": ["t"]}),
+        clip_dense=(optim.clip, {"optimizer": OPT, "max_norm": 1.0, "max_value": 1.0}),
+        update_clip_dense=(optim.clip(OPT, max_norm=1.0).update, dense),
+        freeze_dense=(optim.freeze, {"optimizer": OPT, "paths": ["w"]}),
+        update_freeze_dense=(frozen.update, {**dense, "state": frozen.init(DENSE)}),
+        by_path=(optim.by_path, {"optimizers": {"w": OPT}, "default": OPT}),
+        update_by_path=(optim.by_path({"w": OPT}, default=OPT).update, dense),
+        ema=(optim.ema, {"optimizer": OPT, "decay": 0.9}),
+        update_ema=(optim.ema(OPT).update, {**dense, "state": optim.ema(OPT).init(DENSE)}),
+        averaged=(optim.averaged, {"params": DENSE, "state": optim.ema(OPT).init(DENSE)}),
         accumulate=(optim.accumulate, {"optimizer": SPARSE, "every": 2, "capacity": 8}),
         update_accumulate=update(optim.accumulate(SPARSE, every=2, capacity=16)),
         stochastic_rounding=(optim.stochastic_rounding, {"optimizer": SPARSE, "key": KEY}),
