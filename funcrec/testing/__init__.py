@@ -41,6 +41,8 @@ AssertionError: the trees differ at `['item']`.
 import funcrec.core as _core
 from funcrec.testing._calculus import check_adjoint as check_adjoint
 from funcrec.testing._calculus import check_grads as check_grads
+from funcrec.testing._law import law as law
+from funcrec.testing._law import law_tests as law_tests
 from funcrec.testing._ranks import RankError as RankError
 from funcrec.testing._ranks import RankPool as RankPool
 from funcrec.testing._transforms import TRANSFORMS as TRANSFORMS

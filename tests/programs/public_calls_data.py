@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from hypothesis.strategies import just
 
 import funcrec as fr
 from funcrec import data, metrics, testing
@@ -201,6 +202,10 @@ def tested() -> list[Call]:
             {"f": torch.sin, "x": f32(2), "modes": ["grad"], "may_raise": ["jvp"]}),
         transform_cells=(lambda f, x, modes: testing.transform_cells(f, x, modes=modes),
             {"f": torch.sin, "x": f32(2), "modes": ["grad"]}),
+        law=(lambda draw, **how: testing.law(draw, **how),
+            {"draw": just(f32(2)), "reference": torch.sin, "example": (f32(2),), "modes": ["grad"],
+                "may_raise": ["jvp"], "rtol": 0.0, "atol": 0.0}),
+        law_tests=(testing.law_tests, {"f": testing.law(just(f32(2)), reference=torch.sin)(torch.sin)}),
         check_grads=(testing.check_grads,
             {"f": lambda x: x * x, "args": (torch.ones(2, dtype=torch.float64),), "order": 1, "modes": ("fwd", "rev"),
                 "key": KEY, "rtol": 1e-5, "atol": 1e-5},
