@@ -3,6 +3,7 @@
     .venv/bin/python bench/vocabulary.py           # 1 M rows; --large: also 16 M
     .venv/bin/python bench/vocabulary.py --step    # a training step whose 26 tables follow a vocabulary each
     .venv/bin/python bench/vocabulary.py --dlrm 2048    # a DLRM's step
+    .venv/bin/python bench/vocabulary.py --ranks 4 --bags 2048    # a step on gloo ranks: vocabularies whole, or cut
 
 find: rows of ids, without a change. admit: a step of training, with stamps, counts and new ids. Times are CPU times of
 one thread, from interleaved calls; a call has 262,144 ids, drawn uniformly from those that have a row (80 % of all
@@ -25,6 +26,7 @@ from measure import digits, interleave, ratios, record, spread
 
 import funcrec as fr
 from funcrec.data.datasets._random_rows import zipf_ranks
+from funcrec.testing import RankPool
 
 NUM_IDS, LOAD, EVERY, WARMUP, TRAIN_WARMUP = 2**18, 0.8, 8, 2, 10
 LAST = 2**62
@@ -216,6 +218,65 @@ def train(job: Job, held: int, new: float, rounds: int) -> None:
     record("vocabulary", {"case": job.name, "threads": 1, "shape": shape, "ms": ms, "ratio": ratio})
 
 
+def on_rank(bags: int, new: float, rounds: int, count: int, rows: int) -> dict:
+    """Return what one gloo rank measures: CPU and wall seconds of each round, and the bytes of its vocabularies.
+
+    Compiled, donated steps of `count` tables by rows: plain, with whole vocabularies, and with vocabularies that are
+    cut by buckets. As in `train`, the ids are i · 10¹⁰ with i < 80 % of the rows, and a share was never seen.
+    """
+    torch.set_num_threads(1)
+    mesh, names = (
+        fr.Mesh.distributed(device="cpu", x=torch.distributed.get_world_size()),
+        [f"t{i}" for i in range(count)],
+    )
+    generator, held = torch.Generator().manual_seed(mesh.coordinates["x"]), int(LOAD * rows)
+    configs, features = tables_of(count, rows, 16)
+    weights = [0.02 * torch.randn(*shape, generator=torch.Generator().manual_seed(0)) for shape in ((count * 16, 1),)]
+    loss = lambda p, b: fr.losses.bce((fr.lookup(p.tables, b.ids, features).values @ p.dense[0])[:, 0], b.label)
+
+    def trained(buckets: tuple[str, ...], is_dynamic: bool = True):
+        first, apart = fr.vocabulary(rows), 1
+        tables = fr.init(fr.key(0), configs)
+        if is_dynamic:
+            first, apart = fr.admit(first, torch.arange(held) * 10**10)[0], 10**10
+            each = zip(names, configs, features, strict=True)
+            following = {n: fr.VocabularyConfig(first, [c], [f]) for n, c, f in each}
+            tables = fr.dynamic_tables(tables, following, key=fr.key(0))
+        plan = fr.Plan(dict.fromkeys(names, fr.row_wise("x")), buckets=buckets)
+        step = fr.train_step(loss, sparse=fr.optim.rowwise_adagrad(lr=0.05), mesh=mesh, plan=plan)
+        state = [step.init(fr.Params(tables, fr.copy(weights)))]
+        run, own = fr.jit(step, donate=("state",)), state[0].tables.rest
+        parts = own.vocabularies.values() if is_dynamic else ()
+        sizes = [x.nbytes for v in parts for x in fr.tree.leaves(v) if x.dim()]
+
+        def call():
+            ids = torch.randint(held, (count * bags,), generator=generator) * apart
+            if is_dynamic:
+                fresh = torch.randint(0, LAST, ids.shape, generator=generator)
+                ids = torch.where(torch.rand(ids.shape, generator=generator) < new, fresh, ids)
+            keyed = fr.KeyedJaggedTensor.from_lengths(names, ids, torch.ones_like(ids))
+            state[0], _ = run(state[0], fr.Batch(keyed, torch.zeros(bags)))
+
+        return call, sum(sizes)
+
+    made = {"plain": trained((), False), "whole": trained(()), "cut": trained(("x",))}
+    both = lambda: torch.tensor([time.process_time(), time.perf_counter()], dtype=torch.float64)
+    times = interleave({n: call for n, (call, _) in made.items()}, rounds=rounds, warmup=TRAIN_WARMUP, clock=both)
+    return {n: {"s": [x.tolist() for x in t], "bytes": made[n][1]} for n, t in times.items()}
+
+
+def ranks(num_ranks: int, bags: int, new: float, rounds: int, count: int = 8, rows: int = 2**18) -> None:
+    """Record the CPU time of a step on one of several gloo ranks, and the bytes of a rank's vocabularies."""
+    with RankPool(num_ranks, timeout_s=300) as pool:
+        found = pool.run(on_rank, bags, new, rounds, count, rows)
+    rounds_of = lambda name: zip(*(x[name]["s"] for x in found), strict=True)  # [CPU, wall] of all ranks
+    means = {n: [[sum(x) / num_ranks for x in zip(*each, strict=True)] for each in rounds_of(n)] for n in found[0]}
+    ms = {n: {"cpu": spread([c for c, _ in t], 1e3), "wall": spread([w for _, w in t], 1e3)} for n, t in means.items()}
+    shape = {"ranks": num_ranks, "tables": count, "bags": bags, "dim": 16, "rows": rows, "new": new}
+    bytes_of = {n: x["bytes"] for n, x in found[0].items()}
+    record("vocabulary", {"case": "ranks", "threads": 1, "shape": shape, "ms": ms, "vocabulary_bytes": bytes_of})
+
+
 def write(case: str, num_rows: int, new: float, calls: dict, batches: list, rounds: int, more: dict, steps: int = 1):
     turns = {n: itertools.cycle(batches) for n in calls}
     of = lambda name, call: lambda: [call(next(turns[name])) for _ in range(steps)]
@@ -233,6 +294,8 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="16 M rows too")
     parser.add_argument("--step", action="store_true", help="a training step in place of single calls")
     parser.add_argument("--dlrm", type=int, default=0, help="a step of a DLRM with batches of so many bags")
+    parser.add_argument("--ranks", type=int, default=0, help="a step on so many gloo ranks")
+    parser.add_argument("--bags", type=int, default=2048, help="the bags of a rank, with --ranks")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -240,6 +303,8 @@ def main() -> None:
     if options.step:
         train(small(), 50_000, 0.01, options.rounds)
         return train(small(), 0, 0.0, options.rounds)
+    if options.ranks:
+        return ranks(options.ranks, options.bags, 0.01, options.rounds)
     if options.dlrm:
         return train(job := dlrm(options.dlrm), job.ids, 0.01, options.rounds)
     for num_rows in (2**20, *([2**24] if options.large else [])):

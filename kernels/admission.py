@@ -30,7 +30,8 @@ def admit_ids(state: Sequence[Tensor], *rest, implementation: str | None = None)
     Args:
       state: tags u8[R], entries i64[R, 2] and, if `least` is not 0, sketch u8[R].
       rest: now (i64[], the step), ids (i[N]), valid (i64[]), scores (i64[R] for policy SCORED, else None), policy, ttl
-        (0 for none), least (of the sketch's count, 0 for none), share (of 2⁵³ draws that admit), shared, salt.
+        (0 for none), least (of the sketch's count, 0 for none), share (of 2⁵³ draws that admit), shared (as
+        `vocabulary.shared_of` has it; then no id is of another part), salt.
 
     Returns:
       rows i64[N] of the ids, after admission, as from `find_ids`; changed i64[N], the rows of admitted ids by
@@ -72,7 +73,7 @@ def find_columns(
     """Return the ids i[N] of a buffer with rows in place of the ids of `columns`, i64[N], as by `find_ids` on each.
 
     Args:
-      state: tags and entries of each vocabulary. how: (shared, salt) of each.
+      state: tags and entries of each vocabulary. how: (shared, salt) of each; `shared` as in `vocabulary.shared_of`.
       columns: no two have the same bag.
     """
     call = operation("find_columns", implementation, state[0], bare=[*state[1:], ids, offsets])

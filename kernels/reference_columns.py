@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from funcrec.kernels.reference_jagged import ascending, take_ranges
 from funcrec.kernels.reference_vocabulary import admit_ids, find_ids, settle_ids
-from funcrec.kernels.vocabulary import SCORED, Column, admissions_of, columns_of, places_of, states_of
+from funcrec.kernels.vocabulary import SCORED, Column, admissions_of, columns_of, of_shared, places_of, states_of
 from torch import Tensor
 
 
@@ -67,7 +67,7 @@ def settle_columns(
         own_rows, own_missed = (torch.where(at < whole.shape[0], _at(y, at), y.new_full((), n)) for y, n in (
             (rows, -1), (missed, 0)))  # fmt: skip
         given = [tags, entries, *sketch], now + 1, _at(whole, at), own_rows, own_missed, changed, new_ids, counts
-        tags, entries, *sketch = settle_ids(*given, numbers[v], x.least, x.salt)
+        tags, entries, *sketch = settle_ids(*given, numbers[v], x.least, x.salt, of_shared(x.shared)[1])
         out += [tags, entries, now + 1, *sketch]
         begin = end
     return out

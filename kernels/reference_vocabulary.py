@@ -12,7 +12,7 @@ Shapes: N ids, R rows.
 
 import torch
 from funcrec.kernels.reference_quantized import GAMMA, mix, shift_right
-from funcrec.kernels.vocabulary import DISTANCE_LFU, LFU, LRU, SCORED, SLOTS
+from funcrec.kernels.vocabulary import DISTANCE_LFU, LFU, LRU, SCORED, SLOTS, of_shared
 from torch import Tensor
 
 LOWER = (1 << 32) - 1  # the lower half of a word
@@ -21,8 +21,8 @@ FREE, EXPIRED, LIVE, PINNED = range(4)  # the order in which slots are taken; a 
 
 
 def find_ids(tags: Tensor, entries: Tensor, ids: Tensor, valid: Tensor, shared: int, salt: int) -> Tensor:
-    ids = ids.long()
-    h, rows = mix(ids ^ salt), _find(tags, entries, ids, salt)
+    ids, (shared, buckets) = ids.long(), of_shared(shared)
+    h, rows = mix(ids ^ salt), _find(tags, entries, ids, salt, buckets)
     rows = torch.where(rows < 0, _unknown(h, tags.shape[0], shared), rows)
     return torch.where(_given(ids, valid), rows, -1)
 
@@ -40,9 +40,9 @@ def admit_ids(
     shared: int,
     salt: int,
 ) -> tuple[Tensor, ...]:
-    tags, entries = state[:2]
+    (tags, entries), (shared, buckets) = state[:2], of_shared(shared)
     n, num_rows, ids = ids.shape[0], tags.shape[0], ids.long()
-    rows, given = _find(tags, entries, ids, salt), _given(ids, valid)
+    rows, given = _find(tags, entries, ids, salt, buckets), _given(ids, valid)
     hit, missed = given & (rows >= 0), given & (rows < 0)
     pinned = _times(rows, hit, num_rows) > 0
     # The distinct missed ids, ascending by h, and how often each was missed.
@@ -54,8 +54,8 @@ def admit_ids(
     new_h, new_ids = (_put(x.new_zeros(n), group, is_first, x) for x in (sorted_h, ids[order]))
     times, is_new = _times(group, missed[order], n), place < is_first.sum()
     # The candidates by bucket; within a bucket the most frequent first, then by h.
-    bucket = bucket_of(new_h, num_rows)
-    seen = times if least == 0 else times + _sketched(state[2], new_h)
+    bucket = bucket_of(new_h, num_rows, buckets)
+    seen = times if least == 0 else times + _sketched(state[2], new_h, buckets)
     drawn = shift_right(mix(new_h + GAMMA * (now + 1)), 11)
     fits = is_new & (seen >= least) & (drawn < share)
     by = order_by(-seen, bucket, ~fits)
@@ -94,6 +94,7 @@ def settle_ids(
     numbers: Tensor,
     least: int,
     salt: int,
+    buckets: int = 0,
 ) -> list[Tensor]:
     tags, entries = state[:2]
     num_rows, place = tags.shape[0], torch.arange(changed.shape[0], device=changed.device)
@@ -107,7 +108,7 @@ def settle_ids(
     entries = torch.stack([keys, (stamp << 32) | count], 1)
     if least == 0:
         return [tags, entries]
-    both = torch.cat(_counters(mix(ids.long() ^ salt), num_rows))
+    both = torch.cat(_counters(mix(ids.long() ^ salt), num_rows, buckets))
     added = _times(both, torch.cat([missed, missed]), num_rows)
     sketch = (state[2].long() + added).clamp(max=MOST_SEEN).view(-1, SLOTS)
     is_full = (added.view(-1, SLOTS).sum(1) > 0) & (sketch.sum(1) >= SLOTS // 2 * least)
@@ -122,18 +123,20 @@ def _given(ids: Tensor, valid: Tensor) -> Tensor:
     return torch.arange(ids.shape[0], device=ids.device) < valid
 
 
-def _find(tags: Tensor, entries: Tensor, ids: Tensor, salt: int) -> Tensor:
+def _find(tags: Tensor, entries: Tensor, ids: Tensor, salt: int, buckets: int) -> Tensor:
     """Return the row of each id, or -1."""
     h = mix(ids ^ salt)
     slots = torch.arange(SLOTS, device=ids.device)
-    rows = bucket_of(h, tags.shape[0])[:, None] * SLOTS + slots
+    rows = bucket_of(h, tags.shape[0], buckets)[:, None] * SLOTS + slots
     same = (tags[rows] == tag_of(h)[:, None]) & (entries[:, 0][rows] == ids[:, None])
     return torch.where(same.any(1), torch.where(same, rows, tags.shape[0]).amin(1), -1)
 
 
-def bucket_of(h: Tensor, num_rows: int) -> Tensor:
-    """Return the bucket of each hashed id, ⌊h₃₂ · R / W / 2³²⌋."""
-    return shift_right(shift_right(h, 32) * (num_rows // SLOTS), 32)
+def bucket_of(h: Tensor, num_rows: int, buckets: int = 0) -> Tensor:
+    """Return the bucket of each hashed id, ⌊h₃₂ · R / W / 2³²⌋. buckets: as in `shared_of`."""
+    own = num_rows // SLOTS
+    bucket = shift_right(shift_right(h, 32) * (buckets or own), 32)
+    return bucket % own if buckets else bucket
 
 
 def tag_of(h: Tensor) -> Tensor:
@@ -151,14 +154,14 @@ def halves(word: Tensor) -> tuple[Tensor, Tensor]:
     return shift_right(word, 32), word & LOWER
 
 
-def _counters(h: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+def _counters(h: Tensor, num_rows: int, buckets: int) -> tuple[Tensor, Tensor]:
     """Return the places of an id's two counters in the sketch."""
-    line, first = bucket_of(h, num_rows) * SLOTS, shift_right(h, 8) & (SLOTS - 1)
+    line, first = bucket_of(h, num_rows, buckets) * SLOTS, shift_right(h, 8) & (SLOTS - 1)
     return line + first, line + ((first + 1 + (shift_right(h, 15) & 63)) & (SLOTS - 1))
 
 
-def _sketched(sketch: Tensor, h: Tensor) -> Tensor:
-    first, second = _counters(h, sketch.shape[0])
+def _sketched(sketch: Tensor, h: Tensor, buckets: int) -> Tensor:
+    first, second = _counters(h, sketch.shape[0], buckets)
     return torch.minimum(sketch[first], sketch[second]).long()
 
 

@@ -47,7 +47,7 @@ class Column(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """How a vocabulary admits ids: the settings of `admit_ids`."""
+    """How a vocabulary admits ids: the settings of `admit_ids`. shared: as `shared_of` has it."""
 
     policy: int
     ttl: int
@@ -55,6 +55,20 @@ class Admission(NamedTuple):
     share: int
     shared: int
     salt: int
+
+
+def shared_of(num_shared: int, buckets: int = 0) -> int:
+    """Return the number `shared` of the operations.
+
+    buckets: of the whole vocabulary, if the state is a part of it: as many buckets as each other part has. Bucket b of
+    the whole is bucket b mod (buckets of a part) of its part.
+    """
+    return num_shared | buckets << 32
+
+
+def of_shared(shared: int) -> tuple[int, int]:
+    """Return (num_shared, buckets) of `shared_of`."""
+    return shared & ((1 << 32) - 1), shared >> 32
 
 
 def columns_of(flat: Sequence[int]) -> list[Column]:

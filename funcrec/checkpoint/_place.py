@@ -23,6 +23,7 @@ from funcrec.sharding import (
     Waiting,
     bank_problems,
     blank_banks,
+    buckets_of,
     check_whole_rows,
     cut_dense,
     cut_state,
@@ -40,6 +41,7 @@ from funcrec.sharding import (
     waiting_problems,
     whole_banks,
     with_banks,
+    with_buckets,
 )
 from funcrec.tables import WAITING
 from funcrec.train import TrainState, of_rows, steps_of
@@ -177,6 +179,7 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
     transport = like.tables.transport if like else transport_of(target.exact, target.dedup, None, target.codec)
     tables = with_banks(state.tables, {b: own.pop("") for b, own in banks.items()}, layout, transport)
     tables = replace(tables, rest=mapped(reader.whole, tables.rest))
+    tables = with_buckets(CALL, tables, target.plan.buckets if like is None else buckets_of(like.tables), mesh)
     step, kept, kept_opt, key = mapped(reader.whole, (state.step, state.dense, state.dense_opt, state.key))
     if target.dense_axes:
         check(CALL, leaf_problems(kept, kept_opt))

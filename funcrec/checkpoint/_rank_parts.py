@@ -1,7 +1,7 @@
 """Divides a tree among the ranks that write it: one rank writes each element, however many ranks have copies.
 
-    tables and slots: rows and columns by their layout;    cut dense parameters: elements;    other tensors: rows, since
-    every rank has these tensors whole
+    tables and slots: rows and columns by their layout;    cut dense parameters: elements;    cut vocabularies: rows;
+    other tensors: rows, since every rank has these tensors whole
 
 Copies share the work: if k ranks hold the same rows, each rank writes a k-th of them.
 Shapes: R rows, D dim, n ranks on the axes of a bank, k copies of it.
@@ -20,8 +20,19 @@ from torch import Tensor
 from funcrec.checkpoint._format import grid_of
 from funcrec.checkpoint._tree_json import Cut
 from funcrec.core import Problem, check, describe, map_tensors, replace
+from funcrec.kinds import Vocabulary, VocabularyShard
 from funcrec.mesh import Mesh, Ranks, checksum, coordinates, rank_at
-from funcrec.sharding import DenseShard, Layout, copy_problems, filled, join_parts, of_rank, part_of, whole_shape
+from funcrec.sharding import (
+    DenseShard,
+    Layout,
+    copy_problems,
+    filled,
+    join_parts,
+    of_rank,
+    of_vocabularies,
+    part_of,
+    whole_shape,
+)
 from funcrec.tables import WAITING, layout_in
 from funcrec.train import TrainState, slot_problems
 
@@ -130,6 +141,7 @@ class Seen(NamedTuple):
             for k, s in (own | filled(own)).items():
                 leaves.setdefault(f"slot {k!r}", {})[n] = s
         self.layouts.append((tables.layout, leaves))
+        tables = replace(tables, rest=of_vocabularies(tables.rest, vocabulary_cut))
         return join_parts(tables, {n: table_cut(tables.layout, n, tables.banks) for n, _ in tables.layout.shapes})
 
     def slots(self, state: TrainState) -> dict[str, dict[str, Cut]]:
@@ -200,6 +212,28 @@ def waiting_parts(layout: Layout, name: str, slots: Any, is_rows: bool, ranks: i
                     yield rank, 0, at, part.rows
                 else:
                     yield from ((rank, k * places + at, s.first, grads) for k, grads in enumerate(part.grads))
+
+
+def vocabulary_cut(v: VocabularyShard) -> Vocabulary:
+    """Return the whole vocabulary, with a Cut for each tensor that has rows."""
+
+    def cut(x: Tensor) -> Cut:
+        shape = v.num_rows, *x.shape[1:]
+        return Cut((x,), x.dtype, shape, grid_of(shape), lambda where: vocabulary_parts(v, x, where))
+
+    sketch = None if v.own.sketch is None else cut(v.own.sketch)
+    return replace(v.own, tags=cut(v.own.tags), entries=cut(v.own.entries), sketch=sketch)
+
+
+def vocabulary_parts(v: VocabularyShard, x: Tensor, where: Writers) -> Parts:
+    n = prod(where.sizes[a] for a in v.axes)
+    part = x.shape[0] // n if where.is_emulated else x.shape[0]
+    for rank in where.own:
+        place, copy, copies = where.copy(rank, v.axes)
+        begin = place * part
+        first, last = share(min(begin, v.num_rows), min(begin + part, v.num_rows), copy, copies, x)
+        at = 0 if where.is_emulated else -begin
+        yield rank, first, 0, x[at + first : at + last]
 
 
 def shard_parts(node: DenseShard, flat: Tensor, where: Writers) -> Parts:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcrec.core import Problem, pytree, replace
 from funcrec.kernels.vocabulary import SLOTS
-from funcrec.kinds import DynamicTables, NewRows, Vocabulary, changed_slots, stored_problems
+from funcrec.kinds import DynamicTables, NewRows, Vocabulary, changed_slots, is_cut, stored_problems
 from funcrec.sharding import in_banks
 from funcrec.tables import layout_in
 from funcrec.train import TrainState
@@ -139,4 +139,7 @@ def dynamic_log_problems(state: TrainState, admits: bool) -> Iterator[Problem]:
     if found is not None and not admits:
         what, got = "the step admits no ids, and a log does not see those of `admission`.", "admit=False"
         yield Problem(what, got, "a step that admits the ids of its batch", "fr.train_step(..., admit=True)")
+    if found is not None and is_cut(found.vocabularies.values()):
+        what, got = "the vocabularies are cut by buckets, and a log does not see their rows.", "a plan with `buckets`"
+        yield Problem(what, got, "whole vocabularies on every rank", "fr.Plan(placements), without `buckets`")
     yield from stored_problems(found) if found is not None else ()

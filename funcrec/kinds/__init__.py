@@ -8,6 +8,9 @@ from funcrec.kinds._admission import choose as choose
 from funcrec.kinds._admission import expire as expire
 from funcrec.kinds._admission import settle as settle
 from funcrec.kinds._admission import settled as settled
+from funcrec.kinds._batches import admit_batch as admit_batch
+from funcrec.kinds._batches import ids_of_batch as ids_of_batch
+from funcrec.kinds._batches import ids_of_columns as ids_of_columns
 from funcrec.kinds._codes import CODES as CODES
 from funcrec.kinds._codes import bits_of as bits_of
 from funcrec.kinds._codes import dtype_problems as dtype_problems
@@ -18,12 +21,9 @@ from funcrec.kinds._columns import known as known
 from funcrec.kinds._dynamic import STORED as STORED
 from funcrec.kinds._dynamic import DynamicTables as DynamicTables
 from funcrec.kinds._dynamic import VocabularyConfig as VocabularyConfig
-from funcrec.kinds._dynamic import admit_batch as admit_batch
 from funcrec.kinds._dynamic import configs_of as configs_of
 from funcrec.kinds._dynamic import dynamic_tables as dynamic_tables
 from funcrec.kinds._dynamic import feature_problems as feature_problems
-from funcrec.kinds._dynamic import ids_of_batch as ids_of_batch
-from funcrec.kinds._dynamic import ids_of_columns as ids_of_columns
 from funcrec.kinds._dynamic import owner_problems as owner_problems
 from funcrec.kinds._dynamic import plain_problems as plain_problems
 from funcrec.kinds._dynamic import stored_problems as stored_problems
@@ -57,5 +57,13 @@ from funcrec.kinds._vocabulary import vocabulary as vocabulary
 from funcrec.kinds._vocabulary import vocabulary_problems as vocabulary_problems
 from funcrec.kinds._vocabulary_items import vocabulary_items as vocabulary_items
 from funcrec.kinds._vocabulary_items import vocabulary_of as vocabulary_of
+from funcrec.kinds._vocabulary_shards import VocabularyShard as VocabularyShard
+from funcrec.kinds._vocabulary_shards import batch_axes_problems as batch_axes_problems
+from funcrec.kinds._vocabulary_shards import cut_problems as cut_problems
+from funcrec.kinds._vocabulary_shards import cut_vocabulary as cut_vocabulary
+from funcrec.kinds._vocabulary_shards import is_cut as is_cut
+from funcrec.kinds._vocabulary_shards import is_shard as is_shard
+from funcrec.kinds._vocabulary_shards import join_vocabulary as join_vocabulary
+from funcrec.kinds._vocabulary_shards import shard_specs as shard_specs
 
 _core.publish(globals())

@@ -102,14 +102,15 @@ def admit_columns(vocabularies: Sequence[Vocabulary], given: Buffers) -> tuple[l
 
 
 class Seen(NamedTuple):
-    """The ids of a step, the row of each, i64[N], and whether it is a miss that a sketch counts, b[N].
+    """The ids of a step, the row of each, i64[N], and whether it is a miss that a sketch counts, b[N]; None on ranks
+    that have a part of each vocabulary.
 
     entries: those of each vocabulary after the step.
     """
 
     given: Buffers
     rows: Tensor
-    missed: Tensor
+    missed: Tensor | None
     entries: list[Tensor]
 
 

@@ -7,7 +7,7 @@ the rows of new ids. So everything that reads tables reads these: models, evalua
 Shapes: N ids of a column, V rows of a table.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +24,15 @@ from funcrec.core import (
     random,
     replace,
     reported,
-    tree_leaves,
     typed,
     typed_fields,
 )
-from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
-from funcrec.kernels import ops
-from funcrec.kinds._columns import Columns, admit_columns, buffers_of, buffers_of_bags, columns_of, find_columns, joined
+from funcrec.jagged import KeyedJaggedTensor
+from funcrec.kinds._columns import Buffers, bags_in, columns_of, find_columns, known_rows
 from funcrec.kinds._quantized import quantize
-from funcrec.kinds._renewal import NewRows, initializer_problems
+from funcrec.kinds._renewal import initializer_problems
 from funcrec.kinds._vocabulary import Vocabulary, id_problems, vocabulary_problems
+from funcrec.kinds._vocabulary_shards import find_on_ranks, here, is_cut
 from funcrec.tables import (
     KINDS,
     FeatureConfig,
@@ -47,7 +46,6 @@ from funcrec.tables import (
     table_tensor_problems,
 )
 
-Gather = Callable[[Tensor], Tensor]
 STORED = "stored"  # `kind` of rows that a store has, and no initializer draws
 
 
@@ -142,8 +140,11 @@ def dynamic_tables(
       not depend on the order of rows. Only the scale of an initializer without one follows the number of rows.
       Evaluation changes no vocabulary.
 
-    Cost: a step searches each id twice, to admit it and to look it up, in two cache lines of memory. It draws the rows
-      of new ids only. A compiled step whose state is donated writes in place; else it copies tables and vocabularies.
+    Cost: a step searches each id in two cache lines of memory, to admit it, and again if a lookup reads other tensors
+      of ids than the batch has. On a mesh each rank admits the ids of all ranks, in a vocabulary of its own, and then
+      searches its ids again; a plan with `buckets` cuts the vocabularies, so that each rank has and searches a part.
+      It draws the rows of new ids only. A compiled step whose state is donated writes in place; else it copies tables
+      and vocabularies.
 
     Example:
       >>> import torch, funcrec as fr
@@ -181,28 +182,6 @@ def configs_of(
     return [as_config(x, *forms[x.table]) for x in following]
 
 
-# -- ids of columns --------------------------------------------------------------------------------------------------
-
-
-def ids_of_columns(ids: KeyedJaggedTensor, columns: Mapping[str, int | None]) -> tuple[JaggedTensor, Tensor]:
-    """Return (the ids of these columns in one bag of C places, their places in the values i64[C]).
-
-    columns: {column: the most ids of a bag, or None}. The place of padding is N, the size of the values.
-    """
-    starts, lengths, room = [], [], 0
-    for column, most in columns.items():
-        bounds = ids.offsets_for(column).long()
-        first, last = (bounds[:1], bounds[-1:]) if most is None else (bounds[:-1], bounds[1:])
-        starts.append(first)
-        lengths.append(last - first if most is None else (last - first).clamp(max=most))
-        room += ids.capacity if most is None else min(ids.capacity, ids.bags_of(column) * most)
-    ranges = torch.cat(starts), torch.cat(lengths), min(room, ids.capacity)
-    every = torch.arange(ids.capacity, device=ids.values.device)
-    (values, ends), (at, _) = (ops.take_ranges(x, *ranges) for x in (ids.values.long(), every))
-    at = torch.where(torch.arange(at.shape[0], device=at.device) < ends[-1], at, ids.capacity)
-    return JaggedTensor(values, torch.stack([ends[0], ends[-1]])), at
-
-
 def as_rows(dynamic: DynamicTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> tuple[Any, Any]:
     """Return the plain tables, and ids with the rows of the features' columns in place of the vocabularies' ids."""
     of_column, of_table = {c: v for c, v, _ in dynamic.columns}, {x[0]: x[1] for x in dynamic.first}
@@ -212,60 +191,20 @@ def as_rows(dynamic: DynamicTables, ids: KeyedJaggedTensor, features: Sequence[F
     if not names:
         return dynamic.tables, ids
     vocabularies = [dynamic.vocabularies[n] for n in names]
-    check("funcrec.lookup", *map(vocabulary_problems, vocabularies), id_problems(ids, vocabularies[0]))
+    own = [here(v) for v in vocabularies]
+    check("funcrec.lookup", *map(vocabulary_problems, own), id_problems(ids, own[0]))
     columns = [columns_of([f for f in features if of_table.get(f.table) == n]) for n in names]
-    return dynamic.tables, replace(ids, values=find_columns(vocabularies, ids, columns))
-
-
-def admit_batch(
-    dynamic: DynamicTables, batch: Any, gather: Gather | None = None
-) -> tuple[DynamicTables, NewRows | None, Tensor]:
-    """Return the tables after their vocabularies admitted the ids of a batch, the new rows, and the numbers of
-    `admit_columns`. There are no new rows without vocabularies.
-
-    The rows of new ids still hold the numbers of the ids before: `with_new_rows` renews them.
-
-    gather: on ranks, a tensor -> that of all ranks, one after the other.
-    """
-    if not dynamic.vocabularies:
-        return dynamic, None, dynamic.first_key.new_zeros(0, 4)
-    own = list(dynamic.vocabularies.values())
-    if gather is None:
-        each, columns = keyed_in(batch), columns_by_vocabulary(dynamic)
-        check("funcrec.train_step", *(batch_problems(each, n, mine) for n, mine in columns.items()))
-        given = buffers_of(each, list(columns.values()))
-    else:
-        given = buffers_of_bags(list(ids_of_batch(dynamic, batch, gather).values()))
-    check("funcrec.train_step", *map(vocabulary_problems, own), *(id_problems(x, own[0]) for x in given.ids))
-    after, new, numbers = admit_columns(own, given)
-    return replace(dynamic, vocabularies=dict(zip(dynamic.vocabularies, after, strict=True))), new, numbers
-
-
-def ids_of_batch(dynamic: DynamicTables, batch: Any, gather: Gather = lambda x: x) -> dict[str, JaggedTensor]:
-    """Return {vocabulary: the ids of a batch that it has to hold, in one bag}.
-
-    batch: any tree; all its KeyedJaggedTensors count.
-    """
-    each, out = keyed_in(batch), {}
-    for name, columns in columns_by_vocabulary(dynamic).items():
-        check("funcrec.train_step", batch_problems(each, name, columns))
-        own = [(x, {c: n for c, n in columns.items() if c in x.keys}) for x in each]
-        bags = [ids_of_columns(x, mine)[0] for x, mine in own if mine]
-        out[name] = joined([gather(b.values) for b in bags], [gather(b.offsets[1:]) for b in bags])
-    return out
-
-
-def keyed_in(batch: Any) -> list[KeyedJaggedTensor]:
-    is_ids = lambda x: isinstance(x, KeyedJaggedTensor)
-    return [x for x in tree_leaves(batch, is_leaf=is_ids) if is_ids(x)]
-
-
-def columns_by_vocabulary(dynamic: DynamicTables) -> dict[str, Columns]:
-    return {n: {c: most for c, v, most in dynamic.columns if v == n} for n in dynamic.vocabularies}
+    if not is_cut(vocabularies):
+        return dynamic.tables, replace(ids, values=find_columns(vocabularies, ids, columns))
+    rows = known_rows(vocabularies, ids, columns)
+    if rows is None:
+        bags = [bag for i, c in enumerate(columns) for bag in bags_in(ids, c, i)]
+        rows = find_on_ranks(vocabularies, Buffers([ids.values], [ids.offsets], bags))
+    return dynamic.tables, replace(ids, values=rows)
 
 
 def without_parts(dynamic: DynamicTables) -> DynamicTables:
-    """Return the part that every rank holds whole: all but the tables."""
+    """Return all but the tables. Every rank holds it whole, unless a plan cuts its vocabularies."""
     check("funcrec.shard_tables", plain_problems("tables.tables", dynamic.tables))
     return replace(dynamic, tables={})
 
@@ -378,9 +317,3 @@ def feature_problems(
         elif table is not None and f.hash is not None:
             hint = "hash=None: a vocabulary takes any id"
             yield Problem(f"feature {f.name!r} hashes ids of a vocabulary.", f"{f.hash}", "ids", hint)
-
-
-def batch_problems(each: Sequence[KeyedJaggedTensor], name: str, columns: Mapping) -> Iterator[Problem]:
-    if not any(c in x.keys for x in each for c in columns):
-        need, hint = f"a KeyedJaggedTensor with one of {list(columns)}", "features=those that read the batch's ids"
-        yield Problem(f"the batch has no ids for vocabulary {name!r}.", "none of its columns", need, hint, KeyError)

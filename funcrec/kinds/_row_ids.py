@@ -14,6 +14,7 @@ from funcrec.core import replace
 from funcrec.kernels import ops
 from funcrec.kernels.forms import Terms
 from funcrec.kinds._dynamic import DynamicTables
+from funcrec.kinds._vocabulary_shards import ids_on_ranks, is_shard
 from funcrec.tables import BEHIND, RowGrads, origin_of, terms_of
 
 HALF = torch.float16, torch.bfloat16  # the dtypes that are rounded at random
@@ -53,7 +54,10 @@ def ids_of_rows(dynamic: DynamicTables, table: str, rows: Tensor) -> Tensor:
     if name is None:
         return rows
     vocabulary = dynamic.vocabularies[name]
-    own = vocabulary.entries[rows.clamp(0, vocabulary.capacity - 1), 0]
+    if is_shard(vocabulary):
+        own = ids_on_ranks(vocabulary, rows)
+    else:
+        own = vocabulary.entries[rows.clamp(0, vocabulary.capacity - 1), 0]
     return torch.where(rows < vocabulary.capacity, own, rows - vocabulary.capacity + torch.iinfo(torch.int64).min)
 
 

@@ -1,6 +1,6 @@
 """Initial numbers for rows that passed to new ids, on ranks: each rank writes the rows that it owns.
 
-All ranks know the new rows, and a row depends on its id and a key alone. So nothing is sent.
+A rank knows the new rows that it owns, and a row depends on its id and a key alone. So nothing is sent.
 Shapes: P places of new rows, D dim.
 """
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcrec.kernels.draws import GIVEN, Fresh
-from funcrec.kinds import NewRows, draw, first_slots, matrix_of
+from funcrec.kinds import NewRows, draw, first_slots, is_shard, matrix_of
 from funcrec.mesh import axis_index
 from funcrec.optim import RowOptimizer
 from funcrec.sharding._tables import ShardedTables
@@ -59,6 +59,19 @@ def renew_banks(
             x = written[i].reshape(value(bank, slot).shape)
             (banks if slot is None else made[bank])[bank if slot is None else slot] = x
     return banks, made
+
+
+def beside_buckets(tables: ShardedTables) -> set[str]:
+    """Return the vocabularies of which each rank has exactly the buckets of its rows, in every table."""
+    layout, out = tables.layout, {n for n, v in tables.rest.vocabularies.items() if is_shard(v)}
+    for table, name, *_ in tables.rest.first:
+        v = tables.rest.vocabularies[name]
+        for s in (layout.shards[k] for k in layout.shards_of(table)) if is_shard(v) else ():
+            bank = layout.banks[s.bank]
+            is_alike = bank.axes == v.axes and s.part == v.own.capacity and s.ranks == tuple(range(bank.num_ranks))
+            if not is_alike:
+                out.discard(name)
+    return out
 
 
 def in_banks(tables: ShardedTables, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,17 +3,32 @@
 lookup(shard_tables(tables, plan), ids) == lookup(tables, ids)        on every rank, for its own bags
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from funcrec.core import RETYPED, Count, Problem, check, describe, fail, mapping, pytree, replace, tree_map, typed
-from funcrec.kinds import CODES, QuantizedTables, bits_of, dtype_problems, named_dtypes, stored
+from funcrec.kinds import (
+    CODES,
+    STORED,
+    DynamicTables,
+    QuantizedTables,
+    bits_of,
+    cut_problems,
+    cut_vocabulary,
+    dtype_problems,
+    is_cut,
+    is_shard,
+    join_vocabulary,
+    named_dtypes,
+    shard_specs,
+    stored,
+)
 from funcrec.mesh import Codec, Mesh, P, codec_problems, unshard
 from funcrec.sharding._copies import copy_problems
 from funcrec.sharding._fake_quantized import read_fake
-from funcrec.sharding._lookup import read_each, read_sharded
+from funcrec.sharding._lookup import check_bound, read_each, read_sharded
 from funcrec.sharding._transport import Transport, dedup_problems, transport_of
 from funcrec.sharding.placement._layout import Layout, layout_of, own_ranks, pack, unpack
 from funcrec.sharding.placement._plan import Plan
@@ -32,7 +47,7 @@ class ShardedTables:
       transport: a description of the values that exchanges send. The keywords of `shard_tables` choose it.
       whole: banks of tables cut by columns whose gradients arrive with all columns of the rows; `train_step` sets it.
       of: the type of the whole tables. Its entry in `funcrec.tables.KINDS` says how to read and gather them.
-      rest: the tensors of that type that are not parts. They are whole on every rank.
+      rest: the tensors of that type that are not parts. They are whole on every rank, but vocabularies may be cut.
 
     Example:
       >>> import torch, funcrec as fr
@@ -58,7 +73,8 @@ class ShardedTables:
 
     def specs(self) -> "ShardedTables":
         """Return the same value with a P for each tensor, for `shard_map`."""
-        return replace(self, banks=self.layout.specs(), rest=tree_map(lambda x: P(), self.rest))
+        whole = lambda x: tree_map(lambda _: P(), x)
+        return replace(self, banks=self.layout.specs(), rest=of_vocabularies(self.rest, shard_specs, whole))
 
     def __repr__(self) -> str:
         return "ShardedTables({" + ", ".join(f"{n}: {describe(t)}" for n, t in self.banks.items()) + "})"
@@ -121,7 +137,8 @@ def shard_tables(
     labels = own_banks(call, tables, plan, labels or {})
     layout = layout_of(call, shapes, {n: t.dtype for n, t in tables.items()}, plan, mesh, labels, bits)
     banks = {b.name: pack(layout, i, tables, own_ranks(b, mesh)) for i, b in enumerate(layout.banks)}
-    return with_banks(tables, banks, layout, transport_of(exact, dedup, capacity, codec))
+    made = with_banks(tables, banks, layout, transport_of(exact, dedup, capacity, codec))
+    return with_buckets(call, made, plan.buckets, mesh)
 
 
 @typed
@@ -147,7 +164,37 @@ def gather_tables(tables: ShardedTables, mesh: Mesh) -> Mapping[str, Tensor]:
         )  # fmt: skip
     layout = tables.layout
     check("funcrec.gather_tables", copy_problems(layout, {"table": tables.banks}, mesh))
-    return join_parts(tables, gather_banks(layout, tables.banks, mesh))
+    return join_parts(with_whole_rest(tables, mesh), gather_banks(layout, tables.banks, mesh))
+
+
+def of_vocabularies(rest: Any, cut: Callable[[Any], Any], whole: Callable[[Any], Any] = lambda x: x) -> Any:
+    """Return `whole` of what sharded tables have besides banks, with `cut` of each part of a vocabulary."""
+    if not isinstance(rest, DynamicTables) or not is_cut(rest.vocabularies.values()):
+        return whole(rest)
+    made = {n: cut(v) for n, v in rest.vocabularies.items()}
+    return replace(whole(replace(rest, vocabularies={})), vocabularies=made)
+
+
+def with_buckets(call: str, tables: ShardedTables, axes: tuple[str, ...], mesh: Mesh) -> ShardedTables:
+    """Return the tables with their vocabularies, which are whole, cut by buckets over axes."""
+    rest = tables.rest
+    if not axes or not isinstance(rest, DynamicTables):
+        return tables
+    caches = {x[1] for x in rest.first if x[2] == STORED}
+    check(call, *(cut_problems(n, v, n in caches) for n, v in rest.vocabularies.items()))
+    cut = {n: cut_vocabulary(v, axes, mesh) for n, v in rest.vocabularies.items()}
+    return replace(tables, rest=replace(rest, vocabularies=cut))
+
+
+def buckets_of(tables: ShardedTables) -> tuple[str, ...]:
+    """Return the axes over which the vocabularies of sharded tables are cut."""
+    each = tables.rest.vocabularies.values() if isinstance(tables.rest, DynamicTables) else ()
+    return next((v.axes for v in each if is_shard(v)), ())
+
+
+def with_whole_rest(tables: ShardedTables, mesh: Mesh) -> ShardedTables:
+    """Return the tables with whole vocabularies on every rank."""
+    return replace(tables, rest=of_vocabularies(tables.rest, lambda v: join_vocabulary(v, mesh)))
 
 
 def with_banks(tables: Any, banks: dict[str, Tensor], layout: Layout, transport: Transport) -> ShardedTables:
@@ -196,6 +243,8 @@ def rows_of_parts(tables: ShardedTables, ids: Any, features: Any) -> tuple[Shard
     """Return (sharded tables that are read by rows, the ids as rows), by the tensors that every rank has."""
     if not KINDS[tables.of].follows(tables.rest):
         return tables, ids
+    if isinstance(tables.rest, DynamicTables) and is_cut(tables.rest.vocabularies.values()):
+        check_bound("funcrec.lookup", tables.layout)
     rows = KINDS[tables.of].as_rows(tables.rest, ids, features)[1]
     return replace(tables, of=dict, rest=()), rows
 

@@ -61,7 +61,8 @@ class Placed(NamedTuple):
       not read.
     shapes: the `shapes` of `Kind`, for ShardedTables.
     read: the `read` of `Kind`, for ShardedTables, read as a dict of the parts. None if features read the parts.
-    rest: tables -> a tree of the other tensors, by names that no part has; each rank has the whole tree.
+    rest: tables -> a tree of the other tensors, by names that no part has; each rank has the whole tree. A plan may cut
+      vocabularies in it (`Plan.buckets`).
     whole: the parts that `read` takes by name, with all rows. A plan must replicate them, and each has its own bank. A
       lookup must read every other part: a bank has other rows on each rank, and rows of several parts.
     """

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from funcrec.core import check, describe, fail, is_checking, random, replace, tree_map, value_below
 from funcrec.grad import check_gradients, loss_and_aux
-from funcrec.kinds import NewRows, admit_batch, configs_of
+from funcrec.kinds import NewRows, admit_batch, batch_axes_problems, configs_of, is_cut
 from funcrec.mesh import Codec, Mesh, P, added, all_gather, axis_index, is_small, ordered_sum, pmean
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import (
     Plan,
+    beside_buckets,
     check_whole_rows,
     cut_dense,
     dense_specs,
@@ -147,7 +148,11 @@ def admitted(
         return state, {}, None
     check("funcrec.train_step", admission_problems(sparse, capacity), unserved_problems(state.tables.rest))
     of_all = (lambda x: all_gather(x, batch_axes).flatten(0, 1)) if batch_axes else None
-    dynamic, new, numbers = admit_batch(state.tables.rest, batch, of_all)
+    followed = ()
+    if is_cut(state.tables.rest.vocabularies.values()):
+        check("funcrec.train_step", batch_axes_problems(list(state.tables.rest.vocabularies.values()), batch_axes))
+        followed = beside_buckets(state.tables)
+    dynamic, new, numbers = admit_batch(state.tables.rest, batch, of_all, followed)
     tables, slots, layout = state.tables, state.slots, state.tables.layout
     if new is not None:
         forms = {s.table: (dict(layout.shapes)[s.table], layout.banks[s.bank].dtype) for s in layout.shards}

@@ -46,6 +46,8 @@ from funcrec.sharding import (
     waiting_problems,
     whole_banks,
     with_banks,
+    with_buckets,
+    with_whole_rest,
 )
 from funcrec.tables import WAITING, layout_in, table_tensor_problems
 from funcrec.train._state import TrainState
@@ -88,7 +90,7 @@ def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
     check(call, copy_problems(state.tables.layout, leaves_of(state), mesh))
     rows, reads = dict(state.tables.layout.shapes), readers(state, mesh)
     whole = {n: {k: read(0, rows[n][0]) for k, read in own.items()} for n, own in reads.items()}
-    tables = join_parts(state.tables, {n: own.pop("") for n, own in whole.items()})
+    tables = join_parts(with_whole_rest(state.tables, mesh), {n: own.pop("") for n, own in whole.items()})
     for n, held in waiting_in(state, mesh):
         whole[n] |= held.slots()
     return TrainState(
@@ -182,7 +184,9 @@ def reshard(
         for b, own in cut_waiting(layout, n, held, rooms[n], whole_banks(sparse, layout), mesh).items():
             banks[b] |= own
     transport = transport_of(exact, dedup, codec=codec)
-    tables = with_banks(state.tables, {b: own.pop("") for b, own in banks.items()}, layout, transport)
+    old_tables = state.tables if old_layout is None else with_whole_rest(state.tables, source)
+    tables = with_banks(old_tables, {b: own.pop("") for b, own in banks.items()}, layout, transport)
+    tables = with_buckets(call, tables, plan.buckets, mesh)
     kept, kept_opt = join_dense(state.dense, source), join_dense(state.dense_opt, source)
     if dense_axes:
         axes = tuple(dense_axes)

@@ -89,7 +89,7 @@ inline void find_columns(Reader r) {
       const auto [at, begin, end] = items[k];
       const Vocabulary& v = vocabularies[at];
       find_rows(v, own, begin, end, rows);
-      if (v.shared)
+      if (v.shared())
         for (int64_t i = begin; i < end; i++)
           if (rows[i] < 0) rows[i] = v.unknown(v.hash(own[i]));
     });
@@ -119,7 +119,7 @@ inline std::vector<Step> steps_of(Reader& r) {
   for (int64_t n = r.number(); n > 0; n--) {
     Step s{{r.pointer<uint8_t>(), r.pointer<Entry>(), r.number(), 0, 0}, r.pointer<int64_t>(), r.pointer<uint8_t>(), r.pointer<const int64_t>()};
     s.policy = r.number(), s.ttl = r.number(), s.least = r.number(), s.share = r.number();
-    s.v.shared = r.number(), s.v.salt = r.number(), s.places = r.number();
+    s.v.how = r.number(), s.v.salt = r.number(), s.places = r.number();
     s.begin = begin, begin += s.places;
     out.push_back(s);
   }

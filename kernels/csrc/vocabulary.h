@@ -20,15 +20,21 @@ struct Entry {
 };
 static_assert(sizeof(Entry) == 16 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "entries are i64[R, 2]");
 
+// `how` is the number of shared rows and, in its upper half, the number of buckets of the whole vocabulary if this is a part of one, of
+// an equal range of buckets; else 0. The ids of other parts find buckets here, too, but no such id is here.
 struct Vocabulary {
   uint8_t* tags;
   Entry* entries;
   int64_t rows;
-  uint64_t shared, salt;
+  uint64_t how, salt;
 
+  uint64_t shared() const { return how & 0xffffffffu; }
   uint64_t hash(int64_t id) const { return mix(uint64_t(id) ^ salt); }
-  int64_t bucket(uint64_t h) const { return int64_t((h >> 32) * uint64_t(rows / SLOTS) >> 32); }
-  int64_t unknown(uint64_t h) const { return shared ? rows + int64_t((h & 0xffffffffu) * shared >> 32) : -1; }
+  int64_t bucket(uint64_t h) const {
+    const uint64_t own = rows / SLOTS, all = how >> 32;
+    return int64_t(all ? ((h >> 32) * all >> 32) % own : (h >> 32) * own >> 32);
+  }
+  int64_t unknown(uint64_t h) const { return shared() ? rows + int64_t((h & 0xffffffffu) * shared() >> 32) : -1; }
 };
 
 inline uint8_t tag_of(uint64_t h) { return uint8_t(h) ? uint8_t(h) : 1; }
@@ -127,7 +133,7 @@ inline void find_ids(Reader r) {
   with_ids(ids, [&](const auto* own) {
     for_chunks(threads, valid, [&](int64_t begin, int64_t end) {
       find_rows(v, own, begin, end, rows);
-      if (v.shared)
+      if (v.shared())
         for (int64_t i = begin; i < end; i++)
           if (rows[i] < 0) rows[i] = v.unknown(v.hash(own[i]));
     });

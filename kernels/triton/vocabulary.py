@@ -8,7 +8,7 @@ import triton.language as tl
 from funcrec.kernels.reference_columns import columns_by
 from funcrec.kernels.triton import launch as on
 from funcrec.kernels.triton.device import kernel, lanes, mix, smaller
-from funcrec.kernels.vocabulary import SLOTS
+from funcrec.kernels.vocabulary import SLOTS, of_shared
 from torch import Tensor
 
 IDS = 4  # of a program, with 128 slots each
@@ -16,10 +16,11 @@ IDS = 4  # of a program, with 128 slots each
 
 def find_ids(tags: Tensor, entries: Tensor, ids: Tensor, valid: Tensor, shared: int, salt: int) -> Tensor:
     """Return the row of each of the first `valid` ids, i64[N]; for an unknown id a shared row, or -1."""
-    out = torch.empty(ids.shape[0], dtype=torch.int64, device=ids.device)
+    out, (shared, buckets) = torch.empty(ids.shape[0], dtype=torch.int64, device=ids.device), of_shared(shared)
+    num_rows = tags.shape[0]
     on.launch(
         _find, (on.cdiv(ids.shape[0], IDS),), tags.contiguous(), entries.contiguous(), ids.contiguous(), valid, out,
-        ids.shape[0], tags.shape[0], shared, salt, TILE_IDS=IDS, TILE_SLOTS=SLOTS, num_warps=4,
+        ids.shape[0], num_rows, buckets or num_rows // SLOTS, shared, salt, TILE_IDS=IDS, TILE_SLOTS=SLOTS, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -29,13 +30,24 @@ find_columns = columns_by(find_ids)
 
 @kernel()
 def _find(
-    tags, entries, ids, valid, out, num_ids, num_rows, shared, salt, TILE_IDS: tl.constexpr, TILE_SLOTS: tl.constexpr
+    tags,
+    entries,
+    ids,
+    valid,
+    out,
+    num_ids,
+    num_rows,
+    buckets,
+    shared,
+    salt,
+    TILE_IDS: tl.constexpr,
+    TILE_SLOTS: tl.constexpr,
 ):
     place = lanes(TILE_IDS)
     given = (place < num_ids) & (place < tl.load(valid))
     id = tl.load(ids + place, mask=given, other=0).to(tl.int64)
     h = mix(id ^ salt)
-    bucket = (((h >> 32) & 0xFFFFFFFF) * (num_rows // TILE_SLOTS)) >> 32
+    bucket = ((((h >> 32) & 0xFFFFFFFF) * buckets) >> 32) % (num_rows // TILE_SLOTS)
     tag = tl.maximum(h & 255, 1)
     row = (bucket * TILE_SLOTS)[:, None] + tl.arange(0, TILE_SLOTS)[None, :]
     near = given[:, None] & (tl.load(tags + row, mask=given[:, None], other=0).to(tl.int64) == tag[:, None])

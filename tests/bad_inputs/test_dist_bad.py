@@ -49,6 +49,39 @@ def apart():
     return resharded(plan=fr.Plan(dict(BY_ROWS.placements), replicas="b"))
 
 
+def following(**how):
+    """Return a table that follows a vocabulary."""
+    users, features = fr.vocabulary(128, **how), [fr.FeatureConfig("k", table="t")]
+    configs = [fr.TableConfig("t", 128, 2)]
+    config = fr.VocabularyConfig(users, configs, features)
+    return fr.dynamic_tables(fr.init(fr.key(0), configs), {"v": config}, key=fr.key(0))
+
+
+IN_BUCKETS = fr.Plan({"t": fr.row_wise("a")}, buckets=("a", "b"))
+
+
+def in_buckets(**how):
+    """Return a sharded table, whose vocabulary is cut."""
+    return fr.shard_tables(following(**how), IN_BUCKETS, MESH)
+
+
+def trained_in_buckets(wrap=lambda step, **how: step, **how):
+    """Take a step with a vocabulary that is cut."""
+    taken = step(mesh=MESH, plan=IN_BUCKETS, **how)
+    taken = wrap(taken, **({"steps": 0} if wrap is fr.logged else {}))
+    ids = fr.KeyedJaggedTensor.from_lists({"k": [[1]] * 6})
+    return taken(taken.init(fr.Params(following(), {})), ids)
+
+
+def cache_in_buckets():
+    """Cut the vocabulary of a cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        configs, sparse = [fr.TableConfig("t", 1000, 2, initializer=fr.normal(0.1))], fr.optim.sgd()
+        store = fr.table_store(configs, sparse, key=fr.key(0), path=Path(folder) / "t")
+        cache = fr.CacheConfig(store, capacity=128, features=[fr.FeatureConfig("k", table="t", max_length=1)])
+        return fr.shard_tables(fr.cached_tables({}, {"v": cache}), IN_BUCKETS, MESH)
+
+
 def differing():
     """Return the state of `apart` with another number in t of one copy."""
     state = apart()
@@ -235,6 +268,22 @@ ROWS = {
     ),
     "Plan: a replica axis twice": e(lambda: fr.Plan({}, replicas=("a", "a")), ValueError, "`replicas` are not axes",
         "distinct"),
+    "Plan: a bucket axis twice": e(lambda: fr.Plan({}, buckets=("a", "a")), ValueError, "`buckets` are not axes",
+        "distinct"),
+    "shard_tables: buckets": e(lambda: fr.shard_tables({"t": X}, fr.Plan({"t": fr.row_wise("a")}, buckets="c"), MESH),
+        ValueError, "`buckets` of the plan name an axis that the mesh lacks", "['c']"),
+    "shard_tables: buckets of a policy": e(lambda: in_buckets(policy=lambda age, count: age), ValueError,
+        "the policy of vocabulary 'v' reads all rows", "a policy by name"),
+    "shard_tables: buckets of a cache": e(cache_in_buckets, ValueError, "cache 'v' is not cut by buckets",
+        "without `buckets`"),
+    "train_step: buckets and bags": e(lambda: trained_in_buckets(batch_axes=("a",)), ValueError,
+        "vocabularies and the batch are cut over different axes", "buckets over ('a', 'b')", "bags over ('a',)"),
+    "logged: buckets": e(lambda: trained_in_buckets(fr.logged), ValueError, "the vocabularies are cut by buckets",
+        "without `buckets`"),
+    "find: a part of a vocabulary": e(lambda: fr.find(in_buckets().rest.vocabularies["v"], torch.arange(3)), TypeError,
+        "`vocabulary` is not", "VocabularyShard"),
+    "lookup: outside of buckets' mesh": e(lambda: fr.lookup(in_buckets(), IDS, [fr.FeatureConfig("k", table="t")]),
+        ValueError, "looked up outside of their mesh", "are not bound"),
     "shard_tables: replicas": e(
         lambda: fr.shard_tables({"t": X}, fr.Plan({"t": fr.row_wise("a")}, replicas="c"), MESH), ValueError,
         "`replicas` of the plan", "lacks", "['c']"

@@ -8,7 +8,7 @@ from funcrec.kernels import reference
 from funcrec.kernels.forms import flatten
 from funcrec.kernels.reference_quantized import mix
 from funcrec.kernels.reference_vocabulary import bucket_of
-from funcrec.kernels.vocabulary import EVERYONE, SCORED, SLOTS, Admission, Column, columns_of
+from funcrec.kernels.vocabulary import EVERYONE, SCORED, SLOTS, Admission, Column, columns_of, shared_of
 from torch import Tensor
 
 from programs.hostile_draw import EXTREMES, I32, I64, Draw, Result
@@ -109,7 +109,8 @@ def find_columns(draw: Draw) -> Result:
     made = [state(draw, salt, 0) for salt in salts]
     ids, offsets, columns = buffers_of(draw, [pool for _, pool in made])
     columns = flatten([c for c in columns_of(columns) if c.buffer == 0])
-    how = [n for salt in salts for n in (draw.one(0, 1, 7, 2**31 - 1), salt)]
+    shared = lambda: shared_of(draw.one(0, 1, 7, 2**31 - 1), draw.one(0, 0, 5, 2**30))
+    how = [n for salt in salts for n in (shared(), salt)]
     given = [x for own, _ in made for x in own], ids[0], offsets[0], how, columns
     return Result(lambda: [torch.ops.funcrec_cpp.find_columns(*given)], [reference.find_columns(*given)])
 

@@ -40,6 +40,12 @@ class Plan:
       replicas: axes along which copies of all tables, also of replicated tables, train apart. The ranks that share a
         place on these axes are a group. A group trains its copy on its own bags, like a job of its own, until
         `sync_replicas`. No placement may name these axes.
+      buckets: axes over which the vocabularies of `dynamic_tables` are cut by their buckets of 128 rows, under any
+        placements of their tables. A rank then has one of n equal parts of each vocabulary, and finds and admits only
+        the ids of these buckets; the ranks send them to each other. The axes are those that cut a batch. () keeps each
+        vocabulary whole on every rank, which finds and admits the ids of all ranks. The bits of training are the same.
+        `logged`, `cached_step` and a policy that is a function require (). Add `buckets` to a plan of `fr.plan` by
+        `fr.Plan(dict(plan.placements), plan.replicas, plan.report, buckets=...)`.
       report: the estimates and the reasons of `fr.plan`; None for a plan made by hand.
         Plans with equal placements are equal, whatever their reports.
 
@@ -57,13 +63,22 @@ class Plan:
     placements: tuple[tuple[str, Placement], ...]
     replicas: tuple[str, ...]
     report: Report | None = field(default=None, compare=False)
+    buckets: tuple[str, ...] = ()
 
     @typed
-    def __init__(self, placements: Mapping[str, Placement], replicas: AxisName = (), report: Report | None = None):
-        check("funcrec.Plan", plan_problems(placements, axis_names(replicas)))
+    def __init__(
+        self,
+        placements: Mapping[str, Placement],
+        replicas: AxisName = (),
+        report: Report | None = None,
+        *,
+        buckets: AxisName = (),
+    ):
+        check("funcrec.Plan", plan_problems(placements, axis_names(replicas), axis_names(buckets)))
         object.__setattr__(self, "placements", tuple(placements.items()))
         object.__setattr__(self, "replicas", axis_names(replicas))
         object.__setattr__(self, "report", report)
+        object.__setattr__(self, "buckets", axis_names(buckets))
 
     @property
     def gap(self) -> float:
@@ -113,6 +128,7 @@ class Plan:
         own = {
             "placements": sorted((n, p.kind, p.axes, p.ranks) for n, p in self.placements),
             "replicas": self.replicas,
+            **({"buckets": self.buckets} if self.buckets else {}),
         }
         return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
@@ -123,9 +139,8 @@ class Plan:
         """
         placements = {n: {"kind": p.kind, "axes": p.axes, "ranks": p.ranks} for n, p in self.placements}
         report = None if self.report is None else self.report.to_dict()
-        return json.dumps(
-            {"version": VERSION, "placements": placements, "replicas": self.replicas, "report": report}, indent=1
-        )
+        axes = {"replicas": self.replicas, **({"buckets": self.buckets} if self.buckets else {})}
+        return json.dumps({"version": VERSION, "placements": placements, **axes, "report": report}, indent=1)
 
     @staticmethod
     @typed
@@ -145,12 +160,18 @@ class Plan:
         own = json.loads(text)
         placement = lambda p: Placement(p["kind"], tuple(p["axes"]), tuple(p["ranks"]))
         report = None if own["report"] is None else Report.from_dict(own["report"])
-        return Plan({n: placement(p) for n, p in own["placements"].items()}, tuple(own["replicas"]), report)
+        placements = {n: placement(p) for n, p in own["placements"].items()}
+        return Plan(placements, tuple(own["replicas"]), report, buckets=tuple(own.get("buckets", ())))
 
     @staticmethod
     @typed
     def uniform(
-        kind: PlacementKind, tables: Sequence[TableConfig] | Mapping[str, Any], mesh: Mesh, *, replicas: AxisName = ()
+        kind: PlacementKind,
+        tables: Sequence[TableConfig] | Mapping[str, Any],
+        mesh: Mesh,
+        *,
+        replicas: AxisName = (),
+        buckets: AxisName = (),
     ) -> "Plan":
         """Return a plan that places all tables alike, over all axes of the mesh except `replicas`.
 
@@ -158,7 +179,7 @@ class Plan:
 
         Args:
           tables: the configs of the tables, or a mapping by table names, such as the tables themselves.
-          replicas: see Plan.
+          replicas, buckets: see Plan.
 
         Raises:
           ValueError: if the kind needs two axes and the mesh has fewer or more besides `replicas`, or if it needs an
@@ -181,7 +202,7 @@ class Plan:
         num_places = prod(mesh.shape[a] for a in (axes[:1] if kind in OF_TWO_AXES else axes))
         ranks = lambda i: (i % num_places,) if kind in ON_ONE_PLACE else ()
         made = lambda i: Placement(kind, () if kind == "replicated" else axes, ranks(i))
-        return Plan({n: made(i) for i, n in enumerate(names)}, replicas)
+        return Plan({n: made(i) for i, n in enumerate(names)}, replicas, buckets=buckets)
 
     def __getitem__(self, table: str) -> Placement:
         own = dict(self.placements)
@@ -192,14 +213,18 @@ class Plan:
         return own[table]
 
     def __repr__(self) -> str:
-        return f"Plan({dict(self.placements)}{f', replicas={self.replicas}' if self.replicas else ''})"
+        more = "".join(f", {n}={x}" for n, x in (("replicas", self.replicas), ("buckets", self.buckets)) if x)
+        return f"Plan({dict(self.placements)}{more})"
 
 
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def plan_problems(placements: Mapping[str, Placement], replicas: tuple[str, ...]) -> Iterator[Problem]:
+def plan_problems(
+    placements: Mapping[str, Placement], replicas: tuple[str, ...], buckets: tuple[str, ...]
+) -> Iterator[Problem]:
     yield from twice_problems("`replicas` are not axes of a mesh.", replicas, need="an axis, or distinct axes")
+    yield from twice_problems("`buckets` are not axes of a mesh.", buckets, need="an axis, or distinct axes")
     for name, p in placements.items():
         if both := [a for a in p.axes if a in replicas]:
             what = f"table {name!r} is cut over an axis whose copies train apart."
@@ -225,6 +250,7 @@ def fit_problems(plan: Plan, mesh: Mesh, shapes: Mapping[str, tuple[int, int]]) 
     """Report tables without a placement, and placements whose axes or ranks the mesh lacks."""
     placements = dict(plan.placements)
     yield from replica_problems(plan.replicas, mesh)
+    yield from unknown_problems("`buckets` of the plan name an axis that the mesh lacks.", plan.buckets, mesh.shape)
     need, hint = "a placement for each", "fr.replicated(), for a small table"
     yield from absent_problems("the plan lacks table {}.", placements, shapes, need, hint)
     yield from absent_problems("the plan places table {}, which does not exist.", shapes, placements, "one of them")
@@ -258,7 +284,7 @@ def text_problems(text: str) -> Iterator[Problem]:
             and all_are(p["axes"], str) and all_are(p["ranks"], int)
         )  # fmt: skip
         is_plan = isinstance(own["placements"], dict) and all(map(fits, own["placements"].values()))
-        if not is_plan or not all_are(own["replicas"], str):
+        if not is_plan or not all_are(own["replicas"], str) or not all_are(own.get("buckets", []), str):
             yield Problem("`text` is not a plan.", "JSON with other fields", need, hint)
         elif own["report"] is not None:
             wrong = report_problem(own["report"], list(own["placements"]))
