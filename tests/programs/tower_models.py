@@ -7,10 +7,10 @@ import funcrec as fr
 
 SUM = fr.nn.Layer(lambda key: {}, lambda params, x: x[:, :1] + x[:, -1:])
 SAME = fr.nn.Layer(lambda key: {}, lambda params, x: x)
-# Zeros, which a node without a tower reads, have an infinite derivative here, and a forward value of NaN.
+# Its derivative is infinite where all columns are equal, as they are for a node without such a tower.
 SINGULAR = fr.nn.Layer(
     lambda key: {"scale": torch.ones(())},
-    lambda params, x: params["scale"] * (x - 3).square().sum(1, keepdim=True).log() / (params["scale"] ** 2).sqrt(),
+    lambda params, x: params["scale"] * (x - x[:, :1]).square().sum(1, keepdim=True).log(),
 )
 
 
@@ -72,7 +72,7 @@ def models(draw, layers=(SAME, SUM, "mlp"), kinds=KINDS, dtypes=((torch.float64,
     return mesh, fr.Plan(plan), fr.init(fr.key(draw(st.integers(0, 5))), tables), ids, towers
 
 
-def towers_of(num_nodes, per_node, layers, nodes=None, dims=(2, 1), dtype=torch.float64, mesh=None):
+def towers_of(num_nodes, per_node, layers, nodes=None, dims=(2, 1), dtype=torch.float64, mesh=None, least=0):
     """Return (mesh, plan, tables, ids, towers): a tower for each layer, on node i mod n or those of `nodes`, whose
     tables lie on ranks in turn."""
     nodes = nodes or [t % num_nodes for t in range(len(layers))]
@@ -83,13 +83,13 @@ def towers_of(num_nodes, per_node, layers, nodes=None, dims=(2, 1), dtype=torch.
     towers = {f"w{t}": fr.Tower([feature(t, j) for j in range(len(dims))], x) for t, x in enumerate(layers)}
     tables = fr.init(fr.key(0), [fr.TableConfig(n, 6, dim, dtype=dtype) for n, (_, _, dim) in named.items()])
     mesh = fr.Mesh.emulated(node=num_nodes, local=per_node) if mesh is None else mesh
-    return mesh, plan, tables, some_ids(4 * num_nodes * per_node), towers
+    return mesh, plan, tables, some_ids(4 * num_nodes * per_node, least=least), towers
 
 
-def some_ids(num_bags, seed=0):
+def some_ids(num_bags, seed=0, least=0):
     g = torch.Generator().manual_seed(seed)
     draw = lambda most, size: torch.randint(0, most, (size,), generator=g).tolist()
-    lists = {c: [draw(6, draw(4, 1)[0]) for _ in range(num_bags)] for c in "uv"}
+    lists = {c: [draw(6, least + draw(4 - least, 1)[0]) for _ in range(num_bags)] for c in "uv"}
     return fr.KeyedJaggedTensor.from_lists(lists, dtype=torch.int64).pad_to(4 * num_bags * 2)
 
 
@@ -146,8 +146,9 @@ def on_mesh(model, axis="node", through=lambda f: f, **options):
     return fr.unshard(out, everywhere, mesh=mesh), fr.sharding._tables.gather_banks(held.layout, grads, mesh), dense
 
 
-def trained(mesh, kind, layers, through=lambda step, donate: step):
-    """Return {table: rows} and the dense parameters after three steps, on a mesh or, without one, in one process."""
+def trained(mesh, kind, layers, through=lambda step, donate: step, num_steps=3, **options):
+    """Return {table: rows}, the dense parameters and the metrics of the last of the steps, on a mesh or, without one,
+    in one process."""
     _, _, tables, _, towers = towers_of(2, 1, layers, dtype=torch.float32)
     model, top = fr.towers(towers), fr.nn.linear(2 * len(layers), 1)
 
@@ -155,16 +156,16 @@ def trained(mesh, kind, layers, through=lambda step, donate: step):
         y = model.apply(params.dense["towers"], params.tables, batch.ids).relu()
         return fr.losses.bce(top.apply(params.dense["top"], y)[:, 0], batch.label)
 
-    options = {"sparse": fr.optim.rowwise_adagrad(0.1), "dense": fr.optim.dense(torch.optim.Adam, lr=0.01)}
+    options |= {"sparse": fr.optim.rowwise_adagrad(0.1), "dense": fr.optim.dense(torch.optim.Adam, lr=0.01)}
     if mesh is not None:
         options |= {"mesh": mesh, "plan": fr.Plan(fr.tower_placements(towers, mesh, kind=kind))}
     step = fr.train_step(loss, **options)
     run = through(step, donate=("state",))
-    state = step.init(fr.Params(tables, {"towers": model.init(fr.key(1)), "top": top.init(fr.key(2))}))
-    for i in range(3):
+    state, metrics = step.init(fr.Params(tables, {"towers": model.init(fr.key(1)), "top": top.init(fr.key(2))})), {}
+    for i in range(num_steps):
         batch = fr.Batch(some_ids(16, seed=i), (torch.arange(16) % (i + 2) == 0).float())
-        state, _ = run(state, batch if mesh is None else fr.shard(batch, fr.P(mesh.axis_names), mesh=mesh))
-    return dict(state.tables) if mesh is None else fr.gather_tables(state.tables, mesh), state.dense
+        state, metrics = run(state, batch if mesh is None else fr.shard(batch, fr.P(mesh.axis_names), mesh=mesh))
+    return dict(state.tables) if mesh is None else fr.gather_tables(state.tables, mesh), state.dense, metrics
 
 
 def two_layers():

@@ -39,7 +39,10 @@ def send_ids(ids: KeyedJaggedTensor, seating: Seating, capacity: int | None) -> 
     if bags.weights is not None:
         sent.append(bags.weights[at])
     both, *weights = all_to_all(tuple(sent), seating.axis)
-    overflow = torch.stack([(counts - room).clamp(min=0).sum(), counts.amax()])
+    lost = (counts - room).clamp(min=0).sum()
+    # Within the node, one rank may need room for the ids of all senders. The ids that arrive tell how many these are,
+    # unless some were lost.
+    overflow = torch.stack([lost, torch.where(lost > 0, n * counts.amax(), counts.amax())])
     return received(both, weights[0] if weights else None, seating, num_bags), overflow
 
 
