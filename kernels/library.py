@@ -32,7 +32,10 @@ from torch import Tensor
 MODULES = {name: f"funcrec.kernels.{name}" for name in ("reference", "cpp", "triton", "fbgemm")}
 
 TERMS = "Tensor[] d, Tensor[] rows, Tensor[] offsets, Tensor[] weights, int[] segments"
-_RULE = "Tensor lr, Tensor step, Tensor? key, str rule, float[] hyper, Tensor? first=None, int[] dims=[]"
+_RULE = (
+    "Tensor lr, Tensor step, Tensor? key, str rule, float[] hyper, Tensor? first=None, int[] dims=[], "
+    "Tensor? numbers=None"
+)
 SCHEMAS = {
     "pooled_lookup": "(Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor? weights, SymInt[] features, SymInt "
     "num_bags, int blocks=1) -> Tensor",
@@ -69,7 +72,7 @@ STACKED = {  # {operator that takes stacks: the names of its arguments}
     **dict.fromkeys(SUMS, ("d", "rows", "offsets", "weights", "segments", "shapes")),
     "fused_update": (
         "tables", "slots", "d", "rows", "offsets", "weights", "segments", "lr", "step", "key", "rule", "hyper", "first",
-        "dims",
+        "dims", "numbers",
     ),
 }  # fmt: skip
 # {pure operator: how many arguments from the first its twin for copies writes to}

@@ -136,6 +136,7 @@ def fused_update(
     hyper: Sequence[float],
     first: Tensor | None = None,
     dims: Sequence[int] = (),
+    numbers: Tensor | None = None,
     *,
     implementation: str | None = None,
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -154,12 +155,14 @@ def fused_update(
         The word is number r · words + (phase + c) // 4 of the segment's key.
       first, dims: i64[T], the column of a table's gradients at which the table's own columns begin, and the number of
         columns of its gradients. None and () for tables of whole rows.
+      numbers: f64[H], which take the place of `hyper` when the operation runs. Slots are those of `hyper`. The host
+        reads the numbers, so a GPU waits. None for the numbers in `hyper`.
     """
     if not tables:
         return [], []
     given = [x for s in slots for x in s]
     call = operation("fused_update", implementation, *tables, *given, *terms.d, *terms.weights, lr)
-    flat = call(list(tables), given, *terms.flat(), lr, step, key, rule, list(hyper), first, list(dims))
+    flat = call(list(tables), given, *terms.flat(), lr, step, key, rule, list(hyper), first, list(dims), numbers)
     each = len(slots[0]) if slots else 0
     parts = flat[len(tables) :]
     return flat[: len(tables)], [parts[t * each : (t + 1) * each] for t in range(len(tables))]

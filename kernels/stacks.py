@@ -14,7 +14,9 @@ import torch
 from funcrec.kernels.forms import features_of, flatten, segments_of, widest
 from torch import Tensor
 
-RANKS = {"tables": 2, "d": 2, "rows": 1, "offsets": 1, "weights": 1, "lr": 0, "step": 0, "key": 3, "first": 1}
+RANKS = {
+    "tables": 2, "d": 2, "rows": 1, "offsets": 1, "weights": 1, "lr": 0, "step": 0, "key": 3, "first": 1, "numbers": 1
+}  # fmt: skip
 _TERMS = ("d", "rows", "offsets", "weights")
 
 
@@ -34,17 +36,17 @@ def update_of_members(update: Callable, is_timed: Callable[..., bool]) -> Callab
     """Return an update in place that takes stacks, made from an update that takes none.
 
     The signature is update(tables, slots, d, rows, offsets, weights, segments, lr, step, key, *rest), where `rest` is
-    the rule and the rule's arguments. There is a call for each member if each member has its own rate, or its own step
-    under a rule that reads the step.
+    the rule and the rule's arguments. There is a call for each member if each member has its own rate or numbers, or
+    its own step under a rule that reads the step.
     """
 
     def run(tables, slots, d, rows, offsets, weights, segments, lr, step, key, *rest):
         terms = d, rows, offsets, weights
         k = num_members(tables=tables)
         if k is None:
-            return update(tables, slots, *terms, segments, lr, step, key, *rest)
+            return update(tables, slots, *terms, segments, lr, step, key, *_rest_of_member(rest, 0))
         own = _each(tables, k), _each(slots, k)
-        if lr.dim() or (step.dim() and is_timed(*rest)):
+        if lr.dim() or (step.dim() and is_timed(*rest)) or _has_numbers(rest, RANKS["numbers"] + 1):
             for i in range(k):
                 mine = [[_of_member(x, i, RANKS[n]) for x in xs] for n, xs in zip(_TERMS, terms, strict=True)]
                 when = _of_member(lr, i, 0), _of_member(step, i, 0), _of_member(key, i, RANKS["key"])
@@ -224,14 +226,29 @@ def _of_member(x: Tensor | None, i: int, rank: int) -> Tensor | None:
 
 
 def _rest_of_member(rest: tuple, i: int) -> tuple:
-    """Return (rule, hyper, first, dims) of member i. `first` may be a stack; `first` and `dims` may be absent."""
-    return rest if len(rest) < 3 else (*rest[:2], _of_member(rest[2], i, 1), *rest[3:])
+    """Return (rule, hyper, first, dims) of member i, where the hyper-parameters are those in `numbers` if it is given.
+
+    `first` and `numbers` may be stacks; all after `hyper` may be absent."""
+    if len(rest) < 3:
+        return rest
+    rule, _, first, *dims = rest[:4]
+    return rule, _hyper_of_member(rest, i), _of_member(first, i, RANKS["first"]), *dims
+
+
+def _hyper_of_member(rest: tuple, i: int) -> Sequence[float]:
+    return _of_member(rest[4], i, RANKS["numbers"]).tolist() if _has_numbers(rest, RANKS["numbers"]) else rest[1]
+
+
+def _has_numbers(rest: tuple, rank: int) -> bool:
+    """Return whether hyper-parameters are given as a tensor of at least this rank."""
+    return len(rest) > 4 and rest[4] is not None and rest[4].dim() >= rank
 
 
 def _rest_of_all(rest: tuple, k: int) -> tuple:
     if len(rest) < 4:
         return rest
-    rule, hyper, first, dims = rest
+    rule, _, first, dims = rest[:4]
+    hyper = _hyper_of_member(rest, 0)
     return rule, hyper, None if first is None else first.expand(k, len(dims)).reshape(-1), list(dims) * k
 
 

@@ -47,6 +47,7 @@ from funcrec.core._levels import value_below as value_below
 from funcrec.core._levels import vmaps_above as vmaps_above
 from funcrec.core._mapping import mapping as mapping
 from funcrec.core._number_checks import device_problems as device_problems
+from funcrec.core._number_checks import or_nan as or_nan
 from funcrec.core._number_checks import plain_number as plain_number
 from funcrec.core._number_checks import plain_numbers as plain_numbers
 from funcrec.core._number_checks import signature_error as signature_error
@@ -66,6 +67,7 @@ from funcrec.core._ranges import Name as Name
 from funcrec.core._ranges import NotNegative as NotNegative
 from funcrec.core._ranges import Positive as Positive
 from funcrec.core._ranges import PositiveMagnitude as PositiveMagnitude
+from funcrec.core._ranges import Scalar as Scalar
 from funcrec.core._ranges import Shape as Shape
 from funcrec.core._ranges import Share as Share
 from funcrec.core._ranges import Size as Size

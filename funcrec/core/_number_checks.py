@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from funcrec.core._errors import Problem, call_name, message
@@ -21,6 +22,11 @@ def plain_number(x: Any) -> Any:
     if type(x) in (tuple, list) and any(isinstance(y, np.generic) for y in x):
         return type(x)(map(plain_number, x))
     return x.item() if isinstance(x, np.number | np.bool_) else x
+
+
+def or_nan(x: float | Tensor, holds: Callable = lambda x: (x > 0) & x.isfinite()) -> float | Tensor:
+    """Return a parameter: a number, which the call has checked, or f[], NaN if it is out of its range."""
+    return torch.where(holds(x), x, torch.nan) if isinstance(x, Tensor) else x
 
 
 def plain_numbers(fn: F) -> F:

@@ -86,4 +86,5 @@ Name = Annotated[str, Within("a non-empty string", bool, "is empty")]
 Sizes = Annotated[Sequence[Count], Within("at least one size, an int >= 1", lambda s: len(s) >= 1, "is empty")]
 Shape = Sequence[Size]
 Key = Annotated[Tensor, Form("i64[]", "a key")]
+Scalar = Annotated[Tensor, Form("f[]", "a number")]  # where vmap, grad or jit may give a number
 Device = Annotated[torch.device | str, "device"]

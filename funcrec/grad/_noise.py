@@ -13,7 +13,7 @@ from funcrec.jagged import is_concrete
 from funcrec.tables import Entries, Params, RowGrads
 
 
-def with_noise(grads: Params, key: Tensor, scale: float, rows: str) -> Params:
+def with_noise(grads: Params, key: Tensor, scale: float | Tensor, rows: str) -> Params:
     """Return the gradients with normal noise of standard deviation `scale` for each dense number and each row."""
     leaves, structure = tree_flatten(grads.dense)
     for_dense, for_tables = random.split(key)
@@ -29,7 +29,7 @@ def number_of(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
 
 
-def _noisy_rows(grads: RowGrads, key: Tensor, scale: float, rows: str) -> RowGrads:
+def _noisy_rows(grads: RowGrads, key: Tensor, scale: float | Tensor, rows: str) -> RowGrads:
     if rows == "touched":
         out = grads.coalesce()
         term = out.terms[0]

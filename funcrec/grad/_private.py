@@ -19,9 +19,11 @@ from funcrec.core import (
     NotNegative,
     Positive,
     Problem,
+    Scalar,
     check,
     describe,
     member_problems,
+    or_nan,
     paths,
     random,
     tree_leaves,
@@ -46,8 +48,8 @@ def private_grads(
     loss_fn: Callable,
     has_aux: bool = False,
     *,
-    max_norm: Positive,
-    noise_multiplier: NotNegative,
+    max_norm: Positive | Scalar,
+    noise_multiplier: NotNegative | Scalar,
     rows: Literal["all", "touched"] = "all",
     batch_size: Count | None = None,
     max_ids: Count | None = None,
@@ -64,7 +66,8 @@ def private_grads(
       loss_fn: (params, batch, ...) -> f[], a mean over the batch's examples, all of whose data is in `batch`. An
         example of weight w counts w times its loss before it is scaled; the weights of other examples change nothing.
         With `has_aux` it returns (f[], aux), and aux holds no tensor: a tensor could show an example.
-      max_norm: C > 0. noise_multiplier: σ >= 0.
+      max_norm: C > 0. noise_multiplier: σ >= 0. Each is a number, or f[]. A tensor that is out of its range makes the
+        gradients NaN.
       rows: the rows of tables that get noise. "all": every row of every table, so a step costs as much as its tables
         are large; the guarantee of DP-SGD holds. "touched": the rows that the batch reads. This is fast, but shows
         which rows were read: it protects the values of gradients, not the fact that an id was there.
@@ -100,6 +103,8 @@ def private_grads(
     def run(params: Params, batch: Any, *args, key: Tensor | None = None, **kwargs):
         check(CALL, key_problems(key))
         check(CALL, table_problems(params), argument_problems(args, kwargs, batch))
+        bound = or_nan(max_norm, lambda x: (x > 0) & x.isfinite())
+        spread = or_nan(noise_multiplier, lambda x: (x >= 0) & x.isfinite())
         for_noise, for_loss = random.split(key)
         if takes_key(loss_fn):
             kwargs["key"] = for_loss
@@ -111,10 +116,10 @@ def private_grads(
             value, grads = over_examples(loss_fn, has_aux, part, own_weights=True)(params, *args, **kwargs)
             loss, aux = value if has_aux else (value, None)
             check(CALL, aux_problems(aux))
-            total = added(total, clipped_sum(grads, max_norm))
+            total = added(total, clipped_sum(grads, bound))
             losses.append(loss)
-        scale, divisor = noise_multiplier * max_norm, batch_size or max(examples.count, 1)
-        noisy = with_noise(total, for_noise, scale, rows) if noise_multiplier else total
+        divisor, is_noisy = batch_size or max(examples.count, 1), isinstance(spread, Tensor) or spread > 0
+        noisy = with_noise(total, for_noise, spread * bound, rows) if is_noisy else total
         mean = Params({n: g.scale(1 / divisor) for n, g in noisy.tables.items()},
                       tree_map(lambda x: x / divisor, noisy.dense))  # fmt: skip
         loss = torch.cat(losses).mean() if losses else torch.full((), torch.nan, device=key.device)
@@ -130,7 +135,7 @@ def nothing(params: Params) -> Params:
     return Params({n: zeros(t) for n, t in params.tables.items()}, dense)
 
 
-def clipped_sum(grads: Params, max_norm: float) -> Params:
+def clipped_sum(grads: Params, max_norm: float | Tensor) -> Params:
     """Return the sum of the examples' gradients, each scaled to the norm. One that is not finite adds nothing."""
     norms = example_norms(grads)
     counts = norms.isfinite()

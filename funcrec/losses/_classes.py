@@ -13,7 +13,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, PositiveMagnitude, Problem, check, element_problems, typed
+from funcrec.core import Form, PositiveMagnitude, Problem, Scalar, check, element_problems, or_nan, typed
 from funcrec.grad import refuse_in_micro_batches
 from funcrec.losses._mean import Numbers, Reduction, Weights, can_be_read, reduce, weight_problems, where_it_jumps
 from funcrec.tables import blank_padding, jump_problems
@@ -59,7 +59,7 @@ def in_batch_softmax(
     weight: Weights = None,
     *,
     log_q: Numbers | None,
-    temperature: PositiveMagnitude = 1.0,
+    temperature: PositiveMagnitude | Scalar = 1.0,
     candidate_ids: Annotated[Tensor, Form("i[B]")] | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -72,7 +72,7 @@ def in_batch_softmax(
       log_q: f[B], the logarithm of the probability that each candidate is in a batch. `fr.data.log_q` computes it from
         counts. None means no correction. This is right if all candidates are equally likely. Otherwise popular
         candidates get lower scores.
-      temperature: T > 0.
+      temperature: T > 0, a number or f[]. The loss is NaN for a tensor that is not > 0.
       candidate_ids: i[B]. Another row with the same candidate is left out of the sum, and does not count as a negative.
       reduction: "mean", or "none" for the loss of each example, f[B], 0 for padding.
 
@@ -97,7 +97,7 @@ def in_batch_softmax(
     refuse_in_micro_batches(call, "the candidates")
     check(call, jump_problems(weight, "a loss over the batch's candidates"))
     q, c = blank_padding(query, weight), blank_padding(candidate, weight)
-    logits = q @ c.T / temperature
+    logits = q @ c.T / or_nan(temperature)
     if log_q is not None:
         chance = blank_padding(log_q, weight)
         logits = logits - torch.where((chance <= 0) & (chance > -torch.inf), chance, torch.nan)
@@ -116,7 +116,7 @@ def contrastive(
     other: Vectors,
     weight: Weights = None,
     *,
-    temperature: PositiveMagnitude = 1.0,
+    temperature: PositiveMagnitude | Scalar = 1.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """Return the mean cross entropy of each vector's other view among the views of all examples, f[].
@@ -125,7 +125,7 @@ def contrastive(
       one, other: f[B, D]. Row i of `one` and row i of `other` are two views of example i. For cosines, pass
         `F.normalize(one, dim=-1)`.
       weight, reduction: as in `in_batch_softmax`. With "none", an example's loss is the mean of its two views, f[B].
-      temperature: T > 0.
+      temperature: T > 0, a number or f[]. The loss is NaN for a tensor that is not > 0.
 
     The 2 B - 2 views of other examples are the negatives. On a mesh they are those in the rank's part of the batch. In
     micro-batches (`accumulate_grads`) the loss raises.

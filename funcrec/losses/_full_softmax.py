@@ -19,6 +19,7 @@ from funcrec.core import (
     Form,
     PositiveMagnitude,
     Problem,
+    Scalar,
     any_tracked,
     check,
     element_problems,
@@ -26,6 +27,7 @@ from funcrec.core import (
     is_in_jvp,
     is_tracked,
     one_level_below,
+    or_nan,
     typed,
 )
 from funcrec.losses import _chunks  # noqa: F401  defines the operators
@@ -45,7 +47,7 @@ def full_softmax(
     target: Annotated[Tensor, Form("i[N]")],
     weight: Weights = None,
     *,
-    temperature: PositiveMagnitude = 1.0,
+    temperature: PositiveMagnitude | Scalar = 1.0,
     chunk: Count | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -57,7 +59,7 @@ def full_softmax(
       target: i[N], the row of the right item.
       weight: f[N] >= 0, or None. An example of weight 0 is padding and is not read, unless the weights are
         differentiated (`weighted_mean`).
-      temperature: T > 0.
+      temperature: T > 0, a number or f[]. The loss is NaN for a tensor that is not > 0.
       chunk: the number of queries whose logits exist at once, static. None chooses as many as have 2¹⁸ logits, but at
         least 64.
       reduction: "mean" for `weighted_mean`, f[]; "none" for the loss of each example, f[N], 0 for padding.
@@ -91,7 +93,7 @@ def full_softmax(
     dtype = torch.promote_types(h.dtype, items.dtype)
     wide = torch.promote_types(dtype, torch.float32)
     size = chunk or max(CHUNK_QUERIES, CHUNK_NUMBERS // max(items.shape[0], 1))
-    given = h.to(wide) / temperature, items.to(wide), torch.where(is_row, t, 0)
+    given = h.to(wide) / or_nan(temperature), items.to(wide), torch.where(is_row, t, 0)
     if reduction == "mean" and is_sum_enough(hidden, items, weight):
         return mean_of(*given, is_row, weight, size).to(dtype)
     own = _FullSoftmax.apply(*given, size)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funcrec.core import PositiveMagnitude, check, typed
+from funcrec.core import PositiveMagnitude, Scalar, check, or_nan, typed
 from funcrec.losses._mean import Labels, Numbers, Reduction, Weights, can_be_read, reduce, weight_problems
 from funcrec.tables import blank_padding, label_value_problems
 
@@ -46,7 +46,7 @@ def huber(
     label: Labels,
     weight: Weights = None,
     *,
-    delta: PositiveMagnitude = 1.0,
+    delta: PositiveMagnitude | Scalar = 1.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """Return the mean of a loss that is a square up to distance δ and a line beyond. So the gradient of a distant label
@@ -54,7 +54,7 @@ def huber(
 
     Args:
       predictions, label, weight, reduction: as in `mse`.
-      delta: δ > 0.
+      delta: δ > 0, a number or f[]. The loss is NaN for a tensor that is not > 0.
 
     Example:
       >>> import torch, funcrec as fr
@@ -63,6 +63,7 @@ def huber(
 
     Source: Huber, "Robust estimation of a location parameter" (1964); torch.nn.functional.huber_loss.
     """
+    delta = or_nan(delta)
     bent = lambda e: torch.where(e.abs() <= delta, e.square() / 2, delta * (e.abs() - delta / 2))
     return _of_errors("funcrec.losses.huber", bent, predictions, label, weight, reduction)
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Count, Form, PositiveMagnitude, Problem, UnitInterval, check, describe, typed
+from funcrec.core import Count, Form, PositiveMagnitude, Problem, Scalar, UnitInterval, check, describe, or_nan, typed
 from funcrec.losses._classes import log_q_problems
 from funcrec.losses._mean import Reduction, reduce, weight_problems
 from funcrec.tables import blank_padding
@@ -41,7 +41,7 @@ def sampled_softmax(
     negative_log_q: NegativeLogQ | None = None,
     candidate_ids: Ids | None = None,
     negative_ids: NegativeIds | None = None,
-    temperature: PositiveMagnitude = 1.0,
+    temperature: PositiveMagnitude | Scalar = 1.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """Return the mean cross entropy of each query's own candidate among drawn negatives, f[].
@@ -56,7 +56,7 @@ def sampled_softmax(
       negative_log_q: the same for the negatives, f[K] or f[N, K].
       candidate_ids: i[N], with `negative_ids`. A negative that is the query's own candidate does not count.
       negative_ids: the ids of the negatives, i[K] or i[N, K].
-      temperature: T > 0.
+      temperature: T > 0, a number or f[]. The loss is NaN for a tensor that is not > 0.
       reduction: "mean" for `weighted_mean`, f[]; "none" for the loss of each example, f[N], 0 for padding.
 
     Floats of 16 bits are computed in f32.
@@ -95,7 +95,7 @@ def gbce(
     weight: Weights = None,
     *,
     num_items: Count,
-    calibration: UnitInterval = 0.75,
+    calibration: UnitInterval | Scalar = 0.75,
     candidate_ids: Ids | None = None,
     negative_ids: NegativeIds | None = None,
     reduction: Reduction = "mean",
@@ -105,7 +105,7 @@ def gbce(
     Args:
       query, candidate, negatives, weight, candidate_ids, negative_ids, reduction: as in `sampled_softmax`.
       num_items: R, the number of items that the negatives are drawn from, uniformly.
-      calibration: t. With 0 it is plain binary cross entropy.
+      calibration: t in [0, 1], a number or f[] (NaN outside of [0, 1]). With 0 it is plain binary cross entropy.
 
     Floats of 16 bits are computed in f32.
 
@@ -122,7 +122,7 @@ def gbce(
     check(call, weight_problems(weight), fit_problems(query, negatives, None, negative_ids))
     own, others = scores(query, candidate, negatives, weight, candidate_ids, negative_ids, 1.0)
     count = others.shape[1]
-    power = 1 - calibration * (1 - count / max(num_items - 1, 1))
+    power = 1 - or_nan(calibration, lambda t: (t >= 0) & (t <= 1)) * (1 - count / max(num_items - 1, 1))
     loss = -(power * F.logsigmoid(own) + F.logsigmoid(-others).sum(1)) / (count + 1)
     return reduce(loss.to(query.dtype), weight, reduction)
 
@@ -134,7 +134,7 @@ def scores(
     weight: Tensor | None,
     candidate_ids: Tensor | None,
     negative_ids: Tensor | None,
-    temperature: float,
+    temperature: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the scores of the own candidates f[N] and of the negatives f[N, K]; -∞ for a negative that is the own
     candidate."""
@@ -142,7 +142,7 @@ def scores(
     dtype = torch.promote_types(dtype, negatives.dtype)
     q, c = (blank_padding(x, weight).to(dtype) for x in (query, candidate))
     n = (negatives if negatives.dim() == 2 else blank_padding(negatives, weight)).to(dtype)
-    q = q / temperature
+    q = q / or_nan(temperature)
     others = q @ n.T if n.dim() == 2 else (n @ q[:, :, None])[:, :, 0]
     if candidate_ids is not None:
         others = torch.where(negative_ids == candidate_ids[:, None], -torch.inf, others)

@@ -13,7 +13,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, Magnitude, Problem, Within, check, describe, own_errors, typed
+from funcrec.core import Form, Magnitude, Problem, Scalar, Within, check, describe, own_errors, typed
 from funcrec.losses._mean import Reduction
 
 CALL = "funcrec.losses.multi_task"
@@ -22,12 +22,12 @@ Losses = Annotated[Sequence[Callable[..., Tensor]], Within("a sequence of losses
 
 
 @typed
-def multi_task(losses: Losses, *, weights: Sequence[Magnitude] | None = None) -> Callable:
+def multi_task(losses: Losses, *, weights: Sequence[Magnitude | Scalar] | None = None) -> Callable:
     """Return a loss of T columns, made from T losses of one column.
 
     Args:
       losses: a function of (predictions, label, weight, reduction=...) for each column, such as `bce` and `mse`.
-      weights: c, one number for each task. None means 1 for each task.
+      weights: c, one number or f[] for each task. None means 1 for each task.
 
     Returns:
       loss(predictions f[B, T], label [B, T], weight=None, *, reduction="mean") -> f[], or f[B] with "none". weight is
@@ -47,7 +47,7 @@ def multi_task(losses: Losses, *, weights: Sequence[Magnitude] | None = None) ->
 @typed(call=CALL)
 def _loss_of_tasks(
     losses: tuple[Callable, ...],
-    c: tuple[float, ...],
+    c: tuple[float | Tensor, ...],
     predictions: Annotated[Tensor, Form("f[B, T]")],
     label: Annotated[Tensor, Form("x[B, T]")],
     weight: Annotated[Tensor, Form("f[...]")] | None = None,

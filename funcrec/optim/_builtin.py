@@ -26,10 +26,10 @@ P = ParamSpec("P")
 
 
 class Slot(NamedTuple):
-    """A slot and its first value. The slot is f[R, D] if it is wide, else f[R]."""
+    """A slot and its first value, a number or f[]. The slot is f[R, D] if it is wide, else f[R]."""
 
     is_wide: bool
-    first: float = 0.0
+    first: float | Tensor = 0.0
 
 
 per_element, per_row = functools.partial(Slot, True), functools.partial(Slot, False)
@@ -90,10 +90,11 @@ def build_builtin(own: Builtin, *args: Any, **kwargs: Any) -> RowOptimizer:
     )
 
 
-def slot_of(table: Tensor, is_wide: bool, first: float) -> Tensor:
+def slot_of(table: Tensor, is_wide: bool, first: float | Tensor) -> Tensor:
     """Return a slot of a table, in the dtype that rules compute in."""
     shape = tuple(table.shape) if is_wide else (table.shape[0],)
-    return full_table(shape, first, dtype=ops.accumulation_dtype(table.dtype), device=table.device)
+    form = {"dtype": ops.accumulation_dtype(table.dtype), "device": table.device}
+    return first.to(**form).expand(shape).clone() if isinstance(first, Tensor) else full_table(shape, first, **form)
 
 
 def kernel_of(name: str, rule: Callable, slots: Mapping[str, Slot], hyper: Mapping[str, Any]) -> Kernel | None:

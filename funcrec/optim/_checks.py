@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from funcrec.core import (
-    Form,
     NotNegative,
     Positive,
     Problem,
+    Scalar,
     Share,
     Within,
     check,
@@ -30,7 +30,6 @@ from funcrec.core import (
 from funcrec.tables import TABLE_HINT, RowGrads, is_stacked, table_tensor_problems
 
 Tables = Mapping[str, Tensor]
-Scalar = Annotated[Tensor, Form("f[]", "a number")]
 FiniteRate = Annotated[float, Within("a finite number >= 0", lambda x: 0 <= x < float("inf"))]
 Rate = FiniteRate | Scalar | Callable[[Tensor], float | Tensor]
 _OF = {
@@ -56,6 +55,11 @@ _MADE = kind_of(FiniteRate | Scalar)  # values that lr(step) may return
 def choices_of(name: str) -> tuple[str, ...]:
     """Return the strings that a hyper-parameter may be. Kernels know each string by its place in this list."""
     return next(get_args(hint) for hint, names in _OF.items() if get_origin(hint) is Literal and name in names.split())
+
+
+def may_be_absent(name: str) -> bool:
+    """Return whether a hyper-parameter may be None, and a part of the rule is absent then."""
+    return any(type(None) in get_args(hint) for hint, names in _OF.items() if name in names.split())
 
 
 def hyper_problems(

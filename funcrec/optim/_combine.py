@@ -14,6 +14,7 @@ from funcrec.core import (
     Key,
     Positive,
     Problem,
+    Scalar,
     absent_problems,
     check,
     fail,
@@ -25,7 +26,7 @@ from funcrec.core import (
     unknown_problems,
 )  # fmt: skip
 from funcrec.optim._by_path import clip_dense, freeze_dense
-from funcrec.optim._checks import Scalar, check_update, tables_problems
+from funcrec.optim._checks import check_update, tables_problems
 from funcrec.optim._dense import DenseOptimizer
 from funcrec.optim._row import RowOptimizer
 from funcrec.tables import clip_by_global_norm

@@ -41,10 +41,11 @@ from funcrec.core import (
 )
 from funcrec.optim._checks import hyper_problems as row_hyper_problems
 from funcrec.optim._checks import rate_at, step_problems
+from funcrec.optim._dense_rules import RULES, TENSORS, begun, mended, scaled, tensors_in, updated, with_numbers
 from funcrec.optim._row import step_tensor
 from funcrec.tables import root
 
-DIFFERENTIABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop)
+DIFFERENTIABLE = tuple(RULES)
 State = Any  # a tree like the parameters, with {name: Tensor} at each leaf
 
 
@@ -77,7 +78,10 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
     Args:
       cls: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSprop, Rprop, ASGD, Muon (matrices only), or a
         class written like them.
-      hyper: its keyword arguments. `lr` may also be a tensor f[] or a function of the step, such as `schedule`.
+      hyper: its keyword arguments. `lr` may also be a tensor f[] or a function of the step, such as `schedule`. For
+        SGD, Adam, AdamW, Adagrad and RMSprop each other number (momentum, dampening, weight_decay, eps, alpha,
+        lr_decay, initial_accumulator_value, each of betas) may be a tensor f[], too. The range of a tensor is not
+        checked.
 
     Raises:
       TypeError: the class cannot run as a function (LBFGS needs a closure, SparseAdam sparse tensors, Adafactor reads
@@ -85,8 +89,10 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
 
     Law: k updates equal k steps of the class, up to rounding: counters and bias corrections are in f64. Staged and
       eager updates give the same bits. Compiled updates may round once more where eager torch fuses a product and a
-      sum. SGD, Adam, AdamW, Adagrad and RMSprop have derivatives by parameters, gradients, state and lr, of any order
-      and mode. Other classes raise a TypeError if one of these is tracked (requires grad, or wrapped by torch.func).
+      sum. With a tensor besides lr, the class's formula is computed in f32 (f64 for f64) and rounded once. SGD, Adam,
+      AdamW, Adagrad and RMSprop have derivatives by parameters, gradients, state and all numbers that may be tensors,
+      of any order and mode. Other classes raise a TypeError if one of these is tracked (requires grad, or wrapped by
+      torch.func).
 
     Example:
       >>> import torch, funcrec as fr
@@ -99,11 +105,14 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
     """
     lr = hyper.get("lr")
     check("funcrec.optim.dense", class_problems(cls, hyper))
-    fixed = hyper if not _varies(lr) else {**hyper, "lr": 1.0}
+    fixed = with_numbers(hyper) if cls in DIFFERENTIABLE else dict(hyper)
+    fixed |= {"lr": 1.0} if _varies(lr) else {}
     check("funcrec.optim.dense", hyper_problems(cls, fixed))
     counters = [k for k, s in _first_state(cls, fixed, [torch.zeros(1, 1)], (), None)[0].items() if s.dim() == 0]
     call = f"funcrec.optim.dense({cls.__name__})"
     keeps_rate = _varies(lr) and _keeps_rate(cls, fixed, counters)
+    has_tensors = cls in DIFFERENTIABLE and bool(tensors_in(hyper))
+    own = {**_make(cls, fixed, [torch.zeros(1, 1)]).param_groups[0], **hyper} if has_tensors else {}
 
     @functools.cache
     def first_state(shape: torch.Size, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -117,7 +126,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
             rate = rate_at(call, lr, torch.zeros((), dtype=torch.int64))
             check(f"{call}.init", rate_problems(cls, rate))
             rate = float(rate)
-        return tree_unflatten(_first_state(cls, fixed, leaves, counters, rate), structure)
+        return tree_unflatten(begun(own, _first_state(cls, fixed, leaves, counters, rate)), structure)
 
     def update(grads: Any, state: State, params: Any, step: int | Tensor) -> tuple[Any, State]:
         check(f"{call}.update", leaf_problems("dense", params), step_problems(step))
@@ -128,31 +137,39 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
         taken, own_grads, held = step_tensor(step, leaves[0].device), tree_leaves(grads), structure.flatten_up_to(state)
         rate = rate_at(call, lr, taken)
         rate = rate.to(taken.device) if isinstance(rate, Tensor) else rate
+        if has_tensors:
+            new = updated(cls, {**own, "lr": own["lr"] if lr is None else rate}, leaves, own_grads, held, taken)
+            return tree_unflatten(new[0], structure), tree_unflatten(new[1], structure)
         tracked = has_tracked(leaves, own_grads, state, rate, fixed)
-        check(f"{call}.update", derivative_problems(cls, fixed) if tracked else ())
+        check(f"{call}.update", derivative_problems(cls) if tracked else ())
         is_apart = cls in DIFFERENTIABLE and isinstance(rate, Tensor) and is_transformed(rate)
         if is_transforming():
             leaves, held = _alike(leaves, own_grads, held, counters, 0.0 if is_apart else rate)
         clones = _with_grads(leaves, own_grads, tracked)  # torch 2.14's Dynamo sets no gradient inside a mode
         with _tensor_scalars(tracked):
-            opt = _make(cls, fixed, clones, tracked)
-            for p, mine in zip(clones, held, strict=True):
-                if mine:
-                    opt.state[p] = {k: _copy(s, tracked) for k, s in mine.items()}
-            group = opt.param_groups[0]
-            if _varies(lr):
-                group["lr"] = 1.0 if is_apart else rate
-            if group.get("dampening"):  # SGD has no dampening at its first step
-                group["dampening"] = group["dampening"] * (taken > 0).to(torch.float64)
-            _unhooked_step(cls)(opt)
-            states = [dict(opt.state[p]) if p in opt.state else {} for p in clones]
+            states = _stepped(cls, fixed, clones, held, taken, tracked, _varies(lr) and (1.0 if is_apart else rate))
             if is_apart:
-                clones = [_scaled(*xs, rate) for xs in zip(clones, leaves, strict=True)]
+                clones = [scaled(*xs, rate) for xs in zip(clones, leaves, strict=True)]
             elif _varies(lr):
-                clones = [_mended(*xs, rate) for xs in zip(clones, leaves, own_grads, strict=True)]
+                clones = [mended(*xs, rate) for xs in zip(clones, leaves, own_grads, strict=True)]
         return tree_unflatten(clones, structure), tree_unflatten(states, structure)
 
     return DenseOptimizer(init, update)
+
+
+def _stepped(cls, hyper: dict, clones: list[Tensor], held: list[dict], taken: Tensor, tracked: bool, rate: Any) -> list:
+    """Return the states after a step of the class, which writes the clones. rate: False for that among `hyper`."""
+    opt = _make(cls, hyper, clones, tracked)
+    for p, mine in zip(clones, held, strict=True):
+        if mine:
+            opt.state[p] = {k: _copy(s, tracked) for k, s in mine.items()}
+    group = opt.param_groups[0]
+    if rate is not False:
+        group["lr"] = rate
+    if group.get("dampening"):  # SGD has no dampening at its first step
+        group["dampening"] = group["dampening"] * (taken > 0).to(torch.float64)
+    _unhooked_step(cls)(opt)
+    return [dict(opt.state[p]) if p in opt.state else {} for p in clones]
 
 
 def _alike(
@@ -174,18 +191,6 @@ def _as_batched(x: Tensor, *others: Tensor) -> Tensor:
     for other in others:
         x = torch.where(torch.ones_like(other, dtype=torch.bool), x, other.to(x.dtype))
     return x
-
-
-def _scaled(new: Tensor, old: Tensor, rate: Tensor) -> Tensor:
-    """Return the step at this rate, from the step at rate 1. The classes in DIFFERENTIABLE are affine in the rate,
-    and their states do not depend on the rate."""
-    return old + rate.to(old.dtype) * (new - old)
-
-
-def _mended(new: Tensor, old: Tensor, grad: Tensor, rate: Any) -> Tensor:
-    """Return parameters without NaN at rate 0: torch's Adam for graphs divides 0 by 0 where a gradient is 0."""
-    still = torch.as_tensor(rate, device=old.device) == 0
-    return torch.where(still & new.isnan() & grad.isfinite(), old, new)
 
 
 def _copy(x: Tensor, tracked: bool) -> Tensor:
@@ -335,9 +340,15 @@ def class_problems(cls: object, hyper: Mapping[str, Any]) -> Iterator[Problem]:
         if hyper.get(name):
             yield Problem(f"`{name}` cannot be set.", f"{name}={hyper[name]}", f"no {name}: `fr.jit` fuses")
     yield from row_hyper_problems(hyper.get("lr", 0.0), {})
-    for name, x in hyper.items():
-        if name != "lr" and isinstance(x, Tensor) and x.dim():
-            yield Problem(f"`{name}` is not one number.", describe(x), "a number, or a tensor f[]", f"{name}=0.01")
+    for name, xs in tensors_in(hyper).items():
+        wrong = [x for x in xs if x.dim() or not x.is_floating_point()]
+        if wrong:
+            hint = "betas=(b1, b2)" if name == "betas" else f"{name}=0.01"
+            yield Problem(f"`{name}` is not one number.", describe(wrong[0]), "a number, or a tensor f[]", hint)
+        elif any(map(is_followed, xs)) and not (cls in DIFFERENTIABLE and name in TENSORS):
+            need = f"a plain number or tensor; {', '.join(c.__name__ for c in DIFFERENTIABLE)} also take such numbers"
+            what, got = f"`{name}` of {cls.__name__} cannot be followed.", f"`{name}` inside vmap, grad, jvp or jit"
+            yield Problem(what, got, need, "`lr`, which may be such a tensor", TypeError)
 
 
 def rate_problems(cls: type, rate: Any) -> Iterator[Problem]:
@@ -347,17 +358,13 @@ def rate_problems(cls: type, rate: Any) -> Iterator[Problem]:
         yield Problem(what, "an `lr` inside vmap, grad, jvp or jit", "a plain number or tensor", hint, TypeError)
 
 
-def derivative_problems(cls: type, fixed: Mapping[str, Any]) -> Iterator[Problem]:
+def derivative_problems(cls: type) -> Iterator[Problem]:
     """Yield the reasons why a tracked update has no derivative."""
     names = ", ".join(c.__name__ for c in DIFFERENTIABLE)
     if cls not in DIFFERENTIABLE:
         hint = f"one of {names}; or detach the inputs, if no derivative of the update is meant"
         got = f"{cls.__name__}, and a tensor that grad or jvp follows"
         yield Problem("the update has no derivative.", got, "plain tensors", hint, TypeError)
-    for name, x in fixed.items():
-        if has_tracked(x):
-            what, hint = f"`{name}` is not differentiated.", "`lr` may be; else a number"
-            yield Problem(what, f"a tracked `{name}`", "a plain number or tensor", hint, TypeError)
 
 
 def leaf_problems(what: str, tree: Any) -> Iterator[Problem]:

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from funcrec.kernels import ops
-from funcrec.optim._checks import choices_of
+from funcrec.optim._checks import choices_of, may_be_absent
 from funcrec.tables import RowGrads
 
 
@@ -19,15 +20,27 @@ class Kernel(NamedTuple):
     is_gradient_wise: bool
 
     def fits(self, hyper: Mapping[str, Any], grads: Mapping[str, RowGrads]) -> bool:
-        """Return whether the kernel fits the call. It fits if `hyper` has no tensors.
+        """Return whether the kernel fits the call.
 
-        If the rule counts entries, each entry must also stand for one id."""
-        if self.form is None or any(isinstance(x, Tensor) for x in hyper.values()):
+        A tensor fits if no part of the rule is absent at 0. If the rule counts entries, each entry must also stand for
+        one id."""
+        if self.form is None:
+            return False
+        optional = {name for _, name in self.form.optional}
+        if any(isinstance(x, Tensor) and (n in optional or may_be_absent(n)) for n, x in hyper.items()):
             return False
         return not (self.form.counts_entries and any(g.has_repeats for g in grads.values()))
 
-    def numbers(self, hyper: Mapping[str, Any]) -> list[float]:
-        return numbers_of(self.form, hyper)
+    def numbers(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `hyper` of `ops.fused_update` for hyper-parameters, and `numbers` if some of them are tensors."""
+        tensors = {n: x.to(torch.float64) for n, x in hyper.items() if isinstance(x, Tensor)}
+        fixed = numbers_of(self.form, {**hyper, **dict.fromkeys(tensors, 1.0)})
+        if not tensors:
+            return {"hyper": fixed}
+        device = next(iter(tensors.values())).device
+        full = lambda x: torch.full((), x, dtype=torch.float64, device=device)
+        own = [tensors[n] if n in tensors else full(x) for n, x in zip(self.form.hyper, fixed, strict=True)]
+        return {"hyper": fixed, "numbers": torch.stack(own)}
 
 
 def numbers_of(form: ops.Rule, hyper: Mapping[str, Any]) -> list[float]:

@@ -209,14 +209,14 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
         device = next(iter(tables.values())).device
         fits = kernel is not None and kernel.fits(hyper, named)
         readings = {} if fits else check_rule(call, one, make_hyper._fields, named, slots, tables)
-        read = [x for r in readings.values() for x in r.tensors]
+        own = [x for x in hyper.values() if isinstance(x, Tensor)]
+        read = own if fits else [x for r in readings.values() for x in r.tensors]
         given = [x for n, g in named.items() for x in (tables[n], *slots[n].values(), *g.floats)]
         rate, _ = rate_and_step(call, lr, step, torch.float64, device)
         choice = chosen_for(call, implementation, device, [rate, *read, *given])
-        if fits and ops.has("fused_update", choice):
-            call_kernel = functools.partial(
-                ops.fused_update, rule=kernel.name, hyper=kernel.numbers(hyper), implementation=choice
-            )
+        if fits and ops.has("fused_update", choice) and (choice == "cpp" or not own):  # a GPU would wait for tensors
+            numbers = kernel.numbers(hyper)
+            call_kernel = functools.partial(ops.fused_update, rule=kernel.name, **numbers, implementation=choice)
             changed = update_fused(call_kernel, kernel.form.slots, named, slots, tables, (rate, step, key))
         elif choice == "cpp" and not any(g.has_repeats for g in named.values()) and not any(map(is_followed, read)):
             changed = {}, {}

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Magnitude, Problem, Size, check, field_problems, plain_numbers, typed
+from funcrec.core import Count, Magnitude, Problem, Scalar, Size, check, field_problems, plain_numbers, typed
 from funcrec.optim._checks import step_problems
 
 Policy = Literal[
@@ -38,7 +38,7 @@ class Stage:
         interpolate                     value + (end_value - value) · (step - start) / (max_iters - start)
 
     Args:
-      value: as in the formulas.
+      value: as in the formulas. `value`, `lr_scale` and `end_value` are numbers, or f[].
       lr_scale: multiplies the factor.
       decay_iters: as in the formulas. The default is max_iters, and 1 for "step".
       sgdr_period: the period of the cosine, in steps.
@@ -50,12 +50,12 @@ class Stage:
 
     policy: Policy = "linear"
     max_iters: Count = 1
-    value: Magnitude = 1.0
-    lr_scale: Magnitude = 1.0
+    value: Magnitude | Scalar = 1.0
+    lr_scale: Magnitude | Scalar = 1.0
     decay_iters: Count | None = None
     sgdr_period: Count = 1
     start_interpolating_iters: Size | None = None
-    end_value: Magnitude | None = None
+    end_value: Magnitude | Scalar | None = None
 
     def __post_init__(self):
         call = f"funcrec.optim.Stage({self.policy!r})"
@@ -64,10 +64,13 @@ class Stage:
 
 
 @typed
-def schedule(stages: Sequence[Stage], *, lr: Magnitude = 1.0) -> Callable[[int | Tensor], Tensor]:
+def schedule(stages: Sequence[Stage], *, lr: Magnitude | Scalar = 1.0) -> Callable[[int | Tensor], Tensor]:
     """Return a function from the number of steps taken to the learning rate, f64[].
 
     The number is an int or i64[], or i64[...] for many numbers. Any optimizer accepts the function as `lr`.
+
+    Args:
+      lr: a number, or f[], that multiplies the factors.
 
     Raises:
       ValueError: `max_iters` does not rise from stage to stage.
@@ -86,7 +89,7 @@ def schedule(stages: Sequence[Stage], *, lr: Magnitude = 1.0) -> Callable[[int |
     return functools.partial(_rate, tuple(stages), lr)
 
 
-def _rate(stages: tuple[Stage, ...], lr: float, step: int | Tensor) -> Tensor:
+def _rate(stages: tuple[Stage, ...], lr: float | Tensor, step: int | Tensor) -> Tensor:
     check("funcrec.optim.schedule", step_problems(step, is_one=False))
     t = step if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64)
     factor = torch.ones_like(t, dtype=torch.float64)
@@ -102,7 +105,7 @@ def _factor(stage: Stage, step: Tensor) -> Tensor:
         case "linear":
             return value + (1 - value) * t / stage.max_iters
         case "constant":
-            return torch.full_like(t, value)
+            return torch.ones_like(t) * value
         case "poly":
             return (1 - t / (stage.decay_iters or stage.max_iters)).clamp(min=0) ** value
         case "step":

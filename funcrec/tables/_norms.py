@@ -13,6 +13,7 @@ from funcrec.core import (
     Form,
     Positive,
     Problem,
+    Scalar,
     check,
     describe,
     device_problems,
@@ -53,11 +54,12 @@ def global_norm(grads: Rows | Params, *more: Annotated[Tensor, Form("f[...]")]) 
 
 
 @typed
-def clip_by_global_norm(grads: Rows | Params, max_norm: Positive) -> Rows | Params:
+def clip_by_global_norm(grads: Rows | Params, max_norm: Positive | Scalar) -> Rows | Params:
     """Return the gradients, those of tables coalesced, all scaled by min(1, max_norm / global norm).
 
     Args:
       grads: {table: RowGrads}, or the gradients of `value_and_grad`: then one norm is over tables and dense leaves.
+      max_norm: a number > 0, or f[], whose value is not checked.
 
     Example:
       >>> import torch, funcrec as fr

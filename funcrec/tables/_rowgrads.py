@@ -18,6 +18,7 @@ from funcrec.core import (
     Device,
     Form,
     NotNegative,
+    Scalar,
     Size,
     describe,
     fail,
@@ -220,14 +221,14 @@ class RowGrads:
         return dense_sum(entries.marked(), entries.grads, self.num_embeddings)
 
     @typed
-    def scale(self, factor: float | Annotated[Tensor, Form("f[]")]) -> "RowGrads":
+    def scale(self, factor: float | Scalar) -> "RowGrads":
         """Return the gradient times a number, or a factor f[]."""
         times = lambda t: replace(t, d=t.d * factor) if isinstance(t, Bags) else replace(t, grads=t.grads * factor)
         return replace(self, terms=tuple(map(times, self.terms)))
 
     @typed
-    def clip(self, max_value: NotNegative) -> "RowGrads":
-        """Return the coalesced gradient with each element clamped to [-max_value, max_value]."""
+    def clip(self, max_value: NotNegative | Scalar) -> "RowGrads":
+        """Return the coalesced gradient with each element clamped to [-max_value, max_value], a number or f[]."""
         out = self.coalesce()
         return replace(out, terms=(replace(out.terms[0], grads=out.grads.clamp(-max_value, max_value)),))
 
