@@ -35,7 +35,7 @@ STAGES = {
 }  # folders that public names leave out
 ROOMS = {
     "compile.backend", "data.datasets", "data.encoders", "data.readers", "loop.pipelines", "mesh.processes",
-    "serve.freshness", "sharding.moves", "sharding.placement",
+    "serve.freshness", "sharding.by_node", "sharding.moves", "sharding.placement",
 }  # folders within folders, which public names leave out, too  # fmt: skip
 HIDDEN = STAGES | {room.split(".")[1] for room in ROOMS}
 

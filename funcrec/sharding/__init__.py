@@ -39,6 +39,9 @@ from funcrec.sharding._update import check_whole_rows as check_whole_rows
 from funcrec.sharding._update import init_slots as init_slots
 from funcrec.sharding._update import update_banks as update_banks
 from funcrec.sharding._update import whole_banks as whole_banks
+from funcrec.sharding.by_node._tower_placements import tower_placements as tower_placements
+from funcrec.sharding.by_node._towers import Tower as Tower
+from funcrec.sharding.by_node._towers import towers as towers
 from funcrec.sharding.moves._accumulated import Waiting as Waiting
 from funcrec.sharding.moves._accumulated import cut_waiting as cut_waiting
 from funcrec.sharding.moves._accumulated import filled as filled
@@ -76,8 +79,5 @@ from funcrec.sharding.placement._plan import Plan as Plan
 from funcrec.sharding.placement._report import RankLine as RankLine
 from funcrec.sharding.placement._report import Report as Report
 from funcrec.sharding.placement._report import TableLine as TableLine
-from funcrec.sharding.towers._tower_placements import tower_placements as tower_placements
-from funcrec.sharding.towers._towers import Tower as Tower
-from funcrec.sharding.towers._towers import towers as towers
 
 _core.publish(globals())

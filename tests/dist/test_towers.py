@@ -2,6 +2,7 @@
 
 They are also those of one process in steps, staged, and on gloo ranks, and send fewer bytes between nodes."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -158,6 +159,15 @@ def test_layers_drop_out_in_training(rate):
     want = layer.apply(params, tables, ids)
     for got in (f(params, held, ids, key), train(params, tables, ids, key)):
         assert got.shape == want.shape and torch.allclose(got, want) == (rate == 0)
+
+
+def test_towers_pickle():
+    """Towers pickle as the call that makes them."""
+    _, _, tables, ids, towers = towers_of(1, 1, [SHARED] * 2, dtype=torch.float32)
+    model = fr.towers(towers, axis="host")
+    again, params = pickle.loads(pickle.dumps(model)), model.init(fr.key(0))
+    assert_trees_close(again.init(fr.key(0)), params)
+    assert_trees_close(again.apply(params, tables, ids), model.apply(params, tables, ids))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (2, 2), (2, 4)], ids=str)

@@ -11,8 +11,8 @@ from typing import Literal
 
 from funcrec.core import Problem, check, reported, typed, unknown_problems
 from funcrec.mesh import Mesh
+from funcrec.sharding.by_node._towers import Tower
 from funcrec.sharding.placement._placement import Placement
-from funcrec.sharding.towers._towers import Tower
 
 CALL = "funcrec.tower_placements"
 

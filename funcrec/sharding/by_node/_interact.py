@@ -16,7 +16,7 @@ from torch import Tensor
 
 from funcrec.core import tree_flatten, tree_unflatten
 from funcrec.mesh import Codec, axis_index, send
-from funcrec.sharding.towers._seating import Seat, Seating
+from funcrec.sharding.by_node._seating import Seat, Seating
 
 
 def run_seats(

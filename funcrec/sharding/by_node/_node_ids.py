@@ -13,7 +13,7 @@ from torch import Tensor
 from funcrec.jagged import KeyedJaggedTensor, take_ranges
 from funcrec.mesh import all_to_all
 from funcrec.sharding._lanes import lane_bags, owned_rows
-from funcrec.sharding.towers._seating import Seating
+from funcrec.sharding.by_node._seating import Seating
 
 WIDE = 1 << 31
 

@@ -22,6 +22,7 @@ from funcrec.core import (
     fail,
     field_problems,
     random,
+    remade,
     replace,
     reported,
     tree_flatten,
@@ -34,11 +35,11 @@ from funcrec.kernels import ops
 from funcrec.nn import Layer
 from funcrec.sharding._lookup import check_bound
 from funcrec.sharding._tables import ShardedTables
+from funcrec.sharding.by_node._interact import run_seats, send_back
+from funcrec.sharding.by_node._node_ids import send_ids
+from funcrec.sharding.by_node._node_tables import NodeTables
+from funcrec.sharding.by_node._seating import CALL, seating_of
 from funcrec.sharding.placement._layout import Layout
-from funcrec.sharding.towers._interact import run_seats, send_back
-from funcrec.sharding.towers._node_ids import send_ids
-from funcrec.sharding.towers._node_tables import NodeTables
-from funcrec.sharding.towers._seating import CALL, seating_of
 from funcrec.tables import (
     KINDS,
     FeatureConfig,
@@ -81,6 +82,7 @@ class Tower:
         object.__setattr__(self, "features", tuple(self.features))
 
 
+@remade
 @typed
 def towers(towers: Mapping[str, Tower], *, axis: str | None = "node") -> Layer:
     """Return the layer of several towers: its parameters are {tower: those of the tower's layer}.
