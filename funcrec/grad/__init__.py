@@ -1,14 +1,23 @@
 """Gradients of a loss over a whole batch or its parts: dense gradients of dense leaves, row gradients of tables."""
 
 import funcrec.core as _core
+from funcrec.grad._curvature import fisher_product as fisher_product
+from funcrec.grad._curvature import gauss_newton_product as gauss_newton_product
+from funcrec.grad._curvature import hvp as hvp
 from funcrec.grad._examples import example_dots as example_dots
 from funcrec.grad._examples import example_norms as example_norms
 from funcrec.grad._examples import gradient_noise_scale as gradient_noise_scale
 from funcrec.grad._examples import sum_examples as sum_examples
+from funcrec.grad._krylov import Solution as Solution
+from funcrec.grad._krylov import Spectrum as Spectrum
+from funcrec.grad._krylov import conjugate_gradient as conjugate_gradient
+from funcrec.grad._krylov import lanczos as lanczos
 from funcrec.grad._micro_batches import accumulate_grads as accumulate_grads
 from funcrec.grad._micro_batches import over_micro_batches as over_micro_batches
 from funcrec.grad._micro_batches import refuse_in_micro_batches as refuse_in_micro_batches
 from funcrec.grad._micro_batches import total_weight as total_weight
+from funcrec.grad._of_rows import OfRows as OfRows
+from funcrec.grad._of_rows import of_rows as of_rows
 from funcrec.grad._per_example import per_example_grads as per_example_grads
 from funcrec.grad._private import private_grads as private_grads
 from funcrec.grad._private import takes_key as takes_key

@@ -114,7 +114,7 @@ def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
 
     def run(params: Params, *args, **kwargs):
         check("funcrec.value_and_grad", params_problems(params))
-        sites = _find_sites(loss_fn, params, args, kwargs)
+        sites = find_sites(loss_fn, params, args, kwargs)
         structure: dict[str, Any] = {}
 
         def with_taps(dense, taps):
@@ -158,7 +158,7 @@ def named_errors(loss_fn: Callable, params: Params, args, kwargs) -> contextlib.
     return own_errors("funcrec.value_and_grad", loss_fn, params, *args, *kwargs.values(), need=need)
 
 
-def _find_sites(loss_fn: Callable, params: Params, args, kwargs) -> list[Site]:
+def find_sites(loss_fn: Callable, params: Params, args, kwargs) -> list[Site]:
     tape = Tape()
     refs = _with_refs(plain_tables(params.tables), params.dense, tape)
     with handed_over(), named_errors(loss_fn, params, args, kwargs):

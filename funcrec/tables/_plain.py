@@ -95,7 +95,7 @@ def read_rows(
     pairs = list(dict.fromkeys((f.table, f.rows) for f in forms))
     heights, numbers, num_bags = [tables[n].shape[0] for n in names], [], num_bags_of(ids, features)
     for t, r in pairs:
-        own = [_is_read(ids, f, num_bags) for f in forms if (f.table, f.rows) == (t, r)]
+        own = [is_read(ids, f, num_bags) for f in forms if (f.table, f.rows) == (t, r)]
         numbers.append(marked(torch.where(torch.stack(own).any(0), buffers[r], -1), heights[t]))
     rows = [
         primitives.gather_rows(tables[names[t]], x, implementation=implementation)
@@ -192,7 +192,7 @@ def lookup_forms(
     return names, list(buffers.values()), out
 
 
-def _is_read(ids: KeyedJaggedTensor, feature: Feature, num_bags: int) -> Tensor:
+def is_read(ids: KeyedJaggedTensor, feature: Feature, num_bags: int) -> Tensor:
     """Return a mask of the positions of the buffer that a feature reads, bool[N]."""
     bounds = ids.offsets[feature.first_bag : feature.first_bag + num_bags + 1]
     bag, place = bag_ids(bounds, ids.capacity), torch.arange(ids.capacity, device=bounds.device)

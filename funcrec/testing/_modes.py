@@ -20,7 +20,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcrec.compile import jit
 from funcrec.core import outside_transforms, tree_leaves
-from funcrec.mesh import Mesh, P, psum, shard_map
 from funcrec.tables import name_number
 
 H, H2 = 1e-5, 3e-4  # step sizes of first and second differences
@@ -134,20 +133,6 @@ JITTED: dict[str, tuple[Callable, Callable]] = {
 }
 AT = torch.tensor(0.01, dtype=torch.float64)
 value = lambda s: s(AT).detach()
-
-
-def on_ranks(s: Callable) -> Callable:
-    """Return t -> Σ s(t + b), one b on each of two emulated ranks."""
-    one = lambda t: psum(s(t[0]), "x")
-    return lambda t: shard_map(one, mesh=Mesh.emulated(x=2), in_specs=P("x"), out_specs=P())(t + BATCH)
-
-
-def exported(s: Callable) -> Callable:
-    module = torch.nn.Module()
-    module.forward = s
-    return torch.export.export(module, (ZERO,)).module()
-
-
 # What follows from the modes above where torch's transforms are right, and programs of the function.
 MORE: dict[str, tuple[Callable, Callable]] = {
     "vjp": (lambda s: vjp(s, ZERO)[1](ONE)[0], first),
@@ -158,20 +143,8 @@ MORE: dict[str, tuple[Callable, Callable]] = {
     "functionalize": (lambda s: functionalize(s)(AT), value),
     "make_fx": (lambda s: make_fx(s)(ZERO)(AT), value),
 }
-# An emulated mesh inside and outside. A function with collectives of its own is another function there.
-RANKED: dict[str, tuple[Callable, Callable]] = {
-    "grad of ranks": (lambda s: grad(on_ranks(s))(ZERO), over_batch(first)),
-    "jvp of ranks": (lambda s: pushed(on_ranks(s))(ZERO), over_batch(first)),
-    "ranks of grad": (lambda s: on_ranks(grad(s))(ZERO), over_batch(first)),
-}
-# torch.export traces no torch.func.grad: the module that it makes of one returns a FakeTensor, or it raises.
-EXPORTED: dict[str, tuple[Callable, Callable]] = {"export": (lambda s: exported(s)(AT), value)}
-COMPILED: dict[str, tuple[Callable, Callable]] = {
-    "jit": (lambda s: jit(s)(AT), value),
-    "jit, donated": (lambda s: jit(s, donate=("t",))(AT.clone()), value),
-    **JITTED,
-}
-EVERY = {**MODES, **MORE, **RANKED, **EXPORTED, **COMPILED}
+COMPILED: dict[str, tuple[Callable, Callable]] = {"jit": (lambda s: jit(s)(AT), value), **JITTED}
+EVERY = {**MODES, **MORE, **COMPILED}
 
 
 def outcome(s: Callable, mode: str, needs: dict, smooth: Callable, rtol: float = 0.0) -> str:

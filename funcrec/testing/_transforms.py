@@ -9,13 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, own_errors, paths, tree_flatten, tree_unflatten, typed
-from funcrec.testing._modes import COMPILED, EVERY, EXPORTED, RAISED, RANKED, RIGHT, Case, sweep
+from funcrec.testing._modes import COMPILED, EVERY, RAISED, RIGHT, Case, sweep
 
 CALL = "funcrec.testing.check_transforms"
 TRANSFORMS = tuple(EVERY)  # the names of all modes
 UNCOMPILED = tuple(m for m in EVERY if m not in COMPILED)
-# torch has no functionalize for functions with rules of their own, and no export of torch.func.grad
-CHECKED = tuple(m for m in UNCOMPILED if m not in ("functionalize", *RANKED, *EXPORTED))
+CHECKED = tuple(m for m in UNCOMPILED if m != "functionalize")  # torch has none for functions with rules of their own
 
 
 @typed
@@ -29,9 +28,8 @@ def check_transforms(f: Callable, *args: Any, modes: Sequence[str] = CHECKED, ma
       f: a pure function of trees, which returns a tree. It is called with f64 floats, near those of `args`.
       args: its arguments. Each float tensor f[...] among their leaves is an input; all others stay as they are.
       modes: among `TRANSFORMS`: "grad", "autograd", "jvp", "dual", "vmap", "grad of grad", "linearize", "make_fx", ...;
-        all by default, but for those that compile ("jit", "jit, donated", "jit of grad", "jit of jvp"), "functionalize"
-        and "export", which torch does not have for every function, and those on two emulated ranks ("grad of ranks",
-        "jvp of ranks", "ranks of grad"), where a function with collectives is another one.
+        all by default, but for those that compile ("jit", "jit of grad", "jit of jvp"), and "functionalize", which
+        torch does not have for a function with rules of its own.
       may_raise: the modes in which f may raise, as long as it is not silently wrong.
 
     Raises:

@@ -7,43 +7,25 @@ of its error stands below the table.
 """
 
 import argparse
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcrec.core import key, replace, split, tree_map
+from funcrec.core import replace, split, tree_map
 from funcrec.grad import accumulate_grads, example_norms, per_example_grads, value_and_grad
-from funcrec.history import logged
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bag_reduce, bag_softmax, dedup_bags, jagged_attention
-from funcrec.kinds import VocabularyConfig, admit, dynamic_tables, fake_quantize, vocabulary
+from funcrec.kinds import fake_quantize
 from funcrec.losses import bce, contrastive, cross_entropy, full_softmax, huber, mse
 from funcrec.mesh import Mesh, P, psum, shard_map
 from funcrec.models import deepfm, dlrm, fm, loss
-from funcrec.optim import (
-    adagrad,
-    adam,
-    adamw,
-    dense,
-    ftrl,
-    lamb,
-    lars_sgd,
-    lion,
-    momentum,
-    partial_rowwise_adam,
-    partial_rowwise_lamb,
-    rmsprop,
-    rowwise_adagrad,
-    rowwise_adagrad_counter,
-    sgd,
-)
+from funcrec.optim import adagrad, adam, dense, lamb, sgd
 from funcrec.retrieval import top_k
-from funcrec.sharding import Plan, shard_tables
-from funcrec.tables import Batch, FeatureConfig, Params, RowGrads, TableConfig, lookup, lookup_each, lookup_sequence
-from funcrec.testing._modes import COMPILED, RAISED, RANKED, RIGHT
+from funcrec.tables import Batch, FeatureConfig, Params, RowGrads, TableConfig, lookup, lookup_sequence
+from funcrec.testing._modes import COMPILED, RAISED, RIGHT
 from funcrec.testing._transforms import TRANSFORMS, UNCOMPILED, transform_cells
 from funcrec.train import scan, train_step
 
@@ -53,26 +35,17 @@ class Row(NamedTuple):
 
     f: Callable
     args: tuple
-    apart: str = ""  # why the columns of ranks are another function's
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-UNSTABLE = re.compile(r" at 0x[0-9a-f]+")
 LENGTHS = torch.tensor([2, 0, 3, 1])
 IDS = KeyedJaggedTensor.from_lengths(["a"], torch.tensor([0, 2, 1, 1, 3, 2]), LENGTHS)
 TABLE, WEIGHTS, LABEL = drawn(4, 3), drawn(6, seed=1).abs() + 0.1, torch.tensor([1.0, 0.0, 1.0, 0.0]).double()
 BAGS = JaggedTensor.from_lengths(drawn(6, seed=2), LENGTHS)
 SGD = dense(torch.optim.SGD, lr=0.1)
-RAGGED = KeyedJaggedTensor.from_lists({"a": [[0, 2], [], [3]], "b": [[1]]})
-EACH = (FeatureConfig("a", table="t"), FeatureConfig("b", table="t", pooling="mean"))
-READ = (FeatureConfig("a", table="t"),)
-VOCABULARY = VocabularyConfig(vocabulary(128), [TableConfig("t", 128, 3, dtype=torch.float64)], READ)
-KNOWN = admit(VOCABULARY.vocabulary, torch.arange(4))[0]
-UPDATES = (sgd, momentum, adagrad, rowwise_adagrad, adam, adamw, partial_rowwise_adam, lamb,
-           partial_rowwise_lamb, lars_sgd, ftrl, rmsprop, lion)  # fmt: skip
 
 
 def read(pooling: str, ids=IDS, **how) -> Callable:
@@ -90,30 +63,6 @@ def weighted(table: Tensor, weights: Tensor) -> Tensor:
 def attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     bags = lambda x: JaggedTensor(x, IDS.offsets)
     return jagged_attention(bags(queries), bags(keys), values).values
-
-
-def of_silu(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    bags = lambda x: JaggedTensor(x, IDS.offsets)
-    return jagged_attention(bags(queries), bags(keys), values, activation="silu", normalizer=4.0).values
-
-
-def grown(table: Tensor) -> Tensor:
-    """A lookup in a table that follows a vocabulary, whose ids are known."""
-    held = dynamic_tables({"t": table}, {"v": VOCABULARY}, key=key(0))
-    held = replace(held, vocabularies={"v": KNOWN})
-    return lookup(held, IDS, READ).values
-
-
-def on_owners(kind: str, **how) -> Callable:
-    """A lookup in tables that two emulated ranks hold, by the placement of this kind."""
-    mesh = Mesh.emulated(data=2)
-
-    def f(table: Tensor) -> Tensor:
-        held = shard_tables({"t": table}, Plan.uniform(kind, {"t": TABLE.shape}, mesh), mesh, **how)
-        one = lambda held, ids: lookup(held, ids, READ).values
-        return shard_map(one, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"))(held, IDS)
-
-    return f
 
 
 def small_loss(params: Params, batch: Batch) -> Tensor:
@@ -134,17 +83,6 @@ def step_of(optimizer: Callable, **how) -> Row:
     state = step.init(Params({"t": TABLE}, drawn(3)))
     return Row(lambda tables, dense: step(replace(state, tables=tables, dense=dense), Batch(IDS, LABEL))[0],
                (state.tables, state.dense))  # fmt: skip
-
-
-def logged_step() -> Row:
-    step = logged(train_step(small_loss, sparse=adagrad(lr=0.1), dense=SGD), steps=2, rows=4)
-    run = step.init(Params({"t": TABLE}, drawn(3)))
-
-    def f(tables, dense):
-        begun = replace(run, state=replace(run.state, tables=tables, dense=dense))
-        return step(begun, Batch(IDS, LABEL))[0].state
-
-    return Row(f, (run.state.tables, run.state.dense))
 
 
 def taken(grad: Callable) -> Callable:
@@ -178,32 +116,24 @@ def rows() -> dict[str, Row]:
         "lookup, sum": Row(read("sum"), (TABLE,)), "lookup, mean": Row(read("mean", max_length=2), (TABLE,)),
         "lookup, max": Row(read("max"), (TABLE,)), "lookup, weighted": Row(weighted, (TABLE, WEIGHTS)),
         "lookup of shared bags": Row(read("sum", shared), (TABLE,)), "lookup_sequence": Row(read("none"), (TABLE,)),
-        "lookup_each": Row(lambda t: lookup_each({"t": t}, RAGGED, EACH), (TABLE,)),
-        "lookup of growing": Row(grown, (drawn(128, 3),)),
-        **{f"lookup, {kind}": Row(on_owners(kind), (TABLE,)) for kind in ("table_wise", "row_wise", "column_wise")},
-        "lookup, row_wise, exact": Row(on_owners("row_wise", exact=True), (TABLE,)),
-        "lookup, row_wise, dedup": Row(on_owners("row_wise", dedup=True), (TABLE,)),
         "lookup as if quantised": Row(lambda t: read("sum")(fake_quantize({"t": t}, "float16")["t"]), (TABLE,)),
         **{f"bag_reduce, {r}": Row(lambda x, r=r: bag_reduce(x, r)[[0, 2, 3]], (BAGS,))
            for r in ("sum", "mean", "max", "prod", "logsumexp")},
         "bag_softmax": Row(lambda x: bag_softmax(x).values, (BAGS,)),
         "jagged_attention": Row(attended, (drawn(6, 2, 3, seed=5), drawn(6, 2, 3, seed=6), drawn(6, 2, 3, seed=7))),
-        "jagged_attention, silu": Row(of_silu, tuple(drawn(6, 2, 3, seed=n) for n in (5, 6, 7))),
-        "bce": Row(lambda x, w: bce(x, LABEL, w.abs() + 0.1), (scores, drawn(4, seed=8)),
-                   "weights of examples are divided by their sum over all ranks"),
+        "bce": Row(lambda x, w: bce(x, LABEL, w.abs() + 0.1), (scores, drawn(4, seed=8))),
         "mse": Row(lambda x: mse(x, LABEL), (scores,)), "huber": Row(lambda x: huber(x, LABEL), (scores,)),
         "cross_entropy": Row(lambda x: cross_entropy(x, torch.tensor([0, 2])), (drawn(2, 3, seed=9),)),
         "full_softmax": Row(lambda q, t: full_softmax(q, t, torch.tensor([1, 3])), (drawn(2, 3, seed=9), TABLE)),
         "contrastive": Row(lambda x, y: contrastive(x, y), (drawn(3, 2, seed=1), drawn(3, 2, seed=2))),
         "fm": of_model(fm), "deepfm": of_model(lambda *a: deepfm(*a, sizes=(4,))),
         "dlrm": of_model(lambda *a: dlrm(*a, sizes=(4,))),
-        **{f"update, {o.__name__}": updated(o) for o in UPDATES},
-        "update, rowwise_adagrad_counter": updated(lambda lr: rowwise_adagrad_counter(lr, half_life=3)),
+        "update, sgd": updated(sgd), "update, adagrad": updated(adagrad), "update, adam": updated(adam),
+        "update, lamb": updated(lamb),
         "value_and_grad": Row(taken(value_and_grad), both),
         "per_example_grads": Row(taken(lambda f: per_example_grads(f, max_ids=3)), both),
         "accumulate_grads": Row(taken(lambda f: accumulate_grads(f, 2)), both),
         "train_step": step_of(adagrad), "train_step, micro-batches": step_of(sgd, micro_batches=2),
-        "train_step, logged": logged_step(),
         "scan": Row(lambda x, b: scan(lambda s, b: ((s * b).sin(), {"s": s}), x, b), (drawn(2), drawn(3, 2, seed=1))),
         "top_k": Row(lambda q, t: top_k(q, t, 2)[0], (drawn(2, 3, seed=3), TABLE)),
         "shard_map": Row(on_ranks, (drawn(4),)),
@@ -211,10 +141,8 @@ def rows() -> dict[str, Row]:
     return found
 
 
-def cell(outcomes: Mapping[str, str], apart: str = "") -> str:
+def cell(outcomes: Mapping[str, str]) -> str:
     """Return the cell of a row and a mode, from the outcomes by the row's inputs."""
-    if apart:
-        return "apart"
     if any(o != RIGHT and not o.startswith(RAISED) for o in outcomes.values()):
         return "WRONG"
     return "raises" if any(o != RIGHT for o in outcomes.values()) else "right"
@@ -222,49 +150,27 @@ def cell(outcomes: Mapping[str, str], apart: str = "") -> str:
 
 def lines(named: Mapping[str, Row], modes: tuple[str, ...]) -> Iterator[str]:
     """Yield the lines of the table, each row when it is done, then what the cells say that are not right."""
-    found = ((n, transform_cells(row.f, *row.args, modes=modes), row.apart) for n, row in named.items())
-    return table_of(max(map(len, named)), found, modes)
-
-
-def peer_lines(modes: tuple[str, ...]) -> Iterator[str]:
-    """Yield the same lines for functions of torch and FBGEMM."""
-    from funcrec.testing import _peers
-
-    rows = ((n, {("x", m): o for m, o in own.items()}, "") for n, own in _peers.cells(modes))
-    return table_of(36, rows, modes)
-
-
-def table_of(width: int, found: Iterable[tuple[str, Mapping, str]], modes: tuple[str, ...]) -> Iterator[str]:
-    errors: dict[str, dict[str, None]] = {}
+    width, notes = max(map(len, named)), Counter()
     yield " " * width + "  " + "  ".join(f"{m:>{max(len(m), 6)}}" for m in modes)
-    for name, outcomes, apart in found:
-        by_mode = {m: {path: o for (path, mode), o in outcomes.items() if mode == m} for m in modes}
-        own = {m: cell(o, apart if m in RANKED else "") for m, o in by_mode.items()}
-        yield f"{name:<{width}}  " + "  ".join(f"{c:>{max(len(m), 6)}}" for m, c in own.items())
-        if apart:
-            errors[f"apart: {apart}"] = {name: None}
-        for (_, mode), o in outcomes.items():
-            if o.startswith(RAISED) and own[mode] == "raises":
-                text = " ".join(UNSTABLE.sub("", o.removeprefix(f"{RAISED}: ")).split())[:160]
-                errors.setdefault(f"raises {text}", {})[mode] = None
-    for text, where in errors.items():
-        yield f"{text}  ({', '.join(where)})"
+    for name, row in named.items():
+        found = transform_cells(row.f, *row.args, modes=modes)
+        by_mode = {m: {path: o for (path, mode), o in found.items() if mode == m} for m in modes}
+        yield f"{name:<{width}}  " + "  ".join(f"{cell(o):>{max(len(m), 6)}}" for m, o in by_mode.items())
+        notes.update((m, " ".join(o.split())[:200]) for (_, m), o in found.items() if o != RIGHT)
+    for (mode, text), count in notes.items():
+        yield f"{mode}, {count} inputs: {text}"
 
 
 def main(args: list[str] | None = None) -> Any:
     parser = argparse.ArgumentParser(prog="python -m funcrec.testing.transforms", description=__doc__.split("\n")[0])
     parser.add_argument("rows", nargs="*", help="names of rows; all by default")
     parser.add_argument("--jit", action="store_true", help=f"the columns that compile, too: {', '.join(COMPILED)}")
-    parser.add_argument(
-        "--peers", action="store_true", help="the rows of torch's and FBGEMM's functions, in their place"
-    )
     options, found = parser.parse_args(args), rows()
     unknown = [n for n in options.rows if n not in found]
     if unknown:
         parser.error(f"no row {unknown}; the rows are {', '.join(found)}")
-    modes = TRANSFORMS if options.jit else UNCOMPILED
     chosen = {n: found[n] for n in options.rows or found}
-    for line in peer_lines(modes) if options.peers else lines(chosen, modes):
+    for line in lines(chosen, TRANSFORMS if options.jit else UNCOMPILED):
         print(line, flush=True)
 
 

@@ -39,6 +39,9 @@ NOT_HERE = {
     "gradients of examples: per_example_grads, which is here, calls them all": [
         "sum_examples", "example_norms", "example_dots", "gradient_noise_scale", "private_grads",
     ],
+    "second derivatives: of_rows, hvp and conjugate_gradient, which are here, call them or hold them": [
+        "OfRows", "gauss_newton_product", "fisher_product", "lanczos", "Spectrum", "Solution",
+    ],
     "runs a step or a loss, which is here": ["retry_overflow", "pipeline", "stale_pipeline", "accumulate_grads"],
     "holds no tensor: build_index and search_index are here": ["Index"],
     "puts rows back, bit for bit: test_rewind and test_delta": [

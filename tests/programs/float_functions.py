@@ -185,6 +185,22 @@ def of_examples(table, w, b, weights):
     return losses, dense, numbers
 
 
+def products(table, w, b, weights):
+    """Return the products of the parameters with the Hessian, Gauss-Newton's matrix and Fisher's."""
+    params, own = fr.Params({"t": table}, {"w": w, "b": b}), ids(weights)
+    predict = lambda p, own: fr.lookup(p.tables, own, CLICKS).values @ p.dense["w"]
+    makers = fr.hvp(loss_fn), fr.gauss_newton_product(predict, lambda y, own: bent(y).sum()), fr.fisher_product(predict)
+    made = [multiply(params, params, own) for multiply in makers]
+    return [(x.tables["t"].to_dense(), x.dense) for x in made]
+
+
+def solved(b, x):
+    """Return conjugate gradients' solution for a positive matrix, and eigenvalues of two steps of Lanczos."""
+    product = lambda v: 2 * v + x * (x @ v)
+    found = fr.lanczos(product, b, steps=2, key=fr.key(1))
+    return fr.conjugate_gradient(product, b, steps=2).x, found.values
+
+
 LOOKED = {"table": TABLE, "weights": WEIGHTS}
 LOSS = {"table": TABLE, **DENSE, "weights": WEIGHTS}
 
@@ -226,6 +242,10 @@ def of_lookups() -> list[Case]:
         Case("lookup_sequence_transpose", sequence_transposed, {"d": draw("lists", (6, 3)), "weights": WEIGHTS}),
         Case("value_and_grad", gradients, LOSS),
         Case("per_example_grads", of_examples, LOSS),
+        Case("of_rows", lambda table, w, b, weights: (lambda of: of.fn(of.params))(
+            fr.of_rows(loss_fn, fr.Params({"t": table}, {"w": w, "b": b}), ids(weights))), LOSS),
+        Case("hvp", products, LOSS, "*"),  # torch nests no forward_ad levels
+        Case("conjugate_gradient", solved, {"b": draw("right", (4,)), "x": draw("left", (4,))}),
         Case("checked", fr.checked(lambda table, weights: fr.lookup({"t": table}, ids(weights), CLICKS[:1]).values),
             LOOKED, "*"),
         *(Case(n, lambda grads, f=f: f(row_grads(grads)), {"grads": GRADS}) for n, f in ROW_GRADS.items()),

@@ -46,6 +46,8 @@ MAY_RETURN = (
     # arguments that this function does not read
     Row("a loss reads of its batch what it likes", r"\.((example_|private_)?grad_fn|step|step_on_mesh)",
         r"batch\.(label|dense|weight)"),
+    Row("any function of parameters", r"\.of_rows", "fn", {"function"}),
+    Row("a product's vector is any tree of floats", r"\.(lanczos|conjugate_gradient)", "like|b", FLOATS - {"()"}),
     Row("a reduction begins with anything", "tree.reduce", "initial", None),
     Row("sizes are any integers >= 0", "random.bernoulli", r"shape\[0\]", {"7", "0"}),
     Row("one probability", "random.bernoulli", "p", {"f64[]"}),

@@ -42,6 +42,11 @@ def loss_fn(params, batch):
     return (z - batch.label).square().mean()
 
 
+def outputs(params, batch):
+    return fr.lookup(params.tables, batch.ids, FEATURES).values @ params.dense["w"]
+
+
+OF_ROWS = fr.of_rows(loss_fn, PARAMS, BATCH)
 EXAMPLES = fr.per_example_grads(loss_fn)(PARAMS, BATCH)[1]
 STEP = fr.train_step(loss_fn, sparse=SPARSE, dense=OPT)
 STATE = STEP.init(PARAMS)

@@ -1,0 +1,209 @@
+"""of_rows: a function of the rows that it reads has the values and the derivatives of the function of whole tables."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+assert_close = functools.partial(assert_trees_close, rtol=1e-9, atol=1e-9)
+
+ROWS = {"item": (13, 4), "user": (7, 3), "unread": (5, 2)}
+FEATURES = (
+    fr.FeatureConfig("a", table="item"),
+    fr.FeatureConfig("b", table="item", pooling="mean", weighted=True, max_length=3),
+    fr.FeatureConfig("c", table="user", hash=fr.modulo(), max_length=2),
+    fr.FeatureConfig("again", table="user", column="a"),
+    fr.FeatureConfig("most", table="user", column="b", pooling="max"),
+    fr.FeatureConfig("last", table="item", column="a", pooling="none", max_length=2),
+)
+
+
+def drawn(seed: int, num_examples: int = 5):
+    """Return parameters, and a batch with empty bags, repeats, ids outside their table, weights and padding."""
+    g = torch.Generator().manual_seed(seed)
+    count = lambda: torch.randint(0, 5, (num_examples,), generator=g)
+    bags = lambda n: [torch.randint(-1, n, (int(k),), generator=g).tolist() for k in count()]
+    ids = fr.KeyedJaggedTensor.from_lists({"a": bags(14), "b": bags(13), "c": bags(99)}, dtype=torch.int64)
+    weights = torch.rand(ids.capacity, generator=g, dtype=torch.float64)
+    ids = fr.KeyedJaggedTensor(ids.values, ids.offsets, weights, None, ids.keys).pad_to(ids.capacity + 5)
+    normal = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64)
+    params = fr.Params({n: normal(*s) for n, s in ROWS.items()}, {"w": normal(17)})
+    return params, fr.Batch(ids, torch.rand(num_examples, generator=g, dtype=torch.float64))
+
+
+def predict(params, batch):
+    x = fr.lookup(params.tables, batch.ids, FEATURES).values
+    rows = fr.lookup_sequence(params.tables, batch.ids, FEATURES)["last"].to_padded(2)
+    return (x * params.dense["w"]).sum(1).tanh() + rows.sum((1, 2)).sin()
+
+
+def loss_of(y, batch):
+    return (y - batch.label).square().mean() + y.exp().mean()
+
+
+def loss_fn(params, batch):
+    return loss_of(predict(params, batch), batch)
+
+
+def dense_of(tree: fr.Params) -> dict:
+    """Return a gradient with dense tables, and zeros for tables without a gradient."""
+    tables = {n: tree.tables[n].to_dense() for n in tree.tables}
+    absent = {n: torch.zeros(s, dtype=torch.float64) for n, s in ROWS.items() if n not in tables}
+    return {"tables": tables | absent, "dense": tree.dense}
+
+
+def direction(params, seed: int) -> fr.Params:
+    g = torch.Generator().manual_seed(seed)
+    return fr.tree.map(lambda x: torch.randn(x.shape, generator=g, dtype=x.dtype), params)
+
+
+def matrix(batch, params, of=loss_fn):
+    """Return the Hessian by all elements of the dense parameters, f[N, N], and the function that makes a vector."""
+    flat = lambda tree: torch.cat([x.flatten() for x in fr.tree.leaves(tree)])
+    sizes = [x.numel() for x in fr.tree.leaves(params)]
+
+    def back(v):
+        parts = zip(v.split(sizes), fr.tree.leaves(params), strict=True)
+        return fr.tree.unflatten(fr.tree.structure(params), [x.reshape(y.shape) for x, y in parts])
+
+    return flat, back, lambda v: of(back(v), batch)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**31))
+def test_values_and_gradients_are_those_of_the_whole_tables(seed):
+    """The value has the same bits, the gradient by rows is the dense gradient, and the rows are those read."""
+    params, batch = drawn(seed)
+    of = fr.of_rows(loss_fn, params, batch)
+    assert torch.equal(of.fn(of.params), loss_fn(params, batch))
+    found, need = of.put(torch.func.grad(of.fn)(of.params)), fr.value_and_grad(loss_fn)(params, batch)[1]
+    assert_close(dense_of(found), dense_of(need))
+    for name, rows in of.rows.items():
+        mine = rows[rows < of.shapes[name][0]]
+        coalesced = need.tables[name].coalesce()
+        assert mine.tolist() == coalesced.rows[coalesced.valid].tolist()
+        assert torch.equal(of.params.tables[name][: len(mine)], params.tables[name][mine])
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**31))
+def test_products_are_those_of_the_written_out_matrices(seed):
+    """hvp, Gauss-Newton's and Fisher's products equal the products of matrices by all elements of dense tables."""
+    params, batch = drawn(seed, 3)
+    v = direction(params, seed)
+    flat, back, whole = matrix(batch, params)
+    at, along = flat(params), flat(v)
+    near = lambda found, need: assert_close(dense_of(found), dense_of_params(back(need)))
+    near(fr.hvp(loss_fn)(params, v, batch), torch.func.hessian(whole)(at) @ along)
+    outputs = lambda x: predict(back(x), batch)
+    jacobian, inner = torch.func.jacrev(outputs)(at), torch.func.hessian(lambda y: loss_of(y, batch))(outputs(at))
+    near(fr.gauss_newton_product(predict, loss_of)(params, v, batch), jacobian.T @ inner @ jacobian @ along)
+    losses = lambda p, b: (predict(p, b) - b.label).square()
+    rows = torch.func.jacrev(lambda x: losses(back(x), batch))(at)
+    near(fr.fisher_product(losses)(params, v, batch), rows.T @ rows @ along / 3)
+
+
+def dense_of_params(params):
+    return {"tables": params.tables, "dense": params.dense}
+
+
+def test_a_product_is_the_difference_of_two_gradients():
+    """H v equals (∇L(w + t v) - ∇L(w - t v)) / 2 t in f64."""
+    params, batch = drawn(1)
+    v, t = direction(params, 2), 1e-6
+    gradient = lambda sign: dense_of(
+        fr.value_and_grad(loss_fn)(fr.tree.map(lambda x, d: x + sign * t * d, params, v), batch)[1]
+    )
+    difference = fr.tree.map(lambda a, b: (a - b) / (2 * t), gradient(1), gradient(-1))
+    assert_trees_close(dense_of(fr.hvp(loss_fn)(params, v, batch)), difference, rtol=1e-6, atol=1e-6)
+
+
+def test_a_sparse_direction_is_that_of_its_dense_form():
+    """RowGrads with repeated rows and rows that are not read, and absent tables, give the product of the dense form."""
+    params, batch = drawn(3)
+    grads = fr.value_and_grad(loss_fn)(params, batch)[1]
+    other = fr.RowGrads.from_entries(torch.tensor([0, 6, 6, -1]), torch.ones(4, 3).double(), num_embeddings=7)
+    v = fr.Params({"item": grads.tables["item"], "user": grads.tables["user"] + other}, grads.dense)
+    dense = fr.Params({n: g.to_dense() for n, g in v.tables.items()}, v.dense)
+    assert_close(dense_of(fr.hvp(loss_fn)(params, v, batch)), dense_of(fr.hvp(loss_fn)(params, dense, batch)))
+
+
+def test_products_under_vmap():
+    """vmap over directions gives the product of each."""
+    params, batch = drawn(4)
+    product = lambda v: dense_of(fr.hvp(loss_fn)(params, v, batch))
+    each = [direction(params, 5), direction(params, 6)]
+    made = torch.func.vmap(product)(fr.tree.map(lambda *x: torch.stack(x), *each))
+    for i, v in enumerate(each):
+        assert_close(fr.tree.map(lambda x: x[i], made), product(v))  # noqa: B023
+
+
+def test_a_compiled_product_is_the_eager_one():
+    """In a program the rows read have a place for each id, and the product is the same."""
+    params, batch = drawn(4)
+    short = lambda p, batch: fr.lookup(p.tables, batch.ids, FEATURES[:1]).values.square().sum(1).sin().sum()
+    product = lambda params, v, batch: fr.hvp(short)(params, v, batch).tables["item"].to_dense()
+    v = direction(params, 5)
+    assert_close(fr.jit(product)(params, v, batch), product(params, v, batch))
+
+
+def test_third_derivatives_and_gradients_of_products():
+    """A product has the derivative of the dense function's product."""
+    params, batch = drawn(5, 3)
+    v = direction(params, 6)
+    square = lambda w: (
+        dense_of(fr.hvp(loss_fn)(fr.Params(params.tables, {"w": w}), v, batch))["dense"]["w"].square().sum()
+    )
+
+    def dense(w):
+        f = lambda tables, w: loss_fn(fr.Params(tables, {"w": w}), batch)
+        at, along = (params.tables, w), (v.tables, v.dense["w"])
+        return torch.func.jvp(torch.func.grad(f, argnums=(0, 1)), at, along)[1][1].square().sum()
+
+    w = params.dense["w"]
+    assert_close(torch.func.grad(square)(w), torch.func.grad(dense)(w))
+
+
+def test_an_empty_batch_reads_no_rows():
+    """Without ids the product with the tables is zero."""
+    params, _ = drawn(6)
+    empty = fr.KeyedJaggedTensor.from_lists({"a": [[]], "b": [[]], "c": [[]]}, dtype=torch.int64)
+    weights = torch.zeros(empty.capacity).double()
+    batch = fr.Batch(
+        fr.KeyedJaggedTensor(empty.values, empty.offsets, weights, None, empty.keys), torch.ones(1).double()
+    )
+    product = fr.hvp(loss_fn)(params, params, batch)
+    assert all(not g.to_dense().any() for g in product.tables.values())
+
+
+@pytest.mark.parametrize("pooling", ["sum", "none"])
+def test_rows_that_were_not_read_are_nan(pooling):
+    """A function that reads other rows when it is called again has NaN, and not zeros."""
+    calls, feature = iter(([[1]], [[2]])), [fr.FeatureConfig("a", table="t", pooling=pooling)]
+    look = fr.lookup if pooling == "sum" else fr.lookup_sequence
+    read = lambda p: look(p.tables, fr.KeyedJaggedTensor.from_lists({"a": next(calls)}), feature)["a"]
+    of = fr.of_rows(lambda p: read(p) if pooling == "sum" else read(p).values, fr.Params({"t": torch.ones(4, 1)}, {}))
+    assert of.fn(of.params).isnan().all()
+
+
+def test_a_penalty_of_the_tables_gradient_is_differentiated():
+    """A loss with the squared norm of its own gradient by the rows has the dense function's gradient."""
+    params, batch = drawn(7, 3)
+
+    def penalised(params, batch):
+        of = fr.value_and_grad(loss_fn)(params, batch)[1]
+        return sum(g.squared_norm() for g in of.tables.values())
+
+    def dense(tables):
+        grads = torch.func.grad(lambda t: loss_fn(fr.Params(t, params.dense), batch))(tables)
+        return sum(g.square().sum() for g in grads.values())
+
+    found = fr.value_and_grad(penalised)(params, batch)[1]
+    need = torch.func.grad(dense)(params.tables)
+    for name in ("item", "user"):
+        assert torch.allclose(found.tables[name].to_dense(), need[name], rtol=1e-8, atol=1e-8)
