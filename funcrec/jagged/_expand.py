@@ -71,7 +71,7 @@ def expand_columns_transpose(
 
 
 def _ranges(shapes: Sequence[tuple[int, int]], columns: Sequence[Columns], inverse: Tensor) -> Ranges:
-    unit = math.gcd(*(c.dim for c in columns))
+    unit = math.gcd(*(n for c in columns for n in (c.first, c.dim)), *(width for _, width in shapes))
     bases = [0]
     for bags, width in shapes:
         bases.append(bases[-1] + bags * width // unit)

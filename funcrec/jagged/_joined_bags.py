@@ -25,7 +25,8 @@ def joined_bags(parts: Sequence[JaggedTensor]) -> JaggedTensor:
     place = torch.arange(capacity, device=offsets.device) - offsets.index_select(0, own)
     source, begin, found = torch.full_like(place, capacity), 0, ~inside
     for x, size in zip(parts, capacities, strict=True):
-        start, length = (y.long().index_select(0, own) for y in (x.offsets[:-1], x.lengths))
+        none = x.offsets.new_zeros(1)  # for the padding of a value without bags
+        start, length = (torch.cat([y, none]).long().index_select(0, own) for y in (x.offsets[:-1], x.lengths))
         is_own = ~found & (place < length)
         source = torch.where(is_own, begin + start + place, source)
         found, place, begin = found | is_own, place - length, begin + size

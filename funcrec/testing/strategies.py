@@ -11,7 +11,6 @@ Shapes: B bags, N capacity, R rows, D dim.
 """
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -21,13 +20,21 @@ from torch import Tensor
 from funcrec.core import replace
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from funcrec.kinds import Vocabulary, vocabulary
-from funcrec.mesh import Mesh
-from funcrec.sharding import OF_TWO_AXES, Placement, Plan
-from funcrec.tables import FeatureConfig, RowGrads, TableConfig, lookup, modulo, multiply_shift
+from funcrec.tables import FeatureConfig, TableConfig, lookup, modulo, multiply_shift
+from funcrec.testing._drawn import FLOAT_DTYPES as FLOAT_DTYPES
+from funcrec.testing._drawn import INT_DTYPES as INT_DTYPES
+from funcrec.testing._drawn import floats as floats
+from funcrec.testing._drawn import garbage as garbage
+from funcrec.testing._drawn import lists_of
+from funcrec.testing._drawn import tensors as tensors
+from funcrec.testing._training_strategies import PLACEMENTS as PLACEMENTS
+from funcrec.testing._training_strategies import batches as batches
+from funcrec.testing._training_strategies import gradients as gradients
+from funcrec.testing._training_strategies import meshes as meshes
+from funcrec.testing._training_strategies import plans as plans
+from funcrec.testing._training_strategies import row_grads as row_grads
+from funcrec.testing._training_strategies import train_states as train_states
 
-INT_DTYPES = (torch.int64, torch.int32)
-FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-PLACEMENTS = ("replicated", "row_wise", "table_wise", "column_wise", *OF_TWO_AXES)
 HASHES = (None, modulo(), multiply_shift(0), multiply_shift(7))
 
 
@@ -37,29 +44,6 @@ class Lookup(NamedTuple):
     tables: dict[str, Tensor]
     ids: KeyedJaggedTensor
     features: tuple[FeatureConfig, ...]
-
-
-def floats() -> st.SearchStrategy[float]:
-    """Return a strategy for multiples of 1/4: -4, -3.75, ..., 4. It shrinks to 0."""
-    return st.integers(-16, 16).map(lambda n: n / 4)
-
-
-def garbage(dtype: torch.dtype) -> st.SearchStrategy:
-    """Return a strategy for padding: NaN and infinities, or integers of any size and sign. It shrinks to NaN, or 0."""
-    if dtype.is_floating_point:
-        return st.sampled_from([float("nan"), float("inf"), -float("inf"), 1.0])
-    if dtype == torch.bool:
-        return st.booleans()
-    info = torch.iinfo(dtype)
-    return st.sampled_from([0, 1, -1, 100, info.max, info.min])
-
-
-@st.composite
-def tensors(draw, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw a tensor f[shape] of multiples of 1/4 in [-4, 4], from a drawn seed. It shrinks to zeros."""
-    seed = draw(st.integers(0, 2**16))
-    numbers = torch.randint(-16, 17, tuple(shape), generator=torch.Generator().manual_seed(seed))
-    return (numbers if seed else numbers * 0).to(dtype) / 4
 
 
 @st.composite
@@ -292,107 +276,13 @@ def vocabularies(draw, *, policies: Sequence = ("lru", "lfu", "distance_lfu"), m
 
 
 @st.composite
-def row_grads(
-    draw,
-    *,
-    num_embeddings: int | None = None,
-    embedding_dim: int | None = None,
-    max_entries: int = 6,
-    max_padding: int = 3,
-    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64),
-    row_dtypes: Sequence[torch.dtype] = INT_DTYPES,
-    coalesced: bool | None = False,
-) -> RowGrads:
-    """Draw RowGrads with repeated rows, rows of no table, and garbage past `count`.
-
-    They shrink to no entries of a 1 x 1 table.
-
-    Args:
-      num_embeddings, embedding_dim: the shape of the table; None for 1 to 6 and 1 to 3.
-      coalesced: False for entries in any order, True for distinct ascending rows, None for either.
-    """
-    num_embeddings = draw(st.integers(1, 6)) if num_embeddings is None else num_embeddings
-    embedding_dim = draw(st.integers(1, 3)) if embedding_dim is None else embedding_dim
-    dtype, row_dtype = draw(st.sampled_from(dtypes)), draw(st.sampled_from(row_dtypes))
-    padding = draw(st.integers(0, max_padding))
-    inside = st.integers(0, num_embeddings - 1)
-    if draw(st.booleans()) if coalesced is None else coalesced:
-        rows = sorted(draw(st.lists(inside, max_size=max_entries, unique=True)))
-        repeats = [draw(st.integers(1, 3)) for _ in rows] + [0] * padding
-    else:
-        rows = draw(st.lists(st.one_of(inside, garbage(row_dtype)), max_size=max_entries))
-        repeats = None
-    valid = torch.tensor([0 <= r < num_embeddings for r in rows] + [False] * padding, dtype=torch.bool)
-    grads = draw(tensors((len(valid), embedding_dim), dtype=dtype))
-    return RowGrads.from_entries(
-        torch.tensor(rows + draw(_lists(garbage(row_dtype), padding)), dtype=row_dtype),
-        torch.where(valid[:, None], grads, draw(garbage(dtype))),
-        num_embeddings=num_embeddings,
-        count=torch.tensor(len(rows)),
-        repeats=None if repeats is None else torch.tensor(repeats, dtype=torch.int64),
-        coalesced=repeats is not None,
-    )
-
-
-@st.composite
-def meshes(draw, *, min_axes: int = 1, max_axes: int = 2, max_ranks: int = 8) -> Mesh:
-    """Draw an emulated Mesh of axes "x", "y", ... of one to four ranks each. It shrinks to one axis of one rank."""
-    sizes: dict[str, int] = {}
-    for name in "xyzuvw"[: draw(st.integers(min_axes, max_axes))]:
-        sizes[name] = draw(st.integers(1, min(4, max_ranks // prod(sizes.values()))))
-    return Mesh.emulated(**sizes)
-
-
-@st.composite
-def plans(
-    draw,
-    tables: Sequence[TableConfig] | Mapping[str, Tensor],
-    mesh: Mesh,
-    *,
-    kinds: Sequence[str] = PLACEMENTS,
-    replicas: bool = False,
-) -> Plan:
-    """Draw a Plan in which each of the `tables` has a placement of its own on the mesh.
-
-    It shrinks to replicated tables, without replicas; for other kinds to the first ranks of the first axes.
-
-    Args:
-      kinds: the kinds of placements. Kinds of two axes are left out if the mesh has fewer axes.
-      replicas: whether copies may train apart along some of the axes.
-    """
-    names = list(tables) if isinstance(tables, Mapping) else [t.name for t in tables]
-    apart = draw(st.lists(st.sampled_from(mesh.axis_names), unique=True)) if replicas else []
-    sizes = {a: n for a, n in mesh.shape.items() if a not in apart}
-    return Plan({n: draw(_placements(sizes, kinds)) for n in names}, tuple(apart))
-
-
-@st.composite
-def _placements(draw, sizes: Mapping[str, int], kinds: Sequence[str]) -> Placement:
-    """Draw a Placement of one of the kinds on axes of these sizes."""
-    needed = lambda kind: 2 if kind in OF_TWO_AXES else int(kind != "replicated")
-    kind = draw(st.sampled_from([k for k in kinds if needed(k) <= len(sizes)]))
-    most = {2: 2, 1: len(sizes), 0: 0}[needed(kind)]
-    axes = draw(st.lists(st.sampled_from([*sizes]), min_size=needed(kind), max_size=most, unique=True)) if most else []
-    place = st.integers(0, prod(sizes[a] for a in (axes[:1] if kind in OF_TWO_AXES else axes)) - 1)
-    some = st.lists(place, max_size=4, unique=kind == "grid")
-    ranks = (
-        [] if kind in ("row_wise", "replicated") else draw(some) if kind in ("column_wise", "grid") else [draw(place)]
-    )
-    return Placement(kind, tuple(axes), tuple(ranks))
-
-
-@st.composite
 def _buffers(draw, used: int, padding: int, elements, dtype: torch.dtype, row_shape: tuple[int, ...]) -> Tensor:
     """Draw a tensor [used + padding, *row_shape] of elements, and then of garbage."""
     if elements is None:
         elements = floats() if dtype.is_floating_point else st.booleans() if dtype == torch.bool else st.integers(0, 9)
     width = torch.Size(row_shape).numel()
-    numbers = draw(_lists(elements, used * width)) + draw(_lists(garbage(dtype), padding * width))
+    numbers = draw(lists_of(elements, used * width)) + draw(lists_of(garbage(dtype), padding * width))
     return torch.tensor(numbers, dtype=dtype).reshape(used + padding, *row_shape)
-
-
-def _lists(elements: st.SearchStrategy, size: int) -> st.SearchStrategy[list]:
-    return st.lists(elements, min_size=size, max_size=size)
 
 
 def _offsets(lengths: Sequence[int], dtype: torch.dtype) -> Tensor:

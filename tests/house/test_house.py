@@ -40,7 +40,7 @@ FLOORS = {folder: floor for floor, row in enumerate(ORDER) for folder in row}
 
 # What a module may import at its top, besides the standard library and funcrec.
 THIRD_PARTY = {"torch", "optree", "numpy", "tqdm"}
-OPTIONAL = {"testing.strategies": {"hypothesis"}}
+OPTIONAL = {f"testing.{m}": {"hypothesis"} for m in ("strategies", "_drawn", "_training_strategies")}
 
 # What the implementations are made with; nothing imports them before they are chosen.
 PEERS = {"triton": "kernels.triton", "fbgemm_gpu": "kernels.fbgemm"}

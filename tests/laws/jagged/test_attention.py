@@ -275,6 +275,7 @@ Q, V = JT(torch.ones(3, 2, 4), torch.tensor([0, 1, 3])), torch.ones(3, 2, 5)
 WRONG = {
     "`queries.values` is not a tensor of this dtype": lambda: fr.jagged_attention(JT(Q.values.long(), Q.offsets), Q, V),
     "`queries.values` is not a tensor of these": lambda: fr.jagged_attention(JT(Q.values[:, 0], Q.offsets), Q, V),
+    "`queries` have no dim": lambda: fr.jagged_attention(*(JT(Q.values[:, :, :0], Q.offsets),) * 2, V),
     "`values` has another dtype": lambda: fr.jagged_attention(Q, Q, V.double()),
     "`keys` have weights": lambda: fr.jagged_attention(Q, JT(Q.values, Q.offsets, V[:, 0, 0]), V),
     "`keys` does not match `queries`": lambda: fr.jagged_attention(Q, JT(V, Q.offsets), V),

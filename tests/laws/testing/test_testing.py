@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
+from hypothesis import Phase, find, given, settings, strategies
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close, check_adjoint, check_grads, garbage_padding, zero_padding
@@ -160,6 +160,18 @@ SMALLEST = {
     ),
     "row_grads": (frs.row_grads(), "RowGrads(entries, at most [0, 1], of 1 rows)"),
     "lookups": (frs.lookups().map(lambda it: it.tables), "{'t0': tensor([[0.]])}"),
+    "batches": (
+        frs.batches(frs.keyed_jagged_tensors(keys=["a"])),
+        "Batch(ids=KeyedJaggedTensor({'a': []}, values=i64[0]), label=f32[0])",
+    ),
+    "gradients": (
+        frs.gradients(fr.Params({"t": torch.ones(2, 1)}, {"w": torch.ones(1)})).map(lambda g: (g.tables, g.dense)),
+        "({'t': RowGrads(entries, at most [0, 1], of 2 rows)}, {'w': tensor([0.])})",
+    ),
+    "train_states": (
+        frs.train_states([fr.TableConfig("t", 2, 1)]),
+        "TrainState(step=0, tables={t: f32[2, 1]}, slots=0 tensors, dense=1 tensor, dense_opt=0 tensors)",
+    ),
     "features": (frs.lookups().map(lambda it: it.features), f"{(fr.FeatureConfig('f0', 't0', column='a'),)}"),
 }
 
@@ -211,6 +223,45 @@ def reach(strategy, condition):
 def test_lookups_reach_the_hard_cases(name):
     """Within some hundred draws, lookups() gives every case that it promises."""
     reach(frs.lookups(), REACHED[name])
+
+
+CONFIGS = (fr.TableConfig("t", 5, 3),)
+READ = (fr.FeatureConfig("a", table="t"),)
+
+
+@given(strategies.data())
+def test_strategies_of_training_compose(data):
+    """A step takes any drawn state and batch, on any drawn plan of a drawn mesh: the tables are those of one process.
+    The state's optimizer takes any drawn gradients of its parameters."""
+    sparse, mesh = fr.optim.adam(0.25), data.draw(frs.meshes(max_ranks=2))
+    state = data.draw(frs.train_states(CONFIGS, optimizers=[sparse]))
+    ids = frs.keyed_jagged_tensors(
+        keys=["a"], elements=strategies.integers(0, 4), weighted=False, min_bags=2, max_bags=2
+    )
+    batch = data.draw(frs.batches(ids, weighted=False, max_dense=0))
+    loss = lambda p, b: fr.losses.mse(fr.lookup(p.tables, b.ids, READ).values @ p.dense["w"], b.label)
+    how = {"sparse": sparse, "dense": fr.optim.dense(torch.optim.SGD, lr=0.25)}
+    alone, _ = fr.train_step(loss, **how)(state, batch)
+    plan = data.draw(frs.plans(CONFIGS, mesh))
+    placed = fr.reshard(state, plan, mesh=mesh, sparse=sparse)
+    own = fr.shard(batch, fr.P(mesh.axis_names), mesh=mesh)
+    there, _ = fr.train_step(loss, **how, mesh=mesh, plan=plan)(placed, own)
+    assert_trees_close(fr.gather_state(there, mesh).tables, alone.tables, rtol=1e-4, atol=1e-4)
+    grads = data.draw(frs.gradients(state.params))
+    tables, _ = sparse.update(grads.tables, state.slots, state.tables, state.step)
+    rows = torch.ones(5, dtype=torch.bool).index_fill(0, grads.tables["t"].coalesce().rows.clamp(0, 4).long(), False)
+    assert torch.equal(tables["t"][rows], state.tables["t"][rows])
+
+
+def test_strategies_of_training_reach_the_hard_cases():
+    """Batches have labels of several tasks, examples of weight 0, and dense inputs; states have slots."""
+    ids = frs.keyed_jagged_tensors(keys=["a"], min_bags=2)
+    reach(frs.batches(ids, num_tasks=2), lambda b: b.label.shape[1:] == (2,) and bool((b.label.sum(1) == 1).any()))
+    reach(frs.batches(ids), lambda b: b.weight is not None and bool((b.weight == 0).any() & (b.weight > 1).any()))
+    reach(frs.batches(ids), lambda b: b.dense is not None and b.dense.shape[1] == 2 and bool((b.dense < 0).any()))
+    reach(
+        frs.train_states(CONFIGS), lambda s: bool(s.slots["t"]) and int(s.step) > 1 and bool((s.tables["t"] != 0).any())
+    )
 
 
 def test_row_grads_reach_the_hard_cases():
