@@ -218,11 +218,11 @@ def train(job: Job, held: int, new: float, rounds: int) -> None:
     record("vocabulary", {"case": job.name, "threads": 1, "shape": shape, "ms": ms, "ratio": ratio})
 
 
-def on_rank(bags: int, new: float, rounds: int, count: int, rows: int) -> dict:
+def on_rank(bags: int, new: float, rounds: int, count: int, rows: int, kind: str) -> dict:
     """Return what one gloo rank measures: CPU and wall seconds of each round, and the bytes of its vocabularies.
 
-    Compiled, donated steps of `count` tables by rows: plain, with whole vocabularies, and with vocabularies that are
-    cut by buckets. As in `train`, the ids are i · 10¹⁰ with i < 80 % of the rows, and a share was never seen.
+    Compiled, donated steps of `count` tables, all placed alike: plain, with whole vocabularies, and with vocabularies
+    that are cut by buckets. As in `train`, the ids are i · 10¹⁰ with i < 80 % of the rows, and a share was never seen.
     """
     torch.set_num_threads(1)
     mesh, names = (
@@ -242,7 +242,7 @@ def on_rank(bags: int, new: float, rounds: int, count: int, rows: int) -> dict:
             each = zip(names, configs, features, strict=True)
             following = {n: fr.VocabularyConfig(first, [c], [f]) for n, c, f in each}
             tables = fr.dynamic_tables(tables, following, key=fr.key(0))
-        plan = fr.Plan(dict.fromkeys(names, fr.row_wise("x")), buckets=buckets)
+        plan = fr.Plan.uniform(kind, configs, mesh, buckets=buckets)
         step = fr.train_step(loss, sparse=fr.optim.rowwise_adagrad(lr=0.05), mesh=mesh, plan=plan)
         state = [step.init(fr.Params(tables, fr.copy(weights)))]
         run, own = fr.jit(step, donate=("state",)), state[0].tables.rest
@@ -265,14 +265,15 @@ def on_rank(bags: int, new: float, rounds: int, count: int, rows: int) -> dict:
     return {n: {"s": [x.tolist() for x in t], "bytes": made[n][1]} for n, t in times.items()}
 
 
-def ranks(num_ranks: int, bags: int, new: float, rounds: int, count: int = 8, rows: int = 2**18) -> None:
+def ranks(num_ranks: int, bags: int, kind: str, rounds: int, new: float = 0.01) -> None:
     """Record the CPU time of a step on one of several gloo ranks, and the bytes of a rank's vocabularies."""
+    count, rows = 8, 2**18
     with RankPool(num_ranks, timeout_s=300) as pool:
-        found = pool.run(on_rank, bags, new, rounds, count, rows)
+        found = pool.run(on_rank, bags, new, rounds, count, rows, kind)
     rounds_of = lambda name: zip(*(x[name]["s"] for x in found), strict=True)  # [CPU, wall] of all ranks
     means = {n: [[sum(x) / num_ranks for x in zip(*each, strict=True)] for each in rounds_of(n)] for n in found[0]}
     ms = {n: {"cpu": spread([c for c, _ in t], 1e3), "wall": spread([w for _, w in t], 1e3)} for n, t in means.items()}
-    shape = {"ranks": num_ranks, "tables": count, "bags": bags, "dim": 16, "rows": rows, "new": new}
+    shape = {"ranks": num_ranks, "placement": kind, "tables": count, "bags": bags, "dim": 16, "rows": rows, "new": new}
     bytes_of = {n: x["bytes"] for n, x in found[0].items()}
     record("vocabulary", {"case": "ranks", "threads": 1, "shape": shape, "ms": ms, "vocabulary_bytes": bytes_of})
 
@@ -296,6 +297,7 @@ def main() -> None:
     parser.add_argument("--dlrm", type=int, default=0, help="a step of a DLRM with batches of so many bags")
     parser.add_argument("--ranks", type=int, default=0, help="a step on so many gloo ranks")
     parser.add_argument("--bags", type=int, default=2048, help="the bags of a rank, with --ranks")
+    parser.add_argument("--placement", default="row_wise", help="of all tables, with --ranks")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -304,7 +306,7 @@ def main() -> None:
         train(small(), 50_000, 0.01, options.rounds)
         return train(small(), 0, 0.0, options.rounds)
     if options.ranks:
-        return ranks(options.ranks, options.bags, 0.01, options.rounds)
+        return ranks(options.ranks, options.bags, options.placement, options.rounds)
     if options.dlrm:
         return train(job := dlrm(options.dlrm), job.ids, 0.01, options.rounds)
     for num_rows in (2**20, *([2**24] if options.large else [])):

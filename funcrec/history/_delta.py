@@ -5,18 +5,19 @@
 Shapes: M changed rows of a table, w columns of a part of it, D columns of the table, R rows.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from funcrec.core import Form, Problem, Size, check, describe, is_wrapped, plain, pytree, replace, typed
-from funcrec.history._ids import ChangedIds, changed_ids, entries_of, id_rows, sketch_of, vocabularies_in
+from funcrec.history._ids import ChangedIds, changed_ids, dynamic_in, entries_of, id_rows, sketch_of, vocabularies_in
 from funcrec.history._log import Touched
 from funcrec.history._logged import Logged, form_problems, laid_out_problems, stamp_problems
 from funcrec.kernels.vocabulary import SLOTS
-from funcrec.kinds import DynamicTables, Vocabulary, vocabulary_problems
+from funcrec.kinds import DynamicTables, Vocabulary, VocabularyShard, is_shard, vocabulary_problems
 from funcrec.mesh import Mesh, coordinates, rank_at
 from funcrec.sharding import own_ranks
 from funcrec.tables import layout_in, table_tensor_problems
@@ -79,7 +80,8 @@ def delta(
         log, along one sequence of steps. A Delta of another log raises. A plain version of another log is not noticed.
         Steps that were taken a second time from the same value are not noticed either.
       mesh: the mesh of a sharded state. On real ranks, each rank returns the rows that it holds, or its columns of
-        tables that are cut by columns. The ranks return all changed rows together.
+        tables that are cut by columns. The ranks return all changed rows together,
+        and all entries of vocabularies that are cut by buckets.
 
     Raises:
       ValueError: the version is greater than the version of the log; the Delta belongs to another log; the log belongs
@@ -112,9 +114,11 @@ def delta(
     state, out = logged.state, {}
     for n, found in (pair for own in logged.log.touched for pair in parts_of(own, state, since, mesh)):
         out.setdefault(n, []).append(found)
-    slots = {n: rows for own in logged.log.touched for n, rows in slots_of(own, state, since)}
+    found = dynamic_in(state.tables)
+    shards = {} if found is None else {n: v for n, v in found.vocabularies.items() if is_shard(v)}
+    slots = {n: x for own in logged.log.touched for n, x in slots_of(own, state, since, parts_here(shards, mesh))}
     found_ids = {
-        n: changed_ids(v, slots[entries_of(n)], slots.get(sketch_of(n)))
+        n: changed_ids(shards.get(n, v), slots[entries_of(n)], slots.get(sketch_of(n)), first_row(shards, n, mesh))
         for n, v in vocabularies_in(state.tables).items()
     }
     whole = [n for n, _ in state.tables.layout.shapes] if mesh is not None else state.tables
@@ -123,11 +127,49 @@ def delta(
     return Delta(tables, logged.log.version.clone(), origin, found_ids or None)
 
 
-def slots_of(own: Touched, state: TrainState, since: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, rows that changed, i64[M]) of the entries and sketches of vocabularies, which all ranks have."""
+def slots_of(
+    own: Touched, state: TrainState, since: int, parts: Mapping[str, tuple[int, Sequence[tuple[int, int]]]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, rows that changed, i64[M]) of the entries and sketches of vocabularies.
+
+    parts: those of cut vocabularies, as `parts_here` returns them. All ranks have the others.
+    """
     for (n, num_rows, _), start in zip(own.tables, own.starts, strict=False):
-        if n in id_rows(state.tables):
-            yield n, (own.last[start : start + num_rows] > since).nonzero()[:, 0]  # the first rank's come first
+        if n not in id_rows(state.tables):
+            continue
+        whole, each = parts.get(n, (num_rows, [(0, 0)]))  # the first rank's come first
+        lasts, found = own.last.unflatten(0, (-1, own.starts[-1] + 1)), []
+        for log, place in each:
+            rows = (lasts[log][start : start + num_rows] > since).nonzero()[:, 0] + place * num_rows
+            found.append(rows[rows < whole])
+        yield n, torch.cat(found)
+
+
+def parts_here(
+    shards: Mapping[str, VocabularyShard], mesh: Mesh | None
+) -> dict[str, tuple[int, list[tuple[int, int]]]]:
+    """Return {name in a log: (rows of the whole, the parts in this process)} of vocabularies that are cut.
+
+    A part is (the number of its log in this process, its number); the first of several ranks that have it has the log.
+    """
+    out = {}
+    for n, v in shards.items():
+        num_parts = prod(mesh.shape[a] for a in v.axes)
+        if mesh.is_emulated:
+            at = lambda k: dict.fromkeys(mesh.axis_names, 0) | coordinates(k, v.axes, mesh.shape)  # noqa: B023
+            own = [(rank_at(at(k), mesh.axis_names, mesh.shape), k) for k in range(num_parts)]
+        else:
+            own = [(0, rank_at(mesh.coordinates, v.axes, mesh.shape))]
+        out[entries_of(n)], out[sketch_of(n)] = (v.num_rows, own), (v.num_rows // SLOTS, own)
+    return out
+
+
+def first_row(shards: Mapping[str, VocabularyShard], vocabulary: str, mesh: Mesh | None) -> int:
+    """Return the first row of the whole vocabulary that this process has."""
+    if vocabulary not in shards or mesh.is_emulated:
+        return 0
+    shard = shards[vocabulary]
+    return rank_at(mesh.coordinates, shard.axes, mesh.shape) * shard.own.capacity
 
 
 def parts_of(own: Touched, state: TrainState, since: int, mesh: Mesh | None) -> Iterator[tuple[str, ChangedRows]]:

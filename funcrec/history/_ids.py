@@ -13,7 +13,16 @@ from torch import Tensor
 
 from funcrec.core import Problem, pytree, replace
 from funcrec.kernels.vocabulary import SLOTS
-from funcrec.kinds import DynamicTables, NewRows, Vocabulary, changed_slots, is_cut, stored_problems
+from funcrec.kinds import (
+    DynamicTables,
+    NewRows,
+    Vocabulary,
+    VocabularyShard,
+    changed_slots,
+    here,
+    is_shard,
+    stored_problems,
+)
 from funcrec.sharding import in_banks
 from funcrec.tables import layout_in
 from funcrec.train import TrainState
@@ -48,14 +57,15 @@ class ChangedIds:
 
 
 def dynamic_in(tables: Any) -> DynamicTables | None:
-    """Return the tables with vocabularies, or None. On a mesh they have no rows, and every rank has all the rest."""
+    """Return the tables with vocabularies, or None. On a mesh they have no rows."""
     found = tables if layout_in(tables) is None else tables.rest
     return found if isinstance(found, DynamicTables) else None
 
 
 def vocabularies_in(tables: Any) -> dict[str, Vocabulary]:
+    """Return {name: the vocabulary, or the part of it that this rank has}."""
     found = dynamic_in(tables)
-    return {} if found is None else found.vocabularies
+    return {} if found is None else {n: here(v) for n, v in found.vocabularies.items()}
 
 
 def entries_of(vocabulary: str) -> str:
@@ -83,9 +93,10 @@ def with_id_rows(tables: Any, rows: Rows, nows: Mapping[str, Tensor]) -> Any:
     if found is None:
         return tables
     for n, v in found.vocabularies.items():
-        sketch = None if v.sketch is None else rows[sketch_of(n)][""].view(-1)
+        sketch = None if here(v).sketch is None else rows[sketch_of(n)][""].view(-1)
         at = rows[entries_of(n)]
-        made[n] = replace(v, tags=at["tags"], entries=at[""], now=nows[n], sketch=sketch)
+        changed = replace(here(v), tags=at["tags"], entries=at[""], now=nows[n], sketch=sketch)
+        made[n] = replace(v, own=changed) if is_shard(v) else changed
     found = replace(found, vocabularies=made)
     return found if layout_in(tables) is None else replace(tables, rest=found)
 
@@ -112,10 +123,14 @@ def followed(tables: Any) -> dict[str, list[str]]:
     return out
 
 
-def changed_ids(v: Vocabulary, rows: Tensor, buckets: Tensor | None) -> ChangedIds:
-    """Return these entries of a vocabulary, and the sketches of these buckets."""
-    misses = None if buckets is None else v.sketch.view(-1, SLOTS)[buckets]
-    return ChangedIds(rows, v.tags[rows], v.entries[rows], v.now.clone(), buckets, misses, v.capacity, v.seed)
+def changed_ids(v: Vocabulary | VocabularyShard, rows: Tensor, buckets: Tensor | None, first: int = 0) -> ChangedIds:
+    """Return these entries of a vocabulary, and the sketches of these buckets.
+
+    first: the row of the whole vocabulary with which the rows that this process has begin.
+    """
+    own, at = here(v), rows - first
+    misses = None if buckets is None else own.sketch.view(-1, SLOTS)[buckets - first // SLOTS]
+    return ChangedIds(rows, own.tags[at], own.entries[at], own.now.clone(), buckets, misses, v.capacity, own.seed)
 
 
 def latest(rows: Tensor, old: list[Tensor], new_rows: Tensor, before: list[Tensor]) -> list[Tensor]:
@@ -139,7 +154,4 @@ def dynamic_log_problems(state: TrainState, admits: bool) -> Iterator[Problem]:
     if found is not None and not admits:
         what, got = "the step admits no ids, and a log does not see those of `admission`.", "admit=False"
         yield Problem(what, got, "a step that admits the ids of its batch", "fr.train_step(..., admit=True)")
-    if found is not None and is_cut(found.vocabularies.values()):
-        what, got = "the vocabularies are cut by buckets, and a log does not see their rows.", "a plan with `buckets`"
-        yield Problem(what, got, "whole vocabularies on every rank", "fr.Plan(placements), without `buckets`")
     yield from stored_problems(found) if found is not None else ()

@@ -61,6 +61,7 @@ from funcrec.kinds._vocabulary_shards import VocabularyShard as VocabularyShard
 from funcrec.kinds._vocabulary_shards import batch_axes_problems as batch_axes_problems
 from funcrec.kinds._vocabulary_shards import cut_problems as cut_problems
 from funcrec.kinds._vocabulary_shards import cut_vocabulary as cut_vocabulary
+from funcrec.kinds._vocabulary_shards import here as here
 from funcrec.kinds._vocabulary_shards import is_cut as is_cut
 from funcrec.kinds._vocabulary_shards import is_shard as is_shard
 from funcrec.kinds._vocabulary_shards import join_vocabulary as join_vocabulary

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,16 +102,19 @@ def admit_columns(vocabularies: Sequence[Vocabulary], given: Buffers) -> tuple[l
 
 
 class Seen(NamedTuple):
-    """The ids of a step, the row of each, i64[N], and whether it is a miss that a sketch counts, b[N]; None on ranks
-    that have a part of each vocabulary.
+    """The ids of a step, the row of each, i64[N], and whether it is a miss that a sketch counts, b[N].
 
-    entries: those of each vocabulary after the step.
+    entries: those of each vocabulary after the step. buckets: of each whole vocabulary, if the rank has a part of it.
+    sent: on ranks with parts of vocabularies, the ids that all ranks sent to this one, with their rows in its parts;
+    the ids themselves are then those of this rank's bags, with rows of whole vocabularies.
     """
 
     given: Buffers
     rows: Tensor
     missed: Tensor | None
     entries: list[Tensor]
+    buckets: Sequence[int] = ()
+    sent: Any = None
 
 
 KNOWN: ContextVar[Seen | None] = ContextVar("KNOWN", default=None)  # the ids that the running step has admitted
@@ -156,7 +159,11 @@ def gaps(bags: Sequence[Column], num_bags: int) -> list[tuple[int, int]]:
 
 def changed_slots(vocabularies: Sequence[Vocabulary], seen: Seen) -> list[tuple[Tensor, Tensor | None]]:
     """Return for each vocabulary (the rows whose entries a step changes, i64[N], the buckets whose sketch it changes,
-    i64[N] or None). A row may come several times. Other places have -1, or the row of unknown ids."""
+    i64[N] or None). A row may come several times. Other places have -1, or the row of unknown ids.
+
+    vocabularies: those of this rank, if it has parts of vocabularies.
+    """
+    seen = seen if seen.sent is None else seen.sent
     ids = torch.cat([x.long() for x in seen.given.ids])
     place, begin = torch.arange(ids.shape[0], device=ids.device), [0, *accumulate(map(len, seen.given.ids))]
     out: list[tuple[Tensor, Tensor | None]] = []
@@ -167,7 +174,8 @@ def changed_slots(vocabularies: Sequence[Vocabulary], seen: Seen) -> list[tuple[
             is_own = is_own | ((place >= bounds[c.first_bag]) & (place < bounds[c.first_bag + c.num_bags]))
         buckets = None
         if v.sketch is not None:
-            buckets = torch.where(is_own & seen.missed, bucket_of(mix(ids ^ v.salt), v.capacity), -1)
+            of_all = seen.buckets[i] if seen.buckets else 0
+            buckets = torch.where(is_own & seen.missed, bucket_of(mix(ids ^ v.salt), v.capacity, of_all), -1)
         out.append((torch.where(is_own, seen.rows, -1), buckets))
     return out
 

@@ -252,7 +252,9 @@ def admit_on_ranks(
     each = found[0].split([x.shape[0] for x in sent.got])
     rows = sent.answered([s.as_whole(x) for s, x in zip(shards, each, strict=True)])
     whole = put_rows(places, rows, torch.full_like(torch.cat(given.ids), -1, dtype=torch.int64))
-    seen = Seen(given, whole, None, [s.entries for s in after])
+    entries = [s.entries for s in after]
+    got = Seen(Buffers(sent.got, offsets, bags), *found[:2], entries, [s.num_rows // SLOTS for s in shards])
+    seen = Seen(given, whole, None, entries, sent=got)
     new, numbers = new_rows(shards, [x.shape[0] for x in sent.got], found, followed)
     return after, new._replace(seen=seen), numbers
 

@@ -65,10 +65,9 @@ def in_buckets(**how):
     return fr.shard_tables(following(**how), IN_BUCKETS, MESH)
 
 
-def trained_in_buckets(wrap=lambda step, **how: step, **how):
+def trained_in_buckets(**how):
     """Take a step with a vocabulary that is cut."""
     taken = step(mesh=MESH, plan=IN_BUCKETS, **how)
-    taken = wrap(taken, **({"steps": 0} if wrap is fr.logged else {}))
     ids = fr.KeyedJaggedTensor.from_lists({"k": [[1]] * 6})
     return taken(taken.init(fr.Params(following(), {})), ids)
 
@@ -278,8 +277,6 @@ ROWS = {
         "without `buckets`"),
     "train_step: buckets and bags": e(lambda: trained_in_buckets(batch_axes=("a",)), ValueError,
         "vocabularies and the batch are cut over different axes", "buckets over ('a', 'b')", "bags over ('a',)"),
-    "logged: buckets": e(lambda: trained_in_buckets(fr.logged), ValueError, "the vocabularies are cut by buckets",
-        "without `buckets`"),
     "find: a part of a vocabulary": e(lambda: fr.find(in_buckets().rest.vocabularies["v"], torch.arange(3)), TypeError,
         "`vocabulary` is not", "VocabularyShard"),
     "lookup: outside of buckets' mesh": e(lambda: fr.lookup(in_buckets(), IDS, [fr.FeatureConfig("k", table="t")]),

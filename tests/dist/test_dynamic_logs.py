@@ -10,17 +10,18 @@ from funcrec.serve.freshness._publish import gathered
 from funcrec.testing import assert_trees_close
 
 
-def logged(mesh, kind, name="adam", steps=4):
-    plan = fr.Plan({"user": (ONE_AXIS | TWO_AXES)[kind], "item": fr.row_wise("x"), "day": fr.replicated()})
+def logged(mesh, kind, name="adam", steps=4, buckets=()):
+    placements = {"user": (ONE_AXIS | TWO_AXES)[kind], "item": fr.row_wise("x"), "day": fr.replicated()}
+    plan = fr.Plan(placements, buckets=buckets)
     step = daily.step(SPARSE[name], mesh=mesh, plan=plan)
     return step, fr.logged(step, steps=steps, rows=260 if steps else None)
 
 
-def history(kind, name, axes, is_real):
+def history(kind, name, axes, is_real, buckets=()):
     """Return ([(the state after a rewind by k, the earlier state), ...], [(tables then with the Delta, tables now)],
     the counts of the last step)."""
     mesh = (fr.Mesh.distributed if is_real else fr.Mesh.emulated)(**axes)
-    plain, step = logged(mesh, kind, name)
+    plain, step = logged(mesh, kind, name, buckets=buckets)
     own = lambda x: fr.shard(x, fr.P("x"), mesh=mesh) if is_real else x
     run = step.init(fr.Params(daily.dynamic(), torch.ones(())))
     state, before, then = fr.copy(run.state), [], []
@@ -58,3 +59,33 @@ def test_steps_on_ranks_are_undone(kind, ranks):
     """On gloo ranks the same holds, and all ranks' rows make one Delta."""
     for got in ranks(2).run(history, kind, "adam", {"x": 2}, True, deadline_s=300):
         assert_history(*got)
+
+
+CUT = {"two": ("row_wise", {"x": 2}, "x"), "four": ("grid", {"x": 2, "y": 2}, ("y", "x"))}
+
+
+@pytest.mark.parametrize(("kind", "axes", "buckets"), CUT.values(), ids=CUT)
+def test_steps_of_cut_vocabularies_are_undone(kind, axes, buckets):
+    """With vocabularies cut by buckets, each rank logs its part, and the parts of all ranks make one Delta."""
+    assert_history(*history(kind, "adam", axes, False, buckets))
+
+
+def test_steps_of_cut_vocabularies_are_undone_on_ranks(ranks):
+    """On gloo ranks, whose Delta has the entries of all parts, the same holds."""
+    for got in ranks(2).run(history, "row_wise", "adam", {"x": 2}, True, "x", deadline_s=300):
+        assert_history(*got)
+
+
+def test_another_state_changes_all_entries_of_cut_vocabularies():
+    """After a step from another state, a Delta has every entry of the vocabulary, and none of the places behind it."""
+    mesh, given = fr.Mesh.emulated(x=2, y=2), list(daily.batches(12, 2, size=64))
+    _, step = logged(mesh, "row_wise", buckets=("x", "y"))
+    begin = lambda: step.init(fr.Params(daily.dynamic(), torch.ones(())))
+    run, _ = step(begin(), given[0])
+    other, _ = step(step(begin(), given[1])[0], given[0])
+    run, _ = step(fr.Logged(other.state, run.log), given[1])
+    changed = fr.delta(run, 0, mesh=mesh)
+    assert torch.equal(changed.vocabularies["users"].rows, torch.arange(256))
+    assert torch.equal(changed.vocabularies["items"].buckets, torch.arange(1))
+    empty = fr.gather_tables(begin().state.tables, mesh)
+    assert_trees_close(fr.apply_delta(empty, changed), fr.gather_tables(run.state.tables, mesh), rtol=0, atol=0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from funcrec.core import Count, PositiveMagnitude, Problem, check, describe, is_wrapped, replace, typed
 from funcrec.files import write_folder
-from funcrec.history import ChangedRows, Delta, Logged, delta
+from funcrec.history import ChangedIds, ChangedRows, Delta, Logged, delta
 from funcrec.kinds import DynamicTables
 from funcrec.mesh import Mesh, P, pmax, shard_map, unshard
 from funcrec.serve._manifest import MANIFEST
@@ -28,7 +28,7 @@ from funcrec.serve.freshness._delta_file import write_file
 from funcrec.serve.freshness._lock import Hold
 from funcrec.serve.freshness._published import DELTA, WEIGHTS, pieces, tidy, version_of
 from funcrec.serve.freshness._push import Address, update_server
-from funcrec.sharding import gather_tables
+from funcrec.sharding import buckets_of, gather_tables, with_whole_rest
 from funcrec.tables import Params, layout_in
 from funcrec.train import TrainState
 
@@ -167,8 +167,8 @@ def publications(there: Folder, record: Any, last: Last | None, mesh: Mesh | Non
     version = version_of(number, record.step, there.run)
     if not is_whole:
         changed = gathered(delta(logged, last.log[0], mesh=mesh), state.tables, mesh)
+        tables = state.tables if mesh is None else without_rows(state.tables, mesh)
         if record.is_chief:
-            tables = without_rows(state.tables) if mesh is not None else state.tables
             changes = changes_of(CALL, there.manifest, changed.to("cpu"), Params(tables, state.dense).to("cpu"))
             path = there.path / (version + DELTA)
             write_file(CALL, path, there.manifest["digest"], last.version, version, changes)
@@ -203,9 +203,9 @@ def whole(tables: Mapping[str, Tensor]) -> Delta:
     return Delta({n: (part(x),) for n, x in tables.items()}, torch.tensor(0))
 
 
-def without_rows(tables: Any) -> Mapping:
-    """Return what sharded tables have besides their rows."""
-    return tables.rest if isinstance(tables.rest, DynamicTables) else {}
+def without_rows(tables: Any, mesh: Mesh) -> Mapping:
+    """Return what sharded tables have besides their rows, whole on every rank."""
+    return with_whole_rest(tables, mesh).rest if isinstance(tables.rest, DynamicTables) else {}
 
 
 def gathered(changed: Delta, tables: Any, mesh: Mesh | None) -> Delta:
@@ -214,20 +214,37 @@ def gathered(changed: Delta, tables: Any, mesh: Mesh | None) -> Delta:
         return changed
     shards, out = tables.layout.shards, {n: [] for n in changed.tables}
     own = [[p for p in changed.tables[s.table] if p.first == s.first] for s in shards]
-    counts = torch.tensor([sum(p.rows.shape[0] for p in parts) for parts in own])
-    largest = shard_map(lambda x: pmax(x, mesh.axis_names), mesh=mesh, in_specs=P(), out_specs=P(), check=False)
-    for s, parts, most in zip(shards, own, largest(counts).tolist(), strict=True):
+    for s, parts in zip(shards, own, strict=True):
         like = tables[tables.layout.banks[s.bank].name]
         rows = torch.cat([p.rows for p in parts] or [torch.empty(0, dtype=torch.int64)])
         values = torch.cat([p.values for p in parts] or [like.new_empty(0, s.last - s.first)])
-        rows = torch.cat([rows, rows.new_full((most - rows.shape[0],), -1)])
-        values = torch.cat([values, values.new_zeros(most - values.shape[0], values.shape[1])])
-        rows, values = (unshard(x, P(mesh.axis_names), mesh=mesh) for x in (rows, values))
-        ordered, order = rows.sort(stable=True)
-        is_first = (ordered >= 0) & torch.cat([ordered[:1] >= 0, ordered[1:] != ordered[:-1]])
-        kept = order[is_first]
-        out[s.table].append(ChangedRows(rows[kept], values[kept], s.first, dict(tables.layout.shapes)[s.table]))
-    return replace(changed, tables={n: tuple(x) for n, x in out.items()})
+        rows, values = gathered_rows([rows, values], mesh)
+        out[s.table].append(ChangedRows(rows, values, s.first, dict(tables.layout.shapes)[s.table]))
+    ids, is_part = changed.vocabularies, bool(buckets_of(tables))
+    ids = {n: gathered_ids(x, mesh) for n, x in ids.items()} if is_part else ids
+    return replace(changed, tables={n: tuple(x) for n, x in out.items()}, vocabularies=ids)
+
+
+def gathered_ids(own: ChangedIds, mesh: Mesh) -> ChangedIds:
+    """Return the changed entries of the parts of a vocabulary on all ranks."""
+    rows, tags, entries = gathered_rows([own.rows, own.tags, own.entries], mesh)
+    changed = replace(own, rows=rows, tags=tags, entries=entries)
+    if own.buckets is None:
+        return changed
+    buckets, misses = gathered_rows([own.buckets, own.misses], mesh)
+    return replace(changed, buckets=buckets, misses=misses)
+
+
+def gathered_rows(own: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
+    """Return tensors [M, ...] of all ranks by ascending numbers, which the first tensor has, each number once."""
+    largest = shard_map(lambda x: pmax(x, mesh.axis_names), mesh=mesh, in_specs=P(), out_specs=P(), check=False)
+    missing = int(largest(torch.tensor([own[0].shape[0]]))) - own[0].shape[0]
+    fill = lambda x, value: torch.cat([x, x.new_full((missing, *x.shape[1:]), value)])
+    padded = [fill(x, 0 if i else -1) for i, x in enumerate(own)]
+    rows, *rest = (unshard(x, P(mesh.axis_names), mesh=mesh) for x in padded)
+    ordered, order = rows.sort(stable=True)
+    kept = order[(ordered >= 0) & torch.cat([ordered[:1] >= 0, ordered[1:] != ordered[:-1]])]
+    return [rows[kept], *(x[kept] for x in rest)]
 
 
 # -- validators --------------------------------------------------------------------------------------------------

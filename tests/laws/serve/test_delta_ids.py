@@ -126,10 +126,13 @@ def test_entries_that_do_not_fit_are_refused(name, first, folders, tmp_path):
     assert not (tmp_path / "d").exists()
 
 
-def test_a_mesh_publishes_new_ids(folders, tmp_path):
-    """What `publish` writes from a sharded state leads to the weights of the whole state, vocabularies included."""
+@pytest.mark.parametrize("buckets", [(), "x"], ids=["whole", "cut"])
+def test_a_mesh_publishes_new_ids(buckets, folders, tmp_path):
+    """What `publish` writes from a sharded state leads to the weights of the whole state, with vocabularies that are
+    whole on each rank, or cut by buckets."""
     mesh = fr.Mesh.emulated(x=2)
-    plan = fr.Plan({"user": fr.row_wise("x"), "item": fr.row_wise("x"), "day": fr.replicated()})
+    placements = {"user": fr.row_wise("x"), "item": fr.row_wise("x"), "day": fr.replicated()}
+    plan = fr.Plan(placements, buckets=buckets)
     step = fr.logged(daily.step(fr.optim.adam(0.1), mesh=mesh, plan=plan), steps=0)
     run = step.init(fr.Params(daily.dynamic(), torch.ones(())))
     whole = lambda run: fr.Params(fr.gather_tables(run.state.tables, mesh), run.state.dense)
