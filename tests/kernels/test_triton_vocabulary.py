@@ -10,6 +10,7 @@ from funcrec.kernels import ops
 from funcrec.kernels import triton as kernels
 from funcrec.kernels.reference_columns import find_columns
 from funcrec.kernels.reference_vocabulary import find_ids
+from funcrec.kernels.vocabulary import shared_of
 
 import funcrec as fr
 
@@ -27,9 +28,10 @@ def filled(num_rows, seed, shared):
 @given(
     size=st.sampled_from([0, 1, 3, 4, 5, 130]), buckets=st.integers(1, 3), shared=st.sampled_from([0, 1, 5]),
     seed=st.integers(0, 2**30), dtype=st.sampled_from([torch.int64, torch.int32]), padding=st.integers(0, 3),
+    of_all=st.sampled_from([0, 7, 2**30]),
 )  # fmt: skip
-def test_found_rows_are_the_references(size, buckets, shared, seed, dtype, padding):
-    """Known and unknown ids, the padding and all 64 bits have the reference's rows."""
+def test_found_rows_are_the_references(size, buckets, shared, seed, dtype, padding, of_all):
+    """Known and unknown ids, the padding and all 64 bits have the reference's rows, in a part of a vocabulary too."""
     vocabulary, held = filled(128 * buckets, seed, shared)
     g = torch.Generator().manual_seed(seed)
     ids = held[torch.randint(len(held), (size,), generator=g)]
@@ -37,8 +39,9 @@ def test_found_rows_are_the_references(size, buckets, shared, seed, dtype, paddi
         torch.rand(size, generator=g) < 0.3, torch.randint(-(2**63), 2**63 - 1, (size,), generator=g), ids
     )
     given = vocabulary.tags, vocabulary.entries, ids.to(dtype), torch.tensor(max(size - padding, 0))
-    want = find_ids(*given, shared, vocabulary.salt)
-    got = kernels.find_ids(*(x.to(DEVICE) for x in given), shared, vocabulary.salt)
+    how = shared_of(shared, of_all), vocabulary.salt
+    want = find_ids(*given, *how)
+    got = kernels.find_ids(*(x.to(DEVICE) for x in given), *how)
     assert torch.equal(got.cpu(), want)
 
 
