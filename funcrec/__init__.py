@@ -143,10 +143,14 @@ from funcrec.train import admission as admission
 from funcrec.train import gather_state as gather_state
 from funcrec.history import Logged as Logged
 from funcrec.history import logged as logged
+from funcrec.train import member as member
 from funcrec.train import reshard as reshard
 from funcrec.train import retry_overflow as retry_overflow
 from funcrec.history import rewind as rewind
 from funcrec.train import scan as scan
+from funcrec.train import sweep as sweep
+from funcrec.train import sweep_table as sweep_table
+from funcrec.train import SweepTable as SweepTable
 from funcrec.train import sync_replicas as sync_replicas
 from funcrec.train import train_step as train_step
 from funcrec.train import TrainState as TrainState

@@ -34,6 +34,7 @@ EXAMPLES: dict[str, str] = {
     "SequenceModel": 'fr.models.sasrec(tables, fr.FeatureConfig("history", table="item", pooling="none"))',
     "ShardedTables": "fr.shard_tables(tables, plan, mesh)",
     "Stage": 'fr.optim.Stage("linear", max_iters=100, value=0.0)',
+    "SweepTable": 'fr.SweepTable({"lr": torch.ones(2)}, {"loss": torch.ones(3, 2)})',
     "TableConfig": 'fr.TableConfig("item", num_embeddings=100, embedding_dim=8)',
     "TableConstraint": "fr.TableConstraint(pooling_factor=20.0)",
     "TableStore": "fr.table_store(tables, sparse, key=fr.key(0))",

@@ -228,7 +228,7 @@ class RowGrads:
 
     @typed
     def clip(self, max_value: NotNegative | Scalar) -> "RowGrads":
-        """Return the coalesced gradient with each element clamped to [-max_value, max_value], a number or f[]."""
+        """Return the coalesced gradient with each element clamped to [-max_value, max_value]."""
         out = self.coalesce()
         return replace(out, terms=(replace(out.terms[0], grads=out.grads.clamp(-max_value, max_value)),))
 

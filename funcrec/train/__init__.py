@@ -25,3 +25,7 @@ from funcrec.train._step import own_memory as own_memory
 from funcrec.train._step import state_problems as state_problems
 from funcrec.train._step import train_step as train_step
 from funcrec.train._step import update_of as update_of
+from funcrec.train._sweep import member as member
+from funcrec.train._sweep import sweep as sweep
+from funcrec.train._sweep_table import SweepTable as SweepTable
+from funcrec.train._sweep_table import sweep_table as sweep_table

@@ -43,7 +43,8 @@ class TrainState:
         return Params(self.tables, self.dense)
 
     def __repr__(self) -> str:
-        step = int(self.step) if isinstance(self.step, Tensor) and is_concrete(self.step) else describe(self.step)
+        is_one = isinstance(self.step, Tensor) and is_concrete(self.step) and not self.step.dim()
+        step = int(self.step) if is_one else describe(self.step)
         trees = {n: show_dense(getattr(self, n)) for n in ("slots", "dense", "dense_opt")}
         shown = ", ".join([f"tables={show_tables(self.tables)}", *(f"{n}={x}" for n, x in trees.items())])
         return f"TrainState(step={step}, {shown})"

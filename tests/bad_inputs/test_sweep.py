@@ -17,6 +17,7 @@ NOT_SWEPT = {
     "testing.RankPool.run": "of processes",
     "Mesh.bound_axes": "for shard_map",
     "TableConstraint.pooling_of": "for the planner",
+    "SweepTable.add_trials": "of optuna: test_sweep of laws/train",
     "data.Place.refuse": "raises, which is its work",
     "data.Place.refuse_type": "raises, which is its work",
     "data.Fitted.apply": "a protocol",

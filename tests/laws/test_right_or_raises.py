@@ -42,7 +42,9 @@ NOT_HERE = {
     "second derivatives: of_rows, hvp and conjugate_gradient, which are here, call them or hold them": [
         "OfRows", "gauss_newton_product", "fisher_product", "lanczos", "Spectrum", "Solution",
     ],
-    "runs a step or a loss, which is here": ["retry_overflow", "pipeline", "stale_pipeline", "accumulate_grads"],
+    "runs a step or a loss, which is here": [
+        "retry_overflow", "pipeline", "stale_pipeline", "accumulate_grads", "sweep", "sweep_table", "SweepTable",
+    ],
     "holds no tensor: build_index and search_index are here": ["Index"],
     "puts rows back, bit for bit: test_rewind and test_delta": [
         "Logged", "logged", "rewind", "Delta", "delta", "apply_delta",

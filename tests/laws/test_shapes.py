@@ -21,6 +21,7 @@ SAID_ELSEWHERE = {
     **dict.fromkeys(
         ("Model.init", "TwoTower.init", "HstuRanker.init", "models.merge_stats"), "each model's parameters"
     ),
+    "member": "any tree of stacked tensors",
     **dict.fromkeys(("TrainStep.init", "TrainStep.update"), "fields of a TrainState; metrics by train_step"),
     "eval_shape": "what the function returns",
     "vocabulary_items": "a list of as many places as rows, and two numbers",

@@ -19,6 +19,7 @@ HARDWARE = fr.Hardware("two ranks", 10**9, 1e10, 1e9, 1e9, ranks_per_host=2)
 PLANNED = fr.plan(TABLES, FEATURES, {"x": 2}, batch_size=64, hardware=HARDWARE)
 HISTORY = [{"epoch": 0, "loss": 0.7, "steps": 3, ODD: 0.5}, {"epoch": 1, "loss": 0.25, "steps": 3}]
 FITTED = fr.Fitted(torch.zeros(1), torch.zeros(1), HISTORY)
+SWEPT = fr.SweepTable({"lr": torch.tensor([0.25])}, {"loss": torch.tensor([[0.5]])})
 SHOWN = {
     "model": (fr.models.deepfm(TABLES, FEATURES), ["1,000", "clicked", ODD]),
     "two towers": (fr.models.two_tower(TABLES, FEATURES[:1], FEATURES[1:]), ["1,000", "clicked", ODD]),
@@ -26,6 +27,7 @@ SHOWN = {
     "plan": (MADE, ["item", "row_wise", ODD, "x, rank 1"]),
     "plan with a report": (PLANNED, ["item", ODD, PLANNED.reasons["item"]]),
     "history": (FITTED, ["0.7", "0.25", ODD, "0.5", ""]),
+    "sweep": (fr.SweepTable({"lr": torch.tensor([0.25])}, {ODD: torch.tensor([[0.5]])}), ["member", "lr", "0.25", ODD]),
     "empty history": (FITTED._replace(history=[]), []),
 }
 
@@ -93,7 +95,11 @@ def test_values_that_show_themselves_are_values():
     assert type(again) is fr.Fitted and again.history == HISTORY
 
 
-@pytest.mark.parametrize("call", [FITTED.plot, PLANNED.draw], ids=["funcrec.Fitted.plot", "funcrec.Plan.draw"])
+@pytest.mark.parametrize(
+    "call",
+    [FITTED.plot, PLANNED.draw, SWEPT.plot],
+    ids=["funcrec.Fitted.plot", "funcrec.Plan.draw", "funcrec.SweepTable.plot"],
+)
 def test_without_matplotlib_the_error_says_what_to_install(call, monkeypatch, request):
     """Without matplotlib, the error names the call and the extra to install."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

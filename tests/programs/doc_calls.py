@@ -77,6 +77,8 @@ class Recorder:
         if isinstance(x, dict | list) or type(x) is tuple:
             for v in x.values() if isinstance(x, dict) else x:
                 self.look(v)
+        elif type(x) is fr.TrainState and x.step.dim():
+            return  # the states of an ensemble are stacked
         elif type(x) in self.fields and not is_functions(x):
             own = {n: getattr(x, n) for n in names_of(type(x))}
             self.keep(self.fields[type(x)], lambda: statements_of(doc_of(type(x)), set(own)), {"self": x, **own})

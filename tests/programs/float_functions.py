@@ -370,6 +370,7 @@ def of_values() -> list[Case]:
             {"queries": draw("queries", (2, 3))}, "*"),
         Case("predict", predicted, {"w": draw("w", (1,))}),
         Case("copy", lambda x: fr.copy({"x": x})["x"], {"x": GRADS}),
+        Case("member", lambda x: fr.member({"x": x}, 1)["x"], {"x": GRADS}),
         Case("tree.map", lambda x: fr.tree.map(lambda y, z: y * z, {"x": x}, {"x": x})["x"], {"x": GRADS}),
         Case("Batch", lambda values, w: fr.Batch(two_keys(w), values[:, 0], values), {"values": VALUES, "w": WEIGHTS}),
     ]  # fmt: skip

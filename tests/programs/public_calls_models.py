@@ -98,6 +98,8 @@ def optimizers() -> list[Call]:
         dense=(optim.dense, {"cls": torch.optim.Adam, "lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}),
         dense_init=(OPT.init, {"params": DENSE}), dense_update=(OPT.update, dense),
         Stage=(optim.Stage, stage), schedule=(optim.schedule, {"stages": [optim.Stage(max_iters=3)], "lr": 0.1}),
+        schedule_f=(optim.schedule, {"stages": [], "lr": f32()}),
+        Stage_f=(optim.Stage, {"value": f32(), "lr_scale": f32(), "end_value": f32()}),
         rate=(optim.schedule([optim.Stage()]), {"step": 3}),
     )  # fmt: skip
 

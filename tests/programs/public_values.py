@@ -49,6 +49,9 @@ def outputs(params, batch):
 OF_ROWS = fr.of_rows(loss_fn, PARAMS, BATCH)
 EXAMPLES = fr.per_example_grads(loss_fn)(PARAMS, BATCH)[1]
 STEP = fr.train_step(loss_fn, sparse=SPARSE, dense=OPT)
+SWEPT = fr.sweep(
+    lambda lr: fr.train_step(loss_fn, sparse=SPARSE, dense=fr.optim.dense(torch.optim.SGD, lr=lr)), {"lr": [0.1, 0.2]}
+)
 STATE = STEP.init(PARAMS)
 ON_MESH = fr.train_step(loss_fn, sparse=SPARSE, dense=OPT, mesh=MESH, plan=PLAN)
 HELD = ON_MESH.init(PARAMS)
