@@ -207,7 +207,7 @@ def keyed_tensor_parts(x: KeyedTensor, path: str) -> Iterator[Problem]:
     pairs = (("keys", x.keys, str, "names"), ("dims", x.dims, int, "widths"))
     for name, field, kind, words in pairs:
         if not isinstance(field, tuple) or not all(isinstance(e, kind) for e in field):
-            got = describe(field)
+            got = f"{field!r}"
             yield Problem(f"`{path}.{name}` are not {words}.", got, f"a tuple of {words}", hint, TypeError)
             return
     if len(x.keys) != len(x.dims):

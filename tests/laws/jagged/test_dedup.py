@@ -164,3 +164,12 @@ def test_bad_input(name):
     """A wrong argument raises an error that names it."""
     call, kind, words = BAD[name]
     assert_refused(call, kind, *words)
+
+
+def test_shared_and_plain_bags_do_not_join():
+    """concat refuses parts of which only some have inverse indices, however few those or the others are."""
+    plain = {k: fr.KeyedJaggedTensor.from_lists({k: [[1], [1]]}) for k in "abc"}
+    for shared in ("a", "ab", "c"):
+        parts = [fr.dedup_bags(x) if k in shared else x for k, x in plain.items()]
+        with pytest.raises(ValueError, match="only some of `parts` have inverse indices"):
+            fr.KeyedJaggedTensor.concat(parts)

@@ -28,7 +28,8 @@ def groups(draw):
 
 @given(groups())
 def test_columns_are_copied_to_the_examples_that_have_them(drawn):
-    """out[e] is the columns of each feature, of the bag that its inverse index names, or zeros; and the transpose."""
+    """out[e] is the columns of each feature, of the bag that its inverse index names, or zeros; NaN where the index
+    cannot be read. And the transpose."""
     tables, columns, inverse = drawn
     none = lambda c: torch.zeros(c.dim, dtype=F64)
     one = lambda c, b: tables[c.group][b, c.first : c.first + c.dim] if 0 <= b < len(tables[c.group]) else none(c)
@@ -39,6 +40,10 @@ def test_columns_are_copied_to_the_examples_that_have_them(drawn):
     shapes = [tuple(x.shape) for x in tables]
     back = lambda d: expand_columns_transpose(d, shapes, columns, inverse)
     check_adjoint(lambda x: expand_columns(x, columns, inverse), back, tables)
+    mapped = torch.func.vmap(lambda own: expand_columns(tables, columns, own))(inverse[None])[0]
+    absent = [torch.full((c.dim, len(i)), torch.nan).where((i < 0) | (i >= len(tables[c.group])), 0.0)
+              for c, i in zip(columns, inverse, strict=True)]  # fmt: skip
+    torch.testing.assert_close(mapped, got + torch.cat(absent).T, rtol=0, atol=0, equal_nan=True)
 
 
 def test_no_columns_are_no_numbers():

@@ -59,3 +59,17 @@ def test_an_outer_dimension_is_kept():
     """Features [P, B, D] of an ensemble are split along the last dimension."""
     x = fr.KeyedTensor.from_dict({"a": torch.ones(5, 2, 3), "b": torch.zeros(5, 2, 1)})
     assert x["b"].shape == (5, 2, 1) and x.to_dict()["a"].shape == (5, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ((("a",), (1.0,)), r"dims` are not widths.\n  got   \(1.0,\)"),
+        (((3,), (1,)), r"keys` are not names.\n  got   \(3,\)"),
+        ((["a"], (1,)), r"keys` are not names.\n  got   \['a'\]"),
+    ],
+)
+def test_fields_made_by_hand_are_refused_where_they_are_read(fields, text):
+    """Keys that are not a tuple of names, and dims that are not a tuple of integers, raise in what takes the value."""
+    with pytest.raises(TypeError, match=text):
+        fr.regroup([fr.KeyedTensor(torch.zeros(1, 1), *fields)], [["a"]])
