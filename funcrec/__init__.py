@@ -87,8 +87,11 @@ from funcrec.tables import validate as validate
 from funcrec.grad import value_and_grad as value_and_grad
 from funcrec.tables import xavier_normal as xavier_normal
 from funcrec.tree import copy as copy
+from funcrec.compile import cond as cond
 from funcrec.compile import eval_shape as eval_shape
+from funcrec.compile import fori_loop as fori_loop
 from funcrec.compile import jit as jit
+from funcrec.compile import while_loop as while_loop
 from funcrec.compile import Lowered as Lowered
 from funcrec.kinds import admit as admit
 from funcrec.kinds import dequantize as dequantize

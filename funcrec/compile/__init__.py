@@ -6,6 +6,9 @@ from funcrec.compile._ambient import surroundings as surroundings
 from funcrec.compile._apart import FOR_EXPORT as FOR_EXPORT
 from funcrec.compile._apart import apart as apart
 from funcrec.compile._apart import imported as imported
+from funcrec.compile._control import cond as cond
+from funcrec.compile._control import fori_loop as fori_loop
+from funcrec.compile._control import while_loop as while_loop
 from funcrec.compile._cut_stale import RowsAhead as RowsAhead
 from funcrec.compile._cut_stale import cut_stale as cut_stale
 from funcrec.compile._donated import Donated as Donated
@@ -15,8 +18,11 @@ from funcrec.compile._jit import jit as jit
 from funcrec.compile._keys import form_key as form_key
 from funcrec.compile._lower import Lowered as Lowered
 from funcrec.compile._lower import Sent as Sent
+from funcrec.compile._parts import is_staging as is_staging
 from funcrec.compile._split_step import Halves as Halves
 from funcrec.compile._split_step import cut as cut
+from funcrec.compile._staged_control import is_followed as is_followed
+from funcrec.compile._staged_control import staged_scan as staged_scan
 from funcrec.compile._trace import stage as stage
 from funcrec.compile.backend._decompositions import DECOMPOSITIONS as DECOMPOSITIONS
 from funcrec.compile.backend._inductor import OPTIONS as OPTIONS

@@ -91,7 +91,7 @@ def stage(
         if torch.is_grad_enabled() and any(c.requires_grad for c in captured):
             return Recorded(None, captured)
         lift.refuse_gradients()
-        _refuse_draws(call, graph.graph)
+        refuse_draws(call, graph.graph)
         _refuse_writes(call, graph.graph, [f"`{p}`" for p in paths] + [f"{describe(c)}, closed over" for c in captured])
         # The second trace replaces writes to the function's own tensors by values, so that the plan of writes and
         # Inductor see a pure graph.
@@ -265,7 +265,7 @@ def refuse_odd(call: str, x: Tensor, what: str) -> None:
     fail(call, f"{what} is not a plain tensor.", got=got, need=need, hint=hint, kind=TypeError)
 
 
-def _refuse_draws(call: str, graph: Graph) -> None:
+def refuse_draws(call: str, graph: Graph) -> None:
     # The state of a generator is neither in the key nor an input, so every call would repeat the first call's numbers.
     drawn = sorted(
         {str(n.target) for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())}

@@ -3,6 +3,7 @@
 state_k, [m_1 ... m_k] = scan(step, state_0, [b_1 ... b_k])
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
+from funcrec.compile import is_followed, is_staging, staged_scan
 from funcrec.core import (
+    Count,
     Problem,
     check,
     describe,
@@ -28,7 +31,15 @@ NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 @typed
-def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) -> tuple[Any, Any]:
+def scan(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    state: Any,
+    batches: Any = None,
+    *,
+    length: Count | None = None,
+    reverse: bool = False,
+    unroll: bool = True,
+) -> tuple[Any, Any]:
     """Return the state and the stacked metrics after a step over each of k stacked batches.
 
     It does not wait for the device between the steps.
@@ -36,16 +47,26 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) 
     Args:
       step: (state, batch) -> (state, metrics), such as `train_step(...)` or `jit` of it. A donating step uses up
         `state`.
-      batches: a pytree of tensors [k, ...] that stacks k batches of one shape.
+      batches: a pytree of tensors [k, ...] that stacks k batches of one shape. With `length`, it may hold no tensors,
+        or be None: each step gets it whole.
+      length: k. None takes it from `batches`.
+      reverse: whether the steps take the last batch first. The metrics stay in the order of the batches.
+      unroll: how a function that `jit` compiles holds the steps. True: k copies of the step are one graph, which
+        updates a donated state in place. False: the step is compiled once and called k times, which compiles k times
+        faster; the program copies the state once per call, then updates the copy in place. (Under grad, vmap and jvp
+        inside the compiled function, the steps are always unrolled.) To keep a donated state in place and compile one
+        step, scan over `jit(step, donate=...)` outside of other jitted functions.
 
     Returns:
       The last state, and the metrics stacked along a new first dimension of size k. Numbers become tensors i64, f64
       or bool. Other metrics (a name, None) must be the same in every step, and are returned unchanged.
 
     Raises:
-      ValueError: if the tensors of `batches` have no common leading dimension, if k is 0, if a metric that is not a
-        number changes, or if the shape of a metric changes.
-      TypeError: if `batches` holds arrays, or if the class of a metric changes.
+      ValueError: if the tensors of `batches` have no common leading dimension, if it is not `length`, if k is 0, if a
+        metric that is not a number changes, or if the shape of a metric changes.
+      TypeError: if `batches` holds arrays, or if the class of a metric changes. With unroll=False, in a compiled
+        function: if the state changes its form, or the step exchanges values between ranks. There, numbers in the
+        state become tensors, too.
 
     Law: the result has the same bits as k calls of `step`.
 
@@ -57,27 +78,39 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) 
 
     Source: jax.lax.scan, with the carry first.
     """
-    check("funcrec.scan", batches_problems(batches))
-    k = next(x.shape[0] for x in tree_leaves(batches) if isinstance(x, Tensor))
+    check("funcrec.scan", batches_problems(batches, length))
+    k = next((x.shape[0] for x in tree_leaves(batches) if isinstance(x, Tensor)), length)
+    order = range(k)[::-1] if reverse else range(k)
+    one = functools.partial(stepped, step)
+    tensors = [x for x in tree_leaves((state, batches)) if isinstance(x, Tensor)]
+    if not unroll and is_staging() and not is_followed(tensors):
+        return staged_scan(one, state, batches, order)
     collected = []
-    for i in range(k):
-        batch = map_tensors(lambda x: x[i], batches)  # noqa: B023
-        with own_errors("funcrec.scan", step, state, batch, need="the state and the batch that it reads"):
-            out = step(state, batch)
-        if not isinstance(out, tuple | list) or len(out) != 2:
-            what, hint = "`step` returned no pair.", "lambda state, batch: (new_state, {})"
-            got = f"{len(out)} values" if isinstance(out, tuple | list) else describe(out)
-            fail("funcrec.scan", what, got=got, need="(state, metrics)", hint=hint, kind=TypeError)
-        state = out[0]
-        collected.append(out[1])
-    return state, stack_metrics(collected)
+    for i in order:
+        state, metrics = one(state, map_tensors(lambda x: x[i], batches))  # noqa: B023
+        collected.append(metrics)
+    return state, stack_metrics(collected[::-1] if reverse else collected)
 
 
-def batches_problems(batches: Any) -> Iterator[Problem]:
+def stepped(step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
+    """Return step(state, batch), after a check that it is a pair."""
+    with own_errors("funcrec.scan", step, state, batch, need="the state and the batch that it reads"):
+        out = step(state, batch)
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        what, hint = "`step` returned no pair.", "lambda state, batch: (new_state, {})"
+        got = f"{len(out)} values" if isinstance(out, tuple | list) else describe(out)
+        fail("funcrec.scan", what, got=got, need="(state, metrics)", hint=hint, kind=TypeError)
+    return out[0], out[1]
+
+
+def batches_problems(batches: Any, length: int | None = None) -> Iterator[Problem]:
     """Report tensors that are not stacks [k, ...] of one k, and arrays. Other leaves are the same for all batches."""
     leaves = paths(batches)
     sizes = {x.shape[0] if x.dim() else None for _, x in leaves if isinstance(x, Tensor)}
-    if len(sizes) != 1 or sizes & {None, 0}:
+    if len(sizes) == 1 and length is not None and not sizes & {None, 0, length}:
+        got, need = f"length={length} and {sizes.pop()} batches", "one k, or no `length`"
+        yield Problem("`length` is not the number of batches.", got, need, "length=None")
+    elif (len(sizes) != 1 and (sizes or length is None)) or sizes & {None, 0}:
         got = f"{sorted({describe(x) for _, x in leaves if isinstance(x, Tensor)})}"
         need, hint = "tensors [k, ...] of one k >= 1", "torch.stack each leaf"
         yield Problem("`batches` is not a stack of batches.", got, need, hint)

@@ -53,6 +53,7 @@ SUBCLASSES = {
     "_Reads": "TorchFunctionMode",
     "NoHostMemory": "TorchFunctionMode",
     "_Lift": "TorchFunctionMode",
+    "_Watch": "TorchFunctionMode",
     "Readers": "TorchFunctionMode",
 }
 

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from programs.as_staged import staged_only
 
 import funcrec as fr
 from funcrec.core._tree import map_tensors, tree_map
@@ -69,6 +70,53 @@ def test_a_jitted_scan(monkeypatch):
     monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
     whole = fr.jit(lambda state, batches: fr.scan(STEP, state, batches), donate=("state",))
     assert_trees_close(whole(first_state(), BATCHES), calls())
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("donate", [(), ("state",)], ids=["kept", "donated"])
+def test_a_body_that_is_staged_once(donate, reverse):
+    """With unroll=False a jitted scan has one part for all steps, and the eager bits. It keeps what is not donated."""
+    whole = fr.jit(lambda state, batches: fr.scan(STEP, state, batches, reverse=reverse, unroll=False), donate=donate)
+    need, state = fr.scan(STEP, first_state(), BATCHES, reverse=reverse), first_state()
+    with staged_only():
+        assert_trees_close(whole(state, BATCHES), need)
+        assert_trees_close(whole(first_state(), BATCHES), need)
+    assert whole.num_compiled() == 1
+    if not donate:
+        assert_trees_close(state, first_state())
+
+
+def test_a_staged_body_does_not_grow():
+    """The graph of a scan with unroll=False has as many nodes for 3 steps as for 30."""
+    step = lambda s, x: (s * x.sin(), {"s": s, "n": 1, "name": "a"})
+    of = lambda k: fr.jit(lambda s, x: fr.scan(step, s, x, unroll=False)).lower(torch.tensor(1.0), torch.ones(k)).graph
+    assert len(str(of(3)).splitlines()) == len(str(of(30)).splitlines())
+    with staged_only():
+        got = fr.jit(lambda s, x: fr.scan(step, s, x, unroll=False))(torch.tensor(1.0), torch.ones(4))
+    assert_trees_close(got, fr.scan(step, torch.tensor(1.0), torch.ones(4)))
+
+
+def test_a_staged_body_composes():
+    """Under grad and vmap inside a jitted function the steps are unrolled, and the values stay."""
+    f = lambda s: fr.scan(lambda s, x: (s * x + s.sin(), s), s, torch.tensor([1.0, 0.5]), unroll=False)[0]
+    with staged_only():
+        for own in (torch.func.grad(f), lambda s: torch.func.vmap(f)(torch.stack([s, s + 1])), f):
+            torch.testing.assert_close(fr.jit(own)(torch.tensor(0.3)), own(torch.tensor(0.3)))
+
+
+def test_length_and_reverse():
+    """`length` needs no tensors. `reverse` takes the last batch first, and the metrics keep the batches' order."""
+    add = lambda total, x: (2 * total + x, total)
+    assert_trees_close(
+        fr.scan(lambda s, _: (2 * s, s), torch.tensor(1), length=3), (torch.tensor(8), torch.tensor([1, 2, 4]))
+    )
+    got = fr.scan(add, torch.tensor(0), torch.tensor([1, 2, 3]), length=3, reverse=True)
+    assert_trees_close(got, (torch.tensor(17), torch.tensor([8, 3, 0])))
+    with pytest.raises(ValueError, match="`length` is not the number of batches"):
+        fr.scan(add, torch.tensor(0), torch.tensor([1, 2, 3]), length=2)
+    step = lambda s, b: ((s, s), b)
+    with staged_only(), pytest.raises(TypeError, match="the new state has another structure than the state"):
+        fr.jit(lambda s: fr.scan(step, s, length=2, unroll=False))(torch.tensor(1.0))
 
 
 def test_scan_passes_static_leaves_on():
