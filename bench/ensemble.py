@@ -1,13 +1,18 @@
-"""Compares an ensemble of eight by vmap with eight runs. One call of each kernel serves all members.
+"""Compares ensembles with runs of their members. One call of each kernel serves all members.
 
-    python bench/ensemble.py
+    python bench/ensemble.py            # eight members by vmap, and sixteen learning rates by `fr.sweep`
+    python bench/ensemble.py --sweeps   # the learning rates alone
 
 The small size has four tables of 1,000 rows x 16, with 128 bags of 4 ids each. The large size has 26 tables of 20,000
 rows x 16, with 512 bags of 4 ids each. The cases are a lookup in stacked tables and a lookup of stacked ids, for both
 sizes, eager and compiled. Further cases are training steps of the small size (an MLP, row-wise Adagrad and Adam),
-eager, and compiled with donation. The law comes first: the ensemble gives the results of the eight runs.
+eager, and compiled with donation. A sweep is sixteen learning rates for both sizes: its compiled and donated step
+against sixteen steps of one program that takes the rate. The law comes first: an ensemble gives the results of the
+runs.
 """
 
+import argparse
+import functools
 from typing import NamedTuple
 
 import torch
@@ -18,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import funcrec as fr
 
 MEMBERS = 8
+RATES = torch.logspace(-4, -1, 16, dtype=torch.float64)
 
 
 class Size(NamedTuple):
@@ -43,7 +49,7 @@ class Size(NamedTuple):
 SMALL, LARGE = Size(4, 1000, 16, 128, 4), Size(26, 20_000, 16, 512, 4)
 
 
-def make_step(hidden, size: Size) -> fr.TrainStep:
+def make_step(hidden, size: Size, lr: float | torch.Tensor = 0.01) -> fr.TrainStep:
     features = size.features
 
     def loss_fn(params, batch):
@@ -51,8 +57,8 @@ def make_step(hidden, size: Size) -> fr.TrainStep:
         logits = hidden.apply(params.dense, acts).squeeze(-1)
         return torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
 
-    dense = fr.optim.dense(torch.optim.Adam, lr=0.01)
-    return fr.train_step(loss_fn, sparse=fr.optim.rowwise_adagrad(lr=0.01), dense=dense)
+    dense = fr.optim.dense(torch.optim.Adam, lr=lr)
+    return fr.train_step(loss_fn, sparse=fr.optim.rowwise_adagrad(lr=lr), dense=dense)
 
 
 def make_batch(size: Size, seed: int) -> fr.Batch:
@@ -136,9 +142,47 @@ def training_cases(size: Size) -> tuple[dict, int]:
     return cases, sum(x.numel() for x in tree_leaves(states[0].params))
 
 
+def sweep_cases(size: Size) -> dict:
+    """Return {case: (one step of sixteen learning rates, one step of each of sixteen runs)}, compiled and donated."""
+    hidden = fr.nn.mlp((size.tables * size.dim, 64, 32, 1))
+    batches = [make_batch(size, seed) for seed in range(16)]
+    params = fr.Params(fr.init(fr.key(0), size.configs), hidden.init(fr.key(1)))
+    of_rate = functools.partial(make_step, hidden, size)
+    many = fr.jit(fr.sweep(lambda lr: of_rate(lr), {"lr": RATES}), donate=("state",))
+    one = fr.jit(lambda rate, state, batch: of_rate(rate)(state, batch), donate=("state",))
+    held = {"all": many.init(params), "each": [fr.copy(of_rate(0.1).init(params)) for _ in RATES], "turn": [0, 0]}
+
+    def next_batch(which: int) -> fr.Batch:
+        held["turn"][which] += 1
+        return batches[held["turn"][which] % len(batches)]
+
+    def ensemble():
+        held["all"], metrics = many(held["all"], next_batch(0))
+        return metrics["loss"]
+
+    def runs():
+        batch = next_batch(1)
+        made = [one(rate, state, batch) for rate, state in zip(RATES, held["each"], strict=True)]
+        held["each"] = [state for state, _ in made]
+        return [metrics["loss"] for _, metrics in made]
+
+    return {"sixteen learning rates, compiled and donated": (ensemble, runs)}
+
+
 def main(rounds: int = 40, rounds_of_lookups: int = 400) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sweeps", action="store_true", help="the learning rates alone")
+    asked = parser.parse_args()
     torch.set_num_threads(1)
     how = {"threads": 1, "rounds": rounds, "rounds_of_lookups": rounds_of_lookups, "law": "green"}
+    for name, size in {"small": SMALL, "large": LARGE}.items():
+        shape = {"members": len(RATES), **size._asdict()}
+        figures = measured(sweep_cases(size), rounds)
+        record(
+            "ensemble", {"size": name, "shape": shape, "threads": 1, "rounds": rounds, "law": "green", "cases": figures}
+        )
+    if asked.sweeps:
+        return
     for name, size in {"small": SMALL, "large": LARGE}.items():
         figures, about = measured(lookups(size), rounds_of_lookups), {}
         if size is SMALL:
