@@ -11,7 +11,6 @@ import functools
 import inspect
 import itertools
 import sys
-import types
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -25,11 +24,14 @@ from funcrec.compile._compiled import Compiled, Followed, compile_function
 from funcrec.compile._donated import refuse_donated
 from funcrec.compile._keys import leaf_key, many_compilations, refuse_other
 from funcrec.compile._lower import Lowered, lowered
+from funcrec.compile._method import Method
 from funcrec.compile._program import LOCK
 from funcrec.compile._recording import bring
+from funcrec.compile._static_arguments import call_plain, static_names, with_static
 from funcrec.compile._trace import is_odd, refuse_odd
 from funcrec.core import (
     Problem,
+    Size,
     any_tracked,
     describe,
     fail,
@@ -48,7 +50,13 @@ TRANSFORM = "a transform, funcrec.checked or a mode of torch"
 
 
 @typed
-def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
+def jit(
+    fn: Callable,
+    *,
+    donate: str | Sequence[str] = (),
+    static_argnames: str | Sequence[str] = (),
+    static_argnums: Size | Sequence[Size] = (),
+) -> Callable:
     """Return a compiled form of `fn`, a pure function of pytrees.
 
     Args:
@@ -65,6 +73,10 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
         holds the memory, the call copies it before a write, with a warning; an explicit `fr.copy` avoids the warning.
         The other holder keeps the old values. The call does not notice a bare `data_ptr()`, a storage, or
         another thread that reads meanwhile. Under vmap, grad, jvp, another jit and `fr.checked` nothing is taken.
+      static_argnames, static_argnums: parameters, by name and by place, whose arguments are static as they are: any
+        hashable values without tensors, such as a configuration of your own class. Values of one class that are equal
+        share a program, so their `==` must tell all that the function reads. (Numbers, strings, functions and frozen
+        values are static without being named here.)
 
     Returns:
       a function of the same arguments, safe to call from several threads; it pickles if `fn` does.
@@ -106,13 +118,15 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
       ...
       funcrec.DonatedError: ...
     """
-    return Jitted(fn, (donate,) if isinstance(donate, str) else tuple(donate))
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    return Jitted(fn, (donate,) if isinstance(donate, str) else tuple(donate), (*names, *numbers))
 
 
 class Jitted:
     """A function made by `jit`. A pickle holds `fn` and the options; a loaded function compiles again."""
 
-    def __init__(self, fn: Callable, donate: tuple[str, ...]):
+    def __init__(self, fn: Callable, donate: tuple[str, ...], static: tuple[str | int, ...] = ()):
         _check_function(fn)
         functools.update_wrapper(self, fn, updated=())
         vars(self).update({n: x for n, x in getattr(fn, "__dict__", {}).items() if not hasattr(type(self), n)})
@@ -124,6 +138,8 @@ class Jitted:
         if unknown:
             got, need = f"{unknown}", f"among {list(parameters)}"
             fail(f"funcrec.jit({self.name})", "`donate` names no parameter.", got=got, need=need)
+        self.static = static_names(self.name, static, self.signature, donate)
+        self.staged_fn = functools.partial(call_plain, fn) if self.static else fn
         is_plain = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
         self.positional = tuple(parameters) if is_plain else None
         self.compiled: dict[Any, Compiled | Followed] = {}  # the MOST compilations that calls used last
@@ -141,6 +157,8 @@ class Jitted:
         else:
             bound = self.signature.bind(*args, **kwargs)
             names, arguments = tuple(bound.arguments), tuple(bound.arguments.values())
+        if self.static:
+            arguments = with_static(self.name, self.static, names, arguments)
         leaves, structure = fast_flatten(arguments)
         if is_transformed():
             refuse_donated(leaves)
@@ -230,8 +248,9 @@ class Jitted:
         """Return the program of a call, a `Lowered`. `lower` stages the function again, but does not compile or run the
         program, and takes no argument."""
         bound = self.signature.bind(*args, **kwargs)
-        leaves, structure = fast_flatten(tuple(bound.arguments.values()))
-        program = Jitted(self.fn, self.donate)
+        arguments = with_static(self.name, self.static, tuple(bound.arguments), tuple(bound.arguments.values()))
+        leaves, structure = fast_flatten(arguments)
+        program = Jitted(self.fn, self.donate, self.static)
         program.is_one = True
         if is_transformed():
             refuse_donated(leaves)
@@ -278,7 +297,7 @@ class Jitted:
                 names, structure, *_ = here
                 before = staged.set("" if self.is_one else self.name)
                 try:
-                    given = self.fn, self.name, self.signature, names, leaves, structure, self.donate
+                    given = self.staged_fn, self.name, self.signature, names, leaves, structure, self.donate
                     entry = compile_function(*given, in_parts=not self.is_one)
                 finally:
                     staged.reset(before)
@@ -323,37 +342,10 @@ class Jitted:
         found = sys.modules.get(getattr(self.fn, "__module__", None))
         for part in name.split("."):
             found = getattr(found, part, None)
-        return name if found is self else (Jitted, (self.fn, self.donate))
+        return name if found is self else (Jitted, (self.fn, self.donate, self.static))
 
     def __repr__(self) -> str:
         return f"<funcrec.jit of {self.fn!r}>"
-
-
-class Method:
-    """A jitted method, bound to an object, which becomes the first argument."""
-
-    def __init__(self, jitted: Jitted, owner: object):
-        self.__func__, self.__self__ = jitted, owner
-        self.__signature__ = inspect.signature(types.MethodType(jitted.fn, owner))
-
-    def __call__(self, *args, **kwargs):
-        return self.__func__(self.__self__, *args, **kwargs)
-
-    def lower(self, *args, **kwargs) -> Lowered:
-        return self.__func__.lower(self.__self__, *args, **kwargs)
-
-    def __getattr__(self, name: str):
-        return getattr(self.__func__, name)
-
-    def __eq__(self, other: object) -> bool:
-        same = isinstance(other, Method) and self.__func__ is other.__func__
-        return same and self.__self__ is other.__self__
-
-    def __hash__(self) -> int:
-        return hash((id(self.__func__), id(self.__self__)))
-
-    def __reduce__(self):
-        return getattr, (self.__self__, self.name)
 
 
 def _check_function(fn: Callable) -> None:

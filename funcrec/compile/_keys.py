@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcrec.compile._ambient import differences
+from funcrec.compile._static_arguments import Static
 from funcrec.core import Problem, fail, leaf_paths, message, short_dtype, static_key, structure_key
 
 
@@ -16,7 +17,7 @@ def leaf_key(x: object) -> Any:
     """Return the form of a leaf, which is the part of a leaf on which a compilation depends."""
     if isinstance(x, Tensor):
         return type(x), x.shape, x.dtype, x.device, x.stride(), x.requires_grad, x.is_inference()
-    return static_key(x)
+    return x if type(x) is Static else static_key(x)
 
 
 def form_key(leaves: list, structure: Any) -> tuple:

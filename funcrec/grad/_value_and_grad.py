@@ -8,7 +8,7 @@ torch.func differentiates this pass. Under `jit` the first pass is dead code, an
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from funcrec.core import (
     CheckError,
     Problem,
+    Size,
     check,
     describe,
     fail,
@@ -52,16 +53,24 @@ _TENSOR = object()  # stands for a tensor among the static leaves of aux
 
 
 @typed
-def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
+def value_and_grad(loss_fn: Callable, has_aux: bool = False, *, argnums: Size | Sequence[Size] = 0) -> Callable:
     """Return a function that computes a loss and its gradients. The loss may call lookups anywhere.
 
     Args:
-      loss_fn: (params: Params, *args, **kwargs) -> f[], or (f[], aux) with `has_aux`. It may read tables only through
-        `lookup` and `lookup_sequence`, any number of times.
+      loss_fn: (params: Params, *args, **kwargs) -> f[], or (f[], aux) with `has_aux`. It may read the tables of Params
+        only through `lookup` and `lookup_sequence`, any number of times. In place of Params it may have any tree of
+        float tensors, such as a dict: all of its leaves get dense gradients.
+      argnums: the positional arguments by which the loss is differentiated, an int or a tuple of ints. At most one of
+        them is Params with tables.
 
     Returns:
       a function with the arguments of the loss, which returns (loss, grads) or ((loss, aux), grads). grads is a Params
-      with tables {name: RowGrads} (not coalesced), and dense like `params.dense`.
+      with tables {name: RowGrads} (not coalesced), and dense like `params.dense`. The gradient by another tree is like
+      the tree. For a tuple of `argnums` grads is a tuple.
+
+    A table that the loss also reads as a matrix (tied weights) gets one dense gradient of all its uses if it is a dense
+    leaf: lookup({"item": params.dense["item"]}, ids, features). The gradient, and an optimizer's update of it, then
+    cost as much as the whole table.
 
     Raises:
       TypeError: if a table is used densely, a dense leaf is not a float tensor, the loss is not a scalar, or the loss
@@ -93,15 +102,38 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
       (tensor(10.), tensor(2.), tensor([ 0.,  0., 10.]))
     """
 
-    with_overflows = value_grad_and_overflows(loss_fn, has_aux)
+    check("funcrec.value_and_grad", argnums_problems(argnums))
 
-    @functools.wraps(loss_fn)
-    def run(params: Params, *args, **kwargs):
-        value, grads, overflows = with_overflows(params, *args, **kwargs)
+    def of_params(loss_fn: Callable, *args, **kwargs) -> tuple[Any, Params]:
+        value, grads, overflows = value_grad_and_overflows(loss_fn, has_aux)(*args, **kwargs)
         if is_checking() and overflows:
             check_values("funcrec.value_and_grad", room_problems, overflows)
             check_gradients(value[0] if has_aux else value, grads)
         return value, grads
+
+    @functools.wraps(loss_fn)
+    def run(*args, **kwargs):
+        if argnums == 0 and (not args or isinstance(args[0], Params)):
+            return of_params(loss_fn, *args, **kwargs)
+        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        check("funcrec.value_and_grad", argument_problems(args, numbers))
+        own = [args[i] for i in numbers]
+        tables = next((x.tables for x in own if isinstance(x, Params) and x.tables), {})
+
+        def joined(params: Params, *args, **kwargs):
+            whole = list(args)
+            for i, x, dense in zip(numbers, own, params.dense, strict=True):
+                whole[i] = Params(params.tables if x.tables else x.tables, dense) if isinstance(x, Params) else dense
+            return loss_fn(*whole, **kwargs)
+
+        joined.__name__ = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        dense = [x.dense if isinstance(x, Params) else x for x in own]
+        value, grads = of_params(joined, Params(tables, dense), *args, **kwargs)
+        made = [
+            Params(grads.tables if x.tables else {}, d) if isinstance(x, Params) else d
+            for x, d in zip(own, grads.dense, strict=True)
+        ]
+        return value, made[0] if isinstance(argnums, int) else tuple(made)
 
     return run
 
@@ -206,6 +238,32 @@ def params_problems(params: object) -> Iterator[Problem]:
         yield from tensor_problems(t, f"params.tables[{name!r}]")
     hint = "numbers and integer tensors belong in the batch or in the loss's closure"
     yield from float_leaf_problems("`params.dense{}` cannot be differentiated.", params.dense, hint)
+
+
+def argnums_problems(argnums: int | Sequence[int]) -> Iterator[Problem]:
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    if not numbers or len(set(numbers)) < len(numbers):
+        yield Problem("`argnums` are not places of arguments.", f"{argnums}", "each place once", "argnums=(0, 1)")
+
+
+def argument_problems(args: tuple, numbers: Sequence[int]) -> Iterator[Problem]:
+    """Yield the reasons why a loss cannot be differentiated by these of its arguments."""
+    missing = [i for i in numbers if i >= len(args)]
+    if missing:
+        hint = "the arguments by place: f(params, batch)"
+        yield Problem("`argnums` names no positional argument.", f"{missing} of {len(args)}", "places of them", hint)
+        return
+    if sum(isinstance(args[i], Params) and bool(args[i].tables) for i in numbers) > 1:
+        need = "one Params with tables, and other trees"
+        yield Problem(
+            "two arguments of `argnums` have tables.", f"{numbers}", need, "one Params of all tables", TypeError
+        )
+    for i in numbers:
+        if isinstance(args[i], Params):
+            yield from params_problems(args[i])
+        else:
+            hint = "fr.Params(tables, dense), or a tree of float tensors"
+            yield from float_leaf_problems(f"`args[{i}]{{}}` cannot be differentiated.", args[i], hint)
 
 
 def check_gradients(loss: Tensor, grads: Params) -> None:

@@ -266,7 +266,8 @@ ROWS = {
     "accumulate_grads: candidates": e(
         lambda: fr.accumulate_grads(lambda p, b: fr.losses.in_batch_softmax(b, b, log_q=None), 2)(
             fr.Params({}, f32()), f32(2, 3)), ValueError, "the candidates of a micro-batch"),
-    "value_and_grad: params": e(lambda: fr.value_and_grad(lambda p: p)({"t": 1}), TypeError, "`params` is not Params"),
+    "value_and_grad: params": e(lambda: fr.value_and_grad(lambda p: p)({"t": 1}), TypeError,
+        "`args[0]['t']` cannot be differentiated"),
     "value_and_grad: dense int": e(lambda: fr.value_and_grad(lambda p: p.dense["n"])(fr.Params({}, {"n": i64(1)})),
         TypeError, "`params.dense['n']` cannot be differentiated", "i64[1]"),
     "value_and_grad: dense None": e(lambda: fr.value_and_grad(lambda p: f32())(fr.Params({}, None)), TypeError,

@@ -63,6 +63,7 @@ MAY_RETURN = (
     Row("an example is read when its tests run", "testing.law", r"example.*"),
     Row("a tolerance is any number from 0 on", "testing.law", "rtol|atol", {"7", "0"}),
     Row("a reference is any function", "testing.law", "reference", {"function", "class"}),
+    Row("places of arguments that a call may have", r"\.value_and_grad", r"argnums\[.*", {"7", "0"}),
     Row("a branch takes what it takes", r"\.cond", "x|true_fn|false_fn",
         TENSORS - {"numpy", "torchrec", "JaggedTensor"} | {"function", "class", "f64[]", "meta"}),
     Row("a predicate may be a bool", r"\.cond", "pred", {"True"}),
