@@ -7,7 +7,8 @@ of several axes; the first axis is the major one.
 Shapes: n ranks on the axis; x[r] is what rank r passes.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -24,12 +25,15 @@ T = Any  # a pytree of tensors
 def psum(x: T, axis_name: AxisName) -> T:
     """Return on each rank the sum over the ranks of an axis.
 
-    psum(x)[r] = Σ_s x[s]. One sender's x goes into every rank's sum. One receiver gets the sum of all. The transpose is
-    psum: each rank got the sum, so the transpose adds the cotangents of all ranks. If all ranks then compute the same
-    loss and the loss counts once, use `psum_invariant`.
+    Its gradient is that of jax.lax.psum in pmap and vmap, and with check_vma=False. By default (check_vma=True), the
+    gradient in jax.shard_map is that of `psum_invariant`: use it if all ranks compute the same loss from the sum, and
+    the loss counts once. The transpose of psum is psum: each rank got the sum, so it adds the cotangents of all ranks.
+
+    psum(x)[r] = Σ_s x[s]. One sender's x goes into every rank's sum. One receiver gets the sum of all.
 
     Args:
-      x: a tree of tensors, of one shape on all ranks.
+      x: a tree of tensors, of one shape on all ranks. Bools are counted in i64. A Python number is taken to be equal on
+        all ranks: its sum is the number n · x, and no rank sends anything.
       axis_name: a name, or a tuple of names for the ranks of all these axes.
 
     Shapes: x [...] -> [...].
@@ -96,7 +100,8 @@ def pvary(x: T, axis_name: AxisName) -> T:
 def pmean(x: T, axis_name: AxisName) -> T:
     """Return on each rank the mean over the ranks of an axis, psum(x) / n.
 
-    Its transpose is pmean.
+    Its transpose is pmean. The mean of integers and bools is in torch's default dtype of floats, from an exact sum in
+    i64. A Python number is taken to be equal on all ranks.
 
     Shapes: x [...] -> [...].
 
@@ -109,18 +114,29 @@ def pmean(x: T, axis_name: AxisName) -> T:
 
     Source: jax.lax.pmean.
     """
-    axes = _prepare("pmean", x, axis_name, need_float=True)
-    n = 1
-    for a in axes:
-        x, n = exchange("psum", x, a), n * a.size
-    leaves, structure = tree_flatten(x)
-    return tree_unflatten([y / n for y in leaves], structure)
+    axes = _prepare("pmean", x, axis_name, numbers=True)
+    n, is_exact = prod(a.size for a in axes), lambda y: not (y.is_floating_point() or y.is_complex())
+    total = _over(axes, x, lambda t, a: exchange("psum", t, a), lambda y: y.long() if is_exact(y) else y)
+    leaves, structure = tree_flatten(total)
+    return tree_unflatten([y / n if isinstance(y, Tensor) else float(y) for y in leaves], structure)
 
 
 def _reduce(kind: str, x: T, axis_name: AxisName) -> T:
-    for a in _prepare(kind, x, axis_name):
-        x = exchange(kind, x, a)
-    return x
+    axes = _prepare(kind, x, axis_name, numbers=True)
+    total = _over(axes, x, lambda t, a: exchange(kind, t, a), lambda y: y.long() if y.dtype == torch.bool else y)
+    leaves, structure = tree_flatten(total)
+    n = prod(a.size for a in axes)
+    return tree_unflatten([y if isinstance(y, Tensor) else n * y for y in leaves], structure)
+
+
+def _over(axes: Sequence[Axis], x: T, reduce: Callable, prepared: Callable[[Tensor], Tensor] = lambda y: y) -> T:
+    """Return the tree with its tensors reduced over the axes, one after the other. Python's numbers stay."""
+    leaves, structure = tree_flatten(x)
+    tensors = [prepared(y) for y in leaves if isinstance(y, Tensor)]
+    for a in axes if tensors else ():
+        tensors = reduce(tensors, a)
+    made = iter(tensors)
+    return tree_unflatten([next(made) if isinstance(y, Tensor) else y for y in leaves], structure)
 
 
 def pmax(x: T, axis_name: AxisName) -> T:
@@ -139,9 +155,7 @@ def pmax(x: T, axis_name: AxisName) -> T:
 
     Source: jax.lax.pmax.
     """
-    for a in _prepare("pmax", x, axis_name):
-        x = extremum("max", x, a)
-    return x
+    return _over(_prepare("pmax", x, axis_name, numbers=True), x, functools.partial(extremum, "max"))
 
 
 def pmin(x: T, axis_name: AxisName) -> T:
@@ -160,9 +174,7 @@ def pmin(x: T, axis_name: AxisName) -> T:
 
     Source: jax.lax.pmin.
     """
-    for a in _prepare("pmin", x, axis_name):
-        x = extremum("min", x, a)
-    return x
+    return _over(_prepare("pmin", x, axis_name, numbers=True), x, functools.partial(extremum, "min"))
 
 
 @typed
@@ -333,24 +345,25 @@ def axis_size(axis_name: AxisName) -> int:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def _prepare(name: str, x: T, axis_name: AxisName, need_float: bool = False) -> list[Axis]:
-    """Return the bound axes, and check the leaves."""
+def _prepare(name: str, x: T, axis_name: AxisName, numbers: bool = False) -> list[Axis]:
+    """Return the bound axes, and check the leaves. numbers: whether Python's numbers may be among them."""
     axes = bound_axes(f"funcrec.{name}", axis_name)
-    check(f"funcrec.{name}", leaf_problems(x, name, need_float))
+    check(f"funcrec.{name}", leaf_problems(x, name, numbers))
     return axes
 
 
-def leaf_problems(x: T, name: str, need_float: bool = False):
+def leaf_problems(x: T, name: str, numbers: bool = False):
+    need = "a tree of tensors and numbers" if numbers else "a tree of tensors"
     for path, leaf in paths(x):
         where = f"`x{path}`" if path.startswith("[") or not path else f"`x.{path}`"
+        if numbers and type(leaf) in (bool, int, float):
+            continue
         if not isinstance(leaf, Tensor):
-            yield Problem(f"{where} is not a tensor.", describe(leaf), "a tree of tensors", kind=TypeError)
-        elif name.startswith("psum") and leaf.dtype == torch.bool:
+            yield Problem(f"{where} is not a tensor.", describe(leaf), need, kind=TypeError)
+        elif name == "psum_scatter" and leaf.dtype == torch.bool:
             yield Problem(f"{where} cannot be summed.", describe(leaf), "numbers", "x.long()", TypeError)
         elif name in ("pmax", "pmin") and leaf.is_complex():
             yield Problem(f"{where} has no order.", describe(leaf), "real numbers", "x.abs()", TypeError)
-        elif need_float and not leaf.is_floating_point():
-            yield Problem(f"{where} has no mean.", describe(leaf), "floats", "x.float()", TypeError)
 
 
 def dim_problems(x: T, dim: int, *, extra: int = 0, name: str = "dim"):

@@ -25,6 +25,8 @@ MAY_RETURN = (
     # trees, where only the structure counts
     Row("a mapped function takes trees of any tensors", r"\.(un)?shard|\.shard_map", r"tree.*|x",
         TENSORS - {"f64[]"} | {"()", "JaggedTensor"}),
+    Row("sums, means and extrema take numbers", r"\.p(sum|sum_invariant|mean|max|min)", "x",
+        {"7", "-1", "0", "True", "nan", "{'q': 1}"}),
     Row("collectives take trees of tensors", r"\.(p\w+|all_\w+)", "x", TENSORS | {"()", "JaggedTensor"}),
     Row("trees of anything", r"tree\.(copy|flatten|leaves|nbytes|num_parameters|paths|structure)", r"tree.*"),
     Row("tables of a delta are not read among parameters", r"\.write_delta", r"params\.tables"),
