@@ -52,10 +52,10 @@ def scan(
       length: k. None takes it from `batches`.
       reverse: whether the steps take the last batch first. The metrics stay in the order of the batches.
       unroll: how a function that `jit` compiles holds the steps. True: k copies of the step are one graph, which
-        updates a donated state in place. False: the step is compiled once and called k times, which compiles k times
-        faster; the program copies the state once per call, then updates the copy in place. (Under grad, vmap and jvp
-        inside the compiled function, the steps are always unrolled.) To keep a donated state in place and compile one
-        step, scan over `jit(step, donate=...)` outside of other jitted functions.
+        updates a donated state in place. False: the step is compiled once, and Python calls it k times; the program
+        copies the state once per call, then updates the copy in place. (Under grad, vmap and jvp inside the compiled
+        function, the steps are always unrolled.) To keep a donated state in place and compile one step, scan over
+        `jit(step, donate=...)` outside of other jitted functions.
 
     Returns:
       The last state, and the metrics stacked along a new first dimension of size k. Numbers become tensors i64, f64
@@ -69,6 +69,9 @@ def scan(
         state become tensors, too.
 
     Law: the result has the same bits as k calls of `step`.
+
+    Cost: 16 steps of a small `train_step` compile in 5.9 s unrolled, and in 3.1 s as one step; a call of them takes 3.0
+      and 7.5 ms (one core of an EPYC). Choose unroll=False where steps are long, or k is large.
 
     Example:
       >>> import torch, funcrec as fr
