@@ -117,14 +117,14 @@ def lanczos(product: Callable, like: Any, *, steps: Count, key: Key) -> Spectrum
 
 @typed
 def conjugate_gradient(product: Callable, b: Any, *, steps: Count, damping: NotNegative = 0.0) -> Solution:
-    """Return x that solves (A + damping · I) x = b, for a symmetric matrix A without negative eigenvalues.
+    """Return x that solves (A + damping · I) x = b, for a symmetric A without negative eigenvalues, and the residual.
 
     Args:
       product: (vector) -> A times the vector, such as a product with a Gauss-Newton matrix.
-      b: a tree of floats f[...]. steps: the most products; after an exact solution the rest change nothing.
+      b: f[N], or another tree of floats. steps: the most products; after an exact solution the rest change nothing.
 
     Returns:
-      Solution(x, a tree like `b`, and residual f[]).
+      Solution(x, a tree like `b`, and residual, the norm of b - (A + damping · I) x).
 
     Raises:
       TypeError: if `b` has a leaf that is not a float tensor, or `product` returns another form.
