@@ -44,7 +44,7 @@ def hvp(loss_fn: Callable) -> Callable:
       >>> params = fr.Params({"item": torch.ones(1000, 1)}, torch.tensor(2.0))
       >>> product = fr.hvp(loss_fn)(params, params, ids)
       >>> product.tables["item"].coalesce().grads.flatten(), product.dense
-      (tensor([96., 24.]), tensor(40.))
+      (tensor([96., 24.]), tensor(60.))
 
     Source: Pearlmutter, "Fast exact multiplication by the Hessian" (1994); forward over reverse, as in JAX's cookbook.
     """

@@ -40,7 +40,7 @@ class Spectrum(NamedTuple):
 
     Example:
       >>> import torch, funcrec as fr
-      >>> fr.lanczos(lambda v: 3 * v, torch.zeros(2), steps=1, key=fr.key(0)).values
+      >>> fr.lanczos(lambda v: 3 * v, torch.zeros(2), steps=1, key=fr.key(0)).values.round(decimals=3)
       tensor([3.])
     """
 

@@ -89,7 +89,7 @@ def of_rows(fn: Callable, params: Params, *args: Any, **kwargs: Any) -> OfRows:
       >>> loss_fn = lambda p, ids: (fr.lookup(p.tables, ids, [clicked]).values * p.dense).square().sum()
       >>> of = fr.of_rows(loss_fn, fr.Params({"item": torch.ones(1000, 1)}, torch.tensor(2.0)), ids)
       >>> of.rows, torch.func.grad(of.fn)(of.params).tables["item"].flatten()
-      ({'item': tensor([2, 7])}, tensor([16.,  8.]))
+      ({'item': tensor([2, 7])}, tensor([32.,  8.]))
     """
     check(CALL, params_problems(params))
     check(CALL, kind_problems(params))

@@ -1,5 +1,6 @@
 """law makes a test of each law and transform; pytest collects them; each wrong function fails the test of its error."""
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -130,7 +131,9 @@ def test_bad_input():
 
 def collected(folder, *options):
     """Run pytest with the plugin in a folder, and return its output."""
-    command = [sys.executable, "-m", "pytest", "-p", "pytest_funcrec", "-p", "no:cacheprovider", "-q", *options]
+    is_installed = any(x.value == "pytest_funcrec" for x in importlib.metadata.entry_points(group="pytest11"))
+    plugin = [] if is_installed else ["-p", "pytest_funcrec"]  # pytest takes no plugin twice
+    command = [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", "-q", *options]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     return done.stdout + done.stderr
