@@ -223,15 +223,8 @@ def vjp_of(fn: Flat, n: int) -> Flat:
     """Return (*tensors, *cotangents of float results) -> the cotangents of the float ones of n tensors."""
 
     def pulled(*given: Tensor) -> list[Tensor]:
-        tensors, own = list(given[:n]), [i for i in range(n) if is_float(given[i])]
-
-        def of_floats(*xs):
-            whole = [*tensors]
-            for i, x in zip(own, xs, strict=True):
-                whole[i] = x
-            return tuple(y for y in fn(*whole) if is_float(y))
-
-        return list(torch.func.vjp(of_floats, *(tensors[i] for i in own))[1](tuple(given[n:])))
+        of_floats, floats = at_floats(fn, given[:n])
+        return list(torch.func.vjp(of_floats, *floats)[1](tuple(given[n:])))
 
     return pulled
 
@@ -240,17 +233,21 @@ def jvp_of(fn: Flat, n: int) -> Flat:
     """Return (*tensors, *tangents of the float ones of n tensors) -> the tangents of float results."""
 
     def pushed(*given: Tensor) -> list[Tensor]:
-        tensors, own = list(given[:n]), [i for i in range(n) if is_float(given[i])]
-
-        def of_floats(*xs):
-            whole = [*tensors]
-            for i, x in zip(own, xs, strict=True):
-                whole[i] = x
-            return tuple(y for y in fn(*whole) if is_float(y))
-
-        return list(torch.func.jvp(of_floats, tuple(tensors[i] for i in own), tuple(given[n:]))[1])
+        of_floats, floats = at_floats(fn, given[:n])
+        return list(torch.func.jvp(of_floats, tuple(floats), tuple(given[n:]))[1])
 
     return pushed
+
+
+def at_floats(fn: Flat, tensors: Sequence[Tensor]) -> tuple[Callable, list[Tensor]]:
+    """Return fn as a function of the float tensors alone, which returns its float results; and these tensors."""
+    places = [i for i, x in enumerate(tensors) if is_float(x)]
+
+    def of_floats(*floats: Tensor) -> tuple[Tensor, ...]:
+        whole = dict(enumerate(tensors)) | dict(zip(places, floats, strict=True))
+        return tuple(y for y in fn(*whole.values()) if is_float(y))
+
+    return of_floats, [tensors[i] for i in places]
 
 
 def filled(tensors: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor]:

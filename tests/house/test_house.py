@@ -41,6 +41,9 @@ FLOORS = {folder: floor for floor, row in enumerate(ORDER) for folder in row}
 # What a module may import at its top, besides the standard library and funcrec.
 THIRD_PARTY = {"torch", "optree", "numpy", "tqdm"}
 OPTIONAL = {f"testing.{m}": {"hypothesis"} for m in ("strategies", "_drawn", "_training_strategies")}
+OPTIONAL |= {"testing.pytest_funcrec": {"pytest"}}
+
+TOP = {"LICENSE", "Makefile", "README.md", "bench", "funcrec", "kernels", "pyproject.toml", "tests"}
 
 # What the implementations are made with; nothing imports them before they are chosen.
 PEERS = {"triton": "kernels.triton", "fbgemm_gpu": "kernels.fbgemm"}
@@ -144,6 +147,13 @@ def own_imports(name, *, lazy):
             whole = f"{inner}.{what}".removeprefix(".")
             found.add(whole if whole in FILES else inner)
     return found
+
+
+def test_nothing_else_lies_at_the_top():
+    """The files under version control lie in the four folders, or are one of the files that a project has."""
+    out = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    names = {line.split("/")[0] for line in out.splitlines()}
+    assert {n for n in names if not n.startswith(".")} == TOP
 
 
 def test_every_folder_has_a_place():

@@ -75,7 +75,8 @@ def test_few_steps_find_the_outermost_values_of_a_loss():
     read = torch.cat([(rows[:, None] * 3 + torch.arange(3)).flatten(), torch.arange(3000, 3003)])
     small = whole(at)[read][:, read]
     true = torch.linalg.eigvalsh(small)
-    assert abs(float(found.values[-1] - true[-1])) < 1e-3 * float(true.abs().max())
+    assert float(found.errors[-1]) < 1e-3 * float(true.abs().max())
+    assert abs(float(found.values[-1] - true[-1])) <= float(found.errors[-1]) + 1e-9  # the rounding of f64
 
 
 @settings(max_examples=20)
