@@ -181,6 +181,28 @@ def test_an_empty_batch_reads_no_rows():
     assert all(not g.to_dense().any() for g in product.tables.values())
 
 
+SMALL = {
+    "i32 ids": lambda lists: fr.KeyedJaggedTensor.from_lists(lists, dtype=torch.int32),
+    "shared bags": lambda lists: fr.dedup_bags(fr.KeyedJaggedTensor.from_lists({"a": lists["a"] * 2})),
+    "no id in range": lambda lists: fr.KeyedJaggedTensor.from_lists({"a": [[-1, 99]]}),
+}
+
+
+@pytest.mark.parametrize("ids", SMALL)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_products_of_other_ids_and_dtypes(ids, dtype):
+    """The product of tables of each dtype, and of ids of each form, has the bits of the dense tables'."""
+    own, g = SMALL[ids]({"a": [[1, 2, 2], [3], []]}), torch.Generator().manual_seed(0)
+    table, w = torch.randn(20, 3, generator=g).to(dtype), torch.randn(3, generator=g)
+    read = lambda p: (fr.lookup(p.tables, own, FEATURES[:1]).values.float() @ p.dense).tanh().square().sum()
+    dense = lambda t, w: read(fr.Params({"item": t}, w))
+    need = torch.func.jvp(torch.func.grad(dense, argnums=(0, 1)), (table, w), (table, w))[1]
+    params = fr.Params({"item": table}, w)
+    found = fr.hvp(read)(params, params)
+    got = found.tables["item"].to_dense() if "item" in found.tables else torch.zeros_like(table)
+    assert torch.equal(got.to(dtype), need[0]) and torch.equal(found.dense, need[1])
+
+
 @pytest.mark.parametrize("pooling", ["sum", "none"])
 def test_rows_that_were_not_read_are_nan(pooling):
     """A function that reads other rows when it is called again has NaN, and not zeros."""
