@@ -229,7 +229,7 @@ def decoded(t: Tensor, bits: int, dim: int) -> Tensor:
     """Return the numbers of a stored table, f32[R, D]."""
     if bits not in CODE_BITS:
         return t.to(torch.float32)
-    return ops.quantized_rows(t, torch.arange(t.shape[0], device=t.device), bits, dim)
+    return ops.quantized_rows(t.contiguous(), torch.arange(t.shape[0], device=t.device), bits, dim)
 
 
 def kind_problems(tables: Mapping[str, Any]) -> Iterator[Problem]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, describe, doubled, fail, kind_of, nearest, replace, reported
+from funcrec.core import Problem, describe, doubled, fail, kind_of, nearest, replace, reported, vmaps_of
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from funcrec.kernels import ops
 from funcrec.tables._configs import TABLE_HINT, FeatureConfig, TableConfig
 from funcrec.tables._kinds import LookupResult, is_plain, table_shapes
 from funcrec.tables._rowgrads import RowGrads
@@ -59,6 +60,20 @@ def tensor_problems(t: object, path: str) -> Iterator[Problem]:
         yield Problem(f"`{path}` is not a table.", describe(t), "f[num_embeddings, dim]", hint, TypeError)
     elif not isinstance(t, Tensor) or t.dim() != 2 or not t.is_floating_point() or t.itemsize < 2:  # float8 cannot add
         yield Problem(f"`{path}` is not a table.", describe(t), "f[num_embeddings, dim]", TABLE_HINT, TypeError)
+
+
+def gap_problems(
+    tables: Mapping[str, Tensor], features: Sequence[FeatureConfig], implementation: str | None
+) -> Iterator[Problem]:
+    """Yield a problem for each table that is a view with gaps.
+
+    The kernels of a CPU read rows that lie end to end. A copy in every lookup would cost as much as the table.
+    """
+    for name in dict.fromkeys(f.table for f in features):
+        t = tables[name]
+        if not t.is_contiguous() and not vmaps_of([t]) and ops.chosen(implementation, t.device) == "cpp":
+            got, hint = f"{describe(t)} with strides {t.stride()}", f"tables[{name!r}].contiguous(), once"
+            yield Problem(f"`tables[{name!r}]` is a view with gaps.", got, "rows end to end", hint)
 
 
 def row_problems(tables: Mapping[str, Tensor]) -> Iterator[Problem]:

@@ -24,6 +24,7 @@ from funcrec.tables._checks import (
     feature_key_problems,
     feature_list_problems,
     feature_table_problems,
+    gap_problems,
     no_feature,
     part_problems,
     read_problems,
@@ -349,6 +350,7 @@ def read_kind(
 ) -> LookupResult:
     """Return the result of a kind's `read`. Raise if it does not match the features, or its transpose the parts."""
     if is_plain(tables) or not features:  # Without features nothing is read.
+        check(call, gap_problems(tables, features, implementation))
         return read_plain(tables, ids, features, implementation)
     kind, heights = type(tables).__name__, {n: t.shape[0] for n, t in tables.items()}
     read = kind_of_tables(tables).read(tables, ids, features, implementation)

@@ -12,8 +12,9 @@ _I64, _U8, _BOOL = (torch.int64,), (torch.uint8,), (torch.bool,)
 
 def find_ids(tags: Tensor, entries: Tensor, ids: Tensor, valid: Tensor, shared: int, salt: int) -> Tensor:
     """Return the row of each id, i64[N]."""
-    ids, rows = ids.contiguous(), empty((ids.shape[0],), torch.int64)
-    vocabulary, _ = described([tags.contiguous(), entries.contiguous()], shared, salt)
+    state, ids = [tags.contiguous(), entries.contiguous()], ids.contiguous()  # copies that outlive the call
+    vocabulary, _ = described(state, shared, salt)
+    rows = empty((ids.shape[0],), torch.int64)
     call("find_ids", [*vocabulary, *ints(ids), check(valid, 0, _I64), rows.data_ptr()])
     return rows
 

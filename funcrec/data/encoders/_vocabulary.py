@@ -64,7 +64,7 @@ class FittedVocabulary:
         if "none" in (kind, self.kind):
             return np.zeros(len(values), np.int64)
         if {kind, self.kind} <= {"int", "uint"}:
-            return _find_integers(values, kind, self.values.cpu().numpy(), self.kind)
+            return _find_integers(values, kind, self.values.cpu().contiguous().numpy(), self.kind)
         if kind != self.kind:
             hint = f'column.cast("{"string" if self.kind == "text" else "int64"}"), or a vocabulary of such values'
             place.refuse_type(values.type, f"{self.kind}, as the vocabulary was learned from", hint)
@@ -84,8 +84,12 @@ class FittedVocabulary:
         import pyarrow as pa
 
         if self.kind in ("int", "uint", "none"):
-            return pa.array(self.values.cpu().numpy().view(np.uint64 if self.kind == "uint" else np.int64))
-        buffers = [None, pa.py_buffer(self.offsets.cpu().numpy()), pa.py_buffer(self.values.cpu().numpy())]
+            return pa.array(self.values.cpu().contiguous().numpy().view(np.uint64 if self.kind == "uint" else np.int64))
+        buffers = [
+            None,
+            pa.py_buffer(self.offsets.cpu().contiguous().numpy()),
+            pa.py_buffer(self.values.cpu().contiguous().numpy()),
+        ]
         kind = pa.large_string() if self.kind == "text" else pa.large_binary()
         return pa.Array.from_buffers(kind, self.num_ids - 1, buffers)
 
