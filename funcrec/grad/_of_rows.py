@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, paths, tree_structure, typed
-from funcrec.grad._row_tables import RowTables, places_of
+from funcrec.grad._row_tables import HeldRows, places_of
 from funcrec.grad._value_and_grad import find_sites, params_problems
 from funcrec.jagged import is_concrete
-from funcrec.tables import Params, RowGrads, is_plain, summed
+from funcrec.tables import Params, RowGrads, TableRef, is_plain, summed
 
 CALL = "funcrec.of_rows"
 
@@ -66,7 +66,7 @@ def of_rows(fn: Callable, params: Params, *args: Any, **kwargs: Any) -> OfRows:
 
     Args:
       fn: (params, *args, **kwargs) -> a tree of tensors, such as a loss or predictions. It reads tables only through
-        lookups, any number of times.
+        lookups, any number of times, under any names, and next to other tables.
       params: the tables are a plain dict {name: f[R, D]}.
       args, kwargs: the other arguments. They are part of the returned function.
 
@@ -101,7 +101,8 @@ def of_rows(fn: Callable, params: Params, *args: Any, **kwargs: Any) -> OfRows:
     own = Params({n: taken(params.tables[n], rows[n], params.tables[n], heights[n]) for n in rows}, params.dense)
 
     def small(point: Params) -> Any:
-        held = RowTables(dict(point.tables), rows, tuple(heights.items()))
+        check("funcrec.OfRows.fn", point_problems(own, point))
+        held = {n: TableRef(HeldRows(x, rows[n], heights[n]), n) for n, x in point.tables.items()}
         return fn(Params(held, point.dense), *args, **kwargs)
 
     return OfRows(small, own, rows, shapes)
@@ -157,6 +158,23 @@ def direction_problems(of: OfRows, direction: object) -> Iterator[Problem]:
         elif shape != need or not (isinstance(x, RowGrads) or is_float(x)):
             yield Problem(what, describe(x), f"f{list(need)}, or RowGrads of such a table")
     yield from dense_problems("direction", of, direction)
+
+
+def point_problems(own: Params, point: object) -> Iterator[Problem]:
+    """Report what is not small parameters: a table's rows may have another dtype, but no other shape."""
+    yield from params_like_problems("params", point)
+    if not isinstance(point, Params) or not isinstance(point.tables, Mapping):
+        return
+    if point.tables.keys() != own.tables.keys():
+        got, need = f"tables {list(point.tables)}", f"tables {list(own.tables)}, those of `params` of the OfRows"
+        yield Problem("`params.tables` are not the rows of the tables that are read.", got, need, kind=KeyError)
+        return
+    hint = "torch.func.grad_and_value(of.fn)(of.params), in place of fr.value_and_grad"
+    for name, x in point.tables.items():
+        need = own.tables[name]
+        if not is_float(x) or x.shape != need.shape:
+            got = "a table of a loss" if isinstance(x, TableRef) else describe(x)
+            yield Problem(f"`params.tables[{name!r}]` are not rows.", got, describe(need), hint, TypeError)
 
 
 def value_problems(of: OfRows, values: object) -> Iterator[Problem]:

@@ -69,7 +69,6 @@ from funcrec.tables._params import show_dense as show_dense
 from funcrec.tables._params import show_tables as show_tables
 from funcrec.tables._plain import is_read as is_read
 from funcrec.tables._plain import lookup_forms as lookup_forms
-from funcrec.tables._plain import marked as marked
 from funcrec.tables._plain import num_bags_of as num_bags_of
 from funcrec.tables._plain import pooled_read as pooled_read
 from funcrec.tables._plain import read_weights as read_weights

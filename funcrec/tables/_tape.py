@@ -163,9 +163,13 @@ def handed_over() -> Iterator[None]:
 
 
 class TableRef:
-    """A table inside a differentiated loss. It has a shape, a dtype and a device, and only lookups can read it."""
+    """A table inside a differentiated loss. It has a shape, a dtype and a device, and only lookups can read it.
 
-    def __init__(self, table: "Tensor | TableRef", name: str, tape: Tape):
+    table: a tensor, a ref of an enclosing loss, or a value that stands for a table: its class has a function `joined`
+      of a dict of tables, which returns tables of the kind that reads the dict. tape: None if no tape records it.
+    """
+
+    def __init__(self, table: Any, name: str, tape: Tape | None = None):
         self.table = table
         self.name = name
         self.tape = tape
@@ -202,7 +206,7 @@ class Owner(NamedTuple):
 
 
 def open_tables(tables: Any) -> tuple[Any, list[Owner]]:
-    """Return the plain tables, and the owners that want cotangents of these tables, the outermost first.
+    """Return the tables without refs, and the owners that want cotangents of these tables, the outermost first.
 
     Each of several nested losses has its own tape.
     """
@@ -211,10 +215,12 @@ def open_tables(tables: Any) -> tuple[Any, list[Owner]]:
     found: dict[int, tuple[Tape, list]] = {}
     while refs := {n: t for n, t in tables.items() if isinstance(t, TableRef)}:
         for n, t in refs.items():
-            found.setdefault(id(t.tape), (t.tape, []))[1].append((n, t.name))
+            if t.tape is not None:
+                found.setdefault(id(t.tape), (t.tape, []))[1].append((n, t.name))
         tables = with_parts(tables, {n: t.table if isinstance(t, TableRef) else t for n, t in tables.items()})
     owners = [Owner(tape, tuple(names)) for tape, names in found.values()]
-    return tables, sorted(owners, key=lambda o: o.tape.level)
+    joined = next((t.joined for t in tables.values() if hasattr(t, "joined")), lambda tables: tables)
+    return joined(tables), sorted(owners, key=lambda o: o.tape.level)
 
 
 def tapped(owners: Sequence[Owner], read: LookupResult, what: str, features: tuple) -> Any:

@@ -229,3 +229,63 @@ def test_a_penalty_of_the_tables_gradient_is_differentiated():
     need = torch.func.grad(dense)(params.tables)
     for name in ("item", "user"):
         assert torch.allclose(found.tables[name].to_dense(), need[name], rtol=1e-8, atol=1e-8)
+
+
+OTHER = "user"
+RENAMED = {
+    "another name": lambda p, look: look({"item": p.tables[OTHER]}),
+    "some tables": lambda p, look: look({n: t for n, t in p.tables.items() if n != "item"} | {"item": p.tables[OTHER]}),
+    "a dense table": lambda p, look: look({**p.tables, "item": p.dense["tied"]}) * look({"item": p.tables[OTHER]}),
+}
+FIRST = {
+    "rows": lambda p, f: fr.value_and_grad(lambda q: f(q.tables))(p)[1].tables[OTHER].to_dense(),
+    "dense": lambda p, f: torch.func.grad(f)(p.tables)[OTHER],
+}
+
+
+@pytest.mark.parametrize("pooling", ["sum", "max", "none"])
+@pytest.mark.parametrize("how", [*RENAMED, "a gradient"])
+def test_tables_may_have_other_names(how, pooling):
+    """A lookup of the function may give its tables other names, and read plain tables, too: values, gradients and
+    products are those of the whole tables. A gradient within the function has the rows of the whole table."""
+    ids = fr.KeyedJaggedTensor.from_lists({"a": [[1, 6], [3, 1]]})
+    features, g = [fr.FeatureConfig("a", table="item", pooling=pooling)], torch.Generator().manual_seed(0)
+
+    def look(tables):
+        if pooling == "none":
+            return fr.lookup_sequence(tables, ids, features)["a"].values.cos()
+        return fr.lookup(tables, ids, features)["a"].cos()
+
+    def read(p, form="rows"):
+        alone = lambda tables: look({"item": tables[OTHER]}).sin().sum()
+        x = RENAMED[how](p, look) if how in RENAMED else FIRST[form](p, alone)[1:4]
+        return (x * p.dense["w"]).square().sum()
+
+    normal = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64)
+    params = fr.Params({n: normal(*s) for n, s in ROWS.items()}, {"w": normal(3), "tied": normal(7, 3)})
+    of, v = fr.of_rows(read, params), direction(params, 1)
+    assert torch.equal(of.fn(of.params), read(params))
+    gradient = torch.func.grad(lambda p: read(p, "dense"))
+    product = torch.func.jvp(gradient, (params,), (v,))[1]
+    for found, need in (
+        (of.put(torch.func.grad(of.fn)(of.params)), gradient(params)),
+        (fr.hvp(read)(params, v), product),
+    ):
+        dense = dense_of(found)
+        assert_close((dense["dense"], [dense["tables"][n] for n in ROWS]), (need.dense, [need.tables[n] for n in ROWS]))
+
+
+def test_of_rows_refuses_other_forms_of_its_parameters():
+    """Its function takes small parameters, and torch.func's transforms: a value that it cannot read raises."""
+    params, batch = drawn(1)
+    of = fr.of_rows(loss_fn, params, batch)
+    with pytest.raises(TypeError, match=r"funcrec.OfRows.fn: `params.tables\['item'\]` are not rows"):
+        of.fn(fr.Params({n: params.tables[n] for n in of.rows}, params.dense))
+    with pytest.raises(TypeError, match=r"torch.func.grad_and_value\(of.fn\)"):
+        fr.value_and_grad(of.fn)(of.params)
+    with pytest.raises(KeyError, match=r"are not the rows of the tables that are read"):
+        of.fn(fr.Params({}, params.dense))
+    faked = lambda p: fr.lookup(fr.fake_quantize(p.tables), batch.ids, FEATURES[:1]).values.sum()
+    made = fr.of_rows(faked, fr.Params({"item": params.tables["item"].float()}, {}))
+    with pytest.raises(TypeError, match=r"funcrec.of_rows: the function reads its tables as another kind of tables"):
+        made.fn(made.params)
