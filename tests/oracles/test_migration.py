@@ -1,5 +1,6 @@
 """Every line of the migration table runs in both libraries. The results are equal."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -74,6 +75,22 @@ def test_a_wrong_line_is_seen(names):
     ]:  # fmt: skip
         with pytest.raises(AssertionError):
             compare(eval(left, names), eval(right, names), names)
+
+
+def test_the_tutorials_calls_exist():
+    """The names of TorchRec on the page of its tutorial are names of TorchRec's."""
+    page = (Path(fr.__file__).parent / "guide" / "pages" / "torchrec_tutorial.md").read_text()
+    prose = re.sub(r"```python.*?```", "", page, flags=re.DOTALL)
+    named = {n for code in re.findall(r"`([^`]+)`", prose) for n in re.findall(r"[A-Z]\w+[a-z]\w+|\w+_\w+(?=\()", code)}
+    places = [
+        "torchrec", "torchrec.distributed", "torchrec.distributed.embeddingbag", "torchrec.distributed.planner",
+        "torchrec.distributed.planner.types", "torchrec.distributed.types", "torchrec.inference.modules",
+        "torchrec.optim", "torchrec.optim.apply_optimizer_in_backward", "torchrec.optim.rowwise_adagrad",
+        "torchrec.sparse.jagged_tensor",
+    ]  # fmt: skip
+    found = [importlib.import_module(place) for place in places]
+    found += [torchrec.KeyedJaggedTensor, torchrec.distributed.planner.EmbeddingShardingPlanner, torch.nn.Module]
+    assert len(named) > 10 and {n for n in named if not any(hasattr(x, n) for x in found)} == set()
 
 
 # -- comparisons -----------------------------------------------------------------------------------------------------
