@@ -266,7 +266,8 @@ def _define(namespace: str, module: object) -> None:
             continue
         run, in_place, fake = getattr(module, written), None, FAKES.get(name, lambda *args: None)
         if written == "fused_update_":
-            run = stacks.update_of_members(run, lambda rule, *rest: RULES[rule].is_timed)
+            takes_members = getattr(module, "TAKES_MEMBERS", False)
+            run = stacks.update_of_members(run, lambda rule, *rest: RULES[rule].is_timed, takes_members)
         elif name in SUMS:
             run, fake = stacks.sums_of_members(run), stacks.sums_of_members(fake)
         elif name == "pooled_lookup":

@@ -32,12 +32,14 @@ def num_members(**operands: object) -> int | None:
     return None
 
 
-def update_of_members(update: Callable, is_timed: Callable[..., bool]) -> Callable:
+def update_of_members(update: Callable, is_timed: Callable[..., bool], takes_members: bool = False) -> Callable:
     """Return an update in place that takes stacks, made from an update that takes none.
 
     The signature is update(tables, slots, d, rows, offsets, weights, segments, lr, step, key, *rest), where `rest` is
     the rule and the rule's arguments. There is a call for each member if each member has its own rate or numbers, or
     its own step under a rule that reads the step.
+
+    takes_members: whether the given update takes stacks, rates, steps and numbers of members itself, in one call.
     """
 
     def run(tables, slots, d, rows, offsets, weights, segments, lr, step, key, *rest):
@@ -45,6 +47,8 @@ def update_of_members(update: Callable, is_timed: Callable[..., bool]) -> Callab
         k = num_members(tables=tables)
         if k is None:
             return update(tables, slots, *terms, segments, lr, step, key, *_rest_of_member(rest, 0))
+        if takes_members:
+            return update(tables, slots, *terms, segments, lr, step, key, *rest)
         own = _each(tables, k), _each(slots, k)
         if lr.dim() or (step.dim() and is_timed(*rest)) or _has_numbers(rest, RANKS["numbers"] + 1):
             for i in range(k):
@@ -185,16 +189,24 @@ def spread(
     terms: Sequence[Sequence[Tensor]], segments: Sequence[int], k: int, num_tables: int
 ) -> tuple[list, list[int]]:
     """Return the tensors and segments of the tables of all members. Table t of member i has number i · T + t."""
-    flat, places = [], []
+    each = zip(_TERMS, terms, strict=True)
+    flat = [[y for x in xs for y in (x.unbind(0) if x.dim() > RANKS[name] else (x,))] for name, xs in each]
+    return flat, list(segments_of_members(terms, segments, k, num_tables))
+
+
+def segments_of_members(
+    terms: Sequence[Sequence[Tensor]], segments: Sequence[int], k: int, num_tables: int
+) -> tuple[int, ...]:
+    """Return the segments of the tables of all members. A stack among the terms counts as its K tensors."""
+    places = []
     for name, xs in zip(_TERMS, terms, strict=True):
-        own, at = [], []
+        at, before = [], 0
         for x in xs:
             is_stack = x.dim() > RANKS[name]
-            at.append((len(own), int(is_stack)))
-            own += x.unbind(0) if is_stack else [x]
-        flat.append(own)
+            at.append((before, int(is_stack)))
+            before += k if is_stack else 1
         places.append(tuple(at))
-    return flat, list(_segments_of_members(tuple(segments), tuple(places), k, num_tables))
+    return _segments_of_members(tuple(segments), tuple(places), k, num_tables)
 
 
 @functools.lru_cache(maxsize=256)
@@ -236,6 +248,7 @@ def _rest_of_member(rest: tuple, i: int) -> tuple:
 
 
 def _hyper_of_member(rest: tuple, i: int) -> Sequence[float]:
+    """Return the numbers of a member, or those of all if `numbers` is no stack."""
     return _of_member(rest[4], i, RANKS["numbers"]).tolist() if _has_numbers(rest, RANKS["numbers"]) else rest[1]
 
 

@@ -42,3 +42,4 @@ from funcrec.kernels.cpp._vocabulary import find_ids as find_ids
 from funcrec.kernels.cpp._vocabulary import settle_ids_ as settle_ids_
 
 READS_STACKS = True  # whether pooled_lookup takes a stack of tables as one tensor
+TAKES_MEMBERS = True  # whether fused_update_ takes stacks

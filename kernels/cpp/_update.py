@@ -11,6 +11,7 @@ from funcrec.kernels.cpp import _native
 from funcrec.kernels.cpp._rules import Generated
 from funcrec.kernels.forms import accumulation_dtype, capacities, segments_of
 from funcrec.kernels.rules import RULES
+from funcrec.kernels.stacks import num_members, segments_of_members
 from torch import Tensor
 
 _NUMBERS = {name: i for i, name in enumerate(RULES)}  # csrc/formulas.h has the same numbers
@@ -21,14 +22,19 @@ def fused_update_(
     tables: Sequence[Tensor], slots: Sequence[Tensor], d: Sequence[Tensor], rows: Sequence[Tensor],
     offsets: Sequence[Tensor], weights: Sequence[Tensor], segments: Sequence[int], lr: Tensor, step: Tensor,
     key: Tensor | None, rule: str, hyper: Sequence[float], first: Tensor | None = None, dims: Sequence[int] = (),
+    numbers: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Apply `rule` (a name in rules.RULES) to every row that occurs in an entry, in place.
+
+    Tables and slots may be stacks of K members. Then each other tensor may be a stack, too, or serve all members.
+    Entries are grouped by row once for all members that share them.
 
     slots: each table's slots in the rule's order, one table after the other.
     lr: f64[]. step: i64[], the number of earlier steps.
     key: i64[T, S + 1, 4], which rounds 16-bit tables at random, as in `ops.fused_update`. None rounds to nearest.
     first, dims: i64[T], and the number of columns of each table's gradients, as in `ops.fused_update`; None and () if
       the tables hold whole rows.
+    numbers: f64[H], in place of `hyper`; None for `hyper`. Slots are those of `hyper`.
     """
     call = "fused_update_"
     names = _slot_names(call, rule, hyper)
@@ -37,9 +43,9 @@ def fused_update_(
             f"funcrec.kernels.cpp.{call}: `slots` does not match the tables.\n  got   {len(slots)} tensors\n"
             f"  need  {names} for each of {len(tables)} tables"
         )
-    numbers = [len(hyper), *array("q", array("d", hyper).tobytes())]
-    windows, terms = windows_of(call, tables, first, dims), (d, rows, offsets, weights, segments)
-    _update(call, tables, slots, terms, (lr, step, key), _NUMBERS[rule], numbers, names, windows=windows)
+    k, terms = num_members(tables=tables), (d, rows, offsets, weights, segments)
+    own, windows = _sets(call, rule, hyper, numbers, k), windows_of(call, tables, first, dims, k)
+    _update(call, tables, slots, terms, (lr, step, key), (_NUMBERS[rule], *own), names, windows=windows)
 
 
 def generated_update_(
@@ -70,38 +76,107 @@ def generated_update_(
         kept += (constants, pointers)
         codes.append((rule.rule, rule.prepare, pointers.buffer_info()[0], rule.shared_bytes, *rule.sizes))
     terms = (d, rows, offsets, weights, segments)
-    _update("generated_update_", tables, slots, terms, (lr, step, key), _GENERATED, [0], names, codes)
+    _update("generated_update_", tables, slots, terms, (lr, step, key), (_GENERATED, 1, array("d")), names, codes)
     del kept
 
 
-def _update(
-    call: str, tables, slots, terms, when, number: int, hyper, names: Sequence[str], codes=(), windows=None
-) -> None:  # fmt: skip
-    """Call `fused_update` in csrc/update.h with the numbers that it reads. names: the names of a table's slots."""
-    lr, step, key = when
-    lr, step = lr.to(torch.float64), step.to(torch.int64)
-    key = None if key is None else key.contiguous()
-    _check_numbers(call, (lr, step), key, tables, names)
-    keys = (0, 0) if key is None else (key.data_ptr(), key[0].nbytes if len(tables) else 0)
-    bad = array("q", [-1, -1])
-    numbers = [bad.buffer_info()[0], number, lr.data_ptr(), step.data_ptr(), *hyper, len(names), len(tables)]
-    numbers += _trained(tables, slots, len(names), keys, codes, windows)
-    numbers_of_terms, kept = _terms(*terms)
+def _update(call: str, tables, slots, terms, when, rule, names: Sequence[str], codes=(), windows=None) -> None:
+    """Call `fused_update` in csrc/update.h with the numbers that it reads.
+
+    when: (lr, step, key). rule: (its number, how many sets of hyper-parameters, f64 of all sets one after the other).
+    names: the names of a table's slots.
+    """
+    k, (lr, step, key), (number, sets, hyper) = num_members(tables=tables), when, rule
+    lr, step = lr.to(torch.float64).contiguous(), step.to(torch.int64).contiguous()
+    if k is not None:
+        _check_stacks(call, k, tables, slots, terms)
+        key = None if key is None else key.flatten(0, 1) if key.dim() == 4 else key.repeat(k, *[1] * (key.dim() - 1))
+    members, key = 1 if k is None else k, None if key is None else key.contiguous()
+    num_tables = members * len(tables)
+    _check_numbers(call, (lr, step), key, num_tables, names, members)
+    if k == 0:
+        return
+    # From here on, tables and slots are those of the first member, and moves are bytes from a member to the next.
+    moves = [x.stride(0) * x.itemsize for x in (*tables, *slots)] if k else []
+    if k:
+        tables, slots = [x[0] for x in tables], [x[0] for x in slots]
+    keys = (0, 0) if key is None else (key.data_ptr(), key[0].nbytes if num_tables else 0)
+    bad, each = array("q", [-1, -1]), len(hyper) // sets
+    numbers = [bad.buffer_info()[0], number, members, lr.numel(), lr.data_ptr(), step.numel(), step.data_ptr()]
+    numbers += (sets, each, _address(hyper), len(names), num_tables)
+    trained = _trained(tables, slots, len(names), keys, codes, windows)
+    numbers += _of_members(trained, tables, len(names), keys, windows, k, moves) if k else trained
+    numbers_of_terms, segments, kept = _terms(*terms, k, len(tables))
     _native.call("fused_update", numbers + numbers_of_terms)
-    _check_segments(call, bad[0], terms[-1])
+    _check_segments(call, bad[0], segments)
     if bad[0] < -1:
-        _fail_slot(call, tables, slots, names, -2 - bad[0])
+        table, name = divmod(-2 - bad[0], MOST_SLOTS)
+        _fail_slot(call, tables, slots, names, table % len(tables), name)
     if bad[1] >= 0:
-        _fail_window(call, tables[bad[1]], int(windows[0][bad[1]]), windows[1][bad[1]])
+        t = bad[1] % len(tables)
+        _fail_window(call, tables[t], windows[0].reshape(-1, len(tables))[:, t].tolist(), windows[1][t])
     del kept
 
 
-def _check_numbers(call: str, numbers: Sequence[Tensor], key: Tensor | None, tables, names: Sequence[str]) -> None:
-    if not all(x.numel() == 1 and x.is_cpu for x in numbers):
+def _sets(call: str, rule: str, hyper: Sequence[float], numbers: Tensor | None, k: int | None) -> tuple:
+    """Return (how many sets of hyper-parameters, f64 of all sets one after the other)."""
+    if numbers is None:
+        return 1, array("d", hyper)
+    own, shapes = numbers.to(torch.float64).contiguous(), [(len(hyper),), *([] if k is None else [(k, len(hyper))])]
+    if own.shape not in shapes or not own.is_cpu:
+        got, need = f"{list(own.shape)} on {own.device}", f"{' or '.join(f'f64{list(s)}' for s in shapes)} on cpu"
+        _native.fail(call, "`numbers` does not match the rule and the members.", got, need, "hyper")
+    slots_with = RULES[rule].slots_with
+    if RULES[rule].optional and any(slots_with(x) != slots_with(hyper) for x in own.view(-1, len(hyper)).tolist()):
+        need = f"0 for {[name for _, name in RULES[rule].optional]} where `hyper` has 0, and nowhere else"
+        _native.fail(call, "`numbers` stands for other slots than `hyper`.", own.tolist(), need, "another `hyper`")
+    return own.numel() // len(hyper), own.flatten()
+
+
+def _address(numbers: array | Tensor) -> int:
+    return numbers.buffer_info()[0] if isinstance(numbers, array) else numbers.data_ptr()
+
+
+def _of_members(
+    numbers: list[int], tables: Sequence[Tensor], each: int, keys: tuple[int, int], windows, k: int, moves: list[int]
+) -> list[int]:  # fmt: skip
+    """Return the numbers of `_trained` for the tables of all members, from those of the first member.
+
+    moves: the bytes from a member to the next of each table, then of each slot.
+    """
+    width, count, before = len(numbers) // len(tables), len(tables), 4 + 3 * each
+    by = {0: moves[:count]} | {4 + 3 * j: moves[count + j :: each] for j in range(each)}
+    by[before] = [keys[1] * count if x else 0 for x in numbers[before::width]]
+    by[before + 2] = [8 * count if windows is not None and windows[0].dim() > 1 else 0] * count
+    out = numbers * k
+    for column, own in by.items():
+        out[column::width] = [x + i * y for i in range(k) for x, y in zip(numbers[column::width], own, strict=True)]
+    return out
+
+
+def _check_stacks(call: str, k: int, tables, slots, terms) -> None:
+    """Raise unless tables and slots are stacks of K members that share no memory, and all other stacks have K members.
+
+    The kernel computes from the first member where the other members lie."""
+    others = [x for rank, xs in zip((2, 1, 1, 1), terms, strict=False) for x in xs if x.dim() > rank]
+    if any(x.dim() != 3 for x in tables) or any(x.dim() < 2 or x.shape[0] != k for x in (*tables, *slots, *others)):
+        got = sorted({tuple(x.shape) for x in (*tables, *slots, *others)})
+        _native.fail(call, "stacks have different numbers of members.", got, f"[{k}, ...]", "torch.func.vmap")
+    for x in (*tables, *slots):
+        if k > 1 and x.numel() and x.stride(0) < x.numel() // k:
+            got = f"strides {x.stride()} of shape {tuple(x.shape)}"
+            _native.fail(call, "members of a stack share memory.", got, "one member after the other", "x.contiguous()")
+
+
+def _check_numbers(
+    call: str, numbers: Sequence[Tensor], key: Tensor | None, num_tables: int, names: Sequence[str], members: int
+) -> None:  # fmt: skip
+    if not all((x.numel() == 1 or x.shape == (members,)) and x.is_cpu for x in numbers):
         got = [f"{list(x.shape)} on {x.device}" for x in numbers]
-        _native.fail(call, "`lr` or `step` is not one number.", got, "f64[] and i64[] on cpu", "torch.tensor(lr)")
-    if key is not None and not fits_keys(key, len(tables)):
-        got, need = f"{key.dtype}{list(key.shape)} on {key.device}", f"i64[{len(tables)}, S + 1, 4] on cpu"
+        need = f"f64[] and i64[] on cpu{f', or [{members}]' * (members > 1)}"
+        _native.fail(call, "`lr` or `step` is not one number.", got, need, "torch.tensor(lr)")
+    if key is not None and not fits_keys(key, num_tables):
+        got, need = f"{key.dtype}{list(key.shape)} on {key.device}", f"i64[{num_tables}, S + 1, 4] on cpu"
         _native.fail(call, "`key` does not match.", got, need, "None to round to nearest")
     if len(names) > MOST_SLOTS:
         _native.fail(
@@ -120,9 +195,12 @@ def fits_keys(key: Tensor, num_tables: int) -> bool:
     return ends and bool((key[:, -1, 1] == last).all()) and not bool((key[..., 2] & ~3).any())
 
 
-def windows_of(call: str, tables: Sequence[Tensor], first: Tensor | None, dims: Sequence[int]):
+def windows_of(
+    call: str, tables: Sequence[Tensor], first: Tensor | None, dims: Sequence[int], k: int | None = None
+):  # fmt: skip
     """Return (first, dims) if tables hold only some columns of rows, else None."""
-    if len(dims) not in (0, len(tables)) or (len(dims) > 0 and (first is None or first.shape != (len(tables),))):
+    shapes = (len(tables),), (k, len(tables))
+    if len(dims) not in (0, len(tables)) or (len(dims) > 0 and (first is None or first.shape not in shapes)):
         raise ValueError(
             f"funcrec.kernels.cpp.{call}: the windows do not match the tables.\n"
             f"  got   {len(dims)} dims, first {None if first is None else list(first.shape)}\n  need  one "
@@ -201,34 +279,45 @@ def _write_out(call: str, d, rows, offsets, weights, segments, shapes) -> list[T
         numbers += (more[0].data_ptr(), more[1].data_ptr()) if sums else (0, 0)
         numbers.append(grads.data_ptr())
         out += [taken, grads, *more]
-    numbers_of_terms, kept = _terms(d, rows, offsets, weights, segments)
+    numbers_of_terms, _, kept = _terms(d, rows, offsets, weights, segments)
     _native.call("write_out", numbers + numbers_of_terms)
     _check_segments(call, bad[0], segments)
     del kept
     return out
 
 
-def _terms(d, rows, offsets, weights, segments) -> tuple[list[int], object]:
-    """Return the numbers that `Terms` in csrc/terms.h reads, and the tensors that must outlive the call."""
+def _terms(
+    d, rows, offsets, weights, segments, k: int | None = None, num_tables: int = 0
+) -> tuple[list[int], Sequence[int], tuple]:
+    """Return the numbers that `Terms` in csrc/terms.h reads, the segments, and the tensors that must outlive the call.
+
+    k: the number of members, or None without stacks. num_tables: the number of a member's tables.
+    """
     d = [_gradient(x) for x in d]
     if len({x.dtype for x in d}) > 1:
         d = [x.to(torch.float64) for x in d]
     rows, offsets = [x.contiguous() for x in rows], [x.contiguous() for x in offsets]
     weights = [(x if x.dtype == torch.float64 else x.to(torch.float32)).contiguous() for x in weights]
-    numbers = [len(d), len(rows), len(offsets), len(weights), len(segments) // 10]
-    for x in d:
-        numbers += _native.matrix(x)
-    for describe, each in ((_native.ints, rows), (_native.bounds, offsets), (_native.reals, weights)):
-        for x in each:
-            numbers += describe(x)
-    numbers += segments
-    return numbers, (d, rows, offsets, weights)
+    terms, counts, described = (d, rows, offsets, weights), [], []
+    if k:
+        segments = segments_of_members(terms, segments, k, num_tables)
+    forms = (_native.matrix, 2), (_native.ints, 1), (_native.bounds, 1), (_native.reals, 1)
+    for (describe, rank), xs in zip(forms, terms, strict=True):
+        counts.append(0)
+        for x in xs:
+            is_stack = k and x.dim() > rank
+            counts[-1] += k if is_stack else 1
+            at, *form = describe(x[0] if is_stack else x)
+            described += (at, *form)
+            if is_stack:
+                described += [n for i in range(1, k) for n in (at + i * x.stride(0) * x.itemsize, *form)]
+    return [*counts, len(segments) // 10, *described, *segments], segments, terms
 
 
 def _gradient(x: Tensor) -> Tensor:
     """Return x in f32 or f64 with contiguous rows."""
     x = x if x.dtype == torch.float64 else x.to(torch.float32)
-    return x if x.dim() != 2 or x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous()
+    return x if x.dim() < 2 or x.shape[-1] < 2 or x.stride(-1) == 1 else x.contiguous()
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------
@@ -248,8 +337,9 @@ def _slot_names(call: str, rule: str, hyper: Sequence[float]) -> tuple[str, ...]
     return RULES[rule].slots_with(hyper)
 
 
-def _fail_slot(call: str, tables: Sequence[Tensor], slots: Sequence[Tensor], names: Sequence[str], number: int) -> None:
-    table, name = divmod(number, MOST_SLOTS)
+def _fail_slot(
+    call: str, tables: Sequence[Tensor], slots: Sequence[Tensor], names: Sequence[str], table: int, name: int
+) -> None:  # fmt: skip
     slot, of = slots[table * len(names) + name], tables[table]
     raise ValueError(
         f"funcrec.kernels.cpp.{call}: slot {names[name]!r} of table {table} does not fit.\n"
@@ -259,7 +349,8 @@ def _fail_slot(call: str, tables: Sequence[Tensor], slots: Sequence[Tensor], nam
     )
 
 
-def _fail_window(call: str, table: Tensor, first: int, dim: int) -> None:
+def _fail_window(call: str, table: Tensor, firsts: list[int], dim: int) -> None:
+    first = next(x for x in firsts if not 0 <= x <= dim - table.shape[1])
     raise ValueError(
         f"funcrec.kernels.cpp.{call}: a table's columns are not among those of its gradients.\n"
         f"  got   columns [{first}, {first + table.shape[1]}) of gradients with {dim}\n  need  0 <= first, "

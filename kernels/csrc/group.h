@@ -58,7 +58,7 @@ struct Class {
   int64_t block, part, parts;
 };
 
-// The entries of a class of rows, sorted by row, and the places of their gradients.
+// The entries of a class of rows, sorted by row, and the places of their gradients. `aim` moves the places to another table's gradients.
 class Group {
  public:
   const Entry* entries = nullptr;
@@ -94,11 +94,11 @@ class Group {
     sources_ = plain ? nullptr : many_.need(most + 1);
     size = 0;
     is_wide = terms.is_wide;
+    parts_.clear();
     for (const Segment* s : mine) {
-      const Matrix& d = terms.d[s->d];
-      const int64_t bytes = terms.is_wide ? 8 : 4;
-      stride_ = d.stride * bytes;
-      base_ = d.data + s->column * bytes;
+      stride_ = terms.stride(*s);
+      base_ = terms.begin(*s);
+      parts_.push_back({s, size});
       with_int_type(terms.rows[s->rows].dtype, [&](auto tag) {
         using I = typename decltype(tag)::type;
         plain ? collect<I, true>(terms, *s, c, num_rows, out) : collect<I, false>(terms, *s, c, num_rows, out);
@@ -110,7 +110,23 @@ class Group {
     entries = sort(out, second_.need(size), size, uint32_t(first), last - first + 1);
   }
 
+  // Moves the places of all gradients from those of one table to those of another, whose segments are alike.
+  void aim(const Terms& terms, int64_t from, int64_t to) {
+    for (size_t i = 0; i < parts_.size(); i++) {
+      const Segment*& s = parts_[i].segment;
+      const auto& mine = terms.of[from];
+      const Segment* const next = terms.of[to][std::lower_bound(mine.begin(), mine.end(), s) - mine.begin()];
+      const char *const was = terms.begin(*s), *const is = base_ = terms.begin(*next);
+      const int64_t end = i + 1 < parts_.size() ? parts_[i + 1].first : size;
+      for (int64_t k = parts_[i].first; sources_ && k < end; k++) sources_[k].d = is + (sources_[k].d - was);
+      s = next;
+    }
+  }
+
  private:
+  // The entries of a segment begin at this place in the order of collection.
+  struct Part { const Segment* segment; int64_t first; };
+
   template <class I, bool PLAIN>
   void collect(const Terms& terms, const Segment& s, const Class& c, int64_t num_rows, Entry* out) {
     const I* rows = terms.rows[s.rows].as<I>();
@@ -161,6 +177,7 @@ class Group {
   const char* base_ = nullptr;
   int64_t stride_ = 0;
   Source* sources_ = nullptr;
+  std::vector<Part> parts_;
   Scratch<Entry> first_, second_;
   Scratch<Source> many_;
   Scratch<uint32_t> counts_;

@@ -51,6 +51,19 @@ struct Terms {
     }
   }
 
+  // The address of the gradient of bag 0 of a segment, and the bytes from a bag's gradient to the next.
+  const char* begin(const Segment& s) const { return d[s.d].data + s.column * (is_wide ? 8 : 4); }
+  int64_t stride(const Segment& s) const { return d[s.d].stride * (is_wide ? 8 : 4); }
+
+  // Whether two tables have the same entries with the same multipliers. The gradients may lie elsewhere, with the same strides.
+  bool are_alike(int64_t one, int64_t other) const {
+    const auto same = [&](const Segment* a, const Segment* b) {
+      return a->rows == b->rows && a->offsets == b->offsets && a->first_bag == b->first_bag && a->num_bags == b->num_bags &&
+             a->max_length == b->max_length && a->mean == b->mean && a->weights == b->weights && d[a->d].stride == d[b->d].stride;
+    };
+    return std::equal(of[one].begin(), of[one].end(), of[other].begin(), of[other].end(), same);
+  }
+
   // The multiplier of position i's gradient.
   double scale(const Segment& s, int64_t i, int64_t length) const {
     return (s.weights < 0 ? 1 : Reals(weights[s.weights])[i]) / double(length);

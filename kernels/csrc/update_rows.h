@@ -14,7 +14,7 @@ constexpr int64_t FETCH_AHEAD = 32;  // entries between an entry's prefetch into
 constexpr int64_t TOUCH_BYTES = 2048;  // bytes of rows and slots between the touch and the use
 
 // A table, the slots, the keys of random bits (or none), and a user's rule if there is one. Gradients have `wide` columns. If the table has
-// fewer columns, its columns begin at column *first of the gradients.
+// fewer columns, its columns begin at column *first of the gradients. lr, t and numbers are those of the table's member of an ensemble.
 struct Trained {
   Table table;
   Vector slots[MOST_SLOTS];
@@ -22,6 +22,8 @@ struct Trained {
   const int64_t* first;
   int64_t wide;
   Code code;
+  double lr, t;
+  const double* numbers;
 
   bool is_window() const { return wide > table.dim; }
 };

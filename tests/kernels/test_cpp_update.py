@@ -316,3 +316,49 @@ def test_unfit_slots_and_rules_are_named():
         update([], "sgd", [])
     with pytest.raises(ValueError, match="`rule` is unknown"):
         update([], "adamax", [])
+
+
+STACKS = [torch.ones(3, 4, 2), torch.ones(3, 5, 2)]
+SUMS = {"rule": "adagrad", "hyper": [0.0, 0.0]}
+MISFITS = {
+    "tables of two and three members": {"tables": [STACKS[0], STACKS[1][:2]]},
+    "a table that is not a stack": {"tables": [STACKS[0], STACKS[1][0]]},
+    "one table for all members": {"tables": [torch.ones(4, 2).expand(3, 4, 2), STACKS[1]]},
+    "gradients of two members": {"d": [torch.ones(2, 2, 2)]},
+    "rows of two members": {"rows": [torch.zeros(2, 2, dtype=torch.int64)]},
+    "numbers of two members": {"numbers": torch.ones(2, 1, dtype=torch.float64)},
+    "numbers of another rule": {"numbers": torch.ones(2, dtype=torch.float64)},
+    "rates of two members": {"lr": torch.ones(2)},
+    "steps of four members": {"step": torch.zeros(4)},
+    "slots of two members": {**SUMS, "slots": [torch.ones(3, 4, 2), torch.ones(2, 5, 2)]},
+    "slots of other rows": {**SUMS, "slots": [torch.ones(3, 4, 2), torch.ones(3, 4, 2)]},
+    "keys of two members": {"key": torch.tensor([[[[0, 0, 0, 1], [0, 2**63 - 1, 0, 0]]] * 2] * 2)},
+    "windows of two members": {"first": torch.zeros(2, 2, dtype=torch.int64), "dims": [2, 2]},
+    "numbers of other slots": {
+        "rule": "rmsprop", "hyper": [0.5] * 4, "slots": [x.clone() for x in STACKS for _ in range(2)],
+        "numbers": torch.tensor([[0.5] * 4, [0.5, 0.5, 0.0, 0.5], [0.5] * 4], dtype=torch.float64),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_stacks_of_other_members_are_refused(name):
+    """Stacks that do not have one number of members, or that share memory, raise before a row is written."""
+    given = {
+        "tables": [x.clone() for x in STACKS], "slots": [], "d": [torch.ones(3, 2, 2)], "rows": [torch.tensor([0, 1])],
+        "offsets": [], "weights": [], "segments": [0, 0, 0, 0, -1, 0, 2, 0, 0, -1], "lr": torch.tensor(0.1),
+        "step": torch.tensor(0), "key": None, "rule": "sgd", "hyper": [0.0],
+    }  # fmt: skip
+    wrong = {**given, **MISFITS[name]}
+    with pytest.raises(ValueError) as error:
+        _update.fused_update_(**wrong)
+    assert "funcrec.kernels.cpp.fused_update_: " in str(error.value) and "\n  got " in str(error.value)
+    assert all(bool((t == 1).all()) for t in wrong["tables"])
+    _update.fused_update_(**given)
+    assert torch.equal(given["tables"][0][:, 0], torch.full((3, 2), 0.9))
+
+
+def test_no_members():
+    """Stacks without members have nothing to update."""
+    given = ([torch.ones(0, 2, 2)], [torch.tensor([0, 1])], [], [], [0, 0, 0, 0, -1, 0, 2, 0, 0, -1])
+    _update.fused_update_([torch.ones(0, 4, 2)], [], *given, torch.ones(0), torch.tensor(0), None, "sgd", [0.0])

@@ -19,6 +19,7 @@ FEW = {
     "generated_update": 3,
     "fused_update": 40,
     "windowed_update": 20,
+    "stacked_update": 40,
     "empty_update": 20,
     "pooled_lookup": 75,
     "quantized_lookup": 75,

@@ -7,13 +7,16 @@ vmap(f)(stacked) = stack over k of f(member k),   with one call of each operator
 
 import contextlib
 import functools
+from unittest import mock
 
 import pytest
 import torch
 from funcrec.kernels import ops
+from funcrec.kernels.cpp import _native
 from funcrec.kernels.rules import RULES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs.surroundings import on_threads
 from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -322,6 +325,117 @@ def test_random_rounding_is_the_members_own():
         got = vmap(opt.update)(stack(GRADS), slots, tables, steps)
         want = [opt.update(GRADS[i], member(slots, i), member(tables, i), steps[i]) for i in range(K)]
         assert_trees_close(got, stack(want))
+
+
+K_APART, BAGS, DIMS = 3, 400, (5, 4)
+
+
+def drawn_members(rule: str, dtype: torch.dtype, apart: tuple[str, ...], seed: int = 0):
+    """Return (tables, slots, terms, in_dims of the terms, segments, numbers) of three members.
+
+    Three features with bags read two tables, with sums, means and weights, beside entries without bags. Ids lie also
+    outside the tables. Member 1 has no id if rows are apart."""
+    g = torch.Generator().manual_seed(seed)
+    acc = F64 if dtype == F64 else torch.float32
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=acc)
+    ids = lambda *shape: torch.randint(-1, 310, shape, generator=g)
+    own = lambda name, make: torch.stack([make() for _ in range(K_APART)]) if name in apart else make()
+    offsets = lambda: torch.sort(torch.randint(0, 1600, (3 * BAGS + 1,), generator=g))[0]
+    d = [draw(K_APART, BAGS, 3 * DIMS[0] + DIMS[1]), draw(K_APART, 700, DIMS[0])]
+    rows = [own("rows", lambda: ids(1600)), own("rows", lambda: ids(700))]
+    for x in rows if "rows" in apart else ():
+        x[1] = -1
+    terms = [d, rows, [own("offsets", offsets)], [own("weights", lambda: draw(1600).abs())]]
+    parts = [
+        ops.Segment(0, 0, 0, 0, 0, 0, BAGS, 0, False, -1), ops.Segment(0, 0, 5, 0, 0, BAGS, BAGS, 3, True, 0),
+        ops.Segment(0, 1, 0, 1, -1, 0, 700, 0, False, -1), ops.Segment(1, 0, 15, 0, 0, 2 * BAGS, BAGS, 0, False, -1),
+    ]  # fmt: skip
+    dims = [[0 if x.dim() > rank else None for x in xs] for rank, xs in zip((2, 1, 1, 1), terms, strict=True)]
+    tables = [draw(K_APART, 40, DIMS[0]).to(dtype), draw(K_APART, 300, DIMS[1]).to(dtype)]
+    slots = [[draw(*t.shape[: 3 if wide else 2]).abs() for wide in RULES[rule].wide] for t in tables]
+    numbers = torch.rand(K_APART, len(RULES[rule].hyper), generator=g, dtype=F64) * 0.5
+    optional = torch.tensor([n in dict(RULES[rule].optional).values() for n in RULES[rule].hyper])
+    zero = (torch.rand(numbers.shape, generator=g) < 0.3) & ~optional
+    return tables, slots, terms, dims, parts, numbers.masked_fill(zero, 0)
+
+
+def assert_members_are_alone(rule, dtype, apart, key=None, lr=(0.1, 0.3, 0.01), threads=1):
+    """One call of the compiled update for all members has the bits of the members' own calls. Returns the tables."""
+    tables, slots, terms, in_dims, parts, numbers = drawn_members(rule, dtype, apart)
+    lr, steps = torch.tensor(lr, dtype=F64), torch.tensor([0, 4, 9])
+
+    def update(tables, slots, terms, lr, step, key, numbers):
+        given = ops.Terms(*terms, parts)
+        return ops.fused_update(tables, slots, given, lr, step, key, rule, [0.5] * len(numbers), None, (), numbers)
+
+    at = (0, 0, in_dims, 0, 0, None if key is None else 0, 0)
+    of_terms = lambda i: [
+        [x[i] if dim == 0 else x for x, dim in zip(*xs, strict=True)] for xs in zip(terms, in_dims, strict=True)
+    ]
+    own_key = lambda i: None if key is None else key[i]
+    alone = lambda i: update(*member([tables, slots], i), of_terms(i), lr[i], steps[i], own_key(i), numbers[i])
+    entry, calls = _native.call, []
+    with on_threads(threads), mock.patch.object(_native, "call", lambda name, x: (calls.append(name), entry(name, x))):
+        got = vmap(update, in_dims=at)(tables, slots, terms, lr, steps, key, numbers)
+        assert calls == ["fused_update"]
+        assert_trees_close(got, stack([alone(i) for i in range(K_APART)]))
+    assert not torch.equal(got[0][0][0], tables[0][0])
+    assert "rows" not in apart or torch.equal(got[0][0][1], tables[0][1])
+    return got[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, F64], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_members_with_their_own_numbers_have_the_bits_of_a_loop(rule, dtype):
+    """One update serves members with rates, steps and hyper-parameters of their own, whether or not they share ids,
+    on any number of threads. Each member has the bits of its own update."""
+    for apart, threads in (((), 1), ((), 8), (("rows",), 3), (("offsets", "weights"), 1)):
+        assert_members_are_alone(rule, dtype, apart, threads=threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_members_with_their_own_keys_round_alone(dtype):
+    """Members with rates and keys of their own round at random as alone."""
+    key = torch.tensor([[[[7 * i + t, 0, i, 9], [0, 2**63 - 1, 0, 0]] for t in (0, 1)] for i in range(K_APART)])
+    made = [assert_members_are_alone("adam", dtype, (), key=k)[0] for k in (key, key + torch.tensor([5, 0, 0, 0]))]
+    assert not torch.equal(*made)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+def test_members_with_their_own_windows(rule):
+    """Members that hold other columns of their rows each update their own columns. A window outside the gradient
+    raises."""
+    g = torch.Generator().manual_seed(0)
+    tables, d, lr = torch.randn(3, 6, 2, generator=g), torch.randn(3, 4, 7, generator=g), torch.tensor([1.0, 0.1, 0.3])
+    slots = [torch.rand(3, 6, 2, generator=g) for _ in RULES[rule].slots]
+    parts, hyper = [ops.Segment(0, 0, 1, 0, -1, 0, 4, 0, False, -1)], [0.5] * len(RULES[rule].hyper)
+
+    def update(table, slots, d, lr, first):
+        terms = ops.Terms([d], [torch.tensor([5, 0, 5, -1])], [], [], parts)
+        given = ops.fused_update([table], [slots], terms, lr.double(), torch.tensor(3), None, rule, hyper, first, (5,))
+        return given[0][0], given[1][0]
+
+    first = torch.tensor([[0], [3], [1]])
+    got = vmap(update)(tables, slots, d, lr, first)
+    assert_trees_close(got, stack([update(*member([tables, slots, d, lr, first], i)) for i in range(3)]))
+    assert not torch.equal(got[0], tables)
+    with pytest.raises(ValueError, match=r"columns \[4, 6\) of gradients with 5"):
+        vmap(update)(tables, slots, d, lr, first + torch.tensor([[0], [1], [0]]))
+
+
+def test_a_rate_that_is_nan_is_its_members_own():
+    """A member whose rate is NaN has NaN in the rows that it reads. Other members have their own numbers."""
+    for tables in assert_members_are_alone("rowwise_adagrad", torch.float32, (), lr=(0.1, torch.nan, 0.01)):
+        assert [bool(t.isnan().any()) for t in tables] == [False, True, False]
+
+
+def test_members_of_members():
+    """vmap of vmap of an update with rates of both levels has the bits of a loop."""
+    rates, table = torch.tensor([[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]]), torch.arange(8.0).reshape(4, 2)
+    grads = fr.RowGrads.from_entries(torch.tensor([2, 0, 2, 9]), torch.ones(4, 2), num_embeddings=4)
+    one = lambda rate: fr.optim.sgd(lr=rate).update({"x": grads}, {"x": {}}, {"x": table}, 0)[0]["x"]
+    want = torch.stack([torch.stack([one(x) for x in xs]) for xs in rates])
+    assert torch.equal(vmap(vmap(one))(rates), want) and torch.equal(vmap(one)(rates[0]), want[0])
 
 
 # -- whole steps -------------------------------------------------------------------------------------------------

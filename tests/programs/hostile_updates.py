@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from unittest import mock
 
 import torch
-from funcrec.kernels import ops, reference
+from funcrec.kernels import cpp, ops, reference
+from funcrec.kernels.rules import RULES
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -17,7 +18,7 @@ import funcrec as fr
 from funcrec.optim import _builtin
 from funcrec.tables._rowgrads import Bags, Entries, RowGrads
 from programs.hostile_draw import BF16, F16, F32, F64, FLOATS, Draw, Result, bounds_of, size, wide
-from programs.update_calls import CASES
+from programs.update_calls import CASES, numbers
 
 LR = 0.125
 OPTIMIZERS = [getattr(fr.optim, name)(lr=LR, **options) for name, options in CASES]
@@ -203,4 +204,39 @@ def empty_update(draw: Draw) -> Result:
     return Result(lambda: [*torch.ops.funcrec_cpp.fused_update(*given)], [*tables, *slots])
 
 
-UPDATES = (expand, coalesce, fused_update, generated_update, windowed_update, empty_update)
+def stacked_update(draw: Draw) -> Result:
+    """Return the result of an update of K members in one call, with the bits of a call for each member.
+
+    A member has a rate, a step, numbers, and some of the terms of its own, or shares them."""
+    (rule, options), k, dtype = draw.one(*CASES), draw.one(1, 2, 3), draw.one(*FLOATS)
+    acc, hyper = F64 if dtype == F64 else F32, numbers(rule, options)
+    shapes = [(draw.one(0, 1, 7, 50), draw.one(*DIMS)) for _ in range(draw.one(1, 2))]
+    *terms, segments = cotangents(draw, shapes, acc)
+    each = lambda x: draw.place(torch.stack([x.roll(i, 0) for i in range(k)])) if draw.one(0, 1, 1) else x
+    terms = [[each(x) for x in xs] for xs in terms]
+    wide = [w for name, w in zip(RULES[rule].slots, RULES[rule].wide) if name in RULES[rule].slots_with(hyper)]
+    tables = [draw.noise(k, *s, dtype=dtype) for s in shapes]
+    slots = [draw.noise(k, *(s if w else s[:1]), dtype=acc).square() / 4 for s in shapes for w in wide]
+    key = torch.tensor(
+        [[[[3 * i + t, 0, i, 40], [0, 2**63 - 1, 0, 0]] for t, _ in enumerate(shapes)] for i in range(k)]
+    )
+    lr, step = draw.noise(k, dtype=F64), torch.arange(k) * 3
+    own = torch.tensor(hyper, dtype=F64) * (1 + torch.arange(k)[:, None] / 8)
+    when = [draw.place(x) if draw.one(0, 1, 1) else draw.place(x[0]) for x in (lr, step)]
+    when.append(draw.one(None, draw.place(key), draw.place(key[0])))
+    own = draw.one(None, draw.place(own), draw.place(own[0]))
+
+    def run(tables, slots, terms, when, own) -> list[Tensor]:
+        tables, slots = [*map(draw.place, tables)], [*map(draw.place, slots)]
+        cpp.fused_update_(tables, slots, *terms, segments, *when, rule, hyper, None, [], own)
+        return tables + slots
+
+    of = lambda x, rank, i: x[i] if x is not None and x.dim() > rank else x
+    of_terms = lambda i: [[of(x, rank, i) for x in xs] for rank, xs in zip((2, 1, 1, 1), terms)]
+    of_when = lambda i: [of(x, rank, i) for rank, x in zip((0, 0, 3), when)]
+    alone = lambda i: run([x[i] for x in tables], [x[i] for x in slots], of_terms(i), of_when(i), of(own, 1, i))
+    want = [torch.stack(xs) for xs in zip(*map(alone, range(k)))]
+    return Result(lambda: run(tables, slots, terms, when, own), want)
+
+
+UPDATES = (expand, coalesce, fused_update, generated_update, windowed_update, empty_update, stacked_update)
