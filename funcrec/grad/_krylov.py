@@ -101,7 +101,7 @@ def lanczos(product: Callable, like: Any, *, steps: Count, key: Key) -> Spectrum
         w = vector_of(call, product, tree(basis[i]), like)
         diagonal.append(basis[i] @ w)
         w = orthogonal(w, basis)
-        norm = w.norm()
+        norm = length(w)
         scale = torch.maximum(scale, torch.maximum(diagonal[i].abs(), norm))
         is_broken = norm <= BROKEN * torch.finfo(flat.dtype).eps * scale
         beside.append(torch.where(is_broken, 0, norm))
@@ -142,7 +142,8 @@ def conjugate_gradient(product: Callable, b: Any, *, steps: Count, damping: NotN
     check(call, like_problems("b", b))
     flat, tree = flattened(b)
     multiply = lambda v: vector_of(call, product, tree(v), b) + damping * v
-    x, rest = torch.zeros_like(flat), flat
+    scale = scale_of(flat)  # x(b) = scale · x(b / scale)
+    x, rest = torch.zeros_like(flat), flat / scale
     way, square = rest, rest @ rest
     for _ in range(steps):
         a = multiply(way)
@@ -151,7 +152,7 @@ def conjugate_gradient(product: Callable, b: Any, *, steps: Count, damping: NotN
         rest = rest - step * a
         new = rest @ rest
         way, square = rest + ratio(new, square) * way, new
-    return Solution(tree(x), rest.norm())
+    return Solution(tree(x * scale), rest.norm() * scale)
 
 
 def ratio(a: Tensor, b: Tensor) -> Tensor:
@@ -160,7 +161,19 @@ def ratio(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(is_zero, 0, a / torch.where(is_zero, 1, b))
 
 
+def scale_of(v: Tensor) -> Tensor:
+    """Return a power of two near the greatest element, f[]: squares of v / scale neither overflow nor vanish."""
+    most = v.abs().amax().clamp(min=torch.finfo(v.dtype).tiny)
+    return torch.exp2(torch.log2(most).floor())
+
+
+def length(v: Tensor) -> Tensor:
+    scale = scale_of(v)
+    return (v / scale).norm() * scale
+
+
 def unit(v: Tensor) -> Tensor:
+    v = v / scale_of(v)
     return v / v.norm()
 
 

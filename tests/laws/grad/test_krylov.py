@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcrec as fr
+from funcrec.testing import assert_trees_close
 
 
 def symmetric(seed: int, n: int, ranks: int, dtype=torch.float64):
@@ -128,3 +129,18 @@ def test_lanczos_under_transforms(f):
         assert torch.allclose(fr.jit(values)(a[1]), torch.linalg.eigvalsh(a[1]), atol=1e-8)
         return
     assert torch.allclose(torch.func.vmap(values)(a), torch.linalg.eigvalsh(a), atol=1e-8)
+
+
+@pytest.mark.parametrize("size", [2.0**-90, 2.0**90])
+def test_small_and_large_numbers(size):
+    """Where squares would vanish or overflow, a solution and the eigenvalues are those of numbers near 1, times the
+    size; so are the derivatives."""
+    a = symmetric(3, 4, 4, torch.float32) @ symmetric(3, 4, 4, torch.float32) + torch.eye(4)
+    b, key = torch.tensor([1.0, -2.0, 3.0, 0.0]), fr.key(0)
+    solve = lambda b: fr.conjugate_gradient(lambda v: a @ v, b, steps=4)
+    near, far = solve(b), solve(b * size)
+    assert torch.equal(far.x / size, near.x) and torch.equal(far.residual / size, near.residual)
+    assert_trees_close(torch.func.jacrev(lambda b: solve(b).x)(b * size), torch.func.jacrev(lambda b: solve(b).x)(b))
+    found = lambda size: fr.lanczos(lambda v: (a * size) @ v, torch.zeros(4), steps=3, key=key)
+    near, far = found(1.0), found(size)
+    assert_trees_close((far.values / size, far.errors / size, far.vectors), tuple(near), rtol=1e-5, atol=1e-6)
