@@ -55,6 +55,7 @@ from funcrec.grad import of_rows as of_rows
 from funcrec.grad import OfRows as OfRows
 from funcrec.grad import per_example_grads as per_example_grads
 from funcrec.grad import private_grads as private_grads
+from funcrec.grad import remat as remat
 from funcrec.grad import Solution as Solution
 from funcrec.grad import Spectrum as Spectrum
 from funcrec.grad import sum_examples as sum_examples

@@ -7,6 +7,7 @@ forward tangent follows it. Integers and booleans are never tracked.
 import contextlib
 import operator
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -25,7 +26,14 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
+# {id of a tensor: its stand-in} while a function runs again, with other tensors for those that it closes over
+stand_ins: ContextVar[dict[int, Tensor]] = ContextVar("funcrec_stand_ins", default={})  # noqa: B039 (never written to)
 _PLAIN, _is_cpu = frozenset((Tensor, torch.nn.Parameter)), operator.attrgetter("is_cpu")
+
+
+def stand_in(x: Tensor) -> Tensor:
+    """Return the tensor that operations get in place of x, which is x unless a function runs again."""
+    return x if torch.compiler.is_dynamo_compiling() else stand_ins.get().get(id(x), x)
 
 
 def is_transforming() -> bool:
@@ -35,12 +43,18 @@ def is_transforming() -> bool:
 
 def is_tracked(x: Tensor) -> bool:
     """Return whether a derivative of x is wanted, at any level."""
+    x = stand_in(x)
     if not (x.is_floating_point() or x.is_complex()):
         return False
     if torch.compiler.is_dynamo_compiling():
         return is_gradtrackingtensor(x) or (x.requires_grad and torch.is_grad_enabled())
     if not is_transforming():
         return x.requires_grad and torch.is_grad_enabled()
+    with torch._C.DisableTorchFunction():  # A tensor inside x may have a stand-in of its own.
+        return _is_tracked_at_a_level(x)
+
+
+def _is_tracked_at_a_level(x: Tensor) -> bool:
     stack = get_interpreter_stack() or ()
     jvps = {i.level() for i in stack if i.key() == TransformType.Jvp}
     current = stack[-1].level() if stack else 0
@@ -113,7 +127,7 @@ def is_quiet() -> bool:
 
 def is_transformed(x: Tensor) -> bool:
     """Return whether x is tracked, or a vmap batches x."""
-    return is_tracked(x) or is_functorch_wrapped_tensor(x)
+    return is_tracked(x) or is_functorch_wrapped_tensor(stand_in(x))
 
 
 def is_followed(x: Tensor) -> bool:
@@ -123,6 +137,7 @@ def is_followed(x: Tensor) -> bool:
 
 def is_concrete(x: Tensor) -> bool:
     """Return whether code can read x's values without waiting for a device or breaking a trace."""
+    x = stand_in(x)
     if x.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return False
     plain = type(x) in _PLAIN
@@ -132,7 +147,7 @@ def is_concrete(x: Tensor) -> bool:
 def vmaps_of(tensors: Iterable) -> frozenset[int]:
     """Return the levels of vmap at which a tensor differs from member to member."""
     levels = set()
-    for x in tensors if is_transforming() else ():
+    for x in map(stand_in, tensors) if is_transforming() else ():
         while isinstance(x, Tensor) and is_functorch_wrapped_tensor(x):
             if is_batchedtensor(x):
                 levels.add(maybe_get_level(x))
@@ -142,6 +157,7 @@ def vmaps_of(tensors: Iterable) -> frozenset[int]:
 
 def plain(x: Tensor) -> Tensor | None:
     """Return the tensor inside all levels around x (a whole batch under vmap), or None if it has no value to read."""
+    x = stand_in(x)
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return None if isinstance(x, FakeTensor) or x.is_meta else x

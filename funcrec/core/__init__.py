@@ -41,6 +41,7 @@ from funcrec.core._levels import member_problems as member_problems
 from funcrec.core._levels import members_below as members_below
 from funcrec.core._levels import one_level_below as one_level_below
 from funcrec.core._levels import outside_transforms as outside_transforms
+from funcrec.core._levels import pulled_back as pulled_back
 from funcrec.core._levels import tangents_below as tangents_below
 from funcrec.core._levels import under_vmaps as under_vmaps
 from funcrec.core._levels import value_below as value_below
@@ -76,6 +77,13 @@ from funcrec.core._ranges import UnitInterval as UnitInterval
 from funcrec.core._ranges import Within as Within
 from funcrec.core._ravel import in_parts as in_parts
 from funcrec.core._ravel import ravel as ravel
+from funcrec.core._runs import Run as Run
+from funcrec.core._runs import current_run as current_run
+from funcrec.core._runs import first_run as first_run
+from funcrec.core._runs import later_run as later_run
+from funcrec.core._runs import quiet_levels as quiet_levels
+from funcrec.core._runs import refuse_draws as refuse_draws
+from funcrec.core._runs import remembered as remembered
 from funcrec.core._shown import html_table as html_table
 from funcrec.core._shown import new_figure as new_figure
 from funcrec.core._static import static_key as static_key
@@ -91,11 +99,13 @@ from funcrec.core._tracked import is_followed as is_followed
 from funcrec.core._tracked import is_forward as is_forward
 from funcrec.core._tracked import is_in_derivative as is_in_derivative
 from funcrec.core._tracked import is_in_jvp as is_in_jvp
+from funcrec.core._tracked import is_reversed as is_reversed
 from funcrec.core._tracked import is_tracked as is_tracked
 from funcrec.core._tracked import is_transformed as is_transformed
 from funcrec.core._tracked import is_transforming as is_transforming
 from funcrec.core._tracked import plain as plain
 from funcrec.core._tracked import reading as reading
+from funcrec.core._tracked import version_of as version_of
 from funcrec.core._tracked import vmaps_of as vmaps_of
 from funcrec.core._tracked import written as written
 from funcrec.core._tree import CLASSES as CLASSES

@@ -8,13 +8,14 @@ The kernels import torch only. So the kernels have a separate file of this kind:
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.autograd_function import VmapInfo
+from torch._functorch.eager_transforms import _create_differentiable
 from torch._functorch.predispatch import _add_batch_dim
 from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
@@ -27,6 +28,7 @@ from funcrec.core._errors import Problem
 from funcrec.core._tree import tree_flatten, tree_unflatten
 
 outside_transforms = temporarily_clear_interpreter_stack
+get_unwrapped = _functorch.get_unwrapped
 
 
 def is_in_transform() -> bool:
@@ -94,10 +96,40 @@ def tangents_below(x: Tensor, place: int = 1) -> dict[int, Tensor]:
             x = _functorch.get_unwrapped(x)
 
 
-def is_differentiated_above(x: Tensor, level: int) -> bool:
-    """Return whether a grad or jvp inside `level` tracks x."""
+@contextlib.contextmanager
+def own_level() -> Iterator[tuple[int, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
+    """Return a context with a level of its own, at which nothing is differentiated, as (level, wrap, unwrap).
+
+    wrap: a tensor -> the same tensor at the level. unwrap: the inverse.
+    """
+    level = _functorch._grad_increment_nesting()
+    try:
+        yield level, lambda x: _functorch._wrap_for_grad(x, level), lambda x: _functorch._unwrap_for_grad(x, level)
+    finally:
+        _functorch._grad_decrement_nesting()
+
+
+def pulled_back(fn: Callable[..., Sequence[Tensor]], xs: Sequence[Tensor], d: Sequence[Tensor]) -> list[Tensor]:
+    """Return the cotangents of xs, from the cotangents d of fn(*xs).
+
+    torch.func.vjp differentiates when its level is gone, and then a rule of fn that opens a level meets tensors of the
+    old one. Here the level is open until the end. (In 2.13, `create_graph` decides whether outer levels track.)
+    """
+    create_graph = torch.is_grad_enabled()
+    with own_level() as (level, wrap, unwrap), torch.enable_grad():
+        own = [_create_differentiable(wrap(x), level) for x in xs]
+        pairs = [(y, wrap(g)) for y, g in zip(fn(*own), d, strict=True) if y.requires_grad]
+        if not pairs:
+            return [torch.zeros_like(x) for x in xs]
+        ys, gs = zip(*pairs, strict=True)
+        found = torch.autograd.grad(ys, own, gs, create_graph=create_graph, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else unwrap(g) for x, g in zip(xs, found, strict=True)]
+
+
+def is_differentiated_above(x: Tensor, level: int, quiet: Collection[int] = ()) -> bool:
+    """Return whether a grad or jvp inside `level` tracks x. At the levels `quiet` nothing is differentiated."""
     while level_of(x) > level:
-        if not _functorch.is_batchedtensor(x):
+        if not _functorch.is_batchedtensor(x) and level_of(x) not in quiet:
             return True
         x = _functorch.get_unwrapped(x)
     return False
@@ -105,11 +137,12 @@ def is_differentiated_above(x: Tensor, level: int) -> bool:
 
 def belongs_above(x: Tensor, level: int) -> bool:
     """Return whether a vmap inside `level` batches x, or a grad or jvp inside `level` tracks x."""
-    while level_of(x) > level:
-        if _functorch.is_batchedtensor(x) or x.requires_grad or unpack_dual(x).tangent is not None:
-            return True
-        x = _functorch.get_unwrapped(x)
-    return False
+    with torch._C.DisableTorchFunction():  # A tensor inside x may have a stand-in of its own (`_runs`).
+        while level_of(x) > level:
+            if _functorch.is_batchedtensor(x) or x.requires_grad or unpack_dual(x).tangent is not None:
+                return True
+            x = _functorch.get_unwrapped(x)
+        return False
 
 
 def vmaps_above(x: Tensor, level: int) -> tuple[Tensor, list[tuple[int, int, int]]]:

@@ -29,7 +29,7 @@ WORDS: tuple[tuple[str, str, str, str], ...] = (
         "one that they can, or plain torch", _OWN_RULES),
     ("saved tensor hooks", "runs torch.utils.checkpoint, or other hooks on saved tensors.",
         "a function without them: torch.func has none",
-        "the function itself; for memory smaller batches, added up by fr.optim.accumulate"),
+        "fr.remat(function), which keeps its arguments alone; or smaller batches, added up by fr.optim.accumulate"),
     (r"_higher_order_ops/cond\.py|torch\.cond", "calls torch.cond, which no transform of torch.func passes.",
         "both values, and a choice between them", "torch.where(condition, a, b)"),
     ("Cannot access data pointer|Can't call numpy|tensor that doesn't have storage",

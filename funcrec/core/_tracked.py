@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from funcrec.core._levels import get_unwrapped, is_wrapped
 from funcrec.core._tree import tree_flatten, tree_leaves
 from funcrec.kernels.tracked import any_tracked as any_tracked
 from funcrec.kernels.tracked import is_followed as is_followed
@@ -25,6 +26,8 @@ from funcrec.kernels.tracked import is_tracked as is_tracked
 from funcrec.kernels.tracked import is_transformed as is_transformed
 from funcrec.kernels.tracked import is_transforming as is_transforming
 from funcrec.kernels.tracked import plain as plain
+from funcrec.kernels.tracked import stand_in as stand_in
+from funcrec.kernels.tracked import stand_ins as stand_ins
 from funcrec.kernels.tracked import vmaps_of as vmaps_of
 
 ADDRESSES = {
@@ -35,6 +38,17 @@ ADDRESSES = {
 def has_tracked(*trees: Any) -> bool:
     """Return whether a tensor among the leaves of the trees is tracked."""
     return any_tracked(x for tree in trees for x in tree_leaves(tree))
+
+
+def is_reversed(x: Tensor) -> bool:
+    """Return whether a reverse derivative of x is wanted, at any level."""
+    x = stand_in(x)
+    if not (x.is_floating_point() or x.is_complex()) or not torch.is_grad_enabled():
+        return False
+    with torch._C.DisableTorchFunction():  # A tensor inside x may have a stand-in of its own.
+        while is_wrapped(x) and not x.requires_grad:
+            x = get_unwrapped(x)
+        return x.requires_grad
 
 
 class Reading(NamedTuple):

@@ -21,6 +21,7 @@ from funcrec.grad._of_rows import of_rows as of_rows
 from funcrec.grad._per_example import per_example_grads as per_example_grads
 from funcrec.grad._private import private_grads as private_grads
 from funcrec.grad._private import takes_key as takes_key
+from funcrec.grad._remat import remat as remat
 from funcrec.grad._value_and_grad import check_gradients as check_gradients
 from funcrec.grad._value_and_grad import loss_and_aux as loss_and_aux
 from funcrec.grad._value_and_grad import params_problems as params_problems

@@ -22,11 +22,13 @@ from funcrec.core import (
     belongs_above,
     check,
     current_level,
+    current_run,
     describe,
     fail,
     is_in_transform,
     map_tensors,
     random,
+    remembered,
     replace,
     tree_flatten,
     tree_leaves,
@@ -212,7 +214,7 @@ class Totals:
     """
 
     def __init__(self, k: int, measure: Callable[["Totals"], list[Tensor]] | None):
-        self.k, self.measure, self.level = k, measure, current_level()
+        self.k, self.measure, self.level, self.run = k, measure, current_level(), current_run()
         self.found: list[Tensor] = []
         self.means: list[Tensor] | None = None  # the mean total of each weighted mean, in the order of the loss's calls
         self.place, self.finding = 0, False
@@ -273,7 +275,7 @@ _totals: ContextVar[Totals | None] = ContextVar("funcrec_totals", default=None)
 def total_weight(weights: Tensor) -> Tensor:
     """Return the sum f[] of weights f[B]. In a micro-batch, return the mean of the sums of all micro-batches."""
     totals = _totals.get()
-    return weights.sum() if totals is None else totals.mean_of(weights)
+    return weights.sum() if totals is None else remembered(totals.run, lambda: totals.mean_of(weights))
 
 
 def refuse_in_micro_batches(call: str, what: str) -> None:

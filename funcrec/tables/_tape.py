@@ -22,10 +22,13 @@ from torch import Tensor
 from funcrec.core import (
     Problem,
     current_level,
+    current_run,
     fail,
     is_differentiated_above,
     member_of,
     message,
+    quiet_levels,
+    remembered,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -90,13 +93,19 @@ class Tape:
         self.found = found
         self.taps = taps
         self.sites: list[Site] = []
-        self.level = current_level()
+        self.level, self.run = current_level(), current_run()
 
     def tap(self, out: Any, saved: Any, transpose: Callable[[Any, Any], dict], what: tuple) -> Any:
         """Return `out`, a pytree of tensors, plus this site's tap.
 
-        `transpose(d_out, saved)` may read the values of no other tensors.
+        `transpose(d_out, saved)` may read the values of no other tensors. Where a derivative computes a part of the
+        loss again, its lookups are no new sites: they get the same taps.
         """
+        tap = remembered(self.run, lambda: self.new_tap(out, saved, transpose, what))
+        return out if tap is None else tree_map(torch.add, out, tap)
+
+    def new_tap(self, out: Any, saved: Any, transpose: Callable[[Any, Any], dict], what: tuple) -> Any:
+        """Return the tap of a new site, or None in the first pass."""
         outs, structure = tree_flatten(out)
         leaves, saved_structure = tree_flatten(saved)
         maps: dict[int, int] = {}
@@ -111,11 +120,10 @@ class Tape:
         site = Site((*what, sizes, forms), structure, kept, dims, sizes, transpose)
         self.sites.append(site)
         if self.found is None:
-            return out
+            return None
         if len(self.sites) > len(self.found) or site.form != self.found[len(self.sites) - 1].form:
             self.refuse_impure()
-        tap = tree_map(lambda x: under_vmaps(x, levels), self.taps[len(self.sites) - 1])
-        return tree_map(torch.add, out, tap)
+        return tree_map(lambda x: under_vmaps(x, levels), self.taps[len(self.sites) - 1])
 
     def refuse_impure(self) -> None:
         """Raise an error that names the first site that differs from the first pass."""
@@ -261,5 +269,6 @@ def is_followed_inside(x: Any, owner: Owner) -> bool:
 
     Then the loss depends on the tables also through that derivative.
     """
-    floats = (y for y in tree_leaves(x) if isinstance(y, Tensor) and y.is_floating_point())
-    return any(is_differentiated_above(y, owner.tape.level) for y in floats)
+    floats = [y for y in tree_leaves(x) if isinstance(y, Tensor) and y.is_floating_point()]
+    quiet = quiet_levels()
+    return remembered(owner.tape.run, lambda: any(is_differentiated_above(y, owner.tape.level, quiet) for y in floats))

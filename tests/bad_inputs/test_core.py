@@ -245,6 +245,11 @@ ROWS = {
         "`grads` does not match `rows`", "f32[2, 1]", "as `rows`, which is i64[1]"),
     "RowGrads + RowGrads": e(lambda: RG.zeros((2, 3)) + RG.zeros((2, 4)), ValueError, "belong to different tables",
         "[2, 3] and [2, 4]"),
+    # remat
+    "remat: not a function": e(lambda: fr.remat(f32(2)), TypeError, "`fn`", "f32[2]"),
+    "remat: a draw": e(lambda: fr.remat(lambda x: torch.rand(2) * x)(f32(2)), TypeError,
+        "draws from torch's generator"),
+    "remat: a write": e(lambda: fr.remat(lambda x: x.add_(1))(f32(2)), ValueError, "writes to its argument", "args[0]"),
     # value_and_grad
     "accumulate_grads: not a number": e(lambda: fr.accumulate_grads(lambda p, b: f32(), 0), ValueError,
         "`num_micro_batches`"),

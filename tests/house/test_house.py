@@ -56,6 +56,7 @@ SUBCLASSES = {
     "_Reads": "TorchFunctionMode",
     "NoHostMemory": "TorchFunctionMode",
     "_Lift": "TorchFunctionMode",
+    "_Outside": "TorchFunctionMode",
     "_Watch": "TorchFunctionMode",
     "Readers": "TorchFunctionMode",
 }

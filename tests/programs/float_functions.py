@@ -229,6 +229,14 @@ ROW_GRADS = {
 }
 
 
+def again(table, w, b, weights):
+    """Return a loss that is computed again, its gradients, and a layer that closes over its parameters."""
+    loss, params = fr.remat(loss_fn), fr.Params({"t": table}, {"w": w, "b": b})
+    value, grads = fr.value_and_grad(loss)(params, ids(weights))
+    layer = fr.remat(lambda x: torch.tanh(x * b) * w.sum())
+    return value, grads.tables["t"].to_dense(), grads.dense, layer(table)
+
+
 def of_lookups() -> list[Case]:
     return [
         Case("lookup", lambda table, weights: fr.lookup({"t": table}, ids(weights), CLICKS).values, LOOKED),
@@ -244,6 +252,7 @@ def of_lookups() -> list[Case]:
         Case("per_example_grads", of_examples, LOSS),
         Case("of_rows", lambda table, w, b, weights: (lambda of: of.fn(of.params))(
             fr.of_rows(loss_fn, fr.Params({"t": table}, {"w": w, "b": b}), ids(weights))), LOSS),
+        Case("remat", again, LOSS),
         Case("hvp", products, LOSS, "*"),  # torch nests no forward_ad levels
         Case("conjugate_gradient", solved, {"b": draw("right", (4,)), "x": draw("left", (4,))}),
         Case("checked", fr.checked(lambda table, weights: fr.lookup({"t": table}, ids(weights), CLICKS[:1]).values),

@@ -49,9 +49,10 @@ MAY_RETURN = (
     Row("leaves may be anything", r"tree\.(map|unflatten)", "fn|leaves", {"function", "[1.5, 'a']"}),
     Row("an item is a tree of anything", "data.prefetch", r"items.*"),
     # arguments that this function does not read
-    Row("a loss reads of its batch what it likes", r"\.((example_|private_)?grad_fn|step|step_on_mesh|swept)",
+    Row("a loss reads of its batch what it likes", r"\.((example_|private_)?grad_fn|remat_fn|step|step_on_mesh|swept)",
         r"batch\.(label|dense|weight)"),
     Row("any function of parameters", r"\.of_rows", "fn", {"function"}),
+    Row("anything that can be called", r"\.remat", "fn", {"function", "class"}),
     Row("a product's vector is any tree of floats", r"\.(lanczos|conjugate_gradient)", "like|b",
         {"f32[1, 1, 1, 1]", "f64[]", "meta"}),
     Row("a reduction begins with anything", "tree.reduce", "initial", None),

@@ -220,6 +220,7 @@ def functions() -> list[Call]:
         quantized_getitem=(lambda table: QUANTIZED[table], {"table": "t"}),
         value_and_grad=(fr.value_and_grad, {"loss_fn": loss_fn, "has_aux": False, "argnums": (0, 1)}),
         grad_fn=(fr.value_and_grad(loss_fn), {"params": PARAMS, "batch": BATCH}),
+        remat=(fr.remat, {"fn": loss_fn}), remat_fn=(fr.remat(loss_fn), {"params": PARAMS, "batch": BATCH}),
         train_step=(fr.train_step,
             {"loss_fn": loss_fn, "sparse": SPARSE, "dense": OPT, "has_aux": False, "merge": None, "mesh": MESH,
                 "plan": PLAN, "batch_axes": ("a", "b"),

@@ -1,0 +1,456 @@
+"""remat: values and derivatives are the function's own, under every transform; what is kept is less; what cannot be
+right raises. The oracle is the function itself, in float64."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs.as_staged import staged_only
+from torch.utils.flop_counter import FlopCounterMode
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close, check_transforms
+
+grad, jvp, vmap = torch.func.grad, torch.func.jvp, torch.func.vmap
+assert_close = functools.partial(assert_trees_close, rtol=1e-10, atol=1e-12)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+X, W, V, IDS = drawn(3, 2), drawn(2, 2, seed=1), drawn(2, 2, seed=2), torch.tensor([0, 2, 1, 1])
+same = lambda f: f
+
+
+def by_arguments(wrap):
+    layer = wrap(lambda x, w: torch.tanh(x @ w))
+    return lambda x, w: layer(layer(x, w), w * w).square().sum()
+
+
+def by_closure(wrap):
+    return lambda x, w: wrap(lambda x: torch.tanh(x @ w))(x * w.sum()).square().sum()
+
+
+def by_closure_alone(wrap):
+    return lambda x, w: wrap(lambda: (torch.tanh(x @ w), w))()[0].square().sum()
+
+
+def nested(wrap):
+    inner = lambda x, w: wrap(lambda y: (y @ w).sin() * w.sum())(x)
+    return lambda x, w: wrap(lambda x: inner(inner(x, w), w.cos()) * x)(x).square().sum()
+
+
+def of_trees(wrap):
+    def layer(tree, *, scale, skip=None):
+        return {"y": (tree["x"] @ tree["w"]).sin() * scale, "same": tree["x"], "n": tree["n"] + 1, "none": skip}, 3
+
+    def f(x, w):
+        out, three = wrap(layer)({"x": x, "w": w, "n": torch.tensor(2)}, scale=2.0)
+        return (out["y"] * out["n"] + out["same"]).square().sum() * three
+
+    return f
+
+
+def of_jagged(wrap):
+    def layer(bags, w):
+        return fr.JaggedTensor(bags.values @ w, bags.offsets), fr.bag_reduce(bags, "logsumexp")[[0, 2]]
+
+    def f(x, w):
+        bags, sums = wrap(layer)(fr.JaggedTensor.from_lengths(x.sin(), torch.tensor([2, 0, 1])), w)
+        return fr.bag_reduce(bags, "sum").square().sum() + sums.sum()
+
+    return f
+
+
+def with_dropout(wrap):
+    return lambda x, w: wrap(lambda x, key: fr.nn.dropout((x @ w).sin(), key, 0.5))(x, fr.key(3)).square().sum()
+
+
+def with_lookup(wrap):
+    ids = fr.KeyedJaggedTensor.from_lists({"a": [[0, 2, 1], [], [1]]})
+    read = lambda x, weights: (
+        fr.lookup(
+            {"t": x},
+            fr.KeyedJaggedTensor(ids.values, ids.offsets, weights, None, ids.keys),
+            [
+                fr.FeatureConfig("a", table="t", weighted=True),
+                fr.FeatureConfig("m", table="t", column="a", pooling="max"),
+            ],
+        ).values
+    )
+    return lambda x, w: (wrap(read)(x, w.flatten().sin()) * wrap(lambda: read(x, w.flatten()))().cos()).sum()
+
+
+def inner_gradient(wrap):
+    return lambda x, w: wrap(lambda x, w: grad(lambda x: (x @ w).sin().sum())(x) * w.sum())(x, w).square().sum()
+
+
+def with_exchange(wrap):
+    mesh = fr.Mesh.emulated(data=3)
+    rank = lambda x, w: fr.psum(wrap(lambda x: fr.psum(x.sin() @ w, "data").cos())(x).square().sum(), "data")
+    return fr.shard_map(rank, mesh=mesh, in_specs=(fr.P("data"), fr.P()), out_specs=fr.P())
+
+
+LOSSES = {
+    f.__name__: f
+    for f in (by_arguments, by_closure, by_closure_alone, nested, of_trees, of_jagged, with_dropout, with_lookup,
+              inner_gradient, with_exchange)
+}  # fmt: skip
+
+
+def by_autograd(f):
+    def of(x, w):
+        x, w = (t.clone().requires_grad_() for t in (x, w))
+        first = torch.autograd.grad(f(x, w), (x, w), create_graph=True)
+        return first, torch.autograd.grad(first[0].square().sum() + first[1].sum(), (x, w), allow_unused=True)
+
+    return of
+
+
+both = lambda f: grad(f, (0, 1))
+squares = lambda f: lambda x, w: sum(g.square().sum() for g in both(f)(x, w))
+along = lambda f: lambda x, w: jvp(f, (x, w), (w[0] * x, w + 1))
+members = lambda f, *dims: lambda x, w: vmap(f, dims)(*(t if d is None else torch.stack([t, t.cos()])
+                                                       for t, d in zip((x, w), dims, strict=True)))  # fmt: skip
+TRANSFORMS = {
+    "value": same,
+    "grad": both,
+    "grad of grad": lambda f: both(squares(f)),
+    "grad of grad of grad": lambda f: both(squares(squares(f))),
+    "jvp": along,
+    "jvp of jvp": lambda f: along(lambda x, w: along(f)(x, w)[1]),
+    "jvp of grad": lambda f: along(both(f)),
+    "grad of jvp": lambda f: both(lambda x, w: along(f)(x, w)[1]),
+    "hessian": lambda f: torch.func.hessian(f, (0, 1)),
+    "vmap": lambda f: members(f, 0, None),
+    "vmap of grad": lambda f: members(both(f), None, 0),
+    "grad of vmap": lambda f: both(lambda x, w: members(f, 0, 0)(x, w).sum()),
+    "vmap of vmap of grad": lambda f: members(members(both(f), 0, None), None, 0),
+    "jacrev of vmap": lambda f: torch.func.jacrev(members(f, 0, None), (0, 1)),
+    "autograd": by_autograd,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_derivatives(loss, transform):
+    """Every derivative is that of the function itself, and the value has its bits."""
+    make, own = LOSSES[loss], TRANSFORMS[transform]
+    assert_close(own(make(fr.remat))(X, W), own(make(same))(X, W))
+    assert torch.equal(make(fr.remat)(X, W), make(same)(X, W))
+
+
+STAGED = {"by_closure": ("grad of grad", "jvp of grad", "grad of jvp", "vmap of grad", "grad of vmap")}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_staged(loss):
+    """The same holds for the program that `fr.jit` stages, and for derivatives of a jitted function."""
+    make = LOSSES[loss]
+    with staged_only():
+        for own in (TRANSFORMS[n] for n in STAGED.get(loss, ("grad",))):
+            assert_close(fr.jit(own(make(fr.remat)))(X, W), own(make(same))(X, W))
+            assert_close(own(fr.jit(make(fr.remat)))(X, W), own(make(same))(X, W))
+
+
+def test_compiled():
+    """A compiled gradient has the values of the eager one."""
+    assert_close(fr.jit(both(by_closure(fr.remat)))(X, W), both(by_closure(same))(X, W))
+
+
+@settings(max_examples=15)
+@given(rows=st.integers(0, 4), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+       seed=st.integers(0, 99))  # fmt: skip
+def test_dtypes_and_empty_batches(rows, dtype, seed):
+    """Gradients have the dtypes and the bits of the function's own, also of no rows."""
+    x, w = drawn(rows, 2, seed=seed).to(dtype), W.to(dtype)
+    layer = lambda x, w: torch.relu(x @ w) + x
+    f = lambda wrap: lambda x, w: (wrap(layer)(wrap(layer)(x, w), w) * 3).sum()
+    for own, need in zip(both(f(fr.remat))(x, w), both(f(same))(x, w), strict=True):
+        assert own.dtype == dtype
+        torch.testing.assert_close(own, need, rtol=0, atol=0)
+
+
+def test_nan():
+    """NaN passes through both runs as through one."""
+    x = X.clone()
+    x[0, 0] = torch.nan
+    own, need = (both(by_arguments(wrap))(x, W) for wrap in (fr.remat, same))
+    assert [t.isnan().tolist() for t in own] == [t.isnan().tolist() for t in need]
+
+
+def test_check_transforms():
+    """Central differences agree in every mode."""
+    check_transforms(by_closure(fr.remat), X, W)
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------
+
+
+def kept_by(f, *args):
+    """Return how many elements the graph of f's result keeps besides the arguments."""
+    saved = {}
+
+    def pack(x):
+        saved[x.untyped_storage()._cdata] = x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = f(*args)
+    own = {x.untyped_storage()._cdata for x in args}
+    return sum(n for k, n in saved.items() if k not in own), out
+
+
+def deep(wrap, depth=3, work=5):
+    def layer(x, w):
+        for _ in range(work):
+            x = torch.tanh(x @ w)
+        return x
+
+    def f(x, w):
+        for _ in range(depth):
+            x = wrap(layer)(x, w)
+        return x.sum()
+
+    return f
+
+
+def test_keeps_arguments_alone():
+    """A layer keeps its argument, whatever it computes inside; the backward pass computes each layer once more."""
+    x, w = drawn(8, 4).requires_grad_(), drawn(4, 4).requires_grad_()
+    plain, _ = kept_by(deep(same), x, w)
+    own, _ = kept_by(deep(fr.remat), x, w)
+    assert plain >= 14 * 32
+    assert own <= 3 * 32
+    flops = {}
+    for wrap in (same, fr.remat):
+        with FlopCounterMode(display=False) as counter:
+            both(deep(wrap))(x.detach(), w.detach())
+        flops[wrap] = counter.get_total_flops()
+    assert flops[fr.remat] * 3 == flops[same] * 4  # forward, again, and two products for each in the backward pass
+
+
+def test_nothing_is_computed_again_without_a_derivative():
+    """Values, vmaps and tangents run the function once."""
+    count = []
+    f = fr.remat(lambda x: count.append(0) or x.sin())
+    f(X), vmap(f)(X), jvp(f, (X,), (X,)), f(X.clone().requires_grad_()), fr.eval_shape(f, X)
+    with torch.no_grad():
+        f(X.clone().requires_grad_())
+    assert len(count) == 6
+
+
+# -- rows of tables ----------------------------------------------------------------------------------------------
+
+FEATURES = (
+    fr.FeatureConfig("a", table="t"),
+    fr.FeatureConfig("b", table="t", column="a", pooling="mean"),
+    fr.FeatureConfig("m", table="s", column="a", pooling="max"),
+)
+BAGS = fr.KeyedJaggedTensor.from_lists({"a": [[0, 2], [], [1, 1], [3]]})
+TABLES = {"t": drawn(4, 2, seed=4), "s": drawn(4, 1, seed=5)}
+PARAMS = fr.Params(TABLES, {"w": drawn(5, seed=6), "v": drawn(3, seed=7)})
+LABEL = torch.tensor([1.0, 0.0, 1.0, 0.0]).double()
+BATCH = fr.Batch(BAGS, LABEL)
+WEIGHTED = fr.FeatureConfig("a", table="t", weighted=True)
+
+
+def as_argument(wrap):
+    def scores(params, ids):
+        x = fr.lookup(params.tables, ids, FEATURES).values
+        rows = fr.lookup_sequence(params.tables, ids, [fr.FeatureConfig("q", table="s", column="a", pooling="none")])
+        return (x @ params.dense["w"]).tanh() + rows["q"].to_padded(2).sum((1, 2))
+
+    return lambda p, b: fr.losses.bce(wrap(scores)(p, b.ids) * p.dense["v"].sum(), b.label)
+
+
+def as_closure(wrap):
+    def loss_fn(p, b):
+        scores = lambda w: (fr.lookup(p.tables, b.ids, FEATURES).values @ w).tanh() * p.dense["v"].sum()
+        return fr.losses.bce(wrap(scores)(p.dense["w"]) + wrap(scores)(p.dense["w"].sin()), b.label)
+
+    return loss_fn
+
+
+def whole(wrap):
+    return wrap(as_argument(same))
+
+
+def weights_of_ids(wrap):
+    """The weights of ids depend on dense parameters."""
+
+    def scores(tables, ids, w):
+        weights = ids.values.double().sin() * w.sum()
+        ids = fr.KeyedJaggedTensor(ids.values, ids.offsets, weights, None, ids.keys)
+        return fr.lookup(tables, ids, [WEIGHTED]).values.sum(1)
+
+    return lambda p, b: fr.losses.bce(wrap(scores)(p.tables, b.ids, p.dense["w"]), b.label)
+
+
+def gradient_inside(wrap):
+    """The loss has a derivative of its own, by weights of ids."""
+
+    def penalty(p, b):
+        total = lambda w: weights_of_ids(wrap)(fr.Params(p.tables, p.dense | {"w": w}), b)
+        return grad(total)(p.dense["w"]).square().sum()
+
+    return penalty
+
+
+def rows_inside(wrap):
+    """The wrapped function computes row gradients of its own, and looks up tables of the loss around it."""
+
+    def inner(tables, ids):
+        loss_fn = lambda p, ids: fr.lookup(p.tables, ids, FEATURES[:1]).values.square().sum()
+        _, grads = fr.value_and_grad(loss_fn)(fr.Params({"t": TABLES["t"] * 2}, {}), ids)
+        return grads.tables["t"].to_dense().sum() * fr.lookup(tables, ids, FEATURES).values.sin()
+
+    return lambda p, b: wrap(inner)(p.tables, b.ids).sum() + p.dense["w"].sum()
+
+
+OF_TABLES = {f.__name__: f for f in (as_argument, as_closure, whole, weights_of_ids, gradient_inside, rows_inside)}
+
+
+def dense_of(out):
+    loss, grads = out
+    return loss, grads.dense, {n: g.to_dense() for n, g in grads.tables.items()}
+
+
+@pytest.mark.parametrize("loss", OF_TABLES)
+def test_row_gradients(loss):
+    """Row gradients are those of the loss itself: alone, as Hessian-vector products, of ensembles, of micro-batches, of
+    examples, and in a staged program."""
+    own, need = OF_TABLES[loss](fr.remat), OF_TABLES[loss](same)
+    assert_close(dense_of(fr.value_and_grad(own)(PARAMS, BATCH)), dense_of(fr.value_and_grad(need)(PARAMS, BATCH)))
+    direction = fr.tree.map(torch.cos, PARAMS.dense)
+
+    def along(f):
+        of = lambda dense: dense_of(fr.value_and_grad(f)(fr.Params(TABLES, dense), BATCH))
+        return jvp(of, (PARAMS.dense,), (direction,))
+
+    assert_close(along(own), along(need))
+    many = fr.tree.map(lambda x: torch.stack([x, x.sin()]), PARAMS)
+    each = lambda f: vmap(lambda p: dense_of(fr.value_and_grad(f)(p, BATCH)))(many)
+    assert_close(each(own), each(need))
+    with staged_only():
+        staged = fr.jit(fr.value_and_grad(own))(PARAMS, BATCH)
+    assert_close(dense_of(staged), dense_of(fr.value_and_grad(need)(PARAMS, BATCH)))
+    if loss in ("as_argument", "as_closure", "whole"):
+        parts = lambda f: dense_of(fr.accumulate_grads(f, 2)(PARAMS, BATCH))
+        assert_close(parts(own), parts(need))
+        examples = lambda f: fr.example_norms(fr.per_example_grads(f)(PARAMS, BATCH)[1])
+        assert_close(examples(own), examples(need))
+
+
+def steps(wrap, **how):
+    dense = fr.optim.dense(torch.optim.Adam, lr=0.1)
+    return fr.train_step(as_closure(wrap), sparse=fr.optim.adagrad(0.1), dense=dense, **how)
+
+
+@pytest.mark.parametrize("how", [{}, {"micro_batches": 2}], ids=str)
+def test_training(how):
+    """Steps end with the same state: plain, in micro-batches, donated, and in `scan`."""
+    need, own = steps(same, **how), steps(fr.remat, **how)
+    start = lambda step: step.init(fr.copy(PARAMS))
+    many = fr.tree.map(lambda x: torch.stack([x, x]), BATCH)
+    assert_close(own(start(own), BATCH), need(start(need), BATCH))
+    assert_close(fr.scan(own, start(own), many)[0], fr.scan(need, start(need), many)[0])
+    with staged_only():
+        assert_close(fr.jit(own, donate=("state",))(start(own), BATCH), need(start(need), BATCH))
+
+
+@pytest.mark.parametrize("placement", ["row_wise", "column_wise", "replicated"])
+def test_sharded(placement):
+    """On an emulated mesh a step over sharded tables ends with the same state."""
+    mesh = fr.Mesh.emulated(model=2)
+    place = fr.replicated() if placement == "replicated" else getattr(fr, placement)("model")
+    plan = fr.Plan({"t": place, "s": fr.replicated()})
+    need, own = (steps(wrap, mesh=mesh, plan=plan) for wrap in (same, fr.remat))
+    assert_close(own(own.init(fr.copy(PARAMS)), BATCH)[0], need(need.init(fr.copy(PARAMS)), BATCH)[0])
+
+
+# -- what is around and between the runs -------------------------------------------------------------------------
+
+
+def test_autocast_and_the_default_dtype_are_those_of_the_first_run():
+    """A backward pass outside of autocast computes what the forward pass computed."""
+    x, w = X.float().requires_grad_(), W.float().requires_grad_()
+    found = {}
+    for wrap in (same, fr.remat):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = wrap(lambda x, w: (x @ w).sin() @ w)(x, w).float().sum()
+        found[wrap] = torch.autograd.grad(y, (x, w))
+    assert_close(found[fr.remat], found[same])
+    dtypes = []
+    f = fr.remat(lambda x: dtypes.append(torch.tensor(0.5).dtype) or x.sin())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        y = f(x).sum()
+    finally:
+        torch.set_default_dtype(before)
+    torch.autograd.grad(y, x)
+    assert dtypes == [torch.float64, torch.float64]
+    assert torch.get_default_dtype() == before
+
+
+def test_modules():
+    """A module's parameters get their gradients, as of the module itself."""
+    found = []
+    for wrap in (same, fr.remat):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.LayerNorm(4)).double()
+        wrap(module)(X).square().sum().backward()
+        found.append([p.grad for p in module.parameters()])
+    assert_close(*found)
+
+
+def test_a_closure_that_is_written_to_meanwhile_raises():
+    """As plain autograd does, the backward pass raises if a kept tensor was written to."""
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    y = fr.remat(lambda x: (x @ w).sin())(x).sum()
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+REFUSED = {
+    "draws": (lambda x: torch.rand_like(x) * x, TypeError, "draws from torch's generator"),
+    "own generator": (lambda x: torch.rand(2, generator=torch.Generator()).sum() * x, TypeError, "draws from torch's"),
+    "writes": (lambda x: x.add_(1), ValueError, r"in-place write to args\[0\]"),
+    "inner vmap": (lambda x: vmap(lambda r: r * x.sum())(SOFT[0]) * x.sum(), TypeError, "a transform inside of `fn`"),
+}
+SOFT = [None]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    """What would be silently wrong raises."""
+    f, error, words = REFUSED[case]
+
+    def loss(x):
+        SOFT[0] = x * 2
+        return fr.remat(f)(x + 0).sum()
+
+    with pytest.raises(error, match=words):
+        grad(loss)(X)
+
+
+def test_impure():
+    """A function that runs otherwise the second time raises where this can be seen."""
+    count = []
+    f = fr.remat(lambda x: x.sum() if count.append(0) or len(count) % 2 else x)
+    with pytest.raises(ValueError, match="returned another form"):
+        grad(lambda x: f(x).sum())(X)
+    count = []
+
+    def read(p):
+        count.append(0)
+        return fr.lookup(p.tables, BAGS, FEATURES[:1]).values.sum() if len(count) < 3 else p.dense["w"].sum()
+
+    with pytest.raises(ValueError, match="another number of lookups"):
+        fr.value_and_grad(lambda p: fr.remat(read)(p))(PARAMS)
