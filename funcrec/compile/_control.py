@@ -99,7 +99,11 @@ def while_loop(cond_fn: Callable, body_fn: Callable, init: Any) -> Any:
 
     Source: jax.lax.while_loop.
     """
-    call = "funcrec.while_loop"
+    return loop("funcrec.while_loop", cond_fn, body_fn, init)
+
+
+def loop(call: str, cond_fn: Callable, body_fn: Callable, init: Any) -> Any:
+    """Return what `while_loop` returns; errors name the call."""
     if torch.compiler.is_dynamo_compiling():
         return torch.while_loop(cond_fn, body_fn, (init,))
     carry = as_tensors(init)
@@ -131,7 +135,7 @@ def fori_loop(lower: Any, upper: Any, body_fn: Callable, init: Any) -> Any:
 
     Args:
       lower, upper: ints, or integer tensors without dimensions.
-      body_fn: (i, carry) -> the next carry, as in `while_loop`. i is an integer tensor without dimensions.
+      body_fn: (i, carry) -> the next carry, as in `while_loop`. i is i64[], whatever dtype the bounds have.
       init: a tree of tensors; numbers in it become tensors.
 
     Law: as `while_loop`. If both bounds are ints, a loop in a jitted function is unrolled, so reverse mode holds there,
@@ -153,8 +157,8 @@ def fori_loop(lower: Any, upper: Any, body_fn: Callable, init: Any) -> Any:
         return carry
     device = next(x.device for x in (lower, upper) if isinstance(x, Tensor))
     first, last = (torch.as_tensor(x, device=device).to(torch.int64) for x in (lower, upper))
-    body = lambda c: (c[0] + 1, c[1], body_fn(c[0], c[2]))
-    return while_loop(lambda c: c[0] < c[1], body, (first, last, init))[2]
+    body = lambda c: (c[0] + 1, c[1], next_carry(call, lambda carry: body_fn(c[0], carry), c[2]))
+    return loop(call, lambda c: c[0] < c[1], body, (first, last, as_tensors(init)))[2]
 
 
 def is_form(pred: Tensor) -> bool:
@@ -171,3 +175,5 @@ def bound_problems(name: str, x: object) -> Iterator[Problem]:
     is_one = is_tensor and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
     if not is_one and (isinstance(x, bool) or not isinstance(x, int)):
         yield Problem(f"`{name}` is not an integer.", describe(x), "an int, or i[]", f"{name}=10", TypeError)
+    elif isinstance(x, int) and not -(2**63) <= x < 2**63:
+        yield Problem(f"`{name}` is out of range.", f"{x}", "-2⁶³ <= an int < 2⁶³", f"{name}=10")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, fast_flatten, own_errors, paths
+from funcrec.core import Problem, check, describe, fast_flatten, on_root, own_errors, paths
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: None}  # the dtypes of Python's numbers; None: torch's default
 
@@ -65,7 +65,7 @@ def form_problems(name: str, got: Any, other_name: str, other: Any) -> Iterator[
             TypeError)  # fmt: skip
         return
     for (path, x), (_, y) in zip(paths(got), paths(other), strict=True):
-        yield from leaf_problems(f"{name}{path}", x, f"{other_name}{path}", y)
+        yield from leaf_problems(f"{name}{on_root(path)}", x, f"{other_name}{on_root(path)}", y)
 
 
 def leaf_problems(name: str, x: Any, other_name: str, y: Any) -> Iterator[Problem]:

@@ -173,7 +173,17 @@ def part_call(kind: str, parts: Sequence[Part], run: Callable, forms: list[Form]
     name = f"{kind}.{hashlib.sha256(text.encode()).hexdigest()}"
     if name not in PARTS:  # equal parts share their programs
         PARTS[name] = Ready(run, forms)
+    if inputs and all(map(is_constant, inputs)):  # torch would run the operation while it stages
+        first = inputs[0]
+        inputs = [torch.where(torch.ones((), dtype=torch.bool, device=first.device), first, first), *inputs[1:]]
     return torch.ops.funcrec_parts.run(name, inputs)
+
+
+def is_constant(x: Tensor) -> bool:
+    """Return whether the program that is being staged holds the value of x, such as that of `torch.tensor(0)`."""
+    tracer = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY).tracer
+    found = get_proxy_slot(x, tracer, None)
+    return found is not None and found.constant is not None
 
 
 class _Watch(TorchFunctionMode):

@@ -118,6 +118,7 @@ from funcrec.core._tree import leaf_paths as leaf_paths
 from funcrec.core._tree import map_tensors as map_tensors
 from funcrec.core._tree import map_with_names as map_with_names
 from funcrec.core._tree import named_leaves as named_leaves
+from funcrec.core._tree import on_root as on_root
 from funcrec.core._tree import paths as paths
 from funcrec.core._tree import pytree as pytree
 from funcrec.core._tree import refuse_write as refuse_write

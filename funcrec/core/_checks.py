@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from funcrec.core._errors import Problem, describe, short_dtype
-from funcrec.core._tree import paths
+from funcrec.core._tree import on_root, paths
 
 
 def reported(problems: Iterable[Problem]) -> Generator[Problem, None, bool]:
@@ -54,7 +54,7 @@ def float_leaf_problems(what: str, tree: Any, hint: str) -> Iterator[Problem]:
     """Yield a problem for a leaf that is no float tensor. what: the first line of the error, with {} for its path."""
     for path, x in paths(tree):
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            yield Problem(what.format(path), describe(x), "a float tensor", hint, TypeError)
+            yield Problem(what.format(on_root(path)), describe(x), "a float tensor", hint, TypeError)
 
 
 def element_problems(

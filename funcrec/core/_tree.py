@@ -214,6 +214,11 @@ def paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple
     return [(torch_tree.keystr(path).lstrip("."), leaf) for path, leaf in flat]
 
 
+def on_root(path: str) -> str:
+    """Return a path of `paths` as it follows the name of its tree, such as ".values" or "['item']"."""
+    return path if not path or path.startswith("[") else f".{path}"
+
+
 def map_with_names(fn: Callable[[str, Any], Any], tree: T) -> T:
     """Return the tree of fn(name, leaf), where the name is the last key or field on the leaf's path."""
     return torch_tree.tree_map_with_path(lambda path, x: fn(_last_name(path), x), tree)

@@ -166,6 +166,19 @@ def test_fori_loop():
         torch.testing.assert_close(fr.jit(slope)(X), slope(X))
 
 
+def test_loops_and_branches_of_constants():
+    """A carry, a predicate and arguments that are numbers, or constants of the jitted function, are inputs as others
+    are: a program of them is staged, and not run while it is staged."""
+    step = lambda c, _: (c + 1, c)
+    with staged_only():
+        for zero in (lambda x: 0, lambda x: torch.tensor(0), lambda x: x.new_tensor(0)):
+            loop = lambda x: fr.while_loop(lambda c: c < 5, lambda c: c + 1, zero(x))  # noqa: B023
+            assert fr.jit(loop)(X) == 5
+            scanned = fr.jit(lambda x: fr.scan(step, zero(x), length=3, unroll=False))(X)  # noqa: B023
+            assert scanned[0] == 3 and scanned[1].tolist() == [0, 1, 2]
+        assert fr.jit(lambda x: fr.cond(torch.tensor(True), lambda a: a + 1, lambda a: a, 1))(X) == 2
+
+
 def test_shapes_and_other_tracers():
     """eval_shape gives forms. torch's tracers stage both branches, or refuse a loop. Other modes of torch see Python's
     own loop."""
@@ -244,6 +257,10 @@ REFUSED = {
     "a closure under vmap": (
         lambda: fr.jit(vmap(lambda x: fr.while_loop(lambda c: c < x, lambda c: c + 1, 0.0)))(X), TypeError,
         "`cond_fn` closes over a tensor that a transform maps or differentiates"),
+    "a body of fori_loop": (
+        lambda: fr.fori_loop(0, torch.tensor(3), lambda i, c: {"a": c["a"] * 0.5}, {"a": torch.tensor(1)}), TypeError,
+        r"funcrec.fori_loop: body_fn\(carry\)\['a'\] has another dtype than the carry\['a'\]"),
+    "a large bound": (lambda: fr.fori_loop(0, 2**64, lambda i, c: c, X), ValueError, "`upper` is out of range"),
     "a bound of a float": (lambda: fr.fori_loop(0, 1.5, abs, X), TypeError, "`upper` is not an integer"),
 }  # fmt: skip
 
