@@ -40,11 +40,13 @@ def eval_shape(fn: Callable, *args: Any, **kwargs: Any) -> Any:
 
     Source: jax.eval_shape.
     """
-    if is_in_transform() or any_tracked(x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)):
-        need, hint = "plain tensors, outside of transforms", "fr.eval_shape(torch.func.grad(f), x)"
-        fail(
-            CALL, "eval_shape is called inside a transform.", got="a tracked call", need=need, hint=hint, kind=TypeError
-        )
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    if is_in_transform() or any_tracked(tensors):
+        what, got = "eval_shape is called inside a transform.", "a tracked call"
+        hint = "fr.eval_shape(torch.func.grad(f), x)"
+        if not is_in_transform() and any(x.requires_grad for x in tensors):
+            what, got, hint = "an argument requires grad.", "a tensor that autograd tracks", "x.detach()"
+        fail(CALL, what, got=got, need="plain tensors, outside of transforms", hint=hint, kind=TypeError)
     with without_log_of_shapes(), FakeTensorMode(allow_non_fake_inputs=True):
         own_args, own_kwargs = map_tensors(like, (args, kwargs))
         try:

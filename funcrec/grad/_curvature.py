@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import describe, fail, tree_map, typed
+from funcrec.core import check, describe, fail, float_leaf_problems, tree_map, typed
 from funcrec.grad._of_rows import OfRows, of_rows
 from funcrec.tables import Params
 
@@ -90,12 +90,18 @@ def gauss_newton_product(predict_fn: Callable, loss_fn: Callable) -> Callable:
 
     @functools.wraps(predict_fn)
     def run(params: Params, direction: Params, *args, **kwargs) -> Params:
-        of = of_rows(predict_fn, params, *args, **kwargs)
-        loss = lambda y: scalar("funcrec.gauss_newton_product", loss_fn(y, *args, **kwargs))
+        call, of = "funcrec.gauss_newton_product", of_rows(predict_fn, params, *args, **kwargs)
+        loss = lambda y: scalar(call, loss_fn(y, *args, **kwargs))
+
+        def predictions(at: Params) -> Any:
+            y = of.fn(at)
+            hint = "the floats that the loss reads; what is not differentiated as an argument of the loss"
+            check(call, float_leaf_problems("`predictions{}` cannot be differentiated.", y, hint))
+            return y
 
         def multiply(at: Params, v: Params) -> Params:
-            y, back = torch.func.vjp(of.fn, at)
-            pushed = torch.func.jvp(of.fn, (at,), (v,))[1]
+            y, back = torch.func.vjp(predictions, at)
+            pushed = torch.func.jvp(predictions, (at,), (v,))[1]
             return back(torch.func.jvp(torch.func.grad(loss), (y,), (pushed,))[1])[0]
 
         return product(of, direction, multiply)

@@ -127,7 +127,7 @@ def average_problems(states: list, params: Any, is_needed: bool = True) -> Itera
         x, dtype = s.get(NAME), ops.accumulation_dtype(p.dtype)
         fits = isinstance(x, Tensor) and x.shape == p.shape and x.dtype == dtype
         if not fits and (is_needed or NAME in s):
-            need = describe(torch.empty_like(p, dtype=dtype, device="meta"))
+            need = describe(torch.empty((), dtype=dtype).expand(p.shape))
             yield Problem(f"`state{path}[{NAME!r}]` is not the average of its parameter.", describe(x), need, hint)
 
 

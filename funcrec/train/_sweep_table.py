@@ -204,6 +204,8 @@ def table_problems(table: SweepTable) -> Iterator[Problem]:
     for n in table.hyper.keys() & table.curves.keys():
         hint = f"make_step=lambda my_{n}: ..."
         yield Problem(f"{n!r} is a hyper-parameter and a metric.", repr(n), "different names", hint)
+    if "member" in {*table.hyper, *table.curves}:
+        yield Problem("'member' is the name of the members' numbers.", "'member'", "another name", "'my_member'")
 
 
 def metric_problems(metric: str, curves: Mapping[str, Tensor]) -> Iterator[Problem]:

@@ -55,6 +55,8 @@ ROWS = [
     ("no metrics", lambda: fr.sweep_table(TWO, []), TypeError, "is not a loss of each member"),
     ("metrics of another sweep", lambda: fr.sweep_table(TWO, {"loss": torch.ones(3)}), ValueError,
         "`metrics` are those of another sweep"),
+    ("a metric 'member'", lambda: fr.sweep_table(TWO, {"loss": torch.ones(2), "member": torch.ones(2)}), ValueError,
+        "'member' is the name of the members' numbers"),
     ("best(auc)", lambda: TABLE.best("auc"), KeyError, "`metric` is not in the table"),
     ("plot(x=momentum)", lambda: TABLE.plot(x="momentum"), KeyError, "`x` is not a hyper-parameter"),
     ("trials with another name", lambda: TABLE.add_trials(None, distributions={"rate": None}), KeyError,

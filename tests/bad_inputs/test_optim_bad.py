@@ -102,6 +102,8 @@ ROWS = [
     ("ema of rows", lambda: o.ema(SGD), TypeError, "`optimizer` is not a DenseOptimizer"),
     ("ema without one", lambda: dense_update(o.ema(DENSE), state=DENSE.init(W)), ValueError,
         "`state['w']['ema']` is not the average"),
+    ("averaged of other shapes", lambda: o.averaged({"w": torch.ones(5)}, o.ema(DENSE).init(W)), ValueError,
+        "need  f32[5]\n"),
     ("averaged of Adam", lambda: o.averaged(W, DENSE.init(W)), ValueError, "`state` holds no average"),
     ("averaged of others", lambda: o.averaged({"v": W["w"]}, o.ema(DENSE).init(W)), ValueError,
         "`state` has other parameters"),

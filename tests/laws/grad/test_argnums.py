@@ -91,6 +91,9 @@ def test_a_tied_table():
 
 PARAMS = fr.Params(TABLES, torch.tensor(2.0))
 REFUSED = {
+    "a jagged value": (
+        lambda: fr.value_and_grad(dense_loss)(fr.JaggedTensor.from_lists([[1.0]])), TypeError,
+        r"`args\[0\].offsets` cannot be differentiated"),
     "an int": (lambda: fr.value_and_grad(dense_loss)(5), TypeError, r"`args\[0\]` cannot be differentiated"),
     "a dict of ints": (lambda: fr.value_and_grad(dense_loss)({"w": torch.tensor(1)}), TypeError,
         r"`args\[0\]\['w'\]` cannot be differentiated"),

@@ -289,3 +289,7 @@ def test_of_rows_refuses_other_forms_of_its_parameters():
     made = fr.of_rows(faked, fr.Params({"item": params.tables["item"].float()}, {}))
     with pytest.raises(TypeError, match=r"funcrec.of_rows: the function reads its tables as another kind of tables"):
         made.fn(made.params)
+
+    counts = fr.gauss_newton_product(lambda p: {"y": p.dense["w"], "n": 3}, lambda y: y["y"].sum())
+    with pytest.raises(TypeError, match=r"`predictions\['n'\]` cannot be differentiated"):
+        counts(params, params)
