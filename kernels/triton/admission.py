@@ -31,7 +31,7 @@ from funcrec.kernels.triton.vocabulary import (
     TTL,
     Form,
     Places,
-    Vocabularies,
+    as_ids,
     bucket_in,
     counters_of,
     fact,
@@ -84,8 +84,8 @@ def admit_ids(
     call, how = "funcrec.kernels.triton.admit_ids", Admission(policy, ttl, least, share, shared, salt)
     tags, entries, *sketch = on.contiguous(state)
     own = None if scores is None else scores.contiguous()
-    form = Form(tags, entries, how, ids.shape[0], sketch[0] if least else None, own, now)
-    out = _admit(call, together(call, [form], ids.device), ids.long().contiguous(), whole(ids, valid))
+    form = Form(tags, entries, how, ids.shape[0], sketch[0] if least and sketch else None, own, now)
+    out = _admit(call, [form], as_ids(call, ids), whole(ids, valid))
     rows, missed, changed, new_ids, counts, numbers, old_ids, evicted = out
     return rows, changed, new_ids, old_ids, evicted, counts, missed, numbers.flatten()
 
@@ -101,9 +101,9 @@ def admit_columns(
     """Return (rows, missed, changed, new_ids, counts, numbers), as `ops.admit_columns`."""
     call, device = "funcrec.kernels.triton.admit_columns", (state[0] if state else ids[0]).device
     forms = forms_of(on.contiguous(state), ids, how, columns, on.contiguous(scores))
-    every = torch.cat([x.long() for x in ids]) if ids else torch.empty(0, dtype=torch.int64, device=device)
+    every = joined(call, ids, device)
     places = of_columns(call, len(forms), ids, offsets, columns, device)
-    return _admit(call, together(call, forms, device), every, places)[:6]
+    return _admit(call, forms, every, places)[:6]
 
 
 def forms_of(state, ids: Sequence[Tensor], how: Sequence[int], columns: Sequence[int], scores=()) -> list[Form]:
@@ -117,9 +117,11 @@ def forms_of(state, ids: Sequence[Tensor], how: Sequence[int], columns: Sequence
     return out
 
 
-def _admit(call: str, them: Vocabularies, ids: Tensor, places: Places) -> tuple[Tensor, ...]:
+def _admit(call: str, forms: Sequence[Form], ids: Tensor, places: Places) -> tuple[Tensor, ...]:
     """Return rows i64[N] and missed b[N] of all ids; changed, new_ids, counts i64[P]; numbers i64[V, 4]; old_ids
     i64[P], evicted b[P]."""
+    _check(call, forms)
+    them = together(call, forms, ids.device)
     n, count, room, device = ids.shape[0], them.count, them.room, ids.device
     if n > MOST_IDS:
         on.fail("there are too many ids.", f"{n}", f"at most {MOST_IDS}", "several calls", call)
@@ -164,6 +166,16 @@ def _admit(call: str, them: Vocabularies, ids: Tensor, places: Places) -> tuple[
     torch.cumsum(kinds, 0, out=sums[1:])
     on.launch(_totals, (on.cdiv(count, 64),), places.begins, of, sums, numbers, count, LANES=64)
     return told
+
+
+def joined(call: str, ids: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.cat([as_ids(call, x) for x in ids]) if ids else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def _check(call: str, forms: Sequence[Form]) -> None:
+    for f in forms:
+        if f.how.policy == SCORED and f.scores is None:
+            on.fail("a policy has no scores.", "scores=None", f"i64[{f.tags.shape[0]}]", "LRU, or scores", call)
 
 
 def _by_hash(keys: Tensor, begins: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ MIX_2 = tl.constexpr(-7723592293110705685)
 SIZES = (
     "size", "capacity", "steps", "slots", "num_bags", "num_rows", "num_ids", "num_values", "num_tables", "num_segments",
     "num_shards", "block", "nothing", "first_key", "behind_key", "first_bag", "behind_bag", "max_length", "mean",
-    "count",
+    "count", "group_steps", "key_steps",
 )  # fmt: skip
 kernel = functools.partial(triton.jit, do_not_specialize=SIZES)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import triton.language as tl
 from funcrec.kernels.triton import launch as on
-from funcrec.kernels.triton.admission import forms_of, runs
+from funcrec.kernels.triton.admission import forms_of, joined, runs
 from funcrec.kernels.triton.device import kernel, lanes, upper_bound
 from funcrec.kernels.triton.vocabulary import (
     ENTRIES,
@@ -22,6 +22,7 @@ from funcrec.kernels.triton.vocabulary import (
     Form,
     Places,
     Vocabularies,
+    as_ids,
     bucket_in,
     counters_of,
     fact,
@@ -57,10 +58,10 @@ def settle_ids_(
     """Write the changes of a step to the state."""
     call, (tags, entries, *sketch) = "funcrec.kernels.triton.settle_ids_", state
     how = Admission(0, 0, least, 0, 0, salt)
-    form = Form(tags, entries, how, changed.shape[0], sketch[0] if least else None, None, now)
+    form = Form(tags, entries, how, changed.shape[0], sketch[0] if least and sketch else None, None, now)
     places = whole(ids, torch.full((), ids.shape[0], dtype=torch.int64, device=ids.device))
     found = on.contiguous([rows, missed, changed, new_ids, counts, numbers])
-    _settle(together(call, [form], ids.device), ids.long().contiguous(), places, found, bool(least))
+    _settle(together(call, [form], ids.device), as_ids(call, ids), places, found, bool(least))
 
 
 def settle_columns_(
@@ -76,7 +77,7 @@ def settle_columns_(
     if not forms:
         return
     device = state[0].device
-    every = torch.cat([x.long() for x in ids]) if ids else torch.empty(0, dtype=torch.int64, device=device)
+    every = joined(call, ids, device)
     _check(call, found, every.shape[0], sum(f.room for f in forms), len(forms))
     places = of_columns(call, len(forms), ids, offsets, columns, device)
     least = any(f.how.least for f in forms)

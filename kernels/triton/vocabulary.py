@@ -82,14 +82,26 @@ def together(call: str, forms: Sequence[Form], device: torch.device) -> Vocabula
 
 
 def _check(call: str, f: Form) -> None:
+    """Raise if the tensors are not those of a vocabulary: kernels get their addresses alone."""
     own = [x for x in (f.tags, f.entries, f.sketch, f.scores) if x is not None]
     fits = f.entries.shape == (f.tags.shape[0], 2) and f.tags.shape[0] and not f.tags.shape[0] % SLOTS
-    alike = all(x.shape == f.tags.shape for x in (f.sketch, f.scores) if x is not None)
-    if not fits or not alike or not all(x.is_contiguous() for x in own):
-        need = f"u8[R], i64[R, 2], contiguous, R a multiple of {SLOTS}"
-        on.fail(
-            "the state is not a vocabulary.", f"{[list(x.shape) for x in own]}", need, "fr.vocabulary(capacity)", call
-        )
+    fits = fits and all(x.shape == f.tags.shape for x in own if x is not f.entries)
+    kinds = (f.tags, torch.uint8), (f.entries, torch.int64), (f.sketch, torch.uint8), (f.scores, torch.int64)
+    fits = fits and all(x is None or (x.dtype == kind and x.is_contiguous()) for x, kind in kinds)
+    if not fits:
+        got, need = f"{[f'{x.dtype}{list(x.shape)}' for x in own]}", f"u8[R], i64[R, 2], R a multiple of {SLOTS}"
+        on.fail("the state is not a vocabulary.", got, f"{need}, contiguous", "fr.vocabulary(capacity)", call)
+    if f.now is not None and (f.now.dtype != torch.int64 or f.now.dim()):
+        on.fail("`now` is not a step.", f"{f.now.dtype}{list(f.now.shape)}", "i64[]", "vocabulary.now", call)
+    if f.how.least and f.now is not None and f.sketch is None:
+        on.fail("a vocabulary has no sketch.", f"least={f.how.least}", "u8[R]", "fr.vocabulary(admit=2)", call)
+
+
+def as_ids(call: str, ids: Tensor) -> Tensor:
+    """Return the ids as i64[N], without gaps."""
+    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1:
+        on.fail("`ids` are not ids.", f"{ids.dtype}{list(ids.shape)}", "i32 or i64[N]", "ids.long()", call)
+    return ids.long().contiguous()
 
 
 def whole(ids: Tensor, valid: Tensor) -> Places:
@@ -237,7 +249,8 @@ def find_ids(tags: Tensor, entries: Tensor, ids: Tensor, valid: Tensor, shared: 
     """Return the row of each of the first `valid` ids, i64[N]; for an unknown id a shared row, or -1."""
     out = torch.full((ids.shape[0],), -1, dtype=torch.int64, device=ids.device)
     forms = [Form(tags.contiguous(), entries.contiguous(), Admission(0, 0, 0, 0, shared, salt))]
-    _find_all(together("funcrec.kernels.triton.find_ids", forms, ids.device), ids, whole(ids, valid), out)
+    call = "funcrec.kernels.triton.find_ids"
+    _find_all(together(call, forms, ids.device), as_ids(call, ids), whole(ids, valid), out)
     return out
 
 
@@ -245,7 +258,9 @@ def find_columns(
     state: Sequence[Tensor], ids: Tensor, offsets: Tensor, how: Sequence[int], columns: Sequence[int]
 ) -> Tensor:
     """Return the ids with rows in place of the ids of the columns, i64[N]."""
-    call, out, state = "funcrec.kernels.triton.find_columns", ids.to(torch.int64, copy=True), on.contiguous(state)
+    call, state = "funcrec.kernels.triton.find_columns", on.contiguous(state)
+    ids = as_ids(call, ids)
+    out = ids.clone()
     each = zip(state[::2], state[1::2], how[::2], how[1::2], strict=True)
     forms = [Form(tags, entries, Admission(0, 0, 0, 0, shared, salt)) for tags, entries, shared, salt in each]
     if forms:
@@ -256,7 +271,7 @@ def find_columns(
 
 def _find_all(them: Vocabularies, ids: Tensor, places: Places, out: Tensor) -> None:
     on.launch(
-        _find, (on.cdiv(ids.shape[0], IDS),), *places, them.about, ids.contiguous(), out, ids.shape[0], them.count,
+        _find, (on.cdiv(ids.shape[0], IDS),), *places, them.about, ids, out, ids.shape[0], them.count,
         on.steps(them.count), TILE_IDS=IDS, SLOTS=SLOTS, num_warps=4,
     )  # fmt: skip
 
@@ -266,7 +281,7 @@ def _find(begins, at, about, ids, out, size, count, steps, TILE_IDS: tl.constexp
     place = lanes(TILE_IDS)
     v, given = vocabulary_at(begins, place, size, count, steps)
     position = tl.load(at + place, mask=given, other=0)
-    id = tl.load(ids + position, mask=given, other=0).to(tl.int64)
+    id = tl.load(ids + position, mask=given, other=0)
     h = hash_in(about, v, id)
     row = find(about, v, id, h, given, SLOTS)
     tl.store(out + position, tl.where(row >= 0, row, unknown_in(about, v, h)), mask=given)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from funcrec.kernels import ops
+from funcrec.kernels import library, ops, reference
+from funcrec.kernels.draws import NORMAL, UNIFORM
 from funcrec.kernels.ops import Feature, Segment, Terms
+from funcrec.kernels.vocabulary import EVERYONE, Admission
 from torch.utils._pytree import tree_map
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -89,3 +91,36 @@ def test_large_updates(rule, hyper, slots, dtype):
         assert torch.equal(a, b) and torch.equal(a.cpu()[~named], old[~named])
         eps = torch.finfo(a.dtype).eps
         assert ((a.cpu().double() - c.double()).abs() <= 4 * eps + 2 * max(eps, 2e-5) * c.double().abs()).all()
+
+
+def test_large_admissions():
+    """Admission, settling and new rows have the reference's bits. A CUDA graph that settles gives them, too."""
+    draw, triton = torch.Generator().manual_seed(0), library.load("triton")
+    ids = torch.randint(0, 2 * R, (N,), generator=draw) * 10**12
+    offsets = torch.tensor([0, N // 4, N // 2, N // 2, N - 99])
+    how = [*Admission(1, 3, 2, EVERYONE, 3, 5), *Admission(2, 0, 0, EVERYONE, 0, 7)]
+    columns, state = [0, 0, 0, 2, 0, 1, 0, 2, 2, 9000], []
+    for rows in (8_192, 2_048):
+        tags = torch.zeros(rows, dtype=torch.uint8)
+        state += [tags, torch.zeros(rows, 2, dtype=torch.int64), torch.tensor(5), *([tags.clone()] * (rows == 8_192))]
+    own = to_cuda(state)
+    for i in range(3):
+        step = [ids], [offsets]
+        want = reference.admit_columns(state, [], *step, how, columns)
+        got = triton.admit_columns(own, [], *to_cuda(step), how, columns)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
+        given = (*to_cuda(step), list(got), how, columns)
+        if i == 2:
+            triton.settle_columns_([x.clone() for x in own], *given)  # compiles
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                triton.settle_columns_(own, *given)
+            graph.replay()
+        else:
+            triton.settle_columns_(own, *given)
+        state = reference.settle_columns(state, *step, list(want), how, columns)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(own, state, strict=True))
+        ids = ids.roll(777) + 10**12
+    for kind, dtype in ((UNIFORM, F32), (NORMAL, F32), (NORMAL, BF16), (NORMAL, F64)):
+        rows = torch.tensor(9), torch.arange(3_000) * 2**51, 70, kind, 0.3, dtype
+        assert torch.equal(triton.initial_rows(*to_cuda(rows)).cpu(), reference.initial_rows(*rows))

@@ -271,6 +271,19 @@ def test_what_does_not_fit_is_refused():
     tags, entries = blank(1, how)
     with pytest.raises(ValueError, match="the state is not a vocabulary"):
         kernels.find_ids(tags[:5], entries[:5], ids, torch.tensor(1), 0, 0)
+    for wrong in (tags.int(), tags.repeat(2)[::2][:64]):
+        with pytest.raises(ValueError, match="the state is not a vocabulary"):
+            kernels.find_ids(wrong, entries, ids, torch.tensor(1), 0, 0)
+    step = torch.tensor(1)
+    admit = lambda how, ids=ids, now=step: kernels.admit_ids([tags, entries], now, ids, step, None, *how)
+    with pytest.raises(ValueError, match="a policy has no scores"):
+        admit(how._replace(policy=SCORED))
+    with pytest.raises(ValueError, match="`now` is not a step"):
+        admit(how, now=torch.tensor([1.0]))
+    with pytest.raises(ValueError, match="`ids` are not ids"):
+        admit(how, torch.tensor([4.0]))
+    with pytest.raises(ValueError, match="a vocabulary has no sketch"):
+        admit(how._replace(least=2))
     with pytest.raises(ValueError, match="a column does not fit"):
         kernels.find_columns([tags, entries], ids, offsets, [0, 0], [0, 0, 0, 2, 0])
     with pytest.raises(ValueError, match="entry 0 does not fit"):
