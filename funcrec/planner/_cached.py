@@ -82,10 +82,11 @@ def misses_of(
 def whole_in_memory(
     told: Mapping[str, TableConstraint], features: Sequence[FeatureConfig], replicas: Sequence[str]
 ) -> dict[str, TableConstraint]:
-    """Return the constraints, by which tables that share a column, and all with `replicas`, are whole in memory unless
-    a constraint says else: a column has one cache, and a store one row for all copies."""
+    """Return the constraints, by which tables that share a column, those of a vocabulary, and all with `replicas` are
+    whole in memory unless a constraint says else: a column has one cache, and a store one row for all copies."""
     of_column: dict[str, set[str]] = {}
     for f in features:
         of_column.setdefault(f.key, set()).add(f.table)
     shared = set(told) if replicas else {n for tables in of_column.values() if len(tables) > 1 for n in tables}
+    shared |= {n for n, c in told.items() if c.vocabulary is not None}
     return {n: replace(c, in_memory=1.0) if n in shared and c.in_memory is None else c for n, c in told.items()}

@@ -43,6 +43,10 @@ class TableConstraint:
         for all. None: the planner chooses, if the hardware has a disk and no other table reads the table's columns.
         Tables that read one column have one share. With `replicas` all tables are whole.
       together: tables with the same name here get the same placement, part by part on the same ranks.
+      vocabulary: tables with the same name here follow one vocabulary, as `dynamic_tables` has it; None for tables
+        whose ids are rows. The planner counts the vocabularies' memory, messages and admissions, and cuts them by
+        buckets (`plan.buckets`) where that is faster or must be. With `replicas`, or if some table may lie partly in a
+        store, they stay whole. The plan cannot know that a policy is a function: then take one without `buckets`.
 
     Example:
       >>> import funcrec as fr
@@ -60,6 +64,7 @@ class TableConstraint:
     ranks: Places = ()
     in_memory: Part | None = None
     together: str | None = None
+    vocabulary: str | None = None
 
     def __post_init__(self):
         check("funcrec.TableConstraint", field_problems(self))

@@ -27,6 +27,7 @@ from funcrec.tables import TableConfig
 Loads = dict[Hashable, float]
 # LOOKUP, UPDATE: a rank's own seconds. EXCHANGE, LAUNCH: seconds of all ranks. BYTES, DISK: bytes of every rank.
 LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES, DISK = "lookup", "update", "exchange", "launch", "bytes", "disk"
+VOCABULARIES = "the vocabularies"  # the name of an item after those of the tables
 ONCE = ("latency", "bank")  # ("latency", axes, kind of exchange), ("bank", axes, width, dtype, label)
 
 
@@ -290,12 +291,19 @@ def _add(loads: Loads, more: Loads) -> None:
 
 
 def packing_of(
-    groups: Mapping[str, Sequence[TableConfig]], own: Mapping[str, list[Way]], ground: Ground, limit: float
+    groups: Mapping[str, Sequence[TableConfig]],
+    own: Mapping[str, list[Way]],
+    ground: Ground,
+    limit: float,
+    beside: Sequence[Way] = (),
 ) -> Packing:
-    """Return the solver's packing. groups: tables placed as one. own: {table: its ways}. limit: bytes of a rank."""
+    """Return the solver's packing. groups: tables placed as one. own: {table: its ways}. limit: bytes of a rank.
+
+    beside: the ways of one more item after the tables, the vocabularies.
+    """
     merged = {name: _merged([own[t.name] for t in tables]) for name, tables in groups.items()}
     keys = {k: i for i, k in enumerate((LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES, DISK))}
-    for way in (w for found in merged.values() for w in found):
+    for way in (w for found in (*merged.values(), beside) for w in found):
         for loads in (*way.shards, way.base):
             for k in loads:
                 keys.setdefault(k, len(keys))
@@ -304,7 +312,8 @@ def packing_of(
     once = tuple(i for k, i in keys.items() if k[0] in ONCE)
     vector = lambda loads: tuple(loads.get(k, 0.0) for k in keys)
     option = lambda w: Option(w.key, tuple(map(vector, w.shards)), w.places, w.how, vector(w.base))
-    items = tuple(Item(name, tuple(map(option, found))) for name, found in merged.items())
+    every = {**merged, **({VOCABULARIES: beside} if beside else {})}
+    items = tuple(Item(name, tuple(map(option, found))) for name, found in every.items())
     caps = [Cap("memory", factors, limit)]
     if ground.hardware.disk_bytes:
         caps.append(Cap("disk", tuple(float(k == DISK) for k in keys), ground.hardware.disk_bytes))

@@ -28,6 +28,7 @@ from funcrec.planner._options import Ground, packing_of, placement_of
 from funcrec.planner._report import report_of
 from funcrec.planner._short import fail_short
 from funcrec.planner._solve import solve
+from funcrec.planner._vocabularies import followed, vocabulary_problems, vocabulary_ways
 from funcrec.sharding import Plan, dedup_problems, transport_of
 from funcrec.tables import FeatureConfig, TableConfig
 
@@ -58,7 +59,8 @@ def plan(
 
     Its report has a bound on all other plans. The estimate assumes that every rank has the same memory and speed. If
     the hardware has a disk, tables may have a part of their rows in memory: `plan.cached` says how many. Uneven ranks,
-    the dense part and caches of processors are not modelled.
+    the dense part and caches of processors are not modelled. If constraints name vocabularies, the plan also decides
+    whether `plan.buckets` cuts them, by their memory, messages and admissions.
 
     Args:
       mesh: a Mesh, or its shape, {axis: number of ranks}, with at most 65,536 ranks. The planner runs nothing on them,
@@ -107,7 +109,7 @@ def plan(
     told = {t.name: constraint_of(given.get(t.name, {})) for t in tables}
     check(CALL, together_problems(tables, told, sizes, named))
     hardware = Hardware.named(hardware) if isinstance(hardware, str) else hardware
-    check(CALL, disk_problems(told, hardware), cache_problems(told, features, named))
+    check(CALL, disk_problems(told, hardware), cache_problems(told, features, named), vocabulary_problems(tables, told))
     sizes = {a: n for a, n in sizes.items() if a not in named}
     bags, answer = batch_size / prod(sizes_of(mesh).values()), transport_of(exact, dedup).answer
     state = _of_optimizer(optimizer, tables)
@@ -120,20 +122,23 @@ def plan(
     allowed = whole_in_memory(told, features, named)
     found = {t.name: all_ways(t, uses[t.name], allowed[t.name], ground) for t in tables}
     groups = groups_of(tables, told)
-    packing = packing_of(groups, found, ground, limit)
+    is_cached = any(w.key[4] < 1 for own in found.values() for w in own)
+    beside = vocabulary_ways(followed(tables, features, told, bags), ground, not named and not is_cached)
+    packing = packing_of(groups, found, ground, limit, beside)
     solved = solve(packing, effort) if all(i.options for i in packing.items) else None
     if solved is None or solved.choices is None:
         freed = whole_in_memory(dict.fromkeys(told, TableConstraint()), features, named)
         free = lambda name: all_ways(_named(tables, name), uses[name], freed[name], ground)
-        fail_short(CALL, packing, groups, found, told, free, ground, limit, 1 - reserve)
+        fail_short(CALL, packing, groups, found, told, free, ground, limit, 1 - reserve, beside)
     placements = {}
-    for own, item, choice in zip(groups.values(), packing.items, solved.choices, strict=True):
+    for own, item, choice in zip(groups.values(), packing.items, solved.choices, strict=False):
         made = placement_of(item.options[choice.option].label, choice.places, sizes)
         placements |= {t.name: made for t in own}
     placements = {t.name: placements[t.name] for t in tables}
     return report_of(
-        placements, named, tables, uses, found, groups, packing, solved, ground, limit, sizes_of(mesh), batch_size
-    )
+        placements, named, tables, uses, found, groups, packing, solved, ground, limit, sizes_of(mesh), batch_size,
+        beside, {t.name for t in tables if told[t.name].vocabulary is not None},
+    )  # fmt: skip
 
 
 def groups_of(tables: Sequence[TableConfig], told: Mapping[str, TableConstraint]) -> dict[str, list[TableConfig]]:

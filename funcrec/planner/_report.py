@@ -3,7 +3,7 @@
 reason of a table = the change of a step's time if only that table took the next best placement
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from math import prod
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from funcrec.mesh import Mesh
 from funcrec.planner._cached import ROW_BYTES, part_of
 from funcrec.planner._costs import Use, activation_bytes
-from funcrec.planner._options import EXCHANGE, LAUNCH, LOOKUP, UPDATE, Ground, Way, alone_bytes, places_on
+from funcrec.planner._options import BYTES, EXCHANGE, LAUNCH, LOOKUP, UPDATE, Ground, Way, alone_bytes, places_on
 from funcrec.planner._packing import Loads, Packing, loads_of
 from funcrec.planner._solve import Solution
 from funcrec.sharding import Placement, Plan, RankLine, Report, TableLine, layout_of
@@ -33,8 +33,10 @@ def report_of(
     limit: int,
     mesh: Mapping[str, int],
     batch_size: int,
+    beside: Sequence[Way] = (),
+    following: Set[str] = frozenset(),
 ) -> Plan:
-    """Return the plan with its report."""
+    """Return the plan with its report. beside: the ways of the vocabularies. following: the tables that follow one."""
     loads = loads_of(packing, solved.choices)
     loads.scale = max(solved.objective, 1e-300)
     sizes = dict(ground.sizes)
@@ -46,12 +48,17 @@ def report_of(
     parts = {t.name: part_of(t, chosen[t.name][4]) for t in tables}
     memory, num_banks = rank_bytes(placements, list(parts.values()), uses, ground)
     memory += sum(ROW_BYTES * parts[t.name].num_embeddings for t in tables if chosen[t.name][4] < 1)
+    kept = beside[solved.choices[-1].option] if beside else None
+    memory += kept.base[BYTES] if kept else 0.0
     launches = ground.hardware.launch_s * num_banks  # a bank has one launch for its lookup and its update together
     exchange = float(loads.most @ loads.weights) - loads.most[0] - loads.most[1] - launches
     line = lambda r: RankLine(
         int(memory), float(loads.load[0, r]), max(0.0, float(exchange)), float(loads.load[1, r]) + launches
     )
     reasons = {t.name: why for i, own in enumerate(groups.values()) for why in [reason(packing, loads, i)] for t in own}
+    if kept:
+        why = f"its vocabulary {_name(kept.key)}: {reason(packing, loads, len(groups))}"
+        reasons |= {n: f"{reasons[n]}; {why}" for n in following}
     lines = []
     for t in tables:
         way = next(w for w in found[t.name] if w.key == chosen[t.name])
@@ -61,7 +68,7 @@ def report_of(
         tuple(mesh.items()), ground.hardware.name, batch_size, limit, seconds, solved.bound, tuple(lines),
         tuple(map(line, range(ground.num_ranks))),
     )  # fmt: skip
-    return Plan(placements, replicas, report)
+    return Plan(placements, replicas, report, buckets=kept.key[1] if kept else ())
 
 
 def rank_bytes(

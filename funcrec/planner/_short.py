@@ -29,9 +29,10 @@ def fail_short(
     ground: Ground,
     limit: int,
     share: float,
+    beside: Sequence[Way] = (),
 ) -> None:
     """Raise the error of `plan` if no plan fits."""
-    for name, item in zip(groups, packing.items, strict=True):
+    for name, item in zip(groups, packing.items, strict=False):
         if not item.options:
             _fail_no_option(call, [t.name for t in groups[name]], found, told)
     least, is_proved = least_bytes(packing)
@@ -41,7 +42,7 @@ def fail_short(
     constrained = [n for n in told if told[n] != TableConstraint()]
     if constrained:
         lifted = lambda names: packing_of(
-            groups, {n: free(n) if n in names else w for n, w in found.items()}, ground, limit
+            groups, {n: free(n) if n in names else w for n, w in found.items()}, ground, limit, beside
         )
         free_least, _ = least_bytes(lifted(constrained))
         if free_least <= limit:

@@ -44,8 +44,8 @@ class Plan:
         placements of their tables. A rank then has one of n equal parts of each vocabulary, and finds and admits only
         the ids of these buckets; the ranks send them to each other. The axes are those that cut a batch. () keeps each
         vocabulary whole on every rank, which finds and admits the ids of all ranks. The bits of training are the same.
-        `cached_step` and a policy that is a function require (). Add `buckets` to a plan of `fr.plan` by
-        `fr.Plan(dict(plan.placements), plan.replicas, plan.report, buckets=...)`.
+        `cached_step` and a policy that is a function require (). `fr.plan` chooses them if constraints
+        name vocabularies; to change that, `fr.Plan(dict(plan.placements), plan.replicas, plan.report, buckets=...)`.
       report: the estimates and the reasons of `fr.plan`; None for a plan made by hand.
         Plans with equal placements are equal, whatever their reports.
 

@@ -101,7 +101,7 @@ class Report(NamedTuple):
                 f"{t.bytes / MB:10.2f}  {t.seconds * 1e3:9.4f}  {t.reason}"
             )
         rest = (sum(r.bytes for r in self.ranks) - sum(t.bytes for t in self.tables)) / MB
-        what = f"{'padding of banks and what exchanges hold, all ranks':{width + kinds + 40}}"
+        what = f"{'padding of banks, exchanges and vocabularies, all ranks':{width + kinds + 40}}"
         lines += [f"{what}  {rest:10.2f}"] if rest > 0.005 else []
         lines += [
             "",
