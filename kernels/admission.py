@@ -4,6 +4,7 @@ Shapes: N ids, R rows, V vocabularies, P places of their changes.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from funcrec.kernels.choice import available, has, operation
 from funcrec.kernels.forms import flatten
@@ -12,7 +13,7 @@ from torch import Tensor
 
 
 def find_ids(
-    tags: Tensor, entries: Tensor, ids: Tensor, valid: Tensor, shared: int, salt: int, *, implementation=None
+    tags: Tensor, entries: Tensor, ids: Tensor, valid: Tensor, shared: int, salt: int, *, implementation: Any = None
 ) -> Tensor:
     """Return the row of each id of i[N] in a vocabulary, i64[N].
 
@@ -24,7 +25,7 @@ def find_ids(
     )
 
 
-def admit_ids(state: Sequence[Tensor], *rest, implementation: str | None = None) -> tuple[Tensor, ...]:
+def admit_ids(state: Sequence[Tensor], *rest: Any, implementation: str | None = None) -> tuple[Tensor, ...]:
     """Return what a step's ids change in a vocabulary. The result depends on the multiset of valid ids alone.
 
     Args:
@@ -42,7 +43,7 @@ def admit_ids(state: Sequence[Tensor], *rest, implementation: str | None = None)
     return operation("admit_ids", implementation, state[0])(list(state), *rest)
 
 
-def settle_ids_(state: Sequence[Tensor], *rest) -> None:
+def settle_ids_(state: Sequence[Tensor], *rest: Any) -> None:
     """Write what `settle_ids` returns to the state itself."""
     choice = available("settle_ids_", state[0].device)
     if has("settle_ids_", choice):
@@ -52,7 +53,7 @@ def settle_ids_(state: Sequence[Tensor], *rest) -> None:
             x.copy_(new)
 
 
-def settle_ids(state: Sequence[Tensor], *rest, implementation: str | None = None) -> list[Tensor]:
+def settle_ids(state: Sequence[Tensor], *rest: Any, implementation: str | None = None) -> list[Tensor]:
     """Return the state after admission: new ids written, and each seen row with stamp `now` and its count raised.
 
     Args:

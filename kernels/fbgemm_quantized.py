@@ -6,6 +6,8 @@ FBGEMM's lookup reads -1 as zeros and raises for other ids outside the table; th
 Shapes: B bags, N ids, R rows, D dim, S bytes.
 """
 
+from collections.abc import Sequence
+
 import torch
 from funcrec.kernels.fbgemm_bags import _bags, _check_dtype, _fail, _ints32, _operators
 from funcrec.kernels.forms import CODE_BITS, HEAD_BYTES, check_coded, check_tables, features_of
@@ -17,7 +19,16 @@ WEIGHTS_TYPES = {32: 0, 16: 1, 8: 2, 4: 3, 2: 4}
 NAN = torch.tensor([0, 0x7E, 0, 0x7E], dtype=torch.uint8)  # the scale and bias of a row of NaN
 
 
-def quantized_lookup(tables, rows, offsets, weights, features, num_bags, bits, dims) -> Tensor:
+def quantized_lookup(
+    tables: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    offsets: Tensor,
+    weights: Tensor | None,
+    features: Sequence[int],
+    num_bags: int,
+    bits: Sequence[int],
+    dims: Sequence[int],
+) -> Tensor:
     """Return the pooled rows of a lookup in quantised tables, f32[B, C]."""
     call = "funcrec.kernels.quantized_lookup"
     check_tables("quantized_lookup", tables, bits, dims)

@@ -33,25 +33,25 @@ class Symbol:
     def __init__(self, op: str, args: tuple, kind: int, level: int, nodes: dict):
         self.op, self.args, self.kind, self.level, self.nodes = op, args, kind, level, nodes
 
-    __add__ = lambda x, y: made("add", x, y)
-    __radd__ = lambda x, y: made("add", y, x)
-    __sub__ = lambda x, y: made("sub", x, y)
-    __rsub__ = lambda x, y: made("sub", y, x)
-    __mul__ = lambda x, y: made("mul", x, y)
-    __rmul__ = lambda x, y: made("mul", y, x)
-    __truediv__ = lambda x, y: made("div", x, y)
-    __rtruediv__ = lambda x, y: made("div", y, x)
-    __neg__ = lambda x: made("neg", x)
-    __and__ = lambda x, y: made("and", x, y)
-    __or__ = lambda x, y: made("or", x, y)
-    __lt__ = lambda x, y: made("lt", x, y)
-    __le__ = lambda x, y: made("le", x, y)
-    __gt__ = lambda x, y: made("gt", x, y)
-    __ge__ = lambda x, y: made("ge", x, y)
-    __eq__ = lambda x, y: made("eq", x, y)
-    __hash__ = object.__hash__
+    __add__: Any = lambda x, y: made("add", x, y)
+    __radd__: Any = lambda x, y: made("add", y, x)
+    __sub__: Any = lambda x, y: made("sub", x, y)
+    __rsub__: Any = lambda x, y: made("sub", y, x)
+    __mul__: Any = lambda x, y: made("mul", x, y)
+    __rmul__: Any = lambda x, y: made("mul", y, x)
+    __truediv__: Any = lambda x, y: made("div", x, y)
+    __rtruediv__: Any = lambda x, y: made("div", y, x)
+    __neg__: Any = lambda x: made("neg", x)
+    __and__: Any = lambda x, y: made("and", x, y)
+    __or__: Any = lambda x, y: made("or", x, y)
+    __lt__: Any = lambda x, y: made("lt", x, y)
+    __le__: Any = lambda x, y: made("le", x, y)
+    __gt__: Any = lambda x, y: made("gt", x, y)
+    __ge__: Any = lambda x, y: made("ge", x, y)
+    __eq__: Any = lambda x, y: made("eq", x, y)
+    __hash__: Any = object.__hash__
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         raise UnknownError(
             "a rule's branch looks at a number: torch.where, or a bool, a name or None among its hyper-parameters"
         )
@@ -62,7 +62,7 @@ class Symbol:
         return functools.partial(applied, name, self)
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         name = getattr(function, "__name__", str(function))
         if name not in METHODS:
             raise UnknownError(f"a rule has torch.{name}, which has no formula")

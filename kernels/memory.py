@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import sys
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def empty_table(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.dev
     return torch.frombuffer(_mapped(size), dtype=dtype).view(shape)
 
 
-def full_table(shape: tuple[int, ...], value: float, *, dtype: torch.dtype, device=None) -> Tensor:
+def full_table(shape: tuple[int, ...], value: float, *, dtype: torch.dtype, device: Any = None) -> Tensor:
     """Return a tensor of this shape, filled with `value`, in memory from `empty_table`."""
     return empty_table(shape, dtype=dtype, device=device).fill_(value)
 

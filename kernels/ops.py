@@ -35,6 +35,7 @@ call also raises for an unknown name, or for an operation that the implementatio
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from funcrec.kernels import library
 from funcrec.kernels.admission import (
@@ -358,7 +359,7 @@ def top_k(
 
 
 def jagged_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, *rest, implementation: str | None = None
+    queries: Tensor, keys: Tensor, values: Tensor, *rest: Any, implementation: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (out f[N, H, V], logs f32|f64[N, H]): attention of each bag, and log Σ e^s of each query. Without softmax
     the second is [0, H]. Rows of `out` outside of all bags are 0.
@@ -373,7 +374,7 @@ def jagged_attention(
 
 
 def jagged_attention_transpose(
-    d_out: Tensor, out: Tensor, logs: Tensor, *rest, implementation: str | None = None
+    d_out: Tensor, out: Tensor, logs: Tensor, *rest: Any, implementation: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the cotangents of queries, keys, values, position_bias and time_bias, [0, 0] for a bias that is None.
 

@@ -4,6 +4,7 @@ Shapes: N ids, L lanes, B bags of a lane, n ranks, K slots of each rank, C rows 
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from funcrec.kernels.forms import Owners, owners_of
@@ -23,7 +24,7 @@ def blocks_by(take_ranges: Callable, bucketize: Callable, integers: Callable = i
     integers: a function (values, device) that returns an i64 tensor of values >= 0.
     """
 
-    def owner_blocks(ids, offsets, lanes, slots, num_bags, num_ranks, room, wide, placed):
+    def owner_blocks(ids: Any, offsets: Any, lanes, slots, num_bags, num_ranks, room, wide, placed):
         lanes, num_ids = owners_of(lanes), ids.shape[0]
         taken, bounds = _lane_bags(ids, offsets, lanes, num_bags, take_ranges, integers)
         rows = owned_rows(ids if taken is None else ids[taken], bounds, lanes, integers)

@@ -8,7 +8,7 @@ Shapes: B bags, N buffer length, K entries, R rows, D dim.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from funcrec.kernels.forms import (
@@ -78,7 +78,7 @@ UNROLL_MAX = 16  # the longest bags with sums term by term; Inductor fuses such 
 _owner_blocks = blocks_by(take_ranges, bucketize)
 
 
-def owner_blocks(ids, offsets, *how):
+def owner_blocks(ids: Any, offsets: Any, *how: Any):
     return _owner_blocks(ids, ascending(offsets).clamp(0, ids.shape[0]), *how)
 
 
@@ -114,13 +114,30 @@ def runs_of(features: Sequence[Feature], dims: Sequence[int], num_bags: int) -> 
     return runs
 
 
-def pooled_lookup(tables, rows, offsets, weights, features, num_bags, blocks=1) -> Tensor:
+def pooled_lookup(
+    tables: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    offsets: Tensor,
+    weights: Tensor | None,
+    features: Sequence[int],
+    num_bags: int,
+    blocks: int = 1,
+) -> Tensor:
     read, dims = [functools.partial(gather_rows, t) for t in tables], [t.shape[1] for t in tables]
     out = _pooled(read, dims, rows, offsets, weights, features, num_bags)
     return out if blocks == 1 else torch.cat(out.chunk(blocks, 1))
 
 
-def quantized_lookup(tables, rows, offsets, weights, features, num_bags, bits, dims) -> Tensor:
+def quantized_lookup(
+    tables: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    offsets: Tensor,
+    weights: Tensor | None,
+    features: Sequence[int],
+    num_bags: int,
+    bits: Sequence[int],
+    dims: Sequence[int],
+) -> Tensor:
     """Return the `pooled_lookup` of the numbers that the rows encode, f32[B, C]."""
     check_tables("quantized_lookup", tables, bits, dims)
     coded = lambda t, b, dim: lambda rows: quantized_rows(t, rows, b, dim)
@@ -216,7 +233,14 @@ def bag_lengths(bounds: Tensor, max_length: int) -> Tensor:
     return (lengths.clamp(max=max_length) if max_length else lengths).clamp(min=1).to(torch.float32)
 
 
-def pooled_lookup_weights(d_out, tables, rows, offsets, weights, features) -> Tensor:
+def pooled_lookup_weights(
+    d_out: Tensor,
+    tables: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    offsets: Tensor,
+    weights: Tensor | None,
+    features: Sequence[int],
+) -> Tensor:
     num_bags = d_out.shape[0]
     offsets, total = ascending(offsets), torch.zeros_like(weights, dtype=accumulation_dtype(weights.dtype))
     for f in features_of(features):
@@ -234,7 +258,7 @@ def pooled_lookup_weights(d_out, tables, rows, offsets, weights, features) -> Te
 # -- the cotangents of tables ------------------------------------------------------------------------------------
 
 
-def expand(d, rows, offsets, weights, segments, shapes) -> list[Tensor]:
+def expand(d: Any, rows: Any, offsets: Any, weights: Any, segments: Any, shapes: Any) -> list[Tensor]:
     entries: list[list] = [[] for _ in shapes[::2]]
     for s in segments_of(segments):
         num_rows, dim = shapes[2 * s.table : 2 * s.table + 2]
@@ -276,7 +300,7 @@ def _entries(s: Segment, d: Tensor, ids: Tensor, offsets: Sequence[Tensor], weig
     return _rows_at(ids, position, valid), grads
 
 
-def coalesce(d, rows, offsets, weights, segments, shapes) -> list[Tensor]:
+def coalesce(d: Any, rows: Any, offsets: Any, weights: Any, segments: Any, shapes: Any) -> list[Tensor]:
     entries = expand(d, rows, offsets, weights, segments, shapes)
     out = []
     for taken, grads, num_rows in zip(entries[::2], entries[1::2], shapes[::2], strict=True):

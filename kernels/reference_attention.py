@@ -9,7 +9,7 @@ Shapes: B bags, N queries, M keys, H heads, D dim of queries and keys, V dim of 
 G matrices (B, or 1) of n queries and m keys.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from funcrec.kernels.forms import accumulation_dtype, time_bounds
@@ -50,7 +50,7 @@ def jagged_attention(
 
 
 def jagged_attention_transpose(
-    d_out: Tensor, out: Tensor, logs: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest
+    d_out: Tensor, out: Tensor, logs: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the cotangents of queries, keys, values, position_bias and time_bias, [0, 0] for a bias that is None.
 

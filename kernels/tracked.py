@@ -8,6 +8,7 @@ import contextlib
 import operator
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def is_in_jvp() -> bool:
     return any(i.key() == TransformType.Jvp for i in get_interpreter_stack() or ())
 
 
-def any_tracked(tensors: Iterable) -> bool:
+def any_tracked(tensors: Iterable[Any]) -> bool:
     """Return whether any of the tensors is tracked; other values count as untracked."""
     if not torch.compiler.is_dynamo_compiling() and not is_transforming():
         return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
@@ -144,7 +145,7 @@ def is_concrete(x: Tensor) -> bool:
     return plain and not is_functorch_wrapped_tensor(x) and not torch._C._len_torch_dispatch_stack()
 
 
-def vmaps_of(tensors: Iterable) -> frozenset[int]:
+def vmaps_of(tensors: Iterable[Any]) -> frozenset[int]:
     """Return the levels of vmap at which a tensor differs from member to member."""
     levels = set()
     for x in map(stand_in, tensors) if is_transforming() else ():

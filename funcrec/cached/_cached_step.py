@@ -50,7 +50,7 @@ SAMPLE = 1024  # rows that a rollback compares with the store
 
 @typed
 def cached_step(
-    step: Callable, stores: Mapping[str, TableStore], *, depth: Count = 1, look_ahead: Size = 0
+    step: Callable[..., Any], stores: Mapping[str, TableStore], *, depth: Count = 1, look_ahead: Size = 0
 ) -> "CachedStep":
     """Return a step that trains `cached_tables`: (state, batch) -> (state, metrics).
 
@@ -124,7 +124,15 @@ def cached_step(
 class CachedStep:
     """The result of `cached_step`."""
 
-    def __init__(self, step: Callable, stores: dict[str, TableStore], depth: int, look_ahead: int):
+    step: Callable[..., Any]
+    stores: dict[str, TableStore]
+    depth: int
+    look_ahead: int
+    place: Any
+    enter: Callable[..., Any]
+    lock: Any
+
+    def __init__(self, step: Callable[..., Any], stores: dict[str, TableStore], depth: int, look_ahead: int):
         self.step, self.stores, self.depth, self.look_ahead = step, stores, depth, look_ahead
         self.place = place_of(step)
         own = entered if self.place.mesh is None else functools.partial(entered_on_ranks, self.place)
@@ -138,7 +146,7 @@ class CachedStep:
         """Return the step's `init`."""
         return self.step.init
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[Any, Any]]:
         is_ahead = isinstance(batch, Fetched)
 
         def taken() -> Any:
@@ -166,7 +174,7 @@ class CachedStep:
         self.place.together("read its store", read)
         return found[0]
 
-    def ahead(self, state: TrainState, batches: Iterable) -> Iterator[Fetched]:
+    def ahead(self, state: TrainState, batches: Iterable[Any]) -> Iterator[Fetched]:
         """Return an iterator over batches with what their steps read, which a thread reads `depth` batches ahead.
 
         state: that of the first step; each following step takes the state of the step before.
@@ -186,7 +194,7 @@ class CachedStep:
         steps."""
         leaving, held = functools.partial(self._leave, waiting), map_tensors(Tensor.clone, dynamic.vocabularies)
 
-        def fetch(batch: Any, ids: Mapping[str, JaggedTensor], later: Sequence[tuple]) -> Fetched:
+        def fetch(batch: Any, ids: Mapping[str, JaggedTensor], later: Sequence[tuple[Any, ...]]) -> Fetched:
             kept = {n: keeping(v, [x[n] for _, x in later]) for n, v in held.items()}
             one = fetched(replace(dynamic, vocabularies=kept), self.stores, batch, ids, leaving)
             with self.lock:
@@ -202,7 +210,7 @@ class CachedStep:
             others = [x[name] for x in waiting.values()]
         return torch.isin(ids, torch.cat(others)) if others else torch.zeros(len(ids), dtype=torch.bool)
 
-    def run(self, state: TrainState, batches: Iterable) -> Iterator[tuple[TrainState, dict]]:
+    def run(self, state: TrainState, batches: Iterable[Any]) -> Iterator[tuple[TrainState, dict[Any, Any]]]:
         """Yield (state, metrics) after each batch."""
         for batch in self.ahead(state, batches):
             state, metrics = self(state, batch)
@@ -223,7 +231,7 @@ class CachedStep:
         tables, of_rows = rows_read(self.place, self._gathered(params.tables), self.stores, batch)
         return replace(params, tables=tables), of_rows
 
-    def gather(self, params: Params, path: str | os.PathLike | None = None) -> Params:
+    def gather(self, params: Params, path: str | os.PathLike[str] | None = None) -> Params:
         """Return params with plain tables of all rows, in memory or mapped from new files in the folder `path`.
 
         They are for `export`, `save_safetensors` or an evaluation over all items. The files must stay while the tables
@@ -319,7 +327,9 @@ def ids_of_ranks(
         yield batch, joined_ids(place, of_ranks, device)
 
 
-def read_ahead(place: Place, fetch: Callable, pairs: Iterable[tuple], depth: int) -> Iterator[Fetched]:
+def read_ahead(
+    place: Place, fetch: Callable[..., Any], pairs: Iterable[tuple[Any, ...]], depth: int
+) -> Iterator[Fetched]:
     """Yield what fetch(batch, ids, later) returns. A thread calls it, and this one exchanges the ids: ranks send in one
     order."""
     with ThreadPoolExecutor(1) as thread:

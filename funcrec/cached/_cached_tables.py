@@ -14,7 +14,7 @@ from torch import Tensor
 from funcrec.cached._table_store import TableStore
 from funcrec.core import Count, Device, Problem, check, random, reported, typed, typed_fields
 from funcrec.kinds import STORED, DynamicTables, Vocabulary, columns_of, owner_problems, plain_problems, vocabulary
-from funcrec.tables import FeatureConfig, table_tensor_problems
+from funcrec.tables import FeatureConfig, TableConfig, table_tensor_problems
 
 
 @typed_fields
@@ -42,7 +42,7 @@ class CacheConfig(NamedTuple):
     policy: Literal["lru"] | Callable = "lru"
 
     @property
-    def tables(self):
+    def tables(self) -> Sequence[TableConfig]:
         """Return the configs of the store's tables."""
         return self.store.configs
 

@@ -81,7 +81,7 @@ def table_store(
     sparse: RowOptimizer,
     *,
     key: Key,
-    path: str | os.PathLike | None = None,
+    path: str | os.PathLike[str] | None = None,
     durable: bool = True,
     mesh: Mesh | None = None,
 ) -> TableStore:

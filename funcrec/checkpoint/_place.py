@@ -68,7 +68,7 @@ class Reader(NamedTuple):
     open: (block, stored tensor) -> the file of the block. device: saved device -> the device of the tensor.
     """
 
-    open: Callable
+    open: Callable[..., Any]
     device: Callable[[str], torch.device]
     maps: dict[str, mmap.mmap] | None = None  # {file name: map of the file}; None if no file is mapped
 

@@ -89,7 +89,7 @@ def write_tensors(file: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str
 
 @typed
 def load_safetensors(
-    path: str | os.PathLike, *, device: torch.device | str | None = None, mmap: bool = False
+    path: str | os.PathLike[str], *, device: torch.device | str | None = None, mmap: bool = False
 ) -> dict[str, Tensor]:
     """Read a safetensors file of any library: {name: tensor}, sorted by name. Needs the package `safetensors`.
 

@@ -18,7 +18,7 @@ from funcrec.files import SUFFIX, as_path, flush, open_file
 
 
 @typed
-def latest(folder: str | os.PathLike) -> Path | None:
+def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the path of the newest whole checkpoint that `save(folder, tree, keep=n)` wrote; None if there is none.
 
     A checkpoint is whole if its file, or every file of its folder, has its full length. `load` also checks their CRCs.

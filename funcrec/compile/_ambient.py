@@ -66,7 +66,7 @@ SEEN: dict[str, Callable[[], Any]] = {
 _READ = tuple(SEEN.values())
 
 
-def surroundings() -> tuple:
+def surroundings() -> tuple[Any, ...]:
     """Return the current value of each entry of `SEEN`."""
     return tuple([read() for read in _READ])
 

@@ -63,7 +63,7 @@ class Compiled:
     parts (`_early`) runs the second part after the first writes.
     """
 
-    def __init__(self, staged: Staged, donated: dict[int, str], leaves: list, captured: list[Tensor]):
+    def __init__(self, staged: Staged, donated: dict[int, str], leaves: list[Any], captured: list[Tensor]):
         self.staged = staged
         self.donated = donated  # {input leaf: its path}
         self.captured = captured
@@ -88,7 +88,7 @@ class Compiled:
         # `last` has the last call's link, and weak references to that call's outputs.
         self.last: tuple[Link, dict[int, weakref.ref]] = (nothing, {})
 
-    def admit(self, leaves: list) -> Link:
+    def admit(self, leaves: list[Any]) -> Link:
         """Return the link of a call, after a check of every leaf."""
         refuse_shared(leaves, self.donated)  # Else a write to one donated leaf would change another that shares memory.
         # Identity alone counts: a tensor at the same address may be another, unchecked tensor.
@@ -145,7 +145,7 @@ class Compiled:
     def is_current(self) -> bool:
         return [leaf_key(x) for x in self.captured] == self.forms
 
-    def __call__(self, leaves: list, when: tuple[str, int], link: Link) -> Any:
+    def __call__(self, leaves: list[Any], when: tuple[str, int], link: Link) -> Any:
         """Return the outputs.
 
         The call restores grad mode even if a signal comes, which a `with` does not ensure at every moment.
@@ -157,7 +157,7 @@ class Compiled:
         finally:
             torch._C._set_grad_enabled(was)
 
-    def run(self, given: list, when: tuple[str, int], link: Link) -> Any:
+    def run(self, given: list[Any], when: tuple[str, int], link: Link) -> Any:
         plan, outputs, leaves = self.staged.plan, list(self.staged.static), given
         # The call has taken nothing yet. Copies, compiling, the program and a recording's memory may fail here, or a
         # signal may interrupt them.
@@ -234,7 +234,7 @@ class Compiled:
             warnings.warn(held_message(name, [(self.donated[i], leaves[i]) for i in sorted(told)]), stacklevel=5)
         return [copied(x) if i in shared else x for i, x in enumerate(leaves)]
 
-    def step(self, leaves: list) -> list[Tensor]:
+    def step(self, leaves: list[Any]) -> list[Tensor]:
         """Return the results after the writes: a recording records this function."""
         return self.finish(leaves, self.compute(leaves))
 

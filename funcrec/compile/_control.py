@@ -8,7 +8,7 @@ parts of its program (`_parts`), and the program reads the predicate when it run
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +20,11 @@ from funcrec.compile._parts import is_staging
 from funcrec.compile._staged_control import Flattened, cond_flat, staged_loop
 from funcrec.core import Problem, below, check, describe, fail, fast_flatten, typed, value_below, vmaps_of
 
+T = TypeVar("T")
+
 
 @typed
-def cond(pred: Any, true_fn: Callable, false_fn: Callable, *args: Any) -> Any:
+def cond(pred: Any, true_fn: Callable[..., T], false_fn: Callable[..., T], *args: Any) -> T:
     """Return true_fn(*args) if `pred` holds, else false_fn(*args).
 
     Args:
@@ -72,7 +74,7 @@ def cond(pred: Any, true_fn: Callable, false_fn: Callable, *args: Any) -> Any:
 
 
 @typed
-def while_loop(cond_fn: Callable, body_fn: Callable, init: Any) -> Any:
+def while_loop(cond_fn: Callable[[T], Any], body_fn: Callable[[T], T], init: T) -> T:
     """Return the first of init, body_fn(init), body_fn(body_fn(init)), ... for which `cond_fn` does not hold.
 
     Args:
@@ -130,7 +132,7 @@ def loop(call: str, cond_fn: Callable, body_fn: Callable, init: Any) -> Any:
 
 
 @typed
-def fori_loop(lower: Any, upper: Any, body_fn: Callable, init: Any) -> Any:
+def fori_loop(lower: Any, upper: Any, body_fn: Callable[[Tensor, T], T], init: T) -> T:
     """Return the carry after body_fn(i, carry) for i from `lower` to `upper` - 1.
 
     Args:

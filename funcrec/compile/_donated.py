@@ -7,6 +7,7 @@ import collections
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,13 +22,13 @@ class Donated(Tensor):
     """The type of a donated tensor, of which any use raises."""
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         own = [x for x in args if type(x) is Donated]  # A container may be half made, such as deepcopy's memo.
         raise DonatedError(
             donated_message(own[0] if own else next(x for x in tree_leaves((args, kwargs)) if type(x) is Donated))
         )
 
-    def __repr__(self, *, tensor_contents=None):
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return "<donated tensor>"
 
 

@@ -8,7 +8,7 @@ In two functions the rows are written in between, in the memory of the donated l
 
 import operator
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -147,7 +147,7 @@ def first_graph(
     return GraphModule(whole, own), {i: copies[n] for i, n in inputs.items()}
 
 
-def call(graph: Graph, target: object, arguments: tuple, value: object) -> Node:
+def call(graph: Graph, target: object, arguments: tuple[Any, ...], value: object) -> Node:
     node = graph.call_function(target, arguments)
     node.meta["val"] = value
     return node

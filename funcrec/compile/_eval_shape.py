@@ -4,7 +4,7 @@ eval_shape(f, x) = f(x) without values
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -12,11 +12,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from funcrec.compile._trace import HOST, like, without_log_of_shapes
 from funcrec.core import any_tracked, fail, is_in_transform, map_tensors, message, own_errors, tree_leaves, typed
 
+A = ParamSpec("A")
+R = TypeVar("R")
 CALL = "funcrec.eval_shape"
 
 
 @typed
-def eval_shape(fn: Callable, *args: Any, **kwargs: Any) -> Any:
+def eval_shape(fn: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
     """Return the tree that fn(*args, **kwargs) returns, its tensors on the device meta: shapes and dtypes, no values.
 
     No kernel runs and no memory of a table's size is used, so a model that fits on no machine can be tried. Arguments

@@ -14,7 +14,7 @@ from funcrec.core import Problem, check, describe, fast_flatten, on_root, own_er
 NUMBERS = {bool: torch.bool, int: torch.int64, float: None}  # the dtypes of Python's numbers; None: torch's default
 
 
-def run(call: str, fn: Callable, *args: Any) -> Any:
+def run(call: str, fn: Callable[..., Any], *args: Any) -> Any:
     with own_errors(call, fn, *args, need="the arguments that it takes"):
         return fn(*args)
 

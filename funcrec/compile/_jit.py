@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,18 +45,20 @@ from funcrec.core import (
 from funcrec.mesh import alone, others_changed, staged
 from funcrec.tables import TableRef
 
+A = ParamSpec("A")
+R = TypeVar("R")
 MANY, MOST = 10, 128  # compilations of one function: the MANY-th gives a warning, and `jit` keeps the last MOST
 TRANSFORM = "a transform, funcrec.checked or a mode of torch"
 
 
 @typed
 def jit(
-    fn: Callable,
+    fn: Callable[A, R],
     *,
     donate: str | Sequence[str] = (),
     static_argnames: str | Sequence[str] = (),
     static_argnums: Size | Sequence[Size] = (),
-) -> Callable:
+) -> "Jitted[A, R]":
     """Return a compiled form of `fn`, a pure function of pytrees.
 
     Args:
@@ -123,32 +125,37 @@ def jit(
     return Jitted(fn, (donate,) if isinstance(donate, str) else tuple(donate), (*names, *numbers))
 
 
-class Jitted:
+class Jitted(Generic[A, R]):
     """A function made by `jit`. A pickle holds `fn` and the options; a loaded function compiles again."""
 
-    def __init__(self, fn: Callable, donate: tuple[str, ...], static: tuple[str | int, ...] = ()):
+    fn: Callable[..., Any]
+    donate: tuple[str, ...]
+    name: str
+
+    def __init__(self, fn: Callable[..., Any], donate: tuple[str, ...], static: tuple[str | int, ...] = ()):
         _check_function(fn)
         functools.update_wrapper(self, fn, updated=())
         vars(self).update({n: x for n, x in getattr(fn, "__dict__", {}).items() if not hasattr(type(self), n)})
         self.fn, self.donate = fn, donate
         self.name = getattr(fn, "__name__", type(fn).__name__)
-        self.signature = _signature_of(fn)
+        self.signature: inspect.Signature = _signature_of(fn)
         parameters = self.signature.parameters
         unknown = [d for d in donate if d not in parameters]
         if unknown:
             got, need = f"{unknown}", f"among {list(parameters)}"
             fail(f"funcrec.jit({self.name})", "`donate` names no parameter.", got=got, need=need)
-        self.static = static_names(self.name, static, self.signature, donate)
-        self.staged_fn = functools.partial(call_plain, fn) if self.static else fn
+        self.static: tuple[str, ...] = static_names(self.name, static, self.signature, donate)
+        self.staged_fn: Callable[..., Any] = functools.partial(call_plain, fn) if self.static else fn
         is_plain = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
-        self.positional = tuple(parameters) if is_plain else None
-        self.compiled: dict[Any, Compiled | Followed] = {}  # the MOST compilations that calls used last
-        self.recent: dict[Any, Compiled] = {}  # the last used for each structure: most calls repeat the shapes
+        self.positional: tuple[str, ...] | None = tuple(parameters) if is_plain else None
+        self.compiled: dict[Any, Any] = {}  # the MOST compilations that calls used last
+        self.recent: dict[Any, Any] = {}  # the last used for each structure: most calls repeat the shapes
         self.last: Any = None  # the key of the last compilation
-        self.calls, self.compilations = itertools.count(1), 0
-        self.is_one = False  # whether it may compile one form only, being a program of `lower`
+        self.calls: itertools.count[int] = itertools.count(1)
+        self.compilations: int = 0
+        self.is_one: bool = False  # whether it may compile one form only, being a program of `lower`
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: A.args, **kwargs: A.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():
             self.step_aside("torch.compile")
             return self.fn(*args, **kwargs)
@@ -178,7 +185,7 @@ class Jitted:
                     return self.ran(entry, known, when, link)
         return self.stage_call(args, kwargs, leaves, here, when)
 
-    def ran(self, entry: Compiled, known: list, when: tuple[str, int], link: Any) -> Any:
+    def ran(self, entry: Any, known: list[Any], when: tuple[str, int], link: Any) -> Any:
         try:
             return entry(known, when, link)
         except RuntimeError as error:  # Perhaps an exchange broke off.
@@ -187,7 +194,14 @@ class Jitted:
                 raise
             raise said from error
 
-    def stage_call(self, args: tuple, kwargs: dict, leaves: list, here: tuple, when: tuple[str, int]) -> Any:
+    def stage_call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[Any, Any],
+        leaves: list[Any],
+        here: tuple[Any, ...],
+        when: tuple[str, int],
+    ) -> Any:
         """Return the result of a call, after a check of each leaf."""
         entry, leaves = self.staged(leaves, here)
         if entry is None:
@@ -198,7 +212,7 @@ class Jitted:
             entry.used, self.recent[here] = when[1], entry
             return self.ran(entry, known, when, entry.admit(known))
 
-    def followed(self, args: tuple, kwargs: dict) -> Any:
+    def followed(self, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
         """Return the result of `fn` itself, because it is differentiated. Its exchanges with real ranks raise: other
         ranks may run the program, whose exchanges differ. (While an outer function is staged, all ranks run `fn`.)"""
         before = alone.get()
@@ -208,7 +222,7 @@ class Jitted:
         finally:
             alone.set(before)
 
-    def staged(self, leaves: list, here: tuple) -> tuple[Compiled | None, list]:
+    def staged(self, leaves: list[Any], here: tuple[Any, ...]) -> tuple[Compiled | None, list[Any]]:
         """Return the program for these leaves, and the leaves as plain memory. The program is None if a follower of the
         call must see `fn` itself."""
         refuse_donated(leaves)
@@ -244,7 +258,7 @@ class Jitted:
         hint += "or fr.jit(fn) itself" if self.is_one else "or jit without donate="
         fail(call, what, got=f"requires_grad of {which}", need=need, hint=hint, kind=TypeError)
 
-    def lower(self, *args, **kwargs) -> Lowered:
+    def lower(self, *args: A.args, **kwargs: A.kwargs) -> Lowered:
         """Return the program of a call, a `Lowered`. `lower` stages the function again, but does not compile or run the
         program, and takes no argument."""
         bound = self.signature.bind(*args, **kwargs)
@@ -272,7 +286,7 @@ class Jitted:
 
         return lowered(entry, leaf_paths(structure, here[0]), key[1], compile)
 
-    def in_memory(self, leaves: list, here: tuple) -> list:
+    def in_memory(self, leaves: list[Any], here: tuple[Any, ...]) -> list[Any]:
         """Return the leaves as plain memory, with lazy conjugates, negatives and zeros computed; else raise."""
         out = list(leaves)
         for i, x in enumerate(leaves):
@@ -282,7 +296,7 @@ class Jitted:
                 out[i] = x.clone() if x._is_zerotensor() else x.resolve_conj().resolve_neg()
         return out
 
-    def find(self, leaves: list, here: tuple) -> Compiled | Followed:
+    def find(self, leaves: list[Any], here: tuple[Any, ...]) -> Any:
         """Return the compilation for these leaves. It is a new one if there was none, or if a tensor that the function
         closes over has another form now."""
         key = (here, tuple(map(leaf_key, leaves)))
@@ -304,7 +318,7 @@ class Jitted:
                 self.keep(key, entry)
         return entry
 
-    def keep(self, key: tuple, entry: Compiled | Followed) -> None:
+    def keep(self, key: tuple[Any, ...], entry: Any) -> None:
         if isinstance(entry, Compiled):
             self.compilations += 1
             if self.compilations == MANY:
@@ -320,10 +334,10 @@ class Jitted:
         """Return the number of compilations of the function."""
         return self.compilations
 
-    def __get__(self, owner, kind=None):
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
         return self if owner is None else Method(self, owner)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         """Return `init` if the function is the update of a step; raise for any other unknown attribute."""
         if name == "init" and hasattr(self.fn, "init"):
             return self.fn.init
@@ -334,7 +348,7 @@ class Jitted:
         problem = Problem("a jitted function has no such attribute.", got, need, hint)
         raise AttributeError(message("funcrec.jit", [problem]))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         if self.is_one:
             got, need = "a program of `lower`", "fr.jit(fn), which pickles, and compiles where it is loaded"
             fail(f"funcrec.jit({self.name}).lower", "a program does not pickle.", got=got, need=need, kind=TypeError)

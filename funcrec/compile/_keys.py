@@ -20,7 +20,7 @@ def leaf_key(x: object) -> Any:
     return x if type(x) is Static else static_key(x)
 
 
-def form_key(leaves: list, structure: Any) -> tuple:
+def form_key(leaves: list[Any], structure: Any) -> tuple[Any, ...]:
     """Return a tree's structure, the structure's key, and the form of each leaf. A compilation depends on these."""
     return structure, structure_key(structure), tuple(map(leaf_key, leaves))
 

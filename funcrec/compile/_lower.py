@@ -4,7 +4,7 @@ jit(f).lower(x).compile()(x) = jit(f)(x)
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class Lowered(NamedTuple):
         """Return the number of bytes that leave this rank in a call."""
         return sum(x.sent_bytes for x in self.exchanges)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         need, hint = "fr.jit(fn), which pickles, and is lowered where it is loaded", "lowered.as_text(), for its text"
         fail("funcrec.Lowered", "a program does not pickle.", got=repr(self), need=need, hint=hint, kind=TypeError)
 

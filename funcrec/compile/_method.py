@@ -33,5 +33,5 @@ class Method:
     def __hash__(self) -> int:
         return hash((id(self.__func__), id(self.__self__)))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.__self__, self.name)

@@ -25,7 +25,7 @@ class Flattened:
     are known after a call.
     """
 
-    def __init__(self, call: str, fn: Callable, leaves: list, structure: Any):
+    def __init__(self, call: str, fn: Callable[..., Any], leaves: list[Any], structure: Any):
         self.call, self.fn, self.leaves, self.form = call, fn, leaves, structure
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.static: list = []

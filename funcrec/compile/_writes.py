@@ -11,7 +11,7 @@ function that reads what it has written.
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +39,8 @@ class Slot(NamedTuple):
 class Write(NamedTuple):
     """call(*arguments), which writes to donated leaves; a Slot stands for each tensor."""
 
-    call: Callable
-    arguments: tuple
+    call: Callable[..., Any]
+    arguments: tuple[Any, ...]
 
 
 class WritePlan(NamedTuple):
@@ -243,7 +243,7 @@ def prepare_writes(plan: WritePlan, num_leaves: int) -> Callable[[list, list], N
 
     calls = [(w.call, [getter(x) for x in w.arguments]) for w in plan.writes]
 
-    def run(leaves: list, results: list) -> None:
+    def run(leaves: list[Any], results: list[Any]) -> None:
         pool = leaves + results
         for call, getters in calls:
             call(*[get(pool) for get in getters])

@@ -6,14 +6,17 @@ The switch is a context variable: it applies to the current thread and call only
 import functools
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
 
 from funcrec.core._typed import typed
 
+A = ParamSpec("A")
+R = TypeVar("R")
 checking: ContextVar[bool] = ContextVar("funcrec_checking", default=False)
 
 
 @typed
-def checked(fn: Callable) -> Callable:
+def checked(fn: Callable[A, R]) -> Callable[A, R]:
     """Return a function that runs `fn` uncompiled and checks the values of every lookup's ids and of every gradient.
 
     The checks read values on the host, so use `checked` to find faults, not on the hot path. A jitted function that

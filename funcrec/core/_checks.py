@@ -42,7 +42,12 @@ def unknown_problems(
 
 
 def absent_problems(
-    what: str, given: Mapping, names: Iterable[str], need: str, hint: str = "", kind: type[Exception] = KeyError
+    what: str,
+    given: Mapping[Any, Any],
+    names: Iterable[str],
+    need: str,
+    hint: str = "",
+    kind: type[Exception] = KeyError,
 ) -> Iterator[Problem]:
     """Yield a problem for each name that is not given. what: the first line of the error, with {} for the name."""
     for n in names:

@@ -11,7 +11,9 @@ from funcrec.core._errors import Problem, check, describe
 from funcrec.kernels.memory import empty_table
 from funcrec.kernels.tracked import is_transformed
 
-RETYPED: dict[type, Callable] = {}  # {a class with a static field that is a dtype: fn(value, new dtype) -> new value}
+RETYPED: dict[
+    type, Callable[..., Any]
+] = {}  # {a class with a static field that is a dtype: fn(value, new dtype) -> new value}
 
 
 def to(tree: Any, device: Any = None, dtype: Any = None) -> Any:

@@ -7,7 +7,7 @@ one error with every problem.
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -178,6 +178,6 @@ def check(call: str, *validators: Iterable[Problem]) -> None:
         raise kind(message(call, problems))
 
 
-def fail(call: str, what: str, *, got: str, need: str, hint: str = "", kind: type[Exception] = ValueError):
+def fail(call: str, what: str, *, got: str, need: str, hint: str = "", kind: type[Exception] = ValueError) -> NoReturn:
     """Raise the error of one problem."""
-    check(call, [Problem(what, got, need, hint, kind)])
+    raise (MissingKeyError if kind is KeyError else kind)(message(call, [Problem(what, got, need, hint, kind)]))

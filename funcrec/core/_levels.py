@@ -207,7 +207,7 @@ def by_vmap_rule(fn: Callable[..., Tensor], rule: Callable, tensors: Sequence[Te
     return _add_batch_dim(out, 0, level)
 
 
-def one_level_below(rule, tensors, tangents):
+def one_level_below(rule: Callable[..., Any], tensors: Any, tangents: Any) -> Any:
     """Return rule(tensors, tangents), a tensor or a tuple of tensors, which outer transforms can differentiate.
 
     torch 2.13 runs a jvp rule at the level of its jvp, with forward derivatives off: jvp of jvp would be silently zero.

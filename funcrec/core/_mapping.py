@@ -4,12 +4,14 @@ x[name] is parts(x)[name]        for name in x
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from funcrec.core._errors import describe, fail
 
+C = TypeVar("C", bound=type)
 
-def mapping(parts: Callable[[Any], Mapping[str, Any]], noun: str, hint: str = "") -> Callable[[type], type]:
+
+def mapping(parts: Callable[[Any], Mapping[str, Any]], noun: str, hint: str = "") -> Callable[[C], C]:
     """Return a decorator that makes a class's value x act as the Mapping parts(x).
 
     noun: what errors call a part. hint: what errors suggest.
@@ -40,7 +42,7 @@ def mapping(parts: Callable[[Any], Mapping[str, Any]], noun: str, hint: str = ""
     def __contains__(self, name: object) -> bool:
         return name in parts(self)
 
-    def decorate(cls: type) -> type:
+    def decorate(cls: C) -> C:
         for f in (keys, values, items, __getitem__, __iter__, __len__, __contains__):
             f.__module__, f.__qualname__ = cls.__module__, f"{cls.__qualname__}.{f.__name__}"
             setattr(cls, f.__name__, f)

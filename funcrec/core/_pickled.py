@@ -18,9 +18,9 @@ class Origin(NamedTuple):
     """The call that made a tuple of functions."""
 
     maker: Callable
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict
-    made: tuple
+    made: tuple[Any, ...]
 
 
 def remade(maker: F) -> F:
@@ -48,7 +48,7 @@ def recorded_on(made: Any) -> Callable:
     return made.update if "update" in made._fields else made.init
 
 
-def reduced(value: Any) -> tuple:
+def reduced(value: Any) -> tuple[Any, ...]:
     """Return the result of `__reduce__` for a NamedTuple that a function decorated by `remade` made.
 
     It holds the call that made the tuple, or the tuple's fields if `_replace` has changed one since.

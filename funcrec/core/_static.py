@@ -153,7 +153,7 @@ class Fixed:
 
     __slots__ = ("code", "key", "values")
 
-    def __init__(self, values: tuple):
+    def __init__(self, values: tuple[Any, ...]):
         self.values = values
         self.key = static_key(values)
         self.code = hash(self.key)

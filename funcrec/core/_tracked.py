@@ -60,7 +60,7 @@ class Reading(NamedTuple):
     """
 
     tensors: tuple[Tensor, ...]
-    calls: tuple
+    calls: tuple[Any, ...]
     written: tuple[Tensor, ...] = ()
 
     def is_same(self, other: "Reading") -> bool:
@@ -94,7 +94,7 @@ class _Reads(TorchFunctionMode):
         self.versions: list[int] = []
         self.calls: list[tuple] = []
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, structure = tree_flatten((args, kwargs or {}))
         self.calls.append((func, structure, tuple(map(self.mark, leaves))))
         out = func(*args, **(kwargs or {}))
@@ -164,7 +164,7 @@ class NoHostMemory(TorchFunctionMode):
         super().__init__()
         self.error = error
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ADDRESSES:
             raise self.error(f"{func.__name__} of a tensor")
         return func(*args, **(kwargs or {}))

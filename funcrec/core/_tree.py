@@ -8,7 +8,7 @@ differently, so never zip leaves of one registry with leaves of the other.
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar, dataclass_transform
+from typing import Any, NoReturn, TypeVar, dataclass_transform, overload
 
 import optree
 import torch
@@ -23,21 +23,30 @@ from funcrec.core._static import OWN_NODES, fix, loosen
 T = TypeVar("T")
 NAMESPACE = "funcrec"
 CALLS = "funcrec.jit"  # namespace of a jitted call's arguments: values that a program can tell apart differ in it
-CLASSES: dict[str, tuple[Callable, Callable]] = {}  # {class_name: (flatten, unflatten)}, for checkpoints
-STATIC_DEFAULTS: dict[str, tuple] = {}  # defaults of static fields, for a checkpoint that is older than a field
-UNPADDED: dict[type, Callable] = {}  # {class: value -> the same value without padding}, for comparisons
+CLASSES: dict[
+    str, tuple[Callable[..., Any], Callable[..., Any]]
+] = {}  # {class_name: (flatten, unflatten)}, for checkpoints
+STATIC_DEFAULTS: dict[
+    str, tuple[Any, ...]
+] = {}  # defaults of static fields, for a checkpoint that is older than a field
+UNPADDED: dict[type, Callable[..., Any]] = {}  # {class: value -> the same value without padding}, for comparisons
 
 _as_written = optree.dict_insertion_ordered(True, namespace=CALLS)  # a context that is never left
 _as_written.__enter__()
 
-tree_map = torch_tree.tree_map
-tree_flatten = torch_tree.tree_flatten
-tree_unflatten = torch_tree.tree_unflatten
-tree_leaves = torch_tree.tree_leaves
-tree_structure = torch_tree.tree_structure
+tree_map: Callable[..., Any] = torch_tree.tree_map
+tree_flatten: Callable[..., Any] = torch_tree.tree_flatten
+tree_unflatten: Callable[..., Any] = torch_tree.tree_unflatten
+tree_leaves: Callable[..., Any] = torch_tree.tree_leaves
+tree_structure: Callable[..., Any] = torch_tree.tree_structure
 
 
-@dataclass_transform(frozen_default=True)
+@overload
+@dataclass_transform(frozen_default=True, eq_default=False)
+def pytree(cls: type[T], *, static: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> type[T]: ...
+@overload
+@dataclass_transform(frozen_default=True, eq_default=False)
+def pytree(*, static: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]: ...
 def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> Any:
     """Return the class as a frozen dataclass whose fields torch.func, torch.compile, `fr.jit` and optree can reach.
 
@@ -233,7 +242,7 @@ def _last_name(path: Sequence) -> str:
     return path[-1].key if hasattr(path[-1], "key") else path[-1].name
 
 
-def fast_flatten(tree: Any) -> tuple[list, optree.PyTreeSpec]:
+def fast_flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return (leaves, structure) of a tree, computed in C++. Dicts keep their own order of keys.
 
     `structure.unflatten(leaves)` makes the tree again. `==` of structures compares the order of a dict's keys and the

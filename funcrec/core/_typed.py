@@ -22,6 +22,9 @@ from funcrec.core._errors import EXAMPLES, Problem, call_name, check, describe, 
 from funcrec.core._number_checks import device_problems, plain_number, signature_error
 from funcrec.core._ranges import Form
 
+F = typing.TypeVar("F", bound=Callable)
+C = typing.TypeVar("C", bound=type)
+
 
 class Declared(NamedTuple):
     """The content of a signature.
@@ -41,7 +44,11 @@ class Declared(NamedTuple):
     defaults: dict[str, Any]
 
 
-def typed(fn: Callable | None = None, *, call: str = "", needs: Mapping[str, str] | None = None) -> Callable:
+@typing.overload
+def typed(fn: F) -> F: ...
+@typing.overload
+def typed(*, call: str = "", needs: Mapping[str, str] | None = None) -> Callable[[F], F]: ...
+def typed(fn: Any = None, *, call: str = "", needs: Mapping[str, str] | None = None) -> Any:
     """Return a function that checks the arguments by the annotations of `fn`, and then calls `fn`.
 
     One error reports every invalid argument with its path.
@@ -215,7 +222,7 @@ def need_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Prob
         yield Problem(f"`{name}` needs `{other}`.", got, need, example_at(other))
 
 
-def typed_fields(cls: type) -> type:
+def typed_fields(cls: C) -> C:
     """Return a NamedTuple class, whose constructor then enforces the annotations of the fields."""
     make = cls.__new__
 

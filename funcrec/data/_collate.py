@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Integral
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from funcrec.data.readers._schema import Schema
 from funcrec.tables import Batch
 
 
-def collate(source: RowData | Schema | Encoding) -> Callable[[list], Batch]:
+def collate(source: RowData | Schema | Encoding) -> Callable[[list[Any]], Batch]:
     """Return the `collate_fn` of a torch.utils.data.DataLoader, to use the DataLoader's processes and samplers.
 
     Args:

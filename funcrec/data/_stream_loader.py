@@ -82,7 +82,7 @@ class StreamLoader:
         key = None if self.key is None else int(self.key)
         return {"batch_size": self.batch_size, "key": key, "window": self.window, **self.source.content}
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Return the arguments that pickle saves. A path is saved as it is and opened again. A table is saved whole."""
         source = self.given["source"]
         if not is_path(source) and not isinstance(source, Sequence):
@@ -96,7 +96,7 @@ class StreamLoader:
 @typed
 def stream_loader(
     source: object,
-    encode: Schema | Encoding | Callable,
+    encode: Schema | Encoding | Callable[..., Any],
     batch_size: Count,
     *,
     columns: Sequence[str] | None = None,

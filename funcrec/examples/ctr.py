@@ -48,9 +48,9 @@ class Job(NamedTuple):
     model: fr.models.Model
     mesh: fr.Mesh | None  # None for a single process
     init: Callable  # (params, key) -> the first state
-    step: Callable  # a compiled function that reuses the memory of the state
+    step: Callable[..., Any]  # a compiled function that reuses the memory of the state
     sync: Callable | None  # state -> the same state, with equal copies of its tables
-    predict: Callable
+    predict: Callable[..., Any]
 
 
 def main(argv: list[str] | None = None) -> int:

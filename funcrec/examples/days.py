@@ -49,8 +49,8 @@ class Contender(NamedTuple):
     all tables, in memory."""
 
     state: Any
-    step: Callable
-    predict: Callable
+    step: Callable[..., Any]
+    predict: Callable[..., Any]
     rows: int
     close: Callable[[], Any] = lambda: None
 
@@ -159,14 +159,16 @@ def batches_of(stream: Stream, day: int, size: int) -> list[fr.Batch]:
 # -- the contenders ----------------------------------------------------------------------------------------------------
 
 
-def logits(params: fr.Params, batch: fr.Batch, features=FEATURES) -> Tensor:
+def logits(params: fr.Params, batch: fr.Batch, features: Any = FEATURES) -> Tensor:
     """Return u · v + the bias of both, f[B]. The last number of a row is its bias."""
     x = fr.lookup(params.tables, batch.ids, features)
     user, item = x["user"], x["item"]
     return (user[:, :-1] * item[:, :-1]).sum(1) + user[:, -1] + item[:, -1] + params.dense
 
 
-def trained(options: argparse.Namespace, features=FEATURES, **how: Any) -> tuple[Any, Callable, Callable]:
+def trained(
+    options: argparse.Namespace, features: Any = FEATURES, **how: Any
+) -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
     """Return the optimizer of the tables, a step, and predictions."""
     loss = lambda params, batch: fr.losses.bce(logits(params, batch, features), batch.label, batch.weight)
     sparse = fr.optim.rowwise_adagrad(options.lr)

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,7 +113,7 @@ def make_model(options: argparse.Namespace) -> fr.models.HstuRanker:
     )  # fmt: skip
 
 
-def requests(data: fr.data.GeneratedHistories, t: int, options, most: int | None = None) -> Iterator[fr.Batch]:
+def requests(data: fr.data.GeneratedHistories, t: int, options: Any, most: int | None = None) -> Iterator[fr.Batch]:
     """Yield the batches of a timestamp's requests. The last batch of a timestamp is full: it repeats its last row with
     weight 0."""
     rows = data.requests(t)[:most]
@@ -151,7 +151,7 @@ class Counts(NamedTuple):
         return out
 
 
-def scores_of(data, model, params: fr.Params, counts: Counts, options: argparse.Namespace) -> Scores:
+def scores_of(data: Any, model: Any, params: fr.Params, counts: Counts, options: argparse.Namespace) -> Scores:
     """Return the predictions of all held-out candidates, each from the history up to the timestamp before."""
     found, labels = {}, []
     for t in range(options.timestamps - HELD_OUT, options.timestamps):
@@ -177,7 +177,7 @@ def judge(scores: Scores) -> dict[str, dict[str, float]]:
     return found
 
 
-def report(options, params: fr.Params, trained: list, tokens_per_s: float, found: dict) -> None:
+def report(options: Any, params: fr.Params, trained: list[Any], tokens_per_s: float, found: dict[Any, Any]) -> None:
     print(f"{'':16}{'NE':>8}{'accuracy':>10}{'AUC':>8}")
     for name, x in found.items():
         print(f"{name:16}{x['ne']:8.4f}{x['accuracy']:10.4f}{x['auc']:8.4f}")

@@ -27,7 +27,7 @@ PUBLISHED = {  # test HR@10 and NDCG@10 by (model, --min-count)
     ("sasrec", 1): (0.2929, 0.1684),  # with 256 drawn items, of eSASRec (RecSys 2025), as HSTU
     ("hstu", 1): (0.3037, 0.1719),
 }
-MODELS: dict[str, Callable] = {
+MODELS: dict[str, Callable[..., Any]] = {
     "gru4rec": lambda tables, history, o: fr.models.gru4rec(
         tables, history, max_length=o.max_length, dropout=o.dropout
     ),
@@ -77,13 +77,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def loss_of(model: fr.models.SequenceModel, options: argparse.Namespace) -> Callable:
+def loss_of(model: fr.models.SequenceModel, options: argparse.Namespace) -> Callable[..., Any]:
     """Return the loss over all items, or over --negatives drawn items."""
     drawn = {"loss": "sampled_softmax", "num_negatives": options.negatives} if options.negatives else {}
     return fr.models.next_item_loss(model, temperature=options.temperature, **drawn)
 
 
-def print_scores(began: float) -> Callable:
+def print_scores(began: float) -> Callable[..., Any]:
     """Return a callback that prints a line after each epoch."""
 
     def on_record(record: fr.loop.Record) -> None:

@@ -73,7 +73,7 @@ class Folder:
             return False
 
 
-def read_folder(path: str | os.PathLike, read: Callable[[Folder], T]) -> T:
+def read_folder(path: str | os.PathLike[str], read: Callable[[Folder], T]) -> T:
     """Return read(folder) for the folder at a path.
 
     It may fail because the path now names another folder, whose writer removed the files of the old folder. Then it

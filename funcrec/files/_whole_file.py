@@ -17,7 +17,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from funcrec.core import Problem, check, describe, fail, message, path_hint
 
@@ -32,7 +32,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def as_path(
-    call: str, path: str | os.PathLike, kind: str = "file", hint: str = 'a file in the folder, as "folder/state.pt"'
+    call: str,
+    path: str | os.PathLike[str],
+    kind: str = "file",
+    hint: str = 'a file in the folder, as "folder/state.pt"',
 ) -> Path:
     """Check and return the path of a file, or of a folder."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
@@ -77,7 +80,7 @@ def keep_mode(new: Path, path: Path) -> None:
         os.chmod(new, stat.S_IMODE(os.stat(path).st_mode))
 
 
-def raise_unwritten(call: str, error: OSError, path: Path, kind: str):
+def raise_unwritten(call: str, error: OSError, path: Path, kind: str) -> NoReturn:
     """Raise an error that says why a file or a folder was not written, and what is at the path."""
     is_full = error.errno in FULL
     what = f"the disk of `{path}` is full." if is_full else f"`{path}` cannot be written."
@@ -131,7 +134,7 @@ def kind_of(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
-def raise_os(call: str, error: OSError, what: str, need: str, hint: str):
+def raise_os(call: str, error: OSError, what: str, need: str, hint: str) -> NoReturn:
     """Raise the system's error, with its kind and number, in four parts."""
     new = type(error)(message(call, [Problem(what, error.strerror or str(error), need, hint)]))
     new.errno = error.errno

@@ -17,7 +17,7 @@ from funcrec.files._whole_file import SUFFIX, as_path, fcntl, flush, keep_mode, 
 EXCHANGE, HERE = 2, -100  # renameat2's RENAME_EXCHANGE and AT_FDCWD
 
 
-def folder_path(call: str, path: str | os.PathLike, *, overwrite: bool, marks: tuple[str, ...]) -> Path:
+def folder_path(call: str, path: str | os.PathLike[str], *, overwrite: bool, marks: tuple[str, ...]) -> Path:
     """Check and return a path to write a folder to. marks: a folder that may be replaced holds one of these files."""
     found = Path(os.path.realpath(as_path(call, path, "folder", '"runs/model"')))
     check(call, place_problems(found, overwrite, marks))

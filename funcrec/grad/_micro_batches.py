@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,11 +42,16 @@ from funcrec.kernels import library
 from funcrec.mesh import P, Part, axis_size, cut, flatten_parts, is_jagged
 from funcrec.tables import Bags, Params, RowGrads
 
+W = TypeVar("W")
+R = TypeVar("R")
+A = ParamSpec("A")
 CALL = "funcrec.accumulate_grads"
 
 
 @typed
-def accumulate_grads(loss_fn: Callable, num_micro_batches: Count, has_aux: bool = False) -> Callable:
+def accumulate_grads(
+    loss_fn: Callable[Concatenate[W, A], R], num_micro_batches: Count, has_aux: bool = False
+) -> Callable[Concatenate[W, A], tuple[R, W]]:
     """Return a function like that of `value_and_grad`, which differentiates k micro-batches in turn.
 
     It serves a batch that is too large to differentiate at once.

@@ -58,7 +58,7 @@ class OfRows(NamedTuple):
 
 
 @typed
-def of_rows(fn: Callable, params: Params, *args: Any, **kwargs: Any) -> OfRows:
+def of_rows(fn: Callable[..., Any], params: Params, *args: Any, **kwargs: Any) -> OfRows:
     """Return a function of parameters as a function of only the rows that it reads.
 
     All leaves of its parameters are floats, n rows of each table, so every transform of torch.func takes them: grad of

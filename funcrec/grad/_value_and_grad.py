@@ -9,7 +9,7 @@ torch.func differentiates this pass. Under `jit` the first pass is dead code, an
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -49,11 +49,24 @@ from funcrec.tables import (
     tensor_problems,
 )
 
+W = TypeVar("W")
+R = TypeVar("R")
+A = ParamSpec("A")
 _TENSOR = object()  # stands for a tensor among the static leaves of aux
 
 
+@overload
+def value_and_grad(
+    loss_fn: Callable[Concatenate[W, A], R], has_aux: bool = False
+) -> Callable[Concatenate[W, A], tuple[R, W]]: ...
+@overload
+def value_and_grad(
+    loss_fn: Callable[A, R], has_aux: bool = False, *, argnums: Size | Sequence[Size]
+) -> Callable[A, tuple[R, Any]]: ...
 @typed
-def value_and_grad(loss_fn: Callable, has_aux: bool = False, *, argnums: Size | Sequence[Size] = 0) -> Callable:
+def value_and_grad(
+    loss_fn: Callable[..., Any], has_aux: bool = False, *, argnums: Size | Sequence[Size] = 0
+) -> Callable[..., Any]:
     """Return a function that computes a loss and its gradients. The loss may call lookups anywhere.
 
     Args:

@@ -9,6 +9,7 @@ mkdocs calls `on_page_markdown` and `on_post_build`.
 import re
 import types
 from pathlib import Path
+from typing import Any
 
 import funcrec as fr
 
@@ -19,7 +20,7 @@ CODE = re.compile(r"(?<!\[)`(?:fr\.)?([A-Za-z_][\w.]*)(\([^`]*\))?`(?!\])")
 FILE = re.compile(r"\[(`?[^\]]+`?)\]\((?!https?:|#)[^)]*\.(?:py|md)(?:#[^)]*)?\)")  # of the repository, not of the site
 
 
-def on_page_markdown(markdown: str, page, config, files) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Return the page's text with the texts that it includes, and with links at names."""
     text = INCLUDE.sub(lambda found: included(found[1], found[2]), markdown)
     bare = page.file.src_uri == "reference.md"  # where names stand without `fr.`
@@ -59,7 +60,7 @@ def address_of(name: str) -> str | None:
     return f"reference/{page}" + (f"#{'.'.join(own)}" if own else "")
 
 
-def on_post_build(config) -> None:
+def on_post_build(config: Any) -> None:
     """Write pdoc's pages next to the guide's."""
     import pdoc
 

@@ -7,7 +7,7 @@ Shapes: M changed rows of a table, w columns of a part of it, D columns of the t
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class Delta:
       tensor(3)
     """
 
-    tables: dict[str, tuple]
+    tables: dict[str, tuple[Any, ...]]
     version: Tensor
     origin: Tensor | None = None
     vocabularies: dict[str, ChangedIds] | None = None

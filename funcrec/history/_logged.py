@@ -85,7 +85,9 @@ class Logged:
 
 @remade
 @typed
-def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Count] | None = None) -> TrainStep:
+def logged(
+    step: TrainStep[Any], *, steps: Size = 50, rows: Count | Mapping[str, Count] | None = None
+) -> "TrainStep[Logged]":
     """Return the same step with a log next to its state.
 
     `rewind` undoes its last steps from the log, and `delta` reads the changed rows.
@@ -290,7 +292,7 @@ def facts_of(logged: Logged, k: int, mesh: Mesh | None) -> list[int]:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def step_problems(step: TrainStep) -> Iterator[Problem]:
+def step_problems(step: TrainStep[Any]) -> Iterator[Problem]:
     if not isinstance(step.update, Update):
         hint = "fr.jit(fr.logged(fr.train_step(...)), donate=('state',))"
         what = "`step` does not come from `train_step`."

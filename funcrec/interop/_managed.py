@@ -291,7 +291,7 @@ def given_problems(module: Mapping | None) -> Iterator[Problem]:
         yield Problem("`module` belongs to an optimizer's state dict.", describe(module), need, hint)
 
 
-def optimizer_problems(state: Any, module: Mapping | None) -> Iterator[Problem]:
+def optimizer_problems(state: Any, module: Mapping[Any, Any] | None) -> Iterator[Problem]:
     if module is None:
         need, hint = "the ids of its rows", "module=module.state_dict()"
         yield Problem("an optimizer's state dict does not say the ids of its rows.", "module=None", need, hint)

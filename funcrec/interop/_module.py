@@ -31,7 +31,7 @@ COLLECTIONS = (dict, list, set, collections.deque)
 OF_TORCH = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}  # the last two hold an LSTM's parameters
 
 
-def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], Callable]:
+def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], Callable[..., Any]]:
     """Return an nn.Module as (params, buffers, apply), for a loss of funcrec.
 
     Args:

@@ -112,7 +112,9 @@ def in_order(module: Any, configs: Sequence[Any]) -> Sequence[Any]:
 
 
 def to_torchrec(
-    x: KeyedJaggedTensor | JaggedTensor | KeyedTensor | Mapping[str, JaggedTensor] | tuple, *, weighted: bool = False
+    x: KeyedJaggedTensor | JaggedTensor | KeyedTensor | Mapping[str, JaggedTensor] | tuple[Any, ...],
+    *,
+    weighted: bool = False,
 ) -> Any:
     """Return a value of funcrec as a value of TorchRec. It is the inverse of `from_torchrec`, and both share tensors.
 

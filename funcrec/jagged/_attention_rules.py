@@ -9,6 +9,7 @@ Shapes: B bags, N queries, M keys, H heads, D dim of queries and keys, V dim of 
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class _Settings:
     implementation: str
     numbers: tuple
 
-    def arguments(self, tensors: Sequence[Tensor | None]) -> tuple:
+    def arguments(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
         q, k, v, position_bias, time_bias, offsets, key_offsets, *others = tensors
         return q, k, v, offsets, key_offsets, position_bias, time_bias, *others, *self.numbers
 

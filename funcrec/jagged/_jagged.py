@@ -9,7 +9,7 @@ Shapes: B bags, N capacity of the buffer, L a fixed length.
 
 import itertools
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -59,7 +59,12 @@ class JaggedTensor:
     # -- constructors ------------------------------------------------------------------------------------------
 
     @staticmethod
-    def from_lists(lists: Sequence[Sequence], *, weights: Sequence[Sequence[float]] | None = None, dtype=None):
+    def from_lists(
+        lists: Sequence[Sequence[Any]],
+        *,
+        weights: Sequence[Sequence[float]] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "JaggedTensor":
         """Return a JaggedTensor with one bag for each list: `[[1, 2], []]` -> two bags.
 
         Bags and values may be NumPy arrays or tensors, too. Tensors and arrays keep their dtype, and tensors keep their
@@ -136,7 +141,7 @@ class JaggedTensor:
         """Return the bag of each position -> i64[N]. Padding has bag B."""
         return bag_ids(self.offsets, self.capacity)
 
-    def to_lists(self) -> list[list]:
+    def to_lists(self) -> list[list[Any]]:
         """Return the bags as lists, read on the host."""
         return split_list(self.values, self.offsets)
 

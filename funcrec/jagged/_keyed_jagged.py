@@ -8,6 +8,7 @@ checks of CPU tensors read values on the host.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -75,7 +76,9 @@ class KeyedJaggedTensor:
     # -- constructors ------------------------------------------------------------------------------------------
 
     @staticmethod
-    def from_lists(lists: Mapping[str, Sequence[Sequence]], *, weights=None, dtype=None) -> "KeyedJaggedTensor":
+    def from_lists(
+        lists: Mapping[str, Sequence[Sequence[Any]]], *, weights: Any = None, dtype: torch.dtype | None = None
+    ) -> "KeyedJaggedTensor":
         """Return ids from `{"clicked": [[1, 2], []]}`, and weights of the same form for all keys or some of them.
         A bag may be a list, a NumPy array or a tensor. `JaggedTensor.from_lists` says which dtypes the ids get."""
         call = "funcrec.KeyedJaggedTensor.from_lists"
@@ -143,7 +146,7 @@ class KeyedJaggedTensor:
     @typed
     def from_padded(
         padded: Mapping[str, Tensor], lengths: Mapping[str, Tensor], *, weights: Mapping[str, Tensor] | None = None
-    ):
+    ) -> "KeyedJaggedTensor":
         """Return ids from padded {key: [B, L]} and lengths {key: i[B]}. weights: {key: f[B, L]}, all keys or some.
         The capacity is the sum of B * L over the keys."""
         call = "funcrec.KeyedJaggedTensor.from_padded"
@@ -210,7 +213,7 @@ class KeyedJaggedTensor:
         """Return the number of values of each key -> i[F]."""
         return self.offset_per_key.diff()
 
-    def to_lists(self) -> dict[str, list[list]]:
+    def to_lists(self) -> dict[str, list[list[Any]]]:
         """Return the bags of each key as lists, read on the host."""
         bags = split_list(self.values, self.offsets)
         return {k: bags[slice(*self.bag_range(k))] for k in self.keys}
@@ -219,7 +222,11 @@ class KeyedJaggedTensor:
         """Return {key: its bags}, each in a buffer of the same capacity."""
         return {k: self[k] for k in self.keys}
 
-    def __getitem__(self, which: str | int | slice | Sequence[int]) -> "JaggedTensor | KeyedJaggedTensor":
+    @overload
+    def __getitem__(self, which: str) -> JaggedTensor: ...
+    @overload
+    def __getitem__(self, which: int | slice | Sequence[int]) -> "KeyedJaggedTensor": ...
+    def __getitem__(self, which: str | int | slice | Sequence[int]) -> Any:
         """Return one feature's JaggedTensor for a key, `ids["clicked"]`; for positions, return these bags of every key:
         `ids[2:5]`, `ids[3]`, `ids[[4, 0]]`. With `inverse`, positions are examples, and all distinct bags stay."""
         if isinstance(which, str):
@@ -366,13 +373,7 @@ class KeyedJaggedTensor:
         return f"KeyedJaggedTensor({{{shown}{more}}}, {show_buffer(self)}{bare})"
 
 
-def _joined(
-    keys: tuple[str, ...],
-    parts: Sequence,
-    counts: tuple[int, ...],
-    bare: Sequence[tuple[str, ...]],
-    inverse: Tensor | None = None,
-):
+def _joined(keys: tuple, parts: Sequence, counts: tuple, bare: Sequence[tuple], inverse: Tensor | None = None):
     """Return the bags of `parts`, joined in one buffer, as the bags of `keys`.
     counts: the number of bags of each key. bare: the keys without weights in each part."""
     if not parts:

@@ -4,7 +4,7 @@ kt[k] = values[:, start_k : start_k + dims[k]],   values [B, ΣD]
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class KeyedTensor:
     keys: tuple[str, ...]
     dims: tuple[int, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check("funcrec.KeyedTensor", column_problems(self.values, self.keys, self.dims))
 
     @staticmethod
@@ -50,7 +50,11 @@ class KeyedTensor:
         dims = tuple(x.shape[-1] for x in features.values())
         return KeyedTensor(torch.cat(list(features.values()), -1), tuple(features), dims)
 
-    def __getitem__(self, which: str | int | slice | Sequence[int]) -> "Tensor | KeyedTensor":
+    @overload
+    def __getitem__(self, which: str) -> Tensor: ...
+    @overload
+    def __getitem__(self, which: int | slice | Sequence[int]) -> "KeyedTensor": ...
+    def __getitem__(self, which: str | int | slice | Sequence[int]) -> Any:
         """Return the columns of a key, a view [B, D]; for positions, return these bags of every key: `kt[2:5]`,
         `kt[3]`, `kt[[4, 0]]`."""
         if isinstance(which, (int, slice, list, tuple)):

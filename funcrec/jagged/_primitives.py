@@ -11,7 +11,7 @@ Shapes: B bags, N values, C capacity of an output, L places of a padded bag.
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,7 +181,7 @@ def _chosen(x: Tensor) -> str:
     return "reference" if torch.compiler.is_dynamo_compiling() else ops.chosen(None, x.device)
 
 
-def are_equal(sizes: Iterable) -> bool:
+def are_equal(sizes: Iterable[Any]) -> bool:
     """Return whether all sizes are equal.
 
     The function compares sizes, because sizes that an export leaves open have no hash.

@@ -73,7 +73,7 @@ class FakeQuantizedTables:
     dtypes: tuple[tuple[str, str], ...]
     rounding: Tensor | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check("funcrec.FakeQuantizedTables", part_problems(self.tables, self.scales, self.dtypes))
 
     def __repr__(self) -> str:

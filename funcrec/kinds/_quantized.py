@@ -78,7 +78,7 @@ class QuantizedTables:
     tables: dict[str, Tensor]
     forms: tuple[Form, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         call = "funcrec.QuantizedTables"
         if not isinstance(self.tables, Mapping) or not isinstance(self.forms, tuple):
             got, need = f"{describe(self.tables)}, {describe(self.forms)}", "a dict of tables, a tuple of forms"

@@ -146,7 +146,12 @@ def with_new_rows(
 
 
 def draw(
-    targets: Sequence[Tensor], given: Sequence[Tensor], new: NewRows, keys: Tensor, fresh: list[Fresh], scales: list
+    targets: Sequence[Tensor],
+    given: Sequence[Tensor],
+    new: NewRows,
+    keys: Tensor,
+    fresh: list[Fresh],
+    scales: list[Any],
 ) -> list[Tensor]:
     choice = None if any_tracked([*targets, *given]) else drawing(new.rows.device, "draw_rows")
     return ops.draw_rows(targets, given, new.rows, new.ids, new.counts, keys, fresh, scales, implementation=choice)

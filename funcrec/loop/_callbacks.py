@@ -63,7 +63,7 @@ def print_epoch(record: Record) -> None:
 
 
 @typed
-def json_lines(path: str | os.PathLike) -> Callable[[Record], None]:
+def json_lines(path: str | os.PathLike[str]) -> Callable[[Record], None]:
     """Return a callback that appends the entry of each epoch to a file, as a line of JSON.
 
     A number that is not finite becomes null.
@@ -88,7 +88,7 @@ def json_lines(path: str | os.PathLike) -> Callable[[Record], None]:
 
 
 @typed
-def csv_lines(path: str | os.PathLike) -> Callable[[Record], None]:
+def csv_lines(path: str | os.PathLike[str]) -> Callable[[Record], None]:
     """Return a callback that appends the entry of each epoch to a file, as a line of CSV.
 
     A new file gets a header.
@@ -146,7 +146,7 @@ def tensorboard(writer: Any, *, every: Count | None = None) -> Callable[[Record]
     if not isinstance(writer, str | os.PathLike) and not callable(getattr(writer, "add_scalar", None)):
         need = "a folder, or a writer with `add_scalar`"
         fail(call, "`writer` is not a writer.", got=describe(writer), need=need, hint="'runs/one'", kind=TypeError)
-    made: list = []  # the writer, made at the first record, in the process that writes
+    made: list[Any] = []  # the writer, made at the first record, in the process that writes
 
     def write(record: Record) -> None:
         is_due = record.when == "epoch" or (every is not None and record.step % every == 0)

@@ -47,6 +47,10 @@ class DivergedError(FloatingPointError):
       3 tensor(1.0000e+15) 2
     """
 
+    step: int
+    best: Any
+    history: list[dict[str, Any]]
+
     def __init__(self, text: str, step: int = 0, best: Any = None, history: Any = ()):
         super().__init__(text)
         self.step, self.best, self.history = step, best, list(history)

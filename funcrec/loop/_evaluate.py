@@ -49,8 +49,8 @@ def one_batch() -> Iterator[None]:
 def evaluate(
     predict: Callable[[Any, Any], Tensor],
     params: Any,
-    batches: Iterable | Callable[[], Iterable],
-    metrics: Mapping[str, Metric | Callable],
+    batches: Iterable[Any] | Callable[[], Iterable[Any]],
+    metrics: Mapping[str, Metric | Callable[..., Any]],
     *,
     label: Callable[[Any], Tensor] = lambda batch: batch.label,
     weight: Callable[[Any], Tensor | None] = lambda batch: batch.weight,

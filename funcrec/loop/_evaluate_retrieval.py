@@ -62,7 +62,7 @@ Metrics = Annotated[Mapping[str, Metric], Within("{name: metric of lists}", len,
 def evaluate_retrieval(
     query: Callable[[Any, Any], Tensor],
     params: Any,
-    batches: Iterable | Callable[[], Iterable],
+    batches: Iterable[Any] | Callable[[], Iterable[Any]],
     items: Items,
     relevant: Bags,
     *,

@@ -32,9 +32,9 @@ PARTS = {"options", "state", "position", "loss_sum", "best", "history"}
 class Work(NamedTuple):
     """The arguments of `fit`, which stay the same throughout the run."""
 
-    step: Callable
+    step: Callable[..., Any]
     loader: Any
-    evaluate: Callable | None
+    evaluate: Callable[..., Any] | None
     monitor: str | None
     mode: str
     checkpoint: Path | None
@@ -45,7 +45,7 @@ class Work(NamedTuple):
     check_batch: Callable[[Any], Any]
     progress: bool | None
     mesh: Mesh | None
-    place: Callable | None
+    place: Callable[..., Any] | None
     sync: Callable
     order: dict[str, Any]  # describes the batches that the loader gives
     trial: Callable[[Any, Any], None] | None  # tries the loss on the first state and batch, before any work

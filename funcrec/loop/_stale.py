@@ -23,7 +23,7 @@ CALL = "funcrec.stale_pipeline"
 
 @typed
 def stale_pipeline(
-    step: Callable,
+    step: Callable[..., Any],
     *,
     depth: Count = 2,
     mesh: Mesh | None = None,
@@ -84,9 +84,14 @@ def stale_pipeline(
 class StalePipeline:
     """The result of `stale_pipeline`. pipe: the pipeline that makes the batches ready."""
 
-    def __init__(self, step: Callable, pipe: Pipeline):
+    step: Callable[..., Any]
+    pipe: Pipeline
+    stale: Any
+    held_bytes: int
+
+    def __init__(self, step: Callable[..., Any], pipe: Pipeline):
         self.step, self.pipe, self.stale = step, pipe, stale_of(step)
-        self.programs: dict[Any, dict] = {}  # {form of the state, surroundings: {form of a batch: Thirds}}
+        self.programs: dict[Any, dict[Any, Any]] = {}  # {form of the state, surroundings: {form of a batch: Thirds}}
         self.held_bytes = 0
 
     @property
@@ -94,7 +99,7 @@ class StalePipeline:
         """Return the step's `init`."""
         return self.step.init
 
-    def run(self, state: Any, batches: Iterable) -> Iterator[tuple[Any, Any]]:
+    def run(self, state: Any, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Yield (state, metrics) after each batch.
 
         Ranks exchange the ids of the next batches ahead, and read their rows ahead.
@@ -102,7 +107,7 @@ class StalePipeline:
         check(CALL, batches_problems(batches))
         return self.steps(state, batches)
 
-    def steps(self, state: Any, batches: Iterable) -> Iterator[tuple[Any, Any]]:
+    def steps(self, state: Any, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         looked, key = None, None
         for one in self.pipe.start(batches, self.pipe.blank):
             if key is None:
@@ -123,7 +128,7 @@ class StalePipeline:
             del one, following, after
             yield state, metrics
 
-    def read_ahead(self, source: Ahead, programs: dict, state: Any, one: Ready) -> RowsAhead:
+    def read_ahead(self, source: Ahead, programs: dict[Any, Any], state: Any, one: Ready) -> RowsAhead:
         """Return the started read of the batch's rows from the tables of this state."""
         is_sent, form = source.twins is not None, form_key(*fast_flatten(one.batch))
         if form not in programs:

@@ -60,7 +60,7 @@ class Codec:
     forward: Code | None = None
     backward: Code | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check("funcrec.Codec", field_problems(self))
 
     def transposed(self) -> "Codec":

@@ -24,7 +24,7 @@ _c10d = torch.ops._c10d_functional
 AWAIT, SWAP = _c10d.wait_tensor.default, _c10d.all_to_all_single.default
 # Bytes that leave each of n ranks for an operand of x_bytes. A sum goes round a ring. `parts` has a number per
 # receiver.
-LEAVES = {
+LEAVES: dict[Any, Any] = {
     SWAP: lambda x_bytes, group, _, parts: x_bytes * (sum(parts) - parts[group.rank()]) // max(sum(parts), 1),
     _c10d.all_gather_into_tensor.default: lambda x_bytes, group, _: x_bytes * (group.size() - 1),
     _c10d.reduce_scatter_tensor.default: lambda x_bytes, group, *_: x_bytes * (group.size() - 1) // group.size(),

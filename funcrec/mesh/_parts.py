@@ -48,7 +48,7 @@ def is_jagged(x: Any) -> bool:
     return isinstance(x, JaggedTensor | KeyedJaggedTensor)
 
 
-def flatten_parts(tree: Any) -> tuple[list, Any]:
+def flatten_parts(tree: Any) -> tuple[list[Any], Any]:
     """Return the leaves and the structure of a tree, in which a jagged value is one leaf."""
     return torch_tree.tree_flatten(tree, is_leaf=is_jagged)
 

@@ -9,7 +9,7 @@ rank's own shard.
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,19 +37,21 @@ from funcrec.mesh._same import is_readable, unequal, unequal_over_ranks
 from funcrec.mesh._spec import P
 from funcrec.mesh.processes._alike import RankForm, agree_on_program, apart_over_ranks, report_failure, staged
 
+A = ParamSpec("A")
+R = TypeVar("R")
 CALL = "funcrec.shard_map"
 
 
 @typed
 def shard_map(
-    f: Callable,
+    f: Callable[A, R],
     *,
     mesh: Mesh | None = None,
     in_specs: Any,
     out_specs: Any,
     axis_names: Collection[str] | None = None,
     check: bool = True,
-) -> Callable:
+) -> Callable[A, R]:
     """Return f as each rank of a mesh runs it, with the mesh's axes bound for collectives.
 
     Args:
@@ -96,14 +98,14 @@ def shard_map(
 
 
 def mapped(
-    f: Callable,
+    f: Callable[..., Any],
     mesh: Mesh | None,
-    in_specs,
-    out_specs,
-    axis_names=None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: Collection[str] | None = None,
     check: bool = True,
-    alike: Mapping | None = None,
-) -> Callable:
+    alike: Mapping[Any, Any] | None = None,
+) -> Callable[..., Any]:
     """Return f as each rank runs it, as `shard_map` does, and compare forms of arguments between real ranks.
 
     alike: {number of an argument: its name}, for the arguments to compare where `check` is set. An emulated mesh has

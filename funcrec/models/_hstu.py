@@ -9,7 +9,7 @@ candidates, C candidates of a label, T tasks, D dim of the sequence.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class HstuRanker(NamedTuple):
     query: Callable[[Params, Batch], Tensor]
     num_tasks: Count
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
 
     def _repr_html_(self) -> str:
@@ -213,7 +213,7 @@ def ranker_loss(
     losses: Sequence[Callable[..., Tensor]] = (all_losses.bce,),
     *,
     weights: Sequence[Magnitude] | None = None,
-) -> Callable:
+) -> Callable[..., Any]:
     """Return the training loss of a ranker: the mean over candidates, summed over the tasks.
 
     Args:

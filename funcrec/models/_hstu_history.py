@@ -16,8 +16,10 @@ from funcrec.jagged import JaggedTensor, is_concrete
 from funcrec.nn import Kept
 
 CALL = "funcrec.models.History"
-Keys, Values = Annotated[Tensor, Form("f[B, K, L, H, D]")], Annotated[Tensor, Form("f[B, K, L, H, V]")]
-Lengths, Times = Annotated[Tensor, Form("i[B]")], Annotated[Tensor, Form("x[B, L]")]
+Keys = Annotated[Tensor, Form("f[B, K, L, H, D]")]
+Values = Annotated[Tensor, Form("f[B, K, L, H, V]")]
+Lengths = Annotated[Tensor, Form("i[B]")]
+Times = Annotated[Tensor, Form("x[B, L]")]
 
 
 @pytree(optional=("last", "fits"))

@@ -64,7 +64,7 @@ def tower(num_in: int, hidden: int, num_out: int, normed: bool = True) -> Layer:
     def init(key: Tensor) -> list:
         return [layer.init(k) for layer, k in zip(stages, random.split(key, len(stages)), strict=True)]
 
-    def apply(params: list, x: Tensor) -> Tensor:
+    def apply(params: list[Any], x: Tensor) -> Tensor:
         for layer, own in zip(stages, params, strict=True):
             x = layer.apply(own, x)
         return x

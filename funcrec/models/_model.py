@@ -80,7 +80,7 @@ class Model(NamedTuple):
         """Return the tables of the model in HTML, for a notebook."""
         return html_table(HEAD, table_lines(self.tables, self.features))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -90,7 +90,7 @@ class Model(NamedTuple):
 
 
 @typed
-def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:
+def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable[..., Any]:
     """Return the training loss: the mean of `loss` over the batch, weighted by `batch.weight`, plus the penalty.
 
     Args:

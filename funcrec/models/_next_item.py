@@ -6,7 +6,7 @@ Shapes: B histories, N items of all histories, K negatives, D dim, R rows of the
 """
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def next_item_loss(
     temperature: PositiveMagnitude = 1.0,
     calibration: UnitInterval = 0.75,
     chunk: Count | None = None,
-) -> Callable:
+) -> Callable[..., Any]:
     """Return the training loss of a sequence model, (params, batch, *, key) -> f[].
 
     A history of n items has n - 1 positions with a next item; the latest model.max_length of them count. An example of

@@ -62,7 +62,7 @@ class SequenceModel(NamedTuple):
         """Return the tables of the model in HTML, for a notebook."""
         return html_table(HEAD, table_lines(self.tables, self.features))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
 
 

@@ -7,7 +7,7 @@ Shapes: B batch, D dim of the towers' outputs.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,7 +53,7 @@ class TwoTower(NamedTuple):
     apply: Callable[[Params, Batch], Tensor]
     temperature: PositiveMagnitude
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
 
     def _repr_html_(self) -> str:
@@ -156,7 +156,7 @@ def in_batch_softmax_loss(
     *,
     log_q: Callable[[Batch], Tensor] | None = None,
     candidate_ids: Callable[[Batch], Tensor] | None = None,
-) -> Callable:
+) -> Callable[..., Any]:
     """Return the training loss of two towers: (params, batch, *, key) -> (f[], {"logits": f[B], "stats": {}}).
 
     Args:

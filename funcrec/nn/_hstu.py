@@ -71,7 +71,7 @@ class HstuLayer(NamedTuple):
     train_apply: Callable[..., tuple[JaggedTensor, list]]
     keep: Callable[..., tuple[JaggedTensor, Kept]]
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
 
 

@@ -53,7 +53,7 @@ class Layer(NamedTuple):
     train_apply: Callable[..., tuple[Tensor, Any]] | None = None
     init_stats: Callable[[], Any] = list
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
 
 

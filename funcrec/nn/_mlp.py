@@ -100,7 +100,7 @@ def mlp(
         params = {"linear": [layer.init(k) for layer, k in zip(layers, keys, strict=True)]}
         return {**params, "norm": [n.init(key) for n in norms]} if norms else params
 
-    def apply(params: dict[str, Any], x: Tensor, stats: Sequence = ()) -> Tensor:
+    def apply(params: dict[str, Any], x: Tensor, stats: Sequence[Any] = ()) -> Tensor:
         check_parts(params, stats)
         norm = lambda i, x: norms[i].apply(params["norm"][i], x, stats[i])
         return _stack(stages, params["linear"], x, lambda i, x: x, norm)

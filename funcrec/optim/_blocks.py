@@ -10,6 +10,7 @@ Shapes: T tables, R rows, D dim, M touched rows.
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,9 @@ class BlockRule:
     traced: (fn, arguments) -> the graph of fn.
     """
 
-    def __init__(self, rule: Callable, num_slots: int, round_rows: Callable, traced: Callable):
+    def __init__(
+        self, rule: Callable[..., Any], num_slots: int, round_rows: Callable[..., Any], traced: Callable[..., Any]
+    ):
         self.rule = torch.func.vmap(rule, in_dims=(0, 0, None, None, 0, *[0] * num_slots))
         self.round_rows, self.traced = round_rows, traced
         self.compiled: dict = {}  # {form of the arguments: the compiled rule}

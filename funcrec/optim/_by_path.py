@@ -80,7 +80,7 @@ def by_path(optimizers: Mapping[str, DenseOptimizer], *, default: DenseOptimizer
         check(f"{call}.init", leaf_problems("dense", params))
         own, structure = named(f"{call}.init", params)
         check(f"{call}.init", group_problems(list(own)))
-        made: dict = {}
+        made: dict[Any, Any] = {}
         for opt, names in groups(list(own)):
             made |= opt.init({n: own[n] for n in names})
         return tree_unflatten([made[n] for n in own], structure)

@@ -213,7 +213,7 @@ def fits_columns(grads: RowGrads, table: Tensor) -> bool:
     return grads.dim == table.shape[1] if grads.first is None else grads.dim >= table.shape[1]
 
 
-def slot_problems(slots: object, tables: Tables, slot_shapes: Callable | None) -> Iterator[Problem]:
+def slot_problems(slots: object, tables: Tables, slot_shapes: Callable[..., Any] | None) -> Iterator[Problem]:
     hint = "the slots that this optimizer's `init` made of these tables"
     if not isinstance(slots, Mapping):
         yield Problem("`slots` is not a dict of slots.", describe(slots), "{table: {slot: Tensor}}", hint, TypeError)

@@ -9,6 +9,7 @@ Each result keeps the contract of RowOptimizer, so combinators nest.
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from funcrec.core import (
     Key,
@@ -54,7 +55,7 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
     """
     call = "funcrec.optim.by_table"
 
-    def split(tables: Mapping) -> Iterator[tuple[RowOptimizer, list[str]]]:
+    def split(tables: Mapping[Any, Any]) -> Iterator[tuple[RowOptimizer, list[str]]]:
         """Yield each optimizer with its tables. The default gets all its tables at once, so that a `clip` sees all."""
         yield from ((opt, [n]) for n, opt in optimizers.items())
         rest = [n for n in tables if n not in optimizers]
@@ -64,7 +65,7 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
     def init(tables):
         check(f"{call}.init", tables_problems(tables))
         check(f"{call}.init", name_problems("optimizers", optimizers, tables), cover_problems(tables))
-        made: dict = {}
+        made: dict[Any, Any] = {}
         for opt, names in split(tables):
             made |= opt.init(_only(tables, names))
         return _only(made, tables)

@@ -64,10 +64,10 @@ class DenseOptimizer(NamedTuple):
 
     init: Callable[[Any], State]
     update: Callable[[Any, State, Any, int | Tensor], tuple[Any, State]]
-    parts: tuple = ()
+    parts: tuple[Any, ...] = ()
     is_joint: bool = False
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
 
 

@@ -116,7 +116,7 @@ class RowOptimizer(NamedTuple):
     has_equal_slots: bool = False
     ignores_origin: bool = False
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
 
 

@@ -57,7 +57,7 @@ class Stage:
     start_interpolating_iters: Size | None = None
     end_value: Magnitude | Scalar | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         call = f"funcrec.optim.Stage({self.policy!r})"
         check(call, field_problems(self))
         check(call, interpolation_problems(self))

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -41,13 +42,13 @@ class RuleMemory:
     call, rule, round_rows: as in `UserRule`.
     """
 
-    def __init__(self, call: str, rule: Callable, round_rows: Callable):
+    def __init__(self, call: str, rule: Callable[..., Any], round_rows: Callable[..., Any]):
         self.call, self.make = call, lambda names: UserRule(call, rule, names, round_rows)
         self.made: dict[tuple[str, ...], list[UserRule]] = {}
         self.is_told = False
         self.lock = threading.Lock()
 
-    def find(self, names: tuple[str, ...], readings: Mapping[tuple, Reading]) -> "UserRule":
+    def find(self, names: tuple[str, ...], readings: Mapping[tuple[Any, ...], Reading]) -> "UserRule":
         """Return the compiled rule for slots of these names that does on each form of table what the rule does now.
 
         `readings` is {form of a table: what the rule does now}."""
@@ -92,7 +93,7 @@ class UserRule:
     call: the name of the function in messages.
     """
 
-    def __init__(self, call: str, rule: Callable, names: Sequence[str], round_rows: Callable):
+    def __init__(self, call: str, rule: Callable[..., Any], names: Sequence[str], round_rows: Callable[..., Any]):
         def flat_rule(row, grad, rate, t, repeats, *slots):
             new, written = rule(row, grad, dict(zip(names, slots, strict=True)), rate, t, repeats)
             return [new, *(written[k] for k in names)]

@@ -34,7 +34,7 @@ TRIED = {
 
 def written(own: Builtin) -> Written:
     """Return all forms of a rule, as the kernels' writers read them."""
-    nodes: dict = {}
+    nodes: dict[Any, Any] = {}
     forms = [v for chosen in choices(own) for v in forms_of(own, chosen, nodes)]
     read = {x.args[0] for v in forms for x in formula.symbols_of(v.formula.values()) if x.op == "hyper"}
     asked = {name for v in forms for name in v.conditions}
@@ -64,7 +64,7 @@ def choices(own: Builtin) -> Iterator[dict[str, tuple[Any, float | None]]]:
     return (dict(zip(found, each, strict=True)) for each in itertools.product(*found.values()))
 
 
-def forms_of(own: Builtin, chosen: dict[str, tuple[Any, float | None]], nodes: dict) -> Iterator[Variant]:
+def forms_of(own: Builtin, chosen: dict[str, tuple[Any, float | None]], nodes: dict[Any, Any]) -> Iterator[Variant]:
     """Yield a form for each number whose default 0 saves reads. Then yield the form of the choice itself."""
     conditions = {name: number for name, (_, number) in chosen.items()}
     plain = {name: value for name, (value, _) in chosen.items()}
@@ -79,7 +79,9 @@ def forms_of(own: Builtin, chosen: dict[str, tuple[Any, float | None]], nodes: d
     yield usual
 
 
-def variant(own: Builtin, conditions: dict[str, float | None], values: dict[str, Any], nodes: dict) -> Variant:
+def variant(
+    own: Builtin, conditions: dict[str, float | None], values: dict[str, Any], nodes: dict[Any, Any]
+) -> Variant:
     any_number = {name: formula.Named() for name in parameters(own)}
     sample = {n: 0.5 if isinstance(x, formula.Named) else x for n, x in {**any_number, **values}.items()}
     slots = widths(own.slots(SimpleNamespace(**sample)))

@@ -66,7 +66,7 @@ class TableConstraint:
     together: str | None = None
     vocabulary: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check("funcrec.TableConstraint", field_problems(self))
         check("funcrec.TableConstraint", constraint_problems(self))
         for name in ("kinds", "ranks"):

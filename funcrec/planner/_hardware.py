@@ -60,7 +60,7 @@ class Hardware:
     disk_bytes: Size = 0
     disk_records_per_s: Magnitude = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check("funcrec.Hardware", field_problems(self))
 
     @staticmethod

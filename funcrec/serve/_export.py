@@ -47,7 +47,7 @@ def export(
     predict: Callable[..., Any],
     params: Any,
     example: Batch,
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     encoding: Encoding | None = None,
     version: Version | None = None,
@@ -147,7 +147,7 @@ def export(
 
 @typed
 def save_weights(
-    path: str | os.PathLike, params: Any, *, version: Version | None = None, overwrite: bool = False
+    path: str | os.PathLike[str], params: Any, *, version: Version | None = None, overwrite: bool = False
 ) -> Path:
     """Return a folder of parameters that a package can load in place of its own: `package.swap(path)`.
 

@@ -75,7 +75,7 @@ class Package:
 
     __slots__ = ("_opened", "_weights")
 
-    def __init__(self, opened, weights):
+    def __init__(self, opened: Any, weights: Any):
         self._opened, self._weights = opened, weights
 
     def __repr__(self) -> str:
@@ -103,7 +103,7 @@ class Package:
                 return {n: x.clone() for n, x in weights.tensors.items()}
             return mapped(weights.file, weights.places)
 
-    def __call__(self, batch: Batch) -> Tensor | dict[str, Tensor]:
+    def __call__(self, batch: Batch) -> Any:
         """Return what `predict` answers: a tensor [B, ...], or {name: tensor}. Label and weight are not read."""
         manifest, form, run, free, *_ = self._opened
         if not is_usual(batch, manifest, form):
@@ -143,7 +143,7 @@ class Package:
         return Batch(batch.ids.permute(form.keys), dense=None if form.dense is None else batch.dense)
 
     @typed
-    def swap(self, path: str | os.PathLike, *, checksums: bool = True) -> None:
+    def swap(self, path: str | os.PathLike[str], *, checksums: bool = True) -> None:
         """Replace the weights by those of another folder, from `save_weights` or a package of the same model.
 
         Calls that have begun end with the weights that they began with. If the new weights do not fit, nothing changes.
@@ -162,7 +162,7 @@ class Package:
             self._weights = read_folder(path, read)
 
     @typed
-    def apply(self, path: str | os.PathLike) -> None:
+    def apply(self, path: str | os.PathLike[str]) -> None:
         """Apply a file of `write_delta` that was made from the version of these weights.
 
         It takes effect between two calls, so every answer uses one version. A file that does not fit, or was changed,
@@ -180,7 +180,7 @@ class Package:
             applied(APPLY, Path(path), own.manifest, old.tensors, old.version, permits(own.free, own.threads), name)
 
     @typed
-    def follow(self, folder: str | os.PathLike) -> None:
+    def follow(self, folder: str | os.PathLike[str]) -> None:
         """Load the newest weights that `publish` wrote to a folder. If the package has them, do nothing.
 
         It applies the deltas after this version, or loads whole weights and applies the deltas after those.
@@ -194,7 +194,7 @@ class Package:
 
 
 @typed
-def load_package(path: str | os.PathLike, *, threads: Count = 1, checksums: bool = True) -> Package:
+def load_package(path: str | os.PathLike[str], *, threads: Count = 1, checksums: bool = True) -> Package:
     """Return the package in a folder that `export` wrote. Its weights are mapped into memory that processes share.
 
     Args:

@@ -108,7 +108,7 @@ class Program(NamedTuple):
     exported: torch.export.ExportedProgram
     outputs: list[dict]
     features: list[dict]
-    tables: list[dict]
+    tables: list[dict[Any, Any]]
 
 
 def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: int) -> Program:

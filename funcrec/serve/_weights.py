@@ -79,7 +79,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], version: str | No
         write_tensors(file, KIND, specs, tensors.values(), {"version": version or UNNAMED}, PAGE, late)
 
 
-def read_weights(call: str, folder: Folder, wanted: Sequence[dict], *, checksums: bool) -> Weights:
+def read_weights(call: str, folder: Folder, wanted: Sequence[dict[Any, Any]], *, checksums: bool) -> Weights:
     """Return the mapped weights of a folder, which must have the names, dtypes and shapes that the package wants."""
     file, found, version = read_index(call, folder)
     check(call, signature_problems(file.path, found, wanted))

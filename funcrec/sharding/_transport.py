@@ -11,7 +11,7 @@ Two dicts list the functions that compute an answer: one for pooled features, on
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +51,8 @@ class Steps(NamedTuple):
     transpose: ({lane: d}, routed, routes, codec) -> {bank: RowGrads} at the owners.
     """
 
-    route: Callable
-    fetch: Callable
+    route: Callable[..., Any]
+    fetch: Callable[..., Any]
     transpose: Callable
 
 

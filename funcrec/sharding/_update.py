@@ -145,7 +145,7 @@ def as_tables(banks: Mapping[str, Any], columns: Mapping[str, list[str]]) -> dic
     }
 
 
-def init_slots(sparse: RowOptimizer, tables: ShardedTables, mesh: Mesh) -> dict:
+def init_slots(sparse: RowOptimizer, tables: ShardedTables, mesh: Mesh) -> dict[Any, Any]:
     """Return {bank: slots}, the first slots of the optimizer for each bank."""
     columns = column_banks(sparse, tables.layout)
     base = as_tables(tables.banks, columns)
@@ -170,11 +170,11 @@ def of_ranks(slots: Mapping[str, Tensor], waiting: Sequence[str], dim: int, num_
 def update_banks(
     sparse: RowOptimizer,
     grads: Mapping[str, RowGrads],
-    slots: Mapping,
+    slots: Mapping[Any, Any],
     tables: ShardedTables,
     step: Tensor,
     takes: Tensor | None = None,
-):
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Return (banks, slots) after the update.
 
     One call updates all banks of whole rows. Tables cut by columns are updated bank by bank.

@@ -48,7 +48,7 @@ MOST_BYTES = 2**63 - 1
 
 @typed
 def file_store(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     num_rows: Count,
     width: Count,
     *,

@@ -17,7 +17,7 @@ from funcrec.tables._kinds import LookupResult, is_plain, table_shapes
 from funcrec.tables._rowgrads import RowGrads
 
 
-def duplicate_problems(configs: Sequence, what: str) -> Iterator[Problem]:
+def duplicate_problems(configs: Sequence[Any], what: str) -> Iterator[Problem]:
     if again := doubled(c.name for c in configs):
         hint = f"{again[0]!r} once" + (", or another name with column=..." if what == "features" else "")
         yield Problem(f"`{what}` has a name twice.", f"{again} more than once", "distinct names", hint)

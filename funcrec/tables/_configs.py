@@ -32,7 +32,7 @@ class Hash:
     kind: Literal["modulo", "multiply_shift"]
     seed: Annotated[int, Within("an int between -2⁶¹ and 2⁶¹", lambda n: -SEED_MAX < n < SEED_MAX, "is too large")] = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check("funcrec.Hash", field_problems(self))
 
 
@@ -87,7 +87,7 @@ class TableConfig:
     dtype: torch.dtype = torch.float32
     initializer: Initializer | Callable[..., torch.Tensor] = DEFAULT_INITIALIZER
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(f"funcrec.TableConfig({self.name!r})", field_problems(self), dtype_problems(self.dtype))
 
     @property
@@ -127,7 +127,7 @@ class FeatureConfig:
     hash: Hash | None = None
     column: Name | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(f"funcrec.FeatureConfig({self.name!r})", field_problems(self))
 
     @property

@@ -6,6 +6,7 @@ Row r depends only on the key, the table's name, r and the config. So any shard 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ PER_WORD = 4  # columns that share the 64 bits of one random number
 BEHIND = (0, 0, torch.iinfo(torch.int64).max, 0, 0)  # the segment without rows that ends a list of segments
 
 
-def origin_of(table: str, dim: int, row=0, column=0, begin=0) -> tuple:
+def origin_of(table: str, dim: int, row: Any = 0, column: Any = 0, begin: Any = 0) -> tuple[Any, ...]:
     """Return a segment, which says from which table the rows from `begin` on come.
 
     Row `begin` is row `row` of a table [R, dim], from column `column` on. The segment is five integers or i64[M]: the

@@ -31,7 +31,7 @@ class Initializer:
     kind: Literal["uniform", "normal", "xavier_normal", "constant"]
     scale: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(f"funcrec.{self.kind}", _initializer_problems(self.kind, self.scale))
 
     @typed

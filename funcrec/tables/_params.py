@@ -1,7 +1,7 @@
 """The arguments of a loss: parameters, which are tables and dense leaves, and a batch of examples."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -10,6 +10,11 @@ from torch import Tensor
 from funcrec.core import PARTS, Problem, check, describe, fail, is_tracked, pytree, tree_leaves, value_below
 from funcrec.jagged import KeyedJaggedTensor, keyed_hint, keyed_parts
 from funcrec.mesh import P, is_readable
+
+if TYPE_CHECKING:  # A loss that reads what its batch lacks raises. Editors show it as a tensor.
+    Given = Tensor
+else:
+    Given = Tensor | None
 
 
 @pytree
@@ -23,10 +28,10 @@ class Params:
       Params(tables={item: f32[10, 4]}, dense=1 tensor)
     """
 
-    tables: dict[str, Tensor]
+    tables: Any  # a dict of tensors, or of their row gradients; another kind of tables; a number for vmap
     dense: Any
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.tables, Mapping) and not _is_spec(self.tables):
             got, need, hint = describe(self.tables), "{name: f[R, D]}", "fr.init(key, table_configs); {} for no tables"
             fail("funcrec.Params", "`tables` is not a dict of tables.", got=got, need=need, hint=hint, kind=TypeError)
@@ -58,11 +63,11 @@ class Batch:
     """
 
     ids: KeyedJaggedTensor
-    label: Tensor | None = None
-    dense: Tensor | None = None
+    label: Given = cast(Tensor, None)
+    dense: Given = cast(Tensor, None)
     weight: Tensor | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if type(self.ids) in _DATA or any(type(x) in _DATA for x in (self.label, self.dense, self.weight)):
             check("funcrec.Batch", data_problems(self))
 

@@ -11,6 +11,7 @@ Shapes: B bags, C columns, N ids, R rows, D dim, T tables.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,15 @@ class _Lookup:
 
 
 def pooled_lookup(
-    tables, rows, offsets, weights, features, num_bags, blocks: int = 1, *, implementation: str | None = None
+    tables: Any,
+    rows: Any,
+    offsets: Any,
+    weights: Any,
+    features: Any,
+    num_bags: Any,
+    blocks: int = 1,
+    *,
+    implementation: str | None = None,
 ) -> Tensor:
     """Return the result of `ops.pooled_lookup`, differentiable in tables and weights."""
     choice = ops.chosen(implementation, offsets.device)
@@ -240,7 +249,7 @@ class _Members:
         tables, _, offsets, _ = self.parts
         return stacks.no_members(tables, offsets, flatten(self.spec.features), self.spec.num_bags, self.spec.blocks)
 
-    def call(self, apart: bool, width: int | None = None) -> tuple:
+    def call(self, apart: bool, width: int | None = None) -> tuple[Any, ...]:
         """Return the static part and the tensors of the one lookup, as `stacks.lookups_together` makes them."""
         spec, k = self.spec, self.num
         own = flatten(spec.features)

@@ -104,7 +104,7 @@ class RowGrads:
     origin: Tensor | None = None
     mark: Tensor | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if is_forward() and self.mark is None:
             object.__setattr__(self, "mark", torch.ones((), dtype=torch.int64))
 

@@ -14,7 +14,7 @@ tap for each member. A grad or jvp inside the loss treats the tap as a constant,
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class Site(NamedTuple):
     sizes: the sizes of those vmaps.
     """
 
-    form: tuple
+    form: tuple[Any, ...]
     structure: Any
     saved: Any
     dims: list[tuple[int | None, ...]]
@@ -89,13 +89,13 @@ class Tape:
     found: the sites of the first pass; None in the first pass. taps: a tap for each of these sites.
     """
 
-    def __init__(self, found: Sequence[Site] | None = None, taps: Sequence | None = None):
+    def __init__(self, found: Sequence[Site] | None = None, taps: Sequence[Any] | None = None):
         self.found = found
         self.taps = taps
         self.sites: list[Site] = []
         self.level, self.run = current_level(), current_run()
 
-    def tap(self, out: Any, saved: Any, transpose: Callable[[Any, Any], dict], what: tuple) -> Any:
+    def tap(self, out: Any, saved: Any, transpose: Callable[[Any, Any], dict[Any, Any]], what: tuple[Any, ...]) -> Any:
         """Return `out`, a pytree of tensors, plus this site's tap.
 
         `transpose(d_out, saved)` may read the values of no other tensors. Where a derivative computes a part of the
@@ -182,20 +182,20 @@ class TableRef:
         self.name = name
         self.tape = tape
 
-    shape = property(lambda self: self.table.shape)
-    dtype = property(lambda self: self.table.dtype)
-    device = property(lambda self: self.table.device)
+    shape: torch.Size = property(lambda self: self.table.shape)  # type: ignore[assignment]
+    dtype: torch.dtype = property(lambda self: self.table.dtype)  # type: ignore[assignment]
+    device: torch.device = property(lambda self: self.table.device)  # type: ignore[assignment]
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         raise TypeError(message("funcrec.value_and_grad", [_DENSE_USE]))
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         raise TypeError(message("funcrec.value_and_grad", [_DENSE_USE]))
 
-    def _dense_use(self, *args):
+    def _dense_use(self, *args: Any) -> NoReturn:
         raise TypeError(message("funcrec.value_and_grad", [_DENSE_USE]))
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _dense_use

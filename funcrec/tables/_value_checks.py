@@ -163,7 +163,9 @@ def bounds_problems(labels: object) -> Iterator[Problem]:
         yield Problem("`labels` is not a range.", f"{tuple(labels)}", need, hint)
 
 
-def value_problems(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping) -> Iterator[Problem]:
+def value_problems(
+    ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping[Any, Any]
+) -> Iterator[Problem]:
     broken = [p._replace(kind=CheckError) for p in offset_value_problems(ids.capacity, ids.offsets, "ids.offsets")]
     yield from broken
     if broken:

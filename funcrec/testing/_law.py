@@ -41,13 +41,13 @@ class Law(NamedTuple):
 @typed
 def law(
     *draws: Any,
-    reference: Callable,
-    example: Sequence | None = None,
+    reference: Callable[..., Any],
+    example: Sequence[Any] | None = None,
     modes: Sequence[str] = CHECKED,
     may_raise: Sequence[str] = (),
     rtol: NotNegative = 1e-6,
     atol: NotNegative = 1e-6,
-) -> Callable[[Callable], Callable]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator of a function f, which pytest then collects as a test for each law and each transform.
 
     The tests are `f[value]` (f equals the reference on drawn arguments), `f[padding]` (it reads no padding),
@@ -131,7 +131,7 @@ def drawn_test(own: Law, one: Callable[[Law, tuple], None]) -> None:
 
     @settings(deadline=None)
     @given(st.tuples(*own.draws))
-    def test(args: tuple) -> None:
+    def test(args: tuple[Any, ...]) -> None:
         one(own, args)
 
     test()
@@ -148,7 +148,7 @@ def padding(own: Law, args: tuple) -> None:
     assert_trees_close(zero_padding(own.f(*garbage_padding(args))), zero_padding(own.f(*args)))
 
 
-def arguments(own: Law, args: tuple) -> None:
+def arguments(own: Law, args: tuple[Any, ...]) -> None:
     before = tree_map(torch.clone, args)
     own.f(*args)
     assert_trees_close(args, before)

@@ -90,7 +90,7 @@ def pushed(s: Callable) -> Callable:
     return lambda t: jvp(s, (t,), (torch.ones_like(t),))[1]
 
 
-def mapped(s: Callable) -> Callable:
+def mapped(s: Callable[..., Any]) -> Callable[..., Any]:
     """Return t -> Σ s(t + b) over a batch."""
     return lambda t: vmap(s)(t + BATCH).sum()
 

@@ -54,7 +54,7 @@ class RankPool:
         self.processes: list = []
         self.connections: list = []
 
-    def run(self, fn: Callable, *args: Any, deadline_s: float | None = None) -> list:
+    def run(self, fn: Callable[..., Any], *args: Any, deadline_s: float | None = None) -> list[Any]:
         """Return the results of fn(*args) on all ranks, in the order of the ranks.
 
         Args:

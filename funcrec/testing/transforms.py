@@ -34,7 +34,7 @@ class Row(NamedTuple):
     """A function, and example arguments whose floats are its inputs."""
 
     f: Callable
-    args: tuple
+    args: tuple[Any, ...]
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -48,7 +48,7 @@ BAGS = JaggedTensor.from_lengths(drawn(6, seed=2), LENGTHS)
 SGD = dense(torch.optim.SGD, lr=0.1)
 
 
-def read(pooling: str, ids=IDS, **how) -> Callable:
+def read(pooling: str, ids: Any = IDS, **how: Any) -> Callable[..., Any]:
     feature = [FeatureConfig("a", table="t", pooling=pooling, **how)]
     if pooling == "none":
         return lambda table: lookup_sequence({"t": table}, ids, feature)["a"].values
@@ -70,7 +70,7 @@ def small_loss(params: Params, batch: Batch) -> Tensor:
     return bce(x, batch.label)
 
 
-def of_model(make: Callable) -> Row:
+def of_model(make: Callable[..., Any]) -> Row:
     model = make([TableConfig("t", 4, 3)], [FeatureConfig("a", table="t"), FeatureConfig("b", table="t", column="a")])
     # Biases of 0 and an empty bag would meet in the kink of a ReLU, where differences are no derivatives.
     params = tree_map(lambda x: x.double() + 0.1, model.init(split(torch.tensor(3), 1)[0]))
@@ -78,14 +78,14 @@ def of_model(make: Callable) -> Row:
     return Row(lambda params: whole(params, Batch(IDS, LABEL), key=torch.tensor(5))[0], (params,))
 
 
-def step_of(optimizer: Callable, **how) -> Row:
+def step_of(optimizer: Callable[..., Any], **how: Any) -> Row:
     step = train_step(small_loss, sparse=optimizer(lr=0.1), dense=SGD, **how)
     state = step.init(Params({"t": TABLE}, drawn(3)))
     return Row(lambda tables, dense: step(replace(state, tables=tables, dense=dense), Batch(IDS, LABEL))[0],
                (state.tables, state.dense))  # fmt: skip
 
 
-def taken(grad: Callable) -> Callable:
+def taken(grad: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of (table, dense): the gradients that a transform of the loss gives, with dense tables."""
 
     def f(table, dense):
@@ -97,7 +97,7 @@ def taken(grad: Callable) -> Callable:
     return f
 
 
-def updated(optimizer: Callable) -> Row:
+def updated(optimizer: Callable[..., Any]) -> Row:
     def f(table, grads):
         rule, g = optimizer(lr=0.1), RowGrads.from_entries(torch.tensor([1, 3, 1]), grads, num_embeddings=4)
         return rule.update({"t": g}, rule.init({"t": table}), {"t": table}, torch.tensor(0))

@@ -31,7 +31,9 @@ class Readers(TorchFunctionMode):
         super().__init__()
         self.x, self.found = x, False
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
         self.found |= func not in ABOUT and any(x is self.x for x in tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
 

@@ -48,7 +48,7 @@ def retry_overflow(
       >>> metrics["overflow"], fr.gather_tables(state.tables, mesh)["item"].flatten()
       (tensor(0), tensor([-0.5000, -1.0000, -0.5000]))
     """
-    made: dict[int, Callable] = {}
+    made: dict[int, Callable[..., Any]] = {}
     size, most, measured = capacity, 1, 0
 
     def present() -> Callable:
@@ -57,7 +57,7 @@ def retry_overflow(
             made[now] = make_step(now)
         return made[now]
 
-    def run(state: Any, batch: Any, first: Callable | None = None) -> tuple[Any, dict]:
+    def run(state: Any, batch: Any, first: Callable[..., Any] | None = None) -> tuple[Any, dict[Any, Any]]:
         """Return (state, metrics) after the batch. first: the step for which a pipeline has routed this batch."""
         nonlocal size, most, measured
         while True:

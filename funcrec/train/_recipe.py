@@ -121,15 +121,15 @@ class Stages(NamedTuple):
     admitted: Callable = admitted
     loss_fn: Callable = lambda recipe: recipe.loss_fn
     key: Callable = lambda key: key
-    params: Callable = lambda state: state.params
+    params: Callable[..., Any] = lambda state: state.params
     gathered: Callable = lambda loss, grads, overflows, state: Gathered(grads.tables, lambda: (grads.dense, loss))
     update: Callable = update_tables
     mean: Callable = lambda aux: aux
-    merged: Callable = lambda merge, dense, aux: merge(dense, aux)
+    merged: Callable[..., Any] = lambda merge, dense, aux: merge(dense, aux)
     settled: Callable = lambda fits, old, new, metrics: (new, metrics)
 
 
-def run_recipe(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+def run_recipe(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> tuple[TrainState, dict[Any, Any]]:
     """Return (state', metrics) after one step."""
     old = state
     state, of_ids, new = place.admitted(recipe.sparse, old, batch) if recipe.admits else (old, {}, None)

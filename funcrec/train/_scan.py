@@ -5,7 +5,7 @@ state_k, [m_1 ... m_k] = scan(step, state_0, [b_1 ... b_k])
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as torch_tree
@@ -27,19 +27,20 @@ from funcrec.core import (
 )
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
 
+S = TypeVar("S")
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 @typed
 def scan(
-    step: Callable[[Any, Any], tuple[Any, Any]],
-    state: Any,
+    step: Callable[[S, Any], tuple[S, Any]],
+    state: S,
     batches: Any = None,
     *,
     length: Count | None = None,
     reverse: bool = False,
     unroll: bool = True,
-) -> tuple[Any, Any]:
+) -> tuple[S, Any]:
     """Return the state and the stacked metrics after a step over each of k stacked batches.
 
     It does not wait for the device between the steps.

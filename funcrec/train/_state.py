@@ -32,7 +32,7 @@ class TrainState:
     """
 
     step: Tensor
-    tables: dict[str, Tensor]
+    tables: Any
     slots: Any
     dense: Any
     dense_opt: Any

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,11 +42,12 @@ from funcrec.train._rank_step import rank_of, shard_state, state_specs
 from funcrec.train._recipe import Recipe, Stages, run_recipe
 from funcrec.train._state import TrainState
 
+S = TypeVar("S")
 RATE = 0.001  # the rate of Adam where no optimizer is given, as in torch
 
 
 @typed_fields
-class TrainStep(NamedTuple):
+class TrainStep(NamedTuple, Generic[S]):
     """A step and its first state: `step.init(params)`, then `step(state, batch)`.
 
     Example:
@@ -58,20 +59,20 @@ class TrainStep(NamedTuple):
       (tensor(0.), {'loss': tensor(4.)})
     """
 
-    init: Callable[..., TrainState]
-    update: Callable[[TrainState, Any], tuple[TrainState, dict]]
+    init: Callable[..., S]
+    update: Callable[[S, Any], tuple[S, dict[str, Any]]]
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+    def __call__(self, state: S, batch: Any) -> tuple[S, dict[str, Any]]:
         return self.update(state, batch)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
 
 
 @remade
 @typed(needs={"capacity": "mesh", "dedup": "mesh", "codec": "mesh"})
 def train_step(
-    loss_fn: Callable | Model | TwoTower,
+    loss_fn: Callable[..., Any] | Model | TwoTower,
     *,
     sparse: RowOptimizer | None = None,
     dense: DenseOptimizer | None = None,
@@ -87,9 +88,9 @@ def train_step(
     dense_axes: Sequence[str] = (),
     micro_batches: Count = 1,
     admit: bool = True,
-    grad: Callable | None = None,
+    grad: Callable[..., Any] | None = None,
     max_norm: Positive | Annotated[Tensor, Form("f[]", "a number")] | None = None,
-) -> TrainStep:
+) -> TrainStep[TrainState]:
     """Return a training step, a pure function (state, batch) -> (state, metrics).
 
     `fr.jit(step, donate=("state",))` compiles it, and runs it in place.
@@ -196,7 +197,7 @@ def train_step(
 
 
 @typed
-def admission(step: TrainStep) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
+def admission(step: TrainStep[Any]) -> Callable[[TrainState, Any], tuple[TrainState, dict[Any, Any]]]:
     """Return the function (state, batch) -> (state, counts) that admits the ids of a batch, as `step` does it.
 
     It comes before a step of `train_step(..., admit=False)`, for ids that are admitted at another time than the step.
@@ -223,7 +224,7 @@ def admission(step: TrainStep) -> Callable[[TrainState, Any], tuple[TrainState, 
     own = update_of(step)
     check("funcrec.admission", step_problems(step, own))
 
-    def admit(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+    def admit(state: TrainState, batch: Any) -> tuple[TrainState, dict[Any, Any]]:
         own.check(state, batch)
         alone = lambda place, state, batch: place.admitted(own.recipe.sparse, state, batch)[:2]
         return own.where.run(alone, state_specs, state, batch)
@@ -231,7 +232,7 @@ def admission(step: TrainStep) -> Callable[[TrainState, Any], tuple[TrainState, 
     return admit
 
 
-def loss_of(model: Model | TwoTower) -> Callable:
+def loss_of(model: Model | TwoTower) -> Callable[..., Any]:
     """Return the model's loss with only its statistics as aux.
 
     Each rank has its own logits, and a step would average logits in aux.
@@ -253,7 +254,9 @@ class OnMesh(NamedTuple):
     place: Stages
     capacity: int | None = None
 
-    def run(self, fn: Callable, specs_of: Callable, state: Any, batch: Any) -> tuple[Any, dict]:
+    def run(
+        self, fn: Callable[..., Any], specs_of: Callable[..., Any], state: Any, batch: Any
+    ) -> tuple[Any, dict[Any, Any]]:
         """Return the result of fn(place, state, batch), run on each rank. specs_of: state -> a P for each part."""
         if self.mesh is None:
             return fn(self.place, state, batch)
@@ -270,7 +273,7 @@ class Update:
     recipe: Recipe
     where: OnMesh
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[Any, Any]]:
         self.check(state, batch)
         return self.where.run(functools.partial(run_recipe, self.recipe), state_specs, state, batch)
 
@@ -315,7 +318,7 @@ def state_problems(state: object) -> Iterator[Problem]:
         yield from member_problems(state.step, "state.step")
 
 
-def step_problems(step: TrainStep, own: Any) -> Iterator[Problem]:
+def step_problems(step: TrainStep[Any], own: Any) -> Iterator[Problem]:
     if own is None:
         yield Problem(
             "`step` is not a step of `train_step`.", describe(step), "the result of fr.train_step", "", TypeError

@@ -47,10 +47,10 @@ Keys = Annotated[Tensor, Form("i64[...]", "a key")]
 class SweptUpdate:
     """The function (state, batch) -> (state', metrics) of a `sweep`, on stacks. hyper: {name: f[K]}."""
 
-    make_step: Callable[..., TrainStep]
+    make_step: Callable[..., TrainStep[Any]]
     hyper: dict[str, Tensor]
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[Any, Any]]:
         check(CALL, tensor_problems(state), stack_problems("state", state, num_members(self.hyper)))
         one = lambda hyper, state: made(self.make_step, hyper)(state, batch)
         return vmap(one)(self.hyper, state)
@@ -58,7 +58,9 @@ class SweptUpdate:
 
 @remade
 @typed
-def sweep(make_step: Callable[..., TrainStep], hyper: Mapping[str, Any], *, product: bool = False) -> TrainStep:
+def sweep(
+    make_step: Callable[..., TrainStep[Any]], hyper: Mapping[str, Any], *, product: bool = False
+) -> TrainStep[TrainState]:
     """Return a training step that trains K models at once, each with hyper-parameters of its own.
 
     The members take every step on the same batch. One lookup and one update serve all of them, so that K members cost
@@ -139,7 +141,7 @@ def swept_of(step: Any) -> SweptUpdate | None:
     return found if isinstance(found, SweptUpdate) else None
 
 
-def made(make_step: Callable, hyper: dict[str, Tensor]) -> TrainStep:
+def made(make_step: Callable[..., Any], hyper: dict[str, Tensor]) -> TrainStep[Any]:
     """Return the step of one member."""
     with own_errors(
         CALL, "make_step", *hyper.values(), need="hyper-parameters as tensors f[], whose values nobody reads"

@@ -1,6 +1,7 @@
 """Attention within bags, and its transpose, in C++ (csrc/attention.h, csrc/attention_transpose.h)."""
 
 import math
+from typing import Any
 
 import torch
 from funcrec.kernels.cpp._native import ABSENT, DTYPES, FLOATS, bounds, call, check, empty, fail, ints, real
@@ -8,7 +9,7 @@ from funcrec.kernels.forms import accumulation_dtype, time_bounds
 from torch import Tensor
 
 
-def jagged_attention(queries: Tensor, keys: Tensor, values: Tensor, *rest) -> tuple[Tensor, Tensor]:
+def jagged_attention(queries: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return (out f[N, H, V], logs f[N, H]); without softmax the second is [0, H]."""
     described, kept = _described("jagged_attention", queries, keys, values, *rest)
     softmax, (num_queries, heads, _) = rest[9], queries.shape
@@ -20,7 +21,7 @@ def jagged_attention(queries: Tensor, keys: Tensor, values: Tensor, *rest) -> tu
 
 
 def jagged_attention_transpose(
-    d_out: Tensor, out: Tensor, logs: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest
+    d_out: Tensor, out: Tensor, logs: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the cotangents of queries, keys, values, position_bias and time_bias, [0, 0] for a bias that is None."""
     described, kept = _described("jagged_attention_transpose", queries, keys, values, *rest)

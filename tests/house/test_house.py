@@ -48,7 +48,7 @@ TOP = {"LICENSE", "Makefile", "README.md", "bench", "funcrec", "kernels", "pypro
 # What the implementations are made with; nothing imports them before they are chosen.
 PEERS = {"triton": "kernels.triton", "fbgemm_gpu": "kernels.fbgemm"}
 
-BASES = {"NamedTuple", "Protocol", "Enum", "IntEnum", "StrEnum", "Function", "TypedDict", "Exception"}
+BASES = {"NamedTuple", "Protocol", "Generic", "Enum", "IntEnum", "StrEnum", "Function", "TypedDict", "Exception"}
 # A donated tensor is poisoned in place, which only a subclass of Tensor can do; a mode of torch is a class.
 SUBCLASSES = {
     "Donated": "Tensor",
@@ -264,7 +264,7 @@ def test_sections_of_docstrings_have_a_line_for_their_name(name):
 
 @of_each(FILES)
 def test_there_are_no_class_hierarchies(name):
-    """A class has no base except those of records, protocols, enumerations, errors and differentiable functions."""
+    """A class has no base except those of records, protocols, type parameters, enumerations, errors and derivatives."""
     for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.ClassDef):
             bases = {ast.unparse(b).split("[")[0].split(".")[-1] for b in node.bases}

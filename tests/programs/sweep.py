@@ -230,13 +230,19 @@ def how_it_fits(x: Any, hint: Any) -> str:
     if x != x if isinstance(x, float) else False:  # NaN
         return ""
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    fitting = [m for m in members if is_a(x, m)]
+    fitting = [m for m in map(without_any, members) if is_a(x, m)]
     is_open = lambda m: (
         m in (Any, object, torch.Tensor)
         or isinstance(m, typing.TypeVar)
         or (typing.get_origin(m) is not Callable and Any in typing.get_args(m))
     )
     return "" if not fitting else "open" if all(map(is_open, fitting)) else "closed"
+
+
+def without_any(hint: Any) -> Any:
+    """Return Sequence for Sequence[Any], and so on: both say the same."""
+    args = typing.get_args(hint)
+    return typing.get_origin(hint) if args and all(a is Any or a is ... for a in args) else hint
 
 
 def is_a(x: Any, hint: Any) -> bool:

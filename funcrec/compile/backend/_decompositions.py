@@ -244,7 +244,7 @@ SHIFTS = {  # for the first trace, whose meta functions would refuse the bools
     for form in op.overloads()
     if not form.endswith("out")
 }
-DECOMPOSITIONS = {
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: add_with_product,
     aten._efficientzerotensor.default: zeros_with_memory,
     aten._assert_async.default: assertion,

@@ -56,7 +56,7 @@ def remember_writes(steps: list) -> list:
     return steps
 
 
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "_pre_fusion_custom_pass": remember_writes,
     # This pass writes into rows that the computation of new values, or of parts of a cat, still reads.
     "disabled_passes": "reinplace_inplaceable_ops",
@@ -145,7 +145,7 @@ def open_constants(graph: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, l
 class OtherCodeError(Exception):
     """Raised with the code of a graph if Inductor made more than loops; a file cannot hold such code."""
 
-    def __init__(self, code: Callable):
+    def __init__(self, code: Callable[..., Any]):
         super().__init__()
         self.code = code
 
@@ -161,7 +161,7 @@ def write_code(graph: torch.fx.GraphModule, arguments: list[Tensor], path: Path)
         need_compiler("funcrec.jit")
     found: list[Generated] = []
 
-    def taken(load: Callable) -> Callable:
+    def taken(load: Callable[..., Any]) -> Callable[..., Any]:
         def instead(key, file, linemap=None, attrs=None, **rest):
             code = None if attrs else generated(Path(file).read_text(), extern_kernels)
             if code is None or len(V.graph.graph_input_names) != len(arguments):

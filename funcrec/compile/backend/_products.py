@@ -10,6 +10,7 @@ Shapes: B rows, I inputs, O outputs.
 import contextlib
 import operator
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def in_steps(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor]:
 def replace(product: torch.fx.Node) -> None:
     graph, rows = product.graph, product.args[0].meta["val"].shape[0]
 
-    def add(target: Callable, args: tuple, value: object) -> torch.fx.Node:
+    def add(target: Callable[..., Any], args: tuple[Any, ...], value: object) -> torch.fx.Node:
         node = graph.call_function(target, args)
         node.meta["val"] = value
         return node

@@ -211,9 +211,9 @@ class CriteoArrays:
 
 @typed
 def criteo_npy(
-    dense: str | os.PathLike,
-    sparse: str | os.PathLike,
-    label: str | os.PathLike,
+    dense: str | os.PathLike[str],
+    sparse: str | os.PathLike[str],
+    label: str | os.PathLike[str],
     *,
     transform: Transform = None,
     keys: Sequence[str] | None = None,

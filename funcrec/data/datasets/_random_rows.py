@@ -13,7 +13,7 @@ generate variates from monotone discrete distributions" (1996), without the reje
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ def random_rows(
 
 
 @typed
-def random_batches(key: Key, vocabularies: Mapping[str, Count], batch_size: Count, **settings) -> Iterator[Batch]:
+def random_batches(key: Key, vocabularies: Mapping[str, Count], batch_size: Count, **settings: Any) -> Iterator[Batch]:
     """Return an endless iterator over batches of `random_rows(key, vocabularies, **settings)`.
 
     Batch i has rows [i · B, (i + 1) · B).

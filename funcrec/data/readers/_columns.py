@@ -8,7 +8,7 @@ Shapes: N rows, M ids of all bags.
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -219,7 +219,7 @@ def _is_nothing(column) -> bool:
     return kinds.is_null(kind) or (is_float and pc.all(plain(column).is_null(nan_is_null=True)).as_py() is not False)
 
 
-def flat(column) -> tuple:
+def flat(column) -> tuple[Any, ...]:
     """Return (values, lengths i64[N]) of a column of lists. A missing list has length 0."""
     import pyarrow as pa
     import pyarrow.compute as pc

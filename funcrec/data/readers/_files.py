@@ -276,7 +276,7 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
     types = {n: pa.type_for_alias(t) if isinstance(t, str) else t for n, t in form.types.items()}
     names = None if form.names is None else list(form.names)
 
-    def lines(path: Path, types: dict, include: list[str] | None):
+    def lines(path: Path, types: dict[Any, Any], include: list[str] | None):
         # With several threads, errors of pyarrow do not name the line.
         return csv.open_csv(
             path,
@@ -315,7 +315,7 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
     own = {f.name: f.type for f in chosen if f.name not in extra}
     header = 0 if names else 1
 
-    def read(path: Path, partitions: dict):
+    def read(path: Path, partitions: dict[Any, Any]):
         last = attempt(path, 1, lambda: last_column(path, form.delimiter, names)) if form.quotes else None
         read = own if last is None else {last: pa.binary(), **own}
         at, found, doubt = 1 + header, attempt(path, 1, lambda: lines(path, read, list(read))), False

@@ -41,7 +41,7 @@ class Schema:
     time: str | None = None
     label_kind: LabelKind | tuple[LabelKind, ...] = "binary"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.weights, Mapping):
             object.__setattr__(self, "weights", tuple(self.weights.items()))
         for name in ("label", "dense", "categorical", "multivalued", "weights", "label_kind"):

@@ -35,7 +35,7 @@ class Part(NamedTuple):
     word: str
     first: int
     num_rows: int | None
-    read: Callable[[], Iterator]
+    read: Callable[[], Iterator[Any]]
 
     def name_of(self, row: int) -> str:
         """Return the name of a row in errors: `part-3.parquet`, row 17."""

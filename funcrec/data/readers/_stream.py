@@ -22,7 +22,7 @@ BITS = 40  # bits of a row's number in its file
 
 
 @typed
-def read(source: object, *, columns: Sequence[str] | None = None, format: Format = None):
+def read(source: object, *, columns: Sequence[str] | None = None, format: Format = None) -> Any:
     """Return a pyarrow.Table of the rows of any source.
 
     Args:
@@ -63,7 +63,7 @@ def stream(
     window: Count = WINDOW,
     skip: Size = 0,
     drop_last: bool = False,
-) -> Iterator:
+) -> Iterator[Any]:
     """Return an iterator over the rows of `read`, as pyarrow.RecordBatches of `batch_size` rows.
 
     A few blocks of a file are in memory at a time.

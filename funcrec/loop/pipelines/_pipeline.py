@@ -28,7 +28,7 @@ CALL = "funcrec.pipeline"
 
 @typed
 def pipeline(
-    step: Callable,
+    step: Callable[..., Any],
     *,
     depth: Count = 2,
     mesh: Mesh | None = None,
@@ -100,13 +100,32 @@ def pipeline(
 class Pipeline:
     """The result of `pipeline`. A stale pipeline also makes its batches ready with a Pipeline."""
 
+    step: Callable[..., Any]
+    depth: int
+    mesh: Mesh | None
+    device: Device | None
+    blank: Callable[..., Any]
+    fn: Callable[..., Any]
+    twins: Any
+    stream: Any
+    under_way: Any
+    routed_bytes: int
+
     def __init__(
-        self, step: Callable, depth: int, mesh: Mesh | None, device: Device | None, blank: Callable, call: str = CALL
+        self,
+        step: Callable[..., Any],
+        depth: int,
+        mesh: Mesh | None,
+        device: Device | None,
+        blank: Callable[..., Any],
+        call: str = CALL,
     ):
         self.step, self.depth, self.mesh, self.device, self.blank = step, depth, mesh, device, blank
         self.call = call  # the name in messages
         self.fn = getattr(step, "fn", step)
-        self.programs: dict[Any, dict] = {}  # {form of the state, surroundings: {form of a batch: Halves or None}}
+        self.programs: dict[
+            Any, dict[Any, Any]
+        ] = {}  # {form of the state, surroundings: {form of a batch: Halves or None}}
         self.twins, self.stream, self.under_way, self.routed_bytes = None, None, None, 0
 
     @property
@@ -143,7 +162,7 @@ class Pipeline:
             return halves.rest(state, one.batch, routed)
         return self.step(state, one.batch, lambda state, batch: halves.rest(state, batch, routed))
 
-    def ahead(self, batches: Iterable) -> Iterator[Ready]:
+    def ahead(self, batches: Iterable[Any]) -> Iterator[Ready]:
         """Return an iterator over ready batches, which a thread makes ready.
 
         The thread ends when the iterator ends, or when the loop closes or drops the iterator. Only one iterator is open
@@ -152,7 +171,7 @@ class Pipeline:
         check(CALL, batches_problems(batches))
         return self.start(batches, self.blank)
 
-    def start(self, batches: Iterable, blank: Callable) -> Iterator[Ready]:
+    def start(self, batches: Iterable[Any], blank: Callable[..., Any]) -> Iterator[Ready]:
         if self.under_way is not None:
             self.under_way.close(wait_s=None)
         if self.twins is None and self.mesh is not None and not self.mesh.is_emulated:
@@ -164,12 +183,12 @@ class Pipeline:
         self.under_way = Ahead(self.call, batches, self.depth, self.twins, blank, self.stream)
         return iter(self.under_way)
 
-    def run(self, state: Any, batches: Iterable) -> Iterator[tuple[Any, Any]]:
+    def run(self, state: Any, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Yield (state, metrics) after each batch."""
         check(CALL, batches_problems(batches))
         return self.steps(state, batches)
 
-    def steps(self, state: Any, batches: Iterable) -> Iterator[tuple[Any, Any]]:
+    def steps(self, state: Any, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         for batch in self.ahead(batches):
             state, metrics = self(state, batch)
             del batch

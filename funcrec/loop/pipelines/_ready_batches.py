@@ -73,7 +73,13 @@ class Ahead:
     """
 
     def __init__(
-        self, call: str, batches: Iterable, depth: int, twins: Twins | None, blank: Callable, stream: Any = None
+        self,
+        call: str,
+        batches: Iterable[Any],
+        depth: int,
+        twins: Twins | None,
+        blank: Callable[..., Any],
+        stream: Any = None,
     ):
         self.call, self.batches, self.depth, self.twins = call, batches, depth, twins
         self.blank, self.stream = blank, stream
@@ -123,7 +129,7 @@ class Ahead:
             raise self.error
         return None
 
-    def begin(self, one: Ready, programs: dict) -> bool:
+    def begin(self, one: Ready, programs: dict[Any, Any]) -> bool:
         """Return whether a step of these programs routes the batch, now or once the programs hold its form."""
         with self.lock:
             self.programs = programs
@@ -140,7 +146,7 @@ class Ahead:
             self.skipped.add(one.number)
             self.changed.notify_all()
 
-    def add(self, programs: dict, form: Any, halves: Halves | None) -> None:
+    def add(self, programs: dict[Any, Any], form: Any, halves: Halves | None) -> None:
         with self.lock:
             programs[form] = halves
             self.changed.notify_all()
@@ -199,7 +205,7 @@ class Ahead:
                 self.ended = True
                 self.changed.notify_all()
 
-    def common_batches(self, items: Iterator) -> Iterator[Ready]:
+    def common_batches(self, items: Iterator[Any]) -> Iterator[Ready]:
         """Yield the batches of this rank for as long as all ranks have batches."""
         number, like = 0, None
         while True:
@@ -220,7 +226,7 @@ class Ahead:
             yield one
             number += 1
 
-    def fetch(self, items: Iterator, like: Any) -> tuple[BatchNews, Any, BaseException | None]:
+    def fetch(self, items: Iterator[Any], like: Any) -> tuple[BatchNews, Any, BaseException | None]:
         if self.closing:
             return BatchNews.CLOSED, None, None
         try:
@@ -278,7 +284,7 @@ class Ahead:
 
     # -- on CUDA -------------------------------------------------------------------------------------------------
 
-    def launch(self, one: Ready, programs: dict) -> None:
+    def launch(self, one: Ready, programs: dict[Any, Any]) -> None:
         """Exchange the ids of this batch and of the next batch on the side stream.
 
         One thread exchanges them, in the same order on all ranks, because exchanges go over several communicators.

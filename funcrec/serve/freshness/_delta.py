@@ -26,9 +26,9 @@ CALL = "funcrec.write_delta"
 
 @typed
 def write_delta(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     delta: Delta,
-    package: Package | str | os.PathLike,
+    package: Package | str | os.PathLike[str],
     params: Any,
     *,
     version: Version,

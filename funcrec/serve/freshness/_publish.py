@@ -59,8 +59,8 @@ class Last(NamedTuple):
 
 @typed
 def publish(
-    folder: str | os.PathLike,
-    package: Package | str | os.PathLike,
+    folder: str | os.PathLike[str],
+    package: Package | str | os.PathLike[str],
     *,
     every_steps: Count,
     keep: Count = 16,

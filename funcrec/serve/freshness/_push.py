@@ -20,7 +20,7 @@ Address = Annotated[str, Within(FORMS, lambda text: is_address(text), "is not an
 
 
 @typed
-def update_server(address: Address, folder: str | os.PathLike, *, timeout_s: PositiveMagnitude = 10.0) -> str:
+def update_server(address: Address, folder: str | os.PathLike[str], *, timeout_s: PositiveMagnitude = 10.0) -> str:
     """Return the version of a running `funcrec-serve` after it gets the files of `publish` that it lacks.
 
     These are the deltas after its version, in their order, or whole weights and the deltas after them.

@@ -76,7 +76,7 @@ class Tower:
     features: Sequence[FeatureConfig]
     layer: Layer
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check("funcrec.Tower", field_problems(self))
         check("funcrec.Tower", tower_problems(self))
         object.__setattr__(self, "features", tuple(self.features))

@@ -10,7 +10,7 @@ Shapes: R rows, D dim, n ranks on a bank's axes.
 
 from collections.abc import Hashable, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,7 +116,7 @@ def layout_of(
     """Return the layout of a plan. Tables with different `labels` share no bank. bits: of quantised tables, by name."""
     check(call, fit_problems(plan, mesh, shapes))
     filled: dict[tuple, list[int]] = {}  # a bank -> the number of rows on each of its ranks
-    names: dict[tuple, str] = {}
+    names: dict[tuple[Any, ...], str] = {}
     places = []
     for table, (num_rows, dim) in shapes.items():
         placement = plan[table]

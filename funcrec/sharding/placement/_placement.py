@@ -53,7 +53,7 @@ class Placement:
     axes: tuple[str, ...]
     ranks: tuple[Size, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         name = self.kind if isinstance(self.kind, str) else "Placement"
         check(f"funcrec.{name}", field_problems(self))
         check(f"funcrec.{name}", placement_problems(self))

@@ -138,13 +138,13 @@ class Report(NamedTuple):
         times.legend()
         return figure
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[Any, Any]:
         """Return the report as a dict that JSON can hold."""
         own = self._asdict()
         return {**own, "tables": [t._asdict() for t in self.tables], "ranks": [r._asdict() for r in self.ranks]}
 
     @staticmethod
-    def from_dict(given: dict) -> "Report":
+    def from_dict(given: dict[Any, Any]) -> "Report":
         pairs = lambda x: tuple(tuple(p) for p in x)
         table = lambda t: TableLine(**{**t, "ranks": tuple(t["ranks"]), "shapes": pairs(t["shapes"])})
         tables, ranks = tuple(map(table, given["tables"])), tuple(RankLine(**r) for r in given["ranks"])
