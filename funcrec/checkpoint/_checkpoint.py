@@ -17,8 +17,9 @@ from funcrec.checkpoint._asynchronous import Saving, finish, go_on, num_live, ra
 from funcrec.checkpoint._folder import Files, fail_if_manifest, fail_without_manifest, is_folder, read_manifest
 from funcrec.checkpoint._format import read_index
 from funcrec.checkpoint._job import copy_problems, copy_rest, job_of, step_problems
-from funcrec.checkpoint._place import Reader, Target, axes_of, device_of, place_of, placed, target_problems
+from funcrec.checkpoint._place import Reader, Target, device_of, place_of, placed, target_problems
 from funcrec.checkpoint._rank_parts import is_of_ranks, ranks_of
+from funcrec.checkpoint._same_layout import emulated_mesh_of, layout_problems, sharded_in, target_like
 from funcrec.checkpoint._tree_json import CodeError, decode, show, transform_problems
 from funcrec.core import CLASSES, Count, Problem, Size, check, class_name, describe, fail, typed
 from funcrec.files import as_path, open_file
@@ -124,7 +125,8 @@ def load(
 
     Args:
       like: a tree to compare with. The error lists every path whose kind, shape or dtype differs, or that only one tree
-        has.
+        has. Without a plan, states are laid out as a sharded TrainState in `like` is, whatever plan saved them; `mesh`
+        is the mesh of that state, and need not be given if it is emulated.
       device: the device of the tensors; by default the device that they were saved from, or with a mesh of real ranks
         this rank's
       device.
@@ -162,7 +164,12 @@ def load(
     finish()
     how = {"sparse": sparse, "exact": exact, "codec": codec, "dedup": dedup, "dense_axes": tuple(dense_axes)}
     target = None if plan is None else Target(plan, mesh, **how)
+    held = sharded_in(like) if plan is None else None
     check(LOAD, transform_problems(), target_problems(target, mmap, **how))
+    if held is not None:
+        mesh = mesh or emulated_mesh_of(held)
+        check(LOAD, layout_problems(held, mesh, mmap))
+        target = target_like(held, mesh)
     said = {n: repr(x) for n, x in {"mesh": mesh and mesh.axes, "plan": plan, **how}.items() if n != "sparse"}
     return read(path, target, mesh, device, like, mmap, said)
 
@@ -172,8 +179,7 @@ def load_as(path: Path, state: TrainState, *, mesh: Mesh, device: torch.device |
 
     Every rank reads its own rows.
     """
-    target = Target(None, mesh, None, False, None, False, axes_of(state), like=state)
-    return read(path, target, mesh, device, None, False, {})
+    return read(path, target_like(state, mesh), mesh, device, None, False, {})
 
 
 def read(

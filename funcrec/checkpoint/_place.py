@@ -137,8 +137,8 @@ def placed(tree: Any, target: Target, reader: Reader) -> Any:
 
     out = mapped(make, tree)
     if not found:
-        need, hint = "a TrainState in it", "plan=None, which loads the file as it is"
-        fail(CALL, "the checkpoint has no state for `plan`.", got=describe(tree), need=need, hint=hint)
+        need, hint = "a TrainState in it", "fr.load(path), which loads the file as it is"
+        fail(CALL, "the checkpoint has no state to lay out.", got=describe(tree), need=need, hint=hint)
     return out
 
 

@@ -54,6 +54,7 @@ from funcrec.core._number_checks import plain_numbers as plain_numbers
 from funcrec.core._number_checks import signature_error as signature_error
 from funcrec.core._pickled import reduced as reduced
 from funcrec.core._pickled import remade as remade
+from funcrec.core._pickled import shown as shown
 from funcrec.core._public import Later as Later
 from funcrec.core._public import module_later as module_later
 from funcrec.core._public import publish as publish

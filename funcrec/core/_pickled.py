@@ -1,4 +1,4 @@
-"""Pickle tuples of functions: a pickle holds the call that makes the tuple again.
+"""Pickle and show tuples of functions: a pickle holds the call that makes the tuple again, and `repr` shows it.
 
     optimizer  =  maker(*args, **kwargs)        pickle(optimizer)  =  pickle((maker, args, kwargs))
 
@@ -9,9 +9,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from torch import Tensor
+
+from funcrec.core._errors import describe
 from funcrec.core._number_checks import plain_number, signature_error
 
 F = TypeVar("F", bound=Callable)
+SHOWN, LONGEST = 3, 300  # elements of a sequence, and characters of an argument, that `shown` writes
 
 
 class Origin(NamedTuple):
@@ -48,12 +52,44 @@ def recorded_on(made: Any) -> Callable:
     return made.update if "update" in made._fields else made.init
 
 
+def origin_of(value: Any) -> Origin | None:
+    """Return the call that made a NamedTuple; None if there is none, or if `_replace` has changed a field since."""
+    origin = getattr(recorded_on(value), "made_by", None)
+    same = origin is not None and all(x is y for x, y in zip(origin.made, value, strict=True))
+    return origin if same else None
+
+
+def shown(value: Any) -> str:
+    """Return the text of the call that made a NamedTuple: `sgd(lr=0.1)`. Without a call, its class with its fields."""
+    origin = origin_of(value)
+    if origin is None:
+        return f"{type(value).__name__}({', '.join(f'{n}={short(x)}' for n, x in value._asdict().items())})"
+    given = [*map(short, origin.args), *(f"{n}={short(x)}" for n, x in origin.kwargs.items() if x is not None)]
+    return f"{origin.maker.__name__}({', '.join(given)})"
+
+
+def short(x: Any) -> str:
+    """Return an argument on one line: functions, classes and configs by their names, tensors by their forms."""
+    if isinstance(x, Tensor):
+        return describe(x)
+    if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
+        more = [f"... {len(x)} in all"] if len(x) > SHOWN else []
+        inner = ", ".join([*map(short, x[:SHOWN]), *more])
+        return f"[{inner}]" if isinstance(x, list) else f"({inner}{',' if len(x) == 1 else ''})"
+    if isinstance(x, type) or (callable(x) and not hasattr(x, "_fields")):
+        return getattr(x, "__name__", type(x).__name__)
+    if isinstance(getattr(x, "name", None), str):
+        return f"{type(x).__name__}({x.name!r})"
+    text = repr(x)
+    return text if "\n" not in text and len(text) <= LONGEST else f"<{type(x).__name__}>"
+
+
 def reduced(value: Any) -> tuple[Any, ...]:
     """Return the result of `__reduce__` for a NamedTuple that a function decorated by `remade` made.
 
     It holds the call that made the tuple, or the tuple's fields if `_replace` has changed one since.
     """
-    origin = getattr(recorded_on(value), "made_by", None)
-    if origin is None or not all(x is y for x, y in zip(origin.made, value, strict=True)):
+    origin = origin_of(value)
+    if origin is None:
         return type(value), tuple(value)
     return functools.partial(origin.maker, *origin.args, **origin.kwargs), ()

@@ -31,6 +31,7 @@ from funcrec.core import (
     reduced,
     remade,
     replace,
+    shown,
     typed,
     typed_fields,
 )
@@ -80,6 +81,9 @@ class HstuRanker(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def _repr_html_(self) -> str:
         """Return the tables of the model in HTML, for a notebook."""

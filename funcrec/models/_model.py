@@ -25,6 +25,7 @@ from funcrec.core import (
     random,
     reduced,
     reported,
+    shown,
     tree_leaves,
     tree_structure,
     typed,
@@ -82,6 +83,9 @@ class Model(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         what, need = "a model is a record of functions, not a function.", "one of them"

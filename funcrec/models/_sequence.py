@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, describe, html_table, random, reduced, tree_leaves, typed_fields
+from funcrec.core import Count, Problem, check, describe, html_table, random, reduced, shown, tree_leaves, typed_fields
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, take_ranges
 from funcrec.models._model import input_problems
 from funcrec.nn import Layer
@@ -64,6 +64,9 @@ class SequenceModel(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
+
+    def __repr__(self) -> str:
+        return shown(self)
 
 
 def check_history(call: str, tables: object, history: object) -> None:

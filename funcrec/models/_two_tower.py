@@ -22,6 +22,7 @@ from funcrec.core import (
     random,
     reduced,
     remade,
+    shown,
     typed,
     typed_fields,
 )
@@ -55,6 +56,9 @@ class TwoTower(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def _repr_html_(self) -> str:
         """Return the tables of the model in HTML, for a notebook."""

@@ -26,6 +26,7 @@ from funcrec.core import (
     random,
     reduced,
     remade,
+    shown,
     typed,
     typed_fields,
 )
@@ -73,6 +74,9 @@ class HstuLayer(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
+
+    def __repr__(self) -> str:
+        return shown(self)
 
 
 @remade

@@ -22,6 +22,7 @@ from funcrec.core import (
     describe,
     random,
     reduced,
+    shown,
     tree_problems,
     typed,
     typed_fields,
@@ -55,6 +56,9 @@ class Layer(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
+
+    def __repr__(self) -> str:
+        return shown(self)
 
 
 @typed

@@ -32,6 +32,7 @@ from funcrec.core import (
     paths,
     reduced,
     remade,
+    shown,
     tree_flatten,
     tree_leaves,
     tree_problems,
@@ -54,8 +55,8 @@ class DenseOptimizer(NamedTuple):
     """A pair of functions that trains a tree of float tensors: a dict, list, `fr.pytree` value, tensor or empty tree.
 
     init: (params) -> state, a tree like `params` with a dict of tensors at each leaf.
-    update: (grads, state, params, step) -> (params, state), leaf by leaf, for grads, params f[...]. `step`, int or
-      i64[], is the number of steps taken before.
+    update: (grads, state, params, step) -> (params, state), leaf by leaf. step: the number of steps before, an int or
+      i64[].
     parts: the optimizers that it is made of, () for none.
     is_joint: whether the gradient of one parameter acts on another parameter, as a norm over all parameters does.
 
@@ -69,6 +70,9 @@ class DenseOptimizer(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
+
+    def __repr__(self) -> str:
+        return shown(self)
 
 
 @remade
@@ -250,8 +254,7 @@ def _varies(lr: object) -> bool:
 
 def _unhooked_step(cls: type) -> Callable:
     """Return `cls.step` without the profiler's hook, which the constructor of Optimizer wraps around it."""
-    step = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+    return cls.step.__wrapped__ if getattr(cls.step, "hooked", False) else cls.step
 
 
 class _TensorScalars(TorchFunctionMode):

@@ -25,6 +25,7 @@ from funcrec.core import (
     reading,
     reduced,
     remade,
+    shown,
     tree_leaves,
     tree_map,
     typed_fields,
@@ -118,6 +119,9 @@ class RowOptimizer(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
+
+    def __repr__(self) -> str:
+        return shown(self)
 
 
 @remade

@@ -26,6 +26,7 @@ from funcrec.core import (
     reduced,
     remade,
     reported,
+    shown,
     tree_leaves,
     typed,
     typed_fields,
@@ -67,6 +68,9 @@ class TrainStep(NamedTuple, Generic[S]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
+
+    def __repr__(self) -> str:
+        return shown(self)
 
 
 @remade

@@ -341,8 +341,8 @@ ROWS = {
     "load: dense_axes of another mesh": e(lambda: fr.load("x", plan=PLAN, mesh=MESH, dense_axes=("c",)), ValueError,
         "not the mesh's"),
     "load: no placement": e(lambda: fr.load(in_file(STATE), plan=PLAN, mesh=MESH), KeyError, "lacks table 'u'"),
-    "load: no state": e(lambda: fr.load(in_file({"x": X}), plan=PLAN, mesh=MESH), ValueError, "no state for `plan`",
-        "plan=None"),
+    "load: no state": e(lambda: fr.load(in_file({"x": X}), plan=PLAN, mesh=MESH), ValueError, "no state to lay out",
+        "loads the file as it is"),
     "load: no table": e(lambda: fr.load(in_file(state_with(tables={"t": X[0]})), plan=PLAN, mesh=MESH), ValueError,
         "table 't' of the checkpoint is not a table"),
     "load: slots of other rows": e(

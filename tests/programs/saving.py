@@ -26,10 +26,12 @@ def saved(path, state, axes, kind, name, dense_axes=(), is_real=True):
 
 
 def loaded(path, axes, kind, name, dense_axes=()):
-    """Return the tree that ranks load under a plan, gathered."""
+    """Return the tree that ranks load under a plan, and then once more like what they have loaded, gathered."""
     mesh = fr.Mesh.distributed(**axes)
     sparse = training.OPTIMIZERS[name]()
-    tree = fr.load(path, plan=plan_of(kind, axes), mesh=mesh, sparse=sparse, dense_axes=dense_axes)
+    planned = fr.load(path, plan=plan_of(kind, axes), mesh=mesh, sparse=sparse, dense_axes=dense_axes)
+    tree = fr.load(path, like=planned, mesh=mesh)
+    assert tree["state"].tables.layout == planned["state"].tables.layout
     return {**tree, "state": fr.gather_state(tree["state"], mesh)}
 
 
