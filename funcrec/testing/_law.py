@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from funcrec.core import NotNegative, Problem, check, describe, fail, paths, tree_map, typed
@@ -149,7 +148,7 @@ def padding(own: Law, args: tuple) -> None:
 
 
 def arguments(own: Law, args: tuple[Any, ...]) -> None:
-    before = tree_map(torch.clone, args)
+    before = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, args)
     own.f(*args)
     assert_trees_close(args, before)
 

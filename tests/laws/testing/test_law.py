@@ -45,6 +45,14 @@ def test_a_right_function_passes_all():
     assert list(law_tests(f)) == ["value", "padding", "arguments", *FIRST, "vmap"]
 
 
+def test_arguments_need_not_be_tensors():
+    """A number, a string and None are arguments as others are, in each test."""
+    draws = BAGS, st.integers(2, 3), st.sampled_from(["sum", None])
+    by_lists = lambda x, n, how: [n * s for s in sums(x)]
+    f = law(*draws, reference=by_lists, modes=["grad"])(lambda x, n, how: n * fr.bag_reduce(x, how or "sum"))
+    assert failing(f) == set()
+
+
 def no_last(x):
     return fr.bag_reduce(x, "sum")[: max(x.num_bags - 1, 0)]
 
