@@ -260,6 +260,7 @@ def pooled_lookup_weights(
 
 def expand(d: Any, rows: Any, offsets: Any, weights: Any, segments: Any, shapes: Any) -> list[Tensor]:
     entries: list[list] = [[] for _ in shapes[::2]]
+    offsets = [ascending(x) for x in offsets]
     for s in segments_of(segments):
         num_rows, dim = shapes[2 * s.table : 2 * s.table + 2]
         taken, grads = _entries(s, d[s.d][:, s.column : s.column + dim], rows[s.rows], offsets, weights)
@@ -277,13 +278,13 @@ def expand(d: Any, rows: Any, offsets: Any, weights: Any, segments: Any, shapes:
 
 
 def _entries(s: Segment, d: Tensor, ids: Tensor, offsets: Sequence[Tensor], weights: Sequence[Tensor]):
-    """Return (rows i[K], s_i · d[bag] f[K, D]) of one segment."""
+    """Return (rows i[K], s_i · d[bag] f[K, D]) of one segment. The offsets ascend."""
     d = d.to(accumulation_dtype(d.dtype))
     scale = weights[s.weights] if s.weights >= 0 else None
     if s.offsets < 0:
         grads = d[: s.num_bags] if scale is None else d[: s.num_bags] * scale[: s.num_bags, None].to(d.dtype)
         return ids[: s.num_bags], grads
-    bounds = ascending(offsets[s.offsets])[s.first_bag : s.first_bag + s.num_bags + 1].clamp(0, ids.shape[0])
+    bounds = offsets[s.offsets][s.first_bag : s.first_bag + s.num_bags + 1].clamp(0, ids.shape[0])
     # s_i / len is one factor, rounded once, as in the kernels. So an entry has the same bits in all implementations.
     lengths = bag_lengths(bounds, s.max_length).double() if s.mean else None
     if lengths is not None and scale is None:

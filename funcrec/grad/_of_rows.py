@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, paths, tree_structure, typed
-from funcrec.grad._row_tables import HeldRows, places_of
+from funcrec.grad._row_tables import HeldRows, places_of, with_room
 from funcrec.grad._value_and_grad import find_sites, params_problems
 from funcrec.jagged import is_concrete
 from funcrec.tables import Params, RowGrads, TableRef, is_plain, summed
@@ -110,7 +110,7 @@ def of_rows(fn: Callable[..., Any], params: Params, *args: Any, **kwargs: Any) -
 
 def distinct(grads: RowGrads) -> Tensor:
     """Return the distinct rows of a gradient, ascending, and R in the places behind them. There is at least one."""
-    out, height = grads.coalesce(), grads.num_embeddings
+    out, height = with_room(grads).coalesce(), grads.num_embeddings
     rows = torch.where(out.valid, out.rows, height).long()
     if is_concrete(out.count):
         rows = rows[: int(out.count)]
@@ -122,7 +122,7 @@ def taken(table: Tensor | RowGrads | None, rows: Tensor, like: Tensor, height: i
     if table is None:
         return like.new_zeros(rows.shape[0], like.shape[1])
     if isinstance(table, RowGrads):
-        whole = table.coalesce()
+        whole = with_room(table).coalesce()
         own = torch.where(whole.valid, whole.rows, height).long()
         if not own.shape[0]:
             return whole.grads.new_zeros(rows.shape[0], whole.dim)

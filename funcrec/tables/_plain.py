@@ -194,7 +194,8 @@ def lookup_forms(
 
 def is_read(ids: KeyedJaggedTensor, feature: Feature, num_bags: int) -> Tensor:
     """Return a mask of the positions of the buffer that a feature reads, bool[N]."""
-    bounds = ids.offsets[feature.first_bag : feature.first_bag + num_bags + 1]
+    bounds = ids.offsets.cummax(0).values.clamp(0, ids.capacity)  # what a lookup reads in place of any offsets
+    bounds = bounds[feature.first_bag : feature.first_bag + num_bags + 1]
     bag, place = bag_ids(bounds, ids.capacity), torch.arange(ids.capacity, device=bounds.device)
     inside = (bag >= 0) & (bag < num_bags)
     if not feature.max_length:

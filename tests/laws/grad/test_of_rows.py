@@ -1,13 +1,16 @@
 """of_rows: a function of the rows that it reads has the values and the derivatives of the function of whole tables."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 import funcrec as fr
+from funcrec.grad._row_tables import apart
 from funcrec.testing import assert_trees_close
 
 assert_close = functools.partial(assert_trees_close, rtol=1e-9, atol=1e-9)
@@ -179,6 +182,84 @@ def test_an_empty_batch_reads_no_rows():
     )
     product = fr.hvp(loss_fn)(params, params, batch)
     assert all(not g.to_dense().any() for g in product.tables.values())
+
+
+def allocated(call) -> tuple[list[int], int]:
+    """Return (the bytes of each allocation of a call, in order; the most bytes held at once)."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p:
+        call()
+    events = [e.nbytes() for e in p.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [n for n in events if n > 0], max(itertools.accumulate(events))
+
+
+PRODUCTS = {
+    "hvp": fr.hvp(loss_fn),
+    "gauss_newton": fr.gauss_newton_product(predict, loss_of),
+    "fisher": fr.fisher_product(lambda p, b: (predict(p, b) - b.label).square()),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_memory_is_in_proportion_to_the_batch(name):
+    """A product allocates the same bytes for tables of any height. A batch of twice the size holds about twice the
+    bytes."""
+
+    def made(num_examples: int, height: int) -> tuple[list[int], int]:
+        params, batch = drawn(8, num_examples)
+        tables = {n: torch.cat([t, t.new_ones(height, t.shape[1])]) for n, t in params.tables.items()}
+        params = fr.Params(tables, params.dense)
+        v = fr.value_and_grad(loss_fn)(params, batch)[1]
+        return allocated(lambda: PRODUCTS[name](params, v, batch))
+
+    sizes, most = made(40, 2_000)
+    assert made(40, 50_000) == (sizes, most) and max(sizes) < 50_000
+    assert made(80, 2_000)[1] < 2.5 * most
+
+
+def test_memory_is_in_proportion_to_the_features():
+    """Twice the features, each with a table and ids of its own, hold about twice the bytes: a gradient of one table has
+    no room for the ids of other tables."""
+
+    def made(num_features: int) -> int:
+        names = [f"f{i}" for i in range(num_features)]
+        features = [fr.FeatureConfig(n, table=n) for n in names]
+        ids = fr.KeyedJaggedTensor.from_lists({n: [[i % 7, i % 3], [], [i % 5]] * 8 for i, n in enumerate(names)})
+        tables = {n: torch.ones(500, 2) for n in names}
+        loss = lambda p: fr.lookup(p.tables, ids, features).values.sum(1).sin().sum()
+        v = fr.value_and_grad(loss)(fr.Params(tables, {}))[1]
+        return allocated(lambda: fr.hvp(loss)(fr.Params(tables, {}), v))[1]
+
+    assert made(16) < 2.2 * made(8)
+
+
+BOUNDS = [-(2**63), -(2**62), -1, 0, 1, 2, 3, 5, 7, 9, 2**62, 2**63 - 1]
+
+
+@settings(max_examples=25)
+@given(cuts=st.lists(st.sampled_from(BOUNDS), min_size=5, max_size=5), seed=st.integers(0, 99))
+def test_any_offsets(cuts, seed):
+    """Offsets that descend or leave the buffer give the value of the whole tables, and the product of differences."""
+    g = torch.Generator().manual_seed(seed)
+    ids = fr.KeyedJaggedTensor(torch.randint(-1, 9, (7,), generator=g), torch.tensor(cuts), None, None, ("a", "b"))
+    features = [
+        fr.FeatureConfig("a", table="x"), fr.FeatureConfig("b", table="y", pooling="mean"),
+        fr.FeatureConfig("c", table="x", column="b", max_length=1),
+    ]  # fmt: skip
+    normal = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64)
+    params, t = fr.Params({"x": normal(8, 2), "y": normal(6, 3)}, {}), 1e-5
+    loss = lambda p: fr.lookup(p.tables, ids, features).values.sin().sum()
+    of = fr.of_rows(loss, params)
+    assert torch.equal(of.fn(of.params), loss(params))
+    moved = lambda sign: fr.Params({n: x * (1 + sign * t) for n, x in params.tables.items()}, {})
+    gradient = lambda sign: fr.value_and_grad(loss)(moved(sign))[1].tables
+    for name, found in fr.hvp(loss)(params, params).tables.items():
+        difference = (gradient(1)[name].to_dense() - gradient(-1)[name].to_dense()) / (2 * t)
+        assert torch.allclose(found.to_dense(), difference, atol=1e-6)
+
+
+def test_bags_that_share_positions_are_read_in_layers():
+    """Ranges that overlap get numbers of their own, and empty ranges none."""
+    assert apart([(0, 3), (3, 5), (1, 4), (2, 2), (0, 1), (5, 9)]) == [0, 0, 1, 0, 1, 0]
 
 
 SMALL = {
