@@ -1,6 +1,11 @@
-"""A peer of vocabularies: boost::unordered_flat_map from ids to rows, compiled for this processor, behind ctypes.
+"""Peers of vocabularies: hash maps in C++ from ids to rows, compiled for this processor, behind ctypes.
 
-`find` reads; `admit` gives a new id the next row, and adds 1 to the id's count. The map never removes an id.
+`find` reads; `admit` gives a new id the next row, and adds 1 to the id's count. A map never removes an id.
+boost::unordered_flat_map needs Boost's headers: the system's, or those of `pip install cmeel-boost`.
+absl::flat_hash_map needs Abseil's sources, which grpcio's source package has:
+
+    pip download --no-deps --no-binary grpcio --no-build-isolation grpcio -d build
+    tar xzf build/grpcio-*.tar.gz -C build --strip-components 3 --wildcards '*/third_party/abseil-cpp'
 """
 
 import ctypes
@@ -12,15 +17,15 @@ from pathlib import Path
 import torch
 
 SOURCE = r"""
-#include <boost/unordered/unordered_flat_map.hpp>
 #include <cstdint>
 #include <vector>
 
 struct Rows {
-  boost::unordered_flat_map<int64_t, int64_t> map;
+  MAP<int64_t, int64_t> map;
   std::vector<uint32_t> counts;
 };
 
+#pragma GCC visibility push(default)
 extern "C" {
 void* rows_new(int64_t room) {
   auto* r = new Rows;
@@ -47,28 +52,58 @@ void rows_admit(void* p, const int64_t* ids, int64_t n, int64_t* out) {
 }
 """
 BUILD = Path(__file__).parents[1] / "build"
+BOOST, ABSL = "boost::unordered_flat_map", "absl::flat_hash_map"
+HEADERS = {BOOST: "boost/unordered/unordered_flat_map.hpp", ABSL: "absl/container/flat_hash_map.h"}
+ABSEIL = BUILD / "abseil-cpp"
+PARTS = (  # of Abseil, which its map needs
+    "base", "base/internal", "container/internal", "debugging", "debugging/internal", "hash/internal", "numeric",
+    "profiling/internal", "strings", "strings/internal", "strings/internal/str_format", "synchronization",
+    "synchronization/internal", "time", "time/internal/cctz/src",
+)  # fmt: skip
+NOT_COMPILED = ("test", "benchmark", "mock", "_win", "win32", "scoped", "tracker", "print_hash_of", "allocator", "cord")
+FLAGS = ["-O3", "-march=native", "-DNDEBUG", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffunction-sections"]
 
 
-def library() -> ctypes.CDLL:
-    """Return the compiled map. Boost's headers are the system's, or those of the package `cmeel-boost`."""
-    path = BUILD / f"flat_map-{hashlib.sha256(SOURCE.encode()).hexdigest()[:16]}.so"
+def flat_maps() -> list[str]:
+    """Return the maps whose sources are here. Boost's are expected; Abseil's may be absent."""
+    return [BOOST, ABSL] if ABSEIL.exists() else [BOOST]
+
+
+def objects() -> list[Path]:
+    """Return Abseil's compiled parts, of which the linker drops what is not called."""
+    out = []
+    for source in (f for part in PARTS for f in sorted((ABSEIL / "absl" / part).glob("*.cc"))):
+        if any(x in source.name for x in NOT_COMPILED):
+            continue
+        out.append(ABSEIL / "objects" / f"{'-'.join(source.relative_to(ABSEIL).parts)}.o")
+        if not out[-1].exists():
+            out[-1].parent.mkdir(exist_ok=True)
+            subprocess.run(["g++", *FLAGS, f"-I{ABSEIL}", "-c", source, "-o", out[-1]], check=True)
+    return out
+
+
+def library(name: str) -> ctypes.CDLL:
+    """Return the compiled map."""
+    path = BUILD / f"flat_map-{hashlib.sha256((name + SOURCE).encode()).hexdigest()[:16]}.so"
     if not path.exists():
         headers = Path(sysconfig.get_path("purelib")) / "cmeel.prefix" / "include"
-        command = ["g++", "-O3", "-march=native", "-DNDEBUG", "-std=c++17", "-shared", "-fPIC", f"-I{headers}"]
-        subprocess.run([*command, "-x", "c++", "-", "-o", path], input=SOURCE, text=True, check=True)
+        own, parts = [f"-DMAP={name}", f"-I{headers}", f"-I{ABSEIL}"], objects() if name == ABSL else []
+        link = ["-shared", "-Wl,--gc-sections", "-Wl,--no-undefined", "-x", "c++", "-", "-x", "none", *parts]
+        source = f"#include <{HEADERS[name]}>\n{SOURCE}"
+        subprocess.run(["g++", *FLAGS, *own, *link, "-o", path], input=source, text=True, check=True)
     lib = ctypes.CDLL(str(path))
     lib.rows_new.restype = ctypes.c_void_p
     lib.rows_new.argtypes, lib.rows_free.argtypes = [ctypes.c_int64], [ctypes.c_void_p]
-    for name in ("rows_find", "rows_admit"):
-        getattr(lib, name).argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    for fn in ("rows_find", "rows_admit"):
+        getattr(lib, fn).argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     return lib
 
 
 class FlatMap:
     """A map with a row for each of some ids."""
 
-    def __init__(self, held: torch.Tensor):
-        self.library = library()
+    def __init__(self, name: str, held: torch.Tensor):
+        self.library = library(name)
         self.rows = self.library.rows_new(held.shape[0])
         self.admit(held)
 

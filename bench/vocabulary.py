@@ -1,6 +1,6 @@
 """Measures vocabularies: ids found and admitted a second, beside TorchRec's and FBGEMM's managed collision.
 
-    .venv/bin/python bench/vocabulary.py           # 1 M rows; --large: also 16 M
+    .venv/bin/python bench/vocabulary.py           # 1 M rows; --large: also 16 M; --maps: only hash maps as peers
     .venv/bin/python bench/vocabulary.py --step    # a training step whose 26 tables follow a vocabulary each
     .venv/bin/python bench/vocabulary.py --dlrm 2048    # a DLRM's step
     .venv/bin/python bench/vocabulary.py --ranks 4 --bags 2048    # a step on gloo ranks: vocabularies whole, or cut
@@ -8,8 +8,8 @@
 find: rows of ids, without a change. admit: a step of training, with stamps, counts and new ids. Times are CPU times of
 one thread, from interleaved calls; a call has 262,144 ids, drawn uniformly from those that have a row (80 % of all
 rows), except a share that is new. searchsorted is torch's binary search among the same ids. TorchRec's MCH module
-makes room once in EVERY steps, FBGEMM's operator only reads on a CPU. boost::unordered_flat_map grows and never removes
-an id; it counts, but keeps no stamps.
+makes room once in EVERY steps, FBGEMM's operator only reads on a CPU. The hash maps of Boost and Abseil
+(`flat_map.py`) grow and never remove an id; they count, but keep no stamps.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from cases import ZIPF
-from flat_map import FlatMap
+from flat_map import FlatMap, flat_maps
 from measure import digits, interleave, ratios, record, spread
 
 import funcrec as fr
@@ -97,32 +97,34 @@ def funcrec_state(held: torch.Tensor, num_rows: int) -> fr.Vocabulary:
 # -- cases -------------------------------------------------------------------------------------------------------
 
 
-def find(num_rows: int, new: float, rounds: int) -> None:
+def find(num_rows: int, new: float, rounds: int, only_maps: bool) -> None:
     """Record the speed of readings of known ids, and of ids of which a share is unknown."""
     held, batches = drawn(num_rows, new, rounds + WARMUP)
     it = funcrec_state(held, num_rows)
-    module, mch = mch_module(held, num_rows)
-    module.eval()
-    calls = {"funcrec": lambda ids: fr.find(it, ids), "searchsorted": searchsorted(held), "TorchRec MCH": mch}
-    calls["FBGEMM zero_collision_hash"] = zero_collision_hash(held, num_rows)
-    calls["boost::unordered_flat_map"] = FlatMap(held).find
+    calls = {"funcrec": lambda ids: fr.find(it, ids)}
+    if not only_maps:
+        module, mch = mch_module(held, num_rows)
+        module.eval()
+        calls |= {"searchsorted": searchsorted(held), "TorchRec MCH": mch}
+        calls["FBGEMM zero_collision_hash"] = zero_collision_hash(held, num_rows)
+    calls |= {name: FlatMap(name, held).find for name in flat_maps()}
     refused = int((fr.find(it, held) < 0).sum())
     kept = held[fr.find(it, held) >= 0]
     told = {name: call(kept).unique().numel() / kept.shape[0] for name, call in calls.items()}  # 1: no collision
     write("find", num_rows, new, calls, batches, rounds, {"refused": refused, "distinct_rows": told})
 
 
-def admit(num_rows: int, new: float, rounds: int) -> None:
+def admit(num_rows: int, new: float, rounds: int, only_maps: bool) -> None:
     """Record the speed of steps, EVERY of them in a call."""
     held, batches = drawn(num_rows, new, EVERY * (rounds + WARMUP))
     step, state = fr.jit(fr.admit, donate=("vocabulary",)), [funcrec_state(held, num_rows)]
-    _, mch = mch_module(held, num_rows)
 
     def ours(ids):
         state[0], rows, _ = step(state[0], ids)
         return rows
 
-    calls = {"funcrec": ours, "TorchRec MCH": mch, "boost::unordered_flat_map": FlatMap(held).admit}
+    calls = {"funcrec": ours} if only_maps else {"funcrec": ours, "TorchRec MCH": mch_module(held, num_rows)[1]}
+    calls |= {name: FlatMap(name, held).admit for name in flat_maps()}
     write("admit", num_rows, new, calls, batches, rounds, {}, EVERY)
 
 
@@ -293,6 +295,7 @@ def write(case: str, num_rows: int, new: float, calls: dict, batches: list, roun
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--large", action="store_true", help="16 M rows too")
+    parser.add_argument("--maps", action="store_true", help="only hash maps as peers of find and admit")
     parser.add_argument("--step", action="store_true", help="a training step in place of single calls")
     parser.add_argument("--dlrm", type=int, default=0, help="a step of a DLRM with batches of so many bags")
     parser.add_argument("--ranks", type=int, default=0, help="a step on so many gloo ranks")
@@ -311,9 +314,9 @@ def main() -> None:
         return train(job := dlrm(options.dlrm), job.ids, 0.01, options.rounds)
     for num_rows in (2**20, *([2**24] if options.large else [])):
         for new in (0.0, 1.0):
-            find(num_rows, new, options.rounds)
+            find(num_rows, new, options.rounds, options.maps)
         for new in (0.0, 0.01, 0.1):
-            admit(num_rows, new, options.rounds)
+            admit(num_rows, new, options.rounds, options.maps)
 
 
 if __name__ == "__main__":
