@@ -90,6 +90,13 @@ def pushed(s: Callable) -> Callable:
     return lambda t: jvp(s, (t,), (torch.ones_like(t),))[1]
 
 
+def exported(s: Callable[..., Any]) -> Tensor:
+    """Return s's value from the program that torch.export makes of it."""
+    module = torch.nn.Module()
+    module.forward = lambda t: s(t)
+    return torch.export.export(module, (AT,), strict=False).module()(AT)
+
+
 def mapped(s: Callable[..., Any]) -> Callable[..., Any]:
     """Return t -> Σ s(t + b) over a batch."""
     return lambda t: vmap(s)(t + BATCH).sum()
@@ -143,20 +150,28 @@ MORE: dict[str, tuple[Callable, Callable]] = {
     "functionalize": (lambda s: functionalize(s)(AT), value),
     "make_fx": (lambda s: make_fx(s)(ZERO)(AT), value),
 }
-COMPILED: dict[str, tuple[Callable, Callable]] = {"jit": (lambda s: jit(s)(AT), value), **JITTED}
+COMPILED: dict[str, tuple[Callable, Callable]] = {
+    "jit": (lambda s: jit(s)(AT), value),
+    "jit, donated": (lambda s: jit(lambda t: s(t), donate="t")(AT.clone()), value),
+    **JITTED,
+    "export": (exported, value),
+}
 EVERY = {**MODES, **MORE, **COMPILED}
 
 
 def outcome(s: Callable, mode: str, needs: dict, smooth: Callable, rtol: float = 0.0) -> str:
-    """Return RIGHT, RAISED, or the two numbers. smooth: the function from which the differences are computed. needs
-    keeps the differences, and the size of s at 0, for the next mode."""
+    """Return RIGHT, RAISED, or the two numbers.
+
+    smooth: the function from which differences are computed; values are those of s. needs keeps the differences, and
+    the size of s at 0, for the next mode.
+    """
     derivative, difference = EVERY[mode]
     try:
         got = derivative(s)
     except (TypeError, ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         return f"{RAISED}: {type(error).__name__} {str(error)[:400]}"
     if difference not in needs:
-        needs[difference] = difference(smooth)
+        needs[difference] = difference(s if difference is value or mode == "vmap" else smooth)
     if "size" not in needs:
         needs["size"] = size_of(smooth)
     return compared(got.detach(), needs[difference], needs["size"], mode, rtol)

@@ -28,8 +28,8 @@ def check_transforms(f: Callable, *args: Any, modes: Sequence[str] = CHECKED, ma
       f: a pure function of trees, which returns a tree. It is called with f64 floats, near those of `args`.
       args: its arguments. Each float tensor f[...] among their leaves is an input; all others stay as they are.
       modes: among `TRANSFORMS`: "grad", "autograd", "jvp", "dual", "vmap", "grad of grad", "linearize", "make_fx", ...;
-        all by default, but for those that compile ("jit", "jit of grad", "jit of jvp"), and "functionalize", which
-        torch does not have for a function with rules of its own.
+        all by default, but for those that compile ("jit", "jit, donated", "jit of grad", "jit of jvp", "export"), and
+        "functionalize", which torch does not have for a function with rules of its own.
       may_raise: the modes in which f may raise, as long as it is not silently wrong.
 
     Raises:
@@ -69,6 +69,11 @@ def transform_cells(f: Callable, *args: Any, modes: Sequence[str] = CHECKED) -> 
       {('args[0]', 'grad'): 'right', ('args[0]', 'vmap'): 'right'}
     """
     check(CALL, mode_problems(modes))
+    return sweep(case_of(f, *args), tuple(modes))
+
+
+def case_of(f: Callable, *args: Any) -> Case:
+    """Return the case of a function, whose inputs are the float tensors among the leaves of its arguments."""
     inputs = {path: x for path, x in _at(args) if isinstance(x, Tensor) and x.is_floating_point()}
     check(CALL, input_problems(inputs, args))
     leaves, structure = tree_flatten(args)
@@ -79,8 +84,7 @@ def transform_cells(f: Callable, *args: Any, modes: Sequence[str] = CHECKED) -> 
 
     with own_errors(CALL, f, *args, need="the arguments that it takes, with f64 floats"):
         call(**{n: x.detach().double() for n, x in inputs.items()})
-    case = Case(getattr(f, "__name__", "f"), call, {n: x.detach().double() for n, x in inputs.items()})
-    return sweep(case, tuple(modes))
+    return Case(getattr(f, "__name__", "f"), call, {n: x.detach().double() for n, x in inputs.items()})
 
 
 def _at(args: tuple) -> list[tuple[str, Any]]:

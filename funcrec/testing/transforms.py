@@ -2,13 +2,14 @@
 
     rows: functions; columns: modes; cells: right, raises, or WRONG, against central differences in f64
 
-With --jit it has the columns that compile, some minutes more. A cell that raises names what is not supported; the text
-of its error stands below the table.
+With --jit it has the columns that compile, which take half an hour on two cores. They move all inputs of a row at once,
+so that a row needs one program for each. A cell that raises names what is not supported; the text of its error stands
+below the table.
 """
 
 import argparse
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,25 +17,41 @@ import torch
 from torch import Tensor
 
 from funcrec.core import replace, split, tree_map
-from funcrec.grad import accumulate_grads, example_norms, per_example_grads, value_and_grad
+from funcrec.grad import accumulate_grads, example_norms, per_example_grads, remat, value_and_grad
+from funcrec.history import logged
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bag_reduce, bag_softmax, dedup_bags, jagged_attention
-from funcrec.kinds import fake_quantize
+from funcrec.kinds import VocabularyConfig, admit, dequantize, dynamic_tables, fake_quantize, quantize, vocabulary
 from funcrec.losses import bce, contrastive, cross_entropy, full_softmax, huber, mse
 from funcrec.mesh import Mesh, P, psum, shard_map
 from funcrec.models import deepfm, dlrm, fm, loss
 from funcrec.optim import adagrad, adam, dense, lamb, sgd
 from funcrec.retrieval import top_k
+from funcrec.sharding import Placement, Plan, column_wise, row_wise, shard_tables, table_wise
 from funcrec.tables import Batch, FeatureConfig, Params, RowGrads, TableConfig, lookup, lookup_sequence
-from funcrec.testing._modes import COMPILED, RAISED, RIGHT
-from funcrec.testing._transforms import TRANSFORMS, UNCOMPILED, transform_cells
+from funcrec.testing._modes import COMPILED, RAISED, RIGHT, ZERO, Case, draw, sweep
+from funcrec.testing._transforms import TRANSFORMS, UNCOMPILED, case_of
 from funcrec.train import scan, train_step
 
 
 class Row(NamedTuple):
-    """A function, and example arguments whose floats are its inputs."""
+    """A function, and example arguments whose floats are its inputs.
+
+    smooth: f without its rounding, for differences; rtol: the rounding allowed.
+    """
 
     f: Callable
     args: tuple[Any, ...]
+    smooth: Callable[..., Any] | None = None
+    rtol: float = 0.0
+
+    def cells(self, modes: tuple[str, ...]) -> dict[tuple[str, str], str]:
+        """Return {(path of an input, mode): outcome}. In modes that compile, the one input moves all floats at once."""
+        case = case_of(self.f, *self.args)
+        smooth = None if self.smooth is None else case_of(self.smooth, *self.args).f
+        along = lambda f: lambda t: f(**{n: x + t * draw(f"{n}, moved", x.shape) for n, x in case.inputs.items()})
+        moved = Case(case.name, along(case.f), {"t": ZERO}, smooth=smooth and along(smooth), rtol=self.rtol)
+        found = sweep(case._replace(smooth=smooth, rtol=self.rtol), tuple(m for m in modes if m not in COMPILED))
+        return found | sweep(moved, tuple(m for m in modes if m in COMPILED))
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -44,8 +61,10 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 LENGTHS = torch.tensor([2, 0, 3, 1])
 IDS = KeyedJaggedTensor.from_lengths(["a"], torch.tensor([0, 2, 1, 1, 3, 2]), LENGTHS)
 TABLE, WEIGHTS, LABEL = drawn(4, 3), drawn(6, seed=1).abs() + 0.1, torch.tensor([1.0, 0.0, 1.0, 0.0]).double()
+CODES = quantize({"t": TABLE.float()}, "int8")
 BAGS = JaggedTensor.from_lengths(drawn(6, seed=2), LENGTHS)
 SGD = dense(torch.optim.SGD, lr=0.1)
+PLACES = {"table_wise": table_wise("model", rank=1), "row_wise": row_wise("model"), "column_wise": column_wise("model")}
 
 
 def read(pooling: str, ids: Any = IDS, **how: Any) -> Callable[..., Any]:
@@ -56,8 +75,55 @@ def read(pooling: str, ids: Any = IDS, **how: Any) -> Callable[..., Any]:
 
 
 def weighted(table: Tensor, weights: Tensor) -> Tensor:
-    ids = KeyedJaggedTensor(IDS.values, IDS.offsets, weights, None, IDS.keys)
-    return lookup({"t": table}, ids, [FeatureConfig("a", table="t", weighted=True)]).values
+    return weighted_of({"t": table})(weights)
+
+
+def weighted_of(tables: Any) -> Callable[..., Any]:
+    with_weights = lambda weights: KeyedJaggedTensor(IDS.values, IDS.offsets, weights, None, IDS.keys)
+    return lambda weights: lookup(tables, with_weights(weights), [FeatureConfig("a", table="t", weighted=True)]).values
+
+
+def as_if(dtype: str) -> Callable[..., Any]:
+    return lambda t: lookup(fake_quantize({"t": t}, dtype), IDS, [FeatureConfig("a", table="t")]).values
+
+
+def of_vocabulary(table: Tensor) -> Tensor:
+    """Return the rows of ids that a vocabulary has admitted, 7, 9 and 8, and zeros for one that it has not."""
+    words = vocabulary(100)
+    wide = torch.cat([table] * (words.num_embeddings // 4))
+    config = VocabularyConfig(words, (TableConfig("t", len(wide), 3, torch.float64),), [FeatureConfig("a", table="t")])
+    tables = dynamic_tables({"t": wide}, {"v": config}, key=torch.tensor(1))
+    known = admit(tables.vocabularies["v"], torch.tensor([7, 9, 8]))[0]
+    ids = KeyedJaggedTensor.from_lists({"a": [[7, 8], [], [9, 7], [5]]})
+    return lookup(replace(tables, vocabularies={"v": known}), ids, [FeatureConfig("a", table="t")]).values
+
+
+def sharded(place: Placement) -> Row:
+    mesh, features = Mesh.emulated(model=2), [FeatureConfig("a", table="t")]
+    whole = P(mesh.axis_names)
+
+    def f(table):
+        held = shard_tables({"t": table}, Plan({"t": place}), mesh)
+        rank = lambda tables, ids: lookup(tables, ids, features).values
+        return shard_map(rank, mesh=mesh, in_specs=(held.specs(), whole), out_specs=whole)(held, IDS)
+
+    return Row(f, (drawn(4, 4),))
+
+
+def again(table: Tensor, dense: Tensor, layer: Tensor) -> Tensor:
+    """Return a loss with a part that is computed again, once by arguments and once by a closure."""
+    hidden = remat(lambda x: torch.tanh(x @ layer))
+    return remat(small_loss)(Params({"t": hidden(hidden(table))}, dense), Batch(IDS, LABEL))
+
+
+def logged_step() -> Row:
+    step = logged(train_step(small_loss, sparse=sgd(0.1), dense=SGD), steps=2, rows=8)
+
+    def f(tables, dense):
+        run = step.init(Params(tables, dense))
+        return step(run, Batch(IDS, LABEL))[0].state
+
+    return Row(f, ({"t": TABLE}, drawn(3)))
 
 
 def attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -116,7 +182,12 @@ def rows() -> dict[str, Row]:
         "lookup, sum": Row(read("sum"), (TABLE,)), "lookup, mean": Row(read("mean", max_length=2), (TABLE,)),
         "lookup, max": Row(read("max"), (TABLE,)), "lookup, weighted": Row(weighted, (TABLE, WEIGHTS)),
         "lookup of shared bags": Row(read("sum", shared), (TABLE,)), "lookup_sequence": Row(read("none"), (TABLE,)),
-        "lookup as if quantised": Row(lambda t: read("sum")(fake_quantize({"t": t}, "float16")["t"]), (TABLE,)),
+        "lookup as if float16": Row(as_if("float16"), (TABLE,), read("sum")),
+        "lookup as if int8": Row(as_if("int8"), (TABLE,), read("sum")),
+        "lookup, quantised": Row(
+            weighted_of(CODES), (WEIGHTS,), weighted_of({"t": dequantize(CODES)["t"].double()}), 1e-5),
+        "lookup of growing tables": Row(of_vocabulary, (TABLE,)),
+        **{f"lookup, {n}": sharded(place) for n, place in PLACES.items()},
         **{f"bag_reduce, {r}": Row(lambda x, r=r: bag_reduce(x, r)[[0, 2, 3]], (BAGS,))
            for r in ("sum", "mean", "max", "prod", "logsumexp")},
         "bag_softmax": Row(lambda x: bag_softmax(x).values, (BAGS,)),
@@ -134,6 +205,7 @@ def rows() -> dict[str, Row]:
         "per_example_grads": Row(taken(lambda f: per_example_grads(f, max_ids=3)), both),
         "accumulate_grads": Row(taken(lambda f: accumulate_grads(f, 2)), both),
         "train_step": step_of(adagrad), "train_step, micro-batches": step_of(sgd, micro_batches=2),
+        "train_step, logged": logged_step(), "remat": Row(again, (*both, drawn(3, 3, seed=10))),
         "scan": Row(lambda x, b: scan(lambda s, b: ((s * b).sin(), {"s": s}), x, b), (drawn(2), drawn(3, 2, seed=1))),
         "top_k": Row(lambda q, t: top_k(q, t, 2)[0], (drawn(2, 3, seed=3), TABLE)),
         "shard_map": Row(on_ranks, (drawn(4),)),
@@ -150,15 +222,17 @@ def cell(outcomes: Mapping[str, str]) -> str:
 
 def lines(named: Mapping[str, Row], modes: tuple[str, ...]) -> Iterator[str]:
     """Yield the lines of the table, each row when it is done, then what the cells say that are not right."""
-    width, notes = max(map(len, named)), Counter()
+    width, notes = max(map(len, named)), defaultdict(Counter)
     yield " " * width + "  " + "  ".join(f"{m:>{max(len(m), 6)}}" for m in modes)
     for name, row in named.items():
-        found = transform_cells(row.f, *row.args, modes=modes)
+        found = row.cells(modes)
         by_mode = {m: {path: o for (path, mode), o in found.items() if mode == m} for m in modes}
         yield f"{name:<{width}}  " + "  ".join(f"{cell(o):>{max(len(m), 6)}}" for m, o in by_mode.items())
-        notes.update((m, " ".join(o.split())[:200]) for (_, m), o in found.items() if o != RIGHT)
-    for (mode, text), count in notes.items():
-        yield f"{mode}, {count} inputs: {text}"
+        for (_, mode), o in found.items():
+            if o != RIGHT:
+                notes[" ".join(o.split())[:200]][mode] += 1
+    for text, counts in notes.items():
+        yield f"{', '.join(counts)} ({sum(counts.values())} cells): {text}"
 
 
 def main(args: list[str] | None = None) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 import funcrec as fr
 from funcrec.core._tree import replace
-from funcrec.testing._modes import EVERY, ZERO, along
+from funcrec.testing._modes import COMPILED, EVERY, ZERO, along
 from programs import lookup_transforms as lookups
 from programs import transforms
 from programs.float_functions import of_kernels, of_lookups, of_values
@@ -44,7 +44,7 @@ def cells() -> list[Callable[[], Cell]]:
         for c in (*of_kernels(), *of_lookups(), *of_values(), *of_rows(), *of_dense(), *of_steps())
         for which in c.inputs
         for mode in EVERY
-        if not mode.startswith("jit")
+        if mode not in COMPILED
     ]
     found += [
         functools.partial(collective, n, name, key)

@@ -233,6 +233,13 @@ def test_keeps_arguments_alone():
     assert flops[fr.remat] * 3 == flops[same] * 4  # forward, again, and two products for each in the backward pass
 
 
+def test_a_program_computes_again_after_the_cotangents():
+    """In a program each layer's second run waits for the cotangents of its result; a value has no second run."""
+    waits = lambda f: [n.name for n in fr.jit(f).lower(drawn(8, 4), drawn(4, 4)).graph.graph.nodes if "after" in n.name]
+    assert len(waits(both(deep(fr.remat)))) == 3
+    assert waits(deep(fr.remat)) == waits(both(deep(same))) == []
+
+
 def test_nothing_is_computed_again_without_a_derivative():
     """Values, vmaps and tangents run the function once."""
     count = []
@@ -418,13 +425,14 @@ def test_a_closure_that_is_written_to_meanwhile_raises():
         y.backward()
 
 
+SOFT, COUNT = [None], torch.zeros(1)
 REFUSED = {
+    "writes to a closure": (lambda x: x * COUNT.add_(1), TypeError, "writes to a tensor that it closes over"),
     "draws": (lambda x: torch.rand_like(x) * x, TypeError, "draws from torch's generator"),
     "own generator": (lambda x: torch.rand(2, generator=torch.Generator()).sum() * x, TypeError, "draws from torch's"),
     "writes": (lambda x: x.add_(1), ValueError, r"in-place write to args\[0\]"),
     "inner vmap": (lambda x: vmap(lambda r: r * x.sum())(SOFT[0]) * x.sum(), TypeError, "a transform inside of `fn`"),
 }
-SOFT = [None]
 
 
 @pytest.mark.parametrize("case", REFUSED)
