@@ -11,7 +11,7 @@ from funcrec.kernels.cpp import _native
 from funcrec.kernels.cpp._rules import Generated
 from funcrec.kernels.forms import accumulation_dtype, capacities, segments_of
 from funcrec.kernels.rules import RULES
-from funcrec.kernels.stacks import num_members, segments_of_members
+from funcrec.kernels.stacks import segments_of_members
 from torch import Tensor
 
 _NUMBERS = {name: i for i, name in enumerate(RULES)}  # csrc/formulas.h has the same numbers
@@ -43,9 +43,10 @@ def fused_update_(
             f"funcrec.kernels.cpp.{call}: `slots` does not match the tables.\n  got   {len(slots)} tensors\n"
             f"  need  {names} for each of {len(tables)} tables"
         )
-    k, terms = num_members(tables=tables), (d, rows, offsets, weights, segments)
+    k = tables[0].shape[0] if tables and tables[0].dim() == 3 else None
+    terms = d, rows, offsets, weights, segments
     own, windows = _sets(call, rule, hyper, numbers, k), windows_of(call, tables, first, dims, k)
-    _update(call, tables, slots, terms, (lr, step, key), (_NUMBERS[rule], *own), names, windows=windows)
+    _update(call, tables, slots, terms, (lr, step, key), (_NUMBERS[rule], *own), names, windows=windows, k=k)
 
 
 def generated_update_(
@@ -80,16 +81,19 @@ def generated_update_(
     del kept
 
 
-def _update(call: str, tables, slots, terms, when, rule, names: Sequence[str], codes=(), windows=None) -> None:
+def _update(
+    call: str, tables, slots, terms, when, rule, names: Sequence[str], codes=(), windows=None, k: int | None = None
+) -> None:  # fmt: skip
     """Call `fused_update` in csrc/update.h with the numbers that it reads.
 
     when: (lr, step, key). rule: (its number, how many sets of hyper-parameters, f64 of all sets one after the other).
-    names: the names of a table's slots.
+    names: the names of a table's slots. k: the number of members, or None without stacks.
     """
-    k, (lr, step, key), (number, sets, hyper) = num_members(tables=tables), when, rule
-    lr, step = lr.to(torch.float64).contiguous(), step.to(torch.int64).contiguous()
+    (lr, step, key), (number, sets, hyper) = when, rule
+    lr, step = lr.to(torch.float64), step.to(torch.int64)
     if k is not None:
         _check_stacks(call, k, tables, slots, terms)
+        lr, step = lr.contiguous(), step.contiguous()
         key = None if key is None else key.flatten(0, 1) if key.dim() == 4 else key.repeat(k, *[1] * (key.dim() - 1))
     members, key = 1 if k is None else k, None if key is None else key.contiguous()
     num_tables = members * len(tables)
@@ -303,14 +307,14 @@ def _terms(
         segments = segments_of_members(terms, segments, k, num_tables)
     forms = (_native.matrix, 2), (_native.ints, 1), (_native.bounds, 1), (_native.reals, 1)
     for (describe, rank), xs in zip(forms, terms, strict=True):
-        counts.append(0)
+        counts.append(len(xs))
         for x in xs:
-            is_stack = k and x.dim() > rank
-            counts[-1] += k if is_stack else 1
-            at, *form = describe(x[0] if is_stack else x)
-            described += (at, *form)
-            if is_stack:
-                described += [n for i in range(1, k) for n in (at + i * x.stride(0) * x.itemsize, *form)]
+            if not k or x.dim() == rank:
+                described += describe(x)
+                continue
+            at, *form = describe(x[0])
+            described += [n for i in range(k) for n in (at + i * x.stride(0) * x.itemsize, *form)]
+            counts[-1] += k - 1
     return [*counts, len(segments) // 10, *described, *segments], segments, terms
 
 
