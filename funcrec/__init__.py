@@ -89,6 +89,7 @@ from funcrec.grad import value_and_grad as value_and_grad
 from funcrec.tables import xavier_normal as xavier_normal
 from funcrec.tree import copy as copy
 from funcrec.compile import cond as cond
+from funcrec.compile import debug_print as debug_print
 from funcrec.compile import eval_shape as eval_shape
 from funcrec.compile import fori_loop as fori_loop
 from funcrec.compile import jit as jit

@@ -11,6 +11,7 @@ from funcrec.compile._control import fori_loop as fori_loop
 from funcrec.compile._control import while_loop as while_loop
 from funcrec.compile._cut_stale import RowsAhead as RowsAhead
 from funcrec.compile._cut_stale import cut_stale as cut_stale
+from funcrec.compile._debug_print import debug_print as debug_print
 from funcrec.compile._donated import Donated as Donated
 from funcrec.compile._donated import donated_message as donated_message
 from funcrec.compile._eval_shape import eval_shape as eval_shape

@@ -21,7 +21,7 @@ from funcrec.compile._keys import leaf_key
 from funcrec.compile._program import Staged, planned, staged_first
 from funcrec.compile._recording import Recording, capture_cuda, record, replay
 from funcrec.compile._trace import is_odd, refuse_odd, stage
-from funcrec.core import Problem, check, copied, fast_flatten, leaf_paths, static_key
+from funcrec.core import Problem, chained, check, copied, fast_flatten, leaf_paths, static_key
 from funcrec.mesh import has_effect
 
 MOST_RECORDINGS = 4  # A recording holds memory. A step that swaps two leaves needs two recordings.
@@ -190,7 +190,7 @@ class Compiled:
         if self.donated:
             numbers = (*plan.kept, *plan.whole)
             self.last = link, dict(zip(numbers, map(weakref.ref, map(outputs.__getitem__, numbers)), strict=True))
-        return self.staged.structure.unflatten(outputs)
+        return self.staged.structure.unflatten(outputs)[0]
 
     def compute(self, leaves: list) -> list[Tensor]:
         """Return the results of the part before the first writes. It writes to no leaf."""
@@ -284,7 +284,7 @@ class Traced(NamedTuple):
     """The operations of a function.
 
     places: {leaf: its input of the graph}; captured tensors come after the arguments' leaves. structure, static: the
-    fields of `Staged`.
+    fields of `Staged`. prints: whether the function calls `debug_print`.
     """
 
     graph: torch.fx.GraphModule | None
@@ -292,6 +292,7 @@ class Traced(NamedTuple):
     places: dict[int, torch.fx.Node]
     structure: Any
     static: list
+    prints: bool
 
 
 def trace(
@@ -308,7 +309,10 @@ def trace(
         mine = list(leaves)
         for i, x in zip(tensor_at, tensors, strict=True):
             mine[i] = x
-        outputs, found["structure"] = fast_flatten(run(mine))
+        with chained() as prints:
+            out = run(mine)
+        outputs, found["structure"] = fast_flatten((out, *prints[-1:]))  # No pass removes what a result needs.
+        found["prints"] = bool(prints)
         for x in outputs:
             if not isinstance(x, Tensor):
                 static_key(x)  # It raises for an object that may change: later calls would return the same object.
@@ -320,11 +324,11 @@ def trace(
     how = {} if decompositions is None else {"decompositions": decompositions}
     graph, captured = stage(call, flat, [leaves[i] for i in tensor_at], [paths[i] for i in tensor_at], **how)
     if graph is None:
-        return Traced(None, captured, {}, None, [])
+        return Traced(None, captured, {}, None, [], False)
     numbers = [*tensor_at, *range(len(leaves), len(leaves) + len(captured))]
     places = dict(zip(numbers, graph.graph.find_nodes(op="placeholder"), strict=True))
     graph.graph.eliminate_dead_code(has_effect)  # the first pass of `value_and_grad` is dead code
-    return Traced(graph, captured, places, found["structure"], found["static"])
+    return Traced(graph, captured, places, found["structure"], found["static"], found["prints"])
 
 
 def compile_function(

@@ -99,7 +99,7 @@ def cut_stale(
     def compute(state, batch, routed, looked):
         with torch.no_grad():
             made = iter(remaining(*tensors((state, batch)), *captured, *routed, *looked))
-        return traced.structure.unflatten([next(made) if x is Tensor else x for x in static])
+        return traced.structure.unflatten([next(made) if x is Tensor else x for x in static])[0]
 
     if isinstance(step, Jitted):
         ahead.__name__ = read.__name__ = compute.__name__ = step.name

@@ -67,7 +67,7 @@ def jit(
         that cannot change are static: a new value means a new compilation. Each call reads the tensors that fn closes
         over. fn reads everything else from outside (a rebound variable, an attribute, a numpy array,
         `random.random()`, the time, a module's `train()` or `eval()` mode) only during compilation. Its effects on
-        Python's objects, such as an append to a list, also happen only then.
+        Python's objects, such as an append to a list, also happen only then; `debug_print` prints in every call.
       donate: names of parameters that the call may use up. An output that is a donated leaf with rows replaced
         (`index_put`, as in every row optimizer) takes the leaf's memory. A leaf that is returned unchanged keeps its
         memory. All other outputs are new, and the call frees the old leaf's memory. After an interrupted or failed

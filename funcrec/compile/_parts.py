@@ -18,9 +18,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.overrides import TorchFunctionMode
 
-from funcrec.compile._jit import Jitted, jit
+from funcrec.compile._jit import jit
 from funcrec.compile._trace import refuse_draws, written_nodes
-from funcrec.core import belongs_above, current_level, describe, fail, level_of, tree_leaves
+from funcrec.core import belongs_above, chained, current_level, describe, fail, level_of, quiet, tokens, tree_leaves
 from funcrec.mesh import has_effect
 
 LIBRARY = torch.library.Library("funcrec_parts", "DEF")
@@ -72,22 +72,25 @@ class Part(NamedTuple):
     """A function of tensors, staged.
 
     graph: a function of (*operands, *captured). captured: the tensors that it closes over. outputs: its results, as
-    they were made while it was staged; only their forms may be read. text: all that the graph depends on.
+    they were made while it was staged; only their forms may be read. text: all that the graph depends on. prints:
+    whether the function prints; the graph then also returns the token of its last print.
     """
 
     graph: GraphModule
     captured: list[Tensor]
     outputs: list[Tensor]
     text: str
+    prints: bool = False
 
-    def program(self, num_own: int = 0) -> Jitted:
+    def program(self, num_own: int = 0) -> Callable[[list[Tensor], list[Tensor]], list[Tensor]]:
         """Return the compiled function (own, rest) -> results. It uses up `own`, the first operands."""
         graph = self.graph
 
         def part(own: list[Tensor], rest: list[Tensor]) -> list[Tensor]:
             return graph(*own, *rest)
 
-        return jit(part, donate=("own",) if num_own else ())
+        run, count = jit(part, donate=("own",) if num_own else ()), len(self.outputs)
+        return (lambda own, rest: run(own, rest)[:count]) if self.prints else run
 
 
 def is_staging() -> bool:
@@ -105,8 +108,9 @@ def stage_part(call: str, fn: Callable[..., list[Tensor]], operands: Sequence[Te
     last = next(reversed(tracer.graph.nodes), None)
     own = [x.clone() for x in operands]
     starts = [node_of(x, tracer) for x in own]  # before the function runs: a write to x would move x to another node
-    results = fn(*own)
-    outputs = [node_of(x, tracer) or node_of(x.clone(), tracer) for x in results]
+    with chained() as prints:
+        results = fn(*own)
+    outputs = [node_of(x, tracer) or node_of(x.clone(), tracer) for x in (*results, *prints[-1:])]
     nodes = list(tracer.graph.nodes)
     region = nodes[nodes.index(last) + 1 :] if last is not None else nodes
     inside = {n for n in region if n.op != "get_attr"} - set(starts)
@@ -131,7 +135,7 @@ def stage_part(call: str, fn: Callable[..., list[Tensor]], operands: Sequence[Te
         if not n.users and n not in outer:
             tracer.graph.erase_node(n)
     forms = (f"{n.format_node()} {n.meta['form']}" for n in graph.nodes if "form" in n.meta)
-    return Part(GraphModule({}, graph), captured, list(results), "\n".join([*forms, str(outputs)]))
+    return Part(GraphModule({}, graph), captured, list(results), "\n".join([*forms, str(outputs)]), bool(prints))
 
 
 def placed(copy: Node, node: Node) -> Node:
@@ -169,6 +173,14 @@ def part_call(kind: str, parts: Sequence[Part], run: Callable, forms: list[Form]
 
     kind: a text that determines, with the parts, what `run` does.
     """
+    if any(p.prints for p in parts):  # The call takes its place among the prints of the program.
+        before, silent = tokens.get(), run
+        if before is None:
+            what, need = "a program of another tracer does not print.", "fr.jit"
+            fail("funcrec.debug_print", what, got="torch's make_fx", need=need, hint="fr.jit(f)", kind=TypeError)
+        after = before[-1] if before else first_token()
+        run, inputs = (lambda xs: [*silent(xs[:-1]), first_token()]), [*inputs, after]
+        forms = [*forms, form_of(after)]
     text = "\n".join([kind, *(p.text for p in parts), *map(str, forms)])
     name = f"{kind}.{hashlib.sha256(text.encode()).hexdigest()}"
     if name not in PARTS:  # equal parts share their programs
@@ -176,7 +188,14 @@ def part_call(kind: str, parts: Sequence[Part], run: Callable, forms: list[Form]
     if inputs and all(map(is_constant, inputs)):  # torch would run the operation while it stages
         first = inputs[0]
         inputs = [torch.where(torch.ones((), dtype=torch.bool, device=first.device), first, first), *inputs[1:]]
-    return torch.ops.funcrec_parts.run(name, inputs)
+    results = torch.ops.funcrec_parts.run(name, inputs)
+    if any(p.prints for p in parts):
+        before.append(results.pop())
+    return results
+
+
+def first_token() -> Tensor:
+    return torch.zeros((), device="cpu")
 
 
 def is_constant(x: Tensor) -> bool:
@@ -209,7 +228,7 @@ def plain_outputs(call: str, name: str, fn: Callable[..., list[Tensor]], operand
     Raise if fn closes over a tensor that a transform follows.
     """
     plain = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in operands]
-    with _Watch() as watch:
+    with _Watch() as watch, quiet():
         out = fn(*plain)
         watch.note(out)
     if watch.found is not None:

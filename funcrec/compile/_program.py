@@ -77,7 +77,8 @@ class Staged(NamedTuple):
 
     inputs: the numbers of the leaves that the graph reads; tensors that the function closes over come after the
       arguments' leaves.
-    static: the output leaves, with the class Tensor in place of each tensor. structure: the outputs' structure.
+    static: the output leaves, with the class Tensor in place of each tensor. structure: the structure of (the
+      function's result,), or (the result, the token of the last print).
     """
 
     graph: torch.fx.GraphModule

@@ -62,7 +62,7 @@ def cut(call: str, step: Callable, state: Any, batch: Any, groups: Mapping[str, 
     def rest(state, batch, routed):
         with torch.no_grad():
             made = iter(remaining(*tensors((state, batch)), *captured, *routed))
-        return traced.structure.unflatten([next(made) if x is Tensor else x for x in static])
+        return traced.structure.unflatten([next(made) if x is Tensor else x for x in static])[0]
 
     read = reads_of(sending, captured)
     routed_bytes = sum(n.meta["val"].nbytes for n in crossing)
@@ -81,6 +81,9 @@ def operations(call: str, fn: Callable, arguments: Mapping[str, Any]) -> Traced:
     if traced.graph is None:
         got, need = "requires_grad of a tensor that the step closes over", "values that nothing is differentiated by"
         fail(call, "autograd tracks the step.", got=got, need=need, hint="`.detach()`", kind=TypeError)
+    if traced.prints:
+        what, need = "a step that is cut in two does not print.", "a step without debug_print"
+        fail(call, what, got="debug_print in the step", need=need, hint="the step without a pipeline", kind=TypeError)
     return traced
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcrec.compile._forms_alike import as_tensors, form_problems, next_carry, predicate, run
 from funcrec.compile._parts import form_of, part_call, plain_outputs, stage_part
-from funcrec.core import check, fail, fast_flatten, is_in_transform, one_level_below
+from funcrec.core import check, fail, fast_flatten, is_in_transform, one_level_below, quiet
 
 Flat = Callable[..., list[Tensor]]
 
@@ -198,7 +198,7 @@ class _While(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, _test, _body, *tangents):
         def rule(tensors, ts):
-            n, (test, body) = len(tensors), ctx.fns
+            n, (test, body) = len(tensors), map(silent, ctx.fns)
             moved = [t for x, t in zip(tensors, filled(tensors, ts), strict=True) if is_float(x)]
             both = lambda *xs: [*body(*xs[:n]), *jvp_of(body, n)(*xs)]
             out = loop_flat(lambda *xs: test(*xs[:n]), both, [*tensors, *moved])
@@ -210,9 +210,19 @@ class _While(torch.autograd.Function):
     def vmap(info, in_dims, test, body, *tensors):
         tests, bodies = mapped(test, info.batch_size), mapped(body, info.batch_size)
         going = lambda *xs: [tests(*xs)[0].any()]
-        step = lambda *xs: [where(tests(*xs)[0], new, x) for new, x in zip(bodies(*xs), xs, strict=True)]
+        step = lambda *xs: [where(silent(tests)(*xs)[0], new, x) for new, x in zip(bodies(*xs), xs, strict=True)]
         out = loop_flat(going, step, members(tensors, in_dims[2:], info.batch_size))
         return tuple(out), (0,) * len(out)
+
+
+def silent(fn: Flat) -> Flat:
+    """Return the function without its prints, for a further call of it: it prints where its results are made."""
+
+    def run_quietly(*xs: Tensor) -> list[Tensor]:
+        with quiet():
+            return fn(*xs)
+
+    return run_quietly
 
 
 def is_float(x: Tensor) -> bool:
@@ -245,7 +255,7 @@ def at_floats(fn: Flat, tensors: Sequence[Tensor]) -> tuple[Callable, list[Tenso
 
     def of_floats(*floats: Tensor) -> tuple[Tensor, ...]:
         whole = dict(enumerate(tensors)) | dict(zip(places, floats, strict=True))
-        return tuple(y for y in fn(*whole.values()) if is_float(y))
+        return tuple(y for y in silent(fn)(*whole.values()) if is_float(y))
 
     return of_floats, [tensors[i] for i in places]
 

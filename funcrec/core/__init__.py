@@ -55,6 +55,10 @@ from funcrec.core._number_checks import signature_error as signature_error
 from funcrec.core._pickled import reduced as reduced
 from funcrec.core._pickled import remade as remade
 from funcrec.core._pickled import shown as shown
+from funcrec.core._prints import chained as chained
+from funcrec.core._prints import is_quiet as is_quiet
+from funcrec.core._prints import quiet as quiet
+from funcrec.core._prints import tokens as tokens
 from funcrec.core._public import Later as Later
 from funcrec.core._public import module_later as module_later
 from funcrec.core._public import publish as publish

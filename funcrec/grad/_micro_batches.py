@@ -27,6 +27,7 @@ from funcrec.core import (
     fail,
     is_in_transform,
     map_tensors,
+    quiet,
     random,
     remembered,
     replace,
@@ -237,7 +238,8 @@ class Totals:
     def find(self) -> None:
         self.finding, place = True, self.place
         try:
-            means = self.measure(self)
+            with quiet():
+                means = self.measure(self)
         finally:
             self.finding = False
         self.means, self.place = means, place

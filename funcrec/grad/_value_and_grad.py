@@ -25,6 +25,7 @@ from funcrec.core import (
     is_checking,
     own_errors,
     paths,
+    quiet,
     tree_flatten,
     tree_unflatten,
     typed,
@@ -206,7 +207,7 @@ def named_errors(loss_fn: Callable, params: Params, args, kwargs) -> contextlib.
 def find_sites(loss_fn: Callable, params: Params, args, kwargs) -> list[Site]:
     tape = Tape()
     refs = _with_refs(plain_tables(params.tables), params.dense, tape)
-    with handed_over(), named_errors(loss_fn, params, args, kwargs):
+    with quiet(), handed_over(), named_errors(loss_fn, params, args, kwargs):
         loss_fn(refs, *args, **kwargs)
     return tape.sites
 

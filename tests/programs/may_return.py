@@ -73,6 +73,8 @@ MAY_RETURN = (
     Row("a predicate may be a bool", r"\.cond", "pred", {"True"}),
     Row("a carry is a tree of tensors and numbers", r"\.(while|fori)_loop", "init",
         NUMBERS | {"7", "-1", "0", "nan", "c64[2]", "i64[17]", "f32[0]", "f64[]", "meta"}),
+    Row("any value without tensors, or a tensor, has a text", r"\.debug_print", "x", None),
+    Row("a format leaves out what it does not name", r"\.debug_print", "text", {"'no'"}),
     Row("a bound is any int", r"\.fori_loop", "lower|upper", {"7", "-1", "0"}),
     Row("a function takes what it takes", r"\.eval_shape", "x|fn", TENSORS | {"function", "f64[]", "meta"}),
     Row("a batch of no examples gets noise alone", r"\.private_grad_fn", "batch", {"f32[0]"}),

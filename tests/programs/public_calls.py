@@ -230,6 +230,7 @@ def functions() -> list[Call]:
         step_on_mesh=(ON_MESH, {"state": HELD, "batch": BATCH}),
         TrainStep=(fr.TrainStep, {"init": STEP.init, "update": STEP.update}),
         eval_shape=(lambda fn, x: fr.eval_shape(fn, x), {"fn": torch.sin, "x": f32(2)}),
+        debug_print=(lambda text, x: fr.debug_print(text, x), {"text": "{}", "x": f32(2)}),
         jit=(fr.jit, {"fn": loss_fn, "donate": ("params",), "static_argnames": ("batch",), "static_argnums": (1,)}),
         sweep=(fr.sweep, {"make_step": lambda lr: STEP, "hyper": {"lr": [0.1, 0.2]}, "product": False}),
         sweep_init=(SWEPT.init, {"params": PARAMS, "key": KEY}),
