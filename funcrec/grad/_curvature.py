@@ -7,6 +7,7 @@ Shapes: B examples, R rows of a table, D dim.
 """
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from funcrec.core import check, describe, fail, float_leaf_problems, tree_map, typed
 from funcrec.grad._of_rows import OfRows, of_rows
 from funcrec.tables import Params
+
+FORWARD_MODE = threading.RLock()  # torch has one level of forward mode for all threads: another's tangents are zero
 
 
 @typed
@@ -149,7 +152,8 @@ def product(of: OfRows, direction: Params, multiply: Callable[[Params, Params], 
     """Return the product with a direction like the whole parameters, whose numbers take the parameters' dtypes."""
     own = of.take(direction)
     like = lambda v, at: v.to(at.dtype)
-    return of.put(multiply(of.params, tree_map(like, own, of.params)))
+    with FORWARD_MODE:
+        return of.put(multiply(of.params, tree_map(like, own, of.params)))
 
 
 def scalar(call: str, loss: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -374,3 +375,18 @@ def test_of_rows_refuses_other_forms_of_its_parameters():
     counts = fr.gauss_newton_product(lambda p: {"y": p.dense["w"], "n": 3}, lambda y: y["y"].sum())
     with pytest.raises(TypeError, match=r"`predictions\['n'\]` cannot be differentiated"):
         counts(params, params)
+
+
+def test_products_in_threads_are_those_of_one_thread():
+    """Threads that multiply at once get the products of one thread, though torch's forward mode belongs to one."""
+    params, batch = drawn(1)
+    products = [fr.hvp(loss_fn), fr.gauss_newton_product(predict, loss_of)]
+    products.append(fr.fisher_product(lambda p, b: (predict(p, b) - b.label).square()))
+    need = [dense_of(f(params, params, batch)) for f in products]
+
+    def work(_):
+        return [dense_of(f(params, params, batch)) for _ in range(4) for f in products]
+
+    with ThreadPoolExecutor(3) as pool:
+        for got in pool.map(work, range(3)):
+            assert_trees_close(got, need * 4, rtol=0, atol=0)
