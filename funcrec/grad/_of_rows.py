@@ -139,7 +139,7 @@ def taken(table: Tensor | RowGrads | None, rows: Tensor, like: Tensor, height: i
 
 def kind_problems(params: Params) -> Iterator[Problem]:
     if not is_plain(params.tables):
-        hint = "fr.gather_tables(tables), fr.dequantize(tables)"
+        hint = "fr.gather_tables(tables), fr.dequantize(tables), cached.gather(params)"
         yield Problem(
             "`params.tables` are not plain tables.", describe(params.tables), "{name: f[R, D]}", hint, TypeError
         )
@@ -185,8 +185,9 @@ def value_problems(of: OfRows, values: object) -> Iterator[Problem]:
     for name, x in values.tables.items():
         need = of.params.tables[name] if name in of.rows else None
         if need is None or not is_float(x) or x.shape != need.shape:
-            what = describe(need) if need is not None else f"one of {list(of.rows)}"
-            yield Problem(f"`values.tables[{name!r}]` does not fit.", describe(x), what)
+            what = describe(need) if need is not None else f"a table among {list(of.rows)}, those read"
+            hint = "a tree like `params` of the OfRows, such as torch.func.grad(of.fn)(of.params)"
+            yield Problem(f"`values.tables[{name!r}]` does not fit.", describe(x), what, hint)
     yield from dense_problems("values", of, values)
 
 

@@ -100,8 +100,8 @@ def pvary(x: T, axis_name: AxisName) -> T:
 def pmean(x: T, axis_name: AxisName) -> T:
     """Return on each rank the mean over the ranks of an axis, psum(x) / n.
 
-    Its transpose is pmean. The mean of integers and bools is in torch's default dtype of floats, from an exact sum in
-    i64. A Python number is taken to be equal on all ranks.
+    Its transpose is pmean. The mean of integers and bools is in torch's default dtype of floats, from a sum in i64,
+    which is exact below 2⁶³. A Python number is taken to be equal on all ranks.
 
     Shapes: x [...] -> [...].
 

@@ -115,10 +115,10 @@ def clip(
 ) -> RowOptimizer | DenseOptimizer:
     """Return an optimizer that clips gradients before its update, by element and by norm.
 
-    First each element is clipped to [-max_value, max_value]. Then one factor scales all gradients to a
-    norm of at most `max_norm`. The norm is over the gradients of all tables, or of all dense parameters, in the update,
-    and its bits are those of `global_norm`. An element is an element of the sum over the ids of a row. For one norm
-    over tables and dense parameters together, use `train_step(max_norm=...)`.
+    First each element is clipped to [-max_value, max_value]. Then one factor, min(1, max_norm / (norm + 1e-6)),
+    scales all gradients to a norm of at most `max_norm`. The norm is over the gradients of all tables, or of all dense
+    parameters, in the update, and its bits are those of `global_norm`. An element is an element of the sum over the ids
+    of a row. For one norm over tables and dense parameters together, use `train_step(max_norm=...)`.
 
     Example:
       >>> import torch, funcrec as fr

@@ -39,7 +39,8 @@ def global_norm(grads: Rows | Params, *more: Annotated[Tensor, Form("f[...]")]) 
       grads: {table: RowGrads}, or the gradients of `value_and_grad`, whose dense leaves count.
       more: dense gradients that count, too.
 
-    Law: its bits depend on the gradients of rows alone, not on the order of rows, their tables, or their ranks.
+    Law: its bits depend on the gradients of rows alone, not on the order of rows, their tables, or their ranks. Squares
+      are in the dtype of the sums: of f32 gradients, elements above 1.8e19 give inf, and those below 1e-23 give 0.
 
     Example:
       >>> import torch, funcrec as fr
@@ -55,7 +56,7 @@ def global_norm(grads: Rows | Params, *more: Annotated[Tensor, Form("f[...]")]) 
 
 @typed
 def clip_by_global_norm(grads: Rows | Params, max_norm: Positive | Scalar) -> Rows | Params:
-    """Return the gradients, those of tables coalesced, all scaled by min(1, max_norm / global norm).
+    """Return the gradients, those of tables coalesced, all scaled by min(1, max_norm / (global norm + 1e-6)).
 
     Args:
       grads: {table: RowGrads}, or the gradients of `value_and_grad`: then one norm is over tables and dense leaves.
@@ -82,7 +83,7 @@ def norm_over(rows: Rows, dense: Iterable[tuple[Tensor, tuple[str, ...]]]) -> Te
 
 
 def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    """Return min(1, max_norm / norm) -> f[]."""
+    """Return min(1, max_norm / (norm + 1e-6)) -> f[], as torch.nn.utils.clip_grad_norm_."""
     return (max_norm / (norm + CLIP_EPS)).clamp(max=1)
 
 
