@@ -58,13 +58,14 @@ def remat(fn: Callable[A, R]) -> Callable[A, R]:
       derivative follows. The backward pass runs `fn` once more, and then has its tensors for a moment.
 
     Raises:
-      TypeError: if `fn` draws from torch's generator, or if a transform inside of `fn` (a vmap, a jvp) follows a tensor
-        that `fn` closes over instead of taking it as an argument.
+      TypeError: if `fn` draws from torch's generator or writes to a tensor that it closes over, or if a transform inside
+        of `fn` (a vmap, a jvp) follows a tensor that `fn` closes over instead of taking it as an argument.
       ValueError: if `fn` writes to its arguments, or runs otherwise when it is computed again.
 
     Law: values have the bits of `fn`'s, and every derivative is `fn`'s, under every transform of torch.func, by
-      autograd, and inside `fr.jit`. Random numbers are made of keys, so they are the same in both runs. A second
-      derivative (grad of grad, jvp of grad) computes the derivative's own tensors again, too; grad of jvp keeps them.
+      autograd, and inside `fr.jit`. Random numbers are made of keys, so they are the same in both runs. Derivatives of
+      derivatives compute the inner derivative's own tensors again, too. Under torch.compile and torch.export, `fn` runs
+      as it is: torch.compile chooses what it keeps.
 
     Cost: one more forward pass of `fn` in each backward pass, with its lookups and exchanges. Without `fr.jit` also 1.6
       ms per call, for two runs that are watched. Under `fr.jit` the recomputation waits for the cotangents of the
@@ -84,7 +85,7 @@ def remat(fn: Callable[A, R]) -> Callable[A, R]:
     @functools.wraps(fn)
     def run(*args, **kwargs):
         followed = is_in_transform() or is_forward() or torch.is_grad_enabled()
-        if torch.compiler.is_dynamo_compiling() or not followed:
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or not followed:
             return fn(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]

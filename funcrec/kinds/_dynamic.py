@@ -24,6 +24,7 @@ from funcrec.core import (
     random,
     replace,
     reported,
+    short_dtype,
     typed,
     typed_fields,
 )
@@ -268,8 +269,9 @@ def part_problems(tables: Mapping[str, Any], vocabularies: Mapping[str, Vocabula
                 got = f"tables {list(tables)}"
                 yield Problem(f"`tables` has no {t.name!r}.", got, "a table for each config", "fr.init", KeyError)
             elif tuple(x.shape) != (num_rows, t.embedding_dim) or x.dtype != t.dtype or t.num_embeddings != num_rows:
-                got, need = f"{describe(x)}, and {t.num_embeddings} rows in its config", f"{num_rows} rows, as {name!r}"
-                hint = f"fr.TableConfig({t.name!r}, vocabulary.num_embeddings, {t.embedding_dim})"
+                got = f"{describe(x)}, and {short_dtype(t.dtype)} and {t.num_embeddings} rows in its config"
+                need = f"{short_dtype(t.dtype)}[{num_rows}, {t.embedding_dim}], with the rows of {name!r}"
+                hint = f"fr.TableConfig({t.name!r}, vocabulary.num_embeddings, {t.embedding_dim}, {x.dtype})"
                 yield Problem(f"table {t.name!r} does not follow its vocabulary.", got, need, hint)
             yield from initializer_problems(t)
 

@@ -8,6 +8,7 @@ below the table.
 """
 
 import argparse
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -230,7 +231,7 @@ def lines(named: Mapping[str, Row], modes: tuple[str, ...]) -> Iterator[str]:
         yield f"{name:<{width}}  " + "  ".join(f"{cell(o):>{max(len(m), 6)}}" for m, o in by_mode.items())
         for (_, mode), o in found.items():
             if o != RIGHT:
-                notes[" ".join(o.split())[:200]][mode] += 1
+                notes[re.sub(r" object at 0x\w+", "", " ".join(o.split()))[:400]][mode] += 1
     for text, counts in notes.items():
         yield f"{', '.join(counts)} ({sum(counts.values())} cells): {text}"
 
