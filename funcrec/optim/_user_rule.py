@@ -208,7 +208,17 @@ def _cpp():
     return library.load("cpp")
 
 
-_rule_update_ = stacks.update_of_members(rule_update_, lambda *rest: True)
+_rule_update_by_member_ = stacks.update_of_members(rule_update_, lambda *rest: True)
+
+
+def _rule_update_(tables, slots, d, rows, offsets, weights, segments, lr, step, key, number: int, *rest) -> None:
+    """Update in place by the rule, for all members of stacks in one call if the rule is compiled."""
+    given = d, rows, offsets, weights, segments, lr, step, key
+    if tables and tables[0].dim() == 3 and len(tables[0]):
+        codes = _rules[number].prepare([t[0] for t in tables], [s[0] for s in slots])
+        if codes is not None:
+            return _cpp().generated_update_(tables, slots, *given, codes)
+    return _rule_update_by_member_(tables, slots, *given, number, *rest)
 
 
 def _rule_update(tables, slots, *rest) -> list[Tensor]:

@@ -43,8 +43,7 @@ def fused_update_(
             f"funcrec.kernels.cpp.{call}: `slots` does not match the tables.\n  got   {len(slots)} tensors\n"
             f"  need  {names} for each of {len(tables)} tables"
         )
-    k = tables[0].shape[0] if tables and tables[0].dim() == 3 else None
-    terms = d, rows, offsets, weights, segments
+    k, terms = _members_of(tables), (d, rows, offsets, weights, segments)
     own, windows = _sets(call, rule, hyper, numbers, k), windows_of(call, tables, first, dims, k)
     _update(call, tables, slots, terms, (lr, step, key), (_NUMBERS[rule], *own), names, windows=windows, k=k)
 
@@ -54,14 +53,14 @@ def generated_update_(
     offsets: Sequence[Tensor], weights: Sequence[Tensor], segments: Sequence[int], lr: Tensor, step: Tensor,
     key: Tensor | None, rules: Sequence[Generated],
 ) -> None:  # fmt: skip
-    """Run `fused_update_` with a rule for each table.
+    """Run `fused_update_` with a rule for each table, which may be a stack.
 
     `generate` made each rule for the table's dim and dtype. All rules have the same number of slots.
     """
     names = tuple(str(i) for i in range(len(rules[0].sizes))) if rules else ()
     codes, kept = [], []
     for table, rule in zip(tables, rules, strict=True):
-        if (table.shape[1], accumulation_dtype(table.dtype)) != (rule.dim, rule.dtype):
+        if (table.shape[-1], accumulation_dtype(table.dtype)) != (rule.dim, rule.dtype):
             raise ValueError(
                 "funcrec.kernels.cpp.generated_update_: a rule is for another table.\n"
                 f"  got   {table.dtype}{list(table.shape)}\n  need  rows of {rule.dim}, summed in {rule.dtype}"
@@ -77,7 +76,8 @@ def generated_update_(
         kept += (constants, pointers)
         codes.append((rule.rule, rule.prepare, pointers.buffer_info()[0], rule.shared_bytes, *rule.sizes))
     terms = (d, rows, offsets, weights, segments)
-    _update("generated_update_", tables, slots, terms, (lr, step, key), (_GENERATED, 1, array("d")), names, codes)
+    own = _GENERATED, 1, array("d")
+    _update("generated_update_", tables, slots, terms, (lr, step, key), own, names, codes, k=_members_of(tables))
     del kept
 
 
@@ -120,6 +120,11 @@ def _update(
         t = bad[1] % len(tables)
         _fail_window(call, tables[t], windows[0].reshape(-1, len(tables))[:, t].tolist(), windows[1][t])
     del kept
+
+
+def _members_of(tables: Sequence[Tensor]) -> int | None:
+    """Return the number of members, or None if tables are not stacks. `_check_stacks` checks the other tensors."""
+    return tables[0].shape[0] if tables and tables[0].dim() == 3 else None
 
 
 def _sets(call: str, rule: str, hyper: Sequence[float], numbers: Tensor | None, k: int | None) -> tuple:

@@ -278,6 +278,7 @@ OPTIMIZERS = {
     "own": lambda: fr.optim.row_optimizer(
         init=lambda t: {"age": torch.zeros(t.shape[0])},
         rule=lambda row, g, s, h: (row - h.lr * g / h.step, {"age": s["age"] + h.repeats}),
+        lr=lambda step: 0.1 / (1 + step),
     ),
 }  # fmt: skip
 
@@ -285,8 +286,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("mapped", ["all", "gradients", "steps apart"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_of_stacks_is_one_call(name, mapped):
-    """An update of stacked tables, slots, gradients and steps has the bits of a loop. The update makes one operator
-    call for all tables of all members."""
+    """An update of stacked tables, slots, gradients and steps has the bits of a loop. The update makes one call of the
+    operator, and of the compiled function, for all tables of all members."""
     opt = OPTIMIZERS[name]()
     slots = [opt.init(member(STACKS, i)) for i in range(K)]
     slots = [tree_map(lambda s, i=i: s + 0.1 * i, own) for i, own in enumerate(slots)]
@@ -294,8 +295,11 @@ def test_an_update_of_stacks_is_one_call(name, mapped):
     stacked = (stack(GRADS), stack(slots), STACKS, steps)
     dims = (0, None, None, None) if mapped == "gradients" else (0, 0, 0, 0)
     args = [x if d == 0 else member(x, 0) for x, d in zip(stacked, dims, strict=True)]
-    with Counted() as counted:
+    opt.update(*(member(x, 0) if d == 0 else x for x, d in zip(args, dims, strict=True)))  # a user's rule is compiled
+    entry, calls = _native.call, []
+    with Counted() as counted, mock.patch.object(_native, "call", lambda n, x: (calls.append(n), entry(n, x))):
         got = vmap(lambda g, s, t, n: opt.update(g, s, t, n), in_dims=dims)(*args)
+    assert calls == ["fused_update"]
     updates = {n: c for n, c in counted.calls.items() if "update" in n}
     assert list(updates.values()) == [1], counted.calls
     each = [[member(x, i) if d == 0 else y for x, y, d in zip(stacked, args, dims, strict=True)] for i in range(K)]
