@@ -58,7 +58,7 @@ def remat(fn: Callable[A, R]) -> Callable[A, R]:
       derivative follows. The backward pass runs `fn` once more, and then has its tensors for a moment.
 
     Raises:
-      TypeError: if `fn` draws from torch's generator or writes to a tensor that it closes over, or if a transform inside
+      TypeError: if `fn` draws from torch's generator, or writes to a tensor that it closes over; if a transform inside
         of `fn` (a vmap, a jvp) follows a tensor that `fn` closes over instead of taking it as an argument.
       ValueError: if `fn` writes to its arguments, or runs otherwise when it is computed again.
 
