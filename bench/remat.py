@@ -8,6 +8,7 @@ times of interleaved gradients with and without `remat`.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -66,15 +67,16 @@ def times(kind: str) -> dict:
 
 
 def alone(option: str, name: str):
-    out = subprocess.run([sys.executable, __file__, option, name], capture_output=True, text=True, check=True)
-    return json.loads(out.stdout.splitlines()[-1])
+    """Return the figure of a process of its own, whose allocator gives every large block back at once."""
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": "0"}
+    call = [sys.executable, __file__, option, name]
+    return json.loads(subprocess.run(call, capture_output=True, text=True, check=True, env=env).stdout.splitlines()[-1])
 
 
 def main() -> None:
     names = [f"{kind} {n}" for kind in ("eager", "jit") for n in ("plain", "remat")]
-    memory = {n: alone("--peak", n) for n in names}
-    ms = {kind: alone("--times", kind) for kind in ("eager", "jit")}
-    record("remat", {"layers": DEPTH, "peak_mb": memory, "ms": ms})
+    record("remat", {"layers": DEPTH, "peak_mb": {n: alone("--peak", n) for n in names}})
+    record("remat", {"layers": DEPTH, "ms": {kind: alone("--times", kind) for kind in ("eager", "jit")}})
 
 
 if __name__ == "__main__":
