@@ -17,6 +17,7 @@ from funcrec.core import (
     Key,
     NotNegative,
     Problem,
+    Scalar,
     check,
     describe,
     fail,
@@ -116,12 +117,13 @@ def lanczos(product: Callable, like: Any, *, steps: Count, key: Key) -> Spectrum
 
 
 @typed
-def conjugate_gradient(product: Callable, b: Any, *, steps: Count, damping: NotNegative = 0.0) -> Solution:
+def conjugate_gradient(product: Callable, b: Any, *, steps: Count, damping: NotNegative | Scalar = 0.0) -> Solution:
     """Return x that solves (A + damping · I) x = b, for a symmetric A without negative eigenvalues, and the residual.
 
     Args:
       product: (vector) -> A times the vector, such as a product with a Gauss-Newton matrix.
       b: f[N], or another tree of floats. steps: the most products; after an exact solution the rest change nothing.
+      damping: a number >= 0, or f[], whose value is not checked.
 
     Returns:
       Solution(x, a tree like `b`, and residual, the norm of b - (A + damping · I) x).

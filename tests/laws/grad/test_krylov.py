@@ -144,3 +144,13 @@ def test_small_and_large_numbers(size):
     found = lambda size: fr.lanczos(lambda v: (a * size) @ v, torch.zeros(4), steps=3, key=key)
     near, far = found(1.0), found(size)
     assert_trees_close((far.values / size, far.errors / size, far.vectors), tuple(near), rtol=1e-5, atol=1e-6)
+
+
+def test_damping_is_a_number_or_a_tensor():
+    """A tensor damps as its number does, under vmap each member by its own, and the solution has its derivative."""
+    a = symmetric(1, 4, 4) @ symmetric(1, 4, 4)
+    b, dampings = torch.arange(1.0, 5.0, dtype=torch.float64), torch.tensor([0.5, 2.0], dtype=torch.float64)
+    solve = lambda d: fr.conjugate_gradient(lambda v: a @ v, b, steps=4, damping=d).x
+    exact = lambda d: torch.linalg.solve(a + d * torch.eye(4, dtype=torch.float64), b)
+    assert_trees_close(torch.func.vmap(solve)(dampings), torch.stack([solve(float(d)) for d in dampings]), rtol=1e-12)
+    assert_trees_close(torch.func.jacrev(solve)(dampings[0]), torch.func.jacrev(exact)(dampings[0]), rtol=1e-6)
