@@ -105,7 +105,7 @@ def mask_problems(bags: JaggedTensor | KeyedJaggedTensor, mask: Tensor) -> Itera
 
 def padding_problems(ids: JaggedTensor | KeyedJaggedTensor, padding: object) -> Iterator[Problem]:
     if ids.values.dtype not in (torch.int32, torch.int64):
-        hint = "bag_filter(bags, bags.values != 0)"
+        hint = "fr.bag_filter(bags, bags.values != 0)" if ids.values.is_floating_point() else "ids.values.long()"
         yield Problem("`ids.values` are not ids.", describe(ids.values), "i32[N] or i64[N]", hint, TypeError)
     if isinstance(padding, Mapping) and not isinstance(ids, KeyedJaggedTensor):
         need = "an id for a JaggedTensor, which has no keys"

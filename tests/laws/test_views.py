@@ -1,4 +1,7 @@
-"""Tensors that are views with gaps: every public call gives the answers of contiguous tensors, or raises in words."""
+"""Views with gaps have the answers of contiguous tensors, or raise in words.
+
+Integers of other widths than those of ids raise in words.
+"""
 
 import contextlib
 import io
@@ -87,3 +90,32 @@ def test_a_part_of_a_table_is_read():
     stack = torch.arange(24.0).view(3, 4, 2)
     members = torch.func.vmap(lambda t: READS["lookup"](t).values, in_dims=1)(stack)
     assert_trees_close(members, torch.stack([copied(stack[:, i]) for i in range(4)]), rtol=0, atol=0)
+
+
+OTHER = [torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool]
+KEPT = fr.admit(fr.vocabulary(128), torch.tensor([5, 9]))[0]
+KEYED = lambda values, offsets: fr.KeyedJaggedTensor(values, offsets, None, None, ("a",))
+DOORS = {
+    "from_lengths": lambda x: fr.KeyedJaggedTensor.from_lengths(["a"], torch.arange(3), x),
+    "offsets": lambda x: fr.lookup({"t": TABLE}, KEYED(torch.tensor([1]), x), READ),
+    "lookup": lambda x: fr.lookup({"t": TABLE}, KEYED(x, torch.tensor([0, 2])), READ),
+    "lookup_sequence": lambda x: fr.lookup_sequence({"t": TABLE}, KEYED(x, torch.tensor([0, 2])), LISTED),
+    "hash_rows": lambda x: fr.hash_rows(x, fr.modulo(), 10), "find": lambda x: fr.find(KEPT, x),
+    "admit": lambda x: fr.admit(KEPT, KEYED(x, torch.tensor([0, 2]))),
+    "dedup_bags": lambda x: fr.dedup_bags(KEYED(x, torch.tensor([0, 2]))),
+    "drop_ids": lambda x: fr.drop_ids(KEYED(x, torch.tensor([0, 2])), 1),
+    "top_k": lambda x: fr.top_k(TABLE[:1], TABLE, 2, exclude=fr.JaggedTensor(x, torch.tensor([0, 2]))),
+    "from_entries": lambda x: fr.RowGrads.from_entries(x, TABLE[:2], num_embeddings=6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("door", "dtype"), list(itertools.product(DOORS, OTHER)))
+def test_ids_of_other_widths_are_refused(door, dtype):
+    """Ids, offsets and lengths are i32 or i64, as in TorchRec. Others raise, and the error says what they are. The
+    error of narrower integers says how to widen them."""
+    with pytest.raises(TypeError) as error:
+        DOORS[door](torch.tensor([1, 2]).to(dtype))
+    names = {torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool"}
+    said = str(error.value)
+    assert f"got   {names.get(dtype, str(dtype).removeprefix('torch.'))}[2]" in said
+    assert dtype == torch.bool or ".long()" in said or "offsets=torch.tensor" in said
